@@ -133,7 +133,7 @@ def timed(
 ) -> dict[str, list[tuple[float, float]]]:
     """Seconds of the steps of each way on this rank, one after the other in turn; the first step warms up."""
     import hf_parallel
-    from hf_parallel.parallelize import default_device
+    from hf_parallel.apply.parallelize import default_device
 
     place = default_device() if device == "cuda" else torch.device(device)
     if place.type == "cuda":

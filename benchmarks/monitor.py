@@ -41,10 +41,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.utils.logging import disable_progress_bar
 
 import hf_parallel.hooks.patches  # noqa: F401 - once, before the ranks are forked
-from hf_parallel.collectives.observed import KINDS
 from hf_parallel.hooks import activation, hangs, monitoring
-from hf_parallel.monitor.intervals import Interval, common, length, union
-from hf_parallel.monitor.meter import COMPUTE, EVERY
+from hf_parallel.monitor.meter import COMPUTE, EVERY, Interval, common, length, union
+from hf_parallel.ranks.observed import KINDS
 from tests.distributed import run
 from tests.training import axes
 

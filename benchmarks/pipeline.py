@@ -30,9 +30,15 @@ from torch import nn
 
 from hf_parallel import parallelize
 from hf_parallel.ask.keys.pipeline import LOOPED_SCHEDULES
-from hf_parallel.axes.pipeline.orders import SIMPLEST_FIRST, order, virtual_stages
-from hf_parallel.axes.pipeline.picture import write
-from hf_parallel.axes.pipeline.timeline import Timeline, layer_costs, simulate
+from hf_parallel.axes.pipeline.timeline import (
+    SIMPLEST_FIRST,
+    Timeline,
+    layer_costs,
+    order,
+    simulate,
+    virtual_stages,
+    write,
+)
 from tests.distributed import run
 
 BY_FORMULA = ("gpipe", "1f1b", "interleaved_1f1b", "looped_bfs")

@@ -12,7 +12,7 @@ from collections import Counter
 from unittest import mock
 
 from benchmarks import published
-from hf_parallel.planner import Job, Layout, Prediction, step_time
+from hf_parallel.planner import Job, Layout, Prediction, predict
 from hf_parallel.planner.hardware import Efficiency, find_gpu
 from hf_parallel.planner.pipeline import make_stages, pace_of_1f1b, stages_of_rank
 
@@ -120,7 +120,7 @@ def _order(found: list[tuple[published.Row, float]]) -> float | None:
 
 def _log_errors(rows: list[published.Row], values: dict[str, float]) -> list[float]:
     efficiency = dataclasses.replace(Efficiency(), **values)
-    with mock.patch.object(step_time, "pipeline_seconds", _as_1f1b):
+    with mock.patch.object(predict, "pipeline_seconds", _as_1f1b):
         return [math.log(_seconds(_asked(i, rows), efficiency) / rows[i]["step_time_s"]) for i in range(len(rows))]
 
 
@@ -139,7 +139,7 @@ def _seconds(asked: Prediction, efficiency: Efficiency) -> float:
     gpu = dataclasses.replace(asked.cluster.gpu, efficiency=efficiency)
     cluster = dataclasses.replace(asked.cluster, gpu=gpu)
     stages = make_stages(asked.shape, asked.layout, asked.job)
-    return step_time.step_time(stages, asked.layout, asked.job, cluster).seconds
+    return predict.step_time(stages, asked.layout, asked.job, cluster).seconds
 
 
 def _as_1f1b(layout: Layout, job: Job, stages: list[tuple[float, float]], sending: float) -> tuple[float, float]:

@@ -193,7 +193,7 @@ def measure(rate: int, steps: int) -> dict[str, float]:
 
 def predicted(rate: int, alone: float) -> dict[str, float]:
     """Seconds per step by the planner: what one process computes alone, and transfers that nothing hides."""
-    from hf_parallel.config import ParallelConfig
+    from hf_parallel.ask.config import ParallelConfig
     from hf_parallel.planner.candidates import to_layout
     from hf_parallel.planner.hardware import Cluster, Efficiency, Link, find_gpu
     from hf_parallel.planner.predict import predict

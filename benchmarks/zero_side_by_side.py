@@ -32,9 +32,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import hf_parallel.hooks.patches  # noqa: F401 - once, before the ranks are forked
 from hf_parallel import parallelize
-from hf_parallel.collectives import observed
 from hf_parallel.hooks import monitoring
 from hf_parallel.monitor.meter import COMPUTE
+from hf_parallel.ranks import observed
 from tests.distributed import run
 
 ROWS, LENGTH, VOCABULARY = 2, 64, 4096

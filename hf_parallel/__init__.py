@@ -24,24 +24,23 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from hf_parallel.config import ParallelConfig, SpecError
+    from hf_parallel.apply.parallelize import clip_grad_norm
+    from hf_parallel.apply.whole import full_state_dict, full_tensor
+    from hf_parallel.ask.config import ParallelConfig, SpecError
     from hf_parallel.hooks.activation import activate
-    from hf_parallel.hooks.library import parallelize
+    from hf_parallel.hooks.library import notebook_launcher, parallelize
     from hf_parallel.hooks.monitoring import metrics
-    from hf_parallel.hooks.notebook import notebook_launcher
-    from hf_parallel.parallelize import clip_grad_norm
     from hf_parallel.planner.search import plan
-    from hf_parallel.whole import full_state_dict, full_tensor
 
 _HOME = {
-    "ParallelConfig": "hf_parallel.config",
-    "SpecError": "hf_parallel.config",
+    "ParallelConfig": "hf_parallel.ask.config",
+    "SpecError": "hf_parallel.ask.config",
     "activate": "hf_parallel.hooks.activation",
-    "clip_grad_norm": "hf_parallel.parallelize",
-    "full_state_dict": "hf_parallel.whole",
-    "full_tensor": "hf_parallel.whole",
+    "clip_grad_norm": "hf_parallel.apply.parallelize",
+    "full_state_dict": "hf_parallel.apply.whole",
+    "full_tensor": "hf_parallel.apply.whole",
     "metrics": "hf_parallel.hooks.monitoring",
-    "notebook_launcher": "hf_parallel.hooks.notebook",
+    "notebook_launcher": "hf_parallel.hooks.library",
     "parallelize": "hf_parallel.hooks.library",
     "plan": "hf_parallel.planner.search",
 }

@@ -21,8 +21,9 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn
 
-from hf_parallel import ending, launched
-from hf_parallel.config import AUTO, ParallelConfig, choose_spec
+from hf_parallel.ask import launched
+from hf_parallel.ask.config import AUTO, ParallelConfig, choose_spec
+from hf_parallel.cli import runner
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -160,21 +161,21 @@ def main(argv: list[str] | None = None) -> None:
         if _rank() == 0:
             _show(error)
         _leave_groups_open()
-        ending.leave_interrupted()
+        runner.leave_interrupted()
     except BaseException as error:
         _report_and_leave(error)
     if _one_of_several():
         if code not in (None, 0):
             _leave_groups_open()
-        ending.leave(code)
+        runner.leave(code)
 
 
 def _report_and_leave(error: BaseException) -> NoReturn:
-    refusal = _raised_from(error, UsageError, *_loaded("hf_parallel.config", "SpecError"))
+    refusal = _raised_from(error, UsageError, *_loaded("hf_parallel.ask.config", "SpecError"))
     if refusal is not None:
         _report_refusal(_line(refusal), alone=getattr(refusal, "alone", False))
         _leave(2)
-    told = _raised_from(error, *_loaded("hf_parallel.spec", "Told"))
+    told = _raised_from(error, *_loaded("hf_parallel.ask.spec", "Told"))
     if _is_lost_peer(error):
         time.sleep(GRACE)  # the rank that really failed is the one to read
         _write(f"hf_parallel: rank {_rank()} lost its peers ({_gist(_innermost(error))})\n")
@@ -303,7 +304,7 @@ def _leave(code: int) -> NoReturn:
         sys.exit(code)
     _end_workers()
     _leave_groups_open()
-    ending.leave_now(code)
+    runner.leave_now(code)
 
 
 def _end_workers() -> None:
@@ -328,11 +329,11 @@ def _one_of_several() -> bool:
 
 def _leave_groups_open() -> None:
     """Of a rank that ends by an error: to end its groups it would wait for work that its peers may never do."""
-    mesh = sys.modules.get("hf_parallel.mesh")
+    mesh = sys.modules.get("hf_parallel.ranks.mesh")
     if mesh is not None:
         atexit.unregister(mesh.end_groups)
-    if "hf_parallel.collectives.desync" in sys.modules:
-        sys.modules["hf_parallel.collectives.desync"].expect_nothing()
+    if "hf_parallel.ranks.desync" in sys.modules:
+        sys.modules["hf_parallel.ranks.desync"].expect_nothing()
 
 
 def _has_process_group() -> bool:

@@ -45,9 +45,16 @@ from tests.ports import held_port
 # What each rank would spend a second on, once here: imports, patterns of all models' names, the catalogue of GPUs,
 # where packages lie.
 for module in (
-    *("axes.attention.choose", "axes.context.read", "axes.data.held_gradients", "axes.experts.stages"),
-    *("axes.tensor.read", "axes.tensor.sequence_parallel", "hooks.library", "monitor.expected", "planner.count"),
+    "axes.attention.axis",
+    "axes.context.choose",
+    "axes.data.gradients",
+    "axes.experts.balance",
+    "axes.tensor.axis",
+    "axes.tensor.sequence_parallel",
+    "hooks.library",
+    "monitor.expected",
     "planner.detect",
+    "planner.shape",
 ):
     importlib.import_module(f"hf_parallel.{module}")
 get_checkpoint_conversion_mapping("llama")

@@ -16,9 +16,9 @@ from unittest import mock
 import pytest
 import torch
 
+from hf_parallel.ask.config import ParallelConfig, SpecError
 from hf_parallel.axes.context import attention, flash, kernels
-from hf_parallel.config import ParallelConfig, SpecError
-from hf_parallel.resolve import read, resolve
+from hf_parallel.plans.resolve import read, resolve
 from tests import models
 
 _FA3 = """(Tensor q, Tensor k, Tensor v, Tensor(k_new!)? k_new = None, Tensor(v_new!)? v_new = None,

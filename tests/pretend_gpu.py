@@ -25,10 +25,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import hf_parallel
-from hf_parallel.dryrun.fake_world import fake_tensors_pass_as_real, materialise
-from hf_parallel.mesh import ParallelMesh
-from hf_parallel.model.build import build_on_meta
-from hf_parallel.parallelize import parallelize
+from hf_parallel.apply.parallelize import parallelize
+from hf_parallel.model.anatomy import build_on_meta
+from hf_parallel.planner.dryrun.world import fake_tensors_pass_as_real, materialise
+from hf_parallel.ranks.mesh import ParallelMesh
 
 NAME = "pretend"
 _aten = torch.ops.aten

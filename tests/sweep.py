@@ -22,7 +22,7 @@ from transformers import PretrainedConfig
 from transformers.models.auto import modeling_auto
 from transformers.utils import logging
 
-import hf_parallel.parallelize  # noqa: F401 - once, before the forks
+import hf_parallel.apply.parallelize  # noqa: F401 - once, before the forks
 from hf_parallel.model.shrink import IMAGE, LARGEST, VOCABULARY, build_random, small_sizes
 from tests.distributed import RankFailure, run, run_alone
 
@@ -119,7 +119,7 @@ Numbers = tuple[float, dict[str, torch.Tensor], list[str]]
 
 def step(cls: Any, config: PretrainedConfig, batch: dict[str, torch.Tensor], spec: str | None) -> Numbers:
     """Loss, every gradient in the model's own order, and the layout's notes."""
-    from hf_parallel.model.packed import stored_order
+    from hf_parallel.model.anatomy import stored_order
 
     model = build_random(cls, config).train()
     if spec:

@@ -19,7 +19,7 @@ import torch
 from transformers import PretrainedConfig
 from transformers.utils import logging
 
-from hf_parallel.config import ParallelConfig
+from hf_parallel.ask.config import ParallelConfig
 from hf_parallel.model.experts import named_experts
 from tests import sweep
 from tests.distributed import RankFailure, run_alone

@@ -67,7 +67,7 @@ def _size(count: float) -> str:
 
 def measured(shape: str, spec: str, rows: int, seq: int, rank: int) -> dict[str, Any]:
     """Bytes by kind three ways, and what the device's allocator says."""
-    from hf_parallel.dryrun import dry_run
+    from hf_parallel.planner.dryrun import dry_run
 
     config, layout = config_of(shape), layout_of(spec)
     given = {"rank": rank, "rows": rows, "seq": seq}
@@ -78,7 +78,7 @@ def measured(shape: str, spec: str, rows: int, seq: int, rank: int) -> dict[str,
 
 def observed(config: Any, spec: str, rank: int, rows: int, seq: int) -> tuple[dict[str, int], int]:
     """Of tensors by kind, and the allocator's peak of a later step (0 on a CPU, whose allocator does not say)."""
-    from hf_parallel.dryrun.observe import observe
+    from hf_parallel.planner.dryrun.recorder import observe
 
     with share(config, spec, rank) as model:
         batch = tokens(rows, seq)
@@ -98,9 +98,9 @@ def observed(config: Any, spec: str, rank: int, rows: int, seq: int) -> tuple[di
 
 def planned(config: Any, spec: str, rank: int, rows: int, seq: int) -> dict[str, float]:
     """By the planner's formulas, in the kinds of the dry run."""
-    from hf_parallel.dryrun.run import on_meta, settled
     from hf_parallel.planner import make_cluster, shape_of
     from hf_parallel.planner.candidates import Goal, to_job, to_layout
+    from hf_parallel.planner.dryrun.run import on_meta, settled
     from hf_parallel.planner.memory import memory_of_ranks
     from hf_parallel.planner.pipeline import make_stages
     from hf_parallel.planner.search import count_activations

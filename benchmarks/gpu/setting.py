@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hf_parallel.check import ranks
+from hf_parallel.check import links
 from hf_parallel.check.report import NOTE, Row
 
 _LIMIT_S, _PART_S = 420.0, 480.0
@@ -37,10 +37,10 @@ def started(call: str, world: int, devices: int, backend: str | None, limit_s: f
     with tempfile.TemporaryDirectory(prefix="hf-parallel-ranks-") as folder:
         Path(folder, "values.json").write_text(json.dumps(values))
         words = ["-m", "benchmarks.gpu.setting", call, folder, *([backend] if backend else [])]
-        environments = ranks.environments(world, devices, backend)
+        environments = links.environments(world, devices, backend)
         if world == 1:
             environments = [_one_gpu(devices)]  # no rank at all: what one process does
-        code = ranks.start(words, environments, limit_s)
+        code = links.start(words, environments, limit_s)
         if code:
             raise RuntimeError(f"{call} on {world} ranks ended with exit code {code}")
         return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(world)]
@@ -116,7 +116,7 @@ def probe() -> bool:
     import torch
     import torch.distributed as dist
 
-    from hf_parallel.parallelize import default_device
+    from hf_parallel.apply.parallelize import default_device
 
     number = torch.ones((), device=default_device())
     dist.all_reduce(number)
@@ -135,7 +135,7 @@ def main() -> None:
         found = getattr(__import__(module, fromlist=[name]), name)(**values)
         Path(folder, f"{os.environ.get('RANK') or 0}.json").write_text(json.dumps(found))
         if several:
-            from hf_parallel.mesh import end_groups
+            from hf_parallel.ranks.mesh import end_groups
 
             end_groups()
     except BaseException:
@@ -146,8 +146,8 @@ def main() -> None:
 
 
 def _connect(backend: str | None) -> None:
+    from hf_parallel.apply.parallelize import default_device
     from hf_parallel.check.run import Wanted, connect
-    from hf_parallel.parallelize import default_device
 
     connect(default_device(), Wanted(backend=backend))
 

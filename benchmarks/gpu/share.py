@@ -14,11 +14,11 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_parallel.config import ParallelConfig
-from hf_parallel.dryrun.fake_world import fake_world, materialise
-from hf_parallel.mesh import ParallelMesh, stored
-from hf_parallel.model.build import build_on_meta
-from hf_parallel.parallelize import default_device, parallelize
+from hf_parallel.apply.parallelize import default_device, parallelize
+from hf_parallel.ask.config import ParallelConfig
+from hf_parallel.model.anatomy import build_on_meta
+from hf_parallel.planner.dryrun.world import fake_world, materialise
+from hf_parallel.ranks.mesh import ParallelMesh, stored
 
 #: Llama-3.2-1B and Llama-3.1-8B by their numbers, and one that a CPU has done in a moment.
 SHAPES: dict[str, dict[str, Any]] = {

@@ -116,7 +116,7 @@ def step_of_trainer(shape: str, spec: str, rows: int, seq: int, layers: int | No
     """A step of plain Trainer."""
     from transformers import AutoModelForCausalLM
 
-    from hf_parallel.parallelize import default_device
+    from hf_parallel.apply.parallelize import default_device
 
     config = config_of(shape, **({"num_hidden_layers": layers} if layers else {}))
     with default_device():
@@ -157,7 +157,7 @@ def timed_trainer(model: Any, rows: int, seq: int, **told: Any) -> dict[str, Any
 
 def numbers(found: dict[str, Any], config: Any, count: int, seq: int, part: float) -> dict[str, Any]:
     """With tokens per second of this rank's batch and MFU; `part`: of the model's FLOPs, by this rank."""
-    from hf_parallel.config import SpecError
+    from hf_parallel.ask.config import SpecError
     from hf_parallel.planner import shape_of
     from hf_parallel.planner.detect import detect
 
@@ -180,18 +180,18 @@ def loss(shape: str, spec: str, seq: int) -> dict[str, Any]:
 
 
 def _peak_beside_weights(model: Any, seq: int) -> int:
-    from hf_parallel.dryrun.observe import observe
+    from hf_parallel.planner.dryrun.recorder import observe
 
     return max(peak["activations"] for peak in observe(model, [tokens(1, seq)], "sgd").peaks)
 
 
 def overlap(shape: str, spec: str, rows: int, seq: int) -> dict[str, Any]:
     """Of a real layout on two GPUs: how much of its communication is behind compute."""
-    from hf_parallel.config import ParallelConfig
-    from hf_parallel.dryrun.fake_world import materialise
-    from hf_parallel.mesh import ParallelMesh
-    from hf_parallel.model.build import build_on_meta
-    from hf_parallel.parallelize import default_device, parallelize
+    from hf_parallel.apply.parallelize import default_device, parallelize
+    from hf_parallel.ask.config import ParallelConfig
+    from hf_parallel.model.anatomy import build_on_meta
+    from hf_parallel.planner.dryrun.world import materialise
+    from hf_parallel.ranks.mesh import ParallelMesh
 
     device = default_device()
     model = build_on_meta(config_of(shape)).to(torch.bfloat16).train()

@@ -14,8 +14,8 @@ from hf_parallel.axes.axis import Axis
 if TYPE_CHECKING:
     from torch import nn
 
+    from hf_parallel.ask.config import ParallelConfig
     from hf_parallel.axes.axis import Building
-    from hf_parallel.config import ParallelConfig
 
 BACKEND = "inductor"
 

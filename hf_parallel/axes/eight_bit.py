@@ -27,15 +27,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from hf_parallel.autocast import as_autocast, no_autocast
-from hf_parallel.collectives import all_reduce
-from hf_parallel.local import put_in_front
+from hf_parallel.ranks import all_reduce
+from hf_parallel.ranks.local import as_autocast, no_autocast, put_in_front
 
 if TYPE_CHECKING:
     from torchao.float8.config import CastConfig
     from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
-    from hf_parallel.collectives.context import Context
+    from hf_parallel.ranks.differentiable import Context
 
 
 class GatheredInput(Protocol):

@@ -6,14 +6,14 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from hf_parallel.ask.spec import refuse
 from hf_parallel.axes.axis import Axis
-from hf_parallel.spec import refuse
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from hf_parallel.ask.config import ParallelConfig
     from hf_parallel.axes.axis import Building
-    from hf_parallel.config import ParallelConfig
     from hf_parallel.model.anatomy import Anatomy
 
 CHUNK = 512  # tokens whose logits exist at a time

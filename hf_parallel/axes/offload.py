@@ -7,14 +7,14 @@ import tempfile
 from typing import TYPE_CHECKING
 
 from hf_parallel.ask.keys.data import NVME, NVME_ALL, offload_folder, parameters_rest
+from hf_parallel.ask.spec import refuse
 from hf_parallel.axes.axis import Axis
-from hf_parallel.spec import refuse
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from hf_parallel.ask.config import ParallelConfig
     from hf_parallel.axes.axis import Building
-    from hf_parallel.config import ParallelConfig
     from hf_parallel.model.anatomy import Anatomy
 
 
@@ -46,8 +46,8 @@ class Offload(Axis[None, list[str]]):
 
     def finish(self, model: nn.Module, part: list[str], building: Building) -> None:
         """Let optimizers of this model step on the host, and parameters lie in files."""
+        from hf_parallel.axes.data.files import rest_in_file
         from hf_parallel.axes.data.host_step import step_on_host
-        from hf_parallel.axes.data.parameter_file import rest_in_file
 
         offload = building.mesh.config.offload
         step_on_host(model, offload)

@@ -10,15 +10,15 @@ import importlib.util
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
+from hf_parallel.ask.spec import refuse
 from hf_parallel.axes.axis import Axis
-from hf_parallel.spec import refuse
 
 if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedModel
 
+    from hf_parallel.ask.config import ParallelConfig
     from hf_parallel.axes.axis import Building
-    from hf_parallel.config import ParallelConfig
     from hf_parallel.model.anatomy import Anatomy
 
 #: torchao versions before this one were not looked at: their fp8 tensors have other names.
@@ -125,7 +125,7 @@ class Precision(Axis[PrecisionFacts, PrecisionPart]):
     def finish(self, model: nn.Module, part: PrecisionPart, building: Building) -> None:
         """Let FSDP2 gather codes."""
         if part.gathers:
-            from hf_parallel.axes.data.float8_gather import gather_codes
+            from hf_parallel.axes.data.compressed import gather_codes
 
             for root, _ in building.roots:
                 gather_codes(root, building.mesh)
@@ -196,9 +196,9 @@ def _check_machine(asked: str, precision: str, facts: PrecisionFacts) -> None:
 
 def _check_split(asked: str, config: ParallelConfig, anatomy: Anatomy, facts: PrecisionFacts) -> None:
     """Scales of one process, and parts that the hardware takes."""
+    from hf_parallel.ask.spec import SpecError
     from hf_parallel.axes.eight_bit import ALIGNED
-    from hf_parallel.axes.tensor.read import SplitFacts, resolve_styles
-    from hf_parallel.spec import SpecError
+    from hf_parallel.axes.tensor.axis import SplitFacts, resolve_styles
 
     size = config.tp_size
     try:

@@ -10,21 +10,31 @@ A script's own `gradient_checkpointing=True` switches layers on too; what the sp
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+
 from hf_parallel.ask.keys.layers import recomputed_every
+from hf_parallel.ask.spec import refuse
 from hf_parallel.axes.axis import Axis
-from hf_parallel.spec import refuse
+from hf_parallel.ranks import start_all_gather
+from hf_parallel.ranks.observed import ATTENTION, COLLECTIVE, Store, Within, given_back, noted, unchanged
 
 if TYPE_CHECKING:
     from torch import nn
+    from torch._ops import OpOverload
     from transformers import PreTrainedModel
     from transformers.modeling_layers import GradientCheckpointingLayer
 
+    from hf_parallel.ask.config import ParallelConfig
     from hf_parallel.axes.axis import Building
-    from hf_parallel.config import ParallelConfig
     from hf_parallel.model.anatomy import Anatomy
 
 
@@ -87,8 +97,6 @@ class Recompute(Axis[RecomputeFacts, str]):
         """The layers of this rank, stage by stage."""
         flag = building.sequence_flag
         if building.mesh.config.partition_activations and (flag is None or not flag.on):
-            from hf_parallel.axes.partitioned_input import partition_inputs
-
             for _, layers in building.roots:
                 partition_inputs(layers, building.mesh.group("tp"))
         if building.mesh.config.activation_offload:
@@ -113,8 +121,6 @@ def _keep_everything(layer: GradientCheckpointingLayer, args: object) -> None:
 def _keep_products(layer: GradientCheckpointingLayer, args: object) -> None:
     """The same; a Trainer or a script has given the layer a function of its own, whose settings stay."""
     from torch.utils.checkpoint import checkpoint
-
-    from hf_parallel.axes.selective import contexts
 
     known = vars(layer).get("_gradient_checkpointing_func")
     settings = getattr(known, "keywords", {})
@@ -159,3 +165,156 @@ def check_selective(settings: Mapping[str, object]) -> None:
 
 
 RECOMPUTE = Recompute()
+
+
+# ---- Selective checkpointing: a layer runs again in the backward, except for what is dear to compute or to send
+#     kept by the first run                     run again
+#     outputs of matrix products (4 bits too)   norms, rotations, activations, residual additions, dropout
+#     output and log-sum-exp of attention       attention with dropout, which draws again; batched products: eager
+# scores
+#     sums over ranks, rows sent to experts     gathers along the sequence, whose whole results no rank should keep
+#                                               thin products, as an adapter's second: wide, and cheap for each number
+#
+# Of a row-parallel layer the sum over ranks is kept, this rank's part of the sequence, and not the product before it,
+# nor what adapters add to that.
+# torch's own contexts for this (`create_selective_checkpoint_contexts`) cannot give back what a collective writes
+# into a buffer, nor give twice, as schedules need that take a backward apart.
+
+
+#: A product over at most so many numbers, for outputs so many times as wide, is thin.
+THIN, WIDER = 256, 8
+PRODUCTS = {"mm", "addmm", "_scaled_mm", "_int_mm", "_grouped_mm", "_scaled_grouped_mm", "gemm_4bit"}
+ATTENTIONS = ("scaled_dot_product", "flash_attn", "flash_attention", "efficient_attention")
+
+
+def is_kept(operation: OpOverload, arguments: tuple, keywords: dict[str, object]) -> bool:
+    """The policy: is the output of this operation kept?"""
+    name = operation.name().partition("::")[2].partition(".")[0]
+    if name in PRODUCTS:
+        return not _is_thin(name, arguments)
+    return (
+        any(part in name for part in ATTENTIONS)
+        and "backward" not in name
+        and not _drops(operation, arguments, keywords)
+    )
+
+
+def _is_thin(name: str, arguments: tuple) -> bool:
+    """LoRA's B: beside a frozen base it would double what is kept, in fp32 even threefold."""
+    if name not in ("mm", "addmm"):
+        return False
+    inner, outer = arguments[2 if name == "addmm" else 1].shape
+    return inner <= THIN and WIDER * inner <= outer
+
+
+def _drops(operation: OpOverload, arguments: tuple, keywords: dict[str, object]) -> bool:
+    """Attention with dropout draws random numbers: given back, it would shift those of what comes after it."""
+    for place, argument in enumerate(operation._schema.arguments):
+        if argument.name in ("dropout_p", "dropout"):
+            return bool(arguments[place] if place < len(arguments) else keywords.get(argument.name, 0))
+    return False
+
+
+class _Products(TorchDispatchMode):
+    """Keeps outputs in the first run, gives them back in each further one."""
+
+    def __init__(self, store: Store, recomputing: bool) -> None:
+        super().__init__()
+        self.store, self.recomputing, self.within = store, recomputing, Within(store, recomputing)
+        self.kept: list[tuple[object, object]] = []
+        self.used = 0
+
+    def __enter__(self) -> object:
+        self.used = 0
+        self.within.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        self.within.__exit__(*error)
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: object, args: tuple = (), kwargs: dict | None = None
+    ) -> object:
+        kwargs = kwargs or {}
+        if self.store.computing or not is_kept(func, args, kwargs):
+            return func(*args, **kwargs)
+        if not self.recomputing:
+            output = func(*args, **kwargs)
+            self.kept.append((func, noted(output, self.store)))
+            return output
+        self.used += 1
+        first, note = (*self.kept, ("nothing", None))[min(self.used - 1, len(self.kept))]
+        if first is not func:
+            raise RuntimeError(f"hf_parallel: a checkpointed layer did not run as before: {func} comes for {first}")
+        return given_back(note) if unchanged(note) else func(*args, **kwargs)
+
+
+def contexts() -> tuple[_Products, _Products]:
+    """For `context_fn` of torch's checkpoint: around the first run, and around each further one."""
+    store = Store(frozenset({ATTENTION, COLLECTIVE}))
+    first, again = _Products(store, False), _Products(store, True)
+    again.kept = first.kept
+    return first, again
+
+
+# ---- Inputs of checkpointed layers, of which each tp rank keeps a part (ZeRO-R, Rajbhandari et al., 2020, section
+# 6.1)
+# Without sequence parallelism the residual stream is the same on all tp ranks, and each would keep all of it:
+#
+#     forward     input [b, s, h] of a layer -> 1/tp of its numbers                        kept: the part
+#     backward    part -> all-gather -> input -> the layer again, and its gradients        dropped after the layer
+
+
+def partition_inputs(layers: Iterable[nn.Module], group: dist.ProcessGroup) -> None:
+    """From here on those of the layers that are checkpointed keep a part of their input."""
+    for layer in layers:
+        keeping = Keeping(group)
+        layer.register_forward_pre_hook(keeping.begin)
+        layer.register_forward_hook(lambda *_, keeping=keeping: keeping.end(), always_call=True)
+
+
+class Keeping:
+    """What one layer keeps. Checkpointing hides from these hooks all that is not an input."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self._open: list[saved_tensors_hooks] = []
+
+    def begin(self, layer: nn.Module, args: tuple) -> None:
+        """The layer starts."""
+        if not (torch.is_grad_enabled() and getattr(layer, "gradient_checkpointing", False)):
+            return
+        # The first alone: others may differ between ranks, as biases. Not itself, which the hooks would keep alive.
+        given = (args[0].data_ptr(), args[0].shape) if args and torch.is_tensor(args[0]) else None
+        hooks = saved_tensors_hooks(lambda tensor: self._pack(tensor, given), _unpack)
+        hooks.__enter__()
+        self._open.append(hooks)
+
+    def end(self) -> None:
+        """It is done."""
+        if self._open:
+            self._open.pop().__exit__()
+
+    def _pack(self, tensor: torch.Tensor, given: tuple[int, torch.Size] | None) -> Part | torch.Tensor:
+        return Part(tensor, self.group) if (tensor.data_ptr(), tensor.shape) == given else tensor
+
+
+class Part:
+    """This rank's part of a tensor that all ranks of `group` have."""
+
+    def __init__(self, tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
+        self.group, self.shape = group, tensor.shape
+        row, size = tensor.detach().reshape(-1), math.ceil(tensor.numel() / group.size())
+        start = min(group.rank() * size, row.numel())
+        self.numbers = row.new_zeros(size)
+        own = row[start : start + size]
+        self.numbers[: own.numel()] = own
+
+    def whole(self) -> torch.Tensor:
+        """The tensor. Collective."""
+        return start_all_gather(self.numbers, self.group).wait().view(-1)[: self.shape.numel()].view(self.shape)
+
+
+def _unpack(kept: Part | torch.Tensor) -> torch.Tensor:
+    return kept.whole() if isinstance(kept, Part) else kept

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from hf_parallel.apply.parallelize import clip_grad_norm, parallelize
+from hf_parallel.apply.whole import full_state_dict
+from hf_parallel.ask.config import ParallelConfig, SpecError
 from hf_parallel.check.report import FAILED, OK, SKIPPED, Row
 from hf_parallel.check.room import Room
-from hf_parallel.config import ParallelConfig, SpecError
-from hf_parallel.mesh import ParallelMesh
-from hf_parallel.parallelize import clip_grad_norm, parallelize
-from hf_parallel.whole import full_state_dict
+from hf_parallel.ranks.mesh import ParallelMesh
 
 if TYPE_CHECKING:
     from torch import nn
@@ -153,7 +153,7 @@ def alone(config: ParallelConfig, device: torch.device, dtype: torch.dtype) -> T
 def together(mesh: ParallelMesh, dtype: torch.dtype) -> Trained:
     """What all ranks do."""
     model = parallelize(tiny_model(mesh.config, dtype), mesh=mesh)
-    config = model._hf_parallel.config
+    config = model._hf_parallel.ask.config
     losses, norms = train(model, config, mesh.data_rank, mesh.device)
     total = torch.stack(losses)
     if mesh.data_size > 1:

@@ -12,12 +12,12 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from hf_parallel.apply.parallelize import default_device
+from hf_parallel.ask.config import ParallelConfig
 from hf_parallel.check import links, parity, system
 from hf_parallel.check.report import Report, Row
 from hf_parallel.check.room import Room
-from hf_parallel.config import ParallelConfig
-from hf_parallel.mesh import ParallelMesh
-from hf_parallel.parallelize import default_device
+from hf_parallel.ranks.mesh import ParallelMesh
 
 _ROOM = "hf_parallel/check"
 _numbers = itertools.count()  # of this process's checks: each has keys of its own in the store

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
+from hf_parallel.ask.config import SpecError
 from hf_parallel.check.report import FAILED, NOTE, OK, SLOW, Row, ranks_text
-from hf_parallel.config import SpecError
 from hf_parallel.planner.detect import detect
 from hf_parallel.planner.hardware import Cluster, Link
 

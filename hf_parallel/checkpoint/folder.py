@@ -18,7 +18,7 @@ from typing import IO, Any
 
 from hf_parallel.checkpoint.manifest import damages, has_manifest, write_manifest
 from hf_parallel.checkpoint.saving import CheckpointError, Saving, lost_peer, wait_for_writer
-from hf_parallel.mesh import ParallelMesh
+from hf_parallel.ranks.mesh import ParallelMesh
 
 LOCK = "_hf_parallel.lock"
 LAYOUT = "hf_parallel.json"

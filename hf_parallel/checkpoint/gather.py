@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from hf_parallel.ask.config import ParallelConfig
 from hf_parallel.checkpoint.hub_format import Entry
-from hf_parallel.checkpoint.names import of_stages
+from hf_parallel.checkpoint.manifest import of_stages
 from hf_parallel.checkpoint.slices import Part, axes_and_dims, cut_part, place, rows_of
 from hf_parallel.checkpoint.writers import Item
-from hf_parallel.config import ParallelConfig
-from hf_parallel.mesh import ParallelMesh
-from hf_parallel.model.packed import stored_order
+from hf_parallel.model.anatomy import stored_order
+from hf_parallel.ranks.mesh import ParallelMesh
 
 
 def describe(model: nn.Module, name: str, tensor: Any, stage: int) -> Entry:

@@ -16,7 +16,7 @@ import torch
 
 from hf_parallel.checkpoint.lazy_tensor import LazyTensor
 from hf_parallel.checkpoint.slices import Part, read
-from hf_parallel.model.packed import StoredOrder
+from hf_parallel.model.anatomy import StoredOrder
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

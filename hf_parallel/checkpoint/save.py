@@ -20,11 +20,11 @@ from torch import nn
 from hf_parallel.checkpoint.files import TensorFile, write
 from hf_parallel.checkpoint.gather import entries_of
 from hf_parallel.checkpoint.hub_format import Entry, Group, hub_groups
-from hf_parallel.checkpoint.names import tied_names
+from hf_parallel.checkpoint.load import streamed
+from hf_parallel.checkpoint.manifest import tied_names
 from hf_parallel.checkpoint.saving import Saving, current
-from hf_parallel.checkpoint.stream import streamed
 from hf_parallel.checkpoint.writers import Item, assign
-from hf_parallel.mesh import ParallelMesh
+from hf_parallel.ranks.mesh import ParallelMesh
 
 if TYPE_CHECKING:
     from huggingface_hub import StateDictSplit

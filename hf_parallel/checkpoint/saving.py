@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 import torch.distributed as dist
 
+from hf_parallel.ask.config import SpecError
+from hf_parallel.ask.spec import Told
 from hf_parallel.checkpoint.manifest import Checksums
 from hf_parallel.checkpoint.writers import writing_ranks
-from hf_parallel.collectives import objects
-from hf_parallel.config import SpecError
-from hf_parallel.mesh import ParallelMesh, stored
-from hf_parallel.spec import Told
+from hf_parallel.ranks import messages
+from hf_parallel.ranks.mesh import ParallelMesh, stored
 
 
 class CheckpointError(RuntimeError, Told):
@@ -98,7 +98,7 @@ class Saving:
         Raises:
             CheckpointError: one of them has noted an error; the same text on all of them.
         """
-        found = [error for error in objects.gather(self.error, self.mesh.host_group) if error]
+        found = [error for error in messages.gather(self.error, self.mesh.host_group) if error]
         if found:
             raise CheckpointError("; ".join(found))
 

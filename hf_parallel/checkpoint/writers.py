@@ -18,12 +18,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import zip_longest
 
+from hf_parallel.ask.config import ParallelConfig
 from hf_parallel.checkpoint.hub_format import Entry, Group
 from hf_parallel.checkpoint.slices import cut_part, runs
-from hf_parallel.collectives import objects
-from hf_parallel.config import ParallelConfig
-from hf_parallel.groups import machine_id
-from hf_parallel.mesh import ParallelMesh, axis_ranks, coordinates
+from hf_parallel.ranks import messages
+from hf_parallel.ranks.groups import machine_id
+from hf_parallel.ranks.mesh import ParallelMesh, axis_ranks, coordinates
 
 #: Bytes from which on a run of rows is worth a write of its own, by the rank that holds it.
 LONG = 1 << 20
@@ -120,8 +120,8 @@ def _copies_along(config: ParallelConfig, stage: int, axes: tuple[str, ...]) -> 
 
 def writing_ranks(mesh: ParallelMesh, directory: str) -> list[int]:
     """Those that see the folder which rank 0 sees, and can write there. Collective, in the host group."""
-    marker, machine = objects.from_one(lambda: (_put_marker(directory), machine_id()), mesh.host_group)
-    found = objects.gather(mesh.rank == 0 or _sees(directory, marker, machine), mesh.host_group)
+    marker, machine = messages.from_one(lambda: (_put_marker(directory), machine_id()), mesh.host_group)
+    found = messages.gather(mesh.rank == 0 or _sees(directory, marker, machine), mesh.host_group)
     if mesh.rank == 0 and marker is not None:
         with contextlib.suppress(OSError):
             os.remove(os.path.join(directory, marker))

@@ -26,14 +26,14 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from hf_parallel.ask.config import AUTO, ParallelConfig, SpecError, choose_spec
+from hf_parallel.ask.spec import refuse
 from hf_parallel.cli import check as cli_check
 from hf_parallel.cli import export as cli_export
 from hf_parallel.cli import plan as cli_plan
 from hf_parallel.cli import ray as cli_ray
 from hf_parallel.cli import recipe as cli_recipe
 from hf_parallel.cli import report as cli_report
-from hf_parallel.config import AUTO, ParallelConfig, SpecError, choose_spec
-from hf_parallel.spec import refuse
 
 if TYPE_CHECKING:
     from accelerate.commands.config.config_args import ClusterConfig
@@ -103,7 +103,7 @@ def doctor(args: argparse.Namespace) -> int:
         if spec is None:
             refuse("doctor", "needs a spec", f"{_OPTION} tp=2")
         config = ParallelConfig.parse(spec[0])
-        from hf_parallel.doctor import build_on_meta, examine, render
+        from hf_parallel.plans import build_on_meta, examine, render
 
         report = examine(build_on_meta(args.model), config, args.nproc)
     except SpecError as error:

@@ -13,9 +13,9 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from hf_parallel import launched
-from hf_parallel.config import ParallelConfig, SpecError
-from hf_parallel.spec import refuse
+from hf_parallel.ask import launched
+from hf_parallel.ask.config import ParallelConfig, SpecError
+from hf_parallel.ask.spec import refuse
 
 if TYPE_CHECKING:
     from hf_parallel.check.run import Wanted
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def check(args: argparse.Namespace) -> int:
     """Check, or start the ranks that do; 1 if anything is wrong, 2 for a command line that cannot work."""
-    from hf_parallel.check import ranks
+    from hf_parallel.check import links
 
     try:
         wanted = _wanted(args)
@@ -53,7 +53,7 @@ def check(args: argparse.Namespace) -> int:
             print(f"hf_parallel: {error}", file=sys.stderr)
         return 2
     if count > 1 and "RANK" not in os.environ:
-        return ranks.start(_again(args), ranks.environments(count, _devices(), args.backend)) and 1
+        return links.start(_again(args), links.environments(count, _devices(), args.backend)) and 1
     return _on_this_rank(wanted)
 
 
@@ -80,10 +80,10 @@ def _wanted(args: argparse.Namespace) -> Wanted:
 
 def _here(args: argparse.Namespace) -> int:
     """How many ranks this machine gets."""
-    from hf_parallel.check import ranks
+    from hf_parallel.check import links
 
     sizes = ParallelConfig.parse(args.parallel).sizes.values() if args.parallel else (-1,)
-    return ranks.how_many(args.nproc, None if -1 in sizes else math.prod(sizes), _devices())
+    return links.how_many(args.nproc, None if -1 in sizes else math.prod(sizes), _devices())
 
 
 def _devices() -> int:

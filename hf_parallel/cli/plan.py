@@ -15,8 +15,8 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from hf_parallel.config import ParallelConfig, SpecError
-from hf_parallel.spec import refuse
+from hf_parallel.ask.config import ParallelConfig, SpecError
+from hf_parallel.ask.spec import refuse
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -153,7 +153,7 @@ def read_model(source: str) -> PretrainedConfig | dict[str, object]:
                 refuse(source, f"not JSON ({error})", cause=error)
         if isinstance(values, dict) and "model_type" not in values and values.keys() & _SHAPE_KEYS:
             return values
-    from hf_parallel.model.build import read_config
+    from hf_parallel.model.anatomy import read_config
 
     numbers = '{"layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "ffn_hidden": 14336, "vocab": 128256}'
     return read_config(source, others=f"numbers such as {numbers}")
@@ -169,9 +169,9 @@ def _adapters(args: argparse.Namespace) -> Callable[[nn.Module], None] | None:
         if args.verify:
             refuse("--lora --verify", "runs PEFT's own code", do="pip install 'hf-parallel[lora]'")
         return None
-    from hf_parallel.hooks.peft.planned_adapters import lora
+    from hf_parallel.hooks.peft.planned_adapters import planned_lora
 
-    return lora(args.lora)
+    return planned_lora(args.lora)
 
 
 def _cluster(args: argparse.Namespace) -> Cluster:
@@ -194,7 +194,7 @@ def _cluster(args: argparse.Namespace) -> Cluster:
 
 def _calibrated(args: argparse.Namespace, model: PretrainedConfig | dict[str, object]) -> Cluster:
     """The cluster of a training's record; its number of GPUs may be another."""
-    from hf_parallel.monitor.calibrate import calibrated
+    from hf_parallel.monitor.expected import calibrated
 
     given = [f"--{name}" for name in ("gpu", "cluster", "detect", "network") if getattr(args, name)]
     if given:
@@ -227,7 +227,7 @@ def _draw(args: argparse.Namespace, found: Found) -> None:
 
 def _verify(args: argparse.Namespace, found: Found, model: PretrainedConfig | dict[str, object]) -> None:
     """Dry runs of the first and the last pipeline rank, which hold embedding and head."""
-    from hf_parallel.dryrun.run import dry_run, end_ranks
+    from hf_parallel.planner.dryrun.run import dry_run, end_ranks
     from hf_parallel.planner.report import show_verified
 
     if isinstance(model, dict):
@@ -255,7 +255,8 @@ def _verify(args: argparse.Namespace, found: Found, model: PretrainedConfig | di
 
 
 def _timeline_alone(args: argparse.Namespace) -> str:
-    from hf_parallel.axes.pipeline import picture, timeline
+    from hf_parallel.axes.pipeline import timeline
+    from hf_parallel.axes.pipeline import timeline as picture
 
     if args.timeline is None or args.parallel is None:
         refuse("plan", "needs a MODEL", do="or --timeline FILE.svg and --parallel SPEC to draw a pipeline")

@@ -1,4 +1,4 @@
-"""`hf-parallel launch --ray`: the script on a Ray cluster, by `hf_parallel.ray.trainer`.
+"""`hf-parallel launch --ray`: the script on a Ray cluster, by `hf_parallel.cli.ray_launcher.trainer`.
 
 hf-parallel launch --ray --num_processes 8 --max_restarts 3 --parallel tp=2,dp_shard=-1 train.py …
 """
@@ -9,10 +9,10 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
-from hf_parallel.spec import refuse
+from hf_parallel.ask.spec import refuse
 
 if TYPE_CHECKING:
-    from hf_parallel.ray import ScriptTrainer
+    from hf_parallel.cli.ray_launcher import ScriptTrainer
 
 #: Options of the launcher that mean something on Ray; all others would be ignored there.
 _TAKEN = {
@@ -39,10 +39,10 @@ def launch(args: argparse.Namespace, defaults: argparse.Namespace, spec: str | N
 
 def _trainer(args: argparse.Namespace, spec: str) -> ScriptTrainer:
     try:
-        from hf_parallel import ray
+        from hf_parallel.cli import ray_launcher
     except ImportError as error:
         refuse("--ray", f"Ray is not installed ({error})", do='`pip install "hf-parallel[ray]"`', cause=error)
-    return ray.trainer(
+    return ray_launcher.trainer(
         args.training_script,
         args.training_script_args,
         parallel=spec,

@@ -18,12 +18,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hf_parallel.config import SpecError
-from hf_parallel.spec import HUB_FILE, refuse
+from hf_parallel.ask.config import SpecError
+from hf_parallel.ask.spec import HUB_FILE, refuse
 
 if TYPE_CHECKING:
     from hf_parallel.recipes import Recipe
-    from hf_parallel.recipes.fill import Filled
+    from hf_parallel.recipes.recipe import Filled
 
 _RUN = "usage: hf-parallel recipe run [options of launch] RECIPE [script.py | -m module] [arguments of the script]"
 #: Launch options that are easily written behind the recipe, where they would be the script's.
@@ -63,7 +63,7 @@ def recipe(args: argparse.Namespace) -> int:
 
 def _list(args: argparse.Namespace) -> int:
     from hf_parallel.recipes import load, names
-    from hf_parallel.recipes.table import markdown, plain
+    from hf_parallel.recipes.recipe import markdown, plain
 
     found = [load(name) for name in names()]
     found = [one for one in found if args.gpus in (None, one.hardware.gpus) and args.method in (None, one.method)]
@@ -98,7 +98,7 @@ def _check(args: argparse.Namespace) -> int:
 
 def _push(args: argparse.Namespace) -> int:
     from hf_parallel.recipes import load
-    from hf_parallel.recipes.push import push
+    from hf_parallel.recipes.check import push
 
     repo, _, file = args.repo.partition(":")
     print(push(load(args.recipe), repo, file or HUB_FILE, args.private))
@@ -135,7 +135,7 @@ def launch_words(argv: list[str], args: argparse.Namespace, devices: int) -> lis
         SpecError: no such recipe or script, or more GPUs than this machine has.
     """
     from hf_parallel.recipes import load
-    from hf_parallel.recipes.fill import fill, given_options, options_of
+    from hf_parallel.recipes.recipe import fill, given_options, options_of
 
     rest = list(args.training_script_args)
     if args.module:

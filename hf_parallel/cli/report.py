@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from hf_parallel.config import SpecError
+from hf_parallel.ask.config import SpecError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

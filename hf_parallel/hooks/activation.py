@@ -9,10 +9,10 @@ from __future__ import annotations
 import contextlib
 import os
 
-from hf_parallel import launched
-from hf_parallel.config import AUTO, ParallelConfig, SpecError
+from hf_parallel.ask import launched
+from hf_parallel.ask.config import AUTO, ParallelConfig, SpecError
+from hf_parallel.ask.spec import refuse
 from hf_parallel.hooks.patching import Patch, Undo, apply, check_torch, newer_libraries, undo
-from hf_parallel.spec import refuse
 
 # torch and transformers are imported inside the functions: `import hf_parallel` must stay cheap.
 

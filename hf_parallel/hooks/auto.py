@@ -14,11 +14,11 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from hf_parallel.arguments import by_name
-from hf_parallel.config import ParallelConfig, SpecError
+from hf_parallel.ask.config import ParallelConfig, SpecError
+from hf_parallel.ask.spec import refuse
 from hf_parallel.hooks import logits_read
 from hf_parallel.hooks.patching import Patch, Undo, apply, apply_when_imported, around, undo
-from hf_parallel.spec import refuse
+from hf_parallel.model.calls import by_name
 
 if TYPE_CHECKING:
     import torch
@@ -180,13 +180,13 @@ def choose(shown: Shown) -> None:
     """Choose for this model and activate the layout. Collective."""
     import torch.distributed as dist
 
-    from hf_parallel.collectives import objects
     from hf_parallel.hooks import activation
+    from hf_parallel.ranks import messages
 
     source = _source
     assert source is not None
     try:
-        spec, lines = objects.from_one(lambda: _best(shown))
+        spec, lines = messages.from_one(lambda: _best(shown))
     except SpecError as error:
         refuse("parallel=auto", str(error))
     finally:
@@ -201,7 +201,7 @@ def _best(shown: Shown) -> tuple[str, list[str]]:
     """The chosen spec, and what is to be said about it and the next two."""
     import torch.distributed as dist
 
-    from hf_parallel.hooks.trainer import padding_free
+    from hf_parallel.hooks.trainer import joining
     from hf_parallel.planner.detect import detect
     from hf_parallel.planner.search import search
 
@@ -224,7 +224,7 @@ def _best(shown: Shown) -> tuple[str, list[str]]:
     )
     if found.best is None:
         refuse(f"no layout of {dist.get_world_size()} processes fits", found.advice)
-    padding_free.remember(found.goal, found.best.config)
+    joining.remember(found.goal, found.best.config)
     return found.best.config.to_spec(), list(_lines(found, batch, shown.reader))
 
 
@@ -248,8 +248,8 @@ def _in_words(choice: Choice) -> str:
 
 def accepted(config: PretrainedConfig) -> Callable[[ParallelConfig], bool]:
     """Does the engine take a layout for this model? Asked of a copy on the meta device, as `doctor` does."""
-    from hf_parallel.doctor import examine
-    from hf_parallel.model.build import build_on_meta
+    from hf_parallel.model.anatomy import build_on_meta
+    from hf_parallel.plans import examine
 
     model = build_on_meta(config)
     known: dict[ParallelConfig, bool] = {}

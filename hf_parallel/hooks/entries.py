@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from hf_parallel.collectives import assert_all_ranks, desync
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.patching import patch
+from hf_parallel.ranks import assert_all_ranks, desync
 
 if TYPE_CHECKING:
     from torch import nn

@@ -12,15 +12,14 @@ import torch
 import torch.distributed as dist
 
 from hf_parallel.ask.keys.run import HANG_AUTO, HANG_OFF
-from hf_parallel.collectives import desync
-from hf_parallel.collectives.observed import listen, unlisten
-from hf_parallel.dryrun.observe import axis_names
-from hf_parallel.groups import time_out
 from hf_parallel.hooks import report, runtime
 from hf_parallel.hooks.patching import patch
-from hf_parallel.monitor.collective_record import CollectiveRecord
-from hf_parallel.monitor.last_words import before_abort
+from hf_parallel.monitor.collective_record import CollectiveRecord, before_abort
 from hf_parallel.monitor.watchdog import Settings, Watchdog
+from hf_parallel.planner.dryrun.recorder import axis_names
+from hf_parallel.ranks import desync
+from hf_parallel.ranks.groups import time_out
+from hf_parallel.ranks.observed import listen, unlisten
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

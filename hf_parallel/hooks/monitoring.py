@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from hf_parallel.config import SpecError
+from hf_parallel.ask.config import SpecError
 from hf_parallel.hooks import auto, hangs, report, runtime
 from hf_parallel.hooks.patching import patch
 from hf_parallel.monitor.meter import COMPUTE, DATA
-from hf_parallel.monitor.record import Record
-from hf_parallel.monitor.session import Reading, Session
+from hf_parallel.monitor.session import Reading, Record, Session
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -23,8 +22,8 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedModel, Trainer, TrainingArguments
 
+    from hf_parallel.apply.parallelize import ParallelState
     from hf_parallel.monitor.expected import Batch
-    from hf_parallel.parallelize import ParallelState
     from hf_parallel.planner.predict import Prediction
 
 #: Readings after which steps are what they will be, and compared with the plan.

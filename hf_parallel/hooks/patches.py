@@ -8,32 +8,19 @@ libraries what would use it.
 
 from __future__ import annotations
 
-from hf_parallel.hooks import entries, monitoring, own_loops, sentence_transformers, weights  # noqa: F401
-from hf_parallel.hooks.accelerate import accelerator, data, engines, processes, save_state  # noqa: F401
-from hf_parallel.hooks.bitsandbytes import eight_bit, four_bit  # noqa: F401
-from hf_parallel.hooks.patching import DECLARED, Patch
-from hf_parallel.hooks.peft import adapters, converting, merging, settings  # noqa: F401
-from hf_parallel.hooks.trainer import (  # noqa: F401
-    checkpoints,
-    evaluation,
-    losses,
-    means,
-    plain_resume,
-    resuming,
-    token_budget,
-    training,
-)
-from hf_parallel.hooks.transformers import (  # noqa: F401
-    box_counts,
-    checkpointed,
-    from_pretrained,
-    kernels,
+from hf_parallel.hooks import (  # noqa: F401
+    bitsandbytes,
+    entries,
+    library,
     loading,
-    masks,
-    neftune,
-    parts,
+    model_parts,
+    monitoring,
+    sentence_transformers,
 )
-from hf_parallel.hooks.trl import ahead, online, reference, server_mode, trainers  # noqa: F401
+from hf_parallel.hooks.accelerate import accelerator, data, processes, save_state  # noqa: F401
+from hf_parallel.hooks.patching import DECLARED, Patch
+from hf_parallel.hooks.peft import adapters, before, merging  # noqa: F401
+from hf_parallel.hooks.trl import online, servers, trainers  # noqa: F401
 
 
 def all_patches() -> list[Patch]:

@@ -16,8 +16,8 @@ from typing import Any, NoReturn, TypeAlias
 
 from packaging.version import Version
 
+from hf_parallel.ask.spec import refuse, refuse_with
 from hf_parallel.hooks.after_import import AfterImport
-from hf_parallel.spec import refuse, refuse_with
 
 #: First and last minor version of each library that the patches were checked on.
 CHECKED = {

@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING, TypedDict
 import torch
 import torch.distributed as dist
 
+from hf_parallel.apply.parallelize import parameters_per_rank
 from hf_parallel.ask.keys.layers import REGISTERED_FLASH, TORCH_FLASH
 from hf_parallel.axes.experts.axis import EXPERTS
-from hf_parallel.doctor.examine import report_of
-from hf_parallel.doctor.report import shown_size
-from hf_parallel.hooks import runtime, script
-from hf_parallel.mesh import axis_ranks
-from hf_parallel.parallelize import parameters_per_rank
+from hf_parallel.hooks import after_import, runtime
+from hf_parallel.plans.examine import report_of, shown_size
+from hf_parallel.ranks.mesh import axis_ranks
 from hf_parallel.version import VERSION
 
 if TYPE_CHECKING:
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import Trainer
 
-    from hf_parallel.mesh import ParallelMesh
+    from hf_parallel.ranks.mesh import ParallelMesh
 
 
 def say(message: str) -> None:
@@ -122,7 +121,7 @@ def describe(trainer: Trainer, batches: list, loss: str) -> Facts:
         "estimated_state_bytes_per_rank": [_state_bytes(trainer, count) for count in per_rank],
         "notes": [
             *(state.notes if state else ()),
-            *script.counted(dist.get_world_size(), mesh.data_size),
+            *after_import.counted(dist.get_world_size(), mesh.data_size),
             *_inexact(trainer, mesh.data_size),
         ],
         "versions": {"hf-parallel": VERSION, **_versions()},

@@ -19,10 +19,10 @@ import torch.distributed as dist
 from transformers import TrainerCallback
 
 from hf_parallel import checkpoint as folders
-from hf_parallel.collectives import objects
 from hf_parallel.hooks import report, runtime
-from hf_parallel.hooks.trainer.record import record_of
+from hf_parallel.hooks.trainer.checkpoints import record_of
 from hf_parallel.hooks.trainer.settings import check_arguments
+from hf_parallel.ranks import messages
 
 if TYPE_CHECKING:
     from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
@@ -60,7 +60,7 @@ def own_folder(trainer: Trainer) -> Iterator[Run]:
 def _claimed(folder: str) -> tuple[folders.Lock | None, Run]:
     """The lock, which rank 0 holds, and the run that it is of."""
     several, held = dist.is_initialized(), []
-    agents = objects.gather(_agent()) if several else [_agent()]
+    agents = messages.gather(_agent()) if several else [_agent()]
 
     def claim() -> Run:
         lock, run = _claim(folder, sorted({agent for agent in agents if agent is not None}))
@@ -68,7 +68,7 @@ def _claimed(folder: str) -> tuple[folders.Lock | None, Run]:
         return run
 
     try:
-        run = objects.from_one(claim) if several else claim()
+        run = messages.from_one(claim) if several else claim()
     except OSError as error:
         reason = error.strerror or str(error)
         raise folders.CheckpointError(f"output_dir={folder}: cannot be written to ({reason}); give another") from error

@@ -18,14 +18,14 @@ import numpy
 import torch
 import torch.distributed as dist
 
+from hf_parallel.apply.parallelize import ParallelState, default_device, state_of
+from hf_parallel.ask.config import ParallelConfig
 from hf_parallel.axes.data import batch_norm
 from hf_parallel.axes.experts import balance
-from hf_parallel.collectives import objects
-from hf_parallel.config import ParallelConfig
-from hf_parallel.groups import time_out
 from hf_parallel.hooks import rendezvous
-from hf_parallel.mesh import ParallelMesh, set_time_out
-from hf_parallel.parallelize import ParallelState, default_device, state_of
+from hf_parallel.ranks import messages
+from hf_parallel.ranks.groups import time_out
+from hf_parallel.ranks.mesh import ParallelMesh, set_time_out
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, TrainingArguments
@@ -122,7 +122,7 @@ def _shuffle_alike() -> None:
 
     Those of one model would then train on different rows, and those of data ranks would not share them out.
     """
-    of_python, of_numpy = objects.from_one(lambda: (random.getstate(), numpy.random.get_state()))
+    of_python, of_numpy = messages.from_one(lambda: (random.getstate(), numpy.random.get_state()))
     random.setstate(of_python)
     numpy.random.set_state(of_numpy)
 
@@ -185,7 +185,7 @@ def equalise_random_state(axis: str, source: int = -1, of: ParallelMesh | None =
     if of.size(axis) == 1 or (_current is not None and _current.pretended):
         return
     group = of.group(axis)
-    set_random_state(objects.from_one(lambda: random_state(of), group, source % group.size()), of)
+    set_random_state(messages.from_one(lambda: random_state(of), group, source % group.size()), of)
 
 
 def random_state(of: ParallelMesh | None = None) -> RandomState:

@@ -10,10 +10,10 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from hf_parallel.collectives import gather_sequence
+from hf_parallel.ask.spec import refuse
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.patching import patch
-from hf_parallel.spec import refuse
+from hf_parallel.ranks import gather_sequence
 
 if TYPE_CHECKING:
     from torch import nn

@@ -7,6 +7,7 @@ up what every axis needs to know.
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -14,10 +15,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from hf_parallel.ask.spec import first_line, refuse
+from hf_parallel.model.calls import keywords_of_loss
 from hf_parallel.model.families import BACKBONES, Backbone
-from hf_parallel.model.rehearsal import keywords_of_loss
 
 if TYPE_CHECKING:
+    from torch import nn
     from transformers import PretrainedConfig, PreTrainedModel
 
 
@@ -281,3 +284,113 @@ def flops_per_token(model: nn.Module) -> float:
     left_out = set(getattr(model, "all_tied_weights_keys", None) or ())  # on the meta device tied by name only
     left_out |= {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
     return 6.0 * sum(parameter.numel() for name, parameter in model.named_parameters() if name not in left_out)
+
+
+# ---- Packed projections: one weight that holds several, such as [q | k | v] or [gate | up] --------------------------
+# Cutting such a weight into contiguous parts would give one rank queries and another keys. So it is stored in another
+# order of rows: rank by rank, and within a rank segment by segment. The stored DTensor is then an ordinary `Shard`,
+# about which FSDP2 and the optimizer need not know; whoever reads or writes whole tensors translates, here.
+#
+#     model's own   q0 q1 q2 q3 | k0 k1 | v0 v1            stored (tp=2)   q0 q1 k0 v0 | q2 q3 k1 v1
+
+
+@dataclass(frozen=True)
+class StoredOrder:
+    """Along `dim`, index i of the stored tensor is index `rows[i]` of the model's own."""
+
+    dim: int
+    rows: torch.Tensor
+
+    def to_stored(self, own: torch.Tensor) -> torch.Tensor:
+        """The model's own tensor in stored order."""
+        return own.index_select(self.dim, self.rows.to(own.device))
+
+    def to_own(self, stored: torch.Tensor) -> torch.Tensor:
+        """The inverse of `to_stored`: what the Hub, the optimizer's checkpoints and people expect."""
+        return stored.index_select(self.dim, self.rows.argsort().to(stored.device))
+
+
+def packed_order(segments: list[int], tp_size: int, dim: int) -> StoredOrder:
+    """The stored order of consecutive segments of these sizes, each cut into `tp_size` equal parts.
+
+    Raises:
+        ValueError: a segment does not divide.
+    """
+    if any(size % tp_size for size in segments):
+        raise ValueError(f"tp_size={tp_size} does not divide segments of {segments}")
+    starts = [sum(segments[:i]) for i in range(len(segments))]
+    parts = [
+        torch.arange(start + size // tp_size * rank, start + size // tp_size * (rank + 1))
+        for rank in range(tp_size)
+        for start, size in zip(starts, segments, strict=True)
+    ]
+    return StoredOrder(dim, torch.cat(parts))
+
+
+def stored_order(model: nn.Module, key: str) -> StoredOrder | None:
+    """The order in which the tensor of this full name is stored, or None if it is the model's own."""
+    owner, _, name = key.rpartition(".")
+    return getattr(model.get_submodule(owner), "stored_orders", {}).get(name)
+
+
+# ---- Models without memory for weights ------------------------------------------------------------------------------
+
+
+_WORKS = "a folder with a config.json works, or that file"
+
+
+def read_config(source: str, others: str | None = None) -> PretrainedConfig:
+    """The config of a folder, a config.json or a Hub id.
+
+    Args:
+        others: what else the caller takes.
+
+    Raises:
+        SpecError: there is no such model, or it is made by code of its own.
+    """
+    import transformers
+
+    try:
+        return transformers.AutoConfig.from_pretrained(source, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        if isinstance(error, OSError) and not os.path.exists(source):
+            why = "no file or folder here, nor to be had from the Hub (wrong name, no access, or offline)"
+            refuse(source, why, do=_WORKS if others is None else f"{_WORKS}, or {others}", cause=error)
+        refuse(source, first_line(error), cause=error)
+
+
+def build_on_meta(config: PretrainedConfig) -> PreTrainedModel:
+    """The model of a config on the meta device: of the class it names, else of the one that fits its kind.
+
+    Raises:
+        SpecError: Transformers has no model for it.
+    """
+    import transformers
+
+    named = getattr(transformers, (getattr(config, "architectures", None) or [""])[0], None)
+    kinds = [transformers.AutoModelForSeq2SeqLM] if getattr(config, "is_encoder_decoder", False) else []
+    kinds += [transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText, transformers.AutoModel]
+    with torch.device("meta"):
+        if named is not None:
+            return all_on_meta(named._from_config(config))
+        for kind in kinds:
+            if type(config) in kind._model_mapping:
+                return all_on_meta(kind.from_config(config))
+    refuse(type(config).__name__, "Transformers has no model for it", "a config of a language model")
+
+
+def all_on_meta(model: PreTrainedModel) -> PreTrainedModel:
+    """Move the parameters to the meta device that `__init__` made elsewhere; return the model.
+
+    `torch.Tensor(n)` takes memory in a context of the meta device too. Transformers puts the checkpoint's values, or
+    new ones, in the place of every parameter, wherever it was made.
+    """
+    moved: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None or parameter.is_meta:
+                continue
+            if parameter not in moved:
+                moved[parameter] = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+            module._parameters[name] = moved[parameter]
+    return model

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hf_parallel.ask.spec import first_line
 from hf_parallel.model.shrink import VOCABULARY
-from hf_parallel.spec import first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

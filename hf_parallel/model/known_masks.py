@@ -7,10 +7,20 @@ mask hides anything, or whether positions start again. The batch is asked once.
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
+
+from hf_parallel.model.calls import arguments_of, targets_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from torch import nn
 
 
 @dataclass(frozen=True)
@@ -54,3 +64,59 @@ def hides_nothing(mask: torch.Tensor) -> bool:
 def what_is_known() -> KnownMask | None:
     """None: nothing."""
     return _known
+
+
+# ---- Labels that a model predicts at tokens its attention mask leaves out, where kernels do not compute the same
+# at such a token                    eager               sdpa          flash, cp
+# there is a token to be seen        that is attended    the same      nothing is attended: zeros
+# there is none (left padding)       the mean of all     zeros         zeros
+#
+# Only these tokens differ, as no other sees them: without a label nothing depends on them.
+
+
+_IGNORED = -100
+_BY_MATRIX = ("eager", "sdpa")
+
+
+def refuse_masked_targets(model: nn.Module, own: str, used: str, setting: str, works: str, shifts: bool) -> None:
+    """Let calls of the model raise an error for labels that kernel `used` would not predict as its `own` does.
+
+    Args:
+        own: the kernel of one process.
+        used: that of the layout; by any name but "eager" and "sdpa" it computes nothing where the mask is zero.
+        setting: that made the layout use it.
+        works: another one, under which the labels are predicted as in one process.
+        shifts: does the model shift labels by one?
+    """
+    seeing, blind = (own in _BY_MATRIX) != (used in _BY_MATRIX), (own == "eager") != (used == "eager")
+    if (not seeing and not blind) or getattr(model.config, "is_encoder_decoder", False):
+        return  # there the mask is of other tokens than the labels
+    causal = any(getattr(module, "is_causal", False) is True for module in model.modules())
+    find = functools.partial(_has_targets, seeing=seeing, blind=blind, causal=causal, shifts=shifts)
+    names = list(inspect.signature(model.forward).parameters)
+    error = (
+        f"hf_parallel: {setting}: a label is predicted at a token where attention_mask is 0, which attention={own} "
+        "computes otherwise; -100 as the label after each such token (for left padding: of the first token after it), "
+        f"or {works}, works"
+    )
+    model.register_forward_pre_hook(functools.partial(_check, names, find, error), with_kwargs=True)
+
+
+def _check(
+    names: list[str], find: Callable[[Mapping], bool], error: str, model: nn.Module, args: tuple, kwargs: dict
+) -> None:
+    if find(arguments_of(names, args, kwargs, model)):
+        raise ValueError(error)
+
+
+def _has_targets(batch: Mapping, seeing: bool, blind: bool, causal: bool, shifts: bool) -> bool:
+    """Is a label predicted at a masked token that sees others (`seeing`), or at one that sees none (`blind`)?"""
+    mask, labels, shifted = (batch.get(key) for key in ("attention_mask", "labels", "shift_labels"))
+    given = labels if shifted is None else shifted
+    if not torch.is_tensor(mask) or mask.dim() != 2 or not torch.is_tensor(given) or given.shape != mask.shape:
+        return False
+    targets = targets_of(labels, shifted, _IGNORED) if shifts else given
+    kept = mask.bool().to(targets.device)
+    sees = kept.cumsum(-1) > 0 if causal else kept.any(-1, keepdim=True).expand_as(kept)
+    counts = sees if not blind else ~sees if not seeing else torch.ones_like(sees)
+    return bool((~kept & counts & (targets != _IGNORED)).any())

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hf_parallel.spec import first_line, refuse
+from hf_parallel.ask.spec import first_line, refuse
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

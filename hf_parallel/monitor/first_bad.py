@@ -19,8 +19,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from hf_parallel.mesh import stored
 from hf_parallel.monitor.hang_report import ranks
+from hf_parallel.ranks.mesh import stored
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle

@@ -23,14 +23,14 @@ def sentence(facts: dict[int, Facts]) -> str:
     found = mismatch(facts)
     around = [] if found else circle(facts)
     rest = {rank: own for rank, own in facts.items() if rank not in around}
-    told = [found, _told_circle(around, facts) if around else None, states(rest, facts) if rest else None]
+    told = [found, _told_circle(around, facts) if around else None, states_of_ranks(rest, facts) if rest else None]
     return "; ".join(filter(None, told))
 
 
 # ---- where each rank is --------------------------------------------------------------------------------------------
 
 
-def states(of_these: dict[int, Facts], facts: dict[int, Facts]) -> str:
+def states_of_ranks(of_these: dict[int, Facts], facts: dict[int, Facts]) -> str:
     """Ranks that wait first, those that they wait for after them."""
     texts: dict[tuple[bool, str, str], list[int]] = {}
     for rank in sorted(of_these):

@@ -11,18 +11,120 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from html import escape
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, supported_activities
 
-from hf_parallel.collectives import objects
-from hf_parallel.groups import machine_id
-from hf_parallel.mesh import ParallelMesh, coordinates
-from hf_parallel.monitor import profile_picture, trace
-from hf_parallel.monitor.clock import HostClock
+from hf_parallel.axes.pipeline.timeline import IDLE, QUIET, head, text_at, time_axis
+from hf_parallel.monitor import trace
+from hf_parallel.monitor.clock import ALL, HostClock
+from hf_parallel.monitor.meter import Interval, length, union
+from hf_parallel.monitor.trace import Part
 from hf_parallel.monitor.waits import Waits
+from hf_parallel.ranks import messages
+from hf_parallel.ranks.groups import machine_id
+from hf_parallel.ranks.mesh import ParallelMesh, coordinates
+
+# ---- A profiled step as a picture: for each rank what it computes, what it waits for and what it sends meanwhile.
+# SVG
+# A row per rank: compute above, communication below, full where the rank waits for it and pale where it computes
+# meanwhile; what stays grey is idle. A path holds all boxes of a colour, so that a step of 10,000 stays small.
+
+
+#: Of compute and of each axis; told apart in grey too.
+COLOURS = {
+    "compute": "#2f6fba",
+    "tp": "#c8553d",
+    "dp": "#d9a21b",
+    "cp": "#3d8f6a",
+    "ep": "#a05195",
+    "pp": "#8d7bb5",
+    ALL: "#66727f",
+}
+NAMES = {ALL: "all ranks", "pp": "pp (other stages)"}
+_LEFT, _TOP, _PLOT, _SHARES, _ROW, _STEP = 210, 78, 860, 330, 32, 40  # pixels
+_MOST_RANKS = 64
+
+
+def write(path: str | Path, parts: list[Part], name: str) -> None:
+    """Write the picture of all ranks, of the first 64 where there are more."""
+    Path(path).write_text(svg(parts, name), encoding="utf-8")
+
+
+def svg(parts: list[Part], name: str) -> str:
+    """The picture as text."""
+    shown = parts[:_MOST_RANKS]
+    duration = max(1.0, *(part.duration for part in shown))
+    foot = _TOP + len(shown) * _STEP
+    width, height = _LEFT + _PLOT + _SHARES, foot + 76
+    lines = [
+        *head(width, height, 24, name, _caption(parts, duration)),
+        *(line for rank, part in enumerate(shown) for line in _row(rank, part, duration)),
+        *time_axis(duration / 1000, _LEFT, foot, _PLOT, " ms"),
+        *_legend(shown, foot + 52),
+        "</svg>",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _caption(parts: list[Part], duration: float) -> str:
+    more = f" · ranks 0 to {_MOST_RANKS - 1} of {len(parts)}" if len(parts) > _MOST_RANKS else ""
+    return f"{duration / 1000:.4g} ms under torch.profiler, which makes it longer · shares of each rank{more}"
+
+
+def _row(rank: int, part: Part, duration: float) -> Iterator[str]:
+    y, half = _TOP + rank * _STEP, _ROW / 2
+    yield f'<g class="rank"><title>{escape(part.name)}</title>'
+    yield text_at(_LEFT - 12, y + _ROW / 2 + 4, part.name, fill=QUIET, anchor="end")
+    yield f'<rect class="idle" x="{_LEFT}" y="{y}" width="{_PLOT}" height="{_ROW}" rx="2" fill="{IDLE}"/>'
+    yield _boxes("compute", "compute", part.busy, y, half, duration)
+    for kind, opacity, by_axis in (("hidden", 0.4, part.hidden), ("exposed", 1.0, part.exposed)):
+        for axis, spans in by_axis.items():
+            yield _boxes(axis, f"{kind} {axis}", spans, y + half, half, duration, opacity)
+    yield text_at(_LEFT + _PLOT + 12, y + _ROW / 2 + 4, _shares(part), fill=QUIET, size=11)
+    yield "</g>"
+
+
+def _boxes(
+    axis: str, name: str, spans: list[Interval], y: float, high: float, duration: float, opacity: float = 1.0
+) -> str:
+    """One path; what is closer than half a pixel is one box."""
+    scale = _PLOT / duration
+    wide = union(((begin * scale, end * scale) for begin, end in spans), gap=0.5)
+    path = "".join(f"M{_LEFT + x:.1f} {y:g}h{max(0.3, end - x):.1f}v{high:g}H{_LEFT + x:.1f}z" for x, end in wide)
+    return f'<path class="{escape(name)}" d="{path}" fill="{COLOURS.get(axis, QUIET)}" fill-opacity="{opacity}"/>'
+
+
+def _shares(part: Part) -> str:
+    whole = max(part.duration, 1e-9)
+    waits = {axis: length(spans) / whole for axis, spans in part.exposed.items()}
+    named = [f"{axis} {share:.0%}" for axis, share in waits.items() if share >= 0.005]
+    return ", ".join([f"compute {length(part.busy) / whole:.0%}", *named, f"idle {part.idle / whole:.0%}"])
+
+
+def _legend(parts: list[Part], y: float) -> Iterator[str]:
+    used: dict[str, None] = {"compute": None}
+    hidden = False
+    for part in parts:
+        used |= dict.fromkeys([*part.exposed, *part.hidden])
+        hidden = hidden or any(_seen(part.hidden))
+    entries = [(COLOURS.get(axis, QUIET), 1.0, NAMES.get(axis, axis)) for axis in used]
+    entries += [(QUIET, 0.4, "pale: behind compute")] if hidden else []
+    x = float(_LEFT)
+    for colour, opacity, label in [*entries, (IDLE, 1.0, "idle")]:
+        style = f'fill="{colour}" fill-opacity="{opacity}"'
+        yield f'<rect class="key" x="{x}" y="{y - 11}" width="14" height="14" rx="2" {style}/>'
+        yield text_at(x + 20, y, label)
+        x += 44 + 6.8 * len(label)
+
+
+def _seen(by_axis: Mapping[str, list[Interval]]) -> Iterator[bool]:
+    return (bool(spans) for spans in by_axis.values())
+
 
 NAME = "profile_step_{}"
 _LEAST_EVENTS = 1000  # of a rank, however many there are
@@ -78,7 +180,7 @@ class Profile:
 
     def _earliest(self) -> int:
         """When the first rank of this machine, whose clock they share, left the barrier: a busy one wakes up later."""
-        begins = objects.gather((machine_id(), self._begin), self.mesh.host_group)
+        begins = messages.gather((machine_id(), self._begin), self.mesh.host_group)
         return min(begin for machine, begin in begins if machine == machine_id())
 
     def _most(self) -> int:
@@ -107,7 +209,7 @@ class Profile:
         try:
             os.makedirs(folder, exist_ok=True)
             trace.write(f"{base}.json.gz", parts, {"spec": config.to_spec(), "step": self.step})
-            profile_picture.write(f"{base}.svg", parts, f"step {self.step} of {on}")
+            write(f"{base}.svg", parts, f"step {self.step} of {on}")
         except OSError as error:
             return [f"{base} is not written: {error}; training goes on"]
         lines = [f"step {self.step}: {base}.svg, and {base}.json.gz for ui.perfetto.dev"]

@@ -18,8 +18,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from hf_parallel.monitor.clock import ALL
-from hf_parallel.monitor.figures import AXES
-from hf_parallel.monitor.intervals import Interval, common, length, union, without
+from hf_parallel.monitor.meter import AXES, Interval, common, length, union, without
 
 #: Events of a merged trace, of all ranks together: about 20 MB, which viewers still open.
 MOST_EVENTS = 400_000

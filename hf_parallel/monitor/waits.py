@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hf_parallel.collectives.observed import Call, Listener, listen, unlisten
 from hf_parallel.monitor.clock import Clock, Mark
+from hf_parallel.ranks.observed import Call, Listener, listen, unlisten
 
 if TYPE_CHECKING:
     from torch import distributed as dist

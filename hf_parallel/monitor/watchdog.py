@@ -23,9 +23,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from hf_parallel.collectives.desync import STANDSTILL, AloneError, leave
-from hf_parallel.groups import machine_id
-from hf_parallel.monitor import hang_report, standing
+from hf_parallel.monitor import collective_record, hang_report
+from hf_parallel.ranks.desync import STANDSTILL, AloneError, leave
+from hf_parallel.ranks.groups import machine_id
 
 if TYPE_CHECKING:
     from hf_parallel.monitor.hang_report import Facts
@@ -98,8 +98,10 @@ class Watchdog:
         """Others would wait for this rank, which will not come: unless they have the same error."""
         if isinstance(error, AloneError):
             return  # it says where the others are
-        self.failed = standing.is_of_collective(error)
-        self.error = f"{type(error).__name__}: {' '.join(str(error).split())[:200]} ({standing.place_of_error(error)})"
+        self.failed = collective_record.is_of_collective(error)
+        self.error = (
+            f"{type(error).__name__}: {' '.join(str(error).split())[:200]} ({collective_record.place_of_error(error)})"
+        )
         with contextlib.suppress(RuntimeError):
             self.store.set(f"left/{self.rank}", "")
             everyone, end = [f"left/{rank}" for rank in range(self.world_size)], time.monotonic() + ERROR_S
@@ -129,7 +131,7 @@ class Watchdog:
 
     def _look(self) -> None:
         now = time.monotonic()
-        place = standing.place_of_thread(self.thread, self.phase)
+        place = collective_record.place_of_thread(self.thread, self.phase)
         if now - self._beaten > BEAT_S or place != self.place:
             self._beat(place)
         if self.store.check([f"asked/{self.round}"]):
@@ -149,7 +151,7 @@ class Watchdog:
         """Write and send where this rank is; one of them tells."""
         number, why = self.round, question.partition(" ")[2]
         facts = self._facts()
-        self._write(f"rank_{self.rank}.json", {**facts, "why": why, "stacks": standing.stacks()})
+        self._write(f"rank_{self.rank}.json", {**facts, "why": why, "stacks": collective_record.stacks()})
         self.store.set(f"answer/{number}/{self.rank}", json.dumps(facts))
         self._asked = time.monotonic()
         verdict = self._verdict(number, why)
@@ -168,11 +170,11 @@ class Watchdog:
             "rank": self.rank,
             "pid": os.getpid(),
             "host": socket.gethostname(),
-            "place": standing.place_of_thread(self.thread, self.phase),
+            "place": collective_record.place_of_thread(self.thread, self.phase),
             "phase": self.phase,
             "seconds": round(time.monotonic() - self.since, 1),
             "may_take_long": self.may_take_long,
-            "waits": standing.waits(self.thread) or self._on_device(collectives),
+            "waits": collective_record.waits(self.thread) or self._on_device(collectives),
             "error": self.error,
             "failed": self.failed,
             **collectives,
@@ -253,7 +255,7 @@ class Watchdog:
             place = self.store.get(f"ended/{rank}").decode()
             return {"absent": f"has left: it has ended by itself, and does not come any more (last seen {place})"}
         pid, *there, place = json.loads(self.store.get(f"beat/{rank}"))
-        state = standing.state_of_process(pid) if there == _here() else "away"
+        state = collective_record.state_of_process(pid) if there == _here() else "away"
         said = {
             "gone": "is gone: its process ended without a word, as one that is killed",
             "stopped": "is stopped (SIGSTOP)",
@@ -273,10 +275,10 @@ class Watchdog:
     # ---- the end ---------------------------------------------------------------------------------------------------
 
     def _store_is_gone(self, error: Exception) -> None:
-        if not self.closed.is_set() and standing.waits(self.thread):
+        if not self.closed.is_set() and collective_record.waits(self.thread):
             facts = {self.rank: self._facts()}
-            self._write(f"rank_{self.rank}.json", {**facts[self.rank], "stacks": standing.stacks()})
-            states = hang_report.states(facts, facts)
+            self._write(f"rank_{self.rank}.json", {**facts[self.rank], "stacks": collective_record.stacks()})
+            states = hang_report.states_of_ranks(facts, facts)
             self._say(f"the process that keeps the store (rank 0's, or the launcher) is gone; {states}")
             if self.settings.ends:
                 leave()

@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from hf_parallel.ask.config import ParallelConfig
 from hf_parallel.ask.keys.layers import AUTO, TORCH_FLASH
-from hf_parallel.config import ParallelConfig
 from hf_parallel.planner.candidates import WAYS, Goal, configured, heads_divide, sizes_of
 from hf_parallel.planner.choices import Choice, TooLarge, predicted, variants
 from hf_parallel.planner.hardware import Cluster

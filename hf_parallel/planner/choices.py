@@ -10,16 +10,15 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from hf_parallel.ask.config import ParallelConfig
 from hf_parallel.ask.keys.data import parameters_rest
-from hf_parallel.config import ParallelConfig
-from hf_parallel.planner.attention import FLASH, Planned
+from hf_parallel.planner.activations import FLASH, Planned
 from hf_parallel.planner.candidates import Goal, configured, context_of, micro_batches, to_job, to_layout
 from hf_parallel.planner.hardware import Cluster
 from hf_parallel.planner.layout import Job, Layout
 from hf_parallel.planner.memory import GIB, fits, fullest, memory_of_ranks
 from hf_parallel.planner.pipeline import Stage, make_stages, stages_by_rank
-from hf_parallel.planner.predict import Prediction, predict_step
-from hf_parallel.planner.stage_time import stage_times
+from hf_parallel.planner.predict import Prediction, predict_step, stage_times
 from hf_parallel.planner.states import host_bytes
 
 

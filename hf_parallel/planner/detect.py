@@ -9,9 +9,9 @@ import re
 import subprocess
 import time
 
-from hf_parallel.config import SpecError
+from hf_parallel.ask.config import SpecError
+from hf_parallel.ask.spec import refuse
 from hf_parallel.planner.hardware import Cluster, Efficiency, Gpu, Link, catalogue, find_gpu, find_link
-from hf_parallel.spec import refuse
 
 _SIZE = 384  # of the matrices whose product measures a processor
 #: Links of processes on one machine without accelerators: copies through memory.

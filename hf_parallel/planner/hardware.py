@@ -22,7 +22,7 @@ from typing import Any, NoReturn, TypeAlias
 
 import yaml
 
-from hf_parallel.spec import refuse
+from hf_parallel.ask.spec import refuse
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hf_parallel.spec import refuse
+from hf_parallel.ask.spec import refuse
 
 #: Bytes per element of what matrix products read and write. "bf16", "fp16", "fp8" are mixed precision as Megatron-LM,
 #: DeepSpeed and FSDP's policy have it; to this package's engine, and as a Transformers checkpoint is loaded, "bf16" is

@@ -15,24 +15,20 @@ from dataclasses import dataclass, field
 from hf_parallel.ask.keys.data import parameters_rest
 from hf_parallel.axes.loss import CHUNK, fewest_tokens
 from hf_parallel.planner.activations import (
+    EAGER,
     Moment,
     StageBytes,
     fullest_moment,
+    has_mask,
     kept_bytes,
     lowered_parameters,
     output_numbers,
     score_gradients,
 )
-from hf_parallel.planner.attention import EAGER, has_mask
 from hf_parallel.planner.hardware import Cluster
 from hf_parallel.planner.layout import Job, Layout, computed_job
-from hf_parallel.planner.pipeline import (
-    Stage,
-    live_forwards,
-    schedule_order,
-    simulated_batches,
-    stages_by_rank,
-)
+from hf_parallel.planner.ledger import expert_shards
+from hf_parallel.planner.pipeline import Stage, live_forwards, schedule_order, simulated_batches, stages_by_rank
 from hf_parallel.planner.shape import Block
 from hf_parallel.planner.states import (
     ADAPTER_WIDTH,
@@ -43,7 +39,6 @@ from hf_parallel.planner.states import (
     summed_width,
     zero_states,
 )
-from hf_parallel.planner.transfer import expert_shards
 
 GIB = 2**30
 _CONTEXT_GIB = 1.0  # CUDA, kernels

@@ -8,12 +8,12 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hf_parallel.axes.pipeline import picture
+from hf_parallel.ask.spec import refuse
+from hf_parallel.axes.pipeline import timeline as picture
 from hf_parallel.axes.pipeline.timeline import Timeline
 from hf_parallel.planner.choices import Choice, Found
 from hf_parallel.planner.pipeline import make_stages
-from hf_parallel.planner.step_time import predicted_timeline
-from hf_parallel.spec import refuse
+from hf_parallel.planner.predict import predicted_timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -10,12 +10,22 @@ import itertools
 from dataclasses import dataclass, field
 
 from hf_parallel.ask.keys.pipeline import V_SCHEDULES
+from hf_parallel.ask.spec import refuse
 from hf_parallel.axes.pipeline.balance import Cost, Costs, balance, checkpointed
-from hf_parallel.axes.pipeline.orders import BACKWARD, BACKWARD_WEIGHT, FORWARD, Action, Order, order, peak_live
-from hf_parallel.axes.pipeline.timeline import Timeline, even_split, simulate
+from hf_parallel.axes.pipeline.timeline import (
+    BACKWARD,
+    BACKWARD_WEIGHT,
+    FORWARD,
+    Action,
+    Order,
+    Timeline,
+    even_split,
+    order,
+    peak_live,
+    simulate,
+)
 from hf_parallel.planner.layout import Job, Layout
 from hf_parallel.planner.shape import Block, Matrix, ModelShape, distinct
-from hf_parallel.spec import refuse
 
 
 @dataclass(frozen=True)

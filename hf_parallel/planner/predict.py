@@ -7,20 +7,340 @@ prediction.step_time_s, prediction.memory_gib, prediction.fits, prediction.break
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import functools
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from hf_parallel.axes.pipeline.timeline import Timeline
+from hf_parallel.planner.activations import EAGER, all_keys
 from hf_parallel.planner.hardware import Cluster, Gpu, Link, make_cluster
-from hf_parallel.planner.layout import Job, Layout, make_job, make_layout
-from hf_parallel.planner.ledger import Transfer, busiest
+from hf_parallel.planner.layout import Job, Layout, computed_job, make_job, make_layout
+from hf_parallel.planner.ledger import (
+    ATTENTION,
+    BACKWARD,
+    COMPUTE,
+    EXPOSED,
+    FACTORS,
+    FORWARD,
+    LAST_BACKWARD,
+    PRODUCTS,
+    SCHEDULE,
+    Transfer,
+    block_transfers,
+    busiest,
+    end_transfers,
+    expert_shards,
+    sending_seconds,
+    step_transfers,
+)
 from hf_parallel.planner.memory import GIB, RankMemory, fits, fullest, memory_of_ranks
-from hf_parallel.planner.pipeline import make_stages
-from hf_parallel.planner.shape import ModelShape, shape_of
-from hf_parallel.planner.step_time import step_time
+from hf_parallel.planner.pipeline import Stage, make_stages, pipeline_seconds, stages_by_rank, timeline
+from hf_parallel.planner.shape import Attention, Block, Matrix, ModelShape, shape_of
+from hf_parallel.planner.states import offload_seconds
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+
+# ---- Seconds of a stage with one micro-batch: each kernel by roofline and fitted efficiency, and what it waits for
+#     matrix product    2 m n k / (peak x gemm x depth(k) x waves(m, n) x alignment(n, k)), or its bytes over bandwidth
+#     attention         FLOPs of the keys that a mask shows / (peak x attention)
+#     element-wise      bytes read and written / (bandwidth x memory)
+#     communication     the ledger's transfers, less what of them can run behind compute
+#
+# docs/planner.md has the numbers, their sources and the measured accuracy.
+
+
+_TILE = 128
+_CLOCK = 1.5e9  # Hz, within a fifth for every GPU of the catalogue
+_KERNELS_FORWARD, _KERNELS_BACKWARD = 16, 30  # per block, without a compiler
+#: Ranks that are not in step: once per all-reduce of tp, or per gather and scatter; per all-to-all of ep.
+_WAITS = {"tp": 0.5, "ep": 1.0}
+
+
+def gemm_seconds(gpu: Gpu, precision: str, m: float, n: float, k: float) -> float:
+    """One matrix product [m, k] x [k, n]."""
+    e = gpu.efficiency
+    tiles = math.ceil(m / _TILE) * math.ceil(n / _TILE)
+    filled = tiles / (tiles + e.waves * gpu.units)
+    aligned = 1.0 if n % 64 == 0 and k % 64 == 0 else e.misaligned
+    rate = gpu.peak(precision) * e.gemm * filled * k / (k + e.depth) * aligned
+    return max(2 * m * n * k / rate, 2 * (m * k + k * n + m * n) / (gpu.bandwidth * e.memory))
+
+
+def memory_seconds(gpu: Gpu, size: float) -> float:
+    """Seconds to read and write `size` bytes."""
+    return size / (gpu.bandwidth * gpu.efficiency.memory)
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of a forward and a backward by kind, of one micro-batch."""
+
+    forward: dict[str, float] = field(default_factory=dict)
+    backward: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def totals(self) -> tuple[float, float]:
+        """Seconds of the forward and of the backward."""
+        return sum(self.forward.values()), sum(self.backward.values())
+
+    def __add__(self, other: Times) -> Times:
+        return Times(plus(self.forward, other.forward), plus(self.backward, other.backward))
+
+    def times(self, count: float) -> Times:
+        """`count` of them."""
+        return Times(*({k: v * count for k, v in side.items()} for side in (self.forward, self.backward)))
+
+    def with_waits(self, transfers: list[Transfer], gpu: Gpu) -> Times:
+        """With what each pass waits for its collectives."""
+        waits = (
+            exposed((t for t in transfers if t.when == when), computed, gpu)
+            for when, computed in ((FORWARD, self.forward), (BACKWARD, self.backward))
+        )
+        return self + Times(*waits)
+
+
+def plus(one: dict[str, float], other: dict[str, float]) -> dict[str, float]:
+    """Sums by kind."""
+    return {key: one.get(key, 0.0) + other.get(key, 0.0) for key in one | other}
+
+
+@functools.lru_cache(maxsize=4096)
+def block_times(block: Block, hidden: int, layout: Layout, job: Job, cluster: Cluster) -> Times:
+    """One block on one rank, with its communication over tp, cp and ep, and under ZeRO-3 of its weights."""
+    gpu, tokens = cluster.gpu, job.tokens(layout)
+    element_wise = memory_seconds(gpu, tokens * _elementwise(block, hidden, layout, job) * gpu.efficiency.passes)
+    forward, backward = (
+        {
+            PRODUCTS: sum(_matrix(gpu, job, layout, m, tokens, is_backward) for m in block.matrices),
+            ATTENTION: sum(_attention(gpu, job, layout, a, tokens, is_backward) for a in block.attentions),
+            "element-wise": (1 + is_backward) * element_wise,
+        }
+        for is_backward in (False, True)
+    )
+    _launch(gpu, forward, _KERNELS_FORWARD)
+    _launch(gpu, backward, _KERNELS_BACKWARD)
+    computed = Times(forward, plus(backward, _recomputed(forward, job)))
+    return computed.with_waits(block_transfers(block, hidden, layout, job, cluster), gpu)
+
+
+def _launch(gpu: Gpu, times: dict[str, float], kernels: int) -> None:
+    """A host that cannot launch kernels as fast as they run makes the GPU wait."""
+    wait = kernels * gpu.efficiency.kernel_us * 1e-6 - sum(times.values())
+    if wait > 0:
+        times["host"] = wait
+
+
+def _recomputed(forward: dict[str, float], job: Job) -> dict[str, float]:
+    if job.each_recomputed == "full":
+        return {"recomputation": sum(forward.values()) * job.recomputed_share}
+    if job.recompute != "selective":
+        return {}
+    if job.habits.keeps_products:
+        return {"recomputation": forward["element-wise"] + (forward[ATTENTION] if job.attention == EAGER else 0.0)}
+    return {"recomputation": forward[PRODUCTS] / 2 * 0.8 + forward["element-wise"]}
+
+
+def _matrix(gpu: Gpu, job: Job, layout: Layout, matrix: Matrix, tokens: float, backward: bool) -> float:
+    m, n, k, count = tokens, float(matrix.outputs), float(matrix.inputs), matrix.count
+    if matrix.split == "column":
+        n /= layout.tp
+    elif matrix.split == "row":
+        k /= layout.tp
+    elif matrix.split == "expert":
+        count = max(1, matrix.count // layout.ep)
+        m = tokens / layout.tp * layout.ep * matrix.share
+    lowered = matrix.split != "expert" or not job.autocast  # autocast leaves grouped products alone
+    precision = job.products if lowered else "fp32"
+    if not backward:
+        return count * gemm_seconds(gpu, precision, m, n, k)
+    data = gemm_seconds(gpu, precision, m, k, n)
+    return count * (data + (0 if job.lora else gemm_seconds(gpu, precision, n, k, m)))
+
+
+def _attention(gpu: Gpu, job: Job, layout: Layout, attention: Attention, tokens: float, backward: bool) -> float:
+    """Products, and an exponential per score, of which a unit makes 16 per clock; a backward computes scores again."""
+    e, heads = gpu.efficiency, layout.tp
+    every = all_keys(attention, job.seq, job.attention)
+    scores = attention.heads * (job.seq if every else attention.keys(job.seq)) * tokens / heads
+    flops = attention.flops(job.seq, full=every) * tokens / heads
+    rate = gpu.peak(job.products_beside) * e.attention
+    seconds = scores / (16 * gpu.units * _CLOCK)
+    seconds += 2.5 * flops / (rate * e.attention_backward) if backward else flops / rate
+    moved = scores * _score_bytes(job.width, backward) if job.attention == EAGER else 0.0
+    return seconds + memory_seconds(gpu, moved)
+
+
+def _score_bytes(width: int, backward: bool) -> int:
+    """Bytes read and written per score by eager attention: product, scale, mask, softmax in fp32, product."""
+    casts = 0 if width == 4 else 8 if not backward else 12
+    return (8 if not backward else 9 if width == 4 else 7) * width + casts
+
+
+def _elementwise(block: Block, hidden: int, layout: Layout, job: Job) -> float:
+    """Bytes that a forward reads and writes per token between the matrix products, if each step is one kernel."""
+    c = job.width
+    stream = job.stored * hidden * (2 * 2 + 2 * 3)  # two norms: read, write; two residual additions: read twice, write
+    heads = sum(a.heads * a.qk_width + a.kv_heads * a.qk_width for a in block.attentions)
+    inner = c * block.inner * (3 if block.gated else 2)
+    routed = 4 * c * block.top_k * hidden
+    return stream / layout.stream_parts + (2 * c * heads + inner) / layout.tp + routed / layout.stream_parts
+
+
+def exposed(transfers: Iterable[Transfer], compute: dict[str, float], gpu: Gpu) -> dict[str, float]:
+    """Seconds by kind that a pass waits for its collectives, beyond what runs behind its `compute`.
+
+    What is behind all of the compute slows it down: the two share the device.
+    """
+    e = gpu.efficiency
+    sent: dict[tuple[str, str], float] = {}
+    for t in transfers:
+        wait = e.wait_us * 1e-6 * _WAITS.get(t.axis, 0.0) * FACTORS.get(t.kind, 0.0) if t.behind == EXPOSED else 0.0
+        key = (kind_of(t), t.behind)
+        sent[key] = sent.get(key, 0.0) + t.seconds + wait * t.count
+    found: dict[str, float] = {}
+    for (kind, behind), seconds in sent.items():
+        window = e.hidden * (sum(compute.values()) if behind == COMPUTE else compute.get(behind, 0.0))
+        slowed = e.contention * min(seconds, window) if behind == COMPUTE else 0.0
+        found[kind] = found.get(kind, 0.0) + max(0.0, seconds - window) + slowed
+    return {kind: seconds for kind, seconds in found.items() if seconds}
+
+
+def kind_of(transfer: Transfer) -> str:
+    """Under which name a collective's seconds are counted."""
+    if transfer.axis in ("tp", "cp", "ep"):
+        return f"{transfer.axis} communication"
+    return "gathering updated weights" if transfer.what == "updated weights" else "ZeRO-3 communication"
+
+
+# ---- a stage --------------------------------------------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=4096)
+def stage_times(stage: Stage, layout: Layout, job: Job, cluster: Cluster) -> Times:
+    """One micro-batch on one stage."""
+    job = computed_job(layout, job)
+    head = _head_times(stage.shape, layout, job, cluster.gpu) if stage.is_last else Times()
+    total = head.with_waits(end_transfers(stage, layout, job, cluster), cluster.gpu)
+    for block, count in stage.counts:
+        total += block_times(block, stage.shape.hidden, layout, job, cluster).times(count)
+    total += Times(backward={"accumulating gradients": _accumulating(stage, layout, job, cluster)})
+    return total + _lowering(stage, layout, job, cluster) if job.autocast else total
+
+
+def _head_times(shape: ModelShape, layout: Layout, job: Job, gpu: Gpu) -> Times:
+    """Head and loss."""
+    if not shape.head_outputs:
+        return Times()
+    tokens, columns = job.tokens(layout), shape.head_outputs / layout.tp
+    product = gemm_seconds(gpu, job.products_beside, tokens, columns, shape.hidden)
+    loss = memory_seconds(gpu, tokens * columns * 10)  # read 16 bit, write and read fp32, write 16 bit
+    return Times({"head": product + loss}, {"head": 2 * product + loss})
+
+
+def _lowering(stage: Stage, layout: Layout, job: Job, cluster: Cluster) -> Times:
+    """Fp32 weights are read and 16-bit copies written, once for all micro-batches; gradients go back from each."""
+    weights = stage.dense(layout.tp)  # experts compute in fp32
+    once = memory_seconds(cluster.gpu, weights * (job.stored + job.width))
+    return Times({"autocast": once / job.micro_batches}, {"autocast": 0.0 if job.lora else once})
+
+
+def _accumulating(stage: Stage, layout: Layout, job: Job, cluster: Cluster) -> float:
+    """Each micro-batch's 16-bit gradients are read and added to the sum, under ZeRO-3 to a shard of it."""
+    if job.lora or job.micro_batches == 1:
+        return 0.0
+    sharded = layout.reduces_each or (layout.zero_stage == 3 and not job.habits.fsdp2)
+    shards = layout.shards if sharded else 1
+    numbers = stage.dense(layout.tp) / shards + stage.experts(layout.expert_split)
+    return memory_seconds(cluster.gpu, numbers * (job.stored + 8))
+
+
+# ---- Seconds of a step: the pipeline by simulation, what is communicated after it, the optimizer, the host ----------
+
+
+_UPDATE_BYTES = 40  # per parameter: a 16-bit gradient and fp32 states read, states and weights written
+_MOST_SHOWN = 16  # micro-batches of a timeline; boxes of more could not be told apart
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step, by kind of the slowest rank; `bubble`: idle part of the pipeline, 0 to 1."""
+
+    seconds: float
+    kinds: dict[str, float]
+    bubble: float
+
+
+def step_time(stages: tuple[Stage, ...], layout: Layout, job: Job, cluster: Cluster) -> StepTime:
+    """The pipeline of all micro-batches, what data parallelism adds after it, the optimizer, the host."""
+    each = [stage_times(stage, layout, job, cluster) for stage in stages]
+    totals = [times.totals for times in each]
+    duration, bubble = pipeline_seconds(
+        layout, job, totals, sending_seconds(stages[0].shape.hidden, layout, job, cluster)
+    )
+    by_rank = stages_by_rank(stages, layout)
+    slowest = max(by_rank, key=lambda mine: sum(sum(totals[stage.index]) for stage in mine))
+    busy = sum((each[stage.index] for stage in slowest), Times())
+    kinds = {kind: s * job.micro_batches for kind, s in plus(busy.forward, busy.backward).items()}
+    kinds["bubble"] = duration - sum(kinds.values())
+    backward = max(backward for _, backward in totals)
+    kinds = plus(kinds, _reductions(by_rank, layout, job, cluster, backward))
+    kinds = plus(kinds, _update(by_rank, layout, job, cluster, backward))
+    efficiency = cluster.gpu.efficiency
+    kinds["host, per step"] = efficiency.step_ms * 1e-3
+    kinds["stragglers"] = efficiency.node_noise * math.log2(max(1, cluster.nodes)) * sum(kinds.values())
+    kinds = {kind: seconds for kind, seconds in kinds.items() if seconds > 0}
+    return StepTime(sum(kinds.values()), kinds, bubble)
+
+
+def predicted_timeline(stages: tuple[Stage, ...], layout: Layout, job: Job, cluster: Cluster) -> tuple[Timeline, int]:
+    """The simulated schedule in seconds and how many micro-batches it shows: all, or as many as can be seen."""
+    shown = min(job.micro_batches, max(_MOST_SHOWN, 2 * layout.pp))
+    shown -= shown % layout.pp if shown > layout.pp else 0
+    totals = [stage_times(stage, layout, job, cluster).totals for stage in stages]
+    return timeline(layout, totals, sending_seconds(stages[0].shape.hidden, layout, job, cluster), shown), shown
+
+
+# ---- after the last micro-batch -------------------------------------------------------------------------------------
+
+
+def _reductions(
+    by_rank: list[list[Stage]], layout: Layout, job: Job, cluster: Cluster, backward: float
+) -> dict[str, float]:
+    """Seconds of the once-per-step collectives of the rank that waits longest for them."""
+    hidden = cluster.gpu.efficiency.hidden_gradients * backward
+    each = [_exposed(step_transfers(mine, layout, job, cluster), hidden) for mine in by_rank]
+    return max(each, key=lambda kinds: sum(kinds.values()))
+
+
+def _exposed(transfers: list[Transfer], hidden: float) -> dict[str, float]:
+    overlapped = sum(t.seconds for t in transfers if t.behind == LAST_BACKWARD)
+    kinds = {"gradients' reduction": max(0.0, overlapped - hidden), "gathering updated weights": 0.0}
+    for t in transfers:
+        if t.behind not in (LAST_BACKWARD, SCHEDULE):
+            kinds["gathering updated weights" if t.kind == "all_gather" else "gradients' reduction"] += t.seconds
+    return kinds
+
+
+def _update(
+    by_rank: list[list[Stage]], layout: Layout, job: Job, cluster: Cluster, backward: float
+) -> dict[str, float]:
+    """Seconds of the optimizer on the rank that updates most parameters."""
+    updated = max(updated_parameters(mine, layout, job) for mine in by_rank)
+    if job.offload != "none":
+        return offload_seconds(updated, job, cluster, backward)
+    return {"optimizer": memory_seconds(cluster.gpu, updated * _UPDATE_BYTES)}
+
+
+def updated_parameters(stages: list[Stage], layout: Layout, job: Job) -> float:
+    """Trained parameters whose optimizer state the rank that holds `stages` keeps, after ZeRO."""
+    shards, experts = (layout.shards, expert_shards(layout)) if layout.zero_stage else (1, 1)
+    if job.lora:
+        return sum(stage.adapters(layout.tp, job.lora) for stage in stages) / shards
+    return sum(stage.dense(layout.tp) / shards + stage.experts(layout.expert_split) / experts for stage in stages)
 
 
 #: Ninth decile of the step time's error where a series, or a whole type of GPU, was left out; of models with experts,

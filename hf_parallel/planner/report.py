@@ -11,18 +11,18 @@ import yaml
 from hf_parallel.planner.activations import is_cut, kept_bytes, terms_of
 from hf_parallel.planner.advice import attending
 from hf_parallel.planner.choices import Choice, Found
+from hf_parallel.planner.ledger import ring_factor
 from hf_parallel.planner.memory import fullest
 from hf_parallel.planner.pipeline import make_stages, stages_by_rank
 from hf_parallel.planner.predict import Prediction
 from hf_parallel.planner.shape import distinct
 from hf_parallel.planner.states import adapter_bytes, state_bytes
-from hf_parallel.planner.transfer import ring_factor
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from hf_parallel.dryrun.run import DryRun
+    from hf_parallel.planner.dryrun.run import DryRun
 
 
 def show(found: Found, dollars: float | None = None) -> None:

@@ -15,9 +15,9 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from hf_parallel.config import ParallelConfig
-from hf_parallel.dryrun.run import PRECISIONS, dry_run
-from hf_parallel.planner.activations import counted_as, kept_beside_flash, lowered_parameters
+from hf_parallel.ask.config import ParallelConfig
+from hf_parallel.ask.spec import refuse
+from hf_parallel.planner.activations import SDPA, counted_as, kept_beside_flash, lowered_parameters, planned
 from hf_parallel.planner.advice import (
     WORTH_ROUNDING,
     notes_about,
@@ -27,21 +27,12 @@ from hf_parallel.planner.advice import (
     why_not_expected,
     why_not_usual,
 )
-from hf_parallel.planner.attention import SDPA, planned
-from hf_parallel.planner.candidates import (
-    WAYS,
-    Goal,
-    compressed,
-    layouts,
-    other_schedules,
-    rounded,
-    sizes_of,
-)
+from hf_parallel.planner.candidates import WAYS, Goal, compressed, layouts, other_schedules, rounded, sizes_of
 from hf_parallel.planner.choices import Choice, Found, attempt, variants
+from hf_parallel.planner.dryrun.run import PRECISIONS, dry_run
 from hf_parallel.planner.hardware import Cluster, make_cluster
 from hf_parallel.planner.layout import Job, Layout, known_precision
 from hf_parallel.planner.shape import ModelShape, shape_of
-from hf_parallel.spec import refuse
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -11,9 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hf_parallel.ask.keys.data import parameters_rest
+from hf_parallel.ask.spec import refuse
 from hf_parallel.planner.hardware import Cluster
 from hf_parallel.planner.layout import Job
-from hf_parallel.spec import refuse
 
 #: Bytes per number of quantised transfers: the code, and a scale of 2 bytes for each 64.
 CODE_BYTES = {"int8": 1 + 2 / 64, "fp8": 1 + 2 / 64, "int4": 0.5 + 2 / 64}

@@ -6,14 +6,213 @@ Nothing is downloaded for a recipe that names the `shape` of its model, and no G
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import yaml
+from torch import nn
 
-from hf_parallel.config import SpecError
-from hf_parallel.recipes.expect import dry_memory, expected, plan
-from hf_parallel.recipes.recipe import Recipe, load
+from hf_parallel.ask.config import ParallelConfig, SpecError
+from hf_parallel.ask.spec import HUB_FILE
+from hf_parallel.axes.axis import Packing
+from hf_parallel.hooks.auto import ScriptBatch, script_batch
+from hf_parallel.planner.candidates import Goal
+from hf_parallel.planner.choices import Choice, predicted
+from hf_parallel.planner.dryrun import DryRun, dry_run
+from hf_parallel.planner.dryrun.run import end_ranks
+from hf_parallel.planner.memory import GIB
+from hf_parallel.planner.shape import ModelShape, shape_of
+from hf_parallel.recipes.recipe import Recipe, load, markdown, shipped_config
+
+if TYPE_CHECKING:
+    from huggingface_hub import HfApi
+
+
+# ---- What to expect of a recipe: memory and speed by the planner, memory by a dry run of the real code --------------
+# Both are for the recipe's own machines and need neither a GPU nor a network. What the planner does not know is put on
+# top here, and said in the note: a base of 4 bits, the second model of DPO, the generation of GRPO.
+
+
+#: Bytes per weight of 4-bit codes and the largest value of each block of 64 (docs/qlora.md).
+_PACKED = 0.5 + 2 / 64
+#: Of a forward and backward, what the forward of DPO's reference takes more: one part in three.
+_REFERENCE_FORWARD = 1 / 3
+#: Calls of a step that a dry run makes: the third holds what the second does.
+_CALLS = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What the planner says of a recipe; `memory_gib` is what the fullest GPU must have."""
+
+    memory_gib: float
+    step_s: float
+    tokens_per_s: float
+    within: float
+    room_gib: float
+    note: str = ""
+
+    @property
+    def fits(self) -> bool:
+        """Is that no more than the GPU has?"""
+        return self.memory_gib <= self.room_gib
+
+    def to_dict(self) -> dict[str, object]:
+        """For `expect`, in three digits."""
+        values = {key: _digits(getattr(self, key)) for key in ("memory_gib", "step_s", "tokens_per_s")}
+        return {**values, "within": self.within, **({"note": self.note} if self.note else {})}
+
+
+def plan(recipe: Recipe) -> Plan:
+    """The planner's numbers, from formulas alone: a fraction of a second.
+
+    Raises:
+        SpecError: the batch cannot be cut as the layout asks, or a name is not known.
+    """
+    shape = shape_of_recipe(recipe)
+    choice, notes = _choice(recipe, shape), []
+    memory, seconds = choice.needed_gib, choice.step_time_s
+    if recipe.four_bit:
+        memory -= _saved(choice, shape)
+        notes.append("speed is that of a base in 16 bits")
+    if recipe.method == "dpo":
+        seconds *= 1 + _REFERENCE_FORWARD
+        memory += 0.0 if recipe.adapter_rank else _second_model(recipe, shape)
+        notes.append("rows are pairs, a reference beside them")
+    if recipe.method == "grpo":
+        notes.append("of the update; generation comes on top")
+    within = choice.prediction.uncertainty
+    room, rate = choice.prediction.cluster.gpu.memory_gib, recipe.tokens_per_step / seconds
+    return Plan(memory, seconds, rate, within, room, "; ".join(notes))
+
+
+def shape_of_recipe(recipe: Recipe) -> ModelShape:
+    """What the planner knows of its model."""
+    return shape_of(recipe.config()) if recipe.shape is None else _shipped_shape(recipe.shape)
+
+
+@functools.cache
+def _shipped_shape(name: str) -> ModelShape:
+    return shape_of(shipped_config(name))
+
+
+def _choice(recipe: Recipe, shape: ModelShape) -> Choice:
+    """The recipe's layout and batch as the planner has them."""
+    batch = _batch(recipe)
+    goal = Goal(
+        shape,
+        recipe.hardware.cluster,
+        recipe.seq,
+        None,
+        batch.precision,
+        batch.optimizer,
+        recipe.adapter_rank,
+        recipe.rows,
+        recipe.accumulation,
+    )
+    parts = (recipe.layout.pipeline_microbatches or recipe.rows) if recipe.layout.pp_size > 1 else 1
+    return predicted(goal, _with_logits(recipe), recipe.rows // parts)
+
+
+def _with_logits(recipe: Recipe) -> ParallelConfig:
+    """The layout, whose logits are counted: a recipe's script computes its loss by itself."""
+    return dataclasses.replace(recipe.layout, lean_loss="false")
+
+
+def _batch(recipe: Recipe) -> ScriptBatch:
+    """Precision and optimizer as `--parallel auto` reads them from a command line."""
+    words = [f"--{key}={value}" for key, value in recipe.arguments.items()]
+    dtype = recipe.script_arguments.get("dtype", "bfloat16" if recipe.script is None else "float32")
+    return script_batch(None, words, "bfloat16" if recipe.four_bit else dtype)
+
+
+def _saved(choice: Choice, shape: ModelShape) -> float:
+    """GiB that a base of 4 bits takes less: of the blocks' matrices, as stored and as gathered."""
+    kinds = max(choice.prediction.breakdown.ranks, key=lambda rank: rank.needed).kinds
+    packed = sum(matrix.parameters for block in shape.blocks for matrix in block.matrices if matrix.split != "expert")
+    share = packed / shape.parameters * (1 - _PACKED / 2)
+    return share * (kinds["weights"] + kinds["gathered"]) / GIB
+
+
+def _second_model(recipe: Recipe, shape: ModelShape) -> float:
+    """GiB of the reference's weights on a rank."""
+    width = 2 if _batch(recipe).precision == "bf16" else 4
+    layout = recipe.layout
+    parts = layout.tp_size * layout.pp_size * layout.cp_size * (layout.dp_shard_size if layout.zero_stage else 1)
+    return width * shape.parameters / parts / GIB
+
+
+# ---- the dry run -------------------------------------------------------------------------------------------------
+
+
+def dry_runs(recipe: Recipe) -> list[DryRun]:
+    """The first and the last pipeline rank of the whole world, which hold embedding and head.
+
+    Raises:
+        SpecError: the layout cannot hold for this model.
+    """
+    layout, batch = _with_logits(recipe), _batch(recipe)
+    config = recipe.config()
+    return [
+        dry_run(
+            config,
+            layout,
+            rank=rank,
+            rows=recipe.rows,
+            seq=recipe.seq,
+            accumulation=min(recipe.accumulation, _CALLS),
+            optimizer=batch.optimizer,
+            precision=batch.precision,
+            adapt=_adapters(recipe),
+            pack=_packing(recipe),
+        )
+        for rank in end_ranks(layout)
+    ]
+
+
+def dry_memory(recipe: Recipe) -> float:
+    """GiB of tensors on the fullest of these."""
+    found = max(ran.peak_bytes for ran in dry_runs(recipe)) / GIB
+    second = recipe.method == "dpo" and not recipe.adapter_rank
+    return found + (_second_model(recipe, shape_of_recipe(recipe)) if second else 0.0)
+
+
+def _adapters(recipe: Recipe) -> Callable[[nn.Module], None] | None:
+    if not recipe.adapter_rank:
+        return None
+    from hf_parallel.hooks.peft.planned_adapters import planned_lora
+
+    targets = recipe.script_arguments.get("lora_target_modules", "all-linear")
+    return planned_lora(recipe.adapter_rank, targets)
+
+
+def _packing(recipe: Recipe) -> Packing | None:
+    if not recipe.four_bit:
+        return None
+    from hf_parallel.hooks.peft.planned_adapters import four_bit
+
+    return four_bit(bool(recipe.script_arguments.get("use_bnb_nested_quant")))
+
+
+# ---- as it is written --------------------------------------------------------------------------------------------
+
+
+def expected(recipe: Recipe) -> dict[str, dict[str, object]]:
+    """The section `expect`, made anew; what was measured stays."""
+    found: dict[str, dict[str, object]] = {
+        "planner": plan(recipe).to_dict(),
+        "dry_run": {"memory_gib": _digits(dry_memory(recipe))},
+    }
+    return {**found, **{key: value for key, value in recipe.expect.items() if key == "measured"}}
+
+
+def _digits(number: float) -> float | int:
+    """Three of them."""
+    rounded = float(f"{number:.3g}")
+    return int(rounded) if rounded >= 100 else rounded
+
 
 #: How far a written number may be from a new one: three digits were kept, and the planner's formulas move a little.
 TOLERANCE = 0.02
@@ -86,3 +285,67 @@ def write(name: str) -> Recipe:
         lines.append(f"  {source}: {text}")
     path.write_text("\n".join([kept, *lines]) + "\n", encoding="utf-8")
     return load(name)
+
+
+# ---- A recipe into a repository of the Hub: the file, and a section of its model card that says how to run it
+# The section stands between two markers, so that a second push replaces it and leaves the rest of the card alone.
+
+
+_BEGIN, _END = "<!-- hf-parallel-recipe:{file}:begin -->", "<!-- hf-parallel-recipe:{file}:end -->"
+_CARD = "README.md"
+
+
+def push(
+    recipe: Recipe, repo: str, file: str = HUB_FILE, private: bool | None = None, api: HfApi | None = None
+) -> str:
+    """Upload file and card in one commit and return its address.
+
+    Args:
+        api: a `HfApi`; default: one with the token of this machine.
+    """
+    from huggingface_hub import CommitOperationAdd, HfApi
+
+    api = api or HfApi()
+    api.create_repo(repo, private=private, exist_ok=True)
+    card = with_section(_card_there(api, repo), section(recipe, repo, file), file)
+    operations = [
+        CommitOperationAdd(file, Path(recipe.path).read_bytes()),
+        CommitOperationAdd(_CARD, card.encode("utf-8")),
+    ]
+    return str(api.create_commit(repo, operations, commit_message=f"Add the recipe {file}").commit_url)
+
+
+def _card_there(api: HfApi, repo: str) -> str | None:
+    if not api.file_exists(repo, _CARD):
+        return None
+    return Path(api.hf_hub_download(repo, _CARD)).read_text(encoding="utf-8")
+
+
+def section(recipe: Recipe, repo: str, file: str = HUB_FILE) -> str:
+    """What the card says."""
+    source = repo if file == HUB_FILE else f"{repo}:{file}"
+    script = "" if recipe.script else " train.py"
+    return f"""## Recipe: {recipe.about}
+
+```
+pip install "hf-parallel[trl,lora]"
+hf-parallel recipe check {source}
+hf-parallel recipe run {source}{script} --output_dir out
+```
+
+{markdown([recipe])}
+Memory by the planner and by a dry run, speed by the planner, unless a number says that it was measured.
+[{file}]({file}) is plain YAML; nothing of it is run as code.
+"""
+
+
+def with_section(card: str | None, text: str, file: str) -> str:
+    """The card with this section, in place of the one it had."""
+    begin, end = _BEGIN.format(file=file), _END.format(file=file)
+    marked = f"{begin}\n{text}{end}\n"
+    if card is None:
+        return f"---\ntags:\n- hf-parallel\n- recipe\n---\n\n{marked}"
+    before, found, rest = card.partition(begin)
+    if not found:
+        return f"{card.rstrip()}\n\n{marked}"
+    return before + marked + rest.partition(end)[2].removeprefix("\n")

@@ -20,8 +20,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from hf_parallel.checkpoint.hub_format import Entry
-from hf_parallel.rollouts.reference import Reference
-from hf_parallel.rollouts.transfer import BACKEND, Channel
+from hf_parallel.rollouts.reference import BACKEND, Channel, Reference
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

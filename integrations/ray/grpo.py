@@ -18,8 +18,8 @@ import threading
 import ray
 from ray.train import FailureConfig, RunConfig
 
-from hf_parallel.config import ParallelConfig
-from hf_parallel.ray import trainer
+from hf_parallel.ask.config import ParallelConfig
+from hf_parallel.cli.ray_launcher import trainer
 
 NAMESPACE, REWARDS = "hf_parallel", "rewards"
 

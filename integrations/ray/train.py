@@ -1,6 +1,6 @@
 """Three lines of Python instead of a command: `python integrations/ray/train.py` on any node of a Ray cluster."""
 
-from hf_parallel.ray import trainer
+from hf_parallel.cli.ray_launcher import trainer
 
 arguments = "--output_dir /shared/out --max_steps 40 --per_device_train_batch_size 8 --save_steps 10 --report_to none"
 trainer(

@@ -28,7 +28,7 @@ PLANTED = {
     "ring": ("cp=2,dp_shard=1,context_parallel=ring", "work_wait", "#3", "nan"),
     "gathered keys": ("cp=2,dp_shard=1,context_parallel=allgather", "work_wait", "in _blocks", "nan"),
     "gradients of keys": ("cp=2,dp_shard=1,context_parallel=allgather", "work_wait", "in _backward", "nan"),
-    "ulysses": ("cp=2,dp_shard=1,context_parallel=ulysses", "work_wait", "collectives/all_to_all.py", "nan"),
+    "ulysses": ("cp=2,dp_shard=1,context_parallel=ulysses", "work_wait", "ranks/all_to_all.py", "nan"),
     "pipeline": ("pp=2,pipeline_schedule=1f1b", "work_wait", "#2", "error"),
     "optimizer on the host": ("dp_shard2_offloadoptimizer", "synchronize", "axes/data/host_step.py", "numbers"),
     "activations out": (_OFFLOADED, "wait_event", "in drop", "stream"),

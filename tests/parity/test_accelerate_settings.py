@@ -9,8 +9,8 @@ from accelerate import Accelerator, utils
 from accelerate.local_sgd import LocalSGD
 from accelerate.state import AcceleratorState
 
-from hf_parallel.config import SpecError
-from hf_parallel.groups import time_out
+from hf_parallel.ask.config import SpecError
+from hf_parallel.ranks.groups import time_out
 from tests.distributed import run
 from tests.training import activate
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from hf_parallel.config import ParallelConfig
-from hf_parallel.resolve import read, resolve
+from hf_parallel.ask.config import ParallelConfig
+from hf_parallel.plans.resolve import read, resolve
 from tests import models
 from tests.distributed import run, run_alone
 from tests.training import axes, none
@@ -36,7 +36,7 @@ def dropping(count: int, found: list[tuple[int, int]], module: Any, args: tuple)
 def trained(name: str, spec: str | None) -> dict[str, Any]:
     """Losses, norms and weights of two steps, and the share that was dropped."""
     import hf_parallel
-    from hf_parallel.axes.experts.load import load_of
+    from hf_parallel.axes.experts.balance import load_of
     from hf_parallel.model.experts import expert_facts, named_experts
 
     model, ranks, place, found = models.build(name), 1, 0, list[tuple[int, int]]()
@@ -46,7 +46,7 @@ def trained(name: str, spec: str | None) -> dict[str, Any]:
             module.register_forward_pre_hook(functools.partial(dropping, expert_facts(module).count, found))
     else:
         hf_parallel.parallelize(model, f"{spec},expert_capacity_factor={FACTOR}")
-        mesh = model._hf_parallel.mesh
+        mesh = model._hf_parallel.ranks.mesh
         ranks, place = mesh.data_size, mesh.data_rank
     optimizer, logs = torch.optim.SGD(model.parameters(), lr=0.1), []
     for step in range(STEPS):

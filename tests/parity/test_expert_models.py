@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hf_parallel.config import ParallelConfig, SpecError
-from hf_parallel.doctor import examine
-from hf_parallel.resolve import read, resolve
+from hf_parallel.ask.config import ParallelConfig, SpecError
+from hf_parallel.plans import examine
+from hf_parallel.plans.resolve import read, resolve
 from tests import sweep
 from tests.distributed import run, run_alone
 from tests.training import none

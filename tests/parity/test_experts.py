@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
-from hf_parallel.config import ParallelConfig
-from hf_parallel.doctor import examine
+from hf_parallel.ask.config import ParallelConfig
+from hf_parallel.plans import examine
 from tests import models
 from tests.adapters import lora
 from tests.distributed import RankFailure, run
@@ -134,7 +134,7 @@ def test_adapters(runs, spec, model):
 def stored_here(spec: str) -> tuple[int, int]:
     """Numbers that this rank stores: of experts, and of all parameters."""
     from hf_parallel import parallelize
-    from hf_parallel.mesh import stored
+    from hf_parallel.ranks.mesh import stored
 
     model = parallelize(models.build("mixtral"), spec)
     sizes = {name: stored(parameter).numel() for name, parameter in model.named_parameters()}

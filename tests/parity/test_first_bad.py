@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from transformers import TrainerCallback
 
-from hf_parallel.mesh import stored
+from hf_parallel.ranks.mesh import stored
 from tests.distributed import RankFailure, run, run_alone
 from tests.resuming import train
 from tests.training import activate, axes, close

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hf_parallel import parallelize
-from hf_parallel.hooks.accelerate.scaler import MeshGradScaler
+from hf_parallel.hooks.accelerate.accelerator import MeshGradScaler
 from tests import models
 from tests.distributed import run, run_alone
 from tests.training import FP16, activate, axes, check_numbers
@@ -59,7 +59,7 @@ def overflowing(spec: str | None, fused: bool = False) -> tuple[list[float], lis
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
     rank, size, share = 0, 1, slice(None)
     if spec:
-        mesh = parallelize(model, spec)._hf_parallel.mesh
+        mesh = parallelize(model, spec)._hf_parallel.ranks.mesh
         scaler = MeshGradScaler("cpu", init_scale=2.0**10, growth_interval=2)
         rank, size = dist.get_rank(), mesh.data_size
         share = slice(mesh.data_rank * 8 // size, (mesh.data_rank + 1) * 8 // size)

@@ -8,7 +8,7 @@ import numpy
 import pytest
 from transformers import AutoModelForCausalLM
 
-from hf_parallel.config import SpecError
+from hf_parallel.ask.config import SpecError
 from tests.distributed import run
 from tests.training import activate
 

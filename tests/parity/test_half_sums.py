@@ -44,7 +44,7 @@ def test_data_ranks():
 
 def test_weights_that_tensor_parallel_ranks_share():
     def step():
-        from hf_parallel.collectives import copy_weight_to_group
+        from hf_parallel.ranks import copy_weight_to_group
 
         weight = torch.zeros(5, 33, dtype=torch.bfloat16, requires_grad=True)
         copy_weight_to_group(weight, dist.group.WORLD).backward(gradients(dist.get_rank()))

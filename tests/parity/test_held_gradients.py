@@ -36,7 +36,7 @@ def expected(tied):
 def accumulated(specs):
     """Per spec: what a second step reduced, in whole models of this rank, and the largest error of a gradient."""
     import hf_parallel
-    from hf_parallel.axes.data.reduction import before_the_last
+    from hf_parallel.axes.data.gradients import before_the_last
 
     found = []
     for spec, tied in specs:

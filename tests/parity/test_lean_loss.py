@@ -8,8 +8,8 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from hf_parallel import parallelize
 from hf_parallel.axes.loss import fewest_tokens
 from hf_parallel.axes.tensor import lean_loss
-from hf_parallel.axes.tensor.log_probs import Scaling
-from hf_parallel.model.unread_logits import unread_logits
+from hf_parallel.axes.tensor.vocab_parallel import Scaling
+from hf_parallel.model.calls import unread_logits
 from tests import loops, models
 from tests.activations import Alive
 from tests.distributed import run, run_alone

@@ -43,7 +43,7 @@ def cut_everything(model: torch.nn.Module, mesh, pack=None) -> torch.nn.Module:
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    from hf_parallel.model.packed import packed_order
+    from hf_parallel.model.anatomy import packed_order
 
     for number, (key, parameter) in enumerate(list(model.named_parameters())):
         owner, _, name = key.rpartition(".")
@@ -60,11 +60,10 @@ def cut_everything(model: torch.nn.Module, mesh, pack=None) -> torch.nn.Module:
 def gathered(spec: str, name: str, folder: str, out: str, cut: Callable | None = None) -> dict[str, dict]:
     """Load under a layout, save, spoil the weights, read them back; rank 0 returns what both ways gave."""
     from hf_parallel.checkpoint import full_state_dict, load_weights, save_pretrained
-    from hf_parallel.hooks import runtime
-    from hf_parallel.hooks.transformers import from_pretrained
+    from hf_parallel.hooks import loading, runtime
 
     activate(spec)
-    from_pretrained.parallelize = cut or from_pretrained.parallelize
+    loading.parallelize = cut or loading.parallelize
     model = converted.auto_class(name).from_pretrained(folder)
     mesh = runtime.mesh()
     first = full_state_dict(model, mesh)
@@ -132,7 +131,7 @@ def with_a_head(folder: str, out: str, source: str | None, head: torch.Tensor | 
 
 def answers(spec: str, folders: list[str]) -> list[str]:
     """What loading each of the folders says."""
-    from hf_parallel.config import SpecError
+    from hf_parallel.ask.config import SpecError
 
     activate(spec)
     said = []

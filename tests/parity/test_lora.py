@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PrinterCallback, trainer
 
-from hf_parallel.config import SpecError
+from hf_parallel.ask.config import SpecError
 from tests import training
 from tests.adapters import ATTENTION, ENDS, MLP, logits_while_merging, lora
 from tests.counting import CountCollectives

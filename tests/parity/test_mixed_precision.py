@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_parallel.axes.data.reduction import before_the_last
+from hf_parallel.axes.data.gradients import before_the_last
 from hf_parallel.axes.data.units import groups_of
 from tests import models
 from tests.counting import CountCollectives
@@ -117,7 +117,7 @@ def cast(spec, alone=False, calls=1):
     if not alone:
         hf_parallel.parallelize(model, spec)
     down = model.model.layers[
-        0 if alone or "pp" not in spec else 2 * model._hf_parallel.mesh.index("pp")
+        0 if alone or "pp" not in spec else 2 * model._hf_parallel.ranks.mesh.index("pp")
     ].mlp.down_proj
     part = down.weight.to_local() if isinstance(down.weight, DTensor) else down.weight
     sizes = {tuple(part.shape), tuple(part.t().shape)}
@@ -198,7 +198,7 @@ def test_sharded_models_are_moved_layer_by_layer():
 
 
 def test_checksums_see_every_bit():
-    from hf_parallel.axes.data.identical import checksum
+    from hf_parallel.axes.data.parameters import checksum
 
     cpu, values = torch.device("cpu"), torch.randn(300_001)
     changed, exchanged = values.clone(), values.clone()

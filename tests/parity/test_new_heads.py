@@ -18,7 +18,7 @@ CLASSES = 5
 
 def in_order(model: torch.nn.Module) -> torch.nn.Module:
     """Pretend that some weights are packed: MLPs as [gate | up] would be, and the rows of a head reversed."""
-    from hf_parallel.model.packed import StoredOrder, packed_order
+    from hf_parallel.model.anatomy import StoredOrder, packed_order
 
     for name, module in model.named_modules():
         if name.endswith("gate_proj"):
@@ -37,13 +37,12 @@ def load(spec: str | None, folder: str, task: type, packed: bool = False, **kwar
         whole = {key: tensor for key, tensor in model.state_dict().items() if key not in tied}
         return {"weights": whole, "sizes": info["mismatched_keys"], "next": torch.rand(2)}
     from hf_parallel.checkpoint import full_state_dict
-    from hf_parallel.hooks import runtime
-    from hf_parallel.hooks.transformers import from_pretrained
+    from hf_parallel.hooks import loading, runtime
 
     activate(spec)
     if packed:
-        original = from_pretrained.parallelize
-        from_pretrained.parallelize = lambda model, **mesh: in_order(original(model, **mesh))
+        original = loading.parallelize
+        loading.parallelize = lambda model, **mesh: in_order(original(model, **mesh))
     model, info = task.from_pretrained(folder, output_loading_info=True, **kwargs)
     after = torch.rand(2)
     whole = full_state_dict(model, runtime.mesh())

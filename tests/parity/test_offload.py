@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hf_parallel.config import SpecError
+from hf_parallel.ask.config import SpecError
 from tests import models
 from tests.distributed import RankFailure, run, run_alone
 from tests.resuming import ONE, STOP, log_differences

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from transformers import TrainerCallback
 
-from hf_parallel.axes.data import host_step, state_file
+from hf_parallel.axes.data import files as state_file
+from hf_parallel.axes.data import host_step
 from tests.distributed import RankFailure, run
 from tests.parity.test_offload import Deep
 from tests.resuming import ONE, STEPS, log_differences, train, trained
@@ -144,7 +145,7 @@ def test_parameters_that_were_cut_between_steps(tmp_path):
 
     def steps():
         import hf_parallel
-        from hf_parallel.axes.data import parameter_file
+        from hf_parallel.axes.data import files as parameter_file
 
         files, made = [], parameter_file.StateFile
         parameter_file.StateFile = lambda *args: files.append(made(*args)) or files[0]

@@ -209,9 +209,9 @@ class Numbered(Skewed):
 
 def seen_by(spec: str | None, folder: str, out: str, resume: int, most: int, **changes) -> tuple[dict, int, int]:
     """The examples that this rank sees by epoch, from a checkpoint on; the steps at the end, and those planned."""
-    from hf_parallel.hooks.trainer import joining_proof
+    from hf_parallel.hooks.trainer import joining
 
-    joining_proof.why_other_numbers = lambda trainer: None  # tried elsewhere
+    joining.why_other_numbers = lambda trainer: None  # tried elsewhere
     activate(spec)
     settings = {
         **{"per_device_train_batch_size": 3, "num_train_epochs": 3, "learning_rate": RATE, "seed": SEED},
@@ -368,7 +368,7 @@ def test_lengths_come_from_their_column(folder, tmp_path):
 
 
 def test_a_pipeline_is_refused():
-    from hf_parallel.config import ParallelConfig
+    from hf_parallel.ask.config import ParallelConfig
 
     with pytest.raises(SpecError, match="cuts batches by rows"):
         ParallelConfig.parse("pp=2,pack_tokens=64").resolve(2)

@@ -298,7 +298,7 @@ def said_of_model(spec: str, folder: str, out: str) -> tuple[str, bool]:
     ("spec", "says"), [("pp=2,padding_free=true", "cuts batches by rows"), ("pack_tokens=9,padding_free=true", "own")]
 )
 def test_contradictions_are_refused(spec, says):
-    from hf_parallel.config import ParallelConfig
+    from hf_parallel.ask.config import ParallelConfig
 
     with pytest.raises(SpecError, match=says):
         ParallelConfig.parse(spec).resolve(2)

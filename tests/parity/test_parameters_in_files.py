@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hf_parallel.config import ParallelConfig, SpecError
+from hf_parallel.ask.config import ParallelConfig, SpecError
 from tests import models
 from tests.distributed import run, run_alone
 from tests.parity.test_offload import OPTIMIZERS, alone, offloaded
@@ -40,13 +40,13 @@ def test_trainer_with_clipping_and_accumulation(runs, layout, lora, tmp_path_fac
 def watched(path: str) -> list[tuple[str, int]]:
     """Of a step's forward and backward: which part of the file is read ahead, gathered, let go of."""
     import hf_parallel
-    from hf_parallel.axes.data import parameter_file
+    from hf_parallel.axes.data import files
 
     model = hf_parallel.parallelize(models.build("llama", **ODD), f"dp_shard=2,offload=nvme_all:{path}")
     batch = {key: value[None] for key, value in Rows(1, seed=1, even=True, length=16)[0].items()}
     model(**batch)  # puts them into the file
     events: list[tuple[str, int]] = []
-    file = parameter_file.StateFile
+    file = files.StateFile
 
     def noting(name):
         original = getattr(file, name)
@@ -112,7 +112,7 @@ def test_memory_of_the_process(tmp_path):
 
 @pytest.mark.parametrize("layout", ["dp_shard=1", "dp_shard=2,zero_stage=0", "dp_replicate=2,dp_shard=1"])
 def test_refused_where_nothing_is_gathered(layout, tmp_path):
-    from hf_parallel.resolve import read, resolve
+    from hf_parallel.plans.resolve import read, resolve
 
     config = ParallelConfig.parse(f"{layout},offload=nvme_all:{tmp_path}").resolve(1 if layout == "dp_shard=1" else 2)
     with pytest.raises(SpecError) as caught:

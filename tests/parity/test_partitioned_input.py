@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from hf_parallel.config import ParallelConfig, SpecError
+from hf_parallel.ask.config import ParallelConfig, SpecError
 from tests import activations, models
 from tests.distributed import run
 from tests.parity.test_recompute import trained

@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM
 pytest.importorskip("peft")
 
 import hf_parallel
-from hf_parallel.config import SpecError
+from hf_parallel.ask.config import SpecError
 from tests import models
 from tests.distributed import run
 from tests.training import activate

@@ -103,12 +103,12 @@ def reference_of_regions():
 def regions(settings):
     """The same on one rank of tp, with what it has put together to the whole."""
     import hf_parallel
-    from hf_parallel.collectives import parts_of_sequence
+    from hf_parallel.ranks import parts_of_sequence
 
     found = {}
     for recipe in RECIPES:
         model = hf_parallel.parallelize(models.build("llama", **SHAPE), f"tp=-1,{keys_of(recipe)}{settings}")
-        mesh = model._hf_parallel.mesh
+        mesh = model._hf_parallel.ranks.mesh
         group = mesh["tp"].get_group()
         cut = (lambda tensor: parts_of_sequence(tensor, group)[group.rank()]) if not settings else lambda x: x  # noqa: B023
 
@@ -190,11 +190,11 @@ def alone(recipe, calls, dtype=torch.float32):
 def parallel(spec, calls=1, dtype=torch.float32):
     """The same on one rank, and the bytes that the last step has gathered."""
     import hf_parallel
+    from hf_parallel.apply.parallelize import clip_grad_norm
     from hf_parallel.checkpoint import full_state_dict
-    from hf_parallel.parallelize import clip_grad_norm
 
     model = hf_parallel.parallelize(build(dtype), spec)
-    mesh = model._hf_parallel.mesh
+    mesh = model._hf_parallel.ranks.mesh
     own = lambda rows: rows.chunk(mesh.data_size)[mesh.data_rank]  # noqa: E731
     found = steps(model, calls, own, mesh.data_size, lambda model: clip_grad_norm(model, 1e9))
     return found, full_state_dict(model, mesh)
@@ -285,7 +285,7 @@ def adapters_alone(recipe, calls):
 
 def adapters(spec):
     activate(spec)
-    from hf_parallel.parallelize import clip_grad_norm, state_of
+    from hf_parallel.apply.parallelize import clip_grad_norm, state_of
 
     model = with_adapters(build()).train()
     base = model.get_base_model()
@@ -313,7 +313,7 @@ def gathered(spec):
     import hf_parallel
 
     model = hf_parallel.parallelize(build(), spec)
-    mesh = model._hf_parallel.mesh
+    mesh = model._hf_parallel.ranks.mesh
     rows = tokens(0).chunk(mesh.data_size)[mesh.data_rank]
     with CountCollectives() as counted:
         model(input_ids=rows, labels=rows).loss.backward()
@@ -374,8 +374,8 @@ def test_checkpoints_are_ordinary_and_resume_without_fp8(runs, tmp_path):
 
 def refusal(spec, name="llama", world=2, **machine):
     """Why a model cannot have this on such a machine."""
-    from hf_parallel.config import ParallelConfig
-    from hf_parallel.resolve import draft, read
+    from hf_parallel.ask.config import ParallelConfig
+    from hf_parallel.plans.resolve import draft, read
 
     config = ParallelConfig.parse(spec).resolve(world)
     anatomy = read(models.build(name, **({} if name != "llama" else SHAPE)), config)
@@ -420,7 +420,7 @@ def test_what_lacks_something_is_refused_by_name(spec, model, machine, words):
     ],
 )
 def test_contradictions_are_refused(spec, works):
-    from hf_parallel.config import ParallelConfig, SpecError
+    from hf_parallel.ask.config import ParallelConfig, SpecError
 
     with pytest.raises(SpecError, match=works):
         ParallelConfig.parse(spec)

@@ -10,8 +10,8 @@ from transformers import (
     set_seed,
 )
 
-from hf_parallel.hooks.trainer import ragged
-from hf_parallel.spec import SpecError
+from hf_parallel.ask.spec import SpecError
+from hf_parallel.hooks.trainer import evaluation
 from tests.distributed import run
 from tests.training import activate, arguments_of, fit, trainer_of
 
@@ -74,10 +74,10 @@ def asked(kinds: tuple[str, ...], labels: bool, own_loss: bool) -> object:
         batch["pixel_values"] = torch.zeros(patches, 5)
     trainer = trainer_of(qwen2_vl(), "out")[0]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ragged, "is_ragged", lambda state: True)
-        patch.setattr(ragged.losses, "is_own", lambda trainer: own_loss)
+        patch.setattr(evaluation, "is_ragged", lambda state: True)
+        patch.setattr(evaluation.losses, "is_own", lambda trainer: own_loss)
         try:
-            return ragged.must_be_whole(trainer, batch, 4)
+            return evaluation.must_be_whole(trainer, batch, 4)
         except SpecError as error:
             return str(error)
 

@@ -14,7 +14,7 @@ pytest.importorskip("trl")
 pytest.importorskip("requests")
 
 from hf_parallel.hooks import patching
-from hf_parallel.hooks.trl import server_mode
+from hf_parallel.hooks.trl import servers
 from tests import models, rollout_servers, trl_scripts
 from tests.distributed import run, run_alone
 from tests.training import activate, axes
@@ -105,7 +105,7 @@ def conversation(root, server: rollout_servers.Server) -> dict[str, set[str]]:
     """All that TRL's client asks for; what stands in for vLLM on its side is in place, and no layout."""
     from trl.generation.vllm_client import VLLMClient
 
-    patching.apply([patch for patch in patching.DECLARED if patch.room == server_mode.__name__])
+    patching.apply([patch for patch in patching.DECLARED if patch.room == servers.__name__])
     asked = noting()
     one, other = (AutoModelForCausalLM.from_pretrained(root / name) for name in ("one", "other"))
     client = VLLMClient(base_url=server.url, group_port=server.group_port)
@@ -181,17 +181,17 @@ def held(root, spec: str, limit: int) -> tuple[dict, int]:
     activated(spec)
     from trl.generation.vllm_generation import VLLMGeneration
 
-    from hf_parallel.checkpoint import stream
-    from hf_parallel.rollouts import transfer
+    from hf_parallel.checkpoint import load
+    from hf_parallel.rollouts import reference
 
-    sizes, gathered, transfer.BUCKET = [0], stream.gathered, limit
+    sizes, gathered, reference.BUCKET = [0], load.gathered, limit
 
     def counted(*args):
         whole = gathered(*args)
         sizes.append(sum(tensor.nbytes for tensor in whole.values()))
         return whole
 
-    stream.gathered = counted
+    load.gathered = counted
     sent: dict[str, torch.Tensor] = {}
     generation = VLLMGeneration.__new__(VLLMGeneration)
     generation.model, generation.mode = AutoModelForCausalLM.from_pretrained(root), "server"

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hf_parallel.collectives import desync
+from hf_parallel.ranks import desync
 from tests import models
 from tests.distributed import RankFailure, run
 from tests.reliability.test_desync import quick

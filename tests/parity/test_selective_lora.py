@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_parallel.axes.selective import is_kept
+from hf_parallel.axes.recompute import is_kept
 from hf_parallel.planner.activations import kept_bytes
 from hf_parallel.planner.layout import Job, Layout
 from hf_parallel.planner.shape import shape_of

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_parallel import parallelize
-from hf_parallel.config import ParallelConfig
+from hf_parallel.ask.config import ParallelConfig
 from tests import loops, models
 from tests.distributed import run, run_alone
 

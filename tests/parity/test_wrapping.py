@@ -5,8 +5,8 @@ import torch
 from torch import nn
 from transformers import AutoModel
 
-from hf_parallel.config import ParallelConfig, SpecError
-from hf_parallel.wrapping import models_inside
+from hf_parallel.apply.methods import models_inside
+from hf_parallel.ask.config import ParallelConfig, SpecError
 from tests import training
 from tests.rows import CLASSES
 from tests.training import Outcome, Script, activate

@@ -5,8 +5,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from hf_parallel.dryrun.observe import build_optimizer, observe
-from hf_parallel.dryrun.recorder import local
+from hf_parallel.planner.dryrun.recorder import build_optimizer, local, observe
 from tests import models
 from tests.counting import CountCollectives
 

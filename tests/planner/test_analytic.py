@@ -6,11 +6,11 @@ import functools
 import pytest
 import torch
 
-from hf_parallel.config import ParallelConfig
-from hf_parallel.dryrun.run import dry_run, on_meta, settled
-from hf_parallel.hooks.peft.planned_adapters import lora
+from hf_parallel.ask.config import ParallelConfig
+from hf_parallel.hooks.peft.planned_adapters import planned_lora
 from hf_parallel.planner import make_cluster, shape_of
 from hf_parallel.planner.candidates import Goal, to_job, to_layout
+from hf_parallel.planner.dryrun.run import dry_run, on_meta, settled
 from hf_parallel.planner.ledger import ledger
 from hf_parallel.planner.memory import memory_of_ranks
 from hf_parallel.planner.pipeline import make_stages, stages_by_rank
@@ -39,7 +39,7 @@ CONFIGS = {
 @functools.cache
 def counted(name, precision="bf16", rank=0):
     config = CONFIGS[name]()
-    return count_activations(shape_of(config), config, precision, lora(rank) if rank else None)
+    return count_activations(shape_of(config), config, precision, planned_lora(rank) if rank else None)
 
 
 def both(name, spec, rows, rank=0, accumulation=1, precision="bf16", seq=SEQ, world=8, config=None, **training):
@@ -48,7 +48,7 @@ def both(name, spec, rows, rank=0, accumulation=1, precision="bf16", seq=SEQ, wo
     layout = ParallelConfig.parse(spec).resolve(world)
     given = {"rows": rows, "seq": seq, "accumulation": accumulation, "precision": precision}
     adapters, optimizer = training.get("adapters", 0), training.get("optimizer", "adamw")
-    adapt = lora(adapters) if adapters else None
+    adapt = planned_lora(adapters) if adapters else None
     ran = dry_run(config, layout, rank=rank, adapt=adapt, optimizer=optimizer, **given)
     resolved, _ = settled(on_meta(config), layout, rank)
     shape = counted(name, precision, adapters) if name else shape_of(config)

@@ -5,14 +5,14 @@ import functools
 
 import pytest
 
+from hf_parallel.ask.config import ParallelConfig
 from hf_parallel.ask.keys.layers import TORCH_FLASH
-from hf_parallel.config import ParallelConfig
-from hf_parallel.dryrun.run import dry_run
 from hf_parallel.planner import make_cluster, shape_of
+from hf_parallel.planner.activations import EAGER, FLASH, MASKED, SDPA, Planned, planned
 from hf_parallel.planner.advice import attending
-from hf_parallel.planner.attention import EAGER, FLASH, MASKED, SDPA, Planned, planned
 from hf_parallel.planner.candidates import Goal
 from hf_parallel.planner.choices import predicted
+from hf_parallel.planner.dryrun.run import dry_run
 from hf_parallel.planner.hardware import find_gpu
 from hf_parallel.planner.memory import GIB, fullest
 from hf_parallel.planner.search import count_activations, search

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from hf_parallel.config import SpecError
+from hf_parallel.ask.config import SpecError
 from tests import models
 from tests.distributed import RankFailure, run, run_alone
 from tests.rows import VOCABULARY, data
@@ -41,7 +41,7 @@ def trained(folder, out, route):
     model = load_model(Script(route="from_pretrained" if route == "flag" else route), folder, 0)
     trainer, _ = trainer_of(model, out, settings=args, train_dataset=data("llama", 16, 1))
     trainer.train()
-    return *chosen(), trainer.state.global_step, trainer.model._hf_parallel.config.to_spec()
+    return *chosen(), trainer.state.global_step, trainer.model._hf_parallel.ask.config.to_spec()
 
 
 @pytest.mark.parametrize("route", ["from_pretrained", "from_config", "flag"])
@@ -157,7 +157,7 @@ def test_precision_is_that_of_weights_and_of_autocast(dtype, argv, precision):
 
 
 def test_launcher_and_library_do_not_mix():
-    from hf_parallel.config import ParallelConfig
+    from hf_parallel.ask.config import ParallelConfig
 
     with pytest.raises(SpecError, match="hf-parallel plan"):
         ParallelConfig.parse("auto")

@@ -63,8 +63,8 @@ def test_where_all_fits_nothing_is_computed_again():
 @pytest.mark.parametrize(("gpus", "rows"), [(4, 1), (8, 2)])
 def test_llama_8b_on_desktop_gpus_fits_by_a_dry_run(gpus, rows):
     """One word for a LoRA script in bf16: what `auto` takes for Llama 3 8B on GPUs of 24 GB, and what it says."""
-    from hf_parallel.dryrun import dry_run
-    from hf_parallel.hooks.peft.planned_adapters import lora
+    from hf_parallel.hooks.peft.planned_adapters import planned_lora
+    from hf_parallel.planner.dryrun import dry_run
 
     cluster, given = make_cluster("rtx4090-24gb", gpus), {"global_batch": None, "rows": rows, "lora": 16}
     found = search(model=models.LLAMA_8B_CONFIG, cluster=cluster, seq=2048, **given)
@@ -73,7 +73,7 @@ def test_llama_8b_on_desktop_gpus_fits_by_a_dry_run(gpus, rows):
     assert config.activation_checkpointing in ("selective", "full")
     assert f"activation_checkpointing={config.activation_checkpointing}: none would need " in "\n".join(lines)
     assert any(line.startswith("attention=auto is torch_flash: ") and "eager would need" in line for line in lines)
-    ran = run_alone(lambda: dry_run(models.LLAMA_8B_CONFIG, config, rows=rows, seq=2048, adapt=lora(16)))
+    ran = run_alone(lambda: dry_run(models.LLAMA_8B_CONFIG, config, rows=rows, seq=2048, adapt=planned_lora(16)))
     (planned, *_) = choice.prediction.breakdown.ranks
     assert ran.peak_bytes == pytest.approx(planned.tensors, rel=0.1)
     assert ran.peak_bytes < cluster.gpu.memory_gib * 2**30

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import yaml
 
-from hf_parallel.config import SpecError
+from hf_parallel.ask.config import SpecError
 from hf_parallel.planner.hardware import Efficiency, read_cluster
 
 LINK = {"name": "mine", "gb_s": 6.2, "latency_us": 12, "source": "measured"}

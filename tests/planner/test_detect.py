@@ -5,7 +5,7 @@ import types
 import pytest
 import torch
 
-from hf_parallel.config import SpecError
+from hf_parallel.ask.config import SpecError
 from hf_parallel.planner import detect as detecting
 from hf_parallel.planner.detect import detect, topology
 from hf_parallel.planner.hardware import find_gpu, find_link

@@ -6,9 +6,9 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from hf_parallel.config import SpecError
-from hf_parallel.dryrun import dry_run
-from hf_parallel.hooks.peft.planned_adapters import four_bit, lora
+from hf_parallel.ask.config import SpecError
+from hf_parallel.hooks.peft.planned_adapters import four_bit, planned_lora
+from hf_parallel.planner.dryrun import dry_run
 from tests import models
 from tests.distributed import run, run_alone
 from tests.planner.measuring import allocated, measured, measured_in_a_script, measured_with_adapters, numbers
@@ -89,7 +89,7 @@ def test_adapters_are_those_of_a_script(runs, spec, bits):
     real = run(measured_with_adapters, 4, spec, ROWS, LENGTH, runs.initial("llama"), bits)
     packed = {"pack": four_bit()} if bits == 4 else {}
     for rank in (0, 3):
-        plan, did = run_alone(planned, "llama", spec, rank, adapt=lora(4), **packed), real[rank]
+        plan, did = run_alone(planned, "llama", spec, rank, adapt=planned_lora(4), **packed), real[rank]
         assert plan["traffic"] == did["traffic"]
         assert [plan["kept"][kind] for kind in STATES] == [did["kept"][kind] for kind in STATES]
         assert plan["kept"]["gradients"] < plan["kept"]["parameters"] / 4

@@ -2,22 +2,15 @@
 
 import pytest
 
-from hf_parallel.axes.pipeline.orders import order
+from hf_parallel.axes.pipeline.timeline import order
 from hf_parallel.planner import Layout, make_cluster, predict, shape_of
 from hf_parallel.planner.activations import kept_bytes
 from hf_parallel.planner.layout import Job, make_job
-from hf_parallel.planner.ledger import busiest
+from hf_parallel.planner.ledger import busiest, groups, ring_factor
 from hf_parallel.planner.memory import GIB
 from hf_parallel.planner.pipeline import live_forwards, make_stages, one_f_one_b, pipeline_seconds
 from hf_parallel.planner.shape import dense_block
-from hf_parallel.planner.states import (
-    StateBytes,
-    host_bytes,
-    nvme_bytes,
-    offload_seconds,
-    zero_states,
-)
-from hf_parallel.planner.transfer import groups, ring_factor
+from hf_parallel.planner.states import StateBytes, host_bytes, nvme_bytes, offload_seconds, zero_states
 from tests.models import LLAMA_8B
 
 LLAMA_70B = {"layers": 80, "hidden": 8192, "heads": 64, "kv_heads": 8, "ffn_hidden": 28672, "vocab": 128256}

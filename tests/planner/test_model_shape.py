@@ -22,10 +22,10 @@ from transformers import (
     T5Config,
 )
 
-from hf_parallel.config import SpecError
-from hf_parallel.model.build import build_on_meta
+from hf_parallel.ask.config import SpecError
+from hf_parallel.model.anatomy import build_on_meta
 from hf_parallel.planner import shape_of
-from hf_parallel.planner.count import _attention
+from hf_parallel.planner.shape import _attention
 from tests.models import DECODER, without
 
 LENGTH = 32

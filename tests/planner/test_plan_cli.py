@@ -6,7 +6,7 @@ import xml.etree.ElementTree as ET
 import pytest
 
 from hf_parallel import cli
-from hf_parallel.config import ParallelConfig
+from hf_parallel.ask.config import ParallelConfig
 from hf_parallel.planner.detect import detect
 from hf_parallel.planner.hardware import read_cluster
 from tests import models

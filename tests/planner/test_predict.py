@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from hf_parallel.config import SpecError
+from hf_parallel.ask.config import SpecError
 from hf_parallel.planner import find_gpu, predict
 from hf_parallel.planner.hardware import catalogue, find_link
 from tests.models import LLAMA_8B, LLAMA_8B_CONFIG

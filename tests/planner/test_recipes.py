@@ -4,10 +4,9 @@ import dataclasses
 
 import pytest
 
-from hf_parallel.config import SpecError
+from hf_parallel.ask.config import SpecError
 from hf_parallel.recipes import load, names
-from hf_parallel.recipes.check import check
-from hf_parallel.recipes.expect import plan, shape_of_recipe
+from hf_parallel.recipes.check import check, plan, shape_of_recipe
 from hf_parallel.recipes.recipe import METHODS, read_recipe, shapes
 from tests.distributed import run_alone
 

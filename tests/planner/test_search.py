@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from hf_parallel.config import ParallelConfig, SpecError
+from hf_parallel.ask.config import ParallelConfig, SpecError
 from hf_parallel.planner import make_cluster
 from hf_parallel.planner.search import _rank, plan, search
 from tests import models
@@ -47,8 +47,8 @@ def test_ranked_and_fitting():
 def test_specs_are_what_the_engine_takes():
     """Every emitted spec parses back to its config, fills the GPUs, and neither model nor batch stops it."""
     from hf_parallel.axes.pipeline.schedules import micro_batch_count
-    from hf_parallel.doctor import examine
-    from hf_parallel.model.build import build_on_meta
+    from hf_parallel.model.anatomy import build_on_meta
+    from hf_parallel.plans import examine
 
     config = models.llama(hidden_size=256, intermediate_size=512, num_hidden_layers=6)
     model, found = build_on_meta(config), searched(config, gpus=8, seq=64, top=50)
@@ -198,7 +198,7 @@ def test_transfers_that_round_are_named_and_not_chosen():
 
 def test_what_rounds_is_what_a_dry_run_shows():
     """As --verify has it."""
-    from hf_parallel.dryrun import dry_run
+    from hf_parallel.planner.dryrun import dry_run
     from tests.distributed import run_alone
 
     sizes = {"num_hidden_layers": 6, "num_attention_heads": 8, "vocab_size": 8000, "max_position_embeddings": 512}

@@ -7,10 +7,9 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from hf_parallel.dryrun import dry_run
-from hf_parallel.dryrun.fake_world import fake_world
-from hf_parallel.dryrun.recorder import Recorder
-from hf_parallel.dryrun.shapes import Shapes
+from hf_parallel.planner.dryrun import dry_run
+from hf_parallel.planner.dryrun.recorder import Recorder
+from hf_parallel.planner.dryrun.world import Shapes, fake_world
 from tests import models
 from tests.distributed import run_alone
 from tests.planner.measuring import numbers

@@ -102,9 +102,9 @@ def _optimizer(act: Callable) -> None:
 
 def _adapter(act: Callable) -> None:
     """Tensors of an adapter are on their way to rank 0."""
-    from hf_parallel.checkpoint import stream
+    from hf_parallel.checkpoint import load
 
-    _at_call(stream, "gathered", 3, act)
+    _at_call(load, "gathered", 3, act)
 
 
 def _flush(act: Callable) -> None:

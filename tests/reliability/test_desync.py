@@ -21,7 +21,7 @@ SOON_S = 60  # patience, and two rounds of questions: four seconds on a free mac
 
 def quick() -> None:
     """Less patience than a cluster needs."""
-    from hf_parallel.collectives import desync
+    from hf_parallel.ranks import desync
 
     desync.PATIENCE_S, desync.LOOK_S, desync.STILL_S, desync.DEADLOCK_S = 0.3, 0.2, 0.5, 2.0
 
@@ -133,7 +133,7 @@ def test_a_rank_that_does_something_else_is_waited_for(tmp_path):
 
 def goes_home(out: str) -> None:
     """The end of most scripts; rank 1 has come to the end of the process."""
-    from hf_parallel.collectives import desync
+    from hf_parallel.ranks import desync
 
     model = made("dp_shard=2")
     if dist.get_rank() == 1:
@@ -152,7 +152,7 @@ def each_their_own(out: str) -> None:
     if dist.get_rank() == 0:
         model.save_pretrained(out)
     else:
-        from hf_parallel.collectives import assert_all_ranks
+        from hf_parallel.ranks import assert_all_ranks
 
         assert_all_ranks("trainer.save_model")
 
@@ -170,7 +170,7 @@ def writes_what_it_has(out: str) -> None:
     from hf_parallel.checkpoint import full_state_dict
 
     model = made("pp=2")
-    state = full_state_dict(model, model._hf_parallel.mesh)
+    state = full_state_dict(model, model._hf_parallel.ranks.mesh)
     if dist.get_rank() == 0:
         model.save_pretrained(out, state_dict=state)
 

@@ -27,8 +27,8 @@ SHORT = {"max_steps": 4, "save_strategy": "no", "gradient_accumulation_steps": 1
 
 def quick(desync_s: float = 60.0) -> None:
     """Less patience than a cluster needs."""
-    from hf_parallel.collectives import desync
     from hf_parallel.monitor import watchdog
+    from hf_parallel.ranks import desync
 
     watchdog.LOOK_S, watchdog.BEAT_S, watchdog.ANSWER_S, watchdog.ERROR_S = 0.2, 0.3, 1.0, 3.0
     desync.LOOK_S, desync.STILL_S, desync.DEADLOCK_S = 0.2, 0.5, desync_s
@@ -82,7 +82,7 @@ def other_shapes(model):
 
 def two_groups(model):
     """Each pair waits for a rank that is in another one."""
-    mesh, rank = model._hf_parallel.mesh, dist.get_rank()
+    mesh, rank = model._hf_parallel.ranks.mesh, dist.get_rank()
     if rank in (0, 3):
         dist.all_reduce(torch.ones(3), group=mesh.group("tp"))
     else:

@@ -33,7 +33,7 @@ class Held(Dataset):
 def train(folder: str, out: str) -> int:
     from transformers import AutoModelForCausalLM
 
-    from hf_parallel.collectives import desync
+    from hf_parallel.ranks import desync
 
     desync.LOOK_S, desync.QUIET_S, desync.IDLE = 0.2, 2.0, 0.2
     ranks = activate("pp=2")

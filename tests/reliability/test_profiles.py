@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_parallel.monitor.intervals import length, union
+from hf_parallel.monitor.meter import length, union
 from tests.training import Script, axes
 
 SHARES = re.compile(r">(compute \d+%[^<]*)<")

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.clock
 
 def quick() -> None:
     """Less patience than a cluster needs."""
-    from hf_parallel.collectives import desync
+    from hf_parallel.ranks import desync
 
     desync.LOOK_S, desync.STILL_S, desync.DEADLOCK_S = 0.2, 0.5, 2.0
 

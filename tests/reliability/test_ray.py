@@ -47,7 +47,7 @@ def lose_a_node():
     cluster.remove_node(next(node for node in nodes if node.all_processes["raylet"][0].process.pid == owner), False)
 
 threading.Thread(target=lose_a_node, daemon=True).start()
-from hf_parallel.ray import trainer
+from hf_parallel.cli.ray_launcher import trainer
 trainer(sys.argv[2], sys.argv[3:], parallel="tp=2,dp_shard=-1", num_processes=4, min_processes=2, max_restarts=2).fit()
 ray.shutdown()
 cluster.shutdown()

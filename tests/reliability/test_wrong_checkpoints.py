@@ -4,7 +4,7 @@ import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_parallel import checkpoint
-from hf_parallel.config import SpecError
+from hf_parallel.ask.config import SpecError
 from hf_parallel.hooks.trainer import resuming
 from tests.distributed import run
 from tests.resuming import train

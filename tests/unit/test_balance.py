@@ -8,8 +8,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, LlamaConfig, MixtralConfig, Qwen2MoeConfig
 
+from hf_parallel.ask.config import SpecError
 from hf_parallel.axes.pipeline.balance import Cost, Costs, balance, block_costs, explain, with_recomputation
-from hf_parallel.config import SpecError
 from hf_parallel.model.anatomy import backbone_of, backbone_plan
 from tests.models import DECODER
 

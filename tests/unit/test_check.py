@@ -10,12 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hf_parallel.check import links, parity, ranks, run, system
+from hf_parallel.ask.config import ParallelConfig
+from hf_parallel.check import links, parity, run, system
+from hf_parallel.check import links as ranks
 from hf_parallel.check.report import FAILED, NOTE, OK, SLOW, Report, Row, ranks_text
 from hf_parallel.cli import main
-from hf_parallel.config import ParallelConfig
 from hf_parallel.planner.hardware import find_link
-from hf_parallel.planner.transfer import Group
+from hf_parallel.planner.ledger import Group
 from tests import distributed
 
 SPEC = "tp=2,pp=2"

@@ -12,7 +12,7 @@ from transformers import AutoConfig
 
 from hf_parallel import __main__ as runner
 from hf_parallel import cli
-from hf_parallel.config import ParallelConfig, SpecError
+from hf_parallel.ask.config import ParallelConfig, SpecError
 from hf_parallel.planner.hardware import make_cluster
 from hf_parallel.planner.search import search
 from tests.distributed import run

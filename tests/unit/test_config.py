@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from hf_parallel.config import ParallelConfig, SpecError
+from hf_parallel.ask.config import ParallelConfig, SpecError
 
 AXES = ("dp_replicate", "dp_shard", "pp", "cp", "tp", "ep")
 

@@ -6,9 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hf_parallel.axes.context import documents, tiles
-from hf_parallel.axes.context.attention import Cut, Exchanged, _dense, attention
-from hf_parallel.axes.context.exchange import join, take
+from hf_parallel.axes.context import packs, tiles
+from hf_parallel.axes.context.attention import Cut, Exchanged, _dense, attention, join, take
 from hf_parallel.axes.context.kernels import Scores
 from hf_parallel.axes.context.layout import Layout, Shape, deal, local_length
 from tests.distributed import run
@@ -84,7 +83,7 @@ def gap(case, shape, exchanged, cap):
     expected.backward(gradient * real)
 
     positions = torch.stack([torch.cat([torch.arange(n) for n in p]) for p in PACKS]) if packed else None
-    rows = documents.find((ROWS, LENGTH), None if padded is None else padding(padded), positions)
+    rows = packs.find((ROWS, LENGTH), None if padded is None else padding(padded), positions)
     layout = Layout(rows, shape, local_length(LENGTH, shape.size))
     rank, everyone = dist.get_rank(), dist.group.WORLD
     own = [take(t.detach(), layout, rank).requires_grad_() for t in whole]
@@ -117,7 +116,7 @@ def halves(dtype):
     found = []
     for variant in ("ulysses", "ring"):
         shape, exchanged = groups(variant)
-        layout = Layout(documents.plain(ROWS, LENGTH), shape, local_length(LENGTH, shape.size))
+        layout = Layout(packs.plain(ROWS, LENGTH), shape, local_length(LENGTH, shape.size))
         generator = torch.Generator().manual_seed(0)
         whole = [torch.randn(ROWS, LENGTH, HEADS, 16, generator=generator).to(dtype) for _ in range(4)]
         whole[3][0, 20:] = 0
@@ -157,7 +156,7 @@ def in_order(variant):
             return super().tiles(keys, queries)
 
     ring.Exchange = Noted
-    rows = Layout(documents.plain(1, 24), shape, 24 // shape.size)
+    rows = Layout(packs.plain(1, 24), shape, 24 // shape.size)
     q, k, v = (torch.randn(1, 2, 24 // shape.size, 8, requires_grad=True) for _ in range(3))
     out = ring.RingAttention.apply(q, k, v, None, Scores(), Attended(rows, exchanged.ring, 0, float("inf")))
     forward = len(done)
@@ -190,7 +189,7 @@ def buffers(variant):
             most.append(sum(one() is not None for one in known))
 
     ring.Exchange = Counted
-    rows = Layout(documents.plain(1, 40), shape, 40 // shape.size)
+    rows = Layout(packs.plain(1, 40), shape, 40 // shape.size)
     q, k, v = (torch.randn(1, 2, 40 // shape.size, 8) for _ in range(3))
     ring.RingAttention.apply(q, k, v, None, Scores(), ring.Ring(rows, exchanged.ring, 0, float("inf")))
     return len(known), max(most)
@@ -218,7 +217,7 @@ def test_same_as_one_process(ranks, variants, square):
 
 def layout(lengths, ring):
     total = sum(lengths)
-    rows = documents.find((1, total), None, torch.cat([torch.arange(n) for n in lengths])[None])
+    rows = packs.find((1, total), None, torch.cat([torch.arange(n) for n in lengths])[None])
     return Layout(rows, Shape(ring, 1), local_length(total, ring))
 
 

@@ -2,10 +2,9 @@
 
 import pytest
 
-from hf_parallel.axes.context import documents
-from hf_parallel.axes.context.choose import choice, choose
-from hf_parallel.axes.context.read import ContextFacts
-from hf_parallel.config import ParallelConfig, SpecError
+from hf_parallel.ask.config import ParallelConfig, SpecError
+from hf_parallel.axes.context import packs
+from hf_parallel.axes.context.choose import ContextFacts, choice, choose
 from tests import models
 
 LLAMA_8B, GPT_7B = ((32, 8), 128), ((32, 32), 128)
@@ -33,8 +32,8 @@ def test_documents_count_and_not_rows():
     """A row of 128 k in documents of 2 k has little attention to hide a ring behind."""
     assert of(8, 131072) == "ring"
     assert of(8, 131072, 2048) == "ulysses"
-    rows = documents.find((1, 33), None, None, None) + [documents.Row(33, (20, 13))]
-    assert documents.mean_length(rows) == (33 * 33 + 20 * 20 + 13 * 13) / 66
+    rows = packs.find((1, 33), None, None, None) + [packs.Row(33, (20, 13))]
+    assert packs.mean_length(rows) == (33 * 33 + 20 * 20 + 13 * 13) / 66
 
 
 def test_heads():

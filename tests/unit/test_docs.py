@@ -22,7 +22,7 @@ from torch.distributed.run import get_args_parser as torchrun_parser
 
 from hf_parallel import __main__ as runner
 from hf_parallel import cli
-from hf_parallel.config import ParallelConfig, SpecError
+from hf_parallel.ask.config import ParallelConfig, SpecError
 from tests import models
 from tests.commands import PYTHON, ROOT, Shown, commands, shown
 from tests.distributed import run, run_alone
@@ -53,7 +53,7 @@ ELSEWHERE = {
     r"hf-parallel launch --ray .*--min_processes .*": "tests/reliability/test_ray.py::test_a_lost_node",
     r"hf-parallel launch --ray .*": "tests/reliability/test_ray.py::test_two_lost_workers_change_nothing",
     r"python integrations/ray/grpo.py .*": "tests/reliability/test_ray.py::test_policy_rollouts_and_rewards_as_actors",
-    r"from hf_parallel\.ray import .*": "tests/reliability/test_ray.py::test_a_lost_node",
+    r"from hf_parallel\.cli\.ray_launcher import .*": "tests/reliability/test_ray.py::test_a_lost_node",
     r"python -m hf_parallel\.rollouts .*": "tests/parity/test_rollout_protocol.py::test_what_the_client_asks_for",
     r"hf-parallel launch .*--parallel auto .*": "tests/planner/test_auto.py::test_trainer",
     r"hf-parallel plan .*--calibrate .*": "tests/unit/test_monitor.py::test_plan_with_a_record",
@@ -71,7 +71,7 @@ ELSEWHERE = {
     r"hf_parallel\.clip_grad_norm\(.*": "tests/parity/test_library.py::test_same_numbers_as_one_process",
     r".*hf_parallel\.full_(state_dict|tensor)\(.*": "tests/parity/test_idioms.py::test_answers_of_every_rank",
     r"hf_parallel\.plan\(.*": "tests/planner/test_search.py::test_public_name",
-    r"from hf_parallel\.dryrun import .*": "tests/planner/test_dry_run.py::test_process_is_as_before",
+    r"from hf_parallel\.planner\.dryrun import .*": "tests/planner/test_dry_run.py::test_process_is_as_before",
     r"from hf_parallel\.planner import predict": "tests/planner/test_predict.py::test_parts_add_up",
 }
 #: What keeps a benchmark within a second; its figures are the pages' own.

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from hf_parallel import cli
+from hf_parallel.ask.config import ParallelConfig
 from hf_parallel.axes.tensor import tensor_parallel
-from hf_parallel.config import ParallelConfig
-from hf_parallel.doctor import build_on_meta, examine
-from hf_parallel.doctor.sizes import CUTS
-from hf_parallel.mesh import coordinates
+from hf_parallel.plans import build_on_meta, examine
+from hf_parallel.plans.resolve import CUTS
+from hf_parallel.ranks.mesh import coordinates
 from tests import models
 from tests.distributed import RankFailure, run
 
@@ -30,7 +30,7 @@ def claims(name, spec, world):
 def parallel(name, spec):
     """On a rank: local shapes by name, how many parameters it stores, and whether it splits the sequence."""
     from hf_parallel import parallelize
-    from hf_parallel.parallelize import parameters_per_rank, state_of
+    from hf_parallel.apply.parallelize import parameters_per_rank, state_of
 
     model = parallelize(models.build(name), spec)
     parameters = model.named_parameters(remove_duplicate=False)

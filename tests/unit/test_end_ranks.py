@@ -4,11 +4,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from hf_parallel.ask.config import ParallelConfig
 from hf_parallel.cli import plan
-from hf_parallel.config import ParallelConfig
-from hf_parallel.dryrun import run
-from hf_parallel.mesh import coordinates
 from hf_parallel.planner import report
+from hf_parallel.planner.dryrun import run
+from hf_parallel.ranks.mesh import coordinates
 
 SPECS = ["pp=2,tp=2,cp=2,dp_shard=1", "dp_replicate=2,pp=3,dp_shard=2,cp=3", "pp=4,dp_shard=1", "tp=2,dp_shard=3"]
 

@@ -5,9 +5,9 @@ import torch
 import torch.distributed as dist
 from transformers import MixtralConfig, MixtralForCausalLM
 
+from hf_parallel.ask.config import ParallelConfig
 from hf_parallel.axes.experts.balance import balance_over_data_ranks
-from hf_parallel.config import ParallelConfig
-from hf_parallel.mesh import ParallelMesh
+from hf_parallel.ranks.mesh import ParallelMesh
 from tests import distributed
 
 CONFIG = {

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_parallel.config import ParallelConfig, SpecError
+from hf_parallel.ask.config import ParallelConfig, SpecError
 from hf_parallel.hooks import activation
 from hf_parallel.hooks.trainer import flag
 

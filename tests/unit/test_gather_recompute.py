@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 from hf_parallel.axes.tensor import gather_recompute
-from hf_parallel.collectives import gather_sequence
+from hf_parallel.ranks import gather_sequence
 from tests.counting import CountCollectives
 
 BATCH, LENGTH, HIDDEN = 2, 6, 8

@@ -7,12 +7,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hf_parallel import groups, parallelize
+from hf_parallel import parallelize
+from hf_parallel.ask.config import ParallelConfig
 from hf_parallel.axes.context.groups import ways
-from hf_parallel.config import ParallelConfig
-from hf_parallel.dryrun.fake_world import fake_world
-from hf_parallel.groups import Groups
-from hf_parallel.mesh import ParallelMesh, axis_ranks
+from hf_parallel.planner.dryrun.world import fake_world
+from hf_parallel.ranks import groups
+from hf_parallel.ranks.groups import Groups
+from hf_parallel.ranks.mesh import ParallelMesh, axis_ranks
 from tests import models
 from tests.distributed import run, run_alone
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from hf_parallel.config import ParallelConfig
+from hf_parallel.ask.config import ParallelConfig
+from hf_parallel.ask.spec import SpecError
 from hf_parallel.monitor.hang_report import sentence
-from hf_parallel.spec import SpecError
 
 
 def entry(number, operation="reduce_scatter", axis="dp_shard", module="layers.7.mlp", shape=(4, 3), **facts):

@@ -4,8 +4,8 @@ import os
 
 import pytest
 
-from hf_parallel import launched
-from hf_parallel.spec import SpecError
+from hf_parallel.ask import launched
+from hf_parallel.ask.spec import SpecError
 
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 SLURM = {"SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_STEP_NUM_TASKS": "8", "SLURM_JOB_ID": "20007"}

@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hf_parallel.axes.tensor import log_probs
-from hf_parallel.axes.tensor.log_probs import Scaling
+from hf_parallel.axes.tensor import vocab_parallel
+from hf_parallel.axes.tensor.vocab_parallel import Scaling
 from tests.distributed import run
 
 TOKENS, HIDDEN, VOCABULARY = 11, 8, 13
@@ -23,7 +23,7 @@ def whole(hidden, weight, bias, targets, scaling):
 
 def scores(scaling):
     """Scores and gradients on this rank, and those of the whole vocabulary."""
-    log_probs.CHUNK = 4
+    vocab_parallel.CHUNK = 4
     torch.manual_seed(0)
     hidden, weight, bias = torch.randn(TOKENS, HIDDEN), torch.randn(VOCABULARY, HIDDEN), torch.randn(VOCABULARY)
     targets, weights = torch.randint(VOCABULARY, (TOKENS,)), torch.randn(2, TOKENS)
@@ -34,7 +34,7 @@ def scores(scaling):
     for part in (rows, slice(None)):
         leaves = [t.clone().requires_grad_() for t in (hidden, weight[part], bias[part])]
         if part is rows:
-            found = log_probs.log_probs(*leaves, targets, group, rows.start, VOCABULARY, scaling)
+            found = vocab_parallel.log_probs(*leaves, targets, group, rows.start, VOCABULARY, scaling)
             found = [*vars(found).values()]
         else:
             found = whole(*leaves, targets, scaling)

@@ -2,7 +2,7 @@
 
 from transformers import EomtConfig, EomtForUniversalSegmentation
 
-from hf_parallel.axes.tensor.read import read_split
+from hf_parallel.axes.tensor.axis import read_split
 
 
 def test_masks_of_all_heads_are_refused():

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_parallel.axes.tensor.lowering import only_multiplied
+from hf_parallel.axes.tensor.region import only_multiplied
 from tests import models
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from hf_parallel.config import ParallelConfig
-from hf_parallel.mesh import axis_ranks, coordinates, data_rank
+from hf_parallel.ask.config import ParallelConfig
+from hf_parallel.ranks.mesh import axis_ranks, coordinates, data_rank
 
 
 def resolved(spec: str, world: int = 8) -> ParallelConfig:

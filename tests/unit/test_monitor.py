@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch._C._distributed_c10d import ProcessGroup, Work
 
-from hf_parallel.config import ParallelConfig, SpecError
-from hf_parallel.monitor import calibrate, expected, meter, record
+from hf_parallel.ask.config import ParallelConfig, SpecError
+from hf_parallel.monitor import expected, meter, session
+from hf_parallel.monitor import expected as calibrate
 from hf_parallel.monitor.clock import DeviceClock, HostClock
-from hf_parallel.monitor.figures import GIB, RankRow, figures, mfu, own_row, significant
-from hf_parallel.monitor.meter import COMPUTE, DATA, REST, Meter
-from hf_parallel.monitor.stragglers import Stragglers
+from hf_parallel.monitor.meter import COMPUTE, DATA, GIB, REST, Meter, RankRow, figures, mfu, own_row, significant
+from hf_parallel.monitor.session import Stragglers
 from hf_parallel.planner.hardware import make_cluster
 from hf_parallel.planner.shape import shape_of
 
@@ -329,7 +329,7 @@ def test_memory_that_is_off_is_named():
 def written(folder, rows, prediction=None):
     """A record of a run that measured `rows` after a first look at something else."""
     prediction = prediction or planned()
-    kept = record.Record(str(folder))
+    kept = session.Record(str(folder))
     kept.write("run", spec=CONFIG.to_spec(), plan=expected.described(prediction, CONFIG, BATCH), why_no_plan="")
     first = [dataclasses.replace(row, step=99.0, compute=99.0) for row in rows]
     for step, ranks in ((1, first), (2, rows), (3, rows)):
@@ -355,11 +355,11 @@ def test_calibrated_plans_are_what_was_measured(tmp_path, factors):
 def test_a_record_without_a_plan_calibrates_nothing(tmp_path):
     with pytest.raises(SpecError, match="holds no _hf_parallel_metrics.jsonl"):
         calibrate.calibrated(str(tmp_path), SHAPE)
-    record.Record(str(tmp_path)).write("run", plan=None, why_no_plan="the planner counts neither")
+    session.Record(str(tmp_path)).write("run", plan=None, why_no_plan="the planner counts neither")
     with pytest.raises(SpecError, match="counts neither"):
         calibrate.calibrated(str(tmp_path), SHAPE)
     written(tmp_path, as_planned(planned()))
-    record.Record(str(tmp_path)).write("metrics", step=4, ranks=[{"step": 1.0}])
+    session.Record(str(tmp_path)).write("metrics", step=4, ranks=[{"step": 1.0}])
     with pytest.raises(SpecError, match="of another version"):
         calibrate.calibrated(str(tmp_path), SHAPE)
 
@@ -384,7 +384,7 @@ def test_plan_with_a_record(tmp_path, capsys):
 
 def test_a_record_that_cannot_be_written_is_told_once(tmp_path):
     (tmp_path / "file").write_text("")
-    kept = record.Record(str(tmp_path / "file"))
+    kept = session.Record(str(tmp_path / "file"))
     assert "is not written" in kept.write("run")
     assert kept.write("metrics") is None
 
@@ -400,5 +400,5 @@ def test_off_in_yaml(tmp_path):
 
 def test_lines_of_a_record_that_are_no_mappings_are_left_out(tmp_path):
     """Part of a line may be JSON too, as of one that another process was writing."""
-    (tmp_path / record.FILE).write_text('{"kind": "run"}\n33\n"metrics"\n{"kind": "met', encoding="utf-8")
-    assert record.read(str(tmp_path)) == [{"kind": "run"}]
+    (tmp_path / session.FILE).write_text('{"kind": "run"}\n33\n"metrics"\n{"kind": "met', encoding="utf-8")
+    assert session.read(str(tmp_path)) == [{"kind": "run"}]

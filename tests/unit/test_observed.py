@@ -9,14 +9,14 @@ import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import ProcessGroup, Work
 
-from hf_parallel.collectives import observed
-from hf_parallel.collectives.observed import Call, listen, unlisten
 from hf_parallel.monitor import collective_record
 from hf_parallel.monitor.clock import HostClock
 from hf_parallel.monitor.collective_record import CollectiveRecord
 from hf_parallel.monitor.hang_report import sentence
 from hf_parallel.monitor.waits import Waits
 from hf_parallel.monitor.watchdog import Watchdog
+from hf_parallel.ranks import observed
+from hf_parallel.ranks.observed import Call, listen, unlisten
 
 CPU = torch.device("cpu")
 

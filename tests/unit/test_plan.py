@@ -10,15 +10,15 @@ import pytest
 import torch
 
 import hf_parallel
+from hf_parallel.apply.parallelize import apply, state_of
+from hf_parallel.ask.config import ParallelConfig, key_table
 from hf_parallel.ask.keys.sizes import Keys, MeshAxis, key
 from hf_parallel.axes.axis import Axis
 from hf_parallel.axes.order import AXES
-from hf_parallel.config import ParallelConfig, key_table
-from hf_parallel.doctor.examine import examine, report_of
-from hf_parallel.dryrun.fake_world import fake_world
-from hf_parallel.mesh import ParallelMesh
-from hf_parallel.parallelize import apply, state_of
-from hf_parallel.resolve import draft, read, resolve
+from hf_parallel.planner.dryrun.world import fake_world
+from hf_parallel.plans.examine import examine, report_of
+from hf_parallel.plans.resolve import draft, read, resolve
+from hf_parallel.ranks.mesh import ParallelMesh
 from tests import models
 from tests.distributed import run_alone
 
@@ -79,7 +79,7 @@ def test_every_refusal_has_the_one_form():
         raised = [node.exc for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Raise)]
         calls = [node.func for node in raised if isinstance(node, ast.Call)]
         bare = [node for node in calls if "SpecError" in (getattr(node, "id", None), getattr(node, "attr", None))]
-        assert not bare or path == ROOM / "spec.py", f"{path}:{bare[0].lineno}: refuse(what, why, works)"
+        assert not bare or path == ROOM / "ask" / "spec.py", f"{path}:{bare[0].lineno}: refuse(what, why, works)"
 
 
 def test_no_source_of_a_model_is_read():

@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hf_parallel.collectives.quantized import BLOCK, pack, packed_bytes, reduce_scatter, unpack
-from hf_parallel.config import ParallelConfig, SpecError
+from hf_parallel.ask.config import ParallelConfig, SpecError
+from hf_parallel.ranks.all_to_all import BLOCK, pack, packed_bytes, reduce_scatter, unpack
 from tests.distributed import run
 
 #: Half a step of the codes, relative to the largest number of a block; 2^-9 more for the scale, which has 8 bits.

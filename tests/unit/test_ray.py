@@ -6,10 +6,10 @@ from types import SimpleNamespace
 import pytest
 
 from hf_parallel import cli
-from hf_parallel.config import SpecError
+from hf_parallel.ask.config import SpecError
 
 pytest.importorskip("ray")
-from hf_parallel import ray as on_ray
+from hf_parallel.cli import ray_launcher as on_ray
 
 
 def test_a_worker_holds_a_tp_group():

@@ -11,13 +11,11 @@ import pytest
 
 from hf_parallel import __main__ as runner
 from hf_parallel import cli
-from hf_parallel.config import ParallelConfig, SpecError
+from hf_parallel.ask.config import ParallelConfig, SpecError
+from hf_parallel.ask.spec import locate, shipped
 from hf_parallel.recipes import load, names
-from hf_parallel.recipes.fill import fill, options_of
-from hf_parallel.recipes.push import push
-from hf_parallel.recipes.recipe import CONFIG_CLASSES
-from hf_parallel.recipes.table import markdown
-from hf_parallel.spec import locate, shipped
+from hf_parallel.recipes.check import push
+from hf_parallel.recipes.recipe import CONFIG_CLASSES, fill, markdown, options_of
 from tests.commands import ROOT, commands
 from tests.distributed import run, run_alone
 from tests.unit.test_cli import launched  # noqa: F401 - a fixture

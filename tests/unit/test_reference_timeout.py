@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from hf_parallel.config import ParallelConfig, SpecError
+from hf_parallel.ask.config import ParallelConfig, SpecError
 from hf_parallel.rollouts.reference import ask
 
 

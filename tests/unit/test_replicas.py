@@ -11,7 +11,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from hf_parallel.axes.data import replicas, zero
+from hf_parallel.axes.data import zero
+from hf_parallel.axes.data import zero as replicas
 from hf_parallel.axes.data.units import parameter_groups
 from tests import models
 from tests.distributed import run, run_alone
@@ -111,7 +112,7 @@ def built(case):
 
 def on_ranks(cases, bucket):
     import hf_parallel
-    from hf_parallel.axes.data.late_parameters import add_late_parameters
+    from hf_parallel.axes.data.parameters import add_late_parameters
 
     found, zero.BUCKET = {}, bucket
     for case in cases:

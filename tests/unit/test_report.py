@@ -13,10 +13,10 @@ import pytest
 from transformers import LlamaConfig
 
 from hf_parallel import cli
-from hf_parallel.config import ParallelConfig
-from hf_parallel.monitor import expected, record
-from hf_parallel.monitor.calibrate import calibrated
-from hf_parallel.monitor.figures import GIB, RankRow
+from hf_parallel.ask.config import ParallelConfig
+from hf_parallel.monitor import expected, session
+from hf_parallel.monitor.expected import calibrated
+from hf_parallel.monitor.meter import GIB, RankRow
 from hf_parallel.monitor.report import write
 from hf_parallel.monitor.report.facts import read_facts
 from hf_parallel.planner.hardware import make_cluster
@@ -62,7 +62,7 @@ def training(folder, device="cuda", name="perf", kind=None, said="rank 3 (node1)
     prediction = expected.expect(shape_of(MODEL), CONFIG, make_cluster("a100-pcie-80gb", 8), BATCH)
     plan = expected.described(prediction, CONFIG, BATCH)
     plan["memory"] |= {kind: 3.0} if kind else {}
-    kept = record.Record(str(folder))
+    kept = session.Record(str(folder))
     run = {"spec": SPEC, "world_size": 8, "model": "LlamaForCausalLM", "device": device}
     kept.write("run", **run, plan=plan, why_no_plan="")
     log = []
@@ -206,7 +206,7 @@ SAVED = ("checkpoint-20/trainer_state.json", "checkpoint-20/config.json")
 
 @pytest.mark.parametrize("damage", ["", "{", "[]", OTHER_TYPES, RECORD])
 def test_damaged_files(folder, tmp_path, damage):
-    for place, names in (("a", ("hf_parallel.json", *SAVED, *HANGS)), ("b", (record.FILE, HANGS[0]))):
+    for place, names in (("a", ("hf_parallel.json", *SAVED, *HANGS)), ("b", (session.FILE, HANGS[0]))):
         shutil.copytree(folder, tmp_path / place)
         for name in names:
             (tmp_path / place / name).write_text(damage)

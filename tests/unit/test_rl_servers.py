@@ -4,9 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from hf_parallel.config import ParallelConfig, SpecError
+from hf_parallel.ask.config import ParallelConfig, SpecError
 from hf_parallel.hooks import runtime
-from hf_parallel.hooks.trl import ahead, online, servers
+from hf_parallel.hooks.trl import online, servers
+from hf_parallel.hooks.trl import servers as ahead
 
 ADDRESS = "http://127.0.0.1:8001"
 

@@ -232,7 +232,7 @@ def test_a_failing_rank_reports_and_its_peers_end(script, tmp_path, end):
 
 
 def test_a_refusal_of_one_rank_alone_is_not_lost(script, tmp_path):
-    refuse = "from hf_parallel.config import SpecError; raise SpecError('tp=3: only here')"
+    refuse = "from hf_parallel.ask.config import SpecError; raise SpecError('tp=3: only here')"
     script(FAILING.format(end=refuse))
     code, said = run(ended, 2, tmp_path, "scripts/train.py", init=False)[1]
     assert code == 2

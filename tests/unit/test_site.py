@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_parallel.config import ParallelConfig
+from hf_parallel.ask.config import ParallelConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 

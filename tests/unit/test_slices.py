@@ -9,7 +9,7 @@ from transformers import core_model_loading as loading
 
 from hf_parallel.checkpoint.lazy_tensor import LazyTensor, lazy_tensor
 from hf_parallel.checkpoint.slices import local_part, read
-from hf_parallel.model.packed import StoredOrder
+from hf_parallel.model.anatomy import StoredOrder
 from tests.distributed import run
 
 

@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from hf_parallel.axes.tensor import cross_entropy as module
+from hf_parallel.axes.tensor import vocab_parallel as module
 from hf_parallel.axes.tensor.vocab_parallel import first_row
-from hf_parallel.dryrun.recorder import REST, Recorder
+from hf_parallel.planner.dryrun.recorder import REST, Recorder
 from tests import models
 from tests.distributed import run
 

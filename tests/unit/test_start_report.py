@@ -2,7 +2,7 @@
 
 import sys
 
-from hf_parallel.hooks import report, script
+from hf_parallel.hooks import after_import, report
 
 
 def test_a_folder_that_takes_no_file(tmp_path, capsys):
@@ -19,8 +19,8 @@ def test_a_script_that_counts_processes(tmp_path, monkeypatch):
     path = tmp_path / "finetune.py"
     path.write_text("world_size = int(os.environ.get('WORLD_SIZE', 1))\nsteps = steps // world_size")
     monkeypatch.setattr(sys, "argv", [str(path)])
-    (line,) = script.counted(4, 2)
+    (line,) = after_import.counted(4, 2)
     assert "finetune.py reads WORLD_SIZE: 4 processes, of which 2 read batches of their own; gradient_acc" in line
-    assert script.counted(2, 2) == []
+    assert after_import.counted(2, 2) == []
     path.write_text("args = TrainingArguments()")
-    assert script.counted(4, 2) == []
+    assert after_import.counted(4, 2) == []

@@ -51,9 +51,9 @@ def test_groups_of_a_scripts_own():
     def start():
         from transformers import TrainingArguments
 
-        from hf_parallel.config import ParallelConfig
+        from hf_parallel.ask.config import ParallelConfig
         from hf_parallel.hooks import activation
-        from hf_parallel.mesh import ParallelMesh
+        from hf_parallel.ranks.mesh import ParallelMesh
 
         ParallelMesh.create(ParallelConfig.parse("pp=2"), torch.device("cpu"))
         found = limits()
@@ -96,7 +96,7 @@ class Accelerator:
     ],
 )
 def test_default_device(monkeypatch, count, chosen, local_rank, expected):
-    from hf_parallel.parallelize import default_device
+    from hf_parallel.apply.parallelize import default_device
 
     fake = Accelerator(count, chosen)
     monkeypatch.setattr(torch, "accelerator", fake)

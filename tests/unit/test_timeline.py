@@ -10,20 +10,26 @@ from torch.distributed.pipelining import schedules as torch_schedules
 
 from benchmarks import pipeline as benchmark
 from hf_parallel import cli
-from hf_parallel.axes.pipeline import orders, picture
-from hf_parallel.axes.pipeline.orders import SIMPLEST_FIRST, Action, flat, order, peak_live, virtual_stages
-from hf_parallel.axes.pipeline.recorder import Recorder
+from hf_parallel.ask.config import SpecError
+from hf_parallel.axes.pipeline import timeline as orders
+from hf_parallel.axes.pipeline import timeline as picture
 from hf_parallel.axes.pipeline.timeline import (
+    SIMPLEST_FIRST,
+    Action,
     Span,
     Timeline,
     choose,
     even_split,
+    flat,
     layer_costs,
     needs,
+    order,
+    peak_live,
     simulate,
+    virtual_stages,
     with_communication,
 )
-from hf_parallel.config import SpecError
+from hf_parallel.axes.pipeline.torch_stage import Recorder
 from tests.distributed import run
 
 NUMBERS = [(2, 4), (2, 8), (4, 8), (4, 16), (8, 16)]
@@ -341,8 +347,8 @@ def test_plan_cannot_write(tmp_path, capsys):
 @pytest.mark.parametrize(("checkpointing", "chosen"), [("none", "interleaved_zero_bubble"), ("full", "1f1b")])
 def test_auto_does_not_recompute_in_parts(checkpointing, chosen):
     """What splits the backward pass runs a checkpointed layer's forward again for each part."""
+    from hf_parallel.ask.config import ParallelConfig
     from hf_parallel.axes.pipeline.schedules import choose_schedule
-    from hf_parallel.config import ParallelConfig
 
     spec = f"pp=4,pipeline_microbatches=8,pipeline_schedule=auto,activation_checkpointing={checkpointing}"
     assert choose_schedule(ParallelConfig.parse(spec), layers=16, tied=False) == chosen

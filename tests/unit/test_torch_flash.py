@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from hf_parallel import ParallelConfig
-from hf_parallel.axes.attention import choose, flash, varlen
-from hf_parallel.axes.attention.choose import Kernel, chosen
-from hf_parallel.axes.attention.read import read_attention
+from hf_parallel.axes.attention import axis, flash
+from hf_parallel.axes.attention import flash as varlen
+from hf_parallel.axes.attention.axis import Kernel, chosen, read_attention
 from hf_parallel.axes.context.flash import TORCH
 from hf_parallel.axes.context.kernels import Scores
 from tests import models
@@ -127,11 +127,11 @@ def test_what_cannot_run_is_refused(name, spec, changes, words):
 
 def test_a_package_without_its_gpu():
     facts = read_attention(models.build("llama"), ParallelConfig())
-    assert "here is cpu" in choose._lacks("flash_attention_2", facts)
+    assert "here is cpu" in axis._lacks("flash_attention_2", facts)
     older = replace(facts, device="cuda", capability=(8, 0), dropout="attention_dropout=0.1")
-    assert "here is one of 8.0" in choose._lacks("flash_attention_3", older)
-    assert choose._lacks("flash_attention_2", older) is None
-    assert "would be left out" in choose._lacks("flash_attention_3", replace(older, capability=(9, 0)))
+    assert "here is one of 8.0" in axis._lacks("flash_attention_3", older)
+    assert axis._lacks("flash_attention_2", older) is None
+    assert "would be left out" in axis._lacks("flash_attention_3", replace(older, capability=(9, 0)))
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_a_package_without_its_gpu():
     ],
 )
 def test_what_auto_takes_on_a_gpu(name, changes, words, monkeypatch):
-    monkeypatch.setattr(choose, "gap", lambda *given: 0.001)
+    monkeypatch.setattr(axis, "gap", lambda *given: 0.001)
     facts = read_attention(models.build(name, **changes), ParallelConfig())
     there = replace(facts, device="cuda", capability=(9, 0), dtype=torch.bfloat16)
     part = chosen(ParallelConfig(), there)
@@ -165,7 +165,7 @@ def test_what_auto_takes_here(monkeypatch):
     facts = read_attention(models.build("llama"), ParallelConfig())
     there = replace(facts, device="cuda", capability=(9, 0))
     assert "weights are in float32" in chosen(ParallelConfig(), there).why
-    monkeypatch.setattr(choose, "gap", lambda *given: "no kernel image")
+    monkeypatch.setattr(axis, "gap", lambda *given: "no kernel image")
     failed = chosen(ParallelConfig(), replace(there, dtype=torch.float16))
     assert failed == Kernel("sdpa", "torch's flash kernel fails a trial here (no kernel image)", own=True)
     assert chosen(ParallelConfig(cp_size=2), there) is None

@@ -5,9 +5,9 @@ import json
 
 import pytest
 
-from hf_parallel.config import ParallelConfig, SpecError
-from hf_parallel.monitor import profile_picture, trace
-from hf_parallel.monitor.intervals import common, length, union, without
+from hf_parallel.ask.config import ParallelConfig, SpecError
+from hf_parallel.monitor import profile, trace
+from hf_parallel.monitor.meter import common, length, union, without
 from hf_parallel.monitor.trace import Wait
 
 BEGIN = 1_795_358_309_000_000_000  # ns
@@ -123,7 +123,7 @@ def test_a_picture_stays_small():
     busy = [(10.0 * i, 10.0 * i + 3) for i in range(10_000)]
     waits = [(end, end + 2) for _, end in busy]
     part = trace.Part(100_000.0, busy, {"tp": waits}, {"tp": []}, [], "rank <0>")
-    picture = profile_picture.svg([part] * 100, "step 5 of tp=2")
+    picture = profile.svg([part] * 100, "step 5 of tp=2")
     assert len(picture) < 1_000_000
     assert "ranks 0 to 63 of 100" in picture
     assert "compute 30%, tp 20%, idle 50%" in picture
@@ -132,7 +132,7 @@ def test_a_picture_stays_small():
 
 
 def test_an_empty_step_is_drawn():
-    assert "idle 100%" in profile_picture.svg([trace.Part(5.0)], "step 1")
+    assert "idle 100%" in profile.svg([trace.Part(5.0)], "step 1")
 
 
 def test_steps_count_from_one():

@@ -5,12 +5,12 @@ import os
 import pytest
 import torch
 
+from hf_parallel.ask.config import ParallelConfig
 from hf_parallel.checkpoint import writers
 from hf_parallel.checkpoint.gather import part_of
 from hf_parallel.checkpoint.hub_format import Entry, Group
-from hf_parallel.config import ParallelConfig
-from hf_parallel.mesh import coordinates
-from hf_parallel.model.packed import packed_order
+from hf_parallel.model.anatomy import packed_order
+from hf_parallel.ranks.mesh import coordinates
 from tests.training import axes
 
 SPECS = [

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 from hf_parallel.ask.keys.sizes import Sizes, key
-from hf_parallel.spec import refuse
+from hf_parallel.ask.spec import refuse
 
 AUTO, RING, ULYSSES, ALLGATHER = "auto", "ring", "ulysses", "allgather"
 _HYBRID = re.compile(r"hybrid:(\d+)")

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hf_parallel.ask.keys.sizes import Keys, Sizes, key
-from hf_parallel.spec import refuse
+from hf_parallel.ask.spec import refuse
 
 #: Ways of `offload` that have a folder: only states in files, and all that rests.
 NVME, NVME_ALL = "nvme:", "nvme_all:"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hf_parallel.ask.keys.sizes import Sizes, key
-from hf_parallel.spec import refuse
+from hf_parallel.ask.spec import refuse
 
 
 @dataclass(frozen=True)

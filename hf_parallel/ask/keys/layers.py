@@ -9,7 +9,7 @@ from hf_parallel.ask.keys.experts import ExpertKeys
 from hf_parallel.ask.keys.pipeline import SPLIT_BACKWARD, PipelineKeys
 from hf_parallel.ask.keys.sizes import Keys, key
 from hf_parallel.ask.keys.tensor import TensorKeys
-from hf_parallel.spec import refuse, spell
+from hf_parallel.ask.spec import refuse, spell
 
 AUTO = "auto"
 #: Flash attention by torch's own kernels, as the spec spells it.

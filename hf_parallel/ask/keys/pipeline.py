@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hf_parallel.ask.keys.sizes import Sizes, key
-from hf_parallel.spec import refuse, spell
+from hf_parallel.ask.spec import refuse, spell
 
 #: Schedules by the number of stages that each rank holds: one, several in a loop, two in a V.
 SINGLE_SCHEDULES = ("1f1b", "gpipe")

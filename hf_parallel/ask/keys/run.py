@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hf_parallel.ask.keys.sizes import Keys, Sizes, key
-from hf_parallel.spec import refuse, spell
+from hf_parallel.ask.spec import refuse, spell
 
 HANG_AUTO, HANG_OFF = "auto", "off"
 IN_TURN, ONE_STEP_BEHIND = "in_turn", "one_step_behind"

@@ -2,20 +2,243 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import TYPE_CHECKING
+import copy
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from hf_parallel.ask.keys.layers import AUTO, REGISTERED_FLASH, TORCH_FLASH
+from hf_parallel.ask.spec import refuse
+from hf_parallel.axes.attention.flash import gap
 from hf_parallel.axes.axis import Axis
+from hf_parallel.axes.context.choose import score_dropout, sliding_window, uses_registries
+from hf_parallel.axes.context.flash import widest
+from hf_parallel.model.anatomy import head_width, text_config
 
 if TYPE_CHECKING:
     from torch import nn
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
 
-    from hf_parallel.axes.attention.choose import AttentionFacts, Kernel
+    from hf_parallel.ask.config import ParallelConfig
     from hf_parallel.axes.axis import Building
-    from hf_parallel.config import ParallelConfig
     from hf_parallel.model.anatomy import Anatomy
+
+
+# ---- The kernel of a model: the one that the spec names, if it can run, or the one that suits -----------------------
+# attention=       runs on             windows   caps   sinks   packs, padding
+# eager            anything            yes       yes    yes     by a matrix of scores
+# sdpa             anything            yes       no     no      by a matrix of who sees whom
+# torch_flash      anything            yes       no     yes     document by document
+# flash_attention_2, _3, _4            as the package can; transformers says what it lacks
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """What the layers will call.
+
+    Attributes:
+        why: the reason of a choice, for people.
+        own: is it the model's already?
+        shifts: does the model's loss shift labels by one?
+    """
+
+    name: str
+    why: str | None = None
+    own: bool = False
+    shifts: bool = False
+
+
+@dataclass(frozen=True)
+class _Package:
+    """Where a kernel comes from, the GPU that it needs, and what it cannot do and transformers would leave out."""
+
+    name: str
+    module: str
+    capability: tuple[int, int]
+    drops: bool = False
+
+
+_PACKAGES = {
+    "flash_attention_2": _Package("flash-attn", "flash_attn", (8, 0), drops=True),
+    "flash_attention_3": _Package("flash-attn-3", "flash_attn_interface", (9, 0)),
+    "flash_attention_4": _Package("flash-attn-4", "flash_attn", (9, 0)),
+}
+
+
+def named(config: ParallelConfig, anatomy: Anatomy, facts: AttentionFacts | None) -> Kernel:
+    """The kernel that the spec names.
+
+    Raises:
+        SpecError: what it lacks: a package, a GPU, or a kind of attention.
+    """
+    name = config.attention
+    asked = f"attention={name}"
+    if facts is None:
+        refuse(asked, f"{anatomy.name} is not a transformers model", f"attention={AUTO}")
+    reason = torch_flash_lacks(facts) if name == TORCH_FLASH else _lacks(name, facts)
+    if reason is not None:
+        refuse(asked, reason, f"attention={AUTO}" if config.cp_size > 1 else _instead(name, facts))
+    return Kernel(name)
+
+
+def _instead(name: str, facts: AttentionFacts) -> str:
+    plain = facts.softcap is None and not facts.sinks
+    return "attention=sdpa" if plain and name != "sdpa" else "attention=eager"
+
+
+def _lacks(name: str, facts: AttentionFacts) -> str | None:
+    package = _PACKAGES.get(name)
+    if package is not None:
+        if facts.lacks is not None and find_spec(package.module) is None:
+            return f"the package {package.name} is not installed"
+        if facts.device == "cpu" or (facts.device == "cuda" and facts.capability < package.capability):
+            here = facts.device if facts.device == "cpu" else "one of {}.{}".format(*facts.capability)
+            return "needs a GPU of compute capability {}.{}, here is {}".format(*package.capability, here)
+        if facts.dropout is not None and not package.drops:
+            return f"{facts.dropout} would be left out"
+    return facts.lacks
+
+
+def torch_flash_lacks(facts: AttentionFacts) -> str | None:
+    """Why torch's flash kernels do not compute this model's attention."""
+    if not facts.interface:
+        return "this model has an attention of its own"
+    if facts.softcap is not None:
+        return f"attn_logit_softcapping={facts.softcap:g}, and torch's flash kernels have no soft cap"
+    if facts.dropout is not None:
+        return f"{facts.dropout}, and torch's flash kernels of several documents drop no scores"
+    return None
+
+
+def chosen(config: ParallelConfig, facts: AttentionFacts | None) -> Kernel | None:
+    """What `auto` takes; None where there is nothing to choose."""
+    if facts is None or not facts.head_size or config.cp_size > 1:  # cp has kernels of its own
+        return None
+    why = why_not_torch_flash(facts)
+    if why is not None:
+        return Kernel(facts.own, why, own=True)
+    window = "" if facts.window is None else f", and windows of {facts.window} tokens without a mask"
+    return Kernel(TORCH_FLASH, f"packs and padded rows document by document{window}")
+
+
+def why_not_torch_flash(facts: AttentionFacts) -> str | None:
+    """Why `auto` leaves the model's own kernel; in the order in which people would look."""
+    if facts.own not in ("sdpa", "eager"):
+        return "the script's own choice"
+    lacks = torch_flash_lacks(facts)
+    if lacks is not None:
+        return lacks
+    if facts.own == "eager" and not facts.sinks:
+        return "the script's own choice"
+    if facts.device != "cuda":
+        why = "the model's own, where there is no CUDA device; "
+        return f"{why}attention=torch_flash reads packs and windows without a mask"
+    if not facts.text:
+        return "it reads more than tokens, and may show some of them later ones"
+    return _not_on_cuda(facts)
+
+
+def _not_on_cuda(facts: AttentionFacts) -> str | None:
+    if facts.dtype not in (torch.float16, torch.bfloat16):
+        dtype = str(facts.dtype).removeprefix("torch.")
+        return f"weights are in {dtype}; under autocast to 16 bits attention=torch_flash works"
+    if facts.capability < (8, 0):
+        return "compute capability {}.{} has no flash kernel".format(*facts.capability)
+    if not facts.head_size or facts.head_size % 8 or facts.head_size > widest(facts.capability):
+        return f"heads of {facts.head_size} numbers do not fit into torch's flash kernel"
+    if not facts.here:
+        return None
+    found = gap("cuda", facts.dtype, facts.head_size)  # it runs here once before a training does
+    return None if isinstance(found, float) and found < 0.05 else f"torch's flash kernel fails a trial here ({found})"
+
+
+# ---- What a model tells of its attentions, and what this machine has for them ---------------------------------------
+
+
+@dataclass(frozen=True)
+class AttentionFacts:
+    """What decides which kernel a model can run.
+
+    Attributes:
+        own: its present kernel: what its script asked for, or what transformers chose.
+        interface: does it call its attention, and make its masks, through transformers' registries?
+        text: is it a decoder that reads nothing but tokens?
+        head_size: of a query.
+        softcap: of its scores, or None.
+        dropout: `key=value` of the dropout of its scores, or None.
+        window: of its sliding layers, or None.
+        sinks: has it further scores per head, as gpt-oss?
+        lacks: why transformers does not set the kernel that the spec names, or None.
+        device: where it will run.
+        capability: of a CUDA device, as (9, 0).
+        dtype: of the weights.
+        here: is that device this machine's, so that a kernel can be tried?
+    """
+
+    own: str
+    interface: bool
+    text: bool
+    head_size: int
+    softcap: float | None
+    dropout: str | None
+    window: int | None
+    sinks: bool
+    lacks: str | None
+    device: str
+    capability: tuple[int, int]
+    dtype: torch.dtype
+    here: bool = True
+
+
+def read_attention(model: PreTrainedModel, config: ParallelConfig) -> AttentionFacts | None:
+    """The facts; the model is not changed. None of a module that is not one of transformers."""
+    if not hasattr(model, "set_attn_implementation"):
+        return None
+    own = text_config(model)
+    device, capability = _device()
+    return AttentionFacts(
+        own=model.config._attn_implementation or "eager",
+        interface=uses_registries(model),
+        text=own is model.config and not getattr(own, "is_encoder_decoder", False),
+        head_size=_head_size(own),
+        softcap=getattr(own, "attn_logit_softcapping", None) or None,
+        dropout=score_dropout(own),
+        window=sliding_window(own),
+        sinks=any(name.rpartition(".")[2] == "sinks" for name, _ in model.named_parameters()),
+        lacks=None if config.attention in (AUTO, TORCH_FLASH) else _why_not(model, config.attention),
+        device=device,
+        capability=capability,
+        dtype=getattr(model, "dtype", torch.float32),
+    )
+
+
+def _head_size(config: PretrainedConfig) -> int:
+    wide, heads = getattr(config, "hidden_size", 0), getattr(config, "num_attention_heads", None)
+    if getattr(config, "qk_head_dim", None):  # latent attention
+        return int(config.qk_head_dim)
+    return int(head_width(config) or (wide // heads if isinstance(heads, int) and heads else 0))
+
+
+def _device() -> tuple[str, tuple[int, int]]:
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if found is None:
+        return "cpu", (0, 0)
+    return found.type, torch.cuda.get_device_capability() if found.type == "cuda" else (0, 0)
+
+
+def _why_not(model: nn.Module, name: str) -> str | None:
+    """Tried on a model without layers; the first line of what transformers says."""
+    kind: Any = type(model)
+    shell = kind.__new__(kind)
+    torch.nn.Module.__init__(shell)
+    shell.config = copy.deepcopy(model.config)
+    try:
+        shell.set_attn_implementation(name)
+    except (ImportError, ValueError) as error:
+        return str(error).strip().splitlines()[0]
+    return None
 
 
 class Attention(Axis["AttentionFacts", "Kernel | None"]):
@@ -28,13 +251,11 @@ class Attention(Axis["AttentionFacts", "Kernel | None"]):
 
     def read(self, model: nn.Module, config: ParallelConfig) -> AttentionFacts | None:
         """What its attentions are like; None if it is not one of transformers."""
-        from hf_parallel.axes.attention.read import read_attention
 
         return read_attention(model, config)
 
     def resolve(self, config: ParallelConfig, anatomy: Anatomy, facts: AttentionFacts | None) -> Kernel | None:
         """The kernel and why, or the SpecError that says what it lacks."""
-        from hf_parallel.axes.attention.choose import chosen, named
 
         kernel = chosen(config, facts) if config.attention == AUTO else named(config, anatomy, facts)
         return None if kernel is None else replace(kernel, shifts=anatomy.sums_over_tokens)
@@ -46,7 +267,7 @@ class Attention(Axis["AttentionFacts", "Kernel | None"]):
         """Set the kernel, if it is not the model's own."""
         if part is None or part.own or building.mesh.size("cp") > 1:  # cp has a function of its own, and the name
             return
-        from hf_parallel.model.masked_targets import refuse_masked_targets
+        from hf_parallel.model.known_masks import refuse_masked_targets
 
         own = model.config._attn_implementation or "eager"
         refuse_masked_targets(model, own, part.name, f"attention={part.name}", f"attention={own}", part.shifts)

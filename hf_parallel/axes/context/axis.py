@@ -10,10 +10,9 @@ from hf_parallel.axes.axis import Axis
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from hf_parallel.ask.config import ParallelConfig
     from hf_parallel.axes.axis import Building
-    from hf_parallel.axes.context.choose import Choice
-    from hf_parallel.axes.context.read import ContextFacts
-    from hf_parallel.config import ParallelConfig
+    from hf_parallel.axes.context.choose import Choice, ContextFacts
     from hf_parallel.model.anatomy import Anatomy
 
 
@@ -36,7 +35,7 @@ class Context(Axis["ContextFacts", ContextPart]):
 
     def read(self, model: PreTrainedModel, config: ParallelConfig) -> ContextFacts:
         """Heads, masks, and what stands against cutting its sequences."""
-        from hf_parallel.axes.context.read import read_context
+        from hf_parallel.axes.context.choose import read_context
 
         return read_context(model)
 
@@ -59,7 +58,7 @@ class Context(Axis["ContextFacts", ContextPart]):
         """Let layers call the attention that runs over the ranks; batches will be cut where tokens come in."""
         from hf_parallel.axes.context.attention import NAME, register
         from hf_parallel.axes.context.layout import local_length
-        from hf_parallel.model.masked_targets import refuse_masked_targets
+        from hf_parallel.model.known_masks import refuse_masked_targets
 
         register()
         own = model.config._attn_implementation or "eager"

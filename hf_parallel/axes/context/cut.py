@@ -16,32 +16,54 @@ import contextlib
 import functools
 import inspect
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from hf_parallel.axes.context import documents
-from hf_parallel.axes.context.attention import Cut, Exchanged, current
+from hf_parallel.axes.context import packs
+from hf_parallel.axes.context.attention import Cut, Exchanged, current, join, sum_over_ranks, take
 from hf_parallel.axes.context.choose import Choice
-from hf_parallel.axes.context.exchange import join, sum_over_ranks, take
-from hf_parallel.axes.context.keep import keep_attention
 from hf_parallel.axes.context.layout import Layout, Shape, local_length
-from hf_parallel.collectives.when_read import whole_when_read
 from hf_parallel.model.anatomy import token_readers
-from hf_parallel.model.batches import by_name, holding, tokens_of
+from hf_parallel.model.calls import arguments_of, holding, item_count, targets_of, tokens_of
 from hf_parallel.model.random_layers import Draws
-from hf_parallel.model.targets import item_count, targets_of
+from hf_parallel.ranks.local import whole_when_read
+from hf_parallel.ranks.observed import ATTENTION, Store, Within
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from contextlib import AbstractContextManager
 
     from transformers import PreTrainedModel
     from transformers.utils import ModelOutput
 
-    from hf_parallel.model.batches import Batch
+    from hf_parallel.model.calls import Batch
+
+
+# ---- Activation checkpointing that does not attend twice: output and log-sum-exp of each attention are kept ---------
+# A recomputed layer needs its queries, keys and values again, which it computes; what came of them, with all its
+# communication, it is given: h + 1 numbers per token and head for the price of a whole ring.
+
+
+def contexts() -> tuple[AbstractContextManager, AbstractContextManager]:
+    """For `context_fn` of torch's checkpoint: around the first run, and around the second."""
+    store = Store(frozenset({ATTENTION}))
+    return Within(store, False), Within(store, True)
+
+
+def keep_attention(layers: Iterable[nn.Module]) -> None:
+    """Let layers that are checkpointed keep what their attention gives. Called before each forward: cheap."""
+    for layer in layers:
+        function = getattr(layer, "_gradient_checkpointing_func", None)
+        if function is None or not getattr(layer, "gradient_checkpointing", False):
+            continue
+        keywords = getattr(function, "keywords", {})
+        if keywords.get("use_reentrant", False) or "context_fn" in keywords:
+            continue  # a script's own way, which runs attention again
+        vars(layer)["_gradient_checkpointing_func"] = functools.partial(function, context_fn=contexts)
 
 
 #: What tells flash attention where documents begin: the layout knows.
@@ -102,7 +124,7 @@ class SequenceCut:
 
         @functools.wraps(forward)
         def cut(*args: object, **kwargs: object) -> object:
-            return call(module, forward, names, by_name(names, args, kwargs, module))
+            return call(module, forward, names, arguments_of(names, args, kwargs, module))
 
         return cut
 
@@ -146,7 +168,7 @@ class SequenceCut:
         self, names: list[str], model: PreTrainedModel, args: tuple, kwargs: Batch, output: ModelOutput
     ) -> None:
         """A hook of the model, after FSDP2's own, which reads outputs."""
-        batch = by_name(names, args, kwargs, model)
+        batch = arguments_of(names, args, kwargs, model)
         if isinstance(output, dict) and dict.get(output, "logits") is not None and self._loss_is_own(model, batch):
             layout = self._layout(batch)
             whole_when_read(output, "logits", functools.partial(join, layout=layout, group=self.group))
@@ -195,14 +217,14 @@ class SequenceCut:
         given = (mask, positions, boundaries)
         key = tokens.shape[:2], given, [None if tensor is None else tensor._version for tensor in given]
         if self._last is None or not _same(self._last[0], key):
-            rows = documents.find((tokens.shape[0], tokens.shape[1]), mask, positions, boundaries)
+            rows = packs.find((tokens.shape[0], tokens.shape[1]), mask, positions, boundaries)
             local = local_length(tokens.shape[1], self.group.size(), self.multiple)
             self._last = key, Layout(rows, self._way(rows)[0], local)
         return self._last[1]
 
-    def _way(self, rows: list[documents.Row]) -> tuple[Shape, Exchanged]:
+    def _way(self, rows: list[packs.Row]) -> tuple[Shape, Exchanged]:
         """The same on all cp ranks, as they see whole rows."""
-        return self.ways[self.choice.of(sum(sum(row.lengths) for row in rows), documents.mean_length(rows))]
+        return self.ways[self.choice.of(sum(sum(row.lengths) for row in rows), packs.mean_length(rows))]
 
     def _cut(self, batch: Batch, layout: Layout, names: list[str]) -> Batch:
         rank, whole = self.group.rank(), (len(layout.rows), layout.length)
@@ -250,7 +272,7 @@ class SequenceCut:
 
         A hook of the backbone, after that of tp, whose ranks have parts of a cp rank's tokens.
         """
-        logits, batch = getattr(output, "router_logits", None), by_name(names, args, kwargs, module)
+        logits, batch = getattr(output, "router_logits", None), arguments_of(names, args, kwargs, module)
         if logits and not self._is_generation(batch):
             layout = self._layout(batch)
             by_row = [_by_row(layer, (len(layout.rows), layout.local), type(module).__name__) for layer in logits]

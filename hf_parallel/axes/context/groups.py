@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 from hf_parallel.axes.context.attention import Exchanged
 from hf_parallel.axes.context.layout import Shape
-from hf_parallel.groups import connect
-from hf_parallel.mesh import ParallelMesh, axis_ranks
+from hf_parallel.ranks.groups import connect
+from hf_parallel.ranks.mesh import ParallelMesh, axis_ranks
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-    from hf_parallel.config import ParallelConfig
+    from hf_parallel.ask.config import ParallelConfig
 
 
 def ways(mesh: ParallelMesh, config: ParallelConfig, variants: Iterable[str]) -> dict[str, tuple[Shape, Exchanged]]:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 import torch
 
 from hf_parallel.axes.context import packs
-from hf_parallel.axes.context.documents import Row
+from hf_parallel.axes.context.packs import Row
 from hf_parallel.axes.context.tiles import Span, Tile, tiles_of
 
 

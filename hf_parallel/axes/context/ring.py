@@ -24,11 +24,11 @@ from hf_parallel.axes.context.kernels import Scores, pick
 from hf_parallel.axes.context.layout import Layout
 from hf_parallel.axes.context.tiles import Tile
 from hf_parallel.axes.context.ulysses import to_heads_with_output, to_tokens
-from hf_parallel.collectives import start_all_gather, start_reduce_scatter
-from hf_parallel.collectives.kept import ATTENTION, kept_or
+from hf_parallel.ranks import start_all_gather, start_reduce_scatter
+from hf_parallel.ranks.observed import ATTENTION, kept_or
 
 if TYPE_CHECKING:
-    from hf_parallel.collectives.context import Context
+    from hf_parallel.ranks.differentiable import Context
 
 
 @dataclass(frozen=True)

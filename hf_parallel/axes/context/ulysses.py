@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from hf_parallel.collectives import exchange_equally
+from hf_parallel.ranks import exchange_equally
 
 
 def to_heads(

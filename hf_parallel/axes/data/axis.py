@@ -6,14 +6,14 @@ import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from hf_parallel.ask.spec import refuse
 from hf_parallel.axes.axis import Axis
-from hf_parallel.spec import refuse
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from hf_parallel.ask.config import ParallelConfig
     from hf_parallel.axes.axis import Building
-    from hf_parallel.config import ParallelConfig
     from hf_parallel.model.anatomy import Anatomy
 
 
@@ -47,10 +47,8 @@ class Data(Axis[None, DataPart]):
     def apply(self, model: PreTrainedModel, part: DataPart, building: Building) -> None:
         """Shard each root, layer by layer: what is sharded goes to the device alone. Of no shards all goes at once."""
         from hf_parallel.axes.data.batch_norm import share_batch_norms
-        from hf_parallel.axes.data.held_gradients import HeldGradients
-        from hf_parallel.axes.data.lowered import before_call, lower_once_per_call
-        from hf_parallel.axes.data.mixed_precision import lowered_dtype
-        from hf_parallel.axes.data.reduction import HELD, at_rest
+        from hf_parallel.axes.data.gradients import HELD, HeldGradients, at_rest
+        from hf_parallel.axes.data.lowered import before_call, lower_once_per_call, lowered_dtype
         from hf_parallel.axes.data.zero import move_rest, shard_data_parallel
 
         mesh = building.mesh

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from hf_parallel.collectives import copy_to_group, reduce_from_group
-from hf_parallel.local import put_in_front
-from hf_parallel.mesh import ParallelMesh
+from hf_parallel.ranks import copy_to_group, reduce_from_group
+from hf_parallel.ranks.local import put_in_front
+from hf_parallel.ranks.mesh import ParallelMesh
 
 #: Does this rank take part with rows that do not count? Hooks know.
 is_absent: Callable[[], bool] = lambda: False  # noqa: E731

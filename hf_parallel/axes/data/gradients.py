@@ -6,16 +6,236 @@ axes over which a parameter is cut, summed over exactly those axes, and then ove
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
-from hf_parallel.mesh import EXPERT_AXES, ParallelMesh, stored
+from hf_parallel.axes.data.lowered import keep_copies
+from hf_parallel.axes.data.units import parameter_groups, sharded_modules, state_of
+from hf_parallel.ranks.mesh import EXPERT_AXES, ParallelMesh, stored
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+    from hf_parallel.ask.config import ParallelConfig
+
+
+# ---- When data ranks reduce gradients, and how long they keep gathered weights: ZeRO's stages over micro-batches
+# of m micro-batches      reduces       gathers             whole on each rank between them
+#     zero_stage=0        once          never               weights, gradients, optimizer states
+#     zero_stage=1        once          once                weights, gradients
+#     zero_stage=2        m times       once                weights
+#     zero_stage=3        m times       2 m times           nothing
+#
+# `gradient_reduction=step` reduces once at stages 2 and 3 too, and holds whole gradients in between. A pipeline
+# gathers once per run of its schedule; at stages 2 and 3 it reduces per run, too, else once per step:
+# held_gradients.py.
+#
+# Gradients of 16-bit weights are summed over micro-batches in fp32 and rounded once, after the last backward pass.
+
+
+HELD = "_hf_parallel_held_gradients"
+_MORE = "_hf_parallel_more_micro_batches"
+_WIDENED = "_hf_parallel_widened"
+
+
+@contextlib.contextmanager
+def before_the_last(root: nn.Module, config: ParallelConfig) -> Iterator[None]:
+    """In here run the micro-batches of a step but the last; of a pipeline runs of its schedule."""
+    try:
+        with _reducing_later(root, config):
+            yield
+    finally:
+        keep_copies()
+
+
+@contextlib.contextmanager
+def _reducing_later(root: nn.Module, config: ParallelConfig) -> Iterator[None]:
+    unit = next(sharded_modules(root), None)
+    if unit is None or config.pp_size > 1:
+        with _held(root, config):
+            yield
+        return
+    unit.set_requires_gradient_sync(config.reduces_each_micro_batch)
+    unit.set_reshard_after_backward(config.zero_stage == 3)
+    setattr(unit, _MORE, True)
+    try:
+        yield
+    finally:
+        setattr(unit, _MORE, False)
+        unit.set_requires_gradient_sync(True)
+        unit.set_reshard_after_backward(True)
+
+
+@contextlib.contextmanager
+def _held(root: nn.Module, config: ParallelConfig) -> Iterator[None]:
+    """Gradients of a pipeline's runs in here are held, unless it reduces in each."""
+    held: HeldGradients | None = None if config.reduces_each_run else getattr(root, HELD, None)
+    if held is not None:
+        held.more = True
+    try:
+        yield
+    finally:
+        if held is not None:
+            held.more = False
+
+
+def round_after_backward(root: nn.Module) -> None:
+    """Give 16-bit weights of `root` gradients of their own dtype once the last micro-batch has added to them."""
+
+    def follow(module: nn.Module, args: tuple, output: object) -> None:
+        if not torch.is_grad_enabled():
+            return
+        if getattr(module, _MORE, False):
+            _widen(module)
+        elif getattr(module, _WIDENED, None):
+            # FSDP2's hook on the same tensors came first: its last reductions are queued before the rounding.
+            for tensor in tree_leaves(output):
+                if torch.is_tensor(tensor) and tensor.requires_grad:
+                    tensor.register_hook(lambda _: _queue(lambda: _narrow(module)))
+
+    root.register_forward_hook(follow)
+
+
+def _queue(callback: Callable[[], None]) -> None:
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def at_rest(roots: list[nn.Module], parameters: list[nn.Parameter]) -> list[nn.Parameter]:
+    """The parameters that gradients end in: FSDP2 registers gathered ones in their place until a backward pass."""
+    groups = (group for root in roots for group in parameter_groups(root))
+    kept = {
+        id(p._unsharded_param): p.sharded_param
+        for g in groups
+        for p in g.fsdp_params
+        if hasattr(p, "_unsharded_param")
+    }
+    return [kept.get(id(parameter), parameter) for parameter in parameters]
+
+
+def _widen(root: nn.Module) -> None:
+    """Gradients stay in the dtype in which they were reduced; torch would round what each micro-batch adds."""
+    if getattr(root, _WIDENED, None):
+        return
+    widened = []
+    for group in (group for group in parameter_groups(root) if group.reduce_grads):
+        held = [p for p in group.fsdp_params if p.sharded_param.dtype in (torch.bfloat16, torch.float16)]
+        if held and group._orig_dtype != torch.float32:
+            widened.append((group, group._orig_dtype, [p.sharded_param for p in held]))
+            group._orig_dtype = torch.float32
+            for parameter in widened[-1][2]:
+                parameter.grad_dtype = torch.float32
+    setattr(root, _WIDENED, widened)
+
+
+def _narrow(root: nn.Module) -> None:
+    for group, dtype, parameters in getattr(root, _WIDENED) or ():  # each output of the model may ask for it
+        group._orig_dtype = dtype
+        for parameter in parameters:
+            gradient, parameter.grad = parameter.grad, None
+            parameter.grad_dtype = parameter.dtype
+            parameter.grad = None if gradient is None else gradient.to(parameter.dtype)
+    setattr(root, _WIDENED, None)
+
+
+# ---- Whole gradients of a pipeline's stages, kept from one run of its schedule to the next: reduced once per step
+#     micro-step 1 of 3    run, nothing reduced     its gradients, weighed     held
+#     micro-step 2         the same                                            added
+#     micro-step 3         the same                                            added, then reduced
+#
+# What a run gives is known before the gradient of its loss, by which it is to be weighed; so the last run does not
+# reduce either where something is held. A step of a single run holds nothing, and reduces in its schedule.
+
+
+Whole = list[tuple["FSDPParam", torch.Tensor]]
+
+
+class Run:
+    """One of several runs of a step, which reduces nothing; `more` of them follow."""
+
+    def __init__(self, held: HeldGradients, more: bool) -> None:
+        self.held, self.more = held, more
+        self.whole: Whole = []
+
+    def take(self) -> None:
+        """What it has left unreduced; its weights are freed."""
+        groups = [group for stage in self.held.stages for group in parameter_groups(stage)]
+        self.whole = [found for group in groups for found in _taken(group)]
+
+    def hand_over(self, scale: torch.Tensor | None) -> None:
+        """Hold that too, times the gradient of its loss; after the last run reduce it all."""
+        self.held.add(self.whole, scale)
+        self.whole = []
+        if not self.more:
+            self.held.reduce()
+
+
+class HeldGradients:
+    """Those of one rank's stages; `more`: another run of the step follows."""
+
+    def __init__(self, stages: list[nn.Module]) -> None:
+        self.stages = [stage for stage in stages if isinstance(stage, FSDPModule)]
+        self.more = False
+        self._held: dict[FSDPParam, torch.Tensor] = {}
+
+    def run(self) -> Run | None:
+        """The run that begins, if it is one of several."""
+        return Run(self, self.more) if self.more or self._held else None
+
+    def add(self, whole: Whole, scale: torch.Tensor | None) -> None:
+        """Hold these too, times the gradient of their loss."""
+        for parameter, gradient in whole:
+            if scale is not None:
+                stored(gradient).mul_(scale)
+            if parameter in self._held:
+                stored(self._held[parameter]).add_(stored(gradient))
+            else:
+                self._held[parameter] = gradient
+
+    def reduce(self) -> None:
+        """Reduce what is held, into the gradients of the stored parameters."""
+        for parameter, gradient in self._held.items():
+            parameter.unsharded_accumulated_grad = gradient
+        self._held = {}
+        for stage in self.stages:
+            _reduce(stage)
+
+
+def _taken(group: FSDPParamGroup) -> Whole:
+    found: Whole = []
+    for parameter in group.fsdp_params:
+        if not hasattr(parameter, "_unsharded_param"):
+            continue
+        parameter.accumulate_unsharded_grad_if_needed()
+        parameter.to_accumulated_grad_if_needed()  # sums of 16 bits are kept in fp32
+        whole, given = parameter.unsharded_accumulated_grad, parameter._unsharded_param.grad
+        parameter.unsharded_accumulated_grad = parameter._unsharded_param.grad = None
+        if (gradient := given if whole is None else whole) is not None:
+            found.append((parameter, gradient))
+    group._to_sharded()
+    return found
+
+
+def _reduce(stage: Any) -> None:
+    """What torch's schedules do at their end."""
+    for setting in (stage.set_is_last_backward, stage.set_reshard_after_backward, stage.set_requires_gradient_sync):
+        setting(True)
+    for group in parameter_groups(stage):
+        group.post_backward()
+    state_of(stage)._root_post_backward_final_callback()
 
 
 def clip_grad_norm(

@@ -23,10 +23,10 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from hf_parallel.ask.keys.data import offload_folder
+from hf_parallel.ask.spec import refuse
+from hf_parallel.axes.data.files import StateFile, StatePart
 from hf_parallel.axes.data.local_step import is_elementwise, parameters_of, step_on_local_parts
-from hf_parallel.axes.data.state_file import StateFile, StatePart
-from hf_parallel.mesh import stored
-from hf_parallel.spec import refuse
+from hf_parallel.ranks.mesh import stored
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer

@@ -21,8 +21,8 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from hf_parallel.mesh import placed_as
-from hf_parallel.spec import refuse
+from hf_parallel.ask.spec import refuse
+from hf_parallel.ranks.mesh import placed_as
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer

@@ -14,20 +14,25 @@ mesh of size one `fully_shard` would copy every weight at each gather.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import itertools
 from collections import Counter
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, TypedDict, cast
 
 import torch
 from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import Shard
+from torch.utils._pytree import tree_leaves
 
 from hf_parallel.ask.keys.data import offload_folder, parameters_rest
-from hf_parallel.axes.data.ends import Settings, shard_ends
-from hf_parallel.axes.data.mixed_precision import follow_autocast, policy_for
-from hf_parallel.axes.data.reduction import round_after_backward
-from hf_parallel.axes.data.replicas import work_in_place
+from hf_parallel.axes.data.gradients import round_after_backward
+from hf_parallel.axes.data.lowered import follow_autocast, policy_for
 from hf_parallel.axes.data.units import (
     groups_of,
     packed_weights,
@@ -36,11 +41,168 @@ from hf_parallel.axes.data.units import (
     sharded_modules,
     state_of,
 )
-from hf_parallel.mesh import ParallelMesh, stored
+from hf_parallel.model.anatomy import backbone_of, input_embedding
 from hf_parallel.model.experts import named_experts
+from hf_parallel.ranks.mesh import ParallelMesh, stored
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
     from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
+    from transformers import PreTrainedModel
+
+
+# ---- Embedding and head in parameter groups of their own, so that they are gathered only while they are needed
+# In the group of the root they would be whole from the first gather to the end of the backward, 2.1 GB of an 8B in
+# bf16, and the head's gradient would be reduced after everything else:
+#
+#                  in the root's group          in a group of its own
+#     embedding    held all the time            freed after the forward; its backward needs no weight
+#     head         held all the time            gathered during the last layer, reduced before the layers' backward
+#
+# One weight that both share is needed at both ends, and stays with the root.
+
+
+class Settings(TypedDict, total=False):
+    """Of `fully_shard`, the same for all units of a model."""
+
+    mesh: DeviceMesh
+    mp_policy: MixedPrecisionPolicy
+    offload_policy: OffloadPolicy
+    ignored_params: set[nn.Parameter]
+
+
+def shard_ends(model: PreTrainedModel, blocks: list[nn.Module], keeps: bool, settings: Settings) -> None:
+    """Give embedding and head groups of their own where each has its weight for itself.
+
+    Args:
+        keeps: weights stay gathered from the forward to the backward.
+    """
+    inside = {id(module) for block in blocks for module in block.modules()}
+    embedding, head, backbone = input_embedding(model), _head(model), backbone_of(model)
+    if isinstance(embedding, nn.Embedding) and id(embedding) not in inside and _alone(model, embedding):
+        unit = fully_shard(embedding, reshard_after_forward=not keeps, **settings)
+        is_lookup = len(list(embedding.parameters())) == 1  # no norm in it, whose backward reads a weight
+        if is_lookup:
+            unit.set_unshard_in_backward(False)
+    if head is not None and backbone is not None and _alone(model, head) and head not in set(backbone.modules()):
+        unit = fully_shard(head, reshard_after_forward=False, **settings)
+        _gather_early(model, unit, backbone, blocks)
+
+
+def gather(unit: FSDPModule) -> None:
+    """Make the weights of a unit whole before its own hook does, while the model around it runs.
+
+    `unit.unshard` would forget that gradients are being summed in fp32: see reduction.py.
+    """
+    for group in groups_of(unit) if state_of(unit)._is_root is False else ():  # else it runs by itself
+        group.unshard()
+        group.wait_for_unshard()
+
+
+def _head(model: PreTrainedModel) -> nn.Module | None:
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    return head if isinstance(head, nn.Module) and not any(head.children()) else None
+
+
+def _alone(model: nn.Module, end: nn.Module) -> bool:
+    """Has the model this module, and its parameters nowhere else?"""
+    own = {id(parameter) for parameter in end.parameters()}
+    every = itertools.chain.from_iterable(module._parameters.values() for module in model.modules())
+    return bool(own) and sum(id(parameter) in own for parameter in every) == len(own)
+
+
+def _gather_early(model: nn.Module, head: FSDPModule, backbone: nn.Module, blocks: list[nn.Module]) -> None:
+    """Whole when the backbone is done, and in the backward, though a forward pass in between has freed it.
+
+    A loss in pieces reads the head's weight and does not call the head.
+    """
+    units = [block for block in blocks if isinstance(block, FSDPModule)]
+    if units:
+        units[-1].set_modules_to_forward_prefetch([head])
+
+    def gather_unless_done(*_: object) -> None:
+        if all(group._training_state != TrainingState.POST_BACKWARD for group in groups_of(head)):
+            gather(head)  # gradients of outputs that come after the head's, as of router logits, must leave it freed
+
+    def gather_in_backward(module: nn.Module, args: tuple, output: object) -> None:
+        held = vars(output) if dataclasses.is_dataclass(output) and not isinstance(output, dict) else output
+        for tensor in tree_leaves(held) if torch.is_grad_enabled() else ():
+            if torch.is_tensor(tensor) and tensor.requires_grad:
+                tensor.register_hook(gather_unless_done)
+
+    backbone.register_forward_hook(lambda *_: gather(head))
+    model.register_forward_hook(gather_in_backward)
+
+
+# ---- Replicas that share nothing out: FSDP2 without the copies that it makes where each rank owns the whole weight
+#                             torch 2.13                              here
+#     weights, each pass      copied into memory made for them        the stored ones
+#     gradients               copied into a buffer, and from there    copied into a buffer
+#                             into another, which is reduced          that is reduced
+#
+# Weights that are computed with in another dtype, or rest on the host, are copied as torch does. It has no call for
+# this: a parameter's memory is an internal of its units, looked at in torch 2.13.
+
+
+def work_in_place(root: nn.Module) -> None:
+    """Let the units below `root` whose weights no other rank has a part of compute with the stored ones."""
+    for group in parameter_groups(root):
+        if isinstance(group.mesh_info, FSDPMeshInfo) and group.mesh_info.shard_mesh_size == 1:
+            group._reduce_scatter_comm = _OneBuffer()
+            for held in group.fsdp_params:
+                lend(held)
+
+
+def lend(held: FSDPParam) -> None:
+    """Let a parameter that is whole on each rank be computed with where it is stored."""
+    if held.mesh_info.shard_mesh_size == 1:
+        held.__class__ = _Lent
+
+
+class _Lent(FSDPParam):
+    """What torch gathers is what is stored: copying it to itself does nothing, and it is never freed."""
+
+    lent: torch.Tensor | None = None  # what is computed with now, where that is what is stored
+
+    @property
+    def _lends(self) -> bool:
+        """Is it computed with as it is stored, in memory of its own? torch would resize what is larger."""
+        stored = self._sharded_param_data
+        own = stored.untyped_storage().nbytes() == stored.nbytes
+        packed = hasattr(self._sharded_local_tensor, "fsdp_pre_all_gather")
+        return own and not packed and self.param_dtype is None and not self.offload_to_cpu
+
+    def init_all_gather_outputs(self, *args: Any, **kwargs: Any) -> None:
+        stored = self._sharded_param_data if self._lends else None
+        if self.lent is not stored:  # also after `to`, after loading, and where autocast begins or ends
+            self.all_gather_outputs = []
+            if hasattr(self, "_unsharded_param"):
+                del self._unsharded_param
+        self.lent = stored
+        if stored is None:
+            super().init_all_gather_outputs(*args, **kwargs)
+        else:
+            self.all_gather_outputs = [stored]
+
+    def free_unsharded_param(self) -> None:
+        if self.lent is None:  # else somebody may hold it, as a state dict from before it was replaced
+            super().free_unsharded_param()
+
+
+class _OneBuffer(DefaultReduceScatter):
+    """torch asks for what it scatters, then for what arrives, and copies: of one rank both are the same numbers."""
+
+    _given: torch.Tensor | None = None
+
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        given, self._given = self._given, None
+        if given is None or given.shape != tuple(size) or given.dtype != dtype:
+            given = self._given = super().allocate(size, dtype=dtype, device=device)
+        return given
+
 
 #: Bytes of gradients that are not worth several reductions, as DistributedDataParallel has it (Li et al., 2020, 3.2).
 BUCKET = 25 * 1024**2

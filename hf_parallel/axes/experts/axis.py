@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from hf_parallel.ask.spec import refuse
 from hf_parallel.axes.axis import Axis
-from hf_parallel.spec import refuse
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from hf_parallel.ask.config import ParallelConfig
     from hf_parallel.axes.axis import Building
-    from hf_parallel.config import ParallelConfig
     from hf_parallel.model.anatomy import Anatomy
     from hf_parallel.model.experts import ExpertFacts
 
@@ -85,10 +85,13 @@ class Experts(Axis["MixtureFacts", ExpertPart]):
 
     def finish(self, model: PreTrainedModel, part: ExpertPart | None, building: Building) -> None:
         """Balance experts over all data ranks and stages, count how evenly tokens fall on them, limit their room."""
-        from hf_parallel.axes.experts.balance import balance_over_data_ranks
-        from hf_parallel.axes.experts.capacity import Capacity, limit_experts
-        from hf_parallel.axes.experts.load import watch_load
-        from hf_parallel.axes.experts.stages import StageBalance
+        from hf_parallel.axes.experts.balance import (
+            Capacity,
+            StageBalance,
+            balance_over_data_ranks,
+            limit_experts,
+            watch_load,
+        )
 
         if part is None:
             return

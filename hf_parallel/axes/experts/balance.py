@@ -10,22 +10,30 @@ over the data ranks, 2 E + 1 numbers in one all-reduce. The model adds its own t
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import inspect
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from hf_parallel.collectives import copy_to_group, reduce_from_group
-from hf_parallel.mesh import ParallelMesh
-from hf_parallel.model.anatomy import backbone_of
-from hf_parallel.model.experts import balance_coefficient, experts_per_token
+from hf_parallel.axes.experts.layers import SharedOut
+from hf_parallel.model.anatomy import backbone_of, owns_parameters
+from hf_parallel.model.experts import ExpertFacts, balance_coefficient, experts_per_token, named_experts, named_routers
+from hf_parallel.ranks import copy_to_group, reduce_from_group, start_all_gather
+from hf_parallel.ranks.mesh import ParallelMesh
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
     from transformers.utils import ModelOutput
+
+    from hf_parallel.axes.axis import SequenceParallelFlag
+    from hf_parallel.model.calls import Batch
+    from hf_parallel.ranks.differentiable import Context
 
 
 #: Does this rank take part with rows that do not count? Hooks know.
@@ -101,3 +109,251 @@ def balance_sums(logits: Sequence[torch.Tensor], top_k: int, mask: torch.Tensor 
         probable = probable + (probabilities.float() * counted.unsqueeze(-1)).sum(0)
         tokens = tokens + counted.sum()
     return chosen, probable, tokens
+
+
+# ---- Room for so many tokens per expert (Lepikhin et al., 2021): what comes after they are taken is dropped ---------
+#     room = ⌈factor · tokens · k / experts⌉      of the tokens of all data and cp ranks in one call of the layer
+#
+# First come, first served, in the order of the ranks and on each of its tokens: over data ranks that is the order of
+# the rows of a batch, so the same tokens are dropped on any number of them. Each rank tells how many tokens each
+# expert has of it, and so knows how many come before its own; no token is looked at, and the process does not wait.
+
+
+class Capacity:
+    """What a model's experts have room for, and what they have dropped since this was last read."""
+
+    def __init__(self, factor: float, mesh: ParallelMesh, switch: SequenceParallelFlag | None) -> None:
+        self.factor, self.mesh, self._switch = factor, mesh, switch
+        self.sums = torch.zeros(2, device=mesh.device)  # of pairs (token, expert): dropped ones, and all
+
+    def limit(self, experts: int, module: nn.Module, args: tuple) -> tuple | None:
+        """A hook before a module of experts, while it trains: what is dropped counts nothing, and does not travel."""
+        if not module.training:
+            return None
+        hidden, index, weights = args
+        kept = self.kept(index, experts)
+        self.sums = self.sums.to(index.device)
+        self.sums += torch.stack([(~kept).sum(), kept.new_ones((), dtype=torch.long) * kept.numel()])
+        shown = index if not isinstance(module, SharedOut) else index.masked_fill(~kept, experts)
+        return hidden, shown, weights * kept
+
+    def kept(self, index: torch.Tensor, experts: int) -> torch.Tensor:
+        """Which pairs of `index` [tokens, k] there is room for, over all ranks."""
+        chosen = index.flatten()
+        order = chosen.argsort(stable=True)
+        own = chosen.new_zeros(experts).scatter_add_(0, chosen, torch.ones_like(chosen))
+        place = torch.empty_like(chosen)
+        place[order] = torch.arange(len(chosen), device=index.device) - (own.cumsum(0) - own)[chosen[order]]
+        before, total = self._over_ranks(own * (not is_absent()))
+        room = torch.ceil(self.factor * total.sum().double() / experts)
+        return (place + before[chosen] < room).view(index.shape)
+
+    def _over_ranks(self, own: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """How many tokens of each expert ranks before this one have, and all: from the ranks nearest each other on."""
+        parts = [self.mesh.group("tp")] if self._switch is not None and self._switch.on else []
+        groups = [*parts, self.mesh.group("cp"), self.mesh.data_group]
+        before, total = torch.zeros_like(own), own
+        for group in (group for group in groups if group.size() > 1):
+            theirs = start_all_gather(total, group).wait()
+            before, total = before + theirs[: group.rank()].sum(0), theirs.sum(0)
+        return before, total
+
+    def read(self) -> float:
+        """The share of pairs that were dropped. Collective over all ranks."""
+        sums, self.sums = self.sums.to(self.mesh.device), torch.zeros(2, device=self.mesh.device)
+        dist.all_reduce(sums)
+        dropped, all_ = sums.tolist()
+        return dropped / max(1, all_)
+
+
+def limit_experts(model: nn.Module, experts: dict[str, ExpertFacts], capacity: Capacity) -> None:
+    """From here on experts of `model` drop what they have no room for."""
+    for name, facts in experts.items():
+        module = model.get_submodule(name)
+        if owns_parameters(module):  # not where another stage holds it
+            module.register_forward_pre_hook(functools.partial(capacity.limit, facts.count))
+
+
+# ---- How evenly tokens fall on experts: counted on the device while a model trains, read when something is logged
+
+
+_PLACE = "_hf_parallel_expert_load"
+
+
+class ExpertLoad:
+    """Tokens per expert of this rank's layers since it was last read."""
+
+    def __init__(self, modules: list[nn.Module], experts: int, mesh: ParallelMesh, capacity: Capacity | None) -> None:
+        self.mesh, self._shape, self._capacity = mesh, (len(modules), experts), capacity
+        self.counts: torch.Tensor | None = None  # made where the first tokens are
+        for layer, module in enumerate(modules):
+            module.register_forward_pre_hook(functools.partial(self._count, layer))
+
+    def _count(self, layer: int, module: nn.Module, args: tuple) -> None:
+        if module.training and len(args) > 1:
+            chosen = args[1].flatten()
+            if self.counts is None:
+                self.counts = torch.zeros(self._shape, device=chosen.device)
+            self.counts[layer].scatter_add_(0, chosen, self.counts.new_ones(()).expand(len(chosen)))
+
+    def read(self) -> dict[str, float]:
+        """Mean and worst of all layers' max / mean, and their mean entropy, 1 if even. Collective over all ranks."""
+        mesh = self.mesh
+        counts = torch.zeros(self._shape, device=mesh.device) if self.counts is None else self.counts
+        self.counts = None
+        for group in (mesh.data_group, mesh.group("cp"), mesh.group("tp")):
+            dist.all_reduce(counts, group=group)
+        tokens = counts.sum(1, keepdim=True)
+        shares = counts / tokens.clamp(min=1)
+        peaks = shares.amax(1) * shares.shape[1]
+        entropies = torch.special.entr(shares).sum(1) / math.log(max(2, shares.shape[1]))
+        seen = (tokens > 0).sum().float()
+        sums = torch.stack([peaks.sum(), entropies.sum(), seen])
+        worst = peaks.amax() if len(peaks) else seen.new_zeros(())
+        dist.all_reduce(sums, group=mesh.group("pp"))
+        dist.all_reduce(worst, dist.ReduceOp.MAX, group=mesh.group("pp"))
+        peak, entropy, layers = sums.tolist()
+        if not layers:
+            return {}
+        dropped = {} if self._capacity is None else {"expert_dropped": self._capacity.read()}
+        return {
+            "expert_load": peak / layers,
+            "expert_load_worst": worst.item(),
+            "expert_entropy": entropy / layers,
+            **dropped,
+        }
+
+
+def watch_load(model: nn.Module, experts: int, mesh: ParallelMesh, capacity: Capacity | None) -> None:
+    """Count from here on."""
+    own = [module for _, module in named_experts(model) if owns_parameters(module)]
+    vars(model)[_PLACE] = ExpertLoad(own, experts, mesh, capacity)
+
+
+def load_of(model: PreTrainedModel) -> ExpertLoad | None:
+    """What is counted of a model with experts."""
+    return getattr(model, _PLACE, None)
+
+
+# ---- The auxiliary loss of a model whose layers are on several stages: that of all layers, rows and data ranks
+#     every pass      a stage counts what its routers chose, and adds up their probabilities     2 E + 1 numbers
+#     after the last  one sum over stages and data ranks: the loss, which the last stage adds to the model's
+#     backward        d aux / d probabilities is the same of every layer: each stage adds it to the gradient of its own
+#
+# The share of tokens that an expert gets is known after all micro-batches have gone forward, so backward passes come
+# after that, as GPipe's do.
+
+
+#: Router logits [rows, own tokens, experts] of a batch -> those of all its tokens on all ranks.
+Whole = Callable[[torch.Tensor, "Batch"], torch.Tensor]
+
+
+class StageBalance:
+    """What the stages of a pipeline count of their routers, call by call of its backbone."""
+
+    def __init__(
+        self, model: PreTrainedModel, experts: int, mesh: ParallelMesh, last_rank: int, whole: list[Whole]
+    ) -> None:
+        self.mesh, self.last_rank, self.whole, self.experts = mesh, last_rank, whole, experts
+        self.top_k = experts_per_token(model)
+        self.exact: torch.Tensor | None = None  # of the last call
+        self.logits: list[torch.Tensor] | None = None  # of the layers of the pass in progress
+        for _, router, index in named_routers(model):
+            router.register_forward_hook(functools.partial(self._collect, index))
+        _put_right(model, self)
+
+    def call(self) -> CallBalance:
+        """Nothing counted yet."""
+        return CallBalance(self)
+
+    def _collect(
+        self, index: int, router: nn.Module, args: tuple, output: torch.Tensor | tuple[torch.Tensor, ...]
+    ) -> None:
+        """Not when layers run again for their backward."""
+        if self.logits is not None:
+            self.logits.append(output[index] if isinstance(output, tuple) else output)
+
+
+class CallBalance:
+    """The same of one call, on each stage."""
+
+    def __init__(self, balance: StageBalance) -> None:
+        self.of, self._factors = balance, torch.zeros(balance.experts, device=balance.mesh.device)
+        self._sums = torch.zeros(2 * balance.experts + 1, device=balance.mesh.device)
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[list[torch.Tensor]]:
+        """Router logits of the layers that run inside, one tensor each."""
+        logits: list[torch.Tensor] = []
+        former, self.of.logits = self.of.logits, logits
+        try:
+            yield logits
+        finally:
+            self.of.logits = former
+
+    def attach(
+        self, hidden: torch.Tensor, logits: list[torch.Tensor], batch: Batch, mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Count a pass, or what `mask` shows of it; `hidden`, which leaves it, takes the gradient of that along."""
+        if not logits:
+            return hidden
+        rows = [layer.unflatten(0, (len(hidden), -1)) for layer in logits]
+        for whole in self.of.whole:
+            rows = [whole(layer, batch) for layer in rows]
+        chosen, probable, tokens = balance_sums([layer.flatten(0, 1) for layer in rows], self.of.top_k, mask)
+        self._sums += torch.cat([chosen, probable, tokens]).detach()
+        return _Along.apply(hidden, probable, self._factors)
+
+    def close(self) -> None:
+        """All passes are made: the loss over all of them. Collective over stages and data ranks."""
+        mesh = self.of.mesh
+        for group in (mesh.group("pp"), mesh.data_group):
+            dist.all_reduce(self._sums, group=group)
+        self._exact = loss_of_sums(self._sums).requires_grad_(torch.is_grad_enabled())
+        self.of.exact = self._exact
+
+    def weigh(self) -> None:
+        """What the last stage's loss makes of it is known: from here on passes may go backward. Collective."""
+        mesh = self.of.mesh
+        gradient = self._exact.new_zeros(()) if self._exact.grad is None else self._exact.grad
+        dist.broadcast(gradient, group=mesh.group("pp"), group_src=self.of.last_rank)
+        dist.all_reduce(gradient, group=mesh.data_group)  # it is a part of each rank's loss
+        chosen, tokens = self._sums[: self.of.experts], self._sums[-1]
+        self._factors.copy_(gradient * self.of.experts * chosen / tokens**2)
+
+    def stand_in(self, tokens: int) -> tuple[torch.Tensor]:
+        """Of so many tokens of this rank, for the model's own loss, which is put right."""
+        return (self._sums.new_zeros(()).expand(tokens, self.of.experts),)
+
+
+class _Along(torch.autograd.Function):
+    """Hidden states as they are; what was counted beside them has a gradient that is known by the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Context, hidden: torch.Tensor, counted: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+        ctx.factors = factors
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Context, gradient: torch.Tensor) -> tuple:
+        return gradient, ctx.factors, None
+
+
+def _put_right(model: PreTrainedModel, balance: StageBalance) -> None:
+    """On the last stage, inside of what a pipeline makes of `model`'s forward."""
+    forward = model.forward
+
+    @functools.wraps(forward)
+    def exact(*args: object, **kwargs: object) -> torch.Tensor:
+        output = forward(*args, **kwargs)
+        own = torch.is_tensor(getattr(output, "aux_loss", None))
+        return with_exact(model, output, balance.exact) if own and balance.exact is not None else output
+
+    def of_others(module: nn.Module, args: tuple, output: ModelOutput) -> ModelOutput:
+        """What was put around the model later has balanced stand-ins, as TRL's fused head, which keeps no logits."""
+        foreign = not hasattr(output, "router_logits") and not getattr(output, "is_balanced", False)
+        own = torch.is_tensor(getattr(output, "aux_loss", None))
+        return with_exact(model, output, balance.exact) if foreign and own and balance.exact is not None else output
+
+    model.forward = exact
+    model.register_forward_hook(of_others)

@@ -10,9 +10,9 @@ from hf_parallel.axes.pipeline.part import PipelinePart, StageFacts, recomputes_
 if TYPE_CHECKING:
     from torch import nn
 
+    from hf_parallel.ask.config import ParallelConfig
     from hf_parallel.axes.axis import Building
     from hf_parallel.axes.pipeline.part import StageFacts
-    from hf_parallel.config import ParallelConfig
     from hf_parallel.model.anatomy import Anatomy
 
 

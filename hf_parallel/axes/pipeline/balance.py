@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from hf_parallel.ask.keys.layers import recomputed_every
+from hf_parallel.ask.spec import refuse
 from hf_parallel.model.anatomy import Backbone, text_config
-from hf_parallel.spec import refuse
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map
+from transformers.utils import ModelOutput
 
 if TYPE_CHECKING:
-    from hf_parallel.model.batches import Batch
+    from transformers import PretrainedConfig
+
+    from hf_parallel.model.calls import Batch
+    from hf_parallel.ranks.differentiable import Context
+
 
 #: Key of a mask [rows, length] of packs in rows: which tokens count, where attention goes by positions alone. The same
 #: stands beside it as `attention_mask`, for scripts that count tokens; no layer sees either.
@@ -96,3 +104,123 @@ def count_targets(batch: Batch) -> torch.Tensor:
     """How many tokens the causal loss averages over: labels are shifted by one, -100 does not count."""
     labels = batch["shift_labels"] if batch.get("shift_labels") is not None else batch["labels"][..., 1:]
     return (labels != -100).sum()
+
+
+# ---- What a pipelined forward returns: values that every rank of the pipeline has, as autograd nodes where they
+# train
+
+
+Result = TypeVar("Result")
+Gradients = list[torch.Tensor | None]
+
+
+@dataclass
+class PipelineLoss(ModelOutput):
+    """Output of a scheduled step: the loss alone, as logits of past micro-batches are freed on the way."""
+
+    loss: torch.Tensor | None = None
+    aux_loss: torch.Tensor | None = None
+
+    @property
+    def is_balanced(self) -> bool:
+        """The auxiliary loss is that of all stages."""
+        return True
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise AttributeError(
+            f"hf_parallel: a pipelined training step keeps no {name}; call the model without labels to get logits"
+        )
+
+
+def wants(config: PretrainedConfig, batch: Batch, key: str) -> bool:
+    """Does the call, or else the model's config, ask for these outputs?"""
+    return bool(getattr(config, key, False) if batch.get(key) is None else batch[key])
+
+
+def refuse_partial_outputs(config: PretrainedConfig, batch: Batch, balances: bool) -> None:
+    """What each stage would have only a part of.
+
+    Args:
+        balances: are router logits counted stage by stage?
+
+    Raises:
+        NotImplementedError: the call or the model's config asks for it.
+    """
+    routers = () if balances else ("output_router_logits",)
+    for key in ("output_hidden_states", "output_attentions", *routers):
+        if wants(config, batch, key):
+            raise NotImplementedError(f"hf_parallel: {key}=True needs all layers on one rank; pp_size=1 works")
+    if batch.get("past_key_values") is not None:
+        raise NotImplementedError("hf_parallel: a pipelined model keeps no key/value cache; pass use_cache=False")
+    if batch.get("return_dict") is False:
+        raise NotImplementedError("hf_parallel: a pipelined model returns named outputs; drop return_dict=False")
+
+
+class _Node(torch.autograd.Function):
+    """Values computed elsewhere; backward hands their gradients to a function and returns none."""
+
+    @staticmethod
+    def forward(
+        ctx: Context, anchor: torch.Tensor, finish: Callable[[Gradients], None], *values: torch.Tensor
+    ) -> tuple:
+        ctx.finish = finish
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*(value for value in values if not value.is_floating_point()))
+        return tuple(value.clone() for value in values)
+
+    @staticmethod
+    def backward(ctx: Context, *gradients: torch.Tensor | None) -> tuple:
+        ctx.finish(list(gradients))
+        return (None, None, *(None for _ in gradients))
+
+
+def detached_node(values: list[torch.Tensor], finish: Callable[[Gradients], None]) -> list[torch.Tensor]:
+    """`values` as outputs of one autograd node whose backward calls `finish(gradients)` once."""
+    anchor = torch.zeros((), requires_grad=True)
+    return list(_Node.apply(anchor, finish, *values))
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """Stands for a tensor, which is sent by itself."""
+
+    index: int
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+def share(
+    result: Result, group: dist.ProcessGroup, control: dist.ProcessGroup, source: int, device: torch.device
+) -> tuple[Callable[[list[torch.Tensor]], Result], list[torch.Tensor]]:
+    """Send what the last stage computed to all stages.
+
+    Args:
+        result: nested containers of tensors and small objects on the last stage; ignored elsewhere.
+        control: the same ranks, for what is no tensor.
+        source: which rank of the group holds the last stage.
+
+    Returns:
+        A function that rebuilds the result from a list of tensors, and those tensors: on the last stage the ones that
+        carry a graph, elsewhere their received values.
+    """
+    last, tensors = group.rank() == source, list[torch.Tensor]()
+
+    def take(leaf: object) -> object:
+        if not torch.is_tensor(leaf):
+            return leaf
+        # Logits that are cut over tp ranks, or not made yet: those of the last stage make them whole together.
+        tensors.append(leaf.full_tensor() if hasattr(leaf, "full_tensor") else leaf)
+        return _Slot(len(tensors) - 1, tensors[-1].shape, tensors[-1].dtype)
+
+    note: list[object] = [tree_map(take, result) if last else None]
+    dist.broadcast_object_list(note, group=control, group_src=source)
+    if not last:
+        slots = sorted((s for s in tree_leaves(note[0]) if isinstance(s, _Slot)), key=lambda slot: slot.index)
+        tensors = [torch.empty(slot.shape, dtype=slot.dtype, device=device) for slot in slots]
+    for tensor in tensors:
+        dist.broadcast(tensor.detach().contiguous() if last else tensor, group=group, group_src=source)
+    return lambda values: tree_map(
+        lambda leaf: values[leaf.index] if isinstance(leaf, _Slot) else leaf, note[0]
+    ), tensors

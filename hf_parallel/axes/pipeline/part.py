@@ -10,7 +10,7 @@ from hf_parallel.axes.pipeline.balance import Costs
 from hf_parallel.model.families import Backbone
 
 if TYPE_CHECKING:
-    from hf_parallel.config import ParallelConfig
+    from hf_parallel.ask.config import ParallelConfig
 
 
 @dataclass(frozen=True)

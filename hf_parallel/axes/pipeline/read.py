@@ -10,6 +10,7 @@ import torch
 from packaging.version import Version
 
 from hf_parallel.ask.keys.pipeline import AUTO_SCHEDULE, SPLIT_BACKWARD, V_SCHEDULES
+from hf_parallel.ask.spec import refuse
 from hf_parallel.axes.pipeline.balance import balance, block_costs, explain, with_recomputation
 from hf_parallel.axes.pipeline.part import PipelinePart, StageFacts
 from hf_parallel.model.anatomy import (
@@ -22,13 +23,12 @@ from hf_parallel.model.anatomy import (
     text_part,
 )
 from hf_parallel.model.experts import has_known_balance
-from hf_parallel.spec import refuse
 
 if TYPE_CHECKING:
     from torch import nn
     from transformers import PretrainedConfig, PreTrainedModel
 
-    from hf_parallel.config import ParallelConfig
+    from hf_parallel.ask.config import ParallelConfig
 
 _ONE_STAGE = "pp_size=1 works"
 _SHARDS = "pp_size=1 with dp_shard works"

@@ -17,12 +17,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from hf_parallel.ask.config import ParallelConfig
 from hf_parallel.ask.keys.pipeline import LOOPED_SCHEDULES, SCHEDULES, SINGLE_SCHEDULES, V_SCHEDULES
+from hf_parallel.ask.spec import SpecError, refuse
 from hf_parallel.axes.pipeline import timeline
 from hf_parallel.axes.pipeline.part import recomputes_in_parts
-from hf_parallel.axes.pipeline.recorder import Recorder
-from hf_parallel.config import ParallelConfig
-from hf_parallel.spec import SpecError, refuse
+from hf_parallel.axes.pipeline.torch_stage import Recorder
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining.schedules import _PipelineSchedule

@@ -19,21 +19,21 @@ import torch
 import torch.distributed as dist
 
 from hf_parallel.axes.pipeline.batches import count_targets, row_count, split_examples, tokens_of
-from hf_parallel.axes.pipeline.scheduled import scheduled
+from hf_parallel.axes.pipeline.engine import scheduled
 from hf_parallel.axes.pipeline.schedules import can_be_cut, micro_batch_count
-from hf_parallel.axes.pipeline.stand_ins import LeaveAtExit
+from hf_parallel.axes.pipeline.stages import LeaveAtExit
 from hf_parallel.axes.pipeline.unscheduled import Call, Made, Serving, Session, as_described, describe, free
-from hf_parallel.collectives import objects
-from hf_parallel.model.batches import Batch
+from hf_parallel.model.calls import Batch
+from hf_parallel.ranks import messages
 
 if TYPE_CHECKING:
     from typing import NoReturn
 
     from transformers.utils import ModelOutput
 
+    from hf_parallel.ask.config import ParallelConfig
     from hf_parallel.axes.pipeline.stage_runner import StageRunner
     from hf_parallel.axes.pipeline.stages import StageView
-    from hf_parallel.config import ParallelConfig
 
 
 _OTHERWISE = (
@@ -265,7 +265,7 @@ def _main_calls(
         with quietly():
             return cast(Call, Prepared(engine, answers).run(functools.partial(loss_of, dict(part))))
 
-    return objects.from_one(lambda: [made(*part) for part in enumerate(parts)], engine.control, engine.last_rank)
+    return messages.from_one(lambda: [made(*part) for part in enumerate(parts)], engine.control, engine.last_rank)
 
 
 def _leave_with_call(part: Batch, engine: StageRunner, kwargs: Batch) -> NoReturn:

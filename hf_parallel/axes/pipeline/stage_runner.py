@@ -13,19 +13,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hf_parallel.axes.axis import Building
-from hf_parallel.axes.pipeline.batches import fresh_gradients, tokens_of, without_count
-from hf_parallel.axes.pipeline.outputs import wants
+from hf_parallel.axes.axis import Building, HeldRun, RouterBalance
+from hf_parallel.axes.pipeline.batches import fresh_gradients, tokens_of, wants, without_count
 from hf_parallel.axes.pipeline.part import PipelinePart
-from hf_parallel.axes.pipeline.recorder import Recorder
-from hf_parallel.axes.pipeline.remote_modules import RemoteModules
 from hf_parallel.axes.pipeline.schedules import predicted_bubble
-from hf_parallel.axes.pipeline.stages import StageView, boundary_dtype
-from hf_parallel.axes.pipeline.stand_ins import LeaveAtExit
-from hf_parallel.axes.services import HeldRun, RouterBalance
-from hf_parallel.mesh import ParallelMesh, stored
+from hf_parallel.axes.pipeline.stages import LeaveAtExit, RemoteModules, StageView, boundary_dtype
+from hf_parallel.axes.pipeline.torch_stage import Recorder
 from hf_parallel.model.anatomy import text_config
-from hf_parallel.model.batches import Batch
+from hf_parallel.model.calls import Batch
+from hf_parallel.ranks.mesh import ParallelMesh, stored
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining.schedules import _PipelineSchedule

@@ -10,25 +10,174 @@ a backward pass is two parts as long as a forward each, Zero Bubble (Qi 2023) co
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hf_parallel.axes.pipeline.orders import (
-    BACKWARD,
-    BACKWARD_INPUT,
-    BACKWARD_WEIGHT,
-    COMPUTE,
-    FORWARD,
-    SIMPLEST_FIRST,
-    Action,
-    Order,
-    flat,
-    order,
-    peak_live,
-    virtual_stages,
-)
-from hf_parallel.spec import SpecError, refuse
+import torch
+
+from hf_parallel.ask.keys.pipeline import LOOPED_SCHEDULES, SINGLE_SCHEDULES, V_SCHEDULES
+from hf_parallel.ask.spec import SpecError, refuse
+
+if TYPE_CHECKING:
+    from torch.distributed.pipelining.schedules import _Action
+
+
+# ---- What every rank of a pipeline runs, in which order: read from torch's own schedules, without any process
+#     order("1f1b", stages=2, virtual=1, micro_batches=2)[1]     # forward 0, backward 0, forward 1, backward 1
+#
+# GPipe (Huang 2019); 1F1B (PipeDream-Flush, Narayanan 2021); interleaved, depth first (Megatron, Narayanan 2021) or
+# breadth first (Lamy-Poirier 2022); the backward pass split into the gradients of input and weights (Zero Bubble, Qi
+# 2023); a forward and a backward run as one (DualPipe, DeepSeek-AI 2024).
+
+
+FORWARD, BACKWARD, OVERLAP = "forward", "backward", "overlap"
+BACKWARD_INPUT, BACKWARD_WEIGHT = "backward_input", "backward_weight"
+COMPUTE = (FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
+_KINDS = {"F": FORWARD, "B": BACKWARD, "I": BACKWARD_INPUT, "W": BACKWARD_WEIGHT, "OVERLAP_F_B": OVERLAP}
+SIMPLEST_FIRST = ("gpipe", "1f1b", *LOOPED_SCHEDULES, *V_SCHEDULES)
+
+
+class Action(NamedTuple):
+    """One piece of work of one rank. An overlap has two parts, a forward and a full backward, and no stage itself."""
+
+    kind: str
+    stage: int
+    micro_batch: int
+    parts: tuple[Action, ...] = ()
+
+
+Order = dict[int, list[Action]]
+
+
+def order(name: str, stages: int, virtual: int, micro_batches: int) -> Order:
+    """The compute actions of every rank, in the order in which torch's own schedule runs them.
+
+    Args:
+        stages: number of ranks of the pipeline.
+        virtual: stages on each rank.
+
+    Raises:
+        SpecError: the schedule cannot run with these numbers.
+        RuntimeError: this version of torch keeps its schedules in another form than 2.11 to 2.13.
+    """
+    _check_numbers(name, stages, virtual, micro_batches)
+    read = _run_single if name in SINGLE_SCHEDULES else _read_looped
+    try:
+        actions = read(name, stages, virtual, micro_batches)
+    except ValueError as error:  # torch's way to say that the numbers do not fit
+        refuse(f"pipeline_schedule={name}", f"{' '.join(str(error).split())}", cause=error)
+    except (AttributeError, TypeError, KeyError, IndexError, AssertionError) as error:
+        raise RuntimeError(f"hf_parallel: cannot read the {name} schedule of torch {torch.__version__}") from error
+    _check_complete(name, actions, stages * virtual, micro_batches)
+    return actions
+
+
+def virtual_stages(name: str, asked: int = 2) -> int:
+    """Stages per rank: one or two where the schedule fixes them, else `asked`."""
+    return asked if name in LOOPED_SCHEDULES else 2 if name in V_SCHEDULES else 1
+
+
+def _check_numbers(name: str, stages: int, virtual: int, micro_batches: int) -> None:
+    if name not in SIMPLEST_FIRST:
+        refuse(f"pipeline_schedule={name}", f"not one of {', '.join(SIMPLEST_FIRST)}")
+    works = virtual_stages(name, max(virtual, 1))
+    if virtual != works:
+        refuse(f"pipeline_schedule={name}", f"cannot run {virtual} stages per rank", works)
+    if stages < 1 or micro_batches < 1:
+        refuse(f"pipeline_microbatches={micro_batches}", f"pp_size={stages} needs at least {max(1, stages)}")
+
+
+class _StandIn:
+    """What torch's schedules read of a stage. It computes nothing and notes what they ask it to run."""
+
+    is_first = is_last = False  # so no loss is asked for
+    has_backward = True
+    submod = None
+
+    def __init__(self, rank: int, index: int, ranks: int, stages: int) -> None:
+        self.group_rank, self.stage_index, self.group_size, self.num_stages = rank, index, ranks, stages
+        self.actions: list[Action] = []
+
+    def forward_one_chunk(self, micro_batch: int, *args: object, **kwargs: object) -> None:
+        self.actions.append(Action(FORWARD, self.stage_index, micro_batch))
+
+    def backward_one_chunk(self, micro_batch: int, *args: object, **kwargs: object) -> None:
+        self.actions.append(Action(BACKWARD, self.stage_index, micro_batch))
+
+    def perform_reduce_grad(self, *args: object, **kwargs: object) -> None:
+        pass
+
+    def _no_messages(self, micro_batch: int) -> list:
+        return []
+
+    scale_grads = perform_reduce_grad  # its name up to 2.9
+    get_fwd_recv_ops = get_fwd_send_ops = get_bwd_recv_ops = get_bwd_send_ops = _no_messages
+
+
+def _schedule(name: str, stage: _StandIn | list[_StandIn], micro_batches: int) -> Any:
+    from torch.distributed.pipelining.schedules import get_schedule_class  # slow to import: for pipelines only
+
+    make = get_schedule_class(name.replace("_", ""))
+    return make(stage, micro_batches, loss_fn=lambda output, target: output)
+
+
+def _run_single(name: str, stages: int, virtual: int, micro_batches: int) -> Order:
+    """Run the schedule: what 1F1B publishes as the order of its last rank leaves out the first forward."""
+    actions = {}
+    for rank in range(stages):
+        stage = _StandIn(rank, rank, stages, stages)
+        schedule = _schedule(name, stage, micro_batches)
+        schedule._initialize_stage = lambda *args, **kwargs: None  # would look for a process group
+        schedule._step_microbatches([()] * micro_batches, [{}] * micro_batches, [None] * micro_batches)
+        actions[rank] = stage.actions
+    return actions
+
+
+def _read_looped(name: str, stages: int, virtual: int, micro_batches: int) -> Order:
+    """These schedules run what they publish: the order of all ranks, with None where one is expected to wait."""
+    local = [_StandIn(0, index, stages, stages * virtual) for index in range(virtual)]
+    published = _schedule(name, local, micro_batches).pipeline_order
+    return {rank: [_translate(action) for action in published[rank] if action] for rank in range(stages)}
+
+
+def _translate(action: _Action) -> Action:
+    parts = tuple(_translate(part) for part in action.sub_actions or ())
+    micro_batch = -1 if action.microbatch_index is None else action.microbatch_index
+    return Action(_KINDS[action.computation_type.value], action.stage_index, micro_batch, parts)
+
+
+def _check_complete(name: str, actions: Order, stages: int, micro_batches: int) -> None:
+    """Every stage runs every micro-batch forward once and backward once, on one rank."""
+    seen = Counter((part.kind, part.stage, part.micro_batch) for rank in actions for part in flat(actions[rank]))
+    for stage in range(stages):
+        for i in range(micro_batches):
+            forward, whole, *halves = (seen.pop((kind, stage, i), 0) for kind in COMPUTE)
+            if forward != 1 or (whole, *halves) not in ((1, 0, 0), (0, 1, 1)):
+                raise RuntimeError(f"hf_parallel: torch {torch.__version__} runs {name} not once over stage {stage}")
+    if seen:
+        raise RuntimeError(f"hf_parallel: torch {torch.__version__} adds {next(iter(seen))} to {name}")
+
+
+def flat(actions: Iterable[Action]) -> list[Action]:
+    """The same actions with overlaps taken apart."""
+    return [part for action in actions for part in action.parts or (action,)]
+
+
+def peak_live(order: Order) -> list[int]:
+    """Per rank the largest number of forwards whose activations are held: until their backward has run, both parts."""
+    peaks = []
+    for rank in sorted(order):
+        live = [0]
+        for action in flat(order[rank]):
+            live.append(live[-1] + (action.kind == FORWARD) - (action.kind in (BACKWARD, BACKWARD_WEIGHT)))
+        peaks.append(max(live))
+    return peaks
+
 
 COMMUNICATION = "communication"
 
@@ -212,3 +361,154 @@ def choose(
             do=f"{stages} micro-batches{limit and f', {stages} alive,'} work on {stages} layers",
         )
     return min(found)[2]
+
+
+# ---- A timeline as a picture: one row per rank, time to the right, one box per action. Plain SVG, written by hand
+# write("step.svg", timeline, "1f1b", predicted=3 / 11, measured=timeline.bubble)
+
+
+#: Told apart by hue and by lightness, so that the picture also reads in grey and without red and green.
+COLOURS = {
+    FORWARD: ("#2f6fba", "forward"),
+    BACKWARD: ("#d9822b", "backward"),
+    BACKWARD_INPUT: ("#c8553d", "backward, input"),
+    BACKWARD_WEIGHT: ("#e9b949", "backward, weights"),
+    COMMUNICATION: ("#8d7bb5", "communication"),
+}
+IDLE, INK, QUIET, LINE = "#eceff3", "#1f2933", "#66727f", "#d3d9e0"
+_LEFT, _TOP, _PLOT, _ROW, _STEP, _MARGIN = 76, 78, 1120, 32, 40, 24  # pixels; a row and its distance to the next
+
+
+def write(
+    path: str | Path, timeline: Timeline, name: str, predicted: float | None = None, measured: float | None = None
+) -> None:
+    """Write the picture of a timeline; the arguments are those of `svg`."""
+    Path(path).write_text(svg(timeline, name, predicted, measured), encoding="utf-8")
+
+
+def svg(timeline: Timeline, name: str, predicted: float | None = None, measured: float | None = None) -> str:
+    """The picture as text.
+
+    Args:
+        name: of the schedule, for the title.
+        predicted, measured: bubbles for the caption, as parts of one.
+    """
+    foot = _TOP + timeline.ranks * _STEP
+    width, height = _LEFT + _PLOT + _MARGIN, foot + 76
+    lines = [
+        *head(width, height, _LEFT, name, _caption(timeline, predicted, measured)),
+        *_rows(timeline),
+        *_boxes(timeline),
+        *time_axis(timeline.duration, _LEFT, foot, _PLOT),
+        *_legend(timeline, foot + 52),
+        "</svg>",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _caption(timeline: Timeline, predicted: float | None, measured: float | None) -> str:
+    stages, micro_batches = ({span[field] for span in timeline.spans} for field in (2, 3))
+    values = (("predicted", predicted), ("measured", measured))
+    bubble = ", ".join(f"{value:.1%} {word}" for word, value in values if value is not None)
+    text = f"{timeline.ranks} ranks · {len(stages)} stages · {len(micro_batches)} micro-batches"
+    return f"{text} · bubble {bubble}" if bubble else text
+
+
+def _rows(timeline: Timeline) -> Iterator[str]:
+    """What stays visible of a row is idle time."""
+    for rank in range(timeline.ranks):
+        y = _TOP + rank * _STEP
+        yield text_at(_LEFT - 12, y + _ROW / 2 + 4, f"rank {rank}", fill=QUIET, anchor="end")
+        yield f'<rect class="idle" x="{_LEFT}" y="{y}" width="{_PLOT}" height="{_ROW}" rx="3" fill="{IDLE}"/>'
+
+
+def _boxes(timeline: Timeline) -> Iterator[str]:
+    scale = _PLOT / timeline.duration
+    shades = _shades(timeline)
+    # Communication first: it may run beside a computation, which stays in front of it.
+    for span in sorted(timeline.spans, key=lambda span: span.kind != COMMUNICATION):
+        x, wide = _LEFT + (span.start - timeline.start) * scale, (span.end - span.start) * scale
+        if wide > 0:  # the first stage's input gradient takes no time
+            yield _box(
+                span, x, _TOP + span.rank * _STEP, wide, _mix(COLOURS[span.kind][0], shades[span.rank, span.stage])
+            )
+
+
+def _box(span: Span, x: float, y: float, wide: float, colour: str) -> str:
+    label, thin = str(span.micro_batch), span.kind == COMMUNICATION
+    high = _ROW / 4 if thin else _ROW
+    about = f"{COLOURS[span.kind][1]}, stage {span.stage}, micro-batch {label}: {span.start:.4g} to {span.end:.4g}"
+    text = ""
+    if not thin and wide >= 7 * len(label) + 4:
+        ink = "#ffffff" if _luminance(colour) < 0.45 else INK
+        text = text_at(x + wide / 2, y + _ROW / 2 + 4, label, fill=ink, anchor="middle")
+    return (
+        f'<g><title>{escape(about)}</title><rect class="box {span.kind}" x="{x:.2f}" y="{y + _ROW - high:.2f}" '
+        f'width="{wide:.2f}" height="{high:.2f}" rx="2" fill="{colour}" stroke="#ffffff"/>{text}</g>'
+    )
+
+
+def _shades(timeline: Timeline) -> dict[tuple[int, int], float]:
+    """How much white to mix in: the later a stage among those of its rank, the lighter."""
+    shades = {}
+    for rank in range(timeline.ranks):
+        stages = sorted({span.stage for span in timeline.spans if span.rank == rank})
+        for place, stage in enumerate(stages):
+            shades[rank, stage] = 0.55 * place / max(1, len(stages) - 1)
+    return shades
+
+
+def head(width: float, height: float, x: float, name: str, caption: str) -> Iterator[str]:
+    """The picture's begin: a white page with a title."""
+    yield (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
+        'font-family="system-ui, -apple-system, Segoe UI, Helvetica, Arial, DejaVu Sans, sans-serif" font-size="12">'
+    )
+    yield f'<rect width="{width}" height="{height}" fill="#ffffff"/>'
+    yield text_at(x, 34, name, size=19, weight=600)
+    yield text_at(x, 56, caption, fill=QUIET, size=13)
+
+
+def time_axis(duration: float, left: float, y: float, wide: float, unit: str = "") -> Iterator[str]:
+    """The axis of time below the rows."""
+    yield f'<path d="M{left} {y}h{wide}" stroke="{LINE}"/>'
+    for tick in _ticks(duration):
+        x = left + tick / duration * wide
+        yield f'<path d="M{x:.2f} {y}v5" stroke="{LINE}"/>'
+        yield text_at(x, y + 19, f"{tick:.6g}{unit}", fill=QUIET, anchor="middle", size=11)
+
+
+def _ticks(duration: float) -> list[float]:
+    """From 0 on, at 1, 2 or 5 times a power of ten, about ten of them."""
+    power = 10.0 ** math.floor(math.log10(duration / 10))
+    step = next(power * n for n in (1, 2, 5, 10) if power * n * 12 >= duration)
+    return [tick * step for tick in range(int(duration / step * (1 + 1e-9)) + 1)]
+
+
+def _legend(timeline: Timeline, y: float) -> Iterator[str]:
+    shown = {span.kind for span in timeline.spans if span.end > span.start}
+    entries = [pair for kind, pair in COLOURS.items() if kind in shown] + [(IDLE, "idle")]
+    x = float(_LEFT)
+    for colour, label in entries:
+        yield f'<rect class="key" x="{x}" y="{y - 11}" width="14" height="14" rx="2" fill="{colour}"/>'
+        yield text_at(x + 20, y, label)
+        x += 44 + 6.6 * len(label)
+    if max(len({s.stage for s in timeline.spans if s.rank == rank}) for rank in range(timeline.ranks)) > 1:
+        yield text_at(x, y, "lighter: a later stage of the same rank", fill=QUIET)
+
+
+def text_at(
+    x: float, y: float, text: str, fill: str = INK, anchor: str = "start", size: int = 12, weight: int = 400
+) -> str:
+    """A line of text."""
+    style = f'fill="{fill}" text-anchor="{anchor}" font-size="{size}" font-weight="{weight}"'
+    return f'<text x="{x:.2f}" y="{y:.2f}" {style}>{escape(text)}</text>'
+
+
+def _mix(colour: str, white: float) -> str:
+    return "#" + "".join(f"{round(value + (255 - value) * white):02x}" for value in bytes.fromhex(colour[1:]))
+
+
+def _luminance(colour: str) -> float:
+    red, green, blue = bytes.fromhex(colour[1:])
+    return (0.299 * red + 0.587 * green + 0.114 * blue) / 255

@@ -21,11 +21,17 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves, tree_map
 
-from hf_parallel.autocast import autocast_dtype
-from hf_parallel.axes.pipeline.batches import counted_tokens, fresh_gradients, split_rows, tokens_of
-from hf_parallel.axes.pipeline.outputs import detached_node, share
-from hf_parallel.collectives import objects
-from hf_parallel.model.batches import Batch
+from hf_parallel.axes.pipeline.batches import (
+    counted_tokens,
+    detached_node,
+    fresh_gradients,
+    share,
+    split_rows,
+    tokens_of,
+)
+from hf_parallel.model.calls import Batch
+from hf_parallel.ranks import messages
+from hf_parallel.ranks.local import autocast_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -33,9 +39,9 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers.utils import ModelOutput
 
+    from hf_parallel.axes.axis import CallBalance, HeldRun
     from hf_parallel.axes.pipeline.stage_runner import StageRunner
     from hf_parallel.axes.pipeline.stages import StageView
-    from hf_parallel.axes.services import CallBalance, HeldRun
 
 
 T = TypeVar("T")
@@ -144,19 +150,19 @@ class Serving(Session):
 
     def drive(self, script: Callable[[], T]) -> T:
         """On the last stage: run the script, then let the others go."""
-        with objects.telling(self.engine.control, self.engine.last_rank, lambda: not self.passing):
+        with messages.telling(self.engine.control, self.engine.last_rank, lambda: not self.passing):
             result = self.run(script)
         self._tell(None)
         return result
 
     def serve(self) -> object:
         """On the other stages: run layers until the script has ended."""
-        told: list[Call | objects.Failed | None] = [None]
+        told: list[Call | messages.Failed | None] = [None]
         while True:
             dist.broadcast_object_list(told, group=self.engine.control, group_src=self.engine.last_rank)
             if told[0] is None:
                 return None
-            if isinstance(told[0], objects.Failed):
+            if isinstance(told[0], messages.Failed):
                 told[0].stop()
             self.forward(told[0], self.batch)
 

@@ -3,20 +3,336 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from hf_parallel.ask.spec import SpecError, refuse
 from hf_parallel.axes.axis import Axis
+from hf_parallel.axes.tensor.infer import (
+    LINEARS,
+    by_heads,
+    infer_styles,
+    is_attention,
+    latent_attention,
+    linear_sizes,
+    packed_style,
+    shared_experts,
+)
+from hf_parallel.axes.tensor.sequence_parallel import obstacle
+from hf_parallel.axes.tensor.tensor_parallel import FOR_LINEARS, SAME_AS_LINEAR
+from hf_parallel.model.anatomy import attention_heads, is_norm, text_config, text_part, tied_to_embedding
+from hf_parallel.model.experts import ExpertFacts, expert_facts, is_experts, named_experts
+from hf_parallel.model.families import UNSPLITTABLE
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
+    from hf_parallel.ask.config import ParallelConfig
     from hf_parallel.axes.axis import Building
-    from hf_parallel.axes.tensor.read import SplitFacts
-    from hf_parallel.config import ParallelConfig
     from hf_parallel.model.anatomy import Anatomy
-    from hf_parallel.model.batches import Batch
+    from hf_parallel.model.calls import Batch
+
+
+# ---- Which module gets which tensor-parallel style: the model's own plan, else inferred; checked against its sizes
+# A style is a word; `tensor_parallel.py` and `vocab_parallel.py` know what it does. The words are those of
+# transformers' `tp_plan` where it has one. `read_split` looks at the model, `resolve_styles` only at what it found.
+
+
+#: Words of transformers' plans that this version can apply.
+SUPPORTED = {
+    "colwise",
+    "rowwise",
+    "colwise_gather_output",
+    "embedding_rowwise",
+    "replicated_with_grad_allreduce",
+}
+#: transformers' own answer to packed weights is to compute them whole; where the packing is known we split them.
+_WHOLE = {"colwise_gather_output": "packed", "rowwise_split_input": "rowwise"}
+_WORKS = "tp_size=1"
+_APART = (".q_proj", ".k_proj", ".v_proj")
+_OF_VOCABULARY = ("embedding_rowwise", "colwise_gather_output")
+
+Origins = dict[str, tuple[str, str]]  # module -> style and where it comes from: "plan", "inferred" or "known"
+
+
+#: Models whose loss pulls the scores of their first heads to the diagonal, where their config says so.
+GUIDED_BY_HEADS = {"SpeechT5ForTextToSpeech", "SpeechT5ForSpeechToSpeech"}
+
+
+@dataclass(frozen=True)
+class SplitFacts:
+    """What a model's modules allow. `refusal`: why none is split, before any number of ranks is looked at."""
+
+    model: str
+    heads: tuple[int, int] | None  # query, key/value
+    refusal: str | None = None
+    styles: Origins = field(default_factory=dict)
+    kinds: dict[str, type] = field(default_factory=dict)
+    linears: dict[str, tuple[int, int]] = field(default_factory=dict)  # input and output width
+    transposed: frozenset[str] = frozenset()  # whose weight is [in, out]
+    sparse_lookups: frozenset[str] = frozenset()  # embeddings whose gradient or norm is one of rows
+    list_per_head: str | None = None  # an attention that keeps a module for each head
+    norm_over_keys: str | None = None  # an attention with a norm over all key heads at once
+    sequence_obstacle: str | None = None
+    experts: dict[str, ExpertFacts] = field(default_factory=dict)
+
+
+def read_split(model: nn.Module) -> SplitFacts:
+    """Styles by module, whatever the number of ranks, and what limits it."""
+    heads, name = attention_heads(model), type(model).__name__
+    reason = next((f"{kind} {UNSPLITTABLE[kind]}" for kind in _kinds(model) if kind in UNSPLITTABLE), None)
+    if getattr(model.config, "use_guided_attention_loss", False) and name in GUIDED_BY_HEADS:
+        reason = f"the loss of {name} reads the scores of some heads (use_guided_attention_loss=True)"
+    if reason is not None or heads is None:
+        return SplitFacts(name, heads, reason)
+    try:
+        styles = _styles(model)
+    except SpecError as error:
+        return SplitFacts(name, heads, f"{name}: {error}")
+    modules = {key: model.get_submodule(key) for key, (style, _) in styles.items() if style != "heads"}
+    lookups = {key: module for key, module in modules.items() if isinstance(module, nn.Embedding)}
+    columns = [key for key, (style, _) in styles.items() if style == "colwise"]
+    return SplitFacts(
+        name,
+        heads,
+        None,
+        styles,
+        {key: type(module) for key, module in modules.items()},
+        {key: linear_sizes(module) for key, module in modules.items() if isinstance(module, LINEARS)},
+        frozenset(key for key, module in modules.items() if isinstance(module, Conv1D)),
+        frozenset(key for key, e in lookups.items() if e.max_norm is not None or e.scale_grad_by_freq or e.sparse),
+        _list_per_head(model, columns, heads),
+        _norm_over_keys(model, columns),
+        obstacle(model, {key: style for key, (style, _) in styles.items()}),
+        {key: expert_facts(module) for key, module in modules.items() if is_experts(module)},
+    )
+
+
+def _kinds(model: nn.Module) -> Iterator[str]:
+    return (type(module).__name__ for module in model.modules())
+
+
+def _styles(model: nn.Module) -> Origins:
+    plan = {key: word for key, word in (getattr(model, "tp_plan", None) or {}).items() if word != "local_params"}
+    latent = latent_attention(model)
+    published = _from_plan(model, plan, {name.rpartition(".")[0] for name in latent})
+    styles = {name: (style, "plan") for name, style in published.items()}
+    if not latent and _splits_no_layer(styles):
+        styles.update({name: (style, "inferred") for name, style in infer_styles(model).items()})
+    split = {name.rpartition(".")[0] for name in (*styles, *latent)}
+    for known in (latent, _vocabulary(model), by_heads(model, split), _experts(model), shared_experts(model)):
+        styles.update({name: (style, "known") for name, style in known.items() if name not in styles})
+    if _reads_embedding(model):
+        styles = {name: found for name, found in styles.items() if found[0] not in _OF_VOCABULARY}
+    return styles
+
+
+def resolve_styles(facts: SplitFacts, tp_size: int, whole_experts: bool = False) -> Origins:
+    """Style and origin of each module that is split over `tp_size` ranks, by full name.
+
+    Args:
+        whole_experts: another axis shares experts out, each of them whole.
+
+    Raises:
+        SpecError: the model cannot be split, or a size does not divide.
+    """
+    if facts.refusal is not None:
+        refuse(f"tp_size={tp_size}", facts.refusal, "tp_size=1")
+    styles = facts.styles
+    if _shares_heads(facts, tp_size):
+        styles = {name: (_shared(style, name), origin) for name, (style, origin) in styles.items()}
+        _check_shared(facts, styles, tp_size)
+    for name, (style, _) in styles.items():
+        _check_width(facts, name, style, tp_size)
+        _check_kind(facts, name, style, tp_size)
+    if whole_experts:
+        styles = {name: found for name, found in styles.items() if found[0] != "experts"}
+    for name in styles.keys() & facts.experts.keys():
+        _check_experts(name, facts.experts[name], tp_size)
+    if facts.list_per_head is not None:
+        refuse(f"tp_size={tp_size}", f"{facts.list_per_head} keeps a module for each head", "tp_size=1")
+    return styles
+
+
+def why_whole_sequences(facts: SplitFacts, asked: bool | None) -> str | None:
+    """Why there is no sequence parallelism, or None if there is.
+
+    Raises:
+        SpecError: it is asked for, and the model does not allow it.
+    """
+    reason = "sequence_parallel=false" if asked is False else facts.sequence_obstacle
+    if asked and reason is not None:
+        refuse("sequence_parallel=true", reason, "sequence_parallel=false")
+    return reason
+
+
+def _from_plan(model: PreTrainedModel, plan: dict[str, str], latent: set[str]) -> dict[str, str]:
+    """The plan's words by module, without those of latent attentions, which we cut in our own way."""
+    styles = {}
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    inside = {id(module) for module in text_part(model).modules()}
+    matches = list(_matches(model, plan))
+    split = {name.rpartition(".")[0] for name, _, word in matches if word.startswith("rowwise")}
+    for name, module, word in matches:
+        if id(module) not in inside and module is not head:
+            continue  # the vision part of a composite model stays whole
+        if is_experts(module):
+            continue  # `_experts`
+        if name.rpartition(".")[0] in latent:
+            continue
+        if word == "colwise_gather_output" and module is not head and name.rpartition(".")[0] not in split:
+            continue  # no layer follows that would split it: all of it stays whole
+        style = word if module is head else _packed(model, name, _WHOLE.get(word, word))
+        if style == "packed" and name.endswith(_APART):
+            style = "colwise"  # gathered for a norm over all heads, which `SplitNorm` does
+        if style not in SUPPORTED and not style.startswith("packed_"):
+            refuse(f"style {word} of {name}", "is not supported")
+        styles[name] = style
+    return styles
+
+
+def _packed(model: nn.Module, name: str, style: str) -> str:
+    owner, _, child = name.rpartition(".")
+    known = packed_style(model.get_submodule(owner), child) or style
+    return known if style in ("packed", "colwise") else style
+
+
+def _reads_embedding(model: nn.Module) -> bool:
+    """Does a forward read the embedding's weight itself? Gemma 4's does for the layers' own inputs, heads too."""
+    kinds = {type(module).__name__ for module in model.modules()}
+    by_layer = "Gemma4Model" in kinds and bool(getattr(text_config(model), "hidden_size_per_layer_input", 0))
+    return by_layer or not kinds.isdisjoint({"DebertaLMPredictionHead", "DebertaV2LMPredictionHead"})
+
+
+def _splits_no_layer(styles: dict[str, tuple[str, str]]) -> bool:
+    return not any(style in ("colwise", "rowwise") for style, _ in styles.values())
+
+
+def _vocabulary(model: PreTrainedModel) -> dict[str, str]:
+    """Embeddings and head, which several plans leave out."""
+    styles = dict.fromkeys(tied_to_embedding(model), "embedding_rowwise")
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    if type(head) is nn.Linear:
+        styles[next(name for name, module in model.named_modules() if module is head)] = "colwise_gather_output"
+    return styles
+
+
+def _experts(model: nn.Module) -> dict[str, str]:
+    """Modules that hold experts side by side, each of which is split inside."""
+    inside = {id(module) for module in text_part(model).modules()}
+    return {name: "experts" for name, module in named_experts(model) if id(module) in inside}
+
+
+def _shared(style: str, name: str) -> str:
+    """The style of key and value projections when ranks share heads."""
+    if style == "colwise" and name.endswith((".k_proj", ".v_proj")):
+        return "colwise_shared_heads"
+    return {"packed_qkv": "shared_qkv", "falcon_qkv": "shared_groups"}.get(style, style)
+
+
+def _matches(model: nn.Module, plan: dict[str, str]) -> Iterator[tuple[str, nn.Module, str]]:
+    for name, module in model.named_modules():
+        style = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
+        if style is not None:
+            yield name, module, style
+
+
+def _shares_heads(facts: SplitFacts, tp_size: int) -> bool:
+    """Are there fewer key/value heads than ranks, so that ranks share them?
+
+    Raises:
+        SpecError: no attention; query heads, or key/value heads, do not fall into whole groups.
+    """
+    if facts.heads is None:
+        refuse(
+            f"tp_size={tp_size}",
+            f"{facts.model} publishes no tensor-parallel plan and has no attention heads to split",
+            "tp_size=1",
+        )
+    heads, kv_heads = facts.heads
+    works = [n for n in range(2, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
+    if tp_size not in works:
+        choice = f"tp_size={' or '.join(map(str, works))}" if works else "tp_size=1"
+        refuse(
+            f"tp_size={tp_size}",
+            f"does not divide {heads} attention heads and {kv_heads} key/value heads",
+            choice,
+        )
+    return tp_size > kv_heads
+
+
+def _list_per_head(model: nn.Module, columns: Iterable[str], heads: tuple[int, int]) -> str | None:
+    """An attention with a module for each head, as StableLM 2's norms: ranks would take the first ones."""
+    for owner, attention in _owners(model, columns):
+        for module in attention.modules() if is_attention(attention) else ():
+            if isinstance(module, nn.ModuleList | nn.ParameterList) and len(module) > 1 and len(module) in heads:
+                return owner
+    return None
+
+
+def _norm_over_keys(model: nn.Module, columns: Iterable[str]) -> str | None:
+    """The class of an attention that has a norm as wide as all its keys, of which a rank would have one head."""
+    for name in columns:
+        module, owner = model.get_submodule(name), model.get_submodule(name.rpartition(".")[0])
+        if not name.endswith((".k_proj", ".v_proj")) or not isinstance(module, LINEARS):
+            continue
+        whole = linear_sizes(module)[1]
+        widths = {p.numel() for norm in owner.modules() if is_norm(norm) for p in norm.parameters()}
+        if whole in widths and whole > getattr(owner, "head_dim", whole):
+            return type(owner).__name__
+    return None
+
+
+def _owners(model: nn.Module, names: Iterable[str]) -> Iterator[tuple[str, nn.Module]]:
+    for owner in dict.fromkeys(name.rpartition(".")[0] for name in names):
+        yield owner, model.get_submodule(owner)
+
+
+def _check_shared(facts: SplitFacts, styles: Origins, tp_size: int) -> None:
+    shared = any(style == "colwise_shared_heads" for style, _ in styles.values())
+    if shared and facts.norm_over_keys is not None:
+        assert facts.heads is not None
+        refuse(
+            f"tp_size={tp_size}", f"{facts.norm_over_keys} has a norm over all key heads", f"tp_size={facts.heads[1]}"
+        )
+
+
+def _check_width(facts: SplitFacts, name: str, style: str, tp_size: int) -> None:
+    if style not in ("colwise", "rowwise") or name not in facts.linears:
+        return
+    width = facts.linears[name][style == "colwise"]
+    if width % tp_size:
+        side = "output" if style == "colwise" else "input"
+        refuse(f"tp_size={tp_size}", f"does not divide the {width} {side} features of {name}", "tp_size=1")
+
+
+def _check_experts(name: str, experts: ExpertFacts, tp_size: int) -> None:
+    if experts.unknown:
+        refuse(f"tp_size={tp_size}", f"what {experts.kind} does with its {experts.unknown[0]} is not known", _WORKS)
+    if experts.width % tp_size:
+        refuse(f"tp_size={tp_size}", f"does not divide the {experts.width} columns of each expert of {name}", _WORKS)
+
+
+def _check_kind(facts: SplitFacts, name: str, style: str, tp_size: int) -> None:
+    """Refuse a subclass of what the style is for, which may compute something else."""
+    kind = facts.kinds.get(name)
+    if kind is None:  # a parameter, not a module
+        return
+    allowed = (nn.Linear,) if style.startswith("shared_") else LINEARS
+    if style in FOR_LINEARS and kind not in allowed and kind.__name__ not in SAME_AS_LINEAR:
+        refuse(f"tp_size={tp_size}", f"{name} is a {kind.__name__}, but style {style} is for Linear", "tp_size=1")
+    is_head = style == "colwise_gather_output"
+    if is_head and kind is not nn.Linear or style == "embedding_rowwise" and not issubclass(kind, nn.Embedding):
+        wanted = "a Linear" if is_head else "an Embedding"
+        refuse(f"tp_size={tp_size}", f"{name} is a {kind.__name__}, not {wanted}", "tp_size=1")
+    if style == "embedding_rowwise" and name in facts.sparse_lookups:
+        refuse(name, "with max_norm, scale_grad_by_freq or sparse it cannot be split", "tp_size=1")
 
 
 @dataclass(frozen=True)
@@ -43,13 +359,11 @@ class Tensor(Axis["SplitFacts", TensorPart]):
 
     def read(self, model: PreTrainedModel, config: ParallelConfig) -> SplitFacts:
         """Which module could be split how."""
-        from hf_parallel.axes.tensor.read import read_split
 
         return read_split(model)
 
     def resolve(self, config: ParallelConfig, anatomy: Anatomy, facts: SplitFacts) -> TensorPart:
         """Styles that fit the number of ranks, and whether sequences are split between regions."""
-        from hf_parallel.axes.tensor.read import resolve_styles, why_whole_sequences
 
         styles = resolve_styles(facts, config.tp_size, config.ep_size > 1)
         reason = why_whole_sequences(facts, config.sequence_parallel)
@@ -90,8 +404,8 @@ class Tensor(Axis["SplitFacts", TensorPart]):
 
 def _whole_tokens(building: Building, tensor: torch.Tensor, batch: Batch) -> torch.Tensor:
     """[rows, own tokens, …] -> [rows, tokens, …], those of this rank's part of the sequence."""
-    from hf_parallel.collectives import join_sequence
-    from hf_parallel.model.batches import tokens_of
+    from hf_parallel.model.calls import tokens_of
+    from hf_parallel.ranks import join_sequence
 
     length = tokens_of(batch).shape[1]
     length = length if building.local_length is None else building.local_length(length)

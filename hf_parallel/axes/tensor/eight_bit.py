@@ -22,17 +22,17 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from transformers.pytorch_utils import Conv1D
 
-from hf_parallel.autocast import as_autocast, no_autocast
 from hf_parallel.axes import eight_bit
 from hf_parallel.axes.eight_bit import Float8, G, Recipe, Split, X, recipe_of, tensorwise
 from hf_parallel.axes.tensor import gather_recompute
-from hf_parallel.collectives import all_reduce, parts_of_sequence, start_all_gather, start_reduce_scatter
-from hf_parallel.collectives.kept import COLLECTIVE, kept_or
+from hf_parallel.ranks import all_reduce, parts_of_sequence, start_all_gather, start_reduce_scatter
+from hf_parallel.ranks.local import as_autocast, no_autocast
+from hf_parallel.ranks.observed import COLLECTIVE, kept_or
 
 if TYPE_CHECKING:
     from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
-    from hf_parallel.collectives.context import Context
+    from hf_parallel.ranks.differentiable import Context
 
 
 def linear(

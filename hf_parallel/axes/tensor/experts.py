@@ -19,7 +19,8 @@ from hf_parallel.axes.axis import SequenceParallelFlag
 from hf_parallel.axes.tensor.layers import TensorParallelLayer, become
 from hf_parallel.axes.tensor.region import Region
 from hf_parallel.axes.tensor.tensor_parallel import shard_parameter
-from hf_parallel.collectives import (
+from hf_parallel.model.experts import ExpertFacts, expert_facts
+from hf_parallel.ranks import (
     copy_to_group,
     copy_weight_to_group,
     gather_sequence,
@@ -27,8 +28,7 @@ from hf_parallel.collectives import (
     reduce_from_group,
     reduce_scatter_sequence,
 )
-from hf_parallel.local import holding, local, with_added
-from hf_parallel.model.experts import ExpertFacts, expert_facts
+from hf_parallel.ranks.local import holding, local, with_added
 
 if TYPE_CHECKING:
     from torch import nn

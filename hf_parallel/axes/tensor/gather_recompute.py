@@ -19,11 +19,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from hf_parallel.autocast import no_autocast
-from hf_parallel.collectives import begin_gather_sequence, gather_sequence
+from hf_parallel.ranks import begin_gather_sequence, gather_sequence
+from hf_parallel.ranks.local import no_autocast
 
 if TYPE_CHECKING:
-    from hf_parallel.collectives.context import Context
+    from hf_parallel.ranks.differentiable import Context
 
 
 def gather(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

@@ -15,10 +15,10 @@ from collections.abc import Iterator
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from hf_parallel.ask.spec import refuse
 from hf_parallel.model.anatomy import is_norm, owns_parameters, stacks, text_config
 from hf_parallel.model.experts import is_experts, named_experts
 from hf_parallel.model.families import PACKED
-from hf_parallel.spec import refuse
 
 Styles = dict[str, str]
 

@@ -16,11 +16,11 @@ from hf_parallel.axes.eight_bit import Split, recipe_of
 from hf_parallel.axes.tensor import eight_bit, gather_recompute
 from hf_parallel.axes.tensor.infer import OF_HEADS
 from hf_parallel.axes.tensor.region import Region
-from hf_parallel.collectives import copy_weight_to_group, gather_last_dim
-from hf_parallel.collectives.kept import summed_next
-from hf_parallel.local import holding, local, put_in_front
 from hf_parallel.model.anatomy import owns_parameters
 from hf_parallel.model.experts import is_experts
+from hf_parallel.ranks import copy_weight_to_group, gather_last_dim
+from hf_parallel.ranks.local import holding, local, put_in_front
+from hf_parallel.ranks.observed import summed_next
 
 SplitLayer = TypeVar("SplitLayer", bound="TensorParallelLayer")
 

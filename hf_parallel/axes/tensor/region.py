@@ -8,9 +8,12 @@ enter, leave                     f, g of Megatron-LM; under sequence parallelism
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import functools
 import inspect
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
@@ -18,22 +21,208 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from transformers.pytorch_utils import Conv1D
 
-from hf_parallel.autocast import as_autocast
 from hf_parallel.axes.eight_bit import Split, recipe_of, tensorwise
 from hf_parallel.axes.tensor import eight_bit, gather_recompute
-from hf_parallel.axes.tensor.deferred_wgrad import LateWeight, column_linear, enter_columns
 from hf_parallel.axes.tensor.dropout import OwnRandomNumbers
-from hf_parallel.axes.tensor.heads import PER_HEAD
-from hf_parallel.axes.tensor.lowering import only_multiplied
-from hf_parallel.axes.tensor.overlap import row_linear
-from hf_parallel.collectives import copy_to_group, reduce_from_group, reduce_scatter_sequence
-from hf_parallel.collectives.kept import COLLECTIVE, keeps
+from hf_parallel.axes.tensor.infer import linear_sizes
+from hf_parallel.axes.tensor.overlap import LateWeight, column_linear, enter_columns, row_linear
+from hf_parallel.model.anatomy import attention_heads
+from hf_parallel.model.families import HEAD_WIDTHS
+from hf_parallel.ranks import copy_to_group, copy_weight_to_group, reduce_from_group, reduce_scatter_sequence
+from hf_parallel.ranks.local import as_autocast
+from hf_parallel.ranks.observed import COLLECTIVE, keeps
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
 
     from hf_parallel.axes.axis import SequenceParallelFlag
+
+
+# ---- What a region's input is cast to before it is communicated: to what autocast lowers it to anyway ---------------
+# Where all that reads an input are products, each of them casts it under autocast: cast once, before the collective,
+# it has half the bytes and the forward pass the same numbers. Whether that is so is seen by running the region's
+# owner on the meta device; where it is not certain, the input travels as it is.
+
+
+_TOKENS, _WIDTH = 4, 8  # of the row that is run; its width does not matter to products
+#: What may be asked of an input without reading a value of it or its dtype.
+_SHAPE = {torch.Tensor.size, torch.Tensor.dim}
+_SHAPE |= {getattr(torch.Tensor, name).__get__ for name in ("shape", "ndim", "device")}
+
+
+class _Watched(torch.Tensor):
+    """An input that remembers whether anything but its shape was asked for."""
+
+    read: bool
+
+    @classmethod
+    def __torch_function__(cls, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None) -> object:
+        with torch._C.DisableTorchFunctionSubclass():
+            if func not in _SHAPE:
+                for value in (*args, *(kwargs or {}).values()):
+                    for tensor in value if isinstance(value, list | tuple) else (value,):
+                        if isinstance(tensor, _Watched):
+                            tensor.read = True
+            return func(*args, **(kwargs or {}))
+
+
+class _Product(nn.Module):
+    """Stands for a linear of the owner: what it multiplies counts as not read."""
+
+    def __init__(self, linear: nn.Linear | Conv1D) -> None:
+        super().__init__()
+        self.width = linear.nf if isinstance(linear, Conv1D) else linear.out_features
+        self.weight = nn.Parameter(torch.empty_like(linear.weight, device="meta"))
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return _empty(*input.shape[:-1], self.width)
+
+
+#: Owner's class, config, linears and input -> the answer, and the config, whose id is no other's while it is here.
+_known: dict[tuple[type, int, tuple[str, ...], str], tuple[bool, object]] = {}
+
+
+def only_multiplied(owner: nn.Module, name: str) -> bool:
+    """Does the forward of this attention or MLP read its input `name` with linears of its own alone?"""
+    linears = {key: child for key, child in owner.named_children() if isinstance(child, nn.Linear | Conv1D)}
+    config = vars(owner).get("config")
+    key = (type(owner), id(config), tuple(linears), name)
+    if key not in _known:  # layers of one model are alike
+        with _on_meta(owner, linears):
+            answer = bool(linears) and all(_reads_nothing(owner, name, more) for more in (False, True))
+        _known[key] = answer, config
+    return _known[key][0]
+
+
+@contextlib.contextmanager
+def _on_meta(owner: nn.Module, linears: dict[str, object]) -> Iterator[None]:
+    """In here the owner's linears are stand-ins, and its attention is written out."""
+    modules, config = dict(owner._modules), vars(owner).get("config")
+    owner._modules.update({key: _Product(child) for key, child in linears.items()})
+    if config is not None:
+        owner.config = written_out = copy.deepcopy(config)
+        written_out._attn_implementation = "eager"
+    try:
+        yield
+    finally:
+        owner._modules.update(modules)
+        if config is not None:
+            owner.config = config
+
+
+def _reads_nothing(owner: nn.Module, name: str, more: bool) -> bool:
+    """Whether a pass gets to its end without reading the input itself; `more`: with inputs that may be left out."""
+    head = int(getattr(owner, "head_dim", None) or 8)
+    for angles in (head, getattr(owner, "rotary_ndims", head), head // 2):
+        watched = _empty(1, _TOKENS, _WIDTH).as_subclass(_Watched)
+        watched.read = False
+        values = {key: value.to("meta") for key, value in (*owner.named_parameters(), *owner.named_buffers())}
+        with contextlib.suppress(Exception):  # whatever its code does with what it is not given
+            result = torch.func.functional_call(owner, values, (), {name: watched, **_besides(owner, angles, more)})
+            given_back = any(part is watched for part in (result if isinstance(result, tuple) else (result,)))
+            return not watched.read and not given_back
+    return False
+
+
+def _besides(owner: nn.Module, angles: int, more: bool) -> dict[str, object]:
+    """The other inputs of the owner that it needs, and those that may decide what it does."""
+    width = getattr(getattr(owner, "config", None), "hidden_size", None) or _WIDTH
+    known: dict[str, object] = {"position_embeddings": (_empty(1, _TOKENS, angles),) * 2}
+    known["residual"] = _empty(1, 1, 1)  # fits what it is added to
+    if more:
+        known["attention_mask"] = _empty(1, 1, _TOKENS, _TOKENS)
+        known.update(dict.fromkeys(("key_value_states", "encoder_hidden_states"), _empty(1, _TOKENS, width)))
+    first, *others = inspect.signature(owner.forward).parameters.values()
+    needed = [p for p in others if p.name in known or (p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD)]
+    return {p.name: known.get(p.name) for p in needed}
+
+
+def _empty(*shape: int) -> torch.Tensor:
+    return torch.empty(shape, device="meta")
+
+
+# ---- An attention on some of its heads: what it counts, and what it is given per head, becomes this rank's part
+
+
+_COUNTS_IN_CONFIG = ("num_attention_heads", "num_key_value_heads", "num_heads", "num_kv_heads", "n_head", "n_heads")
+#: Widths of all heads: `output.reshape(batch, length, self.inner_dim)`, `qkv.split((self.split_size, …))`.
+_WIDTHS = ("split_size", "all_head_size", "inner_dim")
+#: Names of it in classes that nothing is declared of: those of scripts.
+_WIDTHS_OF_SCRIPTS = ("embed_dim", "hidden_size", "d_model", "output_dim")
+#: Inputs with one entry per head.
+PER_HEAD = ("alibi", "position_bias", "rel_pos", "rel_2d_pos")
+
+
+def use_local_heads(model: nn.Module, owner: nn.Module, mesh: DeviceMesh) -> None:
+    """Divide the head counts that `owner` keeps, reads from its config, or receives as biases of all heads."""
+    counts = attention_heads(model)
+    if counts is None or not any(_is_head_count(key, value) for key, value in vars(owner).items()):
+        return
+    heads, kv_heads = counts
+    size = mesh.size()
+    local = {heads: heads // size, kv_heads: max(1, kv_heads // size)}
+    declared = _declared_widths(type(owner))
+    split = {linear_sizes(module)[1] for module in owner.modules() if isinstance(module, nn.Linear | Conv1D)}
+    for key, value in list(vars(owner).items()):
+        if _is_head_count(key, value) and value in local:
+            setattr(owner, key, local[value])
+        elif isinstance(value, int) and (key in _WIDTHS or (key in declared and value in split)):
+            setattr(owner, key, value // size)
+    _use_local_config(owner, local)
+    if set(PER_HEAD) & set(inspect.signature(type(owner).forward).parameters):
+        hook = functools.partial(_slice_heads, heads, mesh.get_group())
+        owner.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def _is_head_count(key: str, value: object) -> bool:
+    return isinstance(value, int) and re.search(r"(^|_)(heads?|n_head)$", key) is not None
+
+
+class LocalConfig:
+    """A view of a config with other head counts; everything else is the config itself, now and later."""
+
+    def __init__(self, config: PretrainedConfig, **counts: int) -> None:
+        self.__dict__.update(_config=config, **counts)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_config":  # while being copied
+            raise AttributeError(name)
+        return getattr(self._config, name)
+
+
+def _declared_widths(kind: type) -> tuple[str, ...]:
+    if not kind.__module__.startswith("transformers."):
+        return _WIDTHS_OF_SCRIPTS
+    return tuple(HEAD_WIDTHS[base.__name__] for base in kind.__mro__ if base.__name__ in HEAD_WIDTHS)
+
+
+def _use_local_config(owner: PreTrainedModel, local: dict[int, int]) -> None:
+    """Whatever an attention reads its number of heads for, it means its own."""
+    config = getattr(owner, "config", None)
+    counts = {key: local[value] for key in _COUNTS_IN_CONFIG if (value := getattr(config, key, None)) in local}
+    if counts:
+        owner.config = LocalConfig(config, **counts)
+
+
+def _slice_heads(heads: int, group: dist.ProcessGroup, owner: nn.Module, args: tuple, kwargs: dict) -> object:
+    """Pre-hook: masks and biases of all heads, [b, heads, q, k] or BLOOM's [b * heads, q, k], to this rank's heads."""
+
+    def sliced(value: object, name: str = "") -> object:
+        if not torch.is_tensor(value):
+            return value
+        if value.dim() == 4 and value.shape[1] == heads:
+            return copy_weight_to_group(value, group).chunk(group.size(), dim=1)[group.rank()]
+        if name == "position_bias" and value.dim() == 3 and value.shape[0] == heads:
+            return value.chunk(group.size())[group.rank()]
+        if name == "alibi" and value.dim() == 3:
+            by_head = value.unflatten(0, (-1, heads)).chunk(group.size(), dim=1)[group.rank()]
+            return by_head.flatten(0, 1)
+        return value
+
+    return tuple(map(sliced, args)), {key: sliced(value, key) for key, value in kwargs.items()}
 
 
 #: Styles of layers that read the residual stream.

@@ -26,10 +26,10 @@ from hf_parallel.axes.tensor.experts import gather_router_logits
 from hf_parallel.axes.tensor.infer import named_layers
 from hf_parallel.axes.tensor.layers import partial_gradient, unsplit
 from hf_parallel.axes.tensor.region import READERS, Region
-from hf_parallel.collectives import join_sequence, split_sequence
 from hf_parallel.model.anatomy import is_norm, owns_parameters, reader_of, stacks, text_part, token_readers
-from hf_parallel.model.batches import by_name, holding
+from hf_parallel.model.calls import arguments_of, holding
 from hf_parallel.model.experts import named_experts
+from hf_parallel.ranks import join_sequence, split_sequence
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -143,7 +143,7 @@ def _padded_forward(
 
     @functools.wraps(forward)
     def padded(*args: object, **kwargs: object) -> object:
-        batch = by_name(names, args, kwargs, reader)
+        batch = arguments_of(names, args, kwargs, reader)
         cached = batch.get("use_cache", getattr(reader.config, "use_cache", False)) and not torch.is_grad_enabled()
         if caches and (cached or batch.get("past_key_values") is not None):
             return _whole_sequences(switch, forward, batch)

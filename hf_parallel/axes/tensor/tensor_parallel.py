@@ -28,7 +28,6 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from transformers.pytorch_utils import Conv1D
 
 from hf_parallel.axes.axis import SequenceParallelFlag
-from hf_parallel.axes.tensor.heads import use_local_heads
 from hf_parallel.axes.tensor.infer import OF_HEADS, linear_sizes, named_layers
 from hf_parallel.axes.tensor.layers import (
     ColumnParallel,
@@ -41,9 +40,8 @@ from hf_parallel.axes.tensor.layers import (
     partial_gradient,
     unsplit,
 )
-from hf_parallel.axes.tensor.region import READERS, Region
-from hf_parallel.model.anatomy import attention_heads, is_norm
-from hf_parallel.model.packed import packed_order
+from hf_parallel.axes.tensor.region import READERS, Region, use_local_heads
+from hf_parallel.model.anatomy import attention_heads, is_norm, packed_order
 
 
 def tensor_parallel(

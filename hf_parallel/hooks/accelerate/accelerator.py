@@ -4,44 +4,140 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 from transformers.utils import ModelOutput
 
-from hf_parallel.arguments import by_name
+from hf_parallel.apply.parallelize import clip_together, parallelize
 from hf_parallel.ask.keys.layers import check_compiled
+from hf_parallel.ask.spec import refuse
 from hf_parallel.axes.compile import compile_layers
 from hf_parallel.axes.data import host_step
-from hf_parallel.axes.data.mixed_precision import compute_in
-from hf_parallel.axes.data.reduction import before_the_last
+from hf_parallel.axes.data.gradients import before_the_last
+from hf_parallel.axes.data.lowered import compute_in
 from hf_parallel.axes.pipeline.batches import count_targets
 from hf_parallel.checkpoint import full_state_dict
-from hf_parallel.collectives import assert_all_ranks
-from hf_parallel.collectives.when_read import WholeWhenRead, whole_when_read
-from hf_parallel.hooks import hangs, monitoring, report, runtime
+from hf_parallel.hooks import bitsandbytes, hangs, monitoring, report, runtime
 from hf_parallel.hooks.accelerate.data import replacing
-from hf_parallel.hooks.accelerate.scaler import scale_together
-from hf_parallel.hooks.bitsandbytes import eight_bit
 from hf_parallel.hooks.patching import patch
-from hf_parallel.hooks.peft.before import make_parallel_below
-from hf_parallel.hooks.peft.settings import check_optimizer
+from hf_parallel.hooks.peft.before import check_optimizer, make_parallel_below
 from hf_parallel.hooks.trainer import bad_numbers, means
 from hf_parallel.model.anatomy import transformer_blocks
-from hf_parallel.parallelize import clip_together, parallelize
-from hf_parallel.spec import refuse
+from hf_parallel.model.calls import by_name
+from hf_parallel.ranks import assert_all_ranks
+from hf_parallel.ranks.local import WholeWhenRead, local, whole_when_read
 
 if TYPE_CHECKING:
-    from accelerate import Accelerator
+    import torch
+    from accelerate import Accelerator, LocalSGD
 
-    from hf_parallel.parallelize import ParallelState
+    from hf_parallel.apply.parallelize import ParallelState
+
+
+# ---- fp16: one loss scale for all ranks, although each sees only its own gradients ----------------------------------
+
+
+class MeshGradScaler(ShardedGradScaler):
+    """torch's scaler for sharded gradients: a step is skipped by all ranks if one of them finds an overflow.
+
+    Gradients may be split over several meshes, which torch's kernel does not take: it gets this rank's parts.
+    """
+
+    def _unscale_grads_(
+        self, optimizer: torch.optim.Optimizer, *args: object, **kwargs: object
+    ) -> dict[torch.device, torch.Tensor]:
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        parts = [SimpleNamespace(grad=local(parameter.grad)) for parameter in parameters]
+        return super()._unscale_grads_(SimpleNamespace(param_groups=[{"params": parts}]), *args, **kwargs)  # type: ignore[arg-type]
+
+    def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict:
+        """For fused optimizers, which scale back by themselves: torch's looks at this rank's gradients only."""
+        found = super()._check_inf_per_device(optimizer)
+        for here in found.values():
+            carrier = here.to(self._device)
+            dist.all_reduce(carrier, group=self.process_group)
+            here.copy_(carrier)
+        return found
+
+
+def scale_together(accelerator: Accelerator) -> None:
+    """Before a model or an optimizer is prepared: a scaler of the whole mesh, with the settings the script gave."""
+    given = accelerator.scaler
+    if given is None or isinstance(given, MeshGradScaler) or not given.is_enabled():
+        return
+    accelerator.scaler = MeshGradScaler(
+        runtime.mesh().device.type,
+        init_scale=given.get_scale(),
+        growth_factor=given.get_growth_factor(),
+        backoff_factor=given.get_backoff_factor(),
+        growth_interval=given.get_growth_interval(),
+    )
+
+
+# ---- Which settings of Accelerate any layout keeps: another engine, fp8 of its own and hooks of DDP are refused
+
+
+#: Arguments of Accelerator, the variable by which the launcher says the same, and what works.
+_ENGINES = (
+    (("fsdp_plugin",), "ACCELERATE_USE_FSDP", "dp_shard in the spec"),
+    (("deepspeed_plugin", "deepspeed_plugins"), "ACCELERATE_USE_DEEPSPEED", "dp_shard and zero_stage in the spec"),
+    (("megatron_lm_plugin",), "ACCELERATE_USE_MEGATRON_LM", "tp and pp in the spec"),
+    (("parallelism_config", "torch_tp_plugin"), "ACCELERATE_USE_PARALLELISM_CONFIG", "the spec alone"),
+)
+
+
+@patch(
+    "accelerate.accelerator:Accelerator.__init__", "an engine of its own; hooks of DDP and time-outs have no effect"
+)
+def init(original: Callable, self: Accelerator, *args: object, **kwargs: object) -> None:
+    """Refuse what would do the layout's work a second time; its time-out holds on all groups."""
+    if runtime.current() is None:
+        original(self, *args, **kwargs)
+        return
+    _check_engines(by_name(original, (self, *args), kwargs))
+    original(self, *args, **kwargs)
+    if self.mixed_precision == "fp8":
+        refuse("mixed_precision=fp8", "Accelerate converts whole models", "precision=fp8 in the spec")
+    hook = "no" if self.ddp_handler is None else self.ddp_handler.comm_hook.value
+    if hook != "no" and _have_data_ranks():
+        refuse(f"comm_hook={hook}", "there is no DDP to call it", "quantize_gradients=int8 in the spec")
+    asked = self.init_handler.to_kwargs() if self.init_handler is not None else {}
+    if "timeout" in asked:
+        runtime.change_time_out(asked["timeout"])
+
+
+def _have_data_ranks() -> bool:
+    return runtime.mesh().config.data_parallel_size > 1
+
+
+def _check_engines(given: dict[str, object]) -> None:
+    for names, variable, works in _ENGINES:
+        named = [name for name in names if given.get(name) is not None]
+        named += [variable] if os.environ.get(variable, "false").lower() == "true" else []
+        if named:
+            refuse(f"{named[0]} of Accelerate", "a second layout beside --parallel", works)
+
+
+@patch("accelerate.local_sgd:LocalSGD.__init__", "keeps weights of its own on each data rank")
+def local_sgd(original: Callable, self: LocalSGD, *args: object, **kwargs: object) -> None:
+    """With one data rank it does nothing, as in one process; several hold the same weights, or parts of them."""
+    given = by_name(original, (self, *args), kwargs)
+    if runtime.current() is not None:
+        if given.get("enabled", True) and _have_data_ranks():
+            refuse("LocalSGD", "data ranks share one set of weights", "LocalSGD(…, enabled=False)")
+        given["enabled"] = False
+    original(**given)
 
 
 @patch("accelerate.accelerator:Accelerator.prepare", "models and optimizers made before become parallel")
@@ -59,7 +155,7 @@ def prepare(original: Callable, self: Accelerator, *args: object, **kwargs: obje
         hangs.follow(model)
     for optimizer in (arg for arg in args if isinstance(arg, torch.optim.Optimizer)):
         check_optimizer(optimizer)
-        eight_bit.check(optimizer)
+        bitsandbytes.check_eight_bit(optimizer)
         _tell_of_stages(getattr(optimizer, "optimizer", optimizer))
         follow_parameters(optimizer)
         host_step.check_optimizer(getattr(optimizer, "optimizer", optimizer))

@@ -9,26 +9,76 @@ from __future__ import annotations
 import contextlib
 import types
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from hf_parallel.arguments import by_name
-from hf_parallel.collectives import objects
+from hf_parallel.ask.spec import refuse
 from hf_parallel.hooks import runtime
-from hf_parallel.hooks.accelerate import orders
-from hf_parallel.hooks.accelerate.places import Place, follow
+from hf_parallel.hooks.accelerate.processes import Place, follow
 from hf_parallel.hooks.accelerate.random_stream import RandomStream
 from hf_parallel.hooks.patching import patch
 from hf_parallel.hooks.trainer.rows import count
-from hf_parallel.spec import refuse
+from hf_parallel.model.calls import by_name
+from hf_parallel.ranks import messages
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
     from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard, SkipBatchSampler
     from accelerate.state import GradientState
     from torch.utils.data import DataLoader
+
+
+# ---- The order in which a loader reads its rows: with several data ranks that of one process ------------------------
+# For several processes accelerate gives a shuffling sampler without a generator a seed of its own; in one process the
+# sampler draws from the process's random numbers. Here it goes on doing so, from the stream that all ranks share.
+
+
+#: On samplers that group rows of like length: for batches of all data ranks already.
+_GROUPED = "_hf_parallel_grouped"
+
+
+def as_in_one_process(prepare: Callable, dataloader: DataLoader, *args: object, **kwargs: object) -> DataLoaderShard:
+    """`prepare` the loader and leave the drawing of its order to its sampler."""
+    sampler = _innermost(dataloader)
+    if is_seeded(by_name(prepare, (dataloader, *args), kwargs)) or getattr(sampler, "generator", 0) is not None:
+        return prepare(dataloader, *args, **kwargs)
+    sampler.generator = torch.Generator()  # so that no number is drawn for one
+    try:
+        prepared = prepare(dataloader, *args, **kwargs)
+    finally:
+        sampler.generator = None
+    if getattr(prepared, "synchronized_generator", None) is not None:
+        prepared.synchronized_generator = None
+        prepared.rng_types = [kind for kind in prepared.rng_types or () if kind != "generator"]
+    return prepared
+
+
+def is_seeded(given: dict[str, object]) -> bool:
+    """Does accelerate order rows by a seed and the epoch, as for Trainer? Then loaders draw nothing for it."""
+    return bool(given.get("use_seedable_sampler", False))
+
+
+def group_for_all(dataloader: DataLoader, data_ranks: int) -> None:
+    """Rows of like length for each batch of all data ranks together, not of one."""
+    from transformers.trainer_pt_utils import LengthGroupedSampler
+
+    sampler = _innermost(dataloader)
+    if isinstance(sampler, LengthGroupedSampler) and not hasattr(sampler, _GROUPED):
+        sampler.batch_size *= data_ranks
+        setattr(sampler, _GROUPED, True)
+
+
+def _innermost(dataloader: DataLoader) -> Any:
+    """The sampler that says which rows come next, below those that make and share out batches."""
+    part: object = dataloader
+    while True:
+        inner = [getattr(part, name, None) for name in ("batch_sampler", "sampler")]
+        inner = [sampler for sampler in inner if sampler is not None]  # not all of them have a length to be true by
+        if not inner:
+            return part
+        part = inner[0]
 
 
 @patch("accelerate.data_loader:prepare_data_loader", "draws orders on each rank", copies=True)
@@ -38,13 +88,13 @@ def prepare_data_loader(original: Callable, dataloader: DataLoader, *args: objec
 
     check_loop()
     mesh = runtime.mesh()
-    orders.group_for_all(dataloader, mesh.data_size)
+    group_for_all(dataloader, mesh.data_size)
     given = by_name(original, (dataloader, *args), kwargs)
     if given.get("even_batches") is False and not _drops_last(dataloader) and mesh.data_size > 1:
         refuse(f"even_batches=False with {mesh.data_size} data ranks", "they would run out apart", "True")
-    prepared = orders.as_in_one_process(original, dataloader, *args, **kwargs)
+    prepared = as_in_one_process(original, dataloader, *args, **kwargs)
     # A loader that draws its order advances the numbers of the next one, and even one in order draws a seed.
-    return _by_data_rank(prepared, mesh.config.world_size > mesh.data_size or not orders.is_seeded(given))
+    return _by_data_rank(prepared, mesh.config.world_size > mesh.data_size or not is_seeded(given))
 
 
 def _by_data_rank(prepared: DataLoaderShard, shared: bool) -> object:
@@ -194,7 +244,7 @@ def gather_for_metrics(
 @patch("accelerate.utils.operations:gather_object", "gathers over all processes", copies=True)
 def gather_object(original: Callable, object: list) -> list:
     """The lists of all data ranks, joined in their order."""
-    return [item for part in objects.gather(object, runtime.mesh().data_group) for item in part]
+    return [item for part in messages.gather(object, runtime.mesh().data_group) for item in part]
 
 
 @patch("accelerate.utils.operations:reduce", "reduces over all processes", copies=True)

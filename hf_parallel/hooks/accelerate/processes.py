@@ -14,17 +14,178 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
+import torch
 import torch.distributed as dist
 
 from hf_parallel.hooks import runtime
+from hf_parallel.hooks.accelerate.random_stream import RandomStream, go_on, plain
 from hf_parallel.hooks.patching import patch, replace
 
 if TYPE_CHECKING:
     from accelerate import PartialState
+    from accelerate.data_loader import DataLoaderShard
     from transformers import Trainer, TrainingArguments
+
+
+# ---- Where prepared loaders are: what a state must hold so that the next process reads the rows that this one would
+# accelerate saves neither a loader's epoch nor the generator of its sampler. A loader in the middle of an epoch starts
+# that one again, in the same order, for `skip_first_batches` to leave out what was read:
+#
+#     saved in epoch 2, after 3 batches     generators and stream as they were when epoch 2 started; and as they are
+# now
+#     loaded                                the epoch starts from the former, and all else goes on from the latter
+
+
+#: Of a loader, as numbers and tensors.
+State: TypeAlias = dict
+#: In the folder of a state.
+FILE = "data_order.pt"
+
+
+class Place:
+    """Of one loader, and of what `skip_first_batches` makes of it."""
+
+    def __init__(self, loader: DataLoaderShard, stream: RandomStream | None) -> None:
+        self.loader, self.stream = loader, stream
+        self.started: dict[str, object] | None = None  # what the epoch that is going on has started from
+        self.ended: int | None = None  # the epoch after the one that was read to its end
+        self.again: dict[str, object] | None = None  # what the next epoch starts from: a former process has begun it
+
+    def state(self) -> State:
+        """As numbers and tensors."""
+        now = self._now()
+        epoch = self.loader.iteration if self.ended is None else self.ended
+        seeds = [sampler.initial_seed for sampler in _parts(self.loader) if hasattr(sampler, "initial_seed")]
+        return {"epoch": epoch, "seeds": seeds, "now": now, "started": self.started}
+
+    def _now(self) -> dict[str, object]:
+        generators = [generator.get_state() for generator in _generators(self.loader)]
+        return {"generators": generators, "stream": None if self.stream is None else plain(self.stream.state)}
+
+    def load(self, saved: State) -> None:
+        """Go on from there at the next epoch."""
+        self.loader.iteration, self.again, self.ended = saved["epoch"], saved["started"], None
+        samplers = [sampler for sampler in _parts(self.loader) if hasattr(sampler, "initial_seed")]
+        for sampler, seed in zip(samplers, saved["seeds"], strict=False):
+            sampler.initial_seed = seed
+        self._set_generators(saved["now"] if self.again is None else self.again)
+        if self.stream is not None and saved["now"]["stream"] is not None:
+            self.stream.state = saved["now"]["stream"]
+
+    def _set_generators(self, state: State) -> None:
+        own = _generators(self.loader)
+        if len(own) == len(state["generators"]):  # another layout may draw in another way
+            for generator, values in zip(own, state["generators"], strict=True):
+                generator.set_state(values)
+
+    # ---- one epoch -----------------------------------------------------------------------------------------------
+
+    def batches(self, loader: DataLoaderShard, iterate: Callable[[], Iterator], empty: bool) -> Iterator:
+        """An epoch of `loader`, which is this place's own or skips batches of it; all of them if `empty`."""
+        before, epoch = self._now(), loader.iteration
+        again, self.again = self.again, None
+        self.started, self.ended = again or before, None
+        aside = before if empty else again
+        try:
+            with self._aside(aside):
+                with self._drawing():
+                    batches = iterate()
+                batch = self._next(batches)  # it draws the order
+            while batch is not None:
+                yield batch[0]
+                batch = self._next(batches)
+            self.ended = epoch if empty else epoch + 1
+            if loader is not self.loader and not empty:
+                self.loader.iteration = self.ended
+        finally:
+            self.started = None
+            if empty:
+                self._set_generators(before)
+
+    def _next(self, batches: Iterator[object]) -> tuple[object] | None:
+        with self._drawing(), contextlib.suppress(StopIteration):
+            return (next(batches),)
+        return None
+
+    def _drawing(self) -> contextlib.AbstractContextManager:
+        return contextlib.nullcontext() if self.stream is None else self.stream.active()
+
+    def _aside(self, state: State | None) -> contextlib.AbstractContextManager:
+        """In here an epoch starts once more: what goes on has drawn for it already."""
+        if state is None:
+            return contextlib.nullcontext()
+        if self.stream is None:
+            return torch.random.fork_rng([])
+        return self.stream.aside(self.stream.state if state["stream"] is None else state["stream"])
+
+
+def follow(loader: DataLoaderShard, place: Place, empty: bool = False) -> None:
+    """Read `loader` from `place` on."""
+    base = loader.base_dataloader
+    iterate = base.__iter__
+    base.__iter__ = lambda: place.batches(loader, iterate, empty)
+    loader._place = place
+
+
+def _parts(loader: DataLoaderShard) -> list[object]:
+    """The loader's samplers, from the outside in, and its data set."""
+    found: list[object] = []
+    waiting = [loader.base_dataloader]
+    while waiting:
+        part = waiting.pop(0)
+        if part is not None and not any(part is known for known in found):
+            found.append(part)
+            waiting += [_held(part, name) for name in ("batch_sampler", "sampler", "dataset")]
+    return found
+
+
+def _held(part: object, name: str) -> object:
+    return getattr(part, "__dict__", {}).get(name)
+
+
+def _generators(loader: DataLoaderShard) -> list[torch.Generator]:
+    """Those that orders are drawn from; a sampler that seeds its own in each epoch needs none."""
+    held = [_held(part, "generator") for part in _parts(loader) if not hasattr(part, "initial_seed")]
+    return list({id(one): one for one in held if isinstance(one, torch.Generator)}.values())
+
+
+# ---- in a state's folder ------------------------------------------------------------------------------------------
+
+
+def save(loaders: list[object], folder: str) -> None:
+    """Write where all of them are."""
+    places = [loader._place.state() if hasattr(loader, "_place") else None for loader in loaders]
+    latest = RandomStream.latest
+    left = None if latest is None else plain(latest.left)
+    torch.save({"loaders": places, "left": left}, os.path.join(folder, FILE))
+
+
+def load(loaders: list[object], folder: str) -> None:
+    """Go on from what a layout has saved; else from the random states that were loaded. Collective."""
+    path = os.path.join(folder, FILE)
+    if not os.path.isfile(path):
+        return go_on(None)
+    saved = torch.load(path, weights_only=True)
+    if RandomStream.latest is not None and saved["left"] is not None:
+        RandomStream.latest.left = saved["left"]
+    for loader, place in zip(loaders, saved["loaders"], strict=False):
+        if place is not None and hasattr(loader, "_place"):
+            loader._place.load(place)
+
+
+def load_alone(folder: str) -> None:
+    """In one process, where orders are drawn from the generators that all draw from: as the first loader goes on."""
+    path = os.path.join(folder, FILE)
+    if not os.path.isfile(path):
+        return
+    first = next(iter(torch.load(path, weights_only=True)["loaders"]), None)
+    state = first and (first["started"] or first["now"])["stream"]
+    if state is not None:
+        RandomStream._set(state)
 
 
 @replace("accelerate.state:{PartialState,AcceleratorState}.num_processes", "counts all processes", adds=True)

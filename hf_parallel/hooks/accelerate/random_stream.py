@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from hf_parallel.collectives import objects
+from hf_parallel.ranks import messages
 
 
 class RandomStream:
@@ -31,7 +31,7 @@ class RandomStream:
     def here(cls) -> RandomStream:
         """The latest one as long as rank 0's generators are as that has left them; else a new one from there."""
         known = cls.latest is not None and _equal(cls.latest.left, cls._get())
-        told = objects.from_one(lambda: None if known else cls._get())
+        told = messages.from_one(lambda: None if known else cls._get())
         if told is not None:
             cls.latest = cls(told)
         assert cls.latest is not None
@@ -81,7 +81,7 @@ def go_on(state: tuple | None) -> None:
     """
     if RandomStream.latest is None:
         return
-    RandomStream.latest.state = objects.from_one(RandomStream._get) if state is None else state
+    RandomStream.latest.state = messages.from_one(RandomStream._get) if state is None else state
 
 
 def _equal(one: tuple, other: tuple) -> bool:

@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from hf_parallel import checkpoint as folders
-from hf_parallel.checkpoint.names import of_stages
-from hf_parallel.collectives import assert_all_ranks, objects
+from hf_parallel.checkpoint.manifest import of_stages
 from hf_parallel.hooks import hangs, runtime
-from hf_parallel.hooks.accelerate import places
+from hf_parallel.hooks.accelerate import processes
 from hf_parallel.hooks.patching import patch
 from hf_parallel.hooks.peft.adapters import load_adapter_weights
 from hf_parallel.hooks.trainer.checkpoints import Layout, axis_sizes, data_ranks, inner_optimizer, write_layout
 from hf_parallel.hooks.trainer.resuming import all_damages, layout_of, refuse_damages, rng_rank
+from hf_parallel.ranks import assert_all_ranks, messages
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -100,7 +100,7 @@ def _write(accelerator: Accelerator, saving: folders.Checkpoint) -> None:
                 folders.write_refusal(_numbered_name(folder, "optimizer", number) + ".bin")
             facts: Layout = {"spec": mesh.config.to_spec(), "axes": axis_sizes(), "data_ranks": data_ranks()}
             write_layout(facts, folder)
-            places.save(loaders, folder)
+            processes.save(loaders, folder)
 
 
 def _save_model(saving: folders.Checkpoint, model: PreTrainedModel, folder: str) -> None:
@@ -144,7 +144,7 @@ def load_state(
     folder = _folder_to_load(self, input_dir)
     refuse_damages(folder, all_damages(folder))
     _load(self, folder, load_kwargs, rng_rank(layout_of(folder)))
-    places.load(self._dataloaders, folder)
+    processes.load(self._dataloaders, folder)
 
 
 @patch("accelerate.accelerator:Accelerator.load_state", "knows optimizer.bin only", without_layout=True)
@@ -163,12 +163,12 @@ def load_state_without_layout(
     refuse_damages(folder, folders.damages(folder))
     ranks = layout["data_ranks"]
     _load(self, folder, load_kwargs, ranks.index(self.process_index % (max(ranks) + 1)))
-    places.load_alone(folder)
+    processes.load_alone(folder)
 
 
 def _folder_to_load(accelerator: Accelerator, asked: str | None) -> str:
     """The same on all ranks. Collective."""
-    return objects.from_one(lambda: _asked_or_newest(accelerator, asked))
+    return messages.from_one(lambda: _asked_or_newest(accelerator, asked))
 
 
 def _asked_or_newest(accelerator: Accelerator, asked: str | None) -> str:

@@ -16,7 +16,7 @@ import math
 import random
 from collections.abc import Iterator, Sequence
 
-from hf_parallel.spec import refuse
+from hf_parallel.ask.spec import refuse
 
 _MORE = 1.02  # times as many steps, where examples do not fit: packing finer is worth no more time
 _WIDTHS = (8, 64, math.inf)  # classes of length per factor e within which the order is drawn; the last always fits

@@ -21,21 +21,21 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from hf_parallel.adapters import lora
-from hf_parallel.arguments import by_name
+from hf_parallel.apply.parallelize import ParallelState
+from hf_parallel.axes.adapters import lora
 from hf_parallel.axes.data.units import sharded_modules
-from hf_parallel.checkpoint import current, full_state_dict, one_rank
+from hf_parallel.checkpoint import current, full_state_dict, slices
 from hf_parallel.checkpoint.slices import local_part, read
-from hf_parallel.collectives import objects
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.accelerate.accelerator import make_parallel
-from hf_parallel.hooks.bitsandbytes.four_bit import finish_casts
+from hf_parallel.hooks.bitsandbytes import finish_casts
 from hf_parallel.hooks.patching import patch
-from hf_parallel.hooks.peft import settings as peft_settings
+from hf_parallel.hooks.peft import before as peft_settings
 from hf_parallel.hooks.peft.placing import place
-from hf_parallel.local import holding, local
-from hf_parallel.model.packed import stored_order
-from hf_parallel.parallelize import ParallelState
+from hf_parallel.model.anatomy import stored_order
+from hf_parallel.model.calls import by_name
+from hf_parallel.ranks import messages
+from hf_parallel.ranks.local import holding, local
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
@@ -92,7 +92,7 @@ def place_adapters(model: PeftModel) -> None:
     state = runtime.parallel_state(base)
     if state is not None:
         place(base, state)
-        one_rank.let_ask(model, _gathered)
+        slices.let_ask(model, _gathered)
 
 
 @patch("peft.tuners.lora.layer:LoraLayer.__init__", "reads sizes off shards")
@@ -211,14 +211,14 @@ def save_pretrained(original: Callable, self: PeftModel, save_directory: str, *a
         return
     base, given = self.get_base_model(), kwargs.get("state_dict")
     gather = functools.partial(_gathered, embeddings=kwargs.get("save_embedding_layers", "auto"))
-    if given is None and not one_rank.is_alone("save_pretrained", self):
+    if given is None and not slices.is_alone("save_pretrained", self):
         kwargs["state_dict"] = gather(self)
         with current(state.mesh) as saving:  # at its end all ranks wait
             if state.mesh.rank == 0:
                 with saving.noting(), whole(base, state):
                     original(self, save_directory, *args, **kwargs)
     elif state.mesh.rank == 0:  # of the script: whole on rank 0, else empty; or this rank's part
-        kwargs["state_dict"] = one_rank.asked(self, gather) if given is None else _in_whole(self, state, given)
+        kwargs["state_dict"] = slices.asked(self, gather) if given is None else _in_whole(self, state, given)
         with whole(base, state):
             original(self, save_directory, *args, **kwargs)
 
@@ -227,7 +227,7 @@ def _gathered(model: PeftModel, embeddings: object = "auto") -> dict[str, torch.
     """What peft saves, as rank 0 is asked for it. Collective."""
     state = runtime.parallel_state(model)
     assert state is not None
-    names = objects.from_one(lambda: _saved_names(model, state, embeddings))
+    names = messages.from_one(lambda: _saved_names(model, state, embeddings))
     return full_state_dict(model, state.mesh, names.__contains__)
 
 
@@ -237,9 +237,9 @@ def _in_whole(model: PeftModel, state: ParallelState, given: object) -> object:
     names, own = _saved_names(model, state, "auto"), model.state_dict()
     embeddings = all(name in given for name in names if name in own) and "auto"  # a script may take adapters alone
     names = names if embeddings else _saved_names(model, state, embeddings)
-    if not one_rank.are_parts(model, given, names):
+    if not slices.are_parts(model, given, names):
         return given
-    return one_rank.made_whole(model, given, names, functools.partial(_gathered, embeddings=embeddings))
+    return slices.made_whole(model, given, names, functools.partial(_gathered, embeddings=embeddings))
 
 
 def _saved_names(model: PeftModel, state: ParallelState, embeddings: object) -> set[str]:

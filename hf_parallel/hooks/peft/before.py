@@ -5,20 +5,174 @@ They are taken out, the base becomes parallel, and the same adapters are put in 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+import os
+from collections.abc import Callable, Collection
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 
+from hf_parallel.ask.spec import refuse
+from hf_parallel.axes.adapters import lora
+from hf_parallel.axes.adapters.four_bit import FourBit
+from hf_parallel.axes.tensor.layers import TensorParallelLayer
 from hf_parallel.hooks import runtime
-from hf_parallel.hooks.peft import settings as peft_settings
+from hf_parallel.hooks.patching import patch, refuse_unpatched
 from hf_parallel.hooks.peft.placing import place
-from hf_parallel.spec import refuse
+from hf_parallel.model.anatomy import has_tied_embedding
+from hf_parallel.ranks.mesh import ParallelMesh
 
 if TYPE_CHECKING:
+    import torch
+    from peft import LoraConfig, LoraModel, PeftConfig, PeftModel
+    from peft.tuners.tuners_utils import BaseTuner
     from torch import nn
     from transformers import PreTrainedModel
+
+
+# ---- Which settings of PEFT any layout keeps; all others are refused by name ----------------------------------------
+
+
+#: Settings of LoraConfig that any layout keeps. What is not named here must have its default.
+_KEPT = {
+    *("task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
+    *("r", "lora_alpha", "lora_dropout", "use_rslora", "lora_bias", "fan_in_fan_out", "inference_mode"),
+    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern"),
+    *("modules_to_save", "bias", "use_dora", "target_parameters"),
+}
+#: Of `init_lora_weights`: what draws numbers, or reads the base's weights, which are gathered one by one.
+_STARTS = (False, "gaussian", "orthogonal", "pissa", "olora")
+#: What works instead of some of the others.
+_WORKS = {
+    "init_lora_weights": 'True, False, "gaussian", "orthogonal", "pissa" or "olora"',
+}
+
+
+def check(tuner: BaseTuner, model: PreTrainedModel, config: LoraConfig, low_cpu_mem_usage: bool) -> None:
+    """Before anything is changed."""
+    from peft import LoraModel
+
+    refuse_unpatched("peft", "peft.utils.other", "peft.utils.save_and_load")
+    check_kind(config)
+    if type(tuner) is not LoraModel:
+        refuse(
+            f"adapters of a {type(tuner).__name__}", "not part of this version", "get_peft_model without mixed=True"
+        )
+    if low_cpu_mem_usage:
+        refuse("low_cpu_mem_usage=True", "adapters need values to be split", "False")
+    if not hasattr(model, "base_model_prefix"):
+        refuse(f"adapters on a {type(model).__name__}", "not part of this version", "a transformers model")
+    _check_start(model, config)
+    default = type(config)()
+    for setting in dataclasses.fields(config):
+        value = getattr(config, setting.name)
+        if setting.name in _KEPT or value == getattr(default, setting.name):
+            continue
+        if setting.name == "init_lora_weights" and value in _STARTS:
+            continue
+        _refuse(setting.name, value)
+
+
+def check_kind(config: PeftConfig) -> None:
+    """Only LoRA; some other methods look at weights, or put themselves in, before anything else would see them."""
+    if config.peft_type.value != "LORA":
+        refuse(f"peft_type={config.peft_type.value}", "not part of this version", "LoRA")
+
+
+def _check_start(model: nn.Module, config: PeftConfig) -> None:
+    """What a base of 4 bits does not bear, and where adapters of weights start."""
+    if getattr(model, "is_loaded_in_4bit", False):
+        if config.use_dora:
+            refuse("LoraConfig(use_dora=True) on a base of 4 bits", "not part of this version", "False")
+        if isinstance(config.init_lora_weights, str) and config.init_lora_weights != "gaussian":
+            refuse(f"init_lora_weights={config.init_lora_weights!r}", "the base has 4 bits", "'gaussian'")
+        for name, module in model.named_modules():
+            if isinstance(module, FourBit) and f"{name}.weight".endswith(tuple(config.target_parameters or ())):
+                refuse("target_parameters", f"{name}.weight of 4 bits has another shape", "target_modules")
+    if config.target_parameters and config.init_lora_weights in ("pissa", "olora"):
+        refuse(f"init_lora_weights={config.init_lora_weights!r}", "not with target_parameters", "True")
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """LoRA-FA multiplies the A of each adapter with itself, and keeps its moments under names of pairs."""
+    kind = type(getattr(optimizer, "optimizer", optimizer)).__name__
+    if kind == "LoraFAOptimizer":
+        refuse(kind, "needs whole adapters, of which ranks hold parts", "AdamW")
+
+
+def check_copies(model: nn.Module, names: Collection[str], mesh: ParallelMesh) -> None:
+    """`modules_to_save` copies modules that are gathered with the layer around them, and whose split is known."""
+    for name, module in model.named_modules():
+        if not any(name.endswith(target) for target in names):
+            continue
+        inside = list(module.modules())
+        if any(isinstance(part, FSDPModule) for part in inside if any(part.children())):
+            refuse("modules_to_save", f"{name} is a whole layer", "naming single modules such as lm_head")
+        if any(isinstance(part, TensorParallelLayer) and not lora.can_copy(part) for part in inside):
+            refuse("modules_to_save", f"{name} is split inside its layer", "naming it in target_modules")
+    if names and mesh.size("pp") > 1 and has_tied_embedding(model):
+        refuse("modules_to_save", "two stages hold the tied embedding", "pp_size=1")
+
+
+def _refuse(name: str, value: object) -> None:
+    works = _WORKS.get(name, "its default")
+    refuse(f"LoraConfig({name}={value!r})", "not part of this version of hf_parallel", works)
+
+
+@patch("peft.tuners.tuners_utils:BaseTuner.delete_adapter", "FSDP2 would keep what is deleted")
+def refuse_deleting(original: Callable, self: BaseTuner, *args: object, **kwargs: object) -> object:
+    """FSDP2 keeps the parameters that it has taken in."""
+    if runtime.parallel_state(self.model) is None:
+        return original(self, *args, **kwargs)
+    raise NotImplementedError(
+        "hf_parallel: delete_adapter on a parallel model is not part of this version; save the adapters, then "
+        "delete it in one process"
+    )
+
+
+# ---- PEFT: adapters that started from factors of the base (PiSSA, OLoRA), saved as LoRA of the base as it was
+# With A₀ and B₀ the adapter as it started, its file holds [A; A₀] and [B, -B₀], of twice the rank: B A - B₀ A₀.
+
+
+@patch(
+    "peft.tuners.lora.model:LoraModel._convert_state_dict_for_initial_model", "loads an adapter on the rank that saves"
+)
+def as_lora(
+    original: Callable,
+    cls: type[LoraModel],
+    peft_model: PeftModel,
+    peft_config: LoraConfig,
+    path_initial_model_for_weight_conversion: str,
+    *args: object,
+) -> dict[str, torch.Tensor]:
+    """Read the start from its file: peft would put it into the model, which takes all ranks."""
+    path = path_initial_model_for_weight_conversion
+    shown: object = peft_model
+    if runtime.parallel_state(peft_model) is not None:
+        folder, name = os.path.split(path)
+        shown = SimpleNamespace(
+            load_adapter=lambda *_, **__: None,
+            delete_adapter=lambda *_: None,
+            peft_config={name: peft_config},
+            base_model=SimpleNamespace(subtract_mutated_init=lambda trained, *_: _less(trained, folder, name)),
+        )
+    return original(cls, shown, peft_config, path, *args)
+
+
+def _less(trained: dict[str, torch.Tensor], folder: str, name: str) -> dict[str, torch.Tensor]:
+    from peft import load_peft_weights
+
+    first = load_peft_weights(folder, device="cpu", subfolder=name)
+    signs = {"lora_A": (0, 1.0), "lora_B": (1, -1.0)}
+    found = {key: next((how for part, how in signs.items() if part in key), None) for key in trained}
+    return {
+        key: torch.cat([trained[key], how[1] * first[key].to(trained[key])], how[0])
+        for key, how in found.items()
+        if how is not None
+    }
 
 
 def make_parallel_below(model: PreTrainedModel, parallelize: Callable[[nn.Module], object]) -> None:
@@ -32,11 +186,11 @@ def make_parallel_below(model: PreTrainedModel, parallelize: Callable[[nn.Module
     tuner = getattr(model, "base_model", model)
     configs = dict(model.peft_config)
     for config in configs.values():
-        peft_settings.check_kind(config)
+        check_kind(config)
     if not hasattr(tuner, "inject_adapter"):
         refuse("adapters of Transformers' add_adapter", "whole on every rank", "get_peft_model")
     for config in configs.values():
-        peft_settings.check(tuner, tuner.model, config, False)
+        check(tuner, tuner.model, config, False)
         if config.modules_to_save or any(getattr(module, "merged", False) for module in model.modules()):
             refuse(
                 "merged adapters, or modules_to_save",

@@ -15,17 +15,17 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from hf_parallel.adapters.four_bit import FourBit
-from hf_parallel.arguments import by_name
-from hf_parallel.axes.data.late_parameters import remove_late_parameters
+from hf_parallel.apply.parallelize import ParallelState
+from hf_parallel.axes.adapters.four_bit import FourBit
+from hf_parallel.axes.data.parameters import remove_late_parameters
 from hf_parallel.axes.data.units import sharded_modules
 from hf_parallel.axes.tensor.experts import SplitExperts
 from hf_parallel.axes.tensor.layers import TensorParallelLayer, holding, local
 from hf_parallel.checkpoint.slices import local_part, read
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.patching import patch
-from hf_parallel.model.packed import StoredOrder
-from hf_parallel.parallelize import ParallelState
+from hf_parallel.model.anatomy import StoredOrder
+from hf_parallel.model.calls import by_name
 
 if TYPE_CHECKING:
     from peft.tuners.lora import LoraLayer

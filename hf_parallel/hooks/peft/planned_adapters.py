@@ -13,18 +13,20 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from hf_parallel.apply.parallelize import state_of
+from hf_parallel.ask.spec import refuse
 from hf_parallel.axes.axis import Packing
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.patching import apply, undo
-from hf_parallel.parallelize import state_of
-from hf_parallel.spec import refuse
 
 if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedModel
 
 
-def lora(rank: int, targets: str | Sequence[str] = "all-linear", **settings: object) -> Callable[[nn.Module], None]:
+def planned_lora(
+    rank: int, targets: str | Sequence[str] = "all-linear", **settings: object
+) -> Callable[[nn.Module], None]:
     """What puts adapters of `rank` into a parallel model on the meta device, as get_peft_model does into any.
 
     Args:
@@ -55,7 +57,7 @@ def four_bit(double: bool = False) -> Packing:
     """What makes a split model on the meta device expect weights packed to NF4, as loading in 4 bits does."""
     from transformers import BitsAndBytesConfig
 
-    from hf_parallel.hooks.bitsandbytes import four_bit as packing
+    from hf_parallel.hooks import bitsandbytes as packing
 
     class PackFrozen(packing.Pack):
         """Gradients of what is packed do not exist; adapters come with theirs."""
@@ -70,5 +72,5 @@ def four_bit(double: bool = False) -> Packing:
         bnb_4bit_compute_dtype=torch.bfloat16,
         bnb_4bit_use_double_quant=double,
     )
-    packing.check(config)
+    packing.check_four_bit(config)
     return PackFrozen(config)

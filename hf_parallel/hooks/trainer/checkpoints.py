@@ -8,12 +8,15 @@ With async_save=true training goes on once weights and optimizer state are copie
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import os
 import random
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
 
@@ -22,23 +25,170 @@ import torch
 import torch.distributed as dist
 
 from hf_parallel import checkpoint as folders
-from hf_parallel.checkpoint import one_rank
+from hf_parallel.ask.spec import refuse
+from hf_parallel.checkpoint import slices
 from hf_parallel.hooks import hangs, runtime, sentence_transformers
 from hf_parallel.hooks.accelerate.random_stream import RandomStream, plain
 from hf_parallel.hooks.patching import patch
-from hf_parallel.hooks.trainer import save_callbacks
-from hf_parallel.hooks.trainer.record import record_of
-from hf_parallel.mesh import data_rank
+from hf_parallel.ranks.mesh import data_rank
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, Trainer
+    from transformers import PreTrainedModel, Trainer, TrainerControl, TrainerState, TrainingArguments
+
+    from hf_parallel.axes.pipeline.script_loss import Plan
+    from hf_parallel.hooks.trainer.deal import Dealing
+    from hf_parallel.monitor.profile import Profile
+
+
+# ---- What is remembered with a Trainer: all of it at one attribute, `trainer._hf_parallel` --------------------------
+
+
+_PLACE = "_hf_parallel"
+
+
+@dataclass
+class StepRecord:
+    """The batch whose loss is being computed, in training or in evaluation.
+
+    Attributes:
+        real_rows: how many of this rank's rows are not repeated; None away from the end of a loader.
+        share: how much the mean over them weighs in the data ranks' average.
+        weighted: has `compute_loss` given the loss its weight?
+        logged: what the script's loss logs on the last stage, for all stages to log later.
+        generated: real rows of each data rank's generated batch (GRPO, RLOO); None if none is repeated.
+    """
+
+    real_rows: int | None = None
+    share: float = 1.0
+    weighted: bool = False
+    logged: list[dict[str, object]] = field(default_factory=list)
+    generated: list[int] | None = None
+
+
+@dataclass
+class TrainerRecord:
+    """What holds for all steps, and the one in progress.
+
+    Attributes:
+        step: the step in progress; outside of steps one without repeated rows.
+        rows_per_example: as the last full batch told, such as two in a batch of [chosen; rejected].
+        loss_plans: the entries of a batch -> how the script's loss is scheduled; None if it needs whole batches.
+        weighs: does the script weigh means by the count of targets itself? None: not seen yet.
+        told_unknown: has it been said that the script's loss is taken for a mean over rows?
+        told_unreached: has it been said that steps of `profile_steps` come after the end?
+        told_to_differ: metrics and wishes of callbacks of which it has been said that ranks differ.
+        drawn_steps: those of `profile_steps` whose timeline is drawn.
+        profile: of the step in progress, if it is one of them.
+        upcoming: rows of the generation batch after this one, whose completions are drawn ahead (GRPO).
+        run: the name of the run that the output folder belongs to.
+        unfinished_save: the checkpoint that is being written in the background.
+        dealing: how examples are dealt by tokens; None: by rows.
+        resumed_from: the checkpoint that the training goes on from.
+    """
+
+    step: StepRecord = field(default_factory=StepRecord)
+    rows_per_example: int = 1
+    loss_plans: dict[tuple[str, ...], Plan | None] = field(default_factory=dict)
+    weighs: bool | None = None
+    told_unknown: bool = False
+    told_unreached: bool = False
+    told_to_differ: set[str] = field(default_factory=set)
+    drawn_steps: set[int] = field(default_factory=set)
+    profile: Profile | None = None
+    upcoming: list[dict[str, object]] | None = None
+    run: str | None = None
+    unfinished_save: UnfinishedSave | None = None
+    dealing: Dealing | None = None
+    resumed_from: str | None = None
+
+    @contextlib.contextmanager
+    def during(self, step: StepRecord) -> Iterator[StepRecord]:
+        """In here this is the step in progress."""
+        former, self.step = self.step, step
+        try:
+            yield step
+        finally:
+            self.step = former
+
+    def take_unfinished_save(self) -> UnfinishedSave | None:
+        """The save to wait for, which is nobody else's from now on."""
+        taken, self.unfinished_save = self.unfinished_save, None
+        return taken
+
+
+def record_of(trainer: Trainer) -> TrainerRecord:
+    """The trainer's record, made when it is first asked for."""
+    if _PLACE not in vars(trainer):
+        vars(trainer)[_PLACE] = TrainerRecord()
+    return vars(trainer)[_PLACE]
+
+
+# ---- What follows a save in the background: callbacks and uploads, when the folder has its name ---------------------
+# They come at the end of the first step for which all ranks know (`stopping.py`), and are told the step that was
+# saved.
+
+
+def is_writing(trainer: Trainer) -> bool:
+    """Is a thread of this rank still at a checkpoint?"""
+    unfinished = record_of(trainer).unfinished_save
+    return unfinished is not None and unfinished.thread is not None and unfinished.thread.is_alive()
+
+
+def has_failed(trainer: Trainer) -> bool:
+    """Has a thread of this rank ended with an error?"""
+    unfinished = record_of(trainer).unfinished_save
+    return unfinished is not None and unfinished.error is not None
+
+
+def on_save(
+    trainer: Trainer,
+    original: Callable,
+    args: TrainingArguments,
+    state: TrainerState,
+    control: TrainerControl,
+    **kwargs: object,
+) -> object:
+    """Callbacks are told of a checkpoint when it has its name; at once if it was not written in the background."""
+    unfinished = record_of(trainer).unfinished_save
+    if unfinished is None:
+        return original(args, state, control, **kwargs)
+    unfinished.announce, control.should_save = True, False
+    return control
+
+
+@contextlib.contextmanager
+def as_of(trainer: Trainer, unfinished: UnfinishedSave) -> Iterator[None]:
+    """Whoever asks is told the step that was saved; the model has gone on, and must not be taken for that step's."""
+    state, model = trainer.state, trainer.model
+    now = {"global_step": state.global_step, "epoch": state.epoch}
+    state.global_step, state.epoch = unfinished.step, unfinished.epoch
+    late, own = now["global_step"] != unfinished.step, vars(model).get("save_pretrained")
+    if late:
+        model.save_pretrained = functools.partial(_refuse_late_weights, unfinished.saving.name, now["global_step"])
+    try:
+        yield
+    finally:
+        vars(state).update(now)
+        if late:
+            del model.save_pretrained
+        if late and own is not None:
+            model.save_pretrained = own
+
+
+def _refuse_late_weights(name: str, step: int, *args: object, **kwargs: object) -> None:
+    refuse(
+        "async_save=true",
+        f"on_save callbacks are called when {name} is whole, and the model is at step {step} by now: "
+        "save_pretrained would give it the wrong name",
+        do="copy that folder instead, or async_save=false works",
+    )
 
 
 @patch("transformers.trainer:Trainer.save_model", "a plain module's shards are not a checkpoint")
 def save_model(original: Callable, self: Trainer, output_dir: str | None = None, _internal_call: bool = False) -> None:
     """All ranks take part, and adapters are gathered by our `save_pretrained` alone."""
     folder = self.args.output_dir if output_dir is None else output_dir
-    if one_rank.is_alone("trainer.save_model", self.model):
+    if slices.is_alone("trainer.save_model", self.model):
         self._save(folder, state_dict=self.model.state_dict())
     else:
         wait_for_save(self)
@@ -124,7 +274,7 @@ def wait_for_save(trainer: Trainer) -> None:
     if unfinished is None:
         return
     unfinished.wait()
-    with save_callbacks.as_of(trainer, unfinished):
+    with as_of(trainer, unfinished):
         if trainer.args.push_to_hub:
             trainer._push_from_checkpoint(unfinished.saving.final)
         if unfinished.announce:  # by the event, not by `on_save`, which would take back a save that is due now

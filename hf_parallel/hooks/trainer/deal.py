@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, TypedDict
 
 from transformers import TrainerCallback
 
-from hf_parallel.arguments import by_name
+from hf_parallel.ask.spec import refuse
 from hf_parallel.hooks import report
 from hf_parallel.hooks.accelerate.token_batches import TokenBatches
 from hf_parallel.hooks.patching import patch
-from hf_parallel.hooks.trainer.record import record_of
-from hf_parallel.spec import refuse
+from hf_parallel.hooks.trainer.checkpoints import record_of
+from hf_parallel.model.calls import by_name
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader

@@ -2,21 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+import dataclasses
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
+import numpy
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
-from hf_parallel.hooks import runtime
+from hf_parallel.ask.spec import SpecError, first_line, refuse
+from hf_parallel.hooks import report, runtime
+from hf_parallel.hooks.accelerate.data import replacing
+from hf_parallel.hooks.trainer import losses
+from hf_parallel.hooks.trainer.bad_numbers import remembered
 from hf_parallel.hooks.trainer.rows import LABELS_COUNTED, PADDED_LENGTHS
-from hf_parallel.spec import refuse
+from hf_parallel.hooks.trl import trainers as trl
+from hf_parallel.model.joined import why_not_told_apart
+from hf_parallel.model.shrink import small_copy
+from hf_parallel.ranks import messages
 
 if TYPE_CHECKING:
     from datasets import Dataset
-    from transformers import Trainer, TrainingArguments
+    from transformers import PreTrainedModel, Trainer, TrainingArguments
 
-    from hf_parallel.config import ParallelConfig
+    from hf_parallel.ask.config import ParallelConfig
+    from hf_parallel.planner.candidates import Goal
+
 
 #: Examples in, a batch out.
 Collate: TypeAlias = Callable[[list], Mapping]
@@ -188,3 +202,309 @@ def lengths_of(rows: Dataset, args: TrainingArguments, most: int | None = None) 
     if hasattr(rows, "select_columns") and rows.format["type"] != "custom":  # a script's transform takes whole rows
         rows = rows.select_columns(["input_ids"])
     return [len(rows[index]["input_ids"]) for index in range(len(rows))[:most]]
+
+
+# ---- Before batches are joined: does joining change what the model or the script's loss makes of examples? ----------
+# Both are tried on a small copy of the model (`model/shrink.py`), on every rank alike, so that no weights are gathered
+# and the real model, its random numbers and the trainer's counters stay as they are.
+#
+#     model            outputs of three documents apart = joined (`model/joined.py`)
+#     script's loss    loss of two of the script's examples, padded = joined
+
+
+#: Tokens of the two examples that a script's loss is tried on: as unlike as means of means need to show.
+_LENGTHS = (31, 11)
+_SAMPLE = 32  # examples among which two of such lengths are looked for
+_TOLERANCE = 1e-4  # of the loss, in fp32: sums in another order are off by 1e-6
+_TOLERANCE_16_BITS = 2e-2
+_PADDING = {"labels": -100, "shift_labels": -100}
+
+
+def refuse_other_numbers(trainer: Trainer) -> None:
+    """Refuse batches that would train on other numbers when they are joined. Collective.
+
+    Raises:
+        SpecError: the model or the script's loss would.
+    """
+    why = why_other_numbers(trainer)
+    if why is not None:
+        refuse_joining(why)
+
+
+def why_other_numbers(trainer: Trainer) -> str | None:
+    """Why joined examples would give other numbers than examples in rows; the same words on all ranks. Collective."""
+    with random_numbers_kept(), replacing(trainer, log=lambda *args, **kwargs: None):
+        restore = remembered(trainer)
+        try:
+            why = _why_other_numbers(trainer)
+        finally:
+            restore()
+    reasons = [why] if runtime.current() is None else messages.gather(why)
+    return next((reason for reason in reasons if reason is not None), None)
+
+
+def _why_other_numbers(trainer: Trainer) -> str | None:
+    model = getattr(trainer.model, "_orig_mod", trainer.model)
+    adapter: Any = getattr(model, "active_peft_config", None)
+    if getattr(adapter, "is_prompt_learning", False):
+        return f"{adapter.peft_type} puts tokens of its own before each row"
+    if hasattr(model, "get_base_model"):
+        model = model.get_base_model()
+    try:
+        copy = small_copy(model, keep=("vocab_size",)).to(trainer.args.device)
+        if str(copy.config._attn_implementation).startswith(("flash", "kernels")):
+            copy = copy.to(torch.bfloat16)  # the kernels know no fp32
+    except SpecError as error:
+        return str(error)
+    why = why_not_told_apart(copy)
+    if why is not None or trainer.train_dataset is None:
+        return why
+    try:
+        examples, together = _examples(trainer)
+        why = next(filter(None, map(why_not_joined, examples)), None)
+        if why is None and asked()[0] == "padding_free":
+            why = _why_padding_counts(together)
+        if why is None and losses.is_own(trainer) and not trl.is_sft(trainer):
+            why = _why_loss_differs(trainer, copy, examples)
+    except Exception as error:
+        return f"two examples cannot be tried ({type(error).__name__}: {first_line(error)})"
+    return why
+
+
+def _examples(trainer: Trainer) -> tuple[list[Mapping[str, torch.Tensor]], Mapping[str, object]]:
+    """Two of the first examples as the collator makes them, the longest and the shortest; and both in a batch."""
+    rows, collate = rows_and_collator(trainer)
+    found = [(rows[index], index) for index in range(min(_SAMPLE, len(rows)))]
+    made = [(dict(collate([row])), index) for row, index in found]
+    known = [one for one in made if torch.is_tensor(one[0].get("input_ids"))] or made
+    ordered = sorted(known, key=lambda one: one[0]["input_ids"].shape[-1])
+    (longest, first), (shortest, second) = ordered[-1], ordered[0]
+    return [longest, shortest], dict(collate([found[first][0], found[second][0]]))
+
+
+def _why_padding_counts(together: Mapping[str, object]) -> str | None:
+    """Rows padded on the left have one more target, and later positions: joined ones do not."""
+    mask = together.get("attention_mask")
+    if not torch.is_tensor(mask) or mask.ndim != 2 or bool(mask[:, 0].all()):
+        return None
+    return "rows are padded on the left, where padding predicts the first token of each and moves its positions"
+
+
+def _why_loss_differs(trainer: Trainer, copy: PreTrainedModel, examples: list) -> str | None:
+    """Call the script's loss on two examples in two rows, and joined to one."""
+    copy = copy.train()  # a script may ask; nothing in it drops anything
+    parts = [_cut(row, length) for row, length in zip(examples, _lengths(examples), strict=True)]
+    parts = [{key: value.to(trainer.args.device) for key, value in part.items()} for part in parts]
+    _set_unlike_labels(copy, parts)
+    padded = {key: _padded(parts, key) for key in parts[0]}
+    together = joined([{key: value.cpu() for key, value in part.items()} for part in parts])
+    together = {key: value.to(trainer.args.device) for key, value in together.items()}
+    items = trainer._get_num_items_in_batch([padded], trainer.args.device)
+    apart, one_row = (_loss_of(trainer, copy, batch, items) for batch in (padded, together))
+    tolerance = _TOLERANCE if copy.dtype == torch.float32 else _TOLERANCE_16_BITS
+    if abs(apart - one_row) <= tolerance * abs(apart):
+        return None
+    return (
+        f"the script's own loss looks at examples: it is {apart:.6g} for two of them in rows, and {one_row:.6g} for "
+        "the same two joined"
+    )
+
+
+def _loss_of(trainer: Trainer, copy: PreTrainedModel, batch: dict, items: object) -> float:
+    with torch.no_grad():
+        found = type(trainer).compute_loss(trainer, copy, dict(batch), num_items_in_batch=items)
+    return float(found[0] if isinstance(found, tuple) else found)
+
+
+def _lengths(examples: list) -> list[int]:
+    held = [row["input_ids"].shape[1] for row in examples]
+    longest = min(held[0], _LENGTHS[0])
+    return [longest, min(held[1], _LENGTHS[1], max(2, longest // 2))]
+
+
+def _cut(row: Mapping[str, torch.Tensor], length: int) -> dict[str, torch.Tensor]:
+    """The first tokens of an example that are no padding."""
+    mask = row.get("attention_mask", torch.ones_like(row["input_ids"]))[0].bool()
+    return {key: value[:, mask][:, :length].clone() for key, value in row.items()}
+
+
+def _set_unlike_labels(copy: PreTrainedModel, parts: list[dict[str, torch.Tensor]]) -> None:
+    """Targets that the copy predicts in the first example and not in the second: their means are then far apart."""
+    for part, likely in zip(parts, (True, False), strict=True):
+        with torch.no_grad():
+            logits = copy(input_ids=part["input_ids"]).logits[:, :-1]
+        part["labels"][:, 1:] = logits.argmax(-1) if likely else logits.argmin(-1)
+        if part["labels"].shape[1] > 3:
+            part["labels"][:, 1] = -100
+        if "shift_labels" in part:
+            part["shift_labels"][:, :-1] = part["labels"][:, 1:]
+            part["shift_labels"][:, -1:] = -100
+
+
+def _padded(parts: list[dict[str, torch.Tensor]], key: str) -> torch.Tensor:
+    return pad_sequence([part[key][0] for part in parts], True, _PADDING.get(key, 0))
+
+
+@contextlib.contextmanager
+def random_numbers_kept() -> Iterator[None]:
+    """What is drawn in here is as if it had not been."""
+    of_python, of_numpy = random.getstate(), numpy.random.get_state()
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        random.setstate(of_python)
+        numpy.random.set_state(of_numpy)
+
+
+# ---- `padding_free=true`: a Trainer's training batches, row by row those of the script, joined to one without
+# padding
+# Which rows make up a batch stays as it is, and so do all sums over targets: losses and weights are those of the
+# padded batch, but for the order in which numbers are added. Under `--parallel auto` it is chosen for batches of
+# which a tenth is padding, where the planner says that it pays and nothing below says that the numbers would change.
+
+
+_MUCH = 0.1  # of the tokens: so much padding is worth a line
+_GAIN = 0.95  # of the step time: less is below what the planner can tell
+_padding_free_SAMPLE = 256  # rows whose lengths are looked at for it
+_planned: tuple[Goal, ParallelConfig] | None = None  # by `--parallel auto`; of rank 0
+
+
+def wanted() -> bool:
+    """Are training batches joined?"""
+    return asked()[0] == "padding_free"
+
+
+def remember(goal: Goal, config: ParallelConfig) -> None:
+    """What `--parallel auto` has planned, for the choice that is made when there are rows."""
+    global _planned
+    _planned = goal, config
+
+
+def stop() -> None:
+    """Forget what was planned."""
+    global _planned
+    _planned = None
+
+
+class Joined:
+    """The script's collator, called with each row alone; its rows are joined."""
+
+    def __init__(self, collate: Collate, beside: Beside | None = None) -> None:
+        self.collate, self.beside = collate, beside
+
+    def __call__(self, rows: list) -> dict[str, torch.Tensor]:
+        return joined([dict(self.collate([row])) for row in rows], self.beside)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.__dict__["collate"], name)
+
+
+# ---- under `--parallel auto` ----------------------------------------------------------------------------------------
+
+
+def choose(trainer: Trainer, cannot: Callable[[Trainer], str | None]) -> None:
+    """Where the layout was left to the planner: join the batches where it pays and changes nothing. Collective.
+
+    Args:
+        cannot: why this Trainer's batches cannot be joined, or None.
+    """
+    current = runtime.current()
+    if current is None or not current.source.endswith("(auto)") or trainer.train_dataset is None:
+        return
+    if not messages.from_one(lambda: _padding_found(trainer)):
+        return
+    why = why_other_numbers(trainer)
+    pays, line = messages.from_one(lambda: _choice(trainer, current.config, why, cannot))
+    report.say(line)
+    if pays:
+        adopt(trainer, current)
+
+
+def adopt(trainer: Trainer, current: runtime.Runtime) -> None:
+    """From here on the layout says it."""
+    current.config = dataclasses.replace(current.config, padding_free=True)
+    state = runtime.parallel_state(trainer.model)
+    if state is not None and state.plan is not None:
+        state.plan = dataclasses.replace(state.plan, config=dataclasses.replace(state.config, padding_free=True))
+
+
+def _padding_found(trainer: Trainer) -> str | None:
+    """How much of batches is padding, in words; None if that is too little to do anything about."""
+    from hf_parallel.planner.choices import share_of
+
+    size, lengths = trainer.args.per_device_train_batch_size, _sampled(trainer)
+    if size == 1 or len(lengths) < 2 * size or getattr(trainer.data_collator, "return_position_ids", False):
+        return None
+    share, _, _ = share_of(lengths, size)
+    if share <= _MUCH:
+        return None
+    return f"padding is {share:.0%} of the tokens of batches of {size} rows ({len(lengths)} rows looked at)"
+
+
+def _choice(
+    trainer: Trainer, config: ParallelConfig, why: str | None, cannot: Callable[[Trainer], str | None]
+) -> tuple[bool, str]:
+    """Whether, and the line that says why.
+
+    Args:
+        why: joined examples would give other numbers.
+    """
+    from hf_parallel.planner.choices import padding_of, share_of
+
+    size, lengths, found = trainer.args.per_device_train_batch_size, _sampled(trainer), _padding_found(trainer)
+    _, mean, _ = share_of(lengths, size)
+    tokens = max(max(lengths), round(size * mean))
+    packs = f"pack_tokens={tokens} leaves it out, with batches of about as many tokens in the place of as many rows"
+    packs = "" if why is not None or config.pp_size > 1 else f"; {packs}: other numbers, so it is for you to ask for"
+    why = _why_not(trainer, config, cannot) or why
+    if why is None and _planned is not None:
+        goal, layout = _planned
+        padding = padding_of(goal, layout, lengths, size)
+        times = f"predicted {padding.ratio:.2f} x the step time"
+        if padding.fits and padding.ratio < _GAIN:
+            return True, f"auto: padding_free=true: {found}; the same rows joined: {times}, the same numbers"
+        why = f"{times} by attention={goal.attention.name}" if padding.fits else "it would not fit"
+    return False, f"auto: {found}; not padding_free=true: {why}{packs}"
+
+
+def _why_not(trainer: Trainer, config: ParallelConfig, cannot: Callable[[Trainer], str | None]) -> str | None:
+    """What would change the rows, or cannot be."""
+    if config.pp_size > 1:
+        return f"a pipeline (pp_size={config.pp_size}) cuts batches by rows"
+    why = cannot(trainer)
+    if why is not None:
+        return why
+    rows, collate = rows_and_collator(trainer)
+    return differs(collate, [rows[index] for index in range(trainer.args.per_device_train_batch_size)])
+
+
+def differs(collate: Collate, rows: list) -> str | None:
+    """Is what the collator makes of these rows together, less padding, what it makes of each? Else why not."""
+    try:
+        together, alone = dict(collate(rows)), [dict(collate([row])) for row in rows]
+        why = next(filter(None, map(why_not_joined, alone)), None)
+        apart = joined(alone) if why is None else {}
+    except (KeyError, TypeError, ValueError) as error:
+        why = " ".join(str(error).split())
+    if why is not None:
+        return why
+    mask = together.get("attention_mask")
+    if not torch.is_tensor(mask):
+        return "the script's collator makes no attention_mask, which tells padding"
+    mask = mask.bool()
+    if mask.ndim != 2 or not bool(mask[:, 0].all()) or bool((mask[:, 1:] & ~mask[:, :-1]).any()):
+        return "rows are not padded on the right, so that positions would be others"
+    targets = together["labels"].clone()
+    targets[:, 0] = -100
+    same = torch.equal(together["input_ids"][mask], apart["input_ids"][0])
+    same = same and torch.equal(targets[mask], apart["labels"][0]) and bool((targets[~mask] == -100).all())
+    return None if same else "the script's collator makes other rows of several than of each alone"
+
+
+def _sampled(trainer: Trainer) -> list[int]:
+    """Lengths of the first rows; none of what cannot be looked at twice."""
+    rows = trainer.train_dataset
+    if isinstance(rows, torch.utils.data.IterableDataset) or not hasattr(rows, "__len__") or not len(rows):
+        return []
+    return lengths_of(rows, trainer.args, _padding_free_SAMPLE) or []

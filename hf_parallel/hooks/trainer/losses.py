@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, TypedDict
 import torch
 import torch.distributed as dist
 
-from hf_parallel.arguments import by_name
-from hf_parallel.axes.experts.load import load_of
+from hf_parallel.axes.experts.balance import load_of
 from hf_parallel.axes.loss import CHUNK, LOSS, why_not_in
 from hf_parallel.axes.pipeline.script_loss import Plan, find_plan, run_plan, takes
 from hf_parallel.axes.pipeline.unscheduled import Made, served
@@ -20,16 +19,16 @@ from hf_parallel.axes.tensor import lean_loss
 from hf_parallel.hooks import monitoring, report, runtime
 from hf_parallel.hooks.patching import patch
 from hf_parallel.hooks.trainer import bad_numbers, checkpoints, means
-from hf_parallel.hooks.trainer.metrics import Joined, remembered
-from hf_parallel.hooks.trainer.record import record_of
+from hf_parallel.hooks.trainer.bad_numbers import Joined, remembered
+from hf_parallel.hooks.trainer.checkpoints import record_of
 from hf_parallel.hooks.trl import trainers as trl
-from hf_parallel.model.unread_logits import unread_logits
+from hf_parallel.model.calls import by_name, unread_logits
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, Trainer
 
+    from hf_parallel.apply.parallelize import ParallelState
     from hf_parallel.axes.pipeline.engine import PipelineEngine
-    from hf_parallel.parallelize import ParallelState
 
 
 class Computed(TypedDict):

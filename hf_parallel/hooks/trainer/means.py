@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_map
 
-from hf_parallel.arguments import by_name
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.patching import patch
+from hf_parallel.model.calls import by_name
 
 if TYPE_CHECKING:
     from transformers import Trainer

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from hf_parallel.hooks.trainer.rows import PADDED_LENGTHS
-from hf_parallel.model.batches import held_tokens
+from hf_parallel.model.calls import held_tokens
 
 if TYPE_CHECKING:
     from transformers import Trainer

@@ -16,17 +16,16 @@ import torch
 import torch.distributed as dist
 
 from hf_parallel import checkpoint as folders
-from hf_parallel.arguments import by_name
-from hf_parallel.checkpoint.names import of_stages
-from hf_parallel.collectives import objects
+from hf_parallel.ask.spec import SpecError, refuse
+from hf_parallel.checkpoint.manifest import of_stages
 from hf_parallel.hooks import entries, hangs, report, restarts, runtime
 from hf_parallel.hooks.accelerate.random_stream import go_on
 from hf_parallel.hooks.patching import patch
 from hf_parallel.hooks.peft.adapters import load_adapter_weights
-from hf_parallel.hooks.trainer import bad_numbers, control, deal, joining, stopping
-from hf_parallel.hooks.trainer.checkpoints import Layout, axis_sizes, inner_optimizer, wait_for_save
-from hf_parallel.hooks.trainer.record import record_of
-from hf_parallel.spec import SpecError, refuse
+from hf_parallel.hooks.trainer import bad_numbers, control, deal, joining, training
+from hf_parallel.hooks.trainer.checkpoints import Layout, axis_sizes, inner_optimizer, record_of, wait_for_save
+from hf_parallel.model.calls import by_name
+from hf_parallel.ranks import messages
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, Trainer
@@ -57,7 +56,7 @@ def train(
             for one in (
                 hangs.watched,
                 bad_numbers.looking,
-                stopping.steps_together,
+                training.steps_together,
                 control.agreeing,
                 unfinished_save_is_awaited,
             ):
@@ -99,7 +98,7 @@ def _chosen(trainer: Trainer, asked: str | bool | None, run: restarts.Run) -> st
 
 def _check_place(asked: str) -> None:
     """Refuse what is no checkpoint. Collective."""
-    wrong = objects.gather(_no_checkpoint(asked))
+    wrong = messages.gather(_no_checkpoint(asked))
     for rank, why in enumerate(wrong):
         if why:
             where = "" if all(wrong) else f" on rank {rank}"
@@ -123,7 +122,7 @@ def _newest_whole(folder: str, run: str | None = None) -> str | None:
         found = [(path, folders.flaws(path)) for path in folders.by_step(folder)]
         return [(path, flaws) for path, flaws in found if run is None or (not flaws and run_of(path) == run)]
 
-    for path, flaws in objects.from_one(looked_at):
+    for path, flaws in messages.from_one(looked_at):
         wrong = flaws or all_damages(path)
         if not wrong:
             return path
@@ -151,7 +150,7 @@ def facts_of(folder: str) -> Layout:
 
 def all_damages(folder: str) -> list[str]:
     """What is wrong with a checkpoint, the same lines on all ranks, which share the reading. Collective."""
-    found = objects.gather(damages(folder, dist.get_rank(), dist.get_world_size()))
+    found = messages.gather(damages(folder, dist.get_rank(), dist.get_world_size()))
     return sorted({line for lines in found for line in lines})
 
 
@@ -272,7 +271,7 @@ def _load(model: PreTrainedModel, folder: str) -> None:
     if hasattr(model, "peft_config"):
         load_adapter_weights(model, folder)
     else:
-        _say_useless(folder, objects.gather(folders.load_weights(model, folder)))
+        _say_useless(folder, messages.gather(folders.load_weights(model, folder)))
 
 
 def _say_useless(folder: str, useless: list[set[str]]) -> None:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from hf_parallel.ask.config import ParallelConfig, SpecError
 from hf_parallel.ask.keys.layers import check_compiled
+from hf_parallel.ask.spec import refuse
 from hf_parallel.axes.pipeline.schedules import micro_batch_count
 from hf_parallel.axes.recompute import check_layers, check_selective
-from hf_parallel.config import ParallelConfig, SpecError
-from hf_parallel.hooks import runtime
-from hf_parallel.hooks.transformers import kernels
-from hf_parallel.spec import refuse
+from hf_parallel.hooks import model_parts, runtime
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -29,7 +28,7 @@ def check_arguments(args: TrainingArguments) -> None:
     if config.activation_checkpointing == "selective":
         check_selective(_checkpointing_settings(args))
     if args.use_liger_kernel:
-        kernels.check(args, config)
+        model_parts.check(args, config)
     if config.pp_size > 1:
         _check_micro_batches(args.per_device_train_batch_size, config)
 

@@ -18,7 +18,7 @@ from hf_parallel.hooks import report, runtime
 from hf_parallel.hooks.accelerate.data import replacing
 from hf_parallel.hooks.accelerate.token_batches import TokenBatches
 from hf_parallel.hooks.patching import Patch, around, patch
-from hf_parallel.hooks.trainer import deal, joining_proof, padding_free
+from hf_parallel.hooks.trainer import deal, joining
 from hf_parallel.hooks.trainer.joining import (
     Beside,
     Collate,
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedModel, Trainer, TrainingArguments
 
-    from hf_parallel.config import ParallelConfig
+    from hf_parallel.ask.config import ParallelConfig
 
 _MUCH = 0.1  # of the tokens: lengths that are so much off are told
 _SAMPLE = 256  # rows whose lengths are compared with their tokens
@@ -70,7 +70,7 @@ def stop() -> None:
     global _known
     _known = False
     set_alone(None)
-    padding_free.stop()
+    joining.stop()
 
 
 def _checked(
@@ -154,12 +154,12 @@ def check_loop() -> None:
 def get_train_dataloader(original: Callable, self: Trainer) -> object:
     """Batches of at most `pack_tokens` tokens, or the script's without padding, where that is asked for."""
     if not budget():
-        if padding_free.wanted():
-            joining_proof.refuse_other_numbers(self)
+        if joining.wanted():
+            joining.refuse_other_numbers(self)
         else:
-            padding_free.choose(self, why_not_joined)
-        return _joining(original, self) if padding_free.wanted() else original(self)
-    joining_proof.refuse_other_numbers(self)
+            joining.choose(self, why_not_joined)
+        return _joining(original, self) if joining.wanted() else original(self)
+    joining.refuse_other_numbers(self)
     examples, args = _examples(self), self.args
     current = runtime.current()
     ranks = 1 if current is None else current.mesh.data_size
@@ -182,7 +182,7 @@ def get_train_dataloader(original: Callable, self: Trainer) -> object:
 def _joining(original: Callable, trainer: Trainer) -> object:
     """The loader of the script's batches, each joined."""
     with replacing(
-        trainer, data_collator=padding_free.Joined(trainer.data_collator, Beside.wanted(trainer, of_batch=True))
+        trainer, data_collator=joining.Joined(trainer.data_collator, Beside.wanted(trainer, of_batch=True))
     ):
         return original(trainer)
 

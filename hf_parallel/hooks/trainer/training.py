@@ -5,38 +5,198 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import signal
+import sys
+import threading
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
-from hf_parallel.arguments import by_name
-from hf_parallel.collectives import objects
+import torch
+import torch.distributed as dist
+from transformers import TrainerCallback
+
+from hf_parallel.ask.spec import refuse
 from hf_parallel.hooks import hangs, monitoring, report, runtime
 from hf_parallel.hooks.accelerate.accelerator import follow_parameters, make_parallel, normalise_over_data_ranks
 from hf_parallel.hooks.accelerate.data import replacing
-from hf_parallel.hooks.bitsandbytes.four_bit import finish_casts
+from hf_parallel.hooks.bitsandbytes import finish_casts
 from hf_parallel.hooks.patching import patch
-from hf_parallel.hooks.trainer import (
-    bad_numbers,
-    evaluation,
-    losses,
-    profiling,
-    ragged,
-    save_callbacks,
-    stopping,
-    token_budget,
-)
+from hf_parallel.hooks.trainer import bad_numbers, checkpoints, evaluation, losses, token_budget
+from hf_parallel.hooks.trainer import evaluation as ragged
+from hf_parallel.hooks.trainer.checkpoints import has_failed, is_writing, record_of, wait_for_save
 from hf_parallel.hooks.trainer.joining import with_counted_labels
 from hf_parallel.hooks.trainer.noise import noise_of_examples
-from hf_parallel.hooks.trainer.record import record_of
 from hf_parallel.hooks.trainer.settings import check_arguments
 from hf_parallel.hooks.trl import trainers as trl
+from hf_parallel.model.calls import by_name
 from hf_parallel.monitor.meter import COMPUTE
-from hf_parallel.spec import refuse
+from hf_parallel.monitor.profile import Profile
+from hf_parallel.monitor.session import known_groups
+from hf_parallel.ranks import messages
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
-    from transformers import PreTrainedModel, Trainer, TrainingArguments
+    from transformers import PreTrainedModel, Trainer, TrainerControl, TrainerState, TrainingArguments
+
+
+# ---- What all ranks decide on together at the end of a step ---------------------------------------------------------
+# - SIGTERM (a job that is preempted, a node that is drained): all ranks save after the same step, and end.
+# - A save in the background is whole: what follows it (`on_save` callbacks, uploads) follows on all ranks. It has
+# failed
+#   on one of them: all of them end.
+#
+# Agreed on beside the optimizer's step, in three numbers.
+#
+# After an evaluation rank 0's word holds: for metrics, by which callbacks stop a training and Trainer names the best
+# checkpoint, and for what callbacks then ask of Trainer.
+
+
+#: As a shell reports the end of a process by SIGTERM.
+EXIT_CODE = 128 + signal.SIGTERM
+
+
+class StepsTogether(TrainerCallback):
+    """Turns a signal on any rank into a save and an end of the training on all ranks; notices saves that are whole."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+        self.asked = torch.zeros(3, dtype=torch.int32)  # to stop; to leave a save to its thread; to end by its error
+        self.agreed = self.asked.clone()
+        mesh = runtime.mesh()
+        # Apart from training's own groups, and from those of a thread that writes checkpoints.
+        self.group: dist.ProcessGroup | None = mesh.new_host_group() if mesh.config.async_save else mesh.host_group
+        self.pending: dist.Work | None = None
+        self.stops = False
+
+    def ask(self, number: int, frame: object) -> None:
+        """The signal's handler; a second signal ends the process as if there were none."""
+        print(f"hf_parallel: rank {dist.get_rank()}: SIGTERM, saving after this step", file=sys.stderr, flush=True)
+        self.asked[0] = 1
+        signal.signal(number, signal.SIG_DFL)
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
+        self.asked[1], self.asked[2] = is_writing(self.trainer), has_failed(self.trainer)
+        self.agreed.copy_(self.asked)
+        self.pending = dist.all_reduce(self.agreed, dist.ReduceOp.MAX, group=self.group, async_op=True)
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> object:
+        cast(dist.Work, self.pending).wait()
+        stops, writing, failed = self.agreed.tolist()
+        if stops:
+            self.stops = control.should_save = control.should_training_stop = True
+        if failed or not writing:
+            wait_for_save(self.trainer)
+        return control
+
+
+def on_evaluate(
+    trainer: Trainer,
+    original: Callable,
+    args: TrainingArguments,
+    state: TrainerState,
+    control: TrainerControl,
+    metrics: dict[str, float],
+    **kwargs: object,
+) -> TrainerControl:
+    """Call the callbacks of an evaluation with rank 0's metrics, and go on as those of rank 0 ask.
+
+    Ranks that went different ways would wait for each other forever. Collective, as an evaluation is.
+    """
+    if not dist.is_initialized():
+        return original(args, state, control, metrics, **kwargs)
+    first, differ = _of_rank_0({key: value for key, value in metrics.items() if not _is_speed(key)})
+    metrics.update(first)
+    _say_different(trainer, "the value of", differ)
+    control = original(args, state, control, metrics, **kwargs)
+    asked, differ = _of_rank_0({key: value for key, value in vars(control).items() if key.startswith("should_")})
+    vars(control).update(asked)
+    _say_different(trainer, "a callback's", differ)
+    return control
+
+
+def _of_rank_0(own: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return rank 0's values, and the keys under which some rank has another one. Collective."""
+    everywhere = messages.gather(own)
+    first = everywhere[0]
+    return first, [key for key in first if any(repr(one.get(key)) != repr(first[key]) for one in everywhere)]
+
+
+def _is_speed(key: str) -> bool:
+    return key.endswith(("_runtime", "_per_second", "_time"))
+
+
+def _say_different(trainer: Trainer, what: str, keys: list[str]) -> None:
+    told = record_of(trainer).told_to_differ
+    new = [key for key in keys if key not in told]
+    told.update(new)
+    if new:
+        report.say(f"{what} {', '.join(new)} differs between ranks; rank 0's holds for all")
+
+
+@contextlib.contextmanager
+def steps_together(trainer: Trainer) -> Iterator[None]:
+    """Inside, SIGTERM leads to a checkpoint and then to the end of the process, with exit code 143.
+
+    Not where the script never saves (save_strategy="no") or has a handler of its own. Collective.
+    """
+    if str(getattr(trainer.args.save_strategy, "value", trainer.args.save_strategy)) == "no":
+        yield
+        return
+    free = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    takes_signals = all(messages.gather(free))
+    if not takes_signals and not runtime.mesh().config.async_save:
+        yield
+        return
+    together = StepsTogether(trainer)
+    trainer.add_callback(together)
+    if takes_signals:
+        signal.signal(signal.SIGTERM, together.ask)
+    try:
+        yield
+    finally:
+        if takes_signals:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        trainer.remove_callback(together)
+    if together.stops:
+        report.say(f"stopped by SIGTERM after step {trainer.state.global_step}, which is saved")
+        raise SystemExit(EXIT_CODE)
+
+
+# ---- Trainer's steps of `profile_steps`: begun before their batches are read, ended after their last callback
+
+
+def at_step(trainer: Trainer) -> None:
+    """A step begins; is it one to profile? Collective over all ranks, if it is."""
+    state, step = runtime.parallel_state(trainer.model), trainer.state.global_step + 1
+    if state is not None:
+        _say_unreached(trainer, state.config.profile_steps or ())
+    if state is None or step not in (state.config.profile_steps or ()):
+        return
+    monitoring.watched(trainer.model)  # its own notes begin before those of a profile, and end after them
+    record_of(trainer).profile = Profile(state.mesh, known_groups(state), step)
+
+
+def _say_unreached(trainer: Trainer, steps: tuple[int, ...]) -> None:
+    """Once: steps that this training does not get to."""
+    record, late = record_of(trainer), [step for step in steps if step > trainer.state.max_steps]
+    if late and not record.told_unreached:
+        record.told_unreached = True
+        report.say(f"profile_steps: the training ends after step {trainer.state.max_steps}, before {late}")
+
+
+def step_ended(trainer: Trainer) -> None:
+    """The step has ended for all that look at it."""
+    record = record_of(trainer)
+    if record.profile is not None:
+        for line in record.profile.finish(trainer.args.output_dir):
+            report.say(line)
+        record.profile = None
+
 
 # ---- set-up ------------------------------------------------------------------------------------------------------
 
@@ -69,10 +229,8 @@ def init(
     # On the object, so that a subclass's own methods are wrapped as well.
     self.compute_loss = functools.partial(losses.compute_loss, self, self.compute_loss)
     self.prediction_step = functools.partial(evaluation.prediction_step, self, self.prediction_step)
-    self.callback_handler.on_save = functools.partial(save_callbacks.on_save, self, self.callback_handler.on_save)
-    self.callback_handler.on_evaluate = functools.partial(
-        stopping.on_evaluate, self, self.callback_handler.on_evaluate
-    )
+    self.callback_handler.on_save = functools.partial(checkpoints.on_save, self, self.callback_handler.on_save)
+    self.callback_handler.on_evaluate = functools.partial(on_evaluate, self, self.callback_handler.on_evaluate)
     self.callback_handler.on_step_end = functools.partial(on_step_end, self, self.callback_handler.on_step_end)
     token_budget.check(self)
     losses.prepare(self)
@@ -91,7 +249,7 @@ def _count_all_targets(args: TrainingArguments) -> None:
 def _make_folder(path: str) -> None:
     """Rank 0 makes the output folder, as Trainer would; where it cannot, all ranks say so."""
     try:
-        objects.from_one(lambda: os.makedirs(path, exist_ok=True))
+        messages.from_one(lambda: os.makedirs(path, exist_ok=True))
     except OSError as error:
         refuse(f"output_dir={path}", f"cannot be made ({error.strerror or error})", do="give another", cause=error)
 
@@ -128,7 +286,7 @@ def get_batch_samples(
     original: Callable, self: Trainer, epoch_iterator: Iterator, num_batches: int, device: torch.device
 ) -> object:
     """Drop the rows that accelerate repeats to fill the last batch: one process does not train on them twice."""
-    profiling.at_step(self)
+    at_step(self)
     hangs.mark("the data loader")
     with monitoring.reading(self):
         samples = original(self, ragged.without_repeats(self, epoch_iterator), num_batches, device)
@@ -163,7 +321,7 @@ def on_step_end(trainer: Trainer, original: Callable, *args: object, **kwargs: o
     """A step ends when all callbacks have seen its end; logging, evaluation and saving are not part of it."""
     control = original(*args, **kwargs)
     monitoring.step_ended()
-    profiling.step_ended(trainer)
+    step_ended(trainer)
     return control
 
 

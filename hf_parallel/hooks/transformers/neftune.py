@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from hf_parallel.hooks.patching import patch
-from hf_parallel.model.batches import held_tokens
+from hf_parallel.model.calls import held_tokens
 
 if TYPE_CHECKING:
     import torch

@@ -17,14 +17,14 @@ import torch
 import torch.distributed as dist
 from packaging.version import Version
 
+from hf_parallel.ask.spec import refuse
 from hf_parallel.axes.pipeline.unscheduled import served
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.accelerate.data import replacing
 from hf_parallel.hooks.patching import library_version, patch
+from hf_parallel.hooks.trainer.checkpoints import record_of
 from hf_parallel.hooks.trainer.means import share
-from hf_parallel.hooks.trainer.record import record_of
-from hf_parallel.hooks.trl import ahead, server_mode
-from hf_parallel.spec import refuse
+from hf_parallel.hooks.trl import servers
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -176,12 +176,12 @@ def _rows_of_all(value: object, wanted: torch.Tensor) -> object:
 def generate_and_score(original: Callable, self: GRPOTrainer | RLOOTrainer, inputs: list[dict]) -> dict:
     """The same random state for the ranks of one model, and scores of the rows that are not repeated."""
     runtime.equalise_within_model(0)
-    ahead.take_upcoming(self, inputs)
+    servers.take_upcoming(self, inputs)
     step = record_of(self).step
     step.generated = _real_rows(self, len(inputs))
     with _scoring(step.generated):
         outputs = _generated(original, self, inputs, step.generated)
-    server_mode.correct_means(self, outputs)
+    servers.correct_means(self, outputs)
     return outputs
 
 

@@ -4,18 +4,313 @@ from __future__ import annotations
 
 import base64
 import datetime
+import io
 import math
 import os
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from html import escape
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from hf_parallel.monitor.report.advice import advice
-from hf_parallel.monitor.report.facts import Facts, mapping, number
-from hf_parallel.monitor.report.figures import curve_figures, layout, memory, time
+from hf_parallel.ask.config import ParallelConfig
+from hf_parallel.ask.spec import refuse
+from hf_parallel.monitor.expected import BUBBLE, COMMUNICATION, COMPUTE, OTHER, term_of
+from hf_parallel.monitor.report.facts import PARTS, Facts, advice, mapping, number, numbers, shares
+from hf_parallel.ranks.mesh import coordinates, data_rank
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.container import BarContainer
+
     from hf_parallel.monitor.report.facts import Line
+
+
+# ---- Curves and stacked bars as SVG to be put into a page: matplotlib draws, the page's style sheet has the colours
+# Widths suit a phone; a page that is wider shows several side by side. Text stays text.
+
+
+#: Colours that the page has as --c0, --c1, …
+COLOURS = 9
+_INK = "#010101"  # becomes that of the text around
+_WIDE = 4.6  # inches
+_INKS = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color", "grid.color")
+_SETTINGS: Any = {
+    "svg.fonttype": "none",  # text, in the font of the page
+    "font.size": 8.5,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.formatter.useoffset": False,
+    "legend.frameon": False,
+    "text.parse_math": False,  # names come from files
+    **dict.fromkeys(_INKS, _INK),
+}
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One line of a diagram."""
+
+    label: str
+    steps: Sequence[float]
+    values: Sequence[float]
+    colour: int = 0
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A row of stacked parts: name, value, colour."""
+
+    label: str
+    parts: Sequence[tuple[str, float, int]]
+
+
+def curves(name: str, lines: Sequence[Curve], unit: str) -> str:
+    """Values over steps; what is not finite leaves a gap."""
+    with _plot(name, 2.6) as drawing:
+        axes = drawing.figure.subplots()
+        for line in lines:
+            values = [value if math.isfinite(value) else math.nan for value in line.values]
+            few = "o" if len(values) < 40 else None
+            style: dict = {"color": _colour(line.colour), "linewidth": 1.6, "marker": few, "markersize": 3}
+            axes.plot(line.steps, values, label=_plain(line.label), **style)
+        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.set_xlabel("step")
+        axes.set_ylabel(_plain(unit))
+        axes.grid(True, axis="y", linewidth=0.4, alpha=0.4)
+        if len(lines) > 1:
+            drawing.legend(axes)
+    return drawing.text
+
+
+def bars(name: str, groups: Sequence[Sequence[Bar]], unit: str) -> str:
+    """Rows of stacked parts; each group has a scale of its own."""
+    rows = [len(group) for group in groups]
+    with _plot(name, 1.1 + 0.24 * sum(rows) + 0.45 * len(groups)) as drawing:
+        drawn = drawing.figure.subplots(len(groups), squeeze=False, height_ratios=[count + 0.5 for count in rows])
+        seen: dict[str, BarContainer] = {}
+        for axes, group in zip(drawn[:, 0], groups, strict=True):
+            seen |= _stacked(axes, group)
+            axes.locator_params(axis="x", nbins=6)
+            axes.set_xlabel(_plain(unit))
+        drawing.legend(drawn[0, 0], seen)
+    return drawing.text
+
+
+def _stacked(axes: Axes, group: Sequence[Bar]) -> dict[str, BarContainer]:
+    """Draw a group; a handle for each kind of part."""
+    seen: dict[str, BarContainer] = {}
+    for row, bar in enumerate(group):
+        left = 0.0
+        for part, value, colour in bar.parts:
+            drawn = axes.barh(row, value, left=left, height=0.72, color=_colour(colour))
+            seen.setdefault(part, drawn)
+            left += value
+    axes.set_yticks(range(len(group)), [_plain(bar.label) for bar in group])
+    axes.tick_params(axis="y", length=0)
+    axes.invert_yaxis()
+    return seen
+
+
+class _plot:
+    """A figure, and afterwards its SVG as `text`."""
+
+    def __init__(self, name: str, high: float) -> None:
+        try:
+            import matplotlib
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            refuse("report", "draws with matplotlib", do="pip install 'hf-parallel[plots]'", cause=error)
+        self.name, self.text = name, ""
+        self._settings = matplotlib.rc_context({**_SETTINGS, "svg.hashsalt": name})
+        self._settings.__enter__()
+        self.figure: Any = Figure(figsize=(_WIDE, high), layout="constrained", facecolor="none")
+        engine: Any = self.figure.get_layout_engine()
+        engine.set(w_pad=0.1, h_pad=0.06)  # fonts of browsers differ in width
+
+    def __enter__(self) -> _plot:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        try:
+            if error[0] is None:
+                for axes in self.figure.axes:
+                    axes.set_facecolor("none")
+                file = io.StringIO()
+                self.figure.savefig(file, format="svg", transparent=True)
+                self.text = _inline(file.getvalue(), self.name)
+        finally:
+            self._settings.__exit__(*error)
+
+    def legend(self, axes: Axes, entries: dict[str, Any] | None = None) -> None:
+        """Below the diagram."""
+        handles, labels = axes.get_legend_handles_labels()
+        if entries is not None:
+            handles, labels = list(entries.values()), [_plain(label) for label in entries]
+        narrow = {"handlelength": 1.0, "columnspacing": 1.2, "handletextpad": 0.4}
+        self.figure.legend(handles, labels, loc="outside lower left", ncols=3, fontsize=8, **narrow)
+
+
+def _plain(text: str) -> str:
+    """Not too long."""
+    return text if len(text) <= 32 else text[:31] + "…"
+
+
+def _colour(number: int) -> str:
+    return f"#0201{number % COLOURS:02x}"
+
+
+def _inline(text: str, name: str) -> str:
+    """A part of a page: without a head and addresses, ids and colours those of the page."""
+    text = text[text.index("<svg") :]
+    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    head, tag, rest = text.partition(">")
+    view = re.search(r'viewBox="[^"]*"', head)
+    rest = rest.replace("xlink:href=", "href=")
+    rest = re.sub(r'\bid="', f'id="{name}-', rest)
+    rest = re.sub(r"url\(#", f"url(#{name}-", rest)
+    rest = re.sub(r'href="#', f'href="#{name}-', rest)
+    rest = rest.replace(_INK, "currentColor")
+    rest = re.sub(r"#0201([0-9a-f]{2})", lambda found: f"var(--c{int(found[1], 16)})", rest)
+    rest = re.sub(r"font: ([\d.]+)px [^;\"]*", r"font: \1px system-ui, sans-serif", rest)
+    return f'<svg class="plot" role="img" {view[0] if view else ""}>{rest}'
+
+
+# ---- The figures of a page: which numbers of a training are drawn, and what is said below them ----------------------
+
+
+_COPIES, _RANKS = 8, 16  # shown one by one
+_GIB = 2**30
+_SEEN = 0.002  # of a step: less is no part of a legend
+#: Colours of what a step's time goes to.
+_PART_COLOURS = {"compute": 0, "tp": 1, "dp": 2, "cp": 3, "ep": 4, "all": 6, "pp": 5, "data": 7, "rest": 8}
+#: What torch's allocator never sees, and on a CPU nobody holds.
+_OUTSIDE = ("context", "communication buffers")
+_DEVICE_ONLY = (*_OUTSIDE, "held by the allocator")
+
+
+def _figure(name: str, title: str, content: str, caption: str = "") -> str:
+    below = f"<figcaption>{escape(caption)}</figcaption>" if caption else ""
+    return f'<figure id="figure-{name}"><h3>{escape(title)}</h3>{content}{below}</figure>'
+
+
+# ---- the layout -----------------------------------------------------------------------------------------------------
+
+
+def layout(facts: Facts) -> str:
+    """Which rank holds which part of which copy of the model."""
+    config = facts.config
+    if config is None:
+        return ""
+    copies: dict[int, dict[int, list[int]]] = {}
+    for rank in range(config.world_size):
+        stage = coordinates(config, rank)["pp"]
+        copies.setdefault(data_rank(config, rank), {}).setdefault(stage, []).append(rank)
+    shown = "".join(_copy(config, number, copies[number]) for number in sorted(copies)[:_COPIES])
+    more = f'<p class="quiet">and {len(copies) - _COPIES} more like these</p>' if len(copies) > _COPIES else ""
+    told = mapping(mapping(facts.layout.get("plan")).get("facts"))
+    caption = " · ".join(f"{name} {value}" for name, value in told.items())
+    title = ", ".join(f"{axis}={size}" for axis, size in config.sizes.items() if size > 1) or "one process"
+    return _figure("layout", title, f'<div class="copies">{shown}</div>{more}', caption)
+
+
+def _copy(config: ParallelConfig, number: int, stages: dict[int, list[int]]) -> str:
+    rows = []
+    for stage in sorted(stages):
+        name = f"stage {stage}" if config.pp_size > 1 else "ranks"
+        ranks = "".join(f"<i>{rank}</i>" for rank in stages[stage])
+        rows.append(f'<div class="stage"><span>{name}</span>{ranks}</div>')
+    return f'<div class="copy"><b>data rank {number}</b>{"".join(rows)}</div>'
+
+
+# ---- curves ---------------------------------------------------------------------------------------------------------
+
+
+def curve_figures(facts: Facts) -> Iterator[str]:
+    """Loss, gradient norm, throughput, step time, shares: each where it was logged."""
+    wanted = [
+        ("loss", "Loss", "", [("training", "loss", 0), ("evaluation", "eval_loss", 1)]),
+        ("grad-norm", "Gradient norm", "", [("gradient norm", "grad_norm", 5)]),
+        ("throughput", "Throughput", "tokens per second", [("tokens per second", "perf/tokens_per_second", 3)]),
+        ("step-time", "Time of a step", "seconds", [("step time", "perf/step_time_s", 0)]),
+    ]
+    for name, title, unit, lines in wanted:
+        drawn = [Curve(label, *facts.series(key), colour) for label, key, colour in lines]
+        drawn = [line for line in drawn if any(map(math.isfinite, line.values))]
+        if drawn:
+            yield _figure(name, title, curves(name, drawn, unit), _gaps(drawn))
+
+
+def _gaps(lines: list[Curve]) -> str:
+    """Steps at which a number is none."""
+    bad = [
+        step for line in lines for step, value in zip(line.steps, line.values, strict=True) if not math.isfinite(value)
+    ]
+    return f"not finite at {len(bad)} logs, first at step {bad[0]:.0f}" if bad else ""
+
+
+# ---- time and memory ------------------------------------------------------------------------------------------------
+
+
+def time(facts: Facts) -> Iterator[str]:
+    """Seconds of a step by kind: each rank, and the plan where there is one for this hardware."""
+    ranks = facts.ranks
+    if not any(sum(rank.get(part, 0.0) for part in PARTS) for rank in ranks):
+        return
+    used = [part for part, share in shares(facts).items() if share > _SEEN]
+    rows = [
+        Bar(f"rank {rank}", [(PARTS[part], own.get(part, 0.0), _PART_COLOURS[part]) for part in used])
+        for rank, own in enumerate(ranks[:_RANKS])
+    ]
+    planned = numbers(facts.plan.get("time")) if facts.is_predicted else {}
+    caption = "measured, a mean of all logs but the first"
+    if planned:
+        rows.insert(0, Bar("planned", _planned_parts(planned)))
+        caption += "; planned: what the planner predicts for this layout"
+    yield _figure(
+        "time", "Where a step's time goes", bars("time", [rows], "seconds per step"), caption + _more(len(ranks))
+    )
+
+
+def _planned_parts(planned: dict[str, float]) -> list[tuple[str, float, int]]:
+    """The planner's kinds under the names of what is measured."""
+    found = dict.fromkeys(PARTS, 0.0)
+    parts = {COMPUTE: "compute", BUBBLE: "pp", OTHER: "rest"}
+    for kind, seconds in planned.items():
+        term, axis = term_of(kind), kind.partition(" ")[0]
+        part = (axis if axis in ("tp", "cp", "ep") else "dp") if term == COMMUNICATION else parts[term]
+        found[part] += seconds
+    return [(PARTS[part], seconds, _PART_COLOURS[part]) for part, seconds in found.items() if seconds > 0]
+
+
+def memory(facts: Facts) -> Iterator[str]:
+    """What the planner counts by kind, beside what each rank has measured."""
+    on_cpu = facts.run.get("device") == "cpu"
+    kinds = numbers(facts.plan.get("memory"))
+    left_out = _DEVICE_ONLY if on_cpu else _OUTSIDE
+    kept = [(kind, size) for kind, size in kinds.items() if size > 0 and kind not in left_out]
+    planned = [Bar("planned", [(kind, size, place) for place, (kind, size) in enumerate(kept)])] if kept else []
+    measured = [_held(rank, own, on_cpu) for rank, own in enumerate(facts.ranks[:_RANKS]) if own.get("memory_peak")]
+    groups = [rows for rows in ([planned, measured] if on_cpu else [[*planned, *measured]]) if rows]
+    if not groups:
+        return
+    caption = (
+        "planned: tensors of the fullest rank by kind; measured on a CPU: the whole process, libraries included"
+        if on_cpu
+        else "the fullest moment; planned: of the fullest rank, without what torch's allocator does not see"
+    )
+    yield _figure("memory", "Memory", bars("memory", groups, "GiB"), caption + _more(len(facts.ranks)))
+
+
+def _held(rank: int, own: dict[str, float], on_cpu: bool) -> Bar:
+    peak, reserved = own.get("memory_peak", 0.0) / _GIB, own.get("memory_reserved", 0.0) / _GIB
+    if on_cpu:
+        return Bar(f"rank {rank}", [("process, measured", peak, 6)])
+    return Bar(f"rank {rank}", [("tensors, measured", peak, 6), ("reserved", max(0.0, reserved - peak), 8)])
+
+
+def _more(ranks: int) -> str:
+    return f"; ranks 0 to {_RANKS - 1} of {ranks}" if ranks > _RANKS else ""
 
 
 #: How much of a folder's pictures and lines goes into a page.

@@ -1,0 +1,125 @@
+"""Kernels in the place of a module's forward, as Liger's and those of the Hub: behind what a layout has made of it.
+
+Both libraries put a `forward` on the module itself, where it hides that of the module's class, and with it what the
+layout does there: sums of gradients, regions, stages. Here it goes behind them:
+
+    a norm or an activation      computes with the weights that its mixin gives it, whose gradients are summed
+    an MLP                       calls its linears, which are the split ones
+    experts, and other layers    stay as they are where a layout has split them: their kernels read weights themselves
+    the model                    inside a pipeline's stages, or inside the model's hooks
+
+`torch` sees none of the writes of such a kernel: see `hooks/model_parts.py` for what cannot be.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from hf_parallel.axes.tensor.layers import PartialGradient
+from hf_parallel.ranks.local import computing, has_mixin, without_mixins
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+#: Liger's MLPs: they call the linears inside them and read no weight of theirs.
+_MLPS = ("SwiGLU", "GEGLU", "Phi3SwiGLU", "Qwen3MoeSwiGLU", "HunyuanV1SwiGLU", "FalconH1SwiGLU")
+CALL_LINEARS = {f"Liger{kind}MLP" for kind in _MLPS}
+
+
+@dataclass(frozen=True)
+class _Before:
+    """A module before kernels came: its class, and the forward of its own."""
+
+    name: str
+    module: nn.Module
+    kind: type
+    forward: Callable | None
+
+
+_INNER = "_hf_parallel_inner_forward"
+
+
+def set_inner_forward(model: nn.Module, forward: Callable) -> None:
+    """What runs inside the hooks of a model that no pipeline runs."""
+    vars(model)[_INNER] = forward
+
+
+def inner_forward(model: nn.Module) -> Callable:
+    """The same."""
+    return vars(model)[_INNER]
+
+
+def place_kernels(model: PreTrainedModel, put: Callable[[], object], asked: str) -> None:
+    """Call `put`, which gives modules of a parallel model other forwards; kernels that are not used get a note."""
+    state, left_out = model._hf_parallel, set()
+    shown = contextlib.nullcontext() if state.pipeline is None else state.pipeline.remote_modules.shown(model)
+    with shown:
+        before = [_Before(name, m, type(m), vars(m).get("forward")) for name, m in model.named_modules()]
+        with _own_classes(before):
+            put()
+    for former in before:
+        forward = vars(former.module).get("forward")
+        if forward is None or forward is former.forward:
+            continue
+        if former.module is model:
+            _inside(model, forward, former.forward)
+        elif not _placed(former, getattr(forward, "__func__", forward)):
+            left_out.add(_name(forward))
+            _restore(former)
+    if left_out and state.is_first(asked):
+        state.notes.append(f"{asked}: not used on split layers: {', '.join(sorted(left_out))}")
+
+
+@contextlib.contextmanager
+def _own_classes(modules: list[_Before]) -> Iterator[None]:
+    """In here modules are of the classes of their model: a library compares a kernel's arguments with theirs."""
+    for former in modules:
+        if has_mixin(former.kind):
+            former.module.__class__ = without_mixins(former.kind)
+    try:
+        yield
+    finally:
+        for former in modules:
+            if has_mixin(former.kind):
+                former.module.__class__ = former.kind
+
+
+def _placed(former: _Before, forward: Callable) -> bool:
+    """Put the kernel behind the module's mixins; False where they would not be called, or it reads others' weights."""
+    module = former.module
+    if not _is_split(module):
+        return True
+    if not (isinstance(module, PartialGradient) or _name(forward) in CALL_LINEARS):
+        return False
+    if has_mixin(former.kind):
+        _restore(former)
+        module.__class__ = computing(forward, former.kind)
+    return True
+
+
+def _is_split(module: nn.Module) -> bool:
+    return any(has_mixin(type(inner)) for inner in module.modules())
+
+
+def _inside(model: PreTrainedModel, forward: Callable, former: Callable | None) -> None:
+    """A forward of the whole model, with its own loss."""
+    assert former is not None  # the engine's, or what calls the model's hooks
+    model.forward = former
+    pipeline = model._hf_parallel.pipeline
+    set_inner_forward(model, forward) if pipeline is None else pipeline.set_forward(forward)
+
+
+def _restore(former: _Before) -> None:
+    vars(former.module).pop("forward")
+    if former.forward is not None:
+        former.module.forward = former.forward
+
+
+def _name(forward: Callable) -> str:
+    """`LigerRMSNorm` of its forward."""
+    return getattr(forward, "__qualname__", type(forward).__name__).partition(".")[0]

@@ -1,0 +1,369 @@
+"""What a parallel model's own methods do, put on the object: so plain loops without the hooks have them too."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import os
+import sys
+import types
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.modules.module import _IncompatibleKeys
+
+from hf_parallel.apply.kernels import inner_forward, place_kernels, set_inner_forward
+from hf_parallel.apply.weights import resize_token_embeddings
+from hf_parallel.apply.whole import remember
+from hf_parallel.ask.config import ParallelConfig
+from hf_parallel.ask.spec import refuse
+from hf_parallel.axes.data.parameters import have_gathered, make_identical
+from hf_parallel.axes.data.units import sharded_modules
+from hf_parallel.axes.data.zero import forget_root, shard_data_parallel
+from hf_parallel.checkpoint import current, full_state_dict, save_pretrained, slices
+from hf_parallel.checkpoint.load import copy_part
+from hf_parallel.checkpoint.manifest import tied_names
+from hf_parallel.model.anatomy import backbone_of
+from hf_parallel.model.calls import by_name
+from hf_parallel.ranks import assert_all_ranks
+from hf_parallel.ranks.desync import LIBRARIES
+from hf_parallel.ranks.mesh import ParallelMesh, stored
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from hf_parallel.axes.pipeline.engine import PipelineEngine
+
+
+def replace_methods(
+    model: nn.Module, mesh: ParallelMesh, pipeline: PipelineEngine | None, again: Callable[[nn.Module], object]
+) -> None:
+    """Save whole weights, resize embeddings, generate on ranks that end apart and through a pipeline, copy.
+
+    Args:
+        again: makes another model parallel in the same way.
+    """
+    remember(model)
+    if not hasattr(model, "base_model_prefix"):
+        return  # not a transformers model
+    bind(model, "save_pretrained", functools.partial(_save_pretrained, mesh, pipeline))
+    slices.let_ask(model, functools.partial(full_state_dict, mesh=mesh))
+    bind(model, "resize_token_embeddings", resize_token_embeddings)
+    bind(model, "__deepcopy__", functools.partial(_copied, mesh, again))
+    if mesh.config.sharing_size > 1:
+        bind(model, "_apply", _apply)
+        if hasattr(model, "prepare_inputs_for_generation"):
+            bind(model, "prepare_inputs_for_generation", functools.partial(_prepare_together, type(model)))
+    if pipeline is None:
+        _call_hooks_of_forward(model)
+    if hasattr(model, "set_use_kernels"):
+        bind(model, "set_use_kernels", _set_use_kernels)
+    if "generate" in vars(model):
+        bind(model, "generate", vars(model)["generate"].__func__)  # FSDP2's, whose signature lacks an argument
+    if pipeline is not None:
+        if hasattr(model, "generate"):
+            bind(model, "generate", functools.partial(_generate_without_cache, mesh))
+        for name in ("num_parameters", "get_memory_footprint"):
+            bind(model, name, functools.partial(_of_all_stages, pipeline, getattr(type(model), name)))
+        for module in {model, backbone_of(model)}:
+            for name in ("parameters", "named_parameters"):
+                bind(module, name, functools.partial(_of_this_stage, pipeline, getattr(type(module), name)))
+        model.register_state_dict_post_hook(_mark_as_part)
+
+
+def bind(model: nn.Module, name: str, replacement: Callable) -> None:
+    """Put a method on the object that looks as that of its class does: scripts read signatures and functions."""
+
+    def method(self: nn.Module, *args: object, **kwargs: object) -> object:
+        return replacement(self, *args, **kwargs)
+
+    functools.update_wrapper(method, getattr(type(model), name, replacement))
+    vars(model)[name] = types.MethodType(method, model)
+
+
+def _call_hooks_of_forward(model: nn.Module) -> None:
+    """Modules around a model may call `model.forward` itself, past the hooks that gather its weights."""
+    called = "_hf_parallel_called"
+    set_inner_forward(model, model.forward)
+
+    def with_hooks(model: nn.Module, *args: object, **kwargs: object) -> object:
+        return inner_forward(model)(*args, **kwargs) if vars(model).pop(called, False) else model(*args, **kwargs)
+
+    model.register_forward_pre_hook(lambda module, args: module.__dict__.update({called: True}))
+    bind(model, "forward", with_hooks)
+
+
+def _save_pretrained(
+    mesh: ParallelMesh, pipeline: PipelineEngine | None, model: PreTrainedModel, *args: Any, **kwargs: Any
+) -> None:
+    kwargs = by_name(save_pretrained, (model, mesh, *args), kwargs)
+    given, gather = kwargs.get("state_dict"), functools.partial(full_state_dict, mesh=mesh)
+    if given is None:
+        if slices.is_alone("save_pretrained", model):
+            kwargs["state_dict"] = slices.asked(model, gather)
+    elif mesh.rank == 0:
+        with contextlib.nullcontext() if pipeline is None else pipeline.remote_modules.shown(model):
+            names = model.state_dict().keys() - tied_names(model)
+        if slices.are_parts(model, given, names):
+            kwargs["state_dict"] = slices.made_whole(model, given, names, gather)
+    save_pretrained(**kwargs)
+
+
+def _of_all_stages(
+    pipeline: PipelineEngine, original: Callable, model: nn.Module, *args: object, **kwargs: object
+) -> object:
+    """What one process counts."""
+    with pipeline.remote_modules.counted(model):
+        return original(model, *args, **kwargs)
+
+
+def _of_this_stage(
+    pipeline: PipelineEngine, original: Callable, module: nn.Module, *args: object, **kwargs: object
+) -> Iterator[object]:
+    """The parameters of this stage, with a line the first time that a script itself goes through them after a step.
+
+    A script that freezes them, or gives them to an optimizer or to `clip_grad_norm_`, has what it needs.
+    """
+    frame, model = sys._getframe(1), pipeline.model
+    if any(stage.has_run for stage in pipeline.stages) and not frame.f_code.co_filename.startswith(LIBRARIES):
+        size = pipeline.mesh.size("pp")
+        line = (
+            f"model.{original.__name__}() of a script that trains with pp_size={size} has those of one stage, and "
+            'a sum or norm over them is of that stage; hf_parallel.clip_grad_norm(model, float("inf")) and '
+            "hf_parallel.full_state_dict(model) are of the model (docs/idioms.md)"
+        )
+        if model._hf_parallel.is_first(line) and pipeline.mesh.rank == 0:
+            place = f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+            print(f"hf_parallel: {place}: {line}", file=sys.stderr, flush=True)
+    yield from original(module, *args, **kwargs)
+
+
+def _apply(model: PreTrainedModel, fn: Callable, *args: object, **kwargs: object) -> object:
+    """What `to`, `half` and `bfloat16` do. FSDP2 keeps memory of the dtype in which it has once gathered weights."""
+    wanted = fn(torch.empty((), dtype=model.dtype)).dtype
+    if wanted != model.dtype and any(have_gathered(unit) for unit in sharded_modules(model)):
+        raise NotImplementedError(
+            f"hf_parallel: a sharded model is cast to {wanted} after it has run; cast it before its first forward"
+        )
+    return type(model)._apply(model, fn, *args, **kwargs)
+
+
+def _mark_as_part(model: nn.Module, state_dict: Any, prefix: str, metadata: dict) -> None:
+    state_dict.is_part_of_model = True
+
+
+def _copied(mesh: ParallelMesh, again: Callable[[nn.Module], object], model: PreTrainedModel, memo: dict) -> object:
+    """`copy.deepcopy`, as for a reference model: another one of the same layout and values. Collective."""
+    if hasattr(model, "peft_config") or getattr(model, "is_loaded_in_4bit", False):
+        raise NotImplementedError("hf_parallel: a copy of a model with adapters or 4 bits; load it a second time")
+    assert_all_ranks("copy.deepcopy")
+    with torch.device("meta"):
+        new = type(model)(copy.deepcopy(model.config)).to(model.dtype)
+    again(new)
+    for root in (model, new):
+        for unit in sharded_modules(root):
+            unit.reshard()
+    new.to_empty(device=mesh.device).tie_weights()  # memory of their own unties plain parameters
+    _take_values(new, model)
+    new.generation_config = copy.deepcopy(getattr(model, "generation_config", None))
+    memo[id(model)] = new
+    return new
+
+
+@torch.no_grad()
+def _take_values(new: nn.Module, model: nn.Module) -> None:
+    for own, theirs in zip(new.parameters(), model.parameters(), strict=True):
+        stored(own).copy_(stored(theirs))
+        own.requires_grad_(theirs.requires_grad)
+    for buffer, former in zip(new.buffers(), model.buffers(), strict=True):
+        buffer.copy_(former)
+    for module, other in zip(new.modules(), model.modules(), strict=True):
+        module.training = other.training
+
+
+def _set_use_kernels(model: PreTrainedModel, use_kernels: bool, *args: object, **kwargs: object) -> None:
+    own = functools.partial(type(model).set_use_kernels, model, use_kernels, *args, **kwargs)
+    place_kernels(model, own, "use_kernels=True") if use_kernels else own()
+
+
+def _prepare_together(
+    kind: type[PreTrainedModel], model: PreTrainedModel, input_ids: torch.Tensor, *args: Any, **kwargs: Any
+) -> dict[str, object]:
+    """In `generate` ranks whose rows have ended go on with the others, which gather weights with them.
+
+    That is transformers' doing. Without a key/value cache it lets their masks grow, too: longer than the rows.
+    """
+    mask = kwargs.get("attention_mask")
+    whole_rows = not kwargs.get("use_cache") and kwargs.get("inputs_embeds") is None
+    if whole_rows and torch.is_tensor(mask) and mask.ndim == 2 and not model.config.is_encoder_decoder:
+        kwargs["attention_mask"] = mask[:, : input_ids.shape[1]]
+    return kind.prepare_inputs_for_generation(model, input_ids, *args, **kwargs)
+
+
+def _generate_without_cache(mesh: ParallelMesh, model: PreTrainedModel, *args: Any, **kwargs: Any) -> object:
+    """`generate` through a pipeline: every token runs the whole row, as stages keep no key/value cache."""
+    if kwargs.get("past_key_values") is not None or kwargs.get("use_cache"):
+        raise NotImplementedError("hf_parallel: a pipelined model keeps no key/value cache; leave use_cache out")
+    if mesh.data_size > 1:
+        kwargs.setdefault("synced_gpus", True)  # data ranks stop together: their stages gather weights together
+    seed = torch.randint(2**31, (1,)).to(mesh.device)
+    for axis in ("pp", "cp", "tp"):  # the ranks of one model draw the same tokens
+        dist.broadcast(seed, group=mesh.group(axis), group_src=0)
+    with mesh.fork_random_state():
+        torch.manual_seed(int(seed))
+        return type(model).generate(model, *args, **kwargs, use_cache=False)
+
+
+# ---- A module around parallel models, such as one that pools what an encoder gives and adds a layer behind it
+# The models inside are parallel by themselves. What is the module's own is sharded over the data ranks beside them,
+# and whole and equal on tp ranks, whose models give whole outputs: all of them compute the same with it.
+
+
+def models_inside(model: nn.Module, config: ParallelConfig) -> dict[str, PreTrainedModel]:
+    """The models that `model` is around, outermost ones by name: the parallel ones, and under tp any of transformers'.
+
+    Raises:
+        SpecError: a layout or adapters that only a model by itself can have.
+    """
+    if hasattr(model, "base_model_prefix"):
+        return {}
+    found: dict[str, PreTrainedModel] = {}
+    for name, module in model.named_modules():
+        inside = hasattr(module, "_hf_parallel") or (config.tp_size > 1 and hasattr(module, "base_model_prefix"))
+        if name and inside and not any(name.startswith(f"{outer}.") for outer in found):
+            found[name] = module
+    kind = type(model).__name__
+    if found and config.pp_size > 1:
+        refuse(f"pp_size={config.pp_size}", f"{kind} is a module around a model", "pp_size=1")
+    for part in found.values():
+        if hasattr(part, "peft_config"):
+            refuse(f"adapters in a model inside {kind}", "not part of this version", "training its weights")
+    return found
+
+
+def share_own(model: nn.Module, parts: Mapping[str, PreTrainedModel], mesh: ParallelMesh) -> None:
+    """Shard over data ranks what is in `model` and in none of `parts`; the same values on all ranks. Collective."""
+    inside = {id(tensor) for part in parts.values() for tensor in (*part.parameters(), *part.buffers())}
+    own = nn.Module()
+    for number, tensor in enumerate(t for t in (*model.parameters(), *model.buffers()) if id(t) not in inside):
+        tensor.data = tensor.data.to(mesh.device)
+        own.register_buffer(str(number), tensor.data)  # shares the memory, so what is sent lands in the model
+    make_identical(own, mesh.device)
+    for part in parts.values():
+        forget_root(part)
+    shard_data_parallel(model, model, [], mesh)
+
+
+def tied_inside(parts: Mapping[str, PreTrainedModel]) -> dict[str, str]:
+    """Names of tied weights -> names under which they are saved."""
+    inner = {name: getattr(part, "_hf_parallel_tied_keys", {}) for name, part in parts.items()}
+    return {f"{name}.{tied}": f"{name}.{kept}" for name, keys in inner.items() for tied, kept in keys.items()}
+
+
+def replace_methods_around(model: nn.Module, parts: Mapping[str, PreTrainedModel], mesh: ParallelMesh) -> None:
+    """Let the module's own ways to save find whole weights (rank 0 writes, all take part), and take whole ones."""
+    for name in ("save", "save_pretrained"):
+        method = getattr(model, name, None)
+        if callable(method):
+            bind(model, name, functools.partial(_save, parts, mesh, method))
+    bind(model, "load_state_dict", _load_state_dict)
+
+
+def _save(
+    parts: Mapping[str, PreTrainedModel],
+    mesh: ParallelMesh,
+    method: Callable,
+    model: nn.Module,
+    *args: object,
+    **kwargs: object,
+) -> None:
+    if "_holds_whole" in model.__dict__:  # one way to save calls the other
+        return method(*args, **kwargs)
+    assert_all_ranks("save_pretrained")
+    tensors = full_state_dict(model, mesh)
+    with current(mesh) as saving:
+        if mesh.rank == 0:
+            with saving.noting(), _as_in_one_process(model, parts, tensors):
+                method(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def _as_in_one_process(
+    model: nn.Module, parts: Mapping[str, PreTrainedModel], tensors: dict[str, torch.Tensor]
+) -> Iterator[None]:
+    """In here this rank has a module of whole weights that runs by itself, as for the examples of a model card."""
+    places = {name: (model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in parts}
+    with contextlib.ExitStack() as stack:
+        _put(stack, model.__dict__, "_holds_whole", True)
+        _put(stack, model.__dict__, "_forward_pre_hooks", OrderedDict())
+        _put(stack, model.__dict__, "_forward_hooks", OrderedDict())
+        for table, key, tensor in list(_own_tensors(model, parts, tensors)):
+            _put(stack, table, key, tensor)
+        for name, (parent, child) in places.items():
+            _put(stack, parent._modules, child, _plain(parts[name], _below(tensors, f"{name}.")))
+        yield
+
+
+def _put(stack: contextlib.ExitStack, table: dict, key: str, value: object) -> None:
+    """Until the stack is closed."""
+    if key in table:
+        stack.callback(table.__setitem__, key, table[key])
+    else:
+        stack.callback(table.__delitem__, key)
+    table[key] = value
+
+
+def _own_tensors(
+    model: nn.Module, parts: Mapping[str, PreTrainedModel], tensors: dict[str, torch.Tensor]
+) -> Iterator[tuple[dict[str, object], str, torch.Tensor]]:
+    """Where the parameters and buffers of none of the parts are registered, and what they are as a whole."""
+    inside = {id(module) for part in parts.values() for module in part.modules()}
+    for place, module in model.named_modules():
+        if id(module) in inside:
+            continue
+        for key, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None:
+                whole = tensors.get(f"{place}.{key}" if place else key)
+                whole = tensor.detach().cpu() if whole is None else whole  # a buffer that is not saved
+                is_parameter = isinstance(tensor, nn.Parameter)
+                table = module._parameters if is_parameter else module._buffers
+                yield table, key, nn.Parameter(whole, requires_grad=False) if is_parameter else whole
+
+
+def _plain(part: PreTrainedModel, tensors: dict[str, torch.Tensor]) -> PreTrainedModel:
+    """What transformers would load of these weights, with the modules that `part` has."""
+    with torch.device("meta"):
+        model = type(part)(copy.deepcopy(part.config))
+    for name, module in part.named_modules():
+        kept = module._modules
+        new = model.get_submodule(name)
+        new._modules.update({key: None for key in new._modules if kept.get(key) is None})
+    model.load_state_dict(tensors, strict=False, assign=True)
+    for name, buffer in part.named_buffers():
+        if name not in tensors:
+            owner, _, key = name.rpartition(".")
+            model.get_submodule(owner)._buffers[key] = buffer.detach().cpu()
+    model.tie_weights()
+    return model.eval()
+
+
+def _below(tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
+
+def _load_state_dict(
+    model: nn.Module, state_dict: Mapping[str, torch.Tensor], strict: bool = True, assign: bool = False
+) -> _IncompatibleKeys:
+    """Of values that are whole each rank takes its part; those of another parallel model are in parts already."""
+    own = model.state_dict()
+    missing, unexpected = sorted(own.keys() - state_dict.keys()), sorted(state_dict.keys() - own.keys())
+    if strict and (missing or unexpected):
+        raise RuntimeError(f"{type(model).__name__}.load_state_dict: missing {missing}, unexpected {unexpected}")
+    for name in own.keys() & state_dict.keys():
+        copy_part(model, name, own[name], state_dict[name])
+    return _IncompatibleKeys(missing, unexpected)

@@ -1,0 +1,219 @@
+"""parallelize(model, config): ask, read, plan, apply."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hf_parallel.apply.methods import models_inside, replace_methods, replace_methods_around, share_own, tied_inside
+from hf_parallel.apply.weights import refuse_exchanged, take_exchanged
+from hf_parallel.ask.config import ParallelConfig
+from hf_parallel.ask.spec import refuse
+from hf_parallel.axes.axis import Building, Packing, Plan
+from hf_parallel.axes.data.gradients import clip_grad_norm as clip_over_mesh
+from hf_parallel.axes.data.local_step import step_on_local_parts
+from hf_parallel.axes.data.parameters import make_identical
+from hf_parallel.axes.pipeline.engine import PipelineEngine
+from hf_parallel.axes.pipeline.stage_runner import pipelines_of
+from hf_parallel.axes.tensor.axis import TENSOR
+from hf_parallel.axes.tensor.tensor_parallel import retie
+from hf_parallel.model.anatomy import transformer_blocks
+from hf_parallel.plans.resolve import read, resolve
+from hf_parallel.ranks import OneBatch, messages, watch
+from hf_parallel.ranks.mesh import ParallelMesh, stored
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@dataclass
+class ParallelState:
+    """What is known about a parallel model; found at `model._hf_parallel`.
+
+    `plan`: None of a module around parallel models, which are its `parts`.
+    """
+
+    plan: Plan | None
+    mesh: ParallelMesh
+    root: nn.Module
+    batches: OneBatch
+    pipeline: PipelineEngine | None = None
+    notes: list[str] = field(default_factory=list)
+    parts: tuple[PreTrainedModel, ...] = ()
+    reported: bool = False
+    counts_tokens: bool = False
+    said: set[str] = field(default_factory=set)  # lines that are said once
+
+    def is_first(self, line: str) -> bool:
+        """Is this asked for the first time of a line that is said once?"""
+        first = line not in self.said
+        self.said.add(line)
+        return first
+
+    @property
+    def config(self) -> ParallelConfig:
+        """The config in force."""
+        return self.mesh.config if self.plan is None else self.plan.config
+
+    @property
+    def sums_over_tokens(self) -> bool:
+        """Is the model's loss a sum over tokens divided by `num_items_in_batch`?"""
+        return self.plan is not None and self.plan.anatomy.sums_over_tokens
+
+    @property
+    def sequence_parallel(self) -> bool:
+        """Does each tp rank hold a part of the sequence between regions?"""
+        part = None if self.plan is None else self.plan.part(TENSOR)
+        own = part is not None and part.whole_sequences is None
+        return own or any(inner._hf_parallel.sequence_parallel for inner in self.parts)
+
+    @property
+    def flops_per_token(self) -> float:
+        """Training FLOPs per token that are this rank's."""
+        if self.plan is None:
+            return sum(inner._hf_parallel.flops_per_token for inner in self.parts)
+        return self.plan.anatomy.flops_per_token * self.config.data_parallel_size / self.config.world_size
+
+
+def parallelize(
+    model: nn.Module,
+    config: ParallelConfig | str | None = None,
+    mesh: ParallelMesh | None = None,
+    pack: Packing | None = None,
+) -> Any:
+    """Make `model` parallel in place over all processes and return the same object.
+
+    Afterwards `model(**batch)` and `loss.backward()` work as before, on this rank's share of the data; gradients are
+    averaged over the data ranks. Create the optimizer afterwards. Collective: every process calls it.
+
+    Args:
+        model: with weights, which need not be equal on all ranks (rank 0's win), or on the meta device.
+        config: a `ParallelConfig` or a spec such as "tp=2,pp=2"; default: all processes shard the data.
+        mesh: reuse an existing mesh.
+        pack: gives the split model weights of another kind before it is sharded.
+
+    Raises:
+        SpecError: the layout cannot hold for this model or number of processes.
+    """
+    if mesh is None:
+        if not dist.is_initialized():
+            refuse("parallelize", "needs a process group", do="start with torchrun and call init_process_group first")
+        mesh = ParallelMesh.create(ParallelConfig.parse(config or ParallelConfig()), default_device())
+    inside = {} if state_of(model) is not None else models_inside(model, mesh.config)
+    if inside:
+        return _parallelize_around(model, inside, mesh)
+    if state_of(model) is None and any(parameter.is_meta for parameter in model.parameters()):
+        retie(model)  # while it is loaded it is tied by name only
+    plan = resolve(mesh.config, read(model, mesh.config))
+    if pack is not None:
+        pack.check(model, plan)
+    apply(model, plan, mesh, pack)
+    return model
+
+
+def apply(model: nn.Module, plan: Plan, mesh: ParallelMesh, pack: Packing | None = None) -> ParallelState:
+    """Do what the plan says. From inside a layer outwards: kernels, recomputation, matrices, layers, storage."""
+    building = Building(mesh, plan.anatomy.on_meta, [(model, transformer_blocks(model))], pack)
+    if not building.on_meta:
+        make_identical(model, mesh.device)
+    for axis in plan.axes:
+        if axis.name in plan.parts:
+            axis.apply(model, plan.parts[axis.name], building)
+    for axis in plan.axes:
+        if axis.name in plan.parts:
+            axis.finish(model, plan.parts[axis.name], building)
+    root = model if building.pipeline is None else building.pipeline.stages
+    pipeline = cast("PipelineEngine | None", building.pipeline)
+    state = ParallelState(plan, mesh, root, OneBatch(mesh), pipeline, list(plan.notes))
+    _attach(model, state)
+    return state
+
+
+def _attach(model: PreTrainedModel, state: ParallelState) -> None:
+    """Put the state on the model, with methods that know it."""
+    watch()
+    step_on_local_parts()
+    take_exchanged()
+    model._hf_parallel = state
+    model._hf_parallel_tied_keys = dict(getattr(model, "all_tied_weights_keys", None) or {})
+    replace_methods(model, state.mesh, state.pipeline, functools.partial(parallelize, mesh=state.mesh))
+    if state.root is model and state.config.sharing_size > 1:
+        model.register_forward_pre_hook(refuse_exchanged, prepend=True)
+    _compare_batches(model, state)
+
+
+def _compare_batches(model: nn.Module, state: ParallelState) -> None:
+    """In the model's first steps; not where a script's loss calls it on the last stage alone."""
+    pipelines = pipelines_of(state.mesh)
+
+    def compare(module: nn.Module, args: tuple, kwargs: dict) -> None:
+        if pipelines.session is None:
+            batch = {**{str(place): value for place, value in enumerate(args)}, **kwargs}
+            state.batches.check(batch, f"forward {module.training}")
+
+    model.register_forward_pre_hook(compare, with_kwargs=True)
+
+
+def _parallelize_around(model: PreTrainedModel, parts: Mapping[str, PreTrainedModel], mesh: ParallelMesh) -> nn.Module:
+    """Make a module parallel that is around transformers models, which may be so already; the same object."""
+    for part in parts.values():
+        if state_of(part) is None:
+            parallelize(part, mesh=mesh)
+    share_own(model, parts, mesh)
+    notes = [note for part in parts.values() for note in part._hf_parallel.notes]
+    if mesh.data_size > 1:
+        notes.append("a loss that compares the rows of a batch sees those of one data rank, as under DDP")
+    state = ParallelState(None, mesh, model, OneBatch(mesh), notes=notes, parts=tuple(parts.values()))
+    watch()
+    model._hf_parallel, model._hf_parallel_tied_keys = state, tied_inside(parts)
+    replace_methods_around(model, parts, mesh)
+    return model
+
+
+def state_of(model: nn.Module) -> ParallelState | None:
+    """The parallel state of `model`, or None if it was not made parallel."""
+    return getattr(model, "_hf_parallel", None)
+
+
+def clip_grad_norm(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+    """Clip the gradients of a parallel model by their norm over all ranks; returns the norm before clipping."""
+    state = state_of(model)
+    if state is None:
+        return torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm, norm_type)
+    return clip_together(model.parameters(), [state], max_norm, norm_type)
+
+
+def clip_together(
+    parameters: Iterable[torch.Tensor], states: list[ParallelState], max_norm: float, norm_type: float = 2.0
+) -> torch.Tensor:
+    """Clip gradients of one or several parallel models of one mesh by their joint norm, which is returned."""
+    copies = {i for state in states if state.pipeline for i in state.pipeline.copies}
+    return clip_over_mesh(parameters, float(max_norm), states[0].mesh, float(norm_type), copies)
+
+
+def default_device() -> torch.device:
+    """The device of this process: its accelerator if the machine has one, else the CPU.
+
+    A process that has not chosen one takes that of its LOCAL_RANK; the first is what it has without choosing.
+    """
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator is None:
+        return torch.device("cpu")
+    number, place = torch.accelerator.current_device_index(), int(os.environ.get("LOCAL_RANK") or 0)
+    if number == 0 and place < torch.accelerator.device_count() and place > 0:
+        torch.accelerator.set_device_index(place)
+        number = place
+    return torch.device(accelerator.type, number)
+
+
+def parameters_per_rank(model: nn.Module) -> list[int]:
+    """How many parameters each rank stores, in rank order. Collective."""
+    unique = {id(p): p for p in model.parameters()}.values()
+    return messages.gather(sum(stored(p).numel() for p in unique))

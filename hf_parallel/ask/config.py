@@ -1,0 +1,222 @@
+"""What the user asks for: one flag string, YAML file or Python call -> one validated value.
+
+    ParallelConfig.parse("tp=2,pp=2").resolve(world_size=8)      # dp_shard takes the two remaining processes
+
+Everything that is not known, or cannot hold, raises `SpecError` with one line that names the key, the number and
+a value that would work. Nothing is ignored.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hf_parallel.ask.keys.context import ContextKeys
+from hf_parallel.ask.keys.data import CompressionKeys, DataKeys, OffloadKeys
+from hf_parallel.ask.keys.experts import ExpertKeys
+from hf_parallel.ask.keys.layers import AttentionKeys, CompileKeys, LossKeys, PrecisionKeys, RecomputeKeys
+from hf_parallel.ask.keys.pipeline import PipelineKeys
+from hf_parallel.ask.keys.run import MonitorKeys, RolloutKeys, SavingKeys, WatchKeys
+from hf_parallel.ask.keys.tensor import TensorKeys
+from hf_parallel.ask.spec import SpecError, convert, read, refuse, refuse_with, spell, unknown_key
+
+__all__ = ["ParallelConfig", "SpecError"]
+
+#: The spec that leaves the layout to the planner.
+AUTO = "auto"
+_cached: Any = functools.cache  # of classes, which mypy does not take for hashable
+
+
+@dataclass(frozen=True)
+class ParallelConfig(
+    WatchKeys,
+    MonitorKeys,
+    RolloutKeys,
+    AttentionKeys,
+    RecomputeKeys,
+    CompileKeys,
+    LossKeys,
+    PrecisionKeys,
+    ContextKeys,
+    ExpertKeys,
+    PipelineKeys,
+    TensorKeys,
+    CompressionKeys,
+    OffloadKeys,
+    DataKeys,
+    SavingKeys,
+):
+    """How many processes along which axis, and how each axis behaves.
+
+    The sizes multiply to the number of processes; 1 switches an axis off and the one axis of size -1 takes the
+    remaining processes. Short names (`tp` for `tp_size`) are accepted wherever a spec is parsed.
+    """
+
+    def __post_init__(self) -> None:
+        for key in dataclasses.fields(self):
+            if isinstance(getattr(self, key.name), list):
+                object.__setattr__(self, key.name, tuple(getattr(self, key.name)))
+        _check_sizes(self)
+        _check_choices(self)
+        for keys in type(self).__mro__:
+            if "check_keys" in vars(keys):
+                vars(keys)["check_keys"](self)
+
+    @classmethod
+    def parse(cls, spec: str | ParallelConfig) -> ParallelConfig:
+        """Read `key=value,…`, or a YAML file holding a mapping of the same keys.
+
+        Raises:
+            SpecError: unknown or repeated key, a value of the wrong type, or a file that is no mapping.
+        """
+        if isinstance(spec, ParallelConfig):
+            return spec
+        text = spec.strip(", ")
+        if spec and not text:
+            refuse(f"{spec!r}", "holds no key=value", "tp=2")
+        if text == AUTO:
+            refuse(
+                "auto is chosen when a script is launched; here a layout is needed",
+                "`hf-parallel plan` ranks them, tp=2,dp_shard=-1 works",
+            )
+        return cls.from_mapping(read(text))
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, object]) -> ParallelConfig:
+        """Build from a mapping with long or short keys; values may be strings."""
+        known = {f.name: f for f in dataclasses.fields(cls)}
+        chosen: dict = {}
+        for key, value in values.items():
+            name = f"{key}_size" if f"{key}_size" in known else key
+            if name not in known:
+                refuse_with(unknown_key(str(key), _names(cls)))
+            if name in chosen:
+                refuse(key, f"given twice (as {name} and its short form)", do="give it once")
+            chosen[name] = convert(name, known[name].type, value)
+        free = [name for name, value in chosen.items() if name.endswith("_size") and value == -1]
+        if len(free) > 1:
+            refuse(
+                f"{' and '.join(free)} are both -1", "only one axis can take the remaining processes", f"{free[0]}=1"
+            )
+        return cls(**chosen)
+
+    def resolve(self, world_size: int) -> ParallelConfig:
+        """Give the axis of size -1 the remaining processes and check that the sizes multiply to `world_size`."""
+        sizes = self.sizes
+        free = [axis for axis, size in sizes.items() if size == -1]
+        used = math.prod(size for size in sizes.values() if size != -1)
+        if free:
+            if world_size % used:
+                refuse_with(_sizes_message(sizes, used, world_size))
+            rest: dict = {f"{free[0]}_size": world_size // used}
+            return dataclasses.replace(self, **rest)._with_resolved_sizes()
+        if used != world_size:
+            refuse_with(_sizes_message(sizes, used, world_size))
+        return self._with_resolved_sizes()
+
+    def _with_resolved_sizes(self) -> ParallelConfig:
+        changed: dict = dict(self.resolved_sizes())
+        return dataclasses.replace(self, **changed) if changed else self
+
+    def to_dict(self) -> dict[str, object]:
+        """Plain values under the long keys, ready for JSON or YAML."""
+        values = {name: getattr(self, name) for name in _names(type(self))}
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
+
+    def spelled(self) -> dict[str, str]:
+        """The keys whose values are not their defaults, and these as they stand in a spec."""
+        default = {key.name: key.default for key in dataclasses.fields(self)}
+        values = ((name, getattr(self, name)) for name in _names(type(self)))
+        return {name: spell(value) for name, value in values if value != default[name]}
+
+    def settings_alone(self) -> dict[str, str]:
+        """Those of the spelled keys that hold in one process too, and ask for something."""
+        names = _names_alone(type(self))
+        return {name: value for name, value in self.spelled().items() if name in names and value != "off"}
+
+    def to_spec(self) -> str:
+        """The shortest spec string that parses back to this value."""
+        changed = (f"{name.removesuffix('_size')}={value}" for name, value in self.spelled().items())
+        return ",".join(changed) or "dp_shard=-1"
+
+
+def choose_spec(asked: str | None, asked_by: str = "the runner's --parallel") -> tuple[str, str] | None:
+    """The spec and where it comes from: what was asked for, else HF_PARALLEL, else None.
+
+    Raises:
+        SpecError: both are given and mean different layouts.
+    """
+    environment = os.environ.get("HF_PARALLEL") or None
+    if asked and environment and _meaning(asked) != _meaning(environment):
+        refuse(f"{asked_by} {asked}", f"HF_PARALLEL is {environment}", do="drop one of them")
+    if asked:
+        return asked, asked_by
+    return (environment, "HF_PARALLEL") if environment else None
+
+
+def _meaning(spec: str) -> ParallelConfig | str:
+    return spec if spec == AUTO else ParallelConfig.parse(spec)
+
+
+@_cached
+def _names_alone(cls: type[ParallelConfig]) -> frozenset[str]:
+    """The keys of the classes that hold in one process too."""
+    holds = [base for base in cls.__mro__ if vars(base).get("holds_alone", False)]
+    return frozenset(name for base in holds for name in vars(base)["__annotations__"])
+
+
+def _sizes_message(sizes: dict[str, int], used: int, world_size: int) -> str:
+    factors = [f"{axis}={size}" for axis, size in sizes.items() if size not in (1, -1)]
+    given = " x ".join(factors) + (f" = {used}" if len(factors) > 1 else "") or "one process"
+    rest = math.prod(size for axis, size in sizes.items() if size != -1 and axis != "dp_shard")
+    if world_size == 1:
+        start = f"torchrun --nproc-per-node {used}, hf-parallel launch --num_processes {used}"
+        return f"{given} does not fit 1 process; start {used} processes ({start})"
+    if world_size % rest == 0:
+        return f"{given}, but {world_size} processes run; dp_shard={world_size // rest} works"
+    return f"{given} does not fit {world_size} processes; start {used * max(1, world_size // used)} processes"
+
+
+def _check_sizes(config: ParallelConfig) -> None:
+    sizes = {key: getattr(config, key) for key in _names(type(config)) if key.endswith("_size")}
+    for name, size in sizes.items():
+        if size != -1 and size < 1:
+            refuse(f"{name}={size}", "a size is 1 or more, or -1 for the remaining processes", f"{name}=1")
+    others = [name for name, size in sizes.items() if size == -1 and name != "dp_shard_size"]
+    if others and config.dp_shard_size == -1:  # the default -1 gives way when another axis asks for the rest
+        object.__setattr__(config, "dp_shard_size", 1)
+    if len(others) > 1:
+        refuse(
+            f"{' and '.join(others)} are both -1", "only one axis can take the remaining processes", f"{others[0]}=1"
+        )
+
+
+@_cached
+def _names(cls: type[ParallelConfig]) -> list[str]:
+    """All keys: sizes of the mesh first, slow links first, then the other sizes, then settings."""
+    keys = [key.name for key in dataclasses.fields(cls)]
+    ranked = [f"{axis.name}_size" for axis in cls.mesh_axes]
+    return [*ranked, *sorted(set(keys) - set(ranked), key=lambda name: (not name.endswith("_size"), keys.index(name)))]
+
+
+def _check_choices(config: ParallelConfig) -> None:
+    for key in dataclasses.fields(config):
+        value, choices = getattr(config, key.name), key.metadata["choices"]
+        if choices and value not in choices:
+            refuse(f"{key.name}={spell(value)}", f"not one of {', '.join(map(str, choices))}")
+
+
+def key_table(cls: type[ParallelConfig]) -> str:
+    """All keys as the README's table: name, default and one line each."""
+    rows, fields = [], {key.name: key for key in dataclasses.fields(cls)}
+    for name in _names(cls):
+        key = fields[name]
+        short = f" (`{name.removesuffix('_size')}`)" if name.endswith("_size") else ""
+        default = key.metadata["shown"] or ("none" if key.default is None else f"`{spell(key.default)}`")
+        rows.append(f"| `{name}`{short} | {default} | {key.metadata['doc']} |")
+    return "\n".join(rows)

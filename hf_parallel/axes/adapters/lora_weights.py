@@ -1,0 +1,183 @@
+"""Adapters of a weight rather than of a layer (PEFT's `target_parameters`): the layer computes with W + s B A.
+
+A split layer computes with its part of W, so the sum is made of parts:
+
+weight cut along     A [r, in]     B [out, r]     sum over tp of the gradient of
+rows                 whole         Shard(0)       A
+columns              Shard(1)      whole          B
+nothing              whole         whole          the weight: the layer sums that itself
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from transformers.pytorch_utils import Conv1D
+
+from hf_parallel.axes.adapters.lora import CutAdapter, WholeAdapter, cut
+from hf_parallel.axes.data.zero import gather
+from hf_parallel.axes.experts.layers import SharedOut
+from hf_parallel.axes.tensor.experts import SplitExperts
+from hf_parallel.axes.tensor.layers import (
+    ColumnParallel,
+    HeadsEmbedding,
+    PartialGradient,
+    RowParallel,
+    SharedHeads,
+    TensorParallelLayer,
+    become,
+)
+from hf_parallel.axes.tensor.vocab_parallel import VocabParallel
+from hf_parallel.model.anatomy import StoredOrder
+from hf_parallel.ranks import copy_weight_to_group
+from hf_parallel.ranks.local import adding, holding, local, put_in_front
+
+# ---- Adapters of experts (PEFT's `target_parameters`): W_e + s B_e A_e, side by side for all experts of a layer
+#     A [experts * r, in]    rows expert by expert         B [out, r * experts]    columns rank by rank of the product
+#
+# Both stay whole on the ranks of tp and ep, and are sharded over the data ranks with the layer around them. A rank
+# makes of them what it needs for its part of W: its experts, or its part of the width of all. So each has a part of
+# their gradients: those of data ranks are averaged anyway, those of tp are summed here.
+
+
+class AdaptedExperts(nn.Module):
+    """Mixin for a wrapper of one weight of experts; several may stand around each other."""
+
+    parameter_name: str
+    lora_A: Mapping[str, nn.Linear]
+    lora_B: Mapping[str, nn.Linear]
+    scaling: dict[str, float]
+    get_base_layer: Callable[[], SplitExperts | SharedOut]
+
+    @contextlib.contextmanager
+    def _activate_lora(self, active: list[str]) -> Iterator[None]:
+        """In here the experts compute with the sum."""
+        names = [name for name in active if name in self.lora_A]
+        if not names:
+            yield
+            return
+        with adding(self.get_base_layer(), self.parameter_name, lambda: self._own_part(names)):
+            yield
+
+    def _own_part(self, names: list[str]) -> torch.Tensor:
+        halves = ((self.lora_A[name].weight, self.lora_B[name].weight, self.scaling[name]) for name in names)
+        return functools.reduce(torch.add, (self._product(*each) for each in halves))
+
+    def _product(self, down: torch.Tensor, up: torch.Tensor, scaling: float) -> torch.Tensor:
+        base = self.get_base_layer()
+        group = base.region.group if isinstance(base, SplitExperts) else base.sharing.tp_group
+        if group is not None:
+            down, up = copy_weight_to_group(down, group), copy_weight_to_group(up, group)
+        count = base.expert_facts.count
+        down, up = down.reshape(count, -1, down.shape[-1]), up.reshape(up.shape[0], -1, count)
+        if not isinstance(base, SplitExperts):
+            down = down.narrow(0, base.first, base.num_experts)
+            up = up.narrow(2, base.first, base.num_experts)
+        else:
+            rows = _own_rows(base, self.parameter_name).to(down.device)
+            by_outputs = base.expert_facts.widths[self.parameter_name] == (2 if base.is_transposed else 1)
+            down, up = (down, up[rows]) if by_outputs else (down[:, :, rows], up)
+        return torch.einsum("ore,eri->eio" if base.is_transposed else "ore,eri->eoi", up, down) * scaling
+
+
+def _own_rows(base: SplitExperts, name: str) -> torch.Tensor:
+    """Which of a weight's columns or rows this rank has, as the model counts them."""
+    order: StoredOrder | None = getattr(base, "stored_orders", {}).get(name)
+    group, facts = base.region.group, base.expert_facts
+    rows = torch.arange(facts.width) if order is None else order.rows
+    return rows.chunk(group.size())[group.rank()]
+
+
+def can_adapt(base: nn.Module, name: str) -> bool:
+    """Is this a weight of experts of which ranks hold parts?"""
+    if not isinstance(base, SplitExperts | SharedOut) or base.expert_facts.dense:
+        return False
+    held = base._parameters[name]
+    return held is not None and held.dim() == 3
+
+
+def adapt(wrapper: Any) -> None:
+    """Let a wrapper of a weight of experts add this rank's part."""
+    if not isinstance(wrapper, AdaptedExperts):
+        put_in_front(AdaptedExperts, wrapper)
+
+
+class AdaptedWeight(nn.Module):
+    """Mixin for a wrapper of one weight of a split layer, its `base_layer`."""
+
+    base_layer: TensorParallelLayer
+    parameter_name: str
+    lora_A: Mapping[str, nn.Linear | WholeAdapter]
+    lora_B: Mapping[str, nn.Linear | WholeAdapter]
+    scaling: dict[str, float]
+    active_adapters: list[str]
+    disable_adapters: bool
+    merged: bool
+
+    @contextlib.contextmanager
+    def _activate_lora(self, active: list[str]) -> Iterator[None]:
+        """In here the layer holds this rank's part of the sum; columns are asked for by their region instead."""
+        base, name = self.base_layer, self.parameter_name
+        if base in base.region.columns:
+            yield
+            return
+        if isinstance(base, FSDPModule):  # an embedding in a group of its own: its own hook would come too late
+            gather(base)
+        with holding(base, {name: self._sum(active)}):
+            yield
+
+    def column(self) -> torch.Tensor:
+        """This rank's part of the sum as [out, in]."""
+        total = self._sum([] if self.disable_adapters or self.merged else self.active_adapters)
+        return total.t() if isinstance(self.base_layer, Conv1D) else total
+
+    def _sum(self, active: list[str]) -> torch.Tensor:
+        total = weight = local(self.base_layer._parameters[self.parameter_name])
+        for adapter in active:
+            if adapter in self.lora_A:
+                product = _factor(self.lora_B[adapter]) @ _factor(self.lora_A[adapter])
+                total = total + (product * self.scaling[adapter]).to(weight.dtype)
+        return total
+
+
+def _factor(half: nn.Linear | WholeAdapter) -> torch.Tensor:
+    """A or B for this rank's part: of a whole one beside a cut one each rank has a part of the gradient."""
+    return (
+        copy_weight_to_group(half.weight, half.region.group) if isinstance(half, WholeAdapter) else local(half.weight)
+    )
+
+
+def split_weight(wrapper: Any, mesh: DeviceMesh, device: torch.device) -> None:
+    """Split what is new of a wrapper's adapters, whole and equal on all ranks, as its layer's weight is split."""
+    base = wrapper.base_layer
+    if not isinstance(wrapper, AdaptedWeight):
+        put_in_front(AdaptedWeight, wrapper)
+    if base in base.region.columns:
+        base.region.columns[base] = wrapper.column
+    dim = _cut_dim(base)
+    if dim is None:
+        return
+    for adapter in wrapper.lora_A:
+        halves = wrapper.lora_B[adapter], wrapper.lora_A[adapter]  # with the rows and the columns of the weight
+        if not isinstance(halves[dim], CutAdapter):
+            cut(halves[dim], base, dim, mesh, device)
+            become(halves[1 - dim], WholeAdapter, base.region)
+
+
+def can_split(base: nn.Module, name: str) -> bool:
+    """Is it known how an adapter of this layer's parameter `name` is split?"""
+    known = ColumnParallel | RowParallel | SharedHeads | VocabParallel | HeadsEmbedding | PartialGradient
+    return isinstance(base, known) and name == "weight"
+
+
+def _cut_dim(base: nn.Module) -> int | None:
+    if isinstance(base, ColumnParallel | VocabParallel):
+        return int(isinstance(base, Conv1D))
+    return int(not isinstance(base, Conv1D)) if isinstance(base, RowParallel) else None

@@ -1,0 +1,238 @@
+"""A model built from code must hold the same values on all ranks before each rank keeps its slice."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import _get_param_module_infos
+from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from hf_parallel.axes.data.units import groups_of, parameter_groups, sharded_modules
+from hf_parallel.axes.data.zero import lend
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ParamModuleInfo
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+
+_FACTOR = 6364136223846793005  # odd
+
+
+def make_identical(model: nn.Module, device: torch.device) -> bool:
+    """Compare checksums over all ranks; if they differ, send rank 0's tensors one by one. Collective.
+
+    Args:
+        device: where this process computes and communicates; the model may still be on the CPU, and goes by in parts.
+
+    Returns:
+        Whether anything had to be sent.
+    """
+    tensors = [tensor.detach() for tensor in (*model.parameters(), *model.buffers())]
+    if not tensors:
+        return False
+    checksums = torch.stack([checksum(tensor, device) for tensor in tensors])
+    extremes = torch.stack([checksums, ~checksums])
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
+    if torch.equal(extremes[0], ~extremes[1]):
+        return False
+    for tensor in tensors:
+        carrier = tensor.to(device).contiguous()
+        dist.broadcast(carrier, src=0)
+        tensor.copy_(carrier)
+    return True
+
+
+def checksum(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A number of 64 bits that a change of any element changes, and an exchange of two is all but sure to."""
+    total = torch.zeros((), dtype=torch.int64, device=device)
+    weights, products = _buffers(device)
+    for words in _words(tensor.contiguous(), weights.numel()):
+        count = words.numel()
+        # All modulo 2^64, where a product with an odd number forgets nothing.
+        total = total * _FACTOR + torch.mul(words.to(device), weights[:count], out=products[:count]).sum()
+    return total
+
+
+def _words(tensor: torch.Tensor, part: int) -> Iterator[torch.Tensor]:
+    """The bits of a tensor as words, `part` at a time, and what fills none byte by byte."""
+    values = tensor.view(-1).view(torch.uint8)
+    if values.storage_offset() % 8:
+        values = values.clone()
+    even = values.numel() // 8 * 8
+    yield from values[:even].view(torch.int64).split(part)
+    yield values[even:].to(torch.int64)
+
+
+@functools.cache
+def _buffers(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Odd numbers in no order, and memory for products: on a CPU as much as its cache holds."""
+    generator, count = torch.Generator().manual_seed(0), 1 << (17 if device.type == "cpu" else 23)
+    drawn = torch.randint(-(2**63), 2**63 - 1, (count,), generator=generator)
+    return (drawn | 1).to(device), torch.empty(count, dtype=torch.int64, device=device)
+
+
+# ---- Parameters that come into a model after `fully_shard`, such as adapters: into the group of the unit they are in
+# So they are gathered and reduced with the layer around them, in the same collectives. A weight without gradient takes
+# part in no reduction, so of a frozen layer only what was added is reduced. torch has no call for this: a unit's state
+# and its parameter group are its internals, looked at in torch 2.13.
+
+
+def add_late_parameters(root: nn.Module) -> None:
+    """Shard what lies in the units below `root` and is in no group yet; whole and equal on all data ranks."""
+    for unit in sharded_modules(root):
+        groups = groups_of(unit)
+        known = {place for group in groups for held in group.fsdp_params for place in places(held._module_info)}
+        modules = tuple(_own_modules(cast(nn.Module, unit)))
+        named = [(module, name, p) for module in modules for name, p in module._parameters.items() if p is not None]
+        new = {id(p): p for module, name, p in named if (id(module), name) not in known and not _shared_out(p)}
+        if new:
+            _add(groups[0], list(new.values()), modules)
+
+
+def _shared_out(parameter: nn.Parameter) -> bool:
+    """Of experts that no other rank holds: left out of all groups."""
+    return "ep" in (getattr(getattr(parameter, "device_mesh", None), "mesh_dim_names", None) or ())
+
+
+def remove_late_parameters(root: nn.Module, changed: Iterable[nn.Module] = ()) -> None:
+    """Let the units below `root` forget parameters whose modules are no longer in them, or get others."""
+    gone = {id(module) for module in changed}
+    for unit in sharded_modules(root):
+        here = {id(module) for module in _own_modules(cast(nn.Module, unit))} - gone
+        for group in groups_of(unit):
+            group.fsdp_params[:] = [held for held in group.fsdp_params if id(held._module_info.module) in here]
+
+
+def have_gathered(unit: FSDPModule) -> bool:
+    """Has this unit run, so that it has memory for whole weights?"""
+    return any(held.all_gather_outputs for group in groups_of(unit) for held in group.fsdp_params)
+
+
+def places(info: ParamModuleInfo) -> Iterator[tuple[int, str]]:
+    """Where a parameter is registered; loading puts other objects there, so the parameter itself tells nothing."""
+    yield id(info.module), info.param_name
+    yield from zip(map(id, info.shared_modules), info.shared_param_names, strict=True)
+
+
+def _own_modules(unit: nn.Module) -> Iterator[nn.Module]:
+    """The unit and what is below it, without inner units."""
+    yield unit
+    for child in unit.children():
+        if not isinstance(child, FSDPModule):
+            yield from _own_modules(child)
+
+
+def _add(group: FSDPParamGroup, parameters: list[nn.Parameter], modules: tuple[nn.Module, ...]) -> None:
+    for parameter, where in zip(parameters, _get_param_module_infos(parameters, modules), strict=True):
+        held = FSDPParam(
+            parameter,
+            where,
+            group.mesh_info,
+            group.post_forward_mesh_info,
+            group.device,
+            None,
+            group.mp_policy,
+            group.offload_policy,
+        )
+        lend(held)
+        group.fsdp_params.append(held)
+    if group._reset_sharded_params:  # it has run already; else it finds out about dtypes when it first does
+        group._init_mp_dtypes()
+
+
+# ---- `p.data = x` of a parameter that ranks hold parts of: it shares x's memory afterwards, as an ordinary one would
+# FSDP2 gathers from memory that it remembers beside the parameter, padded where ranks hold unequal parts. torch has no
+# call for the exchange: a unit's parameter group is its internal, looked at in torch 2.13.
+
+
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+#: Of a parameter: the group that gathers it, and what FSDP2 knows of it.
+_known: Any = WeakIdKeyDictionary()
+
+
+class Held(NamedTuple):
+    """The group that gathers a parameter, what FSDP2 knows of it there, and where it rests."""
+
+    group: FSDPParamGroup
+    held: FSDPParam
+    offload: str
+
+    def knows(self, parameter: torch.Tensor) -> bool:
+        """Is it the one that FSDP2 has of these numbers, stored or gathered?"""
+        names = ("sharded_param", "_unsharded_param", "_sharded_post_forward_param")
+        return any(getattr(self.held, name, None) is parameter for name in names)
+
+
+def assign(parameter: DTensor, value: DTensor, found: Held | None) -> None:
+    """Let `parameter` be what `value` is, in its memory where that can be gathered from.
+
+    Args:
+        value: of the same shape and placements.
+        found: who gathers it, if anybody does.
+    """
+    if found is None:
+        _exchange(parameter, value)
+        return
+    found.group.reshard()  # what was gathered is no longer what it was
+    _exchange(parameter, value)
+    found.held.reset_sharded_param()
+    value._local_tensor = parameter._local_tensor  # also where FSDP2 has padded it
+
+
+def _exchange(parameter: DTensor, value: DTensor) -> None:
+    _SET_DATA(parameter, value)  # what the tensor around the stored part says of itself
+    parameter._spec, parameter._local_tensor = copy.copy(value._spec), value._local_tensor
+
+
+def held_by(parameter: torch.Tensor, models: Iterable[nn.Module]) -> Held | None:
+    """Who gathers a parameter of one of these models; of a gradient, nobody."""
+    found = _recalled(parameter)
+    if found is not None or not isinstance(parameter, nn.Parameter):
+        return found
+    for model in models:
+        state = getattr(model, "_hf_parallel", None)
+        if state is not None and state.config.sharing_size > 1:
+            _remember(state.root, state.config.offload)
+    return _recalled(parameter)
+
+
+def held_at(module: nn.Module, name: str, models: Iterable[nn.Module]) -> Held | None:
+    """Who gathers what a module has under a name, whatever is there now."""
+    for model in models:
+        state: Any = getattr(model, "_hf_parallel", None)
+        for group in parameter_groups(state.root) if state is not None else ():
+            for held in group.fsdp_params:
+                if (id(module), name) in places(held._module_info):
+                    return Held(group, held, state.config.offload)
+    return None
+
+
+def gathered(model: nn.Module) -> Iterator[nn.Parameter]:
+    """What FSDP2 registers in the place of parameters between a forward and a backward pass."""
+    state = getattr(model, "_hf_parallel", None)
+    for group in parameter_groups(state.root) if state is not None else ():
+        yield from (held._unsharded_param for held in group.fsdp_params if hasattr(held, "_unsharded_param"))
+
+
+def _recalled(parameter: torch.Tensor) -> Held | None:
+    group, held, offload = _known.get(parameter, (None, None, ""))
+    group, held = group and group(), held and held()
+    return Held(group, held, offload) if held is not None and held.sharded_param is parameter else None
+
+
+def _remember(root: nn.Module, offload: str) -> None:
+    for group in parameter_groups(root):
+        for held in group.fsdp_params:
+            _known[held.sharded_param] = weakref.ref(group), weakref.ref(held), offload

@@ -1,1 +1,0 @@
-"""bitsandbytes: 4-bit bases, 8-bit optimizers."""

@@ -1,0 +1,294 @@
+"""What happens to each tensor while `from_pretrained` fills the model. Each function takes the original.
+
+transformers hands the sources of a target through its conversions and sets the result. We hand it tensors that are not
+read yet (see `checkpoint.lazy_tensor`), and read this rank's part when the result is set.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from hf_parallel.apply.parallelize import parallelize
+from hf_parallel.ask.spec import refuse
+from hf_parallel.axes.pipeline.stages import stand_ins
+from hf_parallel.checkpoint.lazy_tensor import LazyTensor, lazy_tensor, values
+from hf_parallel.checkpoint.manifest import of_stages
+from hf_parallel.checkpoint.ranges import RangeFile
+from hf_parallel.checkpoint.slices import local_part, read
+from hf_parallel.hooks import bitsandbytes, runtime
+from hf_parallel.hooks.bitsandbytes import is_packed, read_packed
+from hf_parallel.hooks.patching import patch
+from hf_parallel.model.anatomy import all_on_meta, stored_order
+from hf_parallel.ranks.local import local
+
+if TYPE_CHECKING:
+    from transformers import BitsAndBytesConfig, PreTrainedModel
+    from transformers.core_model_loading import LoadStateDictInfo
+
+    from hf_parallel.checkpoint.slices import Readable
+
+
+@patch("transformers.modeling_utils:safe_open", "a file mapping keeps whole tensors in memory")
+def open_by_reading(
+    original: Callable, file: str, framework: str = "pt", device: str = "cpu", backend: str | None = None
+) -> object:
+    """Read ranges into memory of their own: a mapped file keeps every page that was touched.
+
+    Without a mapping safetensors reads whole tensors, whatever slice is asked for; so it opens only what has dtypes
+    that `RangeFile` does not know.
+    """
+    try:
+        return RangeFile(os.fspath(file))
+    except KeyError:
+        return original(file, framework=framework, device=device, backend="pread")
+
+
+@patch("transformers.core_model_loading:spawn_materialize", "converts slices, which mixes up joined tensors")
+def materialize(
+    original: Callable,
+    thread_pool: object,
+    tensor: torch.Tensor | Readable,
+    device: torch.device | None = None,
+    dtype: torch.dtype | None = None,
+    *args: object,
+    **kwargs: object,
+) -> object:
+    """Give the conversions whole tensors that are not read, instead of slices that some of them would mix up."""
+    wanted = None if dtype == torch.uint8 else dtype  # of a packed weight, which is read as it is in the file
+    return lambda: lazy_tensor(tensor, wanted, device)
+
+
+@patch("transformers.core_model_loading:set_param_for_module", "judges sizes by local shapes")
+def set_parameter(
+    original: Callable,
+    model: nn.Module,
+    target_name: str,
+    param_value: torch.Tensor | LazyTensor,
+    loading_info: LoadStateDictInfo,
+    *args: object,
+    **kwargs: object,
+) -> None:
+    """Read this rank's part and set it; whether the checkpoint's tensor fits is judged by global shapes."""
+    name, value, info = target_name, param_value, loading_info
+    owner, _, leaf = name.rpartition(".")
+    module = model.get_submodule(owner)
+    own = getattr(module, leaf, None)
+    packing = getattr(module, "packing", None) if is_packed(module, leaf) else None
+    if not isinstance(own, torch.Tensor):
+        value = value.whole() if isinstance(value, LazyTensor) else value
+    elif (own if packing is None else packing.source).shape != value.shape:
+        info.missing_keys.discard(name)
+        info.mismatched_keys.add((name, value.shape, own.shape))
+        return
+    elif packing is not None:
+        value = read_packed(packing, value, own, getattr(module, "stored_orders", {}).get("weight"))
+    else:
+        value = values(value, local_part(own, stored_order(model, name)))
+    original(model, name, value, info, *args, **kwargs)
+
+
+@patch("transformers.modeling_utils:PreTrainedModel.initialize_weights", "new heads unequal, stages draw alike")
+def initialize_missing(original: Callable, self: PreTrainedModel) -> None:
+    """Stages draw new weights one after the other, so that each draws what one process would."""
+    mesh, state = runtime.mesh(), runtime.parallel_state(self)
+    if state is None or mesh.size("pp") == 1:
+        return original(self)
+    if state.pipeline is not None and state.pipeline.last and not state.pipeline.first:
+        # Its copy of a tied embedding: the first thing that the first stage draws, from the same random state.
+        self._initialize_weights(self.get_input_embeddings())
+    for stage in range(mesh.size("pp")):
+        if stage == mesh.index("pp"):
+            original(self)
+        runtime.equalise_random_state("pp", stage)
+
+
+@patch("transformers.modeling_utils:PreTrainedModel._initialize_weights", "each rank draws for its part alone")
+def initialize_module(
+    original: Callable, self: PreTrainedModel, module: nn.Module, *args: object, **kwargs: object
+) -> None:
+    """New weights, such as a head's, are drawn whole by all ranks, and each keeps its part: of one module at a time.
+
+    What a module draws for those below it (GPT-2's output projections) are parts by then, of which whole ones are
+    drawn too (`parts.draw`), but for rows that are whole and stored in another order.
+    """
+    if getattr(module, "_is_hf_initialized", False):
+        return original(self, module, *args, **kwargs)
+    with _drawn_whole(module):
+        return original(self, module, *args, **kwargs)
+
+
+@contextlib.contextmanager
+def _drawn_whole(module: nn.Module) -> Iterator[None]:
+    """In here the new parts of weights that a module draws are whole."""
+    new = [(owner, name, part) for owner, name, part in _drawn_by(module) if _is_new_part(owner, part)]
+    for owner, name, p in new:
+        order = stored_order(owner, name)
+        former = torch.zeros(p.shape, dtype=p.dtype, device=local(p).device) if owner is module else p.detach()
+        owner._parameters[name] = nn.Parameter(former if owner is module or order is None else order.to_own(former))
+    yield
+    for owner, name, part in new:
+        with torch.no_grad():
+            whole = cast(nn.Parameter, owner._parameters[name]).detach()
+            local(part).copy_(read(whole, local_part(part, stored_order(owner, name))))
+        owner._parameters[name] = part
+
+
+def _drawn_by(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+    for owner in module.modules():
+        for name, parameter in owner._parameters.items():
+            if parameter is not None and (owner is module or not isinstance(parameter, DTensor)):
+                yield owner, name, parameter
+
+
+def _is_new_part(module: nn.Module, parameter: nn.Parameter) -> bool:
+    """Not loaded, and not stored as its values are drawn."""
+    if getattr(parameter, "_is_hf_initialized", False):
+        return False
+    return isinstance(parameter, DTensor) or hasattr(module, "stored_orders")
+
+
+@patch("transformers.modeling_utils:log_state_dict_report", "knows the keys of one stage")
+def report(original: Callable, *args: object, **kwargs: object) -> None:
+    """One report, and one error if sizes do not match, for all stages of a pipeline."""
+    model, info = kwargs["model"], kwargs["loading_info"]
+    own = {**vars(info), "untied": _untied(model)}
+    stages = of_stages(own, runtime.mesh())
+    for field in ("missing_keys", "unexpected_keys", "mismatched_keys", "conversion_errors"):
+        for stage in stages:
+            getattr(info, field).update(stage[field])
+    _check_tied(model, stages)
+    original(*args, **kwargs)
+
+
+def _untied(model: PreTrainedModel) -> list[tuple[str, str]]:
+    """Pairs that are one parameter by the config, and not so after loading: the checkpoint has different values."""
+    held = dict(model.named_parameters(remove_duplicate=False))
+    pairs = [pair for pair in getattr(model, "_hf_parallel_tied_keys", {}).items() if set(pair) <= set(held)]
+    return [(target, source) for target, source in pairs if held[target] is not held[source]]
+
+
+def _check_tied(model: PreTrainedModel, stages: list[dict]) -> None:
+    """Refuse checkpoints that would untie what is sharded or cut as one parameter.
+
+    Raises:
+        SpecError: two values for it, or one under the name that only the last stage reads.
+    """
+    for target, source in (pair for stage in stages for pair in stage["untied"]):
+        refuse(
+            f"{target} of the checkpoint",
+            f"is not its {source}, though the config ties them",
+            "tie_word_embeddings=False",
+        )
+    lost = stages[0]["missing_keys"] - stages[-1]["missing_keys"]
+    for target, source in getattr(model, "_hf_parallel_tied_keys", {}).items():
+        if source in lost:
+            refuse(
+                f"pp_size={len(stages)}",
+                f"the checkpoint has the tied {target} but not {source}, which the first stage reads",
+                "pp_size=1",
+            )
+
+
+# ---- Loading: an unchanged `from_pretrained` call gives each rank only its slices -----------------------------------
+# transformers builds the model on the meta device, lets `maybe_distribute_model` turn parameters into DTensors, and
+# then fills it tensor by tensor (`loading.py`). We stand in for that one function. Each patch takes the original.
+
+
+class Requested:
+    """Stands for the layout in `from_pretrained(distributed_config=…)`; the mesh itself must not be copied around."""
+
+    def __init__(self, quantization: BitsAndBytesConfig | None = None) -> None:
+        self.quantization = quantization
+
+    def __deepcopy__(self, memo: dict) -> Requested:
+        return self
+
+
+@patch("transformers.modeling_utils:PreTrainedModel.from_pretrained", "asks for the layout")
+def from_pretrained(original: Callable, cls: type, *args: object, **kwargs: object) -> object:
+    """Ask for the layout, and make random numbers equal again afterwards."""
+    if any(kwargs.get(key) is not None for key in ("distributed_config", "tp_plan", "tp_size")):
+        refuse("from_pretrained", "is given a layout of its own and --parallel too", do="give one of them")
+    placed = kwargs.get("device_map") == "auto" and kwargs.pop("device_map")
+    quantization = kwargs.pop("quantization_config", None)
+    if quantization is not None:
+        bitsandbytes.check_four_bit(quantization)
+    result = original(cls, *args, distributed_config=Requested(quantization), **kwargs)
+    if quantization is not None:
+        bitsandbytes.mark(result[0] if isinstance(result, tuple) else result, quantization)
+    if placed:
+        state = runtime.parallel_state(result[0] if isinstance(result, tuple) else result)
+        assert state is not None
+        state.notes.append("device_map=auto: the layout is what places the model")
+    runtime.equalise_within_model()
+    return result
+
+
+@patch("transformers.modeling_utils:PreTrainedModel.prepare_distribute_model", "knows only its own meshes")
+def prepare(
+    original: Callable, cls: type, distributed_config: object, *, device_map: object = None, **mesh: object
+) -> object:
+    """Where to load: this rank's device."""
+    if not isinstance(distributed_config, Requested):
+        return original(cls, distributed_config, device_map=device_map, **mesh)  # with a mesh before 5.18
+    if isinstance(device_map, str) and device_map in ("balanced", "balanced_low_0", "sequential"):
+        refuse(f"device_map={device_map}", "places layers itself, as --parallel does", '"auto"')
+    if isinstance(device_map, dict) and set(map(str, device_map.values())) & {"disk"}:
+        refuse("device_map with disk", "offloading is not part of this version", do="remove device_map")
+    return distributed_config, runtime.mesh().device, None
+
+
+@patch("transformers.modeling_utils:PreTrainedModel.maybe_distribute_model", "cuts the meta model")
+def distribute(
+    original: Callable, cls: type, model: PreTrainedModel, distributed_config: object, *mesh: object, **meshes: object
+) -> object:
+    """Make the meta model parallel, and tell the loader which of the checkpoint's names belong to other stages."""
+    if not isinstance(distributed_config, Requested):
+        return original(cls, model, distributed_config, *mesh, **meshes)
+    del model.config.distributed_config
+    if getattr(model.config, "quantization_config", None) is not None:
+        refuse("quantised checkpoints", "not part of this version", do="load in bf16, or pack that in 4 bits")
+    for parameter in all_on_meta(model).parameters():
+        # What __init__ froze, such as Whisper's positions, trains once plain transformers has given it its values.
+        parameter.requires_grad_(parameter.is_floating_point())
+    _widen(model)
+    before = set(model.state_dict())
+    quantization = distributed_config.quantization
+    pack = bitsandbytes.Pack(quantization) if quantization is not None else None
+    parallelize(model, mesh=runtime.mesh(), pack=pack)
+    local = set(model.state_dict())
+    _ignore_foreign(model, before - local, local)
+    return model
+
+
+def _widen(model: PreTrainedModel) -> None:
+    """What the loader will keep in fp32 is fp32 before it is sharded: a unit of FSDP2 has one dtype."""
+    from transformers.core_model_loading import build_glob_alternation
+
+    kept = list(model._get_dtype_plan(model.dtype))
+    if not kept:
+        return
+    pattern = build_glob_alternation(kept)[0]
+    for name, parameter in model.named_parameters():
+        if pattern.search(name):
+            parameter.data = parameter.data.float()
+
+
+def _ignore_foreign(model: PreTrainedModel, foreign: set[str], local: set[str]) -> None:
+    """Names that other stages load are no surprise in the checkpoint, whatever prefix it uses."""
+    if not foreign:
+        return
+    prefix = re.escape(model.base_model_prefix) + r"\."
+    gone = [re.sub(f"^{prefix}", "", name) for name in stand_ins(model)]
+    patterns = {rf"^({prefix})?" + re.escape(name) + r"(\.|$)" for name in gone}
+    model._keys_to_ignore_on_load_unexpected = set(model._keys_to_ignore_on_load_unexpected or ()) | patterns
+    tied = model.all_tied_weights_keys
+    model.all_tied_weights_keys = {target: source for target, source in tied.items() if {target, source} <= local}

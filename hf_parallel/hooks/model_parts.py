@@ -1,0 +1,280 @@
+"""Scripts that read, write or pickle a part of a weight as if it were the whole.
+
+torch's own answers are lost in silence: rows that are cut over ranks come as a copy, so what is written to them goes
+nowhere, and each rank draws the random numbers of its part alone. Each function takes the original.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map
+
+from hf_parallel.apply.kernels import place_kernels
+from hf_parallel.apply.whole import full_tensor, order_of
+from hf_parallel.ask.config import ParallelConfig
+from hf_parallel.ask.keys.sizes import SHARDS
+from hf_parallel.ask.spec import refuse
+from hf_parallel.checkpoint.slices import axes_and_dims, local_part, read
+from hf_parallel.hooks import runtime
+from hf_parallel.hooks.patching import patch
+from hf_parallel.hooks.report import say
+from hf_parallel.model.experts import named_experts
+from hf_parallel.ranks.mesh import EXPERT_AXES, stored
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, TrainingArguments
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+
+T = TypeVar("T")
+Index: TypeAlias = torch.Tensor | int | slice | tuple | None
+#: A weight, which of its rows, and these.
+Place: TypeAlias = tuple[DTensor, Index, torch.Tensor]
+
+
+class Rows(torch.Tensor):
+    """Rows of a weight that is cut over ranks: what is written to them goes there. All ranks of it do the same."""
+
+    place: Place
+
+    @classmethod
+    def __torch_function__(cls, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None) -> object:
+        plain, named = tree_map(_plain, (args, kwargs or {}))  # rows in lists too: torch.stack([row, row])
+        result, out = func(*plain, **named), (kwargs or {}).get("out")
+        if isinstance(out, Rows):
+            _write(*out.place)
+            return out
+        if not args or not isinstance(args[0], Rows):
+            return result
+        if _writes(func.__name__):
+            _write(*args[0].place)
+            return args[0]
+        is_view = torch.is_tensor(result) and _storage(result) == _storage(plain[0])
+        return _rows(result, args[0].place) if is_view else result
+
+
+def _rows(tensor: torch.Tensor, place: Place) -> Rows:
+    rows = tensor.as_subclass(Rows)
+    rows.place = place
+    return rows
+
+
+def _plain(value: T) -> T | torch.Tensor:
+    if isinstance(value, Rows):
+        return value.as_subclass(torch.Tensor)
+    return full_tensor(value) if isinstance(value, DTensor) else value
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _writes(name: str) -> bool:
+    in_place = name.startswith("__i") and name not in ("__index__", "__int__", "__invert__", "__iter__")
+    return name == "__setitem__" or in_place or (name.endswith("_") and not name.endswith("__"))
+
+
+@patch("torch.distributed.tensor:DTensor.__getitem__", "what is written to rows of a cut weight is lost")
+def get_rows(original: Callable, self: DTensor, index: Index) -> object:
+    """`weight.data[-1].zero_()` reaches the weight. What autograd follows stays torch's."""
+    if not _is_cut(self) or (self.requires_grad and torch.is_grad_enabled()):
+        return original(self, index)
+    rows = full_tensor(self)[index]
+    return _rows(rows, (self, index, rows))
+
+
+@patch("torch.distributed.tensor:DTensor.__setitem__", "what is written to rows of a cut weight is lost")
+def set_rows(original: Callable, self: DTensor, index: Index, value: torch.Tensor | float) -> None:
+    """`weight.data[-1] = mean` reaches the weight."""
+    if not _is_cut(self):
+        original(self, index, value)
+    else:
+        _write(self, index, value)
+
+
+@patch(
+    "torch.distributed.tensor:DTensor.{normal,uniform,bernoulli,exponential,log_normal,cauchy,geometric,random}_",
+    "each rank draws for its part alone",
+)
+def draw(original: Callable, self: DTensor, *args: object, **kwargs: object) -> object:
+    """Every rank draws the whole tensor and keeps its part: the same numbers as in one process.
+
+    Also of a replica, such as a weight that `weight_norm` computes: torch would draw with a state of its own.
+    """
+    if not _is_of_layout(self):
+        return original(self, *args, **kwargs)
+    whole = torch.empty(self.shape, dtype=self.dtype, device=stored(self).device)
+    _keep(self, original(whole, *args, **kwargs))
+    return self
+
+
+def _is_cut(tensor: DTensor) -> bool:
+    return bool(axes_and_dims(tensor)) and _is_of_layout(tensor)
+
+
+def _is_of_layout(tensor: DTensor) -> bool:
+    known = {axis.name for axis in ParallelConfig.mesh_axes}.union(EXPERT_AXES, (SHARDS,))
+    return set(tensor.device_mesh.mesh_dim_names or ("",)) <= known
+
+
+def _write(tensor: DTensor, index: Index, value: torch.Tensor | float) -> None:
+    whole = full_tensor(tensor)
+    whole[index] = _plain(value)
+    _keep(tensor, whole)
+
+
+def _keep(tensor: DTensor, whole: torch.Tensor) -> None:
+    with torch.no_grad():
+        stored(tensor).copy_(read(whole, local_part(tensor, order_of(tensor))))
+
+
+# ---- pickling -----------------------------------------------------------------------------------------------------
+
+
+@patch("torch:save", "pickles a part of the weights without a word")
+def save(original: Callable, obj: object, *args: object, **kwargs: object) -> object:
+    """One line where a script pickles parts: `torch.save(model.state_dict())` on rank 0."""
+    if any(getattr(found, "is_part_of_model", False) or isinstance(found, DTensor) for found in _inside(obj)):
+        _tell()
+    return original(obj, *args, **kwargs)
+
+
+@functools.cache
+def _tell() -> None:
+    say(
+        "torch.save is given what this rank stores, a part of the weights; write hf_parallel.full_state_dict(model), "
+        "called on all ranks, or model.save_pretrained (docs/idioms.md)"
+    )
+
+
+def _inside(obj: object, depth: int = 6) -> Iterator[object]:
+    """An object and what it contains; of long lists, which hold data, only themselves."""
+    yield obj
+    values = obj.values() if isinstance(obj, dict) else obj if isinstance(obj, list | tuple) and len(obj) < 100 else ()
+    for value in values if depth else ():
+        yield from _inside(value, depth - 1)
+
+
+# ---- Layers that are recomputed, in transformers before 5.23: around the layer's hooks, which ran again with it
+# 5.23 recomputes `forward` alone. What gathers the weights of a layer, moves its activations or says how it is
+# recomputed is a hook of that layer, and has to run once, outside.
+
+
+#: What a layer would write a second time: left out, by any of its names.
+_CACHES = ("past_key_value", "past_key_values", "layer_past")
+
+
+@patch(
+    "transformers.modeling_layers:GradientCheckpointingLayer.__call__",
+    "runs a layer's hooks again when it is recomputed, and reads before them how it is",
+    before="5.23",
+)
+def call(original: Callable, self: GradientCheckpointingLayer, *args: object, **kwargs: object) -> object:
+    """With the hooks outside, unless the layer is compiled, whose graph is recomputed as a whole."""
+    if getattr(self, "_compiled_call_impl", None) is not None or not self.training:
+        return original(self, *args, **kwargs)
+    own = vars(self).get("forward")
+    vars(self)["forward"] = functools.partial(_forward, self, self.forward)
+    try:
+        return nn.Module.__call__(self, *args, **kwargs)
+    finally:
+        if own is None:
+            del vars(self)["forward"]
+        else:
+            vars(self)["forward"] = own
+
+
+def _forward(layer: GradientCheckpointingLayer, forward: Callable, *args: object, **kwargs: object) -> object:
+    if not layer.gradient_checkpointing:
+        return forward(*args, **kwargs)
+    if "use_cache" in kwargs:
+        kwargs["use_cache"] = False
+    if not layer._can_checkpoint_with_cache:
+        kwargs.update(dict.fromkeys(kwargs.keys() & set(_CACHES)))
+    return layer._gradient_checkpointing_func(functools.partial(forward, **kwargs), *args)
+
+
+# ---- Trainer's `use_liger_kernel` on a parallel model, which Liger changes when training begins ---------------------
+#     rotation, norms, MLPs          as Liger puts them on, behind what the layout has made of the modules:
+# `kernels.py`
+#     head and loss in one           over data ranks and in a pipeline's last stage; where logits or sequences are
+# split,
+#                                    or experts balanced, the layout's own loss stays, and the report says so
+#     cross-entropy of whole logits  not where they are split
+#
+# Liger writes rotated queries and the gradients of an MLP's halves into the products that gave them, which torch does
+# not notice: what selective checkpointing keeps of a layer would change under it.
+
+
+FUSED = "fused_linear_cross_entropy"
+#: Kernels that write into what a layer's products gave; on by default, each where a model has it.
+_WRITES = ("rope", "swiglu", "geglu")
+
+
+def check(args: TrainingArguments, config: ParallelConfig) -> None:
+    """Refuse what Liger is told to do and cannot, before anything trains."""
+    told = args.liger_kernel_config or {}
+    reason = _why_not_fused(config)
+    if told.get(FUSED) and reason is not None:
+        refuse(_spelled(FUSED, True), reason, _spelled(FUSED, False))
+    if told.get("cross_entropy") and config.tp_size * config.cp_size > 1:
+        refuse(_spelled("cross_entropy", True), "the layout's own loss reads split logits", "False")
+    if config.activation_checkpointing == "selective" and any(told.get(name, True) for name in _WRITES):
+        off = ", ".join(f'"{name}": False' for name in _WRITES)
+        refuse(
+            "use_liger_kernel=True",
+            "writes into products that activation_checkpointing=selective keeps",
+            f"activation_checkpointing=full, or liger_kernel_config={{{off}}},",
+        )
+
+
+def check_losses(kind: type, args: TrainingArguments) -> None:
+    """Refuse losses of TRL's that read the head's weight: today's versions take Liger's layers alone.
+
+    Args:
+        kind: TRL's trainer.
+    """
+    config = runtime.mesh().config
+    names = vars(sys.modules[kind.__module__])
+    fused = args.use_liger_kernel and any(name.startswith("LigerFused") for name in names)
+    if config.world_size > config.data_parallel_size and (fused or getattr(args, "use_liger_loss", False)):
+        key = "use_liger_kernel" if fused else "use_liger_loss"
+        refuse(f"{key}=True", "TRL's loss in one with the head reads a whole head", f"{key}=False")
+
+
+def _spelled(name: str, value: bool) -> str:
+    return f'liger_kernel_config={{"{name}": {value}}}'
+
+
+def _why_not_fused(config: ParallelConfig) -> str | None:
+    """Why head and loss cannot be one kernel, or None if they can."""
+    if config.tp_size > 1:
+        return f"tp_size={config.tp_size} splits the logits"
+    if config.cp_size > 1:
+        return f"cp_size={config.cp_size} splits the sequence"
+    return "lean_loss=true does that" if config.lean_loss == "true" else None
+
+
+@patch("transformers.trainer:apply_liger_kernel", "hides what a layout has made of modules, and the engine's forward")
+def apply_liger_kernel(original: Callable, model: PreTrainedModel, kernel_config: dict[str, bool] | None) -> None:
+    """Put Liger's kernels behind the layout, without its loss where that cannot be."""
+    state = runtime.parallel_state(model)
+    if state is None:
+        original(model, kernel_config)
+        return
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    told, reason = dict(kernel_config or {}), _why_not_fused(state.config)
+    if reason is None and any(True for _ in named_experts(base)):
+        reason = "its loss of experts' balance is of one process"
+    if reason is not None and told.get(FUSED, True):
+        told[FUSED] = False
+        if state.is_first(FUSED):
+            state.notes.append(f"use_liger_kernel: the layout's own loss, not Liger's: {reason}")
+    place_kernels(base, functools.partial(original, model, told), "use_liger_kernel")

@@ -1,0 +1,398 @@
+"""What a step keeps in memory and sends, noted tensor by tensor: of real tensors, and of fake ones that have none.
+
+    with Recorder({group_name: axis}) as recorder:
+        loss.backward()
+    recorder.traffic["tp"]["all_reduce"]              # Traffic(count=8, payload=…, sent=…)
+    recorder.peak({storage_number: "gradients"})      # bytes by kind at the fullest moment
+
+Memory is that of storages: a view is free, what several tensors share counts once, and FSDP2's buffers that are
+emptied and filled again count only while they are full. Not seen: what a kernel needs while it runs, the allocator's
+rounding and fragmentation, buffers of the communication library.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._C._distributed_c10d import ProcessGroup
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._op_schema import OpSchema
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from hf_parallel.apply.parallelize import ParallelState, state_of
+from hf_parallel.ask.keys.sizes import SHARDS
+from hf_parallel.ask.spec import refuse
+from hf_parallel.axes.data.compressed import groups_of
+from hf_parallel.axes.data.gradients import before_the_last
+from hf_parallel.model.calls import unread_logits
+from hf_parallel.ranks.mesh import EXPERT_AXES
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+
+#: Starts of names of torch's collectives, in-place, functional and coalesced ones alike.
+_KINDS = {
+    "reduce_scatter": "reduce_scatter",
+    "all_reduce": "all_reduce",
+    "allreduce": "all_reduce",
+    "all_gather": "all_gather",
+    "allgather": "all_gather",
+    "alltoall": "all_to_all",
+    "all_to_all": "all_to_all",
+    "broadcast": "broadcast",
+    "send": "send",
+    "recv": "receive",
+}
+_PROPAGATE = "_propagate_tensor_meta_non_cached"
+_NOTHING_MADE = ("prim", "profiler")  # questions to a tensor, as where it is, and marks on a time line
+_NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
+REST = "activations"  # what has no other kind
+WHOLE = "gathered"  # weights and gradients that FSDP2 holds whole, and its buffers
+
+
+@dataclass
+class Traffic:
+    """A kind of collective along an axis. `payload`: bytes of the whole tensors; `sent`: by this rank, in a ring."""
+
+    count: int = 0
+    payload: int = 0
+    sent: float = 0.0
+
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(self.count + other.count, self.payload + other.payload, self.sent + other.sent)
+
+    def grown(self, one: Traffic, two: Traffic, times: int) -> Traffic:
+        """This, and `times` times the step from `one` to `two`."""
+        return Traffic(
+            self.count + times * (two.count - one.count),
+            self.payload + times * (two.payload - one.payload),
+            self.sent + times * (two.sent - one.sent),
+        )
+
+
+class Recorder(TorchDispatchMode):
+    """Notes every storage that appears inside, when it changes its size and when it goes; and every collective.
+
+    Args:
+        axes: names of process groups and what to call them; collectives of groups of one rank move nothing.
+        data_axes: those along which FSDP2 gathers and reduces.
+        scalars: what a tensor without a value says when it is asked for its value; None: it has one.
+    """
+
+    def __init__(
+        self,
+        axes: Mapping[str, str],
+        data_axes: Iterable[str] = ("dp_shard", "dp_replicate"),
+        scalars: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.axes, self.data_axes, self.scalars = dict(axes), set(data_axes), scalars
+        self.traffic: defaultdict[str, defaultdict[str, Traffic]] = defaultdict(lambda: defaultdict(Traffic))
+        self._events: list[tuple[int, int]] = []  # storage number, by how many bytes it grew
+        self._numbers: dict[int, int] = {}  # address of a storage -> its number, while it lives
+        self._sizes: list[int] = []  # now, by number
+        self._whole: set[int] = set()
+        self._watchers: dict[int, weakref.ref] = {}
+        self.moments: list[int] = []  # places in the log that the observed code asked to remember
+        self._shapes_alone = False
+
+    def __enter__(self) -> Recorder:
+        self._resize, self._propagate = torch.UntypedStorage.resize_, getattr(ShardingPropagator, _PROPAGATE)
+        torch.UntypedStorage.resize_ = self._resizing()  # type: ignore[method-assign, assignment]
+        setattr(ShardingPropagator, _PROPAGATE, self._propagating())
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        setattr(ShardingPropagator, _PROPAGATE, self._propagate)
+
+    def __torch_dispatch__(
+        self, func: torch._ops.OpOverload, types: Collection[type], args: tuple = (), kwargs: dict | None = None
+    ) -> object:
+        if DTensor in types:
+            return NotImplemented  # it calls its own operations on local tensors: those are seen
+        if self._shapes_alone or func.namespace in _NOTHING_MADE:
+            return func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._local_scalar_dense.default and self.scalars is not None:
+            return self.scalars
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor) and leaf.device.type != "meta":  # which has a shape, but no memory
+                self.note(leaf)
+        if func.namespace in _NAMESPACES:
+            self._collective(func._opname, args, result)
+        elif func.namespace == "fsdp":  # copies in and out of its buffers
+            self._whole |= {self.note(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
+        return result
+
+    # ---- memory --------------------------------------------------------------------------------------------------
+
+    def note(self, tensor: torch.Tensor) -> int:
+        """The number of a tensor's storage, which exists from now on if it was not known."""
+        storage = local(tensor).untyped_storage()
+        address = storage._cdata
+        if address not in self._numbers:
+            number = self._numbers[address] = len(self._sizes)
+            self._sizes.append(0)
+            self._grow(number, storage.nbytes())
+            self._watchers[address] = weakref.ref(storage, lambda _: self._gone(address))
+        return self._numbers[address]
+
+    def _grow(self, number: int, size: int) -> None:
+        if size != self._sizes[number]:
+            self._events.append((number, size - self._sizes[number]))
+            self._sizes[number] = size
+
+    def _gone(self, address: int) -> None:
+        number = self._numbers.pop(address)
+        del self._watchers[address]
+        self._grow(number, 0)
+
+    def _resizing(self) -> object:
+        def resize_(storage: torch.UntypedStorage, size: int) -> object:
+            result = self._resize(storage, size)
+            number = self._numbers.get(storage._cdata)
+            if number is not None:
+                self._grow(number, size)
+            return result
+
+        return resize_
+
+    def _propagating(self) -> object:
+        """DTensor's way to shapes: it runs an operation that is new to this process on whole fake tensors.
+
+        No rank holds those, and a dry run, which is all fake, would take them for its own.
+        """
+
+        def propagate(propagator: ShardingPropagator, schema: OpSchema) -> object:
+            before, self._shapes_alone = self._shapes_alone, True
+            try:
+                return self._propagate(propagator, schema)
+            finally:
+                self._shapes_alone = before
+
+        return propagate
+
+    def remember(self) -> None:
+        """Let one part of the log end here and the next begin."""
+        self.moments.append(len(self._events))
+
+    def peaks(self, kinds: Mapping[int, str]) -> list[Counter[str]]:
+        """Bytes by kind at the fullest moment between each two remembered ones.
+
+        Storages that `kinds` leaves out are FSDP2's, or activations and temporary results.
+        """
+        return [
+            self._by_kind(self._events[: self._fullest(first, last)], kinds)
+            for first, last in zip(self.moments, self.moments[1:], strict=False)
+        ]
+
+    def _fullest(self, first: int, last: int) -> int:
+        total = most = sum(size for _, size in self._events[:first])
+        moment = first
+        for i, (_, size) in enumerate(self._events[first:last], first + 1):
+            total += size
+            if total > most:
+                most, moment = total, i
+        return moment
+
+    def now(self, kinds: Mapping[int, str]) -> Counter[str]:
+        """Bytes by kind that are held now."""
+        return self._by_kind(self._events, kinds)
+
+    def _by_kind(self, events: list[tuple[int, int]], kinds: Mapping[int, str]) -> Counter[str]:
+        held: Counter[str] = Counter()
+        for number, size in events:
+            held[kinds.get(number, WHOLE if number in self._whole else REST)] += size
+        return +held
+
+    # ---- communication -------------------------------------------------------------------------------------------
+
+    def _collective(self, name: str, args: tuple, result: object) -> None:
+        name = name.lstrip("_")
+        kind = next((kind for start, kind in _KINDS.items() if name.startswith(start)), None)
+        group = _group_of(args)
+        if kind is None or group is None or group.size() == 1:
+            return
+        axis = self.axes.get(group.group_name, "other")
+        tensors = [leaf for leaf in tree_leaves((args, result)) if isinstance(leaf, torch.Tensor)]
+        sizes = [leaf.nbytes for leaf in tensors]
+        payload = min(sizes) * group.size() if kind in ("all_gather", "reduce_scatter") else max(sizes)
+        self.traffic[axis][kind] += Traffic(1, payload, payload * sent_share(kind, group.size()))
+        if axis in self.data_axes:
+            self._whole |= {self.note(tensor) for tensor in tensors}
+
+
+def sent_share(kind: str, ranks: int) -> float:
+    """Bytes that one of `ranks` sends in a ring, per byte of the whole tensor (Thakur et al., 2005)."""
+    if kind in ("send", "broadcast"):  # a broadcast passes all of it on, except at the end of the chain
+        return 1.0
+    share = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1, "receive": 0}[kind]
+    return share * (ranks - 1) / ranks
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor that holds this rank's memory: a DTensor's part, an asynchronous result's own."""
+    tensor = getattr(tensor, "_local_tensor", tensor)
+    return getattr(tensor, "elem", tensor)
+
+
+def _group_of(args: tuple) -> dist.ProcessGroup | None:
+    """The process group among the arguments of a collective: an object, or the name that functional ones take."""
+    from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
+
+    for leaf in tree_leaves(args):
+        if isinstance(leaf, torch.ScriptObject) and "ProcessGroup" in str(leaf._type()):
+            return ProcessGroup.unbox(leaf)
+    names = [leaf for leaf in tree_leaves(args) if isinstance(leaf, str)]
+    return _resolve_process_group(GroupName(names[-1])) if names else None
+
+
+# ---- Two training steps of a parallel model, with a `Recorder` beside them: in a real process or in a dry run
+
+
+Communication = dict[str, dict[str, Traffic]]  # axis -> kind of collective -> what it moved
+OPTIMIZERS = ("adamw", "sgd", "sgd_momentum")
+
+
+@dataclass
+class Observed:
+    """What the second of two steps did on one rank; the first one fills the optimizer's state.
+
+    peaks: bytes by kind at the fullest moment of each part of the step.
+    kept: bytes by kind between the backward pass and `zero_grad`.
+    """
+
+    peaks: list[Counter[str]]
+    kept: Counter[str]
+    communication: Communication = field(default_factory=dict)
+
+    @property
+    def peak(self) -> Counter[str]:
+        """Bytes by kind at the fullest moment."""
+        return max(self.peaks, key=lambda peak: peak.total())
+
+
+def observe(
+    model: nn.Module,
+    batches: list[dict[str, torch.Tensor]],
+    optimizer: str = "adamw",
+    autocast: torch.dtype | None = None,
+    layers: tuple[tuple[nn.Module, ...], ...] = (),
+    scalars: int | None = None,
+) -> Observed:
+    """Train two steps and say what the second kept and sent.
+
+    Args:
+        model: parallel, with memory for its weights.
+        batches: what one step accumulates over.
+        autocast: compute products in this dtype, whatever weights are stored in.
+        layers: of each of this rank's stages, to part the step where layers begin and end.
+        scalars: see `Recorder`.
+    """
+    state = state_of(model)
+    assert state is not None
+    with Recorder(axis_names(state), scalars=scalars) as recorder, _parted(recorder, layers):
+        kinds = {recorder.note(tensor): "parameters" for tensor in (*model.parameters(), *model.buffers())}
+        update = build_optimizer(optimizer, model)
+        for accumulated in (batches[-1:], batches):  # the first step only fills the optimizer's state
+            recorder.traffic.clear()
+            recorder.moments.clear()
+            recorder.remember()
+            _accumulate(model, accumulated, autocast)
+            gradients = [p.grad for p in model.parameters() if p.grad is not None]
+            kinds |= {recorder.note(gradient): "gradients" for gradient in gradients}
+            recorder.remember()
+            update.step()
+            states = [x for values in update.state.values() for x in values.values() if torch.is_tensor(x)]
+            kinds |= {recorder.note(tensor): "optimizer" for tensor in states}
+            recorder.remember()
+            kept = recorder.now(kinds)
+            del gradients, states
+            update.zero_grad()
+        traffic = {axis: dict(by_kind) for axis, by_kind in recorder.traffic.items()}
+        return Observed(recorder.peaks(kinds), kept, traffic)
+
+
+def _accumulate(model: nn.Module, batches: list[dict[str, torch.Tensor]], autocast: torch.dtype | None) -> None:
+    """Forward and backward of each batch, as Trainer runs them."""
+    state = state_of(model)
+    assert state is not None
+    for i, batch in enumerate(batches):
+        more = i < len(batches) - 1
+        with before_the_last(state.root, state.config) if more else contextlib.nullcontext():
+            with torch.autocast(state.mesh.device.type, autocast, enabled=autocast is not None), unread_logits():
+                loss = model(**batch)["loss"]
+            loss.backward()
+
+
+def build_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
+    """As Trainer builds it: AdamW in one kernel where all parameters are of one sort.
+
+    Raises:
+        SpecError: an optimizer that is not known here.
+    """
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    if name == "adamw":
+        fused = len({isinstance(p, DTensor) for p in parameters}) == 1
+        return torch.optim.AdamW(parameters, fused=fused, foreach=None if fused else False)
+    if name in ("sgd", "sgd_momentum"):
+        return torch.optim.SGD(parameters, lr=0.1, momentum=0.9 if name == "sgd_momentum" else 0.0, foreach=False)
+    refuse(f"optimizer={name}", f"the dry run knows {', '.join(OPTIMIZERS)}", "adamw")
+
+
+def axis_names(state: ParallelState) -> dict[str, str]:
+    """What to call process groups: their axis, also of a part of it, as cp's rings and groups of Ulysses; `data` that
+    of all data ranks; both ends of a pipeline are pp too."""
+    mesh, ranks_of = state.mesh, dist.get_process_group_ranks
+    known = {"data": mesh.data_group, "pp": state.pipeline.tied_group if state.pipeline else None}
+    cp = set(ranks_of(mesh.group("cp")))
+    names: dict[str, str] = {group.group_name: "cp" for group in mesh.groups.made() if cp.issuperset(ranks_of(group))}
+    names |= {group.group_name: name for name, group in known.items() if group is not None}
+    names |= {group.group_name: "dp_shard" for group in groups_of(mesh)}
+    axes = [*(EXPERT_AXES if mesh.config.ep_size > 1 else ()), *mesh.config.sizes]  # of the same ranks the latter
+    names |= {mesh.group(axis).group_name: axis for axis in axes}
+    if mesh.size("cp") > 1:  # FSDP2 shards over dp_shard x cp
+        names |= {mesh.attention_group.group_name: "cp", mesh.sharing_mesh.get_group(SHARDS).group_name: "dp_shard"}
+    return names
+
+
+@contextlib.contextmanager
+def _parted(recorder: Recorder, stages: tuple[tuple[nn.Module, ...], ...]) -> Iterator[None]:
+    """Remember when a stage's last layer has run forward and backward, and when its first one begins backward.
+
+    Memory grows or shrinks evenly in between, so that no part's fullest moment jumps when there are more layers.
+    """
+    handles = []
+    for layers in stages:
+        first, last = layers[0], layers[-1]
+        handles.append(first.register_forward_hook(lambda *call: _at_gradient(call[2], recorder.remember)))
+        handles.append(last.register_forward_hook(lambda *call: recorder.remember()))
+        before = lambda _, args, kwargs: _at_gradient((args, kwargs), recorder.remember)  # noqa: E731
+        handles.append(last.register_forward_pre_hook(before, with_kwargs=True))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _at_gradient(values: object, call: Callable[[], None]) -> None:
+    """Call when the gradient of the first tensor in `values` that has one is there."""
+    tensors = torch.utils._pytree.tree_leaves(values)
+    hidden = next((x for x in tensors if torch.is_tensor(x) and x.requires_grad), None)
+    if hidden is not None:
+        hidden.register_hook(lambda gradient: call())

@@ -1,0 +1,332 @@
+"""One process plays any rank of the whole world: the real code, on tensors without memory.
+
+    ran = dry_run(config, "tp=8,pp=4,dp_shard=32", rank=1023, rows=8, seq=4096)
+    ran.peak                                  # {"parameters": bytes, "gradients": …, "activations": …}
+    ran.communication["tp"]["all_gather"]     # Traffic(count=…, payload=…, sent=…)
+
+`parallelize` itself runs, then two training steps, on fake tensors that know their shape only, with a process group
+that communicates nothing. Calling Python once per operation is what takes time, so a model of equal layers is run with
+three and with four of them on each of this rank's stages, and extrapolated linearly: every part of a step (see
+`observe.py`) grows by the same amount with each further layer.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+)
+
+from hf_parallel.apply.parallelize import parallelize, state_of
+from hf_parallel.ask.config import ParallelConfig
+from hf_parallel.ask.keys.data import parameters_rest
+from hf_parallel.ask.keys.pipeline import LOOPED_SCHEDULES, V_SCHEDULES
+from hf_parallel.ask.spec import refuse
+from hf_parallel.axes.axis import Packing
+from hf_parallel.axes.pipeline.axis import PIPELINE
+from hf_parallel.axes.pipeline.schedules import micro_batch_count
+from hf_parallel.model.anatomy import backbone_of, backbone_plan, build_on_meta, transformer_blocks
+from hf_parallel.planner.dryrun.recorder import Communication, Observed, Traffic, observe
+from hf_parallel.planner.dryrun.world import Shapes, fake_tensors_pass_as_real, fake_world, materialise
+from hf_parallel.plans.resolve import read, resolve
+from hf_parallel.ranks.mesh import ParallelMesh, axis_ranks, coordinates
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+#: Precision -> dtype of the weights, and what autocast lowers products to, if Trainer turns it on.
+PRECISIONS: dict[str, tuple[torch.dtype, torch.dtype | None]] = {
+    "bf16": (torch.bfloat16, None),
+    "fp32": (torch.float32, None),
+    "mixed": (torch.float32, torch.bfloat16),
+    "fp16": (torch.float32, torch.float16),
+}
+_FEWEST = 3  # layers on a stage: a first one, a last one and one between
+_FORWARDS_FIRST = ("gpipe", "looped_bfs")
+#: What a fake tensor answers when the code asks for its value: torch's schedules ask whether all stages know their
+#: shapes (1: yes), ours which micro-batch to run (all have the same shape).
+_ANY_VALUE = 1
+_NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
+
+
+@dataclass
+class DryRun:
+    """What one rank would keep and send in a training step.
+
+    peak: bytes by kind (parameters, gradients, optimizer, gathered, activations) at the fullest moment.
+    kept: the same just before `zero_grad`: what stays from step to step, and the gradients.
+    communication: by axis and kind of collective.
+    """
+
+    rank: int
+    place: dict[str, int]
+    peak: Counter[str]
+    kept: Counter[str]
+    communication: Communication
+    layers: tuple[int, ...]  # of each of this rank's stages
+    layers_run: tuple[int, ...]
+    seconds: float
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Bytes at the fullest moment."""
+        return self.peak.total()
+
+    def to_dict(self) -> dict[str, object]:
+        """JSON-ready."""
+        values = dataclasses.asdict(self)
+        return {**values, "peak": dict(self.peak), "kept": dict(self.kept), "peak_bytes": self.peak_bytes}
+
+
+def dry_run(
+    model: PretrainedConfig | nn.Module,
+    config: ParallelConfig | str,
+    *,
+    world_size: int | None = None,
+    rank: int = 0,
+    rows: int = 1,
+    seq: int = 2048,
+    accumulation: int = 1,
+    optimizer: str = "adamw",
+    precision: str = "bf16",
+    whole: bool = False,
+    layers: int | None = None,
+    adapt: Callable[[nn.Module], None] | None = None,
+    pack: Packing | None = None,
+) -> DryRun:
+    """Run `parallelize` and two training steps as `rank` of a world that is not there.
+
+    Args:
+        model: a transformers config, or a model on the meta device, which is not changed.
+        world_size: number of processes; default: what the sizes of `config` multiply to.
+        rows: of one call of the model on one data rank; a pipeline cuts them into micro-batches.
+        accumulation: calls per optimizer step.
+        precision: "bf16" and "fp32": of the weights and all else; "mixed" and "fp16": fp32 weights under autocast to
+            bf16 or fp16, as Trainer's bf16=True and fp16=True have it.
+        whole: run all layers and micro-batches, even if they are equal.
+        layers: as if the model had only so many.
+        adapt: puts adapters into the parallel model, which is on the meta device: `lora` of hooks/planned_adapters.py.
+        pack: what `parallelize` takes: `four_bit` of the same file.
+
+    Raises:
+        SpecError: the layout cannot hold, this process has a process group, or the model needs values.
+    """
+    began = time.monotonic()
+    if precision not in PRECISIONS:
+        refuse(f"precision={precision}", f"the dry run knows {', '.join(PRECISIONS)}", "bf16")
+    config = ParallelConfig.parse(config)
+    config = config.resolve(world_size if world_size is not None else abs(config.world_size))
+    away, config = _off_device(config.offload), dataclasses.replace(config, offload="none")
+    model = on_meta(model).to(PRECISIONS[precision][0])
+    if config.pp_size > 1 and getattr(model.config, "output_router_logits", False):
+        why = "balances experts in steps whose stages wait for what the last one tells, which no dry run has"
+        refuse("output_router_logits=True under pp", why, "output_router_logits=False")
+    stack = _stack(model)
+    if layers is not None and stack is not None:
+        backbone_of(model).set_submodule(stack.name, nn.ModuleList(stack.layers[:layers]))
+        stack = _stack(model)
+    config, counts = settled(model, config, rank)
+    shorten = not whole and stack is not None and _alike(stack.layers)
+    fewest = tuple(min(_FEWEST, count) for count in counts) if shorten else counts
+    run = _Run(model, stack, config, rank, rows, seq, accumulation, optimizer, precision, adapt, pack, away)
+    total = run.continued(fewest, counts) if whole else _over_micro_batches(run, fewest, counts)
+    return DryRun(
+        rank,
+        coordinates(config, rank),
+        total.peak,
+        total.kept,
+        total.communication,
+        counts,
+        fewest,
+        time.monotonic() - began,
+    )
+
+
+def _off_device(offload: str) -> frozenset[str]:
+    """Kinds of memory that are the host's, or a file's."""
+    if offload == "none":
+        return frozenset()
+    return frozenset({"parameters", "gradients", "optimizer"} if parameters_rest(offload) else {"optimizer"})
+
+
+def on_meta(model: PretrainedConfig | nn.Module) -> PreTrainedModel:
+    """The model of a config on the meta device, or a copy of a model that is there already."""
+    if isinstance(model, nn.Module):
+        return copy.deepcopy(model)
+    return build_on_meta(model)
+
+
+def settled(model: PreTrainedModel, config: ParallelConfig, rank: int) -> tuple[ParallelConfig, tuple[int, ...]]:
+    """The config with everything decided that depends on the whole model, and the layers of this rank's stages."""
+    if config.pp_size == 1:
+        stack = _stack(model)
+        return config, (len(stack.layers) if stack else 0,)
+    part = resolve(config, read(model, config)).part(PIPELINE)
+    assert part is not None
+    own = part.config.stages_of_rank(coordinates(config, rank)["pp"])
+    split = part.layers_per_stage
+    return dataclasses.replace(part.config, pipeline_split=split), tuple(split[stage] for stage in own)
+
+
+class LayerList(NamedTuple):
+    """The layers of a model, and the name of their list in its backbone."""
+
+    layers: list[nn.Module]
+    name: str
+
+
+def _stack(model: PreTrainedModel) -> LayerList | None:
+    """The one list of layers of a model; None if there are several, or none is known."""
+    backbone = backbone_of(model)
+    plan = backbone_plan(backbone) if backbone is not None else None
+    if plan is None:
+        return None
+    return LayerList(list(backbone.get_submodule(plan.layers)), plan.layers)
+
+
+def _alike(layers: list[nn.Module]) -> bool:
+    """Do all layers have the same parameters? Else they cannot stand for each other."""
+    shapes = [[(name, tuple(p.shape)) for name, p in layer.named_parameters()] for layer in layers]
+    return all(shape == shapes[0] for shape in shapes)
+
+
+def end_ranks(config: ParallelConfig) -> list[int]:
+    """The first and the last pipeline rank, which hold embedding and head."""
+    of_one_pipeline = axis_ranks(config, "pp")[0]
+    return sorted({of_one_pipeline[0], of_one_pipeline[-1]})
+
+
+@dataclass
+class _Run:
+    """Everything about a dry run but how many layers it has."""
+
+    model: PreTrainedModel
+    stack: LayerList | None
+    config: ParallelConfig
+    rank: int
+    rows: int
+    seq: int
+    accumulation: int
+    optimizer: str
+    precision: str
+    adapt: Callable[[nn.Module], None] | None
+    pack: Packing | None
+    away: frozenset[str]  # kinds of memory that are the host's
+
+    def continued(self, fewest: tuple[int, ...], counts: tuple[int, ...]) -> Observed:
+        """With `counts` layers on this rank's stages, from runs with `fewest` and with one more on each."""
+        base = self.observe(fewest)
+        total = copy.deepcopy(base)
+        for i, (have, want) in enumerate(zip(fewest, counts, strict=True)):
+            if want > have:
+                more = self.observe(tuple(n + (i == j) for j, n in enumerate(fewest)))
+                _extend(total, base, more, want - have)
+        return total
+
+    def observe(self, counts: tuple[int, ...]) -> Observed:
+        """With so many layers on each of this rank's stages; other ranks' stages get one each."""
+        model, config = self._shortened(counts)
+        try:
+            with fake_world(self.rank, config.world_size):
+                return self._step(model, config)
+        except _NEEDS_VALUES as error:
+            first = (str(error).splitlines() or [type(error).__name__])[0]
+            eager = getattr(model.config, "_experts_implementation", None) == "eager"
+            works = '; experts_implementation="grouped_mm" works' if eager else ""
+            refuse(
+                "dry run",
+                f"{type(model).__name__} looks at values, which fake tensors do not have ({first}){works}",
+                cause=error,
+            )
+
+    def _shortened(self, counts: tuple[int, ...]) -> tuple[PreTrainedModel, ParallelConfig]:
+        model, config = copy.deepcopy(self.model), self.config
+        if self.stack is None or counts == (len(self.stack.layers),):
+            return model, config
+        if config.pp_size > 1:
+            place, left = coordinates(config, self.rank)["pp"], list(counts)
+            split = tuple(
+                left.pop(0) if config.rank_of_stage(s) == place else 1 for s in range(config.pipeline_stages)
+            )
+            config = dataclasses.replace(config, pipeline_split=split)
+            counts = split
+        backbone, name = backbone_of(model), self.stack.name
+        backbone.set_submodule(name, nn.ModuleList(list(backbone.get_submodule(name))[: sum(counts)]))
+        return model, config
+
+    def _step(self, model: PreTrainedModel, config: ParallelConfig) -> Observed:
+        mesh = ParallelMesh.create(config, torch.device("cpu"))
+        model.train()
+        parallelize(model, mesh=mesh, pack=self.pack)
+        if self.adapt is not None:
+            self.adapt(model)
+        state = state_of(model)
+        assert state is not None
+        views = [view.layers for view in state.pipeline.views] if state.pipeline else [transformer_blocks(model)]
+        if config.pp_size > 1:
+            from torch.distributed import pipelining  # noqa: F401  it makes a constant, which must be no fake tensor
+        with fake_tensors_pass_as_real(), Shapes(allow_non_fake_inputs=True):
+            materialise(model)
+            tokens = [torch.zeros(self.rows, self.seq, dtype=torch.long) for _ in range(self.accumulation)]
+            batches = [{"input_ids": ids, "labels": ids} for ids in tokens]
+            layers = tuple(tuple(view) for view in views if view)
+            seen = observe(model, batches, self.optimizer, PRECISIONS[self.precision][1], layers, _ANY_VALUE)
+        for held in (*seen.peaks, seen.kept):
+            for kind in self.away & held.keys():
+                del held[kind]
+        return seen
+
+
+def _over_micro_batches(run: _Run, fewest: tuple[int, ...], counts: tuple[int, ...]) -> Observed:
+    """A long schedule from two short ones: once it is full, every further round of micro-batches adds the same.
+
+    But where all forwards come first: what is held then grows with each, and may pass what was fullest in short ones.
+    """
+    ranks = run.config.pp_size
+    asked = micro_batch_count(run.rows, run.config) if ranks > 1 else 1
+    few, step = _full(run.config, asked)
+    if ranks == 1 or asked <= few + step or run.config.pipeline_schedule in _FORWARDS_FIRST:
+        return run.continued(fewest, counts)
+    one, two = (
+        dataclasses.replace(
+            run, config=dataclasses.replace(run.config, pipeline_microbatches=count), rows=run.rows // asked * count
+        ).continued(fewest, counts)
+        for count in (few, few + step)
+    )
+    one, two = (dataclasses.replace(seen, peaks=[seen.peak]) for seen in (one, two))
+    total = copy.deepcopy(one)
+    _extend(total, one, two, (asked - few) // step)
+    return total
+
+
+def _full(config: ParallelConfig, asked: int) -> tuple[int, int]:
+    """With how many micro-batches a schedule is full, of those that lead to `asked`, and how many make a round."""
+    ranks, schedule = config.pp_size, config.pipeline_schedule
+    if schedule in V_SCHEDULES:
+        return 2 * ranks + 1, 1
+    # With several stages on a rank, which take turns, it takes longer until a schedule is full.
+    return (4 if schedule in LOOPED_SCHEDULES else 2) * ranks + asked % ranks, ranks
+
+
+def _extend(total: Observed, base: Observed, more: Observed, times: int) -> None:
+    """Add to `total` what one further layer, or round of micro-batches, adds (`more` - `base`), `times` times."""
+    held = [(*seen.peaks, seen.kept) for seen in (total, base, more)]
+    for whole, one, two in zip(*held, strict=True):
+        for kind in {*one, *two}:
+            whole[kind] += times * (two[kind] - one[kind])
+    for axis, kinds in more.communication.items():
+        mine, former = total.communication.setdefault(axis, {}), base.communication.get(axis, {})
+        for kind, moved in kinds.items():
+            mine[kind] = mine.get(kind, Traffic()).grown(former.get(kind, Traffic()), moved, times)

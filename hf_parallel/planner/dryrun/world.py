@@ -1,0 +1,175 @@
+"""A process group of any size in one process, and a model's weights as fake tensors."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+
+from hf_parallel.ask.spec import refuse
+
+
+def materialise(model: nn.Module, device: torch.device | str = "cpu") -> None:
+    """Memory for meta weights, fake in a dry run; modules that shared a parameter share one again."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    model.to_empty(device=device)
+    for first, *others in names.values():
+        for other in others:
+            owner, _, leaf = other.rpartition(".")
+            model.get_submodule(owner)._parameters[leaf] = model.get_parameter(first)
+
+
+@contextlib.contextmanager
+def fake_world(rank: int, size: int) -> Iterator[None]:
+    """This process as one of `size`, with collectives that leave tensors as they are.
+
+    Raises:
+        SpecError: it is part of a real world.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if dist.is_initialized():
+        refuse("dry run", "this process has a process group", do="run it in one that has none")
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def fake_tensors_pass_as_real() -> Iterator[None]:
+    """Let Transformers run what it runs on real tensors.
+
+    It takes fake tensors for a traced graph and makes masks there that a training step does not need. And torch knows
+    the shapes of grouped products in bf16 only: experts in fp32 take Transformers' own operation, which keeps as much.
+    """
+    from transformers.integrations import moe
+    from transformers.utils import import_utils
+
+    is_fake, can_group = import_utils.is_fake_tensor, moe._can_use_grouped_mm
+    import_utils.is_fake_tensor = lambda tensor: False
+    moe._can_use_grouped_mm = lambda tokens, weight, ends: weight.dtype == torch.bfloat16
+    try:
+        yield
+    finally:
+        import_utils.is_fake_tensor, moe._can_use_grouped_mm = is_fake, can_group
+
+
+# ---- torch's fake tensors, with what it costs to ask them for shapes a third: a dry run asks some ten thousand times
+# A view costs its meta kernel and no more; what else an operation makes is looked up by the shapes, strides and
+# numbers it was given before. Whatever is not plain here (a value that is known, a storage that two tensors share,
+# an operation of another library) goes the way of torch, and nothing is remembered of it.
+
+
+aten = torch.ops.aten
+#: Their meta kernels are C++, and return a tensor of the first argument's storage.
+_VIEWS = frozenset(
+    {
+        *(aten.detach.default, aten.alias.default, aten.view.default, aten._unsafe_view.default, aten.t.default),
+        *(aten.transpose.int, aten.permute.default, aten.slice.Tensor, aten.select.int, aten.expand.default),
+        *(aten.unsqueeze.default, aten.squeeze.dim, aten.as_strided.default),
+    }
+)
+_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
+_Made = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]
+
+
+class _NotPlain(Exception):
+    """Torch must be asked."""
+
+
+class Shapes(FakeTensorMode):
+    """`FakeTensorMode`, faster."""
+
+    #: Operation and what it was given -> what it made: the tensors; None: its first argument; False: not to remember.
+    _known: dict[Any, Any] = {}
+
+    def dispatch(
+        self,
+        func: OpOverload,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """What `func` returns, in tensors that have shapes only."""
+        kwargs = kwargs or {}
+        if getattr(func, "namespace", "") != "aten" or not _VALUES.isdisjoint(func.tags):
+            return super().dispatch(func, types, args, kwargs)
+        try:
+            if func in _VIEWS:
+                self._plain(args[0])
+                return self._view(func, args, kwargs)
+            key = (func, self._all_described(args), self._all_described(kwargs.items()))
+        except _NotPlain:
+            return super().dispatch(func, types, args, kwargs)
+        made = self._known.get(key, self)
+        if made is self or made is False:
+            result = super().dispatch(func, types, args, kwargs)
+            if made is self:
+                self._known[key] = _what_was_made(result, args, kwargs)
+            return result
+        if made is None:
+            return args[0]
+        return self._fresh(made) if type(made) is tuple else [self._fresh(one) for one in made]
+
+    def _view(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> FakeTensor:
+        with in_kernel_invocation_manager(self):
+            seen = func(*args, **kwargs)
+        return FakeTensor(self, seen, args[0].fake_device)
+
+    def _fresh(self, made: _Made) -> FakeTensor:
+        shape, stride, dtype, device = made
+        with in_kernel_invocation_manager(self):
+            empty = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+        return FakeTensor(self, empty, device)
+
+    def _plain(self, value: Any) -> None:
+        if type(value) is not FakeTensor or value.constant is not None or value.fake_mode is not self:
+            raise _NotPlain
+
+    def _all_described(self, values: Iterable[Any]) -> tuple[Any, ...]:
+        return tuple([self._described(value) for value in values])
+
+    def _described(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            self._plain(value)
+            assert isinstance(value, FakeTensor)
+            return (value.shape, value.stride(), value.storage_offset(), value.dtype, value.fake_device)
+        if isinstance(value, (list, tuple)):
+            return self._all_described(value)
+        if not isinstance(
+            value, (int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format, type(None))
+        ):
+            raise _NotPlain
+        return type(value), value  # of numbers that are equal the kind decides over the result's dtype
+
+
+def _what_was_made(result: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What to remember of an operation; False: nothing."""
+    if args and result is args[0]:
+        return None
+    tensors = result if isinstance(result, (list, tuple)) else [result]
+    given = {x.untyped_storage()._cdata for x in torch.utils._pytree.tree_leaves((args, kwargs)) if torch.is_tensor(x)}
+    if not all(type(x) is FakeTensor and x.constant is None and _whole(x) for x in tensors):
+        return False
+    storages = {x.untyped_storage()._cdata for x in tensors}
+    if len(storages) < len(tensors) or not storages.isdisjoint(given):
+        return False
+    made = [(x.shape, x.stride(), x.dtype, x.fake_device) for x in tensors]
+    return made if isinstance(result, (list, tuple)) else made[0]
+
+
+def _whole(tensor: FakeTensor) -> bool:
+    """Is its storage what a new tensor of this shape would have?"""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    elements = last + 1 if tensor.numel() else 0
+    return tensor.storage_offset() == 0 and tensor.untyped_storage().nbytes() == elements * tensor.element_size()

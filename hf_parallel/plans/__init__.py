@@ -1,0 +1,12 @@
+"""What a spec would do to a model, and what stops it, without processes and without weights.
+
+    report = examine(build_on_meta("folder"), ParallelConfig.parse("tp=2,pp=2"))
+    print(render(report))
+
+Both come from the plan that `parallelize` applies (`resolve.py`). What is added is arithmetic: which slice of a tensor
+a rank keeps (`sizes.py`).
+"""
+
+from hf_parallel.plans.examine import Report, build_on_meta, examine, render
+
+__all__ = ["Report", "build_on_meta", "examine", "render"]

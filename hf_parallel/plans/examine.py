@@ -1,0 +1,350 @@
+"""A report of a plan: what a spec would do to a model, and everything that stops it."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from hf_parallel.ask.config import ParallelConfig, SpecError
+from hf_parallel.ask.spec import first_line, refuse
+from hf_parallel.axes.axis import Plan
+from hf_parallel.axes.experts.axis import EXPERTS
+from hf_parallel.axes.pipeline.axis import PIPELINE
+from hf_parallel.axes.pipeline.part import PipelinePart
+from hf_parallel.axes.pipeline.read import holding_stages, layer_ranges
+from hf_parallel.axes.tensor.axis import TENSOR, TensorPart
+from hf_parallel.model import anatomy as build
+from hf_parallel.model.anatomy import Anatomy
+from hf_parallel.plans.resolve import draft, read, slice_shape, stored, tp_cuts
+from hf_parallel.ranks.mesh import coordinates, expert_coordinates
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch import nn
+    from transformers import PreTrainedModel
+
+
+# ---- What was found about a model and a spec, and how it reads ------------------------------------------------------
+
+
+_ORIGINS = {"plan": "model's plan", "inferred": "structure", "known": "known kind"}
+_HEADINGS = ("module", "style", "from", "whole -> per rank", "stays whole")
+
+
+@dataclass
+class Split:
+    """Modules of one pattern that tp treats alike. `per_rank`: of the first tp rank; no rank has more."""
+
+    pattern: str
+    modules: list[str]
+    style: str
+    origin: str
+    whole: tuple[int, ...]
+    per_rank: tuple[int, ...]
+    stays_whole: tuple[str, ...]
+
+
+@dataclass
+class PipelineRank:
+    """What one place along pp holds; without pp the whole model. `parameters` and `bytes`: of its fullest rank."""
+
+    stages: list[int]
+    layers: list[str]
+    others: list[str]
+    parameters: int
+    bytes: int
+
+
+@dataclass
+class Report:
+    """What `examine` found. What cannot be known because of a problem is left out."""
+
+    model: str
+    dtype: str
+    axes: dict[str, int] = field(default_factory=dict)
+    splits: list[Split] = field(default_factory=list)
+    facts: dict[str, str] = field(default_factory=dict)
+    pipeline: list[PipelineRank] = field(default_factory=list)
+    parameters_per_rank: list[int] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    def to_dict(self) -> dict[str, object]:
+        """JSON-ready."""
+        return {"works": not self.problems, **dataclasses.asdict(self)}
+
+
+def render(report: Report) -> str:
+    """The report for people."""
+    sizes = " x ".join(f"{axis}={size}" for axis, size in report.axes.items())
+    lines = [f"{report.model} ({report.dtype}) on {_many(math.prod(report.axes.values()), 'process')}: {sizes}", ""]
+    if report.splits:
+        lines += [*_aligned([_HEADINGS, *map(_row, report.splits)]), ""]
+    return "\n".join([*lines, *_aligned(list(_facts(report)))])
+
+
+def _row(split: Split) -> tuple[str, ...]:
+    count = f" ×{len(split.modules)}" if len(split.modules) > 1 else ""
+    shape = str(list(split.whole))
+    if split.per_rank != split.whole:
+        shape += f" -> {list(split.per_rank)}"
+    whole = ", ".join(split.stays_whole)
+    return split.pattern + count, split.style, _ORIGINS.get(split.origin, split.origin), shape, whole
+
+
+def _facts(report: Report) -> Iterator[tuple[str, str]]:
+    yield from report.facts.items()
+    for place in report.pipeline:
+        stored = f"{place.parameters:,} parameters, {shown_size(place.bytes)}"
+        if place.stages:
+            yield f"stage {' and '.join(map(str, place.stages))}", ", ".join([*place.layers, *place.others])
+            yield "", f"fullest rank: {stored}"
+        else:
+            yield "fullest rank", stored
+    yield from (("note", note) for note in report.notes)
+    yield from (("stops it", problem) for problem in report.problems)
+    if not report.problems:
+        yield "works", "nothing stops it"
+
+
+def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def _many(count: int, what: str) -> str:
+    return f"1 {what}" if count == 1 else f"{count} {what}es"
+
+
+def shown_size(count: float) -> str:
+    """Bytes for people."""
+    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.2f} MiB"
+
+
+_VOCABULARY = ("embedding_rowwise", "colwise_gather_output")
+
+
+def build_on_meta(source: str) -> PreTrainedModel:
+    """The model that a folder, a Hub id or a config.json describes, without memory for weights.
+
+    Its class is the one that config.architectures names, else the causal language model of its type.
+
+    Raises:
+        SpecError: there is no such model, or it is made by code of its own.
+    """
+    try:
+        return build.build_on_meta(build.read_config(source))
+    except SpecError:
+        raise
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        refuse(source, first_line(error), cause=error)
+
+
+def examine(model: nn.Module, config: ParallelConfig, processes: int | None = None) -> Report:
+    """What `config` would do to `model`, which is not changed.
+
+    Args:
+        processes: how many there are; default: what the sizes multiply to, with dp_shard=-1 as 1.
+    """
+    notes: list[str] = []
+    problems: list[str] = []
+    try:
+        config = _resolved(config, processes, notes)
+    except SpecError as error:
+        problems.append(str(error))
+        config = _with_free_sizes(config, 1)
+    report = report_of(draft(config, read(model, config)))
+    report.notes[:0], report.problems[:0] = notes, problems
+    return report
+
+
+def report_of(plan: Plan) -> Report:
+    """A plan for people and programs."""
+    anatomy, config = plan.anatomy, plan.config
+    report = Report(anatomy.name, str(anatomy.dtype).removeprefix("torch."), config.sizes)
+    report.notes, report.problems = list(plan.notes), list(plan.problems)
+    tensor, pipeline = plan.part(TENSOR), plan.part(PIPELINE)
+    cuts = tp_cuts(anatomy, tensor) if tensor is not None else {}
+    if tensor is not None:
+        report.splits = _splits(anatomy, tensor, cuts, config.tp_size)
+        report.facts.update(_tensor_facts(anatomy, tensor, config))
+    if (config.tp_size == 1 or tensor is not None) and (config.pp_size == 1 or pipeline is not None):
+        _count(report, anatomy, pipeline, cuts, config, _apart(plan))
+    report.facts.update(_expert_facts(plan))
+    tied = [f"{name} = {p.names[0]}" for p in anatomy.parameters for name in p.names[1:]]
+    report.facts.update({"tied weights": ", ".join(tied)} if tied else {})
+    return report
+
+
+def _with_free_sizes(config: ParallelConfig, size: int) -> ParallelConfig:
+    sizes: dict[str, Any] = {f"{axis}_size": size for axis in _free(config)}
+    return dataclasses.replace(config, **sizes)
+
+
+def _free(config: ParallelConfig) -> list[str]:
+    return [axis for axis, size in config.sizes.items() if size == -1]
+
+
+def _resolved(config: ParallelConfig, processes: int | None, notes: list[str]) -> ParallelConfig:
+    if processes is not None and processes < 1:
+        refuse(f"--nproc {processes}", "there is at least one process", "--nproc 1")
+    if processes is not None:
+        return config.resolve(processes)
+    free = _free(config)
+    if free not in ([], ["dp_shard"]):
+        refuse(f"{free[0]}_size=-1", "takes the processes that are left", do="--nproc 8 says how many there are")
+    notes += ["dp_shard_size=-1 counts as 1 here; --nproc says how many processes there are" for _ in free]
+    return _with_free_sizes(config, 1)
+
+
+def _splits(anatomy: Anatomy, part: TensorPart, cuts: dict[str, int], tp_size: int) -> list[Split]:
+    """One entry per pattern of names, several where layers differ; in the model's order."""
+    groups: dict[tuple, list[str]] = {}
+    shapes = {name: p.shape for p in anatomy.parameters for name in p.names}
+    for module, parameters in _by_module(anatomy.names).items():
+        style, origin = part.styles.get(module) or part.styles.get(_experts_of(module, part)) or ("whole", "")
+        key = parameters[0]
+        per_rank = slice_shape(shapes[key], cuts.get(key), tp_size, 0)
+        whole = tuple(name.rpartition(".")[2] for name in parameters if name not in cuts) if origin else ()
+        alike = (_folded(module), style, origin, shapes[key], per_rank, whole)
+        groups.setdefault(alike, []).append(module)
+    patterns = [pattern for pattern, *_ in groups]
+    return [
+        Split(pattern if patterns.count(pattern) == 1 < len(names) else _numbered(names), names, *rest)
+        for (pattern, *rest), names in groups.items()
+    ]
+
+
+def _by_module(names: tuple[str, ...]) -> dict[str, list[str]]:
+    """Parameters by the module that has them; those that are neither weight nor bias stand for themselves."""
+    modules: dict[str, list[str]] = {}
+    for name in names:
+        owner, _, key = name.rpartition(".")
+        modules.setdefault(owner if key in ("weight", "bias") else name, []).append(name)
+    return modules
+
+
+def _folded(name: str) -> str:
+    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
+
+
+def _numbered(names: list[str]) -> str:
+    """layers.0.x, layers.1.x, layers.3.x -> layers.0-1,3.x; numbers behind the first become *."""
+    parts = [re.split(r"\.(\d+)(?=\.|$)", name, maxsplit=1) for name in names]
+    if len(names) == 1 or len(parts[0]) == 1:
+        return names[0]
+    numbers = sorted({int(part[1]) for part in parts})
+    runs = [[n for _, n in run] for _, run in itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
+    shown = ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+    return f"{parts[0][0]}.{shown}{_folded(parts[0][2])}"
+
+
+def _tensor_facts(anatomy: Anatomy, part: TensorPart, config: ParallelConfig) -> dict[str, str]:
+    reason = part.whole_sequences
+    return {
+        "sequence parallelism": "on" if reason is None else f"off: {reason}",
+        "vocabulary": _vocabulary(anatomy, part, config.tp_size),
+        "attention heads": _heads(part, config.tp_size),
+    }
+
+
+def _vocabulary(anatomy: Anatomy, part: TensorPart, tp_size: int) -> str:
+    shapes = {name: p.shape for p in anatomy.parameters for name in p.names}
+    said = []
+    for count in sorted({shapes[f"{name}.weight"][0] for name, style in part.words.items() if style in _VOCABULARY}):
+        parts = [slice_shape([count], 0, tp_size, index)[0] for index in range(tp_size)]
+        shown = parts if len(set(parts)) > 1 else parts[:1]
+        said.append(f"{count} rows, per rank {', '.join(map(str, shown))}")
+    return "; ".join(said) or "whole"
+
+
+def _heads(part: TensorPart, tp_size: int) -> str:
+    heads, kv_heads = part.facts.heads or (0, 0)
+    shared = tp_size > kv_heads
+    keys = f"1 key/value shared by {tp_size // kv_heads} ranks" if shared else f"{kv_heads // tp_size} key/value"
+    return f"{heads} query, {kv_heads} key/value; per rank {heads // tp_size} query, {keys}"
+
+
+def _experts_of(parameter: str, part: TensorPart) -> str:
+    """The module that holds this parameter, if it holds experts."""
+    owner = parameter.rpartition(".")[0]
+    return owner if owner in part.facts.experts else ""
+
+
+def _apart(plan: Plan) -> set[str]:
+    """The parameters that are shared out over ep."""
+    part = plan.part(EXPERTS)
+    if part is None or part.ranks == 1:
+        return set()
+    return {f"{name}.{key}" for name, facts in part.experts.items() for key in facts.widths}
+
+
+def _expert_facts(plan: Plan) -> dict[str, str]:
+    """Where experts live."""
+    part = plan.part(EXPERTS)
+    if part is None or not part.experts:
+        return {}
+    counts = ", ".join(str(count) for count in sorted({facts.count for facts in part.experts.values()}))
+    if part.ranks == 1:
+        return {"experts": f"{counts} in each of {len(part.experts)} layers, on every rank"}
+    holders: dict[int, list[int]] = {}
+    for rank in range(plan.config.world_size):
+        holders.setdefault(expert_coordinates(plan.config, rank)["ep"], []).append(rank)
+    shown = _few(
+        f"{place * part.per_rank}-{(place + 1) * part.per_rank - 1} on {_ranks(ranks)}"
+        for place, ranks in holders.items()
+    )
+    shards = plan.config.ep_shard_size
+    shared = f"; a rank stores 1/{shards} of each" if shards > 1 else ""
+    return {"experts": f"{counts} in each of {len(part.experts)} layers: {', '.join(shown)}{shared}"}
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {' '.join(_few(ranks))}"
+
+
+def _few(items: Iterable[object]) -> list[str]:
+    """Four at most: of more the first two and the last."""
+    shown = [str(item) for item in items]
+    return shown if len(shown) <= 4 else [*shown[:2], "…", shown[-1]]
+
+
+def _count(
+    report: Report,
+    anatomy: Anatomy,
+    part: PipelinePart | None,
+    cuts: dict[str, int],
+    config: ParallelConfig,
+    apart: set[str],
+) -> None:
+    """Fill in what each pipeline rank holds and each rank stores."""
+    tables = []
+    for place in range(config.pp_size):
+        stages = [] if part is None else config.stages_of_rank(place)
+        held = [p for p in anatomy.parameters if part is None or _holds(part, stages, p.names)]
+        tables.append(stored(held, cuts, config, apart))
+        parameters, size = (max(column) for column in zip(*tables[-1].values(), strict=True))
+        layers, others = ([], []) if part is None else _modules(anatomy, part, stages)
+        report.pipeline.append(PipelineRank(stages, layers, others, parameters, size))
+    for rank in range(config.world_size):
+        where = coordinates(config, rank)
+        shard = where["dp_shard"] * config.cp_size + where["cp"]
+        report.parameters_per_rank.append(tables[where["pp"]][shard, where["tp"]][0])
+
+
+def _holds(part: PipelinePart, stages: list[int], names: tuple[str, ...]) -> bool:
+    return any(not holding_stages(part, name).isdisjoint(stages) for name in names)
+
+
+def _modules(anatomy: Anatomy, part: PipelinePart, stages: list[int]) -> tuple[list[str], list[str]]:
+    """Layers of each stage as patterns, and the other modules that this rank holds."""
+    prefix, ranges = part.facts.layers, layer_ranges(part)
+    layers = [_numbered([f"{prefix}.{i}" for i in range(*ranges[stage])]) for stage in stages]
+    held = [name for name in _by_module(anatomy.names) if _holds(part, stages, (name,))]
+    return layers, [name for name in held if not name.startswith(f"{prefix}.")]

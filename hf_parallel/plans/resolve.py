@@ -1,0 +1,172 @@
+"""resolve(config, anatomy): what will be done, or why not. The only place that refuses.
+
+anatomy = read(model, config)        what the model is
+plan = resolve(config, anatomy)      what will be done to it: data that prints
+apply(model, plan, mesh)             does it (`parallelize.py`)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable
+from dataclasses import replace
+
+from torch import nn
+
+from hf_parallel.ask.config import ParallelConfig, SpecError
+from hf_parallel.ask.spec import refuse_with
+from hf_parallel.axes.axis import Axis, Plan
+from hf_parallel.axes.data.units import shard_dim
+from hf_parallel.axes.order import AXES
+from hf_parallel.axes.tensor.axis import TensorPart
+from hf_parallel.model.anatomy import Anatomy, ParameterFacts, read_anatomy
+
+
+def read(model: nn.Module, config: ParallelConfig, axes: tuple[Axis, ...] = AXES) -> Anatomy:
+    """Read a model as far as this config asks for it; the model is not changed."""
+    anatomy = read_anatomy(model)
+    asking = [axis for axis in axes if axis.is_on(config) and (anatomy.is_transformers or not axis.inside)]
+    return replace(anatomy, facts={axis.name: axis.read(model, config) for axis in asking})
+
+
+def resolve(config: ParallelConfig, anatomy: Anatomy, axes: tuple[Axis, ...] = AXES) -> Plan:
+    """Return the plan for a model.
+
+    Raises:
+        SpecError: the first thing that stops it.
+    """
+    plan = draft(config, anatomy, axes)
+    if plan.problems:
+        refuse_with(plan.problems[0])
+    return plan
+
+
+def draft(config: ParallelConfig, anatomy: Anatomy, axes: tuple[Axis, ...] = AXES) -> Plan:
+    """Return the plan with everything that stops it; an axis that refuses has no part in it."""
+    plan = Plan(config, anatomy, axes, problems=tuple(_general_problems(anatomy)))
+    for axis in axes:
+        if axis.is_on(config):
+            plan = _with_axis(plan, axis)
+    return plan
+
+
+def _with_axis(plan: Plan, axis: Axis) -> Plan:
+    try:
+        reason = _why_not_inside(plan, axis) if axis.inside else None
+        if reason is not None:
+            refuse_with(reason)
+        part = axis.resolve(plan.config, plan.anatomy, plan.anatomy.facts[axis.name])
+    except SpecError as error:
+        return replace(plan, problems=(*plan.problems, str(error)))
+    notes = () if part is None else tuple(axis.notes(part))
+    return replace(
+        plan,
+        config=axis.settle(plan.config, part),
+        parts={**plan.parts, axis.name: part},
+        notes=(*plan.notes, *notes),
+    )
+
+
+def _why_not_inside(plan: Plan, axis: Axis) -> str | None:
+    """Why an axis that cuts a model inside cannot."""
+    key, anatomy = f"{axis.name}_size", plan.anatomy
+    asked, works = f"{key}={getattr(plan.config, key)}", f"{key}=1 with dp_shard works"
+    if not anatomy.is_transformers:
+        return f"{asked}: {anatomy.name} is not a transformers model; {works}"
+    if anatomy.replaced_forward is not None:
+        return (
+            f"{asked}: {anatomy.replaced_forward} has a forward of its own, as Liger puts on modules, which a split "
+            f"would not change; TrainingArguments(use_liger_kernel=True) puts it on after the split, or {works}"
+        )
+    return None
+
+
+def _general_problems(anatomy: Anatomy) -> list[str]:
+    found = [
+        (anatomy.is_parallel, f"{anatomy.name} is parallel already; parallelize it once"),
+        (
+            anatomy.is_quantised,
+            f"{anatomy.name} is quantised already, in layers that cannot be cut; under "
+            "`python -m hf_parallel --parallel SPEC` from_pretrained packs each rank's part in 4 bits, which works",
+        ),
+        (
+            anatomy.of_quantised and not anatomy.is_quantised,
+            "quantised checkpoints: not part of this version; load in bf16, or pack that in 4 bits",
+        ),
+        (anatomy.partly_on_meta, f"{anatomy.name} is partly on the meta device; load it fully or not at all"),
+    ]
+    return [line for stops, line in found if stops]
+
+
+# ---- Which slice of each parameter a rank stores: the rules of the tensor and data axes as arithmetic, without
+# processes
+# style "rowwise", tp=2, dp_shard=2       [64, 128]  --tp cuts dim 1-->  [64, 64]  --FSDP2 cuts dim 0-->  [32, 64]
+
+
+Shape = tuple[int, ...]
+
+_COLUMNS = {"weight": 0, "bias": 0}
+_SHARED = ("colwise_shared_heads", "shared_qkv", "shared_groups", "embedding_heads", "replicated_with_grad_allreduce")
+#: The dimension along which each style cuts a parameter over tp; what is not named stays whole.
+CUTS: dict[str, dict[str, int]] = {
+    **dict.fromkeys(("colwise", "packed_qkv", "packed_halves", "falcon_qkv", "colwise_gather_output"), _COLUMNS),
+    "rowwise": {"weight": 1},
+    "embedding_rowwise": {"weight": 0},
+    "heads": {"": 0},  # the style is the parameter's own
+    **dict.fromkeys(_SHARED, {}),
+}
+
+
+def tp_cuts(anatomy: Anatomy, part: TensorPart) -> dict[str, int]:
+    """The dimension along which tp cuts a parameter, under all its full names; whole ones are not in it."""
+    own: dict[str, int] = {}
+    for name, style in part.words.items():
+        if style == "experts":
+            widths = part.facts.experts[name].widths
+            own.update({f"{name}.{key}": dim for key, dim in widths.items() if dim is not None})
+            continue
+        for key, dim in CUTS[style].items():
+            flipped = key == "weight" and name in part.facts.transposed
+            own[f"{name}.{key}".rstrip(".")] = 1 - dim if flipped else dim
+    cuts = {}
+    for parameter in anatomy.parameters:
+        dims = [own[name] for name in parameter.names if name in own]
+        cuts.update(dict.fromkeys(parameter.names, dims[0]) if dims else {})
+    return cuts
+
+
+def slice_shape(shape: Iterable[int], dim: int | None, parts: int, index: int) -> Shape:
+    """The shape of part `index` as DTensor and FSDP2 cut: ceil(size / parts) each, until nothing is left."""
+    sizes = list(shape)
+    if dim is not None and sizes:
+        size, part = sizes[dim], -(-sizes[dim] // parts)
+        sizes[dim] = min(size, part * (index + 1)) - min(size, part * index)
+    return tuple(sizes)
+
+
+def stored(
+    parameters: Iterable[ParameterFacts], cuts: dict[str, int], config: ParallelConfig, apart: Collection[str] = ()
+) -> dict[tuple[int, int], tuple[int, int]]:
+    """How many elements and bytes of these parameters a rank keeps, at each (dp_shard x cp, tp) place.
+
+    Args:
+        apart: the names of those that are shared out over ep.
+    """
+    parameters = list(parameters)
+    placed = [(p.shape, cuts.get(p.names[0]), p.width) for p in parameters if p.names[0] not in apart]
+    shared = [p for p in parameters if p.names[0] in apart]
+    table, shards = {}, config.dp_shard_size * config.cp_size
+    for tp in range(config.tp_size):
+        local = [(slice_shape(shape, dim, config.tp_size, tp), width) for shape, dim, width in placed]
+        for shard in range(shards):
+            counts = [(math.prod(slice_shape(shape, 0, shards, shard)), width) for shape, width in local]
+            counts += [(_of_experts(p.shape, shard * config.tp_size + tp, config), p.width) for p in shared]
+            table[shard, tp] = sum(n for n, _ in counts), sum(n * width for n, width in counts)
+    return table
+
+
+def _of_experts(shape: Shape, place: int, config: ParallelConfig) -> int:
+    """Elements of experts at a place among the ranks of dp_shard and tp."""
+    ranks = config.ep_shard_size
+    own = slice_shape(shape, 0, config.ep_size, place % config.ep_size)
+    return math.prod(slice_shape(own, shard_dim(own, ranks), ranks, place // config.ep_size))

@@ -1,0 +1,251 @@
+"""Rows that travel between ranks: as many to each, or as many as each has for the other (all-to-all with counts)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import pad
+
+from hf_parallel.ranks.observed import COLLECTIVE, keeps, kept_or
+
+if TYPE_CHECKING:
+    from hf_parallel.ranks.differentiable import Context
+
+
+class _AllToAll(torch.autograd.Function):
+    """All-to-all of equal parts, which is its own way back."""
+
+    @staticmethod
+    def forward(ctx: Context, parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return kept_or(lambda: _all_to_all(parts, None, None, group), COLLECTIVE)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Context, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _all_to_all(gradient, None, None, ctx.group), None
+
+
+class _Exchange(torch.autograd.Function):
+    """All-to-all forward, the way back backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Context, rows: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
+    ) -> torch.Tensor:
+        ctx.sent, ctx.received, ctx.group = sent, received, group
+        return kept_or(lambda: _all_to_all(rows, sent, received, group), COLLECTIVE)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Context, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return _all_to_all(gradient, ctx.received, ctx.sent, ctx.group), None, None, None
+
+
+class _ScaleGradient(torch.autograd.Function):
+    """Identity forward, a factor backward."""
+
+    @staticmethod
+    def forward(ctx: Context, tensor: torch.Tensor, factor: float) -> torch.Tensor:
+        ctx.factor = factor
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Context, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient * ctx.factor, None
+
+
+def exchange_equally(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """[ranks, …] -> [ranks, …]: what is at place r goes to rank r, and what came from rank r is at place r."""
+    return _AllToAll.apply(parts, group)
+
+
+def exchange(rows: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> torch.Tensor:
+    """Rows in the order of the ranks they go to -> rows in the order of the ranks they come from.
+
+    Args:
+        sent: how many of `rows` go to each rank.
+        received: how many come from each.
+    """
+    return _Exchange.apply(rows, sent, received, group)
+
+
+def exchange_during(
+    rows: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup, meanwhile: Callable[[], None]
+) -> torch.Tensor:
+    """`exchange`; what `meanwhile` computes runs while rows travel, its gradients while theirs do."""
+    if keeps(COLLECTIVE):  # a checkpoint keeps what arrives, in order
+        arrived = exchange(rows, sent, received, group)
+        meanwhile()
+        return arrived
+    journey = _Journey(sent, received, group)
+    departed = _Depart.apply(rows, journey)
+    meanwhile()
+    return _Arrive.apply(departed, journey)
+
+
+class _Journey:
+    """Rows on their way, or their gradients on the way back."""
+
+    def __init__(self, sent: list[int], received: list[int], group: dist.ProcessGroup) -> None:
+        self.sent, self.received, self.group = sent, received, group
+        self._travels: tuple[dist.Work, torch.Tensor, torch.Tensor] | None = None
+
+    def start(self, rows: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
+        """What will hold those that arrive."""
+        arriving, rows = rows.new_empty(sum(received), *rows.shape[1:]), rows.contiguous()
+        work = dist.all_to_all_single(
+            arriving, rows, output_split_sizes=received, input_split_sizes=sent, group=self.group, async_op=True
+        )
+        self._travels = work, rows, arriving  # rows, as their memory is read until then
+        return arriving
+
+    def wait(self) -> torch.Tensor:
+        """They have arrived."""
+        assert self._travels is not None  # `start` came before
+        (work, _, arrived), self._travels = self._travels, None
+        work.wait()
+        return arrived
+
+
+class _Depart(torch.autograd.Function):
+    """Rows start forward; their gradients have arrived backward."""
+
+    @staticmethod
+    def forward(ctx: Context, rows: torch.Tensor, journey: _Journey) -> torch.Tensor:
+        ctx.journey = journey
+        return journey.start(rows, journey.sent, journey.received)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Context, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.journey.wait(), None
+
+
+class _Arrive(torch.autograd.Function):
+    """Rows have arrived forward; their gradients start backward."""
+
+    @staticmethod
+    def forward(ctx: Context, departed: torch.Tensor, journey: _Journey) -> torch.Tensor:
+        ctx.journey = journey
+        journey.wait()
+        return departed.view_as(departed)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Context, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        journey = ctx.journey
+        journey.start(gradient, journey.received, journey.sent)
+        return gradient, None  # of the shape that autograd expects; `_Depart` has the rows that come back
+
+
+def exchange_counts(counts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """[ranks, …], what this rank tells each -> [ranks, …], what each tells this one. Not differentiable."""
+    return kept_or(lambda: _all_to_all(counts, None, None, group), COLLECTIVE)
+
+
+def scale_gradient(tensor: torch.Tensor, factor: float) -> torch.Tensor:
+    """The tensor itself, whose gradient is multiplied by `factor`."""
+    return tensor if factor == 1 else _ScaleGradient.apply(tensor, factor)
+
+
+def _all_to_all(
+    rows: torch.Tensor, sent: list[int] | None, received: list[int] | None, group: dist.ProcessGroup
+) -> torch.Tensor:
+    """Without counts as many rows to each rank."""
+    arrived = rows.new_empty(len(rows) if received is None else sum(received), *rows.shape[1:])
+    dist.all_to_all_single(
+        arrived, rows.contiguous(), output_split_sizes=received, input_split_sizes=sent, group=group
+    )
+    return arrived
+
+
+# ---- Numbers in fewer bits, block by block, and a reduce-scatter that sends them so (ZeRO++, arXiv:2306.10209)
+# A block of 64 numbers becomes 64 codes and one scale of 16 bits, its largest number divided by the largest code:
+#
+#     row of n numbers    [ codes of n numbers, padded to whole blocks | scales ]    as bytes
+#
+# A block with an infinity or a NaN comes back without a finite number, so that whoever looks for them still finds one.
+
+
+BLOCK = 64
+_BITS = {"int8": 8, "fp8": 8, "int4": 4}
+_LARGEST = {"int8": 127.0, "fp8": 448.0, "int4": 7.0}
+_SCALE = torch.bfloat16  # the exponents of fp32 in half its bytes; codes are made for the scale as it was rounded
+
+
+def packed_bytes(count: int, kind: str) -> int:
+    """What a row of `count` numbers takes."""
+    blocks = math.ceil(count / BLOCK)
+    return blocks * (BLOCK * _BITS[kind] // 8 + _SCALE.itemsize)
+
+
+def pack(rows: torch.Tensor, kind: str) -> torch.Tensor:
+    """Each row in fewer bits: (rows, n) floats -> (rows, packed_bytes(n)) bytes."""
+    count = rows.shape[1]
+    blocks = pad(rows.float(), (0, -count % BLOCK)).view(len(rows), -1, BLOCK)
+    scales = (blocks.abs().amax(2) / _LARGEST[kind]).to(_SCALE)
+    divisors = scales.float().masked_fill(scales == 0, 1.0).unsqueeze(2)
+    codes = _to_codes(blocks / divisors, kind)
+    return torch.cat([codes.reshape(len(rows), -1), scales.view(torch.uint8)], 1)
+
+
+def unpack(packed: torch.Tensor, count: int, kind: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """The numbers of each row: (rows, packed_bytes(count)) bytes -> (rows, count) in `dtype`.
+
+    A code and a scale have 8 bits each, so 16-bit floats hold them exactly and their product is rounded once.
+    """
+    blocks = math.ceil(count / BLOCK)
+    codes, scales = packed.split([packed.shape[1] - blocks * _SCALE.itemsize, blocks * _SCALE.itemsize], 1)
+    if dtype == torch.float16:  # whose exponents are too few for a scale
+        return unpack(packed, count, kind).to(dtype)
+    values = _from_codes(codes.reshape(len(packed), blocks, -1), kind, dtype)
+    values *= scales.contiguous().view(_SCALE).to(dtype).unsqueeze(2)
+    return values.view(len(packed), -1)[:, :count]
+
+
+def _to_codes(blocks: torch.Tensor, kind: str) -> torch.Tensor:
+    if kind == "fp8":
+        largest = _LARGEST[kind]  # the cast itself makes NaN of what is larger
+        return blocks.clamp_(-largest, largest).to(torch.float8_e4m3fn).view(torch.uint8)
+    codes = blocks.round_().clamp_(-_LARGEST[kind], _LARGEST[kind])
+    if kind == "int8":
+        return codes.to(torch.int8).view(torch.uint8)
+    high, low = (codes + 8).to(torch.uint8).chunk(2, dim=2)
+    return (high << 4) | low
+
+
+def _from_codes(codes: torch.Tensor, kind: str, dtype: torch.dtype) -> torch.Tensor:
+    if kind == "fp8":
+        return codes.view(torch.float8_e4m3fn).to(dtype)
+    if kind == "int8":
+        return codes.view(torch.int8).to(dtype)
+    return torch.cat([codes >> 4, codes & 15], 2).to(dtype).sub_(8)
+
+
+def reduce_scatter(
+    parts: torch.Tensor, group: dist.ProcessGroup, kind: str, error: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The sum over the group of what each rank has for this one: (ranks, n) -> (n,), sent once and in fewer bits.
+
+    Args:
+        error: what earlier calls have lost in packing; sent with these parts, and updated (error feedback,
+            arXiv:1901.09847).
+    """
+    if group.size() == 1:
+        return parts[0]
+    if error is not None:
+        parts = parts + error
+    packed, count = pack(parts, kind), parts.shape[1]
+    if error is not None:
+        lost = torch.sub(parts, unpack(packed, count, kind), out=error)
+        torch.nan_to_num_(lost, 0.0, 0.0, 0.0)  # a step that has overflowed is not made up for
+    received = torch.empty_like(packed)
+    dist.all_to_all_single(received, packed, group=group)
+    return unpack(received, count, kind).sum(0)

@@ -1,0 +1,456 @@
+"""Is every rank here? Asked before what all of them do together: a training, an evaluation, a save.
+
+A script that saves under `if is_main_process:` would wait for the others until the process group's time-out. Ranks
+sign in in the store; one that waits asks those that are missing, and a thread of theirs answers for them:
+
+    rank 0   waits in model.save_pretrained, asks rank 1
+    rank 1   stands in a collective of the next step, where nothing has moved for seconds; its thread says so
+    rank 0   raises: nobody will come
+
+A rank that does anything else (it evaluates, tokenizes, downloads) is waited for, as by any collective.
+
+Calls of every step (a forward, `gather`, `reduce`) are not asked about. Their threads notice when all ranks stand
+still, at different places and without using the processor: they wait for each other, and the run ends.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import sys
+import sysconfig
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from hf_parallel.ranks import messages, observed
+from hf_parallel.ranks.messages import Requests
+
+#: Seconds that ranks may come apart before anybody is asked, and before a line says who is waited for.
+PATIENCE_S, SPEAK_S = 3.0, 15.0
+#: Seconds between two looks at whether somebody asks, and for which a thread stands still before it counts as stuck.
+LOOK_S, STILL_S = 1.0, 3.0
+#: Seconds for which all ranks stand still until they are told apart.
+DEADLOCK_S = 15.0
+#: What a waiting process uses of a processor, and for every process group beside that: gloo looks 100 times a second.
+IDLE, IDLE_PER_GROUP = 0.01, 0.004
+#: Seconds for which all processes are idle, wherever they are, until a line says where.
+QUIET_S = 40.0
+_ROOM = "hf_parallel/desync"
+_LEFT = "has ended"
+#: Why whoever explains a deadlock is asked; all ranks end then, whatever it says.
+STANDSTILL = "all ranks stand still"
+_OWN, _TORCH = os.path.dirname(os.path.dirname(__file__)), os.path.dirname(torch.__file__)
+#: Code in which a process waits for others, when it does not move.
+_WAITING = (
+    *(os.path.join(_OWN, place) for place in ("ranks", "axes", "hooks/trainer/training.py")),
+    *(os.path.join(_TORCH, place) for place in ("distributed", "autograd")),
+)
+_OPERATORS = os.path.join(_TORCH, "_ops.py")
+_LOADER = os.path.join(_TORCH, "utils", "data")
+#: Code that is not the user's.
+LIBRARIES = (_OWN, "<frozen", *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
+
+
+class AloneError(RuntimeError):
+    """A call that all ranks have to make was made by some of them.
+
+    Attributes: `at_end`: are all of the others at the end of their script?
+    """
+
+    at_end = False
+
+
+class DesyncDetector:
+    """This process's place in the list, and the thread that answers for it."""
+
+    def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
+        self.store = store
+        self.rank, self.world_size = rank, world_size
+        self.number, self.left = 0, False
+        self.requests = Requests(store, rank, self._sign_in)
+        self.keeps_store = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        self.process, self.watched = os.getpid(), threading.get_ident()
+        self.closed = threading.Event()
+        self.rest = _Rest(self.watched)
+        self.idle = _Idle()
+        self.thread = threading.Thread(target=self._answer, name="hf_parallel/desync", daemon=True)
+        self.thread.start()
+        atexit.register(self.end)
+
+    def end(self) -> None:
+        """The script has ended; without an error, rank 0 may still ask for something."""
+        if os.getpid() == self.process and not self.closed.is_set() and not hasattr(sys, "last_type"):
+            self.requests.attend()
+        self.close()
+
+    def close(self) -> None:
+        """This process comes to no further call."""
+        if os.getpid() != self.process or self.closed.is_set():
+            return
+        self.closed.set()
+        self.thread.join(LOOK_S)
+        with contextlib.suppress(RuntimeError):  # the store may be gone
+            self.requests.end()
+            self._leave()
+            if self.keeps_store:
+                self._let_go()
+
+    def _leave(self) -> None:
+        if not self.left:
+            self.left = True
+            self.store.set(f"still/{self.rank}", _LEFT)
+            self._reply([self._calls(), 0], _LEFT)
+            self.store.add("left", 1)
+
+    def _let_go(self) -> None:
+        """The store ends with this process: first the others stop asking it, of which torch would tell at length."""
+        self.store.set("closing", "")
+        end = time.monotonic() + 2 * LOOK_S
+        while self.store.add("left", 0) < self.world_size and time.monotonic() < end:
+            time.sleep(0.02)
+
+    # ---- a rank that is here ---------------------------------------------------------------------------------------
+
+    def assert_all_ranks(self, call: str, advice: str | None) -> None:
+        """Return when all ranks are in this call; `advice` is for one that is alone.
+
+        Raises:
+            AloneError: some of them will not come, or are in another call.
+        """
+        self.number += 1
+        room = dist.PrefixStore(str(self.number), self.store)
+        first = room.compare_set("call", "", call).decode()
+        if first != call:
+            room.set("other", call)
+            raise AloneError(_different(call, first))
+        if self._sign_in(room, call, advice):
+            self._forget(self.number - 1)
+
+    def _sign_in(self, room: dist.Store, call: str, advice: str | None) -> bool:
+        """Wait for the others; was this the last rank?"""
+        room.set(str(self.rank), "")
+        is_last = room.add("count", 1) == self.world_size
+        if is_last:
+            room.set("all", "")
+        start, pause = time.monotonic(), 0.0005
+        while not room.check(["all"]):
+            if self.requests.serve():
+                start = time.monotonic()
+            if time.monotonic() - start > PATIENCE_S:
+                self._wait_for_missing(call, room, advice)
+                break
+            time.sleep(pause)
+            pause = min(2 * pause, 0.05)
+        room.delete_key(str(self.rank))
+        return is_last
+
+    def _calls(self) -> int:
+        """Until now; all ranks that are in one have the same number."""
+        return self.number + self.requests.count
+
+    def _forget(self, number: int) -> None:
+        """What is left of a call that all ranks have gone on from."""
+        for key in ("call", "count", "all"):
+            self.store.delete_key(f"{number}/{key}")
+
+    def _wait_for_missing(self, call: str, room: dist.Store, advice: str | None) -> None:
+        question, said, end = 0, False, time.monotonic() + SPEAK_S
+        while not room.check(["all"]):
+            self.requests.serve()
+            missing = [rank for rank in range(self.world_size) if not room.check([str(rank)])]
+            answers = {rank: self._ask(rank, [self._calls(), question]) for rank in missing}
+            if missing and all(answers.values()):
+                if question == 1 and not room.check(["all"]):
+                    error = AloneError(_alone(call, self.rank, answers, advice))
+                    error.at_end = set(answers.values()) == {_LEFT} and len(missing) == self.world_size - 1
+                    raise error
+                question = 1  # once more, for they were not asked at one time
+            if room.check(["other"]):
+                raise AloneError(_different(call, room.get("other").decode()))
+            if missing and not said and time.monotonic() > end:
+                said, waits = True, f"hf_parallel: {call} on rank {self.rank} waits for {_ranks(missing)}"
+                print(waits, file=sys.stderr, flush=True)
+            time.sleep(0.2)
+
+    def _ask(self, rank: int, question: list[int]) -> str | None:
+        """Where a rank stands still, or that it has ended; None if it may still come."""
+        self.store.set(f"asked/{rank}", json.dumps(question))
+        if not self.store.check([f"answer/{rank}"]):
+            return None
+        answered, found = json.loads(self.store.get(f"answer/{rank}"))
+        return found if answered >= question or found == _LEFT else None
+
+    # ---- a rank that is not ----------------------------------------------------------------------------------------
+
+    def _answer(self) -> None:
+        with contextlib.suppress(RuntimeError):  # the store may go first
+            while not self.closed.wait(LOOK_S):
+                if self.store.check(["closing"]):
+                    return self._leave()
+                if self.store.check([f"asked/{self.rank}"]):
+                    question = json.loads(self.store.get(f"asked/{self.rank}"))
+                    self.store.delete_key(f"asked/{self.rank}")
+                    self._reply(question, self._stuck())
+                self._look_for_deadlock()
+                self._look_for_idle_ranks()
+
+    def _reply(self, question: list[int], found: str | None) -> None:
+        self.store.set(f"answer/{self.rank}", json.dumps([question, found]))
+
+    def _stuck(self) -> str | None:
+        """Where the watched thread waits for other ranks without moving; None if it moves or does something else."""
+        if self.requests.at_end:
+            return _LEFT
+        before = sys._current_frames().get(self.watched)
+        place = before and before.f_lasti
+        if before is None or self.closed.wait(STILL_S):
+            return None
+        now = sys._current_frames().get(self.watched)
+        if now is not before or now.f_lasti != place or not waits_for_others(now):
+            return None
+        return f"is at {_script_line(now)}"
+
+    # ---- all ranks ----------------------------------------------------------------------------------------------
+
+    def _look_for_deadlock(self) -> None:
+        """Say where this rank stands still; end it when all do, and nobody can go on."""
+        own, place = f"still/{self.rank}", self._place()
+        if place is None:
+            if self.rest.told:
+                self.store.delete_key(own)
+            self.rest.told = False
+            return
+        if not self.rest.told:
+            self.store.set(own, place)
+            self.rest.told = True
+        if self._all_still() and not self.closed.wait(STILL_S) and self._place() == place and self._all_still():
+            places = [self.store.get(f"still/{rank}").decode() for rank in range(self.world_size)]
+            if len(set(places)) > 1:  # at one place a long transfer may go on
+                self._end(places)
+
+    def _look_for_idle_ranks(self) -> None:
+        """Say once where all ranks are when none has used its processor for long; the run goes on."""
+        own, is_idle = f"idle/{self.rank}", self.idle.seconds() > QUIET_S
+        if is_idle and not self.idle.told:
+            self.store.set(own, self._where())
+        elif self.idle.told and not is_idle:
+            self.store.delete_key(own)
+            self.idle.said = False
+        self.idle.told = is_idle
+        all_idle = [f"idle/{rank}" for rank in range(self.world_size)]
+        if self.rank == 0 and is_idle and not self.idle.said and self.store.check(all_idle):
+            self.idle.said = True
+            where = _by_place([self.store.get(key).decode() for key in all_idle])
+            print(
+                f"hf_parallel: all ranks have been idle for {self.idle.seconds():.0f} s: {where}. The run goes on: "
+                "hang_timeout_s says for how long",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    def _where(self) -> str:
+        frame = None if self.requests.at_end else sys._current_frames().get(self.watched)
+        if frame is None:
+            return _LEFT
+        return f"is {'in the data loader, ' if _is_in_loader(frame) else ''}at {_script_line(frame)}"
+
+    def _place(self) -> str | None:
+        return _LEFT if self.requests.at_end else self.rest.place()
+
+    def _all_still(self) -> bool:
+        return self.store.check([f"still/{rank}" for rank in range(self.world_size)])
+
+    def _end(self, places: list[str]) -> None:
+        """The main thread cannot be woken out of a collective."""
+        if explained_by is not None and explained_by(STANDSTILL):
+            time.sleep(LOOK_S)
+            leave()
+        speaker = next(rank for rank, place in enumerate(places) if place != _LEFT)
+        if self.rank == speaker:
+            print(_deadlock(places), file=sys.stderr, flush=True)
+        else:
+            time.sleep(LOOK_S)  # a launcher ends all ranks as soon as the first one has gone
+        leave()
+
+
+def leave() -> NoReturn:
+    """End this process from a thread, with what it has printed."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(1)
+
+
+class _Rest:
+    """Since when a thread has been waiting for other ranks, without a move and with the whole process idle."""
+
+    def __init__(self, thread: int) -> None:
+        self.thread, self.told = thread, False
+        self._seen: object = None
+        self._since, self._used = time.monotonic(), time.process_time()
+
+    def place(self) -> str | None:
+        """Where it has stood still for long; None if it has not. Asked about once a second."""
+        frame = sys._current_frames().get(self.thread)
+        seen = frame and (id(frame), frame.f_lasti)
+        now, used = time.monotonic(), time.process_time()
+        busy = used - self._used > _idle_share() * max(now - self._since, LOOK_S)
+        if frame is None or seen != self._seen or busy or not waits_for_others(frame):
+            self._seen, self._since, self._used = seen, now, used
+            return None
+        return f"is at {_script_line(frame)}" if now - self._since > DEADLOCK_S else None
+
+
+class _Idle:
+    """Since when this process has hardly used its processor."""
+
+    def __init__(self) -> None:
+        self.told = self.said = False
+        self._since, self._used = time.monotonic(), time.process_time()
+
+    def seconds(self) -> float:
+        """Asked about once a second."""
+        now, used = time.monotonic(), time.process_time()
+        if used - self._used > _idle_share() * max(now - self._since, LOOK_S):
+            self._since, self._used = now, used
+        return now - self._since
+
+
+def _idle_share() -> float:
+    """What a process that only waits uses of a processor, at most."""
+    return IDLE + IDLE_PER_GROUP * len(dist.distributed_c10d._world.pg_map)
+
+
+def _is_in_loader(frame: FrameType) -> bool:
+    """Does a thread wait for the workers of a data loader, or for its dataset?"""
+    outer: FrameType | None = frame
+    while outer is not None and not outer.f_code.co_filename.startswith(_LOADER):
+        outer = outer.f_back
+    return outer is not None
+
+
+def waits_for_others(frame: FrameType) -> bool:
+    """Is it code in which a process waits for others, when it does not move?"""
+    if frame.f_code.co_filename == _OPERATORS and frame.f_back is not None:
+        frame = frame.f_back  # an operator that communicates, as DTensors call
+    return frame.f_code.co_filename.startswith(_WAITING)
+
+
+def _script_line(frame: FrameType) -> str:
+    """The innermost line of the user's own code, the call that waits, and who makes it.
+
+    Two calls of one line of a script, such as `trainer.train()`, differ in who makes them.
+    """
+    outer: FrameType | None = frame
+    while outer is not None and outer.f_code.co_filename.startswith(LIBRARIES):
+        outer = outer.f_back
+    found = outer or frame
+    if frame.f_code.co_filename == observed.__file__ and frame.f_back is not None:
+        frame = frame.f_back  # the call that is observed
+    caller: FrameType | None = frame
+    while caller is not None and caller is not found and waits_for_others(caller):
+        caller = caller.f_back
+    call = frame.f_code.co_name
+    if caller is not None and caller not in (found, frame):
+        call += f" in {caller.f_code.co_name}"
+    return f"{os.path.basename(found.f_code.co_filename)}:{found.f_lineno} ({call})"
+
+
+def _by_place(places: list[str]) -> str:
+    ranks: dict[str, list[int]] = {}
+    for rank, place in enumerate(places):
+        ranks.setdefault(place, []).append(rank)
+    return "; ".join(f"{_ranks(of_place)} {place}" for place, of_place in ranks.items())
+
+
+def _deadlock(places: list[str]) -> str:
+    return (
+        f"hf_parallel: all ranks wait for each other: {_by_place(places)}. Every rank holds a part of the model and "
+        "takes part in each of these calls: make them on all ranks, in the same order"
+    )
+
+
+def _alone(call: str, rank: int, answers: dict[int, str | None], advice: str | None) -> str:
+    rank_, where = next(iter(answers.items()))
+    others = f" and {len(answers) - 1} more are elsewhere too" if len(answers) > 1 else ""
+    return (
+        f"hf_parallel: {call} was called on rank {rank}, but rank {rank_} {where}{others}. Every rank holds a part of "
+        f"the model and takes part: " + (advice or f"call {call} on all ranks, without `if is_main_process`")
+    )
+
+
+def _different(call: str, other: str) -> str:
+    return (
+        f"hf_parallel: this rank calls {call}, another one {other}: all ranks take part in both, one after the other"
+    )
+
+
+def _ranks(numbers: list[int]) -> str:
+    shown = " ".join(map(str, numbers[:8])) + (" …" if len(numbers) > 8 else "")
+    return f"rank{'s' if len(numbers) > 1 else ''} {shown}"
+
+
+_detector: DesyncDetector | None = None
+#: Says more of a deadlock than this does: given what is known, has it told?
+explained_by: Callable[[str], bool] | None = None
+
+
+def store() -> dist.Store | None:
+    """That of the ranks that answer each other; None where there are none."""
+    return None if _detector is None else _detector.store
+
+
+def watch() -> None:
+    """Let this process answer, from now on. Collective; does nothing the second time."""
+    global _detector
+    if _detector is not None or dist.get_world_size() == 1 or dist.get_backend() == "fake":
+        return
+    name = messages.from_one(lambda: uuid.uuid4().hex)  # a store may hold what an earlier start of the run has left
+    # A connection of its own: the default one is taken while a thread waits in the store, as `new_group` does.
+    default: Any = dist.distributed_c10d._get_default_store()
+    store = dist.PrefixStore(f"{_ROOM}/{name}", default.clone())
+    _detector = DesyncDetector(store, dist.get_rank(), dist.get_world_size())
+
+
+def assert_all_ranks(call: str, advice: str | None = None) -> None:
+    """Return when all ranks are in this call, by the name that a script gives it.
+
+    Raises:
+        AloneError: some of them will not come; it ends with `advice`, by default to call it on all ranks.
+    """
+    if _detector is not None:
+        _detector.assert_all_ranks(call, advice)
+
+
+def ask(call: str, number: int, advice: str) -> None:
+    """Rank 0 alone: the others call `requests.on_request[number]` when they next wait for this rank, or end.
+
+    Raises:
+        AloneError: some of them stand elsewhere; it ends with `advice`.
+    """
+    if _detector is not None:
+        _detector.requests.ask(call, number, advice)
+
+
+def part() -> None:
+    """All ranks end their process groups next; but after an error, of which the others are to hear now."""
+    if _detector is None or _detector.closed.is_set() or sys.exc_info()[0] is not None:
+        return
+    if dist.is_initialized() and dist.get_backend() != "fake":  # those of a dry run are not
+        _detector.requests.part()
+
+
+def expect_nothing() -> None:
+    """This process ends by an error: it does not stay for what rank 0 may ask."""
+    if _detector is not None:
+        atexit.unregister(_detector.end)
+        atexit.register(_detector.close)

@@ -1,0 +1,189 @@
+"""Modules that compute with the part of a parameter that this rank stores."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers.utils import ModelOutput
+
+    from hf_parallel.ranks.differentiable import Context
+
+
+Mixin = TypeVar("Mixin", bound="nn.Module")
+
+
+@contextlib.contextmanager
+def holding(module: nn.Module, changed: dict[str, Any]) -> Iterator[None]:
+    """In here `module` holds other tensors in place of some parameters."""
+    before = {name: module._parameters[name] for name in changed}
+    module._parameters.update(changed)
+    try:
+        yield
+    finally:
+        # What somebody has put there since stays: FSDP2 frees a weight in the module's own hook.
+        module._parameters.update({n: p for n, p in before.items() if module._parameters.get(n) is changed[n]})
+
+
+@contextlib.contextmanager
+def adding(module: nn.Module, name: str, make: Callable[[], torch.Tensor]) -> Iterator[None]:
+    """In here `module` computes with the sum of what it stores under this name and of `make()`."""
+    added = vars(module).setdefault("_hf_parallel_added", {})
+    added[name] = make
+    try:
+        yield
+    finally:
+        del added[name]
+
+
+def with_added(module: nn.Module, name: str, value: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a parameter with what is to be added to it."""
+    make = vars(module).get("_hf_parallel_added", {}).get(name)
+    return value if make is None else value + make().to(value.dtype)
+
+
+def local(parameter: Any) -> Any:
+    """This rank's shard as a plain tensor that autograd still follows back to the parameter."""
+    return _Local.apply(parameter) if isinstance(parameter, DTensor) else parameter
+
+
+class _Local(torch.autograd.Function):
+    """`DTensor.to_local` in 0.6 of its time, the rest of which goes into what a gradient's placement could be."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Any) -> torch.Tensor:
+        ctx.spec = parameter._spec
+        ctx.set_materialize_grads(False)
+        return parameter._local_tensor.view_as(parameter._local_tensor)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Context, gradient: torch.Tensor | None) -> DTensor | None:
+        if gradient is None:
+            return None
+        # Strides belong to the spec, so those of the gradient must be the parameter's.
+        return DTensor(gradient.contiguous(), copy.copy(ctx.spec), requires_grad=False)
+
+
+@functools.cache
+def in_front(mixin: type, cls: type) -> type:
+    """The class `cls` with a mixin before it, by the same name."""
+    return type(cls.__name__, (mixin, cls), {"__module__": cls.__module__, _BEHIND: cls})
+
+
+def put_in_front(mixin: type[Mixin], module: nn.Module) -> Mixin:
+    """Let a module compute as a mixin says; its class keeps its name, and its parameters stay."""
+    front: type = mixin
+    behind: type = type(module)
+    module.__class__ = in_front(front, behind)
+    assert isinstance(module, mixin)
+    return module
+
+
+#: Of a class that `in_front` or `computing` has made: the one that it was.
+_BEHIND, _OWN = "_hf_parallel_behind", "_hf_parallel_own"
+
+
+def has_mixin(cls: type) -> bool:
+    """Has `in_front` made this class?"""
+    return _BEHIND in vars(cls)
+
+
+def without_mixins(cls: type) -> type:
+    """The class that it was before any mixin, and any other forward."""
+    while has_mixin(cls):
+        cls = vars(cls)[_BEHIND]
+    return vars(cls).get(_OWN, cls)
+
+
+@functools.cache
+def computing(forward: Callable, cls: type) -> type:
+    """The class `cls` with another forward, behind the mixins before it."""
+    if has_mixin(cls):
+        return in_front(cls.__bases__[0], computing(forward, vars(cls)[_BEHIND]))
+    own = vars(cls).get(_OWN, cls)
+    return type(cls.__name__, (own,), {"__module__": own.__module__, "forward": forward, _OWN: own})
+
+
+# ---- What autocast does, where this package does it before, or instead of, autocast itself --------------------------
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """What autocast lowers products to, here and now; None where it is off."""
+    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+
+
+def as_autocast(tensor: torch.Tensor) -> torch.Tensor:
+    """What autocast does to an argument of F.linear, or of attention."""
+    dtype = autocast_dtype(tensor.device)
+    return tensor if dtype is None or tensor.dtype == torch.float64 else tensor.to(dtype)
+
+
+def no_autocast(device: str) -> contextlib.AbstractContextManager:
+    """Nothing where autocast is off already, which is the rule in a backward: torch's context takes a while."""
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else contextlib.nullcontext()
+
+
+# ---- Outputs of which ranks hold parts: whole when a script reads them, and never if it does not --------------------
+
+
+Whole = Callable[[torch.Tensor], torch.Tensor]
+
+
+class WholeWhenRead:
+    """Mixin for a model's output: a tensor of parts is made whole when it is read, by all ranks alike."""
+
+    _parts: dict[str, list[Whole]] = {}  # of an output that a script has made of one
+
+    def __getitem__(self, key: str | int | slice) -> object:
+        if not isinstance(key, str):
+            return tuple(self.values())[key]
+        return self._whole(key, dict.__getitem__(self, key))  # type: ignore[index]
+
+    def get(self, key: str, default: object = None) -> object:
+        return self[key] if dict.__contains__(self, key) else default  # type: ignore[operator]
+
+    def __getattribute__(self, name: str) -> Any:
+        value = super().__getattribute__(name)
+        return value if name.startswith("_") else self._whole(name, value)
+
+    def __reduce_ex__(self, protocol: object) -> tuple:
+        """Leaves a plain output."""
+        return functools.partial(type(self).__mro__[2], **dict(self.items())), ()
+
+    def is_whole(self, key: str) -> bool:
+        """Has it been read, or is it no tensor of parts?"""
+        return key not in self._parts
+
+    def _whole(self, key: str, value: Any) -> Any:
+        for function in self._parts.pop(key, ()):
+            value = function(value)
+            self[key] = value
+        return value
+
+    def items(self) -> list[tuple[str, object]]:
+        return [(key, self[key]) for key in self.keys()]
+
+    def values(self) -> list:
+        return [self[key] for key in self.keys()]
+
+
+@functools.cache
+def _class(cls: type) -> type:
+    return type(cls.__name__, (WholeWhenRead, cls), {"__module__": cls.__module__})
+
+
+def whole_when_read(output: ModelOutput, key: str, function: Whole) -> None:
+    """Let whoever reads `output[key]` get what `function` makes of it; of several, in the order given."""
+    if not isinstance(output, WholeWhenRead):
+        output.__class__ = _class(output.__class__)
+    vars(output).setdefault("_parts", {}).setdefault(key, []).append(function)

@@ -1,0 +1,233 @@
+"""Ranks are one n-D tensor and every process group is a slice of it.
+
+The axes, outermost first, are (dp_replicate, pp, dp_shard, cp, tp): tensor parallelism stays inside a node, replicas
+sit on the slowest links. Eight processes under `pp=2,dp_shard=2,tp=2`, rank numbers in the cells:
+
+                       tp=0  tp=1
+    pp=0  dp_shard=0     0     1      ranks 0, 1, 4, 5 hold one model and see the same batch: data rank 0
+          dp_shard=1     2     3      ranks 2, 3, 6, 7                                      : data rank 1
+    pp=1  dp_shard=0     4     5      (0, 4) talk as a pipeline, (0, 2) shard and reduce, (0, 1) split matrices
+          dp_shard=1     6     7
+
+The data rank comes from coordinates, never from `rank // n`: here the ranks of one model are not contiguous.
+
+Experts are shared out over a second view of the ranks of dp_shard, cp and tp, in which ep is innermost and ep_shard
+what is left; dp_replicate and pp are the same in both:
+
+    dp_shard x cp x tp = ep_shard x ep
+
+Sixteen processes under `pp=2,dp_shard=4,tp=2,ep=4`, of which this is the first stage (the second has 8 … 15):
+
+                    tp=0  tp=1                        ep=0  ep=1  ep=2  ep=3
+    dp_shard=0        0     1          ep_shard=0       0     1     2     3      each of these holds a quarter of the
+    dp_shard=1        2     3          ep_shard=1       4     5     6     7      experts, and of it a half (0 and 4)
+    dp_shard=2        4     5
+    dp_shard=3        6     7          everything else is cut over tp and dp_shard, as on the left
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import copy
+import functools
+import gc
+import math
+import sys
+import time
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from hf_parallel.ask.config import ParallelConfig
+from hf_parallel.ask.keys.sizes import SHARDS
+from hf_parallel.ask.spec import refuse
+from hf_parallel.ranks.groups import Groups, all_ranks_on_host
+
+#: For threads of groups that something still refers to: to let go of the tensors of their last work.
+_LAST_WORK_S = 0.1
+
+
+#: The second view of the ranks of dp_shard, cp and tp.
+EXPERT_AXES = ("ep_shard", "ep")
+
+
+def coordinates(config: ParallelConfig, rank: int) -> dict[str, int]:
+    """Where `rank` sits: {axis: index}. Pure arithmetic, no process group."""
+    return _place(config.sizes, rank)
+
+
+def expert_coordinates(config: ParallelConfig, rank: int) -> dict[str, int]:
+    """The same in the second view."""
+    return _place(config.expert_sizes, rank)
+
+
+def _place(sizes: dict[str, int], rank: int) -> dict[str, int]:
+    place = {}
+    for axis, size in reversed(sizes.items()):
+        rank, place[axis] = divmod(rank, size)
+    return {axis: place[axis] for axis in sizes}
+
+
+def stored(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of a tensor that this rank stores, as a plain tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def placed_as(parameter: Any, part: torch.Tensor) -> DTensor:
+    """The DTensor placed as `parameter` is, of which this rank stores `part`. Not differentiable."""
+    spec = copy.copy(parameter._spec)
+    spec.tensor_meta = spec.tensor_meta._replace(dtype=part.dtype)
+    return DTensor(part, spec, requires_grad=False)
+
+
+def data_rank(config: ParallelConfig, rank: int) -> int:
+    """Which share of the data `rank` reads, 0 … data_parallel_size - 1."""
+    place, number = coordinates(config, rank), 0
+    for axis in _data_axes(config):
+        number = number * config.sizes[axis] + place[axis]
+    return number
+
+
+def axis_ranks(config: ParallelConfig, *axes: str) -> list[list[int]]:
+    """All groups along some axes of one view, as lists of global ranks."""
+    sizes = config.sizes if set(axes).isdisjoint(EXPERT_AXES) else config.expert_sizes
+    names, shape = list(sizes), tuple(sizes.values())
+    inner = [names.index(axis) for name in axes for axis in config.axes_along(name)]
+    outer = [dim for dim in range(len(names)) if dim not in inner]
+    grid = torch.arange(math.prod(shape)).view(shape).permute(*outer, *inner)
+    return grid.reshape(-1, math.prod(shape[dim] for dim in inner)).tolist()
+
+
+def _data_axes(config: ParallelConfig) -> list[str]:
+    return [axis.name for axis in config.mesh_axes if axis.data]
+
+
+@dataclass(frozen=True, eq=False)
+class ParallelMesh:
+    """The mesh of this process: sizes, coordinates and the groups along each axis."""
+
+    config: ParallelConfig
+    device: torch.device
+    device_mesh: DeviceMesh
+    rank: int
+    data_group: dist.ProcessGroup = field(repr=False)
+    groups: Groups = field(repr=False)
+    expert_mesh: DeviceMesh | None = None  # the second view, where there is expert parallelism
+
+    @classmethod
+    def create(cls, config: ParallelConfig, device: torch.device) -> ParallelMesh:
+        """Build all groups. Needs an initialised default process group; collective over all processes.
+
+        Raises:
+            SpecError: the sizes do not multiply to the number of processes.
+        """
+        config = config.resolve(dist.get_world_size())
+        if config.world_size != dist.get_world_size():
+            refuse(config.to_spec(), f"does not fit {dist.get_world_size()} processes", "dp_shard=-1")
+        groups = Groups(device)
+        device_mesh = _mesh(groups, config, config.sizes)
+        data_group = groups.along(axis_ranks(config, *_data_axes(config)))
+        expert_mesh = _mesh(groups, config, config.expert_sizes) if config.ep_size > 1 else None
+        atexit.unregister(end_groups)
+        atexit.register(end_groups)
+        return cls(config, device, device_mesh, dist.get_rank(), data_group, groups, expert_mesh)
+
+    @functools.cached_property
+    def sharing_mesh(self) -> DeviceMesh:
+        """The ranks over which FSDP2 shares weights: replicas, if any, by all that shard. Collective at first."""
+        replicas = self.size("dp_replicate") > 1
+        if self.size("cp") == 1:
+            return self["dp_replicate", "dp_shard"] if replicas else self["dp_shard"]
+        shards = self["dp_shard", "cp"]._flatten(SHARDS)
+        return DeviceMesh._concatenate([self["dp_replicate"], shards]) if replicas else shards
+
+    @functools.cached_property
+    def attention_group(self) -> dist.ProcessGroup:
+        """The ranks along cp once more: keys travel while the other groups gather weights. Collective at first."""
+        return self.groups.along(axis_ranks(self.config, "cp"), apart="attention")
+
+    def __getitem__(self, axes: str | tuple[str, ...]) -> DeviceMesh:
+        return self._view(axes)[axes]
+
+    def _view(self, axes: str | tuple[str, ...]) -> DeviceMesh:
+        asked = {axes} if isinstance(axes, str) else set(axes)
+        return self.device_mesh if self.expert_mesh is None or asked.isdisjoint(EXPERT_AXES) else self.expert_mesh
+
+    def size(self, axis: str) -> int:
+        """Number of ranks along `axis`."""
+        return getattr(self.config, f"{axis}_size")
+
+    def index(self, axis: str) -> int:
+        """This rank's place along `axis`."""
+        return coordinates(self.config, self.rank)[axis]
+
+    def group(self, axis: str) -> dist.ProcessGroup:
+        """The process group of the ranks that differ from this one along `axis` alone."""
+        return self._view(axis).get_group(axis)
+
+    @functools.cached_property
+    def host_group(self) -> dist.ProcessGroup:
+        """All ranks, over host memory: for threads beside the training, whose groups they must not use.
+
+        Collective over all ranks at the first use.
+        """
+        return self.new_host_group()
+
+    def new_host_group(self) -> dist.ProcessGroup:
+        """Another one. Collective over all ranks."""
+        return all_ranks_on_host()
+
+    def group_on_host(self, axis: str) -> dist.ProcessGroup:
+        """The ranks of `group(axis)`, for small messages that no GPU need see. Collective over all ranks."""
+        return self.groups.on_host(axis_ranks(self.config, axis), self.group(axis))
+
+    @property
+    def data_rank(self) -> int:
+        """Which share of the data this rank reads."""
+        return data_rank(self.config, self.rank)
+
+    @property
+    def data_size(self) -> int:
+        """Number of different batches in one step."""
+        return self.config.data_parallel_size
+
+    def fork_random_state(self) -> contextlib.AbstractContextManager:
+        """In here random numbers may be drawn: afterwards those of this process's devices go on as before."""
+        if self.device.type == "cpu":
+            return torch.random.fork_rng([])
+        return torch.random.fork_rng([self.device.index or 0], device_type=self.device.type)
+
+    def first_and_last_stage_group(self) -> dist.ProcessGroup | None:
+        """The group that keeps two copies of a tied embedding equal; None between them. Collective over all ranks."""
+        return self.groups.among([[ranks[0], ranks[-1]] for ranks in axis_ranks(self.config, "pp")])
+
+
+def _mesh(groups: Groups, config: ParallelConfig, sizes: dict[str, int]) -> DeviceMesh:
+    """One view of the ranks, with a group for each of its axes."""
+    along = [groups.along(axis_ranks(config, axis), urgent=axis == "tp") for axis in sizes]
+    ranks = torch.arange(config.world_size).view(tuple(sizes.values()))
+    return DeviceMesh.from_group(along, groups.device.type, ranks, mesh_dim_names=tuple(sizes))
+
+
+def end_groups() -> None:
+    """At the end of Python: wait for the work of all process groups, and end them while their threads still may run.
+
+    Not after an error that nobody caught: peers may never do what would be waited for.
+    """
+    if not hasattr(sys, "last_type"):
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        gc.collect()
+        time.sleep(_LAST_WORK_S)
+
+
+def set_time_out(limit: timedelta) -> None:
+    """How long collectives of all groups of this process may take from here on."""
+    for group in list(dist.distributed_c10d._world.pg_map):
+        dist.distributed_c10d._set_pg_timeout(limit, group)

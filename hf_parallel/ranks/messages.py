@@ -1,0 +1,227 @@
+"""Objects of Python between ranks, which torch leaves in lists that the caller makes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import pickle
+import time
+import traceback
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple, NoReturn, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from hf_parallel.ask.spec import refuse
+from hf_parallel.ranks.mesh import ParallelMesh
+
+T = TypeVar("T")
+
+
+def gather(own: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Return what each rank of a group has, in the order of its ranks; of all ranks without a group. Collective."""
+    found: list = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, own, group=group)
+    return found
+
+
+class Failed(NamedTuple):
+    """What a rank sends in the place of an object that it could not make."""
+
+    error: Exception
+    where: str
+
+    @classmethod
+    def of(cls, error: Exception) -> Failed:
+        """The error itself if others can read it, with the way to it."""
+        where = "".join(traceback.format_exception(error))
+        try:
+            pickle.loads(pickle.dumps(error))
+        except Exception:  # made of what only this rank has
+            error = RuntimeError(f"{type(error).__name__}: {error}")
+        return cls(error.with_traceback(None), f"on rank {dist.get_rank()}:\n{where}")
+
+    def stop(self) -> NoReturn:
+        """Fail as that rank has."""
+        raise self.error from RuntimeError(self.where)
+
+
+def from_one(make: Callable[[], T], group: dist.ProcessGroup | None = None, source: int = 0) -> T:
+    """Return on all ranks of a group what `make` returns on its rank `source`, the only one that calls it. Collective.
+
+    What it raises all of them raise: nobody waits for a rank that has failed.
+    """
+    if dist.get_rank(group) != source:
+        told: list = [None]
+        dist.broadcast_object_list(told, group=group, group_src=source)
+        if isinstance(told[0], Failed):
+            told[0].stop()
+        return pickle.loads(told[0])
+    with telling(group, source):
+        made = make()
+        packed = pickle.dumps(made)  # here, where others are told if it cannot be
+    dist.broadcast_object_list([packed], group=group, group_src=source)
+    return made
+
+
+@contextlib.contextmanager
+def telling(
+    group: dist.ProcessGroup | None, source: int, is_heard: Callable[[], bool] = lambda: True
+) -> Iterator[None]:
+    """On the rank whose objects the others wait for: what fails in here is told in the place of one.
+
+    Args:
+        is_heard: do the others wait for an object now? To tell those that do something else would wait for them.
+    """
+    try:
+        yield
+    except Exception as error:
+        with contextlib.suppress(RuntimeError):  # where a collective has failed, this one may as well
+            if is_heard():
+                dist.broadcast_object_list([Failed.of(error)], group=group, group_src=source)
+        raise
+
+
+# ---- Do the ranks of one model read one batch? Compared by checksum in the first steps, and then ever more rarely
+# A loader that a script shards by `dist.get_rank()` gives ranks that split one model different rows. Of equal lengths
+# they train a wrong model without a word; of unequal ones they end in a collective. What is compared is the data:
+# whole numbers, and floats that nothing was computed of.
+
+
+#: Steps that are compared from the first on; later ones if their number is a power of two.
+FIRST = 3
+#: Arguments that models compute of others, each stage or rank for itself.
+_COMPUTED = {"inputs_embeds", "encoder_outputs", "past_key_values"}
+
+
+class OneBatch:
+    """Compares the batches of one model's ranks."""
+
+    def __init__(self, mesh: ParallelMesh) -> None:
+        self.mesh, self.steps = mesh, Counter[str]()
+        self.axes = [axis for axis in ("tp", "cp", "pp") if mesh.size(axis) > 1]
+        if dist.get_backend() == "fake":
+            self.axes = []
+
+    def begin(self) -> None:
+        """Another loader: its first batches are compared as well. On all ranks of the model."""
+        self.steps.clear()
+
+    def check(self, batch: object, kind: str) -> None:
+        """Compare this step's batch, if it is its turn. Collective over the ranks of the model.
+
+        Args:
+            kind: steps are counted for each kind, such as training and evaluation.
+
+        Raises:
+            SpecError: they are not the same.
+        """
+        self.steps[kind] += 1
+        step = self.steps[kind]
+        if not self.axes or not isinstance(batch, Mapping) or (step > FIRST and step & (step - 1)):
+            return
+        own = {name: _checksum(value) for name, value in batch.items() if _is_data(name, value)}
+        found = [(self.mesh.rank, own)]
+        for axis in self.axes:
+            found = [entry for part in gather(found, self.mesh.group(axis)) for entry in part]
+        self._compare(found)
+
+    def _compare(self, found: list[tuple[int, dict]]) -> None:
+        first, expected = min(found, key=lambda entry: entry[0])
+        for rank, checksums in sorted(found, key=lambda entry: entry[0]):
+            for name in sorted(checksums.keys() & expected.keys()):
+                if checksums[name] != expected[name]:
+                    shapes = f"{expected[name][0]} on rank {first} and {checksums[name][0]} on rank {rank}"
+                    refuse(
+                        f"ranks {first} and {rank} hold one model but read different batches ({name} is {shapes})",
+                        (
+                            "accelerator.prepare(loader) works, and so does sharding by data rank, "
+                            f"num_replicas={self.mesh.data_size} and rank={self.mesh.data_rank} here "
+                            "(accelerator.num_processes and process_index), in the place of dist.get_rank()"
+                        ),
+                    )
+
+
+def _is_data(name: str, value: object) -> bool:
+    if not isinstance(value, torch.Tensor) or type(value) is not torch.Tensor or name in _COMPUTED:
+        return False
+    return value.layout == torch.strided and not value.is_meta and not value.requires_grad
+
+
+def _checksum(tensor: torch.Tensor) -> tuple[tuple[int, ...], str, int]:
+    values = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return tuple(tensor.shape), str(tensor.dtype), zlib.crc32(values.numpy().tobytes())
+
+
+# ---- What rank 0 alone asks of all ranks: they do it where they next wait for it, or at the end of their script
+# rank 0   saves under `if is_main_process:` what is in parts on all ranks: asks, then takes part itself
+# rank 1   goes past it, and comes to trainer.evaluate, or to its end: sees what is asked, does it, goes on
+
+
+#: What may be asked for, by a number that is the same on all ranks: what it is about, if that is still there, and what
+#: to do with it.
+on_request: list[tuple[Callable[[], Any], Callable[[Any], object]]] = []
+#: Seconds between two looks of a rank that has come to its end.
+_FIRST_PAUSE_S, _PAUSE_S = 0.005, 0.25
+_NO_MORE = "no more"
+
+
+class Requests:
+    """The list of them, in the store in which ranks sign in.
+
+    Args:
+        sign_in: returns when all ranks have signed in a room of the store: given the room, what it is for, advice.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, sign_in: Callable[[dist.Store, str, str | None], object]) -> None:
+        self.store, self.rank, self.sign_in = store, rank, sign_in
+        self.count, self.at_end = 0, False
+
+    def ask(self, call: str, number: int, advice: str) -> None:
+        """Rank 0: return when the others are about to do `on_request[number]`, as this one is then to do itself."""
+        room = self._next_room()
+        room.set("what", json.dumps([call, number]))
+        self.sign_in(room, call, advice)
+
+    def serve(self) -> bool:
+        """Another rank: do what is asked for, if anything is."""
+        if self.rank == 0 or not self.store.check([f"request/{self.count}/what"]):
+            return False
+        room = self._next_room()
+        call, number = json.loads(room.get("what"))
+        find, do = on_request[number]
+        if (found := find()) is not None:  # else rank 0 is told that this rank has ended
+            at_end, self.at_end = self.at_end, False
+            self.sign_in(room, call, None)
+            do(found)
+            self.at_end = at_end
+        return True
+
+    def attend(self) -> None:
+        """Another rank at its end: stay until rank 0 is at its own."""
+        self.at_end, pause = self.rank > 0, _FIRST_PAUSE_S
+        with contextlib.suppress(RuntimeError):  # the store may go first
+            while self.at_end and dist.is_initialized() and not self.store.check([_NO_MORE]):
+                self.serve()
+                time.sleep(pause)
+                pause = min(2 * pause, _PAUSE_S)
+
+    def part(self) -> None:
+        """All ranks are about to end their groups: the last time that this rank may ask, or is asked."""
+        if self.rank == 0:
+            self.end()
+        else:
+            self.attend()
+            self.at_end = False
+
+    def end(self) -> None:
+        """This rank asks no more."""
+        if self.rank == 0:
+            self.store.set(_NO_MORE, "")
+
+    def _next_room(self) -> dist.Store:
+        self.count += 1
+        return dist.PrefixStore(f"request/{self.count - 1}", self.store)

@@ -1,0 +1,305 @@
+"""One place where all collectives of this process can be seen, whoever calls them: FSDP2, this package, a script.
+
+    listen(listener)        begin(call)   before each
+    ...                     end(call, work)   it has started
+    unlisten(listener)      waiting(work), waited(work)   around each wait for one, also inside of c10d
+
+c10d's Python functions end in methods of `ProcessGroup`, which are wrapped while anybody listens and put back after
+the last one, in whatever order they stop.
+Not seen: torch's functional collectives, which call it from C++ (DTensor's own; the flight recorder has those).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.utils._pytree import tree_leaves, tree_map
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+#: Methods of ProcessGroup and what they do; torch 2.13 has renamed some.
+KINDS = {
+    "allreduce": "all_reduce",
+    "allreduce_coalesced": "all_reduce",
+    "allgather": "all_gather",
+    "allgather_coalesced": "all_gather",
+    "_allgather_base": "all_gather",
+    "all_gather_single": "all_gather",
+    "allgather_into_tensor_coalesced": "all_gather",
+    "all_gather_single_coalesced": "all_gather",
+    "reduce_scatter": "reduce_scatter",
+    "_reduce_scatter_base": "reduce_scatter",
+    "reduce_scatter_single": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter",
+    "reduce_scatter_single_coalesced": "reduce_scatter",
+    "alltoall": "all_to_all",
+    "alltoall_base": "all_to_all",
+    "all_to_all_single": "all_to_all",
+    "broadcast": "broadcast",
+    "reduce": "reduce",
+    "gather": "gather",
+    "scatter": "scatter",
+    "barrier": "barrier",
+    "send": "send",
+    "recv": "receive",
+    "recv_anysource": "receive",
+    "_end_coalescing": "end_coalescing",
+}
+#: The end of several calls that start as one: no collective of its own, but its work is what is waited for.
+END_COALESCING = "end_coalescing"
+_WITH_PEER = ("send", "recv")
+_WAIT = "wait"  # of a Work
+
+
+class Call:
+    """A collective: what it does, in which group, with which tensor; `peer` of a message, as a rank of the group.
+
+    Its tensor is only looked up for who asks.
+    """
+
+    __slots__ = ("name", "kind", "group", "group_name", "_args")
+
+    def __init__(self, name: str, group: dist.ProcessGroup, args: tuple) -> None:
+        self.name, self.kind, self._args = name, KINDS[name], args
+        self.group, self.group_name = group, group.group_name  # C++ makes a string of it each time
+
+    @property
+    def tensor(self) -> torch.Tensor | None:
+        """What this rank gives; the first one of several."""
+        return _input(self._args)
+
+    @property
+    def peer(self) -> int | None:
+        """None also of what any rank may send."""
+        return self._args[1] if self.name in _WITH_PEER and len(self._args) > 1 else None
+
+
+class Listener:
+    """Hears of every collective, in the thread that calls it, and must be quick."""
+
+    def begin(self, call: Call) -> None:
+        """It is about to be started."""
+
+    def end(self, call: Call, work: dist.Work | None) -> None:
+        """It has been started. Keeping `work` keeps its tensors."""
+
+    def waiting(self, work: dist.Work) -> None:
+        """Somebody begins to wait for it."""
+
+    def waited(self, work: dist.Work) -> None:
+        """It is done, or on CUDA in the order of the stream."""
+
+
+_listeners: tuple[Listener, ...] = ()
+_originals: dict[str, Callable] = {}
+
+
+def listen(listener: Listener) -> None:
+    """From here on the listener hears of every collective of this process."""
+    global _listeners
+    _listeners = (*_listeners, listener)
+    if not _originals:
+        for name in KINDS:
+            if name in vars(dist.ProcessGroup):
+                _originals[name] = vars(dist.ProcessGroup)[name]  # itself: getattr would give an unbound function
+                setattr(dist.ProcessGroup, name, _observed(name, getattr(dist.ProcessGroup, name)))
+        _originals[_WAIT] = vars(dist.Work)[_WAIT]
+        dist.Work.wait = _observed_wait(dist.Work.wait)  # type: ignore[method-assign]
+
+
+def unlisten(listener: Listener) -> None:
+    """No more; once nobody listens ProcessGroup is as it was."""
+    global _listeners
+    _listeners = tuple(other for other in _listeners if other is not listener)
+    if not _listeners:
+        for name, original in _originals.items():
+            setattr(dist.Work if name == _WAIT else dist.ProcessGroup, name, original)
+        _originals.clear()
+
+
+def _observed(name: str, original: Callable) -> Callable:
+    @functools.wraps(original)
+    def method(group: dist.ProcessGroup, *args: object, **kwargs: object) -> object:
+        call, listeners = Call(name, group, args), _listeners
+        for listener in listeners:
+            listener.begin(call)
+        work = original(group, *args, **kwargs)
+        for listener in listeners:
+            listener.end(call, work)
+        return work
+
+    return method
+
+
+def _observed_wait(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def wait(work: dist.Work, *args: object, **kwargs: object) -> object:
+        listeners = _listeners
+        for listener in listeners:
+            listener.waiting(work)
+        result = original(work, *args, **kwargs)
+        for listener in listeners:
+            listener.waited(work)
+        return result
+
+    return wait
+
+
+def _input(args: tuple) -> torch.Tensor | None:
+    """What a rank gives: the second of (output, input), else the first of a list of tensors."""
+    for value in args[1::-1] if len(args) > 1 else args:  # the second argument, then the first
+        while isinstance(value, (list, tuple)) and value:
+            value = value[0]
+        if isinstance(value, torch.Tensor):
+            return value
+    return None
+
+
+# ---- What a checkpoint keeps of its first run, for its second one to take rather than to compute or to send again
+# Who computes something expensive asks for it through `kept_or`; a checkpoint around it says which kinds it keeps.
+
+
+Result = TypeVar("Result")
+#: Kinds of results: what attention over ranks gives, and what ranks have sent each other.
+ATTENTION, COLLECTIVE = "attention", "collective"
+
+
+class Store:
+    """What one checkpoint has kept, in order. A layer may be recomputed several times."""
+
+    def __init__(self, kinds: frozenset[str]) -> None:
+        self.kinds = kinds
+        self.results: list[object] = []
+        self.used: int | None = None  # how many of them a second run has taken; None in the first
+        self.computing = 0  # how many results are being computed, one for another
+        self.summed: int | None = None  # which result is made of what is computed now, and kept in its place
+
+
+class Within:
+    """In here results go to a store, or come from it."""
+
+    def __init__(self, store: Store, recomputing: bool) -> None:
+        self.store, self.recomputing = store, recomputing
+
+    def __enter__(self) -> None:
+        self.store.used = 0 if self.recomputing else None
+        _stores.append(self.store)
+
+    def __exit__(self, *error: object) -> None:
+        _stores.remove(self.store)
+
+
+_stores: list[Store] = []
+
+
+def keeps(kind: str) -> bool:
+    """Is there a checkpoint around this that keeps results of this kind?"""
+    return bool(_stores) and kind in _stores[-1].kinds
+
+
+def kept_or(compute: Callable[[], Result], kind: str) -> Result:
+    """The result that the checkpoint around this has kept, or else what `compute` gives, which it then keeps."""
+    if not keeps(kind) or _stores[-1].computing:
+        return compute()
+    store = _stores[-1]
+    if store.used is not None:
+        store.used += 1
+        note = store.results[store.used - 1]
+        if unchanged(note):
+            return given_back(note)
+    store.computing += 1
+    try:
+        result = compute()
+    finally:
+        store.computing -= 1
+    if store.used is None:
+        store.results.append(noted(result))
+    return result
+
+
+@contextlib.contextmanager
+def summed_next() -> Iterator[None]:
+    """What is computed in here nothing reads but the next result that is kept: a second run needs no value of it."""
+    store = _stores[-1] if keeps(COLLECTIVE) else None
+    if store is not None:
+        store.summed = len(store.results)
+    try:
+        yield
+    finally:
+        if store is not None:
+            store.summed = None
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The memory of a tensor without its graph, and whether it has been changed in place since."""
+
+    tensor: torch.Tensor
+    version: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Kept:
+        """In the middle of an operation too, where a plain alias would count its own changes."""
+        with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+            return cls(tensor.detach(), tensor._version)
+
+    @property
+    def unchanged(self) -> bool:
+        """Models may add to what a layer gives in place."""
+        return self.tensor._version == self.version
+
+    def again(self) -> torch.Tensor:
+        """The tensor; no view, which autograd would guard."""
+        return torch.ops.aten._unsafe_view(self.tensor, self.tensor.shape)
+
+
+@dataclass(frozen=True)
+class Summed:
+    """A part of a sum that is kept: zeros without memory stand for it, as long as that sum is as it was."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    store: Store
+    place: int
+
+    @property
+    def unchanged(self) -> bool:
+        """Will the sum be given back, rather than be made again of this?"""
+        return unchanged(self.store.results[self.place])
+
+    def again(self) -> torch.Tensor:
+        """A stand-in."""
+        return torch.zeros((), dtype=self.dtype, device=self.device).expand(self.shape)
+
+
+def noted(result: object, store: Store | None = None) -> object:
+    """A result, with tensors as what is kept of them.
+
+    Args:
+        store: of the checkpoint that is told which results nobody reads again.
+    """
+    if store is None or store.summed is None:
+        return tree_map(lambda one: Kept.of(one) if torch.is_tensor(one) else one, result)
+    place = store.summed
+    return tree_map(
+        lambda one: Summed(one.shape, one.dtype, one.device, store, place) if torch.is_tensor(one) else one, result
+    )
+
+
+def unchanged(note: object) -> bool:
+    """Is everything in it as it was?"""
+    return all(one.unchanged for one in tree_leaves(note) if isinstance(one, Kept | Summed))
+
+
+def given_back(note: object) -> Any:
+    """The result."""
+    return tree_map(lambda one: one.again() if isinstance(one, Kept | Summed) else one, note)
