@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from hf_parallel.apply.parallelize import ParallelState
     from hf_parallel.monitor.expected import Batch
-    from hf_parallel.planner.predict import Prediction
+    from hf_parallel.planner.prediction import Prediction
 
 #: Readings after which steps are what they will be, and compared with the plan.
 WARM = 2

@@ -17,7 +17,7 @@ from hf_parallel.planner.candidates import Goal
 from hf_parallel.planner.choices import predicted
 from hf_parallel.planner.hardware import Cluster, Efficiency, Gpu, Host, Link
 from hf_parallel.planner.memory import GIB, fullest
-from hf_parallel.planner.predict import Prediction
+from hf_parallel.planner.prediction import Prediction
 from hf_parallel.planner.shape import ModelShape, shape_of
 
 if TYPE_CHECKING:

@@ -2,7 +2,8 @@
 
 from hf_parallel.planner.hardware import Cluster, Gpu, Link, find_gpu, find_link, make_cluster
 from hf_parallel.planner.layout import Job, Layout
-from hf_parallel.planner.predict import Prediction, predict, predict_step
+from hf_parallel.planner.predict import predict, predict_step
+from hf_parallel.planner.prediction import Prediction
 from hf_parallel.planner.shape import ModelShape, shape_of
 
 __all__ = [

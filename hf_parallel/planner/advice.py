@@ -11,7 +11,7 @@ from hf_parallel.ask.keys.layers import AUTO, TORCH_FLASH
 from hf_parallel.planner.candidates import WAYS, Goal, configured, heads_divide, sizes_of
 from hf_parallel.planner.choices import Choice, TooLarge, predicted, variants
 from hf_parallel.planner.hardware import Cluster
-from hf_parallel.planner.predict import EXPERTS, MEASURED, TRANSFERRED
+from hf_parallel.planner.prediction import EXPERTS, MEASURED, TRANSFERRED
 
 #: Tokens per step from which more data ranks mostly buy noise: GPT-3 trained with 3.2 M (Brown et al., 2020, table
 #: 2.1), Llama 3 405B with 16 M from its second phase on (Dubey et al., 2024, section 3.4.1).

@@ -9,8 +9,8 @@ from typing import Any
 
 from hf_parallel.ask.config import ParallelConfig
 from hf_parallel.ask.keys.context import AUTO, RING
+from hf_parallel.axes.chunked_loss import why_not_in
 from hf_parallel.axes.context.choose import choice
-from hf_parallel.axes.loss import why_not_in
 from hf_parallel.axes.pipeline.part import recomputes_in_parts
 from hf_parallel.axes.precision import gathers_codes
 from hf_parallel.planner.activations import Planned

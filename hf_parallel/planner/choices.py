@@ -18,7 +18,8 @@ from hf_parallel.planner.hardware import Cluster
 from hf_parallel.planner.layout import Job, Layout
 from hf_parallel.planner.memory import GIB, fits, fullest, memory_of_ranks
 from hf_parallel.planner.pipeline import Stage, make_stages, stages_by_rank
-from hf_parallel.planner.predict import Prediction, predict_step, stage_times
+from hf_parallel.planner.predict import predict_step, stage_times
+from hf_parallel.planner.prediction import Prediction
 from hf_parallel.planner.states import host_bytes
 
 

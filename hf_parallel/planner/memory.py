@@ -13,7 +13,7 @@ import math
 from dataclasses import dataclass, field
 
 from hf_parallel.ask.keys.data import parameters_rest
-from hf_parallel.axes.loss import CHUNK, fewest_tokens
+from hf_parallel.axes.chunked_loss import CHUNK, fewest_tokens
 from hf_parallel.planner.activations import (
     EAGER,
     Moment,

@@ -37,6 +37,7 @@ from hf_parallel.planner.ledger import (
 )
 from hf_parallel.planner.memory import GIB, RankMemory, fits, fullest, memory_of_ranks
 from hf_parallel.planner.pipeline import Stage, make_stages, pipeline_seconds, stages_by_rank, timeline
+from hf_parallel.planner.prediction import Breakdown, Prediction
 from hf_parallel.planner.shape import Attention, Block, Matrix, ModelShape, shape_of
 from hf_parallel.planner.states import offload_seconds
 
@@ -341,64 +342,6 @@ def updated_parameters(stages: list[Stage], layout: Layout, job: Job) -> float:
     if job.lora:
         return sum(stage.adapters(layout.tp, job.lora) for stage in stages) / shards
     return sum(stage.dense(layout.tp) / shards + stage.experts(layout.expert_split) / experts for stage in stages)
-
-
-#: Ninth decile of the step time's error where a series, or a whole type of GPU, was left out; of models with experts,
-#: on which nothing was fitted (docs/planner.md).
-MEASURED, TRANSFERRED, EXPERTS = 0.25, 0.45, 0.55
-
-
-@dataclass(frozen=True)
-class Breakdown:
-    """Where memory and time go.
-
-    `memory`: GiB of the fullest rank by kind. `time`: seconds of the slowest rank's step by kind. `communication`:
-    collectives with axis, bytes a rank sends, number per step and link. `ranks`: memory of each pipeline rank.
-    """
-
-    memory: dict[str, float]
-    time: dict[str, float]
-    communication: tuple[Transfer, ...]
-    ranks: tuple[RankMemory, ...]
-
-    @property
-    def bytes_by_axis(self) -> dict[str, float]:
-        """What a rank sends in one step, by the ring formulas."""
-        axes = dict.fromkeys(transfer.axis for transfer in self.communication)
-        return {axis: sum(t.bytes for t in self.communication if t.axis == axis) for axis in axes}
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """What `predict` returns. `mfu`: model FLOPs utilisation in 0..1, attention counted without a mask (PaLM)."""
-
-    step_time_s: float
-    tokens_per_s_per_gpu: float
-    mfu: float
-    memory_gib: float
-    fits: bool
-    bubble: float
-    breakdown: Breakdown
-    shape: ModelShape
-    cluster: Cluster
-    layout: Layout
-    job: Job
-
-    @property
-    def uncertainty(self) -> float:
-        """Relative error of the step time that one run in ten exceeds; larger for types without published runs."""
-        experts = EXPERTS if any(block.top_k for block in self.shape.blocks) else 0.0
-        return max(experts, TRANSFERRED if self.cluster.gpu.like else MEASURED)
-
-    def cost_per_billion_tokens(self, dollars_per_gpu_hour: float) -> float:
-        """Dollars for 1e9 tokens."""
-        return 1e9 / self.tokens_per_s_per_gpu / 3600 * dollars_per_gpu_hour
-
-    def explain(self) -> str:
-        """Each formula with its numbers and source."""
-        from hf_parallel.planner.report import explain
-
-        return explain(self)
 
 
 def predict(

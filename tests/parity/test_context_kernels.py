@@ -14,9 +14,9 @@ from hf_parallel.axes.attention import axis as kernels_of_packages
 from hf_parallel.axes.context import flash
 from hf_parallel.axes.context.attention import _dense, _visible
 from hf_parallel.axes.context.kernels import Scores
-from hf_parallel.axes.context.layout import Layout, Shape
+from hf_parallel.axes.context.layout import Layout, Ring, Shape
 from hf_parallel.axes.context.packs import plain
-from hf_parallel.axes.context.ring import Ring, RingAttention
+from hf_parallel.axes.context.ring import RingAttention
 from tests.context import all_steps, differences
 from tests.distributed import run, run_alone
 from tests.flash_kernels import check_refused, plan, standing_in

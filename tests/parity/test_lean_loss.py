@@ -6,7 +6,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from hf_parallel import parallelize
-from hf_parallel.axes.loss import fewest_tokens
+from hf_parallel.axes.chunked_loss import fewest_tokens
 from hf_parallel.axes.tensor import lean_loss
 from hf_parallel.axes.tensor.vocab_parallel import Scaling
 from hf_parallel.model.calls import unread_logits

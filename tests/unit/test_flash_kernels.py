@@ -7,7 +7,8 @@ import torch
 
 from hf_parallel.axes.context import packs
 from hf_parallel.axes.context.flash import PACKAGES, TORCH
-from hf_parallel.axes.context.kernels import Scores, pick
+from hf_parallel.axes.context.kernels import Scores
+from hf_parallel.axes.context.ring import pick
 from hf_parallel.axes.context.tiled import TILES
 from hf_parallel.axes.context.tiles import Span, tiles_of
 from tests.distributed import run

@@ -26,9 +26,9 @@ from hf_parallel.ask.keys.layers import REGISTERED_FLASH as NAME
 from hf_parallel.axes.context.attention import limits, one_process, one_width
 from hf_parallel.axes.context.flash import TORCH, fits
 from hf_parallel.axes.context.kernels import Scores
-from hf_parallel.axes.context.layout import Layout, Shape
+from hf_parallel.axes.context.layout import Layout, Ring, Shape
 from hf_parallel.axes.context.packs import Call, Row, Window, find, numbered, plain, upload
-from hf_parallel.axes.context.ring import Ring, RingAttention
+from hf_parallel.axes.context.ring import RingAttention
 from hf_parallel.model.known_masks import hides_nothing
 from hf_parallel.ranks.local import as_autocast
 

@@ -17,9 +17,9 @@ from torch.autograd.function import once_differentiable
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from hf_parallel.axes.context.kernels import Scores, alignment, per_query_head
-from hf_parallel.axes.context.layout import Layout
+from hf_parallel.axes.context.layout import Layout, Ring
 from hf_parallel.axes.context.packs import upload
-from hf_parallel.axes.context.ring import Ring, RingAttention
+from hf_parallel.axes.context.ring import RingAttention
 from hf_parallel.axes.context.ulysses import to_heads, to_tokens
 from hf_parallel.ranks import reduce_from_group, scale_gradient, start_all_gather
 

@@ -16,12 +16,12 @@ import torch
 from packaging.version import Version
 
 from hf_parallel.axes.context.kernels import Scores, Tensors
+from hf_parallel.axes.context.layout import Ring
 from hf_parallel.axes.context.packs import Call
 
 if TYPE_CHECKING:
     from types import ModuleType
 
-    from hf_parallel.axes.context.ring import Ring
 
 _aten = torch.ops.aten
 WIDEST = 256

@@ -17,14 +17,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Protocol, TypeVar
+from typing import ClassVar, Protocol, TypeVar
 
 import torch
 
+from hf_parallel.axes.context.layout import Ring
 from hf_parallel.axes.context.tiles import Tile, squares
-
-if TYPE_CHECKING:
-    from hf_parallel.axes.context.ring import Ring
 
 Part = TypeVar("Part")  # what a kernel computes in one call
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -71,25 +69,6 @@ class Kernel(Protocol[Part]):
         scores: Scores,
     ) -> Tensors:
         """The part's share of the gradients of q, k and v; `out` and `lse` are over all keys."""
-
-
-def pick(q: torch.Tensor, scores: Scores, asked: str) -> Kernel:
-    """The kernel for queries of this kind; `asked`: what the spec says of attention.
-
-    Raises:
-        NotImplementedError: a package was named that does not compute them.
-    """
-    from hf_parallel.axes.context import flash, tiled
-
-    if asked in flash.PACKAGES:
-        kernel = flash.PACKAGES[asked]
-        if not flash.fits(q):
-            raise NotImplementedError(
-                f"hf_parallel: attention={asked}: heads of {q.shape[-1]} numbers in {q.dtype} on {q.device.type} are "
-                "not computed; fp16 or bf16 on CUDA with heads of at most 256, or attention=auto, works"
-            )
-        return kernel
-    return flash.TORCH if scores.cap is None and flash.fits(q) else tiled.TILES
 
 
 def alignment(device: torch.device) -> int:

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 
 from hf_parallel.axes.context import packs
 from hf_parallel.axes.context.packs import Row
@@ -178,3 +179,34 @@ def _filled(row: Row, held: list[list[tuple[Span, ...]]], ring: int, capacity: i
         count += len(own[-1])
         parts += [*own, torch.full((capacity - count,), -1)]
     return torch.cat(parts)
+
+
+@dataclass(frozen=True)
+class Ring:
+    """One attention of one batch: whose keys this rank needs, and who needs its own."""
+
+    layout: Layout
+    group: dist.ProcessGroup | None  # None: this rank has all
+    low: float
+    high: float
+    gathered: bool = False
+    heads: dist.ProcessGroup | None = None  # whose ranks share heads, and outputs go back to
+    kernel: str = "auto"  # as the spec's `attention=` names it
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return 1 if self.group is None else self.group.size()
+
+    @property
+    def rank(self) -> int:
+        """This one's place."""
+        return 0 if self.group is None else self.group.rank()
+
+    def tiles(self, keys: int, queries: int | None = None) -> list[Tile]:
+        """What ring rank `queries`, by default this one, computes with the keys of ring rank `keys`."""
+        return self.layout.tiles(self.rank if queries is None else queries, keys, self.low, self.high)
+
+    def sees(self, queries: int, keys: int) -> bool:
+        """Does ring rank `queries` need the keys of ring rank `keys`?"""
+        return bool(self.layout.tiles(queries, keys, self.low, self.high))

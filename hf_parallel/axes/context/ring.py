@@ -12,17 +12,16 @@ variant, arXiv 2407.21783, section 3.3.2): one collective, and memory for all ke
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
+from hf_parallel.axes.context import flash, tiled
 from hf_parallel.axes.context.blocks import Gradients, Part, Sum
-from hf_parallel.axes.context.kernels import Scores, pick
-from hf_parallel.axes.context.layout import Layout
-from hf_parallel.axes.context.tiles import Tile
+from hf_parallel.axes.context.kernels import Kernel, Scores
+from hf_parallel.axes.context.layout import Ring
 from hf_parallel.axes.context.ulysses import to_heads_with_output, to_tokens
 from hf_parallel.ranks import start_all_gather, start_reduce_scatter
 from hf_parallel.ranks.observed import ATTENTION, kept_or
@@ -31,35 +30,21 @@ if TYPE_CHECKING:
     from hf_parallel.ranks.differentiable import Context
 
 
-@dataclass(frozen=True)
-class Ring:
-    """One attention of one batch: whose keys this rank needs, and who needs its own."""
+def pick(q: torch.Tensor, scores: Scores, asked: str) -> Kernel:
+    """The kernel for queries of this kind; `asked`: what the spec says of attention.
 
-    layout: Layout
-    group: dist.ProcessGroup | None  # None: this rank has all
-    low: float
-    high: float
-    gathered: bool = False
-    heads: dist.ProcessGroup | None = None  # whose ranks share heads, and outputs go back to
-    kernel: str = "auto"  # as the spec's `attention=` names it
-
-    @property
-    def size(self) -> int:
-        """Number of ranks."""
-        return 1 if self.group is None else self.group.size()
-
-    @property
-    def rank(self) -> int:
-        """This one's place."""
-        return 0 if self.group is None else self.group.rank()
-
-    def tiles(self, keys: int, queries: int | None = None) -> list[Tile]:
-        """What ring rank `queries`, by default this one, computes with the keys of ring rank `keys`."""
-        return self.layout.tiles(self.rank if queries is None else queries, keys, self.low, self.high)
-
-    def sees(self, queries: int, keys: int) -> bool:
-        """Does ring rank `queries` need the keys of ring rank `keys`?"""
-        return bool(self.layout.tiles(queries, keys, self.low, self.high))
+    Raises:
+        NotImplementedError: a package was named that does not compute them.
+    """
+    if asked in flash.PACKAGES:
+        kernel = flash.PACKAGES[asked]
+        if not flash.fits(q):
+            raise NotImplementedError(
+                f"hf_parallel: attention={asked}: heads of {q.shape[-1]} numbers in {q.dtype} on {q.device.type} are "
+                "not computed; fp16 or bf16 on CUDA with heads of at most 256, or attention=auto, works"
+            )
+        return kernel
+    return flash.TORCH if scores.cap is None and flash.fits(q) else tiled.TILES
 
 
 class Exchange:

@@ -9,16 +9,14 @@ scores with a soft cap  plain products (`capped.py`), in squares         full, c
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 
 from hf_parallel.axes.context import capped
 from hf_parallel.axes.context.kernels import Scores, Tensors, per_query_head
+from hf_parallel.axes.context.layout import Ring
 from hf_parallel.axes.context.tiles import Tile
-
-if TYPE_CHECKING:
-    from hf_parallel.axes.context.ring import Ring
 
 _aten = torch.ops.aten
 

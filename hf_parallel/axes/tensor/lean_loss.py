@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_map_only
 
-from hf_parallel.axes.loss import CHUNK, fewest_tokens
+from hf_parallel.axes.chunked_loss import CHUNK, fewest_tokens
 from hf_parallel.axes.tensor.layers import local_weight
 from hf_parallel.axes.tensor.vocab_parallel import (
     Scaling,

@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import numpy as np
 import torch
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, Trainer, TrainerControl, TrainerState, TrainingArguments
 
     from hf_parallel.axes.pipeline.script_loss import Plan
-    from hf_parallel.hooks.trainer.deal import Dealing
     from hf_parallel.monitor.profile import Profile
 
 
@@ -98,7 +97,7 @@ class TrainerRecord:
     upcoming: list[dict[str, object]] | None = None
     run: str | None = None
     unfinished_save: UnfinishedSave | None = None
-    dealing: Dealing | None = None
+    dealing: Any = None  # a `deal.Dealing`
     resumed_from: str | None = None
 
     @contextlib.contextmanager

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, TypedDict
 import torch
 import torch.distributed as dist
 
+from hf_parallel.axes.chunked_loss import CHUNK, why_not_in
 from hf_parallel.axes.experts.balance import load_of
-from hf_parallel.axes.loss import CHUNK, LOSS, why_not_in
+from hf_parallel.axes.loss import LOSS
 from hf_parallel.axes.pipeline.script_loss import Plan, find_plan, run_plan, takes
 from hf_parallel.axes.pipeline.unscheduled import Made, served
 from hf_parallel.axes.tensor import lean_loss
