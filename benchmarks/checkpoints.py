@@ -91,7 +91,7 @@ def accelerates(model: Any, optimizer: Any, folder: str) -> dict[str, Callable[[
 
 def ours(model: Any, optimizer: Any, folder: str) -> dict[str, Callable[[], None]]:
     """A checkpoint folder with manifest, as Trainer's save makes it."""
-    mesh = model._hf_parallel.ranks.mesh
+    mesh = model._hf_parallel.mesh
 
     def save() -> None:
         saving = hf_parallel.checkpoint.Checkpoint(mesh, folder)

@@ -108,7 +108,7 @@ def ours(folder: str, spec: str) -> Steps:
 
     activation.activate(spec, source="benchmark")
     model = AutoModelForCausalLM.from_pretrained(folder)
-    mesh = model._hf_parallel.ranks.mesh
+    mesh = model._hf_parallel.mesh
     return Steps(model, mesh.data_size, mesh.data_rank)
 
 

@@ -67,7 +67,7 @@ def ours(setting: Setting, folder: str, spec: str) -> tuple[float, str]:
 
     activation.activate(spec, source="benchmark")
     model = AutoModelForCausalLM.from_pretrained(folder)
-    return measure(setting, model, model._hf_parallel.ranks.mesh.data_size)
+    return measure(setting, model, model._hf_parallel.mesh.data_size)
 
 
 def measure(setting: Setting, model: Any, data_ranks: int) -> tuple[float, str]:

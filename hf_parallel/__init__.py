@@ -28,8 +28,9 @@ if TYPE_CHECKING:
     from hf_parallel.apply.whole import full_state_dict, full_tensor
     from hf_parallel.ask.config import ParallelConfig, SpecError
     from hf_parallel.hooks.activation import activate
-    from hf_parallel.hooks.library import notebook_launcher, parallelize
+    from hf_parallel.hooks.library import parallelize
     from hf_parallel.hooks.monitoring import metrics
+    from hf_parallel.hooks.notebook import notebook_launcher
     from hf_parallel.planner.search import plan
 
 _HOME = {
@@ -40,7 +41,7 @@ _HOME = {
     "full_state_dict": "hf_parallel.apply.whole",
     "full_tensor": "hf_parallel.apply.whole",
     "metrics": "hf_parallel.hooks.monitoring",
-    "notebook_launcher": "hf_parallel.hooks.library",
+    "notebook_launcher": "hf_parallel.hooks.notebook",
     "parallelize": "hf_parallel.hooks.library",
     "plan": "hf_parallel.planner.search",
 }

@@ -95,7 +95,7 @@ def _leaves(end: nn.Module) -> list[str]:
 def _resized(model: PreTrainedModel, names: dict[str, str], rows: int, mean: bool) -> dict[str, torch.Tensor]:
     """The new weights, whole, by name; those of rank 0."""
     whole = _everywhere(model, set(names.values()))
-    (first, *others), mesh = names, model._hf_parallel.ranks.mesh
+    (first, *others), mesh = names, model._hf_parallel.mesh
     embedding = nn.Embedding(1, 1, device="meta")
     embedding.num_embeddings, embedding.embedding_dim = whole[first].shape
     embedding.weight, embedding.padding_idx = nn.Parameter(whole[first]), model.get_input_embeddings().padding_idx
@@ -124,7 +124,7 @@ def _same_rows(tensor: torch.Tensor, old: int, mesh: ParallelMesh) -> None:
 
 
 def _everywhere(model: PreTrainedModel, names: set[str]) -> dict[str, torch.Tensor]:
-    mesh, found = model._hf_parallel.ranks.mesh, {}
+    mesh, found = model._hf_parallel.mesh, {}
     gathered = full_state_dict(model, mesh, wanted=names.__contains__)
     for name in sorted(names):
         described = model.get_parameter(name)

@@ -76,3 +76,8 @@ def _number(name: str, default: int, works: str) -> int:
     if not text.isdecimal():
         refuse(f"{name}={text}", "not a number", f"{name}={works}")
     return int(text)
+
+
+def local_world_size() -> int:
+    """Processes on this machine, as the launcher says."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE") or 1)

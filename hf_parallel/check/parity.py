@@ -153,7 +153,7 @@ def alone(config: ParallelConfig, device: torch.device, dtype: torch.dtype) -> T
 def together(mesh: ParallelMesh, dtype: torch.dtype) -> Trained:
     """What all ranks do."""
     model = parallelize(tiny_model(mesh.config, dtype), mesh=mesh)
-    config = model._hf_parallel.ask.config
+    config = model._hf_parallel.config
     losses, norms = train(model, config, mesh.data_rank, mesh.device)
     total = torch.stack(losses)
     if mesh.data_size > 1:

@@ -40,7 +40,7 @@ def activate(spec: str | ParallelConfig, source: str = "activate()") -> None:
         if current is not None and not current.source.endswith("(auto)"):
             refuse(f"{source} asks for auto", f"{current.source} set {current.config.to_spec()}", do="drop one")
         if current is None and _world_size() > 1:
-            auto.wait(source)
+            auto.wait(source, activate)
         return
     config = ParallelConfig.parse(spec).resolve(_world_size())
     if auto.waiting() is not None:

@@ -9,12 +9,12 @@ else from the script's command line. Which of several models comes first decides
 from __future__ import annotations
 
 import dataclasses
-import os
 import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from hf_parallel.ask.config import ParallelConfig, SpecError
+from hf_parallel.ask.launched import local_world_size
 from hf_parallel.ask.spec import refuse
 from hf_parallel.hooks import logits_read
 from hf_parallel.hooks.patching import Patch, Undo, apply, apply_when_imported, around, undo
@@ -33,6 +33,7 @@ _LENGTHS = ("max_length", "max_seq_length", "max_seq_len", "block_size", "model_
 T = TypeVar("T")
 _undo_list: list[Undo] = []
 _source: str | None = None
+_activate: Callable[[ParallelConfig, str], None] | None = None
 _arguments: TrainingArguments | None = None  # the TrainingArguments that were made last
 _rank = 0  # of the LoraConfig that was made last
 _DEFAULT_RANK = 16  # of adapters that the command line asks for without saying how large
@@ -43,15 +44,19 @@ def waiting() -> str | None:
     return _source
 
 
-def wait(source: str) -> None:
-    """Connect the processes, and choose as soon as there is a model."""
-    global _source
+def wait(source: str, activate: Callable[[ParallelConfig, str], None]) -> None:
+    """Connect the processes, and choose as soon as there is a model.
+
+    Args:
+        activate: is then called with the layout and who asked for it.
+    """
+    global _source, _activate
     if _source is not None:
         return
     from hf_parallel.hooks import runtime
 
     runtime.connect()
-    _source = source
+    _source, _activate = source, activate
     _undo_list.extend(apply(_patches()))
     made = Patch("peft.tuners.lora.config:LoraConfig.__post_init__", around(_at_lora_config), "shows adapters to come")
     _undo_list.append(apply_when_imported("peft", [made]))
@@ -66,9 +71,9 @@ def remember(arguments: TrainingArguments) -> None:
 
 def stop() -> None:
     """Forget what was asked for and undo the patches."""
-    global _source, _arguments, _rank
+    global _source, _activate, _arguments, _rank
     undo(_undo_list)
-    _source = _arguments = None
+    _source = _activate = _arguments = None
     _rank = 0
 
 
@@ -180,11 +185,11 @@ def choose(shown: Shown) -> None:
     """Choose for this model and activate the layout. Collective."""
     import torch.distributed as dist
 
-    from hf_parallel.hooks import activation
     from hf_parallel.ranks import messages
 
-    source = _source
+    source, activate = _source, _activate
     assert source is not None
+    assert activate is not None
     try:
         spec, lines = messages.from_one(lambda: _best(shown))
     except SpecError as error:
@@ -194,7 +199,7 @@ def choose(shown: Shown) -> None:
     if dist.get_rank() == 0:
         for line in lines:
             print(f"hf_parallel: {line}", file=sys.stderr, flush=True)
-    activation.activate(ParallelConfig.parse(spec), source=f"{source} (auto)")
+    activate(ParallelConfig.parse(spec), f"{source} (auto)")
 
 
 def _best(shown: Shown) -> tuple[str, list[str]]:
@@ -268,11 +273,6 @@ def accepted(config: PretrainedConfig) -> Callable[[ParallelConfig], bool]:
     return accept
 
 
-def local_world_size() -> int:
-    """Processes on this machine, as the launcher says."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE") or 1)
-
-
 class ScriptBatch(NamedTuple):
     """Of a script, as the planner names it: `lora` is the adapters' rank, `documents`: are rows made of several?"""
 
@@ -292,6 +292,8 @@ def script_batch(
     lowered: str | None = None,
 ) -> ScriptBatch:
     """Rows, calls, tokens per row, precision, … of the script: its arguments, else its command line."""
+    from hf_parallel.planner.layout import optimizer_of, precision_of
+
     argv = sys.argv if argv is None else argv
     arguments = _arguments
 
@@ -316,23 +318,11 @@ def script_batch(
 
 def _asked_rank(argv: list[str]) -> int:
     """Of adapters, by the names that TRL and most scripts have for it; 0: all weights are trained."""
+
     asked = {str(_option(argv, name, None)).lower() for name in ("use_peft", "use_lora")}
     sizes = (_option(argv, name, None) for name in ("lora_r", "lora_rank"))
     found = next((int(size) for size in sizes if size is not None and size.isdigit()), 0)
     return 0 if "false" in asked else found or _DEFAULT_RANK * ("true" in asked)
-
-
-def precision_of(dtype: torch.dtype | str | None, lowered: str) -> str:
-    """The planner's name: weights in 16 bits leave autocast nothing to lower."""
-    if "16" in str(dtype):
-        return "bf16"
-    return {"bf16": "mixed", "fp16": "fp16"}.get(lowered, "fp32")
-
-
-def optimizer_of(name: str) -> str:
-    """The planner's name of one of Trainer's."""
-    name = name.lower()
-    return "sgd" if "sgd" in name else "adamw_8bit" if "8bit" in name else "adamw"
 
 
 def _option(argv: list[str], name: str, default: T) -> str | T:

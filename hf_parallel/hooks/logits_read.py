@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import inspect
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import Trainer
 
 
 def by_trainer(kind: type, given: dict[str, Any], arguments: Any) -> str | None:
     """Who reads them in training with a Trainer of this class, given these arguments; None: nobody is known to."""
-    from hf_parallel.hooks.trainer.losses import why_read_by
-
     if keeps_none(kind):
         return None
     smooths = bool(getattr(arguments, "label_smoothing_factor", 0))
@@ -37,6 +38,27 @@ def by_script(arguments: Any) -> str | None:
 def by_loop() -> str:
     """Who may read them in a loop of the script's own."""
     return "a loop of the script's own may read them"
+
+
+def why_read_by(kind: type, own_function: bool, smooths: bool) -> str | None:
+    """Who may read logits in training with a Trainer of this class, before there is one.
+
+    Args:
+        own_function: is it given a compute_loss_func?
+        smooths: is label_smoothing_factor set?
+    """
+    if class_overrides(kind):
+        return f"{kind.__name__} computes the loss"
+    if own_function:
+        return "compute_loss_func computes the loss"
+    return "label_smoothing_factor reads them" if smooths else None
+
+
+def class_overrides(kind: type[Trainer]) -> bool:
+    """Has a class of trainers a `compute_loss` of its own?"""
+    from transformers import Trainer
+
+    return kind.compute_loss is not Trainer.compute_loss
 
 
 def keeps_none(kind: type) -> bool:

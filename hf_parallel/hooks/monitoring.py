@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 
 from hf_parallel.ask.config import SpecError
-from hf_parallel.hooks import auto, hangs, report, runtime
+from hf_parallel.ask.launched import local_world_size
+from hf_parallel.hooks import hangs, report, runtime
 from hf_parallel.hooks.patching import patch
 from hf_parallel.monitor.meter import COMPUTE, DATA
 from hf_parallel.monitor.session import Reading, Record, Session
@@ -79,7 +80,7 @@ class Watched:
             if self.session.shape is None or not batch.seq:
                 why = "the planner counts neither this model nor its batches"
             else:
-                cluster = detect(config.world_size, auto.local_world_size())
+                cluster = detect(config.world_size, local_world_size())
                 self.prediction = expected.expect(self.session.shape, config, cluster, batch)
                 plan = expected.described(self.prediction, config, batch)
         except SpecError as error:
@@ -96,6 +97,7 @@ class Watched:
 
     def _batch(self, reading: Reading, arguments: TrainingArguments) -> Batch:
         from hf_parallel.monitor.expected import Batch
+        from hf_parallel.planner.layout import optimizer_of, precision_of
 
         dtype = next((p.dtype for p in self.model.parameters() if p.is_floating_point()), None)
         lowered = next((name for name in ("bf16", "fp16") if getattr(arguments, name)), "no")
@@ -103,8 +105,8 @@ class Watched:
             rows=arguments.per_device_train_batch_size,
             calls=arguments.gradient_accumulation_steps,
             seq=reading.seq,
-            precision=auto.precision_of(dtype, lowered),
-            optimizer=auto.optimizer_of(str(getattr(arguments.optim, "value", arguments.optim))),
+            precision=precision_of(dtype, lowered),
+            optimizer=optimizer_of(str(getattr(arguments.optim, "value", arguments.optim))),
             lora=max((c.r for c in getattr(self.model, "peft_config", {}).values() if hasattr(c, "r")), default=0),
         )
 

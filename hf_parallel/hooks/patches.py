@@ -11,15 +11,26 @@ from __future__ import annotations
 from hf_parallel.hooks import (  # noqa: F401
     bitsandbytes,
     entries,
-    library,
     loading,
     model_parts,
     monitoring,
+    own_loops,
     sentence_transformers,
 )
 from hf_parallel.hooks.accelerate import accelerator, data, processes, save_state  # noqa: F401
 from hf_parallel.hooks.patching import DECLARED, Patch
 from hf_parallel.hooks.peft import adapters, before, merging  # noqa: F401
+from hf_parallel.hooks.trainer import (  # noqa: F401
+    checkpoints,
+    evaluation,
+    losses,
+    means,
+    plain_resume,
+    resuming,
+    token_budget,
+    training,
+)
+from hf_parallel.hooks.transformers import box_counts, masks, neftune  # noqa: F401
 from hf_parallel.hooks.trl import online, servers, trainers  # noqa: F401
 
 

@@ -9,7 +9,7 @@ import importlib.metadata
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, NoReturn, TypeAlias
@@ -327,3 +327,16 @@ def library_version(library: str) -> Version:
 def _ranges(library: str) -> str:
     first, last = {**CHECKED, "torch": TORCH}[library]
     return f"{library} {first}" + (f" to {last}" if last != first else "")
+
+
+@contextlib.contextmanager
+def replacing(owner: object, **attributes: object) -> Iterator[None]:
+    """In here the object itself has these, before those of its class."""
+    own = {name: vars(owner)[name] for name in attributes if name in vars(owner)}
+    vars(owner).update(attributes)
+    try:
+        yield
+    finally:
+        for name in attributes:
+            delattr(owner, name)
+        vars(owner).update(own)

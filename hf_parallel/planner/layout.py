@@ -8,9 +8,12 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hf_parallel.ask.spec import refuse
+
+if TYPE_CHECKING:
+    import torch
 
 #: Bytes per element of what matrix products read and write. "bf16", "fp16", "fp8" are mixed precision as Megatron-LM,
 #: DeepSpeed and FSDP's policy have it; to this package's engine, and as a Transformers checkpoint is loaded, "bf16" is
@@ -284,3 +287,16 @@ def known_recompute(name: str | None) -> str:
         if text.startswith(choice):
             return choice
     refuse(f"recompute={name}", "not one of none, selective, full, every:N")
+
+
+def precision_of(dtype: torch.dtype | str | None, lowered: str) -> str:
+    """The planner's name: weights in 16 bits leave autocast nothing to lower."""
+    if "16" in str(dtype):
+        return "bf16"
+    return {"bf16": "mixed", "fp16": "fp16"}.get(lowered, "fp32")
+
+
+def optimizer_of(name: str) -> str:
+    """The planner's name of one of Trainer's."""
+    name = name.lower()
+    return "sgd" if "sgd" in name else "adamw_8bit" if "8bit" in name else "adamw"

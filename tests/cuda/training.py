@@ -151,7 +151,7 @@ def _built(layout: Layout, spec: str | None, device: torch.device) -> tuple:
         model.to(device)
     else:
         hf_parallel.parallelize(model, spec)
-        mesh = model._hf_parallel.ranks.mesh
+        mesh = model._hf_parallel.mesh
         share, shares, group = mesh.data_rank, mesh.data_size, mesh.data_group
     if layout.lora:
         torch.manual_seed(3)

@@ -47,7 +47,7 @@ def save(model, optimizer, folder: str, size: str) -> None:
     from hf_parallel.checkpoint import save_optimizer
 
     model.save_pretrained(folder, max_shard_size=size)
-    save_optimizer(model, optimizer, model._hf_parallel.ranks.mesh, folder, max_shard_size=size)
+    save_optimizer(model, optimizer, model._hf_parallel.mesh, folder, max_shard_size=size)
 
 
 def write_sources(initial: str, root: str, spec: str) -> None:
@@ -170,7 +170,7 @@ def whole_on_rank_0(spec: str) -> list[str]:
 
     one = dict(model_of_one_process().named_parameters())
     model = parallelize(model_of_one_process(), spec)
-    found = full_state_dict(model, model._hf_parallel.ranks.mesh)
+    found = full_state_dict(model, model._hf_parallel.mesh)
     assert torch.distributed.get_rank() == 0 or not found
     return [name for name in one if found and not torch.equal(found[name], one[name])]
 

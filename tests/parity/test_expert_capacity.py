@@ -46,7 +46,7 @@ def trained(name: str, spec: str | None) -> dict[str, Any]:
             module.register_forward_pre_hook(functools.partial(dropping, expert_facts(module).count, found))
     else:
         hf_parallel.parallelize(model, f"{spec},expert_capacity_factor={FACTOR}")
-        mesh = model._hf_parallel.ranks.mesh
+        mesh = model._hf_parallel.mesh
         ranks, place = mesh.data_size, mesh.data_rank
     optimizer, logs = torch.optim.SGD(model.parameters(), lr=0.1), []
     for step in range(STEPS):

@@ -59,7 +59,7 @@ def overflowing(spec: str | None, fused: bool = False) -> tuple[list[float], lis
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
     rank, size, share = 0, 1, slice(None)
     if spec:
-        mesh = parallelize(model, spec)._hf_parallel.ranks.mesh
+        mesh = parallelize(model, spec)._hf_parallel.mesh
         scaler = MeshGradScaler("cpu", init_scale=2.0**10, growth_interval=2)
         rank, size = dist.get_rank(), mesh.data_size
         share = slice(mesh.data_rank * 8 // size, (mesh.data_rank + 1) * 8 // size)

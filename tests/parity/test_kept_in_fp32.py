@@ -18,7 +18,7 @@ def steps(spec, folder):
     model, optimizer = accelerator.prepare(model, optimizer)
     rows = torch.randint(3, 60, (6, 17), generator=torch.Generator().manual_seed(4))
     if spec and "dp_shard" in spec:
-        rows = rows.chunk(2)[model._hf_parallel.ranks.mesh.data_rank]
+        rows = rows.chunk(2)[model._hf_parallel.mesh.data_rank]
     losses = []
     for _ in range(3):
         loss = model(input_ids=rows, labels=rows).loss

@@ -117,7 +117,7 @@ def cast(spec, alone=False, calls=1):
     if not alone:
         hf_parallel.parallelize(model, spec)
     down = model.model.layers[
-        0 if alone or "pp" not in spec else 2 * model._hf_parallel.ranks.mesh.index("pp")
+        0 if alone or "pp" not in spec else 2 * model._hf_parallel.mesh.index("pp")
     ].mlp.down_proj
     part = down.weight.to_local() if isinstance(down.weight, DTensor) else down.weight
     sizes = {tuple(part.shape), tuple(part.t().shape)}

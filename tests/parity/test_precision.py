@@ -108,7 +108,7 @@ def regions(settings):
     found = {}
     for recipe in RECIPES:
         model = hf_parallel.parallelize(models.build("llama", **SHAPE), f"tp=-1,{keys_of(recipe)}{settings}")
-        mesh = model._hf_parallel.ranks.mesh
+        mesh = model._hf_parallel.mesh
         group = mesh["tp"].get_group()
         cut = (lambda tensor: parts_of_sequence(tensor, group)[group.rank()]) if not settings else lambda x: x  # noqa: B023
 
@@ -194,7 +194,7 @@ def parallel(spec, calls=1, dtype=torch.float32):
     from hf_parallel.checkpoint import full_state_dict
 
     model = hf_parallel.parallelize(build(dtype), spec)
-    mesh = model._hf_parallel.ranks.mesh
+    mesh = model._hf_parallel.mesh
     own = lambda rows: rows.chunk(mesh.data_size)[mesh.data_rank]  # noqa: E731
     found = steps(model, calls, own, mesh.data_size, lambda model: clip_grad_norm(model, 1e9))
     return found, full_state_dict(model, mesh)
@@ -313,7 +313,7 @@ def gathered(spec):
     import hf_parallel
 
     model = hf_parallel.parallelize(build(), spec)
-    mesh = model._hf_parallel.ranks.mesh
+    mesh = model._hf_parallel.mesh
     rows = tokens(0).chunk(mesh.data_size)[mesh.data_rank]
     with CountCollectives() as counted:
         model(input_ids=rows, labels=rows).loss.backward()

@@ -41,7 +41,7 @@ def trained(folder, out, route):
     model = load_model(Script(route="from_pretrained" if route == "flag" else route), folder, 0)
     trainer, _ = trainer_of(model, out, settings=args, train_dataset=data("llama", 16, 1))
     trainer.train()
-    return *chosen(), trainer.state.global_step, trainer.model._hf_parallel.ask.config.to_spec()
+    return *chosen(), trainer.state.global_step, trainer.model._hf_parallel.config.to_spec()
 
 
 @pytest.mark.parametrize("route", ["from_pretrained", "from_config", "flag"])

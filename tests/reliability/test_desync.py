@@ -170,7 +170,7 @@ def writes_what_it_has(out: str) -> None:
     from hf_parallel.checkpoint import full_state_dict
 
     model = made("pp=2")
-    state = full_state_dict(model, model._hf_parallel.ranks.mesh)
+    state = full_state_dict(model, model._hf_parallel.mesh)
     if dist.get_rank() == 0:
         model.save_pretrained(out, state_dict=state)
 

@@ -82,7 +82,7 @@ def other_shapes(model):
 
 def two_groups(model):
     """Each pair waits for a rank that is in another one."""
-    mesh, rank = model._hf_parallel.ranks.mesh, dist.get_rank()
+    mesh, rank = model._hf_parallel.mesh, dist.get_rank()
     if rank in (0, 3):
         dist.all_reduce(torch.ones(3), group=mesh.group("tp"))
     else:

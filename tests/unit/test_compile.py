@@ -20,7 +20,7 @@ def trained(spec: str | None, rank: int = 0, **changes) -> tuple[float, int, int
     model = models.build("llama", **changes).train()
     if spec is not None:
         parallelize(model, spec)
-    mesh = model._hf_parallel.ranks.mesh if spec is not None else None
+    mesh = model._hf_parallel.mesh if spec is not None else None
     size, place = (1, 0) if mesh is None else (mesh.data_size, mesh.data_rank)
     ids = torch.arange(ROWS * LENGTH).view(ROWS, LENGTH).mul(7) % models.VOCABULARY
     own = ids.chunk(size)[place]

@@ -21,9 +21,10 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
+from hf_parallel.axes.tensor import deferred_wgrad as late_gradients
 from hf_parallel.axes.tensor import gather_recompute, overlap
-from hf_parallel.axes.tensor import overlap as late_gradients
-from hf_parallel.axes.tensor.overlap import column_linear, enter_columns, row_linear
+from hf_parallel.axes.tensor.deferred_wgrad import column_linear, enter_columns
+from hf_parallel.axes.tensor.overlap import row_linear
 from hf_parallel.ranks import copy_to_group, reduce_from_group, reduce_scatter_sequence
 from hf_parallel.ranks.differentiable import Started
 from tests.counting import CountCollectives

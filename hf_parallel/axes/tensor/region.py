@@ -26,9 +26,10 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_parallel.axes.eight_bit import Split, recipe_of, tensorwise
 from hf_parallel.axes.tensor import eight_bit, gather_recompute
+from hf_parallel.axes.tensor.deferred_wgrad import LateWeight, column_linear, enter_columns
 from hf_parallel.axes.tensor.dropout import OwnRandomNumbers
 from hf_parallel.axes.tensor.infer import linear_sizes
-from hf_parallel.axes.tensor.overlap import LateWeight, column_linear, enter_columns, row_linear
+from hf_parallel.axes.tensor.overlap import row_linear
 from hf_parallel.model.anatomy import attention_heads
 from hf_parallel.model.families import HEAD_WIDTHS
 from hf_parallel.ranks import copy_to_group, copy_weight_to_group, reduce_from_group, reduce_scatter_sequence

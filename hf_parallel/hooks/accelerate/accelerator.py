@@ -29,8 +29,7 @@ from hf_parallel.axes.data.lowered import compute_in
 from hf_parallel.axes.pipeline.batches import count_targets
 from hf_parallel.checkpoint import full_state_dict
 from hf_parallel.hooks import bitsandbytes, hangs, monitoring, report, runtime
-from hf_parallel.hooks.accelerate.data import replacing
-from hf_parallel.hooks.patching import patch
+from hf_parallel.hooks.patching import patch, replacing
 from hf_parallel.hooks.peft.before import check_optimizer, make_parallel_below
 from hf_parallel.hooks.trainer import bad_numbers, means
 from hf_parallel.model.anatomy import transformer_blocks

@@ -6,9 +6,8 @@ seed and cut by them. The main process, the last one and names of files go by gl
 
 from __future__ import annotations
 
-import contextlib
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -261,19 +260,6 @@ def reduce(original: Callable, tensor: object, reduction: str = "mean", scale: f
         return value / mesh.data_size if reduction == "mean" else value
 
     return recursively_apply(reduce_one, tensor, error_on_other_type=True)
-
-
-@contextlib.contextmanager
-def replacing(owner: object, **attributes: object) -> Iterator[None]:
-    """In here the object itself has these, before those of its class."""
-    own = {name: vars(owner)[name] for name in attributes if name in vars(owner)}
-    vars(owner).update(attributes)
-    try:
-        yield
-    finally:
-        for name in attributes:
-            delattr(owner, name)
-        vars(owner).update(own)
 
 
 def is_ragged(gradient_state: GradientState) -> bool:

@@ -21,7 +21,7 @@ from transformers import Trainer, TrainerCallback
 
 from hf_parallel.ask.spec import Told
 from hf_parallel.hooks import report, runtime
-from hf_parallel.hooks.accelerate.data import replacing
+from hf_parallel.hooks.patching import replacing
 from hf_parallel.monitor.first_bad import Finding, Search, sentence
 from hf_parallel.ranks import messages
 

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from hf_parallel.hooks import report, runtime
-from hf_parallel.hooks.accelerate.data import replacing
+from hf_parallel.hooks.patching import replacing
 
 if TYPE_CHECKING:
     from transformers import Trainer, TrainerControl

@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from hf_parallel.ask.spec import refuse
 from hf_parallel.hooks import hangs, report, runtime
-from hf_parallel.hooks.accelerate.data import is_ragged, real_rows, refuse_cut_examples, replacing, share_of_rows
-from hf_parallel.hooks.patching import patch
+from hf_parallel.hooks.accelerate.data import is_ragged, real_rows, refuse_cut_examples, share_of_rows
+from hf_parallel.hooks.patching import patch, replacing
 from hf_parallel.hooks.trainer import losses, means, rows
 from hf_parallel.hooks.trainer.checkpoints import StepRecord, record_of
 from hf_parallel.hooks.trl import trainers as trl

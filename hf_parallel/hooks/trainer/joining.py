@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from hf_parallel.ask.spec import SpecError, first_line, refuse
 from hf_parallel.hooks import report, runtime
-from hf_parallel.hooks.accelerate.data import replacing
+from hf_parallel.hooks.patching import replacing
 from hf_parallel.hooks.trainer import losses
 from hf_parallel.hooks.trainer.bad_numbers import remembered
 from hf_parallel.hooks.trainer.rows import LABELS_COUNTED, PADDED_LENGTHS

@@ -18,6 +18,7 @@ from hf_parallel.axes.pipeline.script_loss import Plan, find_plan, run_plan, tak
 from hf_parallel.axes.pipeline.unscheduled import Made, served
 from hf_parallel.axes.tensor import lean_loss
 from hf_parallel.hooks import monitoring, report, runtime
+from hf_parallel.hooks.logits_read import class_overrides, why_read_by
 from hf_parallel.hooks.patching import patch
 from hf_parallel.hooks.trainer import bad_numbers, checkpoints, means
 from hf_parallel.hooks.trainer.bad_numbers import Joined, remembered
@@ -70,20 +71,6 @@ def why_read(trainer: Trainer, state: ParallelState | None) -> str | None:
     return why or ("the model is around others" if state is None or state.plan is None else None)
 
 
-def why_read_by(kind: type, own_function: bool, smooths: bool) -> str | None:
-    """Who may read logits in training with a Trainer of this class, before there is one.
-
-    Args:
-        own_function: is it given a compute_loss_func?
-        smooths: is label_smoothing_factor set?
-    """
-    if class_overrides(kind):
-        return f"{kind.__name__} computes the loss"
-    if own_function:
-        return "compute_loss_func computes the loss"
-    return "label_smoothing_factor reads them" if smooths else None
-
-
 def _given(trainer: Trainer, model: PreTrainedModel, inputs: dict, args: tuple, kwargs: dict) -> dict:
     """To `compute_loss(model, inputs, return_outputs, num_items_in_batch)`."""
     from transformers import Trainer
@@ -115,13 +102,6 @@ def how_computed(trainer: Trainer) -> str:
 def overrides(trainer: Trainer) -> bool:
     """Has its class a `compute_loss` of its own?"""
     return class_overrides(type(trainer))
-
-
-def class_overrides(kind: type[Trainer]) -> bool:
-    """Has a class of trainers a `compute_loss` of its own?"""
-    from transformers import Trainer
-
-    return kind.compute_loss is not Trainer.compute_loss
 
 
 def compute_loss(

@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from hf_parallel.hooks import report, runtime
-from hf_parallel.hooks.accelerate.data import replacing
 from hf_parallel.hooks.accelerate.token_batches import TokenBatches
-from hf_parallel.hooks.patching import Patch, around, patch
+from hf_parallel.hooks.patching import Patch, around, patch, replacing
 from hf_parallel.hooks.trainer import deal, joining
 from hf_parallel.hooks.trainer.joining import (
     Beside,

@@ -18,9 +18,8 @@ from transformers import TrainerCallback
 from hf_parallel.ask.spec import refuse
 from hf_parallel.hooks import hangs, monitoring, report, runtime
 from hf_parallel.hooks.accelerate.accelerator import follow_parameters, make_parallel, normalise_over_data_ranks
-from hf_parallel.hooks.accelerate.data import replacing
 from hf_parallel.hooks.bitsandbytes import finish_casts
-from hf_parallel.hooks.patching import patch
+from hf_parallel.hooks.patching import patch, replacing
 from hf_parallel.hooks.trainer import bad_numbers, checkpoints, evaluation, losses, token_budget
 from hf_parallel.hooks.trainer import evaluation as ragged
 from hf_parallel.hooks.trainer.checkpoints import has_failed, is_writing, record_of, wait_for_save

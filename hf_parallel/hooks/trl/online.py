@@ -20,8 +20,7 @@ from packaging.version import Version
 from hf_parallel.ask.spec import refuse
 from hf_parallel.axes.pipeline.unscheduled import served
 from hf_parallel.hooks import runtime
-from hf_parallel.hooks.accelerate.data import replacing
-from hf_parallel.hooks.patching import library_version, patch
+from hf_parallel.hooks.patching import library_version, patch, replacing
 from hf_parallel.hooks.trainer.checkpoints import record_of
 from hf_parallel.hooks.trainer.means import share
 from hf_parallel.hooks.trl import servers

@@ -20,8 +20,7 @@ from hf_parallel import checkpoint
 from hf_parallel.ask.keys.run import IN_TURN, ONE_STEP_BEHIND
 from hf_parallel.ask.spec import refuse
 from hf_parallel.hooks import runtime
-from hf_parallel.hooks.accelerate.data import replacing
-from hf_parallel.hooks.patching import patch, replace
+from hf_parallel.hooks.patching import patch, replace, replacing
 from hf_parallel.hooks.trainer.checkpoints import record_of
 from hf_parallel.rollouts import reference
 

@@ -24,9 +24,8 @@ from hf_parallel.axes.pipeline.read import check_own_functions
 from hf_parallel.axes.pipeline.unscheduled import served
 from hf_parallel.axes.tensor.vocab_parallel import Scaling, first_row, log_probs
 from hf_parallel.hooks import model_parts, runtime
-from hf_parallel.hooks.accelerate.data import replacing
 from hf_parallel.hooks.logits_read import keeps_none
-from hf_parallel.hooks.patching import patch, refuse_unpatched, replace
+from hf_parallel.hooks.patching import patch, refuse_unpatched, replace, replacing
 from hf_parallel.hooks.trainer.checkpoints import record_of
 from hf_parallel.hooks.trainer.rows import JOINED
 from hf_parallel.hooks.trl import online, servers

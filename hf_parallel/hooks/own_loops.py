@@ -1,0 +1,107 @@
+"""What torch offers to loops of a script's own, for lists of tensors: clipping, averages of weights.
+
+A parallel model's lists hold shards of several meshes beside whole tensors, and under a pipeline those of one stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from hf_parallel.apply.parallelize import ParallelState, clip_together, state_of
+from hf_parallel.apply.weights import store
+from hf_parallel.apply.whole import parallel_models, whole_number
+from hf_parallel.hooks.patching import patch, replace
+from hf_parallel.ranks.mesh import stored
+
+
+def _listed(parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    return [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+
+
+def _states_of(parameters: list[torch.Tensor]) -> list[ParallelState]:
+    """Of the parallel models that these are of; all stages of a pipeline take part, also one that has none of them."""
+    wanted = set(map(id, parameters))
+    states = [(model, state) for model in parallel_models() if (state := state_of(model)) is not None]
+    found = [state for model, state in states if any(id(p) in wanted for p in model.parameters())]
+    return found or [state for _, state in states if not wanted and state.pipeline is not None]
+
+
+@patch("torch.nn.utils.clip_grad:clip_grad_norm_", "norm of one stage, or mixes shards and whole tensors", copies=True)
+def clip_grad_norm_(
+    original: Callable,
+    parameters: torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> torch.Tensor:
+    """Clip the gradients of a parallel model as `Accelerator.clip_grad_norm_` does. Collective over its ranks."""
+    parameters = _listed(parameters)
+    states = _states_of(parameters)
+    if not states:
+        return original(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
+    norm = clip_together(parameters, states, max_norm, norm_type)
+    if error_if_nonfinite and not bool(norm.isfinite()):
+        raise RuntimeError(f"hf_parallel: the norm of the gradients is {float(norm):g} (error_if_nonfinite=True)")
+    return norm
+
+
+@patch("torch.nn.utils.clip_grad:clip_grad_value_", "mixes shards and whole tensors", copies=True)
+def clip_grad_value_(
+    original: Callable,
+    parameters: torch.Tensor | Iterable[torch.Tensor],
+    clip_value: float,
+    foreach: bool | None = None,
+) -> None:
+    """Clamp every number, on the parts that this rank stores."""
+    gradients = [parameter.grad for parameter in _listed(parameters) if parameter.grad is not None]
+    original([SimpleNamespace(grad=stored(gradient)) for gradient in gradients], clip_value, foreach)
+
+
+@patch("torch.optim.swa_utils:get_{ema,swa}_multi_avg_fn", "mixes shards and whole tensors", copies=True)
+def average(original: Callable, *args: object, **kwargs: object) -> Callable:
+    """What `AveragedModel` does to all weights at once, on the parts that this rank stores."""
+    own = original(*args, **kwargs)
+
+    @torch.no_grad()
+    def of_parts(means: Iterable[torch.Tensor], values: Iterable[torch.Tensor], count: int | torch.Tensor) -> None:
+        own(list(map(stored, means)), list(map(stored, values)), count)
+
+    return of_parts
+
+
+# ---- Scripts that put other values into weights: optimizers of their own, averages that are swapped in and out
+# torch's own answer is lost in silence: `p.data = x` changes what a DTensor says of itself and not what is stored.
+
+
+@replace("torch.distributed.tensor:DTensor.data", "`p.data = x` is lost")
+def data(original: Any) -> property:
+    """Reading it stays torch's; what is assigned is stored."""
+
+    return property(original.__get__, store)
+
+
+@patch(
+    "torch.distributed.tensor:DTensor.{norm,sum,mean,max,min}",
+    "gives a DTensor, which does not mix with numbers of whole tensors",
+)
+def reduce_to_number(original: Callable, self: DTensor, *args: Any, **kwargs: Any) -> Any:
+    """One number, as of a whole tensor; of rows or columns, and where autograd follows, torch's."""
+    found = original(self, *args, **kwargs)
+    return whole_number(found) if isinstance(found, DTensor) and not found.ndim and not found.requires_grad else found
+
+
+@patch(
+    "torch.distributed.tensor:DTensor.{item,tolist,numpy,__float__,__int__,__bool__,__index__,__complex__,__format__}",
+    "reads what this rank holds of a sum",
+)
+def read_number(original: Callable, self: DTensor, *args: Any, **kwargs: Any) -> object:
+    """What a script computes of a weight, a gradient or a moment and reads as one number is of the whole tensor."""
+    if self.numel() != 1:
+        return original(self, *args, **kwargs)
+    return getattr(whole_number(self), original.__name__)(*args, **kwargs)
