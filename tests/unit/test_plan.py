@@ -37,7 +37,14 @@ SPECS = [
 ROOM = Path(hf_parallel.__file__).parent
 #: Where a plan is made: reading, deciding, and the arithmetic of schedules; and optimizers, which come after it.
 PLANNING = {
-    *("attention/axis.py", "context/choose.py", "data/axis.py", "experts/axis.py", "tensor/axis.py", "tensor/infer.py"),
+    *(
+        "attention/axis.py",
+        "context/choose.py",
+        "data/axis.py",
+        "experts/axis.py",
+        "tensor/axis.py",
+        "tensor/infer.py",
+    ),
     *("compression.py", "loss.py", "offload.py", "precision.py", "recompute.py"),
     *("pipeline/balance.py", "pipeline/read.py", "pipeline/schedules.py", "pipeline/timeline.py"),
     *("data/files.py", "data/host_step.py", "data/local_step.py"),
