@@ -112,7 +112,10 @@ def small_sizes(config: PretrainedConfig, keep: Sequence[str] = ()) -> dict[str,
     for key, value in as_dict.items():
         part = getattr(type(config), "sub_configs", {}).get(key) and getattr(config, key, None)
         if hasattr(part, "to_diff_dict"):
+            named = hasattr(type(config).sub_configs[key], "for_model")  # AutoConfig reads the kind of the part
             changes[key] = small_values(part, keep)
+            if named:
+                changes[key]["model_type"] = getattr(part, "model_type", None)
         elif key in keep or ("vocab_size" in keep and re.fullmatch(_IDS, key)):
             continue
         elif key in FIXED:
@@ -126,6 +129,9 @@ def small_sizes(config: PretrainedConfig, keep: Sequence[str] = ()) -> dict[str,
         elif isinstance(value, list) and isinstance(layers, int) and len(value) == layers > 4:
             kinds = list(dict.fromkeys(map(str, value)))
             changes[key] = value[:4] if set(map(str, value[:4])) == set(kinds) else (value[:3] + [value[-1]])
+        elif key == "per_layer_config" and isinstance(value, dict) and isinstance(layers, int) and layers > 4:
+            last = max(value, key=int)  # of the kind that the last of four layers is
+            changes[key] = {3: {name: _small(RULES, name, size) for name, size in value[last].items()}}
         elif isinstance(value, dict) and "mrope_section" in value:
             changes[key] = {**value, "mrope_section": [2, 3, 3]}
     changes = {key: value for key, value in changes.items() if value != as_dict.get(key)}

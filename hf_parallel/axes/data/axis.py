@@ -47,6 +47,7 @@ class Data(Axis[None, DataPart]):
     def apply(self, model: PreTrainedModel, part: DataPart, building: Building) -> None:
         """Shard each root, layer by layer: what is sharded goes to the device alone. Of no shards all goes at once."""
         from hf_parallel.axes.data.batch_norm import share_batch_norms
+        from hf_parallel.axes.data.chosen_modules import share_choices
         from hf_parallel.axes.data.gradients import HELD, HeldGradients, at_rest
         from hf_parallel.axes.data.lowered import before_call, lower_once_per_call, lowered_dtype
         from hf_parallel.axes.data.zero import move_rest, shard_data_parallel
@@ -58,6 +59,8 @@ class Data(Axis[None, DataPart]):
             building.pack(model)
         if mesh.data_size > 1:
             share_batch_norms(model, mesh)
+        if mesh.config.sharing_size > 1:
+            share_choices(model, mesh)
         for root, layers in building.roots:
             shard_data_parallel(model, root, layers, mesh)
         move_rest(model, mesh)

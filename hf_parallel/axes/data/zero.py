@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 import itertools
 from collections import Counter
 from collections.abc import Sequence
@@ -43,6 +44,7 @@ from hf_parallel.axes.data.units import (
 )
 from hf_parallel.model.anatomy import backbone_of, input_embedding
 from hf_parallel.model.experts import named_experts
+from hf_parallel.ranks.local import put_in_front
 from hf_parallel.ranks.mesh import ParallelMesh, stored
 
 if TYPE_CHECKING:
@@ -226,6 +228,7 @@ def shard_data_parallel(model: nn.Module, root: nn.Module, blocks: list[nn.Modul
     settings: Settings = {"mesh": axes, "mp_policy": policy_for(root), **resting(mesh)}
     settings["ignored_params"] = _shard_experts(root, mesh, keeps, settings)
     apart = [] if _reduced_at_once(root, mesh) else blocks
+    _let_forward_run_hooks(root, apart)
     for block in apart:
         if any(True for _ in block.parameters()):
             _shard_other_dtypes(block, not keeps, settings)
@@ -246,6 +249,26 @@ def shard_data_parallel(model: nn.Module, root: nn.Module, blocks: list[nn.Modul
         model.register_forward_pre_hook(_gather_anew, prepend=True)
         model.register_forward_hook(_reshard_after_evaluation)
         _leave_inference_mode(model)
+
+
+def _let_forward_run_hooks(root: nn.Module, blocks: list[nn.Module]) -> None:
+    """Let those of `blocks` gather their weights that a module runs by `block.forward(…)`, as SqueezeBERT's does."""
+    for module in root.modules():
+        code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+        if code is None or "forward" not in code.co_names:
+            continue
+        held = {block for part in module.children() for block in (part, *part.children())}
+        for block in held.intersection(blocks):
+            put_in_front(_ForwardWithHooks, block)
+
+
+class _ForwardWithHooks(nn.Module):
+    """A unit of FSDP2 whose `forward`, called past `__call__`, runs what belongs to a call."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(self, FSDPModule) and state_of(self)._training_state is TrainingState.IDLE:
+            return self(*args, **kwargs)
+        return super().forward(*args, **kwargs)
 
 
 def _name_as_before(kind: type) -> None:

@@ -48,6 +48,8 @@ def obstacle(model: nn.Module, styles: dict[str, str]) -> str | None:
             return f"{type(owner).__name__} adds what it sees between its layers"
         if getattr(owner, "conv", None) is not None:  # DeBERTa's
             return f"{type(owner).__name__} has a convolution between its layers"
+        if hasattr(owner, "get_attention_mask"):  # DeBERTa's: a masked query sees all keys alike
+            return f"{type(owner).__name__} lets padding see the whole row, so rows cannot be padded"
     layers = list(named_layers(model))
     if not layers:
         return "its layers are not known"
