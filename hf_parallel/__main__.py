@@ -167,7 +167,7 @@ def main(argv: list[str] | None = None) -> None:
     if _one_of_several():
         if code not in (None, 0):
             _leave_groups_open()
-        runner.leave(code)
+        runner.end_rank(code)
 
 
 def _report_and_leave(error: BaseException) -> NoReturn:

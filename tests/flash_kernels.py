@@ -18,7 +18,7 @@ import torch
 
 from hf_parallel.ask.config import ParallelConfig, SpecError
 from hf_parallel.axes.context import attention, flash, kernels
-from hf_parallel.plans.resolve import read, resolve
+from hf_parallel.plans.resolve import read_model, resolve
 from tests import models
 
 _FA3 = """(Tensor q, Tensor k, Tensor v, Tensor(k_new!)? k_new = None, Tensor(v_new!)? v_new = None,
@@ -224,7 +224,7 @@ def standing_in(width=8):
 def plan(name, spec, **changes):
     """What is planned for a tiny model."""
     config = ParallelConfig.parse(spec)
-    return resolve(config, read(models.build(name, **changes), config))
+    return resolve(config, read_model(models.build(name, **changes), config))
 
 
 def check_refused(name, spec, words, **changes):

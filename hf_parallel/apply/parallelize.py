@@ -25,7 +25,7 @@ from hf_parallel.axes.pipeline.stage_runner import pipelines_of
 from hf_parallel.axes.tensor.axis import TENSOR
 from hf_parallel.axes.tensor.tensor_parallel import retie
 from hf_parallel.model.anatomy import transformer_blocks
-from hf_parallel.plans.resolve import read, resolve
+from hf_parallel.plans.resolve import read_model, resolve
 from hf_parallel.ranks import OneBatch, messages, watch
 from hf_parallel.ranks.mesh import ParallelMesh, stored
 
@@ -111,7 +111,7 @@ def parallelize(
         return _parallelize_around(model, inside, mesh)
     if state_of(model) is None and any(parameter.is_meta for parameter in model.parameters()):
         retie(model)  # while it is loaded it is tied by name only
-    plan = resolve(mesh.config, read(model, mesh.config))
+    plan = resolve(mesh.config, read_model(model, mesh.config))
     if pack is not None:
         pack.check(model, plan)
     apply(model, plan, mesh, pack)

@@ -34,7 +34,7 @@ from hf_parallel.axes.pipeline.stages import StandIn
 from hf_parallel.axes.tensor.layers import TensorParallelLayer
 from hf_parallel.axes.tensor.tensor_parallel import shard_parameter
 from hf_parallel.checkpoint import full_state_dict
-from hf_parallel.checkpoint.slices import local_part, read
+from hf_parallel.checkpoint.slices import local_part, read_part
 from hf_parallel.model.anatomy import text_config
 from hf_parallel.ranks import assert_all_ranks
 from hf_parallel.ranks.mesh import ParallelMesh, placed_as, stored
@@ -211,7 +211,7 @@ def _as_stored(parameter: DTensor, value: torch.Tensor, what: str) -> DTensor:
         refuse(what, why, do="give it one of the same shape, or let one process change the model")
     if not isinstance(value, DTensor):
         own = stored(parameter)
-        part = read(value, local_part(parameter, order_of(parameter)))
+        part = read_part(value, local_part(parameter, order_of(parameter)))
         return placed_as(parameter, part.to(own.device, copy=True))  # a view would keep the whole
     if value.device_mesh != parameter.device_mesh:
         why = "it lies on another mesh"

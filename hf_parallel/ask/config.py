@@ -23,7 +23,7 @@ from hf_parallel.ask.keys.layers import AttentionKeys, CompileKeys, LossKeys, Pr
 from hf_parallel.ask.keys.pipeline import PipelineKeys
 from hf_parallel.ask.keys.run import MonitorKeys, RolloutKeys, SavingKeys, WatchKeys
 from hf_parallel.ask.keys.tensor import TensorKeys
-from hf_parallel.ask.spec import SpecError, convert, read, refuse, refuse_with, spell, unknown_key
+from hf_parallel.ask.spec import SpecError, convert, read_spec, refuse, refuse_with, spell, unknown_key
 
 __all__ = ["ParallelConfig", "SpecError"]
 
@@ -84,7 +84,7 @@ class ParallelConfig(
                 "auto is chosen when a script is launched; here a layout is needed",
                 "`hf-parallel plan` ranks them, tp=2,dp_shard=-1 works",
             )
-        return cls.from_mapping(read(text))
+        return cls.from_mapping(read_spec(text))
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, object]) -> ParallelConfig:

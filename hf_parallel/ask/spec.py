@@ -71,7 +71,7 @@ def refuse_with(refusal: str) -> NoReturn:
     raise SpecError(refusal)
 
 
-def read(text: str) -> Mapping[str, object]:
+def read_spec(text: str) -> Mapping[str, object]:
     """The keys and values of a spec, or of the YAML file or recipe that it names.
 
     Raises:

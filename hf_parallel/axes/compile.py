@@ -40,7 +40,7 @@ def compile_layers(layers: Iterable[nn.Module], **settings: Any) -> None:
     from hf_parallel.axes.data import lowered
 
     for layer in layers:
-        lowered.leave(layer)
+        lowered.leave_layer(layer)
         if not hasattr(layer.forward, "_torchdynamo_orig_callable"):  # compiled already
             layer.forward = torch.compile(layer.forward, **{"backend": BACKEND, **settings})
 

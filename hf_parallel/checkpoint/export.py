@@ -29,7 +29,7 @@ from hf_parallel.checkpoint.manifest import damages, has_manifest
 from hf_parallel.checkpoint.resume import has_optimizer, write_plain
 from hf_parallel.checkpoint.save import shards, write_index
 from hf_parallel.checkpoint.saving import CheckpointError, Saving
-from hf_parallel.checkpoint.slices import Part, read
+from hf_parallel.checkpoint.slices import Part, read_part
 
 if TYPE_CHECKING:
     from torch import nn
@@ -319,6 +319,6 @@ def _sum(weight: LazyTensor, factors: Callable[[], tuple[torch.Tensor, torch.Ten
     def part(wanted: Part) -> torch.Tensor:
         whole = weight.whole().float()
         add = whole.baddbmm_ if whole.dim() == 3 else whole.addmm_
-        return read(add(*factors(), alpha=scaling).to(weight.dtype), wanted)
+        return read_part(add(*factors(), alpha=scaling).to(weight.dtype), wanted)
 
     return LazyTensor(part, weight.shape, weight.dtype)

@@ -15,7 +15,7 @@ from torch import nn
 from hf_parallel.ask.config import ParallelConfig
 from hf_parallel.checkpoint.hub_format import Entry
 from hf_parallel.checkpoint.manifest import of_stages
-from hf_parallel.checkpoint.slices import Part, axes_and_dims, cut_part, place, rows_of
+from hf_parallel.checkpoint.slices import Part, axes_and_dims, cut_part, rows_of, write_part
 from hf_parallel.checkpoint.writers import Item
 from hf_parallel.model.anatomy import stored_order
 from hf_parallel.ranks.mesh import ParallelMesh
@@ -92,7 +92,7 @@ def _put_together(
     for number, rank in enumerate(holders):
         part = part_of(entry, number, mesh.config)
         if rank == mesh.rank:
-            place(whole, part, local[entry.name].detach())
+            write_part(whole, part, local[entry.name].detach())
         else:
             _receive(whole, part, rank, tag, mesh.host_group)
     return whole
@@ -105,7 +105,7 @@ def _receive(whole: torch.Tensor, part: Part, rank: int, tag: int, group: dist.P
     buffer = whole.new_empty([len(indices) for indices in part]) if rows is None else rows
     dist.recv(as_bytes(buffer), group=group, group_src=rank, tag=tag)
     if rows is None:
-        place(whole, part, buffer)
+        write_part(whole, part, buffer)
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from hf_parallel.checkpoint.lazy_tensor import LazyTensor
-from hf_parallel.checkpoint.slices import Part, read
+from hf_parallel.checkpoint.slices import Part, read_part
 from hf_parallel.model.anatomy import StoredOrder
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ def _later(entry: Entry, gathered: dict[str, torch.Tensor]) -> LazyTensor:
     """A tensor of the model, to be read once it is in `gathered`."""
 
     def part(wanted: Part) -> torch.Tensor:
-        return read(gathered[entry.name], wanted)
+        return read_part(gathered[entry.name], wanted)
 
     return LazyTensor(part, entry.shape, entry.dtype, origins=frozenset([entry.name]))
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.utils._pytree import tree_flatten, tree_iter, tree_map_only, tree_unflatten
 
-from hf_parallel.checkpoint.slices import Part, Readable, read, whole_part
+from hf_parallel.checkpoint.slices import Part, Readable, read_part, whole_part
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -91,12 +91,14 @@ def lazy_tensor(
         shape, dtype, device = source.shape, dtype or source.dtype, device or source.device
     else:
         shape, dtype, device = torch.Size(source.get_shape()), dtype or _dtype_in_file(source), device or "cpu"
-    return LazyTensor(lambda part: read(source, part).to(device=device, dtype=dtype), shape, dtype, device, origins)
+    return LazyTensor(
+        lambda part: read_part(source, part).to(device=device, dtype=dtype), shape, dtype, device, origins
+    )
 
 
 def values(tensor: torch.Tensor, part: Part) -> torch.Tensor:
     """The part of a tensor that may be unread, in memory of its own: a view would keep the whole alive."""
-    found = tensor.part(part) if isinstance(tensor, LazyTensor) else read(tensor, part)
+    found = tensor.part(part) if isinstance(tensor, LazyTensor) else read_part(tensor, part)
     return found.clone() if found.untyped_storage().nbytes() > found.nbytes else found
 
 
@@ -104,7 +106,9 @@ def _dtype_in_file(source: Readable) -> torch.dtype:
     """From the header: reading nothing of a slice reads all of it."""
     name = source.get_dtype()
     return (
-        _OF_NAME[name] if name in _OF_NAME else read(source, tuple(torch.arange(0) for _ in source.get_shape())).dtype
+        _OF_NAME[name]
+        if name in _OF_NAME
+        else read_part(source, tuple(torch.arange(0) for _ in source.get_shape())).dtype
     )
 
 
@@ -131,7 +135,7 @@ def _deferred(func: Callable, args: tuple, kwargs: dict) -> object:
     def reader(place: int) -> Reader:
         def part(wanted: Part) -> torch.Tensor:
             whole_args, whole_kwargs = tree_map_only(LazyTensor, LazyTensor.whole, (args, kwargs))
-            return read(tree_flatten(func(*whole_args, **whole_kwargs))[0][place].contiguous(), wanted)
+            return read_part(tree_flatten(func(*whole_args, **whole_kwargs))[0][place].contiguous(), wanted)
 
         return part
 

@@ -60,16 +60,16 @@ def whole_part(shape: tuple[int, ...]) -> Part:
     return tuple(torch.arange(size) for size in shape)
 
 
-def read(source: torch.Tensor | Readable, part: Part, _ranges: tuple[slice, ...] = ()) -> torch.Tensor:
+def read_part(source: torch.Tensor | Readable, part: Part, _ranges: tuple[slice, ...] = ()) -> torch.Tensor:
     """The part of a tensor or of a safetensors slice. Of a file only these ranges are read."""
     dim = len(_ranges)
     if dim == len(part):
         return source[_ranges] if _ranges else source[...]
-    pieces = [read(source, part, (*_ranges, run)) for run in runs(part[dim])]
+    pieces = [read_part(source, part, (*_ranges, run)) for run in runs(part[dim])]
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
 
 
-def place(target: torch.Tensor, part: Part, source: torch.Tensor, _ranges: tuple[slice, ...] = ()) -> None:
+def write_part(target: torch.Tensor, part: Part, source: torch.Tensor, _ranges: tuple[slice, ...] = ()) -> None:
     """Put a part's values into the whole tensor: the inverse of `read`."""
     dim, start = len(_ranges), 0
     if dim == len(part):
@@ -77,7 +77,7 @@ def place(target: torch.Tensor, part: Part, source: torch.Tensor, _ranges: tuple
         return
     for run in runs(part[dim]):
         count = run.stop - run.start
-        place(target, part, source.narrow(dim, start, count), (*_ranges, run))
+        write_part(target, part, source.narrow(dim, start, count), (*_ranges, run))
         start += count
 
 

@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments[:1] == ["launch"]:  # before argparse: accelerate's parser owns everything that follows
         return launch(arguments[1:])
     if arguments[:2] == ["recipe", "run"]:
-        return cli_recipe.run(arguments[2:], _launch_parser(), launch, _accelerators)
+        return cli_recipe.run_recipe(arguments[2:], _launch_parser(), launch, _accelerators)
     parser = _top_parser()
     args = parser.parse_args(arguments)
     if args.command == "doctor":
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.command == "plan":
         return cli_plan.plan(args)
     if args.command == "check":
-        return cli_check.check(args)
+        return cli_check.check_machines(args)
     if args.command == "export":
         return cli_export.export(args)
     if args.command == "recipe":

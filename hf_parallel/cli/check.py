@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--backend", metavar="NAME", help="nccl or gloo; default: the device's own")
 
 
-def check(args: argparse.Namespace) -> int:
+def check_machines(args: argparse.Namespace) -> int:
     """Check, or start the ranks that do; 1 if anything is wrong, 2 for a command line that cannot work."""
     from hf_parallel.check import links
 

@@ -63,14 +63,14 @@ def recipe(args: argparse.Namespace) -> int:
 
 def _list(args: argparse.Namespace) -> int:
     from hf_parallel.recipes import load, names
-    from hf_parallel.recipes.recipe import markdown, plain
+    from hf_parallel.recipes.recipe import markdown, plain_table
 
     found = [load(name) for name in names()]
     found = [one for one in found if args.gpus in (None, one.hardware.gpus) and args.method in (None, one.method)]
     if not found:
         asked = " ".join(f"--{key} {value}" for key in ("gpus", "method") if (value := getattr(args, key)) is not None)
         refuse(asked, "no recipe of this package", do="`hf-parallel recipe list` names all of them")
-    print(markdown(found).rstrip() if args.markdown else plain(found))
+    print(markdown(found).rstrip() if args.markdown else plain_table(found))
     return 0
 
 
@@ -85,13 +85,13 @@ def _show(args: argparse.Namespace) -> int:
 
 def _check(args: argparse.Namespace) -> int:
     from hf_parallel.recipes import names
-    from hf_parallel.recipes.check import check, write
+    from hf_parallel.recipes.check import check_recipe, write
 
     verdicts = []
     for name in args.recipes or names():
         if args.write:
             write(name)
-        verdicts.append(check(name, dry=not (args.no_dry_run or args.write)))
+        verdicts.append(check_recipe(name, dry=not (args.no_dry_run or args.write)))
         print(verdicts[-1], flush=True)
     return int(any(verdict.wrong for verdict in verdicts))
 
@@ -108,7 +108,7 @@ def _push(args: argparse.Namespace) -> int:
 # ---- run ---------------------------------------------------------------------------------------------------------
 
 
-def run(
+def run_recipe(
     argv: list[str], parser: argparse.ArgumentParser, launch: Callable[[list[str]], int], devices: Callable[[], int]
 ) -> int:
     """`launch` with what the recipe adds, after saying what that is.

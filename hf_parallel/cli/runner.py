@@ -23,7 +23,7 @@ from typing import IO, Any, NoReturn
 _UNWRITTEN = 120
 
 
-def leave(code: object) -> NoReturn:
+def end_rank(code: object) -> NoReturn:
     """The end of a script, by itself or by SystemExit with this code."""
     status = exit_status(code)
     threading._shutdown()  # type: ignore[attr-defined]  # by this name Python itself calls it, before exit callbacks

@@ -25,7 +25,7 @@ from hf_parallel.axes.pipeline.stages import StandIn
 from hf_parallel.axes.tensor.axis import TENSOR
 from hf_parallel.axes.tensor.layers import TensorParallelLayer
 from hf_parallel.checkpoint.lazy_tensor import LazyTensor, values
-from hf_parallel.checkpoint.slices import local_part, read
+from hf_parallel.checkpoint.slices import local_part, read_part
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.patching import patch
 from hf_parallel.model.anatomy import StoredOrder
@@ -147,7 +147,7 @@ def read_packed(
     if packing.double:
         largest = _rounded(value, packing, order).to(codes.device)
     packed = torch.cat([codes.flatten(), largest.contiguous().flatten().view(torch.uint8)])
-    return read(packed, local_part(own)).clone()
+    return read_part(packed, local_part(own)).clone()
 
 
 def _quantise(weight: torch.Tensor, quant_type: str, double: bool = False) -> tuple[torch.Tensor, torch.Tensor]:

@@ -22,7 +22,7 @@ from hf_parallel.axes.pipeline.stages import stand_ins
 from hf_parallel.checkpoint.lazy_tensor import LazyTensor, lazy_tensor, values
 from hf_parallel.checkpoint.manifest import of_stages
 from hf_parallel.checkpoint.ranges import RangeFile
-from hf_parallel.checkpoint.slices import local_part, read
+from hf_parallel.checkpoint.slices import local_part, read_part
 from hf_parallel.hooks import bitsandbytes, runtime
 from hf_parallel.hooks.bitsandbytes import is_packed, read_packed
 from hf_parallel.hooks.patching import patch
@@ -137,7 +137,7 @@ def _drawn_whole(module: nn.Module) -> Iterator[None]:
     for owner, name, part in new:
         with torch.no_grad():
             whole = cast(nn.Parameter, owner._parameters[name]).detach()
-            local(part).copy_(read(whole, local_part(part, stored_order(owner, name))))
+            local(part).copy_(read_part(whole, local_part(part, stored_order(owner, name))))
         owner._parameters[name] = part
 
 

@@ -21,7 +21,7 @@ from hf_parallel.apply.whole import full_tensor, order_of
 from hf_parallel.ask.config import ParallelConfig
 from hf_parallel.ask.keys.sizes import SHARDS
 from hf_parallel.ask.spec import refuse
-from hf_parallel.checkpoint.slices import axes_and_dims, local_part, read
+from hf_parallel.checkpoint.slices import axes_and_dims, local_part, read_part
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.patching import patch
 from hf_parallel.hooks.report import say
@@ -132,7 +132,7 @@ def _write(tensor: DTensor, index: Index, value: torch.Tensor | float) -> None:
 
 def _keep(tensor: DTensor, whole: torch.Tensor) -> None:
     with torch.no_grad():
-        stored(tensor).copy_(read(whole, local_part(tensor, order_of(tensor))))
+        stored(tensor).copy_(read_part(whole, local_part(tensor, order_of(tensor))))
 
 
 # ---- pickling -----------------------------------------------------------------------------------------------------
@@ -218,7 +218,7 @@ FUSED = "fused_linear_cross_entropy"
 _WRITES = ("rope", "swiglu", "geglu")
 
 
-def check(args: TrainingArguments, config: ParallelConfig) -> None:
+def check_recomputation(args: TrainingArguments, config: ParallelConfig) -> None:
     """Refuse what Liger is told to do and cannot, before anything trains."""
     told = args.liger_kernel_config or {}
     reason = _why_not_fused(config)

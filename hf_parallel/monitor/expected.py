@@ -174,7 +174,7 @@ def calibrated(folder: str, model: PreTrainedModel) -> tuple[Cluster, list[str]]
 
 
 def _measured(folder: str) -> Measured:
-    lines = session.read(folder)
+    lines = session.read_records(folder)
     runs = [i for i, line in enumerate(lines) if line["kind"] == "run"]
     last = lines[runs[-1] :] if runs else []
     plan = last[0]["plan"] if last else None

@@ -60,7 +60,7 @@ class Record:
         return None
 
 
-def read(folder: str) -> list[dict]:
+def read_records(folder: str) -> list[dict]:
     """All lines of a folder's file; one that was cut off while it was written is left out.
 
     Raises:

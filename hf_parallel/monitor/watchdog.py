@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hf_parallel.monitor import collective_record, hang_report
-from hf_parallel.ranks.desync import STANDSTILL, AloneError, leave
+from hf_parallel.ranks.desync import STANDSTILL, AloneError, exit_process
 from hf_parallel.ranks.groups import machine_id
 
 if TYPE_CHECKING:
@@ -281,7 +281,7 @@ class Watchdog:
             states = hang_report.states_of_ranks(facts, facts)
             self._say(f"the process that keeps the store (rank 0's, or the launcher) is gone; {states}")
             if self.settings.ends:
-                leave()
+                exit_process()
 
     def _end(self, failing: bool) -> None:
         """A main thread cannot be woken out of a collective; one with an error goes on to its end.
@@ -292,7 +292,7 @@ class Watchdog:
         if self.error is not None or (failing and self.closed.wait(ERROR_S)):
             return
         time.sleep(LOOK_S)  # a launcher ends all ranks once one has gone: who has an error prints it first
-        leave()
+        exit_process()
 
     def _say(self, line: str) -> None:
         with contextlib.suppress(OSError, ValueError):

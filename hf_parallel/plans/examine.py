@@ -20,7 +20,7 @@ from hf_parallel.axes.pipeline.read import holding_stages, layer_ranges
 from hf_parallel.axes.tensor.axis import TENSOR, TensorPart
 from hf_parallel.model import anatomy as build
 from hf_parallel.model.anatomy import Anatomy
-from hf_parallel.plans.resolve import draft, read, slice_shape, stored, tp_cuts
+from hf_parallel.plans.resolve import draft, read_model, slice_shape, stored, tp_cuts
 from hf_parallel.ranks.mesh import coordinates, expert_coordinates
 
 if TYPE_CHECKING:
@@ -159,7 +159,7 @@ def examine(model: nn.Module, config: ParallelConfig, processes: int | None = No
     except SpecError as error:
         problems.append(str(error))
         config = _with_free_sizes(config, 1)
-    report = report_of(draft(config, read(model, config)))
+    report = report_of(draft(config, read_model(model, config)))
     report.notes[:0], report.problems[:0] = notes, problems
     return report
 

@@ -22,7 +22,7 @@ from hf_parallel.axes.tensor.axis import TensorPart
 from hf_parallel.model.anatomy import Anatomy, ParameterFacts, read_anatomy
 
 
-def read(model: nn.Module, config: ParallelConfig, axes: tuple[Axis, ...] = AXES) -> Anatomy:
+def read_model(model: nn.Module, config: ParallelConfig, axes: tuple[Axis, ...] = AXES) -> Anatomy:
     """Read a model as far as this config asks for it; the model is not changed."""
     anatomy = read_anatomy(model)
     asking = [axis for axis in axes if axis.is_on(config) and (anatomy.is_transformers or not axis.inside)]

@@ -273,16 +273,16 @@ class DesyncDetector:
         """The main thread cannot be woken out of a collective."""
         if explained_by is not None and explained_by(STANDSTILL):
             time.sleep(LOOK_S)
-            leave()
+            exit_process()
         speaker = next(rank for rank, place in enumerate(places) if place != _LEFT)
         if self.rank == speaker:
             print(_deadlock(places), file=sys.stderr, flush=True)
         else:
             time.sleep(LOOK_S)  # a launcher ends all ranks as soon as the first one has gone
-        leave()
+        exit_process()
 
 
-def leave() -> NoReturn:
+def exit_process() -> NoReturn:
     """End this process from a thread, with what it has printed."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):

@@ -230,7 +230,7 @@ class Verdict:
         return "\n".join([f"{self.name}: {self.found or 'not read'}", *(f"  wrong: {line}" for line in self.wrong)])
 
 
-def check(name: str, dry: bool = True) -> Verdict:
+def check_recipe(name: str, dry: bool = True) -> Verdict:
     """A recipe's verdict.
 
     Args:

@@ -331,7 +331,7 @@ def _marked(row: tuple[str, ...]) -> tuple[str, ...]:
     return (f"`{name}`", model, method, machines, f"`{layout}`", *rest)
 
 
-def plain(recipes: list[Recipe]) -> str:
+def plain_table(recipes: list[Recipe]) -> str:
     """Name and one line for each, for a terminal."""
     width = max((len(recipe.name) for recipe in recipes), default=0)
     return "\n".join(f"{recipe.name:{width}}  {recipe.about}" for recipe in recipes)

@@ -15,7 +15,7 @@ from hf_parallel.axes.context import flash
 from hf_parallel.axes.context.attention import _dense, _visible
 from hf_parallel.axes.context.kernels import Scores
 from hf_parallel.axes.context.layout import Layout, Ring, Shape
-from hf_parallel.axes.context.packs import plain
+from hf_parallel.axes.context.packs import unpacked_rows
 from hf_parallel.axes.context.ring import RingAttention
 from tests.context import all_steps, differences
 from tests.distributed import run, run_alone
@@ -94,7 +94,7 @@ PACKAGES = {"auto": "torch", "flash_attention_2": "flash_attn", "flash_attention
 
 def blocks(kernel, window, device):
     """Relative gaps of outputs and gradients in 16 bits to a matrix of scores: packs, windows, grouped keys, sinks."""
-    row = dataclasses.replace(plain(1, 33)[0], lengths=(5, 11, 2, 14, 1))
+    row = dataclasses.replace(unpacked_rows(1, 33)[0], lengths=(5, 11, 2, 14, 1))
     layout, high = Layout([row] * 2, Shape(1, 1), 33), float("inf") if window is None else window - 1
     generator = torch.Generator().manual_seed(0)
     made = [torch.randn(2, heads, 33, 64, generator=generator).to(device).bfloat16() for heads in (4, 2, 2)]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hf_parallel.ask.config import ParallelConfig
-from hf_parallel.plans.resolve import read, resolve
+from hf_parallel.plans.resolve import read_model, resolve
 from tests import models
 from tests.distributed import run, run_alone
 from tests.training import axes, none
@@ -104,4 +104,4 @@ def test_as_many_are_dropped(spec):
 )
 def test_refused(name, spec, said):
     with pytest.raises(ValueError, match=said):
-        resolve(config := ParallelConfig.parse(f"dp_shard=2,{spec}"), read(models.build(name), config))
+        resolve(config := ParallelConfig.parse(f"dp_shard=2,{spec}"), read_model(models.build(name), config))

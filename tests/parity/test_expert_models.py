@@ -7,7 +7,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_parallel.ask.config import ParallelConfig, SpecError
 from hf_parallel.plans import examine
-from hf_parallel.plans.resolve import read, resolve
+from hf_parallel.plans.resolve import read_model, resolve
 from tests import sweep
 from tests.distributed import run, run_alone
 from tests.training import none
@@ -79,7 +79,7 @@ def test_dense_experts():
 def test_dense_experts_do_not_travel():
     cls, config = tiny("llama4_text")
     with pytest.raises(SpecError, match=DENSE):
-        resolve(asked := ParallelConfig.parse("dp_shard=2,ep=2"), read(sweep.build_random(cls, config), asked))
+        resolve(asked := ParallelConfig.parse("dp_shard=2,ep=2"), read_model(sweep.build_random(cls, config), asked))
 
 
 @pytest.mark.parametrize(

@@ -112,11 +112,11 @@ def test_memory_of_the_process(tmp_path):
 
 @pytest.mark.parametrize("layout", ["dp_shard=1", "dp_shard=2,zero_stage=0", "dp_replicate=2,dp_shard=1"])
 def test_refused_where_nothing_is_gathered(layout, tmp_path):
-    from hf_parallel.plans.resolve import read, resolve
+    from hf_parallel.plans.resolve import read_model, resolve
 
     config = ParallelConfig.parse(f"{layout},offload=nvme_all:{tmp_path}").resolve(1 if layout == "dp_shard=1" else 2)
     with pytest.raises(SpecError) as caught:
-        resolve(config, read(models.build("llama"), config))
+        resolve(config, read_model(models.build("llama"), config))
     for word in (f"offload=nvme_all:{tmp_path}", f"offload=nvme:{tmp_path} works"):
         assert word in str(caught.value)
 

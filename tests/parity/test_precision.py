@@ -375,10 +375,10 @@ def test_checkpoints_are_ordinary_and_resume_without_fp8(runs, tmp_path):
 def refusal(spec, name="llama", world=2, **machine):
     """Why a model cannot have this on such a machine."""
     from hf_parallel.ask.config import ParallelConfig
-    from hf_parallel.plans.resolve import draft, read
+    from hf_parallel.plans.resolve import draft, read_model
 
     config = ParallelConfig.parse(spec).resolve(world)
-    anatomy = read(models.build(name, **({} if name != "llama" else SHAPE)), config)
+    anatomy = read_model(models.build(name, **({} if name != "llama" else SHAPE)), config)
     facts = dataclasses.replace(anatomy.facts["precision"], **machine)
     plan = draft(config, dataclasses.replace(anatomy, facts={**anatomy.facts, "precision": facts}))
     return [problem for problem in plan.problems if problem.startswith("precision")]

@@ -6,7 +6,7 @@ import pytest
 
 from hf_parallel.ask.config import SpecError
 from hf_parallel.recipes import load, names
-from hf_parallel.recipes.check import check, plan, shape_of_recipe
+from hf_parallel.recipes.check import check_recipe, plan, shape_of_recipe
 from hf_parallel.recipes.recipe import METHODS, read_recipe, shapes
 from tests.distributed import run_alone
 
@@ -41,7 +41,7 @@ def test_models_have_as_many_parameters_as_the_hub_says():
 
 def verdicts(recipes, dry):
     """What is wrong with some."""
-    return [str(verdict) for verdict in (check(name, dry) for name in recipes) if verdict.wrong]
+    return [str(verdict) for verdict in (check_recipe(name, dry) for name in recipes) if verdict.wrong]
 
 
 def test_all_fit_by_the_planner_and_say_so():
@@ -139,10 +139,10 @@ def test_an_outdated_expectation_is_found(tmp_path):
     """And named with the command that makes it anew."""
     path = tmp_path / "mine.yaml"
     path.write_text(RECIPE + "expect:\n  planner: {memory_gib: 1, step_s: 1, tokens_per_s: 1, within: 0.25}\n")
-    wrong = check(str(path), dry=False).wrong
+    wrong = check_recipe(str(path), dry=False).wrong
     assert len(wrong) == 3
     assert all("recipe check --write" in line for line in wrong)
     path.write_text(RECIPE + "expect:\n  dry_run: {memory_gib: 81}\n")
-    assert any(line.startswith("needs 81.0 GiB in a dry run") for line in check(str(path), dry=False).wrong)
+    assert any(line.startswith("needs 81.0 GiB in a dry run") for line in check_recipe(str(path), dry=False).wrong)
     path.write_text(RECIPE.replace("gpus: 8", "gpus: 1").replace("dp_shard: 8", "dp_shard: 1").replace("512", "40960"))
-    assert any(line.startswith("needs ") for line in check(str(path), dry=False).wrong)
+    assert any(line.startswith("needs ") for line in check_recipe(str(path), dry=False).wrong)

@@ -108,12 +108,12 @@ def test_where_time_goes(runs, spec, tmp_path):
     assert all(rank["unchanged"] for rank in ranks)
     assert not [key for rank in ranks for log in rank["off"] for key in log if key.startswith("perf/")]
     with pytest.raises(hf_parallel.SpecError):
-        session.read(f"{tmp_path}/off")
+        session.read_records(f"{tmp_path}/off")
 
 
 def named(folder, *words):
     """A line of the run's record says these words; on a busy machine another rank may be late as well."""
-    lines = [line["text"] for line in session.read(folder) if line["kind"] == "note"]
+    lines = [line["text"] for line in session.read_records(folder) if line["kind"] == "note"]
     assert any(all(word in line for word in words) for line in lines), lines
 
 

@@ -116,7 +116,7 @@ def halves(dtype):
     found = []
     for variant in ("ulysses", "ring"):
         shape, exchanged = groups(variant)
-        layout = Layout(packs.plain(ROWS, LENGTH), shape, local_length(LENGTH, shape.size))
+        layout = Layout(packs.unpacked_rows(ROWS, LENGTH), shape, local_length(LENGTH, shape.size))
         generator = torch.Generator().manual_seed(0)
         whole = [torch.randn(ROWS, LENGTH, HEADS, 16, generator=generator).to(dtype) for _ in range(4)]
         whole[3][0, 20:] = 0
@@ -156,7 +156,7 @@ def in_order(variant):
             return super().tiles(keys, queries)
 
     ring.Exchange = Noted
-    rows = Layout(packs.plain(1, 24), shape, 24 // shape.size)
+    rows = Layout(packs.unpacked_rows(1, 24), shape, 24 // shape.size)
     q, k, v = (torch.randn(1, 2, 24 // shape.size, 8, requires_grad=True) for _ in range(3))
     out = ring.RingAttention.apply(q, k, v, None, Scores(), Attended(rows, exchanged.ring, 0, float("inf")))
     forward = len(done)
@@ -189,7 +189,7 @@ def buffers(variant):
             most.append(sum(one() is not None for one in known))
 
     ring.Exchange = Counted
-    rows = Layout(packs.plain(1, 40), shape, 40 // shape.size)
+    rows = Layout(packs.unpacked_rows(1, 40), shape, 40 // shape.size)
     q, k, v = (torch.randn(1, 2, 40 // shape.size, 8) for _ in range(3))
     ring.RingAttention.apply(q, k, v, None, Scores(), ring.Ring(rows, exchanged.ring, 0, float("inf")))
     return len(known), max(most)

@@ -401,4 +401,4 @@ def test_off_in_yaml(tmp_path):
 def test_lines_of_a_record_that_are_no_mappings_are_left_out(tmp_path):
     """Part of a line may be JSON too, as of one that another process was writing."""
     (tmp_path / session.FILE).write_text('{"kind": "run"}\n33\n"metrics"\n{"kind": "met', encoding="utf-8")
-    assert session.read(str(tmp_path)) == [{"kind": "run"}]
+    assert session.read_records(str(tmp_path)) == [{"kind": "run"}]

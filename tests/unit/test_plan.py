@@ -17,7 +17,7 @@ from hf_parallel.axes.axis import Axis
 from hf_parallel.axes.order import AXES
 from hf_parallel.planner.dryrun.world import fake_world
 from hf_parallel.plans.examine import examine, report_of
-from hf_parallel.plans.resolve import draft, read, resolve
+from hf_parallel.plans.resolve import draft, read_model, resolve
 from hf_parallel.ranks.mesh import ParallelMesh
 from tests import models
 from tests.distributed import run_alone
@@ -62,7 +62,7 @@ def applied(name, spec, rank=3):
     with fake_world(rank, 4):
         model = on_meta(name)
         mesh = ParallelMesh.create(ParallelConfig.parse(spec), torch.device("cpu"))
-        apply(model, resolve(mesh.config, read(model, mesh.config)), mesh)
+        apply(model, resolve(mesh.config, read_model(model, mesh.config)), mesh)
         return report_of(state_of(model).plan).to_dict()
 
 
@@ -99,7 +99,7 @@ def test_no_source_of_a_model_is_read():
 
 
 def test_the_mesh_and_the_plan_are_frozen():
-    plan = draft(ParallelConfig.parse("pp=2").resolve(2), read(on_meta("llama"), ParallelConfig.parse("pp=2")))
+    plan = draft(ParallelConfig.parse("pp=2").resolve(2), read_model(on_meta("llama"), ParallelConfig.parse("pp=2")))
     with pytest.raises(dataclasses.FrozenInstanceError):
         plan.config = None
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -157,7 +157,7 @@ def scaled(config):
     with fake_world(3, 4):
         mesh, model = ParallelMesh.create(config, torch.device("cpu")), torch.nn.Linear(3, 5, bias=False)
         axes = (*AXES, Scale())
-        plan = resolve(config, read(model, config, axes), axes)
+        plan = resolve(config, read_model(model, config, axes), axes)
         for name in ("dp",):  # FSDP2 has no hooks on the parameter that it shards
             plan = dataclasses.replace(plan, parts={k: v for k, v in plan.parts.items() if k != name})
         apply(model, plan, mesh)

@@ -53,7 +53,7 @@ def under(monkeypatch):
 def test_trainers_that_would_not_ask(under, spec, name, changed, message):
     under(spec)
     with pytest.raises(SpecError, match=message):
-        servers.check(trainer(name), arguments(**changed))
+        servers.check_servers(trainer(name), arguments(**changed))
 
 
 def test_loops_without_a_trainer(under):
@@ -78,8 +78,8 @@ def test_a_packed_base_is_sent_to_no_server(under):
     pytest.importorskip("trl")
     under("dp_shard=1")
     with pytest.raises(SpecError, match="use_vllm=True: a server cannot be sent.*16 bits works"):
-        online.check(trainer("GRPOTrainer"), arguments(), None, SimpleNamespace(is_quantized=True))
-    online.check(trainer("GRPOTrainer"), arguments(), None, SimpleNamespace(is_quantized=False))
+        online.check_online_trainer(trainer("GRPOTrainer"), arguments(), None, SimpleNamespace(is_quantized=True))
+    online.check_online_trainer(trainer("GRPOTrainer"), arguments(), None, SimpleNamespace(is_quantized=False))
 
 
 def test_rows_of_the_batch_after_a_batch():

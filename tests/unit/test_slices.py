@@ -8,7 +8,7 @@ from torch import nn
 from transformers import core_model_loading as loading
 
 from hf_parallel.checkpoint.lazy_tensor import LazyTensor, lazy_tensor
-from hf_parallel.checkpoint.slices import local_part, read
+from hf_parallel.checkpoint.slices import local_part, read_part
 from hf_parallel.model.anatomy import StoredOrder
 from tests.distributed import run
 
@@ -29,7 +29,7 @@ def stored_parts(dp: int, tp: int) -> list[str]:
         cut = stored if dim is None else distribute_tensor(stored, mesh["tp"], [Shard(dim)], src_data_rank=None)
         module.weight = nn.Parameter(cut)
         fully_shard(module, mesh=mesh["dp"])
-        if not torch.equal(module.weight.to_local(), read(own, local_part(module.weight, order))):
+        if not torch.equal(module.weight.to_local(), read_part(own, local_part(module.weight, order))):
             wrong.append(f"{size} rows, tp cuts dim {dim}: {module.weight.placements}")
     return wrong
 
@@ -104,7 +104,7 @@ def test_conversions_part_by_part(name):
         assert torch.equal(lazy[key].whole(), whole)
         for keep in (1, 2, 3):
             part = tuple(torch.randperm(size)[: (size + keep - 1) // keep] for size in whole.shape)
-            assert torch.equal(lazy[key].part(part), read(whole, part))
+            assert torch.equal(lazy[key].part(part), read_part(whole, part))
         nothing = (torch.arange(0), *(torch.arange(size) for size in whole.shape[1:]))
         assert lazy[key].part(nothing).shape == (0, *whole.shape[1:])
 

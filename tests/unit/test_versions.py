@@ -145,9 +145,9 @@ def test_what_older_trainers_do_otherwise():
     with pytest.MonkeyPatch.context() as patches:
         patches.setitem(sys.modules, "trl.old_trainer", module)
         with pytest.raises(SpecError, match="DPOTrainer: in TRL before 0.29 .* trl 0.29 or newer works"):
-            trl_trainers.check(pairs(), None, None)
+            trl_trainers.check_trl_trainer(pairs(), None, None)
         with pytest.raises(SpecError, match="SFTTrainer: on a base in 4 bits .* trl 0.26 or newer works"):
-            trl_trainers.check(packed(), None, None, types.SimpleNamespace(is_loaded_in_4bit=True))
+            trl_trainers.check_trl_trainer(packed(), None, None, types.SimpleNamespace(is_loaded_in_4bit=True))
 
 
 def test_torch(versions, monkeypatch):
@@ -188,9 +188,9 @@ def test_trl_heads_before_torch_2_13(monkeypatch, schedule, tmp_path):
         )
         monkeypatch.setattr(torch, "__version__", "2.12.0")
         with pytest.raises(SpecError, match=f"SFTTrainer: with pipeline_schedule={schedule} needs torch 2.13.*=1f1b"):
-            trl_trainers.check(object.__new__(trl.SFTTrainer), arguments, None)
-        trl_trainers.check(object.__new__(trl.RewardTrainer), arguments, None)
+            trl_trainers.check_trl_trainer(object.__new__(trl.SFTTrainer), arguments, None)
+        trl_trainers.check_trl_trainer(object.__new__(trl.RewardTrainer), arguments, None)
         monkeypatch.setattr(torch, "__version__", "2.13.0")
-        trl_trainers.check(object.__new__(trl.SFTTrainer), arguments, None)
+        trl_trainers.check_trl_trainer(object.__new__(trl.SFTTrainer), arguments, None)
 
     run_alone(ask)  # arguments leave a state behind that ranks would inherit

@@ -27,7 +27,7 @@ from hf_parallel.axes.context.attention import limits, one_process, one_width
 from hf_parallel.axes.context.flash import TORCH, fits
 from hf_parallel.axes.context.kernels import Scores
 from hf_parallel.axes.context.layout import Layout, Ring, Shape
-from hf_parallel.axes.context.packs import Call, Row, Window, find, numbered, plain, upload
+from hf_parallel.axes.context.packs import Call, Row, Window, find, numbered, unpacked_rows, upload
 from hf_parallel.axes.context.ring import RingAttention
 from hf_parallel.model.known_masks import hides_nothing
 from hf_parallel.ranks.local import as_autocast
@@ -237,7 +237,7 @@ def mask(
             numbers = numbers.masked_fill(~attention_mask.bool().cpu(), -1)
         return Documents.of(numbered(numbers))
     shape = batch_size, q_length
-    return Documents.of(plain(*shape) if attention_mask is None else find(shape, attention_mask, None))
+    return Documents.of(unpacked_rows(*shape) if attention_mask is None else find(shape, attention_mask, None))
 
 
 def _numbers(function: Callable[..., torch.Tensor], rows: int, length: int, device: torch.device) -> torch.Tensor:
@@ -301,7 +301,7 @@ def _documents(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | Documents 
     if isinstance(mask, Documents):
         return mask
     if mask is None and q.shape[2] == k.shape[2] > 1:
-        return Documents.of(plain(q.shape[0], q.shape[2]))
+        return Documents.of(unpacked_rows(q.shape[0], q.shape[2]))
     return None
 
 

@@ -49,7 +49,7 @@ class Row:
         return torch.arange(self.length) if self.order is None else self.order
 
 
-def plain(rows: int, length: int) -> list[Row]:
+def unpacked_rows(rows: int, length: int) -> list[Row]:
     """Rows of one document each."""
     return [Row(length, (length,))] * rows
 
@@ -83,7 +83,7 @@ def find(
         place = torch.arange(length, device=boundaries.device)
         numbers = (torch.searchsorted(boundaries.to(place.dtype), place, right=True) - 1)[None]
     else:
-        return plain(rows, length)
+        return unpacked_rows(rows, length)
     return numbered(numbers.expand(rows, length))
 
 

@@ -86,7 +86,7 @@ def keep_copies() -> None:
         lowered.keeps = True
 
 
-def leave(layer: nn.Module) -> None:
+def leave_layer(layer: nn.Module) -> None:
     """Let a layer cast by itself again, as one does whose graph is compiled: hooks would be in the graph."""
     for unit in layer.modules():
         for handle in vars(unit).pop(_HANDLES, ()):

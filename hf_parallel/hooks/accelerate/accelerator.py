@@ -254,7 +254,7 @@ def normalise_over_data_ranks(model: nn.Module) -> None:
         return None
 
     def leave(module: nn.Module, args: tuple, output: object) -> None:
-        forward = means.leave()
+        forward = means.leave_forward()
         loss = output.get("loss") if isinstance(output, dict) else None
         if loss is None or forward.share is None or (state.pipeline is not None and not state.pipeline.last):
             return

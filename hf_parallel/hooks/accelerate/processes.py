@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from hf_parallel.hooks import runtime
-from hf_parallel.hooks.accelerate.random_stream import RandomStream, go_on, plain
+from hf_parallel.hooks.accelerate.random_stream import RandomStream, go_on, plain_state
 from hf_parallel.hooks.patching import patch, replace
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class Place:
 
     def _now(self) -> dict[str, object]:
         generators = [generator.get_state() for generator in _generators(self.loader)]
-        return {"generators": generators, "stream": None if self.stream is None else plain(self.stream.state)}
+        return {"generators": generators, "stream": None if self.stream is None else plain_state(self.stream.state)}
 
     def load(self, saved: State) -> None:
         """Go on from there at the next epoch."""
@@ -160,7 +160,7 @@ def save(loaders: list[object], folder: str) -> None:
     """Write where all of them are."""
     places = [loader._place.state() if hasattr(loader, "_place") else None for loader in loaders]
     latest = RandomStream.latest
-    left = None if latest is None else plain(latest.left)
+    left = None if latest is None else plain_state(latest.left)
     torch.save({"loaders": places, "left": left}, os.path.join(folder, FILE))
 
 

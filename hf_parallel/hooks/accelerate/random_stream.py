@@ -68,7 +68,7 @@ class RandomStream:
         random.setstate(state[2])
 
 
-def plain(state: tuple) -> tuple:
+def plain_state(state: tuple) -> tuple:
     """A state as numbers and tensors, which can be read without running pickled code."""
     kind, keys, *rest = state[1]
     return state[0], (kind, np.asarray(keys).tolist(), *rest), state[2]

@@ -25,13 +25,13 @@ from hf_parallel.apply.parallelize import ParallelState
 from hf_parallel.axes.adapters import lora
 from hf_parallel.axes.data.units import sharded_modules
 from hf_parallel.checkpoint import current, full_state_dict, slices
-from hf_parallel.checkpoint.slices import local_part, read
+from hf_parallel.checkpoint.slices import local_part, read_part
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.accelerate.accelerator import make_parallel
 from hf_parallel.hooks.bitsandbytes import finish_casts
 from hf_parallel.hooks.patching import patch
 from hf_parallel.hooks.peft import before as peft_settings
-from hf_parallel.hooks.peft.placing import place
+from hf_parallel.hooks.peft.placing import place_in_base
 from hf_parallel.model.anatomy import stored_order
 from hf_parallel.model.calls import by_name
 from hf_parallel.ranks import messages
@@ -58,7 +58,7 @@ def inject_adapter(
         original(self, model, adapter_name, *args, **kwargs)
         return
     given = by_name(original, (self, model, adapter_name, *args), kwargs)
-    peft_settings.check(self, model, config, bool(given.get("low_cpu_mem_usage", False)))
+    peft_settings.check_tuner(self, model, config, bool(given.get("low_cpu_mem_usage", False)))
     if state is None:
         make_parallel(model)
         state = runtime.parallel_state(model)
@@ -91,7 +91,7 @@ def place_adapters(model: PeftModel) -> None:
     base = model.get_base_model()
     state = runtime.parallel_state(base)
     if state is not None:
-        place(base, state)
+        place_in_base(base, state)
         slices.let_ask(model, _gathered)
 
 
@@ -148,7 +148,7 @@ def start_from_base(original: Callable, self: LoraLayer, adapter_name: str, *arg
     turned = self.fan_in_fan_out and original.__name__ == "pissa_init"  # OLoRA takes the weight as it lies
     rest = whole_weight - (taken.t() if turned else taken)
     with torch.no_grad():
-        local(weight).copy_(read(rest.to(dtype), local_part(weight, order)))
+        local(weight).copy_(read_part(rest.to(dtype), local_part(weight, order)))
 
 
 @patch("peft.peft_model:PeftModel.add_adapter", "leaves adapters whole on every rank")
@@ -289,7 +289,7 @@ class _Uncut:
         parameters = dict(self._model.named_parameters(remove_duplicate=False))
         own = {key: parameters[key] for key in state_dict if key in parameters}
         for key, parameter in own.items():
-            part = read(state_dict[key], local_part(parameter, stored_order(self._model, key)))
+            part = read_part(state_dict[key], local_part(parameter, stored_order(self._model, key)))
             with torch.no_grad():
                 local(parameter).copy_(part)
         parts = {key: parameter.detach() for key, parameter in own.items()}

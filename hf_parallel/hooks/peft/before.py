@@ -21,7 +21,7 @@ from hf_parallel.axes.adapters.four_bit import FourBit
 from hf_parallel.axes.tensor.layers import TensorParallelLayer
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.patching import patch, refuse_unpatched
-from hf_parallel.hooks.peft.placing import place
+from hf_parallel.hooks.peft.placing import place_in_base
 from hf_parallel.model.anatomy import has_tied_embedding
 from hf_parallel.ranks.mesh import ParallelMesh
 
@@ -51,7 +51,7 @@ _WORKS = {
 }
 
 
-def check(tuner: BaseTuner, model: PreTrainedModel, config: LoraConfig, low_cpu_mem_usage: bool) -> None:
+def check_tuner(tuner: BaseTuner, model: PreTrainedModel, config: LoraConfig, low_cpu_mem_usage: bool) -> None:
     """Before anything is changed."""
     from peft import LoraModel
 
@@ -190,7 +190,7 @@ def make_parallel_below(model: PreTrainedModel, parallelize: Callable[[nn.Module
     if not hasattr(tuner, "inject_adapter"):
         refuse("adapters of Transformers' add_adapter", "whole on every rank", "get_peft_model")
     for config in configs.values():
-        check(tuner, tuner.model, config, False)
+        check_tuner(tuner, tuner.model, config, False)
         if config.modules_to_save or any(getattr(module, "merged", False) for module in model.modules()):
             refuse(
                 "merged adapters, or modules_to_save",
@@ -209,7 +209,7 @@ def make_parallel_below(model: PreTrainedModel, parallelize: Callable[[nn.Module
         tuner._cast_adapter_dtype(adapter_name=name, autocast_adapter_dtype=True)
         state = runtime.parallel_state(tuner.model)
         assert state is not None
-        place(tuner.model, state)
+        place_in_base(tuner.model, state)
         set_peft_model_state_dict(model, _from_first_rank(kept[name], tuner.model), adapter_name=name)
     tuner.set_adapter(active, inference_mode=not trains)
 

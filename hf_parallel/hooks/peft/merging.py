@@ -21,7 +21,7 @@ from hf_parallel.axes.data.parameters import remove_late_parameters
 from hf_parallel.axes.data.units import sharded_modules
 from hf_parallel.axes.tensor.experts import SplitExperts
 from hf_parallel.axes.tensor.layers import TensorParallelLayer, holding, local
-from hf_parallel.checkpoint.slices import local_part, read
+from hf_parallel.checkpoint.slices import local_part, read_part
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.patching import patch
 from hf_parallel.model.anatomy import StoredOrder
@@ -45,7 +45,7 @@ def delta_weight(
         delta = original(self, adapter).detach()
     if isinstance(delta, DTensor):  # a wrapper of a weight asks as a linear does
         return delta
-    part = read(delta, local_part(weight, _order_of_experts(self))).contiguous()
+    part = read_part(delta, local_part(weight, _order_of_experts(self))).contiguous()
     return DTensor.from_local(
         part, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
     )
@@ -72,7 +72,7 @@ def merge_layer(original: Callable, self: LoraLayer, *args: object, **kwargs: ob
         original(self, *args, **kwargs)
         changed = base.weight.detach()
     with torch.no_grad():
-        local(weight).copy_(read(changed, local_part(weight)))
+        local(weight).copy_(read_part(changed, local_part(weight)))
 
 
 @contextlib.contextmanager

@@ -56,7 +56,7 @@ class AdapterState:
                 layer._disable_adapters, layer._active_adapter = disabled, active
 
 
-def place(model: PreTrainedModel, state: ParallelState) -> None:
+def place_in_base(model: PreTrainedModel, state: ParallelState) -> None:
     """Split new adapters over tp, show them to the stages, and shard them over the data ranks."""
     place_copies(model, state)
     if state.mesh.size("tp") > 1 or state.mesh.size("ep") > 1:

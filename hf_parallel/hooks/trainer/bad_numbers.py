@@ -298,7 +298,7 @@ def not_noting() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def step(model: PreTrainedModel, inputs: dict, args: tuple, kwargs: dict) -> Iterator[None]:
+def watched_step(model: PreTrainedModel, inputs: dict, args: tuple, kwargs: dict) -> Iterator[None]:
     """Around the computation of one micro-batch."""
     if _current is None:
         yield

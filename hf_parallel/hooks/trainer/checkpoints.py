@@ -28,7 +28,7 @@ from hf_parallel import checkpoint as folders
 from hf_parallel.ask.spec import refuse
 from hf_parallel.checkpoint import slices
 from hf_parallel.hooks import hangs, runtime, sentence_transformers
-from hf_parallel.hooks.accelerate.random_stream import RandomStream, plain
+from hf_parallel.hooks.accelerate.random_stream import RandomStream, plain_state
 from hf_parallel.hooks.patching import patch
 from hf_parallel.ranks.mesh import data_rank
 
@@ -414,7 +414,7 @@ def save_rng_state(output_dir: str) -> None:
         state["cuda"] = torch.cuda.random.get_rng_state()
     stream = RandomStream.latest
     if stream is not None:
-        state["data"] = plain(stream.state)
+        state["data"] = plain_state(stream.state)
     _write_state(state, os.path.join(output_dir, f"rng_state_{dist.get_rank()}.pth"))
     if dist.get_rank() == 0:
         if stream is not None:  # in one process data draws from the generators that all draw from

@@ -95,7 +95,7 @@ def enter(share: float | None, passed_on: bool) -> Forward:
     return _forwards[-1]
 
 
-def leave() -> Forward:
+def leave_forward() -> Forward:
     """The innermost forward has ended."""
     return _forwards.pop()
 

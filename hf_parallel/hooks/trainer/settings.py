@@ -28,7 +28,7 @@ def check_arguments(args: TrainingArguments) -> None:
     if config.activation_checkpointing == "selective":
         check_selective(_checkpointing_settings(args))
     if args.use_liger_kernel:
-        model_parts.check(args, config)
+        model_parts.check_recomputation(args, config)
     if config.pp_size > 1:
         _check_micro_batches(args.per_device_train_batch_size, config)
 

@@ -81,7 +81,7 @@ def _checked(
     **kwargs: object,
 ) -> None:
     original(self, model, args, *rest, **kwargs)
-    check(self)
+    check_trainer(self)
 
 
 def _num_items_in_batch(original: Callable, self: Trainer, batch_samples: list, *args: object) -> object:
@@ -98,7 +98,7 @@ def _training_step(
 # ---- what it cannot go with -----------------------------------------------------------------------------------------
 
 
-def check(trainer: Trainer) -> None:
+def check_trainer(trainer: Trainer) -> None:
     """Refuse a Trainer whose batches would not be those that were asked for."""
     global _known
     _known = True

@@ -218,7 +218,7 @@ def init(
     _count_all_targets(args)
     _make_folder(args.output_dir)
     given = by_name(original, (self, model, args, *rest), kwargs)
-    trl.check(self, args, given.get("eval_dataset"), model)
+    trl.check_trl_trainer(self, args, given.get("eval_dataset"), model)
     if model is not None:
         _make_ready(model, given.get("optimizers"))
     with replacing(args, save_only_model=True):  # Trainer refuses sharded models that checkpoint, our save does not
@@ -231,7 +231,7 @@ def init(
     self.callback_handler.on_save = functools.partial(checkpoints.on_save, self, self.callback_handler.on_save)
     self.callback_handler.on_evaluate = functools.partial(on_evaluate, self, self.callback_handler.on_evaluate)
     self.callback_handler.on_step_end = functools.partial(on_step_end, self, self.callback_handler.on_step_end)
-    token_budget.check(self)
+    token_budget.check_trainer(self)
     losses.prepare(self)
 
 
@@ -307,7 +307,7 @@ def training_step(
 ) -> object:
     """Remember how many rows of this batch are real while its loss is computed."""
     hangs.mark_step(self.state.global_step + 1)
-    looked_at = bad_numbers.step(model, inputs, args, kwargs)
+    looked_at = bad_numbers.watched_step(model, inputs, args, kwargs)
     inputs, step = ragged.opened(inputs)
     noise = noise_of_examples(self, inputs)
     runtime.compare_batches(model, inputs, "training")

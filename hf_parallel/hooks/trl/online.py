@@ -35,7 +35,7 @@ TRAINERS = ("trl.trainer.grpo_trainer.GRPOTrainer", "trl.trainer.rloo_trainer.RL
 _SUMS = ("cispo", "dapo", "vespo")
 
 
-def check(
+def check_online_trainer(
     trainer: GRPOTrainer | RLOOTrainer,
     args: GRPOConfig | RLOOConfig,
     eval_dataset: object,

@@ -207,7 +207,7 @@ def classes_of(trainer: Trainer) -> list[type]:
     return [cls for cls in type(trainer).__mro__ if cls.__module__.startswith("trl.")]
 
 
-def check(trainer: Trainer, args: TrainingArguments) -> None:
+def check_servers(trainer: Trainer, args: TrainingArguments) -> None:
     """Refuse a Trainer that would not ask, or not what was meant."""
     kinds = {cls.__name__ for cls in classes_of(trainer)}
     _check_rollouts(type(trainer).__name__, kinds, args)

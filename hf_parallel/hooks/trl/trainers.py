@@ -155,7 +155,7 @@ def _is_one_of(trainer: Trainer, names: tuple[str, ...]) -> bool:
     return any(f"{cls.__module__}.{cls.__qualname__}" in names for cls in type(trainer).__mro__)
 
 
-def check(
+def check_trl_trainer(
     trainer: Trainer, args: TrainingArguments, eval_dataset: object, model: PreTrainedModel | None = None
 ) -> None:
     """Refuse TRL's other trainers: what they do per process is not known to be that of one process."""
@@ -165,11 +165,11 @@ def check(
         _refuse_old(kind, model)
         model_parts.check_losses(kind, args)
         check_own_functions(runtime.mesh().config, kind.__name__ if keeps_none(kind) else None)
-    servers.check(trainer, args)
+    servers.check_servers(trainer, args)
     if kind is None or f"{kind.__module__}.{kind.__qualname__}" in (*_TOKENS, *_EXAMPLES):
         return
     if f"{kind.__module__}.{kind.__qualname__}" in online.TRAINERS:
-        online.check(trainer, args, eval_dataset, model)
+        online.check_online_trainer(trainer, args, eval_dataset, model)
         return
     refuse(
         kind.__name__,

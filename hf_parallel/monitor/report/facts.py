@@ -152,7 +152,7 @@ def _json(path: str) -> object:
 
 def _record(folder: str) -> list[Line]:
     try:
-        return session.read(folder)
+        return session.read_records(folder)
     except (SpecError, OSError, UnicodeDecodeError):
         return []
 

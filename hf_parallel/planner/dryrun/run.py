@@ -39,7 +39,7 @@ from hf_parallel.axes.pipeline.schedules import micro_batch_count
 from hf_parallel.model.anatomy import backbone_of, backbone_plan, build_on_meta, transformer_blocks
 from hf_parallel.planner.dryrun.recorder import Communication, Observed, Traffic, observe
 from hf_parallel.planner.dryrun.world import Shapes, fake_tensors_pass_as_real, fake_world, materialise
-from hf_parallel.plans.resolve import read, resolve
+from hf_parallel.plans.resolve import read_model, resolve
 from hf_parallel.ranks.mesh import ParallelMesh, axis_ranks, coordinates
 
 if TYPE_CHECKING:
@@ -173,7 +173,7 @@ def settled(model: PreTrainedModel, config: ParallelConfig, rank: int) -> tuple[
     if config.pp_size == 1:
         stack = _stack(model)
         return config, (len(stack.layers) if stack else 0,)
-    part = resolve(config, read(model, config)).part(PIPELINE)
+    part = resolve(config, read_model(model, config)).part(PIPELINE)
     assert part is not None
     own = part.config.stages_of_rank(coordinates(config, rank)["pp"])
     split = part.layers_per_stage
