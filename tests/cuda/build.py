@@ -64,7 +64,7 @@ def build() -> Path:
 
 
 def _command(made: Path) -> list[str]:
-    torch = Path(importlib.util.find_spec("torch").origin).parent
+    torch = Path(importlib.util.find_spec("torch").origin).resolve().parent
     defines = [f"TORCH_EXTENSION_NAME={NAME}", "TORCH_API_INCLUDE_EXTENSION_H", "USE_C10D_GLOO", "USE_DISTRIBUTED"]
     includes = [torch / "include", torch / "include/torch/csrc/api/include", sysconfig.get_paths()["include"]]
     return [
