@@ -138,7 +138,11 @@ def small_sizes(config: PretrainedConfig, keep: Sequence[str] = ()) -> dict[str,
     if as_dict.get("kv_lora_rank"):
         changes["num_key_value_heads"] = 4
         changes.pop("head_dim", None)  # follows from the others
-    return {**changes, **FITTING.get(config.model_type, {})}
+    fitting = FITTING.get(config.model_type, {})
+    if as_dict.get("out_features") and "depths" in fitting:  # a backbone: its model reads stages by name
+        stages = len(as_dict["depths"])
+        fitting = {"embed_dim": 16, "depths": [1] * stages, "num_heads": [2] * stages}
+    return {**changes, **fitting}
 
 
 def small_values(config: PretrainedConfig, keep: Sequence[str] = ()) -> dict[str, Any]:

@@ -187,10 +187,8 @@ def _offloaded(goal: Goal, layout: Layout, job: Job) -> float:
 
 def _least_seconds(cluster: Cluster, stages: tuple[Stage, ...], layout: Layout, job: Job) -> float:
     """No schedule of one stage per rank is faster: the slowest computes, the others fill and drain its pipeline."""
-    ranks = [
-        sum(sum(stage_times(stage, layout, job, cluster).totals) for stage in mine)
-        for mine in stages_by_rank(stages, layout)
-    ]
+    seconds = {stage: sum(stage_times(stage, layout, job, cluster).totals) for stage in set(stages)}  # few differ
+    ranks = [sum(seconds[stage] for stage in mine) for mine in stages_by_rank(stages, layout)]
     filling = (sum(ranks) - max(ranks)) / layout.virtual_stages if layout.schedule == "1f1b" else 0.0
     return job.micro_batches * max(ranks) + filling
 

@@ -259,7 +259,7 @@ class _Rank:
 
     def _kept(self, stage: Stage, recompute: str) -> float:
         """Bytes per token of a stage's blocks."""
-        job = dataclasses.replace(self.job, recompute=recompute)
+        job = self.job if recompute == self.job.recompute else dataclasses.replace(self.job, recompute=recompute)
         return sum(count * kept_bytes(block, self.shape.hidden, self.layout, job) for block, count in stage.counts)
 
     def _between_halves(self, stage: Stage) -> float:

@@ -277,7 +277,8 @@ class StepTime:
 
 def step_time(stages: tuple[Stage, ...], layout: Layout, job: Job, cluster: Cluster) -> StepTime:
     """The pipeline of all micro-batches, what data parallelism adds after it, the optimizer, the host."""
-    each = [stage_times(stage, layout, job, cluster) for stage in stages]
+    times_of = {stage: stage_times(stage, layout, job, cluster) for stage in set(stages)}  # few differ
+    each = [times_of[stage] for stage in stages]
     totals = [times.totals for times in each]
     duration, bubble = pipeline_seconds(
         layout, job, totals, sending_seconds(stages[0].shape.hidden, layout, job, cluster)
@@ -419,8 +420,8 @@ def predict_step(
         breakdown=Breakdown(
             {kind: size / GIB for kind, size in kinds.items()},
             time.kinds,
-            tuple(busiest(stages, layout, job, cluster)),
             tuple(ranks),
+            functools.partial(busiest, stages, layout, job, cluster),
         ),
         shape=shape,
         cluster=cluster,

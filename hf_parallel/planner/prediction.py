@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
 
 from hf_parallel.planner.activations import is_cut, kept_bytes, terms_of
 from hf_parallel.planner.hardware import Cluster
@@ -25,12 +26,18 @@ class Breakdown:
 
     `memory`: GiB of the fullest rank by kind. `time`: seconds of the slowest rank's step by kind. `communication`:
     collectives with axis, bytes a rank sends, number per step and link. `ranks`: memory of each pipeline rank.
+    `list_transfers` gives `communication` when it is first read: of most layouts of a search nobody reads it.
     """
 
     memory: dict[str, float]
     time: dict[str, float]
-    communication: tuple[Transfer, ...]
     ranks: tuple[RankMemory, ...]
+    list_transfers: Callable[[], list[Transfer]] = field(repr=False, compare=False)
+
+    @cached_property
+    def communication(self) -> tuple[Transfer, ...]:
+        """Every transfer per step of the rank that sends most bytes."""
+        return tuple(self.list_transfers())
 
     @property
     def bytes_by_axis(self) -> dict[str, float]:

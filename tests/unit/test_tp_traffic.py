@@ -15,12 +15,12 @@ from tests import models
 from tests.counting import CountCollectives
 from tests.distributed import run
 
-_PLACES = ("hf_parallel/collectives/", "hf_parallel/axes/tensor/overlap.py")
+_PLACES = ("hf_parallel/ranks/", "hf_parallel/axes/tensor/overlap.py")
 _COPIES = {torch.ops.aten.clone.default, torch.ops.aten.copy_.default, torch.ops.aten.cat.default}
 
 
 class CountCopies(TorchDispatchMode):
-    """`counts`: copies that code of `collectives/` and overlapped products make, by function."""
+    """`counts`: copies that code of `ranks/` and overlapped products make, by function."""
 
     def __init__(self) -> None:
         super().__init__()

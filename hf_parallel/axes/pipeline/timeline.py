@@ -10,6 +10,7 @@ a backward pass is two parts as long as a forward each, Zero Bubble (Qi 2023) co
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -260,7 +261,9 @@ def simulate(
 class _Simulation:
     def __init__(self, order: Order, durations: dict[str, Sequence[float]], communication: float) -> None:
         self.spans: list[Span] = []
-        self.durations, self.communication = durations, communication
+        self.communication = communication
+        halves = zip(durations[BACKWARD_INPUT], durations[BACKWARD_WEIGHT], strict=True)
+        self.durations = {**durations, BACKWARD: [first + second for first, second in halves]}
         self.home = {part.stage: rank for rank, actions in order.items() for part in flat(actions)}
         self.free = dict.fromkeys(order, 0.0)
         self.done: dict[tuple[str, int, int], float] = {}  # when which result was there, on the rank that made it
@@ -268,22 +271,22 @@ class _Simulation:
     def run(self, rank: int, action: Action) -> bool:
         """Give an action its time, if that of all its inputs is known."""
         parts = action.parts or (action,)
-        if not all(need in self.done for part in parts for need in needs(part, len(self.home))):
-            return False
-        for part in parts:  # torch runs the parts of an overlap one after the other...
-            start = max([self.free[rank], *(self._arrival(rank, need) for need in needs(part, len(self.home)))])
-            self.free[rank] = start + self._duration(part)
-            self.spans.append(Span(rank, *part[:3], start, self.free[rank]))
+        needed = [needs(part, len(self.home)) for part in parts]
+        for need in itertools.chain.from_iterable(needed):
+            if need not in self.done:
+                return False
+        free = self.free[rank]
+        for part, inputs in zip(parts, needed, strict=True):  # torch runs the parts of an overlap one after another...
+            start = free
+            for need in inputs:
+                sent = self.communication if self.home[need[1]] != rank else 0.0
+                start = max(start, self.done[need] + sent)
+            free = start + self.durations[part.kind][part.stage]
+            self.spans.append(Span(rank, *part[:3], start, free))
+        self.free[rank] = free
         for part in parts:  # ... and sends the results of both after the second
-            self.done[_result(part)] = self.free[rank]
+            self.done[_result(part)] = free
         return True
-
-    def _arrival(self, rank: int, need: tuple[str, int, int]) -> float:
-        return self.done[need] + (self.communication if self.home[need[1]] != rank else 0.0)
-
-    def _duration(self, action: Action) -> float:
-        kinds = (BACKWARD_INPUT, BACKWARD_WEIGHT) if action.kind == BACKWARD else (action.kind,)
-        return sum(self.durations[kind][action.stage] for kind in kinds)
 
 
 def needs(action: Action, stages: int) -> list[tuple[str, int, int]]:
