@@ -151,11 +151,13 @@ def apply(patches: list[Patch]) -> list[Undo]:
     """
     done: list[Undo] = []
     waiting: dict[str, list[Patch]] = {}
+    ready: list[Patch] = []
     for patch in patches:
         if patch.late and patch.module not in sys.modules:
             waiting.setdefault(patch.module, []).append(patch)
         else:
-            _apply(patch, done)
+            ready.append(patch)
+    _apply(ready, done)
     done.extend(apply_when_imported(module, late) for module, late in waiting.items())
     return done
 
@@ -181,17 +183,28 @@ def refuse_unpatched(*modules: str) -> None:
             refuse_with(_unusable[module])
 
 
-def _apply(patch: Patch, done: list[Undo]) -> None:
-    if patch.before is not None and library_version(patch.library) >= Version(patch.before):
-        return
+def _apply(patches: Iterable[Patch], done: list[Undo]) -> None:
+    wanted = [patch for patch in patches if patch.before is None or library_version(patch.library) < Version(patch.before)]
+    places = names_of(raw for patch in wanted if patch.copies and (raw := _found(patch)) is not _MISSING)
+    for patch in wanted:
+        raw = _found(patch)
+        if raw is not _MISSING:
+            _put(patch, raw, places, done)
+        elif patch.since is None or library_version(patch.library) >= Version(patch.since):
+            _cannot(patch, "does not exist", done)
+
+
+def _found(patch: Patch) -> Any:
+    """The target as its owner holds it, a descriptor itself, also if it is inherited; None if the patch adds it."""
     try:
         owner, name = patch.owner_and_name()
-        # The descriptor itself, also if it is inherited.
-        raw = inspect.getattr_static(owner, name, None) if patch.adds else inspect.getattr_static(owner, name)
     except (AttributeError, ModuleNotFoundError):
-        if patch.since is None or library_version(patch.library) >= Version(patch.since):
-            _cannot(patch, "does not exist", done)
-        return
+        return _MISSING
+    return inspect.getattr_static(owner, name, None if patch.adds else _MISSING)
+
+
+def _put(patch: Patch, raw: Any, places: dict[int, list[tuple[ModuleType, str]]], done: list[Undo]) -> None:
+    owner, name = patch.owner_and_name()
     original = raw.__func__ if isinstance(raw, classmethod) else raw
     replacement = patch.make(original)
     if inspect.isfunction(original) and inspect.isfunction(replacement):
@@ -205,15 +218,24 @@ def _apply(patch: Patch, done: list[Undo]) -> None:
         replacement = functools.wraps(original)(replacement)
         replacement._hf_parallel_maker = patch.make  # type: ignore[attr-defined]
     replacement = classmethod(replacement) if isinstance(raw, classmethod) else replacement
-    places = names_of(original) if patch.copies else []
-    for place, known_as in [(owner, name), *(each for each in places if each != (owner, name))]:
-        _set(place, known_as, replacement, done)
+    _set(owner, name, replacement, done)
+    if patch.copies:  # what another patch has put there is not among the places that were looked for
+        copies = places[id(original)] if id(original) in places else names_of([original])[id(original)]
+        for module, known_as in copies:
+            if vars(module).get(known_as) is original:
+                _set(module, known_as, replacement, done)
 
 
-def names_of(function: Callable) -> list[tuple[ModuleType, str]]:
-    """The modules that have imported a function so far, each with the name that it has there."""
-    held = [m for m in list(sys.modules.values()) if id(function) in map(id, getattr(m, "__dict__", {}).values())]
-    return [(m, name) for m in held for name, value in list(vars(m).items()) if value is function]
+def names_of(functions: Iterable[Callable]) -> dict[int, list[tuple[ModuleType, str]]]:
+    """By the id of each function: the modules that have imported it so far, and the name that it has there."""
+    found: dict[int, list[tuple[ModuleType, str]]] = {id(function): [] for function in functions}
+    for module in list(sys.modules.values()) if found else []:
+        names = getattr(module, "__dict__", {})
+        if not found.keys().isdisjoint(map(id, names.values())):  # most modules have none of them
+            for name, value in list(names.items()):
+                if id(value) in found:
+                    found[id(value)].append((module, name))
+    return found
 
 
 def mismatch(original: Callable, replacement: Callable) -> str | None:
@@ -274,8 +296,7 @@ class _WhenImported(AfterImport):
 
     def apply(self) -> None:
         """The module is there."""
-        for patch in self.patches:
-            _apply(patch, self.done)
+        _apply(self.patches, self.done)
 
     def cancel(self) -> None:
         """Undo, or wait no more."""
