@@ -13,9 +13,11 @@ All ranks write, as they do weights; reading takes only this rank's slices. What
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import json
 import os
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
@@ -158,8 +160,7 @@ def save_optimizer(
     """
     state = read_state(model, optimizer)
     entries = entries_of(model, mesh, state.tensors)
-    for numbers, places in of_stages((state.numbers, state.places), mesh):
-        state.numbers, state.places = {**numbers, **state.numbers}, {**places, **state.places}
+    state = _of_all_stages(of_stages(dataclasses.replace(state, tensors={}, options={}), mesh), state.tensors)
     order = names_in_order(model, mesh) if mesh.size("pp") > 1 else list(state.places)
     groups = {entry.name: Group((entry,), (entry,)) for entry in entries}
     plan = shards({name: group.nbytes for name, group in groups.items()}, "state", max_shard_size)
@@ -175,6 +176,31 @@ def save_optimizer(
         files = {os.path.join(where, file): names for file, names in plan.filename_to_tensors.items()}
         write_all = functools.partial(_write_tensors, saving, files, groups, items)
         saving.stream(taken(state.tensors, items, mesh), write_all)
+
+
+def _of_all_stages(stages: list[OptimizerState], tensors: dict[str, torch.Tensor]) -> OptimizerState:
+    """One state of what each stage knows. A script makes groups of what it finds, so stages may have unlike ones.
+
+    The n-th group of a stage with some options is one with the n-th group of another stage with the same options.
+    """
+    whole = OptimizerState(stages[0].kind, tensors)
+    numbers: dict[tuple[str, int], int] = {}
+    for stage in reversed(stages):  # what is on several stages, such as a tied weight, is as the first one has it
+        whole.numbers.update(stage.numbers)
+    for stage in stages:
+        seen: Counter[str] = Counter()
+        place_of: list[int] = []
+        for options in stage.groups:
+            described = json.dumps(options, sort_keys=True)
+            key = described, seen[described]
+            seen[described] += 1
+            if key not in numbers:
+                numbers[key] = len(whole.groups)
+                whole.groups.append(options)
+            place_of.append(numbers[key])
+        for name, number in stage.places.items():
+            whole.places.setdefault(name, place_of[number])
+    return whole
 
 
 def _settle(optimizer: Optimizer) -> None:
@@ -322,8 +348,10 @@ def _set_state(model: nn.Module, optimizer: Optimizer, saved: OptimizerState) ->
             found[slot] = _local(model, name, parameter, saved.tensors[f"{name}/{slot}"], former.get(slot))
         if found:
             packed["state"][number] = found
-    for group in packed["param_groups"]:
-        group.update(_options(group, [names[number] for number in group["params"]], saved))
+    alike = len(packed["param_groups"]) == len(saved.groups)
+    for place, group in enumerate(packed["param_groups"]):
+        unknown = saved.groups[place] if alike else next(iter(saved.options.values()), {})
+        group.update(_options(group, [names[number] for number in group["params"]], saved, unknown))
     optimizer.load_state_dict(packed)
     pack_states(optimizer)
 
@@ -354,13 +382,14 @@ def _local(model: nn.Module, name: str, parameter: torch.Tensor, source: torch.T
     return former
 
 
-def _options(group: dict[str, object], names: list[str], saved: OptimizerState) -> dict[str, object]:
-    """What the checkpoint says of the parameters of one group; a stage without any of them follows the rest."""
+def _options(
+    group: dict[str, object], names: list[str], saved: OptimizerState, unknown: dict[str, Json]
+) -> dict[str, object]:
+    """What the checkpoint says of the parameters of one group; the rates of `unknown` if it knows none of them."""
     known = (saved.options[name] for name in names if name in saved.options)
     first = next(known, None)
     if first is None:
-        rest = next(iter(saved.options.values()), {})
-        return {key: from_json(rest[key]) for key in ("lr", "initial_lr") if key in rest}
+        return {key: from_json(unknown[key]) for key in ("lr", "initial_lr") if key in unknown}
     if any(options != first for options in known):
         raise ValueError(f"{names[0]} and others of its group had different options when the checkpoint was written")
     return {key: from_json(value, group.get(key)) for key, value in first.items() if key not in _KERNELS}

@@ -184,7 +184,7 @@ def refuse_unpatched(*modules: str) -> None:
 
 
 def _apply(patches: Iterable[Patch], done: list[Undo]) -> None:
-    wanted = [patch for patch in patches if patch.before is None or library_version(patch.library) < Version(patch.before)]
+    wanted = [p for p in patches if p.before is None or library_version(p.library) < Version(p.before)]
     places = names_of(raw for patch in wanted if patch.copies and (raw := _found(patch)) is not _MISSING)
     for patch in wanted:
         raw = _found(patch)

@@ -97,6 +97,43 @@ def test_packed_weights_and_looped_stages(stopped, runs, tmp_path, model, source
     check(stopped, runs, tmp_path, model, [source], spec)
 
 
+def by_depth(trainer) -> None:
+    """A group for each layer that the script finds, with a rate that falls towards the first."""
+
+    def create_optimizer(model=None):
+        groups: dict[str, list] = {}
+        for name, parameter in trainer.model.named_parameters():
+            groups.setdefault(next((part for part in name.split(".") if part.isdigit()), "ends"), []).append(parameter)
+        made = [
+            {"params": own, "lr": 1e-2 * 0.6 ** int(f"0{key}".replace("0ends", "9"))} for key, own in groups.items()
+        ]
+        trainer.optimizer = torch.optim.AdamW(made, weight_decay=0.1)
+        return trainer.optimizer
+
+    trainer.create_optimizer = create_optimizer
+
+
+def rates(folder: str) -> dict[str, float]:
+    """The learning rate of every parameter, as a checkpoint has it."""
+    with open(f"{folder}/checkpoint-{STEPS}/optimizer/index.json", encoding="utf-8") as file:
+        groups = json.load(file)["groups"]
+    return {name: group["options"]["lr"] for group in groups for name in group["parameters"]}
+
+
+@pytest.mark.parametrize(("source", "spec"), [("pp=2", "tp=2"), ("tp=2", "pp=2"), ("pp=2", "pp=2")])
+def test_a_group_per_layer(runs, tmp_path, source, spec):
+    """Stages find unlike layers, and so make unlike groups."""
+    job = {"folder": runs.initial("qwen3"), "change": by_depth, "lr_scheduler_type": "inverse_sqrt", "warmup_steps": 1}
+    reference = trained("tp=2", {**job, "out": f"{tmp_path}/whole"})[0]
+    former = trained(source, {**job, "out": f"{tmp_path}/former"})[0]
+    stopped_at = f"{former.folder}/checkpoint-{STOP}"
+    ended = trained(spec, {**job, "out": f"{tmp_path}/ended", "resume": stopped_at})[0]
+    none(log_differences(ended, reference, REST, TOLERANCE))
+    expected = rates(reference.folder)
+    assert len(set(expected.values())) > 3
+    assert rates(ended.folder) == pytest.approx(expected)
+
+
 @pytest.mark.parametrize(
     ("source", "spec"), [("dp_shard=2", "dp_shard=2"), ("dp_shard=2", "tp=2"), (ONE, "dp_shard=2")]
 )

@@ -52,7 +52,9 @@ def test_functions_are_replaced_by_every_name_that_libraries_give_them():
         owner, name = patch.owner_and_name()
         function = inspect.getattr_static(owner, name)
         if isinstance(owner, ModuleType) and callable(function) and patch.library != "torch":
-            others = [f"{m.__name__}:{known_as}" for m, known_as in names_of([function])[id(function)] if m is not owner]
+            others = [
+                f"{m.__name__}:{known_as}" for m, known_as in names_of([function])[id(function)] if m is not owner
+            ]
             left |= {patch.target: others} if others and patch.target not in OF_ONE_MODULE else {}
     assert not left
 
