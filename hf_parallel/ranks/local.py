@@ -182,8 +182,14 @@ def _class(cls: type) -> type:
     return type(cls.__name__, (WholeWhenRead, cls), {"__module__": cls.__module__})
 
 
-def whole_when_read(output: ModelOutput, key: str, function: Whole) -> None:
-    """Let whoever reads `output[key]` get what `function` makes of it; of several, in the order given."""
+def whole_when_read(output: ModelOutput | dict[str, Any], key: str, function: Whole) -> None:
+    """Let whoever reads `output[key]` get what `function` makes of it; of several, in the order given.
+
+    A plain dict, which a script's own model may return, gets it now.
+    """
+    if type(output) is dict:
+        output[key] = function(output[key])
+        return
     if not isinstance(output, WholeWhenRead):
         output.__class__ = _class(output.__class__)
     vars(output).setdefault("_parts", {}).setdefault(key, []).append(function)

@@ -136,21 +136,14 @@ def test_refusals_are_those_of_parallelize(name, spec, world):
     assert claims(name, spec, world).problems == [caught.value.message]
 
 
-def test_scalars_that_fsdp_refuses():
-    def with_scalar():
-        from hf_parallel import parallelize
-
-        model = models.build("llama")
-        model.scale = torch.nn.Parameter(torch.ones(()))
-        parallelize(model, "dp_shard=2")
-
-    with pytest.raises(RankFailure, match="scalar"):
-        run(with_scalar, 2)
+def test_a_scalar_is_kept_whole_but_in_a_pipeline_of_several_data_ranks():
     model = on_meta("llama")
     model.scale = torch.nn.Parameter(torch.ones((), device="meta"))
-    (problem,) = examine(model, ParallelConfig.parse("dp_shard=2")).problems
-    assert problem == "dp_shard_size=2: FSDP2 cannot shard the scalar scale; dp_shard_size=1 works"
-    assert examine(model, ParallelConfig.parse("tp=2")).problems == []
+    (problem,) = examine(model, ParallelConfig.parse("pp=2,dp_shard=2")).problems
+    assert problem.startswith("pp_size=2: ")
+    assert problem.endswith("the scalar scale; pp_size=1 works")
+    for works in ("tp=2", "pp=2", "dp_shard=2", "dp_replicate=2,cp=2"):
+        assert examine(model, ParallelConfig.parse(works)).problems == []
 
 
 def test_every_style_is_known():

@@ -33,12 +33,11 @@ class Data(Axis[None, DataPart]):
         return True
 
     def resolve(self, config: ParallelConfig, anatomy: Anatomy, facts: None) -> DataPart:
-        """When gradients are reduced; FSDP2's own limits hold."""
+        """When gradients are reduced."""
         scalar = next((p.names[0] for p in anatomy.parameters if not p.shape), None)
-        if scalar is not None and config.sharing_size > 1:
-            sizes = {name: getattr(config, name) for name in ("dp_shard_size", "cp_size", "dp_replicate_size")}
-            name = next(name for name, size in sizes.items() if size > 1)
-            refuse(f"{name}={sizes[name]}", f"FSDP2 cannot shard the scalar {scalar}", f"{name}=1")
+        if scalar is not None and config.sharing_size > 1 and config.pp_size > 1:
+            why = f"a pipeline on several data ranks cannot reduce the gradient of the scalar {scalar}"
+            refuse(f"pp_size={config.pp_size}", why, "pp_size=1")
         return DataPart(_when_reduced(config) if config.dp_shard_size > 1 else None)
 
     def notes(self, part: DataPart) -> list[str]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 import itertools
 from collections import Counter
@@ -22,6 +23,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypedDict, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard, register_fsdp_forward_method
@@ -44,6 +46,7 @@ from hf_parallel.axes.data.units import (
 )
 from hf_parallel.model.anatomy import backbone_of, input_embedding
 from hf_parallel.model.experts import named_experts
+from hf_parallel.ranks.differentiable import all_reduce
 from hf_parallel.ranks.local import put_in_front
 from hf_parallel.ranks.mesh import ParallelMesh, stored
 
@@ -226,7 +229,7 @@ def shard_data_parallel(model: nn.Module, root: nn.Module, blocks: list[nn.Modul
     if mesh.size("pp") > 1:
         keeps = True  # gathering again for every micro-batch would cost more than the memory it frees
     settings: Settings = {"mesh": axes, "mp_policy": policy_for(root), **resting(mesh)}
-    settings["ignored_params"] = _shard_experts(root, mesh, keeps, settings)
+    settings["ignored_params"] = {*_shard_experts(root, mesh, keeps, settings), *_whole_scalars(root, mesh)}
     apart = [] if _reduced_at_once(root, mesh) else blocks
     _let_forward_run_hooks(root, apart)
     for block in apart:
@@ -346,6 +349,38 @@ def _shard_experts(root: nn.Module, mesh: ParallelMesh, keeps: bool, settings: S
     for module in found:
         fully_shard(module, reshard_after_forward=again, shard_placement_fn=place, **own)
     return set()
+
+
+def _whole_scalars(root: nn.Module, mesh: ParallelMesh) -> set[nn.Parameter]:
+    """Parameters of no dim, such as a temperature: FSDP2 cannot cut them, so every rank keeps them.
+
+    Each backward pass averages their gradients, as FSDP2 does those of others; a mean of sums is the sum of means.
+    """
+    places = [(module, name) for module in root.modules() for name, p in module._parameters.items() if _is_scalar(p)]
+    axes, device = mesh.sharing_mesh, mesh.device
+    reduce = functools.partial(_mean_of_ranks, [axes.get_group(dim) for dim in range(axes.ndim) if axes.size(dim) > 1])
+
+    def follow(module: nn.Module, args: tuple) -> None:
+        for owner, name in places:  # weights that are loaded later are other tensors
+            scalar = cast(nn.Parameter, owner._parameters[name])
+            scalar.data = scalar.data.to(device)
+            if scalar.requires_grad and reduce not in (scalar._backward_hooks or {}).values():
+                scalar.register_hook(reduce)
+
+    if places:
+        root.register_forward_pre_hook(follow, prepend=True)
+    return {cast(nn.Parameter, owner._parameters[name]) for owner, name in places}
+
+
+def _is_scalar(parameter: nn.Parameter | None) -> bool:
+    return parameter is not None and parameter.dim() == 0
+
+
+def _mean_of_ranks(groups: list[dist.ProcessGroup], gradient: torch.Tensor) -> torch.Tensor:
+    mean = gradient.float()
+    for group in groups:
+        mean = all_reduce(mean, group) / group.size()
+    return mean.to(gradient.dtype)
 
 
 def _gather_anew(model: nn.Module, args: tuple) -> None:
