@@ -1,6 +1,7 @@
 """A small part of `python -m tests.sweep_losses`: one class of some kinds of losses on data and tp ranks."""
 
 import pytest
+from transformers import CLIPModel
 
 from tests import sweep_losses
 
@@ -27,3 +28,11 @@ def test_a_loss_of_this_kind_is_that_of_one_process(kind, name):
     outcome = sweep_losses.outcome_of(kind, cls, config_class)
     assert {case["class"] for case in outcome["cases"].values()} <= {"ok", "refused"}, outcome
     assert {case["class"] for case in outcome["cases"].values()} != {"refused"} or kind == "spoken", outcome
+
+
+def test_a_loss_that_compares_rows_is_refused_on_data_ranks():
+    """One process has more rows to tell apart, and so another loss; on tp ranks it is that of one process."""
+    cls, config_class = next((c, kind) for _, _, c, kind in sweep_losses.classes(["pairs"], []) if c is CLIPModel)
+    cases = sweep_losses.outcome_of("pairs", cls, config_class)["cases"]
+    assert [cases[spec]["class"] for spec in sweep_losses.SPECS] == ["refused", "ok"]
+    assert cases["dp_shard=2"]["text"].endswith("dp_shard_size=1 works")

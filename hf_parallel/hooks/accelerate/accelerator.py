@@ -241,7 +241,7 @@ def normalise_over_data_ranks(model: nn.Module) -> None:
     def enter(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         given = by_name(module.forward, args, kwargs) if args else kwargs
         passed_on = given.get("num_items_in_batch") is not None
-        forward = means.enter(_share(module, passed_on), passed_on)
+        forward = means.enter(_share(module, passed_on), passed_on, given)
         if passed_on:
             forward.counted = state.sums_over_tokens  # of others it is seen when they take a sum
         elif forward.share is not None and state.sums_over_tokens and given.get("labels") is not None:

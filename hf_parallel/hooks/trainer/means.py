@@ -13,14 +13,15 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import CodeType
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, NoReturn, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_map
 
+from hf_parallel.ask.spec import refuse
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.patching import patch
 from hf_parallel.model.calls import by_name
@@ -61,10 +62,12 @@ class Forward:
         counted: is its loss known to be that of all data ranks' targets? Not because it is given their count: some
             models only hand it on to where nobody reads it.
         filled: by what is done here, rather than by the script.
+        given: what the model was called with.
     """
 
     share: float | None
     passed_on: bool = False
+    given: Mapping[str, object] = field(default_factory=dict)
     counted: bool = False
     filled: bool = False
 
@@ -89,9 +92,9 @@ def computing(new: Scope) -> Iterator[Scope]:
         _scope = former
 
 
-def enter(share: float | None, passed_on: bool) -> Forward:
+def enter(share: float | None, passed_on: bool, given: Mapping[str, object]) -> Forward:
     """A model's forward begins."""
-    _forwards.append(Forward(share, passed_on))
+    _forwards.append(Forward(share, passed_on, given))
     return _forwards[-1]
 
 
@@ -179,8 +182,30 @@ def mean(original: Callable, *args: object, **kwargs: object) -> torch.Tensor:
     former = given.get("size_average") is not None or given.get("reduce") is not None
     reduction = "none" if former else given.get("reduction", "mean")
     if reduction == "mean":
+        if _forwards and original.__name__ == "cross_entropy" and _compares_rows(given, _forwards[-1]):
+            _refuse_pairs()
         return _treated(value, COUNTS[original.__name__](given, value))
     return _of_all_ranks(value, original.__name__) if reduction == "sum" and _forwards else value
+
+
+def _compares_rows(given: Given, forward: Forward) -> bool:
+    """Is the right answer for each row the row itself, as in CLIP's loss (Radford et al., 2021, figure 3)?
+
+    Its targets are counted up, of as many classes as rows, and nothing that the model was called with.
+    """
+    logits, target = given["input"], given["target"]
+    if logits.ndim != 2 or len(set(logits.shape)) != 1 or target.ndim != 1 or len(logits) < 2:
+        return False
+    if any(torch.is_tensor(value) and value.shape == target.shape for value in forward.given.values()):
+        return False  # labels may happen to count up
+    return bool((target == torch.arange(len(target), device=target.device)).all())
+
+
+def _refuse_pairs() -> NoReturn:
+    config = runtime.mesh().config
+    name = "dp_shard_size" if config.dp_shard_size > 1 else "dp_replicate_size"
+    why = "the model's loss compares each row of a batch with all others, of which a data rank sees only its own"
+    refuse(f"{name}={getattr(config, name)}", why, f"{name}=1")
 
 
 def _of_all_ranks(total: torch.Tensor, function: str) -> torch.Tensor:
