@@ -14,6 +14,8 @@ CLASSES = [
     ("spoken", "SpeechT5ForTextToSpeech"),
     ("answer", "BertForQuestionAnswering"),
     ("answer", "DebertaV2ForQuestionAnswering"),  # logits of padding count, which sees the whole row
+    ("sequence", "DebertaV2ForSequenceClassification"),  # no loss where all labels are -100
+    ("sound", "Wav2Vec2ForXVector"),  # knows no -100
     ("several classes", "BertForSequenceClassification"),
     ("masked", "SqueezeBertForMaskedLM"),  # calls `layer.forward(…)`
     ("seq2seq", "SwitchTransformersForConditionalGeneration"),  # data ranks choose unlike experts of a list

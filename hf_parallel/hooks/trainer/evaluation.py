@@ -178,7 +178,9 @@ def _real(trainer: Trainer, batch: rows.Batch, real: int, count: int, blocks: in
     whole = must_be_whole(trainer, batch, count * blocks)  # all ranks ask, also those without repeated rows
     if real == count:
         return batch
-    return rows.without_targets(batch, real, count) if whole else rows.trim(batch, real, count, blocks)
+    kept = rows.without_targets(batch, real, count) if whole else rows.trim(batch, real, count, blocks)
+    kept.pop(rows.LABELS_COUNTED, None)
+    return kept
 
 
 def _step(trainer: Trainer, count: int) -> StepRecord:

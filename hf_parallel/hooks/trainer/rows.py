@@ -95,12 +95,18 @@ def opened(batch: Batch) -> Batch:
 def without_targets(batch: Batch, real: int, rows: int) -> dict:
     """The same rows, but only the first `real` of each block have targets: the others add nothing to a loss per token.
 
+    One label per row stays where there is no real row: nothing of an absent rank counts, and a head for classes need
+    not know -100, or leaves out its loss, and with it what data ranks compute together.
+
     Args:
         rows: of a block.
     """
     kept = dict(batch)
     for key in ("labels", "shift_labels", LABELS_COUNTED):
         labels = kept.get(key)
+        if key == "labels" and real == 0 and torch.is_tensor(labels) and labels.ndim == 1:
+            kept[LABELS_COUNTED] = torch.full_like(labels, -100)
+            continue
         if torch.is_tensor(labels) and labels.ndim < 3 and not labels.is_floating_point():  # pixels ignore others
             kept[key] = kept[key].clone()
             kept[key][torch.arange(len(kept[key])) % rows >= real] = -100
