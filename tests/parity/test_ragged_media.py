@@ -7,6 +7,8 @@ import torch
 from transformers import (
     Qwen2VLConfig,
     Qwen2VLForConditionalGeneration,
+    YolosConfig,
+    YolosForObjectDetection,
     set_seed,
 )
 
@@ -98,3 +100,56 @@ def test_rows_that_tell_all_apart_are_trimmed(tmp_path, monkeypatch):
 @pytest.mark.parametrize("spec", ["dp_shard=2", "dp_replicate=2", "tp=2", "tp=2,dp_shard=2"])
 def test_patches_of_all_images_in_one_tensor(runs, spec):
     runs.compare(look, spec)
+
+
+def yolos() -> YolosForObjectDetection:
+    set_seed(5)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+    return YolosForObjectDetection(
+        YolosConfig(image_size=[32, 32], patch_size=8, num_detection_tokens=7, num_labels=3, **sizes)
+    )
+
+
+def with_boxes(size: int, seed: int) -> list[dict]:
+    """Images of one to three boxes each."""
+    drawn, found = torch.Generator().manual_seed(seed), []
+    for i in range(size):
+        boxes = 0.2 + 0.3 * torch.rand(1 + i % 3, 4, generator=drawn)
+        labels = {"class_labels": torch.randint(3, (len(boxes),), generator=drawn), "boxes": boxes}
+        found.append({"pixel_values": torch.randn(3, 32, 32, generator=drawn), "labels": labels})
+    return found
+
+
+def detect(spec: str | None, out: str):
+    """What `compute_metrics` sees of eleven images: their boxes, and the logits, batch by batch."""
+    ranks, saw = activate(spec), []
+
+    def metrics(seen) -> dict:
+        boxes = [label["boxes"].tolist() for batch in seen.label_ids for label in batch]
+        logits = torch.cat([torch.as_tensor(batch[1]) for batch in seen.predictions])
+        saw.append((boxes, logits))
+        return {}
+
+    settings = {
+        "remove_unused_columns": False,
+        "eval_do_concat_batches": False,
+        "per_device_eval_batch_size": 4 // ranks,
+    }
+    options = {"train_dataset": with_boxes(11, 1), "eval_dataset": with_boxes(11, 2), "compute_metrics": metrics}
+    options["data_collator"] = lambda rows: {
+        "pixel_values": torch.stack([row["pixel_values"] for row in rows]),
+        "labels": [row["labels"] for row in rows],
+    }
+    outcome = fit(*trainer_of(yolos(), out, settings=arguments_of(out, ranks, **settings), **options))
+    outcome.more = saw[-1]
+    return outcome
+
+
+@pytest.mark.parametrize("spec", ["dp_shard=2", "tp=2", "tp=2,dp_shard=2"])
+def test_metrics_see_the_boxes_of_all_images(runs, spec):
+    """One data rank has no row of the last three. One process cuts the boxes of each at the rows of a ragged batch."""
+    ranks, (boxes, logits) = runs.compare(detect, spec), runs.alone(detect).more
+    assert [len(found) for found in boxes] == [1 + i % 3 for i in range(11)]
+    for rank in ranks:
+        assert rank.more[0] == boxes
+        torch.testing.assert_close(rank.more[1], logits, rtol=1e-4, atol=1e-5)

@@ -9,7 +9,7 @@ A batch holds its examples in one of three ways:
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from typing import Any, TypeAlias, TypeVar
 
 import torch
@@ -113,21 +113,33 @@ def without_targets(batch: Batch, real: int, rows: int) -> dict:
     return kept
 
 
+def is_per_example(value: object) -> bool:
+    """Is this a list of one thing per example, such as the boxes of each image? Their tensors have unlike sizes."""
+    return isinstance(value, list) and all(isinstance(item, Mapping) for item in value)
+
+
 def fill(value: Value, rows: int) -> Value:
-    """Repeat the last row of each tensor, for those that `trim` took away."""
+    """Repeat the last row of each tensor, and the last of a list's examples, for those that `trim` took away."""
 
-    def fill_one(tensor: torch.Tensor) -> torch.Tensor:
-        missing = max(0, rows - tensor.shape[0])
-        return torch.cat([tensor, tensor[-1:].expand(missing, *tensor.shape[1:])])
+    def fill_one(item: Any) -> Any:
+        if is_per_example(item):
+            return item + item[-1:] * (rows - len(item))
+        if not torch.is_tensor(item) or item.ndim == 0:
+            return item
+        return torch.cat([item, item[-1:].expand(max(0, rows - item.shape[0]), *item.shape[1:])])
 
-    return tree_map(lambda item: fill_one(item) if torch.is_tensor(item) and item.ndim else item, value)
+    return tree_map(fill_one, value, is_leaf=is_per_example)
 
 
 def without_stand_in(value: Value, real: int) -> Value:
     """Not the one row with which a rank without rows takes part."""
     if real:
         return value
-    return tree_map(lambda item: item[:0] if torch.is_tensor(item) and item.ndim else item, value)
+
+    def emptied(item: Any) -> Any:
+        return item[:0] if is_per_example(item) or (torch.is_tensor(item) and item.ndim) else item
+
+    return tree_map(emptied, value, is_leaf=is_per_example)
 
 
 def _first(value: object, kept: int, rows: int, blocks: int) -> object:
