@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, default_data_collator
 
 from tests import models
 from tests.distributed import run, run_alone
@@ -67,6 +67,24 @@ class MonitoredLoss(Trainer):
         return (loss, outputs) if return_outputs else loss
 
 
+class WeighedByText(Trainer):
+    """Looks at the texts of the examples, which lie in the batch as a list of strings, and weighs each by its own."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        texts, labels = inputs.pop("texts"), inputs.pop("labels")
+        outputs = model(**inputs)
+        each = torch.nn.functional.cross_entropy(outputs.logits[:, :-1].mT, labels[:, 1:], reduction="none").sum(-1)
+        weights = torch.tensor([float(len(text)) for text in texts])
+        loss = (each * weights).sum() / ((labels != -100).sum() if num_items_in_batch is None else num_items_in_batch)
+        return (loss, outputs) if return_outputs else loss
+
+
+def with_texts(rows: list[dict]) -> dict:
+    """A collator that leaves what is no tensor in a list."""
+    batch = default_data_collator(rows)
+    return {**batch, "texts": ["x" * (1 + int(row["input_ids"].sum()) % 5) for row in rows]}
+
+
 def gpt2() -> torch.nn.Module:
     torch.manual_seed(models.SEED)
     still = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "initializer_range": 0.1, "use_cache": False}
@@ -79,6 +97,7 @@ TRAINERS = {
     "chunked": ChunkedLoss,
     "shifted": ShiftedLoss,
     "monitored": MonitoredLoss,
+    "texts": WeighedByText,
     "gpt2": Trainer,
 }
 
@@ -107,7 +126,8 @@ def train(spec: str | None, out: str, kind: str) -> Outcome:
         return fit(Trainer(model, arguments_of(out, data_ranks), *rest), recorder)  # all by position
     sets = {"train_dataset": data, "eval_dataset": Rows(5, 12), "recorder": recorder}
     spreads = [Spreads(recorder.logs)] if kind == "monitored" else []
-    settings = {"per_device_eval_batch_size": 8}
+    settings = {"per_device_eval_batch_size": 8, "remove_unused_columns": kind != "texts"}
+    sets |= {"data_collator": with_texts} if kind == "texts" else {}
     return fit(*trainer_of(model, out, data_ranks, settings, TRAINERS[kind], callbacks=spreads, **sets))
 
 
@@ -122,6 +142,7 @@ def train(spec: str | None, out: str, kind: str) -> Outcome:
         *(("chunked", spec) for spec in ("pp=2", "tp=2", "pp=2,dp_shard=2", "tp=2,pp=2")),
         *(("shifted", spec) for spec in ("pp=2", "tp=2,pp=2")),
         ("monitored", "pp=2"),
+        *(("texts", spec) for spec in ("pp=2", "dp_shard=2", "tp=2,pp=2", "pp=2,dp_shard=2")),
     ],
 )
 def test_same_numbers_as_one_process(runs, kind, spec, capfd):
