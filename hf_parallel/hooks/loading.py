@@ -33,7 +33,9 @@ if TYPE_CHECKING:
     from transformers import BitsAndBytesConfig, PreTrainedModel
     from transformers.core_model_loading import LoadStateDictInfo
 
+    from hf_parallel.apply.parallelize import ParallelState
     from hf_parallel.checkpoint.slices import Readable
+    from hf_parallel.ranks.mesh import ParallelMesh
 
 
 @patch("transformers.modeling_utils:safe_open", "a file mapping keeps whole tensors in memory")
@@ -97,10 +99,27 @@ def set_parameter(
 
 @patch("transformers.modeling_utils:PreTrainedModel.initialize_weights", "new heads unequal, stages draw alike")
 def initialize_missing(original: Callable, self: PreTrainedModel) -> None:
-    """Stages draw new weights one after the other, so that each draws what one process would."""
+    """Stages draw new weights one after the other, so that each draws what one process would.
+
+    Data ranks, which a script may have seeded each in its own way (`device_specific`), draw as the first of them, and
+    then go on from their own random numbers.
+    """
     mesh, state = runtime.mesh(), runtime.parallel_state(self)
-    if state is None or mesh.size("pp") == 1:
+    if state is None:
         return original(self)
+    own = runtime.random_state(mesh)
+    for axis in ("dp_replicate", "dp_shard"):
+        runtime.equalise_random_state(axis, 0)
+    seeded_alike = runtime.same_random_state(own, runtime.random_state(mesh))
+    _initialize_stages(original, self, mesh, state)
+    if not seeded_alike:
+        runtime.set_random_state(own)
+
+
+def _initialize_stages(original: Callable, self: PreTrainedModel, mesh: ParallelMesh, state: ParallelState) -> None:
+    if mesh.size("pp") == 1:
+        original(self)
+        return
     if state.pipeline is not None and state.pipeline.last and not state.pipeline.first:
         # Its copy of a tied embedding: the first thing that the first stage draws, from the same random state.
         self._initialize_weights(self.get_input_embeddings())

@@ -194,6 +194,11 @@ def random_state(of: ParallelMesh | None = None) -> RandomState:
     return torch.get_rng_state(), torch.get_device_module(kind).get_rng_state() if kind.type != "cpu" else None
 
 
+def same_random_state(one: RandomState, other: RandomState) -> bool:
+    """Would the same numbers be drawn?"""
+    return all(a is b or torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
 def set_random_state(state: RandomState, of: ParallelMesh | None = None) -> None:
     """Go on from there."""
     torch.set_rng_state(state[0])

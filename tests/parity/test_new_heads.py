@@ -5,6 +5,8 @@ import logging
 
 import pytest
 import torch
+from accelerate import Accelerator
+from accelerate.utils import set_seed
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaPreTrainedModel
 
@@ -28,8 +30,14 @@ def in_order(model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
-def load(spec: str | None, folder: str, task: type, packed: bool = False, **kwargs) -> dict[str, torch.Tensor]:
-    """Load under a seed; returns all weights on rank 0, the keys of another size, and what comes after at random."""
+def load(
+    spec: str | None, folder: str, task: type, packed: bool = False, unequal: bool = False, **kwargs
+) -> dict[str, torch.Tensor]:
+    """Load under a seed; returns all weights on rank 0, the keys of another size, and what comes after at random.
+
+    Args:
+        unequal: seed each data rank in its own way, as some scripts do.
+    """
     torch.manual_seed(3)
     if spec is None:
         model, info = task.from_pretrained(folder, output_loading_info=True, **kwargs)
@@ -40,6 +48,9 @@ def load(spec: str | None, folder: str, task: type, packed: bool = False, **kwar
     from hf_parallel.hooks import loading, runtime
 
     activate(spec)
+    if unequal:
+        Accelerator(cpu=True)
+        set_seed(3, device_specific=True)
     if packed:
         original = loading.parallelize
         loading.parallelize = lambda model, **mesh: in_order(original(model, **mesh))
@@ -76,6 +87,18 @@ def classifier(tmp_path_factory):
 def test_a_missing_head(spec, packed, runs):
     sizes = check(spec, runs.initial("llama"), AutoModelForSequenceClassification, packed, num_labels=CLASSES)
     assert not sizes
+
+
+@pytest.mark.parametrize("spec", ["dp_shard=2", "dp_replicate=2", "pp=2,dp_shard=2", "tp=2,dp_shard=2"])
+def test_a_head_of_data_ranks_with_seeds_of_their_own(spec, runs):
+    """The first one's is that of all, as one process has it; then each goes on with its own numbers."""
+    folder, task = runs.initial("llama"), AutoModelForSequenceClassification
+    alone = run_alone(load, None, folder, task, num_labels=CLASSES)
+    ranks = run(load, axes(spec)["world"], spec, folder, task, unequal=True, init=False, num_labels=CLASSES)
+    torch.testing.assert_close(ranks[0]["weights"], alone["weights"], rtol=0, atol=0)
+    following = {tuple(rank["next"].tolist()) for rank in ranks}
+    assert len(following) == 2
+    assert tuple(alone["next"].tolist()) in following
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["own", "packed"])
