@@ -196,7 +196,8 @@ def random_state(of: ParallelMesh | None = None) -> RandomState:
 
 def same_random_state(one: RandomState, other: RandomState) -> bool:
     """Would the same numbers be drawn?"""
-    return all(a is b or torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    pairs = zip(one, other, strict=True)
+    return all(a is b or (a is not None and b is not None and torch.equal(a, b)) for a, b in pairs)
 
 
 def set_random_state(state: RandomState, of: ParallelMesh | None = None) -> None:

@@ -33,15 +33,16 @@ def qwen2_vl() -> Qwen2VLForConditionalGeneration:
     )
 
 
-def seen(size: int, seed: int) -> list[dict]:
-    """Examples with one image each, of one or two merged patches, and words behind it."""
+def seen(size: int, seed: int, most: int) -> list[dict]:
+    """Examples with one to `most` images each, of one or two merged patches, and words behind them."""
     drawn, found = torch.Generator().manual_seed(seed), []
     for i in range(size):
-        merged = 1 + i % 2
-        words = torch.randint(3, 490, (9 - merged,), generator=drawn)
-        ids = torch.cat([torch.tensor([START] + [IMAGE] * merged + [END]), words])
-        patches = torch.randn(4 * merged, 2 * 3 * 4 * 4, generator=drawn)
-        found.append({"ids": ids, "patches": patches, "grid": torch.tensor([1, 2, 2 * merged])})
+        merged = [1 + (i + j) % 2 for j in range(1 + i % most)]
+        images = [token for count in merged for token in [START, *[IMAGE] * count, END]]
+        words = torch.randint(3, 490, (14 - len(images),), generator=drawn)
+        patches = torch.randn(4 * sum(merged), 2 * 3 * 4 * 4, generator=drawn)
+        grid = torch.tensor([[1, 2, 2 * count] for count in merged])
+        found.append({"ids": torch.cat([torch.tensor(images), words]), "patches": patches, "grid": grid})
     return found
 
 
@@ -55,16 +56,24 @@ def join(rows: list[dict]) -> dict:
         "labels": ids.masked_fill(ids >= IMAGE, -100),
         "mm_token_type_ids": types,
         "pixel_values": torch.cat([row["patches"] for row in rows]),
-        "image_grid_thw": torch.stack([row["grid"] for row in rows]),
+        "image_grid_thw": torch.cat([row["grid"] for row in rows]),
     }
 
 
-def look(spec: str | None, out: str):
-    """Train on 11 examples, evaluate 5."""
-    ranks = activate(spec)
-    settings = {"remove_unused_columns": False, "prediction_loss_only": True}
-    options = {"train_dataset": seen(11, 1), "eval_dataset": seen(5, 2), "data_collator": join}
-    return fit(*trainer_of(qwen2_vl(), out, settings=arguments_of(out, ranks, **settings), **options))
+def look(spec: str | None, out: str, most: int):
+    """Train on 11 examples, evaluate 5 with metrics."""
+    ranks, saw = activate(spec), []
+
+    def metrics(seen) -> dict:
+        saw.append((torch.as_tensor(seen.predictions), torch.as_tensor(seen.label_ids)))
+        return {}
+
+    settings = {"remove_unused_columns": False}
+    options = {"train_dataset": seen(11, 1, most), "eval_dataset": seen(5, 2, most), "data_collator": join}
+    options["compute_metrics"] = metrics
+    outcome = fit(*trainer_of(qwen2_vl(), out, settings=arguments_of(out, ranks, **settings), **options))
+    outcome.predictions, outcome.label_ids = saw[-1]
+    return outcome
 
 
 def asked(kinds: tuple[str, ...], labels: bool, own_loss: bool) -> object:
@@ -98,8 +107,10 @@ def test_rows_that_tell_all_apart_are_trimmed(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("spec", ["dp_shard=2", "dp_replicate=2", "tp=2", "tp=2,dp_shard=2"])
-def test_patches_of_all_images_in_one_tensor(runs, spec):
-    runs.compare(look, spec)
+@pytest.mark.parametrize("most", [1, 2])
+def test_patches_of_all_images_in_one_tensor(runs, spec, most):
+    """With one image, or up to two, in an example; what metrics are given is compared too."""
+    runs.compare(look, spec, most)
 
 
 def yolos() -> YolosForObjectDetection:

@@ -10,7 +10,7 @@ A batch holds its examples in one of three ways:
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeGuard, TypeVar
 
 import torch
 from torch.utils._pytree import tree_map
@@ -113,7 +113,7 @@ def without_targets(batch: Batch, real: int, rows: int) -> dict:
     return kept
 
 
-def is_per_example(value: object) -> bool:
+def is_per_example(value: object) -> TypeGuard[list[Any]]:
     """Is this a list of one thing per example, such as the boxes of each image? Their tensors have unlike sizes."""
     return isinstance(value, list) and all(isinstance(item, Mapping) for item in value)
 
