@@ -5,12 +5,16 @@ python -m tests.patch_list --check    fail if it is out of date
 """
 
 import argparse
+import importlib.util
+import pkgutil
 import sys
 from itertools import groupby
 from pathlib import Path
 
+import hf_parallel
 from hf_parallel.hooks.patches import all_patches, patches_without_layout
 from hf_parallel.hooks.patching import Patch
+from hf_parallel.ranks.replaced import Replaced
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "patches.md"
@@ -18,8 +22,9 @@ COMMAND = "python -m tests.patch_list"
 TEXT = """# Patches
 
 Every place where another library is changed while a layout is active, and what the original does that would be wrong
-there. Nothing else is patched. `{command}` writes this page from the `@patch(target, why)` beside
-each replacement.
+there. `{command}` writes this page from the `@patch(target, why)` beside each replacement, and
+from `REPLACES` of modules that have another way; a test trains under layouts and finds nothing else replaced in torch,
+Transformers, Accelerate, PEFT and TRL.
 
 Those of libraries that not every script uses are put in place when a script imports them. One whose target is gone, or
 takes other parameters than it is known to take, is refused by name. The last column: *private*, the name begins with
@@ -79,8 +84,37 @@ def page() -> str:
         TEXT.format(command=COMMAND, counts=_counts(patches), **_numbers(patches)),
         *(_section(name, patches) for name in _libraries(patches)),
     ]
+    parts.append("\n".join(["## By other ways than a patch", "", *_other_rows()]) + "\n")
     parts.append("\n".join(["## Without a layout", "", *_rows(patches_without_layout())]) + "\n")
     return "\n".join(parts)
+
+
+def other_replacements() -> dict[Replaced, str]:
+    """What modules of the package list in `REPLACES`, and the module."""
+    names = [
+        name for _, name, _ in pkgutil.walk_packages(hf_parallel.__path__, "hf_parallel.") if "__main__" not in name
+    ]
+    found: dict[Replaced, str] = {}
+    for name in names:
+        if "REPLACES = " in Path(importlib.util.find_spec(name).origin).read_text(encoding="utf-8"):
+            found.update(dict.fromkeys(importlib.import_module(name).REPLACES, name))
+    return found
+
+
+def _other_rows() -> list[str]:
+    """Attributes of one owner that are replaced for one reason share a row."""
+    rows = ["| target | why | when | by |", "| --- | --- | --- | --- |"]
+
+    def together(item: tuple[Replaced, str]) -> tuple:
+        return item[0].target.rpartition(".")[0], *item[0][1:], item[1]
+
+    for (owner, why, when, room), found in groupby(sorted(other_replacements().items(), key=together), together):
+        names = [replaced.target.rpartition(".")[2] for replaced, _ in found]
+        shown = names[0] if len(names) == 1 else "{" + ",".join(sorted(names)) + "}"
+        rows.append(
+            f"| `{owner}.{shown}` | {why} | {when} | {room.removeprefix('hf_parallel.').replace('.', '/')}.py |"
+        )
+    return rows
 
 
 def _libraries(patches: list[Patch]) -> list[str]:

@@ -16,6 +16,7 @@ import torch
 
 from hf_parallel.monitor.clock import Clock, Mark
 from hf_parallel.ranks.observed import Call, Listener, listen, unlisten
+from hf_parallel.ranks.replaced import Replaced
 
 if TYPE_CHECKING:
     from torch import distributed as dist
@@ -24,6 +25,13 @@ if TYPE_CHECKING:
 #: Code whose streams carry the messages of data ranks.
 _DATA_STREAMS = ("/fsdp/", "/axes/data/")
 _WAIT_EVENT = "wait_event"
+REPLACES = (
+    Replaced(
+        f"torch.cuda.streams:Stream.{_WAIT_EVENT}",
+        "on a GPU the computation waits for others inside of it (of another kind of device: its own Stream)",
+        "while a monitor or a profile measures waits",
+    ),
+)
 
 Note = Callable[[str, Mark, Mark], None]
 

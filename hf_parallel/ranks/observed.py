@@ -21,6 +21,8 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_leaves, tree_map
 
+from hf_parallel.ranks.replaced import Replaced
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -57,6 +59,12 @@ KINDS = {
 END_COALESCING = "end_coalescing"
 _WITH_PEER = ("send", "recv")
 _WAIT = "wait"  # of a Work
+
+_LISTENED = ("listeners hear of every collective: the monitor, the desync detector", "while anybody listens")
+REPLACES = (
+    *(Replaced(f"torch.distributed.distributed_c10d:ProcessGroup.{name}", *_LISTENED) for name in KINDS),
+    Replaced(f"torch.distributed.distributed_c10d:Work.{_WAIT}", *_LISTENED),
+)
 
 
 class Call:

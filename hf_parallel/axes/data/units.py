@@ -13,6 +13,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 
+from hf_parallel.ranks.replaced import Replaced
+
 if TYPE_CHECKING:
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
     from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
@@ -21,6 +23,15 @@ if TYPE_CHECKING:
 def state_of(unit: nn.Module | FSDPModule) -> FSDPState:
     """The record that the hooks of a unit share."""
     return cast("FSDPState", fully_shard.state(unit))  # type: ignore[attr-defined]
+
+
+REPLACES = (
+    Replaced(
+        "torch.distributed.fsdp._fully_shard._fsdp_param:nn",
+        "torch 2.11 gives each parameter a gradient at first, which weights of whole numbers cannot have",
+        "while a module is sharded, on torch 2.11 alone",
+    ),
+)
 
 
 def groups_of(unit: nn.Module | FSDPModule) -> list[FSDPParamGroup]:

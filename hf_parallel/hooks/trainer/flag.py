@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from hf_parallel.hooks.after_import import AfterImport
+from hf_parallel.ranks.replaced import Replaced
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -26,6 +27,11 @@ _MODULE = "transformers.training_args"
 _HELP = (
     "How to spread the training over the processes: key=value,… such as tp=2,pp=2,dp_shard=-1, or the path of a YAML "
     "file with the same keys."
+)
+_OF_ALL = ("it has the field `parallel`, which scripts parse, and which activates the layout", "from its import on")
+REPLACES = tuple(
+    Replaced(f"{_MODULE}:TrainingArguments.{name}", *_OF_ALL)
+    for name in (NAME, "__init__", "__post_init__", "__annotations__")
 )
 _undo: list[Callable[[], None]] = []
 
