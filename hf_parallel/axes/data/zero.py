@@ -252,6 +252,7 @@ def shard_data_parallel(model: nn.Module, root: nn.Module, blocks: list[nn.Modul
         model.register_forward_pre_hook(_gather_anew, prepend=True)
         model.register_forward_hook(_reshard_after_evaluation)
         _leave_inference_mode(model)
+        _let_parts_run(model, blocks)
 
 
 def _let_forward_run_hooks(root: nn.Module, blocks: list[nn.Module]) -> None:
@@ -381,6 +382,47 @@ def _mean_of_ranks(groups: list[dist.ProcessGroup], gradient: torch.Tensor) -> t
     for group in groups:
         mean = all_reduce(mean, group) / group.size()
     return mean.to(gradient.dtype)
+
+
+def _let_parts_run(model: nn.Module, blocks: list[nn.Module]) -> None:
+    """Let scripts call parts of a sharded model by themselves, such as its backbone or embedding, also first of all.
+
+    FSDP2 takes the unit that runs first for the outermost one; and what is in no unit but the outermost, such as the
+    last norm, it gathers where that one is called. So what is around `blocks`, or beside them, runs as the model does.
+    """
+    state = state_of(model)
+    units = [module for module in model.modules() if isinstance(module, FSDPModule) and module is not model]
+    first = [unit.register_forward_pre_hook(lambda *_: begin(), prepend=True) for unit in units]
+
+    def begin() -> None:
+        state._lazy_init()
+        for handle in first:
+            handle.remove()
+
+    entered: list[bool] = []
+
+    def enter(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
+        entered.append(state._training_state is TrainingState.IDLE)  # else the model itself runs, or runs again
+        if not entered[-1]:
+            return None
+        _gather_anew(model, args)
+        return state._pre_forward(model, args, kwargs)
+
+    def leave(module: nn.Module, args: tuple, output: object) -> object:
+        if not entered.pop():
+            return None
+        output = state._post_forward(model, args, output)
+        _reshard_after_evaluation(model, args, output)
+        return output
+
+    by_themselves = {*units, *blocks}
+    around = [
+        module for module in model.modules() if by_themselves & {*module.modules()} and module not in by_themselves
+    ]
+    for part in {part: None for module in around for part in (module, *module.children())}:
+        if part is not model and part not in by_themselves and any(True for _ in part.parameters()):
+            part.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
+            part.register_forward_hook(leave, always_call=True)
 
 
 def _gather_anew(model: nn.Module, args: tuple) -> None:
