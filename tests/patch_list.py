@@ -12,9 +12,9 @@ from itertools import groupby
 from pathlib import Path
 
 import hf_parallel
+from hf_parallel.ask.replaced import Replaced
 from hf_parallel.hooks.patches import all_patches, patches_without_layout
 from hf_parallel.hooks.patching import Patch
-from hf_parallel.ranks.replaced import Replaced
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "patches.md"

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from hf_parallel.ask.replaced import Replaced
 from hf_parallel.monitor.clock import Clock, Mark
 from hf_parallel.ranks.observed import Call, Listener, listen, unlisten
-from hf_parallel.ranks.replaced import Replaced
 
 if TYPE_CHECKING:
     from torch import distributed as dist

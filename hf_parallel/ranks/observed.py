@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_leaves, tree_map
 
-from hf_parallel.ranks.replaced import Replaced
+from hf_parallel.ask.replaced import Replaced
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 
-from hf_parallel.ranks.replaced import Replaced
+from hf_parallel.ask.replaced import Replaced
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup

@@ -15,8 +15,8 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
+from hf_parallel.ask.replaced import Replaced
 from hf_parallel.hooks.after_import import AfterImport
-from hf_parallel.ranks.replaced import Replaced
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
