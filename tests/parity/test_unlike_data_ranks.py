@@ -6,10 +6,22 @@ collectives alone, or all ranks stand still. All settings are on `auto`.
 
 import pytest
 import torch
+from accelerate import Accelerator
 from torch.utils.data import SequentialSampler
 from transformers import AutoModelForCausalLM, Trainer
 
-from tests.training import GLOBAL_BATCH, Tolerance, activate, arguments_of, fit, spec_id, trainer_of
+from tests.distributed import run, run_alone
+from tests.training import (
+    GLOBAL_BATCH,
+    Tolerance,
+    activate,
+    arguments_of,
+    axes,
+    check_numbers,
+    fit,
+    spec_id,
+    trainer_of,
+)
 
 LONG, SHORT = 301, 2
 
@@ -70,3 +82,33 @@ def test_one_target_beside_thousands_of_tokens(runs, model, spec):
 def test_in_an_accumulation(runs, spec):
     folder = runs.initial("llama", max_position_embeddings=320)
     runs.compare(train, spec, folder, 2, (("gradient_accumulation_steps", 2),), tolerance=Tolerance())
+
+
+#: Rows of the first data rank and of the second: some that no schedule of two stages takes.
+ROWS = [(8, 5), (3, 7), (1, 6), (4, 1)]
+
+
+def loop(spec: str | None, folder: str) -> list[float]:
+    """A loop whose data ranks have unlike numbers of rows; in one process the rows of both. Losses and norms."""
+    activate(spec)
+    accelerator = Accelerator(cpu=True)
+    model = AutoModelForCausalLM.from_pretrained(folder).train()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    drawn, found = torch.Generator().manual_seed(1), []
+    for first, second in ROWS:
+        ids = torch.randint(0, 500, (first + second, 17), generator=drawn)
+        if spec is not None:
+            ids = ids[:first] if accelerator.process_index == 0 else ids[first:]
+        loss = model(input_ids=ids, labels=ids).loss
+        accelerator.backward(loss)
+        norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        found += [(loss if spec is None else accelerator.reduce(loss.detach(), "mean")).item(), norm.item()]
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("spec", ["dp_shard=2", "pp=2,dp_shard=2", "pp=2,dp_replicate=2,pipeline_microbatches=4"])
+def test_rows_that_a_schedule_does_not_take(runs, spec):
+    folder = runs.initial("llama")
+    check_numbers(run(loop, axes(spec)["world"], spec, folder, init=False), run_alone(loop, None, folder))

@@ -53,6 +53,16 @@ def fresh_gradients(parameters: list[nn.Parameter]) -> Iterator[list[tuple[nn.Pa
         parameter.grad = gradient
 
 
+def with_rows(batch: Batch, rows: int, wanted: int) -> Batch:
+    """A batch of `wanted` rows: the last of `rows` repeated without targets, which add nothing to a loss per token."""
+    filled = dict(batch)
+    for key, value in batch.items():
+        if torch.is_tensor(value) and value.dim() and value.shape[0] == rows:
+            more = value[-1:].expand(wanted - rows, *value.shape[1:])
+            filled[key] = torch.cat([value, torch.full_like(more, -100) if key in _TARGETS else more])
+    return filled
+
+
 def split_rows(batch: Batch, parts: int) -> list[Batch]:
     """Cut every tensor that has one entry per row into `parts` along dim 0; share everything else."""
     return [batch] if parts == 1 else split_examples(batch, parts, 1, row_count(batch))
@@ -82,6 +92,8 @@ def split_examples(batch: Batch, parts: int, rows_each: int, rows: int) -> list[
     return [{key: cut[key][i] if key in cut else value for key, value in batch.items()} for i in range(parts)]
 
 
+#: What of a batch holds a target per token.
+_TARGETS = ("labels", "shift_labels")
 #: What holds a row per row of the batch; trainers that generate keep prompts and completions apart.
 _ROWS = ("input_ids", "inputs_embeds", "logits", "completion_ids")
 

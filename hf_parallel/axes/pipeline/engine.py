@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, cast
 
@@ -34,6 +35,7 @@ from hf_parallel.axes.pipeline.batches import (
     refuse_partial_outputs,
     split_rows,
     tokens_of,
+    with_rows,
     without_count,
 )
 from hf_parallel.axes.pipeline.schedules import build_schedule, can_be_cut, micro_batch_count
@@ -184,6 +186,7 @@ class PipelineEngine(StageRunner):
             return self._model_forward(**batch)
         if self.pipelines.session is not None:  # or another one
             return self.pipelines.session.within(self, lambda: self._model_forward(**batch))
+        batch = self._fed(batch)
         rows = tokens_of(batch).shape[0]
         if self._schedulable(batch, rows):
             batch = {"num_items_in_batch": count_targets(batch), **batch}
@@ -194,8 +197,19 @@ class PipelineEngine(StageRunner):
         return unscheduled.served(self, batch, lambda: self._outputs(batch))[0]
 
     def _schedulable(self, batch: Batch, rows: int) -> bool:
-        summed = self._trains(batch) and self.sums_over_tokens
-        return summed and can_be_cut(rows, self.config) and self.balance_of(batch) is None
+        return self._may_be_scheduled(batch) and can_be_cut(rows, self.config)
+
+    def _may_be_scheduled(self, batch: Batch) -> bool:
+        return self._trains(batch) and self.sums_over_tokens and self.balance_of(batch) is None
+
+    def _fed(self, batch: Batch) -> Batch:
+        """A batch with enough rows for the schedule where several data ranks train: one that went another way than the
+        others would gather weights in another order. Joined examples are one row on all of them."""
+        rows = tokens_of(batch).shape[0]
+        fits = self.config.sharing_size == 1 or can_be_cut(rows, self.config)
+        if fits or "cu_seq_lens_q" in batch or not self._may_be_scheduled(batch):
+            return batch
+        return with_rows(batch, rows, next(n for n in itertools.count(rows + 1) if can_be_cut(n, self.config)))
 
     def _trains(self, batch: Batch) -> bool:
         """Will this call's own loss go backward?"""
