@@ -238,7 +238,10 @@ def full_disk(name: str, rank: int | None = None) -> Iterator[None]:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return write(handle, data, start)
 
-    builtins.open, torch.save = open_it, lambda what, path: saved(what, "/dev/full" if meets(path) else path)
+    builtins.open, torch.save = (
+        open_it,
+        lambda what, path, **how: saved(what, "/dev/full" if meets(path) else path, **how),
+    )
     os.pwrite = write_it
     try:
         yield
