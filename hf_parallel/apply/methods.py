@@ -300,8 +300,9 @@ def _as_in_one_process(
     places = {name: (model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in parts}
     with contextlib.ExitStack() as stack:
         _put(stack, model.__dict__, "_holds_whole", True)
-        _put(stack, model.__dict__, "_forward_pre_hooks", OrderedDict())
-        _put(stack, model.__dict__, "_forward_hooks", OrderedDict())
+        for module in _outside(model, parts).values():
+            _put(stack, module.__dict__, "_forward_pre_hooks", OrderedDict())
+            _put(stack, module.__dict__, "_forward_hooks", OrderedDict())
         for table, key, tensor in list(_own_tensors(model, parts, tensors)):
             _put(stack, table, key, tensor)
         for name, (parent, child) in places.items():
@@ -318,14 +319,17 @@ def _put(stack: contextlib.ExitStack, table: dict, key: str, value: object) -> N
     table[key] = value
 
 
+def _outside(model: nn.Module, parts: Mapping[str, PreTrainedModel]) -> dict[str, Any]:
+    """By name the modules that belong to none of the parts, the model itself among them."""
+    inside = {id(module) for part in parts.values() for module in part.modules()}
+    return {name: module for name, module in model.named_modules() if id(module) not in inside}
+
+
 def _own_tensors(
     model: nn.Module, parts: Mapping[str, PreTrainedModel], tensors: dict[str, torch.Tensor]
 ) -> Iterator[tuple[dict[str, object], str, torch.Tensor]]:
     """Where the parameters and buffers of none of the parts are registered, and what they are as a whole."""
-    inside = {id(module) for part in parts.values() for module in part.modules()}
-    for place, module in model.named_modules():
-        if id(module) in inside:
-            continue
+    for place, module in _outside(model, parts).items():
         for key, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is not None:
                 whole = tensors.get(f"{place}.{key}" if place else key)
