@@ -4,6 +4,7 @@ import os
 
 import pytest
 import torch
+from accelerate import Accelerator
 from transformers import (
     Qwen2VLConfig,
     Qwen2VLForConditionalGeneration,
@@ -164,3 +165,16 @@ def test_metrics_see_the_boxes_of_all_images(runs, spec):
     for rank in ranks:
         assert rank.more[0] == boxes
         torch.testing.assert_close(rank.more[1], logits, rtol=1e-4, atol=1e-5)
+
+
+def gathered_outputs() -> list[dict[str, list[float]]]:
+    """Two mappings of tensors, as a script's own loop keeps the outputs of two models."""
+    activate("dp_shard=2")
+    rank = float(os.environ["RANK"])
+    found = Accelerator(cpu=True).gather([{"a": torch.full((2,), rank)}, {"b": torch.full((1,), rank)}])
+    return [{key: tensor.tolist() for key, tensor in each.items()} for each in found]
+
+
+def test_a_script_that_gathers_a_list_of_mappings_keeps_its_shape():
+    """Only what belongs to the rows of a Trainer's batch is one thing per example."""
+    assert run(gathered_outputs, 2, init=False) == [[{"a": [0.0, 0.0, 1.0, 1.0]}, {"b": [0.0, 1.0]}]] * 2

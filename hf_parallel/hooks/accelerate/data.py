@@ -19,7 +19,7 @@ from hf_parallel.hooks import runtime
 from hf_parallel.hooks.accelerate.processes import Place, follow
 from hf_parallel.hooks.accelerate.random_stream import RandomStream
 from hf_parallel.hooks.patching import patch
-from hf_parallel.hooks.trainer.rows import count, is_per_example
+from hf_parallel.hooks.trainer.rows import PerExample, count
 from hf_parallel.model.calls import by_name
 from hf_parallel.ranks import messages
 
@@ -204,12 +204,12 @@ def gather(original: Callable, tensor: object) -> object:
     """One entry per data rank, in their order; in a ragged last batch data ranks may have other numbers of rows."""
     from accelerate.utils.operations import recursively_apply
 
-    if is_per_example(tensor):
+    if isinstance(tensor, PerExample):
         return gathered_examples(tensor)
     return recursively_apply(_gathered, tensor, error_on_other_type=True)
 
 
-def gathered_examples(examples: list) -> list:
+def gathered_examples(examples: PerExample) -> list:
     """Those of all data ranks, in their order, with tensors on this rank's device."""
     host = [] if runtime.is_absent() else tree_map_only(torch.Tensor, torch.Tensor.cpu, examples)
     found = [item for part in messages.gather(host, runtime.mesh().data_group) for item in part]
@@ -219,7 +219,7 @@ def gathered_examples(examples: list) -> list:
 @patch("accelerate.utils.operations:pad_across_processes", "takes things of examples for rows", copies=True)
 def pad_across_processes(original: Callable, tensor: object, *args: object, **kwargs: object) -> object:
     """Lists of one thing per example stay: they are gathered as they are, and data ranks may have unlike numbers."""
-    return tensor if is_per_example(tensor) else original(tensor, *args, **kwargs)
+    return tensor if isinstance(tensor, PerExample) else original(tensor, *args, **kwargs)
 
 
 def _gathered(tensor: torch.Tensor) -> torch.Tensor:
@@ -253,13 +253,13 @@ def gather_for_metrics(
     """A number per data rank is no row: none of them is a repeat to be dropped."""
     if torch.is_tensor(input_data) and input_data.ndim == 0 and not use_gather_object:
         return self.gather(input_data)
-    return original(self, input_data, use_gather_object or is_per_example(input_data))
+    return original(self, input_data, use_gather_object or isinstance(input_data, PerExample))
 
 
 @patch("accelerate.utils.operations:gather_object", "gathers over all processes", copies=True)
 def gather_object(original: Callable, object: list) -> list:
     """The lists of all data ranks, joined in their order."""
-    if is_per_example(object):
+    if isinstance(object, PerExample):
         return gathered_examples(object)
     return [item for part in messages.gather(object, runtime.mesh().data_group) for item in part]
 

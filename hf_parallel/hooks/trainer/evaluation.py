@@ -164,6 +164,7 @@ def prediction_step(
     kept = rows.opened(_real(self, batch, real, count, blocks))
     with record_of(self).during(step), _computing(model, step, prediction_loss_only):
         loss, logits, labels = original(model, kept, prediction_loss_only, *args, **kwargs)
+    logits, labels = rows.marked_per_example((logits, labels), rows.count(kept, blocks) or 0)
     if loss is not None and runtime.mesh().data_size > 1:
         loss = _mean_over_data_ranks(loss if step.weighted else means.weighted(loss, step.share))
     if step.real_rows is not None:

@@ -10,7 +10,7 @@ A batch holds its examples in one of three ways:
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping
-from typing import Any, TypeAlias, TypeGuard, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch.utils._pytree import tree_map
@@ -113,22 +113,30 @@ def without_targets(batch: Batch, real: int, rows: int) -> dict:
     return kept
 
 
-def is_per_example(value: object) -> TypeGuard[list[Any]]:
-    """Is this a list of one thing per example, such as the boxes of each image? Their tensors have unlike sizes."""
-    return isinstance(value, list) and all(isinstance(item, Mapping) for item in value)
+class PerExample(list):
+    """One thing per example, such as the boxes of each image. Their tensors have unlike sizes."""
+
+
+def marked_per_example(value: Value, rows: int) -> Value:
+    """What a batch of so many rows gave, its lists of one mapping per row as `PerExample`."""
+
+    def is_one_per_row(item: object) -> bool:
+        return isinstance(item, list) and len(item) == rows and all(isinstance(each, Mapping) for each in item)
+
+    return tree_map(lambda item: PerExample(item) if is_one_per_row(item) else item, value, is_leaf=is_one_per_row)
 
 
 def fill(value: Value, rows: int) -> Value:
     """Repeat the last row of each tensor, and the last of a list's examples, for those that `trim` took away."""
 
     def fill_one(item: Any) -> Any:
-        if is_per_example(item):
-            return item + item[-1:] * (rows - len(item))
+        if isinstance(item, PerExample):
+            return PerExample(item + item[-1:] * (rows - len(item)))
         if not torch.is_tensor(item) or item.ndim == 0:
             return item
         return torch.cat([item, item[-1:].expand(max(0, rows - item.shape[0]), *item.shape[1:])])
 
-    return tree_map(fill_one, value, is_leaf=is_per_example)
+    return tree_map(fill_one, value)
 
 
 def without_stand_in(value: Value, real: int) -> Value:
@@ -137,9 +145,11 @@ def without_stand_in(value: Value, real: int) -> Value:
         return value
 
     def emptied(item: Any) -> Any:
-        return item[:0] if is_per_example(item) or (torch.is_tensor(item) and item.ndim) else item
+        if isinstance(item, PerExample):
+            return PerExample()
+        return item[:0] if torch.is_tensor(item) and item.ndim else item
 
-    return tree_map(emptied, value, is_leaf=is_per_example)
+    return tree_map(emptied, value)
 
 
 def _first(value: object, kept: int, rows: int, blocks: int) -> object:
