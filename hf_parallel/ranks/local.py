@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -187,7 +188,7 @@ def whole_when_read(output: ModelOutput | dict[str, Any], key: str, function: Wh
 
     A plain dict, which a script's own model may return, gets it now.
     """
-    if type(output) is dict:
+    if type(output) in (dict, OrderedDict):
         output[key] = function(output[key])
         return
     if not isinstance(output, WholeWhenRead):

@@ -47,6 +47,12 @@ def test_a_long_test_runs_once():
     assert len(choose(plain, {}, 1.0)) == 1
 
 
+def test_a_case_that_takes_too_long_is_left_to_all():
+    long, short = (Case(f"t/parity/test_b.py::{name}", f"t/parity/test_b.py::{name}") for name in ("long", "short"))
+    seconds = {long.test: selection.LONGEST_CASE + 1, short.test: selection.LONGEST_CASE - 1}
+    assert choose([long, short], seconds) == {short.name}
+
+
 @pytest.mark.parametrize("added", [cases("tests/parity/test_0.py"), cases("tests/parity/test_z.py", models=("bert",))])
 def test_other_files_change_nothing(added):
     before, after = choose(cases(), {}), choose([*added, *cases()], {})

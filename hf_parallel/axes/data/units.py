@@ -20,11 +20,6 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 
-def state_of(unit: nn.Module | FSDPModule) -> FSDPState:
-    """The record that the hooks of a unit share."""
-    return cast("FSDPState", fully_shard.state(unit))  # type: ignore[attr-defined]
-
-
 REPLACES = (
     Replaced(
         "torch.distributed.fsdp._fully_shard._fsdp_param:nn",
@@ -32,6 +27,11 @@ REPLACES = (
         "while a module is sharded, on torch 2.11 alone",
     ),
 )
+
+
+def state_of(unit: nn.Module | FSDPModule) -> FSDPState:
+    """The record that the hooks of a unit share."""
+    return cast("FSDPState", fully_shard.state(unit))  # type: ignore[attr-defined]
 
 
 def groups_of(unit: nn.Module | FSDPModule) -> list[FSDPParamGroup]:

@@ -196,9 +196,10 @@ def _compares_rows(given: Given, forward: Forward) -> bool:
     logits, target = given["input"], given["target"]
     if logits.ndim != 2 or len(set(logits.shape)) != 1 or target.ndim != 1 or len(logits) < 2:
         return False
-    if any(torch.is_tensor(value) and value.shape == target.shape for value in forward.given.values()):
-        return False  # labels may happen to count up
-    return bool((target == torch.arange(len(target), device=target.device)).all())
+    if not torch.equal(target, torch.arange(len(target), device=target.device)):
+        return False
+    given_tensors = [value for value in forward.given.values() if torch.is_tensor(value)]
+    return not any(value.numel() == len(target) and torch.equal(value.flatten(), target) for value in given_tensors)
 
 
 def _refuse_pairs() -> NoReturn:
