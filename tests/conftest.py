@@ -12,7 +12,7 @@ from hf_parallel.axes.data import zero
 from tests import selection, support_matrix, training
 
 RESULTS = Path(__file__).parent / "results" / "support.json"
-#: Seconds that a plain run of all files was chosen to take.
+#: Seconds that a plain run of these files is chosen to take; a quick run tells whether they are too many.
 CHOSEN = pytest.StashKey[float]()
 
 
@@ -77,16 +77,13 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if item.get_closest_marker("clock"):
             item.add_marker(pytest.mark.flaky(reruns=1))
-    if config.getoption("--quick"):
-        _keep(config, items, _quick(items))
-        return
     chosen = any(config.getoption(option) for option in ("--all", "--record-support", "--add-support", "keyword"))
     if chosen or any("::" in argument for argument in config.args):
         return
     seconds, cases = selection.recorded(), [_case(item) for item in items]
     names = selection.choose(cases, seconds)
     config.stash[CHOSEN] = sum(selection.cost(case.test, seconds) for case in cases if case.name in names)
-    _keep(config, items, names)
+    _keep(config, items, _quick(items) if config.getoption("--quick") else names)
 
 
 def _keep(config, items, names):
@@ -124,7 +121,7 @@ def _case(item) -> selection.Case:
 
 def pytest_terminal_summary(terminalreporter, config):
     """What a plain run is expected to take; with `--axes` how many cases of each file show an axis or a pair."""
-    if CHOSEN in config.stash:
+    if CHOSEN in config.stash and not config.getoption("--quick"):
         terminalreporter.write_line(f"about {config.stash[CHOSEN]:.0f} s of work, half as long with two workers")
     if config.getoption("--axes"):
         terminalreporter.write_line("\n".join(selection.shown_axes(map(_case, terminalreporter._session.items))))

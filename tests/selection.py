@@ -29,7 +29,7 @@ from tests import distributed
 #: Seconds per case of each test, as `pytest -n 2 --dist loadfile --record-seconds` measured them on two cores.
 SECONDS = Path(__file__).parent / "results" / "seconds.json"
 #: What the cases of one test may take in a plain run, beyond its first and what shows the axes of its file.
-PER_TEST = 2.0
+PER_TEST = 1.5
 #: What all cases of a plain run may take together: 18 minutes of two workers on the machine of the measurements.
 PER_RUN = 2100.0
 #: A test of which one case takes longer runs under `--all` alone.
