@@ -66,6 +66,13 @@ def unread(spec: str | None, reader: str) -> tuple[list[float], list[float], int
         built.lm_head.register_full_backward_hook(lambda _, inner, outer: seen.append(outer[0].norm().item()))
     elif reader == "forward":
         built.lm_head.register_forward_hook(lambda _, args, output: seen.append(output.detach().norm().item()))
+    elif reader == "metric":
+
+        @torch.no_grad()
+        def norm(_, args, output):
+            seen.append(output.norm().item())
+
+        built.lm_head.register_forward_hook(norm)
     elif reader == "changes":
         built.lm_head.register_forward_hook(lambda _, args, output: output * 2 + 1)
     with unread_logits():
@@ -73,7 +80,7 @@ def unread(spec: str | None, reader: str) -> tuple[list[float], list[float], int
 
 
 @pytest.mark.parametrize("spec", ["dp_shard=1", "dp_shard=2"])
-@pytest.mark.parametrize("reader", ["nobody", "backward", "forward", "changes"])
+@pytest.mark.parametrize("reader", ["nobody", "backward", "forward", "metric", "changes"])
 def test_hooks_of_the_head(spec, reader):
     """By default, where a caller takes the loss alone: what hooks see and change is as of whole logits."""
     losses, seen, _ = run_alone(unread, None, reader)

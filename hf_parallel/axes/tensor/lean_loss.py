@@ -110,9 +110,10 @@ class LazyLogits(torch.Tensor):
     def plain(self) -> torch.Tensor:
         """As the model's own head makes them: a vocabulary that is cut over ranks stays so."""
         if self.made is None:
-            logits = self.source.plain()
-            for function in self.source.repeat:
-                logits = function(logits)
+            with torch.enable_grad():  # as in the forward pass: the loss may read after a metric under `no_grad` has
+                logits = self.source.plain()
+                for function in self.source.repeat:
+                    logits = function(logits)
             self.made = logits
         return self.made
 
