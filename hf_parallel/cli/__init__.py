@@ -1,6 +1,7 @@
 """`hf-parallel launch`: accelerate's launcher with the runner filled in. `hf-parallel doctor`: what a spec would do.
 
     hf-parallel check
+    hf-parallel prove --parallel tp=2,pp=2 train.py --output_dir out
     hf-parallel launch --num_processes 4 --parallel tp=2,pp=2 train.py --output_dir out
     hf-parallel doctor meta-llama/Llama-3.1-8B --parallel tp=2,pp=2
     hf-parallel plan meta-llama/Llama-3.1-8B --gpus 64 --gpu h100-80gb --global-batch 512
@@ -31,6 +32,7 @@ from hf_parallel.ask.spec import refuse
 from hf_parallel.cli import check as cli_check
 from hf_parallel.cli import export as cli_export
 from hf_parallel.cli import plan as cli_plan
+from hf_parallel.cli import prove as cli_prove
 from hf_parallel.cli import ray as cli_ray
 from hf_parallel.cli import recipe as cli_recipe
 from hf_parallel.cli import report as cli_report
@@ -62,6 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return cli_plan.plan(args)
     if args.command == "check":
         return cli_check.check_machines(args)
+    if args.command == "prove":
+        return cli_prove.prove(args)
     if args.command == "export":
         return cli_export.export(args)
     if args.command == "recipe":
@@ -119,6 +123,7 @@ def _top_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(metavar="COMMAND", title="commands", dest="command")
     commands.add_parser("launch", add_help=False, help="start a script on N processes (`hf-parallel launch --help`)")
     cli_check.add_arguments(commands.add_parser("check", help="try links, groups and numbers on this cluster"))
+    cli_prove.add_arguments(commands.add_parser("prove", help="prove a script's numbers under a layout, on CPUs"))
     _add_doctor(commands.add_parser("doctor", help="say what a spec would do to a model, and what stops it"))
     cli_plan.add_arguments(commands.add_parser("plan", help="rank the layouts of a model, draw the timeline of one"))
     cli_export.add_arguments(commands.add_parser("export", help="write the model of a checkpoint as a Hub folder"))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -104,16 +104,24 @@ _OF_FILES = (
 )
 
 
-def small_sizes(config: PretrainedConfig, keep: Sequence[str] = ()) -> dict[str, Any]:
+class Layout(NamedTuple):
+    """Numbers that a tiny model must divide by where the large one does: ranks that share heads, and stages."""
+
+    ranks: int = 1
+    stages: int = 1
+
+
+def small_sizes(config: PretrainedConfig, keep: Sequence[str] = (), layout: Layout = Layout()) -> dict[str, Any]:
     """What changes in a config, by name, for a tiny model of the same kind; sizes named in `keep` stay."""
     as_dict = config.to_dict()
     changes: dict[str, Any] = {}
     layers = next((as_dict[key] for key in ("num_hidden_layers", "n_layer", "n_layers") if as_dict.get(key)), 0)
+    count = _small_count(layers, layout.stages) if isinstance(layers, int) else 4
     for key, value in as_dict.items():
         part = getattr(type(config), "sub_configs", {}).get(key) and getattr(config, key, None)
         if hasattr(part, "to_diff_dict"):
             named = hasattr(type(config).sub_configs[key], "for_model")  # AutoConfig reads the kind of the part
-            changes[key] = small_values(part, keep)
+            changes[key] = small_values(part, keep, layout)
             if named:
                 changes[key]["model_type"] = getattr(part, "model_type", None)
         elif key in keep or ("vocab_size" in keep and re.fullmatch(_IDS, key)):
@@ -126,14 +134,16 @@ def small_sizes(config: PretrainedConfig, keep: Sequence[str] = ()) -> dict[str,
             changes[key] = _small(RULES, key, value)
         elif isinstance(value, float):
             changes[key] = _small(FLOATS, key, value)
-        elif isinstance(value, list) and isinstance(layers, int) and len(value) == layers > 4:
+        elif isinstance(value, list) and isinstance(layers, int) and len(value) == layers > count:
             kinds = list(dict.fromkeys(map(str, value)))
-            changes[key] = value[:4] if set(map(str, value[:4])) == set(kinds) else (value[:3] + [value[-1]])
-        elif key == "per_layer_config" and isinstance(value, dict) and isinstance(layers, int) and layers > 4:
-            last = max(value, key=int)  # of the kind that the last of four layers is
-            changes[key] = {3: {name: _small(RULES, name, size) for name, size in value[last].items()}}
+            some = value[:count]
+            changes[key] = some if set(map(str, some)) == set(kinds) else (value[: count - 1] + [value[-1]])
+        elif key == "per_layer_config" and isinstance(value, dict) and isinstance(layers, int) and layers > count:
+            last = max(value, key=int)  # of the kind that the last of the few layers is
+            changes[key] = {count - 1: {name: _small(RULES, name, size) for name, size in value[last].items()}}
         elif isinstance(value, dict) and "mrope_section" in value:
             changes[key] = {**value, "mrope_section": [2, 3, 3]}
+    changes = _fitted(as_dict, changes, layout, count)
     changes = {key: value for key, value in changes.items() if value != as_dict.get(key)}
     if as_dict.get("kv_lora_rank"):
         changes["num_key_value_heads"] = 4
@@ -145,14 +155,58 @@ def small_sizes(config: PretrainedConfig, keep: Sequence[str] = ()) -> dict[str,
     return {**changes, **fitting}
 
 
-def small_values(config: PretrainedConfig, keep: Sequence[str] = ()) -> dict[str, Any]:
+def _small_count(layers: int, stages: int) -> int:
+    """Four layers, or what fills all stages; one more where the large model's do not divide either."""
+    if layers <= 4 or stages == 1:
+        return min(layers, 4)
+    return min(layers, stages * -(-4 // stages) + bool(layers % stages))
+
+
+_LAYERS = r"num_hidden_layers|n_layers?|num_layers|num_blocks"
+_QUERY_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
+_KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
+
+
+def _fitted(as_dict: dict[str, Any], changes: dict[str, Any], layout: Layout, layers: int) -> dict[str, Any]:
+    """The small sizes with as many layers and heads as a layout can cut, where it can cut the large model's."""
+    if layout == Layout():
+        return changes
+    fitted = {key: layers if re.fullmatch(_LAYERS, key) else value for key, value in changes.items()}
+    query = next((key for key in _QUERY_HEADS if isinstance(as_dict.get(key), int) and key in changes), None)
+    if query is None or layout.ranks == 1 or as_dict[query] % layout.ranks:
+        return fitted
+    key_heads = next((key for key in _KEY_HEADS if isinstance(as_dict.get(key), int) and key in changes), None)
+    if key_heads is None or as_dict[key_heads] == as_dict[query]:
+        heads = kept = max(4, layout.ranks)
+    else:
+        large = as_dict[key_heads]
+        kept = max(2, layout.ranks) if large % layout.ranks == 0 else large
+        share = as_dict[query] // large
+        heads = kept * next(factor for factor in range(2, share + 1) if share % factor == 0)
+    for key, value in fitted.items():
+        if key == key_heads:
+            fitted[key] = kept
+        elif isinstance(value, int) and key == query:
+            fitted[key] = heads
+        elif isinstance(value, int) and value in (64, 128) and _is_width(key):
+            fitted[key] = value * heads // 4
+    return fitted
+
+
+def _is_width(key: str) -> bool:
+    """Does this size grow with the number of heads?"""
+    rules = [small for pattern, small in RULES if re.fullmatch(pattern, key)]
+    return bool(rules) and rules[0] in (64, 128) and not re.fullmatch(r".*(position|length|ctx|seq_len|expert).*", key)
+
+
+def small_values(config: PretrainedConfig, keep: Sequence[str] = (), layout: Layout = Layout()) -> dict[str, Any]:
     """All values of a tiny model's config: those that differ from the class's own, and the small sizes."""
     own = {key: value for key, value in config.to_diff_dict().items() if key not in _OF_FILES}
     rotation = own.get("rope_parameters") or own.get("rope_scaling")
     if isinstance(rotation, dict) and "mrope_section" not in rotation and "rope_type" in rotation:
         own.pop("rope_scaling", None)  # stretched rotations have factors for each width of a head
         own["rope_parameters"] = {"rope_type": "default", "rope_theta": rotation.get("rope_theta", 1e4)}
-    return {**own, **small_sizes(config, keep)}
+    return {**own, **small_sizes(config, keep, layout)}
 
 
 def _small(rules: tuple, key: str, value: Any) -> Any:

@@ -1,0 +1,89 @@
+"""prove.json: what was proved, with which versions; and the line about it at the start of the real run."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from hf_parallel.version import VERSION
+
+FILE = "prove.json"
+_LIBRARIES = ("torch", "transformers", "accelerate", "peft", "trl")
+
+
+def versions() -> dict[str, str]:
+    """Of the libraries that training depends on, as far as they are installed."""
+    found = {"hf_parallel": VERSION}
+    for name in _LIBRARIES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def hash_of_script(script: str) -> str:
+    """Of the file's contents; of a module's or model's name where there is no file."""
+    path = Path(script)
+    return hashlib.sha256(path.read_bytes() if path.is_file() else script.encode()).hexdigest()[:16]
+
+
+def write(file: Path, script: str, spec: str, facts: Mapping[str, Any]) -> None:
+    """Add a proof to the file, in the place of a former one of this script and layout."""
+    proof = {
+        "script": script,
+        "script_hash": hash_of_script(script),
+        "spec": spec,
+        "date": date.today().isoformat(),
+        "versions": versions(),
+        "commit": _commit(script),
+        **facts,
+    }
+    kept = [one for one in _read(file) if (one["script"], one["spec"]) != (script, spec)]
+    file.write_text(json.dumps({"proofs": [*kept, proof]}, indent=2) + "\n")
+
+
+def line_about(script: str, spec: str, file: Path | None = None) -> str | None:
+    """What the start of a run says about its proof; None where there is none, or the script has changed since."""
+    hashed = hash_of_script(script) if Path(script).is_file() else None
+    for proof in _read(file or Path(FILE)):
+        if proof.get("script_hash") != hashed or proof.get("spec") != spec:
+            continue
+        if not proof.get("proved"):
+            return f"{FILE} of {proof['date']} found differences from one process under this layout"
+        then, now = proof["versions"], versions()
+        other = [f"{name} {then[name]}" for name in then if then[name] != now.get(name)]
+        if other:
+            return f"proved on {proof['date']} for this layout with other versions ({', '.join(other)})"
+        return f"proved on {proof['date']} for this layout"
+    return None
+
+
+def _read(file: Path) -> list[dict[str, Any]]:
+    try:
+        return json.loads(file.read_text())["proofs"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+
+
+def _commit(script: str) -> str | None:
+    folder = Path(script).resolve().parent if Path(script).exists() else Path.cwd()
+    try:
+        done = subprocess.run(
+            ["git", "rev-parse", "HEAD"], cwd=folder, capture_output=True, text=True, timeout=5, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None
+
+
+def script_of_this_process() -> str:
+    """The script that Python was told to run."""
+    return sys.argv[0]

@@ -1,0 +1,219 @@
+"""Every number of a layout beside that of one process, within what rounding does to it."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from hf_parallel.prove.record import Record, Sample, sample_of
+
+#: How many times what rounding did once, it may do at most.
+TIMES = 10.0
+#: Relative differences that are rounding whatever one run showed: some tens of units in the last place.
+FLOOR = 64 * torch.finfo(torch.float32).eps
+
+
+@dataclass
+class Difference:
+    """One number that is not one process's.
+
+    Attributes:
+        what: such as "loss", "gradient of model.norm.weight".
+        step: of the optimizer, from 1; 0 where a number belongs to none.
+        ours: under the layout; `theirs`: in one process.
+        off: the relative difference; `allowed`: what rounding may do.
+    """
+
+    kind: str
+    what: str
+    step: int
+    ours: float
+    theirs: float
+    off: float
+    allowed: float
+    rank: int = 0
+
+    def __str__(self) -> str:
+        when = f" of step {self.step}" if self.step else ""
+        bound = f"off by {self.off:.1e}, rounding does {self.allowed:.0e} at most"
+        return f"{self.what}{when}: {self.ours:.7g} on rank {self.rank}, one process {self.theirs:.7g} ({bound})"
+
+
+@dataclass
+class Compared:
+    """What was compared.
+
+    Attributes:
+        worst: by kind of number, the largest difference as a share of what is allowed.
+        counts: by kind of number, how many were compared.
+    """
+
+    differences: list[Difference]
+    worst: dict[str, float]
+    counts: dict[str, int]
+
+    def to_dict(self) -> dict[str, object]:
+        """JSON-ready."""
+        return {"worst": self.worst, "counts": self.counts, "differences": [asdict(one) for one in self.differences]}
+
+
+class Comparison:
+    """Compare the records of a layout with those of one process and of one whose rounding differs."""
+
+    def __init__(self, ranks: Sequence[Record], alone: Record, disturbed: Record) -> None:
+        self.ranks, self.alone, self.disturbed = ranks, alone, disturbed
+        self.differences: list[Difference] = []
+        self.worst: dict[str, float] = {}
+        self.counts: Counter[str] = Counter()
+
+    def compare(self, folders: tuple[Path, Path, Path] | None = None) -> Compared:
+        """Compare all numbers; `folders` hold what the three runs saved, in the order of the records."""
+        self._logs()
+        self._losses()
+        self._gradients()
+        self._samples("weight", [rank.weights for rank in self.ranks], self.alone.weights, self.disturbed.weights)
+        self._examples()
+        self._predictions()
+        if folders is not None:
+            self._saved(*folders)
+        return Compared(self.differences, self.worst, dict(self.counts))
+
+    # ---- kinds of numbers ------------------------------------------------------------------------------------
+
+    def _logs(self) -> None:
+        ranks = self.ranks if not self.alone.losses else self.ranks[:1]  # a loop logs where it pleases
+        for record in ranks:
+            if len(record.logs) != len(self.alone.logs) and record.rank == 0:
+                self._missing("log", "number of logs", len(record.logs), len(self.alone.logs))
+            spread = self._spread_of_logs()
+            for index, (ours, theirs) in enumerate(zip(record.logs, self.alone.logs, strict=False)):
+                step = sum("loss" in log for log in self.alone.logs[: index + 1])
+                for key in sorted(ours.keys() ^ theirs.keys()):
+                    self._missing("log", f"{key} in log {index}", key in ours, key in theirs, step, record.rank)
+                for key in ours.keys() & theirs.keys():
+                    kind = "gradient norm" if "grad_norm" in key else "loss" if key == "loss" else "metric"
+                    self._number(kind, key, step, ours[key], theirs[key], spread.get(key, 0.0), record.rank)
+
+    def _spread_of_logs(self) -> dict[str, float]:
+        spread: dict[str, float] = {}
+        for one, other in zip(self.alone.logs, self.disturbed.logs, strict=False):
+            for key in one.keys() & other.keys():
+                spread[key] = max(spread.get(key, 0.0), _relative(one[key], other[key]))
+        return spread
+
+    def _losses(self) -> None:
+        """A data rank's loss is that of its own examples: the mean over data ranks is one process's."""
+        by_data_rank = {record.data_rank: record.losses for record in self.ranks}
+        spread = max(map(_relative, self.alone.losses, self.disturbed.losses), default=0.0)
+        means = [sum(losses) / len(losses) for losses in zip(*by_data_rank.values(), strict=False)]
+        if len(means) != len(self.alone.losses):
+            self._missing("loss", "number of losses", len(means), len(self.alone.losses))
+        for index, (ours, theirs) in enumerate(zip(means, self.alone.losses, strict=False)):
+            self._number("loss", f"loss {index + 1}", 0, ours, theirs, spread, 0)
+
+    def _gradients(self) -> None:
+        for index, (theirs, noisy) in enumerate(zip(self.alone.steps, self.disturbed.steps, strict=False)):
+            ours = [rank.steps[index].gradients if index < len(rank.steps) else {} for rank in self.ranks]
+            self._samples("gradient", ours, theirs.gradients, noisy.gradients, index + 1)
+
+    def _samples(
+        self, kind: str, ours: list[dict[str, Sample]], theirs: dict[str, Sample], noisy: dict, step: int = 0
+    ) -> None:
+        spreads = {name: _off(noisy[name], sample) for name, sample in theirs.items() if name in noisy}
+        usual = sorted(spreads.values())[len(spreads) // 2] if spreads else 0.0
+        names = set(theirs).union(*ours)
+        present = set().union(*ours)
+        for name in sorted(names):
+            if (name in present) != (name in theirs):
+                self._missing(kind, f"{kind} of {name}", name in present, name in theirs, step)
+                continue
+            for rank, samples in zip(self.ranks, ours, strict=True):
+                if name in samples:
+                    a, b = samples[name], theirs[name]
+                    allowed = max(FLOOR, TIMES * max(spreads.get(name, 0.0), usual))
+                    self._judge(kind, f"{kind} of {name}", step, a.norm, b.norm, _off(a, b), allowed, rank.rank)
+
+    def _examples(self) -> None:
+        """All examples that one process trains on, by some rank; none by two data ranks that another lacks."""
+        theirs = set(self.alone.examples)
+        ours = set().union(*(rank.examples for rank in self.ranks))
+        self.counts["example"] += len(theirs)
+        if theirs and ours and (ours != theirs):
+            missing, extra = len(theirs - ours), len(ours - theirs)
+            self._missing("example", f"examples ({missing} not seen, {extra} not one process's)", len(ours), len(theirs))
+
+    def _predictions(self) -> None:
+        for index, (theirs, noisy) in enumerate(
+            itertools.zip_longest(self.alone.predictions, self.disturbed.predictions)
+        ):
+            spread = _off_tensors(noisy, theirs)
+            for record in self.ranks:
+                ours = record.predictions[index] if index < len(record.predictions) else None
+                if ours is None and record.rank == 0:
+                    self._missing("prediction", f"prediction {index}", 0, 1)
+                elif ours is not None:
+                    allowed = max(FLOOR, TIMES * spread)
+                    off = _off_tensors(ours, theirs)
+                    what = f"prediction {index} of shape {tuple(ours.shape)}"
+                    self._judge("prediction", what, 0, float(ours.norm()), float(theirs.norm()), off, allowed, record.rank)
+
+    def _saved(self, ours: Path, theirs: Path, noisy: Path) -> None:
+        """Keys, shapes and values of all safetensors files that the one process wrote."""
+        for file in sorted(folder for folder in {path.parent for path in theirs.rglob("*.safetensors")}):
+            name = file.relative_to(theirs)
+            tensors = [_saved_tensors(root / name) for root in (ours, theirs, noisy)]
+            self._samples("saved weight", [tensors[0], *({} for _ in self.ranks[1:])], tensors[1], tensors[2])
+
+    # ---- judging ---------------------------------------------------------------------------------------------
+
+    def _number(self, kind: str, what: str, step: int, ours: float, theirs: float, spread: float, rank: int) -> None:
+        allowed = max(FLOOR, TIMES * spread)
+        self._judge(kind, what, step, ours, theirs, _relative(theirs, ours), allowed, rank)
+
+    def _judge(
+        self, kind: str, what: str, step: int, ours: float, theirs: float, off: float, allowed: float, rank: int
+    ) -> None:
+        self.counts[kind] += 1
+        self.worst[kind] = max(self.worst.get(kind, 0.0), off / allowed)
+        if not off <= allowed:
+            self.differences.append(Difference(kind, what, step, ours, theirs, off, allowed, rank))
+
+    def _missing(self, kind: str, what: str, ours: float, theirs: float, step: int = 0, rank: int = 0) -> None:
+        self.counts[kind] += 1
+        self.worst[kind] = math.inf
+        self.differences.append(Difference(kind, what, step, float(ours), float(theirs), math.inf, 0.0, rank))
+
+
+def _relative(one: float, other: float) -> float:
+    if one == other or (math.isnan(one) and math.isnan(other)):
+        return 0.0
+    off = abs(one - other) / max(abs(one), 1e-12)
+    return off if math.isfinite(off) else math.inf
+
+
+def _off(ours: Sample, theirs: Sample) -> float:
+    """The norm of the difference relative to the norm, of the sampled elements and of all of them."""
+    if ours.shape != theirs.shape:
+        return math.inf
+    return max(_off_tensors(ours.values, theirs.values), _relative(theirs.norm, ours.norm) if theirs.norm else 0.0)
+
+
+def _off_tensors(ours: torch.Tensor | None, theirs: torch.Tensor) -> float:
+    if ours is None or ours.shape != theirs.shape:
+        return math.inf
+    same = torch.isclose(ours, theirs, rtol=0, atol=0, equal_nan=True)
+    off = float(torch.where(same, 0.0, ours.double() - theirs.double()).norm())
+    size = float(theirs.double().nan_to_num().norm())
+    return 0.0 if off == 0 else off / size if size and math.isfinite(off) else math.inf
+
+
+def _saved_tensors(folder: Path) -> dict[str, Sample]:
+    files: Iterable[Path] = sorted(folder.glob("*.safetensors"))
+    return {name: sample_of(tensor) for file in files for name, tensor in load_file(file).items()}

@@ -1,0 +1,140 @@
+"""The first module where a layout and one process part, and the kind of error that the numbers look like."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from hf_parallel.prove.compare import FLOOR, TIMES, Compared, Difference
+from hf_parallel.prove.record import Record, Step
+
+#: Share of the tokens of a module that must be missing before it counts as another one.
+_FEW = 0.002
+
+
+@dataclass
+class Place:
+    """Where two runs part.
+
+    Attributes:
+        module: its name in the model.
+        direction: "forward" or "backward".
+        step: of the optimizer, from 1.
+        ranks: whose tokens are not those of one process; all of them if nobody's stand out.
+        words: one line that says it.
+    """
+
+    module: str
+    direction: str
+    step: int
+    ranks: list[int]
+    words: str
+
+
+def first_place(ranks: Sequence[Record], alone: Record, disturbed: Record, compared: Compared) -> Place | None:
+    """The first module, in the order of the computation, whose tokens or gradients are not those of one process."""
+    steps = [one.step for one in compared.differences if one.step]
+    last = min(steps, default=len(alone.steps))
+    for index in range(min(last, len(alone.steps), len(disturbed.steps))):
+        ours = [rank.steps[index] for rank in ranks if index < len(rank.steps)]
+        found = _forward(ours, alone.steps[index], disturbed.steps[index], index + 1)
+        found = found or _backward(alone.steps[index], compared.differences, index + 1)
+        if found is not None:
+            return found
+    return None
+
+
+def _forward(ours: list[Step], theirs: Step, noisy: Step, step: int) -> Place | None:
+    for module, tokens in theirs.tokens.items():
+        parts = {
+            rank: own.tokens[module]
+            for rank, own in enumerate(ours)
+            if module in own.tokens and own.width[module] == theirs.width[module]
+        }
+        if not parts or module not in noisy.tokens or noisy.tokens[module].shape != tokens.shape:
+            continue
+        scale = tokens.square().mean(0).sqrt().clamp_min(1e-30)
+        allowed = max(FLOOR, TIMES * float(((noisy.tokens[module] - tokens) / scale).abs().max()))
+        lost = _unlike(tokens / scale, torch.cat(list(parts.values())) / scale, allowed)
+        if float(lost.float().mean()) > _FEW:
+            strange = {rank: float(_unlike(part / scale, tokens / scale, allowed).float().mean()) for rank, part in parts.items()}
+            most = max(strange.values())
+            who = [rank for rank, share in strange.items() if share > most / 2] if most > 0 else sorted(parts)
+            size, count = len(lost), int(lost.sum())
+            words = f"the outputs of {module} in step {step}: {count} of {size} tokens are not those of one process"
+            return Place(module, "forward", step, who, f"{words} (ranks {', '.join(map(str, who))})")
+    return None
+
+
+def _unlike(tokens: torch.Tensor, others: torch.Tensor, allowed: float) -> torch.Tensor:
+    """Which tokens have no like among the others."""
+    order = torch.argsort(others[:, 0])
+    first = others[order, 0].contiguous()
+    found = torch.zeros(len(tokens), dtype=torch.bool)
+    low = torch.searchsorted(first, (tokens[:, 0] - allowed).contiguous())
+    high = torch.searchsorted(first, (tokens[:, 0] + allowed).contiguous(), right=True)
+    for index, (begin, end) in enumerate(zip(low.tolist(), high.tolist(), strict=True)):
+        near = others[order[begin:end], 1]
+        found[index] = bool(((near - tokens[index, 1]).abs() <= allowed).any())
+    return ~found
+
+
+def _backward(theirs: Step, differences: list[Difference], step: int) -> Place | None:
+    """Of the parameters with other gradients the one that the backward pass comes to first."""
+    names = {one.what.removeprefix("gradient of "): one for one in differences if one.kind == "gradient" and one.step == step}
+    called = list(theirs.tokens)
+    order = {name: number for number, name in enumerate(called)}
+    known = [(order.get(name.rpartition(".")[0], -1), name) for name in names]
+    if not known:
+        return None
+    _, name = max(known)
+    module, ranks = name.rpartition(".")[0], sorted({one.rank for one in names.values()})
+    share = f"{len(names)} of {len(theirs.gradients)} gradients differ"
+    words = f"the backward pass in step {step}: {share}, the first to be computed is that of {name}"
+    return Place(module, "backward", step, ranks, words)
+
+
+def suspected(compared: Compared, ranks: Sequence[Record], alone: Record, data_ranks: int) -> str:
+    """The kind of error that the differences look like, and what to do; empty where they look like none known."""
+    differences = compared.differences
+    if any(one.kind == "example" for one in differences):
+        return "data ranks read other examples than one process does: a sampler or a data set that each rank cuts itself"
+    missing = [one for one in differences if one.kind == "gradient" and one.off == math.inf and one.ours == 0]
+    if missing:
+        return f"{len(missing)} parameters have no gradient under the layout: a part of the model that no rank reaches"
+    factor = _common_factor([one for one in differences if one.kind == "gradient" and one.step == 1], alone)
+    if factor is not None:
+        return _of_factor(factor, data_ranks)
+    losses = [one for one in differences if one.kind == "loss" and one.theirs]
+    if losses and losses[0].step == 1 and data_ranks > 1 and losses[0].off < 0.1:
+        return "a mean of means: the loss is a mean over examples or tokens of a rank, and ranks have unequal numbers"
+    kinds = {one.kind for one in differences}
+    if kinds <= {"saved weight"}:
+        return "training is right and the saved files are not: look at what the script saves, and on which rank"
+    if kinds <= {"metric", "prediction"}:
+        return "training is right and the evaluation is not: a metric that a rank computes from its own examples"
+    if kinds <= {"weight", "saved weight"}:
+        return "gradients are right and weights are not: the optimizer, its clipping or its parameter groups"
+    return ""
+
+
+def _common_factor(differences: list[Difference], alone: Record) -> float | None:
+    """The factor between all gradients, if it is one."""
+    factors = [one.ours / one.theirs for one in differences if one.theirs > 0 and math.isfinite(one.off)]
+    count = len(alone.steps[0].gradients) if alone.steps else 0
+    if not factors or len(factors) < 0.8 * count:
+        return None
+    middle = sorted(factors)[len(factors) // 2]
+    close = sum(abs(factor / middle - 1) < 1e-3 for factor in factors)
+    return middle if close > 0.9 * len(factors) and abs(middle - 1) > 1e-3 else None
+
+
+def _of_factor(factor: float, data_ranks: int) -> str:
+    if data_ranks > 1 and abs(factor * data_ranks - 1) < 1e-2:
+        return f"all gradients are 1/{data_ranks} of one process's: the loss is a sum, which data ranks average"
+    if data_ranks > 1 and abs(factor / data_ranks - 1) < 1e-2:
+        return f"all gradients are {data_ranks} times one process's: a loss counted once per data rank"
+    return f"all gradients are {factor:.4g} times one process's: a factor in the loss that depends on the ranks"

@@ -1,0 +1,62 @@
+"""What rounding may do to a run: sums in another order, and weights off by one unit in the last place.
+
+The tolerance of every comparison comes from a run in one process under both.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_aten = torch.ops.aten
+
+
+class SumsInAnotherOrder(TorchDispatchMode):
+    """Compute each matrix product as two sums over halves of the inner dim, forward and backward; norms in thirds."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in (_aten.mm.default, _aten.bmm.default) and _is_plain(*args):
+            return _halves(func, *args)
+        if func is _aten.addmm.default and not kwargs and _is_plain(*args):
+            bias, left, right = args
+            return _halves(_aten.mm.default, left, right) + bias
+        if func is _aten.linalg_vector_norm.default and _is_norm_2(args, kwargs) and _is_plain(args[0]):
+            return _norm_of_parts(args[0])
+        if func is _aten._foreach_norm.Scalar and _is_norm_2(args, kwargs) and _is_plain(*args[0]):
+            return [_norm_of_parts(tensor) for tensor in args[0]]
+        return func(*args, **kwargs)
+
+
+def _is_plain(*tensors: Any) -> bool:
+    return all(type(tensor) is torch.Tensor and tensor.is_floating_point() for tensor in tensors)
+
+
+def _is_norm_2(args: tuple, kwargs: dict[str, Any]) -> bool:
+    return not kwargs and args[1:] in ((), (2,), (2.0,))
+
+
+def _halves(product: Any, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    half = left.shape[-1] // 2
+    if half == 0:
+        return product(left, right)
+    return product(left[..., :half], right[..., :half, :]) + product(left[..., half:], right[..., half:, :])
+
+
+def _norm_of_parts(tensor: torch.Tensor) -> torch.Tensor:
+    parts = tensor.flatten().tensor_split(3)
+    return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(part) for part in parts]))
+
+
+@torch.no_grad()
+def disturb_weights(model: nn.Module, seed: int = 1) -> None:
+    """Move every weight to the next number of its dtype, up or down at random."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        if parameter.is_floating_point() and parameter.device.type != "meta":
+            up = torch.rand(parameter.shape, generator=generator).to(parameter.device) < 0.5
+            ends = torch.where(up, torch.inf, -torch.inf).to(parameter.dtype)
+            parameter.copy_(torch.nextafter(parameter, ends))

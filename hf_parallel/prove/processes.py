@@ -1,0 +1,158 @@
+"""Fork the processes of a run, wait for all, and tell which one failed first."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+#: Seconds that the other processes get to name their own reason after one has failed.
+GRACE_S = 3.0
+_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "HF_PARALLEL")
+
+
+@dataclass
+class Failure:
+    """Why a process ended. `refused`: a message for people says it all."""
+
+    who: str
+    message: str
+    traceback: str = ""
+    refused: bool = False
+    when: float = 0.0
+
+
+class ForkedRun:
+    """Some processes that run a function each; their output goes to files in `folder`.
+
+    Args:
+        work: called in each process with its number.
+        world: how many; 0 is one process without a launcher's variables.
+    """
+
+    def __init__(self, name: str, folder: Path, work: Callable[[int], None], world: int) -> None:
+        self.name, self.folder, self.failure = name, folder, None
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        self.seconds, self._begin = 0.0, time.monotonic()
+        port = _free_port()
+        self._pids = {_fork(folder, work, number, world, port): number for number in range(max(1, world))}
+
+    def wait(self, limit_s: float) -> Failure | None:
+        """Wait for all processes; end the rest soon after the first has failed. Returns the first failure."""
+        deadline, bad = self._begin + limit_s, False
+        while self._pids and time.monotonic() < deadline:
+            pid, status = self._reap()
+            if pid == 0:
+                time.sleep(0.02)
+            elif status != 0 and not bad:
+                bad, deadline = True, min(deadline, time.monotonic() + GRACE_S)
+        stands = bool(self._pids) and not bad
+        for pid in self._pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        self._pids = {}
+        self.seconds = time.monotonic() - self._begin
+        return self._first_failure(bad, stands, limit_s)
+
+    def _reap(self) -> tuple[int, int]:
+        for pid in list(self._pids):
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                del self._pids[pid]
+                return pid, status
+        return 0, 0
+
+    def _first_failure(self, bad: bool, stands: bool, limit_s: float) -> Failure | None:
+        found = [Failure(**json.loads(path.read_text())) for path in self.folder.glob("failure-*.json")]
+        if found:
+            return min(found, key=lambda failure: (not failure.refused, _lost_a_peer(failure), failure.when))
+        if stands:
+            return Failure(self.name, f"was not done after {limit_s:.0f} s; --limit allows more")
+        return Failure(self.name, "a process was killed, or left with an exit code of its own") if bad else None
+
+    def tail(self, lines: int = 15) -> str:
+        """The end of what the first process said."""
+        said = self.folder / "said-0.txt"
+        return "\n".join(said.read_text(errors="replace").splitlines()[-lines:]) if said.exists() else ""
+
+
+def _lost_a_peer(failure: Failure) -> bool:
+    return any(words in failure.message for words in ("closed by peer", "reset by peer", "Broken pipe", "Socket Timeout"))
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _fork(folder: Path, work: Callable[[int], None], number: int, world: int, port: int) -> int:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid == 0:
+        _be(folder, work, number, world, port)
+    return pid
+
+
+def _be(folder: Path, work: Callable[[int], None], number: int, world: int, port: int) -> NoReturn:
+    code = 1
+    try:
+        for name in _LAUNCHER:
+            os.environ.pop(name, None)
+        if world:
+            os.environ.update(_launched(number, world, port))
+        with _said_to(folder / f"said-{number}.txt"):
+            try:
+                work(number)
+                atexit._run_exitfuncs()  # process groups end here, as at the end of a script
+                code = 0
+            except BaseException as error:
+                _write_failure(folder, number, error)
+    finally:
+        os._exit(code)
+
+
+def _launched(number: int, world: int, port: int) -> dict[str, str]:
+    here = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    if any(name == "lo" for _, name in socket.if_nameindex()):
+        here["GLOO_SOCKET_IFNAME"] = "lo"
+    rank = {"RANK": str(number), "LOCAL_RANK": str(number)}
+    return {**here, **rank, "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
+
+
+@contextlib.contextmanager
+def _said_to(path: Path) -> Iterator[None]:
+    """Everything that this process prints goes to a file."""
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    yield
+    sys.stdout.flush()
+    sys.stderr.flush()
+
+
+def _write_failure(folder: Path, number: int, error: BaseException) -> None:
+    from hf_parallel.ask.spec import SpecError
+
+    text = "".join(traceback.format_exception(error))
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, SpecError):
+        cause = cause.__cause__
+    message = str(cause) if cause is not None else f"{type(error).__name__}: {error}"
+    values = {"who": f"rank {number}", "message": message, "traceback": text, "refused": cause is not None}
+    (folder / f"failure-{number}.json").write_text(json.dumps({**values, "when": time.monotonic()}))
+    print(text, file=sys.stderr)

@@ -1,0 +1,181 @@
+"""A run writes down its numbers: what it logs, gradients and weights by parameter, tokens by module, examples seen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_parallel.apply.whole import full_tensor
+
+#: Elements of a tensor that a record keeps; of a larger one as many, evenly spaced, and the norm of all.
+SAMPLE = 1 << 16
+#: Parts of the names of logged numbers that depend on time, or count processes.
+NOT_COMPARED = ("runtime", "per_second", "total_flos", "step_time", "perf/", "num_tokens", "_time")
+
+
+@dataclass
+class Sample:
+    """A tensor in short: its shape, the norm of all elements, and up to `SAMPLE` of them."""
+
+    shape: list[int]
+    norm: float
+    values: torch.Tensor
+
+
+@dataclass
+class Step:
+    """One optimizer step.
+
+    Attributes:
+        gradients: by name of the parameter, as the optimizer reads them.
+        tokens: by name of the module, in the order of the calls: two numbers per token of its output, [tokens, 2].
+        width: by name of the module, the size of the last dim of its output.
+    """
+
+    gradients: dict[str, Sample] = field(default_factory=dict)
+    tokens: dict[str, torch.Tensor] = field(default_factory=dict)
+    width: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass
+class Record:
+    """All that one process of a run has seen.
+
+    Attributes:
+        place: the coordinates of this rank by axis.
+        logs: what the script logs, numbers only.
+        losses: what a hand-written loop hands to `Accelerator.backward`.
+        examples: indices that data loaders read, in order.
+        predictions: what evaluations and predictions give back.
+        facts: of the model and the script, for the certificate.
+        notes: what was changed to make the run small.
+    """
+
+    rank: int = 0
+    data_rank: int = 0
+    place: dict[str, int] = field(default_factory=dict)
+    logs: list[dict[str, float]] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
+    weights: dict[str, Sample] = field(default_factory=dict)
+    examples: list[int] = field(default_factory=list)
+    predictions: list[torch.Tensor] = field(default_factory=list)
+    facts: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def write(self, path: Path) -> None:
+        """Write the record; `read` reads it in another process."""
+        torch.save(asdict(self), path)
+
+    @classmethod
+    def read(cls, path: Path) -> Record:
+        """Read the record of another process."""
+        values: dict[str, Any] = torch.load(path, weights_only=True)
+        values["steps"] = [
+            Step(_samples(step["gradients"]), step["tokens"], step["width"]) for step in values["steps"]
+        ]
+        return cls(**{**values, "weights": _samples(values["weights"])})
+
+    def log(self, values: Mapping[str, Any]) -> None:
+        """Keep the numbers of one call of `log` that do not depend on time."""
+        kept = {
+            key: float(value)
+            for key, value in values.items()
+            if isinstance(value, (int, float, torch.Tensor)) and not any(part in key for part in NOT_COMPARED)
+        }
+        if kept:
+            self.logs.append(kept)
+
+    def note(self, text: str) -> None:
+        """Add a note, once."""
+        if text not in self.notes:
+            self.notes.append(text)
+
+
+def _samples(values: dict[str, dict[str, Any]]) -> dict[str, Sample]:
+    return {name: Sample(**value) for name, value in values.items()}
+
+
+@torch.no_grad()
+def sample_of(tensor: torch.Tensor) -> Sample:
+    """A sample of a whole tensor."""
+    values = tensor.detach().float().cpu().flatten()
+    stride = max(1, -(-values.numel() // SAMPLE))
+    return Sample(list(tensor.shape), float(torch.linalg.vector_norm(values)), values[::stride].clone())
+
+
+@torch.no_grad()
+def whole_gradients(model: nn.Module) -> dict[str, Sample]:
+    """Samples of the gradients of all parameters that this process has a part of. Collective under a layout."""
+    named = [(name, p.grad) for name, p in model.named_parameters() if p.grad is not None]
+    return {plain_name(name): sample_of(full_tensor(gradient)) for name, gradient in named}
+
+
+@torch.no_grad()
+def whole_weights(model: nn.Module) -> dict[str, Sample]:
+    """Samples of all trained parameters that this process has a part of. Collective under a layout."""
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    return {plain_name(name): sample_of(full_tensor(parameter)) for name, parameter in named}
+
+
+def plain_name(name: str) -> str:
+    """The name of a parameter or module without what wrappers put into it."""
+    return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "").removeprefix("module.")
+
+
+class TokenWatch:
+    """Hooks on all modules that write two numbers per token of their outputs into the current step.
+
+    The numbers are the squared norm of the token and its product with a fixed vector. They depend neither on the batch
+    that a token came in nor on the rank, so that tokens of a layout are found among those of one process.
+
+    Args:
+        step: gives the step that is being computed.
+    """
+
+    def __init__(self, model: nn.Module, step: Callable[[], Step]) -> None:
+        self.step = step
+        self._kept: torch.Tensor | None = None
+        self._directions: dict[int, torch.Tensor] = {}
+        for name, module in model.named_modules():
+            if name and not isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Dropout)):
+                module.register_forward_hook(self._hook(plain_name(name)))
+
+    def keep_only(self, mask: torch.Tensor | None) -> None:
+        """Leave out the tokens that a batch pads with; `mask` is [examples, tokens]."""
+        self._kept = mask
+
+    def _hook(self, name: str) -> Callable[..., None]:
+        def note(module: nn.Module, args: Any, output: Any) -> None:
+            tensor = output if isinstance(output, torch.Tensor) else _first_tensor(output)
+            if torch.is_grad_enabled() and tensor is not None and tensor.ndim >= 2 and tensor.is_floating_point():
+                self._add(name, tensor)
+
+        return note
+
+    @torch.no_grad()
+    def _add(self, name: str, tensor: torch.Tensor) -> None:
+        values = full_tensor(tensor.detach()).float().cpu()
+        numbers = torch.stack([values.square().sum(-1), values @ self._direction(values.shape[-1])], -1)
+        kept = self._kept
+        if kept is not None and numbers.shape[:-1] == kept.shape:
+            numbers = numbers[kept]
+        step, numbers = self.step(), numbers.reshape(-1, 2)
+        step.width[name] = values.shape[-1]
+        step.tokens[name] = torch.cat([step.tokens[name], numbers]) if name in step.tokens else numbers
+
+    def _direction(self, width: int) -> torch.Tensor:
+        if width not in self._directions:
+            generator = torch.Generator().manual_seed(width)
+            self._directions[width] = torch.randn(width, generator=generator)
+        return self._directions[width]
+
+
+def _first_tensor(output: Any) -> torch.Tensor | None:
+    values: Iterable[Any] = output.values() if isinstance(output, dict) else output if isinstance(output, tuple) else ()
+    return next((value for value in values if isinstance(value, torch.Tensor)), None)
