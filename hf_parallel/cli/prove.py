@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import os
+import shutil
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,14 +21,13 @@ from hf_parallel.ask.config import AUTO, ParallelConfig, SpecError, choose_spec
 from hf_parallel.ask.spec import refuse
 
 if TYPE_CHECKING:
-    from hf_parallel.hooks.proving import Sizes
     from hf_parallel.prove.compare import Compared
     from hf_parallel.prove.locate import Place
     from hf_parallel.prove.processes import ForkedRun
     from hf_parallel.prove.record import Record
 
-#: What the three runs are called, in the order in which they are started.
-ALONE, DISTURBED, TOGETHER = "one process", "one process, rounded otherwise", "layout"
+#: What the two references are called.
+ALONE, DISTURBED = "one process", "one process, rounded otherwise"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -60,8 +61,11 @@ def prove(args: argparse.Namespace) -> int:
     if args.keep:
         os.makedirs(args.keep, exist_ok=True)
         return _prove_in(Path(args.keep).resolve(), config, args)
-    with tempfile.TemporaryDirectory(prefix="hf_parallel-prove-") as folder:
+    folder = tempfile.mkdtemp(prefix="hf_parallel-prove-")  # a TemporaryDirectory would go with the first child
+    try:
         return _prove_in(Path(folder), config, args)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _layout_asked_for(args: argparse.Namespace) -> ParallelConfig:
@@ -76,29 +80,23 @@ def _layout_asked_for(args: argparse.Namespace) -> ParallelConfig:
 
 def _prove_in(folder: Path, config: ParallelConfig, args: argparse.Namespace) -> int:
     from hf_parallel.prove import certificate
-    from hf_parallel.prove.compare import Comparison
-    from hf_parallel.prove.locate import first_place, suspected
 
     began = time.monotonic()
     _prepare_process()
-    from hf_parallel.hooks.proving import Sizes
-
-    sizes = Sizes.of_layout(config, args.steps, args.dtype == "own")
-    runs, failed = _run_all(folder, config, sizes, args)
-    if failed:
-        return 2
-    alone, disturbed = (_records(runs[name])[0] for name in (ALONE, DISTURBED))
-    ranks = _records(runs[TOGETHER])
-    compared = Comparison(ranks, alone, disturbed).compare(
-        tuple(runs[name].folder / "output" for name in (TOGETHER, ALONE, DISTURBED))  # type: ignore[arg-type]
+    proof = Proof(
+        folder, config, args.script, args.arguments, args.module, args.steps, args.dtype == "own", args.limit
     )
-    place = first_place(ranks, alone, disturbed, compared) if compared.differences else None
-    cause = suspected(compared, ranks, alone, sizes.data_ranks)
+    try:
+        verdict = proof.judge(proof.run_layout())
+    except NotProvedError as error:
+        print(f"hf_parallel: not proved: {error}", file=sys.stderr)
+        return 2
     seconds = time.monotonic() - began
-    print(_verdict(config.to_spec(), compared, place, cause, alone, seconds))
-    facts = {"proved": not compared.differences, "model": alone.facts, "notes": alone.notes, **compared.to_dict()}
-    certificate.write(Path(args.out), args.script, config.to_spec(), {**facts, "seconds": round(seconds, 1)})
-    return 1 if compared.differences else 0
+    print(verdict.told(config.to_spec(), seconds))
+    certificate.write(
+        Path(args.out), args.script, config.to_spec(), {**verdict.to_dict(), "seconds": round(seconds, 1)}
+    )
+    return 1 if verdict.compared.differences else 0
 
 
 def _prepare_process() -> None:
@@ -112,88 +110,155 @@ def _prepare_process() -> None:
     import hf_parallel.hooks.proving  # noqa: F401
 
 
-def _run_all(
-    folder: Path, config: ParallelConfig, sizes: Sizes, args: argparse.Namespace
-) -> tuple[dict[str, ForkedRun], bool]:
-    from hf_parallel.prove.processes import ForkedRun
+class NotProvedError(Exception):
+    """A run came to no end, so that there is nothing to compare. Its message says which one, and why."""
 
-    models = folder / "models"
-    models.mkdir(exist_ok=True)
-    runs: dict[str, ForkedRun] = {}
 
-    def start(name: str, short: str, world: int) -> ForkedRun:
-        spec = config.to_spec() if world else None
-        work = functools.partial(_be_run, folder / short, models, sizes, spec, name == DISTURBED, args)
-        runs[name] = ForkedRun(name, folder / short, work, world)
-        return runs[name]
+class Proof:
+    """The three runs of one script.
 
-    start(ALONE, "alone", 0)
-    start(DISTURBED, "disturbed", 0)
-    for name in (ALONE, DISTURBED, TOGETHER):
-        run = runs[name] if name in runs else start(name, "layout", config.world_size)
-        failure = run.wait(args.limit)
+    Args:
+        folder: takes what the runs write.
+        config: resolved.
+        limit_s: seconds that each run may take.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        config: ParallelConfig,
+        script: str,
+        arguments: Sequence[str] = (),
+        is_module: bool = False,
+        steps: int = 4,
+        keep_dtype: bool = False,
+        limit_s: float = 600.0,
+    ) -> None:
+        from hf_parallel.hooks.proving import Sizes
+
+        self.folder, self.config, self.limit_s = folder, config, limit_s
+        self.script, self.arguments, self.is_module = script, list(arguments), is_module
+        self.sizes = Sizes.of_layout(config, steps, keep_dtype)
+        (folder / "models").mkdir(parents=True, exist_ok=True)
+        self._references: tuple[Record, Record] | None = None
+
+    def references(self) -> tuple[Record, Record]:
+        """The records of one process, and of one whose rounding differs; both run at the same time, once.
+
+        Raises:
+            NotProvedError: one of them failed.
+        """
+        if self._references is None:
+            runs = [self._start(ALONE, "alone", 0), self._start(DISTURBED, "disturbed", 0)]
+            try:
+                self._references = (self._ended(runs[0])[0], self._ended(runs[1])[0])
+            finally:
+                runs[1].wait(0.0)
+        return self._references
+
+    def run_layout(self, plant: Callable[[int], None] | None = None) -> list[Record]:
+        """The records of all ranks of the layout.
+
+        Args:
+            plant: called on each rank before the script starts; tests put an error in place there.
+
+        Raises:
+            NotProvedError: a run failed.
+        """
+        self.references()
+        return self._ended(self._start(self.config.to_spec(), "layout", self.config.world_size, plant))
+
+    def judge(self, ranks: list[Record]) -> Verdict:
+        """Compare the ranks of the layout with the references."""
+        from hf_parallel.prove.compare import Comparison
+        from hf_parallel.prove.locate import first_place, suspected
+
+        alone, disturbed = self.references()
+        ours, theirs, noisy = (self.folder / name / "output" for name in ("layout", "alone", "disturbed"))
+        compared = Comparison(ranks, alone, disturbed).compare((ours, theirs, noisy))
+        place = first_place(ranks, alone, disturbed, compared) if compared.differences else None
+        cause = suspected(compared, ranks, alone, self.sizes.data_ranks) if compared.differences else ""
+        return Verdict(compared, place, cause, alone.notes, alone.facts)
+
+    def _start(self, name: str, short: str, world: int, plant: Callable[[int], None] | None = None) -> ForkedRun:
+        from hf_parallel.prove.processes import ForkedRun
+
+        return ForkedRun(name, self.folder / short, functools.partial(self._be_process, short, world, plant), world)
+
+    def _ended(self, run: ForkedRun) -> list[Record]:
+        from hf_parallel.prove.record import Record
+
+        failure = run.wait(self.limit_s)
         if failure is not None:
             said = failure.message if failure.refused else f"{failure.message}\n{failure.traceback or run.tail()}"
-            where = name if name != TOGETHER else config.to_spec()
-            print(f"hf_parallel: not proved: in {where}, {failure.who}: {said}", file=sys.stderr)
-            for other in runs.values():
-                other.wait(0.0)
-            return runs, True
-        processes = f"{config.world_size} processes" if name == TOGETHER else "1 process"
-        label = config.to_spec() if name == TOGETHER else name
-        print(f"hf_parallel: prove: {label}: {processes}, {run.seconds:.0f} s", file=sys.stderr, flush=True)
-    return runs, False
+            raise NotProvedError(f"in {run.name}, {failure.who}: {said}")
+        print(f"hf_parallel: prove: {run.name}: {run.seconds:.0f} s", file=sys.stderr, flush=True)
+        files = sorted(run.folder.glob("record-*.pt"), key=lambda path: int(path.stem.partition("-")[2]))
+        return [Record.read(file) for file in files]
+
+    def _be_process(self, short: str, world: int, plant: Callable[[int], None] | None, rank: int) -> None:
+        from hf_parallel.hooks import proving
+        from hf_parallel.prove.record import Record
+
+        record = Record(rank)
+        if world:
+            from hf_parallel.hooks import activation
+            from hf_parallel.ranks.mesh import coordinates, data_rank
+
+            activation.activate(self.config.to_spec(), source="prove")
+            record.data_rank, record.place = data_rank(self.config, rank), coordinates(self.config, rank)
+        folder, multiply = self.folder / short, 1 if world else self.sizes.data_ranks
+        state = proving.Proving(self.sizes, record, folder, self.folder / "models", multiply, short == "disturbed")
+        if plant is not None:
+            plant(rank)
+        proving.run_script(self.script, self.is_module, self.arguments, state)
+        record.write(folder / f"record-{rank}.pt")
 
 
-def _be_run(
-    folder: Path, models: Path, sizes: Sizes, spec: str | None, disturbed: bool, args: argparse.Namespace, rank: int
-) -> None:
-    """What a forked process does."""
-    from hf_parallel.hooks import proving
-    from hf_parallel.prove.record import Record
+@dataclass
+class Verdict:
+    """What a proof comes to.
 
-    record = Record(rank)
-    if spec is not None:
-        from hf_parallel.hooks import activation
-        from hf_parallel.ranks.mesh import data_rank
+    Attributes:
+        place: where the runs part.
+        cause: the kind of error that the differences look like; empty where they look like none known.
+        notes: how the run was made small.
+        facts: of the model.
+    """
 
-        activation.activate(spec, source="prove")
-        config = ParallelConfig.parse(spec).resolve(int(os.environ["WORLD_SIZE"]))
-        record.data_rank, record.place = data_rank(config, rank), proving.place_of_process()
-    multiply = 1 if spec is not None else sizes.data_ranks
-    state = proving.Proving(sizes, record, folder, models, multiply, disturbed)
-    proving.run_script(args.script, args.module, args.arguments, state)
-    record.write(folder / f"record-{rank}.pt")
+    compared: Compared
+    place: Place | None
+    cause: str
+    notes: list[str]
+    facts: dict[str, str]
 
+    def to_dict(self) -> dict[str, object]:
+        """JSON-ready."""
+        own = {"proved": not self.compared.differences, "model": self.facts, "notes": self.notes}
+        where = {"where": self.place.words} if self.place else {}
+        return {**own, **where, **({"looks_like": self.cause} if self.cause else {}), **self.compared.to_dict()}
 
-def _records(run: ForkedRun) -> list[Record]:
-    from hf_parallel.prove.record import Record
-
-    files = sorted(run.folder.glob("record-*.pt"), key=lambda path: int(path.stem.partition("-")[2]))
-    return [Record.read(file) for file in files]
-
-
-def _verdict(
-    spec: str, compared: Compared, place: Place | None, cause: str, alone: Record, seconds: float
-) -> str:
-    counted = ", ".join(f"{count} {kind}s" for kind, count in compared.counts.items() if count)
-    lines = [f"note: {note}" for note in alone.notes]
-    if not compared.differences:
-        closest = max(compared.worst.values(), default=0.0)
-        lines.append(
-            f"PROVED: {spec} trains with the numbers of one process: {counted}; "
-            f"the largest difference is {closest:.0%} of what rounding allows ({seconds:.0f} s)"
-        )
+    def told(self, spec: str, seconds: float) -> str:
+        """The verdict in words."""
+        compared = self.compared
+        counted = ", ".join(f"{count} {_plural(kind)}" for kind, count in compared.counts.items() if count)
+        lines = [f"note: {note}" for note in self.notes]
+        if not compared.differences:
+            closest = max(compared.worst.values(), default=0.0)
+            what = f"{spec} trains with the numbers of one process: {counted}"
+            lines.append(
+                f"PROVED: {what}; the largest difference is {closest:.0%} of what rounding allows ({seconds:.0f} s)"
+            )
+            return "\n".join(lines)
+        lines.append(f"DIFFERS: {spec} does not train with the numbers of one process ({counted}; {seconds:.0f} s)")
+        lines.append(f"  first: {min(compared.differences, key=lambda one: one.step or 1 << 30)}")
+        lines += [f"  where: {self.place.words}"] if self.place else []
+        lines += [f"  looks like: {self.cause}"] if self.cause else []
+        for kind in dict.fromkeys(one.kind for one in compared.differences):
+            of_kind = [one for one in compared.differences if one.kind == kind]
+            lines.append(f"  {_plural(kind)} that differ: {len(of_kind)}, such as {of_kind[0]}")
         return "\n".join(lines)
-    lines.append(f"DIFFERS: {spec} does not train with the numbers of one process ({seconds:.0f} s; {counted})")
-    first = min(compared.differences, key=lambda one: (one.step or 1 << 30))
-    lines.append(f"  first: {first}")
-    if place is not None:
-        lines.append(f"  where: {place.words}")
-    if cause:
-        lines.append(f"  looks like: {cause}")
-    kinds = dict.fromkeys(one.kind for one in compared.differences)
-    for kind in kinds:
-        of_kind = [one for one in compared.differences if one.kind == kind]
-        lines.append(f"  {len(of_kind)} of kind {kind}, such as {of_kind[0]}")
-    return "\n".join(lines)
+
+
+def _plural(kind: str) -> str:
+    return f"{kind}es" if kind.endswith("s") else f"{kind}s"

@@ -27,7 +27,6 @@ import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
-from accelerate.state import PartialState
 from torch import nn
 from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler, Subset
 from torch.utils.data._utils.fetch import _MapDatasetFetcher
@@ -48,8 +47,13 @@ if TYPE_CHECKING:
 SMALL_ENOUGH = 10_000_000
 #: Gradient accumulation steps and examples per device that a proof takes at most.
 ACCUMULATION, EXAMPLES = 2, 4
+#: Examples of an evaluation that are kept in any case: scripts look their own up by number.
+FEW_TO_EVALUATE = 33
 
-_COUNTS = ("accelerate.accelerator:Accelerator.num_processes", "transformers.training_args:TrainingArguments.world_size")
+_COUNTS = (
+    "accelerate.accelerator:Accelerator.num_processes",
+    "transformers.training_args:TrainingArguments.world_size",
+)
 _LIBRARIES = ("accelerate", "transformers", "trl", "peft", "hf_parallel", "sentence_transformers")
 
 
@@ -119,7 +123,7 @@ class Proving:
             return
         self.watched.append(model)
         self.record.facts.setdefault("model", type(model).__name__)
-        config = getattr(model, "config", None)
+        config: Any = getattr(model, "config", None)
         if hasattr(config, "to_json_string"):
             self.record.facts.setdefault("config", hashlib.sha256(config.to_json_string().encode()).hexdigest()[:16])
         if self.disturbed:
@@ -266,7 +270,7 @@ def _trainer(proving: Proving, original: Callable, self: Trainer, *args: Any, **
     examples = proving.examples(_per_device(proving, given), given.gradient_accumulation_steps)
     values["train_dataset"] = _first(values.get("train_dataset"), examples)
     evaluated, some = values.get("eval_dataset"), given.per_device_eval_batch_size * proving.sizes.data_ranks + 1
-    some = some if proving.multiply == 1 else given.per_device_eval_batch_size + 1
+    some = max(FEW_TO_EVALUATE, some if proving.multiply == 1 else given.per_device_eval_batch_size + 1)
     if isinstance(evaluated, dict) and not hasattr(evaluated, "column_names"):
         values["eval_dataset"] = {name: _first(one, some) for name, one in evaluated.items()}
     else:
@@ -464,11 +468,21 @@ def _drawing_by(seed: Any) -> Iterator[None]:
 
 def _random_state() -> tuple[bytes, bytes, int]:
     state: Any = numpy.random.get_state()
-    return torch.get_rng_state().numpy().tobytes(), state[1].tobytes() + bytes([state[2] % 251]), hash(random.getstate())
+    return (
+        torch.get_rng_state().numpy().tobytes(),
+        state[1].tobytes() + bytes([state[2] % 251]),
+        hash(random.getstate()),
+    )
 
 
 def _mask(
-    proving: Proving, original: Callable, self: Any, inputs: Any, special_tokens_mask: Any = None, *args: Any, **kw: Any
+    proving: Proving,
+    original: Callable,
+    self: Any,
+    inputs: Any,
+    special_tokens_mask: Any = None,
+    *args: Any,
+    **kw: Any,
 ) -> Any:
     """Mask the tokens of each example under random numbers of its own: one process draws for larger batches."""
     masked = []
@@ -505,6 +519,8 @@ def _prepare(proving: Proving, original: Callable, self: Accelerator, *args: Any
     if not _of_a_trainer():
         for model in (one for one in args if isinstance(one, nn.Module)):
             proving.watch(self.unwrap_model(model))
+            if not hasattr(model, "no_sync"):  # as models of several processes have
+                vars(model)["no_sync"] = contextlib.nullcontext
     return prepared
 
 
@@ -528,6 +544,10 @@ def _data_loader(
         examples = proving.examples(own, self.gradient_accumulation_steps)
         order: Any = sampler.sampler
         if isinstance(order, RandomSampler):
+            if proving.sizes.data_ranks > 1:  # Accelerate fills an incomplete batch with repeated examples
+                batch = own * proving.sizes.data_ranks * self.gradient_accumulation_steps
+                examples = max(batch, examples // batch * batch)
+                proving.record.note("the loop trains on whole batches: Accelerate fills the last one of an epoch")
             order._num_samples = min(examples, len(order.data_source))
         elif isinstance(order, SequentialSampler):
             order.data_source = range(min(examples, len(order.data_source)))  # type: ignore[assignment]
@@ -551,7 +571,9 @@ def _log(proving: Proving, original: Callable, self: Accelerator, values: Any, *
     original(self, values, *args, **kwargs)
 
 
-def _optimizer_step(proving: Proving, original: Callable, self: AcceleratedOptimizer, *args: Any, **kwargs: Any) -> Any:
+def _optimizer_step(
+    proving: Proving, original: Callable, self: AcceleratedOptimizer, *args: Any, **kwargs: Any
+) -> Any:
     """Note the gradients of a loop, and end it after the last step of the proof."""
     counts = self.gradient_state.sync_gradients and not proving.in_trainer
     if counts:
@@ -577,17 +599,10 @@ def _counted(proving: Proving, original: property) -> property:
     return property(count)
 
 
-def _scheduler_step(proving: Proving, original: Callable, self: AcceleratedScheduler, *args: Any, **kwargs: Any) -> None:
+def _scheduler_step(
+    proving: Proving, original: Callable, self: AcceleratedScheduler, *args: Any, **kwargs: Any
+) -> None:
     """Step as often as the data ranks together do."""
     repeated = 1 if proving.in_trainer or self.split_batches else proving.multiply
     for _ in range(repeated):
         original(self, *args, **kwargs)
-
-
-def place_of_process() -> dict[str, int]:
-    """The coordinates of this rank by axis; none in one process."""
-    from hf_parallel.hooks import runtime
-    from hf_parallel.ranks.mesh import coordinates
-
-    current = runtime.current()
-    return coordinates(current.config, PartialState().process_index) if current is not None else {}

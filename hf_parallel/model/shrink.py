@@ -111,7 +111,10 @@ class Layout(NamedTuple):
     stages: int = 1
 
 
-def small_sizes(config: PretrainedConfig, keep: Sequence[str] = (), layout: Layout = Layout()) -> dict[str, Any]:
+ONE_RANK = Layout()
+
+
+def small_sizes(config: PretrainedConfig, keep: Sequence[str] = (), layout: Layout = ONE_RANK) -> dict[str, Any]:
     """What changes in a config, by name, for a tiny model of the same kind; sizes named in `keep` stay."""
     as_dict = config.to_dict()
     changes: dict[str, Any] = {}
@@ -169,7 +172,7 @@ _KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
 
 def _fitted(as_dict: dict[str, Any], changes: dict[str, Any], layout: Layout, layers: int) -> dict[str, Any]:
     """The small sizes with as many layers and heads as a layout can cut, where it can cut the large model's."""
-    if layout == Layout():
+    if layout == ONE_RANK:
         return changes
     fitted = {key: layers if re.fullmatch(_LAYERS, key) else value for key, value in changes.items()}
     query = next((key for key in _QUERY_HEADS if isinstance(as_dict.get(key), int) and key in changes), None)
@@ -199,7 +202,7 @@ def _is_width(key: str) -> bool:
     return bool(rules) and rules[0] in (64, 128) and not re.fullmatch(r".*(position|length|ctx|seq_len|expert).*", key)
 
 
-def small_values(config: PretrainedConfig, keep: Sequence[str] = (), layout: Layout = Layout()) -> dict[str, Any]:
+def small_values(config: PretrainedConfig, keep: Sequence[str] = (), layout: Layout = ONE_RANK) -> dict[str, Any]:
     """All values of a tiny model's config: those that differ from the class's own, and the small sizes."""
     own = {key: value for key, value in config.to_diff_dict().items() if key not in _OF_FILES}
     rotation = own.get("rope_parameters") or own.get("rope_scaling")

@@ -88,18 +88,23 @@ class Comparison:
     # ---- kinds of numbers ------------------------------------------------------------------------------------
 
     def _logs(self) -> None:
-        ranks = self.ranks if not self.alone.losses else self.ranks[:1]  # a loop logs where it pleases
-        for record in ranks:
-            if len(record.logs) != len(self.alone.logs) and record.rank == 0:
-                self._missing("log", "number of logs", len(record.logs), len(self.alone.logs))
-            spread = self._spread_of_logs()
-            for index, (ours, theirs) in enumerate(zip(record.logs, self.alone.logs, strict=False)):
-                step = sum("loss" in log for log in self.alone.logs[: index + 1])
-                for key in sorted(ours.keys() ^ theirs.keys()):
-                    self._missing("log", f"{key} in log {index}", key in ours, key in theirs, step, record.rank)
-                for key in ours.keys() & theirs.keys():
-                    kind = "gradient norm" if "grad_norm" in key else "loss" if key == "loss" else "metric"
-                    self._number(kind, key, step, ours[key], theirs[key], spread.get(key, 0.0), record.rank)
+        if self.alone.losses:  # a loop logs on each data rank what that one knows
+            self._logs_of(0, _mean_logs(self.ranks))
+            return
+        for record in self.ranks:
+            self._logs_of(record.rank, record.logs)
+
+    def _logs_of(self, rank: int, logs: list[dict[str, float]]) -> None:
+        if len(logs) != len(self.alone.logs) and rank == 0:
+            self._missing("log", "number of logs", len(logs), len(self.alone.logs))
+        spread, step = self._spread_of_logs(), 0
+        for index, (ours, theirs) in enumerate(zip(logs, self.alone.logs, strict=False)):
+            step += "loss" in theirs
+            for key in sorted(ours.keys() ^ theirs.keys()):
+                self._missing("log", f"{key} in log {index}", key in ours, key in theirs, step, rank)
+            for key in ours.keys() & theirs.keys():
+                kind = "gradient norm" if "grad_norm" in key else "loss" if key == "loss" else "metric"
+                self._number(kind, key, step, ours[key], theirs[key], spread.get(key, 0.0), rank)
 
     def _spread_of_logs(self) -> dict[str, float]:
         spread: dict[str, float] = {}
@@ -109,13 +114,14 @@ class Comparison:
         return spread
 
     def _losses(self) -> None:
-        """A data rank's loss is that of its own examples: the mean over data ranks is one process's."""
+        """A data rank's loss is a mean over its own examples, or its part of a sum: either makes one process's."""
         by_data_rank = {record.data_rank: record.losses for record in self.ranks}
         spread = max(map(_relative, self.alone.losses, self.disturbed.losses), default=0.0)
-        means = [sum(losses) / len(losses) for losses in zip(*by_data_rank.values(), strict=False)]
-        if len(means) != len(self.alone.losses):
-            self._missing("loss", "number of losses", len(means), len(self.alone.losses))
-        for index, (ours, theirs) in enumerate(zip(means, self.alone.losses, strict=False)):
+        sums = [sum(losses) for losses in zip(*by_data_rank.values(), strict=False)]
+        if len(sums) != len(self.alone.losses):
+            self._missing("loss", "number of losses", len(sums), len(self.alone.losses))
+        for index, (total, theirs) in enumerate(zip(sums, self.alone.losses, strict=False)):
+            ours = min((total / len(by_data_rank), total), key=lambda value: _relative(theirs, value))
             self._number("loss", f"loss {index + 1}", 0, ours, theirs, spread, 0)
 
     def _gradients(self) -> None:
@@ -147,7 +153,9 @@ class Comparison:
         self.counts["example"] += len(theirs)
         if theirs and ours and (ours != theirs):
             missing, extra = len(theirs - ours), len(ours - theirs)
-            self._missing("example", f"examples ({missing} not seen, {extra} not one process's)", len(ours), len(theirs))
+            self._missing(
+                "example", f"examples ({missing} not seen, {extra} not one process's)", len(ours), len(theirs)
+            )
 
     def _predictions(self) -> None:
         for index, (theirs, noisy) in enumerate(
@@ -162,7 +170,9 @@ class Comparison:
                     allowed = max(FLOOR, TIMES * spread)
                     off = _off_tensors(ours, theirs)
                     what = f"prediction {index} of shape {tuple(ours.shape)}"
-                    self._judge("prediction", what, 0, float(ours.norm()), float(theirs.norm()), off, allowed, record.rank)
+                    self._judge(
+                        "prediction", what, 0, float(ours.norm()), float(theirs.norm()), off, allowed, record.rank
+                    )
 
     def _saved(self, ours: Path, theirs: Path, noisy: Path) -> None:
         """Keys, shapes and values of all safetensors files that the one process wrote."""
@@ -189,6 +199,14 @@ class Comparison:
         self.counts[kind] += 1
         self.worst[kind] = math.inf
         self.differences.append(Difference(kind, what, step, float(ours), float(theirs), math.inf, 0.0, rank))
+
+
+def _mean_logs(ranks: Sequence[Record]) -> list[dict[str, float]]:
+    of_data_ranks = {record.data_rank: record.logs for record in ranks}
+    return [
+        {key: sum(log[key] for log in logs) / len(logs) for key in logs[0] if all(key in log for log in logs)}
+        for logs in zip(*of_data_ranks.values(), strict=False)
+    ]
 
 
 def _relative(one: float, other: float) -> float:

@@ -60,7 +60,10 @@ def _forward(ours: list[Step], theirs: Step, noisy: Step, step: int) -> Place | 
         allowed = max(FLOOR, TIMES * float(((noisy.tokens[module] - tokens) / scale).abs().max()))
         lost = _unlike(tokens / scale, torch.cat(list(parts.values())) / scale, allowed)
         if float(lost.float().mean()) > _FEW:
-            strange = {rank: float(_unlike(part / scale, tokens / scale, allowed).float().mean()) for rank, part in parts.items()}
+            strange = {
+                rank: float(_unlike(part / scale, tokens / scale, allowed).float().mean())
+                for rank, part in parts.items()
+            }
             most = max(strange.values())
             who = [rank for rank, share in strange.items() if share > most / 2] if most > 0 else sorted(parts)
             size, count = len(lost), int(lost.sum())
@@ -84,7 +87,11 @@ def _unlike(tokens: torch.Tensor, others: torch.Tensor, allowed: float) -> torch
 
 def _backward(theirs: Step, differences: list[Difference], step: int) -> Place | None:
     """Of the parameters with other gradients the one that the backward pass comes to first."""
-    names = {one.what.removeprefix("gradient of "): one for one in differences if one.kind == "gradient" and one.step == step}
+    names = {
+        one.what.removeprefix("gradient of "): one
+        for one in differences
+        if one.kind == "gradient" and one.step == step
+    }
     called = list(theirs.tokens)
     order = {name: number for number, name in enumerate(called)}
     known = [(order.get(name.rpartition(".")[0], -1), name) for name in names]
@@ -101,7 +108,9 @@ def suspected(compared: Compared, ranks: Sequence[Record], alone: Record, data_r
     """The kind of error that the differences look like, and what to do; empty where they look like none known."""
     differences = compared.differences
     if any(one.kind == "example" for one in differences):
-        return "data ranks read other examples than one process does: a sampler or a data set that each rank cuts itself"
+        return (
+            "data ranks read other examples than one process does: a sampler or a data set that each rank cuts itself"
+        )
     missing = [one for one in differences if one.kind == "gradient" and one.off == math.inf and one.ours == 0]
     if missing:
         return f"{len(missing)} parameters have no gradient under the layout: a part of the model that no rank reaches"

@@ -90,7 +90,9 @@ class ForkedRun:
 
 
 def _lost_a_peer(failure: Failure) -> bool:
-    return any(words in failure.message for words in ("closed by peer", "reset by peer", "Broken pipe", "Socket Timeout"))
+    return any(
+        words in failure.message for words in ("closed by peer", "reset by peer", "Broken pipe", "Socket Timeout")
+    )
 
 
 def _free_port() -> int:

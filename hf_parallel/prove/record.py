@@ -177,5 +177,7 @@ class TokenWatch:
 
 
 def _first_tensor(output: Any) -> torch.Tensor | None:
-    values: Iterable[Any] = output.values() if isinstance(output, dict) else output if isinstance(output, tuple) else ()
+    values: Iterable[Any] = (
+        output.values() if isinstance(output, dict) else output if isinstance(output, tuple) else ()
+    )
     return next((value for value in values if isinstance(value, torch.Tensor)), None)
