@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", default="prove.json", metavar="FILE", help="the certificate (prove.json)")
     parser.add_argument("--keep", metavar="FOLDER", help="keep what the runs write")
     parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module")
-    parser.add_argument("script", metavar="SCRIPT", help="the training script")
+    parser.add_argument("script", metavar="SCRIPT", help="the training script; or a model, for generated examples")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help="of the script")
 
 
@@ -49,6 +49,9 @@ def prove(args: argparse.Namespace) -> int:
     """Prove a script under a layout, print the verdict, and write the certificate."""
     try:
         config = _layout_asked_for(args)
+        if not args.module and not args.script.endswith(".py"):  # a model: a folder, its config.json, or a Hub id
+            args.module, args.arguments = True, [args.script, *args.arguments]
+            args.script = "hf_parallel.cli.prove_model"
         if not args.module and not os.path.isfile(args.script):
             refuse(args.script, "no such script", do="give the path of a training script")
         if args.steps < 3:
@@ -93,9 +96,9 @@ def _prove_in(folder: Path, config: ParallelConfig, args: argparse.Namespace) ->
         return 2
     seconds = time.monotonic() - began
     print(verdict.told(config.to_spec(), seconds))
-    certificate.write(
-        Path(args.out), args.script, config.to_spec(), {**verdict.to_dict(), "seconds": round(seconds, 1)}
-    )
+    facts = {**verdict.to_dict(), "seconds": round(seconds, 1)}
+    certificate.write(Path(args.out), args.script, config.to_spec(), facts)
+    print(f"hf_parallel: {args.out} has all numbers", file=sys.stderr)
     return 1 if verdict.compared.differences else 0
 
 
@@ -177,7 +180,7 @@ class Proof:
         ours, theirs, noisy = (self.folder / name / "output" for name in ("layout", "alone", "disturbed"))
         compared = Comparison(ranks, alone, disturbed).compare((ours, theirs, noisy))
         place = first_place(ranks, alone, disturbed, compared) if compared.differences else None
-        cause = suspected(compared, ranks, alone, self.sizes.data_ranks) if compared.differences else ""
+        cause = suspected(compared, place, alone, self.sizes.data_ranks) if compared.differences else ""
         return Verdict(compared, place, cause, alone.notes, alone.facts)
 
     def _start(self, name: str, short: str, world: int, plant: Callable[[int], None] | None = None) -> ForkedRun:
@@ -190,7 +193,8 @@ class Proof:
 
         failure = run.wait(self.limit_s)
         if failure is not None:
-            said = failure.message if failure.refused else f"{failure.message}\n{failure.traceback or run.tail()}"
+            traced = "\n".join((failure.traceback or run.tail()).splitlines()[-12:])
+            said = failure.message if failure.refused else f"{failure.message}\n{traced}"
             raise NotProvedError(f"in {run.name}, {failure.who}: {said}")
         print(f"hf_parallel: prove: {run.name}: {run.seconds:.0f} s", file=sys.stderr, flush=True)
         files = sorted(run.folder.glob("record-*.pt"), key=lambda path: int(path.stem.partition("-")[2]))

@@ -138,7 +138,9 @@ class Proving:
             model.register_forward_pre_hook(note_mask, with_kwargs=True)
 
     def end_step(self, models: Sequence[nn.Module]) -> None:
-        """Note the gradients that the optimizer is about to read."""
+        """Note the gradients of a step, once: before they are clipped, or as the optimizer is about to read them."""
+        if self.step().gradients:
+            return
         for model in models:
             self.step().gradients.update(whole_gradients(model))
 
@@ -232,6 +234,7 @@ def _patches(proving: Proving) -> list[Patch]:
         *(Patch(target, functools.partial(_counted, proving), "scripts count steps") for target in _COUNTS),
         of("accelerate.accelerator:Accelerator.prepare_data_loader", _data_loader, "a few steps"),
         of("accelerate.accelerator:Accelerator.backward", _backward, "losses are compared"),
+        of("accelerate.accelerator:Accelerator.clip_grad_norm_", _clip, "gradients are compared before"),
         of("accelerate.accelerator:Accelerator.log", _log, "logs are compared"),
         of("accelerate.optimizer:AcceleratedOptimizer.step", _optimizer_step, "gradients are compared"),
         of("accelerate.scheduler:AcceleratedScheduler.step", _scheduler_step, "as often as under the layout"),
@@ -562,6 +565,13 @@ def _backward(proving: Proving, original: Callable, self: Accelerator, loss: Any
     if not proving.in_trainer:
         proving.record.losses.append(float(loss.detach()))
     original(self, loss, *args, **kwargs)
+
+
+def _clip(proving: Proving, original: Callable, self: Accelerator, *args: Any, **kwargs: Any) -> Any:
+    """Note the gradients before they are clipped."""
+    if self.gradient_state.sync_gradients:
+        proving.end_step(proving.watched)
+    return original(self, *args, **kwargs)
 
 
 def _log(proving: Proving, original: Callable, self: Accelerator, values: Any, *args: Any, **kwargs: Any) -> None:

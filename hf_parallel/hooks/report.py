@@ -16,6 +16,7 @@ from hf_parallel.ask.keys.layers import REGISTERED_FLASH, TORCH_FLASH
 from hf_parallel.axes.experts.axis import EXPERTS
 from hf_parallel.hooks import after_import, runtime
 from hf_parallel.plans.examine import report_of, shown_size
+from hf_parallel.prove.certificate import line_about
 from hf_parallel.ranks.mesh import axis_ranks
 from hf_parallel.version import VERSION
 
@@ -63,6 +64,7 @@ class Facts(TypedDict):
     loss: str
     estimated_state_bytes_per_rank: list[int]
     notes: list[str]
+    proof: str | None
     versions: dict[str, str]
 
 
@@ -124,6 +126,7 @@ def describe(trainer: Trainer, batches: list, loss: str) -> Facts:
             *after_import.counted(dist.get_world_size(), mesh.data_size),
             *_inexact(trainer, mesh.data_size),
         ],
+        "proof": line_about(sys.argv[0], config.to_spec()),
         "versions": {"hf-parallel": VERSION, **_versions()},
     }
 
@@ -155,6 +158,7 @@ def layout_lines(facts: Facts) -> list[str]:
     lines.append(f"  attention            {facts['attention']}")
     lines.append(f"  head and loss        {facts['loss']}")
     lines.append(f"  memory per rank      {shown_size(max(memory))} of weights, gradients and optimizer state")
+    lines += [f"  hf-parallel prove    {facts['proof']}"] if facts["proof"] else []
     return lines + [f"  note                 {note}" for note in facts["notes"]]
 
 

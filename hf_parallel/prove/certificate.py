@@ -6,7 +6,6 @@ import hashlib
 import importlib.metadata
 import json
 import subprocess
-import sys
 from collections.abc import Mapping
 from datetime import date
 from pathlib import Path
@@ -82,8 +81,3 @@ def _commit(script: str) -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() or None
-
-
-def script_of_this_process() -> str:
-    """The script that Python was told to run."""
-    return sys.argv[0]

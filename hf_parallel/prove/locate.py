@@ -11,8 +11,9 @@ import torch
 from hf_parallel.prove.compare import FLOOR, TIMES, Compared, Difference
 from hf_parallel.prove.record import Record, Step
 
-#: Share of the tokens of a module that must be missing before it counts as another one.
-_FEW = 0.002
+#: Share of the tokens of one process that a layout must lack before a module counts as another one; and of a rank's
+#: tokens that one process must lack: sequences are filled up to divide, and data ranks pad and repeat examples.
+_FEW, _MANY, _MOST = 0.002, 0.2, 0.9
 
 
 @dataclass
@@ -36,18 +37,21 @@ class Place:
 
 def first_place(ranks: Sequence[Record], alone: Record, disturbed: Record, compared: Compared) -> Place | None:
     """The first module, in the order of the computation, whose tokens or gradients are not those of one process."""
+    if all(one.kind == "saved weight" for one in compared.differences):
+        return None
+    strange_from = _MANY if len({rank.data_rank for rank in ranks}) == 1 else _MOST
     steps = [one.step for one in compared.differences if one.step]
-    last = min(steps, default=len(alone.steps))
+    last = min(steps, default=len(alone.steps)) + 1  # an evaluation after a step shows the weights of the next
     for index in range(min(last, len(alone.steps), len(disturbed.steps))):
         ours = [rank.steps[index] for rank in ranks if index < len(rank.steps)]
-        found = _forward(ours, alone.steps[index], disturbed.steps[index], index + 1)
+        found = _forward(ours, alone.steps[index], disturbed.steps[index], index + 1, strange_from)
         found = found or _backward(alone.steps[index], compared.differences, index + 1)
         if found is not None:
             return found
     return None
 
 
-def _forward(ours: list[Step], theirs: Step, noisy: Step, step: int) -> Place | None:
+def _forward(ours: list[Step], theirs: Step, noisy: Step, step: int, strange_from: float) -> Place | None:
     for module, tokens in theirs.tokens.items():
         parts = {
             rank: own.tokens[module]
@@ -58,18 +62,26 @@ def _forward(ours: list[Step], theirs: Step, noisy: Step, step: int) -> Place | 
             continue
         scale = tokens.square().mean(0).sqrt().clamp_min(1e-30)
         allowed = max(FLOOR, TIMES * float(((noisy.tokens[module] - tokens) / scale).abs().max()))
-        lost = _unlike(tokens / scale, torch.cat(list(parts.values())) / scale, allowed)
-        if float(lost.float().mean()) > _FEW:
-            strange = {
-                rank: float(_unlike(part / scale, tokens / scale, allowed).float().mean())
-                for rank, part in parts.items()
-            }
-            most = max(strange.values())
-            who = [rank for rank, share in strange.items() if share > most / 2] if most > 0 else sorted(parts)
-            size, count = len(lost), int(lost.sum())
-            words = f"the outputs of {module} in step {step}: {count} of {size} tokens are not those of one process"
-            return Place(module, "forward", step, who, f"{words} (ranks {', '.join(map(str, who))})")
+        lost = _unlike(tokens[theirs.kept[module]] / scale, torch.cat(list(parts.values())) / scale, allowed)
+        strange = {rank: _share(_unlike(part / scale, tokens / scale, allowed)) for rank, part in parts.items()}
+        most = max(strange.values())
+        if _share(lost) > _FEW or most > strange_from:
+            who = [rank for rank, share in strange.items() if share > max(_FEW, most / 2)]
+            words = f"the outputs of {module} in step {step}"
+            if lost.any():
+                words += f": {int(lost.sum())} of {len(lost)} tokens of one process are missing"
+            if who:
+                words += f": {most:.0%} of the tokens of {_ranks(who)} are not one process's"
+            return Place(module, "forward", step, who or sorted(parts), words)
     return None
+
+
+def _share(marked: torch.Tensor) -> float:
+    return float(marked.float().mean()) if len(marked) else 0.0
+
+
+def _ranks(numbers: list[int]) -> str:
+    return f"rank {numbers[0]}" if len(numbers) == 1 else f"ranks {', '.join(map(str, numbers))}"
 
 
 def _unlike(tokens: torch.Tensor, others: torch.Tensor, allowed: float) -> torch.Tensor:
@@ -104,29 +116,33 @@ def _backward(theirs: Step, differences: list[Difference], step: int) -> Place |
     return Place(module, "backward", step, ranks, words)
 
 
-def suspected(compared: Compared, ranks: Sequence[Record], alone: Record, data_ranks: int) -> str:
+def suspected(compared: Compared, place: Place | None, alone: Record, data_ranks: int) -> str:
     """The kind of error that the differences look like, and what to do; empty where they look like none known."""
     differences = compared.differences
-    if any(one.kind == "example" for one in differences):
-        return (
-            "data ranks read other examples than one process does: a sampler or a data set that each rank cuts itself"
-        )
-    missing = [one for one in differences if one.kind == "gradient" and one.off == math.inf and one.ours == 0]
+    kinds = {one.kind for one in differences}
+    gradients = [one for one in differences if one.kind == "gradient"]
+    missing = [one for one in gradients if one.off == math.inf and one.ours == 0]
+    if "example" in kinds:
+        return "data ranks read other examples than one process: a sampler or a data set that each rank cuts itself"
     if missing:
         return f"{len(missing)} parameters have no gradient under the layout: a part of the model that no rank reaches"
-    factor = _common_factor([one for one in differences if one.kind == "gradient" and one.step == 1], alone)
-    if factor is not None:
-        return _of_factor(factor, data_ranks)
-    losses = [one for one in differences if one.kind == "loss" and one.theirs]
-    if losses and losses[0].step == 1 and data_ranks > 1 and losses[0].off < 0.1:
-        return "a mean of means: the loss is a mean over examples or tokens of a rank, and ranks have unequal numbers"
-    kinds = {one.kind for one in differences}
     if kinds <= {"saved weight"}:
         return "training is right and the saved files are not: look at what the script saves, and on which rank"
     if kinds <= {"metric", "prediction"}:
         return "training is right and the evaluation is not: a metric that a rank computes from its own examples"
     if kinds <= {"weight", "saved weight"}:
         return "gradients are right and weights are not: the optimizer, its clipping or its parameter groups"
+    factor = _common_factor([one for one in gradients if one.step == 1], alone)
+    if factor is not None:
+        return _of_factor(factor, data_ranks)
+    if place is None:
+        return ""
+    if place.step > 1 and not any(one.step < place.step for one in gradients):
+        return f"gradients were right before step {place.step}, and weights in it are not: look at the optimizer"
+    if place.direction == "forward" and data_ranks > 1 and place.module == next(iter(alone.steps[0].tokens)):
+        return "other examples or tokens reach the model: a data set, sampler or collator that looks at the rank"
+    if place.direction == "backward" and data_ranks > 1 and "loss" in kinds:
+        return "a mean of means: the loss weighs examples or tokens by the numbers that one data rank has"
     return ""
 
 

@@ -15,7 +15,7 @@ from hf_parallel.apply.whole import full_tensor
 #: Elements of a tensor that a record keeps; of a larger one as many, evenly spaced, and the norm of all.
 SAMPLE = 1 << 16
 #: Parts of the names of logged numbers that depend on time, or count processes.
-NOT_COMPARED = ("runtime", "per_second", "total_flos", "step_time", "perf/", "num_tokens", "_time")
+NOT_COMPARED = ("runtime", "per_second", "total_flos", "step_time", "perf/", "num_tokens", "_time", "expert_")
 
 
 @dataclass
@@ -34,11 +34,13 @@ class Step:
     Attributes:
         gradients: by name of the parameter, as the optimizer reads them.
         tokens: by name of the module, in the order of the calls: two numbers per token of its output, [tokens, 2].
+        kept: by name of the module, which of these tokens are no padding, where that is known.
         width: by name of the module, the size of the last dim of its output.
     """
 
     gradients: dict[str, Sample] = field(default_factory=dict)
     tokens: dict[str, torch.Tensor] = field(default_factory=dict)
+    kept: dict[str, torch.Tensor] = field(default_factory=dict)
     width: dict[str, int] = field(default_factory=dict)
 
 
@@ -76,9 +78,7 @@ class Record:
     def read(cls, path: Path) -> Record:
         """Read the record of another process."""
         values: dict[str, Any] = torch.load(path, weights_only=True)
-        values["steps"] = [
-            Step(_samples(step["gradients"]), step["tokens"], step["width"]) for step in values["steps"]
-        ]
+        values["steps"] = [Step(**{**step, "gradients": _samples(step["gradients"])}) for step in values["steps"]]
         return cls(**{**values, "weights": _samples(values["weights"])})
 
     def log(self, values: Mapping[str, Any]) -> None:
@@ -147,7 +147,7 @@ class TokenWatch:
                 module.register_forward_hook(self._hook(plain_name(name)))
 
     def keep_only(self, mask: torch.Tensor | None) -> None:
-        """Leave out the tokens that a batch pads with; `mask` is [examples, tokens]."""
+        """Mark the tokens that a batch pads with; `mask` is [examples, tokens]."""
         self._kept = mask
 
     def _hook(self, name: str) -> Callable[..., None]:
@@ -163,11 +163,13 @@ class TokenWatch:
         values = full_tensor(tensor.detach()).float().cpu()
         numbers = torch.stack([values.square().sum(-1), values @ self._direction(values.shape[-1])], -1)
         kept = self._kept
-        if kept is not None and numbers.shape[:-1] == kept.shape:
-            numbers = numbers[kept]
+        known = kept is not None and numbers.shape[:-1] == kept.shape
+        marks = kept.flatten() if kept is not None and known else torch.ones(numbers[..., 0].numel(), dtype=torch.bool)
         step, numbers = self.step(), numbers.reshape(-1, 2)
         step.width[name] = values.shape[-1]
-        step.tokens[name] = torch.cat([step.tokens[name], numbers]) if name in step.tokens else numbers
+        former = name in step.tokens
+        step.tokens[name] = torch.cat([step.tokens[name], numbers]) if former else numbers
+        step.kept[name] = torch.cat([step.kept[name], marks]) if former else marks
 
     def _direction(self, width: int) -> torch.Tensor:
         if width not in self._directions:

@@ -1,0 +1,116 @@
+"""The script that `hf-parallel prove MODEL` runs where the user has none: Trainer on generated examples.
+
+    python -m hf_parallel.cli.prove_model MODEL --output_dir out
+
+Examples have odd and unequal lengths, padding left and right, holes in the mask, ignored labels, and some have no
+label that counts. The model is made from its config, with random weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+from typing import Literal, TypedDict, cast
+
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Trainer, TrainingArguments
+
+from hf_parallel.ask.spec import refuse
+
+COUNT, LONGEST, SEED = 101, 33, 7
+
+
+class Example(TypedDict):
+    """Token ids and what goes with them, before padding; `left` is the side that is filled."""
+
+    input_ids: list[int]
+    attention_mask: list[int]
+    labels: int | list[int]
+    left: bool
+    padding: int
+
+
+#: The end of a class's name -> what its labels are made of.
+KINDS = {
+    "ForCausalLM": "tokens",
+    "LMHeadModel": "tokens",
+    "ForConditionalGeneration": "tokens",
+    "ForMaskedLM": "tokens",
+    "ForTokenClassification": "classes of tokens",
+    "ForSequenceClassification": "class",
+}
+
+
+def main() -> None:
+    """Train, evaluate and save."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", help="folder with a config.json, that file, or a Hub id")
+    parser.add_argument("--output_dir", default="out")
+    args = parser.parse_args()
+    config = AutoConfig.from_pretrained(args.model)
+    cls = getattr(transformers, (config.architectures or [""])[0], None) or AutoModelForCausalLM
+    kind = next((made for end, made in KINDS.items() if cls.__name__.endswith(end)), None)
+    kind = "tokens" if cls is AutoModelForCausalLM else kind
+    if kind is None or not isinstance(getattr(config, "vocab_size", None), int):
+        refuse(cls.__name__, "needs batches that prove does not know how to make", do="give a training script")
+    settings = TrainingArguments(
+        args.output_dir,
+        per_device_train_batch_size=4,
+        per_device_eval_batch_size=4,
+        gradient_accumulation_steps=2,
+        learning_rate=1e-2,
+        adam_epsilon=1e-3,  # else the sign of a gradient that rounding makes moves a weight as far as any other
+        eval_strategy="steps",
+        remove_unused_columns=False,
+        seed=SEED,
+    )
+    torch.manual_seed(SEED)
+    model = cls.from_config(config) if cls is AutoModelForCausalLM else cls._from_config(config)
+    examples = [example(number, config, kind) for number in range(COUNT)]
+    trainer = Trainer(model, settings, train_dataset=examples, eval_dataset=examples[:13], data_collator=collate)
+    trainer.train()
+    trainer.save_model()
+
+
+def example(number: int, config: PretrainedConfig, kind: str) -> Example:
+    """One example: token ids, mask, labels, and on which side it is padded."""
+    draw = random.Random(number)
+    length = draw.randint(5, LONGEST)
+    padding = getattr(config, "pad_token_id", None) or 0
+    tokens = [
+        draw.choice([t for t in (draw.randrange(3, config.vocab_size), 5) if t != padding]) for _ in range(length)
+    ]
+    mask = [int(not (number % 5 == 3 and place == length // 2)) for place in range(length)]
+    if kind == "class":
+        labels: int | list[int] = tokens[0] % config.num_labels
+    elif kind == "classes of tokens":
+        labels = [token % config.num_labels for token in tokens]
+    else:
+        labels = [token if seen else -100 for token, seen in zip(tokens, mask, strict=True)]
+    if isinstance(labels, list):
+        labels[0] = -100  # padding on the left decides whether a first label is predicted: it depends on the batch
+        labels = [-100] * length if number % 11 == 4 else labels
+    return {"input_ids": tokens, "attention_mask": mask, "labels": labels, "left": number % 3 == 1, "padding": padding}
+
+
+def collate(examples: list[Example]) -> dict[str, torch.Tensor]:
+    """A batch of tensors [examples, longest]; labels may be [examples]."""
+    longest = max(len(one["input_ids"]) for one in examples)
+
+    def padded(name: Literal["input_ids", "attention_mask", "labels"], filler: int) -> torch.Tensor:
+        values = []
+        for one in examples:
+            own = cast("list[int]", one[name])
+            filling = [filler] * (longest - len(own))
+            values.append(filling + own if one["left"] else own + filling)
+        return torch.tensor(values)
+
+    flat = isinstance(examples[0]["labels"], int)
+    labels = torch.tensor([one["labels"] for one in examples]) if flat else padded("labels", -100)
+    tokens = padded("input_ids", examples[0]["padding"])
+    return {"input_ids": tokens, "attention_mask": padded("attention_mask", 0), "labels": labels}
+
+
+if __name__ == "__main__":
+    main()

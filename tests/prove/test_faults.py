@@ -1,0 +1,56 @@
+"""`hf-parallel prove` finds each planted error, and names the module; a clean run shows no difference."""
+
+import io
+from contextlib import redirect_stderr
+from pathlib import Path
+
+import pytest
+
+from hf_parallel.ask.config import ParallelConfig
+from hf_parallel.cli.prove import Proof
+from tests import distributed  # noqa: F401 - one thread, everything imported: processes are forked from here
+from tests.prove.faults import FAULTS
+from tests.training import axes
+
+SCRIPT = Path(__file__).parent / "script.py"
+ARGUMENTS = [
+    *("--output_dir=out", "--learning_rate=0.01", "--per_device_train_batch_size=4", "--adam_epsilon=1e-3"),
+    *("--gradient_accumulation_steps=2", "--eval_strategy=epoch"),
+]
+
+
+@pytest.fixture(scope="module")
+def proofs(tmp_path_factory):
+    """A proof per layout, whose references run once."""
+    made = {}
+
+    def proof_of(spec: str) -> Proof:
+        if spec not in made:
+            config = ParallelConfig.parse(spec).resolve(axes(spec)["world"])
+            made[spec] = Proof(tmp_path_factory.mktemp("proof"), config, str(SCRIPT), ARGUMENTS, limit_s=200)
+        return made[spec]
+
+    return proof_of
+
+
+@pytest.mark.parametrize("spec", ["tp=2", "dp_shard=2", "pp=2", "cp=2", "dp_replicate=2", "tp=2,pp=2"])
+def test_clean(proofs, spec):
+    """No false alarm."""
+    with redirect_stderr(io.StringIO()):
+        verdict = proofs(spec).judge(proofs(spec).run_layout())
+    assert verdict.compared.differences == [], verdict.told(spec, 0)
+    assert {"loss", "gradient norm", "gradient", "weight", "saved weight", "example"} <= verdict.compared.counts.keys()
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name.replace(" ", "_"))
+def test_found(proofs, fault):
+    """Something differs; the module is the one at fault, where a module is."""
+    with redirect_stderr(io.StringIO()):
+        verdict = proofs(fault.spec).judge(proofs(fault.spec).run_layout(fault.plant))
+    told = verdict.told(fault.spec, 0)
+    kinds = {one.kind for one in verdict.compared.differences}
+    assert kinds, told
+    assert not fault.kinds or kinds & set(fault.kinds), told
+    if fault.where:
+        assert verdict.place is not None, told
+        assert verdict.place.module == fault.where, told
