@@ -1,0 +1,105 @@
+"""The command of `hf-parallel prove`: its verdict, exit code and certificate, and what a real run says of it."""
+
+import contextlib
+import io
+import json
+import os
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+from hf_parallel import cli
+from hf_parallel.prove import certificate
+from hf_parallel.prove.certificate import line_about
+from tests.distributed import run, run_alone
+from tests.prove.test_faults import ARGUMENTS, SCRIPT
+from tests.training import activate
+
+
+def command(folder: Path | None, *arguments: str) -> tuple[int, str]:
+    """The exit code, and everything that was printed; in a process of its own, which goes to the folder."""
+    said = io.StringIO()
+    if folder is not None:
+        os.chdir(folder)
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        code = cli.main(["prove", *arguments])
+    return code, said.getvalue()
+
+
+def start_of_a_run(spec: str, folder: str) -> str:
+    """What a rank says when the script trains under the layout."""
+    activate(spec)
+    said = io.StringIO()
+    os.chdir(folder)
+    with contextlib.redirect_stderr(said), contextlib.suppress(SystemExit):
+        sys.argv = [str(SCRIPT), *ARGUMENTS, "--use_cpu", "--max_steps=1", "--eval_strategy=no", "--save_strategy=no"]
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+    return said.getvalue()
+
+
+def test_proof_of_a_script(tmp_path):
+    """PROVED, 0, and the line at the start of the real run."""
+    code, said = run_alone(command, tmp_path, "--parallel", "tp=2", str(SCRIPT), *ARGUMENTS)
+    assert code == 0, said
+    assert "PROVED: dp_shard=1,tp=2" in said
+    (proof,) = json.loads((tmp_path / "prove.json").read_text())["proofs"]
+    assert proof["proved"]
+    assert proof["counts"]["gradient"] == 2 * 4 * 30  # ranks, steps, parameters
+    assert max(proof["worst"].values()) < 1
+    shown, _ = run(start_of_a_run, 2, "tp=2", str(tmp_path), init=False)
+    assert f"hf-parallel prove    proved on {proof['date']} for this layout" in shown
+
+
+def test_a_model_without_a_script(tmp_path):
+    """Generated examples: padding on both sides, holes, labels that do not count."""
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 2048, "vocab_size": 515}
+    config |= {"num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 5632}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    code, said = run_alone(command, tmp_path, "--parallel", "dp_shard=2", str(tmp_path))
+    assert code == 0, said
+    assert "note: LlamaForCausalLM has 4 layers of width 64" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--parallel", "auto", "train.py"], "auto"),
+        (["train.py"], "--parallel tp=2 works"),
+        (["--parallel", "tp=2", "missing.py"], "no such script"),
+        (["--parallel", "tp=2", "--steps", "2", str(SCRIPT)], "--steps 4 works"),
+        (["--parallel", "tp=2", str(SCRIPT), "--parallel", "pp=2"], "before the script"),
+    ],
+)
+def test_what_is_refused(arguments, words):
+    """With 2, before anything runs."""
+    code, said = command(None, *arguments)
+    assert code == 2
+    assert words in said
+
+
+def test_a_script_that_fails(tmp_path):
+    """Its own error, and 2."""
+    script = tmp_path / "broken.py"
+    script.write_text("raise KeyError('no such column')")
+    code, said = run_alone(command, tmp_path, "--parallel", "tp=2", str(script))
+    assert code == 2
+    assert "not proved: in one process" in said
+    assert "no such column" in said
+
+
+def test_what_a_run_says(tmp_path):
+    """Nothing of another layout or a script that has changed; other versions by name."""
+    script = tmp_path / "train.py"
+    script.write_text("print(1)")
+    file = tmp_path / "prove.json"
+    certificate.write(file, str(script), "tp=2", {"proved": True})
+    assert "for this layout" in line_about(str(script), "tp=2", file)
+    assert line_about(str(script), "tp=4", file) is None
+    proofs = json.loads(file.read_text())
+    proofs["proofs"][0]["versions"]["torch"] = "1.0"
+    file.write_text(json.dumps(proofs))
+    assert "torch 1.0" in line_about(str(script), "tp=2", file)
+    script.write_text("print(2)")
+    assert line_about(str(script), "tp=2", file) is None
