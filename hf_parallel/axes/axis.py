@@ -94,6 +94,7 @@ class PipelineServices:
         before_run: is told of each run: does it train, and the shape of its tokens.
         at_rest: replaces gathered parameters by the stored ones.
         held: gradients that wait for the step's last run.
+        reduce_stages: reduces the gradients of this rank's stages over data ranks, as far as no backward pass has.
     """
 
     loss_in_chunks: bool = False
@@ -104,6 +105,7 @@ class PipelineServices:
     before_run: Callable[[bool, torch.Size], None] = lambda training, tokens: None
     at_rest: Callable[[list[nn.Parameter]], list[nn.Parameter]] = list
     held: HeldGradients | None = None
+    reduce_stages: Callable[[], None] = lambda: None
 
 
 class PipelinedModel(Protocol):

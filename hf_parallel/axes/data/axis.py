@@ -76,6 +76,7 @@ class Data(Axis[None, DataPart]):
                 roots = [root for root, _ in building.roots]
                 building.services.at_rest = functools.partial(at_rest, roots)
                 building.services.held = HeldGradients(roots)
+                building.services.reduce_stages = building.services.held.reduce
                 setattr(building.pipeline.stages, HELD, building.services.held)
 
 

@@ -221,7 +221,9 @@ class Serving(Session):
                 for view, stage in reversed(list(zip(engine.views, engine.stages, strict=True))):
                     _reduce_in(stage, held is None and i == len(passes) - 1)
                     _backward_pass(engine, view.index, done[view.index])
-            if held is not None:
+            if held is None:
+                engine.services.reduce_stages()  # a stage that is one unit had its backward pass with the head's
+            else:
                 held.take()
         engine.accumulate(fresh, None, held)
 
