@@ -114,7 +114,15 @@ def _prepare_process() -> None:
 
 
 class NotProvedError(Exception):
-    """A run came to no end, so that there is nothing to compare. Its message says which one, and why."""
+    """A run came to no end, so that there is nothing to compare. Its message says which one, and why.
+
+    Args:
+        refused: by name, with a value that works.
+    """
+
+    def __init__(self, message: str, refused: bool) -> None:
+        super().__init__(message)
+        self.refused = refused
 
 
 class Proof:
@@ -159,6 +167,10 @@ class Proof:
                 runs[1].wait(0.0)
         return self._references
 
+    def reuse(self, references: tuple[Record, Record] | None) -> None:
+        """Take the references of another proof of the same script and sizes; what they saved is not compared."""
+        self._references = references
+
     def run_layout(self, plant: Callable[[int], None] | None = None) -> list[Record]:
         """The records of all ranks of the layout.
 
@@ -195,7 +207,7 @@ class Proof:
         if failure is not None:
             traced = "\n".join((failure.traceback or run.tail()).splitlines()[-12:])
             said = failure.message if failure.refused else f"{failure.message}\n{traced}"
-            raise NotProvedError(f"in {run.name}, {failure.who}: {said}")
+            raise NotProvedError(f"in {run.name}, {failure.who}: {said}", failure.refused)
         print(f"hf_parallel: prove: {run.name}: {run.seconds:.0f} s", file=sys.stderr, flush=True)
         files = sorted(run.folder.glob("record-*.pt"), key=lambda path: int(path.stem.partition("-")[2]))
         return [Record.read(file) for file in files]

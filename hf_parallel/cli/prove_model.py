@@ -87,7 +87,8 @@ def example(number: int, config: PretrainedConfig, kind: str) -> Example:
     elif kind == "classes of tokens":
         labels = [token % config.num_labels for token in tokens]
     else:
-        labels = [token if seen else -100 for token, seen in zip(tokens, mask, strict=True)]
+        before = [1, *mask]  # attention kernels differ in what they predict at a token that is masked
+        labels = [t if seen and predicts else -100 for t, seen, predicts in zip(tokens, mask, before, strict=False)]
     if isinstance(labels, list):
         labels[0] = -100  # padding on the left decides whether a first label is predicted: it depends on the batch
         labels = [-100] * length if number % 11 == 4 else labels

@@ -154,7 +154,8 @@ def _write_failure(folder: Path, number: int, error: BaseException) -> None:
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, SpecError):
         cause = cause.__cause__
-    message = str(cause) if cause is not None else f"{type(error).__name__}: {error}"
-    values = {"who": f"rank {number}", "message": message, "traceback": text, "refused": cause is not None}
+    refused = cause is not None or str(error).startswith("hf_parallel: ")
+    message = str(cause or error) if refused else f"{type(error).__name__}: {error}"
+    values = {"who": f"rank {number}", "message": message, "traceback": text, "refused": refused}
     (folder / f"failure-{number}.json").write_text(json.dumps({**values, "when": time.monotonic()}))
     print(text, file=sys.stderr)

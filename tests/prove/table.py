@@ -1,0 +1,131 @@
+"""Prove the 30 most used classes of Transformers under ten layouts, and write the table of docs/reference/proofs.md.
+
+python -m tests.prove.table                          # all that is not known yet; it takes two hours on two cores
+python -m tests.prove.table --only Llama Qwen3 --specs tp=2 pp=2
+python -m tests.prove.table --write                  # the page from the results
+"""
+
+import argparse
+import contextlib
+import io
+import json
+import shutil
+import tempfile
+import time
+from datetime import date
+from pathlib import Path
+
+import transformers
+
+from hf_parallel.ask.config import ParallelConfig
+from hf_parallel.ask.spec import SpecError
+from hf_parallel.cli.prove import NotProvedError, Proof
+from hf_parallel.hooks.proving import Sizes
+from hf_parallel.model.shrink import small_values
+from tests import distributed  # noqa: F401 - one thread, everything imported
+from tests.training import axes
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS, PAGE = ROOT / "tests" / "results" / "proofs.jsonl", ROOT / "docs" / "reference" / "proofs.md"
+SPECS = (
+    *("tp=2", "dp_shard=2", "dp_replicate=2", "pp=2", "cp=2", "dp_shard=2,zero_stage=1"),
+    *("tp=2,dp_shard=2", "tp=2,pp=2", "pp=2,dp_shard=2", "cp=2,context_parallel=ulysses"),
+)
+CLASSES = (
+    *("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "GemmaForCausalLM"),
+    *("Gemma2ForCausalLM", "Gemma3ForCausalLM", "PhiForCausalLM", "Phi3ForCausalLM", "GPT2LMHeadModel"),
+    *("GPTNeoXForCausalLM", "OPTForCausalLM", "BloomForCausalLM", "FalconForCausalLM", "StableLmForCausalLM"),
+    *("Olmo2ForCausalLM", "CohereForCausalLM", "SmolLM3ForCausalLM", "GraniteForCausalLM", "Starcoder2ForCausalLM"),
+    *("MixtralForCausalLM", "Qwen3MoeForCausalLM", "GptOssForCausalLM", "DeepseekV3ForCausalLM"),
+    *("BertForMaskedLM", "RobertaForSequenceClassification", "DebertaV2ForSequenceClassification"),
+    *("DistilBertForTokenClassification", "T5ForConditionalGeneration", "BartForConditionalGeneration"),
+)
+MARKS = {"proved": "✓", "refused": "–", "differs": "✗", "fails": "!"}
+
+
+def write_config(name: str, folder: Path) -> None:
+    """The config of a small model of this class."""
+    cls = getattr(transformers, name)
+    config = cls.config_class(**small_values(cls.config_class()))
+    config.architectures, config.num_labels = [name], 3
+    folder.mkdir()
+    config.save_pretrained(folder)
+
+
+def cell(name: str, spec: str, model: Path, work: Path, references: dict) -> tuple[str, str]:
+    """The outcome of one class under one layout, and what it says."""
+    config = ParallelConfig.parse(spec).resolve(axes(spec)["world"])
+    proof = Proof(work / "proof", config, "hf_parallel.cli.prove_model", [str(model)], is_module=True, limit_s=150)
+    key = str(Sizes.of_layout(config, 4, False))
+    try:
+        proof.reuse(references.get(key))
+        ranks = proof.run_layout()
+        references[key] = proof.references()
+        verdict = proof.judge(ranks)
+    except (NotProvedError, SpecError) as error:
+        words = " ".join(str(error).split())
+        return ("refused" if getattr(error, "refused", True) else "fails"), words[:300]
+    if verdict.compared.differences:
+        told = verdict.told(spec, 0).splitlines()
+        return "differs", " ".join(line.strip() for line in told if line.startswith("  "))[:400]
+    return "proved", f"{max(verdict.compared.worst.values()):.0%} of what rounding allows"
+
+
+def known() -> dict[tuple[str, str], dict]:
+    """The latest row of each class and layout."""
+    rows = [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
+    return {(row["class"], row["spec"]): row for row in rows}
+
+
+def page(rows: dict[tuple[str, str], dict]) -> str:
+    """The table, and below it in words what is not proved."""
+    counts = {outcome: sum(row["outcome"] == outcome for row in rows.values()) for outcome in MARKS}
+    lines = [
+        "# Proofs of model classes",
+        "",
+        f"`python -m tests.prove.table` wrote this page on {date.today()}. Each cell is `hf-parallel prove` of the",
+        "class with a small config on generated examples, on CPUs, in fp32 ([how](../prove.md)).",
+        "",
+        f"{counts['proved']} proved (✓), {counts['refused']} refused by name (–), {counts['differs']} differ (✗),",
+        f"{counts['fails']} fail (!).",
+        "",
+        f"| class | {' | '.join(f'`{spec}`' for spec in SPECS)} |",
+        f"| --- |{' :-: |' * len(SPECS)}",
+    ]
+    said: dict[str, list[str]] = {}
+    for name in CLASSES:
+        found = [rows.get((name, spec)) for spec in SPECS]
+        lines.append(f"| {name} | {' | '.join(MARKS[row['outcome']] if row else '' for row in found)} |")
+        for row in (row for row in found if row and row["outcome"] != "proved"):
+            said.setdefault(f"{MARKS[row['outcome']]} {row['words'][:240]}", []).append(f"{name} on `{row['spec']}`")
+    notes = [f"- {words}: {'; '.join(places[:6])}{' and more' * (len(places) > 6)}" for words, places in said.items()]
+    return "\n".join([*lines, "", *notes, ""])
+
+
+def main() -> None:
+    """Prove what is asked for and not known."""
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--only", nargs="*", default=[""], help="parts of class names")
+    options.add_argument("--specs", nargs="*", default=SPECS)
+    options.add_argument("--again", action="store_true")
+    options.add_argument("--write", action="store_true", help="write the page, and prove nothing")
+    args = options.parse_args()
+    if args.write:
+        PAGE.write_text(page(known()))
+        return
+    for name in (name for name in CLASSES if any(part in name for part in args.only)):
+        work, references, done = Path(tempfile.mkdtemp(prefix="table-")), {}, known()
+        write_config(name, work / "model")
+        for spec in (spec for spec in args.specs if args.again or (name, spec) not in done):
+            begin = time.monotonic()
+            with contextlib.redirect_stderr(io.StringIO()):
+                outcome, words = cell(name, spec, work / "model", work, references)
+            row = {"class": name, "spec": spec, "outcome": outcome, "words": words}
+            with open(RESULTS, "a") as file:
+                file.write(json.dumps({**row, "seconds": round(time.monotonic() - begin, 1)}) + "\n")
+            print(f"{name:40} {spec:28} {outcome:8} {words[:200]}", flush=True)
+        shutil.rmtree(work, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()
