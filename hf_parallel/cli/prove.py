@@ -97,7 +97,7 @@ def _prove_in(folder: Path, config: ParallelConfig, args: argparse.Namespace) ->
     seconds = time.monotonic() - began
     print(verdict.told(config.to_spec(), seconds))
     facts = {**verdict.to_dict(), "seconds": round(seconds, 1)}
-    certificate.write(Path(args.out), args.script, config.to_spec(), facts)
+    certificate.write_proof(Path(args.out), args.script, config.to_spec(), facts)
     print(f"hf_parallel: {args.out} has all numbers", file=sys.stderr)
     return 1 if verdict.compared.differences else 0
 

@@ -17,7 +17,7 @@ FILE = "prove.json"
 _LIBRARIES = ("torch", "transformers", "accelerate", "peft", "trl")
 
 
-def versions() -> dict[str, str]:
+def library_versions() -> dict[str, str]:
     """Of the libraries that training depends on, as far as they are installed."""
     found = {"hf_parallel": VERSION}
     for name in _LIBRARIES:
@@ -34,14 +34,14 @@ def hash_of_script(script: str) -> str:
     return hashlib.sha256(path.read_bytes() if path.is_file() else script.encode()).hexdigest()[:16]
 
 
-def write(file: Path, script: str, spec: str, facts: Mapping[str, Any]) -> None:
+def write_proof(file: Path, script: str, spec: str, facts: Mapping[str, Any]) -> None:
     """Add a proof to the file, in the place of a former one of this script and layout."""
     proof = {
         "script": script,
         "script_hash": hash_of_script(script),
         "spec": spec,
         "date": date.today().isoformat(),
-        "versions": versions(),
+        "versions": library_versions(),
         "commit": _commit(script),
         **facts,
     }
@@ -57,7 +57,7 @@ def line_about(script: str, spec: str, file: Path | None = None) -> str | None:
             continue
         if not proof.get("proved"):
             return f"{FILE} of {proof['date']} found differences from one process under this layout"
-        then, now = proof["versions"], versions()
+        then, now = proof["versions"], library_versions()
         other = [f"{name} {then[name]}" for name in then if then[name] != now.get(name)]
         if other:
             return f"proved on {proof['date']} for this layout with other versions ({', '.join(other)})"

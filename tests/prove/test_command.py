@@ -94,7 +94,7 @@ def test_what_a_run_says(tmp_path):
     script = tmp_path / "train.py"
     script.write_text("print(1)")
     file = tmp_path / "prove.json"
-    certificate.write(file, str(script), "tp=2", {"proved": True})
+    certificate.write_proof(file, str(script), "tp=2", {"proved": True})
     assert "for this layout" in line_about(str(script), "tp=2", file)
     assert line_about(str(script), "tp=4", file) is None
     proofs = json.loads(file.read_text())
