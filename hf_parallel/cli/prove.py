@@ -106,6 +106,7 @@ def _prepare_process() -> None:
     """Import once, with one thread, what all forked processes need: a pool of threads does not survive a fork."""
     for name, value in (("OMP_NUM_THREADS", "1"), ("TOKENIZERS_PARALLELISM", "false"), ("HF_HUB_OFFLINE", "1")):
         os.environ.setdefault(name, value)
+    os.environ.update(CUDA_VISIBLE_DEVICES="", ACCELERATE_USE_CPU="true")  # all runs are on the CPU
     import torch
 
     torch.set_num_threads(1)
@@ -189,16 +190,20 @@ class Proof:
         from hf_parallel.prove.locate import first_place, suspected
 
         alone, disturbed = self.references()
-        ours, theirs, noisy = (self.folder / name / "output" for name in ("layout", "alone", "disturbed"))
+        ours, theirs, noisy = (self.folder / name for name in ("layout", "alone", "disturbed"))
         compared = Comparison(ranks, alone, disturbed).compare((ours, theirs, noisy))
         place = first_place(ranks, alone, disturbed, compared) if compared.differences else None
         cause = suspected(compared, place, alone, self.sizes.data_ranks) if compared.differences else ""
         return Verdict(compared, place, cause, alone.notes, alone.facts)
 
     def _start(self, name: str, short: str, world: int, plant: Callable[[int], None] | None = None) -> ForkedRun:
+        from hf_parallel.prove import guarded
         from hf_parallel.prove.processes import ForkedRun
 
-        return ForkedRun(name, self.folder / short, functools.partial(self._be_process, short, world, plant), world)
+        folder = self.folder / short
+        shutil.rmtree(folder, ignore_errors=True)
+        guarded.show_current_folder(folder / "work")
+        return ForkedRun(name, folder, functools.partial(self._be_process, short, world, plant), world)
 
     def _ended(self, run: ForkedRun) -> list[Record]:
         from hf_parallel.prove.record import Record

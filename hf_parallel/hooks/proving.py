@@ -38,7 +38,7 @@ from hf_parallel.ask.config import ParallelConfig
 from hf_parallel.ask.spec import refuse
 from hf_parallel.hooks.patching import Patch, apply, around
 from hf_parallel.model.shrink import Layout, small_values
-from hf_parallel.prove import noise
+from hf_parallel.prove import guarded, noise
 from hf_parallel.prove.record import Record, Step, TokenWatch, whole_gradients, whole_weights
 
 if TYPE_CHECKING:
@@ -193,6 +193,10 @@ class _Enough(SystemExit):
 
 def run_script(script: str, is_module: bool, arguments: list[str], proving: Proving) -> None:
     """Run a script as `python SCRIPT …` does, small and watched."""
+    script, started_in = script if is_module else os.path.abspath(script), os.getcwd()
+    os.chdir(proving.out / "work")
+    os.environ["PWD"] = os.getcwd()
+    guarded.refuse_writes_outside(proving.out.parent)
     for patch in _patches(proving):
         apply([patch])
     _turn_dropout_off(proving)
@@ -201,10 +205,11 @@ def run_script(script: str, is_module: bool, arguments: list[str], proving: Prov
         try:
             if is_module:
                 sys.argv = [script, *arguments]
+                sys.path.insert(0, started_in)
                 runpy.run_module(script, run_name="__main__", alter_sys=True)
             else:
                 sys.path[0] = os.path.dirname(os.path.realpath(script))
-                sys.argv = [os.path.abspath(script), *arguments]
+                sys.argv = [script, *arguments]
                 runpy.run_path(sys.argv[0], run_name="__main__")
         except SystemExit as left:
             if left.code not in (None, 0):

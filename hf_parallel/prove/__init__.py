@@ -7,6 +7,7 @@ in forked processes. The second run tells what rounding may do to each number; t
 
 record.py       a run writes down its numbers
 noise.py        sums in another order, weights off by one unit in the last place
+guarded.py      nothing of the user's is written to
 processes.py    fork the processes of a run
 compare.py      every number of the layout beside the one process's
 locate.py       the first module where the two part, and the kind of error that it looks like

@@ -6,7 +6,6 @@ import atexit
 import contextlib
 import json
 import os
-import shutil
 import signal
 import socket
 import sys
@@ -34,7 +33,7 @@ class Failure:
 
 
 class ForkedRun:
-    """Some processes that run a function each; their output goes to files in `folder`.
+    """Some processes that run a function each; their output goes to files in `folder`, which is there.
 
     Args:
         work: called in each process with its number.
@@ -43,8 +42,6 @@ class ForkedRun:
 
     def __init__(self, name: str, folder: Path, work: Callable[[int], None], world: int) -> None:
         self.name, self.folder, self.failure = name, folder, None
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
         self.seconds, self._begin = 0.0, time.monotonic()
         port = _free_port()
         self._pids = {_fork(folder, work, number, world, port): number for number in range(max(1, world))}

@@ -6,6 +6,7 @@ import json
 import os
 import runpy
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -103,3 +104,29 @@ def test_what_a_run_says(tmp_path):
     assert "torch 1.0" in line_about(str(script), "tp=2", file)
     script.write_text("print(2)")
     assert line_about(str(script), "tp=2", file) is None
+
+
+def proof_beside(folder: Path, temporary: Path, *arguments: str) -> tuple[int, str]:
+    """`command` where the folder is no temporary one."""
+    temporary.mkdir()
+    tempfile.tempdir = str(temporary)
+    return command(folder, *arguments)
+
+
+def test_files_of_the_user_stay(tmp_path):
+    """A new folder is written aside and compared; one that exists is refused, and keeps what it has."""
+    home = tmp_path / "home"
+    home.mkdir()
+    script = home / "train.py"
+    script.write_text(SCRIPT.read_text().replace("trainer.save_model()", 'trainer.save_model("final")'))
+    words = ("--parallel", "tp=2", "train.py", *ARGUMENTS)
+    code, said = run_alone(proof_beside, home, tmp_path / "first", *words)
+    assert code == 0, said
+    assert sorted(path.name for path in home.iterdir()) == ["prove.json", "train.py"]
+    (home / "final").mkdir()
+    (home / "final" / "model.safetensors").write_text("mine")
+    code, said = run_alone(proof_beside, home, tmp_path / "second", *words)
+    assert code == 2
+    assert f"{home}/final" in said
+    assert [path.name for path in (home / "final").iterdir()] == ["model.safetensors"]
+    assert (home / "final" / "model.safetensors").read_text() == "mine"
