@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate import accelerator
+from torch.utils.data import RandomSampler
 from transformers import Trainer, TrainerCallback, trainer
 
 
@@ -139,6 +141,16 @@ def of_save(change: Callable[[str, torch.Tensor], torch.Tensor]) -> Callable[[in
         return put
 
     return method(TensorFile, "put", make)
+
+
+def other_order(original: Callable) -> Callable:
+    """Examples in the reverse order."""
+    return lambda self: iter(list(original(self))[::-1])
+
+
+def own_rows(original: Callable) -> Callable:
+    """Of the data ranks only this one."""
+    return lambda self, values, *args, **kwargs: values
 
 
 def every_step(change: Callable[[Any, Any], None], ranks=(0, 1, 2, 3)) -> Callable[[int], None]:
@@ -273,6 +285,13 @@ FAULTS = (
     # Data.
     Fault("an example twice", DP, data_of(lambda rows, i: i - i % 2)),
     Fault("other examples", COPIES, data_of(lambda rows, i: (i + 7) % len(rows))),
+    Fault("another order on rank 1", DP, method(RandomSampler, "__iter__", other_order, (1,))),
+    Fault(
+        "an evaluation of own examples",
+        DP,
+        method(accelerator.Accelerator, "gather_for_metrics", own_rows),
+        kinds=("metric",),
+    ),
     # Saves.
     Fault(
         "a wrong slice is saved",
