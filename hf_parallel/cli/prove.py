@@ -238,7 +238,7 @@ class Proof:
 
 @dataclass
 class Verdict:
-    """What a proof comes to.
+    """The result of a proof.
 
     Attributes:
         place: where the runs part.

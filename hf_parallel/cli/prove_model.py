@@ -74,7 +74,7 @@ def main() -> None:
 
 
 def example(number: int, config: PretrainedConfig, kind: str) -> Example:
-    """One example: token ids, mask, labels, and on which side it is padded."""
+    """Make an example: token ids, mask, labels, and on which side it is padded."""
     draw = random.Random(number)
     length = draw.randint(5, LONGEST)
     padding = getattr(config, "pad_token_id", None) or 0

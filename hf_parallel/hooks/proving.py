@@ -60,7 +60,7 @@ _LIBRARIES = ("accelerate", "transformers", "trl", "peft", "hf_parallel", "sente
 
 @dataclass
 class Sizes:
-    """How small a run is, and how one process stands for all data ranks.
+    """The sizes of a small run, in which one process stands for all data ranks.
 
     Attributes:
         steps: optimizer steps; an epoch has one less, the last of which is ragged.
@@ -118,8 +118,12 @@ class Proving:
             self.record.steps.append(Step())
         return self.record.steps[self.done]
 
-    def watch(self, model: nn.Module) -> None:
-        """Watch the tokens of a model; disturb its weights if this run is to differ by rounding."""
+    def watch(self, model: nn.Module, precision: str | None = None) -> None:
+        """Watch the tokens of a model; disturb its weights if this run is to differ by rounding.
+
+        Args:
+            precision: of mixed precision: "bf16", "fp16", or "no".
+        """
         if model in self.watched:
             return
         self.watched.append(model)
@@ -127,8 +131,11 @@ class Proving:
         config: Any = getattr(model, "config", None)
         if hasattr(config, "to_json_string"):
             self.record.facts.setdefault("config", hashlib.sha256(config.to_json_string().encode()).hexdigest()[:16])
+        weights = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+        computes_in = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision or "no", weights)
+        self.record.facts.setdefault("computes_in", str(computes_in).removeprefix("torch."))
         if self.disturbed:
-            noise.disturb_weights(model)
+            noise.disturb_weights(model, computes_in)
         tokens = TokenWatch(model, self.step)
 
         def note_mask(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
@@ -167,7 +174,7 @@ class Watcher(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Watch the model as it is trained."""
         self.proving.in_trainer = True
-        self.proving.watch(model)
+        self.proving.watch(model, "bf16" if args.bf16 else "fp16" if args.fp16 else "no")
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Note the gradients."""
@@ -461,7 +468,7 @@ def _fetch(proving: Proving, original: Callable, self: _MapDatasetFetcher, possi
 
 @contextlib.contextmanager
 def _drawing_by(seed: Any) -> Iterator[None]:
-    """In here random numbers depend on this seed alone."""
+    """Make random numbers depend on this seed alone, inside the context."""
     number = int(seed) if isinstance(seed, int) else abs(hash(str(seed)))
     numpy_state, python_state = numpy.random.get_state(), random.getstate()
     with torch.random.fork_rng(devices=[]):
@@ -527,7 +534,7 @@ def _prepare(proving: Proving, original: Callable, self: Accelerator, *args: Any
     prepared = original(self, *args, **kwargs)
     if not _of_a_trainer():
         for model in (one for one in args if isinstance(one, nn.Module)):
-            proving.watch(self.unwrap_model(model))
+            proving.watch(self.unwrap_model(model), self.mixed_precision)
             if not hasattr(model, "no_sync"):  # as models of several processes have
                 vars(model)["no_sync"] = contextlib.nullcontext
     return prepared

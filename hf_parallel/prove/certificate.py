@@ -18,7 +18,7 @@ _LIBRARIES = ("torch", "transformers", "accelerate", "peft", "trl")
 
 
 def library_versions() -> dict[str, str]:
-    """Of the libraries that training depends on, as far as they are installed."""
+    """Return the versions of the libraries that training depends on, as far as they are installed."""
     found = {"hf_parallel": VERSION}
     for name in _LIBRARIES:
         try:
@@ -29,7 +29,7 @@ def library_versions() -> dict[str, str]:
 
 
 def hash_of_script(script: str) -> str:
-    """Of the file's contents; of a module's or model's name where there is no file."""
+    """Hash the file's contents, or the name of a module."""
     path = Path(script)
     return hashlib.sha256(path.read_bytes() if path.is_file() else script.encode()).hexdigest()[:16]
 
@@ -50,7 +50,7 @@ def write_proof(file: Path, script: str, spec: str, facts: Mapping[str, Any]) ->
 
 
 def line_about(script: str, spec: str, file: Path | None = None) -> str | None:
-    """What the start of a run says about its proof; None where there is none, or the script has changed since."""
+    """Return the line that a run says about its proof; None if there is none, or the script has changed since."""
     hashed = hash_of_script(script) if Path(script).is_file() else None
     for proof in _read(file or Path(FILE)):
         if proof.get("script_hash") != hashed or proof.get("spec") != spec:

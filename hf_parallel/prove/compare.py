@@ -16,13 +16,17 @@ from hf_parallel.prove.record import Record, Sample, sample_of
 
 #: How many times what rounding did once, it may do at most.
 TIMES = 10.0
-#: Relative differences that are rounding whatever one run showed: some tens of units in the last place.
-FLOOR = 64 * torch.finfo(torch.float32).eps
+
+
+def rounding_floor(alone: Record) -> float:
+    """Relative differences that are rounding whatever one run showed: some tens of fp32's units, or one of bf16's."""
+    lowered = alone.facts.get("computes_in", "float32") != "float32"
+    return torch.finfo(torch.bfloat16).eps if lowered else 64 * torch.finfo(torch.float32).eps
 
 
 @dataclass
 class Difference:
-    """One number that is not one process's.
+    """A number of the layout that one process does not have.
 
     Attributes:
         what: such as "loss", "gradient of model.norm.weight".
@@ -48,7 +52,7 @@ class Difference:
 
 @dataclass
 class Compared:
-    """What was compared.
+    """The outcome of a comparison.
 
     Attributes:
         worst: by kind of number, the largest difference as a share of what is allowed.
@@ -69,6 +73,7 @@ class Comparison:
 
     def __init__(self, ranks: Sequence[Record], alone: Record, disturbed: Record) -> None:
         self.ranks, self.alone, self.disturbed = ranks, alone, disturbed
+        self.floor = rounding_floor(alone)
         self.differences: list[Difference] = []
         self.worst: dict[str, float] = {}
         self.counts: Counter[str] = Counter()
@@ -143,7 +148,7 @@ class Comparison:
             for rank, samples in zip(self.ranks, ours, strict=True):
                 if name in samples:
                     a, b = samples[name], theirs[name]
-                    allowed = max(FLOOR, TIMES * max(spreads.get(name, 0.0), usual))
+                    allowed = max(self.floor, TIMES * max(spreads.get(name, 0.0), usual))
                     self._judge(kind, f"{kind} of {name}", step, a.norm, b.norm, _off(a, b), allowed, rank.rank)
 
     def _examples(self) -> None:
@@ -167,7 +172,7 @@ class Comparison:
                 if ours is None and record.rank == 0:
                     self._missing("prediction", f"prediction {index}", 0, 1)
                 elif ours is not None:
-                    allowed = max(FLOOR, TIMES * spread)
+                    allowed = max(self.floor, TIMES * spread)
                     off = _off_tensors(ours, theirs)
                     what = f"prediction {index} of shape {tuple(ours.shape)}"
                     self._judge(
@@ -184,7 +189,7 @@ class Comparison:
     # ---- judging ---------------------------------------------------------------------------------------------
 
     def _number(self, kind: str, what: str, step: int, ours: float, theirs: float, spread: float, rank: int) -> None:
-        allowed = max(FLOOR, TIMES * spread)
+        allowed = max(self.floor, TIMES * spread)
         self._judge(kind, what, step, ours, theirs, _relative(theirs, ours), allowed, rank)
 
     def _judge(

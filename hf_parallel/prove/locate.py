@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hf_parallel.prove.compare import FLOOR, TIMES, Compared, Difference
+from hf_parallel.prove.compare import TIMES, Compared, Difference, rounding_floor
 from hf_parallel.prove.record import Record, Step
 
 #: Share of the tokens of one process that a layout must lack before a module counts as another one; and of a rank's
@@ -44,14 +44,18 @@ def first_place(ranks: Sequence[Record], alone: Record, disturbed: Record, compa
     last = min(steps, default=len(alone.steps)) + 1  # an evaluation after a step shows the weights of the next
     for index in range(min(last, len(alone.steps), len(disturbed.steps))):
         ours = [rank.steps[index] for rank in ranks if index < len(rank.steps)]
-        found = _forward(ours, alone.steps[index], disturbed.steps[index], index + 1, strange_from)
+        found = _forward(
+            ours, alone.steps[index], disturbed.steps[index], index + 1, strange_from, rounding_floor(alone)
+        )
         found = found or _backward(alone.steps[index], compared.differences, index + 1)
         if found is not None:
             return found
     return None
 
 
-def _forward(ours: list[Step], theirs: Step, noisy: Step, step: int, strange_from: float) -> Place | None:
+def _forward(
+    ours: list[Step], theirs: Step, noisy: Step, step: int, strange_from: float, floor: float
+) -> Place | None:
     for module, tokens in theirs.tokens.items():
         parts = {
             rank: own.tokens[module]
@@ -61,7 +65,7 @@ def _forward(ours: list[Step], theirs: Step, noisy: Step, step: int, strange_fro
         if not parts or module not in noisy.tokens or noisy.tokens[module].shape != tokens.shape:
             continue
         scale = tokens.square().mean(0).sqrt().clamp_min(1e-30)
-        allowed = max(FLOOR, TIMES * float(((noisy.tokens[module] - tokens) / scale).abs().max()))
+        allowed = max(floor, TIMES * float(((noisy.tokens[module] - tokens) / scale).abs().max()))
         lost = _unlike(tokens[theirs.kept[module]] / scale, torch.cat(list(parts.values())) / scale, allowed)
         strange = {rank: _share(_unlike(part / scale, tokens / scale, allowed)) for rank, part in parts.items()}
         most = max(strange.values())
@@ -85,7 +89,7 @@ def _ranks(numbers: list[int]) -> str:
 
 
 def _unlike(tokens: torch.Tensor, others: torch.Tensor, allowed: float) -> torch.Tensor:
-    """Which tokens have no like among the others."""
+    """Mark the tokens that have no like among the others."""
     order = torch.argsort(others[:, 0])
     first = others[order, 0].contiguous()
     found = torch.zeros(len(tokens), dtype=torch.bool)
@@ -98,7 +102,7 @@ def _unlike(tokens: torch.Tensor, others: torch.Tensor, allowed: float) -> torch
 
 
 def _backward(theirs: Step, differences: list[Difference], step: int) -> Place | None:
-    """Of the parameters with other gradients the one that the backward pass comes to first."""
+    """Return the parameter whose gradient is computed first among those that differ."""
     names = {
         one.what.removeprefix("gradient of "): one
         for one in differences

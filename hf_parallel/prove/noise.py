@@ -1,4 +1,4 @@
-"""What rounding may do to a run: sums in another order, and weights off by one unit in the last place.
+"""Rounding on purpose: sums in another order, and weights off by one unit in the last place.
 
 The tolerance of every comparison comes from a run in one process under both.
 """
@@ -52,11 +52,20 @@ def _norm_of_parts(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def disturb_weights(model: nn.Module, seed: int = 1) -> None:
-    """Move every weight to the next number of its dtype, up or down at random."""
+def disturb_weights(model: nn.Module, computes_in: torch.dtype, seed: int = 1) -> None:
+    """Move every weight to the next number of its dtype, up or down at random.
+
+    Args:
+        computes_in: the dtype of products; if it is shorter, weights move by half a unit of that, as layouts round
+            weights where one process rounds what it computes of them.
+    """
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         if parameter.is_floating_point() and parameter.device.type != "meta":
             up = torch.rand(parameter.shape, generator=generator).to(parameter.device) < 0.5
-            ends = torch.where(up, torch.inf, -torch.inf).to(parameter.dtype)
-            parameter.copy_(torch.nextafter(parameter, ends))
+            unit = torch.finfo(computes_in).eps / 2
+            if unit > torch.finfo(parameter.dtype).eps:
+                parameter.mul_(torch.where(up, 1 + unit, 1 - unit))
+            else:
+                ends = torch.where(up, torch.inf, -torch.inf).to(parameter.dtype)
+                parameter.copy_(torch.nextafter(parameter, ends))

@@ -29,7 +29,7 @@ class Sample:
 
 @dataclass
 class Step:
-    """One optimizer step.
+    """The numbers of an optimizer step.
 
     Attributes:
         gradients: by name of the parameter, as the optimizer reads them.
