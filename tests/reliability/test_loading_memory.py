@@ -131,5 +131,6 @@ def test_private_memory_while_converting(tmp_path):
     shown(ranks)
     for sizes in ranks:
         assert sizes["largest"] >= 55 * MB
-        assert sizes["peak"] <= 1.05 * sizes["slices"] + 0.5 * sizes["largest"] + SLACK
+        # One tensor more: a whole run leaves the allocator in pieces. Experts of other ranks would be three more.
+        assert sizes["peak"] <= 1.05 * sizes["slices"] + sizes["largest"] + SLACK
         assert sizes["saving"] <= 2 * sizes["largest"] + SLACK  # one whole, and what it sends of others
