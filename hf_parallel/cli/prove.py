@@ -62,8 +62,9 @@ def prove(args: argparse.Namespace) -> int:
         print(f"hf_parallel: {error}", file=sys.stderr)
         return 2
     if args.keep:
-        os.makedirs(args.keep, exist_ok=True)
-        return _prove_in(Path(args.keep).resolve(), config, args)
+        own = Path(args.keep).resolve() / "hf_parallel-prove"  # former runs in it are removed
+        own.mkdir(parents=True, exist_ok=True)
+        return _prove_in(own, config, args)
     folder = tempfile.mkdtemp(prefix="hf_parallel-prove-")  # a TemporaryDirectory would go with the first child
     try:
         return _prove_in(Path(folder), config, args)
@@ -197,13 +198,15 @@ class Proof:
         return Verdict(compared, place, cause, alone.notes, alone.facts)
 
     def _start(self, name: str, short: str, world: int, plant: Callable[[int], None] | None = None) -> ForkedRun:
+        from hf_parallel.check import links
         from hf_parallel.prove import guarded
         from hf_parallel.prove.processes import ForkedRun
 
         folder = self.folder / short
         shutil.rmtree(folder, ignore_errors=True)
         guarded.show_current_folder(folder / "work")
-        return ForkedRun(name, folder, functools.partial(self._be_process, short, world, plant), world)
+        environments = links.environments(world, 0) if world else [{}]
+        return ForkedRun(name, folder, functools.partial(self._be_process, short, world, plant), environments)
 
     def _ended(self, run: ForkedRun) -> list[Record]:
         from hf_parallel.prove.record import Record
@@ -224,10 +227,10 @@ class Proof:
         record = Record(rank)
         if world:
             from hf_parallel.hooks import activation
-            from hf_parallel.ranks.mesh import coordinates, data_rank
+            from hf_parallel.ranks.mesh import data_rank
 
             activation.activate(self.config.to_spec(), source="prove")
-            record.data_rank, record.place = data_rank(self.config, rank), coordinates(self.config, rank)
+            record.data_rank = data_rank(self.config, rank)
         folder, multiply = self.folder / short, 1 if world else self.sizes.data_ranks
         state = proving.Proving(self.sizes, record, folder, self.folder / "models", multiply, short == "disturbed")
         if plant is not None:

@@ -108,7 +108,6 @@ class Proving:
     done: int = 0
     in_trainer: bool = False
     watched: list[nn.Module] = field(default_factory=list)
-    outputs: dict[str, str] = field(default_factory=dict)
 
     # ---- watching --------------------------------------------------------------------------------------------
 
@@ -257,9 +256,7 @@ def _patches(proving: Proving) -> list[Patch]:
 
 def _arguments(proving: Proving, original: Callable, self: TrainingArguments) -> None:
     """Change what stands in the way of a small run before Transformers checks it."""
-    folder = self.output_dir or "trainer_output"
     self.output_dir = str(proving.out / "output")
-    proving.outputs[folder] = self.output_dir
     self.use_cpu = True
     self.report_to, self.push_to_hub = [], False
     self.dataloader_num_workers, self.dataloader_prefetch_factor = 0, None
@@ -283,21 +280,21 @@ def _trainer(proving: Proving, original: Callable, self: Trainer, *args: Any, **
     if given is None:
         given = values["args"] = TrainingArguments("tmp_trainer")
     _few_steps(proving, given)
-    examples = proving.examples(_per_device(proving, given), given.gradient_accumulation_steps)
+    trained, evaluated_at_once = (  # of a device under the layout, where `given` may have one process's
+        size // proving.multiply for size in (given.per_device_train_batch_size, given.per_device_eval_batch_size)
+    )
+    examples = proving.examples(trained, given.gradient_accumulation_steps)
     values["train_dataset"] = _first(values.get("train_dataset"), examples)
-    evaluated, some = values.get("eval_dataset"), given.per_device_eval_batch_size * proving.sizes.data_ranks + 1
-    some = max(FEW_TO_EVALUATE, some if proving.multiply == 1 else given.per_device_eval_batch_size + 1)
+    evaluated, some = (
+        values.get("eval_dataset"),
+        max(FEW_TO_EVALUATE, evaluated_at_once * proving.sizes.data_ranks + 1),
+    )
     if isinstance(evaluated, dict) and not hasattr(evaluated, "column_names"):
         values["eval_dataset"] = {name: _first(one, some) for name, one in evaluated.items()}
     else:
         values["eval_dataset"] = _first(evaluated, some)
     original(*bound.args, **bound.kwargs)
     self.add_callback(Watcher(proving))
-
-
-def _per_device(proving: Proving, args: TrainingArguments) -> int:
-    """The batch size of a device under the layout, where `args` may have one process's."""
-    return args.per_device_train_batch_size // proving.multiply
 
 
 def _few_steps(proving: Proving, args: TrainingArguments) -> None:

@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -37,14 +36,15 @@ class ForkedRun:
 
     Args:
         work: called in each process with its number.
-        world: how many; 0 is one process without a launcher's variables.
+        environments: the launcher's variables of each process; none for one that nobody launched.
     """
 
-    def __init__(self, name: str, folder: Path, work: Callable[[int], None], world: int) -> None:
-        self.name, self.folder, self.failure = name, folder, None
+    def __init__(
+        self, name: str, folder: Path, work: Callable[[int], None], environments: list[dict[str, str]]
+    ) -> None:
+        self.name, self.folder = name, folder
         self.seconds, self._begin = 0.0, time.monotonic()
-        port = _free_port()
-        self._pids = {_fork(folder, work, number, world, port): number for number in range(max(1, world))}
+        self._pids = [_fork(folder, work, number, own) for number, own in enumerate(environments)]
 
     def wait(self, limit_s: float) -> Failure | None:
         """Wait for all processes; end the rest soon after the first has failed. Returns the first failure."""
@@ -60,7 +60,7 @@ class ForkedRun:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
-        self._pids = {}
+        self._pids = []
         self.seconds = time.monotonic() - self._begin
         return self._first_failure(bad, stands, limit_s)
 
@@ -68,7 +68,7 @@ class ForkedRun:
         for pid in list(self._pids):
             done, status = os.waitpid(pid, os.WNOHANG)
             if done:
-                del self._pids[pid]
+                self._pids.remove(pid)
                 return pid, status
         return 0, 0
 
@@ -92,28 +92,21 @@ def _lost_a_peer(failure: Failure) -> bool:
     )
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def _fork(folder: Path, work: Callable[[int], None], number: int, world: int, port: int) -> int:
+def _fork(folder: Path, work: Callable[[int], None], number: int, environment: dict[str, str]) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     pid = os.fork()
     if pid == 0:
-        _be(folder, work, number, world, port)
+        _be(folder, work, number, environment)
     return pid
 
 
-def _be(folder: Path, work: Callable[[int], None], number: int, world: int, port: int) -> NoReturn:
+def _be(folder: Path, work: Callable[[int], None], number: int, environment: dict[str, str]) -> NoReturn:
     code = 1
     try:
         for name in _LAUNCHER:
             os.environ.pop(name, None)
-        if world:
-            os.environ.update(_launched(number, world, port))
+        os.environ.update(environment)
         with _said_to(folder / f"said-{number}.txt"):
             try:
                 work(number)
@@ -123,14 +116,6 @@ def _be(folder: Path, work: Callable[[int], None], number: int, world: int, port
                 _write_failure(folder, number, error)
     finally:
         os._exit(code)
-
-
-def _launched(number: int, world: int, port: int) -> dict[str, str]:
-    here = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    if any(name == "lo" for _, name in socket.if_nameindex()):
-        here["GLOO_SOCKET_IFNAME"] = "lo"
-    rank = {"RANK": str(number), "LOCAL_RANK": str(number)}
-    return {**here, **rank, "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
 
 
 @contextlib.contextmanager

@@ -49,7 +49,6 @@ class Record:
     """All that one process of a run has seen.
 
     Attributes:
-        place: the coordinates of this rank by axis.
         logs: what the script logs, numbers only.
         losses: what a hand-written loop hands to `Accelerator.backward`.
         examples: indices that data loaders read, in order.
@@ -60,7 +59,6 @@ class Record:
 
     rank: int = 0
     data_rank: int = 0
-    place: dict[str, int] = field(default_factory=dict)
     logs: list[dict[str, float]] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
