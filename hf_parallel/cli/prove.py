@@ -98,8 +98,11 @@ def _prove_in(folder: Path, config: ParallelConfig, args: argparse.Namespace) ->
     seconds = time.monotonic() - began
     print(verdict.told(config.to_spec(), seconds))
     facts = {**verdict.to_dict(), "seconds": round(seconds, 1)}
-    certificate.write_proof(Path(args.out), args.script, config.to_spec(), facts)
-    print(f"hf_parallel: {args.out} has all numbers", file=sys.stderr)
+    try:
+        certificate.write_proof(Path(args.out), args.script, config.to_spec(), facts)
+        print(f"hf_parallel: {args.out} has all numbers", file=sys.stderr)
+    except OSError as error:
+        print(f"hf_parallel: cannot write {args.out}: {error.strerror or error}; the verdict stands", file=sys.stderr)
     return 1 if verdict.compared.differences else 0
 
 

@@ -53,6 +53,14 @@ def test_proof_of_a_script(tmp_path):
     assert f"hf-parallel prove    proved on {proof['date']} for this layout" in shown
 
 
+def test_a_certificate_that_cannot_be_written(tmp_path):
+    """The verdict stands, and a line says so."""
+    arguments = ("--parallel", "tp=2", "--out", "missing/prove.json", str(SCRIPT), *ARGUMENTS)
+    code, said = run_alone(command, tmp_path, *arguments)
+    assert code == 0, said
+    assert "cannot write missing/prove.json" in said
+
+
 def test_a_model_without_a_script(tmp_path):
     """Generated examples: padding on both sides, holes, labels that do not count."""
     config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 2048, "vocab_size": 515}
