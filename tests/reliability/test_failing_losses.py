@@ -44,6 +44,28 @@ def test_all_stages_stop(spec, fails_at, runs, tmp_path):
     assert "on rank" in causes[0]
 
 
+class Embedding(Trainer):
+    """Embeds by itself; on the last stage, where it runs, the embedding is a stand-in that would give zeros."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        embedded = model.get_input_embeddings()(inputs["input_ids"])
+        return model(**inputs).loss + embedded.square().mean()
+
+
+def test_a_loss_that_embeds_by_itself_is_refused(runs, tmp_path):
+    """It names the stage that holds the embedding, and does not train without the term."""
+    folder = runs.initial("llama", num_hidden_layers=3, vocab_size=515, num_key_value_heads=1)
+
+    def train():
+        activate("pp=2")
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        trainer = Embedding(model, arguments_of(str(tmp_path), 1), train_dataset=Rows(16, 11, length=33))
+        with pytest.raises(RuntimeError, match="model.embed_tokens is held by .* stage 0, .* pp_size=1 works"):
+            trainer.train()
+
+    run(train, 2, init=False, timeout=60)
+
+
 @pytest.mark.parametrize("stage", [0, 1])
 @pytest.mark.parametrize("way", ["forward", "backward"])
 def test_an_error_inside_a_schedule_is_the_models_own(way, stage, runs, tmp_path):

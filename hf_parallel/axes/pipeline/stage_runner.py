@@ -188,7 +188,7 @@ class StageRunner:
             stage.work = None  # it holds the batch
 
     def enter(self, view: StageView, on_call: Handler | None, call: Callable[[], T]) -> T:
-        """What `call` returns, or leaves the stage with, while the model shows one stage.
+        """What `call` returns, or leaves the stage with, while the model's backbone runs as one stage.
 
         Args:
             on_call: answers each call of the backbone.
@@ -196,8 +196,7 @@ class StageRunner:
         former = self._view, self._on_call
         self._view, self._on_call = view, on_call
         try:
-            with view.shown(instead_of=former[0]):
-                return call()
+            return call()
         except LeaveAtExit as leave:
             return leave.carried
         finally:
@@ -221,7 +220,8 @@ class StageRunner:
             kwargs = {**kwargs, "input_ids": None, "inputs_embeds": _placeholder(hidden, length)}
             entry.hidden = hidden
         try:
-            return self._backbone_forward(**kwargs)
+            with self._view.shown():  # here alone: a script that calls one of these modules itself gets an error
+                return self._backbone_forward(**kwargs)
         except LeaveAtExit as leave:
             expected = self._boundary_dtype()
             if self.services.lowered_dtype() is not None:  # FSDP2 would cast it when it arrives

@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -105,7 +105,7 @@ class StandIn(nn.Module):
     same: dict[str, tuple[nn.Module, str]]  # parameters that a module of this rank holds too, being tied
 
     def forward(self, *args: object, **kwargs: object) -> object:
-        raise RuntimeError(f"hf_parallel: {self.where}, so it cannot be called by itself here; call the model")
+        raise RuntimeError(f"hf_parallel: {self.where}, and cannot be called by itself here; pp_size=1 works")
 
     __call__ = nn.Module.__call__  # the class behind may have one of its own, such as checkpointing
 
@@ -311,18 +311,15 @@ class StageView:
     entry: Entry | None  # None on the first stage, which embeds
     modules: list[nn.Module]  # all that hold its parameters
     swaps: list[Swap]
-    former: list[Swap] = field(default_factory=list)  # what these replace, while they do
 
     @contextlib.contextmanager
-    def shown(self, instead_of: StageView | None = None) -> Iterator[None]:
-        """Let the model be this stage, and after it again what it was: whole, or another stage of this rank."""
-        outer = [] if instead_of is None else _put(instead_of.former)
-        self.former = _put(self.swaps)
+    def shown(self) -> Iterator[None]:
+        """Let the model be this stage while its backbone runs."""
+        former = _put(self.swaps)
         try:
             yield
         finally:
-            _put(self.former)
-            _put(outer)
+            _put(former)
 
 
 def _put(swaps: list[Swap]) -> list[Swap]:
