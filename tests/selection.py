@@ -29,11 +29,11 @@ from tests import distributed
 #: Seconds per case of each test, as `pytest -n 2 --dist loadfile --record-seconds` measured them on two cores.
 SECONDS = Path(__file__).parent / "results" / "seconds.json"
 #: What the cases of one test may take in a plain run, beyond its first and what shows the axes of its file.
-PER_TEST = 1.3
+PER_TEST = 1.0
 #: What all cases of a plain run may take together: 18 minutes of two workers on the machine of the measurements.
 PER_RUN = 2100.0
 #: A test of which one case takes longer runs under `--all` alone.
-LONGEST_CASE = 13.0
+LONGEST_CASE = 11.0
 #: What one test and all of them may take under `--quick`.
 QUICK_TEST, QUICK_RUN = 0.5, 45.0
 #: A test that refers to one of these starts processes.

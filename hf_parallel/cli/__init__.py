@@ -2,6 +2,7 @@
 
     hf-parallel check
     hf-parallel prove --parallel tp=2,pp=2 train.py --output_dir out
+    hf-parallel bisect out other-out
     hf-parallel launch --num_processes 4 --parallel tp=2,pp=2 train.py --output_dir out
     hf-parallel doctor meta-llama/Llama-3.1-8B --parallel tp=2,pp=2
     hf-parallel plan meta-llama/Llama-3.1-8B --gpus 64 --gpu h100-80gb --global-batch 512
@@ -29,6 +30,7 @@ from typing import TYPE_CHECKING
 
 from hf_parallel.ask.config import AUTO, ParallelConfig, SpecError, choose_spec
 from hf_parallel.ask.spec import refuse
+from hf_parallel.cli import bisect as cli_bisect
 from hf_parallel.cli import check as cli_check
 from hf_parallel.cli import export as cli_export
 from hf_parallel.cli import plan as cli_plan
@@ -66,6 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return cli_check.check_machines(args)
     if args.command == "prove":
         return cli_prove.prove(args)
+    if args.command == "bisect":
+        return cli_bisect.bisect(args)
     if args.command == "export":
         return cli_export.export(args)
     if args.command == "recipe":
@@ -124,6 +128,7 @@ def _top_parser() -> argparse.ArgumentParser:
     commands.add_parser("launch", add_help=False, help="start a script on N processes (`hf-parallel launch --help`)")
     cli_check.add_arguments(commands.add_parser("check", help="try links, groups and numbers on this cluster"))
     cli_prove.add_arguments(commands.add_parser("prove", help="prove a script's numbers under a layout, on CPUs"))
+    cli_bisect.add_arguments(commands.add_parser("bisect", help="name the first number in which two runs part"))
     _add_doctor(commands.add_parser("doctor", help="say what a spec would do to a model, and what stops it"))
     cli_plan.add_arguments(commands.add_parser("plan", help="rank the layouts of a model, draw the timeline of one"))
     cli_export.add_arguments(commands.add_parser("export", help="write the model of a checkpoint as a Hub folder"))

@@ -14,6 +14,7 @@ from hf_parallel.ask.config import SpecError
 from hf_parallel.ask.launched import local_world_size
 from hf_parallel.hooks import hangs, report, runtime
 from hf_parallel.hooks.patching import patch
+from hf_parallel.hooks.tracing import Trace
 from hf_parallel.monitor.meter import COMPUTE, DATA
 from hf_parallel.monitor.session import Reading, Record, Session
 
@@ -42,7 +43,13 @@ class Watched:
         self.computes = False  # has the open step of a loop run a backward pass?
         self.record: Record | None = None
         self.prediction: Prediction | None = None
+        self.trace: Trace | None = None
         self.readings = 0
+
+    def begin_trace(self, folder: str) -> None:
+        """Write down the first steps, if that is asked for. Collective."""
+        if self.state.config.traced_steps and self.trace is None:
+            self.trace = Trace(self.model, self.state, folder)
 
     def read(self, arguments: TrainingArguments | None = None, step: int | None = None) -> dict[str, float]:
         """What is to be logged of the steps since the last time. Collective over all ranks."""
@@ -146,6 +153,12 @@ def phase(name: str) -> contextlib.AbstractContextManager:
     return contextlib.nullcontext() if _watched is None else _watched.meter.phase(name)
 
 
+def note_gradients() -> None:
+    """A trace reads them before they are clipped. Collective."""
+    if _watched is not None and _watched.trace is not None:
+        _watched.trace.note_gradients()
+
+
 def metrics() -> dict[str, float]:
     """Speed, waits and memory of the steps since its last call, for `accelerator.log` (docs/monitoring.md).
 
@@ -165,6 +178,7 @@ def reading(trainer: Trainer) -> Iterator[None]:
     global _in_trainer
     _in_trainer, by = True, watched(trainer.model)
     if by is not None:
+        by.begin_trace(trainer.args.output_dir)
         by.meter.begin(TRAINER)
     with phase(DATA):
         yield
@@ -194,12 +208,18 @@ def of_trainer(trainer: Trainer) -> dict[str, float]:
 # ---- loops --------------------------------------------------------------------------------------------------------
 
 
-def follow(model: PreTrainedModel) -> None:
-    """A loop has prepared this model: the first one is watched. Collective."""
+def follow(model: PreTrainedModel, folder: str) -> None:
+    """A loop has prepared this model: the first one is watched. Collective.
+
+    Args:
+        folder: OUTPUT_DIR.
+    """
     if _watched is None and (by := watched(model)) is not None:
         calls: list[contextlib.AbstractContextManager] = []
 
         def enter(module: nn.Module, args: tuple) -> None:
+            if torch.is_grad_enabled() and not _in_trainer:
+                by.begin_trace(folder)
             calls.append(by.meter.phase(COMPUTE))
             calls[-1].__enter__()
 
@@ -259,12 +279,15 @@ def follow_steps(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _loop_steps(*args: object) -> None:
+    note_gradients()
     hangs.mark_loop("the optimizer's step")
 
 
 def _loop_has_stepped(*args: object) -> None:
     hangs.mark_loop("what follows a step", may_take_long=True)
     _say_what_loops_lack()
+    if _watched is not None and _watched.trace is not None:
+        _watched.trace.end_step()
     if _watched is not None and _watched.computes:
         _watched.meter.end(LOOP)
         _watched.computes = False

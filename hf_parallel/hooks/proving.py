@@ -136,13 +136,8 @@ class Proving:
         if self.disturbed:
             noise.disturb_weights(model, computes_in)
         tokens = TokenWatch(model, self.step)
-
-        def note_mask(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-            mask = kwargs.get("attention_mask")
-            tokens.keep_only(mask.bool().cpu() if isinstance(mask, torch.Tensor) and mask.ndim == 2 else None)
-
         if not torch.distributed.is_initialized():  # tokens of one process are looked for among all of a layout
-            model.register_forward_pre_hook(note_mask, with_kwargs=True)
+            tokens.mark_padding(model)
 
     def end_step(self, models: Sequence[nn.Module]) -> None:
         """Note the gradients of a step, once: before they are clipped, or as the optimizer is about to read them."""

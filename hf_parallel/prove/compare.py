@@ -137,7 +137,7 @@ class Comparison:
     def _samples(
         self, kind: str, ours: list[dict[str, Sample]], theirs: dict[str, Sample], noisy: dict, step: int = 0
     ) -> None:
-        spreads = {name: _off(noisy[name], sample) for name, sample in theirs.items() if name in noisy}
+        spreads = {name: relative_difference(noisy[name], sample) for name, sample in theirs.items() if name in noisy}
         usual = sorted(spreads.values())[len(spreads) // 2] if spreads else 0.0
         names = set(theirs).union(*ours)
         present = set().union(*ours)
@@ -149,7 +149,9 @@ class Comparison:
                 if name in samples:
                     a, b = samples[name], theirs[name]
                     allowed = max(self.floor, TIMES * max(spreads.get(name, 0.0), usual))
-                    self._judge(kind, f"{kind} of {name}", step, a.norm, b.norm, _off(a, b), allowed, rank.rank)
+                    self._judge(
+                        kind, f"{kind} of {name}", step, a.norm, b.norm, relative_difference(a, b), allowed, rank.rank
+                    )
 
     def _examples(self) -> None:
         """All examples that one process trains on, by some rank; none by two data ranks that another lacks."""
@@ -221,7 +223,7 @@ def _relative(one: float, other: float) -> float:
     return off if math.isfinite(off) else math.inf
 
 
-def _off(ours: Sample, theirs: Sample) -> float:
+def relative_difference(ours: Sample, theirs: Sample) -> float:
     """The norm of the difference relative to the norm, of the sampled elements and of all of them."""
     if ours.shape != theirs.shape:
         return math.inf

@@ -13,7 +13,7 @@ from hf_parallel.prove.record import Record, Step
 
 #: Share of the tokens of one process that a layout must lack before a module counts as another one; and of a rank's
 #: tokens that one process must lack: sequences are filled up to divide, and data ranks pad and repeat examples.
-_FEW, _MANY, _MOST = 0.002, 0.2, 0.9
+FEW, MANY, MOST = 0.002, 0.2, 0.9
 
 
 @dataclass
@@ -39,7 +39,7 @@ def first_place(ranks: Sequence[Record], alone: Record, disturbed: Record, compa
     """The first module, in the order of the computation, whose tokens or gradients are not those of one process."""
     if all(one.kind == "saved weight" for one in compared.differences):
         return None
-    strange_from = _MANY if len({rank.data_rank for rank in ranks}) == 1 else _MOST
+    strange_from = MANY if len({rank.data_rank for rank in ranks}) == 1 else MOST
     steps = [one.step for one in compared.differences if one.step]
     last = min(steps, default=len(alone.steps)) + 1  # an evaluation after a step shows the weights of the next
     for index in range(min(last, len(alone.steps), len(disturbed.steps))):
@@ -69,8 +69,8 @@ def _forward(
         lost = _unlike(tokens[theirs.kept[module]] / scale, torch.cat(list(parts.values())) / scale, allowed)
         strange = {rank: _share(_unlike(part / scale, tokens / scale, allowed)) for rank, part in parts.items()}
         most = max(strange.values())
-        if _share(lost) > _FEW or most > strange_from:
-            who = [rank for rank, share in strange.items() if share > max(_FEW, most / 2)]
+        if _share(lost) > FEW or most > strange_from:
+            who = [rank for rank, share in strange.items() if share > max(FEW, most / 2)]
             words = f"the outputs of {module} in step {step}"
             if lost.any():
                 words += f": {int(lost.sum())} of {len(lost)} tokens of one process are missing"
@@ -136,9 +136,12 @@ def suspected(compared: Compared, place: Place | None, alone: Record, data_ranks
         return "training is right and the evaluation is not: a metric that a rank computes from its own examples"
     if kinds <= {"weight", "saved weight"}:
         return "gradients are right and weights are not: the optimizer, its clipping or its parameter groups"
-    factor = _common_factor([one for one in gradients if one.step == 1], alone)
+    of_first_step = [one for one in gradients if one.step == 1 and math.isfinite(one.off)]
+    factor = common_factor(
+        [(one.ours, one.theirs) for one in of_first_step], len(alone.steps[0].gradients) if alone.steps else 0
+    )
     if factor is not None:
-        return _of_factor(factor, data_ranks)
+        return words_of_factor(factor, data_ranks)
     if place is None:
         return ""
     if place.step > 1 and not any(one.step < place.step for one in gradients):
@@ -150,10 +153,14 @@ def suspected(compared: Compared, place: Place | None, alone: Record, data_ranks
     return ""
 
 
-def _common_factor(differences: list[Difference], alone: Record) -> float | None:
-    """The factor between all gradients, if it is one."""
-    factors = [one.ours / one.theirs for one in differences if one.theirs > 0 and math.isfinite(one.off)]
-    count = len(alone.steps[0].gradients) if alone.steps else 0
+def common_factor(norms: Sequence[tuple[float, float]], count: int) -> float | None:
+    """The factor between all gradients, if it is one.
+
+    Args:
+        norms: of the gradients that differ, in both runs.
+        count: of all gradients.
+    """
+    factors = [ours / theirs for ours, theirs in norms if theirs > 0]
     if not factors or len(factors) < 0.8 * count:
         return None
     middle = sorted(factors)[len(factors) // 2]
@@ -161,7 +168,8 @@ def _common_factor(differences: list[Difference], alone: Record) -> float | None
     return middle if close > 0.9 * len(factors) and abs(middle - 1) > 1e-3 else None
 
 
-def _of_factor(factor: float, data_ranks: int) -> str:
+def words_of_factor(factor: float, data_ranks: int) -> str:
+    """What a factor between all gradients comes from."""
     if data_ranks > 1 and abs(factor * data_ranks - 1) < 1e-2:
         return f"all gradients are 1/{data_ranks} of one process's: the loss is a sum, which data ranks average"
     if data_ranks > 1 and abs(factor / data_ranks - 1) < 1e-2:

@@ -14,6 +14,8 @@ from hf_parallel.apply.whole import full_tensor
 
 #: Elements of a tensor that a record keeps; of a larger one as many, evenly spaced, and the norm of all.
 SAMPLE = 1 << 16
+#: The folder in OUTPUT_DIR that `monitor=trace:N` writes.
+TRACE = "hf_parallel-trace"
 #: Parts of the names of logged numbers that depend on time, or count processes.
 NOT_COMPARED = ("runtime", "per_second", "total_flos", "step_time", "perf/", "num_tokens", "_time", "expert_")
 
@@ -100,25 +102,25 @@ def _samples(values: dict[str, dict[str, Any]]) -> dict[str, Sample]:
 
 
 @torch.no_grad()
-def sample_of(tensor: torch.Tensor) -> Sample:
-    """A sample of a whole tensor."""
+def sample_of(tensor: torch.Tensor, most: int = SAMPLE) -> Sample:
+    """A sample of a whole tensor, of `most` elements."""
     values = tensor.detach().float().cpu().flatten()
-    stride = max(1, -(-values.numel() // SAMPLE))
+    stride = max(1, -(-values.numel() // most))
     return Sample(list(tensor.shape), float(torch.linalg.vector_norm(values)), values[::stride].clone())
 
 
 @torch.no_grad()
-def whole_gradients(model: nn.Module) -> dict[str, Sample]:
+def whole_gradients(model: nn.Module, most: int = SAMPLE) -> dict[str, Sample]:
     """Samples of the gradients of all parameters that this process has a part of. Collective under a layout."""
     named = [(name, p.grad) for name, p in model.named_parameters() if p.grad is not None]
-    return {plain_name(name): sample_of(full_tensor(gradient)) for name, gradient in named}
+    return {plain_name(name): sample_of(full_tensor(gradient), most) for name, gradient in named}
 
 
 @torch.no_grad()
-def whole_weights(model: nn.Module) -> dict[str, Sample]:
+def whole_weights(model: nn.Module, most: int = SAMPLE) -> dict[str, Sample]:
     """Samples of all trained parameters that this process has a part of. Collective under a layout."""
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    return {plain_name(name): sample_of(full_tensor(parameter)) for name, parameter in named}
+    return {plain_name(name): sample_of(full_tensor(parameter), most) for name, parameter in named}
 
 
 def plain_name(name: str) -> str:
@@ -134,19 +136,35 @@ class TokenWatch:
 
     Args:
         step: gives the step that is being computed.
+
+    Attributes:
+        dtypes: of the outputs.
     """
 
     def __init__(self, model: nn.Module, step: Callable[[], Step]) -> None:
         self.step = step
+        self.dtypes: set[torch.dtype] = set()
         self._kept: torch.Tensor | None = None
         self._directions: dict[int, torch.Tensor] = {}
-        for name, module in model.named_modules():
-            if name and not isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Dropout)):
-                module.register_forward_hook(self._hook(plain_name(name)))
+        self._handles = [
+            module.register_forward_hook(self._hook(plain_name(name)))
+            for name, module in model.named_modules()
+            if name and not isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Dropout))
+        ]
 
-    def keep_only(self, mask: torch.Tensor | None) -> None:
-        """Mark the tokens that a batch pads with; `mask` is [examples, tokens]."""
-        self._kept = mask
+    def mark_padding(self, model: nn.Module) -> None:
+        """From here on know by the mask, [examples, tokens], which tokens a batch of `model` is padded with."""
+
+        def note_mask(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+            mask = kwargs.get("attention_mask")
+            self._kept = mask.bool().cpu() if isinstance(mask, torch.Tensor) and mask.ndim == 2 else None
+
+        self._handles.append(model.register_forward_pre_hook(note_mask, with_kwargs=True))
+
+    def remove(self) -> None:
+        """Take the hooks off again."""
+        for handle in self._handles:
+            handle.remove()
 
     def _hook(self, name: str) -> Callable[..., None]:
         def note(module: nn.Module, args: Any, output: Any) -> None:
@@ -158,6 +176,7 @@ class TokenWatch:
 
     @torch.no_grad()
     def _add(self, name: str, tensor: torch.Tensor) -> None:
+        self.dtypes.add(tensor.dtype)
         values = full_tensor(tensor.detach()).float().cpu()
         numbers = torch.stack([values.square().sum(-1), values @ self._direction(values.shape[-1])], -1)
         kept = self._kept

@@ -396,6 +396,10 @@ def test_off_in_yaml(tmp_path):
     assert ParallelConfig.parse(str(path)).monitor == "off"
     with pytest.raises(SpecError, match="not one of off, basic, full"):
         ParallelConfig.parse("monitor=on")
+    with pytest.raises(SpecError, match="trace:N; monitor=trace:4 works"):
+        ParallelConfig.parse("monitor=trace:0")
+    with pytest.raises(SpecError, match="monitor=trace:4 reads the output of each module; compile=none works"):
+        ParallelConfig.parse("monitor=trace:4,compile=regional")
 
 
 def test_lines_of_a_record_that_are_no_mappings_are_left_out(tmp_path):

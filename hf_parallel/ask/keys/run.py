@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
+from hf_parallel.ask.keys.layers import CompileKeys
 from hf_parallel.ask.keys.sizes import Keys, Sizes, key
 from hf_parallel.ask.spec import refuse, spell
 
 HANG_AUTO, HANG_OFF = "auto", "off"
 IN_TURN, ONE_STEP_BEHIND = "in_turn", "one_step_behind"
 _PATIENCE_S = 600
+_MONITORS, _TRACE = ("off", "basic", "full"), re.compile(r"trace:(\d+)")
 
 
 @dataclass(frozen=True)
@@ -44,13 +47,15 @@ class WatchKeys(Keys):
 
 
 @dataclass(frozen=True)
-class MonitorKeys(Keys):
+class MonitorKeys(CompileKeys):
     """What training says about itself beside its loss; see docs/monitoring.md."""
 
     holds_alone = True
 
     monitor: str = key(
-        "basic", "`perf/` keys in every log: speed, waits, memory; `full` parts them by axis", ("off", "basic", "full")
+        "basic",
+        "`perf/` keys in every log: speed, waits, memory; `full` parts them by axis; `off`; `trace:N` is `basic` and "
+        "records N steps for `hf-parallel bisect`",
     )
     profile_steps: tuple[int, ...] | None = key(
         None,
@@ -58,8 +63,20 @@ class MonitorKeys(Keys):
         "`OUTPUT_DIR/profile_step_5.json.gz` and `.svg`",
     )
 
+    @property
+    def traced_steps(self) -> int:
+        """How many steps `hf-parallel bisect` can compare; 0 unless asked for."""
+        traced = _TRACE.fullmatch(self.monitor)
+        return int(traced[1]) if traced else 0
+
     def check_keys(self) -> None:
-        """Require steps that exist."""
+        """Reject what is no way to monitor; require steps that exist."""
+        if self.monitor not in _MONITORS and self.traced_steps < 1:
+            refuse(f"monitor={self.monitor}", f"not one of {', '.join(_MONITORS)}, trace:N", "monitor=trace:4")
+        if self.traced_steps and self.compile != "none":
+            refuse(
+                f"compile={self.compile}", f"monitor={self.monitor} reads the output of each module", "compile=none"
+            )
         if self.profile_steps is not None and min(self.profile_steps) < 1:
             refuse(f"profile_steps={spell(self.profile_steps)}", "steps count from 1", "profile_steps=[5,6]")
 

@@ -150,7 +150,7 @@ def prepare(original: Callable, self: Accelerator, *args: object, **kwargs: obje
         normalise_over_data_ranks(model)
         _offer_no_sync(model)
         _scale_in_pipeline(model, self.scaler)
-        monitoring.follow(model)
+        monitoring.follow(model, str(self.project_dir or hangs.OUTPUTS))
         hangs.follow(model)
     for optimizer in (arg for arg in args if isinstance(arg, torch.optim.Optimizer)):
         check_optimizer(optimizer)
@@ -390,6 +390,7 @@ def clip_grad_norm_(
     if not states:
         return original(self, parameters, max_norm, norm_type)
     self.unscale_gradients()
+    monitoring.note_gradients()
     norm = clip_together(parameters, states, max_norm, norm_type)
     bad_numbers.norm_is(norm)
     return norm

@@ -1,0 +1,65 @@
+"""`monitor=trace:N`: the first N steps of a real run are written down, for `hf-parallel bisect`.
+
+OUTPUT_DIR/hf_parallel-trace/rank-0.pt    a `Record` of each rank: weights at the start, and for each step two
+                                          numbers per token and module, and the gradients before they are clipped
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from hf_parallel.apply.parallelize import ParallelState
+from hf_parallel.hooks import report
+from hf_parallel.prove.certificate import library_versions
+from hf_parallel.prove.record import TRACE, Record, Step, TokenWatch, whole_gradients, whole_weights
+
+#: Elements of a tensor that a trace keeps: its norm is of all of them.
+_KEPT = 1 << 12
+
+
+class Trace:
+    """Writes down the steps of this rank until it has all that were asked for. Collective over the ranks of a model.
+
+    Args:
+        folder: OUTPUT_DIR.
+    """
+
+    def __init__(self, model: nn.Module, state: ParallelState, folder: str) -> None:
+        self.model, self.steps = model, state.config.traced_steps
+        self.record = Record(state.mesh.rank, state.mesh.data_rank)
+        self.record.facts = {"spec": state.config.to_spec(), "model": type(model).__name__}
+        self.record.facts |= {f"version of {name}": version for name, version in library_versions().items()}
+        self.record.weights = whole_weights(model, _KEPT)
+        self.folder = Path(folder) / TRACE
+        self._done = 0
+        self._tokens = TokenWatch(model, self._step)
+        self._tokens.mark_padding(model)
+
+    def _step(self) -> Step:
+        while len(self.record.steps) <= self._done:
+            self.record.steps.append(Step())
+        return self.record.steps[self._done]
+
+    def note_gradients(self) -> None:
+        """Before they are clipped, or if they are not, as the optimizer is about to read them: once in a step."""
+        if self._done < self.steps and not self._step().gradients:
+            self._step().gradients = whole_gradients(self.model, _KEPT)
+
+    def end_step(self) -> None:
+        """Write the file, so that a run that ends early has one too."""
+        if self._done >= self.steps:
+            return
+        self._done += 1
+        lowered = self._tokens.dtypes & {torch.bfloat16, torch.float16}
+        self.record.facts["computes_in"] = "bfloat16" if lowered else "float32"
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path = self.folder / f"rank-{self.record.rank}.pt"
+        self.record.write(path.with_suffix(".new"))
+        os.replace(path.with_suffix(".new"), path)
+        if self._done == self.steps:
+            self._tokens.remove()
+            report.say(f"{self.folder} has {self.steps} steps; `hf-parallel bisect` compares them with another run's")

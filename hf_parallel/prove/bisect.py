@@ -1,0 +1,236 @@
+"""The first difference between two runs that recorded their steps with `monitor=trace:N`.
+
+Nobody has run these twice with another rounding, so that nothing tells what rounding may do to each number. It grows
+smoothly from module to module: what is off more than ten times as far as all that was computed before it is an error.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from hf_parallel.ask.config import ParallelConfig
+from hf_parallel.ask.spec import refuse
+from hf_parallel.prove.compare import TIMES, relative_difference, rounding_floor
+from hf_parallel.prove.locate import FEW, MANY, MOST, common_factor, words_of_factor
+from hf_parallel.prove.record import TRACE, Record, Sample
+
+#: Tokens of a module that are looked for in the other run, at most.
+_MOST_TOKENS = 2048
+#: Gradients that are smaller than this share of the median are rounding, such as those of key biases.
+_TINY = 1e-4
+
+
+class Recorded:
+    """The records of all ranks of one run.
+
+    Args:
+        folder: OUTPUT_DIR of the run, or the folder of the trace.
+
+    Attributes:
+        may_differ: share of a rank's tokens that another run need not have.
+
+    Raises:
+        SpecError: it has no trace.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        place = folder / TRACE if (folder / TRACE).is_dir() else folder
+        files = sorted(place.glob("rank-*.pt"), key=lambda path: int(path.stem.partition("-")[2]))
+        if not files:
+            refuse(
+                str(folder), "holds no trace", do="train with monitor=trace:4 in the spec, then give its output_dir"
+            )
+        self.ranks = [Record.read(file) for file in files]
+        self.spec = self.ranks[0].facts["spec"]
+        self.steps = min(len(rank.steps) for rank in self.ranks)
+        self.floor = max(map(rounding_floor, self.ranks))
+        self.data_ranks = len({rank.data_rank for rank in self.ranks})
+        # A mask of whole rows does not mark the padding in a part of them.
+        self.may_differ = MOST if ParallelConfig.parse(self.spec).cp_size > 1 else MANY
+
+    def weights(self) -> dict[str, Sample]:
+        """The trained weights at the start, of all stages."""
+        return {name: sample for rank in reversed(self.ranks) for name, sample in rank.weights.items()}
+
+    def gradients(self, step: int) -> dict[str, Sample]:
+        """The gradients of a step, of all stages."""
+        return {name: value for rank in reversed(self.ranks) for name, value in rank.steps[step].gradients.items()}
+
+    def modules(self, step: int) -> list[str]:
+        """Modules in the order of the stages, and of the calls in each."""
+        return list(dict.fromkeys(name for rank in self.ranks for name in rank.steps[step].tokens))
+
+    def tokens(self, step: int, module: str, width: int, kept: bool = False) -> list[torch.Tensor]:
+        """The tokens [tokens, 2] of each rank whose output of this module has this width.
+
+        Args:
+            kept: leave padding out.
+        """
+        having = [own for own in (rank.steps[step] for rank in self.ranks) if own.width.get(module) == width]
+        return [own.tokens[module][own.kept[module]] if kept else own.tokens[module] for own in having]
+
+    def width(self, step: int, module: str) -> int:
+        """The largest width of a module's output: one rank may have a part of it."""
+        return max((rank.steps[step].width.get(module, 0) for rank in self.ranks), default=0)
+
+
+@dataclass
+class Parted:
+    """Where two runs part.
+
+    Attributes:
+        step: from 1; 0 before the first one.
+        direction: "start", "forward" or "backward".
+        name: of the module, or of the parameter.
+        words: what is there in both runs.
+        before: how far everything before it is off.
+        cause: the kind of error that it looks like; empty for none that is known.
+    """
+
+    step: int
+    direction: str
+    name: str
+    words: str
+    before: float
+    cause: str = ""
+
+    def __str__(self) -> str:
+        when = f"in step {self.step}, {self.direction} pass" if self.step else "before the first step"
+        lines = [f"PARTED {when}: {self.words}", f"  everything before it agrees within {self.before:.1e}"]
+        return "\n".join([*lines, *([f"  looks like: {self.cause}"] if self.cause else [])])
+
+
+class Bisection:
+    """Walk through two runs in the order of the computation, to the first number that rounding does not explain.
+
+    Attributes:
+        compared: how many modules and parameters agree.
+    """
+
+    def __init__(self, one: Recorded, other: Recorded) -> None:
+        self.one, self.other = one, other
+        self.floor = self.worst = max(one.floor, other.floor)
+        self.compared = 0
+
+    @property
+    def steps(self) -> int:
+        """Steps that both have."""
+        return min(self.one.steps, self.other.steps)
+
+    def first(self) -> Parted | None:
+        """The first difference."""
+        found = self._samples("weight", self.one.weights(), self.other.weights(), 0)
+        for step in range(self.steps):
+            found = found or self._forward(step) or self._backward(step)
+            if found is not None:
+                return found
+            self.worst *= TIMES  # an optimizer moves a weight by the sign of a gradient that may be rounding
+        return found
+
+    def _forward(self, step: int) -> Parted | None:
+        shared = set(self.other.modules(step))
+        modules = [name for name in self.one.modules(step) if name in shared]
+        for module in modules:
+            width = self.one.width(step, module)
+            kept = self.one.tokens(step, module, width, kept=True)
+            parts = self.other.tokens(step, module, width)
+            if not parts or not sum(map(len, kept)):
+                continue
+            self.compared += 1
+            ours, theirs = torch.cat(kept), torch.cat(parts)
+            scale, allowed = ours.square().mean(0).sqrt().clamp_min(1e-30), TIMES * self.worst
+            off, lost = _farthest(ours / scale, theirs / scale, allowed)
+            words = f"the outputs of {module}: {lost:.0%} of the tokens of {self._name(self.one)} are not in "
+            words += f"{self._name(self.other)}, the nearest ones off by {off:.1e}"
+            if off <= allowed:
+                self.worst = max(self.worst, off)
+                whole = torch.cat(self.one.tokens(step, module, width)) / scale
+                marked = self.other.tokens(step, module, width, kept=True)
+                strange = [_farthest(part / scale, whole, allowed)[1] for part in marked if len(part)]
+                if max(strange, default=0.0) <= self.other.may_differ:
+                    continue
+                words = f"the outputs of {module}: {max(strange):.0%} of the tokens of a rank of "
+                words += f"{self._name(self.other)} are not in {self._name(self.one)}"
+            return Parted(step + 1, "forward", module, words, self.worst, self._why_tokens(step, module == modules[0]))
+        return None
+
+    def _why_tokens(self, step: int, first: bool) -> str:
+        if first and step == 0:
+            return (
+                "other batches: examples per device x accumulation x data ranks must be the same in both runs, and so "
+                "must data set, sampler and collator"
+            )
+        if first:
+            return "gradients agreed and weights do not: the optimizer, its clipping, groups or schedule"
+        return ""
+
+    def _backward(self, step: int) -> Parted | None:
+        for run in (self.one, self.other):
+            for first, second, name, off in _disagreeing(run, step, TIMES * self.worst):
+                words = (
+                    f"ranks {first} and {second} of {self._name(run)} have other gradients of {name}, off by {off:.1e}"
+                )
+                return Parted(step + 1, "backward", name, words, self.worst, "data ranks that are not averaged")
+        return self._samples("gradient", self.one.gradients(step), self.other.gradients(step), step + 1)
+
+    def _samples(
+        self, kind: str, ours: Mapping[str, Sample], theirs: Mapping[str, Sample], step: int
+    ) -> Parted | None:
+        direction = "backward" if step else "start"
+        order = {name: number for number, name in enumerate(self.one.modules(step - 1 if step else 0))}
+        latest = sorted(set(ours) | set(theirs), key=lambda name: -order.get(name.rpartition(".")[0], -1))
+        norms = sorted(sample.norm for sample in ours.values())
+        tiny, allowed = _TINY * norms[len(norms) // 2] if norms else 0.0, TIMES * self.worst
+        offs = []
+        for name in latest:
+            if (name in ours) != (name in theirs):
+                who = self._name(self.one if name in ours else self.other)
+                return Parted(step, direction, name, f"{who} alone has a {kind} of {name}", self.worst)
+            if max(ours[name].norm, theirs[name].norm) > tiny:
+                self.compared += 1
+                offs.append((relative_difference(theirs[name], ours[name]), name))
+        bad = [(off, name) for off, name in offs if not off <= allowed]
+        if not bad:
+            return None
+        off, name = bad[0]
+        a, b = ours[name], theirs[name]
+        both = (
+            f"norm {a.norm:.7g} in {self._name(self.one)}, {b.norm:.7g} in {self._name(self.other)}, off by {off:.1e}"
+        )
+        words = f"the {kind} of {name}: {both}; {len(bad)} of {len(offs)} {kind}s differ"
+        cause = ""
+        if kind == "gradient":
+            pairs = [(theirs[name].norm, ours[name].norm) for _, name in bad]
+            factor = common_factor(pairs, len(ours))
+            cause = "" if factor is None else words_of_factor(factor, self.other.data_ranks)
+        elif kind == "weight":
+            cause = "other weights at the start: another seed, checkpoint, or order of making them"
+        return Parted(step, direction, name, words, self.worst, cause)
+
+    def _name(self, run: Recorded) -> str:
+        return f"{run.folder} ({run.spec})"
+
+
+def _farthest(tokens: torch.Tensor, others: torch.Tensor, allowed: float) -> tuple[float, float]:
+    """How far tokens are from the nearest of the others, but for a few; and the share beyond `allowed`."""
+    some = tokens[:: max(1, math.ceil(len(tokens) / _MOST_TOKENS))]
+    nearest = torch.cat([torch.cdist(part, others, p=torch.inf).amin(1) for part in some.split(256)])
+    off = float(torch.quantile(nearest, 1 - FEW, interpolation="lower"))
+    return off, float((nearest > allowed).float().mean())
+
+
+def _disagreeing(run: Recorded, step: int, allowed: float) -> Iterator[tuple[int, int, str, float]]:
+    """Ranks of one run that have other gradients of one parameter."""
+    known: dict[str, tuple[int, Sample]] = {}
+    for rank in run.ranks:
+        for name, sample in rank.steps[step].gradients.items():
+            first, former = known.setdefault(name, (rank.rank, sample))
+            off = relative_difference(sample, former)
+            if not off <= allowed:
+                yield first, rank.rank, name, off

@@ -1,0 +1,115 @@
+"""`monitor=trace:N` records a run, and `hf-parallel bisect` names the first number in which two runs part."""
+
+import contextlib
+import io
+import runpy
+import sys
+
+import pytest
+import torch
+from accelerate import Accelerator
+from transformers import LlamaForCausalLM
+
+from hf_parallel import cli
+from hf_parallel.ask.config import ParallelConfig
+from hf_parallel.prove.bisect import Bisection, Recorded
+from tests import loops, models
+from tests.distributed import run, run_alone
+from tests.prove.faults import FAULTS
+from tests.prove.test_faults import SCRIPT
+from tests.training import activate, axes
+
+STEPS = 3
+
+
+def trained(spec: str, folder: str, plant=None, *more: str) -> None:
+    """Run the script for three recorded steps, of 8 examples each in all."""
+    activate(f"{spec},monitor=trace:{STEPS}")
+    if plant is not None:
+        plant(torch.distributed.get_rank())
+    per_device = 4 // ParallelConfig.parse(spec).resolve(axes(spec)["world"]).data_parallel_size
+    options = f"--use_cpu --max_steps={STEPS} --gradient_accumulation_steps=2 --learning_rate=0.01 --save_strategy=no"
+    options += f" --adam_epsilon=1e-3 --report_to=none --output_dir={folder}"
+    sys.argv = [str(SCRIPT), *options.split(), f"--per_device_train_batch_size={per_device}", *more]
+    with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+
+
+def bisect(one, other) -> tuple[int, str]:
+    """The command's exit code and what it prints."""
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        code = cli.main(["bisect", str(one), str(other)])
+    return code, said.getvalue()
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """The folder of one process's run."""
+    folder = tmp_path_factory.mktemp("alone")
+    run(trained, 1, "dp_shard=1", str(folder), init=False, timeout=120)
+    return folder
+
+
+@pytest.mark.parametrize("spec", ["tp=2", "dp_shard=2", "pp=2", "cp=2", "tp=2,pp=2,dp_replicate=2"])
+def test_runs_that_agree(spec, alone, tmp_path):
+    """0, and how much was compared."""
+    run(trained, axes(spec)["world"], spec, str(tmp_path), init=False, timeout=120)
+    code, said = run_alone(bisect, alone, tmp_path)
+    assert code == 0, said
+    assert f"in {STEPS} steps, " in said
+    assert int(said.split(" steps, ")[1].split()[0]) > 150
+
+
+#: Errors in what is computed; the others are in what is logged, saved or evaluated. Gradients are read before they are
+#: clipped: what a callback changes by a thousandth behind that is smaller than what an optimizer makes of rounding.
+COMPUTED = [fault for fault in FAULTS if fault.where and fault.name != "a gradient of a stage"]
+
+
+@pytest.mark.parametrize("fault", COMPUTED, ids=lambda fault: fault.name.replace(" ", "_"))
+def test_planted_errors(fault, alone, tmp_path):
+    """The module at fault is named."""
+    run(trained, axes(fault.spec)["world"], fault.spec, str(tmp_path), fault.plant, init=False, timeout=120)
+    parted = Bisection(Recorded(alone), Recorded(tmp_path)).first()
+    assert parted is not None
+    assert parted.name.removesuffix(".weight").removesuffix(".bias") == fault.where, str(parted)
+
+
+def test_other_batches(alone, tmp_path):
+    """Runs that read twice as many examples are told so."""
+    run(trained, 2, "dp_shard=2", str(tmp_path), None, "--per_device_train_batch_size=4", init=False, timeout=120)
+    code, said = run_alone(bisect, tmp_path, alone)
+    assert code == 1
+    assert "PARTED in step 1, forward pass: the outputs of model.embed_tokens" in said
+    assert "looks like: other batches" in said
+
+
+def looped(spec: str, folder: str) -> None:
+    """Train two recorded steps in a loop."""
+    activate(f"{spec},monitor=trace:2")
+    accelerator = Accelerator(cpu=True, project_dir=folder)
+    torch.manual_seed(3)
+    model = LlamaForCausalLM(models.llama())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    for batch in loops.rows(2, 3, 17):
+        accelerator.backward(model(input_ids=batch, labels=batch).loss)
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_loops(tmp_path):
+    """Those of Accelerate are recorded in `project_dir`."""
+    run(looped, 1, "dp_shard=1", str(tmp_path / "one"), init=False, timeout=120)
+    run(looped, 2, "tp=2", str(tmp_path / "two"), init=False, timeout=120)
+    code, said = run_alone(bisect, tmp_path / "one", tmp_path / "two")
+    assert code == 0, said
+    assert "in 2 steps, " in said
+
+
+def test_a_folder_without_a_trace(alone, tmp_path):
+    """2, with the setting that makes one."""
+    code, said = run_alone(bisect, alone, tmp_path)
+    assert code == 2
+    assert "holds no trace; train with monitor=trace:4" in said
