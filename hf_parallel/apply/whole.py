@@ -110,14 +110,13 @@ def order_of(tensor: DTensor) -> StoredOrder | None:
         return None  # not cut, as a mean over rows
     alike = False
     for module in (module for model in _models for module in model.modules()):
-        for name, order in vars(module).get("stored_orders", {}).items():
-            parameter = module._parameters[name]
-            if parameter is None:
+        orders = vars(module).get("stored_orders", {})
+        for name, parameter in module._parameters.items():
+            if parameter is None or parameter.shape != tensor.shape:
                 continue
-            for known in (parameter, parameter.grad):
-                if tensor is known or _shares_memory(tensor, known):
-                    return order
-            alike = alike or parameter.shape == tensor.shape
+            if any(tensor is known or _shares_memory(tensor, known) for known in (parameter, parameter.grad)):
+                return orders.get(name)
+            alike = alike or name in orders
     if alike:
         raise ValueError(
             f"hf_parallel: a tensor of {tuple(tensor.shape)} may hold packed rows in another order; "
@@ -127,7 +126,7 @@ def order_of(tensor: DTensor) -> StoredOrder | None:
 
 
 def _shares_memory(tensor: torch.Tensor, other: object) -> bool:
-    if not isinstance(other, DTensor) or tensor.shape != other.shape:
+    if not isinstance(other, DTensor):
         return False
     address = stored(tensor).data_ptr()
     return address != 0 and address == stored(other).data_ptr()

@@ -173,7 +173,7 @@ class Proof:
         return self._references
 
     def reuse(self, references: tuple[Record, Record] | None) -> None:
-        """Take the references of another proof of the same script and sizes; what they saved is not compared."""
+        """Take the references of another proof of the same script and sizes, in the same folder."""
         self._references = references
 
     def run_layout(self, plant: Callable[[int], None] | None = None) -> list[Record]:

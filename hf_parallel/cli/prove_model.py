@@ -98,6 +98,8 @@ def example(number: int, config: PretrainedConfig, kind: str) -> Example:
 def collate(examples: list[Example]) -> dict[str, torch.Tensor]:
     """A batch of tensors [examples, longest]; labels may be [examples]."""
     longest = max(len(one["input_ids"]) for one in examples)
+    if any(one["left"] for one in examples):  # some models count positions from the padding: as much in any batch
+        longest = LONGEST
 
     def padded(name: Literal["input_ids", "attention_mask", "labels"], filler: int) -> torch.Tensor:
         values = []

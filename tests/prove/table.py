@@ -7,6 +7,7 @@ python -m tests.prove.table --write                  # the page from the results
 
 import argparse
 import contextlib
+import hashlib
 import io
 import json
 import shutil
@@ -55,8 +56,9 @@ def write_config(name: str, folder: Path) -> None:
 def cell(name: str, spec: str, model: Path, work: Path, references: dict) -> tuple[str, str]:
     """The outcome of one class under one layout, and what it says."""
     config = ParallelConfig.parse(spec).resolve(axes(spec)["world"])
-    proof = Proof(work / "proof", config, "hf_parallel.cli.prove_model", [str(model)], is_module=True, limit_s=150)
     key = str(Sizes.of_layout(config, 4, False))
+    folder = work / hashlib.sha256(key.encode()).hexdigest()[:8]  # the references of these sizes, and what they saved
+    proof = Proof(folder, config, "hf_parallel.cli.prove_model", [str(model)], is_module=True, limit_s=150)
     try:
         proof.reuse(references.get(key))
         ranks = proof.run_layout()
