@@ -323,3 +323,21 @@ def attack(spec, out, folder):
 def test_adversarial_steps(runs, initial, name, spec):
     """The embedding moves on the stages that hold it, tied or not, and by the norm of its whole gradient."""
     runs.compare(attack, spec, initial[name])
+
+
+def whole_head(folder, spec):
+    """The head's weight and its gradient, whole."""
+    model = load(folder, spec)
+    tokens = torch.arange(33).expand(2, -1)
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    head = model.get_output_embeddings().weight
+    return hf_parallel.full_tensor(head.grad), hf_parallel.full_tensor(head.data), head.detach().shape
+
+
+def test_a_head_of_the_shape_of_a_packed_weight(runs):
+    """Phi-3 packs gate and up into as many rows as this vocabulary has; the head is known not to be packed."""
+    folder = runs.initial("phi3", vocab_size=252, intermediate_size=126)
+    gradient, weight, _ = run_alone(whole_head, folder, None)
+    for ours in run(whole_head, 2, folder, "tp=2", init=False):
+        none(tensor_differences("head", {"grad": ours[0]}, {"grad": gradient}, 1e-5))
+        assert torch.equal(ours[1], weight)
