@@ -197,7 +197,7 @@ class Proof:
         ours, theirs, noisy = (self.folder / name for name in ("layout", "alone", "disturbed"))
         compared = Comparison(ranks, alone, disturbed).compare((ours, theirs, noisy))
         place = first_place(ranks, alone, disturbed, compared) if compared.differences else None
-        cause = suspected(compared, place, alone, self.sizes.data_ranks) if compared.differences else ""
+        cause = suspected(compared, place, alone, self.sizes.data_ranks, ranks) if compared.differences else ""
         return Verdict(compared, place, cause, alone.notes, alone.facts)
 
     def _start(self, name: str, short: str, world: int, plant: Callable[[int], None] | None = None) -> ForkedRun:

@@ -120,8 +120,14 @@ def _backward(theirs: Step, differences: list[Difference], step: int) -> Place |
     return Place(module, "backward", step, ranks, words)
 
 
-def suspected(compared: Compared, place: Place | None, alone: Record, data_ranks: int) -> str:
-    """The kind of error that the differences look like, and what to do; empty where they look like none known."""
+def suspected(
+    compared: Compared, place: Place | None, alone: Record, data_ranks: int, ranks: Sequence[Record] = ()
+) -> str:
+    """The kind of error that the differences look like, and what to do; empty where they look like none known.
+
+    Args:
+        data_ranks: of the layout, whose records are `ranks`.
+    """
     differences = compared.differences
     kinds = {one.kind for one in differences}
     gradients = [one for one in differences if one.kind == "gradient"]
@@ -132,6 +138,8 @@ def suspected(compared: Compared, place: Place | None, alone: Record, data_ranks
         return f"{len(missing)} parameters have no gradient under the layout: a part of the model that no rank reaches"
     if kinds <= {"saved weight"}:
         return "training is right and the saved files are not: look at what the script saves, and on which rank"
+    if kinds == {"prediction"} and _padding_differs(ranks, alone, 1):
+        return "training and metrics are right: predictions at padding differ, which this layout computes otherwise"
     if kinds <= {"metric", "prediction"}:
         return "training is right and the evaluation is not: a metric that a rank computes from its own examples"
     if kinds <= {"weight", "saved weight"}:
@@ -148,9 +156,25 @@ def suspected(compared: Compared, place: Place | None, alone: Record, data_ranks
         return f"gradients were right before step {place.step}, and weights in it are not: look at the optimizer"
     if place.direction == "forward" and data_ranks > 1 and place.module == next(iter(alone.steps[0].tokens)):
         return "other examples or tokens reach the model: a data set, sampler or collator that looks at the rank"
+    if place.direction == "backward" and _padding_differs(ranks, alone, place.step):
+        return (
+            "a loss that reads outputs at padding, which this layout computes otherwise: leave out what the mask hides"
+        )
     if place.direction == "backward" and data_ranks > 1 and "loss" in kinds:
         return "a mean of means: the loss weighs examples or tokens by the numbers that one data rank has"
     return ""
+
+
+def _padding_differs(ranks: Sequence[Record], alone: Record, step: int) -> bool:
+    """Are outputs of the whole model right, but for those of tokens that the mask hides?"""
+    theirs, ours = alone.steps[step - 1], [rank.steps[step - 1] for rank in ranks if len(rank.steps) >= step]
+    for module in reversed(theirs.tokens):
+        hidden = theirs.tokens[module][~theirs.kept[module]]
+        parts = [own.tokens[module] for own in ours if own.width.get(module) == theirs.width[module]]
+        if len(hidden) and parts:
+            scale = theirs.tokens[module].square().mean(0).sqrt().clamp_min(1e-30)
+            return _share(_unlike(hidden / scale, torch.cat(parts) / scale, TIMES * rounding_floor(alone))) > FEW
+    return False
 
 
 def common_factor(norms: Sequence[tuple[float, float]], count: int) -> float | None:

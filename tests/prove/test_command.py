@@ -138,3 +138,21 @@ def test_files_of_the_user_stay(tmp_path):
     assert f"{home}/final" in said
     assert [path.name for path in (home / "final").iterdir()] == ["model.safetensors"]
     assert (home / "final" / "model.safetensors").read_text() == "mine"
+
+
+MEAN = """
+class MeanOfAll(Trainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        outputs = model(**inputs)
+        return outputs.loss + outputs.logits.square().mean()
+
+"""
+
+
+def test_a_loss_that_reads_padding(tmp_path):
+    """Under cp it is told so: outputs there are not one process's."""
+    text = SCRIPT.read_text().replace('if __name__ == "__main__":', f'{MEAN}if __name__ == "__main__":')
+    (tmp_path / "train.py").write_text(text.replace("trainer = Trainer(", "trainer = MeanOfAll("))
+    code, said = run_alone(command, tmp_path, "--parallel", "cp=2", "train.py", *ARGUMENTS)
+    assert code == 1, said
+    assert "looks like: a loss that reads outputs at padding" in said
