@@ -144,7 +144,8 @@ MEAN = """
 class MeanOfAll(Trainer):
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         outputs = model(**inputs)
-        return outputs.loss + outputs.logits.square().mean()
+        loss = outputs.loss + outputs.logits.square().mean()
+        return (loss, outputs) if return_outputs else loss
 
 """
 
