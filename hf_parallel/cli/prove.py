@@ -12,8 +12,8 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,7 +23,7 @@ from hf_parallel.ask.spec import refuse
 if TYPE_CHECKING:
     from hf_parallel.prove.compare import Compared
     from hf_parallel.prove.locate import Place
-    from hf_parallel.prove.processes import ForkedRun
+    from hf_parallel.prove.processes import Failure, ForkedRun
     from hf_parallel.prove.record import Record
 
 #: What the two references are called.
@@ -33,8 +33,9 @@ ALONE, DISTURBED = "one process", "one process, rounded otherwise"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `hf-parallel prove`."""
     parser.description = "Run a training script small, in one process and under a layout, and compare every number."
-    parser.add_argument("--parallel", metavar="SPEC", help="key=value,… such as tp=2,pp=2, or a YAML file")
-    parser.add_argument("--num_processes", "--nproc", type=int, metavar="N", help="which a size of -1 needs")
+    parser.add_argument("--parallel", metavar="SPEC", help="key=value,… such as tp=2,pp=2, a YAML file, or auto")
+    parser.add_argument("--num_processes", "--nproc", type=int, metavar="N", help="which auto, or a size of -1, needs")
+    parser.add_argument("--gpu", metavar="NAME", help="auto: of the catalogue, such as h100-80gb; else this machine")
     parser.add_argument("--steps", type=int, default=4, metavar="N", help="optimizer steps (4; 3 or more)")
     parser.add_argument("--dtype", choices=("fp32", "own"), default="fp32", help="fp32, or what the script asks for")
     parser.add_argument("--limit", type=float, default=600.0, metavar="SECONDS", help="of each run (600)")
@@ -72,25 +73,31 @@ def prove(args: argparse.Namespace) -> int:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _layout_asked_for(args: argparse.Namespace) -> ParallelConfig:
+def _layout_asked_for(args: argparse.Namespace) -> ParallelConfig | None:
+    """The layout; None if it is to be chosen."""
     chosen = choose_spec(args.parallel, "prove's --parallel")
     if chosen is None:
         refuse("prove", "needs a layout", "--parallel tp=2")
     if chosen[0] == AUTO:
-        refuse("--parallel auto", "chooses by the machine of the real run", do="prove the layout that its start names")
+        if args.num_processes is None:
+            refuse("--parallel auto", "chooses for a number of processes", "--num_processes 4")
+        return None
+    if args.gpu:
+        refuse(f"--gpu {args.gpu}", "is what auto chooses for", "--parallel auto")
     config = ParallelConfig.parse(chosen[0])
     return config.resolve(args.num_processes or abs(config.world_size))
 
 
-def _prove_in(folder: Path, config: ParallelConfig, args: argparse.Namespace) -> int:
+def _prove_in(folder: Path, config: ParallelConfig | None, args: argparse.Namespace) -> int:
     from hf_parallel.prove import certificate
 
     began = time.monotonic()
     _prepare_process()
-    proof = Proof(
-        folder, config, args.script, args.arguments, args.module, args.steps, args.dtype == "own", args.limit
-    )
+    script = Script(args.script, args.arguments, args.module)
     try:
+        if config is None:
+            config = script.chosen_layout(folder / "auto", args.num_processes, args.gpu, args.limit)
+        proof = Proof(folder, config, script, args.steps, args.dtype == "own", args.limit)
         verdict = proof.judge(proof.run_layout())
     except NotProvedError as error:
         print(f"hf_parallel: not proved: {error}", file=sys.stderr)
@@ -130,6 +137,56 @@ class NotProvedError(Exception):
         self.refused = refused
 
 
+@dataclass
+class Script:
+    """What a user runs: a file or a module, and its arguments."""
+
+    path: str
+    arguments: list[str] = field(default_factory=list)
+    is_module: bool = False
+
+    def chosen_layout(self, folder: Path, processes: int, gpu: str | None, limit_s: float) -> ParallelConfig:
+        """The layout that auto chooses for so many of these GPUs, or for this machine.
+
+        Raises:
+            NotProvedError: it chooses none.
+        """
+        run = _forked("auto", folder, processes, functools.partial(self._choose, folder, processes, gpu))
+        _raise_failure(run, run.wait(limit_s))
+        spec = (folder / "spec.txt").read_text()
+        print(f"hf_parallel: prove: auto chooses {spec} ({run.seconds:.0f} s)", file=sys.stderr, flush=True)
+        return ParallelConfig.parse(spec)
+
+    def _choose(self, folder: Path, processes: int, gpu: str | None, rank: int) -> None:
+        from hf_parallel.hooks import proving
+        from hf_parallel.planner.hardware import make_cluster
+        from hf_parallel.prove.record import Record
+
+        cluster = make_cluster(gpu, processes) if gpu else None
+        state = proving.Proving(proving.Sizes(keep_dtype=True), Record(rank), folder, folder / "models")
+        spec = proving.choose_layout(self.path, self.is_module, self.arguments, state, cluster)
+        if rank == 0:
+            (folder / "spec.txt").write_text(spec)
+
+
+def _forked(name: str, folder: Path, world: int, work: Callable[[int], None]) -> ForkedRun:
+    """Start the processes of a run, in a folder of its own; none of a world are one that nobody launched."""
+    from hf_parallel.check import links
+    from hf_parallel.prove import guarded
+    from hf_parallel.prove.processes import ForkedRun
+
+    shutil.rmtree(folder, ignore_errors=True)
+    guarded.show_current_folder(folder / "work")
+    return ForkedRun(name, folder, work, links.environments(world, 0) if world else [{}])
+
+
+def _raise_failure(run: ForkedRun, failure: Failure | None) -> None:
+    if failure is not None:
+        traced = "\n".join((failure.traceback or run.tail()).splitlines()[-12:])
+        said = failure.message if failure.refused else f"{failure.message}\n{traced}"
+        raise NotProvedError(f"in {run.name}, {failure.who}: {said}", failure.refused)
+
+
 class Proof:
     """The three runs of one script.
 
@@ -143,17 +200,14 @@ class Proof:
         self,
         folder: Path,
         config: ParallelConfig,
-        script: str,
-        arguments: Sequence[str] = (),
-        is_module: bool = False,
+        script: Script,
         steps: int = 4,
         keep_dtype: bool = False,
         limit_s: float = 600.0,
     ) -> None:
         from hf_parallel.hooks.proving import Sizes
 
-        self.folder, self.config, self.limit_s = folder, config, limit_s
-        self.script, self.arguments, self.is_module = script, list(arguments), is_module
+        self.folder, self.config, self.script, self.limit_s = folder, config, script, limit_s
         self.sizes = Sizes.of_layout(config, steps, keep_dtype)
         (folder / "models").mkdir(parents=True, exist_ok=True)
         self._references: tuple[Record, Record] | None = None
@@ -201,24 +255,12 @@ class Proof:
         return Verdict(compared, place, cause, alone.notes, alone.facts)
 
     def _start(self, name: str, short: str, world: int, plant: Callable[[int], None] | None = None) -> ForkedRun:
-        from hf_parallel.check import links
-        from hf_parallel.prove import guarded
-        from hf_parallel.prove.processes import ForkedRun
-
-        folder = self.folder / short
-        shutil.rmtree(folder, ignore_errors=True)
-        guarded.show_current_folder(folder / "work")
-        environments = links.environments(world, 0) if world else [{}]
-        return ForkedRun(name, folder, functools.partial(self._be_process, short, world, plant), environments)
+        return _forked(name, self.folder / short, world, functools.partial(self._be_process, short, world, plant))
 
     def _ended(self, run: ForkedRun) -> list[Record]:
         from hf_parallel.prove.record import Record
 
-        failure = run.wait(self.limit_s)
-        if failure is not None:
-            traced = "\n".join((failure.traceback or run.tail()).splitlines()[-12:])
-            said = failure.message if failure.refused else f"{failure.message}\n{traced}"
-            raise NotProvedError(f"in {run.name}, {failure.who}: {said}", failure.refused)
+        _raise_failure(run, run.wait(self.limit_s))
         print(f"hf_parallel: prove: {run.name}: {run.seconds:.0f} s", file=sys.stderr, flush=True)
         files = sorted(run.folder.glob("record-*.pt"), key=lambda path: int(path.stem.partition("-")[2]))
         return [Record.read(file) for file in files]
@@ -238,7 +280,7 @@ class Proof:
         state = proving.Proving(self.sizes, record, folder, self.folder / "models", multiply, short == "disturbed")
         if plant is not None:
             plant(rank)
-        proving.run_script(self.script, self.is_module, self.arguments, state)
+        proving.run_script(self.script.path, self.script.is_module, self.script.arguments, state)
         record.write(folder / f"record-{rank}.pt")
 
 

@@ -1,6 +1,8 @@
 """The script that `hf-parallel prove MODEL` runs where the user has none: Trainer on generated examples.
 
     python -m hf_parallel.cli.prove_model MODEL --output_dir out
+    python -m hf_parallel.cli.prove_model MODEL --lora 4          # adapters of all linear layers are trained
+    python -m hf_parallel.cli.prove_model MODEL --packed          # rows of several documents, without padding
 
 Examples have odd and unequal lengths, padding left and right, holes in the mask, ignored labels, and some have no
 label that counts. The model is made from its config, with random weights.
@@ -9,16 +11,28 @@ label that counts. The model is made from its config, with random weights.
 from __future__ import annotations
 
 import argparse
+import functools
+import inspect
 import random
+from collections.abc import Callable
 from typing import Literal, TypedDict, cast
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Trainer, TrainingArguments
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+    Trainer,
+    TrainingArguments,
+)
 
 from hf_parallel.ask.spec import refuse
 
-COUNT, LONGEST, SEED = 101, 33, 7
+COUNT, LONGEST, SEED = 301, 33, 7
+#: Tokens of a row of several documents.
+PACKED = 49
 
 
 class Example(TypedDict):
@@ -30,6 +44,8 @@ class Example(TypedDict):
     left: bool
     padding: int
 
+
+Collate = Callable[[list], dict[str, torch.Tensor]]
 
 #: The end of a class's name -> what its labels are made of.
 KINDS = {
@@ -47,16 +63,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="folder with a config.json, that file, or a Hub id")
     parser.add_argument("--output_dir", default="out")
+    parser.add_argument("--lora", type=int, default=0, metavar="R", help="train adapters of this rank")
+    parser.add_argument("--packed", action="store_true", help="rows hold several documents")
     args = parser.parse_args()
     config = AutoConfig.from_pretrained(args.model)
     cls = getattr(transformers, (config.architectures or [""])[0], None) or AutoModelForCausalLM
     kind = next((made for end, made in KINDS.items() if cls.__name__.endswith(end)), None)
     kind = "tokens" if cls is AutoModelForCausalLM else kind
-    if kind is None or not isinstance(getattr(config, "vocab_size", None), int):
+    words = config.get_text_config()
+    if kind is None or not isinstance(getattr(words, "vocab_size", None), int):
         refuse(cls.__name__, "needs batches that prove does not know how to make", do="give a training script")
     settings = TrainingArguments(
         args.output_dir,
-        per_device_train_batch_size=4,
+        per_device_train_batch_size=32,  # of which a proof takes 4, or a pipeline's micro-batches
         per_device_eval_batch_size=4,
         gradient_accumulation_steps=2,
         learning_rate=1e-2,
@@ -67,8 +86,16 @@ def main() -> None:
     )
     torch.manual_seed(SEED)
     model = cls.from_config(config) if cls is AutoModelForCausalLM else cls._from_config(config)
-    examples = [example(number, config, kind) for number in range(COUNT)]
-    trainer = Trainer(model, settings, train_dataset=examples, eval_dataset=examples[:13], data_collator=collate)
+    if args.lora:
+        model = _with_adapters(model, args.lora)
+    if args.packed and kind != "tokens":
+        refuse(f"--packed {cls.__name__}", "joins documents of a language model", do="leave --packed out")
+    make = packed if args.packed else functools.partial(example, kind=kind)
+    join: Collate = collate_packed if args.packed else collate
+    if words is not config and "token_type_ids" in inspect.signature(cls.forward).parameters:
+        join = _with_types(join)
+    examples = [make(number, words) for number in range(COUNT)]
+    trainer = Trainer(model, settings, train_dataset=examples, eval_dataset=examples[:13], data_collator=join)
     trainer.train()
     trainer.save_model()
 
@@ -113,6 +140,41 @@ def collate(examples: list[Example]) -> dict[str, torch.Tensor]:
     labels = torch.tensor([one["labels"] for one in examples]) if flat else padded("labels", -100)
     tokens = padded("input_ids", examples[0]["padding"])
     return {"input_ids": tokens, "attention_mask": padded("attention_mask", 0), "labels": labels}
+
+
+def _with_types(join: Collate) -> Collate:
+    """Models of pictures and text want to know which tokens are text: all."""
+
+    def join_with_types(examples: list) -> dict[str, torch.Tensor]:
+        batch = join(examples)
+        return {**batch, "token_type_ids": torch.zeros_like(batch["input_ids"])}
+
+    return join_with_types
+
+
+def packed(number: int, config: PretrainedConfig) -> dict[str, list[int]]:
+    """Make a row of documents of unequal lengths, whose positions start again; their first tokens are no labels."""
+    draw = random.Random(number)
+    row: dict[str, list[int]] = {"input_ids": [], "position_ids": [], "labels": []}
+    while (left := PACKED - len(row["input_ids"])) > 0:
+        length = min(left, draw.randint(5, LONGEST))
+        tokens = [draw.randrange(3, config.vocab_size) for _ in range(length)]
+        row["input_ids"] += tokens
+        row["position_ids"] += range(length)
+        row["labels"] += [-100, *(token if draw.random() < 0.8 else -100 for token in tokens[1:])]
+    return row
+
+
+def collate_packed(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+    """A batch of tensors [rows, PACKED]."""
+    return {name: torch.tensor([row[name] for row in rows]) for name in rows[0]}
+
+
+def _with_adapters(model: PreTrainedModel, rank: int) -> torch.nn.Module:
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", init_lora_weights=False)
+    return get_peft_model(model, config)
 
 
 if __name__ == "__main__":

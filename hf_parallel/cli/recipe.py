@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import argparse
 import os
+import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -45,6 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how = checked.add_mutually_exclusive_group()  # what is written has a dry run's memory, too
     how.add_argument("--no-dry-run", action="store_true", help="the planner alone, in a fraction of a second")
     how.add_argument("--write", action="store_true", help="write what to expect into the file")
+    checked.add_argument("--prove", action="store_true", help="the layout trains with the numbers of one process, too")
     commands.add_parser("run", add_help=False, help="start a script with what it says (`recipe run --help`)")
     pushed = commands.add_parser("push", help="put the file and a section of the model card into a repository")
     pushed.add_argument("recipe", metavar="RECIPE")
@@ -84,16 +87,38 @@ def _show(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> int:
-    from hf_parallel.recipes import names
+    from hf_parallel.recipes import load, names
     from hf_parallel.recipes.check import check_recipe, write
 
-    verdicts = []
+    wrong = False
     for name in args.recipes or names():
         if args.write:
             write(name)
-        verdicts.append(check_recipe(name, dry=not (args.no_dry_run or args.write)))
-        print(verdicts[-1], flush=True)
-    return int(any(verdict.wrong for verdict in verdicts))
+        verdict = check_recipe(name, dry=not (args.no_dry_run or args.write))
+        print(verdict, flush=True)
+        wrong = bool(verdict.wrong) or (args.prove and _prove(load(name)) != 0) or wrong
+    return int(wrong)
+
+
+def _prove(recipe: Recipe) -> int:
+    """Prove the layout on a small model of the recipe's kind and generated examples; returns prove's exit code."""
+    from hf_parallel.recipes.check import layout_to_prove
+    from hf_parallel.recipes.recipe import shipped_config
+
+    layout = layout_to_prove(recipe)
+    if layout.world_size == 1:
+        print(f"  prove: {recipe.layout.to_spec()} is one process")
+        return 0
+    if layout != recipe.layout:
+        print(f"  prove: {layout.to_spec()} in the place of {recipe.layout.to_spec()}", flush=True)
+    if recipe.method in ("dpo", "grpo"):
+        print(f"  prove: the model's own loss; that of {recipe.method} needs its script: hf-parallel prove SCRIPT")
+    with tempfile.TemporaryDirectory(prefix="hf_parallel-recipe-") as folder:
+        config = recipe.config() if recipe.shape is None else shipped_config(recipe.shape)
+        config.save_pretrained(folder)
+        words = ["--parallel", layout.to_spec(), "--out", f"{folder}/prove.json", folder]
+        words += ["--lora", "4"] if recipe.adapter_rank else []
+        return subprocess.run([sys.executable, "-m", "hf_parallel.cli", "prove", *words], check=False).returncode
 
 
 def _push(args: argparse.Namespace) -> int:

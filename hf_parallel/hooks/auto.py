@@ -27,13 +27,23 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, Trainer, TrainingArguments
 
     from hf_parallel.planner.choices import Choice, Found
+    from hf_parallel.planner.hardware import Cluster
 
 _LONGEST_ASSUMED = 2048  # tokens per row where nothing says how long rows are
 _LENGTHS = ("max_length", "max_seq_length", "max_seq_len", "block_size", "model_max_length")
 T = TypeVar("T")
 _undo_list: list[Undo] = []
-_source: str | None = None
-_activate: Callable[[ParallelConfig, str], None] | None = None
+
+
+class Waiting(NamedTuple):
+    """Who asked for a choice, what is then called with the layout, and for which machines; default: detected ones."""
+
+    source: str
+    activate: Callable[[ParallelConfig, str], None]
+    cluster: Cluster | None
+
+
+_waiting: Waiting | None = None
 _arguments: TrainingArguments | None = None  # the TrainingArguments that were made last
 _rank = 0  # of the LoraConfig that was made last
 _DEFAULT_RANK = 16  # of adapters that the command line asks for without saying how large
@@ -41,22 +51,23 @@ _DEFAULT_RANK = 16  # of adapters that the command line asks for without saying 
 
 def waiting() -> str | None:
     """Who asked for a choice that is not made yet, or None."""
-    return _source
+    return None if _waiting is None else _waiting.source
 
 
-def wait(source: str, activate: Callable[[ParallelConfig, str], None]) -> None:
+def wait(source: str, activate: Callable[[ParallelConfig, str], None], cluster: Cluster | None = None) -> None:
     """Connect the processes, and choose as soon as there is a model.
 
     Args:
         activate: is then called with the layout and who asked for it.
+        cluster: to choose for; default: this machine, or these.
     """
-    global _source, _activate
-    if _source is not None:
+    global _waiting
+    if _waiting is not None:
         return
     from hf_parallel.hooks import runtime
 
     runtime.connect()
-    _source, _activate = source, activate
+    _waiting = Waiting(source, activate, cluster)
     _undo_list.extend(apply(_patches()))
     made = Patch("peft.tuners.lora.config:LoraConfig.__post_init__", around(_at_lora_config), "shows adapters to come")
     _undo_list.append(apply_when_imported("peft", [made]))
@@ -65,15 +76,15 @@ def wait(source: str, activate: Callable[[ParallelConfig, str], None]) -> None:
 def remember(arguments: TrainingArguments) -> None:
     """The TrainingArguments that were made last know the batch."""
     global _arguments
-    if _source is not None:
+    if _waiting is not None:
         _arguments = arguments
 
 
 def stop() -> None:
     """Forget what was asked for and undo the patches."""
-    global _source, _activate, _arguments, _rank
+    global _waiting, _arguments, _rank
     undo(_undo_list)
-    _source = _activate = _arguments = None
+    _waiting = _arguments = None
     _rank = 0
 
 
@@ -83,9 +94,9 @@ def check_chosen() -> None:
     Raises:
         SpecError: it never showed a model, so that every process ran it alone.
     """
-    if _source is not None:
+    if _waiting is not None:
         refuse(
-            f"{_source} asks for auto",
+            f"{_waiting.source} asks for auto",
             "the script showed no Transformers model to from_pretrained, Trainer or Accelerator.prepare",
             "tp=2,dp_shard=-1",
         )
@@ -135,7 +146,7 @@ def _at_trainer(
     global _arguments
     _arguments = args or _arguments
     if model is None:
-        refuse(f"{_source} asks for auto", "Trainer(model_init=…) shows its model too late", "tp=2")
+        refuse(f"{waiting()} asks for auto", "Trainer(model_init=…) shows its model too late", "tp=2")
     reader = logits_read.by_trainer(type(self), by_name(original, (self, model, args, *rest), kwargs), _arguments)
     choose(Shown(getattr(model, "config", model), _dtype_of(model), adapters=_rank_of(model), reader=reader))
     from transformers import Trainer
@@ -187,9 +198,8 @@ def choose(shown: Shown) -> None:
 
     from hf_parallel.ranks import messages
 
-    source, activate = _source, _activate
-    assert source is not None
-    assert activate is not None
+    assert _waiting is not None
+    source, activate, _ = _waiting
     try:
         spec, lines = messages.from_one(lambda: _best(shown))
     except SpecError as error:
@@ -210,10 +220,11 @@ def _best(shown: Shown) -> tuple[str, list[str]]:
     from hf_parallel.planner.detect import detect
     from hf_parallel.planner.search import search
 
+    known = None if _waiting is None else _waiting.cluster
     batch = script_batch(shown.config, None, shown.dtype, shown.lowered)
     found = search(
         model=shown.config,
-        cluster=detect(dist.get_world_size(), local_world_size()),
+        cluster=known or detect(dist.get_world_size(), local_world_size()),
         seq=batch.seq,
         global_batch=None,
         rows=batch.rows,

@@ -36,6 +36,7 @@ from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from hf_parallel.ask.config import ParallelConfig
 from hf_parallel.ask.spec import refuse
+from hf_parallel.hooks import auto
 from hf_parallel.hooks.patching import Patch, apply, around
 from hf_parallel.model.shrink import Layout, small_values
 from hf_parallel.prove import guarded, noise
@@ -43,6 +44,8 @@ from hf_parallel.prove.record import Record, Step, TokenWatch, whole_gradients, 
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
+
+    from hf_parallel.planner.hardware import Cluster
 
 #: Parameters beside the embeddings up to which a model is proved as it is.
 SMALL_ENOUGH = 10_000_000
@@ -194,49 +197,81 @@ class _Enough(SystemExit):
 
 def run_script(script: str, is_module: bool, arguments: list[str], proving: Proving) -> None:
     """Run a script as `python SCRIPT …` does, small and watched."""
+    for patch in _patches(proving):
+        apply([patch])
+    _turn_dropout_off(proving)
+    with noise.SumsInAnotherOrder() if proving.disturbed else contextlib.nullcontext():
+        _run(script, is_module, arguments, proving)
+    if not proving.done:
+        refuse("prove", "the script made no optimizer step by Trainer or Accelerator", do="give its training script")
+
+
+def choose_layout(
+    script: str, is_module: bool, arguments: list[str], proving: Proving, cluster: Cluster | None
+) -> str:
+    """Run a script, of its own size, up to the choice that `--parallel auto` makes for its model. Collective.
+
+    Args:
+        cluster: to choose for; default: this machine.
+    """
+    chosen: list[str] = []
+
+    def stop_here(config: ParallelConfig, source: str) -> None:
+        chosen.append(config.to_spec())
+        raise _Enough(0)
+
+    apply(_patches_of_settings(proving))
+    auto.wait("prove", stop_here, cluster)
+    _run(script, is_module, arguments, proving)
+    auto.check_chosen()
+    return chosen[0]
+
+
+def _run(script: str, is_module: bool, arguments: list[str], proving: Proving) -> None:
     script, started_in = script if is_module else os.path.abspath(script), os.getcwd()
     os.chdir(proving.out / "work")
     os.environ["PWD"] = os.getcwd()
     guarded.refuse_writes_outside(proving.out.parent)
-    for patch in _patches(proving):
-        apply([patch])
-    _turn_dropout_off(proving)
-    mode = noise.SumsInAnotherOrder() if proving.disturbed else contextlib.nullcontext()
-    with mode:
-        try:
-            if is_module:
-                sys.argv = [script, *arguments]
-                sys.path.insert(0, started_in)
-                runpy.run_module(script, run_name="__main__", alter_sys=True)
-            else:
-                sys.path[0] = os.path.dirname(os.path.realpath(script))
-                sys.argv = [script, *arguments]
-                runpy.run_path(sys.argv[0], run_name="__main__")
-        except SystemExit as left:
-            if left.code not in (None, 0):
-                raise RuntimeError(f"the script ended with exit code {left.code}") from left
-    if not proving.done:
-        refuse("prove", "the script made no optimizer step by Trainer or Accelerator", do="give its training script")
+    sys.argv = [script, *arguments]
+    try:
+        if is_module:
+            sys.path.insert(0, started_in)
+            runpy.run_module(script, run_name="__main__", alter_sys=True)
+        else:
+            sys.path[0] = os.path.dirname(os.path.realpath(script))
+            runpy.run_path(script, run_name="__main__")
+    except SystemExit as left:
+        if left.code not in (None, 0):
+            raise RuntimeError(f"the script ended with exit code {left.code}") from left
 
 
 # ---- patches -----------------------------------------------------------------------------------------------------
 
 
-def _patches(proving: Proving) -> list[Patch]:
-    def of(target: str, function: Callable, why: str) -> Patch:
-        bound = functools.partial(function, proving)
-        parameters = list(inspect.signature(function).parameters.values())[1:]
-        bound.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        return Patch(target, around(bound), why)
+def _patch(proving: Proving, target: str, function: Callable, why: str) -> Patch:
+    bound = functools.partial(function, proving)
+    parameters = list(inspect.signature(function).parameters.values())[1:]
+    bound.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return Patch(target, around(bound), why)
 
+
+def _patches_of_settings(proving: Proving) -> list[Patch]:
+    of = functools.partial(_patch, proving)
     return [
         of("transformers.training_args:TrainingArguments.__post_init__", _arguments, "other folder, dtype, device"),
+        of("accelerate.accelerator:Accelerator.__init__", _accelerator, "dtype, trackers"),
+    ]
+
+
+def _patches(proving: Proving) -> list[Patch]:
+    of = functools.partial(_patch, proving)
+    return [
+        *_patches_of_settings(proving),
         of("transformers.trainer:Trainer.__init__", _trainer, "a few steps; watched"),
         of("transformers.trainer:Trainer.evaluation_loop", _evaluation, "predictions are compared"),
         of("transformers.modeling_utils:PreTrainedModel.from_pretrained", _from_pretrained, "small models"),
         of("transformers.modeling_utils:PreTrainedModel._from_config", _from_config, "small models"),
         of("torch.utils.data._utils.fetch:_MapDatasetFetcher.fetch", _fetch, "draws by example; notes the order"),
-        of("accelerate.accelerator:Accelerator.__init__", _accelerator, "dtype, trackers"),
         of("accelerate.accelerator:Accelerator.prepare", _prepare, "watched"),
         *(Patch(target, functools.partial(_counted, proving), "scripts count steps") for target in _COUNTS),
         of("accelerate.accelerator:Accelerator.prepare_data_loader", _data_loader, "a few steps"),

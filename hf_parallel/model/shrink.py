@@ -38,7 +38,7 @@ RULES: tuple[tuple[str, Any], ...] = (
     (r"num_hash(es|_buckets)|num_buckets|relative_attention_num_buckets", lambda v: v),
     (r"(hidden_size|d_model|n_embd|n_embed|emb_dim|embed_dim|hidden_dim|dim|embedding_size|model_dim|emb_size"
      r"|word_embed_proj_dim|d_embed|decoder_hidden_size|encoder_hidden_size|d_text|true_hidden_size"
-     r"|projection_dim|text_hidden_size|hidden_embed_size|cross_attention_hidden_size)", 64),
+     r"|projection_dim|text_hidden_size|hidden_embed_size|cross_attention_hidden_size|pooler_hidden_size)", 64),
     (r"(moe_|shared_expert_|expert_)(intermediate|ffn_hidden|ffn)(_size|_dim)?|(moe_)?shared_.*intermediate_size", 64),
     (r"(\w*_)?(intermediate_size(_mlp)?|ffn_dim|d_ff|n_inner|ffn_hidden_size|d_inner|inner_dim"
      r"|feed_forward_(hidden_)?size|intermediate_dim|mlp_dim|feedforward_dim|dim_ff|inner_hidden_size)", 128),
@@ -205,6 +205,8 @@ def _is_width(key: str) -> bool:
 def small_values(config: PretrainedConfig, keep: Sequence[str] = (), layout: Layout = ONE_RANK) -> dict[str, Any]:
     """All values of a tiny model's config: those that differ from the class's own, and the small sizes."""
     own = {key: value for key, value in config.to_diff_dict().items() if key not in _OF_FILES}
+    if getattr(config, "kv_lora_rank", None):
+        own.pop("head_dim", None)  # follows from the others
     rotation = own.get("rope_parameters") or own.get("rope_scaling")
     if isinstance(rotation, dict) and "mrope_section" not in rotation and "rope_type" in rotation:
         own.pop("rope_scaling", None)  # stretched rotations have factors for each width of a head

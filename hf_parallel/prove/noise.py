@@ -15,7 +15,10 @@ _aten = torch.ops.aten
 
 
 class SumsInAnotherOrder(TorchDispatchMode):
-    """Compute each matrix product as two sums over halves of the inner dim, forward and backward; norms in thirds."""
+    """Compute each matrix product as two sums over halves of the inner dim, forward and backward; norms in thirds.
+
+    Softmaxes sum over two halves as well: over 152,064 classes torch's own on a CPU is off by 2e-4 in fp32.
+    """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -24,6 +27,8 @@ class SumsInAnotherOrder(TorchDispatchMode):
         if func is _aten.addmm.default and not kwargs and _is_plain(*args):
             bias, left, right = args
             return _halves(_aten.mm.default, left, right) + bias
+        if func in _SOFTMAX and not kwargs and args[2] is False and _is_plain(args[0]) and args[0].shape[args[1]] > 1:
+            return _SOFTMAX[func](args[0], args[1])
         if func is _aten.linalg_vector_norm.default and _is_norm_2(args, kwargs) and _is_plain(args[0]):
             return _norm_of_parts(args[0])
         if func is _aten._foreach_norm.Scalar and _is_norm_2(args, kwargs) and _is_plain(*args[0]):
@@ -44,6 +49,17 @@ def _halves(product: Any, left: torch.Tensor, right: torch.Tensor) -> torch.Tens
     if half == 0:
         return product(left, right)
     return product(left[..., :half], right[..., :half, :]) + product(left[..., half:], right[..., half:, :])
+
+
+def _log_softmax(tensor: torch.Tensor, dim: int) -> torch.Tensor:
+    first, second = (part.logsumexp(dim, keepdim=True) for part in tensor.tensor_split(2, dim))
+    return tensor - torch.logaddexp(first, second)
+
+
+_SOFTMAX = {
+    _aten._log_softmax.default: _log_softmax,
+    _aten._softmax.default: lambda tensor, dim: _log_softmax(tensor, dim).exp(),
+}
 
 
 def _norm_of_parts(tensor: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -86,6 +87,25 @@ def plan(recipe: Recipe) -> Plan:
     within = choice.prediction.uncertainty
     room, rate = choice.prediction.cluster.gpu.memory_gib, recipe.tokens_per_step / seconds
     return Plan(memory, seconds, rate, within, room, "; ".join(notes))
+
+
+#: Ranks of a layout that is proved on one machine.
+_MOST_RANKS = 8
+
+
+def layout_to_prove(recipe: Recipe) -> ParallelConfig:
+    """The recipe's layout with fewer ranks: two of each data axis, and of the others too if more than 8 are left."""
+    layout = recipe.layout
+    small = {name: min(2, getattr(layout, name)) for name in ("dp_replicate_size", "dp_shard_size", "ep_size")}
+    ranks = math.prod((small["dp_replicate_size"], small["dp_shard_size"], layout.tp_size, layout.cp_size))
+    if ranks * layout.pp_size > _MOST_RANKS:
+        small |= {name: min(2, getattr(layout, name)) for name in ("tp_size", "cp_size", "pp_size")}
+    more: dict[str, object] = {}
+    if layout.context_parallel.startswith("hybrid") and "cp_size" in small:
+        small["cp_size"], more["context_parallel"] = 4, "hybrid:2"
+    if layout.pipeline_microbatches is not None:
+        more["pipeline_microbatches"] = min(layout.pipeline_microbatches, 2 * small.get("pp_size", layout.pp_size))
+    return dataclasses.replace(layout, **small, **more)  # type: ignore[arg-type]
 
 
 def shape_of_recipe(recipe: Recipe) -> ModelShape:

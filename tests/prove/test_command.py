@@ -12,8 +12,11 @@ from pathlib import Path
 import pytest
 
 from hf_parallel import cli
+from hf_parallel.ask.config import ParallelConfig
 from hf_parallel.prove import certificate
 from hf_parallel.prove.certificate import line_about
+from hf_parallel.recipes import load, names
+from hf_parallel.recipes.check import layout_to_prove
 from tests.distributed import run, run_alone
 from tests.prove.test_faults import ARGUMENTS, SCRIPT
 from tests.training import activate
@@ -74,7 +77,8 @@ def test_a_model_without_a_script(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--parallel", "auto", "train.py"], "auto"),
+        (["--parallel", "auto", "train.py"], "--num_processes 4 works"),
+        (["--parallel", "tp=2", "--gpu", "h100-80gb", "train.py"], "--parallel auto works"),
         (["train.py"], "--parallel tp=2 works"),
         (["--parallel", "tp=2", "missing.py"], "no such script"),
         (["--parallel", "tp=2", "--steps", "2", str(SCRIPT)], "--steps 4 works"),
@@ -157,3 +161,42 @@ def test_a_loss_that_reads_padding(tmp_path):
     code, said = run_alone(command, tmp_path, "--parallel", "cp=2", "train.py", *ARGUMENTS)
     assert code == 1, said
     assert "looks like: a loss that reads outputs at padding" in said
+
+
+@pytest.mark.parametrize("gpu", [[], ["--gpu", "h100-80gb"]], ids=["this machine", "h100"])
+def test_auto(gpu, tmp_path):
+    """What auto chooses for the script's own sizes is proved."""
+    code, said = run_alone(
+        command, tmp_path, "--parallel", "auto", "--num_processes", "2", *gpu, str(SCRIPT), *ARGUMENTS
+    )
+    assert code == 0, said
+    (proof,) = json.loads((tmp_path / "prove.json").read_text())["proofs"]
+    assert f"prove: auto chooses {proof['spec']} (" in said
+    assert ParallelConfig.parse(proof["spec"]).world_size == 2
+
+
+def test_a_large_vocabulary(tmp_path):
+    """Torch's log-softmax over 152,064 classes is off by 2e-4 in one process, which tp's two halves are not."""
+    config = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 64, "vocab_size": 152064}
+    config |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 128}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"initializer_range": 0.1}))
+    code, said = run_alone(command, tmp_path, "--parallel", "tp=2", str(tmp_path))
+    assert code == 0, said
+
+
+def test_recipes(capfd):
+    """`recipe check --prove` proves a recipe's layout with fewer ranks, adapters included."""
+    assert run_alone(cli.main, ["recipe", "check", "--no-dry-run", "--prove", "qwen3-32b-lora-4x80gb"]) == 0
+    said = capfd.readouterr().out
+    assert "prove: dp_shard=2,activation_checkpointing=full in the place of dp_shard=4" in said
+    assert "PROVED: dp_shard=2,activation_checkpointing=full" in said
+
+
+def test_layouts_of_recipes():
+    """Each can be proved with 8 processes or fewer, and keeps its kinds of parallelism."""
+    for name in names():
+        recipe = load(name)
+        layout = layout_to_prove(recipe)
+        assert layout.world_size <= 8, name
+        kept = {axis for axis, size in layout.sizes.items() if size > 1}
+        assert kept == {axis for axis, size in recipe.layout.sizes.items() if size > 1}, name

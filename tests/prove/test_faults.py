@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hf_parallel.ask.config import ParallelConfig
-from hf_parallel.cli.prove import Proof
+from hf_parallel.cli.prove import Proof, Script
 from tests import distributed  # noqa: F401 - one thread, everything imported: processes are forked from here
 from tests.prove.faults import FAULTS
 from tests.training import axes
@@ -27,7 +27,7 @@ def proofs(tmp_path_factory):
     def proof_of(spec: str) -> Proof:
         if spec not in made:
             config = ParallelConfig.parse(spec).resolve(axes(spec)["world"])
-            made[spec] = Proof(tmp_path_factory.mktemp("proof"), config, str(SCRIPT), ARGUMENTS, limit_s=200)
+            made[spec] = Proof(tmp_path_factory.mktemp("proof"), config, Script(str(SCRIPT), ARGUMENTS), limit_s=200)
         return made[spec]
 
     return proof_of
