@@ -10,11 +10,13 @@ import tempfile
 from pathlib import Path
 
 import pytest
+import torch
 
 from hf_parallel import cli
 from hf_parallel.ask.config import ParallelConfig
 from hf_parallel.prove import certificate
 from hf_parallel.prove.certificate import line_about
+from hf_parallel.prove.noise import SumsInAnotherOrder
 from hf_parallel.recipes import load, names
 from hf_parallel.recipes.check import layout_to_prove
 from tests.distributed import run, run_alone
@@ -175,21 +177,23 @@ def test_auto(gpu, tmp_path):
     assert ParallelConfig.parse(proof["spec"]).world_size == 2
 
 
-def test_a_large_vocabulary(tmp_path):
-    """Torch's log-softmax over 152,064 classes is off by 2e-4 in one process, which tp's two halves are not."""
-    config = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 64, "vocab_size": 152064}
-    config |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 128}
-    (tmp_path / "config.json").write_text(json.dumps(config | {"initializer_range": 0.1}))
-    code, said = run_alone(command, tmp_path, "--parallel", "tp=2", str(tmp_path))
-    assert code == 0, said
+def test_a_large_vocabulary():
+    """Torch's log-softmax over 152,064 classes is off by 2e-4 on a CPU; summed otherwise, it shows as much."""
+    logits = 3 * torch.randn(4, 152064, generator=torch.Generator().manual_seed(3))
+    plain = logits.log_softmax(-1)
+    with SumsInAnotherOrder():
+        other = logits.log_softmax(-1)
+    error = (plain.double() - logits.double().log_softmax(-1)).abs().max()
+    assert (plain - other).abs().max() > 0.5 * error
 
 
 def test_recipes(capfd):
     """`recipe check --prove` proves a recipe's layout with fewer ranks, adapters included."""
-    assert run_alone(cli.main, ["recipe", "check", "--no-dry-run", "--prove", "qwen3-32b-lora-4x80gb"]) == 0
+    assert run_alone(cli.main, ["recipe", "check", "--no-dry-run", "--prove", "mistral-7b-lora-4x24gb-ethernet"]) == 0
     said = capfd.readouterr().out
-    assert "prove: dp_shard=2,activation_checkpointing=full in the place of dp_shard=4" in said
-    assert "PROVED: dp_shard=2,activation_checkpointing=full" in said
+    small = "pp=4,dp_shard=1,pipeline_microbatches=8,activation_checkpointing=full"
+    assert f"prove: {small} in the place of pp=4,dp_shard=1,pipeline_microbatches=32" in said
+    assert f"PROVED: {small}" in said
 
 
 def test_layouts_of_recipes():
