@@ -100,6 +100,8 @@ class Proving:
         out: folder of this run, which takes the place of the script's output folder.
         done: optimizer steps.
         in_trainer: a Trainer trains; Accelerator is its tool.
+        driven: the script has a Trainer or an Accelerator, which tell of steps and losses; else its optimizer does.
+        made: models that the script has loaded or made.
     """
 
     sizes: Sizes
@@ -110,7 +112,9 @@ class Proving:
     disturbed: bool = False
     done: int = 0
     in_trainer: bool = False
+    driven: bool = False
     watched: list[nn.Module] = field(default_factory=list)
+    made: list[nn.Module] = field(default_factory=list)
 
     # ---- watching --------------------------------------------------------------------------------------------
 
@@ -203,7 +207,8 @@ def run_script(script: str, is_module: bool, arguments: list[str], proving: Prov
     with noise.SumsInAnotherOrder() if proving.disturbed else contextlib.nullcontext():
         _run(script, is_module, arguments, proving)
     if not proving.done:
-        refuse("prove", "the script made no optimizer step by Trainer or Accelerator", do="give its training script")
+        why = "the script made no step with a model of Transformers by Trainer, Accelerator or an optimizer of torch"
+        refuse("prove", why, do="give its training script")
 
 
 def choose_layout(
@@ -269,8 +274,11 @@ def _patches(proving: Proving) -> list[Patch]:
         *_patches_of_settings(proving),
         of("transformers.trainer:Trainer.__init__", _trainer, "a few steps; watched"),
         of("transformers.trainer:Trainer.evaluation_loop", _evaluation, "predictions are compared"),
-        of("transformers.modeling_utils:PreTrainedModel.from_pretrained", _from_pretrained, "small models"),
-        of("transformers.modeling_utils:PreTrainedModel._from_config", _from_config, "small models"),
+        of("transformers.modeling_utils:PreTrainedModel.from_pretrained", _noted(_from_pretrained), "small models"),
+        of("transformers.modeling_utils:PreTrainedModel._from_config", _noted(_from_config), "small models"),
+        of("hf_parallel.hooks.library:parallelize", _noted(_parallelize), "one process is the model itself"),
+        of("torch.optim.optimizer:Optimizer.__init__", _optimizer, "steps of loops without Accelerate"),
+        of("torch:Tensor.backward", _tensor_backward, "losses are compared"),
         of("torch.utils.data._utils.fetch:_MapDatasetFetcher.fetch", _fetch, "draws by example; notes the order"),
         of("accelerate.accelerator:Accelerator.prepare", _prepare, "watched"),
         *(Patch(target, functools.partial(_counted, proving), "scripts count steps") for target in _COUNTS),
@@ -305,6 +313,7 @@ def _arguments(proving: Proving, original: Callable, self: TrainingArguments) ->
 
 def _trainer(proving: Proving, original: Callable, self: Trainer, *args: Any, **kwargs: Any) -> None:
     """Cut the data of a Trainer, set its steps, and watch it."""
+    proving.driven = True
     bound = inspect.signature(original).bind(self, *args, **kwargs)
     given, values = bound.arguments.get("args"), bound.arguments
     if given is None:
@@ -374,6 +383,24 @@ def _evaluation(proving: Proving, original: Callable, self: Trainer, *args: Any,
 
 
 # ---- models ------------------------------------------------------------------------------------------------------
+
+
+def _noted(make: Callable) -> Callable:
+    """Remember the model that is made."""
+
+    @functools.wraps(make)
+    def make_noted(proving: Proving, *args: Any, **kwargs: Any) -> Any:
+        model = make(proving, *args, **kwargs)
+        if isinstance(model, nn.Module):
+            proving.made.append(model)
+        return model
+
+    return make_noted
+
+
+def _parallelize(proving: Proving, original: Callable, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+    """One process, whom nobody launched, trains the model itself."""
+    return original(model, *args, **kwargs) if "WORLD_SIZE" in os.environ else model
 
 
 def _from_pretrained(
@@ -545,6 +572,7 @@ def _mask(
 
 def _accelerator(proving: Proving, original: Callable, self: Accelerator, *args: Any, **kwargs: Any) -> None:
     """Make an Accelerator for CPUs, in fp32 unless the dtype is kept, that tracks nothing."""
+    proving.driven = True
     bound = inspect.signature(original).bind(self, *args, **kwargs)
     bound.arguments["cpu"] = True
     bound.arguments.pop("log_with", None)
@@ -630,12 +658,39 @@ def _optimizer_step(
         proving.end_step(proving.watched)
     result = original(self, *args, **kwargs)
     if counts:
-        proving.done += 1
-        if proving.done >= proving.sizes.steps:
-            proving.note_weights(proving.watched)
-            proving.record.note(f"the script was stopped after {proving.done} steps; what follows is not proved")
-            raise _Enough(0)
+        _loop_has_stepped(proving)
     return result
+
+
+def _loop_has_stepped(proving: Proving) -> None:
+    proving.done += 1
+    if proving.done >= proving.sizes.steps:
+        proving.note_weights(proving.watched)
+        proving.record.note(f"the script was stopped after {proving.done} steps; what follows is not proved")
+        raise _Enough(0)
+
+
+def _optimizer(proving: Proving, original: Callable, self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
+    """Watch the models of a loop that has neither Trainer nor Accelerator, and count its steps."""
+    original(self, *args, **kwargs)
+    own = {id(parameter) for group in self.param_groups for parameter in group["params"]}
+    models = [model for model in proving.made if any(id(parameter) in own for parameter in model.parameters())]
+    if proving.driven or not models:
+        return
+    if proving.sizes.data_ranks > 1:
+        why = "without Trainer or Accelerator deals the data to its ranks itself"
+        refuse("prove: a loop", why, do="prove a layout with one data rank, such as tp=2")
+    for model in models[-1:]:  # made of the others
+        proving.watch(model)
+    self.register_step_pre_hook(lambda *_: None if proving.driven else proving.end_step(proving.watched))
+    self.register_step_post_hook(lambda *_: None if proving.driven else _loop_has_stepped(proving))
+
+
+def _tensor_backward(proving: Proving, original: Callable, self: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+    """Keep the loss of such a loop."""
+    if not proving.driven and self.numel() == 1:
+        proving.record.losses.append(float(self.detach()))
+    original(self, *args, **kwargs)
 
 
 def _counted(proving: Proving, original: property) -> property:

@@ -177,6 +177,41 @@ def test_auto(gpu, tmp_path):
     assert ParallelConfig.parse(proof["spec"]).world_size == 2
 
 
+LOOP = """
+import os, torch, hf_parallel
+from tests import loops, models
+from transformers import LlamaForCausalLM
+
+torch.manual_seed(3)
+model = hf_parallel.parallelize(LlamaForCausalLM(models.llama()), "tp=2")
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)
+for batch in loops.rows(9, 3, 17):
+    loss = model(input_ids=batch, labels=batch).loss * (1 + FACTOR * int(os.environ.get("RANK", 0)))
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+raise SystemExit(3)  # behind the last step of the proof
+"""
+
+
+@pytest.mark.parametrize(("factor", "expected"), [("0.0", 0), ("0.01", 1)])
+def test_a_loop_of_torch(factor, expected, tmp_path):
+    """One with `hf_parallel.parallelize` and no Accelerator; right, and with a loss that depends on the rank."""
+    (tmp_path / "loop.py").write_text(LOOP.replace("FACTOR", factor))
+    code, said = run_alone(command, tmp_path, "--parallel", "tp=2", "loop.py")
+    assert code == expected, said
+    assert ("where: the backward pass in step 1" in said) == bool(expected), said
+
+
+def test_a_loop_of_torch_on_data_ranks(tmp_path):
+    """It deals its data itself: refused by name."""
+    (tmp_path / "loop.py").write_text(LOOP.replace("FACTOR", "0"))
+    code, said = run_alone(command, tmp_path, "--parallel", "dp_shard=2", "loop.py")
+    assert code == 2
+    assert "prove a layout with one data rank, such as tp=2" in said
+
+
 def test_a_large_vocabulary():
     """Torch's log-softmax over 152,064 classes is off by 2e-4 on a CPU; summed otherwise, it shows as much."""
     logits = 3 * torch.randn(4, 152064, generator=torch.Generator().manual_seed(3))
