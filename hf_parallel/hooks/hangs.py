@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import itertools
+import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ from hf_parallel.hooks.patching import patch
 from hf_parallel.monitor.collective_record import CollectiveRecord, before_abort
 from hf_parallel.monitor.watchdog import Settings, Watchdog
 from hf_parallel.planner.dryrun.recorder import axis_names
+from hf_parallel.prove.certificate import line_about
 from hf_parallel.ranks import desync
 from hf_parallel.ranks.groups import time_out
 from hf_parallel.ranks.observed import listen, unlisten
@@ -141,13 +143,16 @@ def mark_loop(phase: str, may_take_long: bool = False) -> None:
 
 
 def backward_begins(accelerator: Accelerator) -> None:
-    """The first one of a loop starts its watchdog, on all ranks."""
+    """The first one of a loop starts its watchdog, on all ranks, and says what is known of the script's proof."""
     global _current
     if _current is None and runtime.mesh().config.hang_timeout_s != HANG_OFF:
         model = next((model for model in accelerator._models if runtime.parallel_state(model) is not None), None)
         _current = Watched(lambda: model, str(accelerator.project_dir or OUTPUTS), is_loop=True)
         _current.begin()
         atexit.register(end_loop)
+        proof = line_about(sys.argv[0], runtime.mesh().config.to_spec())
+        if proof is not None:
+            report.say(f"hf-parallel prove: {proof}")
     mark_loop("a backward pass")
 
 

@@ -177,6 +177,43 @@ def test_auto(gpu, tmp_path):
     assert ParallelConfig.parse(proof["spec"]).world_size == 2
 
 
+ACCELERATE = """
+import torch
+from accelerate import Accelerator
+from tests import loops, models
+from transformers import LlamaForCausalLM
+
+torch.manual_seed(3)
+accelerator = Accelerator(cpu=True)
+model = LlamaForCausalLM(models.llama())
+model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3))
+for batch in loops.rows(9, 3, 17):
+    accelerator.backward(model(input_ids=batch, labels=batch).loss)
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def start_of_a_loop(spec: str, folder: str) -> str:
+    """What a rank says when a loop trains under the layout."""
+    activate(spec)
+    os.chdir(folder)
+    sys.argv = ["loop.py"]
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        runpy.run_path("loop.py", run_name="__main__")
+    return said.getvalue()
+
+
+def test_the_real_run_of_a_loop(tmp_path):
+    """It says once that it is proved."""
+    (tmp_path / "loop.py").write_text(ACCELERATE)
+    code, said = run_alone(command, tmp_path, "--parallel", "tp=2", "loop.py")
+    assert code == 0, said
+    shown, other = run(start_of_a_loop, 2, "tp=2", str(tmp_path), init=False)
+    assert shown.count("hf_parallel: hf-parallel prove: proved on ") == 1
+    assert "proved" not in other
+
+
 LOOP = """
 import os, torch, hf_parallel
 from tests import loops, models
