@@ -7,6 +7,8 @@
 #   make lint      the checks of `make test` without the tests
 #   make format    let ruff rewrite the files
 #   make matrix    run the parity tests and write the support matrix (README.md, docs/support_matrix.md)
+#   make proofs    prove 30 model classes under ten layouts, plain, packed and with LoRA (two hours; what is known stays),
+#                  and write docs/reference/proofs.md
 #   make gpu       what only a GPU can show, in parts: make gpu-links gpu-parity gpu-checkpoints gpu-syncs gpu-memory
 #                  gpu-speed gpu-context (at most 8 minutes each); no network: WHEELS=folder has the packages; see docs/check.md
 #   make site      build docs/ into outputs/site, with a search
@@ -30,7 +32,7 @@ WHEELS      ?=
 #: What has torch for CUDA: an environment that is here, else the machine's own Python.
 GPU_PYTHON  ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 
-.PHONY: help install demo test quick test-all lint format matrix site clean gpu $(GPU_PARTS:%=gpu-%)
+.PHONY: help install demo test quick test-all lint format matrix proofs site clean gpu $(GPU_PARTS:%=gpu-%)
 
 help:
 	@sed -n 's/^#   //p' $(MAKEFILE_LIST)
@@ -73,6 +75,10 @@ format: $(STAMP)
 matrix: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/parity tests/outside --record-support
 	$(BIN)/python -m tests.support_matrix
+
+proofs: $(STAMP)
+	for kind in plain packed lora; do $(BIN)/python -m tests.prove.table --kind $$kind || exit 1; done
+	$(BIN)/python -m tests.prove.table --write
 
 gpu:
 	$(GPU_PYTHON) -m benchmarks.gpu $(if $(WHEELS),--wheels $(WHEELS))

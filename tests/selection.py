@@ -33,7 +33,7 @@ PER_TEST = 1.0
 #: What all cases of a plain run may take together: 18 minutes of two workers on the machine of the measurements.
 PER_RUN = 2100.0
 #: A test of which one case takes longer runs under `--all` alone.
-LONGEST_CASE = 11.0
+LONGEST_CASE = 10.0
 #: What one test and all of them may take under `--quick`.
 QUICK_TEST, QUICK_RUN = 0.5, 45.0
 #: A test that refers to one of these starts processes.

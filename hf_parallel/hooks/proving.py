@@ -19,7 +19,7 @@ import random
 import runpy
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -159,6 +159,10 @@ class Proving:
             self.record.weights.update(whole_weights(model))
 
     # ---- sizes -----------------------------------------------------------------------------------------------
+
+    def share_batches(self) -> None:
+        """With `split_batches=True` the batch that a script asks for is that of all data ranks: one process's, too."""
+        self.sizes, self.multiply = replace(self.sizes, data_ranks=1), 1
 
     def examples(self, per_device: int, accumulation: int) -> int:
         """Examples of an epoch: full steps, and a last one with a quarter less."""
@@ -341,6 +345,8 @@ def _few_steps(proving: Proving, args: TrainingArguments) -> None:
     if getattr(args, "_hf_parallel_proved", False):
         return
     args._hf_parallel_proved = True  # type: ignore[attr-defined]
+    if args.accelerator_config.split_batches:
+        proving.share_batches()
     most = max(EXAMPLES, proving.sizes.micro_batches)
     for name in ("per_device_train_batch_size", "per_device_eval_batch_size"):
         value = getattr(args, name)
@@ -610,6 +616,8 @@ def _data_loader(
 ) -> Any:
     """Cut the data of a loop; one process takes the batches of all data ranks."""
     sampler: Any = getattr(data_loader, "batch_sampler", None)
+    if not _of_a_trainer() and self.split_batches:
+        proving.share_batches()
     if not _of_a_trainer() and isinstance(getattr(sampler, "batch_size", None), int):
         own = min(sampler.batch_size, max(EXAMPLES, proving.sizes.micro_batches))
         examples = proving.examples(own, self.gradient_accumulation_steps)

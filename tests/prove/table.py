@@ -84,6 +84,11 @@ def known(kind: str) -> dict[tuple[str, str], dict]:
     return {(row["class"], row["spec"]): row for row in rows if row.get("kind", "plain") == kind}
 
 
+def tables() -> dict[str, dict[tuple[str, str], dict]]:
+    """The known rows of each kind."""
+    return {kind: known(kind) for kind in KINDS}
+
+
 def page(tables: dict[str, dict[tuple[str, str], dict]]) -> str:
     """The tables, and below each in words what is not proved."""
     rows = [row for table in tables.values() for row in table.values()]
@@ -93,7 +98,7 @@ def page(tables: dict[str, dict[tuple[str, str], dict]]) -> str:
         "# Proofs of model classes",
         "",
         f"`python -m tests.prove.table` wrote this page on {date.today()}. Each cell is `hf-parallel prove` of the",
-        "class with a small config on generated examples, on CPUs, in fp32 ([how](../prove.md)): padded examples,",
+        "class with a small config on generated examples, on CPUs, in fp32: padded examples,",
         "rows of several documents, adapters.",
         "",
         f"{counts['proved']} proved (✓), {counts['refused']} refused by name (–), {counts['differs']} differ (✗),",
@@ -130,7 +135,7 @@ def main() -> None:
     options.add_argument("--write", action="store_true", help="write the page, and prove nothing")
     args = options.parse_args()
     if args.write:
-        PAGE.write_text(page({kind: known(kind) for kind in KINDS}))
+        PAGE.write_text(page(tables()))
         return
     for name in (name for name in CLASSES if any(part in name for part in args.only)):
         work, references, done = Path(tempfile.mkdtemp(prefix="table-")), {}, known(args.kind)

@@ -20,6 +20,7 @@ from hf_parallel.prove.noise import SumsInAnotherOrder
 from hf_parallel.recipes import load, names
 from hf_parallel.recipes.check import layout_to_prove
 from tests.distributed import run, run_alone
+from tests.prove import table
 from tests.prove.test_faults import ARGUMENTS, SCRIPT
 from tests.training import activate
 
@@ -276,3 +277,11 @@ def test_layouts_of_recipes():
         assert layout.world_size <= 8, name
         kept = {axis for axis, size in layout.sizes.items() if size > 1}
         assert kept == {axis for axis, size in recipe.layout.sizes.items() if size > 1}, name
+
+
+def test_page_of_proofs():
+    """It is what `python -m tests.prove.table --write` makes of the results, but for its date."""
+    made, kept = (text.splitlines() for text in (table.page(table.tables()), table.PAGE.read_text()))
+    assert [line for line in made if "wrote this page on" not in line] == [
+        line for line in kept if "wrote this page on" not in line
+    ]

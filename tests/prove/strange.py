@@ -1,0 +1,89 @@
+"""Scripts whose numbers a former version got wrong without a word; the first argument says which one.
+
+python strange.py reduced --output_dir out …
+"""
+
+import sys
+
+import torch
+import torch.nn.functional as F
+from transformers import HfArgumentParser, LlamaForCausalLM, OPTForCausalLM, Trainer, TrainingArguments
+
+from tests import models
+from tests.rows import Rows, pad
+
+
+def own_loss(labels, logits, divisor):
+    """The sum over predicted tokens, divided."""
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum") / divisor
+
+
+class Reduced(Trainer):
+    """Divides by the targets of all ranks, as `accelerate.utils.reduce` counts them; evaluation too."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        from accelerate.utils import reduce
+
+        outputs = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])
+        count = reduce((inputs["labels"][:, 1:] != -100).sum().float(), "sum")
+        loss = own_loss(inputs["labels"], outputs.logits, count) * self.accelerator.num_processes
+        return (loss, outputs) if return_outputs else loss
+
+
+class Examples(Trainer):
+    """The mean over examples of the mean over their tokens."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        outputs = model(**{name: value for name, value in inputs.items() if name != "labels"})
+        targets = inputs["labels"][:, 1:]
+        each = F.cross_entropy(outputs.logits[:, :-1].transpose(1, 2), targets, reduction="none")
+        loss = (each.sum(1) / (targets != -100).sum(1).clamp_min(1)).mean()
+        return (loss, outputs) if return_outputs else loss
+
+
+class Own(Trainer):
+    """Computes a loss of the logits itself."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        outputs = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])
+        count = (inputs["labels"][:, 1:] != -100).sum()
+        loss = own_loss(inputs["labels"], outputs.logits, count if num_items_in_batch is None else num_items_in_batch)
+        return (loss, outputs) if return_outputs else loss
+
+
+class Embedding(Trainer):
+    """Adds the size of the embedded tokens to the loss."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        outputs = model(**inputs, num_items_in_batch=num_items_in_batch)
+        loss = outputs.loss + model.get_input_embeddings()(inputs["input_ids"]).square().mean()
+        return (loss, outputs) if return_outputs else loss
+
+
+def with_hidden_label(rows):
+    """A batch in which a label is predicted at a token that the mask hides."""
+    batch = pad(rows)
+    batch["attention_mask"][:, 2] = 0
+    batch["labels"][:, 3] = 7
+    return batch
+
+
+TRAINERS = {"reduced": Reduced, "examples": Examples, "own": Own, "embedding": Embedding}
+
+if __name__ == "__main__":
+    kind = sys.argv.pop(1)
+    (args,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses()
+    torch.manual_seed(3)
+    model = OPTForCausalLM(models.opt()) if kind == "opt" else LlamaForCausalLM(models.llama())
+    if kind == "hook":  # reads the logits without a graph, before the loss does
+        model.lm_head.register_forward_hook(
+            lambda _, args, output: torch.no_grad()(torch.Tensor.norm)(output) and None
+        )
+    trainer = TRAINERS.get(kind, Trainer)(
+        model,
+        args,
+        train_dataset=Rows(101, 11, uneven_lengths=True),
+        eval_dataset=Rows(13, 12, uneven_lengths=True),
+        data_collator=with_hidden_label if kind == "hidden" else pad,
+    )
+    trainer.train()

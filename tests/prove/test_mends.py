@@ -1,0 +1,135 @@
+"""Errors of former versions, which trained on other numbers without a word: with its mend taken out, each is found."""
+
+import io
+from collections.abc import Callable
+from contextlib import redirect_stderr
+from dataclasses import dataclass
+from pathlib import Path
+
+import accelerate
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hf_parallel.ask.config import ParallelConfig
+from hf_parallel.axes.axis import PipelineServices
+from hf_parallel.axes.data import zero
+from hf_parallel.axes.pipeline.stages import AddsNothing, StandIn
+from hf_parallel.axes.tensor.lean_loss import LazyLogits
+from hf_parallel.cli.prove import NotProvedError, Proof, Script
+from hf_parallel.hooks.trainer import evaluation, joining, training
+from hf_parallel.model import known_masks
+from tests.prove.test_faults import ARGUMENTS
+from tests.training import axes
+
+SCRIPT = Path(__file__).parent / "strange.py"
+
+
+@dataclass(frozen=True)
+class Mend:
+    """What mended an error, and how to take it out on a rank.
+
+    Attributes:
+        kind: of `strange.py`.
+        more: arguments of the script.
+    """
+
+    name: str
+    kind: str
+    spec: str
+    take_out: Callable[[], None]
+    more: tuple[str, ...] = ()
+
+
+def setting(owner: object, name: str, value: object) -> Callable[[], None]:
+    """Take a mend out by putting something in its place."""
+    return lambda: setattr(owner, name, value)
+
+
+def reduces_over_the_world() -> None:
+    def reduce(tensor, reduction="mean", scale=1.0):
+        tensor = tensor.clone()
+        dist.all_reduce(tensor)
+        return tensor
+
+    accelerate.utils.reduce = reduce
+
+
+def makes_logits_without_a_graph() -> None:
+    def plain(self):
+        if self.made is None:
+            self.made = self.source.plain()
+        return self.made
+
+    LazyLogits.plain = plain
+
+
+def leaves_replicas_apart() -> None:
+    """At the limit of a user's run: the tests' own reduces by layer."""
+    zero.BUCKET = 25 * 2**20
+    PipelineServices.reduce_stages = property(lambda self: lambda: None, lambda self, value: None)
+
+
+def embeds_nothing() -> None:
+    forward = StandIn.forward
+
+    def embed(self, *args, **kwargs):
+        return (AddsNothing.forward if isinstance(self, nn.Embedding) else forward)(self, *args, **kwargs)
+
+    StandIn.forward = embed
+
+
+MENDS = [
+    Mend("reduce_over_data_ranks", "reduced", "tp=2", reduces_over_the_world),
+    Mend(
+        "tokens_of_all_ranks",
+        "plain",
+        "dp_shard=2",
+        setting(training, "_count_all_targets", lambda args: None),
+        ("--average_tokens_across_devices=false",),
+    ),
+    Mend(
+        "split_batches_in_evaluation",
+        "plain",
+        "dp_shard=2",
+        setting(evaluation, "replacing", lambda *_, **__: torch.no_grad()),
+        ('--accelerator_config={"split_batches": true}',),
+    ),
+    Mend(
+        "joined_rows_of_a_model_that_cannot_tell",
+        "opt",
+        "dp_shard=2,padding_free=true",
+        setting(joining, "why_other_numbers", lambda trainer: None),
+    ),
+    Mend(
+        "joined_rows_of_a_mean_over_examples",
+        "examples",
+        "dp_shard=2,padding_free=true",
+        setting(joining, "why_other_numbers", lambda trainer: None),
+    ),
+    Mend(
+        "labels_at_hidden_tokens",
+        "hidden",
+        "cp=2",
+        setting(known_masks, "_check", lambda *_: None),
+    ),
+    Mend("logits_read_without_a_graph", "hook", "dp_replicate=2,pp=2,lean_loss=true", makes_logits_without_a_graph),
+    Mend("replicas_of_the_last_stage", "own", "dp_replicate=2,pp=2", leaves_replicas_apart),
+    Mend("a_module_of_another_stage", "embedding", "pp=2", embeds_nothing),
+]
+
+
+@pytest.mark.parametrize("mend", MENDS, ids=lambda mend: mend.name)
+def test_found(mend, tmp_path):
+    """The layout with its mend is proved or refused by name; without it, it differs."""
+    config = ParallelConfig.parse(mend.spec).resolve(axes(mend.spec)["world"])
+    proof = Proof(tmp_path, config, Script(str(SCRIPT), [mend.kind, *ARGUMENTS, *mend.more]), limit_s=200)
+    with redirect_stderr(io.StringIO()):
+        verdict = proof.judge(proof.run_layout(lambda rank: mend.take_out()))
+        try:
+            mended = proof.judge(proof.run_layout()).compared.differences
+        except NotProvedError as error:
+            mended = [] if error.refused else [error]
+    assert verdict.compared.differences, verdict.told(mend.spec, 0)
+    assert mended == []
