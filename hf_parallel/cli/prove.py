@@ -161,9 +161,10 @@ class Script:
         from hf_parallel.hooks import proving
         from hf_parallel.planner.hardware import make_cluster
         from hf_parallel.prove.record import Record
+        from hf_parallel.prove.small_run import Proving, Sizes
 
         cluster = make_cluster(gpu, processes) if gpu else None
-        state = proving.Proving(proving.Sizes(keep_dtype=True), Record(rank), folder, folder / "models")
+        state = Proving(Sizes(keep_dtype=True), Record(rank), folder, folder / "models")
         spec = proving.choose_layout(self.path, self.is_module, self.arguments, state, cluster)
         if rank == 0:
             (folder / "spec.txt").write_text(spec)
@@ -205,7 +206,7 @@ class Proof:
         keep_dtype: bool = False,
         limit_s: float = 600.0,
     ) -> None:
-        from hf_parallel.hooks.proving import Sizes
+        from hf_parallel.prove.small_run import Sizes
 
         self.folder, self.config, self.script, self.limit_s = folder, config, script, limit_s
         self.sizes = Sizes.of_layout(config, steps, keep_dtype)
@@ -268,6 +269,7 @@ class Proof:
     def _be_process(self, short: str, world: int, plant: Callable[[int], None] | None, rank: int) -> None:
         from hf_parallel.hooks import proving
         from hf_parallel.prove.record import Record
+        from hf_parallel.prove.small_run import Proving
 
         record = Record(rank)
         if world:
@@ -277,7 +279,7 @@ class Proof:
             activation.activate(self.config.to_spec(), source="prove")
             record.data_rank = data_rank(self.config, rank)
         folder, multiply = self.folder / short, 1 if world else self.sizes.data_ranks
-        state = proving.Proving(self.sizes, record, folder, self.folder / "models", multiply, short == "disturbed")
+        state = Proving(self.sizes, record, folder, self.folder / "models", multiply, short == "disturbed")
         if plant is not None:
             plant(rank)
         proving.run_script(self.script.path, self.script.is_module, self.script.arguments, state)

@@ -278,8 +278,10 @@ def follow_steps(optimizer: torch.optim.Optimizer) -> None:
         optimizer.register_step_post_hook(_loop_has_stepped)
 
 
-def _loop_steps(*args: object) -> None:
+def _loop_steps(optimizer: torch.optim.Optimizer, *args: object) -> None:
     note_gradients()
+    if _watched is not None and _watched.trace is not None:
+        _watched.trace.note_settings(optimizer)
     hangs.mark_loop("the optimizer's step")
 
 

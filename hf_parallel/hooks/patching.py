@@ -139,6 +139,14 @@ def around(function: Callable) -> Callable[[Callable], Callable]:
     return make
 
 
+def with_first(first: object, target: str, function: Callable, why: str) -> Patch:
+    """A patch by a function that takes an object of its own before the original."""
+    bound = functools.partial(function, first)
+    parameters = list(inspect.signature(function).parameters.values())[1:]
+    bound.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return Patch(target, around(bound), why)
+
+
 #: Why modules whose functions are not where they were known to be must not be used.
 _unusable: dict[str, str] = {}
 

@@ -49,6 +49,13 @@ class Trace:
         if self._done < self.steps and not self._step().gradients:
             self._step().gradients = whole_gradients(self.model, _KEPT)
 
+    def note_settings(self, optimizer: torch.optim.Optimizer) -> None:
+        """Learning rates, weight decay and the like of each group of parameters."""
+        if self._done < self.steps:
+            for number, group in enumerate(optimizer.param_groups):
+                numbers = {name: value for name, value in group.items() if isinstance(value, int | float)}
+                self._step().settings |= {f"{name} of group {number}": float(v) for name, v in numbers.items()}
+
     def end_step(self) -> None:
         """Write the file, so that a run that ends early has one too."""
         if self._done >= self.steps:

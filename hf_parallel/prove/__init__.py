@@ -5,6 +5,7 @@
 The script runs small, three times at once: in one process, in one process whose rounding differs, and under the layout
 in forked processes. The second run tells what rounding may do to each number; the third must stay within that.
 
+small_run.py    the state of a process that is proved
 record.py       a run writes down its numbers
 noise.py        sums in another order, weights off by one unit in the last place
 guarded.py      nothing of the user's is written to
@@ -12,6 +13,8 @@ processes.py    fork the processes of a run
 compare.py      every number of the layout beside the one process's
 locate.py       the first module where the two part, and the kind of error that it looks like
 certificate.py  prove.json, and the line at the start of the real run
+bisect.py       the first difference between two recorded runs
 
-`hooks/proving.py` puts the small sizes and the observers into Transformers and Accelerate.
+`hooks/proving.py`, `proving_models.py` and `proving_loops.py` put the small sizes and the observers into Transformers
+and Accelerate.
 """

@@ -7,7 +7,7 @@ smoothly from module to module: what is off more than ten times as far as all th
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -86,8 +86,8 @@ class Parted:
 
     Attributes:
         step: from 1; 0 before the first one.
-        direction: "start", "forward" or "backward".
-        name: of the module, or of the parameter.
+        direction: "start", "forward", "backward" or "optimizer".
+        name: of the module, the parameter, or the setting.
         words: what is there in both runs.
         before: how far everything before it is off.
         cause: the kind of error that it looks like; empty for none that is known.
@@ -101,7 +101,8 @@ class Parted:
     cause: str = ""
 
     def __str__(self) -> str:
-        when = f"in step {self.step}, {self.direction} pass" if self.step else "before the first step"
+        pass_ = self.direction if self.direction == "optimizer" else f"{self.direction} pass"
+        when = f"in step {self.step}, {pass_}" if self.step else "before the first step"
         lines = [f"PARTED {when}: {self.words}", f"  everything before it agrees within {self.before:.1e}"]
         return "\n".join([*lines, *([f"  looks like: {self.cause}"] if self.cause else [])])
 
@@ -127,7 +128,7 @@ class Bisection:
         """The first difference."""
         found = self._samples("weight", self.one.weights(), self.other.weights(), 0)
         for step in range(self.steps):
-            found = found or self._forward(step) or self._backward(step)
+            found = found or self._forward(step) or self._backward(step) or self._optimizer(step)
             if found is not None:
                 return found
             self.worst *= TIMES  # an optimizer moves a weight by the sign of a gradient that may be rounding
@@ -172,19 +173,28 @@ class Bisection:
 
     def _backward(self, step: int) -> Parted | None:
         for run in (self.one, self.other):
-            for first, second, name, off in _disagreeing(run, step, TIMES * self.worst):
+            apart = {name: entry for *entry, name in _disagreeing(run, step, TIMES * self.worst)}
+            for name in self._latest_first(apart, step)[:1]:
+                first, second, off = apart[name]
                 words = (
                     f"ranks {first} and {second} of {self._name(run)} have other gradients of {name}, off by {off:.1e}"
                 )
                 return Parted(step + 1, "backward", name, words, self.worst, "data ranks that are not averaged")
         return self._samples("gradient", self.one.gradients(step), self.other.gradients(step), step + 1)
 
+    def _optimizer(self, step: int) -> Parted | None:
+        ours, theirs = (run.ranks[0].steps[step].settings for run in (self.one, self.other))
+        for name in (name for name in ours if name in theirs):  # stages may have fewer groups
+            if not math.isclose(ours[name], theirs[name], rel_tol=1e-6, abs_tol=1e-12):
+                both = f"{ours[name]:.7g} in {self._name(self.one)}, {theirs[name]:.7g} in {self._name(self.other)}"
+                return Parted(step + 1, "optimizer", name, f"{name} is {both}", self.worst)
+        return None
+
     def _samples(
         self, kind: str, ours: Mapping[str, Sample], theirs: Mapping[str, Sample], step: int
     ) -> Parted | None:
         direction = "backward" if step else "start"
-        order = {name: number for number, name in enumerate(self.one.modules(step - 1 if step else 0))}
-        latest = sorted(set(ours) | set(theirs), key=lambda name: -order.get(name.rpartition(".")[0], -1))
+        latest = self._latest_first(set(ours) | set(theirs), max(0, step - 1))
         norms = sorted(sample.norm for sample in ours.values())
         tiny, allowed = _TINY * norms[len(norms) // 2] if norms else 0.0, TIMES * self.worst
         offs = []
@@ -213,6 +223,11 @@ class Bisection:
             cause = "other weights at the start: another seed, checkpoint, or order of making them"
         return Parted(step, direction, name, words, self.worst, cause)
 
+    def _latest_first(self, parameters: Iterable[str], step: int) -> list[str]:
+        """Parameters in the order in which a backward pass computes their gradients."""
+        order = {name: number for number, name in enumerate(self.one.modules(step))}
+        return sorted(parameters, key=lambda name: -order.get(name.rpartition(".")[0], -1))
+
     def _name(self, run: Recorded) -> str:
         return f"{run.folder} ({run.spec})"
 
@@ -225,7 +240,7 @@ def _farthest(tokens: torch.Tensor, others: torch.Tensor, allowed: float) -> tup
     return off, float((nearest > allowed).float().mean())
 
 
-def _disagreeing(run: Recorded, step: int, allowed: float) -> Iterator[tuple[int, int, str, float]]:
+def _disagreeing(run: Recorded, step: int, allowed: float) -> Iterator[tuple[int, int, float, str]]:
     """Ranks of one run that have other gradients of one parameter."""
     known: dict[str, tuple[int, Sample]] = {}
     for rank in run.ranks:
@@ -233,4 +248,4 @@ def _disagreeing(run: Recorded, step: int, allowed: float) -> Iterator[tuple[int
             first, former = known.setdefault(name, (rank.rank, sample))
             off = relative_difference(sample, former)
             if not off <= allowed:
-                yield first, rank.rank, name, off
+                yield first, rank.rank, off, name

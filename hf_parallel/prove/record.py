@@ -38,12 +38,14 @@ class Step:
         tokens: by name of the module, in the order of the calls: two numbers per token of its output, [tokens, 2].
         kept: by name of the module, which of these tokens are no padding, where that is known.
         width: by name of the module, the size of the last dim of its output.
+        settings: of the optimizer as it steps, such as "lr of group 0".
     """
 
     gradients: dict[str, Sample] = field(default_factory=dict)
     tokens: dict[str, torch.Tensor] = field(default_factory=dict)
     kept: dict[str, torch.Tensor] = field(default_factory=dict)
     width: dict[str, int] = field(default_factory=dict)
+    settings: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass

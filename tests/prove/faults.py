@@ -251,8 +251,13 @@ FAULTS = (
     Fault("positions shifted", CP, inputs(f"{LAYER}.self_attn", _later), f"{LAYER}.self_attn.o_proj"),
     Fault("the mask drops a token", DP, inputs("", _masked), "model.layers.0.self_attn.o_proj"),
     # Sums over ranks.
-    Fault("tp's all-reduce is left out", f"{TP},sequence_parallel=false", method(dist, "all_reduce", no_all_reduce)),
-    Fault("copies are not averaged", COPIES, method(dist, "all_reduce", no_all_reduce), kinds=("gradient",)),
+    Fault(
+        "tp's all-reduce is left out",
+        f"{TP},sequence_parallel=false",
+        method(dist, "all_reduce", no_all_reduce),
+        "model.embed_tokens",
+    ),
+    Fault("copies are not averaged", COPIES, method(dist, "all_reduce", no_all_reduce), "lm_head", ("gradient",)),
     # Losses.
     Fault("a factor of the world size", COPIES, method(Trainer, "compute_loss", of_loss(lambda *_: 2.0)), "lm_head"),
     Fault("half of the loss", DP, method(Trainer, "compute_loss", of_loss(lambda *_: 0.5)), "lm_head"),
@@ -279,13 +284,13 @@ FAULTS = (
     ),
     Fault("a gradient of a stage", PP, gradient("lm_head.weight", lambda g: g.mul_(1.001)), "lm_head"),
     # The optimizer.
-    Fault("another learning rate", TP, every_step(_rates), kinds=("weight",)),
-    Fault("another weight decay", DP, every_step(_decay), kinds=("weight",)),
+    Fault("another learning rate", TP, every_step(_rates), "model.embed_tokens", ("weight",)),
+    Fault("another weight decay", DP, every_step(_decay), "model.embed_tokens", ("weight",)),
     Fault("a stale weight", DP, every_step(_stale, (1,)), f"{LAYER}.mlp.up_proj"),
     # Data.
-    Fault("an example twice", DP, data_of(lambda rows, i: i - i % 2)),
-    Fault("other examples", COPIES, data_of(lambda rows, i: (i + 7) % len(rows))),
-    Fault("another order on rank 1", DP, method(RandomSampler, "__iter__", other_order, (1,))),
+    Fault("an example twice", DP, data_of(lambda rows, i: i - i % 2), "model.embed_tokens"),
+    Fault("other examples", COPIES, data_of(lambda rows, i: (i + 7) % len(rows)), "model.embed_tokens"),
+    Fault("another order on rank 1", DP, method(RandomSampler, "__iter__", other_order, (1,)), "model.embed_tokens"),
     Fault(
         "an evaluation of own examples",
         DP,

@@ -22,8 +22,8 @@ import transformers
 from hf_parallel.ask.config import ParallelConfig
 from hf_parallel.ask.spec import SpecError
 from hf_parallel.cli.prove import NotProvedError, Proof, Script
-from hf_parallel.hooks.proving import Sizes
 from hf_parallel.model.shrink import small_values
+from hf_parallel.prove.small_run import Sizes
 from tests import distributed  # noqa: F401 - one thread, everything imported
 from tests.training import axes
 

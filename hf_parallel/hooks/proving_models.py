@@ -1,0 +1,224 @@
+"""Models and examples of a script that is proved: small ones, alike in one process and on all ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import inspect
+import os
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from torch import nn
+from torch.utils.data._utils.fetch import _MapDatasetFetcher
+from transformers import AutoConfig, PreTrainedModel
+
+from hf_parallel.ask.spec import refuse
+from hf_parallel.hooks.patching import Patch, with_first
+from hf_parallel.model.shrink import Layout, small_values
+from hf_parallel.prove.small_run import Proving
+
+#: Parameters beside the embeddings up to which a model is proved as it is.
+SMALL_ENOUGH = 10_000_000
+
+
+def patches(proving: Proving) -> list[Patch]:
+    """What changes for models and examples."""
+    of = functools.partial(with_first, proving)
+    return [
+        of("transformers.modeling_utils:PreTrainedModel.from_pretrained", _noted(_from_pretrained), "small models"),
+        of("transformers.modeling_utils:PreTrainedModel._from_config", _noted(_from_config), "small models"),
+        of("hf_parallel.hooks.library:parallelize", _noted(_parallelize), "one process is the model itself"),
+        of("torch.utils.data._utils.fetch:_MapDatasetFetcher.fetch", _fetch, "draws by example; notes the order"),
+        of("transformers.data.data_collator:DataCollatorForLanguageModeling.torch_mask_tokens", _mask, "by example"),
+    ]
+
+
+# ---- models ------------------------------------------------------------------------------------------------------
+
+
+def _noted(make: Callable) -> Callable:
+    """Remember the model that is made."""
+
+    @functools.wraps(make)
+    def make_noted(proving: Proving, *args: Any, **kwargs: Any) -> Any:
+        model = make(proving, *args, **kwargs)
+        if isinstance(model, nn.Module):
+            proving.made.append(model)
+        return model
+
+    return make_noted
+
+
+def _parallelize(proving: Proving, original: Callable, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+    """One process, whom nobody launched, trains the model itself."""
+    return original(model, *args, **kwargs) if "WORLD_SIZE" in os.environ else model
+
+
+def _from_pretrained(
+    proving: Proving, original: Callable, cls: Any, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Load the small model of the kind that the script asks for."""
+    source = pretrained_model_name_or_path
+    known = {name: kwargs[name] for name in ("revision", "trust_remote_code", "token", "cache_dir") if name in kwargs}
+    if not proving.sizes.keep_dtype:
+        kwargs.pop("torch_dtype", None)
+        kwargs["dtype"] = torch.float32
+    kwargs.pop("device_map", None)
+    if source is None or os.path.isfile(str(source)) or not issubclass(cls, PreTrainedModel):
+        return original(cls, source, *args, **kwargs)
+    config = kwargs.get("config")
+    try:
+        if not hasattr(config, "to_diff_dict"):
+            config = cls.config_class.from_pretrained(source, **known) if cls.config_class else None
+            config = config or AutoConfig.from_pretrained(source, **known)
+    except OSError as error:
+        refuse(str(source), "is not on this machine, and a proof downloads nothing", do="load it once", cause=error)
+    small = _small_config(proving, cls, config)
+    if small is None:
+        return original(cls, source, *args, **kwargs)
+    if "config" in kwargs:
+        kwargs["config"] = small
+    kwargs.pop("variant", None)
+    kwargs.pop("subfolder", None)
+    return original(cls, str(_written(proving, cls, small)), *args, **kwargs)
+
+
+def _from_config(proving: Proving, original: Callable, cls: Any, config: Any, **kwargs: Any) -> Any:
+    """Make the small model of the kind that the script asks for."""
+    if not proving.sizes.keep_dtype:
+        kwargs.pop("torch_dtype", None)
+        kwargs["dtype"] = torch.float32
+    small = _small_config(proving, cls, config)
+    return original(cls, config if small is None else small, **kwargs)
+
+
+def _small_config(proving: Proving, cls: type[PreTrainedModel], config: Any) -> Any:
+    """The config of a small model of this kind; None where the model itself is small enough."""
+    with torch.device("meta"):
+        whole = cls(config)
+    embeddings = whole.get_input_embeddings()
+    in_vocabulary = 0 if embeddings is None else 2 * embeddings.weight.numel()
+    if sum(p.numel() for p in whole.parameters()) - in_vocabulary <= SMALL_ENOUGH:
+        _drop_nothing(config)
+        return None
+    values = small_values(config, ("vocab_size",), Layout(proving.sizes.heads, proving.sizes.stages))
+    small = type(config)(**values)
+    small._attn_implementation = config._attn_implementation
+    _drop_nothing(small)
+    layers = getattr(small, "num_hidden_layers", "few")
+    proving.record.note(f"{cls.__name__} has {layers} layers of width {getattr(small, 'hidden_size', '?')}")
+    return small
+
+
+def _drop_nothing(config: Any) -> None:
+    """Set all dropout of a config to zero, parts included."""
+    for name, value in list(vars(config).items()):
+        if isinstance(value, float) and "drop" in name:
+            setattr(config, name, 0.0)
+        elif hasattr(value, "to_diff_dict"):
+            _drop_nothing(value)
+
+
+def _written(proving: Proving, cls: Any, config: Any) -> Path:
+    """The folder of the small model, which the first process that asks for it writes."""
+    name = hashlib.sha256(f"{cls.__name__}{config.to_json_string()}".encode()).hexdigest()[:16]
+    folder = proving.models / name
+    if not folder.exists():
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(7)
+            model = cls(config)
+        mine = folder.with_name(f"{name}-{os.getpid()}")
+        model.save_pretrained(mine)
+        with contextlib.suppress(OSError):  # another process was first
+            mine.rename(folder)
+    return folder
+
+
+def turn_dropout_off(proving: Proving) -> None:
+    functional = torch.nn.functional
+    original = functional.dropout
+
+    def dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+        if p > 0 and training:
+            proving.record.note("dropout is off")
+        return original(input, 0.0, training, inplace)
+
+    functional.dropout = dropout
+
+
+# ---- data --------------------------------------------------------------------------------------------------------
+
+
+def _fetch(proving: Proving, original: Callable, self: _MapDatasetFetcher, possibly_batched_index: Any) -> Any:
+    """Read a batch example by example, each under random numbers of its own; note which ones training reads."""
+    indices = possibly_batched_index
+    if not self.auto_collation:
+        return original(self, indices)
+    if torch.is_grad_enabled():
+        proving.record.examples.extend(int(index) for index in indices if isinstance(index, int))
+    examples = []
+    for index in indices:
+        with _drawing_by(index):
+            examples.append(self.dataset[index])
+    with _drawing_by(len(examples)):
+        before = _random_state()
+        batch = self.collate_fn(examples)
+        drew = before != _random_state()
+    if drew and proving.sizes.data_ranks > 1:
+        name = type(self.collate_fn).__name__ if not inspect.isfunction(self.collate_fn) else self.collate_fn.__name__
+        why = "draws random numbers for a whole batch, which is another on each data rank"
+        refuse(f"prove: the collator {name}", why, do="prove a layout with one data rank, such as tp=2")
+    return batch
+
+
+@contextlib.contextmanager
+def _drawing_by(seed: Any) -> Iterator[None]:
+    """Make random numbers depend on this seed alone, inside the context."""
+    number = int(seed) if isinstance(seed, int) else abs(hash(str(seed)))
+    numpy_state, python_state = numpy.random.get_state(), random.getstate()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(number)
+        numpy.random.seed(number % (1 << 31))
+        random.seed(number)
+        try:
+            yield
+        finally:
+            numpy.random.set_state(numpy_state)
+            random.setstate(python_state)
+
+
+def _random_state() -> tuple[bytes, bytes, int]:
+    state: Any = numpy.random.get_state()
+    return (
+        torch.get_rng_state().numpy().tobytes(),
+        state[1].tobytes() + bytes([state[2] % 251]),
+        hash(random.getstate()),
+    )
+
+
+def _mask(
+    proving: Proving,
+    original: Callable,
+    self: Any,
+    inputs: Any,
+    special_tokens_mask: Any = None,
+    *args: Any,
+    **kw: Any,
+) -> Any:
+    """Mask the tokens of each example under random numbers of its own: one process draws for larger batches."""
+    masked = []
+    for index in range(len(inputs)):
+        special = None if special_tokens_mask is None else special_tokens_mask[index : index + 1]
+        kept = int((inputs[index] != self.tokenizer.pad_token_id).sum())  # padding depends on the batch
+        with _drawing_by(int(inputs[index, :kept].sum())):
+            part = inputs[index : index + 1, :kept].clone()
+            ids, labels = original(self, part, None if special is None else special[:, :kept], *args, **kw)
+        filler = inputs[index : index + 1, kept:]
+        masked.append((torch.cat([ids, filler], 1), torch.cat([labels, torch.full_like(filler, -100)], 1)))
+    return tuple(torch.cat(parts) for parts in zip(*masked, strict=True))
