@@ -71,7 +71,8 @@ def what_is_known() -> KnownMask | None:
 # there is a token to be seen        that is attended    the same      nothing is attended: zeros
 # there is none (left padding)       the mean of all     zeros         zeros
 #
-# Only these tokens differ, as no other sees them: without a label nothing depends on them.
+# Only these tokens differ, as no other sees them: without a label nothing depends on them. A loss of spans (question
+# answering) predicts one of all tokens of a row, those too.
 
 
 _IGNORED = -100
@@ -94,29 +95,46 @@ def refuse_masked_targets(model: nn.Module, own: str, used: str, setting: str, w
     causal = any(getattr(module, "is_causal", False) is True for module in model.modules())
     find = functools.partial(_has_targets, seeing=seeing, blind=blind, causal=causal, shifts=shifts)
     names = list(inspect.signature(model.forward).parameters)
-    error = (
-        f"hf_parallel: {setting}: a label is predicted at a token where attention_mask is 0, which attention={own} "
-        "computes otherwise; -100 as the label after each such token (for left padding: of the first token after it), "
-        f"or {works}, works"
+    at = f"at a token where attention_mask is 0, which attention={own} computes otherwise"
+    label = (
+        f"hf_parallel: {setting}: a label is predicted {at}; -100 as the label after each such token (for left "
+        f"padding: of the first token after it), or {works}, works"
     )
-    model.register_forward_pre_hook(functools.partial(_check, names, find, error), with_kwargs=True)
+    span = f"hf_parallel: {setting}: a span may be predicted {at}; rows without padding, or {works}, work"
+    model.register_forward_pre_hook(functools.partial(_check, names, find, label, span), with_kwargs=True)
 
 
 def _check(
-    names: list[str], find: Callable[[Mapping], bool], error: str, model: nn.Module, args: tuple, kwargs: dict
+    names: list[str],
+    find: Callable[[Mapping], bool],
+    label: str,
+    span: str,
+    model: nn.Module,
+    args: tuple,
+    kwargs: dict,
 ) -> None:
-    if find(arguments_of(names, args, kwargs, model)):
-        raise ValueError(error)
+    batch = arguments_of(names, args, kwargs, model)
+    if find(batch):
+        raise ValueError(span if _predicts_spans(batch) else label)
+
+
+def _predicts_spans(batch: Mapping) -> bool:
+    return torch.is_tensor(batch.get("start_positions"))
 
 
 def _has_targets(batch: Mapping, seeing: bool, blind: bool, causal: bool, shifts: bool) -> bool:
     """Is a label predicted at a masked token that sees others (`seeing`), or at one that sees none (`blind`)?"""
     mask, labels, shifted = (batch.get(key) for key in ("attention_mask", "labels", "shift_labels"))
     given = labels if shifted is None else shifted
-    if not torch.is_tensor(mask) or mask.dim() != 2 or not torch.is_tensor(given) or given.shape != mask.shape:
+    if not torch.is_tensor(mask) or mask.dim() != 2:
         return False
-    targets = targets_of(labels, shifted, _IGNORED) if shifts else given
-    kept = mask.bool().to(targets.device)
+    if not _predicts_spans(batch) and (not torch.is_tensor(given) or given.shape != mask.shape):
+        return False
+    kept = mask.bool()
+    counted = torch.ones_like(kept)
+    if not _predicts_spans(batch):
+        targets = targets_of(labels, shifted, _IGNORED) if shifts else given
+        counted = (targets != _IGNORED).to(kept.device)  # type: ignore[union-attr]
     sees = kept.cumsum(-1) > 0 if causal else kept.any(-1, keepdim=True).expand_as(kept)
     counts = sees if not blind else ~sees if not seeing else torch.ones_like(sees)
-    return bool((~kept & counts & (targets != _IGNORED)).any())
+    return bool((~kept & counts & counted).any())

@@ -4,10 +4,11 @@ from unittest import mock
 
 import pytest
 import torch
-from transformers import masking_utils
+from transformers import BertForQuestionAnswering, masking_utils
 
 from hf_parallel.hooks.transformers import masks
-from hf_parallel.model.known_masks import hides_nothing, known_mask
+from hf_parallel.model.known_masks import hides_nothing, known_mask, refuse_masked_targets
+from tests import models
 
 TOKENS = torch.zeros(4, 7, dtype=torch.long)
 FULL = torch.ones(4, 7, dtype=torch.long)
@@ -44,3 +45,15 @@ def test_positions_start_again_only_where_the_batch_has_some(given):
     with known_mask({"position_ids": positions} if given else {}, TOKENS):
         found = masks.find_packs(masking_utils.find_packed_sequence_indices, positions)
     assert (found is not None) == given
+
+
+@pytest.mark.parametrize("used", ["cp", "torch_flash"])
+def test_spans_are_predicted_at_padding(used):
+    """Kernels that leave padding out would give others than one process's: refused, but not where there is none."""
+    model = BertForQuestionAnswering(models.bert(num_labels=2))
+    refuse_masked_targets(model, "sdpa", used, "cp_size=2", "cp_size=1", shifts=False)
+    spans = {"start_positions": torch.tensor([1, 2, 3, 1]), "end_positions": torch.tensor([2, 2, 4, 5])}
+    assert model(TOKENS, attention_mask=FULL, **spans).loss.isfinite()
+    assert model(TOKENS, attention_mask=PADDED).start_logits.shape == TOKENS.shape
+    with pytest.raises(ValueError, match="cp_size=2: a span may be predicted .* rows without padding, or cp_size=1"):
+        model(TOKENS, attention_mask=PADDED, **spans)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -135,6 +136,8 @@ def why_not_torch_flash(facts: AttentionFacts) -> str | None:
     if facts.device != "cuda":
         why = "the model's own, where there is no CUDA device; "
         return f"{why}attention=torch_flash reads packs and windows without a mask"
+    if facts.spans:
+        return "its loss predicts spans, and reads outputs at padding"
     if not facts.text:
         return "it reads more than tokens, and may show some of them later ones"
     return _not_on_cuda(facts)
@@ -165,6 +168,7 @@ class AttentionFacts:
         own: its present kernel: what its script asked for, or what transformers chose.
         interface: does it call its attention, and make its masks, through transformers' registries?
         text: is it a decoder that reads nothing but tokens?
+        spans: does its loss predict one of all tokens of a row, padding too?
         head_size: of a query.
         softcap: of its scores, or None.
         dropout: `key=value` of the dropout of its scores, or None.
@@ -180,6 +184,7 @@ class AttentionFacts:
     own: str
     interface: bool
     text: bool
+    spans: bool
     head_size: int
     softcap: float | None
     dropout: str | None
@@ -202,6 +207,7 @@ def read_attention(model: PreTrainedModel, config: ParallelConfig) -> AttentionF
         own=model.config._attn_implementation or "eager",
         interface=uses_registries(model),
         text=own is model.config and not getattr(own, "is_encoder_decoder", False),
+        spans="start_positions" in inspect.signature(model.forward).parameters,
         head_size=_head_size(own),
         softcap=getattr(own, "attn_logit_softcapping", None) or None,
         dropout=score_dropout(own),
