@@ -215,8 +215,9 @@ class SequenceCut:
         mask, positions = batch.get("attention_mask"), batch.get("position_ids") if self.packed else None
         boundaries = batch.get("cu_seq_lens_q")
         given = (mask, positions, boundaries)
-        key = tokens.shape[:2], given, [None if tensor is None else tensor._version for tensor in given]
-        if self._last is None or not _same(self._last[0], key):
+        known = not any(tensor is not None and tensor.is_inference() for tensor in given)  # these count no versions
+        key = tokens.shape[:2], given, [tensor._version if known and tensor is not None else None for tensor in given]
+        if self._last is None or not known or not _same(self._last[0], key):
             rows = packs.find((tokens.shape[0], tokens.shape[1]), mask, positions, boundaries)
             local = local_length(tokens.shape[1], self.group.size(), self.multiple)
             self._last = key, Layout(rows, self._way(rows)[0], local)

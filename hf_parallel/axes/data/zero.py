@@ -251,8 +251,8 @@ def shard_data_parallel(model: nn.Module, root: nn.Module, blocks: list[nn.Modul
     if root is model:  # a pipeline frees its stages itself
         model.register_forward_pre_hook(_gather_anew, prepend=True)
         model.register_forward_hook(_reshard_after_evaluation)
-        _leave_inference_mode(model)
         _let_parts_run(model, blocks)
+    _leave_inference_mode(root)
 
 
 def _let_forward_run_hooks(root: nn.Module, blocks: list[nn.Module]) -> None:
@@ -442,7 +442,7 @@ def _reshard_after_evaluation(model: nn.Module, args: tuple, output: object) -> 
             module.reshard()
 
 
-def _leave_inference_mode(model: nn.Module) -> None:
+def _leave_inference_mode(root: nn.Module) -> None:
     """FSDP2 keeps the memory of its first gather: what inference mode has made, a backward pass could not use."""
     left: list[contextlib.ExitStack] = []
 
@@ -452,8 +452,8 @@ def _leave_inference_mode(model: nn.Module) -> None:
             left[-1].enter_context(torch.inference_mode(False))
             left[-1].enter_context(torch.no_grad())
 
-    model.register_forward_pre_hook(leave, prepend=True)
-    model.register_forward_hook(lambda module, args, output: left.pop().close(), always_call=True)
+    root.register_forward_pre_hook(leave, prepend=True)
+    root.register_forward_hook(lambda module, args, output: left.pop().close(), always_call=True)
 
 
 def forget_root(model: nn.Module) -> None:
