@@ -7,6 +7,7 @@ OUTPUT_DIR/hf_parallel-trace/rank-0.pt    a `Record` of each rank: weights at th
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import torch
@@ -40,9 +41,7 @@ class Trace:
         self._tokens.mark_padding(model)
 
     def _step(self) -> Step:
-        while len(self.record.steps) <= self._done:
-            self.record.steps.append(Step())
-        return self.record.steps[self._done]
+        return self.record.step(self._done)
 
     def note_gradients(self) -> None:
         """Before they are clipped, or if they are not, as the optimizer is about to read them: once in a step."""
@@ -63,10 +62,21 @@ class Trace:
         self._done += 1
         lowered = self._tokens.dtypes & {torch.bfloat16, torch.float16}
         self.record.facts["computes_in"] = "bfloat16" if lowered else "float32"
-        self.folder.mkdir(parents=True, exist_ok=True)
-        path = self.folder / f"rank-{self.record.rank}.pt"
-        self.record.write(path.with_suffix(".new"))
-        os.replace(path.with_suffix(".new"), path)
-        if self._done == self.steps:
-            self._tokens.remove()
+        written = self._write()
+        if self._done < self.steps:
+            return
+        self._tokens.remove()
+        if written:
             report.say(f"{self.folder} has {self.steps} steps; `hf-parallel bisect` compares them with another run's")
+
+    def _write(self) -> bool:
+        path = self.folder / f"rank-{self.record.rank}.pt"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self.record.write(path.with_suffix(".new"))
+            os.replace(path.with_suffix(".new"), path)
+        except (OSError, RuntimeError) as error:  # torch's writer says RuntimeError of a full disk
+            why = str(error).splitlines()[0]
+            print(f"hf_parallel: {path} is not written: {why}; training goes on", file=sys.stderr, flush=True)
+            return False
+        return True

@@ -128,13 +128,13 @@ def _has_targets(batch: Mapping, seeing: bool, blind: bool, causal: bool, shifts
     given = labels if shifted is None else shifted
     if not torch.is_tensor(mask) or mask.dim() != 2:
         return False
-    if not _predicts_spans(batch) and (not torch.is_tensor(given) or given.shape != mask.shape):
+    if _predicts_spans(batch):
+        targets = torch.zeros_like(mask)  # each token may be one
+    elif not torch.is_tensor(given) or given.shape != mask.shape:
         return False
-    kept = mask.bool()
-    counted = torch.ones_like(kept)
-    if not _predicts_spans(batch):
+    else:
         targets = targets_of(labels, shifted, _IGNORED) if shifts else given
-        counted = (targets != _IGNORED).to(kept.device)  # type: ignore[union-attr]
+    kept = mask.bool().to(targets.device)
     sees = kept.cumsum(-1) > 0 if causal else kept.any(-1, keepdim=True).expand_as(kept)
     counts = sees if not blind else ~sees if not seeing else torch.ones_like(sees)
-    return bool((~kept & counts & counted).any())
+    return bool((~kept & counts & (targets != _IGNORED)).any())

@@ -35,24 +35,29 @@ class Recorded:
         may_differ: share of a rank's tokens that another run need not have.
 
     Raises:
-        SpecError: it has no trace.
+        SpecError: it has no trace, or not that of all ranks of one run.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         place = folder / TRACE if (folder / TRACE).is_dir() else folder
-        files = sorted(place.glob("rank-*.pt"), key=lambda path: int(path.stem.partition("-")[2]))
+        files = {int(path.stem.partition("-")[2]): path for path in place.glob("rank-*.pt")}
         if not files:
             refuse(
                 str(folder), "holds no trace", do="train with monitor=trace:4 in the spec, then give its output_dir"
             )
-        self.ranks = [Record.read(file) for file in files]
-        self.spec = self.ranks[0].facts["spec"]
+        self.spec = Record.read(files[min(files)]).facts["spec"]
+        config = ParallelConfig.parse(self.spec)
+        lacking = [rank for rank in range(config.world_size) if rank not in files]
+        self.ranks = [Record.read(files[rank]) for rank in range(config.world_size) if rank in files]
+        if lacking or any(rank.facts["spec"] != self.spec for rank in self.ranks):  # a former run may have had more
+            why = f"lacks records of {self.spec}, or has some of another run"
+            refuse(str(place), why, do="put those of all its ranks in one empty folder")
         self.steps = min(len(rank.steps) for rank in self.ranks)
         self.floor = max(map(rounding_floor, self.ranks))
         self.data_ranks = len({rank.data_rank for rank in self.ranks})
         # A mask of whole rows does not mark the padding in a part of them.
-        self.may_differ = MOST if ParallelConfig.parse(self.spec).cp_size > 1 else MANY
+        self.may_differ = MOST if config.cp_size > 1 else MANY
 
     def weights(self) -> dict[str, Sample]:
         """The trained weights at the start, of all stages."""
@@ -116,7 +121,7 @@ class Bisection:
 
     def __init__(self, one: Recorded, other: Recorded) -> None:
         self.one, self.other = one, other
-        self.floor = self.worst = max(one.floor, other.floor)
+        self.worst = max(one.floor, other.floor)
         self.compared = 0
 
     @property
@@ -184,7 +189,7 @@ class Bisection:
 
     def _optimizer(self, step: int) -> Parted | None:
         ours, theirs = (run.ranks[0].steps[step].settings for run in (self.one, self.other))
-        for name in (name for name in ours if name in theirs):  # stages may have fewer groups
+        for name in ours if ours.keys() == theirs.keys() else ():  # a stage's groups have numbers of their own
             if not math.isclose(ours[name], theirs[name], rel_tol=1e-6, abs_tol=1e-12):
                 both = f"{ours[name]:.7g} in {self._name(self.one)}, {theirs[name]:.7g} in {self._name(self.other)}"
                 return Parted(step + 1, "optimizer", name, f"{name} is {both}", self.worst)

@@ -83,6 +83,12 @@ class Record:
         values["steps"] = [Step(**{**step, "gradients": _samples(step["gradients"])}) for step in values["steps"]]
         return cls(**{**values, "weights": _samples(values["weights"])})
 
+    def step(self, number: int) -> Step:
+        """The numbers of an optimizer step, which counts from 0."""
+        while len(self.steps) <= number:
+            self.steps.append(Step())
+        return self.steps[number]
+
     def log(self, values: Mapping[str, Any]) -> None:
         """Keep the numbers of one call of `log` that do not depend on time."""
         kept = {

@@ -78,9 +78,7 @@ class Proving:
 
     def step(self) -> Step:
         """The step that is being computed."""
-        while len(self.record.steps) <= self.done:
-            self.record.steps.append(Step())
-        return self.record.steps[self.done]
+        return self.record.step(self.done)
 
     def watch(self, model: nn.Module, precision: str | None = None) -> None:
         """Watch the tokens of a model; disturb its weights if this run is to differ by rounding.

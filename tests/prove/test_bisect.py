@@ -3,6 +3,7 @@
 import contextlib
 import io
 import runpy
+import shutil
 import sys
 
 import pytest
@@ -109,6 +110,25 @@ def test_loops(tmp_path):
     code, said = run_alone(bisect, tmp_path / "one", tmp_path / "two")
     assert code == 0, said
     assert "in 2 steps, " in said
+
+
+def test_files_of_other_runs(alone, tmp_path):
+    """Ranks beyond a run's are a former one's and left out; one that lacks is told."""
+    for rank in (0, 1):
+        shutil.copy(alone / "hf_parallel-trace" / "rank-0.pt", tmp_path / f"rank-{rank}.pt")
+    code, said = run_alone(bisect, alone, tmp_path)
+    assert code == 0, said
+    (tmp_path / "rank-0.pt").unlink()
+    code, said = run_alone(bisect, alone, tmp_path)
+    assert code == 2
+    assert "lacks records of dp_shard=1" in said or "has some of another run" in said
+
+
+def test_a_trace_that_cannot_be_written(tmp_path, capfd):
+    """Training goes on, and a line says why."""
+    (tmp_path / "hf_parallel-trace").write_text("in the way")
+    run(trained, 2, "tp=2", str(tmp_path), init=False, timeout=120)
+    assert "rank-1.pt is not written: " in capfd.readouterr().err
 
 
 def test_a_folder_without_a_trace(alone, tmp_path):
