@@ -14,6 +14,7 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
 from torch import nn
+from torch.utils._pytree import tree_map_only
 from torch.utils.data import RandomSampler, SequentialSampler
 
 from hf_parallel.ask.spec import refuse
@@ -28,6 +29,7 @@ _COUNTS = (
     "transformers.training_args:TrainingArguments.world_size",
 )
 _LIBRARIES = ("accelerate", "transformers", "trl", "peft", "hf_parallel", "sentence_transformers")
+_MULTIPLY = (torch.mul, *(getattr(torch.Tensor, name) for name in ("mul", "mul_", "__mul__", "__rmul__", "__imul__")))
 
 
 def patches(proving: Proving) -> list[Patch]:
@@ -93,11 +95,11 @@ def _data_loader(
         own = min(sampler.batch_size, max(EXAMPLES, proving.sizes.micro_batches))
         examples = proving.examples(own, self.gradient_accumulation_steps)
         order: Any = sampler.sampler
+        if proving.sizes.data_ranks > 1 and isinstance(order, (RandomSampler, SequentialSampler)):
+            batch = own * proving.sizes.data_ranks * self.gradient_accumulation_steps
+            examples = max(batch, examples // batch * batch)
+            proving.record.note("the loop trains on whole batches: Accelerate fills the last one of an epoch")
         if isinstance(order, RandomSampler):
-            if proving.sizes.data_ranks > 1:  # Accelerate fills an incomplete batch with repeated examples
-                batch = own * proving.sizes.data_ranks * self.gradient_accumulation_steps
-                examples = max(batch, examples // batch * batch)
-                proving.record.note("the loop trains on whole batches: Accelerate fills the last one of an epoch")
             order._num_samples = min(examples, len(order.data_source))
         elif isinstance(order, SequentialSampler):
             order.data_source = range(min(examples, len(order.data_source)))  # type: ignore[assignment]
@@ -172,13 +174,41 @@ def _tensor_backward(proving: Proving, original: Callable, self: torch.Tensor, *
     original(self, *args, **kwargs)
 
 
+class _ProcessCount(int):
+    """The number of data ranks for which one process stands; times a loss it is 1.
+
+    Loops that multiply a loss by the number of processes undo the mean that data ranks take of gradients.
+    One process takes no such mean.
+    """
+
+    in_losses: int
+
+    def __new__(cls, value: int, in_losses: int = 1) -> _ProcessCount:
+        count = super().__new__(cls, value)
+        count.in_losses = in_losses
+        return count
+
+    def __mul__(self, other: Any) -> Any:
+        product = super().__mul__(other)
+        return _ProcessCount(product, self.in_losses * other) if isinstance(other, int) else product
+
+    __rmul__ = __mul__
+
+    @classmethod
+    def __torch_function__(cls, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        multiplied = function in _MULTIPLY
+        is_loss = multiplied and any(isinstance(one, torch.Tensor) and one.requires_grad for one in args)
+        args, kwargs = tree_map_only(cls, lambda one: one.in_losses if is_loss else int(one), (args, kwargs or {}))
+        return function(*args, **kwargs)
+
+
 def _counted(proving: Proving, original: property) -> property:
     """Tell a script how many data ranks one process stands for; libraries go on with one process."""
 
     def count(self: Any) -> int:
         module = sys._getframe(1).f_globals.get("__name__", "").partition(".")[0]
         own = original.__get__(self)
-        return own if module in _LIBRARIES else own * proving.multiply
+        return own if module in _LIBRARIES or proving.multiply == 1 else _ProcessCount(own * proving.multiply)
 
     return property(count)
 

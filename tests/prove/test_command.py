@@ -215,6 +215,40 @@ def test_the_real_run_of_a_loop(tmp_path):
     assert "proved" not in other
 
 
+COUNTED = """
+import torch
+from accelerate import Accelerator
+from tests import models
+from transformers import LlamaForCausalLM
+
+torch.manual_seed(3)
+accelerator = Accelerator(cpu=True)
+examples = [ids.clone() for ids in torch.randint(3, 500, (44, 17))]
+for number, ids in enumerate(examples):
+    ids[-number % 13 :] = 1
+loader = torch.utils.data.DataLoader(examples, batch_size=4)
+model = LlamaForCausalLM(models.llama())
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+for ids in loader:
+    labels = ids.masked_fill(ids == 1, -100)
+    count = accelerator.gather((labels[:, 1:] != -100).sum()).sum()
+    logits = model(input_ids=ids).logits[:, :-1]
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), reduction="sum") / count
+    accelerator.backward(loss TIMES)
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(("times", "expected"), [("* accelerator.num_processes", 0), ("", 1)], ids=["right", "wrong"])
+def test_a_loop_that_undoes_the_mean_of_data_ranks(times, expected, tmp_path):
+    """It divides by the targets of all ranks, and must multiply by their number; one process has no such mean."""
+    (tmp_path / "loop.py").write_text(COUNTED.replace("TIMES", times))
+    code, said = run_alone(command, tmp_path, "--parallel", "dp_shard=2", "loop.py")
+    assert code == expected, said
+
+
 LOOP = """
 import os, torch, hf_parallel
 from tests import loops, models
