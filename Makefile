@@ -7,8 +7,8 @@
 #   make lint      the checks of `make test` without the tests
 #   make format    let ruff rewrite the files
 #   make matrix    run the parity tests and write the support matrix (README.md, docs/support_matrix.md)
-#   make proofs    prove 30 model classes under ten layouts, plain, packed and with LoRA (two hours; what is known stays),
-#                  and write docs/reference/proofs.md
+#   make proofs    prove 30 model classes under ten layouts, plain, packed and with LoRA, and the scripts of tests/outside
+#                  (three hours; what is known stays), and write docs/reference/proofs.md
 #   make gpu       what only a GPU can show, in parts: make gpu-links gpu-parity gpu-checkpoints gpu-syncs gpu-memory
 #                  gpu-speed gpu-context (at most 8 minutes each); no network: WHEELS=folder has the packages; see docs/check.md
 #   make site      build docs/ into outputs/site, with a search
@@ -77,7 +77,7 @@ matrix: $(STAMP)
 	$(BIN)/python -m tests.support_matrix
 
 proofs: $(STAMP)
-	for kind in plain packed lora; do $(BIN)/python -m tests.prove.table --kind $$kind || exit 1; done
+	for kind in plain packed lora scripts; do $(BIN)/python -m tests.prove.table --kind $$kind || exit 1; done
 	$(BIN)/python -m tests.prove.table --write
 
 gpu:

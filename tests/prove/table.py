@@ -1,4 +1,4 @@
-"""Prove the 30 most used classes of Transformers under ten layouts, and write the table of docs/reference/proofs.md.
+"""Prove 30 classes of Transformers and the scripts of tests/outside under layouts; write docs/reference/proofs.md.
 
 python -m tests.prove.table                          # all that is not known yet; an hour and a half on two cores
 python -m tests.prove.table --kind lora --only Llama Qwen3 --specs tp=2 pp=2
@@ -14,6 +14,7 @@ import re
 import shutil
 import tempfile
 import time
+from collections.abc import Iterator, Sequence
 from datetime import date
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from hf_parallel.ask.spec import SpecError
 from hf_parallel.cli.prove import NotProvedError, Proof, Script
 from hf_parallel.model.shrink import small_values
 from hf_parallel.prove.small_run import Sizes
-from tests import distributed  # noqa: F401 - one thread, everything imported
+from tests.distributed import run_alone  # one thread, everything imported
 from tests.training import axes
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,6 +45,8 @@ CLASSES = (
 )
 #: What is trained -> the arguments of the script.
 KINDS = {"plain": [], "packed": ["--packed"], "lora": ["--lora", "4"]}
+SCRIPTS = "scripts"
+SCRIPT_SPECS = ("tp=2", "dp_shard=2", "pp=2", "cp=2", "dp_shard=2,zero_stage=1", "tp=2,dp_shard=2")
 MARKS = {"proved": "✓", "refused": "–", "differs": "✗", "fails": "!"}
 
 
@@ -58,12 +61,49 @@ def write_config(name: str, folder: Path) -> None:
     config.save_pretrained(folder)
 
 
-def cell(spec: str, arguments: list[str], work: Path, references: dict) -> tuple[str, str]:
-    """The outcome of one class under one layout, and what it says."""
+@contextlib.contextmanager
+def scratch() -> Iterator[Path]:
+    """A folder that goes in the end; a TemporaryDirectory would go with the first forked process."""
+    folder = Path(tempfile.mkdtemp(prefix="table-"))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def subjects(kind: str, parts: list[str]) -> Iterator[Iterator[tuple[str, Script]]]:
+    """What is proved of a kind: names that have one of the parts, each with its script."""
+    with scratch() as folder:
+        if kind == SCRIPTS:
+            from tests.outside import cases, materials
+
+            run_alone(materials.write_all, str(folder))
+            scripts = Path(materials.__file__).parent / "scripts"
+            made = (
+                (
+                    name,
+                    Script(str(scripts / case.script), case.words(case.arguments, str(folder), f"{folder}/out", None)),
+                )
+                for name, case in cases.CASES.items()
+            )
+        else:
+            made = ((name, _script_of_class(name, folder, KINDS[kind])) for name in CLASSES)
+        yield ((name, script) for name, script in made if any(part in name for part in parts))
+
+
+def _script_of_class(name: str, folder: Path, arguments: list[str]) -> Script:
+    if not (folder / name).exists():
+        write_config(name, folder / name)
+    return Script("hf_parallel.cli.prove_model", [str(folder / name), *arguments], is_module=True)
+
+
+def cell(spec: str, script: Script, work: Path, references: dict) -> tuple[str, str]:
+    """The outcome of one script under one layout, and what it says."""
     config = ParallelConfig.parse(spec).resolve(axes(spec)["world"])
     key = str(Sizes.of_layout(config, 4, False))
     folder = work / hashlib.sha256(key.encode()).hexdigest()[:8]  # the references of these sizes, and what they saved
-    proof = Proof(folder, config, Script("hf_parallel.cli.prove_model", arguments, is_module=True), limit_s=150)
+    proof = Proof(folder, config, script, limit_s=150)
     try:
         proof.reuse(references.get(key))
         ranks = proof.run_layout()
@@ -86,7 +126,7 @@ def known(kind: str) -> dict[tuple[str, str], dict]:
 
 def tables() -> dict[str, dict[tuple[str, str], dict]]:
     """The known rows of each kind."""
-    return {kind: known(kind) for kind in KINDS}
+    return {kind: known(kind) for kind in (*KINDS, SCRIPTS)}
 
 
 def page(tables: dict[str, dict[tuple[str, str], dict]]) -> str:
@@ -95,26 +135,29 @@ def page(tables: dict[str, dict[tuple[str, str], dict]]) -> str:
     counts = {outcome: sum(row["outcome"] == outcome for row in rows) for outcome in MARKS}
     seconds = sum(row["seconds"] for row in rows) / max(1, len(rows))
     lines = [
-        "# Proofs of model classes",
+        "# Proofs of model classes and scripts",
         "",
-        f"`python -m tests.prove.table` wrote this page on {date.today()}. Each cell is `hf-parallel prove` of the",
-        "class with a small config on generated examples, on CPUs, in fp32: padded examples,",
-        "rows of several documents, adapters.",
+        f"`python -m tests.prove.table` wrote this page on {date.today()}. Each cell is `hf-parallel prove` of a",
+        "class with a small config on generated examples (padded examples, rows of several documents, adapters), or of",
+        "an example script of another project with a small model; on CPUs, in fp32.",
         "",
         f"{counts['proved']} proved (✓), {counts['refused']} refused by name (–), {counts['differs']} differ (✗),",
         f"{counts['fails']} fail (!). A proof took {seconds:.0f} s on two cores, with other work beside it.",
     ]
     for kind, table in tables.items():
         if table:
-            lines += ["", f"## {kind.capitalize() if kind != 'lora' else 'LoRA'}", "", *_table(table)]
+            names, specs = (
+                (list(dict.fromkeys(name for name, _ in table)), SCRIPT_SPECS) if kind == SCRIPTS else (CLASSES, SPECS)
+            )
+            lines += ["", f"## {kind.capitalize() if kind != 'lora' else 'LoRA'}", "", *_table(table, names, specs)]
     return "\n".join([*lines, ""])
 
 
-def _table(rows: dict[tuple[str, str], dict]) -> list[str]:
-    lines = [f"| class | {' | '.join(f'`{spec}`' for spec in SPECS)} |", f"| --- |{' :-: |' * len(SPECS)}"]
+def _table(rows: dict[tuple[str, str], dict], names: Sequence[str], specs: Sequence[str]) -> list[str]:
+    lines = [f"| name | {' | '.join(f'`{spec}`' for spec in specs)} |", f"| --- |{' :-: |' * len(specs)}"]
     said: dict[str, list[str]] = {}
-    for name in CLASSES:
-        found = [rows.get((name, spec)) for spec in SPECS]
+    for name in names:
+        found = [rows.get((name, spec)) for spec in specs]
         if not any(found):
             continue
         lines.append(f"| {name} | {' | '.join(MARKS[row['outcome']] if row else '' for row in found)} |")
@@ -128,27 +171,34 @@ def _table(rows: dict[tuple[str, str], dict]) -> list[str]:
 def main() -> None:
     """Prove what is asked for and not known."""
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--only", nargs="*", default=[""], help="parts of class names")
-    options.add_argument("--kind", choices=KINDS, default="plain")
-    options.add_argument("--specs", nargs="*", default=SPECS)
+    options.add_argument("--only", nargs="*", default=[""], help="parts of names")
+    options.add_argument("--kind", choices=(*KINDS, SCRIPTS), default="plain")
+    options.add_argument("--specs", nargs="*")
     options.add_argument("--again", action="store_true")
     options.add_argument("--write", action="store_true", help="write the page, and prove nothing")
     args = options.parse_args()
     if args.write:
         PAGE.write_text(page(tables()))
         return
-    for name in (name for name in CLASSES if any(part in name for part in args.only)):
-        work, references, done = Path(tempfile.mkdtemp(prefix="table-")), {}, known(args.kind)
-        write_config(name, work / "model")
-        for spec in (spec for spec in args.specs if args.again or (name, spec) not in done):
+    done = {} if args.again else known(args.kind)
+    specs = args.specs or (SCRIPT_SPECS if args.kind == SCRIPTS else SPECS)
+    with subjects(args.kind, args.only) as chosen:
+        for name, script in chosen:
+            _prove_row(args.kind, name, script, [spec for spec in specs if (name, spec) not in done])
+
+
+def _prove_row(kind: str, name: str, script: Script, specs: list[str]) -> None:
+    """Prove one script under layouts, and write down what comes out; its references run once per size."""
+    references: dict = {}
+    with scratch() as work:
+        for spec in specs:
             begin = time.monotonic()
             with contextlib.redirect_stderr(io.StringIO()):
-                outcome, words = cell(spec, [str(work / "model"), *KINDS[args.kind]], work, references)
-            row = {"kind": args.kind, "class": name, "spec": spec, "outcome": outcome, "words": words}
+                outcome, words = cell(spec, script, work, references)
+            row = {"kind": kind, "class": name, "spec": spec, "outcome": outcome, "words": words}
             with open(RESULTS, "a") as file:
                 file.write(json.dumps({**row, "seconds": round(time.monotonic() - begin, 1)}) + "\n")
             print(f"{name:40} {spec:28} {outcome:8} {words[:200]}", flush=True)
-        shutil.rmtree(work, ignore_errors=True)
 
 
 if __name__ == "__main__":
