@@ -137,8 +137,8 @@ def page(tables: dict[str, dict[tuple[str, str], dict]]) -> str:
     lines = [
         "# Proofs of model classes and scripts",
         "",
-        f"`python -m tests.prove.table` wrote this page on {date.today()}. Each cell is `hf-parallel prove` of a",
-        "class with a small config on generated examples (padded examples, rows of several documents, adapters), or of",
+        f"`python -m tests.prove.table` wrote this page on {date.today()}. Each cell is `hf-parallel prove` of",
+        "a class with a small config on generated examples (padded, rows of several documents, adapters), or of",
         "an example script of another project with a small model; on CPUs, in fp32.",
         "",
         f"{counts['proved']} proved (✓), {counts['refused']} refused by name (–), {counts['differs']} differ (✗),",
