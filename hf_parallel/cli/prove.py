@@ -38,6 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpu", metavar="NAME", help="auto: of the catalogue, such as h100-80gb; else this machine")
     parser.add_argument("--steps", type=int, default=4, metavar="N", help="optimizer steps (4; 3 or more)")
     parser.add_argument("--dtype", choices=("fp32", "own"), default="fp32", help="fp32, or what the script asks for")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: this machine's GPUs (cpu)")
     parser.add_argument("--limit", type=float, default=600.0, metavar="SECONDS", help="of each run (600)")
     parser.add_argument("--out", default="prove.json", metavar="FILE", help="the certificate (prove.json)")
     parser.add_argument("--keep", metavar="FOLDER", help="keep what the runs write")
@@ -92,12 +93,16 @@ def _prove_in(folder: Path, config: ParallelConfig | None, args: argparse.Namesp
     from hf_parallel.prove import certificate
 
     began = time.monotonic()
-    _prepare_process()
+    try:
+        devices = _prepare_process(args.device)
+    except SpecError as error:
+        print(f"hf_parallel: {error}", file=sys.stderr)
+        return 2
     script = Script(args.script, args.arguments, args.module)
     try:
         if config is None:
-            config = script.chosen_layout(folder / "auto", args.num_processes, args.gpu, args.limit)
-        proof = Proof(folder, config, script, args.steps, args.dtype == "own", args.limit)
+            config = script.chosen_layout(folder / "auto", args.num_processes, args.gpu, args.limit, devices)
+        proof = Proof(folder, config, script, args.steps, args.dtype == "own", args.limit, devices)
         verdict = proof.judge(proof.run_layout())
     except NotProvedError as error:
         print(f"hf_parallel: not proved: {error}", file=sys.stderr)
@@ -113,16 +118,26 @@ def _prove_in(folder: Path, config: ParallelConfig | None, args: argparse.Namesp
     return 1 if verdict.compared.differences else 0
 
 
-def _prepare_process() -> None:
-    """Import once, with one thread, what all forked processes need: a pool of threads does not survive a fork."""
+def _prepare_process(device: str) -> int:
+    """Import once, with one thread, what all forked processes need: a pool of threads does not survive a fork.
+
+    Returns how many GPUs the runs have.
+    """
     for name, value in (("OMP_NUM_THREADS", "1"), ("TOKENIZERS_PARALLELISM", "false"), ("HF_HUB_OFFLINE", "1")):
         os.environ.setdefault(name, value)
-    os.environ.update(CUDA_VISIBLE_DEVICES="", ACCELERATE_USE_CPU="true")  # all runs are on the CPU
+    if device == "cpu":
+        os.environ.update(CUDA_VISIBLE_DEVICES="", ACCELERATE_USE_CPU="true")
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # a process that has started CUDA cannot fork one with CUDA
     import torch
 
     torch.set_num_threads(1)
     import hf_parallel.hooks.patches
     import hf_parallel.hooks.proving  # noqa: F401
+
+    devices = torch.cuda.device_count() if device == "cuda" else 0
+    if device == "cuda" and not devices:
+        refuse("--device cuda", "finds no GPU on this machine", "--device cpu")
+    return devices
 
 
 class NotProvedError(Exception):
@@ -145,40 +160,48 @@ class Script:
     arguments: list[str] = field(default_factory=list)
     is_module: bool = False
 
-    def chosen_layout(self, folder: Path, processes: int, gpu: str | None, limit_s: float) -> ParallelConfig:
+    def chosen_layout(
+        self, folder: Path, processes: int, gpu: str | None, limit_s: float, devices: int = 0
+    ) -> ParallelConfig:
         """The layout that auto chooses for so many of these GPUs, or for this machine.
 
         Raises:
             NotProvedError: it chooses none.
         """
-        run = _forked("auto", folder, processes, functools.partial(self._choose, folder, processes, gpu))
+        choose = functools.partial(self._choose, folder, processes, gpu, devices > 0)
+        run = _forked("auto", folder, processes, choose, devices)
         _raise_failure(run, run.wait(limit_s))
         spec = (folder / "spec.txt").read_text()
         print(f"hf_parallel: prove: auto chooses {spec} ({run.seconds:.0f} s)", file=sys.stderr, flush=True)
         return ParallelConfig.parse(spec)
 
-    def _choose(self, folder: Path, processes: int, gpu: str | None, rank: int) -> None:
+    def _choose(self, folder: Path, processes: int, gpu: str | None, on_gpu: bool, rank: int) -> None:
         from hf_parallel.hooks import proving
         from hf_parallel.planner.hardware import make_cluster
         from hf_parallel.prove.record import Record
         from hf_parallel.prove.small_run import Proving, Sizes
 
         cluster = make_cluster(gpu, processes) if gpu else None
-        state = Proving(Sizes(keep_dtype=True), Record(rank), folder, folder / "models")
+        state = Proving(Sizes(keep_dtype=True), Record(rank), folder, folder / "models", on_gpu=on_gpu)
         spec = proving.choose_layout(self.path, self.is_module, self.arguments, state, cluster)
         if rank == 0:
             (folder / "spec.txt").write_text(spec)
 
 
-def _forked(name: str, folder: Path, world: int, work: Callable[[int], None]) -> ForkedRun:
-    """Start the processes of a run, in a folder of its own; none of a world are one that nobody launched."""
+def _forked(name: str, folder: Path, world: int, work: Callable[[int], None], devices: int = 0) -> ForkedRun:
+    """Start the processes of a run, in a folder of its own; none of a world are one that nobody launched.
+
+    Args:
+        devices: GPUs of the run. Ranks share them where they are fewer; one process sees one.
+    """
     from hf_parallel.check import links
     from hf_parallel.prove import guarded
     from hf_parallel.prove.processes import ForkedRun
 
     shutil.rmtree(folder, ignore_errors=True)
     guarded.show_current_folder(folder / "work")
-    return ForkedRun(name, folder, work, links.environments(world, 0) if world else [{}])
+    one = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]} if devices else {}
+    return ForkedRun(name, folder, work, links.environments(world, devices) if world else [one])
 
 
 def _raise_failure(run: ForkedRun, failure: Failure | None) -> None:
@@ -195,6 +218,7 @@ class Proof:
         folder: takes what the runs write.
         config: resolved.
         limit_s: seconds that each run may take.
+        devices: GPUs that the runs have; 0 for CPUs.
     """
 
     def __init__(
@@ -205,10 +229,11 @@ class Proof:
         steps: int = 4,
         keep_dtype: bool = False,
         limit_s: float = 600.0,
+        devices: int = 0,
     ) -> None:
         from hf_parallel.prove.small_run import Sizes
 
-        self.folder, self.config, self.script, self.limit_s = folder, config, script, limit_s
+        self.folder, self.config, self.script, self.limit_s, self.devices = folder, config, script, limit_s, devices
         self.sizes = Sizes.of_layout(config, steps, keep_dtype)
         (folder / "models").mkdir(parents=True, exist_ok=True)
         self._references: tuple[Record, Record] | None = None
@@ -256,7 +281,8 @@ class Proof:
         return Verdict(compared, place, cause, alone.notes, alone.facts)
 
     def _start(self, name: str, short: str, world: int, plant: Callable[[int], None] | None = None) -> ForkedRun:
-        return _forked(name, self.folder / short, world, functools.partial(self._be_process, short, world, plant))
+        work = functools.partial(self._be_process, short, world, plant)
+        return _forked(name, self.folder / short, world, work, self.devices)
 
     def _ended(self, run: ForkedRun) -> list[Record]:
         from hf_parallel.prove.record import Record
@@ -279,7 +305,8 @@ class Proof:
             activation.activate(self.config.to_spec(), source="prove")
             record.data_rank = data_rank(self.config, rank)
         folder, multiply = self.folder / short, 1 if world else self.sizes.data_ranks
-        state = Proving(self.sizes, record, folder, self.folder / "models", multiply, short == "disturbed")
+        models, disturbed = self.folder / "models", short == "disturbed"
+        state = Proving(self.sizes, record, folder, models, multiply, disturbed, on_gpu=self.devices > 0)
         if plant is not None:
             plant(rank)
         proving.run_script(self.script.path, self.script.is_module, self.script.arguments, state)

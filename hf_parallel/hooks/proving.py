@@ -140,7 +140,7 @@ class Watcher(TrainerCallback):
 def _arguments(proving: Proving, original: Callable, self: TrainingArguments) -> None:
     """Change what stands in the way of a small run before Transformers checks it."""
     self.output_dir = str(proving.out / "output")
-    self.use_cpu = True
+    self.use_cpu = not proving.on_gpu
     self.report_to, self.push_to_hub = [], False
     self.dataloader_num_workers, self.dataloader_prefetch_factor = 0, None
     self.dataloader_persistent_workers = False

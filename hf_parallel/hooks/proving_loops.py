@@ -50,10 +50,10 @@ def patches(proving: Proving) -> list[Patch]:
 
 
 def make_accelerator(proving: Proving, original: Callable, self: Accelerator, *args: Any, **kwargs: Any) -> None:
-    """Make an Accelerator for CPUs, in fp32 unless the dtype is kept, that tracks nothing."""
+    """Make an Accelerator for the device of the proof, in fp32 unless the dtype is kept, that tracks nothing."""
     proving.driven = True
     bound = inspect.signature(original).bind(self, *args, **kwargs)
-    bound.arguments["cpu"] = True
+    bound.arguments["cpu"] = not proving.on_gpu
     bound.arguments.pop("log_with", None)
     if not proving.sizes.keep_dtype:
         bound.arguments["mixed_precision"] = "no"

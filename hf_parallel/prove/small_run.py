@@ -54,6 +54,7 @@ class Proving:
     Attributes:
         multiply: how many data ranks this process stands for.
         disturbed: rounding differs on purpose.
+        on_gpu: else on a CPU, whatever the script asks for.
         models: folder with the small models, which all processes of a proof share.
         out: folder of this run, which takes the place of the script's output folder.
         done: optimizer steps.
@@ -68,6 +69,7 @@ class Proving:
     models: Path
     multiply: int = 1
     disturbed: bool = False
+    on_gpu: bool = False
     done: int = 0
     in_trainer: bool = False
     driven: bool = False
@@ -107,6 +109,7 @@ class Proving:
         if self.step().gradients:
             return
         for model in models:
+            self.record.facts.setdefault("device", next(model.parameters()).device.type)
             self.step().gradients.update(whole_gradients(model))
 
     def note_weights(self, models: Sequence[nn.Module]) -> None:

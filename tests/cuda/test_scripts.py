@@ -6,9 +6,12 @@ streams fails them too.
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
-from tests.cuda.worker import run_pytest
+from tests.cuda.worker import run_command, run_pytest
+from tests.prove.test_faults import ARGUMENTS, SCRIPT
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -36,3 +39,11 @@ def test_longer_scripts(script, request):
     if not request.config.getoption("--all"):
         pytest.skip("takes minutes: --all runs it")
     check(script)
+
+
+def test_prove_on_gpus(tmp_path):
+    """`--device cuda` compares two GPUs with one."""
+    ran = run_command(tmp_path, "prove", "--device", "cuda", "--parallel", "tp=2", str(SCRIPT), *ARGUMENTS)
+    assert ran.returncode == 0, ran.stdout[-4000:] + ran.stderr[-4000:]
+    (proof,) = json.loads((tmp_path / "prove.json").read_text())["proofs"]
+    assert (proof["proved"], proof["model"]["device"]) == (True, "cuda")

@@ -42,6 +42,13 @@ def run_pytest(*arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=_environment(), check=False)
 
 
+def run_command(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
+    """`hf-parallel …` in a folder, on the device."""
+    program = "import sys, tests.cuda.device; from hf_parallel import cli; sys.exit(cli.main(sys.argv[1:]))"
+    command = [sys.executable, "-c", program, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=folder, env=_environment(), check=False)
+
+
 def _environment() -> dict[str, str]:
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}

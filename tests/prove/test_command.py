@@ -95,6 +95,14 @@ def test_what_is_refused(arguments, words):
     assert words in said
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_gpus_that_are_not_there(tmp_path):
+    """Refused; tests/cuda proves on devices."""
+    code, said = run_alone(command, tmp_path, "--parallel", "tp=2", "--device", "cuda", str(SCRIPT))
+    assert code == 2
+    assert "--device cpu works" in said
+
+
 def test_a_script_that_fails(tmp_path):
     """Its own error, and 2."""
     script = tmp_path / "broken.py"
