@@ -25,6 +25,14 @@ _MOST_TOKENS = 2048
 _TINY = 1e-4
 
 
+def _read_record(file: Path) -> Record:
+    try:
+        return Record.read(file)
+    except Exception as error:  # torch has no exception of its own for a file that was cut off
+        why = f"cannot be read ({type(error).__name__}: {error})".splitlines()[0]
+        refuse(str(file), why, do="record the run again with monitor=trace:4")
+
+
 class Recorded:
     """The records of all ranks of one run.
 
@@ -46,10 +54,10 @@ class Recorded:
             refuse(
                 str(folder), "holds no trace", do="train with monitor=trace:4 in the spec, then give its output_dir"
             )
-        self.spec = Record.read(files[min(files)]).facts["spec"]
+        self.spec = _read_record(files[min(files)]).facts["spec"]
         config = ParallelConfig.parse(self.spec)
         lacking = [rank for rank in range(config.world_size) if rank not in files]
-        self.ranks = [Record.read(files[rank]) for rank in range(config.world_size) if rank in files]
+        self.ranks = [_read_record(files[rank]) for rank in range(config.world_size) if rank in files]
         if lacking or any(rank.facts["spec"] != self.spec for rank in self.ranks):  # a former run may have had more
             why = f"lacks records of {self.spec}, or has some of another run"
             refuse(str(place), why, do="put those of all its ranks in one empty folder")

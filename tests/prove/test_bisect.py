@@ -118,6 +118,10 @@ def test_files_of_other_runs(alone, tmp_path):
         shutil.copy(alone / "hf_parallel-trace" / "rank-0.pt", tmp_path / f"rank-{rank}.pt")
     code, said = run_alone(bisect, alone, tmp_path)
     assert code == 0, said
+    (tmp_path / "rank-0.pt").write_bytes((tmp_path / "rank-0.pt").read_bytes()[:2000])
+    code, said = run_alone(bisect, alone, tmp_path)
+    assert code == 2
+    assert "rank-0.pt: cannot be read" in said
     (tmp_path / "rank-0.pt").unlink()
     code, said = run_alone(bisect, alone, tmp_path)
     assert code == 2
