@@ -49,6 +49,21 @@ def why_not_told_apart(copy: PreTrainedModel) -> str | None:
     return None
 
 
+def reads_former_document(copy: PreTrainedModel) -> bool:
+    """Do outputs of a document depend on another that stands before it in the row, where positions begin anew?
+
+    Models that do not give `position_ids` to transformers' mask functions, such as gpt-oss, read it with any kernel
+    but flash attention.
+    """
+    copy = copy.eval()
+    first, second, _ = _documents(copy)
+    positions = torch.cat(list(_positions((first, second))), 1)
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        rows = (torch.cat((before, second), 1) for before in (first, first.flip(1)))
+        one, other = (copy(input_ids=row, position_ids=positions)[0][:, first.shape[1] :] for row in rows)
+    return not _same(one, other, TOLERANCE)
+
+
 def _documents(copy: PreTrainedModel) -> list[torch.Tensor]:
     generator, device = torch.Generator().manual_seed(5), next(copy.parameters()).device
     highest = min(VOCABULARY, copy.get_input_embeddings().weight.shape[0]) - 8

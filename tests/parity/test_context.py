@@ -36,6 +36,12 @@ def test_variants(name, size):
     check(*cases)
 
 
+@pytest.mark.parametrize("spec", ["cp=2,context_parallel=ring", "cp=2,context_parallel=ulysses", "cp=2,pp=2"])
+def test_documents_that_see_each_other(spec):
+    """gpt-oss gives no positions to its masks: in one process a document of a pack reads the one before."""
+    check(("gpt_oss", "packed", spec, True, {}))
+
+
 @pytest.mark.support("ring, plain rows and packs")
 @pytest.mark.parametrize(
     "spec",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from hf_parallel.ask.spec import first_line, refuse
 from hf_parallel.axes.axis import Axis
 
 if TYPE_CHECKING:
@@ -78,12 +80,34 @@ class Context(Axis["ContextFacts", ContextPart]):
             choice=part.choice,
             ways=ways(mesh, part.config, part.choice.ways),
             multiple=_multiple(building),
-            packed=part.facts.causal,
+            packed=functools.cache(functools.partial(_tells_packs_apart, model, part)),
             own_loss=part.own_loss,
             caches=building.pipeline is None,
         )
         cut.attach(model, backbone(model))
         building.whole_tokens.append(cut.whole_tokens)
+
+
+def _tells_packs_apart(model: PreTrainedModel, part: ContextPart) -> bool:
+    """Do positions that start again begin another document, as they do in one process?
+
+    Raises:
+        SpecError: no small copy of the model can be tried.
+    """
+    from hf_parallel.model.joined import reads_former_document
+    from hf_parallel.model.shrink import small_copy
+
+    if not part.facts.causal:
+        return False
+    if part.facts.kernel not in ("eager", "sdpa"):  # flash attention reads positions itself
+        return True
+    try:
+        return not reads_former_document(small_copy(model))
+    except Exception as error:
+        why = (
+            f"whether {type(model).__name__} tells the documents of a row apart cannot be tried ({first_line(error)})"
+        )
+        refuse(f"cp_size={part.config.cp_size}", why, works="cp_size=1", cause=error)
 
 
 def _multiple(building: Building) -> int:

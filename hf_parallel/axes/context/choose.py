@@ -226,6 +226,7 @@ class ContextFacts:
         width: of a head.
         windows: sliding windows of its layers, in tokens.
         dense: what no kernel over blocks can do, such as dropout of scores; Ulysses can.
+        kernel: of its attention in one process.
     """
 
     obstacle: str | None
@@ -234,6 +235,7 @@ class ContextFacts:
     width: int = 128
     windows: tuple[int, ...] = ()
     dense: str | None = None
+    kernel: str = "sdpa"
 
 
 def read_context(model: nn.Module) -> ContextFacts:
@@ -249,6 +251,7 @@ def read_context(model: nn.Module) -> ContextFacts:
         _width(config),
         () if window is None else (window,),
         score_dropout(config),
+        getattr(config, "_attn_implementation", None) or "eager",
     )
 
 

@@ -66,6 +66,7 @@ def keep_attention(layers: Iterable[nn.Module]) -> None:
         vars(layer)["_gradient_checkpointing_func"] = functools.partial(function, context_fn=contexts)
 
 
+_DOCUMENTS = ("position_ids", "cu_seq_lens_q")
 #: What tells flash attention where documents begin: the layout knows.
 _BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
@@ -77,7 +78,7 @@ class SequenceCut:
         choice: the variant for each batch.
         ways: how each variant shares tokens, and attends.
         multiple: what a rank's number of tokens must be a multiple of: tp, under sequence parallelism.
-        packed: do positions that start again begin another document, as in causal models?
+        packed: do positions that start again begin another document, as in most causal models? Asked for such rows.
         own_loss: is the model's loss a sum over tokens?
         caches: may the model keep a key/value cache? Calls with one (generation) are not cut.
     """
@@ -88,7 +89,7 @@ class SequenceCut:
         choice: Choice,
         ways: dict[str, tuple[Shape, Exchanged]],
         multiple: int,
-        packed: bool,
+        packed: Callable[[], bool],
         own_loss: bool,
         caches: bool,
     ) -> None:
@@ -212,13 +213,13 @@ class SequenceCut:
     def _layout(self, batch: Batch) -> Layout:
         """Who holds which tokens of this batch; the last one is remembered."""
         tokens = tokens_of(batch)
-        mask, positions = batch.get("attention_mask"), batch.get("position_ids") if self.packed else None
-        boundaries = batch.get("cu_seq_lens_q")
-        given = (mask, positions, boundaries)
+        mask, positions, boundaries = given = tuple(batch.get(key) for key in ("attention_mask", *_DOCUMENTS))
         known = not any(tensor is not None and tensor.is_inference() for tensor in given)  # these count no versions
         key = tokens.shape[:2], given, [tensor._version if known and tensor is not None else None for tensor in given]
         if self._last is None or not known or not _same(self._last[0], key):
             rows = packs.find((tokens.shape[0], tokens.shape[1]), mask, positions, boundaries)
+            if mask is None and any(len(row.lengths) > 1 for row in rows) and not self.packed():
+                rows = packs.unpacked_rows(tokens.shape[0], tokens.shape[1])
             local = local_length(tokens.shape[1], self.group.size(), self.multiple)
             self._last = key, Layout(rows, self._way(rows)[0], local)
         return self._last[1]
