@@ -151,8 +151,10 @@ def _padded_forward(
             return _whole_sequences(switch, forward, batch)
         tokens = next((batch[k] for k in ("input_ids", "inputs_embeds") if batch.get(k) is not None), None)
         switch.padding = (0, 0)
-        if tokens is None or tokens.shape[1] % multiple == 0:
+        if tokens is None:
             return forward(**batch)
+        if tokens.shape[1] % multiple == 0:
+            return _cut(forward(**batch), tokens.shape[1], 0)
         shape, extra = tokens.shape[:2], -tokens.shape[1] % multiple
         switch.padding = shape[1], extra
         with holding(shape, lambda whole: F.pad(whole, (0, 0, 0, extra))):
@@ -205,6 +207,8 @@ def _padded_mask(mask: object, length: int, extra: int) -> torch.Tensor | None:
 
 
 def _cut(outputs: ModelOutput, length: int, extra: int) -> object:
+    """Leave out the padding. Without any there is a new tensor as well: else FSDP2's hooks of the last layer and of the
+    model stand on one, and run in another order than on a data rank that has padding."""
     hidden = outputs[0]
     if torch.is_tensor(hidden) and hidden.dim() == 3 and hidden.shape[1] == length + extra:
         if isinstance(outputs, tuple):
