@@ -6,7 +6,7 @@ import functools
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from hf_parallel.ask.spec import first_line, refuse
+from hf_parallel.ask.spec import first_line
 from hf_parallel.axes.axis import Axis
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def _tells_packs_apart(model: PreTrainedModel, part: ContextPart) -> bool:
     """Do positions that start again begin another document, as they do in one process?
 
     Raises:
-        SpecError: no small copy of the model can be tried.
+        ValueError: no small copy of the model can be tried.
     """
     from hf_parallel.model.joined import reads_former_document
     from hf_parallel.model.shrink import small_copy
@@ -104,10 +104,10 @@ def _tells_packs_apart(model: PreTrainedModel, part: ContextPart) -> bool:
     try:
         return not reads_former_document(small_copy(model))
     except Exception as error:
-        why = (
-            f"whether {type(model).__name__} tells the documents of a row apart cannot be tried ({first_line(error)})"
-        )
-        refuse(f"cp_size={part.config.cp_size}", why, works="cp_size=1", cause=error)
+        raise ValueError(
+            f"hf_parallel: whether {type(model).__name__} tells the documents of a row apart cannot be tried "
+            f"({first_line(error)}); cp_size=1 works"
+        ) from error
 
 
 def _multiple(building: Building) -> int:

@@ -207,8 +207,11 @@ def _padded_mask(mask: object, length: int, extra: int) -> torch.Tensor | None:
 
 
 def _cut(outputs: ModelOutput, length: int, extra: int) -> object:
-    """Leave out the padding. Without any there is a new tensor as well: else FSDP2's hooks of the last layer and of the
-    model stand on one, and run in another order than on a data rank that has padding."""
+    """Leave out the padding; make a new tensor where there is none, too.
+
+    Else FSDP2's hooks of the last layer and of the model would be those of one tensor, and run in another order than
+    on a data rank whose batch has padding.
+    """
     hidden = outputs[0]
     if torch.is_tensor(hidden) and hidden.dim() == 3 and hidden.shape[1] == length + extra:
         if isinstance(outputs, tuple):
