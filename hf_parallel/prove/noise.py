@@ -12,12 +12,15 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _aten = torch.ops.aten
+#: Units in the last place of the largest sum by which sums in another order differ.
+_SUMS_ARE_OFF = 8
 
 
 class SumsInAnotherOrder(TorchDispatchMode):
     """Compute each matrix product as two sums over halves of the inner dim, forward and backward; norms in thirds.
 
-    Softmaxes sum over two halves as well: over 152,064 classes torch's own on a CPU is off by 2e-4 in fp32.
+    Softmaxes sum over two halves as well: over 152,064 classes torch's own on a CPU is off by 2e-4 in fp32. Inputs of
+    relu that rounding may move over 0 change their sign, because the gradient is another beyond it.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -29,6 +32,8 @@ class SumsInAnotherOrder(TorchDispatchMode):
             return _halves(_aten.mm.default, left, right) + bias
         if func in _SOFTMAX and not kwargs and args[2] is False and _is_plain(args[0]) and args[0].shape[args[1]] > 1:
             return _SOFTMAX[func](args[0], args[1])
+        if func is _aten.relu.default and _is_plain(*args) and args[0].numel():
+            return func(_over_zero(args[0]))
         if func is _aten.linalg_vector_norm.default and _is_norm_2(args, kwargs) and _is_plain(args[0]):
             return _norm_of_parts(args[0])
         if func is _aten._foreach_norm.Scalar and _is_norm_2(args, kwargs) and _is_plain(*args[0]):
@@ -49,6 +54,11 @@ def _halves(product: Any, left: torch.Tensor, right: torch.Tensor) -> torch.Tens
     if half == 0:
         return product(left, right)
     return product(left[..., :half], right[..., :half, :]) + product(left[..., half:], right[..., half:, :])
+
+
+def _over_zero(tensor: torch.Tensor) -> torch.Tensor:
+    size = tensor.abs()
+    return torch.where(size <= _SUMS_ARE_OFF * torch.finfo(tensor.dtype).eps * size.amax(), -tensor, tensor)
 
 
 def _log_softmax(tensor: torch.Tensor, dim: int) -> torch.Tensor:
