@@ -7,7 +7,14 @@ import sys
 
 import torch
 import torch.nn.functional as F
-from transformers import HfArgumentParser, LlamaForCausalLM, OPTForCausalLM, Trainer, TrainingArguments
+from transformers import (
+    GptOssForCausalLM,
+    HfArgumentParser,
+    LlamaForCausalLM,
+    OPTForCausalLM,
+    Trainer,
+    TrainingArguments,
+)
 
 from tests import models
 from tests.rows import Rows, pad
@@ -60,6 +67,22 @@ class Embedding(Trainer):
         return (loss, outputs) if return_outputs else loss
 
 
+class Sums(Trainer):
+    """Logs a sum over all weights, as callbacks that watch a training do."""
+
+    def log(self, logs, *args, **kwargs):
+        squares = sum((parameter.detach() ** 2).sum().item() for parameter in self.model.parameters())
+        super().log({**logs, "squares": squares}, *args, **kwargs)
+
+
+def packed(rows):
+    """A batch without a mask, whose positions begin anew after every seven tokens."""
+    batch = pad(rows)
+    del batch["attention_mask"]
+    length = batch["input_ids"].shape[1]
+    return {**batch, "position_ids": (torch.arange(length) % 7).expand(len(rows), length).contiguous()}
+
+
 def with_hidden_label(rows):
     """A batch in which a label is predicted at a token that the mask hides."""
     batch = pad(rows)
@@ -68,13 +91,15 @@ def with_hidden_label(rows):
     return batch
 
 
-TRAINERS = {"reduced": Reduced, "examples": Examples, "own": Own, "embedding": Embedding}
+TRAINERS = {"reduced": Reduced, "examples": Examples, "own": Own, "embedding": Embedding, "sums": Sums}
+COLLATORS = {"hidden": with_hidden_label, "packed": packed}
+MODELS = {"opt": lambda: OPTForCausalLM(models.opt()), "packed": lambda: GptOssForCausalLM(models.gpt_oss())}
 
 if __name__ == "__main__":
     kind = sys.argv.pop(1)
     (args,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses()
     torch.manual_seed(3)
-    model = OPTForCausalLM(models.opt()) if kind == "opt" else LlamaForCausalLM(models.llama())
+    model = MODELS[kind]() if kind in MODELS else LlamaForCausalLM(models.llama())
     if kind == "hook":  # reads the logits without a graph, before the loss does
         model.lm_head.register_forward_hook(
             lambda _, args, output: torch.no_grad()(torch.Tensor.norm)(output) and None
@@ -84,6 +109,6 @@ if __name__ == "__main__":
         args,
         train_dataset=Rows(101, 11, uneven_lengths=True),
         eval_dataset=Rows(13, 12, uneven_lengths=True),
-        data_collator=with_hidden_label if kind == "hidden" else pad,
+        data_collator=COLLATORS.get(kind, pad),
     )
     trainer.train()

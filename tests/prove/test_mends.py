@@ -14,10 +14,12 @@ from torch import nn
 
 from hf_parallel.ask.config import ParallelConfig
 from hf_parallel.axes.axis import PipelineServices
+from hf_parallel.axes.context import axis as context
 from hf_parallel.axes.data import zero
 from hf_parallel.axes.pipeline.stages import AddsNothing, StandIn
 from hf_parallel.axes.tensor.lean_loss import LazyLogits
 from hf_parallel.cli.prove import NotProvedError, Proof, Script
+from hf_parallel.hooks import own_loops
 from hf_parallel.hooks.trainer import evaluation, joining, training
 from hf_parallel.model import known_masks
 from tests.prove.test_faults import ARGUMENTS
@@ -116,6 +118,8 @@ MENDS = [
     ),
     Mend("logits_read_without_a_graph", "hook", "dp_replicate=2,pp=2,lean_loss=true", makes_logits_without_a_graph),
     Mend("replicas_of_the_last_stage", "own", "dp_replicate=2,pp=2", leaves_replicas_apart),
+    Mend("documents_that_see_each_other", "packed", "cp=2", setting(context, "_tells_packs_apart", lambda *_: True)),
+    Mend("sums_of_weights", "sums", "tp=2", setting(own_loops, "whole_number", lambda tensor: tensor.to_local())),
     Mend("a_module_of_another_stage", "embedding", "pp=2", embeds_nothing),
 ]
 
