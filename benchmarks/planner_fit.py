@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
 import math
 import random
 import statistics
@@ -12,9 +13,12 @@ from collections import Counter
 from unittest import mock
 
 from benchmarks import published
-from hf_parallel.planner import Job, Layout, Prediction, predict
+from hf_parallel.planner import Job, Layout, Prediction
 from hf_parallel.planner.hardware import Efficiency, find_gpu
 from hf_parallel.planner.pipeline import make_stages, pace_of_1f1b, stages_of_rank
+
+#: The module: its package has a function of that name.
+predict = importlib.import_module("hf_parallel.planner.predict")
 
 TYPES = ("a100-80gb", "h100-80gb")  # each with efficiencies of its own
 #: Where a fit starts and what it is drawn to, and the range of each parameter. What is not here is not fitted.

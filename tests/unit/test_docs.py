@@ -30,12 +30,18 @@ from tests.distributed import run, run_alone
 SPEC = "tp=2,pp=2"
 #: What runs a command that does not run here: it takes minutes, many nodes, the Hub, or is a line of Python.
 ELSEWHERE = {
-    r"make (demo|test|test-all|matrix|gpu)": "Makefile",
+    r"make (demo|test|test-all|matrix|gpu|proofs)": "Makefile",
+    r"python -m tests\.cuda.*|python -m pytest tests/cuda": "tests/cuda/test_layouts.py::test_data_parallelism",
+    r"python -m pytest -p tests\.cuda\.plugin .*": "tests/cuda/test_scripts.py::test_a_trainer_script",
     r"make site": "tests/unit/test_site.py::test_it_has_every_page_and_the_support_matrix",
     r"make gpu-context": "tests/unit/test_gpu_parts.py::test_part_without_a_gpu",
     r"make gpu WHEELS=.*": "tests/unit/test_gpu_parts.py::test_an_environment_from_a_folder_of_wheels",
     r"python -m benchmarks.gpu .*": "tests/unit/test_gpu_parts.py::test_part_without_a_gpu",
     r"python -m benchmarks.single_gpu.*": "tests/unit/test_single_gpu.py::test_the_table_without_a_gpu",
+    r"hf-parallel prove --device cuda .*": "tests/cuda/test_scripts.py::test_prove_on_gpus",
+    r"hf-parallel prove --parallel auto .*": "tests/prove/test_command.py::test_auto",
+    r"hf-parallel prove .*": "tests/prove/test_command.py::test_proof_of_a_script",
+    r"hf-parallel bisect .*": "tests/prove/test_bisect.py::test_runs_that_agree",
     r"hf-parallel check.*": "tests/unit/test_check.py::test_four_ranks",
     r"torchrun .* -m hf_parallel.cli check": "tests/unit/test_launched.py::test_slurm",
     r"hf_parallel\.notebook_launcher\(.*": "tests/parity/test_notebook.py::test_a_cell_trains_as_in_one_process",
