@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hf_parallel.ask.spec import first_line
+from hf_parallel.model.anatomy import token_readers
 from hf_parallel.model.shrink import VOCABULARY
 
 if TYPE_CHECKING:
@@ -55,12 +56,13 @@ def reads_former_document(copy: PreTrainedModel) -> bool:
     Models that do not give `position_ids` to transformers' mask functions, such as gpt-oss, read it with any kernel
     but flash attention.
     """
-    copy = copy.eval()
+    backbone = token_readers(copy.eval())[0]
     first, second, _ = _documents(copy)
     positions = torch.cat(list(_positions((first, second))), 1)
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         rows = (torch.cat((before, second), 1) for before in (first, first.flip(1)))
-        one, other = (copy(input_ids=row, position_ids=positions)[0][:, first.shape[1] :] for row in rows)
+        hidden = (backbone(input_ids=row, position_ids=positions).last_hidden_state for row in rows)
+        one, other = (states[:, first.shape[1] :] for states in hidden)
     return not _same(one, other, TOLERANCE)
 
 
