@@ -63,8 +63,8 @@ class Context(Axis["ContextFacts", ContextPart]):
         from hf_parallel.model.known_masks import refuse_masked_targets
 
         register()
-        own = model.config._attn_implementation or "eager"
-        refuse_masked_targets(model, own, NAME, f"cp_size={part.config.cp_size}", "cp_size=1", part.own_loss)
+        setting = f"cp_size={part.config.cp_size}"
+        refuse_masked_targets(model, part.facts.kernel, NAME, setting, "cp_size=1", part.own_loss)
         model.set_attn_implementation(NAME)
         size, multiple = building.mesh.size("cp"), _multiple(building)
         building.local_length = lambda length: local_length(length, size, multiple)
@@ -99,7 +99,7 @@ def _tells_packs_apart(model: PreTrainedModel, part: ContextPart) -> bool:
 
     if not part.facts.causal:
         return False
-    if part.facts.kernel not in ("eager", "sdpa"):  # flash attention reads positions itself
+    if "flash" in part.facts.kernel:  # it reads positions itself; all others read a mask
         return True
     try:
         return not reads_former_document(small_copy(model))

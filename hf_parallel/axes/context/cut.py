@@ -66,7 +66,6 @@ def keep_attention(layers: Iterable[nn.Module]) -> None:
         vars(layer)["_gradient_checkpointing_func"] = functools.partial(function, context_fn=contexts)
 
 
-_DOCUMENTS = ("position_ids", "cu_seq_lens_q")
 #: What tells flash attention where documents begin: the layout knows.
 _BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
@@ -213,7 +212,8 @@ class SequenceCut:
     def _layout(self, batch: Batch) -> Layout:
         """Who holds which tokens of this batch; the last one is remembered."""
         tokens = tokens_of(batch)
-        mask, positions, boundaries = given = tuple(batch.get(key) for key in ("attention_mask", *_DOCUMENTS))
+        mask, positions, boundaries = (batch.get(key) for key in ("attention_mask", "position_ids", "cu_seq_lens_q"))
+        given = (mask, positions, boundaries)
         known = not any(tensor is not None and tensor.is_inference() for tensor in given)  # these count no versions
         key = tokens.shape[:2], given, [tensor._version if known and tensor is not None else None for tensor in given]
         if self._last is None or not known or not _same(self._last[0], key):
