@@ -171,11 +171,21 @@ def phi3(**changes: Any) -> Phi3Config:
     return Phi3Config(**{**DECODER, **tokens, "tie_word_embeddings": False, **changes})
 
 
+def phi3_eight(**changes: Any) -> Phi3Config:
+    """With a head of keys for each of four ranks, so that packed weights are cut there."""
+    return phi3(**{"num_attention_heads": 8, "num_key_value_heads": 4, **changes})
+
+
 def gpt2(**changes: Any) -> GPT2Config:
     """GPT-2: Conv1D, whose weight is [in, out]; one projection [q | k | v] with a bias; learned positions; tied."""
     shape = {"vocab_size": VOCABULARY, "n_embd": 64, "n_inner": 128, "n_layer": 4, "n_head": 4, "n_positions": 64}
     still = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "initializer_range": 0.1, "use_cache": False}
     return GPT2Config(**{**shape, **still, "bos_token_id": 1, "eos_token_id": 2, **changes})
+
+
+def gpt2_eight(**changes: Any) -> GPT2Config:
+    """With a head for each of eight ranks."""
+    return gpt2(**{"n_head": 8, **changes})
 
 
 def gpt_neox(**changes: Any) -> GPTNeoXConfig:
@@ -262,6 +272,11 @@ def olmo2(**changes: Any) -> Olmo2Config:
     """OLMo 2: norms over all queries and over all keys, norms after attention and MLP."""
     tokens = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
     return Olmo2Config(**{**DECODER, **tokens, **changes})
+
+
+def olmo2_eight(**changes: Any) -> Olmo2Config:
+    """The same for its norms over all keys."""
+    return olmo2(**{"num_attention_heads": 8, "num_key_value_heads": 4, **changes})
 
 
 def command_r(**changes: Any) -> CohereConfig:
@@ -404,7 +419,9 @@ CONFIGS = {
     "gpt_oss": gpt_oss,
     "qwen2": qwen2,
     "phi3": phi3,
+    "phi3_eight": phi3_eight,
     "gpt2": gpt2,
+    "gpt2_eight": gpt2_eight,
     "gpt_neox": gpt_neox,
     "opt": opt,
     "opt_350m": opt_350m,
@@ -419,6 +436,7 @@ CONFIGS = {
     "gptj": gptj,
     "mpt": mpt,
     "olmo2": olmo2,
+    "olmo2_eight": olmo2_eight,
     "command_r": command_r,
     "doge": doge,
     "persimmon": persimmon,

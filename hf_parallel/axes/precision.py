@@ -90,6 +90,8 @@ class Precision(Axis[PrecisionFacts, PrecisionPart]):
             shown = "its layers hold no linears" if why is None else f"{why[0]} {why[1]}"
             refuse(asked, f"nothing in {anatomy.name} can multiply in 8 bits: {shown}", "precision=auto")
         emulated = config.precision == "fp8" and facts.device == "cpu"
+        if config.tp_col_size > 1:
+            refuse(asked, f"tp_mesh={config.tp_mesh} cuts products along both dims", "precision=auto")
         if config.tp_size > 1:
             _check_split(asked, config, anatomy, facts)
         sharded = config.dp_shard_size * config.cp_size > 1

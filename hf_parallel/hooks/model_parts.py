@@ -20,6 +20,7 @@ from hf_parallel.apply.kernels import place_kernels
 from hf_parallel.apply.whole import full_tensor, order_of
 from hf_parallel.ask.config import ParallelConfig
 from hf_parallel.ask.keys.sizes import SHARDS
+from hf_parallel.ask.keys.tensor import TP_AXES
 from hf_parallel.ask.spec import refuse
 from hf_parallel.checkpoint.slices import axes_and_dims, local_part, read_part
 from hf_parallel.hooks import runtime
@@ -120,7 +121,7 @@ def _is_cut(tensor: DTensor) -> bool:
 
 
 def _is_of_layout(tensor: DTensor) -> bool:
-    known = {axis.name for axis in ParallelConfig.mesh_axes}.union(EXPERT_AXES, (SHARDS,))
+    known = {axis.name for axis in ParallelConfig.mesh_axes}.union(EXPERT_AXES, TP_AXES, (SHARDS,))
     return set(tensor.device_mesh.mesh_dim_names or ("",)) <= known
 
 

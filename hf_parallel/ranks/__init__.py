@@ -5,6 +5,7 @@ from hf_parallel.ranks.desync import AloneError, ask, assert_all_ranks, watch
 from hf_parallel.ranks.differentiable import (
     Started,
     all_reduce,
+    begin_gather_last_dim,
     begin_gather_sequence,
     copy_to_group,
     copy_weight_to_group,
@@ -15,12 +16,17 @@ from hf_parallel.ranks.differentiable import (
     parts_of_sequence,
     reduce_from_group,
     reduce_scatter_sequence,
+    scatter_last_dim,
+    share_of_sum,
+    split_last_dim,
     split_sequence,
     start_all_gather,
     start_all_reduce,
     start_reduce_scatter,
+    sum_of_parts,
     whole_sequence,
 )
+from hf_parallel.ranks.grid import columns_of_tokens, leave_grid
 from hf_parallel.ranks.messages import OneBatch
 
 __all__ = [
@@ -29,7 +35,9 @@ __all__ = [
     "Started",
     "all_reduce",
     "ask",
+    "begin_gather_last_dim",
     "begin_gather_sequence",
+    "columns_of_tokens",
     "copy_to_group",
     "copy_weight_to_group",
     "exchange",
@@ -40,15 +48,20 @@ __all__ = [
     "gather_sequence",
     "join_last_dim",
     "join_sequence",
+    "leave_grid",
     "assert_all_ranks",
     "parts_of_sequence",
     "reduce_from_group",
     "reduce_scatter_sequence",
     "scale_gradient",
+    "scatter_last_dim",
+    "share_of_sum",
+    "split_last_dim",
     "split_sequence",
     "start_all_gather",
     "start_all_reduce",
     "start_reduce_scatter",
+    "sum_of_parts",
     "watch",
     "whole_sequence",
 ]

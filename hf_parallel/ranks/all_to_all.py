@@ -150,6 +150,11 @@ def exchange_counts(counts: torch.Tensor, group: dist.ProcessGroup) -> torch.Ten
     return kept_or(lambda: _all_to_all(counts, None, None, group), COLLECTIVE)
 
 
+def all_to_all(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """`exchange_equally` without a way back. Not differentiable."""
+    return _all_to_all(parts, None, None, group)
+
+
 def scale_gradient(tensor: torch.Tensor, factor: float) -> torch.Tensor:
     """The tensor itself, whose gradient is multiplied by `factor`."""
     return tensor if factor == 1 else _ScaleGradient.apply(tensor, factor)

@@ -174,8 +174,7 @@ class _GatherLastDim(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Context, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        parts = gradient.unflatten(-1, (ctx.group.size(), -1)).movedim(-2, 0)
-        return start_reduce_scatter(parts, ctx.group).wait(), None
+        return _last_dims_scattered(gradient, ctx.group), None
 
 
 class _JoinLastDim(torch.autograd.Function):
@@ -190,6 +189,64 @@ class _JoinLastDim(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Context, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         return gradient.chunk(ctx.group.size(), dim=-1)[ctx.group.rank()].contiguous(), None
+
+
+class _ScatterLastDim(torch.autograd.Function):
+    """Reduce-scatter of features forward, all-gather backward."""
+
+    @staticmethod
+    def forward(ctx: Context, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return kept_or(lambda: _last_dims_scattered(tensor, group), COLLECTIVE)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Context, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _with_last_dims_of_all(gradient, ctx.group), None
+
+
+class _SplitLastDim(torch.autograd.Function):
+    """This rank's features forward, all-gather backward."""
+
+    @staticmethod
+    def forward(ctx: Context, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return tensor.chunk(group.size(), dim=-1)[group.rank()].clone()  # the whole may go
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Context, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _with_last_dims_of_all(gradient, ctx.group), None
+
+
+class _SumOfParts(torch.autograd.Function):
+    """All-reduce in both passes: each rank gives a part of a sum, and uses the whole sum for a part of the work."""
+
+    @staticmethod
+    def forward(ctx: Context, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return all_reduce(tensor, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Context, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return all_reduce(gradient, ctx.group), None
+
+
+class _ShareOfSum(torch.autograd.Function):
+    """The same, of which a rank takes some features: others may take them too."""
+
+    @staticmethod
+    def forward(ctx: Context, tensor: torch.Tensor, own: slice, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group, ctx.own, ctx.features = group, own, tensor.shape[-1]
+        return kept_or(lambda: all_reduce(tensor, group)[..., own].clone(), COLLECTIVE)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Context, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        whole = gradient.new_zeros(*gradient.shape[:-1], ctx.features)
+        whole[..., ctx.own] = gradient
+        return all_reduce(whole, ctx.group), None, None
 
 
 def copy_to_group(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -243,6 +300,32 @@ def gather_last_dim(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Ten
     return _GatherLastDim.apply(tensor, group)
 
 
+def begin_gather_last_dim(tensor: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], torch.Tensor]:
+    """Start to gather as `gather_last_dim` does; what it returns waits for the result. Not differentiable."""
+    parts = start_all_gather(tensor, group)
+    return lambda: parts.wait().movedim(0, -2).flatten(-2)
+
+
+def scatter_last_dim(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """[…, n * group size] partial sums -> […, n]: this rank's features of the sum."""
+    return _ScatterLastDim.apply(tensor, group)
+
+
+def split_last_dim(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """[…, n * group size], the same on all ranks -> […, n]."""
+    return _SplitLastDim.apply(tensor, group)
+
+
+def sum_of_parts(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Partial sums -> the sum on all ranks, each of which uses it for a part of the work."""
+    return _SumOfParts.apply(tensor, group)
+
+
+def share_of_sum(tensor: torch.Tensor, own: slice, group: dist.ProcessGroup) -> torch.Tensor:
+    """The same, of which this rank uses the features `own` alone."""
+    return _ShareOfSum.apply(tensor, own, group)
+
+
 def all_reduce(
     tensor: torch.Tensor, group: dist.ProcessGroup, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
 ) -> torch.Tensor:
@@ -273,6 +356,11 @@ def _gathered(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 def _scattered(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return start_reduce_scatter(parts_of_sequence(tensor, group), group).wait()
+
+
+def _last_dims_scattered(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    parts = tensor.unflatten(-1, (group.size(), -1)).movedim(-2, 0)
+    return start_reduce_scatter(parts, group).wait()
 
 
 def _with_last_dims_of_all(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

@@ -23,6 +23,8 @@ Sixteen processes under `pp=2,dp_shard=4,tp=2,ep=4`, of which this is the first 
     dp_shard=1        2     3          ep_shard=1       4     5     6     7      experts, and of it a half (0 and 4)
     dp_shard=2        4     5
     dp_shard=3        6     7          everything else is cut over tp and dp_shard, as on the left
+
+`tp_mesh=ROWSxCOLS` is a third view: the ranks of tp as a grid, of which tp_col is innermost.
 """
 
 from __future__ import annotations
@@ -46,6 +48,7 @@ from torch.distributed.tensor import DTensor
 
 from hf_parallel.ask.config import ParallelConfig
 from hf_parallel.ask.keys.sizes import SHARDS
+from hf_parallel.ask.keys.tensor import TP_AXES
 from hf_parallel.ask.spec import refuse
 from hf_parallel.ranks.groups import Groups, all_ranks_on_host
 
@@ -97,6 +100,7 @@ def data_rank(config: ParallelConfig, rank: int) -> int:
 def axis_ranks(config: ParallelConfig, *axes: str) -> list[list[int]]:
     """All groups along some axes of one view, as lists of global ranks."""
     sizes = config.sizes if set(axes).isdisjoint(EXPERT_AXES) else config.expert_sizes
+    sizes = sizes if set(axes).isdisjoint(TP_AXES) else config.grid_sizes
     names, shape = list(sizes), tuple(sizes.values())
     inner = [names.index(axis) for name in axes for axis in config.axes_along(name)]
     outer = [dim for dim in range(len(names)) if dim not in inner]
@@ -152,11 +156,19 @@ class ParallelMesh:
         """The ranks along cp once more: keys travel while the other groups gather weights. Collective at first."""
         return self.groups.along(axis_ranks(self.config, "cp"), apart="attention")
 
+    @functools.cached_property
+    def grid(self) -> DeviceMesh:
+        """The ranks of tp by rows and columns: of the same root as `tp`, with whose meshes FSDP2 joins it."""
+        sizes = self.config.tp_row_size, self.config.tp_col_size
+        return self["tp"]._unflatten(0, sizes, TP_AXES)
+
     def __getitem__(self, axes: str | tuple[str, ...]) -> DeviceMesh:
         return self._view(axes)[axes]
 
     def _view(self, axes: str | tuple[str, ...]) -> DeviceMesh:
         asked = {axes} if isinstance(axes, str) else set(axes)
+        if not asked.isdisjoint(TP_AXES):
+            return self.grid
         return self.device_mesh if self.expert_mesh is None or asked.isdisjoint(EXPERT_AXES) else self.expert_mesh
 
     def size(self, axis: str) -> int:

@@ -27,6 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from hf_parallel.axes.data.zero import without_sharding
 from hf_parallel.axes.tensor import gather_recompute
 from hf_parallel.axes.tensor.dropout import own_numbers, shared_numbers, shared_numbers_of_layer
+from hf_parallel.axes.tensor.grid import SummedHeads
 from hf_parallel.axes.tensor.layers import (
     ColumnParallel,
     PartialGradient,
@@ -169,7 +170,8 @@ def split_embedding(down: nn.Module, name: str, mesh: DeviceMesh, device: torch.
 
 def can_split(base: nn.Module) -> TypeGuard[TensorParallelLayer]:
     """Is it known how adapters of this split layer are split?"""
-    return isinstance(base, ColumnParallel | RowParallel | SharedHeads | PartialGradient | VocabParallel)
+    known = ColumnParallel | RowParallel | SharedHeads | SummedHeads | PartialGradient | VocabParallel
+    return isinstance(base, known)
 
 
 # ---- magnitudes ----------------------------------------------------------------------------------------------------
@@ -277,7 +279,9 @@ class OwnDropout(TensorParallelLayer):
 _numbers = itertools.count()
 
 
-def split_dropout(base: TensorParallelLayer, dropout: nn.Module) -> None:
+def split_dropout(
+    base: TensorParallelLayer, dropout: nn.Module, of_columns: type[SharedDropout] = SharedDropout
+) -> None:
     """Random numbers as the adapter of `base` needs them: one mask for a column's input, parts of one for a row's."""
     if not isinstance(dropout, nn.Dropout) or isinstance(dropout, TensorParallelLayer):
         return
@@ -285,5 +289,5 @@ def split_dropout(base: TensorParallelLayer, dropout: nn.Module) -> None:
     if isinstance(base, RowParallel):
         become(dropout, OwnDropout, base.region)
     else:
-        become(dropout, SharedDropout, base.region).number = number
+        become(dropout, of_columns, base.region).number = number
     look_again()

@@ -22,6 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers.pytorch_utils import Conv1D
 
 from hf_parallel.axes.adapters.lora import CutAdapter, WholeAdapter, cut
+from hf_parallel.axes.adapters.lora_grid import is_on_grid
 from hf_parallel.axes.data.zero import gather
 from hf_parallel.axes.experts.layers import SharedOut
 from hf_parallel.axes.tensor.experts import SplitExperts
@@ -173,6 +174,8 @@ def split_weight(wrapper: Any, mesh: DeviceMesh, device: torch.device) -> None:
 
 def can_split(base: nn.Module, name: str) -> bool:
     """Is it known how an adapter of this layer's parameter `name` is split?"""
+    if is_on_grid(base):
+        return False
     known = ColumnParallel | RowParallel | SharedHeads | VocabParallel | HeadsEmbedding | PartialGradient
     return isinstance(base, known) and name == "weight"
 

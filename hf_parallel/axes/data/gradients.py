@@ -20,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
+from hf_parallel.ask.keys.tensor import TP_AXES
 from hf_parallel.axes.data.lowered import keep_copies
 from hf_parallel.axes.data.units import parameter_groups, sharded_modules, state_of
 from hf_parallel.ranks.mesh import EXPERT_AXES, ParallelMesh, stored
@@ -275,6 +276,7 @@ def gradient_norm(
 
     # One slot per combination of axes, so that ranks with different parameters run the same collectives.
     known = [axis.name for axis in mesh.config.mesh_axes if axis.cuts] + [*EXPERT_AXES] * (mesh.config.ep_size > 1)
+    known += [*TP_AXES] * (mesh.config.tp_col_size > 1)
     cutting = [axis for axis in known if mesh.size(axis) > 1]
     combinations = [
         frozenset(itertools.compress(cutting, chosen))
@@ -315,7 +317,9 @@ def _cut_axes(gradient: torch.Tensor, mesh: ParallelMesh) -> frozenset[str]:
         return frozenset()
     names = gradient.device_mesh.mesh_dim_names or ()
     # A strided shard (dp_shard and tp on one dim) has a dim too, but is not a plain Shard.
-    cut = (n for n, placement in zip(names, gradient.placements, strict=True) if hasattr(placement, "dim"))
+    cut = {n for n, placement in zip(names, gradient.placements, strict=True) if hasattr(placement, "dim")}
+    if cut.issuperset(TP_AXES):  # over all ranks of tp
+        cut = cut.difference(TP_AXES) | {"tp"}
     return frozenset(axis for name in cut for axis in mesh.config.axes_along(name) if mesh.size(axis) > 1)
 
 

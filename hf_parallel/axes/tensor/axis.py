@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -20,9 +21,11 @@ from hf_parallel.axes.tensor.infer import (
     is_attention,
     latent_attention,
     linear_sizes,
+    named_layers,
     packed_style,
     shared_experts,
 )
+from hf_parallel.axes.tensor.region import READ_BESIDES, READERS, reads_features
 from hf_parallel.axes.tensor.sequence_parallel import obstacle
 from hf_parallel.axes.tensor.tensor_parallel import FOR_LINEARS, SAME_AS_LINEAR
 from hf_parallel.model.anatomy import attention_heads, is_norm, text_config, text_part, tied_to_embedding
@@ -56,6 +59,8 @@ SUPPORTED = {
 _WHOLE = {"colwise_gather_output": "packed", "rowwise_split_input": "rowwise"}
 _WORKS = "tp_size=1"
 _APART = (".q_proj", ".k_proj", ".v_proj")
+#: Inputs of attentions that only models with an encoder give.
+_OF_DECODERS = ("key_value_states", "encoder_hidden_states")
 _OF_VOCABULARY = ("embedding_rowwise", "colwise_gather_output")
 
 Origins = dict[str, tuple[str, str]]  # module -> style and where it comes from: "plan", "inferred" or "known"
@@ -81,10 +86,11 @@ class SplitFacts:
     norm_over_keys: str | None = None  # an attention with a norm over all key heads at once
     sequence_obstacle: str | None = None
     experts: dict[str, ExpertFacts] = field(default_factory=dict)
+    grid_obstacle: str | None = None  # why products of it cannot be cut along both dims; looked at if that is asked
 
 
-def read_split(model: nn.Module) -> SplitFacts:
-    """Styles by module, whatever the number of ranks, and what limits it."""
+def read_split(model: nn.Module, on_grid: bool = False) -> SplitFacts:
+    """Styles by module, whatever the number of ranks, and what limits it; `on_grid`: also of a grid of ranks."""
     heads, name = attention_heads(model), type(model).__name__
     reason = next((f"{kind} {UNSPLITTABLE[kind]}" for kind in _kinds(model) if kind in UNSPLITTABLE), None)
     if getattr(model.config, "use_guided_attention_loss", False) and name in GUIDED_BY_HEADS:
@@ -98,6 +104,7 @@ def read_split(model: nn.Module) -> SplitFacts:
     modules = {key: model.get_submodule(key) for key, (style, _) in styles.items() if style != "heads"}
     lookups = {key: module for key, module in modules.items() if isinstance(module, nn.Embedding)}
     columns = [key for key, (style, _) in styles.items() if style == "colwise"]
+    words = {key: style for key, (style, _) in styles.items()}
     return SplitFacts(
         name,
         heads,
@@ -109,8 +116,9 @@ def read_split(model: nn.Module) -> SplitFacts:
         frozenset(key for key, e in lookups.items() if e.max_norm is not None or e.scale_grad_by_freq or e.sparse),
         _list_per_head(model, columns, heads),
         _norm_over_keys(model, columns),
-        obstacle(model, {key: style for key, (style, _) in styles.items()}),
+        obstacle(model, words),
         {key: expert_facts(module) for key, module in modules.items() if is_experts(module)},
+        _grid_obstacle(model, words) if on_grid else None,
     )
 
 
@@ -289,6 +297,55 @@ def _norm_over_keys(model: nn.Module, columns: Iterable[str]) -> str | None:
     return None
 
 
+def _grid_obstacle(model: nn.Module, styles: dict[str, str]) -> str | None:
+    """The first attention or MLP that may do more with its input than to multiply it by weights that are cut.
+
+    On a grid it is given a part of the input's features.
+    """
+    layers = {name for name, _ in named_layers(model)}
+    for name in dict.fromkeys(key.rpartition(".")[0] for key, style in styles.items() if style in READERS):
+        owner = model.get_submodule(name)
+        if name in layers:
+            continue  # each of its linears enters by itself
+        first, *parameters = inspect.signature(owner.forward).parameters
+        whole = [key for key, child in owner.named_children() if isinstance(child, LINEARS)]
+        whole = [key for key in whole if styles.get(f"{name}.{key}", "") not in (*READERS, "rowwise")]
+        if whole:
+            return f"{name}.{whole[0]} stays whole and may read what is cut"
+        for key in [first, *(key for key in parameters if key in READ_BESIDES)]:
+            read = reads_features(owner, key)
+            if read or (read is None and key not in _OF_DECODERS):
+                return f"that {type(owner).__name__} does no more with {key} than to multiply it is not known"
+    return None
+
+
+def check_grid(facts: SplitFacts, styles: Origins, config: ParallelConfig) -> None:
+    """Refuse a grid that does not fit the model's sizes, or code that may read what it cuts.
+
+    Raises:
+        SpecError: it names a grid that works, or tp without one.
+    """
+    asked, rows, cols = f"tp_mesh={config.tp_mesh}", config.tp_row_size, config.tp_col_size
+    works = f"tp={config.tp_size} without tp_mesh"
+    if facts.grid_obstacle is not None:
+        refuse(asked, facts.grid_obstacle, works)
+    for name, (style, _) in styles.items():
+        if style in ("shared_qkv", "shared_groups"):
+            refuse(asked, f"ranks share keys that {name} holds beside queries", works)
+        if name not in facts.linears or style not in (*READERS, "rowwise"):
+            continue
+        width = facts.linears[name][style == "rowwise"]
+        if width % cols:
+            fits = max(n for n in range(1, cols) if width % n == 0 and config.tp_size % n == 0)
+            shape = f"tp_mesh={config.tp_size // fits}x{fits}" if fits > 1 else works
+            refuse(asked, f"{cols} columns do not divide {width} features of {name}", shape)
+        if style == "colwise_shared_heads" and facts.heads is not None and facts.heads[1] % rows:
+            kv_heads = facts.heads[1]
+            fits = max(n for n in range(1, kv_heads + 1) if kv_heads % n == 0 and config.tp_size % n == 0)
+            shape = f"tp_mesh={fits}x{config.tp_size // fits}" if fits > 1 else works
+            refuse(asked, f"{rows} rows do not divide {kv_heads} key/value heads", shape)
+
+
 def _owners(model: nn.Module, names: Iterable[str]) -> Iterator[tuple[str, nn.Module]]:
     for owner in dict.fromkeys(name.rpartition(".")[0] for name in names):
         yield owner, model.get_submodule(owner)
@@ -360,13 +417,15 @@ class Tensor(Axis["SplitFacts", TensorPart]):
     def read(self, model: PreTrainedModel, config: ParallelConfig) -> SplitFacts:
         """Which module could be split how."""
 
-        return read_split(model)
+        return read_split(model, config.tp_col_size > 1)
 
     def resolve(self, config: ParallelConfig, anatomy: Anatomy, facts: SplitFacts) -> TensorPart:
         """Styles that fit the number of ranks, and whether sequences are split between regions."""
 
         styles = resolve_styles(facts, config.tp_size, config.ep_size > 1)
         reason = why_whole_sequences(facts, config.sequence_parallel)
+        if config.tp_col_size > 1:
+            check_grid(facts, styles, config)
         return TensorPart(styles, reason, config.tp_overlap, anatomy.sums_over_tokens, facts)
 
     def notes(self, part: TensorPart) -> list[str]:
@@ -383,7 +442,8 @@ class Tensor(Axis["SplitFacts", TensorPart]):
 
         mesh, device = building.mesh["tp"], building.mesh.device
         building.sequence_flag = flag = SequenceParallelFlag(part.whole_sequences is None)
-        tensor_parallel(model, mesh, part.words, device, flag, part.overlap)
+        grid = building.mesh.grid if building.mesh.config.tp_col_size > 1 else None
+        tensor_parallel(model, mesh, part.words, device, flag, part.overlap, grid)
         split_experts(model, part.words, mesh, device, flag)
         vocab_parallel(model, mesh, part.words, device, part.sums_over_tokens, part.overlap)
         retie(model)

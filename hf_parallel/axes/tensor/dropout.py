@@ -88,6 +88,13 @@ def own_numbers(device: torch.device, group: dist.ProcessGroup) -> Iterator[None
     if _open:
         yield
         return
+    with numbers_of_each(device, group):
+        yield
+
+
+@contextlib.contextmanager
+def numbers_of_each(device: torch.device, group: dist.ProcessGroup) -> Iterator[None]:
+    """Random numbers that differ over the group, and agree on ranks outside of it whose state agrees."""
     scope = OwnRandomNumbers(nn.Identity(), group)
     scope._start(device)
     try:

@@ -12,18 +12,21 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from hf_parallel.ranks import begin_gather_sequence, gather_sequence
+from hf_parallel.ranks import begin_gather_last_dim, begin_gather_sequence, gather_last_dim, gather_sequence
 from hf_parallel.ranks.local import no_autocast
 
 if TYPE_CHECKING:
     from hf_parallel.ranks.differentiable import Context
+
+#: Starts to gather a part over a group; what it returns waits for the whole.
+Begin: TypeAlias = Callable[[torch.Tensor, dist.ProcessGroup], Callable[[], torch.Tensor]]
 
 
 def gather(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -31,11 +34,18 @@ def gather(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return remember(gather_sequence(part, group), part, group)
 
 
-def remember(whole: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Note on `whole` that it was gathered from `part`."""
+def gather_features(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """[…, k] -> […, k * group size]: the same, of features."""
+    return remember(gather_last_dim(part, group), part, group, begin_gather_last_dim)
+
+
+def remember(
+    whole: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup, begin: Begin = begin_gather_sequence
+) -> torch.Tensor:
+    """Note on `whole` that it was gathered from `part`, as `begin` does."""
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         # On the tensor itself: it lives as long, and a checkpoint inside the region passes the same object again.
-        vars(whole)["_gathered_from"] = Origin(part.detach(), group, whole._version)
+        vars(whole)["_gathered_from"] = Origin(part.detach(), group, whole._version, begin)
     return whole
 
 
@@ -90,14 +100,14 @@ class Reader(Protocol):
 class Origin:
     """What a gathered tensor was gathered from; dies with that tensor."""
 
-    def __init__(self, part: torch.Tensor, group: dist.ProcessGroup, version: int) -> None:
-        self.part, self.group, self.version = part, group, version
+    def __init__(self, part: torch.Tensor, group: dist.ProcessGroup, version: int, begin: Begin) -> None:
+        self.part, self.group, self.version, self._begin = part, group, version, begin
         self._kept: dict[torch.dtype, tuple[torch.Tensor, GatheredAgain]] = {}
 
     def read_by(self, reader: Context | Reader, dtype: torch.dtype) -> tuple[torch.Tensor, GatheredAgain]:
         """The part in the dtype the reader computes in, one copy for all readers; autocast may lower it."""
         if dtype not in self._kept:
-            self._kept[dtype] = self.part.to(dtype), GatheredAgain(self.group)
+            self._kept[dtype] = self.part.to(dtype), GatheredAgain(self.group, self._begin)
         part, gathered_again = self._kept[dtype]
         reader.passes = 0
         gathered_again.readers.add(reader)
@@ -111,8 +121,8 @@ class GatheredAgain:
     gather depends on the order of the backward only, which is the same on all ranks; when to drop, on who still lives.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group, self.passes = group, 0
+    def __init__(self, group: dist.ProcessGroup, begin: Begin) -> None:
+        self.group, self.passes, self._begin = group, 0, begin
         self.readers: weakref.WeakSet[Context | Reader] = weakref.WeakSet()
         self._wait: Callable[[], torch.Tensor] | None = None
         self._whole: torch.Tensor | None = None
@@ -121,7 +131,7 @@ class GatheredAgain:
         """Start to gather, unless another reader has in this pass over the graph."""
         if reader.passes == self.passes:
             self.passes += 1
-            self._wait = begin_gather_sequence(part, self.group)
+            self._wait = self._begin(part, self.group)
 
     def take(self, reader: Reader) -> torch.Tensor:
         """The whole input as [rows, h], after `begin`."""

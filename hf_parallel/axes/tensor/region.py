@@ -52,22 +52,30 @@ _TOKENS, _WIDTH = 4, 8  # of the row that is run; its width does not matter to p
 #: What may be asked of an input without reading a value of it or its dtype.
 _SHAPE = {torch.Tensor.size, torch.Tensor.dim}
 _SHAPE |= {getattr(torch.Tensor, name).__get__ for name in ("shape", "ndim", "device")}
+_DTYPE = vars(torch._C.TensorBase)["dtype"].__get__
 
 
 class _Watched(torch.Tensor):
     """An input that remembers whether anything but its shape was asked for."""
 
     read: bool
+    unread = _SHAPE
 
     @classmethod
     def __torch_function__(cls, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None) -> object:
         with torch._C.DisableTorchFunctionSubclass():
-            if func not in _SHAPE:
+            if func not in cls.unread:
                 for value in (*args, *(kwargs or {}).values()):
                     for tensor in value if isinstance(value, list | tuple) else (value,):
                         if isinstance(tensor, _Watched):
                             tensor.read = True
             return func(*args, **(kwargs or {}))
+
+
+class _WatchedFeatures(_Watched):
+    """The same, whose dtype may be asked, too."""
+
+    unread = {*_SHAPE, _DTYPE}
 
 
 class _Product(nn.Module):
@@ -82,19 +90,45 @@ class _Product(nn.Module):
         return _empty(*input.shape[:-1], self.width)
 
 
-#: Owner's class, config, linears and input -> the answer, and the config, whose id is no other's while it is here.
-_known: dict[tuple[type, int, tuple[str, ...], str], tuple[bool, object]] = {}
+#: What was asked, owner's class, config, linears and input -> the answer, and the config, whose id is no other's while
+#: it is here.
+_known: dict[tuple, tuple[bool | None, object]] = {}
+#: Inputs beside the first, one set after the other, under which a pass over all features may get to its end.
+_SETS: tuple[tuple[str, ...], ...] = (
+    (),
+    ("attention_mask",),
+    ("bool_mask",),
+    ("attention_mask", "position_ids", "alibi"),
+    ("attention_mask", "key_value_states", "encoder_hidden_states"),
+)
 
 
 def only_multiplied(owner: nn.Module, name: str) -> bool:
     """Does the forward of this attention or MLP read its input `name` with linears of its own alone?"""
+    sets = (), ("attention_mask", "key_value_states", "encoder_hidden_states")
+    return _asked("values", owner, name, lambda: any(_reads(owner, name, more) is not False for more in sets)) is False
+
+
+def reads_features(owner: nn.Module, name: str) -> bool | None:
+    """Does it read the features of that input itself, so that it cannot do with a part of them?
+
+    Inputs beside it may end a pass with an error; None: they end every pass that there is.
+    """
+
+    def answer() -> bool | None:
+        found = [_reads(owner, name, more, _WatchedFeatures) for more in _SETS]
+        return True if True in found else False if False in found else None
+
+    return _asked("features", owner, name, answer)
+
+
+def _asked(what: str, owner: nn.Module, name: str, answer: Callable[[], bool | None]) -> bool | None:
     linears = {key: child for key, child in owner.named_children() if isinstance(child, nn.Linear | Conv1D)}
     config = vars(owner).get("config")
-    key = (type(owner), id(config), tuple(linears), name)
+    key = (what, type(owner), id(config), tuple(linears), name)
     if key not in _known:  # layers of one model are alike
         with _on_meta(owner, linears):
-            answer = bool(linears) and all(_reads_nothing(owner, name, more) for more in (False, True))
-        _known[key] = answer, config
+            _known[key] = not linears or answer(), config
     return _known[key][0]
 
 
@@ -114,30 +148,40 @@ def _on_meta(owner: nn.Module, linears: dict[str, object]) -> Iterator[None]:
             owner.config = config
 
 
-def _reads_nothing(owner: nn.Module, name: str, more: bool) -> bool:
-    """Whether a pass gets to its end without reading the input itself; `more`: with inputs that may be left out."""
+def _reads(owner: nn.Module, name: str, more: tuple[str, ...], kind: type[_Watched] = _Watched) -> bool | None:
+    """Whether a pass reads the input itself; None: it did not get to its end. `more`: inputs that may be left out."""
     head = int(getattr(owner, "head_dim", None) or 8)
     for angles in (head, getattr(owner, "rotary_ndims", head), head // 2):
-        watched = _empty(1, _TOKENS, _WIDTH).as_subclass(_Watched)
+        watched = _empty(1, _TOKENS, _WIDTH).as_subclass(kind)
         watched.read = False
         values = {key: value.to("meta") for key, value in (*owner.named_parameters(), *owner.named_buffers())}
         with contextlib.suppress(Exception):  # whatever its code does with what it is not given
-            result = torch.func.functional_call(owner, values, (), {name: watched, **_besides(owner, angles, more)})
+            given = {**_besides(owner, angles, more), name: watched}
+            result = torch.func.functional_call(owner, values, (), given)
             given_back = any(part is watched for part in (result if isinstance(result, tuple) else (result,)))
-            return not watched.read and not given_back
-    return False
+            return watched.read or given_back
+    return None
 
 
-def _besides(owner: nn.Module, angles: int, more: bool) -> dict[str, object]:
+def _besides(owner: nn.Module, angles: int, more: tuple[str, ...]) -> dict[str, object]:
     """The other inputs of the owner that it needs, and those that may decide what it does."""
     width = getattr(getattr(owner, "config", None), "hidden_size", None) or _WIDTH
+    mask, heads = _empty(1, 1, _TOKENS, _TOKENS), int(getattr(owner, "num_heads", None) or 1)
+    optional: dict[str, dict[str, object]] = {
+        "attention_mask": {"attention_mask": mask},
+        "bool_mask": {"attention_mask": mask.bool()},
+        "position_ids": {"position_ids": _empty(1, _TOKENS).long()},
+        "alibi": {"alibi": _empty(heads, 1, _TOKENS)},
+        "key_value_states": {"key_value_states": _empty(1, _TOKENS, width)},
+        "encoder_hidden_states": {"encoder_hidden_states": _empty(1, _TOKENS, width)},
+    }
     known: dict[str, object] = {"position_embeddings": (_empty(1, _TOKENS, angles),) * 2}
     known["residual"] = _empty(1, 1, 1)  # fits what it is added to
-    if more:
-        known["attention_mask"] = _empty(1, 1, _TOKENS, _TOKENS)
-        known.update(dict.fromkeys(("key_value_states", "encoder_hidden_states"), _empty(1, _TOKENS, width)))
-    first, *others = inspect.signature(owner.forward).parameters.values()
-    needed = [p for p in others if p.name in known or (p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD)]
+    for key in more:
+        known.update(optional[key])
+    parameters = list(inspect.signature(owner.forward).parameters.values())
+    known[parameters[0].name] = _empty(1, _TOKENS, _WIDTH)
+    needed = [p for p in parameters if p.name in known or (p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD)]
     return {p.name: known.get(p.name) for p in needed}
 
 
@@ -237,7 +281,7 @@ READERS = {
     "shared_groups",
 }
 #: Inputs beside the first that the heads of all ranks read: whole on every rank.
-_READ_BESIDES = ("key_value_states", "encoder_hidden_states", "cross_attention_states", "rel_embeddings")
+READ_BESIDES = ("key_value_states", "encoder_hidden_states", "cross_attention_states", "rel_embeddings")
 #: Inputs whose gradient is whole, being added after the sum, or of this rank's heads (`heads.py`).
 _NOT_READ = ("residual", *PER_HEAD)
 
@@ -287,8 +331,8 @@ class Region:
     def _enter_named(self, name: str, value: Any) -> object:
         if name == self._first:
             return self._open(value)
-        if name in _READ_BESIDES:
-            return value if value is None else copy_to_group(value, self.group)
+        if name in READ_BESIDES:
+            return value if value is None else self._open_beside(name, value)
         tensors = value if isinstance(value, tuple) else (value,)
         if name not in _NOT_READ and any(torch.is_tensor(tensor) and tensor.requires_grad for tensor in tensors):
             # Whether ranks' gradients are parts or copies is not known; a guess would be wrong without a word.
@@ -364,6 +408,9 @@ class Region:
             if recipe is not None:
                 return eight_bit.gather(tensor, recipe, self.group)
         return (gather_recompute.gather if self.sequence_parallel else copy_to_group)(tensor, self.group)
+
+    def _open_beside(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        return copy_to_group(tensor, self.group)
 
     @functools.cached_property
     def _in_eight_bits(self) -> bool:

@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from transformers.pytorch_utils import Conv1D
 
 from hf_parallel.axes.axis import SequenceParallelFlag
+from hf_parallel.axes.tensor.grid import GridRegion, SummedHeads
 from hf_parallel.axes.tensor.infer import OF_HEADS, linear_sizes, named_layers
 from hf_parallel.axes.tensor.layers import (
     ColumnParallel,
@@ -51,13 +52,17 @@ def tensor_parallel(
     device: torch.device,
     switch: SequenceParallelFlag,
     overlap: bool = False,
+    grid: DeviceMesh | None = None,
 ) -> None:
     """Split the modules named in `styles` over the one-axis `mesh`, in place.
+
+    Args:
+        grid: the same ranks by rows and columns, over which weights are cut along both dims (`grid.py`).
 
     Works on meta tensors (then nothing is allocated) and on values (then each rank keeps its slice; the values must be
     the same on all ranks). No communication.
     """
-    regions = _regions(model, mesh, styles, switch, overlap)
+    regions = _regions(model, mesh, styles, switch, overlap, grid)
     for name, style in styles.items():
         if style in _STYLES:  # the vocabulary's are elsewhere: vocab_parallel.py
             _split(model, name, style, mesh, device, regions[name.rpartition(".")[0]])
@@ -70,15 +75,23 @@ def tensor_parallel(
 
 
 def _regions(
-    model: nn.Module, mesh: DeviceMesh, styles: dict[str, str], switch: SequenceParallelFlag, overlap: bool
+    model: nn.Module,
+    mesh: DeviceMesh,
+    styles: dict[str, str],
+    switch: SequenceParallelFlag,
+    overlap: bool,
+    grid: DeviceMesh | None,
 ) -> dict[str, Region]:
     """A region for each module that holds split layers, by its name."""
-    regions = {}
+    regions: dict[str, Region] = {}
     layers = {name for name, _ in named_layers(model)}
     for name in {name.rpartition(".")[0]: None for name, style in styles.items() if style in _STYLES}:
         owner = model.get_submodule(name)
-        at_owner = name not in layers and _reads_stream(styles, name)
-        regions[name] = Region(owner, mesh.get_group(), switch, at_owner, overlap)
+        at_owner = name not in layers and reads_stream(styles, name)
+        if grid is None:
+            regions[name] = Region(owner, mesh.get_group(), switch, at_owner, overlap)
+        else:
+            regions[name] = GridRegion(owner, grid, mesh, switch, at_owner)
         regions[name].heads = attention_heads(model) or (0, 0)
         if at_owner:
             use_local_heads(model, owner, mesh)
@@ -90,7 +103,7 @@ def _split(model: nn.Module, name: str, style: str, mesh: DeviceMesh, device: to
     _STYLES[style](module, mesh, device, region)
 
 
-def _reads_stream(styles: dict[str, str], owner: str) -> bool:
+def reads_stream(styles: dict[str, str], owner: str) -> bool:
     """Does the owner hold readers of the residual stream? BERT's writers sit in modules of their own."""
     return any(name.rpartition(".")[0] == owner and style in READERS for name, style in styles.items())
 
@@ -131,11 +144,17 @@ def retie(model: nn.Module) -> None:
 
 
 def shard_parameter(
-    module: Any, name: str, mesh: DeviceMesh, dim: int, device: torch.device, segments: list[int] | None = None
+    module: Any,
+    name: str,
+    mesh: DeviceMesh,
+    dim: int,
+    device: torch.device,
+    segments: list[int] | None = None,
 ) -> None:
     """Turn a parameter into a DTensor cut along `dim`; nothing if the module has none of that name.
 
     Args:
+        mesh: of one axis; a matrix over a grid is cut along `dim` by its rows, along the other dim by its columns.
         segments: sizes along `dim` of what a packed weight holds; it is then kept in another order (`packed.py`).
     """
     parameter = module._parameters.get(name)
@@ -147,21 +166,26 @@ def shard_parameter(
         module.stored_orders = {**getattr(module, "stored_orders", {}), name: order}
         value = value if value.is_meta else order.to_stored(value)
     # No source rank: all ranks hold the same values, so each cuts its own slice.
-    shard = distribute_tensor(value, mesh, [Shard(dim)], src_data_rank=None)
+    shard = distribute_tensor(value, mesh, [Shard(dim), Shard(1 - dim)][: mesh.ndim], src_data_rank=None)
     module._parameters[name] = nn.Parameter(shard, requires_grad=parameter.requires_grad)
 
 
 def _column(
     module: nn.Module, mesh: DeviceMesh, device: torch.device, region: Region, segments: list[int] | None = None
 ) -> None:
-    shard_parameter(module, "weight", mesh, 1 if isinstance(module, Conv1D) else 0, device, segments)
+    out = 1 if isinstance(module, Conv1D) else 0
+    shard_parameter(module, "weight", _mesh_of_matrices(region, mesh), out, device, segments)
     shard_parameter(module, "bias", mesh, 0, device, segments)
     become(module, ColumnParallel, region)
 
 
 def _row(module: nn.Module, mesh: DeviceMesh, device: torch.device, region: Region) -> None:
-    shard_parameter(module, "weight", mesh, 0 if isinstance(module, Conv1D) else 1, device)
+    shard_parameter(module, "weight", _mesh_of_matrices(region, mesh), 0 if isinstance(module, Conv1D) else 1, device)
     become(module, RowParallel, region)
+
+
+def _mesh_of_matrices(region: Region, mesh: DeviceMesh) -> DeviceMesh:
+    return region.grid if isinstance(region, GridRegion) else mesh
 
 
 def _packed_halves(module: nn.Module, mesh: DeviceMesh, device: torch.device, region: Region) -> None:
@@ -179,7 +203,19 @@ def _packed_qkv(module: nn.Module, mesh: DeviceMesh, device: torch.device, regio
 def _shared_heads(module: nn.Module, mesh: DeviceMesh, device: torch.device, region: Region) -> None:
     width = region.owner.head_dim
     first = _shared_head(region) * width
-    _become_shared(module, region, torch.arange(first, first + width))
+    if isinstance(region, GridRegion):
+        _sum_heads(module, region, first, width, device)
+    else:
+        _become_shared(module, region, torch.arange(first, first + width))
+
+
+def _sum_heads(module: nn.Module, region: GridRegion, first: int, width: int, device: torch.device) -> None:
+    of_row = linear_sizes(module)[1] // region.over_rows.size()
+    shard_parameter(module, "weight", region.grid, 0, device)
+    layer = become(module, SummedHeads, region)
+    layer.own = slice(first % of_row, first % of_row + width)
+    layer.rows = torch.arange(first, first + width)
+    region.owner.num_key_value_groups = region.heads[0] // region.group.size()
 
 
 def _shared_qkv(module: nn.Module, mesh: DeviceMesh, device: torch.device, region: Region) -> None:

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from hf_parallel.apply.parallelize import ParallelState
 from hf_parallel.ask.spec import refuse
-from hf_parallel.axes.adapters import lora, lora_weights
+from hf_parallel.axes.adapters import lora, lora_grid, lora_weights
 from hf_parallel.axes.adapters import lora_weights as expert_weights
 from hf_parallel.axes.data.parameters import add_late_parameters
 from hf_parallel.axes.experts.layers import SharedOut
@@ -128,10 +128,14 @@ def _split(name: str, wrapper: BaseTunerLayer, base: nn.Module, state: ParallelS
     if not isinstance(wrapper, Linear | Embedding) or not lora.can_split(base):
         refuse("target_modules", f"how adapters of {name} are split is not known", "tp_size=1")
     lora.adapt(wrapper)
+    on_grid = lora_grid.is_on_grid(base)
+    if on_grid and wrapper.lora_magnitude_vector:
+        refuse("use_dora", f"magnitudes of {name} under tp_mesh={state.mesh.config.tp_mesh} are not known", "False")
+    ways = lora_grid if on_grid else lora
     for adapter in wrapper.lora_A:
         if not isinstance(wrapper.lora_A[adapter], TensorParallelLayer):
-            lora.split_linear(base, wrapper.lora_A[adapter], wrapper.lora_B[adapter], mesh, device)
-            lora.split_dropout(base, wrapper.lora_dropout[adapter])
+            ways.split_linear(base, wrapper.lora_A[adapter], wrapper.lora_B[adapter], mesh, device)
+            ways.split_dropout(base, wrapper.lora_dropout[adapter])
             if adapter in wrapper.lora_magnitude_vector:
                 lora.split_magnitude(base, wrapper.lora_magnitude_vector[adapter], mesh, device)
     for adapter in wrapper.lora_embedding_A:

@@ -1,0 +1,127 @@
+"""Regions on a grid: weights cut along both dims, over R rows and C columns of tp's ranks (`tp_mesh=RxC`).
+
+Weights stay where they are (Pope et al., 2022, arXiv:2211.05102, section 3.2.2), unlike SUMMA's (arXiv:2104.05343).
+Of t tokens, hidden size h and p = R C ranks:
+
+                     weight, cut by rows, columns    forward
+    enter            -                               [t/p, h] -> tokens of a row [t/R, h/C] -> all tokens [t, h/C]
+    colwise, packed  Shard(out), Shard(in)           x W_rcᵀ [t, n/R] -> reduce-scatter over columns [t, n/p]
+    shared heads     Shard(out), Shard(in)           x W_rcᵀ [t, n/R] -> sum over columns, this rank's head
+    rowwise          Shard(in), Shard(out)           [t, k/p] -> gather over columns [t, k/R] -> x W_rcᵀ -> leave
+    leave            -                               [t, h/C] -> sum over rows [t/R, h/C] -> [t/p, h]
+
+The backward of `enter` is `leave`, and the other way round; so are gather and reduce-scatter over columns.
+
+Between a column and a row layer every tensor is as without a grid, and between regions too. So heads, norms, packed
+orders, the vocabulary and experts know nothing of it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from hf_parallel.axes.tensor import gather_recompute
+from hf_parallel.axes.tensor.layers import TensorParallelLayer, local_weight, rows_on
+from hf_parallel.axes.tensor.region import READ_BESIDES, Region, reads_features
+from hf_parallel.ranks import (
+    columns_of_tokens,
+    copy_to_group,
+    copy_weight_to_group,
+    join_last_dim,
+    leave_grid,
+    reduce_from_group,
+    scatter_last_dim,
+    share_of_sum,
+    split_last_dim,
+)
+from hf_parallel.ranks.local import as_autocast
+from hf_parallel.ranks.observed import summed_next
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from hf_parallel.axes.axis import SequenceParallelFlag
+
+
+class GridRegion(Region):
+    """A region whose linears are cut by the rows and columns of a grid."""
+
+    def __init__(
+        self, owner: nn.Module, grid: DeviceMesh, tp: DeviceMesh, switch: SequenceParallelFlag, at_owner: bool
+    ) -> None:
+        super().__init__(owner, tp.get_group(), switch, at_owner)
+        self.grid = grid
+        self.over_rows, self.over_columns = grid["tp_row"].get_group(), grid["tp_col"].get_group()
+        #: Of what the owner reads besides, what it only multiplies.
+        self._multiplied = {
+            name for name in READ_BESIDES if name in self._names and reads_features(owner, name) is False
+        }
+
+    def column(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """x […, in / C] -> […, out / p]."""
+        entered = x if layer.adapted else self.enter(x)
+        with summed_next():  # a checkpoint keeps the sum, and not the C times larger part of it
+            part = gather_recompute.linear(entered, self.columns[layer](), None)
+        output = scatter_last_dim(part, self.over_columns)
+        return output if bias is None else output + bias
+
+    def product(self, layer: nn.Module, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """x […, in / p] -> […, out / C], a part of a sum over rows."""
+        return gather_recompute.linear(gather_recompute.gather_features(x, self.over_columns), weight, None)
+
+    def row(self, layer: nn.Module, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """The same, and leave."""
+        with summed_next():
+            part = self.product(layer, x, weight)
+        return self.leave(part)
+
+    def leave(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The sum over rows, of all columns: whole or this rank's part of the sequence."""
+        self.scope.end()
+        if self.sequence_parallel:
+            return leave_grid(tensor, self.over_rows, self.over_columns)
+        return join_last_dim(reduce_from_group(tensor, self.over_rows), self.over_columns)
+
+    def _open(self, tensor: torch.Tensor) -> torch.Tensor:
+        tensor = as_autocast(tensor) if self.lowers else tensor
+        if self.sequence_parallel:
+            return gather_recompute.gather(columns_of_tokens(tensor, self.over_columns), self.over_rows)
+        return self._open_whole(tensor)
+
+    def _open_whole(self, tensor: torch.Tensor) -> torch.Tensor:
+        return copy_to_group(split_last_dim(tensor, self.over_columns), self.over_rows)
+
+    def _open_beside(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if name not in self._multiplied:
+            kind = type(self.owner).__name__
+            raise NotImplementedError(
+                f"hf_parallel: that {kind} does no more with {name} than to multiply it is not known, and tp_mesh "
+                f"gives it a part of its features; tp={self.group.size()} without tp_mesh works"
+            )
+        return self._open_whole(tensor)
+
+
+class SummedHeads(TensorParallelLayer):
+    """Linear to heads that the ranks of one row share, being fewer than ranks: x […, in / C] -> […, this rank's head].
+
+    Consecutive ranks share a key/value head, as in `SharedHeads`; the weight is cut here.
+    """
+
+    own: slice  # of what a row of the grid computes, this rank's head
+    rows: torch.Tensor  # of the whole layer's outputs
+
+    def enter(self, input: torch.Tensor) -> torch.Tensor:
+        return self.region.enter(input)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        region = self.region
+        assert isinstance(region, GridRegion)
+        with summed_next():
+            part = gather_recompute.linear(region.enter(input), local_weight(self), None)
+        output = share_of_sum(part, self.own, region.over_columns)
+        if self.bias is None:
+            return output
+        return output + copy_weight_to_group(self.bias, region.group)[rows_on(self, input.device)]
