@@ -20,7 +20,7 @@ from hf_parallel.axes.pipeline.read import holding_stages, layer_ranges
 from hf_parallel.axes.tensor.axis import TENSOR, TensorPart
 from hf_parallel.model import anatomy as build
 from hf_parallel.model.anatomy import Anatomy
-from hf_parallel.plans.resolve import draft, read_model, slice_shape, stored, tp_cuts
+from hf_parallel.plans.resolve import Cut, draft, read_model, slice_shape, stored, tp_cuts, tp_shape
 from hf_parallel.ranks.mesh import coordinates, expert_coordinates
 
 if TYPE_CHECKING:
@@ -172,7 +172,7 @@ def report_of(plan: Plan) -> Report:
     tensor, pipeline = plan.part(TENSOR), plan.part(PIPELINE)
     cuts = tp_cuts(anatomy, tensor) if tensor is not None else {}
     if tensor is not None:
-        report.splits = _splits(anatomy, tensor, cuts, config.tp_size)
+        report.splits = _splits(anatomy, tensor, cuts, config)
         report.facts.update(_tensor_facts(anatomy, tensor, config))
     if (config.tp_size == 1 or tensor is not None) and (config.pp_size == 1 or pipeline is not None):
         _count(report, anatomy, pipeline, cuts, config, _apart(plan))
@@ -203,14 +203,14 @@ def _resolved(config: ParallelConfig, processes: int | None, notes: list[str]) -
     return _with_free_sizes(config, 1)
 
 
-def _splits(anatomy: Anatomy, part: TensorPart, cuts: dict[str, int], tp_size: int) -> list[Split]:
+def _splits(anatomy: Anatomy, part: TensorPart, cuts: dict[str, Cut], config: ParallelConfig) -> list[Split]:
     """One entry per pattern of names, several where layers differ; in the model's order."""
     groups: dict[tuple, list[str]] = {}
     shapes = {name: p.shape for p in anatomy.parameters for name in p.names}
     for module, parameters in _by_module(anatomy.names).items():
         style, origin = part.styles.get(module) or part.styles.get(_experts_of(module, part)) or ("whole", "")
         key = parameters[0]
-        per_rank = slice_shape(shapes[key], cuts.get(key), tp_size, 0)
+        per_rank = tp_shape(shapes[key], cuts.get(key, ()), config, 0)
         whole = tuple(name.rpartition(".")[2] for name in parameters if name not in cuts) if origin else ()
         alike = (_folded(module), style, origin, shapes[key], per_rank, whole)
         groups.setdefault(alike, []).append(module)
@@ -247,7 +247,9 @@ def _numbered(names: list[str]) -> str:
 
 def _tensor_facts(anatomy: Anatomy, part: TensorPart, config: ParallelConfig) -> dict[str, str]:
     reason = part.whole_sequences
+    shape = "" if part.grid is None else f"{part.grid[0]} rows x {part.grid[1]} columns of ranks: weights of layers"
     return {
+        **({"grid": f"{shape} are cut along both dims"} if shape else {}),
         "sequence parallelism": "on" if reason is None else f"off: {reason}",
         "vocabulary": _vocabulary(anatomy, part, config.tp_size),
         "attention heads": _heads(part, config.tp_size),
@@ -319,7 +321,7 @@ def _count(
     report: Report,
     anatomy: Anatomy,
     part: PipelinePart | None,
-    cuts: dict[str, int],
+    cuts: dict[str, Cut],
     config: ParallelConfig,
     apart: set[str],
 ) -> None:

@@ -115,20 +115,28 @@ CUTS: dict[str, dict[str, int]] = {
     "heads": {"": 0},  # the style is the parameter's own
     **dict.fromkeys(_SHARED, {}),
 }
+#: Styles whose weights a grid of tp's ranks cuts along both dims.
+ON_GRID = ("colwise", "packed_qkv", "packed_halves", "falcon_qkv", "rowwise", "colwise_shared_heads")
 
 
-def tp_cuts(anatomy: Anatomy, part: TensorPart) -> dict[str, int]:
-    """The dimension along which tp cuts a parameter, under all its full names; whole ones are not in it."""
-    own: dict[str, int] = {}
+#: Along which dims tp cuts a parameter: one over all ranks, or two over rows and columns of their grid.
+Cut = tuple[int, ...]
+
+
+def tp_cuts(anatomy: Anatomy, part: TensorPart) -> dict[str, Cut]:
+    """How tp cuts a parameter, under all its full names; whole ones are not in it."""
+    own: dict[str, Cut] = {}
     for name, style in part.words.items():
         if style == "experts":
             widths = part.facts.experts[name].widths
-            own.update({f"{name}.{key}": dim for key, dim in widths.items() if dim is not None})
+            own.update({f"{name}.{key}": (dim,) for key, dim in widths.items() if dim is not None})
             continue
-        for key, dim in CUTS[style].items():
-            flipped = key == "weight" and name in part.facts.transposed
-            own[f"{name}.{key}".rstrip(".")] = 1 - dim if flipped else dim
-    cuts = {}
+        summed = part.grid is not None and style == "colwise_shared_heads"
+        for key, dim in ({"weight": 0} if summed else CUTS[style]).items():
+            dim = 1 - dim if key == "weight" and name in part.facts.transposed else dim
+            on_grid = part.grid is not None and key == "weight" and style in ON_GRID
+            own[f"{name}.{key}".rstrip(".")] = (dim, 1 - dim) if on_grid else (dim,)
+    cuts: dict[str, Cut] = {}
     for parameter in anatomy.parameters:
         dims = [own[name] for name in parameter.names if name in own]
         cuts.update(dict.fromkeys(parameter.names, dims[0]) if dims else {})
@@ -144,8 +152,17 @@ def slice_shape(shape: Iterable[int], dim: int | None, parts: int, index: int) -
     return tuple(sizes)
 
 
+def tp_shape(shape: Iterable[int], cut: Cut, config: ParallelConfig, index: int) -> Shape:
+    """The shape of what tp leaves rank `index` of a parameter."""
+    if len(cut) < 2:
+        return slice_shape(shape, cut[0] if cut else None, config.tp_size, index)
+    row, column = divmod(index, config.tp_col_size)
+    by_rows = slice_shape(shape, cut[0], config.tp_row_size, row)
+    return slice_shape(by_rows, cut[1], config.tp_col_size, column)
+
+
 def stored(
-    parameters: Iterable[ParameterFacts], cuts: dict[str, int], config: ParallelConfig, apart: Collection[str] = ()
+    parameters: Iterable[ParameterFacts], cuts: dict[str, Cut], config: ParallelConfig, apart: Collection[str] = ()
 ) -> dict[tuple[int, int], tuple[int, int]]:
     """How many elements and bytes of these parameters a rank keeps, at each (dp_shard x cp, tp) place.
 
@@ -153,11 +170,11 @@ def stored(
         apart: the names of those that are shared out over ep.
     """
     parameters = list(parameters)
-    placed = [(p.shape, cuts.get(p.names[0]), p.width) for p in parameters if p.names[0] not in apart]
+    placed = [(p.shape, cuts.get(p.names[0], ()), p.width) for p in parameters if p.names[0] not in apart]
     shared = [p for p in parameters if p.names[0] in apart]
     table, shards = {}, config.dp_shard_size * config.cp_size
     for tp in range(config.tp_size):
-        local = [(slice_shape(shape, dim, config.tp_size, tp), width) for shape, dim, width in placed]
+        local = [(tp_shape(shape, cut, config, tp), width) for shape, cut, width in placed]
         for shard in range(shards):
             counts = [(math.prod(slice_shape(shape, 0, shards, shard)), width) for shape, width in local]
             counts += [(_of_experts(p.shape, shard * config.tp_size + tp, config), p.width) for p in shared]

@@ -79,7 +79,7 @@ def test_every_other_key(key):
 
 
 def test_every_key_of_the_config_is_tested_here():
-    tested = {*VALUES, *(f"{axis}_size" for axis in AXES), "pipeline_split", "profile_steps"}
+    tested = {*VALUES, *(f"{axis}_size" for axis in AXES), "pipeline_split", "profile_steps", "tp_mesh"}
     assert {field.name for field in dataclasses.fields(ParallelConfig)} == tested
 
 
@@ -321,3 +321,30 @@ def test_what_this_version_lacks_is_refused_by_name(spec, works):
     message = refusal(spec)
     assert spec.split(",")[-1].split("=")[0] in message
     assert works in message
+
+
+@pytest.mark.parametrize(
+    ("spec", "works"),
+    [
+        ("tp=8,tp_mesh=2x2x2", "tp=4,tp_mesh=2x2,dp_shard=2"),
+        ("tp=4,tp_mesh=1x4", "tp=4"),
+        ("tp=8,tp_mesh=2x2", "tp=4,tp_mesh=2x2"),
+        ("tp_mesh=4x4", "tp=16,tp_mesh=4x4"),
+        ("tp=4,tp_mesh=two", "tp=4,tp_mesh=2x2"),
+        ("tp=4,tp_mesh=0x4", "tp=4,tp_mesh=2x2"),
+    ],
+)
+def test_grids_that_are_none_of_the_ranks(spec, works):
+    """What the refusal names can be asked for."""
+    assert refusal(spec).endswith(f"; {works} works")
+    understood(works)
+
+
+def test_a_grid_takes_the_ranks_that_are_left():
+    config = ParallelConfig.parse("tp=-1,tp_mesh=4x2").resolve(8)
+    assert (config.tp_row_size, config.tp_col_size) == (4, 2)
+    assert refusal("tp=-1,tp_mesh=4x2", 4) == "tp_mesh=4x2: has 8 ranks, and tp_size=4; tp=8,tp_mesh=4x2 works"
+    assert refusal("tp=4,tp_mesh=2x2,tp_overlap=true") == (
+        "tp_overlap=true: tp_mesh=2x2 cuts products along both dims; tp_overlap=false works"
+    )
+    assert ParallelConfig.parse("tp=4,tp_mesh=4x1,tp_overlap=true").tp_col_size == 1

@@ -53,6 +53,8 @@ def parallel(name, spec):
         ("falcon", "tp=4", 4),
         ("deepseek_v3", "tp=2", 2),
         ("granite_swa", "tp=2", 2),
+        ("odd", "tp=4,tp_mesh=2x2", 4),
+        ("gpt2", "tp=4,tp_mesh=2x2", 4),
         ("t5", "tp=2", 2),
         ("bert", "tp=2", 2),
         ("vit", "tp=2", 2),
@@ -88,6 +90,7 @@ def test_shapes_are_those_of_parallelize(name, spec, world):
         ("llama", "pp=2,pipeline_schedule=interleaved_1f1b,dp_shard=2", 4),
         ("qwen3", "pp=2,tp=2,pipeline_schedule=zbv_zero_bubble", 4),
         ("mamba", "dp_shard=2", 2),
+        ("odd", "tp=4,tp_mesh=2x2,dp_shard=2", 8),
         ("bert", "dp_replicate=2", 2),
     ],
 )
@@ -127,6 +130,9 @@ def _numbers(shown):
         ("llava", "pp=2", 2),
         ("vit", "tp=2,sequence_parallel=true", 2),
         ("llama", "tp=2,pp=2", 2),
+        ("deepseek_v3", "tp=4,tp_mesh=2x2", 4),
+        ("falcon", "tp=4,tp_mesh=2x2", 4),
+        ("llama", "tp=4,tp_mesh=2x2,precision=int8", 4),
         ("llama", "attention=flash_attention_9", 1),
     ],
 )

@@ -401,6 +401,7 @@ class TensorPart:
     overlap: bool
     sums_over_tokens: bool
     facts: SplitFacts
+    grid: tuple[int, int] | None = None  # rows and columns of its ranks
 
     @property
     def words(self) -> dict[str, str]:
@@ -424,9 +425,10 @@ class Tensor(Axis["SplitFacts", TensorPart]):
 
         styles = resolve_styles(facts, config.tp_size, config.ep_size > 1)
         reason = why_whole_sequences(facts, config.sequence_parallel)
-        if config.tp_col_size > 1:
+        grid = (config.tp_row_size, config.tp_col_size) if config.tp_col_size > 1 else None
+        if grid is not None:
             check_grid(facts, styles, config)
-        return TensorPart(styles, reason, config.tp_overlap, anatomy.sums_over_tokens, facts)
+        return TensorPart(styles, reason, config.tp_overlap, anatomy.sums_over_tokens, facts, grid)
 
     def notes(self, part: TensorPart) -> list[str]:
         asked = part.whole_sequences in (None, "sequence_parallel=false")
@@ -442,7 +444,7 @@ class Tensor(Axis["SplitFacts", TensorPart]):
 
         mesh, device = building.mesh["tp"], building.mesh.device
         building.sequence_flag = flag = SequenceParallelFlag(part.whole_sequences is None)
-        grid = building.mesh.grid if building.mesh.config.tp_col_size > 1 else None
+        grid = building.mesh.grid if part.grid is not None else None
         tensor_parallel(model, mesh, part.words, device, flag, part.overlap, grid)
         split_experts(model, part.words, mesh, device, flag)
         vocab_parallel(model, mesh, part.words, device, part.sums_over_tokens, part.overlap)
