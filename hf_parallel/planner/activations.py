@@ -144,7 +144,8 @@ _OF_ATTENTION = ("output of attention", "log-sum-exp of the scores")
 class Term:
     """Bytes per token that a block keeps for its backward.
 
-    `cut`: by which axes: "sp" (tp if sequence parallel), "tp", "none". `product`: a matrix product.
+    `cut`: by which axes: "sp" (tp if sequence parallel), "entered" (else by columns of a grid), "tp", "none".
+    `product`: a matrix product.
     """
 
     name: str
@@ -165,13 +166,13 @@ def terms_of(block: Block, hidden: int, job: Job) -> list[Term]:
     inner = c * block.inner
     terms = [
         Term("input of the attention's norm", norm, "sp"),
-        Term("input of q, k, v", c * hidden, "sp"),
+        Term("input of q, k, v", c * hidden, "entered"),
         Term("q", c * query, product=True),
         Term("k and v", c * keys, product=True),
         Term("log-sum-exp of the scores", 4 * heads),
         Term("output of attention", c * output),
         Term("input of the MLP's norm", norm, "sp"),
-        Term("input of the MLP", c * hidden, "sp"),
+        Term("input of the MLP", c * hidden, "entered"),
         Term("MLP, first half", (2 if block.gated else 1) * inner, product=True),
         Term("activation of the gate", 0 if fused or not block.gated else inner),
         Term("input of the MLP's second half", inner),
@@ -180,14 +181,16 @@ def terms_of(block: Block, hidden: int, job: Job) -> list[Term]:
     return terms if job.attention == FLASH else [*terms, *_beside_flash(block, job)]
 
 
-def is_cut(term: Term, layout: Layout) -> bool:
-    """Has each tp rank a part of it?"""
-    return term.cut == "tp" or (term.cut == "sp" and layout.sequence_parallel)
+def parts(term: Term, layout: Layout) -> int:
+    """In how many parts tp ranks have it."""
+    if term.cut == "tp" or (term.cut != "none" and layout.sequence_parallel):
+        return layout.tp
+    return layout.tp_columns if term.cut == "entered" else 1
 
 
 def _kept(terms: Iterable[Term], layout: Layout, job: Job) -> float:
     """Bytes per token of all terms on one rank."""
-    return sum((term.bytes + term.squared * job.seq) / (layout.tp if is_cut(term, layout) else 1) for term in terms)
+    return sum((term.bytes + term.squared * job.seq) / parts(term, layout) for term in terms)
 
 
 def kept_beside_flash(block: Block, layout: Layout, job: Job) -> float:
@@ -281,7 +284,7 @@ def _every_second_product(terms: list[Term], layout: Layout, job: Job) -> float:
 def _inputs_of_adapters(block: Block, hidden: int, layout: Layout, job: Job) -> float:
     """Each adapter keeps its input in fp32, gathered; what it stands beside is frozen and keeps none."""
     of_base = 2 * hidden / layout.stream_parts + block.inner / layout.tp
-    cut = [m.inputs * m.count / (layout.tp if m.split == "row" else 1) for m in adapted(block)]
+    cut = [m.inputs * m.count / (layout.tp if m.split == "row" else layout.tp_columns) for m in adapted(block)]
     return ADAPTER_WIDTH * sum(cut) - job.width * of_base
 
 

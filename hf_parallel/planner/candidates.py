@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -16,10 +17,12 @@ from hf_parallel.axes.precision import gathers_codes
 from hf_parallel.planner.activations import Planned
 from hf_parallel.planner.hardware import Cluster
 from hf_parallel.planner.layout import Job, Layout
+from hf_parallel.planner.pipeline import adapted
 from hf_parallel.planner.shape import ModelShape
 
 _SCHEDULES = ("interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble")
 _MOST_STAGES = 64
+_LEAST_GRID, _COLUMNS = 16, (2, 4)  # ranks of tp from which a grid sends less, and columns that do
 _LEAST_TOKENS = 1024  # of a rank under cp: shorter parts of a row leave its GPU idle
 _MOST_CALL = 65536  # tokens of a micro-batch: larger ones are no faster
 #: quantize_weights and quantize_gradients that the search knows: the widest codes of each, and the fewest bits.
@@ -78,7 +81,7 @@ def sizes_of(config: ParallelConfig) -> tuple:
     names = ("dp_replicate_size", "dp_shard_size", "pp_size", "cp_size", "tp_size", "ep_size")
     sizes = (getattr(config, name) for name in names)
     rounded = config.quantize_weights, config.quantize_gradients
-    return (*sizes, config.context_parallel, config.zero_stage, config.hierarchical_shard, *rounded)
+    return (*sizes, config.tp_mesh, config.context_parallel, config.zero_stage, config.hierarchical_shard, *rounded)
 
 
 def layouts(goal: Goal) -> Iterator[ParallelConfig]:
@@ -88,13 +91,20 @@ def layouts(goal: Goal) -> Iterator[ParallelConfig]:
     for tp in _divisors(inside):
         if not heads_divide(shape, tp) or gpus % tp:
             continue
-        for cp, kind in _context(goal, tp):
+        grids = [{"tp_mesh": mesh} for mesh in _grids(goal, tp)]
+        for (cp, kind), grid in itertools.product(_context(goal, tp), grids):
             for pp in _divisors(gpus // tp // cp):
                 if pp > min(shape.layers, _MOST_STAGES):
                     break
                 data = gpus // tp // cp // pp
                 if goal.global_batch is None or goal.global_batch % data == 0:
-                    sizes = {"tp_size": tp, "cp_size": cp, "pp_size": pp, "context_parallel": kind}
+                    sizes: dict[str, Any] = {
+                        "tp_size": tp,
+                        "cp_size": cp,
+                        "pp_size": pp,
+                        "context_parallel": kind,
+                        **grid,
+                    }
                     sizes |= goal.settings | ({"attention": AUTO} if cp > 1 else {})  # cp has kernels of its own
                     yield from _data(goal, sizes, data)
 
@@ -137,6 +147,15 @@ def heads_divide(shape: ModelShape, tp: int) -> bool:
         for block in set(shape.blocks)
         for attention in block.attentions
     )
+
+
+def _grids(goal: Goal, tp: int) -> Iterator[str | None]:
+    """No grid; from 16 ranks on, few columns: fewer ranks send more over one (docs/tensor_meshes.md)."""
+    yield None
+    widths = {m.outputs if m.split == "row" else m.inputs for block in goal.shape.blocks for m in adapted(block)}
+    for columns in _COLUMNS if tp >= _LEAST_GRID and goal.eight_bit == AUTO else ():
+        if tp % columns == 0 and all(width % columns == 0 for width in widths):
+            yield f"{tp // columns}x{columns}"
 
 
 def _divisors(number: int) -> list[int]:
@@ -239,6 +258,7 @@ def to_layout(config: ParallelConfig, context: str | None = None) -> Layout:
         quantize_gradients=config.quantize_gradients,
         gradient_error_feedback=config.gradient_error_feedback,
         partition_activations=config.partition_activations,
+        tp_columns=config.tp_col_size,
     )
 
 

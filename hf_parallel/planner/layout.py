@@ -106,6 +106,17 @@ class Layout:
     quantize_gradients: str = "none"
     gradient_error_feedback: bool = False
     partition_activations: bool = False  # inputs of checkpointed layers over tp, without sequence parallelism
+    tp_columns: int = 1  # of the grid of tp's ranks, innermost, over which weights are cut along their other dim
+
+    @property
+    def tp_rows(self) -> int:
+        """Rows of the grid of tp's ranks; all of them where there is none."""
+        return self.tp // self.tp_columns
+
+    @property
+    def tp_and_columns(self) -> tuple[int, int]:
+        """What decides how much of a matrix is a rank's."""
+        return self.tp, self.tp_columns
 
     @property
     def gpus(self) -> int:
@@ -246,6 +257,8 @@ def _checked(layout: Layout, gpus: int | None) -> Layout:
         refuse("layout", f"{product}, but there are {gpus} GPUs", works)
     if layout.zero_stage not in (0, 1, 2, 3):
         refuse("layout", f"zero_stage={layout.zero_stage}: not one of 0, 1, 2, 3")
+    if layout.tp % layout.tp_columns:
+        refuse("layout", f"tp_columns={layout.tp_columns} does not divide tp={layout.tp}")
     if layout.dp % layout.dp_replicate:
         refuse("layout", f"dp_replicate={layout.dp_replicate} does not divide dp={layout.dp}")
     return layout

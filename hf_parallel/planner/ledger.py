@@ -30,6 +30,7 @@ from hf_parallel.planner.pipeline import (
     adapted,
     adapter_parameters,
     dense_parameters,
+    is_shared,
     remote_neighbours,
     shared_projections,
     split_backwards,
@@ -119,6 +120,8 @@ def groups(layout: Layout, cluster: Cluster) -> dict[str, Group]:
     experts = expert_shards(layout)
     placed = {  # size, distance of neighbours in ranks
         "tp": (layout.tp, 1),
+        "tp_row": (layout.tp_rows, layout.tp_columns),
+        "tp_col": (layout.tp_columns, 1),
         "cp": (layout.cp // layout.heads_over, layout.tp * layout.heads_over),
         "heads": (layout.heads_over, layout.tp),
         "ep": (layout.ep, 1),
@@ -183,7 +186,7 @@ def ledger(stages: list[Stage], layout: Layout, job: Job, cluster: Cluster) -> l
 def block_transfers(block: Block, hidden: int, layout: Layout, job: Job, cluster: Cluster) -> list[Transfer]:
     """What one block sends with one micro-batch on one rank."""
     sends = _Sends(hidden, layout, job, cluster)
-    found = [*sends.regions(), *sends.adapters(block), *sends.context(block), *sends.experts(block)]
+    found = [*sends.regions(block), *sends.adapters(block), *sends.context(block), *sends.experts(block)]
     return _real([*found, *sends.weights(block)])
 
 
@@ -219,7 +222,7 @@ class _Sends:
     def __init__(self, hidden: int, layout: Layout, job: Job, cluster: Cluster) -> None:
         self.kept_width = job.stored  # of weights where they rest
         self.job = job = computed_job(layout, job)
-        self.layout, self.habits, self.links = layout, job.habits, groups(layout, cluster)
+        self.layout, self.habits, self.cluster, self.links = layout, job.habits, cluster, groups(layout, cluster)
         self.widened = summed_width(job) / job.stored  # a gradient's bytes beside its weight's
         self.tokens = job.tokens(layout)
         self.stream, self.product = (self.tokens * hidden * width for width in (job.stored, job.width))
@@ -228,46 +231,154 @@ class _Sends:
         self.reduce = "reduce_scatter" if layout.sequence_parallel else "all_reduce"
 
     def tp(
-        self, kind: str, payload: float, count: float, what: str, when: str = FORWARD, behind: str = EXPOSED
+        self,
+        kind: str,
+        payload: float,
+        count: float,
+        what: str,
+        when: str = FORWARD,
+        behind: str = EXPOSED,
+        axis: str = "tp",
     ) -> Transfer:
-        return Transfer("tp", kind, payload, count, self.links["tp"], what, when, behind)
+        return Transfer(axis, kind, payload, count, self.links[axis], what, when, behind)
 
     # ---- tensor parallelism --------------------------------------------------------------------------------------
 
-    def regions(self) -> Iterator[Transfer]:
-        """Attention and MLP: inputs and their gradients in the stream's dtype or the products', outputs in these'."""
-        keeps, share = self.habits.keeps_products, self.job.recomputed_share
-        again_in = {"none": 0, "selective": 2 if keeps else 1, "full": 2 * share}[self.job.each_recomputed]
-        full = self.habits.recomputed_outputs * share
-        again_out = {"none": 0, "selective": 0 if keeps else 1, "full": full}[self.job.each_recomputed]
-        inputs, outputs = "inputs of attention and MLP", "outputs of attention and MLP"
-        yield self.tp(self.reduce, self.product, 2, outputs)
+    def regions(self, block: Block) -> Iterator[Transfer]:
+        """Attention and MLP: inputs and their gradients in the stream's dtype or the products', outputs in these'.
+
+        Experts are not on a grid.
+        """
+        experts = any(matrix.split == "expert" for matrix in block.matrices)
+        on_grid = 0 if self.layout.tp_columns == 1 else 2 - experts
+        if on_grid < 2:
+            yield from self.whole_regions(2 - on_grid)
+        if on_grid:
+            yield from self.grid_regions(on_grid)
+            yield from self.grid_products(block)
+
+    def whole_regions(self, count: int) -> Iterator[Transfer]:
+        """Of `count` regions over all ranks of tp."""
+        inputs, outputs, again_in, again_out = self.around_regions(count)
+        yield self.tp(self.reduce, self.product, count, outputs)
         yield self.tp(self.reduce, self.product, again_out, outputs, BACKWARD)
-        yield self.tp(self.reduce, self.entering, 2, "gradients of inputs", BACKWARD)
+        yield self.tp(self.reduce, self.entering, count, "gradients of inputs", BACKWARD)
         if self.layout.sequence_parallel:
-            yield self.tp("all_gather", self.entering, 2, inputs)
+            yield self.tp("all_gather", self.entering, count, inputs)
             yield self.tp("all_gather", self.entering, again_in, inputs, BACKWARD)
-            yield self.tp("all_gather", self.product, 2, "gradients of outputs", BACKWARD)
-            wide = not (
-                self.job.lora and self.job.stored < adapter_width(self.job)
-            )  # adapters keep what they would gather
-            yield self.tp("all_gather", self.product, 2 * self.habits.regathers * wide, inputs, BACKWARD, PRODUCTS)
+            yield self.tp("all_gather", self.product, count, "gradients of outputs", BACKWARD)
+            yield self.tp("all_gather", self.product, count * self.regathers, inputs, BACKWARD, PRODUCTS)
+
+    def around_regions(self, count: int) -> tuple[str, str, float, float]:
+        """What goes in and out of regions, in words, and how often a recomputed layer sends each again."""
+        keeps, share = self.habits.keeps_products, self.job.recomputed_share
+        again_in = {"none": 0, "selective": count if keeps else 1, "full": count * share}[self.job.each_recomputed]
+        # The last output of a layer is not needed again.
+        full = max(0, self.habits.recomputed_outputs - (2 - count)) * share
+        again_out = {"none": 0, "selective": 0 if keeps else 1, "full": full}[self.job.each_recomputed]
+        return "inputs of attention and MLP", "outputs of attention and MLP", again_in, again_out
+
+    @property
+    def regathers(self) -> bool:
+        """Are inputs gathered again for the weights' gradients? Adapters keep what they would gather."""
+        keeps_whole = self.job.lora and self.job.stored < adapter_width(self.job)
+        return self.habits.regathers and not keeps_whole
+
+    def grid_regions(self, count: int) -> Iterator[Transfer]:
+        """Inputs and outputs of `count` regions on a grid of R x C ranks: all tokens with 1/C of their features.
+
+        Tokens go to their row's ranks by features, and these gather them over rows; and the way back.
+        """
+        inputs, outputs, again_in, again_out = self.around_regions(count)
+        columns, own = self.layout.tp_columns, self.layout.tp
+        if not self.layout.sequence_parallel:
+            again_in = 0  # a rank takes its features of what it has
+        for payload, kind, times, what, when in (
+            (self.product, self.reduce, count, outputs, FORWARD),
+            (self.product, self.reduce, again_out, outputs, BACKWARD),
+            (self.entering, self.reduce, count, "gradients of inputs", BACKWARD),
+            (self.entering, "all_gather", count * self.layout.sequence_parallel, inputs, FORWARD),
+            (self.entering, "all_gather", again_in, inputs, BACKWARD),
+            (self.product, "all_gather", count * self.layout.sequence_parallel, "gradients of outputs", BACKWARD),
+        ):
+            yield self.tp(kind, payload / columns, times, what, when, axis="tp_row")
+            if self.layout.sequence_parallel:
+                yield self.tp("all_to_all", payload / own, times, what, when, axis="tp_col")
+            else:
+                yield self.tp("all_gather", payload, times, what, when, axis="tp_col")
+        if self.layout.sequence_parallel:
+            again = count * self.regathers
+            yield self.tp("all_gather", self.product / columns, again, inputs, BACKWARD, PRODUCTS, "tp_row")
+
+    def grid_products(self, block: Block) -> Iterator[Transfer]:
+        """What a grid's columns sum of column layers, and gather for row layers: what its rows would hold of it."""
+        rows, share = self.tokens * self.job.width / self.layout.tp_rows, self.job.recomputed_share
+        again_full = share * (self.job.each_recomputed == "full")
+        again = self.job.each_recomputed == "selective" or again_full
+        for matrix in block.matrices:
+            if matrix.split == "column":
+                payload, what = rows * matrix.outputs, "sums over columns"
+                yield self.tp("reduce_scatter", payload, matrix.count, what, axis="tp_col")
+                yield self.tp("reduce_scatter", payload, matrix.count * again_full, what, BACKWARD, axis="tp_col")
+                yield self.tp("all_gather", payload, matrix.count, what, BACKWARD, axis="tp_col")
+            elif matrix.split == "row":
+                payload, what = rows * matrix.inputs, "inputs of row layers"
+                yield self.tp("all_gather", payload, matrix.count, what, axis="tp_col")
+                yield self.tp("all_gather", payload, matrix.count * again, what, BACKWARD, axis="tp_col")
+                yield self.tp("reduce_scatter", payload, matrix.count, what, BACKWARD, axis="tp_col")
+                regathers = matrix.count * (self.habits.regathers and not self.job.lora)
+                yield self.tp("all_gather", payload, regathers, what, BACKWARD, PRODUCTS, "tp_col")
+        yield from self.grid_heads(block, 1, again, 1)
+
+    def grid_heads(self, block: Block, forward: float, again: float, backward: float) -> Iterator[Transfer]:
+        """Parts of keys and values to the ranks of one head, and of their gradients, so many times each."""
+        for part in block.attentions:
+            group = self.sharing(part.kv_heads)
+            payload, what = self.tokens * self.job.width * part.key_numbers / part.kv_heads, "shared keys and values"
+            for kind, count, when in (
+                ("all_gather", forward, FORWARD),
+                ("all_gather", again, BACKWARD),
+                ("reduce_scatter", backward, BACKWARD),
+            ):
+                yield Transfer("tp", kind, payload, count, group, what, when)
+
+    def sharing(self, kv_heads: int) -> Group:
+        """The ranks of tp that share a key/value head: this one alone where each has some."""
+        return _group("tp", max(1, self.layout.tp // kv_heads), 1, self.cluster)
 
     def adapters(self, block: Block) -> Iterator[Transfer]:
         """The half of each adapter that is whole on every rank; both halves of those beside shared heads."""
-        if self.job.lora and self.habits.counts_ends:
-            summed = sum(m.count * (m.outputs if m.split == "row" else m.inputs) for m in adapted(block))
-            shared = [a for a in block.attentions if a.kv_heads < self.layout.tp]
-            summed += sum(a.key_numbers for a in shared)
-            payload = ADAPTER_WIDTH * self.job.lora * summed
-            yield self.tp("all_reduce", payload, 1, "gradients of adapters", BACKWARD, PRODUCTS)
+        if not (self.job.lora and self.habits.counts_ends):
+            return
+        what, rank = "gradients of adapters", ADAPTER_WIDTH * self.job.lora
+        if self.layout.tp_columns > 1:
+            yield from self.grid_adapters(block, rank, what)
+            return
+        summed = sum(m.count * (m.outputs if m.split == "row" else m.inputs) for m in adapted(block))
+        shared = [a for a in block.attentions if a.kv_heads < self.layout.tp]
+        summed += sum(a.key_numbers for a in shared)
+        yield self.tp("all_reduce", rank * summed, 1, what, BACKWARD, PRODUCTS)
+
+    def grid_adapters(self, block: Block, rank: float, what: str) -> Iterator[Transfer]:
+        """On a grid, the half that its rows hold alike; and of each the inner product, which columns sum."""
+        width = self.job.width if self.job.autocast else adapter_width(self.job)
+        columns, inner = self.layout.tp_columns, self.tokens * width * self.job.lora
+        for matrix in adapted(block):
+            halved = rank * (matrix.outputs if matrix.split == "row" else matrix.inputs) / columns
+            yield self.tp("all_reduce", halved, matrix.count, what, BACKWARD, PRODUCTS, "tp_row")
+            for when in (FORWARD, BACKWARD):
+                yield self.tp("all_reduce", inner, matrix.count, "inner products of adapters", when, axis="tp_col")
+            if is_shared(matrix, block, self.layout.tp):
+                yield self.tp("all_reduce", rank * matrix.outputs, matrix.count, what, BACKWARD, PRODUCTS)
 
     def vocabulary(self, stage: Stage) -> Iterator[Transfer]:
         """The embedding's sum, the head's gradient; of the loss a maximum and two sums per token."""
         gathers, losses = self.layout.sequence_parallel, self.tokens * _LOSS_WIDTH
         if stage.is_first:
             yield self.tp("all_reduce", self.stream, 1, "embedding")
-            if self.job.lora:  # the first layer's input is frozen: it has no gradient
+            if self.job.lora and self.layout.tp_columns > 1:
+                yield from self.frozen_on_grid(stage.counts[0][0])
+            elif self.job.lora:  # the first layer's input is frozen: it has no gradient
                 yield self.tp(self.reduce, self.entering, -1, "gradients of inputs", BACKWARD)
             else:
                 yield self.tp("all_gather", self.stream, gathers, "gradient of the embedding", BACKWARD)
@@ -277,11 +388,23 @@ class _Sends:
             yield self.tp("all_reduce", losses, 1, "largest logits")
             yield self.tp("all_reduce", 2 * losses, 1, "sums of the loss")
 
+    def frozen_on_grid(self, block: Block) -> Iterator[Transfer]:
+        """Less what the first layer's frozen input does not need: its gradient, and those of its products."""
+        sequences, what = self.layout.sequence_parallel, "gradients of inputs"
+        own = self.entering / (self.layout.tp if sequences else 1)
+        yield self.tp(self.reduce, self.entering / self.layout.tp_columns, -1, what, BACKWARD, axis="tp_row")
+        yield self.tp("all_to_all" if sequences else "all_gather", own, -1, what, BACKWARD, axis="tp_col")
+        rows = self.tokens * self.job.width / self.layout.tp_rows
+        for part in block.attentions:
+            numbers = part.heads * part.qk_width + part.key_numbers
+            yield self.tp("all_gather", rows * numbers, -1, "sums over columns", BACKWARD, axis="tp_col")
+        yield from self.grid_heads(block, 0, 0, -1)
+
     def whole_on_all_ranks(self, stage: Stage) -> Iterator[Transfer]:
         """Gradients of what tp does not split: norms under sequence parallelism, projections of shared heads."""
         norms = sum(count * block.others for block, count in stage.counts)
         norms += stage.shape.other_parameters if stage.is_last else 0
-        shared = sum(count * shared_projections(block, self.layout.tp) for block, count in stage.counts)
+        shared = sum(count * shared_projections(block, *self.layout.tp_and_columns) for block, count in stage.counts)
         if not self.job.lora:
             gathers = self.layout.sequence_parallel
             width = summed_width(self.job)
@@ -332,8 +455,8 @@ class _Sends:
 
     def weights(self, block: Block) -> Iterator[Transfer]:
         """ZeRO's transfers of one block."""
-        dense = dense_parameters(block, self.layout.tp) * self.job.stored
-        numbers = adapter_parameters(block, self.layout.tp, self.job.lora)
+        dense = dense_parameters(block, *self.layout.tp_and_columns) * self.job.stored
+        numbers = adapter_parameters(block, self.job.lora, *self.layout.tp_and_columns)
         adapters = adapter_width(self.job) * numbers
         experts = block.expert_parameters / self.layout.expert_split * self.job.stored
         reduced = ADAPTER_WIDTH * numbers if self.job.lora else dense * self.widened
@@ -388,9 +511,9 @@ class _Sends:
 
     def gradients(self, stages: list[Stage]) -> Iterator[Transfer]:
         """Gradients and updated weights of all parameters, as far as `zero` does not send them."""
-        dense = sum(stage.dense(self.layout.tp) for stage in stages) * self.job.stored
+        dense = sum(stage.dense(*self.layout.tp_and_columns) for stage in stages) * self.job.stored
         experts = sum(stage.experts(self.layout.expert_split) for stage in stages) * self.job.stored
-        adapters = sum(stage.adapters(self.layout.tp, self.job.lora) for stage in stages)
+        adapters = sum(stage.adapters(self.job.lora, *self.layout.tp_and_columns) for stage in stages)
         summed = ADAPTER_WIDTH * adapters if self.job.lora else dense * self.widened
         yield from self.once(dense + adapter_width(self.job) * adapters, summed, "zero")
         yield from self.once(experts, 0.0 if self.job.lora else experts * self.widened, "experts")

@@ -116,9 +116,9 @@ class _Rank:
         self.parts = layout.stream_parts
         self.stream = self.tokens * self.shape.hidden * self.width / self.parts
         self.ends = sum(stage.ends(layout.tp) for stage in stages)
-        self.numbers = sum(stage.dense(layout.tp) for stage in stages)  # of parameters before ZeRO
+        self.numbers = sum(stage.dense(*layout.tp_and_columns) for stage in stages)  # of parameters before ZeRO
         self.experts = sum(stage.experts(layout.expert_split) for stage in stages)
-        self.adapters = sum(stage.adapters(layout.tp, job.lora) for stage in stages)
+        self.adapters = sum(stage.adapters(job.lora, *layout.tp_and_columns) for stage in stages)
         self.adapter_width = adapter_width(job)  # gathered
         several = layout.has_several_data_ranks
         self.gathers = several if self.habits.fsdp2 else layout.zero_stage == 3 and layout.shards > 1
@@ -147,8 +147,8 @@ class _Rank:
     def _gradients(self, stage: Stage) -> float:
         """Whole gradients of a stage."""
         if self.job.lora:
-            return ADAPTER_WIDTH * stage.adapters(self.layout.tp, self.job.lora)
-        return self.summed * (stage.dense(self.layout.tp) + stage.experts(self.layout.expert_split))
+            return ADAPTER_WIDTH * stage.adapters(self.job.lora, *self.layout.tp_and_columns)
+        return self.summed * (stage.dense(*self.layout.tp_and_columns) + stage.experts(self.layout.expert_split))
 
     @property
     def _accumulates(self) -> bool:
@@ -173,7 +173,10 @@ class _Rank:
         if not self.reshards:
             return self.width * (self.numbers + self.experts) + self.adapter_width * self.adapters
         alone = [self._alone(block) for stage in self.stages for block, _ in stage.counts]
-        layer = max((one.dense(self.layout.tp) + one.experts(self.layout.expert_split) for one in alone), default=0.0)
+        layer = max(
+            (one.dense(*self.layout.tp_and_columns) + one.experts(self.layout.expert_split) for one in alone),
+            default=0.0,
+        )
         adapters = self.adapter_width * self.adapters / max(1, sum(stage.layers for stage in self.stages))
         reduced = self.width * max(layer, self.ends) if not self.habits.fsdp2 else 0.0
         ends = self.ends - self._freed_embedding(self.stages[0])

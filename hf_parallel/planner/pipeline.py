@@ -51,32 +51,35 @@ class Stage:
         head = shape.head_parameters + copied if self.is_last else 0
         return (embedding + head) / tp + (shape.other_parameters if self.is_last else 0)
 
-    def dense(self, tp: int) -> float:
+    def dense(self, tp: int, columns: int = 1) -> float:
         """All parameters on one rank but those of experts."""
-        return self.ends(tp) + sum(count * dense_parameters(block, tp) for block, count in self.counts)
+        return self.ends(tp) + sum(count * dense_parameters(block, tp, columns) for block, count in self.counts)
 
     def experts(self, ep: int) -> float:
         """Parameters of experts on one rank."""
         return sum(count * block.expert_parameters for block, count in self.counts) / ep
 
-    def adapters(self, tp: int, rank: int) -> float:
+    def adapters(self, rank: int, tp: int, columns: int = 1) -> float:
         """Parameters of adapters of `rank` on one rank."""
-        return sum(count * adapter_parameters(block, tp, rank) for block, count in self.counts)
+        return sum(count * adapter_parameters(block, rank, tp, columns) for block, count in self.counts)
 
 
 @functools.lru_cache(maxsize=4096)
-def dense_parameters(block: Block, tp: int) -> float:
+def dense_parameters(block: Block, tp: int, columns: int = 1) -> float:
     """Parameters of a block on one tp rank, without experts.
 
-    tp splits matrices, not norms and routers. Ranks that share a key and value head hold the projections of all heads.
+    tp splits matrices, not norms and routers. Ranks that share a key and value head hold the projections of all heads,
+    but on a grid, which cuts them.
     """
     whole = block.others + sum(matrix.parameters for matrix in block.matrices if matrix.split == "whole")
     split = (block.parameters - block.expert_parameters - whole) / tp
-    return whole + split + shared_projections(block, tp) * (1 - 1 / tp)
+    return whole + split + shared_projections(block, tp, columns) * (1 - 1 / tp)
 
 
-def shared_projections(block: Block, tp: int) -> float:
-    """Parameters of key and value projections whose heads are fewer than tp ranks."""
+def shared_projections(block: Block, tp: int, columns: int = 1) -> float:
+    """Parameters of key and value projections that tp ranks hold whole, their heads being fewer."""
+    if columns > 1:
+        return 0.0
     shared = [part for part in block.attentions if part.kv_heads < tp]
     inputs = max((matrix.inputs for matrix in block.matrices if matrix.split == "column"), default=0)
     return inputs * sum(part.key_numbers for part in shared)
@@ -87,18 +90,24 @@ def adapted(block: Block) -> list[Matrix]:
     return [matrix for matrix in block.matrices if matrix.split in ("column", "row")]
 
 
+def is_shared(matrix: Matrix, block: Block, tp: int) -> bool:
+    """Does it give keys or values whose heads are fewer than tp ranks?"""
+    shared = min((part.kv_heads for part in block.attentions), default=tp) < tp
+    return shared and matrix.name.rpartition(".")[2].startswith(("k", "v"))
+
+
 @functools.lru_cache(maxsize=4096)
-def adapter_parameters(block: Block, tp: int, rank: int) -> float:
+def adapter_parameters(block: Block, rank: int, tp: int, columns: int = 1) -> float:
     """Parameters of a block's adapters of `rank` on one tp rank; 0: none.
 
-    A is whole beside columns and split beside rows, B the other way; heads that ranks share have both whole.
+    A is whole beside columns and split beside rows, B the other way; heads that ranks share have both whole. On a grid
+    its columns split what is whole otherwise, but B of those heads.
     """
-    shared = min((part.kv_heads for part in block.attentions), default=tp) < tp
     total = 0.0
     for matrix in adapted(block):
-        whole = shared and matrix.name.rpartition(".")[2].startswith(("k", "v"))
-        inputs = matrix.inputs / (tp if matrix.split == "row" else 1)
-        outputs = matrix.outputs / (tp if matrix.split == "column" and not whole else 1)
+        whole = is_shared(matrix, block, tp)
+        inputs = matrix.inputs / (tp if matrix.split == "row" else columns)
+        outputs = matrix.outputs / (columns if matrix.split == "row" else 1 if whole else tp)
         total += rank * (inputs + outputs) * matrix.count
     return total
 

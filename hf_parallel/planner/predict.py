@@ -58,7 +58,7 @@ _TILE = 128
 _CLOCK = 1.5e9  # Hz, within a fifth for every GPU of the catalogue
 _KERNELS_FORWARD, _KERNELS_BACKWARD = 16, 30  # per block, without a compiler
 #: Ranks that are not in step: once per all-reduce of tp, or per gather and scatter; per all-to-all of ep.
-_WAITS = {"tp": 0.5, "ep": 1.0}
+_WAITS = {"tp": 0.5, "tp_row": 0.5, "tp_col": 0.5, "ep": 1.0}
 
 
 def gemm_seconds(gpu: Gpu, precision: str, m: float, n: float, k: float) -> float:
@@ -148,9 +148,9 @@ def _recomputed(forward: dict[str, float], job: Job) -> dict[str, float]:
 def _matrix(gpu: Gpu, job: Job, layout: Layout, matrix: Matrix, tokens: float, backward: bool) -> float:
     m, n, k, count = tokens, float(matrix.outputs), float(matrix.inputs), matrix.count
     if matrix.split == "column":
-        n /= layout.tp
+        n, k = n / layout.tp_rows, k / layout.tp_columns
     elif matrix.split == "row":
-        k /= layout.tp
+        n, k = n / layout.tp_columns, k / layout.tp_rows
     elif matrix.split == "expert":
         count = max(1, matrix.count // layout.ep)
         m = tokens / layout.tp * layout.ep * matrix.share
@@ -212,8 +212,9 @@ def exposed(transfers: Iterable[Transfer], compute: dict[str, float], gpu: Gpu) 
 
 def kind_of(transfer: Transfer) -> str:
     """Under which name a collective's seconds are counted."""
-    if transfer.axis in ("tp", "cp", "ep"):
-        return f"{transfer.axis} communication"
+    axis = transfer.axis.partition("_")[0]
+    if axis in ("tp", "cp", "ep"):
+        return f"{axis} communication"
     return "gathering updated weights" if transfer.what == "updated weights" else "ZeRO-3 communication"
 
 
@@ -244,7 +245,7 @@ def _head_times(shape: ModelShape, layout: Layout, job: Job, gpu: Gpu) -> Times:
 
 def _lowering(stage: Stage, layout: Layout, job: Job, cluster: Cluster) -> Times:
     """Fp32 weights are read and 16-bit copies written, once for all micro-batches; gradients go back from each."""
-    weights = stage.dense(layout.tp)  # experts compute in fp32
+    weights = stage.dense(*layout.tp_and_columns)  # experts compute in fp32
     once = memory_seconds(cluster.gpu, weights * (job.stored + job.width))
     return Times({"autocast": once / job.micro_batches}, {"autocast": 0.0 if job.lora else once})
 
@@ -255,7 +256,7 @@ def _accumulating(stage: Stage, layout: Layout, job: Job, cluster: Cluster) -> f
         return 0.0
     sharded = layout.reduces_each or (layout.zero_stage == 3 and not job.habits.fsdp2)
     shards = layout.shards if sharded else 1
-    numbers = stage.dense(layout.tp) / shards + stage.experts(layout.expert_split)
+    numbers = stage.dense(*layout.tp_and_columns) / shards + stage.experts(layout.expert_split)
     return memory_seconds(cluster.gpu, numbers * (job.stored + 8))
 
 
@@ -341,8 +342,10 @@ def updated_parameters(stages: list[Stage], layout: Layout, job: Job) -> float:
     """Trained parameters whose optimizer state the rank that holds `stages` keeps, after ZeRO."""
     shards, experts = (layout.shards, expert_shards(layout)) if layout.zero_stage else (1, 1)
     if job.lora:
-        return sum(stage.adapters(layout.tp, job.lora) for stage in stages) / shards
-    return sum(stage.dense(layout.tp) / shards + stage.experts(layout.expert_split) / experts for stage in stages)
+        return sum(stage.adapters(job.lora, *layout.tp_and_columns) for stage in stages) / shards
+    return sum(
+        stage.dense(*layout.tp_and_columns) / shards + stage.experts(layout.expert_split) / experts for stage in stages
+    )
 
 
 def predict(

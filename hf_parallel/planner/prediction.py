@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from hf_parallel.planner.activations import is_cut, kept_bytes, terms_of
+from hf_parallel.planner.activations import kept_bytes, parts, terms_of
 from hf_parallel.planner.hardware import Cluster
 from hf_parallel.planner.layout import Job, Layout
 from hf_parallel.planner.ledger import Transfer, ring_factor
@@ -146,7 +146,9 @@ def _activations(p: Prediction) -> Iterable[str]:
     for term in terms_of(block, hidden, job):
         size = (term.bytes + term.squared * job.seq) / hidden
         if size:
-            cut = f"/ tp={layout.tp}" if is_cut(term, layout) else "whole on each tp rank"
+            count = parts(term, layout)
+            by_columns = f"/ {count} columns of tp_mesh" if count > 1 else "whole on each tp rank"
+            cut = f"/ tp={layout.tp}" if term.cut == "tp" or count == layout.tp > 1 else by_columns
             yield f"  {term.name:<32}{size:7.2f} bytes x s b h   {cut}"
     kept = kept_bytes(block, hidden, layout, job)
     yield f"kept: {kept / hidden:.2f} bytes x s b h = {tokens * kept / 2**20:.0f} MiB [method: arXiv:2205.05198]"

@@ -233,22 +233,6 @@ class _SumOfParts(torch.autograd.Function):
         return all_reduce(gradient, ctx.group), None
 
 
-class _ShareOfSum(torch.autograd.Function):
-    """The same, of which a rank takes some features: others may take them too."""
-
-    @staticmethod
-    def forward(ctx: Context, tensor: torch.Tensor, own: slice, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group, ctx.own, ctx.features = group, own, tensor.shape[-1]
-        return kept_or(lambda: all_reduce(tensor, group)[..., own].clone(), COLLECTIVE)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Context, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        whole = gradient.new_zeros(*gradient.shape[:-1], ctx.features)
-        whole[..., ctx.own] = gradient
-        return all_reduce(whole, ctx.group), None, None
-
-
 def copy_to_group(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Enter a region whose ranks each use the same tensor for a part of the work (f)."""
     return _Copy.apply(tensor, group)
@@ -319,11 +303,6 @@ def split_last_dim(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tens
 def sum_of_parts(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Partial sums -> the sum on all ranks, each of which uses it for a part of the work."""
     return _SumOfParts.apply(tensor, group)
-
-
-def share_of_sum(tensor: torch.Tensor, own: slice, group: dist.ProcessGroup) -> torch.Tensor:
-    """The same, of which this rank uses the features `own` alone."""
-    return _ShareOfSum.apply(tensor, own, group)
 
 
 def all_reduce(

@@ -47,7 +47,7 @@ class Groups:
 
     def among(self, partition: Partition, urgent: bool = False, apart: str = "") -> dist.ProcessGroup | None:
         """The same of groups that leave ranks out: None on these."""
-        options = _high_priority(self.device) if urgent else None
+        options = urgent_options(self.device) if urgent else None
         key = (options is not None, apart, *map(tuple, partition))
         if key not in self._known:
             self._known[key] = self._make(partition, options, bool(apart))
@@ -154,7 +154,7 @@ def _of_nccl_alone(default: dist.ProcessGroup, device: torch.device) -> dict[str
     return {"backend": "cuda:nccl"} if can_choose else {}
 
 
-def _high_priority(device: torch.device) -> object:
+def urgent_options(device: torch.device) -> object:
     """Options of a group whose kernels run on a stream of high priority; None where the device has no such thing."""
     if device.type != "cuda" or not dist.is_nccl_available() or "nccl" not in dist.get_backend_config():
         return None

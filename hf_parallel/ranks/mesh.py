@@ -50,7 +50,7 @@ from hf_parallel.ask.config import ParallelConfig
 from hf_parallel.ask.keys.sizes import SHARDS
 from hf_parallel.ask.keys.tensor import TP_AXES
 from hf_parallel.ask.spec import refuse
-from hf_parallel.ranks.groups import Groups, all_ranks_on_host
+from hf_parallel.ranks.groups import Groups, all_ranks_on_host, urgent_options
 
 #: For threads of groups that something still refers to: to let go of the tensors of their last work.
 _LAST_WORK_S = 0.1
@@ -160,7 +160,13 @@ class ParallelMesh:
     def grid(self) -> DeviceMesh:
         """The ranks of tp by rows and columns: of the same root as `tp`, with whose meshes FSDP2 joins it."""
         sizes = self.config.tp_row_size, self.config.tp_col_size
-        return self["tp"]._unflatten(0, sizes, TP_AXES)
+        options: Any = urgent_options(self.device)  # torch makes these groups, not `Groups`, of which it can take none
+        return self["tp"]._unflatten(0, sizes, TP_AXES, dict.fromkeys(TP_AXES, options) if options else None)
+
+    def tp_blocks(self, size: int) -> dist.ProcessGroup:
+        """This rank's group of so many consecutive ranks of tp. Collective over all ranks at first."""
+        blocks = [ranks[i : i + size] for ranks in axis_ranks(self.config, "tp") for i in range(0, len(ranks), size)]
+        return self.groups.along(blocks, urgent=True)
 
     def __getitem__(self, axes: str | tuple[str, ...]) -> DeviceMesh:
         return self._view(axes)[axes]

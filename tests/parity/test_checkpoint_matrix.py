@@ -1,6 +1,6 @@
 """What any layout has saved, any other reads: weights and Adam's moments, in one file and in many, bit for bit.
 
-Six sources x two formats are saved once; each of six destinations reads all twelve, and writes them again.
+Seven sources x two formats are saved once; each of seven destinations reads all, and writes them again.
 """
 
 import itertools
@@ -19,6 +19,7 @@ LAYOUTS = [
     "dp_shard=4",
     "tp=2,dp_shard=2",
     "pp=2,tp=2",
+    "tp=4,tp_mesh=2x2",
     "pp=2,dp_shard=2",
     "dp_replicate=2,dp_shard=2,zero_stage=1",
     "pp=2,dp_shard=2,zero_stage=0",  # replicas

@@ -26,6 +26,14 @@ CHAINS = {
         "dp_shard=2,zero_stage=2",
         "pp=2,offload=optimizer",
     ],
+    "grids": [
+        ONE,
+        "tp=4,tp_mesh=2x2",
+        "dp_shard=4",
+        "tp=4,tp_mesh=2x2,sequence_parallel=false",
+        "tp=4",
+        "tp=4,tp_mesh=2x2,activation_checkpointing=full",
+    ],
     "compression": [
         "dp_shard=2,offload=cpu",
         "dp_shard=4,hierarchical_shard=2,offload=optimizer",

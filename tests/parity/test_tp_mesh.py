@@ -1,6 +1,11 @@
 """Tensor parallelism on a grid of ranks (`tp_mesh=ROWSxCOLS`): weights cut along both dims, one process's numbers."""
 
+import torch
+
+from hf_parallel import parallelize
+from tests import models
 from tests.adapters import ATTENTION, MLP, lora
+from tests.distributed import run, run_alone
 from tests.training import Script, over
 
 #: Shared keys, q and k norms, biases, soft caps, norms over all columns, packed and transposed weights, sinks,
@@ -72,3 +77,23 @@ def test_lora(runs, spec):
 def test_lora_of_packed_weights(runs, spec):
     for model in ("gpt2", "phi3_eight"):
         runs.check(Script(model=model, lora=lora("all-linear", lora_bias=model == "gpt2")), spec)
+
+
+def generated(spec):
+    """Greedy tokens after a prompt of odd length, and the whole logits of a row."""
+    model = models.build("odd")
+    if spec:
+        parallelize(model, spec)
+    model.eval().config.use_cache = True
+    prompt = torch.arange(3, 8).view(1, 5)
+    with torch.no_grad():
+        logits = model(input_ids=prompt).logits
+    return model.generate(prompt, max_new_tokens=9, do_sample=False, pad_token_id=0).tolist(), logits
+
+
+def test_generation_and_logits():
+    """One token at a time, so with whole sequences, of which each rank has some features."""
+    tokens, logits = run_alone(generated, None)
+    for found, whole in run(generated, 4, "tp=4,tp_mesh=2x2"):
+        assert found == tokens
+        torch.testing.assert_close(whole, logits)

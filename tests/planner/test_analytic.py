@@ -80,6 +80,7 @@ LAYOUTS = [
     ("qwen3", "dp_replicate=8", {"rows": 2, "precision": "fp32"}),
     ("qwen3", "tp=2,dp_shard=4", {"rows": 2, "accumulation": 2}),
     ("qwen3", "pp=2,tp=2,dp_shard=2,pipeline_microbatches=4", {"rows": 4, "rank": 7}),
+    ("llama", "tp=8,tp_mesh=4x2", {"rows": 2}),
     ("gpt2", "dp_shard=8", {"rows": 4}),
     ("gpt2", "tp=4,dp_shard=2", {"rows": 2}),
     ("qwen3", "dp_shard=8", {"rows": 2, "optimizer": "sgd"}),
@@ -107,6 +108,12 @@ MORE = [
     ("llama", "tp=2,dp_shard=4", {"rows": 2, "adapters": 8, "precision": "mixed"}),
     ("llama", "dp_replicate=8", {"rows": 4, "adapters": 8, "precision": "mixed"}),
     ("llama", "pp=2,dp_shard=4,pipeline_microbatches=4", {"rows": 4, "adapters": 8}),
+    ("llama", "tp=8,tp_mesh=2x4,sequence_parallel=false", {"rows": 2}),
+    ("llama", "tp=4,tp_mesh=2x2,dp_shard=2,activation_checkpointing=full", {"rows": 2}),
+    ("llama", "tp=4,tp_mesh=2x2,dp_shard=2,activation_checkpointing=selective", {"rows": 2}),
+    ("llama", "tp=8,tp_mesh=4x2", {"rows": 2, "adapters": 8, "precision": "mixed"}),
+    ("llama", "tp=4,tp_mesh=2x2,dp_shard=2", {"rows": 2, "adapters": 8}),
+    ("llama", "tp=4,tp_mesh=2x2,pp=2,pipeline_microbatches=4", {"rows": 4, "rank": 6}),
 ]
 
 
@@ -167,6 +174,7 @@ TINY = {"num_hidden_layers": 4}
     ("spec", "rows"),
     [
         ("tp=4", 4),
+        ("tp=4,tp_mesh=2x2", 4),
         ("pp=4,pipeline_microbatches=4", 4),
         ("dp_shard=2,dp_replicate=2", 4),
         (f"pp=2,dp_shard=2,{FOUR}=zbv_zero_bubble", 4),

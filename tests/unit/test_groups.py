@@ -103,7 +103,7 @@ def urgent(spec: str) -> list[object]:
     with (
         fake_world(0, 4),
         mock.patch.object(dist, "new_group", made),
-        mock.patch.object(groups, "_high_priority", return_value="high"),
+        mock.patch.object(groups, "urgent_options", return_value="high"),
     ):
         ParallelMesh.create(ParallelConfig.parse(spec), torch.device("cpu"))
     return seen

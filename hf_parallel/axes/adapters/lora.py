@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from hf_parallel.axes.data.zero import without_sharding
 from hf_parallel.axes.tensor import gather_recompute
 from hf_parallel.axes.tensor.dropout import own_numbers, shared_numbers, shared_numbers_of_layer
-from hf_parallel.axes.tensor.grid import SummedHeads
+from hf_parallel.axes.tensor.grid import JoinedHeads
 from hf_parallel.axes.tensor.layers import (
     ColumnParallel,
     PartialGradient,
@@ -170,7 +170,7 @@ def split_embedding(down: nn.Module, name: str, mesh: DeviceMesh, device: torch.
 
 def can_split(base: nn.Module) -> TypeGuard[TensorParallelLayer]:
     """Is it known how adapters of this split layer are split?"""
-    known = ColumnParallel | RowParallel | SharedHeads | SummedHeads | PartialGradient | VocabParallel
+    known = ColumnParallel | RowParallel | SharedHeads | JoinedHeads | PartialGradient | VocabParallel
     return isinstance(base, known)
 
 

@@ -19,7 +19,7 @@ from hf_parallel.axes.adapters import lora
 from hf_parallel.axes.adapters.lora import SharedDropout, SharedRowsAdapter, cut
 from hf_parallel.axes.tensor import gather_recompute
 from hf_parallel.axes.tensor.dropout import numbers_of_each
-from hf_parallel.axes.tensor.grid import GridRegion, SummedHeads
+from hf_parallel.axes.tensor.grid import GridRegion, JoinedHeads
 from hf_parallel.axes.tensor.layers import ColumnParallel, RowParallel, TensorParallelLayer, become
 from hf_parallel.axes.tensor.tensor_parallel import shard_parameter
 from hf_parallel.ranks import copy_weight_to_group, sum_of_parts
@@ -28,7 +28,7 @@ from hf_parallel.ranks.local import local
 
 def is_on_grid(base: nn.Module) -> TypeGuard[TensorParallelLayer]:
     """Is the weight of this layer cut along both dims?"""
-    cut_twice = isinstance(base, ColumnParallel | RowParallel | SummedHeads)
+    cut_twice = isinstance(base, ColumnParallel | RowParallel | JoinedHeads)
     return cut_twice and isinstance(base.region, GridRegion)
 
 
@@ -70,7 +70,7 @@ def split_linear(
     """Split one adapter of a linear: `down` [r, in] is A and `up` [out, r] is B, whole and equal on all ranks."""
     region = base.region
     assert isinstance(region, GridRegion)
-    columns = region.grid["tp_col"]
+    columns = region.grid.mesh["tp_col"]
     if isinstance(base, RowParallel):
         cut(down, base, 1, mesh, device)
         become(down, DownOfRows, region)
@@ -80,7 +80,7 @@ def split_linear(
         return
     shard_parameter(down, "weight", columns, 1, device)
     become(down, DownOfColumns, region)
-    if isinstance(base, SummedHeads):
+    if isinstance(base, JoinedHeads):
         become(up, SharedRowsAdapter, region).rows = base.rows
     else:
         cut(up, base, 0, mesh, device)

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
     from hf_parallel.ask.config import ParallelConfig
     from hf_parallel.axes.axis import Building
+    from hf_parallel.axes.tensor.grid import Grid
     from hf_parallel.model.anatomy import Anatomy
     from hf_parallel.model.calls import Batch
 
@@ -325,7 +326,7 @@ def check_grid(facts: SplitFacts, styles: Origins, config: ParallelConfig) -> No
     Raises:
         SpecError: it names a grid that works, or tp without one.
     """
-    asked, rows, cols = f"tp_mesh={config.tp_mesh}", config.tp_row_size, config.tp_col_size
+    asked, cols = f"tp_mesh={config.tp_mesh}", config.tp_col_size
     works = f"tp={config.tp_size} without tp_mesh"
     if facts.grid_obstacle is not None:
         refuse(asked, facts.grid_obstacle, works)
@@ -339,11 +340,9 @@ def check_grid(facts: SplitFacts, styles: Origins, config: ParallelConfig) -> No
             fits = max(n for n in range(1, cols) if width % n == 0 and config.tp_size % n == 0)
             shape = f"tp_mesh={config.tp_size // fits}x{fits}" if fits > 1 else works
             refuse(asked, f"{cols} columns do not divide {width} features of {name}", shape)
-        if style == "colwise_shared_heads" and facts.heads is not None and facts.heads[1] % rows:
-            kv_heads = facts.heads[1]
-            fits = max(n for n in range(1, kv_heads + 1) if kv_heads % n == 0 and config.tp_size % n == 0)
-            shape = f"tp_mesh={fits}x{config.tp_size // fits}" if fits > 1 else works
-            refuse(asked, f"{rows} rows do not divide {kv_heads} key/value heads", shape)
+        if style == "colwise_shared_heads" and facts.linears[name][1] % config.tp_size:
+            why = f"{config.tp_size} ranks do not divide {facts.linears[name][1]} features of {name}"
+            refuse(asked, why, works)
 
 
 def _owners(model: nn.Module, names: Iterable[str]) -> Iterator[tuple[str, nn.Module]]:
@@ -444,7 +443,7 @@ class Tensor(Axis["SplitFacts", TensorPart]):
 
         mesh, device = building.mesh["tp"], building.mesh.device
         building.sequence_flag = flag = SequenceParallelFlag(part.whole_sequences is None)
-        grid = building.mesh.grid if part.grid is not None else None
+        grid = None if part.grid is None else _grid(part, building)
         tensor_parallel(model, mesh, part.words, device, flag, part.overlap, grid)
         split_experts(model, part.words, mesh, device, flag)
         vocab_parallel(model, mesh, part.words, device, part.sums_over_tokens, part.overlap)
@@ -462,6 +461,14 @@ class Tensor(Axis["SplitFacts", TensorPart]):
         if part.whole_sequences is None:
             assert building.sequence_flag is not None
             pad_sequences(model, building.mesh.size("tp"), building.sequence_flag, caches=building.pipeline is None)
+
+
+def _grid(part: TensorPart, building: Building) -> Grid:
+    from hf_parallel.axes.tensor.grid import Grid
+
+    mesh, (_, kv_heads) = building.mesh, part.facts.heads or (1, 1)
+    ranks = mesh.size("tp") // kv_heads  # of a key/value head
+    return Grid(mesh.grid, mesh.tp_blocks(ranks) if ranks > 1 else None)
 
 
 def _whole_tokens(building: Building, tensor: torch.Tensor, batch: Batch) -> torch.Tensor:

@@ -6,7 +6,7 @@ Of t tokens, hidden size h and p = R C ranks:
                      weight, cut by rows, columns    forward
     enter            -                               [t/p, h] -> tokens of a row [t/R, h/C] -> all tokens [t, h/C]
     colwise, packed  Shard(out), Shard(in)           x W_rcᵀ [t, n/R] -> reduce-scatter over columns [t, n/p]
-    shared heads     Shard(out), Shard(in)           x W_rcᵀ [t, n/R] -> sum over columns, this rank's head
+    shared heads     Shard(out), Shard(in)           the same, then gather over the ranks of a head
     rowwise          Shard(in), Shard(out)           [t, k/p] -> gather over columns [t, k/R] -> x W_rcᵀ -> leave
     leave            -                               [t, h/C] -> sum over rows [t/R, h/C] -> [t/p, h]
 
@@ -18,11 +18,14 @@ orders, the vocabulary and experts know nothing of it.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from hf_parallel.ask.keys.tensor import TP_AXES
 from hf_parallel.axes.tensor import gather_recompute
 from hf_parallel.axes.tensor.layers import TensorParallelLayer, local_weight, rows_on
 from hf_parallel.axes.tensor.region import READ_BESIDES, Region, reads_features
@@ -30,11 +33,11 @@ from hf_parallel.ranks import (
     columns_of_tokens,
     copy_to_group,
     copy_weight_to_group,
+    gather_last_dim,
     join_last_dim,
     leave_grid,
     reduce_from_group,
     scatter_last_dim,
-    share_of_sum,
     split_last_dim,
 )
 from hf_parallel.ranks.local import as_autocast
@@ -46,15 +49,23 @@ if TYPE_CHECKING:
     from hf_parallel.axes.axis import SequenceParallelFlag
 
 
+@dataclass(frozen=True)
+class Grid:
+    """The ranks of tp by rows and columns, and those of them that share a key/value head, if any do."""
+
+    mesh: DeviceMesh
+    sharing: dist.ProcessGroup | None
+
+
 class GridRegion(Region):
     """A region whose linears are cut by the rows and columns of a grid."""
 
     def __init__(
-        self, owner: nn.Module, grid: DeviceMesh, tp: DeviceMesh, switch: SequenceParallelFlag, at_owner: bool
+        self, owner: nn.Module, grid: Grid, tp: DeviceMesh, switch: SequenceParallelFlag, at_owner: bool
     ) -> None:
         super().__init__(owner, tp.get_group(), switch, at_owner)
         self.grid = grid
-        self.over_rows, self.over_columns = grid["tp_row"].get_group(), grid["tp_col"].get_group()
+        self.over_rows, self.over_columns = (grid.mesh[axis].get_group() for axis in TP_AXES)
         #: Of what the owner reads besides, what it only multiplies.
         self._multiplied = {
             name for name in READ_BESIDES if name in self._names and reads_features(owner, name) is False
@@ -104,13 +115,12 @@ class GridRegion(Region):
         return self._open_whole(tensor)
 
 
-class SummedHeads(TensorParallelLayer):
-    """Linear to heads that the ranks of one row share, being fewer than ranks: x […, in / C] -> […, this rank's head].
+class JoinedHeads(TensorParallelLayer):
+    """Linear to heads that ranks share, being fewer: x […, in / C] -> […, this rank's head].
 
-    Consecutive ranks share a key/value head, as in `SharedHeads`; the weight is cut here.
+    Consecutive ranks share a key/value head, as in `SharedHeads`; here each has a part of the weight, and of the head.
     """
 
-    own: slice  # of what a row of the grid computes, this rank's head
     rows: torch.Tensor  # of the whole layer's outputs
 
     def enter(self, input: torch.Tensor) -> torch.Tensor:
@@ -119,9 +129,10 @@ class SummedHeads(TensorParallelLayer):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         region = self.region
         assert isinstance(region, GridRegion)
+        assert region.grid.sharing is not None
         with summed_next():
             part = gather_recompute.linear(region.enter(input), local_weight(self), None)
-        output = share_of_sum(part, self.own, region.over_columns)
+        output = gather_last_dim(scatter_last_dim(part, region.over_columns), region.grid.sharing)
         if self.bias is None:
             return output
         return output + copy_weight_to_group(self.bias, region.group)[rows_on(self, input.device)]

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from transformers.pytorch_utils import Conv1D
 
 from hf_parallel.axes.axis import SequenceParallelFlag
-from hf_parallel.axes.tensor.grid import GridRegion, SummedHeads
+from hf_parallel.axes.tensor.grid import Grid, GridRegion, JoinedHeads
 from hf_parallel.axes.tensor.infer import OF_HEADS, linear_sizes, named_layers
 from hf_parallel.axes.tensor.layers import (
     ColumnParallel,
@@ -52,7 +52,7 @@ def tensor_parallel(
     device: torch.device,
     switch: SequenceParallelFlag,
     overlap: bool = False,
-    grid: DeviceMesh | None = None,
+    grid: Grid | None = None,
 ) -> None:
     """Split the modules named in `styles` over the one-axis `mesh`, in place.
 
@@ -80,7 +80,7 @@ def _regions(
     styles: dict[str, str],
     switch: SequenceParallelFlag,
     overlap: bool,
-    grid: DeviceMesh | None,
+    grid: Grid | None,
 ) -> dict[str, Region]:
     """A region for each module that holds split layers, by its name."""
     regions: dict[str, Region] = {}
@@ -185,7 +185,7 @@ def _row(module: nn.Module, mesh: DeviceMesh, device: torch.device, region: Regi
 
 
 def _mesh_of_matrices(region: Region, mesh: DeviceMesh) -> DeviceMesh:
-    return region.grid if isinstance(region, GridRegion) else mesh
+    return region.grid.mesh if isinstance(region, GridRegion) else mesh
 
 
 def _packed_halves(module: nn.Module, mesh: DeviceMesh, device: torch.device, region: Region) -> None:
@@ -203,19 +203,12 @@ def _packed_qkv(module: nn.Module, mesh: DeviceMesh, device: torch.device, regio
 def _shared_heads(module: nn.Module, mesh: DeviceMesh, device: torch.device, region: Region) -> None:
     width = region.owner.head_dim
     first = _shared_head(region) * width
+    rows = torch.arange(first, first + width)
     if isinstance(region, GridRegion):
-        _sum_heads(module, region, first, width, device)
+        shard_parameter(module, "weight", region.grid.mesh, 0, device)
+        _become_shared(module, region, rows, JoinedHeads)
     else:
-        _become_shared(module, region, torch.arange(first, first + width))
-
-
-def _sum_heads(module: nn.Module, region: GridRegion, first: int, width: int, device: torch.device) -> None:
-    of_row = linear_sizes(module)[1] // region.over_rows.size()
-    shard_parameter(module, "weight", region.grid, 0, device)
-    layer = become(module, SummedHeads, region)
-    layer.own = slice(first % of_row, first % of_row + width)
-    layer.rows = torch.arange(first, first + width)
-    region.owner.num_key_value_groups = region.heads[0] // region.group.size()
+        _become_shared(module, region, rows)
 
 
 def _shared_qkv(module: nn.Module, mesh: DeviceMesh, device: torch.device, region: Region) -> None:
@@ -249,9 +242,10 @@ def _rows_of(module: nn.Module, region: Region, heads: list[int]) -> torch.Tenso
     return (torch.tensor(heads).unsqueeze(1) * width + torch.arange(width)).flatten()
 
 
-def _become_shared(module: nn.Module, region: Region, rows: torch.Tensor) -> None:
-    become(module, SharedHeads, region)
-    module.rows = rows
+def _become_shared(
+    module: nn.Module, region: Region, rows: torch.Tensor, mixin: type[SharedHeads | JoinedHeads] = SharedHeads
+) -> None:
+    become(module, mixin, region).rows = rows
     # All query heads of a rank share its one key/value head.
     region.owner.num_key_value_groups = region.heads[0] // region.group.size()
 

@@ -31,6 +31,7 @@ from torch.utils._pytree import tree_leaves
 
 from hf_parallel.apply.parallelize import ParallelState, state_of
 from hf_parallel.ask.keys.sizes import SHARDS
+from hf_parallel.ask.keys.tensor import TP_AXES
 from hf_parallel.ask.spec import refuse
 from hf_parallel.axes.data.compressed import groups_of
 from hf_parallel.axes.data.gradients import before_the_last
@@ -361,9 +362,12 @@ def axis_names(state: ParallelState) -> dict[str, str]:
     known = {"data": mesh.data_group, "pp": state.pipeline.tied_group if state.pipeline else None}
     cp = set(ranks_of(mesh.group("cp")))
     names: dict[str, str] = {group.group_name: "cp" for group in mesh.groups.made() if cp.issuperset(ranks_of(group))}
+    tp = set(ranks_of(mesh.group("tp"))) if mesh.config.tp_col_size > 1 else set()
+    names |= {group.group_name: "tp" for group in mesh.groups.made() if tp.issuperset(ranks_of(group))}
     names |= {group.group_name: name for name, group in known.items() if group is not None}
     names |= {group.group_name: "dp_shard" for group in groups_of(mesh)}
-    axes = [*(EXPERT_AXES if mesh.config.ep_size > 1 else ()), *mesh.config.sizes]  # of the same ranks the latter
+    views = [*EXPERT_AXES] * (mesh.config.ep_size > 1) + [*TP_AXES] * (mesh.config.tp_col_size > 1)
+    axes = [*views, *mesh.config.sizes]  # of the same ranks the latter
     names |= {mesh.group(axis).group_name: axis for axis in axes}
     if mesh.size("cp") > 1:  # FSDP2 shards over dp_shard x cp
         names |= {mesh.attention_group.group_name: "cp", mesh.sharing_mesh.get_group(SHARDS).group_name: "dp_shard"}
