@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from hf_parallel.ask.config import ParallelConfig
+from hf_parallel.ask.keys.tensor import TP_AXES
 from hf_parallel.ask.spec import refuse
 from hf_parallel.check.report import FAILED, NOTE, OK, SLOW, Row, ranks_text
 from hf_parallel.check.room import Room
@@ -275,7 +276,7 @@ def _tried(group: dist.ProcessGroup, name: str, device: torch.device, payload: i
 
 def check_groups(mesh: ParallelMesh, room: Room) -> Iterator[Row]:
     """Does every group join the ranks that it is meant for? Collective over all ranks."""
-    used = [axis for axis in mesh.config.sizes if mesh.size(axis) > 1]
+    used = _axes(mesh)
     own: dict[str, dist.ProcessGroup] = {axis: mesh.group(axis) for axis in used}
     if mesh.data_size > 1:
         own["data"] = mesh.data_group
@@ -309,14 +310,19 @@ def _group_row(name: str, found: list[tuple[tuple[int, ...], bool]], planned: li
 
 def check_links(mesh: ParallelMesh, cluster: Cluster | None, room: Room, payload: int, crowded: bool) -> Iterator[Row]:
     """Every operation on every axis of more than one rank. Collective over all ranks."""
-    for axis in reversed(mesh.config.sizes):  # fast links first
-        if mesh.size(axis) > 1:
-            expected = None if cluster is None else _planned(axis, mesh.config, cluster)
-            for name in OPERATIONS:
-                room.step(f"{name} on {axis}")
-                found = room.gather(_tried(mesh.group(axis), name, mesh.device, payload))
-                if found:
-                    yield _row(axis, name, found, expected, payload, crowded)
+    for axis in reversed(_axes(mesh)):  # fast links first
+        expected = None if cluster is None else _planned(axis, mesh.config, cluster)
+        for name in OPERATIONS:
+            room.step(f"{name} on {axis}")
+            found = room.gather(_tried(mesh.group(axis), name, mesh.device, payload))
+            if found:
+                yield _row(axis, name, found, expected, payload, crowded)
+
+
+def _axes(mesh: ParallelMesh) -> list[str]:
+    """All axes of several ranks, with rows and columns of a grid of tp, slow links first."""
+    grid = TP_AXES if mesh.config.tp_col_size > 1 else ()
+    return [axis for axis in (*mesh.config.sizes, *grid) if mesh.size(axis) > 1]
 
 
 def _planned(axis: str, config: ParallelConfig, cluster: Cluster) -> Group | None:

@@ -24,6 +24,7 @@ from dataclasses import asdict, astuple, dataclass, field
 import torch
 import torch.distributed as dist
 
+from hf_parallel.ask.keys.tensor import TP_AXES
 from hf_parallel.monitor.clock import Mark, clock_of
 from hf_parallel.monitor.waits import Waits
 
@@ -215,7 +216,12 @@ class Meter:
 
 GIB = 2**30
 #: Axes as they are logged, and which of the mesh's they are.
-AXES = {"tp": ("tp",), "dp": ("dp", "dp_shard", "dp_replicate", "data", "ep_shard"), "cp": ("cp",), "ep": ("ep",)}
+AXES = {
+    "tp": ("tp", *TP_AXES),
+    "dp": ("dp", "dp_shard", "dp_replicate", "data", "ep_shard"),
+    "cp": ("cp",),
+    "ep": ("ep",),
+}
 PIPELINE = "pp"
 
 

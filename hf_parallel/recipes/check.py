@@ -103,6 +103,8 @@ def layout_to_prove(recipe: Recipe) -> ParallelConfig:
     more: dict[str, object] = {}
     if layout.context_parallel.startswith("hybrid") and "cp_size" in small:
         small["cp_size"], more["context_parallel"] = 4, "hybrid:2"
+    if layout.tp_col_size > 1 and "tp_size" in small:
+        small["tp_size"], more["tp_mesh"] = 4, "2x2"
     if layout.pipeline_microbatches is not None:
         more["pipeline_microbatches"] = min(layout.pipeline_microbatches, 2 * small.get("pp_size", layout.pp_size))
     return dataclasses.replace(layout, **small, **more)  # type: ignore[arg-type]

@@ -107,6 +107,7 @@ TENSOR = [
     Layout("tp=4", 1, _UNEVEN),
     Layout("tp=2,tp_overlap=true", 1, _UNEVEN),
     Layout("tp=2,dp_shard=2", 1, _UNEVEN),
+    Layout("tp=4,tp_mesh=2x2", 1, _UNEVEN),
     Layout("tp=2", 1, _UNEVEN, model="gpt2"),
     Layout("tp=2", 1, _UNEVEN, evaluate=True),
     Layout("tp=2,lean_loss=true", 1, _UNEVEN),

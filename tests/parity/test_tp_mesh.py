@@ -1,8 +1,12 @@
 """Tensor parallelism on a grid of ranks (`tp_mesh=ROWSxCOLS`): weights cut along both dims, one process's numbers."""
 
+import pytest
 import torch
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from hf_parallel import parallelize
+from hf_parallel.ask.config import ParallelConfig
+from hf_parallel.plans import examine
 from tests import models
 from tests.adapters import ATTENTION, MLP, lora
 from tests.distributed import run, run_alone
@@ -97,3 +101,57 @@ def test_generation_and_logits():
     for found, whole in run(generated, 4, "tp=4,tp_mesh=2x2"):
         assert found == tokens
         torch.testing.assert_close(whole, logits)
+
+
+class AddsToItsInput(LlamaMLP):
+    """Does more with its input than to multiply it."""
+
+    def forward(self, x):
+        return super().forward(x) + 0.1 * x.mean(-1, keepdim=True)
+
+
+class ReadsTheWidth(LlamaMLP):
+    """Its input's last size decides what it gives."""
+
+    def forward(self, x):
+        return super().forward(x).view(*x.shape[:2], x.shape[-1])
+
+
+@pytest.mark.parametrize("kind", [AddsToItsInput, ReadsTheWidth])
+def test_code_that_reads_what_is_cut_is_refused(kind):
+    """Columns of the grid would each read their own features; `tp=4` runs it."""
+    with torch.device("meta"):
+        model = models.build("llama")
+    for layer in model.model.layers:
+        layer.mlp.__class__ = kind
+    found = examine(model, ParallelConfig.parse("tp=4,tp_mesh=2x2")).problems
+    why = f"that {kind.__name__} does no more with x than to multiply it is not known; tp=4 without tp_mesh works"
+    assert found == [f"tp_mesh=2x2: {why}"]
+    assert examine(model, ParallelConfig.parse("tp=4")).problems == []
+
+
+@pytest.mark.parametrize(
+    ("name", "spec", "words"),
+    [
+        ("deepseek_v3", "tp=4,tp_mesh=2x2", "q_a_proj stays whole and may read what is cut; tp=4 without tp_mesh"),
+        ("phi3", "tp=4,tp_mesh=2x2", "ranks share keys that model.layers.0.self_attn.qkv_proj holds beside queries"),
+        ("llama", "tp=4,tp_mesh=2x2,precision=int8", "tp_mesh=2x2 cuts products along both dims; precision=auto"),
+    ],
+)
+def test_models_that_are_refused(name, spec, words):
+    with torch.device("meta"):
+        model = models.build(name)
+    assert words in examine(model, ParallelConfig.parse(spec)).problems[0]
+
+
+def test_columns_that_do_not_divide_the_widths():
+    sizes = {"num_attention_heads": 4, "head_dim": 16, "intermediate_size": 132}
+    with torch.device("meta"):
+        even, odd = (models.build("qwen3", hidden_size=hidden, **sizes) for hidden in (66, 65))
+    assert examine(even, ParallelConfig.parse("tp=4,tp_mesh=2x2")).problems == []
+    (problem,) = examine(odd, ParallelConfig.parse("tp=4,tp_mesh=2x2")).problems
+    assert problem == (
+        "tp_mesh=2x2: 2 columns do not divide 65 features of model.layers.0.self_attn.q_proj; "
+        "tp=4 without tp_mesh works"
+    )
+    assert examine(odd, ParallelConfig.parse("tp=4")).problems == []
