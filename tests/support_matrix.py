@@ -65,6 +65,7 @@ TABLES = {
         "own loss",
         "odd sizes",
         "tp_overlap",
+        "tp_mesh",
         "LoRA",
         "DoRA",
         "QLoRA",

@@ -4,18 +4,17 @@ import pytest
 import torch
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from hf_parallel import parallelize
+from hf_parallel import clip_grad_norm, full_state_dict, parallelize
 from hf_parallel.ask.config import ParallelConfig
 from hf_parallel.plans import examine
 from tests import models
 from tests.adapters import ATTENTION, MLP, lora
 from tests.distributed import run, run_alone
-from tests.training import Script, over
+from tests.training import Script, check_alone
 
 #: Shared keys, q and k norms, biases, soft caps, norms over all columns, packed and transposed weights, sinks,
 #: experts, cross-attention.
 FAMILIES = (
-    "odd",
     "qwen3",
     "qwen2",
     "gemma2",
@@ -32,55 +31,71 @@ FAMILIES = (
     "bart",
     "deberta",
 )
-LAYOUTS = (
-    "tp=4,tp_mesh=2x2",
-    "tp=4,tp_mesh=2x2,sequence_parallel=false",
-    "tp=4,tp_mesh=2x2,pp=2",
-    "tp=4,tp_mesh=2x2,cp=2",
-    "tp=4,tp_mesh=2x2,dp_shard=2",
-    "tp=4,tp_mesh=2x2,dp_replicate=2",
-)
+GRID = "tp=4,tp_mesh=2x2"
+OTHERS = ("sequence_parallel=false", "pp=2", "cp=2", "dp_shard=2", "dp_replicate=2")
+WAYS = ("full", "selective")
+LAYOUTS = [f"{GRID},{others}" for others in (*OTHERS, *(f"activation_checkpointing={way}" for way in WAYS))]
 
 
-@over("{model} on a grid", "tp=4,tp_mesh=2x2", model=FAMILIES)
+#: Experts stay on all ranks of tp, whole ones or parts of each.
+CASES = [*((model, GRID) for model in FAMILIES), ("gpt2_eight", "tp=8,tp_mesh=4x2"), ("mixtral", f"{GRID},ep=4")]
+
+
+@pytest.mark.parametrize(("model", "spec"), [pytest.param("odd", GRID, marks=pytest.mark.support("tp_mesh")), *CASES])
 def test_families(runs, model, spec):
-    """Micro-batches with unequal numbers of targets."""
+    """A shared vocabulary of 515, rows of 15 tokens, key/value heads of two ranks; unequal numbers of targets."""
     runs.check(Script(model=model).with_accumulation(2), spec)
 
 
-@over("tp_mesh", *LAYOUTS)
-def test_layouts(runs, spec):
-    """A shared vocabulary of 515, rows of 15 tokens; each rank of a pair shares a key/value head."""
-    runs.check(Script(model="odd").with_accumulation(2), spec)
+def stepped(spec):
+    """Losses and gradient norms of three steps, and sums of each weight after them."""
+    model = models.build("odd")
+    share, shares = 0, 1
+    if spec:
+        model = parallelize(model, spec)
+        mesh = model._hf_parallel.mesh
+        share, shares = mesh.data_rank, mesh.data_size
+    optimizer, found = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), []
+    for step in range(3):
+        ids = torch.randint(1, models.VOCABULARY, (4, 15), generator=torch.Generator().manual_seed(step))
+        ids = ids.chunk(shares)[share]
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        norm = clip_grad_norm(model, 0.3) if spec else torch.nn.utils.clip_grad_norm_(model.parameters(), 0.3)
+        if shares > 1:
+            torch.distributed.all_reduce(loss.detach_(), group=mesh.data_group)
+        found += [float(loss) / shares, float(norm)]
+        optimizer.step()
+        optimizer.zero_grad()
+    whole = full_state_dict(model) if spec else model.state_dict()  # of a layout on rank 0
+    sums = [float(weight.double().abs().sum()) for _, weight in sorted(whole.items())]
+    if spec:
+        torch.distributed.broadcast_object_list(box := [sums])
+        (sums,) = box
+    return found + sums
 
 
-@over("experts on a grid", "tp=4,tp_mesh=2x2,ep=4", "tp=4,tp_mesh=2x2,dp_shard=2,ep=4")
-def test_experts(runs, spec):
-    """Experts stay on all ranks of tp, whole or cut; their routers read whole tokens."""
-    runs.check(Script(model="mixtral").with_accumulation(2), spec)
+@pytest.mark.parametrize("spec", LAYOUTS)
+def test_layouts(spec):
+    """Clipped at 0.3, so that a wrong norm shows in weights."""
+    check_alone(stepped, spec)
 
 
-@over("more rows than columns", "tp=8,tp_mesh=4x2")
-def test_oblong(runs, spec):
-    runs.check(Script(model="gpt2_eight").with_accumulation(2), spec)
-
-
-@over("checkpointing on a grid", "tp=4,tp_mesh=2x2", "tp=4,tp_mesh=2x2,pp=2")
-def test_recomputed(runs, spec):
-    for way in ("full", "selective"):
-        runs.check(Script(model="odd").with_accumulation(2), f"{spec},activation_checkpointing={way}")
-
-
-@over("LoRA on a grid", "tp=4,tp_mesh=2x2", "tp=4,tp_mesh=2x2,dp_shard=2", "tp=4,tp_mesh=2x2,pp=2")
-def test_lora(runs, spec):
+def test_lora(runs):
     """On all linears and both ends, of which two ranks share a key/value head."""
-    runs.check(Script(model="odd", lora=lora((*ATTENTION, *MLP, "embed_tokens"))).with_accumulation(2), spec)
+    runs.check(Script(model="odd", lora=lora((*ATTENTION, *MLP, "embed_tokens"))), GRID)
 
 
-@over("LoRA on a grid", "tp=4,tp_mesh=2x2", "tp=4,tp_mesh=2x2,sequence_parallel=false")
-def test_lora_of_packed_weights(runs, spec):
-    for model in ("gpt2", "phi3_eight"):
-        runs.check(Script(model=model, lora=lora("all-linear", lora_bias=model == "gpt2")), spec)
+@pytest.mark.parametrize("others", ["dp_shard=2", "pp=2", "pp=2,activation_checkpointing=selective"])
+def test_lora_beside_other_axes(runs, others):
+    runs.check(Script(model="odd", lora=lora((*ATTENTION, *MLP, "embed_tokens"))), f"{GRID},{others}")
+
+
+@pytest.mark.parametrize("model", ["gpt2", "phi3_eight"])
+def test_lora_of_packed_weights(runs, model):
+    """Without sequence parallelism; GPT-2's with a bias that the first row adds."""
+    targets = lora("all-linear", lora_bias=model == "gpt2")
+    runs.check(Script(model=model, lora=targets), f"{GRID},sequence_parallel=false")
 
 
 def generated(spec):

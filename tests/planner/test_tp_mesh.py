@@ -63,6 +63,26 @@ def test_a_grid_of_64_ranks_is_faster_for_405b_in_one_domain():
     assert grid.memory_gib < flat.memory_gib  # which keeps keys' projections whole on every rank
 
 
+def seconds(layout, per_node, seq, global_batch):
+    """Of a step of 70B on 64 GPUs."""
+    given = {"gpu": make_cluster("h100-80gb", 64, per_node=per_node), "gpus": 64, "seq": seq, "micro_batch": 1}
+    given |= {"engine": "hf_parallel", "recompute": "full", "global_batch": global_batch}
+    return predict(model=LLAMA_70B, layout={"sequence_parallel": True, **layout}, **given).step_time_s
+
+
+def test_many_tokens_are_for_less_tp():
+    """32k tokens on 16 ranks and more: gathering weights over data ranks costs less than any grid."""
+    smaller = seconds({"tp": 8, "zero_stage": 3}, 64, 32768, 8)
+    grids = [seconds({"tp": 16, "tp_columns": columns, "zero_stage": 3}, 64, 32768, 8) for columns in (1, 2, 4)]
+    assert smaller < 0.9 * min(grids)
+
+
+def test_over_nodes_a_grid_gains_little():
+    """Within a quarter of `tp=16` over two nodes, one way or the other."""
+    flat, *grids = (seconds({"tp": 16, "tp_columns": columns, "zero_stage": 3}, 8, 8192, 4) for columns in (1, 2, 4))
+    assert 0.75 * flat < min(grids)
+
+
 @pytest.mark.parametrize(("per_node", "offered"), [(8, set()), (72, {"8x2", "4x4", "16x2", "8x4", "32x2", "16x4"})])
 def test_grids_are_offered_from_16_ranks_on(per_node, offered):
     goal = Goal(shape_of(LLAMA_405B), make_cluster("b200-180gb", 64, per_node), TOKENS, 64)
@@ -70,5 +90,5 @@ def test_grids_are_offered_from_16_ranks_on(per_node, offered):
 
 
 def test_what_is_chosen_has_no_grid_below_16_ranks():
-    for choice in searched(LLAMA_70B, 64, gpu="b200-180gb", per_node=72, top=40).choices:
+    for choice in searched(LLAMA_70B, 16, gpu="b200-180gb", per_node=72, top=40).choices:
         assert choice.config.tp_mesh is None or choice.config.tp_size >= 16

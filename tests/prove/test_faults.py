@@ -33,7 +33,7 @@ def proofs(tmp_path_factory):
     return proof_of
 
 
-@pytest.mark.parametrize("spec", ["tp=2", "dp_shard=2", "pp=2", "cp=2", "dp_replicate=2", "tp=2,pp=2"])
+@pytest.mark.parametrize("spec", ["tp=2", "dp_shard=2", "pp=2", "cp=2", "dp_replicate=2"])
 def test_clean(proofs, spec):
     """No false alarm."""
     with redirect_stderr(io.StringIO()):

@@ -12,6 +12,14 @@ from tests.commands import ROOT
 
 #: By page and name: `folder/file::test` of each test that would fail if it were not so.
 PROMISES = {
+    "docs/tensor_meshes.md": {
+        "4 and 8 ranks": "planner/test_tp_mesh.py::test_few_ranks_send_more_on_a_grid_and_many_less",
+        "16 ranks and more in one domain of fast links, few tokens for each copy of the model": (
+            "planner/test_tp_mesh.py::test_a_grid_of_64_ranks_is_faster_for_405b_in_one_domain"
+        ),
+        "Many tokens per rank": "planner/test_tp_mesh.py::test_many_tokens_are_for_less_tp",
+        "Over nodes": "planner/test_tp_mesh.py::test_over_nodes_a_grid_gains_little",
+    },
     "README.md": {
         "GPUs": "unit/test_gpu_parts.py::test_part_without_a_gpu",
         "Compilation": "unit/test_compile.py::test_what_cannot_be_compiled_is_refused_by_name",
