@@ -13,6 +13,8 @@ the number of layers that read it, so there is one collective forward and one ba
     embedding_heads, heads           plain, Shard(0)    one number per head: this rank's
     colwise_gather_output            Shard(0)           head and embedding over the vocabulary: vocab_parallel.py
     embedding_rowwise                Shard(0)
+
+On a grid of the ranks weights are cut along their other dim, too: `grid.py`.
 """
 
 from __future__ import annotations
@@ -56,11 +58,11 @@ def tensor_parallel(
 ) -> None:
     """Split the modules named in `styles` over the one-axis `mesh`, in place.
 
-    Args:
-        grid: the same ranks by rows and columns, over which weights are cut along both dims (`grid.py`).
-
     Works on meta tensors (then nothing is allocated) and on values (then each rank keeps its slice; the values must be
     the same on all ranks). No communication.
+
+    Args:
+        grid: the same ranks by rows and columns, over which weights are cut along both dims (`grid.py`).
     """
     regions = _regions(model, mesh, styles, switch, overlap, grid)
     for name, style in styles.items():
@@ -87,7 +89,7 @@ def _regions(
     layers = {name for name, _ in named_layers(model)}
     for name in {name.rpartition(".")[0]: None for name, style in styles.items() if style in _STYLES}:
         owner = model.get_submodule(name)
-        at_owner = name not in layers and reads_stream(styles, name)
+        at_owner = name not in layers and _reads_stream(styles, name)
         if grid is None:
             regions[name] = Region(owner, mesh.get_group(), switch, at_owner, overlap)
         else:
@@ -103,7 +105,7 @@ def _split(model: nn.Module, name: str, style: str, mesh: DeviceMesh, device: to
     _STYLES[style](module, mesh, device, region)
 
 
-def reads_stream(styles: dict[str, str], owner: str) -> bool:
+def _reads_stream(styles: dict[str, str], owner: str) -> bool:
     """Does the owner hold readers of the residual stream? BERT's writers sit in modules of their own."""
     return any(name.rpartition(".")[0] == owner and style in READERS for name, style in styles.items())
 
@@ -144,12 +146,7 @@ def retie(model: nn.Module) -> None:
 
 
 def shard_parameter(
-    module: Any,
-    name: str,
-    mesh: DeviceMesh,
-    dim: int,
-    device: torch.device,
-    segments: list[int] | None = None,
+    module: Any, name: str, mesh: DeviceMesh, dim: int, device: torch.device, segments: list[int] | None = None
 ) -> None:
     """Turn a parameter into a DTensor cut along `dim`; nothing if the module has none of that name.
 
