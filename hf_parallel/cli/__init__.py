@@ -7,6 +7,7 @@
     hf-parallel doctor meta-llama/Llama-3.1-8B --parallel tp=2,pp=2
     hf-parallel plan meta-llama/Llama-3.1-8B --gpus 64 --gpu h100-80gb --global-batch 512
     hf-parallel export out/checkpoint-20 my-model --dtype bfloat16
+    hf-parallel migrate fsdp.yaml
     hf-parallel recipe run qwen3-0.6b-full-1x24gb --output_dir out
     hf-parallel report out
 
@@ -33,6 +34,7 @@ from hf_parallel.ask.spec import refuse
 from hf_parallel.cli import bisect as cli_bisect
 from hf_parallel.cli import check as cli_check
 from hf_parallel.cli import export as cli_export
+from hf_parallel.cli import migrate as cli_migrate
 from hf_parallel.cli import plan as cli_plan
 from hf_parallel.cli import prove as cli_prove
 from hf_parallel.cli import ray as cli_ray
@@ -72,6 +74,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return cli_bisect.bisect(args)
     if args.command == "export":
         return cli_export.export(args)
+    if args.command == "migrate":
+        return cli_migrate.migrate(args)
     if args.command == "recipe":
         return cli_recipe.recipe(args)
     if args.command == "report":
@@ -132,6 +136,7 @@ def _top_parser() -> argparse.ArgumentParser:
     _add_doctor(commands.add_parser("doctor", help="say what a spec would do to a model, and what stops it"))
     cli_plan.add_arguments(commands.add_parser("plan", help="rank the layouts of a model, draw the timeline of one"))
     cli_export.add_arguments(commands.add_parser("export", help="write the model of a checkpoint as a Hub folder"))
+    cli_migrate.add_arguments(commands.add_parser("migrate", help="print the spec for a config of FSDP, DeepSpeed, …"))
     cli_report.add_arguments(commands.add_parser("report", help="write a page about a training: speed, waits, memory"))
     cli_recipe.add_arguments(commands.add_parser("recipe", help="run, check and share recipes"))
     _add_completion(parser)
@@ -235,7 +240,16 @@ def _refuse_other_ways(args: argparse.Namespace, defaults: ClusterConfig | None)
     if getattr(defaults, "parallelism_config", None):
         options.append("parallelism_config in the config file")
     if options:
-        refuse(options[0], "not together with a spec", do="drop it, dp_shard=-1 shards like FSDP")
+        refuse(options[0], "not together with a spec", do=f"drop it; {_instead(args, defaults)}")
+
+
+def _instead(args: argparse.Namespace, defaults: ClusterConfig | None) -> str:
+    """What a person who comes with another way to distribute can write."""
+    from accelerate.commands.config import config_args
+
+    if defaults is None:
+        return "dp_shard=-1 shards like FSDP"
+    return f"`hf-parallel migrate {args.config_file or config_args.default_config_file}` prints the spec for it"
 
 
 def _settle_machine(args: argparse.Namespace, defaults: ClusterConfig | None) -> None:

@@ -41,6 +41,7 @@ ELSEWHERE = {
     r"hf-parallel prove --device cuda .*": "tests/cuda/test_scripts.py::test_prove_on_gpus",
     r"hf-parallel prove --parallel auto .*": "tests/prove/test_command.py::test_auto",
     r"hf-parallel prove .*": "tests/prove/test_command.py::test_proof_of_a_script",
+    r"hf-parallel migrate .*": "tests/unit/test_migrate.py::test_the_table_for_people",
     r"hf-parallel bisect .*": "tests/prove/test_bisect.py::test_runs_that_agree",
     r"hf-parallel check.*": "tests/unit/test_check.py::test_four_ranks",
     r"torchrun .* -m hf_parallel.cli check": "tests/unit/test_launched.py::test_slurm",

@@ -1,0 +1,442 @@
+"""`hf-parallel migrate FILE`: the spec that stands for another program's configuration, and what became of each key.
+
+Files of accelerate (FSDP 1 and 2, DeepSpeed, Megatron-LM, parallelism_config), DeepSpeed's JSON, axolotl's and
+torchtune's YAML, and Python scripts whose TrainingArguments ask for fsdp or deepspeed. Nothing is run or changed.
+
+Exit codes: 0; 2 if the file is none of these, or what it asks for cannot hold together.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from hf_parallel.ask.config import ParallelConfig
+from hf_parallel.ask.spec import SpecError, read_yaml, refuse, spell
+
+# ---- What a key of theirs becomes ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Became:
+    """What stands for a key: keys of the spec; or an argument of the script's; or nothing, and why."""
+
+    spec: Mapping[str, object] = field(default_factory=dict)
+    why: str = ""
+
+
+Rule: TypeAlias = Callable[[str], Became] | str
+_ALIKE = "every layout does so"
+_ARGUMENT = "stays the script's own"
+
+
+def _size(key: str) -> Rule:
+    """A number of ranks; 1 is the default, and so is all that is left."""
+    return lambda value: Became({key: int(value)} if int(value) != 1 else {}, "" if int(value) != 1 else "one rank")
+
+
+def _if_true(**spec: object) -> Rule:
+    """A switch."""
+    return lambda value: Became(spec) if _true(value) else Became(why="off, as by default")
+
+
+def _argument(name: str) -> Rule:
+    """What Trainer's arguments, or the script, say."""
+    return lambda value: Became(why=f"{_ARGUMENT}: {name}")
+
+
+def _true(value: object) -> bool:
+    return str(value).lower() in ("true", "1", "yes", "on")
+
+
+def _strategy(value: str) -> Became:
+    """FSDP 1's, as a word or a number."""
+    name = value.upper()
+    found: dict[str, dict[str, object]] = {
+        **dict.fromkeys(("FULL_SHARD", "1"), {"zero_stage": 3}),
+        **dict.fromkeys(("SHARD_GRAD_OP", "2"), {"zero_stage": 2}),
+        **dict.fromkeys(("NO_SHARD", "3"), {"zero_stage": 0}),
+        **dict.fromkeys(("HYBRID_SHARD", "4"), {"zero_stage": 3, "dp_replicate": "MACHINES"}),
+        **dict.fromkeys(("HYBRID_SHARD_ZERO2", "5"), {"zero_stage": 2, "dp_replicate": "MACHINES"}),
+    }
+    if name in ("TRUE", "FALSE"):  # FSDP 2's reshard_after_forward
+        return Became({"zero_stage": 3 if name == "TRUE" else 2})
+    return Became(found[name]) if name in found else Became(why="not a known strategy: nothing stands for it")
+
+
+_FSDP: dict[str, Rule] = {
+    "sharding_strategy": _strategy,
+    "reshard_after_forward": _strategy,
+    "offload_params": _if_true(offload="cpu"),
+    "activation_checkpointing": _if_true(activation_checkpointing="full"),
+    "version": "sharding is FSDP2's",
+    "auto_wrap_policy": "each transformer block is a group, found by itself",
+    "transformer_layer_cls_to_wrap": "each transformer block is a group, found by itself",
+    "transformer_cls_names_to_wrap": "each transformer block is a group, found by itself",
+    "min_num_params": "each transformer block is a group, found by itself",
+    "backward_prefetch": "FSDP2 gathers the next block ahead",
+    "backward_prefetch_policy": "FSDP2 gathers the next block ahead",
+    "forward_prefetch": "FSDP2 gathers the next block ahead",
+    "limit_all_gathers": "FSDP2 gathers the next block ahead",
+    "state_dict_type": "a checkpoint is read by any layout, and by plain Transformers",
+    "save_strategy": "a checkpoint is read by any layout, and by plain Transformers",
+    "use_orig_params": "parameters keep their names and shapes",
+    "cpu_ram_efficient_loading": "each rank reads its own slices",
+    "sync_module_states": "each rank reads its own slices",
+    "mixed_precision_policy": f"{_ARGUMENT}: bf16=True, or dtype of the model",
+    "xla": "there is no TPU layout",
+    "xla_fsdp_grad_ckpt": "there is no TPU layout",
+}
+_TUNED = "its own engine's tuning"
+_ZERO: dict[str, Rule] = {
+    "stage": lambda value: Became({"zero_stage": int(value)}),
+    "zero_quantized_weights": _if_true(quantize_weights="int8"),
+    "zero_quantized_gradients": _if_true(quantize_gradients="int4"),
+    "zero_hpz_partition_size": _size("hierarchical_shard"),
+    "mics_shard_size": lambda value: Became({"dp_shard": int(value), "dp_replicate": -1} if int(value) > 0 else {}),
+    "stage3_gather_16bit_weights_on_model_save": "saved models are always whole",
+    "gather_16bit_weights_on_model_save": "saved models are always whole",
+    **dict.fromkeys(
+        (
+            *("overlap_comm", "contiguous_gradients", "reduce_scatter", "reduce_bucket_size", "round_robin_gradients"),
+            *("allgather_partitions", "allgather_bucket_size", "sub_group_size", "stage3_prefetch_bucket_size"),
+            *("stage3_param_persistence_threshold", "stage3_max_live_parameters", "stage3_max_reuse_distance"),
+            *("stage3_module_granularity_threshold", "ignore_unused_parameters", "legacy_stage1"),
+            *("mics_hierarchical_params_gather", "zero_quantized_nontrainable_weights", "elastic_checkpoint"),
+        ),
+        _TUNED,
+    ),
+}
+_BATCH = {
+    "train_batch_size": "per_device_train_batch_size, gradient_accumulation_steps",
+    "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+    "gradient_clipping": "max_grad_norm",
+}
+_DEEPSPEED: dict[str, Rule] = {
+    **{key: _argument(name) for key, name in _BATCH.items()},
+    "optimizer": _argument("optim, learning_rate, weight_decay, adam_beta1, …"),
+    "scheduler": _argument("lr_scheduler_type, warmup_steps"),
+    "bf16": _argument("bf16=True"),
+    "fp16": _argument("fp16=True"),
+    "amp": _argument("fp16=True"),
+    "sequence_parallel_size": lambda value: Became(
+        {"cp": int(value), "context_parallel": "ulysses"} if int(value) > 1 else {}, "one rank"
+    ),
+    "activation_checkpointing.partition_activations": "sequence parallelism of `tp` cuts them anyway",
+    "activation_checkpointing.cpu_checkpointing": _if_true(activation_offload=True),
+    "tensor_parallel.autotp_size": _size("tp"),
+    "pipeline.stages": _size("pp"),
+    "steps_per_print": "logging_steps of the script",
+    "wall_clock_breakdown": "monitor=full of a spec says where time goes",
+    "zero_allow_untested_optimizer": "optimizers that cannot hold are refused by name",
+    "zero_force_ds_cpu_optimizer": _TUNED,
+    "communication_data_type": _TUNED,
+    "prescale_gradients": _TUNED,
+    "gradient_predivide_factor": _TUNED,
+    "sparse_gradients": _TUNED,
+    "aio": _TUNED,
+    "flops_profiler": "hf-parallel report shows the step's parts",
+    "tensorboard": "report_to of the script",
+    "wandb": "report_to of the script",
+}
+_ACCELERATE_DEEPSPEED: dict[str, Rule] = {
+    "zero_stage": _ZERO["stage"],
+    "gradient_accumulation_steps": _argument("gradient_accumulation_steps"),
+    "gradient_clipping": _argument("max_grad_norm"),
+    "zero3_init_flag": "each rank reads its own slices",
+    "zero3_save_16bit_model": "saved models are always whole",
+    "deepspeed_multinode_launcher": "hf-parallel launch, torchrun, Slurm or Ray start the machines",
+    "deepspeed_hostfile": "hf-parallel launch, torchrun, Slurm or Ray start the machines",
+    "deepspeed_inclusion_filter": "hf-parallel launch, torchrun, Slurm or Ray start the machines",
+    "deepspeed_exclusion_filter": "hf-parallel launch, torchrun, Slurm or Ray start the machines",
+    "deepspeed_moe_layer_cls_names": "layers with experts are found by themselves",
+}
+_PARALLELISM: dict[str, Rule] = {
+    "dp_replicate_size": _size("dp_replicate"),
+    "dp_shard_size": _size("dp_shard"),
+    "tp_size": _size("tp"),
+    "cp_size": _size("cp"),
+    "sp_size": _size("cp"),
+    "cp_comm_strategy": lambda value: Became({"context_parallel": "allgather" if "gather" in str(value) else "ring"}),
+    "cp_backend": "context parallelism is this package's own",
+    "sp_backend": "context parallelism is this package's own",
+    "cp_handler": "context parallelism is this package's own",
+}
+_MEGATRON: dict[str, Rule] = {
+    "tp_degree": _size("tp"),
+    "pp_degree": _size("pp"),
+    "num_micro_batches": lambda value: Became({"pipeline_microbatches": int(value)}),
+    "sequence_parallelism": lambda value: Became({} if _true(value) else {"sequence_parallel": False}, "on with `tp`"),
+    "recompute_activations": _if_true(activation_checkpointing="selective"),
+    "use_distributed_optimizer": _if_true(zero_stage=1),
+    "gradient_clipping": _argument("max_grad_norm"),
+}
+_TORCHTUNE: dict[str, Rule] = {
+    "tensor_parallel_dim": _size("tp"),
+    "context_parallel_dim": _size("cp"),
+    "data_parallel_shard_dim": _size("dp_shard"),
+    "data_parallel_replicate_dim": _size("dp_replicate"),
+    "fsdp_cpu_offload": _if_true(offload="cpu"),
+    "fsdp_reshard_after_forward": _strategy,
+    "enable_activation_checkpointing": _if_true(activation_checkpointing="full"),
+    "enable_activation_offloading": _if_true(activation_offload=True),
+    "tensor_parallel_plan": "weights are split by the model's own plan or structure",
+}
+_AXOLOTL: dict[str, Rule] = {
+    "tensor_parallel_size": _size("tp"),
+    "context_parallel_size": _size("cp"),
+    "sequence_parallel_degree": _size("cp"),
+    "dp_shard_size": _size("dp_shard"),
+    "dp_replicate_size": _size("dp_replicate"),
+    "expert_parallel_size": _size("ep"),
+    "ring_attn_func": "context_parallel=ring, ulysses, allgather or hybrid:U says how cp attends",
+    "heads_k_stride": "context_parallel=ring, ulysses, allgather or hybrid:U says how cp attends",
+    "fsdp_version": _FSDP["version"],
+}
+
+# ---- Whose file it is, and its keys --------------------------------------------------------------------------------
+
+Keys: TypeAlias = Iterator[tuple[str, object, Rule | None]]
+
+
+def _of(values: Mapping, rules: Mapping[str, Rule], shown: str = "", prefix: str = "") -> Keys:
+    """Every key of a mapping with its rule, if it is known; `prefix`: what may stand before each key."""
+    for key, value in values.items():
+        yield f"{shown}{key}", value, rules.get(key.removeprefix(prefix), rules.get(key))
+
+
+def _deepspeed(values: Mapping, folder: str) -> Keys:
+    """DeepSpeed's JSON, and the mapping that a script hands over."""
+    for key, value in values.items():
+        if key == "zero_optimization" and isinstance(value, Mapping):
+            yield from _zero(value)
+        elif isinstance(value, Mapping) and key not in _DEEPSPEED:
+            for inner, chosen in value.items():
+                yield f"{key}.{inner}", chosen, _DEEPSPEED.get(f"{key}.{inner}")
+        else:
+            yield key, value, _DEEPSPEED.get(key)
+
+
+def _zero(values: Mapping) -> Keys:
+    devices = {}
+    for key, value in values.items():
+        if key in ("offload_optimizer", "offload_param", "cpu_offload"):
+            device = value.get("device", "none") if isinstance(value, Mapping) else "cpu" if _true(value) else "none"
+            path = value.get("nvme_path") if isinstance(value, Mapping) else None
+            devices[key] = str(device), path
+        else:
+            yield f"zero_optimization.{key}", value, _ZERO.get(key)
+    yield from _offload(devices, "zero_optimization.")
+
+
+def _offload(devices: Mapping[str, tuple[str, str | None]], shown: str) -> Keys:
+    """Where states and parameters rest: together one key."""
+    path = next((path for _, path in devices.values() if path), None) or "/local_nvme"
+    kinds = {key.removeprefix("offload_").partition("_")[0]: device for key, (device, _) in devices.items()}
+    states, weights = kinds.get("optimizer", kinds.get("cpu", "none")), kinds.get("param", "none")
+    way = {"none": "none", "cpu": "cpu", "nvme": f"nvme_all:{path}"}.get(weights, "none")
+    if way in ("none", "cpu") and states == "nvme":
+        way = f"nvme:{path}"
+    elif way == "none" and states == "cpu":
+        way = "optimizer"
+    for key, (device, _) in devices.items():
+        yield f"{shown}{key}", device, (lambda value: Became({"offload": way} if way != "none" else {}, "resident"))
+
+
+def _accelerate(values: Mapping, folder: str) -> Keys:
+    fsdp, deepspeed = values.get("fsdp_config") or {}, values.get("deepspeed_config") or {}
+    yield from _of(fsdp, _FSDP, "fsdp_config.", "fsdp_")
+    offloaded = {}
+    for key, value in deepspeed.items():
+        if key.endswith("_device") and key.startswith("offload_"):
+            name = key.removesuffix("_device")
+            offloaded[name] = str(value), deepspeed.get(f"{name}_nvme_path")
+        elif key == "deepspeed_config_file":
+            yield from _deepspeed(_json(os.path.join(folder, str(value))), folder)
+        elif not key.endswith("_nvme_path"):
+            yield f"deepspeed_config.{key}", value, _ACCELERATE_DEEPSPEED.get(key)
+    yield from _offload(offloaded, "deepspeed_config.")
+    yield from _of(values.get("parallelism_config") or {}, _PARALLELISM, "parallelism_config.", "parallelism_config_")
+    yield from _of(values.get("megatron_lm_config") or {}, _MEGATRON, "megatron_lm_config.", "megatron_lm_")
+    if values.get("mixed_precision", "no") != "no":
+        yield "mixed_precision", values["mixed_precision"], _argument("--mixed_precision, or bf16=True")
+
+
+def _axolotl(values: Mapping, folder: str) -> Keys:
+    yield from _of({key: value for key, value in values.items() if key in _AXOLOTL}, _AXOLOTL)
+    if isinstance(values.get("fsdp"), list):
+        yield from _words(" ".join(map(str, values["fsdp"])))
+    yield from _of(values.get("fsdp_config") or {}, _FSDP, "fsdp_config.", "fsdp_")
+    if isinstance(values.get("deepspeed"), str):
+        yield from _deepspeed(_json(os.path.join(folder, values["deepspeed"])), folder)
+
+
+def _torchtune(values: Mapping, folder: str) -> Keys:
+    return _of({key: value for key, value in values.items() if key in _TORCHTUNE}, _TORCHTUNE)
+
+
+def _words(asked: str) -> Keys:
+    """`fsdp="full_shard auto_wrap offload"` of TrainingArguments."""
+    for word in asked.split():
+        rule = {"auto_wrap": _FSDP["auto_wrap_policy"], "offload": _FSDP["offload_params"]}.get(word, _strategy)
+        value = {"offload": True}.get(word, word)
+        yield f"fsdp {word}", value, rule
+
+
+def _script(source: str, folder: str) -> Keys:
+    """Arguments fsdp, fsdp_config and deepspeed of any call in a script, as far as they are written out."""
+    for node in ast.walk(ast.parse(source)):
+        for keyword in node.keywords if isinstance(node, ast.Call) else ():
+            if keyword.arg not in ("fsdp", "fsdp_config", "deepspeed"):
+                continue
+            try:
+                value = ast.literal_eval(keyword.value)
+            except ValueError:
+                refuse(keyword.arg, f"line {keyword.value.lineno} computes it", do="give migrate the file it reads")
+            if keyword.arg == "fsdp":
+                yield from _words(value if isinstance(value, str) else "full_shard" if value else "")
+            elif keyword.arg == "fsdp_config":
+                values = _json(os.path.join(folder, value)) if isinstance(value, str) else value
+                yield from _of(values, _FSDP, "fsdp_config.", "fsdp_")
+            else:
+                yield from _deepspeed(_json(os.path.join(folder, value)) if isinstance(value, str) else value, folder)
+
+
+def _json(path: str) -> Mapping:
+    try:
+        with open(path, encoding="utf-8") as file:
+            values = json.load(file)
+    except (OSError, ValueError) as error:
+        refuse(path, f"cannot be read as JSON ({error})", cause=error)
+    if not isinstance(values, dict):
+        refuse(path, "holds no mapping")
+    return values
+
+
+@dataclass(frozen=True)
+class Source:
+    """A file of another program."""
+
+    program: str
+    keys: list[tuple[str, object, Rule | None]]
+    processes: int | None = None
+    machines: int = 1
+
+
+def read(path: str) -> Source:
+    """Whose file it is, and its keys.
+
+    Raises:
+        SpecError: it is none that is known, or cannot be read.
+    """
+    folder = os.path.dirname(path)
+    if path.endswith(".py"):
+        try:
+            with open(path, encoding="utf-8") as file:
+                return Source("script", list(_script(file.read(), folder)))
+        except (OSError, SyntaxError) as error:
+            refuse(path, f"cannot be read as Python ({error})", cause=error)
+    values = _json(path) if path.endswith(".json") else read_yaml(path)
+    kinds = {  # a key that only such a file has -> its program and reader
+        ("distributed_type", "compute_environment", "parallelism_config"): ("accelerate", _accelerate),
+        ("zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size"): ("DeepSpeed", _deepspeed),
+        ("base_model",): ("axolotl", _axolotl),
+        tuple(_TORCHTUNE): ("torchtune", _torchtune),
+    }
+    for marks, (program, reader) in kinds.items():
+        if any(mark in values for mark in marks):
+            processes = values.get("num_processes")
+            machines = int(values.get("num_machines") or 1)
+            return Source(program, list(reader(values, folder)), int(processes) if processes else None, machines)
+    known = "accelerate, DeepSpeed, axolotl, torchtune, or a script with fsdp or deepspeed"
+    refuse(path, f"is no configuration of {known}", do="hf-parallel plan MODEL --gpus N proposes a spec")
+
+
+# ---- The spec, and what became of each key -------------------------------------------------------------------------
+
+
+def migrated(source: Source) -> tuple[str, list[tuple[str, str, str]]]:
+    """The spec, and of each key (as it is written, what stands for it, why).
+
+    Raises:
+        SpecError: two keys ask for different things, or what they ask for cannot hold together.
+    """
+    spec: dict[str, object] = {}
+    rows = []
+    for key, value, rule in source.keys:
+        became = _became(key, value, rule)
+        chosen = {name: _here(name, asked, source) for name, asked in became.spec.items()}
+        chosen = {name: asked for name, asked in chosen.items() if asked is not None}
+        for name, asked in chosen.items():
+            if spec.setdefault(name, asked) != asked:
+                refuse(
+                    f"{key}={value}", f"asks for {name}={asked}, another key for {name}={spec[name]}", do="keep one"
+                )
+        shown = ",".join(f"{name}={spell(asked)}" for name, asked in chosen.items())
+        rows.append((f"{key}: {_short(value)}", shown, became.why if not shown else ""))
+    if spec.get("zero_stage") == 3:
+        del spec["zero_stage"]  # the default
+    spec = {"dp_shard": -1, **spec} if spec.get("dp_replicate") != -1 or "dp_shard" in spec else spec
+    text = ",".join(f"{name}={spell(asked)}" for name, asked in spec.items())
+    config = ParallelConfig.parse(text)
+    if source.processes is not None:
+        config.resolve(source.processes)
+    return text, rows
+
+
+def _became(key: str, value: object, rule: Rule | None) -> Became:
+    if not callable(rule):
+        return Became(why=rule or "not known here: nothing stands for it")
+    try:
+        return rule(str(value))
+    except (TypeError, ValueError) as error:
+        refuse(f"{key}: {value}", "is no value that is known", do="write a number", cause=error)
+
+
+def _here(name: str, asked: object, source: Source) -> object | None:
+    """Replicas of hybrid shards are machines; of one there are none."""
+    if asked == "MACHINES":
+        return source.machines if source.machines > 1 else None
+    return asked
+
+
+def _short(value: object) -> str:
+    text = json.dumps(value) if isinstance(value, Mapping) else str(value)
+    return text if len(text) <= 32 else f"{text[:31]}…"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `hf-parallel migrate`."""
+    parser.description = "Print the spec that stands for another program's configuration, and what became of each key."
+    parser.add_argument(
+        "file", metavar="FILE", help="YAML of accelerate, axolotl, torchtune; JSON of DeepSpeed; script"
+    )
+    parser.add_argument("--json", action="store_true", help="the same as JSON")
+
+
+def migrate(args: argparse.Namespace) -> int:
+    """Print the spec and the table."""
+    try:
+        source = read(args.file)
+        spec, rows = migrated(source)
+    except SpecError as error:
+        print(f"hf_parallel: {error}", file=sys.stderr)
+        return 2
+    if args.json:
+        keys = [{"key": key, "spec": ours, "why": why} for key, ours, why in rows]
+        print(json.dumps({"program": source.program, "spec": spec, "keys": keys}, indent=2))
+        return 0
+    count = "" if source.processes is None else f"--num_processes {source.processes} "
+    print(f"{args.file} is a configuration of {source.program}" if source.program != "script" else args.file)
+    print(f"\n    hf-parallel launch {count}--parallel {spec} train.py\n")
+    width = max((len(key) for key, _, _ in rows), default=0)
+    for key, ours, why in rows:
+        print(f"{key:<{width}}  ->  {ours or f'({why})'}")
+    return 0
