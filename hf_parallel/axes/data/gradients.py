@@ -317,9 +317,7 @@ def _cut_axes(gradient: torch.Tensor, mesh: ParallelMesh) -> frozenset[str]:
         return frozenset()
     names = gradient.device_mesh.mesh_dim_names or ()
     # A strided shard (dp_shard and tp on one dim) has a dim too, but is not a plain Shard.
-    cut = {n for n, placement in zip(names, gradient.placements, strict=True) if hasattr(placement, "dim")}
-    if cut.issuperset(TP_AXES):  # over all ranks of tp
-        cut = cut.difference(TP_AXES) | {"tp"}
+    cut = (n for n, placement in zip(names, gradient.placements, strict=True) if hasattr(placement, "dim"))
     return frozenset(axis for name in cut for axis in mesh.config.axes_along(name) if mesh.size(axis) > 1)
 
 
