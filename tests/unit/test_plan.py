@@ -92,7 +92,7 @@ def test_every_refusal_has_the_one_form():
 def test_no_source_of_a_model_is_read():
     """What a model does is declared in `families.py`, or seen by running it on stand-ins or the meta device.
 
-    Recipes read the options that a script takes, and `migrate` what it asks of another engine, where there is no model.
+    Recipes read the options that a script takes, and `migrate` what it asks of another engine: there is no model yet.
     """
     for path in {*ROOM.rglob("*.py")} - {*(ROOM / "recipes").rglob("*.py"), ROOM / "cli" / "migrate.py"}:
         assert not re.search(r"getsource|import (ast|dis)\b", path.read_text()), path
