@@ -233,23 +233,21 @@ def _accelerators() -> int:
 
 
 def _refuse_other_ways(args: argparse.Namespace, defaults: ClusterConfig | None) -> None:
-    options = [f"--{name}" for name in _EXCLUSIVE if getattr(args, name)]
+    options, in_file = [f"--{name}" for name in _EXCLUSIVE if getattr(args, name)], []
     kind = getattr(getattr(defaults, "distributed_type", None), "value", "NO")
     if kind in _EXCLUSIVE_TYPES:
-        options.append(f"distributed_type: {kind} in the config file")
+        in_file.append(f"distributed_type: {kind} in the config file")
     if getattr(defaults, "parallelism_config", None):
-        options.append("parallelism_config in the config file")
+        in_file.append("parallelism_config in the config file")
     if options:
-        refuse(options[0], "not together with a spec", do=f"drop it; {_instead(args, defaults)}")
+        refuse(options[0], "not together with a spec", do="drop it, dp_shard=-1 shards like FSDP")
+    if in_file:
+        from accelerate.commands.config import config_args
 
-
-def _instead(args: argparse.Namespace, defaults: ClusterConfig | None) -> str:
-    """What a person who comes with another way to distribute can write."""
-    from accelerate.commands.config import config_args
-
-    if defaults is None:
-        return "dp_shard=-1 shards like FSDP"
-    return f"`hf-parallel migrate {args.config_file or config_args.default_config_file}` prints the spec for it"
+        file = args.config_file or config_args.default_config_file
+        refuse(
+            in_file[0], "not together with a spec", do=f"drop it; `hf-parallel migrate {file}` prints the spec for it"
+        )
 
 
 def _settle_machine(args: argparse.Namespace, defaults: ClusterConfig | None) -> None:

@@ -272,7 +272,7 @@ def _accelerate(values: Mapping, folder: str) -> Keys:
 def _axolotl(values: Mapping, folder: str) -> Keys:
     yield from _of({key: value for key, value in values.items() if key in _AXOLOTL}, _AXOLOTL)
     if isinstance(values.get("fsdp"), list):
-        yield from _words(" ".join(map(str, values["fsdp"])))
+        yield from _words(values["fsdp"])
     yield from _of(values.get("fsdp_config") or {}, _FSDP, "fsdp_config.", "fsdp_")
     if isinstance(values.get("deepspeed"), str):
         yield from _deepspeed(_json(os.path.join(folder, values["deepspeed"])), folder)
@@ -282,9 +282,9 @@ def _torchtune(values: Mapping, folder: str) -> Keys:
     return _of({key: value for key, value in values.items() if key in _TORCHTUNE}, _TORCHTUNE)
 
 
-def _words(asked: str) -> Keys:
-    """`fsdp="full_shard auto_wrap offload"` of TrainingArguments."""
-    for word in asked.split():
+def _words(asked: str | list[str]) -> Keys:
+    """`fsdp="full_shard auto_wrap offload"` of TrainingArguments, or these words in a list."""
+    for word in asked.split() if isinstance(asked, str) else asked:
         rule = {"auto_wrap": _FSDP["auto_wrap_policy"], "offload": _FSDP["offload_params"]}.get(word, _strategy)
         value = {"offload": True}.get(word, word)
         yield f"fsdp {word}", value, rule
@@ -300,8 +300,10 @@ def _script(source: str, folder: str) -> Keys:
                 value = ast.literal_eval(keyword.value)
             except ValueError:
                 refuse(keyword.arg, f"line {keyword.value.lineno} computes it", do="give migrate the file it reads")
+            if not value:
+                continue  # off, as by default
             if keyword.arg == "fsdp":
-                yield from _words(value if isinstance(value, str) else "full_shard" if value else "")
+                yield from _words("full_shard" if value is True else value)
             elif keyword.arg == "fsdp_config":
                 values = _json(os.path.join(folder, value)) if isinstance(value, str) else value
                 yield from _of(values, _FSDP, "fsdp_config.", "fsdp_")

@@ -171,6 +171,8 @@ def test_scripts(tmp_path, capsys):
     source = 'args = TrainingArguments("out", fsdp="shard_grad_op auto_wrap offload", fsdp_config={"version": 2})\n'
     assert shown(tmp_path, capsys, "a.py", source)[1]["spec"] == "dp_shard=-1,zero_stage=2,offload=cpu"
     assert shown(tmp_path, capsys, "b.py", 'SFTConfig(deepspeed="ds.json")\n')[1]["spec"] == "dp_shard=-1"
+    words = 'TrainingArguments(fsdp=["shard_grad_op", "offload"], fsdp_config=None, deepspeed=None)\n'
+    assert shown(tmp_path, capsys, "d.py", words)[1]["spec"] == "dp_shard=-1,zero_stage=2,offload=cpu"
     code, _, said = shown(tmp_path, capsys, "c.py", "TrainingArguments(deepspeed=chosen())\n")
     assert code == 2
     assert said == "hf_parallel: deepspeed: line 1 computes it; give migrate the file it reads\n"
