@@ -10,7 +10,7 @@ import time
 import traceback
 from pathlib import Path
 
-PARTS = ("links", "parity", "checkpoints", "syncs", "memory", "speed", "context")
+PARTS = ("links", "parity", "layouts", "checkpoints", "syncs", "memory", "speed", "context")
 ROOT = Path(__file__).parents[2]
 
 
@@ -21,6 +21,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", default="outputs/gpu", metavar="FOLDER", help="for PART.json (outputs/gpu)")
     parser.add_argument("--wheels", metavar="FOLDER", help="install packages from here, into a new environment")
     parser.add_argument("--small", action="store_true", help="the sizes of the CPU part on a GPU too")
+    parser.add_argument("--limit", type=float, default=480, metavar="SECONDS", help="of each part (480)")
     args = parser.parse_args(argv)
     unknown = [part for part in args.parts if part not in PARTS]
     if unknown:
@@ -31,20 +32,24 @@ def main(argv: list[str] | None = None) -> int:
         return wheels.run_in_environment(args.wheels, _words(args))
     sys.path.insert(0, str(ROOT))
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    return max([run_part(part, args.out, args.small) for part in args.parts or PARTS])
+    return max([run_part(part, args.out, args.small, args.limit) for part in args.parts or PARTS])
 
 
 def _words(args: argparse.Namespace) -> list[str]:
     """This command again, without the folder of wheels."""
-    return [*args.parts, "--out", args.out, *(["--small"] if args.small else [])]
+    return [*args.parts, "--out", args.out, "--limit", str(args.limit), *(["--small"] if args.small else [])]
 
 
-def run_part(part: str, out: str, small: bool) -> int:
+def run_part(part: str, out: str, small: bool, limit_s: float = 480) -> int:
     """One part: its table, its file, its exit code."""
     from benchmarks.gpu.setting import Setting
     from hf_parallel.check.report import FAILED, Report, Row
 
-    module, setting, began = importlib.import_module(f"benchmarks.gpu.{part}"), Setting.here(small), time.monotonic()
+    module, setting, began = (
+        importlib.import_module(f"benchmarks.gpu.{part}"),
+        Setting.here(small, limit_s),
+        time.monotonic(),
+    )
     report = Report(setting.devices or 1, name=f"gpu {part}", counts="GPU" if setting.devices else "CPU part")
     report.add(setting.rows())
     try:

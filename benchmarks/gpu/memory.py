@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.setting import Setting
-from benchmarks.gpu.share import ANY_VALUE, config_of, layout_of, share, tokens
+from benchmarks.gpu.share import ANY_VALUE, config_of, layout_of, loss_of, planned, share, tokens
 from hf_parallel.check.report import FAILED, NOTE, OK, Row
 
 NEEDS_GPU = ("CUDA's allocator", "workspaces of kernels", "1B and 8B shapes")
@@ -49,15 +49,16 @@ def rows(setting: Setting) -> Iterator[Row]:
 def shown(case: Case, found: dict[str, Any]) -> Iterator[Row]:
     """What was found of a case, in lines."""
     what = f"{case.shape} {case.spec or 'one process'}" + (f" rank {case.rank}" if case.rank else "")
-    planned, dry, seen = found["planned"], found["dry"], found["seen"]
-    total, measured = sum(planned.values()), found["allocated"] or sum(seen.values())
+    formulas, dry, seen = found["planned"], found["dry"], found["seen"]
+    total, measured = sum(formulas.values()), found["allocated"] or sum(seen.values())
     gap = total / measured - 1
-    text = f"{_size(measured)} {'allocated' if found['allocated'] else 'of tensors'}"
+    held = f" of {_size(found['reserved'])}" if found["reserved"] else ""
+    text = f"{_size(measured)} {'allocated' if found['allocated'] else 'of tensors'}{held}"
     expected = f"{_size(total)} planned ({gap:+.1%}), {_size(sum(dry.values()))} dry run"
     status = OK if abs(gap) <= TARGET else FAILED
     yield Row("memory", what, text, expected, status, found)
     for kind in seen:
-        text = f"{_size(planned.get(kind, 0))} planned, {_size(dry.get(kind, 0))} dry run"
+        text = f"{_size(formulas.get(kind, 0))} planned, {_size(dry.get(kind, 0))} dry run"
         yield Row("memory", f"  {kind}", _size(seen[kind]), text, NOTE)
 
 
@@ -71,13 +72,14 @@ def measured(shape: str, spec: str, rows: int, seq: int, rank: int) -> dict[str,
 
     config, layout = config_of(shape), layout_of(spec)
     given = {"rank": rank, "rows": rows, "seq": seq}
-    seen, allocated = observed(config, spec, **given)
+    seen, allocated, reserved = observed(config, spec, **given)
     dry = dry_run(config, layout, **given)
-    return {"seen": seen, "allocated": allocated, "dry": dict(dry.peak), "planned": planned(config, spec, **given)}
+    found = {"seen": seen, "allocated": allocated, "reserved": reserved, "dry": dict(dry.peak)}
+    return {**found, "planned": by_formula(config, spec, **given)}
 
 
-def observed(config: Any, spec: str, rank: int, rows: int, seq: int) -> tuple[dict[str, int], int]:
-    """Of tensors by kind, and the allocator's peak of a later step (0 on a CPU, whose allocator does not say)."""
+def observed(config: Any, spec: str, rank: int, rows: int, seq: int) -> tuple[dict[str, int], int, int]:
+    """Of tensors by kind; the most allocated in a later step, and reserved (0 on a CPU, whose allocator is silent)."""
     from hf_parallel.planner.dryrun.recorder import observe
 
     with share(config, spec, rank) as model:
@@ -85,34 +87,24 @@ def observed(config: Any, spec: str, rank: int, rows: int, seq: int) -> tuple[di
         pipelined = layout_of(spec).pp_size > 1
         seen = dict(observe(model, [batch], scalars=ANY_VALUE if pipelined else None).peak)
         if not torch.accelerator.is_available():
-            return seen, 0
+            return seen, 0, 0
         module, optimizer = torch.get_device_module(), torch.optim.AdamW(model.parameters(), fused=True)
         for _ in range(2):
             module.reset_peak_memory_stats()
-            model(**batch).loss.backward()
+            loss_of(model, batch).backward()
             optimizer.step()
             optimizer.zero_grad()
         torch.accelerator.synchronize()
-        return seen, module.max_memory_allocated()
+        return seen, module.max_memory_allocated(), module.max_memory_reserved()
 
 
-def planned(config: Any, spec: str, rank: int, rows: int, seq: int) -> dict[str, float]:
+def by_formula(config: Any, spec: str, rank: int, rows: int, seq: int) -> dict[str, float]:
     """By the planner's formulas, in the kinds of the dry run."""
-    from hf_parallel.planner import make_cluster, shape_of
-    from hf_parallel.planner.candidates import Goal, to_job, to_layout
-    from hf_parallel.planner.dryrun.run import on_meta, settled
     from hf_parallel.planner.memory import memory_of_ranks
-    from hf_parallel.planner.pipeline import make_stages
-    from hf_parallel.planner.search import count_activations
 
-    layout, _ = settled(on_meta(config), layout_of(spec), rank)
-    shape = count_activations(shape_of(config), config, "bf16", None)
-    size = rows // (layout.pipeline_microbatches or 1)
-    cluster = make_cluster("h100-80gb", layout.world_size)
-    goal = Goal(shape, cluster, seq, None, "bf16", "adamw", 0, rows=rows, accumulation=1)
-    where, job = to_layout(layout), to_job(goal, layout, size, rows // size)
-    place = rank // (layout.world_size // layout.pp_size)
-    kinds = memory_of_ranks(make_stages(shape, where, job), where, job)[place].kinds
+    where, job, stages = planned(config, spec, rows, seq, rank)
+    place = rank // (where.gpus // where.pp)
+    kinds = memory_of_ranks(stages, where, job)[place].kinds
     outside = ("context", "communication buffers")
     passing = kinds["activations"] + kinds["temporaries"]
     renamed = {"weights": "parameters"}

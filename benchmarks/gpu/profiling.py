@@ -49,6 +49,7 @@ class Meter:
         busy = _length(_joined([span for _, span in self.spans])) / 1e9
         times = {"wall_ms": wall * 1e3, "host_ms": statistics.median(self.hosts) * 1e3}
         times["idle"] = max(0.0, 1 - busy / wall) if on_gpu else None
+        times["kernel_ms"] = _by_kind(self.spans) if on_gpu else {}
         return {**times, "kernels": len(self.spans), "counted": "kernels" if on_gpu else "operations of torch"}
 
 
@@ -98,6 +99,23 @@ def _spans(profiler: Any) -> list[tuple[str, tuple[int, int]]]:
     if not on_gpu:
         chosen = [event for event in chosen if event.name().startswith("aten::")]
     return [(event.name(), (event.start_ns(), event.start_ns() + event.duration_ns())) for event in chosen]
+
+
+#: Parts of kernels' names, by what the planner calls their work.
+_KINDS = {
+    "attention": ("flash", "fmha", "sdpa", "attention"),
+    "matrix products": ("gemm", "nvjet", "cutlass", "xmma", "cublas"),
+    "optimizer": ("adam", "multi_tensor"),
+}
+
+
+def _by_kind(spans: list[tuple[str, tuple[int, int]]]) -> dict[str, float]:
+    """Milliseconds of kernels by what they do."""
+    found = dict.fromkeys([*_KINDS, "element-wise"], 0.0)
+    for name, (begin, end) in spans:
+        parts = ((kind, part) for kind, parts in _KINDS.items() for part in parts)
+        found[next((kind for kind, part in parts if part in name.lower()), "element-wise")] += (end - begin) / 1e6
+    return found
 
 
 def _joined(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -15,9 +15,18 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_parallel.apply.parallelize import default_device, parallelize
-from hf_parallel.ask.config import ParallelConfig
+from hf_parallel.ask.config import ParallelConfig, SpecError
 from hf_parallel.model.anatomy import build_on_meta
+from hf_parallel.model.calls import unread_logits
+from hf_parallel.planner import make_cluster, shape_of
+from hf_parallel.planner.candidates import Goal, to_job, to_layout
+from hf_parallel.planner.detect import detect
+from hf_parallel.planner.dryrun.run import on_meta, settled
 from hf_parallel.planner.dryrun.world import fake_world, materialise
+from hf_parallel.planner.hardware import Cluster
+from hf_parallel.planner.layout import Job, Layout
+from hf_parallel.planner.pipeline import Stage, make_stages
+from hf_parallel.planner.search import count_activations
 from hf_parallel.ranks.mesh import ParallelMesh, stored
 
 #: Llama-3.2-1B and Llama-3.1-8B by their numbers, and one that a CPU has done in a moment.
@@ -75,6 +84,31 @@ class OtherStagesAnswer(TorchDispatchMode):
         if DTensor in types:
             return NotImplemented
         return ANY_VALUE if func is torch.ops.aten._local_scalar_dense.default else func(*args, **(kwargs or {}))
+
+
+def loss_of(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Call the model as Trainer does: for its loss alone."""
+    with unread_logits():
+        return model(**batch)["loss"]
+
+
+def planned(config: Any, spec: str, rows: int, seq: int, rank: int = 0) -> tuple[Layout, Job, tuple[Stage, ...]]:
+    """What the planner asks its formulas: the layout, the work of a step, the stages."""
+    layout, _ = settled(on_meta(config), layout_of(spec), rank)
+    shape = count_activations(shape_of(config), config, "bf16", None)
+    size = rows // (layout.pipeline_microbatches or 1)
+    goal = Goal(shape, cluster_of(layout), seq, None, "bf16", "adamw", 0, rows=rows, accumulation=1)
+    where, job = to_layout(layout), to_job(goal, layout, size, rows // size)
+    return where, job, make_stages(shape, where, job)
+
+
+def cluster_of(layout: ParallelConfig) -> Cluster:
+    """As many GPUs of this machine's kind; of an H100's where the catalogue lacks it, or there is none."""
+    try:
+        name = detect().gpu.name if torch.accelerator.is_available() else "h100-80gb"
+    except SpecError:
+        name = "h100-80gb"
+    return make_cluster(name, layout.world_size)
 
 
 def tokens(rows: int, seq: int) -> dict[str, torch.Tensor]:

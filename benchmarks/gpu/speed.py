@@ -17,7 +17,17 @@ import torch
 
 from benchmarks.gpu.profiling import TIMED, WARM, Meter, measure, overlapped
 from benchmarks.gpu.setting import Setting
-from benchmarks.gpu.share import OtherStagesAnswer, config_of, fill, layout_of, share, tokens
+from benchmarks.gpu.share import (
+    OtherStagesAnswer,
+    cluster_of,
+    config_of,
+    fill,
+    layout_of,
+    loss_of,
+    planned,
+    share,
+    tokens,
+)
 from hf_parallel.check.report import NOTE, SKIPPED, Row
 
 NEEDS_GPU = ("kernels, MFU and idle share of a GPU", "overlap of NCCL with compute", "1B and 8B shapes")
@@ -44,6 +54,8 @@ CASES = (
     Case("8B", "tp=4,pp=2,pipeline_microbatches=4", 4, 4096),
 )
 SMALL = (Case("tiny", "", 1, 33), Case("tiny", "tp=2,pp=2,pipeline_microbatches=2", 2, 33))
+#: How the planner's kinds of seconds end that links cost.
+SENT = ("communication", "reduction", "gathering updated weights", "bubble")
 OVERLAPS = ("dp_shard=2", "tp=2", "tp=2,tp_overlap=true")
 
 
@@ -72,7 +84,9 @@ def described(case: Case, found: dict[str, Any]) -> tuple[str, str]:
     per_rank = f"{found['tokens_per_s']:.0f} tokens/s, {found['wall_ms']:.1f} ms"
     mfu = "" if found["mfu"] is None else f", MFU {found['mfu']:.1%}"
     idle = "" if found["idle"] is None else f", idle {found['idle']:.0%}"
-    return per_rank + mfu, f"{found['kernels']} {found['counted']}, host {found['host_ms']:.1f} ms{idle}"
+    alone = sum(ms for kind, ms in found["planned_ms"].items() if not kind.endswith(SENT))
+    planned = f", {alone:.1f} ms planned without links"
+    return per_rank + mfu, f"{found['kernels']} {found['counted']}, host {found['host_ms']:.1f} ms{idle}{planned}"
 
 
 def _overlap(setting: Setting) -> Iterator[Row]:
@@ -98,6 +112,7 @@ def step_of_share(shape: str, spec: str, rows: int, seq: int, layers: int | None
         with OtherStagesAnswer() if layout.pp_size > 1 else contextlib.nullcontext():
             step()
         found = measure(step)
+    found["planned_ms"] = planned_ms(config, spec, rows, seq)
     return numbers(found, config, rows * seq, seq, layout.data_parallel_size / layout.world_size)
 
 
@@ -105,7 +120,7 @@ def _step(model: Any, batch: dict[str, torch.Tensor]) -> Any:
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)  # as Trainer makes it
 
     def step() -> None:
-        model(**batch).loss.backward()
+        loss_of(model, batch).backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -122,7 +137,18 @@ def step_of_trainer(shape: str, spec: str, rows: int, seq: int, layers: int | No
     with default_device():
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     fill(model)
-    return numbers(timed_trainer(model, rows, seq), config, rows * seq, seq, 1.0)
+    found = timed_trainer(model, rows, seq)
+    found["planned_ms"] = planned_ms(config, "dp_shard=1,lean_loss=false", rows, seq)
+    return numbers(found, config, rows * seq, seq, 1.0)
+
+
+def planned_ms(config: Any, spec: str, rows: int, seq: int) -> dict[str, float]:
+    """Milliseconds of a step by kind, as the planner has them."""
+    from hf_parallel.planner.predict import step_time
+
+    where, job, stages = planned(config, spec, rows, seq)
+    kinds = step_time(stages, where, job, cluster_of(layout_of(spec))).kinds
+    return {kind: seconds * 1e3 for kind, seconds in kinds.items()}
 
 
 def timed_trainer(model: Any, rows: int, seq: int, **told: Any) -> dict[str, Any]:

@@ -1,38 +1,18 @@
-"""A short training on the pretended device, in one process or on the ranks of a layout; only where it is loaded."""
+"""Layouts on the pretended device beside one process; only where it is loaded."""
 
 from __future__ import annotations
 
-import os
 import tempfile
 from dataclasses import dataclass, field
 from typing import Any
 
 import pretended_cuda as native
 import torch
-import torch.distributed as dist
-from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM
 
-import hf_parallel
-from hf_parallel.axes import activation_offload
-from tests import distributed, models
+from tests import distributed
+from tests.cuda import steps
 from tests.cuda.layouts import Layout
-
-STEPS = 5  # what ranks compare in the first four, and then ever more rarely, is over
-ROWS, LENGTH = 8, 33
-
-
-@dataclass
-class Run:
-    """What one rank did: losses of each step, the last norm, and what happened in the last step."""
-
-    losses: list[float]
-    norm: float
-    waits: dict[str, int]
-    launches: int
-    sent: int
-    faults: dict[str, int]
-    tokens: list[list[int]] | None = None
+from tests.cuda.steps import Counted, Run
 
 
 @dataclass
@@ -73,8 +53,7 @@ def compare(layout: Layout, references: dict[Any, Run], planted: tuple[str, str]
     """Run a layout, and one process unless `references` has it."""
     row = Row(layout)
     try:
-        key = (layout.model, layout.dtype, layout.autocast, layout.scaler, layout.lora, layout.adam, layout.accumulate)
-        key += (layout.padded, layout.evaluate, _layers(layout))
+        key = steps.reference_key(layout)
         if key not in references:
             references[key] = distributed.run_alone(train, layout, None, timeout=200)
         alone = references[key]
@@ -89,9 +68,7 @@ def compare(layout: Layout, references: dict[Any, Run], planted: tuple[str, str]
         row.error = f"generated {first.tokens}, one process {alone.tokens}"
     numbers = torch.tensor([*first.losses, first.norm])
     row.nan = bool(numbers.isnan().any())
-    pairs = list(zip(alone.losses, first.losses, strict=True))
-    row.gap = max(abs(a - b) / abs(a) for a, b in pairs)
-    row.norm_gap = abs(alone.norm - first.norm) / alone.norm
+    row.gap, row.norm_gap = steps.gaps(layout, first, alone)
     busiest = max(ranks, key=lambda run: sum(run.waits.values()))
     row.waits, row.alone = sum(busiest.waits.values()), sum(alone.waits.values())
     row.lines = [f"{count:4d} {line}" for line, count in sorted(busiest.waits.items(), key=lambda one: -one[1])]
@@ -101,101 +78,28 @@ def compare(layout: Layout, references: dict[Any, Run], planted: tuple[str, str]
 
 
 def train(layout: Layout, spec: str | None, planted: tuple[str, str] | None = None) -> Run:
-    """Train for a few steps; `spec` is None in one process."""
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    torch.cuda.set_device(device)
-    if layout.small is not None:
-        activation_offload.SMALL = layout.small
-    model, share, shares, group = _built(layout, spec, device)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    kind = torch.optim.AdamW if layout.adam else torch.optim.SGD
-    settings = {"lr": 1e-2} if layout.adam else {"lr": 0.1, "momentum": 0.9, "foreach": True}
-    optimizer = kind(trained, **settings)
-    scaler = torch.amp.GradScaler("cuda", init_scale=2.0**10, enabled=layout.scaler)
-    losses = []
-    if planted is not None:
-        native.plant(*planted)
-    for step in range(STEPS):
-        if step == STEPS - 1:
-            native.count_waits(True)
-            begun = native.launches(), native.sent()
-        loss, norm = _step(layout, step, model, trained, optimizer, scaler, (share, shares), device, spec is None)
-        losses.append(loss)
-    native.count_waits(False)
-    ended = native.launches(), native.sent()
-    total = torch.stack([loss.float() for loss in losses])
-    if shares > 1:
-        dist.all_reduce(total, group=group)
-        total /= shares
-    tokens = _evaluate(model, device, "pp" in layout.spec) if layout.evaluate else None
-    norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-    counted = {"waits": dict(native.waits()), "launches": ended[0] - begun[0], "sent": ended[1] - begun[1]}
-    return Run(total.tolist(), float(norm), **counted, faults=dict(native.faults()), tokens=tokens)
+    """Train for a few steps on the pretended device; `spec` is None in one process."""
+    return steps.train(layout, spec, counter=_Counter(planted))
 
 
-def _layers(layout: Layout) -> int:
-    """Two stages on each of two ranks need four; so do activations, of which two layers may be on their way."""
-    return 4 if "pp" in layout.spec or layout.small is not None else 2
+class _Counter:
+    """Counts waits, launches and bytes while it is entered, and faults of streams all the time."""
 
+    def __init__(self, planted: tuple[str, str] | None) -> None:
+        self._begun = self._ended = (0, 0)
+        if planted is not None:
+            native.plant(*planted)
 
-def _built(layout: Layout, spec: str | None, device: torch.device) -> tuple:
-    """The model on the device, this rank's share of the batch, how many there are, and their group."""
-    config = getattr(models, layout.model)(num_hidden_layers=_layers(layout))
-    torch.manual_seed(7)
-    model = AutoModelForCausalLM.from_config(config).to(getattr(torch, layout.dtype)).train()
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
-    share, shares, group = 0, 1, None
-    if spec is None:
-        model.to(device)
-    else:
-        hf_parallel.parallelize(model, spec)
-        mesh = model._hf_parallel.mesh
-        share, shares, group = mesh.data_rank, mesh.data_size, mesh.data_group
-    if layout.lora:
-        torch.manual_seed(3)
-        model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"]))
-    return model, share, shares, group
+    def __enter__(self) -> None:
+        native.count_waits(True)
+        self._begun = native.launches(), native.sent()
 
+    def __exit__(self, *error: Any) -> None:
+        native.count_waits(False)
+        self._ended = native.launches(), native.sent()
 
-def _step(layout, step, model, trained, optimizer, scaler, shares, device, alone) -> tuple[torch.Tensor, torch.Tensor]:
-    dtype = torch.float16 if layout.scaler else torch.bfloat16
-    for micro in range(layout.accumulate):
-        ids, mask = _batch(layout, 100 * step + micro, shares, device, model.config.vocab_size)
-        labels = ids if not layout.padded else torch.where(mask.bool(), ids, -100)
-        with torch.autocast("cuda", dtype, enabled=layout.autocast or layout.scaler):
-            loss = model(input_ids=ids, attention_mask=mask, labels=labels).loss
-        scaler.scale(loss / layout.accumulate).backward()
-    if layout.scaler:
-        scaler.unscale_(optimizer)
-    clip = torch.nn.utils.clip_grad_norm_
-    norm = clip(trained, 1.0, foreach=True) if alone else hf_parallel.clip_grad_norm(model, 1.0)
-    scaler.step(optimizer)
-    scaler.update()
-    optimizer.zero_grad()
-    return loss.detach(), norm
-
-
-def _batch(layout, seed, shares, device, vocabulary) -> tuple[torch.Tensor, torch.Tensor]:
-    """Every row has as many targets, so that means over data ranks are those of the batch."""
-    share, count = shares
-    ids = torch.randint(0, vocabulary, (ROWS, LENGTH), generator=torch.Generator().manual_seed(seed))
-    mask = torch.ones_like(ids)
-    if layout.padded:
-        mask[:, -5:] = 0
-    return ids[share::count].to(device), mask[share::count].to(device)
-
-
-def _evaluate(model: Any, device: torch.device, pipelined: bool) -> list[list[int]] | None:
-    """Logits of a batch; greedy tokens, which a pipeline takes no part in here."""
-    ids = torch.arange(4 * LENGTH, device=device).view(4, LENGTH) % model.config.vocab_size
-    model.eval()
-    with torch.no_grad():
-        logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids).logits
-    if logits.device != device or not logits.isfinite().all():
-        raise AssertionError(f"logits of an evaluation are on {logits.device}, or not finite")
-    if pipelined:
-        return None
-    prompt = ids[:, :5]
-    return model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=4, do_sample=False).tolist()
+    @property
+    def counted(self) -> Counted:
+        """What was counted until now."""
+        launches, sent = (ended - begun for ended, begun in zip(self._ended, self._begun, strict=True))
+        return Counted(dict(native.waits()), launches, sent, dict(native.faults()))

@@ -22,7 +22,7 @@ def lean(monkeypatch, tmp_path):
             file.write("x")
         return real(*given)
 
-    monkeypatch.setattr(lean_loss, "CHUNK", 11)
+    monkeypatch.setattr(lean_loss, "tokens_of_chunk", lambda *_: 11)
     monkeypatch.setattr(lean_loss, "fewest_tokens", lambda *_: 1)
     monkeypatch.setattr(lean_loss, "_of_source", counted)
     return lambda: len(calls.read_text()) if calls.exists() else 0

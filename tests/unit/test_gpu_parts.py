@@ -22,6 +22,7 @@ from tests.distributed import run, run_alone
 #: Of each part: lines that must be in its table, and their marks.
 LINES = {
     "links": {"tp all_reduce, 2 ranks": OK, "pp p2p, 4 ranks": OK},
+    "layouts": {"tp2": NOTE, "dp_shard2": NOTE},
     "checkpoints": {"tp=2 -> dp_shard=2": OK},
     "syncs": {"plain Trainer": NOTE, "tp=2": NOTE},
     "memory": {"tiny tp=2,dp_shard=2": OK, "  parameters": NOTE},
@@ -53,7 +54,7 @@ def as_a_checkout(function, **values):
 @pytest.mark.parametrize("part", LINES)
 def test_part_without_a_gpu(part, tmp_path, monkeypatch, capsys):
     """It says so, runs, writes its table, ends with 0 and names what did not run."""
-    monkeypatch.setattr(setting.Setting, "here", lambda small: setting.Setting(0, True, run=forked))
+    monkeypatch.setattr(setting.Setting, "here", lambda *given: setting.Setting(0, True, run=forked))
     assert command.run_part(part, str(tmp_path), False) == 0, capsys.readouterr().out
     found = json.loads((tmp_path / f"{part}.json").read_text())
     marks = {row["what"]: row["status"] for row in found["rows"]}
@@ -88,12 +89,12 @@ def test_without_nccl_among_sharers_gloo_carries_what_it_can():
 
 
 def test_a_failure_of_a_part_is_one_of_the_command(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(setting.Setting, "here", lambda small: setting.Setting(0, True, run=lambda *rest: 1 // 0))
+    monkeypatch.setattr(setting.Setting, "here", lambda *given: setting.Setting(0, True, run=lambda *rest: 1 // 0))
     assert command.run_part("memory", str(tmp_path), False) == 1
     assert "ZeroDivisionError" in capsys.readouterr().out
     assert checkpoints.compared("a -> b", [1.0, 2.0], [1.0, 2.1]).status == FAILED
     case = memory.SMALL[0]
-    found = {"planned": {"parameters": 9.0}, "dry": {}, "seen": {"parameters": 10.0}, "allocated": 0}
+    found = {"planned": {"parameters": 9.0}, "dry": {}, "seen": {"parameters": 10.0}, "allocated": 0, "reserved": 0}
     assert next(iter(memory.shown(case, found))).status == FAILED
 
 

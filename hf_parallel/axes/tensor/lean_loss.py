@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_map_only
 
-from hf_parallel.axes.chunked_loss import CHUNK, fewest_tokens
+from hf_parallel.axes.chunked_loss import fewest_tokens, tokens_of_chunk
 from hf_parallel.axes.tensor.layers import local_weight
 from hf_parallel.axes.tensor.vocab_parallel import (
     Scaling,
@@ -387,7 +387,7 @@ class _Chunked(torch.autograd.Function):
         with torch.autocast(hidden.device.type, enabled=False):
             lowered, lowered_bias = weight.to(dtype), None if bias is None else bias.to(dtype)
             loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
-            for chunk in chunks(len(hidden), CHUNK):
+            for chunk in chunks(len(hidden), tokens_of_chunk(hidden.shape[1], wanted[1])):
                 x = hidden[chunk].to(dtype)
                 of = target[chunk], counts[chunk], scaling, divisor, group
                 part, gradient = _of_chunk(x, lowered, lowered_bias, *of)
@@ -433,16 +433,20 @@ def _of_chunk(
     product = F.linear(x, weight, bias)
     if scaling == Scaling():
         product = product.float()  # the 16 bits are free from here on
-        loss, gradient = _of_logits(product, target, counts, group)
-        return loss, gradient.div_(divisor).to(x.dtype)
-    loss, gradient = _of_logits(scaling.logits(product), target, counts, group)
-    return loss, scaling.backward(gradient.div_(divisor), product).to(x.dtype)
+        loss, gradient, total = _of_logits(product, target, counts, group)
+        factor = (counts / divisor / total)[:, None]
+        return loss, torch.mul(gradient, factor, out=torch.empty_like(gradient, dtype=x.dtype))
+    loss, gradient, total = _of_logits(scaling.logits(product), target, counts, group)
+    return loss, scaling.backward(gradient.mul_((counts / divisor / total)[:, None]), product).to(x.dtype)
 
 
 def _of_logits(
     z: torch.Tensor, target: torch.Tensor, counts: torch.Tensor, group: dist.ProcessGroup | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The loss of some tokens' logits, and its gradient in the place of the logits."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The loss of some tokens' logits; in their place its gradient times the third result, one number per token.
+
+    Who writes the gradient in 16 bits divides by it on the way: each pass over logits costs.
+    """
     inside, column = inside_columns(target, z)
     largest = z.amax(1)
     largest = largest if group is None else all_reduce(largest, group, dist.ReduceOp.MAX)
@@ -450,5 +454,5 @@ def _of_logits(
     sums = torch.stack([z.exp_().sum(1), at_target])
     total, at_target = sums if group is None else all_reduce(sums, group)
     loss = ((total.log() - at_target) * counts).sum()
-    z.div_(total[:, None]).scatter_add_(1, column, -inside.to(z.dtype)[:, None])
-    return loss, z.mul_(counts[:, None])
+    z.scatter_add_(1, column, -(inside * total)[:, None])
+    return loss, z, total
