@@ -29,7 +29,7 @@ from hf_parallel.checkpoint import current, full_state_dict, save_pretrained, sl
 from hf_parallel.checkpoint.load import copy_part
 from hf_parallel.checkpoint.manifest import tied_names
 from hf_parallel.model.anatomy import backbone_of
-from hf_parallel.model.calls import by_name
+from hf_parallel.model.calls import by_name, has_cache
 from hf_parallel.ranks import assert_all_ranks
 from hf_parallel.ranks.desync import LIBRARIES
 from hf_parallel.ranks.mesh import ParallelMesh, stored
@@ -207,7 +207,7 @@ def _prepare_together(
 
 def _generate_without_cache(mesh: ParallelMesh, model: PreTrainedModel, *args: Any, **kwargs: Any) -> object:
     """`generate` through a pipeline: every token runs the whole row, as stages keep no key/value cache."""
-    if kwargs.get("past_key_values") is not None or kwargs.get("use_cache"):
+    if has_cache(kwargs) or kwargs.get("use_cache"):
         raise NotImplementedError("hf_parallel: a pipelined model keeps no key/value cache; leave use_cache out")
     if mesh.data_size > 1:
         kwargs.setdefault("synced_gpus", True)  # data ranks stop together: their stages gather weights together

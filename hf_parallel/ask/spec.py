@@ -146,13 +146,16 @@ def from_hub(repo: str, file: str, revision: str | None = None) -> str:
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """YAML itself lets the last of two equal keys win in silence."""
+    """YAML itself lets the last of two equal keys win in silence, and has numbers with colons."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, object]:
         keys = [self.construct_object(key, deep) for key, _ in node.value]
         for key in keys:
             if keys.count(key) > 1:
                 refuse(key, "given twice", do="give it once")
+        for _, value in node.value:  # YAML 1.1 reads `3:2` as a number in base 60
+            if isinstance(value, yaml.ScalarNode) and ":" in value.value:
+                value.tag = yaml.resolver.BaseResolver.DEFAULT_SCALAR_TAG
         return super().construct_mapping(node, deep)
 
 
@@ -163,7 +166,7 @@ def read_yaml(path: str) -> dict:
         SpecError: no such file, or it is none.
     """
     if not os.path.isfile(path):
-        refuse(path, "no such spec file", do="a spec is key=value,… or the path of a YAML file")
+        refuse(path, "no such spec file", do=like_a_file(path) or "a spec is key=value,… or the path of a YAML file")
     try:
         with open(path, encoding="utf-8-sig") as file:  # editors of Windows begin a file with a mark
             values = yaml.load(file, Loader=_StrictLoader)
@@ -209,6 +212,14 @@ def _split_pairs(text: str) -> dict[str, str]:
 def like_a_recipe(text: str) -> list[str]:
     """Names of recipes that may have been meant."""
     return difflib.get_close_matches(text, list(shipped()), n=3, cutoff=0.75)
+
+
+def like_a_file(path: str) -> str | None:
+    """Ask for a file beside this one whose name is close to it; None: there is none."""
+    folder, name = os.path.split(path)
+    beside = os.listdir(folder or ".") if os.path.isdir(folder or ".") else []
+    close = difflib.get_close_matches(name, beside, n=2, cutoff=0.75)
+    return f"did you mean {' or '.join(os.path.join(folder, one) for one in close)}?" if close else None
 
 
 #: What a value is not that cannot be read, and one that can.
@@ -279,7 +290,8 @@ def nearest_key(key: str, known: list[str], short: tuple[str, ...] = ()) -> str:
     lower = key.lower().lstrip("-").replace("-", "_")
     names = [*known, *short]
     elsewhere = [name for name, others in _ELSEWHERE.items() if lower in others.split() and name in names]
-    close = elsewhere or difflib.get_close_matches(lower, names, n=1)
+    begins = [name for name in (*short, *known) if lower and (name.startswith(lower) or name.endswith(f"_{lower}"))]
+    close = elsewhere or difflib.get_close_matches(lower, names, n=1) or begins
     return f"did you mean {close[0]}?" if close else f"known keys: {', '.join(known)}"
 
 

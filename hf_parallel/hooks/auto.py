@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -194,37 +195,53 @@ class Shown(NamedTuple):
 
 def choose(shown: Shown) -> None:
     """Choose for this model and activate the layout. Collective."""
-    import torch.distributed as dist
-
+    from hf_parallel.hooks import report, runtime
+    from hf_parallel.planner.detect import device_here
     from hf_parallel.ranks import messages
 
     assert _waiting is not None
     source, activate, _ = _waiting
+    devices = messages.gather(device_here())
     try:
-        spec, lines = messages.from_one(lambda: _best(shown))
+        chosen = messages.from_one(lambda: _best(shown, [one for one in devices if one is not None]))
     except SpecError as error:
         refuse("parallel=auto", str(error))
     finally:
         stop()
-    if dist.get_rank() == 0:
-        for line in lines:
-            print(f"hf_parallel: {line}", file=sys.stderr, flush=True)
-    activate(ParallelConfig.parse(spec), f"{source} (auto)")
+    report.say(chosen.sentence)
+    activate(ParallelConfig.parse(chosen.spec), f"{source} (auto)")
+    active = runtime.current()
+    if active is not None:
+        active.chosen_because = chosen.reasons
 
 
-def _best(shown: Shown) -> tuple[str, list[str]]:
-    """The chosen spec, and what is to be said about it and the next two."""
+class Chosen(NamedTuple):
+    """A layout, one sentence about it, and the lines of its reasons and of the next two."""
+
+    spec: str
+    sentence: str
+    reasons: tuple[str, ...]
+
+
+def _best(shown: Shown, devices: list[tuple[str, float]]) -> Chosen:
+    """Rank the layouts for the script's model and batch on these machines.
+
+    Args:
+        devices: name and GiB of each process's GPU; of unlike ones the slowest kind and the least memory count.
+    """
     import torch.distributed as dist
 
     from hf_parallel.hooks.trainer import joining
-    from hf_parallel.planner.detect import detect
+    from hf_parallel.planner.detect import detect, of_all_devices
     from hf_parallel.planner.search import search
 
     known = None if _waiting is None else _waiting.cluster
+    unlike = known is None and len({name for name, _ in devices}) > 1
+    cluster = known or detect(dist.get_world_size(), local_world_size())
     batch = script_batch(shown.config, None, shown.dtype, shown.lowered)
     found = search(
         model=shown.config,
-        cluster=known or detect(dist.get_world_size(), local_world_size()),
+        cluster=of_all_devices(cluster, devices) if unlike else cluster,
         seq=batch.seq,
         global_batch=None,
         rows=batch.rows,
@@ -241,20 +258,43 @@ def _best(shown: Shown) -> tuple[str, list[str]]:
     if found.best is None:
         refuse(f"no layout of {dist.get_world_size()} processes fits", found.advice)
     joining.remember(found.goal, found.best.config)
-    return found.best.config.to_spec(), list(_lines(found, batch, shown.reader))
+    reasons = [*_reasons(found, batch, shown.reader), *([_about_unlike(devices)] if unlike else [])]
+    return Chosen(found.best.config.to_spec(), sentence(found), tuple(reasons))
 
 
-def _lines(found: Found, batch: ScriptBatch, reader: str | None) -> Iterator[str]:
-    """What was chosen for what, why, and the next two."""
+def _about_unlike(devices: list[tuple[str, float]]) -> str:
+    counts = Counter(name for name, _ in devices)
+    kinds = ", ".join(f"{count} x {name}" for name, count in counts.items())
+    shares = "batch_shares=auto gives fast data ranks more examples"
+    return f"{kinds}: planned for the slowest and the least memory; {shares}"
+
+
+def sentence(found: Found) -> str:
+    """Say which layout was chosen, why, and what it needs and gives, by prediction."""
+    first, goal = found.choices[0], found.goal
+    config, p, cluster = first.config, first.prediction, goal.cluster
+    gain = "the fastest layout that fits" if len(found.choices) > 1 else "the one layout that fits"
+    per_rank = f"{first.rows} x {config.data_parallel_size} data ranks"
+    return (
+        f"auto chooses {config.to_spec()}, {gain} {cluster.gpus} x {cluster.gpu.name}: predicted "
+        f"{p.memory_gib:.3g} of {cluster.gpu.memory_gib:.3g} GiB per device, "
+        f"{p.tokens_per_s_per_gpu * cluster.gpus:,.0f} tokens/s, global batch "
+        f"{first.rows * first.accumulation * config.data_parallel_size} sequences of {goal.seq} tokens ({per_rank}"
+        + (f" x {first.accumulation} accumulation steps)" if first.accumulation > 1 else ")")
+    )
+
+
+def _reasons(found: Found, batch: ScriptBatch, reader: str | None) -> Iterator[str]:
+    """Say for what it was chosen, why, and which are the next two."""
     from hf_parallel.planner.advice import reasons
 
     first, *others = found.choices
-    cluster, logits = found.goal.cluster, "" if reader is None else f", whole logits ({reader})"
-    rows = f"{batch.rows} x {batch.accumulation} rows of {batch.seq} tokens per data rank"
-    yield f"auto, for {cluster.gpus} x {cluster.gpu.name} and {rows}, precision {batch.precision}{logits}, chooses"
-    yield f"  {_in_words(first)}"
-    yield from (f"    {reason}" for reason in (*reasons(found.goal, first), *found.suggestions))
-    yield from (f"  then {_in_words(choice)}" for choice in others)
+    logits = "" if reader is None else f", whole logits ({reader})"
+    yield f"{batch.rows} x {batch.accumulation} rows of {batch.seq} tokens per data rank, {batch.precision}{logits}"
+    yield _in_words(first)
+    yield from reasons(found.goal, first)
+    yield from found.suggestions
+    yield from (f"then {_in_words(choice)}" for choice in others)
 
 
 def _in_words(choice: Choice) -> str:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from hf_parallel.apply.parallelize import parallelize as make_parallel
 from hf_parallel.apply.parallelize import state_of
 from hf_parallel.ask.config import ParallelConfig
+from hf_parallel.ask.spec import refuse
 from hf_parallel.axes.axis import Packing
 from hf_parallel.hooks import model_parts, own_loops, runtime
 from hf_parallel.hooks.patching import DECLARED, Patch, apply, apply_when_imported, undo
@@ -56,6 +57,8 @@ def _check(config: ParallelConfig) -> None:
     """Before the model is changed."""
     if asked_by(config)[1]:
         refuse_joining("a loop written by hand makes its own batches", config=config)
+    if config.shares_batches:
+        refuse(f"batch_shares={config.batch_shares}", "a loop written by hand makes its own batches", "the runner")
 
 
 def withdraw() -> None:

@@ -26,6 +26,7 @@ from hf_parallel.checkpoint.slices import axes_and_dims, local_part, read_part
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.patching import patch
 from hf_parallel.hooks.report import say
+from hf_parallel.model.calls import CACHES
 from hf_parallel.model.experts import named_experts
 from hf_parallel.ranks.mesh import EXPERT_AXES, stored
 
@@ -168,10 +169,6 @@ def _inside(obj: object, depth: int = 6) -> Iterator[object]:
 # recomputed is a hook of that layer, and has to run once, outside.
 
 
-#: What a layer would write a second time: left out, by any of its names.
-_CACHES = ("past_key_value", "past_key_values", "layer_past")
-
-
 @patch(
     "transformers.modeling_layers:GradientCheckpointingLayer.__call__",
     "runs a layer's hooks again when it is recomputed, and reads before them how it is",
@@ -198,7 +195,7 @@ def _forward(layer: GradientCheckpointingLayer, forward: Callable, *args: object
     if "use_cache" in kwargs:
         kwargs["use_cache"] = False
     if not layer._can_checkpoint_with_cache:
-        kwargs.update(dict.fromkeys(kwargs.keys() & set(_CACHES)))
+        kwargs.update(dict.fromkeys(kwargs.keys() & set(CACHES)))
     return layer._gradient_checkpointing_func(functools.partial(forward, **kwargs), *args)
 
 

@@ -13,16 +13,25 @@ import torch.distributed as dist
 from hf_parallel.ask.config import SpecError
 from hf_parallel.ask.launched import local_world_size
 from hf_parallel.hooks import hangs, report, runtime
+from hf_parallel.hooks.accelerate import loop_losses
 from hf_parallel.hooks.patching import patch
 from hf_parallel.hooks.tracing import Trace
-from hf_parallel.monitor.meter import COMPUTE, DATA
+from hf_parallel.hooks.trainer import auto_shares
+from hf_parallel.monitor.meter import COMPUTE, DATA, PREFIX
 from hf_parallel.monitor.session import Reading, Record, Session
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
     from accelerate.data_loader import DataLoaderShard
     from torch import nn
-    from transformers import PreTrainedModel, Trainer, TrainingArguments
+    from transformers import (
+        PreTrainedModel,
+        Trainer,
+        TrainerCallback,
+        TrainerControl,
+        TrainerState,
+        TrainingArguments,
+    )
 
     from hf_parallel.apply.parallelize import ParallelState
     from hf_parallel.monitor.expected import Batch
@@ -57,6 +66,9 @@ class Watched:
         if reading is None:
             return {}
         self.readings += 1
+        line = None if arguments is None else auto_shares.look(reading.rows, arguments.gradient_accumulation_steps)
+        if line is not None:
+            reading.said.append(("shares", line))
         if dist.get_rank() == 0:
             self._tell(reading, arguments, step)
         return reading.figures
@@ -205,6 +217,30 @@ def of_trainer(trainer: Trainer) -> dict[str, float]:
     return {} if by is None else by.read(trainer.args, trainer.state.global_step)
 
 
+#: What the console shows of all that is measured; trackers and trainer_state.json have every key.
+_ON_CONSOLE = {f"{PREFIX}tokens_per_second": "tokens/s", f"{PREFIX}memory_peak_gib": "GiB"}
+
+
+@patch("transformers.trainer_callback:{ProgressCallback,PrinterCallback}.on_log", "would print all that is measured")
+def print_log(
+    original: Callable,
+    self: TrainerCallback,
+    args: TrainingArguments,
+    state: TrainerState,
+    control: TrainerControl,
+    logs: dict[str, Any] | None = None,
+    **kwargs: object,
+) -> None:
+    """Print Trainer's own keys, tokens per second and memory."""
+    original(self, args, state, control, logs=None if logs is None else on_console(logs), **kwargs)
+
+
+def on_console(logs: dict[str, Any]) -> dict[str, Any]:
+    """Return the logs of a step without what only trackers are for."""
+    own = {key: value for key, value in logs.items() if not key.startswith(PREFIX)}
+    return own | {short: logs[key] for key, short in _ON_CONSOLE.items() if key in logs}
+
+
 # ---- loops --------------------------------------------------------------------------------------------------------
 
 
@@ -256,9 +292,10 @@ def _begin_in_loop(by: Watched) -> None:
         by.computes = False
 
 
-@patch("accelerate.accelerator:Accelerator.backward", "does not say that a loop trains")
+@patch("accelerate.accelerator:Accelerator.backward", "does not say that a loop trains, nor weigh its loss")
 def backward(original: Callable, self: Accelerator, loss: torch.Tensor, **kwargs: object) -> None:
     """What was read since the last step is trained on."""
+    loss = loop_losses.weigh(loss, self.gradient_state)
     hangs.backward_begins(self)
     if _watched is not None:
         _watched.computes = True
@@ -279,6 +316,7 @@ def follow_steps(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _loop_steps(optimizer: torch.optim.Optimizer, *args: object) -> None:
+    loop_losses.check_step()
     note_gradients()
     if _watched is not None and _watched.trace is not None:
         _watched.trace.note_settings(optimizer)

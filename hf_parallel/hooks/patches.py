@@ -17,7 +17,7 @@ from hf_parallel.hooks import (  # noqa: F401
     own_loops,
     sentence_transformers,
 )
-from hf_parallel.hooks.accelerate import accelerator, data, processes, save_state  # noqa: F401
+from hf_parallel.hooks.accelerate import accelerator, data, processes, save_state, shares  # noqa: F401
 from hf_parallel.hooks.patching import DECLARED, Patch
 from hf_parallel.hooks.peft import adapters, before, merging  # noqa: F401
 from hf_parallel.hooks.trainer import (  # noqa: F401

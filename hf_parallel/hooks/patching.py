@@ -21,7 +21,7 @@ from hf_parallel.hooks.after_import import AfterImport
 
 #: First and last minor version of each library that the patches were checked on.
 CHECKED = {
-    "transformers": ("5.16", "5.23"),
+    "transformers": ("5.16", "5.24"),
     "accelerate": ("1.12", "1.15"),
     "peft": ("0.21", "0.21"),
     "trl": ("0.24", "1.16"),

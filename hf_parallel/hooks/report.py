@@ -1,4 +1,4 @@
-"""What rank 0 says at the start: the layout that is really in force, and where it is written down."""
+"""What rank 0 says at the start and at the end: the layout in force, in few lines, and the file that has all of it."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ from typing import TYPE_CHECKING, TypedDict
 
 import torch
 import torch.distributed as dist
+from tqdm import tqdm
 
 from hf_parallel.apply.parallelize import parameters_per_rank
 from hf_parallel.ask.keys.layers import REGISTERED_FLASH, TORCH_FLASH
 from hf_parallel.axes.experts.axis import EXPERTS
+from hf_parallel.checkpoint.folder import LAYOUT
 from hf_parallel.hooks import after_import, runtime
+from hf_parallel.hooks.accelerate.shares import cut_of
 from hf_parallel.plans.examine import report_of, shown_size
 from hf_parallel.prove.certificate import line_about
 from hf_parallel.ranks.mesh import axis_ranks
@@ -28,17 +31,26 @@ if TYPE_CHECKING:
 
     from hf_parallel.ranks.mesh import ParallelMesh
 
+#: Of the notes, which stand in order of weight, the console shows so many, less the sentence about a choice.
+_NOTES_SHOWN = 2
+
 
 def say(message: str) -> None:
-    """One line from rank 0."""
+    """Print one line from rank 0."""
     if not dist.is_initialized() or dist.get_rank() == 0:
-        print(f"hf_parallel: {message}", file=sys.stderr, flush=True)
+        _print(f"hf_parallel: {message}")
 
 
 def say_here(mesh: ParallelMesh, message: str) -> None:
-    """One line from the only stage that knows, by its first rank."""
+    """Print one line from the only stage that knows, by its first rank."""
     if mesh.data_rank == 0 and mesh.index("tp") == 0:
-        print(f"hf_parallel: {message}", file=sys.stderr, flush=True)
+        _print(f"hf_parallel: {message}")
+
+
+def _print(text: str) -> None:
+    """Print above the progress bar, if there is one."""
+    tqdm.write(text, file=sys.stderr)
+    sys.stderr.flush()
 
 
 class AxisFacts(TypedDict):
@@ -59,17 +71,21 @@ class Facts(TypedDict):
     model: str
     parameters_per_rank: list[int]
     global_batch: int
+    examples_per_data_rank: list[int] | None
     tokens_per_step: int
     attention: str | None
     loss: str
     estimated_state_bytes_per_rank: list[int]
     notes: list[str]
+    auto: list[str]
     proof: str | None
     versions: dict[str, str]
 
 
 def at_first_batch(trainer: Trainer, batches: list, loss_of: Callable[[Trainer], str]) -> None:
-    """Print the layout and write OUTPUT_DIR/hf_parallel.json once the first batch is known. Collective.
+    """Print the layout in eight lines, and write all facts to a file, once the first batch is known. Collective.
+
+    `monitor=full` prints all facts.
 
     Args:
         loss_of: how a trainer's loss is computed, in words.
@@ -81,15 +97,25 @@ def at_first_batch(trainer: Trainer, batches: list, loss_of: Callable[[Trainer],
     facts = describe(trainer, batches, loss_of(trainer))
     if dist.get_rank() != 0:
         return
-    for line in layout_lines(facts):
-        print(line, file=sys.stderr)
-    sys.stderr.flush()
+    path = os.path.join(trainer.args.output_dir, LAYOUT)
+    lines = all_lines(facts) if state.config.monitor == "full" else short_lines(facts, path)
+    _print("\n".join(lines))
     _write(facts, trainer.args.output_dir)
+
+
+def at_end(trainer: Trainer) -> None:
+    """Name the file of facts, and the command that draws the run."""
+    state, folder = runtime.parallel_state(trainer.model), trainer.args.output_dir
+    if state is None or not state.reported:
+        return
+    path = os.path.join(folder, LAYOUT)
+    drawn = "" if state.config.monitor == "off" else f"; `hf-parallel report {folder}` writes {folder}/report.html"
+    say(f"the facts of this run are in {path}{drawn}")
 
 
 def _write(facts: Facts, folder: str) -> None:
     """A disk that is full costs the file, not the training."""
-    path = os.path.join(folder, "hf_parallel.json")
+    path = os.path.join(folder, LAYOUT)
     try:
         os.makedirs(folder, exist_ok=True)
         with open(path, "w", encoding="utf-8") as file:
@@ -107,6 +133,7 @@ def describe(trainer: Trainer, batches: list, loss: str) -> Facts:
     speaks = dist.get_rank() == 0  # the table of all ranks is made once
     plan = report_of(state.plan).to_dict() if speaks and state is not None and state.plan is not None else {}
     read = [batch for batch in batches if hasattr(batch, "get")]  # prompts of trainers that generate come as a list
+    cut = cut_of(trainer.accelerator.gradient_state)
     tokens = sum(b["input_ids"].numel() for b in read if torch.is_tensor(b.get("input_ids")))
     return {
         "spec": config.to_spec(),
@@ -117,15 +144,17 @@ def describe(trainer: Trainer, batches: list, loss: str) -> Facts:
         "model": type(model).__name__,
         "parameters_per_rank": per_rank,
         "global_batch": trainer.get_total_train_batch_size(trainer.args),
-        "tokens_per_step": tokens * mesh.data_size,
+        "examples_per_data_rank": None if cut is None else list(cut),
+        "tokens_per_step": tokens * mesh.data_size if cut is None else tokens * sum(cut) // cut[mesh.data_rank],
         "attention": _attention(model),
         "loss": loss,
         "estimated_state_bytes_per_rank": [_state_bytes(trainer, count) for count in per_rank],
         "notes": [
-            *(state.notes if state else ()),
-            *after_import.counted(dist.get_world_size(), mesh.data_size),
             *_inexact(trainer, mesh.data_size),
+            *after_import.counted(dist.get_world_size(), mesh.data_size),
+            *(state.notes if state else ()),
         ],
+        "auto": list(current.chosen_because) if (current := runtime.current()) is not None else [],
         "proof": line_about(sys.argv[0], config.to_spec()),
         "versions": {"hf-parallel": VERSION, **_versions()},
     }
@@ -142,24 +171,62 @@ def _versions() -> dict[str, str]:
     return {library: importlib.metadata.version(library) for library in ("torch", "transformers", "accelerate")}
 
 
-def layout_lines(facts: Facts) -> list[str]:
-    """The layout for people."""
+def short_lines(facts: Facts, path: str) -> list[str]:
+    """Return what a person wants to know of a start, in at most eight lines.
+
+    Args:
+        path: of the file that has all facts.
+    """
+    notes = facts["notes"]
+    shown = max(0, _NOTES_SHOWN - bool(facts["auto"]) - bool(facts["proof"]))
+    hidden = len(notes) - shown
+    more = f" ({hidden} more notes)" if hidden > 0 else ""
+    return [
+        f"hf_parallel: {facts['model']} under {facts['spec']}",
+        f"  each rank     {_parameters(facts)} parameters; {_memory(facts)}",
+        f"  global batch  {_batch(facts)}",
+        f"  attention     {facts['attention']}",
+        f"  head and loss {facts['loss']}",
+        *([f"  prove         {facts['proof']}"] if facts["proof"] else []),
+        *(f"  note          {note}" for note in notes[:shown]),
+        f"  everything    {path}{more}; monitor=full prints it here",
+    ]
+
+
+def all_lines(facts: Facts) -> list[str]:
+    """Return all facts for people: axes with their ranks, the plan, every note."""
     lines = [f"hf_parallel: {facts['model']} under {facts['spec']}"]
     for axis, where in facts["axes"].items():
         if where["size"] > 1:
             groups = where["ranks"]
             shown = " ".join(str(tuple(ranks)) for ranks in groups[:4]) + (" …" if len(groups) > 4 else "")
             lines.append(f"  {axis:<12} {where['size']:>3}   ranks {shown}")
-    counts, memory = facts["parameters_per_rank"], facts["estimated_state_bytes_per_rank"]
-    lines.append(f"  parameters per rank  {min(counts):,} to {max(counts):,}")
+    lines.append(f"  parameters per rank  {_parameters(facts)}")
     lines += [f"  {name:<20} {value}" for name, value in facts["plan"].get("facts", {}).items()]
-    tokens = f", {facts['tokens_per_step']:,} tokens in the first step" if facts["tokens_per_step"] else ""
-    lines.append(f"  global batch         {facts['global_batch']} rows{tokens}")
+    lines.append(f"  global batch         {_batch(facts)}")
+    if facts["examples_per_data_rank"] is not None:
+        lines.append(
+            f"  examples per rank    {' '.join(map(str, facts['examples_per_data_rank']))} of each micro-step"
+        )
     lines.append(f"  attention            {facts['attention']}")
     lines.append(f"  head and loss        {facts['loss']}")
-    lines.append(f"  memory per rank      {shown_size(max(memory))} of weights, gradients and optimizer state")
+    lines.append(f"  memory per rank      {_memory(facts)}")
     lines += [f"  hf-parallel prove    {facts['proof']}"] if facts["proof"] else []
     return lines + [f"  note                 {note}" for note in facts["notes"]]
+
+
+def _parameters(facts: Facts) -> str:
+    least, most = min(facts["parameters_per_rank"]), max(facts["parameters_per_rank"])
+    return f"{least:,}" if least == most else f"{least:,} to {most:,}"
+
+
+def _memory(facts: Facts) -> str:
+    return f"{shown_size(max(facts['estimated_state_bytes_per_rank']))} of weights, gradients and optimizer state"
+
+
+def _batch(facts: Facts) -> str:
+    tokens = f", {facts['tokens_per_step']:,} tokens in the first step" if facts["tokens_per_step"] else ""
+    return f"{facts['global_batch']} sequences{tokens}"
 
 
 def _inexact(trainer: Trainer, data_ranks: int) -> list[str]:

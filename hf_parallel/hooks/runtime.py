@@ -23,11 +23,14 @@ from hf_parallel.ask.config import ParallelConfig
 from hf_parallel.axes.data import batch_norm
 from hf_parallel.axes.experts import balance
 from hf_parallel.hooks import rendezvous
+from hf_parallel.hooks.patching import replacing
 from hf_parallel.ranks import messages
 from hf_parallel.ranks.groups import time_out
 from hf_parallel.ranks.mesh import ParallelMesh, set_time_out
+from hf_parallel.ranks.shares import Shares, SharesOfPass, Speeds
 
 if TYPE_CHECKING:
+    from accelerate.data_loader import BatchSamplerShard
     from transformers import PreTrainedModel, TrainingArguments
 
 #: Seconds that a collective may take, where the script's arguments do not say.
@@ -35,6 +38,35 @@ TIME_OUT = "HF_PARALLEL_TIMEOUT"
 
 #: Of torch's generators on the host and on the device, which a CPU does not have.
 RandomState: TypeAlias = tuple[torch.Tensor, torch.Tensor | None]
+
+
+@dataclass
+class LoopLosses:
+    """What a loop without a Trainer has computed since its last backward pass, under `batch_shares`.
+
+    Attributes:
+        weighed: losses of models, which are means over the targets of all data ranks.
+        forwards: calls of a model that trains, whose backward pass is not begun.
+    """
+
+    weighed: list[torch.Tensor] = field(default_factory=list)
+    forwards: int = 0
+
+
+@dataclass
+class MeasuredShares:
+    """What `batch_shares=auto` knows of the data ranks.
+
+    Attributes:
+        first: shares by a matrix product, before anything is trained; evaluation keeps to them.
+        of_pass: the shares of the training loader, which follow from seconds per example.
+        sampler: what shares out the batches of the training loader.
+    """
+
+    first: Shares
+    of_pass: SharesOfPass
+    speeds: Speeds = field(default_factory=Speeds)
+    sampler: BatchSamplerShard | None = None
 
 
 @dataclass
@@ -46,7 +78,11 @@ class Runtime:
     mesh: ParallelMesh
     environment: dict[str, str | None] = field(default_factory=dict)
     absent: bool = False  # takes part in a ragged batch without a row of its own: nothing of it is gathered
+    in_trainer: bool = False  # does a Trainer compute and weigh the loss?
+    loop: LoopLosses = field(default_factory=LoopLosses)
+    measured: MeasuredShares | None = None
     pretended: bool = False  # a dry run's, whose other ranks are not there
+    chosen_because: tuple[str, ...] = ()  # lines about a layout that `auto` has chosen
 
 
 _current: Runtime | None = None
@@ -73,11 +109,16 @@ def is_absent() -> bool:
 def absent(wanted: bool) -> Iterator[None]:
     """In here this rank is absent, if `wanted`."""
     assert _current is not None
-    former, _current.absent = _current.absent, wanted
-    try:
+    with replacing(_current, absent=wanted):
         yield
-    finally:
-        _current.absent = former
+
+
+@contextlib.contextmanager
+def weighed_by_trainer() -> Iterator[None]:
+    """In here a Trainer takes a step."""
+    assert _current is not None
+    with replacing(_current, in_trainer=True):
+        yield
 
 
 def connect() -> None:
@@ -227,8 +268,8 @@ def _set_environment() -> dict[str, str | None]:
 def diagnostics() -> dict[str, str]:
     """What lets NCCL say, when collectives time out, which rank was where. Read when groups are made.
 
-    The flight recorder keeps the last 2,000 collectives of each process; before torch 2.13 it is off by default, and
-    under the second name, of which later ones warn. What the script's environment says stays.
+    The flight recorder keeps the last 2,000 collectives of each process; before torch 2.13 it is off by default. torch
+    warns of the second name. What the script's environment says stays.
 
     TORCH_NCCL_DESYNC_DEBUG is left alone: with it NCCL's watchdog writes the begin and end of each collective to the
     store while it holds the lock that every launch of a collective takes.
@@ -236,7 +277,7 @@ def diagnostics() -> dict[str, str]:
     sizes = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
     wanted = {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
     if not any(name in os.environ for name in sizes):
-        wanted |= dict.fromkeys(sizes[:1] if torch.__version__ >= "2.13" else sizes, "2000")
+        wanted |= {sizes[0]: "2000"}
     return {name: value for name, value in wanted.items() if name not in os.environ}
 
 
@@ -256,10 +297,11 @@ def allocation() -> dict[str, str]:
 
 
 def _quiet_other_ranks() -> None:
-    """Rank 0 speaks; the others report errors only."""
+    """Let rank 0 speak; the others report errors only, where the user does not ask for more."""
     if dist.get_rank() == 0:
         return
     from transformers.utils import logging
 
-    logging.set_verbosity_error()
+    if "TRANSFORMERS_VERBOSITY" not in os.environ:
+        logging.set_verbosity_error()
     logging.disable_progress_bar()

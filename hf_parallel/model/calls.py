@@ -29,6 +29,15 @@ def arguments_of(names: Iterable[str], args: tuple, kwargs: dict, owner: object)
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
+#: Names of a key/value cache among a call's arguments. transformers 5.24 calls it `cache`.
+CACHES = ("cache", "past_key_values", "cache_params", "past_key_value", "layer_past")
+
+
+def has_cache(batch: Mapping) -> bool:
+    """Return whether a call is given a key/value cache, under any of its names."""
+    return any(batch.get(name) is not None for name in CACHES)
+
+
 def tokens_of(batch: Mapping) -> torch.Tensor:
     """What a backbone reads: [rows, length] or [rows, length, width]."""
     found = next((batch[key] for key in ("input_ids", "inputs_embeds") if batch.get(key) is not None), None)

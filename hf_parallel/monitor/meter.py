@@ -28,6 +28,9 @@ from hf_parallel.ask.keys.tensor import TP_AXES
 from hf_parallel.monitor.clock import Mark, clock_of
 from hf_parallel.monitor.waits import Waits
 
+#: Of the keys under which a Trainer logs what is measured.
+PREFIX = "perf/"
+
 # ---- Sets of moments: sorted intervals that do not touch, as (begin, end) in whatever unit --------------------------
 
 
@@ -339,7 +342,7 @@ def figures(rows: list[RankRow], data_ranks: int, sizes: Mapping[str, int], full
         found |= {f"communication_share_{axis}": _share(rows, axis) for axis in on}
     found["memory_peak_gib"] = max(row.memory_peak for row in rows) / GIB
     found["memory_reserved_gib"] = max(row.memory_reserved for row in rows) / GIB
-    return {f"perf/{name}": significant(value) for name, value in found.items()}
+    return {f"{PREFIX}{name}": significant(value) for name, value in found.items()}
 
 
 def _share(rows: list[RankRow], part: str) -> float:

@@ -10,7 +10,7 @@ import socket
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -102,11 +102,17 @@ class Slow:
     usual: float
     step: float
 
-    def sentence(self, host: str) -> str:
-        """The line for people."""
+    def sentence(self, host: str, shares_evenly: bool = False) -> str:
+        """The line for people.
+
+        Args:
+            shares_evenly: several data ranks have as many examples each, so that this one could have fewer.
+        """
+        remedy = "; batch_shares=auto, or a smaller share, gives it fewer examples"
         return (
             f"rank {self.rank} ({host}) is slow at {_KINDS[self.kind]}: {self.own:.3g} s of each step, where the "
             f"others take {self.usual:.3g} s; all wait for it, {self.own - self.usual:.3g} s of {self.step:.3g} s"
+            f"{remedy if shares_evenly and self.kind == 'compute' else ''}"
         )
 
 
@@ -141,9 +147,14 @@ class Stragglers:
                 usual, alone = self._usual(rows, rank, kind)
                 own = getattr(row, kind)
                 least = max(SHARE * row.looked, LEAST_S) + (usual if alone else 0.0)
-                if own - usual > least:
+                if own - usual > least and not (kind == "compute" and self._has_more(rows, rank)):
                     found.append(Slow(rank, kind, own, usual, row.step))
         return found
+
+    def _has_more(self, rows: list[RankRow], rank: int) -> bool:
+        """Does the rank compute more examples than the others, each in about their time (`batch_shares`)?"""
+        each = [replace(row, compute=row.compute / row.rows if row.rows else 0.0) for row in rows]
+        return each[rank].compute < (1 + SHARE) * self._usual(each, rank, "compute")[0]
 
     def _usual(self, rows: list[RankRow], rank: int, kind: str) -> tuple[float, bool]:
         """The median of those it is compared with, and is there nobody who does the same?"""
@@ -207,7 +218,8 @@ class Session:
         self._add_mfu(reading)
         slow = self.stragglers.look(rows)
         if slow is not None:
-            reading.said.append(("straggler", slow.sentence(_host_of(slow.rank, self.mesh.device))))
+            evenly = config.data_parallel_size > 1 and not config.shares_batches
+            reading.said.append(("straggler", slow.sentence(_host_of(slow.rank, self.mesh.device), evenly)))
         return reading
 
     def _add_mfu(self, reading: Reading) -> None:

@@ -94,7 +94,7 @@ def telling(
 #: Steps that are compared from the first on; later ones if their number is a power of two.
 FIRST = 3
 #: Arguments that models compute of others, each stage or rank for itself.
-_COMPUTED = {"inputs_embeds", "encoder_outputs", "past_key_values"}
+_COMPUTED = {"inputs_embeds", "encoder_outputs"}
 
 
 class OneBatch:

@@ -165,5 +165,6 @@ def normalised(spec: str | None, out: str) -> training.Outcome:
 @pytest.mark.parametrize("spec", ["dp_shard=2", "dp_replicate=2"])
 def test_batch_norm_takes_the_mean_over_all_data_ranks(runs, spec):
     """Its running mean and variance are saved; evaluation reads them."""
-    # Fifty normalisations, one after another, of four rows: what is summed in another order grows.
-    runs.compare(normalised, spec, tolerance=training.Tolerance(1e-4, 1e-3, 1e-4, weights=1e-5))
+    # Fifty normalisations, one after another, of four rows: what is summed in another order grows, on some processors
+    # to 1.3e-5.
+    runs.compare(normalised, spec, tolerance=training.Tolerance(1e-4, 1e-3, 1e-4, weights=4e-5))

@@ -100,7 +100,7 @@ EFFECTS = {
     "activation_checkpointing=selective": lambda seen, plain: seen["calls"] == 2 * plain["calls"],
     "offload=nvme:PATH": lambda seen, plain: bool(seen["files"]) and not plain["files"],
     "attention=torch_flash": lambda seen, plain: seen["attention"] == "hf_parallel_documents",
-    "lean_loss=true": lambda seen, plain: "head and loss        512 tokens at a time" in seen["said"],
+    "lean_loss=true": lambda seen, plain: "head and loss in chunks of tokens" in seen["said"],
     "precision=int8": lambda seen, plain: 1e-6 < abs(seen["loss"] - plain["loss"]) < 0.1,
     "monitor=full": lambda seen, plain: bool(seen["perf"]) and not plain["perf"],
     "zero_stage=1,offload=optimizer": lambda seen, plain: seen["said"].count(

@@ -34,16 +34,21 @@ def qwen2_vl() -> Qwen2VLForConditionalGeneration:
     )
 
 
-def seen(size: int, seed: int, most: int) -> list[dict]:
-    """Examples with one to `most` images each, of one or two merged patches, and words behind them."""
+def seen(size: int, seed: int, most: int, texts: int = 0) -> list[dict]:
+    """Examples with one to `most` images each, of one or two merged patches, and words behind them.
+
+    The last `texts` of them have words alone.
+    """
     drawn, found = torch.Generator().manual_seed(seed), []
     for i in range(size):
-        merged = [1 + (i + j) % 2 for j in range(1 + i % most)]
-        images = [token for count in merged for token in [START, *[IMAGE] * count, END]]
+        merged = [1 + (i + j) % 2 for j in range(1 + i % most)] if i < size - texts else []
+        images: list[int] = [token for count in merged for token in [START, *[IMAGE] * count, END]]
         words = torch.randint(3, 490, (14 - len(images),), generator=drawn)
         patches = torch.randn(4 * sum(merged), 2 * 3 * 4 * 4, generator=drawn)
-        grid = torch.tensor([[1, 2, 2 * count] for count in merged])
-        found.append({"ids": torch.cat([torch.tensor(images), words]), "patches": patches, "grid": grid})
+        grid = torch.tensor([[1, 2, 2 * count] for count in merged], dtype=torch.long).view(-1, 3)
+        found.append(
+            {"ids": torch.cat([torch.tensor(images, dtype=torch.long), words]), "patches": patches, "grid": grid}
+        )
     return found
 
 
@@ -51,29 +56,32 @@ def join(rows: list[dict]) -> dict:
     """As Qwen2-VL's processor does: the patches of all images lie one behind another."""
     ids = torch.stack([row["ids"] for row in rows])
     types = (ids == IMAGE).long()
-    return {
+    words = {
         "input_ids": ids,
         "attention_mask": torch.ones_like(ids),
         "labels": ids.masked_fill(ids >= IMAGE, -100),
         "mm_token_type_ids": types,
-        "pixel_values": torch.cat([row["patches"] for row in rows]),
-        "image_grid_thw": torch.cat([row["grid"] for row in rows]),
     }
+    patches, grid = (torch.cat([row[key] for row in rows]) for key in ("patches", "grid"))
+    return {**words, "pixel_values": patches, "image_grid_thw": grid} if len(grid) else words
 
 
-def look(spec: str | None, out: str, most: int):
+def look(spec: str | None, out: str, most: int, eval_rows: int = 5, texts: int = 0):
     """Train on 11 examples, evaluate 5 with metrics."""
     ranks, saw = activate(spec), []
 
     def metrics(seen) -> dict:
-        saw.append((torch.as_tensor(seen.predictions), torch.as_tensor(seen.label_ids)))
+        logits, *images = seen.predictions if isinstance(seen.predictions, tuple) else (seen.predictions,)
+        features = [torch.as_tensor(each["last_hidden_state"]) for each in images]  # from transformers 5.24 on
+        saw.append((torch.as_tensor(logits), torch.as_tensor(seen.label_ids), features))
         return {}
 
     settings = {"remove_unused_columns": False}
-    options = {"train_dataset": seen(11, 1, most), "eval_dataset": seen(5, 2, most), "data_collator": join}
+    options = {"train_dataset": seen(11, 1, most), "data_collator": join}
+    options["eval_dataset"] = seen(eval_rows, 2, most, texts)
     options["compute_metrics"] = metrics
     outcome = fit(*trainer_of(qwen2_vl(), out, settings=arguments_of(out, ranks, **settings), **options))
-    outcome.predictions, outcome.label_ids = saw[-1]
+    outcome.predictions, outcome.label_ids, outcome.features = saw[-1]
     return outcome
 
 
@@ -111,7 +119,20 @@ def test_rows_that_tell_all_apart_are_trimmed(tmp_path, monkeypatch):
 @pytest.mark.parametrize("most", [1, 2])
 def test_patches_of_all_images_in_one_tensor(runs, spec, most):
     """With one image, or up to two, in an example; what metrics are given is compared too."""
-    runs.compare(look, spec, most)
+    patches = sum(len(example["patches"]) for example in seen(5, 2, most))
+    alone = runs.alone(look, most)
+    for rank in runs.compare(look, spec, most):
+        for ours, theirs in zip(rank.features, alone.features, strict=True):
+            # accelerate cuts them in one process, as if they were rows; images of repeated examples stand behind all
+            assert len(ours) >= patches >= len(theirs) > 4
+            assert (ours[: len(theirs) - 1] - theirs[:-1]).abs().max() < 1e-5
+
+
+def test_a_data_rank_without_images(runs):
+    """One data rank evaluates images, the other words alone: both gather the same parts."""
+    alone = runs.alone(look, 1, 8, 4)
+    for rank in runs.compare(look, "dp_replicate=2", 1, 8, 4):
+        assert len(rank.features) == len(alone.features)
 
 
 def yolos() -> YolosForObjectDetection:

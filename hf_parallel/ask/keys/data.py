@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 
 from hf_parallel.ask.keys.sizes import Keys, Sizes, key
 from hf_parallel.ask.spec import refuse
 
+#: `batch_shares` where data ranks have as many examples, and where their speeds are measured.
+EVEN, MEASURED = "even", "auto"
 #: Ways of `offload` that have a folder: only states in files, and all that rests.
 NVME, NVME_ALL = "nvme:", "nvme_all:"
 
@@ -34,6 +37,23 @@ class DataKeys(Sizes):
     padding_free: bool = key(
         False, "a Trainer's batches keep their rows, joined to one without padding; `--parallel auto` may choose it"
     )
+    batch_shares: str = key(
+        EVEN,
+        "how data ranks share the examples of each batch: `2:2:1` is a number for every data rank, by its speed; "
+        "`auto` measures speeds; the global batch stays that of `even`",
+    )
+
+    @property
+    def shares_batches(self) -> bool:
+        """Do data ranks have unlike parts of a batch?"""
+        return self.batch_shares != EVEN
+
+    @property
+    def shares(self) -> tuple[Fraction, ...] | None:
+        """The share of each data rank in a batch; None: all have as many examples, or as many as is measured."""
+        if self.batch_shares in (EVEN, MEASURED):
+            return None
+        return tuple(Fraction(share) for share in self.batch_shares.split(":"))
 
     @property
     def reduces_each_micro_batch(self) -> bool:
@@ -63,6 +83,8 @@ class DataKeys(Sizes):
         if self.padding_free and self.pack_tokens:
             why = f"pack_tokens={self.pack_tokens} makes batches of its own, without padding"
             refuse("padding_free=true", why, "padding_free=false")
+        if self.shares_batches:
+            self._check_shares()
         if self.gradient_reduction != "micro_step":
             return
         what = "gradient_reduction=micro_step"
@@ -70,6 +92,26 @@ class DataKeys(Sizes):
             refuse(what, f"zero_stage={self.zero_stage} holds whole gradients", "zero_stage=2")
         if self.pp_size != 1:
             refuse(what, "a pipeline reduces once per run of its schedule at most", "gradient_reduction=step")
+
+    def _check_shares(self) -> None:
+        """Require a number for each data rank, and batches that are counted in examples."""
+        what, ranks = f"batch_shares={self.batch_shares}", self.data_parallel_size
+        known = -1 not in self.sizes.values()
+        works = "batch_shares=" + ":".join(["2"] * (ranks - 1 if known else 1) + ["1"])
+        if known and ranks == 1:
+            refuse(what, "one data rank has nobody to share a batch with", "batch_shares=even")
+        try:
+            shares = self.shares or ()
+        except (ValueError, ZeroDivisionError) as error:
+            refuse(what, "not `even` or `auto`, and not numbers with colons between them", works, cause=error)
+        if shares and min(shares) <= 0:
+            refuse(what, "each data rank has a share above 0", works)
+        if shares and known and len(shares) != ranks:
+            refuse(what, f"{len(shares)} shares for {ranks} data ranks", works)
+        if self.pack_tokens:
+            refuse(what, f"pack_tokens={self.pack_tokens} deals by tokens, evenly", "batch_shares=even")
+        if self.padding_free:
+            refuse(what, "padding_free=true joins the examples of a batch to one row", "padding_free=false")
 
     def resolved_sizes(self) -> Mapping[str, int]:
         """Make shards of ZeRO-0 replicas."""

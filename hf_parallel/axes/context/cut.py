@@ -28,7 +28,7 @@ from hf_parallel.axes.context.attention import Cut, Exchanged, current, join, su
 from hf_parallel.axes.context.choose import Choice
 from hf_parallel.axes.context.layout import Layout, Shape, local_length
 from hf_parallel.model.anatomy import token_readers
-from hf_parallel.model.calls import arguments_of, holding, item_count, targets_of, tokens_of
+from hf_parallel.model.calls import arguments_of, has_cache, holding, item_count, targets_of, tokens_of
 from hf_parallel.model.random_layers import Draws
 from hf_parallel.ranks.local import whole_when_read
 from hf_parallel.ranks.observed import ATTENTION, Store, Within
@@ -187,7 +187,7 @@ class SequenceCut:
 
     def _is_generation(self, batch: Batch) -> bool:
         asked = bool(batch.get("use_cache")) and not torch.is_grad_enabled()
-        return self.caches and (asked or batch.get("past_key_values") is not None)
+        return self.caches and (asked or has_cache(batch))
 
     def _check(self, batch: Batch) -> None:
         mask = batch.get("attention_mask")

@@ -68,6 +68,9 @@ class Experts(Axis["MixtureFacts", ExpertPart]):
         factor, waits = config.expert_capacity_factor, facts.asked and config.pp_size > 1
         if factor is not None:
             _check_capacity(factor, anatomy, facts.experts)
+        if factor is not None and config.shares_batches:
+            why = f"expert_capacity_factor={factor:g} gives each data rank as much room"
+            refuse(f"batch_shares={config.batch_shares}", why, "batch_shares=even")
         return ExpertPart(facts.experts, config.ep_size, facts.balanced, waits, factor) if facts.experts else None
 
     def notes(self, part: ExpertPart) -> list[str]:

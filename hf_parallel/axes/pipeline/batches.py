@@ -13,6 +13,8 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 from transformers.utils import ModelOutput
 
+from hf_parallel.model.calls import has_cache
+
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
@@ -164,7 +166,7 @@ def refuse_partial_outputs(config: PretrainedConfig, batch: Batch, balances: boo
     for key in ("output_hidden_states", "output_attentions", *routers):
         if wants(config, batch, key):
             raise NotImplementedError(f"hf_parallel: {key}=True needs all layers on one rank; pp_size=1 works")
-    if batch.get("past_key_values") is not None:
+    if has_cache(batch):
         raise NotImplementedError("hf_parallel: a pipelined model keeps no key/value cache; pass use_cache=False")
     if batch.get("return_dict") is False:
         raise NotImplementedError("hf_parallel: a pipelined model returns named outputs; drop return_dict=False")

@@ -11,7 +11,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
@@ -190,13 +190,17 @@ def _emptied(key: str, value: torch.Tensor, padding: int | None) -> int | None:
 
 
 @contextlib.contextmanager
-def counted(engine: StageRunner, batch: Batch, wanted: bool) -> Iterator[None]:
-    """The model's own mean, where the script gives it no count, runs over the whole batch of all data ranks."""
+def counted(engine: StageRunner, batch: Batch, wanted: bool, share: float = 1.0) -> Iterator[None]:
+    """The model's own mean, where the script gives it no count, runs over the whole batch of all data ranks.
+
+    Args:
+        share: what the loss will be multiplied by.
+    """
     if wanted and torch.is_tensor(batch.get("labels")) and engine.sums_over_tokens:
         engine.items = count_targets(batch)
         if engine.mesh.data_size > 1:
             dist.all_reduce(engine.items, group=engine.mesh.data_group)
-            engine.items = engine.items / engine.mesh.data_size
+            engine.items = engine.items * (share / engine.mesh.data_size)
     try:
         yield
     finally:
@@ -206,6 +210,15 @@ def counted(engine: StageRunner, batch: Batch, wanted: bool) -> Iterator[None]:
 # ---- the other steps ------------------------------------------------------------------------------------------------
 
 
+def cuts_alike(examples: Iterable[int], config: ParallelConfig) -> bool:
+    """Are batches of so many examples, one of each data rank, cut into as many micro-batches?
+
+    Means over targets inside a model are weighed over data ranks micro-batch by micro-batch.
+    """
+    sizes = list(examples)
+    return all(can_be_cut(n, config) for n in sizes) and len({micro_batch_count(n, config) for n in sizes}) == 1
+
+
 def takes(plan: Plan, batch: Batch, config: ParallelConfig) -> bool:
     """Can the schedule cut this batch?"""
     rows = row_count(batch)
@@ -213,14 +226,24 @@ def takes(plan: Plan, batch: Batch, config: ParallelConfig) -> bool:
 
 
 def run_plan(
-    engine: StageRunner, plan: Plan, batch: Batch, loss_of: Loss, quietly: Quietly, counts: bool = True
+    engine: StageRunner,
+    plan: Plan,
+    batch: Batch,
+    loss_of: Loss,
+    quietly: Quietly,
+    counts: bool = True,
+    share: float = 1.0,
 ) -> torch.Tensor:
-    """The loss of a batch, scheduled; its backward hands over the gradients, which are known by then."""
+    """The loss of a batch, scheduled; its backward hands over the gradients, which are known by then.
+
+    Args:
+        share: how much the loss of this data rank weighs in the average of all.
+    """
     rows, cut, device = row_count(batch), plan.cut, engine.mesh.device
     count = micro_batch_count(rows // cut.rows, engine.config)
     parts = split_examples(batch, count, cut.rows, rows)
     beside = [_beside(engine, plan, call, batch, count) for call in plan.calls]
-    with counted(engine, batch, counts):
+    with counted(engine, batch, counts, share):
         calls = _main_calls(engine, plan, parts, beside, loss_of, quietly)
 
         def run(view: StageView, hidden: torch.Tensor | None, i: int) -> torch.Tensor:
@@ -231,7 +254,7 @@ def run_plan(
             with session.active():
                 loss = engine.enter(view, functools.partial(session.answer, engine), lambda: loss_of(dict(parts[i])))
             session.check_end()
-            return loss / count if cut.mean else loss
+            return loss * (share / count if cut.mean else share)
 
         return scheduled(engine, count, tokens_of(calls[0].arguments(parts[0], device)), run)
 

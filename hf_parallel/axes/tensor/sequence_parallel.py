@@ -27,7 +27,7 @@ from hf_parallel.axes.tensor.infer import named_layers
 from hf_parallel.axes.tensor.layers import partial_gradient, unsplit
 from hf_parallel.axes.tensor.region import READERS, Region
 from hf_parallel.model.anatomy import is_norm, owns_parameters, reader_of, stacks, text_part, token_readers
-from hf_parallel.model.calls import arguments_of, holding
+from hf_parallel.model.calls import arguments_of, has_cache, holding
 from hf_parallel.model.experts import named_experts
 from hf_parallel.ranks import join_sequence, split_sequence
 
@@ -147,7 +147,7 @@ def _padded_forward(
     def padded(*args: object, **kwargs: object) -> object:
         batch = arguments_of(names, args, kwargs, reader)
         cached = batch.get("use_cache", getattr(reader.config, "use_cache", False)) and not torch.is_grad_enabled()
-        if caches and (cached or batch.get("past_key_values") is not None):
+        if caches and (cached or has_cache(batch)):
             return _whole_sequences(switch, forward, batch)
         tokens = next((batch[k] for k in ("input_ids", "inputs_embeds") if batch.get(k) is not None), None)
         switch.padding = (0, 0)

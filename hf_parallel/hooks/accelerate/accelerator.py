@@ -29,6 +29,7 @@ from hf_parallel.axes.data.lowered import compute_in
 from hf_parallel.axes.pipeline.batches import count_targets
 from hf_parallel.checkpoint import full_state_dict
 from hf_parallel.hooks import bitsandbytes, hangs, monitoring, report, runtime
+from hf_parallel.hooks.accelerate import loop_losses
 from hf_parallel.hooks.patching import patch, replacing
 from hf_parallel.hooks.peft.before import check_optimizer, make_parallel_below
 from hf_parallel.hooks.trainer import bad_numbers, means
@@ -256,6 +257,8 @@ def normalise_over_data_ranks(model: nn.Module) -> None:
     def leave(module: nn.Module, args: tuple, output: object) -> None:
         forward = means.leave_forward()
         loss = output.get("loss") if isinstance(output, dict) else None
+        if module.training and torch.is_grad_enabled():
+            loop_losses.note_forward(loss if forward.counted else None)
         if loss is None or forward.share is None or (state.pipeline is not None and not state.pipeline.last):
             return
         if not forward.counted:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -18,16 +18,17 @@ from hf_parallel.ask.spec import refuse
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.accelerate.processes import Place, follow
 from hf_parallel.hooks.accelerate.random_stream import RandomStream
+from hf_parallel.hooks.accelerate.shares import check_loader, drops_last, has_unlike_sizes, part_of_stream
 from hf_parallel.hooks.patching import patch
-from hf_parallel.hooks.trainer.rows import PerExample, count
+from hf_parallel.hooks.trainer.rows import PerExample, count, holds_encoder_outputs, is_outputs
 from hf_parallel.model.calls import by_name
 from hf_parallel.ranks import messages
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
     from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard, SkipBatchSampler
-    from accelerate.state import GradientState
     from torch.utils.data import DataLoader
+    from transformers.utils import ModelOutput
 
 
 # ---- The order in which a loader reads its rows: with several data ranks that of one process ------------------------
@@ -84,15 +85,16 @@ def _innermost(dataloader: DataLoader) -> Any:
 @patch("accelerate.data_loader:prepare_data_loader", "draws orders on each rank", copies=True)
 def prepare_data_loader(original: Callable, dataloader: DataLoader, *args: object, **kwargs: object) -> object:
     """Shard by data rank; let every rank of one model draw the same random numbers while it reads data."""
-    from hf_parallel.hooks.trainer.token_budget import check_loop
+    from hf_parallel.hooks.trainer.token_budget import check_loop, is_loop
 
     check_loop()
     mesh = runtime.mesh()
     group_for_all(dataloader, mesh.data_size)
     given = by_name(original, (dataloader, *args), kwargs)
-    if given.get("even_batches") is False and not _drops_last(dataloader) and mesh.data_size > 1:
+    if given.get("even_batches") is False and not drops_last(dataloader) and mesh.data_size > 1:
         refuse(f"even_batches=False with {mesh.data_size} data ranks", "they would run out apart", "True")
     prepared = as_in_one_process(original, dataloader, *args, **kwargs)
+    check_loader(prepared, is_loop())
     # A loader that draws its order advances the numbers of the next one, and even one in order draws a seed.
     return _by_data_rank(prepared, mesh.config.world_size > mesh.data_size or not is_seeded(given))
 
@@ -150,13 +152,18 @@ def _describe(sampler: SkipBatchSampler | None) -> None:
     sampler.set_epoch = set_epoch
 
 
+class _DataRanks(int):
+    """Their number, an object of its own: a slice that ends at it is what completes the last batch of a stream."""
+
+
 def _dispatch_by_data_rank(dataloader: DataLoaderDispatcher) -> None:
     """Rank 0 reads for everybody; each rank then takes the slice of its data rank."""
     mesh = runtime.mesh()
     reads = mesh.rank == 0
     # The dispatcher asks its state who reads (process 0) and how many batches make a step.
+    ranks = _DataRanks(mesh.data_size)
     dataloader.state = types.SimpleNamespace(
-        num_processes=mesh.data_size,
+        num_processes=ranks,
         process_index=0 if reads else mesh.data_rank or -1,
         device=mesh.device,
     )
@@ -165,7 +172,10 @@ def _dispatch_by_data_rank(dataloader: DataLoaderDispatcher) -> None:
     def slice_fn(
         data: object, wanted: slice, process_index: int | None = None, num_processes: int | None = None
     ) -> object:
-        if wanted.start is not None and wanted.start < 0:  # data rank 0 where the reader is another rank
+        part = None if wanted.stop is ranks else part_of_stream(dataloader, count(cast(dict, data)) or 0)
+        if part is not None:
+            wanted = part
+        elif wanted.start is not None and wanted.start < 0:  # data rank 0 where the reader is another rank
             wanted = slice(0, -wanted.start)
         return inner(data, wanted, process_index=mesh.data_rank, num_processes=mesh.data_size)
 
@@ -201,11 +211,13 @@ def refuse_cut_examples(dataloader: DataLoader) -> None:
 
 @patch("accelerate.utils.operations:gather", "gathers over all processes", copies=True)
 def gather(original: Callable, tensor: object) -> object:
-    """One entry per data rank, in their order; in a ragged last batch data ranks may have other numbers of rows."""
+    """One entry per data rank, in their order; data ranks may have unlike numbers of rows."""
     from accelerate.utils.operations import recursively_apply
 
     if isinstance(tensor, PerExample):
         return gathered_examples(tensor)
+    if holds_encoder_outputs(tensor):
+        return tuple(gathered_outputs(part) if is_outputs(part) else gather(original, part) for part in tensor)
     return recursively_apply(_gathered, tensor, error_on_other_type=True)
 
 
@@ -216,9 +228,34 @@ def gathered_examples(examples: PerExample) -> list:
     return tree_map_only(torch.Tensor, lambda tensor: tensor.to(runtime.mesh().device), found)
 
 
+def gathered_outputs(outputs: ModelOutput) -> ModelOutput:
+    """Join an encoder's outputs of all data ranks, in their order.
+
+    Data ranks have unlike numbers of images, so that nothing here has a row per example. Layers are joined one by
+    one; any other tuple, such as the features of each image, becomes one long tuple.
+    """
+    found = [(kind, part) for kind, part in gathered_examples(PerExample([(type(outputs), dict(outputs))])) if part]
+    if not found:
+        return outputs
+    parts = [part for _, part in found]
+    return found[0][0](**{key: _joined_parts(key, [part[key] for part in parts]) for key in parts[0]})
+
+
+def _joined_parts(key: str, parts: list) -> object:
+    if torch.is_tensor(parts[0]):
+        return torch.cat(parts)
+    if not isinstance(parts[0], tuple | list):
+        return parts[0]
+    if key.endswith(("hidden_states", "attentions")):
+        return tuple(_joined_parts("", list(layer)) for layer in zip(*parts, strict=True))
+    return tuple(item for part in parts for item in part)
+
+
 @patch("accelerate.utils.operations:pad_across_processes", "takes things of examples for rows", copies=True)
 def pad_across_processes(original: Callable, tensor: object, *args: object, **kwargs: object) -> object:
-    """Lists of one thing per example stay: they are gathered as they are, and data ranks may have unlike numbers."""
+    """Pad rows. Lists of one thing per example and outputs of encoders stay, as they are gathered whole."""
+    if holds_encoder_outputs(tensor):
+        return tuple(part if is_outputs(part) else original(part, *args, **kwargs) for part in tensor)
     return tensor if isinstance(tensor, PerExample) else original(tensor, *args, **kwargs)
 
 
@@ -229,7 +266,7 @@ def _gathered(tensor: torch.Tensor) -> torch.Tensor:
     tensor = (tensor.clone()[None] if tensor.ndim == 0 else tensor).contiguous()
     if runtime.is_absent():
         tensor = tensor[:0]
-    sizes = _sizes(tensor) if is_ragged(GradientState()) else [tensor.shape[0]] * mesh.data_size
+    sizes = _sizes(tensor) if has_unlike_sizes(GradientState()) else [tensor.shape[0]] * mesh.data_size
     padded = tensor
     if tensor.shape[0] < max(sizes):
         padded = torch.cat([tensor, tensor.new_zeros(max(sizes) - tensor.shape[0], *tensor.shape[1:])])
@@ -250,9 +287,14 @@ def _sizes(tensor: torch.Tensor) -> list[int]:
 def gather_for_metrics(
     original: Callable, self: Accelerator, input_data: object, use_gather_object: bool = False
 ) -> object:
-    """A number per data rank is no row: none of them is a repeat to be dropped."""
+    """A number per data rank is no row: none of them is a repeat to be dropped. Nor are an encoder's outputs."""
     if torch.is_tensor(input_data) and input_data.ndim == 0 and not use_gather_object:
         return self.gather(input_data)
+    if holds_encoder_outputs(input_data):
+        return tuple(
+            gathered_outputs(part) if is_outputs(part) else gather_for_metrics(original, self, part)
+            for part in input_data
+        )
     return original(self, input_data, use_gather_object or isinstance(input_data, PerExample))
 
 
@@ -278,31 +320,3 @@ def reduce(original: Callable, tensor: object, reduction: str = "mean", scale: f
         return value / mesh.data_size if reduction == "mean" else value
 
     return recursively_apply(reduce_one, tensor, error_on_other_type=True)
-
-
-def is_ragged(gradient_state: GradientState) -> bool:
-    """Is this a last batch that data ranks have unequal shares of? All of them say the same."""
-    if not gradient_state.end_of_dataloader or gradient_state.remainder <= 0 or runtime.mesh().data_size == 1:
-        return False
-    return not _drops_last(gradient_state.active_dataloader)  # a batch sampler may, which accelerate does not look at
-
-
-def _drops_last(dataloader: DataLoader) -> bool:
-    return bool(getattr(getattr(dataloader, "batch_sampler", None), "drop_last", False))
-
-
-def real_rows(gradient_state: GradientState, rows: int) -> int:
-    """How many rows of this rank's batch are not repeated to fill a ragged last batch.
-
-    Data rank r holds rows r * rows … of the global batch, of which only the first `remainder` are new.
-    """
-    if not is_ragged(gradient_state):
-        return rows
-    return max(0, min(rows, gradient_state.remainder - runtime.mesh().data_rank * rows))
-
-
-def share_of_rows(gradient_state: GradientState, rows: int) -> float:
-    """How much this rank's mean over its real rows weighs in the data ranks' average: 1 where all have as many."""
-    if not is_ragged(gradient_state):
-        return 1.0
-    return real_rows(gradient_state, rows) * runtime.mesh().data_size / gradient_state.remainder

@@ -3,29 +3,33 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
+from transformers.modeling_outputs import BaseModelOutput
 
 from hf_parallel.ask.spec import refuse
 from hf_parallel.hooks import hangs, report, runtime
-from hf_parallel.hooks.accelerate.data import is_ragged, real_rows, refuse_cut_examples, share_of_rows
+from hf_parallel.hooks.accelerate.data import refuse_cut_examples
+from hf_parallel.hooks.accelerate.shares import cut_of, full_share, is_ragged, real_rows, share_of_rows, take_batch
 from hf_parallel.hooks.patching import patch, replacing
 from hf_parallel.hooks.trainer import losses, means, rows
 from hf_parallel.hooks.trainer.checkpoints import StepRecord, record_of
 from hf_parallel.hooks.trl import trainers as trl
+from hf_parallel.ranks import messages
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, Trainer
 
 
-# ---- The last batch of a loader, which accelerate fills with repeated rows: what a Trainer is given in its place
+# ---- Batches that a data rank must weigh: the last one of a loader, which accelerate fills with repeated rows, and
+# all of `batch_shares`
 
 
-class LastBatch(dict):
-    """The last batch of a loader, a dict like others to a script.
+class WeighedBatch(dict):
+    """A batch of which data ranks have unlike numbers of rows, a dict like others to a script.
 
     Attributes:
         real_rows: of this rank, those that are not repeated; None if nothing was left out, as in a copy.
@@ -38,7 +42,7 @@ class LastBatch(dict):
 
 def opened(batch: dict) -> tuple[dict, StepRecord]:
     """The batch as it was, and what is known of its rows."""
-    if not isinstance(batch, LastBatch):
+    if not isinstance(batch, WeighedBatch):
         return batch, StepRecord()
     return dict(batch), StepRecord(batch.real_rows, batch.share)
 
@@ -46,24 +50,50 @@ def opened(batch: dict) -> tuple[dict, StepRecord]:
 def without_repeats(trainer: Trainer, batches: Iterator) -> Iterator:
     """The batches to train on, the last one without the rows that fill it."""
     for batch in batches:
-        full = trainer._train_batch_size
+        take_batch(trainer.accelerator.gradient_state)
+        full = _own_examples(trainer, trainer._train_batch_size)
         batch = told_apart(trainer, batch, full)
         blocks = rows_per_example(trainer, batch, full)
         count = rows.count(batch, blocks)
         if count is not None and trainer.accelerator.gradient_state.end_of_dataloader:
             yield _last(trainer, batch, count, blocks)
+        elif runtime.mesh().config.shares_batches:
+            yield _weighed(trainer, batch)
         else:
             yield rows.opened(batch)
 
 
-def _last(trainer: Trainer, batch: rows.Batch, count: int, blocks: int) -> LastBatch:
+def _own_examples(trainer: Trainer, each: int) -> int:
+    """How many examples this data rank has of a full batch, of which all have `each` without `batch_shares`."""
+    cut = cut_of(trainer.accelerator.gradient_state)
+    return each if cut is None else cut[runtime.mesh().data_rank]
+
+
+def _weighed(trainer: Trainer, batch: rows.Batch) -> WeighedBatch:
+    """A full batch, of which data ranks have unlike parts.
+
+    A schedule reduces gradients before the loss is multiplied by anything. Its losses are sums, which need no weight.
+    """
+    state, what = trainer.accelerator.gradient_state, f"batch_shares={runtime.mesh().config.batch_shares}"
+    if cut_of(state) is None:
+        refuse(what, "the script's training loader is not one that accelerate shares out", "batch_shares=even")
+    if not isinstance(batch, Mapping):
+        refuse(what, f"the rows of a batch that is a {type(batch).__name__} cannot be weighed", "batch_shares=even")
+    weighed = WeighedBatch(rows.opened(batch))
+    weighed.share = 1.0 if _runs_scheduled(trainer, batch) else full_share(state)
+    return weighed
+
+
+def _last(trainer: Trainer, batch: rows.Batch, count: int, blocks: int) -> WeighedBatch:
     state = trainer.accelerator.gradient_state
+    if not is_ragged(state) and cut_of(state) is not None:
+        return _weighed(trainer, batch)
     real, whole = real_rows(state, count), must_be_whole(trainer, batch, count * blocks)
     # Data ranks with fewer rows would take another way through a pipeline than the rest: keep the shape there.
     # Its schedule reduces gradients before the loss is multiplied by anything, so that none may be needed.
     keep = whole or (_runs_scheduled(trainer, batch) and rows.JOINED not in batch)
     kept = rows.without_targets(batch, real, count) if keep else rows.trim(batch, real, count, blocks)
-    last = LastBatch(rows.opened(kept))
+    last = WeighedBatch(rows.opened(kept))
     last.real_rows, last.share = real, 1.0 if keep else share_of_rows(state, count)
     return last
 
@@ -156,8 +186,9 @@ def prediction_step(
     """Evaluate only real rows of a ragged last batch, whatever it is that the script does with them."""
     hangs.mark("evaluation")
     runtime.compare_batches(model, inputs, "evaluation")
-    batch = told_apart(self, inputs, self.args.eval_batch_size)
-    blocks = rows_per_example(self, batch, self.args.eval_batch_size)
+    full = _own_examples(self, self.args.eval_batch_size)
+    batch = told_apart(self, inputs, full)
+    blocks = rows_per_example(self, batch, full)
     count = rows.count(batch, blocks) or 0
     step = _step(self, count)
     real = count if step.real_rows is None else step.real_rows
@@ -165,6 +196,8 @@ def prediction_step(
     with record_of(self).during(step), _computing(model, step, prediction_loss_only):
         loss, logits, labels = original(model, kept, prediction_loss_only, *args, **kwargs)
     logits, labels = rows.marked_per_example((logits, labels), rows.count(kept, blocks) or 0)
+    if not prediction_loss_only and runtime.mesh().data_size > 1 and _reads_media(self.model):
+        logits = _with_parts_of_all(logits)
     if loss is not None and runtime.mesh().data_size > 1:
         loss = _mean_over_data_ranks(loss if step.weighted else means.weighted(loss, step.share))
     if step.real_rows is not None:
@@ -172,6 +205,20 @@ def prediction_step(
     _inputs_to_gather(self, inputs, kept, step.real_rows)
     hangs.mark("evaluation", may_take_long=True)  # its metrics
     return loss, logits, labels
+
+
+def _reads_media(model: PreTrainedModel) -> bool:
+    """Does the model read images or sounds beside words? The same on all ranks, whatever their batches hold."""
+    modalities = getattr(model, "input_modalities", "text")
+    return not isinstance(modalities, str) and len(set(modalities)) > 1
+
+
+def _with_parts_of_all(logits: object) -> object:
+    """Add empty outputs of encoders where a data rank has no images and others have: all gather as many parts."""
+    parts = logits if isinstance(logits, tuple) else (logits,)
+    own = sum(rows.is_outputs(part) for part in parts)
+    most = max(messages.gather(own, runtime.mesh().data_group))
+    return logits if own == most else (*parts, *(BaseModelOutput() for _ in range(most - own)))
 
 
 def _real(trainer: Trainer, batch: rows.Batch, real: int, count: int, blocks: int) -> rows.Batch:
@@ -187,8 +234,9 @@ def _real(trainer: Trainer, batch: rows.Batch, real: int, count: int, blocks: in
 def _step(trainer: Trainer, count: int) -> StepRecord:
     """Of a batch of so many examples; 0 where they cannot be counted."""
     state = trainer.accelerator.gradient_state
-    ragged_here = count > 0 and is_ragged(state)
-    return StepRecord(real_rows(state, count), share_of_rows(state, count)) if ragged_here else StepRecord()
+    if is_ragged(state):
+        return StepRecord(real_rows(state, count), share_of_rows(state, count)) if count else StepRecord()
+    return StepRecord(share=share_of_rows(state, count))
 
 
 @contextlib.contextmanager
@@ -205,7 +253,7 @@ def _rows_to_gather(trainer: Trainer, outputs: T, real: int, count: int, joined:
     """Full again where `gather_for_metrics` drops the repeats; Seq2SeqTrainer gathers all there is."""
     if joined or trainer.gather_function == trainer.accelerator.gather:
         return rows.without_stand_in(outputs, real)
-    return rows.fill(outputs, count)
+    return rows.fill(outputs, real, count)
 
 
 def _inputs_to_gather(trainer: Trainer, inputs: dict, kept: rows.Batch, real: int | None) -> None:

@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, TypedDict
 import torch
 import torch.distributed as dist
 
-from hf_parallel.axes.chunked_loss import CHUNK, why_not_in
+from hf_parallel.axes.chunked_loss import why_not_in
 from hf_parallel.axes.experts.balance import load_of
 from hf_parallel.axes.loss import LOSS
-from hf_parallel.axes.pipeline.script_loss import Plan, find_plan, run_plan, takes
+from hf_parallel.axes.pipeline.script_loss import Plan, cuts_alike, find_plan, run_plan, takes
 from hf_parallel.axes.pipeline.unscheduled import Made, served
 from hf_parallel.axes.tensor import lean_loss
 from hf_parallel.hooks import monitoring, report, runtime
+from hf_parallel.hooks.accelerate.shares import cut_of
 from hf_parallel.hooks.logits_read import class_overrides, why_read_by
 from hf_parallel.hooks.patching import patch
 from hf_parallel.hooks.trainer import bad_numbers, checkpoints, means
@@ -96,7 +97,7 @@ def how_computed(trainer: Trainer) -> str:
     why = why or lean_loss.why_whole(trainer.model, held)
     if why is not None:
         return f"whole logits: {why}"
-    return f"{CHUNK} tokens at a time" + ("" if part.always else ", where that needs less memory than whole logits")
+    return "in chunks of tokens" + ("" if part.always else ", where that needs less memory than whole logits")
 
 
 def overrides(trainer: Trainer) -> bool:
@@ -116,10 +117,10 @@ def compute_loss(
     targets = trl.targets_of_mean(self, inputs) if items is None else None
     record = record_of(self)
     record.step.weighted = True
-    if engine is None:
+    if state is None or engine is None:
         return _weighted(self, _settled(self, inputs, call, items), targets)
     # Data ranks may differ in rows of the last batch: there, all go the same way.
-    trains = torch.is_grad_enabled() and record.step.real_rows is None
+    trains = torch.is_grad_enabled() and record.step.real_rows is None and _cuts_alike(self, state)
     plan = record.loss_plans.get(tuple(inputs)) if trains else None
     if plan is not None and takes(plan, inputs, engine.config):
         return _scheduled(self, engine, plan, inputs, call, counts=not record.weighs)
@@ -139,6 +140,21 @@ def compute_loss(
     return _weighted(self, result, targets)
 
 
+def _cuts_alike(trainer: Trainer, state: ParallelState) -> bool:
+    """Do all data ranks cut their part of a full batch into as many micro-batches?"""
+    cut = cut_of(trainer.accelerator.gradient_state)
+    alike = cut is None or cuts_alike(cut, state.config)
+    if not alike and state.is_first(_UNLIKE):
+        report.say(_UNLIKE)
+    return alike
+
+
+_UNLIKE = (
+    "the script's loss needs as many micro-batches on all data ranks to be scheduled: the pipeline keeps all "
+    "activations of a batch; a pipeline_microbatches that divides the examples of each data rank is scheduled"
+)
+
+
 def _scheduled(
     trainer: Trainer, engine: PipelineEngine, plan: Plan, inputs: dict, call: Callable, *, counts: bool
 ) -> torch.Tensor:
@@ -151,7 +167,8 @@ def _scheduled(
         return result["loss"]
 
     quietly = functools.partial(_undone, trainer)
-    loss = run_plan(engine, plan, dict(inputs), _joining(trainer, loss_of), quietly, counts=counts)
+    joining, share = _joining(trainer, loss_of), record_of(trainer).step.share
+    loss = run_plan(engine, plan, dict(inputs), joining, quietly, counts=counts, share=share)
     if plan.logs:
         trainer.log(_told_mean(engine, logged))
     return loss
@@ -329,7 +346,10 @@ def log(original: Callable, self: Trainer, logs: dict, *args: object, **kwargs: 
         logs.update({key: round(value, 4) for key, value in load.read().items()})
     if logs.keys() >= _OF_TRAINING:
         logs.update(monitoring.of_trainer(self))
-    if logs.keys() >= _OF_THE_END:
+    ends = logs.keys() >= _OF_THE_END
+    if ends:
         checkpoints.end_begins(self)
     bad_numbers.logged(logs)
     original(self, logs, *args, **kwargs)
+    if ends:
+        report.at_end(self)

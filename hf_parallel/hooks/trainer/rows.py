@@ -10,10 +10,11 @@ A batch holds its examples in one of three ways:
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeGuard, TypeVar
 
 import torch
 from torch.utils._pytree import tree_map
+from transformers.utils import ModelOutput
 
 #: What a collator gives: tensors by name, and what a script puts beside them.
 Batch: TypeAlias = MutableMapping[str, Any]
@@ -126,17 +127,32 @@ def marked_per_example(value: Value, rows: int) -> Value:
     return tree_map(lambda item: PerExample(item) if is_one_per_row(item) else item, value, is_leaf=is_one_per_row)
 
 
-def fill(value: Value, rows: int) -> Value:
+def is_outputs(value: object) -> TypeGuard[ModelOutput]:
+    """Return whether the value is what a model, or an encoder inside one, has returned."""
+    return isinstance(value, ModelOutput)
+
+
+def holds_encoder_outputs(predictions: object) -> TypeGuard[tuple]:
+    """Return whether predictions are logits beside outputs of an encoder, such as features of images.
+
+    transformers 5.24 and later return them as `image_outputs`, `video_outputs` and `audio_outputs`.
+    """
+    return isinstance(predictions, tuple) and any(is_outputs(part) for part in predictions)
+
+
+def fill(value: Value, real: int, rows: int) -> Value:
     """Repeat the last row of each tensor, and the last of a list's examples, for those that `trim` took away."""
 
     def fill_one(item: Any) -> Any:
+        if is_outputs(item):
+            return without_stand_in(item, real)
         if isinstance(item, PerExample):
             return PerExample(item + item[-1:] * (rows - len(item)))
         if not torch.is_tensor(item) or item.ndim == 0:
             return item
         return torch.cat([item, item[-1:].expand(max(0, rows - item.shape[0]), *item.shape[1:])])
 
-    return tree_map(fill_one, value)
+    return tree_map(fill_one, value, is_leaf=is_outputs)
 
 
 def without_stand_in(value: Value, real: int) -> Value:
@@ -147,9 +163,11 @@ def without_stand_in(value: Value, real: int) -> Value:
     def emptied(item: Any) -> Any:
         if isinstance(item, PerExample):
             return PerExample()
+        if is_outputs(item):
+            return type(item)()
         return item[:0] if torch.is_tensor(item) and item.ndim else item
 
-    return tree_map(emptied, value)
+    return tree_map(emptied, value, is_leaf=is_outputs)
 
 
 def _first(value: object, kept: int, rows: int, blocks: int) -> object:

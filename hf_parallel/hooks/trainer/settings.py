@@ -10,9 +10,11 @@ from hf_parallel.ask.spec import refuse
 from hf_parallel.axes.pipeline.schedules import micro_batch_count
 from hf_parallel.axes.recompute import check_layers, check_selective
 from hf_parallel.hooks import model_parts, runtime
+from hf_parallel.hooks.accelerate.shares import check_batch_size, check_micro_batches
+from hf_parallel.hooks.trl import trainers as trl
 
 if TYPE_CHECKING:
-    from transformers import TrainingArguments
+    from transformers import Trainer, TrainingArguments
 
 
 def check_arguments(args: TrainingArguments) -> None:
@@ -29,7 +31,8 @@ def check_arguments(args: TrainingArguments) -> None:
         check_selective(_checkpointing_settings(args))
     if args.use_liger_kernel:
         model_parts.check_recomputation(args, config)
-    if config.pp_size > 1:
+    _check_shares(args, config)
+    if config.pp_size > 1 and not config.shares_batches:  # unlike batches are filled up to what the schedule takes
         _check_micro_batches(args.per_device_train_batch_size, config)
 
 
@@ -71,6 +74,40 @@ def _refusals(args: TrainingArguments, config: ParallelConfig) -> list[tuple[boo
         (args.fp16_full_eval, "fp16_full_eval=True", "casting sharded models", "bf16=True"),
         (args.bf16_full_eval, "bf16_full_eval=True", "casting sharded models", "bf16=True"),
     ]
+
+
+def _check_shares(args: TrainingArguments, config: ParallelConfig) -> None:
+    """Require batches of which every data rank gets an example."""
+    ranks = 1 if args.accelerator_config.split_batches else config.data_parallel_size
+    evaluates = str(getattr(args.eval_strategy, "value", args.eval_strategy)) != "no"
+    for name in ("per_device_train_batch_size", *["per_device_eval_batch_size"] * evaluates):
+        check_batch_size(getattr(args, name) * ranks, name, getattr(args, name))
+    check_micro_batches(args.per_device_train_batch_size * ranks)
+
+
+#: Losses of DPO that are no mean over pairs: of sorted margins, and a mean over the tokens of a batch.
+_OF_BATCHES = {"aot", "aot_unpaired", "sft"}
+
+
+def check_shared_examples(trainer: Trainer) -> None:
+    """Refuse `batch_shares` where the loss of a data rank's examples is no mean over each of them.
+
+    Raises:
+        SpecError: the loss compares examples of a batch, or the trainer shares out what it generates.
+    """
+    config = runtime.mesh().config
+    if not config.shares_batches:
+        return
+    what = f"batch_shares={config.batch_shares}"
+    others = [cls for cls in type(trainer).__mro__ if cls.__module__.startswith(("trl.", "sentence_transformers."))]
+    if others and trl.rows_per_example(trainer) is None:
+        refuse(what, f"{others[0].__name__} compares examples of a data rank's batch", "batch_shares=even")
+    compared = [name for name in getattr(trainer, "loss_types", ()) if name in _OF_BATCHES]
+    if compared:
+        why = f"loss_type={compared[0]} is computed of all examples of a data rank together"
+        refuse(what, why, do="loss_type=sigmoid works, and so does batch_shares=even")
+    if trainer.can_return_loss:
+        refuse(what, f"the loss of {type(trainer.model).__name__} compares examples", "batch_shares=even")
 
 
 def _check_micro_batches(rows: int, config: ParallelConfig) -> None:

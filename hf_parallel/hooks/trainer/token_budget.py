@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from hf_parallel.hooks import report, runtime
+from hf_parallel.hooks.accelerate.shares import follow_trainer
 from hf_parallel.hooks.accelerate.token_batches import TokenBatches
 from hf_parallel.hooks.patching import Patch, around, patch, replacing
 from hf_parallel.hooks.trainer import deal, joining
@@ -133,13 +134,18 @@ def why_not_joined(trainer: Trainer) -> str | None:
     return None
 
 
+def is_loop() -> bool:
+    """Has the script made no Trainer so far?"""
+    return not _known
+
+
 def check_loop() -> None:
     """Refuse a loop without a Trainer, whose loader is its own, and which asks no server.
 
     Raises:
         SpecError: joined batches were asked for, or what only TRL's trainers have.
     """
-    if _known:
+    if not is_loop():
         return
     if asked()[1]:
         refuse_joining("batches of a loop without a Trainer are the loop's own")
@@ -157,7 +163,9 @@ def get_train_dataloader(original: Callable, self: Trainer) -> object:
             joining.refuse_other_numbers(self)
         else:
             joining.choose(self, why_not_joined)
-        return _joining(original, self) if joining.wanted() else original(self)
+        loader = _joining(original, self) if joining.wanted() else original(self)
+        follow_trainer(loader)
+        return loader
     joining.refuse_other_numbers(self)
     examples, args = _examples(self), self.args
     current = runtime.current()

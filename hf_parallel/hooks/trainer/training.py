@@ -20,12 +20,12 @@ from hf_parallel.hooks import hangs, monitoring, report, runtime
 from hf_parallel.hooks.accelerate.accelerator import follow_parameters, make_parallel, normalise_over_data_ranks
 from hf_parallel.hooks.bitsandbytes import finish_casts
 from hf_parallel.hooks.patching import patch, replacing
-from hf_parallel.hooks.trainer import bad_numbers, checkpoints, evaluation, losses, token_budget
+from hf_parallel.hooks.trainer import auto_shares, bad_numbers, checkpoints, evaluation, losses, token_budget
 from hf_parallel.hooks.trainer import evaluation as ragged
 from hf_parallel.hooks.trainer.checkpoints import has_failed, is_writing, record_of, wait_for_save
 from hf_parallel.hooks.trainer.joining import with_counted_labels
 from hf_parallel.hooks.trainer.noise import noise_of_examples
-from hf_parallel.hooks.trainer.settings import check_arguments
+from hf_parallel.hooks.trainer.settings import check_arguments, check_shared_examples
 from hf_parallel.hooks.trl import trainers as trl
 from hf_parallel.model.calls import by_name
 from hf_parallel.monitor.meter import COMPUTE
@@ -215,6 +215,7 @@ def init(
 
         args = TrainingArguments(output_dir="tmp_trainer")
     check_arguments(args)
+    auto_shares.measure()
     _count_all_targets(args)
     _make_folder(args.output_dir)
     given = by_name(original, (self, model, args, *rest), kwargs)
@@ -232,6 +233,7 @@ def init(
     self.callback_handler.on_evaluate = functools.partial(on_evaluate, self, self.callback_handler.on_evaluate)
     self.callback_handler.on_step_end = functools.partial(on_step_end, self, self.callback_handler.on_step_end)
     token_budget.check_trainer(self)
+    check_shared_examples(self)
     losses.prepare(self)
 
 
@@ -312,7 +314,8 @@ def training_step(
     noise = noise_of_examples(self, inputs)
     runtime.compare_batches(model, inputs, "training")
     absent = runtime.absent(step.real_rows == 0)  # on each stage, and where layers run again for their backward
-    with looked_at, noise, record_of(self).during(step), absent, _recorded(self), monitoring.phase(COMPUTE):
+    weighed = runtime.weighed_by_trainer()
+    with looked_at, noise, record_of(self).during(step), absent, _recorded(self), weighed, monitoring.phase(COMPUTE):
         return original(self, model, inputs, *args, **kwargs)
 
 

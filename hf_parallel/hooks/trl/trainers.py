@@ -24,6 +24,7 @@ from hf_parallel.axes.pipeline.read import check_own_functions
 from hf_parallel.axes.pipeline.unscheduled import served
 from hf_parallel.axes.tensor.vocab_parallel import Scaling, first_row, log_probs
 from hf_parallel.hooks import model_parts, runtime
+from hf_parallel.hooks.accelerate.shares import cut_of
 from hf_parallel.hooks.logits_read import keeps_none
 from hf_parallel.hooks.patching import patch, refuse_unpatched, replace, replacing
 from hf_parallel.hooks.trainer.checkpoints import record_of
@@ -348,8 +349,8 @@ def prepare_dataset(
 
 @patch("trl.trainer.kto_trainer:KTOTrainer._compute_kl_logps", "mean of means")
 def kl_logps(original: Callable, self: Trainer, model: nn.Module, batch: dict) -> object:
-    """KTO averages the means of data ranks that have rows: weighted by them, a ragged batch gives the whole mean."""
-    result, rows = original(self, model, batch), record_of(self).step.real_rows
+    """KTO averages the means of data ranks that have rows: weighted by them, unlike parts give the whole mean."""
+    result, rows = original(self, model, batch), _own_examples(self)
     if result is None or rows is None:
         return result
     totals = torch.tensor([float(rows), float(rows > 0)], device=result.device)
@@ -357,12 +358,18 @@ def kl_logps(original: Callable, self: Trainer, model: nn.Module, batch: dict) -
     return result * (rows * totals[1] / totals[0])
 
 
+def _own_examples(trainer: Trainer) -> int | None:
+    """How many examples of the step in progress are this data rank's; None where all have as many."""
+    cut, rows = cut_of(trainer.accelerator.gradient_state), record_of(trainer).step.real_rows
+    return rows if rows is not None or cut is None else cut[runtime.mesh().data_rank]
+
+
 # ---- rewards -------------------------------------------------------------------------------------------------------
 
 
 def metrics_by_rows(trainer: Trainer) -> contextlib.AbstractContextManager:
-    """In here accuracy and margin, averaged over data ranks, count once for each real row of a ragged batch."""
-    rows, gather = record_of(trainer).step.real_rows, trainer.accelerator.gather_for_metrics
+    """In here accuracy and margin, averaged over data ranks, count once for each real example."""
+    rows, gather = _own_examples(trainer), trainer.accelerator.gather_for_metrics
     if not rows or not _is_one_of(trainer, _PAIRS[1:]):
         return contextlib.nullcontext()
 

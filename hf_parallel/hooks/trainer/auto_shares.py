@@ -1,0 +1,85 @@
+"""`batch_shares=auto`: how fast each data rank is, before a training and from its logs.
+
+The same examples are trained on in the same order whatever the cut is, so that a clock changes no number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from hf_parallel.ask.keys.data import MEASURED
+from hf_parallel.ask.spec import refuse
+from hf_parallel.check.system import product_rate
+from hf_parallel.hooks import runtime
+from hf_parallel.hooks.accelerate.shares import examples_of
+from hf_parallel.ranks import messages
+from hf_parallel.ranks.mesh import data_rank
+from hf_parallel.ranks.shares import WORTH, Shares, SharesOfPass, cut_examples, shares_of
+
+if TYPE_CHECKING:
+    from hf_parallel.monitor.meter import RankRow
+
+
+def measure() -> None:
+    """Compare the ranks by a matrix product, once. Collective."""
+    current = runtime.current()
+    if current is None or current.config.batch_shares != MEASURED or current.measured is not None:
+        return
+    if current.config.monitor == "off":
+        refuse("batch_shares=auto", "monitor=off measures no step", "monitor=basic")
+    seconds = _of_data_ranks([1 / rate for rate in messages.gather(product_rate(current.mesh.device))])
+    alike = max(seconds) < WORTH * min(seconds)
+    first = shares_of([1.0] * len(seconds) if alike else seconds)
+    current.measured = runtime.MeasuredShares(first, SharesOfPass(first))
+
+
+def _of_data_ranks(values: Sequence[float]) -> list[float]:
+    """Return the largest value among the ranks of each data rank."""
+    config = runtime.mesh().config
+    found = [0.0] * config.data_parallel_size
+    for rank, value in enumerate(values):
+        place = data_rank(config, rank)
+        found[place] = max(found[place], value)
+    return found
+
+
+def look(rows: list[RankRow], accumulation: int) -> str | None:
+    """Cut batches anew if readings agree that it is worth it. The same on all ranks; collective where it is.
+
+    Args:
+        rows: what each rank has measured since the last reading.
+        accumulation: micro-steps of a step, which have one cut.
+
+    Returns:
+        The line that says what changes.
+    """
+    current = runtime.current()
+    measured = None if current is None else current.measured
+    if measured is None or measured.sampler is None or not all(row.rows for row in rows):
+        return None
+    examples = examples_of(measured.sampler)
+    seconds = _of_data_ranks([row.compute / row.rows for row in rows])
+    now, speeds = measured.of_pass.latest, measured.speeds
+    found = speeds.look(seconds, examples, now)
+    if found is None:
+        return None
+    drawn = torch.tensor(measured.of_pass.drawn, device=runtime.mesh().device)
+    dist.all_reduce(drawn, dist.ReduceOp.MAX)
+    begin = -(-int(drawn) // accumulation) * accumulation
+    measured.of_pass.change(begin, found)
+    line = _line(speeds.medians, examples, now, found)
+    speeds.forget()
+    return line
+
+
+def _line(seconds: list[float], examples: int, now: Shares, then: Shares) -> str:
+    former, new = (" ".join(map(str, cut_examples(examples, one, 1))) for one in (now, then))
+    each = " ".join(f"{one:.3g}" for one in seconds)
+    return (
+        f"batch_shares=auto: data ranks compute an example in {each} s, so they get {new} examples of each micro-step "
+        f"in place of {former}; batch_shares={':'.join(f'{float(share):g}' for share in then)} begins so"
+    )

@@ -1,0 +1,122 @@
+"""`batch_shares=auto`: cuts follow a rank that is slow, and change no number."""
+
+import json
+import os
+import time
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch.utils.data import DataLoader
+from transformers import AutoModelForCausalLM, TrainerCallback
+
+from benchmarks import uneven
+from hf_parallel.hooks import runtime
+from hf_parallel.hooks.trainer import auto_shares
+from tests.distributed import RankFailure, run
+from tests.parity.test_batch_shares import MeanOfExamples
+from tests.rows import Rows, Stream, pad
+from tests.training import Outcome, Tolerance, activate, axes, fit, trainer_of
+
+EXAMPLES, EACH_S = 32, 0.006
+
+
+class Slowly(torch.autograd.Function):
+    """Takes time by the number of examples, in both directions."""
+
+    @staticmethod
+    def forward(ctx, hidden, seconds):
+        ctx.seconds = seconds
+        time.sleep(seconds * len(hidden))
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        time.sleep(ctx.seconds * len(gradient))
+        return gradient, None
+
+
+class Cuts(TrainerCallback):
+    """Which shares each step was trained with."""
+
+    def __init__(self):
+        self.found = []
+
+    def on_step_end(self, args, state, control, **kwargs):
+        measured = runtime.current() and runtime.current().measured
+        self.found.append(None if measured is None else tuple(map(float, measured.of_pass.in_hand)))
+
+
+def script(spec: str | None, out: str, folder: str, slow_from: int, settings: tuple) -> Outcome:
+    """The last rank takes twice as long for an example from this step on; at -1 its matrix products are slow, too."""
+    with pytest.MonkeyPatch.context() as patch:
+        rank = int(os.environ.get("RANK", "0"))
+        patch.setattr(auto_shares, "product_rate", lambda device: 0.7 if rank == 3 and slow_from < 0 else 0.95)
+        ranks = activate(spec)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+        cuts = Cuts()
+        changes = {"per_device_train_batch_size": EXAMPLES // ranks, "max_grad_norm": 0.0, **dict(settings)}
+        changes["per_device_eval_batch_size"] = 8 // ranks
+        sets = {"train_dataset": Rows(150, 11, uneven_lengths=True), "eval_dataset": Rows(13, 12)}
+        others = {"kind": MeanOfExamples, "callbacks": [cuts], "data_collator": pad}
+        made = trainer_of(model, out, settings=changes, **others, **sets)
+        if spec is not None:
+
+            def slowly(module, given, hidden):
+                slow = rank == 3 and made[0].state.global_step >= slow_from
+                return Slowly.apply(hidden, EACH_S * (2 if slow else 1))
+
+            model.model.layers[0].register_forward_hook(slowly)
+        outcome = fit(*made, f"{out}/saved")
+    outcome.more = cuts.found
+    return outcome
+
+
+LOGGED = Tolerance(loss=1e-6, grad_norm=1e-6, eval_loss=1e-6, weights=1e-7)
+AHEAD = {"gradient_accumulation_steps": 2, "dataloader_num_workers": 1, "num_train_epochs": 3}
+
+
+@pytest.mark.parametrize(
+    ("slow_from", "settings"), [(-1, {"num_train_epochs": 2}), (0, AHEAD), (7, {"num_train_epochs": 3})], ids=str
+)
+def test_a_slow_rank_gets_fewer_examples(runs, slow_from, settings):
+    """From the start, with examples drawn ahead by workers, and in the middle of the training."""
+    given = script, "dp_shard=4,batch_shares=auto", runs.initial("llama"), slow_from, tuple(settings.items())
+    ranks = runs.compare(*given, tolerance=LOGGED)
+    first, *_, last = ranks[0].more
+    assert first == (1.0, 1.0, 1.0, 0.74 if slow_from < 0 else 1.0)
+    assert last[3] < 0.85 * min(last[:3])  # sleep is a part of what an example takes
+    assert all(rank.more == ranks[0].more for rank in ranks)
+
+
+def start(spec: str, out: str, folder: str, kind: str) -> None:
+    ranks = activate(spec)
+    if kind == "loop":
+        Accelerator(cpu=True).prepare(DataLoader(Rows(8, 1), batch_size=4))
+    rows = Stream(8, 1) if kind == "stream" else Rows(8, 1)
+    changes = {"max_steps": 1}
+    trainer_of(AutoModelForCausalLM.from_pretrained(folder), out, ranks, changes, train_dataset=rows)[0].train()
+
+
+REFUSED = [
+    ("", "loop", "a loop without a Trainer says nothing of its steps; batch_shares=2:1 works"),
+    ("", "stream", "streams are not cut anew; batch_shares=2:1 works"),
+    (",monitor=off", "trainer", "monitor=off measures no step; monitor=basic works"),
+    (",pp=2,ep=2", "trainer", "micro-batches meet at experts .*; batch_shares=even works"),
+]
+
+
+@pytest.mark.parametrize(("more", "kind", "words"), REFUSED)
+def test_refused(runs, tmp_path, more, kind, words):
+    spec = f"dp_shard=2,batch_shares=auto{more}"
+    model = runs.initial("qwen3_moe" if "ep=2" in more else "llama")
+    with pytest.raises(RankFailure, match=f"batch_shares=auto: {words}"):
+        run(start, axes(spec)["world"], spec, str(tmp_path), model, kind, init=False)
+
+
+def test_gain_beside_a_slow_rank(tmp_path):
+    """The benchmark on little sleep: its own figures need a machine without other work."""
+    run(uneven.train_all, 4, str(tmp_path), 0.004, 3, init=False)
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["shared"]["losses"] == pytest.approx(found["even"]["losses"], rel=1e-6)
+    assert min(found["shared"]["seconds"]) < min(found["even"]["seconds"])
