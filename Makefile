@@ -1,6 +1,7 @@
 # Two commands do everything, set-up included: `make demo` and `make test`. They need python3 (3.10 or newer) only.
 #
-#   make demo      train the example in one process and under tp=2,pp=2, compare, let plain transformers generate
+#   make demo      train an example in one process and under pp=2 on two: a minute, and a picture of both; in a small
+#                  environment of its own, .venv-demo
 #   make test      lint, types, import contracts, then the tests      (PYTEST_ARGS="-k mesh" selects)
 #   make quick     a minute of tests that start no process, for every commit
 #   make test-all  the same with every combination of models, layouts and settings
@@ -9,8 +10,9 @@
 #   make matrix    run the parity tests and write the support matrix (README.md, docs/support_matrix.md)
 #   make proofs    prove 30 model classes under ten layouts, plain, packed and with LoRA, and the scripts of tests/outside
 #                  (three hours; what is known stays), and write docs/reference/proofs.md
-#   make gpu       what only a GPU can show, in parts: make gpu-links gpu-parity gpu-checkpoints gpu-syncs gpu-memory
-#                  gpu-speed gpu-context (at most 8 minutes each); no network: WHEELS=folder has the packages; see docs/check.md
+#   make gpu       what only a GPU can show, in parts (at most 8 minutes each): make gpu-links gpu-parity gpu-layouts
+#                  gpu-checkpoints gpu-syncs gpu-memory gpu-speed gpu-context; no network: WHEELS=folder has the packages;
+#                  see docs/check.md
 #   make site      build docs/ into outputs/site, with a search
 #   make clean     remove the virtual environment, caches and outputs
 
@@ -25,9 +27,11 @@ RERUNS      := $(if $(CI),--reruns 1 -raR)
 VENV        := .venv
 BIN         := $(VENV)/bin
 STAMP       := $(VENV)/.hf_parallel_installed
+DEMO_VENV   := .venv-demo
+DEMO_STAMP  := $(DEMO_VENV)/.hf_parallel_installed
 
 .DEFAULT_GOAL := help
-GPU_PARTS   := links parity checkpoints syncs memory speed context
+GPU_PARTS   := links parity layouts checkpoints syncs memory speed context
 WHEELS      ?=
 #: What has torch for CUDA: an environment that is here, else the machine's own Python.
 GPU_PYTHON  ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
@@ -50,8 +54,15 @@ $(STAMP): pyproject.toml
 	$(BIN)/python -m pip install --disable-pip-version-check "$(TORCH)" --editable ".[$(EXTRAS)]"
 	@touch $@
 
-demo: $(STAMP)
-	$(BIN)/python examples/demo.py
+demo: $(DEMO_STAMP)
+	$(DEMO_VENV)/bin/python examples/demo.py
+
+# torch, transformers, accelerate and matplotlib, and what they need.
+$(DEMO_STAMP): pyproject.toml
+	@test -x $(DEMO_VENV)/bin/python || $(PYTHON) -m venv $(DEMO_VENV)
+	@echo "==> installing $(TORCH), transformers, accelerate and matplotlib into $(DEMO_VENV)"
+	@$(DEMO_VENV)/bin/python -m pip install --quiet --no-compile --disable-pip-version-check "$(TORCH)" --editable ".[plots]"
+	@touch $@
 
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(RERUNS) $(PYTEST_ARGS)
@@ -90,5 +101,5 @@ site: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
 
 clean:
-	rm -rf $(VENV) outputs build *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) $(DEMO_VENV) outputs build *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -104,6 +104,8 @@ def prepare(command: Command) -> None:
 
     flag.install_on_import()
     launched.settle()
+    if _rank() != 0:
+        runner.be_quiet()
     if chosen is not None:
         spec, source = chosen
         if spec != AUTO:

@@ -69,6 +69,9 @@ DECODER = {
     "use_cache": False,
 }
 
+#: Names of a key/value cache among outputs, before and from transformers 5.24 on.
+CACHES = ("past_key_values", "cache")
+
 #: The numbers of Llama 3 8B (Dubey et al., 2024, table 3), as the planner takes them, and as a config has them.
 LLAMA_8B = {"layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "ffn_hidden": 14336, "vocab": 128256}
 LLAMA_8B_CONFIG = LlamaConfig(
@@ -114,7 +117,7 @@ def mixtral(**changes: Any) -> MixtralConfig:
 
 def mixtral_balanced(**changes: Any) -> MixtralConfig:
     """Mixtral with a loss for unbalanced experts that is a good part of the whole."""
-    ignored = {"keys_to_ignore_at_inference": ["past_key_values", "aux_loss", "router_logits"]}
+    ignored = {"keys_to_ignore_at_inference": [*CACHES, "aux_loss", "router_logits"]}
     return mixtral(**{"output_router_logits": True, "router_aux_loss_coef": 0.5, **ignored, **changes})
 
 
@@ -395,7 +398,7 @@ def llava(**changes: Any) -> LlavaConfig:
     shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
     images = {"image_size": IMAGE_SIZE, "patch_size": 8, "projection_dim": 32, "initializer_range": 0.1}
     # An image's features are not one row per row of the batch, which Trainer's predictions must be.
-    ignored = {"keys_to_ignore_at_inference": ["past_key_values", "image_hidden_states"]}
+    ignored = {"keys_to_ignore_at_inference": [*CACHES, "image_hidden_states", "image_outputs"]}
     own = {"image_token_index": IMAGE_TOKEN, "image_seq_length": PATCHES, "use_cache": False, **ignored}
     return LlavaConfig(
         **{"vision_config": CLIPVisionConfig(**shape, **images), "text_config": llama(), **own, **changes}

@@ -125,7 +125,7 @@ def _what_is_here(wanted: Wanted, device: torch.device, room: Room) -> Iterator[
     room.step("matrix product")
     rates, crowded = room.gather(system.product_rate(device)), system.shared(ranks)
     if rates:
-        yield system.product_row(rates, cluster, crowded)
+        yield system.product_row(rates, [rank["device"] for rank in ranks], cluster, crowded)
     if room.world > 1:
         config = wanted.layout(room.world)
         room.step(f"process groups of {config.to_spec()}")

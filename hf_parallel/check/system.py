@@ -21,7 +21,7 @@ from hf_parallel.planner.hardware import Cluster, Link
 Facts = dict[str, object]  # of one rank
 _LIBRARIES = ("torch", "transformers", "accelerate", "safetensors", "peft", "trl")
 #: Of which other versions on other ranks mean other numbers, or calls that the peers do not make.
-_MUST_AGREE = ("python", *_LIBRARIES, "cuda", "nccl", "device")
+_MUST_AGREE = ("python", *_LIBRARIES, "cuda", "nccl")
 _SIZE, _REPEATS = {"cpu": 512}, 10
 #: Below this part of what the planner expects a row is marked.
 SLOW_SHARE = 0.5
@@ -53,7 +53,9 @@ def _version(name: str) -> str | None:
 def rows(ranks: list[Facts]) -> Iterator[Row]:
     """What rank 0 says of all of them."""
     yield _versions(ranks[0])
-    yield from _disagreements(ranks)
+    for name in _MUST_AGREE:
+        yield from _unlike(ranks, name, "the same on all ranks", FAILED)
+    yield from _unlike(ranks, "device", "a layout waits for the slowest kind: compare with the fast ones alone", NOTE)
     yield from _devices(ranks)
     yield _settings()
 
@@ -63,22 +65,22 @@ def _versions(first: Facts) -> Row:
     return Row("system", "versions", ", ".join(shown), values=dict(first))
 
 
-def _disagreements(ranks: list[Facts]) -> Iterator[Row]:
-    for name in _MUST_AGREE:
-        holders: dict[object, list[int]] = {}
-        for number, rank in enumerate(ranks):
-            holders.setdefault(rank.get(name), []).append(number)
-        if len(holders) > 1:
-            shown = "; ".join(f"{value or 'none'} on {ranks_text(numbers)}" for value, numbers in holders.items())
-            yield Row("system", name, shown, "the same on all ranks", FAILED)
+def _unlike(ranks: list[Facts], name: str, expected: str, status: str) -> Iterator[Row]:
+    """A row if ranks differ in a fact."""
+    holders: dict[object, list[int]] = {}
+    for number, rank in enumerate(ranks):
+        holders.setdefault(rank.get(name), []).append(number)
+    if len(holders) > 1:
+        shown = "; ".join(f"{value or 'none'} on {ranks_text(numbers)}" for value, numbers in holders.items())
+        yield Row("system", name, shown, expected, status)
 
 
 def _devices(ranks: list[Facts]) -> Iterator[Row]:
     hosts = len({rank["host"] for rank in ranks})
-    bytes_ = ranks[0].get("memory")
-    memory = f", {bytes_ / 2**30:.1f} GiB" if isinstance(bytes_, int) else ""
-    shown = f"{len(ranks)} x {ranks[0]['device']}{memory}, {hosts} host{'s' * (hosts > 1)}"
-    yield Row("system", "devices", f"{shown}, {ranks[0]['backend']}", values={"hosts": hosts})
+    kinds = Counter(map(_device_text, ranks))
+    shown = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
+    shown += f", {hosts} host{'s' * (hosts > 1)}, {ranks[0]['backend']}"
+    yield Row("system", "devices", shown, values={"hosts": hosts})
     places: dict[tuple[object, object], list[int]] = {}
     for number, rank in enumerate(ranks):
         if rank["place"]:
@@ -88,6 +90,12 @@ def _devices(ranks: list[Facts]) -> Iterator[Row]:
         meant = "NCCL_HOSTID" in os.environ or ranks[0]["backend"] == "gloo"
         shown = f"ranks {ranks_text(crowded[0])} share one; no time here is that of a link"
         yield Row("system", "devices shared", shown, "one for each rank", NOTE if meant else FAILED)
+
+
+def _device_text(rank: Facts) -> str:
+    """`H100, 79.1 GiB`: cards of one kind read alike, though drivers report some MiB more or less."""
+    memory = rank.get("memory")
+    return f"{rank['device']}, {memory / 2**30:.1f} GiB" if isinstance(memory, int) else str(rank["device"])
 
 
 def shared(ranks: list[Facts]) -> bool:
@@ -143,8 +151,15 @@ def synchronize(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
-def product_row(rates: list[float], cluster: Cluster | None, crowded: bool) -> Row:
-    """The slowest rank's rate beside the planner's and the other ranks'."""
+def product_row(rates: list[float], kinds: list[object], cluster: Cluster | None, crowded: bool) -> Row:
+    """The slowest rank's rate beside the planner's and the other ranks'; of unlike devices, the slowest of each kind.
+
+    Args:
+        rates: FLOP/s of each rank.
+        kinds: the name of each rank's device.
+    """
+    if len(set(kinds)) > 1:
+        return _rates_by_kind(rates, kinds, crowded)
     slowest, usual = min(rates), sorted(rates)[len(rates) // 2]
     values: dict[str, object] = {"flops_per_s": rates}
     expected, wanted = "", usual
@@ -155,3 +170,14 @@ def product_row(rates: list[float], cluster: Cluster | None, crowded: bool) -> R
     on_processors = cluster is not None and cluster.gpu.name == "cpu"  # whose other work is not ours to judge
     status = SLOW if slowest < SLOW_SHARE * wanted and not crowded and not on_processors else OK
     return Row("system", "matrix product", shown, expected, status, values)
+
+
+def _rates_by_kind(rates: list[float], kinds: list[object], crowded: bool) -> Row:
+    """A rank is slow beside others of its kind only: unlike devices may differ as they like."""
+    shown, slow = [], False
+    for kind in dict.fromkeys(kinds):
+        own = sorted(rate for rate, other in zip(rates, kinds, strict=True) if other == kind)
+        shown.append(f"{kind} {own[0] / 1e12:.3g} TFLOP/s")
+        slow |= own[0] < SLOW_SHARE * own[len(own) // 2]
+    status = SLOW if slow and not crowded else OK
+    return Row("system", "matrix product", "slowest of each: " + ", ".join(shown), "", status, {"flops_per_s": rates})

@@ -16,7 +16,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from hf_parallel.ask.config import ParallelConfig, SpecError
-from hf_parallel.ask.spec import refuse
+from hf_parallel.ask.spec import like_a_file, refuse
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,6 +28,10 @@ if TYPE_CHECKING:
     from hf_parallel.planner.hardware import Cluster
 
 _SHAPE_KEYS = {"hidden", "layers"}
+#: What may be planned in the place of a config.
+_NUMBERS = (
+    'numbers such as {"layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "ffn_hidden": 14336, "vocab": 128256}'
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -94,16 +98,18 @@ def plan(args: argparse.Namespace) -> int:
 
 
 def _plan_model(args: argparse.Namespace) -> int:
+    check_path(args.model, _NUMBERS)  # before torch is imported, as is what `_cluster` refuses
+    given = None if args.calibrate else _cluster(args)
+    for option in ("rows", "memory", "dollars", "lora", "gpus_per_node"):
+        number = getattr(args, option)
+        if number is not None and number <= 0 and (number or option != "lora"):
+            refuse(f"--{option.replace('_', '-')} {number:g}", "is more than 0", do="drop it, or give another number")
     from hf_parallel.hooks.auto import accepted
     from hf_parallel.planner.report import show, write_specs
     from hf_parallel.planner.search import search
 
     model = read_model(args.model)
-    cluster = _calibrated(args, model) if args.calibrate else _cluster(args)
-    for option in ("rows", "memory", "dollars", "lora", "gpus_per_node"):
-        number = getattr(args, option)
-        if number is not None and number <= 0 and (number or option != "lora"):
-            refuse(f"--{option.replace('_', '-')} {number:g}", "is more than 0", do="drop it, or give another number")
+    cluster = given or _calibrated(args, model)
     found = search(
         model=model,
         cluster=cluster,
@@ -139,6 +145,18 @@ def _plan_model(args: argparse.Namespace) -> int:
     return 0
 
 
+def check_path(source: str, others: str = "a Hub id") -> None:
+    """Refuse a model that is spelled like a path, and is not there. Other names may be those of the Hub.
+
+    Args:
+        others: what else than a folder would do.
+    """
+    if os.path.exists(source) or not (source.startswith((".", "/", "~")) or source.endswith(".json")):
+        return
+    do = like_a_file(source) or f"a folder with a config.json works, or that file, or {others}"
+    refuse(source, "no such folder or file", do=do)
+
+
 def read_model(source: str) -> PretrainedConfig | dict[str, object]:
     """An HF config from a folder, a config.json or a Hub id; or the numbers of a JSON file without model_type.
 
@@ -155,8 +173,7 @@ def read_model(source: str) -> PretrainedConfig | dict[str, object]:
             return values
     from hf_parallel.model.anatomy import read_config
 
-    numbers = '{"layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "ffn_hidden": 14336, "vocab": 128256}'
-    return read_config(source, others=f"numbers such as {numbers}")
+    return read_config(source, others=_NUMBERS)
 
 
 def _adapters(args: argparse.Namespace) -> Callable[[nn.Module], None] | None:
@@ -175,7 +192,6 @@ def _adapters(args: argparse.Namespace) -> Callable[[nn.Module], None] | None:
 
 
 def _cluster(args: argparse.Namespace) -> Cluster:
-    from hf_parallel.planner.detect import detect
     from hf_parallel.planner.hardware import find_link, make_cluster, read_cluster
 
     given = [f"--{name}" for name in ("gpu", "cluster", "detect") if getattr(args, name)]
@@ -183,6 +199,8 @@ def _cluster(args: argparse.Namespace) -> Cluster:
         said = " and ".join(given) or "none of --gpu, --cluster, --detect"
         refuse("plan", f"needs one description of the machines, not {said}", "--gpus 8 --gpu h100-80gb")
     if args.detect:
+        from hf_parallel.planner.detect import detect
+
         return detect(args.gpus, args.gpus_per_node, args.network)
     if args.cluster:
         cluster = read_cluster(args.cluster, args.gpus)

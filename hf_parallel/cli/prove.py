@@ -6,13 +6,14 @@ Exit codes: 0 if every number is one process's; 1 if one differs; 2 if the scrip
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import os
 import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -131,13 +132,35 @@ def _prepare_process(device: str) -> int:
     import torch
 
     torch.set_num_threads(1)
-    import hf_parallel.hooks.patches
-    import hf_parallel.hooks.proving  # noqa: F401
+    with _hidden_devices():
+        import hf_parallel.hooks.patches
+        import hf_parallel.hooks.proving  # noqa: F401
 
     devices = torch.cuda.device_count() if device == "cuda" else 0
     if device == "cuda" and not devices:
         refuse("--device cuda", "finds no GPU on this machine", "--device cpu")
     return devices
+
+
+@contextlib.contextmanager
+def _hidden_devices() -> Iterator[None]:
+    """Hide GPUs from libraries that are imported inside.
+
+    transformers imports torchao, which asks for the GPU's properties where triton is installed. That starts CUDA, and
+    a forked process could not use it.
+    """
+    from torch.utils import _triton
+
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    try:
+        yield
+    finally:
+        _triton.has_triton.cache_clear()  # asked again by forked processes, which see GPUs
+        if visible is None:
+            del os.environ["CUDA_VISIBLE_DEVICES"]
+        else:
+            os.environ["CUDA_VISIBLE_DEVICES"] = visible
 
 
 class NotProvedError(Exception):

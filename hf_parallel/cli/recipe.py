@@ -134,19 +134,22 @@ def _push(args: argparse.Namespace) -> int:
 
 
 def run_recipe(
-    argv: list[str], parser: argparse.ArgumentParser, launch: Callable[[list[str]], int], devices: Callable[[], int]
+    argv: list[str],
+    parser: Callable[[], argparse.ArgumentParser],
+    launch: Callable[[list[str]], int],
+    devices: Callable[[], int],
 ) -> int:
     """`launch` with what the recipe adds, after saying what that is.
 
     Args:
-        parser: that of `launch`, whose place for the script is the recipe's here.
+        parser: makes that of `launch`, whose place for the script is the recipe's here.
         devices: how many GPUs this machine has.
     """
     if not argv or argv[0] in ("-h", "--help"):
         print(f"{_RUN}\n\n{__doc__}")
         return 0 if argv else 2
     try:
-        words = launch_words(argv, parser.parse_args(argv), devices())
+        words = launch_words(argv, parser().parse_args(argv), devices())
     except (SpecError, OSError) as error:
         print(f"hf_parallel: {' '.join(str(error).split())}", file=sys.stderr)
         return 2

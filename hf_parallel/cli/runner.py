@@ -1,4 +1,4 @@
-"""How the runner ends a rank of several: as Python does, up to the point where it takes itself apart.
+"""How a rank of several speaks, and how it ends: as Python does, up to the point where it takes itself apart.
 
     threads are joined ─> exit callbacks, the last of which ends the process groups ─> open files ─> os._exit
 
@@ -13,14 +13,36 @@ import atexit
 import contextlib
 import gc
 import io
+import logging
 import os
 import signal
 import sys
 import threading
+import warnings
 from typing import IO, Any, NoReturn
 
 #: Of a process whose output could not be written, as in plain Python.
 _UNWRITTEN = 120
+
+#: On ranks beside rank 0, whose warnings and bars are enough. What the user has set stays.
+_QUIET = {
+    "TORCH_LOGS": "-all",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "DATASETS_VERBOSITY": "error",
+    "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
+    "HF_HUB_VERBOSITY": "error",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+}
+
+
+def be_quiet() -> None:
+    """Leave warnings and progress bars of libraries to rank 0; errors stay. Before torch is imported."""
+    for name, value in _QUIET.items():
+        os.environ.setdefault(name, value)
+    if not sys.warnoptions:
+        warnings.simplefilter("ignore")
+    if logging.lastResort is not None:  # prints what libraries log without a handler
+        logging.lastResort.setLevel(logging.ERROR)
 
 
 def end_rank(code: object) -> NoReturn:

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import time
+from collections.abc import Sequence
 
 from hf_parallel.ask.config import SpecError
 from hf_parallel.ask.spec import refuse
@@ -43,6 +44,31 @@ def detect(gpus: int | None = None, per_node: int | None = None, network: str | 
     gpu = dataclasses.replace(gpu, memory_gib=about.total_memory / 2**30)
     between = find_link(network) if network else _adapters(here) or find_link(gpu.scale_out)
     return Cluster(gpu, gpus or here, per_node or here, _inside(gpu, here), between)
+
+
+def device_here() -> tuple[str, float] | None:
+    """Return name and GiB of this process's accelerator; None without one."""
+    import torch
+
+    if not torch.accelerator.is_available():
+        return None
+    about = torch.get_device_module().get_device_properties(torch.accelerator.current_device_index())
+    return about.name, about.total_memory / 2**30
+
+
+def of_all_devices(cluster: Cluster, devices: Sequence[tuple[str, float]]) -> Cluster:
+    """Return the cluster with the GPU that all others wait for, and the memory that all of them have.
+
+    Args:
+        devices: name and GiB of each process's accelerator.
+
+    Raises:
+        SpecError: an accelerator that the catalogue does not have.
+    """
+    kinds = [find_gpu(name) for name in dict.fromkeys(name for name, _ in devices)]
+    slowest = min(kinds, key=lambda gpu: gpu.peak("bf16") * gpu.efficiency.gemm)
+    gpu = dataclasses.replace(slowest, memory_gib=min(memory for _, memory in devices))
+    return dataclasses.replace(cluster, gpu=gpu)
 
 
 def _asked(*argv: str) -> str:

@@ -123,7 +123,7 @@ def _plain(name: str) -> str:
 def _refuse_unknown(key: str, name: str, known: dict[str, str]) -> NoReturn:
     close = difflib.get_close_matches(_plain(name), list(known), n=3, cutoff=0.4)
     nearest = ", ".join(dict.fromkeys(known[key] for key in close or known))
-    refuse(f"{key}={name}", "not in the catalogue", do=f"nearest: {nearest}")
+    refuse(f"{key}={name}", "not in the catalogue", do=f"did you mean {nearest}?" if close else f"it has {nearest}")
 
 
 @functools.cache

@@ -13,7 +13,7 @@ import math
 from dataclasses import dataclass, field
 
 from hf_parallel.ask.keys.data import parameters_rest
-from hf_parallel.axes.chunked_loss import CHUNK, fewest_tokens
+from hf_parallel.axes.chunked_loss import chunk_bytes, fewest_tokens
 from hf_parallel.planner.activations import (
     EAGER,
     Moment,
@@ -318,10 +318,9 @@ class _Rank:
         return 4 * self.shape.hidden * (self.tokens + head)
 
     def _chunk(self) -> float:
-        """A chunk's logits in fp32 and as products give them; or their gradient and the head's, as products do."""
-        width, hidden, words = self.job.width, self.shape.hidden, self.shape.head_outputs / self.layout.tp
-        logits = CHUNK * words * (4 + width * (width < 4))
-        return max(logits, width * (CHUNK + hidden) * words * (not self.job.lora))
+        """A chunk's fullest moment, beside the gradients of the loss."""
+        words = self.shape.head_outputs / self.layout.tp
+        return words * chunk_bytes(self.shape.hidden, not self.job.lora, self.job.width)
 
     @property
     def _chunks(self) -> bool:

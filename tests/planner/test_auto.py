@@ -53,6 +53,23 @@ def test_trainer(folder, tmp_path, route):
     assert (active, steps, of_model) == (True, 2, spec)
 
 
+def test_one_sentence_says_what_was_chosen():
+    """The layout, memory, speed and the batch of a step."""
+    from hf_parallel.hooks.auto import sentence
+    from hf_parallel.planner import make_cluster
+    from hf_parallel.planner.search import search
+
+    cluster = make_cluster("l40s-48gb", 4)
+    found = search(model=models.llama(), cluster=cluster, seq=33, global_batch=None, rows=3, accumulation=2)
+    said, first = sentence(found), found.choices[0]
+    assert "\n" not in said
+    assert f"auto chooses {first.config.to_spec()}, " in said
+    assert f"{first.prediction.memory_gib:.3g} of 44" in said
+    assert f"{4 * first.prediction.tokens_per_s_per_gpu:,.0f} tokens/s" in said
+    data_ranks = first.config.data_parallel_size
+    assert f"global batch {6 * data_ranks} sequences of 33 tokens (3 x {data_ranks} data ranks x 2 acc" in said
+
+
 def prepared(folder):
     from accelerate import Accelerator
 

@@ -1,5 +1,6 @@
 """`--parallel auto` on a LoRA script: counted as one, with checkpointing and shards where they pay, and reasons."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -87,19 +88,12 @@ def chosen_for(folder: str, out: str) -> list[str]:
     from hf_parallel.hooks import activation
 
     activation.activate("auto", source="the test")
-    config, lines, best_of = LoraConfig(r=5, target_modules="all-linear"), [], auto._best
-
-    def kept(*given):
-        spec, said = best_of(*given)
-        lines.extend(said)
-        return spec, said
-
-    auto._best = kept
+    config = LoraConfig(r=5, target_modules="all-linear")
     model = AutoModelForCausalLM.from_pretrained(folder)
     rows = [{"input_ids": list(range(at, at + 16)), "labels": list(range(at, at + 16))} for at in range(16)]
     trainer, _ = trainer_of(get_peft_model(model, config), out, settings={"max_steps": 2}, train_dataset=rows)
     assert trainer.train().training_loss > 0
-    return lines
+    return json.loads(Path(out, "hf_parallel.json").read_text())["auto"]
 
 
 def test_a_lora_config_made_before_the_model_is_counted(runs, tmp_path):

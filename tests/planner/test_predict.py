@@ -34,9 +34,9 @@ def test_names_of_gpus(name, own):
 
 
 def test_an_unknown_gpu_or_link_is_answered_with_the_nearest():
-    with pytest.raises(SpecError, match=r"gpu=h10-80gb: not in the catalogue; nearest: .*h100-80gb"):
+    with pytest.raises(SpecError, match=r"gpu=h10-80gb: not in the catalogue; did you mean .*h100-80gb"):
         find_gpu("h10-80gb")
-    with pytest.raises(SpecError, match=r"network=infiniband: .*nearest: .*infiniband-ndr"):
+    with pytest.raises(SpecError, match=r"network=infiniband: .*did you mean .*infiniband-ndr"):
         find_link("infiniband")
 
 

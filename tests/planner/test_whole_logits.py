@@ -79,12 +79,12 @@ def test_what_a_script_shows_before_its_trainer(monkeypatch, names, reader):
 
 
 def said(out: str) -> list[str]:
-    """The first line about a choice, with a reader and without."""
+    """The first reason of a choice, with a reader and without."""
     detection.detect = lambda *args: make_cluster("l40s-48gb", 2)
     auto._arguments = arguments_of(out)
     auto.accepted = lambda config: lambda layout: layout.data_parallel_size == 2
     return [
-        auto._best(auto.Shown(models.llama(), reader=reader))[1][0]
+        auto._best(auto.Shown(models.llama(), reader=reader)).reasons[0]
         for reader in ("OwnTrainer computes the loss", None)
     ]
 
@@ -92,5 +92,5 @@ def said(out: str) -> list[str]:
 def test_the_report_says_so(tmp_path):
     """A model too small for it to matter: what is counted is said all the same."""
     read, unread = run(said, 2, str(tmp_path))[0]
-    assert read.endswith("whole logits (OwnTrainer computes the loss), chooses")
+    assert read.endswith("whole logits (OwnTrainer computes the loss)")
     assert "whole logits" not in unread

@@ -1,6 +1,7 @@
 """The command of `hf-parallel prove`: its verdict, exit code and certificate, and what a real run says of it."""
 
 import contextlib
+import importlib.abc
 import io
 import json
 import os
@@ -14,6 +15,7 @@ import torch
 
 from hf_parallel import cli
 from hf_parallel.ask.config import ParallelConfig
+from hf_parallel.cli import prove
 from hf_parallel.prove import certificate
 from hf_parallel.prove.certificate import line_about
 from hf_parallel.prove.noise import SumsInAnotherOrder
@@ -56,7 +58,7 @@ def test_proof_of_a_script(tmp_path):
     assert proof["counts"]["gradient"] == 2 * 4 * 30  # ranks, steps, parameters
     assert max(proof["worst"].values()) < 1
     shown, _ = run(start_of_a_run, 2, "tp=2", str(tmp_path), init=False)
-    assert f"hf-parallel prove    proved on {proof['date']} for this layout" in shown
+    assert f"prove         proved on {proof['date']} for this layout" in shown
 
 
 def test_a_certificate_that_cannot_be_written(tmp_path):
@@ -101,6 +103,27 @@ def test_gpus_that_are_not_there(tmp_path):
     code, said = run_alone(command, tmp_path, "--parallel", "tp=2", "--device", "cuda", str(SCRIPT))
     assert code == 2
     assert "--device cpu works" in said
+
+
+def imports_before_a_fork():
+    """Which GPUs libraries see that the parent of the runs imports, and what is visible afterwards."""
+    seen = []
+
+    class Finder(importlib.abc.MetaPathFinder):
+        def find_spec(self, name, path, target=None):
+            if name == "hf_parallel.hooks.proving":
+                seen.append(os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+    sys.modules.pop("hf_parallel.hooks.proving", None)
+    sys.meta_path.insert(0, Finder())
+    os.environ["CUDA_VISIBLE_DEVICES"] = "0,3"
+    torch.cuda.device_count = lambda: 2
+    return prove._prepare_process("cuda"), seen, os.environ["CUDA_VISIBLE_DEVICES"]
+
+
+def test_nothing_starts_cuda_before_the_forks():
+    """torchao asks triton for the GPU while it is imported; on an H100 every forked process failed."""
+    assert run_alone(imports_before_a_fork) == (2, [""], "0,3")
 
 
 def test_a_script_that_fails(tmp_path):

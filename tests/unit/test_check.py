@@ -122,6 +122,19 @@ def test_what_is_said_of_other_ranks():
     assert ranks_text([0, 1, 2, 5, 7, 8]) == "0-2 5 7-8"
 
 
+def test_devices_of_several_kinds_are_told_not_failed():
+    new = {"host": "a", "python": "3.11", "device": "H100", "memory": 80 << 30, "place": "", "backend": "nccl"}
+    old = {**new, "host": "b", "device": "A100", "memory": 40 << 30}
+    found = {row.what: row for row in system.rows([new, {**new, "memory": new["memory"] - 1}, old, old])}
+    assert all(row.status != FAILED for row in found.values())
+    assert (found["device"].found, found["device"].status) == ("H100 on 0-1; A100 on 2-3", NOTE)
+    assert found["devices"].found.startswith("2 x H100, 80.0 GiB, 2 x A100, 40.0 GiB, 2 hosts")
+    kinds = ["H100", "H100", "A100", "A100"]
+    row = system.product_row([700e12, 690e12, 250e12, 240e12], kinds, None, False)
+    assert (row.found, row.status) == ("slowest of each: H100 690 TFLOP/s, A100 240 TFLOP/s", OK)
+    assert system.product_row([700e12, 300e12, 250e12, 240e12], kinds, None, False).status == SLOW  # beside its twin
+
+
 def test_slow_links_are_named():
     link = find_link("nvlink4")
     planned = Group("tp", 2, link, link.bandwidth)

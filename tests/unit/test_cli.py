@@ -11,6 +11,7 @@ from accelerate.commands.config import config_args
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from hf_parallel import cli
+from hf_parallel.cli import launch as cli_launch
 
 ROOT = Path(__file__).parents[2]
 
@@ -21,7 +22,9 @@ def launched(monkeypatch, tmp_path):
     calls = []
     monkeypatch.setattr(accelerate_launch, "launch_command", calls.append)
     monkeypatch.setattr(config_args, "default_config_file", str(tmp_path / "none.yaml"))
-    monkeypatch.setattr(cli, "_accelerators", lambda: 0)
+    monkeypatch.setattr(cli_launch, "accelerators", lambda: 0)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("from transformers import Trainer")
     monkeypatch.setattr(os, "environ", os.environ.copy())  # `launch` sets variables for the ranks
     for name in ("HF_PARALLEL", "OMP_NUM_THREADS", "ACCELERATE_USE_CPU"):
         os.environ.pop(name, None)
@@ -80,22 +83,52 @@ def test_auto_is_left_to_the_ranks(launched, capsys):
     assert "HF_PARALLEL is tp=3" in refused(capsys, "--num_processes", "3", "--parallel", "auto", "train.py")
 
 
-def test_without_a_spec_accelerate_is_left_alone(launched):
-    assert cli.main(["launch", "--num_processes", "2", "--use_fsdp", "train.py"]) == 0
-    assert launched[0].use_fsdp
-    assert not launched[0].multi_gpu
+def test_without_a_spec_a_layout_is_chosen(launched, capsys):
+    assert cli.main(["launch", "--num_processes", "2", "train.py", "--lr", "1"]) == 0
+    assert launched[0].training_script_args == ["--parallel", "auto", "train.py", "--lr", "1"]
+    assert launched[0].multi_gpu
+    assert capsys.readouterr().err == ""  # the ranks say what they have chosen
+
+
+@pytest.mark.parametrize(
+    ("argv", "reason"),
+    [
+        (["train.py"], "one device"),
+        (["--num_processes", "2", "--use_fsdp", "train.py"], "--use_fsdp"),
+        (["--num_processes", "2", "train.py", "--deepspeed=zero.json"], "--deepspeed"),
+        (["--num_processes", "2", "plain.py"], "plain.py"),
+        (["--num_processes", "2", "train.py", "--parallel", "tp=2"], None),
+        (["--num_processes", "2", "own.py"], None),
+    ],
+)
+def test_a_script_that_runs_plainly_is_told_in_a_line(launched, capsys, argv, reason):
+    """But for one that names its layout itself."""
+    Path("plain.py").write_text("import torch")
+    Path("own.py").write_text("import hf_parallel, transformers")
+    assert cli.main(["launch", *argv]) == 0
+    own, script = cli_launch.split_words(argv)
+    assert launched[0].training_script_args == script
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == (reason is not None)
+    assert reason is None or reason in lines[0]
+
+
+def test_another_way_of_a_config_file_stays(launched, tmp_path):
+    path = config_file(tmp_path, distributed_type="FSDP")
+    assert cli.main(["launch", "--config_file", path, "train.py"]) == 0
     assert launched[0].training_script_args == ["train.py"]
+    assert not launched[0].multi_gpu
 
 
 def test_cpu_on_a_machine_with_gpus(launched, monkeypatch):
-    monkeypatch.setattr(cli, "_accelerators", lambda: 8)
+    monkeypatch.setattr(cli_launch, "accelerators", lambda: 8)
     assert cli.main(["launch", "--cpu", "--num_processes", "2", "--parallel", "tp=2", "train.py"]) == 0
     assert (launched[0].multi_gpu, launched[0].cpu) == (True, False)
     assert (os.environ["ACCELERATE_USE_CPU"], os.environ["CUDA_VISIBLE_DEVICES"]) == ("true", "")
 
 
 def test_gpus_decide_the_number_of_processes_and_threads_are_left_to_accelerate(launched, monkeypatch):
-    monkeypatch.setattr(cli, "_accelerators", lambda: 8)
+    monkeypatch.setattr(cli_launch, "accelerators", lambda: 8)
     assert cli.main(["launch", "--parallel", "tp=2", "train.py"]) == 0
     assert (launched[0].num_processes, launched[0].num_cpu_threads_per_process) == (8, None)
     assert "ACCELERATE_USE_CPU" not in os.environ
@@ -171,7 +204,6 @@ def test_help_version_and_unknown_commands(capsys):
         (["--version"], 0, "hf-parallel 0."),
         (["fly"], 2, "choose from"),
         (["plan", "--help"], 0, "--timeline FILE"),
-        (["launch", "--help"], 0, "--parallel SPEC"),
     ):
         with pytest.raises(SystemExit) as stop:
             cli.main(argv)
@@ -189,6 +221,57 @@ def command(*argv, cwd=ROOT, **environment):
     kept = {name: value for name, value in os.environ.items() if name not in ("HF_PARALLEL", "OMP_NUM_THREADS")}
     kept |= {"PYTHONPATH": str(ROOT), **environment}
     return subprocess.run([sys.executable, "-c", code, *argv], cwd=cwd, env=kept, capture_output=True, text=True)
+
+
+def test_the_help_of_launch_is_a_screen(capsys):
+    """And names the option that shows everything."""
+    assert cli.main(["launch", "--help"]) == 0
+    page = capsys.readouterr().out
+    assert len(page.splitlines()) <= 50
+    assert page.index("--parallel SPEC") < page.index("--num_processes") < page.index("--help-accelerate")
+    assert cli.main(["launch", "--help-accelerate"]) == 0
+    assert "--fsdp_version" in capsys.readouterr().out
+
+
+def test_options_of_the_short_page_are_those_of_the_launcher():
+    full = cli_launch.full_parser()._option_string_actions
+    short = cli_launch.short_parser()._option_string_actions
+    assert {name for name in short if name not in full} == {"--help-accelerate"}
+    assert {name for name in short if getattr(short[name], "nargs", None) == 0} - {"-h", "--help"} <= {
+        name for name in full if full[name].nargs == 0
+    } | {"--help-accelerate"}
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["launch", "--num-processes", "3", "--parallel", "tp=2", "train.py"], ["tp=2", "3 processes"]),
+        (["launch", "--parallel", "shrad=2", "train.py"], ["shrad", "did you mean dp_shard?"]),
+        (["launch", "--parallel", "t=2", "train.py"], ["t: unknown", "did you mean tp?"]),
+        (["launch", "--parallel", "spec.yml", "train.py"], ["spec.yml", "did you mean spec.yaml?"]),
+        (["launch", "trian.py"], ["trian.py", "did you mean train.py?"]),
+        (["launch", "--config_file", "acelerate.yaml", "train.py"], ["did you mean accelerate.yaml?"]),
+        (["plan", "./model", "--gpus", "8", "--gpu", "h10"], ["h10", "did you mean", "h100-80gb"]),
+        (["plan", "./modle", "--gpus", "8", "--gpu", "h100-80gb"], ["./modle", "did you mean ./model?"]),
+        (["doctor", "./modle", "--parallel", "tp=2"], ["./modle", "did you mean ./model?"]),
+    ],
+)
+def test_a_typing_mistake_is_told_before_torch_is_imported(tmp_path, argv, words):
+    """With what may have been meant."""
+    for name in ("train.py", "spec.yaml", "accelerate.yaml"):
+        (tmp_path / name).write_text("")
+    (tmp_path / "model").mkdir()
+    code = f"""
+import sys
+from hf_parallel import cli
+assert cli.main({argv!r}) == 2
+assert not {{"torch", "transformers", "accelerate"}} & {{*sys.modules}}
+"""
+    known = {name: value for name, value in os.environ.items() if name != "HF_PARALLEL"} | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=known, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert [word for word in words if word not in done.stderr] == []
+    assert len(done.stderr.splitlines()) == 1
 
 
 def test_help_is_quick():
@@ -216,5 +299,5 @@ def test_the_failing_ranks_report_is_what_one_reads(tmp_path):
     done = command("launch", "--num_processes", "2", "train.py", cwd=tmp_path, CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 1
     lines = done.stderr.splitlines()
-    assert lines[0] == "hf_parallel: rank 1 failed"
+    assert lines[1] == "hf_parallel: rank 1 failed"
     assert lines[-2:] == ["ValueError: here", "hf_parallel: rank 1 ended with exit code 1; all ranks ended"]

@@ -14,6 +14,7 @@ VALUES = {
     "gradient_reduction": ("step", "step"),
     "pack_tokens": ("4096", 4096),
     "padding_free": ("true", True),
+    "batch_shares": ("3:2.5", "3:2.5"),
     "sequence_parallel": ("false", False),
     "tp_overlap": ("false", False),
     "precision": ("auto", "auto"),

@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 import torch
 
-from hf_parallel import cli
+from hf_parallel.cli import launch as cli_launch
 from hf_parallel.hooks import runtime
 
 NAMES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
@@ -18,12 +18,10 @@ def nothing_set(monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
 
-@pytest.mark.parametrize(("version", "names"), [("2.13.0+cpu", NAMES[:1]), ("2.11.0", NAMES)])
-def test_the_flight_recorder_is_on(monkeypatch, version, names):
-    """By the name that this version of torch reads without a warning."""
-    monkeypatch.setattr(torch, "__version__", version)
+def test_the_flight_recorder_is_on(monkeypatch):
+    """By the name of which torch does not warn."""
     monkeypatch.setenv("WORLD_SIZE", "64")
-    assert runtime.diagnostics() == dict.fromkeys(names, "2000") | {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
+    assert runtime.diagnostics() == {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
 
 
 def test_what_is_set_stays(monkeypatch):
@@ -59,9 +57,9 @@ def test_memory_grows_in_place_on_cuda_unless_somebody_has_chosen(monkeypatch, v
 def test_processes_are_bound_where_nobody_has_chosen_cores(cores, cpu, bound):
     with (
         mock.patch.object(torch, "version", SimpleNamespace(cuda="13.0")),
-        mock.patch.object(cli, "_accelerators", return_value=8),
+        mock.patch.object(cli_launch, "accelerators", return_value=8),
         mock.patch("accelerate.utils.is_pynvml_available", return_value=True),
         mock.patch("os.sched_getaffinity", return_value=set(range(cores)), create=True),
         mock.patch("os.cpu_count", return_value=8),
     ):
-        assert cli._can_bind_to_nodes(cpu) is bound
+        assert cli_launch._can_bind_to_nodes(cpu) is bound

@@ -23,6 +23,7 @@ from torch.distributed.run import get_args_parser as torchrun_parser
 from hf_parallel import __main__ as runner
 from hf_parallel import cli
 from hf_parallel.ask.config import ParallelConfig, SpecError
+from hf_parallel.cli import launch as cli_launch
 from tests import models
 from tests.commands import PYTHON, ROOT, Shown, commands, shown
 from tests.distributed import run, run_alone
@@ -30,11 +31,15 @@ from tests.distributed import run, run_alone
 SPEC = "tp=2,pp=2"
 #: What runs a command that does not run here: it takes minutes, many nodes, the Hub, or is a line of Python.
 ELSEWHERE = {
-    r"make (demo|test|test-all|matrix|gpu|proofs)": "Makefile",
+    r"make (demo|test|test-all|quick|lint|matrix|gpu|proofs)": "Makefile",
+    r"hf-parallel launch train\.py .*": "tests/unit/test_cli.py::test_without_a_spec_a_layout_is_chosen",
+    r"hf-parallel plan \S+ --gpus \d+ --gpu \S+( --lora)?": "tests/planner/test_memory_table.py::test_a_cell",
+    r"python -m tests\.memory_table": "tests/planner/test_memory_table.py::test_pages_say_what_the_results_say",
     r"python -m tests\.cuda.*|python -m pytest tests/cuda": "tests/cuda/test_layouts.py::test_data_parallelism",
+    r"python -m pytest -q tests/unit/\S+": "tests/unit/test_config.py::test_grids_that_are_none_of_the_ranks",
     r"python -m pytest -p tests\.cuda\.plugin .*": "tests/cuda/test_scripts.py::test_a_trainer_script",
     r"make site": "tests/unit/test_site.py::test_it_has_every_page_and_the_support_matrix",
-    r"make gpu-context": "tests/unit/test_gpu_parts.py::test_part_without_a_gpu",
+    r"make( gpu-[a-z]+)+": "tests/unit/test_gpu_parts.py::test_part_without_a_gpu",
     r"make gpu WHEELS=.*": "tests/unit/test_gpu_parts.py::test_an_environment_from_a_folder_of_wheels",
     r"python -m benchmarks.gpu .*": "tests/unit/test_gpu_parts.py::test_part_without_a_gpu",
     r"python -m benchmarks.single_gpu.*": "tests/unit/test_single_gpu.py::test_the_table_without_a_gpu",
@@ -70,6 +75,7 @@ ELSEWHERE = {
     r"python -m tests.sweep_experts": "tests/parity/test_expert_models.py::test_one_step",
     r"python -m benchmarks.compression": "tests/parity/test_zeropp.py::test_loss_of_a_run_with_compression",
     r"python -m benchmarks.zero_side_by_side": "tests/parity/test_zero_stages.py::test_beside_accelerates_own_and_ddp",
+    r"python -m benchmarks.uneven": "tests/parity/test_batch_shares_auto.py::test_gain_beside_a_slow_rank",
     r"python -m benchmarks.slow_network": "tests/parity/test_zeropp.py::test_planned_order_on_a_slow_link",
     r"python -m tests.patch_list": "tests/unit/test_patch_list.py::test_the_page_is_current",
     r"python -m tests.activations": "tests/parity/test_activation_memory.py::test_formula_in_one_process",
@@ -180,7 +186,7 @@ def launched(words: list[str]) -> None:
     with pytest.MonkeyPatch.context() as patches:
         patches.setattr(accelerate_launch, "launch_command", calls.append)
         patches.setattr(config_args, "default_config_file", "none.yaml")
-        patches.setattr(cli, "_accelerators", lambda: 0)
+        patches.setattr(cli_launch, "accelerators", lambda: 0)
         assert cli.main(["launch", *words]) == 0
     assert (calls[0].module, calls[0].training_script) == (True, "hf_parallel")
     on_ranks(calls[0].num_processes, calls[0].training_script_args)
@@ -391,3 +397,9 @@ def test_a_new_command_is_not_passed_over():
             run_torchrun(words.split())
     with pytest.raises(AssertionError):
         run_hf_parallel(["plan", "MODEL", "--fly"])
+
+
+def test_llms_txt_links_to_pages_that_are_there():
+    links = re.findall(r"\]\(([^)]+)\)", (ROOT / "llms.txt").read_text())
+    assert len(links) > 10
+    assert [link for link in links if not (ROOT / link).is_file()] == []

@@ -209,7 +209,9 @@ def test_the_table_for_people(tmp_path, capsys):
 def test_the_launcher_offers_it(tmp_path, capsys):
     file = tmp_path / "fsdp.yaml"
     file.write_text(yaml.safe_dump({**CASES["fsdp 1"][1], "use_cpu": True}))
-    assert main(["launch", "--config_file", str(file), "--parallel", "dp_shard=8", "train.py"]) == 2
+    script = tmp_path / "train.py"
+    script.touch()
+    assert main(["launch", "--config_file", str(file), "--parallel", "dp_shard=8", str(script)]) == 2
     assert capsys.readouterr().err.endswith(
         "distributed_type: FSDP in the config file: not together with a spec; "
         f"drop it; `hf-parallel migrate {file}` prints the spec for it\n"

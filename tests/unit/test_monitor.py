@@ -255,6 +255,8 @@ def test_a_slow_rank_is_named_once_when_two_looks_agree():
     named = looks.look(slowed(2, compute=0.6))
     assert (named.rank, named.kind) == (2, "compute")
     assert "rank 2 (node7) is slow at computing" in named.sentence("node7")
+    assert "batch_shares=auto" in named.sentence("node7", shares_evenly=True)
+    assert "batch_shares" not in dataclasses.replace(named, kind="data").sentence("node7", shares_evenly=True)
     assert looks.look(slowed(2, compute=0.6)) is None  # it has been said
     assert looks.look([ROW] * 4) is None
     assert [looks.look(slowed(1, data=0.4)) is not None for _ in range(3)] == [False, True, False]
@@ -267,6 +269,7 @@ def test_a_slow_rank_is_named_once_when_two_looks_agree():
         (slowed(3, compute=0.4), [0, 1, 2, 3]),  # a stage of its own with more layers
         ([dataclasses.replace(row, step=0.01, **{k: getattr(row, k) / 100 for k in ("data", "compute", "rest", "tp")})
           for row in slowed(1, compute=0.4)], [0, 0, 0, 0]),  # 4 ms
+        ([ROW, dataclasses.replace(ROW, compute=1.1, rows=24), ROW, ROW], [0, 0, 0, 0]),  # as many seconds per example
     ],
 )  # fmt: skip
 def test_what_is_not_clear_is_not_said(rows, stages):
@@ -322,8 +325,17 @@ def test_the_term_that_is_off_is_named(term):
 
 
 def test_memory_that_is_off_is_named():
-    lines = expected.deviations(planned(), as_planned(planned(), tensors=1.5))
-    assert ["GiB (+50%)" in line for line in lines] == [True]
+    lines = expected.deviations(planned(), as_planned(planned(), tensors=3.0))
+    assert ["GiB (+200%)" in line for line in lines] == [True]
+
+
+def test_workspaces_of_a_tiny_model_are_no_deviation():
+    """Three times a tiny plan is 0.2 GiB of cuBLAS, which no plan counts."""
+    plan = planned()
+    for uncounted, said in ((0.4, 0), (0.6, 1)):
+        assert (
+            len(expected.deviations(plan, as_planned(plan, tensors=1 + uncounted / expected._tensors(plan)))) == said
+        )
 
 
 def written(folder, rows, prediction=None):

@@ -168,6 +168,20 @@ def scaled(config):
 # ---- the README ----------------------------------------------------------------------------------------------------
 
 
-def test_the_readmes_table_of_keys_is_that_of_the_axes():
-    readme = (ROOM.parent / "README.md").read_text()
-    assert key_table(ParallelConfig) in readme
+def test_tables_of_keys_are_those_of_the_axes():
+    """The page has all of them, the README some."""
+    everything = key_table(ParallelConfig)
+    assert everything in (ROOM.parent / "docs" / "keys.md").read_text()
+    section = (ROOM.parent / "README.md").read_text().partition("| key (short)")[2].partition("\n\n")[0]
+    shown = section.splitlines()[2:]
+    assert len(shown) > 9
+    assert [line for line in shown if line not in everything.splitlines()] == []
+
+
+def test_the_readme_counts_the_sequences_of_a_step():
+    section = (ROOM.parent / "README.md").read_text().partition("| layout | data ranks |")[2].partition("\n\n")[0]
+    rows = re.findall(r"\| `(\S+)` \| (\d+) \| (\d+) \|", section)
+    assert len(rows) > 5
+    for spec, ranks, sequences in rows:
+        data_ranks = ParallelConfig.parse(spec).resolve(8).data_parallel_size
+        assert (int(ranks), int(sequences)) == (data_ranks, 4 * data_ranks)

@@ -1,8 +1,93 @@
-"""What is said at the start: of a full disk one line, and of a script that counts processes another."""
+"""What a run prints: few lines at the start, Trainer's own keys at each log, and nothing from other ranks."""
 
+import subprocess
 import sys
+from types import SimpleNamespace
 
-from hf_parallel.hooks import after_import, report
+import pytest
+from transformers.trainer_callback import PrinterCallback, ProgressCallback
+
+from hf_parallel.hooks import after_import, monitoring, report
+
+FACTS = {
+    "spec": "dp_shard=1,tp=2",
+    "axes": {"dp_shard": {"size": 1, "ranks": [[0], [1]]}, "tp": {"size": 2, "ranks": [[0, 1]]}},
+    "plan": {"facts": {"vocabulary": "515 rows, per rank 258"}},
+    "model": "LlamaForCausalLM",
+    "parameters_per_rank": [3016960, 3016961],
+    "global_batch": 11,
+    "examples_per_data_rank": None,
+    "tokens_per_step": 363,
+    "attention": "sdpa",
+    "loss": "whole logits",
+    "estimated_state_bytes_per_rank": [1 << 20, 1 << 21],
+    "notes": [f"note {number}" for number in range(5)],
+    "auto": [],
+    "proof": None,
+}
+
+
+def test_a_start_takes_eight_lines():
+    """The weightiest notes come first; the last line names the file that has the others."""
+    lines = report.short_lines(FACTS, "out/hf_parallel.json")
+    assert len(lines) <= 8
+    text = "\n".join(lines)
+    for fact in ("LlamaForCausalLM under dp_shard=1,tp=2", "3,016,960 to 3,016,961", "2.00 MiB", "11 seq", "363 tok"):
+        assert fact in text
+    assert [number for number in range(5) if f"note {number}" in text] == [0, 1]
+    assert "out/hf_parallel.json (3 more notes); monitor=full" in lines[-1]
+    assert "more notes" not in "\n".join(report.short_lines(FACTS | {"notes": ["one"]}, "out/hf_parallel.json"))
+
+
+def test_the_sentence_of_auto_and_a_proof_are_among_the_eight():
+    facts = FACTS | {"auto": ["a reason"], "proof": "proved on 2026-11-26 for this layout"}
+    lines = report.short_lines(facts, "out/hf_parallel.json")
+    assert len(lines) <= 7
+    assert "  prove         proved on 2026-11-26 for this layout" in lines
+
+
+def test_all_lines_leave_nothing_out():
+    text = "\n".join(report.all_lines(FACTS))
+    assert "ranks (0, 1)" in text
+    assert "515 rows" in text
+    assert [number for number in range(5) if f"note {number}" in text] == [*range(5)]
+
+
+@pytest.mark.parametrize("kind", [ProgressCallback, PrinterCallback])
+def test_a_log_line_has_two_figures_of_ours(kind, capsys):
+    """Trackers are given the same dictionary afterwards, with every key in it."""
+    logs = {
+        "loss": 6.25,
+        "perf/step_time_s": 0.5,
+        "perf/tokens_per_second": 726.0,
+        "perf/memory_peak_gib": 1.5,
+        "perf/bubble_share": 0.1,
+    }
+    given, callback = dict(logs), kind()
+    callback.training_bar = SimpleNamespace(write=print)
+    state = SimpleNamespace(is_world_process_zero=True, is_local_process_zero=True)
+    monitoring.print_log(kind.on_log, callback, None, state, None, logs=given)
+    printed = capsys.readouterr().out.strip()
+    assert printed == str({"loss": "6.25", "tokens/s": "726", "GiB": "1.5"})
+    assert given == logs
+
+
+QUIET = """
+import os, warnings, logging
+os.environ["TRANSFORMERS_VERBOSITY"] = "info"
+from hf_parallel.cli import runner
+runner.be_quiet()
+warnings.warn("a warning")
+logging.getLogger("library").warning("a line")
+logging.getLogger("library").error("an error")
+print(os.environ["TRANSFORMERS_VERBOSITY"], os.environ["HF_HUB_DISABLE_PROGRESS_BARS"])
+"""
+
+
+def test_other_ranks_are_quiet():
+    """Errors are printed, and what the user has set stays."""
+    done = subprocess.run([sys.executable, "-c", QUIET], capture_output=True, text=True)
+    assert (done.stdout.split(), done.stderr.strip()) == (["info", "1"], "an error")
 
 
 def test_a_folder_that_takes_no_file(tmp_path, capsys):

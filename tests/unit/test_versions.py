@@ -131,10 +131,10 @@ def test_a_core_target_that_is_gone_undoes_the_rest(versions):
     versions(transformers="9.9")
     patches = [Patch("json:dumps", lambda original: lambda obj, **kw: "?", "")]
     patches.append(Patch("transformers.trainer:Trainer.no_such_thing", doubled, ""))
-    with pytest.raises(SpecError, match="transformers 9.9: .*no_such_thing does not exist; transformers 5.16 to 5.23"):
+    with pytest.raises(SpecError, match="transformers 9.9: .*no_such_thing does not exist; transformers 5.16 to 5.24"):
         apply(patches)
     assert json.dumps(1) == "1"
-    assert newer_libraries() == ["transformers 9.9 is newer than those this version was checked on (5.16 to 5.23)"]
+    assert newer_libraries() == ["transformers 9.9 is newer than those this version was checked on (5.16 to 5.24)"]
 
 
 def test_what_older_trainers_do_otherwise():

@@ -1,0 +1,316 @@
+"""`hf-parallel launch`: accelerate's launcher with the runner filled in, and a layout chosen where none is given.
+
+It starts as many processes as asked for on a machine without GPUs too; with `--ray` on a Ray cluster (`cli/ray.py`).
+What is wrong with a command line is told before torch is imported, as far as its words show it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import re
+import signal
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+from hf_parallel.ask.config import AUTO, ParallelConfig, SpecError, choose_spec
+from hf_parallel.ask.spec import like_a_file, refuse
+from hf_parallel.cli import ray as cli_ray
+
+if TYPE_CHECKING:
+    from accelerate.commands.config.config_args import ClusterConfig
+
+_OPTION = "--parallel"
+#: Other ways to distribute that accelerate knows; each would wrap the model a second time.
+_EXCLUSIVE = ("use_fsdp", "use_deepspeed", "use_megatron_lm", "use_parallelism_config", "tpu")
+_EXCLUSIVE_TYPES = ("FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA")
+#: Of a script's own arguments, those by which it distributes itself or names a layout.
+_OF_A_SCRIPT = (_OPTION, "--fsdp", "--fsdp_config", "--deepspeed", "--parallelism_config")
+#: A script that names none of these shows no model that could be parallel.
+_LIBRARIES = re.compile(r"\b(transformers|accelerate|trl|peft|sentence_transformers)\b")
+_EXAMPLES = """examples:
+  hf-parallel launch train.py --output_dir out
+  hf-parallel launch --parallel tp=2,dp_shard=-1 train.py --output_dir out
+  hf-parallel launch --num_processes 4 --parallel pp=4 -m trl.scripts.sft --output_dir out …
+  on each of two machines, R = 0 and 1:
+  hf-parallel launch --num_machines 2 --machine_rank R --main_process_ip HOST --main_process_port 29500 \\
+      --num_processes 16 --parallel tp=8,dp_shard=-1 train.py …
+"""
+
+
+def launch(argv: list[str]) -> int:
+    """Start the processes and wait for them; returns the exit code of the rank that failed first, or 0."""
+    own, script = split_words(argv)
+    if {"-h", "--help", "--help-accelerate"} & {*own}:
+        print((full_parser() if "--help-accelerate" in own else short_parser()).format_help())
+        return 0
+    try:
+        _check_words(own, script)
+        parser = full_parser()
+        args = parser.parse_args(argv)
+        spec = choose_spec(args.parallel, f"the launcher's {_OPTION}")
+        if args.ray:
+            return cli_ray.launch(args, parser.parse_args([args.training_script]), spec and spec[0])
+        if args.min_processes is not None:
+            refuse(f"--min_processes {args.min_processes}", "elastic runs are --ray's", do="torchrun --nnodes=1:2")
+        defaults = _accelerate_defaults(args)
+        _settle_processes(args, defaults)
+        if spec is not None:
+            _refuse_other_ways(args, defaults)
+            if spec[0] != AUTO:
+                ParallelConfig.parse(spec[0]).resolve(args.num_processes)
+        else:
+            _choose_layout(args, defaults)
+        _settle_machine(args, defaults)
+        _fill_in_the_runner(args)
+    except SpecError as error:
+        print(f"hf_parallel: {error}", file=sys.stderr)
+        return 2
+    return _start(args)
+
+
+def split_words(argv: list[str]) -> tuple[list[str], list[str]]:
+    """Part the launcher's own words from the script with its arguments."""
+    starts = (at for at, word in enumerate(argv) if word.endswith(".py") or word in ("-m", "--module"))
+    at = next(starts, len(argv))
+    return argv[:at], argv[at:]
+
+
+def short_parser() -> argparse.ArgumentParser:
+    """The options that most launches need, on one screen."""
+    parser = argparse.ArgumentParser(
+        prog="hf-parallel launch",
+        usage="hf-parallel launch [options] [--parallel SPEC] (script.py | -m module) [arguments of the script]",
+        description="Start an unchanged training script on all devices, under a layout.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        add_help=False,
+        allow_abbrev=False,
+    )
+    ours, machines = parser.add_argument_group("layout"), parser.add_argument_group("processes")
+    ours.add_argument(_OPTION, metavar="SPEC", help="tp=2,pp=2 and the like, a YAML file, a recipe, or auto (default)")
+    ours.add_argument("--mixed_precision", metavar="NAME", help="no, fp16 or bf16, for loops with an Accelerator")
+    machines.add_argument("--num_processes", type=int, metavar="N", help="over all machines; default: GPUs found here")
+    machines.add_argument("--cpu", action="store_true", help="on CPUs, where there are GPUs too")
+    machines.add_argument("--num_machines", type=int, metavar="N", help="with the next three, on each machine")
+    machines.add_argument("--machine_rank", type=int, metavar="R", help="of this machine; 0 is the main one")
+    machines.add_argument("--main_process_ip", metavar="HOST", help="of machine 0")
+    machines.add_argument("--main_process_port", type=int, metavar="PORT", help="a free one of machine 0")
+    machines.add_argument("--config_file", metavar="FILE", help="what `accelerate config` has written")
+    machines.add_argument("--ray", action="store_true", help="on a Ray cluster, with --num_processes")
+    machines.add_argument("--min_processes", type=int, metavar="N", help="with --ray: go on with so many or more")
+    machines.add_argument("--max_restarts", type=int, metavar="N", help="start again after a failure, so often")
+    more = parser.add_argument_group("help")
+    more.add_argument("-h", "--help", action="store_true", help="this page")
+    more.add_argument("--help-accelerate", action="store_true", help="every option of accelerate's launcher: all work")
+    return parser
+
+
+def _check_words(own: list[str], script: list[str]) -> None:
+    """Refuse a layout, a script or a config file that cannot be, by the words alone."""
+    options = [word.partition("=") if word.startswith("--") else ("", "", word) for word in own]
+    words = [re.sub(r"(?<=\w)-", "_", name) + equals + value for name, equals, value in options]
+    given, _ = short_parser().parse_known_args(words)
+    if given.config_file is not None:
+        _check_config_file(given.config_file)
+    spec = choose_spec(given.parallel, f"the launcher's {_OPTION}")
+    if spec is not None and spec[0] != AUTO:
+        config = ParallelConfig.parse(spec[0])
+        if given.num_processes is not None and not given.ray:
+            config.resolve(given.num_processes)
+    if script and script[0].endswith(".py") and not given.ray and not os.path.isfile(script[0]):
+        refuse(script[0], "no such script", do=like_a_file(script[0]) or "give its path")
+
+
+def _check_config_file(path: str) -> None:
+    if not os.path.isfile(path):
+        do = like_a_file(path) or "without it the defaults of `accelerate` hold"
+        refuse(f"--config_file {path}", "no such file", do=do)
+
+
+def _choose_layout(args: argparse.Namespace, defaults: ClusterConfig | None) -> None:
+    """Let the ranks choose a layout, or say why the script runs without one."""
+    reason = _runs_plainly(args, defaults)
+    if reason is None:
+        args.parallel = AUTO
+    elif reason:
+        print(f"hf_parallel: {reason}", file=sys.stderr, flush=True)
+
+
+def _runs_plainly(args: argparse.Namespace, defaults: ClusterConfig | None) -> str | None:
+    """Say why no layout is to be chosen; None: one is. Empty where the script itself may name one."""
+    given = [word.partition("=")[0] for word in args.training_script_args]
+    of_script = next((name for name in _OF_A_SCRIPT if name in given), None)
+    other_ways = _other_ways(args, defaults)
+    if of_script is not None:
+        return "" if of_script == _OPTION else f"no layout is chosen, because {of_script} distributes the script"
+    if other_ways:
+        return f"no layout is chosen, because {other_ways[0]} distributes the script"
+    if args.num_processes == 1:
+        return f"one device, so {args.training_script} runs as it is; --num_processes starts more"
+    if not args.module and os.path.isfile(args.training_script):
+        with open(args.training_script, encoding="utf-8", errors="replace") as file:
+            text = file.read()
+        if "hf_parallel" in text:
+            return ""
+        if not _LIBRARIES.search(text):
+            return f"no layout is chosen, because {args.training_script} names no library of models"
+    return None
+
+
+def full_parser() -> argparse.ArgumentParser:
+    from accelerate.commands.launch import launch_command_parser
+
+    parser: argparse.ArgumentParser = launch_command_parser()
+    parser.prog = "hf-parallel launch"
+    parser.usage = "hf-parallel launch [options] [--parallel SPEC] (script.py | -m module) [arguments of the script]"
+    parser.description = "accelerate's launcher with `-m hf_parallel` filled in; starts N processes without GPUs too."
+    parser.formatter_class = argparse.HelpFormatter  # accelerate's hides what it does not find in sys.argv
+    ours = parser.add_argument_group("hf_parallel")
+    ours.add_argument("--ray", action="store_true", help="On a Ray cluster, with --num_processes.")
+    ours.add_argument("--min_processes", type=int, help="With --ray: elastic, with so many processes or more.")
+    ours.add_argument(
+        _OPTION,
+        metavar="SPEC",
+        default=None,
+        help="How to spread the training: key=value,… (tp=2,pp=2), a YAML file, or a recipe. Goes before the script.",
+    )
+    return parser
+
+
+def _accelerate_defaults(args: argparse.Namespace) -> ClusterConfig | None:
+    """The accelerate config file that `accelerate launch` would read, or None."""
+    from accelerate.commands.config import config_args
+
+    if args.config_file is None and not os.path.isfile(config_args.default_config_file):
+        return None
+    if args.config_file is not None:
+        _check_config_file(args.config_file)
+    try:
+        return config_args.load_config_from_file(args.config_file)
+    except Exception as error:  # YAML errors, unknown keys, a missing file: accelerate has no common type for them
+        name = args.config_file or config_args.default_config_file
+        refuse(f"--config_file {name}", _one_line(error), cause=error)
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def _settle_processes(args: argparse.Namespace, defaults: ClusterConfig | None) -> None:
+    """Fix the number of machines and, over all of them, of processes: the option, the config file, the GPUs here."""
+    args.num_machines = args.num_machines or getattr(defaults, "num_machines", None) or 1
+    configured = getattr(defaults, "num_processes", None) or -1
+    if args.num_processes is None:
+        args.num_processes = configured if configured > 0 else max(1, accelerators()) * args.num_machines
+    if args.num_processes < 1 or args.num_processes % args.num_machines:
+        works = max(1, args.num_processes // args.num_machines) * args.num_machines
+        refuse(
+            f"--num_processes {args.num_processes}",
+            f"counts all machines and does not divide into --num_machines {args.num_machines}",
+            f"--num_processes {works}",
+        )
+
+
+def accelerators() -> int:
+    import torch
+
+    return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+
+
+def _other_ways(args: argparse.Namespace, defaults: ClusterConfig | None) -> list[str]:
+    """Name what else would distribute the script: options first, then what the config file says."""
+    found = [f"--{name}" for name in _EXCLUSIVE if getattr(args, name)]
+    kind = getattr(getattr(defaults, "distributed_type", None), "value", "NO")
+    if kind in _EXCLUSIVE_TYPES:
+        found.append(f"distributed_type: {kind} in the config file")
+    if getattr(defaults, "parallelism_config", None):
+        found.append("parallelism_config in the config file")
+    return found
+
+
+def _refuse_other_ways(args: argparse.Namespace, defaults: ClusterConfig | None) -> None:
+    found = _other_ways(args, defaults)
+    if found and found[0].startswith("--"):
+        refuse(found[0], "not together with a spec", do="drop it, dp_shard=-1 shards like FSDP")
+    if found:
+        from accelerate.commands.config import config_args
+
+        file = args.config_file or config_args.default_config_file
+        refuse(
+            found[0], "not together with a spec", do=f"drop it; `hf-parallel migrate {file}` prints the spec for it"
+        )
+
+
+def _settle_machine(args: argparse.Namespace, defaults: ClusterConfig | None) -> None:
+    """Choose accelerate's launcher for N processes and fill in what it would otherwise warn about or guess wrong."""
+    if args.no_python:
+        refuse("--no_python", "the runner runs Python scripts", do="drop it")
+    cpu_asked = args.cpu or bool(getattr(defaults, "use_cpu", False))
+    if args.num_processes > 1 and not _other_ways(args, defaults):
+        if cpu_asked:
+            os.environ.update(ACCELERATE_USE_CPU="true", CUDA_VISIBLE_DEVICES="")
+        args.cpu, args.multi_gpu = False, True  # accelerate starts one process with --cpu, N with --multi_gpu
+    threads_given = args.num_cpu_threads_per_process is not None or os.environ.get("OMP_NUM_THREADS")
+    if (cpu_asked or not accelerators()) and not threads_given:
+        args.num_cpu_threads_per_process = 1  # N processes with all cores each slow one another down
+    args.enable_cpu_affinity = args.enable_cpu_affinity or _can_bind_to_nodes(cpu_asked)
+    if args.num_machines > 1:
+        _check_rendezvous(args, defaults)
+    elif args.main_process_port is None and getattr(defaults, "main_process_port", None) is None:
+        args.main_process_port = 0  # a free one: two launches on one machine do not meet
+    if defaults is None:
+        args.mixed_precision = args.mixed_precision or "no"
+        args.dynamo_backend = args.dynamo_backend or "no"
+
+
+def _can_bind_to_nodes(cpu_asked: bool) -> bool:
+    """Can accelerate bind each process to the cores beside its GPU? Not where a container or Slurm has chosen some."""
+    import torch
+    from accelerate.utils import is_pynvml_available
+
+    if cpu_asked or torch.version.cuda is None or not accelerators() or not is_pynvml_available():
+        return False
+    return hasattr(os, "sched_getaffinity") and len(os.sched_getaffinity(0)) == os.cpu_count()
+
+
+def _check_rendezvous(args: argparse.Namespace, defaults: ClusterConfig | None) -> None:
+    for name, works in (("machine_rank", "0"), ("main_process_ip", "10.0.0.1"), ("main_process_port", "29500")):
+        if getattr(args, name) is None and getattr(defaults, name, None) is None:
+            refuse(f"--num_machines {args.num_machines}", f"needs --{name} as well", works)
+
+
+def _fill_in_the_runner(args: argparse.Namespace) -> None:
+    """`train.py …` -> `-m hf_parallel --parallel SPEC train.py …` (HF_PARALLEL reaches the ranks by itself)."""
+    option = [_OPTION, args.parallel] if args.parallel else []
+    module = ["-m"] if args.module else []
+    args.training_script_args = [*option, *module, args.training_script, *args.training_script_args]
+    args.training_script, args.module = "hf_parallel", True
+
+
+def _start(args: argparse.Namespace) -> int:
+    from accelerate.commands import launch as accelerate_launch
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    if not args.debug:  # its lines about signals and exit codes bury what the failing rank wrote
+        logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    try:
+        accelerate_launch.launch_command(args)
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        return _report_end(rank, failure.exitcode)
+    except subprocess.CalledProcessError as error:
+        return _report_end(0, error.returncode)
+    return 0
+
+
+def _report_end(rank: int, code: int) -> int:
+    """Name the rank that ended first; it has written its own report unless a signal killed it."""
+    if code < 0:
+        print(f"hf_parallel: rank {rank} was killed by {signal.Signals(-code).name}; all ranks ended", file=sys.stderr)
+        return 128 - code
+    if code != 2:  # 2: the one line of a refusal is enough
+        print(f"hf_parallel: rank {rank} ended with exit code {code}; all ranks ended", file=sys.stderr)
+    return code
