@@ -8,6 +8,7 @@ this package costs; what links cost is in `links`.
 from __future__ import annotations
 
 import contextlib
+import os
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -47,9 +48,11 @@ class Case:
 CASES = (
     Case("1B", "", 4, 2048),
     Case("1B", "dp_shard=8", 4, 2048),
+    Case("1B", "dp_shard=8,compile=regional", 4, 2048),
     Case("1B", "tp=2", 4, 2048),
     Case("8B", "", 1, 2048, layers=8),
     Case("8B", "dp_shard=8", 1, 4096),
+    Case("8B", "dp_shard=8,compile=regional", 1, 4096),
     Case("8B", "tp=8", 4, 4096),
     Case("8B", "tp=4,pp=2,pipeline_microbatches=4", 4, 4096),
 )
@@ -60,12 +63,16 @@ OVERLAPS = ("dp_shard=2", "tp=2", "tp=2,tp_overlap=true")
 
 
 def rows(setting: Setting) -> Iterator[Row]:
-    """Steps, then overlap, then the loss."""
-    small = setting.small
+    """Steps, then overlap, then the loss. SPEED="1B 8B,tp=8" takes the cases of a shape, or of its layout, alone."""
+    small, chosen = setting.small, os.environ.get("SPEED", "").split()
     for case in SMALL if small else CASES:
+        if chosen and not {case.shape, f"{case.shape},{case.spec}"} & set(chosen):
+            continue
         call = "step_of_share" if case.spec else "step_of_trainer"
         found, *_ = setting.on_ranks(f"benchmarks.gpu.speed:{call}", 1, **vars(case))
         yield Row("speed", _name(case), *described(case, found), NOTE, found)
+    if chosen:
+        return
     yield from _overlap(setting)
     for spec in ("", "tp=2" if small else "tp=8"):
         shape, seq = ("tiny", 512) if small else ("8B", 8192)
