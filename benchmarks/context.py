@@ -34,6 +34,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from tests.distributed import RankFailure, run, run_alone
 
 MIB = 2**20
+TORCHS = "torch's context_parallel"
 
 
 def model(length: int, hidden: int, layers: int, device: str | torch.device = "cpu") -> Any:
@@ -131,7 +132,12 @@ def torchs_own(built: Any, ids: torch.Tensor) -> tuple[float, float]:
 def timed(
     length: int, steps: int, device: str, ways: Sequence[str], hidden: int = 128, layers: int = 2
 ) -> dict[str, list[tuple[float, float]]]:
-    """Seconds of the steps of each way on this rank, one after the other in turn; the first step warms up."""
+    """Return the seconds of the steps of each way on this rank, one after the other in turn; the first warms up.
+
+    Args:
+        ways: values of `context_parallel`, or `TORCHS` alone: should it fail on one rank, no other way may follow, as
+            ranks would disagree about collectives.
+    """
     import hf_parallel
     from hf_parallel.apply.parallelize import default_device
 
@@ -140,30 +146,33 @@ def timed(
         torch.cuda.set_device(place)
     ids = torch.arange(length, device=place)[None] * 7 % 515
     made = functools.partial(model, length, hidden, layers, place)
-    calls: dict[str, Callable[[], tuple[float, float]]] = {"one process": functools.partial(seconds, made(), ids)}
+    calls: dict[str, Callable[[], tuple[float, float]]] = {}
+    if TORCHS not in ways:
+        calls["one process"] = functools.partial(seconds, made(), ids)
     for way in ways:
+        if way == TORCHS:
+            calls[way] = functools.partial(torchs_own, made(), ids)
+            continue
         spec = f"cp={dist.get_world_size()},context_parallel={way}"
         calls[way] = functools.partial(seconds, hf_parallel.parallelize(made(), spec), ids)
-    if place.type == "cuda":
-        calls["torch's context_parallel"] = functools.partial(torchs_own, made(), ids)
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
     for _ in range(steps + 1):
-        for name in list(calls):
+        for name in calls:
             dist.barrier()
-            try:
-                if name != "one process" or dist.get_rank() == 0:
-                    found[name].append(calls[name]())
-            except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:  # of another library's way
-                if name != "torch's context_parallel":
-                    raise
-                print(f"{name}: {error}", flush=True)
-                del calls[name], found[name]
+            if name != "one process" or dist.get_rank() == 0:
+                found[name].append(calls[name]())
     return {name: times[1:] for name, times in found.items()}
 
 
 def speed(length: int, ranks: int, steps: int, device: str) -> None:
     """Print medians of the slowest rank, and their ratios to one process and to all keys gathered at once."""
     found = run(timed, ranks, length, steps, device, ("ring", "allgather", "ulysses"), timeout=580)
+    if device == "cuda":
+        try:
+            more = run(timed, ranks, length, steps, device, (TORCHS,), timeout=580)
+            found = [{**own, **others} for own, others in zip(found, more, strict=True)]
+        except RankFailure as failure:
+            print(f"{TORCHS}: {failure.message.splitlines()[0]}")
     rows = {}
     for name in found[0]:
         steps_of = [rank[name] for rank in found if rank[name]]

@@ -41,7 +41,7 @@ class Rows:
         return {"input_ids": self.tokens[index], "labels": self.tokens[index]}
 
 
-def trainer(spec: str, folder: str, callbacks: list[Any] | None = None, **arguments: Any) -> Any:
+def trainer(spec: str, folder: str, callbacks: list[Any] | None = None, rows: int = ROWS, **arguments: Any) -> Any:
     """What a script makes: its model, its data, its Trainer."""
     from transformers import Trainer, TrainingArguments, set_seed
 
@@ -60,5 +60,5 @@ def trainer(spec: str, folder: str, callbacks: list[Any] | None = None, **argume
     fixed |= {"report_to": "none", "disable_tqdm": True, "save_strategy": "no", "lr_scheduler_type": "constant"}
     settings = TrainingArguments(output_dir=folder, **{**fixed, **arguments})
     return Trainer(
-        LlamaForCausalLM(config()), settings, train_dataset=Rows(ROWS, LENGTH, VOCABULARY), callbacks=callbacks
+        LlamaForCausalLM(config()), settings, train_dataset=Rows(rows, LENGTH, VOCABULARY), callbacks=callbacks
     )
