@@ -41,8 +41,29 @@ def compile_layers(layers: Iterable[nn.Module], **settings: Any) -> None:
 
     for layer in layers:
         lowered.leave_layer(layer)
+        number_hooks_alike(layer)
         if not hasattr(layer.forward, "_torchdynamo_orig_callable"):  # compiled already
             layer.forward = torch.compile(layer.forward, **{"backend": BACKEND, **settings})
+
+
+def number_hooks_alike(layer: nn.Module) -> None:
+    """Give this package's hooks inside a layer the numbers -1, -2, … in the place of torch's, in the same order.
+
+    torch counts hooks over all modules of a process, and a graph holds for the numbers that it has seen: with those of
+    torch each layer would have a graph of its own.
+    """
+    for module in layer.modules():
+        if module is layer:
+            continue  # its hooks run outside of the graph
+        for hooks, *flags in (
+            (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs),
+            (module._forward_hooks, module._forward_hooks_with_kwargs, module._forward_hooks_always_called),
+        ):
+            numbers = {number: -place for place, number in enumerate(hooks, start=1)}
+            for numbered in (hooks, *flags):
+                entries = {numbers[number]: value for number, value in numbered.items()}
+                numbered.clear()
+                numbered.update(entries)
 
 
 COMPILE = Compile()

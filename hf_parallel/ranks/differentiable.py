@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
+from hf_parallel.ranks.in_graphs import gather_in_graph, scatter_in_graph, sum_in_graph
 from hf_parallel.ranks.observed import COLLECTIVE, kept_or
 
 # ---- Collectives that have only started: compute something else, then `wait()` for the result. Not differentiable
@@ -309,6 +310,8 @@ def all_reduce(
     tensor: torch.Tensor, group: dist.ProcessGroup, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
 ) -> torch.Tensor:
     """A new reduced tensor; one in place would change what autograd has saved. Not differentiable."""
+    if torch.compiler.is_compiling():
+        return sum_in_graph(tensor, group)
     return start_all_reduce(tensor.clone(memory_format=torch.contiguous_format), group, operation).wait()
 
 
@@ -329,21 +332,33 @@ def whole_sequence(parts: torch.Tensor) -> torch.Tensor:
     return torch.ops.aten._unsafe_view(parts, (*before, size * length, features))
 
 
+def _of_all(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    if torch.compiler.is_compiling():
+        return gather_in_graph(tensor, group)
+    return start_all_gather(tensor, group).wait()
+
+
+def _own_sum(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    if torch.compiler.is_compiling():
+        return scatter_in_graph(parts, group)
+    return start_reduce_scatter(parts, group).wait()
+
+
 def _gathered(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    return whole_sequence(start_all_gather(tensor, group).wait())
+    return whole_sequence(_of_all(tensor, group))
 
 
 def _scattered(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    return start_reduce_scatter(parts_of_sequence(tensor, group), group).wait()
+    return _own_sum(parts_of_sequence(tensor, group), group)
 
 
 def _last_dims_scattered(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     parts = tensor.unflatten(-1, (group.size(), -1)).movedim(-2, 0)
-    return start_reduce_scatter(parts, group).wait()
+    return _own_sum(parts, group)
 
 
 def _with_last_dims_of_all(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    joined = start_all_gather(tensor, group).wait().movedim(0, -2).flatten(-2)
+    joined = _of_all(tensor, group).movedim(0, -2).flatten(-2)
     return torch.ops.aten._unsafe_view(joined, joined.shape)
 
 

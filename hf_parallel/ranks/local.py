@@ -54,7 +54,9 @@ def with_added(module: nn.Module, name: str, value: torch.Tensor) -> torch.Tenso
 
 def local(parameter: Any) -> Any:
     """This rank's shard as a plain tensor that autograd still follows back to the parameter."""
-    return _Local.apply(parameter) if isinstance(parameter, DTensor) else parameter
+    if not isinstance(parameter, DTensor):
+        return parameter
+    return parameter.to_local() if torch.compiler.is_compiling() else _Local.apply(parameter)
 
 
 class _Local(torch.autograd.Function):

@@ -32,6 +32,8 @@ class OwnRandomNumbers:
 
     def begin(self, *args: object) -> None:
         """Change to this rank's state; nothing happens in evaluation, or where nothing is drawn. Also a pre-hook."""
+        if torch.compiler.is_compiling():
+            return  # layers that draw are refused: `compile.py`
         if self._shared is None and self._draws:
             self._start(next(self.owner.parameters()).device)
 

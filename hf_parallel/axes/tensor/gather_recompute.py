@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
 
 from hf_parallel.ranks import begin_gather_last_dim, begin_gather_sequence, gather_last_dim, gather_sequence
 from hf_parallel.ranks.local import no_autocast
@@ -31,6 +32,8 @@ Begin: TypeAlias = Callable[[torch.Tensor, dist.ProcessGroup], Callable[[], torc
 
 def gather(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """[b, s / n, h] -> [b, s, h], or [tokens / n, h] -> [tokens, h]: a tensor that `linear` can gather again."""
+    if torch.compiler.is_compiling():  # the partitioner of the graph gathers again what a checkpoint would
+        return checkpoint(gather_sequence, part, group, use_reentrant=False)
     return remember(gather_sequence(part, group), part, group)
 
 

@@ -15,7 +15,7 @@ from transformers.pytorch_utils import Conv1D
 from hf_parallel.axes.eight_bit import Split, recipe_of
 from hf_parallel.axes.tensor import eight_bit, gather_recompute
 from hf_parallel.axes.tensor.infer import OF_HEADS
-from hf_parallel.axes.tensor.region import Region
+from hf_parallel.axes.tensor.region import Region, local_weight
 from hf_parallel.model.anatomy import owns_parameters
 from hf_parallel.model.experts import is_experts
 from hf_parallel.ranks import copy_weight_to_group, gather_last_dim
@@ -162,12 +162,6 @@ class SplitNorm(PartialGradient):
             return super().forward(*args, **kwargs)
         gathered = gather_last_dim(input, group)
         return super().forward(gathered, *args[1:], **kwargs).chunk(group.size(), dim=-1)[group.rank()]
-
-
-def local_weight(module: nn.Module) -> torch.Tensor:
-    """This rank's weight as [out, in]; a Conv1D keeps it the other way round."""
-    weight = local(module.weight)
-    return weight.t() if isinstance(module, Conv1D) else weight
 
 
 def become(module: nn.Module, mixin: type[SplitLayer], region: Region) -> SplitLayer:

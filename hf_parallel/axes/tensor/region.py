@@ -33,7 +33,7 @@ from hf_parallel.axes.tensor.overlap import row_linear
 from hf_parallel.model.anatomy import attention_heads
 from hf_parallel.model.families import HEAD_WIDTHS
 from hf_parallel.ranks import copy_to_group, copy_weight_to_group, reduce_from_group, reduce_scatter_sequence
-from hf_parallel.ranks.local import as_autocast
+from hf_parallel.ranks.local import as_autocast, local
 from hf_parallel.ranks.observed import COLLECTIVE, keeps
 
 if TYPE_CHECKING:
@@ -286,6 +286,12 @@ READ_BESIDES = ("key_value_states", "encoder_hidden_states", "cross_attention_st
 _NOT_READ = ("residual", *PER_HEAD)
 
 
+def local_weight(module: nn.Module) -> torch.Tensor:
+    """This rank's weight as [out, in]; a Conv1D keeps it the other way round."""
+    weight = local(module.weight)
+    return weight.t() if isinstance(module, Conv1D) else weight
+
+
 class Region:
     """The layers between one `enter` and one `leave`: an attention, an MLP, or a single layer.
 
@@ -356,6 +362,8 @@ class Region:
         """Enter with x […, in] and multiply by the layer's weight; a late one serves for one call."""
         # A wrapper has entered, with a tensor that FSDP2 may have replaced on its way into the layer.
         entered = x if layer.adapted else self.enter(x)
+        if torch.compiler.is_compiling():  # a graph takes a weight as its input where it finds it in the module
+            return F.linear(entered, local_weight(layer), bias)
         late, recipe = self._late.pop(layer, None), recipe_of(layer)
         if recipe is not None:
             return eight_bit.linear(entered, self.columns[layer](), bias, recipe, Split("out", self.group))
@@ -372,6 +380,8 @@ class Region:
 
     def row(self, layer: nn.Module, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """The same, and leave."""
+        if torch.compiler.is_compiling():
+            return self.leave(F.linear(x, weight))
         recipe = recipe_of(layer)
         if recipe is not None and self.sequence_parallel:
             x = eight_bit.without_padding(x, self.switch.padding)
@@ -402,7 +412,8 @@ class Region:
             entered, late = enter_columns(tensor, weights, self.group, self.sequence_parallel)
             self._late = dict(zip(self.columns, late, strict=True))
             return entered
-        if self.sequence_parallel and self._in_eight_bits:
+        compiling = torch.compiler.is_compiling()  # 8 bits in a graph are refused with tp
+        if self.sequence_parallel and not compiling and self._in_eight_bits:
             tensor = eight_bit.without_padding(tensor, self.switch.padding, self.group)
             recipe = eight_bit.recipe_of_all(self.owner) if self.lowers else None
             if recipe is not None:
