@@ -6,10 +6,12 @@ ever. A region of tensor parallelism communicates inside the layer, where its gr
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from hf_parallel.axes.axis import Axis
+from hf_parallel.model.calls import CACHES
 
 if TYPE_CHECKING:
     from torch import nn
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
     from hf_parallel.axes.axis import Building
 
 BACKEND = "inductor"
+#: What torch.compile notes on a function, and what transformers calls the forward of a layer with its checkpoint.
+_COMPILED, _CHECKPOINT = "_torchdynamo_orig_callable", "forward_with_checkpointing"
 
 
 class Compile(Axis[None, None]):
@@ -42,8 +46,41 @@ def compile_layers(layers: Iterable[nn.Module], **settings: Any) -> None:
     for layer in layers:
         lowered.leave_layer(layer)
         number_hooks_alike(layer)
-        if not hasattr(layer.forward, "_torchdynamo_orig_callable"):  # compiled already
-            layer.forward = torch.compile(layer.forward, **{"backend": BACKEND, **settings})
+        if hasattr(layer.forward, _COMPILED):
+            continue
+        inside = _beneath_checkpoint(layer)
+        compiled = torch.compile(inside or layer.forward, **{"backend": BACKEND, **settings})
+        layer.forward = compiled if inside is None else _checkpointed(layer, compiled)
+
+
+def _beneath_checkpoint(layer: nn.Module) -> Callable | None:
+    """Return the forward that transformers' checkpoint of a layer runs; None where no checkpoint is around it.
+
+    From transformers 5.23 on the checkpoint is part of the layer's forward. In a graph it would be a part of that,
+    where torch 2.13 takes no DTensor (a mesh is among what it saves) and no change of a module.
+    """
+    forward, inside = type(layer).forward, None
+    while forward.__code__.co_name == _CHECKPOINT:
+        forward = inside = forward.__wrapped__  # type: ignore[attr-defined]
+    return None if inside is None else inside.__get__(layer)
+
+
+def _checkpointed(layer: nn.Module, compiled: Callable) -> Callable:
+    """Return the compiled forward with the layer's own checkpoint around it, as transformers decides on it."""
+    import torch
+
+    @functools.wraps(layer.forward)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if not (layer.gradient_checkpointing and layer.training and torch.is_grad_enabled()):
+            return compiled(*args, **kwargs)
+        if not layer._can_checkpoint_with_cache:
+            kwargs.update(dict.fromkeys(kwargs.keys() & CACHES))
+        if kwargs.get("use_cache"):
+            kwargs["use_cache"] = False
+        return layer._gradient_checkpointing_func(functools.partial(compiled, **kwargs), *args)  # type: ignore[operator]
+
+    setattr(forward, _COMPILED, layer.forward)
+    return forward
 
 
 def number_hooks_alike(layer: nn.Module) -> None:

@@ -352,6 +352,8 @@ class Region:
         """The tensor for use by all ranks; one that has entered stays as it is."""
         if self.at_owner or tensor is self._entered:
             return tensor
+        if torch.compiler.is_compiling():  # which finds equal operations itself
+            return self._open(tensor)
         if tensor is not self._input:
             self._begin_scope()
             self._input, self._entered = tensor, self._open(tensor)
@@ -401,6 +403,8 @@ class Region:
 
     def close(self, *args: object) -> None:
         """Forget the input, whose memory would else live until the next one. Also a forward hook."""
+        if torch.compiler.is_compiling():
+            return
         self.scope.end()
         self._input = self._entered = None
         self._late = {}
