@@ -1,7 +1,8 @@
 """torch.compile of each layer by itself: equal layers share one graph, and what lies between them stays as it is.
 
 The layer's own forward is compiled, not what FSDP2, sequence parallelism and checkpointing put around it, which run as
-ever. A region of tensor parallelism communicates inside the layer, where its graph would break: refused.
+ever. A region of tensor parallelism communicates inside the layer: its collectives are operations of the graph
+(`ranks/in_graphs.py`). Regions that would break the graph or read another random state are refused.
 """
 
 from __future__ import annotations
@@ -10,8 +11,11 @@ import functools
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
+from hf_parallel.ask.spec import refuse
 from hf_parallel.axes.axis import Axis
 from hf_parallel.model.calls import CACHES
+from hf_parallel.model.experts import is_experts
+from hf_parallel.model.random_layers import draws_random_numbers
 
 if TYPE_CHECKING:
     from torch import nn
@@ -24,6 +28,13 @@ BACKEND = "inductor"
 _COMPILED, _CHECKPOINT = "_torchdynamo_orig_callable", "forward_with_checkpointing"
 
 
+#: Where a module keeps its hooks by number, and what else it knows of each.
+_HOOKS = (
+    ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),
+    ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
+)
+
+
 class Compile(Axis[None, None]):
     """Compiles layers once every other axis has been applied."""
 
@@ -34,16 +45,26 @@ class Compile(Axis[None, None]):
 
     def finish(self, model: nn.Module, part: None, building: Building) -> None:
         """Compile the layers of this rank."""
-        compile_layers(layer for _, layers in building.roots for layer in layers)
+        config = building.mesh.config
+        compile_layers((layer for _, layers in building.roots for layer in layers), f"compile={config.compile}")
 
 
-def compile_layers(layers: Iterable[nn.Module], **settings: Any) -> None:
-    """Compile the forward of each, in place; `settings` are those of torch.compile."""
+def compile_layers(layers: Iterable[nn.Module], asked: str, **settings: Any) -> None:
+    """Compile the forward of each, in place.
+
+    Args:
+        asked: the setting that asks for it, as an error names it.
+        settings: of torch.compile.
+
+    Raises:
+        SpecError: a layer that tp cuts does what no graph holds.
+    """
     import torch
 
     from hf_parallel.axes.data import lowered
 
     for layer in layers:
+        check_regions(layer, asked)
         lowered.leave_layer(layer)
         number_hooks_alike(layer)
         if hasattr(layer.forward, _COMPILED):
@@ -53,7 +74,20 @@ def compile_layers(layers: Iterable[nn.Module], **settings: Any) -> None:
         layer.forward = compiled if inside is None else _checkpointed(layer, compiled)
 
 
-def _beneath_checkpoint(layer: nn.Module) -> Callable | None:
+def check_regions(layer: nn.Module, asked: str) -> None:
+    """Refuse experts cut by tp, and regions whose ranks draw random numbers of their own."""
+    regions: set[Any] = {module.region for module in layer.modules() if hasattr(module, "region")}
+    for region in regions:
+        name, size = type(region.owner).__name__, region.group.size()
+        if any(is_experts(module) for module in layer.modules()):
+            why = f"tp_size={size} numbers the experts of each {type(layer).__name__}, so each would have a graph"
+            refuse(asked, why, "tp_size=1")
+        if not region.sequence_parallel and draws_random_numbers(region.owner):
+            why = f"tp_size={size} without sequence parallelism gives each rank a random state inside {name}"
+            refuse(asked, why, "a dropout of 0")
+
+
+def _beneath_checkpoint(layer: Any) -> Callable | None:
     """Return the forward that transformers' checkpoint of a layer runs; None where no checkpoint is around it.
 
     From transformers 5.23 on the checkpoint is part of the layer's forward. In a graph it would be a part of that,
@@ -61,11 +95,11 @@ def _beneath_checkpoint(layer: nn.Module) -> Callable | None:
     """
     forward, inside = type(layer).forward, None
     while forward.__code__.co_name == _CHECKPOINT:
-        forward = inside = forward.__wrapped__  # type: ignore[attr-defined]
+        forward = inside = forward.__wrapped__
     return None if inside is None else inside.__get__(layer)
 
 
-def _checkpointed(layer: nn.Module, compiled: Callable) -> Callable:
+def _checkpointed(layer: Any, compiled: Callable) -> Callable:
     """Return the compiled forward with the layer's own checkpoint around it, as transformers decides on it."""
     import torch
 
@@ -73,11 +107,11 @@ def _checkpointed(layer: nn.Module, compiled: Callable) -> Callable:
     def forward(*args: Any, **kwargs: Any) -> Any:
         if not (layer.gradient_checkpointing and layer.training and torch.is_grad_enabled()):
             return compiled(*args, **kwargs)
-        if not layer._can_checkpoint_with_cache:
+        if not getattr(layer, "_can_checkpoint_with_cache", False):
             kwargs.update(dict.fromkeys(kwargs.keys() & CACHES))
         if kwargs.get("use_cache"):
             kwargs["use_cache"] = False
-        return layer._gradient_checkpointing_func(functools.partial(compiled, **kwargs), *args)  # type: ignore[operator]
+        return layer._gradient_checkpointing_func(functools.partial(compiled, **kwargs), *args)
 
     setattr(forward, _COMPILED, layer.forward)
     return forward
@@ -92,13 +126,10 @@ def number_hooks_alike(layer: nn.Module) -> None:
     for module in layer.modules():
         if module is layer:
             continue  # its hooks run outside of the graph
-        for hooks, *flags in (
-            (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs),
-            (module._forward_hooks, module._forward_hooks_with_kwargs, module._forward_hooks_always_called),
-        ):
-            numbers = {number: -place for place, number in enumerate(hooks, start=1)}
-            for numbered in (hooks, *flags):
-                entries = {numbers[number]: value for number, value in numbered.items()}
+        for kind in _HOOKS:
+            numbers = {number: -place for place, number in enumerate(vars(module)[kind[0]], start=1)}
+            for numbered in (vars(module)[name] for name in kind):
+                entries = [(numbers[number], value) for number, value in numbered.items()]
                 numbered.clear()
                 numbered.update(entries)
 

@@ -27,11 +27,15 @@ def scatter_in_graph(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Te
     return torch.ops.hf_parallel.reduce_scatter(tensor, group.group_name)
 
 
+def _named(group: str) -> dist.ProcessGroup:
+    return _resolve_process_group(group)  # type: ignore[arg-type]
+
+
 @torch.library.custom_op("hf_parallel::all_reduce", mutates_args=())
 def _all_reduce(tensor: torch.Tensor, group: str) -> torch.Tensor:
     from hf_parallel.ranks.differentiable import all_reduce
 
-    return all_reduce(tensor, _resolve_process_group(group))
+    return all_reduce(tensor, _named(group))
 
 
 @_all_reduce.register_fake
@@ -43,7 +47,7 @@ def _(tensor: torch.Tensor, group: str) -> torch.Tensor:
 def _all_gather(tensor: torch.Tensor, group: str, size: int) -> torch.Tensor:
     from hf_parallel.ranks.differentiable import start_all_gather
 
-    return start_all_gather(tensor, _resolve_process_group(group)).wait()
+    return start_all_gather(tensor, _named(group)).wait()
 
 
 @_all_gather.register_fake
@@ -55,7 +59,7 @@ def _(tensor: torch.Tensor, group: str, size: int) -> torch.Tensor:
 def _reduce_scatter(tensor: torch.Tensor, group: str) -> torch.Tensor:
     from hf_parallel.ranks.differentiable import start_reduce_scatter
 
-    return start_reduce_scatter(tensor, _resolve_process_group(group)).wait()
+    return start_reduce_scatter(tensor, _named(group)).wait()
 
 
 @_reduce_scatter.register_fake

@@ -1,5 +1,8 @@
 """Layers compiled by themselves: equal ones once, without breaks, with the numbers of one process without."""
 
+import contextlib
+from collections import Counter
+
 import pytest
 import torch
 from torch._dynamo.utils import counters
@@ -7,17 +10,20 @@ from torch._dynamo.utils import counters
 from hf_parallel import parallelize
 from hf_parallel.ask.config import ParallelConfig, SpecError
 from hf_parallel.axes import compile as compiling
+from hf_parallel.ranks import observed
 from hf_parallel.ranks.mesh import stored
 from tests import models
-from tests.distributed import run, run_alone
+from tests.distributed import RankFailure, run, run_alone
 
 ROWS, LENGTH = 4, 33
 
 
-def trained(spec: str | None, rank: int = 0, **changes) -> tuple[float, int, int]:
-    """The loss after two steps, how many graphs there are, and how many breaks."""
-    compiling.BACKEND = "aot_eager"  # graphs as inductor gets them, without a compiler
-    model = models.build("llama", **changes).train()
+def trained(
+    spec: str | None, kind: str = "llama", backend: str = "aot_eager", **changes
+) -> tuple[float, int, int, Counter]:
+    """The loss after two steps, how many graphs there are, and how many breaks; collectives of the last step."""
+    compiling.BACKEND = backend  # aot_eager: graphs as inductor gets them, without a compiler
+    model = models.build(kind, **changes).train()
     if spec is not None:
         parallelize(model, spec)
     mesh = model._hf_parallel.mesh if spec is not None else None
@@ -27,30 +33,111 @@ def trained(spec: str | None, rank: int = 0, **changes) -> tuple[float, int, int
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     for _ in range(2):
         optimizer.zero_grad()
-        model(input_ids=own, labels=own).loss.backward()
+        with heard() as calls:
+            model(input_ids=own, labels=own).loss.backward()
         optimizer.step()
-    norm = next(
-        stored(p) for name, p in model.named_parameters() if "layers." in name and name.endswith("norm.weight")
-    )
-    assert norm.isfinite().all()
+    norms = (stored(p) for name, p in model.named_parameters() if "norm" in name or "ln_" in name)
+    assert next(norms).isfinite().all()
     loss = model(input_ids=own, labels=own).loss.detach()
     if size > 1:
-        torch.distributed.all_reduce(loss)
-    return loss.item() / size, counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+        torch.distributed.all_reduce(loss, group=mesh.data_group)
+    graphs, breaks = counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+    return loss.item() / size, graphs, breaks, calls
+
+
+class Heard:
+    """Counts collectives by kind."""
+
+    def __init__(self) -> None:
+        self.calls = Counter()
+
+    def begin(self, call) -> None:
+        self.calls[call.kind] += 1
+
+    def end(self, call, work) -> None:
+        pass
+
+    def waiting(self, work) -> None:
+        pass
+
+    def waited(self, work) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def heard():
+    listener = Heard()
+    observed.listen(listener)
+    yield listener.calls
+    observed.unlisten(listener)
 
 
 @pytest.mark.parametrize("spec", ["dp_shard=2", "pp=2", "dp_replicate=2,activation_checkpointing=full"])
 def test_equal_layers_share_a_graph(spec):
-    expected, _, _ = run_alone(trained, None)
-    for loss, graphs, breaks in run(trained, 2, f"{spec},compile=regional"):
+    expected, *_ = run_alone(trained, None)
+    for loss, graphs, breaks, _ in run(trained, 2, f"{spec},compile=regional"):
+        assert loss == pytest.approx(expected, rel=1e-5)
+        assert (graphs, breaks) == (1, 0)
+
+
+FAMILIES = ("gpt2", "opt", "qwen2", "qwen3", "phi3", "gemma2", "gpt_neox", "falcon", "bloom")
+
+
+@pytest.mark.parametrize(
+    ("spec", "ranks", "kind"),
+    [
+        ("tp=2", 2, "llama"),
+        ("tp=2,sequence_parallel=false", 2, "qwen2"),
+        ("tp=2,activation_checkpointing=full", 2, "llama"),
+        ("tp=4", 4, "gpt2"),
+        ("tp=4", 4, "llama"),  # more ranks than key/value heads
+        ("tp=2,dp_shard=2", 4, "llama"),
+        ("tp=2,pp=2", 4, "llama"),
+        ("tp=2,dp_replicate=2,activation_checkpointing=every:2", 4, "qwen3"),
+        *(("tp=2", 2, kind) for kind in FAMILIES),
+    ],
+)
+def test_regions_of_tp_are_in_the_graph_and_send_what_they_send_outside(spec, ranks, kind):
+    """A graph may find that two layers gather the same input; a checkpoint runs a compiled layer to its end."""
+    expected, *_ = run_alone(trained, None, kind)
+    loss, _, _, plain = run(trained, ranks, spec, kind)[0]
+    compiled, graphs, breaks, calls = run(trained, ranks, f"{spec},compile=regional", kind)[0]
+    assert loss == pytest.approx(expected, rel=1e-5)
+    assert compiled == pytest.approx(expected, rel=1e-5)
+    assert (graphs, breaks) == (1, 0)
+    again = 4 if "activation_checkpointing" in spec else 0
+    more = {name: calls[name] - plain[name] for name in plain | calls if calls[name] > plain[name]}
+    assert more.keys() <= ({"reduce_scatter"} if again else set())
+    assert sum(more.values()) <= again
+
+
+def test_inductor_takes_the_graph():
+    expected, *_ = run_alone(trained, None)
+    for loss, graphs, breaks, _ in run(trained, 2, "tp=2,compile=regional", "llama", "inductor", timeout=500):
         assert loss == pytest.approx(expected, rel=1e-5)
         assert (graphs, breaks) == (1, 0)
 
 
 @pytest.mark.parametrize(
+    ("spec", "kind", "changes", "words"),
+    [
+        ("tp=2", "mixtral", {}, ("compile=regional", "tp_size=2", "experts", "tp_size=1 works")),
+        ("tp=2,sequence_parallel=false", "llama", {"attention_dropout": 0.1}, ("LlamaAttention", "a dropout of 0")),
+    ],
+)
+def test_layers_that_no_graph_holds_are_refused(spec, kind, changes, words):
+    with pytest.raises(RankFailure) as caught:
+        run(trained, 2, f"{spec},compile=regional", kind, **changes)
+    assert [word for word in words if word not in str(caught.value)] == []
+
+
+@pytest.mark.parametrize(
     ("spec", "words"),
     [
-        ("tp=2,compile=regional", ("compile=regional", "tp_size=2", "tp_size=1 works")),
+        ("cp=2,compile=regional", ("compile=regional", "cp_size=2", "cp_size=1 works")),
+        ("tp=2,tp_overlap=true,compile=regional", ("tp_overlap=true", "tp_overlap=false works")),
+        ("tp=4,tp_mesh=2x2,compile=regional", ("tp_mesh=2x2", "tp=4 without tp_mesh works")),
+        ("tp=2,precision=fp8,compile=regional", ("precision=fp8", "precision=auto works")),
         (
             "pp=2,pipeline_schedule=zbv_zero_bubble,compile=regional",
             ("zbv_zero_bubble", "pipeline_schedule=1f1b works"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Any
 
 from hf_parallel.ask.keys.experts import ExpertKeys
 from hf_parallel.ask.keys.pipeline import SPLIT_BACKWARD, PipelineKeys
@@ -40,7 +41,7 @@ class CompileKeys(ExpertKeys, PipelineKeys):
 
     compile: str = key(
         "none",
-        "`regional` compiles each layer, equal ones once; over `dp_shard`, `dp_replicate` and `pp`",
+        "`regional` compiles each layer, equal ones once; over `dp_shard`, `dp_replicate`, `tp` and `pp`",
         choices=("none", "regional"),
     )
 
@@ -51,18 +52,32 @@ class CompileKeys(ExpertKeys, PipelineKeys):
 
 
 def check_compiled(keys: CompileKeys, asked: str) -> None:
-    """Reject what compiled layers cannot do: communicate inside, or take a backward pass apart.
+    """Reject what compiled layers cannot do.
+
+    They cannot exchange what only its values can tell (experts), attend over ranks, or take a backward pass apart.
 
     Args:
         asked: the setting that asks for compiled layers, as an error names it.
     """
-    for axis in ("tp", "cp", "ep"):
+    for axis in ("cp", "ep"):
         size = getattr(keys, f"{axis}_size")
         if size > 1:
             refuse(asked, f"{axis}_size={size} communicates inside each layer, where graphs break", f"{axis}_size=1")
+    if keys.tp_size > 1:
+        _check_compiled_regions(keys, asked)
     if keys.pp_size > 1 and keys.pipeline_schedule in SPLIT_BACKWARD:
         why = "computes gradients of inputs and of weights at different times, a compiled layer both at once"
         refuse(asked, f"pipeline_schedule={keys.pipeline_schedule} {why}", "pipeline_schedule=1f1b")
+
+
+def _check_compiled_regions(keys: Any, asked: str) -> None:
+    """Reject settings that send in other ways than one operation of a graph does."""
+    if keys.tp_overlap:
+        refuse(asked, "tp_overlap=true sends halves of a layer by itself", "tp_overlap=false")
+    if keys.tp_mesh is not None:
+        refuse(asked, f"tp_mesh={keys.tp_mesh} is not part of compiled layers", f"tp={keys.tp_size} without tp_mesh")
+    if keys.precision != "auto":
+        refuse(asked, f"precision={keys.precision} sends 8 bits between the ranks of tp", "precision=auto")
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from transformers.pytorch_utils import Conv1D
 
 from hf_parallel.axes.eight_bit import Split, recipe_of
 from hf_parallel.axes.tensor import eight_bit, gather_recompute

@@ -311,7 +311,7 @@ def prepare_model(
         check_compiled(state.config, "torch.compile")
         views = [] if state.pipeline is None else state.pipeline.views
         layers = [layer for view in views for layer in view.layers] or transformer_blocks(model)
-        compile_layers(layers, **plugin.to_kwargs())
+        compile_layers(layers, "torch.compile", **plugin.to_kwargs())
     with replacing(plugin, backend=type(plugin.backend)("NO")):
         prepared = original(self, model, device_placement=False, evaluation_mode=True)
     _compute_in(model, {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision or ""))
