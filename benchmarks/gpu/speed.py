@@ -54,7 +54,9 @@ CASES = (
     Case("8B", "dp_shard=8", 1, 4096),
     Case("8B", "dp_shard=8,compile=regional", 1, 4096),
     Case("8B", "tp=8", 4, 4096),
+    Case("8B", "tp=8,compile=regional", 4, 4096),
     Case("8B", "tp=4,pp=2,pipeline_microbatches=4", 4, 4096),
+    Case("8B", "tp=4,pp=2,pipeline_microbatches=4,compile=regional", 4, 4096),
 )
 SMALL = (Case("tiny", "", 1, 33), Case("tiny", "tp=2,pp=2,pipeline_microbatches=2", 2, 33))
 #: How the planner's kinds of seconds end that links cost.
