@@ -120,6 +120,7 @@ def step_of_share(shape: str, spec: str, rows: int, seq: int, layers: int | None
         layout, step = layout_of(spec), _step(model, tokens(rows, seq))
         with OtherStagesAnswer() if layout.pp_size > 1 else contextlib.nullcontext():
             step()
+        torch.compiler.reset()  # a layer that ran under a mode of ours would never be compiled
         found = measure(step)
     found["planned_ms"] = planned_ms(config, spec, rows, seq)
     return numbers(found, config, rows * seq, seq, layout.data_parallel_size / layout.world_size)
