@@ -165,6 +165,7 @@ def test_exit_codes_pass_through(script, tmp_path, end, code):
         (["--parallel", "tp=2", "scripts/train.py"], {"HF_PARALLEL": "pp=2"}, ["--parallel", "HF_PARALLEL", "pp=2"]),
         (["scripts/train.py"], {"HF_PARALLEL": "tp"}, ["tp", "key=value"]),
         (["scripts/missing.py"], {}, ["missing.py", "no such script"]),
+        (["plan", "--gpus", "2"], {}, ["plan: no such script", "hf-parallel plan"]),
         (["--spec", "tp=2", "scripts/train.py"], {}, ["--spec", "unknown option"]),
         (["--parallel", "tp=2"], {}, ["no script"]),
         ([], {}, ["no script", "usage"]),
