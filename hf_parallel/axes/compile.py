@@ -2,7 +2,7 @@
 
 The layer's own forward is compiled, not what FSDP2, sequence parallelism and checkpointing put around it, which run as
 ever. A region of tensor parallelism communicates inside the layer: its collectives are operations of the graph
-(`ranks/in_graphs.py`). Regions that would break the graph or read another random state are refused.
+(`ranks/in_graphs.py`). What no graph holds of them is refused with the plan: `TensorPart.why_not_compiled`.
 """
 
 from __future__ import annotations
@@ -11,11 +11,8 @@ import functools
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from hf_parallel.ask.spec import refuse
 from hf_parallel.axes.axis import Axis
 from hf_parallel.model.calls import CACHES
-from hf_parallel.model.experts import is_experts
-from hf_parallel.model.random_layers import draws_random_numbers
 
 if TYPE_CHECKING:
     from torch import nn
@@ -45,26 +42,16 @@ class Compile(Axis[None, None]):
 
     def finish(self, model: nn.Module, part: None, building: Building) -> None:
         """Compile the layers of this rank."""
-        config = building.mesh.config
-        compile_layers((layer for _, layers in building.roots for layer in layers), f"compile={config.compile}")
+        compile_layers(layer for _, layers in building.roots for layer in layers)
 
 
-def compile_layers(layers: Iterable[nn.Module], asked: str, **settings: Any) -> None:
-    """Compile the forward of each, in place.
-
-    Args:
-        asked: the setting that asks for it, as an error names it.
-        settings: of torch.compile.
-
-    Raises:
-        SpecError: a layer that tp cuts does what no graph holds.
-    """
+def compile_layers(layers: Iterable[nn.Module], **settings: Any) -> None:
+    """Compile the forward of each, in place; `settings` are those of torch.compile."""
     import torch
 
     from hf_parallel.axes.data import lowered
 
     for layer in layers:
-        check_regions(layer, asked)
         lowered.leave_layer(layer)
         number_hooks_alike(layer)
         if hasattr(layer.forward, _COMPILED):
@@ -72,19 +59,6 @@ def compile_layers(layers: Iterable[nn.Module], asked: str, **settings: Any) -> 
         inside = _beneath_checkpoint(layer)
         compiled = torch.compile(inside or layer.forward, **{"backend": BACKEND, **settings})
         layer.forward = compiled if inside is None else _checkpointed(layer, compiled)
-
-
-def check_regions(layer: nn.Module, asked: str) -> None:
-    """Refuse experts cut by tp, and regions whose ranks draw random numbers of their own."""
-    regions: set[Any] = {module.region for module in layer.modules() if hasattr(module, "region")}
-    for region in regions:
-        name, size = type(region.owner).__name__, region.group.size()
-        if any(is_experts(module) for module in layer.modules()):
-            why = f"tp_size={size} numbers the experts of each {type(layer).__name__}, so each would have a graph"
-            refuse(asked, why, "tp_size=1")
-        if not region.sequence_parallel and draws_random_numbers(region.owner):
-            why = f"tp_size={size} without sequence parallelism gives each rank a random state inside {name}"
-            refuse(asked, why, "a dropout of 0")
 
 
 def _beneath_checkpoint(layer: Any) -> Callable | None:

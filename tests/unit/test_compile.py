@@ -121,8 +121,13 @@ def test_inductor_takes_the_graph():
 @pytest.mark.parametrize(
     ("spec", "kind", "changes", "words"),
     [
-        ("tp=2", "mixtral", {}, ("compile=regional", "tp_size=2", "experts", "tp_size=1 works")),
-        ("tp=2,sequence_parallel=false", "llama", {"attention_dropout": 0.1}, ("LlamaAttention", "a dropout of 0")),
+        ("tp=2", "mixtral", {}, ("compile=regional", "experts of MixtralForCausalLM", "tp_size=1 works")),
+        (
+            "tp=2,sequence_parallel=false",
+            "llama",
+            {"attention_dropout": 0.1},
+            ("compile=regional", "dropout", "a dropout of 0 works"),
+        ),
     ],
 )
 def test_layers_that_no_graph_holds_are_refused(spec, kind, changes, words):

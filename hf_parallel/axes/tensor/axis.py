@@ -28,9 +28,17 @@ from hf_parallel.axes.tensor.infer import (
 from hf_parallel.axes.tensor.region import READ_BESIDES, READERS, reads_features
 from hf_parallel.axes.tensor.sequence_parallel import obstacle
 from hf_parallel.axes.tensor.tensor_parallel import FOR_LINEARS, SAME_AS_LINEAR
-from hf_parallel.model.anatomy import attention_heads, is_norm, text_config, text_part, tied_to_embedding
+from hf_parallel.model.anatomy import (
+    attention_heads,
+    is_norm,
+    text_config,
+    text_part,
+    tied_to_embedding,
+    transformer_blocks,
+)
 from hf_parallel.model.experts import ExpertFacts, expert_facts, is_experts, named_experts
 from hf_parallel.model.families import UNSPLITTABLE
+from hf_parallel.model.random_layers import draws_random_numbers
 
 if TYPE_CHECKING:
     import torch
@@ -87,6 +95,7 @@ class SplitFacts:
     norm_over_keys: str | None = None  # an attention with a norm over all key heads at once
     sequence_obstacle: str | None = None
     experts: dict[str, ExpertFacts] = field(default_factory=dict)
+    draws: bool = False  # do layers draw random numbers in training?
     grid_obstacle: str | None = None  # why products of it cannot be cut along both dims; looked at if that is asked
 
 
@@ -119,6 +128,7 @@ def read_split(model: nn.Module, on_grid: bool = False) -> SplitFacts:
         _norm_over_keys(model, columns),
         obstacle(model, words),
         {key: expert_facts(module) for key, module in modules.items() if is_experts(module)},
+        any(draws_random_numbers(block) for block in transformer_blocks(model)),
         _grid_obstacle(model, words) if on_grid else None,
     )
 
@@ -407,6 +417,19 @@ class TensorPart:
         """The style of each module that is split."""
         return {name: style for name, (style, _) in self.styles.items()}
 
+    @property
+    def why_not_compiled(self) -> tuple[str, str] | None:
+        """Why its layers cannot be graphs with their collectives inside, and what works instead."""
+        if self.facts.experts:
+            return (
+                f"with tp, experts of {self.facts.model} have a number in each layer, so each has a graph",
+                "tp_size=1",
+            )
+        if self.facts.draws and self.whole_sequences is not None:
+            why = "with tp and whole sequences, ranks draw dropout from random states of their own inside layers"
+            return why, "a dropout of 0"
+        return None
+
 
 class Tensor(Axis["SplitFacts", TensorPart]):
     """Splits matrices by columns and rows, the embedding and the head by rows of the vocabulary."""
@@ -427,7 +450,10 @@ class Tensor(Axis["SplitFacts", TensorPart]):
         grid = (config.tp_row_size, config.tp_col_size) if config.tp_col_size > 1 else None
         if grid is not None:
             check_grid(facts, styles, config)
-        return TensorPart(styles, reason, config.tp_overlap, anatomy.sums_over_tokens, facts, grid)
+        part = TensorPart(styles, reason, config.tp_overlap, anatomy.sums_over_tokens, facts, grid)
+        if config.compile != "none" and part.why_not_compiled is not None:
+            refuse(f"compile={config.compile}", *part.why_not_compiled)
+        return part
 
     def notes(self, part: TensorPart) -> list[str]:
         asked = part.whole_sequences in (None, "sequence_parallel=false")

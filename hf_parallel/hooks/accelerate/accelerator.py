@@ -27,6 +27,7 @@ from hf_parallel.axes.data import host_step
 from hf_parallel.axes.data.gradients import before_the_last
 from hf_parallel.axes.data.lowered import compute_in
 from hf_parallel.axes.pipeline.batches import count_targets
+from hf_parallel.axes.tensor.axis import TENSOR
 from hf_parallel.checkpoint import full_state_dict
 from hf_parallel.hooks import bitsandbytes, hangs, monitoring, report, runtime
 from hf_parallel.hooks.accelerate import loop_losses
@@ -309,9 +310,12 @@ def prepare_model(
     plugin, precision = self.state.dynamo_plugin, self.mixed_precision if self.native_amp else None
     if plugin.backend.value != "NO":
         check_compiled(state.config, "torch.compile")
+        part = None if state.plan is None else state.plan.part(TENSOR)
+        if part is not None and part.why_not_compiled is not None:
+            refuse("torch.compile", *part.why_not_compiled)
         views = [] if state.pipeline is None else state.pipeline.views
         layers = [layer for view in views for layer in view.layers] or transformer_blocks(model)
-        compile_layers(layers, "torch.compile", **plugin.to_kwargs())
+        compile_layers(layers, **plugin.to_kwargs())
     with replacing(plugin, backend=type(plugin.backend)("NO")):
         prepared = original(self, model, device_placement=False, evaluation_mode=True)
     _compute_in(model, {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision or ""))
