@@ -16,7 +16,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from hf_parallel.ask.config import ParallelConfig, SpecError
-from hf_parallel.ask.spec import like_a_file, refuse
+from hf_parallel.ask.spec import check_model_name, like_a_file, refuse
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -146,15 +146,17 @@ def _plan_model(args: argparse.Namespace) -> int:
 
 
 def check_path(source: str, others: str = "a Hub id") -> None:
-    """Refuse a model that is spelled like a path, and is not there. Other names may be those of the Hub.
+    """Refuse a model that is spelled like a path, and is not there; or a name of the Hub while no Hub answers.
 
     Args:
         others: what else than a folder would do.
     """
-    if os.path.exists(source) or not (source.startswith((".", "/", "~")) or source.endswith(".json")):
+    works = f"a folder with a config.json works, or that file, or {others}"
+    if os.path.exists(source):
         return
-    do = like_a_file(source) or f"a folder with a config.json works, or that file, or {others}"
-    refuse(source, "no such folder or file", do=do)
+    if source.startswith((".", "/", "~")) or source.endswith(".json"):
+        refuse(source, "no such folder or file", do=like_a_file(source) or works)
+    check_model_name(source, like_a_file(source) or works, files=("config.json",), needs_weights=False)
 
 
 def read_model(source: str) -> PretrainedConfig | dict[str, object]:
