@@ -110,6 +110,7 @@ _ZERO: dict[str, Rule] = {
             *("allgather_partitions", "allgather_bucket_size", "sub_group_size", "stage3_prefetch_bucket_size"),
             *("stage3_param_persistence_threshold", "stage3_max_live_parameters", "stage3_max_reuse_distance"),
             *("stage3_module_granularity_threshold", "ignore_unused_parameters", "legacy_stage1"),
+            *("max_live_parameters", "max_reuse_distance", "module_granularity_threshold", "prefetch_bucket_size"),
             *("mics_hierarchical_params_gather", "zero_quantized_nontrainable_weights", "elastic_checkpoint"),
         ),
         _TUNED,
@@ -144,6 +145,11 @@ _DEEPSPEED: dict[str, Rule] = {
     "gradient_predivide_factor": _TUNED,
     "sparse_gradients": _TUNED,
     "aio": _TUNED,
+    "comms_config": "monitor=full of a spec says where time goes",
+    "comms_logger": "monitor=full of a spec says where time goes",
+    "monitor_config": "report_to of the script",
+    "compile": _argument("torch_compile=True, or compile=regional of a spec"),
+    "_comment": "a note",
     "flops_profiler": "hf-parallel report shows the step's parts",
     "tensorboard": "report_to of the script",
     "wandb": "report_to of the script",
@@ -160,6 +166,8 @@ _ACCELERATE_DEEPSPEED: dict[str, Rule] = {
     "deepspeed_exclusion_filter": "hf-parallel launch, torchrun, Slurm or Ray start the machines",
     "deepspeed_moe_layer_cls_names": "layers with experts are found by themselves",
 }
+#: Types of accelerate under which every process has the whole model.
+_COPIES = ("MULTI_GPU", "MULTI_CPU", "MULTI_XPU", "MULTI_NPU", "MULTI_HPU")
 _PARALLELISM: dict[str, Rule] = {
     "dp_replicate_size": _size("dp_replicate"),
     "dp_shard_size": _size("dp_shard"),
@@ -189,6 +197,7 @@ _TORCHTUNE: dict[str, Rule] = {
     "fsdp_reshard_after_forward": _strategy,
     "enable_activation_checkpointing": _if_true(activation_checkpointing="full"),
     "enable_activation_offloading": _if_true(activation_offload=True),
+    "custom_sharded_layers": "each transformer block is a group, found by itself",
     "tensor_parallel_plan": "weights are split by the model's own plan or structure",
 }
 _AXOLOTL: dict[str, Rule] = {
@@ -254,6 +263,8 @@ def _offload(devices: Mapping[str, tuple[str, str | None]], shown: str) -> Keys:
 
 def _accelerate(values: Mapping, folder: str) -> Keys:
     fsdp, deepspeed = values.get("fsdp_config") or {}, values.get("deepspeed_config") or {}
+    if values.get("distributed_type") in _COPIES and not values.get("parallelism_config"):
+        yield "distributed_type", values["distributed_type"], lambda _: Became({"dp_replicate": -1})
     yield from _of(fsdp, _FSDP, "fsdp_config.", "fsdp_")
     offloaded = {}
     for key, value in deepspeed.items():
