@@ -23,6 +23,7 @@ OUTSIDE = {
     "kubernetes.md": "integrations/kubernetes/README.md",
     "skypilot.md": "integrations/skypilot/README.md",
     "trl_files.md": "integrations/trl/README.md",
+    "skill.md": "integrations/skill/SKILL.md",
 }
 _PAGES = {source: page for page, source in OUTSIDE.items()}
 _LINK = re.compile(r"(!?)\[([^\]]+)\]\(([^)#\s]*)(#[^)\s]*)?\)")
