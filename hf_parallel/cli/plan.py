@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from hf_parallel.ask.config import ParallelConfig, SpecError
 from hf_parallel.ask.spec import check_model_name, like_a_file, refuse
+from hf_parallel.ask.waiting import waiting
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -104,13 +105,37 @@ def _plan_model(args: argparse.Namespace) -> int:
         number = getattr(args, option)
         if number is not None and number <= 0 and (number or option != "lora"):
             refuse(f"--{option.replace('_', '-')} {number:g}", "is more than 0", do="drop it, or give another number")
+    with waiting("importing torch") as say:
+        from hf_parallel.planner.report import show, write_specs
+
+        say("reading the model's config")
+        model = read_model(args.model)
+    cluster = given or _calibrated(args, model)
+    with waiting("ranking layouts"):
+        found = _search(args, model, cluster)
+    if args.json:
+        print(json.dumps(found.to_dict(), indent=2))
+    elif found.choices:
+        show(found, args.dollars)
+    if found.best is None:
+        print(f"hf_parallel: nothing fits: {found.advice}", file=sys.stderr)
+        return 1
+    if args.specs:
+        write_specs(args.specs, found)
+    _draw(args, found)
+    if args.explain:
+        print(found.best.prediction.explain())
+    if args.verify:
+        _verify(args, found, model)
+    return 0
+
+
+def _search(args: argparse.Namespace, model: PretrainedConfig | dict[str, object], cluster: Cluster) -> Found:
+    """The layouts for what the options say."""
     from hf_parallel.hooks.auto import accepted
-    from hf_parallel.planner.report import show, write_specs
     from hf_parallel.planner.search import search
 
-    model = read_model(args.model)
-    cluster = given or _calibrated(args, model)
-    found = search(
+    return search(
         model=model,
         cluster=cluster,
         seq=_positive("--seq", args.seq),
@@ -128,21 +153,6 @@ def _plan_model(args: argparse.Namespace) -> int:
         documents=args.packed,
         quantized=args.quantized,
     )
-    if args.json:
-        print(json.dumps(found.to_dict(), indent=2))
-    elif found.choices:
-        show(found, args.dollars)
-    if found.best is None:
-        print(f"hf_parallel: nothing fits: {found.advice}", file=sys.stderr)
-        return 1
-    if args.specs:
-        write_specs(args.specs, found)
-    _draw(args, found)
-    if args.explain:
-        print(found.best.prediction.explain())
-    if args.verify:
-        _verify(args, found, model)
-    return 0
 
 
 def check_path(source: str, others: str = "a Hub id") -> None:
@@ -247,27 +257,29 @@ def _draw(args: argparse.Namespace, found: Found) -> None:
 
 def _verify(args: argparse.Namespace, found: Found, model: PretrainedConfig | dict[str, object]) -> None:
     """Dry runs of the first and the last pipeline rank, which hold embedding and head."""
-    from hf_parallel.planner.dryrun.run import dry_run, end_ranks
+    from hf_parallel.planner.dryrun.run import DryRun, dry_run, end_ranks
     from hf_parallel.planner.report import show_verified
 
     if isinstance(model, dict):
         refuse("--verify runs the model's own code", "MODEL must be one of Transformers, not only its numbers")
     choice = found.choices[0]
     calls = min(choice.accumulation, 2)  # the third holds what the second does
-    runs = [
-        dry_run(
-            model,
-            choice.config,
-            rank=rank,
-            rows=choice.rows,
-            seq=args.seq,
-            accumulation=calls,
-            optimizer=args.optimizer,
-            precision=choice.prediction.job.precision,
-            adapt=_adapters(args),
-        )
-        for rank in end_ranks(choice.config)
-    ]
+    ranks, runs = end_ranks(choice.config), list[DryRun]()
+    with waiting("running dry") as say:
+        for rank in ranks:
+            say(f"running rank {rank} of {choice.config.world_size} dry ({len(runs) + 1} of {len(ranks)} ranks)")
+            run = dry_run(
+                model,
+                choice.config,
+                rank=rank,
+                rows=choice.rows,
+                seq=args.seq,
+                accumulation=calls,
+                optimizer=args.optimizer,
+                precision=choice.prediction.job.precision,
+                adapt=_adapters(args),
+            )
+            runs.append(run)
     show_verified(choice, runs)
 
 
