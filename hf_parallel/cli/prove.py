@@ -98,6 +98,9 @@ def _layout_asked_for(args: argparse.Namespace) -> ParallelConfig | None:
     if args.gpu:
         refuse(f"--gpu {args.gpu}", "is what auto chooses for", "--parallel auto")
     config = ParallelConfig.parse(chosen[0])
+    if config.pack_tokens:
+        why = "fills batches by tokens: their examples are not those of one process's batches"
+        refuse(f"pack_tokens={config.pack_tokens}", why, "padding_free=true")
     return config.resolve(args.num_processes or abs(config.world_size))
 
 
