@@ -55,13 +55,15 @@ $(STAMP): pyproject.toml
 	@touch $@
 
 demo: $(DEMO_STAMP)
-	$(DEMO_VENV)/bin/python examples/demo.py
+	PYTHONPATH=. $(DEMO_VENV)/bin/python examples/demo.py
 
-# torch, transformers, accelerate and matplotlib, and what they need.
+# What this package and its extra [plots] need, and no build of the package itself: the demo runs from the sources.
+DEMO_NEEDS  := "transformers>=5.16" "accelerate>=1.12" "rich>=13.0" "matplotlib>=3.9"
+
 $(DEMO_STAMP): pyproject.toml
 	@test -x $(DEMO_VENV)/bin/python || $(PYTHON) -m venv $(DEMO_VENV)
 	@echo "==> installing $(TORCH), transformers, accelerate and matplotlib into $(DEMO_VENV)"
-	@$(DEMO_VENV)/bin/python -m pip install --quiet --no-compile --disable-pip-version-check "$(TORCH)" --editable ".[plots]"
+	@$(DEMO_VENV)/bin/python -m pip install --quiet --no-compile --disable-pip-version-check "$(TORCH)" $(DEMO_NEEDS)
 	@touch $@
 
 test: lint

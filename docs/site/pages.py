@@ -1,4 +1,4 @@
-"""What the site adds to the pages of docs/: README, the integrations, the list of changes.
+"""What the site adds to the pages of docs/: README, the integrations, the list of changes, the API reference.
 
 mkdocs calls `on_files` and `on_page_markdown`. Links between all of these become links of the site; files that are no
 pages (specs, scripts) keep their names without a link.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import posixpath
 import re
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +23,18 @@ OUTSIDE = {
     "kubernetes.md": "integrations/kubernetes/README.md",
     "skypilot.md": "integrations/skypilot/README.md",
     "trl_files.md": "integrations/trl/README.md",
+    "skill.md": "integrations/skill/SKILL.md",
 }
 _PAGES = {source: page for page, source in OUTSIDE.items()}
 _LINK = re.compile(r"(!?)\[([^\]]+)\]\(([^)#\s]*)(#[^)\s]*)?\)")
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add the pages that lie outside docs/."""
+    """Add the pages that lie outside docs/, and the one that is written from docstrings."""
     for page, source in OUTSIDE.items():
         files.append(File.generated(config, page, content=(ROOT / source).read_text()))
+    reference = runpy.run_path(str(Path(__file__).parent / "reference.py"))
+    files.append(File.generated(config, "api.md", content=reference["page"]()))
     return files
 
 

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, NoReturn
 
 import yaml
 
+from hf_parallel.ask import hub
+
 if TYPE_CHECKING:
     from importlib.abc import Traversable
 
@@ -129,19 +131,59 @@ def shipped() -> dict[str, Traversable]:
     return dict(sorted(files.items()))
 
 
+#: One of these is what `from_pretrained` reads first: of a model, of an adapter.
+MODEL_FILES = ("config.json", "adapter_config.json")
+
+
+def check_model_name(
+    name: object,
+    otherwise: str,
+    *,
+    files: tuple[str, ...] = MODEL_FILES,
+    offline: str | None = None,
+    needs_weights: bool = True,
+    **where: object,
+) -> None:
+    """Refuse the name of a model that is not on this machine while no Hub answers.
+
+    Args:
+        name: what `from_pretrained` is given; anything but a name of the Hub passes.
+        otherwise: what works instead.
+        files: the model is on this machine if one of them is in the cache.
+        offline: why the Hub is not to be asked.
+        needs_weights: else a file with the sizes of the model does as well.
+        where: other arguments of `from_pretrained`, of which `cache_dir` and `revision` are read.
+
+    Raises:
+        SpecError: nothing could be loaded. It names models that may have been meant.
+    """
+    if not hub.is_name(name):
+        return
+    assert isinstance(name, str)
+    reason = hub.why_missing(name, files, offline=offline, **where)
+    if reason is None:
+        return
+    sizes = None if needs_weights else hub.models_with_sizes().get(name)
+    refuse(name, reason, sizes, do=hub.like_a_model(name) or otherwise)
+
+
 def from_hub(repo: str, file: str, revision: str | None = None) -> str:
     """The cached copy of a repository's file; under HF_HUB_OFFLINE only what is cached already.
 
     Raises:
         SpecError: the Hub does not give it.
     """
-    from huggingface_hub import hf_hub_download
+    name = f"{repo}:{file}" + (f"@{revision}" if revision else "")
+    works = "`hf-parallel recipe list` names those that are here"
+    from huggingface_hub import constants, hf_hub_download
 
+    # Under HF_HUB_OFFLINE huggingface_hub itself answers at once.
+    reason = None if constants.HF_HUB_OFFLINE else hub.why_missing(repo, (file,), revision=revision)
+    if reason is not None:
+        refuse(name, reason, do=works)
     try:
         return hf_hub_download(repo, file, revision=revision)
     except (OSError, ValueError) as error:  # huggingface_hub's own errors are among these
-        name = f"{repo}:{file}" + (f"@{revision}" if revision else "")
-        works = "`hf-parallel recipe list` names those that are here"
         refuse(name, f"not to be had from the Hub ({first_line(error)})", do=works)
 
 

@@ -37,10 +37,20 @@ class Room:
     Args:
         limit_s: how long a step may take.
         ended: called with the reason before this process leaves.
+        say: called with each step that begins.
     """
 
-    def __init__(self, store: Any, rank: int, world: int, limit_s: float, ended: Callable[[str], None]) -> None:
-        self.store, self.rank, self.world, self.limit_s, self.ended = store, rank, world, limit_s, ended
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        world: int,
+        limit_s: float,
+        ended: Callable[[str], None],
+        say: Callable[[str], None] = lambda what: None,
+    ) -> None:
+        self.store, self.rank, self.world, self.limit_s = store, rank, world, limit_s
+        self.ended, self._say = ended, say
         self._own = store.clone() if hasattr(store, "clone") else store
         self._step, self._until, self._count = "its start", time.monotonic() + limit_s, 0
         self._progress = 0  # steps begun and values gathered, as in the store
@@ -52,6 +62,7 @@ class Room:
     def step(self, what: str, times: float = 1.0) -> None:
         """From here on this rank is at `what`, for at most `times` the limit."""
         self._advance()
+        self._say(f"checking {what}")
         self._step, self._until = what, time.monotonic() + times * self.limit_s
 
     def gather(self, value: Value) -> list[Value]:

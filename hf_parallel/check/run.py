@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from hf_parallel.apply.parallelize import default_device
 from hf_parallel.ask.config import ParallelConfig
+from hf_parallel.ask.waiting import waiting
 from hf_parallel.check import links, parity, system
 from hf_parallel.check.report import Report, Row
 from hf_parallel.check.room import Room
@@ -68,17 +69,19 @@ def check(wanted: Wanted) -> Report:
 
     def ended(reason: str) -> None:
         report.stopped = reason
+        say("")
         if rank == 0:
             publish(report, wanted)
 
     store = dist.PrefixStore(f"{_ROOM}/{next(_numbers)}", dist.distributed_c10d._get_default_store())
-    room = Room(store, rank, world, wanted.limit_s, ended)
-    try:
-        for row in _parts(wanted, device, room):
-            report.add([row])
-        room.close()
-    except Exception as error:
-        room.fail(error)
+    with waiting("checking what is here") as say:
+        room = Room(store, rank, world, wanted.limit_s, ended, say)
+        try:
+            for row in _parts(wanted, device, room):
+                report.add([row])
+            room.close()
+        except Exception as error:
+            room.fail(error)
     if mine:
         dist.destroy_process_group()
     return report

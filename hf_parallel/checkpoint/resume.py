@@ -26,6 +26,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from hf_parallel.ask.waiting import waiting
 from hf_parallel.checkpoint.files import TensorFile, pack_states, plain_slots, write
 from hf_parallel.checkpoint.gather import entries_of
 from hf_parallel.checkpoint.hub_format import Group
@@ -254,7 +255,7 @@ def load_optimizer(
     Raises:
         ValueError: the state is of another optimizer or another model.
     """
-    with contextlib.ExitStack() as stack:
+    with waiting("reading the optimizer's states"), contextlib.ExitStack() as stack:
         if os.path.isfile(os.path.join(directory, folder, INDEX)):
             saved = _saved(os.path.join(directory, folder), stack)
         else:

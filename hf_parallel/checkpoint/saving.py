@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from hf_parallel.ask.config import SpecError
 from hf_parallel.ask.spec import Told
+from hf_parallel.ask.waiting import waiting
 from hf_parallel.checkpoint.manifest import Checksums
 from hf_parallel.checkpoint.writers import writing_ranks
 from hf_parallel.ranks import messages
@@ -83,6 +84,13 @@ class Saving:
 
     def finish_streams(self) -> None:
         """Write the tensors. Collective."""
+        if self.in_background:
+            self._write_streams()
+            return
+        with waiting("saving"):
+            self._write_streams()
+
+    def _write_streams(self) -> None:
         while self._streams:
             self._streams.pop(0)()
 

@@ -25,6 +25,7 @@ from collections.abc import Sequence
 
 from hf_parallel.ask.config import ParallelConfig, SpecError, choose_spec
 from hf_parallel.ask.spec import refuse
+from hf_parallel.ask.waiting import waiting
 from hf_parallel.cli import bisect as cli_bisect
 from hf_parallel.cli import check as cli_check
 from hf_parallel.cli import export as cli_export
@@ -80,9 +81,11 @@ def doctor(args: argparse.Namespace) -> int:
             refuse("doctor", "needs a spec", f"{_OPTION} tp=2")
         config = ParallelConfig.parse(spec[0])
         cli_plan.check_path(args.model)
-        from hf_parallel.plans import build_on_meta, examine, render
+        with waiting("importing torch") as say:
+            from hf_parallel.plans import build_on_meta, examine, render
 
-        report = examine(build_on_meta(args.model), config, args.nproc)
+            say("reading the model")
+            report = examine(build_on_meta(args.model), config, args.nproc)
     except SpecError as error:
         print(f"hf_parallel: {error}", file=sys.stderr)
         return 2

@@ -10,6 +10,9 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Callable
+
+from hf_parallel.ask.waiting import waiting
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,18 +30,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def export(args: argparse.Namespace) -> int:
     """Write the folder; 2 if that cannot be done."""
-    from hf_parallel.checkpoint import export as exporting
-
     try:
-        if args.trainer and (args.dtype or args.merge_adapter):
-            raise ValueError("--trainer: a run goes on with the weights it has; drop --dtype and --merge-adapter")
-        dtype = None if args.dtype is None else exporting.DTYPES[args.dtype]
-        exporting.export(args.checkpoint, args.out, dtype, args.merge_adapter, args.base, args.max_shard_size)
-        if args.trainer:
-            exporting.export_run(args.checkpoint, args.out)
+        with waiting("importing torch") as say:
+            _write(args, say)
         if args.push_to_hub is not None:
+            from hf_parallel.checkpoint import export as exporting
+
             print(exporting.push(args.out, args.push_to_hub or os.path.basename(os.path.abspath(args.out))))
     except (OSError, RuntimeError, ValueError) as error:
         print(f"hf_parallel: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     return 0
+
+
+def _write(args: argparse.Namespace, say: Callable[[str], None]) -> None:
+    from hf_parallel.checkpoint import export as exporting
+
+    if args.trainer and (args.dtype or args.merge_adapter):
+        raise ValueError("--trainer: a run goes on with the weights it has; drop --dtype and --merge-adapter")
+    say(f"writing {args.out}")
+    dtype = None if args.dtype is None else exporting.DTYPES[args.dtype]
+    exporting.export(args.checkpoint, args.out, dtype, args.merge_adapter, args.base, args.max_shard_size)
+    if args.trainer:
+        say("writing the optimizer's states")
+        exporting.export_run(args.checkpoint, args.out)

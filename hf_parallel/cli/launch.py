@@ -16,7 +16,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from hf_parallel.ask.config import AUTO, ParallelConfig, SpecError, choose_spec
-from hf_parallel.ask.spec import like_a_file, refuse
+from hf_parallel.ask.spec import check_model_name, like_a_file, refuse
 from hf_parallel.cli import ray as cli_ray
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ _EXCLUSIVE = ("use_fsdp", "use_deepspeed", "use_megatron_lm", "use_parallelism_c
 _EXCLUSIVE_TYPES = ("FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA")
 #: Of a script's own arguments, those by which it distributes itself or names a layout.
 _OF_A_SCRIPT = (_OPTION, "--fsdp", "--fsdp_config", "--deepspeed", "--parallelism_config")
+_MODEL = "--model_name_or_path"
 #: A script that names none of these shows no model that could be parallel.
 _LIBRARIES = re.compile(r"\b(transformers|accelerate|trl|peft|sentence_transformers)\b")
 _EXAMPLES = """examples:
@@ -51,6 +52,7 @@ def launch(argv: list[str]) -> int:
         parser = full_parser()
         args = parser.parse_args(argv)
         spec = choose_spec(args.parallel, f"the launcher's {_OPTION}")
+        _check_model(script)
         if args.ray:
             return cli_ray.launch(args, parser.parse_args([args.training_script]), spec and spec[0])
         if args.min_processes is not None:
@@ -122,6 +124,13 @@ def _check_words(own: list[str], script: list[str]) -> None:
             config.resolve(given.num_processes)
     if script and script[0].endswith(".py") and not given.ray and not os.path.isfile(script[0]):
         refuse(script[0], "no such script", do=like_a_file(script[0]) or "give its path")
+
+
+def _check_model(script: list[str]) -> None:
+    """Refuse the model of TRL's and of Transformers' own scripts that is not here while no Hub answers."""
+    offline = os.environ.get("HF_HUB_OFFLINE", "0") != "0"  # the ranks then say it at once
+    if _MODEL in script[:-1] and "--cache_dir" not in script and not offline:
+        check_model_name(script[script.index(_MODEL) + 1], "load it once, or give a folder with the model")
 
 
 def _check_config_file(path: str) -> None:

@@ -74,6 +74,7 @@ _FSDP: dict[str, Rule] = {
     "sharding_strategy": _strategy,
     "reshard_after_forward": _strategy,
     "offload_params": _if_true(offload="cpu"),
+    "cpu_offload": _if_true(offload="cpu"),
     "activation_checkpointing": _if_true(activation_checkpointing="full"),
     "version": "sharding is FSDP2's",
     "auto_wrap_policy": "each transformer block is a group, found by itself",
@@ -91,6 +92,7 @@ _FSDP: dict[str, Rule] = {
     "sync_module_states": "each rank reads its own slices",
     "mixed_precision_policy": f"{_ARGUMENT}: bf16=True, or dtype of the model",
     "xla": "there is no TPU layout",
+    "xla_fsdp_v2": "there is no TPU layout",
     "xla_fsdp_grad_ckpt": "there is no TPU layout",
 }
 _TUNED = "its own engine's tuning"
@@ -108,6 +110,7 @@ _ZERO: dict[str, Rule] = {
             *("allgather_partitions", "allgather_bucket_size", "sub_group_size", "stage3_prefetch_bucket_size"),
             *("stage3_param_persistence_threshold", "stage3_max_live_parameters", "stage3_max_reuse_distance"),
             *("stage3_module_granularity_threshold", "ignore_unused_parameters", "legacy_stage1"),
+            *("max_live_parameters", "max_reuse_distance", "module_granularity_threshold", "prefetch_bucket_size"),
             *("mics_hierarchical_params_gather", "zero_quantized_nontrainable_weights", "elastic_checkpoint"),
         ),
         _TUNED,
@@ -142,6 +145,11 @@ _DEEPSPEED: dict[str, Rule] = {
     "gradient_predivide_factor": _TUNED,
     "sparse_gradients": _TUNED,
     "aio": _TUNED,
+    "comms_config": "monitor=full of a spec says where time goes",
+    "comms_logger": "monitor=full of a spec says where time goes",
+    "monitor_config": "report_to of the script",
+    "compile": _argument("torch_compile=True, or compile=regional of a spec"),
+    "_comment": "a note",
     "flops_profiler": "hf-parallel report shows the step's parts",
     "tensorboard": "report_to of the script",
     "wandb": "report_to of the script",
@@ -158,6 +166,8 @@ _ACCELERATE_DEEPSPEED: dict[str, Rule] = {
     "deepspeed_exclusion_filter": "hf-parallel launch, torchrun, Slurm or Ray start the machines",
     "deepspeed_moe_layer_cls_names": "layers with experts are found by themselves",
 }
+#: Types of accelerate under which every process has the whole model.
+_COPIES = ("MULTI_GPU", "MULTI_CPU", "MULTI_XPU", "MULTI_NPU", "MULTI_HPU")
 _PARALLELISM: dict[str, Rule] = {
     "dp_replicate_size": _size("dp_replicate"),
     "dp_shard_size": _size("dp_shard"),
@@ -187,6 +197,7 @@ _TORCHTUNE: dict[str, Rule] = {
     "fsdp_reshard_after_forward": _strategy,
     "enable_activation_checkpointing": _if_true(activation_checkpointing="full"),
     "enable_activation_offloading": _if_true(activation_offload=True),
+    "custom_sharded_layers": "each transformer block is a group, found by itself",
     "tensor_parallel_plan": "weights are split by the model's own plan or structure",
 }
 _AXOLOTL: dict[str, Rule] = {
@@ -252,6 +263,8 @@ def _offload(devices: Mapping[str, tuple[str, str | None]], shown: str) -> Keys:
 
 def _accelerate(values: Mapping, folder: str) -> Keys:
     fsdp, deepspeed = values.get("fsdp_config") or {}, values.get("deepspeed_config") or {}
+    if values.get("distributed_type") in _COPIES and not values.get("parallelism_config"):
+        yield "distributed_type", values["distributed_type"], lambda _: Became({"dp_replicate": -1})
     yield from _of(fsdp, _FSDP, "fsdp_config.", "fsdp_")
     offloaded = {}
     for key, value in deepspeed.items():
@@ -302,13 +315,32 @@ def _script(source: str, folder: str) -> Keys:
                 refuse(keyword.arg, f"line {keyword.value.lineno} computes it", do="give migrate the file it reads")
             if not value:
                 continue  # off, as by default
-            if keyword.arg == "fsdp":
-                yield from _words("full_shard" if value is True else value)
-            elif keyword.arg == "fsdp_config":
-                values = _json(os.path.join(folder, value)) if isinstance(value, str) else value
-                yield from _of(values, _FSDP, "fsdp_config.", "fsdp_")
-            else:
-                yield from _deepspeed(_json(os.path.join(folder, value)) if isinstance(value, str) else value, folder)
+            yield from _asked(keyword.arg, value, folder)
+
+
+def _asked(name: str, value: object, folder: str) -> Keys:
+    """What one of Trainer's arguments says, in a script or on a command line."""
+    if name == "fsdp" and value is True:
+        yield name, value, "dp_shard is all that is left; fsdp_config may say more"
+    elif name == "fsdp":
+        yield from _words(value)  # type: ignore[arg-type]
+    elif name == "fsdp_config":
+        yield from _of(_mapping(value, folder), _FSDP, "fsdp_config.", "fsdp_")
+    else:
+        yield from _deepspeed(_mapping(value, folder), folder)
+
+
+def _mapping(value: object, folder: str = "") -> Mapping:
+    """A mapping as such, as JSON, or as the path of a JSON file."""
+    if isinstance(value, Mapping):
+        return value
+    text = str(value)
+    if not text.lstrip().startswith("{"):
+        return _json(os.path.join(folder, text))
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        refuse(text, f"is no JSON ({error})", cause=error)
 
 
 def _json(path: str) -> Mapping:
@@ -417,16 +449,18 @@ def _short(value: object) -> str:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `hf-parallel migrate`."""
     parser.description = "Print the spec that stands for another program's configuration, and what became of each key."
-    parser.add_argument(
-        "file", metavar="FILE", help="YAML of accelerate, axolotl, torchtune; JSON of DeepSpeed; script"
-    )
+    files = "YAML of accelerate, axolotl, torchtune; JSON of DeepSpeed; script"
+    parser.add_argument("file", metavar="FILE", nargs="?", help=files)
+    parser.add_argument("--fsdp", nargs="?", const=True, metavar="WORDS", help="instead of a file: Trainer's argument")
+    parser.add_argument("--fsdp_config", metavar="JSON", help="and beside it: a file, or what it would hold")
+    parser.add_argument("--deepspeed", metavar="JSON", help="instead of a file: Trainer's argument")
     parser.add_argument("--json", action="store_true", help="the same as JSON")
 
 
 def migrate(args: argparse.Namespace) -> int:
     """Print the spec and the table."""
     try:
-        source = read(args.file)
+        source = _source(args)
         spec, rows = migrated(source)
     except SpecError as error:
         print(f"hf_parallel: {error}", file=sys.stderr)
@@ -436,9 +470,23 @@ def migrate(args: argparse.Namespace) -> int:
         print(json.dumps({"program": source.program, "spec": spec, "keys": keys}, indent=2))
         return 0
     count = "" if source.processes is None else f"--num_processes {source.processes} "
-    print(f"{args.file} is a configuration of {source.program}" if source.program != "script" else args.file)
+    if args.file is not None:
+        print(f"{args.file} is a configuration of {source.program}" if source.program != "script" else args.file)
     print(f"\n    hf-parallel launch {count}--parallel {spec} train.py\n")
     width = max((len(key) for key, _, _ in rows), default=0)
     for key, ours, why in rows:
         print(f"{key:<{width}}  ->  {ours or f'({why})'}")
     return 0
+
+
+def _source(args: argparse.Namespace) -> Source:
+    """The file, or Trainer's arguments in its place."""
+    given = {name: getattr(args, name) for name in ("fsdp", "fsdp_config", "deepspeed")}
+    words = {name: value for name, value in given.items() if value}
+    if (args.file is None) == (not words):
+        refuse("migrate", "takes a file, or Trainer's arguments in its place", "hf-parallel migrate fsdp.yaml")
+    if args.file is not None:
+        return read(args.file)
+    if "fsdp_config" in words and "fsdp" not in words:
+        refuse("--fsdp_config", "says nothing without --fsdp", "--fsdp")
+    return Source("Trainer", [key for name, value in words.items() for key in _asked(name, value, "")])

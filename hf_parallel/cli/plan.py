@@ -16,7 +16,8 @@ import sys
 from typing import TYPE_CHECKING
 
 from hf_parallel.ask.config import ParallelConfig, SpecError
-from hf_parallel.ask.spec import like_a_file, refuse
+from hf_parallel.ask.spec import check_model_name, like_a_file, refuse
+from hf_parallel.ask.waiting import waiting
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -104,30 +105,14 @@ def _plan_model(args: argparse.Namespace) -> int:
         number = getattr(args, option)
         if number is not None and number <= 0 and (number or option != "lora"):
             refuse(f"--{option.replace('_', '-')} {number:g}", "is more than 0", do="drop it, or give another number")
-    from hf_parallel.hooks.auto import accepted
-    from hf_parallel.planner.report import show, write_specs
-    from hf_parallel.planner.search import search
+    with waiting("importing torch") as say:
+        from hf_parallel.planner.report import show, write_specs
 
-    model = read_model(args.model)
+        say("reading the model's config")
+        model = read_model(args.model)
     cluster = given or _calibrated(args, model)
-    found = search(
-        model=model,
-        cluster=cluster,
-        seq=_positive("--seq", args.seq),
-        global_batch=_positive("--global-batch", args.global_batch or 4 * cluster.gpus),
-        precision=args.precision,
-        optimizer=args.optimizer,
-        lora=args.lora,
-        rows=args.rows,
-        memory_gib=args.memory,
-        top=_positive("--top", args.top),
-        accept=None if isinstance(model, dict) else accepted(model),
-        expected=args.parallel,
-        adapt=_adapters(args),
-        attention=args.attn,
-        documents=args.packed,
-        quantized=args.quantized,
-    )
+    with waiting("ranking layouts"):
+        found = _search(args, model, cluster)
     if args.json:
         print(json.dumps(found.to_dict(), indent=2))
     elif found.choices:
@@ -145,16 +130,43 @@ def _plan_model(args: argparse.Namespace) -> int:
     return 0
 
 
+def _search(args: argparse.Namespace, model: PretrainedConfig | dict[str, object], cluster: Cluster) -> Found:
+    """The layouts for what the options say."""
+    from hf_parallel.hooks.auto import accepted
+    from hf_parallel.planner.search import search
+
+    return search(
+        model=model,
+        cluster=cluster,
+        seq=_positive("--seq", args.seq),
+        global_batch=_positive("--global-batch", args.global_batch or 4 * cluster.gpus),
+        precision=args.precision,
+        optimizer=args.optimizer,
+        lora=args.lora,
+        rows=args.rows,
+        memory_gib=args.memory,
+        top=_positive("--top", args.top),
+        accept=None if isinstance(model, dict) else accepted(model),
+        expected=args.parallel,
+        adapt=_adapters(args),
+        attention=args.attn,
+        documents=args.packed,
+        quantized=args.quantized,
+    )
+
+
 def check_path(source: str, others: str = "a Hub id") -> None:
-    """Refuse a model that is spelled like a path, and is not there. Other names may be those of the Hub.
+    """Refuse a model that is spelled like a path, and is not there; or a name of the Hub while no Hub answers.
 
     Args:
         others: what else than a folder would do.
     """
-    if os.path.exists(source) or not (source.startswith((".", "/", "~")) or source.endswith(".json")):
+    works = f"a folder with a config.json works, or that file, or {others}"
+    if os.path.exists(source):
         return
-    do = like_a_file(source) or f"a folder with a config.json works, or that file, or {others}"
-    refuse(source, "no such folder or file", do=do)
+    if source.startswith((".", "/", "~")) or source.endswith(".json"):
+        refuse(source, "no such folder or file", do=like_a_file(source) or works)
+    check_model_name(source, like_a_file(source) or works, files=("config.json",), needs_weights=False)
 
 
 def read_model(source: str) -> PretrainedConfig | dict[str, object]:
@@ -245,27 +257,29 @@ def _draw(args: argparse.Namespace, found: Found) -> None:
 
 def _verify(args: argparse.Namespace, found: Found, model: PretrainedConfig | dict[str, object]) -> None:
     """Dry runs of the first and the last pipeline rank, which hold embedding and head."""
-    from hf_parallel.planner.dryrun.run import dry_run, end_ranks
+    from hf_parallel.planner.dryrun.run import DryRun, dry_run, end_ranks
     from hf_parallel.planner.report import show_verified
 
     if isinstance(model, dict):
         refuse("--verify runs the model's own code", "MODEL must be one of Transformers, not only its numbers")
     choice = found.choices[0]
     calls = min(choice.accumulation, 2)  # the third holds what the second does
-    runs = [
-        dry_run(
-            model,
-            choice.config,
-            rank=rank,
-            rows=choice.rows,
-            seq=args.seq,
-            accumulation=calls,
-            optimizer=args.optimizer,
-            precision=choice.prediction.job.precision,
-            adapt=_adapters(args),
-        )
-        for rank in end_ranks(choice.config)
-    ]
+    ranks, runs = end_ranks(choice.config), list[DryRun]()
+    with waiting("running dry") as say:
+        for rank in ranks:
+            say(f"running rank {rank} of {choice.config.world_size} dry ({len(runs) + 1} of {len(ranks)} ranks)")
+            run = dry_run(
+                model,
+                choice.config,
+                rank=rank,
+                rows=choice.rows,
+                seq=args.seq,
+                accumulation=calls,
+                optimizer=args.optimizer,
+                precision=choice.prediction.job.precision,
+                adapt=_adapters(args),
+            )
+            runs.append(run)
     show_verified(choice, runs)
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hf_parallel.ask.config import AUTO, ParallelConfig, SpecError, choose_spec
-from hf_parallel.ask.spec import refuse
+from hf_parallel.ask.spec import check_model_name, refuse
 
 if TYPE_CHECKING:
     from hf_parallel.prove.compare import Compared
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 #: What the two references are called.
 ALONE, DISTURBED = "one process", "one process, rounded otherwise"
+#: The script that trains a model on generated examples.
+_OF_A_MODEL = "hf_parallel.cli.prove_model"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,11 +56,13 @@ def prove(args: argparse.Namespace) -> int:
         config = _layout_asked_for(args)
         if not args.module and not args.script.endswith(".py"):  # a model: a folder, its config.json, or a Hub id
             args.module, args.arguments = True, [args.script, *args.arguments]
-            args.script = "hf_parallel.cli.prove_model"
+            args.script = _OF_A_MODEL
         if not args.module and not os.path.isfile(args.script):
             refuse(args.script, "no such script", do="give the path of a training script")
         if args.steps < 3:
             refuse(f"--steps {args.steps}", "needs an epoch with a full and a ragged step, and one more", "--steps 4")
+        if args.script == _OF_A_MODEL:
+            _check_model(args.arguments[0])
         if any(argument.partition("=")[0] == "--parallel" for argument in args.arguments):
             refuse("--parallel", "stands among the script's arguments", do="give it before the script")
     except SpecError as error:
@@ -75,6 +79,13 @@ def prove(args: argparse.Namespace) -> int:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def _check_model(name: str) -> None:
+    """Refuse a model that is not here, before anything is imported."""
+    offline = None if os.environ.get("HF_HUB_OFFLINE", "1") == "0" else "a proof downloads nothing"
+    otherwise = "load it once, or give a folder with a config.json"
+    check_model_name(name, otherwise, offline=offline, needs_weights=False)
+
+
 def _layout_asked_for(args: argparse.Namespace) -> ParallelConfig | None:
     """The layout; None if it is to be chosen."""
     chosen = choose_spec(args.parallel, "prove's --parallel")
@@ -87,6 +98,9 @@ def _layout_asked_for(args: argparse.Namespace) -> ParallelConfig | None:
     if args.gpu:
         refuse(f"--gpu {args.gpu}", "is what auto chooses for", "--parallel auto")
     config = ParallelConfig.parse(chosen[0])
+    if config.pack_tokens:
+        why = "fills batches by tokens: their examples are not those of one process's batches"
+        refuse(f"pack_tokens={config.pack_tokens}", why, "padding_free=true")
     return config.resolve(args.num_processes or abs(config.world_size))
 
 

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 from hf_parallel.ask.config import SpecError
 from hf_parallel.ask.spec import HUB_FILE, refuse
+from hf_parallel.ask.waiting import waiting
 
 if TYPE_CHECKING:
     from hf_parallel.recipes import Recipe
@@ -94,7 +95,8 @@ def _check(args: argparse.Namespace) -> int:
     for name in args.recipes or names():
         if args.write:
             write(name)
-        verdict = check_recipe(name, dry=not (args.no_dry_run or args.write))
+        with waiting(f"checking {name}"):
+            verdict = check_recipe(name, dry=not (args.no_dry_run or args.write))
         print(verdict, flush=True)
         wrong = bool(verdict.wrong) or (args.prove and _prove(load(name)) != 0) or wrong
     return int(wrong)

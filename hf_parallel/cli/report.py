@@ -10,6 +10,7 @@ import argparse
 import sys
 
 from hf_parallel.ask.config import SpecError
+from hf_parallel.ask.waiting import waiting
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,9 +23,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def report(args: argparse.Namespace) -> int:
     """Write the page; 2 if there is nothing to tell, or it cannot be written."""
     try:
-        from hf_parallel.monitor.report import write
+        with waiting("writing the page"):
+            from hf_parallel.monitor.report import write
 
-        print(write(args.folder, args.out))
+            path = write(args.folder, args.out)
+        print(path)
     except (SpecError, OSError) as error:
         print(f"hf_parallel: {' '.join(str(error).split())}", file=sys.stderr)
         return 2

@@ -30,7 +30,7 @@ from hf_parallel.hooks.trainer import (  # noqa: F401
     token_budget,
     training,
 )
-from hf_parallel.hooks.transformers import box_counts, masks, neftune  # noqa: F401
+from hf_parallel.hooks.transformers import box_counts, hub_files, masks, neftune  # noqa: F401
 from hf_parallel.hooks.trl import online, servers, trainers  # noqa: F401
 
 

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
 #: Examples of an evaluation that are kept in any case: scripts look their own up by number.
 FEW_TO_EVALUATE = 33
+#: Of the noise that a forward pass draws.
+NOISE_SEED = 20_000
 
 
 def run_script(script: str, is_module: bool, arguments: list[str], proving: Proving) -> None:
@@ -119,6 +121,16 @@ class Watcher(TrainerCallback):
         self.proving.in_trainer = True
         self.proving.watch(model, "bf16" if args.bf16 else "fp16" if args.fp16 else "no")
 
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Let all processes draw the noise of the first batch from one state."""
+        if self.proving.draws:
+            torch.manual_seed(NOISE_SEED + 2 * ACCUMULATION * self.proving.done)
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """The noise of the next batch of a step, too."""
+        if self.proving.draws:
+            torch.manual_seed(torch.initial_seed() + 1)
+
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Note the gradients."""
         self.proving.end_step([model])
@@ -197,6 +209,10 @@ def _few_steps(proving: Proving, args: TrainingArguments) -> None:
     if args.gradient_accumulation_steps > ACCUMULATION:
         proving.record.note(f"gradient_accumulation_steps is {ACCUMULATION}, not {args.gradient_accumulation_steps}")
         args.gradient_accumulation_steps = ACCUMULATION
+    if getattr(args, "neftune_noise_alpha", None) is not None and proving.sizes.data_ranks > 1:
+        args.neftune_noise_alpha = None
+        proving.record.note("NEFTune is off: each data rank draws noise for its own examples")
+    proving.draws = getattr(args, "neftune_noise_alpha", None) is not None
     args.max_steps = proving.sizes.steps
     args.logging_strategy, args.logging_steps, args.logging_first_step = IntervalStrategy.STEPS, 1, False
     args.dataloader_num_workers, args.disable_tqdm = 0, True

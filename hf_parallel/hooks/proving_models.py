@@ -102,8 +102,7 @@ def _small_config(proving: Proving, cls: type[PreTrainedModel], config: Any) -> 
     """The config of a small model of this kind; None where the model itself is small enough."""
     with torch.device("meta"):
         whole = cls(config)
-    embeddings = whole.get_input_embeddings()
-    in_vocabulary = 0 if embeddings is None else 2 * embeddings.weight.numel()
+    in_vocabulary = 2 * _embedded(whole)
     if sum(p.numel() for p in whole.parameters()) - in_vocabulary <= SMALL_ENOUGH:
         _drop_nothing(config)
         return None
@@ -116,11 +115,23 @@ def _small_config(proving: Proving, cls: type[PreTrainedModel], config: Any) -> 
     return small
 
 
+def _embedded(model: PreTrainedModel) -> int:
+    """Numbers in the embedding of tokens; models of sounds have none."""
+    try:
+        embeddings = model.get_input_embeddings()
+    except NotImplementedError:
+        return 0
+    weight = getattr(embeddings, "weight", None)
+    return 0 if weight is None else weight.numel()
+
+
 def _drop_nothing(config: Any) -> None:
-    """Set all dropout of a config to zero, parts included."""
+    """Set all dropout of a config to zero, parts included, and let no masks of SpecAugment be drawn."""
     for name, value in list(vars(config).items()):
         if isinstance(value, float) and "drop" in name:
             setattr(config, name, 0.0)
+        elif name == "apply_spec_augment":
+            setattr(config, name, False)
         elif hasattr(value, "to_diff_dict"):
             _drop_nothing(value)
 

@@ -61,6 +61,7 @@ class Proving:
         in_trainer: a Trainer trains; Accelerator is its tool.
         driven: the script has a Trainer or an Accelerator, which tell of steps and losses; else its optimizer does.
         made: models that the script has loaded or made.
+        draws: the training draws noise in its forward passes, from one state in all processes.
     """
 
     sizes: Sizes
@@ -73,6 +74,7 @@ class Proving:
     done: int = 0
     in_trainer: bool = False
     driven: bool = False
+    draws: bool = False
     watched: list[nn.Module] = field(default_factory=list)
     made: list[nn.Module] = field(default_factory=list)
 

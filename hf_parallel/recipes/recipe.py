@@ -22,6 +22,7 @@ from hf_parallel.ask.config import ParallelConfig
 from hf_parallel.ask.spec import (
     HUB_FILE,
     RECIPE_KEYS,
+    check_model_name,
     convert,
     layout_of,
     like_a_recipe,
@@ -136,6 +137,7 @@ class Recipe:
         """The model's config: of this package's `recipes/models`, else of the Hub or a folder."""
         if self.shape is not None:
             return shipped_config(self.shape)
+        check_model_name(self.model, "a folder with a config.json works", needs_weights=False)
         from transformers import AutoConfig
 
         return AutoConfig.from_pretrained(self.model, trust_remote_code=False)

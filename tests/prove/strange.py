@@ -3,10 +3,12 @@
 python strange.py reduced --output_dir out …
 """
 
+import os
 import sys
 
 import torch
 import torch.nn.functional as F
+from torch.utils.data import Dataset
 from transformers import (
     GptOssForCausalLM,
     HfArgumentParser,
@@ -14,6 +16,11 @@ from transformers import (
     OPTForCausalLM,
     Trainer,
     TrainingArguments,
+    Wav2Vec2Config,
+    Wav2Vec2ForCTC,
+    Wav2Vec2ForSequenceClassification,
+    Wav2Vec2Model,
+    default_data_collator,
 )
 
 from tests import models
@@ -91,9 +98,51 @@ def with_hidden_label(rows):
     return batch
 
 
+class Waves(Dataset):
+    """Sounds of 601 numbers with `labels`: a class, or up to four letters of a text."""
+
+    def __init__(self, size, seed, texts):
+        draw = torch.Generator().manual_seed(seed)
+        self.waves = torch.randn(size, 601, generator=draw)
+        self.labels = torch.randint(1, SPEECH.vocab_size if texts else SPEECH.num_labels, (size, 4), generator=draw)
+        lengths = torch.randint(1, 5, (size, 1), generator=draw)
+        self.labels[torch.arange(4) >= lengths] = -100
+        self.texts = texts
+
+    def __len__(self):
+        return len(self.waves)
+
+    def __getitem__(self, index):
+        return {"input_values": self.waves[index], "labels": self.labels[index][slice(None) if self.texts else 0]}
+
+
+def with_a_new_head():
+    """A classifier on the base in the folder BASE, which has weights that weight_norm computes."""
+    return Wav2Vec2ForSequenceClassification.from_pretrained(os.environ["BASE"])
+
+
+def save_base(folder):
+    """Save a base without a head."""
+    torch.manual_seed(2)
+    Wav2Vec2Model(SPEECH).save_pretrained(folder)
+
+
+#: Nothing in it draws numbers while it trains.
+SPEECH = Wav2Vec2Config(
+    **{"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64, "num_labels": 5},
+    **{"conv_dim": (16, 16), "conv_stride": (5, 4), "conv_kernel": (10, 4), "num_feat_extract_layers": 2},
+    **{"num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 4, "vocab_size": 31, "initializer_range": 0.1},
+    **dict.fromkeys(("hidden_dropout", "attention_dropout", "activation_dropout", "feat_proj_dropout"), 0.0),
+    **{"final_dropout": 0.0, "layerdrop": 0.0, "apply_spec_augment": False},
+)
 TRAINERS = {"reduced": Reduced, "examples": Examples, "own": Own, "embedding": Embedding, "sums": Sums}
 COLLATORS = {"hidden": with_hidden_label, "packed": packed}
-MODELS = {"opt": lambda: OPTForCausalLM(models.opt()), "packed": lambda: GptOssForCausalLM(models.gpt_oss())}
+MODELS = {
+    "opt": lambda: OPTForCausalLM(models.opt()),
+    "packed": lambda: GptOssForCausalLM(models.gpt_oss()),
+    "ctc": lambda: Wav2Vec2ForCTC(SPEECH),
+    "head": with_a_new_head,
+}
 
 if __name__ == "__main__":
     kind = sys.argv.pop(1)
@@ -104,11 +153,12 @@ if __name__ == "__main__":
         model.lm_head.register_forward_hook(
             lambda _, args, output: torch.no_grad()(torch.Tensor.norm)(output) and None
         )
+    speaks = kind in ("ctc", "head")
     trainer = TRAINERS.get(kind, Trainer)(
         model,
         args,
-        train_dataset=Rows(101, 11, uneven_lengths=True),
-        eval_dataset=Rows(13, 12, uneven_lengths=True),
-        data_collator=COLLATORS.get(kind, pad),
+        train_dataset=Waves(101, 11, kind == "ctc") if speaks else Rows(101, 11, uneven_lengths=True),
+        eval_dataset=Waves(13, 12, kind == "ctc") if speaks else Rows(13, 12, uneven_lengths=True),
+        data_collator=default_data_collator if speaks else COLLATORS.get(kind, pad),
     )
     trainer.train()

@@ -86,6 +86,7 @@ def test_a_model_without_a_script(tmp_path):
         (["--parallel", "tp=2", "--gpu", "h100-80gb", "train.py"], "--parallel auto works"),
         (["train.py"], "--parallel tp=2 works"),
         (["--parallel", "tp=2", "missing.py"], "no such script"),
+        (["--parallel", "dp_shard=2,pack_tokens=64", str(SCRIPT)], "padding_free=true works"),
         (["--parallel", "tp=2", "--steps", "2", str(SCRIPT)], "--steps 4 works"),
         (["--parallel", "tp=2", str(SCRIPT), "--parallel", "pp=2"], "before the script"),
     ],

@@ -20,8 +20,11 @@ from hf_parallel.axes.pipeline.stages import AddsNothing, StandIn
 from hf_parallel.axes.tensor.lean_loss import LazyLogits
 from hf_parallel.cli.prove import NotProvedError, Proof, Script
 from hf_parallel.hooks import own_loops
-from hf_parallel.hooks.trainer import evaluation, joining, training
+from hf_parallel.hooks.trainer import evaluation, joining, means, training
+from hf_parallel.hooks.transformers import neftune
 from hf_parallel.model import known_masks
+from tests.distributed import run_alone
+from tests.prove.strange import save_base
 from tests.prove.test_faults import ARGUMENTS
 from tests.training import axes
 
@@ -121,12 +124,29 @@ MENDS = [
     Mend("documents_that_see_each_other", "packed", "cp=2", setting(context, "_tells_packs_apart", lambda *_: True)),
     Mend("sums_of_weights", "sums", "tp=2", setting(own_loops, "whole_number", lambda tensor: tensor.to_local())),
     Mend("a_module_of_another_stage", "embedding", "pp=2", embeds_nothing),
+    Mend("sums_of_ctc_over_data_ranks", "ctc", "dp_shard=2", setting(means, "SUMMED", frozenset())),
+    Mend(
+        "noise_of_whole_examples",
+        "plain",
+        "cp=2",
+        setting(neftune, "held_tokens", lambda: None),
+        ("--neftune_noise_alpha=20",),
+    ),
+    Mend(
+        "numbers_for_a_head_after_computed_weights",
+        "head",
+        "dp_shard=2",
+        setting(zero, "_name_as_before", lambda kind: setattr(kind, "__name__", kind.__name__.removeprefix("FSDP"))),
+    ),
 ]
 
 
 @pytest.mark.parametrize("mend", MENDS, ids=lambda mend: mend.name)
-def test_found(mend, tmp_path):
+def test_found(mend, tmp_path, monkeypatch):
     """The layout with its mend is proved or refused by name; without it, it differs."""
+    if mend.kind == "head":
+        monkeypatch.setenv("BASE", str(tmp_path / "base"))
+        run_alone(save_base, str(tmp_path / "base"))
     config = ParallelConfig.parse(mend.spec).resolve(axes(mend.spec)["world"])
     proof = Proof(tmp_path, config, Script(str(SCRIPT), [mend.kind, *ARGUMENTS, *mend.more]), limit_s=200)
     with redirect_stderr(io.StringIO()):
@@ -137,3 +157,14 @@ def test_found(mend, tmp_path):
             mended = [] if error.refused else [error]
     assert verdict.compared.differences, verdict.told(mend.spec, 0)
     assert mended == []
+
+
+def test_noise_of_data_ranks_is_off(tmp_path):
+    """Each draws for its own examples, which no process alone repeats: a note says so, and nothing differs."""
+    config = ParallelConfig.parse("dp_shard=2").resolve(2)
+    script = Script(str(SCRIPT), ["plain", *ARGUMENTS, "--neftune_noise_alpha=20"])
+    proof = Proof(tmp_path, config, script, limit_s=200)
+    with redirect_stderr(io.StringIO()):
+        verdict = proof.judge(proof.run_layout())
+    assert verdict.compared.differences == []
+    assert "NEFTune is off" in verdict.told("dp_shard=2", 0)

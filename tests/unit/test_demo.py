@@ -1,6 +1,7 @@
 """`make demo`: the picture, and what the folders of both runs say; the runs take a minute and are not repeated."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -39,7 +40,16 @@ def test_the_picture(tmp_path):
 
 
 def test_the_environment_is_small():
-    """It has this package and matplotlib: none of the other extras."""
-    rule = (ROOT / "Makefile").read_text().partition("$(DEMO_STAMP): ")[2].partition("\n\n")[0]
-    assert '--editable ".[plots]"' in rule
+    """It has what this package and its pictures need, of the versions that pyproject.toml names: no other extras."""
+    makefile, project = (ROOT / "Makefile").read_text(), (ROOT / "pyproject.toml").read_text()
+    rule = makefile.partition("$(DEMO_STAMP): ")[2].partition("\n\n")[0]
+    assert '"$(TORCH)" $(DEMO_NEEDS)' in rule
     assert "EXTRAS" not in rule
+    named = re.findall('"([^"]+)"', re.search("^DEMO_NEEDS .*$", makefile, re.MULTILINE)[0])
+    needed = re.search(r"^dependencies = \[(.*?)^\]", project, re.MULTILINE | re.DOTALL)[1]
+    plots = re.search(r"^plots = \[(.*)\]$", project, re.MULTILINE)[1]
+    required = re.findall('"([^"]+)"', needed + plots)
+    assert set(named) <= set(required)
+    # The others come with transformers and torch.
+    brought = {"torch", "safetensors", "huggingface_hub", "numpy", "packaging", "pyyaml"}
+    assert {re.match(r"\w+", name)[0] for name in {*required} - {*named}} == brought

@@ -7,6 +7,7 @@ import contextlib
 import importlib
 import importlib.util
 import io
+import json
 import os
 import re
 import runpy
@@ -403,3 +404,40 @@ def test_llms_txt_links_to_pages_that_are_there():
     links = re.findall(r"\]\(([^)]+)\)", (ROOT / "llms.txt").read_text())
     assert len(links) > 10
     assert [link for link in links if not (ROOT / link).is_file()] == []
+
+
+def test_ten_tasks_have_a_command_and_a_page():
+    """Each section of docs/tasks.md; `test_command` runs the commands, `test_named_test_is_there` the long ones."""
+    sections = re.split(r"^## (?=\d)", (ROOT / "docs" / "tasks.md").read_text(), flags=re.MULTILINE)[1:]
+    assert [section.partition(".")[0] for section in sections] == [str(number) for number in range(1, 11)]
+    known = {item.text for item in ALL}
+    for section in sections:
+        found = commands(section)
+        assert found, section
+        assert {*found} <= known, section
+        assert re.search(r"\]\(\w+\.md", section), section
+
+
+def test_the_skill_names_itself():
+    """Its front matter has the name and the description by which an agent finds it."""
+    _, front, text = (ROOT / "integrations" / "skill" / "SKILL.md").read_text().split("---\n", 2)
+    assert re.search("^name: train-on-n-gpus$", front, re.MULTILINE)
+    assert 100 < len(re.search("^description: (.+)$", front, re.MULTILINE)[1]) < 1024
+    assert len(commands(text)) > 8
+
+
+def test_the_keys_that_the_skill_reads(desk, monkeypatch):
+    """Of the JSON of `plan` and `doctor`."""
+    monkeypatch.chdir(desk)
+    text = (ROOT / "integrations" / "skill" / "SKILL.md").read_text()
+    best = printed("plan", "MODEL", "--gpus", "8", "--gpu", "h100-80gb")["layouts"][0]
+    assert {"spec", "per_device_train_batch_size", "gradient_accumulation_steps"} <= {*best}
+    assert all(f"`{key}`" in text for key in ("layouts[0]", "spec", "problems"))
+    assert printed("doctor", "MODEL", "--parallel", best["spec"], "--nproc", "8")["problems"] == []
+
+
+def printed(*words: str) -> dict:
+    """The JSON of a command."""
+    code, text = run_alone(partial(quietly, partial(cli.main, [*words, "--json"])))
+    assert code == 0, text
+    return json.loads(text[text.index("{\n") :])

@@ -2,12 +2,16 @@
 
 import json
 import re
+import shlex
+from types import SimpleNamespace
 
 import pytest
 import yaml
 
 from hf_parallel.ask.config import ParallelConfig
+from hf_parallel.ask.spec import SpecError
 from hf_parallel.cli import main
+from tests.distributed import run
 
 WRAP = {"fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "fsdp_state_dict_type": "SHARDED_STATE_DICT"}
 FSDP = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "FSDP", "mixed_precision": "bf16"}
@@ -216,3 +220,71 @@ def test_the_launcher_offers_it(tmp_path, capsys):
         "distributed_type: FSDP in the config file: not together with a spec; "
         f"drop it; `hf-parallel migrate {file}` prints the spec for it\n"
     )
+
+
+BESIDE_A_SPEC = {
+    "words": ({"fsdp": "shard_grad_op auto_wrap offload"}, "dp_shard=-1,zero_stage=2,offload=cpu"),
+    "list": ({"fsdp": ["full_shard"]}, "dp_shard=-1"),
+    "true": ({"fsdp": True}, "dp_shard=-1"),
+    "with settings": (
+        {"fsdp": True, "fsdp_config": {"reshard_after_forward": False, "fsdp_cpu_offload": True}},
+        "dp_shard=-1,zero_stage=2,offload=cpu",
+    ),
+    "mapping": ({"deepspeed": {"zero_optimization": {"stage": 1}}}, "dp_shard=-1,zero_stage=1"),
+    "file": ({"deepspeed": "ds.json"}, "dp_shard=-1"),
+}
+
+
+def refused_line(given) -> str:
+    """The command that a refusal names."""
+    from hf_parallel.hooks.trainer.engines import check_engines
+
+    with pytest.raises(SpecError) as refused:
+        check_engines(SimpleNamespace(**{"fsdp": None, "fsdp_config": None, "deepspeed": None, **given}))
+    return re.search("`(hf-parallel migrate .*)` prints", str(refused.value))[1]
+
+
+@pytest.mark.parametrize("case", BESIDE_A_SPEC)
+def test_trainer_names_the_line(tmp_path, capsys, monkeypatch, case):
+    """`fsdp` and `deepspeed` beside --parallel: the command of the refusal prints a spec for these very values."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ds.json").write_text(json.dumps(STAGE_3))
+    given, spec = BESIDE_A_SPEC[case]
+    assert main([*shlex.split(refused_line(given))[1:], "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["spec"] == spec
+
+
+def test_a_long_mapping_is_left_in_its_script(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    long = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": "/" + "d" * 400}}}
+    (tmp_path / "train.py").write_text(f"TrainingArguments(deepspeed={long})")
+    monkeypatch.setattr("sys.argv", ["train.py"])
+    assert refused_line({"deepspeed": long}) == "hf-parallel migrate train.py"
+    assert main(["migrate", "train.py", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["spec"].startswith("dp_shard=-1,zero_stage=2,offload=nvme:/d")
+
+
+def beside_a_layout() -> list[str]:
+    """What TrainingArguments says under a layout; DeepSpeed is not installed, and is not asked for."""
+    import transformers
+
+    import hf_parallel  # noqa: F401
+
+    said = []
+    for given in ({"fsdp": True}, {"deepspeed": {"zero_optimization": {"stage": 2}}}):
+        with pytest.raises(SpecError) as refused:
+            transformers.TrainingArguments("out", parallel="dp_shard=2", **given)
+        said.append(str(refused.value))
+    return said
+
+
+def test_arguments_are_refused_under_a_layout():
+    for said in run(beside_a_layout, 2, init=False):
+        assert [line.partition(":")[0] for line in said] == ["fsdp=True", "deepspeed"]
+        assert all("hf-parallel migrate --" in line for line in said)
+
+
+def test_a_file_or_arguments(capsys):
+    for words in ([], ["fsdp.yaml", "--fsdp"], ["--fsdp_config", "{}"], ["--deepspeed", "{no"]):
+        assert main(["migrate", *words]) == 2
+    assert "hf-parallel migrate fsdp.yaml works" in capsys.readouterr().err

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import hf_parallel.planner
 from hf_parallel.ask.config import ParallelConfig
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,6 +40,23 @@ def test_pictures_are_current():
     pictures = runpy.run_path(str(ROOT / "docs/site/pictures.py"))
     for name, axis in pictures["AXES"].items():
         assert (ROOT / f"docs/images/{name}.svg").read_text() == pictures["draw"](axis)
+
+
+def test_the_api_reference_has_every_public_name(site):
+    """With its signature and its docstring; sections of docstrings are lists."""
+    text = (site / "api" / "index.html").read_text()
+    for module in (hf_parallel, hf_parallel.planner):
+        assert [name for name in module.__all__ if f">{module.__name__}.{name}<" not in text] == []
+    assert "<li><code>global_batch</code>: sequences per step over all data ranks.</li>" in text
+    assert "Collective: every process calls it." in text
+
+
+def test_a_signature_is_as_in_the_source():
+    made = runpy.run_path(str(ROOT / "docs/site/reference.py"))
+
+    example = eval("lambda model, *, name='a', **more: None", {})  # no annotation is looked up
+    example.__annotations__ = {"model": "Model | None", "name": "str", "more": "int", "return": "Found"}
+    assert made["_signature"](example) == ("(model: Model | None, *, name: str = 'a', **more: int) -> Found")
 
 
 def test_answers_hold():

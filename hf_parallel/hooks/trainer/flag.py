@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from hf_parallel.ask.replaced import Replaced
 from hf_parallel.hooks.after_import import AfterImport
+from hf_parallel.hooks.trainer.engines import check_engines
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -143,8 +144,10 @@ def _activating(post_init: Callable[[TrainingArguments], None]) -> Callable[[Tra
         _activate(self)
         if not activation.expected():
             activation.read_checkpoints()
-        elif not _accelerator_wanted():
-            self.use_cpu = True  # else accelerate starts a single-process state on a machine without GPUs
+        else:
+            check_engines(self)  # before the original asks for a DeepSpeed that may not be installed
+            if not _accelerator_wanted():
+                self.use_cpu = True  # else accelerate starts a single-process state on a machine without GPUs
         post_init(self)
         if activation.active():
             from hf_parallel.hooks import runtime

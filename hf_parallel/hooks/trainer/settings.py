@@ -11,6 +11,7 @@ from hf_parallel.axes.pipeline.schedules import micro_batch_count
 from hf_parallel.axes.recompute import check_layers, check_selective
 from hf_parallel.hooks import model_parts, runtime
 from hf_parallel.hooks.accelerate.shares import check_batch_size, check_micro_batches
+from hf_parallel.hooks.trainer.engines import check_engines
 from hf_parallel.hooks.trl import trainers as trl
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 def check_arguments(args: TrainingArguments) -> None:
     """Refuse what this version cannot do under the active layout, by name."""
     config = runtime.mesh().config
+    check_engines(args)
     for asked, spelled, what, works in _refusals(args, config):
         if asked:
             refuse(spelled, f"{what} is not part of this version", works)
@@ -49,8 +51,6 @@ def _refusals(args: TrainingArguments, config: ParallelConfig) -> list[tuple[boo
     block = config.world_size // config.data_parallel_size
     return [
         (args.fp16 and runtime.mesh().device.type == "cpu", "fp16=True", "loss scaling on CPUs", "bf16=True"),
-        (bool(args.fsdp), f"fsdp={args.fsdp}", "a second sharding beside --parallel", "dp_shard in the spec"),
-        (bool(args.deepspeed), "deepspeed", "a second engine beside --parallel", "dp_shard in the spec"),
         (args.auto_find_batch_size, "auto_find_batch_size=True", "retrying sharded models", "a fixed batch size"),
         (args.parallelism_config is not None, "parallelism_config", "a second layout beside --parallel", "the spec"),
         (

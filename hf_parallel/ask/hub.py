@@ -1,0 +1,108 @@
+"""Names of the Hub, looked at before anything is downloaded: is the file here, does a Hub answer, what may be meant.
+
+huggingface_hub asks a Hub that does not answer six times, for half a minute, before it says so.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib.resources
+import json
+import os
+import re
+import socket
+import threading
+import urllib.parse
+import urllib.request
+
+#: How long a Hub may take to accept a connection, unless HF_HUB_ETAG_TIMEOUT says so.
+PATIENCE_S = 2.0
+_NAME = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
+
+
+def is_name(source: object) -> bool:
+    """Is it spelled like a name of the Hub, and no file or folder?"""
+    return isinstance(source, str) and _NAME.fullmatch(source) is not None and not os.path.exists(source)
+
+
+def why_missing(repo: str, files: tuple[str, ...], offline: str | None = None, **where: object) -> str | None:
+    """Say why no file of a repository can be had; None if one of them is in the cache, or a Hub answers.
+
+    Args:
+        offline: why the Hub is not to be asked.
+        where: other arguments of `from_pretrained`, of which `cache_dir` and `revision` are read.
+    """
+    if any(is_cached(repo, file, **where) for file in files):
+        return None
+    silence = offline or why_no_hub_answers()
+    return silence and f"not on this machine, and {silence}"
+
+
+def is_cached(repo: str, file: str, **where: object) -> bool:
+    """Is the file of a repository in the cache (`cache_dir`, `revision`), or known not to exist?"""
+    from huggingface_hub import try_to_load_from_cache
+
+    given = {key: where[key] for key in ("cache_dir", "revision") if where.get(key) is not None}
+    return try_to_load_from_cache(repo, file, **given) is not None  # type: ignore[arg-type]
+
+
+def why_no_hub_answers() -> str | None:
+    """Say why nothing can be had from the Hub; None if it, or the proxy before it, accepts a connection."""
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return "HF_HUB_OFFLINE asks for nothing from the Hub"
+    hub = urllib.parse.urlsplit(constants.ENDPOINT)
+    proxies = urllib.request.getproxies()
+    proxy = proxies.get(hub.scheme) or proxies.get("all")
+    first = hub
+    if proxy and hub.hostname and not urllib.request.proxy_bypass(hub.hostname):
+        first = urllib.parse.urlsplit(proxy if "://" in proxy else f"http://{proxy}")
+    port = first.port or (80 if first.scheme == "http" else 443)
+    seconds = float(os.environ.get("HF_HUB_ETAG_TIMEOUT") or PATIENCE_S)
+    problem = _problem_of_connecting(first.hostname or "", port, seconds)
+    return problem and f"{hub.hostname} cannot be reached ({problem})"
+
+
+def _problem_of_connecting(host: str, port: int, seconds: float) -> str | None:
+    """Try a connection; a thread, because looking up a name has no time-out."""
+    problems = [f"no answer in {seconds:g} s; HF_HUB_ETAG_TIMEOUT=30 waits longer"]
+
+    def connect() -> None:
+        try:
+            socket.create_connection((host, port), timeout=seconds).close()
+            problems.clear()
+        except TimeoutError:
+            pass
+        except OSError as error:
+            problems[0] = error.strerror or str(error)
+
+    thread = threading.Thread(target=connect, daemon=True)
+    thread.start()
+    thread.join(seconds + 0.1)
+    return problems[0] if problems else None
+
+
+def like_a_model(name: str) -> str | None:
+    """Ask for models that are known here and are called alike; None: there are none."""
+    known = sorted({*models_with_sizes(), *_cached_models()} - {name})
+    by_short = {each.rpartition("/")[2].lower(): each for each in known}
+    close = difflib.get_close_matches(name, known, n=2, cutoff=0.8)
+    short = difflib.get_close_matches(name.rpartition("/")[2].lower(), by_short, n=2, cutoff=0.85)
+    found = list(dict.fromkeys([*close, *(by_short[each] for each in short)]))[:2]
+    return f"did you mean {' or '.join(found)}?" if found else None
+
+
+def models_with_sizes() -> dict[str, str]:
+    """Name -> config file of the models whose sizes come with this package."""
+    folder = importlib.resources.files("hf_parallel") / "recipes" / "models"
+    files = [file for file in folder.iterdir() if file.name.endswith(".json")]
+    return {str(json.loads(file.read_text(encoding="utf-8"))["model"]): os.path.relpath(str(file)) for file in files}
+
+
+def _cached_models() -> set[str]:
+    """Names of the models in the cache of the Hub."""
+    from huggingface_hub import constants
+
+    folders = os.listdir(constants.HF_HUB_CACHE) if os.path.isdir(constants.HF_HUB_CACHE) else []
+    return {each.removeprefix("models--").replace("--", "/") for each in folders if each.startswith("models--")}

@@ -1,0 +1,80 @@
+"""A line on the terminal of rank 0 while something takes longer than a few seconds; nothing in log files and CI."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import TextIO
+
+#: Seconds without a word.
+PATIENCE_S = 3.0
+#: Seconds between two versions of the line.
+_EACH_S = 0.5
+_BACK = "\r\x1b[K"  # to the start of the line, which is emptied
+
+
+@contextlib.contextmanager
+def waiting(what: str) -> Iterator[Callable[[str], None]]:
+    """Say what goes on inside, and for how long, once it has taken `PATIENCE_S`.
+
+    The line is taken away at the end: print results after it.
+
+    Args:
+        what: the first thing, such as "reading the model".
+
+    Yields:
+        a function that takes what comes next; nothing empties the line, for what is printed inside.
+    """
+    if not _is_watched(sys.stderr):
+        yield lambda what: None
+        return
+    line = _Line(what, sys.stderr)
+    try:
+        yield line.say
+    finally:
+        line.end()
+
+
+def _is_watched(stream: TextIO | None) -> bool:
+    """Does a person look at it? CI systems have terminals, too."""
+    alone = os.environ.get("RANK", "0") == "0"
+    return alone and not os.environ.get("CI") and stream is not None and stream.isatty()
+
+
+class _Line:
+    """Says what goes on until it is ended."""
+
+    def __init__(self, what: str, stream: TextIO) -> None:
+        self.what, self.stream, self.began = what, stream, time.monotonic()
+        self._ended, self._shown = threading.Event(), False
+        self._thread = threading.Thread(target=self._show, name="hf_parallel/waiting", daemon=True)
+        self._thread.start()
+
+    def say(self, what: str) -> None:
+        self.what = what
+        if not what and self._shown:
+            self._write(_BACK)
+
+    def end(self) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _show(self) -> None:
+        if self._ended.wait(PATIENCE_S):
+            return
+        while True:
+            if self.what:
+                self._shown = True
+                self._write(f"{_BACK}hf_parallel: {self.what} … {time.monotonic() - self.began:.0f} s")
+            if self._ended.wait(_EACH_S):
+                self._write(_BACK)
+                return
+
+    def _write(self, text: str) -> None:
+        with contextlib.suppress(OSError, ValueError):  # the terminal may be gone
+            self.stream.write(text)
+            self.stream.flush()
