@@ -131,7 +131,7 @@ def build_schedule(
         for index, module in modules.items()
     ]
     for stage in stages:
-        stage.boundary, stage.connected = boundary, connected
+        stage.connected = connected
         recorder.watch(stage)
     single = config.pipeline_schedule in SINGLE_SCHEDULES
     schedule = get_schedule_class(config.pipeline_schedule.replace("_", ""))

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
     from transformers.utils import ModelOutput
 
+    from hf_parallel.axes.pipeline.joint import JointStep, ScheduledCall
     from hf_parallel.axes.pipeline.torch_stage import TorchStage
 
 
@@ -142,6 +143,9 @@ class StageRunner:
         self.schedules: dict[
             int, tuple[_PipelineSchedule, list[TorchStage]]
         ] = {}  # torch's, by number of micro-batches
+        self.latest_count = 0  # micro-batches of the latest run of a schedule
+        self.announced: list[ScheduledCall] | None = None  # while calls are announced
+        self.joint: JointStep | None = None  # the step in progress, if its calls run together
         self._view: StageView | None = None
         self._on_call: Handler | None = None
 
@@ -164,9 +168,8 @@ class StageRunner:
         """Draw the timeline of what runs in here, by the pipeline's first rank."""
         self.recorder.start(self.group)
         yield
-        micro_batches = max(self.schedules, default=1)
-        layers = tuple(self.layers_per_stage)
-        predicted = predicted_bubble(self.config, layers, micro_batches) if self.schedules else None
+        layers, count = tuple(self.layers_per_stage), self.latest_count
+        predicted = predicted_bubble(self.config, layers, count) if count else None
         self.recorder.draw(self.group, path, self.config.pipeline_schedule, predicted)
 
     def tell(self, values: dict[str, object]) -> None:

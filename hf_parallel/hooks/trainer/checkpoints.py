@@ -83,6 +83,8 @@ class TrainerRecord:
         unfinished_save: the checkpoint that is being written in the background.
         dealing: how examples are dealt by tokens; None: by rows.
         resumed_from: the checkpoint that the training goes on from.
+        batches_of_step: of the step that begins, where they may run as one schedule.
+        told_joint: has it been said whether they do?
     """
 
     step: StepRecord = field(default_factory=StepRecord)
@@ -99,6 +101,8 @@ class TrainerRecord:
     unfinished_save: UnfinishedSave | None = None
     dealing: Any = None  # a `deal.Dealing`
     resumed_from: str | None = None
+    batches_of_step: list[Any] = field(default_factory=list)
+    told_joint: bool = False
 
     @contextlib.contextmanager
     def during(self, step: StepRecord) -> Iterator[StepRecord]:

@@ -20,7 +20,15 @@ from hf_parallel.hooks import hangs, monitoring, report, runtime
 from hf_parallel.hooks.accelerate.accelerator import follow_parameters, make_parallel, normalise_over_data_ranks
 from hf_parallel.hooks.bitsandbytes import finish_casts
 from hf_parallel.hooks.patching import patch, replacing
-from hf_parallel.hooks.trainer import auto_shares, bad_numbers, checkpoints, evaluation, losses, token_budget
+from hf_parallel.hooks.trainer import (
+    auto_shares,
+    bad_numbers,
+    checkpoints,
+    evaluation,
+    joint_steps,
+    losses,
+    token_budget,
+)
 from hf_parallel.hooks.trainer import evaluation as ragged
 from hf_parallel.hooks.trainer.checkpoints import has_failed, is_writing, record_of, wait_for_save
 from hf_parallel.hooks.trainer.joining import with_counted_labels
@@ -292,6 +300,7 @@ def get_batch_samples(
     with monitoring.reading(self):
         samples = original(self, ragged.without_repeats(self, epoch_iterator), num_batches, device)
     monitoring.count(samples[0])
+    joint_steps.note_batches(self, samples[0])
     report.at_first_batch(self, samples[0], losses.how_computed)
     return samples
 
@@ -309,6 +318,8 @@ def training_step(
 ) -> object:
     """Remember how many rows of this batch are real while its loss is computed."""
     hangs.mark_step(self.state.global_step + 1)
+    given = by_name(original, (self, model, inputs, *args), kwargs)
+    joint_steps.announce_step(self, model, inputs, given.get("num_items_in_batch"))
     looked_at = bad_numbers.watched_step(model, inputs, args, kwargs)
     inputs, step = ragged.opened(inputs)
     noise = noise_of_examples(self, inputs)
