@@ -3,14 +3,18 @@
 import json
 import math
 import os
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import LlamaForCausalLM, TrainerCallback
 
+from hf_parallel import parallelize
 from hf_parallel.axes.pipeline import engine
+from hf_parallel.axes.pipeline.joint import JointStep
 from hf_parallel.hooks.trainer import joint_steps
+from tests import models
 from tests.distributed import run
 from tests.rows import Rows
 from tests.training import Script, activate, fit, over, train, trainer_of
@@ -113,3 +117,22 @@ def test_a_bad_step_is_searched_batch_by_batch(runs, capfd, tmp_path):
     norms = run(spoilt, 2, "pp=2,nan_action=skip", str(tmp_path), runs.initial("llama"), init=False)[0]
     assert [math.isfinite(norm) for norm in norms] == [True, False, True]
     assert "micro-batch 1 of 2" in capfd.readouterr().err
+
+
+def losses_of_calls(spec: str) -> list[list[float]]:
+    """The losses of three batches of unlike lengths, run apart and together."""
+    model = parallelize(models.build("llama").train(), spec)
+    pipeline, generator = model._hf_parallel.pipeline, torch.Generator().manual_seed(3)
+    batches = [torch.randint(0, models.VOCABULARY, (4, length), generator=generator) for length in (33, 7, 16)]
+    apart = [float(model(input_ids=tokens, labels=tokens).loss) for tokens in batches]
+    with pipeline.announcing() as calls:
+        for tokens in batches:
+            model(input_ids=tokens, labels=tokens)
+    pipeline.joint = JointStep(list(calls), partial(engine.run_calls, pipeline, held=None))
+    return [apart, [float(model(input_ids=tokens, labels=tokens).loss) for tokens in batches]]
+
+
+def test_each_call_has_its_own_loss():
+    for apart, together in run(losses_of_calls, 2, "pp=2"):
+        assert together == pytest.approx(apart, rel=1e-6)
+        assert len({round(loss, 4) for loss in apart}) == 3
