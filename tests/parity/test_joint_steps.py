@@ -17,7 +17,7 @@ from hf_parallel.hooks.trainer import joint_steps
 from tests import models
 from tests.distributed import run
 from tests.rows import Rows
-from tests.training import Script, activate, fit, over, train, trainer_of
+from tests.training import Script, activate, fit, train, trainer_of
 
 UNEVEN = Script(uneven_lengths=True).with_accumulation(3)
 
@@ -43,7 +43,7 @@ def check(runs, script: Script, spec: str) -> list[list[int]]:
     return ranks[0].more
 
 
-@over("accumulation, one run", "pp=2", "pp=4", "pp=2,tp=2", "pp=2,dp_replicate=2", "pp=2,dp_shard=2")
+@pytest.mark.parametrize("spec", ["pp=2", "pp=4", "pp=2,tp=2", "pp=2,dp_replicate=2", "pp=2,dp_shard=2"])
 def test_one_run_per_step(runs, spec):
     """Batches of unlike lengths and label counts; the last step ends with a ragged batch, and runs batch by batch."""
     counts = check(runs, UNEVEN, spec)
@@ -52,13 +52,13 @@ def test_one_run_per_step(runs, spec):
 
 
 @pytest.mark.parametrize("schedule", ["interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble", "dualpipe_v"])
-@over("accumulation, one run, {schedule}", "pp=2")
+@pytest.mark.parametrize("spec", ["pp=2"])
 def test_other_schedules(runs, spec, schedule):
     counts = check(runs, UNEVEN, f"{spec},pipeline_schedule={schedule}")
     assert [len(run) for run in counts[:2]] == [3, 3]
 
 
-@over("accumulation, one run, tied", "pp=2", "pp=2,dp_shard=2")
+@pytest.mark.parametrize("spec", ["pp=2", "pp=2,dp_shard=2"])
 def test_tied_embedding_and_checkpointing(runs, spec):
     """A checkpointed layer computes its forward again, with the mask of its own batch."""
     script = Script(model="qwen3", uneven_lengths=True, arguments=(("gradient_checkpointing", True),))

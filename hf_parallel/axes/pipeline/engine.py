@@ -206,6 +206,11 @@ class PipelineEngine(StageRunner):
             return self.pipelines.session.within(self, lambda: self._model_forward(**batch))
         batch = self._fed(batch)
         rows = tokens_of(batch).shape[0]
+        if self.delayed is not None and not self.delayed.reads_ahead and self._trains(batch):
+            raise NotImplementedError(
+                f"hf_parallel: pipeline_schedule={self.config.pipeline_schedule} needs the batches of the next step "
+                "ahead, which only Trainer tells; pipeline_schedule=1f1b works"
+            )
         if self._schedulable(batch, rows):
             batch = {"num_items_in_batch": count_targets(batch), **batch}
             parts = split_rows(batch, micro_batch_count(rows, self.config))

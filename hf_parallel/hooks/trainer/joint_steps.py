@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, cast
 
+from hf_parallel.ask.keys.pipeline import DELAYED_SCHEDULES
 from hf_parallel.axes.pipeline.engine import run_calls
 from hf_parallel.axes.pipeline.joint import JointStep
 from hf_parallel.hooks import runtime
@@ -38,9 +39,9 @@ def note_batches(trainer: Trainer, batches: list) -> None:
         return
     engine = state.pipeline
     engine.joint = None
-    if len(batches) < 2:
+    if len(batches) < 2 or engine.delayed is not None:
         return
-    reason = _why_apart(trainer, engine)
+    reason = why_apart(trainer, engine)
     if reason is None:
         record.batches_of_step = batches
     if not record.told_joint:
@@ -60,15 +61,15 @@ def announce_step(
         return
     if any(isinstance(batch, WeighedBatch) for batch in batches):  # some of its rows may be repeated
         return
-    engine = cast("PipelineEngine", _engine_of(trainer))
+    engine = cast("PipelineEngine", engine_of(trainer))
     model.train()
     prepared = [trainer._prepare_inputs(dict(batch)) for batch in batches]
     if engine.can_schedule_together(prepared):
-        calls = _announced(trainer, engine, model, prepared, num_items_in_batch)
+        calls = announced(trainer, engine, model, prepared, num_items_in_batch)
         engine.joint = JointStep(calls, functools.partial(run_calls, engine, held=None))
 
 
-def _announced(
+def announced(
     trainer: Trainer, engine: PipelineEngine, model: PreTrainedModel, batches: list[dict], items: object
 ) -> list[ScheduledCall]:
     """The calls of the model that a step will make with these batches."""
@@ -81,12 +82,13 @@ def _announced(
     return calls
 
 
-def _engine_of(trainer: Trainer) -> PipelineEngine | None:
+def engine_of(trainer: Trainer) -> PipelineEngine | None:
+    """The pipeline of the trainer's model, if it has one."""
     state = runtime.parallel_state(trainer.model)
     return None if state is None else state.pipeline
 
 
-def _why_apart(trainer: Trainer, engine: PipelineEngine) -> str | None:
+def why_apart(trainer: Trainer, engine: PipelineEngine) -> str | None:
     """Why the batches of a step cannot run as one schedule, whatever is in them."""
     kind, config = type(trainer), engine.config
     own = next((name for name in _METHODS if _is_replaced(trainer, name)), None)
@@ -95,7 +97,7 @@ def _why_apart(trainer: Trainer, engine: PipelineEngine) -> str | None:
         return "the loss is the script's"
     if own is not None:
         return f"{kind.__name__} has its own {own}"
-    if config.pipeline_schedule not in _KEEP_FEW:
+    if config.pipeline_schedule not in (*_KEEP_FEW, *DELAYED_SCHEDULES):
         return f"pipeline_schedule={config.pipeline_schedule} would keep the activations of all of them"
     if config.shares_batches:
         return f"batch_shares={config.batch_shares} weighs each of them"
