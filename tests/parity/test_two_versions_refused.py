@@ -1,6 +1,8 @@
 """`pipeline_schedule=pipedream_2bw`: what it is refused with, and that `auto` never picks it."""
 
+import json
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from hf_parallel.hooks.trainer import delayed_steps
 from tests import models
 from tests.distributed import RankFailure, run
 from tests.rows import Rows
-from tests.training import OwnTrainer, activate, arguments_of, own_loss
+from tests.training import OwnTrainer, Script, activate, arguments_of, own_loss
 
 SCHEDULE = "pipeline_schedule=pipedream_2bw"
 
@@ -105,6 +107,14 @@ def test_trainers_that_cannot(tmp_path, kind, changes, options, said):
 def test_fp16_cannot(tmp_path):
     with pytest.raises(RankFailure, match="pipeline_schedule=pipedream_2bw: .*fp16=True; bf16=True works"):
         run(start, 2, f"pp=2,{SCHEDULE}", str(tmp_path), Trainer, {}, {}, True, init=False)
+
+
+def test_says_that_it_is_another_algorithm(runs, capfd):
+    """Once, on rank 0; the file of facts knows that there are two versions."""
+    outcome = runs.parallel(Script(), f"pp=2,{SCHEDULE}")[0]
+    assert capfd.readouterr().err.count("pipedream_2bw is another algorithm than training in one process") == 1
+    notes = json.loads((Path(outcome.folder).parent / "hf_parallel.json").read_text())["notes"]
+    assert [note for note in notes if "holds weights and gradients twice" in note]
 
 
 def loop(spec: str) -> None:

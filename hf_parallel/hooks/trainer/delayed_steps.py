@@ -17,7 +17,7 @@ from hf_parallel.ask.spec import refuse
 from hf_parallel.axes.pipeline.batches import row_count
 from hf_parallel.axes.pipeline.joint import JointStep
 from hf_parallel.axes.pipeline.schedules import micro_batch_count
-from hf_parallel.hooks import report
+from hf_parallel.hooks import report, runtime
 from hf_parallel.hooks.trainer import joint_steps
 from hf_parallel.hooks.trainer.checkpoints import record_of
 from hf_parallel.hooks.trainer.evaluation import WeighedBatch
@@ -57,8 +57,8 @@ def check_trainer(trainer: Trainer) -> None:
     Raises:
         SpecError: the trainer has a loss, a step or an optimizer of such a kind.
     """
-    engine = joint_steps.engine_of(trainer)
-    if engine is None or engine.delayed is None:
+    state, engine = runtime.parallel_state(trainer.model), joint_steps.engine_of(trainer)
+    if state is None or engine is None or engine.delayed is None:
         return
     asked, args = f"pipeline_schedule={engine.config.pipeline_schedule}", trainer.args
     name = str(getattr(args.optim, "value", args.optim))
@@ -69,6 +69,8 @@ def check_trainer(trainer: Trainer) -> None:
         refuse(asked, "a step that fp16 leaves out would leave out gradients of older weights; fp16=True", "bf16=True")
     if name in _FUSED or name.endswith(_LAYERWISE):
         refuse(asked, f"optim={name} updates weights in the backward pass, of two versions", "optim=adamw_torch")
+    if not engine.delayed.reads_ahead:  # else another Trainer of this model has noted it
+        state.notes.append(f"{asked} holds weights and gradients twice, which the memory above counts once")
     engine.delayed.reads_ahead = True
     report.say(
         f"{asked} is another algorithm than training in one process: the gradients of each step are those of weights "
