@@ -232,9 +232,12 @@ class PipelineEngine(StageRunner):
 
     def can_schedule_together(self, batches: list[Batch]) -> bool:
         """Would training calls with these arguments each run the schedule, and can they run it together?"""
-        if not all(self._schedulable(batch, row_count(batch)) for batch in batches):
-            return False
-        return takes(self.config, sum(micro_batch_count(row_count(batch), self.config) for batch in batches))
+        counts = []
+        for batch in map(self._fed, batches):
+            if not self._schedulable(batch, row_count(batch)):
+                return False
+            counts.append(micro_batch_count(row_count(batch), self.config))
+        return takes(self.config, sum(counts))
 
     def _schedulable(self, batch: Batch, rows: int) -> bool:
         return self._may_be_scheduled(batch) and can_be_cut(rows, self.config)

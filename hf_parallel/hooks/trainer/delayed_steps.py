@@ -21,6 +21,7 @@ from hf_parallel.hooks import report, runtime
 from hf_parallel.hooks.trainer import joint_steps
 from hf_parallel.hooks.trainer.checkpoints import record_of
 from hf_parallel.hooks.trainer.evaluation import WeighedBatch
+from hf_parallel.ranks import messages
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, Trainer
@@ -114,7 +115,12 @@ def announce_steps(trainer: Trainer, model: PreTrainedModel, inputs: dict) -> No
         if any(update.source is step.batches for update in delayed.updates):
             continue
         prepared = _prepared(trainer, engine, step)
-        if prepared is None or not delayed.takes(_micro_batches(engine, prepared)):
+        if prepared is None:
+            break
+        follows = delayed.takes(_micro_batches(engine, prepared))
+        if engine.mesh.data_size > 1:  # data ranks may have unlike numbers of rows: their gradients are of one version
+            follows = all(messages.gather(follows, engine.mesh.host_group))
+        if not follows:
             break
         delayed.add(step.batches, joint_steps.announced(trainer, engine, model, prepared, step.items))
     if delayed.updates:

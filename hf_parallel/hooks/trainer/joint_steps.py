@@ -10,13 +10,14 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, cast
 
-from hf_parallel.ask.keys.pipeline import DELAYED_SCHEDULES
+from hf_parallel.ask.keys.pipeline import DELAYED_SCHEDULES, LOOPED_SCHEDULES
 from hf_parallel.axes.pipeline.engine import run_calls
 from hf_parallel.axes.pipeline.joint import JointStep
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.trainer import bad_numbers, losses
 from hf_parallel.hooks.trainer.checkpoints import StepRecord, record_of
 from hf_parallel.hooks.trainer.evaluation import WeighedBatch
+from hf_parallel.ranks import messages
 
 if TYPE_CHECKING:
     import torch
@@ -64,7 +65,11 @@ def announce_step(
     engine = cast("PipelineEngine", engine_of(trainer))
     model.train()
     prepared = [trainer._prepare_inputs(dict(batch)) for batch in batches]
-    if engine.can_schedule_together(prepared):
+    together = engine.can_schedule_together(prepared)
+    if engine.config.sharing_size > 1 and engine.config.pipeline_schedule in LOOPED_SCHEDULES:
+        # Its rounds are of equal size, and data ranks may have unlike numbers of rows: all go the same way.
+        together = all(messages.gather(together, runtime.mesh().host_group))
+    if together:
         calls = announced(trainer, engine, model, prepared, num_items_in_batch)
         engine.joint = JointStep(calls, functools.partial(run_calls, engine, held=None))
 
