@@ -1,18 +1,23 @@
 """How much of a pipeline step is waiting: predicted, simulated and measured, for every schedule.
 
     python benchmarks/pipeline.py [--ranks 4] [--micro-batches 8] [--milliseconds 100] [--pictures FOLDER]
+    python benchmarks/pipeline.py --steps-of 1 2 4           # busy share of whole steps of so many batches
 
 Every layer of a model sleeps for a known time in its forward, for the gradient of its input and for that of its
 weights, so the result does not depend on how many cores there are (but a machine with other work to do wakes sleepers
 late: give it more milliseconds). Fails if a measured bubble is more than 10 % off its formula:
 (p - 1) / (m + p - 1) of the duration for GPipe and 1F1B, (p - 1) / (v m + p - 1) for v stages on each rank; the
 zero-bubble schedules must stay below the latter.
+
+With --steps-of it is the busy share of optimizer steps under 1F1B: of n batches run one after the other, of n batches
+as one run, and of pipedream_2bw, which does not drain between steps. Each ends with an all-reduce, as for the norm.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import os
 import sys
 import time
@@ -30,6 +35,8 @@ from torch import nn
 
 from hf_parallel import parallelize
 from hf_parallel.ask.keys.pipeline import LOOPED_SCHEDULES
+from hf_parallel.axes.pipeline.engine import run_calls
+from hf_parallel.axes.pipeline.joint import JointStep, ScheduledCall
 from hf_parallel.axes.pipeline.timeline import (
     SIMPLEST_FIRST,
     Timeline,
@@ -164,6 +171,65 @@ def compare(name: str, setting: Setting, pictures: Path | None) -> bool:
     return good
 
 
+# ---- whole steps -------------------------------------------------------------------------------------------------
+
+
+WAYS = ("apart", "together", "2bw")
+
+
+def busy_share(way: str, setting: Setting, batches: int) -> float:
+    """Which part of its time a rank computes, over steps of so many batches; the best of all."""
+    model = sleeping_model("pipedream_2bw" if way == "2bw" else "1f1b", setting)
+    pipeline, tokens = model._hf_parallel.pipeline, torch.zeros(setting.micro_batches, 4, dtype=torch.long)
+    calls, one_step = functools.partial(announced, model, tokens, batches), torch.zeros(())
+    if way == "2bw":
+        pipeline.delayed.reads_ahead = True
+
+    def step() -> None:
+        if way == "together":
+            pipeline.joint = JointStep(calls(), functools.partial(run_calls, pipeline, held=None))
+        while way == "2bw" and len(pipeline.delayed.updates) < 2:
+            pipeline.delayed.add(None, calls())
+        if way == "2bw":
+            pipeline.joint = JointStep(list(pipeline.delayed.updates[0].calls), pipeline.delayed.run)
+        for _ in range(batches):
+            model(input_ids=tokens, labels=tokens).loss.backward()
+        dist.all_reduce(one_step)
+
+    with awake([layer for layer in model.modules() if isinstance(layer, Sleeper)]):
+        step()  # opens the connections
+    step()
+    shares = []
+    for _ in range(setting.steps):
+        pipeline.recorder.start(dist.group.WORLD)
+        step()
+        step()
+        timeline = pipeline.recorder.gather(dist.group.WORLD)
+        shares.append(1 - timeline.bubble)
+    return max(shares)
+
+
+def announced(model: Any, tokens: torch.Tensor, batches: int) -> list[ScheduledCall]:
+    """The calls of a step that is to come."""
+    with model._hf_parallel.pipeline.announcing() as calls:
+        for _ in range(batches):
+            model(input_ids=tokens, labels=tokens)
+    return list(calls)
+
+
+def compare_steps(batches: int, setting: Setting) -> bool:
+    """Print one row of the table of steps; are shares what they should be?"""
+    ranks, count = setting.ranks, setting.micro_batches
+    shares = [run(busy_share, ranks, way, setting, batches)[0] for way in WAYS]
+    formula = [count / (count + ranks - 1), batches * count / (batches * count + ranks - 1)]
+    slots = 3 * batches * count  # stage 0 waits for a forward, once per step, until stage 1 has caught up
+    formula.append(slots / (slots + 1))
+    good = all(share >= wanted - TOLERANCE * wanted for share, wanted in zip(shares, formula, strict=True))
+    row = f"{batches:7}" + "".join(f"{a:12.2f}{b:9.2f}" for a, b in zip(shares, formula, strict=True))
+    print(f"{row}  {'ok' if good else 'OFF'}", flush=True)
+    return good
+
+
 def main() -> int:
     """Run all schedules and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -173,10 +239,17 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--pictures", type=Path, default=None, help="folder for a picture of each measured step")
     parser.add_argument("--schedules", nargs="+", default=list(SIMPLEST_FIRST), choices=SIMPLEST_FIRST)
+    parser.add_argument(
+        "--steps-of", type=int, nargs="+", default=(), help="batches of a step; then nothing else is run"
+    )
     args = parser.parse_args()
     if args.pictures:
         args.pictures.mkdir(parents=True, exist_ok=True)
     setting = Setting(args.ranks, args.micro_batches, args.milliseconds / 1e3, args.steps)
+    if args.steps_of:
+        print("batches       apart  formula    together  formula         2bw  formula")
+        rows = [compare_steps(batches, setting) for batches in args.steps_of]
+        return 0 if all(rows) else 1
     print(f"{'':26}v  predicted  simulated  measured   ratio         step")
     good = [compare(name, setting, args.pictures) for name in args.schedules]
     return 0 if all(good) else 1

@@ -44,10 +44,17 @@ _known: KnownMask | None = None
 @contextlib.contextmanager
 def known_mask(batch: Mapping[str, object], tokens: torch.Tensor) -> Iterator[None]:
     """In here parts of this batch run, and no other. Waits once for its mask."""
-    global _known
     mask = batch.get("attention_mask")
     hides = not bool(mask.all()) if isinstance(mask, torch.Tensor) and mask.dim() == 2 else None
-    former, _known = _known, KnownMask(tokens.shape[1], hides, batch.get("position_ids") is not None)
+    with knowing(KnownMask(tokens.shape[1], hides, batch.get("position_ids") is not None)):
+        yield
+
+
+@contextlib.contextmanager
+def knowing(known: KnownMask | None) -> Iterator[None]:
+    """In here parts of the batch run of which this is known."""
+    global _known
+    former, _known = _known, known
     try:
         yield
     finally:

@@ -152,6 +152,11 @@ class ParallelMesh:
         return DeviceMesh._concatenate([self["dp_replicate"], shards]) if replicas else shards
 
     @functools.cached_property
+    def second_stage_group(self) -> dist.ProcessGroup:
+        """The ranks along pp once more: gradients travel back while activations travel on. Collective at first."""
+        return self.groups.along(axis_ranks(self.config, "pp"), apart="backward")
+
+    @functools.cached_property
     def attention_group(self) -> dist.ProcessGroup:
         """The ranks along cp once more: keys travel while the other groups gather weights. Collective at first."""
         return self.groups.along(axis_ranks(self.config, "cp"), apart="attention")

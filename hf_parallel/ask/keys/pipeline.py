@@ -12,11 +12,23 @@ SINGLE_SCHEDULES = ("1f1b", "gpipe")
 LOOPED_SCHEDULES = ("interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble")
 V_SCHEDULES = ("zbv_zero_bubble", "dualpipe_v")
 SCHEDULES = SINGLE_SCHEDULES + LOOPED_SCHEDULES + V_SCHEDULES
+#: Schedules that do not drain between optimizer steps: another algorithm, on weights that are a step old.
+DELAYED_SCHEDULES = ("pipedream_2bw",)
 #: Schedules that compute gradients of inputs and of weights at different times.
 SPLIT_BACKWARD = ("interleaved_zero_bubble", "zbv_zero_bubble", "dualpipe_v")
 #: The schedule is chosen once the model is known.
 AUTO_SCHEDULE = "auto"
 _DEFAULT_SCHEDULE = "1f1b"
+#: Key -> the value that a schedule with two versions of the weights takes, and why no other.
+_ONE_VERSION: dict[str, tuple[int | bool | str, str]] = {
+    "cp_size": (1, "holds two versions of the weights, and FSDP2, which shards them over cp, one"),
+    "ep_size": (1, "holds two versions of the weights, and FSDP2, which shards experts, one"),
+    "offload": ("none", "holds two versions of the weights, and what rests on the host is one"),
+    "compile": ("none", "changes the parameters of a layer from step to step, for which it would be compiled anew"),
+    "precision": ("auto", "has not been compared with one process in 8 bits"),
+    "activation_offload": (False, "begins a step before the one before it has ended, and copies come back in order"),
+    "batch_shares": ("even", "reads batches ahead, before they are cut"),
+}
 _SETTINGS = ("pipeline_schedule", "pipeline_virtual_stages", "pipeline_microbatches", "pipeline_split")
 
 
@@ -27,8 +39,9 @@ class PipelineKeys(Sizes):
     pipeline_schedule: str = key(
         _DEFAULT_SCHEDULE,
         "`gpipe`, `1f1b`, `interleaved_1f1b`, `looped_bfs`, `interleaved_zero_bubble`, `zbv_zero_bubble`, "
-        "`dualpipe_v`; `auto` takes the smallest bubble with the memory of `1f1b`",
-        choices=(*SCHEDULES, AUTO_SCHEDULE),
+        "`dualpipe_v`; `auto` takes the smallest bubble with the memory of `1f1b`; `pipedream_2bw` is another "
+        "algorithm, whose gradients are one step old",
+        choices=(*SCHEDULES, *DELAYED_SCHEDULES, AUTO_SCHEDULE),
     )
     pipeline_virtual_stages: int | None = key(
         None, "stages per rank of the looped schedules", shown="2 where it applies"
@@ -41,9 +54,19 @@ class PipelineKeys(Sizes):
     @property
     def stages_per_rank(self) -> int:
         """How many stages of the pipeline each rank holds."""
-        if self.pipeline_schedule in (*SINGLE_SCHEDULES, AUTO_SCHEDULE):
+        if self.pipeline_schedule in (*SINGLE_SCHEDULES, *DELAYED_SCHEDULES, AUTO_SCHEDULE):
             return 1
         return self.pipeline_virtual_stages or 2
+
+    @property
+    def delays_updates(self) -> bool:
+        """Are gradients those of weights that are a step old?"""
+        return self.pipeline_schedule in DELAYED_SCHEDULES
+
+    @property
+    def sharing_size(self) -> int:
+        """Number of ranks whose gradients FSDP2 averages: none where there are two versions of the weights."""
+        return 1 if self.delays_updates else super().sharing_size
 
     @property
     def pipeline_stages(self) -> int:
@@ -74,12 +97,14 @@ class PipelineKeys(Sizes):
             refuse(f"pipeline_microbatches={micro}", f"must be at least {fewest} with pp_size={self.pp_size}", fewest)
         self._check_virtual_stages()
         self._check_split()
+        self._check_two_versions()
 
     def _check_virtual_stages(self) -> None:
         virtual, schedule = self.pipeline_virtual_stages, self.pipeline_schedule
         if virtual is None:
             return
-        exact = {**dict.fromkeys((*SINGLE_SCHEDULES, AUTO_SCHEDULE), 1), **dict.fromkeys(V_SCHEDULES, 2)}
+        alone = (*SINGLE_SCHEDULES, *DELAYED_SCHEDULES, AUTO_SCHEDULE)
+        exact = {**dict.fromkeys(alone, 1), **dict.fromkeys(V_SCHEDULES, 2)}
         works = exact.get(schedule)
         if virtual != works if works else virtual < 2:
             refuse(
@@ -87,6 +112,19 @@ class PipelineKeys(Sizes):
                 f"pipeline_schedule={schedule} holds {works or 'two or more'} stages per rank",
                 f"pipeline_virtual_stages={works or 2}",
             )
+
+    def _check_two_versions(self) -> None:
+        """Reject what holds, moves or compiles one version of the weights, where there are two."""
+        if not self.delays_updates:
+            return
+        asked, shards = f"pipeline_schedule={self.pipeline_schedule}", self.dp_shard_size
+        if shards > 1:
+            works = f"dp_replicate_size={abs(self.dp_replicate_size) * shards},dp_shard_size=1"
+            refuse(f"dp_shard_size={shards}", f"{asked} holds two versions of the weights, FSDP2 one", works)
+        for name, (off, why) in _ONE_VERSION.items():
+            value = getattr(self, name, off)
+            if value != off and value != -1:  # -1 is not known yet
+                refuse(f"{name}={spell(value)}", f"{asked} {why}", f"{name}={spell(off)}")
 
     def _check_split(self) -> None:
         if self.pipeline_split is None:

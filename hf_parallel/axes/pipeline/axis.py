@@ -49,6 +49,10 @@ class Pipeline(Axis[StageFacts, PipelinePart]):
 
         views, remote_modules = cut_into_stages(model, part, building.mesh.index("pp"))
         engine = PipelineEngine(model, views, building, part, remote_modules)
+        if part.config.delays_updates:
+            from hf_parallel.axes.pipeline.delayed import DelayedPipeline
+
+            engine.delayed = DelayedPipeline(engine)
         building.pipeline = engine
         building.roots = [(stage, view.layers) for stage, view in zip(engine.stages, views, strict=True)]
 

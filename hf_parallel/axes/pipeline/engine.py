@@ -33,12 +33,14 @@ from hf_parallel.axes.pipeline.batches import (
     detached_node,
     fresh_gradients,
     refuse_partial_outputs,
+    row_count,
     split_rows,
     tokens_of,
     with_rows,
     without_count,
 )
-from hf_parallel.axes.pipeline.schedules import build_schedule, can_be_cut, micro_batch_count
+from hf_parallel.axes.pipeline.joint import Parts, Ran, Run, ScheduledCall
+from hf_parallel.axes.pipeline.schedules import build_schedule, can_be_cut, micro_batch_count, takes
 from hf_parallel.axes.pipeline.stage_runner import Handler, StageRunner
 from hf_parallel.axes.pipeline.stages import StageView
 from hf_parallel.axes.pipeline.unscheduled import free
@@ -50,14 +52,12 @@ if TYPE_CHECKING:
     from torch.distributed.pipelining.schedules import _PipelineSchedule
     from transformers.utils import ModelOutput
 
+    from hf_parallel.axes.axis import HeldRun
     from hf_parallel.axes.pipeline.batches import Gradients
     from hf_parallel.axes.pipeline.stage_runner import StageRunner
 
 
 # ---- One step under one of torch's schedules: all forward and backward passes of all micro-batches ------------------
-
-
-Run = Callable[[StageView, torch.Tensor | None, int], torch.Tensor]
 
 
 def scheduled(engine: StageRunner, count: int, tokens: torch.Tensor, run: Run) -> torch.Tensor:
@@ -68,19 +68,45 @@ def scheduled(engine: StageRunner, count: int, tokens: torch.Tensor, run: Run) -
         tokens: of one of them.
         run: one micro-batch on one stage, from what arrived there: what leaves it, on the last stage the loss.
     """
-    schedule, index = _schedule_for(engine, count, tokens), torch.arange(count)
+    call = ScheduledCall(count, tokens.shape, engine.boundary(tokens, "meta").requires_grad_(), run)
+    if engine.announced is not None:
+        engine.announced.append(call)
+        return torch.ones(())  # shows what the script multiplies a loss by
+    held = None
+    if engine.joint is None:
+        held = engine.held_run()
+        ran = run_calls(engine, [call], held)
+        loss, is_last = ran.losses[0], True
+    else:
+        loss, ran, is_last = engine.joint.next_loss(call)
+        engine.joint = None if is_last else engine.joint
+
+    def hand_over(gradients: Gradients) -> None:
+        if is_last:
+            engine.accumulate(ran.fresh, ran.unscaled(gradients[0]), held)
+
+    return detached_node([loss], hand_over)[0]
+
+
+def run_calls(engine: StageRunner, calls: list[ScheduledCall], held: HeldRun | None) -> Ran:
+    """Run the micro-batches of all calls in one schedule.
+
+    Args:
+        held: the run, if data ranks do not reduce its gradients yet.
+    """
+    parts = Parts(calls)
+    schedule, index = _schedule_for(engine, parts), torch.arange(len(parts))
     free(engine)
-    engine.services.before_run(engine.model.training, tokens.shape)
-    held = engine.held_run()
-    for stage in engine.schedules[count][1]:
+    engine.services.before_run(engine.model.training, calls[0].tokens)
+    for stage in engine.schedules[len(parts)][1]:
         stage.reduces = held is None
     scale_loss = engine.services.scale_loss
     scale = None if scale_loss is None else scale_loss(torch.ones((), device=engine.mesh.device))
     losses: list[torch.Tensor] = []
-    with _autocast_per_stage(engine) as autocast, fresh_gradients(engine.trainable()) as fresh:
+    with autocast_per_stage(engine) as autocast, fresh_gradients(engine.trainable()) as fresh:
 
         def work(view: StageView, hidden: torch.Tensor | None, i: int) -> torch.Tensor:
-            output = run(view, hidden, i)
+            output = parts.run(view, hidden, i)
             return output if scale is None or view.index != engine.last_index else output * scale
 
         try:
@@ -94,15 +120,10 @@ def scheduled(engine: StageRunner, count: int, tokens: torch.Tensor, run: Run) -
                 stage.work, stage.autocast = None, contextlib.nullcontext
         if held is not None:
             held.take()
-    own = [part.detach().float() for part in losses]
-    loss = torch.stack(own).sum() if own else torch.zeros((), device=engine.mesh.device)
-    loss = loss if scale is None else loss / scale
-    dist.broadcast(loss, group=engine.group, group_src=engine.last_rank)
-
-    def hand_over(gradients: Gradients) -> None:
-        engine.accumulate(fresh, _over(gradients[0], scale), held)
-
-    return detached_node([loss], hand_over)[0]
+    of_calls = parts.losses(losses, engine.mesh.device)
+    of_calls = of_calls if scale is None else of_calls / scale
+    dist.broadcast(of_calls, group=engine.group, group_src=engine.last_rank)
+    return Ran(list(of_calls.unbind()), fresh, scale)
 
 
 def _unwrapped(error: RuntimeError) -> BaseException:
@@ -111,33 +132,30 @@ def _unwrapped(error: RuntimeError) -> BaseException:
     return error.__cause__ if is_wrapper and error.__cause__ is not None else error
 
 
-def _schedule_for(engine: StageRunner, micro_batches: int, tokens: torch.Tensor) -> _PipelineSchedule:
-    """The schedule for this number of micro-batches, told the shape of what travels in this step."""
-    boundary = engine.boundary(tokens, "meta").requires_grad_()
+def _schedule_for(engine: StageRunner, parts: Parts) -> _PipelineSchedule:
+    """The schedule for this number of micro-batches, told the shapes of what travels in this step."""
+    micro_batches, boundaries = len(parts), parts.boundaries
     if micro_batches not in engine.schedules:
         modules: dict[int, nn.Module] = {v.index: s for v, s in zip(engine.views, engine.stages, strict=True)}
         connected, device = bool(engine.schedules), engine.mesh.device
         engine.schedules[micro_batches] = build_schedule(
-            modules, engine.config, engine.group, device, micro_batches, boundary, engine.recorder, connected
+            modules, engine.config, engine.group, device, micro_batches, boundaries[0], engine.recorder, connected
         )
     schedule, stages = engine.schedules[micro_batches]
     for stage in stages:
-        stage.boundary = boundary
+        stage.boundaries, stage.around = boundaries, parts.around
+    engine.latest_count = micro_batches
     return schedule
 
 
 @contextlib.contextmanager
-def _autocast_per_stage(engine: StageRunner) -> Iterator[Callable[[], torch.autocast]]:
+def autocast_per_stage(engine: StageRunner) -> Iterator[Callable[[], torch.autocast]]:
     """The schedule runs backward passes too, which must not be autocast: leave it, enter it for each forward."""
     kind = engine.mesh.device.type
     enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
     with torch.autocast(kind, enabled=False):
         # Without the cache: cast copies of gathered weights must not outlive the micro-batch.
         yield lambda: torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False)
-
-
-def _over(gradient: torch.Tensor | None, scale: torch.Tensor | None) -> torch.Tensor | None:
-    return gradient if gradient is None or scale is None else gradient / scale
 
 
 class PipelineEngine(StageRunner):
@@ -188,13 +206,38 @@ class PipelineEngine(StageRunner):
             return self.pipelines.session.within(self, lambda: self._model_forward(**batch))
         batch = self._fed(batch)
         rows = tokens_of(batch).shape[0]
+        if self.delayed is not None and not self.delayed.reads_ahead and self._trains(batch):
+            raise NotImplementedError(
+                f"hf_parallel: pipeline_schedule={self.config.pipeline_schedule} needs the batches of the next step "
+                "ahead, which only Trainer tells; pipeline_schedule=1f1b works"
+            )
         if self._schedulable(batch, rows):
             batch = {"num_items_in_batch": count_targets(batch), **batch}
             parts = split_rows(batch, micro_batch_count(rows, self.config))
             run = functools.partial(self._own_loss, parts)
-            with known_mask(batch, tokens_of(batch)):
+            # A call that has been announced runs as it was then: to ask for its mask again would wait for the device.
+            with contextlib.nullcontext() if self.joint is not None else known_mask(batch, tokens_of(batch)):
                 return PipelineLoss(loss=scheduled(self, len(parts), tokens_of(parts[0]), run))
+        assert self.announced is None
         return unscheduled.served(self, batch, lambda: self._outputs(batch))[0]
+
+    @contextlib.contextmanager
+    def announcing(self) -> Iterator[list[ScheduledCall]]:
+        """In here training calls of the model compute nothing: they are to be made later. Yield a list of them."""
+        self.announced = []
+        try:
+            yield self.announced
+        finally:
+            self.announced = None
+
+    def can_schedule_together(self, batches: list[Batch]) -> bool:
+        """Would training calls with these arguments each run the schedule, and can they run it together?"""
+        counts = []
+        for batch in map(self._fed, batches):
+            if not self._schedulable(batch, row_count(batch)):
+                return False
+            counts.append(micro_batch_count(row_count(batch), self.config))
+        return takes(self.config, sum(counts))
 
     def _schedulable(self, batch: Batch, rows: int) -> bool:
         return self._may_be_scheduled(batch) and can_be_cut(rows, self.config)

@@ -44,8 +44,13 @@ def choose_schedule(config: ParallelConfig, layers: int, tied: bool) -> str:
 
 def predicted_bubble(config: ParallelConfig, layers: tuple[int, ...], micro_batches: int) -> float:
     """The idle share of a step, simulated for layers of equal cost."""
-    actions = timeline.order(config.pipeline_schedule, config.pp_size, config.stages_per_rank, micro_batches)
+    actions = timeline.order(order_of(config), config.pp_size, config.stages_per_rank, micro_batches)
     return timeline.simulate(actions, *timeline.layer_costs(layers)).bubble
+
+
+def order_of(config: ParallelConfig) -> str:
+    """The schedule of a run by itself, after which the pipeline drains."""
+    return "1f1b" if config.delays_updates else config.pipeline_schedule
 
 
 def micro_batch_count(rows: int, config: ParallelConfig) -> int:
@@ -131,10 +136,11 @@ def build_schedule(
         for index, module in modules.items()
     ]
     for stage in stages:
-        stage.boundary, stage.connected = boundary, connected
+        stage.connected = connected
         recorder.watch(stage)
-    single = config.pipeline_schedule in SINGLE_SCHEDULES
-    schedule = get_schedule_class(config.pipeline_schedule.replace("_", ""))
+    name = order_of(config)
+    single = name in SINGLE_SCHEDULES
+    schedule = get_schedule_class(name.replace("_", ""))
     # The stage already returns the loss; it is normalised over the whole batch, so gradients are summed, not averaged.
     built = schedule(
         stages[0] if single else stages, micro_batches, loss_fn=lambda output, target: output, scale_grads=False

@@ -6,7 +6,7 @@ import contextlib
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
     from transformers.utils import ModelOutput
 
+    from hf_parallel.axes.pipeline.delayed import DelayedPipeline
+    from hf_parallel.axes.pipeline.joint import JointStep, ScheduledCall
     from hf_parallel.axes.pipeline.torch_stage import TorchStage
 
 
@@ -142,6 +144,10 @@ class StageRunner:
         self.schedules: dict[
             int, tuple[_PipelineSchedule, list[TorchStage]]
         ] = {}  # torch's, by number of micro-batches
+        self.latest_count = 0  # micro-batches of the latest run of a schedule
+        self.announced: list[ScheduledCall] | None = None  # while calls are announced
+        self.joint: JointStep | None = None  # the step in progress, if its calls run together
+        self.delayed: DelayedPipeline | None = None  # under schedules that do not drain between steps
         self._view: StageView | None = None
         self._on_call: Handler | None = None
 
@@ -164,9 +170,8 @@ class StageRunner:
         """Draw the timeline of what runs in here, by the pipeline's first rank."""
         self.recorder.start(self.group)
         yield
-        micro_batches = max(self.schedules, default=1)
-        layers = tuple(self.layers_per_stage)
-        predicted = predicted_bubble(self.config, layers, micro_batches) if self.schedules else None
+        layers, count = tuple(self.layers_per_stage), self.latest_count
+        predicted = predicted_bubble(self.config, layers, count) if count and self.delayed is None else None
         self.recorder.draw(self.group, path, self.config.pipeline_schedule, predicted)
 
     def tell(self, values: dict[str, object]) -> None:
@@ -267,6 +272,8 @@ class StageRunner:
         Args:
             held: the run whose gradients are not reduced yet.
         """
+        if self.config.delays_updates and self.mesh.data_size > 1:  # FSDP2 is not there to do it
+            average(fresh, self.mesh.data_group, self.mesh.data_size)
         self._add(fresh, scale)
         if held is not None:
             with fresh_gradients(self.trainable()) as reduced:
@@ -284,6 +291,16 @@ class StageRunner:
                 dist.all_reduce(stored(gradient), group=self.tied_group)
             parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
         fresh.clear()
+
+
+def average(fresh: list[tuple[nn.Parameter, torch.Tensor | None]], group: dist.ProcessGroup, size: int) -> None:
+    """Average gradients over data ranks; those of 16 bits are summed in fp32."""
+    gradients = [stored(gradient) for _, gradient in fresh if gradient is not None]
+    sums = [gradient.float() / size for gradient in gradients]
+    for work in [dist.all_reduce(total, group=group, async_op=True) for total in sums]:
+        cast(dist.Work, work).wait()
+    for gradient, total in zip(gradients, sums, strict=True):
+        gradient.copy_(total)
 
 
 def _placeholder(hidden: torch.Tensor, length: int) -> torch.Tensor:

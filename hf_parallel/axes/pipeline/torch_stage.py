@@ -1,8 +1,9 @@
 """torch's stage, with memory for what it receives only while a micro-batch is on its way.
 
 torch gives each schedule a buffer per micro-batch for the shapes it was built for, and lets all stages vote, through
-the accelerator, on whether these are known. Here what travels has the shape of the step that runs, so one schedule
-serves all lengths; a buffer is made when its message is about to be received, and belongs to autograd from then on.
+the accelerator, on whether these are known. Here what travels has the shape of its micro-batch in the step that runs,
+so one schedule serves all lengths; a buffer is made when its message is about to be received, and belongs to autograd
+from then on.
 """
 
 from __future__ import annotations
@@ -30,17 +31,32 @@ from hf_parallel.axes.pipeline.timeline import (
 from hf_parallel.ranks import messages
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from torch.distributed.pipelining.stage import _RecvInfo
 
 
 class TorchStage(PipelineStage):
-    """A stage whose messages all have the shape of `boundary`, which may change between steps."""
+    """A stage whose messages have the shapes of `boundaries`, which may change between steps."""
 
-    boundary: torch.Tensor  # on the meta device
+    boundaries: list[torch.Tensor]  # on the meta device, one for each micro-batch
     connected: bool  # have these ranks exchanged messages before?
     reduces = True  # gradients over data ranks, at the end of a schedule
+    around: Callable[[int], contextlib.AbstractContextManager]  # in which a micro-batch is computed
+
+    # ---- computing -------------------------------------------------------------------------------------------------
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        with self.around(fwd_chunk_id):
+            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        with self.around(bwd_chunk_id):  # a checkpointed layer computes its forward again
+            return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        with self.around(bwd_chunk_id):
+            return super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
 
     # ---- set-up ----------------------------------------------------------------------------------------------------
 
@@ -95,12 +111,12 @@ class TorchStage(PipelineStage):
     # ---- messages --------------------------------------------------------------------------------------------------
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        self._make_buffers(self.args_recv_info[fwd_chunk_id])
+        self._make_buffers(self.args_recv_info[fwd_chunk_id], fwd_chunk_id)
         return super().get_fwd_recv_ops(fwd_chunk_id)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         if self.has_backward and not self.is_last:
-            self._make_buffers(self.grad_recv_info[bwd_chunk_id])
+            self._make_buffers(self.grad_recv_info[bwd_chunk_id], bwd_chunk_id)
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
     def _retrieve_recv_activations(self, fwd_chunk_id: int) -> object:
@@ -125,17 +141,17 @@ class TorchStage(PipelineStage):
         self._fill_gradients(mb_index)
         return super().get_local_bwd_output(mb_index)
 
-    def _make_buffers(self, infos: Iterable[_RecvInfo]) -> None:
+    def _make_buffers(self, infos: Iterable[_RecvInfo], chunk: int) -> None:
         for info in infos:
             if not _is_root(info):
-                info.buffer = torch.empty_like(self.boundary, device=self.device, requires_grad=False)
+                info.buffer = torch.empty_like(self.boundaries[chunk], device=self.device, requires_grad=False)
 
     def _fill_gradients(self, chunk: int) -> None:
         """What has no gradient sends zeros: the stage before waits for a message."""
         if self.has_backward and not self.is_first and chunk in self.bwd_cache:
-            known = self.bwd_cache[chunk]
+            known, like = self.bwd_cache[chunk], self.boundaries[chunk]
             self.bwd_cache[chunk] = tuple(
-                torch.zeros_like(self.boundary, device=self.device, requires_grad=False) if one is None else one
+                torch.zeros_like(like, device=self.device, requires_grad=False) if one is None else one
                 for one in known
             )
 

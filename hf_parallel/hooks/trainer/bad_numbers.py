@@ -311,6 +311,11 @@ def watched_step(model: PreTrainedModel, inputs: dict, args: tuple, kwargs: dict
         yield
 
 
+def searches_next_step() -> bool:
+    """Will the step that begins be searched, batch by batch?"""
+    return _current is not None and _current.wanted
+
+
 def norm_is(norm: torch.Tensor) -> None:
     """Of all gradients, before they were clipped."""
     if _current is not None:

@@ -83,6 +83,9 @@ class TrainerRecord:
         unfinished_save: the checkpoint that is being written in the background.
         dealing: how examples are dealt by tokens; None: by rows.
         resumed_from: the checkpoint that the training goes on from.
+        batches_of_step: of the step that begins, where they may run as one schedule.
+        told_joint: has it been said whether they do?
+        read_ahead: the step in progress and the next one, where a pipeline does not drain between them.
     """
 
     step: StepRecord = field(default_factory=StepRecord)
@@ -99,6 +102,9 @@ class TrainerRecord:
     unfinished_save: UnfinishedSave | None = None
     dealing: Any = None  # a `deal.Dealing`
     resumed_from: str | None = None
+    batches_of_step: list[Any] = field(default_factory=list)
+    told_joint: bool = False
+    read_ahead: Any = None  # a `delayed_steps.ReadAhead`
 
     @contextlib.contextmanager
     def during(self, step: StepRecord) -> Iterator[StepRecord]:
@@ -220,6 +226,7 @@ def save_checkpoint(original: Callable, self: Trainer, model: PreTrainedModel, t
 
 def _save_checkpoint(self: Trainer, trial: object) -> None:
     wait_for_save(self)
+    forget_in_flight(self)
     if self.hp_search_backend is None and trial is None:
         self.store_flos()
     run, mesh = self._get_output_dir(trial=trial), runtime.mesh()
@@ -231,6 +238,13 @@ def _save_checkpoint(self: Trainer, trial: object) -> None:
     record_of(self).unfinished_save = UnfinishedSave(self, saving, run)
     if not mesh.config.async_save:
         wait_for_save(self)
+
+
+def forget_in_flight(trainer: Trainer) -> None:
+    """Let a pipeline that does not drain begin its next step anew, as a run does that is resumed from here."""
+    state = runtime.parallel_state(trainer.model)
+    if state is not None and state.pipeline is not None and state.pipeline.delayed is not None:
+        state.pipeline.delayed.drop()
 
 
 class UnfinishedSave:
@@ -285,6 +299,7 @@ def end_begins(trainer: Trainer) -> None:
     """The best model is loaded, and checkpoints are counted, when all of them are there."""
     hangs.mark("the end of the training", may_take_long=True)
     wait_for_save(trainer)
+    forget_in_flight(trainer)
 
 
 def _rotate(run: str, limit: int | None, best: str | None) -> None:

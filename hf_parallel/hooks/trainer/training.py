@@ -20,7 +20,16 @@ from hf_parallel.hooks import hangs, monitoring, report, runtime
 from hf_parallel.hooks.accelerate.accelerator import follow_parameters, make_parallel, normalise_over_data_ranks
 from hf_parallel.hooks.bitsandbytes import finish_casts
 from hf_parallel.hooks.patching import patch, replacing
-from hf_parallel.hooks.trainer import auto_shares, bad_numbers, checkpoints, evaluation, losses, token_budget
+from hf_parallel.hooks.trainer import (
+    auto_shares,
+    bad_numbers,
+    checkpoints,
+    delayed_steps,
+    evaluation,
+    joint_steps,
+    losses,
+    token_budget,
+)
 from hf_parallel.hooks.trainer import evaluation as ragged
 from hf_parallel.hooks.trainer.checkpoints import has_failed, is_writing, record_of, wait_for_save
 from hf_parallel.hooks.trainer.joining import with_counted_labels
@@ -235,6 +244,7 @@ def init(
     token_budget.check_trainer(self)
     check_shared_examples(self)
     losses.prepare(self)
+    delayed_steps.check_trainer(self)
 
 
 def _count_all_targets(args: TrainingArguments) -> None:
@@ -263,6 +273,7 @@ def call_model_init(original: Callable, self: Trainer, trial: object = None) -> 
     self.model = model
     if hasattr(self, "compute_loss_func"):  # else Trainer is being made, and prepared when it is
         losses.prepare(self)
+        delayed_steps.check_trainer(self)
     return model
 
 
@@ -290,8 +301,11 @@ def get_batch_samples(
     at_step(self)
     hangs.mark("the data loader")
     with monitoring.reading(self):
-        samples = original(self, ragged.without_repeats(self, epoch_iterator), num_batches, device)
+        batches = ragged.without_repeats(self, epoch_iterator)
+        read = functools.partial(original, self, batches, num_batches, device)
+        samples = delayed_steps.read_step(self, epoch_iterator, read)
     monitoring.count(samples[0])
+    joint_steps.note_batches(self, samples[0])
     report.at_first_batch(self, samples[0], losses.how_computed)
     return samples
 
@@ -309,6 +323,11 @@ def training_step(
 ) -> object:
     """Remember how many rows of this batch are real while its loss is computed."""
     hangs.mark_step(self.state.global_step + 1)
+    given = by_name(original, (self, model, inputs, *args), kwargs)
+    if delayed_steps.delayed_of(self) is None:
+        joint_steps.announce_step(self, model, inputs, given.get("num_items_in_batch"))
+    else:
+        delayed_steps.announce_steps(self, model, inputs)
     looked_at = bad_numbers.watched_step(model, inputs, args, kwargs)
     inputs, step = ragged.opened(inputs)
     noise = noise_of_examples(self, inputs)

@@ -1,0 +1,116 @@
+"""Gradient accumulation in a pipeline: Trainer has all batches of a step before it trains on the first of them.
+
+They are announced to the engine, which runs them as one schedule (`axes/pipeline/joint.py`): the pipeline drains once
+per optimizer step instead of once per batch. Announcing calls `compute_loss` for each batch; the model then notes what
+it is called with and computes nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, cast
+
+from hf_parallel.ask.keys.pipeline import DELAYED_SCHEDULES, LOOPED_SCHEDULES
+from hf_parallel.axes.pipeline.engine import run_calls
+from hf_parallel.axes.pipeline.joint import JointStep
+from hf_parallel.hooks import runtime
+from hf_parallel.hooks.trainer import bad_numbers, losses
+from hf_parallel.hooks.trainer.checkpoints import StepRecord, record_of
+from hf_parallel.hooks.trainer.evaluation import WeighedBatch
+from hf_parallel.ranks import messages
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, Trainer
+
+    from hf_parallel.axes.pipeline.engine import PipelineEngine
+    from hf_parallel.axes.pipeline.joint import ScheduledCall
+
+#: Schedules that hold as many activations whatever the number of micro-batches.
+_KEEP_FEW = ("1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble", "dualpipe_v")
+#: Methods in which a subclass of Trainer may do something else with a batch.
+_METHODS = ("training_step", "_prepare_inputs", "compute_loss_context_manager")
+
+
+def note_batches(trainer: Trainer, batches: list) -> None:
+    """Remember the batches of the step that begins; say once whether they run as one schedule."""
+    record, state = record_of(trainer), runtime.parallel_state(trainer.model)
+    record.batches_of_step = []
+    if state is None or state.pipeline is None:
+        return
+    engine = state.pipeline
+    engine.joint = None
+    if len(batches) < 2 or engine.delayed is not None:
+        return
+    reason = why_apart(trainer, engine)
+    if reason is None:
+        record.batches_of_step = batches
+    if not record.told_joint:
+        record.told_joint = True
+        how = f"run apart, and the pipeline drains after each: {reason}"
+        how = how if reason is not None else "are one run of the schedule: the pipeline drains once per step"
+        state.notes.append(f"gradient accumulation: the {len(batches)} batches of a step {how}")
+
+
+def announce_step(
+    trainer: Trainer, model: PreTrainedModel, inputs: dict, num_items_in_batch: torch.Tensor | int | None
+) -> None:
+    """Before the first batch of a step: announce the others, if all of them can run as one schedule."""
+    record = record_of(trainer)
+    batches, record.batches_of_step = record.batches_of_step, []
+    if not batches or inputs is not batches[0] or bad_numbers.searches_next_step():
+        return
+    if any(isinstance(batch, WeighedBatch) for batch in batches):  # some of its rows may be repeated
+        return
+    engine = cast("PipelineEngine", engine_of(trainer))
+    model.train()
+    prepared = [trainer._prepare_inputs(dict(batch)) for batch in batches]
+    together = engine.can_schedule_together(prepared)
+    if engine.config.sharing_size > 1 and engine.config.pipeline_schedule in LOOPED_SCHEDULES:
+        # Its rounds are of equal size, and data ranks may have unlike numbers of rows: all go the same way.
+        together = all(messages.gather(together, runtime.mesh().host_group))
+    if together:
+        calls = announced(trainer, engine, model, prepared, num_items_in_batch)
+        engine.joint = JointStep(calls, functools.partial(run_calls, engine, held=None))
+
+
+def announced(
+    trainer: Trainer, engine: PipelineEngine, model: PreTrainedModel, batches: list[dict], items: object
+) -> list[ScheduledCall]:
+    """The calls of the model that a step will make with these batches."""
+    with engine.announcing() as calls, runtime.weighed_by_trainer(), trainer.compute_loss_context_manager():
+        for batch in batches:
+            with record_of(trainer).during(StepRecord()):
+                factor = trainer.compute_loss(model, batch, num_items_in_batch=items)
+            if float(factor) != 1.0:
+                raise RuntimeError("hf_parallel: the losses of a gradient accumulation have unlike weights")
+    return calls
+
+
+def engine_of(trainer: Trainer) -> PipelineEngine | None:
+    """The pipeline of the trainer's model, if it has one."""
+    state = runtime.parallel_state(trainer.model)
+    return None if state is None else state.pipeline
+
+
+def why_apart(trainer: Trainer, engine: PipelineEngine) -> str | None:
+    """Why the batches of a step cannot run as one schedule, whatever is in them."""
+    kind, config = type(trainer), engine.config
+    own = next((name for name in _METHODS if _is_replaced(trainer, name)), None)
+    computes = getattr(trainer.compute_loss, "func", None) is losses.compute_loss
+    if losses.is_own(trainer) or not computes:
+        return "the loss is the script's"
+    if own is not None:
+        return f"{kind.__name__} has its own {own}"
+    if config.pipeline_schedule not in (*_KEEP_FEW, *DELAYED_SCHEDULES):
+        return f"pipeline_schedule={config.pipeline_schedule} would keep the activations of all of them"
+    if config.shares_batches:
+        return f"batch_shares={config.batch_shares} weighs each of them"
+    return None if engine.sums_over_tokens else "the loss of the model is not a sum over tokens"
+
+
+def _is_replaced(trainer: Trainer, name: str) -> bool:
+    """Has its class, or the script, put another method in the place of Trainer's?"""
+    from transformers import Trainer
+
+    return name in vars(trainer) or getattr(type(trainer), name) is not getattr(Trainer, name)

@@ -1,0 +1,129 @@
+"""`pipeline_schedule=pipedream_2bw`: what it is refused with, and that `auto` never picks it."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import Trainer
+
+from hf_parallel import parallelize
+from hf_parallel.ask.config import ParallelConfig, SpecError
+from hf_parallel.axes.pipeline.schedules import choose_schedule
+from hf_parallel.hooks.trainer import delayed_steps
+from tests import models
+from tests.distributed import RankFailure, run
+from tests.rows import Rows
+from tests.training import OwnTrainer, Script, activate, arguments_of, own_loss
+
+SCHEDULE = "pipeline_schedule=pipedream_2bw"
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "dp_shard_size=2",
+        "cp_size=2",
+        "offload=optimizer",
+        "compile=regional",
+        "precision=fp8",
+        "activation_offload=True",
+        "pipeline_virtual_stages=2",
+        "pipeline_microbatches=1",
+    ],
+)
+def test_settings_of_one_version(setting):
+    """The line names the setting, and what it says that works does."""
+    with pytest.raises(SpecError) as refused:
+        ParallelConfig.parse(f"pp=2,{SCHEDULE},{setting}")
+    said = str(refused.value)
+    assert said.lower().startswith(setting.lower())
+    name, _, _ = setting.partition("=")
+    works = re.search(r"; (\S+) works$", said)[1]
+    works = works if "=" in works else f"{name}={works}"
+    ParallelConfig.parse(f"pp=2,{SCHEDULE},{works}")
+
+
+def test_experts_on_ranks_of_their_own():
+    with pytest.raises(SpecError, match="ep_size=2: pipeline_schedule=pipedream_2bw"):
+        ParallelConfig.parse(f"pp=2,tp=2,ep=2,{SCHEDULE}")
+
+
+def test_what_remains_is_not_sharded():
+    """By default dp_shard takes the remaining processes."""
+    with pytest.raises(SpecError, match="dp_replicate_size=2,dp_shard_size=1 works"):
+        ParallelConfig.parse(f"pp=2,{SCHEDULE}").resolve(4)
+    assert ParallelConfig.parse(f"pp=2,{SCHEDULE},dp_replicate_size=2,dp_shard_size=1").resolve(4).sharing_size == 1
+
+
+@pytest.mark.parametrize("count", [4, 8, 16, 64])
+def test_auto_never_picks_it(count):
+    config = ParallelConfig.parse(f"pp=4,dp_shard=1,pipeline_schedule=auto,pipeline_microbatches={count}")
+    assert choose_schedule(config, 16, False) != "pipedream_2bw"
+
+
+def start(spec: str, out: str, kind: type[Trainer], changes: dict, options: dict, late: bool = False) -> None:
+    """A script until its trainer is made."""
+    activate(spec)
+    arguments = arguments_of(out)
+    for name, value in changes.items():
+        setattr(arguments, name, value)
+    trainer = kind(model=models.build("llama"), args=arguments, train_dataset=Rows(8, 3), **options)
+    if late:
+        trainer.args.fp16 = True  # on CPUs it is refused before, with any layout
+        delayed_steps.check_trainer(trainer)
+
+
+class OwnStep(Trainer):
+    """A user's subclass."""
+
+    def training_step(self, *args, **kwargs):
+        return super().training_step(*args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "options", "said"),
+    [
+        (OwnTrainer, {}, {}, "the loss is the script's"),
+        (Trainer, {}, {"compute_loss_func": own_loss}, "the loss is the script's"),
+        (Trainer, {"label_smoothing_factor": 0.1}, {}, "the loss is the script's"),
+        (OwnStep, {}, {}, "OwnStep has its own training_step"),
+        (Trainer, {"optim": "lomo"}, {}, "optim=lomo"),
+        (Trainer, {"optim": "galore_adamw_layerwise"}, {}, "optim=galore_adamw_layerwise"),
+    ],
+    ids=["compute_loss", "compute_loss_func", "label smoothing", "training_step", "lomo", "layerwise"],
+)
+def test_trainers_that_cannot(tmp_path, kind, changes, options, said):
+    with pytest.raises(RankFailure, match="pipeline_schedule=pipedream_2bw") as failure:
+        run(start, 2, f"pp=2,{SCHEDULE}", str(tmp_path), kind, changes, options, init=False)
+    assert said in str(failure.value)
+    assert " works" in str(failure.value)
+    if not changes.get("optim"):  # such an optimizer comes from a package of its own
+        return
+    run(start, 2, f"pp=2,{SCHEDULE}", str(tmp_path), kind, {"optim": "adamw_torch"}, options, init=False)
+
+
+def test_fp16_cannot(tmp_path):
+    with pytest.raises(RankFailure, match="pipeline_schedule=pipedream_2bw: .*fp16=True; bf16=True works"):
+        run(start, 2, f"pp=2,{SCHEDULE}", str(tmp_path), Trainer, {}, {}, True, init=False)
+
+
+def test_says_that_it_is_another_algorithm(runs, capfd):
+    """Once, on rank 0; the file of facts knows that there are two versions."""
+    outcome = runs.parallel(Script(), f"pp=2,{SCHEDULE}")[0]
+    assert capfd.readouterr().err.count("pipedream_2bw is another algorithm than training in one process") == 1
+    notes = json.loads((Path(outcome.folder).parent / "hf_parallel.json").read_text())["notes"]
+    assert [note for note in notes if "holds weights and gradients twice" in note]
+
+
+def loop(spec: str) -> None:
+    """A training loop without Trainer."""
+    model = parallelize(models.build("llama").train(), spec)
+    tokens = torch.arange(64).view(8, 8)
+    model(input_ids=tokens, labels=tokens).loss.backward()
+
+
+def test_loops_do_not_read_ahead():
+    with pytest.raises(RankFailure, match="which only Trainer tells; pipeline_schedule=1f1b works"):
+        run(loop, 2, f"pp=2,{SCHEDULE}")
