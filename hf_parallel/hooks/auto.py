@@ -273,11 +273,12 @@ def sentence(found: Found) -> str:
     """Say which layout was chosen, why, and what it needs and gives, by prediction."""
     first, goal = found.choices[0], found.goal
     config, p, cluster = first.config, first.prediction, goal.cluster
-    gain = "the fastest layout that fits" if len(found.choices) > 1 else "the one layout that fits"
+    several = "of the fastest layouts the one that needs least memory, on"
+    gain = several if len(found.choices) > 1 else "the one layout that fits"
     per_rank = f"{first.rows} x {config.data_parallel_size} data ranks"
     return (
         f"auto chooses {config.to_spec()}, {gain} {cluster.gpus} x {cluster.gpu.name}: predicted "
-        f"{p.memory_gib:.3g} of {cluster.gpu.memory_gib:.3g} GiB per device, "
+        f"{first.needed_gib:.3g} of {cluster.gpu.memory_gib:.3g} GiB per device, "
         f"{p.tokens_per_s_per_gpu * cluster.gpus:,.0f} tokens/s, global batch "
         f"{first.rows * first.accumulation * config.data_parallel_size} sequences of {goal.seq} tokens ({per_rank}"
         + (f" x {first.accumulation} accumulation steps)" if first.accumulation > 1 else ")")
@@ -299,7 +300,7 @@ def _reasons(found: Found, batch: ScriptBatch, reader: str | None) -> Iterator[s
 
 def _in_words(choice: Choice) -> str:
     rows, p = choice.rows * choice.accumulation * choice.config.data_parallel_size, choice.prediction
-    return f"{choice.config.to_spec()}: {p.step_time_s:.3g} s per step of {rows} rows, {p.memory_gib:.1f} GiB"
+    return f"{choice.config.to_spec()}: {p.step_time_s:.3g} s per step of {rows} rows, {choice.needed_gib:.1f} GiB"
 
 
 def accepted(config: PretrainedConfig) -> Callable[[ParallelConfig], bool]:

@@ -47,6 +47,11 @@ def _heading(found: Found) -> str:
 
 def _remarks(found: Found, dollars: float | None) -> Iterator[str]:
     """What is to be said of the first, of all that share a warning, and of what is missing."""
+    room = f"{found.goal.cluster.gpu.memory_gib:.1f} GiB"
+    yield (
+        "GiB of the fullest GPU: allocated by tensors; reserved by torch, which gives back the rest before it fails; "
+        f"free of {room}, {found.goal.headroom:g} % at least (--headroom), beside tensors, CUDA and communicators"
+    )
     if found.best:
         yield f"The first: {_in_words(found.best, dollars)}"
         yield from (f"  {reason}" for reason in attending(found.goal, found.best))
@@ -80,6 +85,10 @@ def wide_console() -> Console:
     return console if console.is_terminal else Console(highlight=False, width=200)
 
 
+#: GiB of the fullest GPU.
+_MEMORY = ("allocated", "reserved", "free")
+
+
 def table(found: Found, dollars: float | None = None) -> Table:
     """A rich table, the best layout first."""
     from rich.table import Table
@@ -87,7 +96,7 @@ def table(found: Found, dollars: float | None = None) -> Table:
     shown = Table(header_style="bold")
     shown.add_column("#", justify="right")
     shown.add_column("--parallel", overflow="fold")
-    headings = ["rows x calls", "s / step", "tokens/s/GPU", "MFU", "GiB", "idle"]
+    headings = ["rows x calls", "s / step", "tokens/s/GPU", "MFU", *_MEMORY, "idle"]
     for heading in [*headings, *(["$ / 1e9 tokens"] if dollars else [])]:
         shown.add_column(heading, justify="right")
     for i, choice in enumerate(found.choices, 1):
@@ -101,7 +110,7 @@ def _cells(choice: Choice, dollars: float | None) -> Iterable[str]:
     yield f"{p.step_time_s:.3g}"
     yield f"{p.tokens_per_s_per_gpu:,.0f}"
     yield f"{p.mfu:.1%}"
-    yield f"{choice.needed_gib:.1f}"
+    yield from (f"{size:.1f}" for size in (choice.allocated_gib, choice.reserved_gib, choice.free_gib))
     yield f"{p.bubble:.1%}"
     if dollars:
         yield f"{p.cost_per_billion_tokens(dollars):,.0f}"
@@ -133,7 +142,7 @@ def spec_file(found: Found, choice: Choice) -> str:
     p = choice.prediction
     lines = [
         f"# {found.goal.shape.name} on {found.goal.where}",
-        f"# predicted: {p.step_time_s:.3g} s per step, {p.memory_gib:.1f} GiB, MFU {p.mfu:.1%}",
+        f"# predicted: {p.step_time_s:.3g} s per step, {choice.needed_gib:.1f} GiB, MFU {p.mfu:.1%}",
         f"# with per_device_train_batch_size={choice.rows}, gradient_accumulation_steps={choice.accumulation}",
         *(f"# note: {warning}" for warning in choice.warnings),
     ]
