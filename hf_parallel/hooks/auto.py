@@ -288,12 +288,14 @@ def sentence(found: Found) -> str:
 def _reasons(found: Found, batch: ScriptBatch, reader: str | None) -> Iterator[str]:
     """Say for what it was chosen, why, and which are the next two."""
     from hf_parallel.planner.advice import reasons
+    from hf_parallel.planner.report import batch_lines
 
     first, *others = found.choices
     logits = "" if reader is None else f", whole logits ({reader})"
     yield f"{batch.rows} x {batch.accumulation} rows of {batch.seq} tokens per data rank, {batch.precision}{logits}"
     yield _in_words(first)
     yield from reasons(found.goal, first)
+    yield from batch_lines(found)
     yield from found.suggestions
     yield from (f"then {_in_words(choice)}" for choice in others)
 

@@ -74,6 +74,7 @@ class Choice:
         rates = ("step_time_s", "uncertainty", "tokens_per_s_per_gpu", "mfu", "memory_gib", "fits", "bubble")
         return {
             "spec": self.config.to_spec(),
+            "sequences_per_step": self.rows * self.accumulation * self.config.data_parallel_size,
             "per_device_train_batch_size": self.rows,
             "gradient_accumulation_steps": self.accumulation,
             **{name: getattr(p, name) for name in rates},

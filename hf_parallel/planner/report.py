@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import yaml
 
 from hf_parallel.planner.advice import attending
+from hf_parallel.planner.batch import StepBatch
 from hf_parallel.planner.choices import Choice, Found
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ def _remarks(found: Found, dollars: float | None) -> Iterator[str]:
     )
     if found.best:
         yield f"The first: {_in_words(found.best, dollars)}"
+        yield from (f"  {line}" for line in batch_lines(found))
         yield from (f"  {reason}" for reason in attending(found.goal, found.best))
     shared: dict[str, list[str]] = {}
     for i, choice in enumerate(found.choices, 1):
@@ -64,6 +66,18 @@ def _remarks(found: Found, dollars: float | None) -> Iterator[str]:
         yield "Why not"
     yield from (f"  {name}: {reason}" for name, reason in found.why_not)
     yield from found.suggestions
+
+
+def batch_lines(found: Found) -> Iterator[str]:
+    """Say the effective batch of the first, and what one process needs for it or what the learning rate needs."""
+    first, goal = found.choices[0], found.goal
+    batch = StepBatch(first.rows, first.accumulation, first.config.data_parallel_size)
+    yield f"a step has {batch.in_words(goal.seq)}"
+    if goal.global_batch is None:
+        yield from filter(None, [batch.advice(goal.optimizer)])
+    elif batch.data_ranks > 1:
+        alone = StepBatch(batch.rows, batch.accumulation * batch.data_ranks, 1)
+        yield f"the same batch in one process: {alone.arguments}; the learning rate stays"
 
 
 def _in_words(choice: Choice, dollars: float | None) -> str:
