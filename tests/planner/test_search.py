@@ -299,3 +299,25 @@ def test_a_loss_in_chunks_is_planned_where_it_runs(spec, chunks):
 
     goal = Goal(shape_of(LLAMA_8B), make_cluster("h100-80gb", 2), 4096, 8)
     assert to_job(goal, ParallelConfig.parse(spec).resolve(2), 1, 4).lean_loss is chunks
+
+
+def test_the_batch_of_a_step_is_said():
+    """Of a fixed batch: the same in one process; of a script's own: what keeps one process's, or the learning rate."""
+    from hf_parallel.planner.report import batch_lines
+
+    fixed = searched(gpus=8, global_batch=64)
+    batch, alone = batch_lines(fixed)
+    best = fixed.best
+    assert batch.startswith("a step has 64 sequences (")
+    assert batch.endswith("262,144 tokens")
+    assert alone == (
+        f"the same batch in one process: --per_device_train_batch_size {best.rows} "
+        f"--gradient_accumulation_steps {64 // best.rows}; the learning rate stays"
+    )
+    assert best.to_dict()["sequences_per_step"] == 64
+    script = searched(gpus=8, global_batch=None, rows=4, accumulation=2, accept=lambda c: c.data_parallel_size == 8)
+    assert [*batch_lines(script)] == [
+        "a step has 64 sequences (4 per device x 2 accumulation x 8 data ranks), 262,144 tokens",
+        "one process has 8: --per_device_train_batch_size 1 --gradient_accumulation_steps 1 keep that, else "
+        "learning_rate x 2.83 (square-root rule, adamw)",
+    ]

@@ -84,7 +84,7 @@ def said(out: str) -> list[str]:
     auto._arguments = arguments_of(out)
     auto.accepted = lambda config: lambda layout: layout.data_parallel_size == 2
     return [
-        auto._best(auto.Shown(models.llama(), reader=reader)).reasons[0]
+        auto._best(auto.Shown(models.llama(), reader=reader), []).reasons[0]
         for reader in ("OwnTrainer computes the loss", None)
     ]
 
