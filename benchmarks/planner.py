@@ -1,6 +1,7 @@
 """How good are the planner's predictions? Against published layouts, beside a predictor of constant utilisation.
 
     python benchmarks/planner.py published_layouts.json                  # every figure, 10 s
+    python benchmarks/planner.py published_layouts.json --unseen published_layouts_2.csv  # and of rows never fitted
     python benchmarks/planner.py published_layouts.json --leave-one-out  # efficiencies fitted without each series
     python benchmarks/planner.py published_layouts.json --transfer       # each type of GPU as the other
     python benchmarks/planner.py published_layouts.json --fit a100-80gb  # new efficiencies for the catalogue
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -27,6 +29,7 @@ HALF = ("bf16", "fp16")  # what is fitted; 16-bit formats are equally fast
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("rows", help="a JSON file of published layouts")
+    parser.add_argument("--unseen", metavar="ROWS", help="a file of rows on which nothing was fitted")
     parser.add_argument("--leave-one-out", action="store_true", help="fit without each series, test on it")
     parser.add_argument("--transfer", action="store_true", help="test each type with the other type's efficiencies")
     parser.add_argument("--fit", metavar="GPU", help="fit the efficiencies of this type and print them")
@@ -49,6 +52,7 @@ def main() -> None:
         ranking_figures(rows)
         memory_figures(rows)
         fitting_figures(rows)
+        series_figures(rows, published.read(args.unseen) if args.unseen else [])
 
 
 def time_figures(rows: list[published.Row]) -> None:
@@ -95,6 +99,23 @@ def memory_figures(rows: list[published.Row]) -> None:
     plain = published.errors(chosen, published.textbook_memory, "memory_gib")
     print(f"\nmemory, {len(chosen)} rows; without CPU offload and unstated recomputation")
     _compare(ours, plain, "textbook formula")
+
+
+def series_figures(rows: list[published.Row], unseen: list[published.Row]) -> None:
+    """Print the errors of every series, and of which of its rows an efficiency was fitted on."""
+    fitted = {id(row) for row in published.of_time(rows, HALF) if row["series"] != "torchtitan"}
+    chosen = published.with_step_times([*rows, *unseen])
+    print(f"\nstep time by series, GPU and precision, {len(chosen)} rows")
+    groups: dict[str, list[tuple[published.Row, float]]] = defaultdict(list)
+    for row, error in published.errors(chosen, lambda row: published.call(row).step_time_s, "step_time_s"):
+        kind = "fitted" if id(row) in fitted else "not fitted"
+        groups[f"{kind:<12}{row['series']}, {row['gpu_type']}, {row['precision']}"].append((row, error))
+    for name, found in sorted(groups.items()):
+        s, bias = published.summary(found), statistics.median(error for _, error in found)
+        print(f"  {name:<66}{len(found):4} rows  median {s['median']:6.1%}, p90 {s['p90']:6.1%}, bias {bias:+.1%}")
+    for kind in ("fitted", "not fitted"):
+        s = published.summary([pair for name, found in groups.items() if name.startswith(kind) for pair in found])
+        print(f"  {kind:<12}{s['rows']} rows: median {s['median']:.1%}, 90th percentile {s['p90']:.1%}")
 
 
 def fitting_figures(rows: list[published.Row]) -> None:

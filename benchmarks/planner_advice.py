@@ -43,7 +43,7 @@ def main() -> None:
             print(f"| {advice} | none: {found.advice} | | `{named}` | {about} |")
             continue
         best = found.choices[0]
-        figures = f"{best.prediction.step_time_s:.1f} s, {best.prediction.memory_gib:.0f} GiB"
+        figures = f"{best.prediction.step_time_s:.1f} s, {best.needed_gib:.0f} GiB"
         print(f"| {advice} | `{short(best.config.to_spec())}` | {figures} | `{named}` | {about} |")
 
 

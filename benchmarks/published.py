@@ -6,6 +6,7 @@ file of them, tests/planner/test_published.py holds a small part of them to boun
 
 from __future__ import annotations
 
+import csv
 import json
 import math
 import re
@@ -23,7 +24,7 @@ _MODEL = ("model", "params", "layers", "hidden", "heads", "kv_heads", "ffn_hidde
 _LAYOUT = {"tp": "tp", "pp": "pp", "dp": "dp", "cp": "cp", "ep": "ep", "zero_stage": "zero_stage"}
 _LAYOUT |= {"vpp": "virtual_stages", "sp": "sequence_parallel"}
 _MEGATRON = ("megatron_bridge_pretrain", "moe_model_zoo")
-_JOB = ("seq", "micro_batch", "global_batch", "recompute", "precision", "engine")
+_JOB = ("seq", "micro_batch", "global_batch", "recompute", "precision", "engine", "attention")
 
 #: What a publication's configuration files say where its table has a dash or no column. Automodel: the files beside
 #: docs/performance-summary (examples/llm_benchmark, October 2025; of GPT-OSS-120B the first with the table's batch).
@@ -38,10 +39,31 @@ _COMPLETED: dict[tuple[str, str], dict[str, Any]] = {
 }
 
 
+#: What a publication ran, where that is no fused implementation like those of the fitted rows: an engine of `predict`
+#: and its attention.
+_FRAMEWORKS: dict[str, dict[str, str]] = {
+    "trl_1m": {"engine": "transformers", "attention": "sdpa"},
+    "ms_swift": {"engine": "transformers"},
+}
+
+
 def read(path: str) -> list[Row]:
-    """The rows of a JSON file."""
-    with open(path, encoding="utf-8") as file:
+    """Read the rows of a JSON file, or of a CSV file with the same columns."""
+    with open(path, encoding="utf-8", newline="") as file:
+        if path.endswith(".csv"):
+            return [{key: _value(text) for key, text in row.items()} for row in csv.DictReader(file)]
         return json.load(file)
+
+
+def _value(text: str) -> Any:
+    """Return a cell as JSON has it: a number, true or false, None or a text."""
+    if text in ("True", "False", ""):
+        return {"True": True, "False": False, "": None}[text]
+    try:
+        number = float(text)
+    except ValueError:
+        return text
+    return int(number) if number.is_integer() else number
 
 
 def call(row: Row, **changes: Any) -> Prediction:
@@ -62,7 +84,7 @@ def completed(row: Row) -> Row:
     pipeline (moe/parallelizer.py), as ZeRO-2 does. Megatron-LM refuses tp with experts without sequence
     parallelism.
     """
-    row = {**row, **_COMPLETED.get((row["series"], row["model"]), {})}
+    row = {**_FRAMEWORKS.get(row["series"], {}), **row, **_COMPLETED.get((row["series"], row["model"]), {})}
     if row.get("recompute") in ("selective(norm,act)", "selective(layernorm,moe_act)"):
         row["engine"] = "megatron"
     if row["series"] == "automodel_pretrain" and (row.get("pp") or 1) > 1 and row.get("zero_stage") == 3:
@@ -90,6 +112,18 @@ def of_time(rows: Iterable[Row], precisions: tuple[str, ...] = ("bf16",)) -> lis
         and not row.get("experts")
         and any(name in str(row.get("precision")).lower() for name in precisions)
         and row["gpu_type"].startswith(("A100", "H100"))
+    ]
+
+
+def with_step_times(rows: Iterable[Row]) -> list[Row]:
+    """Rows of any model, precision and GPU of the catalogue that say all that `predict` must know."""
+    known = {"RTX4090-24GB", "B200-180GB", "H200-141GB"}
+    return [
+        row
+        for row in rows
+        if is_complete(row)
+        and row.get("step_time_s")
+        and (row["gpu_type"] in known or row["gpu_type"].startswith(("A100", "A800", "H100")))
     ]
 
 

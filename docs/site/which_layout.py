@@ -60,13 +60,25 @@ def answer(model: str, method: str, machine: str, length: str) -> dict[str, Any]
     }
 
 
+def read() -> dict[str, dict[str, Any]]:
+    """The answers of the page as they are written, by the places of the four options."""
+    _, _, lines = FILE.read_text(encoding="utf-8").partition("const ANSWERS=")
+    return json.loads(lines.rstrip().rstrip(";"))
+
+
+def asked(places: str) -> list[str]:
+    """The four options of an answer."""
+    each = map(int, places.split("-"))
+    return [list(options)[place] for options, place in zip(QUESTIONS, each, strict=True)]
+
+
 def write() -> None:
     """All answers, by the places of the four options."""
     answers = {}
-    for places in itertools.product(*(range(len(options)) for options in QUESTIONS)):
-        asked = [list(options)[place] for options, place in zip(QUESTIONS, places, strict=True)]
-        answers["-".join(map(str, places))] = answer(*asked)
-        print(*asked, answers["-".join(map(str, places))].get("spec", "nothing fits"), sep=" | ", file=sys.stderr)
+    for numbers in itertools.product(*(range(len(options)) for options in QUESTIONS)):
+        places = "-".join(map(str, numbers))
+        answers[places] = answer(*asked(places))
+        print(*asked(places), answers[places].get("spec", "nothing fits"), sep=" | ", file=sys.stderr)
     options = [list(options) for options in QUESTIONS]
     lines = ",\n".join(f"{json.dumps(key)}:{json.dumps(value)}" for key, value in answers.items())
     head = f"// Written by docs/site/which_layout.py.\nconst OPTIONS={json.dumps(options)};\n"

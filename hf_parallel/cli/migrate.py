@@ -19,6 +19,7 @@ from typing import TypeAlias
 
 from hf_parallel.ask.config import ParallelConfig
 from hf_parallel.ask.spec import SpecError, read_yaml, refuse, spell
+from hf_parallel.planner.batch import StepBatch
 
 # ---- What a key of theirs becomes ----------------------------------------------------------------------------------
 
@@ -122,6 +123,8 @@ _BATCH = {
     "gradient_accumulation_steps": "gradient_accumulation_steps",
     "gradient_clipping": "max_grad_norm",
 }
+#: Sequences of a device and micro-step, as files spell it.
+_ROWS = ("train_micro_batch_size_per_gpu", "micro_batch_size", "batch_size", "per_device_train_batch_size")
 _DEEPSPEED: dict[str, Rule] = {
     **{key: _argument(name) for key, name in _BATCH.items()},
     "optimizer": _argument("optim, learning_rate, weight_decay, adam_beta1, …"),
@@ -284,6 +287,9 @@ def _accelerate(values: Mapping, folder: str) -> Keys:
 
 def _axolotl(values: Mapping, folder: str) -> Keys:
     yield from _of({key: value for key, value in values.items() if key in _AXOLOTL}, _AXOLOTL)
+    for key in ("micro_batch_size", "gradient_accumulation_steps"):
+        if key in values:
+            yield key, values[key], _argument("per_device_train_batch_size" if key[0] == "m" else key)
     if isinstance(values.get("fsdp"), list):
         yield from _words(values["fsdp"])
     yield from _of(values.get("fsdp_config") or {}, _FSDP, "fsdp_config.", "fsdp_")
@@ -292,7 +298,10 @@ def _axolotl(values: Mapping, folder: str) -> Keys:
 
 
 def _torchtune(values: Mapping, folder: str) -> Keys:
-    return _of({key: value for key, value in values.items() if key in _TORCHTUNE}, _TORCHTUNE)
+    yield from _of({key: value for key, value in values.items() if key in _TORCHTUNE}, _TORCHTUNE)
+    for key in ("batch_size", "gradient_accumulation_steps"):
+        if key in values:
+            yield key, values[key], _argument("per_device_train_batch_size" if key[0] == "b" else key)
 
 
 def _words(asked: str | list[str]) -> Keys:
@@ -363,6 +372,11 @@ class Source:
     processes: int | None = None
     machines: int = 1
 
+    def number(self, *names: str) -> int | None:
+        """Return the number that a key of one of these names has, whatever section it stands in."""
+        found = [value for key, value, _ in self.keys if key.rpartition(".")[2] in names]
+        return next((int(str(value)) for value in found if str(value).isdigit()), None)
+
 
 def read(path: str) -> Source:
     """Whose file it is, and its keys.
@@ -425,6 +439,26 @@ def migrated(source: Source) -> tuple[str, list[tuple[str, str, str]]]:
     return text, rows
 
 
+def batch_of(source: Source, spec: str) -> str:
+    """Return the effective batch under the spec, as far as the file says it; its data ranks are the old program's."""
+    rows, accumulation = source.number(*_ROWS), source.number("gradient_accumulation_steps")
+    total, processes = source.number("train_batch_size"), source.processes
+    ranks = None if processes is None else ParallelConfig.parse(spec).resolve(processes).data_parallel_size
+    if ranks and total and rows is None and total % (ranks * (accumulation or 1)) == 0:
+        rows = total // ranks // (accumulation or 1)
+    if rows is None or ranks is None:
+        factors = [
+            f"{rows or 'per_device_train_batch_size'} per device",
+            f"{accumulation or 'gradient_accumulation_steps'} accumulation",
+            f"{ranks or 'processes / (tp x pp x cp)'} data ranks",
+        ]
+        return f"A step has {' x '.join(factors)} sequences, as before"
+    batch = StepBatch(rows, accumulation or 1, ranks)
+    if total is not None and total != batch.sequences:
+        return f"A step would have {batch.in_words()}, but train_batch_size is {total}: change one of them"
+    return f"A step has {batch.in_words()}, as before: {batch.arguments}"
+
+
 def _became(key: str, value: object, rule: Rule | None) -> Became:
     if not callable(rule):
         return Became(why=rule or "not known here: nothing stands for it")
@@ -466,13 +500,15 @@ def migrate(args: argparse.Namespace) -> int:
         print(f"hf_parallel: {error}", file=sys.stderr)
         return 2
     if args.json:
+        batch = batch_of(source, spec)
         keys = [{"key": key, "spec": ours, "why": why} for key, ours, why in rows]
-        print(json.dumps({"program": source.program, "spec": spec, "keys": keys}, indent=2))
+        print(json.dumps({"program": source.program, "spec": spec, "batch": batch, "keys": keys}, indent=2))
         return 0
     count = "" if source.processes is None else f"--num_processes {source.processes} "
     if args.file is not None:
         print(f"{args.file} is a configuration of {source.program}" if source.program != "script" else args.file)
     print(f"\n    hf-parallel launch {count}--parallel {spec} train.py\n")
+    print(f"{batch_of(source, spec)}\n")
     width = max((len(key) for key, _, _ in rows), default=0)
     for key, ours, why in rows:
         print(f"{key:<{width}}  ->  {ours or f'({why})'}")

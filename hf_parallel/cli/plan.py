@@ -55,6 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="as found by the training whose record is there",
     )
     where.add_argument("--memory", type=float, metavar="GIB", help="of each GPU, instead of all of it")
+    where.add_argument("--headroom", type=float, default=8, metavar="PERCENT", help="of it that stays free (8)")
     what = parser.add_argument_group("training")
     what.add_argument("--seq", type=int, default=4096, metavar="N", help="tokens per row (4096)")
     what.add_argument("--global-batch", type=int, metavar="N", help="rows per step over all ranks (4 per GPU)")
@@ -152,6 +153,7 @@ def _search(args: argparse.Namespace, model: PretrainedConfig | dict[str, object
         attention=args.attn,
         documents=args.packed,
         quantized=args.quantized,
+        headroom=args.headroom,
     )
 
 

@@ -275,11 +275,12 @@ def sentence(found: Found) -> str:
     """Say which layout was chosen, why, and what it needs and gives, by prediction."""
     first, goal = found.choices[0], found.goal
     config, p, cluster = first.config, first.prediction, goal.cluster
-    gain = "the fastest layout that fits" if len(found.choices) > 1 else "the one layout that fits"
+    several = "of the fastest layouts the one that needs least memory, on"
+    gain = several if len(found.choices) > 1 else "the one layout that fits"
     per_rank = f"{first.rows} x {config.data_parallel_size} data ranks"
     return (
         f"auto chooses {config.to_spec()}, {gain} {cluster.gpus} x {cluster.gpu.name}: predicted "
-        f"{p.memory_gib:.3g} of {cluster.gpu.memory_gib:.3g} GiB per device, "
+        f"{first.needed_gib:.3g} of {cluster.gpu.memory_gib:.3g} GiB per device, "
         f"{p.tokens_per_s_per_gpu * cluster.gpus:,.0f} tokens/s, global batch "
         f"{first.rows * first.accumulation * config.data_parallel_size} sequences of {goal.seq} tokens ({per_rank}"
         + (f" x {first.accumulation} accumulation steps)" if first.accumulation > 1 else ")")
@@ -289,19 +290,21 @@ def sentence(found: Found) -> str:
 def _reasons(found: Found, batch: ScriptBatch, reader: str | None) -> Iterator[str]:
     """Say for what it was chosen, why, and which are the next two."""
     from hf_parallel.planner.advice import reasons
+    from hf_parallel.planner.report import batch_lines
 
     first, *others = found.choices
     logits = "" if reader is None else f", whole logits ({reader})"
     yield f"{batch.rows} x {batch.accumulation} rows of {batch.seq} tokens per data rank, {batch.precision}{logits}"
     yield _in_words(first)
     yield from reasons(found.goal, first)
+    yield from batch_lines(found)
     yield from found.suggestions
     yield from (f"then {_in_words(choice)}" for choice in others)
 
 
 def _in_words(choice: Choice) -> str:
     rows, p = choice.rows * choice.accumulation * choice.config.data_parallel_size, choice.prediction
-    return f"{choice.config.to_spec()}: {p.step_time_s:.3g} s per step of {rows} rows, {p.memory_gib:.1f} GiB"
+    return f"{choice.config.to_spec()}: {p.step_time_s:.3g} s per step of {rows} rows, {choice.needed_gib:.1f} GiB"
 
 
 def accepted(config: PretrainedConfig) -> Callable[[ParallelConfig], bool]:

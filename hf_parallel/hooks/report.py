@@ -18,6 +18,7 @@ from hf_parallel.axes.experts.axis import EXPERTS
 from hf_parallel.checkpoint.folder import LAYOUT
 from hf_parallel.hooks import after_import, runtime
 from hf_parallel.hooks.accelerate.shares import cut_of
+from hf_parallel.planner.batch import StepBatch
 from hf_parallel.plans.examine import report_of, shown_size
 from hf_parallel.prove.certificate import line_about
 from hf_parallel.ranks.mesh import axis_ranks
@@ -71,6 +72,8 @@ class Facts(TypedDict):
     model: str
     parameters_per_rank: list[int]
     global_batch: int
+    batch: str
+    batch_of_one_process: str
     examples_per_data_rank: list[int] | None
     tokens_per_step: int
     attention: str | None
@@ -133,6 +136,7 @@ def describe(trainer: Trainer, batches: list, loss: str) -> Facts:
     speaks = dist.get_rank() == 0  # the table of all ranks is made once
     plan = report_of(state.plan).to_dict() if speaks and state is not None and state.plan is not None else {}
     read = [batch for batch in batches if hasattr(batch, "get")]  # prompts of trainers that generate come as a list
+    batch = StepBatch(trainer.args.train_batch_size, trainer.args.gradient_accumulation_steps, mesh.data_size)
     cut = cut_of(trainer.accelerator.gradient_state)
     tokens = sum(b["input_ids"].numel() for b in read if torch.is_tensor(b.get("input_ids")))
     return {
@@ -144,6 +148,8 @@ def describe(trainer: Trainer, batches: list, loss: str) -> Facts:
         "model": type(model).__name__,
         "parameters_per_rank": per_rank,
         "global_batch": trainer.get_total_train_batch_size(trainer.args),
+        "batch": batch.product,
+        "batch_of_one_process": batch.advice(_optimizer(trainer)),
         "examples_per_data_rank": None if cut is None else list(cut),
         "tokens_per_step": tokens * mesh.data_size if cut is None else tokens * sum(cut) // cut[mesh.data_rank],
         "attention": _attention(model),
@@ -158,6 +164,12 @@ def describe(trainer: Trainer, batches: list, loss: str) -> Facts:
         "proof": line_about(sys.argv[0], config.to_spec()),
         "versions": {"hf-parallel": VERSION, **_versions()},
     }
+
+
+def _optimizer(trainer: Trainer) -> str:
+    """Return the name of its class; by the first batch there is one."""
+    made = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+    return str(trainer.args.optim) if made is None else type(made).__name__
 
 
 def _attention(model: nn.Module) -> str | None:
@@ -178,15 +190,19 @@ def short_lines(facts: Facts, path: str) -> list[str]:
         path: of the file that has all facts.
     """
     notes = facts["notes"]
-    shown = max(0, _NOTES_SHOWN - bool(facts["auto"]) - bool(facts["proof"]))
+    alone = facts["batch_of_one_process"]
+    shown = max(0, _NOTES_SHOWN - bool(facts["auto"]) - bool(facts["proof"]) - bool(alone))
     hidden = len(notes) - shown
+    kernels = [f"  attention     {facts['attention']}", f"  head and loss {facts['loss']}"]
+    if facts["auto"] and facts["proof"] and alone:  # else there would be nine lines
+        kernels = [f"  attention     {facts['attention']}; head and loss: {facts['loss']}"]
     more = f" ({hidden} more notes)" if hidden > 0 else ""
     return [
         f"hf_parallel: {facts['model']} under {facts['spec']}",
         f"  each rank     {_parameters(facts)} parameters; {_memory(facts)}",
         f"  global batch  {_batch(facts)}",
-        f"  attention     {facts['attention']}",
-        f"  head and loss {facts['loss']}",
+        *([f"  learning rate {alone}"] if alone else []),
+        *kernels,
         *([f"  prove         {facts['proof']}"] if facts["proof"] else []),
         *(f"  note          {note}" for note in notes[:shown]),
         f"  everything    {path}{more}; monitor=full prints it here",
@@ -204,6 +220,7 @@ def all_lines(facts: Facts) -> list[str]:
     lines.append(f"  parameters per rank  {_parameters(facts)}")
     lines += [f"  {name:<20} {value}" for name, value in facts["plan"].get("facts", {}).items()]
     lines.append(f"  global batch         {_batch(facts)}")
+    lines += [f"  learning rate        {alone}"] if (alone := facts["batch_of_one_process"]) else []
     if facts["examples_per_data_rank"] is not None:
         lines.append(
             f"  examples per rank    {' '.join(map(str, facts['examples_per_data_rank']))} of each micro-step"
@@ -226,7 +243,7 @@ def _memory(facts: Facts) -> str:
 
 def _batch(facts: Facts) -> str:
     tokens = f", {facts['tokens_per_step']:,} tokens in the first step" if facts["tokens_per_step"] else ""
-    return f"{facts['global_batch']} sequences{tokens}"
+    return f"{facts['global_batch']} sequences ({facts['batch']}){tokens}"
 
 
 def _inexact(trainer: Trainer, data_ranks: int) -> list[str]:

@@ -132,11 +132,12 @@ def _furthest(planned: Mapping[str, float], measured: Mapping[str, float]) -> tu
 # layout that ran: one factor for all efficiencies of the GPU, one for all links, and what the host adds to a step.
 
 
-#: Rounds of scaling: what is hidden behind compute changes with it, so that one factor moves two terms.
-_ROUNDS = 8
+#: Rounds of scaling: what is hidden behind compute changes with it, and slower links leave Python time, so that one
+#: factor moves two terms. Each round goes half of the way, by the logarithm: whole steps would swing around the end.
+_ROUNDS, _OF_THE_WAY = 20, 0.5
 #: A factor beyond this says that something else is wrong than the numbers of the hardware.
 _MOST = 1000.0
-_RATES = ("gemm", "attention", "memory")
+_RATES = ("gemm", "attention", "flash", "cudnn", "memory")
 
 
 @dataclass(frozen=True)
@@ -167,7 +168,7 @@ def calibrated(folder: str, model: PreTrainedModel) -> tuple[Cluster, list[str]]
     cluster, factors = _fit(shape, found)
     after = expect(shape, found.config, cluster, found.batch)
     said = [f"{name} x {factor:.3g}" for name, factor in factors.items()]
-    host = cluster.gpu.efficiency.step_ms
+    host = cluster.gpu.efficiency.eager_step_ms
     return cluster, [
         f"calibrated by {folder} ({found.config.to_spec()}): measured {found.step:.3g} s per step, planned "
         f"{before.step_time_s:.3g} s before, {after.step_time_s:.3g} s now",
@@ -207,7 +208,7 @@ def _fit(shape: ModelShape, found: Measured) -> tuple[Cluster, dict[str, float]]
     for _ in range(_ROUNDS):
         now = terms(expect(shape, found.config, cluster, found.batch).breakdown.time)
         for name, slower in _SCALE.items():
-            factor = _factor(found.terms[name], now[name], total[name])
+            factor = _factor(found.terms[name], now[name], total[name]) ** _OF_THE_WAY
             total[name] *= factor
             cluster = slower(cluster, factor)
         cluster = _with_host(cluster, found.terms["other"] - now["other"])
@@ -225,7 +226,8 @@ def _factor(measured: float, predicted: float, so_far: float) -> float:
 def _slower_compute(cluster: Cluster, factor: float) -> Cluster:
     e = cluster.gpu.efficiency
     scaled = {name: getattr(e, name) / factor for name in _RATES}
-    gpu = dataclasses.replace(cluster.gpu, efficiency=dataclasses.replace(e, **scaled, kernel_us=e.kernel_us * factor))
+    host = {"kernel_us": e.kernel_us * factor, "eager_us": e.eager_us * factor}
+    gpu = dataclasses.replace(cluster.gpu, efficiency=dataclasses.replace(e, **scaled, **host))
     return dataclasses.replace(cluster, gpu=gpu)
 
 
@@ -249,7 +251,7 @@ def _slower(link: Link, factor: float) -> Link:
 def _with_host(cluster: Cluster, seconds: float) -> Cluster:
     """With so much more of the host in each step."""
     e = cluster.gpu.efficiency
-    efficiency = dataclasses.replace(e, step_ms=max(0.0, e.step_ms + 1e3 * seconds))
+    efficiency = dataclasses.replace(e, eager_step_ms=max(0.0, e.eager_step_ms + 1e3 * seconds))
     return dataclasses.replace(cluster, gpu=dataclasses.replace(cluster.gpu, efficiency=efficiency))
 
 

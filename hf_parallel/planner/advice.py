@@ -8,8 +8,8 @@ from typing import Any
 
 from hf_parallel.ask.config import ParallelConfig
 from hf_parallel.ask.keys.layers import AUTO, TORCH_FLASH
-from hf_parallel.planner.candidates import WAYS, Goal, configured, heads_divide, sizes_of
-from hf_parallel.planner.choices import Choice, TooLarge, predicted, variants
+from hf_parallel.planner.candidates import HEADROOM, WAYS, Goal, configured, heads_divide, sizes_of
+from hf_parallel.planner.choices import Choice, TooLarge, leanest, predicted, variants
 from hf_parallel.planner.hardware import Cluster
 from hf_parallel.planner.prediction import EXPERTS, MEASURED, TRANSFERRED
 
@@ -46,7 +46,7 @@ def warnings_about(choice: Choice, goal: Goal) -> Iterator[str]:
     if config.precision != "auto" and config.precision not in goal.cluster.gpu.peaks:
         yield f"precision={config.precision}: its products are timed like those of 16 bits, as no rate is known"
     needed, there = choice.needed_gib, goal.cluster.gpu.memory_gib
-    if needed > 0.92 * there:
+    if needed > (1 - HEADROOM / 100) * there:
         yield f"needs {needed:.1f} of {there:.1f} GiB: --verify before a long run"
 
 
@@ -80,16 +80,22 @@ def _why_idle(choice: Choice, cluster: Cluster) -> str:
     )
 
 
-def why_not(choice: Choice, best: Choice | None) -> str:
-    """One line: it does not fit, or what it spends its time on instead."""
-    prediction, memory = choice.prediction, choice.prediction.cluster.gpu.memory_gib
-    if not prediction.fits:
-        kind, size = max(prediction.breakdown.memory.items(), key=lambda item: item[1])
-        return f"needs {prediction.memory_gib:.0f} GiB of {memory:.0f}, {size:.0f} of them {_KINDS.get(kind, kind)}"
+def why_not(goal: Goal, choice: Choice, best: Choice | None) -> str:
+    """Say in one line that a layout does not fit, or what it spends its time on instead."""
+    prediction, memory = choice.prediction, goal.cluster.gpu.memory_gib
+    if choice.needed_gib > goal.room_gib:
+        held = {kind: size for kind, size in prediction.breakdown.memory.items() if "held" not in kind}
+        kind, size = max(held.items(), key=lambda item: item[1])
+        kept = f" ({goal.headroom:g} % stay free)" if prediction.fits else ""
+        needs = f"needs {choice.needed_gib:.0f} GiB of {memory:.0f}{kept}"
+        return f"{needs}, {size:.0f} of them {_KINDS.get(kind, kind)}"
     if best is None:
         return "fits"
     if choice.seconds_per_row < best.seconds_per_row:
-        return f"{1 - choice.seconds_per_row / best.seconds_per_row:.0%} faster by prediction: less than it can tell"
+        return (
+            f"{1 - choice.seconds_per_row / best.seconds_per_row:.0%} faster by prediction, less than it can tell; "
+            f"needs {choice.needed_gib:.0f} GiB, the best {best.needed_gib:.0f}"
+        )
     ratio = choice.seconds_per_row / best.seconds_per_row
     if ratio < 1.02:
         return f"as fast as the best within {max(0, ratio - 1):.0%}"
@@ -126,8 +132,8 @@ def nothing_fits(goal: Goal, needed: float, others: Iterable[tuple[str, Choice |
     Args:
         others: what was tried in its place, such as `--lora`, and the best layout that it allows, or None.
     """
-    there = goal.cluster.gpu.memory_gib
-    advice = [f"the leanest layout needs {needed:.0f} GiB of {there:.0f}"] if needed < math.inf else []
+    there, kept = goal.cluster.gpu.memory_gib, f" ({goal.headroom:g} % stay free)" if goal.headroom else ""
+    advice = [f"the leanest layout needs {needed:.1f} GiB of {there:.1f}{kept}"] if needed < math.inf else []
     for name, choice in others:
         if choice is None:
             advice.append(f"with {name} it does not fit either")
@@ -216,7 +222,7 @@ def _recomputing(goal: Goal, choice: Choice) -> str:
 
 def _chunks(goal: Goal, choice: Choice) -> Iterator[str]:
     """Where it rests on a loss in chunks, which loops and scripts that compute the loss themselves do not have."""
-    if not _beside(goal, choice, lean_loss="false").prediction.fits:
+    if _beside(goal, choice, lean_loss="false").needed_gib > goal.room_gib:
         said = _other(goal, choice, lean_loss="false")
         yield f"lean_loss={choice.config.lean_loss}: a Trainer's step with the model's own loss; whole logits {said}"
 
@@ -230,7 +236,7 @@ def _other(goal: Goal, choice: Choice, **settings: Any) -> str:
     """What the same layout with other settings would need and take, in words."""
     other = _beside(goal, choice, **settings)
     there, ratio = goal.cluster.gpu.memory_gib, other.seconds_per_row / choice.seconds_per_row
-    if not other.prediction.fits:
+    if other.needed_gib > goal.room_gib:
         return f"would need {other.needed_gib:.1f} of {there:.0f} GiB"
     return f"would need {other.needed_gib:.1f} GiB and take {ratio:.2f} x the time"
 
@@ -282,6 +288,6 @@ def explain_absence(goal: Goal, config: ParallelConfig, best: Choice | None) -> 
         return f"a global batch of {goal.global_batch} leaves too few micro-batches"
     fitting = [choice for choice in found if isinstance(choice, Choice)]
     if fitting:
-        return why_not(min(fitting, key=lambda choice: choice.seconds_per_row), best)
+        return why_not(goal, leanest(fitting), best)
     least = min((choice for choice in found if isinstance(choice, TooLarge)), key=lambda choice: choice.gib)
-    return why_not(predicted(goal, least.config, least.size), best)
+    return why_not(goal, predicted(goal, least.config, least.size), best)

@@ -21,6 +21,8 @@ from hf_parallel.planner.layout import Job, Layout
 from hf_parallel.planner.pipeline import adapted
 from hf_parallel.planner.shape import ModelShape
 
+#: Percent of each GPU's memory that a plan keeps free, unless it is told otherwise.
+HEADROOM = 8.0
 _SCHEDULES = ("interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble")
 _MOST_STAGES = 64
 _LEAST_GRID, _COLUMNS = 16, (2, 4)  # ranks of tp from which a grid sends less, and columns that do
@@ -53,6 +55,12 @@ class Goal:
     eight_bit: str = "auto"  # precision of the candidates' linears
     quantized: bool = False  # are transfers that round allowed?
     whole_logits: bool = False  # does the script read them?
+    headroom: float = HEADROOM  # percent of each GPU's memory that stays free
+
+    @property
+    def room_gib(self) -> float:
+        """GiB of each GPU that a layout may need."""
+        return self.cluster.gpu.memory_gib * (1 - self.headroom / 100)
 
     @property
     def where(self) -> str:

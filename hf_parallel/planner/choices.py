@@ -16,7 +16,7 @@ from hf_parallel.planner.activations import FLASH, Planned
 from hf_parallel.planner.candidates import Goal, configured, context_of, micro_batches, to_job, to_layout
 from hf_parallel.planner.hardware import Cluster
 from hf_parallel.planner.layout import Job, Layout
-from hf_parallel.planner.memory import GIB, fits, fullest, memory_of_ranks
+from hf_parallel.planner.memory import GIB, RankMemory, fullest, memory_of_ranks
 from hf_parallel.planner.pipeline import Stage, make_stages, stages_by_rank
 from hf_parallel.planner.predict import predict_step, stage_times
 from hf_parallel.planner.prediction import Prediction
@@ -36,7 +36,27 @@ class Choice:
     @property
     def needed_gib(self) -> float:
         """What the fullest rank must have; its allocator may hold more, which it gives back before it fails."""
-        return max(rank.needed for rank in self.prediction.breakdown.ranks) / GIB
+        return self._fullest.needed / GIB
+
+    @property
+    def allocated_gib(self) -> float:
+        """What tensors take on the fullest rank: `torch.cuda.max_memory_allocated`."""
+        return self._fullest.tensors / GIB
+
+    @property
+    def reserved_gib(self) -> float:
+        """What torch's allocator holds there: `torch.cuda.max_memory_reserved`."""
+        peak, memory = self._fullest, self.prediction.cluster.gpu.memory_gib
+        return (peak.held(memory * GIB) - (peak.needed - peak.tensors)) / GIB
+
+    @property
+    def free_gib(self) -> float:
+        """What is left of a GPU beside what its fullest rank must have."""
+        return self.prediction.cluster.gpu.memory_gib - self.needed_gib
+
+    @property
+    def _fullest(self) -> RankMemory:
+        return fullest(list(self.prediction.breakdown.ranks))
 
     @property
     def step_time_s(self) -> float:
@@ -54,13 +74,37 @@ class Choice:
         rates = ("step_time_s", "uncertainty", "tokens_per_s_per_gpu", "mfu", "memory_gib", "fits", "bubble")
         return {
             "spec": self.config.to_spec(),
+            "sequences_per_step": self.rows * self.accumulation * self.config.data_parallel_size,
             "per_device_train_batch_size": self.rows,
             "gradient_accumulation_steps": self.accumulation,
             **{name: getattr(p, name) for name in rates},
-            "needed_gib": self.needed_gib,
+            **{name: getattr(self, name) for name in ("needed_gib", "allocated_gib", "reserved_gib", "free_gib")},
             **{name: getattr(p.breakdown, name) for name in ("memory", "time", "bytes_by_axis")},
             "warnings": list(self.warnings),
         }
+
+
+#: Times as fast must a layout be as another, or the planner cannot tell them apart.
+TELLS = 1.05
+
+
+def ranked_seconds(choice: Choice) -> float:
+    """Return seconds per row, `TELLS` times more for each axis beyond data: few axes are easier to live with."""
+    config = choice.config
+    beyond = sum(size > 1 for size in (config.tp_size, config.cp_size, config.pp_size, config.ep_size))
+    return choice.seconds_per_row * TELLS**beyond
+
+
+def leanest(choices: Sequence[Choice], fastest: float | None = None) -> Choice:
+    """Return the choice that needs least memory of those that the planner cannot tell from the fastest.
+
+    Args:
+        fastest: ranked seconds of the fastest; default, and where none of `choices` is near: of the fastest of them.
+    """
+    own = min(map(ranked_seconds, choices))
+    pace = own if fastest is None or own > TELLS * fastest else fastest
+    near = [choice for choice in choices if ranked_seconds(choice) <= TELLS * pace]
+    return min(near, key=lambda choice: (choice.needed_gib, ranked_seconds(choice)))
 
 
 @dataclass(frozen=True)
@@ -91,6 +135,7 @@ class Found:
             "gpus_per_node": goal.cluster.per_node,
             "seq": goal.seq,
             "global_batch": goal.global_batch,
+            "headroom": goal.headroom,
             "layouts_looked_at": self.looked_at,
             "layouts": [choice.to_dict() for choice in self.choices],
             "why_not": dict(self.why_not),
@@ -153,7 +198,7 @@ def attempt(goal: Goal, config: ParallelConfig, size: int, limit: float = math.i
         return None
     ranks = memory_of_ranks(stages, layout, job)
     peak = fullest(ranks)
-    if not fits(peak, goal.cluster) or _offloaded(goal, layout, job) > goal.cluster.gpu.host.memory_gib:
+    if peak.needed > goal.room_gib * GIB or _offloaded(goal, layout, job) > goal.cluster.gpu.host.memory_gib:
         return TooLarge(config, size, peak.needed / GIB)
     return _choice(config, predict_step(goal.shape, goal.cluster, layout, job, ranks))
 

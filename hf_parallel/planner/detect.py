@@ -188,7 +188,8 @@ def _processors(count: int, per_node: int) -> Cluster:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / processes / 2**30
     share = min(1.0, (os.cpu_count() or 1) / processes)
     rate = _measured_flops() * share
-    efficiency = dataclasses.replace(Efficiency(), gemm=1.0, attention=1.0, waves=0.0, kernel_us=20.0)
+    launches = {"kernel_us": 20.0, "eager_us": 6.0, "eager_step_ms": 10.0}  # nothing waits for a kernel's launch
+    efficiency = dataclasses.replace(Efficiency(), gemm=1.0, attention=1.0, waves=0.0, **launches)
     gpu = dataclasses.replace(
         base,
         name="cpu",

@@ -53,8 +53,14 @@ class Efficiency:
     hidden: float = 0.8  # part of the compute behind which gradients and weights can travel
     hidden_gradients: float = 0.5  # part of the last backward behind which gradients are reduced
     wait_us: float = 100.0  # per collective that the compute waits for: launch, and ranks that are not in step
-    kernel_us: float = 6.0  # of the host, per kernel
+    kernel_us: float = 6.0  # of the host, per kernel of a fused implementation
     step_ms: float = 10.0  # of the host, per step
+    # Of models of Transformers without a compiler; measured on an H100 (docs/gpu.md), where nothing else is said.
+    eager_us: float = 40.0  # of the host, per kernel: Python, autograd, hooks
+    eager_step_ms: float = 12.0  # of the host, per step: what it waits for and launches outside of the layers
+    eager_passes: float = 1.3  # element-wise traffic in multiples of what its kernels read and write
+    flash: float = 0.0  # of the peak, forward, by flash attention 2; 0: `attention`
+    cudnn: float = 0.0  # of the peak, forward, by torch's sdpa on whole rows; 0: `attention`
     node_noise: float = 0.0  # added per doubling of the number of nodes
 
 
@@ -155,7 +161,9 @@ def _gpu_from_entry(name: str, entry: Mapping, like: Gpu | None) -> Gpu:
         given["capability"] = tuple(entry["capability"])
     if "host" in entry or like is None:
         given["host"] = _host_from_entry(entry["host"])
-    given["efficiency"] = dataclasses.replace(known.get("efficiency", Efficiency()), **entry.get("efficiency", {}))
+    own = entry.get("efficiency", {})
+    kernels = {"flash": 0.0, "cudnn": 0.0} if "attention" in own else {}  # what is said of attention holds for all
+    given["efficiency"] = dataclasses.replace(known.get("efficiency", Efficiency()), **kernels | own)
     about = {"source": entry.get("source", ""), "note": entry.get("note", ""), "like": ""}
     if like:
         about["like"] = like.like or (like.name if entry.get("unmeasured") else "")

@@ -42,6 +42,9 @@ class Habits:
     keeps_products: bool = False  # selective checkpointing keeps outputs of all products, not of every second one
     kept_logit_bytes: float = 0.0  # of these, from the forward to the backward
     loss_chunk: int = 0  # tokens whose split logits are in fp32 at a time, beside the logits and their gradient
+    # seconds
+    #: Python launches each kernel, norms, rotary embeddings and activations are several; attention is torch's own.
+    eager: bool = False
     # beside the tensors
     communicator_gib: float = 1.5  # per axis
     bucket_gib: float = 1.5  # in which ZeRO-1 and 2 reduce and gather
@@ -54,10 +57,12 @@ class Habits:
 
 
 #: "megatron": selective recomputation of norms and activations, as Megatron-LM's --recompute-modules.
+#: "transformers": models of Transformers as they are, under Trainer, Accelerate or TRL.
 #: "hf_parallel": this package's engine, compared with dry runs in tests/planner/test_analytic.py.
 HABITS = {
     "standard": Habits(),
     "megatron": Habits(keeps_products=True),
+    "transformers": Habits(eager=True),
     "hf_parallel": Habits(
         master_weights=False,
         fp32_sums=True,
@@ -65,6 +70,7 @@ HABITS = {
         gathered_layers=1.0,
         balanced=True,
         fused=False,
+        eager=True,
         keeps_products=True,
         logit_bytes=12.0,
         kept_logit_bytes=4.0,

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from hf_parallel.axes.pipeline.timeline import Timeline
-from hf_parallel.planner.activations import EAGER, all_keys
+from hf_parallel.planner.activations import EAGER, FLASH, SDPA, all_keys
 from hf_parallel.planner.hardware import Cluster, Gpu, Link, make_cluster
 from hf_parallel.planner.layout import Job, Layout, computed_job, make_job, make_layout
 from hf_parallel.planner.ledger import (
@@ -36,7 +36,7 @@ from hf_parallel.planner.ledger import (
     step_transfers,
 )
 from hf_parallel.planner.memory import GIB, RankMemory, fits, fullest, memory_of_ranks
-from hf_parallel.planner.pipeline import Stage, make_stages, pipeline_seconds, stages_by_rank, timeline
+from hf_parallel.planner.pipeline import Stage, adapted, make_stages, pipeline_seconds, stages_by_rank, timeline
 from hf_parallel.planner.prediction import Breakdown, Prediction
 from hf_parallel.planner.shape import Attention, Block, Matrix, ModelShape, shape_of
 from hf_parallel.planner.states import offload_seconds
@@ -56,7 +56,10 @@ if TYPE_CHECKING:
 
 _TILE = 128
 _CLOCK = 1.5e9  # Hz, within a fifth for every GPU of the catalogue
-_KERNELS_FORWARD, _KERNELS_BACKWARD = 16, 30  # per block, without a compiler
+#: Kernels of a block's forward and backward: of a fused implementation; of Transformers without a compiler, counted by
+#: a profiler (docs/gpu.md), with what tp, shards of FSDP2 and each adapter add.
+_KERNELS = (16, 30)
+_EAGER, _EAGER_TP, _EAGER_SHARDS, _EAGER_ADAPTER = (50, 100), (14, 26), (6, 11), (4, 7)
 #: Ranks that are not in step: once per all-reduce of tp, or per gather and scatter; per all-to-all of ep.
 _WAITS = {"tp": 0.5, "tp_row": 0.5, "tp_col": 0.5, "ep": 1.0}
 
@@ -113,17 +116,17 @@ def plus(one: dict[str, float], other: dict[str, float]) -> dict[str, float]:
 def block_times(block: Block, hidden: int, layout: Layout, job: Job, cluster: Cluster) -> Times:
     """One block on one rank, with its communication over tp, cp and ep, and under ZeRO-3 of its weights."""
     gpu, tokens = cluster.gpu, job.tokens(layout)
-    element_wise = memory_seconds(gpu, tokens * _elementwise(block, hidden, layout, job) * gpu.efficiency.passes)
     forward, backward = (
         {
             PRODUCTS: sum(_matrix(gpu, job, layout, m, tokens, is_backward) for m in block.matrices),
             ATTENTION: sum(_attention(gpu, job, layout, a, tokens, is_backward) for a in block.attentions),
-            "element-wise": (1 + is_backward) * element_wise,
+            "element-wise": memory_seconds(gpu, tokens * _between(block, hidden, layout, job, gpu, is_backward)),
         }
         for is_backward in (False, True)
     )
-    _launch(gpu, forward, _KERNELS_FORWARD)
-    _launch(gpu, backward, _KERNELS_BACKWARD)
+    if not job.habits.eager:  # else of a whole stage: see `_host_waits`
+        _launch(gpu, forward, _KERNELS[0])
+        _launch(gpu, backward, _KERNELS[1])
     computed = Times(forward, plus(backward, _recomputed(forward, job)))
     return computed.with_waits(block_transfers(block, hidden, layout, job, cluster), gpu)
 
@@ -133,6 +136,28 @@ def _launch(gpu: Gpu, times: dict[str, float], kernels: int) -> None:
     wait = kernels * gpu.efficiency.kernel_us * 1e-6 - sum(times.values())
     if wait > 0:
         times["host"] = wait
+
+
+def host_kernels(block: Block, layout: Layout, job: Job) -> tuple[float, float]:
+    """Return how many kernels Python launches for a block's forward and backward, what is computed again included."""
+    adapters = sum(matrix.count for matrix in adapted(block)) if job.lora else 0
+    shards = job.habits.fsdp2 and layout.has_several_data_ranks
+    kinds = ((_EAGER, 1), (_EAGER_TP, layout.tp > 1), (_EAGER_SHARDS, shards), (_EAGER_ADAPTER, adapters))
+    forward, backward = (sum(kernels[side] * times for kernels, times in kinds) for side in (0, 1))
+    return forward, backward + forward * job.recomputed_share
+
+
+def _host_waits(stage: Stage, times: Times, layout: Layout, job: Job, gpu: Gpu) -> Times:
+    """Return for how long a stage's GPU waits for kernels that Python has not launched yet.
+
+    The host runs ahead of the GPU, so that a forward and its backward are compared as one: the larger of host and GPU
+    counts. Communication occupies the GPU's queue as kernels do.
+    """
+    each = [(host_kernels(block, layout, job), count) for block, count in stage.counts]
+    forward, backward = (sum(kernels[side] * count for kernels, count in each) for side in (0, 1))
+    host = (forward + backward) * gpu.efficiency.eager_us * 1e-6
+    waits = max(0.0, host - sum(times.totals)) / max(1, forward + backward)
+    return Times({"host": waits * forward}, {"host": waits * backward}) if waits else Times()
 
 
 def _recomputed(forward: dict[str, float], job: Job) -> dict[str, float]:
@@ -165,14 +190,20 @@ def _matrix(gpu: Gpu, job: Job, layout: Layout, matrix: Matrix, tokens: float, b
 def _attention(gpu: Gpu, job: Job, layout: Layout, attention: Attention, tokens: float, backward: bool) -> float:
     """Products, and an exponential per score, of which a unit makes 16 per clock; a backward computes scores again."""
     e, heads = gpu.efficiency, layout.tp
+    own = _attention_rate(gpu, job) or e.attention
     every = all_keys(attention, job.seq, job.attention)
     scores = attention.heads * (job.seq if every else attention.keys(job.seq)) * tokens / heads
     flops = attention.flops(job.seq, full=every) * tokens / heads
-    rate = gpu.peak(job.products_beside) * e.attention
+    rate = gpu.peak(job.products_beside) * own
     seconds = scores / (16 * gpu.units * _CLOCK)
     seconds += 2.5 * flops / (rate * e.attention_backward) if backward else flops / rate
     moved = scores * _score_bytes(job.width, backward) if job.attention == EAGER else 0.0
     return seconds + memory_seconds(gpu, moved)
+
+
+def _attention_rate(gpu: Gpu, job: Job) -> float:
+    """Return the part of the peak that a forward of the job's kernel reaches; 0 where none was measured."""
+    return {SDPA: gpu.efficiency.cudnn, FLASH: gpu.efficiency.flash}.get(job.attention, 0.0) * job.habits.eager
 
 
 def _score_bytes(width: int, backward: bool) -> int:
@@ -189,6 +220,32 @@ def _elementwise(block: Block, hidden: int, layout: Layout, job: Job) -> float:
     inner = c * block.inner * (3 if block.gated else 2)
     routed = 4 * c * block.top_k * hidden
     return stream / layout.stream_parts + (2 * c * heads + inner) / layout.tp + routed / layout.stream_parts
+
+
+def _between(block: Block, hidden: int, layout: Layout, job: Job, gpu: Gpu, backward: bool) -> float:
+    """Return the bytes per token that move between the matrix products."""
+    if not job.habits.eager:
+        return (1 + backward) * _elementwise(block, hidden, layout, job) * gpu.efficiency.passes
+    return _eager_elementwise(block, hidden, layout, job, backward) * gpu.efficiency.eager_passes
+
+
+def _eager_elementwise(block: Block, hidden: int, layout: Layout, job: Job, backward: bool) -> float:
+    """Return the bytes per token that each kernel of Transformers' own layers reads and writes.
+
+    A norm goes to fp32, squares, takes the mean, scales, goes back and multiplies by its weight; a backward of it
+    moves twice that. Rotary embeddings are nine passes over queries and keys, a gated activation five.
+    """
+    c, s = job.width, job.stored
+    norm = (2 * (s + 4) if s < 4 else 0) + 20 + 2 * s
+    stream = 2 * norm + 2 * 3 * s
+    rotated = sum(a.heads * a.qk_width + a.kv_heads * a.qk_width for a in block.attentions)
+    output = sum(a.heads * a.v_width for a in block.attentions)
+    inside = 9 * rotated + 2 * output + (5 if block.gated else 2) * block.inner
+    if backward:  # and the gradients of an input that several products read are added
+        stream += 2 * norm + 9 * s
+        inside = 12 * rotated + 2 * output + (9 if block.gated else 3) * block.inner
+    routed = 4 * c * block.top_k * hidden * (1 + backward)
+    return (stream * hidden + routed) / layout.stream_parts + c * inside / layout.tp
 
 
 def exposed(transfers: Iterable[Transfer], compute: dict[str, float], gpu: Gpu) -> dict[str, float]:
@@ -230,7 +287,13 @@ def stage_times(stage: Stage, layout: Layout, job: Job, cluster: Cluster) -> Tim
     for block, count in stage.counts:
         total += block_times(block, stage.shape.hidden, layout, job, cluster).times(count)
     total += Times(backward={"accumulating gradients": _accumulating(stage, layout, job, cluster)})
-    return total + _lowering(stage, layout, job, cluster) if job.autocast else total
+    total += _lowering(stage, layout, job, cluster) if job.autocast else Times()
+    return total + _host_waits(stage, total, layout, job, cluster.gpu) if job.habits.eager else total
+
+
+#: Read and written per logit in a forward and in a backward: 16 bit read, fp32 written and read, 16 bit written; by
+#: Transformers' loss, which keeps fp32 logits and their logarithms.
+_LOGIT_BYTES, _EAGER_LOGIT_BYTES = (10, 10), (18, 22)
 
 
 def _head_times(shape: ModelShape, layout: Layout, job: Job, gpu: Gpu) -> Times:
@@ -239,8 +302,9 @@ def _head_times(shape: ModelShape, layout: Layout, job: Job, gpu: Gpu) -> Times:
         return Times()
     tokens, columns = job.tokens(layout), shape.head_outputs / layout.tp
     product = gemm_seconds(gpu, job.products_beside, tokens, columns, shape.hidden)
-    loss = memory_seconds(gpu, tokens * columns * 10)  # read 16 bit, write and read fp32, write 16 bit
-    return Times({"head": product + loss}, {"head": 2 * product + loss})
+    moved = _EAGER_LOGIT_BYTES if job.habits.eager else _LOGIT_BYTES
+    forward, backward = (memory_seconds(gpu, tokens * columns * size) for size in moved)
+    return Times({"head": product + forward}, {"head": 2 * product + backward})
 
 
 def _lowering(stage: Stage, layout: Layout, job: Job, cluster: Cluster) -> Times:
@@ -293,7 +357,7 @@ def step_time(stages: tuple[Stage, ...], layout: Layout, job: Job, cluster: Clus
     kinds = plus(kinds, _reductions(by_rank, layout, job, cluster, backward))
     kinds = plus(kinds, _update(by_rank, layout, job, cluster, backward))
     efficiency = cluster.gpu.efficiency
-    kinds["host, per step"] = efficiency.step_ms * 1e-3
+    kinds["host, per step"] = (efficiency.eager_step_ms if job.habits.eager else efficiency.step_ms) * 1e-3
     kinds["stragglers"] = efficiency.node_noise * math.log2(max(1, cluster.nodes)) * sum(kinds.values())
     kinds = {kind: seconds for kind, seconds in kinds.items() if seconds > 0}
     return StepTime(sum(kinds.values()), kinds, bubble)
@@ -382,7 +446,8 @@ def predict(
         recompute: none, selective or full activation checkpointing.
         lora: train adapters only; a number is their rank, True means 16.
         network: link between nodes; default: the catalogue's for this GPU.
-        engine: "standard": the habits of Megatron-LM, DeepSpeed and FSDP; "hf_parallel": this package's own.
+        engine: "standard": the habits of Megatron-LM, DeepSpeed and FSDP in fused implementations; "transformers":
+            models of Transformers as they are; "hf_parallel": this package's own, which runs them, too.
 
     Raises:
         SpecError: a name that is not known or numbers that cannot hold; the message says what works.

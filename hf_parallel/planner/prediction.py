@@ -169,8 +169,15 @@ def _time(p: Prediction) -> Iterable[str]:
     yield _title(f"Step: {p.step_time_s:.4g} s, {p.tokens_per_s_per_gpu:.0f} tokens/s/GPU, MFU {p.mfu:.1%}")
     yield (
         f"large matrix products at {e.gemm:.0%} of the peak, attention at {e.attention:.0%}, memory at {e.memory:.0%} "
-        f"with {e.passes:g} times the fewest bytes [fitted, docs/planner.md]"
+        f"with {e.passes:g} times the fewest bytes in fused implementations [fitted, docs/planner.md]"
     )
+    if p.job.habits.eager:
+        yield (
+            f"Transformers without a compiler: Python launches a kernel in {e.eager_us:g} us, and a stage takes the "
+            f"larger of its and the GPU's time; flash attention at {e.flash or e.attention:.0%} of the peak, sdpa on "
+            f"whole rows at {e.cudnn or e.attention:.0%}; {e.eager_passes:g} times the bytes of element-wise kernels "
+            "[docs/gpu.md]"
+        )
     for kind, seconds in sorted(p.breakdown.time.items(), key=lambda item: -item[1]):
         yield f"  {kind:<28}{seconds:10.4f} s {seconds / p.step_time_s:7.1%}"
     if p.layout.pp > 1:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import yaml
 
 from hf_parallel.planner.advice import attending
+from hf_parallel.planner.batch import StepBatch
 from hf_parallel.planner.choices import Choice, Found
 
 if TYPE_CHECKING:
@@ -47,8 +48,14 @@ def _heading(found: Found) -> str:
 
 def _remarks(found: Found, dollars: float | None) -> Iterator[str]:
     """What is to be said of the first, of all that share a warning, and of what is missing."""
+    room = f"{found.goal.cluster.gpu.memory_gib:.1f} GiB"
+    yield (
+        "GiB of the fullest GPU: allocated by tensors; reserved by torch, which gives back the rest before it fails; "
+        f"free of {room}, {found.goal.headroom:g} % at least (--headroom), beside tensors, CUDA and communicators"
+    )
     if found.best:
         yield f"The first: {_in_words(found.best, dollars)}"
+        yield from (f"  {line}" for line in batch_lines(found))
         yield from (f"  {reason}" for reason in attending(found.goal, found.best))
     shared: dict[str, list[str]] = {}
     for i, choice in enumerate(found.choices, 1):
@@ -59,6 +66,18 @@ def _remarks(found: Found, dollars: float | None) -> Iterator[str]:
         yield "Why not"
     yield from (f"  {name}: {reason}" for name, reason in found.why_not)
     yield from found.suggestions
+
+
+def batch_lines(found: Found) -> Iterator[str]:
+    """Say the effective batch of the first, and what one process needs for it or what the learning rate needs."""
+    first, goal = found.choices[0], found.goal
+    batch = StepBatch(first.rows, first.accumulation, first.config.data_parallel_size)
+    yield f"a step has {batch.in_words(goal.seq)}"
+    if goal.global_batch is None:
+        yield from filter(None, [batch.advice(goal.optimizer)])
+    elif batch.data_ranks > 1:
+        alone = StepBatch(batch.rows, batch.accumulation * batch.data_ranks, 1)
+        yield f"the same batch in one process: {alone.arguments}; the learning rate stays"
 
 
 def _in_words(choice: Choice, dollars: float | None) -> str:
@@ -80,6 +99,10 @@ def wide_console() -> Console:
     return console if console.is_terminal else Console(highlight=False, width=200)
 
 
+#: GiB of the fullest GPU.
+_MEMORY = ("allocated", "reserved", "free")
+
+
 def table(found: Found, dollars: float | None = None) -> Table:
     """A rich table, the best layout first."""
     from rich.table import Table
@@ -87,7 +110,7 @@ def table(found: Found, dollars: float | None = None) -> Table:
     shown = Table(header_style="bold")
     shown.add_column("#", justify="right")
     shown.add_column("--parallel", overflow="fold")
-    headings = ["rows x calls", "s / step", "tokens/s/GPU", "MFU", "GiB", "idle"]
+    headings = ["rows x calls", "s / step", "tokens/s/GPU", "MFU", *_MEMORY, "idle"]
     for heading in [*headings, *(["$ / 1e9 tokens"] if dollars else [])]:
         shown.add_column(heading, justify="right")
     for i, choice in enumerate(found.choices, 1):
@@ -101,7 +124,7 @@ def _cells(choice: Choice, dollars: float | None) -> Iterable[str]:
     yield f"{p.step_time_s:.3g}"
     yield f"{p.tokens_per_s_per_gpu:,.0f}"
     yield f"{p.mfu:.1%}"
-    yield f"{choice.needed_gib:.1f}"
+    yield from (f"{size:.1f}" for size in (choice.allocated_gib, choice.reserved_gib, choice.free_gib))
     yield f"{p.bubble:.1%}"
     if dollars:
         yield f"{p.cost_per_billion_tokens(dollars):,.0f}"
@@ -133,7 +156,7 @@ def spec_file(found: Found, choice: Choice) -> str:
     p = choice.prediction
     lines = [
         f"# {found.goal.shape.name} on {found.goal.where}",
-        f"# predicted: {p.step_time_s:.3g} s per step, {p.memory_gib:.1f} GiB, MFU {p.mfu:.1%}",
+        f"# predicted: {p.step_time_s:.3g} s per step, {choice.needed_gib:.1f} GiB, MFU {p.mfu:.1%}",
         f"# with per_device_train_batch_size={choice.rows}, gradient_accumulation_steps={choice.accumulation}",
         *(f"# note: {warning}" for warning in choice.warnings),
     ]

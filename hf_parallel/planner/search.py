@@ -27,8 +27,17 @@ from hf_parallel.planner.advice import (
     why_not_expected,
     why_not_usual,
 )
-from hf_parallel.planner.candidates import WAYS, Goal, compressed, layouts, other_schedules, rounded, sizes_of
-from hf_parallel.planner.choices import Choice, Found, attempt, variants
+from hf_parallel.planner.candidates import (
+    HEADROOM,
+    WAYS,
+    Goal,
+    compressed,
+    layouts,
+    other_schedules,
+    rounded,
+    sizes_of,
+)
+from hf_parallel.planner.choices import TELLS, Choice, Found, attempt, leanest, ranked_seconds, variants
 from hf_parallel.planner.dryrun.run import PRECISIONS, dry_run
 from hf_parallel.planner.hardware import Cluster, make_cluster
 from hf_parallel.planner.layout import Job, Layout, known_precision
@@ -41,7 +50,6 @@ if TYPE_CHECKING:
 _TOKENS = 65536  # of a dry run: so many that nothing but activations decides when memory is fullest
 _RESCHEDULED = 8  # layouts that the other schedules are tried for
 _MORE_GPUS = (2, 4, 8, 16)  # times as many, tried where nothing fits
-_AXIS = 1.05  # times as fast must a layout be for each axis beyond data: less the planner cannot tell
 _WAITS = ("ZeRO-3 communication", "reduction", "gathering")
 _WORTH = 1.6  # a layout that cannot be faster than this many times the best is not looked at further
 
@@ -66,8 +74,9 @@ def search(
     documents: bool = False,
     quantized: bool = False,
     whole_logits: bool = False,
+    headroom: float = HEADROOM,
 ) -> Found:
-    """The `top` fastest layouts that fit.
+    """Return the `top` best layouts that fit: by speed, and by memory where the planner cannot tell speeds apart.
 
     Args:
         model: what `shape_of` takes.
@@ -83,6 +92,7 @@ def search(
         documents: are rows padded, or packs of documents?
         quantized: search layouts, too, whose transfers round, and so change the numbers.
         whole_logits: does the script read them, so that its loss is not computed in chunks?
+        headroom: percent of each GPU's memory that stays free.
 
     Raises:
         SpecError: the batch cannot be divided among any number of data ranks, or a name is not known.
@@ -106,6 +116,7 @@ def search(
         eight_bit=eight_bit,
         quantized=quantized,
         whole_logits=whole_logits,
+        headroom=_checked_headroom(headroom),
     )
     looking = _Search(goal, accept)
     ranked = looking.run()
@@ -129,17 +140,16 @@ def search(
     )
 
 
+def _checked_headroom(percent: float) -> float:
+    if not (percent == 0 or 1 <= percent < 100):
+        refuse(f"headroom={percent:g}", "is a percentage of each GPU's memory, 0 or 1 to below 100", f"{HEADROOM:g}")
+    return percent
+
+
 def _waiting(choice: Choice) -> float:
     """Share of the step that waits for other data ranks."""
     times = choice.prediction.breakdown.time.items()
     return sum(seconds for kind, seconds in times if any(word in kind for word in _WAITS)) / choice.step_time_s
-
-
-def _rank(choice: Choice) -> float:
-    """Seconds per row, more for each axis beyond data: what is as fast within that is better without it."""
-    config = choice.config
-    beyond = sum(size > 1 for size in (config.tp_size, config.cp_size, config.pp_size, config.ep_size))
-    return choice.seconds_per_row * _AXIS**beyond
 
 
 class _Search:
@@ -151,24 +161,33 @@ class _Search:
         self.ways = [way for way in WAYS if way["offload"] == "none" or not goal.lora]  # adapters: nothing to offload
 
     def run(self) -> list[Choice]:
-        """The best of each sizes, by `_rank`; other schedules tried for the leading ones."""
-        best: dict[tuple, Choice] = {}
+        """Return the best of each sizes, in order; other schedules are tried for the leading ones."""
+        found: dict[tuple, list[Choice]] = {}
         limit = math.inf
         for config in layouts(self.goal):
             for choice in self._tried(config, limit):
                 pace = choice.seconds_per_row * _WORTH
                 if pace < limit and not self.accept(choice.config):
                     break  # one that the model forbids must not set the pace
-                _keep(best, choice)
+                found.setdefault(sizes_of(choice.config), []).append(choice)
                 limit = min(limit, pace)
-        for choice in sorted(best.values(), key=_rank)[:_RESCHEDULED]:
+        best = (min(choices, key=ranked_seconds) for choices in found.values())
+        for choice in sorted(best, key=ranked_seconds)[:_RESCHEDULED]:
             size = choice.prediction.job.micro_batch
             for config in other_schedules(self.goal, choice.config, choice.rows // size):
                 other = attempt(self.goal, config, size)
                 self.looked_at += 1
                 if isinstance(other, Choice) and self.accept(other.config):
-                    _keep(best, other)
-        return sorted(best.values(), key=_rank)
+                    found[sizes_of(config)].append(other)
+        return self._ranked(list(found.values()))
+
+    def _ranked(self, found: list[list[Choice]]) -> list[Choice]:
+        """Return one choice of each sizes: by memory what the planner cannot tell from the fastest, then the rest."""
+        by_time = sorted(itertools.chain.from_iterable(found), key=ranked_seconds)
+        fastest = next((ranked_seconds(choice) for choice in self.accepted(by_time)), math.inf)
+        each = sorted((leanest(choices, fastest) for choices in found), key=ranked_seconds)
+        near = [choice for choice in each if ranked_seconds(choice) <= TELLS * fastest]
+        return [*sorted(near, key=lambda choice: choice.needed_gib), *each[len(near) :]]
 
     def _tried(self, config: ParallelConfig, limit: float) -> Iterator[Choice]:
         """What fits; what does not counts for the leanest."""
@@ -194,7 +213,7 @@ class _Search:
                 other = attempt(self.goal, config, choice.prediction.job.micro_batch)
                 if rounded(config) and isinstance(other, Choice) and other.seconds_per_row < enough:
                     found.append(other)
-        return next(self.accepted(sorted(found, key=_rank)), None)
+        return next(self.accepted(sorted(found, key=ranked_seconds)), None)
 
     def what_would_fit(self) -> Iterator[tuple[str, Choice | None]]:
         """The usual ways out, each searched: adapters, an 8-bit optimizer, more GPUs."""
@@ -204,6 +223,8 @@ class _Search:
             other = _Search(dataclasses.replace(goal, **changes), self.accept)
             return next(other.accepted(other.run()), None)
 
+        if self.leanest <= goal.cluster.gpu.memory_gib:
+            yield "--headroom 0", best(headroom=0.0)
         if not goal.lora:
             yield "adapters only (--lora)", best(lora=16)
         if goal.optimizer == "adamw" and not goal.lora:
@@ -215,13 +236,6 @@ class _Search:
             if found or factor == _MORE_GPUS[-1]:
                 yield f"{gpus} GPUs", found
                 return
-
-
-def _keep(best: dict[tuple, Choice], choice: Choice) -> None:
-    """Take it if it is the fastest of its sizes."""
-    key = sizes_of(choice.config)
-    if key not in best or choice.seconds_per_row < best[key].seconds_per_row:
-        best[key] = choice
 
 
 def measured_shape(

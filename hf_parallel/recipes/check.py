@@ -19,7 +19,7 @@ from hf_parallel.ask.config import ParallelConfig, SpecError
 from hf_parallel.ask.spec import HUB_FILE
 from hf_parallel.axes.axis import Packing
 from hf_parallel.hooks.auto import ScriptBatch, script_batch
-from hf_parallel.planner.candidates import Goal
+from hf_parallel.planner.candidates import HEADROOM, Goal
 from hf_parallel.planner.choices import Choice, predicted
 from hf_parallel.planner.dryrun import DryRun, dry_run
 from hf_parallel.planner.dryrun.run import end_ranks
@@ -57,8 +57,8 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Is that no more than the GPU has?"""
-        return self.memory_gib <= self.room_gib
+        """Is that no more than a plan takes of the GPU, which keeps some free?"""
+        return self.memory_gib <= self.room_gib * (1 - HEADROOM / 100)
 
     def to_dict(self) -> dict[str, object]:
         """For `expect`, in three digits."""
@@ -270,7 +270,9 @@ def _verdict(recipe: Recipe, dry: bool) -> Verdict:
     found = [f"planner {planned.memory_gib:.1f} of {room}, {planned.tokens_per_s:,.0f} tokens/s"]
     wrong = _off("planner", written, planned.to_dict())
     if not planned.fits:
-        wrong.append(f"needs {planned.memory_gib:.1f} GiB by the planner, of {room}")
+        wrong.append(
+            f"needs {planned.memory_gib:.1f} GiB by the planner, of {room}, {HEADROOM:g} % of which stay free"
+        )
     memory = dry_memory(recipe) if dry else (written.get("dry_run") or {}).get("memory_gib", 0.0)
     if dry:
         found.append(f"dry run {memory:.1f} GiB of tensors")

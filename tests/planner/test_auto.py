@@ -64,7 +64,7 @@ def test_one_sentence_says_what_was_chosen():
     said, first = sentence(found), found.choices[0]
     assert "\n" not in said
     assert f"auto chooses {first.config.to_spec()}, " in said
-    assert f"{first.prediction.memory_gib:.3g} of 44" in said
+    assert f"{first.needed_gib:.3g} of 44" in said
     assert f"{4 * first.prediction.tokens_per_s_per_gpu:,.0f} tokens/s" in said
     data_ranks = first.config.data_parallel_size
     assert f"global batch {6 * data_ranks} sequences of 33 tokens (3 x {data_ranks} data ranks x 2 acc" in said

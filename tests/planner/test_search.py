@@ -1,13 +1,15 @@
 """The search returns what the engine takes, fits, is ranked, and says why not what else one might expect."""
 
 import dataclasses
+import re
 import time
 
 import pytest
 
 from hf_parallel.ask.config import ParallelConfig, SpecError
 from hf_parallel.planner import make_cluster
-from hf_parallel.planner.search import _rank, plan, search
+from hf_parallel.planner.choices import TELLS, ranked_seconds
+from hf_parallel.planner.search import plan, search
 from tests import models
 from tests.models import LLAMA_8B
 
@@ -38,9 +40,13 @@ def test_1024_gpus_take_less_than_ten_seconds():
 
 def test_ranked_and_fitting():
     found = searched(top=20)
-    ranks = [_rank(choice) for choice in found.choices]
-    assert ranks == sorted(ranks)
-    assert all(choice.prediction.fits for choice in found.choices)
+    ranks = [ranked_seconds(choice) for choice in found.choices]
+    near = [choice for choice in found.choices if ranked_seconds(choice) <= TELLS * min(ranks)]
+    assert found.choices[: len(near)] == near
+    assert ranks[len(near) :] == sorted(ranks[len(near) :])
+    memory = [choice.needed_gib for choice in near]
+    assert memory == sorted(memory)
+    assert all(choice.needed_gib <= 0.92 * 79.3 for choice in found.choices)
     assert len({choice.config.to_spec() for choice in found.choices}) == len(found.choices) > 5
 
 
@@ -66,6 +72,45 @@ def test_memory_decides():
     roomy, tight = searched(top=50), searched(top=50, memory_gib=30)
     assert max(choice.prediction.memory_gib for choice in tight.choices) <= 30
     assert tight.choices[0].step_time_s > roomy.choices[0].step_time_s
+
+
+def test_as_fast_and_leaner_comes_first():
+    """An 8B model on 8 x 80 GB: what the planner cannot tell apart is ranked by what it leaves free."""
+    found, all_of_it = (searched(gpus=8, gpu="h100-80gb", global_batch=256, headroom=room) for room in (8, 0))
+    fastest = min(choice.step_time_s for choice in all_of_it.choices)
+    assert found.best.step_time_s < TELLS * fastest
+    assert found.best.free_gib > 15
+    assert found.best.needed_gib == all_of_it.best.needed_gib < found.choices[1].needed_gib
+    names = ("allocated_gib", "reserved_gib", "free_gib")
+    allocated, reserved, free = (found.best.to_dict()[name] for name in names)
+    assert allocated < reserved
+    assert allocated + free < found.goal.cluster.gpu.memory_gib  # beside them CUDA and communicators
+
+
+def test_what_is_kept_free():
+    """Nothing above 92 % of a GPU unless it is asked for; what would need more says so."""
+    given = {"gpus": 8, "gpu": "h100-80gb", "global_batch": 256, "top": 50}
+    usual, all_of_it, half = (searched(**given, headroom=room) for room in (8, 0, 50))
+    most = [max(choice.needed_gib for choice in found.choices) / 79.1 for found in (usual, half)]
+    assert most[0] <= 0.92
+    assert most[1] <= 0.5
+    assert all_of_it.to_dict()["headroom"] == 0
+    reasons = dict(half.why_not)
+    assert "of 79 (50 % stay free)" in reasons["plain data parallelism (dp_replicate=8,dp_shard=1)"], reasons
+
+
+def test_what_fits_only_without_headroom_is_told():
+    given = {"gpus": 1, "gpu": "rtx4090-24gb", "seq": 512, "global_batch": 1, "lora": 16}
+    needed = float(re.search(r"needs ([\d.]+) GiB", searched(**given, memory_gib=10).advice)[1])
+    tight = searched(**given, memory_gib=1.02 * needed)
+    assert tight.choices == []
+    assert "with --headroom 0 it fits: dp_shard=1,activation_checkpointing=full" in tight.advice, tight.advice
+
+
+@pytest.mark.parametrize("percent", [-1, 0.92, 100])
+def test_headroom_is_a_percentage(percent):
+    with pytest.raises(SpecError, match=f"headroom={percent}.*percentage.*8 works"):
+        searched(headroom=percent)
 
 
 def test_nothing_fits():
@@ -254,3 +299,25 @@ def test_a_loss_in_chunks_is_planned_where_it_runs(spec, chunks):
 
     goal = Goal(shape_of(LLAMA_8B), make_cluster("h100-80gb", 2), 4096, 8)
     assert to_job(goal, ParallelConfig.parse(spec).resolve(2), 1, 4).lean_loss is chunks
+
+
+def test_the_batch_of_a_step_is_said():
+    """Of a fixed batch: the same in one process; of a script's own: what keeps one process's, or the learning rate."""
+    from hf_parallel.planner.report import batch_lines
+
+    fixed = searched(gpus=8, global_batch=64)
+    batch, alone = batch_lines(fixed)
+    best = fixed.best
+    assert batch.startswith("a step has 64 sequences (")
+    assert batch.endswith("262,144 tokens")
+    assert alone == (
+        f"the same batch in one process: --per_device_train_batch_size {best.rows} "
+        f"--gradient_accumulation_steps {64 // best.rows}; the learning rate stays"
+    )
+    assert best.to_dict()["sequences_per_step"] == 64
+    script = searched(gpus=8, global_batch=None, rows=4, accumulation=2, accept=lambda c: c.data_parallel_size == 8)
+    assert [*batch_lines(script)] == [
+        "a step has 64 sequences (4 per device x 2 accumulation x 8 data ranks), 262,144 tokens",
+        "one process has 8: --per_device_train_batch_size 1 --gradient_accumulation_steps 1 keep that, else "
+        "learning_rate x 2.83 (square-root rule, adamw)",
+    ]

@@ -288,3 +288,39 @@ def test_a_file_or_arguments(capsys):
     for words in ([], ["fsdp.yaml", "--fsdp"], ["--fsdp_config", "{}"], ["--deepspeed", "{no"]):
         assert main(["migrate", *words]) == 2
     assert "hf-parallel migrate fsdp.yaml works" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "said"),
+    [
+        (
+            "a.yaml",
+            {"base_model": "m", "micro_batch_size": 2, "gradient_accumulation_steps": 4, "tensor_parallel_size": 2},
+            "A step has 2 per device x 4 accumulation x processes / (tp x pp x cp) data ranks sequences, as before",
+        ),
+        (
+            "b.yaml",
+            {**FSDP, "num_processes": 8, "deepspeed_config": {"zero_stage": 2, "gradient_accumulation_steps": 3}},
+            "A step has per_device_train_batch_size per device x 3 accumulation x 8 data ranks sequences, as before",
+        ),
+        (
+            "c.json",
+            {**STAGE_3, "num_processes": 4, "train_batch_size": 24, "gradient_accumulation_steps": 3}
+            | {"train_micro_batch_size_per_gpu": "auto"},
+            "A step has 24 sequences (2 per device x 3 accumulation x 4 data ranks), as before: "
+            "--per_device_train_batch_size 2 --gradient_accumulation_steps 3",
+        ),
+        (
+            "d.json",
+            {**STAGE_3, "num_processes": 4, "train_batch_size": 25, "train_micro_batch_size_per_gpu": 2},
+            "A step would have 8 sequences (2 per device x 1 accumulation x 4 data ranks), but train_batch_size is "
+            "25: change one of them",
+        ),
+    ],
+)
+def test_the_batch_of_a_step(tmp_path, capsys, name, values, said):
+    """As far as the file says it, with the numbers of data ranks that the spec has."""
+    _, found, _ = shown(tmp_path, capsys, name, values)
+    assert found["batch"] == said
+    assert main(["migrate", str(tmp_path / name)]) == 0
+    assert said in capsys.readouterr().out

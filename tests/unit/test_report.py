@@ -37,6 +37,8 @@ MODEL = LlamaConfig(
     architectures=["LlamaForCausalLM"],
 )
 BATCH = expected.Batch(rows=8, calls=2, seq=1024)
+SAID = {"global_batch": 32, "batch": "8 per device x 2 accumulation x 2 data ranks"}
+SAID |= {"batch_of_one_process": "one process has 16: a rule"}
 ZERO = dict.fromkeys(field.name for field in dataclasses.fields(RankRow))
 FIGURES = {"layout", "loss", "grad-norm", "throughput", "step-time", "time", "memory"}
 HOSTILE = '<script>alert(1)</script><img src="http://x.invalid/a.png" onerror="alert(2)">&$x_1$'
@@ -77,7 +79,7 @@ def training(folder, device="cuda", name="perf", kind=None, said="rank 3 (node1)
     kept.write("note", step=8, about="straggler", text=said)
     state = {"global_step": 20, "log_history": log}
     (folder / "checkpoint-20" / "trainer_state.json").write_text(json.dumps(state))
-    (folder / "hf_parallel.json").write_text(json.dumps({"spec": SPEC, "versions": {"torch": "2.13.0"}}))
+    (folder / "hf_parallel.json").write_text(json.dumps({"spec": SPEC, "versions": {"torch": "2.13.0"}, **SAID}))
     (folder / "hangs").mkdir()
     waits = {"operation": "reduce_scatter", "number": 4711, "axis": "dp_shard", "module": "layers.7.mlp"}
     told = {"0": {"place": "in training", "pending": [waits]}, "1": {"absent": f"is gone {said}"}, "3": {"place": "?"}}
@@ -156,6 +158,8 @@ def test_what_is_on_the_page(folder):
         "not finite at 1 logs, first at step 6",
         "torch 2.13.0",
         "21.5 GiB",
+        "32 sequences per step (8 per device x 2 accumulation x 2 data ranks)",
+        "one process has 16: a rule",
     ):
         assert told.replace("step 8", "8") in text, told
 

@@ -10,6 +10,7 @@ import pytest
 
 import hf_parallel.planner
 from hf_parallel.ask.config import ParallelConfig
+from hf_parallel.planner import find_gpu
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -59,17 +60,36 @@ def test_a_signature_is_as_in_the_source():
     assert made["_signature"](example) == ("(model: Model | None, *, name: str = 'a', **more: int) -> Found")
 
 
-def test_answers_hold():
-    """Every layout of the page can be asked for; one is what the planner says now."""
-    page = runpy.run_path(str(ROOT / "docs/site/which_layout.py"))
-    head, _, lines = (ROOT / "docs/which_layout.js").read_text().partition("const ANSWERS=")
-    answers = json.loads(lines.rstrip().rstrip(";"))
-    assert json.loads(head.partition("const OPTIONS=")[2].rstrip().rstrip(";")) == [list(q) for q in page["QUESTIONS"]]
-    assert len(answers) == math.prod(len(options) for options in page["QUESTIONS"])
-    for found in answers.values():
-        assert "advice" in found or ParallelConfig.parse(found["spec"])
-    first = [next(iter(options)) for options in page["QUESTIONS"]]
-    assert page["answer"](*first).get("spec") == answers["0-0-0-0"].get("spec")
+PAGE = runpy.run_path(str(ROOT / "docs/site/which_layout.py"))
+ANSWERS = PAGE["read"]()
+
+
+def test_every_question_has_an_answer():
+    """A layout that can be asked for, with 8 % of a GPU free; or what would do."""
+    head = (ROOT / "docs/which_layout.js").read_text().partition("const ANSWERS=")[0]
+    assert json.loads(head.partition("const OPTIONS=")[2].rstrip().rstrip(";")) == [list(q) for q in PAGE["QUESTIONS"]]
+    assert len(ANSWERS) == math.prod(len(options) for options in PAGE["QUESTIONS"])
+    for places, found in ANSWERS.items():
+        machine = PAGE["MACHINES"][PAGE["asked"](places)[2]]
+        assert "advice" in found or ParallelConfig.parse(found["spec"]).resolve(machine["gpus"])
+        assert "advice" in found or found["gib"] <= 0.92 * find_gpu(machine["gpu"]).memory_gib + 0.05, places
+
+
+@pytest.mark.parametrize("places", ANSWERS)
+def test_an_answer_is_what_plan_says(places):
+    """To the digit, with its reasons: a plain run tries some of them."""
+    assert PAGE["answer"](*PAGE["asked"](places)) == ANSWERS[places]
+
+
+def test_adapters_of_an_8b_model_fit_one_gpu_of_24_gb():
+    (places,) = [
+        places
+        for places in ANSWERS
+        if (asked := PAGE["asked"](places))[0].startswith("8 B")
+        and "LoRA" in asked[1]
+        and asked[2:] == ["1 GPU of 24 GB", "up to 4,096 tokens"]
+    ]
+    assert ANSWERS[places]["spec"] == "dp_shard=1,activation_checkpointing=full"
 
 
 def test_it_fetches_nothing(site):

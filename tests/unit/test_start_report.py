@@ -1,5 +1,6 @@
 """What a run prints: few lines at the start, Trainer's own keys at each log, and nothing from other ranks."""
 
+import itertools
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -8,6 +9,7 @@ import pytest
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from hf_parallel.hooks import after_import, monitoring, report
+from hf_parallel.planner.batch import StepBatch
 
 FACTS = {
     "spec": "dp_shard=1,tp=2",
@@ -16,6 +18,8 @@ FACTS = {
     "model": "LlamaForCausalLM",
     "parameters_per_rank": [3016960, 3016961],
     "global_batch": 11,
+    "batch": "11 per device x 1 accumulation x 1 data ranks",
+    "batch_of_one_process": "",
     "examples_per_data_rank": None,
     "tokens_per_step": 363,
     "attention": "sdpa",
@@ -44,6 +48,22 @@ def test_the_sentence_of_auto_and_a_proof_are_among_the_eight():
     lines = report.short_lines(facts, "out/hf_parallel.json")
     assert len(lines) <= 7
     assert "  prove         proved on 2026-11-26 for this layout" in lines
+
+
+def test_a_batch_that_is_not_one_processs():
+    """The line says what keeps the script's batch, or the learning rate; eight lines still hold all."""
+    batch = StepBatch(4, 2, 8)
+    said = {"batch": batch.product, "batch_of_one_process": batch.advice("adamw_torch")}
+    for auto, proof in itertools.product(([], ["a reason"]), (None, "proved")):
+        facts = FACTS | said | {"auto": auto, "proof": proof}
+        text = "\n".join(lines := report.short_lines(facts, "out/hf_parallel.json"))
+        assert len(lines) + len(auto) <= 8  # the sentence of auto stands before them
+        assert "(4 per device x 2 accumulation x 8 data ranks)" in text
+        assert "--per_device_train_batch_size 1 --gradient_accumulation_steps 1 keep that" in text
+        assert "learning_rate x 2.83 (square-root rule, adamw_torch)" in text
+        assert "attention     sdpa" in text
+        assert "whole logits" in text
+    assert any(batch.advice("adamw_torch") in line for line in report.all_lines(FACTS | said))
 
 
 def test_all_lines_leave_nothing_out():

@@ -391,6 +391,9 @@ def _about(facts: Facts) -> str:
     told = [run.get("model") or layout.get("model"), run.get("spec") or layout.get("spec")]
     device = run.get("device")
     told += [f"{run.get('world_size')} ranks on {device}"] if device else []
+    if layout.get("batch"):
+        told += [f"{layout.get('global_batch')} sequences per step ({layout['batch']})"]
+        told += [layout.get("batch_of_one_process")]
     told += [f"{facts.runs} runs, the newest is shown"] if facts.runs > 1 else []
     when = [_when(number(line.get("time"))) for line in (run, *facts.metrics[-1:])]
     told += [f"{when[0]} to {when[-1]} UTC"] if all(when) else []
