@@ -30,6 +30,7 @@ from hf_parallel.axes.pipeline.batches import count_targets
 from hf_parallel.checkpoint import full_state_dict
 from hf_parallel.hooks import bitsandbytes, hangs, monitoring, report, runtime
 from hf_parallel.hooks.accelerate import loop_losses
+from hf_parallel.hooks.accelerate.paired_losses import PairedLoss
 from hf_parallel.hooks.patching import patch, replacing
 from hf_parallel.hooks.peft.before import check_optimizer, make_parallel_below
 from hf_parallel.hooks.trainer import bad_numbers, means
@@ -238,10 +239,15 @@ def normalise_over_data_ranks(model: nn.Module) -> None:
     if state is None or state.mesh.data_size == 1 or state.counts_tokens:
         return
     state.counts_tokens = True
+    pairs = PairedLoss(model)
 
     def enter(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         given = by_name(module.forward, args, kwargs) if args else kwargs
         passed_on = given.get("num_items_in_batch") is not None
+        if pairs.begin(given):
+            forward = means.enter(None, passed_on, given)
+            forward.whole = forward.counted = True
+            return None
         forward = means.enter(_share(module, passed_on), passed_on, given)
         if passed_on:
             forward.counted = state.sums_over_tokens  # of others it is seen when they take a sum
