@@ -129,6 +129,12 @@ UNSPLITTABLE = {
     "SpeechEncoderDecoderModel": "is two models in one",
 }
 
+#: Models whose loss is a mean over the patches that an argument hides, as read in their forward. They divide a sum
+#: by another one, which no function of torch shows.
+MASKED_MEANS = dict.fromkeys(
+    (f"{name}ForMaskedImageModeling" for name in ("DeiT", "FocalNet", "Swin", "Swinv2", "ViT")), "bool_masked_pos"
+)
+
 _TEXTS_AND_IMAGES = ("text_model", "vision_model")
 #: Models whose loss compares each example of a batch with all others (`return_loss=True`), and the modules of which it
 #: compares the `pooler_output`, as read in their forward.

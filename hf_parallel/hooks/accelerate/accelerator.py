@@ -36,6 +36,7 @@ from hf_parallel.hooks.peft.before import check_optimizer, make_parallel_below
 from hf_parallel.hooks.trainer import bad_numbers, means
 from hf_parallel.model.anatomy import transformer_blocks
 from hf_parallel.model.calls import by_name
+from hf_parallel.model.families import MASKED_MEANS
 from hf_parallel.ranks import assert_all_ranks
 from hf_parallel.ranks.local import WholeWhenRead, local, whole_when_read
 
@@ -260,17 +261,22 @@ def normalise_over_data_ranks(model: nn.Module) -> None:
                 return args, {**kwargs, "num_items_in_batch": items}
         return None
 
-    def leave(module: nn.Module, args: tuple, output: object) -> None:
+    def leave(module: nn.Module, args: tuple, output: object) -> object:
         forward = means.leave_forward()
         loss = output.get("loss") if isinstance(output, dict) else None
+        hidden = forward.given.get(MASKED_MEANS.get(type(model).__name__, ""))
+        if isinstance(output, dict) and loss is not None and forward.share is not None and torch.is_tensor(hidden):
+            means.note(forward)
+            output["loss"] = loss = means.over_data_ranks(loss, hidden.sum().float(), forward.share)
         if module.training and torch.is_grad_enabled():
             loop_losses.note_forward(loss if forward.counted else None)
         if loss is None or forward.share is None or (state.pipeline is not None and not state.pipeline.last):
-            return
+            return None
         if not forward.counted:
             _say_once(state, _UNKNOWN.format(type(model).__name__))
         elif forward.filled and means.scope() is None:
             _say_once(state, _IN_LOOPS)
+        return None
 
     model.register_forward_pre_hook(enter, with_kwargs=True)
     model.register_forward_hook(leave, always_call=True)
