@@ -110,8 +110,8 @@ class SharedTowers:
 
         A model that generates reads media in its first step alone.
         """
-        past = given.get("past_key_values")
-        if past is not None and past.get_seq_length() > 0:
+        past: Any = given.get("past_key_values")
+        if hasattr(past, "get_seq_length") and past.get_seq_length() > 0:
             return False
         return torch.is_grad_enabled() or self.mesh.config.dp_shard_size > 1
 
