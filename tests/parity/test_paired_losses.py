@@ -4,15 +4,23 @@ import pytest
 import torch
 from accelerate import Accelerator
 from transformers import (
+    BertConfig,
+    BertModel,
     ClapConfig,
     ClapModel,
     CLIPConfig,
     CLIPModel,
     CLIPSegConfig,
     CLIPSegModel,
+    Siglip2Config,
+    Siglip2Model,
     SiglipConfig,
     SiglipModel,
     Trainer,
+    VisionTextDualEncoderConfig,
+    VisionTextDualEncoderModel,
+    ViTConfig,
+    ViTModel,
 )
 
 from tests import models
@@ -38,6 +46,12 @@ def siglip() -> SiglipModel:
     return SiglipModel(SiglipConfig(text_config={**TEXT, "projection_size": 32}, vision_config=VISION))
 
 
+def siglip2() -> Siglip2Model:
+    """Whose images are patches."""
+    vision = {**TOWER, "patch_size": 4, "num_patches": 16}
+    return Siglip2Model(Siglip2Config(text_config={**TEXT, "projection_size": 32}, vision_config=vision))
+
+
 def clap() -> ClapModel:
     still = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "max_position_embeddings": LENGTH + 2}
     text = {**TEXT, **still, "pad_token_id": 1}
@@ -54,18 +68,32 @@ def clipseg() -> CLIPSegModel:
     )
 
 
-MODELS = {"clip": clip, "siglip": siglip, "clap": clap, "clipseg": clipseg}
+def dual() -> VisionTextDualEncoderModel:
+    still = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    texts, images = BertModel(BertConfig(**TEXT, **still)), ViTModel(ViTConfig(**VISION, **still))
+    config = VisionTextDualEncoderConfig.from_vision_text_configs(images.config, texts.config, projection_dim=24)
+    return VisionTextDualEncoderModel(config, vision_model=images, text_model=texts)
+
+
+MODELS = {"clip": clip, "siglip": siglip, "clap": clap, "dual": dual, "siglip2": siglip2, "clipseg": clipseg}
 
 
 class Captioned(Images):
     """An image, or a sound, and the text beside it."""
 
-    def __init__(self, size: int, seed: int, sounds: bool) -> None:
+    def __init__(self, size: int, seed: int, kind: str) -> None:
         super().__init__(size, seed)
-        self.sounds = torch.randn(size, 1, 32 * 4, 8, generator=self.generator) if sounds else None
+        self.kind = kind
+        self.sounds = torch.randn(size, 1, 32 * 4, 8, generator=self.generator) if kind == "clap" else None
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         text = {"input_ids": self.tokens[index], "attention_mask": torch.ones(LENGTH, dtype=torch.long)}
+        if self.kind == "siglip2":
+            patches = (
+                self.images[index].unflatten(1, (4, 4)).unflatten(3, (4, 4)).permute(1, 3, 2, 4, 0).reshape(16, 48)
+            )
+            media = {"pixel_attention_mask": torch.ones(16, dtype=torch.long), "spatial_shapes": torch.tensor([4, 4])}
+            return {**text, "pixel_values": patches, **media}
         if self.sounds is None:
             return {**text, "pixel_values": self.images[index]}
         return {**text, "input_features": self.sounds[index], "is_longer": torch.tensor([False])}
@@ -88,8 +116,7 @@ def train(spec: str | None, out: str, name: str, rows: int, own: bool = False) -
     """Steps of 8 pairs; of the last 3 or 6 two data ranks have 3 and 0, or 4 and 2."""
     data_ranks = activate(spec)
     torch.manual_seed(models.SEED)
-    sounds = name == "clap"
-    sets = {"train_dataset": Captioned(rows, 11, sounds), "eval_dataset": Captioned(13, 12, sounds)}
+    sets = {"train_dataset": Captioned(rows, 11, name), "eval_dataset": Captioned(13, 12, name)}
     settings = {"num_train_epochs": 2, "learning_rate": 0.01, "remove_unused_columns": False, "label_names": []}
     kind = OwnLoss if own else Trainer
     return fit(*trainer_of(MODELS[name](), out, data_ranks, settings, kind, data_collator=collate, **sets))
@@ -103,6 +130,8 @@ def train(spec: str | None, out: str, name: str, rows: int, own: bool = False) -
         ("clap", "dp_shard=2", 22, False),
         ("siglip", "dp_replicate=2", 22, True),
         ("clip", "dp_shard=2,tp=2", 22, False),
+        ("dual", "dp_shard=2", 22, False),
+        ("siglip2", "dp_shard=2", 19, False),
         ("siglip", "dp_replicate=2,dp_shard=2", 19, False),
         ("siglip", "dp_shard=2,batch_shares=3:1", 22, False),
         ("clip", "tp=2", 22, True),
@@ -117,7 +146,7 @@ def loop(spec: str | None) -> list[float]:
     """Losses of a loop without a Trainer, and what its outputs have of this rank's pairs."""
     activate(spec)
     torch.manual_seed(models.SEED)
-    model, rows = siglip(), Captioned(16, 11, False)
+    model, rows = siglip(), Captioned(16, 11, "siglip")
     accelerator = Accelerator(cpu=True)
     size = 8 // accelerator.num_processes
     loader = torch.utils.data.DataLoader(rows, batch_size=size, collate_fn=collate)
