@@ -129,6 +129,25 @@ UNSPLITTABLE = {
     "SpeechEncoderDecoderModel": "is two models in one",
 }
 
+#: Models whose loss is a mean over the patches that an argument hides, as read in their forward. They divide a sum
+#: by another one, which no function of torch shows.
+MASKED_MEANS = dict.fromkeys(
+    (f"{name}ForMaskedImageModeling" for name in ("DeiT", "FocalNet", "Swin", "Swinv2", "ViT")), "bool_masked_pos"
+)
+
+_TEXTS_AND_IMAGES = ("text_model", "vision_model")
+#: Models whose loss compares each example of a batch with all others (`return_loss=True`), and the modules of which it
+#: compares the `pooler_output`, as read in their forward.
+PAIRED = {
+    "AltCLIPModel": _TEXTS_AND_IMAGES,
+    "CLIPModel": _TEXTS_AND_IMAGES,
+    "ClapModel": ("text_model", "audio_model"),
+    "MetaClip2Model": _TEXTS_AND_IMAGES,
+    "Siglip2Model": _TEXTS_AND_IMAGES,
+    "SiglipModel": _TEXTS_AND_IMAGES,
+    "VisionTextDualEncoderModel": _TEXTS_AND_IMAGES,
+}
+
 #: Blocks that compute their experts, and then, of the same tokens, their `shared_experts`.
 SHARED_AFTER = {
     "AXK1MoE",

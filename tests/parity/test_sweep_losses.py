@@ -1,7 +1,7 @@
 """A small part of `python -m tests.sweep_losses`: one class of some kinds of losses on data and tp ranks."""
 
 import pytest
-from transformers import CLIPModel
+from transformers import ChineseCLIPModel, CLIPModel
 
 from tests import sweep_losses
 
@@ -32,9 +32,10 @@ def test_a_loss_of_this_kind_is_that_of_one_process(kind, name):
     assert {case["class"] for case in outcome["cases"].values()} != {"refused"} or kind == "spoken", outcome
 
 
-def test_a_loss_that_compares_rows_is_refused_on_data_ranks():
-    """One process has more rows to tell apart, and so another loss; on tp ranks it is that of one process."""
-    cls, config_class = next((c, kind) for _, _, c, kind in sweep_losses.classes(["pairs"], []) if c is CLIPModel)
+@pytest.mark.parametrize(("model", "on_data_ranks"), [(CLIPModel, "ok"), (ChineseCLIPModel, "refused")])
+def test_a_loss_that_compares_rows_is_that_of_all_data_ranks(model, on_data_ranks):
+    """Or refused, where it is not known what to gather: one process has more rows to tell apart, and another loss."""
+    cls, config_class = next((c, kind) for _, _, c, kind in sweep_losses.classes(["pairs"], []) if c is model)
     cases = sweep_losses.outcome_of("pairs", cls, config_class)["cases"]
-    assert [cases[spec]["class"] for spec in sweep_losses.SPECS] == ["refused", "ok"]
-    assert cases["dp_shard=2"]["text"].endswith("dp_shard_size=1 works")
+    assert [cases[spec]["class"] for spec in sweep_losses.SPECS] == [on_data_ranks, "ok"]
+    assert cases["dp_shard=2"]["text"].endswith("dp_shard_size=1 works" if on_data_ranks == "refused" else "")

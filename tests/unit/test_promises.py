@@ -37,6 +37,8 @@ PROMISES = {
         "Heads that ignore the count": "parity/test_counts.py::test_same_numbers_as_one_process",
         "Losses that are sums": "parity/test_model_losses.py::test_ctc_of_unlike_lengths",
         "Detection and segmentation": "parity/test_model_losses.py::test_boxes_are_those_of_all_data_ranks",
+        "Images, films and sounds that only some data ranks have": "parity/test_shared_towers.py::test_same_numbers_as_one_process",
+        "Losses that compare all examples of a batch": "parity/test_paired_losses.py::test_same_numbers_as_one_process",
         "BatchNorm": "parity/test_model_losses.py::test_batch_norm_takes_the_mean_over_all_data_ranks",
         "A script's own loss": "parity/test_counts.py::test_same_numbers_as_one_process",
         "A loop of one's own": "parity/test_accelerate_loop.py::test_same_numbers_as_one_process",

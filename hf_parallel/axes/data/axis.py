@@ -49,6 +49,7 @@ class Data(Axis[None, DataPart]):
         from hf_parallel.axes.data.chosen_modules import share_choices
         from hf_parallel.axes.data.gradients import HELD, HeldGradients, at_rest
         from hf_parallel.axes.data.lowered import before_call, lower_once_per_call, lowered_dtype
+        from hf_parallel.axes.data.shared_towers import share_towers
         from hf_parallel.axes.data.zero import move_rest, shard_data_parallel
 
         mesh = building.mesh
@@ -62,6 +63,8 @@ class Data(Axis[None, DataPart]):
             share_choices(model, mesh)
         for root, layers in building.roots:
             shard_data_parallel(model, root, layers, mesh)
+        if mesh.data_size > 1 and building.pipeline is None:
+            share_towers(model, mesh)
         move_rest(model, mesh)
         if mesh.config.sharing_size == 1:
             begin = lower_once_per_call(building.roots, mesh.device)

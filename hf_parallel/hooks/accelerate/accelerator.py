@@ -31,11 +31,13 @@ from hf_parallel.axes.tensor.axis import TENSOR
 from hf_parallel.checkpoint import full_state_dict
 from hf_parallel.hooks import bitsandbytes, hangs, monitoring, report, runtime
 from hf_parallel.hooks.accelerate import loop_losses
+from hf_parallel.hooks.accelerate.paired_losses import PairedLoss
 from hf_parallel.hooks.patching import patch, replacing
 from hf_parallel.hooks.peft.before import check_optimizer, make_parallel_below
 from hf_parallel.hooks.trainer import bad_numbers, means
 from hf_parallel.model.anatomy import transformer_blocks
 from hf_parallel.model.calls import by_name
+from hf_parallel.model.families import MASKED_MEANS
 from hf_parallel.ranks import assert_all_ranks
 from hf_parallel.ranks.local import WholeWhenRead, local, whole_when_read
 
@@ -239,10 +241,15 @@ def normalise_over_data_ranks(model: nn.Module) -> None:
     if state is None or state.mesh.data_size == 1 or state.counts_tokens:
         return
     state.counts_tokens = True
+    pairs = PairedLoss(model)
 
     def enter(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         given = by_name(module.forward, args, kwargs) if args else kwargs
         passed_on = given.get("num_items_in_batch") is not None
+        if pairs.begin(given):
+            forward = means.enter(None, passed_on, given)
+            forward.whole = forward.counted = True
+            return None
         forward = means.enter(_share(module, passed_on), passed_on, given)
         if passed_on:
             forward.counted = state.sums_over_tokens  # of others it is seen when they take a sum
@@ -255,17 +262,22 @@ def normalise_over_data_ranks(model: nn.Module) -> None:
                 return args, {**kwargs, "num_items_in_batch": items}
         return None
 
-    def leave(module: nn.Module, args: tuple, output: object) -> None:
+    def leave(module: nn.Module, args: tuple, output: object) -> object:
         forward = means.leave_forward()
         loss = output.get("loss") if isinstance(output, dict) else None
+        hidden = forward.given.get(MASKED_MEANS.get(type(model).__name__, ""))
+        if isinstance(output, dict) and loss is not None and forward.share is not None and torch.is_tensor(hidden):
+            means.note(forward)
+            output["loss"] = loss = means.over_data_ranks(loss, hidden.sum().float(), forward.share)
         if module.training and torch.is_grad_enabled():
             loop_losses.note_forward(loss if forward.counted else None)
         if loss is None or forward.share is None or (state.pipeline is not None and not state.pipeline.last):
-            return
+            return None
         if not forward.counted:
             _say_once(state, _UNKNOWN.format(type(model).__name__))
         elif forward.filled and means.scope() is None:
             _say_once(state, _IN_LOOPS)
+        return None
 
     model.register_forward_pre_hook(enter, with_kwargs=True)
     model.register_forward_hook(leave, always_call=True)

@@ -18,7 +18,7 @@ from hf_parallel.hooks import report, runtime
 from hf_parallel.hooks.patching import replacing
 from hf_parallel.hooks.trainer import losses
 from hf_parallel.hooks.trainer.bad_numbers import remembered
-from hf_parallel.hooks.trainer.rows import LABELS_COUNTED, PADDED_LENGTHS
+from hf_parallel.hooks.trainer.rows import LABELS_COUNTED, PADDED_LENGTHS, refused
 from hf_parallel.hooks.trl import trainers as trl
 from hf_parallel.model.joined import why_not_told_apart
 from hf_parallel.model.shrink import small_copy
@@ -92,8 +92,11 @@ class Beside:
         return cls(not getattr(trainer, "_loss_shifts_labels", True), noise, of_batch)
 
 
-def joined(rows: Sequence[Mapping[str, object]], beside: Beside | None = None) -> dict[str, torch.Tensor]:
-    """One row of all tokens that are no padding."""
+def joined(rows: Sequence[Mapping[str, object]], beside: Beside | None = None) -> dict[str, Any]:
+    """Return one row of all tokens that are no padding, or a batch that says why there is none."""
+    why = next(filter(None, map(why_not_joined, rows)), None)
+    if why is not None:
+        return refused(why)
     parts = [_without_padding(row, beside or Beside()) for row in rows]
     batch = {key: torch.cat([part[key] for part in parts], 1) for key in parts[0]}
     if beside is not None and beside.lengths and beside.of_batch:
@@ -150,9 +153,6 @@ def _why_positions_not_joined(row: Mapping[str, object]) -> str | None:
 
 
 def _without_padding(row: Mapping[str, object], beside: Beside) -> dict[str, torch.Tensor]:
-    why = why_not_joined(row)
-    if why is not None:
-        refuse_joining(why, alone=True)
     held = {key: value for key, value in row.items() if isinstance(value, torch.Tensor)}
     mask = held.pop("attention_mask", torch.ones_like(held["input_ids"]))[0].bool()
     part = {key: value[:, mask] for key, value in held.items()}
@@ -393,7 +393,7 @@ class Joined:
     def __init__(self, collate: Collate, beside: Beside | None = None) -> None:
         self.collate, self.beside = collate, beside
 
-    def __call__(self, rows: list) -> dict[str, torch.Tensor]:
+    def __call__(self, rows: list) -> dict[str, Any]:
         return joined([dict(self.collate([row])) for row in rows], self.beside)
 
     def __getattr__(self, name: str) -> object:

@@ -15,14 +15,14 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import CodeType
-from typing import TYPE_CHECKING, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_map
 
-from hf_parallel.ask.spec import refuse
 from hf_parallel.hooks import runtime
+from hf_parallel.hooks.accelerate.paired_losses import refuse_pairs
 from hf_parallel.hooks.patching import patch
 from hf_parallel.model.calls import by_name
 
@@ -63,6 +63,7 @@ class Forward:
             models only hand it on to where nobody reads it.
         filled: by what is done here, rather than by the script.
         given: what the model was called with.
+        whole: is its loss that of the whole batch on each data rank, as of `paired_losses`?
     """
 
     share: float | None
@@ -70,6 +71,7 @@ class Forward:
     given: Mapping[str, object] = field(default_factory=dict)
     counted: bool = False
     filled: bool = False
+    whole: bool = False
 
 
 _scope: Scope | None = None
@@ -176,14 +178,14 @@ SUMMED = {"ctc_loss"}
 def mean(original: Callable, *args: object, **kwargs: object) -> torch.Tensor:
     """Each of these functions; outside of losses it is torch's own."""
     value = original(*args, **kwargs)
-    if not _forwards and _scope is None:
+    if (not _forwards and _scope is None) or (_forwards and _forwards[-1].whole):
         return value
     given = by_name(original, args, kwargs)
     former = given.get("size_average") is not None or given.get("reduce") is not None
     reduction = "none" if former else given.get("reduction", "mean")
     if reduction == "mean":
         if _forwards and original.__name__ == "cross_entropy" and _compares_rows(given, _forwards[-1]):
-            _refuse_pairs()
+            refuse_pairs()
         return _treated(value, COUNTS[original.__name__](given, value))
     return _of_all_ranks(value, original.__name__) if reduction == "sum" and _forwards else value
 
@@ -200,13 +202,6 @@ def _compares_rows(given: Given, forward: Forward) -> bool:
         return False
     given_tensors = [value for value in forward.given.values() if torch.is_tensor(value)]
     return not any(value.numel() == len(target) and torch.equal(value.flatten(), target) for value in given_tensors)
-
-
-def _refuse_pairs() -> NoReturn:
-    config = runtime.mesh().config
-    name = "dp_shard_size" if config.dp_shard_size > 1 else "dp_replicate_size"
-    why = "the model's loss compares each row of a batch with all others, of which a data rank sees only its own"
-    refuse(f"{name}={getattr(config, name)}", why, f"{name}=1")
 
 
 def _of_all_ranks(total: torch.Tensor, function: str) -> torch.Tensor:

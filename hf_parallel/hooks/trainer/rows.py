@@ -27,6 +27,8 @@ JOINED = "hf_parallel_example_of_token"
 LABELS_COUNTED = "hf_parallel_labels_counted"
 #: Key of the padded length of each token's example [1, tokens]; taken out before a model sees the batch.
 PADDED_LENGTHS = "hf_parallel_padded_lengths"
+#: Key of the reason why a batch cannot be trained on; `refused_batches.py` lets all data ranks stop for it.
+REFUSED = "hf_parallel_refused"
 
 
 def count(batch: Batch, blocks: int = 1) -> int | None:
@@ -64,6 +66,13 @@ def _starts(batch: Batch, tokens: int) -> torch.Tensor | None:
     else:
         return None
     return torch.cat([torch.ones_like(changes[:, :1]), changes], 1)
+
+
+def refused(why: str) -> dict[str, Any]:
+    """Return a joined batch without targets in the place of one that cannot be trained on."""
+    tokens = torch.zeros(1, 2, dtype=torch.long)
+    positions = torch.arange(2)[None]
+    return {"input_ids": tokens, "labels": tokens - 100, "position_ids": positions, REFUSED: why}
 
 
 def trim(batch: Batch, real: int, rows: int, blocks: int = 1) -> dict:

@@ -29,9 +29,9 @@ from hf_parallel.hooks.trainer.joining import (
     refuse_joining,
     rows_and_collator,
     set_alone,
-    with_counted_labels,
 )
 from hf_parallel.hooks.trainer.noise import noise_of_examples
+from hf_parallel.hooks.trainer.refused_batches import check_batch, count_targets
 from hf_parallel.hooks.trl import servers
 
 if TYPE_CHECKING:
@@ -86,12 +86,13 @@ def _checked(
 
 
 def _num_items_in_batch(original: Callable, self: Trainer, batch_samples: list, *args: object) -> object:
-    return original(self, with_counted_labels(batch_samples), *args)
+    return count_targets(original, self, batch_samples, *args)
 
 
 def _training_step(
     original: Callable, self: Trainer, model: PreTrainedModel, inputs: dict, *args: object, **kwargs: object
 ) -> object:
+    check_batch(inputs)
     with noise_of_examples(self, inputs):
         return original(self, model, inputs, *args, **kwargs)
 

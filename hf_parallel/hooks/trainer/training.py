@@ -32,8 +32,8 @@ from hf_parallel.hooks.trainer import (
 )
 from hf_parallel.hooks.trainer import evaluation as ragged
 from hf_parallel.hooks.trainer.checkpoints import has_failed, is_writing, record_of, wait_for_save
-from hf_parallel.hooks.trainer.joining import with_counted_labels
 from hf_parallel.hooks.trainer.noise import noise_of_examples
+from hf_parallel.hooks.trainer.refused_batches import check_batch, count_targets
 from hf_parallel.hooks.trainer.settings import check_arguments, check_shared_examples
 from hf_parallel.hooks.trl import trainers as trl
 from hf_parallel.model.calls import by_name
@@ -313,7 +313,7 @@ def get_batch_samples(
 @patch("transformers.trainer:Trainer._get_num_items_in_batch", "share of the tokens per data rank")
 def num_items_in_batch(original: Callable, self: Trainer, batch_samples: list, device: torch.device) -> object:
     """This data rank's share of the tokens: FSDP2 averages over data ranks, so sum / share averages to sum / total."""
-    items = original(self, with_counted_labels(batch_samples), device)
+    items: Any = count_targets(original, self, batch_samples, device)
     return None if items is None else items / runtime.mesh().data_size
 
 
@@ -330,6 +330,7 @@ def training_step(
         delayed_steps.announce_steps(self, model, inputs)
     looked_at = bad_numbers.watched_step(model, inputs, args, kwargs)
     inputs, step = ragged.opened(inputs)
+    check_batch(inputs)
     noise = noise_of_examples(self, inputs)
     runtime.compare_batches(model, inputs, "training")
     absent = runtime.absent(step.real_rows == 0)  # on each stage, and where layers run again for their backward

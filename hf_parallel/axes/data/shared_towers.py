@@ -1,0 +1,154 @@
+"""Towers of images, films or sounds, which a data rank whose batch has none does not call.
+
+Under FSDP2 all data ranks gather a layer's weights and reduce its gradients together: ranks that leave the tower out
+and ranks that call it would wait for each other. They tell each other what their batches hold, one number per kind of
+media in one all-gather before the model's forward. Only where they differ, the first rank that has such media lends
+them to those without any, which call the tower too and add its features, times zero, to what the words are read as:
+
+    rank 0    words, images    embedding ── tower, projector ── language model
+    rank 1    words            embedding ── tower, projector (rank 0's images) · 0 ── language model
+
+Each tower then has a gradient on all ranks or on none, as in one process.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from hf_parallel.ask.spec import refuse
+from hf_parallel.model.calls import by_name
+from hf_parallel.ranks.mesh import ParallelMesh
+
+#: Methods of models that make features of media, and modules that read these among the embeddings of words.
+_METHODS = ("get_image_features", "get_video_features", "get_audio_features")
+_READERS = ("language_model", "text_model")
+#: Models that embed words after they have made features, as read in their forward.
+_FEATURES_FIRST = {"GlmImageModel"}
+#: What a model's forward calls media, where it has none of the methods.
+_MEDIA = ("pixel_values", "pixel_values_videos", "input_features", "input_values")
+#: What of a method's output a forward goes on with: of the rest some models give no gradient to the last layers.
+_USED = ("pooler_output", "deepstack_features")
+
+
+def share_towers(model: nn.Module, mesh: ParallelMesh) -> None:
+    """From here on data ranks call the same towers in each forward of the model. Its units are sharded already."""
+    if dist.get_backend() == "fake":  # a dry run, whose other ranks are not there
+        return
+    owners = [module for module in model.modules() if _reader_of(module) is not None and _methods_of(module)]
+    if owners:
+        for owner in owners:
+            SharedTowers(owner, mesh)
+    elif _reads_words_and_media(model):
+        SharedTowers(model, mesh)
+
+
+def _reader_of(module: nn.Module) -> nn.Module | None:
+    """Return the language model that is a child of this module."""
+    if type(module).__name__ in _FEATURES_FIRST:
+        return None
+    return next((child for name, child in module.named_children() if name in _READERS), None)
+
+
+def _methods_of(module: nn.Module) -> dict[str, str]:
+    """Return the argument that holds the media, by the method that makes features of them.
+
+    There is none in models that always read both, such as CLIP.
+    """
+    taken = inspect.signature(module.forward).parameters
+    methods = [name for name in _METHODS if hasattr(module, name) and "inputs_embeds" in taken]
+    found = {name: next(iter(inspect.signature(getattr(module, name)).parameters), "") for name in methods}
+    return {name: first for name, first in found.items() if first in taken}
+
+
+def _reads_words_and_media(model: nn.Module) -> bool:
+    modalities = getattr(model, "input_modalities", "text")
+    taken = inspect.signature(model.forward).parameters
+    always = getattr(model, "main_input_name", None) in _MEDIA
+    return not isinstance(modalities, str) and {"text"} < set(modalities) and "labels" in taken and not always
+
+
+class SharedTowers:
+    """Hooks of one model that reads words and media."""
+
+    def __init__(self, owner: nn.Module, mesh: ParallelMesh) -> None:
+        self.owner, self.mesh = owner, mesh
+        self.methods, self.reader = _methods_of(owner), _reader_of(owner)
+        if self.reader is None:
+            self.methods = {}
+        self.media = list(self.methods.values()) or [
+            name for name in _MEDIA if name in inspect.signature(owner.forward).parameters
+        ]
+        self.lent: list[tuple[str, dict[str, Any]]] = []
+        owner.register_forward_pre_hook(self._agree, with_kwargs=True, prepend=True)
+        if self.reader is not None:
+            self.reader.register_forward_pre_hook(self._call_lent, with_kwargs=True, prepend=True)
+
+    def _agree(self, owner: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Find out which media only some data ranks have, and borrow those that this one lacks."""
+        given = by_name(owner.forward, args, kwargs)
+        self.lent = []
+        if not self._goes_together(given):
+            return
+        own = torch.tensor([given.get(name) is not None for name in self.media], device=self.mesh.device).int()
+        everywhere = [torch.empty_like(own) for _ in range(self.mesh.data_size)]
+        dist.all_gather(everywhere, own, group=self.mesh.data_group)
+        held = torch.stack(everywhere).bool().tolist()
+        for place, name in enumerate(self.media):
+            ranks = [rank for rank, kinds in enumerate(held) if kinds[place]]
+            if 0 < len(ranks) < self.mesh.data_size:
+                self._lend(place, name, ranks[0], given)
+
+    def _goes_together(self, given: Mapping[str, Any]) -> bool:
+        """Return whether ranks make this forward together: in evaluation only those that share weights do.
+
+        A model that generates reads media in its first step alone.
+        """
+        past: Any = given.get("past_key_values")
+        if hasattr(past, "get_seq_length") and past.get_seq_length() > 0:
+            return False
+        return torch.is_grad_enabled() or self.mesh.config.dp_shard_size > 1
+
+    def _lend(self, place: int, name: str, source: int, given: Mapping[str, Any]) -> None:
+        if not self.methods:
+            config = self.mesh.config
+            key = "dp_shard_size" if config.dp_shard_size > 1 else "dp_replicate_size"
+            why = f"the batch of data rank {source} has {name}, and that of another one has none and gathers no tower"
+            refuse(f"{key}={getattr(config, key)}", f"{type(self.owner).__name__}: {why}", f"{key}=1")
+        method = list(self.methods)[place]
+        told: list[Any] = [None]
+        if self.mesh.data_rank == source:
+            taken = inspect.signature(getattr(self.owner, method)).parameters
+            told = [{key: _moved(given[key], "cpu") for key in taken if given.get(key) is not None}]
+        dist.broadcast_object_list(told, group=self.mesh.data_group, group_src=source)
+        if given.get(name) is None:
+            self.lent.append((method, {key: _moved(value, self.mesh.device) for key, value in told[0].items()}))
+
+    def _call_lent(self, reader: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
+        """Call the towers with what other ranks have lent, where the owner would call them."""
+        if not self.lent:
+            return None
+        embeddings = cast(torch.Tensor, kwargs["inputs_embeds"])
+        for method, media in self.lent:
+            features = getattr(self.owner, method)(**media)
+            for tensor in tree_leaves(_used(features)):
+                if torch.is_tensor(tensor) and tensor.is_floating_point():
+                    embeddings = embeddings + (tensor * 0).sum().to(embeddings.dtype)
+        self.lent = []
+        return args, {**kwargs, "inputs_embeds": embeddings}
+
+
+def _used(features: Any) -> Any:
+    if not isinstance(features, Mapping):
+        return features
+    return [features[key] for key in _USED if features.get(key) is not None]
+
+
+def _moved(value: Any, device: torch.device | str) -> Any:
+    return tree_map(lambda part: part.detach().to(device) if torch.is_tensor(part) else part, value)

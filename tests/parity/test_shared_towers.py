@@ -1,0 +1,84 @@
+"""Data ranks whose batches have no images beside others whose batches have: the numbers of one process."""
+
+import pytest
+import torch
+
+from hf_parallel.axes.data import shared_towers
+from tests import models
+from tests.distributed import RankFailure, run
+from tests.parity.test_ragged_media import join, qwen2_vl, seen
+from tests.rows import IMAGE_TOKEN, Captions
+from tests.training import Outcome, activate, fit, trainer_of
+
+#: Of each half of a batch of eight: has it images? Data ranks differ in three steps of five, each in another way.
+HALVES = (False, True, True, False, False, False, True, True, False)
+
+
+def join_captions(rows: list[dict]) -> dict:
+    """Pixels of the rows that have an image."""
+    batch = {key: torch.stack([row[key] for row in rows]) for key in ("input_ids", "attention_mask", "labels")}
+    pixels = [row["pixel_values"] for row in rows if (row["input_ids"] == IMAGE_TOKEN).any()]
+    return {**batch, "pixel_values": torch.stack(pixels)} if pixels else batch
+
+
+def captions(images: bool) -> list[dict]:
+    rows = [Captions(4, 11)[i] for i in range(4)]
+    for row in rows if not images else ():
+        row["input_ids"] = row["input_ids"].clamp(max=IMAGE_TOKEN - 1)
+    return rows
+
+
+def examples(name: str, halves: tuple[bool, ...]) -> list[dict]:
+    found = []
+    for place, images in enumerate(halves):
+        found += captions(images) if name == "llava" else seen(4, place, 2, 0 if images else 4)
+    return found
+
+
+def train(spec: str | None, out: str, name: str, frozen: bool, steps: int = 1) -> Outcome:
+    """The last step has the four examples of one data rank, and the other none."""
+    data_ranks = activate(spec)
+    model = models.build("llava") if name == "llava" else qwen2_vl()
+    tower = [p for key, p in model.named_parameters() if "visual" in key or "vision_tower" in key]
+    for parameter in tower if frozen else ():
+        parameter.requires_grad_(False)
+    assert tower
+    settings = {
+        **{"remove_unused_columns": False, "train_sampling_strategy": "sequential", "learning_rate": 0.02},
+        **{"gradient_accumulation_steps": steps, "max_grad_norm": 1.0},
+    }
+    options = {"train_dataset": examples(name, HALVES), "eval_dataset": examples(name, HALVES[1:4])}
+    options["data_collator"] = join_captions if name == "llava" else join
+    return fit(*trainer_of(model, out, data_ranks, settings, **options), f"{out}/saved")
+
+
+@pytest.mark.parametrize(
+    ("name", "spec", "frozen", "steps"),
+    [
+        ("qwen2_vl", "dp_shard=2", False, 1),
+        ("llava", "dp_shard=2", False, 1),
+        ("llava", "dp_shard=2", True, 1),
+        ("llava", "dp_shard=2,zero_stage=1", False, 2),
+        ("qwen2_vl", "dp_replicate=2", False, 1),
+        ("qwen2_vl", "dp_replicate=2,dp_shard=2", False, 1),
+        ("qwen2_vl", "dp_shard=2,tp=2", False, 1),
+        ("llava", "dp_shard=2,activation_checkpointing=full", False, 1),
+    ],
+)
+def test_same_numbers_as_one_process(runs, name, spec, frozen, steps):
+    for rank in runs.compare(train, spec, name, frozen, steps):
+        assert len(rank.logs) == (5 if steps == 1 else 3)
+
+
+def without_readers(spec: str, out: str) -> None:
+    """A model whose language model is not known."""
+    shared_towers._READERS = ()
+    train(spec, out, "llava", False)
+
+
+@pytest.mark.parametrize("spec", ["dp_shard=2", "dp_replicate=2"])
+def test_a_model_of_another_build_is_refused(tmp_path, spec):
+    key = spec.replace("=", "_size=")
+    with pytest.raises(RankFailure, match=f"{key}: .*data rank 1 has pixel_values.*; {key[:-1]}1 works") as failure:
+        run(without_readers, 2, spec, str(tmp_path), init=False)
+    assert set(failure.value.kinds.values()) == {"SpecError"}
