@@ -81,4 +81,4 @@ def test_a_model_of_another_build_is_refused(tmp_path, spec):
     key = spec.replace("=", "_size=")
     with pytest.raises(RankFailure, match=f"{key}: .*data rank 1 has pixel_values.*; {key[:-1]}1 works") as failure:
         run(without_readers, 2, spec, str(tmp_path), init=False)
-    assert set(failure.value.kinds.values()) == {"SpecError"}
+    assert set(failure.value.kinds.values()) == {"NotImplementedError"}

@@ -22,8 +22,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from hf_parallel.ask.spec import refuse
-from hf_parallel.model.calls import by_name
+from hf_parallel.model.calls import CACHES, by_name
 from hf_parallel.ranks.mesh import ParallelMesh
 
 #: Methods of models that make features of media, and modules that read these among the embeddings of words.
@@ -110,7 +109,7 @@ class SharedTowers:
 
         A model that generates reads media in its first step alone.
         """
-        past: Any = given.get("past_key_values")
+        past: Any = next((given[name] for name in CACHES if given.get(name) is not None), None)
         if hasattr(past, "get_seq_length") and past.get_seq_length() > 0:
             return False
         return torch.is_grad_enabled() or self.mesh.config.dp_shard_size > 1
@@ -120,7 +119,8 @@ class SharedTowers:
             config = self.mesh.config
             key = "dp_shard_size" if config.dp_shard_size > 1 else "dp_replicate_size"
             why = f"the batch of data rank {source} has {name}, and that of another one has none and gathers no tower"
-            refuse(f"{key}={getattr(config, key)}", f"{type(self.owner).__name__}: {why}", f"{key}=1")
+            asked = f"{key}={getattr(config, key)}"
+            raise NotImplementedError(f"hf_parallel: {asked}: {type(self.owner).__name__}: {why}; {key}=1 works")
         method = list(self.methods)[place]
         told: list[Any] = [None]
         if self.mesh.data_rank == source:
