@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
-import types
 from typing import TYPE_CHECKING
 
+from hf_parallel.ask.lazy import export_lazily
 from hf_parallel.version import VERSION
 
 __version__ = VERSION
@@ -52,19 +51,4 @@ if not (sys.argv[:1] == ["-m"] and "hf_parallel" in sys.orig_argv):
 
     install_on_import()
 
-
-class _Package(types.ModuleType):
-    """Importing the module `hf_parallel.parallelize` must not hide the function of that name."""
-
-    def __setattr__(self, name: str, value: object) -> None:
-        if name != "parallelize":
-            super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package
-
-
-def __getattr__(name: str) -> object:
-    if name not in _HOME:
-        raise AttributeError(f"module 'hf_parallel' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOME[name]), name)
+export_lazily(__name__, _HOME)

@@ -5,11 +5,9 @@ Names are imported when they are asked for: the catalogue of GPUs is read before
 
 from __future__ import annotations
 
-import importlib
-import sys
-import types
 from typing import TYPE_CHECKING
 
+from hf_parallel.ask.lazy import export_lazily
 from hf_parallel.planner.hardware import Cluster, Gpu, Link, find_gpu, find_link, make_cluster
 
 if TYPE_CHECKING:
@@ -44,19 +42,4 @@ _HOME = {
     "shape_of": "shape",
 }
 
-
-class _Package(types.ModuleType):
-    """Importing the module `predict` must not hide the function of that name."""
-
-    def __setattr__(self, name: str, value: object) -> None:
-        if name != "predict":
-            super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package
-
-
-def __getattr__(name: str) -> object:
-    if name not in _HOME:
-        raise AttributeError(f"module 'hf_parallel.planner' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"hf_parallel.planner.{_HOME[name]}"), name)
+export_lazily(__name__, {name: f"{__name__}.{module}" for name, module in _HOME.items()})
