@@ -111,6 +111,25 @@ def test_regions_of_tp_are_in_the_graph_and_send_what_they_send_outside(spec, ra
     assert sum(more.values()) <= again
 
 
+@pytest.mark.parametrize(
+    ("spec", "ranks", "kind"),
+    [
+        ("cp=2", 2, "llama"),
+        ("cp=2,context_parallel=ulysses", 2, "qwen3"),
+        ("cp=2,context_parallel=allgather,activation_checkpointing=full", 2, "gemma2"),
+        ("tp=2,cp=2", 4, "llama"),
+    ],
+)
+def test_attention_over_ranks_is_the_only_break(spec, ranks, kind):
+    expected, *_ = run_alone(trained, None, kind)
+    _, _, _, plain = run(trained, ranks, spec, kind)[0]
+    loss, graphs, _, calls = run(trained, ranks, f"{spec},compile=regional", kind)[0]
+    assert loss == pytest.approx(expected, rel=1e-5)
+    assert graphs <= 8  # the parts of a frame at a break: of the layer, of its attention; of all layers together
+    assert all(calls[name] <= count for name, count in plain.items())  # tp keeps what enters at a break, whole
+    assert calls.keys() == plain.keys()
+
+
 def test_inductor_takes_the_graph():
     expected, *_ = run_alone(trained, None)
     for loss, graphs, breaks, _ in run(trained, 2, "tp=2,compile=regional", "llama", "inductor", timeout=500):
@@ -139,7 +158,7 @@ def test_layers_that_no_graph_holds_are_refused(spec, kind, changes, words):
 @pytest.mark.parametrize(
     ("spec", "words"),
     [
-        ("cp=2,compile=regional", ("compile=regional", "cp_size=2", "cp_size=1 works")),
+        ("dp_shard=2,ep=2,compile=regional", ("compile=regional", "ep_size=2", "ep_size=1 works")),
         ("tp=2,tp_overlap=true,compile=regional", ("tp_overlap=true", "tp_overlap=false works")),
         ("tp=4,tp_mesh=2x2,compile=regional", ("tp_mesh=2x2", "tp=4 without tp_mesh works")),
         ("tp=2,precision=fp8,compile=regional", ("precision=fp8", "precision=auto works")),

@@ -41,7 +41,7 @@ class CompileKeys(ExpertKeys, PipelineKeys):
 
     compile: str = key(
         "none",
-        "`regional` compiles each layer, equal ones once; over `dp_shard`, `dp_replicate`, `tp` and `pp`",
+        "`regional` compiles each layer, equal ones once; over every axis but `ep`",
         choices=("none", "regional"),
     )
 
@@ -54,15 +54,13 @@ class CompileKeys(ExpertKeys, PipelineKeys):
 def check_compiled(keys: CompileKeys, asked: str) -> None:
     """Reject what compiled layers cannot do.
 
-    They cannot exchange what only its values can tell (experts), attend over ranks, or take a backward pass apart.
+    They cannot send what only values can tell (experts), or take a backward pass apart.
 
     Args:
         asked: the setting that asks for compiled layers, as an error names it.
     """
-    for axis in ("cp", "ep"):
-        size = getattr(keys, f"{axis}_size")
-        if size > 1:
-            refuse(asked, f"{axis}_size={size} communicates inside each layer, where graphs break", f"{axis}_size=1")
+    if keys.ep_size > 1:
+        refuse(asked, f"ep_size={keys.ep_size} sends as many tokens as a router says", "ep_size=1")
     if keys.tp_size > 1:
         _check_compiled_regions(keys, asked)
     if keys.pp_size > 1 and keys.pipeline_schedule in SPLIT_BACKWARD:

@@ -119,6 +119,7 @@ def mask(*args: object, **kwargs: object) -> object:
     return AttentionMaskInterface()["sdpa"](*args, **kwargs)
 
 
+@torch.compiler.disable  # which sends: a compiled layer is one graph before it, and one after
 def attention(
     module: torch.nn.Module,
     query: torch.Tensor,
