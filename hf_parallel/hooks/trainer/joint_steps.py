@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, cast
 
-from hf_parallel.ask.keys.pipeline import DELAYED_SCHEDULES, LOOPED_SCHEDULES
+from hf_parallel.ask.keys.pipeline import DELAYED_SCHEDULES
 from hf_parallel.axes.pipeline.engine import run_calls
 from hf_parallel.axes.pipeline.joint import JointStep
 from hf_parallel.hooks import runtime
@@ -66,8 +66,8 @@ def announce_step(
     model.train()
     prepared = [trainer._prepare_inputs(dict(batch)) for batch in batches]
     together = engine.can_schedule_together(prepared)
-    if engine.config.sharing_size > 1 and engine.config.pipeline_schedule in LOOPED_SCHEDULES:
-        # Its rounds are of equal size, and data ranks may have unlike numbers of rows: all go the same way.
+    if engine.config.sharing_size > 1:
+        # FSDP2's collectives follow the schedule, and data ranks may have unlike numbers of rows: all go the same way.
         together = all(messages.gather(together, runtime.mesh().host_group))
     if together:
         calls = announced(trainer, engine, model, prepared, num_items_in_batch)
