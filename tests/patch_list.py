@@ -1,4 +1,4 @@
-"""Write docs/patches.md: every place where another library is changed while a layout is active.
+"""Write docs/reference/patches.md: every place where another library is changed while a layout is active.
 
 python -m tests.patch_list            write it
 python -m tests.patch_list --check    fail if it is out of date
@@ -17,7 +17,7 @@ from hf_parallel.hooks.patches import all_patches, patches_without_layout
 from hf_parallel.hooks.patching import Patch
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "patches.md"
+PAGE = ROOT / "docs" / "reference" / "patches.md"
 COMMAND = "python -m tests.patch_list"
 TEXT = """# Patches
 
@@ -169,7 +169,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     old, new = options.page.read_text(encoding="utf-8") if options.page.exists() else "", page()
     if options.check and new != old:
-        print(f"docs/{options.page.name} is out of date: run {COMMAND}", file=sys.stderr)
+        print(f"docs/reference/{options.page.name} is out of date: run {COMMAND}", file=sys.stderr)
         return 1
     if new != old:
         options.page.write_text(new, encoding="utf-8")

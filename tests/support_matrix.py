@@ -2,7 +2,7 @@
 
 pytest tests/parity tests/outside --record-support    # writes tests/results/support.json
 pytest tests/outside --add-support                    # replaces the cells that it runs, keeps the others
-python -m tests.support_matrix                        # writes README.md and docs/support_matrix.md
+python -m tests.support_matrix                        # writes README.md and docs/reference/support_matrix.md
 python -m tests.support_matrix --check                # exit 1 if one of them says anything else
 """
 
@@ -254,7 +254,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="change nothing; fail if a page is out of date")
     parser.add_argument("--results", type=Path, default=ROOT / "tests" / "results" / "support.json")
     parser.add_argument("--readme", type=Path, default=ROOT / "README.md")
-    parser.add_argument("--page", type=Path, default=ROOT / "docs" / "support_matrix.md")
+    parser.add_argument("--page", type=Path, default=ROOT / "docs" / "reference" / "support_matrix.md")
     options = parser.parse_args(arguments)
     results = json.loads(options.results.read_text(encoding="utf-8"))
     pages = ((options.readme, FIRST), (options.page, REST))

@@ -5,7 +5,7 @@ config's attributes; what they cannot shrink is left out. The numbers are those 
 
 python -m tests.sweep                       # all, into tests/results/sweep.json; goes on where it stopped
 python -m tests.sweep causal gpt2,bloom     # one kind of head, some model types, afresh
-python -m tests.sweep --table               # docs/models.md from the results
+python -m tests.sweep --table               # docs/reference/models.md from the results
 """
 
 import argparse
@@ -248,7 +248,7 @@ def architectures(wanted: list[str], types: list[str]) -> list[tuple[str, str, A
     return list(dict.fromkeys(found))
 
 
-# ---- docs/models.md ---------------------------------------------------------------------------------------------
+# ---- docs/reference/models.md ---------------------------------------------------------------------------------------
 
 WORDS = {
     "causal": "causal LM",
@@ -277,7 +277,7 @@ HEADER = """# Models
 
 What `python -m tests.sweep` finds for every architecture of transformers {version} that can be shrunk by rules: one
 training step in fp32 has the loss and every gradient of one process (1e-5 and 1e-4 relative). Not a part of the test
-run; the families of the [README](../README.md#what-is-tested) are tested more thoroughly.
+run; the families of the [README](../../README.md#what-is-tested) are tested more thoroughly.
 
 - **tp**: `tp=2` on rows of 16 and 15 tokens, and `tp=4` on two key/value heads, which a norm over all of them (OLMo 2)
   refuses; image-text models on rows of text alone.
@@ -293,7 +293,7 @@ A dash is a refusal at start; the reasons are below. An empty cell was not tried
 
 
 def table(results: dict[str, Any]) -> str:
-    """docs/models.md."""
+    """docs/reference/models.md."""
     from importlib.metadata import version
 
     rows: dict[tuple[str, tuple[str, ...]], list[str]] = {}
@@ -357,7 +357,7 @@ def main() -> None:
     logging.set_verbosity_error()
     results = json.loads(options.results.read_text()) if options.results.exists() else {}
     if options.table:
-        (ROOT / "docs" / "models.md").write_text(table(results))
+        (ROOT / "docs" / "reference" / "models.md").write_text(table(results))
         return
     wanted = [word for word in options.heads.split(",") if word]
     types = [word for word in options.types.split(",") if word]

@@ -4,7 +4,7 @@ Not part of the test run: it takes a quarter of an hour. One head of each model 
 
 python -m tests.sweep_experts                    # all, into tests/results/sweep_experts.json; goes on where it stopped
 python -m tests.sweep_experts mixtral,qwen3_moe  # some model types, afresh
-python -m tests.sweep_experts --table            # their part of docs/models.md from the results
+python -m tests.sweep_experts --table            # their part of docs/reference/models.md from the results
 """
 
 import argparse
@@ -25,7 +25,7 @@ from tests import sweep
 from tests.distributed import RankFailure, run_alone
 
 RESULTS = sweep.ROOT / "tests" / "results" / "sweep_experts.json"
-PAGE = sweep.ROOT / "docs" / "models.md"
+PAGE = sweep.ROOT / "docs" / "reference" / "models.md"
 HEADS = ("causal", "seq2seq", "caption", "sequence", "masked")
 #: Layouts, with the length of the rows: padding ends some of 15, so no two ranks hold as many tokens.
 CASES = (
@@ -105,7 +105,7 @@ def _names_experts(kind: type[PretrainedConfig]) -> bool:
 
 _SINGLE = (("tp", "tp=2", 16), ("pp", "pp=2", 15), ("ep", "dp_shard=2,ep=2", 15))
 
-# ---- docs/models.md -------------------------------------------------------------------------------------------------
+# ---- docs/reference/models.md ---------------------------------------------------------------------------------------
 
 BEGIN, END = "## Mixtures of experts\n", "## Tensor parallelism is refused\n"
 TEXT = """
@@ -127,7 +127,7 @@ COLUMNS = (
 
 
 def section(results: dict[str, Any]) -> str:
-    """The part of docs/models.md that is about mixtures."""
+    """The part of docs/reference/models.md that is about mixtures."""
     lines, refused, skipped, wrong = [], {}, [], []
     for model_type, found in sorted(results.items()):
         if "cases" not in found:

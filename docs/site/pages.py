@@ -42,10 +42,10 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Links as they are in the repository become those of the site."""
     name = page.file.src_uri
     folder = posixpath.dirname(OUTSIDE.get(name, f"docs/{name}"))
-    return _LINK.sub(lambda match: _of_site(match, folder), markdown)
+    return _LINK.sub(lambda match: _of_site(match, folder, posixpath.dirname(name)), markdown)
 
 
-def _of_site(match: re.Match[str], folder: str) -> str:
+def _of_site(match: re.Match[str], folder: str, site_folder: str) -> str:
     image, text, target, place = match.groups(default="")
     if not target or "://" in target or target.startswith("mailto:"):
         return match[0]
@@ -55,4 +55,4 @@ def _of_site(match: re.Match[str], folder: str) -> str:
         page = path.removeprefix("docs/")
     if page is None:
         return text if text.startswith("`") else f"{text} (`{path}`)"
-    return f"{image}[{text}]({page}{place})"
+    return f"{image}[{text}]({posixpath.relpath(page, site_folder or '.')}{place})"

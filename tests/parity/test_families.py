@@ -29,7 +29,7 @@ DECODERS = (
     GRANITE_SWA,
 )
 FAMILIES = (*DECODERS, "bert", "roberta", "t5", "t5_gated", "vit", "llava")
-#: Families with one case each; what the sweep finds for all others is in docs/models.md.
+#: Families with one case each; what the sweep finds for all others is in docs/reference/models.md.
 MORE_DECODERS = (
     "gpt_bigcode",
     "gpt_bigcode_heads",

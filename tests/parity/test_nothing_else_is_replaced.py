@@ -1,4 +1,4 @@
-"""What a layout changes in the libraries below is what docs/patches.md lists, and nothing else."""
+"""What a layout changes in the libraries below is what docs/reference/patches.md lists, and nothing else."""
 
 import inspect
 import sys

@@ -1,4 +1,4 @@
-"""docs/patches.md lists the patches that there are."""
+"""docs/reference/patches.md lists the patches that there are."""
 
 import inspect
 import sys
@@ -24,14 +24,14 @@ OF_ONE_MODULE = {
 
 
 def test_the_page_is_current(capsys):
-    assert patch_list.main(["--check"]) == 0, f"docs/patches.md is out of date: run {patch_list.COMMAND}"
+    assert patch_list.main(["--check"]) == 0, f"docs/reference/patches.md is out of date: run {patch_list.COMMAND}"
 
 
 def test_a_page_that_is_out_of_date_is_told_and_written(tmp_path, capsys):
     page = tmp_path / "patches.md"
     page.write_text(patch_list.page().replace("| torch |", "| tarch |"))
     assert patch_list.main(["--check", "--page", str(page)]) == 1
-    assert capsys.readouterr().err == "docs/patches.md is out of date: run python -m tests.patch_list\n"
+    assert capsys.readouterr().err == "docs/reference/patches.md is out of date: run python -m tests.patch_list\n"
     assert patch_list.main(["--page", str(page)]) == 0
     assert patch_list.main(["--check", "--page", str(page)]) == 0
 

@@ -62,7 +62,7 @@ PROMISES = {
         "DoRA": "parity/test_lora.py::test_dora",
         "PiSSA and OLoRA": "parity/test_lora.py::test_starts_from_the_base",
     },
-    "docs/models.md": {
+    "docs/reference/models.md": {
         "tp": "parity/test_families.py::test_more_families",
         "sp": "parity/test_families.py::test_without_sequence_parallelism",
         "pp": "parity/test_families.py::test_more_families_in_a_pipeline",

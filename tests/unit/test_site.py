@@ -28,10 +28,12 @@ def site(tmp_path_factory) -> Path:
 
 
 def test_it_has_every_page_and_the_support_matrix(site):
-    pages = {path.stem for path in (ROOT / "docs").glob("*.md")} | {"readme", "kubernetes", "slurm", "changelog"}
+    docs = ROOT / "docs"
+    pages = {str(path.relative_to(docs).with_suffix("")) for path in docs.rglob("*.md")}
+    pages |= {"readme", "kubernetes", "slurm", "changelog"}
     missing = {page for page in pages - {"index"} if not (site / page / "index.html").exists()}
     assert not missing
-    for page in ("readme", "support_matrix"):
+    for page in ("readme", "reference/support_matrix"):
         text = (site / page / "index.html").read_text()
         assert '<th style="text-align: center;"><code>tp=2,pp=2</code></th>' in text
     assert "ring" in (site / "search/search_index.json").read_text()
