@@ -147,7 +147,7 @@ SENTENCES = {
         "change the parts that ranks store": "parity/test_lora.py::test_merging",
     },
 }
-PAGES = ["README.md", *sorted(str(page.relative_to(ROOT)) for page in (ROOT / "docs").glob("*.md"))]
+PAGES = ["README.md", *sorted(str(page.relative_to(ROOT)) for page in (ROOT / "docs").rglob("*.md"))]
 BOUND = [
     (page, words, test)
     for table in (PROMISES, SENTENCES)
