@@ -1,4 +1,4 @@
-"""What one Llama layer keeps for the backward: counted, and by the formula of docs/activation_memory.md.
+"""What one Llama layer keeps for the backward: counted, and by the formula of docs/reference/activation_formula.md.
 
 python -m tests.activations            the table of that page
 """
@@ -156,7 +156,7 @@ def transformers_bytes(folder: str, tp: int) -> int:
 
 
 def formula(tp: int, dtype: torch.dtype, autocast: bool = False) -> float:
-    """Bytes per rank: s b h / t (2 (4 + e) + c (4 + 2 g + 4 r) + (4 a + 8) / h), see docs/activation_memory.md.
+    """Bytes per rank: s b h / t (2 (4 + e) + c (4 + 2 g + 4 r) + (4 a + 8) / h), see docs/reference/activation_formula.md.
 
     e and c are bytes per element of the residual stream and of the matrix products.
     """

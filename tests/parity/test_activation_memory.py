@@ -1,4 +1,4 @@
-"""A Llama layer keeps what the literature says, all of it divided by tp: see docs/activation_memory.md."""
+"""A Llama layer keeps what the literature says, all of it divided by tp: see docs/reference/activation_formula.md."""
 
 import pytest
 import torch
