@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = ["README.md", "AGENTS.md", *sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))]
+PAGES = ["README.md", "AGENTS.md", *sorted(str(page.relative_to(ROOT)) for page in (ROOT / "docs").rglob("*.md"))]
 PAGES += sorted(str(page.relative_to(ROOT)) for page in ROOT.glob("integrations/*/*.md"))
 PROGRAM = re.compile(r"(?:[A-Z_]+=\S+ )*(?:hf-parallel|torchrun|accelerate|python|pip|make|sbatch|export) \S")
 PYTHON = re.compile(r"^(?:import|from) hf_parallel|\bhf_parallel\.[a-z_.]+\(")
