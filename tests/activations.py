@@ -156,7 +156,7 @@ def transformers_bytes(folder: str, tp: int) -> int:
 
 
 def formula(tp: int, dtype: torch.dtype, autocast: bool = False) -> float:
-    """Bytes per rank: s b h / t (2 (4 + e) + c (4 + 2 g + 4 r) + (4 a + 8) / h), see docs/reference/activation_formula.md.
+    """Bytes per rank: s b h / t (2 (4 + e) + c (4 + 2 g + 4 r) + (4 a + 8) / h): docs/reference/activation_formula.md.
 
     e and c are bytes per element of the residual stream and of the matrix products.
     """

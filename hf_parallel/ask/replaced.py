@@ -1,6 +1,6 @@
 """What is replaced in other libraries by other ways than a `@patch`: each module that does it says so in `REPLACES`.
 
-docs/reference/patches.md lists the rows, and a test compares what a layout has changed in those libraries with both lists.
+docs/reference/patches.md lists the rows. A test compares what a layout has changed in those libraries with both lists.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Every place where another library is changed while a layout is active, and why: collected from where it is done.
 
-Each replacement carries `@patch(target, why)`; nowhere else is anything patched, and `docs/reference/patches.md` lists them all.
+Each replacement carries `@patch(target, why)`; nothing else is patched. docs/reference/patches.md lists all.
 Checked on the versions in `patching.CHECKED`. On others the signature decides: a replacement relies on the parameters
 that it names. A target of Transformers or Accelerate that is gone or has changed stops the start, one of the other
 libraries what would use it.

@@ -4,7 +4,7 @@
     equal     one process takes the batches of all data ranks; random numbers of an example depend on its index alone
     watched   logs, losses, gradients, tokens, predictions and weights go to a `Record`
 
-The patches live as long as the process, and no other process has them: docs/reference/patches.md lists those of a layout. They
+The patches live as long as the process, and no other process has them: docs/reference/patches.md has a layout's. They
 go around these, so that a layout does its work as in a real run. Trainer is here, models and examples are in
 `proving_models.py`, loops in `proving_loops.py`.
 """

@@ -207,7 +207,7 @@ def test_loss_of_a_run_with_compression(request):
     assert found["ratio"] == pytest.approx(1, abs=0.01)  # the bound
 
 
-#: Seconds per step at 100 Mbit/s, as `python -m benchmarks.slow_network` has measured them: docs/reference/zero_measured.md.
+#: Seconds per step at 100 Mbit/s, by `python -m benchmarks.slow_network`: docs/reference/zero_measured.md.
 MEASURED = {
     "ZeRO-3": 3.128,
     "ZeRO-2": 2.308,

@@ -200,7 +200,7 @@ def kept(name):
 
 
 def test_what_a_block_keeps_is_counted_from_the_model():
-    """docs/reference/activation_formula.md: 20 + 4 g + 8 r + (4 a + 8) / h bytes per token and hidden unit of a Llama layer."""
+    """20 + 4 g + 8 r + (4 a + 8) / h bytes per token and hidden unit: docs/reference/activation_formula.md."""
     bytes_, _ = run_alone(kept, "llama")
     g, r, a, h = 2 / 8, 1408 / 512, 8, 512
     assert bytes_ / h == pytest.approx(20 + 4 * g + 8 * r + (4 * a + 8) / h, rel=0.01)
