@@ -17,7 +17,7 @@ from mkdocs.structure.files import File
 ROOT = Path(__file__).parents[2]
 #: Pages made of files outside docs/, by their names on the site.
 OUTSIDE = {
-    "readme.md": "README.md",
+    "index.md": "README.md",
     "changelog.md": "CHANGELOG.md",
     "slurm.md": "integrations/slurm/README.md",
     "kubernetes.md": "integrations/kubernetes/README.md",

@@ -33,10 +33,17 @@ def test_it_has_every_page_and_the_support_matrix(site):
     pages |= {"readme", "kubernetes", "slurm", "changelog"}
     missing = {page for page in pages - {"index"} if not (site / page / "index.html").exists()}
     assert not missing
-    for page in ("readme", "reference/support_matrix"):
+    for page in (".", "reference/support_matrix"):
         text = (site / page / "index.html").read_text()
         assert '<th style="text-align: center;"><code>tp=2,pp=2</code></th>' in text
     assert "ring" in (site / "search/search_index.json").read_text()
+
+
+def test_no_block_is_wider_than_a_page():
+    """Beside the navigation of a screen of 1,440 pixels a block has room for 120 characters (docs/site/wide.css)."""
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    lines = [(page.name, line) for page in pages for line in page.read_text().splitlines() if line.startswith("    ")]
+    assert [(page, line) for page, line in lines if len(line) > 124 and not line.lstrip().startswith(("-", "|"))] == []
 
 
 def test_pictures_are_current():
