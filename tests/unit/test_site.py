@@ -40,10 +40,10 @@ def test_it_has_every_page_and_the_support_matrix(site):
 
 
 def test_no_block_is_wider_than_a_page():
-    """Beside the navigation of a screen of 1,440 pixels a block has room for 136 characters (docs/site/wide.css)."""
+    """Beside the navigation of a screen of 1,440 pixels a block has room for 146 characters (docs/site/wide.css)."""
     pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
     lines = [(page.name, line) for page in pages for line in page.read_text().splitlines() if line.startswith("    ")]
-    assert [(page, line) for page, line in lines if len(line) > 140 and not line.lstrip().startswith(("-", "|"))] == []
+    assert [(page, line) for page, line in lines if len(line) > 150 and not line.lstrip().startswith(("-", "|"))] == []
 
 
 def test_pictures_are_current():
