@@ -52,7 +52,7 @@ class UsageError(Exception):
 
 @dataclass
 class Command:
-    """What stands on the command line: the runner's own options, then the script and its arguments."""
+    """The command line: the runner's own options, then the script and its arguments."""
 
     parallel: str | None
     is_module: bool
@@ -228,7 +228,7 @@ def _loaded(module: str, name: str) -> list[type[BaseException]]:
 
 
 def _report_refusal(message: str, alone: bool) -> None:
-    """One line for all ranks, from rank 0; from another rank only when rank 0 has nothing to refuse."""
+    """Report a refusal in one line for all ranks, from rank 0; from another rank only if rank 0 refuses nothing."""
     if _rank() == 0:
         _write(f"hf_parallel: {message}\n")
         _note(_REFUSED, "1")
@@ -258,7 +258,7 @@ def _rank_0_failed_with(line: str) -> bool:
 
 
 def _noted(key: str, seconds: float, gone: str | None) -> str | None:
-    """What rank 0 has noted, if it does so within these seconds; `gone` if it, or its launcher, has ended."""
+    """Return what rank 0 has noted within these seconds; `gone` if it, or its launcher, has ended."""
     end = time.monotonic() + seconds
     try:
         while not _store().check([key]):  # `wait` would warn about its time-out
@@ -271,7 +271,7 @@ def _noted(key: str, seconds: float, gone: str | None) -> str | None:
 
 
 def _is_lost_peer(error: BaseException) -> bool:
-    """Whether the first thing that went wrong here is that another rank was gone."""
+    """Return whether the first thing that went wrong here is that another rank was gone."""
     first = _innermost(error)
     return _has_process_group() and isinstance(first, RuntimeError) and any(text in str(first) for text in _LOST_PEER)
 
@@ -332,7 +332,7 @@ def _one_of_several() -> bool:
 
 
 def _leave_groups_open() -> None:
-    """Of a rank that ends by an error: to end its groups it would wait for work that its peers may never do."""
+    """Leave the groups of a failed rank open: ending them would wait for work that its peers may never do."""
     mesh = sys.modules.get("hf_parallel.ranks.mesh")
     if mesh is not None:
         atexit.unregister(mesh.end_groups)

@@ -1,4 +1,4 @@
-"""What layers keep for the backward rests on the host: copied out after its layer's forward, back before its backward.
+"""Rest what layers keep for the backward on the host: copied out after a layer's forward, back before its backward.
 
     forward     layer 1      layer 2      layer 3           backward     layer 3      layer 2      layer 1
     copies         out 1 ───────out 2 ───────out 3               in 3, in 2 ─────in 1 ──────
@@ -97,7 +97,7 @@ class _Begin:
 
 
 class Kept:
-    """What one run of one layer has kept. `before`: that of the layer before it, whose backward comes next."""
+    """The tensors that a run of one layer has kept. `before`: those of the layer before it."""
 
     def __init__(self, host: Host, before: Kept | None, parameters: list[dict[str, nn.Parameter | None]]) -> None:
         self.host, self.before, self.parameters = host, before, parameters
@@ -108,7 +108,7 @@ class Kept:
         self.sent: torch.Event | None = None  # when all copies are on the host
 
     def pack(self, tensor: torch.Tensor) -> Packed:
-        """What autograd keeps for the tensor."""
+        """Return the object that autograd keeps for the tensor."""
         if not self._goes(tensor):
             return tensor
         memory = tensor.untyped_storage()._cdata
@@ -146,7 +146,7 @@ class Kept:
 
 
 class Copy:
-    """One tensor on the host, as a row of numbers; on the device while it is about to be read."""
+    """A tensor on the host, as a row of numbers; on the device while it is about to be read."""
 
     def __init__(self, host: Host, tensor: torch.Tensor) -> None:
         self.host, self.readers, self.read = host, 0, 0

@@ -1,4 +1,4 @@
-"""What an axis says about itself, so that nobody else has to name it.
+"""The parts of an axis, so that nobody else has to name it.
 
 An axis is one module with the same parts: its spec keys, what it refuses, what it reads of a model, what it will do
 to it (its part of the plan), and the doing. A setting of every layer, such as the attention kernel, is an axis
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class HeldRun(Protocol):
-    """One of several runs of a step, whose gradients are not reduced yet."""
+    """A run of a step that has several, whose gradients are not reduced yet."""
 
     def take(self) -> None:
         """Take the gradients that the run has left unreduced, and free its weights."""
@@ -124,7 +124,7 @@ Part = TypeVar("Part")  # what an axis will do: its part of the plan
 
 
 class Axis(Generic[Facts, Part]):
-    """One axis. Each method has a neutral default; none but `apply` and `finish` changes anything.
+    """An axis. Each method has a neutral default; none but `apply` and `finish` changes anything.
 
     `read` and `resolve` raise SpecError; `apply` and `finish` never do.
     """
@@ -137,11 +137,11 @@ class Axis(Generic[Facts, Part]):
         return getattr(config, f"{self.name}_size", 1) != 1
 
     def read(self, model: PreTrainedModel, config: ParallelConfig) -> Facts | None:
-        """What it needs to know of a model, which is not changed."""
+        """Read from a model, without changing it, what the axis needs to know."""
         return None
 
     def resolve(self, config: ParallelConfig, anatomy: Anatomy, facts: Facts) -> Part | None:
-        """What it will do to a model with these facts."""
+        """Decide what the axis will do to a model with these facts."""
         return None
 
     def settle(self, config: ParallelConfig, part: Part | None) -> ParallelConfig:
@@ -156,12 +156,12 @@ class Axis(Generic[Facts, Part]):
         """Do it."""
 
     def finish(self, model: nn.Module, part: Part, building: Building) -> None:
-        """What has to come after every axis has been applied."""
+        """Do what has to come after every axis has been applied."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What will be done to a model. `config`: sizes without -1, the schedule chosen.
+    """Everything that will be done to a model. `config`: sizes without -1, the schedule chosen.
 
     `axes`: all axes, in the order in which they are applied. `parts`: what each axis that is on will do, by its name.
     `problems`: what stops it; a plan that `resolve` returned has none.
@@ -175,7 +175,7 @@ class Plan:
     problems: tuple[str, ...] = ()
 
     def part(self, axis: Axis[Any, Part]) -> Part | None:
-        """What this axis will do, or None if it is off."""
+        """Return what this axis will do, or None if it is off."""
         return self.parts.get(axis.name)
 
 

@@ -53,7 +53,7 @@ Scales = tuple[torch.Tensor | None, torch.Tensor | None]
 
 
 class Split(NamedTuple):
-    """Which dim ranks of a group hold a part of."""
+    """The dim of which the ranks of a group hold parts."""
 
     dim: str | None = None
     group: dist.ProcessGroup | None = None
@@ -69,7 +69,7 @@ WHOLE = Split()
 
 
 def largest_number(tensor: torch.Tensor, dim: int | None = None) -> torch.Tensor:
-    """Of all, or of each row along `dim`."""
+    """Return the largest number of a tensor, or of each row along `dim`."""
     if not tensor.numel():  # a rank without rows
         return tensor.new_zeros(() if dim is None else [1 if d == dim % 2 else n for d, n in enumerate(tensor.shape)])
     return tensor.abs().max() if dim is None else tensor.abs().amax(dim, keepdim=True)
@@ -251,12 +251,12 @@ def become(module: nn.Module, recipe: Recipe) -> None:
 
 
 def recipe_of(module: nn.Module) -> Recipe | None:
-    """How a module multiplies in 8 bits, or None."""
+    """Return how a module multiplies in 8 bits, or None."""
     return module.recipe if isinstance(module, EightBit) else None
 
 
 def tensorwise(module: nn.Module) -> Float8 | None:
-    """How a module multiplies in 8 bits with one scale for a whole operand, or None."""
+    """Return how a module multiplies in 8 bits with one scale for a whole operand, or None."""
     recipe = recipe_of(module)
     return recipe if isinstance(recipe, Float8) and recipe.tensorwise else None
 

@@ -57,7 +57,7 @@ class Offload(Axis[None, list[str]]):
 
 
 def _check_folder(way: str, path: str) -> None:
-    """One that can be written to, made if it is not there."""
+    """Check that a folder can be written to; make it if it is not there."""
     if path == "PATH":  # as `plan` writes it
         refuse(f"offload={way}:PATH", "PATH stands for a folder on a fast disk", f"offload={way}:/scratch")
     above = os.path.abspath(path)

@@ -1,4 +1,4 @@
-"""Which linears multiply in 8 bits, and how their operands are scaled; all else computes as Trainer's flags say.
+"""Linears that multiply in 8 bits, and how their operands are scaled; all else computes as Trainer's flags say.
 
 The linears of the repeated layers; embedding and head, where few bits cost most, are not among these.
 """
@@ -31,7 +31,7 @@ _SPLIT = ("colwise", "packed_qkv", "packed_halves", "falcon_qkv", "rowwise", "co
 
 @dataclass(frozen=True)
 class PrecisionFacts:
-    """What a model and this machine have for it.
+    """The facts of a model and this machine that decide it.
 
     Attributes:
         linears: input and output width of what can multiply in 8 bits, by full name.
@@ -51,7 +51,7 @@ class PrecisionFacts:
 
 @dataclass(frozen=True)
 class PrecisionPart:
-    """What will multiply in 8 bits. `scaling`: resolved; `emulated`: rounded to fp8 and multiplied in fp32."""
+    """The linears that will multiply in 8 bits. `emulated`: rounded to fp8 and multiplied in fp32."""
 
     precision: str
     scaling: str
@@ -82,7 +82,7 @@ class Precision(Axis[PrecisionFacts, PrecisionPart]):
         )
 
     def resolve(self, config: ParallelConfig, anatomy: Anatomy, facts: PrecisionFacts) -> PrecisionPart:
-        """What will multiply in 8 bits, or what is missing for it."""
+        """Decide what will multiply in 8 bits, or say what is missing for it."""
         asked = f"precision={config.precision}"
         _check_machine(asked, config.precision, facts)
         if not facts.linears:

@@ -63,7 +63,7 @@ class Recompute(Axis[RecomputeFacts, str]):
         return RecomputeFacts(supported, by_layer, len(layers))
 
     def resolve(self, config: ParallelConfig, anatomy: Anatomy, facts: RecomputeFacts) -> str:
-        """What is recomputed."""
+        """Decide what is recomputed."""
         way = config.activation_checkpointing
         asked = f"activation_checkpointing={way}"
         if way == "none":
@@ -107,7 +107,7 @@ class Recompute(Axis[RecomputeFacts, str]):
 
 
 def _layers(model: PreTrainedModel) -> list[nn.Module]:
-    """Those of the whole model, in order: a pipeline has not cut it yet."""
+    """Return the layers of the whole model, in order: a pipeline has not cut it yet."""
     from hf_parallel.model.anatomy import transformer_blocks
 
     return transformer_blocks(model)
@@ -119,7 +119,7 @@ def _keep_everything(layer: GradientCheckpointingLayer, args: object) -> None:
 
 
 def _keep_products(layer: GradientCheckpointingLayer, args: object) -> None:
-    """The same; a Trainer or a script has given the layer a function of its own, whose settings stay."""
+    """Keep products in a layer to which a Trainer or a script has given a function of its own, whose settings stay."""
     from torch.utils.checkpoint import checkpoint
 
     known = vars(layer).get("_gradient_checkpointing_func")
@@ -275,7 +275,7 @@ def partition_inputs(layers: Iterable[nn.Module], group: dist.ProcessGroup) -> N
 
 
 class Keeping:
-    """What one layer keeps. Checkpointing hides from these hooks all that is not an input."""
+    """The tensors that one layer keeps. Checkpointing hides from these hooks all that is not an input."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group

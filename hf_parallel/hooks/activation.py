@@ -70,7 +70,7 @@ def activate(spec: str | ParallelConfig, source: str = "activate()") -> None:
 
 
 def _stay_plain(config: ParallelConfig) -> None:
-    """One process that is asked for no setting trains as plain Trainer does, and reads the checkpoints of layouts."""
+    """Let one process without a setting train as plain Trainer does, and read the checkpoints of layouts."""
     read_checkpoints()
     if config.pack_tokens or config.padding_free:
         from hf_parallel.hooks.trainer.token_budget import patches_alone
@@ -79,7 +79,7 @@ def _stay_plain(config: ParallelConfig) -> None:
 
 
 def _tell_left_out(config: ParallelConfig) -> None:
-    """One process has nobody to share a model with: a line names the keys of layouts of several."""
+    """Name the keys that need several ranks, where one process has nobody to share a model with."""
     from hf_parallel.hooks import report
 
     done = {"pack_tokens", "padding_free", *config.settings_alone(), *(f"{axis}_size" for axis in config.sizes)}

@@ -64,7 +64,7 @@ _COUNTS = re.compile(r"\b(WORLD_SIZE|get_world_size)\b")
 
 
 def counted(processes: int, data_ranks: int) -> list[str]:
-    """What to tell of a script that may divide its batch by the number of processes."""
+    """Return what to tell of a script that may divide its batch by the number of processes."""
     words = sorted(set(_COUNTS.findall(_text()))) if data_ranks != processes else []
     if not words:
         return []
@@ -77,7 +77,7 @@ def counted(processes: int, data_ranks: int) -> list[str]:
 
 
 def _text() -> str:
-    """Of a script or a module that is run; of a notebook nothing."""
+    """Return the text of the script or module that runs; of a notebook nothing."""
     try:
         with open(sys.argv[0], encoding="utf-8", errors="replace") as file:
             return file.read() if sys.argv[0].endswith(".py") else ""

@@ -174,7 +174,7 @@ def _dtype_of(model: object) -> torch.dtype | None:
 
 
 def _rank_of(model: object) -> int:
-    """Of the adapters that a model has; 0: none."""
+    """Return the rank of the adapters that a model has; 0: none."""
     return max((int(getattr(one, "r", 0)) for one in (getattr(model, "peft_config", None) or {}).values()), default=0)
 
 
@@ -330,7 +330,7 @@ def accepted(config: PretrainedConfig) -> Callable[[ParallelConfig], bool]:
 
 
 class ScriptBatch(NamedTuple):
-    """Of a script, as the planner names it: `lora` is the adapters' rank, `documents`: are rows made of several?"""
+    """The batch of a script in the planner's names. `lora`: the adapters' rank; `documents`: rows hold several."""
 
     rows: int
     accumulation: int
@@ -373,7 +373,7 @@ def script_batch(
 
 
 def _asked_rank(argv: list[str]) -> int:
-    """Of adapters, by the names that TRL and most scripts have for it; 0: all weights are trained."""
+    """Return the rank of adapters, by the names that TRL and most scripts have for it; 0: all weights are trained."""
 
     asked = {str(_option(argv, name, None)).lower() for name in ("use_peft", "use_lora")}
     sizes = (_option(argv, name, None) for name in ("lora_r", "lora_rank"))

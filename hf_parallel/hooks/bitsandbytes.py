@@ -144,7 +144,7 @@ def _own_class(module: nn.Module) -> type:
 def read_packed(
     packing: Packing, value: torch.Tensor | LazyTensor, own: torch.Tensor, order: StoredOrder | None
 ) -> torch.Tensor:
-    """What this rank stores of a weight `value` [out, in] from the file."""
+    """Return what this rank stores of a weight `value` [out, in] from the file."""
     weight = values(value, local_part(packing.source, order)).to(runtime.mesh().device, packing.source.dtype)
     codes, largest = _quantise(weight, packing.quant_type)
     if packing.double:
@@ -173,7 +173,7 @@ def _rounded(value: torch.Tensor | LazyTensor, packing: Packing, order: StoredOr
 
 
 def mark(model: PreTrainedModel, config: BitsAndBytesConfig) -> None:
-    """What bitsandbytes' own loading leaves on a model, by which Trainer, PEFT and TRL know it."""
+    """Leave on a model the marks of bitsandbytes' own loading, by which Trainer, PEFT and TRL know it."""
     from transformers.quantizers import AutoHfQuantizer
 
     model.is_loaded_in_4bit = model.is_quantized = True

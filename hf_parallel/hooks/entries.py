@@ -1,4 +1,4 @@
-"""What all ranks call together, and seldom: each call first asks whether all of them are there."""
+"""Calls that all ranks make together, and seldom: each first asks whether all of them are there."""
 
 from __future__ import annotations
 

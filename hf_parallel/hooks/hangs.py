@@ -37,7 +37,7 @@ _current: Watched | None = None
 
 
 class Watched:
-    """One training. Its watchdog starts with the first step, on all ranks.
+    """A training that is watched. Its watchdog starts with the first step, on all ranks.
 
     Args:
         model: gives it, once it is there.
@@ -111,7 +111,7 @@ def mark_step(number: int) -> None:
 
 @contextlib.contextmanager
 def taking_long(phase: str) -> Iterator[None]:
-    """In here may be what a shared disk, or a hub, takes its time for."""
+    """Run what a shared disk, or a hub, takes its time for."""
     dog = None if _current is None else _current.watchdog
     former = ("the end of a step", False) if dog is None else (dog.phase, dog.may_take_long)
     mark(phase, may_take_long=True)

@@ -77,7 +77,7 @@ def _install() -> None:
 
 
 def _patches(*packages: str) -> Iterator[Patch]:
-    """Those of libraries that are imported. The list of all takes a while to import: this waits until it is read."""
+    """Yield the patches of libraries that are imported. The list of all takes a while to import, so it waits."""
     from hf_parallel.hooks.patches import all_patches
 
     imported = [package for package in packages if package in sys.modules]

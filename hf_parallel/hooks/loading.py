@@ -1,4 +1,4 @@
-"""What happens to each tensor while `from_pretrained` fills the model. Each function takes the original.
+"""Treatment of each tensor while `from_pretrained` fills the model. Each function takes the original.
 
 transformers hands the sources of a target through its conversions and sets the result. We hand it tensors that are not
 read yet (see `checkpoint.lazy_tensor`), and read this rank's part when the result is set.
@@ -146,7 +146,7 @@ def initialize_module(
 
 @contextlib.contextmanager
 def _drawn_whole(module: nn.Module) -> Iterator[None]:
-    """In here the new parts of weights that a module draws are whole."""
+    """Let a module draw the new parts of its weights whole."""
     new = [(owner, name, part) for owner, name, part in _drawn_by(module) if _is_new_part(owner, part)]
     for owner, name, p in new:
         order = stored_order(owner, name)
@@ -176,7 +176,7 @@ def _is_new_part(module: nn.Module, parameter: nn.Parameter) -> bool:
 
 @patch("transformers.modeling_utils:log_state_dict_report", "knows the keys of one stage")
 def report(original: Callable, *args: object, **kwargs: object) -> None:
-    """One report, and one error if sizes do not match, for all stages of a pipeline."""
+    """Report once, and raise one error if sizes do not match, for all stages of a pipeline."""
     model, info = kwargs["model"], kwargs["loading_info"]
     own = {**vars(info), "untied": _untied(model)}
     stages = of_stages(own, runtime.mesh())
@@ -289,7 +289,7 @@ def distribute(
 
 
 def _widen(model: PreTrainedModel) -> None:
-    """What the loader will keep in fp32 is fp32 before it is sharded: a unit of FSDP2 has one dtype."""
+    """Widen to fp32, before it is sharded, what the loader will keep in fp32: a unit of FSDP2 has one dtype."""
     from transformers.core_model_loading import build_glob_alternation
 
     kept = list(model._get_dtype_plan(model.dtype))

@@ -22,7 +22,7 @@ def by_trainer(kind: type, given: dict[str, Any], arguments: Any) -> str | None:
 
 
 def by_script(arguments: Any) -> str | None:
-    """The same of the script that is running, from its names: its trainers, or an Accelerator and no Trainer."""
+    """Return what reads logits in the running script, by its names: its trainers, or a bare Accelerator."""
     from transformers import Trainer
 
     names = list(vars(sys.modules["__main__"]).values())

@@ -142,7 +142,7 @@ def _keep(tensor: DTensor, whole: torch.Tensor) -> None:
 
 @patch("torch:save", "pickles a part of the weights without a word")
 def save(original: Callable, obj: object, *args: object, **kwargs: object) -> object:
-    """One line where a script pickles parts: `torch.save(model.state_dict())` on rank 0."""
+    """Tell, in one line, that a script pickles parts: `torch.save(model.state_dict())` on rank 0."""
     if any(getattr(found, "is_part_of_model", False) or isinstance(found, DTensor) for found in _inside(obj)):
         _tell()
     return original(obj, *args, **kwargs)

@@ -60,7 +60,7 @@ def notebook_launcher(
 
 
 class _Rank:
-    """What runs in each process: part of the layout from before the function to its end."""
+    """The function of each process: part of the layout from before the user's function to its end."""
 
     def __init__(self, function: Callable[..., object], spec: str) -> None:
         self.function, self.spec = function, spec
@@ -87,7 +87,7 @@ def _one_per_gpu() -> int:
 
 
 def _product(spec: str) -> int:
-    """As many processes as the sizes that are given; the axis that takes what is left takes one."""
+    """Return the product of the sizes that are given; the axis that takes what is left counts as one."""
     if spec == AUTO:
         refuse("notebook_launcher", "there is no GPU to count", "num_processes=4")
     return math.prod(size for size in ParallelConfig.parse(spec).sizes.values() if size > 0)

@@ -1,4 +1,4 @@
-"""What torch offers to loops of a script's own, for lists of tensors: clipping, averages of weights.
+"""Torch's tools for loops of a script's own, on lists of tensors: clipping, averages of weights.
 
 A parallel model's lists hold shards of several meshes beside whole tensors, and under a pipeline those of one stage.
 """
@@ -24,7 +24,7 @@ def _listed(parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Ten
 
 
 def _states_of(parameters: list[torch.Tensor]) -> list[ParallelState]:
-    """Of the parallel models that these are of; all stages of a pipeline take part, also one that has none of them."""
+    """Return the states of the models that own these. All stages of a pipeline take part, also without any."""
     wanted = set(map(id, parameters))
     states = [(model, state) for model in parallel_models() if (state := state_of(model)) is not None]
     found = [state for model, state in states if any(id(p) in wanted for p in model.parameters())]
@@ -65,7 +65,7 @@ def clip_grad_value_(
 
 @patch("torch.optim.swa_utils:get_{ema,swa}_multi_avg_fn", "mixes shards and whole tensors", copies=True)
 def average(original: Callable, *args: object, **kwargs: object) -> Callable:
-    """What `AveragedModel` does to all weights at once, on the parts that this rank stores."""
+    """Average weights as `AveragedModel` does, on the parts that this rank stores."""
     own = original(*args, **kwargs)
 
     @torch.no_grad()
@@ -91,7 +91,7 @@ def data(original: Any) -> property:
     "gives a DTensor, which does not mix with numbers of whole tensors",
 )
 def reduce_to_number(original: Callable, self: DTensor, *args: Any, **kwargs: Any) -> Any:
-    """One number, as of a whole tensor; of rows or columns, and where autograd follows, torch's."""
+    """Reduce a tensor to one number as if it were whole; rows, columns and autograd's reductions stay torch's."""
     found = original(self, *args, **kwargs)
     return whole_number(found) if isinstance(found, DTensor) and not found.ndim and not found.requires_grad else found
 
@@ -101,7 +101,7 @@ def reduce_to_number(original: Callable, self: DTensor, *args: Any, **kwargs: An
     "reads what this rank holds of a sum",
 )
 def read_number(original: Callable, self: DTensor, *args: Any, **kwargs: Any) -> object:
-    """What a script computes of a weight, a gradient or a moment and reads as one number is of the whole tensor."""
+    """Read one number that a script computes of a weight, a gradient or a moment: that of the whole tensor."""
     if self.numel() != 1:
         return original(self, *args, **kwargs)
     return getattr(whole_number(self), original.__name__)(*args, **kwargs)

@@ -35,7 +35,7 @@ from hf_parallel.hooks.trl import online, servers, trainers  # noqa: F401
 
 
 def all_patches() -> list[Patch]:
-    """Those of a layout."""
+    """Return the patches of a layout."""
     return [patch for patch in DECLARED if not patch.without_layout]
 
 

@@ -1,4 +1,4 @@
-"""How a function of another library is replaced: by name, once, with a reason, and undone on request."""
+"""Replacement of another library's functions: by name, once, with a reason, and undone on request."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Patch:
 
     @property
     def owner(self) -> str:
-        """What is changed: the class of a method, else the name itself."""
+        """The owner that is changed: the class of a method, else the name itself."""
         return self.target.rpartition(".")[0] if "." in self.target.partition(":")[2] else self.target
 
     @property
@@ -247,7 +247,7 @@ def names_of(functions: Iterable[Callable]) -> dict[int, list[tuple[ModuleType, 
 
 
 def mismatch(original: Callable, replacement: Callable) -> str | None:
-    """What a replacement relies on, by its parameters, that the original has not, or what it does not take."""
+    """Return what a replacement relies on that the original has not, or what it does not take."""
     theirs, ours = _parameters(original, True), _parameters(replacement, False)
     if {kind for _, kind, _ in theirs} == set(_VARIABLE):
         return None  # somebody else's wrapper
@@ -272,7 +272,7 @@ def _parameters(function: Callable, follow_wrapped: bool) -> list[tuple[str, ins
 
 
 def _cannot(patch: Patch, why: str, done: list[Undo]) -> None:
-    """Of a core library: refuse. Of others: what would run unpatched refuses when it is used."""
+    """Refuse a patch of a core library. Of others, what would run unpatched refuses when it is used."""
     text = f"{patch.library} {library_version(patch.library)}: {patch.target} {why}; {_ranges(patch.library)} works"
     if patch.library not in OPTIONAL:
         undo(done)
@@ -360,7 +360,7 @@ def _ranges(library: str) -> str:
 
 @contextlib.contextmanager
 def replacing(owner: object, **attributes: object) -> Iterator[None]:
-    """In here the object itself has these, before those of its class."""
+    """Give an object attributes of its own, before those of its class."""
     own = {name: vars(owner)[name] for name in attributes if name in vars(owner)}
     vars(owner).update(attributes)
     try:

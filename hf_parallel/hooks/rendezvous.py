@@ -23,7 +23,7 @@ _LIMIT_S = 1800.0  # as torch waits for ranks
 
 
 def own_store() -> dict[str, object]:
-    """What `init_process_group` needs under torchrun; nothing elsewhere, where each start has a store of its own.
+    """Return what `init_process_group` needs under torchrun; nothing elsewhere, where each start has its own store.
 
     One process alone has its group afterwards.
     """
@@ -40,7 +40,7 @@ def own_store() -> dict[str, object]:
 
 
 def agreed_name(store: dist.Store, rank: int, world_size: int) -> str:
-    """One name for the ranks that call this now, whatever others have left in the store.
+    """Agree on a name with the ranks that call this now, whatever others have left in the store.
 
     Raises:
         TimeoutError: not all of them come.

@@ -102,7 +102,7 @@ def is_restart(former: dict, count: int, agents: list[str]) -> bool:
 
 
 class Signature(TrainerCallback):
-    """One process saves as plain Trainer does: the run's name goes where Trainer keeps what callbacks remember."""
+    """The signature of a run. In one process it goes where Trainer keeps what callbacks remember."""
 
     PLACE = "hf_parallel"
 

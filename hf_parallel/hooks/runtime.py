@@ -1,4 +1,4 @@
-"""What this process knows while it is part of a layout. Held here, so that no patch needs a global of its own."""
+"""State of this process while it is part of a layout. Held here, so that no patch needs a global of its own."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ RandomState: TypeAlias = tuple[torch.Tensor, torch.Tensor | None]
 
 @dataclass
 class LoopLosses:
-    """What a loop without a Trainer has computed since its last backward pass, under `batch_shares`.
+    """The losses that a loop without a Trainer has computed since its last backward pass, under `batch_shares`.
 
     Attributes:
         weighed: losses of models, which are means over the targets of all data ranks.
@@ -55,7 +55,7 @@ class LoopLosses:
 
 @dataclass
 class MeasuredShares:
-    """What `batch_shares=auto` knows of the data ranks.
+    """The shares that `batch_shares=auto` has measured.
 
     Attributes:
         first: shares by a matrix product, before anything is trained; evaluation keeps to them.
@@ -107,7 +107,7 @@ def is_absent() -> bool:
 
 @contextlib.contextmanager
 def absent(wanted: bool) -> Iterator[None]:
-    """In here this rank is absent, if `wanted`."""
+    """Count this rank as absent, if `wanted`."""
     assert _current is not None
     with replacing(_current, absent=wanted):
         yield
@@ -115,7 +115,7 @@ def absent(wanted: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def weighed_by_trainer() -> Iterator[None]:
-    """In here a Trainer takes a step."""
+    """Mark that a Trainer takes a step."""
     assert _current is not None
     with replacing(_current, in_trainer=True):
         yield
@@ -153,7 +153,7 @@ def follow_time_out(args: TrainingArguments) -> None:
 
 
 def change_time_out(limit: timedelta) -> None:
-    """Of all process groups, unless a launcher of the script's own has made them."""
+    """Change the time-out of all process groups, unless a launcher of the script's own has made them."""
     if _connected and limit != time_out():
         set_time_out(limit)
 
@@ -195,7 +195,7 @@ def stop() -> None:
 
 @contextlib.contextmanager
 def pretended(mesh: ParallelMesh) -> Iterator[None]:
-    """In here patches see the mesh of a dry run."""
+    """Let patches see the mesh of a dry run."""
     global _current
     former, _current = _current, Runtime(mesh.config, "a dry run", mesh, pretended=True)
     try:
@@ -230,7 +230,7 @@ def equalise_random_state(axis: str, source: int = -1, of: ParallelMesh | None =
 
 
 def random_state(of: ParallelMesh | None = None) -> RandomState:
-    """Of torch's generators, that of the host and that of the device."""
+    """Return the random state of torch's generators, that of the host and that of the device."""
     kind = (of or mesh()).device
     return torch.get_rng_state(), torch.get_device_module(kind).get_rng_state() if kind.type != "cpu" else None
 
@@ -249,7 +249,7 @@ def set_random_state(state: RandomState, of: ParallelMesh | None = None) -> None
 
 
 def equalise_within_model(source: int = -1, of: ParallelMesh | None = None) -> None:
-    """The same for the ranks that run the same layers of one model, and drop alike what they hold alike."""
+    """Make random states equal on the ranks that run the same layers of one model, which drop alike."""
     for axis in ("tp", "cp"):
         equalise_random_state(axis, source, of)
 
@@ -266,7 +266,7 @@ def _set_environment() -> dict[str, str | None]:
 
 
 def diagnostics() -> dict[str, str]:
-    """What lets NCCL say, when collectives time out, which rank was where. Read when groups are made.
+    """Return the variables by which NCCL says, when collectives time out, which rank was where.
 
     The flight recorder keeps the last 2,000 collectives of each process; before torch 2.13 it is off by default. torch
     warns of the second name. What the script's environment says stays.

@@ -42,7 +42,7 @@ def keep_last_batch(original: Callable, self: TrainingArguments) -> None:
 
 @patch("sentence_transformers.base.trainer:BaseTrainer.prepare_loss", "may hold own weights")
 def prepare_loss(original: Callable, self: Trainer, loss: nn.Module, model: nn.Module) -> object:
-    """What the loss and the model share is sharded; weights of the loss alone no data rank would average.
+    """Shard what the loss and the model share; no data rank would average weights of the loss alone.
 
     The trainer is being made, and its model sharded.
 

@@ -41,7 +41,7 @@ BLOCK = 64
 
 @dataclass(frozen=True)
 class Packing:
-    """How a weight was packed. `source` stands on the meta device for what this rank has of the weight in full."""
+    """The way in which a weight was packed. `source` is on the meta device for the part that this rank has in full."""
 
     source: torch.Tensor
     quant_type: str  # nf4 or fp4
@@ -55,7 +55,7 @@ class Packing:
 
     @property
     def nbytes(self) -> int:
-        """Of the packed part."""
+        """Bytes of the packed part."""
         return self.shape.numel() // 2 + self.shape.numel() // BLOCK * 4
 
     def opened(self, packed: torch.Tensor) -> tuple[torch.Tensor, QuantState]:

@@ -1,4 +1,4 @@
-"""What low-rank adapters (Hu et al., 2021) compute around a split layer: W x + s B A x, for any number of adapters.
+"""Low-rank adapters (Hu et al., 2021) around a split layer: W x + s B A x, for any number of adapters.
 
 Only the sum W x + s B A x leaves a region, so adapters add no collective on activations: the wrapper around the base
 layer and its adapters enters and leaves in the base layer's place, and everything inside is local.

@@ -59,7 +59,7 @@ class AdaptedExperts(nn.Module):
 
     @contextlib.contextmanager
     def _activate_lora(self, active: list[str]) -> Iterator[None]:
-        """In here the experts compute with the sum."""
+        """Let the experts compute with the sum W + s B A."""
         names = [name for name in active if name in self.lora_A]
         if not names:
             yield
@@ -89,7 +89,7 @@ class AdaptedExperts(nn.Module):
 
 
 def _own_rows(base: SplitExperts, name: str) -> torch.Tensor:
-    """Which of a weight's columns or rows this rank has, as the model counts them."""
+    """Return the columns or rows of a weight that this rank has, as the model counts them."""
     order: StoredOrder | None = getattr(base, "stored_orders", {}).get(name)
     group, facts = base.region.group, base.expert_facts
     rows = torch.arange(facts.width) if order is None else order.rows
@@ -124,7 +124,7 @@ class AdaptedWeight(nn.Module):
 
     @contextlib.contextmanager
     def _activate_lora(self, active: list[str]) -> Iterator[None]:
-        """In here the layer holds this rank's part of the sum; columns are asked for by their region instead."""
+        """Let the layer hold this rank's part of the sum; its region asks for columns instead."""
         base, name = self.base_layer, self.parameter_name
         if base in base.region.columns:
             yield

@@ -1,1 +1,1 @@
-"""Which attention kernel the layers call, and flash attention that needs no package but torch."""
+"""The attention kernel that layers call, and flash attention that needs no package but torch."""

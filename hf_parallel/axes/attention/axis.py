@@ -1,4 +1,4 @@
-"""Which attention kernel the layers call."""
+"""The attention kernel that layers call."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Kernel:
-    """What the layers will call.
+    """The kernel that layers will call.
 
     Attributes:
         why: the reason of a choice, for people.
@@ -114,7 +114,7 @@ def torch_flash_lacks(facts: AttentionFacts) -> str | None:
 
 
 def chosen(config: ParallelConfig, facts: AttentionFacts | None) -> Kernel | None:
-    """What `auto` takes; None where there is nothing to choose."""
+    """Choose a kernel for `auto`; None where there is nothing to choose."""
     if facts is None or not facts.head_size or config.cp_size > 1:  # cp has kernels of its own
         return None
     why = why_not_torch_flash(facts)
@@ -162,7 +162,7 @@ def _not_on_cuda(facts: AttentionFacts) -> str | None:
 
 @dataclass(frozen=True)
 class AttentionFacts:
-    """What decides which kernel a model can run.
+    """The facts that decide which kernel a model can run.
 
     Attributes:
         own: its present kernel: what its script asked for, or what transformers chose.
@@ -256,7 +256,7 @@ class Attention(Axis["AttentionFacts", "Kernel | None"]):
         return True  # `auto` looks at every model
 
     def read(self, model: nn.Module, config: ParallelConfig) -> AttentionFacts | None:
-        """What its attentions are like; None if it is not one of transformers."""
+        """Read how a model's attentions are built; None if it is not one of transformers."""
 
         return read_attention(model, config)
 

@@ -172,7 +172,7 @@ class Documents:
 
     @classmethod
     def of(cls, rows: list[Row]) -> Documents:
-        """Of these rows."""
+        """Make documents of these rows."""
         return cls(Layout(rows, _ONE, rows[0].length))
 
     @property
@@ -186,13 +186,13 @@ class Documents:
         return any(row.order is not None for row in self.layout.rows)
 
     def pack(self, device: torch.device) -> Pack:
-        """As the variable-length kernel wants them."""
+        """Return the documents as the variable-length kernel wants them."""
         if device not in self._packs:
             self._packs[device] = pack(self.layout, device)
         return self._packs[device]
 
     def within(self, boundaries: torch.Tensor | None) -> Documents:
-        """Those that `cu_seq_lens_q` gives, where nothing else told any."""
+        """Return these documents, or where nothing told any, the ones that `cu_seq_lens_q` gives."""
         if boundaries is None or not self.separate or len(self.layout.rows) > 1:
             return self
         if self._given is None or self._given[0] is not boundaries:
@@ -297,7 +297,7 @@ def attention(
 
 
 def _documents(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | Documents | None) -> Documents | None:
-    """Of a call that has some; a model that makes no mask has rows of one document."""
+    """Return the documents of a call that has some; a model that makes no mask has rows of one document."""
     if isinstance(mask, Documents):
         return mask
     if mask is None and q.shape[2] == k.shape[2] > 1:

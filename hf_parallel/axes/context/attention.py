@@ -1,4 +1,4 @@
-"""What layers call in the place of their kernel, and what makes masks: transformers' two registries.
+"""Attention over cp ranks, registered in transformers' two registries: of kernels and of masks.
 
 While a batch is cut (`current` is its layout) an attention runs over the ranks and no mask is made: who sees whom
 follows from the layout, and what each layer says of itself (causal or not, its window) as for flash attention. At any
@@ -81,7 +81,7 @@ _EVERYTHING = float("inf")
 
 @dataclass(frozen=True)
 class Exchanged:
-    """How attention runs over the ranks: a ring of groups of Ulysses, or one of them; and by which kernel."""
+    """The way attention runs over the ranks: a ring of groups of Ulysses, or one of them; and its kernel."""
 
     ring: dist.ProcessGroup | None
     heads: dist.ProcessGroup | None
@@ -161,7 +161,7 @@ def one_width(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.
 
 
 def limits(causal: bool, window: int | None, layout: Layout) -> tuple[float, float]:
-    """How many tokens before a query the keys lie that it sees: at least and at most."""
+    """Return how many tokens before a query its keys lie: at least and at most."""
     if window is None or window >= layout.length:
         return (0 if causal else -_EVERYTHING), _EVERYTHING
     if not layout.whole:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ContextPart:
-    """What cp will do. `config`: with the variant, where there is one; `why`: the reason of a choice, for people."""
+    """The part of cp in a plan. `config`: with the variant, where there is one; `why`: the reason of a choice."""
 
     config: ParallelConfig
     choice: Choice

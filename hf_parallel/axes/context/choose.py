@@ -50,7 +50,7 @@ class Link(NamedTuple):
     bandwidth: float
 
     def seconds(self, size: float) -> float:
-        """Of one message."""
+        """Return the seconds of a message of `size` bytes."""
         return self.latency + size / self.bandwidth
 
 
@@ -59,7 +59,7 @@ INSIDE, BETWEEN = Link(5e-6, 3.4e11), Link(12e-6, 3.8e10)
 
 @dataclass(frozen=True)
 class Choice:
-    """What decides for a batch.
+    """The numbers that decide for a batch.
 
     Attributes:
         ranks: that share sequences.
@@ -217,7 +217,7 @@ _GROWING = ("dynamic", "longrope")
 
 @dataclass(frozen=True)
 class ContextFacts:
-    """What cp needs to know of a model.
+    """The facts that cp needs of a model.
 
     Attributes:
         obstacle: why its sequences cannot be cut, or None.
@@ -256,7 +256,7 @@ def read_context(model: nn.Module) -> ContextFacts:
 
 
 def sliding_window(config: PretrainedConfig) -> int | None:
-    """Of its sliding layers, in tokens, or None."""
+    """Return the window of the sliding layers in tokens, or None."""
     window = getattr(config, "sliding_window", None)
     return window if isinstance(window, int) and getattr(config, "use_sliding_window", True) else None
 

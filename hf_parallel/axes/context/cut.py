@@ -225,7 +225,7 @@ class SequenceCut:
         return self._last[1]
 
     def _way(self, rows: list[packs.Row]) -> tuple[Shape, Exchanged]:
-        """The same on all cp ranks, as they see whole rows."""
+        """Choose how the ranks share these rows. All cp ranks choose alike, because they see whole rows."""
         return self.ways[self.choice.of(sum(sum(row.lengths) for row in rows), packs.mean_length(rows))]
 
     def _cut(self, batch: Batch, layout: Layout, names: list[str]) -> Batch:
@@ -243,7 +243,7 @@ class SequenceCut:
         return own
 
     def _positions(self, batch: Batch, layout: Layout) -> torch.Tensor:
-        """Those of this rank's tokens in their rows; several sets of them where a model has sections of rotations."""
+        """Return the positions of this rank's tokens in their rows; several sets where rotations have sections."""
         positions, rows = batch.get("position_ids"), len(layout.rows)
         if positions is None:
             positions = torch.arange(layout.length, device=tokens_of(batch).device)
@@ -252,7 +252,7 @@ class SequenceCut:
         return torch.stack([take(one.expand(rows, layout.length), layout, self.group.rank()) for one in positions])
 
     def _joined(self, output: ModelOutput, layout: Layout) -> ModelOutput:
-        """What the backbone gives for each token, for all of them."""
+        """Make the backbone's outputs per token whole."""
 
         def whole(value: object) -> object:
             if isinstance(value, tuple):
@@ -270,7 +270,7 @@ class SequenceCut:
     def _whole_router_logits(
         self, names: list[str], module: nn.Module, args: tuple, kwargs: Batch, output: ModelOutput
     ) -> None:
-        """Those [rows * length, experts] of all tokens: what balances experts is no sum over tokens.
+        """Make router logits [rows * length, experts] whole, because what balances experts is no sum over tokens.
 
         A hook of the backbone, after that of tp, whose ranks have parts of a cp rank's tokens.
         """
@@ -291,7 +291,7 @@ class SequenceCut:
 
 
 def backbone(model: PreTrainedModel) -> PreTrainedModel:
-    """What reads tokens and runs the layers; the model itself if it has no head."""
+    """Return the module that reads tokens and runs the layers; the model itself if it has no head."""
     return token_readers(model)[0]
 
 

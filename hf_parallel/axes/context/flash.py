@@ -53,7 +53,7 @@ def too_old(name: str) -> str | None:
 
 
 class Flash:
-    """What all have in common."""
+    """The base of the flash kernels."""
 
     flat: ClassVar[bool] = True
 
@@ -107,7 +107,7 @@ class TorchFlash(Flash):
 
 
 class FlashAttention2(Flash):
-    """Of the package flash-attn, since 2.7."""
+    """The kernels of the package flash-attn, since 2.7."""
 
     def _forward(self, given: Tensors, call: Call, scale: float, cap: float) -> tuple[torch.Tensor, torch.Tensor]:
         told = {"dropout_p": 0.0, "softmax_scale": scale, "causal": call.causal, "softcap": cap, **_sides(call)}
@@ -129,7 +129,7 @@ class FlashAttention2(Flash):
 
 
 class FlashAttention3(Flash):
-    """Of the package flash-attn-3: the operators that its module registers, as torch itself calls them."""
+    """The kernels of the package flash-attn-3: the operators that its module registers, as torch calls them."""
 
     def _forward(self, given: Tensors, call: Call, scale: float, cap: float) -> tuple[torch.Tensor, torch.Tensor]:
         return _flash_attn_3().fwd(*given, **_lengths(call), softmax_scale=scale, softcap=cap, **_seen(call))[:2]

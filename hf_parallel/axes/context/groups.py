@@ -27,7 +27,7 @@ def ways(mesh: ParallelMesh, config: ParallelConfig, variants: Iterable[str]) ->
 
 
 def exchanged(mesh: ParallelMesh, config: ParallelConfig) -> Exchanged:
-    """How cp ranks attend. Neighbours share heads; ranks of the same place in their groups form a ring.
+    """Return how cp ranks attend. Neighbours share heads; ranks with the same place in their groups form a ring.
 
     Collective over all ranks.
     """

@@ -30,13 +30,13 @@ Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class Scores:
-    """What becomes of the products of queries and keys: by default times d^-1/2, and no soft cap."""
+    """The scaling of the products of queries and keys: by default times d^-1/2, and no soft cap."""
 
     scale: float | None = None
     cap: float | None = None
 
     def tiles(self, tiles: Iterable[Tile]) -> Iterable[Tile]:
-        """As large as their kernel may have them."""
+        """Cut tiles to the largest size that their kernel takes."""
         return tiles if self.cap is None else (square for tile in tiles for square in squares(tile))
 
 
@@ -50,7 +50,7 @@ class Kernel(Protocol[Part]):
     flat: ClassVar[bool]
 
     def parts(self, ring: Ring, keys: int, scores: Scores, device: torch.device) -> Iterable[Part]:
-        """What a rank computes with the keys of ring rank `keys`, as this kernel's calls want it."""
+        """Yield the parts that a rank computes with the keys of ring rank `keys`, as this kernel's calls want them."""
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: Part, scores: Scores
@@ -72,7 +72,7 @@ class Kernel(Protocol[Part]):
 
 
 def alignment(device: torch.device) -> int:
-    """What the width of a head has to be a multiple of."""
+    """Return the number of which the width of a head has to be a multiple."""
     return 1 if device.type == "cpu" else 8
 
 

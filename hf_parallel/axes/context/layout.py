@@ -27,7 +27,7 @@ from hf_parallel.axes.context.tiles import Span, Tile, tiles_of
 
 @dataclass(frozen=True)
 class Shape:
-    """How cp ranks share a sequence: a ring of `ring` groups of `heads` ranks, which share heads in attention."""
+    """The way cp ranks share a sequence: a ring of `ring` groups of `heads` ranks, which share heads in attention."""
 
     ring: int
     heads: int
@@ -43,7 +43,7 @@ class Shape:
 
 
 def local_length(length: int, ranks: int, multiple: int = 1) -> int:
-    """How many tokens each rank holds of a row, whatever its documents."""
+    """Return the number of tokens that each rank holds of a row, whatever its documents."""
     share = -(-length // ranks)
     return -(-share // multiple) * multiple
 
@@ -95,7 +95,7 @@ class Layout:
 
     @property
     def length(self) -> int:
-        """Of the rows, in tokens."""
+        """Length of the rows, in tokens."""
         return self.rows[0].length
 
     @functools.cached_property
@@ -137,7 +137,7 @@ class Layout:
         return self._on[device]
 
     def tiles(self, queries: int, keys: int, low: float, high: float) -> list[Tile]:
-        """What ring rank `queries` has to compute with the keys of ring rank `keys`.
+        """Return the tiles that ring rank `queries` computes with the keys of ring rank `keys`.
 
         Args:
             low: a query sees keys that are at least so many tokens before it, such as 0.
@@ -149,7 +149,7 @@ class Layout:
         return self._tiles[key]
 
     def calls(self, queries: int, keys: int, low: float, high: float, device: torch.device) -> list[packs.Call]:
-        """The same for kernels that take many documents, and windows, in one call."""
+        """Return the calls of `tiles`' work for kernels that take many documents, and windows, in one call."""
         key = queries, keys, low, high, device
         if key not in self._calls:
             documents = self._of_documents(queries, keys, low, high, whole=True)
@@ -162,7 +162,7 @@ class Layout:
                 yield tiles_of(None if self.alike else number, mine, theirs, low, high, whole)
 
     def work(self, ring_rank: int, low: float, high: float) -> int:
-        """How many pairs of a query and a key ring rank `ring_rank` looks at."""
+        """Count the pairs of a query and a key that ring rank `ring_rank` looks at."""
         rows = len(self.rows) if self.alike else 1
         return rows * sum(t.pairs for keys in range(self.shape.ring) for t in self.tiles(ring_rank, keys, low, high))
 
@@ -183,7 +183,7 @@ def _filled(row: Row, held: list[list[tuple[Span, ...]]], ring: int, capacity: i
 
 @dataclass(frozen=True)
 class Ring:
-    """One attention of one batch: whose keys this rank needs, and who needs its own."""
+    """An attention of one batch: whose keys this rank needs, and who needs its own."""
 
     layout: Layout
     group: dist.ProcessGroup | None  # None: this rank has all
@@ -204,7 +204,7 @@ class Ring:
         return 0 if self.group is None else self.group.rank()
 
     def tiles(self, keys: int, queries: int | None = None) -> list[Tile]:
-        """What ring rank `queries`, by default this one, computes with the keys of ring rank `keys`."""
+        """Return the tiles that ring rank `queries` (default: this one) computes with the keys of ring rank `keys`."""
         return self.layout.tiles(self.rank if queries is None else queries, keys, self.low, self.high)
 
     def sees(self, queries: int, keys: int) -> bool:

@@ -30,7 +30,7 @@ from hf_parallel.axes.context.tiles import Tile
 
 @dataclass(frozen=True, eq=False)
 class Row:
-    """One row of a batch.
+    """A row of a batch.
 
     Attributes:
         length: of the row, in tokens.
@@ -55,7 +55,7 @@ def unpacked_rows(rows: int, length: int) -> list[Row]:
 
 
 def mean_length(rows: list[Row]) -> float:
-    """Of the document of a token."""
+    """Return the mean, over tokens, of the length of a token's document."""
     lengths = [length for row in rows for length in row.lengths]
     return sum(length * length for length in lengths) / max(1, sum(lengths))
 
@@ -133,7 +133,7 @@ class Call:
 
     @property
     def causal(self) -> bool:
-        """As kernels call a window of their own for it."""
+        """Return whether the call is causal, which kernels call a window of its own."""
         return self.window == CAUSAL
 
 

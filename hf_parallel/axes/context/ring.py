@@ -73,7 +73,7 @@ class Exchange:
         self.works = dist.batch_isend_irecv(operations) if operations else []
 
     def wait(self) -> torch.Tensor | None:
-        """What was received."""
+        """Wait for the exchange and return what was received."""
         for work in self.works:
             work.wait()
         self.out = None

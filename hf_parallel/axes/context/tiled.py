@@ -81,7 +81,7 @@ def _per_key_head(gradient: torch.Tensor, groups: int) -> torch.Tensor:
 
 
 def _mask(tile: Tile, q: torch.Tensor) -> torch.Tensor | None:
-    """Of a band: zero where a query sees a key. Finite elsewhere, as a row may see nothing in this tile."""
+    """Return a band's mask: zero where a query sees a key, finite elsewhere, as a row may see nothing in this tile."""
     if tile.kind != "band":
         return None
     behind, low, high = tile.band

@@ -41,7 +41,7 @@ class Tile:
 
     @property
     def pairs(self) -> int:
-        """How many pairs of a query and a key count."""
+        """Number of pairs of a query and a key that count."""
         rows, columns = self.q.stop - self.q.start, self.k.stop - self.k.start
         if self.kind == "full":
             return rows * columns

@@ -59,7 +59,7 @@ def _all_tokens(arrived: torch.Tensor) -> torch.Tensor:
 
 
 def key_repeats(heads: int, kv_heads: int, ranks: int) -> int:
-    """How often each key/value head is sent, so that every rank gets those that its query heads read."""
+    """Return how often each key/value head is sent, so that every rank gets those that its query heads read."""
     if kv_heads % ranks == 0:
         return 1
     return ranks // kv_heads if ranks % kv_heads == 0 else heads // kv_heads

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DataPart:
-    """What the data axes will do. `line`: when gradients are reduced, and why."""
+    """The part of the data axes in a plan. `line`: when gradients are reduced, and why."""
 
     line: str | None
 

@@ -47,7 +47,7 @@ class SharedChoices(nn.Module):
             module.register_forward_pre_hook(lambda module, args: self.called.add(module))
 
     def modules_of_list(self) -> list[nn.Module]:
-        """Those that have weights, in one order on all ranks."""
+        """Return the modules that have weights, in one order on all ranks."""
         return [module for module in self.children() if any(True for _ in module.parameters())]
 
     def forward(self, tokens: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -188,7 +188,7 @@ def _finished(work: dist.Work | None, then: Callable[[], None]) -> dist.Work | N
 
 
 def _spans(parameters: list[FSDPParam]) -> list[Span]:
-    """How the bytes of a shard are treated; `parameters` are those of torch's group, in the order of the bytes."""
+    """Return how the bytes of a shard are treated; `parameters` are those of torch's group, in their order."""
     frozen = any(not held.sharded_param.requires_grad for held in parameters)
     found: list[Span] = []
     place = 0
@@ -206,7 +206,7 @@ def _spans(parameters: list[FSDPParam]) -> list[Span]:
 
 
 def _packed(shard: torch.Tensor, spans: list[Span], kind: str) -> torch.Tensor:
-    """One rank's bytes to send: all that is quantised as one row, then what is exact."""
+    """Pack one rank's bytes to send: all that is quantised as one row, then what is exact."""
     raw = shard.view(torch.uint8)
     floats = [_typed(raw[span.start : span.stop], span.dtype) for span in spans if span.dtype]
     exact = [raw[span.start : span.stop] for span in spans if not span.dtype]
@@ -347,7 +347,7 @@ class Scales:
 
 
 class CodedWeight:
-    """How one parameter of FSDP2 is gathered. `held`: torch's record of it."""
+    """The way a parameter of FSDP2 is gathered. `held`: torch's record of it."""
 
     def __init__(self, held: FSDPParam, recipe: Float8, scales: Scales) -> None:
         self.held, self.recipe, self.scales = held, recipe, scales
@@ -381,7 +381,7 @@ def _recipe(held: FSDPParam) -> Float8 | None:
 
 
 def _coded(held: Any, recipe: Float8, scales: Scales) -> CodedWeight:
-    """What the parameter has, or else a new one, for which torch makes room."""
+    """Return the record that the parameter has, or a new one, for which torch makes room."""
     part = held._sharded_local_tensor
     known = getattr(part, "fsdp_pre_all_gather", None)
     if known is not None and known.__self__.held is held:

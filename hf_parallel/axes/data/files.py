@@ -1,4 +1,4 @@
-"""What training keeps, in a file that is mapped into memory: read ahead of its use, written back behind it.
+"""A file, mapped into memory, of what training keeps: read ahead of its use, written back behind it.
 
 The file never has a name, so a process that ends in any way leaves nothing behind, and nobody can cut it. Its room
 is reserved before it is used: a full disk is an error at once, not a signal at some later write. Pages of a shared
@@ -65,7 +65,7 @@ class StateFile:
 
     @staticmethod
     def room_of(size: int) -> int:
-        """What a part of so many bytes takes, in whole pages."""
+        """Return the bytes that a part of `size` bytes takes, in whole pages."""
         return math.ceil(size / mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
 
     def part(self, size: int) -> StatePart:
@@ -133,12 +133,12 @@ class StatePart:
 
     @staticmethod
     def size_of(tensors: list[torch.Tensor]) -> int:
-        """What a part for these tensors takes."""
+        """Return the bytes that a part for these tensors takes."""
         return StatePart.room_for([tensor.nbytes for tensor in tensors])
 
     @staticmethod
     def room_for(sizes: list[int]) -> int:
-        """The same of tensors of so many bytes."""
+        """Return the bytes that a part for tensors of so many bytes takes."""
         return sum(map(_padded, sizes))
 
     def keep(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""One gradient norm for parameters that live on different meshes, as plain tensors or as DTensors.
+"""The gradient norm of parameters that live on different meshes, as plain tensors or as DTensors.
 
 A shard counts once; a tensor that several ranks hold alike counts once too. So the sum of powers is taken per set of
 axes over which a parameter is cut, summed over exactly those axes, and then over the stages.
@@ -55,7 +55,7 @@ _WIDENED = "_hf_parallel_widened"
 
 @contextlib.contextmanager
 def before_the_last(root: nn.Module, config: ParallelConfig) -> Iterator[None]:
-    """In here run the micro-batches of a step but the last; of a pipeline runs of its schedule."""
+    """Run the micro-batches of a step but the last; of a pipeline runs of its schedule."""
     try:
         with _reducing_later(root, config):
             yield
@@ -165,14 +165,14 @@ Whole = list[tuple["FSDPParam", torch.Tensor]]
 
 
 class Run:
-    """One of several runs of a step, which reduces nothing; `more` of them follow."""
+    """A run of a step that reduces nothing; `more` runs follow."""
 
     def __init__(self, held: HeldGradients, more: bool) -> None:
         self.held, self.more = held, more
         self.whole: Whole = []
 
     def take(self) -> None:
-        """What it has left unreduced; its weights are freed."""
+        """Take the gradients that the run has left unreduced; free its weights."""
         groups = [group for stage in self.held.stages for group in parameter_groups(stage)]
         self.whole = [found for group in groups for found in _taken(group)]
 
@@ -185,7 +185,7 @@ class Run:
 
 
 class HeldGradients:
-    """Those of one rank's stages; `more`: another run of the step follows."""
+    """The gradients of one rank's stages; `more`: another run of the step follows."""
 
     def __init__(self, stages: list[nn.Module]) -> None:
         self.stages = [stage for stage in stages if isinstance(stage, FSDPModule)]
@@ -231,7 +231,7 @@ def _taken(group: FSDPParamGroup) -> Whole:
 
 
 def _reduce(stage: Any) -> None:
-    """What torch's schedules do at their end."""
+    """Reduce a stage's gradients, as torch's schedules do at their end."""
     for setting in (stage.set_is_last_backward, stage.set_reshard_after_backward, stage.set_requires_gradient_sync):
         setting(True)
     for group in parameter_groups(stage):
@@ -307,7 +307,7 @@ def _sum_of_powers(gradients: list[torch.Tensor], norm_type: float, device: torc
 
 
 def _norms(gradients: list[torch.Tensor], norm_type: float) -> tuple[torch.Tensor, ...]:
-    """Of 16 bits in fp32: torch would round each norm to the gradients' own dtype."""
+    """Return norms, those of 16-bit gradients in fp32: torch would round each to the gradients' own dtype."""
     return torch._foreach_norm(gradients, norm_type, dtype=torch.promote_types(gradients[0].dtype, torch.float32))
 
 

@@ -61,7 +61,7 @@ def check_optimizer(optimizer: Optimizer) -> None:
 
 
 def _way_of(optimizer: Optimizer) -> str | None:
-    """How the model is offloaded whose parameters it has."""
+    """Return the offload setting of the model that owns the optimizer's parameters."""
     mine = set(map(id, itertools.chain(*parameters_of(optimizer))))
     return next((way for model, way in _models.items() if any(id(p) in mine for p in model.parameters())), None)
 
@@ -102,7 +102,7 @@ class HostStep:
         self._hidden: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def step(self) -> None:
-        """What the optimizer's own step would do."""
+        """Step as the optimizer's own step would."""
         optimizer = self._optimizer()
         assert optimizer is not None
         former = [group["params"] for group in optimizer.param_groups]
@@ -226,7 +226,7 @@ def _begin_copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _state_bytes(optimizer: Optimizer, file: StateFile) -> int:
-    """What its states will take in the file, chunk by chunk of the parameters, each from a new page on."""
+    """Return the bytes of the optimizer's states in the file: chunks of parameters, each from a new page on."""
     kind = next(base for base in type(optimizer).__mro__ if "step" in vars(base))
     sizes: dict[torch.Tensor, int] = {}
     for group in optimizer.param_groups:
@@ -239,7 +239,7 @@ def _state_bytes(optimizer: Optimizer, file: StateFile) -> int:
 
 
 def _bytes_of_one(kind: type, group: dict, dtype: torch.dtype) -> list[int]:
-    """What a step keeps for one number of this dtype, in each of its states."""
+    """Return the bytes that a step keeps for one number of this dtype, in each of its states."""
     one = torch.zeros(1, dtype=dtype, requires_grad=True)
     one.grad = torch.zeros_like(one)
     alike = kind([{**group, "params": [one]}])

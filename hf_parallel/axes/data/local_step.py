@@ -81,7 +81,7 @@ def is_elementwise(optimizer: Optimizer) -> bool:
 
 
 def parameters_of(optimizer: Optimizer) -> list[list[torch.Tensor]]:
-    """Those of each group, also in the midst of a step on their parts."""
+    """Return the parameters of each group, also in the midst of a step on their parts."""
     held = vars(optimizer).get(_HELD)
     return [group["params"] for group in optimizer.param_groups] if held is None else held.former
 
@@ -176,7 +176,7 @@ def _on_several_meshes(parameters: list[torch.Tensor]) -> bool:
 
 @contextlib.contextmanager
 def on_local_parts(optimizer: Optimizer) -> Iterator[OnLocalParts]:
-    """In here an optimizer whose states are local anyway has plain tensors for DTensors."""
+    """Give plain tensors for DTensors to an optimizer whose states are local anyway."""
     held = OnLocalParts(optimizer, states_too=False)
     held.begin()
     try:

@@ -204,7 +204,7 @@ _SETTLED = "_hf_parallel_computes_in"
 
 
 def policy_for(root: nn.Module, dtype: torch.dtype | None = None) -> MixedPrecisionPolicy:
-    """What `fully_shard` is to do with the weights of `root` while they are computed with in `dtype`."""
+    """Return what `fully_shard` is to do with the weights of `root` while they are computed with in `dtype`."""
     widened = dtype is not None or any(parameter.dtype in _HALF for parameter in root.parameters())
     return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if widened else None)
 
@@ -259,7 +259,7 @@ def change(root: nn.Module, dtype: torch.dtype | None) -> None:
 
 
 def _weights(root: nn.Module) -> Iterator[torch.Tensor]:
-    """What units of `root` store, but for packed weights, which are integers."""
+    """Yield the weights that units of `root` store, but for packed ones, which are integers."""
     for group in parameter_groups(root):
         yield from (p.sharded_param for p in group.fsdp_params if p.sharded_param.is_floating_point())
 

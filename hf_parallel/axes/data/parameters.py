@@ -102,7 +102,7 @@ def add_late_parameters(root: nn.Module) -> None:
 
 
 def _shared_out(parameter: nn.Parameter) -> bool:
-    """Of experts that no other rank holds: left out of all groups."""
+    """Return whether a parameter is of experts that no other rank holds, and so left out of all groups."""
     return "ep" in (getattr(getattr(parameter, "device_mesh", None), "mesh_dim_names", None) or ())
 
 
@@ -220,7 +220,7 @@ def held_at(module: nn.Module, name: str, models: Iterable[nn.Module]) -> Held |
 
 
 def gathered(model: nn.Module) -> Iterator[nn.Parameter]:
-    """What FSDP2 registers in the place of parameters between a forward and a backward pass."""
+    """Yield the parameters that FSDP2 registers between a forward and a backward pass."""
     state = getattr(model, "_hf_parallel", None)
     for group in parameter_groups(state.root) if state is not None else ():
         yield from (held._unsharded_param for held in group.fsdp_params if hasattr(held, "_unsharded_param"))

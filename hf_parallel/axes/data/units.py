@@ -1,4 +1,4 @@
-"""What torch keeps of an FSDP2 unit. There is no call for it: these are its internals, of torch 2.11 to 2.13."""
+"""The records that torch keeps of an FSDP2 unit: internals, as there is no call for them, of torch 2.11 to 2.13."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def parameter_groups(root: nn.Module) -> Iterator[FSDPParamGroup]:
 
 @contextlib.contextmanager
 def packed_weights() -> Iterator[None]:
-    """In here `fully_shard` takes weights of whole numbers; torch 2.11 wants a gradient of each parameter at first."""
+    """Let `fully_shard` take weights of whole numbers; torch 2.11 wants a gradient of each parameter at first."""
     if Version(torch.__version__).release[:2] > (2, 11):
         yield
         return

@@ -69,7 +69,7 @@ if TYPE_CHECKING:
 
 
 class Settings(TypedDict, total=False):
-    """Of `fully_shard`, the same for all units of a model."""
+    """The settings of `fully_shard`, alike for all units of a model."""
 
     mesh: DeviceMesh
     mp_policy: MixedPrecisionPolicy
@@ -166,7 +166,7 @@ def lend(held: FSDPParam) -> None:
 
 
 class _Lent(FSDPParam):
-    """What torch gathers is what is stored: copying it to itself does nothing, and it is never freed."""
+    """A stored tensor that stands for a gathered one: copying it to itself does nothing, and it is never freed."""
 
     lent: torch.Tensor | None = None  # what is computed with now, where that is what is stored
 
@@ -470,7 +470,7 @@ def forget_root(model: nn.Module) -> None:
 
 
 def without_sharding(module: nn.Module) -> nn.Module:
-    """The same module with the same parameters, for FSDP2 a stranger; the module itself if it is no unit.
+    """Return the module with its parameters, unknown to FSDP2; the module itself if it is no unit.
 
     torch has no call for this: a unit's state and its handles are internals, looked at in torch 2.13.
     """

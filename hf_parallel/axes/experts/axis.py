@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ExpertPart:
-    """What will be done. `experts`: of each layer by full name; `balanced`: the auxiliary loss is a known one.
+    """The part of experts in a plan. `experts`: by layer; `balanced`: the auxiliary loss is a known one.
 
     `waits`: it is asked for under pp, whose backward passes wait for all forward ones.
     """
@@ -54,7 +54,7 @@ class Experts(Axis["MixtureFacts", ExpertPart]):
         return True
 
     def read(self, model: PreTrainedModel, config: ParallelConfig) -> MixtureFacts:
-        """Which modules hold experts, and how."""
+        """Read which modules hold experts, and how."""
         from hf_parallel.model.experts import expert_facts, has_known_balance, named_experts
 
         found = {name: expert_facts(module) for name, module in named_experts(model)}
@@ -62,7 +62,7 @@ class Experts(Axis["MixtureFacts", ExpertPart]):
         return MixtureFacts(found, balanced, balanced and bool(getattr(model.config, "output_router_logits", False)))
 
     def resolve(self, config: ParallelConfig, anatomy: Anatomy, facts: MixtureFacts) -> ExpertPart | None:
-        """The same number of experts on each rank."""
+        """Give each rank equally many experts."""
         if config.ep_size > 1:
             _check_experts(config, anatomy, facts.experts)
         factor, waits = config.expert_capacity_factor, facts.asked and config.pp_size > 1

@@ -93,7 +93,7 @@ def loss_of_sums(sums: torch.Tensor) -> torch.Tensor:
 
 
 def balance_sums(logits: Sequence[torch.Tensor], top_k: int, mask: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-    """How often each expert was chosen, the sum of its probabilities, and the number of tokens, over all layers."""
+    """Return each expert's choices, the sums of its probabilities, and the number of tokens, over all layers."""
     device = logits[0].device
     counted = logits[0].new_ones(len(logits[0]), dtype=torch.float32)
     if mask is not None:
@@ -120,7 +120,7 @@ def balance_sums(logits: Sequence[torch.Tensor], top_k: int, mask: torch.Tensor 
 
 
 class Capacity:
-    """What a model's experts have room for, and what they have dropped since this was last read."""
+    """The room of a model's experts, and what they have dropped since this was last read."""
 
     def __init__(self, factor: float, mesh: ParallelMesh, switch: SequenceParallelFlag | None) -> None:
         self.factor, self.mesh, self._switch = factor, mesh, switch
@@ -138,7 +138,7 @@ class Capacity:
         return hidden, shown, weights * kept
 
     def kept(self, index: torch.Tensor, experts: int) -> torch.Tensor:
-        """Which pairs of `index` [tokens, k] there is room for, over all ranks."""
+        """Return the pairs of `index` [tokens, k] for which there is room, over all ranks."""
         chosen = index.flatten()
         order = chosen.argsort(stable=True)
         own = chosen.new_zeros(experts).scatter_add_(0, chosen, torch.ones_like(chosen))
@@ -149,7 +149,7 @@ class Capacity:
         return (place + before[chosen] < room).view(index.shape)
 
     def _over_ranks(self, own: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """How many tokens of each expert ranks before this one have, and all: from the ranks nearest each other on."""
+        """Return how many tokens of each expert the ranks before this one have, and all: from the nearest ranks on."""
         parts = [self.mesh.group("tp")] if self._switch is not None and self._switch.on else []
         groups = [*parts, self.mesh.group("cp"), self.mesh.data_group]
         before, total = torch.zeros_like(own), own
@@ -231,7 +231,7 @@ def watch_load(model: nn.Module, experts: int, mesh: ParallelMesh, capacity: Cap
 
 
 def load_of(model: PreTrainedModel) -> ExpertLoad | None:
-    """What is counted of a model with experts."""
+    """Return the counts of a model with experts."""
     return getattr(model, _PLACE, None)
 
 
@@ -249,7 +249,7 @@ Whole = Callable[[torch.Tensor, "Batch"], torch.Tensor]
 
 
 class StageBalance:
-    """What the stages of a pipeline count of their routers, call by call of its backbone."""
+    """The counts that the stages of a pipeline make of their routers, call by call of the backbone."""
 
     def __init__(
         self, model: PreTrainedModel, experts: int, mesh: ParallelMesh, last_rank: int, whole: list[Whole]
@@ -275,7 +275,7 @@ class StageBalance:
 
 
 class CallBalance:
-    """The same of one call, on each stage."""
+    """The counts of one call, on each stage."""
 
     def __init__(self, balance: StageBalance) -> None:
         self.of, self._factors = balance, torch.zeros(balance.experts, device=balance.mesh.device)
@@ -313,7 +313,7 @@ class CallBalance:
         self.of.exact = self._exact
 
     def weigh(self) -> None:
-        """What the last stage's loss makes of it is known: from here on passes may go backward. Collective."""
+        """Let passes go backward, because what the last stage's loss makes of the counts is known. Collective."""
         mesh = self.of.mesh
         gradient = self._exact.new_zeros(()) if self._exact.grad is None else self._exact.grad
         dist.broadcast(gradient, group=mesh.group("pp"), group_src=self.of.last_rank)
@@ -322,7 +322,7 @@ class CallBalance:
         self._factors.copy_(gradient * self.of.experts * chosen / tokens**2)
 
     def stand_in(self, tokens: int) -> tuple[torch.Tensor]:
-        """Of so many tokens of this rank, for the model's own loss, which is put right."""
+        """Return a stand-in for so many tokens of this rank, for the model's own loss, which is put right."""
         return (self._sums.new_zeros(()).expand(tokens, self.of.experts),)
 
 
@@ -350,7 +350,7 @@ def _put_right(model: PreTrainedModel, balance: StageBalance) -> None:
         return with_exact(model, output, balance.exact) if own and balance.exact is not None else output
 
     def of_others(module: nn.Module, args: tuple, output: ModelOutput) -> ModelOutput:
-        """What was put around the model later has balanced stand-ins, as TRL's fused head, which keeps no logits."""
+        """Put right a balance of stand-ins, made around the model later: TRL's fused head keeps no logits."""
         foreign = not hasattr(output, "router_logits") and not getattr(output, "is_balanced", False)
         own = torch.is_tensor(getattr(output, "aux_loss", None))
         return with_exact(model, output, balance.exact) if foreign and own and balance.exact is not None else output

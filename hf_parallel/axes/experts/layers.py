@@ -1,4 +1,4 @@
-"""What a module computes of which this rank holds some experts: the products stay transformers' own."""
+"""Layers of which this rank holds some experts: the products stay transformers' own."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Arrived:
-    """What this rank's experts compute: rows, and which of its experts each is for, with what leads them back."""
+    """The rows that this rank's experts compute, the expert of each, and what leads them back."""
 
     rows: torch.Tensor
     experts: torch.Tensor
@@ -77,7 +77,7 @@ def send(
 
 
 def _sizes(own: torch.Tensor, theirs: torch.Tensor, pairs: int) -> tuple[list[int], list[int]]:
-    """How many pairs go to each rank, and come from each; of tensors without values equally many."""
+    """Count the pairs that go to each rank, and come from each; of tensors without values equally many."""
     if isinstance(own, FakeTensor):
         even = [pairs // len(own) + (rank < pairs % len(own)) for rank in range(len(own))]
         return even, even
@@ -172,7 +172,7 @@ def shared_beside(model: nn.Module, experts: str) -> Early | None:
 
 
 class Sharing:
-    """How the experts of a model are shared out: the same for all its layers.
+    """The way in which the experts of a model are shared out, alike for all its layers.
 
     `alike`: the ranks whose tokens are the same, of which each sends a part; None where each has its own.
     """

@@ -81,7 +81,7 @@ GUIDED_BY_HEADS = {"SpeechT5ForTextToSpeech", "SpeechT5ForSpeechToSpeech"}
 
 @dataclass(frozen=True)
 class SplitFacts:
-    """What a model's modules allow. `refusal`: why none is split, before any number of ranks is looked at."""
+    """The splits that a model's modules allow. `refusal`: why none is split, whatever the number of ranks."""
 
     model: str
     heads: tuple[int, int] | None  # query, key/value
@@ -403,7 +403,7 @@ def _check_kind(facts: SplitFacts, name: str, style: str, tp_size: int) -> None:
 
 @dataclass(frozen=True)
 class TensorPart:
-    """What tp will do: style and origin by full module name, and why there is no sequence parallelism, or None."""
+    """The part of tp in a plan: style and origin by module name; why there is no sequence parallelism, or None."""
 
     styles: dict[str, tuple[str, str]]
     whole_sequences: str | None
@@ -438,7 +438,7 @@ class Tensor(Axis["SplitFacts", TensorPart]):
     inside = True
 
     def read(self, model: PreTrainedModel, config: ParallelConfig) -> SplitFacts:
-        """Which module could be split how."""
+        """Read which module could be split how."""
 
         return read_split(model, config.tp_col_size > 1)
 

@@ -50,7 +50,7 @@ class LateGradient:
         self.passes = 0  # over the graph, counted by `GatheredAgain`
 
     def put(self, x: torch.Tensor | gather_recompute.GatheredAgain, gradient: torch.Tensor) -> None:
-        """What to multiply. Replaces what a pass that did not ask for weight gradients has left."""
+        """Keep the factors of a weight gradient, in place of what a pass without weight gradients has left."""
         self._factors, self._product = (x, gradient), None
 
     def compute(self) -> None:

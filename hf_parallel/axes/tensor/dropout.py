@@ -71,7 +71,7 @@ def shared_numbers() -> contextlib.AbstractContextManager:
 
 @contextlib.contextmanager
 def shared_numbers_of_layer(device: torch.device, group: dist.ProcessGroup, number: int) -> Iterator[None]:
-    """The same, where the scope is a whole layer: a checkpoint then starts inside it and knows the own state only.
+    """Share random numbers in a layer: a checkpoint starts inside it and knows its own state only.
 
     From that state's seed follows what all ranks know; `number` tells the users of one scope apart.
     """

@@ -49,7 +49,7 @@ class SplitExperts(TensorParallelLayer):
         return self._by_expert(leave(self._by_token(output), self.region.group))
 
     def _by_token(self, rows: torch.Tensor) -> torch.Tensor:
-        """What travels is one row for each token. Of dense experts the tokens of each follow those of another."""
+        """Return one row for each token, as it travels. Dense experts have their tokens one expert after another."""
         if not self.expert_facts.dense:
             return rows
         return rows.unflatten(0, (self.expert_facts.count, -1)).transpose(0, 1).flatten(1)

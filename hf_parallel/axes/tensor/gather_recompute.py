@@ -59,7 +59,7 @@ def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None)
 
 
 def origin_of(input: torch.Tensor, weight: torch.Tensor) -> Origin | None:
-    """What a linear may keep in place of its input, if there is such a thing."""
+    """Return what a linear may keep in place of its input, if there is such a thing."""
     origin = getattr(input, "_gathered_from", None)
     # An input changed in place is not what would be gathered; for a frozen weight nothing would be kept anyway.
     if origin is None or origin.version != input._version or not (torch.is_grad_enabled() and weight.requires_grad):
@@ -101,7 +101,7 @@ class Reader(Protocol):
 
 
 class Origin:
-    """What a gathered tensor was gathered from; dies with that tensor."""
+    """The tensor from which a gathered one was gathered; it dies with that one."""
 
     def __init__(self, part: torch.Tensor, group: dist.ProcessGroup, version: int, begin: Begin) -> None:
         self.part, self.group, self.version, self._begin = part, group, version, begin
@@ -118,7 +118,7 @@ class Origin:
 
 
 class GatheredAgain:
-    """One input in the backward: gathered when the first linear asks, dropped when the last one has read it.
+    """An input in the backward: gathered when the first linear asks, dropped when the last one has read it.
 
     It holds no part between forward and backward: under checkpointing there is none until it is recomputed. Whether to
     gather depends on the order of the backward only, which is the same on all ranks; when to drop, on who still lives.

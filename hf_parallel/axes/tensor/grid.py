@@ -84,7 +84,7 @@ class GridRegion(Region):
         return gather_recompute.linear(gather_recompute.gather_features(x, self.over_columns), weight, None)
 
     def row(self, layer: nn.Module, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """The same, and leave."""
+        """Compute a row layer and leave the region."""
         with summed_next():
             part = self.product(layer, x, weight)
         return self.leave(part)

@@ -1,4 +1,4 @@
-"""What a split layer computes. Its class gets one of these mixins in front and keeps its name, parameters and kind."""
+"""The computation of split layers: a class gets a mixin in front and keeps its name, parameters and kind."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class TensorParallelLayer(nn.Module):
     only_added = False  # such a wrapper does no more with the layer's product than add to it, before it leaves
 
     def enter(self, input: torch.Tensor) -> torch.Tensor:
-        """What the layer multiplies; twice is as once."""
+        """Return the tensor that the layer multiplies; entering twice is as once."""
         return input
 
     def leave(self, output: torch.Tensor) -> torch.Tensor:

@@ -63,7 +63,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Source:
-    """Of what logits are made. `done`: what the model has done with them, in order."""
+    """The source of which logits are made. `done`: what the model has done with them, in order."""
 
     head: nn.Module
     hidden: torch.Tensor
@@ -108,7 +108,7 @@ class LazyLogits(torch.Tensor):
         return lazy
 
     def plain(self) -> torch.Tensor:
-        """As the model's own head makes them: a vocabulary that is cut over ranks stays so."""
+        """Make logits as the model's own head does: a vocabulary that is cut over ranks stays so."""
         if self.made is None:
             with torch.enable_grad():  # as in the forward pass: the loss may read after a metric under `no_grad` has
                 logits = self.source.plain()

@@ -73,7 +73,7 @@ class _Watched(torch.Tensor):
 
 
 class _WatchedFeatures(_Watched):
-    """The same, whose dtype may be asked, too."""
+    """A watched input whose dtype may be asked, too."""
 
     unread = {*_SHAPE, _DTYPE}
 
@@ -134,7 +134,7 @@ def _asked(what: str, owner: nn.Module, name: str, answer: Callable[[], bool | N
 
 @contextlib.contextmanager
 def _on_meta(owner: nn.Module, linears: dict[str, object]) -> Iterator[None]:
-    """In here the owner's linears are stand-ins, and its attention is written out."""
+    """Replace the owner's linears by stand-ins, and write out its attention."""
     modules, config = dict(owner._modules), vars(owner).get("config")
     owner._modules.update({key: _Product(child) for key, child in linears.items()})
     if config is not None:
@@ -149,7 +149,7 @@ def _on_meta(owner: nn.Module, linears: dict[str, object]) -> Iterator[None]:
 
 
 def _reads(owner: nn.Module, name: str, more: tuple[str, ...], kind: type[_Watched] = _Watched) -> bool | None:
-    """Whether a pass reads the input itself; None: it did not get to its end. `more`: inputs that may be left out."""
+    """Return whether a pass reads the input itself; None: it did not end. `more`: inputs that may be left out."""
     head = int(getattr(owner, "head_dim", None) or 8)
     for angles in (head, getattr(owner, "rotary_ndims", head), head // 2):
         watched = _empty(1, _TOKENS, _WIDTH).as_subclass(kind)
@@ -381,7 +381,7 @@ class Region:
         return eight_bit.linear(x, weight, None, recipe, Split("in", self.group))
 
     def row(self, layer: nn.Module, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """The same, and leave."""
+        """Compute a row layer and leave the region."""
         if torch.compiler.is_compiling():
             return self.leave(F.linear(x, weight))
         recipe = recipe_of(layer)

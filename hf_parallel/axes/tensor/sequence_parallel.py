@@ -173,7 +173,7 @@ def _whole_sequences(switch: SequenceParallelFlag, forward: Callable, batch: dic
 
 
 def _padded_batch(batch: dict[str, object], shape: torch.Size, extra: int, bidirectional: bool) -> dict[str, object]:
-    """What has one entry per token gets `extra` more; encoder outputs beside it keep their own length."""
+    """Give `extra` more entries to what has one per token; encoder outputs beside it keep their length."""
     padded = dict(batch)
     for key, value in batch.items():
         if key == "attention_mask" and (isinstance(value, dict) or (torch.is_tensor(value) and value.dim() > 2)):

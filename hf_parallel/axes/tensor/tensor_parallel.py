@@ -120,7 +120,7 @@ def _whole_weights_inside(region: Region, mesh: DeviceMesh, device: torch.device
 
 
 def _refuse_partial_outputs(switch: SequenceParallelFlag, model: nn.Module, args: tuple, kwargs: dict) -> None:
-    """What each rank would have only a part of must not look whole."""
+    """Refuse outputs of which each rank would have a part that looks whole."""
     wanted = {
         key for key in ("output_attentions", "output_hidden_states") if kwargs.get(key, getattr(model.config, key))
     }

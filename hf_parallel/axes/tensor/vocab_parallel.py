@@ -175,12 +175,12 @@ def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, d
 
 
 def chunks(tokens: int, size: int) -> Iterator[slice]:
-    """Of so many tokens, one behind the other."""
+    """Yield slices of so many tokens, one behind the other."""
     return (slice(start, start + size) for start in range(0, tokens, size))
 
 
 def zeros_for(tensors: Iterable[torch.Tensor | None], wanted: Iterable[bool]) -> list[torch.Tensor | None]:
-    """What gradients of hidden states, weight and bias are summed in, where they are wanted: fp32."""
+    """Return fp32 sums for gradients of hidden states, weight and bias, where they are wanted."""
     both = zip(tensors, wanted, strict=True)
     return [torch.zeros_like(t, dtype=torch.float32) if t is not None and w else None for t, w in both]
 
@@ -188,7 +188,7 @@ def zeros_for(tensors: Iterable[torch.Tensor | None], wanted: Iterable[bool]) ->
 def add_gradients(
     into: list[torch.Tensor | None], chunk: slice, x: torch.Tensor, weight: torch.Tensor, gradient: torch.Tensor
 ) -> None:
-    """Those of a chunk of tokens, from the gradient of its products x Wᵀ + b."""
+    """Add the gradients of a chunk of tokens, from the gradient of its products x Wᵀ + b."""
     of_hidden, of_weight, of_bias = into
     if of_hidden is not None:
         of_hidden[chunk] = gradient @ weight
@@ -199,13 +199,13 @@ def add_gradients(
 
 
 def inside_columns(targets: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which targets are among these columns, and a column for each."""
+    """Return which targets are among these columns, and a column for each."""
     inside = (targets >= 0) & (targets < logits.shape[1])
     return inside, targets.clamp(0, logits.shape[1] - 1)[:, None]
 
 
 def _statistics(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of logits [tokens, columns]: [largest, largest before the target] and [Σe, Σe·z, Σe², Σz, z of the target]."""
+    """Summarise logits [tokens, columns]: [largest, largest before the target], [Σe, Σe·z, Σe², Σz, target's z]."""
     columns = torch.arange(logits.shape[1], device=logits.device)
     earlier = logits.masked_fill(columns >= targets[:, None], -torch.inf)
     largest, before = logits.amax(1), earlier.amax(1)

@@ -299,7 +299,7 @@ def _say_once(state: ParallelState, message: str) -> None:
 
 
 def _share(module: nn.Module, passed_on: bool) -> float | None:
-    """What the loss of this call will be multiplied by; None if its means stay those of this rank's rows."""
+    """Return the factor of this call's loss; None if its means stay those of this rank's rows."""
     scope = means.scope()
     if scope is None:
         return 1.0 if module.training and torch.is_grad_enabled() else None
@@ -371,7 +371,7 @@ def no_sync(original: Callable, self: Accelerator, model: nn.Module) -> Iterator
 
 @contextlib.contextmanager
 def defer_reduction(model: nn.Module) -> Iterator[None]:
-    """In here run the micro-batches of a step but the last."""
+    """Run the micro-batches of a step but the last."""
     state = runtime.parallel_state(model)
     states = [] if state is None else [part._hf_parallel for part in state.parts] or [state]
     with contextlib.ExitStack() as stack:

@@ -111,7 +111,7 @@ def _by_data_rank(prepared: DataLoaderShard, shared: bool) -> object:
 
 @patch("accelerate.data_loader:skip_first_batches", "forgets shares, the remainder, the order", copies=True)
 def skip_first_batches(original: Callable, dataloader: DataLoader, num_batches: int = 0) -> object:
-    """What is left of an epoch, still shared out by data rank, and with the repeats of its last batch known."""
+    """Skip batches of an epoch. The rest keeps its data ranks, and the repeats of its last batch are known."""
     from transformers.trainer_utils import has_length
 
     rest, place = original(dataloader, num_batches), getattr(dataloader, "_place", None)
@@ -211,7 +211,7 @@ def refuse_cut_examples(dataloader: DataLoader) -> None:
 
 @patch("accelerate.utils.operations:gather", "gathers over all processes", copies=True)
 def gather(original: Callable, tensor: object) -> object:
-    """One entry per data rank, in their order; data ranks may have unlike numbers of rows."""
+    """Gather one entry per data rank, in their order; data ranks may have unlike numbers of rows."""
     from accelerate.utils.operations import recursively_apply
 
     if isinstance(tensor, PerExample):
@@ -222,7 +222,7 @@ def gather(original: Callable, tensor: object) -> object:
 
 
 def gathered_examples(examples: PerExample) -> list:
-    """Those of all data ranks, in their order, with tensors on this rank's device."""
+    """Gather the examples of all data ranks, in their order, with tensors on this rank's device."""
     host = [] if runtime.is_absent() else tree_map_only(torch.Tensor, torch.Tensor.cpu, examples)
     found = [item for part in messages.gather(host, runtime.mesh().data_group) for item in part]
     return tree_map_only(torch.Tensor, lambda tensor: tensor.to(runtime.mesh().device), found)

@@ -34,7 +34,7 @@ Value = TypeVar("Value")
 
 
 class ExamplesOfRanks(NamedTuple):
-    """How many examples each data rank has, and which data rank this one is."""
+    """The number of examples of each data rank, and which data rank this one is."""
 
     counts: list[int]
     rank: int

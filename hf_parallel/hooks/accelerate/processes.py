@@ -1,4 +1,4 @@
-"""Which process is this? Everything that shards, seeds or cuts by it means the data rank; what is done once does not.
+"""Process numbers as data ranks: whatever shards, seeds or cuts by them means these; what is done once does not.
 
     tp=2,dp_shard=2      rank 0   rank 1   rank 2   rank 3
     num_processes          2        2        2        2
@@ -47,7 +47,7 @@ FILE = "data_order.pt"
 
 
 class Place:
-    """Of one loader, and of what `skip_first_batches` makes of it."""
+    """The place of one loader in its data, and of what `skip_first_batches` makes of it."""
 
     def __init__(self, loader: DataLoaderShard, stream: RandomStream | None) -> None:
         self.loader, self.stream = loader, stream
@@ -56,7 +56,7 @@ class Place:
         self.again: dict[str, object] | None = None  # what the next epoch starts from: a former process has begun it
 
     def state(self) -> State:
-        """As numbers and tensors."""
+        """Return the place as numbers and tensors."""
         now = self._now()
         epoch = self.loader.iteration if self.ended is None else self.ended
         seeds = [sampler.initial_seed for sampler in _parts(self.loader) if hasattr(sampler, "initial_seed")]
@@ -115,7 +115,7 @@ class Place:
         return contextlib.nullcontext() if self.stream is None else self.stream.active()
 
     def _aside(self, state: State | None) -> contextlib.AbstractContextManager:
-        """In here an epoch starts once more: what goes on has drawn for it already."""
+        """Start an epoch once more: what goes on has drawn for it already."""
         if state is None:
             return contextlib.nullcontext()
         if self.stream is None:
@@ -148,7 +148,7 @@ def _held(part: object, name: str) -> object:
 
 
 def _generators(loader: DataLoaderShard) -> list[torch.Generator]:
-    """Those that orders are drawn from; a sampler that seeds its own in each epoch needs none."""
+    """Return the generators that orders are drawn from; a sampler that seeds its own in each epoch needs none."""
     held = [_held(part, "generator") for part in _parts(loader) if not hasattr(part, "initial_seed")]
     return list({id(one): one for one in held if isinstance(one, torch.Generator)}.values())
 

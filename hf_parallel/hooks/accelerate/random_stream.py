@@ -18,7 +18,7 @@ from hf_parallel.ranks import messages
 
 
 class RandomStream:
-    """One stream for all ranks."""
+    """A random stream that all ranks share."""
 
     latest: RandomStream | None = None
 

@@ -117,7 +117,7 @@ def _save_model(saving: folders.Checkpoint, model: PreTrainedModel, folder: str)
 
 
 def _numbered_name(folder: str, stem: str, number: int) -> str:
-    """As accelerate numbers its files: the first has none."""
+    """Name a file as accelerate numbers its own: the first has no number."""
     return os.path.join(folder, f"{stem}_{number}" if number else stem)
 
 
@@ -167,12 +167,12 @@ def load_state_without_layout(
 
 
 def _folder_to_load(accelerator: Accelerator, asked: str | None) -> str:
-    """The same on all ranks. Collective."""
+    """Return the folder to load, alike on all ranks. Collective."""
     return messages.from_one(lambda: _asked_or_newest(accelerator, asked))
 
 
 def _asked_or_newest(accelerator: Accelerator, asked: str | None) -> str:
-    """As accelerate chooses, but for folders that are not whole."""
+    """Choose a folder as accelerate does, but leave out folders that are not whole."""
     if asked is not None:
         if not os.path.isdir(asked):
             raise ValueError(f"Tried to find {asked} but folder does not exist")
@@ -231,7 +231,7 @@ def _recount(scheduler: AcceleratedScheduler, total: int | None, then: int, now:
 
 
 def _data_ranks_of(folder: str) -> int:
-    """How many data ranks have written a folder; of plain accelerate's, how many processes."""
+    """Return how many data ranks have written a folder; of plain accelerate's, how many processes."""
     layout = layout_of(folder)
     if layout:
         return max(layout["data_ranks"]) + 1

@@ -1,4 +1,4 @@
-"""How the batch of all data ranks is shared out among them: which examples a rank reads, and how much they weigh.
+"""Shares of the batch of all data ranks: which examples a rank reads, and how much they weigh.
 
 The global batch, filled with repeated examples where the data set ends, is the same whatever the shares are. Each data
 rank reads consecutive examples of it:

@@ -23,7 +23,7 @@ _WIDTHS = (8, 64, math.inf)  # classes of length per factor e within which the o
 
 
 class Epoch:
-    """What accelerate tells of the epoch that begins."""
+    """The epoch that begins, as accelerate tells it."""
 
     def __init__(self) -> None:
         self.epoch = 0
@@ -67,7 +67,7 @@ class TokenBatches:
             yield from step
 
     def tokens(self, batch: Sequence[int]) -> int:
-        """How many tokens of examples a batch has; what stands for none has none."""
+        """Count the tokens of a batch's examples; what stands for none has none."""
         return sum(self.lengths[index] for index in batch if index >= 0)
 
     def of_epoch(self, epoch: int) -> list[list[list[int]]]:
@@ -86,7 +86,7 @@ class TokenBatches:
         return steps
 
     def _in_steps(self, batches: list[list[int]]) -> list[list[list[int]]]:
-        """One batch for each data rank; what stands for an example where there is none."""
+        """Arrange batches in steps, one for each data rank; stand-ins fill the last step."""
         shortest = min(range(len(self.lengths)), key=self.lengths.__getitem__)
         filled = [batch or [~shortest] for batch in batches]
         filled += [[~shortest]] * (-len(filled) % self.ranks)
@@ -101,7 +101,7 @@ class TokenBatches:
         self.rest = epoch, self._in_steps(batches)
 
     def _fewest_steps(self) -> int:
-        """Those of any epoch: a Trainer asks once."""
+        """Return the steps of any epoch: a Trainer asks once."""
         order = list(range(len(self.lengths)))
         self.steps = math.ceil(sum(self.lengths) / (self.budget * self.ranks))
         while not self._fits(self._dealt(order, math.inf)):

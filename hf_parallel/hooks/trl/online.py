@@ -173,7 +173,7 @@ def _rows_of_all(value: object, wanted: torch.Tensor) -> object:
     "takes rows by process, repeated ones too",
 )
 def generate_and_score(original: Callable, self: GRPOTrainer | RLOOTrainer, inputs: list[dict]) -> dict:
-    """The same random state for the ranks of one model, and scores of the rows that are not repeated."""
+    """Generate with one random state on the ranks of one model, and score the rows that are not repeated."""
     runtime.equalise_within_model(0)
     servers.take_upcoming(self, inputs)
     step = record_of(self).step
@@ -243,7 +243,7 @@ def per_token_scores(
 
 
 def _real_rows(trainer: GRPOTrainer | RLOOTrainer, rows: int) -> list[int] | None:
-    """How many rows of each data rank's batch are not repeats; None if none is. Batches to train on are whole."""
+    """Count the rows of each data rank's batch that are not repeats; None if all are real, as in training."""
     mesh, state = runtime.mesh(), trainer.accelerator.gradient_state
     if trainer.model.training or mesh.data_size == 1 or not state.end_of_dataloader:
         return None
@@ -298,7 +298,7 @@ def _correct_logs(trainer: GRPOTrainer | RLOOTrainer, real: int, rows: int, toke
 
 
 def weighted(trainer: GRPOTrainer | RLOOTrainer, loss: torch.Tensor, inputs: dict) -> torch.Tensor:
-    """What `compute_loss` returned, such that the average over data ranks is the loss of the global batch.
+    """Weigh what `compute_loss` returned so that the average over data ranks is the loss of the global batch.
 
     Means over rows are that already, and sums over tokens, which TRL divides by the tokens of all processes.
     """
@@ -317,7 +317,7 @@ def weighted(trainer: GRPOTrainer | RLOOTrainer, loss: torch.Tensor, inputs: dic
 
 
 def _mean_over_data_ranks(mean: torch.Tensor, held: int, counted: int) -> torch.Tensor:
-    """Of means over `held` numbers of which `counted` are not zero by force."""
+    """Average means over `held` numbers, of which `counted` are not zero by force."""
     totals = torch.stack([mean.float() * held, torch.full_like(mean, counted, dtype=torch.float32)])
     dist.all_reduce(totals, group=runtime.mesh().data_group)
     return totals[0] / totals[1].clamp(min=1)

@@ -77,13 +77,13 @@ class WholeModel(nn.Module):
 
 
 def shown_whole(generation: VLLMGeneration) -> contextlib.AbstractContextManager:
-    """In here TRL reads whole weights; what it would read itself is this rank's part of its own stage."""
+    """Let TRL read whole weights; what it would read itself is this rank's part of its own stage."""
     parallel = runtime.parallel_state(generation.model) is not None
     return replacing(generation, model=WholeModel(generation)) if parallel else contextlib.nullcontext()
 
 
 def _groups(whole: WholeModel) -> list:
-    """What is sent, in its order; collective the first time."""
+    """Return what is sent, in its order; collective the first time."""
     kept = whole.generation
     if not hasattr(kept, "_hf_parallel_groups"):
         base, own = _base(whole.model), _own_names(whole.model)
@@ -139,7 +139,7 @@ def correct_means(trainer: GRPOTrainer, outputs: dict) -> None:
     since="1.16",
 )
 def available(original: Callable) -> Callable:
-    """Whether it is needed the server tells, in `init_communicator`."""
+    """Take the server for available: whether it is needed it tells in `init_communicator`."""
     return lambda *args, **kwargs: True
 
 
@@ -284,7 +284,7 @@ class Upcoming:
         yield from waiting
 
     def set_epoch(self, epoch: int) -> None:
-        """As accelerate tells its own samplers."""
+        """Set the epoch, as accelerate tells its own samplers."""
         if hasattr(self.batch_sampler, "set_epoch"):
             self.batch_sampler.set_epoch(epoch)
 
@@ -371,7 +371,7 @@ def _questions(client: VLLMClient) -> Questions:
 
 @patch("trl.generation.vllm_client:VLLMClient.generate", "waits for what it asks", since="1.16")
 def generate(original: Callable, self: VLLMClient, prompts: list, *args: object, **kwargs: object) -> dict:
-    """What was asked ahead is there, or soon will be."""
+    """Return the completions that were asked ahead, or ask for them."""
     questions, asked = _questions(self), (prompts, args, kwargs)
     call = functools.partial(original, self, prompts, *args, **kwargs)
     if questions.ahead:
@@ -411,7 +411,7 @@ def _is_last(trainer: GRPOTrainer) -> bool:
 
 
 def _ask_ahead(trainer: GRPOTrainer, generate: Callable, prompts: list) -> None:
-    """As TRL itself would ask, but that nobody waits for the answer."""
+    """Ask ahead as TRL itself would ask, but without waiting for the answer."""
     ids, images, _ = trainer._tokenize_prompts(prompts)
     generation = trainer.vllm_generation
     questions = _questions(generation.vllm_client) if trainer.accelerator.is_main_process else Questions()

@@ -90,7 +90,7 @@ class ServedReference(nn.Module):
         return SimpleNamespace(log_probs=scores.to(input_ids.device))
 
     def _scores(self, **told: object) -> str:
-        """One rank's question, and its answer or its error for all of the group."""
+        """Ask once for all ranks of the group, and give them the answer or the error."""
 
         def answer() -> str:
             return ask(self.address, "log_probs", self.timeout, told)["log_probs"]
@@ -180,7 +180,7 @@ def check_trl_trainer(
 
 
 def _refuse_old(kind: type, model: PreTrainedModel) -> None:
-    """What older versions do otherwise: pairs in tensors of their own, adapters on 4 bits cast by TRL itself."""
+    """Refuse older versions: their pairs are tensors of their own, and TRL itself casts adapters on 4 bits."""
     if kind.__name__ == "DPOTrainer" and hasattr(kind, "concatenated_forward"):
         refuse("DPOTrainer", "in TRL before 0.29 keeps chosen and rejected rows apart", "trl 0.29 or newer")
     makes_adapters = hasattr(sys.modules[kind.__module__], "get_peft_model")
@@ -213,7 +213,7 @@ def is_known(trainer: Trainer) -> bool:
 
 
 def weighted(trainer: Trainer, loss: torch.Tensor, inputs: dict) -> torch.Tensor:
-    """What a trainer's `compute_loss` returned; of those that generate such that data ranks average to the whole."""
+    """Weigh what `compute_loss` returned; where a trainer generates, so that data ranks average to the whole."""
     return online.weighted(trainer, loss, inputs) if _is_one_of(trainer, tuple(online.TRAINERS)) else loss
 
 
@@ -267,7 +267,7 @@ def chunked_log_probs(original: type[torch.autograd.Function]) -> type:
             scale: float = 1.0,
             wanted: tuple[str, ...] = (),
         ) -> tuple:
-            """As TRL's `apply`."""
+            """Compute log-probabilities as TRL's `apply` does."""
             if not isinstance(weight, DTensor) or not _is_cut_over_tp(weight):
                 whole = (w.full_tensor() if isinstance(w, DTensor) else w for w in (weight, bias))
                 return original.apply(hidden, *whole, targets, temperature, chunk_size, softcap, scale, wanted)
@@ -359,7 +359,7 @@ def kl_logps(original: Callable, self: Trainer, model: nn.Module, batch: dict) -
 
 
 def _own_examples(trainer: Trainer) -> int | None:
-    """How many examples of the step in progress are this data rank's; None where all have as many."""
+    """Return how many examples of the step in progress are this data rank's; None where all have as many."""
     cut, rows = cut_of(trainer.accelerator.gradient_state), record_of(trainer).step.real_rows
     return rows if rows is not None or cut is None else cut[runtime.mesh().data_rank]
 
@@ -368,7 +368,7 @@ def _own_examples(trainer: Trainer) -> int | None:
 
 
 def metrics_by_rows(trainer: Trainer) -> contextlib.AbstractContextManager:
-    """In here accuracy and margin, averaged over data ranks, count once for each real example."""
+    """Count each real example once in accuracy and margin, averaged over data ranks."""
     rows, gather = _own_examples(trainer), trainer.accelerator.gather_for_metrics
     if not rows or not _is_one_of(trainer, _PAIRS[1:]):
         return contextlib.nullcontext()
@@ -385,7 +385,7 @@ def metrics_by_rows(trainer: Trainer) -> contextlib.AbstractContextManager:
 
 @patch("trl.trainer.utils:hash_module", "cannot read shards", since="0.29", copies=True)
 def hash_module(original: Callable, module: nn.Module) -> str:
-    """One hash of all ranks' parts, for the name of the cache file."""
+    """Return one hash of all ranks' parts, for the name of the cache file."""
     if runtime.parallel_state(module) is None:
         return original(module)
     digest = hashlib.sha256()
