@@ -41,6 +41,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.utils.logging import disable_progress_bar
 
 import hf_parallel.hooks.patches  # noqa: F401 - once, before the ranks are forked
+from hf_parallel.ask.session import of_session
 from hf_parallel.hooks import activation, hangs, monitoring
 from hf_parallel.monitor.meter import COMPUTE, EVERY, Interval, common, length, union
 from hf_parallel.ranks.observed import KINDS
@@ -103,7 +104,7 @@ def watching(model: Any, what: list[str], number: int = 0) -> Iterator[Any]:
     """In here both listen, or one; gives what to run steps in, of which the first one has this number."""
     dog = hangs.Watched(lambda: model, tempfile.gettempdir())
     if "hangs" in what:
-        hangs._current = dog
+        of_session(hangs._Now).watched = dog
         dog.begin()
     watched = monitoring.watched(model) if "monitor" in what else None
     if watched is not None:
@@ -120,7 +121,7 @@ def watching(model: Any, what: list[str], number: int = 0) -> Iterator[Any]:
 
     yield around
     monitoring.stop()
-    hangs._current = None
+    of_session(hangs._Now).watched = None
     dog.stack.close()
 
 

@@ -11,14 +11,19 @@ import os
 
 from hf_parallel.ask import launched
 from hf_parallel.ask.config import AUTO, ParallelConfig, SpecError
+from hf_parallel.ask.session import end_session, of_session
 from hf_parallel.ask.spec import refuse
 from hf_parallel.hooks.patching import Patch, Undo, apply, check_torch, newer_libraries, undo
 
 # torch and transformers are imported inside the functions: `import hf_parallel` must stay cheap.
 
-#: What is in place now; empty when not active.
-PATCHES: list[Patch] = []
-_undo_list: list[Undo] = []
+
+class _InPlace:
+    """The patches of the layout, none where there is none; how to undo these, and those of a process without one."""
+
+    def __init__(self) -> None:
+        self.of_layout: list[Patch] = []
+        self.undo_list: list[Undo] = []
 
 
 def activate(spec: str | ParallelConfig, source: str = "activate()") -> None:
@@ -61,12 +66,13 @@ def activate(spec: str | ParallelConfig, source: str = "activate()") -> None:
     from hf_parallel.hooks.patches import all_patches  # imports transformers, after the process group exists
 
     library.withdraw()
+    in_place = of_session(_InPlace)
     try:
-        _undo_list.extend(apply(all_patches()))
+        in_place.undo_list.extend(apply(all_patches()))
     except SpecError:
         runtime.stop()
         raise
-    PATCHES.extend(all_patches())
+    in_place.of_layout.extend(all_patches())
 
 
 def _stay_plain(config: ParallelConfig) -> None:
@@ -75,7 +81,7 @@ def _stay_plain(config: ParallelConfig) -> None:
     if config.pack_tokens or config.padding_free:
         from hf_parallel.hooks.trainer.token_budget import patches_alone
 
-        _undo_list.extend(apply(patches_alone(config)))
+        of_session(_InPlace).undo_list.extend(apply(patches_alone(config)))
 
 
 def _tell_left_out(config: ParallelConfig) -> None:
@@ -119,16 +125,17 @@ def read_checkpoints(opened: str | None = None) -> None:
     from hf_parallel.hooks.patches import patches_without_layout
     from hf_parallel.hooks.trainer.resuming import damages, refuse_damages
 
-    if not _undo_list:
+    undo_list = of_session(_InPlace).undo_list
+    if not undo_list:
         if opened is not None:
             refuse_damages(opened, damages(opened, 0, 1))
         with contextlib.suppress(SpecError):  # a version that cannot be patched: a plain run must go on as it is
-            _undo_list.extend(apply(patches_without_layout()))
+            undo_list.extend(apply(patches_without_layout()))
 
 
 def active() -> bool:
     """Is this process part of a layout?"""
-    return bool(PATCHES)
+    return bool(of_session(_InPlace).of_layout)
 
 
 def expected() -> bool:
@@ -147,9 +154,9 @@ def deactivate() -> None:
     hangs.end_loop()
     monitoring.stop()
     token_budget.stop()
-    undo(_undo_list)
-    PATCHES.clear()
+    undo(of_session(_InPlace).undo_list)
     runtime.stop()
+    end_session()
 
 
 def _settle_rank() -> None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from hf_parallel.ask.config import ParallelConfig, SpecError
 from hf_parallel.ask.launched import local_world_size
+from hf_parallel.ask.session import of_session
 from hf_parallel.ask.spec import refuse
 from hf_parallel.hooks import logits_read
 from hf_parallel.hooks.patching import Patch, Undo, apply, apply_when_imported, around, undo
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
 _LONGEST_ASSUMED = 2048  # tokens per row where nothing says how long rows are
 _LENGTHS = ("max_length", "max_seq_length", "max_seq_len", "block_size", "model_max_length")
 T = TypeVar("T")
-_undo_list: list[Undo] = []
 
 
 class Waiting(NamedTuple):
@@ -45,15 +45,28 @@ class Waiting(NamedTuple):
     cluster: Cluster | None
 
 
-_waiting: Waiting | None = None
-_arguments: TrainingArguments | None = None  # the TrainingArguments that were made last
-_rank = 0  # of the LoraConfig that was made last
+class _Shown:
+    """The request for a choice, and what the script has shown before its model.
+
+    Attributes:
+        arguments: the TrainingArguments that were made last.
+        rank: of the LoraConfig that was made last.
+    """
+
+    def __init__(self) -> None:
+        self.waiting: Waiting | None = None
+        self.arguments: TrainingArguments | None = None
+        self.rank = 0
+        self.undo_list: list[Undo] = []
+
+
 _DEFAULT_RANK = 16  # of adapters that the command line asks for without saying how large
 
 
 def waiting() -> str | None:
     """Who asked for a choice that is not made yet, or None."""
-    return None if _waiting is None else _waiting.source
+    waiting = of_session(_Shown).waiting
+    return None if waiting is None else waiting.source
 
 
 def wait(source: str, activate: Callable[[ParallelConfig, str], None], cluster: Cluster | None = None) -> None:
@@ -63,31 +76,31 @@ def wait(source: str, activate: Callable[[ParallelConfig, str], None], cluster: 
         activate: is then called with the layout and who asked for it.
         cluster: to choose for; default: this machine, or these.
     """
-    global _waiting
-    if _waiting is not None:
+    shown = of_session(_Shown)
+    if shown.waiting is not None:
         return
     from hf_parallel.hooks import runtime
 
     runtime.connect()
-    _waiting = Waiting(source, activate, cluster)
-    _undo_list.extend(apply(_patches()))
+    shown.waiting = Waiting(source, activate, cluster)
+    shown.undo_list.extend(apply(_patches()))
     made = Patch("peft.tuners.lora.config:LoraConfig.__post_init__", around(_at_lora_config), "shows adapters to come")
-    _undo_list.append(apply_when_imported("peft", [made]))
+    shown.undo_list.append(apply_when_imported("peft", [made]))
 
 
 def remember(arguments: TrainingArguments) -> None:
     """The TrainingArguments that were made last know the batch."""
-    global _arguments
-    if _waiting is not None:
-        _arguments = arguments
+    shown = of_session(_Shown)
+    if shown.waiting is not None:
+        shown.arguments = arguments
 
 
 def stop() -> None:
     """Forget what was asked for and undo the patches."""
-    global _waiting, _arguments, _rank
-    undo(_undo_list)
-    _waiting = _arguments = None
-    _rank = 0
+    shown = of_session(_Shown)
+    undo(shown.undo_list)
+    shown.waiting = shown.arguments = None
+    shown.rank = 0
 
 
 def check_chosen() -> None:
@@ -96,9 +109,9 @@ def check_chosen() -> None:
     Raises:
         SpecError: it never showed a model, so that every process ran it alone.
     """
-    if _waiting is not None:
+    if waiting() is not None:
         refuse(
-            f"{_waiting.source} asks for auto",
+            f"{waiting()} asks for auto",
             "the script showed no Transformers model to from_pretrained, Trainer or Accelerator.prepare",
             "tp=2,dp_shard=-1",
         )
@@ -127,15 +140,14 @@ def _at_from_pretrained(
 
         config = AutoConfig.from_pretrained(config or source, trust_remote_code=kwargs.get("trust_remote_code"))
     asked = kwargs.get("dtype", kwargs.get("torch_dtype"))
-    kernel, reader = kwargs.get("attn_implementation"), logits_read.by_script(_arguments)
+    kernel, reader = kwargs.get("attn_implementation"), logits_read.by_script(of_session(_Shown).arguments)
     choose(Shown(config, None if asked == "auto" else asked, kernel=kernel, reader=reader))
     return cls.from_pretrained(source, *args, **kwargs)  # the layout's own by now
 
 
 def _at_lora_config(original: Callable, self: LoraConfig) -> None:
-    global _rank
     original(self)
-    _rank = int(self.r)
+    of_session(_Shown).rank = int(self.r)
 
 
 def _at_trainer(
@@ -146,11 +158,11 @@ def _at_trainer(
     *rest: object,
     **kwargs: object,
 ) -> None:
-    global _arguments
-    _arguments = args or _arguments
+    shown = of_session(_Shown)
+    shown.arguments = args or shown.arguments
     if model is None:
         refuse(f"{waiting()} asks for auto", "Trainer(model_init=…) shows its model too late", "tp=2")
-    reader = logits_read.by_trainer(type(self), by_name(original, (self, model, args, *rest), kwargs), _arguments)
+    reader = logits_read.by_trainer(type(self), by_name(original, (self, model, args, *rest), kwargs), shown.arguments)
     choose(Shown(getattr(model, "config", model), _dtype_of(model), adapters=_rank_of(model), reader=reader))
     from transformers import Trainer
 
@@ -201,8 +213,9 @@ def choose(shown: Shown) -> None:
     from hf_parallel.planner.detect import device_here
     from hf_parallel.ranks import messages
 
-    assert _waiting is not None
-    source, activate, _ = _waiting
+    asked = of_session(_Shown).waiting
+    assert asked is not None
+    source, activate, _ = asked
     devices = messages.gather(device_here())
     try:
         chosen = messages.from_one(lambda: _best(shown, [one for one in devices if one is not None]))
@@ -237,7 +250,8 @@ def _best(shown: Shown, devices: list[tuple[str, float]]) -> Chosen:
     from hf_parallel.planner.detect import detect, of_all_devices
     from hf_parallel.planner.search import search
 
-    known = None if _waiting is None else _waiting.cluster
+    asked = of_session(_Shown).waiting
+    known = None if asked is None else asked.cluster
     unlike = known is None and len({name for name, _ in devices}) > 1
     cluster = known or detect(dist.get_world_size(), local_world_size())
     batch = script_batch(shown.config, None, shown.dtype, shown.lowered)
@@ -351,7 +365,7 @@ def script_batch(
     from hf_parallel.planner.layout import optimizer_of, precision_of
 
     argv = sys.argv if argv is None else argv
-    arguments = _arguments
+    arguments = of_session(_Shown).arguments
 
     def said(name: str, default: object) -> Any:
         value = getattr(arguments, name, None)
@@ -367,7 +381,7 @@ def script_batch(
         seq=min(lengths[0] if lengths else _LONGEST_ASSUMED, longest),
         precision=precision_of(dtype or getattr(config, "dtype", None), lowered),
         optimizer=optimizer_of(str(said("optim", "adamw"))),
-        lora=_rank or _asked_rank(argv),
+        lora=of_session(_Shown).rank or _asked_rank(argv),
         documents=any(str(said(name, False)).lower() == "true" for name in ("packing", "padding_free")),
     )
 

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from hf_parallel.ask.keys.run import HANG_AUTO, HANG_OFF
+from hf_parallel.ask.session import of_session
 from hf_parallel.hooks import report, runtime
 from hf_parallel.hooks.patching import patch
 from hf_parallel.monitor.collective_record import CollectiveRecord, before_abort
@@ -33,7 +34,6 @@ SHARE, TORCH_TIME_OUT_S = 0.8, 1800.0
 #: OUTPUT_DIR of a loop whose Accelerator has no `project_dir`.
 OUTPUTS = "outputs"
 _numbers = itertools.count()
-_current: Watched | None = None
 
 
 class Watched:
@@ -71,20 +71,27 @@ class Watched:
         self.stack.callback(setattr, desync, "explained_by", None)
 
 
+class _Now:
+    """The training that is watched now, if any."""
+
+    def __init__(self) -> None:
+        self.watched: Watched | None = None
+
+
 @contextlib.contextmanager
 def watched(trainer: Trainer) -> Iterator[None]:
     """Inside, ranks say why nothing goes on."""
-    global _current
     end_loop()
     if runtime.mesh().config.hang_timeout_s == HANG_OFF:
         yield
         return
-    former, _current = _current, Watched(lambda: trainer.model, trainer.args.output_dir)
+    now = of_session(_Now)
+    former, now.watched = now.watched, Watched(lambda: trainer.model, trainer.args.output_dir)
     try:
-        with _current.stack:
-            yield from _telling_errors(_current)
+        with now.watched.stack:
+            yield from _telling_errors(now.watched)
     finally:
-        _current = former
+        now.watched = former
 
 
 def _telling_errors(watched: Watched) -> Iterator[None]:
@@ -96,23 +103,31 @@ def _telling_errors(watched: Watched) -> Iterator[None]:
         raise
 
 
+def watchdog() -> Watchdog | None:
+    """Return the watchdog of the training that is watched, once that has begun."""
+    current = of_session(_Now).watched
+    return None if current is None else current.watchdog
+
+
 def mark(phase: str, may_take_long: bool = False) -> None:
     """Something has ended, and this begins."""
-    if _current is not None and _current.watchdog is not None:
-        _current.watchdog.mark(phase, may_take_long)
+    dog = watchdog()
+    if dog is not None:
+        dog.mark(phase, may_take_long)
 
 
 def mark_step(number: int) -> None:
     """The first one starts the watchdog."""
-    if _current is not None:
-        _current.begin()
+    current = of_session(_Now).watched
+    if current is not None:
+        current.begin()
     mark(f"step {number}")
 
 
 @contextlib.contextmanager
 def taking_long(phase: str) -> Iterator[None]:
     """Run what a shared disk, or a hub, takes its time for."""
-    dog = None if _current is None else _current.watchdog
+    dog = watchdog()
     former = ("the end of a step", False) if dog is None else (dog.phase, dog.may_take_long)
     mark(phase, may_take_long=True)
     try:
@@ -138,17 +153,18 @@ def _settings(folder: str) -> Settings:
 
 def mark_loop(phase: str, may_take_long: bool = False) -> None:
     """`mark`, where a script's own loop is watched."""
-    if _current is not None and _current.is_loop:
+    current = of_session(_Now).watched
+    if current is not None and current.is_loop:
         mark(phase, may_take_long)
 
 
 def backward_begins(accelerator: Accelerator) -> None:
     """The first one of a loop starts its watchdog, on all ranks, and says what is known of the script's proof."""
-    global _current
-    if _current is None and runtime.mesh().config.hang_timeout_s != HANG_OFF:
+    now = of_session(_Now)
+    if now.watched is None and runtime.mesh().config.hang_timeout_s != HANG_OFF:
         model = next((model for model in accelerator._models if runtime.parallel_state(model) is not None), None)
-        _current = Watched(lambda: model, str(accelerator.project_dir or OUTPUTS), is_loop=True)
-        _current.begin()
+        now.watched = Watched(lambda: model, str(accelerator.project_dir or OUTPUTS), is_loop=True)
+        now.watched.begin()
         atexit.register(end_loop)
         proof = line_about(sys.argv[0], runtime.mesh().config.to_spec())
         if proof is not None:
@@ -187,8 +203,8 @@ def end_training(original: Callable, self: Accelerator) -> None:
 
 def end_loop() -> None:
     """The loop is over on this rank, or another one begins."""
-    global _current
-    if _current is not None and _current.is_loop:
-        over, _current = _current, None
+    now = of_session(_Now)
+    if now.watched is not None and now.watched.is_loop:
+        over, now.watched = now.watched, None
         atexit.unregister(end_loop)
         over.stack.close()

@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING
 from hf_parallel.apply.parallelize import parallelize as make_parallel
 from hf_parallel.apply.parallelize import state_of
 from hf_parallel.ask.config import ParallelConfig
+from hf_parallel.ask.session import of_session
 from hf_parallel.ask.spec import refuse
 from hf_parallel.axes.axis import Packing
 from hf_parallel.hooks import model_parts, own_loops, runtime
-from hf_parallel.hooks.patching import DECLARED, Patch, apply, apply_when_imported, undo
+from hf_parallel.hooks.patching import DECLARED, Patch, Undo, apply, apply_when_imported, undo
 from hf_parallel.hooks.peft.before import make_parallel_below
 from hf_parallel.hooks.trainer.joining import asked_by, refuse_joining
 from hf_parallel.hooks.transformers import masks
@@ -28,7 +29,12 @@ from hf_parallel.ranks.mesh import ParallelMesh
 if TYPE_CHECKING:
     from torch import nn
 
-_undo_list: list[tuple[object, str, object]] = []
+
+class _InPlace:
+    """How to undo the patches that are in place."""
+
+    def __init__(self) -> None:
+        self.undo_list: list[Undo] = []
 
 
 @functools.wraps(make_parallel)
@@ -40,7 +46,7 @@ def parallelize(
 ) -> nn.Module:
     if runtime.current() is None:
         _check(ParallelConfig.parse(config or ParallelConfig()) if mesh is None else mesh.config)
-    if runtime.current() is None and not _undo_list:
+    if runtime.current() is None and not of_session(_InPlace).undo_list:
         _install()
     make = functools.partial(make_parallel, config=config, mesh=mesh, pack=pack)
     if hasattr(model, "peft_config") and state_of(model) is None:
@@ -63,17 +69,18 @@ def _check(config: ParallelConfig) -> None:
 
 def withdraw() -> None:
     """Before a layout for the whole process, whose patches are the same and more."""
-    undo(_undo_list)
+    undo(of_session(_InPlace).undo_list)
 
 
 def _install() -> None:
     """For peft now or after its import, in the midst of which the list of all patches could not be imported."""
     rooms = {model_parts.__name__, masks.__name__, own_loops.__name__}
-    _undo_list.extend(apply([patch for patch in DECLARED if patch.room in rooms]))
+    undo_list = of_session(_InPlace).undo_list
+    undo_list.extend(apply([patch for patch in DECLARED if patch.room in rooms]))
     packages = ["peft", "bitsandbytes"]
     if "bitsandbytes" in sys.modules:
-        _undo_list.append(apply_when_imported(packages.pop(), _patches("bitsandbytes")))
-    _undo_list.append(apply_when_imported("peft", _patches(*packages)))  # it imports bitsandbytes itself
+        undo_list.append(apply_when_imported(packages.pop(), _patches("bitsandbytes")))
+    undo_list.append(apply_when_imported("peft", _patches(*packages)))  # it imports bitsandbytes itself
 
 
 def _patches(*packages: str) -> Iterator[Patch]:

@@ -16,6 +16,7 @@ from typing import Any, NoReturn, TypeAlias
 
 from packaging.version import Version
 
+from hf_parallel.ask.session import of_session
 from hf_parallel.ask.spec import refuse, refuse_with
 from hf_parallel.hooks.after_import import AfterImport
 
@@ -147,8 +148,8 @@ def with_first(first: object, target: str, function: Callable, why: str) -> Patc
     return Patch(target, around(bound), why)
 
 
-#: Why modules whose functions are not where they were known to be must not be used.
-_unusable: dict[str, str] = {}
+class Unusable(dict[str, str]):
+    """Modules whose functions are not where they were known to be -> why they must not be used."""
 
 
 def apply(patches: list[Patch]) -> list[Undo]:
@@ -186,9 +187,10 @@ def refuse_unpatched(*modules: str) -> None:
     Raises:
         SpecError: one of them could not be patched.
     """
+    unusable = of_session(Unusable)
     for module in modules:
-        if module in _unusable:
-            refuse_with(_unusable[module])
+        if module in unusable:
+            refuse_with(unusable[module])
 
 
 def _apply(patches: Iterable[Patch], done: list[Undo]) -> None:
@@ -286,7 +288,7 @@ def _cannot(patch: Patch, why: str, done: list[Undo]) -> None:
         if hasattr(owner, name) or inspect.isclass(owner):
             _set(owner, name if hasattr(owner, name) else "__init__", refuses, done)
             return
-    _unusable[patch.module] = text
+    of_session(Unusable)[patch.module] = text
 
 
 def _set(owner: object, name: str, value: object, done: list[Undo]) -> None:
@@ -322,7 +324,7 @@ def undo(done: list[Undo]) -> None:
         else:
             setattr(owner, name, own)
     done.clear()
-    _unusable.clear()
+    of_session(Unusable).clear()
 
 
 def newer_libraries() -> list[str]:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from hf_parallel.apply.parallelize import ParallelState, default_device, state_of
 from hf_parallel.ask.config import ParallelConfig
+from hf_parallel.ask.session import of_session
 from hf_parallel.axes.data import batch_norm
 from hf_parallel.axes.experts import balance
 from hf_parallel.hooks import rendezvous
@@ -85,39 +86,49 @@ class Runtime:
     chosen_because: tuple[str, ...] = ()  # lines about a layout that `auto` has chosen
 
 
-_current: Runtime | None = None
+class _Active:
+    """The layout that is active, if any."""
+
+    def __init__(self) -> None:
+        self.runtime: Runtime | None = None
+
+
 _connected = False  # did this make the process group, so that its time-out may be changed?
 
 
 def current() -> Runtime | None:
     """The active runtime, or None."""
-    return _current
+    return of_session(_Active).runtime
 
 
 def mesh() -> ParallelMesh:
     """The active mesh; only called from patches, which are in place only while a runtime is active."""
-    assert _current is not None
-    return _current.mesh
+    active = current()
+    assert active is not None
+    return active.mesh
 
 
 def is_absent() -> bool:
     """Does this rank compute without a row of its own, only to take part?"""
-    return _current is not None and _current.absent
+    active = current()
+    return active is not None and active.absent
 
 
 @contextlib.contextmanager
 def absent(wanted: bool) -> Iterator[None]:
     """Count this rank as absent, if `wanted`."""
-    assert _current is not None
-    with replacing(_current, absent=wanted):
+    active = current()
+    assert active is not None
+    with replacing(active, absent=wanted):
         yield
 
 
 @contextlib.contextmanager
 def weighed_by_trainer() -> Iterator[None]:
     """Mark that a Trainer takes a step."""
-    assert _current is not None
-    with replacing(_current, in_trainer=True):
+    active = current()
+    assert active is not None
+    with replacing(active, in_trainer=True):
         yield
 
 
@@ -170,38 +181,38 @@ def _shuffle_alike() -> None:
 
 def start(config: ParallelConfig, source: str) -> Runtime:
     """Create the process group (unless there is one) and the mesh."""
-    global _current
     environment = _set_environment()
     connect()
     balance.is_absent = batch_norm.is_absent = is_absent
-    _current = Runtime(config, source, ParallelMesh.create(config, default_device()), environment)
+    started = Runtime(config, source, ParallelMesh.create(config, default_device()), environment)
+    of_session(_Active).runtime = started
     atexit.register(stop)  # before the groups end, which nothing may refer to then
     _quiet_other_ranks()
-    return _current
+    return started
 
 
 def stop() -> None:
     """Forget the layout and restore the environment variables."""
-    global _current
-    if _current is None:
+    active = current()
+    if active is None:
         return
-    for name, value in _current.environment.items():
+    for name, value in active.environment.items():
         if value is None:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
-    _current = None
+    of_session(_Active).runtime = None
 
 
 @contextlib.contextmanager
 def pretended(mesh: ParallelMesh) -> Iterator[None]:
     """Let patches see the mesh of a dry run."""
-    global _current
-    former, _current = _current, Runtime(mesh.config, "a dry run", mesh, pretended=True)
+    active = of_session(_Active)
+    former, active.runtime = active.runtime, Runtime(mesh.config, "a dry run", mesh, pretended=True)
     try:
         yield
     finally:
-        _current = former
+        active.runtime = former
 
 
 def parallel_state(model: PreTrainedModel) -> ParallelState | None:
@@ -223,7 +234,8 @@ def equalise_random_state(axis: str, source: int = -1, of: ParallelMesh | None =
         of: the mesh; default: the active one.
     """
     of = of or mesh()
-    if of.size(axis) == 1 or (_current is not None and _current.pretended):
+    active = current()
+    if of.size(axis) == 1 or (active is not None and active.pretended):
         return
     group = of.group(axis)
     set_random_state(messages.from_one(lambda: random_state(of), group, source % group.size()), of)

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 from transformers import Trainer
 
+from hf_parallel.ask.session import of_session
 from hf_parallel.hooks import auto, logits_read
 from hf_parallel.planner import detect as detection
 from hf_parallel.planner import make_cluster
@@ -81,7 +82,7 @@ def test_what_a_script_shows_before_its_trainer(monkeypatch, names, reader):
 def said(out: str) -> list[str]:
     """The first reason of a choice, with a reader and without."""
     detection.detect = lambda *args: make_cluster("l40s-48gb", 2)
-    auto._arguments = arguments_of(out)
+    of_session(auto._Shown).arguments = arguments_of(out)
     auto.accepted = lambda config: lambda layout: layout.data_parallel_size == 2
     return [
         auto._best(auto.Shown(models.llama(), reader=reader), devices=[]).reasons[0]

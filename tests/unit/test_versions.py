@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from hf_parallel import ParallelConfig, SpecError
+from hf_parallel.ask.session import of_session
 from hf_parallel.axes.pipeline.read import check_own_functions
 from hf_parallel.hooks import patching
 from hf_parallel.hooks.patches import all_patches
@@ -121,7 +122,7 @@ def test_every_target_is_as_it_is_known():
         done = apply(all_patches())
         placed = sum(not isinstance(owner, patching._WhenImported) for owner, _, _ in done)
         refusing = [name for owner, name, _ in done if getattr(getattr(owner, name), "__name__", "") == "refuse"]
-        return placed, dict(patching._unusable), refusing
+        return placed, dict(of_session(patching.Unusable)), refusing
 
     [(placed, *refused)] = run(body, 1)
     assert (refused, placed > 70) == ([{}, []], True)

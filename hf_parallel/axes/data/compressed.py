@@ -14,6 +14,7 @@ torch gathers or reduces on, so what it overlaps stays overlapped.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -38,7 +39,6 @@ from hf_parallel.ranks.mesh import ParallelMesh, axis_ranks
 if TYPE_CHECKING:
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-    from torch.utils.hooks import RemovableHandle
 
     from hf_parallel.axes.eight_bit import Float8
 
@@ -292,16 +292,19 @@ class ScatterGradients(_Allocates, ReduceScatter):
 
 
 _scales: weakref.WeakSet[Scales] = weakref.WeakSet()
-_installed: list[RemovableHandle] = []
 
 
 def gather_codes(root: nn.Module, mesh: ParallelMesh) -> None:
     """From here on the units below `root` gather codes of what multiplies in fp8."""
-    if not _installed:
-        _installed.append(register_optimizer_step_post_hook(_forget))
+    _forget_after_steps()
     groups = [mesh.sharing_mesh.get_group(mesh.sharing_mesh.ndim - 1)]
     groups += [mesh["tp"].get_group()] if mesh.size("tp") > 1 else []
     root.register_forward_pre_hook(Scales(groups).before, prepend=True)  # before FSDP2's own, which gathers
+
+
+@functools.cache
+def _forget_after_steps() -> None:
+    register_optimizer_step_post_hook(_forget)
 
 
 def _forget(*_: object) -> None:

@@ -13,6 +13,7 @@ Then the step that the script has called finds no gradient to do anything with.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import weakref
 from collections.abc import Iterable, Iterator
@@ -30,22 +31,25 @@ from hf_parallel.ranks.mesh import stored
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
-    from torch.utils.hooks import RemovableHandle
 
 
 #: Bytes of parameters that are stepped together: what the host needs beside the states themselves.
 CHUNK = 64 * 2**20
 _HELD = "_hf_parallel_host_step"
 _models: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()  # -> its `offload`
-_installed: list[RemovableHandle] = []
 
 
 def step_on_host(model: nn.Module, offload: str) -> None:
     """From here on the optimizers that have parameters of `model` step on the host."""
     _models[model] = offload
-    if not _installed:
-        step_on_local_parts()  # first: what is stepped here are the parts that a rank stores
-        _installed.extend([register_optimizer_step_pre_hook(_before), register_optimizer_step_post_hook(_after)])
+    step_on_local_parts()  # first: what is stepped here are the parts that a rank stores
+    _hook_steps()
+
+
+@functools.cache
+def _hook_steps() -> None:
+    register_optimizer_step_pre_hook(_before)
+    register_optimizer_step_post_hook(_after)
 
 
 def check_optimizer(optimizer: Optimizer) -> None:

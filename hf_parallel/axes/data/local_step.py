@@ -13,6 +13,7 @@ What others' optimizers do with a number is not known: they keep their DTensors,
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
@@ -26,7 +27,6 @@ from hf_parallel.ranks.mesh import placed_as
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
-    from torch.utils.hooks import RemovableHandle
 
 
 #: Where torch defines the steps that treat every number by itself; the others read whole matrices or norms.
@@ -35,13 +35,13 @@ _ELEMENTWISE = {f"torch.optim.{kind}" for kind in _KINDS}
 #: Optimizers that read rows, columns or norms, and cannot do so in DTensors either.
 _OF_WHOLE_TENSORS = {"Adafactor", "LBFGS"}
 _HELD = "_hf_parallel_on_parts"  # what an optimizer is in the midst of
-_installed: list[RemovableHandle] = []
 
 
+@functools.cache
 def step_on_local_parts() -> None:
     """From here on torch's optimizers step on local parts, where they have DTensors. A second call changes nothing."""
-    if not _installed:
-        _installed.extend([register_optimizer_step_pre_hook(_before), register_optimizer_step_post_hook(_after)])
+    register_optimizer_step_pre_hook(_before)
+    register_optimizer_step_post_hook(_after)
 
 
 def _before(optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:

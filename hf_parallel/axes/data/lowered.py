@@ -18,6 +18,7 @@ modules hold the copies in the place of their weights, to which autograd leads b
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, cast
@@ -34,11 +35,10 @@ from hf_parallel.axes.eight_bit import recipe_of
 from hf_parallel.ranks.local import autocast_dtype
 
 if TYPE_CHECKING:
-    from torch.utils.hooks import RemovableHandle
+    pass
 
 
 _users: weakref.WeakSet[Lowered] = weakref.WeakSet()
-_installed: list[RemovableHandle] = []
 _HANDLES = "_hf_parallel_lowered"
 
 
@@ -50,8 +50,7 @@ def lower_once_per_call(
     Returns:
         What is to be called before each call of the model, with its mode and the shape of its tokens.
     """
-    if not _installed:
-        _installed.append(register_optimizer_step_post_hook(_forget))
+    _forget_after_steps()
     made = [Lowered(root, device) for root, _ in roots]
     for lowered, (root, layers) in zip(made, roots, strict=True):
         inside = {id(module) for layer in layers for module in layer.modules()}
@@ -91,6 +90,11 @@ def leave_layer(layer: nn.Module) -> None:
     for unit in layer.modules():
         for handle in vars(unit).pop(_HANDLES, ()):
             handle.remove()
+
+
+@functools.cache
+def _forget_after_steps() -> None:
+    register_optimizer_step_post_hook(_forget)
 
 
 def _forget(*_: object) -> None:

@@ -16,10 +16,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from hf_parallel.ask.session import of_session
 from hf_parallel.model.random_layers import Draws
 
-#: The scopes that are open now, innermost last.
-_open: list[OwnRandomNumbers] = []
+
+class _Scopes:
+    """The scopes of own random numbers that are open now, innermost last."""
+
+    def __init__(self) -> None:
+        self.open: list[OwnRandomNumbers] = []
 
 
 class OwnRandomNumbers:
@@ -42,7 +47,7 @@ class OwnRandomNumbers:
         if self._shared is None:
             return
         (device, state), self._shared = self._shared, None
-        _open.remove(self)
+        of_session(_Scopes).open.remove(self)
         _set_state(device, state)
         torch.rand((), device=device)
 
@@ -50,7 +55,7 @@ class OwnRandomNumbers:
         state = _get_state(device)
         _generator(device).manual_seed(_own_seed(_digest(bytes(state.tolist())), self.group))
         self._shared = device, state
-        _open.append(self)
+        of_session(_Scopes).open.append(self)
 
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:
@@ -66,7 +71,8 @@ class OwnRandomNumbers:
 
 def shared_numbers() -> contextlib.AbstractContextManager:
     """Random numbers that are the same on all ranks, within a scope of own ones or not."""
-    return _open[-1].suspended() if _open else contextlib.nullcontext()
+    scopes = of_session(_Scopes).open
+    return scopes[-1].suspended() if scopes else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
@@ -87,7 +93,7 @@ def shared_numbers_of_layer(device: torch.device, group: dist.ProcessGroup, numb
 @contextlib.contextmanager
 def own_numbers(device: torch.device, group: dist.ProcessGroup) -> Iterator[None]:
     """Random numbers of this rank's own, within a scope of them or not."""
-    if _open:
+    if of_session(_Scopes).open:
         yield
         return
     with numbers_of_each(device, group):

@@ -30,6 +30,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_map_only
 
+from hf_parallel.ask.session import of_session
 from hf_parallel.axes.chunked_loss import fewest_tokens, tokens_of_chunk
 from hf_parallel.axes.tensor.layers import local_weight
 from hf_parallel.axes.tensor.vocab_parallel import (
@@ -197,18 +198,25 @@ class _HeadForward:
         return functools.partial(type(head).forward, head) if isinstance(head, nn.Module) else None
 
 
-_steps = [0]  # of all optimizers, once one model is lean
-_counted: list[object] = []
+class _Steps:
+    """The number of steps of all optimizers, once one model is lean."""
+
+    def __init__(self) -> None:
+        self.taken = 0
+
+
+@functools.cache
+def _count_steps() -> None:
+    register_optimizer_step_post_hook(_count)
 
 
 def _count(*_: object) -> None:
-    _steps[0] += 1
+    of_session(_Steps).taken += 1
 
 
 def attach(model: PreTrainedModel, any_number: bool, in_loops: bool) -> None:
     """Stand behind the forward of the head, before it is cut; in loops also behind that of the model."""
-    if not _counted:
-        _counted.append(register_optimizer_step_post_hook(_count))
+    _count_steps()
     head, wanted = model.get_output_embeddings(), _Wanted(any_number)
     head.forward = _HeadForward(wanted, model, head)
     if in_loops:
@@ -273,9 +281,8 @@ def _forward(wanted: _Wanted, model: PreTrainedModel, head: nn.Linear, input: to
     dtype = autocast_dtype(input.device) or input.dtype
     if not _is_lean(wanted, head, input, dtype):
         return type(head).forward(head, input)
-    source = Source(
-        head, input, head.weight, head.bias, functools.partial(_plain_later, model, head, input, _steps[0])
-    )
+    plain = functools.partial(_plain_later, model, head, input, of_session(_Steps).taken)
+    source = Source(head, input, head.weight, head.bias, plain)
     return LazyLogits.of(source, torch.Size((*input.shape[:-1], head.out_features)), dtype)
 
 
@@ -309,7 +316,7 @@ def _multiplies(head: nn.Module) -> bool:
 
 def _plain_later(model: nn.Module, head: nn.Module, input: torch.Tensor, step: int) -> torch.Tensor:
     """The head's own product, of weights that data ranks may have to gather again."""
-    if _steps[0] != step:
+    if of_session(_Steps).taken != step:
         raise RuntimeError(
             "hf_parallel: logits are made when they are read, and an optimizer has changed the head since; read them "
             "before its step, or set lean_loss=false"

@@ -24,6 +24,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers.pytorch_utils import Conv1D
 
+from hf_parallel.ask.session import of_session
 from hf_parallel.axes.eight_bit import Split, recipe_of, tensorwise
 from hf_parallel.axes.tensor import eight_bit, gather_recompute
 from hf_parallel.axes.tensor.deferred_wgrad import LateWeight, column_linear, enter_columns
@@ -90,9 +91,10 @@ class _Product(nn.Module):
         return _empty(*input.shape[:-1], self.width)
 
 
-#: What was asked, owner's class, config, linears and input -> the answer, and the config, whose id is no other's while
-#: it is here.
-_known: dict[tuple, tuple[bool | None, object]] = {}
+class _Answers(dict[tuple, tuple[bool | None, object]]):
+    """Question, owner's class, config, linears and input -> answer and config, whose id is no other's meanwhile."""
+
+
 #: Inputs beside the first, one set after the other, under which a pass over all features may get to its end.
 _SETS: tuple[tuple[str, ...], ...] = (
     (),
@@ -126,10 +128,11 @@ def _asked(what: str, owner: nn.Module, name: str, answer: Callable[[], bool | N
     linears = {key: child for key, child in owner.named_children() if isinstance(child, nn.Linear | Conv1D)}
     config = vars(owner).get("config")
     key = (what, type(owner), id(config), tuple(linears), name)
-    if key not in _known:  # layers of one model are alike
+    answers = of_session(_Answers)
+    if key not in answers:  # layers of one model are alike
         with _on_meta(owner, linears):
-            _known[key] = not linears or answer(), config
-    return _known[key][0]
+            answers[key] = not linears or answer(), config
+    return answers[key][0]
 
 
 @contextlib.contextmanager

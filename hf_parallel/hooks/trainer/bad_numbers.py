@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import Trainer, TrainerCallback
 
+from hf_parallel.ask.session import of_session
 from hf_parallel.ask.spec import Told
 from hf_parallel.hooks import report, runtime
 from hf_parallel.hooks.patching import replacing
@@ -108,7 +109,13 @@ def _restored(value: object, before: dict | list | deque) -> object:
 
 #: How many times a training is searched: each takes as long as a step.
 SEARCHES = 3
-_current: Looking | None = None
+
+
+class _Now:
+    """The training whose numbers are looked at now, if any."""
+
+    def __init__(self) -> None:
+        self.looking: Looking | None = None
 
 
 class BadNumberError(RuntimeError, Told):
@@ -276,53 +283,57 @@ def _of_all(finding: Finding | None) -> dict[int, Finding | None]:
 @contextlib.contextmanager
 def looking(trainer: Trainer) -> Iterator[None]:
     """Inside, numbers that are not finite are told about."""
-    global _current
-    former, _current = _current, Looking(trainer)
-    trainer.add_callback(_current)
+    now = of_session(_Now)
+    former, now.looking = now.looking, Looking(trainer)
+    trainer.add_callback(now.looking)
     try:
         yield
     finally:
-        trainer.remove_callback(_current)
-        _current = former
+        trainer.remove_callback(now.looking)
+        now.looking = former
 
 
 @contextlib.contextmanager
 def not_noting() -> Iterator[None]:
     """In here batches are those of a step that is known."""
-    global _current
-    former, _current = _current, None
+    now = of_session(_Now)
+    former, now.looking = now.looking, None
     try:
         yield
     finally:
-        _current = former
+        now.looking = former
 
 
 @contextlib.contextmanager
 def watched_step(model: PreTrainedModel, inputs: dict, args: tuple, kwargs: dict) -> Iterator[None]:
     """Around the computation of one micro-batch."""
-    if _current is None:
+    looking = of_session(_Now).looking
+    if looking is None:
         yield
         return
-    _current.note(model, inputs, args, kwargs)
-    if _current.search is None:
+    looking.note(model, inputs, args, kwargs)
+    if looking.search is None:
         yield
         return
-    with _current.search.looking(len(_current.batches)):
+    with looking.search.looking(len(looking.batches)):
         yield
 
 
 def searches_next_step() -> bool:
     """Will the step that begins be searched, batch by batch?"""
-    return _current is not None and _current.wanted
+    looking = of_session(_Now).looking
+    return looking is not None and looking.wanted
 
 
 def norm_is(norm: torch.Tensor) -> None:
     """Of all gradients, before they were clipped."""
-    if _current is not None:
-        _current.norm = norm
+    looking = of_session(_Now).looking
+    if looking is not None:
+        looking.norm = norm
 
 
 def logged(logs: dict[str, float]) -> None:
     """Numbers that Trainer shows."""
-    if _current is not None:
-        _current.logged(logs)
+    looking = of_session(_Now).looking
+    if looking is not None:
+        looking.logged(logs)

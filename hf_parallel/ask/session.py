@@ -1,0 +1,42 @@
+"""The session: the one object that holds what a layout remembers, from its beginning to its end.
+
+A module that has to remember something declares a class for it and asks for its object with `of_session`; it keeps
+nothing in its globals. `end_session` drops all of these objects, so that a second training in the same process starts
+clean. A process without a layout has a session, too: `hf_parallel.parallelize` needs no more than that.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar, cast
+
+State = TypeVar("State")
+
+
+class Session:
+    """Objects of one layout by their class."""
+
+    def __init__(self) -> None:
+        self._held: dict[type, object] = {}
+
+    def get(self, kind: type[State]) -> State:
+        """Return the session's object of this class; the first call makes it."""
+        if kind not in self._held:
+            self._held[kind] = kind()
+        return cast(State, self._held[kind])
+
+    def clear(self) -> None:
+        """Drop all objects."""
+        self._held.clear()
+
+
+_session = Session()
+
+
+def of_session(kind: type[State]) -> State:
+    """Return the current session's object of a class that is made without arguments."""
+    return _session.get(kind)
+
+
+def end_session() -> None:
+    """Forget what the layout has remembered: the next call of `of_session` makes new objects."""
+    _session.clear()
