@@ -67,6 +67,7 @@ def test_settings_on_data_ranks():
     found, launched, averaged, limit = run(on_data_ranks, 2, init=False)[0]
     assert {name: name in text and "works" in text for name, text in found.items()} == dict.fromkeys(found, True)
     assert "ACCELERATE_USE_FSDP" in launched
+    assert "hf-parallel migrate" in launched
     assert "LocalSGD" in averaged
     assert limit == timedelta(seconds=77)
 

@@ -129,7 +129,8 @@ def _check_engines(given: dict[str, object]) -> None:
         named = [name for name in names if given.get(name) is not None]
         named += [variable] if os.environ.get(variable, "false").lower() == "true" else []
         if named:
-            refuse(f"{named[0]} of Accelerate", "a second layout beside --parallel", works)
+            shown = f"{works} works; `hf-parallel migrate FILE` prints the spec for the launcher's configuration"
+            refuse(f"{named[0]} of Accelerate", "a second layout beside --parallel", do=shown)
 
 
 @patch("accelerate.local_sgd:LocalSGD.__init__", "keeps weights of its own on each data rank")
