@@ -26,8 +26,8 @@ from hf_parallel.axes.data.parameters import have_gathered, make_identical
 from hf_parallel.axes.data.units import sharded_modules
 from hf_parallel.axes.data.zero import forget_root, shard_data_parallel
 from hf_parallel.checkpoint import current, full_state_dict, save_pretrained, slices
-from hf_parallel.checkpoint.load import copy_part
-from hf_parallel.checkpoint.manifest import tied_names
+from hf_parallel.checkpoint.hub_format import tied_names
+from hf_parallel.checkpoint.weights import copy_part
 from hf_parallel.model.anatomy import backbone_of
 from hf_parallel.model.calls import by_name, has_cache
 from hf_parallel.ranks import assert_all_ranks
