@@ -24,7 +24,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from hf_parallel.apply.parallelize import clip_grad_norm
-    from hf_parallel.apply.whole import full_state_dict, full_tensor
+    from hf_parallel.apply.weights import full_state_dict, full_tensor
     from hf_parallel.ask.config import ParallelConfig, SpecError
     from hf_parallel.hooks.activation import activate
     from hf_parallel.hooks.library import parallelize
@@ -37,8 +37,8 @@ _HOME = {
     "SpecError": "hf_parallel.ask.config",
     "activate": "hf_parallel.hooks.activation",
     "clip_grad_norm": "hf_parallel.apply.parallelize",
-    "full_state_dict": "hf_parallel.apply.whole",
-    "full_tensor": "hf_parallel.apply.whole",
+    "full_state_dict": "hf_parallel.apply.weights",
+    "full_tensor": "hf_parallel.apply.weights",
     "metrics": "hf_parallel.hooks.monitoring",
     "notebook_launcher": "hf_parallel.hooks.notebook",
     "parallelize": "hf_parallel.hooks.library",

@@ -45,12 +45,12 @@ _INNER = "_hf_parallel_inner_forward"
 
 
 def set_inner_forward(model: nn.Module, forward: Callable) -> None:
-    """What runs inside the hooks of a model that no pipeline runs."""
+    """Set the forward that runs inside the hooks of a model that no pipeline runs."""
     vars(model)[_INNER] = forward
 
 
 def inner_forward(model: nn.Module) -> Callable:
-    """The same."""
+    """Return the forward that runs inside the model's hooks."""
     return vars(model)[_INNER]
 
 
@@ -77,7 +77,7 @@ def place_kernels(model: PreTrainedModel, put: Callable[[], object], asked: str)
 
 @contextlib.contextmanager
 def _own_classes(modules: list[_Before]) -> Iterator[None]:
-    """In here modules are of the classes of their model: a library compares a kernel's arguments with theirs."""
+    """Give modules their own classes inside the `with`: a library compares a kernel's arguments with theirs."""
     for former in modules:
         if has_mixin(former.kind):
             former.module.__class__ = without_mixins(former.kind)
@@ -90,7 +90,7 @@ def _own_classes(modules: list[_Before]) -> Iterator[None]:
 
 
 def _placed(former: _Before, forward: Callable) -> bool:
-    """Put the kernel behind the module's mixins; False where they would not be called, or it reads others' weights."""
+    """Put the kernel behind the module's mixins; False if they would not be called or it reads split weights."""
     module = former.module
     if not _is_split(module):
         return True
@@ -107,7 +107,7 @@ def _is_split(module: nn.Module) -> bool:
 
 
 def _inside(model: PreTrainedModel, forward: Callable, former: Callable | None) -> None:
-    """A forward of the whole model, with its own loss."""
+    """Take a forward of the whole model, with its own loss, inside the model's hooks or the pipeline."""
     assert former is not None  # the engine's, or what calls the model's hooks
     model.forward = former
     pipeline = model._hf_parallel.pipeline
@@ -121,5 +121,5 @@ def _restore(former: _Before) -> None:
 
 
 def _name(forward: Callable) -> str:
-    """`LigerRMSNorm` of its forward."""
+    """Return the name of a kernel, such as `LigerRMSNorm`, from its forward."""
     return getattr(forward, "__qualname__", type(forward).__name__).partition(".")[0]

@@ -1,4 +1,4 @@
-"""What a parallel model's own methods do, put on the object: so plain loops without the hooks have them too."""
+"""Methods of a parallel model, put on the object, so that loops without the hooks have them too."""
 
 from __future__ import annotations
 
@@ -18,16 +18,15 @@ from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from hf_parallel.apply.kernels import inner_forward, place_kernels, set_inner_forward
-from hf_parallel.apply.weights import resize_token_embeddings
-from hf_parallel.apply.whole import remember
+from hf_parallel.apply.weights import remember, resize_token_embeddings
 from hf_parallel.ask.config import ParallelConfig
 from hf_parallel.ask.spec import refuse
 from hf_parallel.axes.data.parameters import have_gathered, make_identical
 from hf_parallel.axes.data.units import sharded_modules
 from hf_parallel.axes.data.zero import forget_root, shard_data_parallel
 from hf_parallel.checkpoint import current, full_state_dict, save_pretrained, slices
-from hf_parallel.checkpoint.load import copy_part
-from hf_parallel.checkpoint.manifest import tied_names
+from hf_parallel.checkpoint.hub_format import tied_names
+from hf_parallel.checkpoint.weights import copy_part
 from hf_parallel.model.anatomy import backbone_of
 from hf_parallel.model.calls import by_name, has_cache
 from hf_parallel.ranks import assert_all_ranks
@@ -87,7 +86,7 @@ def bind(model: nn.Module, name: str, replacement: Callable) -> None:
 
 
 def _call_hooks_of_forward(model: nn.Module) -> None:
-    """Modules around a model may call `model.forward` itself, past the hooks that gather its weights."""
+    """Let `model.forward`, which modules around a model may call, run the hooks that gather its weights."""
     called = "_hf_parallel_called"
     set_inner_forward(model, model.forward)
 
@@ -117,7 +116,7 @@ def _save_pretrained(
 def _of_all_stages(
     pipeline: PipelineEngine, original: Callable, model: nn.Module, *args: object, **kwargs: object
 ) -> object:
-    """What one process counts."""
+    """Count parameters or bytes as one process does."""
     with pipeline.remote_modules.counted(model):
         return original(model, *args, **kwargs)
 
@@ -125,7 +124,7 @@ def _of_all_stages(
 def _of_this_stage(
     pipeline: PipelineEngine, original: Callable, module: nn.Module, *args: object, **kwargs: object
 ) -> Iterator[object]:
-    """The parameters of this stage, with a line the first time that a script itself goes through them after a step.
+    """Yield the parameters of this stage; print a line when a script first goes through them after a step.
 
     A script that freezes them, or gives them to an optimizer or to `clip_grad_norm_`, has what it needs.
     """
@@ -144,7 +143,7 @@ def _of_this_stage(
 
 
 def _apply(model: PreTrainedModel, fn: Callable, *args: object, **kwargs: object) -> object:
-    """What `to`, `half` and `bfloat16` do. FSDP2 keeps memory of the dtype in which it has once gathered weights."""
+    """Cast or move, as `to` and `half` do. FSDP2 keeps memory of the dtype in which it has once gathered weights."""
     wanted = fn(torch.empty((), dtype=model.dtype)).dtype
     if wanted != model.dtype and any(have_gathered(unit) for unit in sharded_modules(model)):
         raise NotImplementedError(
@@ -158,7 +157,7 @@ def _mark_as_part(model: nn.Module, state_dict: Any, prefix: str, metadata: dict
 
 
 def _copied(mesh: ParallelMesh, again: Callable[[nn.Module], object], model: PreTrainedModel, memo: dict) -> object:
-    """`copy.deepcopy`, as for a reference model: another one of the same layout and values. Collective."""
+    """Copy a model, as for a reference model: another one of the same layout and values. Collective."""
     if hasattr(model, "peft_config") or getattr(model, "is_loaded_in_4bit", False):
         raise NotImplementedError("hf_parallel: a copy of a model with adapters or 4 bits; load it a second time")
     assert_all_ranks("copy.deepcopy")
@@ -194,9 +193,9 @@ def _set_use_kernels(model: PreTrainedModel, use_kernels: bool, *args: object, *
 def _prepare_together(
     kind: type[PreTrainedModel], model: PreTrainedModel, input_ids: torch.Tensor, *args: Any, **kwargs: Any
 ) -> dict[str, object]:
-    """In `generate` ranks whose rows have ended go on with the others, which gather weights with them.
+    """Prepare inputs on ranks whose sequences have ended, which go on in `generate`: all gather weights together.
 
-    That is transformers' doing. Without a key/value cache it lets their masks grow, too: longer than the rows.
+    Without a key/value cache transformers lets their masks grow longer than the sequences; cut them.
     """
     mask = kwargs.get("attention_mask")
     whole_rows = not kwargs.get("use_cache") and kwargs.get("inputs_embeds") is None
@@ -206,7 +205,7 @@ def _prepare_together(
 
 
 def _generate_without_cache(mesh: ParallelMesh, model: PreTrainedModel, *args: Any, **kwargs: Any) -> object:
-    """`generate` through a pipeline: every token runs the whole row, as stages keep no key/value cache."""
+    """Generate through a pipeline: every token runs the whole sequence, as stages keep no key/value cache."""
     if has_cache(kwargs) or kwargs.get("use_cache"):
         raise NotImplementedError("hf_parallel: a pipelined model keeps no key/value cache; leave use_cache out")
     if mesh.data_size > 1:
@@ -225,7 +224,7 @@ def _generate_without_cache(mesh: ParallelMesh, model: PreTrainedModel, *args: A
 
 
 def models_inside(model: nn.Module, config: ParallelConfig) -> dict[str, PreTrainedModel]:
-    """The models that `model` is around, outermost ones by name: the parallel ones, and under tp any of transformers'.
+    """Return the models inside `model`, outermost ones by name: parallel ones, and under tp any of transformers'.
 
     Raises:
         SpecError: a layout or adapters that only a model by itself can have.
@@ -260,7 +259,7 @@ def share_own(model: nn.Module, parts: Mapping[str, PreTrainedModel], mesh: Para
 
 
 def tied_inside(parts: Mapping[str, PreTrainedModel]) -> dict[str, str]:
-    """Names of tied weights -> names under which they are saved."""
+    """Return, by name of a tied weight, the name under which it is saved."""
     inner = {name: getattr(part, "_hf_parallel_tied_keys", {}) for name, part in parts.items()}
     return {f"{name}.{tied}": f"{name}.{kept}" for name, keys in inner.items() for tied, kept in keys.items()}
 
@@ -296,7 +295,7 @@ def _save(
 def _as_in_one_process(
     model: nn.Module, parts: Mapping[str, PreTrainedModel], tensors: dict[str, torch.Tensor]
 ) -> Iterator[None]:
-    """In here this rank has a module of whole weights that runs by itself, as for the examples of a model card."""
+    """Give this rank a module of whole weights that runs by itself inside the `with`, as model cards need."""
     places = {name: (model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in parts}
     with contextlib.ExitStack() as stack:
         _put(stack, model.__dict__, "_holds_whole", True)
@@ -306,12 +305,13 @@ def _as_in_one_process(
         for table, key, tensor in list(_own_tensors(model, parts, tensors)):
             _put(stack, table, key, tensor)
         for name, (parent, child) in places.items():
-            _put(stack, parent._modules, child, _plain(parts[name], _below(tensors, f"{name}.")))
+            own = {key.removeprefix(f"{name}."): t for key, t in tensors.items() if key.startswith(f"{name}.")}
+            _put(stack, parent._modules, child, _plain(parts[name], own))
         yield
 
 
 def _put(stack: contextlib.ExitStack, table: dict, key: str, value: object) -> None:
-    """Until the stack is closed."""
+    """Set `table[key]` until the stack is closed."""
     if key in table:
         stack.callback(table.__setitem__, key, table[key])
     else:
@@ -320,7 +320,7 @@ def _put(stack: contextlib.ExitStack, table: dict, key: str, value: object) -> N
 
 
 def _outside(model: nn.Module, parts: Mapping[str, PreTrainedModel]) -> dict[str, Any]:
-    """By name the modules that belong to none of the parts, the model itself among them."""
+    """Return by name the modules that belong to none of the parts, the model itself among them."""
     inside = {id(module) for part in parts.values() for module in part.modules()}
     return {name: module for name, module in model.named_modules() if id(module) not in inside}
 
@@ -328,7 +328,7 @@ def _outside(model: nn.Module, parts: Mapping[str, PreTrainedModel]) -> dict[str
 def _own_tensors(
     model: nn.Module, parts: Mapping[str, PreTrainedModel], tensors: dict[str, torch.Tensor]
 ) -> Iterator[tuple[dict[str, object], str, torch.Tensor]]:
-    """Where the parameters and buffers of none of the parts are registered, and what they are as a whole."""
+    """Yield each parameter and buffer outside of the parts: its table, its key, and its whole value."""
     for place, module in _outside(model, parts).items():
         for key, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is not None:
@@ -340,7 +340,7 @@ def _own_tensors(
 
 
 def _plain(part: PreTrainedModel, tensors: dict[str, torch.Tensor]) -> PreTrainedModel:
-    """What transformers would load of these weights, with the modules that `part` has."""
+    """Build the model that transformers would load from these weights, with the modules that `part` has."""
     with torch.device("meta"):
         model = type(part)(copy.deepcopy(part.config))
     for name, module in part.named_modules():
@@ -356,14 +356,10 @@ def _plain(part: PreTrainedModel, tensors: dict[str, torch.Tensor]) -> PreTraine
     return model.eval()
 
 
-def _below(tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
-    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-
-
 def _load_state_dict(
     model: nn.Module, state_dict: Mapping[str, torch.Tensor], strict: bool = True, assign: bool = False
 ) -> _IncompatibleKeys:
-    """Of values that are whole each rank takes its part; those of another parallel model are in parts already."""
+    """Take this rank's part of whole values; values of another parallel model are in parts already."""
     own = model.state_dict()
     missing, unexpected = sorted(own.keys() - state_dict.keys()), sorted(state_dict.keys() - own.keys())
     if strict and (missing or unexpected):

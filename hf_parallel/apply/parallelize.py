@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class ParallelState:
-    """What is known about a parallel model; found at `model._hf_parallel`.
+    """The state of a parallel model, found at `model._hf_parallel`.
 
     `plan`: None of a module around parallel models, which are its `parts`.
     """
@@ -52,7 +52,7 @@ class ParallelState:
     said: set[str] = field(default_factory=set)  # lines that are said once
 
     def is_first(self, line: str) -> bool:
-        """Is this asked for the first time of a line that is said once?"""
+        """Return whether this is the first call with a line that is said once."""
         first = line not in self.said
         self.said.add(line)
         return first
@@ -64,12 +64,12 @@ class ParallelState:
 
     @property
     def sums_over_tokens(self) -> bool:
-        """Is the model's loss a sum over tokens divided by `num_items_in_batch`?"""
+        """Return whether the model's loss is a sum over tokens divided by `num_items_in_batch`."""
         return self.plan is not None and self.plan.anatomy.sums_over_tokens
 
     @property
     def sequence_parallel(self) -> bool:
-        """Does each tp rank hold a part of the sequence between regions?"""
+        """Return whether each tp rank holds a part of the sequence between regions."""
         part = None if self.plan is None else self.plan.part(TENSOR)
         own = part is not None and part.whole_sequences is None
         return own or any(inner._hf_parallel.sequence_parallel for inner in self.parts)
@@ -132,25 +132,20 @@ def apply(model: nn.Module, plan: Plan, mesh: ParallelMesh, pack: Packing | None
     root = model if building.pipeline is None else building.pipeline.stages
     pipeline = cast("PipelineEngine | None", building.pipeline)
     state = ParallelState(plan, mesh, root, OneBatch(mesh), pipeline, list(plan.notes))
-    _attach(model, state)
-    return state
-
-
-def _attach(model: PreTrainedModel, state: ParallelState) -> None:
-    """Put the state on the model, with methods that know it."""
     watch()
     step_on_local_parts()
     take_exchanged()
-    model._hf_parallel = state
-    model._hf_parallel_tied_keys = dict(getattr(model, "all_tied_weights_keys", None) or {})
-    replace_methods(model, state.mesh, state.pipeline, functools.partial(parallelize, mesh=state.mesh))
-    if state.root is model and state.config.sharing_size > 1:
+    tied = dict(getattr(model, "all_tied_weights_keys", None) or {})
+    vars(model).update(_hf_parallel=state, _hf_parallel_tied_keys=tied)
+    replace_methods(model, mesh, pipeline, functools.partial(parallelize, mesh=mesh))
+    if root is model and state.config.sharing_size > 1:
         model.register_forward_pre_hook(refuse_exchanged, prepend=True)
     _compare_batches(model, state)
+    return state
 
 
 def _compare_batches(model: nn.Module, state: ParallelState) -> None:
-    """In the model's first steps; not where a script's loss calls it on the last stage alone."""
+    """Compare batches in the model's first steps; not where a script's loss calls it on the last stage alone."""
     pipelines = pipelines_of(state.mesh)
 
     def compare(module: nn.Module, args: tuple, kwargs: dict) -> None:
@@ -162,7 +157,7 @@ def _compare_batches(model: nn.Module, state: ParallelState) -> None:
 
 
 def _parallelize_around(model: PreTrainedModel, parts: Mapping[str, PreTrainedModel], mesh: ParallelMesh) -> nn.Module:
-    """Make a module parallel that is around transformers models, which may be so already; the same object."""
+    """Make a module around transformers models parallel, which may be so already; return the same object."""
     for part in parts.values():
         if state_of(part) is None:
             parallelize(part, mesh=mesh)
@@ -178,7 +173,7 @@ def _parallelize_around(model: PreTrainedModel, parts: Mapping[str, PreTrainedMo
 
 
 def state_of(model: nn.Module) -> ParallelState | None:
-    """The parallel state of `model`, or None if it was not made parallel."""
+    """Return the parallel state of `model`, or None if it was not made parallel."""
     return getattr(model, "_hf_parallel", None)
 
 
@@ -199,9 +194,9 @@ def clip_together(
 
 
 def default_device() -> torch.device:
-    """The device of this process: its accelerator if the machine has one, else the CPU.
+    """Return the device of this process: its accelerator if the machine has one, else the CPU.
 
-    A process that has not chosen one takes that of its LOCAL_RANK; the first is what it has without choosing.
+    A process that has not chosen an accelerator (torch's default is the first) takes the one of its LOCAL_RANK.
     """
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if accelerator is None:
@@ -214,6 +209,6 @@ def default_device() -> torch.device:
 
 
 def parameters_per_rank(model: nn.Module) -> list[int]:
-    """How many parameters each rank stores, in rank order. Collective."""
+    """Return how many parameters each rank stores, in rank order. Collective."""
     unique = {id(p): p for p in model.parameters()}.values()
     return messages.gather(sum(stored(p).numel() for p in unique))

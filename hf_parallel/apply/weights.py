@@ -1,7 +1,4 @@
-"""`resize_token_embeddings` of a parallel model: embedding and head become whole, grow and are cut again.
-
-transformers' own functions draw the new rows, from the weights and random numbers of one process on every rank.
-"""
+"""Weights of a parallel model, of which each rank stores a part: whole tensors, new values, new sizes."""
 
 from __future__ import annotations
 
@@ -12,12 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from hf_parallel.apply.whole import order_of, parallel_models
 from hf_parallel.ask.keys.data import offload_folder, parameters_rest
 from hf_parallel.ask.spec import refuse
 from hf_parallel.axes.data.parameters import (
@@ -33,9 +29,9 @@ from hf_parallel.axes.data.units import parameter_groups, sharded_modules
 from hf_parallel.axes.pipeline.stages import StandIn
 from hf_parallel.axes.tensor.layers import TensorParallelLayer
 from hf_parallel.axes.tensor.tensor_parallel import shard_parameter
-from hf_parallel.checkpoint import full_state_dict
-from hf_parallel.checkpoint.slices import local_part, read_part
-from hf_parallel.model.anatomy import text_config
+from hf_parallel.checkpoint import full_state_dict as gather_state
+from hf_parallel.checkpoint.slices import axes_and_dims, local_part, read_part
+from hf_parallel.model.anatomy import StoredOrder, text_config
 from hf_parallel.ranks import assert_all_ranks
 from hf_parallel.ranks.mesh import ParallelMesh, placed_as, stored
 
@@ -43,6 +39,125 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.utils.hooks import RemovableHandle
     from transformers import PreTrainedModel
+
+_models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+def remember(model: nn.Module) -> None:
+    """Let `full_tensor` know in which order this model stores its packed weights."""
+    _models.add(model)
+
+
+def parallel_models() -> list[nn.Module]:
+    """Return the parallel models of this process."""
+    return list(_models)
+
+
+def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return a copy of the `model.state_dict()` of one process, on rank 0's CPU; empty on the other ranks.
+
+    Collective: all ranks call it. A model that is not parallel gives its own state dict.
+    """
+    state: Any = getattr(model, "_hf_parallel", None)
+    if state is None:
+        return {name: tensor.detach().to("cpu", copy=True) for name, tensor in model.state_dict().items()}
+    assert_all_ranks("full_state_dict")
+    whole = gather_state(model, state.mesh)
+    own = {stored(parameter).data_ptr() for parameter in (*model.parameters(), *model.buffers())}
+    whole = {name: tensor.clone() if tensor.data_ptr() in own else tensor for name, tensor in whole.items()}
+    tied = getattr(model, "_hf_parallel_tied_keys", None) or {}
+    return whole | {target: whole[source] for target, source in tied.items() if source in whole}
+
+
+def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a whole parameter, or its gradient, on every rank that has a part of it. Collective over these ranks.
+
+    A tensor that is whole is returned as it is. Under a pipeline a stage has the parameters of its layers.
+
+    Raises:
+        ValueError: a tensor of the size of a packed weight, whose stored order is not known.
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor
+    detached: Any = tensor.detach()
+    order, whole = order_of(tensor), detached.full_tensor()
+    return whole if order is None else order.to_own(whole)
+
+
+@torch.no_grad()
+def whole_number(tensor: Any) -> torch.Tensor:
+    """Return the one number of a DTensor as a plain tensor, such as a sum over a sharded parameter.
+
+    Collective over the ranks that have a part, in groups apart from training's; nothing is sent where each has it.
+    """
+    states: list[Any] = [vars(model)["_hf_parallel"] for model in _models if "_hf_parallel" in vars(model)]
+    groups = states[0].mesh.groups if states else None
+    if groups is None or all(placement.is_replicate() for placement in tensor.placements):
+        return tensor.detach().full_tensor()
+    own = stored(tensor.detach())
+    exact = torch.int64 if own.dtype in _EXACT else torch.promote_types(own.dtype, torch.float64)
+    number = own.sum().to("cpu", exact)  # zero where another rank stores it
+    for axis, placement in reversed(list(enumerate(tensor.placements))):
+        if not placement.is_replicate():
+            group = groups.for_numbers(dist.get_process_group_ranks(tensor.device_mesh.get_group(axis)))
+            numbers = [torch.empty_like(number) for _ in range(group.size())]
+            dist.all_gather(numbers, number, group=group)
+            number = _combined(torch.stack(numbers), placement)
+    return number.to(own.device, own.dtype).reshape(tensor.shape)
+
+
+_EXACT = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_COMBINED: dict[str, Any] = {
+    "sum": torch.sum,
+    "avg": torch.mean,
+    "product": torch.prod,
+    "max": torch.amax,
+    "min": torch.amin,
+}
+
+
+def _combined(numbers: torch.Tensor, placement: Placement) -> torch.Tensor:
+    """Combine the numbers of the ranks along one axis of a mesh."""
+    norm_type = getattr(placement, "norm_type", None)  # of sums of powers that are norms already
+    if norm_type is not None:
+        return torch.linalg.vector_norm(numbers, norm_type)
+    return _COMBINED[getattr(placement, "reduce_op", "sum")](numbers)
+
+
+def order_of(tensor: DTensor) -> StoredOrder | None:
+    """Return the order in which the rows of a parameter, its data or its gradient are stored; None: the model's own.
+
+    Raises:
+        ValueError: the tensor may be a packed weight's, but is not known to be.
+    """
+    if not axes_and_dims(tensor):
+        return None  # not cut, as a mean over rows
+    alike = False
+    for module in (module for model in _models for module in model.modules()):
+        orders = vars(module).get("stored_orders", {})
+        for name, parameter in module._parameters.items():
+            if parameter is None or parameter.shape != tensor.shape:
+                continue
+            if any(tensor is known or _shares_memory(tensor, known) for known in (parameter, parameter.grad)):
+                return orders.get(name)
+            alike = alike or name in orders
+    if alike:
+        raise ValueError(
+            f"hf_parallel: a tensor of {tuple(tensor.shape)} may hold packed rows in another order; "
+            "give full_tensor the parameter or its gradient"
+        )
+    return None
+
+
+def _shares_memory(tensor: torch.Tensor, other: object) -> bool:
+    if not isinstance(other, DTensor):
+        return False
+    address = stored(tensor).data_ptr()
+    return address != 0 and address == stored(other).data_ptr()
+
+
+# ---- `resize_token_embeddings`: embedding and head become whole, grow and are cut again
+# transformers' own functions draw the new rows, from the weights and random numbers of one process on every rank.
 
 
 def resize_token_embeddings(
@@ -70,12 +185,14 @@ def resize_token_embeddings(
 
 
 def _check_resized(model: PreTrainedModel, rows: int, new_rows: int) -> dict[str, str]:
-    """The parameters that change, each with the one that it is tied to, or itself; the embedding's is the first."""
+    """Return the parameters that change, each with the one it is tied to, or itself; the embedding's is the first."""
     modules = {id(module): name for name, module in model.named_modules()}
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     ends = {modules[id(end)]: end for end in (embedding, head) if end is not None}
     tied = dict(getattr(model, "_hf_parallel_tied_keys", None) or {})
-    names = {f"{name}.{leaf}": f"{name}.{leaf}" for name, end in ends.items() for leaf in _leaves(end)}
+    leaves = ((name, leaf) for name, end in ends.items() for leaf in ("weight", "bias"))
+    present = [f"{name}.{leaf}" for name, leaf in leaves if getattr(ends[name], leaf, None) is not None]
+    names = dict(zip(present, present, strict=True))
     others = (set(tied) | set(tied.values())) - set(names)
     first = next(iter(names))
     plain = isinstance(embedding, nn.Embedding) and isinstance(head, nn.Linear | None) and first not in tied
@@ -88,14 +205,10 @@ def _check_resized(model: PreTrainedModel, rows: int, new_rows: int) -> dict[str
     return {name: tied.get(name, name) for name in names}
 
 
-def _leaves(end: nn.Module) -> list[str]:
-    return [leaf for leaf in ("weight", "bias") if getattr(end, leaf, None) is not None]
-
-
 def _resized(model: PreTrainedModel, names: dict[str, str], rows: int, mean: bool) -> dict[str, torch.Tensor]:
-    """The new weights, whole, by name; those of rank 0."""
+    """Return rank 0's new weights, whole, by name."""
     whole = _everywhere(model, set(names.values()))
-    (first, *others), mesh = names, model._hf_parallel.mesh
+    first, *others = names
     embedding = nn.Embedding(1, 1, device="meta")
     embedding.num_embeddings, embedding.embedding_dim = whole[first].shape
     embedding.weight, embedding.padding_idx = nn.Parameter(whole[first]), model.get_input_embeddings().padding_idx
@@ -110,32 +223,26 @@ def _resized(model: PreTrainedModel, names: dict[str, str], rows: int, mean: boo
         resized = model._get_resized_lm_head(head, rows, mean_resizing=mean)
         found.update({name: getattr(resized, name.rpartition(".")[2]) for name in others if names[name] == name})
     old = whole[first].shape[0]
-    for tensor in found.values():
-        _same_rows(tensor.data, old, mesh)
-    return {name: tensor.detach() for name, tensor in found.items()}
-
-
-def _same_rows(tensor: torch.Tensor, old: int, mesh: ParallelMesh) -> None:
-    """The new rows of rank 0, should ranks have drawn others."""
-    if tensor.shape[0] > old:
-        drawn = tensor[old:].contiguous()
+    for tensor in found.values() if rows > old else ():  # the new rows of rank 0, should ranks have drawn others
+        drawn = tensor.data[old:].contiguous()
         dist.broadcast(drawn, src=0)
-        tensor[old:] = drawn
+        tensor.data[old:] = drawn
+    return {name: tensor.detach() for name, tensor in found.items()}
 
 
 def _everywhere(model: PreTrainedModel, names: set[str]) -> dict[str, torch.Tensor]:
     mesh, found = model._hf_parallel.mesh, {}
-    gathered = full_state_dict(model, mesh, wanted=names.__contains__)
+    whole = gather_state(model, mesh, wanted=names.__contains__)
     for name in sorted(names):
         described = model.get_parameter(name)
         empty = torch.empty(described.shape, dtype=described.dtype, device=mesh.device)
-        found[name] = gathered[name].to(mesh.device) if mesh.rank == 0 else empty
+        found[name] = whole[name].to(mesh.device) if mesh.rank == 0 else empty
         dist.broadcast(found[name], src=0)
     return found
 
 
 def _put(model: PreTrainedModel, names: dict[str, str], whole: dict[str, torch.Tensor], rows: int) -> None:
-    """Each rank's part, in the place of the former one."""
+    """Put each rank's part in the place of the former one."""
     state, ends = model._hf_parallel, (model.get_input_embeddings(), model.get_output_embeddings())
     local = [end for end in ends if end is not None and not isinstance(end, StandIn)]
     trained = {name: model.get_parameter(name).requires_grad for name in names}
@@ -205,7 +312,7 @@ def store(parameter: DTensor, value: torch.Tensor, what: str = "p.data = x") -> 
 
 
 def _as_stored(parameter: DTensor, value: torch.Tensor, what: str) -> DTensor:
-    """What this rank stores of a value."""
+    """Return this rank's part of a value, placed as the parameter is."""
     if value.shape != parameter.shape:
         why = f"a tensor of {tuple(value.shape)} for one of {tuple(parameter.shape)}, of which ranks hold parts"
         refuse(what, why, do="give it one of the same shape, or let one process change the model")
@@ -222,7 +329,7 @@ def _as_stored(parameter: DTensor, value: torch.Tensor, what: str) -> DTensor:
 
 
 def _check(found: Held | None, parameter: DTensor, value: DTensor, what: str) -> None:
-    """Before anything is changed."""
+    """Refuse a value that cannot be stored, before anything is changed."""
     if found is None:
         return
     advice = "p.data.copy_(x)"
@@ -244,14 +351,14 @@ def _contiguous(value: DTensor) -> DTensor:
 
 
 def take_exchanged() -> None:
-    """From here on parallel models take the values of parameters set in them. A second call changes nothing."""
+    """Let parallel models take the values of parameters set in them from now on. A second call changes nothing."""
     if not _installed:
         _installed.append(register_module_parameter_registration_hook(_set))  # type: ignore[arg-type]
         _installed.append(register_optimizer_step_pre_hook(_check_optimizer))
 
 
 def _set(module: nn.Module, name: str, new: nn.Parameter) -> nn.Parameter | None:
-    """`module.name = new`: what the module has afterwards, if not `new`."""
+    """Handle `module.name = new`: return the parameter that the module has afterwards, if not `new`."""
     former = module._parameters.get(name)
     if former is None or former is new or former.is_meta or new.is_meta:
         return None
@@ -281,7 +388,7 @@ def _named(module: nn.Module, name: str, models: list[nn.Module]) -> str:
 
 
 def _are_tied(path: str, new: nn.Parameter, model: nn.Module) -> bool:
-    """Is `new` the weight that the config ties to this one? transformers ties them again when it has loaded both."""
+    """Return whether the config ties `new` to this weight: transformers ties them again when it has loaded both."""
     pairs = getattr(model, "_hf_parallel_tied_keys", {}).items()
     others = {one if path == other else other for one, other in pairs if path in (one, other)}
     return any(name in others and held is new for name, held in model.named_parameters(remove_duplicate=False))
@@ -294,7 +401,7 @@ def _refuse_tying(new: nn.Parameter, models: list[nn.Module], what: str) -> None
 
 
 def _check_optimizer(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
-    """At its first step: one that was given what a model does not train would do nothing."""
+    """Refuse, at its first step, an optimizer of parameters that no model trains, which would do nothing."""
     if optimizer in _checked:
         return
     _checked.add(optimizer)
@@ -309,7 +416,7 @@ def _check_optimizer(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
 
 
 def refuse_exchanged(model: nn.Module, args: tuple) -> None:
-    """Before its weights are gathered anew, which would undo it: parameters put into a table of a module itself."""
+    """Refuse parameters put into a module's own table, before the next gather of its weights would undo it."""
     for group in parameter_groups(model):
         for held in group.fsdp_params if group._reset_sharded_params else ():
             module, name = held._module_info.module, held._module_info.param_name

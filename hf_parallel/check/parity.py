@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from hf_parallel.apply.parallelize import clip_grad_norm, parallelize
-from hf_parallel.apply.whole import full_state_dict
+from hf_parallel.apply.weights import full_state_dict
 from hf_parallel.ask.config import ParallelConfig, SpecError
 from hf_parallel.check.report import FAILED, OK, SKIPPED, Row
 from hf_parallel.check.room import Room

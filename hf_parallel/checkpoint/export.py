@@ -20,16 +20,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hf_parallel.checkpoint.files import TensorFile
 from hf_parallel.checkpoint.folder import LAYOUT
 from hf_parallel.checkpoint.hub_format import Entry, hub_groups
 from hf_parallel.checkpoint.lazy_tensor import LazyTensor, lazy_tensor
-from hf_parallel.checkpoint.load import converted, in_folder
 from hf_parallel.checkpoint.manifest import damages, has_manifest
 from hf_parallel.checkpoint.resume import has_optimizer, write_plain
-from hf_parallel.checkpoint.save import shards, write_index
-from hf_parallel.checkpoint.saving import CheckpointError, Saving
+from hf_parallel.checkpoint.saving import CheckpointError, Saving, TensorFile
 from hf_parallel.checkpoint.slices import Part, read_part
+from hf_parallel.checkpoint.weights import converted, in_folder, shards, write_index
 
 if TYPE_CHECKING:
     from torch import nn
@@ -98,7 +96,7 @@ def export(
 
 
 def export_run(checkpoint: str, out: str) -> None:
-    """Beside the model: what plain Trainer goes on from, as it writes that itself. Needs the memory of the moments.
+    """Write what plain Trainer resumes from beside the model, as it does itself. Needs the memory of the moments.
 
     Raises:
         ValueError: no layout has written the checkpoint, or its optimizer's state is not known to others.
@@ -120,7 +118,7 @@ def export_run(checkpoint: str, out: str) -> None:
 
 
 def push(out: str, repository: str) -> str:
-    """Upload the folder; returns its address."""
+    """Upload the folder and return its address."""
     from huggingface_hub import HfApi
 
     api = HfApi()
@@ -158,13 +156,13 @@ def _write(items: list[Item], out: str, stem: str, max_shard_size: int | str) ->
 
 
 def _put(item: Item, target: TensorFile) -> None:
-    """In a function of its own, which keeps no tensor while the next one is read."""
+    """Write one item; a function of its own keeps no tensor while the next one is read."""
     for entry, value in zip(item.entries, item.values(), strict=True):
         target.put(entry.name, value)
 
 
 class _Alone(Saving):
-    """One process: an error is raised where it happens."""
+    """A save in one process, where an error is raised where it happens."""
 
     def __init__(self) -> None:
         self.error, self.checksums = None, {}
@@ -206,7 +204,7 @@ def _base_of(checkpoint: str) -> str:
 
 
 def _merged(checkpoint: str, base: str, dtype: torch.dtype | None, stack: contextlib.ExitStack) -> list[Item]:
-    """The base's tensors with the adapter in them, as its conversion groups them for the Hub."""
+    """Return the base's tensors with the adapter in them, as its conversion groups them for the Hub."""
     model = _on_meta(base)
     state = model.state_dict()
     tensors = {name: _lazy(tensor) for name, tensor in converted(model, state, in_folder(base, stack))}
@@ -249,7 +247,7 @@ def _on_meta(folder: str) -> PreTrainedModel:
 
 
 def _merge(model: nn.Module, tensors: dict[str, LazyTensor], checkpoint: str, stack: contextlib.ExitStack) -> None:
-    """Replace what an adapter changes by its sum with the base, computed when it is read."""
+    """Replace each weight that an adapter changes by its sum with the adapter, computed when it is read."""
     with open(os.path.join(checkpoint, ADAPTER), encoding="utf-8") as file:
         config = json.load(file)
     if config.get("peft_type") != "LORA" or config.get("use_dora") or config.get("lora_bias"):
@@ -278,14 +276,14 @@ def _merge(model: nn.Module, tensors: dict[str, LazyTensor], checkpoint: str, st
 
 
 def _targeted(model: nn.Module, path: str, config: dict[str, Any]) -> list[str]:
-    """The parameters of a module that have adapters of their own, in the order in which PEFT wraps them."""
+    """Return the parameters of a module with adapters of their own, in the order in which PEFT wraps them."""
     targets = config.get("target_parameters") or ()
     names = [name for name, _ in model.get_submodule(path).named_parameters(recurse=False)]
     return [name for name in names if any(f".{path}.{name}".endswith(f".{target}") for target in targets)]
 
 
 def _rank(weight: LazyTensor, a: torch.Tensor) -> int:
-    """Of an adapter; that of experts has A and B of all of them side by side."""
+    """Return the rank of an adapter. The A and B of all experts lie side by side."""
     return int(a.shape[0]) // (weight.shape[0] if len(weight.shape) == 3 else 1)
 
 
@@ -299,10 +297,10 @@ def _scaling(config: dict[str, Any], path: str, rank: int) -> float:
 def _factors(
     weight: LazyTensor, a: LazyTensor, b: LazyTensor, module: nn.Module, by_input: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two matrices, or two stacks of one per expert, whose product has the weight's shape; fp32.
+    """Return two matrices, or two stacks with one per expert, whose product has the weight's shape; fp32.
 
     Args:
-        by_input: the weight is stored as (in, out), as those of embeddings and Conv1D are.
+        by_input: the weight is stored as (in, out), as in embeddings and Conv1D.
     """
     first, second = b.whole().float(), a.whole().float()
     if len(weight.shape) == 3:
@@ -314,7 +312,7 @@ def _factors(
 
 
 def _sum(weight: LazyTensor, factors: Callable[[], tuple[torch.Tensor, torch.Tensor]], scaling: float) -> LazyTensor:
-    """W + scaling B A in fp32."""
+    """Return W + scaling B A, computed in fp32."""
 
     def part(wanted: Part) -> torch.Tensor:
         whole = weight.whole().float()

@@ -73,14 +73,13 @@ class Checkpoint(Saving):
                 shutil.rmtree(self.folder, ignore_errors=True)
             raise CheckpointError(f"{self.name} was not written; {self._newest()} ({error})") from None
         except RuntimeError as error:
-            if complete:  # rank 0 may or may not have given it its name by now
-                raise lost_peer(
-                    error, f"all of {self.name} was written; whether it has its name is not known"
-                ) from error
+            if complete:  # rank 0 may or may not have renamed it by now
+                told = f"all of {self.name} was written; whether it has its name is not known"
+                raise lost_peer(error, told) from error
             raise self.lost_peer(error) from error
 
     def lost_peer(self, error: RuntimeError) -> CheckpointError:
-        """What to raise when a transfer has failed."""
+        """Return the error to raise when a transfer has failed."""
         return lost_peer(error, f"{self.name} was not written; {self._newest()}")
 
     def _newest(self) -> str:
@@ -113,7 +112,7 @@ def _remove_unfinished(run: str, name: str) -> None:
 
 
 def put_back_former(run: str) -> None:
-    """A crash between the two renames of `_rename`: the former folder of that name is the whole one."""
+    """Rename former folders back after a crash between the two renames of `_rename`."""
     for found in os.listdir(run):
         name = os.path.join(run, found.removeprefix(_FORMER))
         if found.startswith(_FORMER) and not os.path.exists(name):
@@ -121,7 +120,7 @@ def put_back_former(run: str) -> None:
 
 
 def _flush(folder: str) -> None:
-    """Everything in the folder is on disk, not in the system's memory."""
+    """Flush everything in the folder from the system's memory to disk."""
     for place, _, files in os.walk(folder):
         for file in files:
             _flush_entry(os.path.join(place, file))
@@ -140,12 +139,12 @@ def _flush_entry(path: str) -> None:
 
 
 def candidates(run: str) -> list[str]:
-    """Trainer's checkpoints in a folder that look whole, newest first: nothing is missing, every size is right."""
+    """Return Trainer's checkpoints that look whole, newest first: nothing is missing, every size is right."""
     return [path for path in by_step(run) if not flaws(path)]
 
 
 def flaws(path: str) -> list[str]:
-    """What can be seen at once to be wrong with a checkpoint, a line each."""
+    """Return what is visibly wrong with a checkpoint, a line each; no file is read."""
     if not os.path.isfile(os.path.join(path, "trainer_state.json")):
         return ["trainer_state.json is missing"]
     if not os.path.isfile(os.path.join(path, LAYOUT)) and not has_manifest(path):
@@ -154,7 +153,7 @@ def flaws(path: str) -> list[str]:
 
 
 def by_step(run: str) -> list[str]:
-    """Folders with the name of a checkpoint, whatever is in them, newest first."""
+    """Return the folders named like a checkpoint, whatever is in them, newest first."""
     if not os.path.isdir(run):
         return []
     steps = {}
@@ -169,12 +168,12 @@ def by_step(run: str) -> list[str]:
 
 
 class Lock:
-    """This process writes to a folder, and no other may. It ends with the process, however that ends.
+    """A lock on a folder that only this process may write to. It ends with the process, however that ends.
+
+    A POSIX record lock: workers that a process has forked do not keep it, and network file systems know it.
 
     Raises:
-        CheckpointError: another process does, and goes on doing it for `patience` seconds.
-
-    POSIX record locks: workers that a process has forked do not keep them, and network file systems know them.
+        CheckpointError: another process holds the lock for `patience` seconds.
     """
 
     def __init__(self, folder: str, patience: float = PATIENCE):

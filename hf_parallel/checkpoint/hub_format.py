@@ -1,4 +1,4 @@
-"""What the tensors of a model become in a Hub folder: other names for some models, and other tensors for a few.
+"""Tensors of a model as a Hub folder holds them: some have other names, a few are converted.
 
 transformers converts checkpoints while loading, and back while saving. Its conversion back is given tensors that are
 not read (`lazy_tensor.py`), and tells by what it makes of them which belong together: those are gathered together, all
@@ -8,15 +8,18 @@ experts of one layer, or q, k and v, and are then read from what was gathered.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from torch import nn
 
 from hf_parallel.checkpoint.lazy_tensor import LazyTensor
-from hf_parallel.checkpoint.slices import Part, read_part
-from hf_parallel.model.anatomy import StoredOrder
+from hf_parallel.checkpoint.slices import Part, axes_and_dims, read_part
+from hf_parallel.model.anatomy import StoredOrder, stored_order
+from hf_parallel.ranks import messages
+from hf_parallel.ranks.mesh import ParallelMesh
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -27,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor: of the whole model with where it lies, or of the folder.
+    """A tensor of the whole model and where it lies; or a tensor of the folder.
 
     Attributes: `stage`, the rank along pp that holds it; `cuts`, (mesh axis, dim) in the order of cutting.
     """
@@ -62,19 +65,19 @@ class Group:
         return sum(entry.nbytes for entry in self.entries)
 
     def convert(self, tensors: dict[str, torch.Tensor]) -> Iterator[torch.Tensor]:
-        """The values of `entries`, one after the other, from those of `own` by name."""
+        """Yield the values of `entries` from the values of `own` by name."""
         return iter(tensors.values()) if self.conversion is None else self.conversion(tensors)
 
 
 def hub_groups(model: PreTrainedModel, entries: Iterable[Entry], convert: bool = True) -> list[Group]:
-    """The tensors of the model, grouped by what transformers makes of them when it saves, in their order.
+    """Group the tensors of the model by what transformers makes of them when it saves, in their order.
 
     Raises:
         NotImplementedError: the model's conversion cannot be reverted.
     """
     by_name = {entry.name: entry for entry in entries}
     gathered: dict[str, torch.Tensor] = {}
-    own = {name: _later(entry, gathered) for name, entry in by_name.items()}
+    own = {name: _read_later(entry, gathered) for name, entry in by_name.items()}
     saved = _revert(model, own) if convert else own
     together = _joined({name: tensor.origins for name, tensor in saved.items()})
     groups: dict[str, Group] = {}
@@ -82,21 +85,12 @@ def hub_groups(model: PreTrainedModel, entries: Iterable[Entry], convert: bool =
         if name in together:  # else transformers leaves it out
             keys, names = together[name]
             members = tuple(by_name[key] for key in sorted(keys))  # on all ranks in one order
-            groups.setdefault(names[0], _group(members, {n: saved[n] for n in names}, own, gathered))
+            tensors = [saved[n] for n in names]
+            described = tuple(Entry(n, tuple(saved[n].shape), saved[n].dtype) for n in names)
+            same = len(members) == len(tensors) == 1 and tensors[0].part is own[members[0].name].part
+            conversion = None if same else functools.partial(_convert, tensors, gathered)  # same: at most renamed
+            groups.setdefault(names[0], Group(members, described, conversion))
     return list(groups.values())
-
-
-def _group(
-    members: tuple[Entry, ...],
-    saved: dict[str, LazyTensor],
-    own: dict[str, LazyTensor],
-    gathered: dict[str, torch.Tensor],
-) -> Group:
-    entries = tuple(Entry(name, tuple(tensor.shape), tensor.dtype) for name, tensor in saved.items())
-    tensors = list(saved.values())
-    if len(members) == len(tensors) == 1 and tensors[0].part is own[members[0].name].part:  # at most renamed
-        return Group(members, entries)
-    return Group(members, entries, functools.partial(_convert, tensors, gathered))
 
 
 def _convert(
@@ -108,8 +102,8 @@ def _convert(
     gathered.clear()
 
 
-def _later(entry: Entry, gathered: dict[str, torch.Tensor]) -> LazyTensor:
-    """A tensor of the model, to be read once it is in `gathered`."""
+def _read_later(entry: Entry, gathered: dict[str, torch.Tensor]) -> LazyTensor:
+    """Return a tensor of the model that is read once it is in `gathered`."""
 
     def part(wanted: Part) -> torch.Tensor:
         return read_part(gathered[entry.name], wanted)
@@ -130,10 +124,82 @@ def _revert(model: nn.Module, own: dict[str, LazyTensor]) -> dict[str, LazyTenso
 
 
 def _joined(origins: dict[str, frozenset[str]]) -> dict[str, tuple[set[str], list[str]]]:
-    """For each tensor of the model: all that are converted with it, and the names of what they become."""
+    """Return, by tensor of the model, all that are converted with it and the names of what they become."""
     together: dict[str, tuple[set[str], list[str]]] = {}
     for name, keys in origins.items():
         parts = {id(together[key]): together[key] for key in sorted(keys) if key in together}.values()
         merged = (set(keys).union(*(part[0] for part in parts)), [n for part in parts for n in part[1]] + [name])
         together.update(dict.fromkeys(merged[0], merged))
     return together
+
+
+def describe(model: nn.Module, name: str, tensor: Any, stage: int) -> Entry:
+    """Return where a tensor lies. A tensor of an optimizer, `parameter/slot`, lies as its parameter does."""
+    axes = axes_and_dims(tensor)
+    names = tensor.device_mesh.mesh_dim_names if axes else ()
+    cuts = tuple((names[axis], dim) for axis, dim in axes)
+    order = stored_order(model, name.partition("/")[0])
+    return Entry(name, tuple(tensor.shape), tensor.dtype, stage, cuts, order)
+
+
+def entries_of(model: nn.Module, mesh: ParallelMesh, tensors: Mapping[str, torch.Tensor]) -> list[Entry]:
+    """Return the tensors of all stages; if two stages hold one, the first stage's. Collective over stages."""
+    own = [describe(model, name, tensor, mesh.index("pp")) for name, tensor in tensors.items()]
+    entries: dict[str, Entry] = {}
+    for theirs in of_stages(own, mesh):
+        for entry in theirs:
+            entries.setdefault(entry.name, entry)
+    return list(entries.values())
+
+
+# ---- Parameters by name, where stages hold parts of a model and one parameter may have two names --------------------
+
+
+Said = TypeVar("Said")
+
+
+def named(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return this rank's parameters; a tied one has the name under which it is saved."""
+    tied = _tied_parameters(model)
+    found: dict[str, nn.Parameter] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        found.setdefault(tied.get(name, name), parameter)
+    return found
+
+
+def names_in_order(model: nn.Module, mesh: ParallelMesh) -> list[str]:
+    """Return the names of all stages' parameters, in the order of the whole model. Collective over stages."""
+    tied = _tied_parameters(model)
+    places: dict[str, tuple] = {}
+    for name, _ in model.named_parameters(remove_duplicate=False):
+        places.setdefault(tied.get(name, name), _place(model, name))
+    for other in of_stages(places, mesh):
+        for name, place in other.items():
+            places[name] = min(place, places.get(name, place))
+    return sorted(places, key=lambda name: places[name])
+
+
+def tied_names(model: nn.Module) -> set[str]:
+    """Return the names under which tied weights are not saved, of all stages."""
+    return set(getattr(model, "_hf_parallel_tied_keys", None) or getattr(model, "all_tied_weights_keys", None) or ())
+
+
+def _tied_parameters(model: nn.Module) -> dict[str, str]:
+    keys = getattr(model, "all_tied_weights_keys", None) or getattr(model, "_hf_parallel_tied_keys", None)
+    return dict(keys) if isinstance(keys, dict) else {}
+
+
+def _place(model: nn.Module, name: str) -> tuple[tuple[int, int], ...]:
+    """Return a parameter's place in the tree. Stages replace modules in place, so all agree on the order."""
+    *path, last = name.split(".")
+    place: list[tuple[int, int]] = []
+    module = model
+    for child in path:
+        place.append((1, list(module._modules).index(child)))
+        module = module.get_submodule(child)
+    return (*place, (0, list(module._parameters).index(last)))
+
+
+def of_stages(own: Said, mesh: ParallelMesh) -> list[Said]:
+    """Gather a value from every stage, in the order of stages' ranks. Collective over stages."""
+    return [own] if mesh.size("pp") == 1 else messages.gather(own, mesh.group("pp"))

@@ -1,4 +1,4 @@
-"""Tensors that are not read yet, so that a checkpoint's conversion need not be done whole.
+"""Tensors that are not read yet, so that a checkpoint's conversion need not be done whole, and the files they lie in.
 
 transformers stacks experts, joins gate and up, splits fused projections, … while it loads. Handed a `LazyTensor` in
 the place of values, these operations only note what is asked for; reading the part of the result that a rank stores
@@ -10,19 +10,20 @@ when a part of its result is read: one target at a time.
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_iter, tree_map_only, tree_unflatten
 
-from hf_parallel.checkpoint.slices import Part, Readable, read_part, whole_part
+from hf_parallel.checkpoint.slices import Part, Readable, Wanted, read_part, whole_part
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from torch.utils._pytree import TreeSpec
-
 
 #: safetensors' names of dtypes (format description in its README).
 DTYPES = {
@@ -72,7 +73,7 @@ class LazyTensor(torch.Tensor):
         self.part, self.origins = part, origins
 
     def whole(self) -> torch.Tensor:
-        """All values."""
+        """Read all values."""
         return self.part(whole_part(self.shape))
 
     @classmethod
@@ -86,7 +87,7 @@ def lazy_tensor(
     device: torch.device | str | None = None,
     origins: frozenset[str] = frozenset(),
 ) -> LazyTensor:
-    """A tensor, or a slice of a safetensors file, to be read as `dtype` onto `device`."""
+    """Make a tensor or a slice of a safetensors file a tensor that is read later, as `dtype` onto `device`."""
     if isinstance(source, torch.Tensor):
         shape, dtype, device = source.shape, dtype or source.dtype, device or source.device
     else:
@@ -97,13 +98,13 @@ def lazy_tensor(
 
 
 def values(tensor: torch.Tensor, part: Part) -> torch.Tensor:
-    """The part of a tensor that may be unread, in memory of its own: a view would keep the whole alive."""
+    """Read a part of a tensor into memory of its own: a view would keep the whole tensor alive."""
     found = tensor.part(part) if isinstance(tensor, LazyTensor) else read_part(tensor, part)
     return found.clone() if found.untyped_storage().nbytes() > found.nbytes else found
 
 
 def _dtype_in_file(source: Readable) -> torch.dtype:
-    """From the header: reading nothing of a slice reads all of it."""
+    """Return the dtype the header states, because reading an empty slice would read all of it."""
     name = source.get_dtype()
     return (
         _OF_NAME[name]
@@ -116,7 +117,7 @@ def _dtype_in_file(source: Readable) -> torch.dtype:
 
 
 def _results(func: Callable, args: tuple, kwargs: dict) -> tuple[list[torch.Tensor], TreeSpec, frozenset[str]]:
-    """What `func` gives, without data (its arguments are checked), flat and with its tree; and what goes into it."""
+    """Return the results of `func` without data, flat, their tree, and the names of its inputs. Checks arguments."""
     origins = [t.origins for t in tree_iter((args, kwargs)) if isinstance(t, LazyTensor)]
     args, kwargs = tree_map_only(torch.Tensor, _without_data, (args, kwargs))
     flat, tree = tree_flatten(func(*args, **kwargs))
@@ -128,7 +129,7 @@ def _without_data(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _deferred(func: Callable, args: tuple, kwargs: dict) -> object:
-    """Any operation: done on whole tensors, when its result is read."""
+    """Put off any operation: it runs on whole tensors when its result is read."""
     flat, tree, origins = _results(func, args, kwargs)
     device = next(t.device for t in tree_iter((args, kwargs)) if isinstance(t, LazyTensor))
 
@@ -144,7 +145,7 @@ def _deferred(func: Callable, args: tuple, kwargs: dict) -> object:
 
 
 def _followed(func: Callable, args: tuple, part: Reader, device: torch.device) -> LazyTensor:
-    """The one result of an operation whose parts `part` knows how to read."""
+    """Return the one result of an operation whose parts `part` can read."""
     (result,), _, origins = _results(func, args, {})
     return LazyTensor(part, result.shape, result.dtype, device, origins)
 
@@ -239,3 +240,120 @@ _FOLLOWED: dict[Callable, Callable[..., object]] = {
     torch.ops.aten.split_with_sizes.default: _split_with_sizes,
     torch.ops.aten.transpose.int: _transpose,
 }
+
+# ---- Ranges of the tensors of a safetensors file, and nothing else of it --------------------------------------------
+# safetensors' own slices read the whole tensor first when the file is not mapped to memory, and mapped files keep
+# whole tensors in memory. The format is simple: the length of a header, the header as JSON with type, shape and
+# offsets of each tensor, and then the values in rows.
+#
+#     rows 0 to 63 of (128, 64)       one read of 64 x 64 values, into place
+#     columns 0 to 31 of (128, 64)    blocks of whole rows are read, and their columns kept
+
+#: Bytes that are read at once where only a part of each row is kept.
+BLOCK = 16 << 20
+
+
+class TensorFacts(TypedDict):
+    """An entry of a safetensors header, which describes one tensor."""
+
+    dtype: str
+    shape: list[int]
+    data_offsets: list[int]
+
+
+class RangeFile:
+    """An open safetensors file, with the methods of safetensors' own class.
+
+    Raises:
+        ValueError: the file is no safetensors file, or cut off.
+        KeyError: the file holds a dtype that is not known here.
+    """
+
+    def __init__(self, path: str):
+        self.path = path
+        self.handle = os.open(path, os.O_RDONLY)
+        size = os.fstat(self.handle).st_size
+        length = int.from_bytes(os.pread(self.handle, 8, 0), "little")
+        if not 0 < length <= size - 8:
+            raise ValueError(f"{path} is no safetensors file, or cut off")
+        self.start = 8 + length
+        self.tensors = json.loads(os.pread(self.handle, length, 8))
+        self.notes = self.tensors.pop("__metadata__", {})
+        self.dtypes = {key: _OF_NAME[facts["dtype"]] for key, facts in self.tensors.items()}
+        if any(self.start + facts["data_offsets"][1] > size for facts in self.tensors.values()):
+            raise ValueError(f"{path} is cut off")
+
+    def __enter__(self) -> RangeFile:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        os.close(self.handle)
+
+    def keys(self) -> list[str]:
+        """Return the names of the tensors."""
+        return list(self.tensors)
+
+    def get_slice(self, key: str) -> TensorInFile:
+        """Return a tensor that is read when it is indexed."""
+        return TensorInFile(self, self.tensors[key], self.dtypes[key])
+
+    def get_tensor(self, key: str) -> torch.Tensor:
+        """Read a whole tensor."""
+        return self.get_slice(key)[...]
+
+    def metadata(self) -> dict[str, str]:
+        """Return the file's `__metadata__`."""
+        return self.notes
+
+    def read_into(self, target: torch.Tensor, offset: int) -> None:
+        """Fill contiguous memory from this place of the file on."""
+        view = target.reshape(-1).view(torch.uint8).numpy().data
+        while len(view):
+            count = os.preadv(self.handle, [view[: 1 << 30]], offset)
+            if not count:
+                raise ValueError(f"{self.path} is cut off")
+            view, offset = view[count:], offset + count
+
+
+class TensorInFile:
+    """A tensor of an open file, which is read when it is indexed by a range for each of its dimensions."""
+
+    def __init__(self, file: RangeFile, facts: TensorFacts, dtype: torch.dtype):
+        self.file, self.shape, self.name, self.dtype = file, tuple(facts["shape"]), facts["dtype"], dtype
+        self.offset = file.start + facts["data_offsets"][0]
+
+    def get_shape(self) -> list[int]:
+        """Return the size of each dimension."""
+        return list(self.shape)
+
+    def get_dtype(self) -> str:
+        """Return safetensors' name of the dtype."""
+        return self.name
+
+    def __getitem__(self, wanted: Wanted) -> torch.Tensor:
+        given = () if wanted is ... else wanted if isinstance(wanted, tuple) else (wanted,)
+        padded = (*given, *(slice(None) for _ in self.shape[len(given) :]))
+        ranges = [range(size)[part] for size, part in zip(self.shape, padded, strict=True)]
+        result = torch.empty([len(part) for part in ranges], dtype=self.dtype)
+        if result.numel():
+            self._fill(result, self.offset, self.shape, ranges)
+        return result
+
+    def _fill(self, target: torch.Tensor, offset: int, shape: tuple[int, ...], ranges: list[range]) -> None:
+        width = torch.Size(shape[1:]).numel() * self.dtype.itemsize  # bytes of one index of the first dimension
+        if all(len(part) == size for part, size in zip(ranges[1:], shape[1:], strict=True)):
+            self.file.read_into(target, offset + (ranges[0].start * width if ranges else 0))
+        elif len(shape) == 2:
+            self._fill_columns(target, offset, width, ranges)
+        else:
+            for place, index in enumerate(ranges[0]):
+                self._fill(target[place], offset + index * width, shape[1:], ranges[1:])
+
+    def _fill_columns(self, target: torch.Tensor, offset: int, width: int, ranges: list[range]) -> None:
+        rows, columns = ranges
+        step = max(1, BLOCK // width)
+        for first in range(0, len(rows), step):
+            count = min(step, len(rows) - first)
+            block = torch.empty(count, width // self.dtype.itemsize, dtype=self.dtype)
+            self.file.read_into(block, offset + (rows.start + first) * width)
+            target[first : first + count] = block[:, columns.start : columns.stop]

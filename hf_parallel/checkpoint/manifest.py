@@ -1,4 +1,4 @@
-"""What a checkpoint must hold: sizes and checksums of all files, written last; what is missing or differs, by file.
+"""The manifest of a checkpoint: sizes and checksums of all files, written last and compared by file.
 
     manifest.json   {"chunk": 67108864, "files": {"model.safetensors": {"bytes": 512, "crc32": ["8a2f91c4"]}, …}}
 
@@ -12,65 +12,7 @@ import json
 import os
 import zlib
 from collections.abc import Iterator, Mapping
-from typing import TypedDict, TypeVar
-
-from torch import nn
-
-from hf_parallel.ranks import messages
-from hf_parallel.ranks.mesh import ParallelMesh
-
-# ---- Parameters by name, where stages hold parts of a model and one parameter may have two names --------------------
-
-
-Said = TypeVar("Said")
-
-
-def named(model: nn.Module) -> dict[str, nn.Parameter]:
-    """This rank's parameters; a tied one has the name under which it is saved."""
-    tied = _tied(model)
-    found: dict[str, nn.Parameter] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        found.setdefault(tied.get(name, name), parameter)
-    return found
-
-
-def names_in_order(model: nn.Module, mesh: ParallelMesh) -> list[str]:
-    """The names of all stages' parameters, in the order of the whole model. Collective over stages."""
-    tied = _tied(model)
-    places: dict[str, tuple] = {}
-    for name, _ in model.named_parameters(remove_duplicate=False):
-        places.setdefault(tied.get(name, name), _place(model, name))
-    for other in of_stages(places, mesh):
-        for name, place in other.items():
-            places[name] = min(place, places.get(name, place))
-    return sorted(places, key=lambda name: places[name])
-
-
-def tied_names(model: nn.Module) -> set[str]:
-    """The names under which tied weights are not saved, of all stages."""
-    return set(getattr(model, "_hf_parallel_tied_keys", None) or getattr(model, "all_tied_weights_keys", None) or ())
-
-
-def _tied(model: nn.Module) -> dict[str, str]:
-    keys = getattr(model, "all_tied_weights_keys", None) or getattr(model, "_hf_parallel_tied_keys", None)
-    return dict(keys) if isinstance(keys, dict) else {}
-
-
-def _place(model: nn.Module, name: str) -> tuple[tuple[int, int], ...]:
-    """Where a parameter is met: stages replace modules by others at the same place, so all agree on the order."""
-    *path, last = name.split(".")
-    place: list[tuple[int, int]] = []
-    module = model
-    for child in path:
-        place.append((1, list(module._modules).index(child)))
-        module = module.get_submodule(child)
-    return (*place, (0, list(module._parameters).index(last)))
-
-
-def of_stages(own: Said, mesh: ParallelMesh) -> list[Said]:
-    """What each stage says, in the order of stages' ranks. Collective over stages."""
-    return [own] if mesh.size("pp") == 1 else messages.gather(own, mesh.group("pp"))
-
+from typing import TypedDict
 
 MANIFEST = "manifest.json"
 CHUNK = 64 << 20
@@ -79,7 +21,7 @@ _FORMAT = 1
 
 
 class FileFacts(TypedDict):
-    """Of one file: its size, and a checksum for every `CHUNK` bytes of it."""
+    """The size of a file, bytes, and a checksum for every `CHUNK` bytes of it."""
 
     bytes: int
     crc32: list[str]
@@ -129,7 +71,7 @@ class Checksums:
 
 
 def joined(first: int, second: int, length: int) -> int:
-    """CRC-32 of two pieces after one another, from that of each and the length of the second one, bytes.
+    """Return the CRC-32 of two pieces after one another, from the CRC-32 of each and the second one's length, bytes.
 
     A checksum is the remainder of the bytes as a polynomial over GF(2). What comes after multiplies the first one's by
     x to the number of its bits.
@@ -141,7 +83,7 @@ _GENERATOR, _ONE, _X = 0xEDB88320, 1 << 31, 1 << 30  # the highest power of x is
 
 
 def _times(a: int, b: int) -> int:
-    """Product of two polynomials, modulo CRC-32's generator."""
+    """Multiply two polynomials modulo CRC-32's generator."""
     product = 0
     while a:
         if a & _ONE:
@@ -174,12 +116,12 @@ def write_manifest(folder: str, known: Mapping[str, Checksums]) -> None:
 
 
 def has_manifest(folder: str) -> bool:
-    """Is there a manifest, whatever it says?"""
+    """Return whether there is a manifest, whatever it says."""
     return os.path.isfile(os.path.join(folder, MANIFEST))
 
 
 def damages(folder: str, share: int = 0, shares: int = 1) -> list[str]:
-    """What is wrong with the folder's files, a line each; of their bytes only every `shares`-th chunk is read.
+    """Return what is wrong with the folder's files, a line each; only every `shares`-th chunk of bytes is read.
 
     With `shares=0` nothing is read: missing files and wrong sizes only.
     """

@@ -18,31 +18,27 @@ import functools
 import json
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hf_parallel.ask.waiting import waiting
-from hf_parallel.checkpoint.files import TensorFile, pack_states, plain_slots, write
-from hf_parallel.checkpoint.gather import entries_of
-from hf_parallel.checkpoint.hub_format import Group
-from hf_parallel.checkpoint.lazy_tensor import lazy_tensor, values
-from hf_parallel.checkpoint.manifest import named, names_in_order, of_stages
-from hf_parallel.checkpoint.ranges import RangeFile
-from hf_parallel.checkpoint.save import shards, taken
-from hf_parallel.checkpoint.saving import Saving, current
+from hf_parallel.checkpoint.hub_format import Group, entries_of, named, names_in_order, of_stages
+from hf_parallel.checkpoint.lazy_tensor import RangeFile, lazy_tensor, values
+from hf_parallel.checkpoint.saving import Saving, TensorFile, current, write
 from hf_parallel.checkpoint.slices import local_part, whole_part
+from hf_parallel.checkpoint.weights import shards, taken
 from hf_parallel.checkpoint.writers import Item, assign
 from hf_parallel.model.anatomy import stored_order
-from hf_parallel.ranks.mesh import ParallelMesh, stored
+from hf_parallel.ranks.mesh import ParallelMesh, placed_as, stored
 
 if TYPE_CHECKING:
+    from bitsandbytes.optim.optimizer import Optimizer8bit
     from torch.optim import Optimizer
-
 
 # ---- What an optimizer keeps, by parameter name: tensors of the parameter's shape, numbers, options -----------------
 
@@ -53,7 +49,7 @@ Json: TypeAlias = "None | bool | int | float | str | list[Json] | dict[str, Json
 
 @dataclass
 class OptimizerState:
-    """What is known of an optimizer by parameter name: tensors of the parameter's shape, numbers, options."""
+    """The state of an optimizer by parameter name: tensors of the parameter's shape, numbers, options."""
 
     kind: str | None = None
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)  # "name/slot"
@@ -64,7 +60,7 @@ class OptimizerState:
 
 
 def read_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> OptimizerState:
-    """This rank's part of the state, by name.
+    """Return this rank's part of the state, by name.
 
     Raises:
         NotImplementedError: the optimizer keeps something that has no place in a checkpoint.
@@ -92,7 +88,7 @@ def read_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> OptimizerS
 
 
 def kind_of(optimizer: torch.optim.Optimizer) -> str:
-    """Its class, and the library it is from: an AdamW that is not torch's has other states."""
+    """Return the optimizer's class and library: an AdamW that is not torch's has other states."""
     library = type(optimizer).__module__.partition(".")[0]
     return type(optimizer).__name__ if library in ("torch", "__main__") else f"{library}.{type(optimizer).__name__}"
 
@@ -107,7 +103,7 @@ def _check_slot(kind: str, name: str, slot: str, value: torch.Tensor, parameter:
 
 
 def as_json(kind: str, key: str, value: object) -> Json:
-    """For the index: a number, text, or a list of them; a tensor of one number keeps its dtype."""
+    """Return a value for the index: a number, text, or a list of them; a tensor of one number keeps its dtype."""
     if torch.is_tensor(value) and value.numel() == 1:
         return {"dtype": str(value.dtype).removeprefix("torch."), "value": value.item()}
     if isinstance(value, (list, tuple)):
@@ -121,7 +117,7 @@ def as_json(kind: str, key: str, value: object) -> Json:
 
 
 def from_json(value: object, like: object = None) -> object:
-    """The inverse of `as_json`; a list becomes a tuple where `like` is one."""
+    """Return the value `as_json` was given; a list becomes a tuple where `like` is one."""
     if isinstance(value, dict):
         return torch.tensor(value["value"], dtype=getattr(torch, value["dtype"]))
     if isinstance(value, list):
@@ -168,7 +164,8 @@ def save_optimizer(
     where = os.path.join(directory, folder)
     with current(mesh) as saving:
         with saving.noting():
-            _settle(optimizer)
+            for hook in getattr(optimizer, "_optimizer_state_dict_pre_hooks", {}).values():
+                hook(optimizer)  # states that lie in files are settled, as the optimizer's `state_dict` does
         if mesh.rank == 0:
             with saving.noting():
                 os.makedirs(where, exist_ok=True)
@@ -180,7 +177,7 @@ def save_optimizer(
 
 
 def _of_all_stages(stages: list[OptimizerState], tensors: dict[str, torch.Tensor]) -> OptimizerState:
-    """One state of what each stage knows. A script makes groups of what it finds, so stages may have unlike ones.
+    """Join the states of all stages. A script makes groups of the parameters it finds, so stages may differ.
 
     The n-th group of a stage with some options is one with the n-th group of another stage with the same options.
     """
@@ -204,12 +201,6 @@ def _of_all_stages(stages: list[OptimizerState], tensors: dict[str, torch.Tensor
     return whole
 
 
-def _settle(optimizer: Optimizer) -> None:
-    """As its `state_dict` would: states may lie in files, and what could not be written there is not to be saved."""
-    for hook in getattr(optimizer, "_optimizer_state_dict_pre_hooks", {}).values():
-        hook(optimizer)
-
-
 def _write_tensors(
     saving: Saving,
     files: dict[str, list[str]],
@@ -222,7 +213,7 @@ def _write_tensors(
 
 
 def write_refusal(path: str) -> None:
-    """In the place of a plain optimizer's state."""
+    """Write a file in the place of a plain optimizer's state, which plain Trainer refuses to load."""
     torch.save(ResumeUnderHfParallel(), path)
 
 
@@ -266,7 +257,7 @@ def load_optimizer(
 
 
 def has_optimizer(directory: str) -> bool:
-    """Is there an optimizer's state, ours or a plain Trainer's?"""
+    """Return whether there is an optimizer's state, ours or a plain Trainer's."""
     return any(os.path.isfile(os.path.join(directory, file)) for file in (os.path.join(FOLDER, INDEX), PLAIN))
 
 
@@ -287,7 +278,7 @@ def _saved(folder: str, stack: contextlib.ExitStack) -> OptimizerState:
 
 
 def _saved_by_plain_trainer(path: str, ways: Sequence[list[list[str]]]) -> OptimizerState:
-    """Parameters are numbered through the groups; which name has which number follows from the groups' sizes."""
+    """Read `optimizer.pt`, where parameters have numbers; names follow from the groups' sizes."""
     loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     sizes = [len(group["params"]) for group in loaded["param_groups"]]
     names = next((way for way in ways if [len(group) for group in way] == sizes), None)
@@ -335,12 +326,19 @@ def write_plain(directory: str, out: str) -> None:
 
 
 def _set_state(model: nn.Module, optimizer: Optimizer, saved: OptimizerState) -> None:
-    """Through the optimizer's own `load_state_dict`, which puts each value where the optimizer wants it."""
+    """Set the state through the optimizer's own `load_state_dict`, which puts each value where it wants it."""
     of_parameter = {id(p): name for name, p in named(model).items()}
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     names = [of_parameter[id(p)] for p in parameters]
-    packed, slots = optimizer.state_dict(), _slots(saved)
-    _check_shapes(dict(zip(names, parameters, strict=True)), slots, saved)
+    slots: dict[str, list[str]] = {}
+    for key in saved.tensors:
+        name, _, slot = key.partition("/")
+        slots.setdefault(name, []).append(slot)
+    for name, parameter in zip(names, parameters, strict=True):  # before anything is overwritten
+        for shape in {tuple(saved.tensors[f"{name}/{slot}"].shape) for slot in slots.get(name, ())}:
+            if shape != tuple(parameter.shape):
+                raise ValueError(f"{name} is {tuple(parameter.shape)}, its optimizer state {shape}")
+    packed = optimizer.state_dict()
     packed["state"] = {}
     for number, (name, parameter) in enumerate(zip(names, parameters, strict=True)):
         found = {slot: from_json(value) for slot, value in saved.numbers.get(name, {}).items()}
@@ -357,24 +355,8 @@ def _set_state(model: nn.Module, optimizer: Optimizer, saved: OptimizerState) ->
     pack_states(optimizer)
 
 
-def _slots(saved: OptimizerState) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
-    for key in saved.tensors:
-        name, _, slot = key.partition("/")
-        found.setdefault(name, []).append(slot)
-    return found
-
-
-def _check_shapes(parameters: dict[str, torch.Tensor], slots: dict[str, list[str]], saved: OptimizerState) -> None:
-    """Before anything is overwritten."""
-    for name, parameter in parameters.items():
-        for shape in {tuple(saved.tensors[f"{name}/{slot}"].shape) for slot in slots.get(name, ())}:
-            if shape != tuple(parameter.shape):
-                raise ValueError(f"{name} is {tuple(parameter.shape)}, its optimizer state {shape}")
-
-
 def _local(model: nn.Module, name: str, parameter: torch.Tensor, source: torch.Tensor, former: object) -> torch.Tensor:
-    """This rank's part, which lies as the parameter does; in the memory of the former state, if there is one."""
+    """Return this rank's part, which lies as the parameter does; in the former state's memory, if there is one."""
     kind = DTensor if isinstance(parameter, DTensor) else torch.Tensor
     if not isinstance(former, kind) or (former.shape, former.dtype) != (parameter.shape, source.dtype):
         former = torch.zeros_like(parameter, dtype=source.dtype, requires_grad=False)
@@ -386,7 +368,7 @@ def _local(model: nn.Module, name: str, parameter: torch.Tensor, source: torch.T
 def _options(
     group: dict[str, object], names: list[str], saved: OptimizerState, unknown: dict[str, Json]
 ) -> dict[str, object]:
-    """What the checkpoint says of the parameters of one group; the rates of `unknown` if it knows none of them."""
+    """Return the saved options of one group; the learning rates of `unknown` if no parameter of it was saved."""
     known = (saved.options[name] for name in names if name in saved.options)
     first = next(known, None)
     if first is None:
@@ -394,3 +376,93 @@ def _options(
     if any(options != first for options in known):
         raise ValueError(f"{names[0]} and others of its group had different options when the checkpoint was written")
     return {key: from_json(value, group.get(key)) for key, value in first.items() if key not in _KERNELS}
+
+
+# ---- Optimizer states of 8 bits (bitsandbytes): in checkpoints the values themselves, which know no layout ----------
+#     state1 [numbers of the part], uint8    codes
+#     qmap1 [256]                            code -> value from -1 to 1
+#     absmax1 [blocks]                       what that is times, per block of the part's values in their order
+#
+# (Dettmers et al., arXiv 2110.02861, section 2). Blocks begin anew on each rank: they are made again when they are
+# read.
+
+
+Slots = dict[str, Any]  # of one parameter: tensors, numbers
+
+_BLOCK = 256
+#: What states are nested in where bitsandbytes writes them itself.
+_NESTED = "__bnb_optimizer_quant_state__"
+
+
+def plain_slots(slots: Slots, parameter: torch.Tensor | None = None) -> dict[str, object]:
+    """Return the slots of one parameter as values, not codes; tensors of local values as parts of `parameter`."""
+    slots = {**slots, **slots.get(_NESTED, {})}
+    slots.pop(_NESTED, None)
+    for name, number in (("state1", 1), ("state2", 2)):
+        largest = slots.get(f"absmax{number}")
+        if name in slots and (largest is None or largest.ndim == 1):  # AdEMAMix keeps two in one: no checkpoints
+            values = slots[name] if largest is None else _values(slots[name], slots[f"qmap{number}"], largest)
+            slots[name] = _as_part_of(parameter, values)
+            slots = {key: value for key, value in slots.items() if key not in (f"absmax{number}", f"qmap{number}")}
+    return slots
+
+
+def _values(codes: torch.Tensor, table: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
+    factors = largest.repeat_interleave(_BLOCK)[: codes.numel()]
+    return (table[codes.flatten().long()] * factors).view(codes.shape)
+
+
+def _as_part_of(parameter: torch.Tensor | None, local: torch.Tensor) -> torch.Tensor:
+    if not isinstance(parameter, DTensor) or isinstance(local, DTensor) or local.shape != stored(parameter).shape:
+        return local
+    return placed_as(parameter, local)
+
+
+def pack_states(optimizer: Any) -> None:
+    """Turn values into codes again after loading, where the optimizer keeps codes."""
+    if not hasattr(optimizer, "name2qmap"):
+        return
+    for number, index, parameter in _parameters(optimizer):
+        slots = optimizer.state.get(parameter)
+        if not slots:
+            continue
+        part = stored(parameter.detach())
+        optimizer.init_state(optimizer.param_groups[number], part, number, index)
+        optimizer.state[parameter] = _filled(optimizer.state.pop(part), slots)
+
+
+def _parameters(optimizer: Optimizer8bit) -> Iterator[tuple[int, int, torch.Tensor]]:
+    if not optimizer.initialized:
+        optimizer.check_overrides()  # of embeddings, whose states stay in 32 bits
+    for number, group in enumerate(optimizer.param_groups):
+        for index, parameter in enumerate(group["params"]):
+            yield number, index, parameter
+
+
+def _filled(fresh: Slots, loaded: Slots) -> Slots:
+    for name, value in loaded.items():
+        if name not in ("state1", "state2"):
+            fresh[name] = value
+            continue
+        local = stored(value).to(fresh[name].device)
+        if fresh[name].dtype == torch.uint8:
+            codes, fresh[f"absmax{name[-1]}"] = _codes(local, fresh[f"qmap{name[-1]}"])
+            fresh[name].copy_(codes)
+        else:
+            fresh[name].copy_(local)
+    return fresh
+
+
+def _codes(values: torch.Tensor, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the nearest codes, and the largest magnitude of each block.
+
+    A block whose extreme is negative ends at the table's lowest value, which is not -1: so codes that are read back
+    are those that were written.
+    """
+    flat = values.flatten()
+    blocks = torch.nn.functional.pad(flat, (0, -flat.numel() % _BLOCK)).view(-1, _BLOCK)
+    highest, lowest = blocks.amax(1).clamp(min=0), blocks.amin(1).clamp(max=0)
+    largest = highest / table[-1] if table[0] >= 0 else torch.maximum(highest / table[-1], lowest / table[0])
+    scaled = (blocks / largest.clamp(min=torch.finfo(largest.dtype).tiny)[:, None]).flatten()[: flat.numel()]
+    codes = torch.bucketize(scaled, (table[1:] + table[:-1]) / 2)
+    return codes.to(torch.uint8).view(values.shape), largest

@@ -1,4 +1,4 @@
-"""One save over all ranks: what a rank could not write is told on every rank, and big tensors may be written later.
+"""A save over all ranks: its files, its errors (raised on every rank alike), tensors written in the background.
 
 A rank whose disk is full cannot just raise: the others would wait for it in the next transfer. So errors of writing
 are noted, everybody goes on with what is communicated, and at the end all ranks raise the same `CheckpointError`.
@@ -7,8 +7,12 @@ are noted, everybody goes on with what is communicated, and at the end all ranks
 from __future__ import annotations
 
 import contextlib
+import itertools
+import json
+import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -16,10 +20,16 @@ import torch.distributed as dist
 from hf_parallel.ask.config import SpecError
 from hf_parallel.ask.spec import Told
 from hf_parallel.ask.waiting import waiting
+from hf_parallel.checkpoint.hub_format import Entry
+from hf_parallel.checkpoint.lazy_tensor import DTYPES
 from hf_parallel.checkpoint.manifest import Checksums
-from hf_parallel.checkpoint.writers import writing_ranks
+from hf_parallel.checkpoint.slices import runs
+from hf_parallel.checkpoint.writers import Item, as_bytes, gathered, part_of, rounds, writing_ranks
 from hf_parallel.ranks import messages
 from hf_parallel.ranks.mesh import ParallelMesh, stored
+
+if TYPE_CHECKING:
+    pass
 
 
 class CheckpointError(RuntimeError, Told):
@@ -27,20 +37,20 @@ class CheckpointError(RuntimeError, Told):
 
 
 class DamagedCheckpoint(CheckpointError, SpecError):
-    """One that is asked for is not whole."""
+    """A checkpoint that was asked for is not whole."""
 
 
 def lost_peer(error: RuntimeError, what: str) -> CheckpointError:
-    """What to raise when a transfer of a save has failed, as all do when a rank has ended."""
+    """Return the error to raise when a transfer of a save has failed, as all do once a rank has ended."""
     return CheckpointError(f"{what} (a rank was lost: {' '.join(str(error).split())[:200]})")
 
 
 class Saving:
-    """What is written in one save.
+    """A save in progress.
 
     Attributes:
         error: what went wrong first on this rank.
-        checksums: of what this rank has written through `files.py`, by path.
+        checksums: of the bytes this rank has written, by path.
     """
 
     def __init__(self, mesh: ParallelMesh, in_background: bool = False):
@@ -52,7 +62,7 @@ class Saving:
 
     @contextlib.contextmanager
     def noting(self, path: str = "") -> Iterator[None]:
-        """An error of what this rank writes, by itself, is kept for `agree`. Refusals and lost ranks pass."""
+        """Keep an error of this rank's own writing for `agree`. Refusals and lost ranks are raised."""
         try:
             yield
         except (NotImplementedError, SpecError, CheckpointError):
@@ -62,7 +72,7 @@ class Saving:
             self.error = self.error or f"rank {self.mesh.rank}: {type(error).__name__}: {error}{where}"
 
     def writers(self, directory: str) -> list[int]:
-        """The ranks that may write, by a folder of it that exists. Collective at the first call."""
+        """Return the ranks that may write, found with a folder that exists. Collective at the first call."""
         try:
             self._writers = self._writers or writing_ranks(self.mesh, directory)
         except RuntimeError as error:
@@ -70,11 +80,11 @@ class Saving:
         return self._writers
 
     def lost_peer(self, error: RuntimeError) -> CheckpointError:
-        """What to raise when a transfer has failed."""
+        """Return the error to raise when a transfer has failed."""
         return lost_peer(error, "not everything was written")
 
     def stream(self, local: Mapping[str, torch.Tensor], write: Callable[[dict[str, torch.Tensor]], None]) -> None:
-        """Call `write` with this rank's tensors when all else is written; in the background, with copies of them."""
+        """Call `write` with this rank's tensors after all else is written; in the background, with copies of them."""
         parts = {name: stored(tensor).detach() for name, tensor in local.items()}
         if self.in_background:
             parts = {name: _copy(part) for name, part in parts.items()}
@@ -84,18 +94,12 @@ class Saving:
 
     def finish_streams(self) -> None:
         """Write the tensors. Collective."""
-        if self.in_background:
-            self._write_streams()
-            return
-        with waiting("saving"):
-            self._write_streams()
-
-    def _write_streams(self) -> None:
-        while self._streams:
-            self._streams.pop(0)()
+        with contextlib.nullcontext() if self.in_background else waiting("saving"):
+            while self._streams:
+                self._streams.pop(0)()
 
     def all_well(self) -> bool:
-        """Has no rank noted an error so far? Collective; nobody leaves before all have come."""
+        """Return whether no rank has noted an error so far. Collective; no rank leaves before all have come."""
         wrong = torch.tensor([self.error is not None], dtype=torch.uint8)
         dist.all_reduce(wrong, dist.ReduceOp.MAX, group=self.mesh.host_group)
         return not wrong.item()
@@ -123,14 +127,14 @@ def start_writer(thread: threading.Thread) -> None:
 
 
 def wait_for_writer() -> None:
-    """Whoever saves or gathers next waits: two threads would take each other's tensors."""
+    """Wait for the thread that writes, because two threads would take each other's tensors."""
     if _writer is not None and _writer is not threading.current_thread():
         _writer.join()
 
 
 @contextlib.contextmanager
 def current(mesh: ParallelMesh) -> Iterator[Saving]:
-    """The save that is going on; else one for what is done inside, on which all ranks agree at the end."""
+    """Yield the save that is going on; else a new one, on which all ranks agree at the end."""
     if _current is not None:
         yield _current
         return
@@ -148,7 +152,7 @@ def current(mesh: ParallelMesh) -> Iterator[Saving]:
 
 @contextlib.contextmanager
 def going_on(saving: Saving) -> Iterator[Saving]:
-    """What is saved inside belongs to this save."""
+    """Make everything that is saved inside part of this save."""
     global _current
     former, _current = _current, saving
     try:
@@ -158,8 +162,169 @@ def going_on(saving: Saving) -> Iterator[Saving]:
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    """In host memory; from a device without waiting."""
+    """Copy to host memory; from a device without waiting."""
     if tensor.device.type == "cpu":
         return tensor.clone()
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return copy.copy_(tensor, non_blocking=True)
+
+
+#: Bytes that a rank writes before it asks whether others could: a save that fails, fails soon.
+BATCH = 1 << 30
+
+
+class TensorFile:
+    """A safetensors file that several ranks fill, until it is renamed to `path`.
+
+    rank 0    creates the file at its full length and writes the header (format description in its README)
+    writers   put tensors, or rows of them, at their places, in any order, and wait until they are on disk
+    rank 0    renames the file if no rank has met an error, and keeps the checksums of all
+
+    After an error, which the save keeps, this rank writes no more.
+    """
+
+    def __init__(self, path: str, entries: Iterable[Entry], saving: Saving):
+        self.path, self.saving, self.sums = path, saving, Checksums()
+        self.header, self.starts, self.size = _layout(entries)
+        self.handle: int | None = None
+
+    def create(self) -> None:
+        """Create the file at its full length, so that a byte that was not written is not taken for its end."""
+        self._open(os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        with self.saving.noting(self.path):
+            if self.handle is not None:
+                os.ftruncate(self.handle, self.size)
+                self._write(self.handle, self.header, 0)
+
+    def put(self, name: str, tensor: torch.Tensor, start: int = 0) -> None:
+        """Write the values of a tensor, or a part of them that begins at byte `start` of the tensor."""
+        if self.handle is None:
+            self._open(os.O_WRONLY)
+        with self.saving.noting(self.path):
+            if self.handle is not None and self.saving.error is None and tensor.numel():
+                self._write(self.handle, as_bytes(tensor.cpu()).numpy().data, self.starts[name] + start)
+
+    def close(self) -> None:
+        """Flush this rank's bytes to disk."""
+        if self.handle is None:
+            return
+        with self.saving.noting(self.path):
+            os.fsync(self.handle)
+        with contextlib.suppress(OSError):  # that of the bytes that could not be flushed, again
+            os.close(self.handle)
+        self.handle = None
+
+    def publish(self, sums: Iterable[Checksums]) -> None:
+        """Rename the file to its path, once all ranks have closed it."""
+        with self.saving.noting(self.path):
+            self.sums.pieces = [piece for one in sums for piece in one.pieces]
+            if self.sums.facts()["bytes"] != self.size:
+                raise ValueError(f"{self.path} lacks its last bytes")
+            os.replace(f"{self.path}.tmp", self.path)
+            self.saving.checksums[self.path] = self.sums
+
+    def discard(self) -> None:
+        """Remove the file, because a rank has met an error."""
+        with contextlib.suppress(OSError):
+            os.remove(f"{self.path}.tmp")
+
+    def _open(self, flags: int) -> None:
+        if self.saving.error is None:
+            with self.saving.noting(self.path):
+                self.handle = os.open(f"{self.path}.tmp", flags, 0o666)
+
+    def _write(self, handle: int, data: bytes | memoryview, start: int) -> None:
+        rest = memoryview(data).cast("B")
+        self.sums.update(rest, start)
+        while len(rest):
+            count = os.pwrite(handle, rest[: 1 << 30], start)
+            rest, start = rest[count:], start + count
+
+
+def write(saving: Saving, files: list[TensorFile], items: list[Item], local: Mapping[str, torch.Tensor]) -> bool:
+    """Fill the files. On rank 0, return whether they are whole; elsewhere False. Collective, in any thread.
+
+    Args:
+        local: this rank's parts of the tensors that `Item.held_by` names; plain tensors.
+    """
+    if saving.mesh.rank == 0:
+        for file in files:
+            file.create()
+    places = {name: file for file in files for name in file.starts}
+    for some in _batches(items, BATCH * saving.mesh.config.world_size):
+        if not saving.all_well():  # nobody comes here before the files are there
+            break
+        for item in some:
+            if item.writer is None and saving.mesh.rank in item.holders[0]:
+                _put_rows(item, places, saving, local)
+        for together in rounds(some):
+            _put_whole(together, places, saving, local)
+    for file in files:
+        file.close()
+    return _publish(saving, files)
+
+
+def _batches(items: list[Item], size: int) -> Iterator[list[Item]]:
+    """Yield items of about `size` bytes together."""
+    total, of_item = 0, []
+    for item in items:
+        of_item.append(total // size)
+        total += item.group.nbytes
+    for _, some in itertools.groupby(zip(of_item, items, strict=True), key=lambda pair: pair[0]):
+        yield [item for _, item in some]
+
+
+def _put_rows(item: Item, places: dict[str, TensorFile], saving: Saving, local: Mapping[str, torch.Tensor]) -> None:
+    """Write this rank's rows, in as many pieces as they have in the file."""
+    (entry,), (saved,), (holders,) = item.group.own, item.group.entries, item.holders
+    part = part_of(entry, holders.index(saving.mesh.rank), saving.mesh.config)
+    values = local[entry.name].cpu()
+    if not part:
+        places[saved.name].put(saved.name, values)
+        return
+    width, first = entry.nbytes // max(1, entry.shape[0]), 0
+    for run in runs(part[0]):
+        rows = values[first : first + run.stop - run.start]
+        places[saved.name].put(saved.name, rows, run.start * width)
+        first += len(rows)
+
+
+def _put_whole(
+    together: list[Item], places: dict[str, TensorFile], saving: Saving, local: Mapping[str, torch.Tensor]
+) -> None:
+    found = gathered(saving.mesh, together, local)
+    for item in together:
+        if item.writer == saving.mesh.rank:
+            with saving.noting():
+                for saved, values in zip(item.group.entries, item.group.convert(found), strict=True):
+                    places[saved.name].put(saved.name, values)
+
+
+def _publish(saving: Saving, files: list[TensorFile]) -> bool:
+    mesh = saving.mesh
+    own = saving.error, [file.sums for file in files]
+    found = [own] * mesh.config.world_size if mesh.rank == 0 else None
+    dist.gather_object(own, found, group=mesh.host_group, group_dst=0)
+    if found is None:
+        return False
+    failed = any(error for error, _ in found)
+    for file, sums in zip(files, zip(*(sums for _, sums in found), strict=True), strict=True):
+        if failed or saving.error:
+            file.discard()
+        else:
+            file.publish(sums)
+    return not failed and saving.error is None
+
+
+def _layout(entries: Iterable[Entry]) -> tuple[bytes, dict[str, int], int]:
+    """Return a safetensors header with its length, each tensor's first byte in the file, and the file's size."""
+    described: dict[str, dict] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for entry in entries:
+        start, end = end, end + entry.nbytes
+        described[entry.name] = {"dtype": DTYPES[entry.dtype], "shape": entry.shape, "data_offsets": [start, end]}
+    text = json.dumps(described).encode()
+    text += b" " * (-len(text) % 8)  # data starts aligned, as the format asks
+    header = len(text).to_bytes(8, "little") + text
+    offsets = {name: facts["data_offsets"][0] for name, facts in described.items() if "data_offsets" in facts}
+    return header, {name: len(header) + start for name, start in offsets.items()}, len(header) + end

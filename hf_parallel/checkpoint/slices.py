@@ -1,4 +1,4 @@
-"""Which part of a whole tensor this rank stores, and reading just that part.
+"""Parts of a whole tensor: the indices that a rank stores, and reading only those.
 
 A part is described by one list of indices per dimension, of the tensor as the model and the Hub know it:
 
@@ -39,14 +39,14 @@ Part = tuple[torch.Tensor, ...]
 
 
 def local_part(tensor: torch.Tensor, order: StoredOrder | None = None) -> Part:
-    """What this rank stores of a tensor, which is everything if it is not a DTensor."""
+    """Return the part of a tensor that this rank stores: everything if it is not a DTensor."""
     mesh = getattr(tensor, "device_mesh", None)
     cuts = [(dim, mesh.size(axis), mesh.get_local_rank(axis)) for axis, dim in axes_and_dims(tensor)] if mesh else []
     return cut_part(tensor.shape, order, cuts)
 
 
 def cut_part(shape: tuple[int, ...], order: StoredOrder | None, cuts: Iterable[tuple[int, int, int]]) -> Part:
-    """What is left of a tensor after cuts of (dim, count, index), one after the other."""
+    """Apply cuts of (dim, count, index), one after the other, and return the part that is left."""
     part = list(whole_part(shape))
     if order is not None:
         part[order.dim] = order.rows
@@ -56,12 +56,12 @@ def cut_part(shape: tuple[int, ...], order: StoredOrder | None, cuts: Iterable[t
 
 
 def whole_part(shape: tuple[int, ...]) -> Part:
-    """Every index of every dimension."""
+    """Return every index of every dimension."""
     return tuple(torch.arange(size) for size in shape)
 
 
 def read_part(source: torch.Tensor | Readable, part: Part, _ranges: tuple[slice, ...] = ()) -> torch.Tensor:
-    """The part of a tensor or of a safetensors slice. Of a file only these ranges are read."""
+    """Read the part of a tensor or of a safetensors slice. Only these ranges of a file are read."""
     dim = len(_ranges)
     if dim == len(part):
         return source[_ranges] if _ranges else source[...]
@@ -70,7 +70,7 @@ def read_part(source: torch.Tensor | Readable, part: Part, _ranges: tuple[slice,
 
 
 def write_part(target: torch.Tensor, part: Part, source: torch.Tensor, _ranges: tuple[slice, ...] = ()) -> None:
-    """Put a part's values into the whole tensor: the inverse of `read`."""
+    """Put a part's values into the whole tensor: the inverse of `read_part`."""
     dim, start = len(_ranges), 0
     if dim == len(part):
         target[_ranges or ...].copy_(source)
@@ -82,7 +82,7 @@ def write_part(target: torch.Tensor, part: Part, source: torch.Tensor, _ranges: 
 
 
 def rows_of(target: torch.Tensor, part: Part) -> torch.Tensor | None:
-    """The part as a view of contiguous memory, or None if it is not a range of rows."""
+    """Return the part as a view of contiguous memory, or None if it is not a range of rows."""
     if not part or any(len(indices) != size for indices, size in zip(part[1:], target.shape[1:], strict=True)):
         return None
     ranges = [runs(indices) for indices in part]
@@ -90,7 +90,7 @@ def rows_of(target: torch.Tensor, part: Part) -> torch.Tensor | None:
 
 
 def axes_and_dims(tensor: torch.Tensor) -> list[tuple[int, int]]:
-    """(mesh axis, dim) of all that is cut, in the order of cutting: FSDP2 (strided) cuts what tp has left."""
+    """Return (mesh axis, dim) of each cut, in the order of cutting: FSDP2 (strided) cuts what tp has left."""
     if not isinstance(tensor, DTensor):
         return []
     cuts = [(axis, placement) for axis, placement in enumerate(tensor.placements) if hasattr(placement, "dim")]
@@ -100,13 +100,13 @@ def axes_and_dims(tensor: torch.Tensor) -> list[tuple[int, int]]:
 
 
 def _chunk(indices: torch.Tensor, count: int, index: int) -> torch.Tensor:
-    """As torch.chunk, with empty chunks at the end where it would give fewer."""
+    """Chunk as torch.chunk does, with empty chunks at the end where it would give fewer."""
     size = -(-len(indices) // count)
     return indices[index * size : (index + 1) * size]
 
 
 def runs(indices: torch.Tensor) -> list[slice]:
-    """Maximal ranges of consecutive indices; one empty range if there are none."""
+    """Return the maximal ranges of consecutive indices; one empty range if there are none."""
     if not len(indices):
         return [slice(0, 0)]
     ends = (indices.diff() != 1).nonzero().flatten().tolist()
@@ -132,7 +132,7 @@ _numbers: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary(
 
 
 def let_ask(model: M, gather: Callable[[M], object]) -> None:
-    """Rank 0 may ask for the whole tensors of a model. All ranks call this for the same models in the same order.
+    """Let rank 0 ask for the whole tensors of a model. All ranks call this for the same models in the same order.
 
     Args:
         gather: returns them on rank 0. Collective.
@@ -144,7 +144,7 @@ def let_ask(model: M, gather: Callable[[M], object]) -> None:
 
 
 def is_alone(call: str, model: nn.Module) -> bool:
-    """Is this rank 0, and are the others at the end of their script? Else all are in this call when it returns."""
+    """Return True on rank 0 if the others are at the end of their script; else return when all are in this call."""
     try:
         assert_all_ranks(call)
     except AloneError as error:
@@ -155,7 +155,7 @@ def is_alone(call: str, model: nn.Module) -> bool:
 
 
 def asked(model: M, gather: Callable[[M], dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Whole tensors, with the help of the other ranks, who are not in this call. Rank 0 alone calls it.
+    """Gather whole tensors with the help of the other ranks, who are not in this call. Rank 0 alone calls it.
 
     Raises:
         AloneError: they are not where they can be asked.
@@ -165,7 +165,7 @@ def asked(model: M, gather: Callable[[M], dict[str, torch.Tensor]]) -> dict[str,
 
 
 def are_parts(model: nn.Module, given: Mapping[str, torch.Tensor], names: Iterable[str]) -> bool:
-    """Does a state dict hold what this rank stores, and no more?
+    """Return whether a state dict holds what this rank stores, and no more.
 
     Args:
         names: of all that is saved of the model, other stages' too.
@@ -179,7 +179,7 @@ def are_parts(model: nn.Module, given: Mapping[str, torch.Tensor], names: Iterab
 def made_whole(
     model: M, given: Mapping[str, torch.Tensor], names: Iterable[str], gather: Callable[[M], dict[str, torch.Tensor]]
 ) -> dict[str, torch.Tensor]:
-    """What rank 0 is to save where it was given parts, in their dtype. Rank 0 alone calls it.
+    """Return the whole tensors rank 0 is to save where it was given parts, in their dtype. Rank 0 alone calls it.
 
     Raises:
         AloneError: the other ranks are not where they can be asked.
@@ -199,6 +199,6 @@ def made_whole(
 
 
 def _same(own: torch.Tensor, given: torch.Tensor) -> bool:
-    """But for dtype and device."""
+    """Compare values, whatever dtype and device they have."""
     a, b = stored(own).detach(), stored(given).detach()
     return a.shape == b.shape and torch.equal(a.to(b.dtype).cpu(), b.cpu())

@@ -1,4 +1,4 @@
-"""Who writes what. Every rank computes the same answer, from sizes and places alone.
+"""Writers: which rank writes which tensor, and sending it the parts. All ranks compute the same answer.
 
 A tensor of which each rank holds long runs of rows is written by all of them, each its own rows at their place in the
 file. One that is cut otherwise is written whole by one rank, to which the others send their parts. Of equal copies,
@@ -14,13 +14,16 @@ import contextlib
 import functools
 import os
 import secrets
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import zip_longest
 
+import torch
+import torch.distributed as dist
+
 from hf_parallel.ask.config import ParallelConfig
 from hf_parallel.checkpoint.hub_format import Entry, Group
-from hf_parallel.checkpoint.slices import cut_part, runs
+from hf_parallel.checkpoint.slices import Part, cut_part, rows_of, runs, write_part
 from hf_parallel.ranks import messages
 from hf_parallel.ranks.groups import machine_id
 from hf_parallel.ranks.mesh import ParallelMesh, axis_ranks, coordinates
@@ -44,12 +47,12 @@ class Item:
     holders: tuple[tuple[int, ...], ...]
 
     def held_by(self, rank: int) -> list[Entry]:
-        """Of which tensors this rank's part is taken."""
+        """Return the tensors of which this rank's part is taken."""
         return [entry for entry, ranks in zip(self.group.own, self.holders, strict=True) if rank in ranks]
 
 
 def assign(groups: Iterable[Group], writers: Iterable[int], config: ParallelConfig) -> list[Item]:
-    """Give all there is to write to these ranks, the largest first."""
+    """Assign all there is to write to these ranks, the largest first."""
     load = dict.fromkeys(writers, 0)
     items = []
     for group in sorted(groups, key=lambda group: -group.nbytes):
@@ -62,12 +65,12 @@ def assign(groups: Iterable[Group], writers: Iterable[int], config: ParallelConf
 
 
 def all_to(rank: int, groups: Iterable[Group], config: ParallelConfig) -> list[Item]:
-    """One rank gets everything."""
+    """Assign everything to one rank."""
     return [_one_writer(group, {rank: 0}, config) for group in groups]
 
 
 def rounds(items: Iterable[Item]) -> Iterator[list[Item]]:
-    """What one rank writes whole, in an order in which all ranks write at the same time: one item each per round."""
+    """Order the items that one rank writes whole so that all ranks write at once: one item per rank and round."""
     queues: dict[int, list[Item]] = {}
     for item in items:
         if item.writer is not None:
@@ -93,15 +96,12 @@ def _in_long_rows(entry: Entry, config: ParallelConfig) -> bool:
 
 
 def _one_writer(group: Group, load: dict[int, int], config: ParallelConfig) -> Item:
-    """Preferably a rank that holds a part."""
+    """Choose a rank that holds a part, if one may write, and for each tensor the copy it has, if it has one."""
     holders = [rank for ranks in _copies(group.own[0], config) for rank in ranks if rank in load]
     writer = min(holders or load, key=lambda rank: load[rank])
-    return Item(group, writer, tuple(_copy_for(writer, _copies(entry, config)) for entry in group.own))
-
-
-def _copy_for(writer: int, copies: list[tuple[int, ...]]) -> tuple[int, ...]:
-    """Its own, if it has one."""
-    return next((ranks for ranks in copies if writer in ranks), copies[writer % len(copies)])
+    copies = [_copies(entry, config) for entry in group.own]
+    nearest = (next((ranks for ranks in own if writer in ranks), own[writer % len(own)]) for own in copies)
+    return Item(group, writer, tuple(nearest))
 
 
 def _copies(entry: Entry, config: ParallelConfig) -> list[tuple[int, ...]]:
@@ -110,16 +110,13 @@ def _copies(entry: Entry, config: ParallelConfig) -> list[tuple[int, ...]]:
 
 @functools.lru_cache(maxsize=256)
 def _copies_along(config: ParallelConfig, stage: int, axes: tuple[str, ...]) -> list[tuple[int, ...]]:
-    """The ranks of a stage in groups that hold a tensor once, with the last of the axes it is cut along innermost."""
+    """Return the ranks of a stage in groups that hold a tensor once; the last axis of its cuts is innermost."""
     groups = axis_ranks(config, *axes)
     return [tuple(ranks) for ranks in groups if coordinates(config, ranks[0])["pp"] == stage]
 
 
-# ---- who may write -------------------------------------------------------------------------------------------------
-
-
 def writing_ranks(mesh: ParallelMesh, directory: str) -> list[int]:
-    """Those that see the folder which rank 0 sees, and can write there. Collective, in the host group."""
+    """Return the ranks that see rank 0's folder and can write there. Collective, in the host group."""
     marker, machine = messages.from_one(lambda: (_put_marker(directory), machine_id()), mesh.host_group)
     found = messages.gather(mesh.rank == 0 or _sees(directory, marker, machine), mesh.host_group)
     if mesh.rank == 0 and marker is not None:
@@ -129,7 +126,7 @@ def writing_ranks(mesh: ParallelMesh, directory: str) -> list[int]:
 
 
 def _put_marker(directory: str) -> str | None:
-    """A file whose name no other folder has; None if nothing can be written, which the save itself will tell."""
+    """Write a file whose name no other folder has; None if that fails, which the save itself will report."""
     name = f"_hf_parallel-{secrets.token_hex(8)}"
     try:
         with open(os.path.join(directory, name), "x"):
@@ -145,7 +142,7 @@ def _sees(directory: str, marker: str | None, machine: str) -> bool:
 
 
 def _file_system(directory: str) -> str:
-    """Its type, as the kernel names it; empty where the kernel does not tell."""
+    """Return the type of the file system, as the kernel names it; empty where the kernel does not tell."""
     path = os.path.join(os.path.realpath(directory), "")
     try:
         with open("/proc/self/mounts", encoding="utf-8", errors="replace") as file:
@@ -153,3 +150,71 @@ def _file_system(directory: str) -> str:
     except OSError:
         return ""
     return max(((len(place), kind) for place, kind in mounts if path.startswith(os.path.join(place, ""))))[1]
+
+
+def part_of(entry: Entry, number: int, config: ParallelConfig) -> Part:
+    """Return the part of a tensor that the holder with this number has."""
+    cuts = []
+    for axis, dim in reversed(entry.cuts):
+        size = config.size_along(axis)
+        number, index = divmod(number, size)
+        cuts.append((dim, size, index))
+    return cut_part(entry.shape, entry.order, reversed(cuts))
+
+
+def gathered(mesh: ParallelMesh, items: list[Item], local: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the whole tensors of the one item that this rank writes, rows in the model's order. Collective.
+
+    All ranks send before any rank receives, and no rank writes two items, so no two wait for each other. Transfers go
+    through host memory, in a group of their own: training may go on meanwhile, from copies (`saving.py`).
+
+    Args:
+        items: one round, in which each has another writer.
+        local: this rank's parts of the tensors that it sends, by name; plain tensors.
+    """
+    group = mesh.host_group  # all ranks make it at its first use, also those that have nothing to send
+    under_way = [sent for item in items if item.writer != mesh.rank for sent in _send(item, mesh.rank, group, local)]
+    whole: dict[str, torch.Tensor] = {}
+    for item in items:
+        if item.writer == mesh.rank:
+            entries = enumerate(zip(item.group.own, item.holders, strict=True))
+            whole = {entry.name: _put_together(tag, entry, ranks, mesh, local) for tag, (entry, ranks) in entries}
+    for work, _ in under_way:
+        work.wait()
+    return whole
+
+
+def _send(
+    item: Item, own: int, group: dist.ProcessGroup, local: Mapping[str, torch.Tensor]
+) -> Iterator[tuple[dist.Work, torch.Tensor]]:
+    """Start sending this rank's parts; yield each transfer with the memory that it is sent from."""
+    for tag, (entry, ranks) in enumerate(zip(item.group.own, item.holders, strict=True)):
+        if own in ranks and local[entry.name].numel():
+            data = as_bytes(local[entry.name].cpu())
+            work = dist.isend(data, group=group, group_dst=item.writer, tag=tag)
+            assert work is not None  # all ranks are in the group
+            yield work, data
+
+
+def _put_together(
+    tag: int, entry: Entry, holders: tuple[int, ...], mesh: ParallelMesh, local: Mapping[str, torch.Tensor]
+) -> torch.Tensor:
+    if holders == (mesh.rank,) and entry.order is None:
+        return local[entry.name].detach().cpu()
+    whole = torch.empty(entry.shape, dtype=entry.dtype)
+    for number, rank in enumerate(holders):
+        part = part_of(entry, number, mesh.config)
+        if rank == mesh.rank:
+            write_part(whole, part, local[entry.name].detach())
+        elif all(map(len, part)):  # else nothing is sent
+            rows = rows_of(whole, part)
+            buffer = whole.new_empty([len(indices) for indices in part]) if rows is None else rows
+            dist.recv(as_bytes(buffer), group=mesh.host_group, group_src=rank, tag=tag)
+            if rows is None:
+                write_part(whole, part, buffer)
+    return whole
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """View the values as one dimension of bytes; copies only what is not contiguous."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)

@@ -19,9 +19,8 @@ from torch.distributed.tensor import DTensor
 from hf_parallel.apply.parallelize import parallelize
 from hf_parallel.ask.spec import refuse
 from hf_parallel.axes.pipeline.stages import stand_ins
-from hf_parallel.checkpoint.lazy_tensor import LazyTensor, lazy_tensor, values
-from hf_parallel.checkpoint.manifest import of_stages
-from hf_parallel.checkpoint.ranges import RangeFile
+from hf_parallel.checkpoint.hub_format import of_stages
+from hf_parallel.checkpoint.lazy_tensor import LazyTensor, RangeFile, lazy_tensor, values
 from hf_parallel.checkpoint.slices import local_part, read_part
 from hf_parallel.hooks import bitsandbytes, runtime
 from hf_parallel.hooks.bitsandbytes import is_packed, read_packed

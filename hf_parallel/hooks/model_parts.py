@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
 from hf_parallel.apply.kernels import place_kernels
-from hf_parallel.apply.whole import full_tensor, order_of
+from hf_parallel.apply.weights import full_tensor, order_of
 from hf_parallel.ask.config import ParallelConfig
 from hf_parallel.ask.keys.sizes import SHARDS
 from hf_parallel.ask.keys.tensor import TP_AXES

@@ -13,8 +13,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from hf_parallel.apply.parallelize import ParallelState, clip_together, state_of
-from hf_parallel.apply.weights import store
-from hf_parallel.apply.whole import parallel_models, whole_number
+from hf_parallel.apply.weights import parallel_models, store, whole_number
 from hf_parallel.hooks.patching import patch, replace
 from hf_parallel.ranks.mesh import stored
 

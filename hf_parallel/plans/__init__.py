@@ -1,10 +1,10 @@
-"""What a spec would do to a model, and what stops it, without processes and without weights.
+"""Plans: what a spec would do to a model, and what stops it, without processes and without weights.
 
     report = examine(build_on_meta("folder"), ParallelConfig.parse("tp=2,pp=2"))
     print(render(report))
 
-Both come from the plan that `parallelize` applies (`resolve.py`). What is added is arithmetic: which slice of a tensor
-a rank keeps (`sizes.py`).
+Both come from the plan that `parallelize` applies (`resolve.py`), and from arithmetic: the slice of a tensor that a
+rank keeps.
 """
 
 from hf_parallel.plans.examine import Report, build_on_meta, examine, render

@@ -52,7 +52,7 @@ class Split:
 
 @dataclass
 class PipelineRank:
-    """What one place along pp holds; without pp the whole model. `parameters` and `bytes`: of its fullest rank."""
+    """The contents of a place along pp; without pp the whole model. `parameters` and `bytes`: of its fullest rank."""
 
     stages: list[int]
     layers: list[str]
@@ -63,7 +63,7 @@ class PipelineRank:
 
 @dataclass
 class Report:
-    """What `examine` found. What cannot be known because of a problem is left out."""
+    """The findings of `examine`. A fact that a problem leaves unknown is left out."""
 
     model: str
     dtype: str
@@ -76,14 +76,15 @@ class Report:
     problems: list[str] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, object]:
-        """JSON-ready."""
+        """Return the report as values that JSON knows."""
         return {"works": not self.problems, **dataclasses.asdict(self)}
 
 
 def render(report: Report) -> str:
-    """The report for people."""
+    """Return the report for people."""
     sizes = " x ".join(f"{axis}={size}" for axis, size in report.axes.items())
-    lines = [f"{report.model} ({report.dtype}) on {_many(math.prod(report.axes.values()), 'process')}: {sizes}", ""]
+    count = math.prod(report.axes.values())
+    lines = [f"{report.model} ({report.dtype}) on {count} process{'es' * (count != 1)}: {sizes}", ""]
     if report.splits:
         lines += [*_aligned([_HEADINGS, *map(_row, report.splits)]), ""]
     return "\n".join([*lines, *_aligned(list(_facts(report)))])
@@ -118,12 +119,8 @@ def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
     return ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
-def _many(count: int, what: str) -> str:
-    return f"1 {what}" if count == 1 else f"{count} {what}es"
-
-
 def shown_size(count: float) -> str:
-    """Bytes for people."""
+    """Return a number of bytes for people."""
     return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.2f} MiB"
 
 
@@ -131,7 +128,7 @@ _VOCABULARY = ("embedding_rowwise", "colwise_gather_output")
 
 
 def build_on_meta(source: str) -> PreTrainedModel:
-    """The model that a folder, a Hub id or a config.json describes, without memory for weights.
+    """Build the model that a folder, a Hub id or a config.json describes, without memory for weights.
 
     Its class is the one that config.architectures names, else the causal language model of its type.
 
@@ -147,7 +144,7 @@ def build_on_meta(source: str) -> PreTrainedModel:
 
 
 def examine(model: nn.Module, config: ParallelConfig, processes: int | None = None) -> Report:
-    """What `config` would do to `model`, which is not changed.
+    """Report what `config` would do to `model`, which is not changed.
 
     Args:
         processes: how many there are; default: what the sizes multiply to, with dp_shard=-1 as 1.
@@ -204,7 +201,7 @@ def _resolved(config: ParallelConfig, processes: int | None, notes: list[str]) -
 
 
 def _splits(anatomy: Anatomy, part: TensorPart, cuts: dict[str, Cut], config: ParallelConfig) -> list[Split]:
-    """One entry per pattern of names, several where layers differ; in the model's order."""
+    """Describe each pattern of names once, or more often where layers differ; in the model's order."""
     groups: dict[tuple, list[str]] = {}
     shapes = {name: p.shape for p in anatomy.parameters for name in p.names}
     for module, parameters in _by_module(anatomy.names).items():
@@ -222,7 +219,7 @@ def _splits(anatomy: Anatomy, part: TensorPart, cuts: dict[str, Cut], config: Pa
 
 
 def _by_module(names: tuple[str, ...]) -> dict[str, list[str]]:
-    """Parameters by the module that has them; those that are neither weight nor bias stand for themselves."""
+    """Group parameters by their module; a parameter that is neither weight nor bias stands for itself."""
     modules: dict[str, list[str]] = {}
     for name in names:
         owner, _, key = name.rpartition(".")
@@ -274,13 +271,13 @@ def _heads(part: TensorPart, tp_size: int) -> str:
 
 
 def _experts_of(parameter: str, part: TensorPart) -> str:
-    """The module that holds this parameter, if it holds experts."""
+    """Return the module that holds this parameter, if it holds experts."""
     owner = parameter.rpartition(".")[0]
     return owner if owner in part.facts.experts else ""
 
 
 def _apart(plan: Plan) -> set[str]:
-    """The parameters that are shared out over ep."""
+    """Return the parameters that are shared out over ep."""
     part = plan.part(EXPERTS)
     if part is None or part.ranks == 1:
         return set()
@@ -288,7 +285,7 @@ def _apart(plan: Plan) -> set[str]:
 
 
 def _expert_facts(plan: Plan) -> dict[str, str]:
-    """Where experts live."""
+    """Describe which ranks hold which experts."""
     part = plan.part(EXPERTS)
     if part is None or not part.experts:
         return {}
@@ -312,7 +309,7 @@ def _ranks(ranks: list[int]) -> str:
 
 
 def _few(items: Iterable[object]) -> list[str]:
-    """Four at most: of more the first two and the last."""
+    """Return all of at most four items, else the first two and the last."""
     shown = [str(item) for item in items]
     return shown if len(shown) <= 4 else [*shown[:2], "…", shown[-1]]
 
@@ -345,7 +342,7 @@ def _holds(part: PipelinePart, stages: list[int], names: tuple[str, ...]) -> boo
 
 
 def _modules(anatomy: Anatomy, part: PipelinePart, stages: list[int]) -> tuple[list[str], list[str]]:
-    """Layers of each stage as patterns, and the other modules that this rank holds."""
+    """Return the layers of each stage as patterns, and the other modules that this rank holds."""
     prefix, ranges = part.facts.layers, layer_ranges(part)
     layers = [_numbered([f"{prefix}.{i}" for i in range(*ranges[stage])]) for stage in stages]
     held = [name for name in _by_module(anatomy.names) if _holds(part, stages, (name,))]

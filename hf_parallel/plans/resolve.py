@@ -1,4 +1,4 @@
-"""resolve(config, anatomy): what will be done, or why not. The only place that refuses.
+"""Resolving a config for a model to a plan. The only place that refuses.
 
 anatomy = read(model, config)        what the model is
 plan = resolve(config, anatomy)      what will be done to it: data that prints
@@ -46,15 +46,14 @@ def draft(config: ParallelConfig, anatomy: Anatomy, axes: tuple[Axis, ...] = AXE
     plan = Plan(config, anatomy, axes, problems=tuple(_general_problems(anatomy)))
     for axis in axes:
         if axis.is_on(config):
-            plan = _with_axis(plan, axis)
+            plan = _add_axis(plan, axis)
     return plan
 
 
-def _with_axis(plan: Plan, axis: Axis) -> Plan:
+def _add_axis(plan: Plan, axis: Axis) -> Plan:
     try:
-        reason = _why_not_inside(plan, axis) if axis.inside else None
-        if reason is not None:
-            refuse_with(reason)
+        if axis.inside:
+            _check_inside(plan, axis)
         part = axis.resolve(plan.config, plan.anatomy, plan.anatomy.facts[axis.name])
     except SpecError as error:
         return replace(plan, problems=(*plan.problems, str(error)))
@@ -67,18 +66,17 @@ def _with_axis(plan: Plan, axis: Axis) -> Plan:
     )
 
 
-def _why_not_inside(plan: Plan, axis: Axis) -> str | None:
-    """Why an axis that cuts a model inside cannot."""
+def _check_inside(plan: Plan, axis: Axis) -> None:
+    """Refuse a model that an axis cannot cut inside."""
     key, anatomy = f"{axis.name}_size", plan.anatomy
     asked, works = f"{key}={getattr(plan.config, key)}", f"{key}=1 with dp_shard works"
     if not anatomy.is_transformers:
-        return f"{asked}: {anatomy.name} is not a transformers model; {works}"
+        refuse_with(f"{asked}: {anatomy.name} is not a transformers model; {works}")
     if anatomy.replaced_forward is not None:
-        return (
+        refuse_with(
             f"{asked}: {anatomy.replaced_forward} has a forward of its own, as Liger puts on modules, which a split "
             f"would not change; TrainingArguments(use_liger_kernel=True) puts it on after the split, or {works}"
         )
-    return None
 
 
 def _general_problems(anatomy: Anatomy) -> list[str]:
@@ -124,7 +122,7 @@ Cut = tuple[int, ...]
 
 
 def tp_cuts(anatomy: Anatomy, part: TensorPart) -> dict[str, Cut]:
-    """How tp cuts a parameter, under all its full names; whole ones are not in it."""
+    """Return the dims along which tp cuts each parameter, under all its full names; whole ones are not in it."""
     own: dict[str, Cut] = {}
     for name, style in part.words.items():
         if style == "experts":
@@ -144,7 +142,7 @@ def tp_cuts(anatomy: Anatomy, part: TensorPart) -> dict[str, Cut]:
 
 
 def slice_shape(shape: Iterable[int], dim: int | None, parts: int, index: int) -> Shape:
-    """The shape of part `index` as DTensor and FSDP2 cut: ceil(size / parts) each, until nothing is left."""
+    """Return the shape of part `index` as DTensor and FSDP2 cut: ceil(size / parts) each, until nothing is left."""
     sizes = list(shape)
     if dim is not None and sizes:
         size, part = sizes[dim], -(-sizes[dim] // parts)
@@ -153,7 +151,7 @@ def slice_shape(shape: Iterable[int], dim: int | None, parts: int, index: int) -
 
 
 def tp_shape(shape: Iterable[int], cut: Cut, config: ParallelConfig, index: int) -> Shape:
-    """The shape of what tp leaves rank `index` of a parameter."""
+    """Return the shape of the part of a parameter that tp leaves rank `index`."""
     if len(cut) < 2:
         return slice_shape(shape, cut[0] if cut else None, config.tp_size, index)
     row, column = divmod(index, config.tp_col_size)
@@ -164,10 +162,10 @@ def tp_shape(shape: Iterable[int], cut: Cut, config: ParallelConfig, index: int)
 def stored(
     parameters: Iterable[ParameterFacts], cuts: dict[str, Cut], config: ParallelConfig, apart: Collection[str] = ()
 ) -> dict[tuple[int, int], tuple[int, int]]:
-    """How many elements and bytes of these parameters a rank keeps, at each (dp_shard x cp, tp) place.
+    """Count elements and bytes of these parameters that a rank keeps, at each (dp_shard x cp, tp) place.
 
     Args:
-        apart: the names of those that are shared out over ep.
+        apart: the names of the parameters that are shared out over ep.
     """
     parameters = list(parameters)
     placed = [(p.shape, cuts.get(p.names[0], ()), p.width) for p in parameters if p.names[0] not in apart]
@@ -183,7 +181,7 @@ def stored(
 
 
 def _of_experts(shape: Shape, place: int, config: ParallelConfig) -> int:
-    """Elements of experts at a place among the ranks of dp_shard and tp."""
+    """Count the elements of experts at a place among the ranks of dp_shard and tp."""
     ranks = config.ep_shard_size
     own = slice_shape(shape, 0, config.ep_size, place % config.ep_size)
     return math.prod(slice_shape(own, shard_dim(own, ranks), ranks, place // config.ep_size))

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_parallel.apply.whole import full_tensor
+from hf_parallel.apply.weights import full_tensor
 
 #: Elements of a tensor that a record keeps; of a larger one as many, evenly spaced, and the norm of all.
 SAMPLE = 1 << 16

@@ -1,6 +1,14 @@
-"""Differentiable collectives: each names what it does forward and backward. Some that only start. Who is here."""
+"""The mesh of ranks, its groups, differentiable collectives, and calls that not all ranks make."""
 
-from hf_parallel.ranks.all_to_all import exchange, exchange_counts, exchange_during, exchange_equally, scale_gradient
+from hf_parallel.ranks.all_to_all import (
+    columns_of_tokens,
+    exchange,
+    exchange_counts,
+    exchange_during,
+    exchange_equally,
+    leave_grid,
+    scale_gradient,
+)
 from hf_parallel.ranks.desync import AloneError, ask, assert_all_ranks, watch
 from hf_parallel.ranks.differentiable import (
     Started,
@@ -25,7 +33,6 @@ from hf_parallel.ranks.differentiable import (
     sum_of_parts,
     whole_sequence,
 )
-from hf_parallel.ranks.grid import columns_of_tokens, leave_grid
 from hf_parallel.ranks.messages import OneBatch
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Rows that travel between ranks: as many to each, or as many as each has for the other (all-to-all with counts)."""
+"""Rows that travel between ranks: equal counts, or as many as each has for the other (all-to-all with counts)."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
+from hf_parallel.ranks.differentiable import parts_of_sequence, start_all_gather, start_reduce_scatter, whole_sequence
 from hf_parallel.ranks.observed import COLLECTIVE, keeps, kept_or
 
 if TYPE_CHECKING:
@@ -98,7 +99,7 @@ class _Journey:
         self._travels: tuple[dist.Work, torch.Tensor, torch.Tensor] | None = None
 
     def start(self, rows: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
-        """What will hold those that arrive."""
+        """Start to send the rows; return the memory that will hold the rows that arrive."""
         arriving, rows = rows.new_empty(sum(received), *rows.shape[1:]), rows.contiguous()
         work = dist.all_to_all_single(
             arriving, rows, output_split_sizes=received, input_split_sizes=sent, group=self.group, async_op=True
@@ -186,7 +187,7 @@ _SCALE = torch.bfloat16  # the exponents of fp32 in half its bytes; codes are ma
 
 
 def packed_bytes(count: int, kind: str) -> int:
-    """What a row of `count` numbers takes."""
+    """Return the bytes that a row of `count` numbers takes."""
     blocks = math.ceil(count / BLOCK)
     return blocks * (BLOCK * _BITS[kind] // 8 + _SCALE.itemsize)
 
@@ -254,3 +255,68 @@ def reduce_scatter(
     received = torch.empty_like(packed)
     dist.all_to_all_single(received, packed, group=group)
     return unpack(received, count, kind).sum(0)
+
+
+# ---- Tokens and features on a grid of ranks: the pairs of `axes/tensor/grid.py` that go along both
+# A tensor [t/p, h] holds a rank's tokens with all their features, [t/R, h/C] the tokens of all ranks of its row of the
+# grid with 1/C of their features. Ranks count by rows, so the tokens of a row are consecutive.
+
+
+class _ColumnsOfTokens(torch.autograd.Function):
+    """An all-to-all whose backward is its transpose. Nothing is kept: as much arrives as has left."""
+
+    @staticmethod
+    def forward(ctx: Context, tensor: torch.Tensor, over_columns: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = over_columns
+        return _to_columns(tensor, over_columns)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Context, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _to_tokens(gradient, ctx.group), None
+
+
+class _LeaveGrid(torch.autograd.Function):
+    """Reduce-scatter of tokens and all-to-all forward, all-to-all and all-gather backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Context, tensor: torch.Tensor, over_rows: dist.ProcessGroup, over_columns: dist.ProcessGroup
+    ) -> torch.Tensor:
+        ctx.groups = over_rows, over_columns
+
+        def left() -> torch.Tensor:
+            return _to_tokens(
+                start_reduce_scatter(parts_of_sequence(tensor, over_rows), over_rows).wait(), over_columns
+            )
+
+        return kept_or(left, COLLECTIVE)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Context, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        over_rows, over_columns = ctx.groups
+        return whole_sequence(start_all_gather(_to_columns(gradient, over_columns), over_rows).wait()), None, None
+
+
+def columns_of_tokens(tensor: torch.Tensor, over_columns: dist.ProcessGroup) -> torch.Tensor:
+    """[…, s / p, h] -> […, s / R, h / C]: the tokens of the ranks of a row, this rank's part of their features."""
+    return _ColumnsOfTokens.apply(tensor, over_columns)
+
+
+def leave_grid(tensor: torch.Tensor, over_rows: dist.ProcessGroup, over_columns: dist.ProcessGroup) -> torch.Tensor:
+    """[…, s, h / C], a part of a sum over rows -> […, s / p, h] of the sum: this rank's tokens, all features."""
+    return _LeaveGrid.apply(tensor, over_rows, over_columns)
+
+
+def _to_columns(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    width = tensor.shape[-1] // group.size()
+    parts = tensor.reshape(-1, group.size(), width).transpose(0, 1)
+    return all_to_all(parts, group).view(*tensor.shape[:-2], -1, width)
+
+
+def _to_tokens(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    size, width = group.size(), tensor.shape[-1]
+    parts = all_to_all(tensor.reshape(size, -1, width), group).transpose(0, 1)
+    whole = parts.reshape(*tensor.shape[:-2], tensor.shape[-2] // size, size * width)
+    return torch.ops.aten._unsafe_view(whole, whole.shape)  # no view: models add to it in place

@@ -1,4 +1,4 @@
-"""Is every rank here? Asked before what all of them do together: a training, an evaluation, a save.
+"""Detection of ranks that come apart, before all of them do something together: a training, an evaluation, a save.
 
 A script that saves under `if is_main_process:` would wait for the others until the process group's time-out. Ranks
 sign in in the store; one that waits asks those that are missing, and a thread of theirs answers for them:
@@ -70,7 +70,7 @@ class AloneError(RuntimeError):
 
 
 class DesyncDetector:
-    """This process's place in the list, and the thread that answers for it."""
+    """The detector of one process, with the thread that answers for it."""
 
     def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
         self.store = store
@@ -87,13 +87,13 @@ class DesyncDetector:
         atexit.register(self.end)
 
     def end(self) -> None:
-        """The script has ended; without an error, rank 0 may still ask for something."""
+        """End with the script; without an error, rank 0 may still ask for something."""
         if os.getpid() == self.process and not self.closed.is_set() and not hasattr(sys, "last_type"):
             self.requests.attend()
         self.close()
 
     def close(self) -> None:
-        """This process comes to no further call."""
+        """Tell the others that this process makes no further call."""
         if os.getpid() != self.process or self.closed.is_set():
             return
         self.closed.set()
@@ -112,7 +112,7 @@ class DesyncDetector:
             self.store.add("left", 1)
 
     def _let_go(self) -> None:
-        """The store ends with this process: first the others stop asking it, of which torch would tell at length."""
+        """Let the others stop asking the store before it ends, which torch would report at length."""
         self.store.set("closing", "")
         end = time.monotonic() + 2 * LOOK_S
         while self.store.add("left", 0) < self.world_size and time.monotonic() < end:
@@ -136,7 +136,7 @@ class DesyncDetector:
             self._forget(self.number - 1)
 
     def _sign_in(self, room: dist.Store, call: str, advice: str | None) -> bool:
-        """Wait for the others; was this the last rank?"""
+        """Wait for the others; return whether this was the last rank."""
         room.set(str(self.rank), "")
         is_last = room.add("count", 1) == self.world_size
         if is_last:
@@ -154,11 +154,11 @@ class DesyncDetector:
         return is_last
 
     def _calls(self) -> int:
-        """Until now; all ranks that are in one have the same number."""
+        """Count the calls until now; all ranks that are in one call have the same number."""
         return self.number + self.requests.count
 
     def _forget(self, number: int) -> None:
-        """What is left of a call that all ranks have gone on from."""
+        """Delete the keys of a call that all ranks have left."""
         for key in ("call", "count", "all"):
             self.store.delete_key(f"{number}/{key}")
 
@@ -182,7 +182,7 @@ class DesyncDetector:
             time.sleep(0.2)
 
     def _ask(self, rank: int, question: list[int]) -> str | None:
-        """Where a rank stands still, or that it has ended; None if it may still come."""
+        """Return where a rank stands still, or that it has ended; None if it may still come."""
         self.store.set(f"asked/{rank}", json.dumps(question))
         if not self.store.check([f"answer/{rank}"]):
             return None
@@ -207,7 +207,7 @@ class DesyncDetector:
         self.store.set(f"answer/{self.rank}", json.dumps([question, found]))
 
     def _stuck(self) -> str | None:
-        """Where the watched thread waits for other ranks without moving; None if it moves or does something else."""
+        """Return where the watched thread waits for other ranks without moving; None if it does anything else."""
         if self.requests.at_end:
             return _LEFT
         before = sys._current_frames().get(self.watched)
@@ -270,7 +270,7 @@ class DesyncDetector:
         return self.store.check([f"still/{rank}" for rank in range(self.world_size)])
 
     def _end(self, places: list[str]) -> None:
-        """The main thread cannot be woken out of a collective."""
+        """End the process from this thread: the main thread cannot be woken out of a collective."""
         if explained_by is not None and explained_by(STANDSTILL):
             time.sleep(LOOK_S)
             exit_process()
@@ -291,7 +291,7 @@ def exit_process() -> NoReturn:
 
 
 class _Rest:
-    """Since when a thread has been waiting for other ranks, without a move and with the whole process idle."""
+    """The time since a thread has been waiting for other ranks, without a move and with the whole process idle."""
 
     def __init__(self, thread: int) -> None:
         self.thread, self.told = thread, False
@@ -299,7 +299,7 @@ class _Rest:
         self._since, self._used = time.monotonic(), time.process_time()
 
     def place(self) -> str | None:
-        """Where it has stood still for long; None if it has not. Asked about once a second."""
+        """Return where the thread has stood still for long; None if it has not. Called about once a second."""
         frame = sys._current_frames().get(self.thread)
         seen = frame and (id(frame), frame.f_lasti)
         now, used = time.monotonic(), time.process_time()
@@ -311,14 +311,14 @@ class _Rest:
 
 
 class _Idle:
-    """Since when this process has hardly used its processor."""
+    """The time since this process has hardly used its processor."""
 
     def __init__(self) -> None:
         self.told = self.said = False
         self._since, self._used = time.monotonic(), time.process_time()
 
     def seconds(self) -> float:
-        """Asked about once a second."""
+        """Return how long the process has been idle. Called about once a second."""
         now, used = time.monotonic(), time.process_time()
         if used - self._used > _idle_share() * max(now - self._since, LOOK_S):
             self._since, self._used = now, used
@@ -326,12 +326,12 @@ class _Idle:
 
 
 def _idle_share() -> float:
-    """What a process that only waits uses of a processor, at most."""
+    """Return the largest share of a processor that a process uses while it only waits."""
     return IDLE + IDLE_PER_GROUP * len(dist.distributed_c10d._world.pg_map)
 
 
 def _is_in_loader(frame: FrameType) -> bool:
-    """Does a thread wait for the workers of a data loader, or for its dataset?"""
+    """Return whether a thread waits for the workers of a data loader, or for its dataset."""
     outer: FrameType | None = frame
     while outer is not None and not outer.f_code.co_filename.startswith(_LOADER):
         outer = outer.f_back
@@ -339,14 +339,14 @@ def _is_in_loader(frame: FrameType) -> bool:
 
 
 def waits_for_others(frame: FrameType) -> bool:
-    """Is it code in which a process waits for others, when it does not move?"""
+    """Return whether this is code in which a process that does not move waits for others."""
     if frame.f_code.co_filename == _OPERATORS and frame.f_back is not None:
         frame = frame.f_back  # an operator that communicates, as DTensors call
     return frame.f_code.co_filename.startswith(_WAITING)
 
 
 def _script_line(frame: FrameType) -> str:
-    """The innermost line of the user's own code, the call that waits, and who makes it.
+    """Return the innermost line of the user's own code, the call that waits, and its caller.
 
     Two calls of one line of a script, such as `trainer.train()`, differ in who makes them.
     """
@@ -405,7 +405,7 @@ explained_by: Callable[[str], bool] | None = None
 
 
 def store() -> dist.Store | None:
-    """That of the ranks that answer each other; None where there are none."""
+    """Return the store of the ranks that answer each other; None where there is no detector."""
     return None if _detector is None else _detector.store
 
 
@@ -442,7 +442,7 @@ def ask(call: str, number: int, advice: str) -> None:
 
 
 def part() -> None:
-    """All ranks end their process groups next; but after an error, of which the others are to hear now."""
+    """Serve requests before all ranks end their process groups; but not after an error, which must be heard now."""
     if _detector is None or _detector.closed.is_set() or sys.exc_info()[0] is not None:
         return
     if dist.is_initialized() and dist.get_backend() != "fake":  # those of a dry run are not
@@ -450,7 +450,7 @@ def part() -> None:
 
 
 def expect_nothing() -> None:
-    """This process ends by an error: it does not stay for what rank 0 may ask."""
+    """Let this process, which ends by an error, not stay for what rank 0 may ask."""
     if _detector is not None:
         atexit.unregister(_detector.end)
         atexit.register(_detector.close)

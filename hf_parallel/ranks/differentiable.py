@@ -31,18 +31,18 @@ _reduce_scatter_op = getattr(dist, "reduce_scatter_single", None) or dist.reduce
 
 
 def all_gather_op(output: torch.Tensor, own: torch.Tensor, **settings: Any) -> Any:
-    """Looked up at each call: who counts or watches collectives replaces them in torch.distributed."""
+    """Gather, by the function torch.distributed has at this call: who counts collectives replaces it there."""
     return (getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor)(output, own, **settings)
 
 
 class Started(NamedTuple):
-    """What will be in `result` once the work is done."""
+    """A collective under way: its value is in `result` once the work is done."""
 
     result: torch.Tensor
     work: dist.Work
 
     def wait(self) -> torch.Tensor:
-        """The result."""
+        """Return the result, once it is there."""
         self.work.wait()
         return self.result
 
@@ -50,18 +50,18 @@ class Started(NamedTuple):
 def start_all_reduce(
     tensor: torch.Tensor, group: dist.ProcessGroup, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
 ) -> Started:
-    """The sum over ranks, in place of a contiguous tensor."""
+    """Start to sum over ranks, in place of a contiguous tensor."""
     return Started(tensor, dist.all_reduce(tensor, operation, group, async_op=True))
 
 
 def start_all_gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> Started:
-    """[…] -> [n, …], every rank's."""
+    """Start to gather […] of each rank to [n, …]."""
     gathered = tensor.new_empty(group.size(), *tensor.shape)
     return Started(gathered, all_gather_op(gathered.flatten(), tensor.flatten(), group=group, async_op=True))
 
 
 def start_reduce_scatter(tensor: torch.Tensor, group: dist.ProcessGroup, own: torch.Tensor | None = None) -> Started:
-    """[n, …] -> […], the sum over ranks of what each has for this one; into `own`, if given and contiguous."""
+    """Start to sum [n, …] over ranks to this rank's part […]; into `own`, if given and contiguous."""
     own = tensor.new_empty(tensor.shape[1:]) if own is None else own
     return Started(own, _reduce_scatter_op(own.flatten(), tensor.flatten(), group=group, async_op=True))
 
@@ -240,7 +240,7 @@ def copy_to_group(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tenso
 
 
 def copy_weight_to_group(weight: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """The same with a weight that all ranks hold and use for a part of the work."""
+    """Enter such a region with a weight that all ranks hold and use for a part of the work."""
     return _CopyWeight.apply(weight, group)
 
 
@@ -309,7 +309,7 @@ def sum_of_parts(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor
 def all_reduce(
     tensor: torch.Tensor, group: dist.ProcessGroup, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
 ) -> torch.Tensor:
-    """A new reduced tensor; one in place would change what autograd has saved. Not differentiable."""
+    """Return a new reduced tensor: in place would change what autograd has saved. Not differentiable."""
     if torch.compiler.is_compiling():
         return sum_in_graph(tensor, group)
     return start_all_reduce(tensor.clone(memory_format=torch.contiguous_format), group, operation).wait()
@@ -372,7 +372,7 @@ class Context(Protocol):
 
     @property
     def saved_tensors(self) -> tuple[torch.Tensor, ...]:
-        """What `save_for_backward` was given."""
+        """Return the tensors `save_for_backward` was given."""
 
     def save_for_backward(self, *tensors: torch.Tensor | None) -> None:
         """Keep inputs and outputs, in a way that sees whether they are changed."""

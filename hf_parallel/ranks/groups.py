@@ -35,18 +35,18 @@ class Groups:
         self._known: dict[tuple, dist.ProcessGroup | None] = {}
 
     def along(self, partition: Partition, urgent: bool = False, apart: str = "") -> dist.ProcessGroup:
-        """This rank's group of `partition`, which all ranks are in. Collective over them at the first time.
+        """Return this rank's group of `partition`, which all ranks are in. Collective over them at the first time.
 
         Args:
-            urgent: what is computed waits for its messages: on CUDA they go before what runs already.
-            apart: whose messages must not wait for others of the same ranks: a name, with a group of its own.
+            urgent: computation waits for its messages, so on CUDA they go before kernels that run already.
+            apart: a name for a group of its own, whose messages must not wait for others of the same ranks.
         """
         group = self.among(partition, urgent, apart)
         assert group is not None
         return group
 
     def among(self, partition: Partition, urgent: bool = False, apart: str = "") -> dist.ProcessGroup | None:
-        """The same of groups that leave ranks out: None on these."""
+        """Return this rank's group of a `partition` that leaves ranks out; None on these ranks."""
         options = urgent_options(self.device) if urgent else None
         key = (options is not None, apart, *map(tuple, partition))
         if key not in self._known:
@@ -54,7 +54,7 @@ class Groups:
         return self._known[key]
 
     def on_host(self, partition: Partition, group: dist.ProcessGroup) -> dist.ProcessGroup:
-        """One of the same ranks for messages in host memory: `group` itself where it takes them."""
+        """Return a group of the same ranks for messages in host memory: `group` itself where it takes them."""
         if takes_host_memory(group):
             return group
         key = ("host", *map(tuple, partition))
@@ -65,7 +65,7 @@ class Groups:
         return own
 
     def for_numbers(self, ranks: list[int]) -> dist.ProcessGroup:
-        """A group over host memory for what a script asks at any time. Collective over its ranks at the first time.
+        """Return a group over host memory that a script may use at any time. Collective over its ranks at first.
 
         One rank that asks alone waits for the others, whose collectives it leaves as they are.
         """
@@ -78,7 +78,7 @@ class Groups:
         return own
 
     def made(self) -> list[dist.ProcessGroup]:
-        """All that this rank is in."""
+        """Return all groups that this rank is in."""
         return [group for group in self._known.values() if group is not None]
 
     def _make(self, partition: Partition, options: object, apart: bool) -> dist.ProcessGroup | None:
@@ -102,7 +102,7 @@ def all_ranks_on_host() -> dist.ProcessGroup:
 
 
 def takes_host_memory(group: dist.ProcessGroup) -> bool:
-    """Can tensors of the CPU be sent in it? NCCL's pickles go through the GPU, which the process then waits for."""
+    """Return whether a group sends tensors of the CPU. NCCL's pickles go through the GPU, and the process waits."""
     return torch.device("cpu") in group._device_types
 
 
@@ -120,7 +120,7 @@ def _connects_late(group: dist.ProcessGroup) -> bool:
 
 
 def time_out() -> timedelta | None:
-    """How long collectives of the default group may take. New groups are told, else they have torch's defaults."""
+    """Return the time-out of the default group. New groups must be given it, else they have torch's default."""
     group = dist.distributed_c10d._get_default_group()
     options = getattr(group._get_backend(group._device_types[0]), "options", None)
     return getattr(options, "_timeout", None)
@@ -143,7 +143,7 @@ def _is_split(default: object) -> bool:
 
 
 def _of_nccl_alone(default: dist.ProcessGroup, device: torch.device) -> dict[str, str]:
-    """What keeps gloo out of a split of a default group that has both.
+    """Return the options that keep gloo out of a split of a default group that has both backends.
 
     It would be given NCCL's options, warn, and fall back to a time-out of its own. Messages in host memory have groups
     of their own, see `Groups.on_host`. Before torch 2.13 a split takes all backends.
@@ -180,7 +180,7 @@ def _connected_when_needed() -> Iterator[None]:
 
 
 def machine_id() -> str:
-    """The same for all containers of one kernel."""
+    """Return a name of this machine that all containers of one kernel share."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             return file.read().strip()

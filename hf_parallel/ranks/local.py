@@ -25,7 +25,7 @@ Mixin = TypeVar("Mixin", bound="nn.Module")
 
 @contextlib.contextmanager
 def holding(module: nn.Module, changed: dict[str, Any]) -> Iterator[None]:
-    """In here `module` holds other tensors in place of some parameters."""
+    """Let `module` hold other tensors in place of some parameters inside the `with`."""
     before = {name: module._parameters[name] for name in changed}
     module._parameters.update(changed)
     try:
@@ -37,7 +37,7 @@ def holding(module: nn.Module, changed: dict[str, Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def adding(module: nn.Module, name: str, make: Callable[[], torch.Tensor]) -> Iterator[None]:
-    """In here `module` computes with the sum of what it stores under this name and of `make()`."""
+    """Let `module` compute inside the `with` with the sum of its tensor of this name and of `make()`."""
     added = vars(module).setdefault("_hf_parallel_added", {})
     added[name] = make
     try:
@@ -47,20 +47,20 @@ def adding(module: nn.Module, name: str, make: Callable[[], torch.Tensor]) -> It
 
 
 def with_added(module: nn.Module, name: str, value: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a parameter with what is to be added to it."""
+    """Return this rank's part of a parameter plus the tensor to be added to it, if any."""
     make = vars(module).get("_hf_parallel_added", {}).get(name)
     return value if make is None else value + make().to(value.dtype)
 
 
 def local(parameter: Any) -> Any:
-    """This rank's shard as a plain tensor that autograd still follows back to the parameter."""
+    """Return this rank's shard as a plain tensor that autograd still follows back to the parameter."""
     if not isinstance(parameter, DTensor):
         return parameter
     return parameter.to_local() if torch.compiler.is_compiling() else _Local.apply(parameter)
 
 
 class _Local(torch.autograd.Function):
-    """`DTensor.to_local` in 0.6 of its time, the rest of which goes into what a gradient's placement could be."""
+    """`DTensor.to_local` in 0.6 of its time: torch spends the rest on possible placements of the gradient."""
 
     @staticmethod
     def forward(ctx: Any, parameter: Any) -> torch.Tensor:
@@ -79,7 +79,7 @@ class _Local(torch.autograd.Function):
 
 @functools.cache
 def in_front(mixin: type, cls: type) -> type:
-    """The class `cls` with a mixin before it, by the same name."""
+    """Return the class `cls` with a mixin before it, by the same name."""
     return type(cls.__name__, (mixin, cls), {"__module__": cls.__module__, _BEHIND: cls})
 
 
@@ -92,17 +92,17 @@ def put_in_front(mixin: type[Mixin], module: nn.Module) -> Mixin:
     return module
 
 
-#: Of a class that `in_front` or `computing` has made: the one that it was.
+#: Attributes of a class that `in_front` or `computing` has made: the class it was before.
 _BEHIND, _OWN = "_hf_parallel_behind", "_hf_parallel_own"
 
 
 def has_mixin(cls: type) -> bool:
-    """Has `in_front` made this class?"""
+    """Return whether `in_front` made this class."""
     return _BEHIND in vars(cls)
 
 
 def without_mixins(cls: type) -> type:
-    """The class that it was before any mixin, and any other forward."""
+    """Return the class that it was before any mixin, and any other forward."""
     while has_mixin(cls):
         cls = vars(cls)[_BEHIND]
     return vars(cls).get(_OWN, cls)
@@ -110,7 +110,7 @@ def without_mixins(cls: type) -> type:
 
 @functools.cache
 def computing(forward: Callable, cls: type) -> type:
-    """The class `cls` with another forward, behind the mixins before it."""
+    """Return the class `cls` with another forward, behind the mixins before it."""
     if has_mixin(cls):
         return in_front(cls.__bases__[0], computing(forward, vars(cls)[_BEHIND]))
     own = vars(cls).get(_OWN, cls)
@@ -121,18 +121,18 @@ def computing(forward: Callable, cls: type) -> type:
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """What autocast lowers products to, here and now; None where it is off."""
+    """Return the dtype autocast lowers products to, here and now; None where it is off."""
     return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
 
 
 def as_autocast(tensor: torch.Tensor) -> torch.Tensor:
-    """What autocast does to an argument of F.linear, or of attention."""
+    """Cast a tensor as autocast casts an argument of F.linear, or of attention."""
     dtype = autocast_dtype(tensor.device)
     return tensor if dtype is None or tensor.dtype == torch.float64 else tensor.to(dtype)
 
 
 def no_autocast(device: str) -> contextlib.AbstractContextManager:
-    """Nothing where autocast is off already, which is the rule in a backward: torch's context takes a while."""
+    """Switch autocast off; no context where it is off already, as in most backwards: torch's context takes a while."""
     return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else contextlib.nullcontext()
 
 
@@ -164,7 +164,7 @@ class WholeWhenRead:
         return functools.partial(type(self).__mro__[2], **dict(self.items())), ()
 
     def is_whole(self, key: str) -> bool:
-        """Has it been read, or is it no tensor of parts?"""
+        """Return whether the tensor has been read, or is no tensor of parts."""
         return key not in self._parts
 
     def _whole(self, key: str, value: Any) -> Any:

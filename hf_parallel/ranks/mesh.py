@@ -61,12 +61,12 @@ EXPERT_AXES = ("ep_shard", "ep")
 
 
 def coordinates(config: ParallelConfig, rank: int) -> dict[str, int]:
-    """Where `rank` sits: {axis: index}. Pure arithmetic, no process group."""
+    """Return where `rank` sits: {axis: index}. Pure arithmetic, no process group."""
     return _place(config.sizes, rank)
 
 
 def expert_coordinates(config: ParallelConfig, rank: int) -> dict[str, int]:
-    """The same in the second view."""
+    """Return where `rank` sits in the second view: {axis: index}."""
     return _place(config.expert_sizes, rank)
 
 
@@ -78,19 +78,19 @@ def _place(sizes: dict[str, int], rank: int) -> dict[str, int]:
 
 
 def stored(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of a tensor that this rank stores, as a plain tensor."""
+    """Return the part of a tensor that this rank stores, as a plain tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def placed_as(parameter: Any, part: torch.Tensor) -> DTensor:
-    """The DTensor placed as `parameter` is, of which this rank stores `part`. Not differentiable."""
+    """Make a DTensor that is placed as `parameter` is, with `part` as this rank's part. Not differentiable."""
     spec = copy.copy(parameter._spec)
     spec.tensor_meta = spec.tensor_meta._replace(dtype=part.dtype)
     return DTensor(part, spec, requires_grad=False)
 
 
 def data_rank(config: ParallelConfig, rank: int) -> int:
-    """Which share of the data `rank` reads, 0 … data_parallel_size - 1."""
+    """Return which share of the data `rank` reads, 0 … data_parallel_size - 1."""
     place, number = coordinates(config, rank), 0
     for axis in _data_axes(config):
         number = number * config.sizes[axis] + place[axis]
@@ -98,7 +98,7 @@ def data_rank(config: ParallelConfig, rank: int) -> int:
 
 
 def axis_ranks(config: ParallelConfig, *axes: str) -> list[list[int]]:
-    """All groups along some axes of one view, as lists of global ranks."""
+    """Return all groups along some axes of one view, as lists of global ranks."""
     sizes = config.sizes if set(axes).isdisjoint(EXPERT_AXES) else config.expert_sizes
     sizes = sizes if set(axes).isdisjoint(TP_AXES) else config.grid_sizes
     names, shape = list(sizes), tuple(sizes.values())
@@ -212,7 +212,7 @@ class ParallelMesh:
 
     @property
     def data_rank(self) -> int:
-        """Which share of the data this rank reads."""
+        """Return which share of the data this rank reads."""
         return data_rank(self.config, self.rank)
 
     @property
@@ -221,7 +221,7 @@ class ParallelMesh:
         return self.config.data_parallel_size
 
     def fork_random_state(self) -> contextlib.AbstractContextManager:
-        """In here random numbers may be drawn: afterwards those of this process's devices go on as before."""
+        """Allow random numbers inside the `with`: afterwards this process's generators go on as before."""
         if self.device.type == "cpu":
             return torch.random.fork_rng([])
         return torch.random.fork_rng([self.device.index or 0], device_type=self.device.type)
@@ -232,16 +232,16 @@ class ParallelMesh:
 
 
 def _mesh(groups: Groups, config: ParallelConfig, sizes: dict[str, int]) -> DeviceMesh:
-    """One view of the ranks, with a group for each of its axes."""
+    """Build a view of the ranks, with a group for each of its axes."""
     along = [groups.along(axis_ranks(config, axis), urgent=axis == "tp") for axis in sizes]
     ranks = torch.arange(config.world_size).view(tuple(sizes.values()))
     return DeviceMesh.from_group(along, groups.device.type, ranks, mesh_dim_names=tuple(sizes))
 
 
 def end_groups() -> None:
-    """At the end of Python: wait for the work of all process groups, and end them while their threads still may run.
+    """Wait for the work of all process groups at the end of Python, and end them while their threads may still run.
 
-    Not after an error that nobody caught: peers may never do what would be waited for.
+    Nothing is waited for after an error that nobody caught: peers may never do their part.
     """
     if not hasattr(sys, "last_type"):
         if dist.is_initialized():
@@ -251,6 +251,6 @@ def end_groups() -> None:
 
 
 def set_time_out(limit: timedelta) -> None:
-    """How long collectives of all groups of this process may take from here on."""
+    """Set the time-out of collectives of all groups of this process."""
     for group in list(dist.distributed_c10d._world.pg_map):
         dist.distributed_c10d._set_pg_timeout(limit, group)

@@ -29,7 +29,7 @@ def gather(own: T, group: dist.ProcessGroup | None = None) -> list[T]:
 
 
 class Failed(NamedTuple):
-    """What a rank sends in the place of an object that it could not make."""
+    """An error that a rank sends in the place of an object that it could not make."""
 
     error: Exception
     where: str
@@ -71,10 +71,10 @@ def from_one(make: Callable[[], T], group: dist.ProcessGroup | None = None, sour
 def telling(
     group: dist.ProcessGroup | None, source: int, is_heard: Callable[[], bool] = lambda: True
 ) -> Iterator[None]:
-    """On the rank whose objects the others wait for: what fails in here is told in the place of one.
+    """Send an error inside the `with` in the place of the object that the other ranks wait for from this one.
 
     Args:
-        is_heard: do the others wait for an object now? To tell those that do something else would wait for them.
+        is_heard: whether the others wait for an object now; else sending an error would wait for them.
     """
     try:
         yield
@@ -107,7 +107,7 @@ class OneBatch:
             self.axes = []
 
     def begin(self) -> None:
-        """Another loader: its first batches are compared as well. On all ranks of the model."""
+        """Compare the first batches of another loader as well. On all ranks of the model."""
         self.steps.clear()
 
     def check(self, batch: object, kind: str) -> None:
@@ -170,7 +170,7 @@ _NO_MORE = "no more"
 
 
 class Requests:
-    """The list of them, in the store in which ranks sign in.
+    """Requests of rank 0, in the store in which ranks sign in.
 
     Args:
         sign_in: returns when all ranks have signed in a room of the store: given the room, what it is for, advice.
@@ -210,7 +210,7 @@ class Requests:
                 pause = min(2 * pause, _PAUSE_S)
 
     def part(self) -> None:
-        """All ranks are about to end their groups: the last time that this rank may ask, or is asked."""
+        """Ask, or serve, for the last time before all ranks end their groups."""
         if self.rank == 0:
             self.end()
         else:
@@ -218,7 +218,7 @@ class Requests:
             self.at_end = False
 
     def end(self) -> None:
-        """This rank asks no more."""
+        """Tell the others that rank 0 asks no more."""
         if self.rank == 0:
             self.store.set(_NO_MORE, "")
 

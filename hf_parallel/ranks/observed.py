@@ -1,4 +1,4 @@
-"""One place where all collectives of this process can be seen, whoever calls them: FSDP2, this package, a script.
+"""A view of all collectives of this process, whoever calls them: FSDP2, this package, a script.
 
     listen(listener)        begin(call)   before each
     ...                     end(call, work)   it has started
@@ -81,29 +81,29 @@ class Call:
 
     @property
     def tensor(self) -> torch.Tensor | None:
-        """What this rank gives; the first one of several."""
+        """Return the tensor this rank gives; the first one of several."""
         return _input(self._args)
 
     @property
     def peer(self) -> int | None:
-        """None also of what any rank may send."""
+        """Return the other rank of a message; None for collectives and for a message any rank may send."""
         return self._args[1] if self.name in _WITH_PEER and len(self._args) > 1 else None
 
 
 class Listener:
-    """Hears of every collective, in the thread that calls it, and must be quick."""
+    """A listener hears of every collective, in the thread that calls it, and must be quick."""
 
     def begin(self, call: Call) -> None:
-        """It is about to be started."""
+        """Hear of a collective that is about to start."""
 
     def end(self, call: Call, work: dist.Work | None) -> None:
-        """It has been started. Keeping `work` keeps its tensors."""
+        """Hear of a collective that has started. Keeping `work` keeps its tensors."""
 
     def waiting(self, work: dist.Work) -> None:
-        """Somebody begins to wait for it."""
+        """Hear that somebody begins to wait for `work`."""
 
     def waited(self, work: dist.Work) -> None:
-        """It is done, or on CUDA in the order of the stream."""
+        """Hear that `work` is done, or on CUDA in the order of the stream."""
 
 
 _listeners: tuple[Listener, ...] = ()
@@ -111,7 +111,7 @@ _originals: dict[str, Callable] = {}
 
 
 def listen(listener: Listener) -> None:
-    """From here on the listener hears of every collective of this process."""
+    """Let the listener hear of every collective of this process from now on."""
     global _listeners
     _listeners = (*_listeners, listener)
     if not _originals:
@@ -124,7 +124,7 @@ def listen(listener: Listener) -> None:
 
 
 def unlisten(listener: Listener) -> None:
-    """No more; once nobody listens ProcessGroup is as it was."""
+    """Stop the listener; once nobody listens, ProcessGroup is as it was."""
     global _listeners
     _listeners = tuple(other for other in _listeners if other is not listener)
     if not _listeners:
@@ -162,7 +162,7 @@ def _observed_wait(original: Callable) -> Callable:
 
 
 def _input(args: tuple) -> torch.Tensor | None:
-    """What a rank gives: the second of (output, input), else the first of a list of tensors."""
+    """Return the tensor a rank gives: the second of (output, input), else the first of a list of tensors."""
     for value in args[1::-1] if len(args) > 1 else args:  # the second argument, then the first
         while isinstance(value, (list, tuple)) and value:
             value = value[0]
@@ -181,7 +181,7 @@ ATTENTION, COLLECTIVE = "attention", "collective"
 
 
 class Store:
-    """What one checkpoint has kept, in order. A layer may be recomputed several times."""
+    """The results that one checkpoint has kept, in order. A layer may be recomputed several times."""
 
     def __init__(self, kinds: frozenset[str]) -> None:
         self.kinds = kinds
@@ -192,7 +192,7 @@ class Store:
 
 
 class Within:
-    """In here results go to a store, or come from it."""
+    """A context in which results go to a store, or come from it."""
 
     def __init__(self, store: Store, recomputing: bool) -> None:
         self.store, self.recomputing = store, recomputing
@@ -209,12 +209,12 @@ _stores: list[Store] = []
 
 
 def keeps(kind: str) -> bool:
-    """Is there a checkpoint around this that keeps results of this kind?"""
+    """Return whether a checkpoint around this keeps results of this kind."""
     return bool(_stores) and kind in _stores[-1].kinds
 
 
 def kept_or(compute: Callable[[], Result], kind: str) -> Result:
-    """The result that the checkpoint around this has kept, or else what `compute` gives, which it then keeps."""
+    """Return the result that the checkpoint around this has kept, or compute it, which the checkpoint then keeps."""
     if not keeps(kind) or _stores[-1].computing:
         return compute()
     store = _stores[-1]
@@ -235,7 +235,7 @@ def kept_or(compute: Callable[[], Result], kind: str) -> Result:
 
 @contextlib.contextmanager
 def summed_next() -> Iterator[None]:
-    """What is computed in here nothing reads but the next result that is kept: a second run needs no value of it."""
+    """Mark what is computed here as read only by the next kept result, so a second run needs no value of it."""
     store = _stores[-1] if keeps(COLLECTIVE) else None
     if store is not None:
         store.summed = len(store.results)
@@ -290,10 +290,10 @@ class Summed:
 
 
 def noted(result: object, store: Store | None = None) -> object:
-    """A result, with tensors as what is kept of them.
+    """Return a result to keep, with `Kept` or `Summed` in place of tensors.
 
     Args:
-        store: of the checkpoint that is told which results nobody reads again.
+        store: the store of a checkpoint that is told which results nobody reads again.
     """
     if store is None or store.summed is None:
         return tree_map(lambda one: Kept.of(one) if torch.is_tensor(one) else one, result)
@@ -304,10 +304,10 @@ def noted(result: object, store: Store | None = None) -> object:
 
 
 def unchanged(note: object) -> bool:
-    """Is everything in it as it was?"""
+    """Return whether no tensor of a kept result was changed in place."""
     return all(one.unchanged for one in tree_leaves(note) if isinstance(one, Kept | Summed))
 
 
 def given_back(note: object) -> Any:
-    """The result."""
+    """Return the result that was kept."""
     return tree_map(lambda one: one.again() if isinstance(one, Kept | Summed) else one, note)

@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING, Any, TypedDict
 import torch
 import torch.distributed as dist
 
-from hf_parallel.checkpoint.gather import as_bytes
 from hf_parallel.checkpoint.hub_format import Entry
-from hf_parallel.checkpoint.load import in_buckets
+from hf_parallel.checkpoint.weights import in_buckets
+from hf_parallel.checkpoint.writers import as_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -64,7 +64,7 @@ class Channel:
             raise
 
     def receive(self, announced: Iterable[Entry]) -> Iterator[tuple[str, torch.Tensor]]:
-        """The same, one by one."""
+        """Receive tensors one by one."""
         for bucket in in_buckets(announced, BUCKET):
             data = torch.empty(sum(one.nbytes for one in bucket), dtype=torch.uint8)
             self._broadcast(data)
@@ -97,7 +97,7 @@ _KEPT = 64
 
 
 class Facts(TypedDict):
-    """What a server says of its model."""
+    """A server's description of its model."""
 
     model: str
     dtype: str
@@ -118,12 +118,12 @@ class Reference:
         self._known = functools.lru_cache(_KEPT)(self._scored)
 
     def facts(self) -> Facts:
-        """What the trainer compares with its policy."""
+        """Return the facts that the trainer compares with its policy."""
         dtype = str(self.model.dtype).removeprefix("torch.")
         return {"model": self.name, "dtype": dtype, "vocabulary": self.model.config.get_text_config().vocab_size}
 
     def score(self, asked: dict) -> dict[str, str]:
-        """Of each row and token but the first: log p(label | tokens before it), 0 where nothing is to be scored."""
+        """Return log p(label | tokens before it) of each token but the first; 0 where nothing is to be scored."""
         with self.lock:
             return {"log_probs": self._known(json.dumps(asked, sort_keys=True))}
 
@@ -160,23 +160,23 @@ class Reference:
 
 
 def to_text(scores: torch.Tensor) -> str:
-    """The bytes of fp32 numbers, as JSON can hold them."""
+    """Return the bytes of fp32 numbers as text that JSON can hold."""
     return base64.b64encode(scores.float().cpu().contiguous().numpy().tobytes()).decode()
 
 
 def from_text(text: str, shape: tuple[int, int]) -> torch.Tensor:
-    """The numbers."""
+    """Return the numbers of such a text."""
     return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.float32).view(shape)
 
 
 def ask(address: str, route: str, timeout: float, told: dict[str, object] | None = None) -> dict:
-    """What a server of this package says.
+    """Return the answer of a server of this package.
 
     Args:
         timeout: seconds in which it must answer: ranks that wait for one that hangs would wait for ever.
 
     Raises:
-        RuntimeError: it is not there, refuses, or says nothing.
+        RuntimeError: the server is not there, refuses, or does not answer.
     """
     url = f"{address.rstrip('/')}/{route}"
     request = urllib.request.Request(url, json.dumps(told or {}).encode(), {"Content-Type": "application/json"})

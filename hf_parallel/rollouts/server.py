@@ -32,7 +32,7 @@ _OTHERS |= {"chat_template", "chat_template_kwargs", "tools", "tool_choice"}
 
 
 class Refused(Exception):
-    """What the stand-in does not do; its message goes back to the client."""
+    """A request for something the stand-in does not do; its message goes back to the client."""
 
 
 class Engine:
@@ -58,7 +58,7 @@ class Engine:
         }
 
     def config(self) -> dict[str, object]:
-        """As far as TRL reads it."""
+        """Return the configuration, as far as TRL reads it."""
         return {
             "model_config": {"model": self.name, "logprobs_mode": "processed_logprobs"},
             "weight_transfer_config": {"backend": BACKEND},
@@ -67,7 +67,7 @@ class Engine:
     # ---- completions ------------------------------------------------------------------------------------------------
 
     def complete(self, asked: dict) -> dict:
-        """`n` completions of each prompt, those of a prompt behind one another."""
+        """Return `n` completions of each prompt, prompt by prompt."""
         prompts = asked["prompt"]
         if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
             prompts = [prompts]
@@ -76,7 +76,7 @@ class Engine:
         return {"choices": [_choice(i, *one) for i, one in enumerate(found)]}
 
     def chat(self, asked: dict) -> dict:
-        """The same for one conversation, which is rendered here."""
+        """Return `n` completions of one conversation, which is rendered here."""
         ids = self.tokenizer.apply_chat_template(
             asked["messages"],
             tools=asked.get("tools"),
@@ -176,7 +176,7 @@ class Engine:
 
 
 def _length(row: list[int], ends: int | list[int]) -> int:
-    """Up to the first token that ends it, which counts."""
+    """Return the length up to and with the first token that ends it."""
     stops = set(ends) if isinstance(ends, list) else {ends}
     return next((place + 1 for place, token in enumerate(row) if token in stops), len(row))
 
@@ -225,12 +225,12 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def load(name: str, dtype: str = "auto") -> Engine:
-    """The model of a folder or a Hub id, on the GPU, if there is one."""
+    """Load the model of a folder or a Hub id, on the GPU, if there is one."""
     return Engine(name, _model(name, dtype), AutoTokenizer.from_pretrained(name))
 
 
 def load_reference(name: str, dtype: str = "auto") -> Reference:
-    """The same, to give log-probabilities of what it is given."""
+    """Load such a model to give log-probabilities of the tokens it is sent."""
     return Reference(name, _model(name, dtype))
 
 
@@ -240,7 +240,7 @@ def _model(name: str, dtype: str) -> PreTrainedModel:
 
 
 def serve(engine: Engine | Reference, host: str, port: int) -> ThreadingHTTPServer:
-    """Bound, not yet serving; port 0 takes a free one."""
+    """Return a server that is bound and does not serve yet; port 0 takes a free one."""
     server = ThreadingHTTPServer((host, port), _Handler)
     server.daemon_threads = True
     server.engine = engine  # type: ignore[attr-defined]

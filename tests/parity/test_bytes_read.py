@@ -19,7 +19,7 @@ FORMATS = {"consolidated": "50GB", "sharded": "40KB"}
 
 def loaded(spec: str, root: str) -> dict[str, tuple[int, dict[str, int], dict[str, int], set[str]]]:
     """By folder: bytes that this rank must read, those it has read of each file in two ways, its tensors' names."""
-    from hf_parallel.checkpoint import load_weights, ranges
+    from hf_parallel.checkpoint import lazy_tensor, load_weights
 
     activate(spec)
     seen, read = collections.Counter(), os.preadv
@@ -29,7 +29,7 @@ def loaded(spec: str, root: str) -> dict[str, tuple[int, dict[str, int], dict[st
         seen[os.path.basename(os.readlink(f"/proc/self/fd/{handle}"))] += count
         return count
 
-    ranges.os.preadv, found = counted, {}
+    lazy_tensor.os.preadv, found = counted, {}
     for name in FORMATS:
         seen.clear()
         model = models.auto_class(models.llama()).from_pretrained(f"{root}/{name}")

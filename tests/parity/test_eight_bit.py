@@ -51,7 +51,7 @@ def test_resumes(ended, runs, tmp_path, source, spec):
 def test_codes_survive(signed):
     """Blocks with extremes of either sign, a last one that is not full, and one of zeros."""
     functional = pytest.importorskip("bitsandbytes.functional")
-    from hf_parallel.checkpoint.files import _codes, plain_slots
+    from hf_parallel.checkpoint.resume import _codes, plain_slots
 
     table = functional.create_dynamic_map(signed=signed)
     torch.manual_seed(0)

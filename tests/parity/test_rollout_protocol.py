@@ -181,17 +181,17 @@ def held(root, spec: str, limit: int) -> tuple[dict, int]:
     activated(spec)
     from trl.generation.vllm_generation import VLLMGeneration
 
-    from hf_parallel.checkpoint import load
+    from hf_parallel.checkpoint import weights
     from hf_parallel.rollouts import reference
 
-    sizes, gathered, reference.BUCKET = [0], load.gathered, limit
+    sizes, gathered, reference.BUCKET = [0], weights.gathered, limit
 
     def counted(*args):
         whole = gathered(*args)
         sizes.append(sum(tensor.nbytes for tensor in whole.values()))
         return whole
 
-    load.gathered = counted
+    weights.gathered = counted
     sent: dict[str, torch.Tensor] = {}
     generation = VLLMGeneration.__new__(VLLMGeneration)
     generation.model, generation.mode = AutoModelForCausalLM.from_pretrained(root), "server"

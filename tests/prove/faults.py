@@ -132,7 +132,7 @@ def of_loss(factor: Callable[[Any, Any], float]) -> Callable[[Callable], Callabl
 
 def of_save(change: Callable[[str, torch.Tensor], torch.Tensor]) -> Callable[[int], None]:
     """Something else in the saved files than in the model."""
-    from hf_parallel.checkpoint.files import TensorFile
+    from hf_parallel.checkpoint.saving import TensorFile
 
     def make(original):
         def put(self, name, tensor, *args, **kwargs):

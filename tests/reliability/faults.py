@@ -102,23 +102,23 @@ def _optimizer(act: Callable) -> None:
 
 def _adapter(act: Callable) -> None:
     """Tensors of an adapter are on their way to rank 0."""
-    from hf_parallel.checkpoint import load
+    from hf_parallel.checkpoint import weights
 
-    _at_call(load, "gathered", 3, act)
+    _at_call(weights, "gathered", 3, act)
 
 
 def _flush(act: Callable) -> None:
     """All is written, and not yet sure to be on disk."""
-    from hf_parallel.checkpoint.files import TensorFile
+    from hf_parallel.checkpoint.saving import TensorFile
 
     _first(TensorFile, "close", act)
 
 
 def _publish(act: Callable) -> None:
     """This rank's bytes are on disk, and the file has not got its name."""
-    from hf_parallel.checkpoint import files
+    from hf_parallel.checkpoint import saving
 
-    _first(files, "_publish", act)
+    _first(saving, "_publish", act)
 
 
 def _manifest(act: Callable) -> None:
@@ -189,7 +189,7 @@ def _first(owner: Any, name: str, act: Callable) -> None:
 
 def _in_the_middle(file: str, act: Callable) -> None:
     """This rank has put three pieces into a file, which is half written."""
-    from hf_parallel.checkpoint.files import TensorFile
+    from hf_parallel.checkpoint.saving import TensorFile
 
     put, pieces = TensorFile.put, []
 

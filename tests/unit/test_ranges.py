@@ -7,8 +7,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from hf_parallel.checkpoint import ranges
-from hf_parallel.checkpoint.ranges import RangeFile
+from hf_parallel.checkpoint import lazy_tensor
+from hf_parallel.checkpoint.lazy_tensor import RangeFile
 
 SHAPES = {
     "scalar": (),
@@ -33,7 +33,7 @@ def saved(tmp_path):
 
 @pytest.mark.parametrize("block", [1, 64, 16 << 20])
 def test_the_same_as_indexing(saved, monkeypatch, block):
-    monkeypatch.setattr(ranges, "BLOCK", block)
+    monkeypatch.setattr(lazy_tensor, "BLOCK", block)
     path, tensors = saved
     draw = random.Random(1)
     with RangeFile(path) as file:

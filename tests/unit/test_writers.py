@@ -7,8 +7,8 @@ import torch
 
 from hf_parallel.ask.config import ParallelConfig
 from hf_parallel.checkpoint import writers
-from hf_parallel.checkpoint.gather import part_of
 from hf_parallel.checkpoint.hub_format import Entry, Group
+from hf_parallel.checkpoint.writers import part_of
 from hf_parallel.model.anatomy import packed_order
 from hf_parallel.ranks.mesh import coordinates
 from tests.training import axes

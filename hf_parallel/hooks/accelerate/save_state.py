@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from hf_parallel import checkpoint as folders
-from hf_parallel.checkpoint.manifest import of_stages
+from hf_parallel.checkpoint.hub_format import of_stages
 from hf_parallel.hooks import hangs, runtime
 from hf_parallel.hooks.accelerate import processes
 from hf_parallel.hooks.patching import patch

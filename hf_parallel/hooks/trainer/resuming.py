@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from hf_parallel import checkpoint as folders
 from hf_parallel.ask.spec import SpecError, refuse
-from hf_parallel.checkpoint.manifest import of_stages
+from hf_parallel.checkpoint.hub_format import of_stages
 from hf_parallel.hooks import entries, hangs, report, restarts, runtime
 from hf_parallel.hooks.accelerate.random_stream import go_on
 from hf_parallel.hooks.patching import patch
