@@ -299,10 +299,14 @@ def _timeline_alone(args: argparse.Namespace) -> str:
     if ranks < 2:
         refuse(f"pp_size={ranks}", "a timeline shows a pipeline of two ranks or more", "pp=4")
     asked = config.pipeline_microbatches if args.micro_batches is None else args.micro_batches
-    actions = timeline.order(name, ranks, config.stages_per_rank, 4 * ranks if asked is None else asked)
-    drawn = timeline.simulate(actions, *timeline.layer_costs(_layers_to_draw(config, args.layers)))
+    count, costs = asked or 4 * ranks, timeline.layer_costs(_layers_to_draw(config, args.layers))
+    if config.delays_updates:
+        drawn, peaks = timeline.simulate_without_flush(ranks, count, *costs), list(range(ranks, 0, -1))
+    else:
+        actions = timeline.order(name, ranks, config.stages_per_rank, count)
+        drawn, peaks = timeline.simulate(actions, *costs), timeline.peak_live(actions)
     picture.write(args.timeline, drawn, name, predicted=drawn.bubble)
-    live = ", ".join(map(str, timeline.peak_live(actions)))
+    live = ", ".join(map(str, peaks))
     return f"{args.timeline}: {name}, bubble {drawn.bubble:.1%}; activations held at most, per rank: {live} forwards"
 
 

@@ -15,6 +15,7 @@ from tqdm import tqdm
 from hf_parallel.apply.parallelize import parameters_per_rank
 from hf_parallel.ask.keys.layers import REGISTERED_FLASH, TORCH_FLASH
 from hf_parallel.axes.experts.axis import EXPERTS
+from hf_parallel.axes.pipeline.schedules import micro_batch_count, versions_held
 from hf_parallel.checkpoint.folder import LAYOUT
 from hf_parallel.hooks import after_import, runtime
 from hf_parallel.hooks.accelerate.shares import cut_of
@@ -138,6 +139,9 @@ def describe(trainer: Trainer, batches: list, loss: str) -> Facts:
     read = [batch for batch in batches if hasattr(batch, "get")]  # prompts of trainers that generate come as a list
     batch = StepBatch(trainer.args.train_batch_size, trainer.args.gradient_accumulation_steps, mesh.data_size)
     cut = cut_of(trainer.accelerator.gradient_state)
+    rows, calls = trainer.args.train_batch_size, trainer.args.gradient_accumulation_steps
+    micro_batches = calls * micro_batch_count(rows, config) if config.delays_updates else 1
+    versions = versions_held(config.pipeline_schedule, config.pp_size, micro_batches)
     tokens = sum(b["input_ids"].numel() for b in read if torch.is_tensor(b.get("input_ids")))
     return {
         "spec": config.to_spec(),
@@ -154,7 +158,7 @@ def describe(trainer: Trainer, batches: list, loss: str) -> Facts:
         "tokens_per_step": tokens * mesh.data_size if cut is None else tokens * sum(cut) // cut[mesh.data_rank],
         "attention": _attention(model),
         "loss": loss,
-        "estimated_state_bytes_per_rank": [_state_bytes(trainer, count) for count in per_rank],
+        "estimated_state_bytes_per_rank": [_state_bytes(trainer, count, versions) for count in per_rank],
         "notes": [
             *_inexact(trainer, mesh.data_size),
             *after_import.counted(dist.get_world_size(), mesh.data_size),
@@ -262,8 +266,8 @@ def _inexact(trainer: Trainer, data_ranks: int) -> list[str]:
     return notes
 
 
-def _state_bytes(trainer: Trainer, parameters: int) -> int:
-    """Weights, gradients and the optimizer's moments of a rank; activations come on top."""
+def _state_bytes(trainer: Trainer, parameters: int, versions: tuple[int, int]) -> int:
+    """Versions of weights and gradients, and the optimizer's moments, of a rank; activations come on top."""
     width = next(p.dtype.itemsize for p in trainer.model.parameters())
     moments = 2 if "adam" in str(trainer.args.optim).lower() else 0
-    return parameters * width * (2 + moments)
+    return parameters * width * (sum(versions) + moments)

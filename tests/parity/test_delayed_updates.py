@@ -32,6 +32,11 @@ class Case:
     resume: str | None = None
 
     @property
+    def rule(self) -> type[Trainer]:
+        """The schedule's rule in one process."""
+        return Rule
+
+    @property
     def tolerance(self) -> Tolerance:
         """AdamW divides by gradients, and makes more of how they are rounded."""
         if ("bf16", True) in self.arguments:
@@ -83,7 +88,7 @@ def script(spec: str | None, out: str, case: Case, initial: str, delayed: bool =
     data_ranks = activate(spec)
     model = LlamaForCausalLM.from_pretrained(initial)
     if case.lora:
-        model = _with_lora(model)
+        model = with_lora(model)
     settings = {
         "num_train_epochs": 2,
         "learning_rate": 0.5,
@@ -103,7 +108,7 @@ def script(spec: str | None, out: str, case: Case, initial: str, delayed: bool =
         "data_collator": pad,
     }
     trainer, recorder = trainer_of(
-        model, out, data_ranks, settings, Trainer if spec else Rule, callbacks=[seen], **more
+        model, out, data_ranks, settings, Trainer if spec else case.rule, callbacks=[seen], **more
     )
     trainer.case = case if delayed else None
     if case.resume:
@@ -114,7 +119,7 @@ def script(spec: str | None, out: str, case: Case, initial: str, delayed: bool =
     return outcome
 
 
-def _with_lora(model):
+def with_lora(model):
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(models.SEED)

@@ -2,6 +2,7 @@
 
 import time
 import xml.etree.ElementTree as ElementTree
+from collections import Counter
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from hf_parallel.axes.pipeline.timeline import (
     order,
     peak_live,
     simulate,
+    simulate_without_flush,
     virtual_stages,
     with_communication,
 )
@@ -164,6 +166,15 @@ def test_a_rank_does_one_thing_at_a_time_in_its_order(name):
         assert all(a.end <= b.start + 1e-9 for a, b in zip(spans, spans[1:], strict=False))
         ran = [span[1:4] for span in spans if span.end > span.start]
         assert ran == [a[:3] for a in flat(actions[rank]) if a[:2] != SKIPPED]
+
+
+@pytest.mark.parametrize(("p", "m"), [(2, 1), (2, 3), (3, 3), (4, 1), (4, 2), (4, 8), (8, 5)])
+def test_bubble_without_a_flush(p, m):
+    """Stage 0 waits for one forward per step; no rank has more forwards ahead than 1F1B."""
+    timeline = simulate_without_flush(p, m, *layer_costs([1] * p))
+    assert timeline.bubble == pytest.approx(1 / (3 * m + 1))
+    own = Counter((span.rank, span.kind) for span in timeline.spans)
+    assert set(own.values()) == {m}
 
 
 def test_unequal_stages_wait_for_the_slowest():
@@ -313,6 +324,8 @@ def test_recorder_is_free_when_off():
         ("1f1b", "27.3%", 4 * 8 * 2),
         ("interleaved_1f1b,pipeline_virtual_stages=3", "11.1%", 12 * 8 * 2),
         ("zbv_zero_bubble", "5.9%", 8 * 8 * 3 - 8),  # but for the first stage's input
+        ("pipedream_2bw", "4.0%", 4 * 8 * 2),
+        ("pipedream", "4.0%", 4 * 8 * 2),
     ],
 )
 def test_plan_draws(tmp_path, capsys, schedule, bubble, boxes):

@@ -12,18 +12,18 @@ SINGLE_SCHEDULES = ("1f1b", "gpipe")
 LOOPED_SCHEDULES = ("interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble")
 V_SCHEDULES = ("zbv_zero_bubble", "dualpipe_v")
 SCHEDULES = SINGLE_SCHEDULES + LOOPED_SCHEDULES + V_SCHEDULES
-#: Schedules that do not drain between optimizer steps: another algorithm, on weights that are a step old.
-DELAYED_SCHEDULES = ("pipedream_2bw",)
+#: Schedules that do not drain between optimizer steps: another algorithm, on weights that are some steps old.
+DELAYED_SCHEDULES = ("pipedream_2bw", "pipedream")
 #: Schedules that compute gradients of inputs and of weights at different times.
 SPLIT_BACKWARD = ("interleaved_zero_bubble", "zbv_zero_bubble", "dualpipe_v")
 #: The schedule is chosen once the model is known.
 AUTO_SCHEDULE = "auto"
 _DEFAULT_SCHEDULE = "1f1b"
-#: Key -> the value that a schedule with two versions of the weights takes, and why no other.
+#: Key -> the value that a schedule with several versions of the weights takes, and why no other.
 _ONE_VERSION: dict[str, tuple[int | bool | str, str]] = {
-    "cp_size": (1, "holds two versions of the weights, and FSDP2, which shards them over cp, one"),
-    "ep_size": (1, "holds two versions of the weights, and FSDP2, which shards experts, one"),
-    "offload": ("none", "holds two versions of the weights, and what rests on the host is one"),
+    "cp_size": (1, "holds several versions of the weights, and FSDP2, which shards them over cp, one"),
+    "ep_size": (1, "holds several versions of the weights, and FSDP2, which shards experts, one"),
+    "offload": ("none", "holds several versions of the weights, and what rests on the host is one"),
     "compile": ("none", "changes the parameters of a layer from step to step, for which it would be compiled anew"),
     "precision": ("auto", "has not been compared with one process in 8 bits"),
     "activation_offload": (False, "begins a step before the one before it has ended, and copies come back in order"),
@@ -39,8 +39,8 @@ class PipelineKeys(Sizes):
     pipeline_schedule: str = key(
         _DEFAULT_SCHEDULE,
         "`gpipe`, `1f1b`, `interleaved_1f1b`, `looped_bfs`, `interleaved_zero_bubble`, `zbv_zero_bubble`, "
-        "`dualpipe_v`; `auto` takes the smallest bubble with the memory of `1f1b`; `pipedream_2bw` is another "
-        "algorithm, whose gradients are one step old",
+        "`dualpipe_v`; `auto` takes the smallest bubble with the memory of `1f1b`; `pipedream_2bw` and "
+        "`pipedream` are other algorithms, whose gradients are of older weights",
         choices=(*SCHEDULES, *DELAYED_SCHEDULES, AUTO_SCHEDULE),
     )
     pipeline_virtual_stages: int | None = key(
@@ -60,12 +60,12 @@ class PipelineKeys(Sizes):
 
     @property
     def delays_updates(self) -> bool:
-        """Are gradients those of weights that are a step old?"""
+        """Are gradients those of weights that are some steps old?"""
         return self.pipeline_schedule in DELAYED_SCHEDULES
 
     @property
     def sharing_size(self) -> int:
-        """Number of ranks whose gradients FSDP2 averages: none where there are two versions of the weights."""
+        """Number of ranks whose gradients FSDP2 averages: none where there are several versions of the weights."""
         return 1 if self.delays_updates else super().sharing_size
 
     @property
@@ -92,12 +92,14 @@ class PipelineKeys(Sizes):
                     refuse(f"{name}={spell(value)}", "pp_size=1 has no stages", "pp_size=2")
         micro = self.pipeline_microbatches
         # 1F1B keeps every stage busy with one micro-batch each, DualPipeV both stages of every rank.
-        fewest = max(1, self.pp_size) * (2 if self.pipeline_schedule == "dualpipe_v" else 1)
+        # PipeDream keeps them busy with the batches of later steps.
+        each = {"dualpipe_v": 2, "pipedream": 0}.get(self.pipeline_schedule, 1)
+        fewest = max(1, self.pp_size * each)
         if micro is not None and micro < fewest:
             refuse(f"pipeline_microbatches={micro}", f"must be at least {fewest} with pp_size={self.pp_size}", fewest)
         self._check_virtual_stages()
         self._check_split()
-        self._check_two_versions()
+        self._check_versions()
 
     def _check_virtual_stages(self) -> None:
         virtual, schedule = self.pipeline_virtual_stages, self.pipeline_schedule
@@ -113,14 +115,14 @@ class PipelineKeys(Sizes):
                 f"pipeline_virtual_stages={works or 2}",
             )
 
-    def _check_two_versions(self) -> None:
-        """Reject what holds, moves or compiles one version of the weights, where there are two."""
+    def _check_versions(self) -> None:
+        """Reject what holds, moves or compiles one version of the weights, where there are several."""
         if not self.delays_updates:
             return
         asked, shards = f"pipeline_schedule={self.pipeline_schedule}", self.dp_shard_size
         if shards > 1:
             works = f"dp_replicate_size={abs(self.dp_replicate_size) * shards},dp_shard_size=1"
-            refuse(f"dp_shard_size={shards}", f"{asked} holds two versions of the weights, FSDP2 one", works)
+            refuse(f"dp_shard_size={shards}", f"{asked} holds several versions of the weights, FSDP2 one", works)
         for name, (off, why) in _ONE_VERSION.items():
             value = getattr(self, name, off)
             if value != off and value != -1:  # -1 is not known yet

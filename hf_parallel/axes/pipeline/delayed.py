@@ -1,12 +1,18 @@
-"""PipeDream-2BW (Narayanan et al., 2021, arXiv 2006.09503, section 3.1): no flush between optimizer steps.
+"""Pipelines without a flush between optimizer steps: PipeDream and PipeDream-2BW.
 
-    W(t+1) = W(t) - lr f'(W(t-1))
-
-The gradients of a step are those of weights that are one step old, and each rank holds two versions of its weights. So
-the batches of the next step enter while those of this one leave. Whoever trains must have read them by then:
+The batches of the next step enter while those of this one leave. Whoever trains must have read them by then:
 
     step t      backward passes of t, forward passes of t + 1 behind them      loss, norm and gradients of t
     step t+1    the rest of t + 1, which began on the weights before step t's update, and t + 2 behind it
+
+A stage may have several versions of its weights: a backward pass needs the version of its forward pass. Schedules
+differ in the version that a forward pass takes:
+
+    pipedream_2bw   the one that was newest when its step was announced: all micro-batches of a step have the same, one
+                    step old. W(t+1) = W(t) - lr f'(W(t-1)) (Narayanan et al., 2021, arXiv 2006.09503, section 3.1)
+    pipedream       the newest (weight stashing: Harlap et al., 2018, arXiv 1806.03377, section 3.3): micro-batch i of
+                    m runs on stage s of p on weights that are ceil((a - i) / m) steps old, and on the newest from
+                    i = a on, where a = p - 1 - s + ceil(2 s / 3) forwards of later steps have run when a step ends.
 
 Where no next step is known (the end of the data, a batch of another size) a step drains; the one after it begins on
 the newest weights, and its gradients are not delayed.
@@ -28,53 +34,70 @@ from torch import nn
 
 from hf_parallel.axes.pipeline.engine import autocast_per_stage
 from hf_parallel.axes.pipeline.joint import Parts, Ran, ScheduledCall
-from hf_parallel.axes.pipeline.timeline import BACKWARD, FORWARD
+from hf_parallel.axes.pipeline.timeline import BACKWARD, FORWARD, ahead_of_step
 
 if TYPE_CHECKING:
     from hf_parallel.axes.pipeline.engine import PipelineEngine
 
 
-class Update:
-    """The calls of one optimizer step, on the weights that were newest when they were read.
+class Version:
+    """A stage's weights as they are when it is made: leaves on the memory that the parameters have now."""
 
-    Attributes:
-        source: the batches that they were read from.
-        leaves: id of a parameter -> its version, a leaf on the memory that the parameter had.
-        losses: of micro-batches, on the last stage.
-        alive: micro-batch -> what arrived and what left, until its backward pass.
-    """
-
-    def __init__(
-        self, source: object, calls: list[ScheduledCall], model: nn.Module, trained: list[nn.Parameter]
-    ) -> None:
-        self.source, self.calls, self.parts = source, calls, Parts(calls)
-        self.leaves = {id(parameter): nn.Parameter(parameter.data) for parameter in trained}
+    def __init__(self, engine: PipelineEngine) -> None:
+        self._leaves = {id(parameter): nn.Parameter(parameter.data) for parameter in engine.trainable()}
         self._held = [
             (module, name, parameter)
-            for module in model.modules()
+            for module in engine.model.modules()
             for name, parameter in module._parameters.items()
-            if parameter is not None and id(parameter) in self.leaves
+            if parameter is not None and id(parameter) in self._leaves
         ]
-        self.losses: list[torch.Tensor] = []
-        self.alive: dict[int, tuple[torch.Tensor | None, torch.Tensor]] = {}
-
-    def __len__(self) -> int:
-        return len(self.parts)
 
     @contextlib.contextmanager
     def shown(self) -> Iterator[None]:
-        """In here the modules hold the leaves of this version: graphs lead to these."""
+        """Let the modules hold the leaves of this version: graphs made in here lead to these."""
         for module, name, parameter in self._held:
-            module._parameters[name] = self.leaves[id(parameter)]
+            module._parameters[name] = self._leaves[id(parameter)]
         try:
             yield
         finally:
             for module, name, parameter in self._held:
                 module._parameters[name] = parameter
 
+    @contextlib.contextmanager
+    def adding_to(self, gradients: dict[int, torch.Tensor | None]) -> Iterator[None]:
+        """Let backward passes in here add to `gradients`, by id of the parameter: a step may have several versions."""
+        for key, leaf in self._leaves.items():
+            leaf.grad = gradients.get(key)
+        try:
+            yield
+        finally:
+            for key, leaf in self._leaves.items():
+                gradients[key], leaf.grad = leaf.grad, None
+
+
+class Update:
+    """The calls of one optimizer step.
+
+    Attributes:
+        source: the batches that they were read from.
+        version: the weights of all its micro-batches; None if each takes the newest.
+        gradients: id of a parameter -> the sum over the backward passes that have run.
+        losses: of micro-batches, on the last stage.
+        alive: micro-batch -> its weights, what arrived and what left, until its backward pass.
+    """
+
+    def __init__(self, source: object, calls: list[ScheduledCall], version: Version | None) -> None:
+        self.source, self.calls, self.parts, self.version = source, calls, Parts(calls), version
+        self.gradients: dict[int, torch.Tensor | None] = {}
+        self.losses: list[torch.Tensor] = []
+        self.alive: dict[int, tuple[Version, torch.Tensor | None, torch.Tensor]] = {}
+
+    def __len__(self) -> int:
+        return len(self.parts)
+
 
 class DelayedPipeline:
-    """Runs the steps of one model: the one in progress, and the beginning of the next."""
+    """Runs the steps of one model: the one in progress, and the beginning of those after it."""
 
     def __init__(self, engine: PipelineEngine) -> None:
         self.engine, self.view = engine, engine.views[0]
@@ -82,6 +105,7 @@ class DelayedPipeline:
         # Messages of the two directions must not wait for each other.
         self.groups = {FORWARD: engine.group, BACKWARD: engine.mesh.second_stage_group}
         self.reads_ahead = False  # has a Trainer said that it will?
+        self.stashes = engine.config.pipeline_schedule == "pipedream"  # do forward passes take the newest weights?
         self.updates: list[Update] = []
         self.drop()
 
@@ -90,6 +114,7 @@ class DelayedPipeline:
     def drop(self) -> None:
         """Forget all that is in flight: the next step begins on the newest weights."""
         self.updates.clear()
+        self._newest: Version | None = None
         self._done, self._received = {FORWARD: 0, BACKWARD: 0}, {FORWARD: 0, BACKWARD: 0}
         self._arrived: dict[str, list[torch.Tensor]] = {FORWARD: [], BACKWARD: []}
 
@@ -97,15 +122,27 @@ class DelayedPipeline:
         """Can a step of so many micro-batches follow the one in progress?"""
         return not self.updates or len(self.updates[-1]) == count
 
+    def knows_enough(self) -> bool:
+        """Are there micro-batches enough to fill the drain of the step in progress?"""
+        return bool(self.updates) and sum(map(len, self.updates[1:])) >= self.ranks - 1
+
     def add(self, source: object, calls: list[ScheduledCall]) -> None:
-        """Announce a step, on the weights as they are now."""
-        self.updates.append(Update(source, calls, self.engine.model, self.engine.trainable()))
+        """Announce a step."""
+        self.updates.append(Update(source, calls, None if self.stashes else Version(self.engine)))
+
+    def run_alone(self, call: ScheduledCall) -> Ran:
+        """Run a step that was not announced, whatever is in flight: on the newest weights, and to its end."""
+        alone = DelayedPipeline(self.engine)
+        alone.add(None, [call])
+        return alone.run([call])
 
     # ---- one step --------------------------------------------------------------------------------------------------
 
     def run(self, calls: list[ScheduledCall]) -> Ran:
-        """Run the step in progress, and as much of the next one as its drain has room for."""
+        """Run the step in progress, and as much of the next ones as its drain has room for."""
         engine, update = self.engine, self.updates[0]
+        self._newest = Version(engine) if self.stashes else None
+        engine.latest_count = len(update)
         engine.services.before_run(True, calls[0].tokens)
         self._sent: list[tuple[dist.Work | None, torch.Tensor]] = []
         with autocast_per_stage(engine) as autocast:
@@ -117,28 +154,28 @@ class DelayedPipeline:
                 work.wait()
         losses = update.parts.losses(update.losses, engine.mesh.device)
         dist.broadcast(losses, group=engine.group, group_src=engine.last_rank)
-        fresh = [(parameter, update.leaves[id(parameter)].grad) for parameter in engine.trainable()]
+        fresh = [(parameter, update.gradients.get(id(parameter))) for parameter in engine.trainable()]
         self._end_step(update)
         return Ran(list(losses.unbind()), fresh, None)
 
     def _end_step(self, update: Update) -> None:
         self.updates.pop(0)
+        self._newest = None
         if not self.updates:
             self.drop()
             return
         for counts in (self._done, self._received):
             counts[FORWARD] -= len(update)
             counts[BACKWARD] -= len(update)
-        for parameter in self.engine.trainable():
-            _move(parameter)
+        if any(coming.alive or coming.version is not None for coming in self.updates):
+            for parameter in self.engine.trainable():
+                _move(parameter)
 
     def _goal(self, place: int) -> tuple[int, int]:
         """How many forwards and backwards a stage has run at the end of the step, counted from its first one."""
-        count = len(self.updates[0])
-        if len(self.updates) == 1:
-            return count, count
-        slots, rest = divmod(2 * place, 3)  # a forward and a backward are a slot of three
-        return count + self.ranks - 1 - place + slots + (rest > 0), count + slots
+        count, known = len(self.updates[0]), sum(map(len, self.updates))
+        forwards, backwards = ahead_of_step(place, self.ranks)
+        return min(known, count + forwards), min(known, count + backwards)
 
     def _next_kind(self) -> str | None:
         """What this stage runs now: no more forwards ahead than 1F1B has."""
@@ -153,7 +190,7 @@ class DelayedPipeline:
         number, has_source = self._done[kind], self.place > 0 if kind == FORWARD else self.place < self.ranks - 1
         update, i = self._locate(number)
         arrived = self._take(kind) if has_source else None
-        with update.shown(), update.parts.around(i), self.engine.recorder.span(kind, self.view.index, number):
+        with update.parts.around(i), self.engine.recorder.span(kind, self.view.index, number):
             if kind == FORWARD:
                 self._forward(update, i, arrived, autocast)
             else:
@@ -161,25 +198,27 @@ class DelayedPipeline:
         self._done[kind] += 1
 
     def _locate(self, number: int) -> tuple[Update, int]:
-        first = len(self.updates[0])
-        return (self.updates[0], number) if number < first else (self.updates[1], number - first)
+        step, i = divmod(number, len(self.updates[0]))  # all have as many
+        return self.updates[step], i
 
     def _forward(
         self, update: Update, i: int, arrived: torch.Tensor | None, autocast: Callable[[], torch.autocast]
     ) -> None:
-        hidden = None if arrived is None else arrived.requires_grad_()
-        with autocast(), torch.enable_grad():
+        hidden, version = None if arrived is None else arrived.requires_grad_(), update.version or self._newest
+        assert version is not None
+        with version.shown(), autocast(), torch.enable_grad():
             output = update.parts.run(self.view, hidden, i)
-        update.alive[i] = hidden, output
+        update.alive[i] = version, hidden, output
         if self.place == self.ranks - 1:
             update.losses.append(output.detach())
         else:
             self._send(output.detach(), FORWARD)
 
     def _backward(self, update: Update, i: int, gradient: torch.Tensor | None) -> None:
-        hidden, output = update.alive.pop(i)
+        version, hidden, output = update.alive.pop(i)
         if output.requires_grad:
-            torch.autograd.backward(output, gradient)
+            with version.shown(), version.adding_to(update.gradients):  # checkpointed layers run again
+                torch.autograd.backward(output, gradient)
         if hidden is not None:
             self._send(torch.zeros_like(hidden) if hidden.grad is None else hidden.grad, BACKWARD)
 
@@ -203,7 +242,7 @@ class DelayedPipeline:
         self._sent.append((dist.isend(tensor, group=self.groups[kind], group_dst=target), tensor))
 
     def _take_the_rest(self) -> None:
-        """Receive what neighbours have sent for the next step: an evaluation may use the wire now."""
+        """Receive what neighbours have sent for the next steps: an evaluation may use the wire now."""
         for kind, source, part in ((FORWARD, self.place - 1, 0), (BACKWARD, self.place + 1, 1)):
             while 0 <= source < self.ranks and self._received[kind] < self._goal(source)[part]:
                 self._arrived[kind].append(self._receive(kind))

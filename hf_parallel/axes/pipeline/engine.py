@@ -75,7 +75,7 @@ def scheduled(engine: StageRunner, count: int, tokens: torch.Tensor, run: Run) -
     held = None
     if engine.joint is None:
         held = engine.held_run()
-        ran = run_calls(engine, [call], held)
+        ran = run_calls(engine, [call], held) if engine.delayed is None else engine.delayed.run_alone(call)
         loss, is_last = ran.losses[0], True
     else:
         loss, ran, is_last = engine.joint.next_loss(call)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hf_parallel.ask.config import ParallelConfig
-from hf_parallel.ask.keys.pipeline import LOOPED_SCHEDULES, SCHEDULES, SINGLE_SCHEDULES, V_SCHEDULES
+from hf_parallel.ask.keys.pipeline import DELAYED_SCHEDULES, LOOPED_SCHEDULES, SCHEDULES, SINGLE_SCHEDULES, V_SCHEDULES
 from hf_parallel.ask.spec import SpecError, refuse
 from hf_parallel.axes.pipeline import timeline
 from hf_parallel.axes.pipeline.part import recomputes_in_parts
@@ -44,13 +44,26 @@ def choose_schedule(config: ParallelConfig, layers: int, tied: bool) -> str:
 
 def predicted_bubble(config: ParallelConfig, layers: tuple[int, ...], micro_batches: int) -> float:
     """The idle share of a step, simulated for layers of equal cost."""
-    actions = timeline.order(order_of(config), config.pp_size, config.stages_per_rank, micro_batches)
+    if config.delays_updates:
+        return timeline.simulate_without_flush(config.pp_size, micro_batches, *timeline.layer_costs(layers)).bubble
+    actions = timeline.order(config.pipeline_schedule, config.pp_size, config.stages_per_rank, micro_batches)
     return timeline.simulate(actions, *timeline.layer_costs(layers)).bubble
 
 
-def order_of(config: ParallelConfig) -> str:
-    """The schedule of a run by itself, after which the pipeline drains."""
-    return "1f1b" if config.delays_updates else config.pipeline_schedule
+def versions_held(name: str, ranks: int, micro_batches: int) -> tuple[int, int]:
+    """Return how many versions of the weights, and how many sums of gradients, the fullest stage of a schedule holds.
+
+    Args:
+        micro_batches: of an optimizer step.
+    """
+    if name not in DELAYED_SCHEDULES:
+        return 1, 1
+    if name == "pipedream_2bw":
+        return 2, 2
+    counts = []
+    for forwards, backwards in (timeline.ahead_of_step(rank, ranks) for rank in range(ranks)):
+        counts.append((1 - (backwards - forwards) // micro_batches, 1 - -backwards // micro_batches))
+    return max(counts, key=sum)
 
 
 def micro_batch_count(rows: int, config: ParallelConfig) -> int:
@@ -63,7 +76,7 @@ def micro_batch_count(rows: int, config: ParallelConfig) -> int:
         SpecError: the batch cannot feed every stage, or `pipeline_microbatches` does not divide it.
     """
     ranks, asked = config.pp_size, config.pipeline_microbatches
-    counts = [n for n in range(ranks, rows + 1) if rows % n == 0 and takes(config, n)]
+    counts = [n for n in range(1, rows + 1) if rows % n == 0 and takes(config, n)]
     if not counts:
         fewest = next(n for n in range(ranks, 4 * ranks + 1) if takes(config, n))
         refuse(
@@ -93,11 +106,12 @@ def can_be_cut(rows: int, config: ParallelConfig) -> bool:
 
 def takes(config: ParallelConfig, micro_batches: int) -> bool:
     """Can the schedule run this many micro-batches?"""
-    if config.pipeline_schedule == "dualpipe_v":
-        return micro_batches >= config.pipeline_stages
-    if config.pipeline_schedule in LOOPED_SCHEDULES:  # they go in rounds of equal size
-        return micro_batches % max(1, micro_batches // config.pp_size) == 0
-    return micro_batches >= config.pp_size
+    name, ranks = config.pipeline_schedule, config.pp_size
+    if name == "pipedream":  # batches of later steps fill its stages
+        return micro_batches >= 1
+    if name in LOOPED_SCHEDULES and micro_batches >= ranks:  # they go in rounds of equal size
+        return micro_batches % (micro_batches // ranks) == 0
+    return micro_batches >= (config.pipeline_stages if name == "dualpipe_v" else ranks)
 
 
 def build_schedule(
@@ -138,7 +152,7 @@ def build_schedule(
     for stage in stages:
         stage.connected = connected
         recorder.watch(stage)
-    name = order_of(config)
+    name = config.pipeline_schedule
     single = name in SINGLE_SCHEDULES
     schedule = get_schedule_class(name.replace("_", ""))
     # The stage already returns the loss; it is normalised over the whole batch, so gradients are summed, not averaged.

@@ -171,7 +171,7 @@ class StageRunner:
         self.recorder.start(self.group)
         yield
         layers, count = tuple(self.layers_per_stage), self.latest_count
-        predicted = predicted_bubble(self.config, layers, count) if count and self.delayed is None else None
+        predicted = predicted_bubble(self.config, layers, count) if count else None
         self.recorder.draw(self.group, path, self.config.pipeline_schedule, predicted)
 
     def tell(self, values: dict[str, object]) -> None:

@@ -258,6 +258,53 @@ def simulate(
     return Timeline(sorted(simulation.spans, key=lambda span: (span.rank, span.start)), len(order))
 
 
+def ahead_of_step(rank: int, ranks: int) -> tuple[int, int]:
+    """Return the forwards and backwards of later steps that a rank has run when a step ends, without a flush.
+
+    The step ends with the last backward of rank 0. Until then rank r goes on for as long as 2 r forwards take; a
+    forward and a backward, which takes as long as two forwards, are a slot of three.
+    """
+    return ranks - 1 - rank + -(-2 * rank // 3), 2 * rank // 3
+
+
+def simulate_without_flush(
+    ranks: int,
+    micro_batches: int,
+    forward: Sequence[float],
+    backward_input: Sequence[float],
+    backward_weight: Sequence[float],
+    communication: float = 0.0,
+) -> Timeline:
+    """Simulate a step of a pipeline that does not drain between steps, after several like it. Ranks end it together.
+
+    Args:
+        micro_batches: of a step; those before the step in progress have negative numbers.
+        forward, backward_input, backward_weight, communication: as in `simulate`.
+    """
+    warm_up = 2 + -(-ranks // micro_batches)
+    durations = {FORWARD: forward, BACKWARD_INPUT: backward_input, BACKWARD_WEIGHT: backward_weight}
+    simulation = _Simulation({rank: [Action(FORWARD, rank, 0)] for rank in range(ranks)}, durations, communication)
+    done = {rank: [0, 0] for rank in range(ranks)}
+    for step in range(1, warm_up + 1):
+        before, began = len(simulation.spans), max(simulation.free.values())
+        simulation.free = dict.fromkeys(simulation.free, began)
+        goals = {rank: [step * micro_batches + ahead for ahead in ahead_of_step(rank, ranks)] for rank in done}
+        while any(done[rank] != goals[rank] for rank in done):
+            for rank, counts in done.items():
+                while counts != goals[rank]:
+                    is_forward = counts[0] < goals[rank][0] and counts[0] - counts[1] < ranks - rank
+                    kind = FORWARD if is_forward else BACKWARD
+                    if not simulation.run(rank, Action(kind, rank, counts[not is_forward])):
+                        break
+                    counts[not is_forward] += 1
+    first = (warm_up - 1) * micro_batches
+    spans = [
+        span._replace(micro_batch=span.micro_batch - first, start=span.start - began, end=span.end - began)
+        for span in simulation.spans[before:]
+    ]
+    return Timeline(sorted(spans, key=lambda span: (span.rank, span.start)), ranks)
+
+
 class _Simulation:
     def __init__(self, order: Order, durations: dict[str, Sequence[float]], communication: float) -> None:
         self.spans: list[Span] = []

@@ -1,7 +1,9 @@
-"""`pipeline_schedule=pipedream_2bw` under Trainer: the batches of the next step are read before this one trains.
+"""`pipeline_schedule=pipedream_2bw` and `pipedream` under Trainer: batches of the next steps are read ahead.
 
-    get_batch_samples(t)    returns the batches of step t, which were read with step t - 1, and reads those of t + 1
+    get_batch_samples(t)    returns the batches of step t, which were read before, and reads those of t + 1
     training_step           announces the calls of step t + 1 to the engine, and computes step t
+
+Where a step has fewer micro-batches than there are stages, `pipedream` needs the batches of several steps ahead.
 
 Nothing is announced past the end of an epoch, before the last step, and of batches whose last may be ragged: there the
 pipeline drains. A save forgets what is in flight, so that the run goes on as one that is resumed from it.
@@ -9,6 +11,7 @@ pipeline drains. A save forgets what is in flight, so that the run goes on as on
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -17,7 +20,7 @@ from hf_parallel.ask.spec import refuse
 from hf_parallel.axes.pipeline.batches import row_count
 from hf_parallel.axes.pipeline.joint import JointStep
 from hf_parallel.axes.pipeline.schedules import micro_batch_count
-from hf_parallel.hooks import report, runtime
+from hf_parallel.hooks import report
 from hf_parallel.hooks.trainer import joint_steps
 from hf_parallel.hooks.trainer.checkpoints import record_of
 from hf_parallel.hooks.trainer.evaluation import WeighedBatch
@@ -45,11 +48,11 @@ class Step:
 
 @dataclass
 class ReadAhead:
-    """What a Trainer has read: the step in progress, and the one after it."""
+    """What a Trainer has read: the step in progress, and those after it."""
 
     iterator: Iterator | None = None
     now: Step = field(default_factory=Step)
-    coming: Step = field(default_factory=Step)
+    coming: list[Step] = field(default_factory=list)
 
 
 def check_trainer(trainer: Trainer) -> None:
@@ -58,8 +61,8 @@ def check_trainer(trainer: Trainer) -> None:
     Raises:
         SpecError: the trainer has a loss, a step or an optimizer of such a kind.
     """
-    state, engine = runtime.parallel_state(trainer.model), joint_steps.engine_of(trainer)
-    if state is None or engine is None or engine.delayed is None:
+    engine = joint_steps.engine_of(trainer)
+    if engine is None or engine.delayed is None:
         return
     asked, args = f"pipeline_schedule={engine.config.pipeline_schedule}", trainer.args
     name = str(getattr(args.optim, "value", args.optim))
@@ -69,13 +72,14 @@ def check_trainer(trainer: Trainer) -> None:
     if args.fp16:
         refuse(asked, "a step that fp16 leaves out would leave out gradients of older weights; fp16=True", "bf16=True")
     if name in _FUSED or name.endswith(_LAYERWISE):
-        refuse(asked, f"optim={name} updates weights in the backward pass, of two versions", "optim=adamw_torch")
-    if not engine.delayed.reads_ahead:  # else another Trainer of this model has noted it
-        state.notes.append(f"{asked} holds weights and gradients twice, which the memory above counts once")
+        refuse(asked, f"optim={name} updates weights in the backward pass, of several versions", "optim=adamw_torch")
     engine.delayed.reads_ahead = True
+    weights, paper = "weights that are one step old", "2006.09503"
+    if engine.delayed.stashes:
+        weights, paper = "the weights that each stage had when a micro-batch came to it, some steps old", "1806.03377"
     report.say(
-        f"{asked} is another algorithm than training in one process: the gradients of each step are those of weights "
-        f"that are one step old (arXiv 2006.09503); {_WORKS} has the numbers of one process"
+        f"{asked} is another algorithm than training in one process: the gradients of each step are those of "
+        f"{weights} (arXiv {paper}); {_WORKS} has the numbers of one process"
     )
 
 
@@ -86,16 +90,23 @@ def delayed_of(trainer: Trainer) -> DelayedPipeline | None:
 
 
 def read_step(trainer: Trainer, iterator: Iterator, read: Callable[[], tuple[list, object]]) -> tuple[list, object]:
-    """The batches of this step and the count of their targets; those of the next step are read and kept."""
-    if delayed_of(trainer) is None:
+    """The batches of this step and the count of their targets; those of the next steps are read and kept."""
+    engine = joint_steps.engine_of(trainer)
+    if engine is None or engine.delayed is None:
         return read()
     record = record_of(trainer)
     ahead = record.read_ahead
     if ahead is None or ahead.iterator is not iterator:
-        ahead = record.read_ahead = ReadAhead(iterator, coming=Step(*read()))
-    ahead.now = ahead.coming
-    is_last = trainer.state.global_step + 1 >= trainer.state.max_steps
-    ahead.coming = Step() if is_last or not ahead.now.batches else Step(*read())
+        ahead = record.read_ahead = ReadAhead(iterator)
+    coming: list[Step] = ahead.coming or [Step(*read())]
+    ahead.now, ahead.coming = coming[0], coming[1:]
+    stages, fewest = engine.config.pp_size, engine.config.pipeline_microbatches or 1
+    most = 1
+    if engine.delayed.stashes and ahead.now.batches:
+        most = math.ceil((stages - 1) / (fewest * len(ahead.now.batches)))
+    most = min(most, trainer.state.max_steps - trainer.state.global_step - 1)
+    while len(ahead.coming) < most and (ahead.now, *ahead.coming)[-1].batches:
+        ahead.coming.append(Step(*read()))
     return ahead.now.batches, ahead.now.items
 
 
@@ -111,9 +122,11 @@ def announce_steps(trainer: Trainer, model: PreTrainedModel, inputs: dict) -> No
     if delayed.updates and delayed.updates[0].source is not ahead.now.batches:
         delayed.drop()  # the script has left an epoch before its end
     model.train()
-    for step in (ahead.now, ahead.coming):
+    for step in (ahead.now, *ahead.coming):
         if any(update.source is step.batches for update in delayed.updates):
             continue
+        if delayed.knows_enough():
+            break
         prepared = _prepared(trainer, engine, step)
         if prepared is None:
             break
