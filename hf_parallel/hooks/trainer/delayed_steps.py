@@ -30,9 +30,6 @@ if TYPE_CHECKING:
     from hf_parallel.axes.pipeline.engine import PipelineEngine
 
 _WORKS = "pipeline_schedule=1f1b"
-#: Optimizers that step while the backward pass runs.
-_FUSED = ("lomo", "adalomo")
-_LAYERWISE = "_layerwise"
 
 
 @dataclass
@@ -68,7 +65,7 @@ def check_trainer(trainer: Trainer) -> None:
         refuse(asked, f"reads batches ahead, but {reason}", _WORKS)
     if args.fp16:
         refuse(asked, "a step that fp16 leaves out would leave out gradients of older weights; fp16=True", "bf16=True")
-    if name in _FUSED or name.endswith(_LAYERWISE):
+    if name in joint_steps.FUSED or name.endswith(joint_steps.LAYERWISE):
         refuse(asked, f"optim={name} updates weights in the backward pass, of two versions", "optim=adamw_torch")
     if not engine.delayed.reads_ahead:  # else another Trainer of this model has noted it
         state.notes.append(f"{asked} holds weights and gradients twice, which the memory above counts once")
