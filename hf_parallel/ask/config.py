@@ -19,6 +19,7 @@ from typing import Any
 from hf_parallel.ask.keys.context import ContextKeys
 from hf_parallel.ask.keys.data import CompressionKeys, DataKeys, OffloadKeys
 from hf_parallel.ask.keys.experts import ExpertKeys
+from hf_parallel.ask.keys.fill import FillKeys
 from hf_parallel.ask.keys.layers import AttentionKeys, CompileKeys, LossKeys, PrecisionKeys, RecomputeKeys
 from hf_parallel.ask.keys.pipeline import PipelineKeys
 from hf_parallel.ask.keys.run import MonitorKeys, RolloutKeys, SavingKeys, WatchKeys
@@ -44,6 +45,7 @@ class ParallelConfig(
     PrecisionKeys,
     ContextKeys,
     ExpertKeys,
+    FillKeys,
     PipelineKeys,
     TensorKeys,
     CompressionKeys,

@@ -271,6 +271,7 @@ def to_layout(config: ParallelConfig, context: str | None = None) -> Layout:
         gradient_error_feedback=config.gradient_error_feedback,
         partition_activations=config.partition_activations,
         tp_columns=config.tp_col_size,
+        fills_bubbles=config.fills_bubbles,
     )
 
 

@@ -112,6 +112,7 @@ class Layout:
     quantize_gradients: str = "none"
     gradient_error_feedback: bool = False
     partition_activations: bool = False  # inputs of checkpointed layers over tp, without sequence parallelism
+    fills_bubbles: bool = False  # with the curvature of linear layers
     tp_columns: int = 1  # of the grid of tp's ranks, innermost, over which weights are cut along their other dim
 
     @property

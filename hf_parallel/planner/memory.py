@@ -28,7 +28,14 @@ from hf_parallel.planner.activations import (
 from hf_parallel.planner.hardware import Cluster
 from hf_parallel.planner.layout import Job, Layout, computed_job
 from hf_parallel.planner.ledger import expert_shards
-from hf_parallel.planner.pipeline import Stage, live_forwards, schedule_order, simulated_batches, stages_by_rank
+from hf_parallel.planner.pipeline import (
+    Stage,
+    adapted,
+    live_forwards,
+    schedule_order,
+    simulated_batches,
+    stages_by_rank,
+)
 from hf_parallel.planner.shape import Block
 from hf_parallel.planner.states import (
     ADAPTER_WIDTH,
@@ -100,6 +107,8 @@ def rank_memory(stages: list[Stage], layout: Layout, job: Job, rank: int) -> Ran
         "context": _CONTEXT_GIB * GIB,
         "communication buffers": (axes * habits.communicator_gib + buckets) * GIB,
     }
+    if layout.fills_bubbles:
+        outside["curvature"] = mine.curvature()
     passing = kinds["activations"] + kinds["temporaries"] + kinds["gathered"]
     return RankMemory(rank, kinds | outside, _FRAGMENTATION * passing)
 
@@ -120,7 +129,7 @@ class _Rank:
         self.experts = sum(stage.experts(layout.expert_split) for stage in stages)
         self.adapters = sum(stage.adapters(job.lora, *layout.tp_and_columns) for stage in stages)
         self.adapter_width = adapter_width(job)  # gathered
-        several = layout.has_several_data_ranks
+        several = layout.has_several_data_ranks and not layout.fills_bubbles  # then without FSDP2
         self.gathers = several if self.habits.fsdp2 else layout.zero_stage == 3 and layout.shards > 1
         # Replicas alone compute with what they store, if on the GPU and in its own dtype.
         self.in_place = self.habits.fsdp2 and several and layout.zero_stage == 0 and layout.cp == 1
@@ -240,6 +249,23 @@ class _Rank:
             return full
         # It is full once, before there is any gradient.
         return max(full._replace(gradients=0.0), full._replace(held=full.held - stage.kept), key=sum)
+
+    def curvature(self) -> float:
+        """Bytes of K-FAC: inputs and gradients of all linears in all micro-batches of a step, and their factors.
+
+        Factors are there four times in fp32: sums of this interval and of the last one, whose inverses are being made,
+        and the inverses in use.
+        """
+        width, job, total = self.job.width, self.job, 0.0
+        for block, count in (block_count for stage in self.stages for block_count in stage.counts):
+            for matrix in adapted(block):
+                pairs = [(matrix.inputs, matrix.outputs)]
+                if job.lora:
+                    pairs = [(matrix.inputs, job.lora), (job.lora, matrix.outputs)]
+                for inputs, outputs in pairs:
+                    kept = self.tokens * job.micro_batches * width * (inputs + outputs)
+                    total += count * matrix.count * (kept + 4 * 4 * (inputs**2 + outputs**2))
+        return total
 
     # ---- activations ---------------------------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ VALUES = {
     "precision": ("auto", "auto"),
     "precision_scaling": ("auto", "auto"),
     "pipeline_schedule": ("gpipe", "gpipe"),
+    "pipeline_fill": ("none", "none"),
     "pipeline_microbatches": ("4", 4),
     "pipeline_virtual_stages": ("1", 1),
     "context_parallel": ("ulysses", "ulysses"),
@@ -81,6 +82,7 @@ def test_every_other_key(key):
 
 def test_every_key_of_the_config_is_tested_here():
     tested = {*VALUES, *(f"{axis}_size" for axis in AXES), "pipeline_split", "profile_steps", "tp_mesh"}
+    tested |= {"kfac_damping", "kfac_interval"}  # by a round trip
     assert {field.name for field in dataclasses.fields(ParallelConfig)} == tested
 
 
@@ -243,6 +245,7 @@ def test_data_parallel_size():
         "tp=2,pp=2",
         "dp_replicate=2,dp_shard=4,zero_stage=2",
         "dp_shard=4,pp=2,pipeline_split=[3,1],pipeline_microbatches=4,pipeline_schedule=gpipe",
+        "dp_replicate=4,dp_shard=1,pp=2,pipeline_fill=kfac,kfac_damping=0.5,kfac_interval=2",
         "tp=-1",
         "sequence_parallel=false,attention=sdpa,activation_checkpointing=full",
     ],

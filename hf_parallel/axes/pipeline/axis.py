@@ -30,8 +30,10 @@ class Pipeline(Axis[StageFacts, PipelinePart]):
 
     def resolve(self, config: ParallelConfig, anatomy: Anatomy, facts: StageFacts) -> PipelinePart:
         """The schedule and how many layers each stage gets."""
-        from hf_parallel.axes.pipeline.read import resolve_stages
+        from hf_parallel.axes.pipeline.read import check_fill, resolve_stages
 
+        if config.fills_bubbles:
+            check_fill(config, anatomy)
         return resolve_stages(config, facts, anatomy.sums_over_tokens)
 
     def settle(self, config: ParallelConfig, part: PipelinePart | None) -> ParallelConfig:
@@ -53,6 +55,10 @@ class Pipeline(Axis[StageFacts, PipelinePart]):
             from hf_parallel.axes.pipeline.delayed import DelayedPipeline
 
             engine.delayed = DelayedPipeline(engine)
+        if part.config.fills_bubbles:
+            from hf_parallel.axes.pipeline.fill_kfac import KfacFill
+
+            engine.fill = KfacFill(engine)
         building.pipeline = engine
         building.roots = [(stage, view.layers) for stage, view in zip(engine.stages, views, strict=True)]
 

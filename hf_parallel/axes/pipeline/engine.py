@@ -39,6 +39,7 @@ from hf_parallel.axes.pipeline.batches import (
     with_rows,
     without_count,
 )
+from hf_parallel.axes.pipeline.fill_run import FilledRun
 from hf_parallel.axes.pipeline.joint import Parts, Ran, Run, ScheduledCall
 from hf_parallel.axes.pipeline.schedules import build_schedule, can_be_cut, micro_batch_count, takes
 from hf_parallel.axes.pipeline.stage_runner import Handler, StageRunner
@@ -94,6 +95,9 @@ def run_calls(engine: StageRunner, calls: list[ScheduledCall], held: HeldRun | N
     Args:
         held: the run, if data ranks do not reduce its gradients yet.
     """
+    if engine.fill is not None:
+        with autocast_per_stage(engine) as autocast:
+            return FilledRun(cast("PipelineEngine", engine), calls).run(autocast)
     parts = Parts(calls)
     schedule, index = _schedule_for(engine, parts), torch.arange(len(parts))
     free(engine)
@@ -211,10 +215,13 @@ class PipelineEngine(StageRunner):
                 f"hf_parallel: pipeline_schedule={self.config.pipeline_schedule} needs the batches of the next step "
                 "ahead, which only Trainer tells; pipeline_schedule=1f1b works"
             )
+        if self.fill is not None and self._trains(batch):
+            self.fill.check_call(self._schedulable(batch, rows))
         if self._schedulable(batch, rows):
             batch = {"num_items_in_batch": count_targets(batch), **batch}
             parts = split_rows(batch, micro_batch_count(rows, self.config))
-            run = functools.partial(self._own_loss, parts)
+            run: Run = functools.partial(self._own_loss, parts)
+            run = run if self.fill is None else self.fill.watched(run, parts)
             # A call that has been announced runs as it was then: to ask for its mask again would wait for the device.
             with contextlib.nullcontext() if self.joint is not None else known_mask(batch, tokens_of(batch)):
                 return PipelineLoss(loss=scheduled(self, len(parts), tokens_of(parts[0]), run))
@@ -249,7 +256,7 @@ class PipelineEngine(StageRunner):
         """A batch with enough rows for the schedule where several data ranks train: one that went another way than the
         others would gather weights in another order. Joined examples are one row on all of them."""
         rows = tokens_of(batch).shape[0]
-        fits = self.config.sharing_size == 1 or can_be_cut(rows, self.config)
+        fits = (self.config.sharing_size == 1 and self.fill is None) or can_be_cut(rows, self.config)
         if fits or "cu_seq_lens_q" in batch or not self._may_be_scheduled(batch):
             return batch
         return with_rows(batch, rows, next(n for n in itertools.count(rows + 1) if can_be_cut(n, self.config)))

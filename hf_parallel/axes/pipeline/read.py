@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
     from hf_parallel.ask.config import ParallelConfig
+    from hf_parallel.model.anatomy import Anatomy
 
 _ONE_STAGE = "pp_size=1 works"
 _SHARDS = "pp_size=1 with dp_shard works"
@@ -92,6 +93,19 @@ def resolve_stages(config: ParallelConfig, facts: StageFacts, sums_over_tokens: 
     costs = with_recomputation(facts.costs, config.activation_checkpointing)
     counts = config.pipeline_split or balance(costs, config.pipeline_stages)
     return PipelinePart(config, counts, tied, sums_over_tokens, facts, explain(costs, counts))
+
+
+def check_fill(config: ParallelConfig, anatomy: Anatomy) -> None:
+    """Reject models of which bubbles cannot take the curvature.
+
+    Raises:
+        SpecError: a model with experts, or a loss that is no mean over tokens.
+    """
+    asked, works = f"pipeline_fill={config.pipeline_fill}", "pipeline_fill=none"
+    if any(".experts." in name for name in anatomy.names):
+        refuse(asked, f"the experts of {anatomy.name} have too few tokens each for a curvature", works)
+    if not anatomy.sums_over_tokens:
+        refuse(asked, f"the loss of {anatomy.name} is not known to be a mean over tokens", works)
 
 
 def _with_schedule(config: ParallelConfig, layers: int, tied: bool) -> ParallelConfig:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from transformers.utils import ModelOutput
 
     from hf_parallel.axes.pipeline.delayed import DelayedPipeline
+    from hf_parallel.axes.pipeline.fill_kfac import KfacFill
     from hf_parallel.axes.pipeline.joint import JointStep, ScheduledCall
     from hf_parallel.axes.pipeline.torch_stage import TorchStage
 
@@ -148,6 +149,7 @@ class StageRunner:
         self.announced: list[ScheduledCall] | None = None  # while calls are announced
         self.joint: JointStep | None = None  # the step in progress, if its calls run together
         self.delayed: DelayedPipeline | None = None  # under schedules that do not drain between steps
+        self.fill: KfacFill | None = None  # what runs in bubbles
         self._view: StageView | None = None
         self._on_call: Handler | None = None
 
@@ -272,7 +274,7 @@ class StageRunner:
         Args:
             held: the run whose gradients are not reduced yet.
         """
-        if self.config.delays_updates and self.mesh.data_size > 1:  # FSDP2 is not there to do it
+        if self.config.sharing_size == 1 and self.mesh.data_size > 1:  # FSDP2 is not there to do it
             average(fresh, self.mesh.data_group, self.mesh.data_size)
         self._add(fresh, scale)
         if held is not None:

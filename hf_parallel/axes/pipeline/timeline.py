@@ -180,7 +180,7 @@ def peak_live(order: Order) -> list[int]:
     return peaks
 
 
-COMMUNICATION = "communication"
+COMMUNICATION, FILL = "communication", "fill"  # a fill is other work, in a bubble
 
 
 class Span(NamedTuple):
@@ -213,8 +213,8 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """The part of all ranks' time in which no stage computes; communication counts as idle."""
-        busy = sum(span.end - span.start for span in self.spans if span.kind in COMPUTE)
+        """The part of all ranks' time in which nothing is computed; communication counts as idle."""
+        busy = sum(span.end - span.start for span in self.spans if span.kind in (*COMPUTE, FILL))
         return 1 - busy / (self.ranks * self.duration)
 
 
@@ -360,7 +360,10 @@ def with_communication(timeline: Timeline) -> Timeline:
     stages = 1 + max(span.stage for span in compute)
     ready = {_result(Action(*span[1:4])): (span.rank, span.end) for span in compute}
     added, free = [], dict.fromkeys(range(timeline.ranks), timeline.start)
-    for span in sorted(compute, key=lambda span: span.start):
+    for span in sorted((s for s in timeline.spans if s.kind in (*COMPUTE, FILL)), key=lambda span: span.start):
+        if span.kind == FILL:
+            free[span.rank] = span.end
+            continue
         sent = [ready[need] for need in needs(Action(*span[1:4]), stages) if need in ready]
         arrived = max((end for rank, end in sent if rank != span.rank), default=span.start)
         start = max(free[span.rank], arrived)
@@ -424,6 +427,7 @@ COLOURS = {
     BACKWARD_INPUT: ("#c8553d", "backward, input"),
     BACKWARD_WEIGHT: ("#e9b949", "backward, weights"),
     COMMUNICATION: ("#8d7bb5", "communication"),
+    FILL: ("#5b9a68", "fill"),
 }
 IDLE, INK, QUIET, LINE = "#eceff3", "#1f2933", "#66727f", "#d3d9e0"
 _LEFT, _TOP, _PLOT, _ROW, _STEP, _MARGIN = 76, 78, 1120, 32, 40, 24  # pixels; a row and its distance to the next
@@ -457,7 +461,7 @@ def svg(timeline: Timeline, name: str, predicted: float | None = None, measured:
 
 
 def _caption(timeline: Timeline, predicted: float | None, measured: float | None) -> str:
-    stages, micro_batches = ({span[field] for span in timeline.spans} for field in (2, 3))
+    stages, micro_batches = ({span[field] for span in timeline.spans if span.kind != FILL} for field in (2, 3))
     values = (("predicted", predicted), ("measured", measured))
     bubble = ", ".join(f"{value:.1%} {word}" for word, value in values if value is not None)
     text = f"{timeline.ranks} ranks · {len(stages)} stages · {len(micro_batches)} micro-batches"

@@ -12,7 +12,7 @@ import contextlib
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -253,6 +253,14 @@ class Recorder:
     def add(self, kind: str, stage: int, micro_batch: int, start: Mark, end: Mark) -> None:
         """Note a span between two marks."""
         self._marks.append((kind, stage, micro_batch, start, end))
+
+    def seconds_between(self, marks: tuple[Mark, Mark]) -> float:
+        """Return the seconds from one mark to another; waits for the device."""
+        start, end = marks
+        if isinstance(start, float) or isinstance(end, float):
+            return cast(float, end) - cast(float, start)
+        self._synchronize()
+        return start.elapsed_time(end) / 1000
 
     def _seconds(self, mark: Any) -> float:
         return mark - self._zero if self.device.type == "cpu" else self._zero.elapsed_time(mark) / 1000

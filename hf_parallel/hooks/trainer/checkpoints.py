@@ -241,10 +241,14 @@ def _save_checkpoint(self: Trainer, trial: object) -> None:
 
 
 def forget_in_flight(trainer: Trainer) -> None:
-    """Let a pipeline that does not drain begin its next step anew, as a run does that is resumed from here."""
+    """Let a pipeline begin its next step anew, without older steps, as a run does that is resumed from here."""
     state = runtime.parallel_state(trainer.model)
-    if state is not None and state.pipeline is not None and state.pipeline.delayed is not None:
+    if state is None or state.pipeline is None:
+        return
+    if state.pipeline.delayed is not None:
         state.pipeline.delayed.drop()
+    if state.pipeline.fill is not None:
+        state.pipeline.fill.drop()
 
 
 class UnfinishedSave:

@@ -33,9 +33,6 @@ if TYPE_CHECKING:
     from hf_parallel.axes.pipeline.engine import PipelineEngine
 
 _WORKS = "pipeline_schedule=1f1b"
-#: Optimizers that step while the backward pass runs.
-_FUSED = ("lomo", "adalomo")
-_LAYERWISE = "_layerwise"
 
 
 @dataclass
@@ -71,7 +68,7 @@ def check_trainer(trainer: Trainer) -> None:
         refuse(asked, f"reads batches ahead, but {reason}", _WORKS)
     if args.fp16:
         refuse(asked, "a step that fp16 leaves out would leave out gradients of older weights; fp16=True", "bf16=True")
-    if name in _FUSED or name.endswith(_LAYERWISE):
+    if name in joint_steps.FUSED or name.endswith(joint_steps.LAYERWISE):
         refuse(asked, f"optim={name} updates weights in the backward pass, of several versions", "optim=adamw_torch")
     engine.delayed.reads_ahead = True
     weights, paper = "weights that are one step old", "2006.09503"

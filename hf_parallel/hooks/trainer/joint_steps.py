@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 #: Schedules that hold as many activations whatever the number of micro-batches.
 _KEEP_FEW = ("1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble", "dualpipe_v")
+#: Optimizers that step while the backward pass runs.
+FUSED, LAYERWISE = ("lomo", "adalomo"), "_layerwise"
 #: Methods in which a subclass of Trainer may do something else with a batch.
 _METHODS = ("training_step", "_prepare_inputs", "compute_loss_context_manager")
 
@@ -93,15 +95,20 @@ def engine_of(trainer: Trainer) -> PipelineEngine | None:
     return None if state is None else state.pipeline
 
 
-def why_apart(trainer: Trainer, engine: PipelineEngine) -> str | None:
-    """Why the batches of a step cannot run as one schedule, whatever is in them."""
-    kind, config = type(trainer), engine.config
+def why_not_announced(trainer: Trainer) -> str | None:
+    """Return why the calls of the model that a step will make are not known from its batches."""
     own = next((name for name in _METHODS if _is_replaced(trainer, name)), None)
     computes = getattr(trainer.compute_loss, "func", None) is losses.compute_loss
     if losses.is_own(trainer) or not computes:
         return "the loss is the script's"
-    if own is not None:
-        return f"{kind.__name__} has its own {own}"
+    return None if own is None else f"{type(trainer).__name__} has its own {own}"
+
+
+def why_apart(trainer: Trainer, engine: PipelineEngine) -> str | None:
+    """Why the batches of a step cannot run as one schedule, whatever is in them."""
+    config, reason = engine.config, why_not_announced(trainer)
+    if reason is not None:
+        return reason
     if config.pipeline_schedule not in (*_KEEP_FEW, *DELAYED_SCHEDULES):
         return f"pipeline_schedule={config.pipeline_schedule} would keep the activations of all of them"
     if config.shares_batches:

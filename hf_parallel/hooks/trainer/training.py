@@ -26,6 +26,7 @@ from hf_parallel.hooks.trainer import (
     checkpoints,
     delayed_steps,
     evaluation,
+    fill_steps,
     joint_steps,
     losses,
     token_budget,
@@ -245,6 +246,7 @@ def init(
     check_shared_examples(self)
     losses.prepare(self)
     delayed_steps.check_trainer(self)
+    fill_steps.check_trainer(self)
 
 
 def _count_all_targets(args: TrainingArguments) -> None:
@@ -274,6 +276,7 @@ def call_model_init(original: Callable, self: Trainer, trial: object = None) -> 
     if hasattr(self, "compute_loss_func"):  # else Trainer is being made, and prepared when it is
         losses.prepare(self)
         delayed_steps.check_trainer(self)
+        fill_steps.check_trainer(self)
     return model
 
 
@@ -324,6 +327,7 @@ def training_step(
     """Remember how many rows of this batch are real while its loss is computed."""
     hangs.mark_step(self.state.global_step + 1)
     given = by_name(original, (self, model, inputs, *args), kwargs)
+    fill_steps.begin_step(self)
     if delayed_steps.delayed_of(self) is None:
         joint_steps.announce_step(self, model, inputs, given.get("num_items_in_batch"))
     else:
@@ -336,7 +340,9 @@ def training_step(
     absent = runtime.absent(step.real_rows == 0)  # on each stage, and where layers run again for their backward
     weighed = runtime.weighed_by_trainer()
     with looked_at, noise, record_of(self).during(step), absent, _recorded(self), weighed, monitoring.phase(COMPUTE):
-        return original(self, model, inputs, *args, **kwargs)
+        loss = original(self, model, inputs, *args, **kwargs)
+        fill_steps.end_step(self)
+    return loss
 
 
 def on_step_end(trainer: Trainer, original: Callable, *args: object, **kwargs: object) -> object:

@@ -133,6 +133,9 @@ def dry_run(
     if config.pp_size > 1 and getattr(model.config, "output_router_logits", False):
         why = "balances experts in steps whose stages wait for what the last one tells, which no dry run has"
         refuse("output_router_logits=True under pp", why, "output_router_logits=False")
+    if config.fills_bubbles:
+        why = "runs by the measured times of a step, which no dry run has"
+        refuse(f"pipeline_fill={config.pipeline_fill}", why, "pipeline_fill=none")
     stack = _stack(model)
     if layers is not None and stack is not None:
         backbone_of(model).set_submodule(stack.name, nn.ModuleList(stack.layers[:layers]))

@@ -1,0 +1,92 @@
+"""Keys of what runs in a pipeline's bubbles."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from hf_parallel.ask.keys.pipeline import SINGLE_SCHEDULES, PipelineKeys
+from hf_parallel.ask.keys.sizes import key
+from hf_parallel.ask.spec import refuse, spell
+
+KFAC = "kfac"
+_DAMPING, _INTERVAL = 0.01, 4
+#: Key -> the value that `pipeline_fill=kfac` takes, and why it takes no other.
+_PLAIN_LAYERS: dict[str, tuple[int | bool | str, str]] = {
+    "cp_size": (1, "multiplies whole sequences"),
+    "tp_size": (1, "inverts the curvature of whole matrices"),
+    "ep_size": (1, "has too few tokens per expert"),
+    "offload": ("none", "reads gradients where the layers are"),
+    "compile": ("none", "reads the inputs of each linear layer by hooks"),
+    "precision": ("auto", "has not been compared with one process in 8 bits"),
+    "activation_checkpointing": ("none", "would see each forward pass twice"),
+    "activation_offload": (False, "keeps activations until a bubble has room for them"),
+    "batch_shares": ("even", "takes the curvature of a whole batch"),
+}
+
+
+@dataclass(frozen=True)
+class FillKeys(PipelineKeys):
+    """Settings of the work that runs in bubbles."""
+
+    pipeline_fill: str = key(
+        "none",
+        "`kfac`: bubbles compute the curvature of linear layers, by which gradients are preconditioned (K-FAC); "
+        "another algorithm",
+        choices=("none", KFAC),
+    )
+    kfac_damping: float | None = key(
+        None, "damping of `pipeline_fill=kfac`, shared between both factors of a layer", shown=f"{_DAMPING}"
+    )
+    kfac_interval: int | None = key(
+        None, "optimizer steps from one curvature of `pipeline_fill=kfac` to the next", shown=f"{_INTERVAL}"
+    )
+
+    @property
+    def fills_bubbles(self) -> bool:
+        """Does a rank compute curvature while it waits?"""
+        return self.pipeline_fill != "none"
+
+    @property
+    def damping(self) -> float:
+        """The damping in force."""
+        return _DAMPING if self.kfac_damping is None else self.kfac_damping
+
+    @property
+    def curvature_interval(self) -> int:
+        """Optimizer steps from one curvature to the next."""
+        return _INTERVAL if self.kfac_interval is None else self.kfac_interval
+
+    @property
+    def sharing_size(self) -> int:
+        """Number of ranks whose gradients FSDP2 averages; with K-FAC the pipeline averages whole gradients itself."""
+        return 1 if self.fills_bubbles else super().sharing_size
+
+    def check_keys(self) -> None:
+        """Reject layouts in which a rank has no bubble or not the whole of a layer."""
+        asked = f"pipeline_fill={self.pipeline_fill}"
+        if not self.fills_bubbles:
+            for name in ("kfac_damping", "kfac_interval"):
+                if getattr(self, name) is not None:
+                    refuse(f"{name}={getattr(self, name)}", f"{asked} has no curvature", "pipeline_fill=kfac")
+            return
+        if self.pp_size == 1:
+            refuse(asked, "pp_size=1 has no bubbles", "pp_size=2")
+        if self.pipeline_schedule not in SINGLE_SCHEDULES:
+            fills = " and ".join(SINGLE_SCHEDULES)
+            what = f"pipeline_schedule={self.pipeline_schedule}"
+            refuse(what, f"{asked} fills the bubbles of {fills} alone", "pipeline_schedule=1f1b")
+        if not (math.isfinite(self.damping) and self.damping > 0):
+            refuse(f"kfac_damping={self.damping}", "a damping is more than 0", f"kfac_damping={_DAMPING}")
+        if self.curvature_interval < 1:
+            refuse(f"kfac_interval={self.curvature_interval}", "is one step at least", f"kfac_interval={_INTERVAL}")
+        if self.dp_shard_size > 1:
+            works = f"dp_replicate_size={abs(self.dp_replicate_size) * self.dp_shard_size},dp_shard_size=1"
+            refuse(f"dp_shard_size={self.dp_shard_size}", f"{asked} needs whole gradients of a layer", works)
+        if getattr(self, "nan_action", "report") == "skip":
+            why = f"{asked} has the curvature of the step that is left out"
+            refuse("nan_action=skip", why, "nan_action=stop")
+        for name, (taken, why) in _PLAIN_LAYERS.items():
+            value = getattr(self, name, taken)
+            if value not in (taken, -1):  # -1 is not known yet
+                refuse(f"{name}={spell(value)}", f"{asked} {why}", f"{name}={spell(taken)}")

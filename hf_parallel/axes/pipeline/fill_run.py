@@ -1,0 +1,96 @@
+"""A flushed schedule as a list of actions per rank, with other work in the gaps between them.
+
+torch's schedules have no place for other work: they wait for a message as soon as the action before it has ended. Here
+a rank asks for its next message, does what was placed in the gap, and then waits.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, cast
+
+import torch
+import torch.distributed as dist
+
+from hf_parallel.axes.pipeline.batches import fresh_gradients
+from hf_parallel.axes.pipeline.joint import Parts, Ran, ScheduledCall
+from hf_parallel.axes.pipeline.timeline import BACKWARD, FORWARD, Action, order
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from hf_parallel.axes.pipeline.engine import PipelineEngine
+
+
+class FilledRun:
+    """One run of a schedule with one stage per rank."""
+
+    def __init__(self, engine: PipelineEngine, calls: list[ScheduledCall]) -> None:
+        assert engine.fill is not None
+        self.engine, self.fill, self.parts = engine, engine.fill, Parts(calls)
+        self.view, self.stage = engine.views[0], engine.stages[0]
+        self.place, self.ranks = engine.group.rank(), engine.group.size()
+        # Messages of the two directions must not wait for each other.
+        self.groups = {FORWARD: engine.group, BACKWARD: engine.mesh.second_stage_group}
+        self.alive: dict[int, tuple[torch.Tensor | None, torch.Tensor]] = {}  # what arrived, what left
+        self.losses: list[torch.Tensor] = []
+        self.sent: list[tuple[dist.Work, torch.Tensor]] = []
+
+    def run(self, autocast: Callable[[], torch.autocast]) -> Ran:
+        """Run all micro-batches forward and backward."""
+        engine, count = self.engine, len(self.parts)
+        engine.services.before_run(True, self.parts.calls[0].tokens)
+        engine.latest_count = count
+        actions = order(engine.config.pipeline_schedule, self.ranks, 1, count)[self.place]
+        with fresh_gradients(engine.trainable()) as fresh:
+            self.stage.work, self.stage.autocast = functools.partial(self.parts.run, self.view), autocast
+            try:
+                for position, action in enumerate(actions):
+                    arriving = self._receive(action)
+                    self.fill.fill(count, position)
+                    if arriving is not None:
+                        arriving[0].wait()
+                    self._compute(action, None if arriving is None else arriving[1])
+            finally:
+                self.stage.work = None
+            self.fill.fill(count, len(actions))
+        for work, _ in self.sent:
+            work.wait()
+        losses = self.parts.losses(self.losses, engine.mesh.device)
+        dist.broadcast(losses, group=engine.group, group_src=engine.last_rank)
+        return Ran(list(losses.unbind()), fresh, None)
+
+    def _compute(self, action: Action, arrived: torch.Tensor | None) -> None:
+        kind, _, i, _ = action
+        span = self.engine.recorder.span(kind, self.view.index, i)
+        with self.parts.around(i), self.fill.timed(kind), span:
+            if kind == FORWARD:
+                hidden = None if arrived is None else arrived.requires_grad_()
+                with self.fill.numbered(i):
+                    output = self.stage(hidden, i)
+                self.alive[i] = hidden, output
+                if self.place == self.ranks - 1:
+                    self.losses.append(output.detach())
+            else:
+                hidden, output = self.alive.pop(i)
+                if output.requires_grad:
+                    torch.autograd.backward(output, arrived)
+        if kind == FORWARD and self.place < self.ranks - 1:
+            self._send(output.detach(), kind)
+        if kind == BACKWARD and hidden is not None:
+            self._send(torch.zeros_like(hidden) if hidden.grad is None else hidden.grad, kind)
+
+    def _receive(self, action: Action) -> tuple[dist.Work, torch.Tensor] | None:
+        """Ask for the message that an action needs."""
+        source = self.place + (-1 if action.kind == FORWARD else 1)
+        if not 0 <= source < self.ranks:
+            return None
+        like = self.parts.boundaries[action.micro_batch]
+        tensor = torch.empty(like.shape, dtype=like.dtype, device=self.engine.mesh.device)
+        work = dist.irecv(tensor, group=self.groups[action.kind], group_src=source)
+        return cast(dist.Work, work), tensor
+
+    def _send(self, tensor: torch.Tensor, kind: str) -> None:
+        tensor = tensor.contiguous()
+        target = self.place + (1 if kind == FORWARD else -1)
+        self.sent.append((cast(dist.Work, dist.isend(tensor, group=self.groups[kind], group_dst=target)), tensor))

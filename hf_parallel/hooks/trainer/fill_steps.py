@@ -1,0 +1,66 @@
+"""`pipeline_fill=kfac` under Trainer: where an optimizer step begins and ends, and what it cannot train."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hf_parallel.ask.spec import refuse
+from hf_parallel.hooks import report
+from hf_parallel.hooks.trainer import joint_steps
+
+if TYPE_CHECKING:
+    from transformers import Trainer
+
+    from hf_parallel.axes.pipeline.fill_kfac import KfacFill
+
+
+def fill_of(trainer: Trainer) -> KfacFill | None:
+    """Return what fills the bubbles of the trainer's pipeline, if anything does."""
+    engine = joint_steps.engine_of(trainer)
+    return None if engine is None else engine.fill
+
+
+def check_trainer(trainer: Trainer) -> None:
+    """Refuse training of which the bubbles cannot take the curvature.
+
+    Raises:
+        SpecError: the trainer has a loss, a step, a precision or an optimizer of such a kind, or a base in 4 bits.
+    """
+    fill, engine = fill_of(trainer), joint_steps.engine_of(trainer)
+    if fill is None or engine is None:
+        return
+    args, asked, works = trainer.args, f"pipeline_fill={engine.config.pipeline_fill}", "pipeline_fill=none"
+    optimizer = str(getattr(args.optim, "value", args.optim))
+    reason = joint_steps.why_not_announced(trainer)
+    if reason is not None:
+        refuse(asked, f"takes the curvature of the model's own loss, but {reason}", works)
+    if args.fp16:
+        refuse(asked, "a step that fp16 leaves out would spoil the curvature of several; fp16=True", "bf16=True")
+    if getattr(args, "gradient_checkpointing", False) or getattr(args, "activation_checkpointing", False):
+        refuse(asked, "would see each forward pass twice; gradient_checkpointing=True", "gradient_checkpointing=False")
+    if optimizer in joint_steps.FUSED or optimizer.endswith(joint_steps.LAYERWISE):
+        refuse(asked, f"optim={optimizer} updates weights in the backward pass", "optim=adamw_torch")
+    if any(type(parameter).__name__ == "Params4bit" for parameter in trainer.model.parameters()):
+        refuse(asked, "reads what layers compute, which a base in 4 bits rounds", "a base in bf16")
+    report.say(
+        f"{asked} is another algorithm than training in one process: gradients are preconditioned by curvature that "
+        f"is up to {2 * fill.interval - 1} steps old (K-FAC in pipeline bubbles, arXiv 2211.14133); {works} has "
+        "the numbers of one process"
+    )
+
+
+def begin_step(trainer: Trainer) -> None:
+    """Begin an optimizer step with its first batch."""
+    fill = fill_of(trainer)
+    if fill is not None and not fill.in_step:
+        fill.begin_step()
+
+
+def end_step(trainer: Trainer) -> None:
+    """Precondition the gradients of a step after its last batch, before Trainer clips them."""
+    fill = fill_of(trainer)
+    if fill is None or not trainer.accelerator.sync_gradients:
+        return
+    line = fill.end_step()
+    if line is not None:
+        report.say(f"pipeline_fill=kfac: {line}")
