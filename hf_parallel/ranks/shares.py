@@ -18,7 +18,9 @@ Shares: TypeAlias = tuple[Fraction, ...]
 
 
 @functools.lru_cache(maxsize=64)
-def cut_examples(examples: int, shares: Shares, least: int = 0) -> tuple[int, ...]:
+def cut_examples(
+    examples: int, shares: Shares, least: int = 0, most: tuple[int, ...] | None = None
+) -> tuple[int, ...]:
     """Return the number of examples of each rank, such that the last rank to end ends first.
 
     Examples go one after another to the rank that would be done with its next one first. For equal jobs on machines
@@ -26,10 +28,12 @@ def cut_examples(examples: int, shares: Shares, least: int = 0) -> tuple[int, ..
 
     Args:
         least: the number of examples that every rank has.
+        most: the number of examples that fit on each rank; where all are full, the cut goes on by shares.
     """
     counts = [least] * len(shares)
     for _ in range(examples - sum(counts)):
-        first = min(range(len(shares)), key=lambda rank: ((counts[rank] + 1) / shares[rank], rank))
+        room = [rank for rank in range(len(shares)) if most is None or counts[rank] < most[rank]]
+        first = min(room or range(len(shares)), key=lambda rank: ((counts[rank] + 1) / shares[rank], rank))
         counts[first] += 1
     return tuple(counts)
 

@@ -39,7 +39,8 @@ class DataKeys(Sizes):
     )
     batch_shares: str = key(
         EVEN,
-        "how data ranks share the examples of each batch: `2:2:1` is a number for every data rank, by its speed; "
+        "how data ranks share the examples of each batch: `2:2:1` is a number for every data rank, by its speed, "
+        "`3x8:1x8` eight of 3 and eight of 1; "
         "`auto` measures speeds; the global batch stays that of `even`",
     )
 
@@ -53,7 +54,13 @@ class DataKeys(Sizes):
         """The share of each data rank in a batch; None: all have as many examples, or as many as is measured."""
         if self.batch_shares in (EVEN, MEASURED):
             return None
-        return tuple(Fraction(share) for share in self.batch_shares.split(":"))
+        found: list[Fraction] = []
+        for part in self.batch_shares.split(":"):
+            share, several, times = part.partition("x")
+            if several and not int(times) > 0:
+                raise ValueError(part)
+            found += [Fraction(share)] * (int(times) if several else 1)
+        return tuple(found)
 
     @property
     def reduces_each_micro_batch(self) -> bool:
