@@ -386,7 +386,7 @@ def _layers_to_draw(config: ParallelConfig, layers: int | None) -> list[int]:
     from hf_parallel.axes.pipeline.timeline import even_split
 
     stages = config.pipeline_stages
-    split = list(config.pipeline_split or even_split(stages if layers is None else layers, stages))
+    split = list(config.split_layers or even_split(stages if layers is None else layers, stages))
     if len(split) != stages or min(split) < 1:
         refuse(f"{sum(split)} layers in {len(split)} parts", f"do not fill {stages} stages", f"--layers {stages}")
     if layers not in (None, sum(split)):

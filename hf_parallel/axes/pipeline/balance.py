@@ -124,7 +124,9 @@ def _attention_flops(attention: nn.Module, config: PretrainedConfig, length: flo
     return 2 * heads * widths * window * (1 - window / (2 * length))
 
 
-def balance(costs: Costs, stages: int, speeds: Sequence[float] | None = None) -> tuple[int, ...]:
+def balance(
+    costs: Costs, stages: int, speeds: Sequence[float] | None = None, rooms: Sequence[float] | None = None
+) -> tuple[int, ...]:
     """Layers per stage, each at least one: the slowest stage is as fast as any split allows (dynamic programming).
 
     Among equally fast splits the one whose memory is most even wins (in whole layers: only these can move), then the
@@ -132,6 +134,8 @@ def balance(costs: Costs, stages: int, speeds: Sequence[float] | None = None) ->
 
     Args:
         speeds: of each stage's device, in any unit; default: all are alike.
+        rooms: bytes of parameters that each stage may hold. Where no split keeps to them, the one whose fullest stage
+            holds least in proportion is taken.
     """
     layers = len(costs.layers)
     if not 1 <= stages <= layers:
@@ -141,12 +145,21 @@ def balance(costs: Costs, stages: int, speeds: Sequence[float] | None = None) ->
     def seconds(stage: int, first: int, last: int) -> float:
         return of_stage(first, last).flops / (speeds[stage] if speeds else 1.0)
 
-    slowest, _ = best_split(layers, stages, seconds, max)
+    if rooms is not None:
+        held, leanest = best_split(layers, stages, lambda at, *span: of_stage(*span).memory / rooms[at], max)
+        if held > 1:
+            return leanest
+
+    def fitting(stage: int, first: int, last: int) -> float:
+        fits = rooms is None or of_stage(first, last).memory <= rooms[stage]
+        return seconds(stage, first, last) if fits else math.inf
+
+    slowest, _ = best_split(layers, stages, fitting, max)
     unit = sum(cost.memory for cost in costs.layers) / layers or 1
 
     def unevenness(stage: int, first: int, last: int) -> float:  # the sum is fixed, so squares measure the spread
         memory = round(of_stage(first, last).memory / unit)
-        return memory**2 if seconds(stage, first, last) <= slowest * (1 + 1e-9) else math.inf
+        return memory**2 if fitting(stage, first, last) <= slowest * (1 + 1e-9) else math.inf
 
     return best_split(layers, stages, unevenness, lambda one, others: one + others)[1]
 

@@ -13,10 +13,10 @@ import torch.distributed as dist
 
 from hf_parallel.ask.keys.data import MEASURED
 from hf_parallel.ask.spec import refuse
-from hf_parallel.check.system import product_rate
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.accelerate.shares import examples_of
 from hf_parallel.ranks import messages
+from hf_parallel.ranks.devices import product_rate
 from hf_parallel.ranks.mesh import data_rank
 from hf_parallel.ranks.shares import WORTH, Shares, SharesOfPass, cut_examples, shares_of
 
