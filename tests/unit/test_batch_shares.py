@@ -118,6 +118,18 @@ def test_noise_moves_little():
     assert len(changes(lambda look: (1, 1, 1, 2), noise=0.1)) <= 2
 
 
+def test_a_rank_without_room_gets_fewer_at_once():
+    """At the first reading where the cut in force is too large; else when it is worth it, and within what fits."""
+    speeds = Speeds()
+    shares = speeds.look((1, 1, 1, 1), 32, EVEN, (32, 32, 32, 5))
+    assert cut_examples(32, shares, 1) == (9, 9, 9, 5)
+    assert speeds.look((1, 1, 1, 1), 32, shares, (32, 32, 32, 5)) is None
+    speeds, most = Speeds(), (11, 32, 32, 32)
+    found = [speeds.look((1, 2, 2, 2), 32, EVEN, most) for _ in range(4)]
+    assert found[:3] == [None] * 3
+    assert cut_examples(32, found[3], 1) == (11, 7, 7, 7)  # 13 by speed alone
+
+
 def test_a_rank_keeps_an_example_however_slow_it_is():
     assert changes(lambda look: (1, 1, 1, 500))[0][1][3] == 1
 
