@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -15,22 +15,26 @@ from torch import nn
 from hf_parallel.apply.methods import models_inside, replace_methods, replace_methods_around, share_own, tied_inside
 from hf_parallel.apply.weights import refuse_exchanged, take_exchanged
 from hf_parallel.ask.config import ParallelConfig
+from hf_parallel.ask.keys.data import MEASURED
 from hf_parallel.ask.spec import refuse
 from hf_parallel.axes.axis import Building, Packing, Plan
 from hf_parallel.axes.data.gradients import clip_grad_norm as clip_over_mesh
 from hf_parallel.axes.data.local_step import step_on_local_parts
 from hf_parallel.axes.data.parameters import make_identical
+from hf_parallel.axes.pipeline.axis import PIPELINE
 from hf_parallel.axes.pipeline.engine import PipelineEngine
 from hf_parallel.axes.pipeline.stage_runner import pipelines_of
 from hf_parallel.axes.tensor.axis import TENSOR
 from hf_parallel.axes.tensor.tensor_parallel import retie
-from hf_parallel.model.anatomy import transformer_blocks
+from hf_parallel.model.anatomy import Anatomy, transformer_blocks
 from hf_parallel.plans.resolve import read_model, resolve
 from hf_parallel.ranks import OneBatch, messages, watch
 from hf_parallel.ranks.mesh import ParallelMesh, stored
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from hf_parallel.axes.pipeline.part import StageFacts
 
 
 @dataclass
@@ -111,11 +115,20 @@ def parallelize(
         return _parallelize_around(model, inside, mesh)
     if state_of(model) is None and any(parameter.is_meta for parameter in model.parameters()):
         retie(model)  # while it is loaded it is tied by name only
-    plan = resolve(mesh.config, read_model(model, mesh.config))
+    plan = resolve(mesh.config, _with_devices(read_model(model, mesh.config), mesh))
     if pack is not None:
         pack.check(model, plan)
     apply(model, plan, mesh, pack)
     return model
+
+
+def _with_devices(anatomy: Anatomy, mesh: ParallelMesh) -> Anatomy:
+    """Return what is known of the model with the devices of the pipeline, where its layers are shared out by them."""
+    facts = anatomy.facts.get(PIPELINE.name)
+    if mesh.config.pipeline_split != MEASURED or facts is None:
+        return anatomy
+    known = replace(cast("StageFacts", facts), devices=mesh.pipeline_devices)
+    return replace(anatomy, facts={**anatomy.facts, PIPELINE.name: known})
 
 
 def apply(model: nn.Module, plan: Plan, mesh: ParallelMesh, pack: Packing | None = None) -> ParallelState:

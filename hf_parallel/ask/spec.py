@@ -293,6 +293,8 @@ def convert(name: str, annotation: object, value: object) -> object:
         if kind == "float":
             return float(text)
         if kind.startswith("tuple"):
+            if kind.endswith("| str") and (text == "auto" or ":" in text):
+                return text
             items = value if isinstance(value, (list, tuple)) else text.strip("[]").split(",")
             return tuple(int(item) for item in items)
     except (KeyError, ValueError) as error:

@@ -28,11 +28,12 @@ from hf_parallel.ask.keys.tensor import TP_AXES
 from hf_parallel.ask.spec import refuse
 from hf_parallel.check.report import FAILED, NOTE, OK, SLOW, Row, ranks_text
 from hf_parallel.check.room import Room
-from hf_parallel.check.system import SLOW_SHARE, synchronize
+from hf_parallel.check.system import SLOW_SHARE
 from hf_parallel.planner.candidates import to_layout
 from hf_parallel.planner.hardware import Cluster
 from hf_parallel.planner.ledger import FACTORS, Group, groups, ring_factor, transfer_seconds
 from hf_parallel.ranks import start_all_gather, start_all_reduce, start_reduce_scatter
+from hf_parallel.ranks.devices import synchronize
 from hf_parallel.ranks.mesh import ParallelMesh, axis_ranks
 
 # ---- Ranks that are started here, on one machine --------------------------------------------------------------------

@@ -18,6 +18,7 @@ from hf_parallel.ask.waiting import waiting
 from hf_parallel.check import links, parity, system
 from hf_parallel.check.report import Report, Row
 from hf_parallel.check.room import Room
+from hf_parallel.ranks import devices
 from hf_parallel.ranks.mesh import ParallelMesh
 
 _ROOM = "hf_parallel/check"
@@ -126,7 +127,7 @@ def _what_is_here(wanted: Wanted, device: torch.device, room: Room) -> Iterator[
     if ranks:
         yield from [*system.rows(ranks), *known]
     room.step("matrix product")
-    rates, crowded = room.gather(system.product_rate(device)), system.shared(ranks)
+    rates, crowded = room.gather(devices.product_rate(device)), system.shared(ranks)
     if rates:
         yield system.product_row(rates, [rank["device"] for rank in ranks], cluster, crowded)
     if room.world > 1:

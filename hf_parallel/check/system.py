@@ -6,7 +6,6 @@ import importlib.metadata
 import os
 import platform
 import socket
-import time
 from collections import Counter
 from collections.abc import Iterator
 
@@ -22,7 +21,6 @@ Facts = dict[str, object]  # of one rank
 _LIBRARIES = ("torch", "transformers", "accelerate", "safetensors", "peft", "trl")
 #: Of which other versions on other ranks mean other numbers, or calls that the peers do not make.
 _MUST_AGREE = ("python", *_LIBRARIES, "cuda", "nccl")
-_SIZE, _REPEATS = {"cpu": 512}, 10
 #: Below this part of what the planner expects a row is marked.
 SLOW_SHARE = 0.5
 
@@ -128,27 +126,6 @@ def _link_row(what: str, link: Link) -> Row:
 
 
 # ---- speed of a device ---------------------------------------------------------------------------------------------
-
-
-def product_rate(device: torch.device) -> float:
-    """FLOP/s of a large matrix product on this rank, in bf16 on accelerators."""
-    size = _SIZE.get(device.type, 8192)
-    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    a, b = (torch.rand(size, size, device=device).to(dtype) for _ in range(2))  # of ones it would draw less power
-    for _ in range(2):
-        a @ b
-    synchronize(device)
-    began = time.perf_counter()
-    for _ in range(_REPEATS):
-        a @ b
-    synchronize(device)
-    return _REPEATS * 2 * size**3 / (time.perf_counter() - began)
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait until the device has done what it was given."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
 
 
 def product_row(rates: list[float], kinds: list[object], cluster: Cluster | None, crowded: bool) -> Row:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from hf_parallel.planner.choices import Found
+    from hf_parallel.planner.groups import MixedCluster
     from hf_parallel.planner.hardware import Cluster
 
 _SHAPE_KEYS = {"hidden", "layers"}
@@ -47,8 +48,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     where.add_argument("--gpu", metavar="NAME", help="of the catalogue, such as h100-80gb or a100-80gb")
     where.add_argument("--gpus-per-node", type=int, metavar="N", help="default: 8")
     where.add_argument("--network", metavar="NAME", help="link between nodes, such as infiniband-ndr, ethernet-25g")
-    where.add_argument("--cluster", metavar="FILE.yaml", help="a cluster of your own: see docs/dry_run.md")
-    where.add_argument("--detect", action="store_true", help="this machine")
+    where.add_argument("--cluster", metavar="FILE.yaml", help="your own, or groups of unlike GPUs: docs/dry_run.md")
+    where.add_argument("--detect", action="store_true", help="this machine; under a launcher those of all processes")
     where.add_argument(
         "--calibrate",
         metavar="OUTPUT_DIR",
@@ -90,6 +91,9 @@ def plan(args: argparse.Namespace) -> int:
         if args.model is None:
             print(_timeline_alone(args))
             return 0
+        if args.detect and os.environ.get("RANK", "0") != "0":  # of a launcher: rank 0 prints for all
+            _cluster(args)
+            return 0
         return _plan_model(args)
     except (SpecError, OSError) as error:
         print(f"hf_parallel: {error}", file=sys.stderr)
@@ -107,11 +111,14 @@ def _plan_model(args: argparse.Namespace) -> int:
         if number is not None and number <= 0 and (number or option != "lora"):
             refuse(f"--{option.replace('_', '-')} {number:g}", "is more than 0", do="drop it, or give another number")
     with waiting("importing torch") as say:
+        from hf_parallel.planner.groups import MixedCluster
         from hf_parallel.planner.report import show, write_specs
 
         say("reading the model's config")
         model = read_model(args.model)
     cluster = given or _calibrated(args, model)
+    if isinstance(cluster, MixedCluster):
+        return _plan_groups(args, model, cluster)
     with waiting("ranking layouts"):
         found = _search(args, model, cluster)
     if args.json:
@@ -155,6 +162,61 @@ def _search(args: argparse.Namespace, model: PretrainedConfig | dict[str, object
         quantized=args.quantized,
         headroom=args.headroom,
     )
+
+
+#: What holds for GPUs of one kind alone.
+_OF_ONE_KIND = (
+    "memory",
+    "gpus_per_node",
+    "parallel",
+    "quantized",
+    "picture",
+    "timeline",
+    "explain",
+    "verify",
+    "dollars",
+)
+
+
+def _plan_groups(args: argparse.Namespace, model: PretrainedConfig | dict[str, object], mixed: MixedCluster) -> int:
+    """Print the plan of groups of unlike GPUs."""
+    from hf_parallel.hooks.auto import accepted
+    from hf_parallel.planner.mixed import search_groups
+    from hf_parallel.planner.mixed_report import nothing_fits, show_mixed, write_mixed_specs
+
+    given = next((name for name in _OF_ONE_KIND if getattr(args, name)), None)
+    if given is not None:
+        names = ", ".join(group.name for group in mixed.groups)
+        refuse(
+            f"--{given.replace('_', '-')}", f"needs GPUs of one kind, not the groups {names}", do="plan a group alone"
+        )
+    with waiting("ranking layouts"):
+        found = search_groups(
+            model=model,
+            mixed=mixed,
+            seq=_positive("--seq", args.seq),
+            global_batch=_positive("--global-batch", args.global_batch or 4 * mixed.gpus),
+            precision=args.precision,
+            optimizer=args.optimizer,
+            lora=args.lora,
+            rows=args.rows,
+            top=_positive("--top", args.top),
+            accept=None if isinstance(model, dict) else accepted(model),
+            adapt=_adapters(args),
+            attention=args.attn,
+            documents=args.packed,
+            headroom=args.headroom,
+        )
+    if args.json:
+        print(json.dumps(found.to_dict(), indent=2))
+    elif found.choices:
+        show_mixed(found)
+    if found.best is None:
+        print(f"hf_parallel: nothing fits: {nothing_fits(found)}", file=sys.stderr)
+        return 1
+    if args.specs:
+        write_mixed_specs(args.specs, found)
+    return 0
 
 
 def check_path(source: str, others: str = "a Hub id") -> None:
@@ -205,23 +267,37 @@ def _adapters(args: argparse.Namespace) -> Callable[[nn.Module], None] | None:
     return planned_lora(args.lora)
 
 
-def _cluster(args: argparse.Namespace) -> Cluster:
-    from hf_parallel.planner.hardware import find_link, make_cluster, read_cluster
+def _cluster(args: argparse.Namespace) -> Cluster | MixedCluster:
+    from hf_parallel.planner.groups import read_machines
+    from hf_parallel.planner.hardware import find_link, make_cluster
 
     given = [f"--{name}" for name in ("gpu", "cluster", "detect") if getattr(args, name)]
     if len(given) != 1:
         said = " and ".join(given) or "none of --gpu, --cluster, --detect"
         refuse("plan", f"needs one description of the machines, not {said}", "--gpus 8 --gpu h100-80gb")
     if args.detect:
-        from hf_parallel.planner.detect import detect
-
-        return detect(args.gpus, args.gpus_per_node, args.network)
+        return _detected(args)
     if args.cluster:
-        cluster = read_cluster(args.cluster, args.gpus)
+        cluster = read_machines(args.cluster, args.gpus)
         return dataclasses.replace(cluster, between=find_link(args.network)) if args.network else cluster
     if args.gpus is None:
         refuse("--gpu needs --gpus as well", "how many in all", "--gpus 8")
     return make_cluster(args.gpu, args.gpus, args.gpus_per_node or 8, args.network)
+
+
+def _detected(args: argparse.Namespace) -> Cluster | MixedCluster:
+    """The GPUs of all processes of a launcher, or of this machine."""
+    from hf_parallel.planner.detect import detect
+    from hf_parallel.planner.groups import MixedCluster, devices_of_all, group_devices
+
+    devices = devices_of_all()
+    on_first = [host for host, _, _ in devices].count(devices[0][0]) if devices else None
+    here = detect(args.gpus or len(devices) or None, args.gpus_per_node or on_first, args.network)
+    cluster = group_devices(here, devices)
+    if isinstance(cluster, MixedCluster) and args.gpus:
+        kinds = " and ".join(f"{group.cluster.gpus} x {group.name}" for group in cluster.groups)
+        refuse(f"--gpus {args.gpus}", f"the GPUs here are unlike: {kinds}", do="drop it, or --cluster FILE.yaml")
+    return cluster
 
 
 def _calibrated(args: argparse.Namespace, model: PretrainedConfig | dict[str, object]) -> Cluster:
@@ -314,7 +390,7 @@ def _layers_to_draw(config: ParallelConfig, layers: int | None) -> list[int]:
     from hf_parallel.axes.pipeline.timeline import even_split
 
     stages = config.pipeline_stages
-    split = list(config.pipeline_split or even_split(stages if layers is None else layers, stages))
+    split = list(config.split_layers or even_split(stages if layers is None else layers, stages))
     if len(split) != stages or min(split) < 1:
         refuse(f"{sum(split)} layers in {len(split)} parts", f"do not fill {stages} stages", f"--layers {stages}")
     if layers not in (None, sum(split)):

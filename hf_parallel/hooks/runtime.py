@@ -62,12 +62,16 @@ class MeasuredShares:
         first: shares by a matrix product, before anything is trained; evaluation keeps to them.
         of_pass: the shares of the training loader, which follow from seconds per example.
         sampler: what shares out the batches of the training loader.
+        memory: of each rank: bytes between steps, and of its whole device; None: nobody counts them, as on CPUs.
+        largest: the most examples of a micro-step that each data rank has computed.
     """
 
     first: Shares
     of_pass: SharesOfPass
     speeds: Speeds = field(default_factory=Speeds)
     sampler: BatchSamplerShard | None = None
+    memory: list[tuple[float, float] | None] | None = None
+    largest: tuple[int, ...] = ()
 
 
 @dataclass

@@ -27,7 +27,7 @@ _SCHEDULES = ("interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble")
 _MOST_STAGES = 64
 _LEAST_GRID, _COLUMNS = 16, (2, 4)  # ranks of tp from which a grid sends less, and columns that do
 _LEAST_TOKENS = 1024  # of a rank under cp: shorter parts of a row leave its GPU idle
-_MOST_CALL = 65536  # tokens of a micro-batch: larger ones are no faster
+MOST_CALL = 65536  # tokens of a micro-batch: larger ones are no faster
 #: quantize_weights and quantize_gradients that the search knows: the widest codes of each, and the fewest bits.
 ROUNDED = (("int8", "none"), ("none", "int8"), ("int8", "int4"))
 #: How a layout may save memory, the cheapest first: what each costs is worth it only where nothing before it fits.
@@ -97,12 +97,12 @@ def layouts(goal: Goal) -> Iterator[ParallelConfig]:
     """Sizes of all axes that fill the GPUs, tp inside a node; ZeRO-0 is what replicas alone are."""
     gpus, shape = goal.cluster.gpus, goal.shape
     inside = min(goal.cluster.per_node, gpus)
-    for tp in _divisors(inside):
+    for tp in divisors(inside):
         if not heads_divide(shape, tp) or gpus % tp:
             continue
         grids = [{"tp_mesh": mesh} for mesh in _grids(goal, tp)]
         for (cp, kind), grid in itertools.product(_context(goal, tp), grids):
-            for pp in _divisors(gpus // tp // cp):
+            for pp in divisors(gpus // tp // cp):
                 if pp > min(shape.layers, _MOST_STAGES):
                     break
                 data = gpus // tp // cp // pp
@@ -167,14 +167,14 @@ def _grids(goal: Goal, tp: int) -> Iterator[str | None]:
             yield f"{tp // columns}x{columns}"
 
 
-def _divisors(number: int) -> list[int]:
+def divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
 def _context(goal: Goal, tp: int) -> Iterator[tuple[int, str]]:
     """Parts of a row: a ring cuts it in twice as many as it has ranks, Ulysses needs a head for each of them."""
     yield 1, "auto"
-    for cp in _divisors(goal.cluster.gpus // tp)[1:]:
+    for cp in divisors(goal.cluster.gpus // tp)[1:]:
         if goal.seq % (2 * cp) == 0 and goal.seq // cp >= _LEAST_TOKENS:
             yield cp, "ring"
             if heads_divide(goal.shape, tp * cp):
@@ -191,7 +191,7 @@ def _replicas(data: int, block: int, cluster: Cluster) -> list[int]:
 def _experts(shape: ModelShape, shards: int, inner: int) -> list[int]:
     """Over how many ranks of one replica experts are spread: all on each, or whole groups of `inner`, cp and tp."""
     numbers = {matrix.count for block in shape.blocks for matrix in block.matrices if matrix.split == "expert"}
-    counts = [n for n in _divisors(min(numbers, default=1)) if all(m % n == 0 for m in numbers)]
+    counts = [n for n in divisors(min(numbers, default=1)) if all(m % n == 0 for m in numbers)]
     return [n for n in counts if n == 1 or (n % inner == 0 and shards * inner % n == 0)]
 
 
@@ -207,8 +207,8 @@ def micro_batches(goal: Goal, share: int, config: ParallelConfig) -> list[int]:
     if goal.rows is not None and config.pp_size == 1:
         return [goal.rows]
     call, tokens = goal.rows or share, goal.seq // config.cp_size
-    sizes = [n for n in _divisors(call) if n == 1 or (n & (n - 1) == 0 and n * tokens <= _MOST_CALL)]
-    if config.pp_size == 1 and share * tokens <= _MOST_CALL:
+    sizes = [n for n in divisors(call) if n == 1 or (n & (n - 1) == 0 and n * tokens <= MOST_CALL)]
+    if config.pp_size == 1 and share * tokens <= MOST_CALL:
         sizes = sorted({*sizes, share})
     return [n for n in sizes if call // n >= config.pp_size]
 
@@ -262,7 +262,7 @@ def to_layout(config: ParallelConfig, context: str | None = None) -> Layout:
         dp_replicate=config.dp_replicate_size if sharded else 1,
         schedule=config.pipeline_schedule,
         context=context or own,
-        split=config.pipeline_split,
+        split=config.split_layers,
         reduces_each=config.reduces_each_micro_batch,
         reduces_each_run=config.reduces_each_run,
         hierarchical_shard=config.hierarchical_shard or 1,

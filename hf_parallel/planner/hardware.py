@@ -234,58 +234,60 @@ def _is_peaks(value: object) -> bool:
 
 _NUMBER: _Kind = (_is_number, "a number above 0")
 _PART: _Kind = (lambda value: _is_number(value) or (value == 0 and value is not False), "a number, 0 or more")
-_COUNT: _Kind = (lambda value: _is_number(value) and isinstance(value, int), "a whole number above 0")
-_TEXT: _Kind = (lambda value: isinstance(value, str), "a text")
-_ENTRY: _Kind = (lambda value: isinstance(value, (str, dict)), "a name of the catalogue, or a mapping in its form")
-_FILE = {"gpu": _ENTRY, "gpus": _COUNT, "gpus_per_node": _COUNT, "inside": _ENTRY, "network": _ENTRY}
-_LINK = {"name": _TEXT, "gb_s": _NUMBER, "latency_us": _PART, "source": _TEXT}
-_HOST = {"name": _TEXT, **dict.fromkeys(("pcie_gb_s", "bandwidth_gb_s", "nvme_gb_s", "memory_gib"), _NUMBER)}
-_HOST |= {"source": _TEXT}
+COUNT: _Kind = (lambda value: _is_number(value) and isinstance(value, int), "a whole number above 0")
+TEXT: _Kind = (lambda value: isinstance(value, str), "a text")
+ENTRY: _Kind = (lambda value: isinstance(value, (str, dict)), "a name of the catalogue, or a mapping in its form")
+FILE = {"gpu": ENTRY, "gpus": COUNT, "gpus_per_node": COUNT, "inside": ENTRY, "network": ENTRY}
+_LINK = {"name": TEXT, "gb_s": _NUMBER, "latency_us": _PART, "source": TEXT}
+_HOST = {"name": TEXT, **dict.fromkeys(("pcie_gb_s", "bandwidth_gb_s", "nvme_gb_s", "memory_gib"), _NUMBER)}
+_HOST |= {"source": TEXT}
 _EFFICIENCY = {field.name: _PART for field in dataclasses.fields(Efficiency)}
 _GPU: dict[str, _Kind] = {
-    "like": _TEXT,
-    "name": _TEXT,
+    "like": TEXT,
+    "name": TEXT,
     "tflops": (_is_peaks, "a mapping of precisions to numbers above 0; {bf16: 989} works"),
     "memory_gib": _NUMBER,
     "bandwidth": _NUMBER,
-    "units": _COUNT,
-    "scale_up": _TEXT,
-    "scale_out": _TEXT,
-    "host": _ENTRY,
+    "units": COUNT,
+    "scale_up": TEXT,
+    "scale_out": TEXT,
+    "host": ENTRY,
     "capability": (_is_two_counts, "two whole numbers; [9, 0] works"),
     "efficiency": (lambda value: isinstance(value, dict), "a mapping"),
-    "source": _TEXT,
+    "source": TEXT,
 }
 
 
-def read_cluster(path: str, gpus: int | None = None) -> Cluster:
-    """The cluster that a YAML file describes.
-
-    Args:
-        gpus: how many; default: what the file says.
+def load_cluster_file(path: str) -> Mapping[str, Any]:
+    """Return the mapping of a cluster file.
 
     Raises:
-        SpecError: no such file, an unknown key or name, or no number of GPUs.
+        SpecError: no such file, or neither a GPU nor groups in it.
     """
     try:
         with open(path, encoding="utf-8") as file:
             values = yaml.safe_load(file)
     except (OSError, yaml.YAMLError) as error:
         refuse(path, str(error).splitlines()[0], cause=error)
-    if not isinstance(values, dict) or "gpu" not in values:
+    if not isinstance(values, dict) or not values.keys() & {"gpu", "groups"}:
         refuse(path, "needs the key gpu", "a line such as `gpu: h100-80gb`")
-    _check_keys(path, values, _FILE)
+    return values
+
+
+def cluster_from_entry(path: str, values: Mapping[str, Any], gpus: int | None) -> Cluster:
+    """Return the cluster of one kind of GPU that the keys of a file, or of a group in it, describe."""
+    check_file_keys(path, values, FILE)
     gpus = gpus or values.get("gpus")
     if gpus is None or gpus < 1:
         refuse(path, "how many GPUs? A line `gpus: 8`, or --gpus 8, works")
     gpu = _own_gpu(path, values["gpu"])
-    inside = _own_link(f"{path}: inside", values.get("inside", gpu.scale_up))
-    between = _own_link(f"{path}: network", values.get("network", gpu.scale_out))
+    inside = own_link(f"{path}: inside", values.get("inside", gpu.scale_up))
+    between = own_link(f"{path}: network", values.get("network", gpu.scale_out))
     return Cluster(gpu, gpus, values.get("gpus_per_node", 8), inside, between)
 
 
-def _check_keys(where: str, values: Mapping, known: Mapping[str, _Kind]) -> None:
-    """That it has known keys only, with values of their kinds."""
+def check_file_keys(where: str, values: Mapping, known: Mapping[str, _Kind]) -> None:
+    """Require known keys with values of their kinds."""
     for key, value in values.items():
         if key not in known:
             refuse(where, f"{key} is no key", do=f"{', '.join(known)} are")
@@ -298,22 +300,23 @@ def _own_gpu(path: str, entry: str | Mapping) -> Gpu:
     """A GPU of the catalogue, or one like it; precisions whose peak the entry does not name keep theirs."""
     if isinstance(entry, str):
         return find_gpu(entry)
-    _check_keys(f"{path}: gpu", entry, _GPU)
-    _check_keys(f"{path}: efficiency", entry.get("efficiency", {}), _EFFICIENCY)
+    check_file_keys(f"{path}: gpu", entry, _GPU)
+    check_file_keys(f"{path}: efficiency", entry.get("efficiency", {}), _EFFICIENCY)
     host, hosts = entry.get("host", {}), catalogue()["hosts"]
     if isinstance(host, str) and host not in hosts:
         refuse(f"{path}: host={host}", "not in the catalogue", do=f"{', '.join(hosts)} are")
-    _check_keys(f"{path}: host", {} if isinstance(host, str) else host, _HOST)
+    check_file_keys(f"{path}: host", {} if isinstance(host, str) else host, _HOST)
     base = find_gpu(entry.get("like", "a100-80gb"))
     gpu = _gpu_from_entry(entry.get("name", base.name), entry, base)
     about = {"source": entry.get("source", base.source), "like": base.like, "note": base.note}
     return dataclasses.replace(gpu, peaks={**base.peaks, **gpu.peaks}, **about)
 
 
-def _own_link(path: str, entry: str | Mapping) -> Link:
+def own_link(path: str, entry: str | Mapping) -> Link:
+    """Return a link by its name in the catalogue, or from an entry in its form."""
     if isinstance(entry, str):
         return find_link(entry)
-    _check_keys(path, entry, _LINK)
+    check_file_keys(path, entry, _LINK)
     missing = [key for key in ("name", "gb_s", "latency_us") if key not in entry]
     if missing:
         refuse(path, "a link is a name, or has name, gb_s and latency_us", do=f"{', '.join(missing)} is missing")

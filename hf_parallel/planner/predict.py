@@ -354,11 +354,9 @@ def step_time(stages: tuple[Stage, ...], layout: Layout, job: Job, cluster: Clus
     kinds = {kind: s * job.micro_batches for kind, s in plus(busy.forward, busy.backward).items()}
     kinds["bubble"] = duration - sum(kinds.values())
     backward = max(backward for _, backward in totals)
-    kinds = plus(kinds, _reductions(by_rank, layout, job, cluster, backward))
-    kinds = plus(kinds, _update(by_rank, layout, job, cluster, backward))
-    efficiency = cluster.gpu.efficiency
-    kinds["host, per step"] = (efficiency.eager_step_ms if job.habits.eager else efficiency.step_ms) * 1e-3
-    kinds["stragglers"] = efficiency.node_noise * math.log2(max(1, cluster.nodes)) * sum(kinds.values())
+    kinds = plus(kinds, after_schedule(by_rank, layout, job, cluster, backward))
+    noise = cluster.gpu.efficiency.node_noise
+    kinds["stragglers"] = noise * math.log2(max(1, cluster.nodes)) * sum(kinds.values())
     kinds = {kind: seconds for kind, seconds in kinds.items() if seconds > 0}
     return StepTime(sum(kinds.values()), kinds, bubble)
 
@@ -372,6 +370,21 @@ def predicted_timeline(stages: tuple[Stage, ...], layout: Layout, job: Job, clus
 
 
 # ---- after the last micro-batch -------------------------------------------------------------------------------------
+
+
+def after_schedule(
+    by_rank: list[list[Stage]], layout: Layout, job: Job, cluster: Cluster, backward: float
+) -> dict[str, float]:
+    """Return seconds by kind after the last micro-batch: what data ranks reduce, the optimizer, the host.
+
+    Args:
+        backward: seconds of the last backward, behind which gradients are reduced.
+    """
+    kinds = _reductions(by_rank, layout, job, cluster, backward)
+    kinds = plus(kinds, _update(by_rank, layout, job, cluster, backward))
+    efficiency = cluster.gpu.efficiency
+    kinds["host, per step"] = (efficiency.eager_step_ms if job.habits.eager else efficiency.step_ms) * 1e-3
+    return kinds
 
 
 def _reductions(

@@ -50,6 +50,8 @@ from hf_parallel.ask.config import ParallelConfig
 from hf_parallel.ask.keys.sizes import SHARDS
 from hf_parallel.ask.keys.tensor import TP_AXES
 from hf_parallel.ask.spec import refuse
+from hf_parallel.ranks import messages
+from hf_parallel.ranks.devices import Device, measure_device
 from hf_parallel.ranks.groups import Groups, all_ranks_on_host, urgent_options
 
 #: For threads of groups that something still refers to: to let go of the tensors of their last work.
@@ -219,6 +221,17 @@ class ParallelMesh:
     def data_size(self) -> int:
         """Number of different batches in one step."""
         return self.config.data_parallel_size
+
+    @functools.cached_property
+    def pipeline_devices(self) -> tuple[Device, ...]:
+        """The slowest speed and the least memory among the processes of each pipeline rank. Collective at first."""
+        with self.fork_random_state():
+            own = measure_device(self.device)
+        found: dict[int, list[Device]] = {}
+        for rank, device in enumerate(messages.gather(own)):
+            found.setdefault(coordinates(self.config, rank)["pp"], []).append(device)
+        each = (found[place] for place in range(self.config.pp_size))
+        return tuple(Device(min(one.speed for one in own), min(one.memory for one in own)) for own in each)
 
     def fork_random_state(self) -> contextlib.AbstractContextManager:
         """Allow random numbers inside the `with`: afterwards this process's generators go on as before."""

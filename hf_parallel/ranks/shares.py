@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 import statistics
 from collections import deque
 from collections.abc import Sequence
@@ -18,7 +19,9 @@ Shares: TypeAlias = tuple[Fraction, ...]
 
 
 @functools.lru_cache(maxsize=64)
-def cut_examples(examples: int, shares: Shares, least: int = 0) -> tuple[int, ...]:
+def cut_examples(
+    examples: int, shares: Shares, least: int = 0, most: tuple[int, ...] | None = None
+) -> tuple[int, ...]:
     """Return the number of examples of each rank, such that the last rank to end ends first.
 
     Examples go one after another to the rank that would be done with its next one first. For equal jobs on machines
@@ -26,10 +29,12 @@ def cut_examples(examples: int, shares: Shares, least: int = 0) -> tuple[int, ..
 
     Args:
         least: the number of examples that every rank has.
+        most: the number of examples that fit on each rank; where all are full, the cut goes on by shares.
     """
     counts = [least] * len(shares)
     for _ in range(examples - sum(counts)):
-        first = min(range(len(shares)), key=lambda rank: ((counts[rank] + 1) / shares[rank], rank))
+        room = [rank for rank in range(len(shares)) if most is None or counts[rank] < most[rank]]
+        first = min(room or range(len(shares)), key=lambda rank: ((counts[rank] + 1) / shares[rank], rank))
         counts[first] += 1
     return tuple(counts)
 
@@ -63,24 +68,31 @@ class Speeds:
         """Seconds per example of each data rank, by the last readings."""
         return [statistics.median(of_rank) for of_rank in zip(*self._readings, strict=True)]
 
-    def look(self, seconds: Sequence[float], examples: int, shares: Shares) -> Shares | None:
-        """Return better shares than these, once readings agree on them.
+    def look(
+        self, seconds: Sequence[float], examples: int, shares: Shares, most: tuple[int, ...] | None = None
+    ) -> Shares | None:
+        """Return better shares than these, once readings agree on them, or one shows a rank without room.
 
         Args:
             seconds: of each data rank for an example.
             examples: of a batch of all data ranks.
             shares: those that are in force.
+            most: the number of examples that fit on each data rank.
         """
         self._readings.append(seconds)
-        if len(self._readings) < READINGS or min(seconds) <= 0:
+        if min(seconds) <= 0:
             return None
         medians = self.medians
-        found = shares_of(medians)
-        now, then = (
-            max(count * each for count, each in zip(cut_examples(examples, one, 1), medians, strict=True))
-            for one in (shares, found)
-        )
-        self._agreed = self._agreed + 1 if now >= WORTH * then else 0
+        now, found = cut_examples(examples, shares, 1), shares_of(medians)
+        free, then = (cut_examples(examples, found, 1, limit) for limit in (None, most))
+        if then != free:  # these shares cut this batch so, and others in proportion
+            found = tuple(map(Fraction, then))
+        if most is not None and then != now and any(map(operator.gt, now, most)):
+            return found
+        if len(self._readings) < READINGS:
+            return None
+        before, after = (max(map(operator.mul, cut, medians)) for cut in (now, then))
+        self._agreed = self._agreed + 1 if before >= WORTH * after else 0
         return found if self._agreed >= LOOKS else None
 
     def forget(self) -> None:

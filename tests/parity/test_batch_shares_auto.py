@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 from benchmarks import uneven
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.trainer import auto_shares
+from hf_parallel.monitor import meter
 from tests.distributed import RankFailure, run
 from tests.parity.test_batch_shares import MeanOfExamples
 from tests.rows import Rows, Stream, pad
@@ -47,11 +48,20 @@ class Cuts(TrainerCallback):
         self.found.append(None if measured is None else tuple(map(float, measured.of_pass.in_hand)))
 
 
+NEVER = 10**6
+
+
 def script(spec: str | None, out: str, folder: str, slow_from: int, settings: tuple) -> Outcome:
-    """The last rank takes twice as long for an example from this step on; at -1 its matrix products are slow, too."""
+    """The last rank takes twice as long for an example from this step on; at -1 its matrix products are slow, too.
+
+    Where it is never slow it has little memory: its first steps take more than all of it.
+    """
     with pytest.MonkeyPatch.context() as patch:
         rank = int(os.environ.get("RANK", "0"))
         patch.setattr(auto_shares, "product_rate", lambda device: 0.7 if rank == 3 and slow_from < 0 else 0.95)
+        if slow_from == NEVER:
+            peak = meter.memory(torch.device("cpu"))[0]
+            patch.setattr(auto_shares, "memory_of_rank", lambda device: (0.0, peak * (0.7 if rank == 3 else 100)))
         ranks = activate(spec)
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
         cuts = Cuts()
@@ -86,6 +96,15 @@ def test_a_slow_rank_gets_fewer_examples(runs, slow_from, settings):
     first, *_, last = ranks[0].more
     assert first == (1.0, 1.0, 1.0, 0.74 if slow_from < 0 else 1.0)
     assert last[3] < 0.85 * min(last[:3])  # sleep is a part of what an example takes
+    assert all(rank.more == ranks[0].more for rank in ranks)
+
+
+def test_a_rank_without_room_gets_fewer_examples(runs):
+    given = script, "dp_shard=4,batch_shares=auto", runs.initial("llama"), NEVER, (("num_train_epochs", 2),)
+    ranks = runs.compare(*given, tolerance=LOGGED)
+    first, *_, last = ranks[0].more
+    assert first == (1.0, 1.0, 1.0, 1.0)
+    assert last[3] < 0.7 * min(last[:3])
     assert all(rank.more == ranks[0].more for rank in ranks)
 
 

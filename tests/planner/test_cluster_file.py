@@ -6,7 +6,8 @@ import pytest
 import yaml
 
 from hf_parallel.ask.config import SpecError
-from hf_parallel.planner.hardware import Efficiency, read_cluster
+from hf_parallel.planner.groups import read_machines
+from hf_parallel.planner.hardware import Efficiency
 
 LINK = {"name": "mine", "gb_s": 6.2, "latency_us": 12, "source": "measured"}
 GPU = {
@@ -53,7 +54,7 @@ def written(tmp_path, values):
 
 
 def test_all_keys_are_taken(tmp_path):
-    cluster = read_cluster(written(tmp_path, WHOLE))
+    cluster = read_machines(written(tmp_path, WHOLE))
     assert (cluster.gpu.capability, cluster.gpu.host.nvme, cluster.between.name) == ((9, 0), 10e9, "mine")
 
 
@@ -78,7 +79,7 @@ def test_a_value_of_another_kind(tmp_path, wrong):
 
 def _refused(path):
     try:
-        read_cluster(path)
+        read_machines(path)
     except SpecError as error:
         return str(error)
     return None
@@ -103,5 +104,5 @@ def _may_be(key, value):
 )
 def test_what_it_says(tmp_path, way, value, words):
     with pytest.raises(SpecError) as caught:
-        read_cluster(written(tmp_path, replaced(way, value)))
+        read_machines(written(tmp_path, replaced(way, value)))
     assert words in str(caught.value)

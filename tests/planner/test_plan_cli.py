@@ -8,7 +8,7 @@ import pytest
 from hf_parallel import cli
 from hf_parallel.ask.config import ParallelConfig
 from hf_parallel.planner.detect import detect
-from hf_parallel.planner.hardware import read_cluster
+from hf_parallel.planner.groups import read_machines
 from tests import models
 from tests.distributed import run_alone
 
@@ -99,7 +99,7 @@ network: {name: two cables, gb_s: 3, latency_us: 20}
 def test_own_cluster(folder, capsys, tmp_path):
     path = tmp_path / "cluster.yaml"
     path.write_text(CLUSTER)
-    cluster = read_cluster(str(path), 8)
+    cluster = read_machines(str(path), 8)
     assert (cluster.gpu.name, cluster.gpu.memory_gib, cluster.per_node, cluster.nodes) == ("mine", 60, 4, 2)
     assert cluster.gpu.peak("bf16") == 500e12
     assert (cluster.between.bandwidth, cluster.inside.name) == (3e9, "nvlink4")

@@ -180,3 +180,34 @@ def test_tiny_models_are_split_evenly():
 def test_the_report_says_what_the_head_costs():
     costs = equal_layers(32, head=380)
     assert explain(costs, balance(costs, 4)) == "layers per stage 9, 9, 9, 5 (the head costs 3.8 layers)"
+
+
+# ---- devices of unlike speed and memory -----------------------------------------------------------------------------
+
+
+def test_no_split_over_unlike_devices_is_faster():
+    draw = random.Random(9)
+    for _ in range(150):
+        layers, stages = draw.randint(2, 10), draw.randint(2, 4)
+        stages = min(stages, layers)
+        costs = equal_layers(layers, head=draw.choice((0, 2, 5)), embedding=draw.choice((0, 3)))
+        speeds = [draw.choice((1.0, 0.5, 0.33)) for _ in range(stages)]
+        unit = costs.layers[0].memory or 1
+        rooms = [draw.randint(1, 8) * unit for _ in range(stages)]
+
+        def ends(counts, costs=costs, speeds=speeds):
+            return max(cost.flops / speed for cost, speed in zip(stage_costs(costs, counts), speeds, strict=True))
+
+        def fullest(counts, costs=costs, rooms=rooms):
+            return max(cost.memory / room for cost, room in zip(stage_costs(costs, counts), rooms, strict=True))
+
+        every = all_splits(layers, stages)
+        assert ends(balance(costs, stages, speeds)) == pytest.approx(min(map(ends, every)))
+        fitting = [counts for counts in every if fullest(counts) <= 1]
+        chosen = balance(costs, stages, speeds, rooms)
+        if fitting:
+            assert fullest(chosen) <= 1
+            assert ends(chosen) == pytest.approx(min(map(ends, fitting)))
+        else:
+            assert fullest(chosen) == pytest.approx(min(map(fullest, every)))
+        assert balance(costs, stages, [3.0] * stages) == balance(costs, stages)

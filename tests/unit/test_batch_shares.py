@@ -38,10 +38,24 @@ def test_a_batch_in_which_every_rank_has_an_example():
 
 
 @pytest.mark.parametrize(
-    ("shares", "cut"), [("3:3:2:1", (11, 11, 7, 3)), ("1:1:1:0.5", (10, 9, 9, 4)), ("7:7:7:7", (8, 8, 8, 8))]
+    ("shares", "cut"),
+    [("3:3:2:1", (11, 11, 7, 3)), ("1:1:1:0.5", (10, 9, 9, 4)), ("7x4", (8, 8, 8, 8)), ("3x2:2:1", (11, 11, 7, 3))],
 )
 def test_cuts_of_32_examples(shares, cut):
     assert cut_examples(32, ParallelConfig.parse(f"batch_shares={shares}").shares) == cut
+
+
+def test_what_does_not_fit_goes_to_other_ranks():
+    """Against every cut that keeps within what fits; where all are full, shares decide."""
+    draw = random.Random(6)
+    for _ in range(200):
+        shares = drawn_shares(draw, 3)
+        most = tuple(draw.randint(1, 6) for _ in shares)
+        examples = draw.randint(3, sum(most))
+        cut = cut_examples(examples, shares, 1, most)
+        every = itertools.product(*(range(1, one + 1) for one in most))
+        assert ends(cut, shares) == min(ends(one, shares) for one in every if sum(one) == examples)
+    assert cut_examples(9, (Fraction(2), Fraction(1)), 1, (2, 2)) == (6, 3)
 
 
 @pytest.mark.parametrize(
@@ -53,6 +67,9 @@ def test_cuts_of_32_examples(shares, cut):
         ("batch_shares=2:-1", 2, "above 0", "batch_shares=2:1"),
         ("batch_shares=fast", 2, "not numbers", "batch_shares=2:1"),
         ("batch_shares=1:x", 2, "not numbers", "batch_shares=2:1"),
+        ("batch_shares=2:1x0", 2, "not numbers", "batch_shares=2:1"),
+        ("batch_shares=2x1:1x", 2, "not numbers", "batch_shares=2:1"),
+        ("batch_shares=2:1x2", 2, "3 shares for 2 data ranks", "batch_shares=2:1"),
         ("batch_shares=2:1/0", 2, "not numbers", "batch_shares=2:1"),
         ("tp=2,batch_shares=1", 2, "one data rank", "batch_shares=even"),
         ("batch_shares=2:1,pack_tokens=64", 2, "pack_tokens=64", "batch_shares=even"),
@@ -99,6 +116,18 @@ def test_a_slow_rank_is_followed_after_four_readings():
 def test_noise_moves_little():
     assert changes(lambda look: (1, 1, 1, 1), noise=0.04) == []
     assert len(changes(lambda look: (1, 1, 1, 2), noise=0.1)) <= 2
+
+
+def test_a_rank_without_room_gets_fewer_at_once():
+    """At the first reading where the cut in force is too large; else when it is worth it, and within what fits."""
+    speeds = Speeds()
+    shares = speeds.look((1, 1, 1, 1), 32, EVEN, (32, 32, 32, 5))
+    assert cut_examples(32, shares, 1) == (9, 9, 9, 5)
+    assert speeds.look((1, 1, 1, 1), 32, shares, (32, 32, 32, 5)) is None
+    speeds, most = Speeds(), (11, 32, 32, 32)
+    found = [speeds.look((1, 2, 2, 2), 32, EVEN, most) for _ in range(4)]
+    assert found[:3] == [None] * 3
+    assert cut_examples(32, found[3], 1) == (11, 7, 7, 7)  # 13 by speed alone
 
 
 def test_a_rank_keeps_an_example_however_slow_it_is():

@@ -17,6 +17,7 @@ from hf_parallel.check.report import FAILED, NOTE, OK, SLOW, Report, Row, ranks_
 from hf_parallel.cli import main
 from hf_parallel.planner.hardware import find_link
 from hf_parallel.planner.ledger import Group
+from hf_parallel.ranks import devices
 from tests import distributed
 
 SPEC = "tp=2,pp=2"
@@ -76,7 +77,7 @@ def one_fails(path, how):
             time.sleep(600)
         raise ZeroDivisionError("no such device")
 
-    rate, system.product_rate = system.product_rate, stops
+    rate, devices.product_rate = devices.product_rate, stops
     return checked(path, parallel=SPEC, limit_s=2.0 if how == "stands" else 60.0)
 
 

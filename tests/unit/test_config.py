@@ -271,6 +271,19 @@ def test_fewer_microbatches_than_stages(world):
     assert "2" in message
 
 
+@pytest.mark.parametrize(
+    ("split", "words"),
+    [("2:1:1", "3 speeds for pp_size=2"), ("2:0", "above 0"), ("2:fast", "not `auto`, .* not speeds")],
+)
+def test_speeds_of_a_pipeline(split, words):
+    with pytest.raises(SpecError, match=f"^pipeline_split={split}: .*{words}.*; pipeline_split=2:1 works$"):
+        ParallelConfig.parse(f"pp=2,pipeline_split={split}").resolve(2)
+    config = ParallelConfig.parse("pp=2,pipeline_split=2:1,pipeline_schedule=auto").resolve(2)
+    assert (config.split_speeds, config.split_layers) == ((2, 1), None)
+    assert ParallelConfig.parse(config.to_spec()).resolve(2) == config
+    assert "pp_size=1 has no stages" in refusal("pipeline_split=auto", 2)
+
+
 def test_pipeline_split_needs_one_number_per_stage():
     message = refusal("pp=2,pipeline_split=[2,1,1]")
     assert "pipeline_split" in message

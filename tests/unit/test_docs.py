@@ -35,6 +35,9 @@ ELSEWHERE = {
     r"make (demo|test|test-all|quick|lint|matrix|gpu|proofs)": "Makefile",
     r"hf-parallel launch train\.py .*": "tests/unit/test_cli.py::test_without_a_spec_a_layout_is_chosen",
     r"hf-parallel plan \S+ --gpus \d+ --gpu \S+( --lora)?": "tests/planner/test_memory_table.py::test_a_cell",
+    r"(hf-parallel|torchrun -m hf_parallel.cli) plan .*--(cluster|detect).*": (
+        "tests/planner/test_mixed_clusters.py::test_the_command"
+    ),
     r"python -m tests\.memory_table": "tests/planner/test_memory_table.py::test_pages_say_what_the_results_say",
     r"python -m tests\.cuda.*|python -m pytest tests/cuda": "tests/cuda/test_layouts.py::test_data_parallelism",
     r"python -m pytest -q tests/unit/\S+": "tests/unit/test_config.py::test_grids_that_are_none_of_the_ranks",

@@ -15,6 +15,21 @@ EVEN, MEASURED = "even", "auto"
 NVME, NVME_ALL = "nvme:", "nvme_all:"
 
 
+def parse_shares(text: str) -> tuple[Fraction, ...]:
+    """Return the numbers of `3:3:1`, or of `3x2:1`.
+
+    Raises:
+        ValueError, ZeroDivisionError: it is none.
+    """
+    found: list[Fraction] = []
+    for part in text.split(":"):
+        share, several, times = part.partition("x")
+        if several and not int(times) > 0:
+            raise ValueError(part)
+        found += [Fraction(share)] * (int(times) if several else 1)
+    return tuple(found)
+
+
 @dataclass(frozen=True)
 class DataKeys(Sizes):
     """Settings of `dp_shard` and `dp_replicate`."""
@@ -39,7 +54,8 @@ class DataKeys(Sizes):
     )
     batch_shares: str = key(
         EVEN,
-        "how data ranks share the examples of each batch: `2:2:1` is a number for every data rank, by its speed; "
+        "how data ranks share the examples of each batch: `2:2:1` is a number for every data rank, by its speed, "
+        "`3x8:1x8` eight of 3 and eight of 1; "
         "`auto` measures speeds; the global batch stays that of `even`",
     )
 
@@ -51,9 +67,7 @@ class DataKeys(Sizes):
     @property
     def shares(self) -> tuple[Fraction, ...] | None:
         """The share of each data rank in a batch; None: all have as many examples, or as many as is measured."""
-        if self.batch_shares in (EVEN, MEASURED):
-            return None
-        return tuple(Fraction(share) for share in self.batch_shares.split(":"))
+        return None if self.batch_shares in (EVEN, MEASURED) else parse_shares(self.batch_shares)
 
     @property
     def reduces_each_micro_batch(self) -> bool:

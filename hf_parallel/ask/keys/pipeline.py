@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hf_parallel.ask.keys.data import MEASURED, parse_shares
 from hf_parallel.ask.keys.sizes import Sizes, key
 from hf_parallel.ask.spec import refuse, spell
 
@@ -49,7 +50,24 @@ class PipelineKeys(Sizes):
     pipeline_microbatches: int | None = key(
         None, "parts of one batch in the pipeline; must divide it", shown="automatic"
     )
-    pipeline_split: tuple[int, ...] | None = key(None, "layers per stage, for example `[9,8,8,7]`", shown="by cost")
+    pipeline_split: tuple[int, ...] | str | None = key(
+        None,
+        "layers per stage, for example `[9,8,8,7]`; `3:1` shares them out by the speeds of the pipeline's ranks; "
+        "`auto` measures speed and memory of their devices at start",
+        shown="by cost",
+    )
+
+    @property
+    def split_layers(self) -> tuple[int, ...] | None:
+        """The layers of each stage, where they are given."""
+        return self.pipeline_split if isinstance(self.pipeline_split, tuple) else None
+
+    @property
+    def split_speeds(self) -> tuple[float, ...] | None:
+        """The speed of each pipeline rank, where they are given."""
+        if not isinstance(self.pipeline_split, str) or self.pipeline_split == MEASURED:
+            return None
+        return tuple(map(float, parse_shares(self.pipeline_split)))
 
     @property
     def stages_per_rank(self) -> int:
@@ -88,7 +106,8 @@ class PipelineKeys(Sizes):
         if self.pp_size == 1:
             for name in _SETTINGS:
                 value = getattr(self, name)
-                if value not in (None, _DEFAULT_SCHEDULE, AUTO_SCHEDULE):
+                chosen = AUTO_SCHEDULE if name == "pipeline_schedule" else None
+                if value not in (None, _DEFAULT_SCHEDULE, chosen):
                     refuse(f"{name}={spell(value)}", "pp_size=1 has no stages", "pp_size=2")
         micro = self.pipeline_microbatches
         # 1F1B keeps every stage busy with one micro-batch each, DualPipeV both stages of every rank.
@@ -129,6 +148,8 @@ class PipelineKeys(Sizes):
                 refuse(f"{name}={spell(value)}", f"{asked} {why}", f"{name}={spell(off)}")
 
     def _check_split(self) -> None:
+        if isinstance(self.pipeline_split, str):
+            return self._check_speeds(self.pipeline_split)
         if self.pipeline_split is None:
             return
         if self.pipeline_schedule == AUTO_SCHEDULE:
@@ -137,3 +158,18 @@ class PipelineKeys(Sizes):
         if self.pp_size != -1 and count != self.pipeline_stages:
             stages = f"{self.pipeline_stages} stages (pp_size={self.pp_size} x {self.stages_per_rank} per rank)"
             refuse(f"pipeline_split={spell(self.pipeline_split)}", f"{count} numbers for {stages}")
+
+    def _check_speeds(self, asked: str) -> None:
+        """Require `auto`, or a speed above 0 for each pipeline rank."""
+        what, ranks = f"pipeline_split={asked}", self.pp_size
+        works = "pipeline_split=" + ":".join(["2", *["1"] * max(1, ranks - 1)])
+        try:
+            speeds = self.split_speeds
+        except (ValueError, ZeroDivisionError) as error:
+            refuse(
+                what, "not `auto`, not a list of layers, and not speeds with colons between them", works, cause=error
+            )
+        if speeds is not None and min(speeds) <= 0:
+            refuse(what, "each pipeline rank has a speed above 0", works)
+        if speeds is not None and ranks != -1 and len(speeds) != ranks:
+            refuse(what, f"{len(speeds)} speeds for pp_size={ranks}", works)

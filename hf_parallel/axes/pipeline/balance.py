@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -124,38 +124,65 @@ def _attention_flops(attention: nn.Module, config: PretrainedConfig, length: flo
     return 2 * heads * widths * window * (1 - window / (2 * length))
 
 
-def balance(costs: Costs, stages: int) -> tuple[int, ...]:
+def balance(
+    costs: Costs, stages: int, speeds: Sequence[float] | None = None, rooms: Sequence[float] | None = None
+) -> tuple[int, ...]:
     """Layers per stage, each at least one: the slowest stage is as fast as any split allows (dynamic programming).
 
     Among equally fast splits the one whose memory is most even wins (in whole layers: only these can move), then the
     one with more layers on early stages. Fewer layers than stages are a SpecError.
+
+    Args:
+        speeds: of each stage's device, in any unit; default: all are alike.
+        rooms: bytes of parameters that each stage may hold. Where no split keeps to them, the one whose fullest stage
+            holds least in proportion is taken.
     """
     layers = len(costs.layers)
     if not 1 <= stages <= layers:
         refuse(f"{stages} stages", f"the model has {layers} layers, a stage needs one", f"{layers} stages")
-    stage = functools.cache(costs.of_stage)
-    slowest, _ = _best_split(layers, stages, lambda first, last: stage(first, last).flops, max)
+    of_stage = functools.cache(costs.of_stage)
+
+    def seconds(stage: int, first: int, last: int) -> float:
+        return of_stage(first, last).flops / (speeds[stage] if speeds else 1.0)
+
+    if rooms is not None:
+        held, leanest = best_split(layers, stages, lambda at, *span: of_stage(*span).memory / rooms[at], max)
+        if held > 1:
+            return leanest
+
+    def fitting(stage: int, first: int, last: int) -> float:
+        fits = rooms is None or of_stage(first, last).memory <= rooms[stage]
+        return seconds(stage, first, last) if fits else math.inf
+
+    slowest, _ = best_split(layers, stages, fitting, max)
     unit = sum(cost.memory for cost in costs.layers) / layers or 1
 
-    def unevenness(first: int, last: int) -> float:  # the sum over stages is fixed, so squares measure the spread
-        cost = stage(first, last)
-        return round(cost.memory / unit) ** 2 if cost.flops <= slowest * (1 + 1e-9) else math.inf
+    def unevenness(stage: int, first: int, last: int) -> float:  # the sum is fixed, so squares measure the spread
+        memory = round(of_stage(first, last).memory / unit)
+        return memory**2 if fitting(stage, first, last) <= slowest * (1 + 1e-9) else math.inf
 
-    return _best_split(layers, stages, unevenness, lambda one, others: one + others)[1]
+    return best_split(layers, stages, unevenness, lambda one, others: one + others)[1]
 
 
-def _best_split(
-    layers: int, stages: int, cost: Callable[[int, int], float], combine: Callable[[float, float], float]
+def best_split(
+    layers: int, stages: int, cost: Callable[[int, int, int], float], combine: Callable[[float, float], float]
 ) -> tuple[float, tuple[int, ...]]:
-    """The smallest combined cost of contiguous stages and their counts; of equals, the largest early counts."""
+    """Return the smallest combined cost of contiguous stages and their layers; of equals, the largest early counts.
+
+    Args:
+        cost: of a stage that holds the layers from a first one to before a last one: `cost(stage, first, last)`.
+    """
 
     @functools.cache
     def rest(first: int, left: int) -> tuple[float, tuple[int, ...]]:
+        stage = stages - left
         if left == 1:
-            return cost(first, layers), (layers - first,)
+            return cost(stage, first, layers), (layers - first,)
         ends = range(layers - left + 1, first, -1)  # many layers first: `min` keeps the first of equals
         tails = ((last, *rest(last, left - 1)) for last in ends)
-        options = ((combine(cost(first, last), value), (last - first, *counts)) for last, value, counts in tails)
+        options = (
+            (combine(cost(stage, first, last), value), (last - first, *counts)) for last, value, counts in tails
+        )
         return min(options, key=lambda option: option[0])
 
     return rest(0, stages)

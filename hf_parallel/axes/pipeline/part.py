@@ -11,6 +11,7 @@ from hf_parallel.model.families import Backbone
 
 if TYPE_CHECKING:
     from hf_parallel.ask.config import ParallelConfig
+    from hf_parallel.ranks.devices import Device
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,7 @@ class StageFacts:
     plan: Backbone = Backbone((), "", ())
     costs: Costs | None = None
     tied_embedding: str | None = None  # the embedding's name, if the head has its weight
+    devices: tuple[Device, ...] | None = None  # of each pipeline rank, where they are measured
 
     @property
     def layers(self) -> str:

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 import torch
 from packaging.version import Version
 
+from hf_parallel.ask.keys.data import MEASURED
 from hf_parallel.ask.keys.pipeline import AUTO_SCHEDULE, SPLIT_BACKWARD, V_SCHEDULES
 from hf_parallel.ask.spec import refuse
-from hf_parallel.axes.pipeline.balance import balance, block_costs, explain, with_recomputation
+from hf_parallel.axes.pipeline.balance import Costs, balance, block_costs, explain, with_recomputation
 from hf_parallel.axes.pipeline.part import PipelinePart, StageFacts
 from hf_parallel.model.anatomy import (
     Backbone,
@@ -91,8 +92,45 @@ def resolve_stages(config: ParallelConfig, facts: StageFacts, sums_over_tokens: 
     check_own_functions(config)
     _check_split(len(facts.costs.layers), config)
     costs = with_recomputation(facts.costs, config.activation_checkpointing)
-    counts = config.pipeline_split or balance(costs, config.pipeline_stages)
-    return PipelinePart(config, counts, tied, sums_over_tokens, facts, explain(costs, counts))
+    counts, line = _share_layers(config, facts, costs)
+    if config.pipeline_split is not None:
+        config = dataclasses.replace(config, pipeline_split=counts)
+    return PipelinePart(config, counts, tied, sums_over_tokens, facts, line)
+
+
+#: Bytes of a parameter's gradient and of Adam's moments, in bytes of the parameter.
+_STATES = 3
+#: The part of a device's memory that parameters and their states may take; activations take the rest.
+_ROOM = 0.8
+#: Devices whose speeds differ by less are alike.
+_ALIKE = 1.1
+
+
+def _share_layers(config: ParallelConfig, facts: StageFacts, costs: Costs) -> tuple[tuple[int, ...], str]:
+    """Return the layers of each stage, and a line about them: as given, else by cost, and by the devices if known."""
+    stages, devices = config.pipeline_stages, facts.devices
+    if config.split_layers is not None:
+        return config.split_layers, explain(costs, config.split_layers)
+    speeds, asked = config.split_speeds, config.pipeline_split
+    if asked == MEASURED and devices is not None:
+        fastest = max(device.speed for device in devices)
+        speeds = tuple(max(0.01, round(device.speed / fastest, 2)) for device in devices)
+        speeds = speeds if _ALIKE * min(speeds) < max(speeds) else tuple(1.0 for _ in speeds)
+    ranks = [config.rank_of_stage(stage) for stage in range(stages)]
+    of_stage = None if speeds is None else [speeds[rank] for rank in ranks]
+    counts, more = balance(costs, stages, of_stage), ""
+    if asked == MEASURED and devices is not None:
+        states = (1 + _STATES / (config.dp_shard_size * config.cp_size)) / config.tp_size
+        rooms = [_ROOM * devices[rank].memory / config.stages_per_rank / states for rank in ranks]
+        fitting = balance(costs, stages, of_stage, rooms)
+        more = "" if fitting == counts else f"; by speed alone {', '.join(map(str, counts))}, which does not fit"
+        counts = fitting
+    line = explain(costs, counts)
+    if speeds is not None:
+        line += f", by speeds {':'.join(f'{speed:g}' for speed in speeds)} of the pipeline's ranks{more}"
+    elif asked == MEASURED:
+        line += "; pipeline_split=auto measures the devices at start"
+    return counts, line
 
 
 def check_fill(config: ParallelConfig, anatomy: Anatomy) -> None:
@@ -149,7 +187,7 @@ def check_own_functions(config: ParallelConfig, trainer: str | None = None) -> N
 
 
 def _check_split(layers: int, config: ParallelConfig) -> None:
-    stages, asked = config.pipeline_stages, config.pipeline_split
+    stages, asked = config.pipeline_stages, config.split_layers
     if stages > layers:
         most = layers // config.stages_per_rank
         works = f"pp_size={most}" if most > 1 else "pipeline_schedule=1f1b" if layers > 1 else "pp_size=1"

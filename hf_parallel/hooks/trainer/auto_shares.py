@@ -13,15 +13,19 @@ import torch.distributed as dist
 
 from hf_parallel.ask.keys.data import MEASURED
 from hf_parallel.ask.spec import refuse
-from hf_parallel.check.system import product_rate
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.accelerate.shares import examples_of
 from hf_parallel.ranks import messages
+from hf_parallel.ranks.devices import device_memory, product_rate
 from hf_parallel.ranks.mesh import data_rank
 from hf_parallel.ranks.shares import WORTH, Shares, SharesOfPass, cut_examples, shares_of
 
 if TYPE_CHECKING:
     from hf_parallel.monitor.meter import RankRow
+
+
+#: The part of a device's memory that a cut may fill.
+ROOM = 0.92
 
 
 def measure() -> None:
@@ -64,22 +68,55 @@ def look(rows: list[RankRow], accumulation: int) -> str | None:
     examples = examples_of(measured.sampler)
     seconds = _of_data_ranks([row.compute / row.rows for row in rows])
     now, speeds = measured.of_pass.latest, measured.speeds
-    found = speeds.look(seconds, examples, now)
+    most = _most_examples(measured, rows, cut_examples(examples, measured.of_pass.in_hand, 1))
+    found = speeds.look(seconds, examples, now, most)
     if found is None:
         return None
     drawn = torch.tensor(measured.of_pass.drawn, device=runtime.mesh().device)
     dist.all_reduce(drawn, dist.ReduceOp.MAX)
     begin = -(-int(drawn) // accumulation) * accumulation
     measured.of_pass.change(begin, found)
-    line = _line(speeds.medians, examples, now, found)
+    line = _line(speeds.medians, examples, now, found, most)
     speeds.forget()
     return line
 
 
-def _line(seconds: list[float], examples: int, now: Shares, then: Shares) -> str:
+def memory_of_rank(device: torch.device) -> tuple[float, float] | None:
+    """Return the bytes that this rank holds between steps, and those of its device; None on a CPU."""
+    if device.type == "cpu":
+        return None
+    return float(torch.get_device_module(device).memory_allocated(device)), device_memory(device)
+
+
+def _most_examples(
+    measured: runtime.MeasuredShares, rows: list[RankRow], cut: tuple[int, ...]
+) -> tuple[int, ...] | None:
+    """Return how many examples fit on each data rank; None where memory is not counted. Collective at first.
+
+    What a rank holds beyond the bytes between steps grows with its examples.
+
+    Args:
+        cut: the examples of each data rank in the micro-steps that `rows` are about.
+    """
+    if measured.memory is None:
+        measured.memory = messages.gather(memory_of_rank(runtime.mesh().device))
+    measured.largest = tuple(map(max, cut, measured.largest or cut))
+    config, most = runtime.mesh().config, [sum(cut)] * len(cut)
+    for rank, (row, memory) in enumerate(zip(rows, measured.memory, strict=True)):
+        if memory is None:
+            return None
+        place, (held, whole) = data_rank(config, rank), memory
+        each = max(1.0, row.memory_peak - held) / measured.largest[place]
+        most[place] = max(1, min(most[place], int((ROOM * whole - held) / each)))
+    return tuple(most)
+
+
+def _line(seconds: list[float], examples: int, now: Shares, then: Shares, most: tuple[int, ...] | None = None) -> str:
     former, new = (" ".join(map(str, cut_examples(examples, one, 1))) for one in (now, then))
     each = " ".join(f"{one:.3g}" for one in seconds)
+    full = most is not None and cut_examples(examples, then, 1) != cut_examples(examples, shares_of(seconds), 1)
+    room = f" and have room for {' '.join(map(str, most))}" if full and most else ""
     return (
-        f"batch_shares=auto: data ranks compute an example in {each} s, so they get {new} examples of each micro-step "
-        f"in place of {former}; batch_shares={':'.join(f'{float(share):g}' for share in then)} begins so"
+        f"batch_shares=auto: data ranks compute an example in {each} s{room}, so they get {new} examples of each "
+        f"micro-step in place of {former}; batch_shares={':'.join(f'{float(share):g}' for share in then)} begins so"
     )

@@ -1,0 +1,212 @@
+"""Machines of unlike GPUs: groups of nodes, each of one kind, from a file or from the devices of all processes.
+
+# mixed.yaml: a group has the keys of a cluster file, `nodes` in the place of `gpus`, and a name
+groups:
+  - {name: new, gpu: h100-80gb, nodes: 1, gpus_per_node: 8}
+  - {name: old, gpu: a100-80gb, nodes: 1, gpus_per_node: 8, network: infiniband-hdr}
+network: infiniband-hdr          # between groups; default: the slowest network of a group
+one_node: false                  # true: the groups are GPUs of one machine
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hf_parallel.ask.spec import refuse
+from hf_parallel.planner.hardware import (
+    COUNT,
+    ENTRY,
+    FILE,
+    TEXT,
+    Cluster,
+    Link,
+    check_file_keys,
+    cluster_from_entry,
+    find_gpu,
+    find_link,
+    load_cluster_file,
+    own_link,
+)
+
+_GROUP = {"name": TEXT, "nodes": COUNT, **FILE}
+_KEYS = {
+    "groups": (lambda value: isinstance(value, list) and len(value) > 0, "a list of groups"),
+    "network": ENTRY,
+    "one_node": (lambda value: isinstance(value, bool), "true or false"),
+}
+
+
+@dataclass(frozen=True)
+class Group:
+    """Nodes of one kind of GPU, whose ranks follow each other. A node has GPUs of one group alone."""
+
+    name: str
+    cluster: Cluster
+
+    def __post_init__(self) -> None:
+        per_node = min(self.cluster.per_node, self.cluster.gpus)
+        object.__setattr__(self, "cluster", dataclasses.replace(self.cluster, per_node=per_node))
+
+
+@dataclass(frozen=True)
+class MixedCluster:
+    """Groups in the order in which their nodes are started, and the link `between` GPUs of unlike groups."""
+
+    groups: tuple[Group, ...]
+    between: Link
+    one_node: bool = False
+
+    @property
+    def gpus(self) -> int:
+        """Number of GPUs of all groups."""
+        return sum(group.cluster.gpus for group in self.groups)
+
+    @property
+    def slowest_link(self) -> Link:
+        """The link that a ring through all groups waits for."""
+        links = [self.between, *(group.cluster.between for group in self.groups if group.cluster.nodes > 1)]
+        return min(links, key=lambda link: link.bandwidth)
+
+    def seen_from(self, group: Group) -> Cluster:
+        """Return all GPUs as if they were of this group's kind, with the slowest link between nodes."""
+        return dataclasses.replace(group.cluster, gpus=self.gpus, between=self.slowest_link)
+
+    def part(self, groups: Sequence[Group]) -> MixedCluster:
+        """Return the cluster of some of the groups, in their order."""
+        return dataclasses.replace(self, groups=tuple(groups))
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        named = {
+            group.name: {
+                "gpu": group.cluster.gpu.name,
+                "memory_gib": group.cluster.gpu.memory_gib,
+                "gpus": group.cluster.gpus,
+                "gpus_per_node": group.cluster.per_node,
+            }
+            for group in self.groups
+        }
+        return {"groups": named, "network": self.between.name}
+
+
+def read_machines(path: str, gpus: int | None = None) -> Cluster | MixedCluster:
+    """Return what a cluster file describes: one kind of GPU, or groups of unlike kinds.
+
+    Args:
+        gpus: how many, for a file of one kind that does not say so.
+
+    Raises:
+        SpecError: no such file, an unknown key or name, groups of one name, or numbers that do not fit.
+    """
+    values = load_cluster_file(path)
+    if "groups" not in values:
+        return cluster_from_entry(path, values, gpus)
+    check_file_keys(path, values, _KEYS)
+    if gpus is not None:
+        refuse(f"--gpus {gpus}", f"the groups of {path} say how many GPUs there are", do="drop it, or change the file")
+    groups = [_read_group(f"{path}: group {at}", entry) for at, entry in enumerate(values["groups"])]
+    names = [group.name for group in groups]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        refuse(f"{path}: name={twice}", "two groups have this name", f"name: {twice}-2")
+    if len(groups) == 1:
+        return groups[0].cluster
+    one_node = values.get("one_node", False)
+    links = [group.cluster.inside if one_node else group.cluster.between for group in groups]
+    slowest, given = min(links, key=lambda link: link.bandwidth), values.get("network")
+    between = slowest if given is None else own_link(f"{path}: network", given)
+    return MixedCluster(tuple(groups), between, one_node)
+
+
+def _read_group(where: str, entry: object) -> Group:
+    if not isinstance(entry, Mapping) or "gpu" not in entry:
+        refuse(where, "needs the key gpu", "{gpu: h100-80gb, nodes: 1, gpus_per_node: 8}")
+    check_file_keys(where, entry, _GROUP)
+    nodes, per_node = entry.get("nodes"), entry.get("gpus_per_node", 8)
+    gpus = entry.get("gpus", None if nodes is None else nodes * per_node)
+    if gpus is not None and nodes is not None and nodes != -(-gpus // per_node):
+        fill = -(-gpus // per_node)
+        refuse(f"{where}: nodes={nodes}", f"gpus={gpus} fill {fill} nodes of {per_node}", f"nodes: {fill}")
+    own = {key: value for key, value in entry.items() if key not in ("name", "nodes")} | {"gpus": gpus}
+    if gpus is None:
+        refuse(where, "how many GPUs?", "a key such as nodes: 1")
+    cluster = cluster_from_entry(where, own, None)
+    return Group(entry.get("name", cluster.gpu.name), cluster)
+
+
+# ---- the devices of all processes -----------------------------------------------------------------------------------
+
+
+def devices_of_all() -> list[tuple[str, str, float]]:
+    """Return host, name and GiB of each GPU: of every process of a launcher, else of all GPUs of this machine.
+
+    Collective under a launcher; processes connect by gloo for it.
+    """
+    import torch
+    import torch.distributed as dist
+
+    if not torch.accelerator.is_available():
+        return []
+    module, host = torch.get_device_module(), socket.gethostname()
+
+    def about(index: int) -> tuple[str, str, float]:
+        found = module.get_device_properties(index)
+        return host, found.name, found.total_memory / 2**30
+
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if world_size == 1:
+        return [about(index) for index in range(torch.accelerator.device_count())]
+    dist.init_process_group("gloo")
+    found: list[Any] = [None] * world_size
+    try:
+        dist.all_gather_object(found, about(int(os.environ.get("LOCAL_RANK", "0"))))
+    finally:
+        dist.destroy_process_group()
+    return found
+
+
+def group_devices(here: Cluster, devices: Sequence[tuple[str, str, float]]) -> Cluster | MixedCluster:
+    """Return the groups that devices make, by name and memory, in the order of their ranks.
+
+    Args:
+        here: the machine of this process, which knows its links.
+        devices: host, name and GiB of each rank's GPU.
+
+    Raises:
+        SpecError: a GPU that the catalogue does not have, or groups whose ranks do not follow each other.
+    """
+    kinds = [(name, round(memory)) for _, name, memory in devices]
+    runs = [(kind, list(ranks)) for kind, ranks in itertools.groupby(range(len(kinds)), key=lambda rank: kinds[rank])]
+    if len(runs) < 2:
+        return here
+    mixed_up = next((kind for kind, _ in runs if sum(kind == other for other, _ in runs) > 1), None)
+    if mixed_up is not None:
+        order = sorted(range(len(kinds)), key=lambda rank: (kinds.index(kinds[rank]), rank))
+        alone = len({host for host, _, _ in devices}) == 1
+        works = f"CUDA_VISIBLE_DEVICES={','.join(map(str, order))}" if alone else "nodes of a kind one after another"
+        refuse(f"the order of GPUs: {mixed_up[0]} comes in several places", "a group is ranks in a row", works)
+    groups = []
+    for (name, _), ranks in runs:
+        gpu = dataclasses.replace(find_gpu(name), memory_gib=min(devices[rank][2] for rank in ranks))
+        hosts = [devices[rank][0] for rank in ranks]
+        cluster = Cluster(gpu, len(ranks), hosts.count(hosts[0]), find_link(gpu.scale_up), here.between)
+        same = gpu.name == here.gpu.name
+        groups.append(Group(gpu.name, dataclasses.replace(cluster, inside=here.inside) if same else cluster))
+    one_node = len({host for host, _, _ in devices}) == 1
+    slowest = min((group.cluster.inside for group in groups), key=lambda link: link.bandwidth)
+    return MixedCluster(_named(groups), slowest if one_node else here.between, one_node)
+
+
+def _named(groups: list[Group]) -> tuple[Group, ...]:
+    """Return groups of which each has a name of its own."""
+    names = [group.name for group in groups]
+    return tuple(
+        dataclasses.replace(group, name=f"{group.name}-{at + 1}") if names.count(group.name) > 1 else group
+        for at, group in enumerate(groups)
+    )

@@ -1,0 +1,476 @@
+"""Layouts over groups of unlike GPUs: shares of a batch, stages by speed, or a group left out; which is faster.
+
+    shares    every data rank lies in one group and has examples by its speed: `batch_shares=3:3:1:1`
+    stages    every stage of a pipeline lies in one group and has layers by its speed: `pipeline_split=[24,8]`
+    even      what shares are compared with
+    alone     one group by itself, the others stand still
+
+Data ranks walk through layers in lock-step, so a step takes as long as that of the slowest group with its examples.
+Whale (Jia et al., 2022, ATC, section 3.3) balances by the same two levers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import heapq
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from hf_parallel.ask.config import ParallelConfig
+from hf_parallel.ask.keys.data import parameters_rest
+from hf_parallel.ask.spec import refuse
+from hf_parallel.axes.pipeline.balance import best_split
+from hf_parallel.planner.candidates import (
+    MOST_CALL,
+    WAYS,
+    Goal,
+    configured,
+    context_of,
+    divisors,
+    layouts,
+    micro_batches,
+    sizes_of,
+    to_job,
+    to_layout,
+)
+from hf_parallel.planner.choices import TELLS, Choice, Found, TooLarge, attempt
+from hf_parallel.planner.groups import Group, MixedCluster
+from hf_parallel.planner.ledger import sending_seconds
+from hf_parallel.planner.memory import GIB, rank_memory
+from hf_parallel.planner.pipeline import Stage, pipeline_seconds
+from hf_parallel.planner.predict import after_schedule, stage_times
+from hf_parallel.planner.search import search
+from hf_parallel.planner.shape import distinct
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+SHARES, STAGES, EVEN, ALONE = "shares", "stages", "even", "alone"
+_BEYOND = ("tp_size", "cp_size", "pp_size", "ep_size")
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a group does in a step.
+
+    `examples`: of a micro-step on each of its data ranks. `layers`: of each of its stages. `busy`: seconds of the step
+    in which its ranks do not wait for another group. `needed_gib`: of its fullest GPU.
+    """
+
+    group: Group
+    needed_gib: float
+    busy: float
+    examples: tuple[int, ...] = ()
+    layers: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class MixedChoice:
+    """A layout of some groups, in the order in which their nodes are started.
+
+    `rows`, `accumulation`: per_device_train_batch_size and gradient_accumulation_steps.
+    """
+
+    kind: str
+    config: ParallelConfig
+    step_time_s: float
+    rows: int
+    accumulation: int
+    loads: tuple[Load, ...]
+    bubble: float = 0.0
+
+    @property
+    def ranked_seconds(self) -> float:
+        """Seconds of a step, `TELLS` times more for each axis beyond data and for each group beyond the first.
+
+        A gain that the planner cannot tell is not worth machines that could do something else.
+        """
+        axes = sum(getattr(self.config, name) > 1 for name in _BEYOND)
+        return self.step_time_s * TELLS ** (axes + len(self.loads) - 1)
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        """Names of the groups at work."""
+        return tuple(load.group.name for load in self.loads)
+
+    def where(self) -> str:
+        """Say what each group does, and who waits."""
+        if self.kind == ALONE:
+            return f"{self.groups[0]} alone"
+        if self.kind == STAGES:
+            first, said = 0, []
+            for load in self.loads:
+                last = first + len(load.layers) - 1
+                stages = f"stage {first}" if last == first else f"stages {first}-{last}"
+                said.append(f"{stages} on {load.group.name}")
+                first = last + 1
+            return f"{', '.join(said)}; {self.bubble:.0%} idle"
+        each = [(load.group.name, sorted(set(load.examples), reverse=True)) for load in self.loads]
+        counts = ", ".join(f"{' or '.join(map(str, examples))} on {name}" for name, examples in each)
+        waits = [(1 - load.busy / self.step_time_s, load.group.name) for load in self.loads]
+        longest, name = max(waits)
+        return f"{counts}; {name} waits {longest:.0%}" if longest >= 0.02 else counts
+
+    def to_dict(self) -> dict[str, object]:
+        """JSON-ready."""
+        return {
+            "spec": self.config.to_spec(),
+            "kind": self.kind,
+            "where": self.where(),
+            "groups": list(self.groups),
+            "step_time_s": self.step_time_s,
+            "bubble": self.bubble,
+            "per_device_train_batch_size": self.rows,
+            "gradient_accumulation_steps": self.accumulation,
+            "needed_gib": {load.group.name: load.needed_gib for load in self.loads},
+            "examples": {load.group.name: list(load.examples) for load in self.loads},
+            "layers": {load.group.name: list(load.layers) for load in self.loads},
+        }
+
+
+@dataclass(frozen=True)
+class MixedFound:
+    """The best layouts of a mixed cluster, in order; `kernels`: what computes attention in each group."""
+
+    goal: Goal
+    mixed: MixedCluster
+    choices: list[MixedChoice]
+    looked_at: int
+    kernels: dict[str, str]
+
+    @property
+    def best(self) -> MixedChoice | None:
+        """The first, if any fits."""
+        return self.choices[0] if self.choices else None
+
+    def fastest_of(self, kind: str) -> MixedChoice | None:
+        """Return the fastest layout of a kind."""
+        return min((c for c in self.choices if c.kind == kind), key=lambda c: c.step_time_s, default=None)
+
+    def reasons(self) -> Iterator[str]:
+        """Say how much faster the first is than what one would expect, and why a group is left out."""
+        best = self.best
+        if best is None:
+            return
+        idle = [group.name for group in self.mixed.groups if group.name not in best.groups]
+        whole = [choice for choice in self.choices if len(choice.groups) == len(self.mixed.groups)]
+        if idle and whole:
+            other = min(whole, key=lambda choice: choice.step_time_s)
+            ratio, names = other.step_time_s / best.step_time_s, " and ".join(idle)
+            doubt = ", a gain that is not worth it" if ratio < 1 else ""
+            yield f"leave {names} out: over all groups the best takes {ratio:.2f} x the time{doubt} ({other.where()})"
+        elif idle:
+            yield f"leave {' and '.join(idle)} out: no layout over all groups fits"
+        for kind, name in ((EVEN, "even shares"), (SHARES, "shares by speed"), (STAGES, "stages by speed")):
+            fastest = self.fastest_of(kind)
+            if fastest is not None and kind != best.kind:
+                yield f"{name} take {fastest.step_time_s / best.step_time_s:.2f} x the time of the first"
+        if self.fastest_of(EVEN) is None:
+            yield "even shares do not fit"
+        for group in self.mixed.groups:
+            alone = next((c for c in self.choices if c.kind == ALONE and c.groups == (group.name,)), None)
+            if alone is None:
+                yield f"{group.name} alone: nothing fits"
+            elif alone is not best:
+                yield f"{group.name} alone takes {alone.step_time_s / best.step_time_s:.2f} x the time of the first"
+
+    def to_dict(self) -> dict[str, object]:
+        """JSON-ready."""
+        return {
+            "model": self.goal.shape.name,
+            "parameters": self.goal.shape.parameters,
+            "cluster": self.mixed.to_dict(),
+            "seq": self.goal.seq,
+            "global_batch": self.goal.global_batch,
+            "headroom": self.goal.headroom,
+            "layouts_looked_at": self.looked_at,
+            "layouts": [choice.to_dict() for choice in self.choices],
+            "reasons": list(self.reasons()),
+            "attention": self.kernels,
+        }
+
+
+def search_groups(
+    *, model: PreTrainedModel, mixed: MixedCluster, seq: int, global_batch: int, top: int = 10, **options: Any
+) -> MixedFound:
+    """Return the best layouts of all groups, of some of them, and of each alone.
+
+    Args:
+        options: those of `search`, but what holds for one kind of GPU: `memory_gib`, `expected`, `quantized`.
+
+    Raises:
+        SpecError: as `search`, of a group alone; or the batch divides among no number of data ranks of all groups.
+    """
+    accept = options.get("accept") or (lambda config: True)
+    founds = {
+        group.name: search(model=model, cluster=group.cluster, seq=seq, global_batch=global_batch, top=1, **options)
+        for group in mixed.groups
+    }
+    found = [_alone(group, founds[group.name]) for group in mixed.groups if founds[group.name].best]
+    looked_at = sum(one.looked_at for one in founds.values())
+    for size in range(2, len(mixed.groups) + 1):
+        for groups in itertools.combinations(mixed.groups, size):
+            looking = _Search(mixed.part(groups), {group.name: founds[group.name].goal for group in groups})
+            found += looking.run()
+            looked_at += looking.looked_at
+    if looked_at == sum(one.looked_at for one in founds.values()):
+        why = f"no layout of {mixed.gpus} GPUs in {len(mixed.groups)} groups can share it out"
+        refuse(f"global_batch={global_batch}", why, f"global_batch={4 * mixed.gpus}")
+    chosen = _chosen(found, max(1, top), accept)
+    goal = founds[mixed.groups[0].name].goal
+    return MixedFound(goal, mixed, chosen, looked_at, {name: one.goal.attention.name for name, one in founds.items()})
+
+
+def _chosen(found: list[MixedChoice], top: int, accept: Callable[[ParallelConfig], bool]) -> list[MixedChoice]:
+    """Return the best of each kind and set of groups, and more up to `top` with the best of other sizes, in order.
+
+    What the engine does not take is left out; it is asked without shares, which concern no model.
+    """
+    ranked = sorted(found, key=lambda choice: choice.ranked_seconds)
+    chosen: dict[tuple, MixedChoice] = {}
+    for of_way in (True, False):
+        for choice in ranked:
+            way = (choice.kind, frozenset(choice.groups))
+            sizes = (*way, choice.groups, sizes_of(choice.config))
+            known = way in chosen if of_way else sizes in chosen or len(chosen) >= top
+            if not known and accept(configured(choice.config, batch_shares="even")):
+                chosen[way if of_way else sizes] = choice
+    once = {id(choice): choice for choice in chosen.values()}
+    return sorted(once.values(), key=lambda choice: choice.ranked_seconds)
+
+
+def _alone(group: Group, found: Found) -> MixedChoice:
+    choice = found.choices[0]
+    load = Load(group, choice.needed_gib, choice.step_time_s)
+    return MixedChoice(
+        ALONE,
+        choice.config,
+        choice.step_time_s,
+        choice.rows,
+        choice.accumulation,
+        (load,),
+        choice.prediction.bubble,
+    )
+
+
+class _Search:
+    """A sweep over the layouts of all groups of a cluster."""
+
+    def __init__(self, mixed: MixedCluster, goals: dict[str, Goal]) -> None:
+        self.mixed = mixed
+        self.goals = {
+            group.name: dataclasses.replace(goals[group.name], cluster=mixed.seen_from(group))
+            for group in mixed.groups
+        }
+        self.any_goal = self.goals[mixed.groups[0].name]
+        self.looked_at = 0
+        self._known: dict[tuple, Choice | TooLarge | None] = {}
+        self.ways = [way for way in WAYS if way["offload"] == "none" or not self.any_goal.lora]
+
+    def run(self) -> list[MixedChoice]:
+        """Return every layout that fits, in the cheapest way to save memory in which it does."""
+        nodes = min(group.cluster.per_node for group in self.mixed.groups)
+        goal = self.any_goal
+        goal = dataclasses.replace(goal, cluster=dataclasses.replace(goal.cluster, per_node=nodes))
+        found: list[MixedChoice] = []
+        for config in layouts(goal):
+            for choices_of in (self._even, self._shared, self._staged):
+                for way in self.ways:
+                    if parameters_rest(way["offload"]) and config.data_parallel_size == 1:
+                        continue
+                    choices = list(choices_of(configured(config, **way)))
+                    found += choices
+                    if choices:
+                        break
+        return found
+
+    # ---- shares --------------------------------------------------------------------------------------------------
+
+    def _ranks_of_groups(self, config: ParallelConfig) -> list[int]:
+        """Return the number of data ranks of each group; nothing where one would lie in several groups."""
+        ranks, gpus = config.data_parallel_size, self.mixed.gpus
+        together = config.tp_size * config.cp_size if config.pp_size == 1 else gpus // config.dp_replicate_size
+        of_groups = [group.cluster.gpus for group in self.mixed.groups]
+        return [] if any(own % together for own in of_groups) else [own * ranks // gpus for own in of_groups]
+
+    def _even(self, config: ParallelConfig) -> Iterator[MixedChoice]:
+        """Yield the layout with as many examples on each data rank."""
+        ranks, of_groups = config.data_parallel_size, self._ranks_of_groups(config)
+        steps = self._micro_steps(config) if of_groups else []
+        counts = (
+            (calls, [[examples // ranks] * own for own in of_groups])
+            for calls, examples in steps
+            if examples % ranks == 0
+        )
+        found = (self._with_counts(EVEN, config, calls, each) for calls, each in counts)
+        yield from self._fastest(found)
+
+    def _shared(self, config: ParallelConfig) -> Iterator[MixedChoice]:
+        """Yield the layout with examples by speed."""
+        of_groups = self._ranks_of_groups(config)
+        steps = self._micro_steps(config) if of_groups else []
+        dealt = (
+            (calls, deal(examples, of_groups, functools.partial(self._seconds, config, calls)))
+            for calls, examples in steps
+        )
+        found = (
+            self._with_counts(SHARES, config, calls, counts)
+            for calls, counts in dealt
+            if counts and len(set(itertools.chain(*counts))) > 1
+        )
+        yield from self._fastest(found)
+
+    def _fastest(self, found: Iterable[MixedChoice | None]) -> Iterator[MixedChoice]:
+        best = min(filter(None, found), key=lambda choice: choice.step_time_s, default=None)
+        if best is not None:
+            yield best
+
+    def _micro_steps(self, config: ParallelConfig) -> Iterator[tuple[int, int]]:
+        """Yield numbers of micro-steps of a step, or of micro-batches of a pipeline, and examples of each."""
+        goal, ranks = self.any_goal, config.data_parallel_size
+        share = goal.share(config)
+        assert goal.global_batch is not None
+        if share is None or (goal.rows and (share != goal.rows if config.pp_size > 1 else share % goal.rows)):
+            return
+        most = max(1, MOST_CALL * config.cp_size // goal.seq)
+        for calls in divisors(share if config.pp_size == 1 else goal.global_batch):
+            examples = goal.global_batch // calls
+            fits = ranks <= examples <= ranks * most and calls >= config.pp_size
+            if goal.rows and config.pp_size == 1:
+                fits = examples == ranks * goal.rows
+            if fits:
+                yield calls, examples
+
+    def _seconds(self, config: ParallelConfig, calls: int, group: int, examples: int) -> float:
+        """Return seconds of a step of all GPUs if they were of a group's kind; infinite where it does not fit."""
+        found = self._attempted(config, calls, self.mixed.groups[group].name, examples)
+        return found.step_time_s if isinstance(found, Choice) else math.inf
+
+    def _attempted(self, config: ParallelConfig, calls: int, name: str, examples: int) -> Choice | TooLarge | None:
+        asked = (config, calls, name, examples)
+        if asked not in self._known:
+            self.looked_at += 1
+            batch = examples * calls * config.data_parallel_size
+            goal = dataclasses.replace(self.goals[name], global_batch=batch, rows=None)
+            self._known[asked] = attempt(goal, config, examples)
+        return self._known[asked]
+
+    def _with_counts(
+        self, kind: str, config: ParallelConfig, calls: int, counts: list[list[int]]
+    ) -> MixedChoice | None:
+        """Return the choice of so many examples of a micro-step on each data rank of each group, if it fits."""
+        loads = []
+        for group, own in zip(self.mixed.groups, counts, strict=True):
+            found = self._attempted(config, calls, group.name, max(own))
+            if not isinstance(found, Choice):
+                return None
+            loads.append(Load(group, found.needed_gib, found.step_time_s, tuple(own)))
+        ranks = list(itertools.chain(*counts))
+        rows = sum(ranks) * calls // config.data_parallel_size
+        if kind == SHARES:
+            shares = [(one // math.gcd(*ranks), len(list(same))) for one, same in itertools.groupby(ranks)]
+            said = (f"{share}x{times}" if times > 1 else str(share) for share, times in shares)
+            config = configured(config, batch_shares=":".join(said))
+        if config.pp_size > 1:
+            config = configured(config, pipeline_microbatches=calls)
+        seconds = max(load.busy for load in loads)
+        calls_of_model = 1 if config.pp_size > 1 else calls
+        return MixedChoice(kind, config, seconds, rows // calls_of_model, calls_of_model, tuple(loads))
+
+    # ---- stages --------------------------------------------------------------------------------------------------
+
+    def _staged(self, config: ParallelConfig) -> Iterator[MixedChoice]:
+        """Yield the fastest pipeline of these sizes for each order of groups, where each stage lies in one group."""
+        if config.pp_size == 1 or config.dp_replicate_size > 1:
+            return
+        width, share = self.mixed.gpus // config.pp_size, self.any_goal.share(config)
+        if share is None or any(group.cluster.gpus % width for group in self.mixed.groups):
+            return
+        sizes = micro_batches(self.any_goal, share, config)
+        for order in itertools.permutations(self.mixed.groups):
+            groups = [group for group in order for _ in range(group.cluster.gpus // width)]
+            yield from self._fastest(self._piped(config, groups, size, share) for size in sizes)
+
+    def _piped(self, config: ParallelConfig, groups: list[Group], size: int, share: int) -> MixedChoice | None:
+        """Return the pipeline with the split whose slowest stage is fastest among those that fit; None: none fits."""
+        goal = self.any_goal
+        config = configured(config, pipeline_microbatches=(goal.rows or share) // size)
+        layout = to_layout(config, context_of(config, goal, size))
+        jobs = {name: to_job(one, config, size, share // size) for name, one in self.goals.items()}
+        clusters = {
+            group.name: dataclasses.replace(group.cluster, gpus=self.mixed.gpus) for group in self.mixed.groups
+        }
+        blocks, alike = goal.shape.blocks, len(set(goal.shape.blocks)) == 1
+        self.looked_at += 1
+
+        def stage_of(at: int, first: int, last: int) -> Stage:
+            counts = tuple(distinct(blocks[first:last]).items())
+            return Stage(goal.shape, counts, first == 0, last == len(blocks), at)
+
+        @functools.cache
+        def seconds(name: str, first: int, last: int) -> tuple[float, float]:
+            return stage_times(stage_of(0, first, last), layout, jobs[name], clusters[name]).totals
+
+        @functools.cache
+        def needed(at: int, first: int, last: int) -> float:
+            return rank_memory([stage_of(at, first, last)], layout, jobs[groups[at].name], at).needed / GIB
+
+        def cost(at: int, first: int, last: int) -> float:
+            if alike and first > 0 and last < len(blocks):  # the same layers elsewhere
+                first, last = 1, 1 + last - first
+            name = groups[at].name
+            return math.inf if needed(at, first, last) > self.goals[name].room_gib else sum(seconds(name, first, last))
+
+        slowest, split = best_split(len(blocks), len(groups), cost, max)
+        if slowest == math.inf:
+            return None
+        ends = list(itertools.accumulate(split))
+        spans = [(end - own, end) for own, end in zip(split, ends, strict=True)]
+        names = [group.name for group in groups]
+        layout, config = dataclasses.replace(layout, split=split), configured(config, pipeline_split=split)
+        totals = [seconds(name, *span) for name, span in zip(names, spans, strict=True)]
+        sending = sending_seconds(goal.shape.hidden, layout, jobs[names[0]], goal.cluster)
+        duration, bubble = pipeline_seconds(layout, jobs[names[0]], totals, sending)
+        rest = []
+        for at, name in enumerate(names):
+            own = [[stage_of(at, *spans[at])]]
+            after = after_schedule(own, layout, jobs[name], clusters[name], totals[at][1])
+            noise = clusters[name].gpu.efficiency.node_noise * math.log2(max(1, clusters[name].nodes))
+            rest.append(sum(after.values()) + noise * (duration + sum(after.values())))
+        loads = []
+        for group in dict.fromkeys(groups):
+            stages = [at for at, other in enumerate(groups) if other is group]
+            busy = max(sum(totals[at]) for at in stages) * jobs[group.name].micro_batches
+            fullest = max(needed(at, *spans[at]) for at in stages)
+            loads.append(Load(group, fullest, busy, layers=tuple(split[at] for at in stages)))
+        calls = 1 if goal.rows is None else share // goal.rows
+        step = duration + max(rest)
+        return MixedChoice(STAGES, config, step, share // calls, calls, tuple(loads), bubble)
+
+
+def deal(examples: int, ranks: list[int], seconds: Callable[[int, int], float]) -> list[list[int]] | None:
+    """Return the examples of each rank of each group, dealt one by one to the rank that would be done with it first.
+
+    Args:
+        ranks: number of ranks of each group; each has an example at least.
+        seconds: of a group's rank with so many examples, `seconds(group, examples)`; infinite where they do not fit.
+
+    Returns:
+        None: they do not all fit.
+    """
+    counts = [[1] * number for number in ranks]
+    if examples < sum(ranks) or any(seconds(group, 1) == math.inf for group in range(len(ranks))):
+        return None
+    queue = [(seconds(group, 2), group, rank) for group, number in enumerate(ranks) for rank in range(number)]
+    heapq.heapify(queue)
+    for _ in range(examples - sum(ranks)):
+        done, group, rank = queue[0]
+        if done == math.inf:
+            return None
+        counts[group][rank] += 1
+        heapq.heapreplace(queue, (seconds(group, counts[group][rank] + 1), group, rank))
+    return counts

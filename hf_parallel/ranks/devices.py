@@ -1,0 +1,53 @@
+"""Speed and memory of each process's device, measured at start."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+
+import torch
+
+_SIZE, _REPEATS = {"cpu": 512}, 10
+
+
+@dataclass(frozen=True)
+class Device:
+    """`speed`: FLOP/s of a large matrix product. `memory`: bytes of all of it."""
+
+    speed: float
+    memory: float
+
+
+def product_rate(device: torch.device) -> float:
+    """FLOP/s of a large matrix product on this rank, in bf16 on accelerators."""
+    size = _SIZE.get(device.type, 8192)
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    a, b = (torch.rand(size, size, device=device).to(dtype) for _ in range(2))  # of ones it would draw less power
+    for _ in range(2):
+        a @ b
+    synchronize(device)
+    began = time.perf_counter()
+    for _ in range(_REPEATS):
+        a @ b
+    synchronize(device)
+    return _REPEATS * 2 * size**3 / (time.perf_counter() - began)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done what it was given."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def device_memory(device: torch.device) -> float:
+    """Bytes of an accelerator's memory; of processors, this process's part of the machine's."""
+    if device.type != "cpu":
+        return float(torch.get_device_module(device.type).get_device_properties(device).total_memory)
+    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return whole / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def measure_device(device: torch.device) -> Device:
+    """Return speed and memory of this process's device."""
+    return Device(product_rate(device), device_memory(device))

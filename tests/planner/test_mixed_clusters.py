@@ -1,0 +1,263 @@
+"""Plans over groups of unlike GPUs: shares, stages, a group left out; files of groups and devices that were found."""
+
+import dataclasses
+import itertools
+import json
+import random
+import re
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+import yaml
+from transformers import LlamaConfig
+
+from hf_parallel import cli
+from hf_parallel.ask.config import ParallelConfig, SpecError
+from hf_parallel.axes.pipeline.balance import best_split
+from hf_parallel.planner.groups import Group, MixedCluster, group_devices, read_machines
+from hf_parallel.planner.hardware import find_gpu, find_link, make_cluster
+from hf_parallel.planner.mixed import ALONE, EVEN, SHARES, STAGES, deal, search_groups
+from hf_parallel.planner.mixed_report import commands, show_mixed
+from tests import models
+from tests.planner.test_plan_cli import SMALL
+
+PAGE = Path(__file__).parents[2] / "docs" / "uneven_machines.md"
+#: Llama-3.1-8B.
+EIGHT_B = {
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+}
+FILE = {
+    "groups": [
+        {"name": "new", "gpu": "h100-80gb", "nodes": 1, "gpus_per_node": 4},
+        {"name": "old", "gpu": "a100-80gb", "nodes": 2, "gpus_per_node": 2, "network": "ethernet-100g"},
+    ],
+    "network": "infiniband-hdr",
+}
+
+
+def written(tmp_path, values) -> str:
+    path = tmp_path / "mixed.yaml"
+    path.write_text(yaml.safe_dump(values))
+    return str(path)
+
+
+def pair(fast: str, slow: str, gpus: int = 8, network: str = "infiniband-hdr") -> MixedCluster:
+    groups = Group("new", make_cluster(fast, gpus)), Group("old", make_cluster(slow, gpus))
+    return MixedCluster(groups, find_link(network))
+
+
+# ---- what the page says ---------------------------------------------------------------------------------------------
+
+
+def cells(choice) -> list[str]:
+    needed = ", ".join(f"{load.needed_gib:.0f}" for load in choice.loads)
+    return [f"`{choice.config.to_spec()}`", choice.where(), f"{choice.step_time_s:.2f}", needed]
+
+
+@pytest.mark.parametrize("slow", ["a100-80gb", "v100-32gb"])
+def test_the_tables_of_the_page(slow):
+    """The best of each kind for Llama-3.1-8B on 8 H100 beside 8 others, in order; V100s are left out."""
+    model = LlamaConfig(**EIGHT_B, architectures=["LlamaForCausalLM"])
+    mixed = pair("h100-80gb", slow)
+    found = search_groups(model=model, mixed=mixed, seq=4096, global_batch=128, precision="mixed")
+    shown = PAGE.read_text().partition(f"8 h100-80gb + 8 {slow}")[2].partition("\n\n")[2].partition("\n\n")[0]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in shown.splitlines()[2:]]
+    bests = {(choice.kind, choice.groups): choice for choice in reversed(found.choices)}
+    expected = [cells(choice) for choice in bests.values() if choice.kind != ALONE or choice.groups == ("new",)]
+    assert len(rows) >= 4
+    assert all(row in expected for row in rows), expected
+    assert cells(found.choices[0]) == rows[0]
+    assert (found.choices[0].kind == ALONE) == (slow == "v100-32gb")
+
+
+# ---- a search -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def found():
+    numbers = {"layers": 12, "hidden": 2048, "heads": 16, "kv_heads": 4, "ffn_hidden": 5504, "vocab": 32000}
+    return search_groups(model=numbers, mixed=pair("h100-80gb", "a100-80gb", 2), seq=2048, global_batch=64)
+
+
+def test_every_way_is_compared(found):
+    kinds = [choice.kind for choice in found.choices]
+    assert {SHARES, STAGES, EVEN, ALONE} == set(kinds)
+    assert kinds.count(ALONE) == 2
+    ranked = [choice.ranked_seconds for choice in found.choices]
+    assert ranked == sorted(ranked)
+    shares, even = found.fastest_of(SHARES), found.fastest_of(EVEN)
+    assert shares.step_time_s < even.step_time_s
+    assert re.search(r"new waits [1-9]\d%", even.where())
+
+
+def test_shares_keep_the_batch(found):
+    for choice in found.choices:
+        config, loads = choice.config, choice.loads
+        assert choice.rows * choice.accumulation * config.data_parallel_size == 64
+        if choice.kind == SHARES:
+            micro_steps = choice.accumulation if config.pp_size == 1 else config.pipeline_microbatches
+            assert sum(sum(load.examples) for load in loads) * micro_steps == 64
+            counts = list(itertools.chain(*(load.examples for load in loads)))
+            assert len(config.shares) == config.data_parallel_size
+            assert {Fraction(own) / share for own, share in zip(counts, config.shares, strict=True)} == {
+                counts[0] / config.shares[0]
+            }
+        if choice.kind == STAGES:
+            assert sum(map(sum, (load.layers for load in loads))) == 12
+            assert config.pipeline_split == tuple(itertools.chain(*(load.layers for load in loads)))
+        assert config == ParallelConfig.parse(config.to_spec()).resolve(config.world_size)
+
+
+def test_no_split_is_faster():
+    """Stages of unlike speeds and memories, against every split."""
+    draw = random.Random(7)
+    for _ in range(100):
+        layers, stages = draw.randint(2, 9), draw.randint(1, 4)
+        stages = min(stages, layers)
+        speeds = [draw.choice((1.0, 2.0, 3.1)) for _ in range(stages)]
+        most = [draw.randint(1, layers) for _ in range(stages)]
+
+        def cost(at, first, last, speeds=speeds, most=most):
+            return (last - first) / speeds[at] if last - first <= most[at] else float("inf")
+
+        slowest, split = best_split(layers, stages, cost, max)
+        cuts = itertools.combinations(range(1, layers), stages - 1)
+        every = [tuple(b - a for a, b in itertools.pairwise((0, *cut, layers))) for cut in cuts]
+        ends = [max(cost(at, 0, own) for at, own in enumerate(one)) for one in every]
+        assert (slowest, sum(split)) == (min(ends), layers)
+
+
+def test_dealing_is_the_best_cut():
+    draw = random.Random(8)
+    for _ in range(60):
+        ranks = [draw.randint(1, 2) for _ in range(2)]
+        speeds, most = [draw.choice((1, 2, 5)) for _ in ranks], [draw.randint(1, 6) for _ in ranks]
+
+        def seconds(group, examples, speeds=speeds, most=most):
+            return examples / speeds[group] if examples <= most[group] else float("inf")
+
+        examples, of = draw.randint(sum(ranks), 10), [group for group, own in enumerate(ranks) for _ in range(own)]
+        every = (one for one in itertools.product(range(1, 8), repeat=len(of)) if sum(one) == examples)
+        least = min(max(seconds(group, own) for group, own in zip(of, one, strict=True)) for one in every)
+        counts = deal(examples, ranks, seconds)
+        if counts is None:
+            assert least == float("inf")
+        else:
+            assert max(seconds(group, max(own)) for group, own in enumerate(counts)) == least
+
+
+def test_slow_links_leave_a_group_out():
+    numbers = {"layers": 12, "hidden": 2048, "heads": 16, "kv_heads": 4, "ffn_hidden": 5504, "vocab": 32000}
+    mixed = pair("h100-80gb", "v100-32gb", 2, "ethernet-10g")
+    found = search_groups(model=numbers, mixed=mixed, seq=2048, global_batch=64)
+    assert found.best.groups == ("new",)
+    assert any(reason.startswith("leave old out: over all groups the best takes") for reason in found.reasons())
+
+
+# ---- what to paste --------------------------------------------------------------------------------------------------
+
+
+def test_lines_name_nodes_in_the_order_of_stages(found):
+    staged = next(choice for choice in found.choices if choice.kind == STAGES)
+    assert f"R = 0 on {staged.groups[0]}, 1 on {staged.groups[1]}:" in next(commands(found, staged))
+    more = dataclasses.replace(staged.loads[1], group=Group("more", make_cluster("l40s", 5, 2)))
+    unlike = dataclasses.replace(staged, loads=(staged.loads[0], more))
+    assert f"R = 0 on {staged.groups[0]}, 1-3 on more, K = its number" in next(commands(found, unlike))
+    together = dataclasses.replace(found, mixed=dataclasses.replace(found.mixed, one_node=True))
+    turned = dataclasses.replace(staged, loads=staged.loads[::-1])
+    lines = [next(commands(together, choice)) for choice in (staged, turned)]
+    assert sorted("CUDA_VISIBLE_DEVICES=2,3,0,1 hf-parallel launch" in line for line in lines) == [False, True]
+    old = next(choice for choice in found.choices if choice.groups == ("old",))
+    assert "CUDA_VISIBLE_DEVICES=2,3 hf-parallel launch --num_processes 2" in next(commands(together, old))
+
+
+def test_the_command(tmp_path, capsys):
+    models.llama(**SMALL, architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
+    where = ["plan", str(tmp_path), "--cluster", written(tmp_path, FILE), "--seq", "256", "--global-batch", "32"]
+    assert cli.main([*where, "--json", "--specs", str(tmp_path / "specs")]) == 0
+    table = json.loads(capsys.readouterr().out)
+    specs = [ParallelConfig.parse(str(file)) for file in sorted((tmp_path / "specs").iterdir())]
+    assert specs == [ParallelConfig.parse(layout["spec"]) for layout in table["layouts"]]
+    assert table["cluster"]["groups"]["old"]["gpus"] == 4
+    assert cli.main([*where, "--memory", "40"]) == 2
+    assert "--memory: needs GPUs of one kind, not the groups new, old" in capsys.readouterr().err
+    assert cli.main([*where, "--gpus", "8"]) == 2
+    assert "--gpus 8" in capsys.readouterr().err
+
+
+def test_what_is_printed(found, capsys):
+    show_mixed(found)
+    out = capsys.readouterr().out
+    assert "on 2 x h100-80gb (new) + 2 x a100-80gb (old), infiniband-hdr between them" in out
+    assert "new alone" in out
+    assert "Run the first" in out
+
+
+# ---- files and devices ----------------------------------------------------------------------------------------------
+
+
+def test_groups_of_a_file(tmp_path):
+    mixed = read_machines(written(tmp_path, FILE))
+    new, old = mixed.groups
+    assert (new.cluster.gpus, old.cluster.gpus, old.cluster.nodes, mixed.gpus) == (4, 4, 2, 8)
+    assert (mixed.between.name, mixed.slowest_link.name) == ("infiniband-hdr", "ethernet-100g")
+    assert mixed.seen_from(new).between.name == "ethernet-100g"
+
+
+def test_one_group_is_todays_cluster(tmp_path):
+    alone = {"gpu": "h100-80gb", "gpus": 16, "gpus_per_node": 8, "network": "ethernet-25g"}
+    one = {"groups": [{"gpu": "h100-80gb", "nodes": 2, "gpus_per_node": 8, "network": "ethernet-25g"}]}
+    assert read_machines(written(tmp_path, one)) == read_machines(written(tmp_path, alone))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"groups": []}, r"groups=\[\]: is not a list of groups"),
+        ({"gpu": "h100-80gb"}, "gpu is no key"),
+        ({"network": 3}, "network=3"),
+        ({"one_node": "yes"}, "one_node=yes: is not true or false"),
+        ({"groups": [{"nodes": 1}]}, "group 0: needs the key gpu"),
+        ({"groups": [{"gpu": "h100-80gb"}]}, "how many GPUs.*nodes: 1"),
+        ({"groups": [{"gpu": "h100-80gb", "nodes": 3, "gpus": 8}]}, "nodes=3: gpus=8 fill 1 nodes of 8; nodes: 1"),
+        ({"groups": [{"gpu": "h100-80gb", "nodes": 1}] * 2}, "name=h100-80gb: two groups.*name: h100-80gb-2"),
+        ({"groups": [{"gpu": "x100", "nodes": 1}]}, "gpu=x100"),
+    ],
+    ids=str,
+)
+def test_files_that_are_wrong(tmp_path, change, words):
+    with pytest.raises(SpecError, match=words):
+        read_machines(written(tmp_path, FILE | change))
+
+
+H100, A100 = ("NVIDIA H100 80GB HBM3", 79.2), ("NVIDIA A100-SXM4-40GB", 39.4)
+
+
+def test_devices_that_differ_are_groups():
+    here = make_cluster("h100-80gb", 6, 4)
+    devices = [("a", *H100)] * 4 + [("b", *A100)] * 2
+    mixed = group_devices(here, devices)
+    assert [(group.name, group.cluster.gpus, group.cluster.per_node) for group in mixed.groups] == [
+        ("h100-80gb", 4, 4),
+        ("a100-40gb", 2, 2),
+    ]
+    assert not mixed.one_node
+    assert mixed.groups[1].cluster.gpu.memory_gib == 39.4
+    assert group_devices(here, [("a", *H100)] * 6) is here
+    box = group_devices(here, [("a", *H100), ("a", *A100)])
+    assert (box.one_node, box.between) == (True, find_link(find_gpu("a100-40gb").scale_up))
+
+
+def test_devices_in_turns_are_refused():
+    here = make_cluster("h100-80gb", 3)
+    with pytest.raises(SpecError, match="CUDA_VISIBLE_DEVICES=0,2,1 works"):
+        group_devices(here, [("a", *H100), ("a", *A100), ("a", *H100)])
+    with pytest.raises(SpecError, match="nodes of a kind one after another works"):
+        group_devices(here, [("a", *H100), ("b", *A100), ("c", *H100)])
