@@ -274,6 +274,7 @@ class StageRunner:
         """
         if self.config.delays_updates and self.mesh.data_size > 1:  # FSDP2 is not there to do it
             average(fresh, self.mesh.data_group, self.mesh.data_size)
+        self.services.gradients_scaled(scale)
         self._add(fresh, scale)
         if held is not None:
             with fresh_gradients(self.trainable()) as reduced:
