@@ -95,6 +95,7 @@ class PipelineServices:
         at_rest: replaces gathered parameters by the stored ones.
         held: gradients that wait for the step's last run.
         reduce_stages: reduces the gradients of this rank's stages over data ranks, as far as no backward pass has.
+        gradients_scaled: is told by what the gradients of a run are multiplied when its loss goes backward.
     """
 
     loss_in_chunks: bool = False
@@ -106,6 +107,7 @@ class PipelineServices:
     at_rest: Callable[[list[nn.Parameter]], list[nn.Parameter]] = list
     held: HeldGradients | None = None
     reduce_stages: Callable[[], None] = lambda: None
+    gradients_scaled: Callable[[torch.Tensor | None], None] = lambda scale: None
 
 
 class PipelinedModel(Protocol):

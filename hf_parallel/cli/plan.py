@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import os
 import sys
@@ -60,6 +61,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = parser.add_argument_group("training")
     what.add_argument("--seq", type=int, default=4096, metavar="N", help="tokens per row (4096)")
     what.add_argument("--global-batch", type=int, metavar="N", help="rows per step over all ranks (4 per GPU)")
+    critical = "sequences, as monitor=noise measures them: rank by time to a loss, over batches unless one is given"
+    what.add_argument("--critical-batch", type=float, metavar="N", help=critical)
     what.add_argument("--rows", type=int, metavar="N", help="per_device_train_batch_size, if it is fixed")
     precisions = (
         "bf16 or fp32: of weights and products; mixed or fp16: fp32 weights under Trainer's bf16=True, fp16=True"
@@ -106,7 +109,7 @@ def plan(args: argparse.Namespace) -> int:
 def _plan_model(args: argparse.Namespace) -> int:
     check_path(args.model, _NUMBERS)  # before torch is imported, as is what `_cluster` refuses
     given = None if args.calibrate else _cluster(args)
-    for option in ("rows", "memory", "dollars", "lora", "gpus_per_node"):
+    for option in ("critical_batch", "rows", "memory", "dollars", "lora", "gpus_per_node"):
         number = getattr(args, option)
         if number is not None and number <= 0 and (number or option != "lora"):
             refuse(f"--{option.replace('_', '-')} {number:g}", "is more than 0", do="drop it, or give another number")
@@ -141,13 +144,16 @@ def _plan_model(args: argparse.Namespace) -> int:
 def _search(args: argparse.Namespace, model: PretrainedConfig | dict[str, object], cluster: Cluster) -> Found:
     """The layouts for what the options say."""
     from hf_parallel.hooks.auto import accepted
-    from hf_parallel.planner.search import search
+    from hf_parallel.planner.search import search, search_batches
 
-    return search(
+    batch = _positive("--global-batch", args.global_batch or 4 * cluster.gpus)
+    ranked = functools.partial(search, global_batch=batch)
+    if args.critical_batch is not None:
+        ranked = functools.partial(search_batches, args.critical_batch, global_batch=args.global_batch and batch)
+    return ranked(
         model=model,
         cluster=cluster,
         seq=_positive("--seq", args.seq),
-        global_batch=_positive("--global-batch", args.global_batch or 4 * cluster.gpus),
         precision=args.precision,
         optimizer=args.optimizer,
         lora=args.lora,

@@ -12,12 +12,15 @@ import torch.distributed as dist
 
 from hf_parallel.ask.config import SpecError
 from hf_parallel.ask.launched import local_world_size
+from hf_parallel.ask.spec import refuse
+from hf_parallel.axes.pipeline.schedules import can_be_cut, micro_batch_count
 from hf_parallel.hooks import hangs, report, runtime
 from hf_parallel.hooks.accelerate import loop_losses
 from hf_parallel.hooks.patching import patch
 from hf_parallel.hooks.tracing import Trace
 from hf_parallel.hooks.trainer import auto_shares
-from hf_parallel.monitor.meter import COMPUTE, DATA, PREFIX
+from hf_parallel.monitor.meter import COMPUTE, DATA, PREFIX, significant
+from hf_parallel.monitor.noise import Estimate, GradientNoise
 from hf_parallel.monitor.session import Reading, Record, Session
 
 if TYPE_CHECKING:
@@ -37,6 +40,9 @@ if TYPE_CHECKING:
     from hf_parallel.monitor.expected import Batch
     from hf_parallel.planner.prediction import Prediction
 
+_LEFT_OUT = (
+    "monitor=noise: steps whose batches no schedule of the pipeline can cut, or that are not finished, are left out"
+)
 #: Readings after which steps are what they will be, and compared with the plan.
 WARM = 2
 LOOP = "loop"
@@ -47,9 +53,11 @@ class Watched:
 
     def __init__(self, model: PreTrainedModel, state: ParallelState) -> None:
         self.model, self.state = model, state
-        self.session = Session(state, getattr(model, "config", None), state.config.monitor == "full")
+        self.session = Session(state, getattr(model, "config", None), state.config.parts_waits)
+        self.noise = GradientNoise(model, state) if state.config.measures_noise else None
         self.meter = self.session.meter
         self.computes = False  # has the open step of a loop run a backward pass?
+        self.read_in_loop: list[tuple[torch.Tensor, float]] = []  # batches whose backward pass is to come
         self.record: Record | None = None
         self.prediction: Prediction | None = None
         self.trace: Trace | None = None
@@ -60,6 +68,57 @@ class Watched:
         if self.state.config.traced_steps and self.trace is None:
             self.trace = Trace(self.model, self.state, folder)
 
+    def begin_noise(self, trainer: Trainer | None = None) -> None:
+        """Begin a step whose small batches are compared.
+
+        Raises:
+            SpecError: the first time, a Trainer's steps have one small batch.
+        """
+        if self.noise is None:
+            return
+        if trainer is not None and self.noise.is_new:
+            self.check_scale(trainer.accelerator)
+            config, accumulation = self.state.config, trainer.args.gradient_accumulation_steps
+            if config.cp_size > 1 and not config.reduces_each_micro_batch:
+                accumulation = 1  # a reduction holds all batches of the step
+            if config.data_parallel_size * config.pp_size * accumulation == 1:
+                what = f"monitor={config.monitor} with gradient_accumulation_steps={accumulation} on one data rank"
+                micro = ", and gradient_reduction=micro_step" if config.cp_size > 1 else ""
+                why = "a step has one small batch, and noise is by how much several differ"
+                refuse(what, why, f"--gradient_accumulation_steps 2{micro}")
+        self.noise.begin_step()
+
+    def check_scale(self, accelerator: Accelerator) -> None:
+        """Refuse gradients that are measured with a scale and stepped with without it."""
+        if accelerator.scaler is not None:
+            what = f"monitor={self.state.config.monitor} with mixed_precision=fp16"
+            refuse(what, "gradients have a scale that changes during a training", "bf16")
+
+    def end_noise(self) -> None:
+        """End a step; say once that steps of this training show nothing."""
+        if self.noise is not None:
+            self.noise.end_step()
+            if self.noise.left_out and self.state.is_first(_LEFT_OUT):
+                report.say(_LEFT_OUT)
+
+    def parts_of(self, inputs: Any, real_rows: int | None = None) -> list[tuple[torch.Tensor, float]]:
+        """Return targets and sequences of each backward pass of a batch; of a pipeline's there are several."""
+        device, engine = self.session.mesh.device, self.state.pipeline
+        _, rows = counted(inputs, real_rows)
+        labels = inputs.get("labels") if hasattr(inputs, "get") else None
+        if torch.is_tensor(labels) and labels.ndim > 1 and not labels.is_floating_point():
+            shifted = inputs.get("shift_labels")
+            if shifted is None and self.state.sums_over_tokens:
+                shifted = labels[..., 1:]
+            targets = ((labels if shifted is None else shifted) != -100).flatten(1).sum(1)
+        else:
+            targets = torch.ones(rows, device=device)
+        targets = targets * (rows > 0)
+        if engine is None or not can_be_cut(len(targets), self.state.config):
+            return [(targets.sum(), rows)]
+        parts = targets.tensor_split(micro_batch_count(len(targets), self.state.config))
+        return [(part.sum(), rows / len(parts)) for part in parts]
+
     def read(self, arguments: TrainingArguments | None = None, step: int | None = None) -> dict[str, float]:
         """What is to be logged of the steps since the last time. Collective over all ranks."""
         reading = self.session.read()
@@ -69,18 +128,24 @@ class Watched:
         line = None if arguments is None else auto_shares.look(reading.rows, arguments.gradient_accumulation_steps)
         if line is not None:
             reading.said.append(("shares", line))
+        noise = None if self.noise is None else self.noise.read()
+        if noise is not None and noise.in_sequences is not None:
+            reading.figures["noise_scale"] = significant(noise.in_sequences)
         if dist.get_rank() == 0:
-            self._tell(reading, arguments, step)
+            self._tell(reading, noise, arguments, step)
         return reading.figures
 
-    def _tell(self, reading: Reading, arguments: TrainingArguments, step: int | None) -> None:
+    def _tell(
+        self, reading: Reading, noise: Estimate | None, arguments: TrainingArguments | None, step: int | None
+    ) -> None:
         from hf_parallel.monitor import expected  # the planner: not needed to start
 
         if self.record is None and arguments is not None:
             self.record = Record(arguments.output_dir)
             self._write("run", **self._run(reading, arguments))
         rows = [row.to_dict() for row in reading.rows]
-        self._write("metrics", step=step, perf=reading.figures, ranks=rows)
+        measured = {} if noise is None else {"noise": noise.to_dict()}
+        self._write("metrics", step=step, perf=reading.figures, ranks=rows, **measured)
         lines = list(reading.said)
         if self.readings == WARM and self.prediction is not None and self.session.mesh.device.type != "cpu":
             lines += [("plan", line) for line in expected.deviations(self.prediction, reading.rows)]
@@ -166,9 +231,11 @@ def phase(name: str) -> contextlib.AbstractContextManager:
 
 
 def note_gradients() -> None:
-    """A trace reads them before they are clipped. Collective."""
+    """Read gradients before they are clipped, for a trace and for the noise scale. Collective under a trace."""
     if _watched is not None and _watched.trace is not None:
         _watched.trace.note_gradients()
+    if _watched is not None and _watched.noise is not None:
+        _watched.noise.note_gradients()
 
 
 def metrics() -> dict[str, float]:
@@ -191,6 +258,7 @@ def reading(trainer: Trainer) -> Iterator[None]:
     _in_trainer, by = True, watched(trainer.model)
     if by is not None:
         by.begin_trace(trainer.args.output_dir)
+        by.begin_noise(trainer)
         by.meter.begin(TRAINER)
     with phase(DATA):
         yield
@@ -209,12 +277,30 @@ def step_ended() -> None:
     _in_trainer = False
     if _watched is not None:
         _watched.meter.end(TRAINER)
+        _watched.end_noise()
+
+
+@contextlib.contextmanager
+def small_batch(inputs: Any, real_rows: int | None) -> Iterator[None]:
+    """Measure what the backward pass in here adds to the step's gradient, for the noise scale."""
+    if _watched is None or _watched.noise is None:
+        yield
+        return
+    parts = _watched.parts_of(inputs, real_rows)  # now: scripts take out of a batch what they have read
+    yield
+    _watched.noise.end_small_batch(parts)
 
 
 def of_trainer(trainer: Trainer) -> dict[str, float]:
     """What a Trainer logs of its last steps. Collective over all ranks."""
     by = watched(trainer.model)
     return {} if by is None else by.read(trainer.args, trainer.state.global_step)
+
+
+def critical_batch() -> float | None:
+    """Return the gradient noise scale in sequences, if it was measured and can be told yet."""
+    estimate = None if _watched is None or _watched.noise is None else _watched.noise.scale.estimate
+    return None if estimate is None else estimate.in_sequences
 
 
 #: What the console shows of all that is measured; trackers and trainer_state.json have every key.
@@ -282,6 +368,7 @@ def _timed(by: Watched, iterator: Iterator) -> Iterator:
             return
         if by.meter.owner == LOOP:
             by.meter.count(*counted(batch))
+            by.read_in_loop += [] if by.noise is None else by.parts_of(batch)
         yield batch
 
 
@@ -290,6 +377,8 @@ def _begin_in_loop(by: Watched) -> None:
     if by.meter.owner is None or (by.meter.owner == LOOP and not by.computes):
         by.meter.begin(LOOP)
         by.computes = False
+        by.read_in_loop.clear()
+        by.begin_noise()
 
 
 @patch("accelerate.accelerator:Accelerator.backward", "does not say that a loop trains, nor weigh its loss")
@@ -299,8 +388,13 @@ def backward(original: Callable, self: Accelerator, loss: torch.Tensor, **kwargs
     hangs.backward_begins(self)
     if _watched is not None:
         _watched.computes = True
+        if _watched.noise is not None:
+            _watched.check_scale(self)
     with phase(COMPUTE):
         original(self, loss, **kwargs)
+    if _watched is not None and _watched.meter.owner == LOOP and _watched.noise is not None:
+        _watched.noise.end_small_batch(_watched.read_in_loop)
+        _watched.read_in_loop.clear()
 
 
 #: Optimizers whose steps are followed.
@@ -329,6 +423,8 @@ def _loop_has_stepped(*args: object) -> None:
     if _watched is not None and _watched.trace is not None:
         _watched.trace.end_step()
     if _watched is not None and _watched.computes:
+        if _watched.meter.owner == LOOP:
+            _watched.end_noise()
         _watched.meter.end(LOOP)
         _watched.computes = False
 

@@ -19,6 +19,7 @@ from hf_parallel.axes.pipeline.schedules import micro_batch_count, versions_held
 from hf_parallel.checkpoint.folder import LAYOUT
 from hf_parallel.hooks import after_import, runtime
 from hf_parallel.hooks.accelerate.shares import cut_of
+from hf_parallel.monitor.noise import about_batch
 from hf_parallel.planner.batch import StepBatch
 from hf_parallel.plans.examine import report_of, shown_size
 from hf_parallel.prove.certificate import line_about
@@ -102,19 +103,21 @@ def at_first_batch(trainer: Trainer, batches: list, loss_of: Callable[[Trainer],
     if dist.get_rank() != 0:
         return
     path = os.path.join(trainer.args.output_dir, LAYOUT)
-    lines = all_lines(facts) if state.config.monitor == "full" else short_lines(facts, path)
+    lines = all_lines(facts) if state.config.parts_waits else short_lines(facts, path)
     _print("\n".join(lines))
     _write(facts, trainer.args.output_dir)
 
 
-def at_end(trainer: Trainer) -> None:
-    """Name the file of facts, and the command that draws the run."""
+def at_end(trainer: Trainer, critical_batch: float | None) -> None:
+    """Name the file of facts, the command that draws the run, and the critical batch if it was measured."""
     state, folder = runtime.parallel_state(trainer.model), trainer.args.output_dir
     if state is None or not state.reported:
         return
     path = os.path.join(folder, LAYOUT)
     drawn = "" if state.config.monitor == "off" else f"; `hf-parallel report {folder}` writes {folder}/report.html"
     say(f"the facts of this run are in {path}{drawn}")
+    if critical_batch is not None:
+        say(about_batch(critical_batch, trainer.get_total_train_batch_size(trainer.args)))
 
 
 def _write(facts: Facts, folder: str) -> None:

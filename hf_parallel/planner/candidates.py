@@ -56,6 +56,7 @@ class Goal:
     quantized: bool = False  # are transfers that round allowed?
     whole_logits: bool = False  # does the script read them?
     headroom: float = HEADROOM  # percent of each GPU's memory that stays free
+    critical_batch: float | None = None  # sequences; layouts are then ranked by time to a loss
 
     @property
     def room_gib(self) -> float:

@@ -64,9 +64,22 @@ class Choice:
         return self.prediction.step_time_s
 
     @property
+    def batch(self) -> int:
+        """Sequences of a step."""
+        return self.rows * self.accumulation * self.config.data_parallel_size
+
+    @property
     def seconds_per_row(self) -> float:
         """Predicted seconds per step over all rows of it: what layouts are ranked by."""
-        return self.prediction.step_time_s / (self.rows * self.accumulation * self.config.data_parallel_size)
+        return self.prediction.step_time_s / self.batch
+
+    def steps_factor(self, critical_batch: float) -> float:
+        """Steps to a loss, in multiples of the fewest: 1 + critical / batch (arXiv:1812.06162, equation 2.11)."""
+        return 1 + critical_batch / self.batch
+
+    def seconds_to_loss(self, critical_batch: float) -> float:
+        """Predicted seconds to a loss, for each of the fewest steps to it."""
+        return self.step_time_s * self.steps_factor(critical_batch)
 
     def to_dict(self) -> dict[str, object]:
         """JSON-ready."""
@@ -74,7 +87,7 @@ class Choice:
         rates = ("step_time_s", "uncertainty", "tokens_per_s_per_gpu", "mfu", "memory_gib", "fits", "bubble")
         return {
             "spec": self.config.to_spec(),
-            "sequences_per_step": self.rows * self.accumulation * self.config.data_parallel_size,
+            "sequences_per_step": self.batch,
             "per_device_train_batch_size": self.rows,
             "gradient_accumulation_steps": self.accumulation,
             **{name: getattr(p, name) for name in rates},
@@ -88,11 +101,16 @@ class Choice:
 TELLS = 1.05
 
 
-def ranked_seconds(choice: Choice) -> float:
-    """Return seconds per row, `TELLS` times more for each axis beyond data: few axes are easier to live with."""
+def ranked_seconds(choice: Choice, critical_batch: float | None = None) -> float:
+    """Return seconds per row, `TELLS` times more for each axis beyond data: few axes are easier to live with.
+
+    Args:
+        critical_batch: sequences; seconds are then those to a loss, so that batches can be compared.
+    """
     config = choice.config
     beyond = sum(size > 1 for size in (config.tp_size, config.cp_size, config.pp_size, config.ep_size))
-    return choice.seconds_per_row * TELLS**beyond
+    seconds = choice.seconds_per_row if critical_batch is None else choice.seconds_to_loss(critical_batch)
+    return seconds * TELLS**beyond
 
 
 def leanest(choices: Sequence[Choice], fastest: float | None = None) -> Choice:
@@ -136,14 +154,21 @@ class Found:
             "seq": goal.seq,
             "global_batch": goal.global_batch,
             "headroom": goal.headroom,
+            "critical_batch": goal.critical_batch,
             "layouts_looked_at": self.looked_at,
-            "layouts": [choice.to_dict() for choice in self.choices],
+            "layouts": [{**choice.to_dict(), **self._to_loss(choice)} for choice in self.choices],
             "why_not": dict(self.why_not),
             "advice": self.advice,
             "notes": self.notes,
             "attention": {"kernel": goal.attention.name, "why": goal.attention.why},
             "suggestions": self.suggestions,
         }
+
+    def _to_loss(self, choice: Choice) -> dict[str, float]:
+        critical = self.goal.critical_batch
+        if critical is None:
+            return {}
+        return {"steps_factor": choice.steps_factor(critical), "seconds_to_loss": choice.seconds_to_loss(critical)}
 
 
 # ---- trying ---------------------------------------------------------------------------------------------------------

@@ -55,6 +55,7 @@ def _remarks(found: Found, dollars: float | None) -> Iterator[str]:
     )
     if found.best:
         yield f"The first: {_in_words(found.best, dollars)}"
+        yield from _about_loss(found)
         yield from (f"  {line}" for line in batch_lines(found))
         yield from (f"  {reason}" for reason in attending(found.goal, found.best))
     shared: dict[str, list[str]] = {}
@@ -66,6 +67,18 @@ def _remarks(found: Found, dollars: float | None) -> Iterator[str]:
         yield "Why not"
     yield from (f"  {name}: {reason}" for name, reason in found.why_not)
     yield from found.suggestions
+
+
+def _about_loss(found: Found) -> Iterator[str]:
+    """Say what the order goes by where the critical batch is known."""
+    critical = found.goal.critical_batch
+    if critical is not None:
+        first = found.choices[0]
+        yield (
+            f"  ranked by time to a loss: steps are in proportion to 1 + {critical:g} / batch (arXiv:1812.06162); the "
+            f"first, with {first.batch}, takes {first.steps_factor(critical):.3g} times the fewest steps, each "
+            f"{first.step_time_s:.3g} s"
+        )
 
 
 def batch_lines(found: Found) -> Iterator[str]:
@@ -110,12 +123,21 @@ def table(found: Found, dollars: float | None = None) -> Table:
     shown = Table(header_style="bold")
     shown.add_column("#", justify="right")
     shown.add_column("--parallel", overflow="fold")
+    critical = found.goal.critical_batch
     headings = ["rows x calls", "s / step", "tokens/s/GPU", "MFU", *_MEMORY, "idle"]
+    headings = [*(["batch", "x steps", "x time to loss"] if critical is not None else []), *headings]
     for heading in [*headings, *(["$ / 1e9 tokens"] if dollars else [])]:
         shown.add_column(heading, justify="right")
     for i, choice in enumerate(found.choices, 1):
-        shown.add_row(str(i), choice.config.to_spec(), *_cells(choice, dollars))
+        to_loss = [] if critical is None else _to_loss(choice, found.choices[0], critical)
+        shown.add_row(str(i), choice.config.to_spec(), *to_loss, *_cells(choice, dollars))
     return shown
+
+
+def _to_loss(choice: Choice, first: Choice, critical: float) -> list[str]:
+    """Batch, steps in multiples of the fewest, time in multiples of the first layout's."""
+    times = choice.seconds_to_loss(critical) / first.seconds_to_loss(critical)
+    return [str(choice.batch), f"{choice.steps_factor(critical):.3g}", f"{times:.2f}"]
 
 
 def _cells(choice: Choice, dollars: float | None) -> Iterable[str]:

@@ -140,6 +140,44 @@ def search(
     )
 
 
+def search_batches(critical_batch: float, *, global_batch: int | None, top: int = 10, **options: Any) -> Found:
+    """Return the best layouts by time to a loss, whose steps are in proportion to 1 + critical batch / batch.
+
+    Args:
+        critical_batch: sequences, as `monitor=noise` measures it (McCandlish et al., 2018, arXiv:1812.06162).
+        global_batch: rows per step; None: batches from a quarter of the critical one to four times as many are tried.
+        options: those of `search`.
+
+    Raises:
+        SpecError: as `search` does.
+    """
+    if critical_batch <= 0:
+        refuse(f"critical_batch={critical_batch:g}", "is more than 0 sequences", "critical_batch=256")
+    tried = [global_batch] if global_batch is not None else batches_around(critical_batch, options["cluster"].gpus)
+    each = [search(global_batch=batch, top=top, **options) for batch in tried]
+    best: dict[tuple, Choice] = {}
+    for choice in itertools.chain.from_iterable(found.choices for found in each):
+        sizes = sizes_of(choice.config)
+        if sizes not in best or choice.seconds_to_loss(critical_batch) < best[sizes].seconds_to_loss(critical_batch):
+            best[sizes] = choice
+    ranked = sorted(best.values(), key=lambda choice: ranked_seconds(choice, critical_batch))
+    pace = TELLS * ranked_seconds(ranked[0], critical_batch) if ranked else math.inf
+    near = [choice for choice in ranked if ranked_seconds(choice, critical_batch) <= pace]
+    ranked = [*sorted(near, key=lambda choice: choice.needed_gib), *ranked[len(near) :]][:top]
+    first = next((one for one, batch in zip(each, tried, strict=True) if ranked and ranked[0].batch == batch), each[0])
+    goal = dataclasses.replace(first.goal, critical_batch=critical_batch)
+    return dataclasses.replace(first, goal=goal, choices=ranked, looked_at=sum(found.looked_at for found in each))
+
+
+def batches_around(critical_batch: float, gpus: int) -> list[int]:
+    """Return batches from a quarter of the critical one to four times as many, which many data ranks can share."""
+    found = []
+    for times in (0.25, 0.5, 1, 2, 4):
+        wanted = max(1.0, critical_batch * times)
+        found.append(gpus * round(wanted / gpus) if wanted >= gpus else math.gcd(gpus, 2 ** round(math.log2(wanted))))
+    return sorted(set(found))
+
+
 def _checked_headroom(percent: float) -> float:
     if not (percent == 0 or 1 <= percent < 100):
         refuse(f"headroom={percent:g}", "is a percentage of each GPU's memory, 0 or 1 to below 100", f"{HEADROOM:g}")

@@ -45,6 +45,34 @@ def test_json_from_a_file_and_from_numbers(folder, capsys, tmp_path):
     assert other["layouts"][0]["step_time_s"] == pytest.approx(table["layouts"][0]["step_time_s"], rel=0.1)
 
 
+def test_critical_batch(capsys, tmp_path):
+    """Far below the critical batch more sequences save steps; far above it they cost time alone."""
+    numbers, found = {"layers": 4, "hidden": 512, "heads": 8, "kv_heads": 2, "ffn_hidden": 1024, "vocab": 64}, {}
+    (tmp_path / "numbers.json").write_text(json.dumps(numbers))
+    given = [str(tmp_path / "numbers.json"), *WHERE[2:6], "--gpus", "4"]
+    for critical in (2, 64, 4096):
+        table = json.loads(planned(capsys, *given, "--critical-batch", str(critical), "--json"))
+        times = [layout["step_time_s"] * (1 + critical / layout["sequences_per_step"]) for layout in table["layouts"]]
+        assert [layout["seconds_to_loss"] for layout in table["layouts"]] == pytest.approx(times)
+        assert times[0] <= 1.05 * min(times) * 1.05**3  # memory decides between near ones, few axes are preferred
+        assert critical / 8 <= table["layouts"][0]["sequences_per_step"] <= max(4, 4 * critical)
+        found[critical] = table["layouts"][0]["sequences_per_step"]
+    assert found[2] < found[64] < found[4096], found
+
+
+def test_critical_batch_of_a_fixed_one(folder, capsys):
+    """The table says how many steps it takes; layouts of one batch keep their order."""
+    plain = json.loads(planned(capsys, folder, *WHERE, "--json"))
+    critical = json.loads(planned(capsys, folder, *WHERE, "--json", "--critical-batch", "96"))
+    assert [one["spec"] for one in critical["layouts"]] == [one["spec"] for one in plain["layouts"]]
+    assert critical["layouts"][0]["steps_factor"] == pytest.approx(1 + 96 / 32)
+    out = planned(capsys, folder, *WHERE, "--critical-batch", "96", "--top", "2")
+    assert all(
+        words in out for words in ("x time to loss", "1 + 96 / batch", "with 32, takes 4 times the fewest steps")
+    )
+    assert "critical_batch" in refused(capsys, folder, *WHERE, "--critical-batch", "-1").replace("-batch", "_batch")
+
+
 def test_specs_are_ready_for_parallel(folder, capsys, tmp_path):
     table = json.loads(planned(capsys, folder, *WHERE, "--json", "--specs", str(tmp_path / "specs"), "--top", "4"))
     files = sorted((tmp_path / "specs").iterdir())

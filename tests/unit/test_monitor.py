@@ -408,7 +408,7 @@ def test_off_in_yaml(tmp_path):
     assert ParallelConfig.parse(str(path)).monitor == "off"
     with pytest.raises(SpecError, match="not one of off, basic, full"):
         ParallelConfig.parse("monitor=on")
-    with pytest.raises(SpecError, match="trace:N; monitor=trace:4 works"):
+    with pytest.raises(SpecError, match="monitor=trace:4 works"):
         ParallelConfig.parse("monitor=trace:0")
     with pytest.raises(SpecError, match="monitor=trace:4 reads the output of each module; compile=none works"):
         ParallelConfig.parse("monitor=trace:4,compile=regional")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from hf_parallel.ask.keys.data import CompressionKeys
 from hf_parallel.ask.keys.layers import CompileKeys
 from hf_parallel.ask.keys.sizes import Keys, Sizes, key
 from hf_parallel.ask.spec import refuse, spell
@@ -12,7 +13,7 @@ from hf_parallel.ask.spec import refuse, spell
 HANG_AUTO, HANG_OFF = "auto", "off"
 IN_TURN, ONE_STEP_BEHIND = "in_turn", "one_step_behind"
 _PATIENCE_S = 600
-_MONITORS, _TRACE = ("off", "basic", "full"), re.compile(r"trace:(\d+)")
+_MONITORS, _TRACE, _NOISE = ("off", "basic", "full"), re.compile(r"trace:([1-9]\d*)"), "noise"
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class WatchKeys(Keys):
 
 
 @dataclass(frozen=True)
-class MonitorKeys(CompileKeys):
+class MonitorKeys(CompileKeys, CompressionKeys):
     """What training says about itself beside its loss; see docs/monitoring.md."""
 
     holds_alone = True
@@ -55,7 +56,8 @@ class MonitorKeys(CompileKeys):
     monitor: str = key(
         "basic",
         "`perf/` keys in every log: speed, waits, memory; `full` parts them by axis; `off`; `trace:N` is `basic` and "
-        "records N steps for `hf-parallel bisect`",
+        "records N steps for `hf-parallel bisect`; `noise` is `basic` and measures the gradient noise scale; "
+        "`full+noise` is both",
     )
     profile_steps: tuple[int, ...] | None = key(
         None,
@@ -66,19 +68,53 @@ class MonitorKeys(CompileKeys):
     @property
     def traced_steps(self) -> int:
         """How many steps `hf-parallel bisect` can compare; 0 unless asked for."""
-        traced = _TRACE.fullmatch(self.monitor)
+        traced = next(filter(None, map(_TRACE.fullmatch, self.monitor.split("+"))), None)
         return int(traced[1]) if traced else 0
+
+    @property
+    def parts_waits(self) -> bool:
+        """Are waits told apart by axis, and all facts printed at the start?"""
+        return "full" in self.monitor.split("+")
+
+    @property
+    def measures_noise(self) -> bool:
+        """Is the gradient noise scale measured?"""
+        return _NOISE in self.monitor.split("+")
 
     def check_keys(self) -> None:
         """Reject what is no way to monitor; require steps that exist."""
-        if self.monitor not in _MONITORS and self.traced_steps < 1:
-            refuse(f"monitor={self.monitor}", f"not one of {', '.join(_MONITORS)}, trace:N", "monitor=trace:4")
+        words = self.monitor.split("+")
+        known = [word for word in words if word in (*_MONITORS, _NOISE) or _TRACE.fullmatch(word)]
+        levels = [word for word in words if word in _MONITORS]
+        if known != words or len(levels) > 1 or (len(words) > 1 and "off" in words) or len(set(words)) < len(words):
+            kinds = f"{', '.join(_MONITORS)}, trace:N, noise, nor one of them +noise"
+            refuse(f"monitor={self.monitor}", f"not one of {kinds}", "monitor=trace:4")
+        if self.measures_noise:
+            self._check_noise()
         if self.traced_steps and self.compile != "none":
             refuse(
                 f"compile={self.compile}", f"monitor={self.monitor} reads the output of each module", "compile=none"
             )
         if self.profile_steps is not None and min(self.profile_steps) < 1:
             refuse(f"profile_steps={spell(self.profile_steps)}", "steps count from 1", "profile_steps=[5,6]")
+
+    def _check_noise(self) -> None:
+        """Reject layouts in which no rank sees the gradient of one data rank's small batch."""
+        what, cp = f"monitor={self.monitor}", self.cp_size
+        if self.ep_size != 1:
+            refuse(
+                f"{what} with ep_size={self.ep_size}", "experts get tokens of several data ranks at once", "ep_size=1"
+            )
+        if self.delays_updates:
+            why = "its gradients are those of weights that are a step old"
+            refuse(f"{what} with pipeline_schedule={self.pipeline_schedule}", why, "pipeline_schedule=1f1b")
+        for axis in ("tp", "pp") if cp != 1 else ():
+            if (size := getattr(self, f"{axis}_size")) != 1:
+                why = f"ranks of cp meet in a reduction that does not know what {axis} holds alike"
+                refuse(f"{what} with cp_size={cp},{axis}_size={size}", why, f"{axis}_size=1")
+        if cp != 1 and self.quantize_gradients != "none":
+            why = f"cp_size={cp} reduces gradients in two hops, to see each data rank's"
+            refuse(f"{what} with quantize_gradients={self.quantize_gradients}", why, "quantize_gradients=none")
 
 
 @dataclass(frozen=True)

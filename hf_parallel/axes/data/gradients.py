@@ -272,7 +272,7 @@ def gradient_norm(
     gathered: dict[frozenset[str], list[torch.Tensor]] = defaultdict(list)
     for parameter in parameters:
         if parameter.grad is not None and id(parameter) not in copies:
-            gathered[_cut_axes(parameter.grad, mesh)].append(stored(parameter.grad))
+            gathered[cut_axes(parameter.grad, mesh)].append(stored(parameter.grad))
 
     # One slot per combination of axes, so that ranks with different parameters run the same collectives.
     known = [axis.name for axis in mesh.config.mesh_axes if axis.cuts] + [*EXPERT_AXES] * (mesh.config.ep_size > 1)
@@ -311,7 +311,7 @@ def _norms(gradients: list[torch.Tensor], norm_type: float) -> tuple[torch.Tenso
     return torch._foreach_norm(gradients, norm_type, dtype=torch.promote_types(gradients[0].dtype, torch.float32))
 
 
-def _cut_axes(gradient: torch.Tensor, mesh: ParallelMesh) -> frozenset[str]:
+def cut_axes(gradient: torch.Tensor, mesh: ParallelMesh) -> frozenset[str]:
     """The axes of more than one rank over which this gradient is cut."""
     if not isinstance(gradient, DTensor):
         return frozenset()

@@ -276,6 +276,7 @@ class StageRunner:
         """
         if self.config.sharing_size == 1 and self.mesh.data_size > 1:  # FSDP2 is not there to do it
             average(fresh, self.mesh.data_group, self.mesh.data_size)
+        self.services.gradients_scaled(scale)
         self._add(fresh, scale)
         if held is not None:
             with fresh_gradients(self.trainable()) as reduced:

@@ -352,4 +352,4 @@ def log(original: Callable, self: Trainer, logs: dict, *args: object, **kwargs: 
     bad_numbers.logged(logs)
     original(self, logs, *args, **kwargs)
     if ends:
-        report.at_end(self)
+        report.at_end(self, monitoring.critical_batch())

@@ -339,7 +339,9 @@ def training_step(
     runtime.compare_batches(model, inputs, "training")
     absent = runtime.absent(step.real_rows == 0)  # on each stage, and where layers run again for their backward
     weighed = runtime.weighed_by_trainer()
-    with looked_at, noise, record_of(self).during(step), absent, _recorded(self), weighed, monitoring.phase(COMPUTE):
+    small = monitoring.small_batch(inputs, step.real_rows)
+    timed = monitoring.phase(COMPUTE)
+    with looked_at, noise, record_of(self).during(step), absent, _recorded(self), weighed, timed, small:
         loss = original(self, model, inputs, *args, **kwargs)
         fill_steps.end_step(self)
     return loss

@@ -20,6 +20,7 @@ from hf_parallel.axes.pipeline.schedules import micro_batch_count, predicted_bub
 from hf_parallel.monitor import expected, session
 from hf_parallel.monitor.expected import Batch, expect
 from hf_parallel.monitor.meter import AXES
+from hf_parallel.monitor.noise import about_batch
 from hf_parallel.planner.hardware import Cluster
 from hf_parallel.planner.search import search
 from hf_parallel.planner.shape import shape_of
@@ -295,12 +296,25 @@ def shares(facts: Facts) -> dict[str, float]:
 def advice(facts: Facts) -> list[str]:
     """Lines, the most important first; none where nothing is known to be better."""
     config, part = facts.config, shares(facts)
+    batch = list(_critical_batch(facts))
     if config is None or not any(part.values()):
-        return []
+        return batch
     cluster = _cluster(facts)
     lines, faster = [*_waiting(part, config, cluster), *_idle(facts, config, part)], list(_faster(facts, config))
     first = [f"{lines.pop(0).rstrip('.')}; {faster.pop()}"] if lines and faster else []
-    return [*first, *faster, *lines, *_reading(part), *_memory(facts)]
+    return [*first, *faster, *lines, *_reading(part), *_memory(facts), *batch]
+
+
+def _critical_batch(facts: Facts) -> Iterator[str]:
+    """What `monitor=noise` has measured of it, at the newest log that can tell."""
+    measured = [number(mapping(line.get("noise")).get("sequences"), 0.0) for line in facts.metrics]
+    critical, batch = (
+        next((one for one in reversed(measured) if one), 0.0),
+        number(facts.layout.get("global_batch"), 0),
+    )
+    if critical > 0 and batch > 0:
+        sentence = about_batch(critical, batch)
+        yield f"{sentence[0].upper()}{sentence[1:]}."
 
 
 def _waiting(part: dict[str, float], config: ParallelConfig, cluster: Cluster | None) -> Iterator[str]:
