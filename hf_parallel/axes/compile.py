@@ -3,6 +3,8 @@
 The layer's own forward is compiled, not what FSDP2, sequence parallelism and checkpointing put around it, which run as
 ever. A region of tensor parallelism communicates inside the layer: its collectives are operations of the graph
 (`ranks/in_graphs.py`). What no graph holds of them is refused with the plan: `TensorPart.why_not_compiled`.
+
+`activation_checkpointing=selective` is how the graph of forward and backward is cut in two: `kept_in_graphs.py`.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from hf_parallel.axes.axis import Axis
+from hf_parallel.axes.recompute import keeps_everything
 from hf_parallel.model.calls import CACHES
 
 if TYPE_CHECKING:
@@ -42,22 +45,35 @@ class Compile(Axis[None, None]):
 
     def finish(self, model: nn.Module, part: None, building: Building) -> None:
         """Compile the layers of this rank."""
-        compile_layers(layer for _, layers in building.roots for layer in layers)
+        layers = [layer for _, layers in building.roots for layer in layers]
+        compile_layers(layers, building.mesh.config.activation_checkpointing == "selective")
 
 
-def compile_layers(layers: Iterable[nn.Module], **settings: Any) -> None:
-    """Compile the forward of each, in place; `settings` are those of torch.compile."""
+def compile_layers(layers: Iterable[nn.Module], selective: bool, **settings: Any) -> None:
+    """Compile the forward of each layer, in place.
+
+    Args:
+        selective: graphs keep for the backward pass what `activation_checkpointing=selective` keeps.
+        settings: of torch.compile.
+    """
     import torch
 
     from hf_parallel.axes.data import lowered
 
+    settings = {"backend": BACKEND, **settings}
+    if selective:
+        from hf_parallel.axes.kept_in_graphs import keep_products
+
+        settings = keep_products(settings)
     for layer in layers:
         lowered.leave_layer(layer)
+        if selective:
+            layer.register_forward_pre_hook(keeps_everything)  # a checkpoint around the graph would run it again
         number_hooks_alike(layer)
         if hasattr(layer.forward, _COMPILED):
             continue
         inside = _beneath_checkpoint(layer)
-        compiled = torch.compile(inside or layer.forward, **{"backend": BACKEND, **settings})
+        compiled = torch.compile(inside or layer.forward, **settings)
         layer.forward = compiled if inside is None else _checkpointed(layer, compiled)
 
 

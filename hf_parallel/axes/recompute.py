@@ -89,9 +89,9 @@ class Recompute(Axis[RecomputeFacts, str]):
         enable()
         for place, layer in enumerate(_layers(model)):
             if part == "selective":
-                layer.register_forward_pre_hook(_keep_products)
+                layer.register_forward_pre_hook(_keep_products)  # compiled layers: `compile.py`
             elif place % (recomputed_every(part) or 1):
-                layer.register_forward_pre_hook(_keep_everything)
+                layer.register_forward_pre_hook(keeps_everything)
 
     def finish(self, model: nn.Module, part: str, building: Building) -> None:
         """The layers of this rank, stage by stage."""
@@ -113,13 +113,13 @@ def _layers(model: PreTrainedModel) -> list[nn.Module]:
     return transformer_blocks(model)
 
 
-def _keep_everything(layer: GradientCheckpointingLayer, args: object) -> None:
-    """In each pass: a Trainer switches all layers on once more."""
+def keeps_everything(layer: GradientCheckpointingLayer, args: object) -> None:
+    """Switch a layer's checkpoint off, in each pass: a Trainer switches all layers on once more."""
     layer.gradient_checkpointing = False
 
 
 def _keep_products(layer: GradientCheckpointingLayer, args: object) -> None:
-    """Keep products in a layer to which a Trainer or a script has given a function of its own, whose settings stay."""
+    """Give a layer's checkpoint the policy, in each pass; the settings of the script's own function stay."""
     from torch.utils.checkpoint import checkpoint
 
     known = vars(layer).get("_gradient_checkpointing_func")

@@ -82,6 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     out.add_argument("--timeline", metavar="FILE", help="the step of the best pipeline, .svg or .png")
     out.add_argument("--explain", action="store_true", help="each formula of the first layout with its numbers")
     out.add_argument("--verify", action="store_true", help="dry-run the first layout with the real code")
+    out.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of --verify: whose branches run (cpu)")
     out.add_argument("--dollars", type=float, metavar="D", help="per GPU and hour, for the cost of 1e9 tokens")
     only = parser.add_argument_group("a timeline without MODEL")
     only.add_argument("--micro-batches", type=int, metavar="N", help="default: pipeline_microbatches, or 4 x pp")
@@ -109,6 +110,8 @@ def plan(args: argparse.Namespace) -> int:
 def _plan_model(args: argparse.Namespace) -> int:
     check_path(args.model, _NUMBERS)  # before torch is imported, as is what `_cluster` refuses
     given = None if args.calibrate else _cluster(args)
+    if args.device != "cpu" and not args.verify:
+        refuse(f"--device {args.device}", "is what --verify runs on", f"--verify --device {args.device}")
     for option in ("critical_batch", "rows", "memory", "dollars", "lora", "gpus_per_node"):
         number = getattr(args, option)
         if number is not None and number <= 0 and (number or option != "lora"):
@@ -341,11 +344,14 @@ def _draw(args: argparse.Namespace, found: Found) -> None:
 
 def _verify(args: argparse.Namespace, found: Found, model: PretrainedConfig | dict[str, object]) -> None:
     """Dry runs of the first and the last pipeline rank, which hold embedding and head."""
-    from hf_parallel.planner.dryrun.run import DryRun, dry_run, end_ranks
+    from hf_parallel.planner.dryrun.run import DryRun, dry_run, end_ranks, find_device
     from hf_parallel.planner.report import show_verified
 
     if isinstance(model, dict):
         refuse("--verify runs the model's own code", "MODEL must be one of Transformers, not only its numbers")
+    device, reason = find_device(args.device)
+    if reason:
+        print(f"hf_parallel: --device {args.device}: {reason}; the branches for CPUs run", file=sys.stderr)
     choice = found.choices[0]
     calls = min(choice.accumulation, 2)  # the third holds what the second does
     ranks, runs = end_ranks(choice.config), list[DryRun]()
@@ -362,9 +368,10 @@ def _verify(args: argparse.Namespace, found: Found, model: PretrainedConfig | di
                 optimizer=args.optimizer,
                 precision=choice.prediction.job.precision,
                 adapt=_adapters(args),
+                device=device,
             )
             runs.append(run)
-    show_verified(choice, runs)
+    show_verified(choice, runs, device)
 
 
 # ---- a timeline alone --------------------------------------------------------------------------------------------

@@ -187,12 +187,13 @@ def spec_file(found: Found, choice: Choice) -> str:
     return "\n".join(lines) + "\n" + yaml.safe_dump(values or {"dp_shard_size": -1}, sort_keys=False)
 
 
-def show_verified(choice: Choice, runs: list[DryRun]) -> None:
+def show_verified(choice: Choice, runs: list[DryRun], device: str) -> None:
     """Analytic memory beside that of dry runs, in GiB, and the bytes that each axis sends."""
     from rich.table import Table
 
     console = wide_console()
-    shown = Table(title="Dry run of " + choice.config.to_spec(), header_style="bold", title_justify="left")
+    title = f"Dry run of {choice.config.to_spec()} on {device}"
+    shown = Table(title=title, header_style="bold", title_justify="left")
     for heading in ("rank", "planned GiB", "dry run GiB", "of which", "sent per step", "s"):
         shown.add_column(heading, justify="left" if heading in ("of which", "sent per step") else "right")
     planned = {memory.rank: memory for memory in choice.prediction.breakdown.ranks}

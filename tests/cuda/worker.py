@@ -44,8 +44,12 @@ def run_pytest(*arguments: str) -> subprocess.CompletedProcess:
 
 def run_command(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
     """`hf-parallel …` in a folder, on the device."""
-    program = "import sys, tests.cuda.device; from hf_parallel import cli; sys.exit(cli.main(sys.argv[1:]))"
-    command = [sys.executable, "-c", program, *arguments]
+    return run_program("import sys; from hf_parallel import cli; sys.exit(cli.main(sys.argv[1:]))", folder, *arguments)
+
+
+def run_program(program: str, folder: Path, *arguments: str) -> subprocess.CompletedProcess:
+    """Run lines of Python in a folder, on the device."""
+    command = [sys.executable, "-c", f"import tests.cuda.device\n{program}", *arguments]
     return subprocess.run(command, capture_output=True, text=True, cwd=folder, env=_environment(), check=False)
 
 

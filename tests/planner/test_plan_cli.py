@@ -1,6 +1,7 @@
 """`hf-parallel plan`: table, JSON, specs, pictures, own clusters, and what it refuses in one line."""
 
 import json
+import re
 import xml.etree.ElementTree as ET
 
 import pytest
@@ -102,17 +103,18 @@ def verified(folder, *training):
     import contextlib
     import io
 
-    with contextlib.redirect_stdout(io.StringIO()) as out:
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as said:
         code = cli.main(["plan", folder, *WHERE, "--top", "1", "--verify", *training])
-    return code, out.getvalue()
+    return code, out.getvalue(), said.getvalue()
 
 
-@pytest.mark.parametrize("training", [("--precision", "fp32"), ("--precision", "mixed", "--lora", "4")])
+@pytest.mark.parametrize("training", [("--device", "cuda"), ("--precision", "mixed", "--lora", "4")])
 def test_verify_runs_the_real_code(folder, training):
     """What is planned and what is dry-run stand side by side, 5 % apart at most."""
-    code, out = run_alone(verified, folder, *training)
+    code, out, said = run_alone(verified, folder, *training)
     assert code == 0
-    assert "Dry run of" in out
+    assert re.search("Dry run of .* on cpu", out)
+    assert ("the branches for CPUs run" in said) == ("cuda" in training)
     cells = next(line for line in out.splitlines() if "(pp=0)" in line).replace("│", " ").split()
     assert float(cells[2]) == pytest.approx(float(cells[3]), rel=0.05, abs=0.01)  # GiB with two digits
 

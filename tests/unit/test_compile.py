@@ -12,7 +12,7 @@ from hf_parallel.ask.config import ParallelConfig, SpecError
 from hf_parallel.axes import compile as compiling
 from hf_parallel.ranks import observed
 from hf_parallel.ranks.mesh import stored
-from tests import models
+from tests import activations, models
 from tests.distributed import RankFailure, run, run_alone
 
 ROWS, LENGTH = 4, 33
@@ -72,43 +72,67 @@ def heard():
     observed.unlisten(listener)
 
 
-@pytest.mark.parametrize("spec", ["dp_shard=2", "pp=2", "dp_replicate=2,activation_checkpointing=full"])
-def test_equal_layers_share_a_graph(spec):
-    expected, *_ = run_alone(trained, None)
-    for loss, graphs, breaks, _ in run(trained, 2, f"{spec},compile=regional"):
-        assert loss == pytest.approx(expected, rel=1e-5)
-        assert (graphs, breaks) == (1, 0)
-
-
 FAMILIES = ("gpt2", "opt", "qwen2", "qwen3", "phi3", "gemma2", "gpt_neox", "falcon", "bloom")
 
 
 @pytest.mark.parametrize(
     ("spec", "ranks", "kind"),
     [
+        ("dp_shard=2", 2, "llama"),
+        ("pp=2", 2, "llama"),
+        ("dp_replicate=2,activation_checkpointing=full", 2, "llama"),
+        ("dp_shard=2,activation_checkpointing=selective", 2, "gpt2"),
         ("tp=2", 2, "llama"),
         ("tp=2,sequence_parallel=false", 2, "qwen2"),
         ("tp=2,activation_checkpointing=full", 2, "llama"),
+        ("tp=2,activation_checkpointing=selective", 2, "llama"),
+        ("tp=2,activation_checkpointing=selective,sequence_parallel=false", 2, "gemma2"),
         ("tp=4", 4, "gpt2"),
         ("tp=4", 4, "llama"),  # more ranks than key/value heads
         ("tp=2,dp_shard=2", 4, "llama"),
+        ("tp=2,dp_shard=2,activation_checkpointing=selective", 4, "qwen3"),
         ("tp=2,pp=2", 4, "llama"),
+        ("tp=2,pp=2,activation_checkpointing=selective", 4, "llama"),
         ("tp=2,dp_replicate=2,activation_checkpointing=every:2", 4, "qwen3"),
         *(("tp=2", 2, kind) for kind in FAMILIES),
     ],
 )
-def test_regions_of_tp_are_in_the_graph_and_send_what_they_send_outside(spec, ranks, kind):
+def test_equal_layers_share_a_graph_that_sends_what_they_send_outside(spec, ranks, kind):
     """A graph may find that two layers gather the same input; a checkpoint runs a compiled layer to its end."""
     expected, *_ = run_alone(trained, None, kind)
-    loss, _, _, plain = run(trained, ranks, spec, kind)[0]
-    compiled, graphs, breaks, calls = run(trained, ranks, f"{spec},compile=regional", kind)[0]
-    assert loss == pytest.approx(expected, rel=1e-5)
-    assert compiled == pytest.approx(expected, rel=1e-5)
-    assert (graphs, breaks) == (1, 0)
-    again = 4 if "activation_checkpointing" in spec else 0
+    _, _, _, plain = run(trained, ranks, spec, kind)[0]
+    again = 4 if "tp=" in spec and "activation_checkpointing" in spec and "selective" not in spec else 0
+    ranks_found = run(trained, ranks, f"{spec},compile=regional", kind)
+    for loss, graphs, breaks, _ in ranks_found:
+        assert loss == pytest.approx(expected, rel=1e-5)
+        assert (graphs, breaks) == (1, 0)
+    calls = ranks_found[0][3]
     more = {name: calls[name] - plain[name] for name in plain | calls if calls[name] > plain[name]}
     assert more.keys() <= ({"reduce_scatter"} if again else set())
     assert sum(more.values()) <= again
+
+
+def kept_in_graphs(way: str, backend: str = "aot_eager") -> float:
+    """Bytes that a compiled layer of `tests.activations` keeps for the backward pass."""
+    compiling.BACKEND = backend
+    model = models.build("llama", **activations.SIZES).to(torch.bfloat16).train()
+    parallelize(model, f"tp=2,compile=regional,lean_loss=false,activation_checkpointing={way}")
+    rows, length = activations.BATCH, activations.LENGTH
+    ids = torch.arange(rows * length).view(rows, length) % models.VOCABULARY
+    model(input_ids=ids).logits.sum().backward()  # compiles
+    saved, layers = activations.SavedBytes(list(model.parameters())), model.model.layers
+    layers[0].register_forward_pre_hook(lambda *_: saved.__enter__() and None)
+    layers[-1].register_forward_hook(lambda *_: saved.__exit__())
+    model(input_ids=ids)
+    return saved.total / len(layers)
+
+
+def test_selective_graphs_keep_what_selective_layers_keep():
+    """Products, attention and sums over ranks; a tenth is what two operations outside of a graph keep twice."""
+    outside, everything = run(activations.kept_by_layers, 2, "tp=2", "selective")[0], run(kept_in_graphs, 2, "none")[0]
+    kept = run(kept_in_graphs, 2, "selective")[0]
+    assert 0.9 * outside <= kept <= outside
+    assert kept < 0.8 * everything
 
 
 @pytest.mark.parametrize(
@@ -130,9 +154,10 @@ def test_attention_over_ranks_is_the_only_break(spec, ranks, kind):
     assert calls.keys() == plain.keys()
 
 
-def test_inductor_takes_the_graph():
+@pytest.mark.parametrize("spec", ["tp=2,compile=regional", "tp=2,compile=regional,activation_checkpointing=selective"])
+def test_inductor_takes_the_graph(spec):
     expected, *_ = run_alone(trained, None)
-    for loss, graphs, breaks, _ in run(trained, 2, "tp=2,compile=regional", "llama", "inductor", timeout=500):
+    for loss, graphs, breaks, _ in run(trained, 2, spec, "llama", "inductor", timeout=500):
         assert loss == pytest.approx(expected, rel=1e-5)
         assert (graphs, breaks) == (1, 0)
 
@@ -174,21 +199,29 @@ def test_what_cannot_be_compiled_is_refused_by_name(spec, words):
     assert [word for word in words if word not in str(caught.value)] == []
 
 
-def prepared() -> tuple[bool, int]:
+def prepared(spec: str, backend: str) -> tuple[bool, int]:
     """Is the model still the script's, where Accelerate was told to compile; and how many graphs one step makes."""
     from accelerate import Accelerator
 
     from hf_parallel.hooks import activation
 
-    activation.activate("dp_shard=2", source="test")
+    activation.activate(spec, source="test")
     model = models.build("llama").train()
-    accelerator = Accelerator(cpu=True, dynamo_backend="aot_eager")
+    accelerator = Accelerator(cpu=True, dynamo_backend=backend)
     same = accelerator.prepare(model) is model
     ids = torch.arange(22).view(2, 11)
     accelerator.backward(model(input_ids=ids, labels=ids).loss)
     return same, counters["stats"]["unique_graphs"]
 
 
-def test_accelerate_compiles_layers_and_not_the_model():
+@pytest.mark.parametrize("spec", ["dp_shard=2", "dp_shard=2,activation_checkpointing=selective"])
+def test_accelerate_compiles_layers_and_not_the_model(spec):
     """As for Trainer's `torch_compile=True`, which is a setting of its Accelerator."""
-    assert run(prepared, 2, init=False) == [(True, 1)] * 2
+    assert run(prepared, 2, spec, "aot_eager", init=False) == [(True, 1)] * 2
+
+
+def test_a_compiler_that_cuts_graphs_by_itself_is_refused():
+    with pytest.raises(RankFailure) as caught:
+        run(prepared, 2, "dp_shard=2,activation_checkpointing=selective", "eager", init=False)
+    words = ("activation_checkpointing=selective", "compiler eager", "activation_checkpointing=full works")
+    assert [word for word in words if word not in str(caught.value)] == []

@@ -330,7 +330,6 @@ def test_where_stages_live():
         ("pp=2,padding_free=true", "dp_shard in the place of pp"),
         ("pack_tokens=64,padding_free=true", "padding_free=false"),
         ("activation_checkpointing=every:0", "activation_checkpointing=every:2"),
-        ("compile=regional,activation_checkpointing=selective", "activation_checkpointing=full"),
         ("auto", "hf-parallel plan"),
     ],
 )

@@ -18,10 +18,10 @@ def test_verified_ranks_are_the_ends_of_a_pipeline(spec, monkeypatch):
     """A rank between them holds neither embedding nor head, and less memory."""
     config, ranks = ParallelConfig.parse(spec), []
     monkeypatch.setattr(run, "dry_run", lambda *args, rank, **options: ranks.append(rank))
-    monkeypatch.setattr(report, "show_verified", lambda choice, runs: None)
+    monkeypatch.setattr(report, "show_verified", lambda choice, runs, device: None)
     job = SimpleNamespace(job=SimpleNamespace(precision="bf16"))
     choice = SimpleNamespace(config=config, rows=1, accumulation=1, prediction=job)
-    args = SimpleNamespace(seq=33, optimizer="adamw", lora=0, verify=True)
+    args = SimpleNamespace(seq=33, optimizer="adamw", lora=0, verify=True, device="cpu")
     plan._verify(args, SimpleNamespace(best=choice, choices=[choice]), object())
     places = [coordinates(config, rank) for rank in ranks]
     assert [place.pop("pp") for place in places] == sorted({0, config.pp_size - 1})

@@ -100,9 +100,6 @@ class RecomputeKeys(CompileKeys, TensorKeys):
         if way not in ("none", "selective", "full") and not recomputed_every(way):
             what = f"activation_checkpointing={way}"
             refuse(what, "not one of none, selective, full, every:N", "activation_checkpointing=every:2")
-        if way == "selective" and self.compile != "none":
-            why = f"compile={self.compile} decides for itself what a layer's graph keeps"
-            refuse("activation_checkpointing=selective", why, "activation_checkpointing=full")
         if self.activation_offload and self.compile != "none":
             refuse("activation_offload=true", f"compile={self.compile} keeps what it likes", "compile=none")
         if self.partition_activations:

@@ -328,7 +328,8 @@ def prepare_model(
             refuse("torch.compile", *part.why_not_compiled)
         views = [] if state.pipeline is None else state.pipeline.views
         layers = [layer for view in views for layer in view.layers] or transformer_blocks(model)
-        compile_layers(layers, **plugin.to_kwargs())
+        selective = state.config.activation_checkpointing == "selective"
+        compile_layers(layers, selective, **plugin.to_kwargs())
     with replacing(plugin, backend=type(plugin.backend)("NO")):
         prepared = original(self, model, device_placement=False, evaluation_mode=True)
     _compute_in(model, {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision or ""))

@@ -105,6 +105,7 @@ def dry_run(
     layers: int | None = None,
     adapt: Callable[[nn.Module], None] | None = None,
     pack: Packing | None = None,
+    device: str = "cpu",
 ) -> DryRun:
     """Run `parallelize` and two training steps as `rank` of a world that is not there.
 
@@ -119,6 +120,7 @@ def dry_run(
         layers: as if the model had only so many.
         adapt: puts adapters into the parallel model, which is on the meta device: `lora` of hooks/planned_adapters.py.
         pack: what `parallelize` takes: `four_bit` of the same file.
+        device: whose branches are taken: "cuda" needs a GPU, see `find_device`.
 
     Raises:
         SpecError: the layout cannot hold, this process has a process group, or the model needs values.
@@ -128,6 +130,8 @@ def dry_run(
         refuse(f"precision={precision}", f"the dry run knows {', '.join(PRECISIONS)}", "bf16")
     config = ParallelConfig.parse(config)
     config = config.resolve(world_size if world_size is not None else abs(config.world_size))
+    if find_device(device)[1]:
+        refuse(f"device={device}", find_device(device)[1], "device=cpu")
     away, config = _off_device(config.offload), dataclasses.replace(config, offload="none")
     model = on_meta(model).to(PRECISIONS[precision][0])
     if config.pp_size > 1 and getattr(model.config, "output_router_logits", False):
@@ -143,7 +147,8 @@ def dry_run(
     config, counts = settled(model, config, rank)
     shorten = not whole and stack is not None and _alike(stack.layers)
     fewest = tuple(min(_FEWEST, count) for count in counts) if shorten else counts
-    run = _Run(model, stack, config, rank, rows, seq, accumulation, optimizer, precision, adapt, pack, away)
+    of_step = (rank, rows, seq, accumulation, optimizer, precision, adapt, pack, away, torch.device(device))
+    run = _Run(model, stack, config, *of_step)
     total = run.continued(fewest, counts) if whole else _over_micro_batches(run, fewest, counts)
     return DryRun(
         rank,
@@ -155,6 +160,17 @@ def dry_run(
         fewest,
         time.monotonic() - began,
     )
+
+
+def find_device(asked: str) -> tuple[str, str]:
+    """Return the device whose branches a dry run can take, and the reason if it is not the one asked for.
+
+    Fake tensors of a GPU have no memory, but streams, which FSDP2 and offloading make, and autograd's threads need
+    torch's CUDA and one device.
+    """
+    if asked == "cpu" or torch.cuda.is_available():
+        return asked, ""
+    return "cpu", "this torch is built without CUDA" if torch.version.cuda is None else "there is no GPU here"
 
 
 def _off_device(offload: str) -> frozenset[str]:
@@ -227,6 +243,7 @@ class _Run:
     adapt: Callable[[nn.Module], None] | None
     pack: Packing | None
     away: frozenset[str]  # kinds of memory that are the host's
+    device: torch.device
 
     def continued(self, fewest: tuple[int, ...], counts: tuple[int, ...]) -> Observed:
         """With `counts` layers on this rank's stages, from runs with `fewest` and with one more on each."""
@@ -270,7 +287,7 @@ class _Run:
         return model, config
 
     def _step(self, model: PreTrainedModel, config: ParallelConfig) -> Observed:
-        mesh = ParallelMesh.create(config, torch.device("cpu"))
+        mesh = ParallelMesh.create(config, self.device)
         model.train()
         parallelize(model, mesh=mesh, pack=self.pack)
         if self.adapt is not None:
@@ -281,8 +298,9 @@ class _Run:
         if config.pp_size > 1:
             from torch.distributed import pipelining  # noqa: F401  it makes a constant, which must be no fake tensor
         with fake_tensors_pass_as_real(), Shapes(allow_non_fake_inputs=True):
-            materialise(model)
-            tokens = [torch.zeros(self.rows, self.seq, dtype=torch.long) for _ in range(self.accumulation)]
+            materialise(model, self.device)
+            shape = (self.rows, self.seq)
+            tokens = [torch.zeros(shape, dtype=torch.long, device=self.device) for _ in range(self.accumulation)]
             batches = [{"input_ids": ids, "labels": ids} for ids in tokens]
             layers = tuple(tuple(view) for view in views if view)
             seen = observe(model, batches, self.optimizer, PRECISIONS[self.precision][1], layers, _ANY_VALUE)
