@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from hf_parallel.ask.config import ParallelConfig, SpecError
+from hf_parallel.ask.session import of_session
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.trl import online, servers
 from hf_parallel.hooks.trl import servers as ahead
@@ -28,7 +29,7 @@ def under(monkeypatch):
 
     def activate(spec: str) -> None:
         mesh = SimpleNamespace(config=ParallelConfig.parse(spec).resolve(1), data_size=1)
-        monkeypatch.setattr(runtime, "_current", runtime.Runtime(mesh.config, "test", mesh))
+        monkeypatch.setattr(of_session(runtime._Active), "runtime", runtime.Runtime(mesh.config, "test", mesh))
 
     return activate
 
