@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hf_parallel.model.random_layers import Draws
+from hf_parallel.model.anatomy import Draws
 
 #: The scopes that are open now, innermost last.
 _open: list[OwnRandomNumbers] = []
