@@ -17,7 +17,7 @@ _MONITORS, _TRACE = ("off", "basic", "full"), re.compile(r"trace:(\d+)")
 
 @dataclass(frozen=True)
 class WatchKeys(Keys):
-    """How a training is watched: hangs, and numbers that are not finite."""
+    """Keys for watching a training: hangs, and numbers that are not finite."""
 
     holds_alone = True
 
@@ -48,7 +48,7 @@ class WatchKeys(Keys):
 
 @dataclass(frozen=True)
 class MonitorKeys(CompileKeys):
-    """What training says about itself beside its loss; see docs/monitoring.md."""
+    """Keys for measurements of a training beside its loss; see docs/monitoring.md."""
 
     holds_alone = True
 
@@ -65,7 +65,7 @@ class MonitorKeys(CompileKeys):
 
     @property
     def traced_steps(self) -> int:
-        """How many steps `hf-parallel bisect` can compare; 0 unless asked for."""
+        """Return how many steps `hf-parallel bisect` can compare; 0 unless asked for."""
         traced = _TRACE.fullmatch(self.monitor)
         return int(traced[1]) if traced else 0
 
@@ -117,7 +117,7 @@ class RolloutKeys(Sizes):
 
 @dataclass(frozen=True)
 class SavingKeys(Keys):
-    """How checkpoints are written."""
+    """Keys for writing checkpoints."""
 
     holds_alone = True
 
