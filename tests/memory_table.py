@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hf_parallel import cli
+from hf_parallel.cli.recipe_file import shipped_config
 from hf_parallel.planner import find_gpu
-from hf_parallel.recipes.recipe import shipped_config
 from tests.support_matrix import ROOT
 
 RESULTS = ROOT / "tests" / "results" / "memory.json"

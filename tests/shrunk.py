@@ -7,8 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_parallel.ask.config import ParallelConfig
-from hf_parallel.recipes import Recipe
-from hf_parallel.recipes.recipe import options
+from hf_parallel.cli.recipe_file import Recipe, options
 from tests import models, trl_scripts
 
 #: Sizes of the tiny model, where its config has them; a row of 64 weights is a block of 4 bits.

@@ -63,7 +63,7 @@ class ParallelState:
 
     @property
     def config(self) -> ParallelConfig:
-        """The config in force."""
+        """Return the config in force."""
         return self.mesh.config if self.plan is None else self.plan.config
 
     @property

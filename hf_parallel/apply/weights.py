@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from typing import TYPE_CHECKING, Any, cast
 
@@ -37,7 +38,6 @@ from hf_parallel.ranks.mesh import ParallelMesh, placed_as, stored
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
-    from torch.utils.hooks import RemovableHandle
     from transformers import PreTrainedModel
 
 _models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -292,7 +292,6 @@ def _describe(end: nn.Embedding | nn.Linear | None, rows: int) -> None:
 # values.
 
 
-_installed: list[RemovableHandle] = []
 #: Parameters whose values were taken, and the lines that gave them.
 _taken: Any = WeakIdKeyDictionary()
 _checked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -350,11 +349,11 @@ def _contiguous(value: DTensor) -> DTensor:
     return placed_as(value, local.contiguous())
 
 
+@functools.cache
 def take_exchanged() -> None:
     """Let parallel models take the values of parameters set in them from now on. A second call changes nothing."""
-    if not _installed:
-        _installed.append(register_module_parameter_registration_hook(_set))  # type: ignore[arg-type]
-        _installed.append(register_optimizer_step_pre_hook(_check_optimizer))
+    register_module_parameter_registration_hook(_set)  # type: ignore[arg-type]
+    register_optimizer_step_pre_hook(_check_optimizer)
 
 
 def _set(module: nn.Module, name: str, new: nn.Parameter) -> nn.Parameter | None:

@@ -1,4 +1,4 @@
-"""What the user asks for: one flag string, YAML file or Python call -> one validated value.
+"""The config: one flag string, YAML file or Python call -> one validated value.
 
     ParallelConfig.parse("tp=2,pp=2").resolve(world_size=8)      # dp_shard takes the two remaining processes
 
@@ -53,7 +53,7 @@ class ParallelConfig(
     DataKeys,
     SavingKeys,
 ):
-    """How many processes along which axis, and how each axis behaves.
+    """The number of processes along each axis, and the settings of each axis.
 
     The sizes multiply to the number of processes; 1 switches an axis off and the one axis of size -1 takes the
     remaining processes. Short names (`tp` for `tp_size`) are accepted wherever a spec is parsed.
@@ -64,7 +64,10 @@ class ParallelConfig(
             if isinstance(getattr(self, key.name), list):
                 object.__setattr__(self, key.name, tuple(getattr(self, key.name)))
         _check_sizes(self)
-        _check_choices(self)
+        for key in dataclasses.fields(self):
+            value, choices = getattr(self, key.name), key.metadata["choices"]
+            if choices and value not in choices:
+                refuse(f"{key.name}={spell(value)}", f"not one of {', '.join(map(str, choices))}")
         for keys in type(self).__mro__:
             if "check_keys" in vars(keys):
                 vars(keys)["check_keys"](self)
@@ -126,29 +129,29 @@ class ParallelConfig(
         return dataclasses.replace(self, **changed) if changed else self
 
     def to_dict(self) -> dict[str, object]:
-        """Plain values under the long keys, ready for JSON or YAML."""
+        """Return plain values under the long keys, ready for JSON or YAML."""
         values = {name: getattr(self, name) for name in _names(type(self))}
         return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
 
     def spelled(self) -> dict[str, str]:
-        """The keys whose values are not their defaults, and these as they stand in a spec."""
+        """Return the keys whose values are not their defaults, and these as they stand in a spec."""
         default = {key.name: key.default for key in dataclasses.fields(self)}
         values = ((name, getattr(self, name)) for name in _names(type(self)))
         return {name: spell(value) for name, value in values if value != default[name]}
 
     def settings_alone(self) -> dict[str, str]:
-        """Those of the spelled keys that hold in one process too, and ask for something."""
+        """Return the spelled keys that hold in one process too, and ask for something."""
         names = _names_alone(type(self))
         return {name: value for name, value in self.spelled().items() if name in names and value != "off"}
 
     def to_spec(self) -> str:
-        """The shortest spec string that parses back to this value."""
+        """Return the shortest spec string that parses back to this value."""
         changed = (f"{name.removesuffix('_size')}={value}" for name, value in self.spelled().items())
         return ",".join(changed) or "dp_shard=-1"
 
 
 def choose_spec(asked: str | None, asked_by: str = "the runner's --parallel") -> tuple[str, str] | None:
-    """The spec and where it comes from: what was asked for, else HF_PARALLEL, else None.
+    """Return the spec and where it comes from: what was asked for, else HF_PARALLEL, else None.
 
     Raises:
         SpecError: both are given and mean different layouts.
@@ -167,7 +170,7 @@ def _meaning(spec: str) -> ParallelConfig | str:
 
 @_cached
 def _names_alone(cls: type[ParallelConfig]) -> frozenset[str]:
-    """The keys of the classes that hold in one process too."""
+    """Return the keys of the classes that hold in one process too."""
     holds = [base for base in cls.__mro__ if vars(base).get("holds_alone", False)]
     return frozenset(name for base in holds for name in vars(base)["__annotations__"])
 
@@ -200,21 +203,14 @@ def _check_sizes(config: ParallelConfig) -> None:
 
 @_cached
 def _names(cls: type[ParallelConfig]) -> list[str]:
-    """All keys: sizes of the mesh first, slow links first, then the other sizes, then settings."""
+    """Return all keys: sizes of the mesh first, slow links first, then the other sizes, then settings."""
     keys = [key.name for key in dataclasses.fields(cls)]
     ranked = [f"{axis.name}_size" for axis in cls.mesh_axes]
     return [*ranked, *sorted(set(keys) - set(ranked), key=lambda name: (not name.endswith("_size"), keys.index(name)))]
 
 
-def _check_choices(config: ParallelConfig) -> None:
-    for key in dataclasses.fields(config):
-        value, choices = getattr(config, key.name), key.metadata["choices"]
-        if choices and value not in choices:
-            refuse(f"{key.name}={spell(value)}", f"not one of {', '.join(map(str, choices))}")
-
-
 def key_table(cls: type[ParallelConfig]) -> str:
-    """All keys as the README's table: name, default and one line each."""
+    """Return all keys as the README's table: name, default and one line each."""
     rows, fields = [], {key.name: key for key in dataclasses.fields(cls)}
     for name in _names(cls):
         key = fields[name]

@@ -15,13 +15,13 @@ import threading
 import urllib.parse
 import urllib.request
 
-#: How long a Hub may take to accept a connection, unless HF_HUB_ETAG_TIMEOUT says so.
+#: Seconds in which a Hub must accept a connection, unless HF_HUB_ETAG_TIMEOUT gives them.
 PATIENCE_S = 2.0
 _NAME = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
 
 
 def is_name(source: object) -> bool:
-    """Is it spelled like a name of the Hub, and no file or folder?"""
+    """Return whether a source is spelled like a name of the Hub, and is no file or folder."""
     return isinstance(source, str) and _NAME.fullmatch(source) is not None and not os.path.exists(source)
 
 
@@ -39,7 +39,7 @@ def why_missing(repo: str, files: tuple[str, ...], offline: str | None = None, *
 
 
 def is_cached(repo: str, file: str, **where: object) -> bool:
-    """Is the file of a repository in the cache (`cache_dir`, `revision`), or known not to exist?"""
+    """Return whether a repository's file is in the cache (`cache_dir`, `revision`), or known not to exist."""
     from huggingface_hub import try_to_load_from_cache
 
     given = {key: where[key] for key in ("cache_dir", "revision") if where.get(key) is not None}
@@ -94,14 +94,14 @@ def like_a_model(name: str) -> str | None:
 
 
 def models_with_sizes() -> dict[str, str]:
-    """Name -> config file of the models whose sizes come with this package."""
+    """Return the config file of each model whose sizes come with this package, by name."""
     folder = importlib.resources.files("hf_parallel") / "recipes" / "models"
     files = [file for file in folder.iterdir() if file.name.endswith(".json")]
     return {str(json.loads(file.read_text(encoding="utf-8"))["model"]): os.path.relpath(str(file)) for file in files}
 
 
 def _cached_models() -> set[str]:
-    """Names of the models in the cache of the Hub."""
+    """Return the names of the models in the cache of the Hub."""
     from huggingface_hub import constants
 
     folders = os.listdir(constants.HF_HUB_CACHE) if os.path.isdir(constants.HF_HUB_CACHE) else []

@@ -1,4 +1,4 @@
-"""Which rank this process is: by torch's variables, else by those of Slurm or MPI, which become torch's."""
+"""The rank of this process: by torch's variables, else by those of Slurm or MPI, which become torch's."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import subprocess
 from hf_parallel.ask.spec import refuse
 
 _PORTS = 20000  # of Slurm's jobs, each its own, above 10000
-#: How other launchers call WORLD_SIZE, RANK and LOCAL_RANK. SLURM_NTASKS is none: a job's script has it, too.
+#: Names of WORLD_SIZE, RANK and LOCAL_RANK elsewhere. SLURM_NTASKS is none: a job's script has it, too.
 _OTHERS = (
     ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID"),
     ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"),
@@ -17,39 +17,40 @@ _OTHERS = (
 
 
 def settle() -> bool:
-    """Is this a rank that a launcher has started? Names of Slurm and MPI become torch's.
+    """Return whether a launcher has started this rank. Names of Slurm and MPI become torch's.
 
     Raises:
         SpecError: the variables do not say which rank this is, or where the ranks meet.
     """
-    if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ and not _translated():
+    if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ and not _translate():
         return False
     world_size = _number("WORLD_SIZE", 1, "2")
     os.environ.setdefault("WORLD_SIZE", "1")
-    if world_size > 1 or "RANK" in os.environ:
-        _check_rank(world_size)
+    if world_size > 1 and "RANK" not in os.environ:
+        refuse("RANK", f"not set, where WORLD_SIZE={world_size}", "RANK=0", alone=True)
+    if "RANK" in os.environ and (rank := _number("RANK", 0, "0")) >= world_size:
+        refuse(f"RANK={rank}", f"of WORLD_SIZE={world_size} the last is {world_size - 1}", "RANK=0", alone=True)
     if world_size > 1 and not os.environ.get("MASTER_ADDR"):
         refuse("MASTER_ADDR", f"not set, where WORLD_SIZE={world_size}", do="give rank 0's machine")
     return True
 
 
-def _translated() -> bool:
-    for world_size, rank, local_rank in _OTHERS:
-        if rank in os.environ and _number(world_size, 1, "2") > 1:
-            os.environ.update(WORLD_SIZE=os.environ[world_size], RANK=os.environ[rank])
-            os.environ.setdefault("LOCAL_RANK", os.environ.get(local_rank, "0"))
-            _set_meeting_point()
-            return True
-    return False
-
-
-def _set_meeting_point() -> None:
+def _translate() -> bool:
+    """Set torch's variables from those of Slurm or MPI; return whether there are any."""
+    given = (names for names in _OTHERS if names[1] in os.environ and _number(names[0], 1, "2") > 1)
+    found = next(given, None)
+    if found is None:
+        return False
+    world_size, rank, local_rank = found
+    os.environ.update(WORLD_SIZE=os.environ[world_size], RANK=os.environ[rank])
+    os.environ.setdefault("LOCAL_RANK", os.environ.get(local_rank, "0"))
     if "SLURM_PROCID" in os.environ:
         os.environ.setdefault("MASTER_ADDR", _first_host())
         os.environ.setdefault("MASTER_PORT", str(10000 + int(os.environ.get("SLURM_JOB_ID") or 0) % _PORTS))
     elif os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") == os.environ["WORLD_SIZE"]:
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", "29500")
+    return True
 
 
 def _first_host() -> str:
@@ -63,14 +64,6 @@ def _first_host() -> str:
         refuse("MASTER_ADDR", "not set, and scontrol does not name the first host", "MASTER_ADDR=node1", cause=error)
 
 
-def _check_rank(world_size: int) -> None:
-    if "RANK" not in os.environ:
-        refuse("RANK", f"not set, where WORLD_SIZE={world_size}", "RANK=0", alone=True)
-    rank = _number("RANK", 0, "0")
-    if rank >= world_size:
-        refuse(f"RANK={rank}", f"of WORLD_SIZE={world_size} the last is {world_size - 1}", "RANK=0", alone=True)
-
-
 def _number(name: str, default: int, works: str) -> int:
     text = os.environ.get(name) or str(default)
     if not text.isdecimal():
@@ -79,5 +72,5 @@ def _number(name: str, default: int, works: str) -> int:
 
 
 def local_world_size() -> int:
-    """Processes on this machine, as the launcher says."""
+    """Return the number of processes on this machine, as the launcher says."""
     return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE") or 1)

@@ -1,4 +1,4 @@
-"""What is replaced in other libraries by other ways than a `@patch`: each module that does it says so in `REPLACES`.
+"""Changes of other libraries by other ways than a `@patch`: each module that makes one lists it in `REPLACES`.
 
 docs/reference/patches.md lists the rows. A test compares what a layout has changed in those libraries with both lists.
 """
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class Replaced(NamedTuple):
-    """One thing: `target` as "package.module:Class.attribute", and while what holds it is another."""
+    """A replacement of `target` ("package.module:Class.attribute"), why it is needed and while what holds."""
 
     target: str
     why: str

@@ -21,7 +21,7 @@ from hf_parallel.ask import hub
 if TYPE_CHECKING:
     from importlib.abc import Traversable
 
-#: What a recipe may say; `parallel` is its layout.
+#: The keys of a recipe; `parallel` is its layout.
 RECIPE_KEYS = (
     *("about", "model", "shape", "method", "hardware", "parallel", "script", "arguments", "script_arguments"),
     *("data", "expect"),
@@ -74,7 +74,7 @@ def refuse_with(refusal: str) -> NoReturn:
 
 
 def read_spec(text: str) -> Mapping[str, object]:
-    """The keys and values of a spec, or of the YAML file or recipe that it names.
+    """Read the keys and values of a spec, or of the YAML file or recipe that it names.
 
     Raises:
         SpecError: not `key=value,…`, a key given twice, or a file that is no mapping or cannot be had.
@@ -87,7 +87,7 @@ def read_spec(text: str) -> Mapping[str, object]:
 
 
 def layout_of(recipe: Mapping[str, object], where: str) -> Mapping[str, object]:
-    """The layout of a recipe, as a mapping.
+    """Return the layout of a recipe, as a mapping.
 
     Raises:
         SpecError: a key that recipes do not have.
@@ -100,7 +100,7 @@ def layout_of(recipe: Mapping[str, object], where: str) -> Mapping[str, object]:
 
 
 def first_line(error: BaseException) -> str:
-    """Of what another library says."""
+    """Return the first line of another library's error."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
@@ -108,7 +108,7 @@ def first_line(error: BaseException) -> str:
 
 
 def locate(text: str) -> str | None:
-    """The file that a text names: local, of this package, or of the Hub; None for `key=value`.
+    """Return the file that a text names: local, of this package, or of the Hub; None for `key=value`.
 
     Raises:
         SpecError: it names a file that is not there, or that the Hub does not give.
@@ -125,13 +125,13 @@ def locate(text: str) -> str | None:
 
 @functools.cache
 def shipped() -> dict[str, Traversable]:
-    """Name -> file of the recipes that come with this package: `configs/recipes` of a checkout is the same folder."""
+    """Return the file of each recipe of this package by name: `configs/recipes` of a checkout is the same folder."""
     folder = importlib.resources.files("hf_parallel") / "recipes" / "shipped"
     files = {file.name.removesuffix(".yaml"): file for file in folder.iterdir() if file.name.endswith(".yaml")}
     return dict(sorted(files.items()))
 
 
-#: One of these is what `from_pretrained` reads first: of a model, of an adapter.
+#: `from_pretrained` reads one of these first: of a model, of an adapter.
 MODEL_FILES = ("config.json", "adapter_config.json")
 
 
@@ -168,7 +168,7 @@ def check_model_name(
 
 
 def from_hub(repo: str, file: str, revision: str | None = None) -> str:
-    """The cached copy of a repository's file; under HF_HUB_OFFLINE only what is cached already.
+    """Return the cached copy of a repository's file; under HF_HUB_OFFLINE only a cached one.
 
     Raises:
         SpecError: the Hub does not give it.
@@ -188,7 +188,7 @@ def from_hub(repo: str, file: str, revision: str | None = None) -> str:
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """YAML itself lets the last of two equal keys win in silence, and has numbers with colons."""
+    """A loader that refuses equal keys, of which YAML lets the last one win, and reads no numbers with colons."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, object]:
         keys = [self.construct_object(key, deep) for key, _ in node.value]
@@ -202,7 +202,7 @@ class _StrictLoader(yaml.SafeLoader):
 
 
 def read_yaml(path: str) -> dict:
-    """A file's mapping; safe YAML only, no key twice.
+    """Read a file's mapping; safe YAML only, no key twice.
 
     Raises:
         SpecError: no such file, or it is none.
@@ -223,7 +223,7 @@ def read_yaml(path: str) -> dict:
 
 
 def _place(error: Exception) -> str:
-    """What is wrong with a file, and in which line."""
+    """Return what is wrong with a file, and in which line."""
     mark = getattr(error, "problem_mark", None)
     problem = getattr(error, "problem", None) or str(error).splitlines()[0]
     return f"line {mark.line + 1}: {problem}" if mark else problem
@@ -252,7 +252,7 @@ def _split_pairs(text: str) -> dict[str, str]:
 
 
 def like_a_recipe(text: str) -> list[str]:
-    """Names of recipes that may have been meant."""
+    """Return the names of recipes that may have been meant."""
     return difflib.get_close_matches(text, list(shipped()), n=3, cutoff=0.75)
 
 
@@ -264,7 +264,7 @@ def like_a_file(path: str) -> str | None:
     return f"did you mean {' or '.join(os.path.join(folder, one) for one in close)}?" if close else None
 
 
-#: What a value is not that cannot be read, and one that can.
+#: The complaint about a value that cannot be read, and a value that can.
 _WANTED = {
     "bool": ("neither true nor false", "true"),
     "int": ("not a whole number", "2"),
@@ -273,7 +273,7 @@ _WANTED = {
 
 
 def convert(name: str, annotation: object, value: object) -> object:
-    """The value of a key whose field has this type.
+    """Convert a value to the type of its key's field.
 
     Raises:
         SpecError: it is none.
@@ -305,7 +305,7 @@ def convert(name: str, annotation: object, value: object) -> object:
 
 
 def spell(value: object) -> str:
-    """As it stands in a spec."""
+    """Return a value as it stands in a spec."""
     if isinstance(value, bool):
         return str(value).lower()
     return f"[{','.join(map(str, value))}]" if isinstance(value, tuple) else str(value)
@@ -330,7 +330,7 @@ _ELSEWHERE = {
 
 
 def nearest_key(key: str, known: list[str], short: tuple[str, ...] = ()) -> str:
-    """What may have been meant by a key that is not known."""
+    """Suggest the key that may have been meant by an unknown one."""
     lower = key.lower().lstrip("-").replace("-", "_")
     names = [*known, *short]
     elsewhere = [name for name, others in _ELSEWHERE.items() if lower in others.split() and name in names]
@@ -340,6 +340,6 @@ def nearest_key(key: str, known: list[str], short: tuple[str, ...] = ()) -> str:
 
 
 def unknown_key(key: str, known: list[str]) -> str:
-    """What to tell of a key that is not known."""
+    """Return the message for an unknown key."""
     short = tuple(name.removesuffix("_size") for name in known if name.endswith("_size"))
     return f"{key}: unknown key; {nearest_key(key, known, short)}"

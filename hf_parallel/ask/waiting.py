@@ -40,13 +40,13 @@ def waiting(what: str) -> Iterator[Callable[[str], None]]:
 
 
 def _is_watched(stream: TextIO | None) -> bool:
-    """Does a person look at it? CI systems have terminals, too."""
+    """Return whether a person looks at the stream. CI systems have terminals, too."""
     alone = os.environ.get("RANK", "0") == "0"
     return alone and not os.environ.get("CI") and stream is not None and stream.isatty()
 
 
 class _Line:
-    """Says what goes on until it is ended."""
+    """A line that says what goes on until it is ended."""
 
     def __init__(self, what: str, stream: TextIO) -> None:
         self.what, self.stream, self.began = what, stream, time.monotonic()

@@ -37,13 +37,13 @@ if TYPE_CHECKING:
 
 ADAPTER = "adapter_config.json"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-#: What a training run keeps beside its model.
+#: Files that a training run keeps beside its model.
 _OF_THE_RUN = re.compile(
     r"(optimizer|scheduler|rng_state|random_states|scaler|sampler|custom_checkpoint|dl_state_dict|data_order)[\w.]*"
     r"|trainer_state\.json|training_args\.bin|_?hf_parallel\.(json|lock)|manifest\.json"
     r"|.*\.safetensors(\.index\.json)?"
 )
-#: Of that what plain Trainer reads as it is.
+#: Files of these that plain Trainer reads as they are.
 _FOR_TRAINER = ("scheduler.pt", "scaler.pt", "rng_state.pth", "trainer_state.json", "training_args.bin")
 
 

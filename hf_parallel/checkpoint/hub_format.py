@@ -44,7 +44,7 @@ class Entry:
 
     @property
     def nbytes(self) -> int:
-        """Size of the data, bytes."""
+        """Return the size of the data, bytes."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 

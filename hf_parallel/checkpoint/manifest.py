@@ -52,7 +52,7 @@ class Checksums:
             self.pieces.append((start, length, zlib.crc32(data)))
 
     def facts(self) -> FileFacts:
-        """Size of the file, and a checksum for every `CHUNK` bytes of it, as they stand in the manifest.
+        """Return the file's size and a checksum for every `CHUNK` bytes of it, as the manifest holds them.
 
         Raises:
             ValueError: some of its bytes were never written, or twice.

@@ -40,10 +40,10 @@ if TYPE_CHECKING:
     from bitsandbytes.optim.optimizer import Optimizer8bit
     from torch.optim import Optimizer
 
-# ---- What an optimizer keeps, by parameter name: tensors of the parameter's shape, numbers, options -----------------
+# ---- The state of an optimizer, by parameter name: tensors of the parameter's shape, numbers, options ---------------
 
 
-#: What a JSON file can say.
+#: A value that a JSON file can hold.
 Json: TypeAlias = "None | bool | int | float | str | list[Json] | dict[str, Json]"
 
 
@@ -130,7 +130,7 @@ FOLDER = "optimizer"
 INDEX = "index.json"
 PLAIN = "optimizer.pt"
 _FORMAT = 1
-#: How a step is computed, not what: this run's own choice stays.
+#: Options for how a step is computed; they stay this run's own choice.
 _KERNELS = {"params", "param_names", "foreach", "fused", "capturable", "differentiable"}
 
 
@@ -390,7 +390,7 @@ def _options(
 Slots = dict[str, Any]  # of one parameter: tensors, numbers
 
 _BLOCK = 256
-#: What states are nested in where bitsandbytes writes them itself.
+#: The key in which bitsandbytes nests states where it writes them itself.
 _NESTED = "__bnb_optimizer_quant_state__"
 
 

@@ -51,24 +51,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         return cli_recipe.run_recipe(arguments[2:], cli_launch.full_parser, cli_launch.launch, cli_launch.accelerators)
     parser = _top_parser()
     args = parser.parse_args(arguments)
-    if args.command == "doctor":
-        return doctor(args)
-    if args.command == "plan":
-        return cli_plan.plan(args)
-    if args.command == "check":
-        return cli_check.check_machines(args)
-    if args.command == "prove":
-        return cli_prove.prove(args)
-    if args.command == "bisect":
-        return cli_bisect.bisect(args)
-    if args.command == "export":
-        return cli_export.export(args)
-    if args.command == "migrate":
-        return cli_migrate.migrate(args)
-    if args.command == "recipe":
-        return cli_recipe.recipe(args)
-    if args.command == "report":
-        return cli_report.report(args)
+    commands = {
+        "doctor": doctor,
+        "plan": cli_plan.plan,
+        "check": cli_check.check_machines,
+        "prove": cli_prove.prove,
+        "bisect": cli_bisect.bisect,
+        "export": cli_export.export,
+        "migrate": cli_migrate.migrate,
+        "recipe": cli_recipe.recipe,
+        "report": cli_report.report,
+    }
+    if args.command in commands:
+        return commands[args.command](args)
     parser.print_help(sys.stderr)
     return 2
 
@@ -94,8 +89,10 @@ def doctor(args: argparse.Namespace) -> int:
 
 
 def _top_parser() -> argparse.ArgumentParser:
+    from hf_parallel.version import VERSION
+
     parser = argparse.ArgumentParser(prog="hf-parallel", description="Unchanged Trainer scripts, every parallelism.")
-    parser.add_argument("--version", action="version", version=_version())
+    parser.add_argument("--version", action="version", version=f"hf-parallel {VERSION}")
     commands = parser.add_subparsers(metavar="COMMAND", title="commands", dest="command")
     commands.add_parser("launch", add_help=False, help="start a script on N processes (`hf-parallel launch --help`)")
     cli_check.add_arguments(commands.add_parser("check", help="try links, groups and numbers on this cluster"))
@@ -132,9 +129,3 @@ def _add_doctor(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(_OPTION, metavar="SPEC", help="key=value,… such as tp=2,pp=2, a YAML file, or a recipe")
     parser.add_argument("--nproc", type=int, metavar="N", help="number of processes, which a size of -1 needs")
     parser.add_argument("--json", action="store_true", help="the same as JSON")
-
-
-def _version() -> str:
-    from hf_parallel.version import VERSION
-
-    return f"hf-parallel {VERSION}"

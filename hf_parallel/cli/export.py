@@ -16,7 +16,7 @@ from hf_parallel.ask.waiting import waiting
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `export`."""
+    """Add the options of `export`."""
     parser.description = "Any checkpoint to a Hub folder, in one process, one tensor in memory at a time."
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a Trainer's checkpoint-N, or a saved adapter")
     parser.add_argument("out", metavar="OUT", help="the folder to write")

@@ -1,6 +1,7 @@
 """`hf-parallel launch`: accelerate's launcher with the runner filled in, and a layout chosen where none is given.
 
-It starts as many processes as asked for on a machine without GPUs too; with `--ray` on a Ray cluster (`cli/ray.py`).
+It starts as many processes as asked for on a machine without GPUs too; with `--ray` on a Ray cluster
+(`cli/ray_launcher.py`).
 What is wrong with a command line is told before torch is imported, as far as its words show it.
 """
 
@@ -17,7 +18,6 @@ from typing import TYPE_CHECKING
 
 from hf_parallel.ask.config import AUTO, ParallelConfig, SpecError, choose_spec
 from hf_parallel.ask.spec import check_model_name, like_a_file, refuse
-from hf_parallel.cli import ray as cli_ray
 
 if TYPE_CHECKING:
     from accelerate.commands.config.config_args import ClusterConfig
@@ -26,7 +26,7 @@ _OPTION = "--parallel"
 #: Other ways to distribute that accelerate knows; each would wrap the model a second time.
 _EXCLUSIVE = ("use_fsdp", "use_deepspeed", "use_megatron_lm", "use_parallelism_config", "tpu")
 _EXCLUSIVE_TYPES = ("FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA")
-#: Of a script's own arguments, those by which it distributes itself or names a layout.
+#: Arguments of a script by which it distributes itself or names a layout.
 _OF_A_SCRIPT = (_OPTION, "--fsdp", "--fsdp_config", "--deepspeed", "--parallelism_config")
 _MODEL = "--model_name_or_path"
 #: A script that names none of these shows no model that could be parallel.
@@ -42,7 +42,7 @@ _EXAMPLES = """examples:
 
 
 def launch(argv: list[str]) -> int:
-    """Start the processes and wait for them; returns the exit code of the rank that failed first, or 0."""
+    """Start the processes and wait for them; return the exit code of the rank that failed first, or 0."""
     own, script = split_words(argv)
     if {"-h", "--help", "--help-accelerate"} & {*own}:
         print((full_parser() if "--help-accelerate" in own else short_parser()).format_help())
@@ -54,7 +54,7 @@ def launch(argv: list[str]) -> int:
         spec = choose_spec(args.parallel, f"the launcher's {_OPTION}")
         _check_model(script)
         if args.ray:
-            return cli_ray.launch(args, parser.parse_args([args.training_script]), spec and spec[0])
+            return _launch_on_ray(args, parser.parse_args([args.training_script]), spec and spec[0])
         if args.min_processes is not None:
             refuse(f"--min_processes {args.min_processes}", "elastic runs are --ray's", do="torchrun --nnodes=1:2")
         defaults = _accelerate_defaults(args)
@@ -64,12 +64,18 @@ def launch(argv: list[str]) -> int:
             if spec[0] != AUTO:
                 ParallelConfig.parse(spec[0]).resolve(args.num_processes)
         else:
-            _choose_layout(args, defaults)
+            reason = _reason_for_no_layout(args, defaults)
+            args.parallel = AUTO if reason is None else args.parallel
+            if reason:
+                print(f"hf_parallel: {reason}", file=sys.stderr, flush=True)
         _settle_machine(args, defaults)
-        _fill_in_the_runner(args)
     except SpecError as error:
         print(f"hf_parallel: {error}", file=sys.stderr)
         return 2
+    # `train.py …` -> `-m hf_parallel --parallel SPEC train.py …` (HF_PARALLEL reaches the ranks by itself)
+    option, module = [_OPTION, args.parallel] if args.parallel else [], ["-m"] if args.module else []
+    args.training_script_args = [*option, *module, args.training_script, *args.training_script_args]
+    args.training_script, args.module = "hf_parallel", True
     return _start(args)
 
 
@@ -81,7 +87,7 @@ def split_words(argv: list[str]) -> tuple[list[str], list[str]]:
 
 
 def short_parser() -> argparse.ArgumentParser:
-    """The options that most launches need, on one screen."""
+    """Make a parser of the options that most launches need, on one screen."""
     parser = argparse.ArgumentParser(
         prog="hf-parallel launch",
         usage="hf-parallel launch [options] [--parallel SPEC] (script.py | -m module) [arguments of the script]",
@@ -139,17 +145,8 @@ def _check_config_file(path: str) -> None:
         refuse(f"--config_file {path}", "no such file", do=do)
 
 
-def _choose_layout(args: argparse.Namespace, defaults: ClusterConfig | None) -> None:
-    """Let the ranks choose a layout, or say why the script runs without one."""
-    reason = _runs_plainly(args, defaults)
-    if reason is None:
-        args.parallel = AUTO
-    elif reason:
-        print(f"hf_parallel: {reason}", file=sys.stderr, flush=True)
-
-
-def _runs_plainly(args: argparse.Namespace, defaults: ClusterConfig | None) -> str | None:
-    """Say why no layout is to be chosen; None: one is. Empty where the script itself may name one."""
+def _reason_for_no_layout(args: argparse.Namespace, defaults: ClusterConfig | None) -> str | None:
+    """Return why the ranks choose no layout; None: they do. Empty where the script itself may name one."""
     given = [word.partition("=")[0] for word in args.training_script_args]
     of_script = next((name for name in _OF_A_SCRIPT if name in given), None)
     other_ways = _other_ways(args, defaults)
@@ -190,7 +187,7 @@ def full_parser() -> argparse.ArgumentParser:
 
 
 def _accelerate_defaults(args: argparse.Namespace) -> ClusterConfig | None:
-    """The accelerate config file that `accelerate launch` would read, or None."""
+    """Return the accelerate config file that `accelerate launch` would read, or None."""
     from accelerate.commands.config import config_args
 
     if args.config_file is None and not os.path.isfile(config_args.default_config_file):
@@ -201,11 +198,7 @@ def _accelerate_defaults(args: argparse.Namespace) -> ClusterConfig | None:
         return config_args.load_config_from_file(args.config_file)
     except Exception as error:  # YAML errors, unknown keys, a missing file: accelerate has no common type for them
         name = args.config_file or config_args.default_config_file
-        refuse(f"--config_file {name}", _one_line(error), cause=error)
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
+        refuse(f"--config_file {name}", " ".join(str(error).split()) or type(error).__name__, cause=error)
 
 
 def _settle_processes(args: argparse.Namespace, defaults: ClusterConfig | None) -> None:
@@ -266,9 +259,13 @@ def _settle_machine(args: argparse.Namespace, defaults: ClusterConfig | None) ->
     if (cpu_asked or not accelerators()) and not threads_given:
         args.num_cpu_threads_per_process = 1  # N processes with all cores each slow one another down
     args.enable_cpu_affinity = args.enable_cpu_affinity or _can_bind_to_nodes(cpu_asked)
-    if args.num_machines > 1:
-        _check_rendezvous(args, defaults)
-    elif args.main_process_port is None and getattr(defaults, "main_process_port", None) is None:
+    missing = {"machine_rank": "0", "main_process_ip": "10.0.0.1", "main_process_port": "29500"}
+    missing = {name: works for name, works in missing.items() if getattr(args, name) is None}
+    missing = {name: works for name, works in missing.items() if getattr(defaults, name, None) is None}
+    if args.num_machines > 1 and missing:
+        name, works = next(iter(missing.items()))
+        refuse(f"--num_machines {args.num_machines}", f"needs --{name} as well", works)
+    if args.num_machines <= 1 and "main_process_port" in missing:
         args.main_process_port = 0  # a free one: two launches on one machine do not meet
     if defaults is None:
         args.mixed_precision = args.mixed_precision or "no"
@@ -276,27 +273,13 @@ def _settle_machine(args: argparse.Namespace, defaults: ClusterConfig | None) ->
 
 
 def _can_bind_to_nodes(cpu_asked: bool) -> bool:
-    """Can accelerate bind each process to the cores beside its GPU? Not where a container or Slurm has chosen some."""
+    """Return whether accelerate can bind processes to the cores beside their GPUs: unless others have chosen cores."""
     import torch
     from accelerate.utils import is_pynvml_available
 
     if cpu_asked or torch.version.cuda is None or not accelerators() or not is_pynvml_available():
         return False
     return hasattr(os, "sched_getaffinity") and len(os.sched_getaffinity(0)) == os.cpu_count()
-
-
-def _check_rendezvous(args: argparse.Namespace, defaults: ClusterConfig | None) -> None:
-    for name, works in (("machine_rank", "0"), ("main_process_ip", "10.0.0.1"), ("main_process_port", "29500")):
-        if getattr(args, name) is None and getattr(defaults, name, None) is None:
-            refuse(f"--num_machines {args.num_machines}", f"needs --{name} as well", works)
-
-
-def _fill_in_the_runner(args: argparse.Namespace) -> None:
-    """`train.py …` -> `-m hf_parallel --parallel SPEC train.py …` (HF_PARALLEL reaches the ranks by itself)."""
-    option = [_OPTION, args.parallel] if args.parallel else []
-    module = ["-m"] if args.module else []
-    args.training_script_args = [*option, *module, args.training_script, *args.training_script_args]
-    args.training_script, args.module = "hf_parallel", True
 
 
 def _start(args: argparse.Namespace) -> int:
@@ -323,3 +306,52 @@ def _report_end(rank: int, code: int) -> int:
     if code != 2:  # 2: the one line of a refusal is enough
         print(f"hf_parallel: rank {rank} ended with exit code {code}; all ranks ended", file=sys.stderr)
     return code
+
+
+# ---- `hf-parallel launch --ray`: the script on a Ray cluster --------------------------------------------------------
+
+#: Options of the launcher that mean something on Ray; all others would be ignored there.
+_TAKEN_BY_RAY = {
+    *("ray", "num_processes", "min_processes", "max_restarts", "cpu", "parallel", "module"),
+    *("training_script", "training_script_args", "nondefault"),  # the last is what accelerate notes
+}
+
+
+def _launch_on_ray(args: argparse.Namespace, defaults: argparse.Namespace, spec: str | None) -> int:
+    """Run the script on a Ray cluster to the end; return 1 where Ray gave up.
+
+    Raises:
+        SpecError: Ray is not installed, an option has no meaning there, or the script was refused.
+    """
+    given = [
+        name for name, value in vars(args).items() if name not in _TAKEN_BY_RAY and value != getattr(defaults, name)
+    ]
+    if given:
+        refuse(f"--{given[0]}", "not together with --ray", do="drop it, or say it in the script's arguments")
+    if spec is None:
+        refuse("--ray", "needs a spec", "--parallel dp_shard=-1")
+    if args.num_processes is None:
+        refuse("--ray", "needs --num_processes, over all nodes", "--num_processes 8")
+    try:
+        from hf_parallel.cli import ray_launcher
+    except ImportError as error:
+        refuse("--ray", f"Ray is not installed ({error})", do='`pip install "hf-parallel[ray]"`', cause=error)
+    trainer = ray_launcher.trainer(
+        args.training_script,
+        args.training_script_args,
+        parallel=spec,
+        num_processes=args.num_processes,
+        min_processes=args.min_processes,
+        max_restarts=args.max_restarts,
+        module=args.module,
+        use_gpu=False if args.cpu else None,
+    )
+    from ray.train import TrainingFailedError
+
+    try:
+        trainer.fit()
+    except TrainingFailedError as error:
+        lines = [line for line in str(error).splitlines() if line.strip()]
+        print(f"hf_parallel: Ray gave up: {lines[-1].strip()}", file=sys.stderr)  # before it, Ray's own traceback
+        return 1
+    return 0

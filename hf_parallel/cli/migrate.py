@@ -21,12 +21,12 @@ from hf_parallel.ask.config import ParallelConfig
 from hf_parallel.ask.spec import SpecError, read_yaml, refuse, spell
 from hf_parallel.planner.batch import StepBatch
 
-# ---- What a key of theirs becomes ----------------------------------------------------------------------------------
+# ---- The meaning of a foreign key -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Became:
-    """What stands for a key: keys of the spec; or an argument of the script's; or nothing, and why."""
+    """The meaning of a foreign key here: keys of the spec; or an argument of the script's; or nothing, and why."""
 
     spec: Mapping[str, object] = field(default_factory=dict)
     why: str = ""
@@ -38,17 +38,17 @@ _ARGUMENT = "stays the script's own"
 
 
 def _size(key: str) -> Rule:
-    """A number of ranks; 1 is the default, and so is all that is left."""
+    """Return the rule for a number of ranks; 1 is the default, and so is all that is left."""
     return lambda value: Became({key: int(value)} if int(value) != 1 else {}, "" if int(value) != 1 else "one rank")
 
 
 def _if_true(**spec: object) -> Rule:
-    """A switch."""
+    """Return the rule for a switch."""
     return lambda value: Became(spec) if _true(value) else Became(why="off, as by default")
 
 
 def _argument(name: str) -> Rule:
-    """What Trainer's arguments, or the script, say."""
+    """Return the rule for a key that Trainer's arguments, or the script, say."""
     return lambda value: Became(why=f"{_ARGUMENT}: {name}")
 
 
@@ -57,7 +57,7 @@ def _true(value: object) -> bool:
 
 
 def _strategy(value: str) -> Became:
-    """FSDP 1's, as a word or a number."""
+    """Read FSDP 1's strategy, given as a word or a number."""
     name = value.upper()
     found: dict[str, dict[str, object]] = {
         **dict.fromkeys(("FULL_SHARD", "1"), {"zero_stage": 3}),
@@ -215,19 +215,19 @@ _AXOLOTL: dict[str, Rule] = {
     "fsdp_version": _FSDP["version"],
 }
 
-# ---- Whose file it is, and its keys --------------------------------------------------------------------------------
+# ---- The program that a file belongs to, and its keys ---------------------------------------------------------------
 
 Keys: TypeAlias = Iterator[tuple[str, object, Rule | None]]
 
 
 def _of(values: Mapping, rules: Mapping[str, Rule], shown: str = "", prefix: str = "") -> Keys:
-    """Every key of a mapping with its rule, if it is known; `prefix`: what may stand before each key."""
+    """Return every key of a mapping with its rule, if it is known; `prefix`: what may stand before each key."""
     for key, value in values.items():
         yield f"{shown}{key}", value, rules.get(key.removeprefix(prefix), rules.get(key))
 
 
 def _deepspeed(values: Mapping, folder: str) -> Keys:
-    """DeepSpeed's JSON, and the mapping that a script hands over."""
+    """Yield the keys of DeepSpeed's JSON, or of the mapping that a script hands over."""
     for key, value in values.items():
         if key == "zero_optimization" and isinstance(value, Mapping):
             yield from _zero(value)
@@ -251,7 +251,7 @@ def _zero(values: Mapping) -> Keys:
 
 
 def _offload(devices: Mapping[str, tuple[str, str | None]], shown: str) -> Keys:
-    """Where states and parameters rest: together one key."""
+    """Yield where states and parameters rest, which together are one key."""
     path = next((path for _, path in devices.values() if path), None) or "/local_nvme"
     kinds = {key.removeprefix("offload_").partition("_")[0]: device for key, (device, _) in devices.items()}
     states, weights = kinds.get("optimizer", kinds.get("cpu", "none")), kinds.get("param", "none")
@@ -305,7 +305,7 @@ def _torchtune(values: Mapping, folder: str) -> Keys:
 
 
 def _words(asked: str | list[str]) -> Keys:
-    """`fsdp="full_shard auto_wrap offload"` of TrainingArguments, or these words in a list."""
+    """Yield the words of TrainingArguments' `fsdp="full_shard auto_wrap offload"`, or of such a list."""
     for word in asked.split() if isinstance(asked, str) else asked:
         rule = {"auto_wrap": _FSDP["auto_wrap_policy"], "offload": _FSDP["offload_params"]}.get(word, _strategy)
         value = {"offload": True}.get(word, word)
@@ -313,7 +313,7 @@ def _words(asked: str | list[str]) -> Keys:
 
 
 def _script(source: str, folder: str) -> Keys:
-    """Arguments fsdp, fsdp_config and deepspeed of any call in a script, as far as they are written out."""
+    """Yield fsdp, fsdp_config and deepspeed of any call in a script, as far as they are written out."""
     for node in ast.walk(ast.parse(source)):
         for keyword in node.keywords if isinstance(node, ast.Call) else ():
             if keyword.arg not in ("fsdp", "fsdp_config", "deepspeed"):
@@ -328,7 +328,7 @@ def _script(source: str, folder: str) -> Keys:
 
 
 def _asked(name: str, value: object, folder: str) -> Keys:
-    """What one of Trainer's arguments says, in a script or on a command line."""
+    """Yield the keys in one of Trainer's arguments, from a script or a command line."""
     if name == "fsdp" and value is True:
         yield name, value, "dp_shard is all that is left; fsdp_config may say more"
     elif name == "fsdp":
@@ -340,7 +340,7 @@ def _asked(name: str, value: object, folder: str) -> Keys:
 
 
 def _mapping(value: object, folder: str = "") -> Mapping:
-    """A mapping as such, as JSON, or as the path of a JSON file."""
+    """Return a mapping, given as such, as JSON, or as the path of a JSON file."""
     if isinstance(value, Mapping):
         return value
     text = str(value)
@@ -379,7 +379,7 @@ class Source:
 
 
 def read(path: str) -> Source:
-    """Whose file it is, and its keys.
+    """Find out whose file it is, and read its keys.
 
     Raises:
         SpecError: it is none that is known, or cannot be read.
@@ -411,7 +411,7 @@ def read(path: str) -> Source:
 
 
 def migrated(source: Source) -> tuple[str, list[tuple[str, str, str]]]:
-    """The spec, and of each key (as it is written, what stands for it, why).
+    """Return the spec, and for each key: as it is written, what stands for it, why.
 
     Raises:
         SpecError: two keys ask for different things, or what they ask for cannot hold together.
@@ -469,7 +469,7 @@ def _became(key: str, value: object, rule: Rule | None) -> Became:
 
 
 def _here(name: str, asked: object, source: Source) -> object | None:
-    """Replicas of hybrid shards are machines; of one there are none."""
+    """Settle the size that depends on the machines: replicas of hybrid shards; one machine has none."""
     if asked == "MACHINES":
         return source.machines if source.machines > 1 else None
     return asked
@@ -481,7 +481,7 @@ def _short(value: object) -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `hf-parallel migrate`."""
+    """Add the options of `hf-parallel migrate`."""
     parser.description = "Print the spec that stands for another program's configuration, and what became of each key."
     files = "YAML of accelerate, axolotl, torchtune; JSON of DeepSpeed; script"
     parser.add_argument("file", metavar="FILE", nargs="?", help=files)
@@ -516,7 +516,7 @@ def migrate(args: argparse.Namespace) -> int:
 
 
 def _source(args: argparse.Namespace) -> Source:
-    """The file, or Trainer's arguments in its place."""
+    """Return the file, or Trainer's arguments in its place."""
     given = {name: getattr(args, name) for name in ("fsdp", "fsdp_config", "deepspeed")}
     words = {name: value for name, value in given.items() if value}
     if (args.file is None) == (not words):

@@ -40,7 +40,7 @@ REFUSED = 2
 
 @dataclass(frozen=True)
 class Job:
-    """What each rank runs, and where."""
+    """The command that each rank runs, and where."""
 
     argv: tuple[str, ...]
     folder: str
@@ -67,7 +67,7 @@ class Job:
         return code
 
     def environments(self) -> list[dict[str, str]]:
-        """The variables of each rank of this worker, if any. Ray numbers workers node by node, by their GPUs."""
+        """Return the variables of each rank of this worker, if any. Ray numbers workers node by node, by GPUs."""
         place, block = _place(), self.block
         world = place.get_world_size() * block // self.unit * self.unit
         first, local = place.get_world_rank() * block, place.get_local_rank() * block
@@ -95,12 +95,12 @@ class Meeting(TorchConfig):
 
     @property
     def backend_cls(self) -> type[Backend]:
-        """Called when workers have started."""
+        """Return the class that Ray calls when workers have started."""
         return _MeetingPoint
 
     @property
     def train_func_context(self) -> Callable:
-        """A worker touches no GPU: its ranks do."""
+        """Return a context that does nothing: a worker touches no GPU, its ranks do."""
         return contextlib.nullcontext
 
 
@@ -155,7 +155,7 @@ def trainer(
     use_gpu: bool | None = None,
     run_config: RunConfig | None = None,
 ) -> ScriptTrainer:
-    """What Ray trains with; nothing starts before `.fit()`.
+    """Make the trainer that Ray runs; nothing starts before `.fit()`.
 
     Args:
         script: a file that all nodes see, or the name of a module.
@@ -190,7 +190,7 @@ def trainer(
 
 
 def ranks_per_worker(parallel: str, most: int, least: int | None = None) -> int:
-    """The innermost axis of the mesh: the ranks that must share a node.
+    """Return the innermost axis of the mesh: the ranks that must share a node.
 
     Raises:
         SpecError: the layout does not fit the most, or the least, processes that there may be.
@@ -206,7 +206,7 @@ def ranks_per_worker(parallel: str, most: int, least: int | None = None) -> int:
 
 
 def ranks_per_replica(parallel: str) -> int:
-    """All sizes that are given; the rest multiplies them."""
+    """Return all sizes that are given; the rest multiplies them."""
     sizes = [] if parallel == AUTO else ParallelConfig.parse(parallel).sizes.values()
     return math.prod(size for size in sizes if size != -1)
 

@@ -25,8 +25,7 @@ from hf_parallel.ask.spec import HUB_FILE, refuse
 from hf_parallel.ask.waiting import waiting
 
 if TYPE_CHECKING:
-    from hf_parallel.recipes import Recipe
-    from hf_parallel.recipes.recipe import Filled
+    from hf_parallel.cli.recipe_file import Filled, Recipe
 
 _RUN = "usage: hf-parallel recipe run [options of launch] RECIPE [script.py | -m module] [arguments of the script]"
 #: Launch options that are easily written behind the recipe, where they would be the script's.
@@ -34,7 +33,7 @@ _OF_THE_LAUNCHER = ("num_processes", "num_machines", "machine_rank", "main_proce
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The commands of `recipe`."""
+    """Add the commands of `recipe`."""
     parser.description = "One YAML: model, method, machines, layout, arguments, and what to expect of them."
     commands = parser.add_subparsers(metavar="WHAT", dest="what", required=True)
     listed = commands.add_parser("list", help="those that come with this package")
@@ -57,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def recipe(args: argparse.Namespace) -> int:
-    """Do one of these; 1 if a check finds something wrong, 2 for what cannot work."""
+    """Run a command of `recipe`; return 1 if a check finds something wrong, 2 if the command cannot work."""
     try:
         return {"list": _list, "show": _show, "check": _check, "push": _push}[args.what](args)
     except (SpecError, OSError) as error:
@@ -66,8 +65,7 @@ def recipe(args: argparse.Namespace) -> int:
 
 
 def _list(args: argparse.Namespace) -> int:
-    from hf_parallel.recipes import load, names
-    from hf_parallel.recipes.recipe import markdown, plain_table
+    from hf_parallel.cli.recipe_file import load, markdown, names, plain_table
 
     found = [load(name) for name in names()]
     found = [one for one in found if args.gpus in (None, one.hardware.gpus) and args.method in (None, one.method)]
@@ -79,7 +77,7 @@ def _list(args: argparse.Namespace) -> int:
 
 
 def _show(args: argparse.Namespace) -> int:
-    from hf_parallel.recipes import load
+    from hf_parallel.cli.recipe_file import load
 
     found = load(args.recipe)
     print(Path(found.path).read_text(encoding="utf-8").rstrip())
@@ -88,8 +86,8 @@ def _show(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> int:
-    from hf_parallel.recipes import load, names
-    from hf_parallel.recipes.check import check_recipe, write
+    from hf_parallel.cli.recipe_check import check_recipe, write
+    from hf_parallel.cli.recipe_file import load, names
 
     wrong = False
     for name in args.recipes or names():
@@ -104,8 +102,8 @@ def _check(args: argparse.Namespace) -> int:
 
 def _prove(recipe: Recipe) -> int:
     """Prove the layout on a small model of the recipe's kind and generated examples; returns prove's exit code."""
-    from hf_parallel.recipes.check import layout_to_prove
-    from hf_parallel.recipes.recipe import shipped_config
+    from hf_parallel.cli.recipe_check import layout_to_prove
+    from hf_parallel.cli.recipe_file import shipped_config
 
     layout = layout_to_prove(recipe)
     if layout.world_size == 1:
@@ -124,8 +122,8 @@ def _prove(recipe: Recipe) -> int:
 
 
 def _push(args: argparse.Namespace) -> int:
-    from hf_parallel.recipes import load
-    from hf_parallel.recipes.check import push
+    from hf_parallel.cli.recipe_check import push
+    from hf_parallel.cli.recipe_file import load
 
     repo, _, file = args.repo.partition(":")
     print(push(load(args.recipe), repo, file or HUB_FILE, args.private))
@@ -141,11 +139,11 @@ def run_recipe(
     launch: Callable[[list[str]], int],
     devices: Callable[[], int],
 ) -> int:
-    """`launch` with what the recipe adds, after saying what that is.
+    """Print what the recipe adds, and `launch` with it.
 
     Args:
-        parser: makes that of `launch`, whose place for the script is the recipe's here.
-        devices: how many GPUs this machine has.
+        parser: makes the parser of `launch`; the recipe stands in the place of its script.
+        devices: counts the GPUs of this machine.
     """
     if not argv or argv[0] in ("-h", "--help"):
         print(f"{_RUN}\n\n{__doc__}")
@@ -159,13 +157,12 @@ def run_recipe(
 
 
 def launch_words(argv: list[str], args: argparse.Namespace, devices: int) -> list[str]:
-    """The words of `hf-parallel launch` that a `recipe run` stands for.
+    """Return the words of `hf-parallel launch` that a `recipe run` stands for.
 
     Raises:
         SpecError: no such recipe or script, or more GPUs than this machine has.
     """
-    from hf_parallel.recipes import load
-    from hf_parallel.recipes.recipe import fill, given_options, options_of
+    from hf_parallel.cli.recipe_file import fill, given_options, load, options_of
 
     rest = list(args.training_script_args)
     if args.module:
@@ -177,14 +174,14 @@ def launch_words(argv: list[str], args: argparse.Namespace, devices: int) -> lis
         refuse(f"--{late[0]}", "is an option of the launcher", f"hf-parallel recipe run --{late[0]} … {found.name}")
     filled = fill(found, rest, options_of(target[-1], target[0] == "-m"), target[-1])
     layout_given = args.parallel or os.environ.get("HF_PARALLEL") or "parallel" in given_options(rest)
-    added = _of_the_launcher(found, args, bool(layout_given), devices)
+    added = _launch_options(found, args, bool(layout_given), devices)
     _say(found, added, filled)
     options = argv[: len(argv) - len(args.training_script_args) - 1]
     return [*added, *options, *target, *filled.words]
 
 
 def _script(found: Recipe, rest: list[str]) -> tuple[list[str], list[str]]:
-    """The script, as `launch` takes it, and what follows it: the user's, or the recipe's own."""
+    """Return the script, the user's or the recipe's own, as `launch` takes it, and the words behind it."""
     if rest[:1] == ["-m"] and len(rest) > 1:
         return rest[:2], rest[2:]
     if rest and not rest[0].startswith("-"):
@@ -194,8 +191,8 @@ def _script(found: Recipe, rest: list[str]) -> tuple[list[str], list[str]]:
     return ["-m", found.script], rest
 
 
-def _of_the_launcher(found: Recipe, args: argparse.Namespace, layout_given: bool, devices: int) -> list[str]:
-    """Processes, machines and layout, as far as the user left them open."""
+def _launch_options(found: Recipe, args: argparse.Namespace, layout_given: bool, devices: int) -> list[str]:
+    """Return the options for processes, machines and layout that the user left open."""
     machines, added = found.hardware, [] if layout_given else ["--parallel", found.layout.to_spec()]
     if args.num_processes is None and args.config_file is None:
         here = min(machines.gpus, machines.gpus_per_node)
@@ -209,7 +206,7 @@ def _of_the_launcher(found: Recipe, args: argparse.Namespace, layout_given: bool
 
 
 def _say(found: Recipe, added: list[str], filled: Filled) -> None:
-    """Which words are the recipe's, which the user's, and which the script does not know."""
+    """Print which words are the recipe's, which the user's, and which the script does not know."""
     pairs = [" ".join(added[at : at + 2]) for at in range(0, len(added), 2)]
     print(f"hf_parallel: {found.name} fills in {', '.join([*pairs, *filled.filled]) or 'nothing'}", file=sys.stderr)
     if filled.given:

@@ -14,7 +14,7 @@ from hf_parallel.ask.waiting import waiting
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `report`."""
+    """Add the options of `report`."""
     parser.description = "One HTML page about a training: speed, waits, memory, slow ranks, hangs, what to change."
     parser.add_argument("folder", metavar="OUTPUT_DIR", help="of a training under a layout")
     parser.add_argument("--out", metavar="FILE.html", help="default: OUTPUT_DIR/report.html")

@@ -1,4 +1,4 @@
-"""How a rank of several speaks, and how it ends: as Python does, up to the point where it takes itself apart.
+"""Output and end of a rank among several: it ends as Python does, up to the point where Python takes itself apart.
 
     threads are joined ─> exit callbacks, the last of which ends the process groups ─> open files ─> os._exit
 
@@ -21,7 +21,7 @@ import threading
 import warnings
 from typing import IO, Any, NoReturn
 
-#: Of a process whose output could not be written, as in plain Python.
+#: The exit status of a process whose output could not be written, as in plain Python.
 _UNWRITTEN = 120
 
 #: On ranks beside rank 0, whose warnings and bars are enough. What the user has set stays.
@@ -46,7 +46,7 @@ def be_quiet() -> None:
 
 
 def end_rank(code: object) -> NoReturn:
-    """The end of a script, by itself or by SystemExit with this code."""
+    """End a rank with its script, by itself or by SystemExit with this code."""
     status = exit_status(code)
     threading._shutdown()  # type: ignore[attr-defined]  # by this name Python itself calls it, before exit callbacks
     leave_now(status)
@@ -58,7 +58,7 @@ def leave_now(status: int) -> NoReturn:
 
 
 def leave_interrupted() -> NoReturn:
-    """As Python ends by Ctrl-C: killed by that signal, so that a shell sees it."""
+    """End as Python ends by Ctrl-C: killed by that signal, so that a shell sees it."""
     _finished(1)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     os.kill(os.getpid(), signal.SIGINT)
@@ -66,7 +66,7 @@ def leave_interrupted() -> NoReturn:
 
 
 def exit_status(code: object) -> int:
-    """What a process returns for the code of a SystemExit; text is printed, as Python prints it."""
+    """Return the exit status for the code of a SystemExit; text is printed, as Python prints it."""
     if code is None or isinstance(code, int):
         return (code or 0) & 0xFF
     print(code, file=sys.stderr)
@@ -93,7 +93,7 @@ def _files() -> list[IO]:
 
 
 def _close(files: list[IO]) -> None:
-    """What a script has left open is written when Python ends: text first, then what it is buffered in."""
+    """Write what a script has left open, as Python's end does: text first, then the buffer below it."""
     buffers = (io.BufferedWriter, io.BufferedRandom)
     for file in sorted(files, key=lambda file: isinstance(file, buffers) - isinstance(file, io.TextIOBase)):
         if isinstance(file, io.RawIOBase) or _is_standard(file):

@@ -20,7 +20,7 @@ from hf_parallel.ask.session import of_session
 from hf_parallel.ask.spec import refuse
 from hf_parallel.hooks import logits_read
 from hf_parallel.hooks.patching import Patch, Undo, apply, apply_when_imported, around, undo
-from hf_parallel.hooks.transformers import hub_files
+from hf_parallel.hooks.transformers import cached_files
 from hf_parallel.model.calls import by_name
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ def check_chosen() -> None:
 def _patches() -> list[Patch]:
     model = "transformers.modeling_utils:PreTrainedModel.from_pretrained"
     return [
-        Patch("transformers.utils.hub:cached_files", around(hub_files.cached_files), "waits for the Hub"),
+        Patch("transformers.utils.hub:cached_files", around(cached_files), "waits for the Hub"),
         Patch(model, around(_at_from_pretrained), "shows the model that a layout is chosen for"),
         Patch("transformers.trainer:Trainer.__init__", around(_at_trainer), "shows a model built in code"),
         Patch("accelerate.accelerator:Accelerator.prepare", around(_at_prepare), "shows a model of a loop"),

@@ -23,7 +23,6 @@ from hf_parallel.hooks import model_parts, own_loops, runtime
 from hf_parallel.hooks.patching import DECLARED, Patch, Undo, apply, apply_when_imported, undo
 from hf_parallel.hooks.peft.before import make_parallel_below
 from hf_parallel.hooks.trainer.joining import asked_by, refuse_joining
-from hf_parallel.hooks.transformers import masks
 from hf_parallel.ranks.mesh import ParallelMesh
 
 if TYPE_CHECKING:
@@ -74,7 +73,7 @@ def withdraw() -> None:
 
 def _install() -> None:
     """For peft now or after its import, in the midst of which the list of all patches could not be imported."""
-    rooms = {model_parts.__name__, masks.__name__, own_loops.__name__}
+    rooms = {model_parts.__name__, own_loops.__name__}
     undo_list = of_session(_InPlace).undo_list
     undo_list.extend(apply([patch for patch in DECLARED if patch.room in rooms]))
     packages = ["peft", "bitsandbytes"]

@@ -28,12 +28,12 @@ from hf_parallel.hooks.patching import patch
 from hf_parallel.hooks.report import say
 from hf_parallel.model.calls import CACHES
 from hf_parallel.model.experts import named_experts
+from hf_parallel.model.known_masks import what_is_known
 from hf_parallel.ranks.mesh import EXPERT_AXES, stored
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, TrainingArguments
     from transformers.modeling_layers import GradientCheckpointingLayer
-
 
 T = TypeVar("T")
 Index: TypeAlias = torch.Tensor | int | slice | tuple | None
@@ -276,3 +276,27 @@ def apply_liger_kernel(original: Callable, model: PreTrainedModel, kernel_config
         if state.is_first(FUSED):
             state.notes.append(f"use_liger_kernel: the layout's own loss, not Liger's: {reason}")
     place_kernels(base, functools.partial(original, model, told), "use_liger_kernel")
+
+
+# ---- Questions that transformers asks of a mask on the device, where a pipeline knows the answer for the whole batch
+
+
+@patch("transformers.masking_utils:_ignore_causal_mask_sdpa", "would wait for the device per micro-batch and stage")
+def ignore_causal_mask(original: Callable, padding_mask: torch.Tensor | None, *args: object, **kwargs: object) -> bool:
+    """Make a mask if the batch's hides something, also for sequences without padding; else make none.
+
+    Sequence parallelism pads sequences at their end, where no token of a causal model sees: that hides no more.
+    """
+    known = what_is_known()
+    if known is None or known.hides is None or padding_mask is None:
+        return original(padding_mask, *args, **kwargs)
+    return False if known.hides else original(None, *args, **kwargs)
+
+
+@patch(
+    "transformers.masking_utils:find_packed_sequence_indices", "would wait for the device per micro-batch and stage"
+)
+def find_packs(original: Callable, position_ids: torch.Tensor) -> torch.Tensor | None:
+    """Look for packed sequences unless the model has counted positions itself, which do not start again then."""
+    known = what_is_known()
+    return original(position_ids) if known is None or known.packs else None

@@ -16,10 +16,11 @@ from hf_parallel.hooks import (  # noqa: F401
     monitoring,
     own_loops,
     sentence_transformers,
+    transformers,
 )
 from hf_parallel.hooks.accelerate import accelerator, data, processes, save_state, shares  # noqa: F401
 from hf_parallel.hooks.patching import DECLARED, Patch
-from hf_parallel.hooks.peft import adapters, before, merging  # noqa: F401
+from hf_parallel.hooks.peft import adapters, before, placing  # noqa: F401
 from hf_parallel.hooks.trainer import (  # noqa: F401
     checkpoints,
     evaluation,
@@ -30,7 +31,6 @@ from hf_parallel.hooks.trainer import (  # noqa: F401
     token_budget,
     training,
 )
-from hf_parallel.hooks.transformers import box_counts, hub_files, masks, neftune  # noqa: F401
 from hf_parallel.hooks.trl import online, servers, trainers  # noqa: F401
 
 

@@ -1,1 +1,1 @@
-"""What a Hugging Face model is: read once, before anything is changed."""
+"""Reading a Hugging Face model, once, before anything is changed."""

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ParameterFacts:
-    """One parameter: all its full names (tied ones have several), its shape, and bytes per element."""
+    """A parameter: all its full names (tied ones have several), its shape, and bytes per element."""
 
     names: tuple[str, ...]
     shape: tuple[int, ...]
@@ -35,7 +35,7 @@ class ParameterFacts:
 
 @dataclass(frozen=True)
 class Anatomy:
-    """What a model is, read once, before anything is changed.
+    """The facts about a model, read once, before anything is changed.
 
     `flops_per_token`: of a training step, of the whole model. `facts`: what each axis that is on has read, by name.
     """
@@ -81,7 +81,7 @@ def read_anatomy(model: nn.Module) -> Anatomy:
 
 
 def _replaced_forward(model: nn.Module) -> str | None:
-    """A module whose object has a forward of its own, or a model whose class has one of Liger's, with its own loss."""
+    """Return a module whose object has its own forward, or a model whose class has Liger's, with its own loss."""
     if type(model).forward.__module__.startswith("liger_kernel."):
         return type(model).__name__
     return next((name for name, part in model.named_modules() if name and "forward" in vars(part)), None)
@@ -104,7 +104,7 @@ class Stack:
 
 
 def backbone_plan(backbone: nn.Module) -> Backbone | None:
-    """The published pipeline plan of a backbone, else the known one, else None."""
+    """Return the published pipeline plan of a backbone, else the known one, else None."""
     plan = list(getattr(getattr(backbone, "config", None), "base_model_pp_plan", None) or {})
     known = BACKBONES.get(type(backbone).__name__)
     lists = [name for name in plan if isinstance(getattr(backbone, name, None), nn.ModuleList)]
@@ -116,7 +116,7 @@ def backbone_plan(backbone: nn.Module) -> Backbone | None:
 
 
 def text_part(model: PreTrainedModel) -> PreTrainedModel:
-    """The part that reads tokens: of a vision-language model its language model, else the whole backbone."""
+    """Return the part that reads tokens: of a vision-language model its language model, else the whole backbone."""
     backbone = getattr(model, "base_model", model)
     config = getattr(model, "config", None)
     is_composite = any(getattr(config, name, None) is not None for name in ("vision_config", "audio_config"))
@@ -124,7 +124,7 @@ def text_part(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def stacks(model: nn.Module) -> list[Stack]:
-    """The stacks of layers of the text part: one, or two of an encoder-decoder model."""
+    """Return the stacks of layers of the text part: one, or two of an encoder-decoder model."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     part = text_part(model)
@@ -143,14 +143,14 @@ def stacks(model: nn.Module) -> list[Stack]:
 
 
 def token_readers(model: nn.Module) -> list[nn.Module]:
-    """The modules that take token ids (or their embeddings) and run a stack: a backbone, or encoder and decoder."""
+    """Return the modules that take tokens (ids or embeddings) and run a stack: a backbone, or encoder and decoder."""
     part = text_part(model)
     readers = [reader_of(part, stack) for stack in stacks(model)]
     return list({id(reader): reader for reader in readers if reader is not None}.values())
 
 
 def reader_of(part: nn.Module, stack: Stack) -> Any:
-    """The innermost module around a stack of `part` that takes tokens, or None."""
+    """Return the innermost module around a stack of `part` that takes tokens, or None."""
     name = stack.name
     while name and not _takes_tokens(part.get_submodule(name)):
         name = name.rpartition(".")[0]
@@ -163,23 +163,23 @@ def _takes_tokens(module: nn.Module) -> bool:
 
 
 def _norm_after(owner: nn.Module, plan: Backbone) -> nn.Module | None:
-    """The norm right after the layers; some checkpoints of a family have none."""
+    """Return the norm right after the layers; some checkpoints of a family have none."""
     module = getattr(owner, plan.after[0], None) if plan.after else None
     return module if isinstance(module, nn.Module) and is_norm(module) else None
 
 
 def is_norm(module: nn.Module) -> bool:
-    """LayerNorm, RMSNorm and all models' own versions."""
+    """Return whether a module is LayerNorm, RMSNorm or a model's own version."""
     return "norm" in type(module).__name__.lower()
 
 
 def owns_parameters(module: nn.Module) -> bool:
-    """Has it parameters outside the modules in it?"""
+    """Return whether a module has parameters outside the modules in it."""
     return next(module.parameters(recurse=False), None) is not None
 
 
 def text_config(model: PreTrainedModel) -> PretrainedConfig:
-    """The config that describes the text part, or that of a model of images alone, such as CLIP's with a head."""
+    """Return the config of the text part, or of a model of images alone, such as CLIP's with a head."""
     config = model.config
     if text_part(model) is model:  # nothing inside that names itself the base: the config may be of more than is there
         config = next((child.config for child in model.children() if hasattr(child, "config")), config)
@@ -187,7 +187,7 @@ def text_config(model: PreTrainedModel) -> PretrainedConfig:
 
 
 def attention_heads(model: nn.Module) -> tuple[int, int] | None:
-    """Number of query heads and of key/value heads, or None for a model without attention."""
+    """Return the number of query heads and of key/value heads, or None for a model without attention."""
     config = text_config(model)
     heads = getattr(config, "num_attention_heads", None)
     if not isinstance(heads, int):
@@ -199,13 +199,13 @@ def attention_heads(model: nn.Module) -> tuple[int, int] | None:
 
 
 def head_width(config: PretrainedConfig) -> int | None:
-    """`head_dim` of a config, where layers differ (Gemma 4) the widest; None if it has none."""
+    """Return `head_dim` of a config, where layers differ (Gemma 4) the widest; None if it has none."""
     layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
     return max((getattr(layer, "head_dim", None) or 0 for layer in layers), default=0) or None
 
 
 def input_embedding(model: PreTrainedModel) -> nn.Module | None:
-    """What the model names as its input embedding, or None: some that read images name none, not even None."""
+    """Return the model's input embedding, or None: some models that read images name none, not even None."""
     try:
         return model.get_input_embeddings()
     except (NotImplementedError, AttributeError):
@@ -213,7 +213,7 @@ def input_embedding(model: PreTrainedModel) -> nn.Module | None:
 
 
 def tied_to_embedding(model: nn.Module) -> list[str]:
-    """Full names of all token embeddings: the one the model names, and those that share its weight."""
+    """Return the full names of all token embeddings: the one the model names, and those that share its weight."""
     embedding = input_embedding(model)
     if not isinstance(embedding, nn.Embedding):
         return []
@@ -226,7 +226,7 @@ def tied_to_embedding(model: nn.Module) -> list[str]:
 
 
 def has_tied_embedding(model: PreTrainedModel) -> bool:
-    """Do the embedding and the head share their weight?"""
+    """Return whether the embedding and the head share their weight."""
     embedding, head = input_embedding(model), model.get_output_embeddings()
     weight, head_weight = getattr(embedding, "weight", None), getattr(head, "weight", None)
     if weight is None or head_weight is None:
@@ -239,13 +239,13 @@ def has_tied_embedding(model: PreTrainedModel) -> bool:
 
 
 def backbone_of(model: nn.Module) -> Any:
-    """The part that embeds tokens and runs the layers; the head is outside."""
+    """Return the part that embeds tokens and runs the layers; the head is outside."""
     readers = token_readers(model)
     return readers[0] if len(readers) == 1 and readers[0] is not model else None
 
 
 def transformer_blocks(model: nn.Module) -> list[nn.Module]:
-    """The repeated layers, which FSDP2 gathers one at a time: inner lists first."""
+    """Return the repeated layers, which FSDP2 gathers one at a time: inner lists first."""
     names = set(getattr(model, "_no_split_modules", None) or ())
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) > 1]
     lists = [blocks for blocks in lists if not any(isinstance(block, nn.ModuleList) for block in blocks)]
@@ -260,7 +260,7 @@ def _parameter_count(modules: Iterable[nn.Module]) -> int:
 
 
 def loss_sums_over_tokens(model: nn.Module) -> bool:
-    """Is the model's loss a token sum divided by `num_items_in_batch`? Then micro-batch losses add up exactly."""
+    """Return whether the loss is a token sum divided by `num_items_in_batch`, so that micro-batch losses add up."""
     from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
     if hasattr(model, "_loss_function") or getattr(getattr(model, "config", None), "is_encoder_decoder", True):
@@ -271,7 +271,7 @@ def loss_sums_over_tokens(model: nn.Module) -> bool:
 
 
 def reads_item_count(model: nn.Module) -> bool:
-    """Does the model hand `num_items_in_batch`, among its other keywords, to its loss? BERT's heads do not.
+    """Return whether the model hands `num_items_in_batch` to its loss. BERT's heads do not.
 
     A loss may still not read it, as that of CTC: what a causal one does is known, of others it is seen (`means`).
     Where its forward cannot be rehearsed it counts as one that does not: the way that is exact for any loss.
@@ -280,7 +280,7 @@ def reads_item_count(model: nn.Module) -> bool:
 
 
 def flops_per_token(model: nn.Module) -> float:
-    """Training FLOPs per token as Trainer counts them: six per parameter, embeddings and tied copies left out."""
+    """Return training FLOPs per token as Trainer counts them: six per parameter but embeddings and tied copies."""
     left_out = set(getattr(model, "all_tied_weights_keys", None) or ())  # on the meta device tied by name only
     left_out |= {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
     return 6.0 * sum(parameter.numel() for name, parameter in model.named_parameters() if name not in left_out)
@@ -302,16 +302,16 @@ class StoredOrder:
     rows: torch.Tensor
 
     def to_stored(self, own: torch.Tensor) -> torch.Tensor:
-        """The model's own tensor in stored order."""
+        """Put the model's own tensor into stored order."""
         return own.index_select(self.dim, self.rows.to(own.device))
 
     def to_own(self, stored: torch.Tensor) -> torch.Tensor:
-        """The inverse of `to_stored`: what the Hub, the optimizer's checkpoints and people expect."""
+        """Undo `to_stored`: the Hub, the optimizer's checkpoints and people expect the model's own order."""
         return stored.index_select(self.dim, self.rows.argsort().to(stored.device))
 
 
 def packed_order(segments: list[int], tp_size: int, dim: int) -> StoredOrder:
-    """The stored order of consecutive segments of these sizes, each cut into `tp_size` equal parts.
+    """Return the stored order of consecutive segments of these sizes, each cut into `tp_size` equal parts.
 
     Raises:
         ValueError: a segment does not divide.
@@ -328,7 +328,7 @@ def packed_order(segments: list[int], tp_size: int, dim: int) -> StoredOrder:
 
 
 def stored_order(model: nn.Module, key: str) -> StoredOrder | None:
-    """The order in which the tensor of this full name is stored, or None if it is the model's own."""
+    """Return the order in which the tensor of this full name is stored, or None if it is the model's own."""
     owner, _, name = key.rpartition(".")
     return getattr(model.get_submodule(owner), "stored_orders", {}).get(name)
 
@@ -340,7 +340,7 @@ _WORKS = "a folder with a config.json works, or that file"
 
 
 def read_config(source: str, others: str | None = None) -> PretrainedConfig:
-    """The config of a folder, a config.json or a Hub id.
+    """Return the config of a folder, a config.json or a Hub id.
 
     Args:
         others: what else the caller takes.
@@ -360,7 +360,7 @@ def read_config(source: str, others: str | None = None) -> PretrainedConfig:
 
 
 def build_on_meta(config: PretrainedConfig) -> PreTrainedModel:
-    """The model of a config on the meta device: of the class it names, else of the one that fits its kind.
+    """Build the model of a config on the meta device: of the class it names, else of the one that fits its kind.
 
     Raises:
         SpecError: Transformers has no model for it.
@@ -394,3 +394,47 @@ def all_on_meta(model: PreTrainedModel) -> PreTrainedModel:
                 moved[parameter] = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
             module._parameters[name] = moved[parameter]
     return model
+
+
+# ---- Modules that draw random numbers while they train: dropout, and noise on what routers read ---------------------
+
+
+#: The number of times that layers which draw have come into a model.
+_changes = [0]
+#: Numbers above zero by such names say how much a module drops, or how large its noise is.
+_NAMES = ("drop", "jitter", "noise")
+#: NEFTune's noise is none of these: it is drawn for whole examples, by the same numbers on all ranks.
+_DRAWN_TOGETHER = "neftune_noise_alpha"
+
+
+class Draws:
+    """A question whether a module draws random numbers in training: answered once, and again after layers came in."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self._known: tuple[int, bool] | None = None
+
+    def __bool__(self) -> bool:
+        if not self.module.training:
+            return False
+        if self._known is None or self._known[0] != _changes[0]:
+            self._known = _changes[0], draws_random_numbers(self.module)
+        return self._known[1]
+
+
+def look_again() -> None:
+    """Let every `Draws` look again, because layers that draw have come into a model."""
+    _changes[0] += 1
+
+
+def draws_random_numbers(module: nn.Module) -> bool:
+    """Return whether a dropout probability or noise size in the module is above zero, in a Dropout or as a number."""
+    for child in module.modules():
+        if isinstance(child, nn.Dropout) and child.p > 0:
+            return True
+        for key, value in vars(child).items():
+            if key == _DRAWN_TOGETHER or not isinstance(value, float) or value <= 0:
+                continue
+            if any(name in key for name in _NAMES):
+                return True
+    return False

@@ -1,4 +1,4 @@
-"""What a forward is called with: its arguments by name, the tokens among them, and which of them a rank holds."""
+"""Calls of a forward: the arguments by name, the tokens among them, and the part of them that a rank holds."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Batch = dict[str, Any]
 
 
 def arguments_of(names: Iterable[str], args: tuple, kwargs: dict, owner: object) -> dict:
-    """The arguments of a call of the owner's forward; the owner leads where accelerate rebinds what it wraps."""
+    """Return the arguments of a call of the owner's forward, which accelerate may lead with the owner."""
     args = args[1:] if args and args[0] is owner else args
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
@@ -39,7 +39,7 @@ def has_cache(batch: Mapping) -> bool:
 
 
 def tokens_of(batch: Mapping) -> torch.Tensor:
-    """What a backbone reads: [rows, length] or [rows, length, width]."""
+    """Return the tokens that a backbone reads: [sequences, length] or [sequences, length, width]."""
     found = next((batch[key] for key in ("input_ids", "inputs_embeds") if batch.get(key) is not None), None)
     if found is None:
         raise ValueError("hf_parallel: a model needs input_ids or inputs_embeds in the batch")
@@ -48,7 +48,7 @@ def tokens_of(batch: Mapping) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class HeldTokens:
-    """Which tokens of a script's batch a rank computes with.
+    """The part of a script's tokens that a rank computes with.
 
     Attributes:
         shape: rows and length of the script's batch.
@@ -63,13 +63,13 @@ _held: ContextVar[HeldTokens | None] = ContextVar("held_tokens", default=None)
 
 
 def held_tokens() -> HeldTokens | None:
-    """The tokens of the backbone that runs now; None where it reads the script's batch as it is."""
+    """Return the tokens of the backbone that runs now; None where it reads the script's batch as it is."""
     return _held.get()
 
 
 @contextlib.contextmanager
 def holding(shape: tuple[int, int], part: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
-    """In here a backbone reads `part` of tokens [rows, length], which may themselves be a part of a batch."""
+    """Let a backbone read `part` of tokens [sequences, length], which may themselves be a part of a batch."""
     around = _held.get()
     held = HeldTokens(shape, part) if around is None else HeldTokens(around.shape, lambda x: part(around.part(x)))
     token = _held.set(held)
@@ -79,11 +79,11 @@ def holding(shape: tuple[int, int], part: Callable[[torch.Tensor], torch.Tensor]
         _held.reset(token)
 
 
-# ---- What transformers' causal loss compares logits with, and over how many it takes the mean -----------------------
+# ---- The targets of transformers' causal loss, and the count over which it takes the mean ---------------------------
 
 
 def targets_of(labels: torch.Tensor | None, shift_labels: torch.Tensor | None, ignore_index: int) -> torch.Tensor:
-    """The token that each one is to predict [b, s]: the next one's label, unless they are given shifted already."""
+    """Return the target of each token [b, s]: the next one's label, unless they are given shifted already."""
     if shift_labels is not None:
         return shift_labels
     assert labels is not None
@@ -91,7 +91,7 @@ def targets_of(labels: torch.Tensor | None, shift_labels: torch.Tensor | None, i
 
 
 def item_count(targets: torch.Tensor, given: torch.Tensor | int | None, ignore_index: int) -> torch.Tensor | int:
-    """`num_items_in_batch` as it is given, on the targets' device, or else how many of the targets count."""
+    """Return `num_items_in_batch` as given, on the targets' device, or else how many of the targets count."""
     if given is None:
         return (targets != ignore_index).sum()
     return given.to(targets.device) if torch.is_tensor(given) else given
@@ -107,7 +107,7 @@ _unread = False
 
 @contextlib.contextmanager
 def unread_logits(unread: bool = True) -> Iterator[None]:
-    """In here models are called for their loss alone, or not."""
+    """Note inside the `with` whether models are called for their loss alone."""
     global _unread
     former, _unread = _unread, unread
     try:
@@ -117,7 +117,7 @@ def unread_logits(unread: bool = True) -> Iterator[None]:
 
 
 def logits_are_unread() -> bool:
-    """Does nobody read what the call in progress returns beside its loss?"""
+    """Return whether nobody reads what the call in progress returns beside its loss."""
     return _unread
 
 
@@ -135,7 +135,7 @@ _OPERATIONS = (
 
 
 class StandIn:
-    """Whatever is done with it, another one comes out; it is false, empty, and has the attributes it is given."""
+    """A stand-in: any operation on it gives another one; it is false, empty, and has the attributes it is given."""
 
     _left: list[int]
 
@@ -183,7 +183,7 @@ class _Reached(Exception):
 
 
 def keywords_of_loss(model: nn.Module, **given: object) -> set[str]:
-    """The keywords with which a model's forward calls `self.loss_function` if it is given labels and these."""
+    """Return the keywords of a forward's call of `self.loss_function` if it is given labels and these."""
     found: set[str] = set()
 
     def loss_function(*args: object, **kwargs: object) -> None:
@@ -203,11 +203,11 @@ def keywords_of_loss(model: nn.Module, **given: object) -> set[str]:
     return found
 
 
-# ---- What a call was given, whether by name or by position ----------------------------------------------------------
+# ---- The arguments of a call, whether given by name or by position --------------------------------------------------
 
 
 def by_name(function: Callable | inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call by the names that the function, or its signature, gives them; without defaults."""
+    """Return the arguments of a call by the names in the function's signature; without defaults."""
     return {**dict(zip(_signature(function).parameters, args, strict=False)), **kwargs}
 
 
@@ -217,5 +217,5 @@ def _signature(function: Callable | inspect.Signature) -> inspect.Signature:
     return _known(function) if isinstance(function, types.FunctionType) else inspect.signature(function)
 
 
-#: Of functions alone: a method that is remembered would keep its model.
+#: For functions alone: a method that is remembered would keep its model.
 _known = functools.cache(inspect.signature)

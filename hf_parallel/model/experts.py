@@ -44,17 +44,17 @@ class ExpertFacts:
 
 
 def is_experts(module: object) -> bool:
-    """Does this module hold experts side by side?"""
+    """Return whether a module holds experts side by side."""
     return type(module).__name__ in DENSE or all(hasattr(module, trait) for trait in _TRAITS)
 
 
 def named_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The modules that hold experts, by full name."""
+    """Yield the modules that hold experts, by full name."""
     return ((name, module) for name, module in model.named_modules() if is_experts(module))
 
 
 def expert_facts(module: nn.Module) -> ExpertFacts:
-    """What is known of a module that holds experts."""
+    """Return the facts about a module that holds experts."""
     kind = type(module).__name__
     dense = kind in DENSE
     transposed = dense or module.is_transposed
@@ -84,19 +84,19 @@ _COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
 
 
 def has_known_balance(model: PreTrainedModel) -> bool:
-    """Has the model the auxiliary loss of nearly all in transformers, and a coefficient for it?"""
+    """Return whether a model has the auxiliary loss of nearly all in transformers, and a coefficient for it."""
     function = getattr(sys.modules.get(type(model).__module__), _FUNCTION, None)
     known = function is not None and list(inspect.signature(function).parameters) == _PARAMETERS
     return known and balance_coefficient(model) is not None and experts_per_token(model) is not None
 
 
 def balance_coefficient(model: PreTrainedModel) -> float | None:
-    """What its auxiliary loss counts in its loss."""
+    """Return the weight of the auxiliary loss in the model's loss."""
     return _setting(model, _COEFFICIENTS)
 
 
 def experts_per_token(model: PreTrainedModel) -> Any:
-    """How many experts a token has."""
+    """Return how many experts a token has."""
     return _setting(model, ("num_experts_per_tok",))
 
 
@@ -107,7 +107,7 @@ def _setting(model: Any, names: tuple[str, ...]) -> Any:
 
 
 def named_routers(model: nn.Module) -> Iterator[tuple[str, nn.Module, int]]:
-    """What a model records as its router logits: full name and module, and which of its outputs they are."""
+    """Yield the modules whose outputs are router logits: full name, module, and the place among its outputs."""
     recorders, modules = _recorders(model), dict(model.named_modules())
     for name, module in modules.items():
         for recorder in recorders:

@@ -1,4 +1,4 @@
-"""What is declared about kinds of models, as read in their sources: what no structure and no config shows.
+"""Declarations about kinds of models, as read in their sources: no structure and no config shows them.
 
 The order in which modules are registered does not prove the order in which they run, and a shape does not say how one
 weight holds several.
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Backbone:
-    """What a decoder runs, in order: names relative to the backbone. `tuples`: its layers return tuples."""
+    """The parts of a decoder in running order: names relative to the backbone. `tuples`: its layers return tuples."""
 
     before: tuple[str, ...]
     layers: str
@@ -61,7 +61,7 @@ BACKBONES = {
 }
 
 
-#: How one weight holds several, as read in the forward of these classes.
+#: Weights that hold several, and in which way, as read in the forward of these classes.
 PACKED = {
     "Phi3Attention.qkv_proj": "packed_qkv",
     "Phi3MLP.gate_up_proj": "packed_halves",
@@ -104,7 +104,7 @@ HEAD_WIDTHS = {
     "VitsAttention": "embed_dim",
     "XGLMAttention": "embed_dim",
 }
-#: What works on all heads or columns at once in a way of its own, as read in the forward of these classes.
+#: Classes that work on all heads or columns at once in a way of their own, as read in their forward.
 UNSPLITTABLE = {
     "BigBirdAttention": "changes its class with the length of the rows",
     "BigBirdPegasusEncoderAttention": "changes its class with the length of the rows",

@@ -1,4 +1,4 @@
-"""What is known of a batch's padding while its parts run: transformers would ask the device for each part.
+"""Facts about a batch's padding while its parts run: transformers would ask the device for each part.
 
 A pipeline calls the backbone per micro-batch and stage, and each call would wait for the device to say whether the
 mask hides anything, or whether positions start again. The batch is asked once.
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class KnownMask:
-    """Of the batch in progress.
+    """The facts about the batch in progress.
 
     Attributes:
         length: of its rows; a mask of another length, such as a padded one, is not known.
@@ -43,7 +43,7 @@ _known: KnownMask | None = None
 
 @contextlib.contextmanager
 def known_mask(batch: Mapping[str, object], tokens: torch.Tensor) -> Iterator[None]:
-    """In here parts of this batch run, and no other. Waits once for its mask."""
+    """Let only parts of this batch run inside the `with`. Waits once for its mask."""
     mask = batch.get("attention_mask")
     hides = not bool(mask.all()) if isinstance(mask, torch.Tensor) and mask.dim() == 2 else None
     with knowing(KnownMask(tokens.shape[1], hides, batch.get("position_ids") is not None)):
@@ -52,7 +52,7 @@ def known_mask(batch: Mapping[str, object], tokens: torch.Tensor) -> Iterator[No
 
 @contextlib.contextmanager
 def knowing(known: KnownMask | None) -> Iterator[None]:
-    """In here parts of the batch run of which this is known."""
+    """Let parts of a batch run inside the `with` about which this is known."""
     global _known
     former, _known = _known, known
     try:
@@ -62,14 +62,14 @@ def knowing(known: KnownMask | None) -> Iterator[None]:
 
 
 def hides_nothing(mask: torch.Tensor) -> bool:
-    """Does this mask [rows, length] hide no token? Waits for the device unless the batch in progress is known."""
+    """Return whether this mask [sequences, length] hides no token. Waits for the device unless the batch is known."""
     if _known is None or _known.hides is None or mask.shape[-1] != _known.length:
         return bool(mask.all())
     return not _known.hides
 
 
 def what_is_known() -> KnownMask | None:
-    """None: nothing."""
+    """Return the facts about the batch in progress; None: nothing is known."""
     return _known
 
 
@@ -130,7 +130,7 @@ def _predicts_spans(batch: Mapping) -> bool:
 
 
 def _has_targets(batch: Mapping, seeing: bool, blind: bool, causal: bool, shifts: bool) -> bool:
-    """Is a label predicted at a masked token that sees others (`seeing`), or at one that sees none (`blind`)?"""
+    """Return whether a label is predicted at a masked token that sees others (`seeing`), or none (`blind`)."""
     mask, labels, shifted = (batch.get(key) for key in ("attention_mask", "labels", "shift_labels"))
     given = labels if shifted is None else shifted
     if not torch.is_tensor(mask) or mask.dim() != 2:

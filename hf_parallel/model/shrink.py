@@ -7,12 +7,13 @@ the same kinds of layers, positions, masks and losses.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from hf_parallel.ask.spec import first_line, refuse
+from hf_parallel.model.anatomy import token_readers
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -115,7 +116,7 @@ ONE_RANK = Layout()
 
 
 def small_sizes(config: PretrainedConfig, keep: Sequence[str] = (), layout: Layout = ONE_RANK) -> dict[str, Any]:
-    """What changes in a config, by name, for a tiny model of the same kind; sizes named in `keep` stay."""
+    """Return the changes to a config for a tiny model of the same kind, by name; sizes named in `keep` stay."""
     as_dict = config.to_dict()
     changes: dict[str, Any] = {}
     layers = next((as_dict[key] for key in ("num_hidden_layers", "n_layer", "n_layers") if as_dict.get(key)), 0)
@@ -159,7 +160,7 @@ def small_sizes(config: PretrainedConfig, keep: Sequence[str] = (), layout: Layo
 
 
 def _small_count(layers: int, stages: int) -> int:
-    """Four layers, or what fills all stages; one more where the large model's do not divide either."""
+    """Return four layers, or what fills all stages; one more where the large model's do not divide either."""
     if layers <= 4 or stages == 1:
         return min(layers, 4)
     return min(layers, stages * -(-4 // stages) + bool(layers % stages))
@@ -171,7 +172,7 @@ _KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
 
 
 def _fitted(as_dict: dict[str, Any], changes: dict[str, Any], layout: Layout, layers: int) -> dict[str, Any]:
-    """The small sizes with as many layers and heads as a layout can cut, where it can cut the large model's."""
+    """Return the small sizes with as many layers and heads as a layout can cut, where it can cut the large model's."""
     if layout == ONE_RANK:
         return changes
     fitted = {key: layers if re.fullmatch(_LAYERS, key) else value for key, value in changes.items()}
@@ -197,13 +198,13 @@ def _fitted(as_dict: dict[str, Any], changes: dict[str, Any], layout: Layout, la
 
 
 def _is_width(key: str) -> bool:
-    """Does this size grow with the number of heads?"""
+    """Return whether this size grows with the number of heads."""
     rules = [small for pattern, small in RULES if re.fullmatch(pattern, key)]
     return bool(rules) and rules[0] in (64, 128) and not re.fullmatch(r".*(position|length|ctx|seq_len|expert).*", key)
 
 
 def small_values(config: PretrainedConfig, keep: Sequence[str] = (), layout: Layout = ONE_RANK) -> dict[str, Any]:
-    """All values of a tiny model's config: those that differ from the class's own, and the small sizes."""
+    """Return all values of a tiny model's config: those that differ from the class's own, and the small sizes."""
     own = {key: value for key, value in config.to_diff_dict().items() if key not in _OF_FILES}
     if getattr(config, "kv_lora_rank", None):
         own.pop("head_dim", None)  # follows from the others
@@ -222,7 +223,7 @@ def _small(rules: tuple, key: str, value: Any) -> Any:
 
 
 def build_random(cls: Any, config: PretrainedConfig, seed: int = 7) -> Any:
-    """The model of a class with weights drawn under a seed. Biases and norms get noise, or their order would not show.
+    """Build a model with weights drawn under a seed. Biases and norms get noise, or their order would not show.
 
     The random numbers of the caller on the host stay as they are.
     """
@@ -237,7 +238,7 @@ def build_random(cls: Any, config: PretrainedConfig, seed: int = 7) -> Any:
 
 
 def small_copy(model: PreTrainedModel, keep: Sequence[str] = ()) -> PreTrainedModel:
-    """A tiny model in fp32 on the host, of the class and the kind of `model`, which is not touched.
+    """Return a tiny model in fp32 on the host, of the class and the kind of `model`, which is not touched.
 
     Args:
         model: in any layout; only its class and config are read.
@@ -266,7 +267,88 @@ def small_copy(model: PreTrainedModel, keep: Sequence[str] = ()) -> PreTrainedMo
 
 
 def plain_class(model: PreTrainedModel) -> type[PreTrainedModel]:
-    """The class that a model had before FSDP2 put one of its own in front of it."""
+    """Return the class that a model had before FSDP2 put one of its own in front of it."""
     from torch.distributed.fsdp import FSDPModule
 
     return next(cls for cls in type(model).__mro__ if not issubclass(cls, FSDPModule))
+
+
+# ---- Do the outputs of a model stay the same when short documents are joined to one sequence? Tried on a small copy
+# A forward that takes position_ids says nothing: models let states, convolutions or an attention of their own run on
+# from one document into the next, count positions from the beginning of the sequence, or look both ways.
+
+
+#: Longer than the windows, chunks and convolutions of a small copy, in fewer tokens than its positions.
+LENGTHS = (19, 11, 13)
+#: Relative to the largest output: sums in another order are off by 1e-6, another position or document by 1e-1.
+TOLERANCE = 1e-3
+#: The tolerance where flash attention wants 16 bits.
+TOLERANCE_16_BITS = 5e-2
+
+
+def why_not_told_apart(copy: PreTrainedModel) -> str | None:
+    """Return why this small model trains on other numbers when its documents are joined, or None if it does not.
+
+    Compared are the logits of each token, and the loss with the first label of each document left out.
+    """
+    copy = copy.eval()
+    name, tolerance = type(copy).__name__, TOLERANCE if copy.dtype == torch.float32 else TOLERANCE_16_BITS
+    try:
+        documents = _documents(copy)
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            apart = [_outputs(copy, document) for document in documents]
+            together = _outputs(copy, torch.cat(documents, 1), torch.cat(list(_positions(documents)), 1))
+    except Exception as error:
+        return f"{name} cannot be tried on joined examples ({type(error).__name__}: {first_line(error)})"
+    alone = torch.cat([logits for logits, _ in apart], 1)
+    if together[0].shape != alone.shape or not _same(together[0], alone, tolerance):
+        return f"{name} cannot tell examples of one row apart: its outputs for two of them are not those of each alone"
+    targets = [length - 1 for length in LENGTHS]
+    mean = torch.stack([loss * count for (_, loss), count in zip(apart, targets, strict=True)]).sum() / sum(targets)
+    if not _same(together[1], mean, tolerance):
+        return f"the loss of {name} is not a mean over each token's next one, which joined examples need"
+    return None
+
+
+def reads_former_document(copy: PreTrainedModel) -> bool:
+    """Return whether outputs of a document depend on another before it in the sequence, where positions begin anew.
+
+    Models that do not give `position_ids` to transformers' mask functions, such as gpt-oss, read it with any kernel
+    but flash attention.
+    """
+    backbone = token_readers(copy.eval())[0]
+    first, second, _ = _documents(copy)
+    positions = torch.cat(list(_positions((first, second))), 1)
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        rows = (torch.cat((before, second), 1) for before in (first, first.flip(1)))
+        hidden = (backbone(input_ids=row, position_ids=positions).last_hidden_state for row in rows)
+        one, other = (states[:, first.shape[1] :] for states in hidden)
+    return not _same(one, other, TOLERANCE)
+
+
+def _documents(copy: PreTrainedModel) -> list[torch.Tensor]:
+    generator, device = torch.Generator().manual_seed(5), next(copy.parameters()).device
+    highest = min(VOCABULARY, copy.get_input_embeddings().weight.shape[0]) - 8
+    return [torch.randint(5, highest, (1, length), generator=generator).to(device) for length in LENGTHS]
+
+
+def _same(one: torch.Tensor, other: torch.Tensor, tolerance: float) -> bool:
+    return bool((one - other).abs().max() <= tolerance * other.abs().max())
+
+
+def _positions(documents: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+    return (torch.arange(document.shape[1], device=document.device)[None] for document in documents)
+
+
+def _outputs(
+    model: PreTrainedModel, tokens: torch.Tensor, positions: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return logits and loss of one sequence."""
+    labels, given = tokens.clone(), {}
+    if positions is not None:
+        labels[positions == 0] = -100
+        given["position_ids"] = positions
+    else:
+        given["attention_mask"] = torch.ones_like(tokens)
+    outputs: Any = model(input_ids=tokens, labels=labels, **given)
+    return outputs.logits.float(), outputs.loss.float()

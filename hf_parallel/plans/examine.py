@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-# ---- What was found about a model and a spec, and how it reads ------------------------------------------------------
+# ---- The findings about a model and a spec, and how they read -------------------------------------------------------
 
 
 _ORIGINS = {"plan": "model's plan", "inferred": "structure", "known": "known kind"}
@@ -162,7 +162,7 @@ def examine(model: nn.Module, config: ParallelConfig, processes: int | None = No
 
 
 def report_of(plan: Plan) -> Report:
-    """A plan for people and programs."""
+    """Describe a plan for people and programs."""
     anatomy, config = plan.anatomy, plan.config
     report = Report(anatomy.name, str(anatomy.dtype).removeprefix("torch."), config.sizes)
     report.notes, report.problems = list(plan.notes), list(plan.problems)

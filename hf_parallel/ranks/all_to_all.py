@@ -157,7 +157,7 @@ def all_to_all(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def scale_gradient(tensor: torch.Tensor, factor: float) -> torch.Tensor:
-    """The tensor itself, whose gradient is multiplied by `factor`."""
+    """Return the tensor itself, with a gradient that is multiplied by `factor`."""
     return tensor if factor == 1 else _ScaleGradient.apply(tensor, factor)
 
 
@@ -193,7 +193,7 @@ def packed_bytes(count: int, kind: str) -> int:
 
 
 def pack(rows: torch.Tensor, kind: str) -> torch.Tensor:
-    """Each row in fewer bits: (rows, n) floats -> (rows, packed_bytes(n)) bytes."""
+    """Pack each row in fewer bits: (rows, n) floats -> (rows, packed_bytes(n)) bytes."""
     count = rows.shape[1]
     blocks = pad(rows.float(), (0, -count % BLOCK)).view(len(rows), -1, BLOCK)
     scales = (blocks.abs().amax(2) / _LARGEST[kind]).to(_SCALE)
@@ -203,7 +203,7 @@ def pack(rows: torch.Tensor, kind: str) -> torch.Tensor:
 
 
 def unpack(packed: torch.Tensor, count: int, kind: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """The numbers of each row: (rows, packed_bytes(count)) bytes -> (rows, count) in `dtype`.
+    """Return the numbers of each row: (rows, packed_bytes(count)) bytes -> (rows, count) in `dtype`.
 
     A code and a scale have 8 bits each, so 16-bit floats hold them exactly and their product is rounded once.
     """
@@ -238,7 +238,7 @@ def _from_codes(codes: torch.Tensor, kind: str, dtype: torch.dtype) -> torch.Ten
 def reduce_scatter(
     parts: torch.Tensor, group: dist.ProcessGroup, kind: str, error: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The sum over the group of what each rank has for this one: (ranks, n) -> (n,), sent once and in fewer bits.
+    """Sum over the group what each rank has for this one: (ranks, n) -> (n,), sent once and in fewer bits.
 
     Args:
         error: what earlier calls have lost in packing; sent with these parts, and updated (error feedback,

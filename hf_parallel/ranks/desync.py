@@ -40,7 +40,7 @@ PATIENCE_S, SPEAK_S = 3.0, 15.0
 LOOK_S, STILL_S = 1.0, 3.0
 #: Seconds for which all ranks stand still until they are told apart.
 DEADLOCK_S = 15.0
-#: What a waiting process uses of a processor, and for every process group beside that: gloo looks 100 times a second.
+#: The share of a processor that a waiting process uses, and per process group: gloo looks 100 times a second.
 IDLE, IDLE_PER_GROUP = 0.01, 0.004
 #: Seconds for which all processes are idle, wherever they are, until a line says where.
 QUIET_S = 40.0

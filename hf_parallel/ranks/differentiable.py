@@ -362,7 +362,7 @@ def _with_last_dims_of_all(tensor: torch.Tensor, group: dist.ProcessGroup) -> to
     return torch.ops.aten._unsafe_view(joined, joined.shape)
 
 
-# ---- What autograd hands to both passes of a `torch.autograd.Function` ----------------------------------------------
+# ---- The context that autograd hands to both passes of a `torch.autograd.Function` ----------------------------------
 
 
 class Context(Protocol):

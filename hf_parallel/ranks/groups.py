@@ -96,7 +96,7 @@ class Groups:
 
 
 def all_ranks_on_host() -> dist.ProcessGroup:
-    """A new group of all ranks over host memory. Collective."""
+    """Make a new group of all ranks over host memory. Collective."""
     with _connected_when_needed():
         return dist.new_group(backend="gloo", timeout=time_out())
 
@@ -155,7 +155,7 @@ def _of_nccl_alone(default: dist.ProcessGroup, device: torch.device) -> dict[str
 
 
 def urgent_options(device: torch.device) -> object:
-    """Options of a group whose kernels run on a stream of high priority; None where the device has no such thing."""
+    """Return options of a group whose kernels run on a stream of high priority; None where there is no such thing."""
     if device.type != "cuda" or not dist.is_nccl_available() or "nccl" not in dist.get_backend_config():
         return None
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)

@@ -117,7 +117,7 @@ def computing(forward: Callable, cls: type) -> type:
     return type(cls.__name__, (own,), {"__module__": own.__module__, "forward": forward, _OWN: own})
 
 
-# ---- What autocast does, where this package does it before, or instead of, autocast itself --------------------------
+# ---- Casts of autocast, where this package does them before, or instead of, autocast itself -------------------------
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:

@@ -146,7 +146,7 @@ class ParallelMesh:
 
     @functools.cached_property
     def sharing_mesh(self) -> DeviceMesh:
-        """The ranks over which FSDP2 shares weights: replicas, if any, by all that shard. Collective at first."""
+        """Return the ranks over which FSDP2 shares weights: replicas, if any, by all that shard. Collective once."""
         replicas = self.size("dp_replicate") > 1
         if self.size("cp") == 1:
             return self["dp_replicate", "dp_shard"] if replicas else self["dp_shard"]
@@ -155,23 +155,23 @@ class ParallelMesh:
 
     @functools.cached_property
     def second_stage_group(self) -> dist.ProcessGroup:
-        """The ranks along pp once more: gradients travel back while activations travel on. Collective at first."""
+        """Return a second group along pp: gradients travel back while activations travel on. Collective at first."""
         return self.groups.along(axis_ranks(self.config, "pp"), apart="backward")
 
     @functools.cached_property
     def attention_group(self) -> dist.ProcessGroup:
-        """The ranks along cp once more: keys travel while the other groups gather weights. Collective at first."""
+        """Return a second group along cp: keys travel while the other groups gather weights. Collective at first."""
         return self.groups.along(axis_ranks(self.config, "cp"), apart="attention")
 
     @functools.cached_property
     def grid(self) -> DeviceMesh:
-        """The ranks of tp by rows and columns: of the same root as `tp`, with whose meshes FSDP2 joins it."""
+        """Return the ranks of tp by rows and columns, with the root of `tp`: FSDP2 joins meshes of one root only."""
         sizes = self.config.tp_row_size, self.config.tp_col_size
         options: Any = urgent_options(self.device)  # torch makes these groups, not `Groups`, of which it can take none
         return self["tp"]._unflatten(0, sizes, TP_AXES, dict.fromkeys(TP_AXES, options) if options else None)
 
     def tp_blocks(self, size: int) -> dist.ProcessGroup:
-        """This rank's group of so many consecutive ranks of tp. Collective over all ranks at first."""
+        """Return this rank's group of so many consecutive ranks of tp. Collective over all ranks at first."""
         blocks = [ranks[i : i + size] for ranks in axis_ranks(self.config, "tp") for i in range(0, len(ranks), size)]
         return self.groups.along(blocks, urgent=True)
 
@@ -185,31 +185,31 @@ class ParallelMesh:
         return self.device_mesh if self.expert_mesh is None or asked.isdisjoint(EXPERT_AXES) else self.expert_mesh
 
     def size(self, axis: str) -> int:
-        """Number of ranks along `axis`."""
+        """Return the number of ranks along `axis`."""
         return getattr(self.config, f"{axis}_size")
 
     def index(self, axis: str) -> int:
-        """This rank's place along `axis`."""
+        """Return this rank's place along `axis`."""
         return coordinates(self.config, self.rank)[axis]
 
     def group(self, axis: str) -> dist.ProcessGroup:
-        """The process group of the ranks that differ from this one along `axis` alone."""
+        """Return the process group of the ranks that differ from this one along `axis` alone."""
         return self._view(axis).get_group(axis)
 
     @functools.cached_property
     def host_group(self) -> dist.ProcessGroup:
-        """All ranks, over host memory: for threads beside the training, whose groups they must not use.
+        """Return a group of all ranks over host memory, for threads that must not use the groups of training.
 
         Collective over all ranks at the first use.
         """
         return self.new_host_group()
 
     def new_host_group(self) -> dist.ProcessGroup:
-        """Another one. Collective over all ranks."""
+        """Make another group of all ranks over host memory. Collective over all ranks."""
         return all_ranks_on_host()
 
     def group_on_host(self, axis: str) -> dist.ProcessGroup:
-        """The ranks of `group(axis)`, for small messages that no GPU need see. Collective over all ranks."""
+        """Return the ranks of `group(axis)`, for small messages that no GPU need see. Collective over all ranks."""
         return self.groups.on_host(axis_ranks(self.config, axis), self.group(axis))
 
     @property
@@ -219,7 +219,7 @@ class ParallelMesh:
 
     @property
     def data_size(self) -> int:
-        """Number of different batches in one step."""
+        """Return the number of different batches in one step."""
         return self.config.data_parallel_size
 
     @functools.cached_property
@@ -240,7 +240,7 @@ class ParallelMesh:
         return torch.random.fork_rng([self.device.index or 0], device_type=self.device.type)
 
     def first_and_last_stage_group(self) -> dist.ProcessGroup | None:
-        """The group that keeps two copies of a tied embedding equal; None between them. Collective over all ranks."""
+        """Return the group that keeps two copies of a tied embedding equal; None between them. Collective over all."""
         return self.groups.among([[ranks[0], ranks[-1]] for ranks in axis_ranks(self.config, "pp")])
 
 

@@ -36,7 +36,7 @@ class Failed(NamedTuple):
 
     @classmethod
     def of(cls, error: Exception) -> Failed:
-        """The error itself if others can read it, with the way to it."""
+        """Wrap the error itself, if others can read it, with the way to it."""
         where = "".join(traceback.format_exception(error))
         try:
             pickle.loads(pickle.dumps(error))
@@ -156,13 +156,13 @@ def _checksum(tensor: torch.Tensor) -> tuple[tuple[int, ...], str, int]:
     return tuple(tensor.shape), str(tensor.dtype), zlib.crc32(values.numpy().tobytes())
 
 
-# ---- What rank 0 alone asks of all ranks: they do it where they next wait for it, or at the end of their script
+# ---- Requests of rank 0 alone: the others do them where they next wait for it, or at the end of their script
 # rank 0   saves under `if is_main_process:` what is in parts on all ranks: asks, then takes part itself
 # rank 1   goes past it, and comes to trainer.evaluate, or to its end: sees what is asked, does it, goes on
 
 
-#: What may be asked for, by a number that is the same on all ranks: what it is about, if that is still there, and what
-#: to do with it.
+#: Requests by a number that is the same on all ranks: a function that finds the object, if it is still there, and one
+#: that is called with it.
 on_request: list[tuple[Callable[[], Any], Callable[[Any], object]]] = []
 #: Seconds between two looks of a rank that has come to its end.
 _FIRST_PAUSE_S, _PAUSE_S = 0.005, 0.25

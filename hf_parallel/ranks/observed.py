@@ -171,7 +171,7 @@ def _input(args: tuple) -> torch.Tensor | None:
     return None
 
 
-# ---- What a checkpoint keeps of its first run, for its second one to take rather than to compute or to send again
+# ---- Results that a checkpoint keeps of its first run, so that its second one need not compute or send them again
 # Who computes something expensive asks for it through `kept_or`; a checkpoint around it says which kinds it keeps.
 
 

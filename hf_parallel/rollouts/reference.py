@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 # as names, dtypes and shapes; then consecutive tensors travel as one bucket of bytes.
 
 
-#: What the server calls it in `weight_transfer_config`, where vLLM says "nccl".
+#: The server's name for it in `weight_transfer_config`, where vLLM says "nccl".
 BACKEND = "gloo"
 #: Bytes of a bucket; a larger tensor is one of its own.
 BUCKET = 256 << 20
@@ -78,7 +78,7 @@ class Channel:
 
 
 def address_towards(host: str | None) -> str:
-    """The address of this machine that `host` can be reached from."""
+    """Return the address of this machine that `host` can be reached from."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((host or "127.0.0.1", 9))  # sends nothing
@@ -90,7 +90,7 @@ def address_towards(host: str | None) -> str:
 
 #: Numbers in the logits of a call: more rows are asked one part after another.
 _LOGITS = 1 << 28
-#: What is not scored.
+#: The label of a token that is not scored.
 IGNORED = -100
 #: Answers that are kept: all stages of a pipeline ask about the same rows.
 _KEPT = 64

@@ -25,7 +25,7 @@ from hf_parallel.rollouts.reference import BACKEND, Channel, Reference
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-#: Of a request for completions; each is used, or has the one value that changes nothing.
+#: Keys of a request for completions; each is used, or has the one value that changes nothing.
 _SAMPLING = {"n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens", "seed", "logprobs"}
 _OTHERS = {"model", "prompt", "messages", "return_token_ids", "return_tokens_as_token_ids", "top_logprobs"}
 _OTHERS |= {"chat_template", "chat_template_kwargs", "tools", "tool_choice"}

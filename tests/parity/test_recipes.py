@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 
-from hf_parallel.recipes import load
+from hf_parallel.cli.recipe_file import load
 from tests.training import spec_id
 
 pytest.importorskip("trl")

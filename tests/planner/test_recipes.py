@@ -5,9 +5,8 @@ import dataclasses
 import pytest
 
 from hf_parallel.ask.config import SpecError
-from hf_parallel.recipes import load, names
-from hf_parallel.recipes.check import check_recipe, plan, shape_of_recipe
-from hf_parallel.recipes.recipe import METHODS, read_recipe, shapes
+from hf_parallel.cli.recipe_check import check_recipe, plan, shape_of_recipe
+from hf_parallel.cli.recipe_file import METHODS, load, names, read_recipe, shapes
 from tests.distributed import run_alone
 
 #: Of the models' pages on the Hub, tied weights once.

@@ -259,7 +259,7 @@ def test_what_rounds_is_what_a_dry_run_shows():
 
 def test_a_ring_must_gain_more_than_the_planner_can_tell():
     """1 B parameters, rows of 32 k tokens, PCIe: cp=2 is predicted 4 % faster than the data ranks that do."""
-    from hf_parallel.recipes.recipe import shipped_config
+    from hf_parallel.cli.recipe_file import shipped_config
 
     given = {"gpu": "h100-pcie-80gb", "seq": 32768, "global_batch": 32, "precision": "mixed", "gpus": 8}
     found = searched(shipped_config("llama-3.2-1b"), **given)

@@ -16,11 +16,11 @@ import torch
 from hf_parallel import cli
 from hf_parallel.ask.config import ParallelConfig
 from hf_parallel.cli import prove
+from hf_parallel.cli.recipe_check import layout_to_prove
+from hf_parallel.cli.recipe_file import load, names
 from hf_parallel.prove import certificate
 from hf_parallel.prove.certificate import line_about
 from hf_parallel.prove.noise import SumsInAnotherOrder
-from hf_parallel.recipes import load, names
-from hf_parallel.recipes.check import layout_to_prove
 from tests.distributed import run, run_alone
 from tests.prove import table
 from tests.prove.test_faults import ARGUMENTS, SCRIPT

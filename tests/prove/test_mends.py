@@ -19,9 +19,8 @@ from hf_parallel.axes.data import zero
 from hf_parallel.axes.pipeline.stages import AddsNothing, StandIn
 from hf_parallel.axes.tensor.lean_loss import LazyLogits
 from hf_parallel.cli.prove import NotProvedError, Proof, Script
-from hf_parallel.hooks import own_loops
+from hf_parallel.hooks import own_loops, transformers
 from hf_parallel.hooks.trainer import evaluation, joining, means, training
-from hf_parallel.hooks.transformers import neftune
 from hf_parallel.model import known_masks
 from tests.distributed import run_alone
 from tests.prove.strange import save_base
@@ -129,7 +128,7 @@ MENDS = [
         "noise_of_whole_examples",
         "plain",
         "cp=2",
-        setting(neftune, "held_tokens", lambda: None),
+        setting(transformers, "held_tokens", lambda: None),
         ("--neftune_noise_alpha=20",),
     ),
     Mend(

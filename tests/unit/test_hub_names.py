@@ -14,7 +14,7 @@ from huggingface_hub import constants
 from hf_parallel import cli
 from hf_parallel.ask import hub
 from hf_parallel.ask.spec import SpecError, check_model_name, locate
-from hf_parallel.hooks.transformers import hub_files
+from hf_parallel.hooks.transformers import cached_files
 from tests.commands import ROOT
 
 MODEL = "meta-llama/Llama-3.1-8B"
@@ -149,15 +149,15 @@ def original(path_or_repo_id, filenames, **kwargs):
 def test_scripts_do_not_wait_either(no_hub):
     """They get the error of transformers, which they may catch; uncaught it is the line of a refusal."""
     with pytest.raises(OSError, match="We couldn't connect") as raised:
-        hub_files.cached_files(original, "Qwen/Qwen3-8", ["config.json"], revision=None)
+        cached_files(original, "Qwen/Qwen3-8", ["config.json"], revision=None)
     assert isinstance(raised.value.__cause__, SpecError)
     assert "did you mean Qwen/Qwen3-8B" in str(raised.value.__cause__)
     given = {"local_files_only": False, "cache_dir": "x"}
     with contextlib.suppress(OSError):
-        hub_files.cached_files(original, "Qwen/Qwen3-8", ["config.json"], **given)
+        cached_files(original, "Qwen/Qwen3-8", ["config.json"], **given)
     assert given["local_files_only"] is False
 
 
 def test_scripts_with_a_hub_are_left_alone(a_hub):
     given = {"revision": "main", "local_files_only": False}
-    assert hub_files.cached_files(original, "acme/none", ["config.json"], **given) == given
+    assert cached_files(original, "acme/none", ["config.json"], **given) == given

@@ -7,8 +7,7 @@ from packaging import version
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, LlamaConfig, LlamaForCausalLM, T5Config
 from transformers.models.auto import modeling_auto
 
-from hf_parallel.model.joined import why_not_told_apart
-from hf_parallel.model.shrink import LARGEST, build_random, small_copy
+from hf_parallel.model.shrink import LARGEST, build_random, small_copy, why_not_told_apart
 from tests import sweep
 
 #: Some of their layers, masks or positions run on from one document into the next.

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import BertForQuestionAnswering, masking_utils
 
-from hf_parallel.hooks.transformers import masks
+from hf_parallel.hooks import model_parts
 from hf_parallel.model.known_masks import hides_nothing, known_mask, refuse_masked_targets
 from tests import models
 
@@ -19,7 +19,7 @@ def asked(batch, mask):
     """Whether transformers may leave a part's mask out, and whether it has looked at the mask."""
     length, looked = mask.shape[1], mock.Mock(side_effect=masking_utils.fast_all)
     with mock.patch.object(masking_utils, "fast_all", looked), known_mask(batch, TOKENS):
-        left_out = masks.ignore_causal_mask(masking_utils._ignore_causal_mask_sdpa, mask, length, length, 0, 0)
+        left_out = model_parts.ignore_causal_mask(masking_utils._ignore_causal_mask_sdpa, mask, length, length, 0, 0)
         return left_out, looked.called
 
 
@@ -43,7 +43,7 @@ def test_positions_start_again_only_where_the_batch_has_some(given):
     """A model without them counts from zero."""
     positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3]])
     with known_mask({"position_ids": positions} if given else {}, TOKENS):
-        found = masks.find_packs(masking_utils.find_packed_sequence_indices, positions)
+        found = model_parts.find_packs(masking_utils.find_packed_sequence_indices, positions)
     assert (found is not None) == given
 
 

@@ -13,9 +13,8 @@ from hf_parallel import __main__ as runner
 from hf_parallel import cli
 from hf_parallel.ask.config import ParallelConfig, SpecError
 from hf_parallel.ask.spec import locate, shipped
-from hf_parallel.recipes import load, names
-from hf_parallel.recipes.check import push
-from hf_parallel.recipes.recipe import CONFIG_CLASSES, fill, markdown, options_of
+from hf_parallel.cli.recipe_check import push
+from hf_parallel.cli.recipe_file import CONFIG_CLASSES, fill, load, markdown, names, options_of
 from tests.commands import ROOT, commands
 from tests.distributed import run, run_alone
 from tests.unit.test_cli import launched  # noqa: F401 - a fixture

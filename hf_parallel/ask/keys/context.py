@@ -30,7 +30,7 @@ class ContextKeys(Sizes):
 
     @property
     def ulysses_size(self) -> int:
-        """How many cp ranks share heads in attention."""
+        """Return how many cp ranks share heads in attention."""
         return inner_size(self.context_parallel, self.cp_size)
 
     def check_keys(self) -> None:

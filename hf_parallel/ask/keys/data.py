@@ -66,7 +66,7 @@ class DataKeys(Sizes):
 
     @property
     def shares(self) -> tuple[Fraction, ...] | None:
-        """The share of each data rank in a batch; None: all have as many examples, or as many as is measured."""
+        """Return the share of each data rank in a batch; None: all have as many examples, or as many as is measured."""
         return None if self.batch_shares in (EVEN, MEASURED) else parse_shares(self.batch_shares)
 
     @property
@@ -151,7 +151,7 @@ class CompressionKeys(DataKeys):
 
     @property
     def compressed(self) -> list[str]:
-        """The settings that compress, as they stand in a spec."""
+        """Return the settings that compress, as they stand in a spec."""
         names = ("hierarchical_shard", "quantize_weights", "quantize_gradients")
         return [f"{name}={getattr(self, name)}" for name in names if getattr(self, name) not in (None, "none")]
 

@@ -21,7 +21,7 @@ class ExpertKeys(Sizes):
 
     @property
     def expert_ranks(self) -> int:
-        """Number of ranks that experts are shared out over. Needs a resolved config."""
+        """Return the number of ranks that experts are shared out over. Needs a resolved config."""
         return self.dp_shard_size * self.cp_size * self.tp_size
 
     @property
@@ -31,7 +31,7 @@ class ExpertKeys(Sizes):
 
     @property
     def expert_sizes(self) -> dict[str, int]:
-        """Size of each axis of the second view, slow links first. Needs a resolved config."""
+        """Return the size of each axis of the second view, slow links first. Needs a resolved config."""
         kept = {axis: size for axis, size in self.sizes.items() if axis not in ("dp_shard", "cp", "tp")}
         return {**kept, "ep_shard": self.ep_shard_size, "ep": self.ep_size}
 

@@ -71,7 +71,7 @@ class PipelineKeys(Sizes):
 
     @property
     def stages_per_rank(self) -> int:
-        """How many stages of the pipeline each rank holds."""
+        """Return how many stages of the pipeline each rank holds."""
         if self.pipeline_schedule in (*SINGLE_SCHEDULES, *DELAYED_SCHEDULES, AUTO_SCHEDULE):
             return 1
         return self.pipeline_virtual_stages or 2
@@ -83,12 +83,12 @@ class PipelineKeys(Sizes):
 
     @property
     def sharing_size(self) -> int:
-        """Number of ranks whose gradients FSDP2 averages: none where there are several versions of the weights."""
+        """Return the number of ranks whose gradients FSDP2 averages: none where there are several versions of the weights."""
         return 1 if self.delays_updates else super().sharing_size
 
     @property
     def pipeline_stages(self) -> int:
-        """Number of stages over all ranks."""
+        """Return the number of stages over all ranks."""
         return self.pp_size * self.stages_per_rank
 
     def rank_of_stage(self, stage: int) -> int:

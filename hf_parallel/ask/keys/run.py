@@ -18,7 +18,7 @@ _MONITORS, _TRACE, _NOISE = ("off", "basic", "full"), re.compile(r"trace:([1-9]\
 
 @dataclass(frozen=True)
 class WatchKeys(Keys):
-    """How a training is watched: hangs, and numbers that are not finite."""
+    """Keys for watching a training: hangs, and numbers that are not finite."""
 
     holds_alone = True
 
@@ -49,7 +49,7 @@ class WatchKeys(Keys):
 
 @dataclass(frozen=True)
 class MonitorKeys(CompileKeys, CompressionKeys):
-    """What training says about itself beside its loss; see docs/monitoring.md."""
+    """Keys for measurements of a training beside its loss; see docs/monitoring.md."""
 
     holds_alone = True
 
@@ -67,7 +67,7 @@ class MonitorKeys(CompileKeys, CompressionKeys):
 
     @property
     def traced_steps(self) -> int:
-        """How many steps `hf-parallel bisect` can compare; 0 unless asked for."""
+        """Return how many steps `hf-parallel bisect` can compare; 0 unless asked for."""
         traced = next(filter(None, map(_TRACE.fullmatch, self.monitor.split("+"))), None)
         return int(traced[1]) if traced else 0
 
@@ -153,7 +153,7 @@ class RolloutKeys(Sizes):
 
 @dataclass(frozen=True)
 class SavingKeys(Keys):
-    """How checkpoints are written."""
+    """Keys for writing checkpoints."""
 
     holds_alone = True
 

@@ -1,4 +1,4 @@
-"""How many processes lie along which axis of the mesh."""
+"""Sizes of the mesh: the number of processes along each axis."""
 
 from __future__ import annotations
 
@@ -84,22 +84,22 @@ class Sizes(Keys):
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Size of each mesh axis, slow links first."""
+        """Return the size of each mesh axis, slow links first."""
         return {axis.name: getattr(self, f"{axis.name}_size") for axis in self.mesh_axes}
 
     @property
     def world_size(self) -> int:
-        """Number of processes of a resolved config."""
+        """Return the number of processes of a resolved config."""
         return math.prod(self.sizes.values())
 
     @property
     def data_parallel_size(self) -> int:
-        """Number of data ranks: how many different batches are seen in one step. Needs a resolved config."""
+        """Return the number of data ranks: different batches in one step. Needs a resolved config."""
         return math.prod(self.sizes[axis.name] for axis in self.mesh_axes if axis.data)
 
     @property
     def sharing_size(self) -> int:
-        """Number of ranks whose gradients FSDP2 averages: data ranks, and those that hold other tokens of a batch."""
+        """Return the number of ranks whose gradients FSDP2 averages: data ranks, and holders of other tokens."""
         return math.prod(self.sizes[axis.name] for axis in self.mesh_axes if axis.data or axis.shards)
 
     def axes_along(self, name: str) -> tuple[str, ...]:

@@ -65,6 +65,6 @@ class TensorKeys(Sizes):
 
     @property
     def grid_sizes(self) -> dict[str, int]:
-        """Size of each mesh axis with tp's ranks as a grid, slow links first."""
+        """Return the size of each mesh axis with tp's ranks as a grid, slow links first."""
         kept = {axis: size for axis, size in self.sizes.items() if axis != "tp"}  # the innermost
         return {**kept, "tp_row": self.tp_row_size, "tp_col": self.tp_col_size}

@@ -41,8 +41,7 @@ from hf_parallel.axes.tensor.layers import (
 from hf_parallel.axes.tensor.region import Region
 from hf_parallel.axes.tensor.tensor_parallel import shard_parameter
 from hf_parallel.axes.tensor.vocab_parallel import VocabParallel, VocabParallelHead
-from hf_parallel.model.anatomy import StoredOrder
-from hf_parallel.model.random_layers import look_again
+from hf_parallel.model.anatomy import StoredOrder, look_again
 from hf_parallel.ranks import all_reduce, copy_weight_to_group, reduce_from_group
 from hf_parallel.ranks.local import holding, local, put_in_front
 

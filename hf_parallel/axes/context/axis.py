@@ -94,8 +94,7 @@ def _tells_packs_apart(model: PreTrainedModel, part: ContextPart) -> bool:
     Raises:
         ValueError: no small copy of the model can be tried.
     """
-    from hf_parallel.model.joined import reads_former_document
-    from hf_parallel.model.shrink import small_copy
+    from hf_parallel.model.shrink import reads_former_document, small_copy
 
     if not part.facts.causal:
         return False

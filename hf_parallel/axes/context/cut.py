@@ -27,9 +27,8 @@ from hf_parallel.axes.context import packs
 from hf_parallel.axes.context.attention import Cut, Exchanged, current, join, sum_over_ranks, take
 from hf_parallel.axes.context.choose import Choice
 from hf_parallel.axes.context.layout import Layout, Shape, local_length
-from hf_parallel.model.anatomy import token_readers
+from hf_parallel.model.anatomy import Draws, token_readers
 from hf_parallel.model.calls import arguments_of, has_cache, holding, item_count, targets_of, tokens_of
-from hf_parallel.model.random_layers import Draws
 from hf_parallel.ranks.local import whole_when_read
 from hf_parallel.ranks.observed import ATTENTION, Store, Within
 

@@ -30,6 +30,7 @@ from hf_parallel.axes.tensor.sequence_parallel import obstacle
 from hf_parallel.axes.tensor.tensor_parallel import FOR_LINEARS, SAME_AS_LINEAR
 from hf_parallel.model.anatomy import (
     attention_heads,
+    draws_random_numbers,
     is_norm,
     text_config,
     text_part,
@@ -38,7 +39,6 @@ from hf_parallel.model.anatomy import (
 )
 from hf_parallel.model.experts import ExpertFacts, expert_facts, is_experts, named_experts
 from hf_parallel.model.families import UNSPLITTABLE
-from hf_parallel.model.random_layers import draws_random_numbers
 
 if TYPE_CHECKING:
     import torch

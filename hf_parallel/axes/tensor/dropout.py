@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hf_parallel.ask.session import of_session
-from hf_parallel.model.random_layers import Draws
+from hf_parallel.model.anatomy import Draws
 
 
 class _Scopes:

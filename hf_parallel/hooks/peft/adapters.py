@@ -5,7 +5,7 @@
         casts their dtype     the last step that replaces parameters: then A and B are split and given to FSDP2
     save_pretrained           whole adapters gathered, none of the base; rank 0 writes peft's own folder
 
-Each patch takes the original. Without a parallel base they do what peft does.
+Each patch takes the original. Without a parallel base it does what peft does.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def place_adapters(model: PeftModel) -> None:
 
 @patch("peft.tuners.lora.layer:LoraLayer.__init__", "reads sizes off shards")
 def init_layer(original: Callable, self: LoraLayer, base_layer: nn.Module, *args: object, **kwargs: object) -> None:
-    """Full-size adapters: what peft reads off a shard is that shard's size, and off packed weights none."""
+    """Make adapters of full size: peft would read the size of a shard, and no size off packed weights."""
     from peft.tuners.lora.layer import ParamWrapper
     from peft.tuners.tuners_utils import BaseTunerLayer
 
@@ -113,7 +113,7 @@ def init_layer(original: Callable, self: LoraLayer, base_layer: nn.Module, *args
 
 @patch("peft.tuners.lora.dora:DoraLinearLayer.update_layer", "reads norms off shards")
 def first_magnitudes(original: Callable, self: DoraLinearLayer, *, base_layer: nn.Module, **kwargs: object) -> None:
-    """DoRA starts from the norms of the base's rows: of whole ones."""
+    """Start DoRA from the norms of whole rows of the base."""
     weight = base_layer.weight
     if not isinstance(weight, DTensor):
         original(self, base_layer=base_layer, **kwargs)
@@ -127,7 +127,7 @@ def first_magnitudes(original: Callable, self: DoraLinearLayer, *, base_layer: n
 
 @patch("peft.tuners.lora.layer:LoraLayer.{pissa,olora}_init", "factorises shards")
 def start_from_base(original: Callable, self: LoraLayer, adapter_name: str, *args: object) -> None:
-    """PiSSA and OLoRA split a weight of the base into adapters and a rest, of which each rank keeps its part."""
+    """Split a whole weight into adapters and a rest (PiSSA, OLoRA), of which each rank keeps its part."""
     base, adapter = self.get_base_layer(), adapter_name
     weight = base.weight
     if weight.is_meta:  # of another stage
@@ -160,7 +160,7 @@ def add_adapter(original: Callable, self: PeftModel, *args: object, **kwargs: ob
 
 @contextlib.contextmanager
 def whole(model: nn.Module, state: ParallelState) -> Iterator[None]:
-    """In here the base model shows the modules of all stages."""
+    """Let the base model show the modules of all stages inside the `with`."""
     if state.pipeline is None:
         yield
         return
@@ -170,7 +170,7 @@ def whole(model: nn.Module, state: ParallelState) -> Iterator[None]:
 
 @patch("peft.peft_model:PeftModel.get_nb_trainable_parameters", "counts those of one stage")
 def count(original: Callable, self: PeftModel) -> tuple[int, int]:
-    """`print_trainable_parameters` of the whole model."""
+    """Count the parameters of the whole model, for `print_trainable_parameters`."""
     state = runtime.parallel_state(self)
     if state is None or state.pipeline is None:
         return original(self)
@@ -186,7 +186,7 @@ def copy_module(
     tied_module: nn.Module | None = None,
     **kwargs: object,
 ) -> None:
-    """`modules_to_save` trains a copy: of a split module too, whose links to groups and meshes are shared."""
+    """Copy a module to be trained (`modules_to_save`); a split one shares its links to groups and meshes."""
     if adapter_name not in self.modules_to_save and tied_module is None:
         self.modules_to_save[adapter_name] = lora.copied(self.original_module)
     original(self, adapter_name, tied_module=tied_module, **kwargs)
@@ -204,7 +204,7 @@ def _refuse_unplaced(model: nn.Module, args: tuple) -> None:
 
 @patch("peft.peft_model:PeftModel.save_pretrained", "writes shards of one stage")
 def save_pretrained(original: Callable, self: PeftModel, save_directory: str, *args: object, **kwargs: object) -> None:
-    """peft's own folder, written by rank 0 from whole adapters. Collective, but with `state_dict`."""
+    """Write peft's own folder on rank 0 from whole adapters. Collective, but with `state_dict`."""
     state = runtime.parallel_state(self)
     if state is None:
         original(self, save_directory, *args, **kwargs)
@@ -224,7 +224,7 @@ def save_pretrained(original: Callable, self: PeftModel, save_directory: str, *a
 
 
 def _gathered(model: PeftModel, embeddings: object = "auto") -> dict[str, torch.Tensor]:
-    """What peft saves, as rank 0 is asked for it. Collective."""
+    """Gather the tensors that peft saves, as rank 0 is asked for it. Collective."""
     state = runtime.parallel_state(model)
     assert state is not None
     names = messages.from_one(lambda: _saved_names(model, state, embeddings))
@@ -243,7 +243,7 @@ def _in_whole(model: PeftModel, state: ParallelState, given: object) -> object:
 
 
 def _saved_names(model: PeftModel, state: ParallelState, embeddings: object) -> set[str]:
-    """What peft takes of a state dict, shown one of numbers: adapters, and a vocabulary that was resized."""
+    """Return the names that peft takes of a state dict: adapters, and a vocabulary that was resized."""
     from peft import get_peft_model_state_dict
 
     with whole(model.get_base_model(), state), warnings.catch_warnings():
@@ -265,13 +265,13 @@ def set_state_dict(
     *args: object,
     **kwargs: object,
 ) -> object:
-    """This rank's part of every tensor of an adapter's file, in the order in which it is stored."""
+    """Take this rank's part of every tensor of an adapter's file, in the order in which it is stored."""
     shown = model if runtime.parallel_state(model) is None else _Uncut(model)
     return original(shown, peft_model_state_dict, *args, **kwargs)
 
 
 class _Uncut:
-    """Stands for a model whose parameters are whole, so that peft cuts none; takes whole values."""
+    """A stand-in for a model whose parameters are whole, so that peft cuts none; it takes whole values."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -280,12 +280,12 @@ class _Uncut:
         return getattr(self._model, name)
 
     def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Whole, without values."""
+        """Yield the parameters whole, without values."""
         for name, parameter in self._model.named_parameters():
             yield name, torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
 
     def load_state_dict(self, state_dict: dict[str, torch.Tensor], **how: bool) -> object:
-        """Each rank takes its part; tensors of other stages are unexpected, as to any module."""
+        """Take this rank's part; tensors of other stages are unexpected, as to any module."""
         parameters = dict(self._model.named_parameters(remove_duplicate=False))
         own = {key: parameters[key] for key in state_dict if key in parameters}
         for key, parameter in own.items():

@@ -1,6 +1,6 @@
 """PEFT: adapters that were put in before the layout was active, as by a script that names it in its arguments.
 
-They are taken out, the base becomes parallel, and the same adapters are put in again: what follows is `peft.py`.
+They are taken out, the base becomes parallel, and the same adapters are put in again (`adapters.py`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-# ---- Which settings of PEFT any layout keeps; all others are refused by name ----------------------------------------
+# ---- Settings of PEFT that any layout keeps; all others are refused by name -----------------------------------------
 
 
 #: Settings of LoraConfig that any layout keeps. What is not named here must have its default.
@@ -43,16 +43,16 @@ _KEPT = {
     *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern"),
     *("modules_to_save", "bias", "use_dora", "target_parameters"),
 }
-#: Of `init_lora_weights`: what draws numbers, or reads the base's weights, which are gathered one by one.
+#: Values of `init_lora_weights` that draw numbers, or read the base's weights, which are gathered one by one.
 _STARTS = (False, "gaussian", "orthogonal", "pissa", "olora")
-#: What works instead of some of the others.
+#: Values that work instead of some of the others.
 _WORKS = {
     "init_lora_weights": 'True, False, "gaussian", "orthogonal", "pissa" or "olora"',
 }
 
 
 def check_tuner(tuner: BaseTuner, model: PreTrainedModel, config: LoraConfig, low_cpu_mem_usage: bool) -> None:
-    """Before anything is changed."""
+    """Refuse adapters and settings that no layout keeps, before anything is changed."""
     from peft import LoraModel
 
     refuse_unpatched("peft", "peft.utils.other", "peft.utils.save_and_load")
@@ -77,13 +77,13 @@ def check_tuner(tuner: BaseTuner, model: PreTrainedModel, config: LoraConfig, lo
 
 
 def check_kind(config: PeftConfig) -> None:
-    """Only LoRA; some other methods look at weights, or put themselves in, before anything else would see them."""
+    """Refuse all but LoRA; some other methods look at weights, or put themselves in, before they could be seen."""
     if config.peft_type.value != "LORA":
         refuse(f"peft_type={config.peft_type.value}", "not part of this version", "LoRA")
 
 
 def _check_start(model: nn.Module, config: PeftConfig) -> None:
-    """What a base of 4 bits does not bear, and where adapters of weights start."""
+    """Refuse options that a base of 4 bits does not bear, and some starts of adapters of weights."""
     if getattr(model, "is_loaded_in_4bit", False):
         if config.use_dora:
             refuse("LoraConfig(use_dora=True) on a base of 4 bits", "not part of this version", "False")
@@ -97,14 +97,14 @@ def _check_start(model: nn.Module, config: PeftConfig) -> None:
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """LoRA-FA multiplies the A of each adapter with itself, and keeps its moments under names of pairs."""
+    """Refuse LoRA-FA, which multiplies the A of each adapter with itself and names moments by pairs."""
     kind = type(getattr(optimizer, "optimizer", optimizer)).__name__
     if kind == "LoraFAOptimizer":
         refuse(kind, "needs whole adapters, of which ranks hold parts", "AdamW")
 
 
 def check_copies(model: nn.Module, names: Collection[str], mesh: ParallelMesh) -> None:
-    """`modules_to_save` copies modules that are gathered with the layer around them, and whose split is known."""
+    """Refuse copies (`modules_to_save`) of whole layers, and of modules whose split is not known."""
     for name, module in model.named_modules():
         if not any(name.endswith(target) for target in names):
             continue
@@ -124,7 +124,7 @@ def _refuse(name: str, value: object) -> None:
 
 @patch("peft.tuners.tuners_utils:BaseTuner.delete_adapter", "FSDP2 would keep what is deleted")
 def refuse_deleting(original: Callable, self: BaseTuner, *args: object, **kwargs: object) -> object:
-    """FSDP2 keeps the parameters that it has taken in."""
+    """Refuse `delete_adapter`, because FSDP2 keeps the parameters that it has taken in."""
     if runtime.parallel_state(self.model) is None:
         return original(self, *args, **kwargs)
     raise NotImplementedError(

@@ -1,11 +1,13 @@
-"""PEFT: adapters that are complete are split over tp, shown to the stages and sharded over the data ranks."""
+"""PEFT: complete adapters split over tp, shown to the stages and sharded over data ranks; merged, and taken out."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
+import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
@@ -13,19 +15,27 @@ from hf_parallel.apply.parallelize import ParallelState
 from hf_parallel.ask.spec import refuse
 from hf_parallel.axes.adapters import lora, lora_grid, lora_weights
 from hf_parallel.axes.adapters import lora_weights as expert_weights
-from hf_parallel.axes.data.parameters import add_late_parameters
+from hf_parallel.axes.adapters.four_bit import FourBit
+from hf_parallel.axes.data.parameters import add_late_parameters, remove_late_parameters
+from hf_parallel.axes.data.units import sharded_modules
 from hf_parallel.axes.experts.layers import SharedOut
 from hf_parallel.axes.pipeline.stages import follow_wrappers
-from hf_parallel.axes.tensor.layers import TensorParallelLayer
+from hf_parallel.axes.tensor.experts import SplitExperts
+from hf_parallel.axes.tensor.layers import TensorParallelLayer, holding, local
 from hf_parallel.axes.tensor.tensor_parallel import shard_parameter
+from hf_parallel.checkpoint.slices import local_part, read_part
+from hf_parallel.hooks import runtime
+from hf_parallel.hooks.patching import patch
+from hf_parallel.model.anatomy import StoredOrder
+from hf_parallel.model.calls import by_name
 
 if TYPE_CHECKING:
-    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.tuners.lora import LoraLayer
+    from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
     from torch import nn
     from transformers import PreTrainedModel
 
-
-# ---- Which adapters are on: a script switches them on the last stage of a pipeline, the other stages follow ---------
+# ---- Switching adapters: a script does it on the last stage of a pipeline, and the other stages follow --------------
 
 
 class AdapterState:
@@ -37,14 +47,14 @@ class AdapterState:
         self.layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
 
     def read(self) -> tuple[bool, tuple[str, ...]] | None:
-        """Whether adapters are off, and which are active otherwise; None for a stage without any."""
+        """Return whether adapters are off, and which are active otherwise; None for a stage without any."""
         if not self.layers:
             return None
         return self.layers[0]._disable_adapters, tuple(self.layers[0].active_adapters)
 
     @contextlib.contextmanager
     def as_in(self, state: tuple[bool, tuple[str, ...]] | None) -> Iterator[None]:
-        """In here adapters are as `read` found them on another stage."""
+        """Set adapters inside the `with` as `read` found them on another stage."""
         former = [(layer, layer._disable_adapters, layer._active_adapter) for layer in self.layers]
         if state is not None:
             for layer in self.layers:
@@ -93,22 +103,19 @@ def place_copies(model: nn.Module, state: ParallelState) -> None:
 
 
 def _unshard(module: nn.Module, state: ParallelState) -> None:
-    """Parameters whole over the data ranks, and split over tp as they were. Collective over this stage."""
+    """Make parameters whole over the data ranks, and split over tp as they were. Collective over this stage."""
     for name, parameter in module._parameters.items():
         if isinstance(parameter, DTensor):
-            tp = [p for axis, p in zip(_axes(parameter), parameter.placements, strict=True) if axis == "tp"]
+            axes = parameter.device_mesh.mesh_dim_names or ("",)
+            tp = [p for axis, p in zip(axes, parameter.placements, strict=True) if axis == "tp"]
             whole_value = nn.Parameter(parameter.detach().full_tensor(), requires_grad=parameter.requires_grad)
             module._parameters[name] = whole_value
             if tp and isinstance(tp[0], Shard):
                 shard_parameter(module, name, state.mesh["tp"], tp[0].dim, state.mesh.device)
 
 
-def _axes(parameter: DTensor) -> tuple[str, ...]:
-    return parameter.device_mesh.mesh_dim_names or ("",)
-
-
 def _innermost(wrapper: BaseTunerLayer) -> nn.Module | None:
-    """What a wrapper is around; those of several weights of one module are around each other."""
+    """Return the module inside all wrappers: wrappers of several weights of one module nest."""
     return wrapper.get_base_layer() if hasattr(wrapper, "base_layer") else None
 
 
@@ -143,3 +150,163 @@ def _split(name: str, wrapper: BaseTunerLayer, base: nn.Module, state: ParallelS
             refuse("use_dora", f"magnitudes of a split embedding ({name}) are not known", do="other targets work")
         if not hasattr(wrapper.lora_embedding_A[adapter], "placements"):
             lora.split_embedding(wrapper.lora_embedding_A, adapter, mesh, device)
+
+
+# ---- Adapters merged into the weights of a parallel base, each rank into the part it stores
+# The added s B A is made whole from A and B, which are small, for one layer at a time. DoRA scales by the norms of
+# whole rows: there the weight of one layer at a time is made whole too.
+
+
+@patch("peft.tuners.lora.layer:{Linear,Embedding,ParamWrapper}.get_delta_weight", "adds whole to local weights")
+def delta_weight(
+    original: Callable, self: LoraLayer, *names: str, **named: str
+) -> torch.Tensor:  # kinds of layers call it differently
+    """Return this rank's part of s B A. Adapters have the order in which their weight is stored."""
+    (adapter,) = (*names, *named.values())
+    weight = self.get_param() if hasattr(self, "get_param") else self.get_base_layer().weight
+    if not isinstance(weight, DTensor):  # also in a forward that adds it to a gathered weight
+        return original(self, adapter)
+    with _whole(self, adapter):
+        delta = original(self, adapter).detach()
+    if isinstance(delta, DTensor):  # a wrapper of a weight asks as a linear does
+        return delta
+    part = read_part(delta, local_part(weight, _order_of_experts(self))).contiguous()
+    return DTensor.from_local(
+        part, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
+    )
+
+
+def _order_of_experts(wrapper: BaseTunerLayer) -> StoredOrder | None:
+    """Return the stored order of experts' weights, whose adapters are in the model's own order."""
+    base = wrapper.get_base_layer()
+    return getattr(base, "stored_orders", {}).get(wrapper.parameter_name) if isinstance(base, SplitExperts) else None
+
+
+@patch("peft.tuners.lora.layer:Linear.{merge,unmerge}", "takes norms of a shard's rows for DoRA")
+def merge_layer(original: Callable, self: LoraLayer, *args: object, **kwargs: object) -> None:
+    """Merge DoRA into one layer, or take it out, with its whole weight, of which each rank keeps its part."""
+    base = self.get_base_layer()
+    weight = base.weight
+    if not (self.lora_variant and isinstance(weight, DTensor)):
+        original(self, *args, **kwargs)
+        return
+    with contextlib.ExitStack() as stack:
+        for adapter in self.lora_A:
+            stack.enter_context(_whole(self, adapter))
+        stack.enter_context(_gathered(base, "weight"))
+        original(self, *args, **kwargs)
+        changed = base.weight.detach()
+    with torch.no_grad():
+        local(weight).copy_(read_part(changed, local_part(weight)))
+
+
+@contextlib.contextmanager
+def _whole(layer: nn.Module, adapter: str) -> Iterator[None]:
+    """Hold whole A and B of a layer, and DoRA's magnitudes, in the `with`. Collective over the ranks of its stage."""
+    with contextlib.ExitStack() as stack:
+        for name in ("lora_A", "lora_B", "lora_magnitude_vector"):
+            if adapter in getattr(layer, name):
+                stack.enter_context(_gathered(getattr(layer, name)[adapter], "weight"))
+        for name in ("lora_embedding_A", "lora_embedding_B"):
+            if adapter in getattr(layer, name):
+                stack.enter_context(_gathered(getattr(layer, name), adapter))
+        yield
+
+
+def _gathered(module: nn.Module, name: str) -> contextlib.AbstractContextManager:
+    parameter = module._parameters[name]
+    assert parameter is not None
+    whole = (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach()
+    return holding(module, {name: nn.Parameter(whole, requires_grad=False)})
+
+
+@patch("peft.tuners.tuners_utils:BaseTuner.{merge,unmerge}_adapter", "changes gathered weights")
+def merge(original: Callable, self: BaseTuner, *args: object, **kwargs: object) -> None:
+    """Change the stored parts, not gathered weights, in `merge_adapter` and `unmerge_adapter`."""
+    state = runtime.parallel_state(self.model)
+    if state is not None:
+        _check(self.model, True, bool(by_name(original, (self, *args), kwargs).get("safe_merge")))
+        _reshard(state)
+    original(self, *args, **kwargs)
+
+
+@patch("peft.tuners.tuners_utils:BaseTuner.merge_and_unload", "leaves split layers without a way out")
+def merge_and_unload(
+    original: Callable,
+    self: BaseTuner,
+    progressbar: bool = False,
+    safe_merge: bool = False,
+    adapter_names: list[str] | None = None,
+) -> object:
+    """Add adapters to this rank's part of the weights, and take them out."""
+    if runtime.parallel_state(self.model) is None:
+        return original(self, progressbar, safe_merge, adapter_names)
+    _check(self.model, True, safe_merge)
+    return _taken_out(self, functools.partial(original, self, progressbar, safe_merge, adapter_names))
+
+
+@patch("peft.tuners.tuners_utils:BaseTuner.unload", "leaves split layers without a way out")
+def unload(original: Callable, self: BaseTuner) -> object:
+    """Take adapters out."""
+    if runtime.parallel_state(self.model) is None:
+        return original(self)
+    _check(self.model, False, False)
+    return _taken_out(self, functools.partial(original, self))
+
+
+def _taken_out(self: BaseTuner, take_out: Callable[[], object]) -> object:
+    """Let layers communicate by themselves again, and FSDP2 forget the adapters."""
+    state = runtime.parallel_state(self.model)
+    assert state is not None
+    _reshard(state)
+    wrappers = [module for module in self.model.modules() if _wrapped(module) is not None]
+    names = {id(module): name for name, module in self.model.named_modules()}
+    result = take_out()
+    for wrapper in wrappers:
+        inner = _wrapped(wrapper)
+        if isinstance(inner, TensorParallelLayer):
+            inner.adapted = False
+    if state.pipeline is not None:
+        _follow(self.model, state, {id(wrapper): names[id(wrapper)] for wrapper in wrappers})
+    if state.mesh.config.sharing_size > 1:
+        remove_late_parameters(state.root)
+    return result
+
+
+def _wrapped(module: nn.Module) -> nn.Module | None:
+    """Return the module inside a wrapper of PEFT; None for any other module."""
+    children = getattr(module, "_modules", {})
+    return children.get("base_layer", children.get("original_module"))
+
+
+def _follow(model: nn.Module, state: ParallelState, names: dict[int, str]) -> None:
+    """Let the stages hold the modules that now stand in the place of the wrappers."""
+    pipeline = state.pipeline
+    assert pipeline is not None
+    for stage in pipeline.stages:
+        for i, part in enumerate(stage.parts):
+            if id(part) in names:
+                stage.parts[i] = model.get_submodule(names[id(part)])
+    pipeline.services.adapters = None
+
+
+def _reshard(state: ParallelState) -> None:
+    """Let go of weights gathered for a pass: they would hide the change."""
+    for module in sharded_modules(state.root):
+        module.reshard()
+
+
+def _check(model: nn.Module, merge: bool, safe_merge: bool) -> None:
+    if safe_merge:
+        raise NotImplementedError("hf_parallel: safe_merge=True on a parallel model is not part of this version")
+    variants = {type(v) for module in model.modules() for v in (getattr(module, "lora_variant", None) or {}).values()}
+    if merge and any(variant.__name__ != "DoraLinearVariant" for variant in variants):
+        raise NotImplementedError(
+            "hf_parallel: merging DoRA of embeddings into shards is not part of this version; save the adapter, then "
+            "load and merge it in one process"
+        )
+    if merge and any(isinstance(module, FourBit) for module in model.modules()):
+        raise NotImplementedError(
+            "hf_parallel: merging into a base of 4 bits is not part of this version; save the adapter, then load and "
+            "merge it in one process"
+        )

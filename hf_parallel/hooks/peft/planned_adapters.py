@@ -3,7 +3,7 @@
     dry_run(config, "dp_shard=8", adapt=lora(16))                    # LoRA on every linear but the head
     dry_run(config, "dp_shard=8", adapt=lora(16), pack=four_bit())   # QLoRA: the base in 4 bits
 
-The planner knows nothing of peft and bitsandbytes: what it needs of them is handed to it from here.
+The planner knows nothing of peft and bitsandbytes, so a caller hands it these functions.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 def planned_lora(
     rank: int, targets: str | Sequence[str] = "all-linear", **settings: object
 ) -> Callable[[nn.Module], None]:
-    """What puts adapters of `rank` into a parallel model on the meta device, as get_peft_model does into any.
+    """Return a function that adds adapters of `rank` to a parallel meta model, as get_peft_model does to any.
 
     Args:
         targets: LoraConfig's target_modules.
@@ -54,7 +54,7 @@ def planned_lora(
 
 
 def four_bit(double: bool = False) -> Packing:
-    """What makes a split model on the meta device expect weights packed to NF4, as loading in 4 bits does."""
+    """Return the packing that makes a split meta model expect weights of NF4, as loading in 4 bits does."""
     from transformers import BitsAndBytesConfig
 
     from hf_parallel.hooks import bitsandbytes as packing

@@ -20,8 +20,7 @@ from hf_parallel.hooks.trainer import losses
 from hf_parallel.hooks.trainer.bad_numbers import remembered
 from hf_parallel.hooks.trainer.rows import LABELS_COUNTED, PADDED_LENGTHS, refused
 from hf_parallel.hooks.trl import trainers as trl
-from hf_parallel.model.joined import why_not_told_apart
-from hf_parallel.model.shrink import small_copy
+from hf_parallel.model.shrink import small_copy, why_not_told_apart
 from hf_parallel.ranks import messages
 
 if TYPE_CHECKING:
@@ -208,7 +207,7 @@ def lengths_of(rows: Dataset, args: TrainingArguments, most: int | None = None) 
 # Both are tried on a small copy of the model (`model/shrink.py`), on every rank alike, so that no weights are gathered
 # and the real model, its random numbers and the trainer's counters stay as they are.
 #
-#     model            outputs of three documents apart = joined (`model/joined.py`)
+#     model            outputs of three documents apart = joined (`model/shrink.py`)
 #     script's loss    loss of two of the script's examples, padded = joined
 
 

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 
-#: What trains how; docs/recipes.md says it in words.
+#: Ways to train; docs/recipes.md describes them.
 METHODS = ("full", "lora", "qlora", "dpo", "grpo", "pretrain", "long_context")
 #: Scripts that a recipe may name, and the class of their Trainer's arguments; none: a script of the user's own.
 CONFIG_CLASSES = {
@@ -52,7 +52,7 @@ CONFIG_CLASSES = {
 _NEEDED = ("about", "model", "method", "hardware", "parallel", "arguments", "data")
 _TEXTS = ("about", "model", "method", "shape", "script")
 _DATA_KEYS = ("tokens_per_row", "dataset_name", "dataset_config", "note")
-#: Of the arguments those that memory and speed depend on.
+#: Arguments that memory and speed depend on.
 _COUNTS = ("per_device_train_batch_size", "gradient_accumulation_steps")
 _EXPECT_KEYS = {
     "planner": ("memory_gib", "step_s", "tokens_per_s", "within", "note"),
@@ -72,12 +72,12 @@ class Hardware:
 
     @property
     def cluster(self) -> Cluster:
-        """As the planner has it."""
+        """Return the machines as the planner has them."""
         return make_cluster(self.gpu, self.gpus, self.gpus_per_node, self.network)
 
     @property
     def nodes(self) -> int:
-        """How many machines."""
+        """Return the number of machines."""
         return -(-self.gpus // self.gpus_per_node)
 
     def __str__(self) -> str:
@@ -87,7 +87,7 @@ class Hardware:
 
 @dataclass(frozen=True)
 class Recipe:
-    """One recipe; `layout` is resolved for its number of GPUs."""
+    """A recipe; `layout` is resolved for its number of GPUs."""
 
     name: str
     path: str
@@ -105,36 +105,36 @@ class Recipe:
 
     @property
     def seq(self) -> int:
-        """Tokens of a row."""
+        """Return the tokens of a sequence."""
         return self.data["tokens_per_row"]
 
     @property
     def rows(self) -> int:
-        """Rows of one call of the model on a data rank: of a pair of DPO both answers."""
+        """Return the sequences of one model call on a data rank: both answers of a DPO pair count."""
         return self.arguments["per_device_train_batch_size"] * (2 if self.method == "dpo" else 1)
 
     @property
     def accumulation(self) -> int:
-        """Calls per step."""
+        """Return the model calls per step."""
         return self.arguments.get("gradient_accumulation_steps", 1)
 
     @property
     def tokens_per_step(self) -> int:
-        """Of all data ranks."""
+        """Return the tokens of a step on all data ranks."""
         return self.rows * self.accumulation * self.layout.data_parallel_size * self.seq
 
     @property
     def adapter_rank(self) -> int:
-        """Of LoRA; 0: all weights are trained."""
+        """Return the rank of LoRA; 0: all weights are trained."""
         return int(self.script_arguments.get("lora_r", 16)) if self.script_arguments.get("use_peft") else 0
 
     @property
     def four_bit(self) -> bool:
-        """Is the base packed to 4 bits?"""
+        """Return whether the base is packed to 4 bits."""
         return bool(self.script_arguments.get("load_in_4bit"))
 
     def config(self) -> PretrainedConfig:
-        """The model's config: of this package's `recipes/models`, else of the Hub or a folder."""
+        """Return the model's config: of this package's `recipes/models`, else of the Hub or a folder."""
         if self.shape is not None:
             return shipped_config(self.shape)
         check_model_name(self.model, "a folder with a config.json works", needs_weights=False)
@@ -143,41 +143,35 @@ class Recipe:
         return AutoConfig.from_pretrained(self.model, trust_remote_code=False)
 
     def command(self) -> str:
-        """The line that runs it."""
+        """Return the command line that runs it."""
         script = "" if self.script else " train.py"
         data = "" if self.data.get("dataset_name") or not self.script else " --dataset_name DATASET"
         return f"hf-parallel recipe run {self.name}{script}{data} --output_dir out"
 
 
 def names() -> list[str]:
-    """The recipes that come with this package."""
+    """Return the names of the recipes that come with this package."""
     return list(shipped())
 
 
-def _meant(text: str) -> str:
-    close = like_a_recipe(text)
-    return f"did you mean {' or '.join(close)}? " if close else ""
-
-
 def load(text: str) -> Recipe:
-    """A recipe by the name of a shipped one, from a file, or of the Hub.
+    """Load a recipe by the name of a shipped one, from a file, or from the Hub.
 
     Raises:
-        SpecError: there is none, or what it says cannot hold.
+        SpecError: there is none, or its values cannot hold.
     """
     path = locate(text)
     if path is None:
-        refuse(
-            text,
-            "no recipe of that name",
-            do=f"{_meant(text)}`hf-parallel recipe list` names them; a file and owner/repo work, too",
-        )
+        close = like_a_recipe(text)
+        meant = f"did you mean {' or '.join(close)}? " if close else ""
+        do = f"{meant}`hf-parallel recipe list` names them; a file and owner/repo work, too"
+        refuse(text, "no recipe of that name", do=do)
     name = text if text in shipped() else os.path.splitext(os.path.basename(path))[0]
     return read_recipe(name if f"{name}.yaml" != HUB_FILE else text, path)
 
 
 def read_recipe(name: str, path: str) -> Recipe:
-    """The recipe of a YAML file.
+    """Read the recipe of a YAML file.
 
     Raises:
         SpecError: a key that is not known or missing, or numbers that cannot hold.
@@ -188,8 +182,15 @@ def read_recipe(name: str, path: str) -> Recipe:
     data = _section(name, values, "data", _DATA_KEYS, ("tokens_per_row",))
     expect = _section(name, values, "expect", _EXPECT_KEYS)
     for source in expect:
-        _to_be_numbers(f"{name}: expect: {source}", _section(f"{name}: expect", expect, source, _EXPECT_KEYS[source]))
-    _to_be_texts(name, values)
+        found = _section(f"{name}: expect", expect, source, _EXPECT_KEYS[source])
+        for key, value in found.items():
+            number = isinstance(value, (int, float)) and not isinstance(value, bool) and value == value
+            if key != "note" and not number:
+                refuse(f"{name}: expect: {source}: {key}={value}", "is no number", f"{key}: 1.5")
+    for key in _TEXTS:  # YAML takes names that have digits alone for numbers
+        value = values.get(key)
+        if value is not None and not isinstance(value, str):
+            refuse(f"{name}: {key}={value}", f"is a {type(value).__name__}, not a text", f'{key}: "{value}"')
     _to_numbers(f"{name}: hardware", hardware, ("gpus", "gpus_per_node"))
     _to_numbers(f"{name}: data", data, ("tokens_per_row",))
     machines = Hardware(**hardware)
@@ -197,7 +198,7 @@ def read_recipe(name: str, path: str) -> Recipe:
     kept: dict = {key: values.get(key) for key in _TEXTS}
     words = {key: _mapping(name, values, key) for key in ("arguments", "script_arguments")}
     for key, options in words.items():
-        _to_be_given(f"{name}: {key}", options)
+        _check_given(f"{name}: {key}", options)
     _to_numbers(f"{name}: arguments", words["arguments"], _COUNTS)
     kept |= {"hardware": machines, "layout": layout, "data": data, "expect": expect, **words}
     recipe = Recipe(name=name, path=path, **kept)
@@ -219,7 +220,7 @@ def _mapping(where: str, values: dict, key: str, example: str = "name") -> dict:
 
 
 def _to_numbers(where: str, values: dict, keys: tuple[str, ...]) -> None:
-    """YAML takes `4k` for a word."""
+    """Convert values to numbers, because YAML takes `4k` for a word."""
     for key in keys:
         if key in values:
             values[key] = convert(f"{where}: {key}", int, values[key])
@@ -227,23 +228,8 @@ def _to_numbers(where: str, values: dict, keys: tuple[str, ...]) -> None:
                 refuse(f"{where}: {key}={values[key]}", "is one at least", f"{key}: 1")
 
 
-def _to_be_numbers(where: str, values: Mapping[str, object]) -> None:
-    """What is expected, but for the note."""
-    for key, value in values.items():
-        if key != "note" and (isinstance(value, bool) or not isinstance(value, (int, float)) or value != value):
-            refuse(f"{where}: {key}={value}", "is no number", f"{key}: 1.5")
-
-
-def _to_be_texts(where: str, values: Mapping[str, object]) -> None:
-    """Names, which YAML takes for numbers where they have digits alone."""
-    for key in _TEXTS:
-        value = values.get(key)
-        if value is not None and not isinstance(value, str):
-            refuse(f"{where}: {key}={value}", f"is a {type(value).__name__}, not a text", f'{key}: "{value}"')
-
-
-def _to_be_given(where: str, options: Mapping[object, object]) -> None:
-    """An option without a value would be handed over as the word None."""
+def _check_given(where: str, options: Mapping[object, object]) -> None:
+    """Refuse an option without a value, which would be handed over as the word None."""
     for key, value in options.items():
         if value is None:
             refuse(f"{where}: {key}", "has no value", do="leave it out")
@@ -261,7 +247,7 @@ def _check_keys(where: str, values: Mapping, known: Collection[str], needed: Col
 
 
 def _check(recipe: Recipe) -> None:
-    """What holds for every recipe, whatever its model."""
+    """Check what holds for every recipe, whatever its model."""
     where = recipe.name
     if recipe.method not in METHODS:
         refuse(f"{where}: method={recipe.method}", f"not one of {', '.join(METHODS)}")
@@ -282,7 +268,7 @@ def _check(recipe: Recipe) -> None:
 
 
 def shipped_config(shape: str) -> PretrainedConfig:
-    """The config of one of the models in `recipes/models`."""
+    """Return the config of one of the models in `recipes/models`."""
     from transformers import AutoConfig
 
     values = json.loads((_models() / f"{shape}.json").read_text(encoding="utf-8"))
@@ -294,7 +280,7 @@ def _models() -> Traversable:
 
 
 def shapes() -> list[str]:
-    """The models whose sizes come with this package."""
+    """Return the models whose sizes come with this package."""
     return sorted(file.name.removesuffix(".json") for file in _models().iterdir() if file.name.endswith(".json"))
 
 
@@ -305,7 +291,7 @@ _HEADINGS = ("recipe", "model", "method", "machines", "layout", "tokens per step
 
 
 def cells(recipe: Recipe) -> tuple[str, ...]:
-    """One recipe's row: memory by the planner and the dry run, speed by the planner, or both as measured."""
+    """Return a recipe's row: memory by the planner and the dry run, speed by the planner, or both as measured."""
     planner, dry = recipe.expect.get("planner", {}), recipe.expect.get("dry_run", {})
     measured = recipe.expect.get("measured", {})
     memory = f"{planner.get('memory_gib', '?')}, {dry.get('memory_gib', '?')}"
@@ -323,18 +309,16 @@ def cells(recipe: Recipe) -> tuple[str, ...]:
 
 
 def markdown(recipes: list[Recipe]) -> str:
-    """The table of docs/recipes.md."""
-    lines = [_HEADINGS, ("---",) * len(_HEADINGS), *(_marked(cells(recipe)) for recipe in recipes)]
+    """Return the table of docs/recipes.md."""
+    lines = [_HEADINGS, ("---",) * len(_HEADINGS)]
+    for recipe in recipes:
+        name, model, method, machines, layout, *rest = cells(recipe)
+        lines.append((f"`{name}`", model, method, machines, f"`{layout}`", *rest))
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
 
 
-def _marked(row: tuple[str, ...]) -> tuple[str, ...]:
-    name, model, method, machines, layout, *rest = row
-    return (f"`{name}`", model, method, machines, f"`{layout}`", *rest)
-
-
 def plain_table(recipes: list[Recipe]) -> str:
-    """Name and one line for each, for a terminal."""
+    """Return name and one line of each recipe, for a terminal."""
     width = max((len(recipe.name) for recipe in recipes), default=0)
     return "\n".join(f"{recipe.name:{width}}  {recipe.about}" for recipe in recipes)
 
@@ -344,15 +328,15 @@ def plain_table(recipes: list[Recipe]) -> str:
 # dataclasses, its `add_argument("--name")`.
 
 
-#: What scripts call the model, the most usual first.
+#: Options by which scripts name the model, the most usual first.
 _MODEL_OPTIONS = ("model_name_or_path", "model_name", "model_id", "model")
-#: Of `data` what is an option of scripts; the rest is for people.
+#: Keys of `data` that are options of scripts; the rest is for people.
 _DATA_OPTIONS = ("dataset_name", "dataset_config")
 
 
 @dataclasses.dataclass(frozen=True)
 class Filled:
-    """The words of a script, and the options among them that are the recipe's; those left to the user, or unknown."""
+    """The words of a script, and which of the recipe's options are among them, were the user's, or are unknown."""
 
     words: list[str]
     filled: tuple[str, ...]
@@ -361,7 +345,7 @@ class Filled:
 
 
 def fill(recipe: Recipe, words: list[str], known: set[str], script: str) -> Filled:
-    """The user's words behind what the recipe adds: of an option given twice parsers take the last.
+    """Put the recipe's options before the user's words: parsers take the last of an option given twice.
 
     Args:
         known: options that the script takes.
@@ -384,7 +368,7 @@ def fill(recipe: Recipe, words: list[str], known: set[str], script: str) -> Fill
 
 
 def options(recipe: Recipe, known: set[str]) -> dict[str, object]:
-    """All options of a recipe, the model's under the name that the script has for it."""
+    """Return all options of a recipe, the model's under the name that the script has for it."""
     model = next((name for name in _MODEL_OPTIONS if name in known), _MODEL_OPTIONS[0])
     data = {key: recipe.data[key] for key in _DATA_OPTIONS if key in recipe.data}
     if recipe.script is None:
@@ -393,7 +377,7 @@ def options(recipe: Recipe, known: set[str]) -> dict[str, object]:
 
 
 def given_options(words: list[str]) -> set[str]:
-    """Options among words: `--a 1`, `--a=1`, `--no_a`, and the keys of TRL's `--config FILE`."""
+    """Return the options among words: `--a 1`, `--a=1`, `--no_a`, and the keys of TRL's `--config FILE`."""
     found: set[str] = set()
     for word, following in zip(words, [*words[1:], ""], strict=False):
         if not word.startswith("--"):
@@ -421,7 +405,7 @@ def _spelled(value: object) -> list[str]:
 
 
 def options_of(script: str, is_module: bool) -> set[str]:
-    """The options that a script's text shows.
+    """Return the options that a script's text shows.
 
     Raises:
         SpecError: there is no such script or module, or it is no Python.
@@ -447,7 +431,7 @@ def _module_file(name: str) -> Path:
 
 
 def _shown(node: ast.AST) -> Iterator[str]:
-    """Options that one piece of a script shows."""
+    """Yield the options that one piece of a script shows."""
     if isinstance(node, ast.ImportFrom):
         for alias in node.names:
             yield from _fields(node.module or "", alias.name)
@@ -462,7 +446,7 @@ def _shown(node: ast.AST) -> Iterator[str]:
 
 
 def _fields(module: str, name: str) -> Iterator[str]:
-    """The fields of a class of arguments of Transformers or TRL; nothing else is imported."""
+    """Yield the fields of a class of arguments of Transformers or TRL; nothing else is imported."""
     library = module.partition(".")[0]
     of_trl = library == "trl" and name.endswith(("Config", "Arguments"))
     if not (of_trl or (library == "transformers" and name.endswith("TrainingArguments"))):

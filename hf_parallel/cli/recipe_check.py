@@ -18,6 +18,7 @@ from torch import nn
 from hf_parallel.ask.config import ParallelConfig, SpecError
 from hf_parallel.ask.spec import HUB_FILE
 from hf_parallel.axes.axis import Packing
+from hf_parallel.cli.recipe_file import Recipe, load, markdown, shipped_config
 from hf_parallel.hooks.auto import ScriptBatch, script_batch
 from hf_parallel.planner.candidates import HEADROOM, Goal
 from hf_parallel.planner.choices import Choice, predicted
@@ -25,20 +26,19 @@ from hf_parallel.planner.dryrun import DryRun, dry_run
 from hf_parallel.planner.dryrun.run import end_ranks
 from hf_parallel.planner.memory import GIB
 from hf_parallel.planner.shape import ModelShape, shape_of
-from hf_parallel.recipes.recipe import Recipe, load, markdown, shipped_config
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
 
 
-# ---- What to expect of a recipe: memory and speed by the planner, memory by a dry run of the real code --------------
+# ---- Expectations of a recipe: memory and speed by the planner, memory by a dry run of the real code
 # Both are for the recipe's own machines and need neither a GPU nor a network. What the planner does not know is put on
 # top here, and said in the note: a base of 4 bits, the second model of DPO, the generation of GRPO.
 
 
 #: Bytes per weight of 4-bit codes and the largest value of each block of 64 (docs/qlora.md).
 _PACKED = 0.5 + 2 / 64
-#: Of a forward and backward, what the forward of DPO's reference takes more: one part in three.
+#: The share of a forward and backward that the forward of DPO's reference adds: one part in three.
 _REFERENCE_FORWARD = 1 / 3
 #: Calls of a step that a dry run makes: the third holds what the second does.
 _CALLS = 2
@@ -46,7 +46,7 @@ _CALLS = 2
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What the planner says of a recipe; `memory_gib` is what the fullest GPU must have."""
+    """The planner's numbers for a recipe; `memory_gib` is the memory that the fullest GPU must have."""
 
     memory_gib: float
     step_s: float
@@ -57,17 +57,17 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Is that no more than a plan takes of the GPU, which keeps some free?"""
+        """Return whether memory is no more than a plan takes of the GPU, some of which stays free."""
         return self.memory_gib <= self.room_gib * (1 - HEADROOM / 100)
 
     def to_dict(self) -> dict[str, object]:
-        """For `expect`, in three digits."""
+        """Return the values for `expect`, in three digits."""
         values = {key: _digits(getattr(self, key)) for key in ("memory_gib", "step_s", "tokens_per_s")}
         return {**values, "within": self.within, **({"note": self.note} if self.note else {})}
 
 
 def plan(recipe: Recipe) -> Plan:
-    """The planner's numbers, from formulas alone: a fraction of a second.
+    """Return the planner's numbers, from formulas alone: a fraction of a second.
 
     Raises:
         SpecError: the batch cannot be cut as the layout asks, or a name is not known.
@@ -94,7 +94,7 @@ _MOST_RANKS = 8
 
 
 def layout_to_prove(recipe: Recipe) -> ParallelConfig:
-    """The recipe's layout with fewer ranks: two of each data axis, and of the others too if more than 8 are left."""
+    """Return the layout with fewer ranks: two of each data axis, and of the others too if more than 8 are left."""
     layout = recipe.layout
     small = {name: min(2, getattr(layout, name)) for name in ("dp_replicate_size", "dp_shard_size", "ep_size")}
     ranks = math.prod((small["dp_replicate_size"], small["dp_shard_size"], layout.tp_size, layout.cp_size))
@@ -111,7 +111,7 @@ def layout_to_prove(recipe: Recipe) -> ParallelConfig:
 
 
 def shape_of_recipe(recipe: Recipe) -> ModelShape:
-    """What the planner knows of its model."""
+    """Return the shape of the recipe's model, as the planner knows it."""
     return shape_of(recipe.config()) if recipe.shape is None else _shipped_shape(recipe.shape)
 
 
@@ -121,7 +121,7 @@ def _shipped_shape(name: str) -> ModelShape:
 
 
 def _choice(recipe: Recipe, shape: ModelShape) -> Choice:
-    """The recipe's layout and batch as the planner has them."""
+    """Return the recipe's layout and batch as the planner has them."""
     batch = _batch(recipe)
     goal = Goal(
         shape,
@@ -139,19 +139,19 @@ def _choice(recipe: Recipe, shape: ModelShape) -> Choice:
 
 
 def _with_logits(recipe: Recipe) -> ParallelConfig:
-    """The layout, whose logits are counted: a recipe's script computes its loss by itself."""
+    """Return the layout with its logits counted: a recipe's script computes its loss by itself."""
     return dataclasses.replace(recipe.layout, lean_loss="false")
 
 
 def _batch(recipe: Recipe) -> ScriptBatch:
-    """Precision and optimizer as `--parallel auto` reads them from a command line."""
+    """Return precision and optimizer as `--parallel auto` reads them from a command line."""
     words = [f"--{key}={value}" for key, value in recipe.arguments.items()]
     dtype = recipe.script_arguments.get("dtype", "bfloat16" if recipe.script is None else "float32")
     return script_batch(None, words, "bfloat16" if recipe.four_bit else dtype)
 
 
 def _saved(choice: Choice, shape: ModelShape) -> float:
-    """GiB that a base of 4 bits takes less: of the blocks' matrices, as stored and as gathered."""
+    """Return the GiB that a base of 4 bits saves: of the blocks' matrices, as stored and as gathered."""
     kinds = max(choice.prediction.breakdown.ranks, key=lambda rank: rank.needed).kinds
     packed = sum(matrix.parameters for block in shape.blocks for matrix in block.matrices if matrix.split != "expert")
     share = packed / shape.parameters * (1 - _PACKED / 2)
@@ -159,7 +159,7 @@ def _saved(choice: Choice, shape: ModelShape) -> float:
 
 
 def _second_model(recipe: Recipe, shape: ModelShape) -> float:
-    """GiB of the reference's weights on a rank."""
+    """Return the GiB of the reference's weights on a rank."""
     width = 2 if _batch(recipe).precision == "bf16" else 4
     layout = recipe.layout
     parts = layout.tp_size * layout.pp_size * layout.cp_size * (layout.dp_shard_size if layout.zero_stage else 1)
@@ -170,7 +170,7 @@ def _second_model(recipe: Recipe, shape: ModelShape) -> float:
 
 
 def dry_runs(recipe: Recipe) -> list[DryRun]:
-    """The first and the last pipeline rank of the whole world, which hold embedding and head.
+    """Dry-run the first and the last pipeline rank of the whole world, which hold embedding and head.
 
     Raises:
         SpecError: the layout cannot hold for this model.
@@ -195,7 +195,7 @@ def dry_runs(recipe: Recipe) -> list[DryRun]:
 
 
 def dry_memory(recipe: Recipe) -> float:
-    """GiB of tensors on the fullest of these."""
+    """Return the GiB of tensors on the fuller of these ranks."""
     found = max(ran.peak_bytes for ran in dry_runs(recipe)) / GIB
     second = recipe.method == "dpo" and not recipe.adapter_rank
     return found + (_second_model(recipe, shape_of_recipe(recipe)) if second else 0.0)
@@ -222,7 +222,7 @@ def _packing(recipe: Recipe) -> Packing | None:
 
 
 def expected(recipe: Recipe) -> dict[str, dict[str, object]]:
-    """The section `expect`, made anew; what was measured stays."""
+    """Make the section `expect` anew; measured values stay."""
     found: dict[str, dict[str, object]] = {
         "planner": plan(recipe).to_dict(),
         "dry_run": {"memory_gib": _digits(dry_memory(recipe))},
@@ -231,18 +231,18 @@ def expected(recipe: Recipe) -> dict[str, dict[str, object]]:
 
 
 def _digits(number: float) -> float | int:
-    """Three of them."""
+    """Round to three digits."""
     rounded = float(f"{number:.3g}")
     return int(rounded) if rounded >= 100 else rounded
 
 
-#: How far a written number may be from a new one: three digits were kept, and the planner's formulas move a little.
+#: The tolerance for a written number: three digits were kept, and the planner's formulas move a little.
 TOLERANCE = 0.02
 
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """What became of a recipe: what was found, in a line, and what is wrong with it."""
+    """The outcome of a check: what was found, in a line, and what is wrong with the recipe."""
 
     name: str
     found: str = ""
@@ -253,7 +253,7 @@ class Verdict:
 
 
 def check_recipe(name: str, dry: bool = True) -> Verdict:
-    """A recipe's verdict.
+    """Check a recipe.
 
     Args:
         dry: run its first and last pipeline rank on tensors without memory, too, for a few seconds.
@@ -283,7 +283,7 @@ def _verdict(recipe: Recipe, dry: bool) -> Verdict:
 
 
 def _off(source: str, written: dict[str, dict], new: Mapping[str, object]) -> list[str]:
-    """Numbers of `expect` that are no longer so."""
+    """Return a line for each number of `expect` that is no longer so."""
     old, again = written.get(source) or {}, "`hf-parallel recipe check --write` makes it anew"
     if not old:
         return [f"expect has no {source}; {again}"]
@@ -346,7 +346,7 @@ def _card_there(api: HfApi, repo: str) -> str | None:
 
 
 def section(recipe: Recipe, repo: str, file: str = HUB_FILE) -> str:
-    """What the card says."""
+    """Return the section for the model card."""
     source = repo if file == HUB_FILE else f"{repo}:{file}"
     script = "" if recipe.script else " train.py"
     return f"""## Recipe: {recipe.about}
@@ -364,7 +364,7 @@ Memory by the planner and by a dry run, speed by the planner, unless a number sa
 
 
 def with_section(card: str | None, text: str, file: str) -> str:
-    """The card with this section, in place of the one it had."""
+    """Put this section into the card, in place of the one it had."""
     begin, end = _BEGIN.format(file=file), _END.format(file=file)
     marked = f"{begin}\n{text}{end}\n"
     if card is None:

@@ -1,1 +1,0 @@
-"""Loading through `from_pretrained`."""
