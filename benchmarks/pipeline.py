@@ -25,7 +25,7 @@ import functools
 import os
 import sys
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -124,7 +124,9 @@ def awake(stages: Collection[Sleeper]) -> Iterator[None]:
 # ---- running a schedule ------------------------------------------------------------------------------------------
 
 
-def sleeping_model(name: str, setting: Setting, layer: type[Sleeper] | None = None, more: str = "") -> Any:
+def sleeping_model(
+    name: str, setting: Setting, layer: Callable[[list[float]], nn.Module] | None = None, more: str = ""
+) -> Any:
     """A Llama whose layers sleep, one for each stage, made parallel as a user's model is."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
