@@ -2,6 +2,7 @@
 
     python benchmarks/pipeline.py [--ranks 4] [--micro-batches 8] [--milliseconds 100] [--pictures FOLDER]
     python benchmarks/pipeline.py --steps-of 1 2 4           # busy share of whole steps of so many batches
+    python benchmarks/pipeline.py --fill                     # step time and busy share with curvature in the bubbles
 
 Every layer of a model sleeps for a known time in its forward, for the gradient of its input and for that of its
 weights, so the result does not depend on how many cores there are (but a machine with other work to do wakes sleepers
@@ -11,6 +12,9 @@ zero-bubble schedules must stay below the latter.
 
 With --steps-of it is the busy share of optimizer steps under 1F1B: of n batches run one after the other, of n batches
 as one run, and of pipedream_2bw, which does not drain between steps. Each ends with an all-reduce, as for the norm.
+
+With --fill units of curvature sleep too: a third of a forward per factor and micro-batch, two thirds per inverse. They
+run in the bubbles, or all of them at the ends of steps. Fails if in the bubbles they make steps more than 3 % longer.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ import functools
 import os
 import sys
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,6 +54,7 @@ from tests.distributed import run
 
 BY_FORMULA = ("gpipe", "1f1b", "interleaved_1f1b", "looped_bfs")
 TOLERANCE = 0.10
+FILL = "pipeline_fill=kfac"
 
 
 @dataclass(frozen=True)
@@ -119,7 +124,9 @@ def awake(stages: Collection[Sleeper]) -> Iterator[None]:
 # ---- running a schedule ------------------------------------------------------------------------------------------
 
 
-def sleeping_model(name: str, setting: Setting) -> Any:
+def sleeping_model(
+    name: str, setting: Setting, layer: Callable[[list[float]], nn.Module] | None = None, more: str = ""
+) -> Any:
     """A Llama whose layers sleep, one for each stage, made parallel as a user's model is."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -127,13 +134,13 @@ def sleeping_model(name: str, setting: Setting) -> Any:
     small = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1, "vocab_size": 8, "use_cache": False}
     model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=stages, **small)).train()
     for stage, costs in enumerate(setting.costs(stages)):
-        model.model.layers[stage] = Sleeper(list(costs))
+        model.model.layers[stage] = (layer or Sleeper)(list(costs))
     several = f",pipeline_virtual_stages={virtual_stages(name)}" if name in LOOPED_SCHEDULES else ""
     ones = ",".join("1" * stages)
     return parallelize(
         model,
         f"pp={setting.ranks},pipeline_schedule={name},pipeline_microbatches={setting.micro_batches}{several},"
-        f"pipeline_split=[{ones}]",
+        f"pipeline_split=[{ones}]{more}",
     )
 
 
@@ -230,6 +237,75 @@ def compare_steps(batches: int, setting: Setting) -> bool:
     return good
 
 
+# ---- work in the bubbles -----------------------------------------------------------------------------------------
+
+
+class SleepingLinear(Sleeper):
+    """A sleeper with a linear layer, whose curvature can be taken."""
+
+    def __init__(self, seconds: list[float]) -> None:
+        super().__init__(seconds)
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, arriving: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Sleep, and hand on what arrived, changed a little."""
+        return super().forward(arriving) + 0.01 * self.linear(arriving)
+
+
+def sleeping(work: Any, seconds: float) -> Any:
+    """Make a unit of curvature take time."""
+
+    def slow(*args: Any) -> None:
+        time.sleep(seconds)
+        work(*args)
+
+    return slow
+
+
+def filled_steps(way: str, setting: Setting, interval: int) -> tuple[float, float]:
+    """Return seconds per step and the busy share, over the steps of an interval; the fastest of all."""
+    model = sleeping_model(
+        "1f1b", setting, SleepingLinear, "" if way == "none" else f",{FILL},kfac_interval={interval}"
+    )
+    pipeline, tokens = model._hf_parallel.pipeline, torch.zeros(setting.micro_batches, 4, dtype=torch.long)
+    fill, one_step = pipeline.fill, torch.zeros(())
+    if fill is not None:
+        fill._add_inputs = sleeping(fill._add_inputs, setting.seconds / 3)
+        fill._add_gradients = sleeping(fill._add_gradients, setting.seconds / 3)
+        fill._invert = sleeping(fill._invert, setting.seconds * 2 / 3)
+
+    def step() -> None:
+        if fill is not None:
+            fill.begin_step()
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        if fill is not None:
+            fill.end_step()
+            if way == "at the ends":
+                fill._placements = {setting.micro_batches: {}}
+        dist.all_reduce(one_step)
+
+    for _ in range(interval):
+        step()  # opens the connections, and times what is to be placed
+    found = []
+    for _ in range(setting.steps):
+        pipeline.recorder.start(dist.group.WORLD)
+        for _ in range(interval):
+            step()
+        timeline = pipeline.recorder.gather(dist.group.WORLD)
+        found.append((timeline.duration / interval, 1 - timeline.bubble))
+    return min(found)
+
+
+def compare_filled(setting: Setting, interval: int) -> bool:
+    """Print the table of fills; do steps take as long with curvature as without?"""
+    ways = {"none": "none", "in bubbles": "in the bubbles", "at the ends": "at the ends of steps"}
+    print(f"curvature of every {interval} steps       step      busy")
+    found = {way: run(filled_steps, setting.ranks, way, setting, interval)[0] for way in ways}
+    for way, (seconds, busy) in found.items():
+        print(f"{ways[way]:28}{seconds * 1e3:9.0f} ms{busy:9.1%}", flush=True)
+    return found["in bubbles"][0] <= 1.03 * found["none"][0]
+
+
 def main() -> int:
     """Run all schedules and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -242,10 +318,14 @@ def main() -> int:
     parser.add_argument(
         "--steps-of", type=int, nargs="+", default=(), help="batches of a step; then nothing else is run"
     )
+    parser.add_argument("--fill", action="store_true", help="curvature in the bubbles; then nothing else is run")
+    parser.add_argument("--interval", type=int, default=2, help="steps from one curvature to the next")
     args = parser.parse_args()
     if args.pictures:
         args.pictures.mkdir(parents=True, exist_ok=True)
     setting = Setting(args.ranks, args.micro_batches, args.milliseconds / 1e3, args.steps)
+    if args.fill:
+        return 0 if compare_filled(setting, args.interval) else 1
     if args.steps_of:
         print("batches       apart  formula    together  formula         2bw  formula")
         rows = [compare_steps(batches, setting) for batches in args.steps_of]

@@ -378,7 +378,7 @@ def _verify(args: argparse.Namespace, found: Found, model: PretrainedConfig | di
 
 
 def _timeline_alone(args: argparse.Namespace) -> str:
-    from hf_parallel.axes.pipeline import timeline
+    from hf_parallel.axes.pipeline import energy, timeline
     from hf_parallel.axes.pipeline import timeline as picture
 
     if args.timeline is None or args.parallel is None:
@@ -389,14 +389,19 @@ def _timeline_alone(args: argparse.Namespace) -> str:
         refuse(f"pp_size={ranks}", "a timeline shows a pipeline of two ranks or more", "pp=4")
     asked = config.pipeline_microbatches if args.micro_batches is None else args.micro_batches
     count, costs = asked or 4 * ranks, timeline.layer_costs(_layers_to_draw(config, args.layers))
+    saving = ""
     if config.delays_updates:
         drawn, peaks = timeline.simulate_without_flush(ranks, count, *costs), list(range(ranks, 0, -1))
     else:
         actions = timeline.order(name, ranks, config.stages_per_rank, count)
         drawn, peaks = timeline.simulate(actions, *costs), timeline.peak_live(actions)
+        if config.pipeline_energy != "none":
+            seconds = energy.seconds_of(*costs)
+            saved = energy.predicted_saving(actions, seconds, energy.plan_clocks(actions, seconds))
+            saving = f"; pipeline_energy={config.pipeline_energy} saves {saved:.1%} of the energy (by {energy.CURVE})"
     picture.write(args.timeline, drawn, name, predicted=drawn.bubble)
-    live = ", ".join(map(str, peaks))
-    return f"{args.timeline}: {name}, bubble {drawn.bubble:.1%}; activations held at most, per rank: {live} forwards"
+    held = f"activations held at most, per rank: {', '.join(map(str, peaks))} forwards"
+    return f"{args.timeline}: {name}, bubble {drawn.bubble:.1%}; {held}{saving}"
 
 
 def _layers_to_draw(config: ParallelConfig, layers: int | None) -> list[int]:

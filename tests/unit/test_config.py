@@ -20,6 +20,7 @@ VALUES = {
     "precision": ("auto", "auto"),
     "precision_scaling": ("auto", "auto"),
     "pipeline_schedule": ("gpipe", "gpipe"),
+    "pipeline_energy": ("none", "none"),
     "pipeline_fill": ("none", "none"),
     "pipeline_microbatches": ("4", 4),
     "pipeline_virtual_stages": ("1", 1),

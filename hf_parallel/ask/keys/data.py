@@ -66,7 +66,7 @@ class DataKeys(Sizes):
 
     @property
     def shares(self) -> tuple[Fraction, ...] | None:
-        """Return the share of each data rank in a batch; None: all have as many examples, or as many as is measured."""
+        """Return the share of each data rank in a batch; None: all have as many examples, or as measured."""
         return None if self.batch_shares in (EVEN, MEASURED) else parse_shares(self.batch_shares)
 
     @property

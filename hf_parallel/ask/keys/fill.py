@@ -42,6 +42,12 @@ class FillKeys(PipelineKeys):
         None, "optimizer steps from one curvature of `pipeline_fill=kfac` to the next", shown=f"{_INTERVAL}"
     )
 
+    pipeline_energy: str = key(
+        "none",
+        "`slack`: actions that have time run at lower clocks; needs NVML and administrator rights",
+        choices=("none", "slack"),
+    )
+
     @property
     def fills_bubbles(self) -> bool:
         """Does a rank compute curvature while it waits?"""
@@ -64,6 +70,7 @@ class FillKeys(PipelineKeys):
 
     def check_keys(self) -> None:
         """Reject layouts in which a rank has no bubble or not the whole of a layer."""
+        self._check_energy()
         asked = f"pipeline_fill={self.pipeline_fill}"
         if not self.fills_bubbles:
             for name in ("kfac_damping", "kfac_interval"):
@@ -90,3 +97,16 @@ class FillKeys(PipelineKeys):
             value = getattr(self, name, taken)
             if value not in (taken, -1):  # -1 is not known yet
                 refuse(f"{name}={spell(value)}", f"{asked} {why}", f"{name}={spell(taken)}")
+
+    def _check_energy(self) -> None:
+        """Reject layouts whose actions have no slack, or whose bubbles are taken."""
+        asked = f"pipeline_energy={self.pipeline_energy}"
+        if self.pipeline_energy == "none":
+            return
+        if self.pp_size == 1:
+            refuse(asked, "pp_size=1 has no bubbles", "pp_size=2")
+        if self.pipeline_schedule not in SINGLE_SCHEDULES:
+            what = f"pipeline_schedule={self.pipeline_schedule}"
+            refuse(what, f"{asked} knows the slack of {' and '.join(SINGLE_SCHEDULES)}", "pipeline_schedule=1f1b")
+        if self.fills_bubbles:
+            refuse(f"pipeline_fill={self.pipeline_fill}", f"{asked} takes the bubbles", "pipeline_fill=none")

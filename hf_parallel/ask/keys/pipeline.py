@@ -83,7 +83,7 @@ class PipelineKeys(Sizes):
 
     @property
     def sharing_size(self) -> int:
-        """Return the number of ranks whose gradients FSDP2 averages: none where there are several versions of the weights."""
+        """Return the number of ranks whose gradients FSDP2 averages: none with several versions of the weights."""
         return 1 if self.delays_updates else super().sharing_size
 
     @property

@@ -30,10 +30,12 @@ class Pipeline(Axis[StageFacts, PipelinePart]):
 
     def resolve(self, config: ParallelConfig, anatomy: Anatomy, facts: StageFacts) -> PipelinePart:
         """The schedule and how many layers each stage gets."""
-        from hf_parallel.axes.pipeline.read import check_fill, resolve_stages
+        from hf_parallel.axes.pipeline.read import check_clocks, check_fill, resolve_stages
 
         if config.fills_bubbles:
             check_fill(config, anatomy)
+        if config.pipeline_energy != "none":
+            check_clocks(config)
         return resolve_stages(config, facts, anatomy.sums_over_tokens)
 
     def settle(self, config: ParallelConfig, part: PipelinePart | None) -> ParallelConfig:
@@ -59,6 +61,10 @@ class Pipeline(Axis[StageFacts, PipelinePart]):
             from hf_parallel.axes.pipeline.fill_kfac import KfacFill
 
             engine.fill = KfacFill(engine)
+        if part.config.pipeline_energy != "none":
+            from hf_parallel.axes.pipeline.energy import StageClocks, clocks_of
+
+            engine.energy = StageClocks(engine, clocks_of(building.mesh.device))
         building.pipeline = engine
         building.roots = [(stage, view.layers) for stage, view in zip(engine.stages, views, strict=True)]
 

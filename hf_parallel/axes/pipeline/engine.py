@@ -124,6 +124,8 @@ def run_calls(engine: StageRunner, calls: list[ScheduledCall], held: HeldRun | N
                 stage.work, stage.autocast = None, contextlib.nullcontext
         if held is not None:
             held.take()
+    if engine.energy is not None:
+        engine.energy.end_run()
     of_calls = parts.losses(losses, engine.mesh.device)
     of_calls = of_calls if scale is None else of_calls / scale
     dist.broadcast(of_calls, group=engine.group, group_src=engine.last_rank)
@@ -145,6 +147,8 @@ def _schedule_for(engine: StageRunner, parts: Parts) -> _PipelineSchedule:
         engine.schedules[micro_batches] = build_schedule(
             modules, engine.config, engine.group, device, micro_batches, boundaries[0], engine.recorder, connected
         )
+        if engine.energy is not None:
+            engine.energy.watch(engine.schedules[micro_batches][1][0])
     schedule, stages = engine.schedules[micro_batches]
     for stage in stages:
         stage.boundaries, stage.around = boundaries, parts.around

@@ -128,7 +128,7 @@ class KfacFill:
         self._stage_seconds: list[tuple[float, float]] = []
         self._placements: dict[int, dict[Place, list[Unit]]] = {}
         self._micro_batch: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._number = 0
+        self.number = 0  # of the micro-batch whose forward pass runs
         self.drop()
 
     # ---- steps ---------------------------------------------------------------------------------------------------
@@ -240,16 +240,10 @@ class KfacFill:
 
         return watching
 
-    @contextlib.contextmanager
-    def numbered(self, micro_batch: int) -> Iterator[None]:
-        """In here a stage runs the forward pass of this micro-batch of the schedule."""
-        self._number = micro_batch
-        yield
-
     def _keep(self, index: int, module: nn.Module, args: tuple[torch.Tensor], output: torch.Tensor) -> None:
         if self._micro_batch is None or not output.requires_grad:
             return
-        curvature, number = cast(Curvature, self.gathering), self._number
+        curvature, number = cast(Curvature, self.gathering), self.number
         weights, items = self._micro_batch
         rows = args[0].detach()
         curvature.seen.add(index)

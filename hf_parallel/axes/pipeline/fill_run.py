@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class FilledRun:
-    """One run of a schedule with one stage per rank."""
+    """A run of a schedule with one stage per rank."""
 
     def __init__(self, engine: PipelineEngine, calls: list[ScheduledCall]) -> None:
         assert engine.fill is not None
@@ -66,8 +66,8 @@ class FilledRun:
         with self.parts.around(i), self.fill.timed(kind), span:
             if kind == FORWARD:
                 hidden = None if arrived is None else arrived.requires_grad_()
-                with self.fill.numbered(i):
-                    output = self.stage(hidden, i)
+                self.fill.number = i
+                output = self.stage(hidden, i)
                 self.alive[i] = hidden, output
                 if self.place == self.ranks - 1:
                     self.losses.append(output.detach())

@@ -1,4 +1,4 @@
-"""Bubbles of a timeline: how long each rank waits before which action, and which work fits there.
+"""Bubbles of a timeline: how long each rank waits before which action, which work fits there, who may be slower.
 
 gaps = find_gaps(timeline, rank=0)          # [seconds before action 0, …, seconds after the last action]
 placed = place_tasks([gaps] * 4, tasks)     # four steps, over and over: first fit
@@ -6,11 +6,20 @@ placed = place_tasks([gaps] * 4, tasks)     # four steps, over and over: first f
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from hf_parallel.axes.pipeline.timeline import COMPUTE, Timeline
+from hf_parallel.axes.pipeline.timeline import (
+    BACKWARD,
+    BACKWARD_INPUT,
+    COMPUTE,
+    FORWARD,
+    Action,
+    Order,
+    Timeline,
+    needs,
+)
 
 #: The part of a gap that is filled: actions do not take the same time in each step.
 _FILLED = 0.9
@@ -67,3 +76,42 @@ def place_tasks(gaps: Sequence[Sequence[float]], tasks: Iterable[Task]) -> dict[
                 placed[task.key] = Place(step, action)
                 break
     return placed
+
+
+# ---- slack: by how much an action may begin later, or take longer, so that no rank ends later -----------------------
+
+
+class Slack:
+    """Earliest and latest times of all actions of an order, whose seconds may be changed one by one."""
+
+    def __init__(self, order: Order, seconds: Mapping[tuple[str, int], float]) -> None:
+        """Take the seconds of each action by kind and stage; the order has whole backward passes."""
+        self.seconds = {action: seconds[action[:2]] for actions in order.values() for action in actions}
+        self.before: dict[Action, list[Action]] = {}
+        stages = 1 + max(action.stage for action in self.seconds)
+        left = {rank: list(actions) for rank, actions in order.items()}
+        latest: dict[int, Action] = {}
+        while any(left.values()):
+            for rank, actions in left.items():
+                while actions and (inputs := self._inputs(actions[0], stages)) is not None:
+                    self.before[actions[0]] = inputs + ([latest[rank]] if rank in latest else [])
+                    latest[rank] = actions.pop(0)
+        self.duration = self.find()[1]
+
+    def _inputs(self, action: Action, stages: int) -> list[Action] | None:
+        """Return what makes the inputs of an action; None if one of them has no place yet."""
+        kinds = {FORWARD: FORWARD, BACKWARD_INPUT: BACKWARD}
+        inputs = [Action(kinds[kind], stage, i) for kind, stage, i in needs(action, stages)]
+        return inputs if all(one in self.before for one in inputs) else None
+
+    def find(self) -> tuple[dict[Action, float], float]:
+        """Return the slack of each action in seconds, and the duration of all of them."""
+        ends: dict[Action, float] = {}
+        for action, before in self.before.items():  # in an order in which inputs come first
+            ends[action] = max((ends[one] for one in before), default=0.0) + self.seconds[action]
+        duration = max(ends.values())
+        latest = dict.fromkeys(ends, duration)
+        for action in reversed(self.before):
+            for one in self.before[action]:
+                latest[one] = min(latest[one], latest[action] - self.seconds[action])
+        return {action: latest[action] - end for action, end in ends.items()}, duration

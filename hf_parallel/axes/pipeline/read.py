@@ -146,6 +146,20 @@ def check_fill(config: ParallelConfig, anatomy: Anatomy) -> None:
         refuse(asked, f"the loss of {anatomy.name} is not known to be a mean over tokens", works)
 
 
+def check_clocks(config: ParallelConfig) -> None:
+    """Reject machines whose clocks cannot be locked.
+
+    Raises:
+        SpecError: there is no NVIDIA GPU, no NVML, or no right to lock clocks.
+    """
+    from hf_parallel.axes.pipeline.energy import clocks_of
+
+    try:
+        clocks_of(torch.device("cuda" if torch.cuda.is_available() else "cpu")).restore()
+    except RuntimeError as error:
+        refuse(f"pipeline_energy={config.pipeline_energy}", str(error), "pipeline_energy=none", cause=error)
+
+
 def _with_schedule(config: ParallelConfig, layers: int, tied: bool) -> ParallelConfig:
     """The config with pipeline_schedule=auto decided."""
     if config.pipeline_schedule != AUTO_SCHEDULE:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from transformers.utils import ModelOutput
 
     from hf_parallel.axes.pipeline.delayed import DelayedPipeline
+    from hf_parallel.axes.pipeline.energy import StageClocks
     from hf_parallel.axes.pipeline.fill_kfac import KfacFill
     from hf_parallel.axes.pipeline.joint import JointStep, ScheduledCall
     from hf_parallel.axes.pipeline.torch_stage import TorchStage
@@ -150,6 +151,7 @@ class StageRunner:
         self.joint: JointStep | None = None  # the step in progress, if its calls run together
         self.delayed: DelayedPipeline | None = None  # under schedules that do not drain between steps
         self.fill: KfacFill | None = None  # what runs in bubbles
+        self.energy: StageClocks | None = None  # lowers clocks where there is time
         self._view: StageView | None = None
         self._on_call: Handler | None = None
 
