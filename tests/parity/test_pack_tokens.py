@@ -3,6 +3,8 @@
 import json
 import os
 import random
+from fractions import Fraction
+from functools import partial
 
 import pytest
 import torch
@@ -62,6 +64,38 @@ def test_ranks_have_equal_work_and_each_example_comes_once(ranks):
     assert TokenBatches(lengths, 2048, ranks, seed=4).of_epoch(0) != batches.of_epoch(0)
 
 
+@pytest.mark.parametrize("shares", [(3, 3, 2, 1), (1, 9), (2, 2, 1)])
+def test_ranks_have_work_by_their_shares(shares):
+    draw = random.Random(1)
+    lengths = [min(900, 20 + int(draw.lognormvariate(4.5, 1.2))) for _ in range(3001)]
+    ranks = len(shares)
+    batches = TokenBatches(lengths, 2048, ranks, 3, tuple(map(Fraction, shares)))
+    assert sum(batches.budgets) <= 2048 * ranks
+    for epoch in (0, 1):
+        steps = batches.of_epoch(epoch)
+        assert sorted(index for step in steps for batch in step for index in batch if index >= 0) == list(range(3001))
+        assert len(steps) * ranks == len(batches)
+        loads = [[batches.tokens(batch) for batch in step] for step in steps]
+        assert all(own <= most for step in loads for own, most in zip(step, batches.budgets, strict=True))
+        late = [max(own / share for own, share in zip(step, shares, strict=True)) * sum(shares) for step in loads]
+        assert sum(late) / sum(map(sum, loads)) <= 1.06
+    assert sum(map(sum, loads)) / (2048 * len(batches)) > 0.9
+    assert TokenBatches(lengths, 2048, ranks, 3, tuple(map(Fraction, shares))).of_epoch(1) == steps
+    alike = TokenBatches(lengths, 2048, ranks, 3, (Fraction(2),) * ranks)
+    assert alike.of_epoch(1) == TokenBatches(lengths, 2048, ranks, 3).of_epoch(1)
+
+
+def test_an_example_goes_where_it_fits():
+    batches = TokenBatches([60] * 5 + [9] * 4, 40, 2, 0, (Fraction(3), Fraction(1)))
+    assert batches.budgets == [60, 20]
+    steps = batches.of_epoch(0)
+    assert all(batches.tokens(step[1]) <= 20 for step in steps)
+    assert sorted(i for step in steps for batch in step for i in batch if i >= 0) == list(range(9))
+    with pytest.raises(SpecError, match="pack_tokens=40: example 0 .* 61 tokens; pack_tokens=41 works"):
+        TokenBatches([61] + [9] * 4, 40, 2, 0, (Fraction(3), Fraction(1)))
+    TokenBatches([61] + [9] * 4, 41, 2, 0, (Fraction(3), Fraction(1)))
+
+
 @pytest.mark.parametrize(("count", "ranks", "stand_ins"), [(5, 2, 1), (2, 3, 1), (6, 2, 0), (1, 4, 3)])
 def test_a_rank_without_an_example_takes_part(count, ranks, stand_ins):
     """Examples as long as the budget, each alone in its batch."""
@@ -112,12 +146,12 @@ def weight_of(model) -> float:
     return sum(value.double().square().sum().item() for value in whole.values())
 
 
-def one_by_one(folder: str, ranks: int, size: int, accumulation: int = 1) -> list[float]:
+def one_by_one(folder: str, ranks: int, size: int, accumulation: int = 1, shares: tuple = ()) -> list[float]:
     """The loss of each step, from its examples alone, in a loop that knows no packing."""
     model = AutoModelForCausalLM.from_pretrained(folder).train()
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     rows = Skewed(size)
-    batches, losses = TokenBatches(lengths_of(rows), BUDGET, ranks, SEED), []
+    batches, losses = TokenBatches(lengths_of(rows), BUDGET, ranks, SEED, tuple(map(Fraction, shares))), []
     for epoch in (0, 1):
         steps = batches.of_epoch(epoch)
         for first in range(0, len(steps), accumulation):
@@ -149,6 +183,30 @@ def test_losses_of_the_examples_one_by_one(folder, tmp_path, spec, size):
     assert expected[0] != expected[-1]
     ranks = run(trained, sizes["world"], f"{spec},pack_tokens={BUDGET}", folder, str(tmp_path), size)
     check_numbers([losses for losses, _ in ranks], expected, TWO_EPOCHS)
+
+
+@pytest.mark.parametrize("spec", ["dp_shard=2", "dp_replicate=2,tp=2"])
+def test_losses_under_shares(folder, tmp_path, spec):
+    expected = run_alone(one_by_one, folder, 2, 23, 2, (2, 1))
+    assert expected != run_alone(one_by_one, folder, 2, 23, 2)
+    given = f"{spec},pack_tokens={BUDGET},batch_shares=2:1", folder, str(tmp_path), 23, 0
+    ranks = run(partial(trained, gradient_accumulation_steps=2), axes(spec)["world"], *given)
+    check_numbers([losses for losses, _ in ranks], expected, TWO_EPOCHS)
+
+
+def resumed_with(spec: str, folder: str, out: str) -> list[float]:
+    return trained(spec, folder, f"{out}/whole", 23, resume=3, save_steps=1)[0]
+
+
+def test_resume_under_shares(folder, tmp_path):
+    """In the middle of the second epoch; with other numbers in words."""
+    spec = f"dp_shard=2,pack_tokens={BUDGET},batch_shares=2:1"
+    for whole, rest, weights in run(whole_and_resumed, 2, spec, folder, str(tmp_path)):
+        assert len(whole) > 3
+        assert rest == pytest.approx(whole[3:], rel=1e-6)
+        assert weights[0] == pytest.approx(weights[1], rel=1e-7)
+    with pytest.raises(RankFailure, match=f"dealt with pack_tokens={BUDGET},batch_shares=2:1 for 2 data ranks"):
+        run(resumed_with, 2, f"dp_shard=2,pack_tokens={BUDGET},batch_shares=1:2", folder, str(tmp_path))
 
 
 def test_one_process_packs_too(folder, tmp_path):

@@ -122,8 +122,8 @@ class DataKeys(Sizes):
             refuse(what, "each data rank has a share above 0", works)
         if shares and known and len(shares) != ranks:
             refuse(what, f"{len(shares)} shares for {ranks} data ranks", works)
-        if self.pack_tokens:
-            refuse(what, f"pack_tokens={self.pack_tokens} deals by tokens, evenly", "batch_shares=even")
+        if self.pack_tokens and self.batch_shares == MEASURED:
+            refuse(what, f"pack_tokens={self.pack_tokens} deals an epoch before it begins", works)
         if self.padding_free:
             refuse(what, "padding_free=true joins the examples of a batch to one row", "padding_free=false")
 

@@ -22,6 +22,7 @@ from hf_parallel.ask.spec import refuse
 from hf_parallel.axes.pipeline.schedules import takes
 from hf_parallel.axes.pipeline.script_loss import cuts_alike
 from hf_parallel.hooks import runtime
+from hf_parallel.hooks.accelerate.token_batches import TokenBatches
 from hf_parallel.hooks.patching import patch
 from hf_parallel.ranks.shares import Shares, SharesOfPass, cut_examples, enough_examples
 
@@ -51,11 +52,18 @@ def _measured() -> runtime.MeasuredShares | None:
 
 
 def _shares_of(sampler: object) -> Shares | None:
-    """Return the shares of what the loader of this sampler hands out; None: all have as many examples."""
+    """Return the shares of what the loader of this sampler hands out; None: they are even, or it deals by tokens."""
+    if _is_dealt_by_tokens(sampler):
+        return None
     measured = _measured()
     if measured is None:
         return runtime.mesh().config.shares
     return measured.of_pass.in_hand if measured.sampler is sampler else measured.first
+
+
+def _is_dealt_by_tokens(sampler: object) -> bool:
+    """Do batches come by tokens, for one data rank after another?"""
+    return isinstance(getattr(sampler, "batch_sampler", None), TokenBatches)
 
 
 def _cut(examples: int, shares: Shares) -> tuple[int, ...]:
@@ -148,6 +156,8 @@ def check_loader(prepared: DataLoader, of_loop: bool) -> None:
     sampler = _sampler_of(prepared)
     if sampler is None:
         refuse(what, "a stream that each process reads by itself is shared out evenly", "dispatch_batches=True")
+    if _is_dealt_by_tokens(sampler):
+        return None
     if sampler.batch_size is None:
         refuse(what, f"{type(sampler.batch_sampler).__name__} makes batches of no fixed size", "batch_shares=even")
     check_batch_size(examples_of(sampler), "batch_size", sampler.batch_size)

@@ -4,9 +4,10 @@
     epoch   = as few steps as the examples fit in; each example once
 
 The longest examples are dealt first, each to the batch that has least so far (Graham, 1969: LPT), over all of an
-epoch; batches of like size then make a step. Examples of like length come in an order drawn from the seed and the
-epoch, so that batches differ from epoch to epoch. With fewer examples than batches a data rank computes an example
-without targets, to take part: `~index` stands for it.
+epoch; batches of like size then make a step. Under `batch_shares=3:1` the budgets are in these proportions, and an
+example goes to the batch that is done with it first (Gonzalez, Ibarra and Sahni, 1977). Examples of like length come
+in an order drawn from the seed and the epoch, so that batches differ from epoch to epoch. With fewer examples than
+batches a data rank computes an example without targets, to take part: `~index` stands for it.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ import heapq
 import math
 import random
 from collections.abc import Iterator, Sequence
+from fractions import Fraction
 
 from hf_parallel.ask.spec import refuse
+from hf_parallel.ranks.shares import Shares
 
 _MORE = 1.02  # times as many steps, where examples do not fit: packing finer is worth no more time
 _WIDTHS = (8, 64, math.inf)  # classes of length per factor e within which the order is drawn; the last always fits
@@ -44,8 +47,16 @@ class TokenBatches:
 
     batch_size, drop_last = None, True
 
-    def __init__(self, lengths: Sequence[int], budget: int, ranks: int, seed: int) -> None:
+    def __init__(
+        self, lengths: Sequence[int], budget: int, ranks: int, seed: int, shares: Shares | None = None
+    ) -> None:
         self.lengths, self.budget, self.ranks, self.seed = list(lengths), budget, ranks, seed
+        self.shares = shares or (Fraction(1),) * ranks
+        self.budgets = [int(budget * ranks * share / sum(self.shares)) for share in self.shares]
+        # Data ranks with like shares have the same budget, and their batches may be exchanged.
+        self._alike = [
+            [rank for rank in range(ranks) if self.shares[rank] == one] for one in dict.fromkeys(self.shares)
+        ]
         self._check()
         self.sampler = Epoch()
         self.rest: tuple[int, list[list[list[int]]]] | None = None
@@ -55,9 +66,10 @@ class TokenBatches:
         if not self.lengths:
             refuse(f"pack_tokens={self.budget}", "the data set has no rows", "a data set with rows")
         longest = max(range(len(self.lengths)), key=self.lengths.__getitem__)
-        if self.lengths[longest] > self.budget:
+        if self.lengths[longest] > max(self.budgets):
             why = f"example {longest} of the data set has {self.lengths[longest]} tokens"
-            refuse(f"pack_tokens={self.budget}", why, f"pack_tokens={self.lengths[longest]}")
+            works = math.ceil(self.lengths[longest] * sum(self.shares) / (self.ranks * max(self.shares)))
+            refuse(f"pack_tokens={self.budget}", why, f"pack_tokens={works}")
 
     def __len__(self) -> int:
         return self.steps * self.ranks
@@ -77,20 +89,23 @@ class TokenBatches:
         draw = random.Random(f"{self.seed} {epoch}")
         order = list(range(len(self.lengths)))
         draw.shuffle(order)
-        batches = next(filter(self._fits, (self._dealt(order, width) for width in _WIDTHS)))
-        batches.sort(key=self.tokens)
-        steps = self._in_steps(batches)
-        for step in steps:
-            draw.shuffle(step)
+        dealt = next(filter(self._fits, (self._dealt(order, width) for width in _WIDTHS)))
+        steps: list[list[list[int]]] = [[[]] * self.ranks for _ in range(self.steps)]
+        for ranks, batches in zip(self._alike, dealt, strict=True):
+            batches.sort(key=self.tokens)
+            for step, own in zip(steps, self._in_steps(batches, len(ranks)), strict=True):
+                draw.shuffle(own)
+                for rank, batch in zip(ranks, own, strict=True):
+                    step[rank] = batch
         draw.shuffle(steps)
         return steps
 
-    def _in_steps(self, batches: list[list[int]]) -> list[list[list[int]]]:
-        """Arrange batches in steps, one for each data rank; stand-ins fill the last step."""
+    def _in_steps(self, batches: list[list[int]], ranks: int) -> list[list[list[int]]]:
+        """Arrange batches in steps, one for each of so many data ranks; stand-ins fill the last step."""
         shortest = min(range(len(self.lengths)), key=self.lengths.__getitem__)
         filled = [batch or [~shortest] for batch in batches]
-        filled += [[~shortest]] * (-len(filled) % self.ranks)
-        return [filled[start : start + self.ranks] for start in range(0, len(filled), self.ranks)]
+        filled += [[~shortest]] * (-len(filled) % ranks)
+        return [filled[start : start + ranks] for start in range(0, len(filled), ranks)]
 
     def real_batches(self, epoch: int) -> list[list[int]]:
         """The batches of an epoch, step by step, without those of no example."""
@@ -98,28 +113,47 @@ class TokenBatches:
 
     def finish(self, epoch: int, batches: list[list[int]]) -> None:
         """Let that epoch consist of these batches, which another budget or number of data ranks has left."""
-        self.rest = epoch, self._in_steps(batches)
+        self.rest = epoch, self._in_steps(batches, self.ranks)
+
+    def skip(self, epoch: int, seen: int) -> bool:
+        """Let that epoch consist of its steps after those with so many batches of examples. Is anything left?"""
+        self.rest, steps = None, self.of_epoch(epoch)
+        while steps and seen > 0:
+            seen -= sum(batch[0] >= 0 for batch in steps[0])
+            steps = steps[1:]
+        self.rest = (epoch, steps) if steps else None
+        return bool(steps)
 
     def _fewest_steps(self) -> int:
         """Return the steps of any epoch: a Trainer asks once."""
         order = list(range(len(self.lengths)))
         self.steps = math.ceil(sum(self.lengths) / (self.budget * self.ranks))
         while not self._fits(self._dealt(order, math.inf)):
-            self.steps = min(max(self.steps + 1, int(_MORE * self.steps)), math.ceil(len(order) / self.ranks))
+            most = len(order) if len(self._alike) > 1 else math.ceil(len(order) / self.ranks)
+            self.steps = min(max(self.steps + 1, int(_MORE * self.steps)), most)
         return self.steps
 
-    def _fits(self, batches: list[list[int]]) -> bool:
-        return all(self.tokens(batch) <= self.budget for batch in batches)
+    def _fits(self, dealt: list[list[list[int]]]) -> bool:
+        return all(
+            self.tokens(batch) <= self.budgets[ranks[0]]
+            for ranks, batches in zip(self._alike, dealt, strict=True)
+            for batch in batches
+        )
 
-    def _dealt(self, order: list[int], width: float) -> list[list[int]]:
-        """Longest first, those of a class as in `order`."""
-        batches: list[list[int]] = [[] for _ in range(len(self))]
-        least = [(0, place) for place in range(len(batches))]
+    def _dealt(self, order: list[int], width: float) -> list[list[list[int]]]:
+        """Batches of the data ranks of each share. Longest examples first, those of a class as in `order`."""
+        dealt: list[list[list[int]]] = [[[] for _ in range(self.steps * len(ranks))] for ranks in self._alike]
+        least = [[(0, place) for place in range(len(batches))] for batches in dealt]
+        speeds = [float(self.shares[ranks[0]]) for ranks in self._alike]
+        budgets = [self.budgets[ranks[0]] for ranks in self._alike]
         for index in sorted(order, key=lambda index: -self._class(index, width)):
-            tokens, place = least[0]
-            batches[place].append(index)
-            heapq.heapreplace(least, (tokens + self.lengths[index], place))
-        return batches
+            ends = [heap[0][0] + self.lengths[index] for heap in least]
+            # What fits nowhere is found by `_fits`.
+            at = min(range(len(ends)), key=lambda one: (ends[one] > budgets[one], ends[one] / speeds[one]))
+            place = least[at][0][1]
+            dealt[at][place].append(index)
+            heapq.heapreplace(least[at], (ends[at], place))
+        return dealt
 
     def _class(self, index: int, width: float) -> float:
         length = self.lengths[index]

@@ -5,6 +5,9 @@ that goes on from the middle of an epoch finishes it with the batches of that de
 
     dealt for 2 data ranks    [0 1] [2 3] [4 5] [6 7]     a checkpoint after two steps: 4 batches were seen
     finished by 3             [4 5 6] [7 - -]             the next epoch is dealt for 3
+
+Under `batch_shares` a batch is as large as the GPU it was dealt for allows, so that the epoch is finished by the same
+shares alone.
 """
 
 from __future__ import annotations
@@ -14,10 +17,11 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING, TypedDict, cast
 
 from transformers import TrainerCallback
 
+from hf_parallel.ask.keys.data import EVEN
 from hf_parallel.ask.spec import refuse
 from hf_parallel.hooks import report
 from hf_parallel.hooks.accelerate.token_batches import TokenBatches
@@ -40,6 +44,7 @@ class Deal(TypedDict):
 
     pack_tokens: int
     data_ranks: int
+    shares: str
     seed: int
     examples: int
     tokens: int
@@ -85,6 +90,8 @@ class Dealing:
                 do="give the same data set, or ignore_data_skip=True, which begins the epoch anew",
             )
         former = self.batches
+        if {deal["shares"], made["shares"]} != {EVEN}:
+            return self._resume_shared(deal, made)
         if {**deal, "batches": 0} != made:
             former = TokenBatches(self.batches.lengths, deal["pack_tokens"], deal["data_ranks"], deal["seed"])
         left = former.real_batches(deal["epoch"])[deal["batches"] :]
@@ -98,6 +105,22 @@ class Dealing:
                 f"the checkpoint is from the middle of an epoch dealt with pack_tokens={deal['pack_tokens']} for "
                 f"{deal['data_ranks']} data ranks: its last {len(left)} batches are finished as they were dealt"
             )
+
+    def _resume_shared(self, deal: Deal, made: Deal) -> None:
+        """Finish an epoch whose batches are as large as the data ranks' shares.
+
+        Raises:
+            SpecError: it was dealt by other numbers than this run's.
+        """
+        if {**deal, "batches": 0} != made:
+            former, ranks = f"pack_tokens={deal['pack_tokens']},batch_shares={deal['shares']}", deal["data_ranks"]
+            refuse(
+                f"pack_tokens={made['pack_tokens']},batch_shares={made['shares']}",
+                f"the checkpoint is from the middle of an epoch dealt with {former} for {ranks} data ranks",
+                do=f"{former} works, or ignore_data_skip=True, which begins the epoch anew",
+            )
+        left = self.batches.skip(deal["epoch"], deal["batches"])
+        self.deal = deal if left else {**made, "epoch": deal["epoch"] + 1}
 
     @property
     def rest(self) -> int:
@@ -120,7 +143,7 @@ class Dealing:
         """Batches of examples in the first micro-steps of what is run here of the epoch under way."""
         epoch, made = self.deal["epoch"], self.batches
         resumed = made.rest is not None and made.rest[0] == epoch
-        if not resumed and len(made.lengths) >= len(made):  # each batch has an example
+        if not resumed and len(made.lengths) >= len(made) and len(set(made.shares)) == 1:  # each batch has an example
             return int(min(micro_steps, made.steps)) * made.ranks
         steps = made.of_epoch(epoch)
         return sum(batch[0] >= 0 for step in steps[: int(min(micro_steps, len(steps)))] for batch in step)
@@ -131,6 +154,7 @@ def _new_deal(batches: TokenBatches, epoch: int) -> Deal:
     return {
         "pack_tokens": batches.budget,
         "data_ranks": batches.ranks,
+        "shares": EVEN if len(set(batches.shares)) == 1 else ":".join(map(str, batches.shares)),
         "seed": batches.seed,
         "examples": len(batches.lengths),
         "tokens": sum(batches.lengths),
@@ -219,6 +243,7 @@ def _resume(dealing: Dealing, state: dict, args: TrainingArguments) -> None:
         int(state["global_step"]),
         state["epoch"] or 0.0,
     )
+    deal = None if deal is None else cast("Deal", {"shares": EVEN, **deal})  # older checkpoints know no shares
     if args.ignore_data_skip:
         dealing.deal, dealing.resumed = _new_deal(dealing.batches, int(epoch + _WHOLE)), step
     elif deal is not None:

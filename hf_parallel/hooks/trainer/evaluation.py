@@ -57,7 +57,7 @@ def without_repeats(trainer: Trainer, batches: Iterator) -> Iterator:
         count = rows.count(batch, blocks)
         if count is not None and trainer.accelerator.gradient_state.end_of_dataloader:
             yield _last(trainer, batch, count, blocks)
-        elif runtime.mesh().config.shares_batches:
+        elif runtime.mesh().config.shares_batches and not runtime.mesh().config.pack_tokens:
             yield _weighed(trainer, batch)
         else:
             yield rows.opened(batch)

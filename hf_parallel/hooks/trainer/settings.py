@@ -80,7 +80,8 @@ def _check_shares(args: TrainingArguments, config: ParallelConfig) -> None:
     """Require batches of which every data rank gets an example."""
     ranks = 1 if args.accelerator_config.split_batches else config.data_parallel_size
     evaluates = str(getattr(args.eval_strategy, "value", args.eval_strategy)) != "no"
-    for name in ("per_device_train_batch_size", *["per_device_eval_batch_size"] * evaluates):
+    names = ["per_device_train_batch_size"] * (not config.pack_tokens) + ["per_device_eval_batch_size"] * evaluates
+    for name in names:
         check_batch_size(getattr(args, name) * ranks, name, getattr(args, name))
     check_micro_batches(args.per_device_train_batch_size * ranks)
 

@@ -172,7 +172,8 @@ def get_train_dataloader(original: Callable, self: Trainer) -> object:
     current = runtime.current()
     ranks = 1 if current is None else current.mesh.data_size
     seed = args.seed if args.data_seed is None else args.data_seed
-    batches = TokenBatches(_lengths(self.train_dataset, args), budget(), ranks, seed)
+    shares = None if current is None else current.config.shares
+    batches = TokenBatches(_lengths(self.train_dataset, args), budget(), ranks, seed, shares)
     deal.follow(self, batches)
     report.say(_line(batches))
     loader = torch.utils.data.DataLoader(
@@ -197,9 +198,10 @@ def _joining(original: Callable, trainer: Trainer) -> object:
 
 def _line(batches: TokenBatches) -> str:
     filled = sum(batches.lengths) / (len(batches) * batches.budget)
+    unlike = f" of at most {' '.join(map(str, batches.budgets))} tokens" if len(set(batches.budgets)) > 1 else ""
     return (
         f"pack_tokens={batches.budget}: {len(batches.lengths)} examples in {batches.steps} batches of each of "
-        f"{batches.ranks} data ranks, {filled:.0%} full; per_device_train_batch_size is not used for training"
+        f"{batches.ranks} data ranks{unlike}, {filled:.0%} full; per_device_train_batch_size is not used for training"
     )
 
 
