@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, cast
 
-from hf_parallel.ask.keys.pipeline import DELAYED_SCHEDULES
+from hf_parallel.ask.keys.pipeline import DELAYED_SCHEDULES, JOINING_SCHEDULES
 from hf_parallel.axes.pipeline import script_loss
 from hf_parallel.axes.pipeline.batches import row_count
 from hf_parallel.axes.pipeline.engine import run_calls
@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from hf_parallel.axes.pipeline.engine import PipelineEngine
     from hf_parallel.axes.pipeline.joint import ScheduledCall
 
-#: Schedules that hold as many activations whatever the number of micro-batches.
-_KEEP_FEW = ("1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble", "dualpipe_v")
 #: Methods in which a subclass of Trainer may do something else with a batch.
 _METHODS = ("training_step", "_prepare_inputs", "compute_loss_context_manager")
 
@@ -123,7 +121,7 @@ def why_apart(trainer: Trainer, engine: PipelineEngine) -> str | None:
         return "the loss is the script's"
     if own is not None:
         return f"{kind.__name__} has its own {own}"
-    if config.pipeline_schedule not in (*_KEEP_FEW, *DELAYED_SCHEDULES):
+    if config.pipeline_schedule not in (*JOINING_SCHEDULES, *DELAYED_SCHEDULES):
         return f"pipeline_schedule={config.pipeline_schedule} would keep the activations of all of them"
     if config.shares_batches:
         return f"batch_shares={config.batch_shares} weighs each of them"
