@@ -9,7 +9,7 @@ import functools
 import itertools
 from dataclasses import dataclass, field
 
-from hf_parallel.ask.keys.pipeline import V_SCHEDULES
+from hf_parallel.ask.keys.pipeline import JOINING_SCHEDULES, V_SCHEDULES
 from hf_parallel.ask.spec import refuse
 from hf_parallel.axes.pipeline.balance import Cost, Costs, balance, checkpointed
 from hf_parallel.axes.pipeline.timeline import (
@@ -241,17 +241,20 @@ def pipeline_seconds(
     """Duration of all micro-batches, and which part of it is bubble.
 
     The schedule is simulated with the times of its stages and of what they send. Long runs are continued at the pace
-    that they come to: under 1F1B a round trip to the next stage is part of every micro-batch's time.
+    that they come to: under 1F1B a round trip to the next stage is part of every micro-batch's time. This package's
+    engine runs all batches of a step at once under most schedules, so the pipeline drains once per step.
 
     Args:
         stages: seconds of a forward and of a backward of each stage.
         sending: seconds from one rank to the next.
     """
-    count, p = job.micro_batches_per_call, layout.pp
+    p, joins = layout.pp, job.engine == "hf_parallel" and layout.schedule in JOINING_SCHEDULES
+    runs = 1 if joins else job.calls
+    count = job.micro_batches // runs
     busy = [sum(sum(stages[s]) for s in stages_of_rank(layout, rank)) for rank in range(p)]
     if p == 1:
         return job.micro_batches * busy[0], 0.0
-    simulated = min(count, p) if layout.schedule == "1f1b" else simulated_batches(layout, job)
+    simulated = min(count, p if layout.schedule == "1f1b" else 2 * p)
     duration = timeline(layout, stages, sending, simulated).duration
     if count > simulated:
         if layout.schedule == "1f1b":
@@ -259,7 +262,7 @@ def pipeline_seconds(
         else:
             pace = (duration - timeline(layout, stages, sending, simulated - p).duration) / p
         duration += (count - simulated) * max(pace, *busy)
-    return job.calls * duration, 1 - count * sum(busy) / (p * duration)
+    return runs * duration, 1 - count * sum(busy) / (p * duration)
 
 
 def pace_of_1f1b(busy: list[float], sending: float) -> float:

@@ -1,5 +1,6 @@
 """Gradient accumulation in a pipeline: the batches of a step are one run, with the numbers of one process."""
 
+import dataclasses
 import json
 import math
 import os
@@ -8,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM, TrainerCallback
+from transformers import LlamaForCausalLM, Trainer, TrainerCallback
 
 from hf_parallel import parallelize
 from hf_parallel.axes.pipeline import engine
@@ -16,14 +17,26 @@ from hf_parallel.axes.pipeline.joint import JointStep
 from hf_parallel.hooks.trainer import joint_steps
 from tests import models
 from tests.distributed import run
-from tests.rows import Rows
-from tests.training import Script, activate, fit, train, trainer_of
+from tests.rows import Rows, data, pad
+from tests.training import (
+    Outcome,
+    Script,
+    activate,
+    axes,
+    fit,
+    key_differences,
+    none,
+    own_loss,
+    train,
+    trainer_of,
+    weight_differences,
+)
 
 UNEVEN = Script(uneven_lengths=True).with_accumulation(3)
 
 
-def train_counting(spec: str | None, out: str, script: Script, initial: str):
-    """The script; `more` has the micro-batches of each batch, for each run of the schedule."""
+def counting_runs() -> list[list[int]]:
+    """The micro-batches of each batch, for each run of the schedule from now on."""
     counted, run_calls = [], engine.run_calls
 
     def counting(runner, calls, held):
@@ -31,6 +44,12 @@ def train_counting(spec: str | None, out: str, script: Script, initial: str):
         return run_calls(runner, calls, held)
 
     engine.run_calls = joint_steps.run_calls = counting
+    return counted
+
+
+def train_counting(spec: str | None, out: str, script: Script, initial: str):
+    """The script; `more` has the micro-batches of each batch, for each run of the schedule."""
+    counted = counting_runs()
     outcome = train(script, initial, out, activate(spec), int(os.environ.get("RANK", 0)))
     outcome.more = counted
     return outcome
@@ -52,6 +71,111 @@ def test_one_run_per_step(runs, spec):
     assert len({count for run in counts[:2] for count in run}) == 1
 
 
+@pytest.mark.parametrize("own", [{"overrides": True}, {"own_loss": True}], ids=["compute_loss", "compute_loss_func"])
+@pytest.mark.parametrize("spec", ["pp=2", "pp=4", "pp=2,tp=2", "pp=2,dp_replicate=2", "pp=2,dp_shard=2"])
+def test_losses_of_the_script(runs, spec, own):
+    """The first step shows how the loss may be cut; the second is one run, the last ends with a ragged batch."""
+    counts = check(runs, dataclasses.replace(UNEVEN, **own), spec)
+    assert [len(run) for run in counts] == [1, 1, 3, 1, 1]
+
+
+def trl_counting(*args) -> Outcome:
+    """A script of TRL; the outcome also says how many batches each run of the schedule had."""
+    from tests.trl_scripts import script
+
+    counted = counting_runs()
+    outcome = script(*args)
+    outcome.runs = [len(run) for run in counted]
+    return outcome
+
+
+#: What SFT and DPO say of their batches.
+TRL = {
+    "sft": ("text", "adds up over micro-batches: 1f1b from now on\n"),
+    "dpo": ("preference", "models without gradients"),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "spec", "runs"),
+    [("sft", "pp=2", [1, 2, 2]), ("sft", "pp=2,dp_shard=2", [1, 2, 2]), ("dpo", "pp=2", 5 * [1])],
+)
+def test_losses_of_trl(trl_runs, capfd, name, spec, runs):
+    """Batches of SFT run together from the second step on. DPO's reference runs before each batch, which is said."""
+    from tests.trl_scripts import log_differences
+
+    (data, said), flags = TRL[name], "--gradient_accumulation_steps 2 --max_steps 3"
+    reference = trl_runs.reference(name, data, flags)
+    ranks = trl_runs.run(axes(spec)["world"], name, data, flags, spec, how=(trl_counting,))
+    assert said in capfd.readouterr().err
+    for rank in ranks:
+        assert rank.runs == runs
+        for logs in zip(rank.logs, reference.logs, strict=True):
+            none(log_differences(*logs, True, 1e-4))
+    none(key_differences([rank.gradient_keys for rank in ranks], reference.gradient_keys))
+    none(weight_differences(ranks[0].folder, reference.folder, 2e-5))
+
+
+class Counts(Trainer):
+    """A trainer whose loss logs, and weighs the last batch of a step otherwise."""
+
+    def loss_of(self, outputs, labels, items):
+        return own_loss(outputs, labels, items)
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        outputs = model(**inputs)
+        loss = self.loss_of(outputs, inputs["labels"], num_items_in_batch)
+        loss = loss * (2 if self.accelerator.sync_gradients else 1)
+        self.log({"own": loss.detach().item(), "syncs": float(self.accelerator.sync_gradients)})
+        return (loss, outputs) if return_outputs else loss
+
+
+class Means(Counts):
+    """Its loss is the model's mean over the targets of one batch."""
+
+    def loss_of(self, outputs, labels, items):
+        return outputs["loss"]
+
+
+class Own(TrainerCallback):
+    """Keeps what the loss logs."""
+
+    def __init__(self):
+        self.logs = []
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if "own" in logs:
+            self.logs.append((logs["own"], logs["syncs"]))
+
+
+def train_logging(spec: str | None, out: str, folder: str, kind: type[Trainer]):
+    """Four steps of three batches; `more` has what the loss logs, batch by batch."""
+    data_ranks, own = activate(spec), Own()
+    model = LlamaForCausalLM.from_pretrained(folder)
+    settings = {"max_steps": 4, "gradient_accumulation_steps": 3}
+    more = {"train_dataset": data("llama", 96, 11, uneven_lengths=True), "data_collator": pad}
+    made = trainer_of(model, out, data_ranks, settings, kind, callbacks=[own], **more)
+    outcome = fit(*made, f"{out}/saved")
+    outcome.more = own.logs
+    return outcome
+
+
+@pytest.mark.parametrize("kind", [Counts, Means])
+@pytest.mark.parametrize("spec", ["pp=2"])
+def test_a_loss_knows_its_place_in_the_step(runs, spec, kind):
+    """A loss logs, and reads whether gradients are complete. Micro-batches of a batch are one entry, their mean."""
+    initial = runs.initial("llama")
+    ranks = runs.compare(train_logging, f"{spec},pipeline_microbatches=4", initial, kind)
+    expected = runs.alone(train_logging, initial, kind).more
+    assert [syncs for _, syncs in expected] == 4 * [0.0, 0.0, 1.0]
+    for rank in ranks:
+        assert [syncs for _, syncs in rank.more] == [syncs for _, syncs in expected]
+        parts = [1 if i in (0, 11) else 4 for i in range(12)]  # the first batch, and the last of a loader, are not cut
+        assert [loss * count for (loss, _), count in zip(rank.more, parts, strict=True)] == pytest.approx(
+            [loss for loss, _ in expected], rel=1e-5
+        )
+
+
 @pytest.mark.parametrize("schedule", ["interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble", "dualpipe_v"])
 @pytest.mark.parametrize("spec", ["pp=2"])
 def test_other_schedules(runs, spec, schedule):
@@ -71,7 +195,7 @@ def test_tied_embedding_and_checkpointing(runs, spec):
     [
         (Script(), "", None),
         (Script(), ",pipeline_schedule=gpipe", "pipeline_schedule=gpipe would keep the activations"),
-        (Script(overrides=True), "", "the loss is the script's"),
+        (Script(overrides=True), "", None),
     ],
     ids=["1f1b", "gpipe", "own loss"],
 )

@@ -7,6 +7,8 @@ import pytest
 from hf_parallel.ask.config import SpecError
 from hf_parallel.planner import find_gpu, predict
 from hf_parallel.planner.hardware import catalogue, find_link
+from hf_parallel.planner.layout import Job, Layout
+from hf_parallel.planner.pipeline import pipeline_seconds
 from tests.models import LLAMA_8B, LLAMA_8B_CONFIG
 
 CALL = {"model": LLAMA_8B, "gpu": "h100-80gb", "gpus": 64, "seq": 4096, "micro_batch": 1, "global_batch": 512}
@@ -145,6 +147,22 @@ def test_an_engine_that_accumulates_reduces_once_per_step():
         assert all_ == pytest.approx(factor * one)
     slow = [changed(engine=engine, network="ethernet-25g").step_time_s for engine in ("hf_parallel", "standard")]
     assert slow[0] < 0.8 * slow[1]
+
+
+@pytest.mark.parametrize(("schedule", "drains"), [("1f1b", 1), ("zbv_zero_bubble", 1), ("gpipe", 4)])
+def test_batches_of_a_step_run_at_once(schedule, drains):
+    """Unless the schedule would keep the activations of all: then the pipeline drains after each."""
+    layout = Layout(pp=4, schedule=schedule, virtual_stages=2 if schedule.startswith("zbv") else 1)
+    number = layout.pp * layout.virtual_stages
+
+    def seconds(batches: int, calls: int, engine: str) -> tuple[float, float]:
+        job = Job(seq=8, micro_batch=1, micro_batches=8 * batches, calls=calls, engine=engine)
+        return pipeline_seconds(layout, job, number * [(1.0, 2.0)], 0.0)
+
+    apart, one = seconds(4, 4, "standard"), seconds(4, 1, "hf_parallel")
+    assert apart == pytest.approx((4 * seconds(1, 1, "standard")[0], apart[1]))
+    assert seconds(4, 4, "hf_parallel") == (one if drains == 1 else apart)
+    assert one[0] < apart[0]
 
 
 def test_names_of_precisions():

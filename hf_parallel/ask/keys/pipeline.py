@@ -15,6 +15,8 @@ V_SCHEDULES = ("zbv_zero_bubble", "dualpipe_v")
 SCHEDULES = SINGLE_SCHEDULES + LOOPED_SCHEDULES + V_SCHEDULES
 #: Schedules that do not drain between optimizer steps: another algorithm, on weights that are some steps old.
 DELAYED_SCHEDULES = ("pipedream_2bw", "pipedream")
+#: Schedules that hold as many activations whatever the number of micro-batches: all batches of a step are one run.
+JOINING_SCHEDULES = ("1f1b", "interleaved_1f1b", "interleaved_zero_bubble", *V_SCHEDULES)
 #: Schedules that compute gradients of inputs and of weights at different times.
 SPLIT_BACKWARD = ("interleaved_zero_bubble", "zbv_zero_bubble", "dualpipe_v")
 #: The schedule is chosen once the model is known.

@@ -70,6 +70,14 @@ class Plan:
         """Which call has a gradient."""
         return next(i for i, call in enumerate(self.calls) if call.grad)
 
+    @property
+    def why_apart(self) -> str | None:
+        """Why the losses of several batches cannot run as one schedule: other calls would come between them."""
+        if self.calls[self.main].has_tensors:
+            return "it gives the model tensors that it makes itself"
+        others = [call for i, call in enumerate(self.calls) if i != self.main]
+        return None if all(map(self.is_repeated, others)) else "it calls models without gradients, too"
+
     def is_repeated(self, call: Call) -> bool:
         """Is this the call with gradient once more, without? Then its activations arrive anyway."""
         main = self.calls[self.main]
@@ -196,15 +204,24 @@ def counted(engine: StageRunner, batch: Batch, wanted: bool, share: float = 1.0)
     Args:
         share: what the loss will be multiplied by.
     """
+    items = None
     if wanted and torch.is_tensor(batch.get("labels")) and engine.sums_over_tokens:
-        engine.items = count_targets(batch)
+        items = count_targets(batch)
         if engine.mesh.data_size > 1:
-            dist.all_reduce(engine.items, group=engine.mesh.data_group)
-            engine.items = engine.items * (share / engine.mesh.data_size)
+            dist.all_reduce(items, group=engine.mesh.data_group)
+            items = items * (share / engine.mesh.data_size)
+    with given_count(engine, items):
+        yield
+
+
+@contextlib.contextmanager
+def given_count(engine: StageRunner, items: torch.Tensor | None) -> Iterator[None]:
+    """Let the model's own mean run over this count of targets where the script gives it none."""
+    former, engine.items = engine.items, items
     try:
         yield
     finally:
-        engine.items = None
+        engine.items = former
 
 
 # ---- the other steps ------------------------------------------------------------------------------------------------
@@ -244,7 +261,11 @@ def run_plan(
     parts = split_examples(batch, count, cut.rows, rows)
     beside = [_beside(engine, plan, call, batch, count) for call in plan.calls]
     with counted(engine, batch, counts, share):
-        calls = _main_calls(engine, plan, parts, beside, loss_of, quietly)
+        calls, items = _main_calls(engine, plan, parts, beside, loss_of, quietly), engine.items
+
+        def loss_of_part(part: Batch) -> torch.Tensor:
+            with given_count(engine, items):  # the batch may run with others
+                return loss_of(part)
 
         def run(view: StageView, hidden: torch.Tensor | None, i: int) -> torch.Tensor:
             if view.index != engine.last_index:
@@ -252,7 +273,9 @@ def run_plan(
                     return engine.layers(view, hidden, calls[i].arguments(parts[i], device))
             session = Prepared(engine, _answers(engine, plan, parts[i], [outputs[i] for outputs in beside], hidden))
             with session.active():
-                loss = engine.enter(view, functools.partial(session.answer, engine), lambda: loss_of(dict(parts[i])))
+                loss = engine.enter(
+                    view, functools.partial(session.answer, engine), lambda: loss_of_part(dict(parts[i]))
+                )
             session.check_end()
             return loss * (share / count if cut.mean else share)
 

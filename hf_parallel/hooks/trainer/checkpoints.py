@@ -55,6 +55,7 @@ class StepRecord:
         weighted: has `compute_loss` given the loss its weight?
         logged: what the script's loss logs on the last stage, for all stages to log later.
         generated: real rows of each data rank's generated batch (GRPO, RLOO); None if none is repeated.
+        syncs: is the batch the last of its step? None: the accelerator knows, as no other batch runs with it.
     """
 
     real_rows: int | None = None
@@ -62,6 +63,7 @@ class StepRecord:
     weighted: bool = False
     logged: list[dict[str, object]] = field(default_factory=list)
     generated: list[int] | None = None
+    syncs: bool | None = None
 
 
 @dataclass
@@ -85,6 +87,7 @@ class TrainerRecord:
         resumed_from: the checkpoint that the training goes on from.
         batches_of_step: of the step that begins, where they may run as one schedule.
         told_joint: has it been said whether they do?
+        joint_logs: what the script's loss logs on the last stage, for each batch of a step that runs as one schedule.
         read_ahead: the step in progress and the next one, where a pipeline does not drain between them.
     """
 
@@ -104,6 +107,7 @@ class TrainerRecord:
     resumed_from: str | None = None
     batches_of_step: list[Any] = field(default_factory=list)
     told_joint: bool = False
+    joint_logs: list[list[dict[str, object]]] = field(default_factory=list)
     read_ahead: Any = None  # a `delayed_steps.ReadAhead`
 
     @contextlib.contextmanager

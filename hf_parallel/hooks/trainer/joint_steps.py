@@ -2,7 +2,8 @@
 
 They are announced to the engine, which runs them as one schedule (`axes/pipeline/joint.py`): the pipeline drains once
 per optimizer step instead of once per batch. Announcing calls `compute_loss` for each batch; the model then notes what
-it is called with and computes nothing.
+it is called with and computes nothing. A loss of the script's own is not called: what it computes of a micro-batch is
+known from its first step.
 """
 
 from __future__ import annotations
@@ -10,13 +11,17 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, cast
 
-from hf_parallel.ask.keys.pipeline import DELAYED_SCHEDULES
+from hf_parallel.ask.keys.pipeline import DELAYED_SCHEDULES, JOINING_SCHEDULES
+from hf_parallel.axes.pipeline import script_loss
+from hf_parallel.axes.pipeline.batches import row_count
 from hf_parallel.axes.pipeline.engine import run_calls
 from hf_parallel.axes.pipeline.joint import JointStep
+from hf_parallel.axes.pipeline.schedules import micro_batch_count, takes
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.trainer import bad_numbers, losses
-from hf_parallel.hooks.trainer.checkpoints import StepRecord, record_of
+from hf_parallel.hooks.trainer.checkpoints import StepRecord, TrainerRecord, record_of
 from hf_parallel.hooks.trainer.evaluation import WeighedBatch
+from hf_parallel.hooks.trl import trainers as trl
 from hf_parallel.ranks import messages
 
 if TYPE_CHECKING:
@@ -26,8 +31,6 @@ if TYPE_CHECKING:
     from hf_parallel.axes.pipeline.engine import PipelineEngine
     from hf_parallel.axes.pipeline.joint import ScheduledCall
 
-#: Schedules that hold as many activations whatever the number of micro-batches.
-_KEEP_FEW = ("1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble", "dualpipe_v")
 #: Optimizers that step while the backward pass runs.
 FUSED, LAYERWISE = ("lomo", "adalomo"), "_layerwise"
 #: Methods in which a subclass of Trainer may do something else with a batch.
@@ -51,6 +54,8 @@ def note_batches(trainer: Trainer, batches: list) -> None:
         record.told_joint = True
         how = f"run apart, and the pipeline drains after each: {reason}"
         how = how if reason is not None else "are one run of the schedule: the pipeline drains once per step"
+        if reason is None and losses.is_own(trainer):
+            how += ", once the first step has shown that the script's loss can be computed so"
         state.notes.append(f"gradient accumulation: the {len(batches)} batches of a step {how}")
 
 
@@ -67,7 +72,8 @@ def announce_step(
     engine = cast("PipelineEngine", engine_of(trainer))
     model.train()
     prepared = [trainer._prepare_inputs(dict(batch)) for batch in batches]
-    together = engine.can_schedule_together(prepared)
+    own = losses.is_own(trainer)
+    together = _own_losses_join(record, engine, prepared) if own else engine.can_schedule_together(prepared)
     if engine.config.sharing_size > 1:
         # FSDP2's collectives follow the schedule, and data ranks may have unlike numbers of rows: all go the same way.
         together = all(messages.gather(together, runtime.mesh().host_group))
@@ -80,9 +86,11 @@ def announced(
     trainer: Trainer, engine: PipelineEngine, model: PreTrainedModel, batches: list[dict], items: object
 ) -> list[ScheduledCall]:
     """The calls of the model that a step will make with these batches."""
+    record = record_of(trainer)
+    record.joint_logs.clear()
     with engine.announcing() as calls, runtime.weighed_by_trainer(), trainer.compute_loss_context_manager():
         for batch in batches:
-            with record_of(trainer).during(StepRecord()):
+            with record.during(StepRecord(syncs=batch is batches[-1])):
                 factor = trainer.compute_loss(model, batch, num_items_in_batch=items)
             if float(factor) != 1.0:
                 raise RuntimeError("hf_parallel: the losses of a gradient accumulation have unlike weights")
@@ -95,29 +103,55 @@ def engine_of(trainer: Trainer) -> PipelineEngine | None:
     return None if state is None else state.pipeline
 
 
-def why_not_announced(trainer: Trainer) -> str | None:
+def _own_losses_join(record: TrainerRecord, engine: PipelineEngine, batches: list[dict]) -> bool:
+    """Can the script's losses of these batches run as one schedule? The first step shows it."""
+    counts = []
+    for batch in batches:
+        plan = record.loss_plans.get(tuple(batch))
+        if plan is None or plan.why_apart is not None or not script_loss.takes(plan, batch, engine.config):
+            return False
+        counts.append(micro_batch_count(row_count(batch) // plan.cut.rows, engine.config))
+    return takes(engine.config, sum(counts))
+
+
+def why_not_announced(trainer: Trainer, takes_own_losses: bool = False) -> str | None:
     """Return why the calls of the model that a step will make are not known from its batches."""
     own = next((name for name in _METHODS if _is_replaced(trainer, name)), None)
     computes = getattr(trainer.compute_loss, "func", None) is losses.compute_loss
-    if losses.is_own(trainer) or not computes:
+    if not computes or (losses.is_own(trainer) and not takes_own_losses):
         return "the loss is the script's"
     return None if own is None else f"{type(trainer).__name__} has its own {own}"
 
 
 def why_apart(trainer: Trainer, engine: PipelineEngine) -> str | None:
-    """Why the batches of a step cannot run as one schedule, whatever is in them."""
-    config, reason = engine.config, why_not_announced(trainer)
+    """Return why the batches of a step cannot run as one schedule, whatever is in them."""
+    config, reason = engine.config, why_not_announced(trainer, takes_own_losses=engine.delayed is None)
     if reason is not None:
         return reason
-    if config.pipeline_schedule not in (*_KEEP_FEW, *DELAYED_SCHEDULES):
+    if config.pipeline_schedule not in (*JOINING_SCHEDULES, *DELAYED_SCHEDULES):
         return f"pipeline_schedule={config.pipeline_schedule} would keep the activations of all of them"
     if config.shares_batches:
         return f"batch_shares={config.batch_shares} weighs each of them"
-    return None if engine.sums_over_tokens else "the loss of the model is not a sum over tokens"
+    watching = _watches_substeps(trainer)
+    if watching is not None:
+        return f"{watching} looks at gradients between them (on_substep_end)"
+    known = losses.is_own(trainer) or engine.sums_over_tokens
+    return None if known else "the loss of the model is not a sum over tokens"
+
+
+def _watches_substeps(trainer: Trainer) -> str | None:
+    """Return the name of a script's callback that runs between the batches of a step."""
+    from transformers import TrainerCallback
+
+    kinds = [type(callback) for callback in trainer.callback_handler.callbacks]
+    kinds = [kind for kind in kinds if not kind.__module__.startswith("hf_parallel.")]
+    return next((kind.__name__ for kind in kinds if kind.on_substep_end is not TrainerCallback.on_substep_end), None)
 
 
 def _is_replaced(trainer: Trainer, name: str) -> bool:
     """Has its class, or the script, put another method in the place of Trainer's?"""
     from transformers import Trainer
 
+    if name == "training_step" and trl.only_offloads_in_steps(trainer):
+        return name in vars(trainer)
     return name in vars(trainer) or getattr(type(trainer), name) is not getattr(Trainer, name)

@@ -20,7 +20,7 @@ from hf_parallel.axes.tensor import lean_loss
 from hf_parallel.hooks import monitoring, report, runtime
 from hf_parallel.hooks.accelerate.shares import cut_of
 from hf_parallel.hooks.logits_read import class_overrides, why_read_by
-from hf_parallel.hooks.patching import patch
+from hf_parallel.hooks.patching import patch, replacing
 from hf_parallel.hooks.trainer import bad_numbers, checkpoints, means
 from hf_parallel.hooks.trainer.bad_numbers import Joined, remembered
 from hf_parallel.hooks.trainer.checkpoints import record_of
@@ -158,18 +158,26 @@ _UNLIKE = (
 def _scheduled(
     trainer: Trainer, engine: PipelineEngine, plan: Plan, inputs: dict, call: Callable, *, counts: bool
 ) -> torch.Tensor:
-    """The loss by micro-batches, of which what the script logs is one entry."""
-    logged: list[dict] = []
+    """The loss by micro-batches, of which what the script logs is one entry.
+
+    Where a step runs as one schedule, what a batch logs is known to the call that was announced for it.
+    """
+    record = record_of(trainer)
+    announces, syncs, state = engine.announced is not None, record.step.syncs, trainer.accelerator.gradient_state
+    logged = record.joint_logs.pop(0) if engine.joint is not None else []
 
     def loss_of(part: dict) -> torch.Tensor:
-        result = call(part)
+        with contextlib.nullcontext() if syncs is None else replacing(state, sync_gradients=syncs):
+            result = call(part)
         logged.extend(result["logged"])
         return result["loss"]
 
     quietly = functools.partial(_undone, trainer)
-    joining, share = _joining(trainer, loss_of), record_of(trainer).step.share
+    joining, share = _joining(trainer, loss_of), record.step.share
     loss = run_plan(engine, plan, dict(inputs), joining, quietly, counts=counts, share=share)
-    if plan.logs:
+    if announces:
+        record.joint_logs.append(logged)
+    elif plan.logs:
         trainer.log(_told_mean(engine, logged))
     return loss
 
@@ -182,7 +190,10 @@ def _found(
     plan = None
     if not trl.needs_whole_batches(trainer):
         plan = find_plan(engine, dict(inputs), made, lambda part: call(part)["loss"], quietly, counts=counts)
-    report.say(_verdict(plan, engine.config.pipeline_schedule))
+    verdict = _verdict(plan, engine.config.pipeline_schedule)
+    if trainer.args.gradient_accumulation_steps > 1 and plan is not None and plan.why_apart is not None:
+        verdict += f"; the batches of a step run apart, and the pipeline drains after each: {plan.why_apart}"
+    report.say(verdict)
     return plan
 
 

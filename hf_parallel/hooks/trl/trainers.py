@@ -150,6 +150,8 @@ def init(original: Callable, self: Trainer, model: object, *args: object, **kwar
 _PAIRS = ("trl.trainer.dpo_trainer.DPOTrainer", "trl.trainer.reward_trainer.RewardTrainer")
 _TOKENS = ("trl.trainer.sft_trainer.SFTTrainer",)
 _EXAMPLES = (*_PAIRS, "trl.trainer.kto_trainer.KTOTrainer")
+#: Trainers whose `training_step` only brings activations to the host and back, if asked to.
+_OFFLOADING_STEPS = (*_EXAMPLES, *_TOKENS)
 
 
 def _is_one_of(trainer: Trainer, names: tuple[str, ...]) -> bool:
@@ -210,6 +212,13 @@ def targets_of_mean(trainer: Trainer, batch: dict) -> torch.Tensor | None:
 def is_known(trainer: Trainer) -> bool:
     """Is it one of TRL's trainers? What their losses are means over is known."""
     return rows_per_example(trainer) is not None or _is_one_of(trainer, tuple(online.TRAINERS))
+
+
+def only_offloads_in_steps(trainer: Trainer) -> bool:
+    """Is its `training_step` that of Trainer, but for activations on the host, which it has not asked for?"""
+    kind = next((cls for cls in type(trainer).__mro__ if "training_step" in vars(cls)), None)
+    name = None if kind is None else f"{kind.__module__}.{kind.__qualname__}"
+    return name in _OFFLOADING_STEPS and not trainer.args.activation_offloading
 
 
 def weighted(trainer: Trainer, loss: torch.Tensor, inputs: dict) -> torch.Tensor:
