@@ -183,6 +183,7 @@ def preload() -> None:
     for module in ("datasets", "pandas", "pyarrow", "sklearn.metrics", "transformers.trainer", "peft", "torchmetrics"):
         with contextlib.suppress(ImportError):
             importlib.import_module(module)
+    importlib.import_module("transformers").set_seed(1)  # of scripts that set none before they draw a head
 
 
 def run_stood_in(script: str, words: list[str], root: str, out: str, spec: str | None) -> watching.Seen:
