@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from hf_parallel.hooks import runtime
+from hf_parallel.ask.spec import refuse
+from hf_parallel.hooks import report, runtime
 from hf_parallel.hooks.patching import patch
+from hf_parallel.model.calls import by_name
 from hf_parallel.ranks import assert_all_ranks, desync
 
 if TYPE_CHECKING:
@@ -33,6 +35,28 @@ def end_groups(original: Callable, group: ProcessGroup | None = None) -> None:
     if group in (None, dist.group.WORLD):
         desync.part()
     original(group)
+
+
+@patch("torch.distributed.distributed_c10d:init_process_group", "the layout has connected the processes", copies=True)
+def connect_again(original: Callable, *args: object, **kwargs: object) -> None:
+    """Let a script that connects the processes itself go on in the layout's group."""
+    if not dist.is_initialized():
+        original(*args, **kwargs)
+        return
+    given = by_name(original, args, kwargs)
+    world_size, asked = dist.get_world_size(), given.get("world_size")
+    if asked not in (None, -1, world_size):
+        refuse(f"init_process_group(world_size={asked})", f"the layout has {world_size} processes", world_size)
+    if given.get("timeout") is not None:
+        runtime.change_time_out(given["timeout"])
+    report.say(f"init_process_group: the layout has connected the {world_size} processes, over {dist.get_backend()}")
+
+
+@patch("torch.nn.parallel.distributed:DistributedDataParallel.__init__", "a second layout over ranks of one model")
+def refuse_replicas(original: Callable, self: nn.Module, *args: object, **kwargs: object) -> None:
+    """Refuse torch's own replicas, which count every process as a data rank."""
+    do = "accelerator.prepare(model, loader) works, or without Accelerate hf_parallel.parallelize(model, SPEC)"
+    refuse("DistributedDataParallel", "a second layout beside --parallel", do=do)
 
 
 @contextlib.contextmanager

@@ -43,15 +43,23 @@ RandomState: TypeAlias = tuple[torch.Tensor, torch.Tensor | None]
 
 @dataclass
 class LoopLosses:
-    """The losses that a loop without a Trainer has computed since its last backward pass, under `batch_shares`.
+    """The losses that a script without a Trainer, or with a loss of its own, has computed.
 
     Attributes:
-        weighed: losses of models, which are means over the targets of all data ranks.
-        forwards: calls of a model that trains, whose backward pass is not begun.
+        weighed: losses of models, which are means over the targets of all data ranks, under `batch_shares`.
+        forwards: calls of a model that trains, whose backward pass is not begun, under `batch_shares`.
+        of_models: losses of models, whatever they are means over.
+        rows: of the latest call of a model that trains.
+        told: has a line said what becomes of a loss of the loop's own?
+        told_of_pairs: has a line said that a script's loss compares the examples of a data rank alone?
     """
 
     weighed: list[torch.Tensor] = field(default_factory=list)
     forwards: int = 0
+    of_models: list[torch.Tensor] = field(default_factory=list)
+    rows: int | None = None
+    told: bool = False
+    told_of_pairs: bool = False
 
 
 @dataclass

@@ -212,6 +212,10 @@ class ParallelMesh:
         """Return the ranks of `group(axis)`, for small messages that no GPU need see. Collective over all ranks."""
         return self.groups.on_host(axis_ranks(self.config, axis), self.group(axis))
 
+    def data_group_on_host(self) -> dist.ProcessGroup:
+        """The ranks of `data_group`, likewise. Collective over all ranks."""
+        return self.groups.on_host(axis_ranks(self.config, *_data_axes(self.config)), self.data_group)
+
     @property
     def data_rank(self) -> int:
         """Return which share of the data this rank reads."""

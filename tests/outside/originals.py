@@ -14,6 +14,8 @@ LOOP = (
     "--output_dir OUT --per_device_train_batch_size ROWS --per_device_eval_batch_size ROWS --learning_rate 1e-2 "
     "--lr_scheduler_type constant --max_train_steps 3 --seed 1"
 )
+#: Of loops that hand their own to AdamW: with 1e-8 it turns a gradient next to zero into a step of either sign.
+EPSILON = "--adam_epsilon 1e-3"
 
 
 def json_files(kind: str, train: str) -> str:
@@ -32,6 +34,16 @@ OPTIONAL = (
     ("config.tokenizer_class", "None"),  # which Transformers 5 has no more
 )
 OLD_NAMES = (("DistributedType.TPU", "DistributedType.XLA"),)
+#: Statistics that the script asks of a module, which has none: of the whole matrix (docs/idioms.md).
+WHOLE = "__import__('hf_parallel').full_tensor(original_embeddings.weight).detach()"
+EMBEDDINGS = (
+    (
+        "mean = original_embeddings.mean(dim=0)",
+        f"weights = {WHOLE}; mean = weights.mean(dim=0)",
+    ),
+    ("n = original_embeddings.size()[0]", "n = len(weights)"),
+    ("((original_embeddings - mean).T @ (original_embeddings - mean))", "((weights - mean).T @ (weights - mean))"),
+)
 #: A mask drawn by its picture, not by the count of pictures that this process has seen.
 MASKS = (
     (
@@ -63,7 +75,7 @@ TRANSFORMERS = {
         "--dataset_name ROOT/media/sounds-full --dataset_config_names clean --dataset_split_names train "
         "--validation_split_percentage 35 --model_name_or_path ROOT/wav2vec2-pretraining --max_duration_in_seconds "
         "1 --min_duration_in_seconds 0 "
-        f"{LOOP} --logging_steps 1 --saving_steps 100 --mask_time_prob 0.3 --mask_time_length 2",
+        f"{LOOP} --logging_steps 1 --saving_steps 100 --mask_time_prob 0.3 --mask_time_length 2 {EPSILON}",
         edits=(("import aiohttp\n", ""), ("aiohttp.ClientTimeout(total=60 * 60)", "3600")),
     ),
     "image-classification/run_image_classification": Case(
@@ -95,7 +107,7 @@ TRANSFORMERS = {
     ),
     "semantic-segmentation/run_semantic_segmentation_no_trainer": Case(
         f"{PYTORCH}/semantic-segmentation/run_semantic_segmentation_no_trainer.py",
-        f"--dataset_name ROOT/media/segments-full --model_name_or_path ROOT/segformer {LOOP}",
+        f"--dataset_name ROOT/media/segments-full --model_name_or_path ROOT/segformer {LOOP} {EPSILON}",
     ),
     "instance-segmentation/run_instance_segmentation": Case(
         f"{PYTORCH}/instance-segmentation/run_instance_segmentation.py",
@@ -158,15 +170,17 @@ TRANSFORMERS = {
     "language-modeling/run_plm": Case(
         f"{PYTORCH}/language-modeling/run_plm.py",
         f"{json_files('texts', 'train')} --model_name_or_path ROOT/xlnet --max_seq_length 32 {RUN}",
+        edits=(("processing_classtokenizer=", "processing_class="),),
     ),
     "language-modeling/run_fim": Case(
         f"{PYTORCH}/language-modeling/run_fim.py",
-        f"{json_files('texts', 'train')} --model_name_or_path ROOT/filling --block_size 33 {RUN}",
+        f"{json_files('texts', 'train')} --model_name_or_path ROOT/filling --block_size 33 --overwrite_cache {RUN}",
+        edits=EMBEDDINGS,
     ),
     "language-modeling/run_fim_no_trainer": Case(
         f"{PYTORCH}/language-modeling/run_fim_no_trainer.py",
-        f"{json_files('texts', 'full')} --model_name_or_path ROOT/filling --block_size 33 {LOOP}",
-        edits=OLD_NAMES,
+        f"{json_files('texts', 'full')} --model_name_or_path ROOT/filling --block_size 33 --overwrite_cache {LOOP}",
+        edits=(*OLD_NAMES, *EMBEDDINGS, ("import Repository, create_repo", "import create_repo")),
     ),
     "language-modeling/run_clm": Case(
         f"{PYTORCH}/language-modeling/run_clm.py",
@@ -218,8 +232,8 @@ TRANSFORMERS = {
     "translation/run_translation_no_trainer": Case(
         f"{PYTORCH}/translation/run_translation_no_trainer.py",
         f"{json_files('translations', 'full')} --model_name_or_path ROOT/t5 --source_lang en --target_lang de "
-        f"--source_prefix translate: --predict_with_generate True --max_source_length 40 --max_target_length 12 "
-        f"{LOOP}",
+        f"--source_prefix translate: --num_beams 1 --predict_with_generate True "
+        f"--max_source_length 40 --max_target_length 12 {LOOP}",
     ),
 }
 
@@ -352,6 +366,7 @@ OTHERS = {
         "--do_train --do_eval --max_steps 3 --bits 4 --source_max_len 17 --target_max_len 17 --eval_dataset_size 11 "
         "--lora_dropout 0 --optim adamw_torch --gradient_checkpointing false --eval_strategy steps --eval_steps 3",
         edits=(
+            ("    use_cache: Optional[bool]", "    use_cache_of_generation: Optional[bool]"),
             (
                 "        load_in_4bit=args.bits == 4,\n        load_in_8bit=args.bits == 8,\n        device_map",
                 "        device_map",

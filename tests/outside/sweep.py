@@ -2,6 +2,9 @@
 
     python -m tests.outside.sweep --sources FOLDER --work FOLDER [--only WORDS] [--specs tp=2 pp=2] [--again]
 
+The layout `ddp=2` is accelerate's own: two processes without this package. `--like-ddp` compares with it what is not
+equal to one process on two data ranks, and adds a row to WORK/results.jsonl whose layout is `SPEC like ddp=2`.
+
 `--sources` holds a checkout of each project (transformers, accelerate, trl, …): none of their text is kept here. A row
 per script and layout is added to WORK/results.jsonl as it is known, so that a run that is stopped goes on later;
 WORK/logs has what went wrong in full. `--table` prints the table of docs/reference/outside_scripts.md.
@@ -29,6 +32,8 @@ from tests.outside.originals import ORIGINALS, SPECS
 from tests.training import axes
 
 LIMIT_S = 170.0
+#: Two processes of accelerate's own DDP.
+DDP = "ddp=2"
 #: The errors of this package whose words say what to do.
 REFUSALS = ("SpecError", "UsageError")
 
@@ -67,7 +72,8 @@ class Desk:
 
     def launch(self, name: str, spec: str | None) -> list[watching.Seen]:
         """What each rank of the layout does with the script, or one plain process."""
-        case = ORIGINALS[name]
+        case, plain = ORIGINALS[name], spec in (None, DDP)
+        sizes = {"world": 2, "data_ranks": 2} if spec == DDP else axes(spec)
         out = str(self.work / "out" / f"{slug(name)}-{slug(spec or 'alone')}")
         (self.work / "out").mkdir(exist_ok=True)
         subprocess.run(["rm", "-rf", out, f"{out}.said"], check=True)
@@ -75,7 +81,7 @@ class Desk:
             "ROOT": str(self.root),
             "OUT": out,
             "SOURCES": str(self.sources),
-            "ROWS": str(8 // (axes(spec)["data_ranks"] if spec else 1)),
+            "ROWS": str(8 // sizes["data_ranks"]),
         }
         script = self.script(case)
         if case.edits:
@@ -83,12 +89,13 @@ class Desk:
             for word, value in places.items():
                 text = re.sub(rf"\b{word}\b", value, text)
             script = self.edited(self.sources / case.script, text)
-        words = case.words(case.arguments.replace("SOURCES", str(self.sources)), str(self.root), out, spec)
-        call = partial(run_stood_in, str(script), words, str(self.root), out, spec)
+        arguments = case.arguments.replace("SOURCES", str(self.sources)).replace("ROWS", places["ROWS"])
+        words = case.words(arguments, str(self.root), out, None if plain else spec)
+        call = partial(run_stood_in, str(script), words, str(self.root), out, None if plain else spec)
         environment = {"TQDM_DISABLE": "1", "ACCELERATE_USE_CPU": "true", "WANDB_MODE": "disabled"}
         if spec is None:
             return [run_alone(call, env=environment, timeout=LIMIT_S)]
-        return run(call, axes(spec)["world"], init=False, env=environment, timeout=LIMIT_S)
+        return run(call, sizes["world"], init=False, env=environment, timeout=LIMIT_S)
 
     def reference(self, name: str) -> watching.Seen:
         """What one plain process does, which is kept: layouts may be asked for later."""
@@ -113,6 +120,19 @@ class Desk:
         found = watching.differences(ranks, reference, ORIGINALS[name].tolerance)
         (self.work / "logs" / f"{slug(name)}-{slug(spec)}.txt").write_text("\n".join(found))
         return ("other numbers", "; ".join(found[:3])) if found else ("equal", counted(reference))
+
+    def compare_with_ddp(self, name: str, spec: str) -> tuple[str, str]:
+        """Are the numbers of each data rank those that the script has there under DDP? Its files are rank 0's."""
+        try:
+            theirs, ours = self.launch(name, DDP), self.launch(name, spec)
+        except RankFailure as failure:
+            (self.work / "logs" / f"{slug(name)}-{DDP}.txt").write_text(str(failure))
+            return judged(failure)
+        tolerance, found = ORIGINALS[name].tolerance, []
+        for one, other in zip(ours, theirs, strict=True):
+            found += watching.differences([one], other, tolerance)
+        (self.work / "logs" / f"{slug(name)}-{slug(spec)}-like-{DDP}.txt").write_text("\n".join(found))
+        return ("other numbers", "; ".join(found[:3])) if found else ("equal", counted(theirs[0]))
 
     def note(self, name: str, spec: str, outcome: str, words: str, seconds: float) -> None:
         row = {"script": name, "spec": spec, "outcome": outcome, "words": words[:600], "seconds": round(seconds, 1)}
@@ -163,6 +183,7 @@ def preload() -> None:
     for module in ("datasets", "pandas", "pyarrow", "sklearn.metrics", "transformers.trainer", "peft", "torchmetrics"):
         with contextlib.suppress(ImportError):
             importlib.import_module(module)
+    importlib.import_module("transformers").set_seed(1)  # of scripts that set none before they draw a head
 
 
 def run_stood_in(script: str, words: list[str], root: str, out: str, spec: str | None) -> watching.Seen:
@@ -204,8 +225,11 @@ def main() -> None:
     options.add_argument("--specs", nargs="*", default=SPECS)
     options.add_argument("--again", action="store_true", help="run what is known, too")
     options.add_argument("--outcomes", nargs="*", help="run again what had these outcomes")
+    options.add_argument("--like-ddp", action="store_true", help="compare with DDP what is not equal to one process")
     options.add_argument("--table", action="store_true", help="print what is known, and run nothing")
     args = options.parse_args()
+    if "PYTHONHASHSEED" not in os.environ:  # sets have another order in each process, and references are kept
+        os.execve(sys.executable, [*sys.orig_argv], {**os.environ, "PYTHONHASHSEED": "0"})
     if args.table:
         print(table(Desk(args.sources, args.work).known()))
         return
@@ -213,6 +237,13 @@ def main() -> None:
     desk = Desk(args.sources, args.work)
     for name in (name for name in ORIGINALS if any(part in name for part in args.only)):
         known = desk.known()
+        if args.like_ddp:
+            for spec in args.specs:
+                if known.get((name, spec), {}).get("outcome") == "other numbers" and axes(spec)["data_ranks"] == 2:
+                    start = time.monotonic()
+                    outcome = desk.compare_with_ddp(name, spec)
+                    desk.note(name, f"{spec} like {DDP}", *outcome, time.monotonic() - start)
+            continue
         wanted = [
             spec
             for spec in args.specs

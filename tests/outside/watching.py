@@ -15,6 +15,7 @@ from typing import Any
 import accelerate
 import datasets
 import torch
+from torch.utils._pytree import tree_leaves
 from transformers import DataCollatorForLanguageModeling, PrinterCallback, trainer
 
 from hf_parallel import __main__ as runner
@@ -56,6 +57,10 @@ class Trained(Recorder):
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         self.seen.logs.append(numbers(compared(logs)))
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        inner = getattr(model, "model_body", model)  # setfit's is no module
+        super().on_pre_optimizer_step(args, state, control, model=inner, **kwargs)
 
     def on_train_begin(self, *args, **kwargs):
         self.training = True  # from here on Accelerator is the trainer's tool
@@ -115,8 +120,7 @@ def watch(seen: Seen) -> None:
 
 def tensors(value: Any) -> list[torch.Tensor]:
     """The tensors of what was gathered."""
-    parts = value if isinstance(value, (list, tuple)) else [value]
-    return [torch.as_tensor(part).detach().clone() for part in parts]
+    return [torch.as_tensor(part).detach().clone() for part in tree_leaves(value)]
 
 
 def save_models(accelerator: accelerate.Accelerator, out: str) -> None:

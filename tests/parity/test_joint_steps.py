@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM, Trainer, TrainerCallback
+from transformers import LlamaForCausalLM, Trainer, TrainerCallback, default_data_collator
 
 from hf_parallel import parallelize
 from hf_parallel.axes.pipeline import engine
@@ -242,6 +242,42 @@ def test_a_bad_step_is_searched_batch_by_batch(runs, capfd, tmp_path):
     norms = run(spoilt, 2, "pp=2,nan_action=skip", str(tmp_path), runs.initial("llama"), init=False)[0]
     assert [math.isfinite(norm) for norm in norms] == [True, False, True]
     assert "micro-batch 1 of 2" in capfd.readouterr().err
+
+
+def kept(rows):
+    """A collator that leaves rows out by their first token, so that data ranks have unlike numbers of them."""
+    return default_data_collator([row for row in rows if row["input_ids"][0] % 8 > 2])
+
+
+def train_kept(spec: str | None, out: str, folder: str):
+    """Three steps of two batches; `more` has the rows of each, and the micro-batches of each for each run."""
+    counted, rows, run_calls = [], [], engine.run_calls
+
+    def counting(runner, calls, held):
+        counted.append([call.count for call in calls])
+        return run_calls(runner, calls, held)
+
+    def noting(batch):
+        found = kept(batch)
+        rows.append(len(found["input_ids"]))
+        return found
+
+    engine.run_calls = joint_steps.run_calls = counting
+    data_ranks = activate(spec)
+    settings = {"max_steps": 3, "gradient_accumulation_steps": 2}
+    more = {"data_collator": noting, "train_dataset": Rows(64, 3)}
+    model = LlamaForCausalLM.from_pretrained(folder)
+    outcome = fit(*trainer_of(model, out, data_ranks, settings, **more), f"{out}/saved")
+    outcome.more = rows, counted
+    return outcome
+
+
+@pytest.mark.parametrize("spec", ["pp=2,dp_shard=2", "pp=2,dp_replicate=2", "pp=2,dp_shard=2,zero_stage=1"])
+def test_data_ranks_with_unlike_numbers_of_rows(runs, spec):
+    """All data ranks run a step's batches together, or none does, with the numbers of one process."""
+    ranks = runs.compare(train_kept, spec, runs.initial("llama"))
+    assert len({tuple(rank.more[0]) for rank in ranks}) == 2
+    assert len({len(rank.more[1]) for rank in ranks}) == 1
 
 
 def losses_of_calls(spec: str) -> list[list[float]]:

@@ -273,7 +273,8 @@ def uses_registries(model: nn.Module) -> bool:
 
 def _width(config: PretrainedConfig) -> int:
     heads = getattr(config, "num_attention_heads", None) or 1
-    return head_width(config) or getattr(config, "hidden_size", 128 * heads) // heads
+    hidden = getattr(config, "hidden_size", 128 * heads) if isinstance(heads, int) else None
+    return head_width(config) or (hidden // heads if isinstance(hidden, int) else 128)  # SegFormer lists its blocks'
 
 
 def _obstacle(model: nn.Module, config: PretrainedConfig) -> str | None:

@@ -2,8 +2,9 @@
 
 Under FSDP2 all data ranks gather a layer's weights and reduce its gradients together: ranks that leave the tower out
 and ranks that call it would wait for each other. They tell each other what their batches hold, one number per kind of
-media in one all-gather before the model's forward. Only where they differ, the first rank that has such media lends
-them to those without any, which call the tower too and add its features, times zero, to what the words are read as:
+media in one all-gather before the model's forward, over host memory: no GPU is waited for. Only where they differ, the
+first rank that has such media lends them to those without any, which call the tower too and add its features, times
+zero, to what the words are read as:
 
     rank 0    words, images    embedding ── tower, projector ── language model
     rank 1    words            embedding ── tower, projector (rank 0's images) · 0 ── language model
@@ -77,7 +78,7 @@ class SharedTowers:
     """Hooks of one model that reads words and media."""
 
     def __init__(self, owner: nn.Module, mesh: ParallelMesh) -> None:
-        self.owner, self.mesh = owner, mesh
+        self.owner, self.mesh, self.group = owner, mesh, mesh.data_group_on_host()
         self.methods, self.reader = _methods_of(owner), _reader_of(owner)
         if self.reader is None:
             self.methods = {}
@@ -95,9 +96,9 @@ class SharedTowers:
         self.lent = []
         if not self._goes_together(given):
             return
-        own = torch.tensor([given.get(name) is not None for name in self.media], device=self.mesh.device).int()
+        own = torch.tensor([given.get(name) is not None for name in self.media]).int()
         everywhere = [torch.empty_like(own) for _ in range(self.mesh.data_size)]
-        dist.all_gather(everywhere, own, group=self.mesh.data_group)
+        dist.all_gather(everywhere, own, group=self.group)
         held = torch.stack(everywhere).bool().tolist()
         for place, name in enumerate(self.media):
             ranks = [rank for rank, kinds in enumerate(held) if kinds[place]]

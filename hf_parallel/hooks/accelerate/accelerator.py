@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import os
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -153,7 +154,7 @@ def prepare(original: Callable, self: Accelerator, *args: object, **kwargs: obje
         if runtime.parallel_state(model) is None:
             make_parallel(model)
         normalise_over_data_ranks(model)
-        _offer_no_sync(model)
+        _answer_as_ddp(model)
         _scale_in_pipeline(model, self.scaler)
         monitoring.follow(model, str(self.project_dir or hangs.OUTPUTS))
         hangs.follow(model)
@@ -271,7 +272,7 @@ def normalise_over_data_ranks(model: nn.Module) -> None:
             means.note(forward)
             output["loss"] = loss = means.over_data_ranks(loss, hidden.sum().float(), forward.share)
         if module.training and torch.is_grad_enabled():
-            loop_losses.note_forward(loss if forward.counted else None)
+            loop_losses.note_forward(loss, forward.counted, forward.given)
         if loss is None or forward.share is None or (state.pipeline is not None and not state.pipeline.last):
             return None
         if not forward.counted:
@@ -382,10 +383,44 @@ def defer_reduction(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def _offer_no_sync(model: nn.Module) -> None:
-    """Scripts for several processes call it on what `prepare` returns, as DDP has it."""
-    if runtime.parallel_state(model) is not None and not hasattr(model, "no_sync"):
+def _answer_as_ddp(model: nn.Module) -> None:
+    """Give the model `no_sync`, and `module` in loops: scripts ask DDP for them where there are several processes."""
+    from hf_parallel.hooks.trainer.token_budget import is_loop
+
+    if runtime.parallel_state(model) is None:
+        return
+    if not hasattr(model, "no_sync"):
         vars(model)["no_sync"] = types.MethodType(defer_reduction, model)
+    if runtime.mesh().data_size > 1 and is_loop() and not hasattr(model, "module"):
+        vars(model)["module"] = ModuleOfDDP(model)
+
+
+class ModuleOfDDP:
+    """The model itself, as DDP's `module`. It has no `module`, so that a script's loop of unwrapping ends."""
+
+    def __init__(self, model: nn.Module) -> None:
+        object.__setattr__(self, "_model", model)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return type(self._model)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "module":
+            raise AttributeError(name)
+        return getattr(self._model, name)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        setattr(self._model, name, value)
+
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        return self._model(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict) -> ModuleOfDDP:
+        return ModuleOfDDP(copy.deepcopy(self._model, memo))
+
+    def __reduce__(self) -> tuple:
+        return ModuleOfDDP, (self._model,)
 
 
 @patch("accelerate.accelerator:Accelerator.check_trigger", "asks data ranks, not those of one model")

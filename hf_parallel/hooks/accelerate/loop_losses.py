@@ -1,4 +1,6 @@
-"""`batch_shares` in a loop without a Trainer: a loss is weighed when its backward pass begins.
+"""Losses in a loop without a Trainer, on data ranks: a line says what becomes of a loss of the loop's own.
+
+Under `batch_shares` a loss is weighed when its backward pass begins:
 
 the model's loss, also scaled     nothing to do: its means run over the targets of all data ranks
 a loss of the loop's own          taken for a mean over examples: times `n D / N`, for n of N examples on D ranks
@@ -7,12 +9,13 @@ both in one sum                   refused: no factor is right for both
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hf_parallel.ask.spec import refuse
-from hf_parallel.hooks import runtime
+from hf_parallel.hooks import report, runtime
 from hf_parallel.hooks.accelerate.shares import cut_of, full_share
 
 if TYPE_CHECKING:
@@ -27,20 +30,65 @@ def _watched() -> runtime.LoopLosses | None:
     return current.loop
 
 
-def note_forward(loss: torch.Tensor | None) -> None:
-    """A model that trains was called.
+def note_forward(loss: torch.Tensor | None, counted: bool, given: Mapping[str, object]) -> None:
+    """Note a call of a model that trains.
 
     Args:
-        loss: what it returned, if that is a mean over the targets of all data ranks.
+        loss: what it returned.
+        counted: is that a mean over the targets of all data ranks?
+        given: what it was called with.
     """
-    loop = _watched()
+    current, loop = runtime.current(), _watched()
+    if current is not None:
+        current.loop.rows = next((len(part) for part in given.values() if torch.is_tensor(part) and part.ndim), None)
+        if loss is not None and not current.in_trainer and not current.loop.told:
+            current.loop.of_models.append(loss)
     if loop is not None:
         loop.forwards += 1
-        loop.weighed += [] if loss is None else [loss]
+        loop.weighed += [loss] if counted and loss is not None else []
+
+
+#: What changes no value on the way from a sum to a loss.
+_KEEPS_VALUE = ("Clone", "View", "UnsafeView", "Squeeze", "Unsqueeze", "ToCopy", "Alias", "ReshapeAlias")
+
+
+def _tell_of_own_loss(loss: torch.Tensor) -> None:
+    """Say once what data ranks make of a loss that the loop computes itself."""
+    current = runtime.current()
+    if current is None or current.in_trainer or current.loop.told or runtime.mesh().data_size == 1:
+        return
+    of_models, current.loop.of_models = current.loop.of_models, []
+    if not _sources(loss, of_models)[1]:
+        return
+    current.loop.told = True
+    ranks = runtime.mesh().data_size
+    ends = {one.grad_fn for one in of_models}
+    if _adds_up(loss.grad_fn, ends):
+        report.say(
+            f"the loop's loss is a sum over the examples of its data rank, and {ranks} data ranks average their "
+            f"gradients: they are 1/{ranks} of one process's; accelerator.backward(loss * accelerator.num_processes) "
+            "gives the latter's"
+        )
+    else:
+        report.say(
+            "the loop's own loss is taken for a mean over examples: where data ranks have unlike numbers of targets "
+            "it is the mean of their means; the model's own loss (labels=…) is exact"
+        )
+
+
+def _adds_up(node: Any, ends: set) -> bool:
+    """Return whether a loss ends in a sum that nothing divides, none of a model's own losses."""
+    if node is None or node in ends:
+        return False
+    name = node.name().removesuffix("0").removesuffix("1").removesuffix("Backward")
+    if name in ("Add", "Sub", *_KEEPS_VALUE):
+        return any(_adds_up(before, ends) for before, _ in node.next_functions)
+    return name == "Sum" or getattr(node, "_saved_reduction", None) == torch.nn._reduction.get_enum("sum")
 
 
 def weigh(loss: torch.Tensor, state: GradientState) -> torch.Tensor:
     """Return the loss as its backward pass is to begin from."""
+    _tell_of_own_loss(loss)
     loop = _watched()
     if loop is None:
         return loss

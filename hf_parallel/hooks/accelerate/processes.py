@@ -160,7 +160,7 @@ def save(loaders: list[object], folder: str) -> None:
     """Write where all of them are."""
     places = [loader._place.state() if hasattr(loader, "_place") else None for loader in loaders]
     latest = RandomStream.latest
-    left = None if latest is None else plain_state(latest.left)
+    left = None if latest is None or latest.left is None else plain_state(latest.left)
     torch.save({"loaders": places, "left": left}, os.path.join(folder, FILE))
 
 
@@ -170,7 +170,7 @@ def load(loaders: list[object], folder: str) -> None:
     if not os.path.isfile(path):
         return go_on(None)
     saved = torch.load(path, weights_only=True)
-    if RandomStream.latest is not None and saved["left"] is not None:
+    if RandomStream.latest is not None:
         RandomStream.latest.left = saved["left"]
     for loader, place in zip(loaders, saved["loaders"], strict=False):
         if place is not None and hasattr(loader, "_place"):

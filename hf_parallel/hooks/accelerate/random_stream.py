@@ -2,7 +2,8 @@
 
 In one process the loaders and the model draw from the same generators in turn. Here ranks of one model must read the
 same batches, and do not all draw what the model draws: so data has a stream of its own, which goes on from loader to
-loader. Where the model draws nothing, orders and masks are those of one process.
+loader. Where the model draws nothing, orders and masks are those of one process. As long as a rank has drawn nothing
+else, its generators go on with the stream, so that the model then draws what it would in one process.
 """
 
 from __future__ import annotations
@@ -24,13 +25,14 @@ class RandomStream:
 
     def __init__(self, state: tuple) -> None:
         self.state = state
-        torch.rand(())  # the same seed set again brings back `state`, and not what is left now
-        self.left = self._get()
+        self.left: tuple | None = self._get()  # None where this rank has drawn something else since
+        self.is_aside = False
 
     @classmethod
     def here(cls) -> RandomStream:
-        """The latest one as long as rank 0's generators are as that has left them; else a new one from there."""
-        known = cls.latest is not None and _equal(cls.latest.left, cls._get())
+        """Return the latest one as long as rank 0's generators are as it has left them; else a new one from there."""
+        left = None if cls.latest is None else cls.latest.left
+        known = left is not None and _equal(left, cls._get())
         told = messages.from_one(lambda: None if known else cls._get())
         if told is not None:
             cls.latest = cls(told)
@@ -41,21 +43,25 @@ class RandomStream:
     def active(self) -> Iterator[None]:
         """Draw from this stream inside the block."""
         outside = self._get()
+        together = not self.is_aside and _equal(outside, self.state)
         self._set(self.state)
         try:
             yield
         finally:
             self.state = self._get()
-            self._set(outside)
+            if not together:
+                self._set(outside)
+            if not self.is_aside:
+                self.left = self.state if together else None
 
     @contextlib.contextmanager
     def aside(self, state: tuple) -> Iterator[None]:
         """Draw from another state inside the block; afterwards the stream is where it was."""
-        here, self.state = self.state, state
+        here, self.state, self.is_aside = self.state, state, True
         try:
             yield
         finally:
-            self.state = here
+            self.state, self.is_aside = here, False
 
     @staticmethod
     def _get() -> tuple:

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_map
 
-from hf_parallel.hooks import runtime
+from hf_parallel.hooks import report, runtime
 from hf_parallel.hooks.accelerate.paired_losses import refuse_pairs
 from hf_parallel.hooks.patching import patch
 from hf_parallel.model.calls import by_name
@@ -178,19 +178,23 @@ SUMMED = {"ctc_loss"}
 def mean(original: Callable, *args: object, **kwargs: object) -> torch.Tensor:
     """Each of these functions; outside of losses it is torch's own."""
     value = original(*args, **kwargs)
-    if (not _forwards and _scope is None) or (_forwards and _forwards[-1].whole):
+    if _forwards and _forwards[-1].whole:
         return value
     given = by_name(original, args, kwargs)
+    if not _forwards and value.requires_grad and original.__name__ == "cross_entropy":
+        _tell_of_own_pairs(given)
+    if not _forwards and _scope is None:
+        return value
     former = given.get("size_average") is not None or given.get("reduce") is not None
     reduction = "none" if former else given.get("reduction", "mean")
     if reduction == "mean":
-        if _forwards and original.__name__ == "cross_entropy" and _compares_rows(given, _forwards[-1]):
+        if _forwards and original.__name__ == "cross_entropy" and _compares_rows(given, _forwards[-1].given):
             refuse_pairs()
         return _treated(value, COUNTS[original.__name__](given, value))
     return _of_all_ranks(value, original.__name__) if reduction == "sum" and _forwards else value
 
 
-def _compares_rows(given: Given, forward: Forward) -> bool:
+def _compares_rows(given: Given, of_model: Mapping[str, object]) -> bool:
     """Is the right answer for each row the row itself, as in CLIP's loss (Radford et al., 2021, figure 3)?
 
     Its targets are counted up, of as many classes as rows, and nothing that the model was called with.
@@ -200,8 +204,24 @@ def _compares_rows(given: Given, forward: Forward) -> bool:
         return False
     if not torch.equal(target, torch.arange(len(target), device=target.device)):
         return False
-    given_tensors = [value for value in forward.given.values() if torch.is_tensor(value)]
+    given_tensors = [value for value in of_model.values() if torch.is_tensor(value)]
     return not any(value.numel() == len(target) and torch.equal(value.flatten(), target) for value in given_tensors)
+
+
+_PAIRS = (
+    "the script's loss compares each example with the others of its data rank, as under DDP: one process compares it "
+    "with those of the whole batch, as does a loss over embeddings that torch.distributed.nn.all_gather has gathered"
+)
+
+
+def _tell_of_own_pairs(given: Given) -> None:
+    """Say once that a script's loss compares the examples of a data rank, unless it has gathered those of others."""
+    current = runtime.current()
+    if current is None or current.loop.told_of_pairs or current.mesh.data_size == 1:
+        return
+    if len(given["input"]) <= (current.loop.rows or len(given["input"])) and _compares_rows(given, {}):
+        current.loop.told_of_pairs = True
+        report.say(_PAIRS)
 
 
 def _of_all_ranks(total: torch.Tensor, function: str) -> torch.Tensor:

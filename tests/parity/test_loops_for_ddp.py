@@ -1,0 +1,140 @@
+"""Loops without a Trainer that were written for DDP: their own losses, `model.module`, groups, what a model draws."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from torch.nn import functional
+from torch.utils.data import DataLoader
+from transformers import AutoModelForCausalLM
+
+from hf_parallel.ask.config import SpecError
+from hf_parallel.hooks import report
+from tests.distributed import run, run_alone
+from tests.rows import Rows
+from tests.training import activate
+
+ROWS = 8
+
+
+def of_model(accelerator, model, batch):
+    return model(**batch).loss / 2
+
+
+def summed(accelerator, model, batch):
+    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, :-1]
+    return functional.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten(), reduction="sum").view(())
+
+
+def summed_for_all(accelerator, model, batch):
+    return summed(accelerator, model, batch) * accelerator.num_processes
+
+
+def squares(accelerator, model, batch):
+    return (model(input_ids=batch["input_ids"]).logits ** 2).sum()
+
+
+def paired(accelerator, model, batch):
+    states = model(input_ids=batch["input_ids"], output_hidden_states=True).hidden_states
+    one, other = states[-1][:, -1], states[1].mean(1)
+    return functional.cross_entropy(one @ other.T, torch.arange(len(one)))
+
+
+def paired_over_ranks(accelerator, model, batch):
+    states = model(input_ids=batch["input_ids"], output_hidden_states=True).hidden_states
+    one, other = states[-1][:, -1], states[1].mean(1)
+    if accelerator.num_processes > 1:
+        one, other = (torch.cat(dist.nn.all_gather(part.contiguous())) for part in (one, other))
+    return functional.cross_entropy(one @ other.T, torch.arange(len(one)))
+
+
+def step(spec, folder, loss_of):
+    """The gradient norm of a batch, and the lines about losses of a script's own."""
+    ranks, lines = activate(spec), []
+    report.say = lines.append
+    accelerator = Accelerator(cpu=True)
+    model = AutoModelForCausalLM.from_pretrained(folder).train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(Rows(ROWS, 11), ROWS // ranks))
+    for batch in loader:
+        accelerator.backward(loss_of(accelerator, model, batch))
+    norm = float(accelerator.clip_grad_norm_(model.parameters(), 1e9))
+    told = [line for line in lines if "own loss" in line or "is a sum" in line or "compares" in line]
+    return norm, told
+
+
+@pytest.mark.parametrize(
+    ("loss_of", "words", "equal"),
+    [
+        (of_model, [], True),
+        (summed, ["loss * accelerator.num_processes"], False),
+        (summed_for_all, ["taken for a mean over examples"], True),
+        (squares, ["loss * accelerator.num_processes"], False),
+        (paired, ["compares each example", "taken for a mean"], False),
+        (paired_over_ranks, ["taken for a mean"], True),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_a_line_says_what_data_ranks_make_of_a_loss(runs, loss_of, words, equal):
+    """Numbers are those of one process, or a line names the difference and what to write."""
+    expected, none = run_alone(step, None, runs.initial("llama"), loss_of)
+    ranks = run(step, 2, "dp_shard=2", runs.initial("llama"), loss_of, init=False)
+    assert not none
+    for norm, told in ranks:
+        assert len(told) == len(words)
+        assert all(word in line for word, line in zip(words, told, strict=True))
+        if equal:
+            assert norm == pytest.approx(expected, rel=1e-5)
+        if words == ["loss * accelerator.num_processes"]:
+            assert norm * 2 == pytest.approx(expected, rel=1e-5)
+
+
+def as_under_ddp(spec, folder):
+    """What scripts do that expect DDP around their model."""
+    activate(spec)
+    lines = []
+    report.say = lines.append
+    dist.init_process_group("gloo")  # once more
+    with pytest.raises(SpecError, match=r"world_size=3.*2 works"):
+        dist.init_process_group("gloo", world_size=3, rank=0)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    with pytest.raises(SpecError, match=r"DistributedDataParallel.*prepare"):
+        torch.nn.parallel.DistributedDataParallel(model)
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(model)
+    inner = model.module if accelerator.num_processes > 1 else model
+    assert isinstance(inner, type(model))
+    assert not hasattr(inner, "module")
+    assert accelerator.unwrap_model(model) is model
+    assert [*inner.parameters()] == [*model.parameters()]
+    inner.marked = 3
+    assert model.marked == 3
+    assert isinstance(copy.deepcopy(model), type(model))
+    return [line for line in lines if line.startswith("init_process_group")]
+
+
+@pytest.mark.parametrize("spec", ["dp_shard=2", "tp=2"])
+def test_what_ddp_has(runs, spec):
+    for told in run(as_under_ddp, 2, spec, runs.initial("llama"), init=False):
+        assert len(told) == 1
+
+
+def draws(spec):
+    """The order of each of two epochs, and what a model would draw after its first batch."""
+    activate(spec)
+    accelerator, found = Accelerator(cpu=True), []
+    torch.manual_seed(5)
+    loader = accelerator.prepare(DataLoader(range(16), batch_size=8, shuffle=True))
+    for batch in loader:
+        found.append(batch.tolist())
+        found.append(torch.rand(3).tolist())
+    return found
+
+
+def test_a_model_draws_as_in_one_process():
+    """Ranks that share a model read data from a stream of their own, and the model's draws go on after it."""
+    expected = run_alone(draws, None)
+    for found in run(draws, 2, "tp=2", init=False):
+        assert found == expected
