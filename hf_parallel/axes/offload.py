@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from hf_parallel.ask.keys.data import NVME, NVME_ALL, offload_folder, parameters_rest
 from hf_parallel.ask.spec import refuse
 from hf_parallel.axes.axis import Axis
+from hf_parallel.ranks.mesh import check_alike
 
 if TYPE_CHECKING:
     from torch import nn
@@ -29,6 +30,8 @@ class Offload(Axis[None, list[str]]):
     def resolve(self, config: ParallelConfig, anatomy: Anatomy, facts: None) -> list[str]:
         """Parameters on the host are gathered from there, by FSDP2; files need a folder."""
         offload, path = config.offload, offload_folder(config.offload)
+        why = "step on copies of the same parameters, which must stay equal to the bit"
+        check_alike(f"offload={offload}", config.offload_ranks, config, _copies(config, anatomy), why)
         if parameters_rest(offload) and config.sharing_size == 1:
             works = f"offload={NVME}{path}" if path else "offload=optimizer"
             refuse(f"offload={offload}", "one data rank gathers no parameters, it needs them all", works)
@@ -49,11 +52,19 @@ class Offload(Axis[None, list[str]]):
         from hf_parallel.axes.data.files import rest_in_file
         from hf_parallel.axes.data.host_step import step_on_host
 
-        offload = building.mesh.config.offload
+        config, offload = building.mesh.config, building.mesh.config.offload_way
+        if config.offload_ranks is not None and building.mesh.rank not in config.offload_ranks:
+            return
         step_on_host(model, offload)
         if offload.startswith(NVME_ALL):
             for root, _ in building.roots:
                 rest_in_file(root, offload)
+
+
+def _copies(config: ParallelConfig, anatomy: Anatomy) -> tuple[str, ...]:
+    """Return the axes along which ranks hold the same parameters: replicas, norms under tp, ends of a pipeline."""
+    ends = getattr(anatomy.facts.get("pp"), "tied_embedding", None)
+    return "dp_replicate", "tp", *(("pp",) if ends is not None else ())
 
 
 def _check_folder(way: str, path: str) -> None:

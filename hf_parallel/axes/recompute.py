@@ -25,6 +25,7 @@ from hf_parallel.ask.keys.layers import recomputed_every
 from hf_parallel.ask.spec import refuse
 from hf_parallel.axes.axis import Axis
 from hf_parallel.ranks import start_all_gather
+from hf_parallel.ranks.mesh import check_alike
 from hf_parallel.ranks.observed import ATTENTION, COLLECTIVE, Store, Within, given_back, noted, unchanged
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ class Recompute(Axis[RecomputeFacts, str]):
     name = "recompute"
 
     def is_on(self, config: ParallelConfig) -> bool:
-        return config.activation_checkpointing != "none" or config.activation_offload
+        return config.recompute_way != "none" or config.activation_offload
 
     def read(self, model: PreTrainedModel, config: ParallelConfig) -> RecomputeFacts:
         """Can the model's layers be recomputed?"""
@@ -64,13 +65,17 @@ class Recompute(Axis[RecomputeFacts, str]):
 
     def resolve(self, config: ParallelConfig, anatomy: Anatomy, facts: RecomputeFacts) -> str:
         """Decide what is recomputed."""
-        way = config.activation_checkpointing
-        asked = f"activation_checkpointing={way}"
+        way = config.recompute_way
+        asked = f"activation_checkpointing={config.activation_checkpointing}"
+        check_alike(asked, config.recompute_ranks, config, ("tp", "cp"), "recompute what they send to each other")
+        if config.recompute_ranks is not None and config.ep_size > 1:
+            why = f"ranks of ep_size={config.ep_size} send tokens to each other again"
+            refuse(asked, why, asked.partition("@")[0])
         if way == "none":
             return way
         if not facts.supported:
             refuse(asked, f"{anatomy.name} does not support it", "activation_checkpointing=none")
-        if way != "full" and not facts.by_layer:
+        if (way != "full" or config.recompute_ranks is not None) and not facts.by_layer:
             refuse(asked, f"{anatomy.name} checkpoints its layers all alike", "activation_checkpointing=full")
         if config.partition_activations and not facts.by_layer:
             why = f"{anatomy.name} checkpoints its layers all alike"
@@ -84,6 +89,11 @@ class Recompute(Axis[RecomputeFacts, str]):
     def apply(self, model: PreTrainedModel, part: str, building: Building) -> None:
         """Switch it on; before transformers 5.23 by its former name."""
         if part == "none":
+            return
+        ranks = building.mesh.config.recompute_ranks
+        if ranks is not None and building.mesh.rank not in ranks:
+            for layer in _layers(model):
+                layer.register_forward_pre_hook(_keep_everything)
             return
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable()

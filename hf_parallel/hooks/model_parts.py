@@ -224,7 +224,7 @@ def check_recomputation(args: TrainingArguments, config: ParallelConfig) -> None
         refuse(_spelled(FUSED, True), reason, _spelled(FUSED, False))
     if told.get("cross_entropy") and config.tp_size * config.cp_size > 1:
         refuse(_spelled("cross_entropy", True), "the layout's own loss reads split logits", "False")
-    if config.activation_checkpointing == "selective" and any(told.get(name, True) for name in _WRITES):
+    if config.recompute_way == "selective" and any(told.get(name, True) for name in _WRITES):
         off = ", ".join(f'"{name}": False' for name in _WRITES)
         refuse(
             "use_liger_kernel=True",

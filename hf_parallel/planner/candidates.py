@@ -278,16 +278,19 @@ def to_layout(config: ParallelConfig, context: str | None = None) -> Layout:
 
 def to_job(goal: Goal, config: ParallelConfig, micro_batch: int, count: int) -> Job:
     """What a config and a batch are to the planner."""
+    # Where ranks differ, the fullest are those that save nothing.
+    recompute = config.recompute_way if config.recompute_ranks is None else "none"
+    offload = config.offload.partition(":")[0] if config.offload_ranks is None else "none"
     in_a_call = config.pipeline_microbatches if config.pp_size > 1 else None
     return Job(
         goal.seq,
         micro_batch,
         count,
-        recompute=config.activation_checkpointing,
+        recompute=recompute,
         precision=goal.precision,
         lora=goal.lora,
         optimizer=goal.optimizer,
-        offload=config.offload.partition(":")[0],
+        offload=offload,
         attention=goal.attention.kind(config),
         eight_bit=config.precision,
         engine="hf_parallel",

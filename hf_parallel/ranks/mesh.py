@@ -110,6 +110,32 @@ def axis_ranks(config: ParallelConfig, *axes: str) -> list[list[int]]:
     return grid.reshape(-1, math.prod(shape[dim] for dim in inner)).tolist()
 
 
+def check_alike(
+    asked: str, ranks: frozenset[int] | None, config: ParallelConfig, axes: tuple[str, ...], why: str
+) -> None:
+    """Require that a setting of some ranks holds for all or none of the ranks along these axes.
+
+    Args:
+        asked: the setting as it stands in a spec.
+        ranks: those that are listed; None: all.
+        why: what such ranks do alike.
+
+    Raises:
+        SpecError: a rank that is not there, or alone among those that it must be like.
+    """
+    if ranks is None:
+        return
+    way, world_size = asked.partition("@")[0], config.world_size
+    most = max(ranks)
+    if most >= world_size:
+        refuse(asked, f"no rank {most} among {world_size} processes", f"{way}@{world_size - 1}")
+    groups = axis_ranks(config, *axes)
+    wanted = {rank for group in groups if ranks & set(group) for rank in group}
+    if wanted != ranks:
+        works = way if len(wanted) == world_size else f"{way}@{':'.join(map(str, sorted(wanted)))}"
+        refuse(asked, f"ranks {' '.join(map(str, sorted(wanted)))} {why}", works)
+
+
 def _data_axes(config: ParallelConfig) -> list[str]:
     return [axis.name for axis in config.mesh_axes if axis.data]
 

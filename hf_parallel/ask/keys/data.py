@@ -178,15 +178,58 @@ class OffloadKeys(Keys):
 
     offload: str = key(
         "none",
-        "`optimizer`: its states and its step on the host; `cpu`: parameters and gradients, too; `nvme:PATH`: its "
-        "states in files; `nvme_all:PATH`: parameters, too",
+        "`optimizer`: its states and its step on the host, `optimizer@2:3` on these ranks alone; `cpu`: parameters "
+        "and gradients, too; `nvme:PATH`: its states in files; `nvme_all:PATH`: parameters, too",
     )
+
+    @property
+    def offload_way(self) -> str:
+        """What rests elsewhere, on ranks that offload."""
+        return self.offload if offload_folder(self.offload) else self.offload.partition("@")[0]
+
+    @property
+    def offload_ranks(self) -> frozenset[int] | None:
+        """The ranks that offload; None: all."""
+        return None if offload_folder(self.offload) else listed_ranks(self.offload)
 
     def check_keys(self) -> None:
         """Reject a way that is not known."""
-        way = self.offload
+        way = self.offload_way
         if way not in ("none", "optimizer", "cpu") and not offload_folder(way):
             refuse(f"offload={way}", "not one of none, optimizer, cpu, nvme:PATH, nvme_all:PATH", "offload=cpu")
+        check_rank_list(f"offload={self.offload}", way, "" if offload_folder(way) else self.offload)
+        if way == "cpu" and self.offload_ranks is not None:
+            why = "parameters rest on the host of all ranks that gather them, or of none"
+            refuse(f"offload={self.offload}", why, f"offload=optimizer@{self.offload.partition('@')[2]}")
+
+
+def listed_ranks(setting: str) -> frozenset[int] | None:
+    """Return the ranks of `full@2:3`, or of `full@8-15`; None: it names none.
+
+    Raises:
+        ValueError: these are no ranks.
+    """
+    _, several, text = setting.partition("@")
+    if not several:
+        return None
+    found: set[int] = set()
+    for part in text.split(":"):
+        first, _, last = part.partition("-")
+        found |= set(range(int(first), int(last or first) + 1))
+    return frozenset(found)
+
+
+def check_rank_list(what: str, way: str, setting: str) -> None:
+    """Require ranks behind `@`, of a way that is on."""
+    key = what.partition("=")[0]
+    try:
+        ranks = listed_ranks(setting)
+    except ValueError as error:
+        refuse(what, "ranks are numbers with colons between them, or a range", f"{key}={way}@2:3", cause=error)
+    if ranks is not None and not ranks:
+        refuse(what, "names no rank", f"{key}={way}@2:3")
+    if ranks is not None and way == "none":
+        refuse(what, "is off on all ranks", f"{key}=none")
 
 
 def offload_folder(offload: str) -> str:

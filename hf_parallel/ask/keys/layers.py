@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from hf_parallel.ask.keys.data import check_rank_list, listed_ranks
 from hf_parallel.ask.keys.experts import ExpertKeys
 from hf_parallel.ask.keys.pipeline import SPLIT_BACKWARD, PipelineKeys
 from hf_parallel.ask.keys.sizes import Keys, key
@@ -87,19 +88,29 @@ class RecomputeKeys(CompileKeys, TensorKeys):
     activation_checkpointing: str = key(
         "none",
         "`full` recomputes each layer in the backward pass, `every:N` every N-th, `selective` all but products, "
-        "attention and what ranks send",
+        "attention and what ranks send; `full@2:3`, `full@8-15` on these ranks alone",
     )
     activation_offload: bool = key(False, "what layers keep for the backward pass rests on the host")
     partition_activations: bool = key(
         False, "of a checkpointed layer's input each `tp` rank keeps a part, also without sequence parallelism"
     )
 
+    @property
+    def recompute_way(self) -> str:
+        """What is recomputed, on ranks that recompute."""
+        return self.activation_checkpointing.partition("@")[0]
+
+    @property
+    def recompute_ranks(self) -> frozenset[int] | None:
+        """The ranks that recompute; None: all."""
+        return listed_ranks(self.activation_checkpointing)
+
     def check_keys(self) -> None:
         """Reject a way that is not known, and settings that keep activations in two ways at once."""
-        way = self.activation_checkpointing
+        way, what = self.recompute_way, f"activation_checkpointing={self.activation_checkpointing}"
         if way not in ("none", "selective", "full") and not recomputed_every(way):
-            what = f"activation_checkpointing={way}"
             refuse(what, "not one of none, selective, full, every:N", "activation_checkpointing=every:2")
+        check_rank_list(what, way, self.activation_checkpointing)
         if self.activation_offload and self.compile != "none":
             refuse("activation_offload=true", f"compile={self.compile} keeps what it likes", "compile=none")
         if self.partition_activations:
@@ -110,7 +121,7 @@ class RecomputeKeys(CompileKeys, TensorKeys):
         what, without = "partition_activations=true", "partition_activations=false"
         if self.tp_size == 1:
             refuse(what, "tp_size=1 has no rank to keep a part", "tp_size=2")
-        if self.activation_checkpointing == "none":
+        if self.recompute_way == "none":
             refuse(what, "activation_checkpointing=none keeps more than inputs", "activation_checkpointing=full")
         if self.sequence_parallel:
             refuse(what, "sequence_parallel=true has cut them already", without)

@@ -45,4 +45,4 @@ class PipelinePart:
 
 def recomputes_in_parts(config: ParallelConfig, schedule: str) -> bool:
     """Does each part of its backward recompute checkpointed layers for itself? That costs more than a bubble."""
-    return config.activation_checkpointing != "none" and schedule in SPLIT_BACKWARD
+    return config.recompute_way != "none" and schedule in SPLIT_BACKWARD

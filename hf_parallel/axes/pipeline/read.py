@@ -91,7 +91,8 @@ def resolve_stages(config: ParallelConfig, facts: StageFacts, sums_over_tokens: 
     _check_tied_in_a_v(config, tied)
     check_own_functions(config)
     _check_split(len(facts.costs.layers), config)
-    costs = with_recomputation(facts.costs, config.activation_checkpointing)
+    everywhere = config.recompute_ranks is None
+    costs = with_recomputation(facts.costs, config.recompute_way if everywhere else "none")
     counts, line = _share_layers(config, facts, costs)
     if config.pipeline_split is not None:
         config = dataclasses.replace(config, pipeline_split=counts)

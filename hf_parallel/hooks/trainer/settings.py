@@ -27,9 +27,9 @@ def check_arguments(args: TrainingArguments) -> None:
             refuse(spelled, f"{what} is not part of this version", works)
     if getattr(args, "torch_compile", False):
         check_compiled(config, "torch_compile=True")
-    if config.activation_checkpointing != "none":
-        check_layers(config.activation_checkpointing, _checkpointing_settings(args))
-    if config.activation_checkpointing == "selective":
+    if config.recompute_way != "none":
+        check_layers(config.recompute_way, _checkpointing_settings(args))
+    if config.recompute_way == "selective":
         check_selective(_checkpointing_settings(args))
     if args.use_liger_kernel:
         model_parts.check_recomputation(args, config)

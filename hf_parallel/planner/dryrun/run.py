@@ -132,7 +132,8 @@ def dry_run(
     config = config.resolve(world_size if world_size is not None else abs(config.world_size))
     if find_device(device)[1]:
         refuse(f"device={device}", find_device(device)[1], "device=cpu")
-    away, config = _off_device(config.offload), dataclasses.replace(config, offload="none")
+    away = _off_device(config.offload if config.offload_ranks is None or rank in config.offload_ranks else "none")
+    config = dataclasses.replace(config, offload="none")
     model = on_meta(model).to(PRECISIONS[precision][0])
     if config.pp_size > 1 and getattr(model.config, "output_router_logits", False):
         why = "balances experts in steps whose stages wait for what the last one tells, which no dry run has"
