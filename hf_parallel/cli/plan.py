@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from hf_parallel.planner.choices import Found
     from hf_parallel.planner.hardware import Cluster
 
+#: The name of this machine's devices as a calibration has them.
+MEASURED = "measured"
 _SHAPE_KEYS = {"hidden", "layers"}
 #: What may be planned in the place of a config.
 _NUMBERS = (
@@ -45,7 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", nargs="?", help="folder with a config.json, that file, or a Hub id")
     where = parser.add_argument_group("cluster")
     where.add_argument("--gpus", type=int, metavar="N", help="how many in all")
-    where.add_argument("--gpu", metavar="NAME", help="of the catalogue, such as h100-80gb or a100-80gb")
+    named = "of the catalogue, such as h100-80gb or a100-80gb; measured: this machine, by `check --calibrate`"
+    where.add_argument("--gpu", metavar="NAME", help=named)
     where.add_argument("--gpus-per-node", type=int, metavar="N", help="default: 8")
     where.add_argument("--network", metavar="NAME", help="link between nodes, such as infiniband-ndr, ethernet-25g")
     where.add_argument("--cluster", metavar="FILE.yaml", help="a cluster of your own: see docs/dry_run.md")
@@ -116,7 +119,7 @@ def _plan_model(args: argparse.Namespace) -> int:
         model = read_model(args.model)
     cluster = given or _calibrated(args, model)
     with waiting("ranking layouts"):
-        found = _search(args, model, cluster)
+        found = _with_measured(_search(args, model, cluster))
     if args.json:
         print(json.dumps(found.to_dict(), indent=2))
     elif found.choices:
@@ -161,6 +164,22 @@ def _search(args: argparse.Namespace, model: PretrainedConfig | dict[str, object
         quantized=args.quantized,
         headroom=args.headroom,
     )
+
+
+def _with_measured(found: Found) -> Found:
+    """Add what steps of these layouts took on this machine, where they ran and it is the one that is planned."""
+    from hf_parallel.planner.calibration import device_name, measured_step, read_calibration
+
+    known, goal = read_calibration() if "calibrated" in found.goal.cluster.gpu.source else None, found.goal
+    if known is None or known.device != device_name(goal.cluster):
+        return found
+    seconds = {}
+    for choice in found.choices:
+        batch = {"rows": choice.rows, "calls": choice.accumulation, "seq": goal.seq, "precision": goal.precision}
+        took = measured_step(known, goal.shape, choice.config, batch)
+        if took is not None:
+            seconds[choice.config.to_spec()] = took
+    return dataclasses.replace(found, measured=seconds)
 
 
 def check_path(source: str, others: str = "a Hub id") -> None:
@@ -218,10 +237,18 @@ def _cluster(args: argparse.Namespace) -> Cluster:
     if len(given) != 1:
         said = " and ".join(given) or "none of --gpu, --cluster, --detect"
         refuse("plan", f"needs one description of the machines, not {said}", "--gpus 8 --gpu h100-80gb")
-    if args.detect:
+    if args.detect or args.gpu == MEASURED:
+        from hf_parallel.planner.calibration import calibration_path, read_calibration
         from hf_parallel.planner.detect import detect
 
-        return detect(args.gpus, args.gpus_per_node, args.network)
+        if args.gpu == MEASURED and read_calibration() is None:
+            refuse("--gpu measured", f"{calibration_path()} is not there", do="run hf-parallel check --calibrate")
+        cluster = detect(args.gpus, args.gpus_per_node, args.network)
+        if args.gpu == MEASURED and "calibrated" not in cluster.gpu.source:
+            refuse(
+                "--gpu measured", f"{calibration_path()} is of another device", do="run hf-parallel check --calibrate"
+            )
+        return cluster
     if args.cluster:
         cluster = read_cluster(args.cluster, args.gpus)
         return dataclasses.replace(cluster, between=find_link(args.network)) if args.network else cluster
