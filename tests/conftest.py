@@ -24,6 +24,14 @@ def replicas_by_layer():
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def uncalibrated(tmp_path_factory):
+    """What somebody has measured on this machine changes no test."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_PARALLEL_CALIBRATION", str(tmp_path_factory.getbasetemp() / "no_calibration.json"))
+        yield
+
+
 @pytest.fixture(scope="session")
 def distributed():
     """`run(fn, world_size, *args)`: call a function on forked ranks; see `tests/distributed.py`."""

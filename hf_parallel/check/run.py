@@ -15,7 +15,7 @@ import torch.distributed as dist
 from hf_parallel.apply.parallelize import default_device
 from hf_parallel.ask.config import ParallelConfig
 from hf_parallel.ask.waiting import waiting
-from hf_parallel.check import links, parity, system
+from hf_parallel.check import calibrate, links, parity, system
 from hf_parallel.check.report import Report, Row
 from hf_parallel.check.room import Room
 from hf_parallel.ranks import devices
@@ -38,6 +38,7 @@ class Wanted:
         every axis by itself is compared too.
     dtypes: in which layouts are compared. links, parity: whether these parts run.
     limit_s: how long a step may take. payload: bytes of the large tensor.
+    calibrate: measure for the planner instead, and write this file; "": the machine's.
     """
 
     parallel: str | None = None
@@ -48,6 +49,7 @@ class Wanted:
     payload: int | None = None
     backend: str | None = None
     json: str | None = None
+    calibrate: str | None = None
 
     def layout(self, world: int) -> ParallelConfig:
         """Whose groups and links are looked at.
@@ -111,6 +113,9 @@ def connect(device: torch.device, wanted: Wanted) -> bool:
 def _parts(wanted: Wanted, device: torch.device, room: Room) -> Iterator[Row]:
     """All rows on rank 0; the others take part."""
     began = time.monotonic()
+    if wanted.calibrate is not None:
+        yield from calibrate.calibrate(device, room, wanted.calibrate or None)
+        return
     if wanted.links:
         yield from _what_is_here(wanted, device, room)
     for spec in wanted.layouts(room.world) if wanted.parity and room.world > 1 else ():

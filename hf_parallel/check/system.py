@@ -113,7 +113,7 @@ def catalogued(ranks: list[Facts]) -> tuple[Cluster | None, list[Row]]:
     """What the planner takes this machine for, and the rows that say so; None if the catalogue lacks its GPU."""
     hosts = Counter(rank["host"] for rank in ranks)
     try:
-        cluster = detect(len(ranks), max(hosts.values()))
+        cluster = detect(len(ranks), max(hosts.values()), calibrated=False)
     except SpecError as error:
         return None, [Row("links", "catalogue", str(error), status=NOTE)]
     where = {"inside a host": cluster.inside, **({"between hosts": cluster.between} if len(hosts) > 1 else {})}

@@ -32,6 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--parallel", metavar="SPEC", help="this layout only; default: every axis, and a product")
     parser.add_argument("--nproc", type=int, metavar="N", help="ranks to start here (one per GPU, 4 without any)")
+    measured = "instead measure what the planner reckons with, and write it where `plan` and `auto` look, or to FILE"
+    parser.add_argument("--calibrate", nargs="?", const="", metavar="FILE", help=measured)
     parser.add_argument("--json", metavar="FILE", help="write the same as JSON")
     parser.add_argument("--dtype", default="fp32", metavar="NAMES", help="of the models compared: fp32, bf16, or both")
     parser.add_argument("--no-parity", action="store_true", help="links only")
@@ -75,7 +77,9 @@ def _wanted(args: argparse.Namespace) -> Wanted:
         refuse(f"--json {args.json}", f"{folder} cannot be written to", "--json check.json")
     payload = None if args.payload is None else max(1, int(args.payload * _MIB))
     how = {"parity": not args.no_parity, "limit_s": args.limit, "payload": payload}
-    return Wanted(args.parallel, dtypes, **how, backend=args.backend, json=args.json)
+    if args.calibrate is not None and args.parallel:
+        refuse(f"--calibrate with --parallel {args.parallel}", "it measures the machine", do="drop --parallel")
+    return Wanted(args.parallel, dtypes, **how, backend=args.backend, json=args.json, calibrate=args.calibrate)
 
 
 def _here(args: argparse.Namespace) -> int:
@@ -95,9 +99,9 @@ def _devices() -> int:
 def _again(args: argparse.Namespace) -> list[str]:
     """This command, for one of the ranks that it starts."""
     words = ["-m", "hf_parallel.cli", "check", "--dtype", args.dtype, "--limit", str(args.limit)]
-    for option in ("parallel", "json", "payload", "backend"):
+    for option in ("parallel", "json", "payload", "backend", "calibrate"):
         value = getattr(args, option)
-        words += [] if value is None else [f"--{option}", str(value)]
+        words += [] if value is None else [f"--{option}={value}"]
     return [*words, *(["--no-parity"] if args.no_parity else [])]
 
 

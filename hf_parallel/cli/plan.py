@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from hf_parallel.planner.groups import MixedCluster
     from hf_parallel.planner.hardware import Cluster
 
+#: The name of this machine's devices as a calibration has them.
+MEASURED = "measured"
 _SHAPE_KEYS = {"hidden", "layers"}
 #: What may be planned in the place of a config.
 _NUMBERS = (
@@ -46,7 +48,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", nargs="?", help="folder with a config.json, that file, or a Hub id")
     where = parser.add_argument_group("cluster")
     where.add_argument("--gpus", type=int, metavar="N", help="how many in all")
-    where.add_argument("--gpu", metavar="NAME", help="of the catalogue, such as h100-80gb or a100-80gb")
+    named = "of the catalogue, such as h100-80gb or a100-80gb; measured: this machine, by `check --calibrate`"
+    where.add_argument("--gpu", metavar="NAME", help=named)
     where.add_argument("--gpus-per-node", type=int, metavar="N", help="default: 8")
     where.add_argument("--network", metavar="NAME", help="link between nodes, such as infiniband-ndr, ethernet-25g")
     where.add_argument("--cluster", metavar="FILE.yaml", help="your own, or groups of unlike GPUs: docs/dry_run.md")
@@ -126,7 +129,7 @@ def _plan_model(args: argparse.Namespace) -> int:
     if isinstance(cluster, MixedCluster):
         return _plan_groups(args, model, cluster)
     with waiting("ranking layouts"):
-        found = _search(args, model, cluster)
+        found = _with_measured(_search(args, model, cluster))
     if args.json:
         print(json.dumps(found.to_dict(), indent=2))
     elif found.choices:
@@ -176,6 +179,7 @@ def _search(args: argparse.Namespace, model: PretrainedConfig | dict[str, object
 #: What holds for GPUs of one kind alone.
 _OF_ONE_KIND = (
     "memory",
+    "critical_batch",
     "gpus_per_node",
     "parallel",
     "quantized",
@@ -226,6 +230,22 @@ def _plan_groups(args: argparse.Namespace, model: PretrainedConfig | dict[str, o
     if args.specs:
         write_mixed_specs(args.specs, found)
     return 0
+
+
+def _with_measured(found: Found) -> Found:
+    """Add what steps of these layouts took on this machine, where they ran and it is the one that is planned."""
+    from hf_parallel.planner.calibration import device_name, measured_step, read_calibration
+
+    known, goal = read_calibration() if "calibrated" in found.goal.cluster.gpu.source else None, found.goal
+    if known is None or known.device != device_name(goal.cluster):
+        return found
+    seconds = {}
+    for choice in found.choices:
+        batch = {"rows": choice.rows, "calls": choice.accumulation, "seq": goal.seq, "precision": goal.precision}
+        took = measured_step(known, goal.shape, choice.config, batch)
+        if took is not None:
+            seconds[choice.config.to_spec()] = took
+    return dataclasses.replace(found, measured=seconds)
 
 
 def check_path(source: str, others: str = "a Hub id") -> None:
@@ -286,6 +306,17 @@ def _cluster(args: argparse.Namespace) -> Cluster | MixedCluster:
         refuse("plan", f"needs one description of the machines, not {said}", "--gpus 8 --gpu h100-80gb")
     if args.detect:
         return _detected(args)
+    if args.gpu == MEASURED:
+        from hf_parallel.planner.calibration import calibration_path, read_calibration
+        from hf_parallel.planner.detect import detect
+
+        if read_calibration() is None:
+            refuse("--gpu measured", f"{calibration_path()} is not there", do="run hf-parallel check --calibrate")
+        cluster = detect(args.gpus, args.gpus_per_node, args.network)
+        if "calibrated" not in cluster.gpu.source:
+            why = f"{calibration_path()} is of another device"
+            refuse("--gpu measured", why, do="run hf-parallel check --calibrate")
+        return cluster
     if args.cluster:
         cluster = read_machines(args.cluster, args.gpus)
         return dataclasses.replace(cluster, between=find_link(args.network)) if args.network else cluster

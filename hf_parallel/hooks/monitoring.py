@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import datetime
+import statistics
 import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -62,6 +65,8 @@ class Watched:
         self.prediction: Prediction | None = None
         self.trace: Trace | None = None
         self.readings = 0
+        self.steps: list[float] = []  # seconds, of each reading
+        self.batch: dict[str, Any] = {}  # of the prediction
 
     def begin_trace(self, folder: str) -> None:
         """Write down the first steps, if that is asked for. Collective."""
@@ -125,6 +130,7 @@ class Watched:
         if reading is None:
             return {}
         self.readings += 1
+        self.steps.append(max(row.step for row in reading.rows))
         line = None if arguments is None else auto_shares.look(reading.rows, arguments.gradient_accumulation_steps)
         if line is not None:
             reading.said.append(("shares", line))
@@ -160,6 +166,7 @@ class Watched:
 
         config, plan, why = self.state.config, None, ""
         batch = self._batch(reading, arguments)
+        self.batch = dataclasses.asdict(batch)
         try:
             if self.session.shape is None or not batch.seq:
                 why = "the planner counts neither this model nor its batches"
@@ -178,6 +185,22 @@ class Watched:
             "plan": plan,
             "why_no_plan": why,
         }
+
+    def keep_measured_step(self) -> None:
+        """Write the median step since the first log into the calibration of this machine."""
+        from hf_parallel.planner.calibration import calibration_path, device_name, read_calibration, remember_step
+
+        try:
+            found, shape, plan = read_calibration(), self.session.shape, self.prediction
+            if found is None or shape is None or plan is None or found.device != device_name(plan.cluster):
+                return
+            batch = {key: self.batch[key] for key in ("rows", "calls", "seq", "precision")}
+            today = datetime.date.today().isoformat()
+            seconds = significant(statistics.median(self.steps[1:] or self.steps))
+            remember_step(found, shape, self.state.config, batch, seconds, today)
+            found.write(calibration_path())
+        except (SpecError, OSError) as error:
+            report.say(f"the measured step is not kept: {error}")
 
     def _batch(self, reading: Reading, arguments: TrainingArguments) -> Batch:
         from hf_parallel.monitor.expected import Batch
@@ -301,6 +324,12 @@ def critical_batch() -> float | None:
     """Return the gradient noise scale in sequences, if it was measured and can be told yet."""
     estimate = None if _watched is None or _watched.noise is None else _watched.noise.scale.estimate
     return None if estimate is None else estimate.in_sequences
+
+
+def keep_measured_step() -> None:
+    """Note the step of a run that ends in this machine's calibration, if it has one."""
+    if _watched is not None and _watched.steps and dist.get_rank() == 0:
+        _watched.keep_measured_step()
 
 
 #: What the console shows of all that is measured; trackers and trainer_state.json have every key.

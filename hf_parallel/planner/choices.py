@@ -136,6 +136,7 @@ class Found:
     advice: str = ""  # if nothing fits
     notes: list[str] = field(default_factory=list)  # of the plan as a whole
     suggestions: list[str] = field(default_factory=list)  # what would be faster, and change the numbers
+    measured: dict[str, float] = field(default_factory=dict)  # seconds of steps that ran on this machine, by spec
 
     @property
     def best(self) -> Choice | None:
@@ -156,7 +157,7 @@ class Found:
             "headroom": goal.headroom,
             "critical_batch": goal.critical_batch,
             "layouts_looked_at": self.looked_at,
-            "layouts": [{**choice.to_dict(), **self._to_loss(choice)} for choice in self.choices],
+            "layouts": [{**choice.to_dict(), **self._beside(choice)} for choice in self.choices],
             "why_not": dict(self.why_not),
             "advice": self.advice,
             "notes": self.notes,
@@ -164,11 +165,16 @@ class Found:
             "suggestions": self.suggestions,
         }
 
-    def _to_loss(self, choice: Choice) -> dict[str, float]:
-        critical = self.goal.critical_batch
-        if critical is None:
-            return {}
-        return {"steps_factor": choice.steps_factor(critical), "seconds_to_loss": choice.seconds_to_loss(critical)}
+    def _beside(self, choice: Choice) -> dict[str, float]:
+        """What this machine or the critical batch says of a choice."""
+        critical, took = self.goal.critical_batch, self.measured.get(choice.config.to_spec())
+        said = {} if took is None else {"measured_here_s": took}
+        if critical is not None:
+            said |= {
+                "steps_factor": choice.steps_factor(critical),
+                "seconds_to_loss": choice.seconds_to_loss(critical),
+            }
+        return said
 
 
 # ---- trying ---------------------------------------------------------------------------------------------------------

@@ -19,20 +19,29 @@ _SIZE = 384  # of the matrices whose product measures a processor
 _SHARED_MEMORY = Link("shared memory", 2e9, 50e-6, "order of magnitude of gloo over loopback")
 
 
-def detect(gpus: int | None = None, per_node: int | None = None, network: str | None = None) -> Cluster:
+def detect(
+    gpus: int | None = None, per_node: int | None = None, network: str | None = None, *, calibrated: bool = True
+) -> Cluster:
     """The machine this process runs on, `gpus` of its kind.
 
     An accelerator is looked up by its name; its memory is what the driver reports. NVIDIA's driver says how they are
     linked (`nvidia-smi topo -m`), the kernel which InfiniBand or RoCE adapters there are. What neither says comes from
-    the catalogue. Without an accelerator the processors count: their speed is measured in a moment.
+    the catalogue. Without an accelerator the processors count: their speed is measured in a moment. What `hf-parallel
+    check --calibrate` has measured on this device holds instead.
+
+    Args:
+        calibrated: may measured rates and links be used?
 
     Raises:
         SpecError: an accelerator that the catalogue does not have.
     """
     import torch
 
+    from hf_parallel.planner.calibration import calibrated_cluster, read_calibration
+
+    found = read_calibration() if calibrated else None
     if not torch.accelerator.is_available():
-        return _processors(gpus or 1, per_node or gpus or 1)
+        return calibrated_cluster(_processors(gpus or 1, per_node or gpus or 1), found)
     here = torch.accelerator.device_count()
     kind = torch.accelerator.current_accelerator()
     assert kind is not None
@@ -43,7 +52,7 @@ def detect(gpus: int | None = None, per_node: int | None = None, network: str | 
         refuse(f"this machine's {about.name}", error, do="--gpu or --cluster FILE.yaml says what it is", cause=error)
     gpu = dataclasses.replace(gpu, memory_gib=about.total_memory / 2**30)
     between = find_link(network) if network else _adapters(here) or find_link(gpu.scale_out)
-    return Cluster(gpu, gpus or here, per_node or here, _inside(gpu, here), between)
+    return calibrated_cluster(Cluster(gpu, gpus or here, per_node or here, _inside(gpu, here), between), found)
 
 
 def device_here() -> tuple[str, float] | None:

@@ -59,6 +59,7 @@ class Efficiency:
     eager_us: float = 40.0  # of the host, per kernel: Python, autograd, hooks
     eager_step_ms: float = 12.0  # of the host, per step: what it waits for and launches outside of the layers
     eager_passes: float = 1.3  # element-wise traffic in multiples of what its kernels read and write
+    update_passes: float = 1.0  # an optimizer's traffic in multiples of 40 bytes per parameter
     flash: float = 0.0  # of the peak, forward, by flash attention 2; 0: `attention`
     cudnn: float = 0.0  # of the peak, forward, by torch's sdpa on whole rows; 0: `attention`
     node_noise: float = 0.0  # added per doubling of the number of nodes

@@ -151,12 +151,13 @@ def _host_waits(stage: Stage, times: Times, layout: Layout, job: Job, gpu: Gpu) 
     """Return for how long a stage's GPU waits for kernels that Python has not launched yet.
 
     The host runs ahead of the GPU, so that a forward and its backward are compared as one: the larger of host and GPU
-    counts. Communication occupies the GPU's queue as kernels do.
+    counts. Communication occupies the GPU's queue as kernels do. A CPU runs its kernels itself: both times add up.
     """
     each = [(host_kernels(block, layout, job), count) for block, count in stage.counts]
     forward, backward = (sum(kernels[side] * count for kernels, count in each) for side in (0, 1))
     host = (forward + backward) * gpu.efficiency.eager_us * 1e-6
-    waits = max(0.0, host - sum(times.totals)) / max(1, forward + backward)
+    ahead = sum(times.totals) if gpu.name != "cpu" else 0.0
+    waits = max(0.0, host - ahead) / max(1, forward + backward)
     return Times({"host": waits * forward}, {"host": waits * backward}) if waits else Times()
 
 
@@ -412,7 +413,7 @@ def _update(
     updated = max(updated_parameters(mine, layout, job) for mine in by_rank)
     if job.offload != "none":
         return offload_seconds(updated, job, cluster, backward)
-    return {"optimizer": memory_seconds(cluster.gpu, updated * _UPDATE_BYTES)}
+    return {"optimizer": memory_seconds(cluster.gpu, updated * _UPDATE_BYTES * cluster.gpu.efficiency.update_passes)}
 
 
 def updated_parameters(stages: list[Stage], layout: Layout, job: Job) -> float:

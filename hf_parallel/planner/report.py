@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,7 +26,9 @@ def show(found: Found, dollars: float | None = None) -> None:
         dollars: per GPU and hour, for a column with the cost of 1e9 tokens.
     """
     console = wide_console()
-    for line in (_heading(found), *(f"  {note}" for note in found.notes)):
+    source = found.goal.cluster.gpu.source
+    measured = [f"  rates of this machine, {source} (hf-parallel check --calibrate)"] if "calibrated" in source else []
+    for line in (_heading(found), *measured, *(f"  {note}" for note in found.notes)):
         console.print(line, markup=False)
     console.print(table(found, dollars))
     for line in _remarks(found, dollars):
@@ -126,11 +128,13 @@ def table(found: Found, dollars: float | None = None) -> Table:
     critical = found.goal.critical_batch
     headings = ["rows x calls", "s / step", "tokens/s/GPU", "MFU", *_MEMORY, "idle"]
     headings = [*(["batch", "x steps", "x time to loss"] if critical is not None else []), *headings]
+    if found.measured:
+        headings.insert(headings.index("s / step") + 1, "measured here")
     for heading in [*headings, *(["$ / 1e9 tokens"] if dollars else [])]:
         shown.add_column(heading, justify="right")
     for i, choice in enumerate(found.choices, 1):
         to_loss = [] if critical is None else _to_loss(choice, found.choices[0], critical)
-        shown.add_row(str(i), choice.config.to_spec(), *to_loss, *_cells(choice, dollars))
+        shown.add_row(str(i), choice.config.to_spec(), *to_loss, *_cells(choice, dollars, found.measured))
     return shown
 
 
@@ -140,10 +144,13 @@ def _to_loss(choice: Choice, first: Choice, critical: float) -> list[str]:
     return [str(choice.batch), f"{choice.steps_factor(critical):.3g}", f"{times:.2f}"]
 
 
-def _cells(choice: Choice, dollars: float | None) -> Iterable[str]:
+def _cells(choice: Choice, dollars: float | None, measured: Mapping[str, float]) -> Iterable[str]:
     p = choice.prediction
     yield f"{choice.rows} x {choice.accumulation}"
     yield f"{p.step_time_s:.3g}"
+    if measured:
+        took = measured.get(choice.config.to_spec())
+        yield "" if took is None else f"{took:.3g}"
     yield f"{p.tokens_per_s_per_gpu:,.0f}"
     yield f"{p.mfu:.1%}"
     yield from (f"{size:.1f}" for size in (choice.allocated_gib, choice.reserved_gib, choice.free_gib))

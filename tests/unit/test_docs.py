@@ -72,6 +72,8 @@ ELSEWHERE = {
     r"from hf_parallel\.cli\.ray_launcher import .*": "tests/reliability/test_ray.py::test_a_lost_node",
     r"python -m hf_parallel\.rollouts .*": "tests/parity/test_rollout_protocol.py::test_what_the_client_asks_for",
     r"hf-parallel launch .*--parallel auto .*": "tests/planner/test_auto.py::test_trainer",
+    r"hf-parallel check --calibrate.*": "tests/planner/test_calibration.py::test_measuring",
+    r"hf-parallel plan .*--gpu measured.*": "tests/planner/test_calibration.py::test_plan_shows_both",
     r"hf-parallel plan .*--calibrate .*": "tests/unit/test_monitor.py::test_plan_with_a_record",
     r"accelerator\.log\(hf_parallel\.metrics.*": "tests/reliability/test_monitor_shares.py::test_a_loop_asks",
     r"hf-parallel export .*--trainer.*": "tests/parity/test_resume.py::test_exported_for_plain_trainer",

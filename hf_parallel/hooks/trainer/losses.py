@@ -363,4 +363,5 @@ def log(original: Callable, self: Trainer, logs: dict, *args: object, **kwargs: 
     bad_numbers.logged(logs)
     original(self, logs, *args, **kwargs)
     if ends:
+        monitoring.keep_measured_step()
         report.at_end(self, monitoring.critical_batch())

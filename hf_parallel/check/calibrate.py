@@ -1,0 +1,215 @@
+"""`hf-parallel check --calibrate`: what this machine reaches, with each number of processes at work at once.
+
+Each time is the best of several, of the slowest process: processes that share cores, memory or links wait for it too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import os
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.distributed as dist
+
+from hf_parallel.check.report import Row
+from hf_parallel.check.room import Room
+from hf_parallel.check.system import synchronize
+from hf_parallel.planner.calibration import Calibration, Measured, calibration_path, read_calibration
+from hf_parallel.ranks import start_all_reduce
+from hf_parallel.version import VERSION
+
+_BUDGET_S, _FEWEST, _COLLECTIVES = 0.3, 5, 30
+_CHAIN = 100  # kernels with next to nothing to do
+#: m, n and each k of matrix products, bytes of a buffer, parameters of an optimizer, bytes of all-reduces.
+_ON_CPU: tuple = (256, 512, (64, 128, 256, 512, 1024)), 8 << 20, 1 << 20, (1 << 10, 4 << 20)
+_ON_GPU: tuple = (4096, 4096, (256, 1024, 4096, 8192)), 1 << 30, 1 << 27, (1 << 10, 256 << 20)
+#: A small Llama, its rows and tokens.
+_PROBE = {"layers": 2, "hidden": 256, "heads": 4, "kv_heads": 4, "ffn_hidden": 704, "vocab": 512, "gated_mlp": 1}
+_PROBE_ROWS, _PROBE_TOKENS = 2, 64
+
+
+def calibrate(device: torch.device, room: Room, path: str | None) -> Iterator[Row]:
+    """Measure with 1, 2, 4, … processes and write the file; rank 0 yields a row for each. Collective."""
+    counts = sorted({1 << i for i in range(room.world.bit_length()) if 1 << i <= room.world} | {room.world})
+    groups = {count: dist.new_group(list(range(count))) for count in counts}
+    found: dict[int, Measured] = {}
+    for count in counts:
+        room.step(f"speeds with {count} processes", times=10)
+        own = _measure(device, groups[count], count) if room.rank < count else None
+        each = [one for one in room.gather(own) if one is not None]
+        if each:
+            found[count] = _slowest(each)
+            yield Row("calibrate", f"{count} process{'es' * (count > 1)}", _in_words(found[count]))
+    if room.rank == 0:
+        yield Row("calibrate", "file", _write(device, found, calibration_path(path)))
+
+
+def _measure(device: torch.device, group: dist.ProcessGroup, count: int) -> Measured:
+    """What this process reaches beside the others of its group."""
+    sizes, buffer, parameters, payloads = _ON_CPU if device.type == "cpu" else _ON_GPU
+
+    def best(call: Callable[[], object], calls: int | None = None) -> float:
+        dist.barrier(group)
+        return best_seconds(call, device, calls)
+
+    products = [
+        (name, *own, best(_product(device, dtype, *own)))
+        for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16))
+        for own in ((sizes[0], sizes[1], k) for k in sizes[2])
+    ]
+    m, n, k = sizes[0], sizes[1], sizes[2][2]
+    odd = best(_product(device, torch.float32, m, n + 3, k)) / best(_product(device, torch.float32, m, n, k))
+    a, b = (torch.ones(buffer // 4, device=device) for _ in range(2))
+    moved = best(lambda: torch.add(a, b, out=a))
+    copy = 0.0
+    if device.type != "cpu":
+        host = torch.empty(buffer // 4, pin_memory=True)
+        copy = buffer / best(lambda: a.copy_(host, non_blocking=True))
+    return Measured(
+        products=products,
+        odd=max(1.0, odd),
+        attention=_attention(device, best),
+        bandwidth=3 * buffer / moved,
+        kernel_us=best(_tiny_kernels(device)) / (2 * _CHAIN) * 1e6,
+        update_bytes=40 * parameters / best(_update(device, parameters)),
+        all_reduce=[(size, best(_all_reduce(device, group, size), _COLLECTIVES)) for size in payloads]
+        if count > 1
+        else [],
+        copy=copy,
+        probe=(_PROBE, _PROBE_ROWS, _PROBE_TOKENS, best(_probe(device))),
+    )
+
+
+def best_seconds(call: Callable[[], object], device: torch.device, wanted: int | None = None) -> float:
+    """Return the shortest of several calls: what else the machine does only makes them longer.
+
+    Args:
+        wanted: how many calls, for collectives, which all ranks call as often; default: as many as there is time for.
+    """
+    call()
+    synchronize(device)
+    shortest, calls, end = float("inf"), 0, time.perf_counter() + _BUDGET_S
+    while calls < (wanted or _FEWEST) or (wanted is None and time.perf_counter() < end):
+        began = time.perf_counter()
+        call()
+        synchronize(device)
+        shortest, calls = min(shortest, time.perf_counter() - began), calls + 1
+    return shortest
+
+
+def _product(device: torch.device, dtype: torch.dtype, m: int, n: int, k: int) -> Callable[[], object]:
+    a, b = torch.rand(m, k, device=device).to(dtype), torch.rand(k, n, device=device).to(dtype)
+    return lambda: a @ b
+
+
+def _attention(device: torch.device, best: Callable) -> tuple[int, int, int, int, float, float]:
+    rows, heads, width, tokens = (4, 4, 64, 128) if device.type == "cpu" else (2, 32, 128, 4096)
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    parts = [torch.rand(rows, heads, tokens, width, device=device, dtype=dtype).requires_grad_() for _ in range(3)]
+    query, key, value = parts
+
+    def forward() -> torch.Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+    out = forward()
+    gradient = torch.ones_like(out)
+    backward = best(lambda: torch.autograd.grad(out, parts, gradient, retain_graph=True))
+    return rows, heads, width, tokens, best(forward), backward
+
+
+def _tiny_kernels(device: torch.device) -> Callable[[], object]:
+    """A chain of kernels forward, and as many backward."""
+    start = torch.ones(8, device=device, requires_grad=True)
+
+    def run() -> None:
+        value = start
+        for _ in range(_CHAIN):
+            value = value * 1.0
+        value.sum().backward()
+
+    return run
+
+
+def _update(device: torch.device, parameters: int) -> Callable[[], object]:
+    weights = [torch.nn.Parameter(torch.ones(parameters // 8, device=device)) for _ in range(8)]
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
+    return torch.optim.AdamW(weights).step
+
+
+def _all_reduce(device: torch.device, group: dist.ProcessGroup, size: int) -> Callable[[], object]:
+    buffer = torch.zeros(size // 4, device=device)
+    return lambda: start_all_reduce(buffer, group).wait()
+
+
+def _probe(device: torch.device) -> Callable[[], object]:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=_PROBE["hidden"],
+        num_hidden_layers=_PROBE["layers"],
+        num_attention_heads=_PROBE["heads"],
+        num_key_value_heads=_PROBE["kv_heads"],
+        intermediate_size=_PROBE["ffn_hidden"],
+        vocab_size=_PROBE["vocab"],
+        attn_implementation="sdpa",
+    )
+    model = LlamaForCausalLM(config).to(device)
+    tokens = torch.randint(0, _PROBE["vocab"], (_PROBE_ROWS, _PROBE_TOKENS), device=device)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step() -> None:
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def _slowest(each: list[Measured]) -> Measured:
+    """Join what processes have measured at once: the longest times, the lowest rates."""
+    products = [
+        max(same, key=lambda product: product[-1]) for same in zip(*(one.products for one in each), strict=True)
+    ]
+    reduced = [max(same, key=lambda pair: pair[1]) for same in zip(*(one.all_reduce for one in each), strict=True)]
+    return dataclasses.replace(
+        max(each, key=lambda one: one.probe[-1]),
+        products=products,
+        all_reduce=reduced,
+        attention=max((one.attention for one in each), key=lambda own: own[-2] + own[-1]),
+        bandwidth=min(one.bandwidth for one in each),
+        kernel_us=max(one.kernel_us for one in each),
+        update_bytes=min(one.update_bytes for one in each),
+        copy=min(one.copy for one in each),
+    )
+
+
+def _in_words(found: Measured) -> str:
+    _, m, n, k, seconds = max(found.products, key=lambda product: product[3] * (product[0] == "fp32"))
+    link = (
+        f", all-reduce {found.all_reduce[-1][0] / found.all_reduce[-1][1] / 1e9:.3g} GB/s" if found.all_reduce else ""
+    )
+    return (
+        f"{2 * m * n * k / seconds / 1e12:.3g} TFLOP/s fp32, {found.bandwidth / 1e9:.3g} GB/s of memory, "
+        f"{found.kernel_us:.3g} us per kernel{link}, probe {found.probe[-1] * 1e3:.3g} ms"
+    )
+
+
+def _write(device: torch.device, found: dict[int, Measured], path: str) -> str:
+    """Write the file; steps of finished runs on this device stay."""
+    name = f"cpu x{os.cpu_count()}"
+    if device.type != "cpu":
+        from hf_parallel.planner.hardware import find_gpu
+
+        name = find_gpu(torch.get_device_module(device).get_device_name(device)).name
+    versions = {"torch": torch.__version__, "hf_parallel": VERSION}
+    made = Calibration(name, datetime.date.today().isoformat(), versions, found)
+    former = read_calibration(path)
+    if former is not None and former.device == name:
+        made.steps = former.steps
+        made.processes = {**former.processes, **found}
+    made.write(path)
+    return path

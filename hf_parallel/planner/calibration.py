@@ -1,0 +1,283 @@
+"""What `hf-parallel check --calibrate` has measured on a machine, as a file, and a cluster that is planned with it.
+
+    read_calibration()                       # the file of this machine, or None
+    calibrated_cluster(cluster, found)       # the same machine with measured rates and links
+    remember_step(...)                       # a finished run: what its step took
+    measured_step(...)                       # which `plan` shows beside its prediction
+
+One machine is measured once for each number of processes: processes that share cores, memory or links slow each other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from hf_parallel.ask.config import ParallelConfig
+from hf_parallel.ask.spec import refuse
+from hf_parallel.planner.candidates import sizes_of
+from hf_parallel.planner.hardware import Cluster, Efficiency, Gpu, Link
+from hf_parallel.planner.layout import Layout, make_job
+from hf_parallel.planner.ledger import FACTORS, ring_factor
+from hf_parallel.planner.predict import predict_step
+from hf_parallel.planner.shape import ModelShape, shape_of
+
+#: Names another place of the file.
+VARIABLE = "HF_PARALLEL_CALIBRATION"
+_PLACE = os.path.join("~", ".cache", "hf_parallel", "calibration.json")
+VERSION = 1
+_MOST_STEPS = 200  # that are remembered
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Best times of one number of processes at work together, the slowest of them; seconds, bytes, FLOPs.
+
+    Attributes:
+        products: of matrices [m, k] x [k, n]: dtype, m, n, k, seconds.
+        odd: how many times as long a product takes whose n is no multiple of 64.
+        attention: flash or sdpa, causal: rows, heads, width of a head, tokens, seconds forward, seconds backward.
+        bandwidth: bytes per second that element-wise kernels read and write.
+        kernel_us: of the host, for a kernel that has next to nothing to do.
+        update_bytes: per second of Adam's update, at 40 bytes per parameter.
+        all_reduce: bytes and seconds, small and large; empty for one process.
+        copy: bytes per second from host to device; 0 on a CPU.
+        probe: a training step of a small model without communication: numbers of the model, rows, tokens, seconds.
+    """
+
+    products: Sequence[tuple[str, int, int, int, float]]
+    odd: float
+    attention: tuple[int, int, int, int, float, float]
+    bandwidth: float
+    kernel_us: float
+    update_bytes: float
+    all_reduce: Sequence[tuple[int, float]]
+    copy: float
+    probe: tuple[dict[str, int], int, int, float]
+
+
+@dataclass
+class Calibration:
+    """The file: a device, and what was measured by number of processes.
+
+    Attributes:
+        device: name of the accelerator; of a CPU its kind and number of cores.
+        steps: of finished runs: what `remember_step` writes.
+    """
+
+    device: str
+    date: str
+    versions: dict[str, str]
+    processes: dict[int, Measured]
+    steps: list[dict] = field(default_factory=list)
+
+    def write(self, path: str) -> None:
+        """Replace the file at once, so that a reader never sees half of it."""
+        values = {"version": VERSION, **dataclasses.asdict(self)}
+        os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+        with open(f"{path}.new", "w", encoding="utf-8") as file:
+            json.dump(values, file, indent=1)
+        os.replace(f"{path}.new", path)
+
+
+def calibration_path(given: str | None = None) -> str:
+    """Return where the file is: as given, as HF_PARALLEL_CALIBRATION says, or in the user's cache."""
+    return os.path.expanduser(given or os.environ.get(VARIABLE) or _PLACE)
+
+
+def read_calibration(path: str | None = None) -> Calibration | None:
+    """Return the file's content; None if there is none.
+
+    Raises:
+        SpecError: it is damaged, or of another version.
+    """
+    path = calibration_path(path)
+    if not os.path.isfile(path):
+        return None
+    try:
+        with open(path, encoding="utf-8") as file:
+            values = json.load(file)
+        if values.pop("version") != VERSION:
+            raise ValueError("another version")
+        measured = {int(count): Measured(**own) for count, own in values.pop("processes").items()}
+        return Calibration(**values, processes=measured)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        why = f"is no calibration that this version reads ({error})"
+        refuse(path, why, "hf-parallel check --calibrate", cause=error)
+
+
+def device_name(cluster: Cluster) -> str:
+    """Name what a calibration holds for: the kind of accelerator, or the CPU with its cores."""
+    return f"cpu x{os.cpu_count()}" if cluster.gpu.name == "cpu" else cluster.gpu.name
+
+
+# ---- planning with it -----------------------------------------------------------------------------------------------
+
+
+def calibrated_cluster(cluster: Cluster, found: Calibration | None) -> Cluster:
+    """Return the cluster with measured rates and links, if they are those of its device.
+
+    Processes per node that were not measured take the nearest number that was.
+    """
+    if found is None or found.device != device_name(cluster) or not found.processes:
+        return cluster
+    here = min(cluster.gpus, cluster.per_node)
+    count = min(found.processes, key=lambda number: (abs(number - here), number))
+    measured = found.processes[count]
+    several = "" if count == here else f" with {count} processes"
+    source = f"calibrated on {found.date}{several}"
+    gpu = _fit_gpu(cluster.gpu, measured, source)
+    inside = _fit_link(cluster.inside, measured.all_reduce, count, source)
+    fitted = dataclasses.replace(cluster, gpu=gpu, inside=inside)
+    return _fit_passes(fitted, measured)
+
+
+def _fit_gpu(gpu: Gpu, measured: Measured, source: str) -> Gpu:
+    """Fit rates: a product takes 2 m n (k + depth) / rate; attention and element-wise kernels take what was seen."""
+    peaks, on_cpu = dict(gpu.peaks), gpu.name == "cpu"
+    rates: dict[str, tuple[float, float]] = {}
+    for dtype in dict.fromkeys(product[0] for product in measured.products):
+        rates[dtype] = _rate_and_depth([product for product in measured.products if product[0] == dtype])
+    lowered = "bf16" if "bf16" in rates and not on_cpu else next(iter(rates))
+    rate, depth = rates[lowered]
+    if on_cpu:
+        peaks |= {dtype: own for dtype, (own, _) in rates.items()}
+    gemm = rate / peaks[lowered]
+    rows, heads, width, tokens, forward, backward = measured.attention
+    scores = rows * heads * tokens * tokens / 2
+    flops = 4.0 * width * scores
+    exponentials = scores / (16 * gpu.units * 1.5e9)
+    attention = flops / (peaks[lowered] * max(forward - exponentials, forward / 10))
+    again = 2.5 * flops / (peaks[lowered] * attention * max(backward - exponentials, backward / 10))
+    bandwidth = measured.bandwidth if on_cpu else gpu.bandwidth
+    changes: dict[str, float] = {
+        "gemm": gemm,
+        "depth": depth,
+        "misaligned": 1 / measured.odd,
+        "attention": attention,
+        "attention_backward": again,
+        "flash": 0.0,
+        "cudnn": 0.0,
+        "memory": measured.bandwidth / bandwidth,
+        "eager_us": measured.kernel_us,
+        "eager_step_ms": 1.0 if on_cpu else gpu.efficiency.eager_step_ms,
+        "update_passes": measured.bandwidth / measured.update_bytes,
+        "link": 1.0,
+        **({"waves": 0.0, "contention": 1.0, "wait_us": 0.0} if on_cpu else {}),
+    }
+    efficiency: Efficiency = dataclasses.replace(gpu.efficiency, **changes)
+    host = dataclasses.replace(gpu.host, pcie=measured.copy) if measured.copy else gpu.host
+    return dataclasses.replace(
+        gpu, peaks=peaks, bandwidth=bandwidth, efficiency=efficiency, host=host, source=source, like=""
+    )
+
+
+def _rate_and_depth(products: Sequence[tuple[str, int, int, int, float]]) -> tuple[float, float]:
+    """Fit seconds = 2 m n (k + depth) / rate by least squares of relative errors; `depth` is not below 0."""
+    points = [(k, seconds / (2 * m * n)) for _, m, n, k, seconds in products]
+    a = sum(k * k / y**2 for k, y in points)
+    b = sum(k / y**2 for k, y in points)
+    c = sum(1 / y**2 for _, y in points)
+    p, q = sum(k / y for k, y in points), sum(1 / y for _, y in points)
+    determinant = a * c - b * b
+    slope, offset = ((p * c - q * b) / determinant, (a * q - b * p) / determinant) if determinant else (0.0, -1.0)
+    if slope <= 0 or offset < 0:
+        slope, offset = p / a, 0.0
+    return 1 / slope, offset / slope
+
+
+def _fit_link(link: Link, points: Sequence[tuple[int, float]], count: int, source: str) -> Link:
+    """Fit latency and bandwidth of the planner's ring to an all-reduce of a small and of a large tensor."""
+    if count < 2 or len(points) < 2:
+        return link
+    (_, small), (size, large) = points[0], points[-1]
+    bandwidth = size * ring_factor("all_reduce", count) / max(large - small, large / 10)
+    steps = FACTORS["all_reduce"] * (count - 1)
+    return dataclasses.replace(link, bandwidth=bandwidth, latency=small / steps, source=source)
+
+
+def _fit_passes(cluster: Cluster, measured: Measured) -> Cluster:
+    """Find the element-wise traffic with which the planner predicts the probe's step as it was measured.
+
+    Where products by themselves would take longer than the step did, they ran faster in it, and are predicted so.
+    """
+    numbers, rows, tokens, seconds = measured.probe
+    shape, e = shape_of(numbers), cluster.gpu.efficiency
+    job = make_job(Layout(), tokens, rows, rows, precision="fp32", optimizer="adamw", engine="hf_parallel")
+
+    def changed(cluster: Cluster, **changes: float) -> Cluster:
+        efficiency = dataclasses.replace(cluster.gpu.efficiency, **changes)
+        return dataclasses.replace(cluster, gpu=dataclasses.replace(cluster.gpu, efficiency=efficiency))
+
+    def step_seconds(fitted: Cluster) -> float:
+        return predict_step(shape, dataclasses.replace(fitted, gpus=1, per_node=1), Layout(), job).step_time_s
+
+    low, high = 0.05, 1e4
+    for _ in range(40):
+        least = step_seconds(changed(cluster, eager_passes=low))
+        if least <= seconds:
+            break
+        faster = cluster.gpu.efficiency.gemm / e.gemm * least / seconds
+        cluster = changed(cluster, gemm=e.gemm * faster, attention=e.attention * faster)
+    for _ in range(50):
+        middle = (low * high) ** 0.5
+        if step_seconds(changed(cluster, eager_passes=middle)) < seconds:
+            low = middle
+        else:
+            high = middle
+    return changed(cluster, eager_passes=(low * high) ** 0.5)
+
+
+# ---- steps of finished runs -----------------------------------------------------------------------------------------
+
+
+def remember_step(
+    found: Calibration,
+    shape: ModelShape,
+    config: ParallelConfig,
+    batch: Mapping[str, object],
+    seconds: float,
+    date: str,
+) -> None:
+    """Note what a step took; a later run of the same model, layout and batch replaces it.
+
+    Args:
+        batch: `rows` and `calls` of a data rank, `seq`, `precision`.
+    """
+    own = {"model": _model_key(shape), "spec": config.to_spec(), "batch": dict(batch), "world": config.world_size}
+    kept = [step for step in found.steps if {key: step.get(key) for key in own} != own]
+    found.steps = [*kept, {**own, "step_time_s": seconds, "date": date}][-_MOST_STEPS:]
+
+
+def measured_step(
+    found: Calibration | None, shape: ModelShape, config: ParallelConfig, batch: Mapping[str, object]
+) -> float | None:
+    """Return the seconds that a step of this model, layout and batch took here, if one ran."""
+    for step in reversed([] if found is None else found.steps):
+        if step.get("model") != _model_key(shape) or step.get("batch") != dict(batch):
+            continue
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            if _layout_key(ParallelConfig.parse(step["spec"]).resolve(step["world"])) == _layout_key(config):
+                return float(step["step_time_s"])
+    return None
+
+
+def _model_key(shape: ModelShape) -> str:
+    return f"{shape.name}, {shape.layers} layers, {shape.parameters} parameters"
+
+
+def _layout_key(config: ParallelConfig) -> tuple:
+    """What makes layouts take different times; not how a run is watched or saved."""
+    piped = (config.pipeline_schedule, config.pipeline_split) if config.pp_size > 1 else ()
+    return (
+        *sizes_of(config),
+        *piped,
+        config.activation_checkpointing,
+        config.offload,
+        config.precision,
+        config.compile,
+    )
