@@ -128,6 +128,9 @@ def dry_run(
         refuse(f"precision={precision}", f"the dry run knows {', '.join(PRECISIONS)}", "bf16")
     config = ParallelConfig.parse(config)
     config = config.resolve(world_size if world_size is not None else abs(config.world_size))
+    if config.delays_updates:
+        why = "runs steps ahead, which no dry run does; `hf-parallel plan` without --verify counts its versions"
+        refuse(f"pipeline_schedule={config.pipeline_schedule}", why, "pipeline_schedule=1f1b")
     away, config = _off_device(config.offload), dataclasses.replace(config, offload="none")
     model = on_meta(model).to(PRECISIONS[precision][0])
     if config.pp_size > 1 and getattr(model.config, "output_router_logits", False):
