@@ -93,7 +93,7 @@ class Recompute(Axis[RecomputeFacts, str]):
         ranks = building.mesh.config.recompute_ranks
         if ranks is not None and building.mesh.rank not in ranks:
             for layer in _layers(model):
-                layer.register_forward_pre_hook(_keep_everything)
+                layer.register_forward_pre_hook(keeps_everything)
             return
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable()

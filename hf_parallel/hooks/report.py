@@ -15,7 +15,8 @@ from tqdm import tqdm
 from hf_parallel.apply.parallelize import parameters_per_rank
 from hf_parallel.ask.keys.layers import REGISTERED_FLASH, TORCH_FLASH
 from hf_parallel.axes.experts.axis import EXPERTS
-from hf_parallel.axes.pipeline.schedules import micro_batch_count, versions_held
+from hf_parallel.axes.pipeline.schedules import micro_batch_count
+from hf_parallel.axes.pipeline.timeline import versions_held
 from hf_parallel.checkpoint.folder import LAYOUT
 from hf_parallel.hooks import after_import, runtime
 from hf_parallel.hooks.accelerate.shares import cut_of

@@ -10,7 +10,6 @@ from typing import Any
 
 from hf_parallel.ask.config import ParallelConfig
 from hf_parallel.ask.keys.context import AUTO, RING
-from hf_parallel.ask.spec import refuse
 from hf_parallel.axes.chunked_loss import why_not_in
 from hf_parallel.axes.context.choose import choice
 from hf_parallel.axes.pipeline.part import recomputes_in_parts
@@ -245,9 +244,6 @@ def to_layout(config: ParallelConfig, context: str | None = None) -> Layout:
     Args:
         context: how cp attends, by `context_of`; default: what the config says, a ring for `auto`.
     """
-    if config.delays_updates:
-        what = f"pipeline_schedule={config.pipeline_schedule}"
-        refuse(what, "has a second version of the weights, which the planner does not count", "pipeline_schedule=1f1b")
     own = RING if config.context_parallel == AUTO else config.context_parallel
     sharded = config.dp_shard_size * config.cp_size > 1
     stage = 0 if not sharded else min(2, config.zero_stage) if config.pp_size > 1 else config.zero_stage

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from hf_parallel.ask.keys.data import parameters_rest
 from hf_parallel.axes.chunked_loss import chunk_bytes, fewest_tokens
+from hf_parallel.axes.pipeline.timeline import versions_held
 from hf_parallel.planner.activations import (
     EAGER,
     Moment,
@@ -101,6 +102,9 @@ def rank_memory(stages: list[Stage], layout: Layout, job: Job, rank: int) -> Ran
     mine, habits = _Rank(stages, layout, job, rank), job.habits
     moments = mine.in_schedule(), mine.end_of_backward()
     kinds = max(moments, key=lambda kinds: sum(kinds.values()))
+    weights, sums = versions_held(layout.schedule, layout.pp, job.micro_batches)
+    kinds["weights"] += (weights - 1) * mine.trained
+    kinds["gradients"] += (sums - 1) * mine.trained
     axes = sum(size > 1 for size in (layout.tp, layout.pp, layout.dp, layout.cp, layout.ep))
     buckets = habits.bucket_gib if layout.zero_stage in (1, 2) and layout.dp > 1 else 0.0
     outside = {
@@ -136,6 +140,13 @@ class _Rank:
         self.in_place &= self.width == self.kept.stored and not parameters_rest(job.offload)
         self.summed = summed_width(job) if self.gathers else float(self.width)
         self.reshards = self.gathers and layout.zero_stage == 3 and (layout.pp == 1 or not self.habits.fsdp2)
+
+    @property
+    def trained(self) -> float:
+        """What another version of the weights that are trained takes, or another sum of their gradients."""
+        if self.job.lora:
+            return ADAPTER_WIDTH * self.adapters
+        return self.kept.stored * (self.numbers + self.experts)
 
     # ---- states --------------------------------------------------------------------------------------------------
 

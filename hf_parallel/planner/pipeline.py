@@ -9,7 +9,7 @@ import functools
 import itertools
 from dataclasses import dataclass, field
 
-from hf_parallel.ask.keys.pipeline import JOINING_SCHEDULES, V_SCHEDULES
+from hf_parallel.ask.keys.pipeline import DELAYED_SCHEDULES, JOINING_SCHEDULES, V_SCHEDULES
 from hf_parallel.ask.spec import refuse
 from hf_parallel.axes.pipeline.balance import Cost, Costs, balance, checkpointed
 from hf_parallel.axes.pipeline.timeline import (
@@ -23,6 +23,7 @@ from hf_parallel.axes.pipeline.timeline import (
     order,
     peak_live,
     simulate,
+    simulate_without_flush,
 )
 from hf_parallel.planner.layout import Job, Layout
 from hf_parallel.planner.shape import Block, Matrix, ModelShape, distinct
@@ -191,6 +192,8 @@ def schedule_order(layout: Layout, micro_batches: int) -> Order:
 
 @functools.lru_cache(maxsize=512)
 def _order(name: str, ranks: int, virtual: int, micro_batches: int) -> Order:
+    if name in DELAYED_SCHEDULES:  # forwards of later steps follow
+        return one_f_one_b(ranks, max(ranks, micro_batches))
     return one_f_one_b(ranks, micro_batches) if name == "1f1b" else order(name, ranks, virtual, micro_batches)
 
 
@@ -248,7 +251,7 @@ def pipeline_seconds(
         stages: seconds of a forward and of a backward of each stage.
         sending: seconds from one rank to the next.
     """
-    p, joins = layout.pp, job.engine == "hf_parallel" and layout.schedule in JOINING_SCHEDULES
+    p, joins = layout.pp, job.engine == "hf_parallel" and layout.schedule in (*JOINING_SCHEDULES, *DELAYED_SCHEDULES)
     runs = 1 if joins else job.calls
     count = job.micro_batches // runs
     busy = [sum(sum(stages[s]) for s in stages_of_rank(layout, rank)) for rank in range(p)]
@@ -257,7 +260,7 @@ def pipeline_seconds(
     simulated = min(count, p if layout.schedule == "1f1b" else 2 * p)
     duration = timeline(layout, stages, sending, simulated).duration
     if count > simulated:
-        if layout.schedule == "1f1b":
+        if layout.schedule in ("1f1b", *DELAYED_SCHEDULES):
             pace = pace_of_1f1b(busy, sending)
         else:
             pace = (duration - timeline(layout, stages, sending, simulated - p).duration) / p
@@ -274,5 +277,7 @@ def pace_of_1f1b(busy: list[float], sending: float) -> float:
 def timeline(layout: Layout, stages: list[tuple[float, float]], sending: float, micro_batches: int) -> Timeline:
     """The simulated schedule; halves of a backward take equal times, but the first stage derives no input."""
     forward, half = [forward for forward, _ in stages], [backward / 2 for _, backward in stages]
-    actions = schedule_order(layout, micro_batches)
-    return simulate(actions, forward, [0.0, *half[1:]], [2 * half[0], *half[1:]], sending)
+    costs = forward, [0.0, *half[1:]], [2 * half[0], *half[1:]], sending
+    if layout.schedule in DELAYED_SCHEDULES:
+        return simulate_without_flush(layout.pp, micro_batches, *costs)
+    return simulate(schedule_order(layout, micro_batches), *costs)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hf_parallel.ask.config import ParallelConfig
-from hf_parallel.ask.keys.pipeline import DELAYED_SCHEDULES, LOOPED_SCHEDULES, SCHEDULES, SINGLE_SCHEDULES, V_SCHEDULES
+from hf_parallel.ask.keys.pipeline import LOOPED_SCHEDULES, SCHEDULES, SINGLE_SCHEDULES, V_SCHEDULES
 from hf_parallel.ask.spec import SpecError, refuse
 from hf_parallel.axes.pipeline import timeline
 from hf_parallel.axes.pipeline.part import recomputes_in_parts
@@ -48,22 +48,6 @@ def predicted_bubble(config: ParallelConfig, layers: tuple[int, ...], micro_batc
         return timeline.simulate_without_flush(config.pp_size, micro_batches, *timeline.layer_costs(layers)).bubble
     actions = timeline.order(config.pipeline_schedule, config.pp_size, config.stages_per_rank, micro_batches)
     return timeline.simulate(actions, *timeline.layer_costs(layers)).bubble
-
-
-def versions_held(name: str, ranks: int, micro_batches: int) -> tuple[int, int]:
-    """Return how many versions of the weights, and how many sums of gradients, the fullest stage of a schedule holds.
-
-    Args:
-        micro_batches: of an optimizer step.
-    """
-    if name not in DELAYED_SCHEDULES:
-        return 1, 1
-    if name == "pipedream_2bw":
-        return 2, 2
-    counts = []
-    for forwards, backwards in (timeline.ahead_of_step(rank, ranks) for rank in range(ranks)):
-        counts.append((1 - (backwards - forwards) // micro_batches, 1 - -backwards // micro_batches))
-    return max(counts, key=sum)
 
 
 def micro_batch_count(rows: int, config: ParallelConfig) -> int:

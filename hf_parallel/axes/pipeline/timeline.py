@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from hf_parallel.ask.keys.pipeline import LOOPED_SCHEDULES, SINGLE_SCHEDULES, V_SCHEDULES
+from hf_parallel.ask.keys.pipeline import DELAYED_SCHEDULES, LOOPED_SCHEDULES, SINGLE_SCHEDULES, V_SCHEDULES
 from hf_parallel.ask.spec import SpecError, refuse
 
 if TYPE_CHECKING:
@@ -265,6 +265,22 @@ def ahead_of_step(rank: int, ranks: int) -> tuple[int, int]:
     forward and a backward, which takes as long as two forwards, are a slot of three.
     """
     return ranks - 1 - rank + -(-2 * rank // 3), 2 * rank // 3
+
+
+def versions_held(name: str, ranks: int, micro_batches: int) -> tuple[int, int]:
+    """Return how many versions of the weights, and how many sums of gradients, the fullest stage of a schedule holds.
+
+    Args:
+        micro_batches: of an optimizer step.
+    """
+    if name not in DELAYED_SCHEDULES:
+        return 1, 1
+    if name == "pipedream_2bw":
+        return 2, 2
+    counts = []
+    for forwards, backwards in (ahead_of_step(rank, ranks) for rank in range(ranks)):
+        counts.append((1 - (backwards - forwards) // micro_batches, 1 - -backwards // micro_batches))
+    return max(counts, key=sum)
 
 
 def simulate_without_flush(

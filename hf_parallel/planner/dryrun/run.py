@@ -132,6 +132,9 @@ def dry_run(
     config = config.resolve(world_size if world_size is not None else abs(config.world_size))
     if find_device(device)[1]:
         refuse(f"device={device}", find_device(device)[1], "device=cpu")
+    if config.delays_updates:
+        why = "runs steps ahead, which no dry run does; `hf-parallel plan` without --verify counts its versions"
+        refuse(f"pipeline_schedule={config.pipeline_schedule}", why, "pipeline_schedule=1f1b")
     away = _off_device(config.offload if config.offload_ranks is None or rank in config.offload_ranks else "none")
     config = dataclasses.replace(config, offload="none")
     model = on_meta(model).to(PRECISIONS[precision][0])
