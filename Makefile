@@ -10,9 +10,9 @@
 #   make matrix    run the parity tests and write the support matrix (README.md, docs/support_matrix.md)
 #   make proofs    prove 30 model classes under ten layouts, plain, packed and with LoRA, and the scripts of tests/outside
 #                  (three hours; what is known stays), and write docs/reference/proofs.md
-#   make gpu       what only a GPU can show, in parts (at most 8 minutes each): make gpu-links gpu-parity gpu-layouts
-#                  gpu-checkpoints gpu-syncs gpu-memory gpu-speed gpu-context; no network: WHEELS=folder has the packages;
-#                  see docs/check.md
+#   make gpu       what only a GPU can show, in 45 minutes at most, and the page outputs/gpu/gpu.md; its parts: make gpu-links
+#                  gpu-speed gpu-memory gpu-syncs gpu-context gpu-layouts gpu-parity gpu-checkpoints; no network:
+#                  WHEELS=folder has the packages; see docs/check.md
 #   make site      build docs/ into outputs/site, with a search
 #   make clean     remove the virtual environment, caches and outputs
 
@@ -31,7 +31,7 @@ DEMO_VENV   := .venv-demo
 DEMO_STAMP  := $(DEMO_VENV)/.hf_parallel_installed
 
 .DEFAULT_GOAL := help
-GPU_PARTS   := links parity layouts checkpoints syncs memory speed context
+GPU_PARTS   := links speed memory syncs context layouts parity checkpoints
 WHEELS      ?=
 #: What has torch for CUDA: an environment that is here, else the machine's own Python.
 GPU_PYTHON  ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
@@ -90,7 +90,7 @@ matrix: $(STAMP)
 	$(BIN)/python -m tests.support_matrix
 
 proofs: $(STAMP)
-	for kind in plain packed lora scripts; do $(BIN)/python -m tests.prove.table --kind $$kind || exit 1; done
+	for kind in plain packed lora scripts bf16; do $(BIN)/python -m tests.prove.table --kind $$kind || exit 1; done
 	$(BIN)/python -m tests.prove.table --write
 
 gpu:

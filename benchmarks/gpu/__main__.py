@@ -8,20 +8,25 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 
-PARTS = ("links", "parity", "layouts", "checkpoints", "syncs", "memory", "speed", "context")
+#: In this order: what comes last is left out where the time is over.
+PARTS = ("links", "speed", "memory", "syncs", "context", "layouts", "parity", "checkpoints")
+#: Seconds that a part needs to say anything.
+_SHORTEST_S = 30.0
 ROOT = Path(__file__).parents[2]
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the parts one after the other; 1 if one of them found something wrong."""
+    """Run the parts one after the other and write their page; 1 if one of them found something wrong."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description="What only a GPU can show.")
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; default: all")
     parser.add_argument("--out", default="outputs/gpu", metavar="FOLDER", help="for PART.json (outputs/gpu)")
     parser.add_argument("--wheels", metavar="FOLDER", help="install packages from here, into a new environment")
     parser.add_argument("--small", action="store_true", help="the sizes of the CPU part on a GPU too")
     parser.add_argument("--limit", type=float, default=480, metavar="SECONDS", help="of each part (480)")
+    parser.add_argument("--minutes", type=float, default=45, metavar="N", help="of all parts together (45)")
     args = parser.parse_args(argv)
     unknown = [part for part in args.parts if part not in PARTS]
     if unknown:
@@ -32,12 +37,29 @@ def main(argv: list[str] | None = None) -> int:
         return wheels.run_in_environment(args.wheels, _words(args))
     sys.path.insert(0, str(ROOT))
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    return max([run_part(part, args.out, args.small, args.limit) for part in args.parts or PARTS])
+    return _run_parts(args.parts or PARTS, args)
+
+
+def _run_parts(parts: Sequence[str], args: argparse.Namespace) -> int:
+    """Run parts while there is time, then write what all have found on one page."""
+    from benchmarks.gpu.page import write_page
+
+    until, codes, not_run = time.monotonic() + 60 * args.minutes, [], {}
+    for part in parts:
+        left = until - time.monotonic()
+        if left < _SHORTEST_S:
+            not_run[part] = f"the {args.minutes:g} minutes of --minutes were over"
+            continue
+        codes.append(run_part(part, args.out, args.small, min(args.limit, left)))
+    os.makedirs(args.out, exist_ok=True)
+    print(f"gpu: {write_page(args.out, parts, not_run)} has all figures", flush=True)
+    return max([*codes, int(bool(not_run))])
 
 
 def _words(args: argparse.Namespace) -> list[str]:
     """This command again, without the folder of wheels."""
-    return [*args.parts, "--out", args.out, "--limit", str(args.limit), *(["--small"] if args.small else [])]
+    limits = ["--limit", str(args.limit), "--minutes", str(args.minutes)]
+    return [*args.parts, "--out", args.out, *limits, *(["--small"] if args.small else [])]
 
 
 def run_part(part: str, out: str, small: bool, limit_s: float = 480) -> int:

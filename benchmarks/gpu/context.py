@@ -13,7 +13,7 @@ from hf_parallel.check.report import NOTE, SKIPPED, Row
 
 NEEDS_GPU = ("rings by flash kernels of CUDA", "torch's context_parallel")
 _WAYS = ("ring", "allgather", "ulysses")
-_SIZES = {"length": 32768, "steps": 5, "hidden": 2048, "layers": 4}
+_SIZES = {"length": 65536, "steps": 3, "hidden": 2048, "layers": 4}
 _SMALL = {"length": 257, "steps": 2, "hidden": 128, "layers": 2}
 
 

@@ -35,13 +35,17 @@ CASES = (
     Case("8B", "dp_shard=8,activation_checkpointing=full", 1, 4096),
     Case("8B", "tp=4,pp=2,pipeline_microbatches=4", 4, 2048),
     Case("8B", "tp=4,pp=2,pipeline_microbatches=4", 4, 2048, rank=4),
+    Case("8B", "cp=8,activation_checkpointing=full", 1, 65536),
+    Case("30B-A3B", "dp_shard=8,activation_checkpointing=full", 1, 4096),
 )
 SMALL = (Case("tiny", "tp=2,dp_shard=2", 2, 512),)
+#: On a GPU too where sizes are small.
+MORE = (Case("tiny-A", "dp_shard=2", 1, 512),)
 
 
 def rows(setting: Setting) -> Iterator[Row]:
     """A line for each case as a whole, and one for each kind."""
-    for case in SMALL if setting.small else CASES:
+    for case in CASES if not setting.small else SMALL + MORE if setting.devices else SMALL:
         found, *_ = setting.on_ranks("benchmarks.gpu.memory:measured", 1, **vars(case))
         yield from shown(case, found)
 

@@ -86,7 +86,8 @@ def _wait() -> None:
 
 
 def _activities() -> list[ProfilerActivity]:
-    return [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
+    seen = torch.profiler.supported_activities()  # without CUPTI no kernel is seen, and each event would warn
+    return [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if ProfilerActivity.CUDA in seen else [])]
 
 
 def _spans(profiler: Any) -> list[tuple[str, tuple[int, int]]]:

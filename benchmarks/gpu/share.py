@@ -1,6 +1,6 @@
 """One rank's share of a large model, alone on one GPU: its collectives go to a process group that moves nothing.
 
-Weights are random, batches are zeros: what a step computes has no meaning, how long it takes and what it keeps has.
+Weights are random: what a step computes has no meaning, how long it takes and what it keeps has.
 """
 
 from __future__ import annotations
@@ -29,23 +29,33 @@ from hf_parallel.planner.pipeline import Stage, make_stages
 from hf_parallel.planner.search import count_activations
 from hf_parallel.ranks.mesh import ParallelMesh, stored
 
-#: Llama-3.2-1B and Llama-3.1-8B by their numbers, and one that a CPU has done in a moment.
+#: Llama-3.2-1B, Llama-3.1-8B and Qwen3-30B-A3B by their numbers, and two that a CPU has done in a moment.
 SHAPES: dict[str, dict[str, Any]] = {
     "1B": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "tie_word_embeddings": True},
     "8B": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "tie_word_embeddings": False},
+    "30B-A3B": {
+        **{"hidden_size": 2048, "moe_intermediate_size": 768, "num_hidden_layers": 48, "num_experts": 128},
+        **{"num_experts_per_tok": 8, "head_dim": 128, "vocab_size": 151936, "num_key_value_heads": 4},
+    },
     "tiny": {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 3, "tie_word_embeddings": False},
+    "tiny-A": {
+        **{"hidden_size": 256, "moe_intermediate_size": 64, "num_hidden_layers": 3, "num_experts": 8},
+        **{"num_experts_per_tok": 2, "head_dim": 32},
+    },
 }
 #: What tensors that come from other ranks are taken to say.
 ANY_VALUE = 1
-_LARGE = {"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 8192}
+_LARGE = {"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 65536}
 _TINY = {"num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 8000, "max_position_embeddings": 1024}
 
 
 def config_of(shape: str, **changes: Any) -> Any:
-    """A Llama's."""
-    from transformers import LlamaConfig
+    """Return the config of a Llama, or of a Qwen3 mixture where the shape has experts."""
+    from transformers import LlamaConfig, Qwen3MoeConfig
 
-    return LlamaConfig(**{**(_TINY if shape == "tiny" else _LARGE), **SHAPES[shape], "use_cache": False, **changes})
+    kind = Qwen3MoeConfig if "num_experts" in SHAPES[shape] else LlamaConfig
+    common = _TINY if shape.startswith("tiny") else _LARGE
+    return kind(**{**common, **SHAPES[shape], "use_cache": False, **changes})
 
 
 def layout_of(spec: str) -> ParallelConfig:
@@ -112,6 +122,6 @@ def cluster_of(layout: ParallelConfig) -> Cluster:
 
 
 def tokens(rows: int, seq: int) -> dict[str, torch.Tensor]:
-    """A batch."""
-    ids = torch.zeros(rows, seq, dtype=torch.long, device=default_device())
+    """Return a batch of many different tokens, which go to different experts."""
+    ids = (torch.arange(rows * seq, device=default_device()) % _TINY["vocab_size"]).view(rows, seq)
     return {"input_ids": ids, "labels": ids}

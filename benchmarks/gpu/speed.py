@@ -57,8 +57,15 @@ CASES = (
     Case("8B", "tp=8,compile=regional", 4, 4096),
     Case("8B", "tp=4,pp=2,pipeline_microbatches=4", 4, 4096),
     Case("8B", "tp=4,pp=2,pipeline_microbatches=4,compile=regional", 4, 4096),
+    Case("8B", "cp=8,activation_checkpointing=full", 1, 65536),
+    Case("30B-A3B", "dp_shard=8", 1, 4096),
 )
 SMALL = (Case("tiny", "", 1, 33), Case("tiny", "tp=2,pp=2,pipeline_microbatches=2", 2, 33))
+#: On a GPU too where sizes are small.
+MORE = (
+    Case("tiny", "cp=2,activation_checkpointing=full", 1, 64),
+    Case("tiny-A", "dp_shard=2", 1, 33),
+)
 #: How the planner's kinds of seconds end that links cost.
 SENT = ("communication", "reduction", "gathering updated weights", "bubble")
 OVERLAPS = ("dp_shard=2", "tp=2", "tp=2,tp_overlap=true")
@@ -67,7 +74,7 @@ OVERLAPS = ("dp_shard=2", "tp=2", "tp=2,tp_overlap=true")
 def rows(setting: Setting) -> Iterator[Row]:
     """Steps, then overlap, then the loss. SPEED="1B 8B,tp=8" takes the cases of a shape, or of its layout, alone."""
     small, chosen = setting.small, os.environ.get("SPEED", "").split()
-    for case in SMALL if small else CASES:
+    for case in CASES if not small else SMALL + MORE if setting.devices else SMALL:
         if chosen and not {case.shape, f"{case.shape},{case.spec}"} & set(chosen):
             continue
         call = "step_of_share" if case.spec else "step_of_trainer"
@@ -120,7 +127,8 @@ def step_of_share(shape: str, spec: str, rows: int, seq: int, layers: int | None
         layout, step = layout_of(spec), _step(model, tokens(rows, seq))
         with OtherStagesAnswer() if layout.pp_size > 1 else contextlib.nullcontext():
             step()
-        torch.compiler.reset()  # a layer that ran under a mode of ours would never be compiled
+        if layout.compile != "none":
+            torch.compiler.reset()  # a layer that ran under a mode of ours would never be compiled
         found = measure(step)
     found["planned_ms"] = planned_ms(config, spec, rows, seq)
     return numbers(found, config, rows * seq, seq, layout.data_parallel_size / layout.world_size)

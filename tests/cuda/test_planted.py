@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-from tests.cuda.worker import ROOT
+from tests.cuda.worker import ROOT, Worker
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -38,21 +38,38 @@ PLANTED = {
 }
 
 
+def ways_found(worker, fault: str) -> dict[str, bool]:
+    """Leave a wait out; return which assertions find it."""
+    spec, kind, where, _ = PLANTED[fault]
+    row = worker.row(spec, (kind, where))
+    numbers = not row["gap"] < 1e-3
+    return {"nan": row["nan"], "stream": bool(row["faults"]), "numbers": numbers, "error": row["failed"]}
+
+
 @pytest.mark.parametrize("fault", PLANTED)
 def test_a_wait_left_out_is_found(worker, fault):
-    spec, kind, where, found = PLANTED[fault]
-    row = worker.row(spec, (kind, where))
-    shown = {
-        "nan": row["nan"],
-        "stream": bool(row["faults"]),
-        "numbers": not row["gap"] < 1e-3,
-        "error": row["failed"],
-    }
-    assert shown[found], f"not found: {shown}, losses off by {row['gap']}, {row['wrong']}"
-    print(fault, shown, row["faults"][:1])
+    found = ways_found(worker, fault)
+    assert found[PLANTED[fault][-1]], f"not found: {found}"
+
+
+def main() -> int:
+    """Print which assertion finds each planted fault, for `python -m tests.cuda.test_planted`."""
+    worker, missed = Worker(), 0
+    print("| planted: left out | layout | found by |\n| --- | --- | --- |", flush=True)
+    for fault, (spec, kind, where, _) in PLANTED.items():
+        found = [way for way, is_so in ways_found(worker, fault).items() if is_so]
+        missed += not found
+        print(f"| {fault}: {kind} {where} | {spec} | {', '.join(found) or 'NOTHING'} |", flush=True)
+    worker.stop()
+    print(f"{len(PLANTED)} planted, {missed} not found")
+    return missed
 
 
 def test_rules_of_streams():
     """On the device alone: `rules.py` says what each is."""
     ran = subprocess.run([sys.executable, "-m", "tests.cuda.rules"], cwd=ROOT, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stdout + ran.stderr
+
+
+if __name__ == "__main__":
+    sys.exit(main())

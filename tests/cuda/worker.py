@@ -19,7 +19,7 @@ class Worker:
     def __init__(self) -> None:
         command = [sys.executable, "-m", "tests.cuda", "--serve"]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-        self._process = subprocess.Popen(command, text=True, cwd=ROOT, env=_environment(), **pipes)
+        self._process = subprocess.Popen(command, text=True, cwd=ROOT, env=environment(), **pipes)
 
     def row(self, name: str, planted: tuple[str, str] | None = None) -> dict[str, Any]:
         """What `tests.cuda.training.compare` found; `planted`: a kind of wait to leave out, and at which line."""
@@ -39,7 +39,7 @@ class Worker:
 def run_pytest(*arguments: str) -> subprocess.CompletedProcess:
     """pytest in a process whose tests run on the device, and fail at a fault of streams."""
     command = [sys.executable, "-m", "pytest", "-p", "tests.cuda.plugin", "-q", "-p", "no:cacheprovider", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=_environment(), check=False)
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment(), check=False)
 
 
 def run_command(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
@@ -50,9 +50,10 @@ def run_command(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
 def run_program(program: str, folder: Path, *arguments: str) -> subprocess.CompletedProcess:
     """Run lines of Python in a folder, on the device."""
     command = [sys.executable, "-c", f"import tests.cuda.device\n{program}", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, cwd=folder, env=_environment(), check=False)
+    return subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment(), check=False)
 
 
-def _environment() -> dict[str, str]:
+def environment() -> dict[str, str]:
+    """Variables of a process with the device."""
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}

@@ -51,11 +51,26 @@ def as_a_checkout(function, **values):
     return function(**values)
 
 
+#: Of each part: what its section of the page has.
+SECTIONS = {
+    "syncs": ("## Waits of the host", "| tp=2 |"),
+    "layouts": ("## Waits of the host", "| dp_shard2 |"),
+    "memory": ("## Memory", "| tiny tp=2,dp_shard=2 |", "GiB"),
+    "speed": ("## Speed", "tokens/s", "| tiny plain Trainer, 1 x 33 |"),
+    "context": ("## Long sequences", "| ring, 257 |"),
+}
+
+
 @pytest.mark.parametrize("part", LINES)
 def test_part_without_a_gpu(part, tmp_path, monkeypatch, capsys):
-    """It says so, runs, writes its table, ends with 0 and names what did not run."""
+    """It says so, runs, writes its table and the page, ends with 0 and names what did not run."""
     monkeypatch.setattr(setting.Setting, "here", lambda *given: setting.Setting(0, True, run=forked))
-    assert command.run_part(part, str(tmp_path), False) == 0, capsys.readouterr().out
+    monkeypatch.setenv("PYTHONPATH", "")
+    monkeypatch.syspath_prepend(str(command.ROOT))
+    assert command.main([part, "--out", str(tmp_path)]) == 0, capsys.readouterr().out
+    page = (tmp_path / "gpu.md").read_text()
+    assert [words for words in (*SECTIONS.get(part, ()), "## Parts", f"| {part} | works") if words not in page] == []
+    assert "## Failed" not in page
     found = json.loads((tmp_path / f"{part}.json").read_text())
     marks = {row["what"]: row["status"] for row in found["rows"]}
     assert marks.items() >= LINES[part].items()
@@ -92,6 +107,8 @@ def test_a_failure_of_a_part_is_one_of_the_command(tmp_path, monkeypatch, capsys
     monkeypatch.setattr(setting.Setting, "here", lambda *given: setting.Setting(0, True, run=lambda *rest: 1 // 0))
     assert command.run_part("memory", str(tmp_path), False) == 1
     assert "ZeroDivisionError" in capsys.readouterr().out
+    assert command.main(["speed", "memory", "--minutes", "0.1", "--out", str(tmp_path)]) == 1
+    assert "| speed | NOT RUN: the 0.1 minutes" in (tmp_path / "gpu.md").read_text()
     assert checkpoints.compared("a -> b", [1.0, 2.0], [1.0, 2.1]).status == FAILED
     case = memory.SMALL[0]
     found = {"planned": {"parameters": 9.0}, "dry": {}, "seen": {"parameters": 10.0}, "allocated": 0, "reserved": 0}
