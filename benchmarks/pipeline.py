@@ -343,7 +343,7 @@ def main() -> int:
         args.pictures.mkdir(parents=True, exist_ok=True)
     settings = [Setting(args.ranks, count, args.milliseconds / 1e3, args.steps) for count in args.micro_batches]
     if args.fill:
-        return 0 if all([compare_filled(setting, args.interval) for setting in settings]) else 1
+        return 0 if all(compare_filled(setting, args.interval) for setting in settings) else 1
     if args.steps_of:
         print("batches" + "".join(f"{way:>15}  formula" for way in WAYS))
         rows = [compare_steps(batches, setting) for setting in settings for batches in args.steps_of]

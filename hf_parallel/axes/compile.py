@@ -46,7 +46,7 @@ class Compile(Axis[None, None]):
     def finish(self, model: nn.Module, part: None, building: Building) -> None:
         """Compile the layers of this rank."""
         layers = [layer for _, layers in building.roots for layer in layers]
-        compile_layers(layers, building.mesh.config.activation_checkpointing == "selective")
+        compile_layers(layers, building.mesh.config.recompute_way_on(building.mesh.rank) == "selective")
 
 
 def compile_layers(layers: Iterable[nn.Module], selective: bool, **settings: Any) -> None:

@@ -18,7 +18,6 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_
 from torch.fx.node import map_arg
 from torch.utils.checkpoint import CheckpointPolicy
 
-from hf_parallel.ask.spec import refuse
 from hf_parallel.axes import recompute
 
 #: Sums over ranks; gathers along the sequence, whose whole results no rank should keep, run again.
@@ -32,8 +31,10 @@ def keep_products(settings: dict[str, Any]) -> dict[str, Any]:
         cut = {"partition_fn": KeepProducts(), "keep_inference_input_mutations": True}
         return {**settings, "backend": aot_autograd(fw_compiler=boxed_nop, bw_compiler=boxed_nop, **cut)}
     if backend != "inductor":
-        why = f"the compiler {backend} cuts graphs by itself"
-        refuse("activation_checkpointing=selective", why, "activation_checkpointing=full")
+        raise NotImplementedError(
+            f"hf_parallel: activation_checkpointing=selective: the compiler {backend} cuts graphs by itself; "
+            "activation_checkpointing=full works"
+        )
     options = dict(settings.get("options") or {})
     if settings.get("mode") is not None:  # torch.compile takes one of both
         options = {**torch._inductor.list_mode_options(settings["mode"], settings.get("dynamic")), **options}

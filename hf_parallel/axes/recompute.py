@@ -90,8 +90,7 @@ class Recompute(Axis[RecomputeFacts, str]):
         """Switch it on; before transformers 5.23 by its former name."""
         if part == "none":
             return
-        ranks = building.mesh.config.recompute_ranks
-        if ranks is not None and building.mesh.rank not in ranks:
+        if building.mesh.config.recompute_way_on(building.mesh.rank) == "none":
             for layer in _layers(model):
                 layer.register_forward_pre_hook(keeps_everything)
             return

@@ -105,6 +105,10 @@ class RecomputeKeys(CompileKeys, TensorKeys):
         """The ranks that recompute; None: all."""
         return listed_ranks(self.activation_checkpointing)
 
+    def recompute_way_on(self, rank: int) -> str:
+        """Return what a rank recomputes."""
+        return self.recompute_way if self.recompute_ranks is None or rank in self.recompute_ranks else "none"
+
     def check_keys(self) -> None:
         """Reject a way that is not known, and settings that keep activations in two ways at once."""
         way, what = self.recompute_way, f"activation_checkpointing={self.activation_checkpointing}"

@@ -329,7 +329,7 @@ def prepare_model(
             refuse("torch.compile", *part.why_not_compiled)
         views = [] if state.pipeline is None else state.pipeline.views
         layers = [layer for view in views for layer in view.layers] or transformer_blocks(model)
-        selective = state.config.activation_checkpointing == "selective"
+        selective = state.config.recompute_way_on(state.mesh.rank) == "selective"
         compile_layers(layers, selective, **plugin.to_kwargs())
     with replacing(plugin, backend=type(plugin.backend)("NO")):
         prepared = original(self, model, device_placement=False, evaluation_mode=True)
