@@ -1,7 +1,7 @@
 """How good are the planner's predictions? Against published layouts, beside a predictor of constant utilisation.
 
     python benchmarks/planner.py published_layouts.json                  # every figure, 10 s
-    python benchmarks/planner.py published_layouts.json --unseen published_layouts_2.csv  # and of rows never fitted
+    python benchmarks/planner.py published_layouts.json --unseen published_layouts_2.csv  # and of a second file
     python benchmarks/planner.py published_layouts.json --leave-one-out  # efficiencies fitted without each series
     python benchmarks/planner.py published_layouts.json --transfer       # each type of GPU as the other
     python benchmarks/planner.py published_layouts.json --fit a100-80gb  # new efficiencies for the catalogue
@@ -23,13 +23,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks import published
 from benchmarks.planner_fit import fit, gpu_family, leave_one_out, leave_out_of_mixtures, transfer
 
+NOT_FITTED = ("torchtitan", "megatron_bridge_pretrain", "nemo_2502", "trl_1m")
 HALF = ("bf16", "fp16")  # what is fitted; 16-bit formats are equally fast
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("rows", help="a JSON file of published layouts")
-    parser.add_argument("--unseen", metavar="ROWS", help="a file of rows on which nothing was fitted")
+    parser.add_argument("--unseen", metavar="ROWS", help="a second file, for the errors by series alone")
     parser.add_argument("--leave-one-out", action="store_true", help="fit without each series, test on it")
     parser.add_argument("--transfer", action="store_true", help="test each type with the other type's efficiencies")
     parser.add_argument("--fit", metavar="GPU", help="fit the efficiencies of this type and print them")
@@ -103,7 +104,8 @@ def memory_figures(rows: list[published.Row]) -> None:
 
 def series_figures(rows: list[published.Row], unseen: list[published.Row]) -> None:
     """Print the errors of every series, and of which of its rows an efficiency was fitted on."""
-    fitted = {id(row) for row in published.of_time(rows, HALF) if row["series"] != "torchtitan"}
+    timed = published.of_time([*rows, *unseen], (*HALF, "fp8"))
+    fitted = {id(row) for row in timed if row["series"] not in NOT_FITTED}
     chosen = published.with_step_times([*rows, *unseen])
     print(f"\nstep time by series, GPU and precision, {len(chosen)} rows")
     groups: dict[str, list[tuple[published.Row, float]]] = defaultdict(list)

@@ -24,6 +24,7 @@ TYPES = ("a100-80gb", "h100-80gb")  # each with efficiencies of its own
 #: Where a fit starts and what it is drawn to, and the range of each parameter. What is not here is not fitted.
 PRIOR = {
     "gemm": (0.78, 0.4, 1.0),
+    "eight_bit": (0.8, 0.5, 1.0),
     "waves": (0.5, 0.0, 8.0),
     "depth": (100.0, 0.0, 600.0),
     "misaligned": (0.7, 0.4, 1.0),
@@ -137,6 +138,11 @@ def _asked(index: int, rows: list[published.Row]) -> Prediction:
 
 
 _READ: dict[int, Prediction] = {}
+
+
+def predicted_seconds(row: published.Row, efficiency: Efficiency) -> float:
+    """Return the seconds of a row's step with other efficiencies of its GPU."""
+    return _seconds(_asked(0, [row]), efficiency)
 
 
 def _seconds(asked: Prediction, efficiency: Efficiency) -> float:

@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from benchmarks.published_models import shape_of_mixture
-from hf_parallel.planner import Prediction, predict
+from hf_parallel.planner import Prediction, predict, shape_of
+from hf_parallel.planner.pipeline import split_by_cost
 
 Row = dict[str, Any]
 
@@ -25,6 +26,7 @@ _LAYOUT = {"tp": "tp", "pp": "pp", "dp": "dp", "cp": "cp", "ep": "ep", "zero_sta
 _LAYOUT |= {"vpp": "virtual_stages", "sp": "sequence_parallel"}
 _MEGATRON = ("megatron_bridge_pretrain", "moe_model_zoo")
 _JOB = ("seq", "micro_batch", "global_batch", "recompute", "precision", "engine", "attention")
+_JOB += ("compiled", "fused_norms", "gradients")
 
 #: What a publication's configuration files say where its table has a dash or no column. Automodel: the files beside
 #: docs/performance-summary (examples/llm_benchmark, October 2025; of GPT-OSS-120B the first with the table's batch).
@@ -44,6 +46,11 @@ _COMPLETED: dict[tuple[str, str], dict[str, Any]] = {
 _FRAMEWORKS: dict[str, dict[str, str]] = {
     "trl_1m": {"engine": "transformers", "attention": "sdpa"},
     "ms_swift": {"engine": "transformers"},
+    "torchtune": {"engine": "transformers", "recompute": "full"},
+    "nemo_2412": {"engine": "transformer_engine"},
+    "nemo_2502": {"engine": "transformer_engine"},
+    "megatron_bridge_pretrain": {"engine": "transformer_engine"},
+    "aleph_alpha_layouts": {"gradients": "bf16"},
 }
 
 
@@ -72,7 +79,9 @@ def call(row: Row, **changes: Any) -> Prediction:
     numbers = {key: row[key] for key in _MODEL if row.get(key) is not None}
     model = (row.get("experts") and shape_of_mixture(row["model"])) or numbers
     layout = {name: row.get(key) for key, name in _LAYOUT.items()}
-    job = {key: row[key] for key in _JOB if key in row}
+    if "redistributed by cost" in str(row.get("note")):
+        layout["split"] = split_by_cost(shape_of(model), row["pp"], row["recompute"], row["seq"])
+    job = {key: row[key] for key in _JOB if key in row} | {"lora": "lora" in str(row.get("lora"))}
     where = {"gpu": row["gpu_type"], "gpus": row["gpus"], "gpus_per_node": row.get("gpus_per_node")}
     return predict(**{"model": model, "layout": layout, **where, **job, **changes})
 
@@ -85,6 +94,15 @@ def completed(row: Row) -> Row:
     parallelism.
     """
     row = {**_FRAMEWORKS.get(row["series"], {}), **row, **_COMPLETED.get((row["series"], row["model"]), {})}
+    if "kernel flash_attention2" in str(row.get("note")) and "RMS kernel" not in row["note"]:
+        row["fused_norms"] = False
+    if row.get("compile"):
+        row["compiled"] = True
+    if row.get("engine") == "transformer_engine":
+        if row.get("experts"):  # permutations, routers and grouped products are not in its formulas
+            row["engine"] = "standard"
+        elif (row.get("tp") or 1) > 1:
+            row["sp"] = True
     if row.get("recompute") in ("selective(norm,act)", "selective(layernorm,moe_act)"):
         row["engine"] = "megatron"
     if row["series"] == "automodel_pretrain" and (row.get("pp") or 1) > 1 and row.get("zero_stage") == 3:
@@ -152,18 +170,20 @@ def of_memory(rows: Iterable[Row]) -> list[Row]:
         and row.get("memory_gib")
         and "offload" not in str(row.get("note"))
         and not (row["series"] == "torchtitan" and row.get("recompute") is None)
+        and row["series"] != "torchtune"  # a loss in chunks, an optimizer in the backward, a base of 4 bits
     ]
 
 
 def of_fitting(rows: Iterable[Row]) -> list[Row]:
     """Rows that ran or failed for want of memory, whose recomputation is known and whose tensors stay on the GPU."""
-    silent = ("torchtitan", "automodel_pretrain", "megatron_bridge_pretrain")
+    silent = ("torchtitan", "automodel_pretrain", "megatron_bridge_pretrain", "nemo_2412", "nemo_2502")
     return [
         row
         for row in rows
         if is_complete(row)
         and "offload" not in str(row.get("note"))
         and not (row["series"] in silent and row.get("recompute") is None)
+        and row["series"] != "torchtune"
         and _divides(row)
     ]
 
@@ -174,13 +194,34 @@ def _divides(row: Row) -> bool:
 
 
 def groups_of_ranking(rows: Iterable[Row]) -> list[list[Row]]:
-    """BLOOM's prequel: the same model, day and number of GPUs, three layouts or more."""
+    """Return sweeps of three layouts or more of one model, number of GPUs, batch and recomputation, day or kernel."""
     found: dict[Any, list[Row]] = defaultdict(list)
     for row in rows:
-        if row["series"] == "bloom_prequel" and row.get("step_time_s"):
-            day = re.search(r"run (\d\d-\d\d)", row["note"])
-            found[row["model"], day and day.group(1), row["gpus"]].append(row)
-    return [group for group in found.values() if len(group) >= 3]
+        if row.get("step_time_s") and is_complete(row) and not row.get("experts"):
+            same = re.findall(r"run \d\d-\d\d|kernel [^;]*", str(row["note"]))
+            keys = ("series", "model", "gpus", "gpu_type", "seq", *([] if "run" in str(same) else _SWEPT))
+            found[(*(row.get(key) for key in keys), *same)].append(row)
+    return [group for group in found.values() if len({_sizes(row) for row in group}) >= 3]
+
+
+_SWEPT = ("global_batch", "recompute", "precision")
+
+
+def _sizes(row: Row) -> tuple:
+    return tuple(row.get(key) for key in (*_LAYOUT, "micro_batch"))
+
+
+def regret(group: list[Row], seconds: Callable[[Row], float]) -> float:
+    """Return how much slower the layout that we put first ran than the published best of its sweep."""
+    return min(group, key=seconds)["step_time_s"] / min(row["step_time_s"] for row in group) - 1
+
+
+def memory_figure(row: Row) -> str:
+    """Return which of a prediction's figures a row's memory is: allocated, reserved, or a monitor's."""
+    said = f"{row.get('memory_kind')} {row.get('note')}"
+    if "reserved" in said or row["series"] == "torchtitan":  # its metrics are max_reserved
+        return "reserved_gib"
+    return "allocated_gib" if row.get("memory_kind") else "memory_gib"
 
 
 # ---- errors ---------------------------------------------------------------------------------------------------------

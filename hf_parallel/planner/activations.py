@@ -159,6 +159,8 @@ def terms_of(block: Block, hidden: int, job: Job) -> list[Term]:
     """What a block keeps of each token under a job's kernels and precision, in the order of its forward."""
     c, fused = job.width, job.habits.fused
     norm = job.stored * hidden if fused else (4 + job.stored + 4 / hidden) * hidden
+    if not job.fused_norms and fused:  # its input, the input in fp32, and the normalised before the weight
+        norm = (4 + 2 * job.stored) * hidden
     heads = sum(part.heads for part in block.attentions)
     query = sum(part.heads * part.qk_width for part in block.attentions)
     keys = sum(part.key_numbers for part in block.attentions)
@@ -174,11 +176,25 @@ def terms_of(block: Block, hidden: int, job: Job) -> list[Term]:
         Term("input of the MLP's norm", norm, "sp"),
         Term("input of the MLP", c * hidden, "entered"),
         Term("MLP, first half", (2 if block.gated else 1) * inner, product=True),
-        Term("activation of the gate", 0 if fused or not block.gated else inner),
+        Term("activation of the gate", inner if block.gated and not _fuses_gates(job) else 0),
         Term("input of the MLP's second half", inner),
         Term("tokens sent to experts and back", 2 * c * block.top_k * hidden, "sp"),
     ]
     return terms if job.attention == FLASH else [*terms, *_beside_flash(block, job)]
+
+
+#: What an MLP keeps that is as wide as its inside: of one piece alone where it runs in pieces.
+_WIDE = ("MLP, first half", "activation of the gate", "input of the MLP's second half")
+
+
+def wide_bytes(block: Block, hidden: int, layout: Layout, job: Job) -> float:
+    """Return the bytes per token that the inside of a block's MLP keeps."""
+    return _kept((term for term in terms_of(block, hidden, job) if term.name in _WIDE), layout, job)
+
+
+def _fuses_gates(job: Job) -> bool:
+    """Say whether a gate's activation is part of the product with it, which computes it again in the backward."""
+    return job.habits.transformer_engine or job.compiled
 
 
 def parts(term: Term, layout: Layout) -> int:
@@ -233,6 +249,9 @@ def kept_bytes(block: Block, hidden: int, layout: Layout, job: Job) -> float:
             kept_bytes(block, hidden, layout, replace(job, recompute=way)) for way in ("full", "none")
         )
         return job.recomputed_share * checkpointed + (1 - job.recomputed_share) * plain
+    if job.tiled_mlp and job.recompute == "none":
+        whole = kept_bytes(block, hidden, layout, replace(job, tiled_mlp=False))
+        return whole - wide_bytes(block, hidden, layout, job)
     if job.recompute == "selective" and job.habits.keeps_products:
         return _all_products(block, hidden, layout, job)
     if job.recompute == "full":

@@ -16,7 +16,7 @@ from hf_parallel.planner.activations import FLASH, Planned
 from hf_parallel.planner.candidates import Goal, configured, context_of, micro_batches, to_job, to_layout
 from hf_parallel.planner.hardware import Cluster
 from hf_parallel.planner.layout import Job, Layout
-from hf_parallel.planner.memory import GIB, RankMemory, fullest, memory_of_ranks
+from hf_parallel.planner.memory import GIB, fullest, memory_of_ranks
 from hf_parallel.planner.pipeline import Stage, make_stages, stages_by_rank
 from hf_parallel.planner.predict import predict_step, stage_times
 from hf_parallel.planner.prediction import Prediction
@@ -36,27 +36,22 @@ class Choice:
     @property
     def needed_gib(self) -> float:
         """What the fullest rank must have; its allocator may hold more, which it gives back before it fails."""
-        return self._fullest.needed / GIB
+        return fullest(list(self.prediction.breakdown.ranks)).needed / GIB
 
     @property
     def allocated_gib(self) -> float:
         """What tensors take on the fullest rank: `torch.cuda.max_memory_allocated`."""
-        return self._fullest.tensors / GIB
+        return self.prediction.allocated_gib
 
     @property
     def reserved_gib(self) -> float:
         """What torch's allocator holds there: `torch.cuda.max_memory_reserved`."""
-        peak, memory = self._fullest, self.prediction.cluster.gpu.memory_gib
-        return (peak.held(memory * GIB) - (peak.needed - peak.tensors)) / GIB
+        return self.prediction.reserved_gib
 
     @property
     def free_gib(self) -> float:
         """What is left of a GPU beside what its fullest rank must have."""
         return self.prediction.cluster.gpu.memory_gib - self.needed_gib
-
-    @property
-    def _fullest(self) -> RankMemory:
-        return fullest(list(self.prediction.breakdown.ranks))
 
     @property
     def step_time_s(self) -> float:

@@ -41,6 +41,7 @@ class Efficiency:
 
     gemm: float = 0.75  # of the peak, by a large matrix product
     waves: float = 0.3  # how much of the last, unfilled wave of tiles is lost
+    eight_bit: float = 1.0  # of that part, by products in fp8
     depth: float = 100.0  # inner dimension at which half of the peak is reached
     misaligned: float = 0.7  # of that, where a dimension is no multiple of 64
     attention: float = 0.5  # of the peak, forward

@@ -32,6 +32,7 @@ class Habits:
 
     # states
     master_weights: bool = True  # 16-bit training keeps fp32 weights and moments beside the 16-bit weights
+    gradients: str = "both"  # a key of `GRADIENT_BYTES`
     #: Weights are sharded at every ZeRO stage above 0, gathered for a step or a schedule; gradients are allocated by
     #: each backward, not for the whole run.
     fsdp2: bool = False
@@ -46,9 +47,12 @@ class Habits:
     # seconds
     #: Python launches each kernel, norms, rotary embeddings and activations are several; attention is torch's own.
     eager: bool = False
+    #: Transformer Engine: cuDNN's attention, fused norms and activations; sequence parallelism communicates behind the
+    #: products, which add gradients of weights to their fp32 sum by themselves.
+    transformer_engine: bool = False
     # beside the tensors
-    communicator_gib: float = 1.5  # per axis
-    bucket_gib: float = 1.5  # in which ZeRO-1 and 2 reduce and gather
+    communicator_gib: float = 1.1  # per axis
+    bucket_gib: float = 2.8  # in which ZeRO-1 and 2 reduce and gather: DeepSpeed's, three of 5e8 numbers in 16 bits
     # communication
     recomputed_outputs: int = 2  # of a checkpointed layer's two reductions, how many are repeated
     lowers_inputs: bool = False  # under autocast they travel as products read them
@@ -58,11 +62,13 @@ class Habits:
 
 
 #: "megatron": selective recomputation of norms and activations, as Megatron-LM's --recompute-modules.
+#: "transformer_engine": Megatron-LM on Transformer Engine, as NeMo and Megatron-Bridge train dense models.
 #: "transformers": models of Transformers as they are, under Trainer, Accelerate or TRL.
 #: "hf_parallel": this package's engine, compared with dry runs in tests/planner/test_analytic.py.
 HABITS = {
     "standard": Habits(),
     "megatron": Habits(keeps_products=True),
+    "transformer_engine": Habits(keeps_products=True, gradients="fp32", transformer_engine=True),
     "transformers": Habits(eager=True),
     "hf_parallel": Habits(
         master_weights=False,
@@ -84,6 +90,12 @@ HABITS = {
         counts_ends=True,
     ),
 }
+
+
+#: Bytes per gradient before ZeRO-3, by how 16-bit training with master weights sums them: in 16 bits; in fp32 in place
+#: of the 16-bit gradient (Megatron-LM, whose documentation has 6 + 12/N bytes per parameter); in fp32 beside it
+#: (DeepSpeed's bf16 optimizer, DDP with buckets of 16 bits).
+GRADIENT_BYTES = {"bf16": 2, "fp32": 4, "both": 6}
 
 
 @dataclass(frozen=True)
@@ -176,6 +188,10 @@ class Job:
     calls: int = 1  # of a pipeline's schedule per step, each with its share of the micro-batches
     lean_loss: bool = False  # head and loss a chunk of tokens at a time, where that pays
     lowered: bool = False  # fp32 weights that data ranks gather in 16 bits, adapters with them: see `computed_job`
+    tiled_mlp: bool = False  # MLPs over pieces of the sequence, each computed again in its backward
+    compiled: bool = False  # torch.compile fuses what lies between the products of a fused implementation
+    fused_norms: bool = True  # a fused implementation's norms are one kernel each, not torch's own operations
+    gradients: str = "auto"  # a key of `GRADIENT_BYTES`: how 16-bit training with master weights sums gradients
 
     @property
     def recomputed_share(self) -> float:
@@ -201,6 +217,13 @@ class Job:
     def micro_batches_per_call(self) -> int:
         """Of one run of a pipeline's schedule."""
         return self.micro_batches // self.calls
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes per gradient of 16-bit training with master weights; fp16 is summed in fp16, behind its loss scale."""
+        if self.precision == "fp16":
+            return GRADIENT_BYTES["bf16"]
+        return GRADIENT_BYTES[self.habits.gradients if self.gradients == "auto" else self.gradients]
 
     @property
     def width(self) -> int:
@@ -282,6 +305,8 @@ def make_job(layout: Layout, seq: int, micro_batch: int | None, global_batch: in
     count = max(1, math.ceil((global_batch or micro_batch * layout.dp) / (micro_batch * layout.dp)))
     how["precision"] = known_precision(how.get("precision"))
     how["recompute"] = known_recompute(how.get("recompute"))
+    if how.get("gradients", "auto") not in ("auto", *GRADIENT_BYTES):
+        refuse(f"gradients={how['gradients']}", f"not one of auto, {', '.join(GRADIENT_BYTES)}", "gradients=auto")
     if how.get("engine", "standard") not in HABITS:
         refuse(f"engine={how['engine']}", f"not one of {', '.join(HABITS)}")
     return Job(seq, micro_batch, count, **how)

@@ -260,13 +260,14 @@ class _Sends:
     def whole_regions(self, count: int) -> Iterator[Transfer]:
         """Of `count` regions over all ranks of tp."""
         inputs, outputs, again_in, again_out = self.around_regions(count)
-        yield self.tp(self.reduce, self.product, count, outputs)
-        yield self.tp(self.reduce, self.product, again_out, outputs, BACKWARD)
-        yield self.tp(self.reduce, self.entering, count, "gradients of inputs", BACKWARD)
+        behind = PRODUCTS if self.habits.transformer_engine and self.layout.sequence_parallel else EXPOSED
+        yield self.tp(self.reduce, self.product, count, outputs, FORWARD, behind)
+        yield self.tp(self.reduce, self.product, again_out, outputs, BACKWARD, behind)
+        yield self.tp(self.reduce, self.entering, count, "gradients of inputs", BACKWARD, behind)
         if self.layout.sequence_parallel:
-            yield self.tp("all_gather", self.entering, count, inputs)
-            yield self.tp("all_gather", self.entering, again_in, inputs, BACKWARD)
-            yield self.tp("all_gather", self.product, count, "gradients of outputs", BACKWARD)
+            yield self.tp("all_gather", self.entering, count, inputs, FORWARD, behind)
+            yield self.tp("all_gather", self.entering, again_in, inputs, BACKWARD, behind)
+            yield self.tp("all_gather", self.product, count, "gradients of outputs", BACKWARD, behind)
             yield self.tp("all_gather", self.product, count * self.regathers, inputs, BACKWARD, PRODUCTS)
 
     def around_regions(self, count: int) -> tuple[str, str, float, float]:

@@ -25,6 +25,7 @@ from hf_parallel.planner.activations import (
     lowered_parameters,
     output_numbers,
     score_gradients,
+    wide_bytes,
 )
 from hf_parallel.planner.hardware import Cluster
 from hf_parallel.planner.layout import Job, Layout, computed_job
@@ -49,8 +50,8 @@ from hf_parallel.planner.states import (
 )
 
 GIB = 2**30
-_CONTEXT_GIB = 1.0  # CUDA, kernels
-_FRAGMENTATION = 0.35  # of activations, temporaries and gathered weights: held by the allocator beyond need
+CONTEXT_GIB = 1.0  # CUDA, kernels
+FRAGMENTATION = 0.35  # of activations, temporaries and gathered weights: held by the allocator beyond need
 
 
 # ---- a rank ---------------------------------------------------------------------------------------------------------
@@ -108,13 +109,13 @@ def rank_memory(stages: list[Stage], layout: Layout, job: Job, rank: int) -> Ran
     axes = sum(size > 1 for size in (layout.tp, layout.pp, layout.dp, layout.cp, layout.ep))
     buckets = habits.bucket_gib if layout.zero_stage in (1, 2) and layout.dp > 1 else 0.0
     outside = {
-        "context": _CONTEXT_GIB * GIB,
+        "context": CONTEXT_GIB * GIB,
         "communication buffers": (axes * habits.communicator_gib + buckets) * GIB,
     }
     if layout.fills_bubbles:
         outside["curvature"] = mine.curvature()
     passing = kinds["activations"] + kinds["temporaries"] + kinds["gathered"]
-    return RankMemory(rank, kinds | outside, _FRAGMENTATION * passing)
+    return RankMemory(rank, kinds | outside, FRAGMENTATION * passing)
 
 
 class _Rank:
@@ -366,13 +367,17 @@ class _Rank:
 
     def _layer_again(self, stage: Stage) -> float:
         """A checkpointed layer's activations, computed again, and gradients of its widest part and of the stream."""
-        if self.job.recompute == "none" or not stage.counts:
+        if not stage.counts or (self.job.recompute == "none" and not self.job.tiled_mlp):
             return 0.0
         block = max((block for block, _ in stage.counts), key=lambda block: block.inner)
         one, recompute = self._alone(block), self.job.each_recomputed
         again = self._kept(one, "none") - self._kept(one, recompute)
-        gradients = 2 * self.width * (block.inner / self.layout.tp + self.shape.hidden / self.parts)
-        return self.tokens * (again + gradients)
+        stream, inner = self.shape.hidden / self.parts, block.inner / self.layout.tp
+        if not self.job.tiled_mlp:
+            return self.tokens * (again + 2 * self.width * (inner + stream))
+        piece = min(self.tokens, self.shape.hidden * self.parts)  # and outputs of all pieces, alone and joined
+        wide = wide_bytes(block, self.shape.hidden, self.layout, self.job) + 2 * self.width * inner
+        return self.tokens * (again + 4 * self.width * stream) + piece * wide
 
     def _scores(self, stage: Stage) -> float:
         """While an eager layer's scores have gradients: these, and what was computed again."""

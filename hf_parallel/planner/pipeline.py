@@ -151,6 +151,11 @@ def _split(shape: ModelShape, number: int, balanced: bool, recompute: str, lengt
         refuse(f"pp x virtual_stages = {number}", f"{shape.layers} layers do not fill them", shape.layers)
     if number == 1 or (not balanced and shape.layers % number == 0):
         return tuple(even_split(shape.layers, number))
+    return split_by_cost(shape, number, recompute, length)
+
+
+def split_by_cost(shape: ModelShape, number: int, recompute: str, length: int) -> tuple[int, ...]:
+    """Return the layers of each stage, embedding, head and loss counted by what they cost."""
     head = shape.head_flops + 5 * shape.head_outputs
     again = checkpointed(recompute, len(shape.blocks))
     passes = [4 / 3 if twice else 1.0 for twice in again]

@@ -71,6 +71,7 @@ def gemm_seconds(gpu: Gpu, precision: str, m: float, n: float, k: float) -> floa
     filled = tiles / (tiles + e.waves * gpu.units)
     aligned = 1.0 if n % 64 == 0 and k % 64 == 0 else e.misaligned
     rate = gpu.peak(precision) * e.gemm * filled * k / (k + e.depth) * aligned
+    rate *= e.eight_bit if precision == "fp8" else 1.0
     return max(2 * m * n * k / rate, 2 * (m * k + k * n + m * n) / (gpu.bandwidth * e.memory))
 
 
@@ -128,6 +129,10 @@ def block_times(block: Block, hidden: int, layout: Layout, job: Job, cluster: Cl
         _launch(gpu, forward, _KERNELS[0])
         _launch(gpu, backward, _KERNELS[1])
     computed = Times(forward, plus(backward, _recomputed(forward, job)))
+    if job.tiled_mlp and tokens > hidden:
+        mlp = [m for m in block.matrices if block.inner in (m.inputs, m.outputs, m.outputs / 2)]
+        again = sum(_matrix(gpu, job, layout, m, tokens, False) for m in mlp)
+        computed += Times(backward={"recomputation": again})
     return computed.with_waits(block_transfers(block, hidden, layout, job, cluster), gpu)
 
 
@@ -204,6 +209,8 @@ def _attention(gpu: Gpu, job: Job, layout: Layout, attention: Attention, tokens:
 
 def _attention_rate(gpu: Gpu, job: Job) -> float:
     """Return the part of the peak that a forward of the job's kernel reaches; 0 where none was measured."""
+    if job.habits.transformer_engine:
+        return gpu.efficiency.cudnn
     return {SDPA: gpu.efficiency.cudnn, FLASH: gpu.efficiency.flash}.get(job.attention, 0.0) * job.habits.eager
 
 
@@ -226,7 +233,10 @@ def _elementwise(block: Block, hidden: int, layout: Layout, job: Job) -> float:
 def _between(block: Block, hidden: int, layout: Layout, job: Job, gpu: Gpu, backward: bool) -> float:
     """Return the bytes per token that move between the matrix products."""
     if not job.habits.eager:
-        return (1 + backward) * _elementwise(block, hidden, layout, job) * gpu.efficiency.passes
+        e = gpu.efficiency
+        passes = e.eager_passes if job.habits.transformer_engine or job.compiled else e.passes
+        own = 0.0 if job.fused_norms else 2 * (_norm_bytes(job) - 2 * job.stored) * hidden / layout.stream_parts
+        return (1 + backward) * (_elementwise(block, hidden, layout, job) * passes + own * e.eager_passes)
     return _eager_elementwise(block, hidden, layout, job, backward) * gpu.efficiency.eager_passes
 
 
@@ -237,7 +247,7 @@ def _eager_elementwise(block: Block, hidden: int, layout: Layout, job: Job, back
     moves twice that. Rotary embeddings are nine passes over queries and keys, a gated activation five.
     """
     c, s = job.width, job.stored
-    norm = (2 * (s + 4) if s < 4 else 0) + 20 + 2 * s
+    norm = _norm_bytes(job)
     stream = 2 * norm + 2 * 3 * s
     rotated = sum(a.heads * a.qk_width + a.kv_heads * a.qk_width for a in block.attentions)
     output = sum(a.heads * a.v_width for a in block.attentions)
@@ -247,6 +257,12 @@ def _eager_elementwise(block: Block, hidden: int, layout: Layout, job: Job, back
         inside = 12 * rotated + 2 * output + (9 if block.gated else 3) * block.inner
     routed = 4 * c * block.top_k * hidden * (1 + backward)
     return (stream * hidden + routed) / layout.stream_parts + c * inside / layout.tp
+
+
+def _norm_bytes(job: Job) -> int:
+    """Return the bytes that a norm of torch's own operations reads and writes per number in a forward."""
+    s = job.stored
+    return (2 * (s + 4) if s < 4 else 0) + 20 + 2 * s
 
 
 def exposed(transfers: Iterable[Transfer], compute: dict[str, float], gpu: Gpu) -> dict[str, float]:
@@ -317,7 +333,7 @@ def _lowering(stage: Stage, layout: Layout, job: Job, cluster: Cluster) -> Times
 
 def _accumulating(stage: Stage, layout: Layout, job: Job, cluster: Cluster) -> float:
     """Each micro-batch's 16-bit gradients are read and added to the sum, under ZeRO-3 to a shard of it."""
-    if job.lora or job.micro_batches == 1:
+    if job.lora or job.micro_batches == 1 or job.habits.transformer_engine:
         return 0.0
     sharded = layout.reduces_each or (layout.zero_stage == 3 and not job.habits.fsdp2)
     shards = layout.shards if sharded else 1
@@ -444,6 +460,11 @@ def predict(
     offload: str = "none",
     attention: str = "flash",
     engine: str = "standard",
+    lean_loss: bool = False,
+    tiled_mlp: bool = False,
+    compiled: bool = False,
+    fused_norms: bool = True,
+    gradients: str = "auto",
 ) -> Prediction:
     """Predict one training step.
 
@@ -460,8 +481,15 @@ def predict(
         recompute: none, selective or full activation checkpointing.
         lora: train adapters only; a number is their rank, True means 16.
         network: link between nodes; default: the catalogue's for this GPU.
-        engine: "standard": the habits of Megatron-LM, DeepSpeed and FSDP in fused implementations; "transformers":
-            models of Transformers as they are; "hf_parallel": this package's own, which runs them, too.
+        engine: "standard": the habits of Megatron-LM, DeepSpeed and FSDP in fused implementations;
+            "transformer_engine": Megatron-LM on NVIDIA's kernels; "transformers": models of Transformers as they are;
+            "hf_parallel": this package's own, which runs them, too.
+        lean_loss: are head and loss computed a chunk of tokens at a time, where that needs less memory?
+        tiled_mlp: do MLPs run over pieces of the sequence, each again in the backward?
+        compiled: does torch.compile fuse what lies between the products of a fused implementation?
+        fused_norms: is a norm of a fused implementation one kernel? If not it is torch's own operations.
+        gradients: how 16-bit training with fp32 weights sums them: "bf16", "fp32", "both" (a 16-bit gradient beside
+            the fp32 sum); "auto": as the engine does.
 
     Raises:
         SpecError: a name that is not known or numbers that cannot hold; the message says what works.
@@ -471,8 +499,9 @@ def predict(
     cluster = make_cluster(gpu, gpus or sizes.gpus, gpus_per_node or 8, network)
     rank = 16 if lora is True else int(lora or 0)
     how = {"recompute": recompute, "precision": precision, "optimizer": optimizer, "offload": offload}
-    how |= {"attention": attention, "engine": engine}
-    job = make_job(sizes, seq, micro_batch, global_batch, lora=rank, **how)
+    how |= {"attention": attention, "engine": engine, "gradients": gradients}
+    kernels = {"compiled": compiled, "fused_norms": fused_norms, "lean_loss": lean_loss, "tiled_mlp": tiled_mlp}
+    job = make_job(sizes, seq, micro_batch, global_batch, lora=rank, **how, **kernels)
     return predict_step(shape, cluster, sizes, job)
 
 

@@ -10,7 +10,7 @@ from hf_parallel.planner.activations import kept_bytes, parts, terms_of
 from hf_parallel.planner.hardware import Cluster
 from hf_parallel.planner.layout import Job, Layout
 from hf_parallel.planner.ledger import Transfer, ring_factor
-from hf_parallel.planner.memory import RankMemory, fullest
+from hf_parallel.planner.memory import GIB, RankMemory, fullest
 from hf_parallel.planner.pipeline import make_stages, stages_by_rank
 from hf_parallel.planner.shape import ModelShape, distinct
 from hf_parallel.planner.states import adapter_bytes, state_bytes
@@ -61,6 +61,17 @@ class Prediction:
     cluster: Cluster
     layout: Layout
     job: Job
+
+    @property
+    def allocated_gib(self) -> float:
+        """What tensors take on the fullest rank: `torch.cuda.max_memory_allocated`."""
+        return fullest(list(self.breakdown.ranks)).tensors / GIB
+
+    @property
+    def reserved_gib(self) -> float:
+        """What torch's allocator holds there: `torch.cuda.max_memory_reserved`. A monitor shows `memory_gib`."""
+        peak, memory = fullest(list(self.breakdown.ranks)), self.cluster.gpu.memory_gib
+        return (peak.held(memory * GIB) - (peak.needed - peak.tensors)) / GIB
 
     @property
     def uncertainty(self) -> float:

@@ -17,7 +17,6 @@ from hf_parallel.planner.layout import Job
 
 #: Bytes per number of quantised transfers: the code, and a scale of 2 bytes for each 64.
 CODE_BYTES = {"int8": 1 + 2 / 64, "fp8": 1 + 2 / 64, "int4": 0.5 + 2 / 64}
-_SUM_AND_GRADIENT = 6  # bytes: in bf16 before ZeRO-3 the fp32 sum and the 16-bit gradient
 ADAPTER_WIDTH = 4  # bytes: peft keeps adapters in fp32 beside a 16-bit base
 _READ_AND_WRITTEN = 7  # states on the host: weight, gradient, two moments read; weight and two moments written
 #: Of two 8-bit moments, with a scale in fp32 for each block of 256 (Dettmers et al., 2022, arXiv:2110.02861).
@@ -62,9 +61,9 @@ def summed_width(job: Job) -> float:
 def state_bytes(job: Job, zero_stage: int) -> StateBytes:
     """What training keeps per parameter that is not an adapter's.
 
-    Mixed bf16 reduces and accumulates gradients in fp32 (Megatron-LM, FSDP2), fp16 in fp16 behind its loss scale.
-    Under ZeRO-3 the sharded master copy is the only one: the 16-bit weights exist in gathered layers alone. Without
-    master weights, and in fp32, all states have the weights' own dtype.
+    Gradients are summed as `Job.gradient_bytes` says. Under ZeRO-3 the sharded master copy is the only one: the 16-bit
+    weights exist in gathered layers alone, and so do 16-bit gradients beside their sum. Without master weights, and in
+    fp32, all states have the weights' own dtype.
     """
     habits, width = job.habits, job.stored
     if job.lora:
@@ -72,7 +71,7 @@ def state_bytes(job: Job, zero_stage: int) -> StateBytes:
     if width == 4 or not habits.master_weights:
         state = StateBytes(width, width, moment_bytes(job.optimizer, width))
     else:
-        gradients = 2 if job.precision == "fp16" else 4 if zero_stage == 3 else _SUM_AND_GRADIENT
+        gradients = min(4, job.gradient_bytes) if zero_stage == 3 else job.gradient_bytes
         state = StateBytes(0 if zero_stage == 3 else 2, gradients, 4 + moment_bytes(job.optimizer, 4))
     if job.offload == "none":
         return state

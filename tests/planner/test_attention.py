@@ -141,6 +141,6 @@ def test_eight_bits_are_planned_under_any_precision():
             predicted(goal, ParallelConfig.parse(f"dp_shard=8{more}"), 1).prediction for more in ("", ",precision=fp8")
         )
         ratio = eight.breakdown.time["matrix products"] / plain.breakdown.time["matrix products"]
-        assert ratio < 0.6, precision
+        assert ratio < 0.75, precision
     found = search(model=models.LLAMA_8B, cluster=make_cluster(H100, 8), seq=4096, global_batch=32, precision="fp8")
     assert "precision=fp8" in found.best.config.to_spec()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import published
+from benchmarks import planner_held_out, published
 
 ROWS = published.read(str(Path(__file__).parent / "data" / "published.json"))
 
@@ -76,3 +76,17 @@ def test_slower_hardware_is_slower(kind):
         assert after >= before
         slower += after > 1.01 * before
     assert slower >= 2
+
+
+def test_memory_of_series_that_are_left_out():
+    """What is fitted of memory on the other series holds for one; a number of it that is wrong does not."""
+    measured = [planner_held_out.read_room(row) for row in published.of_memory(ROWS) if not row.get("experts")]
+    asked = [planner_held_out.read_room(row) for row in published.of_fitting(ROWS) if not row.get("experts")]
+    name = "bloom_prequel"
+    numbers = planner_held_out.fit_memory(
+        *([room for room in rooms if room.row["series"] != name] for rooms in (measured, asked))
+    )
+    mine = [room for room in measured if room.row["series"] == name]
+    assert len(mine) >= 20
+    assert statistics.median(abs(room.error(numbers)) for room in mine) < 0.15
+    assert statistics.median(abs(room.error({**numbers, "communicator": 9.0})) for room in mine) > 0.15

@@ -80,6 +80,9 @@ ELSEWHERE = {
     r"hf-parallel export .*--push_to_hub .*": "tests/reliability/test_export.py::test_push_to_hub",
     r"python -m tests.sweep_losses.*": "tests/parity/test_model_losses.py::test_boxes_are_those_of_all_data_ranks",
     r"python -m tests.sweep_experts": "tests/parity/test_expert_models.py::test_one_step",
+    r"python -m benchmarks.planner_held_out .*": (
+        "tests/planner/test_published.py::test_memory_of_series_that_are_left_out"
+    ),
     r"python -m benchmarks.compression": "tests/parity/test_zeropp.py::test_loss_of_a_run_with_compression",
     r"python -m benchmarks.zero_side_by_side": "tests/parity/test_zero_stages.py::test_beside_accelerates_own_and_ddp",
     r"python -m benchmarks.uneven": "tests/parity/test_batch_shares_auto.py::test_gain_beside_a_slow_rank",
