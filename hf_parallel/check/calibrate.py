@@ -16,9 +16,9 @@ import torch.distributed as dist
 
 from hf_parallel.check.report import Row
 from hf_parallel.check.room import Room
-from hf_parallel.check.system import synchronize
 from hf_parallel.planner.calibration import Calibration, Measured, calibration_path, read_calibration
 from hf_parallel.ranks import start_all_reduce
+from hf_parallel.ranks.devices import synchronize
 from hf_parallel.version import VERSION
 
 _BUDGET_S, _FEWEST, _COLLECTIVES = 0.3, 5, 30

@@ -307,22 +307,27 @@ def _cluster(args: argparse.Namespace) -> Cluster | MixedCluster:
     if args.detect:
         return _detected(args)
     if args.gpu == MEASURED:
-        from hf_parallel.planner.calibration import calibration_path, read_calibration
-        from hf_parallel.planner.detect import detect
-
-        if read_calibration() is None:
-            refuse("--gpu measured", f"{calibration_path()} is not there", do="run hf-parallel check --calibrate")
-        cluster = detect(args.gpus, args.gpus_per_node, args.network)
-        if "calibrated" not in cluster.gpu.source:
-            why = f"{calibration_path()} is of another device"
-            refuse("--gpu measured", why, do="run hf-parallel check --calibrate")
-        return cluster
+        return _calibrated_here(args)
     if args.cluster:
         cluster = read_machines(args.cluster, args.gpus)
         return dataclasses.replace(cluster, between=find_link(args.network)) if args.network else cluster
     if args.gpus is None:
         refuse("--gpu needs --gpus as well", "how many in all", "--gpus 8")
     return make_cluster(args.gpu, args.gpus, args.gpus_per_node or 8, args.network)
+
+
+def _calibrated_here(args: argparse.Namespace) -> Cluster:
+    """Return this machine with the rates of its calibration."""
+    from hf_parallel.planner.calibration import calibration_path, read_calibration
+    from hf_parallel.planner.detect import detect
+
+    if read_calibration() is None:
+        refuse("--gpu measured", f"{calibration_path()} is not there", do="run hf-parallel check --calibrate")
+    cluster = detect(args.gpus, args.gpus_per_node, args.network)
+    if "calibrated" not in cluster.gpu.source:
+        why = f"{calibration_path()} is of another device"
+        refuse("--gpu measured", why, do="run hf-parallel check --calibrate")
+    return cluster
 
 
 def _detected(args: argparse.Namespace) -> Cluster | MixedCluster:
