@@ -41,11 +41,11 @@ def test_1024_gpus_take_less_than_ten_seconds():
 def test_ranked_and_fitting():
     found = searched(top=20)
     ranks = [ranked_seconds(choice) for choice in found.choices]
-    near = [choice for choice in found.choices if ranked_seconds(choice) <= TELLS * min(ranks)]
-    assert found.choices[: len(near)] == near
-    assert ranks[len(near) :] == sorted(ranks[len(near) :])
-    memory = [choice.needed_gib for choice in near]
-    assert memory == sorted(memory)
+    memory = [choice.needed_gib for choice in found.choices]
+    # The fastest of all may be missing: a layout of the same sizes that needs less memory stands for it.
+    near = max(n for n in range(1, len(ranks) + 1) if memory[:n] == sorted(memory[:n]))
+    assert max(ranks[:near]) <= TELLS * min(ranks)
+    assert ranks[near:] == sorted(ranks[near:])
     assert all(choice.needed_gib <= 0.92 * 79.3 for choice in found.choices)
     assert len({choice.config.to_spec() for choice in found.choices}) == len(found.choices) > 5
 

@@ -119,7 +119,7 @@ SENTENCES = {
     },
     "docs/pipeline.md": {
         "every name stays the Hub's name": "unit/test_doctor.py::test_parameters_and_stages_are_those_of_parallelize",
-        "simulates all seven and takes the smallest bubble": "parity/test_pipeline.py::test_auto_takes_the_smallest_bubble_with_the_memory_of_1f1b",
+        "simulates the first seven and takes the smallest bubble": "parity/test_pipeline.py::test_auto_takes_the_smallest_bubble_with_the_memory_of_1f1b",
         "A tied embedding lives on the first and on the last stage": "parity/test_pipeline.py::test_tied_embedding",
         "Later steps must make the same calls": "parity/test_pipeline.py::test_what_is_said_of_a_loss",
     },
