@@ -125,7 +125,7 @@ class Watched:
         return [(part.sum(), rows / len(parts)) for part in parts]
 
     def read(self, arguments: TrainingArguments | None = None, step: int | None = None) -> dict[str, float]:
-        """What is to be logged of the steps since the last time. Collective over all ranks."""
+        """Return what is to be logged of the steps since the last time. Collective over all ranks."""
         reading = self.session.read()
         if reading is None:
             return {}
@@ -249,7 +249,7 @@ def stop() -> None:
 
 
 def phase(name: str) -> contextlib.AbstractContextManager:
-    """What runs in here is of this phase of the open step, if there is one."""
+    """Count what runs inside for this phase of the open step, if there is one."""
     return contextlib.nullcontext() if _watched is None else _watched.meter.phase(name)
 
 
@@ -295,7 +295,7 @@ def count(samples: list) -> None:
 
 
 def step_ended() -> None:
-    """Of the Trainer that has begun it."""
+    """End the step of the Trainer that has begun it."""
     global _in_trainer
     _in_trainer = False
     if _watched is not None:
@@ -315,7 +315,7 @@ def small_batch(inputs: Any, real_rows: int | None) -> Iterator[None]:
 
 
 def of_trainer(trainer: Trainer) -> dict[str, float]:
-    """What a Trainer logs of its last steps. Collective over all ranks."""
+    """Return what a Trainer logs of its last steps. Collective over all ranks."""
     by = watched(trainer.model)
     return {} if by is None else by.read(trainer.args, trainer.state.global_step)
 
@@ -412,7 +412,7 @@ def _begin_in_loop(by: Watched) -> None:
 
 @patch("accelerate.accelerator:Accelerator.backward", "does not say that a loop trains, nor weigh its loss")
 def backward(original: Callable, self: Accelerator, loss: torch.Tensor, **kwargs: object) -> None:
-    """What was read since the last step is trained on."""
+    """Train on what was read since the last step."""
     loss = loop_losses.weigh(loss, self.gradient_state)
     hangs.backward_begins(self)
     if _watched is not None:
@@ -459,7 +459,7 @@ def _loop_has_stepped(*args: object) -> None:
 
 
 def _say_what_loops_lack() -> None:
-    """Also where nobody is watched (monitor=off)."""
+    """Say what loops lack, also where nobody is watched (monitor=off)."""
     global _told_of_profiles
     if runtime.mesh().config.profile_steps and not (_in_trainer or _told_of_profiles):
         _told_of_profiles = True

@@ -33,7 +33,7 @@ _MULTIPLY = (torch.mul, *(getattr(torch.Tensor, name) for name in ("mul", "mul_"
 
 
 def patches(proving: Proving) -> list[Patch]:
-    """What changes for loops."""
+    """Return the changes for loops."""
     of = functools.partial(with_first, proving)
     return [
         of("torch.optim.optimizer:Optimizer.__init__", _optimizer, "steps of loops without Accelerate"),

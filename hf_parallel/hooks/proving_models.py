@@ -28,7 +28,7 @@ SMALL_ENOUGH = 10_000_000
 
 
 def patches(proving: Proving) -> list[Patch]:
-    """What changes for models and examples."""
+    """Return the changes for models and examples."""
     of = functools.partial(with_first, proving)
     return [
         of("transformers.modeling_utils:PreTrainedModel.from_pretrained", _noted(_from_pretrained), "small models"),
@@ -56,7 +56,7 @@ def _noted(make: Callable) -> Callable:
 
 
 def _parallelize(proving: Proving, original: Callable, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-    """One process, whom nobody launched, trains the model itself."""
+    """Train the model itself in one process, whom nobody launched."""
     return original(model, *args, **kwargs) if "WORLD_SIZE" in os.environ else model
 
 

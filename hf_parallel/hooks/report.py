@@ -1,4 +1,4 @@
-"""What rank 0 says at the start and at the end: the layout in force, in few lines, and the file that has all of it."""
+"""The lines of rank 0 at the start and at the end: the layout in force, and the file that has all of it."""
 
 from __future__ import annotations
 
@@ -58,14 +58,14 @@ def _print(text: str) -> None:
 
 
 class AxisFacts(TypedDict):
-    """How many ranks are along an axis, and which ones are together."""
+    """The ranks along an axis, and which of them are together."""
 
     size: int
     ranks: list[list[int]]
 
 
 class Facts(TypedDict):
-    """Of a run: `hf_parallel.json`."""
+    """The facts of a run: `hf_parallel.json`."""
 
     spec: str
     config: dict[str, object]
@@ -255,7 +255,7 @@ def _batch(facts: Facts) -> str:
 
 
 def _inexact(trainer: Trainer, data_ranks: int) -> list[str]:
-    """What is known not to be that of one process."""
+    """Return lines about numbers that are known not to be those of one process."""
     if data_ranks == 1:
         return []
     notes = []

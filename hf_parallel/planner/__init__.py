@@ -1,4 +1,4 @@
-"""Which layout, will it fit, how fast: a prediction without a process group, a GPU or weights.
+"""Predictions of layout, memory and speed without a process group, a GPU or weights.
 
 Names are imported when they are asked for: the catalogue of GPUs is read before torch is imported.
 """

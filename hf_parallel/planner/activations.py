@@ -1,4 +1,4 @@
-"""What a block keeps for its backward on one rank, in bytes per token; what a pipeline holds at its fullest moment.
+"""The bytes per token that a block keeps for its backward on one rank, and a pipeline's fullest moment.
 
 The terms are those of Korthikanti et al. (2022, arXiv:2205.05198, section 4) under flash attention, or those of
 Transformers' modules (docs/activation_memory.md). Where a dry run counted a block, its number stands for their sum.
@@ -64,7 +64,7 @@ class Planned:
         return self.auto if self.asked == AUTO else self.asked
 
     def kind(self, config: ParallelConfig) -> str:
-        """What this layout's attention is to the formulas; cp has kernels of its own."""
+        """Return what this layout's attention is to the formulas; cp has kernels of its own."""
         if config.cp_size > 1:
             return FLASH
         name = self.auto if config.attention == AUTO else config.attention
@@ -86,7 +86,7 @@ def has_mask(attention: Attention, seq: int, kind: str) -> bool:
 def planned(
     model: PreTrainedModel, gpu: Gpu, precision: str, seq: int, own: str | None = None, documents: bool = False
 ) -> Planned:
-    """What is assumed of a model, on GPUs that need not be here.
+    """Return what is assumed of a model, on GPUs that need not be here.
 
     Args:
         model: a config; of mere numbers flash attention is assumed, or `own`.
@@ -115,7 +115,7 @@ def planned(
 
 
 def _read(model: PreTrainedModel) -> AttentionFacts | None:
-    """Of a config, or of a model that is there."""
+    """Read the facts of a config, or of a model that is there."""
     from hf_parallel.axes.attention.axis import read_attention
     from hf_parallel.model.anatomy import build_on_meta
 
@@ -123,7 +123,7 @@ def _read(model: PreTrainedModel) -> AttentionFacts | None:
 
 
 def _elsewhere(facts: AttentionFacts, gpu: Gpu, precision: str, own: str | None) -> AttentionFacts:
-    """The same on the GPUs of the plan, in its precision."""
+    """Return the facts on the GPUs of the plan, in its precision."""
     import torch
 
     here = facts.device == "cuda" and facts.capability == gpu.capability
@@ -156,7 +156,7 @@ class Term:
 
 
 def terms_of(block: Block, hidden: int, job: Job) -> list[Term]:
-    """What a block keeps of each token under a job's kernels and precision, in the order of its forward."""
+    """Return what a block keeps of each token under a job's kernels and precision, in the order of its forward."""
     c, fused = job.width, job.habits.fused
     norm = job.stored * hidden if fused else (4 + job.stored + 4 / hidden) * hidden
     if not job.fused_norms and fused:  # its input, the input in fp32, and the normalised before the weight
@@ -215,7 +215,7 @@ def kept_beside_flash(block: Block, layout: Layout, job: Job) -> float:
 
 
 def _beside_flash(block: Block, job: Job) -> list[Term]:
-    """What other kernels keep as well, as Transformers calls them: copies of shared heads, scores or a mask."""
+    """Return what other kernels keep as well, as Transformers calls them: copies of shared heads, scores or a mask."""
     c, eager = job.width, job.attention == EAGER
     masked = [part for part in block.attentions if eager or has_mask(part, job.seq, job.attention)]
     shared = sum((part.heads - part.kv_heads) * (part.qk_width + part.v_width) for part in masked)

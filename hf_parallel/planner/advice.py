@@ -27,7 +27,7 @@ _KINDS = {
 
 
 def warnings_about(choice: Choice, goal: Goal) -> Iterator[str]:
-    """What an experienced user would say about a layout."""
+    """Yield what an experienced user would say about a layout."""
     yield from _about_links(choice, goal.cluster)
     config, prediction = choice.config, choice.prediction
     whole = config.pp_size == 1 and config.data_parallel_size > 1 and not config.reduces_each_micro_batch
@@ -115,7 +115,7 @@ def _crosses(choice: Choice, kind: str) -> bool:
 
 
 def suggested(best: Choice, other: Choice | None) -> Iterator[str]:
-    """What would be faster if transfers may round; it is not chosen, as it changes the numbers."""
+    """Yield what would be faster if transfers may round; it is not chosen, as it changes the numbers."""
     if other is None:
         return
     config, gain = other.config, best.seconds_per_row / other.seconds_per_row
@@ -127,7 +127,7 @@ def suggested(best: Choice, other: Choice | None) -> Iterator[str]:
 
 
 def nothing_fits(goal: Goal, needed: float, others: Iterable[tuple[str, Choice | None]]) -> str:
-    """What to do when no layout fits.
+    """Return what to do when no layout fits.
 
     Args:
         others: what was tried in its place, such as `--lora`, and the best layout that it allows, or None.
@@ -145,7 +145,7 @@ def nothing_fits(goal: Goal, needed: float, others: Iterable[tuple[str, Choice |
 
 
 def notes_about(goal: Goal, positions: int | None) -> Iterator[str]:
-    """What holds for every layout of a plan.
+    """Yield what holds for every layout of a plan.
 
     Args:
         positions: the longest row that the model was made for, if it says so.
@@ -228,12 +228,12 @@ def _chunks(goal: Goal, choice: Choice) -> Iterator[str]:
 
 
 def _beside(goal: Goal, choice: Choice, **settings: Any) -> Choice:
-    """The same layout with other settings."""
+    """Return the choice of the layout with other settings."""
     return predicted(goal, configured(choice.config, **settings), choice.prediction.job.micro_batch)
 
 
 def _other(goal: Goal, choice: Choice, **settings: Any) -> str:
-    """What the same layout with other settings would need and take, in words."""
+    """Say what the layout with other settings would need and take."""
     other = _beside(goal, choice, **settings)
     there, ratio = goal.cluster.gpu.memory_gib, other.seconds_per_row / choice.seconds_per_row
     if other.needed_gib > goal.room_gib:
@@ -267,7 +267,7 @@ def why_not_usual(goal: Goal, best: Choice | None) -> Iterator[tuple[str, str]]:
 
 
 def why_not_expected(goal: Goal, expected: ParallelConfig | str, best: Choice | None) -> tuple[str, str]:
-    """What is to be said of the layout that the user expects."""
+    """Return what is to be said of the layout that the user expects."""
     config = ParallelConfig.parse(expected).resolve(goal.cluster.gpus)
     return f"yours ({config.to_spec()})", explain_absence(goal, config, best)
 

@@ -39,7 +39,7 @@ WAYS: tuple[dict[str, str], ...] = tuple(
 
 @dataclass(frozen=True)
 class Goal:
-    """What every candidate has in common. Without a `global_batch` it follows from `rows` and `accumulation`."""
+    """The wishes that all candidates share. Without a `global_batch` it follows from `rows` and `accumulation`."""
 
     shape: ModelShape
     cluster: Cluster
@@ -69,7 +69,7 @@ class Goal:
 
     @property
     def settings(self) -> dict[str, object]:
-        """What every candidate says."""
+        """The settings of every candidate."""
         return {"precision": self.eight_bit, "attention": self.attention.asked}
 
     def share(self, config: ParallelConfig) -> int | None:
@@ -133,7 +133,7 @@ def _data(goal: Goal, sizes: dict, data: int) -> Iterator[ParallelConfig]:
 
 
 def compressed(goal: Goal, config: ParallelConfig) -> Iterator[ParallelConfig]:
-    """As it is; and, where transfers may round, with weights, gradients and both in fewer bits.
+    """Yield the config, and where transfers may round, with weights, gradients and both in fewer bits.
 
     Of a LoRA run adapters travel as they are, so that only weights have something to round.
     """
@@ -214,7 +214,7 @@ def micro_batches(goal: Goal, share: int, config: ParallelConfig) -> list[int]:
 
 
 def other_schedules(goal: Goal, config: ParallelConfig, micro_batches: int) -> Iterator[ParallelConfig]:
-    """The same sizes under schedules that may shorten the bubble of `micro_batches` per call."""
+    """Yield the sizes under schedules that may shorten the bubble of `micro_batches` per call."""
     if config.pp_size == 1 or goal.shape.layers < 2 * config.pp_size or micro_batches % config.pp_size:
         return
     for name in _SCHEDULES:
@@ -227,7 +227,7 @@ def other_schedules(goal: Goal, config: ParallelConfig, micro_batches: int) -> I
 
 
 def context_of(config: ParallelConfig, goal: Goal, micro_batch: int) -> str:
-    """How cp will attend: what the engine takes for whole rows of this length (`axes/context/choose.py`)."""
+    """Return how cp will attend: what the engine takes for whole rows of this length (`axes/context/choose.py`)."""
     if config.context_parallel != AUTO:
         return config.context_parallel
     attentions = [attention for block in goal.shape.blocks for attention in block.attentions]
@@ -239,7 +239,7 @@ def context_of(config: ParallelConfig, goal: Goal, micro_batch: int) -> str:
 
 
 def to_layout(config: ParallelConfig, context: str | None = None) -> Layout:
-    """What the planner calls this config: in a pipeline weights stay whole, as they do in ZeRO-2.
+    """Translate a config for the planner: in a pipeline weights stay whole, as they do in ZeRO-2.
 
     Args:
         context: how cp attends, by `context_of`; default: what the config says, a ring for `auto`.
@@ -273,7 +273,7 @@ def to_layout(config: ParallelConfig, context: str | None = None) -> Layout:
 
 
 def to_job(goal: Goal, config: ParallelConfig, micro_batch: int, count: int) -> Job:
-    """What a config and a batch are to the planner."""
+    """Translate a config and a batch for the planner."""
     # Where ranks differ, the fullest are those that save nothing.
     recompute = config.recompute_way if config.recompute_ranks is None else "none"
     offload = config.offload.partition(":")[0] if config.offload_ranks is None else "none"

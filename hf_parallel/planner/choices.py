@@ -35,22 +35,22 @@ class Choice:
 
     @property
     def needed_gib(self) -> float:
-        """What the fullest rank must have; its allocator may hold more, which it gives back before it fails."""
+        """GiB that the fullest rank must have; its allocator may hold more, which it gives back before it fails."""
         return fullest(list(self.prediction.breakdown.ranks)).needed / GIB
 
     @property
     def allocated_gib(self) -> float:
-        """What tensors take on the fullest rank: `torch.cuda.max_memory_allocated`."""
+        """GiB of tensors on the fullest rank: `torch.cuda.max_memory_allocated`."""
         return self.prediction.allocated_gib
 
     @property
     def reserved_gib(self) -> float:
-        """What torch's allocator holds there: `torch.cuda.max_memory_reserved`."""
+        """GiB that torch's allocator holds there: `torch.cuda.max_memory_reserved`."""
         return self.prediction.reserved_gib
 
     @property
     def free_gib(self) -> float:
-        """What is left of a GPU beside what its fullest rank must have."""
+        """GiB of a GPU that are left beside what its fullest rank must have."""
         return self.prediction.cluster.gpu.memory_gib - self.needed_gib
 
     @property
@@ -216,7 +216,7 @@ def _growing(goal: Goal, config: ParallelConfig, sizes: list[int], limit: float)
 
 
 def attempt(goal: Goal, config: ParallelConfig, size: int, limit: float = math.inf) -> Choice | TooLarge | None:
-    """One layout with micro-batches of `size` rows; None if it cannot be as fast as `limit` seconds per row."""
+    """Try a layout with micro-batches of `size` rows; None if it cannot be as fast as `limit` seconds per row."""
     config, layout, job = _asked(goal, config, size)
     stages = make_stages(goal.shape, layout, job)
     rows = job.micro_batch * job.micro_batches * layout.dp
@@ -230,7 +230,7 @@ def attempt(goal: Goal, config: ParallelConfig, size: int, limit: float = math.i
 
 
 def predicted(goal: Goal, config: ParallelConfig, size: int) -> Choice:
-    """One layout with micro-batches of `size` rows, whether it fits or not."""
+    """Predict a layout with micro-batches of `size` rows, whether it fits or not."""
     config, layout, job = _asked(goal, config, size)
     return _choice(config, predict_step(goal.shape, goal.cluster, layout, job))
 
@@ -277,7 +277,7 @@ class Padding:
 
 
 def share_of(lengths: Sequence[int], size: int) -> tuple[float, float, float]:
-    """Of batches of `size` rows: the share of padding, the mean length of rows, and that of rows with padding."""
+    """Return the share of padding in batches of `size` rows, the mean length of rows, and that of padded rows."""
     parts = [lengths[start : start + size] for start in range(0, len(lengths), size)]
     mean = sum(lengths) / len(lengths)
     padded = sum(max(part) * len(part) for part in parts) / len(lengths)
@@ -285,7 +285,7 @@ def share_of(lengths: Sequence[int], size: int) -> tuple[float, float, float]:
 
 
 def padding_of(goal: Goal, config: ParallelConfig, lengths: Sequence[int], size: int) -> Padding:
-    """What the planner says of joining each batch.
+    """Return what the planner says of joining each batch.
 
     A flash kernel takes row by row what is joined; others are given a mask of all tokens by all tokens.
 

@@ -81,7 +81,7 @@ def of_all_devices(cluster: Cluster, devices: Sequence[tuple[str, float]]) -> Cl
 
 
 def _asked(*argv: str) -> str:
-    """What nvidia-smi prints; nothing where there is none."""
+    """Return what nvidia-smi prints; nothing where there is none."""
     try:
         return subprocess.run(["nvidia-smi", *argv], capture_output=True, text=True, timeout=10).stdout
     except (OSError, subprocess.SubprocessError):
@@ -123,12 +123,12 @@ def topology(text: str, here: int) -> list[list[str]]:
 
 
 def nvlinks(matrix: list[list[str]]) -> list[list[int]]:
-    """How many NVLinks join each two GPUs."""
+    """Count the NVLinks that join each two GPUs."""
     return [[int(word[2:]) if re.fullmatch(r"NV\d+", word) else 0 for word in row] for row in matrix]
 
 
 def _joined(counts: list[list[int]]) -> bool:
-    """Whether a ring by NVLink reaches all: two neighbours each, or there are only two GPUs."""
+    """Return whether a ring by NVLink reaches all: two neighbours each, or there are only two GPUs."""
     reached, queue = {0}, [0]
     while queue:
         for other, links in enumerate(counts[queue.pop()]):

@@ -1,4 +1,4 @@
-"""What is asked of the planner: sizes of the axes, batch, how a step is computed, and the habits of an engine."""
+"""The questions to the planner: sizes of the axes, batch, how a step is computed, and the habits of an engine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WIDTHS = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8": 2, "mixed": 2}
 
 @dataclass(frozen=True)
 class Habits:
-    """What engines do differently, as numbers and switches; the formulas are the same for all.
+    """The differences between engines, as numbers and switches; the formulas are alike for all.
 
     The defaults are those of Megatron-LM, DeepSpeed and FSDP in published runs. Those without a source are fitted once
     over all published rows: see docs/planner.md.
@@ -135,7 +135,7 @@ class Layout:
 
     @property
     def tp_and_columns(self) -> tuple[int, int]:
-        """What decides how much of a matrix is a rank's."""
+        """The numbers that decide how much of a matrix is a rank's."""
         return self.tp, self.tp_columns
 
     @property
@@ -195,13 +195,13 @@ class Job:
 
     @property
     def recomputed_share(self) -> float:
-        """Of the blocks, how many are checkpointed."""
+        """The share of the blocks that are checkpointed."""
         every = self.recompute.removeprefix("every:")
         return 1 / int(every) if every.isdigit() else float(self.recompute != "none")
 
     @property
     def each_recomputed(self) -> str:
-        """How a block is that is checkpointed."""
+        """The way in which a checkpointed block is checkpointed."""
         return "full" if self.recompute.startswith("every:") else self.recompute
 
     @property
@@ -210,12 +210,12 @@ class Job:
         return HABITS[self.engine]
 
     def tokens(self, layout: Layout) -> float:
-        """Of a micro-batch, on one rank."""
+        """Return the tokens of a micro-batch on one rank."""
         return self.micro_batch * self.seq / layout.cp
 
     @property
     def micro_batches_per_call(self) -> int:
-        """Of one run of a pipeline's schedule."""
+        """The micro-batches of one run of a pipeline's schedule."""
         return self.micro_batches // self.calls
 
     @property
@@ -325,7 +325,7 @@ def known_precision(name: str | None) -> str:
 
 
 def known_recompute(name: str | None) -> str:
-    """One of none, selective, full, every:N."""
+    """Check a name: none, selective, full or every:N."""
     text = (name or "none").lower()
     if re.fullmatch(r"every:[1-9]\d*", text):
         return text

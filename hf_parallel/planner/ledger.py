@@ -83,12 +83,12 @@ class Transfer:
 
     @property
     def bytes(self) -> float:
-        """What a rank sends in all of them, by the ring formulas."""
+        """The bytes that a rank sends in all of them, by the ring formulas."""
         return self.count * self.payload * ring_factor(self.kind, self.group.size)
 
     @property
     def seconds(self) -> float:
-        """How long all of them take, one after the other."""
+        """The seconds that all of them take, one after the other."""
         return self.count * transfer_seconds(self.kind, self.payload, self.group)
 
     def times(self, count: float) -> Transfer:
@@ -184,14 +184,14 @@ def ledger(stages: list[Stage], layout: Layout, job: Job, cluster: Cluster) -> l
 
 
 def block_transfers(block: Block, hidden: int, layout: Layout, job: Job, cluster: Cluster) -> list[Transfer]:
-    """What one block sends with one micro-batch on one rank."""
+    """Return what one block sends with one micro-batch on one rank."""
     sends = _Sends(hidden, layout, job, cluster)
     found = [*sends.regions(block), *sends.adapters(block), *sends.context(block), *sends.experts(block)]
     return _real([*found, *sends.weights(block)])
 
 
 def end_transfers(stage: Stage, layout: Layout, job: Job, cluster: Cluster) -> list[Transfer]:
-    """What a stage sends with one micro-batch beside its blocks: embedding, head, loss, norms."""
+    """Return what a stage sends with one micro-batch beside its blocks: embedding, head, loss, norms."""
     sends = _Sends(stage.shape.hidden, layout, job, cluster)
     ends = stage.ends(layout.tp)
     gradients = 0.0 if job.lora else ends * summed_width(sends.job)
@@ -202,7 +202,7 @@ def end_transfers(stage: Stage, layout: Layout, job: Job, cluster: Cluster) -> l
 
 
 def step_transfers(stages: list[Stage], layout: Layout, job: Job, cluster: Cluster) -> list[Transfer]:
-    """What the rank that holds `stages` sends once per step, or once per call of a pipeline's schedule."""
+    """Return what the rank that holds `stages` sends once per step, or once per call of a pipeline's schedule."""
     sends = _Sends(stages[0].shape.hidden, layout, job, cluster)
     return _real([*sends.gradients(stages), *sends.pipeline(stages)])
 
@@ -258,7 +258,7 @@ class _Sends:
             yield from self.grid_products(block)
 
     def whole_regions(self, count: int) -> Iterator[Transfer]:
-        """Of `count` regions over all ranks of tp."""
+        """Yield the transfers of `count` regions over all ranks of tp."""
         inputs, outputs, again_in, again_out = self.around_regions(count)
         behind = PRODUCTS if self.habits.transformer_engine and self.layout.sequence_parallel else EXPOSED
         yield self.tp(self.reduce, self.product, count, outputs, FORWARD, behind)
@@ -271,7 +271,7 @@ class _Sends:
             yield self.tp("all_gather", self.product, count * self.regathers, inputs, BACKWARD, PRODUCTS)
 
     def around_regions(self, count: int) -> tuple[str, str, float, float]:
-        """What goes in and out of regions, in words, and how often a recomputed layer sends each again."""
+        """Return what goes in and out of regions, in words, and how often a recomputed layer sends each again."""
         keeps, share = self.habits.keeps_products, self.job.recomputed_share
         again_in = {"none": 0, "selective": count if keeps else 1, "full": count * share}[self.job.each_recomputed]
         # The last output of a layer is not needed again.
@@ -312,7 +312,7 @@ class _Sends:
             yield self.tp("all_gather", self.product / columns, again, inputs, BACKWARD, PRODUCTS, "tp_row")
 
     def grid_products(self, block: Block) -> Iterator[Transfer]:
-        """What a grid's columns sum of column layers, and gather for row layers: what its rows would hold of it."""
+        """Yield what a grid's columns sum of column layers, and gather for row layers."""
         rows, share = self.tokens * self.job.width / self.layout.tp_rows, self.job.recomputed_share
         again_full = share * (self.job.each_recomputed == "full")
         again = self.job.each_recomputed == "selective" or again_full
@@ -520,7 +520,7 @@ class _Sends:
         yield from self.once(experts, 0.0 if self.job.lora else experts * self.widened, "experts")
 
     def once(self, weights: float, gradients: float, group: str) -> Iterator[Transfer]:
-        """Of one step: an all-reduce, or a reduce-scatter and a gather, and what replicas reduce."""
+        """Yield a step's all-reduce, or reduce-scatter and gather, and what replicas reduce."""
         axis, fsdp2, stage = self.data_axis, self.habits.fsdp2, self.layout.zero_stage
         rounds, link = self.reductions, self.links[group]
         if stage == 0:
@@ -538,7 +538,7 @@ class _Sends:
 
     @property
     def reductions(self) -> int:
-        """How often a step reduces what micro-batches have added up: in every run of a schedule, or once."""
+        """The times that a step reduces what micro-batches have added up: in every run of a schedule, or once."""
         held = self.habits.fsdp2 and self.layout.has_several_data_ranks and not self.layout.reduces_each_run
         return 1 if held else self.job.calls
 

@@ -70,16 +70,16 @@ class RankMemory:
 
     @property
     def needed(self) -> float:
-        """What must be there at the same time."""
+        """The bytes that must be there at the same time."""
         return sum(self.kinds.values())
 
     @property
     def tensors(self) -> float:
-        """What tensors take, without what is outside torch's allocator."""
+        """The bytes of tensors, without what is outside torch's allocator."""
         return self.needed - self.kinds["context"] - self.kinds["communication buffers"]
 
     def held(self, capacity: float = math.inf) -> float:
-        """What a monitor shows on a GPU of `capacity` bytes."""
+        """Return what a monitor shows on a GPU of `capacity` bytes."""
         return max(self.needed, min(self.needed + self.slack, capacity))
 
 
@@ -94,7 +94,7 @@ def fullest(memories: list[RankMemory]) -> RankMemory:
 
 
 def fits(memory: RankMemory, cluster: Cluster) -> bool:
-    """Whether a rank's peak is within what the driver reports of the GPU's memory."""
+    """Return whether a rank's peak is within what the driver reports of the GPU's memory."""
     return memory.needed <= cluster.gpu.memory_gib * GIB
 
 
@@ -351,7 +351,7 @@ class _Rank:
         return self.job.lean_loss and (self.layout.dp > 1 or self.tokens >= fewest)
 
     def _gradients_of_loss(self) -> float:
-        """Of hidden states and of the head, in fp32."""
+        """The gradients of hidden states and of the head, in fp32."""
         head = 0 if self.job.lora else self.shape.head_outputs / self.layout.tp
         return 4 * self.shape.hidden * (self.tokens + head)
 

@@ -25,7 +25,7 @@ _LEFT, _TOP, _PLOT, _ROW, _STEP, _MARGIN = 380, 78, 760, 26, 36, 90  # pixels
 
 
 def write_memory(path: str | Path, found: Found) -> None:
-    """One bar per layout, its kinds of memory side by side, the GPU's memory as a line.
+    """Draw a bar per layout, its kinds of memory side by side, the GPU's memory as a line.
 
     Raises:
         SpecError: a PNG without matplotlib, or another kind of file.

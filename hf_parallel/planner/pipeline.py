@@ -41,7 +41,7 @@ class Stage:
 
     @property
     def layers(self) -> int:
-        """How many blocks."""
+        """The number of blocks."""
         return sum(count for _, count in self.counts)
 
     def ends(self, tp: int) -> float:
@@ -180,7 +180,7 @@ def stages_by_rank(stages: tuple[Stage, ...], layout: Layout) -> list[list[Stage
 
 
 def remote_neighbours(stages: list[Stage]) -> int:
-    """How many times a stage beside one of these is on another rank; the two at the bottom of a V are on one."""
+    """Count the times that a stage beside one of these is on another rank; the two at the bottom of a V are on one."""
     here = {stage.index for stage in stages}
     beside = [(stage.index - 1, not stage.is_first) for stage in stages]
     beside += [(stage.index + 1, not stage.is_last) for stage in stages]
@@ -227,7 +227,7 @@ def live_forwards(layout: Layout, job: Job) -> tuple[int, ...]:
 
 
 def split_backwards(stage: int, layout: Layout, job: Job) -> int:
-    """How many backwards of a stage run in two halves per step.
+    """Count the backwards of a stage that run in two halves per step.
 
     The first stage has no gradient of its input to compute: its backward is one piece in any schedule.
     """

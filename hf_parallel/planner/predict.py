@@ -1,4 +1,4 @@
-"""One call from a model, a cluster, a layout and a batch to step time and memory, with the reasons.
+"""Prediction of step time and memory, with the reasons, from a model, a cluster, a layout and a batch.
 
 prediction = predict(model=config, gpu="h100-80gb", gpus=64, layout={"tp": 8, "pp": 2}, seq=4096, micro_batch=1,
                      global_batch=256, recompute="full")
@@ -65,7 +65,7 @@ _WAITS = {"tp": 0.5, "tp_row": 0.5, "tp_col": 0.5, "ep": 1.0}
 
 
 def gemm_seconds(gpu: Gpu, precision: str, m: float, n: float, k: float) -> float:
-    """One matrix product [m, k] x [k, n]."""
+    """Return the seconds of a matrix product [m, k] x [k, n]."""
     e = gpu.efficiency
     tiles = math.ceil(m / _TILE) * math.ceil(n / _TILE)
     filled = tiles / (tiles + e.waves * gpu.units)
@@ -115,7 +115,7 @@ def plus(one: dict[str, float], other: dict[str, float]) -> dict[str, float]:
 
 @functools.lru_cache(maxsize=4096)
 def block_times(block: Block, hidden: int, layout: Layout, job: Job, cluster: Cluster) -> Times:
-    """One block on one rank, with its communication over tp, cp and ep, and under ZeRO-3 of its weights."""
+    """Return the times of a block on one rank, with its communication over tp, cp, ep and ZeRO-3."""
     gpu, tokens = cluster.gpu, job.tokens(layout)
     forward, backward = (
         {
@@ -297,7 +297,7 @@ def kind_of(transfer: Transfer) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def stage_times(stage: Stage, layout: Layout, job: Job, cluster: Cluster) -> Times:
-    """One micro-batch on one stage."""
+    """Return the times of a micro-batch on one stage."""
     job = computed_job(layout, job)
     head = _head_times(stage.shape, layout, job, cluster.gpu) if stage.is_last else Times()
     total = head.with_waits(end_transfers(stage, layout, job, cluster), cluster.gpu)

@@ -1,4 +1,4 @@
-"""What is predicted of a step: seconds, memory, bytes sent; and each formula with its numbers and source."""
+"""The prediction of a step: seconds, memory, bytes sent; and each formula with its numbers and source."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ class Breakdown:
 
     @property
     def bytes_by_axis(self) -> dict[str, float]:
-        """What a rank sends in one step, by the ring formulas."""
+        """The bytes that a rank sends in one step, by the ring formulas."""
         axes = dict.fromkeys(transfer.axis for transfer in self.communication)
         return {axis: sum(t.bytes for t in self.communication if t.axis == axis) for axis in axes}
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What `predict` returns. `mfu`: model FLOPs utilisation in 0..1, attention counted without a mask (PaLM)."""
+    """The result of `predict`. `mfu`: model FLOPs utilisation in 0..1, attention counted without a mask (PaLM)."""
 
     step_time_s: float
     tokens_per_s_per_gpu: float

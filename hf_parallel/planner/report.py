@@ -1,4 +1,4 @@
-"""How a plan reads: a table, why not, what to run; specs in files."""
+"""Plans as text: a table, why not, what to run; specs in files."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _heading(found: Found) -> str:
 
 
 def _remarks(found: Found, dollars: float | None) -> Iterator[str]:
-    """What is to be said of the first, of all that share a warning, and of what is missing."""
+    """Yield remarks on the first layout, on all that share a warning, and on what is missing."""
     room = f"{found.goal.cluster.gpu.memory_gib:.1f} GiB"
     yield (
         "GiB of the fullest GPU: allocated by tensors; reserved by torch, which gives back the rest before it fails; "
@@ -169,7 +169,7 @@ def command(choice: Choice) -> str:
 
 
 def write_specs(folder: str | Path, found: Found) -> list[Path]:
-    """One YAML file per layout, as --parallel takes it; predictions stand in comments."""
+    """Write a YAML file per layout, as --parallel takes it; predictions stand in comments."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     written = []

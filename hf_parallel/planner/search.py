@@ -228,7 +228,7 @@ class _Search:
         return [*sorted(near, key=lambda choice: choice.needed_gib), *each[len(near) :]]
 
     def _tried(self, config: ParallelConfig, limit: float) -> Iterator[Choice]:
-        """What fits; what does not counts for the leanest."""
+        """Yield what fits; what does not counts for the leanest."""
         for choice in variants(self.goal, config, limit, self.ways):
             self.looked_at += 1
             if isinstance(choice, Choice):
@@ -237,7 +237,7 @@ class _Search:
                 self.leanest = min(self.leanest, choice.gib)
 
     def accepted(self, ranked: Iterable[Choice]) -> Iterator[Choice]:
-        """Those that the engine takes, asked one by one: of the ranking only what led it on its way has been."""
+        """Yield candidates that the engine takes, checked lazily in order of predicted speed."""
         return (choice for choice in ranked if self.accept(choice.config))
 
     def rounding(self, best: Choice, ranked: list[Choice]) -> Choice | None:

@@ -1,4 +1,4 @@
-"""What a model costs, block by block: parameters, matrix products, attention; of a model, or of six numbers.
+"""The cost of a model, block by block: parameters, matrix products, attention; of a model, or of six numbers.
 
     shape = shape_of(AutoConfig.from_pretrained(...))                       # any architecture, built on `meta`
     shape = shape_of({"layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "ffn_hidden": 14336, "vocab": 128256})
@@ -48,13 +48,13 @@ class Matrix:
 
     @property
     def flops(self) -> float:
-        """Of a forward, per token: a multiplication and an addition for each weight that the token meets."""
+        """FLOPs of a forward, per token: a multiplication and an addition for each weight that the token meets."""
         return 2.0 * self.parameters * self.share
 
 
 @dataclass(frozen=True)
 class Attention:
-    """One attention: its heads, their widths, and how far they look (`window`: tokens; None: the whole sequence)."""
+    """An attention: its heads, their widths, and how far they look (`window`: tokens; None: the whole sequence)."""
 
     heads: int
     kv_heads: int
@@ -73,14 +73,14 @@ class Attention:
         return 2.0 * self.heads * (self.qk_width + self.v_width) * (length if full else self.keys(length))
 
     def keys(self, length: int) -> float:
-        """How many keys a token sees on average."""
+        """Return how many keys a token sees on average."""
         window = min(self.window or length, length)
         return window * (1 - window / (2 * length)) if self.causal else window
 
 
 @dataclass(frozen=True, eq=False)  # compared by identity: layers that are alike share one object
 class Block:
-    """One layer. `inner`: features between the halves of its MLPs that one token meets; `others`: norms, biases."""
+    """A layer. `inner`: features between the halves of its MLPs that one token meets; `others`: norms, biases."""
 
     matrices: tuple[Matrix, ...]
     attentions: tuple[Attention, ...]
@@ -101,7 +101,7 @@ class Block:
         return sum(matrix.parameters for matrix in self.matrices if matrix.split == "expert")
 
     def flops(self, length: int, full_attention: bool = False) -> float:
-        """Of a forward, per token of a sequence of `length`."""
+        """Return the FLOPs of a forward, per token of a sequence of `length`."""
         attention = sum(part.flops(length, full_attention) for part in self.attentions)
         return attention + sum(matrix.flops for matrix in self.matrices)
 
@@ -122,7 +122,7 @@ class ModelShape:
 
     @property
     def layers(self) -> int:
-        """How many blocks."""
+        """The number of blocks."""
         return len(self.blocks)
 
     @property
@@ -133,7 +133,7 @@ class ModelShape:
 
     @property
     def head_flops(self) -> float:
-        """Of the logits, forward, per token."""
+        """FLOPs of the logits, forward, per token."""
         return 2.0 * self.hidden * self.head_outputs
 
     def forward_flops(self, length: int, full_attention: bool = False) -> float:
@@ -210,7 +210,7 @@ def _built(name: str, vocab: int, layers: int, tied: bool, layer: tuple) -> Mode
 
 
 def usual_heads(hidden: int) -> int:
-    """As many heads as make their width the multiple of 8 nearest to 128."""
+    """Return the heads whose width is the multiple of 8 nearest to 128."""
     divisors = [count for count in range(1, hidden // 8 + 1) if hidden % count == 0]
     return min(divisors, key=lambda count: abs(hidden / count - 128))
 
@@ -247,7 +247,7 @@ def dense_block(
 
 
 def distinct(blocks: Iterable[Block]) -> dict[Block, int]:
-    """How often each different block occurs."""
+    """Count the occurrences of each different block."""
     counts: dict[Block, int] = {}
     for block in blocks:
         counts[block] = counts.get(block, 0) + 1
@@ -383,7 +383,7 @@ def _is_attention(module: nn.Module) -> bool:
 
 
 def _experts(layer: nn.Module, config: PretrainedConfig) -> tuple[int, int]:
-    """How many experts work for a token, and how many there are; modules know best, layers may differ."""
+    """Return how many experts work for a token, and how many there are; modules know best, layers may differ."""
     found = {"top_k": getattr(config, "num_experts_per_tok", None), "num_experts": None}
     for part in layer.modules():
         found |= {key: vars(part)[key] for key in found if isinstance(vars(part).get(key), int)}
@@ -453,7 +453,7 @@ def _attention(name: str, module: nn.Module, config: PretrainedConfig) -> Attent
 
 
 def _window(module: nn.Module, config: PretrainedConfig) -> int | None:
-    """Of this layer; where all have one, some models (Mistral, Phi-3) say so in their config alone."""
+    """Return this layer's window; where all have one, some models (Mistral, Phi-3) say so in their config alone."""
     if hasattr(module, "sliding_window") or getattr(config, "layer_types", None):
         return _first(module, None, "sliding_window")
     return _first(None, config, "sliding_window") if getattr(config, "use_sliding_window", True) else None

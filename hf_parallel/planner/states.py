@@ -59,7 +59,7 @@ def summed_width(job: Job) -> float:
 
 
 def state_bytes(job: Job, zero_stage: int) -> StateBytes:
-    """What training keeps per parameter that is not an adapter's.
+    """Return the bytes that training keeps per parameter that is not an adapter's.
 
     Gradients are summed as `Job.gradient_bytes` says. Under ZeRO-3 the sharded master copy is the only one: the 16-bit
     weights exist in gathered layers alone, and so do 16-bit gradients beside their sum. Without master weights, and in
@@ -86,7 +86,7 @@ def adapter_width(job: Job) -> int:
 
 
 def adapter_bytes(job: Job) -> StateBytes:
-    """What training keeps per parameter of an adapter."""
+    """Return the bytes that training keeps per parameter of an adapter."""
     if job.habits.fsdp2 and parameters_rest(job.offload):
         return StateBytes(0, 0, 0)
     moments = moment_bytes(job.optimizer, ADAPTER_WIDTH) if job.offload == "none" else 0.0
@@ -102,7 +102,7 @@ def state_width(job: Job) -> float:
 
 
 def host_bytes(parameters: float, job: Job) -> float:
-    """What `parameters` whose optimizer runs on the host take in its memory: gradient, weight, two moments."""
+    """Return the bytes of host memory for `parameters` whose optimizer runs there: gradient, weight, two moments."""
     if job.offload == "optimizer":
         return parameters * 2 * state_width(job)
     if job.offload == "nvme_all":

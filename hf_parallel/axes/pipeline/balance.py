@@ -1,4 +1,4 @@
-"""How many layers each pipeline stage gets, so that the slowest stage is as fast as it can be.
+"""Layers per pipeline stage, chosen so that the slowest stage is as fast as it can be.
 
 Every stage waits for the slowest one, and the last has the head on top of its layers. Costs are forward FLOPs per
 token as in Narayanan et al., 2021 (Megatron-LM, appendix): 2 per weight of each matrix that a token meets, plus
@@ -44,7 +44,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Costs:
-    """What runs `before` the layers (embedding), the layers, and what runs `after` them (norm, head, loss)."""
+    """The costs of what runs `before` the layers (embedding), of the layers, and of what runs `after` them."""
 
     before: Cost
     layers: tuple[Cost, ...]
@@ -85,7 +85,7 @@ def with_recomputation(costs: Costs, recompute: str = "full") -> Costs:
 
 
 def checkpointed(recompute: str, layers: int) -> list[bool]:
-    """Which layers run a second time as a whole; of `selective` next to nothing does."""
+    """Return which layers run a second time as a whole; of `selective` next to nothing does."""
     each = recomputed_every(recompute) or int(recompute == "full")
     return [each > 0 and place % each == 0 for place in range(layers)]
 
@@ -107,7 +107,7 @@ def _weights_cost(module: nn.Module, active_share: float = 1) -> Cost:
 
 
 def _active_share(layer: nn.Module, config: PretrainedConfig) -> float:
-    """Which part of a layer's experts works for one token; the modules know best, layers may differ."""
+    """Return the part of a layer's experts that works for one token; the modules know best, layers may differ."""
     found = {"top_k": getattr(config, "num_experts_per_tok", None), "num_experts": None}
     for part in layer.modules():
         found |= {key: vars(part)[key] for key in found if isinstance(vars(part).get(key), int)}
@@ -189,6 +189,6 @@ def best_split(
 
 
 def explain(costs: Costs, counts: tuple[int, ...]) -> str:
-    """One line for the layout report: `layers per stage 9, 9, 9, 5 (the head costs 3.8 layers)`."""
+    """Return a line for the layout report: `layers per stage 9, 9, 9, 5 (the head costs 3.8 layers)`."""
     head = costs.after.flops * len(costs.layers) / (sum(cost.flops for cost in costs.layers) or 1)
     return f"layers per stage {', '.join(map(str, counts))} (the head costs {head:.1f} layers)"

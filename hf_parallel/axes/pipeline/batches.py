@@ -28,17 +28,17 @@ COUNTED = "hf_parallel_counted_tokens"
 
 
 def by_positions(batch: Batch) -> Batch:
-    """What a model takes of a batch of packs: no mask, which would stand for their positions."""
+    """Return what a model takes of a batch of packs: no mask, which would stand for their positions."""
     return {key: value for key, value in batch.items() if key != "attention_mask"} if COUNTED in batch else batch
 
 
 def without_count(batch: Batch) -> Batch:
-    """What a model has a name for."""
+    """Return the entries that a model has a name for."""
     return {key: value for key, value in batch.items() if key != COUNTED}
 
 
 def counted_tokens(batch: Batch) -> torch.Tensor | None:
-    """Which tokens [rows, length] are no padding; None: all."""
+    """Return which tokens [rows, length] are no padding; None: all."""
     return batch.get(COUNTED, batch.get("attention_mask"))
 
 
@@ -115,7 +115,7 @@ def tokens_of(batch: Batch) -> torch.Tensor:
 
 
 def count_targets(batch: Batch) -> torch.Tensor:
-    """How many tokens the causal loss averages over: labels are shifted by one, -100 does not count."""
+    """Count the tokens that the causal loss averages over: labels are shifted by one, -100 does not count."""
     labels = batch["shift_labels"] if batch.get("shift_labels") is not None else batch["labels"][..., 1:]
     return (labels != -100).sum()
 
@@ -154,7 +154,7 @@ def wants(config: PretrainedConfig, batch: Batch, key: str) -> bool:
 
 
 def refuse_partial_outputs(config: PretrainedConfig, batch: Batch, balances: bool) -> None:
-    """What each stage would have only a part of.
+    """Refuse outputs of which each stage would have only a part.
 
     Args:
         balances: are router logits counted stage by stage?

@@ -172,13 +172,13 @@ class DelayedPipeline:
                 _move(parameter)
 
     def _goal(self, place: int) -> tuple[int, int]:
-        """How many forwards and backwards a stage has run at the end of the step, counted from its first one."""
+        """Return how many forwards and backwards a stage has run at the end of the step."""
         count, known = len(self.updates[0]), sum(map(len, self.updates))
         forwards, backwards = ahead_of_step(place, self.ranks)
         return min(known, count + forwards), min(known, count + backwards)
 
     def _next_kind(self) -> str | None:
-        """What this stage runs now: no more forwards ahead than 1F1B has."""
+        """Return what this stage runs now: no more forwards ahead than 1F1B has."""
         forwards, backwards = self._done[FORWARD], self._done[BACKWARD]
         goal = self._goal(self.place)
         if (forwards, backwards) == goal:

@@ -133,7 +133,7 @@ def run_calls(engine: StageRunner, calls: list[ScheduledCall], held: HeldRun | N
 
 
 def _unwrapped(error: RuntimeError) -> BaseException:
-    """What has failed in a stage, as it fails in one process: torch's schedule raises an error of its own for it."""
+    """Return a stage's own error, as it fails in one process: torch's schedule raises one of its own for it."""
     is_wrapper = str(error).lstrip().startswith(("[Stage", "Failed to run stage"))
     return error.__cause__ if is_wrapper and error.__cause__ is not None else error
 
@@ -193,7 +193,7 @@ class PipelineEngine(StageRunner):
         self.model.forward, backbone.forward = model_forward, backbone_forward
 
     def set_forward(self, forward: Callable) -> None:
-        """What computes the model's outputs around its backbone from here on: the last stage's loss among them."""
+        """Set what computes the model's outputs around its backbone: the last stage's loss among them."""
         self._model_forward, self._signature = forward, inspect.signature(forward)
 
     # ---- one call ------------------------------------------------------------------------------------------------
@@ -234,7 +234,7 @@ class PipelineEngine(StageRunner):
 
     @contextlib.contextmanager
     def announcing(self) -> Iterator[list[ScheduledCall]]:
-        """In here training calls of the model compute nothing: they are to be made later. Yield a list of them."""
+        """Collect training calls of the model, which compute nothing: they are made later. Yield the list."""
         self.announced = []
         try:
             yield self.announced

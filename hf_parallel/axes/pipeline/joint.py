@@ -33,7 +33,7 @@ Fresh = list[tuple[torch.nn.Parameter, torch.Tensor | None]]
 
 @dataclass
 class ScheduledCall:
-    """One training call of the model.
+    """A training call of the model.
 
     Attributes:
         count: of its micro-batches.
@@ -62,7 +62,7 @@ class Parts:
 
     @property
     def boundaries(self) -> list[torch.Tensor]:
-        """What travels between stages, for each micro-batch."""
+        """The tensors that travel between stages, for each micro-batch."""
         return [call.boundary for call, _ in self.places]
 
     def around(self, micro_batch: int) -> contextlib.AbstractContextManager[None]:
@@ -84,7 +84,7 @@ class Parts:
 
 @dataclass
 class Ran:
-    """What a run of the schedule gave.
+    """The results of a run of the schedule.
 
     Attributes:
         losses: of each call.

@@ -1,4 +1,4 @@
-"""What a pipeline knows of a model, and what it will do to it."""
+"""The facts that a pipeline needs of a model, and what it will do to it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class StageFacts:
 
 @dataclass(frozen=True)
 class PipelinePart:
-    """What the pipeline will do. `config`: with the schedule chosen; `layers_per_stage`: in order of the stages."""
+    """The part of pp in a plan. `config`: with the schedule chosen; `layers_per_stage`: in order of the stages."""
 
     config: ParallelConfig
     layers_per_stage: tuple[int, ...]

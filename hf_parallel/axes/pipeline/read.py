@@ -1,4 +1,4 @@
-"""What a pipeline needs to know of a model, and what it decides from it: schedule and layers per stage."""
+"""Reading of a model for a pipeline, and the choice of its schedule and layers per stage."""
 
 from __future__ import annotations
 

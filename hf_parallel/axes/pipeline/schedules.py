@@ -51,7 +51,7 @@ def predicted_bubble(config: ParallelConfig, layers: tuple[int, ...], micro_batc
 
 
 def micro_batch_count(rows: int, config: ParallelConfig) -> int:
-    """How many micro-batches a batch of `rows` is cut into.
+    """Return how many micro-batches a batch of `rows` is cut into.
 
     By default the largest divisor of `rows` up to 4 x ranks that the schedule takes: a bubble of at most (p - 1) / 4p
     of the step, and micro-batches no smaller than that needs.
@@ -108,7 +108,7 @@ def build_schedule(
     recorder: Recorder,
     connected: bool,
 ) -> tuple[_PipelineSchedule, list[TorchStage]]:
-    """One torch schedule, and its stages, for one number of micro-batches, of any shape.
+    """Build a torch schedule, and its stages, for one number of micro-batches, of any shape.
 
     Args:
         modules: this rank's stages by index, each called as module(hidden, micro_batch=index).

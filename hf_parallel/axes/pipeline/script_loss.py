@@ -59,7 +59,7 @@ CUTS = (Cut(1, False), Cut(1, True), Cut(2, False), Cut(2, True))
 
 @dataclass
 class Plan:
-    """What is known of a script's loss after its first step."""
+    """The facts of a script's loss that are known after its first step."""
 
     calls: list[Call]
     cut: Cut
@@ -67,7 +67,7 @@ class Plan:
 
     @property
     def main(self) -> int:
-        """Which call has a gradient."""
+        """Number of the call that has a gradient."""
         return next(i for i, call in enumerate(self.calls) if call.grad)
 
     @property
@@ -90,7 +90,7 @@ class Plan:
 def find_plan(
     engine: StageRunner, batch: Batch, made: list[Made], loss_of: Loss, quietly: Quietly, counts: bool = True
 ) -> Plan | None:
-    """How the loss may be scheduled, or None if it needs whole batches. Collective over all ranks.
+    """Find how the loss may be scheduled; None: it needs whole batches. Collective over all ranks.
 
     Args:
         made: the calls of `loss_of(batch)`, as `served` returns them.
@@ -189,7 +189,7 @@ def _disturbed_batch(engine: StageRunner, batch: Batch, generator: torch.Generat
 
 
 def _emptied(key: str, value: torch.Tensor, padding: int | None) -> int | None:
-    """What stands where there is no token: in labels, masks, tokens."""
+    """Return the value that stands where there is no token: in labels, masks, tokens."""
     if key.endswith("labels"):
         return -100
     if value.dtype == torch.bool or ("mask" in key and value.max() <= 1 and value.min() >= 0):
@@ -321,7 +321,7 @@ def _leave_with_call(part: Batch, engine: StageRunner, kwargs: Batch) -> NoRetur
 def _answers(
     engine: StageRunner, plan: Plan, part: Batch, outputs: list[ModelOutput | None], hidden: torch.Tensor | None
 ) -> list[Answer]:
-    """What each call of the loss of one micro-batch gets, on the last stage."""
+    """Return what each call of the loss of one micro-batch gets, on the last stage."""
 
     def answer(expected: Call, output: ModelOutput | None, caller: StageRunner, kwargs: Batch) -> ModelOutput:
         if not describe(caller, kwargs, part, values=False).alike(expected):

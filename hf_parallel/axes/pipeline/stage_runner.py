@@ -80,7 +80,7 @@ def pipelines_of(mesh: ParallelMesh) -> Pipelines:
 
 
 class Stage(nn.Module):
-    """What FSDP2 and torch's schedule see: a module that holds one stage's parts and runs what it is given."""
+    """A module for FSDP2 and torch's schedule: it holds one stage's parts and runs what it is given."""
 
     def __init__(self, view: StageView) -> None:
         super().__init__()
@@ -166,7 +166,7 @@ class StageRunner:
         return self.services.at_rest([self.model.get_input_embeddings().weight])
 
     def balance_of(self, kwargs: Batch) -> RouterBalance | None:
-        """What counts what routers choose in all layers, if this call of the model or its backbone asks for it."""
+        """Return what counts the routers' choices in all layers, if this call asks for it."""
         return self.services.balance if wants(self.model.config, kwargs, "output_router_logits") else None
 
     @contextlib.contextmanager
@@ -197,7 +197,7 @@ class StageRunner:
             stage.work = None  # it holds the batch
 
     def enter(self, view: StageView, on_call: Handler | None, call: Callable[[], T]) -> T:
-        """What `call` returns, or leaves the stage with, while the model's backbone runs as one stage.
+        """Return what `call` returns, or leaves the stage with, while the model's backbone runs as one stage.
 
         Args:
             on_call: answers each call of the backbone.
@@ -212,7 +212,7 @@ class StageRunner:
             self._view, self._on_call = former
 
     def layers(self, view: StageView, hidden: torch.Tensor | None, kwargs: Batch) -> torch.Tensor:
-        """One micro-batch through the layers of a stage before the last."""
+        """Run a micro-batch through the layers of a stage before the last."""
         return self.enter(view, None, lambda: self.run_backbone(hidden, kwargs))
 
     def run_backbone(self, hidden: torch.Tensor | None, kwargs: Batch) -> ModelOutput:
@@ -255,7 +255,7 @@ class StageRunner:
         return self.services.lowered_dtype() or boundary_dtype(self._layers)
 
     def take_over(self) -> torch.Tensor:
-        """What a stage of this rank has left for the next one here."""
+        """Take what a stage of this rank has left for the next one here."""
         assert self.handed_over is not None
         tensor, self.handed_over = self.handed_over, None
         return tensor

@@ -183,7 +183,7 @@ class AddsNothing(PassThrough):
 
 
 def stand_in_for(module: nn.Module, kind: type[Kind]) -> Kind:
-    """What stands in the place of `module`, or of the one that `module` stands for."""
+    """Return the stand-in in the place of `module`, or of the one that `module` stands for."""
     known = {key: vars(module)[key] for key in ("real", "same", "where", "device_here") if isinstance(module, StandIn)}
     real = known.get("real", module)
     kinds: tuple[type, type] = kind, type(real)
@@ -204,7 +204,7 @@ def _class(kind: type, real: type) -> type:
 
 
 def stand_ins(model: nn.Module, prefix: str = "") -> dict[str, StandIn]:
-    """Those in `model` by name, without those that are parts of another one."""
+    """Return the stand-ins in `model` by name, without those that are parts of another one."""
     found: dict[str, StandIn] = {}
     for name, child in model.named_children():
         full = f"{prefix}{name}"
@@ -248,7 +248,7 @@ class RemoteModules:
 
     @contextlib.contextmanager
     def shown(self, model: PreTrainedModel) -> Iterator[None]:
-        """In here `model` has all modules. What those of other stages turn into stays aside for the next time."""
+        """Show all modules in `model`. What those of other stages turn into stays aside for the next time."""
         places = {
             name: (model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in self.modules
         }
@@ -263,7 +263,7 @@ class RemoteModules:
 
     @contextlib.contextmanager
     def counted(self, model: PreTrainedModel) -> Iterator[None]:
-        """The same, and both ends of a tie are one parameter, where one of them is another stage's: to count them."""
+        """Show all modules, and both ends of a tie as one parameter, where one is another stage's: to count them."""
         former = []
         with self.shown(model):
             for target, source in model._hf_parallel_tied_keys.items():
@@ -288,7 +288,7 @@ def follow_wrappers(stages: nn.ModuleList, model: nn.Module) -> None:
 
 
 def without_values(module: nn.Module) -> nn.Module:
-    """The same module with parameters and buffers on the meta device; others may go on to hold the former ones."""
+    """Return the module with tensors on the meta device; others may go on to hold the former ones."""
     for part in module.modules():
         for name, parameter in part._parameters.items():
             if parameter is not None:
@@ -304,7 +304,7 @@ Swap = tuple[nn.Module, str, nn.Module | None]  # owner, name, what stands there
 
 @dataclass
 class StageView:
-    """One stage of this rank: what the model must look like while it runs."""
+    """A stage of this rank: what the model must look like while it runs."""
 
     index: int
     layers: list[nn.Module]
@@ -357,7 +357,7 @@ def cut_into_stages(model: PreTrainedModel, part: PipelinePart, rank: int) -> tu
 def _stage_of(
     model: nn.Module, backbone: nn.Module, plan: Backbone, ranges: list[tuple[int, int]]
 ) -> Callable[[str], int]:
-    """Which stage holds the module of a name in `model`."""
+    """Return a function from a module's name in `model` to the stage that holds it."""
     prefix = "".join(f"{name}." for name, module in model.named_modules() if module is backbone and name)
     stages = {f"{prefix}{name}": 0 for name in plan.before}
     for stage, (first, last) in enumerate(ranges):
@@ -366,7 +366,7 @@ def _stage_of(
 
 
 def _remote_modules(model: nn.Module, whole: dict[str, nn.Module], kept: nn.Module | None) -> RemoteModules:
-    """What `model` had before it was cut and has no more; and the embedding that a tied head keeps but nobody runs."""
+    """Return what `model` had before it was cut and has no more; and the embedding of a tied head that nobody runs."""
     gone = stand_ins(model)
     embedding = {name: module for name, module in whole.items() if kept is not None and module is kept}
     return RemoteModules({**{name: without_values(whole[name]) for name in gone}, **embedding})

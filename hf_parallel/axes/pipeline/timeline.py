@@ -44,7 +44,7 @@ SIMPLEST_FIRST = ("gpipe", "1f1b", *LOOPED_SCHEDULES, *V_SCHEDULES)
 
 
 class Action(NamedTuple):
-    """One piece of work of one rank. An overlap has two parts, a forward and a full backward, and no stage itself."""
+    """A piece of work of one rank. An overlap has two parts, a forward and a full backward, and no stage itself."""
 
     kind: str
     stage: int
@@ -94,7 +94,7 @@ def _check_numbers(name: str, stages: int, virtual: int, micro_batches: int) -> 
 
 
 class _StandIn:
-    """What torch's schedules read of a stage. It computes nothing and notes what they ask it to run."""
+    """A stage as torch's schedules read it. It computes nothing and notes what they ask it to run."""
 
     is_first = is_last = False  # so no loss is asked for
     has_backward = True
@@ -165,7 +165,7 @@ def _check_complete(name: str, actions: Order, stages: int, micro_batches: int) 
 
 
 def flat(actions: Iterable[Action]) -> list[Action]:
-    """The same actions with overlaps taken apart."""
+    """Take overlaps apart."""
     return [part for action in actions for part in action.parts or (action,)]
 
 
@@ -196,7 +196,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """What every rank did when: simulated, or recorded in a real run."""
+    """The actions of every rank and when they ran: simulated, or recorded in a real run."""
 
     spans: list[Span]
     ranks: int
@@ -485,7 +485,7 @@ def _caption(timeline: Timeline, predicted: float | None, measured: float | None
 
 
 def _rows(timeline: Timeline) -> Iterator[str]:
-    """What stays visible of a row is idle time."""
+    """Yield the rows of a picture; what stays visible of a row is idle time."""
     for rank in range(timeline.ranks):
         y = _TOP + rank * _STEP
         yield text_at(_LEFT - 12, y + _ROW / 2 + 4, f"rank {rank}", fill=QUIET, anchor="end")
@@ -519,7 +519,7 @@ def _box(span: Span, x: float, y: float, wide: float, colour: str) -> str:
 
 
 def _shades(timeline: Timeline) -> dict[tuple[int, int], float]:
-    """How much white to mix in: the later a stage among those of its rank, the lighter."""
+    """Return how much white to mix in: the later a stage among those of its rank, the lighter."""
     shades = {}
     for rank in range(timeline.ranks):
         stages = sorted({span.stage for span in timeline.spans if span.rank == rank})

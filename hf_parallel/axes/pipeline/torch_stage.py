@@ -70,7 +70,7 @@ class TorchStage(PipelineStage):
 
     @contextlib.contextmanager
     def _describing(self) -> Iterator[None]:
-        """In here torch's buffers take no memory."""
+        """Let torch's buffers take no memory."""
         device, self.device = self.device, torch.device("meta")
         try:
             yield
@@ -93,10 +93,10 @@ class TorchStage(PipelineStage):
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
 
     def _validate_stage_tensors(self, *args: object, **kwargs: object) -> None:
-        """Of every message, under TORCH_DISTRIBUTED_DEBUG=DETAIL, against the shape of the first step."""
+        """Skip a check of every message against the shape of the first step (TORCH_DISTRIBUTED_DEBUG=DETAIL)."""
 
     def _validate_fwd_outputs(self, *args: object, **kwargs: object) -> None:
-        """The same in torch 2.11."""
+        """Skip the check of torch 2.11."""
 
     def clear_runtime_states(self) -> None:
         """Buffers and their gradients are gone by the end of a step; torch 2.11 would look for them."""
@@ -147,7 +147,7 @@ class TorchStage(PipelineStage):
                 info.buffer = torch.empty_like(self.boundaries[chunk], device=self.device, requires_grad=False)
 
     def _fill_gradients(self, chunk: int) -> None:
-        """What has no gradient sends zeros: the stage before waits for a message."""
+        """Put zeros where there is no gradient: the stage before waits for a message."""
         if self.has_backward and not self.is_first and chunk in self.bwd_cache:
             known, like = self.bwd_cache[chunk], self.boundaries[chunk]
             self.bwd_cache[chunk] = tuple(

@@ -56,7 +56,7 @@ class FromBatch:
 
 @dataclass
 class Call:
-    """One call of a backbone, as the last stage describes it to the others."""
+    """A call of a backbone, as the last stage describes it to the others."""
 
     model: int  # the how manyth pipelined model of the mesh
     kwargs: Batch
@@ -65,7 +65,7 @@ class Call:
     adapters: object  # which of them are on, if the model has any
 
     def alike(self, other: Call) -> bool:
-        """The same call but for the values of tensors that are not in the batch?"""
+        """Return whether the calls are equal but for the values of tensors that are not in the batch."""
         own, theirs = (self.model, self.grad, self.adapters), (other.model, other.grad, other.adapters)
         return own == theirs and _without_tensors(self.kwargs) == _without_tensors(other.kwargs)
 
@@ -91,7 +91,7 @@ def _without_tensors(kwargs: Batch) -> Batch:
 
 @dataclass
 class Pass:
-    """One micro-batch through the layers of one stage: what came in and what went out, for the backward."""
+    """A micro-batch on its way through the layers of one stage: what came in and what went out, for the backward."""
 
     hidden: torch.Tensor | None
     output: torch.Tensor | None = None
@@ -122,7 +122,7 @@ class Session:
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """In here models know that a script runs on this stage alone."""
+        """Tell models that a script runs on this stage alone."""
         pipelines = self.engine.pipelines
         former, pipelines.session = pipelines.session, self
         try:
@@ -229,7 +229,7 @@ class Serving(Session):
 
 
 def served(engine: StageRunner, batch: Batch, script: Callable[[], object]) -> tuple[ModelOutput, list[Made]]:
-    """What `script` returns on the last stage, on every rank; and the calls it made. Collective over the pipeline."""
+    """Return on every rank what `script` returns on the last stage, and the calls it made. Collective."""
     grad, held = torch.is_grad_enabled(), engine.held_run()
     free(engine)  # of a call whose backward has not come: weights may have changed since
     session = Serving(engine, batch)
@@ -297,7 +297,7 @@ def _pass_count(engine: StageRunner, rows: int) -> int:
 
 
 def _forward_pass(made: Made, part: Batch) -> ModelOutput | None:
-    """One micro-batch through this rank's stages in turn; returns what leaves the last layer of the model, if here."""
+    """Run a micro-batch through this rank's stages; return what leaves the model's last layer, if here."""
     engine, passes = made.engine, dict[int, Pass]()
     made.passes.append(passes)
     output = None
@@ -326,12 +326,12 @@ def _listening(made: Made) -> contextlib.AbstractContextManager[list[torch.Tenso
 
 
 def _attached(made: Made, output: torch.Tensor, logits: list[torch.Tensor], part: Batch) -> torch.Tensor:
-    """What leaves the layers, which takes the gradient of what their routers chose along."""
+    """Return the output of the layers, which takes the gradient of what their routers chose along."""
     return output if made.balance is None else made.balance.attach(output, logits, part, counted_tokens(part))
 
 
 def _receive(engine: StageRunner, index: int, batch: Batch) -> torch.Tensor:
-    """What stage `index` works on, from the stage before it."""
+    """Receive what stage `index` works on, from the stage before it."""
     source = engine.config.rank_of_stage(index - 1)
     if source == engine.group.rank():
         hidden = engine.take_over()

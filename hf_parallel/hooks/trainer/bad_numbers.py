@@ -97,7 +97,7 @@ def _collects(value: object, depth: int = 3) -> bool:
 
 
 def _restored(value: object, before: dict | list | deque) -> object:
-    """The same container with its former content: others may hold it too."""
+    """Return the container with its former content: others may hold it too."""
     if isinstance(value, dict):
         value.clear()
         value.update(before)
@@ -123,7 +123,7 @@ class BadNumberError(RuntimeError, Told):
 
 
 class Looking(TrainerCallback):
-    """Of one training: the batches of the step in progress, and what its norm is."""
+    """A training that is looked at: the batches of the step in progress, and what its norm is."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer, self.action = trainer, runtime.mesh().config.nan_action
@@ -167,7 +167,7 @@ class Looking(TrainerCallback):
         return self.trainer.accelerator.scaler is not None
 
     def logged(self, logs: dict[str, float]) -> None:
-        """What Trainer has read anyway."""
+        """Look at what Trainer has read anyway."""
         known = (logs.get(name) for name in ("loss", "grad_norm"))
         bad = any(isinstance(value, int | float) and not math.isfinite(value) for value in known)
         if bad and not self.bad_steps and not self._is_scaled() and not self._is_read_now():
@@ -295,7 +295,7 @@ def looking(trainer: Trainer) -> Iterator[None]:
 
 @contextlib.contextmanager
 def not_noting() -> Iterator[None]:
-    """In here batches are those of a step that is known."""
+    """Compute batches of a step that is known, without noting them."""
     now = of_session(_Now)
     former, now.looking = now.looking, None
     try:
@@ -326,7 +326,7 @@ def searches_next_step() -> bool:
 
 
 def norm_is(norm: torch.Tensor) -> None:
-    """Of all gradients, before they were clipped."""
+    """Note the norm of all gradients, before they were clipped."""
     looking = of_session(_Now).looking
     if looking is not None:
         looking.norm = norm

@@ -68,7 +68,7 @@ class StepRecord:
 
 @dataclass
 class TrainerRecord:
-    """What holds for all steps, and the one in progress.
+    """The facts that hold for all steps, and the step in progress.
 
     Attributes:
         step: the step in progress; outside of steps one without repeated rows.
@@ -112,7 +112,7 @@ class TrainerRecord:
 
     @contextlib.contextmanager
     def during(self, step: StepRecord) -> Iterator[StepRecord]:
-        """In here this is the step in progress."""
+        """Make this the step in progress."""
         former, self.step = self.step, step
         try:
             yield step
@@ -256,7 +256,7 @@ def forget_in_flight(trainer: Trainer) -> None:
 
 
 class UnfinishedSave:
-    """What is left to do of a save: in a thread if it may go on beside the training."""
+    """The rest of a save: in a thread if it may go on beside the training."""
 
     def __init__(self, trainer: Trainer, saving: folders.Checkpoint, run: str):
         self.saving, self.run, self.step = saving, run, trainer.state.global_step
@@ -311,7 +311,7 @@ def end_begins(trainer: Trainer) -> None:
 
 
 def _rotate(run: str, limit: int | None, best: str | None) -> None:
-    """As Trainer does: the newest and the best stay. Deleted ones lose their name first."""
+    """Delete old checkpoints as Trainer does: the newest and the best stay. Deleted ones lose their name first."""
     from transformers.trainer_utils import sort_checkpoints
 
     found = sort_checkpoints(run, use_mtime=True)
@@ -348,7 +348,7 @@ def _note_best(trainer: Trainer, run: str) -> None:
 
 
 def _export_callbacks(trainer: Trainer) -> None:
-    """As Trainer does just before it writes its state."""
+    """Export callbacks as Trainer does just before it writes its state."""
     from transformers.trainer_callback import ExportableState
 
     kept = trainer.state.stateful_callbacks
@@ -391,7 +391,7 @@ def write_layout(facts: Layout, folder: str) -> None:
 
 
 def data_ranks() -> list[int]:
-    """Which share of the data each rank reads."""
+    """Return which share of the data each rank reads."""
     config = runtime.mesh().config
     return [data_rank(config, rank) for rank in range(config.world_size)]
 
@@ -426,7 +426,7 @@ def _write_state(state: dict[str, object], path: str) -> None:
 
 
 def save_rng_state(output_dir: str) -> None:
-    """One file per process: stages of one model use their random numbers unequally. One process reads rank 0's."""
+    """Write a file per process: stages of one model use their random numbers unequally. One process reads rank 0's."""
     os.makedirs(output_dir, exist_ok=True)
     state: dict[str, object] = {
         "python": random.getstate(),

@@ -1,4 +1,4 @@
-"""What callbacks ask of Trainer in its loop: rank 0's word on every rank.
+"""Requests of callbacks to Trainer's loop: rank 0's word counts on every rank.
 
 A callback may go by a clock, a file or `state.is_world_process_zero`. Then some ranks would save, evaluate or stop
 alone, and all would wait for each other.

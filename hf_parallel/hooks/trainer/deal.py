@@ -72,7 +72,7 @@ class Dealing:
 
     @classmethod
     def of(cls, batches: TokenBatches) -> Dealing:
-        """Of a training that begins."""
+        """Deal out a training that begins."""
         return cls(batches, _new_deal(batches, 0))
 
     def resume(self, deal: Deal, step: int) -> None:

@@ -45,7 +45,7 @@ class Step:
 
 @dataclass
 class ReadAhead:
-    """What a Trainer has read: the step in progress, and those after it."""
+    """The batches that a Trainer has read: those of the step in progress, and of the one after it."""
 
     iterator: Iterator | None = None
     now: Step = field(default_factory=Step)

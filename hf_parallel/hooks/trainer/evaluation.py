@@ -64,7 +64,7 @@ def without_repeats(trainer: Trainer, batches: Iterator) -> Iterator:
 
 
 def _own_examples(trainer: Trainer, each: int) -> int:
-    """How many examples this data rank has of a full batch, of which all have `each` without `batch_shares`."""
+    """Count this data rank's examples of a full batch, of which all have `each` without `batch_shares`."""
     cut = cut_of(trainer.accelerator.gradient_state)
     return each if cut is None else cut[runtime.mesh().data_rank]
 
@@ -147,7 +147,7 @@ def told_apart(trainer: Trainer, batch: rows.Batch, full: int) -> rows.Batch:
 
 
 def rows_per_example(trainer: Trainer, batch: rows.Batch, full: int) -> int:
-    """How many rows an example has, such as two in a batch of [chosen; rejected]; batches of `full` examples tell.
+    """Return how many rows an example has, such as two of [chosen; rejected]; batches of `full` examples tell.
 
     Also of a data set that is less than one batch: it is repeated until the batch is full, where rows are shared out.
     """
@@ -232,7 +232,7 @@ def _real(trainer: Trainer, batch: rows.Batch, real: int, count: int, blocks: in
 
 
 def _step(trainer: Trainer, count: int) -> StepRecord:
-    """Of a batch of so many examples; 0 where they cannot be counted."""
+    """Return the record of a batch of so many examples; 0 where they cannot be counted."""
     state = trainer.accelerator.gradient_state
     if is_ragged(state):
         return StepRecord(real_rows(state, count), share_of_rows(state, count)) if count else StepRecord()

@@ -174,7 +174,7 @@ def _activate(args: TrainingArguments) -> None:
 
 
 def _accelerator_wanted() -> bool:
-    """Whether the ranks shall sit on GPUs or their like; `mps` cannot hold more than one process."""
+    """Return whether the ranks shall sit on GPUs or their like; `mps` cannot hold more than one process."""
     import torch
 
     if os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes", "on"):

@@ -38,7 +38,7 @@ _alone: ParallelConfig | None = None  # of one process, which has no layout to a
 
 
 def set_alone(config: ParallelConfig | None) -> None:
-    """One process was asked for this."""
+    """Remember what one process was asked for."""
     global _alone
     _alone = config
 
@@ -51,14 +51,14 @@ def asked() -> tuple[str, int | bool]:
 
 
 def asked_by(config: ParallelConfig) -> tuple[str, int | bool]:
-    """The same, of this config."""
+    """Return the key of this config that asks for joined batches, and its value."""
     return ("padding_free", True) if config.padding_free else ("pack_tokens", config.pack_tokens)
 
 
 def refuse_joining(
     why: str, works: str | None = None, config: ParallelConfig | None = None, alone: bool = False
 ) -> NoReturn:
-    """Of what cannot be joined.
+    """Refuse what cannot be joined.
 
     Args:
         config: who asks for it, if not the layout in force.
@@ -71,7 +71,7 @@ def refuse_joining(
 
 @dataclass(frozen=True)
 class Beside:
-    """What a joined batch brings along for Trainer; no model sees it.
+    """The entries that a joined batch brings along for Trainer; no model sees them.
 
     Attributes:
         labels: those in which the first of each example still counts, as Trainer counts it where it does not know that
@@ -191,7 +191,7 @@ def length_column(rows: Dataset, args: TrainingArguments) -> str | None:
 
 
 def lengths_of(rows: Dataset, args: TrainingArguments, most: int | None = None) -> list[int] | None:
-    """Of the script's first rows, with all of their columns: that of lengths, else their tokens; None without any."""
+    """Return the lengths of the script's first rows, by their column or their tokens; None without any."""
     name = length_column(rows, args)
     if name is not None:
         return [int(length) for length in rows[name][:most]]
@@ -346,7 +346,7 @@ def _padded(parts: list[dict[str, torch.Tensor]], key: str) -> torch.Tensor:
 
 @contextlib.contextmanager
 def random_numbers_kept() -> Iterator[None]:
-    """What is drawn in here is as if it had not been."""
+    """Draw as if it had not been: random states are restored afterwards."""
     of_python, of_numpy = random.getstate(), numpy.random.get_state()
     try:
         with torch.random.fork_rng():
@@ -375,7 +375,7 @@ def wanted() -> bool:
 
 
 def remember(goal: Goal, config: ParallelConfig) -> None:
-    """What `--parallel auto` has planned, for the choice that is made when there are rows."""
+    """Remember what `--parallel auto` has planned, for the choice that is made when there are rows."""
     global _planned
     _planned = goal, config
 
@@ -429,7 +429,7 @@ def adopt(trainer: Trainer, current: runtime.Runtime) -> None:
 
 
 def _padding_found(trainer: Trainer) -> str | None:
-    """How much of batches is padding, in words; None if that is too little to do anything about."""
+    """Return how much of batches is padding, in words; None if that is too little to do anything about."""
     from hf_parallel.planner.choices import share_of
 
     size, lengths = trainer.args.per_device_train_batch_size, _sampled(trainer)
@@ -444,7 +444,7 @@ def _padding_found(trainer: Trainer) -> str | None:
 def _choice(
     trainer: Trainer, config: ParallelConfig, why: str | None, cannot: Callable[[Trainer], str | None]
 ) -> tuple[bool, str]:
-    """Whether, and the line that says why.
+    """Return whether batches are joined, and the line that says why.
 
     Args:
         why: joined examples would give other numbers.
@@ -468,7 +468,7 @@ def _choice(
 
 
 def _why_not(trainer: Trainer, config: ParallelConfig, cannot: Callable[[Trainer], str | None]) -> str | None:
-    """What would change the rows, or cannot be."""
+    """Return what would change the rows, or cannot be."""
     if config.pp_size > 1:
         return f"a pipeline (pp_size={config.pp_size}) cuts batches by rows"
     why = cannot(trainer)

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class Computed(TypedDict):
-    """What a script made of a batch; of a pipeline it goes from the last stage to the others.
+    """The results of a script's loss for a batch; in a pipeline they go from the last stage to the others.
 
     `targets`: of how many its loss is the mean, where that was seen. `known`: is it known what the loss is a mean of?
     `weighs`: does the script weigh means by the count of targets? `again`: the batch has to be computed once more.
@@ -80,7 +80,7 @@ def _given(trainer: Trainer, model: PreTrainedModel, inputs: dict, args: tuple, 
 
 
 def _with_items(args: tuple, kwargs: dict, items: object) -> tuple[tuple, dict]:
-    """The same with another `num_items_in_batch`, where it is: a script's own may have another name for it."""
+    """Return the arguments with another `num_items_in_batch`, where it is: a script may have another name for it."""
     if len(args) > 1:
         return (args[0], items, *args[2:]), kwargs
     return args, {**kwargs, "num_items_in_batch": items}
@@ -185,7 +185,7 @@ def _scheduled(
 def _found(
     trainer: Trainer, engine: PipelineEngine, inputs: dict, made: list[Made], call: Callable, *, counts: bool
 ) -> Plan | None:
-    """How the script's loss may be scheduled, which rank 0 tells; None if it needs whole batches."""
+    """Find how the script's loss may be scheduled, which rank 0 tells; None if it needs whole batches."""
     quietly = functools.partial(_undone, trainer)
     plan = None
     if not trl.needs_whole_batches(trainer):
@@ -198,7 +198,7 @@ def _found(
 
 
 def _settled(trainer: Trainer, inputs: dict, computed: Callable[[dict], Computed], items: object) -> Computed:
-    """What is computed of a batch once it is known whether the script weighs means by the count of targets itself.
+    """Compute a batch's loss. If the script then turns out to weigh means by the count of targets, compute it anew.
 
     It is seen while the loss is computed. A model that the script calls without the count gives it the mean over the
     targets of all data ranks then; where the script goes on to weigh that, the batch is computed once more, with plain
@@ -285,7 +285,7 @@ def _call(
 
 
 def _told_mean(engine: PipelineEngine, logged: list[dict]) -> dict:
-    """What the last stage logged for each micro-batch as one entry for the batch, on every stage."""
+    """Tell every stage, as one entry for the batch, what the last stage logged for each micro-batch."""
     merged: dict[str, object] = {}
     for key in {key: None for logs in logged for key in logs}:
         values = [logs[key] for logs in logged if key in logs]
@@ -328,7 +328,7 @@ def _say_what_is_unknown(trainer: Trainer, known: bool) -> None:
 
 @contextlib.contextmanager
 def _undone(trainer: Trainer) -> Iterator[None]:
-    """What a loss counts and collects in its trainer in here is forgotten: the batch is computed once more."""
+    """Forget what a loss counts and collects in its trainer meanwhile: the batch is computed once more."""
     restore = remembered(trainer)
     try:
         yield
@@ -344,7 +344,7 @@ _OF_THE_END = {"train_loss", "total_flos"}
 
 @patch("transformers.trainer:Trainer.log", "metrics of a pipelined loss are known on the last stage")
 def log(original: Callable, self: Trainer, logs: dict, *args: object, **kwargs: object) -> None:
-    """What a script's loss collects it collects on the last stage: rank 0 shows it."""
+    """Show on rank 0 what a script's loss has collected on the last stage."""
     state = runtime.parallel_state(self.model)
     if state is not None and state.pipeline is not None and state.pipeline.pipelines.session is not None:
         # compute_loss runs on the last stage alone: the others log with it later

@@ -85,7 +85,7 @@ def scope() -> Scope | None:
 
 @contextlib.contextmanager
 def computing(new: Scope) -> Iterator[Scope]:
-    """In here a Trainer computes a loss."""
+    """Compute a loss for a Trainer."""
     global _scope
     former, _scope = _scope, new
     try:
@@ -120,7 +120,7 @@ class Count(torch.Tensor):
 
     @classmethod
     def within(cls, scope: Scope, items: torch.Tensor | float) -> Count:
-        """The same number."""
+        """Return the number as a count of this scope."""
         count = torch.as_tensor(items).as_subclass(cls)
         count.scope = scope
         return count
@@ -149,7 +149,7 @@ def _elements(given: Given, value: torch.Tensor) -> torch.Tensor:
 
 
 def _targets(given: Given, value: torch.Tensor) -> torch.Tensor:
-    """What torch divides by: targets that are not ignored, each with the weight of its class."""
+    """Return what torch divides by: targets that are not ignored, each with the weight of its class."""
     target, weight = given["target"], given.get("weight")
     if target.is_floating_point():  # probabilities of classes
         classes = given["input"].shape[1 if given["input"].ndim > 1 else 0]
@@ -255,7 +255,7 @@ def over_data_ranks(mean: torch.Tensor, count: torch.Tensor, share: float) -> to
 
 
 def normaliser(count: torch.Tensor) -> torch.Tensor:
-    """What a model divides a sum over `count` targets by, so that the average of all data ranks is that over all."""
+    """Return what a sum over `count` targets is divided by, so that data ranks average to the mean over all."""
     if not _forwards or _forwards[-1].share is None:
         return count.clamp(min=1)
     note(_forwards[-1])
@@ -291,7 +291,7 @@ def _before(cls: type, base: type) -> list[type]:
 
 
 def code_of(function: Callable) -> CodeType:
-    """What a function, method, partial or callable object runs."""
+    """Return the code that a function, method, partial or callable object runs."""
     while isinstance(function, functools.partial):
         function = function.func
     function = inspect.unwrap(function)

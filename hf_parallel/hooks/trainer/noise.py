@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def noise_of_examples(trainer: Trainer, inputs: dict) -> contextlib.AbstractContextManager:
-    """In here each token of a joined batch gets the noise of its example; its length is taken out of the batch."""
+    """Give each token of a joined batch the noise of its example; the noise's length is taken out of the batch."""
     lengths = inputs.pop(PADDED_LENGTHS, None) if isinstance(inputs, dict) else None
     handle = getattr(trainer, "neftune_hook_handle", None)
     if lengths is None or handle is None:

@@ -1,4 +1,4 @@
-"""One process, or DDP: plain Trainer, which reads the checkpoints of layouts too.
+"""Plain Trainer, in one process or under DDP, which reads the checkpoints of layouts too.
 
 The one process that a launcher has left of several goes on with their run.
 """
@@ -43,7 +43,7 @@ def train(
 
 @contextlib.contextmanager
 def _last_one(trainer: Trainer, run: restarts.Run, chosen: str | bool | None) -> Iterator[str | bool | None]:
-    """One process is left: from the newest checkpoint of the run if the launcher has started it again."""
+    """Resume the one process that is left from the newest checkpoint, if the launcher has started it again."""
     own = (path for path in folders.candidates(trainer.args.output_dir) if run_of(path) == run.identity)
     newest = next((path for path in own if not damages(path, 0, 1)), None) if run.restarted else None
     if newest is not None:

@@ -138,7 +138,7 @@ def run_of(folder: str) -> str | None:
 
 
 def facts_of(folder: str) -> Layout:
-    """Which run wrote a checkpoint, and its rows per step, as far as that is known."""
+    """Return which run wrote a checkpoint, and its rows per step, as far as that is known."""
     path = os.path.join(folder, "trainer_state.json")
     layout = layout_of(folder)
     if layout or not os.path.isfile(path):
@@ -149,13 +149,13 @@ def facts_of(folder: str) -> Layout:
 
 
 def all_damages(folder: str) -> list[str]:
-    """What is wrong with a checkpoint, the same lines on all ranks, which share the reading. Collective."""
+    """Return what is wrong with a checkpoint, in equal lines on all ranks, which share the reading. Collective."""
     found = messages.gather(damages(folder, dist.get_rank(), dist.get_world_size()))
     return sorted({line for lines in found for line in lines})
 
 
 def damages(folder: str, share: int, shares: int) -> list[str]:
-    """What is wrong with a checkpoint, also where its manifest is lost; of its bytes this share is read."""
+    """Return what is wrong with a checkpoint, also where its manifest is lost; of its bytes this share is read."""
     try:
         if folders.has_manifest(folder):
             return folders.damages(folder, share, shares)
@@ -254,7 +254,7 @@ def load_best_model(original: Callable, self: Trainer) -> None:
 
 @contextlib.contextmanager
 def _of_this_model(folder: str) -> Iterator[None]:
-    """In here a checkpoint is read: that of another model, or optimizer, is refused in one line."""
+    """Read a checkpoint; refuse that of another model, or optimizer, in one line."""
     try:
         yield
     except SpecError:
@@ -275,7 +275,7 @@ def _load(model: PreTrainedModel, folder: str) -> None:
 
 
 def _say_useless(folder: str, useless: list[set[str]]) -> None:
-    """What no stage has a use for."""
+    """Name the tensors for which no stage has a use."""
     names = sorted(set.intersection(*useless))
     if names:
         report.say(f"{folder} holds {len(names)} weights that this model does not have, {names[0]} first: left out")
@@ -307,7 +307,7 @@ def load_schedule(trainer: Trainer, checkpoint: str) -> None:
 
 
 def _plain_groups(trainer: Trainer) -> list[list[list[str]]]:
-    """How a plain Trainer groups parameters: those that decay and the others, or a script's optimizer, all in one."""
+    """Group parameters as plain Trainer does: those that decay and the others, or a script's optimizer, all in one."""
     mesh, model = runtime.mesh(), trainer.model
     order = folders.names_in_order(model, mesh)
     decays = set(trainer.get_decay_parameter_names(model))

@@ -32,7 +32,7 @@ REFUSED = "hf_parallel_refused"
 
 
 def count(batch: Batch, blocks: int = 1) -> int | None:
-    """How many examples the batch holds; None if it is not known."""
+    """Count the examples of the batch; None if that is not known."""
     if not isinstance(batch, dict) and not hasattr(batch, "items"):
         return None
     if JOINED in batch:
@@ -51,7 +51,7 @@ def told_apart(batch: Batch, full: int) -> Batch:
 
 
 def _starts(batch: Batch, tokens: int) -> torch.Tensor | None:
-    """Which tokens of a single row begin an example."""
+    """Return which tokens of a single row begin an example."""
     ends, positions, numbers = (batch.get(key) for key in ("cu_seq_lens_q", "position_ids", "seq_idx"))
     if torch.is_tensor(ends):
         starts = ends.new_zeros(1, tokens, dtype=torch.bool)
@@ -103,7 +103,7 @@ def opened(batch: Batch) -> Batch:
 
 
 def without_targets(batch: Batch, real: int, rows: int) -> dict:
-    """The same rows, but only the first `real` of each block have targets: the others add nothing to a loss per token.
+    """Leave targets only in the first `real` rows of each block: the others add nothing to a loss per token.
 
     One label per row stays where there is no real row: nothing of an absent rank counts, and a head for classes need
     not know -100, or leaves out its loss, and with it what data ranks compute together.
@@ -124,11 +124,11 @@ def without_targets(batch: Batch, real: int, rows: int) -> dict:
 
 
 class PerExample(list):
-    """One thing per example, such as the boxes of each image. Their tensors have unlike sizes."""
+    """A list of one thing per example, such as the boxes of each image. Their tensors have unlike sizes."""
 
 
 def marked_per_example(value: Value, rows: int) -> Value:
-    """What a batch of so many rows gave, its lists of one mapping per row as `PerExample`."""
+    """Return a batch's outputs with lists of one mapping per row as `PerExample`."""
 
     def is_one_per_row(item: object) -> bool:
         return isinstance(item, list) and len(item) == rows and all(isinstance(each, Mapping) for each in item)

@@ -1,4 +1,4 @@
-"""What a step keeps in memory and sends, noted tensor by tensor: of real tensors, and of fake ones that have none.
+"""A record of what a step keeps in memory and sends, tensor by tensor: of real tensors, or of fake ones.
 
     with Recorder({group_name: axis}) as recorder:
         loss.backward()
@@ -271,7 +271,7 @@ OPTIMIZERS = ("adamw", "sgd", "sgd_momentum")
 
 @dataclass
 class Observed:
-    """What the second of two steps did on one rank; the first one fills the optimizer's state.
+    """The second of two steps on one rank; the first one fills the optimizer's state.
 
     peaks: bytes by kind at the fullest moment of each part of the step.
     kept: bytes by kind between the backward pass and `zero_grad`.
@@ -341,7 +341,7 @@ def _accumulate(model: nn.Module, batches: list[dict[str, torch.Tensor]], autoca
 
 
 def build_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
-    """As Trainer builds it: AdamW in one kernel where all parameters are of one sort.
+    """Build an optimizer as Trainer does: AdamW in one kernel where all parameters are of one sort.
 
     Raises:
         SpecError: an optimizer that is not known here.

@@ -1,4 +1,4 @@
-"""One process plays any rank of the whole world: the real code, on tensors without memory.
+"""A process that plays any rank of the whole world: the real code, on tensors without memory.
 
     ran = dry_run(config, "tp=8,pp=4,dp_shard=32", rank=1023, rows=8, seq=4096)
     ran.peak                                  # {"parameters": bytes, "gradients": …, "activations": …}
@@ -62,7 +62,7 @@ _NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, Unsu
 
 @dataclass
 class DryRun:
-    """What one rank would keep and send in a training step.
+    """The memory and transfers of one rank in a training step.
 
     peak: bytes by kind (parameters, gradients, optimizer, gathered, activations) at the fullest moment.
     kept: the same just before `zero_grad`: what stays from step to step, and the gradients.

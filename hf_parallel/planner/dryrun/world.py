@@ -100,7 +100,7 @@ class Shapes(FakeTensorMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """What `func` returns, in tensors that have shapes only."""
+        """Return what `func` returns, in tensors that have shapes only."""
         kwargs = kwargs or {}
         if getattr(func, "namespace", "") != "aten" or not _VALUES.isdisjoint(func.tags):
             return super().dispatch(func, types, args, kwargs)
@@ -154,7 +154,7 @@ class Shapes(FakeTensorMode):
 
 
 def _what_was_made(result: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What to remember of an operation; False: nothing."""
+    """Return what to remember of an operation; False: nothing."""
     if args and result is args[0]:
         return None
     tensors = result if isinstance(result, (list, tuple)) else [result]
