@@ -48,7 +48,7 @@ def calibrate(device: torch.device, room: Room, path: str | None) -> Iterator[Ro
 
 
 def _measure(device: torch.device, group: dist.ProcessGroup, count: int) -> Measured:
-    """What this process reaches beside the others of its group."""
+    """Measure what this process reaches beside the others of its group."""
     sizes, buffer, parameters, payloads = _ON_CPU if device.type == "cpu" else _ON_GPU
 
     def best(call: Callable[[], object], calls: int | None = None) -> float:

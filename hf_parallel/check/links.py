@@ -46,7 +46,7 @@ GRACE_S = 6.0
 
 
 def how_many(asked: int | None, fixed: int | None, devices: int) -> int:
-    """How many ranks to start: as asked, as the layout's sizes have it, one per GPU, or four without any.
+    """Return how many ranks to start: as asked, as the layout's sizes have it, one per GPU, or four without any.
 
     Raises:
         SpecError: less than one.
@@ -69,14 +69,14 @@ def environments(count: int, devices: int, backend: str | None = None) -> list[d
 
 
 def free_port() -> int:
-    """One that nobody on this machine listens at."""
+    """Return a port that nobody on this machine listens at."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
 
 
 def sharing(count: int, devices: int) -> list[dict[str, str]]:
-    """What NCCL needs to be told where `count` ranks have fewer GPUs; else each has the one of its number."""
+    """Return what NCCL is told where `count` ranks have fewer GPUs; else each has the GPU of its number."""
     if not 0 < devices < count:
         return [{"LOCAL_RANK": str(rank)} for rank in range(count)]
     plain = {"NCCL_NET": "Socket", "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
@@ -86,7 +86,7 @@ def sharing(count: int, devices: int) -> list[dict[str, str]]:
 
 
 def _local(rank: int, devices: int) -> str:
-    """What shares a GPU is told the GPU's number: libraries choose their device by it."""
+    """Return the number that libraries choose a device by: of ranks that share a GPU, the GPU's."""
     return str(rank % devices if devices else rank)
 
 
@@ -327,7 +327,7 @@ def _axes(mesh: ParallelMesh) -> list[str]:
 
 
 def _planned(axis: str, config: ParallelConfig, cluster: Cluster) -> Group | None:
-    """What the planner reckons with."""
+    """Return the links that the planner reckons with."""
     return groups(to_layout(config), cluster).get(_PLANNED.get(axis, axis))
 
 

@@ -35,7 +35,7 @@ TOLERANCES = {torch.float32: (1e-5, 1e-5, 2e-6), torch.bfloat16: (2e-2, 5e-2, 2e
 
 @dataclass
 class Trained:
-    """What three steps did: the same numbers on all ranks, weights on rank 0."""
+    """The results of three steps: numbers alike on all ranks, weights on rank 0."""
 
     losses: list[float]
     norms: list[float]
@@ -112,7 +112,7 @@ def tiny_config(config: ParallelConfig) -> LlamaConfig:
 
 
 def tiny_model(config: ParallelConfig, dtype: torch.dtype) -> LlamaForCausalLM:
-    """The same on every rank; random numbers go on as before."""
+    """Make a tiny model, alike on every rank; random numbers go on as before."""
     from transformers import LlamaForCausalLM
 
     with torch.random.fork_rng([]):
@@ -144,14 +144,14 @@ def train(model: nn.Module, config: ParallelConfig, share: int | None, device: t
 
 
 def alone(config: ParallelConfig, device: torch.device, dtype: torch.dtype) -> Trained:
-    """What one process does."""
+    """Train in one process."""
     model = tiny_model(config, dtype).to(device)
     losses, norms = train(model, config, None, device)
     return Trained([x.item() for x in losses], [x.item() for x in norms], full_state_dict(model))
 
 
 def together(mesh: ParallelMesh, dtype: torch.dtype) -> Trained:
-    """What all ranks do."""
+    """Train on all ranks."""
     model = parallelize(tiny_model(mesh.config, dtype), mesh=mesh)
     config = model._hf_parallel.config
     losses, norms = train(model, config, mesh.data_rank, mesh.device)
@@ -166,7 +166,7 @@ def together(mesh: ParallelMesh, dtype: torch.dtype) -> Trained:
 
 
 def check_layout(spec: str, device: torch.device, dtype: torch.dtype, room: Room, asked: bool) -> Iterator[Row]:
-    """One row on rank 0. Collective over all ranks. A layout that nobody `asked` for may be refused."""
+    """Yield a row on rank 0. Collective over all ranks. A layout that nobody `asked` for may be refused."""
     name = f"{spec} {str(dtype).removeprefix('torch.')}"
     room.step(f"parity of {name}", 2)
     try:
@@ -189,7 +189,7 @@ def check_layout(spec: str, device: torch.device, dtype: torch.dtype, room: Room
 
 @contextlib.contextmanager
 def full_precision() -> Iterator[None]:
-    """In here products of fp32 are not rounded to TF32."""
+    """Multiply in fp32 without rounding to TF32."""
     former = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:

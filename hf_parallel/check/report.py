@@ -1,4 +1,4 @@
-"""What a check has found: rows of one table, and one line of verdict."""
+"""The findings of a check: rows of one table, and one line of verdict."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _WIDEST = 64  # of a column that others follow
 
 @dataclass
 class Row:
-    """One line. `values`: its numbers, for programs."""
+    """A line of the table. `values`: its numbers, for programs."""
 
     part: str
     what: str
@@ -46,7 +46,7 @@ class Report:
 
     @property
     def verdict(self) -> str:
-        """One line."""
+        """The verdict in one line."""
         wrong = [f"{row.part} {row.what}" for row in self.rows if row.status == FAILED]
         slow = [f"{row.part} {row.what}" for row in self.rows if row.status == SLOW]
         ranks = f"{self.ranks} {self.counts}{'s' * (self.ranks != 1)}"
@@ -68,7 +68,7 @@ class Report:
         return {**about, "not_run": list(self.not_run), "rows": rows}
 
     def write(self, path: str) -> None:
-        """The same as a JSON file."""
+        """Write the report as a JSON file."""
         with open(path, "w", encoding="utf-8") as file:
             json.dump(self.to_dict(), file, indent=2)
             file.write("\n")

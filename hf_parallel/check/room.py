@@ -66,7 +66,7 @@ class Room:
         self._step, self._until = what, time.monotonic() + times * self.limit_s
 
     def gather(self, value: Value) -> list[Value]:
-        """Of every rank, by rank, on rank 0; nothing on the others. All ranks call it in the same order."""
+        """Gather a value of every rank, by rank, on rank 0. All ranks call in the same order."""
         self._count += 1
         self._advance()
         if self.rank:

@@ -32,7 +32,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is to be checked.
+    """The parts that are to be checked.
 
     parallel: the layout whose groups and links are looked at and which is compared; None: a product of the axes, and
         every axis by itself is compared too.
@@ -60,7 +60,7 @@ class Wanted:
         return ParallelConfig.parse(self.parallel or parity.default_product(world)).resolve(world)
 
     def layouts(self, world: int) -> list[str]:
-        """Those that are compared with one process."""
+        """Return the layouts that are compared with one process."""
         return [self.parallel] if self.parallel else parity.default_layouts(world)
 
 

@@ -1,4 +1,4 @@
-"""What each rank runs on: versions, devices, links as the driver shows them; alike on all ranks?"""
+"""The system of each rank: versions, devices, links as the driver shows them; alike on all ranks?"""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SLOW_SHARE = 0.5
 
 
 def facts(device: torch.device) -> Facts:
-    """What is true of this rank."""
+    """Return the facts of this rank."""
     found: dict[str, object] = {"host": socket.gethostname(), "python": platform.python_version()}
     found |= {name: version for name in _LIBRARIES if (version := _version(name))}
     found |= {"pid": os.getpid(), "backend": dist.get_backend(), "device": "cpu", "place": "", "cuda": None}
@@ -49,7 +49,7 @@ def _version(name: str) -> str | None:
 
 
 def rows(ranks: list[Facts]) -> Iterator[Row]:
-    """What rank 0 says of all of them."""
+    """Yield the rows that rank 0 prints about all ranks."""
     yield _versions(ranks[0])
     for name in _MUST_AGREE:
         yield from _unlike(ranks, name, "the same on all ranks", FAILED)
@@ -110,7 +110,7 @@ def _settings() -> Row:
 
 
 def catalogued(ranks: list[Facts]) -> tuple[Cluster | None, list[Row]]:
-    """What the planner takes this machine for, and the rows that say so; None if the catalogue lacks its GPU."""
+    """Return what the planner takes this machine for, and rows that say so; None if the catalogue lacks its GPU."""
     hosts = Counter(rank["host"] for rank in ranks)
     try:
         cluster = detect(len(ranks), max(hosts.values()), calibrated=False)

@@ -83,7 +83,7 @@ def _wanted(args: argparse.Namespace) -> Wanted:
 
 
 def _here(args: argparse.Namespace) -> int:
-    """How many ranks this machine gets."""
+    """Return how many ranks this machine gets."""
     from hf_parallel.check import links
 
     sizes = ParallelConfig.parse(args.parallel).sizes.values() if args.parallel else (-1,)

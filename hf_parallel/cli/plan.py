@@ -282,7 +282,7 @@ def read_model(source: str) -> PretrainedConfig | dict[str, object]:
 
 
 def _adapters(args: argparse.Namespace) -> Callable[[nn.Module], None] | None:
-    """What puts adapters into a model that is dry-run; the plan of mere numbers needs none."""
+    """Return what puts adapters into a model that is dry-run; the plan of mere numbers needs none."""
     if not args.lora:
         return None
     from importlib.util import find_spec

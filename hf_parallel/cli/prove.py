@@ -191,7 +191,7 @@ class NotProvedError(Exception):
 
 @dataclass
 class Script:
-    """What a user runs: a file or a module, and its arguments."""
+    """The script that a user runs: a file or a module, and its arguments."""
 
     path: str
     arguments: list[str] = field(default_factory=list)

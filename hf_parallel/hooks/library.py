@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class _InPlace:
-    """How to undo the patches that are in place."""
+    """The patches in place, and how to undo them."""
 
     def __init__(self) -> None:
         self.undo_list: list[Undo] = []

@@ -1,1 +1,1 @@
-"""What a training does while it runs: its time and memory, where ranks wait, and where a number went bad."""
+"""Watching of a training: its time and memory, where ranks wait, and where a number went bad."""

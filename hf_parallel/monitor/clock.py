@@ -15,7 +15,7 @@ Mark: TypeAlias = Any  # a number of seconds, or an event: each clock reads its 
 
 
 class HostClock:
-    """Of a process that computes on the CPU itself."""
+    """The clock of a process that computes on the CPU itself."""
 
     mark = staticmethod(time.perf_counter)
 
@@ -42,7 +42,7 @@ class HostClock:
 
 
 class DeviceClock:
-    """Of a stream: a mark is an event in it, read when the device is past it. No call waits for the device."""
+    """The clock of a stream: a mark is an event, read when the device is past it. No call waits for the device."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

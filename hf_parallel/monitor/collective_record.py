@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def before_abort(say: Callable[[], None]) -> Iterator[None]:
-    """In here `say` is called before this process is ended by SIGABRT."""
+    """Call `say` before this process is ended by SIGABRT."""
     try:
         set_handler = ctypes.CDLL(None).signal
     except (OSError, AttributeError):  # not a system that has it there
@@ -78,7 +78,7 @@ MESSAGES = ("send", "receive")
 
 
 class Entry:
-    """One collective. `number` counts those of its group from 1, messages between two ranks apart."""
+    """A collective. `number` counts those of its group from 1, messages between two ranks apart."""
 
     __slots__ = ("order", "number", "kind", "shape", "dtype", "peer", "module", "place", "backward", "work", "on_host")
 
@@ -158,7 +158,7 @@ class CollectiveRecord(Listener):
         return self._on_host[key]
 
     def waiting(self, work: dist.Work) -> None:
-        """Which one it is that a thread waits for."""
+        """Note the collective that a thread waits for."""
         self._waited_for[threading.get_ident()] = work
 
     def waited(self, work: dist.Work) -> None:
@@ -172,7 +172,7 @@ class CollectiveRecord(Listener):
     # ---- of a report -----------------------------------------------------------------------------------------------
 
     def facts(self) -> Facts:
-        """What is not done yet, first what is waited for and the oldest, and the last collectives of each group.
+        """Return what is not done, first what is waited for and the oldest, and the last collectives of each group.
 
         `on_device`: the host itself does not wait in it; it goes on until it needs what is computed.
         """
@@ -282,7 +282,7 @@ _CALLBACKS = os.path.join("transformers", "trainer_callback.py")
 
 
 def stacks() -> dict[str, list[str]]:
-    """Of every thread that runs Python, by its name."""
+    """Return the stack of every thread that runs Python, by its name."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     return {
         f"{names.get(ident, 'thread')} ({ident})": "".join(traceback.format_stack(frame)).splitlines()
@@ -318,7 +318,7 @@ def is_of_collective(error: BaseException) -> bool:
 
 
 def _place(frames: list[tuple[FrameType, int]], phase: str) -> str:
-    """Of frames from inside out, with the lines that they are at."""
+    """Return the place of frames, from inside out, with the lines that they are at."""
     files = [frame.f_code.co_filename for frame, _ in frames]
     own = next((found for found in frames if not found[0].f_code.co_filename.startswith(LIBRARIES)), frames[0])
     line = f"`{os.path.basename(own[0].f_code.co_filename)}:{own[1]}`"
@@ -347,7 +347,7 @@ def _raised(step: TracebackType | None) -> list[tuple[FrameType, int]]:
 
 
 def state_of_process(pid: int) -> str:
-    """Of a process of this machine: gone, stopped (SIGSTOP), traced (by a debugger) or alive."""
+    """Return the state of a process of this machine: gone, stopped (SIGSTOP), traced (by a debugger) or alive."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
             letter = file.read().rpartition(")")[2].split()[0]  # its name may hold anything

@@ -1,4 +1,4 @@
-"""What the planner expects of the layout in force, and by how much the run differs."""
+"""The planner's expectation of the layout in force, and by how much the run differs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _OTHER = ("optimizer", "host, per step", "stragglers", "gradients to the host")
 
 @dataclass(frozen=True)
 class Batch:
-    """What a data rank trains on in one step: `calls` of the model with `rows` of `seq` tokens, and how."""
+    """The batch of a data rank in one step: `calls` of the model with `rows` of `seq` tokens, and how."""
 
     rows: int
     calls: int
@@ -65,7 +65,7 @@ def terms(kinds: Mapping[str, float]) -> dict[str, float]:
 
 
 def term_of(kind: str) -> str:
-    """Which of them a kind of a prediction's seconds belongs to."""
+    """Return the term that a kind of a prediction's seconds belongs to."""
     if kind == BUBBLE:
         return kind
     if "communication" in kind or kind in _COMMUNICATION:
@@ -74,7 +74,7 @@ def term_of(kind: str) -> str:
 
 
 def measured_terms(rows: list[RankRow]) -> dict[str, float]:
-    """The same of what was measured, data among the rest: of the mean rank, in seconds of a step."""
+    """Return the terms as measured, data among the rest: of the mean rank, in seconds of a step."""
     parts = {"compute": "compute", "communication": "communication", "bubble": "pp", "other": "rest", "data": "data"}
     return {name: sum(getattr(row, part) for row in rows) / len(rows) for name, part in parts.items()}
 
@@ -142,7 +142,7 @@ _RATES = ("gemm", "attention", "flash", "cudnn", "memory")
 
 @dataclass(frozen=True)
 class Measured:
-    """What a record says of its last run: the layout, its batch, the cluster as planned, seconds of a step by term."""
+    """The last run of a record: the layout, its batch, the cluster as planned, seconds of a step by term."""
 
     config: ParallelConfig
     batch: Batch
@@ -216,7 +216,7 @@ def _fit(shape: ModelShape, found: Measured) -> tuple[Cluster, dict[str, float]]
 
 
 def _factor(measured: float, predicted: float, so_far: float) -> float:
-    """How much slower than now; 1 where nothing is planned or nothing was seen, which no factor would mend."""
+    """Return how much slower than now; 1 where nothing is planned or seen, which no factor would mend."""
     if measured <= 0 or predicted <= 0:
         return 1.0
     wanted = so_far * measured / predicted

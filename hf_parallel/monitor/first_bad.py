@@ -1,4 +1,4 @@
-"""Which module first gave a number that is not finite: hooks on all of them, for the micro-batches of one step.
+"""A search for the module that first gave a number that is not finite, by hooks on all of them.
 
     search = Search(model, stages)
     with search.looking(micro_batch=1): loss = step(batch)
@@ -31,7 +31,7 @@ Finding = dict
 
 
 class _Trace:
-    """Of a tensor that has a gradient: whose output it is, and whose input."""
+    """The trace of a tensor that has a gradient: whose output it is, and whose input."""
 
     __slots__ = ("producer", "consumers", "received", "part")
 
@@ -68,7 +68,7 @@ class Search:
 
     @contextlib.contextmanager
     def looking(self, micro_batch: int) -> Iterator[None]:
-        """In here this micro-batch runs forward and backward."""
+        """Look at this micro-batch, which runs forward and backward."""
         self._micro_batch = micro_batch
         self._calls.clear()
         handles: list[RemovableHandle] = []
@@ -82,7 +82,7 @@ class Search:
                 handle.remove()
 
     def look_at_loss(self, loss: torch.Tensor) -> None:
-        """What none of the modules gave."""
+        """Look at a loss that none of the modules gave."""
         if is_bad(loss):
             self._found(FORWARD, "the loss")
 

@@ -1,4 +1,4 @@
-"""What all ranks know of a hang, joined into sentences.
+"""The knowledge of all ranks about a hang, joined into sentences.
 
     ranks 0-2 wait in reduce_scatter number 4,711 (dp_shard, layers.7.mlp) for rank 3; rank 3 is in the data loader
     (`my_dataset.py:41`)
@@ -19,7 +19,7 @@ Facts = dict  # of one rank, see `Watchdog`
 
 
 def sentence(facts: dict[int, Facts]) -> str:
-    """What holds the ranks up, by rank."""
+    """Return what holds the ranks up, by rank."""
     found = mismatch(facts)
     around = [] if found else circle(facts)
     rest = {rank: own for rank, own in facts.items() if rank not in around}
@@ -72,7 +72,7 @@ def _collective(entry: Facts | None) -> str:
 
 
 def missing_ranks(rank: int, facts: dict[int, Facts]) -> list[int]:
-    """Of the collective in which a rank waits: those that have not come to it."""
+    """Return the ranks that have not come to the collective in which a rank waits."""
     entry = waited_for(facts[rank])
     if entry is None:
         return []

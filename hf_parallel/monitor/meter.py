@@ -1,4 +1,4 @@
-"""How long steps of this rank take, and what they do meanwhile.
+"""The time that steps of this rank take, and what they do meanwhile.
 
     meter.begin("trainer")                # a step begins
     with meter.phase(DATA): ...           # its batches are read
@@ -38,7 +38,7 @@ Interval = tuple[float, float]
 
 
 def union(intervals: Iterable[Interval], gap: float = 0.0) -> list[Interval]:
-    """The same time, each moment once; pauses of up to `gap` are part of it."""
+    """Join intervals, so that each moment counts once; pauses of up to `gap` are part of it."""
     found: list[Interval] = []
     for begin, end in sorted(intervals):
         if found and begin <= found[-1][1] + gap:
@@ -69,7 +69,7 @@ def without(one: list[Interval], other: list[Interval]) -> list[Interval]:
 
 
 def length(intervals: list[Interval]) -> float:
-    """Of all of them together."""
+    """Return the length of all of them together."""
     return sum(end - begin for begin, end in intervals)
 
 
@@ -121,7 +121,7 @@ class _Step:
 
 
 class Meter:
-    """Of this process. One step is open at a time, by whoever has begun it."""
+    """The meter of this process. One step is open at a time, by whoever has begun it."""
 
     def __init__(self, axes: Mapping[str, str], device: torch.device, full: bool) -> None:
         self.clock = clock_of(device)
@@ -155,7 +155,7 @@ class Meter:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """What runs in here is of this phase; inside of another one it is of that."""
+        """Count time for this phase; inside of another phase it stays that one's."""
         step = self._step
         if step is None or not step.looks or self._phase != REST:
             yield
@@ -204,7 +204,7 @@ class Meter:
         return taken
 
     def give_back(self, window: Window) -> None:
-        """What was just taken is taken later: another rank's device is not past a step yet."""
+        """Give back what was just taken: another rank's device is not past a step yet."""
         self._window = window
 
     def stop(self) -> None:
@@ -230,7 +230,7 @@ PIPELINE = "pp"
 
 @dataclass(frozen=True)
 class RankRow:
-    """What one rank has measured: seconds of a mean step, by what they go to; counts per step; bytes.
+    """The measurements of one rank: seconds of a mean step, by what they go to; counts per step; bytes.
 
     `data`, `compute` and `rest` are without waits. `tp`, `dp`, `cp`, `ep`, `pp`: waits for ranks of that axis; `all`:
     for those of no single one. `memory_peak`: since the process began.
@@ -317,7 +317,7 @@ def memory(device: torch.device) -> tuple[float, float]:
 
 
 def figures(rows: list[RankRow], data_ranks: int, sizes: Mapping[str, int], full: bool) -> dict[str, float]:
-    """What is logged. Shares are means over ranks, memory is that of the fullest rank.
+    """Return what is logged. Shares are means over ranks, memory is that of the fullest rank.
 
     Args:
         sizes: of the axes, of which `full` shows those that are on.

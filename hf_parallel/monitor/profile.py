@@ -1,4 +1,4 @@
-"""One step of all ranks under torch.profiler: a trace of all of them, and a picture of where their time goes.
+"""A step of all ranks under torch.profiler: a trace, and a picture of where their time goes.
 
 profile = Profile(mesh, axes, step)      # collective, as the end is: all ranks begin at one moment
 ...                                      # the step
@@ -92,7 +92,7 @@ def _row(rank: int, part: Part, duration: float) -> Iterator[str]:
 def _boxes(
     axis: str, name: str, spans: list[Interval], y: float, high: float, duration: float, opacity: float = 1.0
 ) -> str:
-    """One path; what is closer than half a pixel is one box."""
+    """Draw one path; what is closer than half a pixel is one box."""
     scale = _PLOT / duration
     wide = union(((begin * scale, end * scale) for begin, end in spans), gap=0.5)
     path = "".join(f"M{_LEFT + x:.1f} {y:g}h{max(0.3, end - x):.1f}v{high:g}H{_LEFT + x:.1f}z" for x, end in wide)
@@ -137,7 +137,7 @@ class _WallClock(HostClock):
 
 
 class Profile:
-    """Of one step, from here to `finish`.
+    """The profile of one step, from here to `finish`.
 
     Args:
         axes: of process groups, by name.

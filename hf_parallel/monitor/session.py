@@ -1,4 +1,4 @@
-"""One model's training while it is watched: from the meter of this rank to figures of all ranks, and what to say."""
+"""The watch over one model's training: from the meter of this rank to figures of all ranks, and what to say."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ class Stragglers:
 
 @dataclass(frozen=True)
 class Reading:
-    """What one look shows, the same on all ranks. `said`: what it is about, and the line."""
+    """The figures of one look, alike on all ranks. `said`: what it is about, and the line."""
 
     figures: dict[str, float]
     rows: list[RankRow]
@@ -196,7 +196,7 @@ class Session:
 
     @functools.cached_property
     def shape(self) -> ModelShape | None:
-        """What the planner counts; None of a model that it cannot."""
+        """The shape that the planner counts; None of a model that it cannot."""
         from hf_parallel.planner.shape import shape_of  # not needed to start
 
         try:

@@ -51,7 +51,7 @@ class Event(NamedTuple):
 
 @dataclass
 class Part:
-    """One rank's. `exposed`: waits by axis; `hidden`: what was sent meanwhile, behind what it computed."""
+    """The part of one rank. `exposed`: waits by axis; `hidden`: what was sent meanwhile, behind what it computed."""
 
     duration: float
     busy: list[Interval] = field(default_factory=list)
@@ -68,7 +68,7 @@ class Part:
 
 
 def part_of(trace: Mapping, window: tuple[int, int], waits: list[Wait], axes: Mapping[str, str], most: int) -> Part:
-    """What a rank did in a step.
+    """Return what a rank did in a step.
 
     Args:
         trace: as torch.profiler exports it.
@@ -102,7 +102,7 @@ def _of_host(part: Part, events: list[dict], waits: list[tuple[str, float, float
 
 
 def _axis_at(waits: list[tuple[str, float, float]], moment: float) -> str | None:
-    """Of the call that began what began here: notes begin in order."""
+    """Return the axis of the call that began what began here: notes begin in order."""
     place = bisect.bisect(waits, moment + _SKEW_US, key=lambda wait: wait[1]) - 1
     return waits[place][0] if place >= 0 and waits[place][2] >= moment - _SKEW_US else None
 
@@ -154,7 +154,7 @@ def _event(event: dict, threads: Mapping[tuple, str], axes: Mapping[str, str]) -
 
 
 def write(path: str, parts: list[Part], about: Mapping[str, object]) -> None:
-    """One trace of all ranks, compressed; Perfetto and chrome://tracing open it as it is.
+    """Write one trace of all ranks, compressed; Perfetto and chrome://tracing open it as it is.
 
     Args:
         about: what else it says, for `otherData`.

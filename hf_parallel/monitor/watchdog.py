@@ -196,7 +196,7 @@ class Watchdog:
     # ---- one of them tells -----------------------------------------------------------------------------------------
 
     def _verdict(self, number: int, why: str) -> str:
-        """What the rank that tells has found: end, fail (for one has left), goes on, or nothing to say."""
+        """Decide for the rank that tells: end, fail (for one has left), goes on, or nothing to say."""
         told, end = f"told/{number}", time.monotonic() + ANSWER_S + (2 * LOOK_S if self.rank else 0.0)
         while time.monotonic() < end and not self.store.check([told]):
             if self.rank == 0 and all(self._can_be_told(number, rank) for rank in range(self.world_size)):
@@ -246,7 +246,7 @@ class Watchdog:
         return "goes on" if not ends else "fail" if left else "end"
 
     def _of(self, number: int, rank: int) -> Facts:
-        """What a rank has answered, or what is known of one that does not."""
+        """Return what a rank has answered, or what is known of one that does not."""
         if self.store.check([f"answer/{number}/{rank}"]):
             return json.loads(self.store.get(f"answer/{number}/{rank}"))
         if not self.store.check([f"beat/{rank}"]):

@@ -1,4 +1,4 @@
-"""What `hf-parallel check --calibrate` has measured on a machine, as a file, and a cluster that is planned with it.
+"""The measurements of `hf-parallel check --calibrate`, as a file, and a cluster that is planned with them.
 
     read_calibration()                       # the file of this machine, or None
     calibrated_cluster(cluster, found)       # the same machine with measured rates and links
@@ -271,7 +271,7 @@ def _model_key(shape: ModelShape) -> str:
 
 
 def _layout_key(config: ParallelConfig) -> tuple:
-    """What makes layouts take different times; not how a run is watched or saved."""
+    """Return what makes layouts take different times; not how a run is watched or saved."""
     piped = (config.pipeline_schedule, config.pipeline_split) if config.pp_size > 1 else ()
     return (
         *sizes_of(config),

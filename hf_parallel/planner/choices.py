@@ -161,7 +161,7 @@ class Found:
         }
 
     def _beside(self, choice: Choice) -> dict[str, float]:
-        """What this machine or the critical batch says of a choice."""
+        """Return what this machine or the critical batch says of a choice."""
         critical, took = self.goal.critical_batch, self.measured.get(choice.config.to_spec())
         said = {} if took is None else {"measured_here_s": took}
         if critical is not None:

@@ -144,7 +144,7 @@ class _Rank:
 
     @property
     def trained(self) -> float:
-        """What another version of the weights that are trained takes, or another sum of their gradients."""
+        """The bytes of another version of the weights that are trained, or of another sum of their gradients."""
         if self.job.lora:
             return ADAPTER_WIDTH * self.adapters
         return self.kept.stored * (self.numbers + self.experts)

@@ -55,7 +55,7 @@ _BEYOND = ("tp_size", "cp_size", "pp_size", "ep_size")
 
 @dataclass(frozen=True)
 class Load:
-    """What a group does in a step.
+    """The load of a group in a step.
 
     `examples`: of a micro-step on each of its data ranks. `layers`: of each of its stages. `busy`: seconds of the step
     in which its ranks do not wait for another group. `needed_gib`: of its fullest GPU.

@@ -1,4 +1,4 @@
-"""How a plan of unlike GPUs reads: a table, reasons, and the lines that start the first layout on its nodes."""
+"""Plans of unlike GPUs as text: a table, reasons, and the lines that start the first layout on its nodes."""
 
 from __future__ import annotations
 

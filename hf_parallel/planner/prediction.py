@@ -64,12 +64,12 @@ class Prediction:
 
     @property
     def allocated_gib(self) -> float:
-        """What tensors take on the fullest rank: `torch.cuda.max_memory_allocated`."""
+        """The GiB of tensors on the fullest rank: `torch.cuda.max_memory_allocated`."""
         return fullest(list(self.breakdown.ranks)).tensors / GIB
 
     @property
     def reserved_gib(self) -> float:
-        """What torch's allocator holds there: `torch.cuda.max_memory_reserved`. A monitor shows `memory_gib`."""
+        """The GiB that torch's allocator holds there: `torch.cuda.max_memory_reserved`."""
         peak, memory = fullest(list(self.breakdown.ranks)), self.cluster.gpu.memory_gib
         return (peak.held(memory * GIB) - (peak.needed - peak.tensors)) / GIB
 

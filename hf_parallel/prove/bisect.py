@@ -246,7 +246,7 @@ class Bisection:
 
 
 def _farthest(tokens: torch.Tensor, others: torch.Tensor, allowed: float) -> tuple[float, float]:
-    """How far tokens are from the nearest of the others, but for a few; and the share beyond `allowed`."""
+    """Return how far tokens are from the nearest of the others, but for a few; and the share beyond `allowed`."""
     some = tokens[:: max(1, math.ceil(len(tokens) / _MOST_TOKENS))]
     nearest = torch.cat([torch.cdist(part, others, p=torch.inf).amin(1) for part in some.split(256)])
     off = float(torch.quantile(nearest, 1 - FEW, interpolation="lower"))

@@ -193,7 +193,7 @@ def common_factor(norms: Sequence[tuple[float, float]], count: int) -> float | N
 
 
 def words_of_factor(factor: float, data_ranks: int) -> str:
-    """What a factor between all gradients comes from."""
+    """Say what a factor between all gradients comes from."""
     if data_ranks > 1 and abs(factor * data_ranks - 1) < 1e-2:
         return f"all gradients are 1/{data_ranks} of one process's: the loss is a sum, which data ranks average"
     if data_ranks > 1 and abs(factor / data_ranks - 1) < 1e-2:

@@ -184,7 +184,7 @@ class OffloadKeys(Keys):
 
     @property
     def offload_way(self) -> str:
-        """What rests elsewhere, on ranks that offload."""
+        """The place of what rests elsewhere, on ranks that offload."""
         return self.offload if offload_folder(self.offload) else self.offload.partition("@")[0]
 
     @property

@@ -97,7 +97,7 @@ class RecomputeKeys(CompileKeys, TensorKeys):
 
     @property
     def recompute_way(self) -> str:
-        """What is recomputed, on ranks that recompute."""
+        """The way in which ranks that recompute do so."""
         return self.activation_checkpointing.partition("@")[0]
 
     @property

@@ -1,4 +1,4 @@
-"""One page about a training, made of what it has left in its output folder: HTML, and nothing beside it.
+"""A page about a training, made of what it has left in its output folder: HTML, and nothing beside it.
 
 path = write("OUTPUT_DIR")                 # OUTPUT_DIR/report.html
 

@@ -1,4 +1,4 @@
-"""What the folder of a training holds: layout, logs, measurements, what was said, hangs, checkpoints, profiles.
+"""The folder of a training: layout, logs, measurements, what was said, hangs, checkpoints, profiles.
 
 Every file may lack, be cut off or of another version: what cannot be read is left out.
 """
@@ -49,7 +49,7 @@ class Checkpoint:
 
 @dataclass
 class Facts:
-    """Of one folder.
+    """The facts of one folder.
 
     Attributes:
         run: the first line of the newest run's record.
@@ -101,7 +101,7 @@ class Facts:
 
     @property
     def ranks(self) -> list[dict[str, float]]:
-        """What each rank has measured, a mean over all logs but the first."""
+        """The measurements of each rank, a mean over all logs but the first."""
         logs = [rows for line in self.warm if (rows := _rows(line))]
         logs = [rows for rows in logs if len(rows) == len(logs[-1])]  # of the newest number of processes
         return [_mean([rows[rank] for rows in logs]) for rank in range(len(logs[-1]))] if logs else []
@@ -159,7 +159,7 @@ def _record(folder: str) -> list[Line]:
 
 
 def _history(folder: str) -> list[Line]:
-    """Of the newest state: the folder's own is written at the end, those of checkpoints on the way."""
+    """Return the lines of the newest state: the folder's own is written at the end, those of checkpoints before."""
     places = [folder, *glob.glob(_within(folder, "checkpoint-*"))]
     states = [state for place in places if (state := mapping(_json(os.path.join(place, STATE))))]
     newest = max(states, key=lambda state: number(state.get("global_step"), 0), default={})
@@ -186,7 +186,7 @@ def _began(facts: Facts) -> float:
 
 
 def _hangs(folder: str, since: float) -> list[tuple[str, str]]:
-    """What was found out since, then where each rank was: by its own words, or by those of the rank that told."""
+    """Return what was found since, then where each rank was: by its own words, or by those of the rank that told."""
 
     def _json_of_run(path: str) -> object:
         return _json(path) if os.path.isfile(path) and os.stat(path).st_mtime >= since else None
@@ -284,7 +284,7 @@ PARTS = {
 
 
 def shares(facts: Facts) -> dict[str, float]:
-    """Of the step, by part: means over ranks."""
+    """Return the shares of the step, by part: means over ranks."""
     found = dict.fromkeys(PARTS, 0.0)
     for rank in facts.ranks:
         whole = sum(rank.get(part, 0.0) for part in PARTS)
@@ -306,7 +306,7 @@ def advice(facts: Facts) -> list[str]:
 
 
 def _critical_batch(facts: Facts) -> Iterator[str]:
-    """What `monitor=noise` has measured of it, at the newest log that can tell."""
+    """Yield what `monitor=noise` has measured of it, at the newest log that can tell."""
     measured = [number(mapping(line.get("noise")).get("sequences"), 0.0) for line in facts.metrics]
     critical, batch = (
         next((one for one in reversed(measured) if one), 0.0),
@@ -358,7 +358,7 @@ def _reading(part: dict[str, float]) -> Iterator[str]:
 
 
 def _memory(facts: Facts) -> Iterator[str]:
-    """Of a GPU; on a CPU the measured number is that of the whole process."""
+    """Yield lines about a GPU's memory; on a CPU the measured number is that of the whole process."""
     there = number(facts.plan.get("cluster", {}).get("gpu", {}).get("memory_gib"), 0.0)
     peak = max((rank.get("memory_peak", 0.0) for rank in facts.ranks), default=0.0) / 2**30
     if not facts.is_predicted or not there or not peak:

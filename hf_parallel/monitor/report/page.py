@@ -49,7 +49,7 @@ _SETTINGS: Any = {
 
 @dataclass(frozen=True)
 class Curve:
-    """One line of a diagram."""
+    """A line of a diagram."""
 
     label: str
     steps: Sequence[float]
@@ -198,7 +198,7 @@ def _figure(name: str, title: str, content: str, caption: str = "") -> str:
 
 
 def layout(facts: Facts) -> str:
-    """Which rank holds which part of which copy of the model."""
+    """Show which rank holds which part of which copy of the model."""
     config = facts.config
     if config is None:
         return ""
@@ -284,7 +284,7 @@ def _planned_parts(planned: dict[str, float]) -> list[tuple[str, float, int]]:
 
 
 def memory(facts: Facts) -> Iterator[str]:
-    """What the planner counts by kind, beside what each rank has measured."""
+    """Show what the planner counts by kind, beside what each rank has measured."""
     on_cpu = facts.run.get("device") == "cpu"
     kinds = numbers(facts.plan.get("memory"))
     left_out = _DEVICE_ONLY if on_cpu else _OUTSIDE
@@ -434,7 +434,7 @@ def _advice(facts: Facts) -> str:
 
 
 def _profiles(facts: Facts) -> str:
-    """As images: nothing in them runs."""
+    """Show profiles as images: nothing in them runs."""
     shown = "".join(_profile(path) for path in facts.profiles[-_PROFILES:])
     return f'<div class="figures rows">{shown}</div>' if shown else ""
 

@@ -356,8 +356,10 @@ def build_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def axis_names(state: ParallelState) -> dict[str, str]:
-    """What to call process groups: their axis, also of a part of it, as cp's rings and groups of Ulysses; `data` that
-    of all data ranks; both ends of a pipeline are pp too."""
+    """Name process groups by their axis, also parts of it, such as cp's rings and groups of Ulysses.
+
+    `data` is the group of all data ranks; both ends of a pipeline are `pp`, too.
+    """
     mesh, ranks_of = state.mesh, dist.get_process_group_ranks
     known = {"data": mesh.data_group, "pp": state.pipeline.tied_group if state.pipeline else None}
     cp = set(ranks_of(mesh.group("cp")))
