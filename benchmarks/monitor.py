@@ -141,7 +141,7 @@ def listened(model: Any, step: Any, steps: int, watch: list[str]) -> tuple[float
             around(step)
             found.append((within.calls, outside.seconds - within.seconds))
         if "monitor" in watch:
-            reading = [timed(monitoring._watched.read)[1]]  # type: ignore[union-attr]
+            reading = [timed(of_session(monitoring._Now).watched.read)[1]]  # type: ignore[union-attr]
     calls, seconds = (statistics.mean(one) for one in zip(*found, strict=True))
     return calls, seconds, reading[0]
 

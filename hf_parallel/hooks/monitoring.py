@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from hf_parallel.ask.config import SpecError
 from hf_parallel.ask.launched import local_world_size
+from hf_parallel.ask.session import of_session
 from hf_parallel.ask.spec import refuse
 from hf_parallel.axes.pipeline.schedules import can_be_cut, micro_batch_count
 from hf_parallel.hooks import hangs, report, runtime
@@ -223,42 +224,48 @@ class Watched:
             report.say(failure)
 
 
-_watched: Watched | None = None
-_in_trainer = False  # is the open step one of a Trainer?
-_told_of_profiles = False
+class _Now:
+    """The model that is watched now, if any."""
+
+    def __init__(self) -> None:
+        self.watched: Watched | None = None
+        self.in_trainer = False  # is the open step one of a Trainer?
+        self.told_of_profiles = False
 
 
 def watched(model: PreTrainedModel) -> Watched | None:
     """Who watches this model, from now on if nobody did; None where that is switched off. Collective at first."""
-    global _watched
+    now = of_session(_Now)
     state = runtime.parallel_state(model)
     if state is None or state.config.monitor == "off":
         return None
-    if _watched is None or _watched.state is not state:
+    if now.watched is None or now.watched.state is not state:
         stop()
-        _watched = Watched(getattr(model, "_orig_mod", model), state)
-    return _watched
+        now.watched = Watched(getattr(model, "_orig_mod", model), state)
+    return now.watched
 
 
 def stop() -> None:
     """Nobody is watched any more."""
-    global _watched, _in_trainer, _told_of_profiles
-    if _watched is not None:
-        _watched.session.stop()
-    _watched, _in_trainer, _told_of_profiles = None, False, False
+    now = of_session(_Now)
+    if now.watched is not None:
+        now.watched.session.stop()
+    now.watched, now.in_trainer, now.told_of_profiles = None, False, False
 
 
 def phase(name: str) -> contextlib.AbstractContextManager:
     """Count what runs inside for this phase of the open step, if there is one."""
-    return contextlib.nullcontext() if _watched is None else _watched.meter.phase(name)
+    now = of_session(_Now)
+    return contextlib.nullcontext() if now.watched is None else now.watched.meter.phase(name)
 
 
 def note_gradients() -> None:
     """Read gradients before they are clipped, for a trace and for the noise scale. Collective under a trace."""
-    if _watched is not None and _watched.trace is not None:
-        _watched.trace.note_gradients()
-    if _watched is not None and _watched.noise is not None:
-        _watched.noise.note_gradients()
+    now = of_session(_Now)
+    if now.watched is not None and now.watched.trace is not None:
+        now.watched.trace.note_gradients()
+    if now.watched is not None and now.watched.noise is not None:
+        now.watched.noise.note_gradients()
 
 
 def metrics() -> dict[str, float]:
@@ -266,7 +273,8 @@ def metrics() -> dict[str, float]:
 
     Collective: all ranks call it. Empty where no layout is active, under `monitor=off`, and before the first step.
     """
-    return {} if _watched is None else _watched.read()
+    now = of_session(_Now)
+    return {} if now.watched is None else now.watched.read()
 
 
 # ---- Trainer ------------------------------------------------------------------------------------------------------
@@ -277,8 +285,8 @@ TRAINER = "trainer"
 @contextlib.contextmanager
 def reading(trainer: Trainer) -> Iterator[None]:
     """A step of a Trainer begins with what is read for it in here."""
-    global _in_trainer
-    _in_trainer, by = True, watched(trainer.model)
+    now = of_session(_Now)
+    now.in_trainer, by = True, watched(trainer.model)
     if by is not None:
         by.begin_trace(trainer.args.output_dir)
         by.begin_noise(trainer)
@@ -289,29 +297,31 @@ def reading(trainer: Trainer) -> Iterator[None]:
 
 def count(samples: list) -> None:
     """The open step trains on these batches."""
-    if _watched is not None:
+    now = of_session(_Now)
+    if now.watched is not None:
         for batch in samples:
-            _watched.meter.count(*counted(batch, getattr(batch, "real_rows", None)))
+            now.watched.meter.count(*counted(batch, getattr(batch, "real_rows", None)))
 
 
 def step_ended() -> None:
     """End the step of the Trainer that has begun it."""
-    global _in_trainer
-    _in_trainer = False
-    if _watched is not None:
-        _watched.meter.end(TRAINER)
-        _watched.end_noise()
+    now = of_session(_Now)
+    now.in_trainer = False
+    if now.watched is not None:
+        now.watched.meter.end(TRAINER)
+        now.watched.end_noise()
 
 
 @contextlib.contextmanager
 def small_batch(inputs: Any, real_rows: int | None) -> Iterator[None]:
     """Measure what the backward pass in here adds to the step's gradient, for the noise scale."""
-    if _watched is None or _watched.noise is None:
+    now = of_session(_Now)
+    if now.watched is None or now.watched.noise is None:
         yield
         return
-    parts = _watched.parts_of(inputs, real_rows)  # now: scripts take out of a batch what they have read
+    parts = now.watched.parts_of(inputs, real_rows)  # now: scripts take out of a batch what they have read
     yield
-    _watched.noise.end_small_batch(parts)
+    now.watched.noise.end_small_batch(parts)
 
 
 def of_trainer(trainer: Trainer) -> dict[str, float]:
@@ -322,14 +332,16 @@ def of_trainer(trainer: Trainer) -> dict[str, float]:
 
 def critical_batch() -> float | None:
     """Return the gradient noise scale in sequences, if it was measured and can be told yet."""
-    estimate = None if _watched is None or _watched.noise is None else _watched.noise.scale.estimate
+    now = of_session(_Now)
+    estimate = None if now.watched is None or now.watched.noise is None else now.watched.noise.scale.estimate
     return None if estimate is None else estimate.in_sequences
 
 
 def keep_measured_step() -> None:
     """Note the step of a run that ends in this machine's calibration, if it has one."""
-    if _watched is not None and _watched.steps and dist.get_rank() == 0:
-        _watched.keep_measured_step()
+    now = of_session(_Now)
+    if now.watched is not None and now.watched.steps and dist.get_rank() == 0:
+        now.watched.keep_measured_step()
 
 
 #: What the console shows of all that is measured; trackers and trainer_state.json have every key.
@@ -365,11 +377,12 @@ def follow(model: PreTrainedModel, folder: str) -> None:
     Args:
         folder: OUTPUT_DIR.
     """
-    if _watched is None and (by := watched(model)) is not None:
+    now = of_session(_Now)
+    if now.watched is None and (by := watched(model)) is not None:
         calls: list[contextlib.AbstractContextManager] = []
 
         def enter(module: nn.Module, args: tuple) -> None:
-            if torch.is_grad_enabled() and not _in_trainer:
+            if torch.is_grad_enabled() and not now.in_trainer:
                 by.begin_trace(folder)
             calls.append(by.meter.phase(COMPUTE))
             calls[-1].__enter__()
@@ -384,8 +397,9 @@ def follow(model: PreTrainedModel, folder: str) -> None:
 @patch("accelerate.data_loader:{DataLoaderShard,DataLoaderDispatcher}.__iter__", "does not say how long it waits")
 def batches(original: Callable, self: DataLoaderShard) -> Iterator:
     """Time a loop's reading; a step begins with the first batch after the last one's end."""
+    now = of_session(_Now)
     iterator = original(self)
-    return hangs.marked(iterator if _watched is None else _timed(_watched, iterator))
+    return hangs.marked(iterator if now.watched is None else _timed(now.watched, iterator))
 
 
 def _timed(by: Watched, iterator: Iterator) -> Iterator:
@@ -413,17 +427,18 @@ def _begin_in_loop(by: Watched) -> None:
 @patch("accelerate.accelerator:Accelerator.backward", "does not say that a loop trains, nor weigh its loss")
 def backward(original: Callable, self: Accelerator, loss: torch.Tensor, **kwargs: object) -> None:
     """Train on what was read since the last step."""
+    now = of_session(_Now)
     loss = loop_losses.weigh(loss, self.gradient_state)
     hangs.backward_begins(self)
-    if _watched is not None:
-        _watched.computes = True
-        if _watched.noise is not None:
-            _watched.check_scale(self)
+    if now.watched is not None:
+        now.watched.computes = True
+        if now.watched.noise is not None:
+            now.watched.check_scale(self)
     with phase(COMPUTE):
         original(self, loss, **kwargs)
-    if _watched is not None and _watched.meter.owner == LOOP and _watched.noise is not None:
-        _watched.noise.end_small_batch(_watched.read_in_loop)
-        _watched.read_in_loop.clear()
+    if now.watched is not None and now.watched.meter.owner == LOOP and now.watched.noise is not None:
+        now.watched.noise.end_small_batch(now.watched.read_in_loop)
+        now.watched.read_in_loop.clear()
 
 
 #: Optimizers whose steps are followed.
@@ -439,30 +454,32 @@ def follow_steps(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _loop_steps(optimizer: torch.optim.Optimizer, *args: object) -> None:
+    now = of_session(_Now)
     loop_losses.check_step()
     note_gradients()
-    if _watched is not None and _watched.trace is not None:
-        _watched.trace.note_settings(optimizer)
+    if now.watched is not None and now.watched.trace is not None:
+        now.watched.trace.note_settings(optimizer)
     hangs.mark_loop("the optimizer's step")
 
 
 def _loop_has_stepped(*args: object) -> None:
+    now = of_session(_Now)
     hangs.mark_loop("what follows a step", may_take_long=True)
     _say_what_loops_lack()
-    if _watched is not None and _watched.trace is not None:
-        _watched.trace.end_step()
-    if _watched is not None and _watched.computes:
-        if _watched.meter.owner == LOOP:
-            _watched.end_noise()
-        _watched.meter.end(LOOP)
-        _watched.computes = False
+    if now.watched is not None and now.watched.trace is not None:
+        now.watched.trace.end_step()
+    if now.watched is not None and now.watched.computes:
+        if now.watched.meter.owner == LOOP:
+            now.watched.end_noise()
+        now.watched.meter.end(LOOP)
+        now.watched.computes = False
 
 
 def _say_what_loops_lack() -> None:
     """Say what loops lack, also where nobody is watched (monitor=off)."""
-    global _told_of_profiles
-    if runtime.mesh().config.profile_steps and not (_in_trainer or _told_of_profiles):
-        _told_of_profiles = True
+    now = of_session(_Now)
+    if runtime.mesh().config.profile_steps and not (now.in_trainer or now.told_of_profiles):
+        now.told_of_profiles = True
         report.say("profile_steps: steps of a Trainer are profiled, those of a loop are not")
 
 

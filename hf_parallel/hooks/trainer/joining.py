@@ -13,6 +13,7 @@ import numpy
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
+from hf_parallel.ask.session import of_session
 from hf_parallel.ask.spec import SpecError, first_line, refuse
 from hf_parallel.hooks import report, runtime
 from hf_parallel.hooks.patching import replacing
@@ -34,19 +35,26 @@ if TYPE_CHECKING:
 #: Examples in, a batch out.
 Collate: TypeAlias = Callable[[list], Mapping]
 
-_alone: ParallelConfig | None = None  # of one process, which has no layout to ask
+
+class _Asked:
+    """The config of one process, which has no layout to ask; and what `--parallel auto` has planned, on rank 0."""
+
+    def __init__(self) -> None:
+        self.alone: ParallelConfig | None = None
+        self.planned: tuple[Goal, ParallelConfig] | None = None
 
 
 def set_alone(config: ParallelConfig | None) -> None:
     """Remember what one process was asked for."""
-    global _alone
-    _alone = config
+    known = of_session(_Asked)
+    known.alone = config
 
 
 def asked() -> tuple[str, int | bool]:
     """The key that asks for joined batches, and its value; a value of nothing: none does."""
+    known = of_session(_Asked)
     current = runtime.current()
-    config = _alone if current is None else current.config
+    config = known.alone if current is None else current.config
     return ("pack_tokens", 0) if config is None else asked_by(config)
 
 
@@ -366,7 +374,6 @@ def random_numbers_kept() -> Iterator[None]:
 _MUCH = 0.1  # of the tokens: so much padding is worth a line
 _GAIN = 0.95  # of the step time: less is below what the planner can tell
 _padding_free_SAMPLE = 256  # rows whose lengths are looked at for it
-_planned: tuple[Goal, ParallelConfig] | None = None  # by `--parallel auto`; of rank 0
 
 
 def wanted() -> bool:
@@ -376,14 +383,14 @@ def wanted() -> bool:
 
 def remember(goal: Goal, config: ParallelConfig) -> None:
     """Remember what `--parallel auto` has planned, for the choice that is made when there are rows."""
-    global _planned
-    _planned = goal, config
+    known = of_session(_Asked)
+    known.planned = goal, config
 
 
 def stop() -> None:
     """Forget what was planned."""
-    global _planned
-    _planned = None
+    known = of_session(_Asked)
+    known.planned = None
 
 
 class Joined:
@@ -449,6 +456,7 @@ def _choice(
     Args:
         why: joined examples would give other numbers.
     """
+    known = of_session(_Asked)
     from hf_parallel.planner.choices import padding_of, share_of
 
     size, lengths, found = trainer.args.per_device_train_batch_size, _sampled(trainer), _padding_found(trainer)
@@ -457,8 +465,8 @@ def _choice(
     packs = f"pack_tokens={tokens} leaves it out, with batches of about as many tokens in the place of as many rows"
     packs = "" if why is not None or config.pp_size > 1 else f"; {packs}: other numbers, so it is for you to ask for"
     why = _why_not(trainer, config, cannot) or why
-    if why is None and _planned is not None:
-        goal, layout = _planned
+    if why is None and known.planned is not None:
+        goal, layout = known.planned
         padding = padding_of(goal, layout, lengths, size)
         times = f"predicted {padding.ratio:.2f} x the step time"
         if padding.fits and padding.ratio < _GAIN:

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_map
 
+from hf_parallel.ask.session import of_session
 from hf_parallel.hooks import report, runtime
 from hf_parallel.hooks.accelerate.paired_losses import refuse_pairs
 from hf_parallel.hooks.patching import patch
@@ -74,43 +75,51 @@ class Forward:
     whole: bool = False
 
 
-_scope: Scope | None = None
-_forwards: list[Forward] = []
+class _Now:
+    """The Trainer's loss that is being computed, if any, and the forward passes in progress, innermost last."""
+
+    def __init__(self) -> None:
+        self.scope: Scope | None = None
+        self.forwards: list[Forward] = []
 
 
 def scope() -> Scope | None:
     """The Trainer's loss that is being computed, if any."""
-    return _scope
+    now = of_session(_Now)
+    return now.scope
 
 
 @contextlib.contextmanager
 def computing(new: Scope) -> Iterator[Scope]:
     """Compute a loss for a Trainer."""
-    global _scope
-    former, _scope = _scope, new
+    now = of_session(_Now)
+    former, now.scope = now.scope, new
     try:
         yield new
     finally:
-        _scope = former
+        now.scope = former
 
 
 def enter(share: float | None, passed_on: bool, given: Mapping[str, object]) -> Forward:
     """A model's forward begins."""
-    _forwards.append(Forward(share, passed_on, given))
-    return _forwards[-1]
+    now = of_session(_Now)
+    now.forwards.append(Forward(share, passed_on, given))
+    return now.forwards[-1]
 
 
 def leave_forward() -> Forward:
     """The innermost forward has ended."""
-    return _forwards.pop()
+    now = of_session(_Now)
+    return now.forwards.pop()
 
 
 def note(forward: Forward) -> None:
     """Something was counted over data ranks."""
+    now = of_session(_Now)
     forward.counted = forward.filled = True
-    if _scope is not None:
-        _scope.counted = True
-        _scope.assumed |= not forward.passed_on
+    if now.scope is not None:
+        now.scope.counted = True
+        now.scope.assumed |= not forward.passed_on
 
 
 class Count(torch.Tensor):
@@ -177,21 +186,22 @@ SUMMED = {"ctc_loss"}
 @patch(f"torch.nn.functional:{{{','.join(COUNTS)}}}", "takes the mean over this rank's targets")
 def mean(original: Callable, *args: object, **kwargs: object) -> torch.Tensor:
     """Each of these functions; outside of losses it is torch's own."""
+    now = of_session(_Now)
     value = original(*args, **kwargs)
-    if _forwards and _forwards[-1].whole:
+    if now.forwards and now.forwards[-1].whole:
         return value
     given = by_name(original, args, kwargs)
-    if not _forwards and value.requires_grad and original.__name__ == "cross_entropy":
+    if not now.forwards and value.requires_grad and original.__name__ == "cross_entropy":
         _tell_of_own_pairs(given)
-    if not _forwards and _scope is None:
+    if not now.forwards and now.scope is None:
         return value
     former = given.get("size_average") is not None or given.get("reduce") is not None
     reduction = "none" if former else given.get("reduction", "mean")
     if reduction == "mean":
-        if _forwards and original.__name__ == "cross_entropy" and _compares_rows(given, _forwards[-1].given):
+        if now.forwards and original.__name__ == "cross_entropy" and _compares_rows(given, now.forwards[-1].given):
             refuse_pairs()
         return _treated(value, COUNTS[original.__name__](given, value))
-    return _of_all_ranks(value, original.__name__) if reduction == "sum" and _forwards else value
+    return _of_all_ranks(value, original.__name__) if reduction == "sum" and now.forwards else value
 
 
 def _compares_rows(given: Given, of_model: Mapping[str, object]) -> bool:
@@ -226,7 +236,8 @@ def _tell_of_own_pairs(given: Given) -> None:
 
 def _of_all_ranks(total: torch.Tensor, function: str) -> torch.Tensor:
     """A sum in a model's forward, which the model divides by the count it was given, or which is the loss itself."""
-    forward = _forwards[-1]
+    now = of_session(_Now)
+    forward = now.forwards[-1]
     if function not in SUMMED:
         forward.counted |= forward.passed_on
         return total
@@ -237,12 +248,13 @@ def _of_all_ranks(total: torch.Tensor, function: str) -> torch.Tensor:
 
 
 def _treated(value: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
-    if not _forwards or _forwards[-1].share is None:
-        if _scope is not None:
-            _scope.taken = value, count
+    now = of_session(_Now)
+    if not now.forwards or now.forwards[-1].share is None:
+        if now.scope is not None:
+            now.scope.taken = value, count
         return value
-    note(_forwards[-1])
-    return over_data_ranks(value, count, _forwards[-1].share)
+    note(now.forwards[-1])
+    return over_data_ranks(value, count, now.forwards[-1].share)
 
 
 def over_data_ranks(mean: torch.Tensor, count: torch.Tensor, share: float) -> torch.Tensor:
@@ -256,12 +268,13 @@ def over_data_ranks(mean: torch.Tensor, count: torch.Tensor, share: float) -> to
 
 def normaliser(count: torch.Tensor) -> torch.Tensor:
     """Return what a sum over `count` targets is divided by, so that data ranks average to the mean over all."""
-    if not _forwards or _forwards[-1].share is None:
+    now = of_session(_Now)
+    if not now.forwards or now.forwards[-1].share is None:
         return count.clamp(min=1)
-    note(_forwards[-1])
+    note(now.forwards[-1])
     mesh, total = runtime.mesh(), count * (not runtime.is_absent())
     dist.all_reduce(total, group=mesh.data_group)
-    return total.clamp(min=1) * (_forwards[-1].share or 1.0) / mesh.data_size
+    return total.clamp(min=1) * (now.forwards[-1].share or 1.0) / mesh.data_size
 
 
 def weighted(loss: torch.Tensor, factor: torch.Tensor | float) -> torch.Tensor:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from hf_parallel.ask.session import of_session
 from hf_parallel.hooks import report, runtime
 from hf_parallel.hooks.accelerate.shares import follow_trainer
 from hf_parallel.hooks.accelerate.token_batches import TokenBatches
@@ -42,7 +43,13 @@ if TYPE_CHECKING:
 
 _MUCH = 0.1  # of the tokens: lengths that are so much off are told
 _SAMPLE = 256  # rows whose lengths are compared with their tokens
-_known = False  # is there a Trainer, whose loaders are the ones that are meant?
+
+
+class _Trainers:
+    """Is there a Trainer, whose loaders are the ones that are meant?"""
+
+    def __init__(self) -> None:
+        self.seen = False
 
 
 def budget() -> int:
@@ -67,8 +74,8 @@ def patches_alone(config: ParallelConfig) -> list[Patch]:
 
 def stop() -> None:
     """Forget what one process was asked for."""
-    global _known
-    _known = False
+    trainers = of_session(_Trainers)
+    trainers.seen = False
     set_alone(None)
     joining.stop()
 
@@ -102,8 +109,8 @@ def _training_step(
 
 def check_trainer(trainer: Trainer) -> None:
     """Refuse a Trainer whose batches would not be those that were asked for."""
-    global _known
-    _known = True
+    trainers = of_session(_Trainers)
+    trainers.seen = True
     if not asked()[1]:
         return
     why = why_not_joined(trainer)
@@ -137,7 +144,8 @@ def why_not_joined(trainer: Trainer) -> str | None:
 
 def is_loop() -> bool:
     """Has the script made no Trainer so far?"""
-    return not _known
+    trainers = of_session(_Trainers)
+    return not trainers.seen
 
 
 def check_loop() -> None:
