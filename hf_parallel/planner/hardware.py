@@ -37,7 +37,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Efficiency:
-    """The parts of the datasheet that are reached; fitted once per type of GPU (docs/planner.md)."""
+    """The parts of the datasheet that are reached, fitted per type of GPU: docs/reference/planner_formulas.md."""
 
     gemm: float = 0.75  # of the peak, by a large matrix product
     waves: float = 0.3  # how much of the last, unfilled wave of tiles is lost

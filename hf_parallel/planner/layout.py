@@ -27,7 +27,7 @@ class Habits:
     """The differences between engines, as numbers and switches; the formulas are alike for all.
 
     The defaults are those of Megatron-LM, DeepSpeed and FSDP in published runs. Those without a source are fitted once
-    over all published rows: see docs/planner.md.
+    over all published rows: see docs/reference/planner_formulas.md.
     """
 
     # states

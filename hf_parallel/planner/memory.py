@@ -3,7 +3,7 @@
 States follow table 1 of ZeRO (Rajbhandari et al., 2020, arXiv:1910.02054), activations are added term by term after
 Korthikanti et al. (2022, arXiv:2205.05198), a pipeline is followed through its schedule. Of one step the fuller of two
 moments counts: a backward pass in the schedule, or the end of the backward. Where engines
-differ `Habits` decides; docs/planner.md has the formulas and their measured accuracy.
+differ `Habits` decides; docs/reference/planner_formulas.md has the formulas and their measured accuracy.
 """
 
 from __future__ import annotations

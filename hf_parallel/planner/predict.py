@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 #     element-wise      bytes read and written / (bandwidth x memory)
 #     communication     the ledger's transfers, less what of them can run behind compute
 #
-# docs/planner.md has the numbers, their sources and the measured accuracy.
+# docs/reference/planner_formulas.md has the numbers, their sources and the measured accuracy.
 
 
 _TILE = 128

@@ -16,7 +16,7 @@ from hf_parallel.planner.shape import ModelShape, distinct
 from hf_parallel.planner.states import adapter_bytes, state_bytes
 
 #: Ninth decile of the step time's error where a series, or a whole type of GPU, was left out; of models with experts,
-#: on which nothing was fitted (docs/planner.md).
+#: on which nothing was fitted (docs/reference/planner_formulas.md).
 MEASURED, TRANSFERRED, EXPERTS = 0.25, 0.45, 0.55
 
 

@@ -50,7 +50,6 @@ from hf_parallel.ask.config import ParallelConfig
 from hf_parallel.ask.keys.sizes import SHARDS
 from hf_parallel.ask.keys.tensor import TP_AXES
 from hf_parallel.ask.spec import refuse
-from hf_parallel.ranks import messages
 from hf_parallel.ranks.devices import Device, measure_device
 from hf_parallel.ranks.groups import Groups, all_ranks_on_host, urgent_options
 
@@ -258,7 +257,9 @@ class ParallelMesh:
         with self.fork_random_state():
             own = measure_device(self.device)
         found: dict[int, list[Device]] = {}
-        for rank, device in enumerate(messages.gather(own)):
+        devices: list = [None] * dist.get_world_size()
+        dist.all_gather_object(devices, own)
+        for rank, device in enumerate(devices):
             found.setdefault(coordinates(self.config, rank)["pp"], []).append(device)
         each = (found[place] for place in range(self.config.pp_size))
         return tuple(Device(min(one.speed for one in own), min(one.memory for one in own)) for own in each)
