@@ -1,6 +1,6 @@
 """Predictions against what others published: data/published.json, 74 rows of six publications, each with its source.
 
-Bounds are those that the planner promises (docs/reference/planner_formulas.md has all figures); a rank correlation or a
+Bounds are those that the planner promises: docs/reference/planner_formulas.md has all figures. A rank correlation or a
 median over these few rows moves by some percent when one of them does.
 """
 
