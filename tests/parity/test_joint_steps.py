@@ -148,9 +148,19 @@ class Own(TrainerCallback):
             self.logs.append((logs["own"], logs["syncs"]))
 
 
-def train_logging(spec: str | None, out: str, folder: str, kind: type[Trainer]):
-    """Four steps of three batches; `more` has what the loss logs, batch by batch."""
-    data_ranks, own = activate(spec), Own()
+class Looks(TrainerCallback):
+    """Looks at the gradients between the batches of a step."""
+
+    def __init__(self):
+        self.logs = []
+
+    def on_substep_end(self, args, state, control, model=None, **kwargs):
+        self.logs.append(all(p.grad is not None for p in model.parameters()))
+
+
+def train_logging(spec: str | None, out: str, folder: str, kind: type[Trainer], callback: type[TrainerCallback] = Own):
+    """Four steps of three batches; `more` has what the loss or a callback notes, batch by batch."""
+    data_ranks, own = activate(spec), callback()
     model = LlamaForCausalLM.from_pretrained(folder)
     settings = {"max_steps": 4, "gradient_accumulation_steps": 3}
     more = {"train_dataset": data("llama", 96, 11, uneven_lengths=True), "data_collator": pad}
@@ -174,6 +184,14 @@ def test_a_loss_knows_its_place_in_the_step(runs, spec, kind):
         assert [loss * count for (loss, _), count in zip(rank.more, parts, strict=True)] == pytest.approx(
             [loss for loss, _ in expected], rel=1e-5
         )
+
+
+def test_a_callback_sees_gradients_between_batches(runs):
+    """Then batches run one by one, and the report says why."""
+    ranks = runs.compare(train_logging, "pp=2", runs.initial("llama"), Trainer, Looks)
+    notes = json.loads((Path(ranks[0].folder).parent / "hf_parallel.json").read_text())["notes"]
+    assert any("Looks looks at gradients between them" in note for note in notes)
+    assert [rank.more for rank in ranks] == 2 * [8 * [True]]
 
 
 @pytest.mark.parametrize("schedule", ["interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble", "dualpipe_v"])
