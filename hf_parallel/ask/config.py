@@ -20,7 +20,14 @@ from hf_parallel.ask.keys.context import ContextKeys
 from hf_parallel.ask.keys.data import CompressionKeys, DataKeys, OffloadKeys
 from hf_parallel.ask.keys.experts import ExpertKeys
 from hf_parallel.ask.keys.fill import FillKeys
-from hf_parallel.ask.keys.layers import AttentionKeys, CompileKeys, LossKeys, PrecisionKeys, RecomputeKeys
+from hf_parallel.ask.keys.layers import (
+    AttentionKeys,
+    CompileKeys,
+    LossKeys,
+    PrecisionKeys,
+    RecomputeKeys,
+    TiledKeys,
+)
 from hf_parallel.ask.keys.pipeline import PipelineKeys
 from hf_parallel.ask.keys.run import MonitorKeys, RolloutKeys, SavingKeys, WatchKeys
 from hf_parallel.ask.keys.tensor import TensorKeys
@@ -39,6 +46,7 @@ class ParallelConfig(
     MonitorKeys,
     RolloutKeys,
     AttentionKeys,
+    TiledKeys,
     RecomputeKeys,
     CompileKeys,
     LossKeys,

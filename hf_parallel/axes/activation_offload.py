@@ -16,11 +16,12 @@ which is free in its order.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TypeAlias
 
 import torch
 from torch import nn
+from torch._subclasses import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 
 #: What autograd keeps: a tensor itself, or its copy with size and strides.
@@ -48,6 +49,7 @@ class Host:
         self.last: Kept | None = None
         self.leaving: deque[Kept] = deque()  # whose tensors the device still holds
         self.coming: list[Copy] = []  # on their way back, and read by nobody yet
+        self.on_copy: Callable[[torch.Tensor], object] | None = None  # is shown each copy on the host
 
     def begin(self, place: int, parameters: list[dict[str, nn.Parameter | None]]) -> None:
         """A layer starts."""
@@ -77,6 +79,11 @@ class Host:
         for copy in kept.copies:
             copy.leaving = None
 
+    def show(self, row: torch.Tensor) -> None:
+        """Show a new copy to whoever counts memory."""
+        if self.on_copy is not None:
+            self.on_copy(row)
+
     def _wait_for_copies(self) -> None:
         assert self.stream is not None
         torch.accelerator.current_stream().wait_stream(self.stream)
@@ -84,6 +91,14 @@ class Host:
 
     def __deepcopy__(self, memo: object) -> Host:
         return Host(self.device)
+
+
+def watch_copies(layers: Iterable[nn.Module], on_copy: Callable[[torch.Tensor], object]) -> None:
+    """Show each later copy on the host of these layers' tensors to `on_copy`."""
+    for layer in layers:
+        for hook in layer._forward_pre_hooks.values():
+            if isinstance(hook, _Begin):
+                hook.host.on_copy = on_copy
 
 
 class _Begin:
@@ -136,7 +151,7 @@ class Kept:
         return copy.take().as_strided(size, stride)
 
     def _goes(self, tensor: torch.Tensor) -> bool:
-        if type(tensor) is not torch.Tensor or tensor.device.type != self.host.device.type:
+        if type(tensor) not in (torch.Tensor, FakeTensor) or tensor.device.type != self.host.device.type:
             return False
         if not tensor.is_floating_point() or tensor.nbytes < SMALL or not _is_dense(tensor):
             return False
@@ -156,8 +171,10 @@ class Copy:
         self.leaving: torch.Tensor | None = None  # kept until the copy is done
         if stream is None:
             self.row = row.clone()
+            host.show(self.row)
             return
         self.row = torch.empty(row.shape, dtype=row.dtype, pin_memory=True)
+        host.show(self.row)
         stream.wait_stream(torch.accelerator.current_stream())
         with stream:
             self.row.copy_(row, non_blocking=True)

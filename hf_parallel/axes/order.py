@@ -15,10 +15,12 @@ from hf_parallel.axes.pipeline.axis import PIPELINE
 from hf_parallel.axes.precision import PRECISION
 from hf_parallel.axes.recompute import RECOMPUTE
 from hf_parallel.axes.tensor.axis import TENSOR
+from hf_parallel.axes.tiled_mlp import TILED_MLP
 
 AXES: tuple[Axis, ...] = (
     ATTENTION,
     RECOMPUTE,
+    TILED_MLP,
     COMPILE,
     LOSS,
     PRECISION,

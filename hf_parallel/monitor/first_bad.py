@@ -52,7 +52,8 @@ class Search:
         self.model, self.stages = model, dict(stages)
         self.finding: Finding | None = None
         self._micro_batch, self._order = 1, 0
-        self._calls: Counter[nn.Module] = Counter()
+        self._calls: Counter[nn.Module] = Counter()  # of stages
+        self._part = 1
 
     def look_at_weights(self) -> None:
         """Before the first micro-batch."""
@@ -69,7 +70,7 @@ class Search:
     @contextlib.contextmanager
     def looking(self, micro_batch: int) -> Iterator[None]:
         """Look at this micro-batch, which runs forward and backward."""
-        self._micro_batch = micro_batch
+        self._micro_batch, self._part = micro_batch, 1
         self._calls.clear()
         handles: list[RemovableHandle] = []
         for name, module in [*self.model.named_modules(), *(("", stage) for stage in self.stages)]:
@@ -99,9 +100,10 @@ class Search:
         ]
 
     def _before(self, name: str, module: nn.Module, inputs: object) -> None:
-        if torch._C._current_graph_task_id() == -1:  # else it is run again, in a backward pass
+        if module in self.stages and torch._C._current_graph_task_id() == -1:  # else it is run again, in a backward
             self._calls[module] += 1
-        part = self._calls[module]
+            self._part = self._calls[module]  # of modules inside, too, which a stage may call in pieces of a sequence
+        part = self._part
         if module in self.stages and _any_bad(inputs):
             self._found(FORWARD, name, part, received=True)
         for trace in self._traces(inputs, part):
@@ -111,7 +113,7 @@ class Search:
 
     def _after(self, name: str, module: nn.Module, inputs: object, output: object) -> None:
         self._order += 1
-        part = self._calls[module]
+        part = self._part
         if self.finding is None and module not in self.stages and _any_bad(output):
             self._found(FORWARD, name, part, before=_any_bad(inputs))
         for trace in self._traces(output, part):

@@ -291,5 +291,6 @@ def to_job(goal: Goal, config: ParallelConfig, micro_batch: int, count: int) -> 
         eight_bit=config.precision,
         engine="hf_parallel",
         calls=count // (in_a_call or count),
+        tiled_mlp=config.tiled_mlp,
         lean_loss=config.lean_loss != "false" and not goal.whole_logits and why_not_in(config) is None,
     )

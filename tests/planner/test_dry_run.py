@@ -197,3 +197,18 @@ def test_a_hybrid_of_cp_is_named():
     traffic = run_alone(planned, "llama", "cp=4,context_parallel=hybrid:2", 0)["traffic"]
     assert set(traffic) == {"cp", "dp_shard"}
     assert {"all_to_all", "send"} <= set(traffic["cp"])
+
+
+def peak_activations(spec):
+    """Bytes of a Llama with seven layers and 16,384 tokens of 64 features in fp32."""
+    config = models.CONFIGS["llama"](hidden_size=64, head_dim=16, num_hidden_layers=7)
+    return dry_run(config, spec, world_size=1, rows=4, seq=4096, precision="fp32").peak["activations"]
+
+
+def test_copies_on_the_host_are_no_memory_of_the_device():
+    """Inputs of seven checkpointed layers leave it; two are back at a time."""
+    whole, less = (
+        run_alone(peak_activations, f"dp_shard=1,activation_checkpointing=full,activation_offload={on}")
+        for on in ("false", "true")
+    )
+    assert whole - less >= 5 * 16384 * 64 * 4

@@ -27,6 +27,7 @@ VALUES = {
     "context_parallel": ("ulysses", "ulysses"),
     "activation_checkpointing": ("full", "full"),
     "activation_offload": ("true", True),
+    "tiled_mlp": ("true", True),
     "partition_activations": ("false", False),
     "compile": ("regional", "regional"),
     "lean_loss": ("true", "true"),

@@ -45,7 +45,7 @@ PLANNING = {
         "tensor/axis.py",
         "tensor/infer.py",
     ),
-    *("compression.py", "loss.py", "offload.py", "precision.py", "recompute.py"),
+    *("compression.py", "loss.py", "offload.py", "precision.py", "recompute.py", "tiled_mlp.py"),
     *("pipeline/balance.py", "pipeline/read.py", "pipeline/schedules.py", "pipeline/timeline.py"),
     *("data/files.py", "data/host_step.py", "data/local_step.py"),
 }

@@ -20,6 +20,7 @@ _PLAIN_LAYERS: dict[str, tuple[int | bool | str, str]] = {
     "compile": ("none", "reads the inputs of each linear layer by hooks"),
     "precision": ("auto", "has not been compared with one process in 8 bits"),
     "activation_checkpointing": ("none", "would see each forward pass twice"),
+    "tiled_mlp": (False, "would see each piece of an MLP's forward pass twice"),
     "activation_offload": (False, "keeps activations until a bubble has room for them"),
     "batch_shares": ("even", "takes the curvature of a whole batch"),
 }

@@ -60,6 +60,8 @@ def check_compiled(keys: CompileKeys, asked: str) -> None:
     Args:
         asked: the setting that asks for compiled layers, as an error names it.
     """
+    if getattr(keys, "tiled_mlp", False):  # a key of another class
+        refuse(asked, "tiled_mlp=true runs MLPs in pieces, which one graph of a layer does not", "tiled_mlp=false")
     if keys.ep_size > 1:
         refuse(asked, f"ep_size={keys.ep_size} sends as many tokens as a router says", "ep_size=1")
     if keys.tp_size > 1:
@@ -182,3 +184,33 @@ class PrecisionKeys(TensorKeys):
             refuse(scaling, "precision=int8 scales by row", "precision_scaling=rowwise")
         if self.precision != "auto" and self.tp_overlap:
             refuse(asked, "tp_overlap=true cuts products whose scale is one", "tp_overlap=false")
+
+
+@dataclass(frozen=True)
+class TiledKeys(RecomputeKeys):
+    """MLPs in pieces of the sequence."""
+
+    holds_alone = True
+
+    tiled_mlp: bool = key(
+        False,
+        "MLPs over pieces of the sequence, each computed again in the backward pass: for sequences of 100,000 tokens",
+    )
+
+    def check_keys(self) -> None:
+        """Reject what cuts or keeps the same products in another way."""
+        if not self.tiled_mlp:
+            return
+        if self.recompute_way == "selective":
+            why = f"activation_checkpointing={self.activation_checkpointing} keeps products that pieces compute again"
+            refuse("tiled_mlp=true", why, "activation_checkpointing=full")
+        if self.pp_size > 1 and self.pipeline_schedule in SPLIT_BACKWARD:
+            why = f"pipeline_schedule={self.pipeline_schedule} takes a backward apart, a piece computes both halves"
+            refuse("tiled_mlp=true", why, "pipeline_schedule=1f1b")
+        for name, value, why in (
+            ("precision", "auto", "has a scale for all tokens of a product"),
+            ("tp_overlap", False, "cuts the same products in halves"),
+        ):
+            found = getattr(self, name, value)  # precision is a key of another class
+            if found != value:
+                refuse("tiled_mlp=true", f"{name}={spell(found)} {why}", f"{name}={spell(value)}")

@@ -31,6 +31,7 @@ _ONE_VERSION: dict[str, tuple[int | bool | str, str]] = {
     "precision": ("auto", "has not been compared with one process in 8 bits"),
     "activation_offload": (False, "begins a step before the one before it has ended, and copies come back in order"),
     "batch_shares": ("even", "reads batches ahead, before they are cut"),
+    "tiled_mlp": (False, "has not been compared with one process in pieces"),
 }
 _SETTINGS = ("pipeline_schedule", "pipeline_virtual_stages", "pipeline_microbatches", "pipeline_split")
 

@@ -13,6 +13,7 @@ rounding and fragmentation, buffers of the communication library.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -33,6 +34,7 @@ from hf_parallel.apply.parallelize import ParallelState, state_of
 from hf_parallel.ask.keys.sizes import SHARDS
 from hf_parallel.ask.keys.tensor import TP_AXES
 from hf_parallel.ask.spec import refuse
+from hf_parallel.axes.activation_offload import watch_copies
 from hf_parallel.axes.data.compressed import groups_of
 from hf_parallel.axes.data.gradients import before_the_last
 from hf_parallel.model.calls import unread_logits
@@ -59,6 +61,7 @@ _PROPAGATE = "_propagate_tensor_meta_non_cached"
 _NOTHING_MADE = ("prim", "profiler")  # questions to a tensor, as where it is, and marks on a time line
 _NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 REST = "activations"  # what has no other kind
+HOST = "host"  # copies of activations there: no memory of the device
 WHOLE = "gathered"  # weights and gradients that FSDP2 holds whole, and its buffers
 
 
@@ -197,15 +200,15 @@ class Recorder(TorchDispatchMode):
         Storages that `kinds` leaves out are FSDP2's, or activations and temporary results.
         """
         return [
-            self._by_kind(self._events[: self._fullest(first, last)], kinds)
+            self._by_kind(self._events[: self._fullest(first, last, kinds)], kinds)
             for first, last in zip(self.moments, self.moments[1:], strict=False)
         ]
 
-    def _fullest(self, first: int, last: int) -> int:
-        total = most = sum(size for _, size in self._events[:first])
+    def _fullest(self, first: int, last: int, kinds: Mapping[int, str]) -> int:
+        total = most = sum(size for number, size in self._events[:first] if kinds.get(number) != HOST)
         moment = first
-        for i, (_, size) in enumerate(self._events[first:last], first + 1):
-            total += size
+        for i, (number, size) in enumerate(self._events[first:last], first + 1):
+            total += 0 if kinds.get(number) == HOST else size
             if total > most:
                 most, moment = total, i
         return moment
@@ -218,6 +221,7 @@ class Recorder(TorchDispatchMode):
         held: Counter[str] = Counter()
         for number, size in events:
             held[kinds.get(number, WHOLE if number in self._whole else REST)] += size
+        del held[HOST]
         return +held
 
     # ---- communication -------------------------------------------------------------------------------------------
@@ -308,6 +312,7 @@ def observe(
     assert state is not None
     with Recorder(axis_names(state), scalars=scalars) as recorder, _parted(recorder, layers):
         kinds = {recorder.note(tensor): "parameters" for tensor in (*model.parameters(), *model.buffers())}
+        watch_copies(itertools.chain(*layers), lambda copy: kinds.update({recorder.note(copy): HOST}))
         update = build_optimizer(optimizer, model)
         for accumulated in (batches[-1:], batches):  # the first step only fills the optimizer's state
             recorder.traffic.clear()
