@@ -340,7 +340,7 @@ figure { margin: 0; min-width: 0; } figure h3 { font-size: .95rem; margin: 0 0 4
 .plot { display: block; width: 100%; height: auto; color: var(--ink); }
 .wide { overflow-x: auto; background: #fff; border-radius: 4px; }
 .wide img { display: block; width: 100%; min-width: 860px; height: auto; }
-.advice { border-left: 4px solid var(--accent); } .advice li { margin: 6px 0; }
+.advice { border-left: 4px solid var(--accent); } .advice li { margin: 6px 0; overflow-wrap: anywhere; }
 .advice ul { margin: 0; padding-left: 18px; }
 .bad { border-left: 4px solid var(--warn); }
 .table { overflow-x: auto; } table { border-collapse: collapse; font-size: .85rem; width: 100%; }
