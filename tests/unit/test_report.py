@@ -176,7 +176,7 @@ def test_advice_with_numbers(folder):
     cluster, _ = calibrated(str(folder), shape)
     here = expected.expect(shape, CONFIG, cluster, BATCH).step_time_s
     best = search(model=shape, cluster=cluster, seq=1024, global_batch=16, top=1).best
-    # As measured but for the bubble, which follows from the compute, and from batches that are one run of the schedule.
+    # As measured but for the bubble, which follows from the compute; batches of a step are one run of the schedule.
     assert here == pytest.approx(2.0, rel=0.2)
     assert (float(said[3]), float(said[4])) == pytest.approx((here / best.step_time_s, here), rel=0.05)
     assert "15% of the step waits for other stages" in text
