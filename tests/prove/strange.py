@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.data import Dataset
 from transformers import (
+    GPT2LMHeadModel,
     GptOssForCausalLM,
     HfArgumentParser,
     LlamaForCausalLM,
@@ -98,6 +99,28 @@ def with_hidden_label(rows):
     return batch
 
 
+class GoesOn:
+    """A collator whose positions count on from one example to the next."""
+
+    def __init__(self):
+        self.seen = 0
+
+    def __call__(self, rows):
+        batch = pad(rows)
+        lengths = batch["attention_mask"].sum(1)
+        starts = self.seen + lengths.cumsum(0) - lengths
+        self.seen += int(lengths.sum())
+        return {**batch, "position_ids": starts[:, None] + torch.arange(batch["input_ids"].shape[1])}
+
+
+def with_a_hole(rows):
+    """A batch whose masks hide a token in the midst of each example."""
+    batch = pad(rows)
+    batch["attention_mask"][:, 1] = 0
+    batch["labels"][:, 1:3] = -100
+    return batch
+
+
 class Waves(Dataset):
     """Sounds of 601 numbers with `labels`: a class, or up to four letters of a text."""
 
@@ -136,9 +159,13 @@ SPEECH = Wav2Vec2Config(
     **{"final_dropout": 0.0, "layerdrop": 0.0, "apply_spec_augment": False},
 )
 TRAINERS = {"reduced": Reduced, "examples": Examples, "own": Own, "embedding": Embedding, "sums": Sums}
-COLLATORS = {"hidden": with_hidden_label, "packed": packed}
+COLLATORS = {
+    **{"hidden": with_hidden_label, "packed": packed},
+    **{"positions": GoesOn(), "hole": with_a_hole},
+}
 MODELS = {
     "opt": lambda: OPTForCausalLM(models.opt()),
+    "gpt2": lambda: GPT2LMHeadModel(models.gpt2()),
     "packed": lambda: GptOssForCausalLM(models.gpt_oss()),
     "ctc": lambda: Wav2Vec2ForCTC(SPEECH),
     "head": with_a_new_head,

@@ -20,7 +20,7 @@ from hf_parallel.axes.pipeline.stages import AddsNothing, StandIn
 from hf_parallel.axes.tensor.lean_loss import LazyLogits
 from hf_parallel.cli.prove import NotProvedError, Proof, Script
 from hf_parallel.hooks import own_loops, transformers
-from hf_parallel.hooks.trainer import evaluation, joining, means, training
+from hf_parallel.hooks.trainer import evaluation, joining, means, refused_batches, training
 from hf_parallel.model import known_masks
 from tests.distributed import run_alone
 from tests.prove.strange import save_base
@@ -84,6 +84,16 @@ def embeds_nothing() -> None:
     StandIn.forward = embed
 
 
+def forget_counted_labels(batches: list) -> list:
+    """Count the labels that are left in joined batches."""
+    joining.with_counted_labels(batches)
+    return batches
+
+
+def joins_what_cannot_be() -> None:
+    joining.why_not_joined = joining.why_other_numbers = lambda _: None
+
+
 MENDS = [
     Mend("reduce_over_data_ranks", "reduced", "tp=2", reduces_over_the_world),
     Mend(
@@ -112,6 +122,14 @@ MENDS = [
         "dp_shard=2,padding_free=true",
         setting(joining, "why_other_numbers", lambda trainer: None),
     ),
+    Mend(
+        "first_labels_that_trainer_counts",
+        "gpt2",
+        "dp_shard=2,padding_free=true",
+        setting(refused_batches, "with_counted_labels", forget_counted_labels),
+    ),
+    Mend("positions_that_go_on", "positions", "dp_shard=2,padding_free=true", joins_what_cannot_be),
+    Mend("masks_with_a_hole", "hole", "dp_shard=2,padding_free=true", joins_what_cannot_be),
     Mend(
         "labels_at_hidden_tokens",
         "hidden",
