@@ -309,6 +309,11 @@ def _cluster(args: argparse.Namespace) -> Cluster | MixedCluster:
     if args.gpu == MEASURED:
         return _calibrated_here(args)
     if args.cluster:
+        if args.gpus_per_node:
+            asked = f"--gpus-per-node {args.gpus_per_node}"
+            refuse(
+                asked, f"{args.cluster} says how many a node has", f"gpus_per_node: {args.gpus_per_node} in the file"
+            )
         cluster = read_machines(args.cluster, args.gpus)
         return dataclasses.replace(cluster, between=find_link(args.network)) if args.network else cluster
     if args.gpus is None:

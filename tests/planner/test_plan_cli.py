@@ -137,6 +137,14 @@ def test_own_cluster(folder, capsys, tmp_path):
     assert "8 x mine (nvlink4 in nodes of 4, two cables between)" in out
 
 
+def test_a_cluster_file_says_how_many_gpus_a_node_has(folder, capsys, tmp_path):
+    (tmp_path / "own.yaml").write_text("gpu: h100-80gb\ngpus: 8\n")
+    assert cli.main(["plan", folder, "--cluster", str(tmp_path / "own.yaml"), "--gpus-per-node", "4"]) == 2
+    assert "--gpus-per-node 4" in capsys.readouterr().err
+    (tmp_path / "own.yaml").write_text("gpu: h100-80gb\ngpus: 8\ngpus_per_node: 4\n")
+    assert cli.main(["plan", folder, "--cluster", str(tmp_path / "own.yaml")]) == 0
+
+
 def test_detect(folder, capsys):
     cluster = detect(4, 4)
     assert (cluster.gpus, cluster.nodes) == (4, 1)
