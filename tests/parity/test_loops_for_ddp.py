@@ -11,7 +11,8 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
 from hf_parallel.ask.config import SpecError
-from hf_parallel.hooks import report
+from hf_parallel.hooks import report, runtime
+from tests import models
 from tests.distributed import run, run_alone
 from tests.rows import Rows
 from tests.training import activate
@@ -138,3 +139,19 @@ def test_a_model_draws_as_in_one_process():
     expected = run_alone(draws, None)
     for found in run(draws, 2, "tp=2", init=False):
         assert found == expected
+
+
+def losses_kept(spec: str) -> int:
+    """The losses that are held after forty forward passes whose backward pass Accelerate does not see."""
+    activate(spec)
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(models.build("llama")).train()
+    for _ in range(40):
+        tokens = torch.arange(33)[None] % 515
+        model(input_ids=tokens, labels=tokens).loss.backward()
+    return len(runtime.current().loop.of_models)
+
+
+@pytest.mark.parametrize(("spec", "most"), [("tp=2", 0), ("dp_replicate=2", 16)])
+def test_losses_are_not_kept_for_ever(spec, most):
+    assert max(run(losses_kept, 2, spec, init=False)) <= most

@@ -30,6 +30,10 @@ def _watched() -> runtime.LoopLosses | None:
     return current.loop
 
 
+#: Losses of models that one backward pass may start from.
+_MOST_LOSSES = 16
+
+
 def note_forward(loss: torch.Tensor | None, counted: bool, given: Mapping[str, object]) -> None:
     """Note a call of a model that trains.
 
@@ -41,8 +45,10 @@ def note_forward(loss: torch.Tensor | None, counted: bool, given: Mapping[str, o
     current, loop = runtime.current(), _watched()
     if current is not None:
         current.loop.rows = next((len(part) for part in given.values() if torch.is_tensor(part) and part.ndim), None)
-        if loss is not None and not current.in_trainer and not current.loop.told:
-            current.loop.of_models.append(loss)
+        watched = not current.in_trainer and not current.loop.told and current.mesh.data_size > 1
+        if watched and loss is not None and loss.requires_grad:
+            # A loop that calls `loss.backward()` never takes them out: keep few, as each holds a graph.
+            current.loop.of_models = [*current.loop.of_models[1 - _MOST_LOSSES :], loss]
     if loop is not None:
         loop.forwards += 1
         loop.weighed += [loss] if counted and loss is not None else []
