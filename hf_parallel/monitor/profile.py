@@ -153,7 +153,7 @@ class Profile:
         if mesh.device.type == "cpu":  # on a GPU its kernels tell
             self._waits.start(mesh.device)
         self._synchronize()
-        dist.barrier(mesh.host_group)
+        dist.barrier(mesh.host_group_of_training)
         self._begin, self._waits.open = time.time_ns(), True
 
     def _started(self) -> profile | None:
@@ -175,12 +175,12 @@ class Profile:
         part = trace.part_of(self._exported(), window, self._notes, self.axes, self._most())
         part.name = f"rank {dist.get_rank()}{self._place()}"
         parts: list[trace.Part] | None = [part] * dist.get_world_size() if dist.get_rank() == 0 else None
-        dist.gather_object(part, parts, group=self.mesh.host_group)
+        dist.gather_object(part, parts, group=self.mesh.host_group_of_training)
         return [] if parts is None else self._written(folder, parts)
 
     def _earliest(self) -> int:
         """When the first rank of this machine, whose clock they share, left the barrier: a busy one wakes up later."""
-        begins = messages.gather((machine_id(), self._begin), self.mesh.host_group)
+        begins = messages.gather((machine_id(), self._begin), self.mesh.host_group_of_training)
         return min(begin for machine, begin in begins if machine == machine_id())
 
     def _most(self) -> int:

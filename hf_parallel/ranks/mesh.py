@@ -229,6 +229,14 @@ class ParallelMesh:
         """
         return self.new_host_group()
 
+    @functools.cached_property
+    def host_group_of_training(self) -> dist.ProcessGroup:
+        """Return a group of all ranks over host memory for the thread that trains; `async_save` uses `host_group`.
+
+        Two threads on one group would meet in another order on each rank. Collective over all ranks at the first use.
+        """
+        return self.new_host_group() if self.config.async_save else self.host_group
+
     def new_host_group(self) -> dist.ProcessGroup:
         """Make another group of all ranks over host memory. Collective over all ranks."""
         return all_ranks_on_host()

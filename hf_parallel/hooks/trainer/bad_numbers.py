@@ -277,7 +277,7 @@ class Looking(TrainerCallback):
 
 def _of_all(finding: Finding | None) -> dict[int, Finding | None]:
     """By rank. Collective over all ranks, of which each has come to the same norm."""
-    return dict(enumerate(messages.gather(finding, runtime.mesh().host_group)))
+    return dict(enumerate(messages.gather(finding, runtime.mesh().host_group_of_training)))
 
 
 @contextlib.contextmanager

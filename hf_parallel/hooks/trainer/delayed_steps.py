@@ -129,7 +129,7 @@ def announce_steps(trainer: Trainer, model: PreTrainedModel, inputs: dict) -> No
             break
         follows = delayed.takes(_micro_batches(engine, prepared))
         if engine.mesh.data_size > 1:  # data ranks may have unlike numbers of rows: their gradients are of one version
-            follows = all(messages.gather(follows, engine.mesh.host_group))
+            follows = all(messages.gather(follows, engine.mesh.host_group_of_training))
         if not follows:
             break
         delayed.add(step.batches, joint_steps.announced(trainer, engine, model, prepared, step.items))

@@ -76,7 +76,7 @@ def announce_step(
     together = _own_losses_join(record, engine, prepared) if own else engine.can_schedule_together(prepared)
     if engine.config.sharing_size > 1:
         # FSDP2's collectives follow the schedule, and data ranks may have unlike numbers of rows: all go the same way.
-        together = all(messages.gather(together, runtime.mesh().host_group))
+        together = all(messages.gather(together, runtime.mesh().host_group_of_training))
     if together:
         calls = announced(trainer, engine, model, prepared, num_items_in_batch)
         engine.joint = JointStep(calls, functools.partial(run_calls, engine, held=None))
