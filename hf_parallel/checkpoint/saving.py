@@ -12,7 +12,6 @@ import json
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -27,9 +26,6 @@ from hf_parallel.checkpoint.slices import runs
 from hf_parallel.checkpoint.writers import Item, as_bytes, gathered, part_of, rounds, writing_ranks
 from hf_parallel.ranks import messages
 from hf_parallel.ranks.mesh import ParallelMesh, stored
-
-if TYPE_CHECKING:
-    pass
 
 
 class CheckpointError(RuntimeError, Told):

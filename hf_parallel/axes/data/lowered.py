@@ -21,7 +21,7 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -33,10 +33,6 @@ from transformers.pytorch_utils import Conv1D
 from hf_parallel.axes.data.units import groups_of, parameter_groups, sharded_modules, state_of
 from hf_parallel.axes.eight_bit import recipe_of
 from hf_parallel.ranks.local import autocast_dtype
-
-if TYPE_CHECKING:
-    pass
-
 
 _users: weakref.WeakSet[Lowered] = weakref.WeakSet()
 _HANDLES = "_hf_parallel_lowered"

@@ -51,8 +51,7 @@ class Control:
         self.trainer = trainer
         mesh = runtime.mesh()
         self.rank, self.world_size = mesh.rank, mesh.config.world_size
-        # Apart from a thread that writes checkpoints.
-        self.group: dist.ProcessGroup = mesh.new_host_group() if mesh.config.async_save else mesh.host_group
+        self.group: dist.ProcessGroup = mesh.host_group_of_training
         self.decides: set[str] = set()
         self.said: set[str] = set()
 

@@ -72,9 +72,7 @@ class StepsTogether(TrainerCallback):
         self.trainer = trainer
         self.asked = torch.zeros(3, dtype=torch.int32)  # to stop; to leave a save to its thread; to end by its error
         self.agreed = self.asked.clone()
-        mesh = runtime.mesh()
-        # Apart from training's own groups, and from those of a thread that writes checkpoints.
-        self.group: dist.ProcessGroup | None = mesh.new_host_group() if mesh.config.async_save else mesh.host_group
+        self.group: dist.ProcessGroup | None = runtime.mesh().host_group_of_training
         self.pending: dist.Work | None = None
         self.stops = False
 
