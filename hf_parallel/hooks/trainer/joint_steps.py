@@ -74,9 +74,9 @@ def announce_step(
     prepared = [trainer._prepare_inputs(dict(batch)) for batch in batches]
     own = losses.is_own(trainer)
     together = _own_losses_join(record, engine, prepared) if own else engine.can_schedule_together(prepared)
-    if engine.config.sharing_size > 1:
-        # FSDP2's collectives follow the schedule, and data ranks may have unlike numbers of rows: all go the same way.
-        together = all(messages.gather(together, runtime.mesh().host_group_of_training))
+    if engine.mesh.data_size > 1:
+        # Reductions follow the schedule, and data ranks may have unlike numbers of rows: all go the same way.
+        together = all(messages.gather(together, engine.mesh.host_group_of_training))
     if together:
         calls = announced(trainer, engine, model, prepared, num_items_in_batch)
         engine.joint = JointStep(calls, functools.partial(run_calls, engine, held=None))
