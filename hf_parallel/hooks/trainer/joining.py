@@ -373,7 +373,7 @@ def random_numbers_kept() -> Iterator[None]:
 
 _MUCH = 0.1  # of the tokens: so much padding is worth a line
 _GAIN = 0.95  # of the step time: less is below what the planner can tell
-_padding_free_SAMPLE = 256  # rows whose lengths are looked at for it
+_PADDING_SAMPLE = 256  # rows whose lengths are looked at for it
 
 
 def wanted() -> bool:
@@ -514,4 +514,4 @@ def _sampled(trainer: Trainer) -> list[int]:
     rows = trainer.train_dataset
     if isinstance(rows, torch.utils.data.IterableDataset) or not hasattr(rows, "__len__") or not len(rows):
         return []
-    return lengths_of(rows, trainer.args, _padding_free_SAMPLE) or []
+    return lengths_of(rows, trainer.args, _PADDING_SAMPLE) or []
