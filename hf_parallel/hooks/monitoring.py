@@ -101,11 +101,9 @@ class Watched:
             refuse(what, "gradients have a scale that changes during a training", "bf16")
 
     def end_noise(self) -> None:
-        """End a step; say once that steps of this training show nothing."""
+        """End a step."""
         if self.noise is not None:
             self.noise.end_step()
-            if self.noise.left_out and self.state.is_first(_LEFT_OUT):
-                report.say(_LEFT_OUT)
 
     def parts_of(self, inputs: Any, real_rows: int | None = None) -> list[tuple[torch.Tensor, float]]:
         """Return targets and sequences of each backward pass of a batch; of a pipeline's there are several."""
@@ -136,6 +134,8 @@ class Watched:
         if line is not None:
             reading.said.append(("shares", line))
         noise = None if self.noise is None else self.noise.read()
+        if self.noise is not None and self.noise.left_out and self.state.is_first(_LEFT_OUT):
+            report.say(_LEFT_OUT)
         if noise is not None and noise.in_sequences is not None:
             reading.figures["noise_scale"] = significant(noise.in_sequences)
         if dist.get_rank() == 0:

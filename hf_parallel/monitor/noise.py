@@ -142,7 +142,7 @@ class GradientNoise:
             state.pipeline.services.gradients_scaled = self._note_scale
 
     def _nothing(self) -> torch.Tensor:
-        return torch.zeros(5, dtype=torch.float64, device=self._mesh.device)
+        return torch.zeros(6, dtype=torch.float64, device=self._mesh.device)
 
     @property
     def is_new(self) -> bool:
@@ -198,11 +198,9 @@ class GradientNoise:
             self._sums[4] += self._squares.of_step().double()
 
     def end_step(self) -> None:
-        """Keep the step until the next log."""
-        if self._noted and not (self._broken or self._waiting):
-            self._steps.append(self._sums)
-        else:
-            self.left_out += 1
+        """Keep the step until the next log. A step that shows nothing on one rank is left out on all of them."""
+        self._sums[5] = not self._noted or self._broken or bool(self._waiting)
+        self._steps.append(self._sums)
         self.begin_step()
 
     def read(self) -> Estimate | None:
@@ -211,8 +209,11 @@ class GradientNoise:
             sums = torch.stack(self._steps)
             dist.all_reduce(sums)
             self._steps.clear()
-            for step in sums.tolist():
-                self.scale.add(StepSums(*step))
+            for *step, is_left_out in sums.tolist():
+                if is_left_out:
+                    self.left_out += 1
+                else:
+                    self.scale.add(StepSums(*step))
         return self.scale.estimate
 
 
