@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     listed = commands.add_parser("list", help="those that come with this package")
     listed.add_argument("--gpus", type=int, metavar="N", help="for so many GPUs only")
     listed.add_argument("--method", metavar="NAME", help="full, lora, qlora, dpo, grpo, pretrain or long_context")
-    listed.add_argument("--markdown", action="store_true", help="the table of docs/recipes.md")
+    listed.add_argument("--markdown", action="store_true", help="the table of docs/reference/recipes.md")
     shown = commands.add_parser("show", help="the file, and the line that runs it")
     shown.add_argument("recipe", metavar="RECIPE")
     checked = commands.add_parser("check", help="does it fit its machines: planner and dry run, on this machine")

@@ -284,7 +284,7 @@ def shapes() -> list[str]:
     return sorted(file.name.removesuffix(".json") for file in _models().iterdir() if file.name.endswith(".json"))
 
 
-# ---- Recipes in rows: for a terminal, for docs/recipes.md, for the card of a repository -----------------------------
+# ---- Recipes in rows: for a terminal, for docs/reference/recipes.md, for the card of a repository -------------------
 
 
 _HEADINGS = ("recipe", "model", "method", "machines", "layout", "tokens per step", "GiB per GPU", "tokens/s")
@@ -309,7 +309,7 @@ def cells(recipe: Recipe) -> tuple[str, ...]:
 
 
 def markdown(recipes: list[Recipe]) -> str:
-    """Return the table of docs/recipes.md."""
+    """Return the table of docs/reference/recipes.md."""
     lines = [_HEADINGS, ("---",) * len(_HEADINGS)]
     for recipe in recipes:
         name, model, method, machines, layout, *rest = cells(recipe)

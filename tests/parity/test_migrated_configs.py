@@ -1,7 +1,7 @@
 """Configurations in the form of public projects: the spec that `migrate` prints trains to the numbers of one process.
 
 Those of TRL are the files that it installs. The others are written here with the keys that a project publishes, and
-sizes for four ranks. docs/coming_from.md has the table.
+sizes for four ranks. docs/reference/migrated_configs.md has the table.
 """
 
 import importlib.util
@@ -20,7 +20,7 @@ from hf_parallel.hooks import activation
 from tests.distributed import run
 from tests.training import Script, Tolerance, differences, none, train
 
-PAGE = Path(__file__).parents[2] / "docs" / "coming_from.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "migrated_configs.md"
 #: Where TRL has its files.
 OF_TRL = Path((importlib.util.find_spec("trl") or importlib.util.find_spec("tests")).origin).parent
 _AUTO = dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_clipping"), "auto")

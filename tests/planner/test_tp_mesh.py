@@ -1,4 +1,4 @@
-"""Grids of tp in the planner: when they send less, and the table of docs/tensor_meshes.md."""
+"""Grids of tp in the planner: when they send less, and the table of docs/reference/tensor_meshes_bytes.md."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from tests.planner.test_search import LLAMA_70B, searched
 #: The numbers of Llama 3 405B (Dubey et al., 2024, table 3).
 LLAMA_405B = {"layers": 126, "hidden": 16384, "heads": 128, "kv_heads": 8, "ffn_hidden": 53248, "vocab": 128256}
 MODELS = {"8B": LLAMA_8B, "70B": LLAMA_70B, "405B": LLAMA_405B}
-PAGE = Path(__file__).parents[2] / "docs" / "tensor_meshes.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "tensor_meshes_bytes.md"
 TOKENS = 8192
 COLUMNS = (1, 2, 4, 8)
 

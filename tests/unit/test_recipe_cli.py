@@ -331,5 +331,5 @@ def test_push_leaves_the_rest_of_a_card_alone(tmp_path):
 
 
 def test_the_page_has_the_table():
-    """docs/recipes.md; `hf-parallel recipe list --markdown` prints it."""
-    assert markdown([load(name) for name in names()]) in (ROOT / "docs" / "recipes.md").read_text()
+    """docs/reference/recipes.md; `hf-parallel recipe list --markdown` prints it."""
+    assert markdown([load(name) for name in names()]) in (ROOT / "docs" / "reference" / "recipes.md").read_text()
