@@ -3,7 +3,6 @@
 import atexit
 import io
 import os
-import re
 import sys
 from pathlib import Path
 
@@ -15,7 +14,6 @@ from hf_parallel import cli
 from hf_parallel.ask.config import ParallelConfig, SpecError
 from hf_parallel.planner.hardware import make_cluster
 from hf_parallel.planner.search import search
-from tests.distributed import run
 
 LLAMA = Path(__file__).parents[2] / "configs" / "models" / "llama-3.1-8b.json"
 
@@ -180,16 +178,3 @@ def ended(folder: Path) -> list[tuple[int, str]]:
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         found.append((code, err.read_text()))
     return found
-
-
-def test_one_report_for_all_ranks(tmp_path):
-    """Ranks that fail alike do not write their tracebacks into one another; what is told needs none."""
-    for number, end in enumerate(ENDS):
-        imports = "import os\nfrom hf_parallel.checkpoint import CheckpointError, DamagedCheckpoint\n"
-        (tmp_path / f"{number}.py").write_text(f"{imports}RANK = os.environ['RANK']\n{end}\n")
-    ranks = run(ended, 2, tmp_path, init=False)
-    for number, (first, second, code) in enumerate(ENDS.values()):
-        for rank, words in enumerate((first, second)):
-            found, err = ranks[rank][number][0], re.sub(r"(\[rank\d\]: )+", "", ranks[rank][number][1])
-            lines = [line for line in err.splitlines() if "socket.cpp" not in line] or [""]
-            assert (found, lines[0], lines[-1]) == (code, *words), err

@@ -1,4 +1,4 @@
-"""Every command that README and docs show is run here on tiny stand-ins, or named with the test that runs it.
+"""Every command that README and docs show is run by tests/processes/test_docs.py, or named here with its test.
 
 A command that is new on a page is run by the kind of its program; where that cannot be, it needs a line in ELSEWHERE.
 """
@@ -7,29 +7,14 @@ import contextlib
 import importlib
 import importlib.util
 import io
-import json
-import os
 import re
-import runpy
-import sys
-from functools import cache, partial
-from pathlib import Path
+from functools import partial
 
 import pytest
-import transformers
-from accelerate.commands import launch as accelerate_launch
-from accelerate.commands.config import config_args
-from torch.distributed.run import get_args_parser as torchrun_parser
 
-from hf_parallel import __main__ as runner
 from hf_parallel import cli
-from hf_parallel.ask.config import ParallelConfig, SpecError
-from hf_parallel.cli import launch as cli_launch
-from tests import models
 from tests.commands import PYTHON, ROOT, Shown, commands, shown
-from tests.distributed import run, run_alone
 
-SPEC = "tp=2,pp=2"
 #: What runs a command that does not run here: it takes minutes, many nodes, the Hub, or is a line of Python.
 ELSEWHERE = {
     r"make (demo|test|test-all|quick|lint|matrix|gpu|proofs)": "Makefile",
@@ -43,25 +28,27 @@ ELSEWHERE = {
     r"python -m pytest -q tests/unit/\S+": "tests/unit/test_config.py::test_grids_that_are_none_of_the_ranks",
     r"python -m pytest -p tests\.cuda\.plugin .*": "tests/cuda/test_scripts.py::test_a_trainer_script",
     r"make site": "tests/unit/test_site.py::test_it_has_every_page_and_the_support_matrix",
-    r"make( gpu-[a-z]+)+": "tests/unit/test_gpu_parts.py::test_part_without_a_gpu",
+    r"make( gpu-[a-z]+)+": "tests/processes/test_gpu_parts.py::test_part_without_a_gpu",
     r"make gpu WHEELS=.*": "tests/unit/test_gpu_parts.py::test_an_environment_from_a_folder_of_wheels",
-    r"python -m benchmarks.gpu .*": "tests/unit/test_gpu_parts.py::test_part_without_a_gpu",
-    r"python -m benchmarks.single_gpu.*": "tests/unit/test_single_gpu.py::test_the_table_without_a_gpu",
+    r"python -m benchmarks.gpu .*": "tests/processes/test_gpu_parts.py::test_part_without_a_gpu",
+    r"python -m benchmarks.single_gpu.*": "tests/processes/test_single_gpu.py::test_the_table_without_a_gpu",
     r"hf-parallel prove --device cuda .*": "tests/cuda/test_scripts.py::test_prove_on_gpus",
     r"hf-parallel prove --parallel auto .*": "tests/prove/test_command.py::test_auto",
     r"hf-parallel prove .*": "tests/prove/test_command.py::test_proof_of_a_script",
     r"hf-parallel migrate .*": "tests/unit/test_migrate.py::test_the_table_for_people",
     r"hf-parallel bisect .*": "tests/prove/test_bisect.py::test_runs_that_agree",
-    r"hf-parallel check.*": "tests/unit/test_check.py::test_four_ranks",
+    r"hf-parallel check.*": "tests/processes/test_check.py::test_four_ranks",
     r"torchrun .* -m hf_parallel.cli check": "tests/unit/test_launched.py::test_slurm",
     r"hf_parallel\.notebook_launcher\(.*": "tests/parity/test_notebook.py::test_a_cell_trains_as_in_one_process",
-    r"torchrun .* -m swift.cli.sft .*": "tests/unit/test_runner.py::test_module",
-    r"kubectl apply .*|docker build .*": "tests/unit/test_clusters.py::test_manifests_agree",
-    r"sky jobs launch .*": "tests/unit/test_clusters.py::test_a_pod_starts_torchrun_and_the_runner",
-    r'pip install "hf-parallel.*|hf-parallel recipe run .*': "tests/unit/test_recipe_cli.py::test_a_new_users_path",
+    r"torchrun .* -m swift.cli.sft .*": "tests/processes/test_runner.py::test_module",
+    r"kubectl apply .*|docker build .*": "tests/processes/test_clusters.py::test_manifests_agree",
+    r"sky jobs launch .*": "tests/processes/test_clusters.py::test_a_pod_starts_torchrun_and_the_runner",
+    r'pip install "hf-parallel.*|hf-parallel recipe run .*': (
+        "tests/processes/test_recipe_cli.py::test_a_new_users_path"
+    ),
     r"hf-parallel recipe check .*": "tests/planner/test_recipes.py::test_runs_dry",
     r"hf-parallel recipe push .*": "tests/unit/test_recipe_cli.py::test_push_writes_the_file_and_a_section",
-    r"python benchmarks/first_step.py": "tests/unit/test_recipe_cli.py::test_a_new_users_path",
+    r"python benchmarks/first_step.py": "tests/processes/test_recipe_cli.py::test_a_new_users_path",
     r"pip install --no-index.*": "tests/unit/test_gpu_parts.py::test_an_environment_from_a_folder_of_wheels",
     r"pip install (\.|.hf-.*|axolotl.*)": "tests/unit/test_docs.py::test_an_installation_has_what_the_pages_call",
     r"torchrun --nnodes=1:2 .*|export TORCH_.*": "tests/reliability/test_elastic.py::test_as_undisturbed",
@@ -89,7 +76,9 @@ ELSEWHERE = {
     r"python -m benchmarks.slow_network": "tests/parity/test_zeropp.py::test_planned_order_on_a_slow_link",
     r"python -m tests.patch_list": "tests/unit/test_patch_list.py::test_the_page_is_current",
     r"python -m tests.activations": "tests/parity/test_activation_memory.py::test_formula_in_one_process",
-    r"(import hf_parallel|TrainingArguments\(parallel.*)": "tests/unit/test_flag.py::test_flag_before_transformers",
+    r"(import hf_parallel|TrainingArguments\(parallel.*)": (
+        "tests/processes/test_flag.py::test_flag_before_transformers"
+    ),
     r"(model = )?hf_parallel\.parallelize\(.*": "tests/parity/test_library.py::test_same_numbers_as_one_process",
     r"hf_parallel\.clip_grad_norm\(.*": "tests/parity/test_library.py::test_same_numbers_as_one_process",
     r".*hf_parallel\.full_(state_dict|tensor)\(.*": "tests/parity/test_idioms.py::test_answers_of_every_rank",
@@ -97,18 +86,6 @@ ELSEWHERE = {
     r"from hf_parallel\.planner\.dryrun import .*": "tests/planner/test_dry_run.py::test_process_is_as_before",
     r"from hf_parallel\.planner import predict": "tests/planner/test_predict.py::test_parts_add_up",
 }
-#: What keeps a benchmark within a second; its figures are the pages' own.
-SHORT = {
-    "benchmarks/monitor.py": ["--spec=tp=2", "--steps=1", "--hidden=32", "--length=8"],
-    "benchmarks/planner.py": ["--seconds", "0.1"],
-    "benchmarks/context.py": ["--length=64", "--steps=1", "--limit=4000"],
-    "benchmarks/pipeline.py": ["--ranks=2", "--micro-batches=2", "--milliseconds=1", "--steps=1", "--schedules=1f1b"],
-}
-SCRIPT = """
-import sys
-from transformers import HfArgumentParser, TrainingArguments
-HfArgumentParser(TrainingArguments).parse_args_into_dataclasses(["--output_dir", "out", *sys.argv[1:]])
-"""
 
 
 def elsewhere(command: Shown) -> str | None:
@@ -116,66 +93,7 @@ def elsewhere(command: Shown) -> str | None:
     return next((test for pattern, test in ELSEWHERE.items() if re.fullmatch(pattern, command.text)), None)
 
 
-@pytest.fixture(scope="module")
-def desk(tmp_path_factory):
-    """A folder with everything that the pages take for granted, under the names they use."""
-    root = tmp_path_factory.mktemp("docs")
-    (root / "train.py").write_text(SCRIPT)
-    (root / "script.py").write_text(SCRIPT)
-    for name in ("configs", "integrations", "benchmarks"):
-        (root / name).symlink_to(ROOT / name)
-    (root / "out").mkdir()
-    (root / "out" / "hf_parallel.json").write_text('{"spec": "tp=2,pp=2,dp_shard=1"}')
-    (root / "ROWS.json").symlink_to(ROOT / "tests" / "planner" / "data" / "published.json")
-    run_alone(partial(write_checkpoints, root))
-    return root
-
-
-def write_checkpoints(root: Path) -> None:
-    """A model with its weights, a checkpoint of it, an adapter for it."""
-    import peft
-
-    model = models.build("llama", architectures=["LlamaForCausalLM"])
-    model.save_pretrained(root / "MODEL")
-    model.save_pretrained(root / "out" / "checkpoint-20")
-    model = transformers.AutoModelForCausalLM.from_pretrained(root / "MODEL")
-    peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(root / "adapter")
-
-
 ALL = shown()
-
-
-@pytest.mark.parametrize("command", [item for item in ALL if elsewhere(item) is None], ids=lambda item: item.text)
-def test_command(command, desk, monkeypatch):
-    monkeypatch.chdir(desk)
-    monkeypatch.setattr(os, "environ", os.environ.copy())
-    os.environ.pop("HF_PARALLEL", None)
-    words = [stand_in(word, command.text) for word in command.words]
-    while "=" in words[0]:
-        name, value = words.pop(0).split("=", 1)
-        os.environ[name] = value
-    RUN[words[0]](words[1:])
-
-
-def stand_in(word: str, text: str) -> str:
-    """A tiny thing of the same kind for a placeholder or a model of the Hub."""
-    if word in ("N", "NAME"):
-        return {"N": "8", "NAME": "h100-80gb"}[word]
-    if word == "out/checkpoint-20" and "--merge-adapter" in text:
-        return "adapter"
-    if re.fullmatch(r"[\w.-]+/[\w.-]*(Llama|Qwen)[\w.-]*", word):
-        return "MODEL"
-    return word.replace("SPEC", SPEC)
-
-
-def run_hf_parallel(words: list[str]) -> None:
-    """`launch` as far as accelerate's own launcher, which starts the runner; the others to their end."""
-    if words[0] == "launch":
-        return launched(words[1:])
-    if len([word for word in words[1:] if not word.startswith("--")]) == 0:
-        words = [*words, "--help"]  # only named
-    code, text = run_alone(partial(quietly, partial(cli.main, words)))
-    assert code == 0, text
 
 
 def quietly(call) -> tuple[int, str]:
@@ -186,128 +104,6 @@ def quietly(call) -> tuple[int, str]:
         except SystemExit as stop:
             code = stop.code
     return code or 0, out.getvalue()
-
-
-def launched(words: list[str]) -> None:
-    """What accelerate would start, on ranks that are forked instead."""
-    if not any(word.endswith(".py") or word == "-m" for word in words):
-        words = [*words, "train.py"]
-    calls: list = []
-    with pytest.MonkeyPatch.context() as patches:
-        patches.setattr(accelerate_launch, "launch_command", calls.append)
-        patches.setattr(config_args, "default_config_file", "none.yaml")
-        patches.setattr(cli_launch, "accelerators", lambda: 0)
-        assert cli.main(["launch", *words]) == 0
-    assert (calls[0].module, calls[0].training_script) == (True, "hf_parallel")
-    on_ranks(calls[0].num_processes, calls[0].training_script_args)
-
-
-def run_torchrun(words: list[str]) -> None:
-    options = torchrun_parser().parse_args(words)
-    assert (options.module, options.training_script) == (True, "hf_parallel")
-    on_ranks(int(options.nproc_per_node) * int(options.nnodes.partition(":")[2]), options.training_script_args)
-
-
-def run_accelerate(words: list[str]) -> None:
-    if words[0] != "launch":
-        assert importlib.util.find_spec(f"accelerate.commands.{words[0].partition('-')[0]}"), words
-        return
-    options = accelerate_launch.launch_command_parser().parse_args(words[1:])
-    config = config_args.load_config_from_file(options.config_file)
-    assert (options.module, options.training_script) == (True, "hf_parallel")
-    spec, *rest = options.training_script_args[1:]
-    # The page's SPEC stands for any spec: here for one that fits the file's processes.
-    on_ranks(config.num_processes, ["--parallel", "tp=2,pp=2,dp_shard=-1" if spec == SPEC else spec, *rest])
-
-
-def run_python(words: list[str]) -> None:
-    if words[:2] == ["-m", "hf_parallel"]:
-        on_ranks(1, words[2:] or ["script.py"])
-    elif words[:2] == ["-m", "tests.sweep"]:
-        code, text = run_alone(
-            partial(quietly, partial(program, "-m", "tests.sweep", "causal", "bloom", "--results", "r"))
-        )
-        assert (code, "tp=2 15: ok" in text) == (0, True), text
-    elif words[0] == "-c":
-        exec(words[1].replace("1e9", "0").replace("29400", "0"), {})
-    else:
-        code, text = run_alone(partial(quietly, partial(program, *words, *SHORT.get(words[0], []))))
-        assert code == 0 or (words[0] == "benchmarks/pipeline.py" and "OFF" in text), text  # a time on a busy machine
-
-
-def program(*words: str) -> None:
-    """`python WORDS`, in this process."""
-    sys.path.insert(0, str(ROOT))
-    if words[0] == "-m":
-        sys.argv = list(words[1:])
-        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
-        return
-    module = importlib.import_module(words[0].removesuffix(".py").replace("/", "."))
-    sys.argv = list(words)
-    if words[0].endswith("advice.py"):
-        module.CASES = module.CASES[:1]
-    code = module.main()
-    raise SystemExit(code)
-
-
-def run_sbatch(words: list[str]) -> None:
-    """The job script is what tests/unit/test_slurm_script.py runs; its words are the runner's."""
-    at = next(index for index, word in enumerate(words) if word.endswith(".sbatch"))
-    assert Path(words[at]).is_file()
-    nodes = {name: int(value) for name, _, value in (word.partition("=") for word in words[:at])}.get("--nodes", 2)
-    if words[at + 1 :]:
-        tasks = int(re.search(r"--ntasks-per-node=(\d+)", Path(words[at]).read_text())[1])
-        given = [word.replace(SPEC, f"{SPEC},dp_shard=-1") for word in words[at + 1 :]]
-        on_ranks(nodes * tasks, given)
-
-
-RUN = {
-    "hf-parallel": run_hf_parallel,
-    "torchrun": run_torchrun,
-    "accelerate": run_accelerate,
-    "python": run_python,
-    "sbatch": run_sbatch,
-}
-
-
-def on_ranks(world: int, words: list[str]) -> None:
-    """The runner on so many ranks has the layout; above four, and of TRL's scripts, only the words are read."""
-    command = runner.parse_command(words)
-    if command.target.startswith("trl."):
-        known_to_trl(command)
-    chosen = command.parallel or os.environ.get("HF_PARALLEL")
-    spec = chosen or next((b for a, b in zip(words, words[1:], strict=False) if a == "--parallel"), None)
-    expected = ParallelConfig.parse(spec).resolve(world) if spec and world > 1 else None
-    if world <= 4 and not command.is_module:
-        found = layouts(world, tuple(words), os.environ.get("HF_PARALLEL"))
-        assert found == [expected] * world
-
-
-@cache
-def layouts(world: int, words: tuple[str, ...], variable: str | None) -> list:
-    """The layout that a script finds on each rank."""
-    environment = {"ACCELERATE_USE_CPU": "true", **({"HF_PARALLEL": variable} if variable else {})}
-    call = partial(layout_in_script, list(words))
-    return run(call, world, init=False, env=environment) if world > 1 else [run_alone(call, env=environment)]
-
-
-def layout_in_script(words: list[str]) -> ParallelConfig | None:
-    command = runner.parse_command(words)
-    runner.prepare(command)
-    runner.run(command)
-    runtime = sys.modules.get("hf_parallel.hooks.runtime")
-    return runtime.current().config if runtime and runtime.current() else None
-
-
-def known_to_trl(command: runner.Command) -> None:
-    """The options of a TRL script are options of its parser."""
-    pytest.importorskip("trl")
-    options = importlib.import_module(command.target).make_parser()._option_string_actions
-    given = [word for word in command.args if word.startswith("--")]
-    if "--config" in given:
-        path = command.args[command.args.index("--config") + 1]
-        given += [f"--{key}" for key in re.findall(r"^(\w+):", Path(path).read_text(), re.MULTILINE)]
-    assert set(given) - set(options) <= {"--config"}
 
 
 @pytest.mark.parametrize("command", [item for item in ALL if elsewhere(item)], ids=lambda item: item.text)
@@ -396,19 +192,6 @@ printed
     assert PYTHON.search("x = hf_parallel.plan(y)")
 
 
-def test_a_new_command_is_not_passed_over():
-    """Nor is an option that its program does not know, a file that is not there, a layout that cannot be."""
-    assert elsewhere(Shown("README.md", "hf-parallel fly MODEL")) is None
-    for words in (
-        "--nproc-per-node 2 --fly -m hf_parallel train.py",
-        "--nproc-per-node 3 -m hf_parallel --parallel tp=2 x.py",
-    ):
-        with pytest.raises((SystemExit, SpecError)):
-            run_torchrun(words.split())
-    with pytest.raises(AssertionError):
-        run_hf_parallel(["plan", "MODEL", "--fly"])
-
-
 def test_llms_txt_links_to_pages_that_are_there():
     links = re.findall(r"\]\(([^)]+)\)", (ROOT / "llms.txt").read_text())
     assert len(links) > 10
@@ -433,20 +216,3 @@ def test_the_skill_names_itself():
     assert re.search("^name: train-on-n-gpus$", front, re.MULTILINE)
     assert 100 < len(re.search("^description: (.+)$", front, re.MULTILINE)[1]) < 1024
     assert len(commands(text)) > 8
-
-
-def test_the_keys_that_the_skill_reads(desk, monkeypatch):
-    """Of the JSON of `plan` and `doctor`."""
-    monkeypatch.chdir(desk)
-    text = (ROOT / "integrations" / "skill" / "SKILL.md").read_text()
-    best = printed("plan", "MODEL", "--gpus", "8", "--gpu", "h100-80gb")["layouts"][0]
-    assert {"spec", "per_device_train_batch_size", "gradient_accumulation_steps"} <= {*best}
-    assert all(f"`{key}`" in text for key in ("layouts[0]", "spec", "problems"))
-    assert printed("doctor", "MODEL", "--parallel", best["spec"], "--nproc", "8")["problems"] == []
-
-
-def printed(*words: str) -> dict:
-    """The JSON of a command."""
-    code, text = run_alone(partial(quietly, partial(cli.main, [*words, "--json"])))
-    assert code == 0, text
-    return json.loads(text[text.index("{\n") :])

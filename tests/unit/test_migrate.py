@@ -11,7 +11,6 @@ import yaml
 from hf_parallel.ask.config import ParallelConfig
 from hf_parallel.ask.spec import SpecError
 from hf_parallel.cli import main
-from tests.distributed import run
 
 WRAP = {"fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "fsdp_state_dict_type": "SHARDED_STATE_DICT"}
 FSDP = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "FSDP", "mixed_precision": "bf16"}
@@ -262,26 +261,6 @@ def test_a_long_mapping_is_left_in_its_script(tmp_path, capsys, monkeypatch):
     assert refused_line({"deepspeed": long}) == "hf-parallel migrate train.py"
     assert main(["migrate", "train.py", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["spec"].startswith("dp_shard=-1,zero_stage=2,offload=nvme:/d")
-
-
-def beside_a_layout() -> list[str]:
-    """What TrainingArguments says under a layout; DeepSpeed is not installed, and is not asked for."""
-    import transformers
-
-    import hf_parallel  # noqa: F401
-
-    said = []
-    for given in ({"fsdp": True}, {"deepspeed": {"zero_optimization": {"stage": 2}}}):
-        with pytest.raises(SpecError) as refused:
-            transformers.TrainingArguments("out", parallel="dp_shard=2", **given)
-        said.append(str(refused.value))
-    return said
-
-
-def test_arguments_are_refused_under_a_layout():
-    for said in run(beside_a_layout, 2, init=False):
-        assert [line.partition(":")[0] for line in said] == ["fsdp=True", "deepspeed"]
-        assert all("hf-parallel migrate --" in line for line in said)
 
 
 def test_a_file_or_arguments(capsys):

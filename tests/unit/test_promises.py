@@ -21,9 +21,9 @@ PROMISES = {
         "Over nodes": "planner/test_tp_mesh.py::test_over_nodes_a_grid_gains_little",
     },
     "README.md": {
-        "GPUs": "unit/test_gpu_parts.py::test_part_without_a_gpu",
-        "Compilation": "unit/test_compile.py::test_what_cannot_be_compiled_is_refused_by_name",
-        "Models": "unit/test_doctor.py::test_refusals_are_those_of_parallelize",
+        "GPUs": "processes/test_gpu_parts.py::test_part_without_a_gpu",
+        "Compilation": "processes/test_compile.py::test_what_cannot_be_compiled_is_refused_by_name",
+        "Models": "processes/test_doctor.py::test_refusals_are_those_of_parallelize",
         "Trainer": "reliability/test_refusals.py::test_refused_on_every_rank_before_any_step",
         "Optimizers": "parity/test_optimizers.py::test_ranks_without_a_row_and_optimizers_that_need_all",
         "Adapters": "parity/test_lora.py::test_refused_by_name",
@@ -70,7 +70,7 @@ PROMISES = {
     "docs/recipes.md": {
         "Yours win.": "unit/test_recipe_cli.py::test_what_the_user_gives_wins",
         "Only what the script takes.": "unit/test_recipe_cli.py::test_a_script_of_ones_own",
-        "Without a script": "unit/test_recipe_cli.py::test_a_new_users_path",
+        "Without a script": "processes/test_recipe_cli.py::test_a_new_users_path",
         "Several machines": "unit/test_recipe_cli.py::test_run_refuses_in_one_line",
         "`planner`": "planner/test_recipes.py::test_all_fit_by_the_planner_and_say_so",
         "`dry_run`": "planner/test_recipes.py::test_runs_dry",
@@ -91,7 +91,7 @@ PROMISES = {
         "Evaluation.": "parity/test_trl.py::test_dpo",
         "KTO": "parity/test_trl.py::test_kto",
         "Packing under `pp`.": "parity/test_trl.py::test_sft",
-        "The head under `tp`.": "unit/test_log_probs.py::test_as_over_the_whole_vocabulary",
+        "The head under `tp`.": "processes/test_log_probs.py::test_as_over_the_whole_vocabulary",
         "Reference log-probabilities": "parity/test_trl.py::test_dpo",
         "The ranks of one model": "parity/test_trl_generating.py::test_real_draws_under_tp",
         "Stages": "parity/test_trl_generating.py::test_rloo",
@@ -103,7 +103,7 @@ PROMISES = {
 #: The same of sentences that have no name.
 SENTENCES = {
     "README.md": {
-        "With no spec nothing of Transformers or Accelerate changes.": "unit/test_runner.py::test_without_a_spec_nothing_is_patched",
+        "With no spec nothing of Transformers or Accelerate changes.": "processes/test_runner.py::test_without_a_spec_nothing_is_patched",
         "Two different specs at once are an error that names both.": "reliability/test_refusals.py::test_a_second_spec_names_both_sources",
         "what is saved is an ordinary Hub folder.": "parity/test_variants.py::test_plain_transformers_loads_the_saved_folder",
         "a killed, stopped or restarted run loses nothing that was saved": "reliability/test_killed_saves.py::test_killed",
@@ -118,7 +118,7 @@ SENTENCES = {
         "so it is that of one process with the whole batch": "parity/test_experts.py::test_balance_over_all_rows",
     },
     "docs/pipeline.md": {
-        "every name stays the Hub's name": "unit/test_doctor.py::test_parameters_and_stages_are_those_of_parallelize",
+        "every name stays the Hub's name": "processes/test_doctor.py::test_parameters_and_stages_are_those_of_parallelize",
         "simulates the first seven and takes the smallest bubble": "parity/test_pipeline.py::test_auto_takes_the_smallest_bubble_with_the_memory_of_1f1b",
         "A tied embedding lives on the first and on the last stage": "parity/test_pipeline.py::test_tied_embedding",
         "Later steps must make the same calls": "parity/test_pipeline.py::test_what_is_said_of_a_loss",
@@ -126,7 +126,7 @@ SENTENCES = {
     "docs/tensor_parallel.md": {
         "each attention and each MLP costs one sum forward and one backward: a test counts them.": "parity/test_tensor_parallel.py::test_one_collective_per_region_and_direction",
         "any vocabulary can be cut": "parity/test_tensor_parallel.py::test_vocabulary_and_length_that_tp_does_not_divide",
-        "a recomputed layer finds its masks again": "unit/test_dropout.py::test_recomputed_layers_drop_what_they_dropped",
+        "a recomputed layer finds its masks again": "processes/test_dropout.py::test_recomputed_layers_drop_what_they_dropped",
         "so accumulation counts nothing twice": "parity/test_tensor_parallel.py::test_fewer_kv_heads_than_ranks_with_norms",
     },
     "docs/saving.md": {

@@ -1,5 +1,8 @@
 """What a plain run leaves out: never a test, an axis or a pair of axes of a file, and never because of other files."""
 
+import importlib
+from pathlib import Path
+
 import pytest
 
 from tests import conftest, selection
@@ -76,3 +79,16 @@ def test_what_was_measured_is_still_there():
     gone = [t for t in known if f"def {t.split('::')[1]}(" not in (root / t.split("::")[0]).read_text()]
     assert gone == []
     assert set(AXES) >= {"tp", "pp", "dp_shard", "dp_replicate"}
+
+
+def test_unit_tests_start_no_process():
+    """They are in tests/processes, tests/parity and the other folders."""
+    found = []
+    for path in sorted(Path(__file__).parent.glob("test_*.py")):
+        try:
+            module = importlib.import_module(f"tests.unit.{path.stem}")
+        except pytest.skip.Exception:  # a library is missing
+            continue
+        tests = {name: value for name, value in vars(module).items() if name.startswith("test_") and callable(value)}
+        found += [f"{path.name}::{name}" for name, test in tests.items() if selection.starts_processes(test)]
+    assert found == []

@@ -1,7 +1,6 @@
 """What a run prints: few lines at the start, Trainer's own keys at each log, and nothing from other ranks."""
 
 import itertools
-import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -90,24 +89,6 @@ def test_a_log_line_has_two_figures_of_ours(kind, capsys):
     printed = capsys.readouterr().out.strip()
     assert printed == str({"loss": "6.25", "tokens/s": "726", "GiB": "1.5"})
     assert given == logs
-
-
-QUIET = """
-import os, warnings, logging
-os.environ["TRANSFORMERS_VERBOSITY"] = "info"
-from hf_parallel.cli import runner
-runner.be_quiet()
-warnings.warn("a warning")
-logging.getLogger("library").warning("a line")
-logging.getLogger("library").error("an error")
-print(os.environ["TRANSFORMERS_VERBOSITY"], os.environ["HF_HUB_DISABLE_PROGRESS_BARS"])
-"""
-
-
-def test_other_ranks_are_quiet():
-    """Errors are printed, and what the user has set stays."""
-    done = subprocess.run([sys.executable, "-c", QUIET], capture_output=True, text=True)
-    assert (done.stdout.split(), done.stderr.strip()) == (["info", "1"], "an error")
 
 
 def test_a_folder_that_takes_no_file(tmp_path, capsys):

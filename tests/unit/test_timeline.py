@@ -1,15 +1,12 @@
 """Pipelines on paper: the order of torch's schedules, their simulated bubbles, the choice among them, the picture."""
 
-import time
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.pipelining import schedules as torch_schedules
 
-from benchmarks import pipeline as benchmark
 from hf_parallel import cli
 from hf_parallel.ask.config import SpecError
 from hf_parallel.axes.pipeline import timeline as orders
@@ -32,7 +29,6 @@ from hf_parallel.axes.pipeline.timeline import (
     with_communication,
 )
 from hf_parallel.axes.pipeline.torch_stage import Recorder
-from tests.distributed import run
 
 NUMBERS = [(2, 4), (2, 8), (4, 8), (4, 16), (8, 16)]
 SKIPPED = ("backward_input", 0)  # the first stage's input has no gradient
@@ -62,15 +58,6 @@ def test_everything_runs_once(name, ranks, micro_batches):
     assert sorted(actions) == list(range(ranks))
     forwards = [a[1:3] for rank in actions for a in flat(actions[rank]) if a.kind == "forward"]
     assert sorted(forwards) == [(s, i) for s in range(ranks * virtual) for i in range(micro_batches)]
-
-
-@pytest.mark.parametrize("name", SIMPLEST_FIRST)
-def test_torch_really_runs_this_order(name):
-    """Under its own runtime, of a model whose layers do nothing."""
-    timeline = run(benchmark.measure, 2, name, benchmark.Setting(ranks=2, micro_batches=6, seconds=0.0, steps=1))[0]
-    for rank, actions in order(name, 2, virtual_stages(name), 6).items():
-        ran = [span[1:4] for span in timeline.spans if span.rank == rank and span.kind != "communication"]
-        assert ran == [a[:3] for a in flat(actions)]
 
 
 def test_stages_of_a_v_turn_around_on_the_last_rank():
@@ -270,34 +257,6 @@ def test_picture_escapes_and_draws_communication():
 
 
 # ---- recorder ----------------------------------------------------------------------------------------------------
-
-
-def record(kinds, path):
-    recorder, group = Recorder(torch.device("cpu")), dist.group.WORLD
-    clock, hosts = time.perf_counter, 1000.0 * group.rank()
-    time.perf_counter = lambda: hosts + clock()  # each host counts from its own start
-    with recorder.span("forward", 9, 9):
-        pass
-    recorder.start(group)
-    for i, kind in enumerate(kinds):
-        with recorder.span(kind, group.rank(), i):
-            time.sleep(0.05)
-    timeline = recorder.draw(group, f"{path}.{group.rank()}", "measured")
-    return timeline.spans, timeline.ranks, timeline.duration, recorder.active
-
-
-def test_recorder_puts_ranks_on_one_clock(tmp_path):
-    results = run(record, 2, ["forward", "backward"], str(tmp_path / "step.svg"))
-    spans, ranks, duration, active = results[0]
-    assert spans == results[1][0]
-    assert [span[:4] for span in spans] == [
-        (r, k, r, i) for r in (0, 1) for i, k in enumerate(("forward", "backward"))
-    ]
-    assert ranks == 2
-    assert 0.1 <= duration < 100
-    assert not active
-    assert [path.name for path in tmp_path.iterdir()] == ["step.svg.0"]
-    assert len(shapes((tmp_path / "step.svg.0").read_text(), "box")) == 4
 
 
 # dualpipe_v sends what a forward made only after the backward beside it: that looks like a slow link.

@@ -10,14 +10,9 @@ import pytest
 import torch
 
 from hf_parallel import ParallelConfig, SpecError
-from hf_parallel.ask.session import of_session
 from hf_parallel.axes.pipeline.read import check_own_functions
-from hf_parallel.hooks import patching
-from hf_parallel.hooks.patches import all_patches
 from hf_parallel.hooks.patching import Patch, apply, check_torch, mismatch, newer_libraries, refuse_unpatched, undo
 from hf_parallel.hooks.trl import trainers as trl_trainers
-from tests.distributed import run, run_alone
-from tests.training import arguments_of
 
 
 @pytest.fixture
@@ -111,23 +106,6 @@ def test_copies_by_name_are_replaced_too(library, monkeypatch):
     assert (extra.same(2), before.same(2)) == (2, 2)
 
 
-def test_every_target_is_as_it_is_known():
-    """Of the installed libraries, optional ones too: nothing waits to be refused."""
-
-    def body():
-        for package in patching.OPTIONAL:
-            if importlib.util.find_spec(package) is not None:
-                for module in {patch.module for patch in all_patches() if patch.library == package}:
-                    importlib.import_module(module)
-        done = apply(all_patches())
-        placed = sum(not isinstance(owner, patching._WhenImported) for owner, _, _ in done)
-        refusing = [name for owner, name, _ in done if getattr(getattr(owner, name), "__name__", "") == "refuse"]
-        return placed, dict(of_session(patching.Unusable)), refusing
-
-    [(placed, *refused)] = run(body, 1)
-    assert (refused, placed > 70) == ([{}, []], True)
-
-
 def test_a_core_target_that_is_gone_undoes_the_rest(versions):
     versions(transformers="9.9")
     patches = [Patch("json:dumps", lambda original: lambda obj, **kw: "?", "")]
@@ -172,26 +150,3 @@ def test_own_functions_before_torch_2_13(monkeypatch, key):
         check_own_functions(ParallelConfig.parse(f"{split},{key}=true"))
     check_own_functions(ParallelConfig.parse(f"tp=2,pp=2,{key}=true,pipeline_schedule=1f1b"))
     check_own_functions(ParallelConfig.parse(split))
-
-
-@pytest.mark.parametrize("schedule", ["interleaved_zero_bubble", "zbv_zero_bubble", "dualpipe_v"])
-def test_trl_heads_before_torch_2_13(monkeypatch, schedule, tmp_path):
-    """TRL's trainers that never have whole logits are refused when they are made, by their name."""
-    trl = pytest.importorskip("trl")
-
-    def ask():
-        arguments, config = (
-            arguments_of(str(tmp_path), kind=trl.SFTConfig, bf16=False),
-            f"pp=2,pipeline_schedule={schedule}",
-        )
-        monkeypatch.setattr(
-            trl_trainers.runtime, "mesh", lambda: types.SimpleNamespace(config=ParallelConfig.parse(config))
-        )
-        monkeypatch.setattr(torch, "__version__", "2.12.0")
-        with pytest.raises(SpecError, match=f"SFTTrainer: with pipeline_schedule={schedule} needs torch 2.13.*=1f1b"):
-            trl_trainers.check_trl_trainer(object.__new__(trl.SFTTrainer), arguments, None)
-        trl_trainers.check_trl_trainer(object.__new__(trl.RewardTrainer), arguments, None)
-        monkeypatch.setattr(torch, "__version__", "2.13.0")
-        trl_trainers.check_trl_trainer(object.__new__(trl.SFTTrainer), arguments, None)
-
-    run_alone(ask)  # arguments leave a state behind that ranks would inherit

@@ -1,10 +1,7 @@
 """What a terminal shows while something takes longer than a few seconds, and a log file does not."""
 
 import io
-import os
-import pty
 import re
-import subprocess
 import sys
 import threading
 import time
@@ -97,21 +94,3 @@ def test_what_plan_says(terminal, capsys):
     assert cli.main([str(ROOT / word) if word.endswith("json") else word for word in words]) == 0
     assert "hf_parallel: ranking layouts …" in terminal.getvalue()
     assert "dp_shard=" in capsys.readouterr().out
-
-
-def test_a_real_terminal_and_a_file():
-    code = """
-import time
-from hf_parallel.ask import waiting
-waiting.PATIENCE_S = 0.01
-with waiting.waiting("reading"):
-    time.sleep(0.1)
-"""
-    words = [sys.executable, "-c", code]
-    environment = {key: value for key, value in os.environ.items() if key != "CI"}
-    leader, follower = pty.openpty()
-    subprocess.run(words, cwd=ROOT, env=environment, stderr=follower, check=True)
-    os.close(follower)
-    assert "hf_parallel: reading …" in os.read(leader, 1 << 16).decode()
-    os.close(leader)
-    assert subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, check=True).stderr == b""
