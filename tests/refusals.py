@@ -1,0 +1,52 @@
+"""Check a refusal of a spec by what it promises: its key, its number, and a value that works."""
+
+import re
+
+import pytest
+
+from hf_parallel.ask.config import ParallelConfig, SpecError
+from hf_parallel.ask.spec import read_spec
+
+AXES = ("dp_replicate", "pp", "dp_shard", "cp", "tp", "ep")
+
+
+def refused(spec: str, world_size: int | None = None) -> str:
+    """Return the one line that refuses a spec, or refuses it on this many processes."""
+    with pytest.raises(SpecError) as caught:
+        start(spec, world_size)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def start(spec: str | dict[str, object], world_size: int | None = None) -> ParallelConfig:
+    """Read a spec, or its values, as a run does; `world_size` resolves the axis of -1."""
+    config = ParallelConfig.parse(spec) if isinstance(spec, str) else ParallelConfig.from_mapping(spec)
+    return config if world_size is None else config.resolve(world_size)
+
+
+def check_way_out(spec: str, world_size: int | None = None, key: str | None = None) -> None:
+    """Fail unless the refusal of a spec names a key and the value it has there, and its suggestion starts.
+
+    Args:
+        spec: what is refused.
+        world_size: processes, where the refusal depends on them.
+        key: what the refusal has to begin with; the last key of the spec by default.
+    """
+    message = refused(spec, world_size)
+    values = dict(read_spec(spec))
+    key = key or list(values)[-1]
+    assert re.match(rf"{key}(_size)?={re.escape(str(values[key]).replace(' ', ''))}: ", message), message
+    suggestion = re.search(r"; ([^;]+) works$", message)
+    assert suggestion, message
+    for way in suggestion[1].split(" or "):
+        start(_changed(values, way, key), world_size)
+
+
+def _changed(values: dict[str, object], way: str, key: str) -> dict[str, object]:
+    """Return a spec's values with a suggestion: `pp_size=2`, `4` of the same key, `dp_shard in the place of pp`."""
+    named = {f"{name}_size" if name in AXES else name: value for name, value in values.items()}
+    if moved := re.fullmatch(r"(\w+) in the place of (\w+)", way):
+        there, here = f"{moved[1]}_size", f"{moved[2]}_size"
+        return {**{name: value for name, value in named.items() if name != here}, there: named[here]}
+    changes = read_spec(way if "=" in way else f"{key}={way}")
+    return named | {f"{name}_size" if name in AXES else name: value for name, value in changes.items()}
