@@ -94,12 +94,6 @@ class Saving:
             while self._streams:
                 self._streams.pop(0)()
 
-    def all_well(self) -> bool:
-        """Return whether no rank has noted an error so far. Collective; no rank leaves before all have come."""
-        wrong = torch.tensor([self.error is not None], dtype=torch.uint8)
-        dist.all_reduce(wrong, dist.ReduceOp.MAX, group=self.mesh.host_group)
-        return not wrong.item()
-
     def agree(self) -> None:
         """Wait for all ranks. Collective.
 
@@ -248,7 +242,9 @@ def write(saving: Saving, files: list[TensorFile], items: list[Item], local: Map
             file.create()
     places = {name: file for file in files for name in file.starts}
     for some in _batches(items, BATCH * saving.mesh.config.world_size):
-        if not saving.all_well():  # nobody comes here before the files are there
+        wrong = torch.tensor([saving.error is not None], dtype=torch.uint8)
+        dist.all_reduce(wrong, dist.ReduceOp.MAX, group=saving.mesh.host_group)
+        if wrong.item():  # nobody comes here before the files are there
             break
         for item in some:
             if item.writer is None and saving.mesh.rank in item.holders[0]:
