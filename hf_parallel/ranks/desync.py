@@ -102,7 +102,11 @@ class DesyncDetector:
             self.requests.end()
             self._leave()
             if self.keeps_store:
-                self._let_go()
+                # Let the others stop asking the store before it ends, which torch would report at length
+                self.store.set("closing", "")
+                end = time.monotonic() + 2 * LOOK_S
+                while self.store.add("left", 0) < self.world_size and time.monotonic() < end:
+                    time.sleep(0.02)
 
     def _leave(self) -> None:
         if not self.left:
@@ -110,13 +114,6 @@ class DesyncDetector:
             self.store.set(f"still/{self.rank}", _LEFT)
             self._reply([self._calls(), 0], _LEFT)
             self.store.add("left", 1)
-
-    def _let_go(self) -> None:
-        """Let the others stop asking the store before it ends, which torch would report at length."""
-        self.store.set("closing", "")
-        end = time.monotonic() + 2 * LOOK_S
-        while self.store.add("left", 0) < self.world_size and time.monotonic() < end:
-            time.sleep(0.02)
 
     # ---- a rank that is here ---------------------------------------------------------------------------------------
 
