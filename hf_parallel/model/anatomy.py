@@ -62,6 +62,9 @@ def read_anatomy(model: nn.Module) -> Anatomy:
     named, known = list(model.named_parameters(remove_duplicate=False)), hasattr(model, "base_model_prefix")
     places = {parameter.device.type for _, parameter in named}
     first = next((parameter.dtype for _, parameter in named), torch.float32)
+    replaced_forward = next((name for name, part in model.named_modules() if name and "forward" in vars(part)), None)
+    if type(model).forward.__module__.startswith("liger_kernel."):
+        replaced_forward = type(model).__name__
     return Anatomy(
         name=type(model).__name__,
         dtype=getattr(model, "dtype", first),
@@ -69,7 +72,7 @@ def read_anatomy(model: nn.Module) -> Anatomy:
         is_parallel=hasattr(model, "_hf_parallel"),
         is_quantised=bool(getattr(model, "is_quantized", False)),
         of_quantised=getattr(getattr(model, "config", None), "quantization_config", None) is not None,
-        replaced_forward=_replaced_forward(model),
+        replaced_forward=replaced_forward,
         on_meta="meta" in places,
         partly_on_meta=len({place == "meta" for place in places}) > 1,
         names=tuple(name for name, _ in named),
@@ -78,13 +81,6 @@ def read_anatomy(model: nn.Module) -> Anatomy:
         sums_over_tokens=loss_sums_over_tokens(model),
         flops_per_token=flops_per_token(model),
     )
-
-
-def _replaced_forward(model: nn.Module) -> str | None:
-    """Return a module whose object has its own forward, or a model whose class has Liger's, with its own loss."""
-    if type(model).forward.__module__.startswith("liger_kernel."):
-        return type(model).__name__
-    return next((name for name, part in model.named_modules() if name and "forward" in vars(part)), None)
 
 
 def _parameters(named: list[tuple[str, nn.Parameter]]) -> tuple[ParameterFacts, ...]:
