@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from hf_parallel.ask.config import SpecError
+from hf_parallel.ask.session import of_process
 from hf_parallel.ask.spec import Told
 from hf_parallel.ask.waiting import waiting
 from hf_parallel.checkpoint.hub_format import Entry
@@ -105,28 +106,32 @@ class Saving:
             raise CheckpointError("; ".join(found))
 
 
-_current: Saving | None = None
-_writer: threading.Thread | None = None
+class _Now:
+    """The save that is going on, and the thread that writes, which may outlast the layout that it saves."""
+
+    saving: Saving | None = None
+    writer: threading.Thread | None = None
 
 
 def start_writer(thread: threading.Thread) -> None:
     """Let a thread use the group that saves communicate in, until it ends."""
-    global _writer
-    _writer = thread
+    of_process(_Now).writer = thread
     thread.start()
 
 
 def wait_for_writer() -> None:
     """Wait for the thread that writes, because two threads would take each other's tensors."""
-    if _writer is not None and _writer is not threading.current_thread():
-        _writer.join()
+    writer = of_process(_Now).writer
+    if writer is not None and writer is not threading.current_thread():
+        writer.join()
 
 
 @contextlib.contextmanager
 def current(mesh: ParallelMesh) -> Iterator[Saving]:
     """Yield the save that is going on; else a new one, on which all ranks agree at the end."""
-    if _current is not None:
-        yield _current
+    going = of_process(_Now).saving
+    if going is not None:
+        yield going
         return
     wait_for_writer()
     with going_on(Saving(mesh)) as saving:
@@ -143,12 +148,12 @@ def current(mesh: ParallelMesh) -> Iterator[Saving]:
 @contextlib.contextmanager
 def going_on(saving: Saving) -> Iterator[Saving]:
     """Make everything that is saved inside part of this save."""
-    global _current
-    former, _current = _current, saving
+    now = of_process(_Now)
+    former, now.saving = now.saving, saving
     try:
         yield saving
     finally:
-        _current = former
+        now.saving = former
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:

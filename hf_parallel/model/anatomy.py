@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from hf_parallel.ask.session import of_process
 from hf_parallel.ask.spec import first_line, refuse
 from hf_parallel.model.calls import keywords_of_loss
 from hf_parallel.model.families import BACKBONES, Backbone
@@ -395,8 +396,12 @@ def all_on_meta(model: PreTrainedModel) -> PreTrainedModel:
 # ---- Modules that draw random numbers while they train: dropout, and noise on what routers read ---------------------
 
 
-#: The number of times that layers which draw have come into a model.
-_changes = [0]
+class _Changes:
+    """The number of times that layers which draw have come into a model."""
+
+    count = 0
+
+
 #: Numbers above zero by such names say how much a module drops, or how large its noise is.
 _NAMES = ("drop", "jitter", "noise")
 #: NEFTune's noise is none of these: it is drawn for whole examples, by the same numbers on all ranks.
@@ -408,19 +413,20 @@ class Draws:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
+        self._changes = of_process(_Changes)
         self._known: tuple[int, bool] | None = None
 
     def __bool__(self) -> bool:
         if not self.module.training:
             return False
-        if self._known is None or self._known[0] != _changes[0]:
-            self._known = _changes[0], draws_random_numbers(self.module)
+        if self._known is None or self._known[0] != self._changes.count:
+            self._known = self._changes.count, draws_random_numbers(self.module)
         return self._known[1]
 
 
 def look_again() -> None:
     """Let every `Draws` look again, because layers that draw have come into a model."""
-    _changes[0] += 1
+    of_process(_Changes).count += 1
 
 
 def draws_random_numbers(module: nn.Module) -> bool:
