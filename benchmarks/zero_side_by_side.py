@@ -32,6 +32,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import hf_parallel.hooks.patches  # noqa: F401 - once, before the ranks are forked
 from hf_parallel import parallelize
+from hf_parallel.ask.session import of_process
 from hf_parallel.hooks import monitoring
 from hf_parallel.monitor.meter import COMPUTE
 from hf_parallel.ranks import observed
@@ -139,7 +140,7 @@ def _ours(model: nn.Module, stage: int, monitor: str) -> Step:
 @contextlib.contextmanager
 def _without_ours() -> Iterator[None]:
     """In here nobody listens to collectives, and optimizers step as torch makes them."""
-    listeners = observed._listeners
+    listeners = of_process(observed.Listening).listeners
     hooks: Any = (torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks)
     former = [dict(kind) for kind in hooks]
     for listener in listeners:

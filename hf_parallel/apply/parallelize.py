@@ -26,7 +26,7 @@ from hf_parallel.axes.pipeline.engine import PipelineEngine
 from hf_parallel.axes.pipeline.stage_runner import pipelines_of
 from hf_parallel.axes.tensor.axis import TENSOR
 from hf_parallel.axes.tensor.tensor_parallel import retie
-from hf_parallel.model.anatomy import Anatomy, transformer_blocks
+from hf_parallel.model.anatomy import transformer_blocks
 from hf_parallel.plans.resolve import read_model, resolve
 from hf_parallel.ranks import OneBatch, messages, watch
 from hf_parallel.ranks.mesh import ParallelMesh, stored
@@ -115,20 +115,18 @@ def parallelize(
         return _parallelize_around(model, inside, mesh)
     if state_of(model) is None and any(parameter.is_meta for parameter in model.parameters()):
         retie(model)  # while it is loaded it is tied by name only
-    plan = resolve(mesh.config, _with_devices(read_model(model, mesh.config), mesh))
+    anatomy = read_model(model, mesh.config)
+    facts = anatomy.facts.get(PIPELINE.name)
+    if mesh.config.pipeline_split != MEASURED or facts is None:
+        with_devices = anatomy
+    else:
+        known = replace(cast("StageFacts", facts), devices=mesh.pipeline_devices)
+        with_devices = replace(anatomy, facts={**anatomy.facts, PIPELINE.name: known})
+    plan = resolve(mesh.config, with_devices)
     if pack is not None:
         pack.check(model, plan)
     apply(model, plan, mesh, pack)
     return model
-
-
-def _with_devices(anatomy: Anatomy, mesh: ParallelMesh) -> Anatomy:
-    """Return what is known of the model with the devices of the pipeline, where its layers are shared out by them."""
-    facts = anatomy.facts.get(PIPELINE.name)
-    if mesh.config.pipeline_split != MEASURED or facts is None:
-        return anatomy
-    known = replace(cast("StageFacts", facts), devices=mesh.pipeline_devices)
-    return replace(anatomy, facts={**anatomy.facts, PIPELINE.name: known})
 
 
 def apply(model: nn.Module, plan: Plan, mesh: ParallelMesh, pack: Packing | None = None) -> ParallelState:

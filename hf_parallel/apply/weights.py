@@ -373,7 +373,9 @@ def _set(module: nn.Module, name: str, new: nn.Parameter) -> nn.Parameter | None
     if _are_tied(path, new, models[0]):
         return None
     what = f"{path} = nn.Parameter(x)"
-    _refuse_tying(new, models, what)
+    if held_by(new, models) or any(new is parameter for model in models for parameter in model.parameters()):
+        why = "it is another weight of the model: ranks hold parts, which cannot be tied afterwards"
+        refuse(what, why, do="set tie_word_embeddings of the config before the model is loaded, or give it a copy")
     if found is not None:
         found.group.reshard()  # where rows have an order of their own, it is found by the parameter in the module
     store(parameter, new.detach(), what)
@@ -391,12 +393,6 @@ def _are_tied(path: str, new: nn.Parameter, model: nn.Module) -> bool:
     pairs = getattr(model, "_hf_parallel_tied_keys", {}).items()
     others = {one if path == other else other for one, other in pairs if path in (one, other)}
     return any(name in others and held is new for name, held in model.named_parameters(remove_duplicate=False))
-
-
-def _refuse_tying(new: nn.Parameter, models: list[nn.Module], what: str) -> None:
-    if held_by(new, models) or any(new is parameter for model in models for parameter in model.parameters()):
-        why = "it is another weight of the model: ranks hold parts, which cannot be tied afterwards"
-        refuse(what, why, do="set tie_word_embeddings of the config before the model is loaded, or give it a copy")
 
 
 def _check_optimizer(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:

@@ -71,7 +71,19 @@ class ParallelConfig(
         for key in dataclasses.fields(self):
             if isinstance(getattr(self, key.name), list):
                 object.__setattr__(self, key.name, tuple(getattr(self, key.name)))
-        _check_sizes(self)
+        sizes = {key: getattr(self, key) for key in _names(type(self)) if key.endswith("_size")}
+        for name, size in sizes.items():
+            if size != -1 and size < 1:
+                refuse(f"{name}={size}", "a size is 1 or more, or -1 for the remaining processes", f"{name}=1")
+        others = [name for name, size in sizes.items() if size == -1 and name != "dp_shard_size"]
+        if others and self.dp_shard_size == -1:  # the default -1 gives way when another axis asks for the rest
+            object.__setattr__(self, "dp_shard_size", 1)
+        if len(others) > 1:
+            refuse(
+                f"{' and '.join(others)} are both -1",
+                "only one axis can take the remaining processes",
+                f"{others[0]}=1",
+            )
         for key in dataclasses.fields(self):
             value, choices = getattr(self, key.name), key.metadata["choices"]
             if choices and value not in choices:
@@ -193,20 +205,6 @@ def _sizes_message(sizes: dict[str, int], used: int, world_size: int) -> str:
     if world_size % rest == 0:
         return f"{given}, but {world_size} processes run; dp_shard={world_size // rest} works"
     return f"{given} does not fit {world_size} processes; start {used * max(1, world_size // used)} processes"
-
-
-def _check_sizes(config: ParallelConfig) -> None:
-    sizes = {key: getattr(config, key) for key in _names(type(config)) if key.endswith("_size")}
-    for name, size in sizes.items():
-        if size != -1 and size < 1:
-            refuse(f"{name}={size}", "a size is 1 or more, or -1 for the remaining processes", f"{name}=1")
-    others = [name for name, size in sizes.items() if size == -1 and name != "dp_shard_size"]
-    if others and config.dp_shard_size == -1:  # the default -1 gives way when another axis asks for the rest
-        object.__setattr__(config, "dp_shard_size", 1)
-    if len(others) > 1:
-        refuse(
-            f"{' and '.join(others)} are both -1", "only one axis can take the remaining processes", f"{others[0]}=1"
-        )
 
 
 @_cached

@@ -85,7 +85,13 @@ def _problem_of_connecting(host: str, port: int, seconds: float) -> str | None:
 
 def like_a_model(name: str) -> str | None:
     """Ask for models that are known here and are called alike; None: there are none."""
-    known = sorted({*models_with_sizes(), *_cached_models()} - {name})
+    from huggingface_hub import constants
+
+    folders = os.listdir(constants.HF_HUB_CACHE) if os.path.isdir(constants.HF_HUB_CACHE) else []
+    cached_models = {
+        each.removeprefix("models--").replace("--", "/") for each in folders if each.startswith("models--")
+    }
+    known = sorted({*models_with_sizes(), *cached_models} - {name})
     by_short = {each.rpartition("/")[2].lower(): each for each in known}
     close = difflib.get_close_matches(name, known, n=2, cutoff=0.8)
     short = difflib.get_close_matches(name.rpartition("/")[2].lower(), by_short, n=2, cutoff=0.85)
@@ -98,11 +104,3 @@ def models_with_sizes() -> dict[str, str]:
     folder = importlib.resources.files("hf_parallel") / "recipes" / "models"
     files = [file for file in folder.iterdir() if file.name.endswith(".json")]
     return {str(json.loads(file.read_text(encoding="utf-8"))["model"]): os.path.relpath(str(file)) for file in files}
-
-
-def _cached_models() -> set[str]:
-    """Return the names of the models in the cache of the Hub."""
-    from huggingface_hub import constants
-
-    folders = os.listdir(constants.HF_HUB_CACHE) if os.path.isdir(constants.HF_HUB_CACHE) else []
-    return {each.removeprefix("models--").replace("--", "/") for each in folders if each.startswith("models--")}

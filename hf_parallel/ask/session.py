@@ -3,6 +3,8 @@
 A module that has to remember something declares a class for it and asks for its object with `of_session`; it keeps
 nothing in its globals. `end_session` drops all of these objects, so that a second training in the same process starts
 clean. A process without a layout has a session, too: `hf_parallel.parallelize` needs no more than that.
+
+`of_process` holds in the same way what outlasts layouts: listeners to collectives, a thread that still writes.
 """
 
 from __future__ import annotations
@@ -29,12 +31,17 @@ class Session:
         self._held.clear()
 
 
-_session = Session()
+_session, _process = Session(), Session()
 
 
 def of_session(kind: type[State]) -> State:
     """Return the current session's object of a class that is made without arguments."""
     return _session.get(kind)
+
+
+def of_process(kind: type[State]) -> State:
+    """Return the process's object of a class that is made without arguments; it stays when a layout ends."""
+    return _process.get(kind)
 
 
 def end_session() -> None:

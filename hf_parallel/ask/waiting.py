@@ -29,7 +29,9 @@ def waiting(what: str) -> Iterator[Callable[[str], None]]:
     Yields:
         a function that takes what comes next; nothing empties the line, for what is printed inside.
     """
-    if not _is_watched(sys.stderr):
+    alone = os.environ.get("RANK", "0") == "0"
+    is_watched = alone and not os.environ.get("CI") and sys.stderr is not None and sys.stderr.isatty()
+    if not is_watched:
         yield lambda what: None
         return
     line = _Line(what, sys.stderr)
@@ -37,12 +39,6 @@ def waiting(what: str) -> Iterator[Callable[[str], None]]:
         yield line.say
     finally:
         line.end()
-
-
-def _is_watched(stream: TextIO | None) -> bool:
-    """Return whether a person looks at the stream. CI systems have terminals, too."""
-    alone = os.environ.get("RANK", "0") == "0"
-    return alone and not os.environ.get("CI") and stream is not None and stream.isatty()
 
 
 class _Line:

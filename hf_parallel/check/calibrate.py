@@ -41,7 +41,24 @@ def calibrate(device: torch.device, room: Room, path: str | None) -> Iterator[Ro
         own = _measure(device, groups[count], count) if room.rank < count else None
         each = [one for one in room.gather(own) if one is not None]
         if each:
-            found[count] = _slowest(each)
+            # Join what processes have measured at once: the longest times, the lowest rates
+            products = [
+                max(same, key=lambda product: product[-1])
+                for same in zip(*(one.products for one in each), strict=True)
+            ]
+            reduced = [
+                max(same, key=lambda pair: pair[1]) for same in zip(*(one.all_reduce for one in each), strict=True)
+            ]
+            found[count] = dataclasses.replace(
+                max(each, key=lambda one: one.probe[-1]),
+                products=products,
+                all_reduce=reduced,
+                attention=max((one.attention for one in each), key=lambda own: own[-2] + own[-1]),
+                bandwidth=min(one.bandwidth for one in each),
+                kernel_us=max(one.kernel_us for one in each),
+                update_bytes=min(one.update_bytes for one in each),
+                copy=min(one.copy for one in each),
+            )
             yield Row("calibrate", f"{count} process{'es' * (count > 1)}", _in_words(found[count]))
     if room.rank == 0:
         yield Row("calibrate", "file", _write(device, found, calibration_path(path)))
@@ -167,24 +184,6 @@ def _probe(device: torch.device) -> Callable[[], object]:
         optimizer.zero_grad()
 
     return step
-
-
-def _slowest(each: list[Measured]) -> Measured:
-    """Join what processes have measured at once: the longest times, the lowest rates."""
-    products = [
-        max(same, key=lambda product: product[-1]) for same in zip(*(one.products for one in each), strict=True)
-    ]
-    reduced = [max(same, key=lambda pair: pair[1]) for same in zip(*(one.all_reduce for one in each), strict=True)]
-    return dataclasses.replace(
-        max(each, key=lambda one: one.probe[-1]),
-        products=products,
-        all_reduce=reduced,
-        attention=max((one.attention for one in each), key=lambda own: own[-2] + own[-1]),
-        bandwidth=min(one.bandwidth for one in each),
-        kernel_us=max(one.kernel_us for one in each),
-        update_bytes=min(one.update_bytes for one in each),
-        copy=min(one.copy for one in each),
-    )
 
 
 def _in_words(found: Measured) -> str:

@@ -17,7 +17,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -100,7 +100,7 @@ def start(argv: list[str], ranks: list[dict[str, str]], limit_s: float | None = 
     Ranks that have not ended by themselves some seconds later are killed, and so are all when this thread is gone.
     """
     command = [sys.executable, *argv]
-    processes = [subprocess.Popen(command, env=_with(os.environ, own), preexec_fn=_end_with_parent()) for own in ranks]
+    processes = [subprocess.Popen(command, env={**os.environ, **own}, preexec_fn=_end_with_parent()) for own in ranks]
     end = None if limit_s is None else time.monotonic() + limit_s
     try:
         return _wait(processes, end)
@@ -118,10 +118,6 @@ def _end_with_parent() -> Callable[[], object] | None:
         return None
     prctl = ctypes.CDLL(None).prctl  # found before the fork: a child of a process with threads may take no locks
     return functools.partial(prctl, 1, signal.SIGKILL)
-
-
-def _with(environment: Mapping[str, str], own: dict[str, str]) -> dict[str, str]:
-    return {**environment, **own}
 
 
 def _wait(processes: list[subprocess.Popen], end: float | None) -> int:

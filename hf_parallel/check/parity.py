@@ -49,21 +49,18 @@ def default_layouts(world: int) -> list[str]:
     """Every axis that is built, alone as far as it goes, and one product of two axes and the data."""
     alone = []
     for axis in ParallelConfig.mesh_axes:
-        size = _reach(world, axis.name)
+        # All ranks for shards of the data; else as many as sit in a node at most
+        if axis.name == "dp_shard":
+            size = world
+        elif axis.name == "dp_replicate":
+            size = _smallest_factor(world)
+        else:
+            size = max(size for size in range(1, min(8, world) + 1) if world % size == 0)
         spec = f"{axis.name}={size}"
         if size > 1 and _is_built(spec):
             alone.append(spec if size == world else f"{spec},dp_shard=-1")
     product = default_product(world)
     return [*alone, *([product] if product not in alone else [])]
-
-
-def _reach(world: int, axis: str) -> int:
-    """All ranks for shards of the data; else as many as sit in a node at most."""
-    if axis == "dp_shard":
-        return world
-    if axis == "dp_replicate":
-        return _smallest_factor(world)
-    return max(size for size in range(1, min(8, world) + 1) if world % size == 0)
 
 
 def _is_built(spec: str) -> bool:
@@ -183,7 +180,17 @@ def check_layout(spec: str, device: torch.device, dtype: torch.dtype, room: Room
     if everyone:
         with full_precision():
             theirs = alone(mesh.config, device, dtype)
-        yield _compared(name, ours, theirs, everyone, dtype)
+        gaps = {
+            "loss": max(_relative(losses, theirs.losses) for losses, _ in everyone),
+            "gradient norm": max(_relative(norms, theirs.norms) for _, norms in everyone),
+            "weights": _weights(ours.weights, theirs.weights),
+        }
+        limits = dict(zip(gaps, TOLERANCES[dtype], strict=True))
+        shown = ", ".join(f"{what} {gap:.0e}" for what, gap in gaps.items())
+        expected = "at most " + ", ".join(f"{limit:.0e}" for limit in limits.values())
+        right = all(gap <= limits[what] for what, gap in gaps.items())  # NaN never is
+        values = {"gaps": gaps, "losses": ours.losses, "losses_alone": theirs.losses}
+        yield Row("parity", name, shown, expected, OK if right else FAILED, values)
     gc.collect()
 
 
@@ -196,20 +203,6 @@ def full_precision() -> Iterator[None]:
         yield
     finally:
         torch.set_float32_matmul_precision(former)
-
-
-def _compared(name: str, ours: Trained, theirs: Trained, everyone: list, dtype: torch.dtype) -> Row:
-    gaps = {
-        "loss": max(_relative(losses, theirs.losses) for losses, _ in everyone),
-        "gradient norm": max(_relative(norms, theirs.norms) for _, norms in everyone),
-        "weights": _weights(ours.weights, theirs.weights),
-    }
-    limits = dict(zip(gaps, TOLERANCES[dtype], strict=True))
-    shown = ", ".join(f"{what} {gap:.0e}" for what, gap in gaps.items())
-    expected = "at most " + ", ".join(f"{limit:.0e}" for limit in limits.values())
-    right = all(gap <= limits[what] for what, gap in gaps.items())  # NaN never is
-    values = {"gaps": gaps, "losses": ours.losses, "losses_alone": theirs.losses}
-    return Row("parity", name, shown, expected, OK if right else FAILED, values)
 
 
 def _relative(ours: list[float], theirs: list[float]) -> float:

@@ -136,7 +136,14 @@ def product_row(rates: list[float], kinds: list[object], cluster: Cluster | None
         kinds: the name of each rank's device.
     """
     if len(set(kinds)) > 1:
-        return _rates_by_kind(rates, kinds, crowded)
+        # A rank is slow beside others of its kind only: unlike devices may differ as they like
+        each, slow = [], False
+        for kind in dict.fromkeys(kinds):
+            own = sorted(rate for rate, other in zip(rates, kinds, strict=True) if other == kind)
+            each.append(f"{kind} {own[0] / 1e12:.3g} TFLOP/s")
+            slow |= own[0] < SLOW_SHARE * own[len(own) // 2]
+        text, status = "slowest of each: " + ", ".join(each), SLOW if slow and not crowded else OK
+        return Row("system", "matrix product", text, "", status, {"flops_per_s": rates})
     slowest, usual = min(rates), sorted(rates)[len(rates) // 2]
     values: dict[str, object] = {"flops_per_s": rates}
     expected, wanted = "", usual
@@ -147,14 +154,3 @@ def product_row(rates: list[float], kinds: list[object], cluster: Cluster | None
     on_processors = cluster is not None and cluster.gpu.name == "cpu"  # whose other work is not ours to judge
     status = SLOW if slowest < SLOW_SHARE * wanted and not crowded and not on_processors else OK
     return Row("system", "matrix product", shown, expected, status, values)
-
-
-def _rates_by_kind(rates: list[float], kinds: list[object], crowded: bool) -> Row:
-    """A rank is slow beside others of its kind only: unlike devices may differ as they like."""
-    shown, slow = [], False
-    for kind in dict.fromkeys(kinds):
-        own = sorted(rate for rate, other in zip(rates, kinds, strict=True) if other == kind)
-        shown.append(f"{kind} {own[0] / 1e12:.3g} TFLOP/s")
-        slow |= own[0] < SLOW_SHARE * own[len(own) // 2]
-    status = SLOW if slow and not crowded else OK
-    return Row("system", "matrix product", "slowest of each: " + ", ".join(shown), "", status, {"flops_per_s": rates})

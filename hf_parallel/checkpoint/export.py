@@ -92,7 +92,13 @@ def export(
         _write(items, out, stem, max_shard_size)
     _copy_files(checkpoint, out, leave=(ADAPTER,) if merge_adapter else ())
     if dtype is not None and stem == "model" and os.path.isfile(os.path.join(out, "config.json")):
-        _note_dtype(os.path.join(out, "config.json"), dtype)
+        path = os.path.join(out, "config.json")
+        with open(path, encoding="utf-8") as file:
+            config = json.load(file)
+        config.pop("torch_dtype", None)
+        config["dtype"] = str(dtype).removeprefix("torch.")
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump(config, file, indent=2, sort_keys=True)
 
 
 def export_run(checkpoint: str, out: str) -> None:
@@ -179,15 +185,6 @@ def _copy_files(source: str, out: str, leave: tuple[str, ...] = ()) -> None:
             shutil.copyfile(path, os.path.join(out, name))
 
 
-def _note_dtype(path: str, dtype: torch.dtype) -> None:
-    with open(path, encoding="utf-8") as file:
-        config = json.load(file)
-    config.pop("torch_dtype", None)
-    config["dtype"] = str(dtype).removeprefix("torch.")
-    with open(path, "w", encoding="utf-8") as file:
-        json.dump(config, file, indent=2, sort_keys=True)
-
-
 # ---- adapters ----------------------------------------------------------------------------------------------------
 
 
@@ -265,7 +262,10 @@ def _merge(model: nn.Module, tensors: dict[str, LazyTensor], checkpoint: str, st
         else:
             raise ValueError(f"--merge-adapter: {key} is no part of {type(model).__name__}")
     for (path, depth), pair in parts.items():
-        module, named = model.get_submodule(path), _targeted(model, path, config)
+        targets = config.get("target_parameters") or ()
+        names = [name for name, _ in model.get_submodule(path).named_parameters(recurse=False)]
+        targeted = [name for name in names if any(f".{path}.{name}".endswith(f".{target}") for target in targets)]
+        module, named = model.get_submodule(path), targeted
         weight = f"{path}.{named[-1 - depth] if named else 'weight'}"
         if weight not in tensors:
             raise ValueError(f"--merge-adapter: {type(model).__name__} has no {weight}")
@@ -273,13 +273,6 @@ def _merge(model: nn.Module, tensors: dict[str, LazyTensor], checkpoint: str, st
         factors = functools.partial(_factors, tensors[weight], pair["A"], pair["B"], module, by_input)
         scaling = _scaling(config, weight if named else path, _rank(tensors[weight], pair["A"]))
         tensors[weight] = _sum(tensors[weight], factors, scaling)
-
-
-def _targeted(model: nn.Module, path: str, config: dict[str, Any]) -> list[str]:
-    """Return the parameters of a module with adapters of their own, in the order in which PEFT wraps them."""
-    targets = config.get("target_parameters") or ()
-    names = [name for name, _ in model.get_submodule(path).named_parameters(recurse=False)]
-    return [name for name in names if any(f".{path}.{name}".endswith(f".{target}") for target in targets)]
 
 
 def _rank(weight: LazyTensor, a: torch.Tensor) -> int:

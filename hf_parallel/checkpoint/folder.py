@@ -43,7 +43,11 @@ class Checkpoint(Saving):
         if self.mesh.rank == 0:
             with self.noting():
                 os.makedirs(self.run, exist_ok=True)
-                _remove_unfinished(self.run, self.name)
+                put_back_former(self.run)
+                starts = (f"{_UNFINISHED}checkpoint", f"{_FORMER}checkpoint")
+                for found in os.listdir(self.run):
+                    if found.startswith(starts) or found in (_UNFINISHED + self.name, _FORMER + self.name):
+                        shutil.rmtree(os.path.join(self.run, found))
                 os.makedirs(self.folder)
         self._agree()
 
@@ -61,7 +65,11 @@ class Checkpoint(Saving):
         if self.mesh.rank == 0:
             with self.noting():
                 write_manifest(self.folder, self.checksums)
-                _flush(self.folder)
+                # Flush everything in the folder from the system's memory to disk
+                for place, _, files in os.walk(self.folder):
+                    for file in files:
+                        _flush_entry(os.path.join(place, file))
+                    _flush_entry(place)
                 self._rename()
         self._agree(complete=True)
 
@@ -103,28 +111,12 @@ def remove(path: str) -> None:
     shutil.rmtree(gone, ignore_errors=True)
 
 
-def _remove_unfinished(run: str, name: str) -> None:
-    put_back_former(run)
-    starts = (f"{_UNFINISHED}checkpoint", f"{_FORMER}checkpoint")
-    for found in os.listdir(run):
-        if found.startswith(starts) or found in (_UNFINISHED + name, _FORMER + name):
-            shutil.rmtree(os.path.join(run, found))
-
-
 def put_back_former(run: str) -> None:
     """Rename former folders back after a crash between the two renames of `_rename`."""
     for found in os.listdir(run):
         name = os.path.join(run, found.removeprefix(_FORMER))
         if found.startswith(_FORMER) and not os.path.exists(name):
             os.rename(os.path.join(run, found), name)
-
-
-def _flush(folder: str) -> None:
-    """Flush everything in the folder from the system's memory to disk."""
-    for place, _, files in os.walk(folder):
-        for file in files:
-            _flush_entry(os.path.join(place, file))
-        _flush_entry(place)
 
 
 def _flush_entry(path: str) -> None:

@@ -344,16 +344,13 @@ class TensorInFile:
         if all(len(part) == size for part, size in zip(ranges[1:], shape[1:], strict=True)):
             self.file.read_into(target, offset + (ranges[0].start * width if ranges else 0))
         elif len(shape) == 2:
-            self._fill_columns(target, offset, width, ranges)
+            rows, columns = ranges
+            step = max(1, BLOCK // width)
+            for first in range(0, len(rows), step):
+                count = min(step, len(rows) - first)
+                block = torch.empty(count, width // self.dtype.itemsize, dtype=self.dtype)
+                self.file.read_into(block, offset + (rows.start + first) * width)
+                target[first : first + count] = block[:, columns.start : columns.stop]
         else:
             for place, index in enumerate(ranges[0]):
                 self._fill(target[place], offset + index * width, shape[1:], ranges[1:])
-
-    def _fill_columns(self, target: torch.Tensor, offset: int, width: int, ranges: list[range]) -> None:
-        rows, columns = ranges
-        step = max(1, BLOCK // width)
-        for first in range(0, len(rows), step):
-            count = min(step, len(rows) - first)
-            block = torch.empty(count, width // self.dtype.itemsize, dtype=self.dtype)
-            self.file.read_into(block, offset + (rows.start + first) * width)
-            target[first : first + count] = block[:, columns.start : columns.stop]

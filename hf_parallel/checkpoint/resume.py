@@ -402,7 +402,9 @@ def plain_slots(slots: Slots, parameter: torch.Tensor | None = None) -> dict[str
         largest = slots.get(f"absmax{number}")
         if name in slots and (largest is None or largest.ndim == 1):  # AdEMAMix keeps two in one: no checkpoints
             values = slots[name] if largest is None else _values(slots[name], slots[f"qmap{number}"], largest)
-            slots[name] = _as_part_of(parameter, values)
+            if isinstance(parameter, DTensor) and not isinstance(values, DTensor):
+                values = placed_as(parameter, values) if values.shape == stored(parameter).shape else values
+            slots[name] = values
             slots = {key: value for key, value in slots.items() if key not in (f"absmax{number}", f"qmap{number}")}
     return slots
 
@@ -410,12 +412,6 @@ def plain_slots(slots: Slots, parameter: torch.Tensor | None = None) -> dict[str
 def _values(codes: torch.Tensor, table: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
     factors = largest.repeat_interleave(_BLOCK)[: codes.numel()]
     return (table[codes.flatten().long()] * factors).view(codes.shape)
-
-
-def _as_part_of(parameter: torch.Tensor | None, local: torch.Tensor) -> torch.Tensor:
-    if not isinstance(parameter, DTensor) or isinstance(local, DTensor) or local.shape != stored(parameter).shape:
-        return local
-    return placed_as(parameter, local)
 
 
 def pack_states(optimizer: Any) -> None:

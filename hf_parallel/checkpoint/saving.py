@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from hf_parallel.ask.config import SpecError
+from hf_parallel.ask.session import of_process
 from hf_parallel.ask.spec import Told
 from hf_parallel.ask.waiting import waiting
 from hf_parallel.checkpoint.hub_format import Entry
@@ -94,12 +95,6 @@ class Saving:
             while self._streams:
                 self._streams.pop(0)()
 
-    def all_well(self) -> bool:
-        """Return whether no rank has noted an error so far. Collective; no rank leaves before all have come."""
-        wrong = torch.tensor([self.error is not None], dtype=torch.uint8)
-        dist.all_reduce(wrong, dist.ReduceOp.MAX, group=self.mesh.host_group)
-        return not wrong.item()
-
     def agree(self) -> None:
         """Wait for all ranks. Collective.
 
@@ -111,28 +106,32 @@ class Saving:
             raise CheckpointError("; ".join(found))
 
 
-_current: Saving | None = None
-_writer: threading.Thread | None = None
+class _Now:
+    """The save that is going on, and the thread that writes, which may outlast the layout that it saves."""
+
+    saving: Saving | None = None
+    writer: threading.Thread | None = None
 
 
 def start_writer(thread: threading.Thread) -> None:
     """Let a thread use the group that saves communicate in, until it ends."""
-    global _writer
-    _writer = thread
+    of_process(_Now).writer = thread
     thread.start()
 
 
 def wait_for_writer() -> None:
     """Wait for the thread that writes, because two threads would take each other's tensors."""
-    if _writer is not None and _writer is not threading.current_thread():
-        _writer.join()
+    writer = of_process(_Now).writer
+    if writer is not None and writer is not threading.current_thread():
+        writer.join()
 
 
 @contextlib.contextmanager
 def current(mesh: ParallelMesh) -> Iterator[Saving]:
     """Yield the save that is going on; else a new one, on which all ranks agree at the end."""
-    if _current is not None:
-        yield _current
+    going = of_process(_Now).saving
+    if going is not None:
+        yield going
         return
     wait_for_writer()
     with going_on(Saving(mesh)) as saving:
@@ -149,12 +148,12 @@ def current(mesh: ParallelMesh) -> Iterator[Saving]:
 @contextlib.contextmanager
 def going_on(saving: Saving) -> Iterator[Saving]:
     """Make everything that is saved inside part of this save."""
-    global _current
-    former, _current = _current, saving
+    now = of_process(_Now)
+    former, now.saving = now.saving, saving
     try:
         yield saving
     finally:
-        _current = former
+        now.saving = former
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
@@ -248,7 +247,9 @@ def write(saving: Saving, files: list[TensorFile], items: list[Item], local: Map
             file.create()
     places = {name: file for file in files for name in file.starts}
     for some in _batches(items, BATCH * saving.mesh.config.world_size):
-        if not saving.all_well():  # nobody comes here before the files are there
+        wrong = torch.tensor([saving.error is not None], dtype=torch.uint8)
+        dist.all_reduce(wrong, dist.ReduceOp.MAX, group=saving.mesh.host_group)
+        if wrong.item():  # nobody comes here before the files are there
             break
         for item in some:
             if item.writer is None and saving.mesh.rank in item.holders[0]:

@@ -70,7 +70,11 @@ def save_pretrained(
         if mesh.rank == 0:
             with saving.noting():
                 os.makedirs(directory, exist_ok=True)
-                _write_configs(model, directory)
+                model.config.dtype = str(model.dtype).removeprefix("torch.")
+                model.config.architectures = [type(model).__name__]
+                model.config.save_pretrained(directory)
+                if model.can_generate():
+                    model.generation_config.save_pretrained(directory)
         stem = f"model.{variant}" if variant else "model"
         plan = shards({group.entries[0].name: group.nbytes for group in groups}, stem, max_shard_size)
         items = assign(groups, saving.writers(directory), mesh.config)
@@ -102,14 +106,6 @@ def list_entries(model: nn.Module, mesh: ParallelMesh) -> list[Entry]:
     return entries_of(model, mesh, {k: t for k, t in state.items() if k not in skip and torch.is_tensor(t)})
 
 
-def _write_configs(model: PreTrainedModel, directory: str) -> None:
-    model.config.dtype = str(model.dtype).removeprefix("torch.")
-    model.config.architectures = [type(model).__name__]
-    model.config.save_pretrained(directory)
-    if model.can_generate():
-        model.generation_config.save_pretrained(directory)
-
-
 def _write_weights(
     saving: Saving,
     directory: str,
@@ -127,7 +123,12 @@ def _write_weights(
     files = [TensorFile(os.path.join(directory, file), found, saving) for file, found in entries.items()]
     if write(saving, files, items, local):
         with saving.noting():
-            _remove_stale_files(directory, stem, keep=set(entries))
+            # Remove shards of an earlier save with another count, which would be read along with the new ones
+            keep = set(entries)
+            pattern = re.compile(re.escape(stem) + r"(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
+            for file in os.listdir(directory):
+                if pattern.fullmatch(file) and file not in keep:
+                    os.remove(os.path.join(directory, file))
             if plan.is_sharded:
                 weight_map = {entry.name: file for file, found in entries.items() for entry in found}
                 write_index(directory, stem, {"metadata": plan.metadata, "weight_map": weight_map})
@@ -148,14 +149,6 @@ def shards(sizes: dict[str, int], stem: str, max_shard_size: int | str) -> State
         filename_pattern=stem + "{suffix}.safetensors",
         max_shard_size=max_shard_size,
     )
-
-
-def _remove_stale_files(directory: str, stem: str, keep: set[str]) -> None:
-    """Remove shards of an earlier save with another count, which would be read along with the new ones."""
-    pattern = re.compile(re.escape(stem) + r"(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
-    for file in os.listdir(directory):
-        if pattern.fullmatch(file) and file not in keep:
-            os.remove(os.path.join(directory, file))
 
 
 # ---- Whole weights for somebody outside, a bucket at a time, on rank 0: no rank ever holds the whole model ----------

@@ -104,11 +104,6 @@ def _top_parser() -> argparse.ArgumentParser:
     cli_migrate.add_arguments(commands.add_parser("migrate", help="print the spec for a config of FSDP, DeepSpeed, …"))
     cli_report.add_arguments(commands.add_parser("report", help="write a page about a training: speed, waits, memory"))
     cli_recipe.add_arguments(commands.add_parser("recipe", help="run, check and share recipes"))
-    _add_completion(parser)
-    return parser
-
-
-def _add_completion(parser: argparse.ArgumentParser) -> None:
     option, purpose = "--print-completion", "print a completion script for this shell"
     try:
         import shtab
@@ -116,6 +111,7 @@ def _add_completion(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(option, action=_NeedsShtab, metavar="SHELL", help=purpose)
     else:
         shtab.add_argument_to(parser, option, help=purpose)
+    return parser
 
 
 class _NeedsShtab(argparse.Action):

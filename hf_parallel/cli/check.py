@@ -55,8 +55,19 @@ def check_machines(args: argparse.Namespace) -> int:
             print(f"hf_parallel: {error}", file=sys.stderr)
         return 2
     if count > 1 and "RANK" not in os.environ:
-        return links.start(_again(args), links.environments(count, _devices(), args.backend)) and 1
-    return _on_this_rank(wanted)
+        # This command, for one of the ranks that it starts
+        words = ["-m", "hf_parallel.cli", "check", "--dtype", args.dtype, "--limit", str(args.limit)]
+        for option in ("parallel", "json", "payload", "backend", "calibrate"):
+            value = getattr(args, option)
+            words += [] if value is None else [f"--{option}={value}"]
+        again = [*words, *(["--no-parity"] if args.no_parity else [])]
+        return links.start(again, links.environments(count, _devices(), args.backend)) and 1
+    from hf_parallel.check.run import check, publish
+
+    report = check(wanted)
+    if int(os.environ.get("RANK") or 0) == 0:
+        publish(report, wanted)
+    return int(report.failed)
 
 
 def _wanted(args: argparse.Namespace) -> Wanted:
@@ -94,21 +105,3 @@ def _devices() -> int:
     import torch
 
     return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
-
-
-def _again(args: argparse.Namespace) -> list[str]:
-    """This command, for one of the ranks that it starts."""
-    words = ["-m", "hf_parallel.cli", "check", "--dtype", args.dtype, "--limit", str(args.limit)]
-    for option in ("parallel", "json", "payload", "backend", "calibrate"):
-        value = getattr(args, option)
-        words += [] if value is None else [f"--{option}={value}"]
-    return [*words, *(["--no-parity"] if args.no_parity else [])]
-
-
-def _on_this_rank(wanted: Wanted) -> int:
-    from hf_parallel.check.run import check, publish
-
-    report = check(wanted)
-    if int(os.environ.get("RANK") or 0) == 0:
-        publish(report, wanted)
-    return int(report.failed)

@@ -494,7 +494,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def migrate(args: argparse.Namespace) -> int:
     """Print the spec and the table."""
     try:
-        source = _source(args)
+        given = {name: getattr(args, name) for name in ("fsdp", "fsdp_config", "deepspeed")}
+        words = {name: value for name, value in given.items() if value}
+        if (args.file is None) == (not words):
+            refuse("migrate", "takes a file, or Trainer's arguments in its place", "hf-parallel migrate fsdp.yaml")
+        if args.file is not None:
+            source = read(args.file)
+        else:
+            if "fsdp_config" in words and "fsdp" not in words:
+                refuse("--fsdp_config", "says nothing without --fsdp", "--fsdp")
+            source = Source("Trainer", [key for name, value in words.items() for key in _asked(name, value, "")])
         spec, rows = migrated(source)
     except SpecError as error:
         print(f"hf_parallel: {error}", file=sys.stderr)
@@ -513,16 +522,3 @@ def migrate(args: argparse.Namespace) -> int:
     for key, ours, why in rows:
         print(f"{key:<{width}}  ->  {ours or f'({why})'}")
     return 0
-
-
-def _source(args: argparse.Namespace) -> Source:
-    """Return the file, or Trainer's arguments in its place."""
-    given = {name: getattr(args, name) for name in ("fsdp", "fsdp_config", "deepspeed")}
-    words = {name: value for name, value in given.items() if value}
-    if (args.file is None) == (not words):
-        refuse("migrate", "takes a file, or Trainer's arguments in its place", "hf-parallel migrate fsdp.yaml")
-    if args.file is not None:
-        return read(args.file)
-    if "fsdp_config" in words and "fsdp" not in words:
-        refuse("--fsdp_config", "says nothing without --fsdp", "--fsdp")
-    return Source("Trainer", [key for name, value in words.items() for key in _asked(name, value, "")])

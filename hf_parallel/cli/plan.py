@@ -429,7 +429,15 @@ def _timeline_alone(args: argparse.Namespace) -> str:
     if ranks < 2:
         refuse(f"pp_size={ranks}", "a timeline shows a pipeline of two ranks or more", "pp=4")
     asked = config.pipeline_microbatches if args.micro_batches is None else args.micro_batches
-    count, costs = asked or 4 * ranks, timeline.layer_costs(_layers_to_draw(config, args.layers))
+    from hf_parallel.axes.pipeline.timeline import even_split
+
+    stages = config.pipeline_stages
+    split = list(config.split_layers or even_split(stages if args.layers is None else args.layers, stages))
+    if len(split) != stages or min(split) < 1:
+        refuse(f"{sum(split)} layers in {len(split)} parts", f"do not fill {stages} stages", f"--layers {stages}")
+    if args.layers not in (None, sum(split)):
+        refuse(f"--layers {args.layers}", f"pipeline_split adds to {sum(split)}", f"--layers {sum(split)}")
+    count, costs = asked or 4 * ranks, timeline.layer_costs(split)
     saving = ""
     if config.delays_updates:
         drawn, peaks = timeline.simulate_without_flush(ranks, count, *costs), list(range(ranks, 0, -1))
@@ -443,15 +451,3 @@ def _timeline_alone(args: argparse.Namespace) -> str:
     picture.write(args.timeline, drawn, name, predicted=drawn.bubble)
     held = f"activations held at most, per rank: {', '.join(map(str, peaks))} forwards"
     return f"{args.timeline}: {name}, bubble {drawn.bubble:.1%}; {held}{saving}"
-
-
-def _layers_to_draw(config: ParallelConfig, layers: int | None) -> list[int]:
-    from hf_parallel.axes.pipeline.timeline import even_split
-
-    stages = config.pipeline_stages
-    split = list(config.split_layers or even_split(stages if layers is None else layers, stages))
-    if len(split) != stages or min(split) < 1:
-        refuse(f"{sum(split)} layers in {len(split)} parts", f"do not fill {stages} stages", f"--layers {stages}")
-    if layers not in (None, sum(split)):
-        refuse(f"--layers {layers}", f"pipeline_split adds to {sum(split)}", f"--layers {sum(split)}")
-    return split

@@ -331,18 +331,20 @@ def push(
 
     api = api or HfApi()
     api.create_repo(repo, private=private, exist_ok=True)
-    card = with_section(_card_there(api, repo), section(recipe, repo, file), file)
+    begin, end = _BEGIN.format(file=file), _END.format(file=file)
+    marked = f"{begin}\n{section(recipe, repo, file)}{end}\n"
+    card = f"---\ntags:\n- hf-parallel\n- recipe\n---\n\n{marked}"
+    if api.file_exists(repo, _CARD):
+        former = Path(api.hf_hub_download(repo, _CARD)).read_text(encoding="utf-8")
+        before, found, rest = former.partition(begin)
+        card = f"{former.rstrip()}\n\n{marked}"
+        if found:
+            card = before + marked + rest.partition(end)[2].removeprefix("\n")
     operations = [
         CommitOperationAdd(file, Path(recipe.path).read_bytes()),
         CommitOperationAdd(_CARD, card.encode("utf-8")),
     ]
     return str(api.create_commit(repo, operations, commit_message=f"Add the recipe {file}").commit_url)
-
-
-def _card_there(api: HfApi, repo: str) -> str | None:
-    if not api.file_exists(repo, _CARD):
-        return None
-    return Path(api.hf_hub_download(repo, _CARD)).read_text(encoding="utf-8")
 
 
 def section(recipe: Recipe, repo: str, file: str = HUB_FILE) -> str:
@@ -361,15 +363,3 @@ hf-parallel recipe run {source}{script} --output_dir out
 Memory by the planner and by a dry run, speed by the planner, unless a number says that it was measured.
 [{file}]({file}) is plain YAML; nothing of it is run as code.
 """
-
-
-def with_section(card: str | None, text: str, file: str) -> str:
-    """Put this section into the card, in place of the one it had."""
-    begin, end = _BEGIN.format(file=file), _END.format(file=file)
-    marked = f"{begin}\n{text}{end}\n"
-    if card is None:
-        return f"---\ntags:\n- hf-parallel\n- recipe\n---\n\n{marked}"
-    before, found, rest = card.partition(begin)
-    if not found:
-        return f"{card.rstrip()}\n\n{marked}"
-    return before + marked + rest.partition(end)[2].removeprefix("\n")

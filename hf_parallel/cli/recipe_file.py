@@ -198,7 +198,12 @@ def read_recipe(name: str, path: str) -> Recipe:
     kept: dict = {key: values.get(key) for key in _TEXTS}
     words = {key: _mapping(name, values, key) for key in ("arguments", "script_arguments")}
     for key, options in words.items():
-        _check_given(f"{name}: {key}", options)
+        where = f"{name}: {key}"
+        for key, value in options.items():
+            if value is None:
+                refuse(f"{where}: {key}", "has no value", do="leave it out")
+            if not isinstance(key, str):
+                refuse(f"{where}: {key}", "is no name of an option", do="leave it out")
     _to_numbers(f"{name}: arguments", words["arguments"], _COUNTS)
     kept |= {"hardware": machines, "layout": layout, "data": data, "expect": expect, **words}
     recipe = Recipe(name=name, path=path, **kept)
@@ -226,15 +231,6 @@ def _to_numbers(where: str, values: dict, keys: tuple[str, ...]) -> None:
             values[key] = convert(f"{where}: {key}", int, values[key])
             if values[key] < 1:
                 refuse(f"{where}: {key}={values[key]}", "is one at least", f"{key}: 1")
-
-
-def _check_given(where: str, options: Mapping[object, object]) -> None:
-    """Refuse an option without a value, which would be handed over as the word None."""
-    for key, value in options.items():
-        if value is None:
-            refuse(f"{where}: {key}", "has no value", do="leave it out")
-        if not isinstance(key, str):
-            refuse(f"{where}: {key}", "is no name of an option", do="leave it out")
 
 
 def _check_keys(where: str, values: Mapping, known: Collection[str], needed: Collection[str] = ()) -> None:

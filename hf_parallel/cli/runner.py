@@ -47,7 +47,11 @@ def be_quiet() -> None:
 
 def end_rank(code: object) -> NoReturn:
     """End a rank with its script, by itself or by SystemExit with this code."""
-    status = exit_status(code)
+    if code is None or isinstance(code, int):
+        status = (code or 0) & 0xFF
+    else:
+        print(code, file=sys.stderr)
+        status = 1
     threading._shutdown()  # type: ignore[attr-defined]  # by this name Python itself calls it, before exit callbacks
     leave_now(status)
 
@@ -65,19 +69,18 @@ def leave_interrupted() -> NoReturn:
     os._exit(128 + signal.SIGINT)
 
 
-def exit_status(code: object) -> int:
-    """Return the exit status for the code of a SystemExit; text is printed, as Python prints it."""
-    if code is None or isinstance(code, int):
-        return (code or 0) & 0xFF
-    print(code, file=sys.stderr)
-    return 1
-
-
 def _finished(status: int) -> int:
     held = _files()  # one that is collected in a cycle may be closed before what it buffers is written
     atexit._run_exitfuncs()
     gc.collect()
-    _close(held + _files())
+    files = held + _files()
+    buffers = (io.BufferedWriter, io.BufferedRandom)
+    for file in sorted(files, key=lambda file: isinstance(file, buffers) - isinstance(file, io.TextIOBase)):
+        if isinstance(file, io.RawIOBase) or _is_standard(file):
+            continue
+        with contextlib.suppress(Exception):
+            if file.writable():  # a thread may hold the lock of what it reads from
+                file.close()
     try:
         for stream in (sys.stdout, sys.stderr):
             if stream is not None and not stream.closed:
@@ -90,17 +93,6 @@ def _finished(status: int) -> int:
 def _files() -> list[IO]:
     base: Any = io.IOBase.__base__  # of all of them; looked for by type, as objects may answer for others' classes
     return [thing for thing in gc.get_objects() if issubclass(type(thing), base)]
-
-
-def _close(files: list[IO]) -> None:
-    """Write what a script has left open, as Python's end does: text first, then the buffer below it."""
-    buffers = (io.BufferedWriter, io.BufferedRandom)
-    for file in sorted(files, key=lambda file: isinstance(file, buffers) - isinstance(file, io.TextIOBase)):
-        if isinstance(file, io.RawIOBase) or _is_standard(file):
-            continue
-        with contextlib.suppress(Exception):
-            if file.writable():  # a thread may hold the lock of what it reads from
-                file.close()
 
 
 def _is_standard(file: IO) -> bool:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from hf_parallel.ask.keys.run import HANG_AUTO, HANG_OFF
-from hf_parallel.ask.session import of_session
+from hf_parallel.ask.session import of_process, of_session
 from hf_parallel.hooks import report, runtime
 from hf_parallel.hooks.patching import patch
 from hf_parallel.monitor.collective_record import CollectiveRecord, before_abort
@@ -67,8 +67,9 @@ class Watched:
         self.watchdog = Watchdog(store, dist.get_rank(), dist.get_world_size(), _settings(self.folder), record.facts)
         self.stack.callback(self.watchdog.close)
         self.stack.enter_context(before_abort(self.watchdog.tell_abort))
-        desync.explained_by = self.watchdog.explain
-        self.stack.callback(setattr, desync, "explained_by", None)
+        answering = of_process(desync.Answering)
+        answering.explained_by = self.watchdog.explain
+        self.stack.callback(setattr, answering, "explained_by", None)
 
 
 class _Now:

@@ -20,7 +20,7 @@ from hf_parallel.ask.session import of_session
 from hf_parallel.ask.spec import refuse
 from hf_parallel.axes.axis import Packing
 from hf_parallel.hooks import model_parts, own_loops, runtime
-from hf_parallel.hooks.patching import DECLARED, Patch, Undo, apply, apply_when_imported, undo
+from hf_parallel.hooks.patching import Patch, Undo, apply, apply_when_imported, declared, undo
 from hf_parallel.hooks.peft.before import make_parallel_below
 from hf_parallel.hooks.trainer.joining import asked_by, refuse_joining
 from hf_parallel.ranks.mesh import ParallelMesh
@@ -75,7 +75,7 @@ def _install() -> None:
     """For peft now or after its import, in the midst of which the list of all patches could not be imported."""
     rooms = {model_parts.__name__, own_loops.__name__}
     undo_list = of_session(_InPlace).undo_list
-    undo_list.extend(apply([patch for patch in DECLARED if patch.room in rooms]))
+    undo_list.extend(apply([patch for patch in declared() if patch.room in rooms]))
     packages = ["peft", "bitsandbytes"]
     if "bitsandbytes" in sys.modules:
         undo_list.append(apply_when_imported(packages.pop(), _patches("bitsandbytes")))

@@ -16,7 +16,7 @@ from typing import Any, NoReturn, TypeAlias
 
 from packaging.version import Version
 
-from hf_parallel.ask.session import of_session
+from hf_parallel.ask.session import of_process, of_session
 from hf_parallel.ask.spec import refuse, refuse_with
 from hf_parallel.hooks.after_import import AfterImport
 
@@ -88,8 +88,16 @@ class Patch:
         return functools.reduce(getattr, parents, importlib.import_module(module)), name
 
 
-#: What the rooms have declared, in the order of their import.
-DECLARED: list[Patch] = []
+class _Declared:
+    """The replacements that the rooms have declared, in the order of their import."""
+
+    def __init__(self) -> None:
+        self.patches: list[Patch] = []
+
+
+def declared() -> list[Patch]:
+    """Return the replacements that the rooms imported so far have declared."""
+    return of_process(_Declared).patches
 
 
 def patch(target: str, why: str, **options: object) -> Callable[[Callable], Callable]:
@@ -113,7 +121,7 @@ def replace(target: str, why: str, **options: Any) -> Callable[[Callable], Calla
 
     def declare(make: Callable) -> Callable:
         options.setdefault("room", make.__module__)
-        DECLARED.extend(Patch(one, make, why, **options) for one in _expanded(target))
+        declared().extend(Patch(one, make, why, **options) for one in _expanded(target))
         return make
 
     return declare

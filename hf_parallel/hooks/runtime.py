@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from hf_parallel.apply.parallelize import ParallelState, default_device, state_of
 from hf_parallel.ask.config import ParallelConfig
-from hf_parallel.ask.session import of_session
+from hf_parallel.ask.session import of_process, of_session
 from hf_parallel.axes.data import batch_norm
 from hf_parallel.axes.experts import balance
 from hf_parallel.hooks import rendezvous
@@ -105,7 +105,10 @@ class _Active:
         self.runtime: Runtime | None = None
 
 
-_connected = False  # did this make the process group, so that its time-out may be changed?
+class _Connection:
+    """`made`: did `connect` make the process group, so that its time-out may be changed?"""
+
+    made = False
 
 
 def current() -> Runtime | None:
@@ -146,8 +149,8 @@ def weighed_by_trainer() -> Iterator[None]:
 
 def connect() -> None:
     """Create the process group, unless there is one."""
-    global _connected
-    _connected = _connected or not dist.is_initialized()
+    connection = of_process(_Connection)
+    connection.made = connection.made or not dist.is_initialized()
     _set_environment()
     # accelerate's own state creates the group, so that it agrees with what Trainer and Accelerator find later.
     from accelerate import PartialState
@@ -177,7 +180,7 @@ def follow_time_out(args: TrainingArguments) -> None:
 
 def change_time_out(limit: timedelta) -> None:
     """Change the time-out of all process groups, unless a launcher of the script's own has made them."""
-    if _connected and limit != time_out():
+    if of_process(_Connection).made and limit != time_out():
         set_time_out(limit)
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from hf_parallel.ask.session import of_process
 from hf_parallel.ask.spec import first_line, refuse
 from hf_parallel.model.calls import keywords_of_loss
 from hf_parallel.model.families import BACKBONES, Backbone
@@ -62,6 +63,9 @@ def read_anatomy(model: nn.Module) -> Anatomy:
     named, known = list(model.named_parameters(remove_duplicate=False)), hasattr(model, "base_model_prefix")
     places = {parameter.device.type for _, parameter in named}
     first = next((parameter.dtype for _, parameter in named), torch.float32)
+    replaced_forward = next((name for name, part in model.named_modules() if name and "forward" in vars(part)), None)
+    if type(model).forward.__module__.startswith("liger_kernel."):
+        replaced_forward = type(model).__name__
     return Anatomy(
         name=type(model).__name__,
         dtype=getattr(model, "dtype", first),
@@ -69,7 +73,7 @@ def read_anatomy(model: nn.Module) -> Anatomy:
         is_parallel=hasattr(model, "_hf_parallel"),
         is_quantised=bool(getattr(model, "is_quantized", False)),
         of_quantised=getattr(getattr(model, "config", None), "quantization_config", None) is not None,
-        replaced_forward=_replaced_forward(model),
+        replaced_forward=replaced_forward,
         on_meta="meta" in places,
         partly_on_meta=len({place == "meta" for place in places}) > 1,
         names=tuple(name for name, _ in named),
@@ -78,13 +82,6 @@ def read_anatomy(model: nn.Module) -> Anatomy:
         sums_over_tokens=loss_sums_over_tokens(model),
         flops_per_token=flops_per_token(model),
     )
-
-
-def _replaced_forward(model: nn.Module) -> str | None:
-    """Return a module whose object has its own forward, or a model whose class has Liger's, with its own loss."""
-    if type(model).forward.__module__.startswith("liger_kernel."):
-        return type(model).__name__
-    return next((name for name, part in model.named_modules() if name and "forward" in vars(part)), None)
 
 
 def _parameters(named: list[tuple[str, nn.Parameter]]) -> tuple[ParameterFacts, ...]:
@@ -399,8 +396,12 @@ def all_on_meta(model: PreTrainedModel) -> PreTrainedModel:
 # ---- Modules that draw random numbers while they train: dropout, and noise on what routers read ---------------------
 
 
-#: The number of times that layers which draw have come into a model.
-_changes = [0]
+class _Changes:
+    """The number of times that layers which draw have come into a model."""
+
+    count = 0
+
+
 #: Numbers above zero by such names say how much a module drops, or how large its noise is.
 _NAMES = ("drop", "jitter", "noise")
 #: NEFTune's noise is none of these: it is drawn for whole examples, by the same numbers on all ranks.
@@ -412,19 +413,20 @@ class Draws:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
+        self._changes = of_process(_Changes)
         self._known: tuple[int, bool] | None = None
 
     def __bool__(self) -> bool:
         if not self.module.training:
             return False
-        if self._known is None or self._known[0] != _changes[0]:
-            self._known = _changes[0], draws_random_numbers(self.module)
+        if self._known is None or self._known[0] != self._changes.count:
+            self._known = self._changes.count, draws_random_numbers(self.module)
         return self._known[1]
 
 
 def look_again() -> None:
     """Let every `Draws` look again, because layers that draw have come into a model."""
-    _changes[0] += 1
+    of_process(_Changes).count += 1
 
 
 def draws_random_numbers(module: nn.Module) -> bool:

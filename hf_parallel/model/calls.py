@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
+from hf_parallel.ask.session import of_session
+
 if TYPE_CHECKING:
     from torch import nn
 
@@ -102,23 +104,26 @@ def item_count(targets: torch.Tensor, given: torch.Tensor | int | None, ignore_i
 # can miss logits there; of a loop written by hand nothing is known.
 
 
-_unread = False
+class _Call:
+    """The call in progress."""
+
+    unread = False
 
 
 @contextlib.contextmanager
 def unread_logits(unread: bool = True) -> Iterator[None]:
     """Note inside the `with` whether models are called for their loss alone."""
-    global _unread
-    former, _unread = _unread, unread
+    call = of_session(_Call)
+    former, call.unread = call.unread, unread
     try:
         yield
     finally:
-        _unread = former
+        call.unread = former
 
 
 def logits_are_unread() -> bool:
     """Return whether nobody reads what the call in progress returns beside its loss."""
-    return _unread
+    return of_session(_Call).unread
 
 
 # ---- Run a function on stand-ins, to see what it would do: no weights, no memory, no data ---------------------------

@@ -108,16 +108,12 @@ def _setting(model: Any, names: tuple[str, ...]) -> Any:
 
 def named_routers(model: nn.Module) -> Iterator[tuple[str, nn.Module, int]]:
     """Yield the modules whose outputs are router logits: full name, module, and the place among its outputs."""
-    recorders, modules = _recorders(model), dict(model.named_modules())
+    declared = (getattr(module, "_can_record_outputs", None) or {} for module in model.modules())
+    found: object = next((known["router_logits"] for known in declared if "router_logits" in known), [])
+    recorders, modules = (found if isinstance(found, list) else [found]), dict(model.named_modules())
     for name, module in modules.items():
         for recorder in recorders:
             kind = getattr(recorder, "target_class", recorder)
             layer = getattr(recorder, "layer_name", None)
             if isinstance(kind, type) and issubclass(type(module), kind) and f".{layer or name}." in f".{name}.":
                 yield name, module, getattr(recorder, "index", 1)
-
-
-def _recorders(model: nn.Module) -> list[object]:
-    declared = (getattr(module, "_can_record_outputs", None) or {} for module in model.modules())
-    found: object = next((known["router_logits"] for known in declared if "router_logits" in known), [])
-    return found if isinstance(found, list) else [found]

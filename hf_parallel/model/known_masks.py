@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from hf_parallel.ask.session import of_session
 from hf_parallel.model.calls import arguments_of, targets_of
 
 if TYPE_CHECKING:
@@ -38,7 +39,10 @@ class KnownMask:
     packs: bool
 
 
-_known: KnownMask | None = None
+class _Now:
+    """The batch in progress; None: nothing is known of it."""
+
+    known: KnownMask | None = None
 
 
 @contextlib.contextmanager
@@ -53,24 +57,25 @@ def known_mask(batch: Mapping[str, object], tokens: torch.Tensor) -> Iterator[No
 @contextlib.contextmanager
 def knowing(known: KnownMask | None) -> Iterator[None]:
     """Let parts of a batch run inside the `with` about which this is known."""
-    global _known
-    former, _known = _known, known
+    now = of_session(_Now)
+    former, now.known = now.known, known
     try:
         yield
     finally:
-        _known = former
+        now.known = former
 
 
 def hides_nothing(mask: torch.Tensor) -> bool:
     """Return whether this mask [sequences, length] hides no token. Waits for the device unless the batch is known."""
-    if _known is None or _known.hides is None or mask.shape[-1] != _known.length:
+    known = what_is_known()
+    if known is None or known.hides is None or mask.shape[-1] != known.length:
         return bool(mask.all())
-    return not _known.hides
+    return not known.hides
 
 
 def what_is_known() -> KnownMask | None:
     """Return the facts about the batch in progress; None: nothing is known."""
-    return _known
+    return of_session(_Now).known
 
 
 # ---- Labels that a model predicts at tokens its attention mask leaves out, where kernels do not compute the same

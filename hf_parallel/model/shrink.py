@@ -247,8 +247,10 @@ def small_copy(model: PreTrainedModel, keep: Sequence[str] = ()) -> PreTrainedMo
     Raises:
         SpecError: its config cannot be shrunk.
     """
+    from torch.distributed.fsdp import FSDPModule
+
     config: Any = getattr(model, "config", None)
-    cls = plain_class(model)
+    cls: Any = next(cls for cls in type(model).__mro__ if not issubclass(cls, FSDPModule))
     if not hasattr(config, "to_diff_dict"):
         refuse(cls.__name__, "has no config by which a small copy of it could be made", "a model of Transformers")
     try:
@@ -264,13 +266,6 @@ def small_copy(model: PreTrainedModel, keep: Sequence[str] = ()) -> PreTrainedMo
     except Exception as error:
         why = f"a small copy of it cannot be made ({type(error).__name__}: {first_line(error)})"
         refuse(cls.__name__, why, cause=error)
-
-
-def plain_class(model: PreTrainedModel) -> type[PreTrainedModel]:
-    """Return the class that a model had before FSDP2 put one of its own in front of it."""
-    from torch.distributed.fsdp import FSDPModule
-
-    return next(cls for cls in type(model).__mro__ if not issubclass(cls, FSDPModule))
 
 
 # ---- Do the outputs of a model stay the same when short documents are joined to one sequence? Tried on a small copy

@@ -129,7 +129,14 @@ class CollectiveRecord(Listener):
         key = (name, call.kind in MESSAGES)
         number = self._counts[key] = self._counts.get(key, 0) + 1
         self._starting[id(call)] = entry = Entry(next(self._order), number, call)
-        entry.on_host = self._runs_on_host(call)
+        tensor = call.tensor
+        place = call.group_name, "cpu" if tensor is None else tensor.device.type
+        if place not in self._on_host:
+            on_host = takes_host_memory(call.group)
+            if on_host and tensor is not None and tensor.device.type != "cpu":  # a group of gloo and NCCL
+                on_host = call.group._get_backend(tensor.device).name() != "nccl"
+            self._on_host[place] = on_host
+        entry.on_host = self._on_host[place]
         self.entries[name].append(entry)
 
     def end(self, call: Call, work: dist.Work | None) -> None:
@@ -145,17 +152,6 @@ class CollectiveRecord(Listener):
         elif call.kind not in MESSAGES:
             group: Any = call.group
             entry.number = group._get_sequence_number_for_group()  # the flight recorder's, with those from C++
-
-    def _runs_on_host(self, call: Call) -> bool:
-        """In a group of gloo and NCCL the tensor decides."""
-        tensor = call.tensor
-        key = call.group_name, "cpu" if tensor is None else tensor.device.type
-        if key not in self._on_host:
-            on_host = takes_host_memory(call.group)
-            if on_host and tensor is not None and tensor.device.type != "cpu":
-                on_host = call.group._get_backend(tensor.device).name() != "nccl"
-            self._on_host[key] = on_host
-        return self._on_host[key]
 
     def waiting(self, work: dist.Work) -> None:
         """Note the collective that a thread waits for."""
@@ -183,21 +179,21 @@ class CollectiveRecord(Listener):
             told = [self._told(name, entry, names) for entry in list(entries)]
             groups[name] = {"axis": self._axis(name), "ranks": self.ranks[name], "last": told[-TOLD:]}
             for entry, facts in zip(list(entries), told, strict=False):
-                if self._is_open(name, entry, unfinished):
+                if self._is_waited_for(entry):
+                    is_open = True  # or it has failed
+                else:
+                    starting = any(entry is other for other in list(self._starting.values()))
+                    if entry.on_host:
+                        is_open = not entry.done() or starting
+                    else:
+                        is_open = starting or (entry.kind not in MESSAGES and entry.number in unfinished.get(name, ()))
+                if is_open:
                     facts |= {"group": name, "on_device": not entry.on_host}
                     pending.append((not self._is_waited_for(entry), entry.order, facts))
         return {"pending": [facts for *_, facts in sorted(pending, key=lambda found: found[:2])], "groups": groups}
 
     def _is_waited_for(self, entry: Entry) -> bool:
         return entry.work is not None and any(work is entry.work for work in list(self._waited_for.values()))
-
-    def _is_open(self, name: str, entry: Entry, unfinished: Mapping[str, set[int]]) -> bool:
-        if self._is_waited_for(entry):
-            return True  # or it has failed
-        starting = any(entry is other for other in list(self._starting.values()))
-        if entry.on_host:
-            return not entry.done() or starting
-        return starting or (entry.kind not in MESSAGES and entry.number in unfinished.get(name, ()))
 
     def _axis(self, name: str) -> str:
         return self.axes.get(name) or ("all ranks" if len(self.ranks[name]) == dist.get_world_size() else "some ranks")

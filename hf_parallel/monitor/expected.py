@@ -211,7 +211,11 @@ def _fit(shape: ModelShape, found: Measured) -> tuple[Cluster, dict[str, float]]
             factor = _factor(found.terms[name], now[name], total[name]) ** _OF_THE_WAY
             total[name] *= factor
             cluster = slower(cluster, factor)
-        cluster = _with_host(cluster, found.terms["other"] - now["other"])
+        e = cluster.gpu.efficiency
+        efficiency = dataclasses.replace(
+            e, eager_step_ms=max(0.0, e.eager_step_ms + 1e3 * (found.terms["other"] - now["other"]))
+        )
+        cluster = dataclasses.replace(cluster, gpu=dataclasses.replace(cluster.gpu, efficiency=efficiency))
     return cluster, total
 
 
@@ -246,13 +250,6 @@ def _slower(link: Link, factor: float) -> Link:
         latency=link.latency * factor,
         source=f"{link.source}, calibrated" if not link.source.endswith("calibrated") else link.source,
     )
-
-
-def _with_host(cluster: Cluster, seconds: float) -> Cluster:
-    """With so much more of the host in each step."""
-    e = cluster.gpu.efficiency
-    efficiency = dataclasses.replace(e, eager_step_ms=max(0.0, e.eager_step_ms + 1e3 * seconds))
-    return dataclasses.replace(cluster, gpu=dataclasses.replace(cluster.gpu, efficiency=efficiency))
 
 
 _SCALE = {"compute": _slower_compute, "communication": _slower_links}

@@ -125,7 +125,12 @@ class GradientNoise:
     """
 
     def __init__(self, model: torch.nn.Module, state: ParallelState) -> None:
-        _refuse_tied_stages(model, state)
+        config = getattr(model, "config", None)
+        if state.pipeline is not None and getattr(config, "tie_word_embeddings", False):
+            why = "both ends of the pipeline have a part of the tied embedding's gradient, and meet once per step"
+            refuse(
+                f"monitor=noise with pp_size={state.config.pp_size}", why, "pp_size=1, or tie_word_embeddings=False"
+            )
         self._mesh, config = state.mesh, state.config
         self._squares = GradientSquares(model, state.root, state.mesh)
         self._ranks = config.world_size // config.data_parallel_size  # of one model, which know the same batches
@@ -215,10 +220,3 @@ class GradientNoise:
                 else:
                     self.scale.add(StepSums(*step))
         return self.scale.estimate
-
-
-def _refuse_tied_stages(model: torch.nn.Module, state: ParallelState) -> None:
-    config = getattr(model, "config", None)
-    if state.pipeline is not None and getattr(config, "tie_word_embeddings", False):
-        why = "both ends of the pipeline have a part of the tied embedding's gradient, and meet once per step"
-        refuse(f"monitor=noise with pp_size={state.config.pp_size}", why, "pp_size=1, or tie_word_embeddings=False")

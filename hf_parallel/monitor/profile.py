@@ -85,7 +85,11 @@ def _row(rank: int, part: Part, duration: float) -> Iterator[str]:
     for kind, opacity, by_axis in (("hidden", 0.4, part.hidden), ("exposed", 1.0, part.exposed)):
         for axis, spans in by_axis.items():
             yield _boxes(axis, f"{kind} {axis}", spans, y + half, half, duration, opacity)
-    yield text_at(_LEFT + _PLOT + 12, y + _ROW / 2 + 4, _shares(part), fill=QUIET, size=11)
+    whole = max(part.duration, 1e-9)
+    waits = {axis: length(spans) / whole for axis, spans in part.exposed.items()}
+    named = [f"{axis} {share:.0%}" for axis, share in waits.items() if share >= 0.005]
+    shares = ", ".join([f"compute {length(part.busy) / whole:.0%}", *named, f"idle {part.idle / whole:.0%}"])
+    yield text_at(_LEFT + _PLOT + 12, y + _ROW / 2 + 4, shares, fill=QUIET, size=11)
     yield "</g>"
 
 
@@ -97,13 +101,6 @@ def _boxes(
     wide = union(((begin * scale, end * scale) for begin, end in spans), gap=0.5)
     path = "".join(f"M{_LEFT + x:.1f} {y:g}h{max(0.3, end - x):.1f}v{high:g}H{_LEFT + x:.1f}z" for x, end in wide)
     return f'<path class="{escape(name)}" d="{path}" fill="{COLOURS.get(axis, QUIET)}" fill-opacity="{opacity}"/>'
-
-
-def _shares(part: Part) -> str:
-    whole = max(part.duration, 1e-9)
-    waits = {axis: length(spans) / whole for axis, spans in part.exposed.items()}
-    named = [f"{axis} {share:.0%}" for axis, share in waits.items() if share >= 0.005]
-    return ", ".join([f"compute {length(part.busy) / whole:.0%}", *named, f"idle {part.idle / whole:.0%}"])
 
 
 def _legend(parts: list[Part], y: float) -> Iterator[str]:
@@ -171,20 +168,14 @@ class Profile:
         self._synchronize()
         end = time.time_ns()
         self._waits.stop()
-        window = self._earliest(), end
-        part = trace.part_of(self._exported(), window, self._notes, self.axes, self._most())
+        begins = messages.gather((machine_id(), self._begin), self.mesh.host_group_of_training)
+        window = min(begin for machine, begin in begins if machine == machine_id()), end
+        most = max(_LEAST_EVENTS, trace.MOST_EVENTS // dist.get_world_size())
+        part = trace.part_of(self._exported(), window, self._notes, self.axes, most)
         part.name = f"rank {dist.get_rank()}{self._place()}"
         parts: list[trace.Part] | None = [part] * dist.get_world_size() if dist.get_rank() == 0 else None
         dist.gather_object(part, parts, group=self.mesh.host_group_of_training)
         return [] if parts is None else self._written(folder, parts)
-
-    def _earliest(self) -> int:
-        """When the first rank of this machine, whose clock they share, left the barrier: a busy one wakes up later."""
-        begins = messages.gather((machine_id(), self._begin), self.mesh.host_group_of_training)
-        return min(begin for machine, begin in begins if machine == machine_id())
-
-    def _most(self) -> int:
-        return max(_LEAST_EVENTS, trace.MOST_EVENTS // dist.get_world_size())
 
     def _exported(self) -> dict[str, object]:
         if self._profiler is None:

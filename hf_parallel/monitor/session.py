@@ -215,18 +215,17 @@ class Session:
         config = self.mesh.config
         sizes = {**config.sizes, "ep": config.ep_size}
         reading = Reading(figures(rows, self.mesh.data_size, sizes, self.full), rows)
-        self._add_mfu(reading)
-        slow = self.stragglers.look(rows)
-        if slow is not None:
-            evenly = config.data_parallel_size > 1 and not config.shares_batches
-            reading.said.append(("straggler", slow.sentence(_host_of(slow.rank, self.mesh.device), evenly)))
-        return reading
-
-    def _add_mfu(self, reading: Reading) -> None:
         rate = reading.figures.get("perf/tokens_per_second_per_device")
         if rate and self.peak is not None and self.shape is not None:
             flops = 3 * self.shape.forward_flops(reading.seq, full_attention=True)
             reading.figures["perf/mfu"] = significant(mfu(rate, flops, self.peak))
+        slow = self.stragglers.look(rows)
+        if slow is not None:
+            evenly = config.data_parallel_size > 1 and not config.shares_batches
+            name = [socket.gethostname()]
+            dist.broadcast_object_list(name, src=slow.rank, device=self.mesh.device)
+            reading.said.append(("straggler", slow.sentence(name[0], evenly)))
+        return reading
 
     def stop(self) -> None:
         """Measure no more."""
@@ -254,10 +253,3 @@ def _peak(device: torch.device) -> float | None:
         return find_gpu(torch.get_device_module(device).get_device_name(device)).peak("bf16")
     except SpecError:
         return None
-
-
-def _host_of(rank: int, device: torch.device) -> str:
-    """The name of its machine: only asked for when somebody is named. Collective."""
-    name = [socket.gethostname()]
-    dist.broadcast_object_list(name, src=rank, device=device)
-    return name[0]

@@ -83,22 +83,20 @@ def part_of(trace: Mapping, window: tuple[int, int], waits: list[Wait], axes: Ma
     if any(event["cat"] == "kernel" for event in events):
         _of_device(part, events, axes)
     else:
-        _of_host(part, events, own)
+        operators = [_span(e) for e in events if e["cat"] == "cpu_op" and not e["name"].startswith(_SENT)]
+        part.exposed = _by_axis(part, own)
+        waiting = union(interval for spans in part.exposed.values() for interval in spans)
+        part.busy = without(_clipped(part, union(operators, _GAP_US)), waiting)
+        sent = [
+            (axis, *_span(e)) for e in events if e["name"].startswith("gloo:") and (axis := _axis_at(own, e["ts"]))
+        ]
+        flights = _by_axis(part, sent)
+        part.hidden = {axis: common(spans, part.busy) for axis, spans in flights.items()}
     kept = sorted((e for e in events if e["cat"] != "Trace"), key=lambda e: -e["dur"])
     part.left_out = max(0, len(kept) - most)
     threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in trace["traceEvents"] if e.get("name") == "thread_name"}
     part.events = [_event(e, threads, axes) for e in kept[:most]]
     return part
-
-
-def _of_host(part: Part, events: list[dict], waits: list[tuple[str, float, float]]) -> None:
-    operators = [_span(e) for e in events if e["cat"] == "cpu_op" and not e["name"].startswith(_SENT)]
-    part.exposed = _by_axis(part, waits)
-    waiting = union(interval for spans in part.exposed.values() for interval in spans)
-    part.busy = without(_clipped(part, union(operators, _GAP_US)), waiting)
-    sent = [(axis, *_span(e)) for e in events if e["name"].startswith("gloo:") and (axis := _axis_at(waits, e["ts"]))]
-    flights = _by_axis(part, sent)
-    part.hidden = {axis: common(spans, part.busy) for axis, spans in flights.items()}
 
 
 def _axis_at(waits: list[tuple[str, float, float]], moment: float) -> str | None:

@@ -242,7 +242,11 @@ class Watchdog:
         self._say(f"{line}. {goes_on}. Stacks and last collectives: {os.path.join(self.settings.folder, FOLDER)}")
         self._write("report.json", {"sentence": line, "ranks": {rank: _brief(own) for rank, own in facts.items()}})
         if ends:
-            self._end_stopped(facts)
+            # A stopped process would let a launcher wait: it takes no other signal
+            for own in facts.values():
+                if own.get("state") == "stopped":
+                    with contextlib.suppress(OSError):
+                        os.kill(own["pid"], signal.SIGKILL)
         return "goes on" if not ends else "fail" if left else "end"
 
     def _of(self, number: int, rank: int) -> Facts:
@@ -264,13 +268,6 @@ class Watchdog:
             "away": "does not answer: its process or its machine is gone or stopped",
         }[state]
         return {"absent": f"{said} (pid {pid} on {there[0]}, last seen {place})", "pid": pid, "state": state}
-
-    def _end_stopped(self, facts: dict[int, Facts]) -> None:
-        """A stopped process would let a launcher wait: it takes no other signal."""
-        for own in facts.values():
-            if own.get("state") == "stopped":
-                with contextlib.suppress(OSError):
-                    os.kill(own["pid"], signal.SIGKILL)
 
     # ---- the end ---------------------------------------------------------------------------------------------------
 

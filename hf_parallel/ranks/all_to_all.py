@@ -4,69 +4,49 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
-from hf_parallel.ranks.differentiable import parts_of_sequence, start_all_gather, start_reduce_scatter, whole_sequence
+from hf_parallel.ranks.differentiable import (
+    parts_of_sequence,
+    start_all_gather,
+    start_reduce_scatter,
+    whole_sequence,
+    with_gradient,
+)
 from hf_parallel.ranks.observed import COLLECTIVE, keeps, kept_or
 
-if TYPE_CHECKING:
-    from hf_parallel.ranks.differentiable import Context
+
+def _all_to_all(
+    rows: torch.Tensor, sent: list[int] | None, received: list[int] | None, group: dist.ProcessGroup
+) -> torch.Tensor:
+    """Send rows by counts; without counts as many to each rank."""
+    arrived = rows.new_empty(len(rows) if received is None else sum(received), *rows.shape[1:])
+    dist.all_to_all_single(
+        arrived, rows.contiguous(), output_split_sizes=received, input_split_sizes=sent, group=group
+    )
+    return arrived
 
 
-class _AllToAll(torch.autograd.Function):
-    """All-to-all of equal parts, which is its own way back."""
-
-    @staticmethod
-    def forward(ctx: Context, parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        return kept_or(lambda: _all_to_all(parts, None, None, group), COLLECTIVE)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Context, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _all_to_all(gradient, None, None, ctx.group), None
+def all_to_all(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """`exchange_equally` without a way back. Not differentiable."""
+    return _all_to_all(parts, None, None, group)
 
 
-class _Exchange(torch.autograd.Function):
-    """All-to-all forward, the way back backward."""
-
-    @staticmethod
-    def forward(
-        ctx: Context, rows: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
-    ) -> torch.Tensor:
-        ctx.sent, ctx.received, ctx.group = sent, received, group
-        return kept_or(lambda: _all_to_all(rows, sent, received, group), COLLECTIVE)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Context, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return _all_to_all(gradient, ctx.received, ctx.sent, ctx.group), None, None, None
+def exchange_counts(counts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """[ranks, …], what this rank tells each -> [ranks, …], what each tells this one. Not differentiable."""
+    return kept_or(lambda: all_to_all(counts, group), COLLECTIVE)
 
 
-class _ScaleGradient(torch.autograd.Function):
-    """Identity forward, a factor backward."""
-
-    @staticmethod
-    def forward(ctx: Context, tensor: torch.Tensor, factor: float) -> torch.Tensor:
-        ctx.factor = factor
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Context, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradient * ctx.factor, None
-
-
+@with_gradient(all_to_all)
 def exchange_equally(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """[ranks, …] -> [ranks, …]: what is at place r goes to rank r, and what came from rank r is at place r."""
-    return _AllToAll.apply(parts, group)
+    return kept_or(lambda: all_to_all(parts, group), COLLECTIVE)
 
 
+@with_gradient(lambda gradient, sent, received, group: _all_to_all(gradient, received, sent, group))
 def exchange(rows: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> torch.Tensor:
     """Rows in the order of the ranks they go to -> rows in the order of the ranks they come from.
 
@@ -74,7 +54,7 @@ def exchange(rows: torch.Tensor, sent: list[int], received: list[int], group: di
         sent: how many of `rows` go to each rank.
         received: how many come from each.
     """
-    return _Exchange.apply(rows, sent, received, group)
+    return kept_or(lambda: _all_to_all(rows, sent, received, group), COLLECTIVE)
 
 
 def exchange_during(
@@ -86,9 +66,9 @@ def exchange_during(
         meanwhile()
         return arrived
     journey = _Journey(sent, received, group)
-    departed = _Depart.apply(rows, journey)
+    departed = _depart(rows, journey)
     meanwhile()
-    return _Arrive.apply(departed, journey)
+    return _arrive(departed, journey)
 
 
 class _Journey:
@@ -107,69 +87,40 @@ class _Journey:
         self._travels = work, rows, arriving  # rows, as their memory is read until then
         return arriving
 
+    def send_back(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Start to send gradients back; return them in the shape that autograd expects: `_depart` has what arrives."""
+        self.start(gradient, self.received, self.sent)
+        return gradient
+
     def wait(self) -> torch.Tensor:
-        """They have arrived."""
+        """Return the rows, which have arrived."""
         assert self._travels is not None  # `start` came before
         (work, _, arrived), self._travels = self._travels, None
         work.wait()
         return arrived
 
 
-class _Depart(torch.autograd.Function):
-    """Rows start forward; their gradients have arrived backward."""
-
-    @staticmethod
-    def forward(ctx: Context, rows: torch.Tensor, journey: _Journey) -> torch.Tensor:
-        ctx.journey = journey
-        return journey.start(rows, journey.sent, journey.received)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Context, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return ctx.journey.wait(), None
+@with_gradient(lambda gradient, journey: journey.wait())
+def _depart(rows: torch.Tensor, journey: _Journey) -> torch.Tensor:
+    """Start to send rows; in the backward pass their gradients have arrived."""
+    return journey.start(rows, journey.sent, journey.received)
 
 
-class _Arrive(torch.autograd.Function):
-    """Rows have arrived forward; their gradients start backward."""
-
-    @staticmethod
-    def forward(ctx: Context, departed: torch.Tensor, journey: _Journey) -> torch.Tensor:
-        ctx.journey = journey
-        journey.wait()
-        return departed.view_as(departed)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Context, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        journey = ctx.journey
-        journey.start(gradient, journey.received, journey.sent)
-        return gradient, None  # of the shape that autograd expects; `_Depart` has the rows that come back
+@with_gradient(lambda gradient, journey: journey.send_back(gradient))
+def _arrive(departed: torch.Tensor, journey: _Journey) -> torch.Tensor:
+    """Wait for rows; in the backward pass their gradients start."""
+    journey.wait()
+    return departed.view_as(departed)
 
 
-def exchange_counts(counts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """[ranks, …], what this rank tells each -> [ranks, …], what each tells this one. Not differentiable."""
-    return kept_or(lambda: _all_to_all(counts, None, None, group), COLLECTIVE)
-
-
-def all_to_all(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """`exchange_equally` without a way back. Not differentiable."""
-    return _all_to_all(parts, None, None, group)
+@with_gradient(lambda gradient, factor: gradient * factor)
+def _scaled(tensor: torch.Tensor, factor: float) -> torch.Tensor:
+    return tensor.view_as(tensor)
 
 
 def scale_gradient(tensor: torch.Tensor, factor: float) -> torch.Tensor:
     """Return the tensor itself, with a gradient that is multiplied by `factor`."""
-    return tensor if factor == 1 else _ScaleGradient.apply(tensor, factor)
-
-
-def _all_to_all(
-    rows: torch.Tensor, sent: list[int] | None, received: list[int] | None, group: dist.ProcessGroup
-) -> torch.Tensor:
-    """Without counts as many rows to each rank."""
-    arrived = rows.new_empty(len(rows) if received is None else sum(received), *rows.shape[1:])
-    dist.all_to_all_single(
-        arrived, rows.contiguous(), output_split_sizes=received, input_split_sizes=sent, group=group
-    )
-    return arrived
+    return tensor if factor == 1 else _scaled(tensor, factor)
 
 
 # ---- Numbers in fewer bits, block by block, and a reduce-scatter that sends them so (ZeRO++, arXiv:2306.10209)
@@ -262,53 +213,6 @@ def reduce_scatter(
 # grid with 1/C of their features. Ranks count by rows, so the tokens of a row are consecutive.
 
 
-class _ColumnsOfTokens(torch.autograd.Function):
-    """An all-to-all whose backward is its transpose. Nothing is kept: as much arrives as has left."""
-
-    @staticmethod
-    def forward(ctx: Context, tensor: torch.Tensor, over_columns: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = over_columns
-        return _to_columns(tensor, over_columns)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Context, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _to_tokens(gradient, ctx.group), None
-
-
-class _LeaveGrid(torch.autograd.Function):
-    """Reduce-scatter of tokens and all-to-all forward, all-to-all and all-gather backward."""
-
-    @staticmethod
-    def forward(
-        ctx: Context, tensor: torch.Tensor, over_rows: dist.ProcessGroup, over_columns: dist.ProcessGroup
-    ) -> torch.Tensor:
-        ctx.groups = over_rows, over_columns
-
-        def left() -> torch.Tensor:
-            return _to_tokens(
-                start_reduce_scatter(parts_of_sequence(tensor, over_rows), over_rows).wait(), over_columns
-            )
-
-        return kept_or(left, COLLECTIVE)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Context, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        over_rows, over_columns = ctx.groups
-        return whole_sequence(start_all_gather(_to_columns(gradient, over_columns), over_rows).wait()), None, None
-
-
-def columns_of_tokens(tensor: torch.Tensor, over_columns: dist.ProcessGroup) -> torch.Tensor:
-    """[…, s / p, h] -> […, s / R, h / C]: the tokens of the ranks of a row, this rank's part of their features."""
-    return _ColumnsOfTokens.apply(tensor, over_columns)
-
-
-def leave_grid(tensor: torch.Tensor, over_rows: dist.ProcessGroup, over_columns: dist.ProcessGroup) -> torch.Tensor:
-    """[…, s, h / C], a part of a sum over rows -> […, s / p, h] of the sum: this rank's tokens, all features."""
-    return _LeaveGrid.apply(tensor, over_rows, over_columns)
-
-
 def _to_columns(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     width = tensor.shape[-1] // group.size()
     parts = tensor.reshape(-1, group.size(), width).transpose(0, 1)
@@ -320,3 +224,29 @@ def _to_tokens(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     parts = all_to_all(tensor.reshape(size, -1, width), group).transpose(0, 1)
     whole = parts.reshape(*tensor.shape[:-2], tensor.shape[-2] // size, size * width)
     return torch.ops.aten._unsafe_view(whole, whole.shape)  # no view: models add to it in place
+
+
+@with_gradient(_to_tokens)
+def columns_of_tokens(tensor: torch.Tensor, over_columns: dist.ProcessGroup) -> torch.Tensor:
+    """[…, s / p, h] -> […, s / R, h / C]: the tokens of the ranks of a row, this rank's part of their features.
+
+    An all-to-all whose backward pass is its transpose. Nothing is kept: as much arrives as has left.
+    """
+    return _to_columns(tensor, over_columns)
+
+
+def _enter_grid(gradient: torch.Tensor, over_rows: dist.ProcessGroup, over_columns: dist.ProcessGroup) -> torch.Tensor:
+    return whole_sequence(start_all_gather(_to_columns(gradient, over_columns), over_rows).wait())
+
+
+@with_gradient(_enter_grid)
+def leave_grid(tensor: torch.Tensor, over_rows: dist.ProcessGroup, over_columns: dist.ProcessGroup) -> torch.Tensor:
+    """[…, s, h / C], a part of a sum over rows -> […, s / p, h] of the sum: this rank's tokens, all features.
+
+    Reduce-scatter of tokens and all-to-all forward, all-to-all and all-gather backward.
+    """
+
+    def left() -> torch.Tensor:
+        return _to_tokens(start_reduce_scatter(parts_of_sequence(tensor, over_rows), over_rows).wait(), over_columns)
+
+    return kept_or(left, COLLECTIVE)

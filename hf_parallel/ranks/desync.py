@@ -31,6 +31,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from hf_parallel.ask.session import of_process
 from hf_parallel.ranks import messages, observed
 from hf_parallel.ranks.messages import Requests
 
@@ -102,7 +103,11 @@ class DesyncDetector:
             self.requests.end()
             self._leave()
             if self.keeps_store:
-                self._let_go()
+                # Let the others stop asking the store before it ends, which torch would report at length
+                self.store.set("closing", "")
+                end = time.monotonic() + 2 * LOOK_S
+                while self.store.add("left", 0) < self.world_size and time.monotonic() < end:
+                    time.sleep(0.02)
 
     def _leave(self) -> None:
         if not self.left:
@@ -110,13 +115,6 @@ class DesyncDetector:
             self.store.set(f"still/{self.rank}", _LEFT)
             self._reply([self._calls(), 0], _LEFT)
             self.store.add("left", 1)
-
-    def _let_go(self) -> None:
-        """Let the others stop asking the store before it ends, which torch would report at length."""
-        self.store.set("closing", "")
-        end = time.monotonic() + 2 * LOOK_S
-        while self.store.add("left", 0) < self.world_size and time.monotonic() < end:
-            time.sleep(0.02)
 
     # ---- a rank that is here ---------------------------------------------------------------------------------------
 
@@ -271,6 +269,7 @@ class DesyncDetector:
 
     def _end(self, places: list[str]) -> None:
         """End the process from this thread: the main thread cannot be woken out of a collective."""
+        explained_by = of_process(Answering).explained_by
         if explained_by is not None and explained_by(STANDSTILL):
             time.sleep(LOOK_S)
             exit_process()
@@ -399,26 +398,33 @@ def _ranks(numbers: list[int]) -> str:
     return f"rank{'s' if len(numbers) > 1 else ''} {shown}"
 
 
-_detector: DesyncDetector | None = None
-#: Says more of a deadlock than this does: given what is known, has it told?
-explained_by: Callable[[str], bool] | None = None
+class Answering:
+    """The detector of this process, until it ends.
+
+    Attributes:
+        explained_by: says more of a deadlock than the detector does; given what is known, has it told?
+    """
+
+    detector: DesyncDetector | None = None
+    explained_by: Callable[[str], bool] | None = None
 
 
 def store() -> dist.Store | None:
     """Return the store of the ranks that answer each other; None where there is no detector."""
-    return None if _detector is None else _detector.store
+    detector = of_process(Answering).detector
+    return None if detector is None else detector.store
 
 
 def watch() -> None:
     """Let this process answer, from now on. Collective; does nothing the second time."""
-    global _detector
-    if _detector is not None or dist.get_world_size() == 1 or dist.get_backend() == "fake":
+    answering = of_process(Answering)
+    if answering.detector is not None or dist.get_world_size() == 1 or dist.get_backend() == "fake":
         return
     name = messages.from_one(lambda: uuid.uuid4().hex)  # a store may hold what an earlier start of the run has left
     # A connection of its own: the default one is taken while a thread waits in the store, as `new_group` does.
     default: Any = dist.distributed_c10d._get_default_store()
     store = dist.PrefixStore(f"{_ROOM}/{name}", default.clone())
-    _detector = DesyncDetector(store, dist.get_rank(), dist.get_world_size())
+    answering.detector = DesyncDetector(store, dist.get_rank(), dist.get_world_size())
 
 
 def assert_all_ranks(call: str, advice: str | None = None) -> None:
@@ -427,8 +433,9 @@ def assert_all_ranks(call: str, advice: str | None = None) -> None:
     Raises:
         AloneError: some of them will not come; it ends with `advice`, by default to call it on all ranks.
     """
-    if _detector is not None:
-        _detector.assert_all_ranks(call, advice)
+    detector = of_process(Answering).detector
+    if detector is not None:
+        detector.assert_all_ranks(call, advice)
 
 
 def ask(call: str, number: int, advice: str) -> None:
@@ -437,20 +444,23 @@ def ask(call: str, number: int, advice: str) -> None:
     Raises:
         AloneError: some of them stand elsewhere; it ends with `advice`.
     """
-    if _detector is not None:
-        _detector.requests.ask(call, number, advice)
+    detector = of_process(Answering).detector
+    if detector is not None:
+        detector.requests.ask(call, number, advice)
 
 
 def part() -> None:
     """Serve requests before all ranks end their process groups; but not after an error, which must be heard now."""
-    if _detector is None or _detector.closed.is_set() or sys.exc_info()[0] is not None:
+    detector = of_process(Answering).detector
+    if detector is None or detector.closed.is_set() or sys.exc_info()[0] is not None:
         return
     if dist.is_initialized() and dist.get_backend() != "fake":  # those of a dry run are not
-        _detector.requests.part()
+        detector.requests.part()
 
 
 def expect_nothing() -> None:
     """Let this process, which ends by an error, not stay for what rank 0 may ask."""
-    if _detector is not None:
-        atexit.unregister(_detector.end)
-        atexit.register(_detector.close)
+    detector = of_process(Answering).detector
+    if detector is not None:
+        atexit.unregister(detector.end)
+        atexit.register(detector.close)

@@ -11,15 +11,18 @@ and nothing is copied before or after a collective; a part of [batch, seq, hidde
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
+from torch.distributed.distributed_c10d import _resolve_process_group
 
-from hf_parallel.ranks.in_graphs import gather_in_graph, scatter_in_graph, sum_in_graph
 from hf_parallel.ranks.observed import COLLECTIVE, kept_or
+
+Pass = TypeVar("Pass", bound=Callable[..., torch.Tensor])
 
 # ---- Collectives that have only started: compute something else, then `wait()` for the result. Not differentiable
 # On CUDA a wait holds back what is computed after it, not the process. These call c10d directly: torch's functional
@@ -66,244 +69,42 @@ def start_reduce_scatter(tensor: torch.Tensor, group: dist.ProcessGroup, own: to
     return Started(own, _reduce_scatter_op(own.flatten(), tensor.flatten(), group=group, async_op=True))
 
 
-class _Copy(torch.autograd.Function):
-    """f: identity forward, all-reduce backward."""
+# ---- The same as operations of a compiled graph, which torch.compile sees as one with a known output shape
+# The graph of a layer does not break there, and who listens to collectives (`observed.py`) hears of each.
 
-    @staticmethod
-    def forward(ctx: Context, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        return tensor.view_as(tensor)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Context, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return all_reduce(gradient, ctx.group), None
+@torch.library.custom_op("hf_parallel::all_reduce", mutates_args=())
+def _all_reduce(tensor: torch.Tensor, group: str) -> torch.Tensor:
+    own = tensor.clone(memory_format=torch.contiguous_format)
+    return start_all_reduce(own, _resolve_process_group(group)).wait()  # type: ignore[arg-type]
 
 
-class _CopyWeight(torch.autograd.Function):
-    """f for a weight: what ranks add to its gradient is added in fp32, as few bits of a sum of many would be left."""
+@_all_reduce.register_fake
+def _(tensor: torch.Tensor, group: str) -> torch.Tensor:
+    return torch.empty_like(tensor, memory_format=torch.contiguous_format)
 
-    @staticmethod
-    def forward(ctx: Context, weight: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        return weight.view_as(weight)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Context, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
-        return all_reduce(wide, ctx.group).to(gradient.dtype), None
+@torch.library.custom_op("hf_parallel::all_gather", mutates_args=())
+def _all_gather(tensor: torch.Tensor, group: str, size: int) -> torch.Tensor:
+    return start_all_gather(tensor, _resolve_process_group(group)).wait()  # type: ignore[arg-type]
 
 
-class _Reduce(torch.autograd.Function):
-    """g: all-reduce forward, identity backward."""
+@_all_gather.register_fake
+def _(tensor: torch.Tensor, group: str, size: int) -> torch.Tensor:
+    return tensor.new_empty(size, *tensor.shape)
 
-    @staticmethod
-    def forward(ctx: Context, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        return kept_or(lambda: all_reduce(tensor, group), COLLECTIVE)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Context, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradient, None
+@torch.library.custom_op("hf_parallel::reduce_scatter", mutates_args=())
+def _reduce_scatter(tensor: torch.Tensor, group: str) -> torch.Tensor:
+    return start_reduce_scatter(tensor, _resolve_process_group(group)).wait()  # type: ignore[arg-type]
 
 
-class _GatherSequence(torch.autograd.Function):
-    """All-gather of tokens forward, reduce-scatter backward."""
+@_reduce_scatter.register_fake
+def _(tensor: torch.Tensor, group: str) -> torch.Tensor:
+    return tensor.new_empty(tensor.shape[1:])
 
-    @staticmethod
-    def forward(ctx: Context, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        return _gathered(tensor, group)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Context, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _scattered(gradient, ctx.group), None
-
-
-class _ReduceScatterSequence(torch.autograd.Function):
-    """Reduce-scatter of tokens forward, all-gather backward."""
-
-    @staticmethod
-    def forward(ctx: Context, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        return kept_or(lambda: _scattered(tensor, group), COLLECTIVE)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Context, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _gathered(gradient, ctx.group), None
-
-
-class _SplitSequence(torch.autograd.Function):
-    """This rank's tokens forward, all-gather backward."""
-
-    @staticmethod
-    def forward(ctx: Context, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        return parts_of_sequence(tensor, group)[group.rank()].clone()  # the whole may go
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Context, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _gathered(gradient, ctx.group), None
-
-
-class _JoinSequence(torch.autograd.Function):
-    """All-gather of tokens forward, this rank's part of the gradient backward."""
-
-    @staticmethod
-    def forward(ctx: Context, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        return _gathered(tensor, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Context, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return parts_of_sequence(gradient, ctx.group)[ctx.group.rank()], None
-
-
-class _GatherLastDim(torch.autograd.Function):
-    """All-gather of features forward, reduce-scatter backward."""
-
-    @staticmethod
-    def forward(ctx: Context, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        return _with_last_dims_of_all(tensor, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Context, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _last_dims_scattered(gradient, ctx.group), None
-
-
-class _JoinLastDim(torch.autograd.Function):
-    """All-gather of features forward, this rank's part of the gradient backward."""
-
-    @staticmethod
-    def forward(ctx: Context, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        return _with_last_dims_of_all(tensor, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Context, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradient.chunk(ctx.group.size(), dim=-1)[ctx.group.rank()].contiguous(), None
-
-
-class _ScatterLastDim(torch.autograd.Function):
-    """Reduce-scatter of features forward, all-gather backward."""
-
-    @staticmethod
-    def forward(ctx: Context, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        return kept_or(lambda: _last_dims_scattered(tensor, group), COLLECTIVE)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Context, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _with_last_dims_of_all(gradient, ctx.group), None
-
-
-class _SplitLastDim(torch.autograd.Function):
-    """This rank's features forward, all-gather backward."""
-
-    @staticmethod
-    def forward(ctx: Context, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        return tensor.chunk(group.size(), dim=-1)[group.rank()].clone()  # the whole may go
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Context, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _with_last_dims_of_all(gradient, ctx.group), None
-
-
-class _SumOfParts(torch.autograd.Function):
-    """All-reduce in both passes: each rank gives a part of a sum, and uses the whole sum for a part of the work."""
-
-    @staticmethod
-    def forward(ctx: Context, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        return all_reduce(tensor, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Context, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return all_reduce(gradient, ctx.group), None
-
-
-def copy_to_group(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Enter a region whose ranks each use the same tensor for a part of the work (f)."""
-    return _Copy.apply(tensor, group)
-
-
-def copy_weight_to_group(weight: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Enter such a region with a weight that all ranks hold and use for a part of the work."""
-    return _CopyWeight.apply(weight, group)
-
-
-def reduce_from_group(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Leave a region whose ranks each hold a partial sum (g)."""
-    return _Reduce.apply(tensor, group)
-
-
-def gather_sequence(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """[b, s / n, h] -> [b, s, h]: enter such a region with parts of the sequence."""
-    return _GatherSequence.apply(tensor, group)
-
-
-def begin_gather_sequence(tensor: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], torch.Tensor]:
-    """Start to gather as `gather_sequence` does; what it returns waits for the result. Not differentiable."""
-    parts = start_all_gather(tensor, group)
-    return lambda: whole_sequence(parts.wait())
-
-
-def reduce_scatter_sequence(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """[b, s, h] partial sums -> [b, s / n, h]: leave it with parts of the sequence."""
-    return _ReduceScatterSequence.apply(tensor, group)
-
-
-def split_sequence(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """[b, s, h], the same on all ranks -> [b, s / n, h]."""
-    return _SplitSequence.apply(tensor, group)
-
-
-def join_sequence(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """[b, s / n, h] -> [b, s, h] on all ranks, which must go on to compute the same thing."""
-    return _JoinSequence.apply(tensor, group)
-
-
-def join_last_dim(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """[…, n] on each rank -> […, n * group size] on all, which must go on to compute the same thing."""
-    return _JoinLastDim.apply(tensor, group)
-
-
-def gather_last_dim(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """[…, n] on each rank -> […, n * group size] on all, each of which uses it for a part of the work."""
-    return _GatherLastDim.apply(tensor, group)
-
-
-def begin_gather_last_dim(tensor: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], torch.Tensor]:
-    """Start to gather as `gather_last_dim` does; what it returns waits for the result. Not differentiable."""
-    parts = start_all_gather(tensor, group)
-    return lambda: parts.wait().movedim(0, -2).flatten(-2)
-
-
-def scatter_last_dim(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """[…, n * group size] partial sums -> […, n]: this rank's features of the sum."""
-    return _ScatterLastDim.apply(tensor, group)
-
-
-def split_last_dim(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """[…, n * group size], the same on all ranks -> […, n]."""
-    return _SplitLastDim.apply(tensor, group)
-
-
-def sum_of_parts(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Partial sums -> the sum on all ranks, each of which uses it for a part of the work."""
-    return _SumOfParts.apply(tensor, group)
+# ---- Collectives that have a result, in a graph or outside. Not differentiable --------------------------------------
 
 
 def all_reduce(
@@ -311,7 +112,7 @@ def all_reduce(
 ) -> torch.Tensor:
     """Return a new reduced tensor: in place would change what autograd has saved. Not differentiable."""
     if torch.compiler.is_compiling():
-        return sum_in_graph(tensor, group)
+        return torch.ops.hf_parallel.all_reduce(tensor, group.group_name)
     return start_all_reduce(tensor.clone(memory_format=torch.contiguous_format), group, operation).wait()
 
 
@@ -334,13 +135,13 @@ def whole_sequence(parts: torch.Tensor) -> torch.Tensor:
 
 def _of_all(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     if torch.compiler.is_compiling():
-        return gather_in_graph(tensor, group)
+        return torch.ops.hf_parallel.all_gather(tensor, group.group_name, group.size())
     return start_all_gather(tensor, group).wait()
 
 
 def _own_sum(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     if torch.compiler.is_compiling():
-        return scatter_in_graph(parts, group)
+        return torch.ops.hf_parallel.reduce_scatter(parts, group.group_name)
     return start_reduce_scatter(parts, group).wait()
 
 
@@ -353,13 +154,135 @@ def _scattered(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def _last_dims_scattered(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    parts = tensor.unflatten(-1, (group.size(), -1)).movedim(-2, 0)
-    return _own_sum(parts, group)
+    return _own_sum(tensor.unflatten(-1, (group.size(), -1)).movedim(-2, 0), group)
 
 
 def _with_last_dims_of_all(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     joined = _of_all(tensor, group).movedim(0, -2).flatten(-2)
     return torch.ops.aten._unsafe_view(joined, joined.shape)
+
+
+# ---- The pairs: each function is its own forward pass; its decorator names the backward pass ------------------------
+
+
+def with_gradient(back: Callable[..., torch.Tensor]) -> Callable[[Pass], Pass]:
+    """Return a decorator that makes a function of a tensor differentiable, once.
+
+    Args:
+        back: takes the gradient of the result, and the function's arguments after the tensor.
+    """
+
+    def make(there: Pass) -> Pass:
+        def forward(ctx: Context, tensor: torch.Tensor, *given: object) -> torch.Tensor:
+            ctx.given = given
+            return there(tensor, *given)
+
+        @once_differentiable
+        def backward(ctx: Context, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+            return back(gradient, *ctx.given), *[None for _ in ctx.given]
+
+        passes = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+        function: Any = type(there.__name__, (torch.autograd.Function,), passes)
+
+        @functools.wraps(there)
+        def call(tensor: torch.Tensor, *given: object) -> torch.Tensor:
+            return function.apply(tensor, *given)
+
+        return cast(Pass, call)
+
+    return make
+
+
+@with_gradient(all_reduce)
+def copy_to_group(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Enter a region whose ranks each use the same tensor for a part of the work (f): all-reduce backward."""
+    return tensor.view_as(tensor)
+
+
+def _reduce_in_fp32(gradient: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
+    return all_reduce(wide, group).to(gradient.dtype)
+
+
+@with_gradient(_reduce_in_fp32)
+def copy_weight_to_group(weight: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Enter such a region with a weight that all ranks hold and use for a part of the work.
+
+    What ranks add to its gradient is added in fp32, as few bits of a sum of many would be left.
+    """
+    return weight.view_as(weight)
+
+
+@with_gradient(lambda gradient, group: gradient)
+def reduce_from_group(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Leave a region whose ranks each hold a partial sum (g): all-reduce forward, identity backward."""
+    return kept_or(lambda: all_reduce(tensor, group), COLLECTIVE)
+
+
+@with_gradient(_scattered)
+def gather_sequence(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """[b, s / n, h] -> [b, s, h]: enter such a region with parts of the sequence; reduce-scatter backward."""
+    return _gathered(tensor, group)
+
+
+def begin_gather_sequence(tensor: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], torch.Tensor]:
+    """Start to gather as `gather_sequence` does; what it returns waits for the result. Not differentiable."""
+    parts = start_all_gather(tensor, group)
+    return lambda: whole_sequence(parts.wait())
+
+
+@with_gradient(_gathered)
+def reduce_scatter_sequence(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """[b, s, h] partial sums -> [b, s / n, h]: leave it with parts of the sequence; all-gather backward."""
+    return kept_or(lambda: _scattered(tensor, group), COLLECTIVE)
+
+
+@with_gradient(_gathered)
+def split_sequence(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """[b, s, h], the same on all ranks -> [b, s / n, h], this rank's; all-gather backward."""
+    return parts_of_sequence(tensor, group)[group.rank()].clone()  # the whole may go
+
+
+@with_gradient(lambda gradient, group: parts_of_sequence(gradient, group)[group.rank()])
+def join_sequence(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """[b, s / n, h] -> [b, s, h] on all ranks, which must go on to compute the same thing."""
+    return _gathered(tensor, group)
+
+
+@with_gradient(lambda gradient, group: gradient.chunk(group.size(), dim=-1)[group.rank()].contiguous())
+def join_last_dim(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """[…, n] on each rank -> […, n * group size] on all, which must go on to compute the same thing."""
+    return _with_last_dims_of_all(tensor, group)
+
+
+@with_gradient(_last_dims_scattered)
+def gather_last_dim(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """[…, n] on each rank -> […, n * group size] on all, each of which uses it for a part of the work."""
+    return _with_last_dims_of_all(tensor, group)
+
+
+def begin_gather_last_dim(tensor: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], torch.Tensor]:
+    """Start to gather as `gather_last_dim` does; what it returns waits for the result. Not differentiable."""
+    parts = start_all_gather(tensor, group)
+    return lambda: parts.wait().movedim(0, -2).flatten(-2)
+
+
+@with_gradient(_with_last_dims_of_all)
+def scatter_last_dim(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """[…, n * group size] partial sums -> […, n]: this rank's features of the sum; all-gather backward."""
+    return kept_or(lambda: _last_dims_scattered(tensor, group), COLLECTIVE)
+
+
+@with_gradient(_with_last_dims_of_all)
+def split_last_dim(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """[…, n * group size], the same on all ranks -> […, n], this rank's; all-gather backward."""
+    return tensor.chunk(group.size(), dim=-1)[group.rank()].clone()  # the whole may go
+
+
+@with_gradient(all_reduce)
+def sum_of_parts(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Partial sums -> the sum on all ranks, which each use it for a part of the work: all-reduce in both passes."""
+    return all_reduce(tensor, group)
 
 
 # ---- The context that autograd hands to both passes of a `torch.autograd.Function` ----------------------------------

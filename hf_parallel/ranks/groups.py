@@ -50,7 +50,19 @@ class Groups:
         options = urgent_options(self.device) if urgent else None
         key = (options is not None, apart, *map(tuple, partition))
         if key not in self._known:
-            self._known[key] = self._make(partition, options, bool(apart))
+            default = dist.distributed_c10d._get_default_group()
+            are_all = len(partition) == 1 and len(partition[0]) == dist.get_world_size()
+            if are_all and options is None and not apart:
+                self._known[key] = default
+            elif _is_split(default):
+                told: dict[str, Any] = {"timeout": time_out(), "pg_options": options}
+                mixed = self.device.type == "cuda" and takes_host_memory(default)
+                if mixed and "backend" in inspect.signature(dist.split_group).parameters:
+                    # gloo would be given NCCL's options, warn, and fall back to a time-out of its own
+                    told["backend"] = "cuda:nccl"
+                self._known[key] = dist.split_group(split_ranks=partition, **told)
+            else:
+                self._known[key] = _own(partition, self.rank, pg_options=options)
         return self._known[key]
 
     def on_host(self, partition: Partition, group: dist.ProcessGroup) -> dist.ProcessGroup:
@@ -80,19 +92,6 @@ class Groups:
     def made(self) -> list[dist.ProcessGroup]:
         """Return all groups that this rank is in."""
         return [group for group in self._known.values() if group is not None]
-
-    def _make(self, partition: Partition, options: object, apart: bool) -> dist.ProcessGroup | None:
-        default = dist.distributed_c10d._get_default_group()
-        if len(partition) == 1 and len(partition[0]) == dist.get_world_size() and options is None and not apart:
-            return default
-        if _is_split(default):
-            told: dict[str, Any] = {
-                "timeout": time_out(),
-                "pg_options": options,
-                **_of_nccl_alone(default, self.device),
-            }
-            return dist.split_group(split_ranks=partition, **told)
-        return _own(partition, self.rank, pg_options=options)
 
 
 def all_ranks_on_host() -> dist.ProcessGroup:
@@ -140,18 +139,6 @@ def _own(partition: Partition, rank: int, **settings: Any) -> dist.ProcessGroup 
 
 def _is_split(default: object) -> bool:
     return getattr(default, "bound_device_id", None) is not None
-
-
-def _of_nccl_alone(default: dist.ProcessGroup, device: torch.device) -> dict[str, str]:
-    """Return the options that keep gloo out of a split of a default group that has both backends.
-
-    It would be given NCCL's options, warn, and fall back to a time-out of its own. Messages in host memory have groups
-    of their own, see `Groups.on_host`. Before torch 2.13 a split takes all backends.
-    """
-    if device.type != "cuda" or not takes_host_memory(default):
-        return {}
-    can_choose = "backend" in inspect.signature(dist.split_group).parameters
-    return {"backend": "cuda:nccl"} if can_choose else {}
 
 
 def urgent_options(device: torch.device) -> object:

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_leaves, tree_map
 
 from hf_parallel.ask.replaced import Replaced
+from hf_parallel.ask.session import of_process
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -106,37 +107,41 @@ class Listener:
         """Hear that `work` is done, or on CUDA in the order of the stream."""
 
 
-_listeners: tuple[Listener, ...] = ()
-_originals: dict[str, Callable] = {}
+class Listening:
+    """The listeners of this process, and what ProcessGroup has without them."""
+
+    def __init__(self) -> None:
+        self.listeners: tuple[Listener, ...] = ()
+        self.originals: dict[str, Callable] = {}
 
 
 def listen(listener: Listener) -> None:
     """Let the listener hear of every collective of this process from now on."""
-    global _listeners
-    _listeners = (*_listeners, listener)
-    if not _originals:
+    now = of_process(Listening)
+    now.listeners = (*now.listeners, listener)
+    if not now.originals:
         for name in KINDS:
             if name in vars(dist.ProcessGroup):
-                _originals[name] = vars(dist.ProcessGroup)[name]  # itself: getattr would give an unbound function
+                now.originals[name] = vars(dist.ProcessGroup)[name]  # itself: getattr would give an unbound function
                 setattr(dist.ProcessGroup, name, _observed(name, getattr(dist.ProcessGroup, name)))
-        _originals[_WAIT] = vars(dist.Work)[_WAIT]
+        now.originals[_WAIT] = vars(dist.Work)[_WAIT]
         dist.Work.wait = _observed_wait(dist.Work.wait)  # type: ignore[method-assign]
 
 
 def unlisten(listener: Listener) -> None:
     """Stop the listener; once nobody listens, ProcessGroup is as it was."""
-    global _listeners
-    _listeners = tuple(other for other in _listeners if other is not listener)
-    if not _listeners:
-        for name, original in _originals.items():
+    now = of_process(Listening)
+    now.listeners = tuple(other for other in now.listeners if other is not listener)
+    if not now.listeners:
+        for name, original in now.originals.items():
             setattr(dist.Work if name == _WAIT else dist.ProcessGroup, name, original)
-        _originals.clear()
+        now.originals.clear()
 
 
 def _observed(name: str, original: Callable) -> Callable:
     @functools.wraps(original)
     def method(group: dist.ProcessGroup, *args: object, **kwargs: object) -> object:
-        call, listeners = Call(name, group, args), _listeners
+        call, listeners = Call(name, group, args), of_process(Listening).listeners
         for listener in listeners:
             listener.begin(call)
         work = original(group, *args, **kwargs)
@@ -150,7 +155,7 @@ def _observed(name: str, original: Callable) -> Callable:
 def _observed_wait(original: Callable) -> Callable:
     @functools.wraps(original)
     def wait(work: dist.Work, *args: object, **kwargs: object) -> object:
-        listeners = _listeners
+        listeners = of_process(Listening).listeners
         for listener in listeners:
             listener.waiting(work)
         result = original(work, *args, **kwargs)
@@ -205,6 +210,8 @@ class Within:
         _stores.remove(self.store)
 
 
+#: The stores of the checkpoints around what runs now, the innermost last. No object of the session, whose making would
+#: be part of what torch.compile traces: the next trace would find it made, and compile again.
 _stores: list[Store] = []
 
 

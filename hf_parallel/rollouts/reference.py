@@ -137,10 +137,14 @@ class Reference:
             first = int(counted[0])
             each = max(1, _LOGITS // (labels[:, first:].shape[1] * self.facts()["vocabulary"]))
             parts = (part.split(each) for part in (ids, mask, labels))
-            with torch.no_grad(), self._autocast(asked["autocast"]):
+            dtype = asked["autocast"]
+            autocast: contextlib.AbstractContextManager = contextlib.nullcontext()
+            if dtype is not None:
+                autocast = torch.autocast(self.model.device.type, getattr(torch, dtype))
+            with torch.no_grad(), autocast:
                 found = [self._rows(i, m, t, first, asked["temperature"]) for i, m, t in zip(*parts, strict=True)]
             scores[:, first:] = torch.cat(found)
-        return to_text(scores)
+        return base64.b64encode(scores.float().cpu().contiguous().numpy().tobytes()).decode()
 
     def _rows(
         self, ids: torch.Tensor, mask: torch.Tensor, labels: torch.Tensor, first: int, temperature: float
@@ -152,16 +156,6 @@ class Reference:
         labels = labels[:, first:]
         chosen = (logits.float() / temperature).log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
         return chosen.masked_fill(labels == IGNORED, 0)
-
-    def _autocast(self, dtype: str | None) -> contextlib.AbstractContextManager:
-        if dtype is None:
-            return contextlib.nullcontext()
-        return torch.autocast(self.model.device.type, getattr(torch, dtype))
-
-
-def to_text(scores: torch.Tensor) -> str:
-    """Return the bytes of fp32 numbers as text that JSON can hold."""
-    return base64.b64encode(scores.float().cpu().contiguous().numpy().tobytes()).decode()
 
 
 def from_text(text: str, shape: tuple[int, int]) -> torch.Tensor:

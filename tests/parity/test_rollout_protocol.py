@@ -105,7 +105,7 @@ def conversation(root, server: rollout_servers.Server) -> dict[str, set[str]]:
     """All that TRL's client asks for; what stands in for vLLM on its side is in place, and no layout."""
     from trl.generation.vllm_client import VLLMClient
 
-    patching.apply([patch for patch in patching.DECLARED if patch.room == servers.__name__])
+    patching.apply([patch for patch in patching.declared() if patch.room == servers.__name__])
     asked = noting()
     one, other = (AutoModelForCausalLM.from_pretrained(root / name) for name in ("one", "other"))
     client = VLLMClient(base_url=server.url, group_port=server.group_port)

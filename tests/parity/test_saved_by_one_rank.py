@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from hf_parallel.ask.session import of_process
 from hf_parallel.ranks import desync
 from tests import models
 from tests.distributed import RankFailure, run
@@ -68,7 +69,7 @@ def script(spec, out, save, kind="odd"):
     save(trainer, f"{out}/saved")
     outcome.folder = f"{out}/saved"
     if spec:
-        desync._detector.end()
+        of_process(desync.Answering).detector.end()
     return outcome
 
 

@@ -67,7 +67,7 @@ def lowered() -> tuple[torch.Tensor, torch.Tensor, float]:
 def test_nothing_is_copied_around_collectives(rows):
     """But the split after the embedding, and what all-reduces of weights and of the loss must not change."""
     for found in run(copies, 2, rows):
-        assert found == {"forward": 1, "all_reduce": run(copies, 2, 1)[0]["all_reduce"]}
+        assert found == {"split_sequence": 1, "all_reduce": run(copies, 2, 1)[0]["all_reduce"]}
 
 
 def test_halves_are_joined_for_gradients_of_weights_alone():

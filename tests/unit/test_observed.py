@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import ProcessGroup, Work
 
+from hf_parallel.ask.session import of_process
 from hf_parallel.monitor import collective_record
 from hf_parallel.monitor.clock import HostClock
 from hf_parallel.monitor.collective_record import CollectiveRecord
@@ -52,7 +53,7 @@ def test_in_whatever_order_they_stop_torch_is_as_it_was(first, recorded):
     stop = {"record": lambda: unlisten(recorded), "waits": waits.stop}
     stop.pop(first)()
     assert ProcessGroup.allreduce is wrapped
-    assert observed._listeners == ((waits,) if first == "record" else (recorded,))
+    assert of_process(observed.Listening).listeners == ((waits,) if first == "record" else (recorded,))
     stop.popitem()[1]()
     assert (dict(vars(ProcessGroup)), dict(vars(Work))) == before
 

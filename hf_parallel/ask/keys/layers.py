@@ -52,7 +52,7 @@ class CompileKeys(ExpertKeys, PipelineKeys):
             check_compiled(self, f"compile={self.compile}")
 
 
-def check_compiled(keys: CompileKeys, asked: str) -> None:
+def check_compiled(keys: Any, asked: str) -> None:
     """Reject what compiled layers cannot do.
 
     They cannot send what only values can tell (experts), or take a backward pass apart.
@@ -60,25 +60,22 @@ def check_compiled(keys: CompileKeys, asked: str) -> None:
     Args:
         asked: the setting that asks for compiled layers, as an error names it.
     """
-    if getattr(keys, "tiled_mlp", False):  # a key of another class
+    if getattr(keys, "tiled_mlp", False):  # `CompileKeys` alone lack it
         refuse(asked, "tiled_mlp=true runs MLPs in pieces, which one graph of a layer does not", "tiled_mlp=false")
     if keys.ep_size > 1:
         refuse(asked, f"ep_size={keys.ep_size} sends as many tokens as a router says", "ep_size=1")
     if keys.tp_size > 1:
-        _check_compiled_regions(keys, asked)
+        if keys.tp_overlap:
+            refuse(asked, "tp_overlap=true sends halves of a layer by itself", "tp_overlap=false")
+        if keys.tp_mesh is not None:
+            refuse(
+                asked, f"tp_mesh={keys.tp_mesh} is not part of compiled layers", f"tp={keys.tp_size} without tp_mesh"
+            )
+        if keys.precision != "auto":
+            refuse(asked, f"precision={keys.precision} sends 8 bits between the ranks of tp", "precision=auto")
     if keys.pp_size > 1 and keys.pipeline_schedule in SPLIT_BACKWARD:
         why = "computes gradients of inputs and of weights at different times, a compiled layer both at once"
         refuse(asked, f"pipeline_schedule={keys.pipeline_schedule} {why}", "pipeline_schedule=1f1b")
-
-
-def _check_compiled_regions(keys: Any, asked: str) -> None:
-    """Reject settings that send in other ways than one operation of a graph does."""
-    if keys.tp_overlap:
-        refuse(asked, "tp_overlap=true sends halves of a layer by itself", "tp_overlap=false")
-    if keys.tp_mesh is not None:
-        refuse(asked, f"tp_mesh={keys.tp_mesh} is not part of compiled layers", f"tp={keys.tp_size} without tp_mesh")
-    if keys.precision != "auto":
-        refuse(asked, f"precision={keys.precision} sends 8 bits between the ranks of tp", "precision=auto")
 
 
 @dataclass(frozen=True)
@@ -120,20 +117,16 @@ class RecomputeKeys(CompileKeys, TensorKeys):
         if self.activation_offload and self.compile != "none":
             refuse("activation_offload=true", f"compile={self.compile} keeps what it likes", "compile=none")
         if self.partition_activations:
-            self._check_partition()
-
-    def _check_partition(self) -> None:
-        """Require inputs of checkpointed layers that tp ranks have alike and that stay on the device."""
-        what, without = "partition_activations=true", "partition_activations=false"
-        if self.tp_size == 1:
-            refuse(what, "tp_size=1 has no rank to keep a part", "tp_size=2")
-        if self.recompute_way == "none":
-            refuse(what, "activation_checkpointing=none keeps more than inputs", "activation_checkpointing=full")
-        if self.sequence_parallel:
-            refuse(what, "sequence_parallel=true has cut them already", without)
-        for name, value in (("activation_offload", False), ("compile", "none")):
-            if getattr(self, name) != value:
-                refuse(what, f"{name}={spell(getattr(self, name))} keeps them another way", without)
+            what, without = "partition_activations=true", "partition_activations=false"
+            if self.tp_size == 1:
+                refuse(what, "tp_size=1 has no rank to keep a part", "tp_size=2")
+            if self.recompute_way == "none":
+                refuse(what, "activation_checkpointing=none keeps more than inputs", "activation_checkpointing=full")
+            if self.sequence_parallel:
+                refuse(what, "sequence_parallel=true has cut them already", without)
+            for name, value in (("activation_offload", False), ("compile", "none")):
+                if getattr(self, name) != value:
+                    refuse(what, f"{name}={spell(getattr(self, name))} keeps them another way", without)
 
 
 def recomputed_every(way: str) -> int:

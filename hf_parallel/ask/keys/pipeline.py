@@ -119,26 +119,18 @@ class PipelineKeys(Sizes):
         fewest = max(1, self.pp_size * each)
         if micro is not None and micro < fewest:
             refuse(f"pipeline_microbatches={micro}", f"must be at least {fewest} with pp_size={self.pp_size}", fewest)
-        self._check_virtual_stages()
-        self._check_split()
-        self._check_versions()
-
-    def _check_virtual_stages(self) -> None:
         virtual, schedule = self.pipeline_virtual_stages, self.pipeline_schedule
-        if virtual is None:
-            return
-        alone = (*SINGLE_SCHEDULES, *DELAYED_SCHEDULES, AUTO_SCHEDULE)
-        exact = {**dict.fromkeys(alone, 1), **dict.fromkeys(V_SCHEDULES, 2)}
-        works = exact.get(schedule)
-        if virtual != works if works else virtual < 2:
-            refuse(
-                f"pipeline_virtual_stages={virtual}",
-                f"pipeline_schedule={schedule} holds {works or 'two or more'} stages per rank",
-                f"pipeline_virtual_stages={works or 2}",
-            )
-
-    def _check_versions(self) -> None:
-        """Reject what holds, moves or compiles one version of the weights, where there are several."""
+        if virtual is not None:
+            alone = (*SINGLE_SCHEDULES, *DELAYED_SCHEDULES, AUTO_SCHEDULE)
+            exact = {**dict.fromkeys(alone, 1), **dict.fromkeys(V_SCHEDULES, 2)}
+            count = exact.get(schedule)
+            if virtual != count if count else virtual < 2:
+                refuse(
+                    f"pipeline_virtual_stages={virtual}",
+                    f"pipeline_schedule={schedule} holds {count or 'two or more'} stages per rank",
+                    f"pipeline_virtual_stages={count or 2}",
+                )
+        self._check_split()
         if not self.delays_updates:
             return
         asked, shards = f"pipeline_schedule={self.pipeline_schedule}", self.dp_shard_size

@@ -120,7 +120,10 @@ def read_facts(folder: str) -> Facts:
     """
     if not os.path.isdir(folder):
         refuse(folder, "is no folder", do="give the output_dir of a training")
-    lines = _record(folder)
+    try:
+        lines = session.read_records(folder)
+    except (SpecError, OSError, UnicodeDecodeError):
+        lines = []
     facts = Facts(folder, layout=mapping(_json(os.path.join(folder, LAYOUT))))
     if not lines and not facts.layout:
         refuse(
@@ -130,9 +133,16 @@ def read_facts(folder: str) -> Facts:
         )
     runs = [line for line in lines if line.get("kind") == "run"]
     facts.runs, facts.run = len(runs), runs[-1] if runs else {}
-    facts.metrics = _by_step([line for line in lines if line.get("kind") == "metrics"])
+    metrics = [line for line in lines if line.get("kind") == "metrics"]
+    found = {number(line.get("step")): line for line in metrics}
+    facts.metrics = [found[step] for step in sorted(step for step in found if math.isfinite(step))]
     facts.notes = [line for line in lines if line.get("kind") == "note"]
-    facts.log = _history(folder) or _as_history(facts.metrics)
+    places = [folder, *glob.glob(_within(folder, "checkpoint-*"))]
+    states = [state for place in places if (state := mapping(_json(os.path.join(place, STATE))))]
+    newest = max(states, key=lambda state: number(state.get("global_step"), 0), default={})
+    log = newest.get("log_history")
+    history = [line for line in log if isinstance(line, dict) and "step" in line] if isinstance(log, list) else []
+    facts.log = history or _as_history(facts.metrics)
     facts.hangs = _hangs(os.path.join(folder, HANGS), _began(facts))
     facts.checkpoints = _checkpoints(folder)
     pictures = [*glob.glob(_within(folder, "profile_step_*.svg")), *glob.glob(_within(folder, "timeline_step_*.svg"))]
@@ -151,31 +161,9 @@ def _json(path: str) -> object:
         return None
 
 
-def _record(folder: str) -> list[Line]:
-    try:
-        return session.read_records(folder)
-    except (SpecError, OSError, UnicodeDecodeError):
-        return []
-
-
-def _history(folder: str) -> list[Line]:
-    """Return the lines of the newest state: the folder's own is written at the end, those of checkpoints before."""
-    places = [folder, *glob.glob(_within(folder, "checkpoint-*"))]
-    states = [state for place in places if (state := mapping(_json(os.path.join(place, STATE))))]
-    newest = max(states, key=lambda state: number(state.get("global_step"), 0), default={})
-    log = newest.get("log_history")
-    return [line for line in log if isinstance(line, dict) and "step" in line] if isinstance(log, list) else []
-
-
 def _as_history(metrics: list[Line]) -> list[Line]:
     """Where nothing was saved: without the loss."""
     return [{"step": line.get("step"), **mapping(line.get("perf"))} for line in metrics]
-
-
-def _by_step(metrics: list[Line]) -> list[Line]:
-    """In order; of a step that was trained twice the later one."""
-    found = {number(line.get("step")): line for line in metrics}
-    return [found[step] for step in sorted(step for step in found if math.isfinite(step))]
 
 
 def _began(facts: Facts) -> float:

@@ -138,7 +138,20 @@ class _plot:
                     axes.set_facecolor("none")
                 file = io.StringIO()
                 self.figure.savefig(file, format="svg", transparent=True)
-                self.text = _inline(file.getvalue(), self.name)
+                # A part of a page: without a head and addresses, ids and colours those of the page
+                text = file.getvalue()
+                text = text[text.index("<svg") :]
+                text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+                head, tag, rest = text.partition(">")
+                view = re.search(r'viewBox="[^"]*"', head)
+                rest = rest.replace("xlink:href=", "href=")
+                rest = re.sub(r'\bid="', f'id="{self.name}-', rest)
+                rest = re.sub(r"url\(#", f"url(#{self.name}-", rest)
+                rest = re.sub(r'href="#', f'href="#{self.name}-', rest)
+                rest = rest.replace(_INK, "currentColor")
+                rest = re.sub(r"#0201([0-9a-f]{2})", lambda found: f"var(--c{int(found[1], 16)})", rest)
+                rest = re.sub(r"font: ([\d.]+)px [^;\"]*", r"font: \1px system-ui, sans-serif", rest)
+                self.text = f'<svg class="plot" role="img" {view[0] if view else ""}>{rest}'
         finally:
             self._settings.__exit__(*error)
 
@@ -158,22 +171,6 @@ def _plain(text: str) -> str:
 
 def _colour(number: int) -> str:
     return f"#0201{number % COLOURS:02x}"
-
-
-def _inline(text: str, name: str) -> str:
-    """A part of a page: without a head and addresses, ids and colours those of the page."""
-    text = text[text.index("<svg") :]
-    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
-    head, tag, rest = text.partition(">")
-    view = re.search(r'viewBox="[^"]*"', head)
-    rest = rest.replace("xlink:href=", "href=")
-    rest = re.sub(r'\bid="', f'id="{name}-', rest)
-    rest = re.sub(r"url\(#", f"url(#{name}-", rest)
-    rest = re.sub(r'href="#', f'href="#{name}-', rest)
-    rest = rest.replace(_INK, "currentColor")
-    rest = re.sub(r"#0201([0-9a-f]{2})", lambda found: f"var(--c{int(found[1], 16)})", rest)
-    rest = re.sub(r"font: ([\d.]+)px [^;\"]*", r"font: \1px system-ui, sans-serif", rest)
-    return f'<svg class="plot" role="img" {view[0] if view else ""}>{rest}'
 
 
 # ---- The figures of a page: which numbers of a training are drawn, and what is said below them ----------------------
@@ -238,15 +235,15 @@ def curve_figures(facts: Facts) -> Iterator[str]:
         drawn = [Curve(label, *facts.series(key), colour) for label, key, colour in lines]
         drawn = [line for line in drawn if any(map(math.isfinite, line.values))]
         if drawn:
-            yield _figure(name, title, curves(name, drawn, unit), _gaps(drawn))
-
-
-def _gaps(lines: list[Curve]) -> str:
-    """Steps at which a number is none."""
-    bad = [
-        step for line in lines for step, value in zip(line.steps, line.values, strict=True) if not math.isfinite(value)
-    ]
-    return f"not finite at {len(bad)} logs, first at step {bad[0]:.0f}" if bad else ""
+            # Steps at which a number is none
+            bad = [
+                step
+                for line in drawn
+                for step, value in zip(line.steps, line.values, strict=True)
+                if not math.isfinite(value)
+            ]
+            gaps = f"not finite at {len(bad)} logs, first at step {bad[0]:.0f}" if bad else ""
+            yield _figure(name, title, curves(name, drawn, unit), gaps)
 
 
 # ---- time and memory ------------------------------------------------------------------------------------------------
@@ -265,22 +262,19 @@ def time(facts: Facts) -> Iterator[str]:
     planned = numbers(facts.plan.get("time")) if facts.is_predicted else {}
     caption = "measured, a mean of all logs but the first"
     if planned:
-        rows.insert(0, Bar("planned", _planned_parts(planned)))
+        # The planner's kinds under the names of what is measured
+        found = dict.fromkeys(PARTS, 0.0)
+        parts = {COMPUTE: "compute", BUBBLE: "pp", OTHER: "rest"}
+        for kind, seconds in planned.items():
+            term, axis = term_of(kind), kind.partition(" ")[0]
+            part = (axis if axis in ("tp", "cp", "ep") else "dp") if term == COMMUNICATION else parts[term]
+            found[part] += seconds
+        planned_parts = [(PARTS[part], seconds, _PART_COLOURS[part]) for part, seconds in found.items() if seconds > 0]
+        rows.insert(0, Bar("planned", planned_parts))
         caption += "; planned: what the planner predicts for this layout"
     yield _figure(
         "time", "Where a step's time goes", bars("time", [rows], "seconds per step"), caption + _more(len(ranks))
     )
-
-
-def _planned_parts(planned: dict[str, float]) -> list[tuple[str, float, int]]:
-    """The planner's kinds under the names of what is measured."""
-    found = dict.fromkeys(PARTS, 0.0)
-    parts = {COMPUTE: "compute", BUBBLE: "pp", OTHER: "rest"}
-    for kind, seconds in planned.items():
-        term, axis = term_of(kind), kind.partition(" ")[0]
-        part = (axis if axis in ("tp", "cp", "ep") else "dp") if term == COMMUNICATION else parts[term]
-        found[part] += seconds
-    return [(PARTS[part], seconds, _PART_COLOURS[part]) for part, seconds in found.items() if seconds > 0]
 
 
 def memory(facts: Facts) -> Iterator[str]:
@@ -357,17 +351,28 @@ def render(facts: Facts) -> str:
     """The whole page."""
     title = os.path.basename(os.path.abspath(facts.folder))
     figures = [*curve_figures(facts), *time(facts), *memory(facts)]
+    shown = "".join(_profile(path) for path in facts.profiles[-_PROFILES:])
+    profiles = f'<div class="figures rows">{shown}</div>' if shown else ""
+    # The newest value of all that is logged, whatever its name
+    newest: Line = {}
+    for line in facts.log:
+        newest |= line
+    rows = [(str(name), f"{number(value):.6g}" if math.isfinite(number(value)) else str(value)[:200])
+            for name, value in sorted(newest.items(), key=lambda item: str(item[0]))]  # fmt: skip
+    logged = (
+        f"<details><summary>{len(rows)} numbers</summary>{_table(('name', 'value'), rows)}</details>" if rows else ""
+    )
     body = [
         f"<header><h1>{escape(title)}</h1>{_about(facts)}</header>",
         _numbers(facts),
         _advice(facts),
         *_section("Layout", layout(facts)),
         *_section("Training", f'<div class="figures">{"".join(figures)}</div>' if figures else ""),
-        *_section("Steps in detail", _profiles(facts)),
+        *_section("Steps in detail", profiles),
         *_section("Slow ranks, and what else was said", _notes(facts)),
         *_section("Hangs", _hangs(facts)),
         *_section("Checkpoints", _checkpoints(facts)),
-        *_section("Last logged", _logged(facts)),
+        *_section("Last logged", logged),
         *_section("Versions", _versions(facts)),
     ]
     rule = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
@@ -433,12 +438,6 @@ def _advice(facts: Facts) -> str:
     return f'<section id="advice" class="card advice"><ul>{lines}</ul></section>' if lines else ""
 
 
-def _profiles(facts: Facts) -> str:
-    """Show profiles as images: nothing in them runs."""
-    shown = "".join(_profile(path) for path in facts.profiles[-_PROFILES:])
-    return f'<div class="figures rows">{shown}</div>' if shown else ""
-
-
 def _profile(path: str) -> str:
     try:
         with open(path, "rb") as file:
@@ -484,18 +483,6 @@ def _size(count: float) -> str:
             return f"{count:.3g} {unit}"
         count /= 1000
     return f"{count:.4g} TB"
-
-
-def _logged(facts: Facts) -> str:
-    """The newest value of all that is logged, whatever its name."""
-    newest: Line = {}
-    for line in facts.log:
-        newest |= line
-    rows = [(str(name), f"{number(value):.6g}" if math.isfinite(number(value)) else str(value)[:200])
-            for name, value in sorted(newest.items(), key=lambda item: str(item[0]))]  # fmt: skip
-    return (
-        f"<details><summary>{len(rows)} numbers</summary>{_table(('name', 'value'), rows)}</details>" if rows else ""
-    )
 
 
 def _versions(facts: Facts) -> str:
