@@ -31,6 +31,7 @@ from hf_parallel.planner.pipeline import (
     adapter_parameters,
     dense_parameters,
     is_shared,
+    mirrored_stages,
     remote_neighbours,
     shared_projections,
     split_backwards,
@@ -549,6 +550,11 @@ class _Sends:
         shape, layout, link, calls = stages[0].shape, self.layout, self.links["pp"], self.job.calls
         count = remote_neighbours(stages) * self.job.micro_batches
         yield Transfer("pp", "p2p", self.boundary, count, link, "between stages", STEP, SCHEDULE)
+        copied = mirrored_stages(stages, layout, self.job)
+        if copied:
+            runs = 1 if self.job.engine == "hf_parallel" else calls
+            yield Transfer("pp", "p2p", self.trained_bytes(stages), runs, link, "weights to their mirror", STEP)
+            yield Transfer("pp", "p2p", self.trained_bytes(copied), runs, link, "gradients to their owner", STEP)
         if self.habits.counts_ends:
             yield Transfer("pp", "p2p", _LOSS_WIDTH, calls, link, "loss", STEP, SCHEDULE)
             if shape.tied and len(stages) == 1 and (stages[0].is_first or stages[0].is_last):
@@ -557,6 +563,14 @@ class _Sends:
                 both = dataclasses.replace(link, size=min(2, link.size))
                 count = self.reductions
                 yield Transfer("pp", "all_reduce", payload, count, both, "gradients of the tied embedding", STEP)
+
+    def trained_bytes(self, stages: list[Stage]) -> float:
+        """Bytes of the weights of stages that train, as they rest."""
+        if self.job.lora:
+            return adapter_width(self.job) * sum(
+                stage.adapters(self.job.lora, *self.layout.tp_and_columns) for stage in stages
+            )
+        return self.kept_width * sum(stage.dense(*self.layout.tp_and_columns) for stage in stages)
 
     @property
     def boundary(self) -> float:
