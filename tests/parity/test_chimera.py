@@ -6,10 +6,14 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
+from hf_parallel import parallelize
 from hf_parallel.axes.pipeline import chimera
-from tests.distributed import run
+from tests import models
+from tests.distributed import run, run_alone
 from tests.parity.test_delayed_updates import ADAM, Case, script
+from tests.rows import Rows
 from tests.training import BF16, Script, Tolerance, activate, axes, none, train, weight_differences
 
 CHIMERA = ",pipeline_schedule=chimera"
@@ -105,3 +109,36 @@ def test_resume(runs, spec, other):
     none(weight_differences(resumed.folder, first.folder, 1e-5 if other else 0.0))
     if other is None:
         assert resumed.logs == first.logs[4:]
+
+
+def loop(spec: str | None) -> list[tuple[float, dict[str, torch.Tensor]]]:
+    """A loop by hand that freezes a weight after the first step, and changes it after the second."""
+    model, tokens = models.build("llama"), Rows(8, 3).tokens
+    model = parallelize(model, spec) if spec else model
+    found = []
+    for step in range(3):
+        model.train()
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        named = dict(model.named_parameters())
+        found.append((float(loss), {name: p.grad.clone() for name, p in named.items() if p.grad is not None}))
+        with torch.no_grad():
+            for parameter in named.values():
+                parameter.sub_(parameter.grad) if parameter.grad is not None else parameter.mul_(1 + step)
+        model.zero_grad()
+        model.model.layers[0].mlp.up_proj.weight.requires_grad_(False)
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_weights_frozen_and_changed_between_steps(size):
+    """Copies follow what the script does to the weights of their owner."""
+    reference = run_alone(loop, None)
+    ranks = run(loop, size, f"pp={size}" + CHIMERA)
+    for step, (loss, gradients) in enumerate(reference):
+        whole = {name: gradient for rank in ranks for name, gradient in rank[step][1].items()}
+        assert ("model.layers.0.mlp.up_proj.weight" in gradients) == (step == 0)
+        assert whole.keys() == gradients.keys()
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(whole[name], gradient, rtol=1e-4, atol=1e-6)
+        assert [rank[step][0] for rank in ranks] == pytest.approx([loss] * size, rel=1e-5)
