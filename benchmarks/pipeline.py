@@ -7,9 +7,10 @@
 Every layer of a model sleeps for a known time in its forward, for the gradient of its input and for that of its
 weights, so the result does not depend on how many cores there are (but a machine with other work to do wakes sleepers
 late: give it more milliseconds). Fails if a measured bubble is more than 10 % off its formula:
-(p - 1) / (m + p - 1) of the duration for GPipe and 1F1B, (p - 1) / (v m + p - 1) for v stages on each rank; the
-zero-bubble schedules must stay below the latter. pipedream_2bw and pipedream do not drain between steps: of two steps
-among many, each of which ends with an all-reduce, 1 / (3 m + 1) is bubble.
+(p - 1) / (m + p - 1) of the duration for GPipe and 1F1B, (p - 1) / (v m + p - 1) for v stages on each rank,
+(p - 2) / (3 m / 2 + p - 2) for chimera; the zero-bubble schedules must stay below that of two stages on each rank.
+pipedream_2bw and pipedream do not drain between steps: of two steps among many, each of which ends with an all-reduce,
+1 / (3 m + 1) is bubble.
 
 With --steps-of it is the busy share of optimizer steps: of n batches under 1F1B run one after the other, of n batches
 as one run, and of the schedules without a flush. Each ends with an all-reduce, as for the norm.
@@ -39,7 +40,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hf_parallel import parallelize
-from hf_parallel.ask.keys.pipeline import DELAYED_SCHEDULES, LOOPED_SCHEDULES
+from hf_parallel.ask.keys.pipeline import DELAYED_SCHEDULES, LOOPED_SCHEDULES, MIRRORED_SCHEDULES
 from hf_parallel.ask.spec import SpecError
 from hf_parallel.axes.pipeline.engine import run_calls
 from hf_parallel.axes.pipeline.joint import JointStep, ScheduledCall
@@ -55,7 +56,7 @@ from hf_parallel.axes.pipeline.timeline import (
 )
 from tests.distributed import run
 
-BY_FORMULA = ("gpipe", "1f1b", "interleaved_1f1b", "looped_bfs")
+BY_FORMULA = ("gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", *MIRRORED_SCHEDULES)
 TOLERANCE = 0.10
 FILL = "pipeline_fill=kfac"
 
@@ -77,6 +78,8 @@ class Setting:
         """The bubble as a part of the duration, where every backward is whole."""
         if name in DELAYED_SCHEDULES:  # stage 0 waits for a forward, once per step, until stage 1 has caught up
             return 1 / (3 * self.micro_batches + 1)
+        if name in MIRRORED_SCHEDULES:
+            return (self.ranks - 2) / (1.5 * self.micro_batches + self.ranks - 2)
         virtual = virtual_stages(name)
         return (self.ranks - 1) / (virtual * self.micro_batches + self.ranks - 1)
 
@@ -331,7 +334,7 @@ def main() -> int:
     parser.add_argument("--milliseconds", type=float, default=100, help="forward of one stage")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--pictures", type=Path, default=None, help="folder for a picture of each measured step")
-    every = [*SIMPLEST_FIRST, *DELAYED_SCHEDULES]
+    every = [*SIMPLEST_FIRST, *MIRRORED_SCHEDULES, *DELAYED_SCHEDULES]
     parser.add_argument("--schedules", nargs="+", default=every, choices=every)
     parser.add_argument(
         "--steps-of", type=int, nargs="+", default=(), help="batches of a step; then nothing else is run"

@@ -80,6 +80,9 @@ class AdapterSwitch(Protocol):
     def as_in(self, state: Any) -> AbstractContextManager[None]:
         """Switch adapters as they were when `state` was read."""
 
+    def set_in(self, root: nn.Module, state: Any) -> None:
+        """Switch the adapters of modules that the model does not show."""
+
 
 @dataclass
 class PipelineServices:

@@ -102,6 +102,9 @@ class Pack:
         """Refuse weights whose rows, or a tp rank's parts of rows, are not whole blocks."""
         if plan.config.precision != "auto":
             refuse(f"precision={plan.config.precision}", "load_in_4bit packs the same linears", "precision=auto")
+        if plan.config.mirrors_stages:
+            asked = f"pipeline_schedule={plan.config.pipeline_schedule}"
+            refuse(asked, "copies weights, which load_in_4bit packs", "pipeline_schedule=1f1b")
         if plan.config.tp_col_size > 1:
             why = "blocks of 4-bit weights run along rows, which it cuts"
             refuse(f"tp_mesh={plan.config.tp_mesh}", why, f"tp={plan.config.tp_size} without tp_mesh")

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from hf_parallel.ask.keys.pipeline import DELAYED_SCHEDULES
+from hf_parallel.ask.keys.pipeline import DELAYED_SCHEDULES, MIRRORED_SCHEDULES
 from hf_parallel.ask.spec import refuse
 
 if TYPE_CHECKING:
@@ -151,7 +151,7 @@ class Layout:
     @property
     def has_several_data_ranks(self) -> bool:
         """Do ranks see different tokens, so that FSDP2 has something to gather?"""
-        return self.dp * self.cp > 1 and self.schedule not in DELAYED_SCHEDULES
+        return self.dp * self.cp > 1 and self.schedule not in (*DELAYED_SCHEDULES, *MIRRORED_SCHEDULES)
 
     @property
     def stream_parts(self) -> int:

@@ -23,6 +23,7 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from hf_parallel.ask.keys.pipeline import DELAYED_SCHEDULES, JOINING_SCHEDULES
 from hf_parallel.planner.hardware import Cluster, Link
 from hf_parallel.planner.layout import Job, Layout, computed_job
 from hf_parallel.planner.pipeline import (
@@ -31,6 +32,7 @@ from hf_parallel.planner.pipeline import (
     adapter_parameters,
     dense_parameters,
     is_shared,
+    mirrored_stages,
     remote_neighbours,
     shared_projections,
     split_backwards,
@@ -531,7 +533,7 @@ class _Sends:
                 yield from self.scatter(gradients, rounds, group, STEP, LAST_BACKWARD)
             if self.layout.pp > 1 or not fsdp2:
                 updated = self.coded_weights(weights) if fsdp2 else gradients
-                yield from self.gather(updated, self.job.calls, group, "updated weights", STEP)
+                yield from self.gather(updated, self.runs, group, "updated weights", STEP)
         part, replicas = gradients / (link.size if stage else 1), self.links["replicate"]
         rounds = self.job.micro_batches if self.layout.reduces_each else rounds
         yield Transfer("dp_replicate", "all_reduce", part, rounds, replicas, "gradients of replicas", STEP)
@@ -540,23 +542,42 @@ class _Sends:
     def reductions(self) -> int:
         """The times that a step reduces what micro-batches have added up: in every run of a schedule, or once."""
         held = self.habits.fsdp2 and self.layout.has_several_data_ranks and not self.layout.reduces_each_run
-        return 1 if held else self.job.calls
+        return 1 if held else self.runs
+
+    @property
+    def runs(self) -> int:
+        """The runs of a pipeline's schedule in a step: one, where this package joins the batches of a step."""
+        joining = self.layout.schedule in (*JOINING_SCHEDULES, *DELAYED_SCHEDULES)
+        joins = joining and self.layout.pp > 1 and self.job.engine == "hf_parallel"
+        return 1 if joins else self.job.calls
 
     # ---- pipeline ------------------------------------------------------------------------------------------------
 
     def pipeline(self, stages: list[Stage]) -> Iterator[Transfer]:
         """Activations and gradients to neighbours; the loss to all ranks, a tied embedding's gradient at both ends."""
-        shape, layout, link, calls = stages[0].shape, self.layout, self.links["pp"], self.job.calls
+        shape, layout, link, runs = stages[0].shape, self.layout, self.links["pp"], self.runs
         count = remote_neighbours(stages) * self.job.micro_batches
         yield Transfer("pp", "p2p", self.boundary, count, link, "between stages", STEP, SCHEDULE)
+        copied = mirrored_stages(stages, layout, self.job)
+        if copied:
+            yield Transfer("pp", "p2p", self.trained_bytes(stages), runs, link, "weights to their mirror", STEP)
+            yield Transfer("pp", "p2p", self.trained_bytes(copied), runs, link, "gradients to their owner", STEP)
         if self.habits.counts_ends:
-            yield Transfer("pp", "p2p", _LOSS_WIDTH, calls, link, "loss", STEP, SCHEDULE)
+            yield Transfer("pp", "p2p", _LOSS_WIDTH * self.job.calls / runs, runs, link, "loss", STEP, SCHEDULE)
             if shape.tied and len(stages) == 1 and (stages[0].is_first or stages[0].is_last):
                 shards = layout.shards if layout.zero_stage else 1
                 payload = shape.embedding_parameters * self.kept_width / layout.tp / shards
                 both = dataclasses.replace(link, size=min(2, link.size))
                 count = self.reductions
                 yield Transfer("pp", "all_reduce", payload, count, both, "gradients of the tied embedding", STEP)
+
+    def trained_bytes(self, stages: list[Stage]) -> float:
+        """Bytes of the weights of stages that train, as they rest."""
+        if self.job.lora:
+            return adapter_width(self.job) * sum(
+                stage.adapters(self.job.lora, *self.layout.tp_and_columns) for stage in stages
+            )
+        return self.kept_width * sum(stage.dense(*self.layout.tp_and_columns) for stage in stages)
 
     @property
     def boundary(self) -> float:

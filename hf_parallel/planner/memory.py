@@ -34,6 +34,7 @@ from hf_parallel.planner.pipeline import (
     Stage,
     adapted,
     live_forwards,
+    mirrored_stages,
     schedule_order,
     simulated_batches,
     stages_by_rank,
@@ -101,11 +102,14 @@ def fits(memory: RankMemory, cluster: Cluster) -> bool:
 def rank_memory(stages: list[Stage], layout: Layout, job: Job, rank: int) -> RankMemory:
     """Memory of the pipeline rank that holds `stages`."""
     mine, habits = _Rank(stages, layout, job, rank), job.habits
+    mine.copied = mirrored_stages(stages, layout, job)
     moments = mine.in_schedule(), mine.end_of_backward()
     kinds = max(moments, key=lambda kinds: sum(kinds.values()))
     weights, sums = versions_held(layout.schedule, layout.pp, job.micro_batches)
     kinds["weights"] += (weights - 1) * mine.trained
     kinds["gradients"] += (sums - 1) * mine.trained
+    if mine.copied:
+        kinds["weights"] += _Rank(mine.copied, layout, job, rank)._states()["weights"]
     axes = sum(size > 1 for size in (layout.tp, layout.pp, layout.dp, layout.cp, layout.ep))
     buckets = habits.bucket_gib if layout.zero_stage in (1, 2) and layout.dp > 1 else 0.0
     outside = {
@@ -125,6 +129,7 @@ class _Rank:
         self.kept, self.job = job, computed_job(layout, job)  # as states are kept, and as layers compute
         job = self.job
         self.stages, self.layout, self.rank, self.habits = stages, layout, rank, job.habits
+        self.copied: list[Stage] = []  # other ranks own them
         self.shape, self.width = stages[0].shape, job.stored
         self.tokens = job.tokens(layout)
         self.parts = layout.stream_parts
@@ -250,7 +255,7 @@ class _Rank:
         return {**self._states(), "gathered": whole, "activations": self.stream, "temporaries": 0.0}
 
     def _fullest_moment(self) -> Moment:
-        each = {stage.index: self._stage_bytes(stage) for stage in self.stages}
+        each = {stage.index: self._stage_bytes(stage) for stage in (*self.stages, *self.copied)}
         if self.layout.pp > 1 and self.layout.schedule != "1f1b":
             order = schedule_order(self.layout, simulated_batches(self.layout, self.job))
             return fullest_moment(order[self.rank], each)

@@ -9,7 +9,7 @@ import functools
 import itertools
 from dataclasses import dataclass, field
 
-from hf_parallel.ask.keys.pipeline import DELAYED_SCHEDULES, JOINING_SCHEDULES, V_SCHEDULES
+from hf_parallel.ask.keys.pipeline import DELAYED_SCHEDULES, JOINING_SCHEDULES, MIRRORED_SCHEDULES, V_SCHEDULES
 from hf_parallel.ask.spec import refuse
 from hf_parallel.axes.pipeline.balance import Cost, Costs, balance, checkpointed
 from hf_parallel.axes.pipeline.timeline import (
@@ -179,6 +179,13 @@ def stages_by_rank(stages: tuple[Stage, ...], layout: Layout) -> list[list[Stage
     return [[stages[index] for index in stages_of_rank(layout, rank)] for rank in range(layout.pp)]
 
 
+def mirrored_stages(mine: list[Stage], layout: Layout, job: Job) -> list[Stage]:
+    """Return the stages that a rank has copies of, beside those that it owns: under `chimera` the mirrored one."""
+    if layout.schedule not in MIRRORED_SCHEDULES:
+        return []
+    return [make_stages(mine[0].shape, layout, job)[layout.pp - 1 - stage.index] for stage in mine]
+
+
 def remote_neighbours(stages: list[Stage]) -> int:
     """Count the times that a stage beside one of these is on another rank; the two at the bottom of a V are on one."""
     here = {stage.index for stage in stages}
@@ -262,6 +269,8 @@ def pipeline_seconds(
     busy = [sum(sum(stages[s]) for s in stages_of_rank(layout, rank)) for rank in range(p)]
     if p == 1:
         return job.micro_batches * busy[0], 0.0
+    if layout.schedule in MIRRORED_SCHEDULES:  # half of the micro-batches run on each of two stages
+        busy = [(own + mirrored) / 2 for own, mirrored in zip(busy, reversed(busy), strict=True)]
     simulated = min(count, p if layout.schedule == "1f1b" else 2 * p)
     duration = timeline(layout, stages, sending, simulated).duration
     if count > simulated:

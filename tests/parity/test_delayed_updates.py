@@ -148,6 +148,7 @@ CASES = {
     "accumulated": Case(accumulation=2),
     "adam": Case(arguments=ADAM),
     "checkpointing": Case(arguments=(("gradient_checkpointing", True),)),
+    "clipped": Case(arguments=(("max_grad_norm", 0.1),)),
     "tied": Case(model="tied"),
     "adapters": Case(lora=True),
     "bf16": Case(arguments=(("bf16", True),)),

@@ -35,7 +35,7 @@ SETTINGS = [
     "nan_action=skip",
     "kfac_interval=0",
     "kfac_damping=-1.0",
-    *(f"pipeline_schedule={name}" for name in ("pipedream_2bw", "auto", *LOOPED_SCHEDULES, *V_SCHEDULES)),
+    *(f"pipeline_schedule={name}" for name in ("pipedream_2bw", "chimera", "auto", *LOOPED_SCHEDULES, *V_SCHEDULES)),
 ]
 
 

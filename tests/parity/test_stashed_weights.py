@@ -163,6 +163,7 @@ CASES = {
     "accumulated": {"accumulation": 2},
     "adam": {"arguments": ADAM},
     "checkpointing": {"arguments": (("gradient_checkpointing", True),)},
+    "clipped": {"arguments": (("max_grad_norm", 0.1),)},
     "tied": {"model": "tied"},
     "adapters": {"lora": True},
     "bf16": {"arguments": (("bf16", True),)},

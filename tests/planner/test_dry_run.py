@@ -37,6 +37,7 @@ CASES = [
     ("llama", "dp_replicate=2,dp_shard=2", 2),
     ("gpt2", "tp=2,dp_shard=2,activation_checkpointing=full", 1),
     ("qwen3", "pp=2,tp=2,pipeline_microbatches=4", 1),
+    ("llama", "pp=2,dp_shard=2,pipeline_microbatches=4", 3),
     ("llama", "pp=2,dp_shard=2,pipeline_microbatches=4,pipeline_schedule=interleaved_zero_bubble", 1),
     ("mixtral", "pp=2,dp_shard=2,pipeline_microbatches=4", 1),
 ]

@@ -8,7 +8,8 @@ from hf_parallel.ask.config import SpecError
 from hf_parallel.planner import find_gpu, predict
 from hf_parallel.planner.hardware import catalogue, find_link
 from hf_parallel.planner.layout import Job, Layout
-from hf_parallel.planner.pipeline import pipeline_seconds
+from hf_parallel.planner.ledger import step_transfers
+from hf_parallel.planner.pipeline import make_stages, pipeline_seconds
 from tests.models import LLAMA_8B, LLAMA_8B_CONFIG
 
 CALL = {"model": LLAMA_8B, "gpu": "h100-80gb", "gpus": 64, "seq": 4096, "micro_batch": 1, "global_batch": 512}
@@ -163,6 +164,19 @@ def test_batches_of_a_step_run_at_once(schedule, drains):
     assert apart == pytest.approx((4 * seconds(1, 1, "standard")[0], apart[1]))
     assert seconds(4, 4, "hf_parallel") == (one if drains == 1 else apart)
     assert one[0] < apart[0]
+
+
+@pytest.mark.parametrize(("schedule", "runs"), [("1f1b", 1), ("chimera", 1), ("gpipe", 4)])
+def test_batches_that_run_at_once_meet_once(schedule, runs):
+    """A run ends with the tied embedding's gradient, and with a loss for each batch in it."""
+    layout = Layout(pp=4, schedule=schedule)
+    job = Job(seq=8, micro_batch=1, micro_batches=16, calls=4, engine="hf_parallel")
+    shape = dataclasses.replace(changed().shape, tied=True)
+    stages = make_stages(shape, layout, job)
+    sent = {t.what: t for t in step_transfers([stages[0]], layout, job, changed().cluster)}
+    assert sent["gradients of the tied embedding"].count == sent["loss"].count == runs
+    assert sent["loss"].payload * runs == 4 * 4  # bytes
+    assert ("weights to their mirror" in sent) == (schedule == "chimera")
 
 
 def test_names_of_precisions():

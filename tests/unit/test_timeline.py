@@ -283,6 +283,7 @@ def test_recorder_is_free_when_off():
         ("1f1b", "27.3%", 4 * 8 * 2),
         ("interleaved_1f1b,pipeline_virtual_stages=3", "11.1%", 12 * 8 * 2),
         ("zbv_zero_bubble", "5.9%", 8 * 8 * 3 - 8),  # but for the first stage's input
+        ("chimera", "14.3%", 4 * 8 * 2),
         ("pipedream_2bw", "4.0%", 4 * 8 * 2),
         ("pipedream", "4.0%", 4 * 8 * 2),
     ],

@@ -15,12 +15,15 @@ V_SCHEDULES = ("zbv_zero_bubble", "dualpipe_v")
 SCHEDULES = SINGLE_SCHEDULES + LOOPED_SCHEDULES + V_SCHEDULES
 #: Schedules that do not drain between optimizer steps: another algorithm, on weights that are some steps old.
 DELAYED_SCHEDULES = ("pipedream_2bw", "pipedream")
+#: Two pipelines in opposite directions over the same ranks: each rank holds a copy of the mirrored stage too.
+MIRRORED_SCHEDULES = ("chimera",)
 #: Schedules that hold as many activations whatever the number of micro-batches: all batches of a step are one run.
-JOINING_SCHEDULES = ("1f1b", "interleaved_1f1b", "interleaved_zero_bubble", *V_SCHEDULES)
+JOINING_SCHEDULES = ("1f1b", "interleaved_1f1b", "interleaved_zero_bubble", *V_SCHEDULES, *MIRRORED_SCHEDULES)
 #: Schedules that compute gradients of inputs and of weights at different times.
 SPLIT_BACKWARD = ("interleaved_zero_bubble", "zbv_zero_bubble", "dualpipe_v")
 #: The schedule is chosen once the model is known.
 AUTO_SCHEDULE = "auto"
+_ONE_STAGE_EACH = (*SINGLE_SCHEDULES, *DELAYED_SCHEDULES, *MIRRORED_SCHEDULES, AUTO_SCHEDULE)
 _DEFAULT_SCHEDULE = "1f1b"
 #: Key -> the value that a schedule with several versions of the weights takes, and why no other.
 _ONE_VERSION: dict[str, tuple[int | bool | str, str]] = {
@@ -33,6 +36,18 @@ _ONE_VERSION: dict[str, tuple[int | bool | str, str]] = {
     "batch_shares": ("even", "reads batches ahead, before they are cut"),
     "tiled_mlp": (False, "has not been compared with one process in pieces"),
 }
+#: Key -> the value that a schedule with mirrored stages takes, and why no other.
+_TWO_COPIES: dict[str, tuple[int | bool | str | None, str]] = {
+    "cp_size": (1, "holds copies of two stages, and FSDP2, which shards them over cp, holds those of one"),
+    "ep_size": (1, "holds copies of two stages, and FSDP2, which shards experts, holds those of one"),
+    "offload": ("none", "sends weights to a mirrored rank before each run, and these rest on the host"),
+    "compile": ("none", "changes the parameters of mirrored layers from step to step, for which they compile anew"),
+    "precision": ("auto", "has not been compared with one process in 8 bits"),
+    "activation_offload": (False, "runs two pipelines in turn, and copies come back in the order of one"),
+    "batch_shares": ("even", "has not been compared with one process on unequal batches"),
+    "tiled_mlp": (False, "has not been compared with one process in pieces"),
+    "tp_mesh": (None, "has not been compared with one process on a grid"),
+}
 _SETTINGS = ("pipeline_schedule", "pipeline_virtual_stages", "pipeline_microbatches", "pipeline_split")
 
 
@@ -43,9 +58,9 @@ class PipelineKeys(Sizes):
     pipeline_schedule: str = key(
         _DEFAULT_SCHEDULE,
         "`gpipe`, `1f1b`, `interleaved_1f1b`, `looped_bfs`, `interleaved_zero_bubble`, `zbv_zero_bubble`, "
-        "`dualpipe_v`; `auto` takes the smallest bubble with the memory of `1f1b`; `pipedream_2bw` and "
-        "`pipedream` are other algorithms, whose gradients are of older weights",
-        choices=(*SCHEDULES, *DELAYED_SCHEDULES, AUTO_SCHEDULE),
+        "`dualpipe_v`; `auto` takes the smallest bubble with the memory of `1f1b`; `chimera` holds the weights twice; "
+        "`pipedream_2bw` and `pipedream` are other algorithms, whose gradients are of older weights",
+        choices=(*SCHEDULES, *MIRRORED_SCHEDULES, *DELAYED_SCHEDULES, AUTO_SCHEDULE),
     )
     pipeline_virtual_stages: int | None = key(
         None, "stages per rank of the looped schedules", shown="2 where it applies"
@@ -74,8 +89,8 @@ class PipelineKeys(Sizes):
 
     @property
     def stages_per_rank(self) -> int:
-        """Return how many stages of the pipeline each rank holds."""
-        if self.pipeline_schedule in (*SINGLE_SCHEDULES, *DELAYED_SCHEDULES, AUTO_SCHEDULE):
+        """Return how many stages of the pipeline each rank owns."""
+        if self.pipeline_schedule in _ONE_STAGE_EACH:
             return 1
         return self.pipeline_virtual_stages or 2
 
@@ -85,9 +100,14 @@ class PipelineKeys(Sizes):
         return self.pipeline_schedule in DELAYED_SCHEDULES
 
     @property
+    def mirrors_stages(self) -> bool:
+        """Does each rank run a copy of the mirrored stage, for micro-batches that go the other way?"""
+        return self.pipeline_schedule in MIRRORED_SCHEDULES
+
+    @property
     def sharing_size(self) -> int:
-        """Return the number of ranks whose gradients FSDP2 averages: none with several versions of the weights."""
-        return 1 if self.delays_updates else super().sharing_size
+        """Return the number of ranks whose gradients FSDP2 averages: none with several versions or copies."""
+        return 1 if self.delays_updates or self.mirrors_stages else super().sharing_size
 
     @property
     def pipeline_stages(self) -> int:
@@ -121,8 +141,7 @@ class PipelineKeys(Sizes):
             refuse(f"pipeline_microbatches={micro}", f"must be at least {fewest} with pp_size={self.pp_size}", fewest)
         virtual, schedule = self.pipeline_virtual_stages, self.pipeline_schedule
         if virtual is not None:
-            alone = (*SINGLE_SCHEDULES, *DELAYED_SCHEDULES, AUTO_SCHEDULE)
-            exact = {**dict.fromkeys(alone, 1), **dict.fromkeys(V_SCHEDULES, 2)}
+            exact = {**dict.fromkeys(_ONE_STAGE_EACH, 1), **dict.fromkeys(V_SCHEDULES, 2)}
             count = exact.get(schedule)
             if virtual != count if count else virtual < 2:
                 refuse(
@@ -131,16 +150,35 @@ class PipelineKeys(Sizes):
                     f"pipeline_virtual_stages={count or 2}",
                 )
         self._check_split()
-        if not self.delays_updates:
+        self._check_copies()
+        self._check_pairs()
+
+    def _check_copies(self) -> None:
+        """Reject what holds, moves or compiles one copy of the weights, where there are several."""
+        if not self.delays_updates and not self.mirrors_stages:
             return
         asked, shards = f"pipeline_schedule={self.pipeline_schedule}", self.dp_shard_size
         if shards > 1:
             works = f"dp_replicate_size={abs(self.dp_replicate_size) * shards},dp_shard_size=1"
-            refuse(f"dp_shard_size={shards}", f"{asked} holds several versions of the weights, FSDP2 one", works)
-        for name, (off, why) in _ONE_VERSION.items():
+            several = "several versions of the weights" if self.delays_updates else "copies of two stages"
+            refuse(f"dp_shard_size={shards}", f"{asked} holds {several}, FSDP2 one", works)
+        for name, (off, why) in (_ONE_VERSION if self.delays_updates else _TWO_COPIES).items():
             value = getattr(self, name, off)
             if value != off and value != -1:  # -1 is not known yet
                 refuse(f"{name}={spell(value)}", f"{asked} {why}", f"{name}={spell(off)}")
+
+    def _check_pairs(self) -> None:
+        """Reject ranks without a mirrored one, and micro-batches of which not half can go each way."""
+        if not self.mirrors_stages:
+            return
+        asked, ranks, micro = f"pipeline_schedule={self.pipeline_schedule}", self.pp_size, self.pipeline_microbatches
+        if ranks > 1 and ranks % 2:
+            refuse(f"pp_size={ranks}", f"{asked} mirrors stages in pairs of ranks", f"pp_size={ranks - 1}")
+        if micro is not None and micro % 2:
+            refuse(f"pipeline_microbatches={micro}", f"under {asked} half of them go each way", micro + 1)
+        if isinstance(self.pipeline_split, str):
+            what, why = f"pipeline_split={self.pipeline_split}", f"under {asked} each rank runs the mirrored stage too"
+            refuse(what, why, do="leave it out: layers are shared out by cost")
 
     def _check_split(self) -> None:
         if isinstance(self.pipeline_split, str):

@@ -108,6 +108,9 @@ class MonitorKeys(CompileKeys, CompressionKeys):
         if self.delays_updates:
             why = "its gradients are those of weights that are a step old"
             refuse(f"{what} with pipeline_schedule={self.pipeline_schedule}", why, "pipeline_schedule=1f1b")
+        if self.mirrors_stages:
+            why = "each rank has gradients of two stages until they meet their owner's"
+            refuse(f"{what} with pipeline_schedule={self.pipeline_schedule}", why, "pipeline_schedule=1f1b")
         for axis in ("tp", "pp") if cp != 1 else ():
             if (size := getattr(self, f"{axis}_size")) != 1:
                 why = f"ranks of cp meet in a reduction that does not know what {axis} holds alike"

@@ -30,10 +30,12 @@ class Pipeline(Axis[StageFacts, PipelinePart]):
 
     def resolve(self, config: ParallelConfig, anatomy: Anatomy, facts: StageFacts) -> PipelinePart:
         """The schedule and how many layers each stage gets."""
-        from hf_parallel.axes.pipeline.read import check_clocks, check_fill, resolve_stages
+        from hf_parallel.axes.pipeline.read import check_clocks, check_fill, check_mirrors, resolve_stages
 
         if config.fills_bubbles:
             check_fill(config, anatomy)
+        if config.mirrors_stages:
+            check_mirrors(config, anatomy)
         if config.pipeline_energy != "none":
             check_clocks(config)
         return resolve_stages(config, facts, anatomy.sums_over_tokens)
@@ -57,6 +59,10 @@ class Pipeline(Axis[StageFacts, PipelinePart]):
             from hf_parallel.axes.pipeline.delayed import DelayedPipeline
 
             engine.delayed = DelayedPipeline(engine)
+        if part.config.mirrors_stages:
+            from hf_parallel.axes.pipeline.chimera import Mirror
+
+            engine.mirror = Mirror(engine, part)
         if part.config.fills_bubbles:
             from hf_parallel.axes.pipeline.fill_kfac import KfacFill
 

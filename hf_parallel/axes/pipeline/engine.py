@@ -98,6 +98,8 @@ def run_calls(engine: StageRunner, calls: list[ScheduledCall], held: HeldRun | N
     if engine.fill is not None:
         with autocast_per_stage(engine) as autocast:
             return FilledRun(cast("PipelineEngine", engine), calls).run(autocast)
+    if engine.mirror is not None:
+        return engine.mirror.run(calls)
     parts = Parts(calls)
     schedule, index = _schedule_for(engine, parts), torch.arange(len(parts))
     free(engine)

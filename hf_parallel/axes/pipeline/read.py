@@ -147,6 +147,19 @@ def check_fill(config: ParallelConfig, anatomy: Anatomy) -> None:
         refuse(asked, f"the loss of {anatomy.name} is not known to be a mean over tokens", works)
 
 
+def check_mirrors(config: ParallelConfig, anatomy: Anatomy) -> None:
+    """Reject models whose batches do not run as one schedule, all of whose micro-batches would go down.
+
+    Raises:
+        SpecError: a model with experts, or a loss that is no sum over micro-batches.
+    """
+    asked, works = f"pipeline_schedule={config.pipeline_schedule}", "pipeline_schedule=1f1b"
+    if any(".experts." in name for name in anatomy.names):
+        refuse(asked, f"{anatomy.name} has experts, which have not been compared with one process", works)
+    if not anatomy.sums_over_tokens:
+        refuse(asked, f"the loss of {anatomy.name} needs whole batches", works)
+
+
 def check_clocks(config: ParallelConfig) -> None:
     """Reject machines whose clocks cannot be locked.
 

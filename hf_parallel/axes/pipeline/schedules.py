@@ -7,6 +7,8 @@ looped_bfs                v, in a loop      the same, all forwards first        
 interleaved_zero_bubble   v, in a loop      weight gradients fill most of it      (Qi et al., 2023)
 zbv_zero_bubble           2, in a V         the same, memory of 1f1b              (Qi et al., 2024)
 dualpipe_v                2, in a V         forward beside backward               (DeepSeek-V3; Sea AI Lab's cut)
+
+`chimera` and the schedules without a flush are run by this package: `chimera.py`, `delayed.py`.
 """
 
 from __future__ import annotations
@@ -95,6 +97,8 @@ def takes(config: ParallelConfig, micro_batches: int) -> bool:
         return micro_batches >= 1
     if name in LOOPED_SCHEDULES and micro_batches >= ranks:  # they go in rounds of equal size
         return micro_batches % (micro_batches // ranks) == 0
+    if config.mirrors_stages:  # half of them go each way
+        return micro_batches >= ranks and micro_batches % 2 == 0
     return micro_batches >= (config.pipeline_stages if name == "dualpipe_v" else ranks)
 
 

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
     from transformers.utils import ModelOutput
 
+    from hf_parallel.axes.pipeline.chimera import Mirror
     from hf_parallel.axes.pipeline.delayed import DelayedPipeline
     from hf_parallel.axes.pipeline.energy import StageClocks
     from hf_parallel.axes.pipeline.fill_kfac import KfacFill
@@ -150,6 +151,7 @@ class StageRunner:
         self.announced: list[ScheduledCall] | None = None  # while calls are announced
         self.joint: JointStep | None = None  # the step in progress, if its calls run together
         self.delayed: DelayedPipeline | None = None  # under schedules that do not drain between steps
+        self.mirror: Mirror | None = None  # a copy of the mirrored stage, for the other half of the micro-batches
         self.fill: KfacFill | None = None  # what runs in bubbles
         self.energy: StageClocks | None = None  # lowers clocks where there is time
         self._view: StageView | None = None

@@ -322,6 +322,23 @@ class StageView:
             _put(former)
 
 
+@dataclass
+class MirroredView:
+    """A stage that another rank owns: `view`, and what stands outside the backbone while its head runs."""
+
+    view: StageView
+    outside: list[Swap]
+
+    @contextlib.contextmanager
+    def shown(self) -> Iterator[None]:
+        """Let the model have the stage's head in here, too."""
+        former = _put(self.outside)
+        try:
+            yield
+        finally:
+            _put(former)
+
+
 def _put(swaps: list[Swap]) -> list[Swap]:
     """Put modules in their places; returns what was there."""
     former = [(owner, name, owner._modules[name]) for owner, name, _ in swaps]
@@ -398,6 +415,18 @@ def _view(
     return StageView(stage, own, entry, modules, swaps)
 
 
+def mirrored_view(model: PreTrainedModel, part: PipelinePart, stage: int, remote: RemoteModules) -> MirroredView:
+    """Return the view of a stage of another rank, whose modules are kept aside. They have no values yet."""
+    plan, backbone, ranges = part.facts.plan, model.get_submodule(part.facts.backbone), layer_ranges(part)
+    with remote.shown(model):
+        view = _view(model, backbone, plan, ranges, stage)
+        inside = _present_names(backbone, plan.before) if stage == 0 else []
+        inside += _present_names(backbone, plan.after) if stage == len(ranges) - 1 else []
+        view.swaps += [(backbone, name, getattr(backbone, name)) for name in inside]
+        outside = [(name, child) for name, child in model.named_children() if backbone not in child.modules()]
+    return MirroredView(view, [(model, name, child) for name, child in outside if stage == len(ranges) - 1])
+
+
 def _replace(parent: nn.Module, names: Iterable[str]) -> None:
     for name in names:
         if _is(parent, name):
@@ -413,7 +442,11 @@ def _is(parent: nn.Module, name: str) -> bool:
 
 
 def _present(parent: nn.Module, names: Iterable[str]) -> list[nn.Module]:
-    return [getattr(parent, name) for name in names if _is(parent, name)]
+    return [getattr(parent, name) for name in _present_names(parent, names)]
+
+
+def _present_names(parent: nn.Module, names: Iterable[str]) -> list[str]:
+    return [name for name in names if _is(parent, name)]
 
 
 def boundary_dtype(layers: list[nn.Module]) -> torch.dtype:

@@ -10,6 +10,7 @@ a backward pass is two parts as long as a forward each, Zero Bubble (Qi 2023) co
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections import Counter
@@ -21,7 +22,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from hf_parallel.ask.keys.pipeline import DELAYED_SCHEDULES, LOOPED_SCHEDULES, SINGLE_SCHEDULES, V_SCHEDULES
+from hf_parallel.ask.keys.pipeline import (
+    DELAYED_SCHEDULES,
+    LOOPED_SCHEDULES,
+    MIRRORED_SCHEDULES,
+    SINGLE_SCHEDULES,
+    V_SCHEDULES,
+)
 from hf_parallel.ask.spec import SpecError, refuse
 
 if TYPE_CHECKING:
@@ -66,6 +73,8 @@ def order(name: str, stages: int, virtual: int, micro_batches: int) -> Order:
         SpecError: the schedule cannot run with these numbers.
         RuntimeError: this version of torch keeps its schedules in another form than 2.11 to 2.13.
     """
+    if name in MIRRORED_SCHEDULES:
+        return mirrored_order(stages, micro_batches)
     _check_numbers(name, stages, virtual, micro_batches)
     read = _run_single if name in SINGLE_SCHEDULES else _read_looped
     try:
@@ -76,6 +85,57 @@ def order(name: str, stages: int, virtual: int, micro_batches: int) -> Order:
         raise RuntimeError(f"hf_parallel: cannot read the {name} schedule of torch {torch.__version__}") from error
     _check_complete(name, actions, stages * virtual, micro_batches)
     return actions
+
+
+def mirrored_rank(stage: int, micro_batch: int, ranks: int) -> int:
+    """Return the rank that runs a micro-batch on a stage under `chimera`: even ones go down the ranks, odd ones up."""
+    return stage if micro_batch % 2 == 0 else ranks - 1 - stage
+
+
+#: Which action a rank prefers of those that it can begin at the same time: the first backward, or the first forward.
+_PREFERENCES = ((BACKWARD, FORWARD), (FORWARD, BACKWARD))
+
+
+@functools.lru_cache(maxsize=64)
+def mirrored_order(ranks: int, micro_batches: int) -> Order:
+    """Return the order of `chimera`, two pipelines of 1F1B merged (Li & Hoefler, 2021, arXiv 2107.06925, section 3.1).
+
+    A list schedule: whichever action can begin first is next. A backward takes twice as long as a forward, and at most
+    `ranks` micro-batches are alive on a rank, of both directions. Of two preferences the shorter schedule is taken.
+
+    Raises:
+        SpecError: numbers of which not half can go each way.
+    """
+    if ranks % 2 or ranks < 2:
+        refuse(f"pp_size={ranks}", "pipeline_schedule=chimera mirrors stages in pairs of ranks", max(2, ranks - 1))
+    if micro_batches % 2 or micro_batches < ranks:
+        why = f"pipeline_schedule=chimera takes even numbers from pp_size={ranks} on"
+        refuse(f"pipeline_microbatches={micro_batches}", why, max(ranks, micro_batches + micro_batches % 2))
+    found = [_list_schedule(ranks, micro_batches, preference) for preference in _PREFERENCES]
+    return min(found, key=lambda one: one[0])[1]
+
+
+def _list_schedule(ranks: int, micro_batches: int, preference: tuple[str, str]) -> tuple[float, Order]:
+    """Return the duration of a schedule of two merged pipelines, in forwards of a stage, and its order."""
+    ends: dict[tuple[str, int, int], float] = {}
+    free, alive = [0.0] * ranks, [0] * ranks
+    actions: Order = {rank: [] for rank in range(ranks)}
+    following = {(kind, stage, way): way for kind in preference for stage in range(ranks) for way in (0, 1)}
+    for _ in range(2 * ranks * micro_batches):
+        ready = []
+        for (kind, stage, way), i in following.items():
+            rank, action = mirrored_rank(stage, way, ranks), Action(kind, stage, i)
+            needed, is_full = needs(action, ranks), kind == FORWARD and alive[rank] == ranks
+            if i >= micro_batches or is_full or any(one not in ends for one in needed):
+                continue
+            start = max(free[rank], *(ends[one] for one in needed), 0.0)
+            ready.append((start, preference.index(kind), i // 2, -stage, rank, way, action))
+        start, _, _, _, rank, way, action = min(ready)
+        free[rank] = ends[_result(action)] = start + (1 if action.kind == FORWARD else 2)
+        alive[rank] += 1 if action.kind == FORWARD else -1
+        actions[rank].append(action)
+        following[action.kind, action.stage, way] += 2
+    return max(free), actions
 
 
 def virtual_stages(name: str, asked: int = 2) -> int:
@@ -327,28 +387,27 @@ class _Simulation:
         self.communication = communication
         halves = zip(durations[BACKWARD_INPUT], durations[BACKWARD_WEIGHT], strict=True)
         self.durations = {**durations, BACKWARD: [first + second for first, second in halves]}
-        self.home = {part.stage: rank for rank, actions in order.items() for part in flat(actions)}
+        self.stages = len({part.stage for actions in order.values() for part in flat(actions)})
         self.free = dict.fromkeys(order, 0.0)
-        self.done: dict[tuple[str, int, int], float] = {}  # when which result was there, on the rank that made it
+        self.done: dict[tuple[str, int, int], tuple[float, int]] = {}  # when which result was there, and on which rank
 
     def run(self, rank: int, action: Action) -> bool:
         """Give an action its time, if that of all its inputs is known."""
         parts = action.parts or (action,)
-        needed = [needs(part, len(self.home)) for part in parts]
+        needed = [needs(part, self.stages) for part in parts]
         for need in itertools.chain.from_iterable(needed):
             if need not in self.done:
                 return False
         free = self.free[rank]
         for part, inputs in zip(parts, needed, strict=True):  # torch runs the parts of an overlap one after another...
             start = free
-            for need in inputs:
-                sent = self.communication if self.home[need[1]] != rank else 0.0
-                start = max(start, self.done[need] + sent)
+            for made, where in (self.done[need] for need in inputs):
+                start = max(start, made + (self.communication if where != rank else 0.0))
             free = start + self.durations[part.kind][part.stage]
             self.spans.append(Span(rank, *part[:3], start, free))
         self.free[rank] = free
         for part in parts:  # ... and sends the results of both after the second
-            self.done[_result(part)] = free
+            self.done[_result(part)] = free, rank
         return True
 
 

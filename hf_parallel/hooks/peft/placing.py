@@ -65,15 +65,25 @@ class AdapterState:
             for layer, disabled, active in former:
                 layer._disable_adapters, layer._active_adapter = disabled, active
 
+    def set_in(self, root: nn.Module, state: tuple[bool, tuple[str, ...]] | None) -> None:
+        """Set the adapters of a copy of another stage, as `read` found them there."""
+        if state is not None:
+            for layer in AdapterState(root).layers:
+                layer._disable_adapters, layer._active_adapter = state[0], list(state[1])
+
 
 def place_in_base(model: PreTrainedModel, state: ParallelState) -> None:
     """Split new adapters over tp, show them to the stages, and shard them over the data ranks."""
     place_copies(model, state)
+    shown: contextlib.AbstractContextManager = contextlib.nullcontext()
+    if state.pipeline is not None and state.pipeline.mirror is not None:  # modules of another stage run here too
+        shown = state.pipeline.remote_modules.shown(model)
     if state.mesh.size("tp") > 1 or state.mesh.size("ep") > 1:
-        for name, module in list(model.named_modules()):
-            base = _innermost(module)
-            if isinstance(base, TensorParallelLayer | SharedOut):
-                _split(name, module, base, state)
+        with shown:
+            for name, module in list(model.named_modules()):
+                base = _innermost(module)
+                if isinstance(base, TensorParallelLayer | SharedOut):
+                    _split(name, module, base, state)
     if state.pipeline is not None:
         follow_wrappers(state.pipeline.stages, model)
         state.pipeline.services.adapters = AdapterState(model)

@@ -12,6 +12,7 @@ import functools
 from typing import TYPE_CHECKING, cast
 
 from hf_parallel.ask.keys.pipeline import DELAYED_SCHEDULES, JOINING_SCHEDULES
+from hf_parallel.ask.spec import refuse
 from hf_parallel.axes.pipeline import script_loss
 from hf_parallel.axes.pipeline.batches import row_count
 from hf_parallel.axes.pipeline.engine import run_calls
@@ -95,6 +96,25 @@ def announced(
             if float(factor) != 1.0:
                 raise RuntimeError("hf_parallel: the losses of a gradient accumulation have unlike weights")
     return calls
+
+
+def check_mirrored_trainer(trainer: Trainer) -> None:
+    """Refuse training of which not half of the micro-batches can go the other way, or whose copies would not be equal.
+
+    Raises:
+        SpecError: the trainer has a loss, a precision or an optimizer of such a kind.
+    """
+    engine = engine_of(trainer)
+    if engine is None or engine.mirror is None:
+        return
+    args, asked, works = trainer.args, f"pipeline_schedule={engine.config.pipeline_schedule}", "pipeline_schedule=1f1b"
+    optimizer = str(getattr(args.optim, "value", args.optim))
+    if getattr(trainer.compute_loss, "func", None) is not losses.compute_loss or losses.is_own(trainer):
+        refuse(asked, "both ends of the pipeline compute losses, and a script's own runs on one", works)
+    if args.fp16:
+        refuse(asked, "has not been compared with one process in fp16; fp16=True", "bf16=True")
+    if optimizer in FUSED or optimizer.endswith(LAYERWISE):
+        refuse(asked, f"optim={optimizer} updates weights in the backward pass, of one copy", "optim=adamw_torch")
 
 
 def engine_of(trainer: Trainer) -> PipelineEngine | None:

@@ -245,6 +245,7 @@ def init(
     losses.prepare(self)
     delayed_steps.check_trainer(self)
     fill_steps.check_trainer(self)
+    joint_steps.check_mirrored_trainer(self)
 
 
 def _count_all_targets(args: TrainingArguments) -> None:
@@ -275,6 +276,7 @@ def call_model_init(original: Callable, self: Trainer, trial: object = None) -> 
         losses.prepare(self)
         delayed_steps.check_trainer(self)
         fill_steps.check_trainer(self)
+        joint_steps.check_mirrored_trainer(self)
     return model
 
 

@@ -13,6 +13,7 @@ rounding and fragmentation, buffers of the communication library.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import weakref
 from collections import Counter, defaultdict
@@ -31,12 +32,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hf_parallel.apply.parallelize import ParallelState, state_of
+from hf_parallel.ask.keys.pipeline import JOINING_SCHEDULES
 from hf_parallel.ask.keys.sizes import SHARDS
 from hf_parallel.ask.keys.tensor import TP_AXES
 from hf_parallel.ask.spec import refuse
 from hf_parallel.axes.activation_offload import watch_copies
 from hf_parallel.axes.data.compressed import groups_of
 from hf_parallel.axes.data.gradients import before_the_last
+from hf_parallel.axes.pipeline.engine import run_calls
+from hf_parallel.axes.pipeline.joint import JointStep
 from hf_parallel.model.calls import unread_logits
 from hf_parallel.ranks.mesh import EXPERT_AXES
 
@@ -337,6 +341,12 @@ def _accumulate(model: nn.Module, batches: list[dict[str, torch.Tensor]], autoca
     """Forward and backward of each batch, as Trainer runs them."""
     state = state_of(model)
     assert state is not None
+    pipeline, joins = state.pipeline, state.config.pipeline_schedule in JOINING_SCHEDULES and len(batches) > 1
+    if pipeline is not None and joins and pipeline.can_schedule_together(batches):
+        with pipeline.announcing() as calls, unread_logits():
+            for batch in batches:
+                model(**batch)
+        pipeline.joint = JointStep(list(calls), functools.partial(run_calls, pipeline, held=None))
     for i, batch in enumerate(batches):
         more = i < len(batches) - 1
         with before_the_last(state.root, state.config) if more else contextlib.nullcontext():

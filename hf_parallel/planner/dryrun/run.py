@@ -135,6 +135,9 @@ def dry_run(
     if config.delays_updates:
         why = "runs steps ahead, which no dry run does; `hf-parallel plan` without --verify counts its versions"
         refuse(f"pipeline_schedule={config.pipeline_schedule}", why, "pipeline_schedule=1f1b")
+    if config.mirrors_stages:
+        why = "copies another rank's stage, which no dry run knows; `hf-parallel plan` without --verify counts it"
+        refuse(f"pipeline_schedule={config.pipeline_schedule}", why, "pipeline_schedule=1f1b")
     away = _off_device(config.offload if config.offload_ranks is None or rank in config.offload_ranks else "none")
     config = dataclasses.replace(config, offload="none")
     model = on_meta(model).to(PRECISIONS[precision][0])

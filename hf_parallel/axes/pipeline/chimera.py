@@ -1,0 +1,364 @@
+"""Two pipelines in opposite directions over the same ranks: Chimera (Li & Hoefler, SC'21, arXiv 2107.06925).
+
+    rank                0        1        2        3
+    down: 0, 2, 4 …     stage 0  stage 1  stage 2  stage 3      what the rank owns: the model that scripts see
+    up: 1, 3, 5 …       stage 3  stage 2  stage 1  stage 0      its mirror: copies of what rank p - 1 - r owns
+
+Half of the micro-batches go each way, so that one pipeline fills and drains in the bubbles of the other. Each
+parameter has one owner, which is the rank that holds it under 1F1B. So the optimizer, the gradient norm, adapters and
+checkpoints see it once, under its own name, and know nothing of mirrors:
+
+    before a run     each owner sends its weights to their mirror
+    after it         each mirror sends its gradients to their owner, which adds them to its own
+
+That is the traffic of an all-reduce over the pair, after which both would have to hold the states of the optimizer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import pickle
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from hf_parallel.axes.pipeline.batches import fresh_gradients
+from hf_parallel.axes.pipeline.engine import autocast_per_stage
+from hf_parallel.axes.pipeline.joint import Fresh, Parts, Ran, ScheduledCall
+from hf_parallel.axes.pipeline.stage_runner import Stage
+from hf_parallel.axes.pipeline.stages import MirroredView, mirrored_view
+from hf_parallel.axes.pipeline.timeline import (
+    FORWARD,
+    Action,
+    layer_costs,
+    mirrored_order,
+    mirrored_rank,
+    simulate,
+)
+from hf_parallel.ranks.mesh import placed_as, stored
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from hf_parallel.axes.pipeline.engine import PipelineEngine
+    from hf_parallel.axes.pipeline.part import PipelinePart
+    from hf_parallel.axes.pipeline.stages import StageView
+
+RUN, SEND, RECEIVE = "run", "send", "receive"
+#: Bytes of gradients that a rank receives at a time.
+_BUCKET = 64 * 2**20
+
+
+class Event(NamedTuple):
+    """A thing that a rank does: run an action, send its result to `peer`, or receive it from there."""
+
+    kind: str
+    action: Action
+    peer: int = -1
+
+
+@functools.lru_cache(maxsize=64)
+def plan_events(ranks: int, micro_batches: int, rank: int) -> tuple[Event, ...]:
+    """Return what a rank does in a run, in order.
+
+    Messages stand where their sender has ended the action, by simulated time. So both ranks of a connection name them
+    in the same order, which is all that NCCL needs.
+    """
+    found: list[tuple[float, int, Action, Event]] = []
+    for span in simulate(mirrored_order(ranks, micro_batches), *layer_costs([1] * ranks)).spans:
+        action = Action(*span[1:4])
+        if span.rank == rank:
+            found.append((span.start, 1, action, Event(RUN, action)))
+        target = action.stage + (1 if action.kind == FORWARD else -1)
+        if not 0 <= target < ranks:
+            continue
+        peer = mirrored_rank(target, action.micro_batch, ranks)
+        if span.rank == rank:
+            found.append((span.end, 0, action, Event(SEND, action, peer)))
+        if peer == rank:
+            found.append((span.end, 0, action, Event(RECEIVE, action, span.rank)))
+    return tuple(event for *_, event in sorted(found, key=lambda one: one[:3]))
+
+
+@dataclass(frozen=True)
+class Sent:
+    """A tensor of a stage, as its owner describes it. `mesh`, `placements`, `whole`: of a DTensor, else None."""
+
+    names: tuple[str, ...]
+    shape: torch.Size
+    dtype: torch.dtype
+    is_parameter: bool
+    trained: bool
+    mesh: tuple[str, ...] | None = None
+    placements: Any = None
+    whole: tuple[torch.Size, tuple[int, ...]] | None = None
+
+
+class Mirror:
+    """A rank's copy of the stage that the rank mirrored in the pipeline owns, and the runs of both stages."""
+
+    def __init__(self, engine: PipelineEngine, part: PipelinePart) -> None:
+        self.engine, self.part = engine, part
+        self.place, self.ranks = engine.group.rank(), engine.group.size()
+        self.partner = self.ranks - 1 - self.place
+        # Messages of the two directions must not wait for each other: to higher ranks, and to lower ones.
+        self.groups = engine.group, engine.mesh.second_stage_group
+        self.stamps: tuple[int, int] | None = None  # what was known of both stages when the copy was made
+        self.copies: list[tuple[list[tuple[nn.Module, str]], torch.Tensor]] = []  # where each stands, and its values
+
+    # ---- a run -----------------------------------------------------------------------------------------------------
+
+    def run(self, calls: list[ScheduledCall]) -> Ran:
+        """Run the micro-batches of all calls, half of them each way."""
+        engine, parts = self.engine, Parts(calls)
+        self._refresh()
+        engine.services.before_run(True, calls[0].tokens)
+        engine.latest_count = len(parts)
+        scale_loss = engine.services.scale_loss
+        scale = None if scale_loss is None else scale_loss(torch.ones((), device=engine.mesh.device))
+        with autocast_per_stage(engine) as autocast, fresh_gradients(engine.trainable()) as fresh, self._with_values():
+            ways: list[tuple[StageView, Stage, MirroredView | None]] = [
+                (engine.views[0], engine.stages[0], None),
+                (self.mirrored.view, self.stage, self.mirrored),
+            ]
+            for view, stage, _ in ways:
+                stage.work, stage.autocast = functools.partial(parts.run, view), autocast
+            try:
+                losses = self._run_events(parts, ways, scale)
+            finally:
+                for _, stage, _ in ways:
+                    stage.work, stage.autocast = None, contextlib.nullcontext
+        self._hand_over(fresh)
+        of_calls = parts.losses(losses, engine.mesh.device)
+        dist.all_reduce(of_calls, group=engine.group)  # both ends of the pipeline have computed some
+        return Ran(list(of_calls.unbind()), fresh, scale)
+
+    def _run_events(
+        self,
+        parts: Parts,
+        ways: list[tuple[StageView, Stage, MirroredView | None]],
+        scale: torch.Tensor | None,
+    ) -> list[torch.Tensor]:
+        """Return the loss of each micro-batch; zeros where another rank has it."""
+        engine, last, device = self.engine, self.engine.last_index, self.engine.mesh.device
+        alive: dict[int, tuple[torch.Tensor | None, torch.Tensor]] = {}  # what arrived, what left
+        arriving: dict[Action, tuple[dist.Work | None, torch.Tensor]] = {}
+        leaving: dict[Action, torch.Tensor] = {}
+        sent: list[tuple[dist.Work | None, torch.Tensor]] = []
+        losses = [torch.zeros((), device=device) for _ in range(len(parts))]
+        for what, action, peer in plan_events(self.ranks, len(parts), self.place):
+            kind, index, i, _ = action
+            if what == SEND:
+                tensor = leaving.pop(action)
+                sent.append((dist.isend(tensor, group=self.groups[peer < self.place], group_dst=peer), tensor))
+                continue
+            if what == RECEIVE:
+                like = parts.boundaries[i]
+                tensor = torch.empty(like.shape, dtype=like.dtype, device=device)
+                group = self.groups[peer > self.place]
+                arriving[action] = dist.irecv(tensor, group=group, group_src=peer), tensor
+                continue
+            work, arrived = arriving.pop(Action(kind, index + (-1 if kind == FORWARD else 1), i), (None, None))
+            if work is not None:
+                work.wait()
+            view, stage, mirrored = ways[i % 2]
+            shown = contextlib.nullcontext() if mirrored is None else mirrored.shown()
+            with parts.around(i), engine.recorder.span(kind, view.index, i), shown:
+                if kind == FORWARD:
+                    hidden = None if arrived is None else arrived.requires_grad_()
+                    output = stage(hidden, i)
+                    alive[i] = hidden, output
+                else:
+                    hidden, output = alive.pop(i)
+                    if output.requires_grad:
+                        scaled = output * scale if index == last and scale is not None else output
+                        torch.autograd.backward(scaled, arrived)
+            if kind == FORWARD and index == last:
+                losses[i] = output.detach().float()
+            elif kind == FORWARD:
+                leaving[action] = output.detach().contiguous()
+            elif hidden is not None:
+                leaving[action] = (torch.zeros_like(hidden) if hidden.grad is None else hidden.grad).contiguous()
+        for work, _ in sent:
+            if work is not None:
+                work.wait()
+        return losses
+
+    # ---- the copy --------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _with_values(self) -> Iterator[None]:
+        """Give the mirrored modules their values; outside a run they have none, as all modules of other stages."""
+        former = []
+        for places, value in self.copies:
+            for module, leaf in places:
+                held: dict[str, Any] = module._parameters if leaf in module._parameters else module._buffers
+                former.append((held, leaf, held[leaf]))
+                held[leaf] = value
+        try:
+            yield
+        finally:
+            for held, leaf, empty in former:
+                held[leaf] = empty
+
+    def _refresh(self) -> None:
+        """Send the weights that train to their mirror; all of the stage where anything else has changed."""
+        own, state = self._own_tensors(), self._adapters()
+        changed = [(one, id(tensor), stored(tensor).data_ptr(), tensor._version) for one, tensor in own]
+        frozen = [entry if not entry[0].trained else entry[:2] for entry in changed]
+        modules = [id(module) for module in self.engine.remote_modules.modules.values()]
+        stamps = self._exchange_numbers(torch.tensor([hash((*map(str, frozen), str(state), *modules))]))
+        if stamps != self.stamps:
+            self._build([one for one, _ in own], state)
+        self.stage.train(self.engine.model.training)
+        self._checkpoint_as_own()
+        give = [stored(tensor.detach()) for one, tensor in own if one.trained or stamps != self.stamps]
+        take = [stored(v.detach()) for _, v in self.copies if v.requires_grad or stamps != self.stamps]
+        self._exchange(give, take)
+        self.stamps = stamps
+
+    def _adapters(self) -> object:
+        switch = self.engine.services.adapters
+        return None if switch is None else switch.read()
+
+    def _own_tensors(self) -> list[tuple[Sent, torch.Tensor]]:
+        """Return the parameters and buffers of this rank's stage, each once."""
+        inside = {id(module) for module in self.engine.stages[0].modules()}
+        found: dict[int, tuple[list[str], torch.Tensor, bool]] = {}
+        for name, module in self.engine.model.named_modules(remove_duplicate=False):
+            for held in (module._parameters, module._buffers) if id(module) in inside else ():
+                for leaf, tensor in held.items():
+                    if tensor is not None:
+                        entry = found.setdefault(id(tensor), ([], tensor, held is module._parameters))
+                        entry[0].append(f"{name}.{leaf}")
+        described = []
+        for names, tensor, is_parameter in found.values():
+            placed = (
+                (tensor.device_mesh.mesh_dim_names, tensor.placements, (tensor.shape, tensor.stride()))
+                if isinstance(tensor, DTensor)
+                else ()
+            )
+            part = stored(tensor.detach())
+            trained = is_parameter and tensor.requires_grad
+            described.append((Sent(tuple(names), part.shape, part.dtype, is_parameter, trained, *placed), tensor))
+        return described
+
+    def _build(self, own: list[Sent], state: object) -> None:
+        """Make room for the partner's stage, and views that run it."""
+        engine, remote = self.engine, self.engine.remote_modules
+        theirs: list[Sent]
+        theirs, their_state = self._exchange_objects((own, state))
+        tops = [module for module in remote.modules.values() if isinstance(module, nn.Module)]
+        aside = {id(part) for top in tops for part in top.modules()}
+        placed = [parameter for parameter in engine.model.parameters() if isinstance(parameter, DTensor)]
+        meshes = {parameter.device_mesh.mesh_dim_names: parameter.device_mesh for parameter in placed}
+        self.copies = []
+        with remote.shown(engine.model):
+            modules = dict(engine.model.named_modules(remove_duplicate=False))
+        for one in theirs:
+            paths = [name.rpartition(".") for name in one.names]
+            places = [(modules[path], leaf) for path, _, leaf in paths if id(modules.get(path)) in aside]
+            assert places, f"no module of another stage has {one.names}"
+            self.copies.append((places, self._room_for(one, meshes)))
+        self.mirrored = mirrored_view(engine.model, self.part, self.partner, remote)
+        self.stage = Stage(self.mirrored.view)
+        if engine.services.adapters is not None:
+            engine.services.adapters.set_in(self.stage, their_state)
+
+    def _room_for(self, one: Sent, meshes: dict[Any, DeviceMesh]) -> torch.Tensor:
+        value: torch.Tensor = torch.empty(one.shape, dtype=one.dtype, device=self.engine.mesh.device)
+        if one.mesh is not None and one.whole is not None:
+            shape, stride = one.whole
+            mesh = meshes[one.mesh]
+            value = DTensor.from_local(value, mesh, one.placements, run_check=False, shape=shape, stride=stride)
+        return nn.Parameter(value, requires_grad=one.trained) if one.is_parameter else value
+
+    def _checkpoint_as_own(self) -> None:
+        """Switch checkpoints of mirrored layers on or off as scripts have switched those of this rank's own layers."""
+        of_stages = [
+            [layer for layer in stage.modules() if hasattr(layer, "gradient_checkpointing")]
+            for stage in (self.engine.stages[0], self.stage)
+        ]
+        is_on = any(layer.gradient_checkpointing for layer in of_stages[0])
+        functions = [vars(layer).get("_gradient_checkpointing_func") for layer in of_stages[0]]
+        for layer in of_stages[1]:
+            layer.gradient_checkpointing = is_on
+            if functions[0] is not None:
+                layer._gradient_checkpointing_func = functions[0]
+
+    # ---- gradients -------------------------------------------------------------------------------------------------
+
+    def _hand_over(self, fresh: Fresh) -> None:
+        """Send the mirror's gradients to their owner, and add to `fresh` what the own stage's mirror has found."""
+        trained = [value for _, value in self.copies if value.requires_grad]
+        gradients = [value.grad for value in trained]
+        for value in trained:
+            value.grad = None
+        places = {id(parameter): number for number, (parameter, _) in enumerate(fresh)}
+        own = [tensor for one, tensor in self._own_tensors() if one.trained]
+        given = torch.tensor([gradient is not None for gradient in gradients], dtype=torch.uint8)
+        taken = torch.zeros(len(own), dtype=torch.uint8)
+        self._exchange([given], [taken], self.engine.control)
+        give = [stored(gradient) for gradient in gradients if gradient is not None]
+        wanted = [parameter for parameter, is_there in zip(own, taken.tolist(), strict=True) if is_there]
+        nothing: list[torch.Tensor] = []
+        for giving, taking in itertools.zip_longest(_buckets(give), _buckets(wanted), fillvalue=nothing):
+            arrived = [torch.empty_like(stored(parameter.detach())) for parameter in taking]
+            self._exchange(giving, arrived)
+            for parameter, part in zip(taking, arrived, strict=True):
+                number = places[id(parameter)]
+                gradient = fresh[number][1]
+                if gradient is not None:
+                    stored(gradient).add_(part)
+                    continue
+                whole = placed_as(parameter, part) if isinstance(parameter, DTensor) else part
+                fresh[number] = cast(nn.Parameter, parameter), whole
+
+    # ---- messages between the two ranks of a pair ------------------------------------------------------------------
+
+    def _exchange(
+        self, give: list[torch.Tensor], take: list[torch.Tensor], group: dist.ProcessGroup | None = None
+    ) -> None:
+        """Send tensors to the partner and receive into others."""
+        group = group or self.engine.group
+        ops = [dist.P2POp(dist.isend, t.contiguous(), group=group, group_peer=self.partner) for t in give if t.numel()]
+        into = [t if t.is_contiguous() else torch.empty_like(t, memory_format=torch.contiguous_format) for t in take]
+        ops += [dist.P2POp(dist.irecv, t, group=group, group_peer=self.partner) for t in into if t.numel()]
+        for work in dist.batch_isend_irecv(ops) if ops else ():
+            work.wait()
+        for tensor, arrived in zip(take, into, strict=True):
+            if arrived is not tensor:
+                tensor.copy_(arrived)
+
+    def _exchange_numbers(self, number: torch.Tensor) -> tuple[int, int]:
+        """Return the number of this rank and that of its partner."""
+        theirs = torch.empty_like(number)
+        self._exchange([number], [theirs], self.engine.control)
+        return int(number), int(theirs)
+
+    def _exchange_objects(self, own: Any) -> Any:
+        """Return what the partner gives."""
+        packed = torch.frombuffer(bytearray(pickle.dumps(own)), dtype=torch.uint8)
+        arrived = torch.empty(self._exchange_numbers(torch.tensor([packed.numel()]))[1], dtype=torch.uint8)
+        self._exchange([packed], [arrived], self.engine.control)
+        return pickle.loads(arrived.numpy().tobytes())
+
+
+def _buckets(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Cut a list where so many bytes are reached."""
+    found: list[list[torch.Tensor]] = []
+    size = _BUCKET
+    for tensor in tensors:
+        if size >= _BUCKET:
+            found.append([])
+            size = 0
+        found[-1].append(tensor)
+        size += stored(tensor.detach()).nbytes
+    return found

@@ -1,0 +1,124 @@
+"""What `pipeline_schedule=chimera` does not take: each line names the setting, and a value that works."""
+
+import re
+
+import pytest
+from transformers import Trainer
+
+from hf_parallel.ask.config import ParallelConfig
+from hf_parallel.ask.spec import SpecError
+from hf_parallel.axes.pipeline.schedules import choose_schedule, micro_batch_count
+from hf_parallel.hooks.trainer import joint_steps
+from hf_parallel.plans.examine import examine
+from tests import models
+from tests.distributed import RankFailure, run
+from tests.rows import Rows
+from tests.training import OwnTrainer, activate, arguments_of, own_loss
+
+CHIMERA = "pipeline_schedule=chimera"
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "pp_size=3",
+        "pp_size=7",
+        "dp_shard_size=2",
+        "cp_size=2",
+        "offload=optimizer",
+        "compile=regional",
+        "precision=fp8",
+        "activation_offload=True",
+        "tiled_mlp=True",
+        "pipeline_virtual_stages=2",
+        "pipeline_microbatches=1",
+        "pipeline_microbatches=5",
+        "pipeline_fill=kfac",
+        "pipeline_energy=slack",
+        "monitor=noise",
+    ],
+)
+def test_settings(setting):
+    """What the line says that works does."""
+    pp = "" if setting.startswith("pp_size") else "pp_size=2,"
+    with pytest.raises(SpecError) as refused:
+        ParallelConfig.parse(f"{pp}{CHIMERA},{setting}")
+    said = str(refused.value)
+    named = setting if "fill" not in setting and "energy" not in setting else CHIMERA
+    assert said.lower().startswith(named.lower())
+    works = re.search(r"; (\S+) works$", said)[1]
+    works = works if "=" in works else f"{setting.partition('=')[0]}={works}"
+    if works.startswith("pipeline_schedule"):
+        ParallelConfig.parse(f"{pp}{setting},{works}")
+    else:
+        ParallelConfig.parse(f"{pp}{CHIMERA},{works}")
+
+
+def test_experts_on_ranks_of_their_own():
+    with pytest.raises(SpecError, match="ep_size=2: pipeline_schedule=chimera .*; ep_size=1 works"):
+        ParallelConfig.parse(f"pp=2,tp=2,ep=2,{CHIMERA}")
+
+
+@pytest.mark.parametrize("setting", ["tp_mesh=2x2", "batch_shares=3:1"])
+def test_settings_of_other_axes(setting):
+    key, _, value = setting.partition("=")
+    sizes = {"tp_mesh": "pp=2,tp=4", "batch_shares": "pp=2,dp_replicate=2,dp_shard=1"}[key]
+    with pytest.raises(SpecError, match=f"{key}={value}: {CHIMERA} .* works"):
+        ParallelConfig.parse(f"{sizes},{CHIMERA},{setting}")
+
+
+@pytest.mark.parametrize("split", ["3:1", "auto"])
+def test_speeds_of_ranks(split):
+    with pytest.raises(SpecError, match=f"pipeline_split={split}: .*leave it out"):
+        ParallelConfig.parse(f"pp=2,{CHIMERA},pipeline_split={split}")
+
+
+@pytest.mark.parametrize(("rows", "works"), [(5, 4), (2, 4)])
+def test_batches_that_do_not_halve(rows, works):
+    config = ParallelConfig.parse(f"pp=4,dp_shard=1,{CHIMERA}")
+    with pytest.raises(SpecError, match=f"a batch of {rows} rows .* {works} works"):
+        micro_batch_count(rows, config)
+    assert micro_batch_count(works, config) == works
+
+
+@pytest.mark.parametrize("count", [4, 8, 16, 64])
+def test_auto_never_picks_it(count):
+    config = ParallelConfig.parse(f"pp=4,dp_shard=1,pipeline_schedule=auto,pipeline_microbatches={count}")
+    assert choose_schedule(config, 16, False) != "chimera"
+
+
+@pytest.mark.parametrize("name", ["mixtral", "bert"])
+def test_models(name):
+    """Experts, and losses over whole batches."""
+    problems = examine(models.build(name), ParallelConfig.parse(f"pp=2,dp_shard=1,{CHIMERA}"), 2).problems
+    assert problems[0].startswith(CHIMERA)
+    assert problems[0].endswith("pipeline_schedule=1f1b works")
+
+
+def start(out: str, kind: type[Trainer], changes: dict, options: dict, late: bool = False) -> None:
+    """A script until its trainer is made."""
+    activate(f"pp=2,{CHIMERA}")
+    arguments = arguments_of(out)
+    for name, value in changes.items():
+        setattr(arguments, name, value)
+    trainer = kind(model=models.build("llama"), args=arguments, train_dataset=Rows(8, 3), **options)
+    if late:
+        trainer.args.fp16 = True  # on CPUs it is refused before, with any layout
+        joint_steps.check_mirrored_trainer(trainer)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "options", "late", "said"),
+    [
+        (OwnTrainer, {}, {}, False, "a script's own runs on one"),
+        (Trainer, {}, {"compute_loss_func": own_loss}, False, "a script's own runs on one"),
+        (Trainer, {"label_smoothing_factor": 0.1}, {}, False, "a script's own runs on one"),
+        (Trainer, {"optim": "lomo"}, {}, False, "optim=lomo"),
+        (Trainer, {}, {}, True, "fp16=True; bf16=True works"),
+    ],
+    ids=["compute_loss", "compute_loss_func", "label smoothing", "lomo", "fp16"],
+)
+def test_trainers(tmp_path, kind, changes, options, late, said):
+    with pytest.raises(RankFailure, match=f"{CHIMERA}: .* works") as failure:
+        run(start, 2, str(tmp_path), kind, changes, options, late, init=False)
+    assert said in str(failure.value)
