@@ -39,7 +39,7 @@ from hf_parallel.planner.memory import GIB, RankMemory, fits, fullest, memory_of
 from hf_parallel.planner.pipeline import Stage, adapted, make_stages, pipeline_seconds, stages_by_rank, timeline
 from hf_parallel.planner.prediction import Breakdown, Prediction
 from hf_parallel.planner.shape import Attention, Block, Matrix, ModelShape, shape_of
-from hf_parallel.planner.states import offload_seconds
+from hf_parallel.planner.states import offload_seconds, sum_width
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -332,13 +332,16 @@ def _lowering(stage: Stage, layout: Layout, job: Job, cluster: Cluster) -> Times
 
 
 def _accumulating(stage: Stage, layout: Layout, job: Job, cluster: Cluster) -> float:
-    """Each micro-batch's 16-bit gradients are read and added to the sum, under ZeRO-3 to a shard of it."""
+    """Read each micro-batch's gradients and add them to their sum, under ZeRO-3 to a shard of it.
+
+    A sum in the gradients' own 16 bits is read and written in 16 bits.
+    """
     if job.lora or job.micro_batches == 1 or job.habits.transformer_engine:
         return 0.0
     sharded = layout.reduces_each or (layout.zero_stage == 3 and not job.habits.fsdp2)
     shards = layout.shards if sharded else 1
     numbers = stage.dense(*layout.tp_and_columns) / shards + stage.experts(layout.expert_split)
-    return memory_seconds(cluster.gpu, numbers * (job.stored + 8))
+    return memory_seconds(cluster.gpu, numbers * (job.stored + 2 * sum_width(job)))
 
 
 # ---- Seconds of a step: the pipeline by simulation, what is communicated after it, the optimizer, the host ----------
