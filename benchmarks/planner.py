@@ -34,10 +34,11 @@ def main() -> None:
     parser.add_argument("--leave-one-out", action="store_true", help="fit without each series, test on it")
     parser.add_argument("--transfer", action="store_true", help="test each type with the other type's efficiencies")
     parser.add_argument("--fit", metavar="GPU", help="fit the efficiencies of this type and print them")
+    parser.add_argument("--rounds", type=int, default=6, help="of --fit at most (6)")
     args = parser.parse_args()
     rows = published.read(args.rows)
     if args.fit:
-        found = fit(args.fit, gpu_family(published.of_time(rows, HALF), args.fit))
+        found = fit(args.fit, gpu_family(published.of_time(rows, HALF), args.fit), args.rounds)
         print("\n".join(f"      {name}: {value:.3g}" for name, value in found.items()))
     elif args.transfer:
         transfer(published.of_time(rows, HALF))

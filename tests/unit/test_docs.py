@@ -100,6 +100,7 @@ ELSEWHERE = {
 #: What keeps a benchmark within a second; its figures are the pages' own.
 SHORT = {
     "benchmarks/monitor.py": ["--spec=tp=2", "--steps=1", "--hidden=32", "--length=8"],
+    "benchmarks/planner.py": ["--rounds", "1"],
     "benchmarks/context.py": ["--length=64", "--steps=1", "--limit=4000"],
     "benchmarks/pipeline.py": ["--ranks=2", "--micro-batches=2", "--milliseconds=1", "--steps=1", "--schedules=1f1b"],
 }
