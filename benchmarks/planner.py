@@ -7,7 +7,7 @@
     python benchmarks/planner.py published_layouts.json --fit a100-80gb  # new efficiencies for the catalogue
 
 The file is a list of rows with the names that `benchmarks/published.py` reads. Fitted is one set of efficiencies per
-type of GPU, by random search from the same prior; a series is one publication.
+type of GPU, by least squares from the same prior; a series is one publication.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ def main() -> None:
     parser.add_argument("--leave-one-out", action="store_true", help="fit without each series, test on it")
     parser.add_argument("--transfer", action="store_true", help="test each type with the other type's efficiencies")
     parser.add_argument("--fit", metavar="GPU", help="fit the efficiencies of this type and print them")
-    parser.add_argument("--seconds", type=float, default=60, help="for each fit (60)")
+    parser.add_argument("--rounds", type=int, default=6, help="of --fit at most (6)")
     args = parser.parse_args()
     rows = published.read(args.rows)
     if args.fit:
-        found = fit(args.fit, gpu_family(published.of_time(rows, HALF), args.fit), args.seconds)
+        found = fit(args.fit, gpu_family(published.of_time(rows, HALF), args.fit), args.rounds)
         print("\n".join(f"      {name}: {value:.3g}" for name, value in found.items()))
     elif args.transfer:
         transfer(published.of_time(rows, HALF))
     elif args.leave_one_out:
-        leave_one_out(published.of_time(rows, HALF), args.seconds)
+        leave_one_out(published.of_time(rows, HALF))
         if mixtures := published.of_mixtures(rows):
-            leave_out_of_mixtures(published.of_time(rows, HALF), mixtures, args.seconds)
+            leave_out_of_mixtures(published.of_time(rows, HALF), mixtures)
     else:
         time_figures(rows)
         if published.of_mixtures(rows):

@@ -1,6 +1,6 @@
 """How good is the planner on rows that it was not fitted on? Each series of published rows, predicted without it.
 
-    python -m benchmarks.planner_held_out published_layouts.json published_layouts_2.csv              # 15 minutes
+    python -m benchmarks.planner_held_out published_layouts.json published_layouts_2.csv              # 5 minutes
     python -m benchmarks.planner_held_out published_layouts.json published_layouts_2.csv --fit-memory # on all rows
 
 For each series the efficiencies of its type of GPU (13, of `planner_fit.PRIOR`) and the four numbers of memory outside
@@ -99,7 +99,7 @@ def fit_memory(measured: list[Room], ran_or_not: list[Room], seed: int = 0) -> d
     return found
 
 
-def held_out(rows: list[published.Row], seconds: float) -> None:
+def held_out(rows: list[published.Row]) -> None:
     """Print the errors of each series, everything fitted on the others."""
     timed = [row for row in published.with_step_times(rows) if not row.get("experts")]
     measured = [read_room(row) for row in published.of_memory(rows) if not row.get("experts")]
@@ -109,7 +109,7 @@ def held_out(rows: list[published.Row], seconds: float) -> None:
     everything: list[tuple[published.Row, float]] = []
     for name in sorted({room.row["series"] for room in (*measured, *asked)} | {row["series"] for row in timed}):
         mine = [row for row in timed if row["series"] == name]
-        errors = _time_errors(mine, timed, seconds)
+        errors = _time_errors(mine, timed)
         everything += errors
         numbers = fit_memory(*([r for r in rooms if r.row["series"] != name] for rooms in (measured, asked)))
         shown = [_series_cells(errors), _memory_cells([r for r in measured if r.row["series"] == name], numbers)]
@@ -118,9 +118,7 @@ def held_out(rows: list[published.Row], seconds: float) -> None:
     print(f"| all | {_series_cells(everything)} | | | | | {_order_cells(everything)} |")
 
 
-def _time_errors(
-    mine: list[published.Row], every: list[published.Row], seconds: float
-) -> list[tuple[published.Row, float]]:
+def _time_errors(mine: list[published.Row], every: list[published.Row]) -> list[tuple[published.Row, float]]:
     """Return errors of a series' rows, with efficiencies fitted on those of other series where they are of its GPU."""
     found = [(row, published.call(row).step_time_s / row["step_time_s"] - 1) for row in mine]
     fitted = [row for row in every if any(name in str(row["precision"]).lower() for name in PRECISIONS)]
@@ -128,7 +126,7 @@ def _time_errors(
         family = {id(row) for row in gpu_family(mine, gpu)}
         others = [row for row in gpu_family(fitted, gpu) if row["series"] not in {row["series"] for row in mine}]
         if family and others:
-            efficiency = dataclasses.replace(find_gpu(gpu).efficiency, **fit(gpu, _some_of_each(others), seconds))
+            efficiency = dataclasses.replace(find_gpu(gpu).efficiency, **fit(gpu, _some_of_each(others)))
             again = lambda row, efficiency=efficiency: predicted_seconds(row, efficiency) / row["step_time_s"] - 1  # noqa: E731
             found = [(row, again(row) if id(row) in family else error) for row, error in found]
     return found
@@ -180,7 +178,6 @@ def _order_cells(errors: list[tuple[published.Row, float]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("rows", nargs="+", help="files of published layouts, JSON or CSV")
-    parser.add_argument("--seconds", type=float, default=90, help="for each fit (90)")
     parser.add_argument("--fit-memory", action="store_true", help="print the four numbers fitted on all rows")
     args = parser.parse_args()
     rows = [row for path in args.rows for row in published.read(path)]
@@ -193,7 +190,7 @@ def main() -> None:
                 mine = ([room for room in each if room.row["series"] == name] for each in rooms)
                 print(f"{name:<28}", *(f"{cells(r, numbers):<48}" for cells, r in zip(_CELLS, mine, strict=True)))
     else:
-        held_out(rows, args.seconds)
+        held_out(rows)
 
 
 _CELLS = (_memory_cells, _fit_cells)

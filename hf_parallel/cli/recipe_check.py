@@ -139,7 +139,9 @@ def _choice(recipe: Recipe, shape: ModelShape) -> Choice:
 
 
 def _with_logits(recipe: Recipe) -> ParallelConfig:
-    """Return the layout with its logits counted: a recipe's script computes its loss by itself."""
+    """Return the layout with its logits counted, unless it says otherwise: a script may compute its loss by itself."""
+    if recipe.layout.lean_loss == "true":
+        return recipe.layout
     return dataclasses.replace(recipe.layout, lean_loss="false")
 
 

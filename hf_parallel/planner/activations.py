@@ -265,6 +265,18 @@ def kept_bytes(block: Block, hidden: int, layout: Layout, job: Job) -> float:
     return formula if counted is None else formula * counted / _by_formula(block, hidden, Layout(), job)
 
 
+def offloaded_bytes(block: Block, hidden: int, layout: Layout, job: Job) -> float:
+    """Return the bytes per token of one block that `activation_offload` sends to the host, on average.
+
+    Of a checkpointed layer its input goes. What attention gave, which ranks of cp keep beside it, stays.
+    """
+    if job.each_recomputed != "full":
+        return kept_bytes(block, hidden, layout, job)
+    parts = layout.tp if layout.partition_activations else layout.stream_parts
+    plain = kept_bytes(block, hidden, layout, replace(job, recompute="none")) if job.recomputed_share < 1 else 0.0
+    return job.recomputed_share * job.stored * hidden / parts + (1 - job.recomputed_share) * plain
+
+
 def _all_products(block: Block, hidden: int, layout: Layout, job: Job) -> float:
     """The block's input, what attention gives, and outputs of products: of row-parallel ones after their sum.
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from hf_parallel.ask.config import ParallelConfig
 from hf_parallel.ask.keys.layers import AUTO, TORCH_FLASH
-from hf_parallel.planner.candidates import HEADROOM, WAYS, Goal, configured, heads_divide, sizes_of
+from hf_parallel.planner.candidates import HEADROOM, Goal, configured, heads_divide, sizes_of, ways_of
 from hf_parallel.planner.choices import Choice, TooLarge, leanest, predicted, variants
 from hf_parallel.planner.hardware import Cluster
 from hf_parallel.planner.prediction import EXPERTS, MEASURED, TRANSFERRED
@@ -283,7 +283,7 @@ def explain_absence(goal: Goal, config: ParallelConfig, best: Choice | None) -> 
         return f"a global batch of {goal.global_batch} does not divide among {ranks} data ranks"
     given = config.activation_checkpointing != "none" or config.offload != "none"
     mine = {"activation_checkpointing": config.activation_checkpointing, "offload": config.offload}
-    found = list(variants(goal, config, math.inf, [mine] if given else WAYS))
+    found = list(variants(goal, config, math.inf, [mine] if given else ways_of(goal)))
     if not found:
         return f"a global batch of {goal.global_batch} leaves too few micro-batches"
     fitting = [choice for choice in found if isinstance(choice, Choice)]

@@ -35,6 +35,19 @@ WAYS: tuple[dict[str, str], ...] = tuple(
     for offload in ("none", "optimizer", "cpu", "nvme:PATH", "nvme_all:PATH")
     for recompute in ("none", "selective", "full")
 )
+#: More ways for sequences of `LONG` tokens or more, after those that offload nothing: what layers keep goes to the
+#: host, and MLPs run over pieces of the sequence. Both cost little where attention takes most of a step.
+LONG = 131072
+LONG_WAYS: tuple[dict[str, Any], ...] = (
+    {**WAYS[2], "tiled_mlp": True},
+    {**WAYS[2], "tiled_mlp": True, "activation_offload": True},
+)
+
+
+def ways_of(goal: Goal) -> list[dict[str, Any]]:
+    """Return the ways in which a layout of this goal may save memory, the cheapest first."""
+    long = goal.seq >= LONG and goal.eight_bit == AUTO  # a scale of 8 bits holds for all tokens of a product
+    return [*WAYS[:3], *(LONG_WAYS if long else ()), *WAYS[3:]]
 
 
 @dataclass(frozen=True)
@@ -291,6 +304,7 @@ def to_job(goal: Goal, config: ParallelConfig, micro_batch: int, count: int) -> 
         eight_bit=config.precision,
         engine="hf_parallel",
         calls=count // (in_a_call or count),
+        activation_offload=config.activation_offload,
         tiled_mlp=config.tiled_mlp,
         lean_loss=config.lean_loss != "false" and not goal.whole_logits and why_not_in(config) is None,
     )

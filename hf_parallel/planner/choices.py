@@ -9,6 +9,7 @@ import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from hf_parallel.ask.config import ParallelConfig
 from hf_parallel.ask.keys.data import parameters_rest
@@ -16,11 +17,10 @@ from hf_parallel.planner.activations import FLASH, Planned
 from hf_parallel.planner.candidates import Goal, configured, context_of, micro_batches, to_job, to_layout
 from hf_parallel.planner.hardware import Cluster
 from hf_parallel.planner.layout import Job, Layout
-from hf_parallel.planner.memory import GIB, fullest, memory_of_ranks
+from hf_parallel.planner.memory import GIB, fullest, host_gib, memory_of_ranks
 from hf_parallel.planner.pipeline import Stage, make_stages, stages_by_rank
 from hf_parallel.planner.predict import predict_step, stage_times
 from hf_parallel.planner.prediction import Prediction
-from hf_parallel.planner.states import host_bytes
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,12 @@ class Choice:
     def free_gib(self) -> float:
         """GiB of a GPU that are left beside what its fullest rank must have."""
         return self.prediction.cluster.gpu.memory_gib - self.needed_gib
+
+    @property
+    def host_gib(self) -> float:
+        """GiB of a node's memory for what its ranks offload."""
+        p = self.prediction
+        return host_gib(make_stages(p.shape, p.layout, p.job), p.layout, p.job, p.cluster)
 
     @property
     def step_time_s(self) -> float:
@@ -86,7 +92,10 @@ class Choice:
             "per_device_train_batch_size": self.rows,
             "gradient_accumulation_steps": self.accumulation,
             **{name: getattr(p, name) for name in rates},
-            **{name: getattr(self, name) for name in ("needed_gib", "allocated_gib", "reserved_gib", "free_gib")},
+            **{
+                name: getattr(self, name)
+                for name in ("needed_gib", "allocated_gib", "reserved_gib", "free_gib", "host_gib")
+            },
             **{name: getattr(p.breakdown, name) for name in ("memory", "time", "bytes_by_axis")},
             "warnings": list(self.warnings),
         }
@@ -185,7 +194,7 @@ class TooLarge:
 
 
 def variants(
-    goal: Goal, config: ParallelConfig, limit: float, ways: Iterable[dict[str, str]]
+    goal: Goal, config: ParallelConfig, limit: float, ways: Iterable[dict[str, Any]]
 ) -> Iterator[Choice | TooLarge]:
     """Growing micro-batches in each of `ways`, up to the first in which any fits.
 
@@ -224,7 +233,8 @@ def attempt(goal: Goal, config: ParallelConfig, size: int, limit: float = math.i
         return None
     ranks = memory_of_ranks(stages, layout, job)
     peak = fullest(ranks)
-    if peak.needed > goal.room_gib * GIB or _offloaded(goal, layout, job) > goal.cluster.gpu.host.memory_gib:
+    on_host, room = host_gib(stages, layout, job, goal.cluster), goal.cluster.gpu.host.memory_gib
+    if peak.needed > goal.room_gib * GIB or on_host > room:
         return TooLarge(config, size, peak.needed / GIB)
     return _choice(config, predict_step(goal.shape, goal.cluster, layout, job, ranks))
 
@@ -248,12 +258,6 @@ def _choice(config: ParallelConfig, prediction: Prediction) -> Choice:
     if config.pp_size == 1:
         return Choice(config, prediction, job.micro_batch, job.micro_batches)
     return Choice(config, prediction, job.micro_batch * job.micro_batches_per_call, job.calls)
-
-
-def _offloaded(goal: Goal, layout: Layout, job: Job) -> float:
-    """GiB in the memory of a node."""
-    ranks = min(goal.cluster.per_node, goal.cluster.gpus)
-    return ranks * host_bytes(goal.shape.parameters / layout.tp / layout.pp / layout.shards, job) / GIB
 
 
 def _least_seconds(cluster: Cluster, stages: tuple[Stage, ...], layout: Layout, job: Job) -> float:

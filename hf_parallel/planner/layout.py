@@ -188,6 +188,7 @@ class Job:
     calls: int = 1  # of a pipeline's schedule per step, each with its share of the micro-batches
     lean_loss: bool = False  # head and loss a chunk of tokens at a time, where that pays
     lowered: bool = False  # fp32 weights that data ranks gather in 16 bits, adapters with them: see `computed_job`
+    activation_offload: bool = False  # what layers keep for the backward rests on the host
     tiled_mlp: bool = False  # MLPs over pieces of the sequence, each computed again in its backward
     compiled: bool = False  # torch.compile fuses what lies between the products of a fused implementation
     fused_norms: bool = True  # a fused implementation's norms are one kernel each, not torch's own operations

@@ -13,6 +13,7 @@ import math
 from dataclasses import dataclass, field
 
 from hf_parallel.ask.keys.data import parameters_rest
+from hf_parallel.axes.activation_offload import AHEAD
 from hf_parallel.axes.chunked_loss import chunk_bytes, fewest_tokens
 from hf_parallel.axes.pipeline.timeline import versions_held
 from hf_parallel.planner.activations import (
@@ -23,6 +24,7 @@ from hf_parallel.planner.activations import (
     has_mask,
     kept_bytes,
     lowered_parameters,
+    offloaded_bytes,
     output_numbers,
     score_gradients,
     wide_bytes,
@@ -45,6 +47,7 @@ from hf_parallel.planner.states import (
     CODE_BYTES,
     adapter_bytes,
     adapter_width,
+    host_bytes,
     state_bytes,
     summed_width,
     zero_states,
@@ -52,6 +55,7 @@ from hf_parallel.planner.states import (
 
 GIB = 2**30
 CONTEXT_GIB = 1.0  # CUDA, kernels
+LAYERS_ON_DEVICE = AHEAD  # whose activations the device holds while those of others rest on the host
 FRAGMENTATION = 0.35  # of activations, temporaries and gathered weights: held by the allocator beyond need
 
 
@@ -120,6 +124,15 @@ def rank_memory(stages: list[Stage], layout: Layout, job: Job, rank: int) -> Ran
         outside["curvature"] = mine.curvature()
     passing = kinds["activations"] + kinds["temporaries"] + kinds["gathered"]
     return RankMemory(rank, kinds | outside, FRAGMENTATION * passing)
+
+
+def host_gib(stages: tuple[Stage, ...], layout: Layout, job: Job, cluster: Cluster) -> float:
+    """Return the GiB of a node's memory that offloaded states and activations of its ranks take."""
+    ranks = min(cluster.per_node, cluster.gpus)
+    parameters = stages[0].shape.parameters / layout.tp / layout.pp / layout.shards
+    each = (_Rank(mine, layout, job, rank) for rank, mine in enumerate(stages_by_rank(stages, layout)))
+    kept = max(rank.activations_on_host() for rank in each) if job.activation_offload else 0.0
+    return ranks * (host_bytes(parameters, job) + kept) / GIB
 
 
 class _Rank:
@@ -293,7 +306,10 @@ class _Rank:
         if self._lean:  # no logits, but the gradients that the loss has computed on its way
             kept_logits = self._gradients_of_loss() * stage.is_last
         sent = self.stream if self.layout.pp > 1 else 0.0  # what arrives, or is sent on, is kept
-        kept = self.tokens * self._kept(stage, self.job.recompute) + sent + kept_logits + self._mask
+        blocks = self.tokens * self._kept(stage, self.job.recompute)
+        if self.job.activation_offload:
+            blocks -= self._offloaded(stage) * max(0.0, 1 - LAYERS_ON_DEVICE / max(1, stage.layers))
+        kept = blocks + sent + kept_logits + self._mask
         return StageBytes(
             kept,
             self._between_halves(stage),
@@ -302,6 +318,17 @@ class _Rank:
             self._gradients(stage) if self._accumulates else 0.0,
             self._gradients(stage) * self.width / self.summed if self._widens else 0.0,
         )
+
+    def activations_on_host(self) -> float:
+        """Bytes of this rank's layers that rest in the host's memory at the fullest moment."""
+        if not self.job.activation_offload:
+            return 0.0
+        return max(map(self._offloaded, self.stages)) * live_forwards(self.layout, self.job)[self.rank]
+
+    def _offloaded(self, stage: Stage) -> float:
+        """Bytes of a stage's blocks that go to the host in one forward."""
+        hidden, layout = self.shape.hidden, self.layout
+        return self.tokens * sum(n * offloaded_bytes(block, hidden, layout, self.job) for block, n in stage.counts)
 
     def _kept(self, stage: Stage, recompute: str) -> float:
         """Bytes per token of a stage's blocks."""

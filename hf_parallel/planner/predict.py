@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from hf_parallel.axes.pipeline.timeline import Timeline
-from hf_parallel.planner.activations import EAGER, FLASH, SDPA, all_keys
+from hf_parallel.planner.activations import EAGER, FLASH, SDPA, all_keys, offloaded_bytes
 from hf_parallel.planner.hardware import Cluster, Gpu, Link, make_cluster
 from hf_parallel.planner.layout import Job, Layout, computed_job, make_job, make_layout
 from hf_parallel.planner.ledger import (
@@ -39,7 +39,7 @@ from hf_parallel.planner.memory import GIB, RankMemory, fits, fullest, memory_of
 from hf_parallel.planner.pipeline import Stage, adapted, make_stages, pipeline_seconds, stages_by_rank, timeline
 from hf_parallel.planner.prediction import Breakdown, Prediction
 from hf_parallel.planner.shape import Attention, Block, Matrix, ModelShape, shape_of
-from hf_parallel.planner.states import offload_seconds
+from hf_parallel.planner.states import offload_seconds, sum_width
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -129,6 +129,10 @@ def block_times(block: Block, hidden: int, layout: Layout, job: Job, cluster: Cl
         _launch(gpu, forward, _KERNELS[0])
         _launch(gpu, backward, _KERNELS[1])
     computed = Times(forward, plus(backward, _recomputed(forward, job)))
+    if job.activation_offload:
+        copied = tokens * offloaded_bytes(block, hidden, layout, job) / gpu.host.pcie
+        waits = (max(0.0, copied - sum(side.values())) for side in (computed.forward, computed.backward))
+        computed += Times(*({"activations to the host and back": wait} for wait in waits))
     if job.tiled_mlp and tokens > hidden:
         mlp = [m for m in block.matrices if block.inner in (m.inputs, m.outputs, m.outputs / 2)]
         again = sum(_matrix(gpu, job, layout, m, tokens, False) for m in mlp)
@@ -332,13 +336,16 @@ def _lowering(stage: Stage, layout: Layout, job: Job, cluster: Cluster) -> Times
 
 
 def _accumulating(stage: Stage, layout: Layout, job: Job, cluster: Cluster) -> float:
-    """Each micro-batch's 16-bit gradients are read and added to the sum, under ZeRO-3 to a shard of it."""
+    """Read each micro-batch's gradients and add them to their sum, under ZeRO-3 to a shard of it.
+
+    A sum in the gradients' own 16 bits is read and written in 16 bits.
+    """
     if job.lora or job.micro_batches == 1 or job.habits.transformer_engine:
         return 0.0
     sharded = layout.reduces_each or (layout.zero_stage == 3 and not job.habits.fsdp2)
     shards = layout.shards if sharded else 1
     numbers = stage.dense(*layout.tp_and_columns) / shards + stage.experts(layout.expert_split)
-    return memory_seconds(cluster.gpu, numbers * (job.stored + 8))
+    return memory_seconds(cluster.gpu, numbers * (job.stored + 2 * sum_width(job)))
 
 
 # ---- Seconds of a step: the pipeline by simulation, what is communicated after it, the optimizer, the host ----------
@@ -462,6 +469,7 @@ def predict(
     engine: str = "standard",
     lean_loss: bool = False,
     tiled_mlp: bool = False,
+    activation_offload: bool = False,
     compiled: bool = False,
     fused_norms: bool = True,
     gradients: str = "auto",
@@ -486,6 +494,7 @@ def predict(
             "hf_parallel": this package's own, which runs them, too.
         lean_loss: are head and loss computed a chunk of tokens at a time, where that needs less memory?
         tiled_mlp: do MLPs run over pieces of the sequence, each again in the backward?
+        activation_offload: does what layers keep for the backward rest on the host?
         compiled: does torch.compile fuse what lies between the products of a fused implementation?
         fused_norms: is a norm of a fused implementation one kernel? If not it is torch's own operations.
         gradients: how 16-bit training with fp32 weights sums them: "bf16", "fp32", "both" (a 16-bit gradient beside
@@ -501,6 +510,7 @@ def predict(
     how = {"recompute": recompute, "precision": precision, "optimizer": optimizer, "offload": offload}
     how |= {"attention": attention, "engine": engine, "gradients": gradients}
     kernels = {"compiled": compiled, "fused_norms": fused_norms, "lean_loss": lean_loss, "tiled_mlp": tiled_mlp}
+    kernels["activation_offload"] = activation_offload
     job = make_job(sizes, seq, micro_batch, global_batch, lora=rank, **how, **kernels)
     return predict_step(shape, cluster, sizes, job)
 

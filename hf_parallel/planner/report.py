@@ -57,6 +57,9 @@ def _remarks(found: Found, dollars: float | None) -> Iterator[str]:
     )
     if found.best:
         yield f"The first: {_in_words(found.best, dollars)}"
+        if (on_host := found.best.host_gib) > 0:
+            of_node = found.goal.cluster.gpu.host.memory_gib
+            yield f"  offloaded to the host: {on_host:.0f} GiB of a node's memory, of {of_node:.0f}"
         yield from _about_loss(found)
         yield from (f"  {line}" for line in batch_lines(found))
         yield from (f"  {reason}" for reason in attending(found.goal, found.best))

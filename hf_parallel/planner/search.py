@@ -29,13 +29,13 @@ from hf_parallel.planner.advice import (
 )
 from hf_parallel.planner.candidates import (
     HEADROOM,
-    WAYS,
     Goal,
     compressed,
     layouts,
     other_schedules,
     rounded,
     sizes_of,
+    ways_of,
 )
 from hf_parallel.planner.choices import TELLS, Choice, Found, attempt, leanest, ranked_seconds, variants
 from hf_parallel.planner.dryrun.run import PRECISIONS, dry_run
@@ -196,7 +196,8 @@ class _Search:
     def __init__(self, goal: Goal, accept: Callable[[ParallelConfig], bool] | None) -> None:
         self.goal, self.accept = goal, accept or (lambda config: True)
         self.looked_at, self.leanest = 0, math.inf
-        self.ways = [way for way in WAYS if way["offload"] == "none" or not goal.lora]  # adapters: nothing to offload
+        # Adapters leave nothing to offload.
+        self.ways = [way for way in ways_of(goal) if way["offload"] == "none" or not goal.lora]
 
     def run(self) -> list[Choice]:
         """Return the best of each sizes, in order; other schedules are tried for the leading ones."""

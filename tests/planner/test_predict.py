@@ -236,3 +236,14 @@ def test_explanation_says_what_tp_leaves_whole():
 def test_refusals(changes, message):
     with pytest.raises(SpecError, match=message.replace("(", r"\(")):
         changed(**changes)
+
+
+def test_a_sum_of_16_bits_is_read_and_written_in_16_bits():
+    """Six bytes per gradient and micro-batch: one read, the sum read and written; ten where the sum is in fp32."""
+    where = {"gpu": "a100-80gb", "gpus": 8, "layout": {"zero_stage": 1}, "seq": 2048, "global_batch": 32}
+    took = {
+        sums: predict(model=LLAMA_8B, micro_batch=1, gradients=sums, **where).breakdown.time["accumulating gradients"]
+        for sums in ("bf16", "fp32", "both")
+    }
+    assert took["bf16"] == pytest.approx(0.6 * took["fp32"], rel=0.03)  # stragglers aside
+    assert took["both"] == pytest.approx(took["fp32"])

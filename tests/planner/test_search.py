@@ -9,6 +9,7 @@ import pytest
 from hf_parallel.ask.config import ParallelConfig, SpecError
 from hf_parallel.planner import make_cluster
 from hf_parallel.planner.choices import TELLS, ranked_seconds
+from hf_parallel.planner.hardware import find_gpu
 from hf_parallel.planner.search import plan, search
 from tests import models
 from tests.models import LLAMA_8B
@@ -299,6 +300,24 @@ def test_a_loss_in_chunks_is_planned_where_it_runs(spec, chunks):
 
     goal = Goal(shape_of(LLAMA_8B), make_cluster("h100-80gb", 2), 4096, 8)
     assert to_job(goal, ParallelConfig.parse(spec).resolve(2), 1, 4).lean_loss is chunks
+
+
+def test_a_million_tokens_fit_eight_gpus_without_being_asked(capsys):
+    """What layers keep goes to the host, MLPs run in pieces; the host's room counts."""
+    from hf_parallel.planner.report import show
+
+    long = {"gpu": "h100-80gb", "gpus": 8, "seq": 1 << 20, "global_batch": 1, "top": 1}
+    best = searched(**long).best
+    assert best.config.activation_offload
+    assert best.config.tiled_mlp
+    inputs = 32 * 4096 * 2 * (1 << 20) / 2**30  # layers, hidden width, bytes, tokens
+    assert best.host_gib == pytest.approx(inputs, rel=0.01)
+    show(searched(**long))
+    assert f"offloaded to the host: {inputs:.0f} GiB of a node's memory, of 1900" in capsys.readouterr().out
+    host = dataclasses.replace(find_gpu("h100-80gb").host, memory_gib=inputs - 1)
+    small = make_cluster(dataclasses.replace(find_gpu("h100-80gb"), host=host), 8)
+    other = search(model=LLAMA_8B, cluster=small, seq=1 << 20, global_batch=1, top=9)
+    assert not any(choice.config.activation_offload for choice in other.choices)
 
 
 def test_the_batch_of_a_step_is_said():

@@ -31,7 +31,7 @@ SPEC = "tp=2,pp=2"
 #: What keeps a benchmark within a second; its figures are the pages' own.
 SHORT = {
     "benchmarks/monitor.py": ["--spec=tp=2", "--steps=1", "--hidden=32", "--length=8"],
-    "benchmarks/planner.py": ["--seconds", "0.1"],
+    "benchmarks/planner.py": ["--rounds", "1"],
     "benchmarks/context.py": ["--length=64", "--steps=1", "--limit=4000"],
     "benchmarks/pipeline.py": ["--ranks=2", "--micro-batches=2", "--milliseconds=1", "--steps=1", "--schedules=1f1b"],
 }
