@@ -76,7 +76,12 @@ class Report:
     def render(self) -> str:
         """The table and the verdict."""
         cells = [_HEADINGS, *((row.part, row.what, row.found, row.expected, row.status) for row in self.rows)]
-        lines = _aligned([(status, *rest) for *rest, status in cells])
+        rows = [(status, *rest) for *rest, status in cells]
+        columns = list(zip(*rows, strict=True))
+        widths = [max((len(cell) for cell in column if len(cell) <= _WIDEST), default=0) for column in columns]
+        lines = [
+            "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+        ]
         return "\n".join([*lines, "", f"{self.name}: {self.verdict}"])
 
 
@@ -94,9 +99,3 @@ def ranks_text(ranks: list[int]) -> str:
 
 def _some(names: list[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
-def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
-    columns = list(zip(*rows, strict=True))
-    widths = [max((len(cell) for cell in column if len(cell) <= _WIDEST), default=0) for column in columns]
-    return ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -123,16 +123,14 @@ class Room:
             elif found:
                 self._leave(self._own.get("failed").decode(), None)
             elif stands:
-                self._end(f"stands in {self._step} for more than {self.limit_s:.0f} s", self._where())
+                frame = sys._current_frames().get(self._watched)
+                where = "".join(traceback.format_stack(frame)[-12:]).rstrip() if frame else ""
+                self._end(f"stands in {self._step} for more than {self.limit_s:.0f} s", where)
 
     def _is_ahead(self) -> bool:
         """Is there a rank that has not come as far as this one?"""
         others = (f"progress/{rank}" for rank in range(self.world) if rank != self.rank)
         return any(not self._own.check([key]) or int(self._own.get(key)) < self._progress for key in others)
-
-    def _where(self) -> str:
-        frame = sys._current_frames().get(self._watched)
-        return "".join(traceback.format_stack(frame)[-12:]).rstrip() if frame else ""
 
     def _end(self, reason: str, text: str) -> None:
         line = f"rank {self.rank}: {reason}"

@@ -41,15 +41,13 @@ class Checksums:
         rest = memoryview(data).cast("B")
         while len(rest):
             head = rest[: CHUNK - start % CHUNK]
-            self._note(start, len(head), head)
+            length = len(head)
+            first, before, crc = self.pieces[-1] if self.pieces else (0, 0, 0)
+            if before and first + before == start and start % CHUNK:  # goes on where the last one ends
+                self.pieces[-1] = first, before + length, zlib.crc32(head, crc)
+            else:
+                self.pieces.append((start, length, zlib.crc32(head)))
             rest, start = rest[len(head) :], start + len(head)
-
-    def _note(self, start: int, length: int, data: memoryview) -> None:
-        first, before, crc = self.pieces[-1] if self.pieces else (0, 0, 0)
-        if before and first + before == start and start % CHUNK:  # goes on where the last one ends
-            self.pieces[-1] = first, before + length, zlib.crc32(data, crc)
-        else:
-            self.pieces.append((start, length, zlib.crc32(data)))
 
     def facts(self) -> FileFacts:
         """Return the file's size and a checksum for every `CHUNK` bytes of it, as the manifest holds them.
@@ -126,7 +124,13 @@ def damages(folder: str, share: int = 0, shares: int = 1) -> list[str]:
     With `shares=0` nothing is read: missing files and wrong sizes only.
     """
     try:
-        facts = _facts(folder)
+        with open(os.path.join(folder, MANIFEST), encoding="utf-8") as file:
+            manifest = json.load(file)
+        if manifest["format"] != _FORMAT:
+            raise ValueError(f"format {manifest['format']}, this version reads {_FORMAT}")
+        if manifest["crc32"] != _crc_of(manifest["files"]) or manifest["chunk"] != CHUNK:
+            raise ValueError("it differs from its own checksum")
+        facts = manifest["files"]
     except (OSError, ValueError, KeyError) as error:
         return [f"{MANIFEST} cannot be read ({error})"]
     found = {name: _wrong_size(os.path.join(folder, name), expected) for name, expected in facts.items()}
@@ -138,16 +142,6 @@ def damages(folder: str, share: int = 0, shares: int = 1) -> list[str]:
             start, end = place * CHUNK, min((place + 1) * CHUNK, facts[name]["bytes"])
             wrong.append(f"{name} differs from its checksum in bytes {start} to {end}")
     return wrong
-
-
-def _facts(folder: str) -> dict[str, FileFacts]:
-    with open(os.path.join(folder, MANIFEST), encoding="utf-8") as file:
-        manifest = json.load(file)
-    if manifest["format"] != _FORMAT:
-        raise ValueError(f"format {manifest['format']}, this version reads {_FORMAT}")
-    if manifest["crc32"] != _crc_of(manifest["files"]) or manifest["chunk"] != CHUNK:
-        raise ValueError("it differs from its own checksum")
-    return manifest["files"]
 
 
 def _crc_of(facts: dict[str, FileFacts]) -> str:

@@ -424,7 +424,18 @@ def pack_states(optimizer: Any) -> None:
             continue
         part = stored(parameter.detach())
         optimizer.init_state(optimizer.param_groups[number], part, number, index)
-        optimizer.state[parameter] = _filled(optimizer.state.pop(part), slots)
+        fresh = optimizer.state.pop(part)
+        for name, value in slots.items():
+            if name not in ("state1", "state2"):
+                fresh[name] = value
+                continue
+            local = stored(value).to(fresh[name].device)
+            if fresh[name].dtype == torch.uint8:
+                codes, fresh[f"absmax{name[-1]}"] = _codes(local, fresh[f"qmap{name[-1]}"])
+                fresh[name].copy_(codes)
+            else:
+                fresh[name].copy_(local)
+        optimizer.state[parameter] = fresh
 
 
 def _parameters(optimizer: Optimizer8bit) -> Iterator[tuple[int, int, torch.Tensor]]:
@@ -433,20 +444,6 @@ def _parameters(optimizer: Optimizer8bit) -> Iterator[tuple[int, int, torch.Tens
     for number, group in enumerate(optimizer.param_groups):
         for index, parameter in enumerate(group["params"]):
             yield number, index, parameter
-
-
-def _filled(fresh: Slots, loaded: Slots) -> Slots:
-    for name, value in loaded.items():
-        if name not in ("state1", "state2"):
-            fresh[name] = value
-            continue
-        local = stored(value).to(fresh[name].device)
-        if fresh[name].dtype == torch.uint8:
-            codes, fresh[f"absmax{name[-1]}"] = _codes(local, fresh[f"qmap{name[-1]}"])
-            fresh[name].copy_(codes)
-        else:
-            fresh[name].copy_(local)
-    return fresh
 
 
 def _codes(values: torch.Tensor, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -180,7 +180,17 @@ class TensorFile:
 
     def __init__(self, path: str, entries: Iterable[Entry], saving: Saving):
         self.path, self.saving, self.sums = path, saving, Checksums()
-        self.header, self.starts, self.size = _layout(entries)
+        described: dict[str, dict] = {"__metadata__": {"format": "pt"}}
+        end = 0
+        for entry in entries:
+            start, end = end, end + entry.nbytes
+            described[entry.name] = {"dtype": DTYPES[entry.dtype], "shape": entry.shape, "data_offsets": [start, end]}
+        text = json.dumps(described).encode()
+        text += b" " * (-len(text) % 8)  # data starts aligned, as the format asks
+        header = len(text).to_bytes(8, "little") + text
+        offsets = {name: facts["data_offsets"][0] for name, facts in described.items() if "data_offsets" in facts}
+        self.header, self.size = header, len(header) + end
+        self.starts = {name: len(header) + start for name, start in offsets.items()}
         self.handle: int | None = None
 
     def create(self) -> None:
@@ -311,17 +321,3 @@ def _publish(saving: Saving, files: list[TensorFile]) -> bool:
         else:
             file.publish(sums)
     return not failed and saving.error is None
-
-
-def _layout(entries: Iterable[Entry]) -> tuple[bytes, dict[str, int], int]:
-    """Return a safetensors header with its length, each tensor's first byte in the file, and the file's size."""
-    described: dict[str, dict] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for entry in entries:
-        start, end = end, end + entry.nbytes
-        described[entry.name] = {"dtype": DTYPES[entry.dtype], "shape": entry.shape, "data_offsets": [start, end]}
-    text = json.dumps(described).encode()
-    text += b" " * (-len(text) % 8)  # data starts aligned, as the format asks
-    header = len(text).to_bytes(8, "little") + text
-    offsets = {name: facts["data_offsets"][0] for name, facts in described.items() if "data_offsets" in facts}
-    return header, {name: len(header) + start for name, start in offsets.items()}, len(header) + end

@@ -260,20 +260,18 @@ def in_folder(directory: str, stack: contextlib.ExitStack, stem: str = "model") 
         FileNotFoundError: there are none.
     """
     tensors: dict[str, LazyTensor] = {}
-    for file in _files(directory, stem):
-        opened = stack.enter_context(RangeFile(os.path.join(directory, file)))
-        tensors.update({key: lazy_tensor(opened.get_slice(key)) for key in opened.keys()})  # noqa: SIM118 - no mapping
-    return tensors
-
-
-def _files(directory: str, stem: str) -> list[str]:
     index = os.path.join(directory, f"{stem}.safetensors.index.json")
     if os.path.isfile(index):
         with open(index, encoding="utf-8") as file:
-            return sorted(set(json.load(file)["weight_map"].values()))
-    if not os.path.isfile(os.path.join(directory, f"{stem}.safetensors")):
+            files = sorted(set(json.load(file)["weight_map"].values()))
+    elif os.path.isfile(os.path.join(directory, f"{stem}.safetensors")):
+        files = [f"{stem}.safetensors"]
+    else:
         raise FileNotFoundError(f"{directory} holds no {stem}.safetensors")
-    return [f"{stem}.safetensors"]
+    for file in files:
+        opened = stack.enter_context(RangeFile(os.path.join(directory, file)))
+        tensors.update({key: lazy_tensor(opened.get_slice(key)) for key in opened.keys()})  # noqa: SIM118 - no mapping
+    return tensors
 
 
 def converted(

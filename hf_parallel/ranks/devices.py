@@ -46,8 +46,3 @@ def device_memory(device: torch.device) -> float:
         return float(torch.get_device_module(device.type).get_device_properties(device).total_memory)
     whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return whole / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-
-
-def measure_device(device: torch.device) -> Device:
-    """Return speed and memory of this process's device."""
-    return Device(product_rate(device), device_memory(device))

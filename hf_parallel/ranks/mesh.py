@@ -50,7 +50,7 @@ from hf_parallel.ask.config import ParallelConfig
 from hf_parallel.ask.keys.sizes import SHARDS
 from hf_parallel.ask.keys.tensor import TP_AXES
 from hf_parallel.ask.spec import refuse
-from hf_parallel.ranks.devices import Device, measure_device
+from hf_parallel.ranks.devices import Device, device_memory, product_rate
 from hf_parallel.ranks.groups import Groups, all_ranks_on_host, urgent_options
 
 #: For threads of groups that something still refers to: to let go of the tensors of their last work.
@@ -263,7 +263,7 @@ class ParallelMesh:
     def pipeline_devices(self) -> tuple[Device, ...]:
         """The slowest speed and the least memory among the processes of each pipeline rank. Collective at first."""
         with self.fork_random_state():
-            own = measure_device(self.device)
+            own = Device(product_rate(self.device), device_memory(self.device))
         found: dict[int, list[Device]] = {}
         devices: list = [None] * dist.get_world_size()
         dist.all_gather_object(devices, own)

@@ -127,9 +127,6 @@ class OneBatch:
         found = [(self.mesh.rank, own)]
         for axis in self.axes:
             found = [entry for part in gather(found, self.mesh.group(axis)) for entry in part]
-        self._compare(found)
-
-    def _compare(self, found: list[tuple[int, dict]]) -> None:
         first, expected = min(found, key=lambda entry: entry[0])
         for rank, checksums in sorted(found, key=lambda entry: entry[0]):
             for name in sorted(checksums.keys() & expected.keys()):

@@ -83,7 +83,12 @@ class Call:
     @property
     def tensor(self) -> torch.Tensor | None:
         """Return the tensor this rank gives; the first one of several."""
-        return _input(self._args)
+        for value in self._args[1::-1] if len(self._args) > 1 else self._args:  # the second argument, then the first
+            while isinstance(value, (list, tuple)) and value:
+                value = value[0]
+            if isinstance(value, torch.Tensor):
+                return value
+        return None
 
     @property
     def peer(self) -> int | None:
@@ -164,16 +169,6 @@ def _observed_wait(original: Callable) -> Callable:
         return result
 
     return wait
-
-
-def _input(args: tuple) -> torch.Tensor | None:
-    """Return the tensor a rank gives: the second of (output, input), else the first of a list of tensors."""
-    for value in args[1::-1] if len(args) > 1 else args:  # the second argument, then the first
-        while isinstance(value, (list, tuple)) and value:
-            value = value[0]
-        if isinstance(value, torch.Tensor):
-            return value
-    return None
 
 
 # ---- Results that a checkpoint keeps of its first run, so that its second one need not compute or send them again

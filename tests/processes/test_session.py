@@ -2,7 +2,7 @@
 
 import pytest
 
-from hf_parallel.ask.session import end_session, of_session
+from hf_parallel.ask.session import end_session, of_process, of_session
 from tests.distributed import run
 
 
@@ -27,8 +27,10 @@ def clean():
 def test_an_object_stays_until_the_session_ends():
     of_session(Counted).number = 3
     assert (of_session(Counted).number, of_session(Other).number) == (3, 0)
+    of_process(Other).number = 4
     end_session()
     assert of_session(Counted).number == 0
+    assert (of_session(Other).number, of_process(Other).number) == (0, 4)
 
 
 def remembered() -> list[tuple[bool, int]]:
