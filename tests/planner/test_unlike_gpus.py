@@ -18,7 +18,9 @@ from hf_parallel.planner.groups import group_devices, read_machines, write_machi
 from hf_parallel.planner.hardware import make_cluster
 from hf_parallel.ranks import devices as rates
 from tests.distributed import run, run_alone
+from tests.planner.test_auto import trained
 from tests.planner.test_mixed_clusters import EIGHT_B
+from tests.rows import VOCABULARY
 
 H100, A100 = ("NVIDIA H100 80GB HBM3", 79.2), ("NVIDIA A100-SXM4-40GB", 39.4)
 V100 = ("Tesla V100-SXM2-32GB", 31.7)
@@ -112,6 +114,20 @@ def test_kinds_in_turns_are_planned_for_the_slowest():
     assert "4 x a100-40gb" in said[0]
     assert "auto plans for the slowest GPU" in said[1]
     assert "nodes of a kind one after another works" in said[1]
+
+
+def trained_on(devices: list[Device], folder: str, out: str) -> tuple:
+    """A Trainer's run under `auto`, as in tests/planner/test_auto.py, on these devices."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(detecting, "device_here", lambda: devices[int(os.environ["RANK"])])
+        return trained(folder, out, "from_pretrained")
+
+
+def test_what_auto_chooses_trains(runs, tmp_path):
+    devices = [Device("one", *kind) for kind in (H100, A100)]
+    results = run(trained_on, 2, devices, runs.initial("llama", vocab_size=VOCABULARY), str(tmp_path))
+    assert results[0] == results[1]
+    assert results[0][2:4] == (True, 2)
 
 
 def why_even(kind: str, **settings: object) -> str | None:
