@@ -19,7 +19,6 @@ pytestmark = pytest.mark.timeout(900)
 SCRIPTS = {
     "trainer": ("test_trainer.py", "test_same_numbers and llama and tp2_pp2"),
     "accelerate": ("test_accelerate_loop.py", "tp2_dp_shard2"),
-    "unlike parts of batches": ("test_batch_shares.py", "test_products and tp2_dp_shard2_batch_shares3:1"),
     "sft": ("test_trl.py", "test_sft and tp2_pp2"),
     "accumulation in one run": ("test_joint_steps.py", "one_run_per_step and pp2_tp2"),
     "two versions of the weights": ("test_delayed_updates.py", "as_its_rule and pp2"),
