@@ -54,6 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     where.add_argument("--network", metavar="NAME", help="link between nodes, such as infiniband-ndr, ethernet-25g")
     where.add_argument("--cluster", metavar="FILE.yaml", help="your own, or groups of unlike GPUs: docs/dry_run.md")
     where.add_argument("--detect", action="store_true", help="this machine; under a launcher those of all processes")
+    where.add_argument("--save-cluster", metavar="FILE.yaml", help="write these machines as a file for --cluster")
     where.add_argument(
         "--calibrate",
         metavar="OUTPUT_DIR",
@@ -95,10 +96,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def plan(args: argparse.Namespace) -> int:
     """Print the plan; 1 if nothing fits, 2 for a command line that cannot work."""
     try:
-        if args.model is None:
+        if args.model is None and not args.save_cluster:
             print(_timeline_alone(args))
             return 0
         if args.detect and os.environ.get("RANK", "0") != "0":  # of a launcher: rank 0 prints for all
+            _cluster(args)
+            return 0
+        if args.model is None:
             _cluster(args)
             return 0
         return _plan_model(args)
@@ -297,6 +301,17 @@ def _adapters(args: argparse.Namespace) -> Callable[[nn.Module], None] | None:
 
 
 def _cluster(args: argparse.Namespace) -> Cluster | MixedCluster:
+    """Return the machines that are named or found, and write them to `--save-cluster`."""
+    from hf_parallel.planner.groups import write_machines
+
+    machines = _named_cluster(args)
+    if args.save_cluster and os.environ.get("RANK", "0") == "0":
+        write_machines(args.save_cluster, machines)
+        print(f"hf_parallel: --cluster {args.save_cluster} plans for these machines", file=sys.stderr)
+    return machines
+
+
+def _named_cluster(args: argparse.Namespace) -> Cluster | MixedCluster:
     from hf_parallel.planner.groups import read_machines
     from hf_parallel.planner.hardware import find_link, make_cluster
 
@@ -354,7 +369,8 @@ def _calibrated(args: argparse.Namespace, model: PretrainedConfig | dict[str, ob
     """The cluster of a training's record; its number of GPUs may be another."""
     from hf_parallel.monitor.expected import calibrated
 
-    given = [f"--{name}" for name in ("gpu", "cluster", "detect", "network") if getattr(args, name)]
+    names = ("gpu", "cluster", "detect", "network", "save_cluster")
+    given = [f"--{name.replace('_', '-')}" for name in names if getattr(args, name)]
     if given:
         refuse(f"--calibrate with {given[0]}", "the record says what the training ran on", "--calibrate alone")
     cluster, lines = calibrated(args.calibrate, model)

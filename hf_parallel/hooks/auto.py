@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -20,6 +19,7 @@ from hf_parallel.ask.session import of_session
 from hf_parallel.ask.spec import refuse
 from hf_parallel.hooks import logits_read
 from hf_parallel.hooks.patching import Patch, Undo, apply, apply_when_imported, around, undo
+from hf_parallel.hooks.trainer.settings import OF_BATCHES, evaluates
 from hf_parallel.hooks.transformers import cached_files
 from hf_parallel.model.calls import by_name
 
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, Trainer, TrainingArguments
 
     from hf_parallel.planner.choices import Choice, Found
+    from hf_parallel.planner.detect import Device
+    from hf_parallel.planner.groups import MixedCluster
     from hf_parallel.planner.hardware import Cluster
 
 _LONGEST_ASSUMED = 2048  # tokens per row where nothing says how long rows are
@@ -42,7 +44,7 @@ class Waiting(NamedTuple):
 
     source: str
     activate: Callable[[ParallelConfig, str], None]
-    cluster: Cluster | None
+    cluster: Cluster | MixedCluster | None
 
 
 class _Shown:
@@ -60,6 +62,8 @@ class _Shown:
         self.undo_list: list[Undo] = []
 
 
+#: Arguments of TRL's trainers whose losses are means over examples.
+_OF_EXAMPLES = {"SFTConfig", "DPOConfig", "KTOConfig", "RewardConfig"}
 _DEFAULT_RANK = 16  # of adapters that the command line asks for without saying how large
 
 
@@ -69,7 +73,9 @@ def waiting() -> str | None:
     return None if waiting is None else waiting.source
 
 
-def wait(source: str, activate: Callable[[ParallelConfig, str], None], cluster: Cluster | None = None) -> None:
+def wait(
+    source: str, activate: Callable[[ParallelConfig, str], None], cluster: Cluster | MixedCluster | None = None
+) -> None:
     """Connect the processes, and choose as soon as there is a model.
 
     Args:
@@ -218,12 +224,13 @@ def choose(shown: Shown) -> None:
     source, activate, _ = asked
     devices = messages.gather(device_here())
     try:
-        chosen = messages.from_one(lambda: _best(shown, [one for one in devices if one is not None]))
+        chosen = messages.from_one(lambda: _best(shown, devices))
     except SpecError as error:
         refuse("parallel=auto", str(error))
     finally:
         stop()
-    report.say(chosen.sentence)
+    for line in chosen.said:
+        report.say(line)
     activate(ParallelConfig.parse(chosen.spec), f"{source} (auto)")
     active = runtime.current()
     if active is not None:
@@ -231,58 +238,128 @@ def choose(shown: Shown) -> None:
 
 
 class Chosen(NamedTuple):
-    """A layout, one sentence about it, and the lines of its reasons and of the next two."""
+    """A layout, the lines that are said of it, and those of its reasons and of the next two."""
 
     spec: str
-    sentence: str
+    said: tuple[str, ...]
     reasons: tuple[str, ...]
 
 
-def _best(shown: Shown, devices: list[tuple[str, float]]) -> Chosen:
+def _best(shown: Shown, devices: list[Device]) -> Chosen:
     """Rank the layouts for the script's model and batch on these machines.
 
     Args:
-        devices: name and GiB of each process's GPU; of unlike ones the slowest kind and the least memory count.
+        devices: of each process. Where those of a kind do not follow each other, no layout by groups is possible, and
+            the slowest kind and the least memory count for all.
     """
     import torch.distributed as dist
 
     from hf_parallel.hooks.trainer import joining
     from hf_parallel.planner.detect import detect, of_all_devices
+    from hf_parallel.planner.groups import MixedCluster, group_devices
     from hf_parallel.planner.search import search
 
     asked = of_session(_Shown).waiting
     known = None if asked is None else asked.cluster
-    unlike = known is None and len({name for name, _ in devices}) > 1
-    cluster = known or detect(dist.get_world_size(), local_world_size())
+    turns: list[str] = []
+    if known is None:
+        here = detect(dist.get_world_size(), local_world_size())
+        try:
+            cluster: Cluster | MixedCluster = group_devices(here, devices)
+        except SpecError as error:
+            cluster = of_all_devices(here, devices)
+            turns.append(f"auto plans for the slowest GPU and the least memory of all: {error}")
+    else:
+        cluster = known
     batch = script_batch(shown.config, None, shown.dtype, shown.lowered)
-    found = search(
-        model=shown.config,
-        cluster=of_all_devices(cluster, devices) if unlike else cluster,
-        seq=batch.seq,
-        global_batch=None,
-        rows=batch.rows,
-        accumulation=batch.accumulation,
-        precision=batch.precision,
-        optimizer=batch.optimizer,
-        lora=shown.adapters or batch.lora,
-        top=3,
-        accept=accepted(shown.config),
-        attention=shown.kernel,
-        documents=batch.documents,
-        whole_logits=shown.reader is not None,
-    )
+    options: dict[str, Any] = {
+        "model": shown.config,
+        "seq": batch.seq,
+        "global_batch": None,
+        "rows": batch.rows,
+        "accumulation": batch.accumulation,
+        "precision": batch.precision,
+        "optimizer": batch.optimizer,
+        "lora": shown.adapters or batch.lora,
+        "top": 3,
+        "accept": accepted(shown.config),
+        "attention": shown.kernel,
+        "documents": batch.documents,
+        "whole_logits": shown.reader is not None,
+    }
+    if isinstance(cluster, MixedCluster):
+        return _best_of_groups(cluster, batch, options)
+    found = search(cluster=cluster, **options)
     if found.best is None:
         refuse(f"no layout of {dist.get_world_size()} processes fits", found.advice)
     joining.remember(found.goal, found.best.config)
-    reasons = [*_reasons(found, batch, shown.reader), *([_about_unlike(devices)] if unlike else [])]
-    return Chosen(found.best.config.to_spec(), sentence(found), tuple(reasons))
+    reasons = [*_reasons(found, batch, shown.reader), *turns]
+    return Chosen(found.best.config.to_spec(), (sentence(found), *turns), tuple(reasons))
 
 
-def _about_unlike(devices: list[tuple[str, float]]) -> str:
-    counts = Counter(name for name, _ in devices)
-    kinds = ", ".join(f"{count} x {name}" for name, count in counts.items())
-    shares = "batch_shares=auto gives fast data ranks more examples"
-    return f"{kinds}: planned for the slowest and the least memory; {shares}"
+# ---- unlike GPUs -------------------------------------------------------------------------------------------------
+
+
+def _best_of_groups(mixed: MixedCluster, batch: ScriptBatch, options: dict[str, Any]) -> Chosen:
+    """Rank the layouts of groups of unlike GPUs, and say if other processes than these would be faster."""
+    from hf_parallel.hooks.trainer import joining
+    from hf_parallel.planner.choices import TELLS
+    from hf_parallel.planner.mixed import search_groups
+    from hf_parallel.planner.mixed_report import commands, in_words, nothing_fits
+    from hf_parallel.ranks.shares import cut_examples
+
+    takes, arguments, why = options["accept"], of_session(_Shown).arguments, _why_even(options["model"])
+
+    def accept(config: ParallelConfig) -> bool:
+        if config.shares is not None:
+            rows = arguments.per_device_eval_batch_size if arguments is not None and evaluates(arguments) else None
+            cut = (1,) if rows is None else cut_examples(rows * config.data_parallel_size, config.shares)
+            if why is not None or min(cut) == 0:
+                return False
+        return takes(config)
+
+    found = search_groups(mixed=mixed, in_order=True, **options | {"accept": accept})
+    if not found.started:
+        works = [] if found.best is None else commands(found, found.best, "start others")
+        refuse(f"no layout of all {mixed.gpus} processes fits", "; ".join([nothing_fits(found), *works]))
+    first, *others = found.started
+    joining.remember(dataclasses.replace(found.goal, cluster=mixed.seen_from(mixed.groups[0])), first.config)
+    gpus = " + ".join(f"{group.cluster.gpus} x {group.cluster.gpu.name}" for group in mixed.groups)
+    said = [f"auto chooses {in_words(first)}, by prediction, on {gpus}"]
+    fastest = min(found.choices, key=lambda choice: choice.seconds_per_row)
+    ratio = fastest.seconds_per_row / first.seconds_per_row
+    if ratio * TELLS < 1:
+        idle = [group.name for group in mixed.groups if group.name not in fastest.groups]
+        remedy = f"leave {' and '.join(idle)} out" if idle else "start nodes in another order"
+        said.append(f"{remedy}: {ratio:.2f} x the time per sequence, {in_words(fastest)}")
+        said += commands(found, fastest, "To start it")
+    reasons = [f"{batch.rows} x {batch.accumulation} rows of {batch.seq} tokens per data rank, {batch.precision}"]
+    reasons += found.reasons()
+    reasons += [] if why is None else [f"no layout has batch_shares: {why}"]
+    reasons += [f"then {in_words(choice)}" for choice in others[:2]]
+    return Chosen(first.config.to_spec(), tuple(said), tuple(reasons))
+
+
+def _why_even(config: PretrainedConfig) -> str | None:
+    """Return why data ranks must have as many examples, by what the script has shown so far; None: they need not."""
+    import transformers
+    from transformers.utils.generic import can_return_loss
+
+    arguments = of_session(_Shown).arguments
+    if arguments is None:
+        return "the script has shown no TrainingArguments, and a loop may weigh its losses itself"
+    kinds = (cls for cls in type(arguments).__mro__ if cls.__module__.startswith(("trl.", "sentence_transformers.")))
+    kind = next(kinds, None)
+    if kind is not None and kind.__name__ not in _OF_EXAMPLES:
+        return f"{kind.__name__} is of a trainer that compares the examples of a batch"
+    asked = getattr(arguments, "loss_type", None) or ()
+    compared = OF_BATCHES & {asked} if isinstance(asked, str) else OF_BATCHES.intersection(asked)
+    if kind is not None and compared:
+        return f"loss_type={min(compared)} is computed of all examples of a data rank together"
+    model = getattr(transformers, (getattr(config, "architectures", None) or [""])[0], None)
+    if model is not None and can_return_loss(model):
+        return f"the loss of {model.__name__} compares examples"
+    return None
 
 
 def sentence(found: Found) -> str:
@@ -329,13 +406,19 @@ def accepted(config: PretrainedConfig) -> Callable[[ParallelConfig], bool]:
     model = build_on_meta(config)
     known: dict[ParallelConfig, bool] = {}
 
+    def shrunk(layout: ParallelConfig) -> ParallelConfig:
+        """Return a layout of two data ranks: how many there are makes no difference to a model, nor do shares."""
+        data, few = min(2, layout.data_parallel_size), f"@0-{layout.cp_size * layout.tp_size - 1}"
+        recompute = layout.recompute_way + few * (layout.recompute_ranks is not None)
+        offload = layout.offload if layout.offload_ranks is None else layout.offload_way + few
+        sizes: dict[str, Any] = {"dp_replicate_size": 1, "dp_shard_size": data, "batch_shares": "even"}
+        return dataclasses.replace(layout, **sizes, activation_checkpointing=recompute, offload=offload)
+
     def accept(layout: ParallelConfig) -> bool:
         alone = ParallelConfig(dp_shard_size=1, tp_size=layout.tp_size)
         if layout.tp_size > 1 and layout.pp_size > 1 and not accept(alone):
             return False  # cutting many stages takes seconds
-        # How many data ranks there are beyond one makes no difference to a model.
-        data = min(2, layout.data_parallel_size)
-        small = dataclasses.replace(layout, dp_replicate_size=1, dp_shard_size=data)
+        small = shrunk(layout)
         if small not in known:
             known[small] = not examine(model, small, small.world_size).problems
         return known[small]

@@ -300,7 +300,7 @@ def count(samples: list) -> None:
     now = of_session(_Now)
     if now.watched is not None:
         for batch in samples:
-            now.watched.meter.count(*counted(batch, getattr(batch, "real_rows", None)))
+            now.watched.meter.count(*counted(batch, _examples_in(batch)))
 
 
 def step_ended() -> None:
@@ -481,6 +481,12 @@ def _say_what_loops_lack() -> None:
     if runtime.mesh().config.profile_steps and not (now.in_trainer or now.told_of_profiles):
         now.told_of_profiles = True
         report.say("profile_steps: steps of a Trainer are profiled, those of a loop are not")
+
+
+def _examples_in(batch: Any) -> int | None:
+    """Return how many examples of a batch count, where its rows do not tell."""
+    real = getattr(batch, "real_rows", None)
+    return getattr(batch, "examples", None) if real is None else real
 
 
 def counted(batch: Any, rows: int | None = None) -> tuple[int, int]:

@@ -6,9 +6,11 @@ import dataclasses
 import glob
 import os
 import re
+import socket
 import subprocess
 import time
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from hf_parallel.ask.config import SpecError
 from hf_parallel.ask.spec import refuse
@@ -55,28 +57,54 @@ def detect(
     return calibrated_cluster(Cluster(gpu, gpus or here, per_node or here, _inside(gpu, here), between), found)
 
 
-def device_here() -> tuple[str, float] | None:
-    """Return name and GiB of this process's accelerator; None without one."""
-    import torch
+class Device(NamedTuple):
+    """An accelerator that runs a process: its host, its name and the GiB of its memory; processors are `CPU`."""
 
-    if not torch.accelerator.is_available():
-        return None
-    about = torch.get_device_module().get_device_properties(torch.accelerator.current_device_index())
-    return about.name, about.total_memory / 2**30
+    host: str
+    name: str
+    memory_gib: float
 
 
-def of_all_devices(cluster: Cluster, devices: Sequence[tuple[str, float]]) -> Cluster:
-    """Return the cluster with the GPU that all others wait for, and the memory that all of them have.
+#: The name of a device that is no accelerator; its memory is the machine's, and counts as none of its own.
+CPU = "cpu"
+_SAME_MEMORY = 0.05  # drivers of equal GPUs report memory that differs by less
+
+
+def kinds_of(devices: Sequence[Device]) -> list[int]:
+    """Return a number for the kind of each device, by name and memory: the first rank that has one of it."""
+    found: list[int] = []
+    for rank, (_, name, memory) in enumerate(devices):
+        firsts = (first for first in dict.fromkeys(found) if devices[first].name == name)
+        alike = (first for first in firsts if abs(devices[first].memory_gib - memory) <= _SAME_MEMORY * memory)
+        found.append(next(alike, rank))
+    return found
+
+
+def device_here(index: int | None = None) -> Device:
+    """Return the accelerator of this process.
 
     Args:
-        devices: name and GiB of each process's accelerator.
+        index: of the accelerators that this process sees; default: the one in use.
+    """
+    import torch
+
+    host = socket.gethostname()
+    if not torch.accelerator.is_available():
+        return Device(host, CPU, 0.0)
+    found = torch.accelerator.current_device_index() if index is None else index
+    about = torch.get_device_module().get_device_properties(found)
+    return Device(host, about.name, about.total_memory / 2**30)
+
+
+def of_all_devices(cluster: Cluster, devices: Sequence[Device]) -> Cluster:
+    """Return the cluster with the GPU that all others wait for, and the memory that all of them have.
 
     Raises:
         SpecError: an accelerator that the catalogue does not have.
     """
-    kinds = [find_gpu(name) for name in dict.fromkeys(name for name, _ in devices)]
+    kinds = [find_gpu(name) for name in dict.fromkeys(device.name for device in devices)]
     slowest = min(kinds, key=lambda gpu: gpu.peak("bf16") * gpu.efficiency.gemm)
-    gpu = dataclasses.replace(slowest, memory_gib=min(memory for _, memory in devices))
+    gpu = dataclasses.replace(slowest, memory_gib=min(device.memory_gib for device in devices))
     return dataclasses.replace(cluster, gpu=gpu)
 
 

@@ -13,12 +13,14 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
-import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import yaml
+
 from hf_parallel.ask.spec import refuse
+from hf_parallel.planner.detect import CPU, Device, device_here, kinds_of
 from hf_parallel.planner.hardware import (
     COUNT,
     ENTRY,
@@ -26,6 +28,7 @@ from hf_parallel.planner.hardware import (
     TEXT,
     Cluster,
     Link,
+    catalogue,
     check_file_keys,
     cluster_from_entry,
     find_gpu,
@@ -143,62 +146,62 @@ def _read_group(where: str, entry: object) -> Group:
 # ---- the devices of all processes -----------------------------------------------------------------------------------
 
 
-def devices_of_all() -> list[tuple[str, str, float]]:
-    """Return host, name and GiB of each GPU: of every process of a launcher, else of all GPUs of this machine.
+def devices_of_all() -> list[Device]:
+    """Return the device of every process of a launcher, else all GPUs of this machine.
 
     Collective under a launcher; processes connect by gloo for it.
     """
     import torch
     import torch.distributed as dist
 
-    if not torch.accelerator.is_available():
-        return []
-    module, host = torch.get_device_module(), socket.gethostname()
-
-    def about(index: int) -> tuple[str, str, float]:
-        found = module.get_device_properties(index)
-        return host, found.name, found.total_memory / 2**30
-
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if world_size == 1:
-        return [about(index) for index in range(torch.accelerator.device_count())]
+        return [device_here(index) for index in range(torch.accelerator.device_count())]
+    own = device_here(int(os.environ.get("LOCAL_RANK", "0")))
     dist.init_process_group("gloo")
     found: list[Any] = [None] * world_size
     try:
-        dist.all_gather_object(found, about(int(os.environ.get("LOCAL_RANK", "0"))))
+        dist.all_gather_object(found, own)
     finally:
         dist.destroy_process_group()
     return found
 
 
-def group_devices(here: Cluster, devices: Sequence[tuple[str, str, float]]) -> Cluster | MixedCluster:
+def group_devices(here: Cluster, devices: Sequence[Device]) -> Cluster | MixedCluster:
     """Return the groups that devices make, by name and memory, in the order of their ranks.
 
     Args:
         here: the machine of this process, which knows its links.
-        devices: host, name and GiB of each rank's GPU.
+        devices: of each rank.
 
     Raises:
         SpecError: a GPU that the catalogue does not have, or groups whose ranks do not follow each other.
     """
-    kinds = [(name, round(memory)) for _, name, memory in devices]
+    kinds = kinds_of(devices)
     runs = [(kind, list(ranks)) for kind, ranks in itertools.groupby(range(len(kinds)), key=lambda rank: kinds[rank])]
     if len(runs) < 2:
         return here
+    without = next((device.host for device in devices if device.name == CPU), None)
+    if without is not None:
+        refuse(f"{without}", "has no accelerator, and other machines have", do="start no process there")
     mixed_up = next((kind for kind, _ in runs if sum(kind == other for other, _ in runs) > 1), None)
+    one_node = len({device.host for device in devices}) == 1
     if mixed_up is not None:
         order = sorted(range(len(kinds)), key=lambda rank: (kinds.index(kinds[rank]), rank))
-        alone = len({host for host, _, _ in devices}) == 1
-        works = f"CUDA_VISIBLE_DEVICES={','.join(map(str, order))}" if alone else "nodes of a kind one after another"
-        refuse(f"the order of GPUs: {mixed_up[0]} comes in several places", "a group is ranks in a row", works)
+        works = (
+            f"CUDA_VISIBLE_DEVICES={','.join(map(str, order))}" if one_node else "nodes of a kind one after another"
+        )
+        name = devices[mixed_up].name
+        refuse(f"the order of GPUs: {name} comes in several places", "a group is ranks in a row", works)
     groups = []
-    for (name, _), ranks in runs:
-        gpu = dataclasses.replace(find_gpu(name), memory_gib=min(devices[rank][2] for rank in ranks))
-        hosts = [devices[rank][0] for rank in ranks]
+    for first, ranks in runs:
+        gpu = dataclasses.replace(
+            find_gpu(devices[first].name), memory_gib=min(devices[rank].memory_gib for rank in ranks)
+        )
+        hosts = [devices[rank].host for rank in ranks]
         cluster = Cluster(gpu, len(ranks), hosts.count(hosts[0]), find_link(gpu.scale_up), here.between)
         same = gpu.name == here.gpu.name
         groups.append(Group(gpu.name, dataclasses.replace(cluster, inside=here.inside) if same else cluster))
-    one_node = len({host for host, _, _ in devices}) == 1
     slowest = min((group.cluster.inside for group in groups), key=lambda link: link.bandwidth)
     return MixedCluster(_named(groups), slowest if one_node else here.between, one_node)
 
@@ -210,3 +213,51 @@ def _named(groups: list[Group]) -> tuple[Group, ...]:
         dataclasses.replace(group, name=f"{group.name}-{at + 1}") if names.count(group.name) > 1 else group
         for at, group in enumerate(groups)
     )
+
+
+# ---- a file of what was found ---------------------------------------------------------------------------------------
+
+
+def write_machines(path: str, machines: Cluster | MixedCluster) -> None:
+    """Write a file from which `read_machines` reads these machines."""
+    if isinstance(machines, Cluster):
+        values = _entry_of(machines)
+    else:
+        named = [{"name": group.name, **_entry_of(group.cluster)} for group in machines.groups]
+        values = {"groups": named, "network": _link_entry(machines.between), "one_node": machines.one_node}
+    with open(path, "w", encoding="utf-8") as file:
+        yaml.safe_dump(values, file, sort_keys=False)
+
+
+def _entry_of(cluster: Cluster) -> dict[str, Any]:
+    """Return the keys of a cluster file; of a GPU those in which it differs from the catalogue's."""
+    gpu = cluster.gpu
+    base = find_gpu(gpu.name if gpu.name in catalogue()["gpus"] else "a100-80gb")
+    rates = {f"{key}_gb_s": vars(gpu.host)[key] / 1e9 for key in ("pcie", "bandwidth", "nvme")}
+    host = {"name": gpu.host.name, **rates, "memory_gib": gpu.host.memory_gib, "source": gpu.host.source}
+    entry: dict[str, Any] = {
+        "memory_gib": gpu.memory_gib,
+        "peaks": {precision: peak / 1e12 for precision, peak in gpu.peaks.items()},
+        "bandwidth": gpu.bandwidth / 1e9,
+        "capability": list(gpu.capability),
+        "efficiency": dataclasses.asdict(gpu.efficiency),
+        "host": host,
+        **{key: getattr(gpu, key) for key in ("units", "scale_up", "scale_out", "source")},
+    }
+    names, known = {"peaks": "tflops"}, vars(base)
+    changed = {names.get(key, key): value for key, value in entry.items() if vars(gpu)[key] != known[key]}
+    return {
+        "gpu": {"like": base.name, "name": gpu.name, **changed} if changed else gpu.name,
+        "gpus": cluster.gpus,
+        "gpus_per_node": cluster.per_node,
+        "inside": _link_entry(cluster.inside),
+        "network": _link_entry(cluster.between),
+    }
+
+
+def _link_entry(link: Link) -> str | dict[str, Any]:
+    """Return a link's name, where the catalogue knows it so, or its numbers."""
+    if link.name in catalogue()["links"] and find_link(link.name) == link:
+        return link.name
+    numbers = {"gb_s": link.bandwidth / 1e9, "latency_us": link.latency * 1e6}
+    return {"name": link.name, **numbers, "source": link.source}

@@ -84,13 +84,18 @@ class MixedChoice:
     bubble: float = 0.0
 
     @property
+    def seconds_per_row(self) -> float:
+        """Seconds of a step over its sequences: layouts of a script whose batch grows with data ranks compare so."""
+        return self.step_time_s / (self.rows * self.accumulation * self.config.data_parallel_size)
+
+    @property
     def ranked_seconds(self) -> float:
-        """Seconds of a step, `TELLS` times more for each axis beyond data and for each group beyond the first.
+        """Seconds per sequence, `TELLS` times more for each axis beyond data and for each group beyond the first.
 
         A gain that the planner cannot tell is not worth machines that could do something else.
         """
         axes = sum(getattr(self.config, name) > 1 for name in _BEYOND)
-        return self.step_time_s * TELLS ** (axes + len(self.loads) - 1)
+        return self.seconds_per_row * TELLS ** (axes + len(self.loads) - 1)
 
     @property
     def groups(self) -> tuple[str, ...]:
@@ -149,7 +154,13 @@ class MixedFound:
 
     def fastest_of(self, kind: str) -> MixedChoice | None:
         """Return the fastest layout of a kind."""
-        return min((c for c in self.choices if c.kind == kind), key=lambda c: c.step_time_s, default=None)
+        return min((c for c in self.choices if c.kind == kind), key=lambda c: c.seconds_per_row, default=None)
+
+    @property
+    def started(self) -> list[MixedChoice]:
+        """The layouts of all groups as their ranks follow each other: those that running processes can take."""
+        names = tuple(group.name for group in self.mixed.groups)
+        return [choice for choice in self.choices if choice.groups == names]
 
     def reasons(self) -> Iterator[str]:
         """Say how much faster the first is than what one would expect, and why a group is left out."""
@@ -159,8 +170,8 @@ class MixedFound:
         idle = [group.name for group in self.mixed.groups if group.name not in best.groups]
         whole = [choice for choice in self.choices if len(choice.groups) == len(self.mixed.groups)]
         if idle and whole:
-            other = min(whole, key=lambda choice: choice.step_time_s)
-            ratio, names = other.step_time_s / best.step_time_s, " and ".join(idle)
+            other = min(whole, key=lambda choice: choice.seconds_per_row)
+            ratio, names = other.seconds_per_row / best.seconds_per_row, " and ".join(idle)
             doubt = ", a gain that is not worth it" if ratio < 1 else ""
             yield f"leave {names} out: over all groups the best takes {ratio:.2f} x the time{doubt} ({other.where()})"
         elif idle:
@@ -168,7 +179,7 @@ class MixedFound:
         for kind, name in ((EVEN, "even shares"), (SHARES, "shares by speed"), (STAGES, "stages by speed")):
             fastest = self.fastest_of(kind)
             if fastest is not None and kind != best.kind:
-                yield f"{name} take {fastest.step_time_s / best.step_time_s:.2f} x the time of the first"
+                yield f"{name} take {fastest.seconds_per_row / best.seconds_per_row:.2f} x the time of the first"
         if self.fastest_of(EVEN) is None:
             yield "even shares do not fit"
         for group in self.mixed.groups:
@@ -176,7 +187,8 @@ class MixedFound:
             if alone is None:
                 yield f"{group.name} alone: nothing fits"
             elif alone is not best:
-                yield f"{group.name} alone takes {alone.step_time_s / best.step_time_s:.2f} x the time of the first"
+                ratio = alone.seconds_per_row / best.seconds_per_row
+                yield f"{group.name} alone takes {ratio:.2f} x the time of the first"
 
     def to_dict(self) -> dict[str, object]:
         """JSON-ready."""
@@ -195,11 +207,20 @@ class MixedFound:
 
 
 def search_groups(
-    *, model: PreTrainedModel, mixed: MixedCluster, seq: int, global_batch: int, top: int = 10, **options: Any
+    *,
+    model: PreTrainedModel,
+    mixed: MixedCluster,
+    seq: int,
+    global_batch: int | None,
+    top: int = 10,
+    in_order: bool = False,
+    **options: Any,
 ) -> MixedFound:
     """Return the best layouts of all groups, of some of them, and of each alone.
 
     Args:
+        global_batch: sequences per step; None: `rows` x `accumulation` on each data rank, as `search` has it.
+        in_order: processes run already, so that the best layouts that they can take are among those returned.
         options: those of `search`, but what holds for one kind of GPU: `memory_gib`, `expected`, `quantized`.
 
     Raises:
@@ -221,6 +242,11 @@ def search_groups(
         why = f"no layout of {mixed.gpus} GPUs in {len(mixed.groups)} groups can share it out"
         refuse(f"global_batch={global_batch}", why, f"global_batch={4 * mixed.gpus}")
     chosen = _chosen(found, max(1, top), accept)
+    if in_order:
+        names = tuple(group.name for group in mixed.groups)
+        of_all = _chosen([choice for choice in found if choice.groups == names], 1, accept)
+        chosen += [choice for choice in of_all if not any(choice is other for other in chosen)]
+        chosen.sort(key=lambda choice: choice.ranked_seconds)
     goal = founds[mixed.groups[0].name].goal
     return MixedFound(goal, mixed, chosen, looked_at, {name: one.goal.attention.name for name, one in founds.items()})
 
@@ -228,7 +254,7 @@ def search_groups(
 def _chosen(found: list[MixedChoice], top: int, accept: Callable[[ParallelConfig], bool]) -> list[MixedChoice]:
     """Return the best of each kind and set of groups, and more up to `top` with the best of other sizes, in order.
 
-    What the engine does not take is left out; it is asked without shares, which concern no model.
+    What the engine does not take is left out.
     """
     ranked = sorted(found, key=lambda choice: choice.ranked_seconds)
     chosen: dict[tuple, MixedChoice] = {}
@@ -237,7 +263,7 @@ def _chosen(found: list[MixedChoice], top: int, accept: Callable[[ParallelConfig
             way = (choice.kind, frozenset(choice.groups))
             sizes = (*way, choice.groups, sizes_of(choice.config))
             known = way in chosen if of_way else sizes in chosen or len(chosen) >= top
-            if not known and accept(configured(choice.config, batch_shares="even")):
+            if not known and accept(choice.config):
                 chosen[way if of_way else sizes] = choice
     once = {id(choice): choice for choice in chosen.values()}
     return sorted(once.values(), key=lambda choice: choice.ranked_seconds)
@@ -257,6 +283,33 @@ def _alone(group: Group, found: Found) -> MixedChoice:
     )
 
 
+@dataclass(frozen=True)
+class Levers:
+    """A way to save memory, of `WAYS`, and the groups that take it; the others save nothing."""
+
+    way: dict[str, str]
+    names: frozenset[str]
+
+    def of(self, config: ParallelConfig, group: Group) -> ParallelConfig:
+        """Return the config as it is on the ranks of a group."""
+        return configured(config, **self.way) if group.name in self.names else config
+
+    def spelled(self, config: ParallelConfig, groups: Iterable[Group]) -> ParallelConfig:
+        """Return the config of all ranks, with the ranks that save memory by name if they are not all.
+
+        Args:
+            groups: in the order of their ranks.
+        """
+        ranks, first = list[str](), 0
+        for group in groups:
+            last = first + group.cluster.gpus - 1
+            if group.name in self.names:
+                ranks.append(str(first) if first == last else f"{first}-{last}")
+            first = last + 1
+        at = "" if len(self.names) == len(list(groups)) else f"@{':'.join(ranks)}"
+        return configured(config, **{key: value if value == "none" else value + at for key, value in self.way.items()})
+
+
 class _Search:
     """A sweep over the layouts of all groups of a cluster."""
 
@@ -272,7 +325,7 @@ class _Search:
         self.ways = [way for way in WAYS if way["offload"] == "none" or not self.any_goal.lora]
 
     def run(self) -> list[MixedChoice]:
-        """Return every layout that fits, in the cheapest way to save memory in which it does."""
+        """Return every layout that fits, in the cheapest way to save memory, on all groups or on some of them."""
         nodes = min(group.cluster.per_node for group in self.mixed.groups)
         goal = self.any_goal
         goal = dataclasses.replace(goal, cluster=dataclasses.replace(goal.cluster, per_node=nodes))
@@ -282,11 +335,26 @@ class _Search:
                 for way in self.ways:
                     if parameters_rest(way["offload"]) and config.data_parallel_size == 1:
                         continue
-                    choices = list(choices_of(configured(config, **way)))
+                    choices = [choice for levers in self._levers(config, way) for choice in choices_of(config, levers)]
                     found += choices
                     if choices:
                         break
         return found
+
+    def _levers(self, config: ParallelConfig, way: dict[str, str]) -> Iterator[Levers]:
+        """Yield the sets of groups that may save memory in a way, few groups first.
+
+        Ranks that hold copies of a parameter step in one place, and experts get their tokens again from all ranks.
+        """
+        names = [group.name for group in self.mixed.groups]
+        copies = config.dp_replicate_size > 1 or (config.pp_size > 1 and self.any_goal.shape.tied)
+        alike = way["offload"] not in ("none", "optimizer") or (way["offload"] == "optimizer" and copies)
+        alike |= way["activation_checkpointing"] != "none" and config.ep_size > 1
+        if alike or set(way.values()) == {"none"}:
+            yield Levers(way, frozenset(names))
+            return
+        for size in range(1, len(names) + 1):
+            yield from (Levers(way, frozenset(some)) for some in itertools.combinations(names, size))
 
     # ---- shares --------------------------------------------------------------------------------------------------
 
@@ -297,7 +365,7 @@ class _Search:
         of_groups = [group.cluster.gpus for group in self.mixed.groups]
         return [] if any(own % together for own in of_groups) else [own * ranks // gpus for own in of_groups]
 
-    def _even(self, config: ParallelConfig) -> Iterator[MixedChoice]:
+    def _even(self, config: ParallelConfig, levers: Levers) -> Iterator[MixedChoice]:
         """Yield the layout with as many examples on each data rank."""
         ranks, of_groups = config.data_parallel_size, self._ranks_of_groups(config)
         steps = self._micro_steps(config) if of_groups else []
@@ -306,19 +374,20 @@ class _Search:
             for calls, examples in steps
             if examples % ranks == 0
         )
-        found = (self._with_counts(EVEN, config, calls, each) for calls, each in counts)
+        found = (self._with_counts(EVEN, config, levers, calls, each) for calls, each in counts)
         yield from self._fastest(found)
 
-    def _shared(self, config: ParallelConfig) -> Iterator[MixedChoice]:
-        """Yield the layout with examples by speed."""
-        of_groups = self._ranks_of_groups(config)
+    def _shared(self, config: ParallelConfig, levers: Levers) -> Iterator[MixedChoice]:
+        """Yield the layout with examples by speed; not where unlike numbers of micro-batches meet at experts."""
+        meets = config.pp_size > 1 and config.ep_size > config.cp_size * config.tp_size
+        of_groups = [] if meets else self._ranks_of_groups(config)
         steps = self._micro_steps(config) if of_groups else []
         dealt = (
-            (calls, deal(examples, of_groups, functools.partial(self._seconds, config, calls)))
+            (calls, deal(examples, of_groups, functools.partial(self._seconds, config, levers, calls)))
             for calls, examples in steps
         )
         found = (
-            self._with_counts(SHARES, config, calls, counts)
+            self._with_counts(SHARES, config, levers, calls, counts)
             for calls, counts in dealt
             if counts and len(set(itertools.chain(*counts))) > 1
         )
@@ -333,21 +402,22 @@ class _Search:
         """Yield numbers of micro-steps of a step, or of micro-batches of a pipeline, and examples of each."""
         goal, ranks = self.any_goal, config.data_parallel_size
         share = goal.share(config)
-        assert goal.global_batch is not None
         if share is None or (goal.rows and (share != goal.rows if config.pp_size > 1 else share % goal.rows)):
             return
         most = max(1, MOST_CALL * config.cp_size // goal.seq)
-        for calls in divisors(share if config.pp_size == 1 else goal.global_batch):
-            examples = goal.global_batch // calls
+        batch = share * ranks
+        for calls in divisors(share if config.pp_size == 1 else batch):
+            examples = batch // calls
             fits = ranks <= examples <= ranks * most and calls >= config.pp_size
             if goal.rows and config.pp_size == 1:
                 fits = examples == ranks * goal.rows
             if fits:
                 yield calls, examples
 
-    def _seconds(self, config: ParallelConfig, calls: int, group: int, examples: int) -> float:
+    def _seconds(self, config: ParallelConfig, levers: Levers, calls: int, group: int, examples: int) -> float:
         """Return seconds of a step of all GPUs if they were of a group's kind; infinite where it does not fit."""
-        found = self._attempted(config, calls, self.mixed.groups[group].name, examples)
+        kind = self.mixed.groups[group]
+        found = self._attempted(levers.of(config, kind), calls, kind.name, examples)
         return found.step_time_s if isinstance(found, Choice) else math.inf
 
     def _attempted(self, config: ParallelConfig, calls: int, name: str, examples: int) -> Choice | TooLarge | None:
@@ -360,17 +430,18 @@ class _Search:
         return self._known[asked]
 
     def _with_counts(
-        self, kind: str, config: ParallelConfig, calls: int, counts: list[list[int]]
+        self, kind: str, config: ParallelConfig, levers: Levers, calls: int, counts: list[list[int]]
     ) -> MixedChoice | None:
         """Return the choice of so many examples of a micro-step on each data rank of each group, if it fits."""
         loads = []
         for group, own in zip(self.mixed.groups, counts, strict=True):
-            found = self._attempted(config, calls, group.name, max(own))
+            found = self._attempted(levers.of(config, group), calls, group.name, max(own))
             if not isinstance(found, Choice):
                 return None
             loads.append(Load(group, found.needed_gib, found.step_time_s, tuple(own)))
         ranks = list(itertools.chain(*counts))
         rows = sum(ranks) * calls // config.data_parallel_size
+        config = levers.spelled(config, self.mixed.groups)
         if kind == SHARES:
             shares = [(one // math.gcd(*ranks), len(list(same))) for one, same in itertools.groupby(ranks)]
             said = (f"{share}x{times}" if times > 1 else str(share) for share, times in shares)
@@ -383,7 +454,7 @@ class _Search:
 
     # ---- stages --------------------------------------------------------------------------------------------------
 
-    def _staged(self, config: ParallelConfig) -> Iterator[MixedChoice]:
+    def _staged(self, config: ParallelConfig, levers: Levers) -> Iterator[MixedChoice]:
         """Yield the fastest pipeline of these sizes for each order of groups, where each stage lies in one group."""
         if config.pp_size == 1 or config.dp_replicate_size > 1:
             return
@@ -393,14 +464,19 @@ class _Search:
         sizes = micro_batches(self.any_goal, share, config)
         for order in itertools.permutations(self.mixed.groups):
             groups = [group for group in order for _ in range(group.cluster.gpus // width)]
-            yield from self._fastest(self._piped(config, groups, size, share) for size in sizes)
+            yield from self._fastest(self._piped(config, levers, groups, size, share) for size in sizes)
 
-    def _piped(self, config: ParallelConfig, groups: list[Group], size: int, share: int) -> MixedChoice | None:
+    def _piped(
+        self, config: ParallelConfig, levers: Levers, groups: list[Group], size: int, share: int
+    ) -> MixedChoice | None:
         """Return the pipeline with the split whose slowest stage is fastest among those that fit; None: none fits."""
         goal = self.any_goal
         config = configured(config, pipeline_microbatches=(goal.rows or share) // size)
         layout = to_layout(config, context_of(config, goal, size))
-        jobs = {name: to_job(one, config, size, share // size) for name, one in self.goals.items()}
+        jobs = {
+            group.name: to_job(self.goals[group.name], levers.of(config, group), size, share // size)
+            for group in self.mixed.groups
+        }
         clusters = {
             group.name: dataclasses.replace(group.cluster, gpus=self.mixed.gpus) for group in self.mixed.groups
         }
@@ -431,7 +507,8 @@ class _Search:
         ends = list(itertools.accumulate(split))
         spans = [(end - own, end) for own, end in zip(split, ends, strict=True)]
         names = [group.name for group in groups]
-        layout, config = dataclasses.replace(layout, split=split), configured(config, pipeline_split=split)
+        layout = dataclasses.replace(layout, split=split)
+        config = configured(levers.spelled(config, dict.fromkeys(groups)), pipeline_split=split)
         totals = [seconds(name, *span) for name, span in zip(names, spans, strict=True)]
         sending = sending_seconds(goal.shape.hidden, layout, jobs[names[0]], goal.cluster)
         duration, bubble = pipeline_seconds(layout, jobs[names[0]], totals, sending)

@@ -52,8 +52,24 @@ def remarks(found: MixedFound) -> Iterator[str]:
         yield from commands(found, found.best)
 
 
-def commands(found: MixedFound, choice: MixedChoice) -> Iterator[str]:
-    """Yield what to paste on each node: groups start in the order of the layout, so that their ranks do."""
+def in_words(choice: MixedChoice) -> str:
+    """Return a layout, where it runs, its step and what each group needs of its memory."""
+    rows = choice.rows * choice.accumulation * choice.config.data_parallel_size
+    needed = ", ".join(
+        f"{load.needed_gib:.3g} of {load.group.cluster.gpu.memory_gib:.3g} GiB on {load.group.name}"
+        for load in choice.loads
+    )
+    return (
+        f"{choice.config.to_spec()} ({choice.where()}): {choice.step_time_s:.3g} s per step of {rows} rows, {needed}"
+    )
+
+
+def commands(found: MixedFound, choice: MixedChoice, run: str = "Run the first") -> Iterator[str]:
+    """Yield what to paste on each node: groups start in the order of the layout, so that their ranks do.
+
+    Args:
+        run: begins the first line.
+    """
     spec, mixed = f"--parallel {choice.config.to_spec()}", found.mixed
     script = f"train.py --per_device_train_batch_size {choice.rows}"
     if choice.accumulation > 1:
@@ -62,7 +78,7 @@ def commands(found: MixedFound, choice: MixedChoice) -> Iterator[str]:
     gpus, nodes = sum(cluster.gpus for cluster in clusters), sum(cluster.nodes for cluster in clusters)
     if mixed.one_node or nodes == 1:
         visible = _visible_devices(found, choice) if mixed.one_node else ""
-        yield f"Run the first:  {visible}hf-parallel launch --num_processes {gpus} {spec} {script}"
+        yield f"{run}:  {visible}hf-parallel launch --num_processes {gpus} {spec} {script}"
         return
     ends = list(itertools.accumulate(cluster.nodes for cluster in clusters))
     firsts = [end - cluster.nodes for end, cluster in zip(ends, clusters, strict=True)]
@@ -73,10 +89,10 @@ def commands(found: MixedFound, choice: MixedChoice) -> Iterator[str]:
     alike = {cluster.per_node for cluster in clusters}
     if len(alike) == 1 and not any(cluster.gpus % cluster.per_node for cluster in clusters):
         where = f"--num_machines {nodes} --machine_rank R --main_process_ip HOST --main_process_port 29500"
-        yield f"Run the first on each node, R = {', '.join(ranks)}:"
+        yield f"{run} on each node, R = {', '.join(ranks)}:"
         yield f"  hf-parallel launch {where} --num_processes {gpus} {spec} {script}"
         return
-    yield f"Run the first on each node, R = {', '.join(ranks)}, K = its number of GPUs:"
+    yield f"{run} on each node, R = {', '.join(ranks)}, K = its number of GPUs:"
     where = f"--nnodes {nodes} --node-rank R --nproc-per-node K --master-addr HOST --master-port 29500"
     yield f"  torchrun {where} -m hf_parallel {spec} {script}"
 

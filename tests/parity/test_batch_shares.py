@@ -7,13 +7,13 @@ from transformers import AutoModelForCausalLM, Trainer
 from tests.distributed import RankFailure, run
 from tests.resuming import ONE, STEPS, STOP, log_differences, trained
 from tests.rows import Rows, pad
-from tests.training import GLOBAL_BATCH, Outcome, Script, Tolerance, activate, fit, none, spec_id, trainer_of
+from tests.training import Outcome, Script, Tolerance, activate, fit, none, spec_id, trainer_of
 
 SPECS = (
     "dp_shard=2,batch_shares=3:1",
     "dp_replicate=2,batch_shares=1:3",
     "dp_replicate=2,dp_shard=2,batch_shares=3:1:2:2",
-    "dp_shard=4,batch_shares=2:2:1:1",
+    *("dp_shard=4,batch_shares=2:2:1:1", "dp_shard=4,batch_shares=1:1:1:0.5", "dp_replicate=4,batch_shares=3:3:2:2"),
     *(f"dp_shard=2,batch_shares=5:2,zero_stage={stage}" for stage in (0, 1, 2)),
 )
 #: Of a model in fp64 whose own loss, the counts of targets, and what is logged are in fp32.
@@ -48,6 +48,7 @@ PRODUCTS = [
     ("mixtral_balanced", "pp=2,dp_shard=2,ep=2,batch_shares=3:1,pipeline_microbatches=2"),
     ("mixtral_balanced", "pp=2,dp_replicate=2,batch_shares=3:1"),
     ("llama", "tp=2,pp=2,dp_shard=2,batch_shares=3:1"),
+    ("bert", "dp_shard=2,batch_shares=3:1"),
     ("llama", "tp=2,dp_shard=2,batch_shares=auto"),
     ("llama", "pp=2,dp_replicate=2,batch_shares=auto"),
 ]
@@ -92,7 +93,6 @@ def script(spec: str | None, out: str, folder: str, kind: type[Trainer], rows: i
     return fit(*made, f"{out}/saved")
 
 
-SPLIT = (("accelerator_config", {"split_batches": True}), ("per_device_train_batch_size", GLOBAL_BATCH))
 #: Name -> trainer, examples, what the script says besides.
 SCRIPTS: dict[str, tuple[type[Trainer], int, dict]] = {
     "mean of examples": (MeanOfExamples, 22, {}),
@@ -100,6 +100,8 @@ SCRIPTS: dict[str, tuple[type[Trainer], int, dict]] = {
     "mean of targets": (MeanOfTargets, 22, {}),
     "label smoothing": (Trainer, 22, {"label_smoothing_factor": 0.1}),
     "one example left": (Trainer, 17, {"num_train_epochs": 2}),
+    "two examples left": (MeanOfExamples, 18, {}),
+    "three examples left": (MeanOfExamples, 19, {"gradient_accumulation_steps": 2}),
     "less than a batch": (Trainer, 3, {"num_train_epochs": 2}),
     "a whole last batch": (MeanOfExamples, 16, {}),
     "drop last": (MeanOfExamples, 22, {"dataloader_drop_last": True}),
@@ -123,6 +125,21 @@ def test_scripts(runs, name, spec):
     runs.compare(
         script, spec, runs.initial("llama"), kind, rows, tuple(settings.items()), tolerance=LIMITS.get(name, FP64)
     )
+
+
+def crowded(spec: str | None, out: str, folder: str) -> Outcome:
+    """Batches of 32 examples in fp64, three to a step; the last has 5."""
+    ranks = activate(spec)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    sets = {"train_dataset": Rows(69, 11, uneven_lengths=True), "eval_dataset": Rows(37, 12, uneven_lengths=True)}
+    changes = {"max_grad_norm": 0.0, "gradient_accumulation_steps": 3, "num_train_epochs": 2}
+    changes |= dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size"), 32 // ranks)
+    return fit(*trainer_of(model, out, ranks, changes, MeanOfExamples, data_collator=pad, **sets), f"{out}/saved")
+
+
+def test_one_rank_has_nearly_all(runs):
+    """1, 1, 1 and 29 examples."""
+    runs.compare(crowded, "dp_shard=4,batch_shares=1:1:1:29", runs.initial("llama"), tolerance=FP64)
 
 
 class ModelsLoss(Trainer):

@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from hf_parallel import parallelize
+from hf_parallel import clip_grad_norm, parallelize
 from hf_parallel.axes import chunked_loss
 from hf_parallel.axes.chunked_loss import fewest_tokens
 from hf_parallel.axes.tensor import lean_loss
@@ -54,6 +55,53 @@ def test_numbers_of_one_process(model, spec):
     found = run(trained, axes(spec)["world"], spec, model, "pp=" not in spec)  # a pipeline keeps no logits
     assert any(lean for _, lean in found)
     check_numbers([numbers for numbers, _ in found], expected)
+
+
+#: Rows and tokens of each data rank's batch: on both sides of the 100 tokens from which chunks pay here.
+SIDES = ((8, 33), (2, 9))
+
+
+def on_both_sides(spec: str | None, labelled: bool) -> list[list[float]]:
+    """Losses and norms of three steps whose batches have 264 and 18 tokens, and as many targets."""
+    lean_loss.fewest_tokens, rank = lambda *_: 100, dist.get_rank() if spec else None
+    model = models.build("llama").train()
+    if spec:
+        parallelize(model, spec)
+    optimizer, draw, found = torch.optim.SGD(model.parameters(), lr=0.1), torch.Generator().manual_seed(3), []
+    for _ in range(3):
+        batches = [torch.randint(0, models.VOCABULARY, shape, generator=draw) for shape in SIDES]
+        losses = []
+        for at, tokens in enumerate(batches):
+            if rank in (None, at):
+                labels = torch.full_like(tokens, -100)
+                labels[:2, 1:9] = tokens[:2, 1:9]
+                losses.append(loss_of(model, tokens, labels, labelled) / (1 if spec else 2))
+        sum(losses).backward()
+        norm = clip_grad_norm if spec else torch.nn.utils.clip_grad_norm_
+        found.append([sum(losses).item(), float(norm(model if spec else model.parameters(), 1e9))])
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+def loss_of(model, tokens: torch.Tensor, labels: torch.Tensor, labelled: bool) -> torch.Tensor:
+    """The model's own loss, or the script's of logits that nobody else reads."""
+    if labelled:
+        return model(input_ids=tokens, labels=labels).loss
+    logits = model(input_ids=tokens).logits[:, :-1].flatten(0, 1)
+    return torch.nn.functional.cross_entropy(logits.float(), labels[:, 1:].flatten())
+
+
+@pytest.mark.parametrize("labelled", [True, False])
+def test_data_ranks_on_both_sides_of_the_threshold(labelled):
+    """None waits for another way through the head, and the numbers are those of one process."""
+    expected, ranks = (
+        run_alone(on_both_sides, None, labelled),
+        run(on_both_sides, 2, "dp_shard=2", labelled, timeout=60),
+    )
+    for step, (loss, norm) in enumerate(expected):
+        assert sum(rank[step][0] for rank in ranks) / 2 == pytest.approx(loss, rel=1e-5)
+        assert [rank[step][1] for rank in ranks] == pytest.approx([norm] * 2, rel=1e-5)
 
 
 def unread(spec: str | None, reader: str) -> tuple[list[float], list[float], int]:

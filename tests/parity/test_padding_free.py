@@ -60,6 +60,54 @@ def test_one_process_joins_too(folder, tmp_path):
     joined([run_alone(trained, "padding_free=true", *given, **changes)], *run_alone(trained, None, *given, **changes))
 
 
+class OwnMean(Trainer):
+    """A user's loss: torch's mean over the targets of the batch, in rows or joined."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        logits, targets = outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+        loss = torch.nn.functional.cross_entropy(logits, targets)
+        return (loss, outputs) if return_outputs else loss
+
+
+SHARED = ("dp_shard=2,batch_shares=2:1", "dp_replicate=2,batch_shares=1:2,tp=2", "dp_shard=2,batch_shares=auto")
+
+
+@pytest.mark.parametrize("spec", SHARED)
+@pytest.mark.parametrize("kind", [Trainer, OwnMean])
+def test_unlike_parts_of_the_padded_batches(folder, tmp_path, spec, kind):
+    """As data ranks of unlike speed have them: the last batch of five examples leaves one rank with two or none."""
+    changes = {"kind": kind, "gradient_accumulation_steps": 2, "max_steps": 4}
+    expected = run_alone(trained, None, folder, str(tmp_path), 6, **changes)
+    joined(
+        run(trained, axes(spec)["world"], f"{spec},padding_free=true", folder, str(tmp_path), 3, **changes), *expected
+    )
+
+
+def counted_examples(spec: str, folder: str, out: str) -> list[int]:
+    """Examples of this rank in each micro-step, as the monitor counts them."""
+    from hf_parallel.hooks import monitoring
+
+    activate(spec)
+    found, own = list[int](), monitoring.counted
+
+    def keep(batch, rows=None):
+        found.append(own(batch, rows)[1])
+        return own(batch, rows)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(monitoring, "counted", keep)
+        script(folder, out, 3, max_steps=2)[0].train()
+    return found
+
+
+def test_examples_of_a_joined_row_are_counted(folder, tmp_path):
+    """By them `batch_shares=auto` tells how long one takes."""
+    found = run(counted_examples, 2, "dp_shard=2,batch_shares=2:1,padding_free=true", folder, str(tmp_path))
+    assert [max(counts) for counts in found] == [4, 2]
+
+
 # ---- noise ----------------------------------------------------------------------------------------------------------
 
 ALPHA = 5.0

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from hf_parallel.ask.config import SpecError
-from hf_parallel.hooks import auto
 from hf_parallel.planner import detect as detecting
 from hf_parallel.planner.detect import detect, topology
 from hf_parallel.planner.hardware import find_gpu, find_link, make_cluster
@@ -125,10 +124,12 @@ def test_text_that_is_no_matrix():
 
 
 def test_unlike_gpus_are_planned_for_the_slowest_and_the_least_memory():
-    fast, slow = ("NVIDIA H100 80GB HBM3", 79.2), ("NVIDIA A100-SXM4-40GB", 39.4)
+    fast, slow = (
+        detecting.Device("host", name, gib)
+        for name, gib in (("NVIDIA H100 80GB HBM3", 79.2), ("NVIDIA A100-SXM4-40GB", 39.4))
+    )
     cluster = detecting.of_all_devices(make_cluster("h100-80gb", 3), [fast, slow, fast])
     assert (cluster.gpu.name, cluster.gpu.memory_gib, cluster.gpus) == ("a100-40gb", 39.4, 3)
-    assert auto._about_unlike([fast, slow, fast]).startswith(f"2 x {fast[0]}, 1 x {slow[0]}: planned for the slowest")
 
 
 def port(folder, name, rate, layer="InfiniBand", state="4: ACTIVE"):

@@ -15,9 +15,12 @@ from transformers import LlamaConfig
 from hf_parallel import cli
 from hf_parallel.ask.config import ParallelConfig, SpecError
 from hf_parallel.axes.pipeline.balance import best_split
+from hf_parallel.hooks.auto import accepted
+from hf_parallel.planner.detect import Device
+from hf_parallel.planner.dryrun.run import dry_run
 from hf_parallel.planner.groups import Group, MixedCluster, group_devices, read_machines
 from hf_parallel.planner.hardware import find_gpu, find_link, make_cluster
-from hf_parallel.planner.mixed import ALONE, EVEN, SHARES, STAGES, deal, search_groups
+from hf_parallel.planner.mixed import ALONE, EVEN, SHARES, STAGES, Levers, _Search, deal, search_groups
 from hf_parallel.planner.mixed_report import commands, show_mixed
 from tests import models
 from tests.planner.test_plan_cli import SMALL
@@ -56,25 +59,32 @@ def pair(fast: str, slow: str, gpus: int = 8, network: str = "infiniband-hdr") -
 # ---- what the page says ---------------------------------------------------------------------------------------------
 
 
-def cells(choice) -> list[str]:
-    needed = ", ".join(f"{load.needed_gib:.0f}" for load in choice.loads)
-    return [f"`{choice.config.to_spec()}`", choice.where(), f"{choice.step_time_s:.2f}", needed]
-
-
 @pytest.mark.parametrize("slow", ["a100-80gb", "v100-32gb"])
-def test_the_tables_of_the_page(slow):
-    """The best of each kind for Llama-3.1-8B on 8 H100 beside 8 others, in order; V100s are left out."""
-    model = LlamaConfig(**EIGHT_B, architectures=["LlamaForCausalLM"])
-    mixed = pair("h100-80gb", slow)
-    found = search_groups(model=model, mixed=mixed, seq=4096, global_batch=128, precision="mixed")
-    shown = PAGE.read_text().partition(f"8 h100-80gb + 8 {slow}")[2].partition("\n\n")[2].partition("\n\n")[0]
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in shown.splitlines()[2:]]
-    bests = {(choice.kind, choice.groups): choice for choice in reversed(found.choices)}
-    expected = [cells(choice) for choice in bests.values() if choice.kind != ALONE or choice.groups == ("new",)]
-    assert len(rows) >= 4
-    assert all(row in expected for row in rows), expected
-    assert cells(found.choices[0]) == rows[0]
-    assert (found.choices[0].kind == ALONE) == (slow == "v100-32gb")
+def test_the_tables_of_the_page(slow, tmp_path, capsys):
+    """The page's command on its file: for Llama-3.1-8B on 8 H100 beside 8 others, in order; V100s are left out."""
+    LlamaConfig(**EIGHT_B, architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
+    text = PAGE.read_text()
+    groups = text[text.index("    groups:\n") :].partition("<!--")[0].replace("a100-80gb", slow)
+    (tmp_path / "mixed.yaml").write_text(groups)
+    (line,) = re.findall(r"    hf-parallel (plan \S+ --cluster mixed.yaml .*)", text)
+    line = line.replace("meta-llama/Llama-3.1-8B", str(tmp_path)).replace("mixed.yaml", str(tmp_path / "mixed.yaml"))
+    assert cli.main([*line.split(), "--json"]) == 0
+    layouts = json.loads(capsys.readouterr().out)["layouts"]
+    shown = text.partition(f"8 h100-80gb + 8 {slow}")[2].partition("\n\n")[2].partition("\n\n")[0]
+    rows = [[cell.strip() for cell in row.strip("|").split("|")] for row in shown.splitlines()[2:]]
+    bests = {(one["kind"], frozenset(one["groups"])): one for one in reversed(layouts)}
+    kept = sorted((one for one in bests.values() if one["groups"] != ["old"]), key=layouts.index)
+    expected = [
+        [
+            f"`{one['spec']}`",
+            one["where"],
+            f"{one['step_time_s']:.2f}",
+            ", ".join(f"{n:.0f}" for n in one["needed_gib"].values()),
+        ]
+        for one in kept
+    ]
+    assert rows == expected
+    assert (layouts[0]["kind"] == ALONE) == (slow == "v100-32gb")
 
 
 # ---- a search -------------------------------------------------------------------------------------------------------
@@ -161,6 +171,59 @@ def test_slow_links_leave_a_group_out():
     assert any(reason.startswith("leave old out: over all groups the best takes") for reason in found.reasons())
 
 
+# ---- memory of one group --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def unlike_memory():
+    """A group of 79 GiB beside one of 39 GiB, whose small GPUs must save memory."""
+    model = {"layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "ffn_hidden": 14336, "vocab": 128256}
+    mixed = pair("a100-80gb", "a100-40gb", 4)
+    return search_groups(model=model, mixed=mixed, seq=2048, global_batch=64, rows=2, top=12)
+
+
+def test_small_gpus_alone_save_memory(unlike_memory):
+    """The first layout recomputes on ranks 4 to 7 alone: less than on all, which takes longer."""
+    best = unlike_memory.best
+    assert best.config.recompute_ranks == frozenset(range(4, 8))
+    assert best.config.recompute_way_on(0) == "none"
+    for choice in unlike_memory.choices:
+        config = choice.config
+        assert config == ParallelConfig.parse(config.to_spec()).resolve(config.world_size)
+        for load in choice.loads:
+            assert load.needed_gib <= 0.92 * load.group.cluster.gpu.memory_gib
+    assert "activation_checkpointing=selective@4-7 train.py" in " ".join(commands(unlike_memory, best))
+
+
+def test_ranks_of_levers_follow_the_order_of_groups():
+    new, old = pair("a100-80gb", "a100-40gb", 4).groups
+    levers = Levers({"offload": "optimizer", "activation_checkpointing": "full"}, frozenset(["old"]))
+    spelled = levers.spelled(ParallelConfig(dp_shard_size=8), [old, new])
+    assert (spelled.offload, spelled.activation_checkpointing) == ("optimizer@0-3", "full@0-3")
+    everywhere = dataclasses.replace(levers, names=frozenset(["new", "old"]))
+    assert everywhere.spelled(ParallelConfig(dp_shard_size=8), [old, new]).offload == "optimizer"
+
+
+@pytest.mark.parametrize(("size", "alike"), [("dp_shard_size", False), ("dp_replicate_size", True)])
+def test_copies_step_in_one_place(unlike_memory, size, alike):
+    """Replicas in both groups hold the same parameters, so that a host steps for all or for none."""
+    looking = _Search(unlike_memory.mixed, dict.fromkeys(("new", "old"), unlike_memory.goal))
+    way = {"offload": "optimizer", "activation_checkpointing": "none"}
+    sets = [levers.names for levers in looking._levers(ParallelConfig(**{size: 8}), way)]
+    assert sets == [{"new", "old"}] if alike else sets == [{"new"}, {"old"}, {"new", "old"}]
+
+
+def test_the_engine_takes_levers_of_a_group():
+    """As `plan` and `auto` ask for a model, on few ranks; and a dry run of each group's ranks."""
+    config = models.llama(**SMALL, architectures=["LlamaForCausalLM"])
+    spec = ParallelConfig.parse(
+        "dp_shard=4,batch_shares=3x2:1x2,activation_checkpointing=full@2-3,offload=optimizer@2-3"
+    )
+    assert accepted(config)(spec.resolve(4))
+    saving, other = (dry_run(config, spec.resolve(4), rank=rank, rows=4, seq=512) for rank in (2, 0))
+    assert saving.peak_bytes < 0.8 * other.peak_bytes
+
+
 # ---- what to paste --------------------------------------------------------------------------------------------------
 
 
@@ -242,7 +305,7 @@ H100, A100 = ("NVIDIA H100 80GB HBM3", 79.2), ("NVIDIA A100-SXM4-40GB", 39.4)
 
 def test_devices_that_differ_are_groups():
     here = make_cluster("h100-80gb", 6, 4)
-    devices = [("a", *H100)] * 4 + [("b", *A100)] * 2
+    devices = [Device("a", *H100)] * 4 + [Device("b", *A100)] * 2
     mixed = group_devices(here, devices)
     assert [(group.name, group.cluster.gpus, group.cluster.per_node) for group in mixed.groups] == [
         ("h100-80gb", 4, 4),
@@ -250,14 +313,14 @@ def test_devices_that_differ_are_groups():
     ]
     assert not mixed.one_node
     assert mixed.groups[1].cluster.gpu.memory_gib == 39.4
-    assert group_devices(here, [("a", *H100)] * 6) is here
-    box = group_devices(here, [("a", *H100), ("a", *A100)])
+    assert group_devices(here, [Device("a", *H100)] * 6) is here
+    box = group_devices(here, [Device("a", *H100), Device("a", *A100)])
     assert (box.one_node, box.between) == (True, find_link(find_gpu("a100-40gb").scale_up))
 
 
 def test_devices_in_turns_are_refused():
     here = make_cluster("h100-80gb", 3)
     with pytest.raises(SpecError, match="CUDA_VISIBLE_DEVICES=0,2,1 works"):
-        group_devices(here, [("a", *H100), ("a", *A100), ("a", *H100)])
+        group_devices(here, [Device("a", *H100), Device("a", *A100), Device("a", *H100)])
     with pytest.raises(SpecError, match="nodes of a kind one after another works"):
-        group_devices(here, [("a", *H100), ("b", *A100), ("c", *H100)])
+        group_devices(here, [Device("a", *H100), Device("b", *A100), Device("c", *H100)])

@@ -73,7 +73,6 @@ def test_what_does_not_fit_goes_to_other_ranks():
         ("batch_shares=2:1/0", 2, "not numbers", "batch_shares=2:1"),
         ("tp=2,batch_shares=1", 2, "one data rank", "batch_shares=even"),
         ("batch_shares=auto,pack_tokens=64", 2, "pack_tokens=64 deals an epoch before", "batch_shares=2:1"),
-        ("batch_shares=2:1,padding_free=true", 2, "padding_free=true", "padding_free=false"),
     ],
 )
 def test_refused(spec, ranks, words, works):

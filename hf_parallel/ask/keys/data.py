@@ -124,8 +124,6 @@ class DataKeys(Sizes):
             refuse(what, f"{len(shares)} shares for {ranks} data ranks", works)
         if self.pack_tokens and self.batch_shares == MEASURED:
             refuse(what, f"pack_tokens={self.pack_tokens} deals an epoch before it begins", works)
-        if self.padding_free:
-            refuse(what, "padding_free=true joins the examples of a batch to one row", "padding_free=false")
 
     def resolved_sizes(self) -> Mapping[str, int]:
         """Make shards of ZeRO-0 replicas."""

@@ -34,10 +34,12 @@ class WeighedBatch(dict):
     Attributes:
         real_rows: of this rank, those that are not repeated; None if nothing was left out, as in a copy.
         share: how much the mean over them weighs in the data ranks' average.
+        examples: of this rank's part, where it is a single row.
     """
 
     real_rows: int | None = None
     share = 1.0
+    examples: int | None = None
 
 
 def opened(batch: dict) -> tuple[dict, StepRecord]:
@@ -81,6 +83,7 @@ def _weighed(trainer: Trainer, batch: rows.Batch) -> WeighedBatch:
         refuse(what, f"the rows of a batch that is a {type(batch).__name__} cannot be weighed", "batch_shares=even")
     weighed = WeighedBatch(rows.opened(batch))
     weighed.share = 1.0 if _runs_scheduled(trainer, batch) else full_share(state)
+    weighed.examples = _own_examples(trainer, 1) if rows.count(batch) == 1 else None
     return weighed
 
 

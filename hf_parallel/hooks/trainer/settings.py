@@ -79,15 +79,20 @@ def _refusals(args: TrainingArguments, config: ParallelConfig) -> list[tuple[boo
 def _check_shares(args: TrainingArguments, config: ParallelConfig) -> None:
     """Require batches of which every data rank gets an example."""
     ranks = 1 if args.accelerator_config.split_batches else config.data_parallel_size
-    evaluates = str(getattr(args.eval_strategy, "value", args.eval_strategy)) != "no"
-    names = ["per_device_train_batch_size"] * (not config.pack_tokens) + ["per_device_eval_batch_size"] * evaluates
+    names = ["per_device_train_batch_size"] * (not config.pack_tokens)
+    names += ["per_device_eval_batch_size"] * evaluates(args)
     for name in names:
         check_batch_size(getattr(args, name) * ranks, name, getattr(args, name))
     check_micro_batches(args.per_device_train_batch_size * ranks)
 
 
+def evaluates(args: TrainingArguments) -> bool:
+    """Do these arguments ask for evaluations in the middle of a training?"""
+    return str(getattr(args.eval_strategy, "value", args.eval_strategy)) != "no"
+
+
 #: Losses of DPO that are no mean over pairs: of sorted margins, and a mean over the tokens of a batch.
-_OF_BATCHES = {"aot", "aot_unpaired", "sft"}
+OF_BATCHES = {"aot", "aot_unpaired", "sft"}
 
 
 def check_shared_examples(trainer: Trainer) -> None:
@@ -103,7 +108,7 @@ def check_shared_examples(trainer: Trainer) -> None:
     others = [cls for cls in type(trainer).__mro__ if cls.__module__.startswith(("trl.", "sentence_transformers."))]
     if others and trl.rows_per_example(trainer) is None:
         refuse(what, f"{others[0].__name__} compares examples of a data rank's batch", "batch_shares=even")
-    compared = [name for name in getattr(trainer, "loss_types", ()) if name in _OF_BATCHES]
+    compared = [name for name in getattr(trainer, "loss_types", ()) if name in OF_BATCHES]
     if compared:
         why = f"loss_type={compared[0]} is computed of all examples of a data rank together"
         refuse(what, why, do="loss_type=sigmoid works, and so does batch_shares=even")

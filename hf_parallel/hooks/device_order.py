@@ -1,0 +1,74 @@
+"""Unlike GPUs in another order than a layout needs: the slow ones would get the large parts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+
+from hf_parallel.ask.config import ParallelConfig
+from hf_parallel.hooks import report, runtime
+from hf_parallel.planner.detect import Device, device_here, kinds_of
+from hf_parallel.ranks import devices, messages
+from hf_parallel.ranks.mesh import coordinates, data_rank
+from hf_parallel.ranks.shares import WORTH
+
+
+def warn_of_device_order(config: ParallelConfig) -> None:
+    """Say so if slow GPUs get more of a batch, or more layers, than fast ones, and name the order that works.
+
+    A warning only: a fast GPU may get less because it has less memory. Collective where parts are unlike.
+    """
+    if config.shares is None and config.split_layers is None and config.split_speeds is None:
+        return
+    found = messages.gather(device_here())
+    kinds = kinds_of(found)
+    if len(set(kinds)) == 1:
+        return
+    rates = messages.gather(devices.product_rate(runtime.mesh().device))
+    line = about_order(found, rates, parts_of_ranks(config))
+    if line is not None:
+        report.say(line)
+
+
+def parts_of_ranks(config: ParallelConfig) -> list[Fraction]:
+    """Return the share of each rank in a batch times the number of its layers."""
+    shares, split, speeds, parts = config.shares, config.split_layers, config.split_speeds, []
+    for rank in range(config.world_size):
+        part, place = Fraction(1), coordinates(config, rank)["pp"]
+        if shares is not None:
+            part *= shares[data_rank(config, rank)]
+        if split is not None:
+            part *= sum(split[stage] for stage in config.stages_of_rank(place))
+        if speeds is not None:
+            part *= Fraction(speeds[place])
+        parts.append(part)
+    return parts
+
+
+def about_order(found: Sequence[Device], rates: Sequence[float], parts: Sequence[Fraction]) -> str | None:
+    """Return the line about an order of GPUs in which slow ones have the large parts; None: fast ones have them.
+
+    Args:
+        found, rates, parts: device, FLOP/s of a matrix product, and part of the work of each rank.
+    """
+    kinds = kinds_of(found)
+    ranks = {kind: [rank for rank, own in enumerate(kinds) if own == kind] for kind in dict.fromkeys(kinds)}
+    rate = {kind: sum(rates[rank] for rank in own) / len(own) for kind, own in ranks.items()}
+    mean = {kind: sum(parts[rank] for rank in own) / len(own) for kind, own in ranks.items()}
+    pairs = ((slow, fast) for slow in ranks for fast in ranks if rate[fast] > WORTH * rate[slow])
+    slow, fast = next(((slow, fast) for slow, fast in pairs if mean[slow] > mean[fast]), (None, None))
+    if slow is None or fast is None:
+        return None
+    by_part = sorted(range(len(parts)), key=lambda rank: (-parts[rank], rank))
+    by_rate = sorted(range(len(parts)), key=lambda rank: (-rate[kinds[rank]], rank))
+    taken = dict(zip(by_part, by_rate, strict=True))  # place: who should be there
+    order = [taken[place] for place in range(len(parts))]
+    hosts = list(dict.fromkeys(found[rank].host for rank in order))
+    works = f"start nodes in this order: {', '.join(hosts)}"
+    if len(hosts) == 1:
+        works = f"CUDA_VISIBLE_DEVICES={','.join(map(str, order))} gives the fast ones more"
+    return (
+        f"the order of GPUs: {found[slow].name} (rank {ranks[slow][0]}, …) has {float(mean[slow] / mean[fast]):.3g} x "
+        f"the work of {found[fast].name} (rank {ranks[fast][0]}, …), which is {rate[fast] / rate[slow]:.2g} x as "
+        f"fast; {works}"
+    )
