@@ -295,7 +295,8 @@ def normalise_over_data_ranks(model: nn.Module) -> None:
         if loss is None or forward.share is None or (state.pipeline is not None and not state.pipeline.last):
             return None
         if not forward.counted:
-            _say_once(state, _UNKNOWN.format(type(model).__name__))
+            sums = loop_losses.adds_up(loss.grad_fn, set())
+            _say_once(state, (_SUM if sums else _UNKNOWN).format(type(model).__name__, state.mesh.data_size))
         elif forward.filled and means.scope() is None:
             _say_once(state, _IN_LOOPS)
         return None
@@ -307,6 +308,10 @@ def normalise_over_data_ranks(model: nn.Module) -> None:
 _UNKNOWN = (
     "what the loss of {} is a mean over is not known: it is averaged over data ranks, "
     "which is that of one process where they have as many targets"
+)
+_SUM = (
+    "the loss of {0} is a sum over the targets of a data rank, and {1} data ranks average gradients: they are 1/{1} "
+    "of one process's, unless the script multiplies by {1}, as it does where it divides by the targets of all ranks"
 )
 _IN_LOOPS = (
     "the model's loss is the mean over the targets of all data ranks; a loop that weights by counts of its own "
