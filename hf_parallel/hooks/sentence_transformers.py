@@ -71,8 +71,11 @@ _COMPARING = {
     *("CoSENTLoss", "OnlineContrastiveLoss", "GlobalOrthogonalRegularizationLoss", "FlopsLoss"),
     *("BatchAllTripletLoss", "BatchHardTripletLoss", "BatchSemiHardTripletLoss"),
 }
-#: Losses that compare the examples of a batch in a way that cannot be gathered from outside.
+#: Losses that compare the examples of a batch in a way that cannot be gathered from outside; what GIST gathers itself
+#: makes other numbers than one process's.
 _CLOSED = {
+    "sentence_transformers.sentence_transformer.losses.gist_embed.GISTEmbedLoss",
+    "sentence_transformers.sentence_transformer.losses.cached_gist_embed.CachedGISTEmbedLoss",
     "sentence_transformers.sentence_transformer.losses.mega_batch_margin.MegaBatchMarginLoss",
     "sentence_transformers.cross_encoder.losses.multiple_negatives_ranking.MultipleNegativesRankingLoss",
 }

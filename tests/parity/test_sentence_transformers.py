@@ -63,6 +63,7 @@ def trainer_of_pairs(
         "mined": lambda: losses.BatchHardTripletLoss(model),
         "cached": lambda: losses.CachedMultipleNegativesRankingLoss(model, mini_batch_size=3),
         "mega": lambda: losses.MegaBatchMarginLoss(model),
+        "guided": lambda: losses.GISTEmbedLoss(model, guide=SentenceTransformer(folder)),
         "softmax": lambda: losses.SoftmaxLoss(model, 11, num_labels=5),
     }
     columns = {"first": sentences(0), "second": sentences(5)}
@@ -141,6 +142,7 @@ def test_weights_of_a_loss_are_refused(folder, tmp_path):
         run(train, 2, "dp_shard=2", str(tmp_path), folder, "softmax", init=False)
 
 
-def test_a_loss_that_cannot_be_gathered_is_refused(folder, tmp_path):
-    with pytest.raises(RankFailure, match=r"MegaBatchMarginLoss: .* 2 data ranks .*tp=2 works"):
-        run(train, 2, "dp_shard=2", str(tmp_path), folder, "mega", init=False)
+@pytest.mark.parametrize(("loss", "name"), [("mega", "MegaBatchMarginLoss"), ("guided", "GISTEmbedLoss")])
+def test_a_loss_that_cannot_be_gathered_is_refused(folder, tmp_path, loss, name):
+    with pytest.raises(RankFailure, match=rf"{name}: .* 2 data ranks .*tp=2 works"):
+        run(train, 2, "dp_shard=2", str(tmp_path), folder, loss, init=False)

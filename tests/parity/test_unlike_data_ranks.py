@@ -110,7 +110,7 @@ def train_one_by_one(spec: str | None, out: str, folder: str, frozen: bool):
 
 @pytest.mark.parametrize(
     ("spec", "frozen"),
-    [("dp_shard=2", False), ("dp_shard=2", True), ("dp_shard=2,zero_stage=1", False), ("dp_replicate=2", False)],
+    [("dp_shard=2", False), ("dp_shard=2", True), ("dp_shard=2,zero_stage=1", False), ("tp=2,dp_shard=2", False)],
 )
 def test_a_lookup_for_each_example(runs, spec, frozen):
     """A rank with two examples gathers the embedding as often as one with one; a module of the script's own trains."""

@@ -95,14 +95,15 @@ def add_late_parameters(root: nn.Module, mesh: ParallelMesh | None = None) -> No
     """Shard what lies in the units below `root` and is in no group yet; whole on all data ranks.
 
     Args:
-        mesh: shard only what trains, with the values of the first data rank; without it all, whose values are equal.
+        mesh: shard only what trains, with the values of the first rank; without it all, whose values are equal.
     """
     for group, modules, new in list(late_parameters(root, trained=mesh is not None)):
         if mesh is not None:
             for parameter in new:
                 parameter.data = parameter.data.to(mesh.device).contiguous()
-                for axis in range(mesh.sharing_mesh.ndim):
-                    dist.broadcast(parameter.data, group=mesh.sharing_mesh.get_group(axis), group_src=0)
+                groups = [mesh.sharing_mesh.get_group(axis) for axis in range(mesh.sharing_mesh.ndim)]
+                for axis in [*groups, *([mesh.group("tp")] if mesh.size("tp") > 1 else [])]:
+                    dist.broadcast(parameter.data, group=axis, group_src=0)
         _add(group, new, modules)
 
 
