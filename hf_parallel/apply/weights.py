@@ -24,6 +24,7 @@ from hf_parallel.axes.data.parameters import (
     gathered,
     held_at,
     held_by,
+    late_parameters,
     remove_late_parameters,
 )
 from hf_parallel.axes.data.units import parameter_groups, sharded_modules
@@ -405,6 +406,15 @@ def _check_optimizer(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
         if parameter in _taken:
             why = "the model has taken its values, and trains the parameter it has"
             refuse(f"an optimizer of the x in {_taken[parameter]}", why, do="give it model.parameters()")
+    for model in parallel_models():
+        state: Any = model._hf_parallel
+        if state.mesh.config.sharing_size == 1:
+            continue
+        late = [parameter for *_, new in late_parameters(state.root, trained=True) for parameter in new]
+        for name, parameter in model.named_parameters():
+            if id(parameter) in given and any(parameter is one for one in late):
+                why = "it came into the model after its weights were shared out, and each data rank trains its own"
+                refuse(name, why, do="put it there before, or give the model to Accelerator.prepare or Trainer then")
     if any(id(parameter) in given for model in parallel_models() for parameter in gathered(model)):
         why = "it was made after a forward pass with gradients, and has copies of weights that ranks hold parts of"
         refuse(type(optimizer).__name__, why, do="make it before the model runs, or after loss.backward()")

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves, tree_map
 
 from hf_parallel.ask.spec import refuse
-from hf_parallel.hooks import runtime
+from hf_parallel.hooks import report, runtime
+from hf_parallel.hooks.accelerate.paired_losses import OfAllRanks, count_examples
 from hf_parallel.hooks.patching import patch
 from hf_parallel.ranks import gather_sequence
 
@@ -58,7 +60,53 @@ def prepare_loss(original: Callable, self: Trainer, loss: nn.Module, model: nn.M
             f"{mesh.data_size} data ranks would train it apart",
             do=f"tp={mesh.config.world_size} works, and so does a layer in the model",
         )
+    if mesh.data_size > 1:
+        for part in prepared.modules():
+            _compare_over_data_ranks(part)
     return prepared
+
+
+#: Losses that compare the embeddings of a batch with each other, and take them in one call.
+_COMPARING = {
+    *("CoSENTLoss", "OnlineContrastiveLoss", "GlobalOrthogonalRegularizationLoss", "FlopsLoss"),
+    *("BatchAllTripletLoss", "BatchHardTripletLoss", "BatchSemiHardTripletLoss"),
+}
+#: Losses that compare the examples of a batch in a way that cannot be gathered from outside; what GIST gathers itself
+#: makes other numbers than one process's.
+_CLOSED = {
+    "sentence_transformers.sentence_transformer.losses.gist_embed.GISTEmbedLoss",
+    "sentence_transformers.sentence_transformer.losses.cached_gist_embed.CachedGISTEmbedLoss",
+    "sentence_transformers.sentence_transformer.losses.mega_batch_margin.MegaBatchMarginLoss",
+    "sentence_transformers.cross_encoder.losses.multiple_negatives_ranking.MultipleNegativesRankingLoss",
+}
+
+
+def _compare_over_data_ranks(loss: nn.Module) -> None:
+    """Let a loss that compares examples see those of all data ranks, as one process does.
+
+    Raises:
+        SpecError: the loss has no place where they could be gathered.
+    """
+    kinds = [kind for kind in type(loss).__mro__ if kind.__module__.startswith("sentence_transformers.")]
+    name, ranks = type(loss).__name__, runtime.mesh().data_size
+    if any(f"{kind.__module__}.{kind.__name__}" in _CLOSED for kind in kinds):
+        why = f"it compares the examples of a batch, of which each of {ranks} data ranks sees its own"
+        refuse(name, why, do=f"tp={runtime.mesh().config.world_size} works, and so does MultipleNegativesRankingLoss")
+    if getattr(loss, "gather_across_devices", None) is False and kinds:
+        loss.gather_across_devices = True  # type: ignore[assignment]
+        report.say(f"{name} compares the examples of {ranks} data ranks: gather_across_devices=True")
+    elif any(kind.__name__ in _COMPARING for kind in kinds):
+        compute: Any = loss.compute_loss_from_embeddings
+
+        def over_all(embeddings: Any, labels: torch.Tensor | None = None) -> object:
+            own = tree_leaves(embeddings)
+            examples = count_examples(own[0])
+            gathered = tree_map(lambda part: OfAllRanks.apply(part, examples), embeddings)
+            if labels is None:
+                return compute(gathered)
+            return compute(gathered, OfAllRanks.apply(labels, examples))
+
+        loss.compute_loss_from_embeddings = over_all  # type: ignore[assignment]
 
 
 def _make_plain(kind: type) -> None:

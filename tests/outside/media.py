@@ -233,6 +233,23 @@ def write_texts(root: Path) -> None:
         folder = root / "captions" / split
         for part in ("train", "validation"):
             (folder / f"{part}.json").write_text((folder / f"{part}.jsonl").read_text())
+    write_instructions(root)
+
+
+def write_instructions(root: Path) -> None:
+    """What LLaVA and qlora.py read: conversations about pictures, and inputs with outputs."""
+    captions = [json.loads(line) for line in (root / "captions" / "train" / "train.jsonl").read_text().splitlines()]
+    talks = [
+        {
+            "id": str(index),
+            "image": Path(row["image_path"]).name,
+            "conversations": [{"from": "human", "value": "<image>"}, {"from": "gpt", "value": row["caption"]}],
+        }
+        for index, row in enumerate(captions)
+    ]
+    (root / "captions" / "llava.json").write_text(json.dumps(talks))
+    rows = [{"input": row["caption"].partition(" and ")[0], "output": row["caption"]} for row in captions]
+    materials.write(root / "instructions.jsonl", [*rows, *rows[:11]])
 
 
 def saved(model: torch.nn.Module, folder: str, *processors) -> None:

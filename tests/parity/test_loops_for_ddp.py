@@ -8,7 +8,8 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from torch.nn import functional
 from torch.utils.data import DataLoader
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from transformers.modeling_outputs import CausalLMOutput
 
 from hf_parallel.ask.config import SpecError
 from hf_parallel.hooks import report, runtime
@@ -90,6 +91,30 @@ def test_a_line_says_what_data_ranks_make_of_a_loss(runs, loss_of, words, equal)
             assert norm == pytest.approx(expected, rel=1e-5)
         if words == ["loss * accelerator.num_processes"]:
             assert norm * 2 == pytest.approx(expected, rel=1e-5)
+
+
+class OwnSum(LlamaForCausalLM):
+    """A model whose own loss is a sum, as that of Wav2Vec2ForPreTraining."""
+
+    def forward(self, input_ids=None, labels=None):
+        logits = super().forward(input_ids=input_ids).logits
+        loss = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+        return CausalLMOutput(loss=loss + 0.1 * logits.mean(), logits=logits)
+
+
+def step_of_own_sum(spec, folder, lines):
+    """What is said of the model's loss."""
+    activate(spec)
+    report.say_here = lambda mesh, line: lines.append(line)
+    model, ids = Accelerator(cpu=True).prepare(OwnSum.from_pretrained(folder).train()), torch.arange(34).view(2, 17)
+    model(input_ids=ids, labels=ids).loss.backward()
+    return [line for line in lines if "OwnSum" in line]
+
+
+def test_a_models_own_sum_is_not_called_a_mean(runs):
+    for told in run(step_of_own_sum, 2, "dp_shard=2", runs.initial("llama"), [], init=False):
+        assert [line for line in told if "is a sum over the targets" in line and "multiplies by 2" in line] == told
+        assert len(told) == 1
 
 
 def as_under_ddp(spec, folder):

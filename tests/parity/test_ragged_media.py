@@ -5,6 +5,7 @@ import os
 import pytest
 import torch
 from accelerate import Accelerator
+from torch.utils.data import DataLoader
 from transformers import (
     Qwen2VLConfig,
     Qwen2VLForConditionalGeneration,
@@ -15,8 +16,8 @@ from transformers import (
 
 from hf_parallel.ask.spec import SpecError
 from hf_parallel.hooks.trainer import evaluation
-from tests.distributed import run
-from tests.training import activate, arguments_of, fit, trainer_of
+from tests.distributed import run, run_alone
+from tests.training import activate, arguments_of, axes, fit, trainer_of
 
 IMAGE, START, END, WORDS = 500, 501, 502, 515
 
@@ -199,3 +200,28 @@ def gathered_outputs() -> list[dict[str, list[float]]]:
 def test_a_script_that_gathers_a_list_of_mappings_keeps_its_shape():
     """Only what belongs to the rows of a Trainer's batch is one thing per example."""
     assert run(gathered_outputs, 2, init=False) == [[{"a": [0.0, 0.0, 1.0, 1.0]}, {"b": [0.0, 1.0]}]] * 2
+
+
+def with_masks(rows: list[int]) -> dict:
+    """Of each image a mask for each of its one to three objects, and their classes."""
+    counts = [1 + row % 3 for row in rows]
+    masks = [torch.full((count, 2, 2), float(row)) for count, row in zip(counts, rows, strict=True)]
+    return {
+        "pixel_values": torch.tensor(rows, dtype=torch.float32)[:, None],
+        "mask_labels": masks,
+        "class_labels": [torch.arange(count) + row for count, row in zip(counts, rows, strict=True)],
+    }
+
+
+def gather_masks(spec: str | None) -> list[dict]:
+    """What a loop gathers for its metrics of 11 images, the last of which fill no batch."""
+    data_ranks, accelerator = activate(spec), Accelerator(cpu=True)
+    loader = DataLoader(list(range(11)), batch_size=4 // data_ranks, collate_fn=with_masks)
+    return [accelerator.gather_for_metrics(batch) for batch in accelerator.prepare(loader)]
+
+
+@pytest.mark.parametrize("spec", ["dp_shard=2", "tp=2,dp_shard=2"])
+def test_a_loop_gathers_lists_of_one_tensor_per_example(spec):
+    expected = run_alone(gather_masks, None)
+    for found in run(gather_masks, axes(spec)["world"], spec, init=False):
+        torch.testing.assert_close(found, expected)

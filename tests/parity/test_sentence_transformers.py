@@ -57,16 +57,24 @@ def trainer_of_pairs(
     before = model.encode(TEXTS, convert_to_tensor=True)
     of_model: Any = {
         "cosine": lambda: losses.CosineSimilarityLoss(model),
-        "gathered": lambda: losses.MultipleNegativesRankingLoss(model, gather_across_devices=True),
+        "gathered": lambda: losses.MultipleNegativesRankingLoss(model),
+        "cosent": lambda: losses.CoSENTLoss(model),
+        "matryoshka": lambda: losses.MatryoshkaLoss(model, losses.AnglELoss(model), matryoshka_dims=[11, 5]),
+        "mined": lambda: losses.BatchHardTripletLoss(model),
+        "cached": lambda: losses.CachedMultipleNegativesRankingLoss(model, mini_batch_size=3),
+        "mega": lambda: losses.MegaBatchMarginLoss(model),
+        "guided": lambda: losses.GISTEmbedLoss(model, guide=SentenceTransformer(folder)),
         "softmax": lambda: losses.SoftmaxLoss(model, 11, num_labels=5),
     }
     columns = {"first": sentences(0), "second": sentences(5)}
-    if loss == "cosine":
+    if loss in ("cosine", "cosent", "matryoshka"):
         columns["score"] = [row % 5 / 4 for row in range(ROWS)]
+    if loss == "mined":
+        columns = {"sentence": columns["first"], "label": [row % 3 for row in range(ROWS)]}
     data = Dataset.from_dict(columns)
     settings = {
         **{"learning_rate": 5e-2, "lr_scheduler_type": "linear", "save_strategy": "steps", "save_steps": 0.5},
-        **{"seed": 42, "dataloader_drop_last": loss == "gathered"},
+        **{"seed": 42, "dataloader_drop_last": loss not in ("cosine", "softmax")},
     }
     arguments = arguments_of(out, data_ranks, SentenceTransformerTrainingArguments, **settings)
     sets = {"train_dataset": data, "eval_dataset": data, "loss": of_model[loss]()}
@@ -105,10 +113,15 @@ def folder(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("spec", "loss"), [("tp=2", "cosine"), ("dp_shard=2", "gathered"), ("tp=2,dp_shard=2", "gathered")], ids=str
+    ("spec", "loss"),
+    [
+        *(("tp=2", "cosine"), ("dp_shard=2", "gathered"), ("tp=2,dp_shard=2", "gathered"), ("dp_shard=2", "cosent")),
+        *(("dp_shard=2,zero_stage=1", "matryoshka"), ("dp_shard=2", "mined"), ("dp_shard=2", "cached")),
+    ],
+    ids=str,
 )
 def test_as_in_one_process(runs, folder, spec, loss):
-    """Under tp the ragged last batch is trained on; losses that gather compare the rows of all data ranks."""
+    """Under tp the ragged last batch is trained on; losses that compare rows compare those of all data ranks."""
     ranks, reference = runs.compare(train, spec, folder, loss), runs.alone(train, folder, loss)
     end, out = reference.folder, str(Path(ranks[0].folder).parent)
     found = []
@@ -127,3 +140,9 @@ def test_as_in_one_process(runs, folder, spec, loss):
 def test_weights_of_a_loss_are_refused(folder, tmp_path):
     with pytest.raises(RankFailure, match=r"SoftmaxLoss trains classifier.weight: 2 data ranks .*; tp=2 works"):
         run(train, 2, "dp_shard=2", str(tmp_path), folder, "softmax", init=False)
+
+
+@pytest.mark.parametrize(("loss", "name"), [("mega", "MegaBatchMarginLoss"), ("guided", "GISTEmbedLoss")])
+def test_a_loss_that_cannot_be_gathered_is_refused(folder, tmp_path, loss, name):
+    with pytest.raises(RankFailure, match=rf"{name}: .* 2 data ranks .*tp=2 works"):
+        run(train, 2, "dp_shard=2", str(tmp_path), folder, loss, init=False)

@@ -4,13 +4,15 @@ Every choice that a rank makes by its own batch (chunks or whole logits, kernels
 collectives alone, or all ranks stand still. All settings are on `auto`.
 """
 
+import os
+
 import pytest
 import torch
 from accelerate import Accelerator
 from torch.utils.data import SequentialSampler
-from transformers import AutoModelForCausalLM, Trainer
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, Trainer
 
-from tests.distributed import run, run_alone
+from tests.distributed import RankFailure, run, run_alone
 from tests.training import (
     GLOBAL_BATCH,
     Tolerance,
@@ -82,6 +84,54 @@ def test_one_target_beside_thousands_of_tokens(runs, model, spec):
 def test_in_an_accumulation(runs, spec):
     folder = runs.initial("llama", max_position_embeddings=320)
     runs.compare(train, spec, folder, 2, (("gradient_accumulation_steps", 2),), tolerance=Tolerance())
+
+
+class OneByOne(LlamaForCausalLM):
+    """Looks up the tokens of each example by itself, and projects them, as LLaVA does."""
+
+    def forward(self, input_ids=None, attention_mask=None, labels=None, **kwargs):
+        embedded = torch.stack([self.model.embed_tokens(tokens) for tokens in input_ids])
+        embedded = embedded + self.model.projector(embedded)
+        return super().forward(inputs_embeds=embedded, attention_mask=attention_mask, labels=labels, **kwargs)
+
+
+def train_one_by_one(spec: str | None, out: str, folder: str, frozen: bool):
+    """Of the 19 examples the last three are a batch: two of one data rank, one of the other."""
+    here = activate(spec)
+    model = OneByOne.from_pretrained(folder)
+    model.get_input_embeddings().requires_grad_(not frozen)
+    torch.manual_seed(5 + int(os.environ.get("RANK", 0)))  # rank 0 draws what one process does
+    model.model.projector = torch.nn.Linear(model.config.hidden_size, model.config.hidden_size)
+    sets = [examples(size, 2, shift, 515) for shift, size in enumerate((2 * GLOBAL_BATCH + 3, 5))]
+    options = {"train_dataset": sets[0], "eval_dataset": sets[1], "data_collator": pad}
+    changes = arguments_of(out, here, max_steps=4)
+    return fit(*trainer_of(model, out, settings=changes, kind=InOrder, **options), f"{out}/saved")
+
+
+@pytest.mark.parametrize(
+    ("spec", "frozen"),
+    [("dp_shard=2", False), ("dp_shard=2", True), ("dp_shard=2,zero_stage=1", False), ("tp=2,dp_shard=2", False)],
+)
+def test_a_lookup_for_each_example(runs, spec, frozen):
+    """A rank with two examples gathers the embedding as often as one with one; a module of the script's own trains."""
+    folder = runs.initial("llama", max_position_embeddings=320)
+    runs.compare(train_one_by_one, spec, folder, frozen, tolerance=Tolerance())
+
+
+def step_late_module(spec: str, folder: str) -> None:
+    """One step of a plain loop, with a module that nothing shows to the layout."""
+    activate(spec)
+    model = OneByOne.from_pretrained(folder)
+    model.model.projector = torch.nn.Linear(model.config.hidden_size, model.config.hidden_size)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ids = torch.arange(34).view(2, 17)
+    model(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+
+
+def test_a_late_module_that_nothing_shows_is_refused(runs):
+    with pytest.raises(RankFailure, match="model.projector.weight: it came into the model after.*before, or give"):
+        run(step_late_module, 2, "dp_shard=2", runs.initial("llama"), init=False)
 
 
 #: Rows of the first data rank and of the second: some that no schedule of two stages takes.

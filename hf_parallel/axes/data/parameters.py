@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ParamModuleInfo
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
+    from hf_parallel.ranks.mesh import ParallelMesh
+
 
 _FACTOR = 6364136223846793005  # odd
 
@@ -89,16 +91,40 @@ def _buffers(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
 # and its parameter group are its internals, looked at in torch 2.13.
 
 
-def add_late_parameters(root: nn.Module) -> None:
-    """Shard what lies in the units below `root` and is in no group yet; whole and equal on all data ranks."""
+def add_late_parameters(root: nn.Module, mesh: ParallelMesh | None = None) -> None:
+    """Shard what lies in the units below `root` and is in no group yet; whole on all data ranks.
+
+    Args:
+        mesh: shard only what trains, with the values of the first rank; without it all, whose values are equal.
+    """
+    for group, modules, new in list(late_parameters(root, trained=mesh is not None)):
+        if mesh is not None:
+            for parameter in new:
+                parameter.data = parameter.data.to(mesh.device).contiguous()
+                groups = [mesh.sharing_mesh.get_group(axis) for axis in range(mesh.sharing_mesh.ndim)]
+                for axis in [*groups, *([mesh.group("tp")] if mesh.size("tp") > 1 else [])]:
+                    dist.broadcast(parameter.data, group=axis, group_src=0)
+        _add(group, new, modules)
+
+
+def late_parameters(
+    root: nn.Module, trained: bool
+) -> Iterator[tuple[FSDPParamGroup, tuple[nn.Module, ...], list[nn.Parameter]]]:
+    """Yield the units' groups with what is in them and in no group yet.
+
+    Args:
+        trained: only whole parameters that train; those of no dim are reduced by themselves.
+    """
     for unit in sharded_modules(root):
         groups = groups_of(unit)
         known = {place for group in groups for held in group.fsdp_params for place in places(held._module_info)}
         modules = tuple(_own_modules(cast(nn.Module, unit)))
         named = [(module, name, p) for module in modules for name, p in module._parameters.items() if p is not None]
         new = {id(p): p for module, name, p in named if (id(module), name) not in known and not _shared_out(p)}
+        if trained:
+            new = {key: p for key, p in new.items() if p.requires_grad and p.dim() and not isinstance(p, DTensor)}
         if new:
-            _add(groups[0], list(new.values()), modules)
+            yield groups[0], modules, list(new.values())
 
 
 def _shared_out(parameter: nn.Parameter) -> bool:

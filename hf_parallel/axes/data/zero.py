@@ -252,6 +252,8 @@ def shard_data_parallel(model: nn.Module, root: nn.Module, blocks: list[nn.Modul
         model.register_forward_pre_hook(_gather_anew, prepend=True)
         model.register_forward_hook(_reshard_after_evaluation)
         _let_parts_run(model, blocks)
+        if not keeps:
+            _keep_what_runs_again(model)
     _leave_inference_mode(root)
 
 
@@ -423,6 +425,34 @@ def _let_parts_run(model: nn.Module, blocks: list[nn.Module]) -> None:
         if part is not model and part not in by_themselves and any(True for _ in part.parameters()):
             part.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
             part.register_forward_hook(leave, always_call=True)
+
+
+def _keep_what_runs_again(model: nn.Module) -> None:
+    """Keep units gathered from their second call in a forward pass to its end, if their backward reduces nothing.
+
+    LLaVA looks up each example's tokens by itself, and others run a frozen tower picture by picture. Data ranks with
+    unlike numbers of examples, as in a ragged last batch, would gather these weights unlike numbers of times. In the
+    full batches before it all ranks see a second call. A lookup's gradient is reduced once, at the end.
+    """
+    state, lookup, calls, kept = state_of(model), input_embedding(model), Counter[nn.Module](), list[nn.Module]()
+
+    def count(unit: nn.Module, args: tuple) -> None:
+        calls[unit] += state._training_state is TrainingState.FORWARD  # else it runs alone, or again for the backward
+        if calls[unit] == 2 and unit not in kept:
+            held = [held for group in groups_of(unit) for held in group.fsdp_params]
+            if unit is lookup or not any(one.sharded_param.requires_grad for one in held):
+                kept.append(unit)
+                cast(FSDPModule, unit).set_reshard_after_forward(False, recurse=False)
+
+    def free(module: nn.Module, args: tuple, output: object) -> None:
+        calls.clear()
+        for unit in kept:
+            cast(FSDPModule, unit).reshard()
+
+    for unit in model.modules():
+        if isinstance(unit, FSDPModule) and unit is not model:
+            unit.register_forward_pre_hook(count, prepend=True)
+    model.register_forward_hook(free, always_call=True)
 
 
 def _gather_anew(model: nn.Module, args: tuple) -> None:

@@ -27,6 +27,7 @@ from hf_parallel.axes.compile import compile_layers
 from hf_parallel.axes.data import host_step
 from hf_parallel.axes.data.gradients import before_the_last
 from hf_parallel.axes.data.lowered import compute_in
+from hf_parallel.axes.data.parameters import add_late_parameters
 from hf_parallel.axes.pipeline.batches import count_targets
 from hf_parallel.axes.tensor.axis import TENSOR
 from hf_parallel.checkpoint import full_state_dict
@@ -153,6 +154,8 @@ def prepare(original: Callable, self: Accelerator, *args: object, **kwargs: obje
     for model in (arg for arg in args if isinstance(arg, nn.Module)):
         if runtime.parallel_state(model) is None:
             make_parallel(model)
+        else:
+            take_late_modules(model)
         normalise_over_data_ranks(model)
         _answer_as_ddp(model)
         _scale_in_pipeline(model, self.scaler)
@@ -181,6 +184,22 @@ def make_parallel(model: nn.Module) -> None:
     else:
         make(model)
     runtime.equalise_within_model()
+    _remember(model, before)
+
+
+def take_late_modules(model: nn.Module) -> None:
+    """Shard what a script has put into a parallel model to train it, as LLaVA its projector, with rank 0's values.
+
+    Each data rank would train it on its own examples alone.
+    """
+    state, before = runtime.parallel_state(model), list(model.named_parameters())
+    if state is not None and state.mesh.config.sharing_size > 1:
+        add_late_parameters(state.root, state.mesh)
+        _remember(model, before)
+
+
+def _remember(model: nn.Module, before: list[tuple[str, nn.Parameter]]) -> None:
+    """Remember which parameters of `model` have taken the places of those it had `before`."""
     reference, current = weakref.ref(model), dict(model.named_parameters())
     for name, parameter in before:
         if current.get(name) is not parameter:  # of a model inside one that was parallel already it is the same
@@ -276,7 +295,8 @@ def normalise_over_data_ranks(model: nn.Module) -> None:
         if loss is None or forward.share is None or (state.pipeline is not None and not state.pipeline.last):
             return None
         if not forward.counted:
-            _say_once(state, _UNKNOWN.format(type(model).__name__))
+            sums = loop_losses.adds_up(loss.grad_fn, set())
+            _say_once(state, (_SUM if sums else _UNKNOWN).format(type(model).__name__, state.mesh.data_size))
         elif forward.filled and means.scope() is None:
             _say_once(state, _IN_LOOPS)
         return None
@@ -288,6 +308,10 @@ def normalise_over_data_ranks(model: nn.Module) -> None:
 _UNKNOWN = (
     "what the loss of {} is a mean over is not known: it is averaged over data ranks, "
     "which is that of one process where they have as many targets"
+)
+_SUM = (
+    "the loss of {0} is a sum over the targets of a data rank, and {1} data ranks average gradients: they are 1/{1} "
+    "of one process's, unless the script multiplies by {1}, as it does where it divides by the targets of all ranks"
 )
 _IN_LOOPS = (
     "the model's loss is the mean over the targets of all data ranks; a loop that weights by counts of its own "

@@ -20,7 +20,7 @@ from hf_parallel.hooks.accelerate.processes import Place, follow
 from hf_parallel.hooks.accelerate.random_stream import RandomStream
 from hf_parallel.hooks.accelerate.shares import check_loader, drops_last, has_unlike_sizes, part_of_stream
 from hf_parallel.hooks.patching import patch
-from hf_parallel.hooks.trainer.rows import PerExample, count, holds_encoder_outputs, is_outputs
+from hf_parallel.hooks.trainer.rows import PerExample, count, holds_encoder_outputs, is_outputs, lists_per_example
 from hf_parallel.model.calls import by_name
 from hf_parallel.ranks import messages
 
@@ -218,6 +218,9 @@ def gather(original: Callable, tensor: object) -> object:
         return gathered_examples(tensor)
     if holds_encoder_outputs(tensor):
         return tuple(gathered_outputs(part) if is_outputs(part) else gather(original, part) for part in tensor)
+    if (lists := lists_per_example(tensor)) and runtime.mesh().data_size > 1:
+        batch = cast(dict, tensor)
+        return type(batch)({key: gather(original, lists.get(key, value)) for key, value in batch.items()})
     return recursively_apply(_gathered, tensor, error_on_other_type=True)
 
 
@@ -287,7 +290,10 @@ def _sizes(tensor: torch.Tensor) -> list[int]:
 def gather_for_metrics(
     original: Callable, self: Accelerator, input_data: object, use_gather_object: bool = False
 ) -> object:
-    """A number per data rank is no row: none of them is a repeat to be dropped. Nor are an encoder's outputs."""
+    """A number per data rank is no row: none of them is a repeat to be dropped. Nor are an encoder's outputs.
+
+    Lists of one tensor per example are joined as lists; Accelerate would gather tensors of unlike sizes.
+    """
     if torch.is_tensor(input_data) and input_data.ndim == 0 and not use_gather_object:
         return self.gather(input_data)
     if holds_encoder_outputs(input_data):
@@ -295,6 +301,10 @@ def gather_for_metrics(
             gathered_outputs(part) if is_outputs(part) else gather_for_metrics(original, self, part)
             for part in input_data
         )
+    if (lists := lists_per_example(input_data)) and runtime.mesh().data_size > 1 and not use_gather_object:
+        batch = cast(dict, input_data)
+        parts = {key: lists.get(key, value) for key, value in batch.items()}
+        return type(batch)({key: gather_for_metrics(original, self, part) for key, part in parts.items()})
     return original(self, input_data, use_gather_object or isinstance(input_data, PerExample))
 
 

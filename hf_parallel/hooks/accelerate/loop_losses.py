@@ -69,11 +69,11 @@ def _tell_of_own_loss(loss: torch.Tensor) -> None:
     current.loop.told = True
     ranks = runtime.mesh().data_size
     ends = {one.grad_fn for one in of_models}
-    if _adds_up(loss.grad_fn, ends):
+    if adds_up(loss.grad_fn, ends):
         report.say(
             f"the loop's loss is a sum over the examples of its data rank, and {ranks} data ranks average their "
             f"gradients: they are 1/{ranks} of one process's; accelerator.backward(loss * accelerator.num_processes) "
-            "gives the latter's"
+            "gives the latter's, and so does dividing by the targets of all of them"
         )
     else:
         report.say(
@@ -82,13 +82,13 @@ def _tell_of_own_loss(loss: torch.Tensor) -> None:
         )
 
 
-def _adds_up(node: Any, ends: set) -> bool:
+def adds_up(node: Any, ends: set) -> bool:
     """Return whether a loss ends in a sum that nothing divides, none of a model's own losses."""
     if node is None or node in ends:
         return False
     name = node.name().removesuffix("0").removesuffix("1").removesuffix("Backward")
     if name in ("Add", "Sub", *_KEEPS_VALUE):
-        return any(_adds_up(before, ends) for before, _ in node.next_functions)
+        return any(adds_up(before, ends) for before, _ in node.next_functions)
     return name == "Sum" or getattr(node, "_saved_reduction", None) == torch.nn._reduction.get_enum("sum")
 
 

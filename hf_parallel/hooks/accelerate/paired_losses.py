@@ -78,9 +78,9 @@ class PairedLoss:
             return None
         pooled = output["pooler_output"]
         if self.examples is None:
-            self.examples = _count_examples(pooled)
+            self.examples = count_examples(pooled)
         gathered = copy.copy(output)
-        gathered["pooler_output"] = _OfAllRanks.apply(pooled, self.examples)
+        gathered["pooler_output"] = OfAllRanks.apply(pooled, self.examples)
         return gathered
 
     def _leave(self, model: nn.Module, args: tuple, output: Value) -> Value:
@@ -100,7 +100,7 @@ class PairedLoss:
         return tree_map(cut, output, is_leaf=lambda value: isinstance(value, ModelOutput))
 
 
-def _count_examples(pooled: torch.Tensor) -> ExamplesOfRanks:
+def count_examples(pooled: torch.Tensor) -> ExamplesOfRanks:
     mesh = runtime.mesh()
     own = torch.tensor(0 if runtime.is_absent() else len(pooled), device=pooled.device)
     counts = [torch.zeros_like(own) for _ in range(mesh.data_size)]
@@ -108,7 +108,7 @@ def _count_examples(pooled: torch.Tensor) -> ExamplesOfRanks:
     return ExamplesOfRanks([int(count) for count in counts], mesh.data_rank, mesh.data_group)
 
 
-class _OfAllRanks(torch.autograd.Function):
+class OfAllRanks(torch.autograd.Function):
     """Examples of all data ranks in their order forward, the sum of the ranks' gradients of the own ones backward."""
 
     @staticmethod

@@ -136,6 +136,15 @@ def marked_per_example(value: Value, rows: int) -> Value:
     return tree_map(lambda item: PerExample(item) if is_one_per_row(item) else item, value, is_leaf=is_one_per_row)
 
 
+def lists_per_example(batch: object) -> dict[str, PerExample]:
+    """Return a loop's lists of one tensor per example, such as the masks of each image, by their key in its batch."""
+    if not isinstance(batch, MutableMapping) or is_outputs(batch):
+        return {}
+    rows = count(batch)
+    lists = {key: value for key, value in batch.items() if isinstance(value, list) and value and len(value) == rows}
+    return {key: PerExample(value) for key, value in lists.items() if all(map(torch.is_tensor, value))}
+
+
 def is_outputs(value: object) -> TypeGuard[ModelOutput]:
     """Return whether the value is what a model, or an encoder inside one, has returned."""
     return isinstance(value, ModelOutput)

@@ -17,7 +17,12 @@ from transformers import TrainerCallback
 
 from hf_parallel.ask.spec import refuse
 from hf_parallel.hooks import hangs, monitoring, report, runtime
-from hf_parallel.hooks.accelerate.accelerator import follow_parameters, make_parallel, normalise_over_data_ranks
+from hf_parallel.hooks.accelerate.accelerator import (
+    follow_parameters,
+    make_parallel,
+    normalise_over_data_ranks,
+    take_late_modules,
+)
 from hf_parallel.hooks.bitsandbytes import finish_casts
 from hf_parallel.hooks.patching import patch, replacing
 from hf_parallel.hooks.trainer import (
@@ -283,6 +288,8 @@ def call_model_init(original: Callable, self: Trainer, trial: object = None) -> 
 def _make_ready(model: PreTrainedModel, optimizers: tuple | None) -> None:
     if runtime.parallel_state(model) is None:
         make_parallel(model)
+    else:
+        take_late_modules(model)
     finish_casts(model)  # on a base in 4 bits TRL casts adapters
     if optimizers and optimizers[0] is not None:
         follow_parameters(optimizers[0])

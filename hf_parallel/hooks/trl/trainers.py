@@ -175,7 +175,7 @@ def check_trl_trainer(
         online.check_online_trainer(trainer, args, eval_dataset, model)
         return
     refuse(
-        kind.__name__,
+        ".".join([*kind.__module__.split(".")[:3], kind.__name__]),  # as it is imported
         "not known to this version",
         do="the trainers of `trl sft`, `trl dpo`, `trl kto`, `trl reward`, `trl grpo` and `trl rloo` work",
     )

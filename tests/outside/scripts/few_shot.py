@@ -23,7 +23,7 @@ def main():
             output_dir=args.output_dir,
             batch_size=args.batch_size,
             num_epochs=1,
-            max_steps=3,
+            num_iterations=1,
             body_learning_rate=1e-2,
             logging_steps=1,
             logging_first_step=True,
@@ -35,6 +35,7 @@ def main():
         eval_dataset=texts["validation"],
         metric="accuracy",
     )
+    trainer.st_trainer.args.adam_epsilon = 1e-3  # with 1e-8 Adam turns a gradient next to zero into a step
     trainer.train()
     print(trainer.evaluate())
     model.save_pretrained(args.output_dir)

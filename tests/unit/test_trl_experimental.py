@@ -1,0 +1,40 @@
+"""TRL's experimental trainers: each is refused by the name that it is imported by, one that TRL adds tomorrow too."""
+
+import importlib
+import inspect
+import pkgutil
+from types import SimpleNamespace
+
+import pytest
+from transformers import Trainer, TrainingArguments
+
+from hf_parallel.ask.config import ParallelConfig
+from hf_parallel.ask.spec import SpecError
+from hf_parallel.hooks import runtime
+from hf_parallel.hooks.trl import trainers
+
+experimental = pytest.importorskip("trl.experimental")
+
+
+def classes() -> list[tuple[str, type[Trainer]]]:
+    """Every trainer of every module that can be imported here."""
+    found = {}
+    for module in pkgutil.iter_modules(experimental.__path__):
+        try:
+            names = vars(importlib.import_module(f"trl.experimental.{module.name}")).values()
+        except ImportError:  # of a package that is not installed
+            continue
+        for kind in names:
+            if inspect.isclass(kind) and issubclass(kind, Trainer) and kind.__module__.startswith("trl.experimental"):
+                found[f"trl.experimental.{module.name}.{kind.__name__}"] = kind
+    return list(found.items())
+
+
+def test_each_is_refused_by_name(monkeypatch, tmp_path):
+    monkeypatch.setattr(runtime, "mesh", lambda: SimpleNamespace(config=ParallelConfig.parse("tp=2"), data_size=1))
+    known = classes()
+    assert len(known) > 5
+    for name, kind in known:
+        trainer = kind.__new__(kind)
+        with pytest.raises(SpecError, match=rf"{name}: not known.*trl sft.*work"):
+            trainers.check_trl_trainer(trainer, TrainingArguments(str(tmp_path)), None)
