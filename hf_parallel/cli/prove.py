@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import functools
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -29,6 +30,10 @@ if TYPE_CHECKING:
 
 #: What the two references are called.
 ALONE, DISTURBED = "one process", "one process, rounded otherwise"
+#: What a script says where nobody has launched it that reads a launcher's variables, or joins its processes.
+_LACKS_A_LAUNCHER = re.compile(
+    r"KeyError: '(LOCAL_|)(RANK|WORLD_SIZE)'|environment variable \w+ expected, but not set"
+)
 #: The script that trains a model on generated examples.
 _OF_A_MODEL = "hf_parallel.cli.prove_model"
 
@@ -274,6 +279,7 @@ class Proof:
         self.sizes = Sizes.of_layout(config, steps, keep_dtype)
         (folder / "models").mkdir(parents=True, exist_ok=True)
         self._references: tuple[Record, Record] | None = None
+        self._launched = False  # the one process too: the script asks for a launcher's variables
 
     def references(self) -> tuple[Record, Record]:
         """The records of one process, and of one whose rounding differs; both run at the same time, once.
@@ -285,6 +291,11 @@ class Proof:
             runs = [self._start(ALONE, "alone", 0), self._start(DISTURBED, "disturbed", 0)]
             try:
                 self._references = (self._ended(runs[0])[0], self._ended(runs[1])[0])
+            except NotProvedError as error:
+                if self._launched or not _LACKS_A_LAUNCHER.search(str(error)):
+                    raise
+                self._launched = True
+                return self.references()
             finally:
                 runs[1].wait(0.0)
         return self._references
@@ -319,7 +330,7 @@ class Proof:
 
     def _start(self, name: str, short: str, world: int, plant: Callable[[int], None] | None = None) -> ForkedRun:
         work = functools.partial(self._be_process, short, world, plant)
-        return _forked(name, self.folder / short, world, work, self.devices)
+        return _forked(name, self.folder / short, world or int(self._launched), work, self.devices)
 
     def _ended(self, run: ForkedRun) -> list[Record]:
         from hf_parallel.prove.record import Record
@@ -343,7 +354,7 @@ class Proof:
             record.data_rank = data_rank(self.config, rank)
         folder, multiply = self.folder / short, 1 if world else self.sizes.data_ranks
         models, disturbed = self.folder / "models", short == "disturbed"
-        state = Proving(self.sizes, record, folder, models, multiply, disturbed, on_gpu=self.devices > 0)
+        state = Proving(self.sizes, record, folder, models, multiply, disturbed, self.devices > 0, alone=not world)
         if plant is not None:
             plant(rank)
         proving.run_script(self.script.path, self.script.is_module, self.script.arguments, state)

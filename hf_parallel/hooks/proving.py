@@ -45,6 +45,7 @@ NOISE_SEED = 20_000
 def run_script(script: str, is_module: bool, arguments: list[str], proving: Proving) -> None:
     """Run a script as `python SCRIPT …` does, small and watched."""
     trainer = [
+        with_first(proving, "transformers.trainer:Trainer.__new__", _new_trainer, "sizes that a subclass reads early"),
         with_first(proving, "transformers.trainer:Trainer.__init__", _trainer, "a few steps; watched"),
         with_first(proving, "transformers.trainer:Trainer.evaluation_loop", _evaluation, "predictions are compared"),
     ]
@@ -55,8 +56,9 @@ def run_script(script: str, is_module: bool, arguments: list[str], proving: Prov
     with noise.SumsInAnotherOrder() if proving.disturbed else contextlib.nullcontext():
         _run(script, is_module, arguments, proving)
     if not proving.done:
-        why = "the script made no step with a model of Transformers by Trainer, Accelerator or an optimizer of torch"
-        refuse("prove", why, do="give its training script")
+        why = "the script trained no model that a layout reaches"
+        do = "train with Trainer, Accelerator.prepare, from_pretrained or hf_parallel.parallelize"
+        refuse("prove", why, do=do)
 
 
 def choose_layout(
@@ -191,6 +193,14 @@ def _trainer(proving: Proving, original: Callable, self: Trainer, *args: Any, **
         values["eval_dataset"] = _first(evaluated, some)
     original(*bound.args, **bound.kwargs)
     self.add_callback(Watcher(proving))
+
+
+def _new_trainer(proving: Proving, original: Callable, cls: type[Trainer], *args: Any, **kwargs: Any) -> Trainer:
+    """Set the sizes before the `__init__` of a subclass reads them: KTO pairs the examples of a batch there."""
+    for given in (*args, *kwargs.values()):
+        if isinstance(given, TrainingArguments):
+            _few_steps(proving, given)
+    return original(cls)
 
 
 def _few_steps(proving: Proving, args: TrainingArguments) -> None:

@@ -16,12 +16,14 @@ from hf_parallel.prove.record import Record, Sample, sample_of
 
 #: How many times what rounding did once, it may do at most.
 TIMES = 10.0
+#: Units in the last place of fp32 that are rounding in any case: of a number; of the median gradient, in all others.
+_UNITS = 64
 
 
 def rounding_floor(alone: Record) -> float:
     """Relative differences that are rounding whatever one run showed: some tens of fp32's units, or one of bf16's."""
     lowered = alone.facts.get("computes_in", "float32") != "float32"
-    return torch.finfo(torch.bfloat16).eps if lowered else 64 * torch.finfo(torch.float32).eps
+    return torch.finfo(torch.bfloat16).eps if lowered else _UNITS * torch.finfo(torch.float32).eps
 
 
 @dataclass
@@ -139,6 +141,8 @@ class Comparison:
     ) -> None:
         spreads = {name: relative_difference(noisy[name], sample) for name, sample in theirs.items() if name in noisy}
         usual = sorted(spreads.values())[len(spreads) // 2] if spreads else 0.0
+        sizes = sorted(sample.norm for sample in theirs.values()) if kind == "gradient" else []
+        tiny = _UNITS * torch.finfo(torch.float32).eps * sizes[len(sizes) // 2] if sizes else 0.0
         names = set(theirs).union(*ours)
         present = set().union(*ours)
         for name in sorted(names):
@@ -148,6 +152,9 @@ class Comparison:
             for rank, samples in zip(self.ranks, ours, strict=True):
                 if name in samples:
                     a, b = samples[name], theirs[name]
+                    if max(a.norm, b.norm) < tiny:  # zero but for rounding, such as of a bias before a softmax
+                        self.counts[kind] += 1
+                        continue
                     allowed = max(self.floor, TIMES * max(spreads.get(name, 0.0), usual))
                     self._judge(
                         kind, f"{kind} of {name}", step, a.norm, b.norm, relative_difference(a, b), allowed, rank.rank

@@ -55,6 +55,7 @@ class Proving:
         multiply: how many data ranks this process stands for.
         disturbed: rounding differs on purpose.
         on_gpu: else on a CPU, whatever the script asks for.
+        alone: one process, without the layout.
         models: folder with the small models, which all processes of a proof share.
         out: folder of this run, which takes the place of the script's output folder.
         done: optimizer steps.
@@ -71,6 +72,7 @@ class Proving:
     multiply: int = 1
     disturbed: bool = False
     on_gpu: bool = False
+    alone: bool = False
     done: int = 0
     in_trainer: bool = False
     driven: bool = False
@@ -103,7 +105,7 @@ class Proving:
         if self.disturbed:
             noise.disturb_weights(model, computes_in)
         tokens = TokenWatch(model, self.step)
-        if not torch.distributed.is_initialized():  # tokens of one process are looked for among all of a layout
+        if self.alone:  # tokens of one process are looked for among all of a layout
             tokens.mark_padding(model)
 
     def end_step(self, models: Sequence[nn.Module]) -> None:
