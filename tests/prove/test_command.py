@@ -438,6 +438,13 @@ def test_gradients_that_are_zero_but_for_rounding(bias, differs):
     assert compared.counts["gradient"] == 3
 
 
+@pytest.mark.parametrize(("shown", "differs"), [([1.0, -100.0], False), ([1.1, -100.0], True)])
+def test_predictions_that_are_filled_up(shown, differs):
+    """A data rank's predictions end with its own longest example; Trainer fills them with -100."""
+    alone, rank = Record(predictions=[torch.tensor([1.0, 7.0])]), Record(predictions=[torch.tensor(shown)])
+    assert bool(Comparison([rank], alone, alone).compare().differences) == differs
+
+
 def test_inputs_of_relu_near_zero():
     """Rounding may decide whether they have a gradient: noise decides otherwise, and leaves the others alone."""
     inputs = torch.tensor([1.0, 3e-7, -3e-7, 0.0, 0.1, -0.1], requires_grad=True)
