@@ -90,7 +90,7 @@ matrix: $(STAMP)
 	$(BIN)/python -m tests.support_matrix
 
 proofs: $(STAMP)
-	for kind in plain packed lora scripts bf16; do $(BIN)/python -m tests.prove.table --kind $$kind || exit 1; done
+	for kind in plain packed lora scripts bf16 clean; do $(BIN)/python -m tests.prove.table --kind $$kind || exit 1; done
 	$(BIN)/python -m tests.prove.table --write
 
 gpu:

@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import functools
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -29,6 +30,10 @@ if TYPE_CHECKING:
 
 #: What the two references are called.
 ALONE, DISTURBED = "one process", "one process, rounded otherwise"
+#: What a script says where nobody has launched it that reads a launcher's variables, or joins its processes.
+_LACKS_A_LAUNCHER = re.compile(
+    r"KeyError: '(LOCAL_|)(RANK|WORLD_SIZE)'|environment variable \w+ expected, but not set"
+)
 #: The script that trains a model on generated examples.
 _OF_A_MODEL = "hf_parallel.cli.prove_model"
 
@@ -40,6 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num_processes", "--nproc", type=int, metavar="N", help="which auto, or a size of -1, needs")
     parser.add_argument("--gpu", metavar="NAME", help="auto: of the catalogue, such as h100-80gb; else this machine")
     parser.add_argument("--steps", type=int, default=4, metavar="N", help="optimizer steps (4; 3 or more)")
+    parser.add_argument("--saved_by", metavar="SPEC", help="resume, in the middle of an epoch, what this layout saved")
     parser.add_argument("--dtype", choices=("fp32", "own"), default="fp32", help="fp32, or what the script asks for")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: this machine's GPUs (cpu)")
     parser.add_argument("--limit", type=float, default=600.0, metavar="SECONDS", help="of each run (600)")
@@ -54,6 +60,7 @@ def prove(args: argparse.Namespace) -> int:
     """Prove a script under a layout, print the verdict, and write the certificate."""
     try:
         config = _layout_asked_for(args)
+        saved_by = _layout_that_saves(args, config)
         if not args.module and not args.script.endswith(".py"):  # a model: a folder, its config.json, or a Hub id
             args.module, args.arguments = True, [args.script, *args.arguments]
             args.script = _OF_A_MODEL
@@ -71,10 +78,10 @@ def prove(args: argparse.Namespace) -> int:
     if args.keep:
         own = Path(args.keep).resolve() / "hf_parallel-prove"  # former runs in it are removed
         own.mkdir(parents=True, exist_ok=True)
-        return _prove_in(own, config, args)
+        return _prove_in(own, config, saved_by, args)
     folder = tempfile.mkdtemp(prefix="hf_parallel-prove-")  # a TemporaryDirectory would go with the first child
     try:
-        return _prove_in(Path(folder), config, args)
+        return _prove_in(Path(folder), config, saved_by, args)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -104,7 +111,26 @@ def _layout_asked_for(args: argparse.Namespace) -> ParallelConfig | None:
     return config.resolve(args.num_processes or abs(config.world_size))
 
 
-def _prove_in(folder: Path, config: ParallelConfig | None, args: argparse.Namespace) -> int:
+def _layout_that_saves(args: argparse.Namespace, config: ParallelConfig | None) -> ParallelConfig | None:
+    """The layout that begins the run; None if the layout to prove does."""
+    if args.saved_by is None:
+        return None
+    asked = f"--saved_by {args.saved_by}"
+    if config is None:
+        refuse(asked, "is resumed by a layout that is known", "--parallel tp=2")
+    saved_by = ParallelConfig.parse(args.saved_by)
+    saved_by = saved_by.resolve(abs(saved_by.world_size))
+    if saved_by.pack_tokens:
+        refuse(asked, "fills batches by tokens: those of other data ranks are no process's", "padding_free=true")
+    few, many = sorted((saved_by.data_parallel_size, config.data_parallel_size))
+    if many % few:
+        refuse(asked, f"batches of {few} and of {many} data ranks cannot be equal", f"--saved_by dp_shard={many}")
+    return saved_by
+
+
+def _prove_in(
+    folder: Path, config: ParallelConfig | None, saved_by: ParallelConfig | None, args: argparse.Namespace
+) -> int:
     from hf_parallel.prove import certificate
 
     began = time.monotonic()
@@ -117,16 +143,17 @@ def _prove_in(folder: Path, config: ParallelConfig | None, args: argparse.Namesp
     try:
         if config is None:
             config = script.chosen_layout(folder / "auto", args.num_processes, args.gpu, args.limit, devices)
-        proof = Proof(folder, config, script, args.steps, args.dtype == "own", args.limit, devices)
+        proof = Proof(folder, config, script, args.steps, args.dtype == "own", args.limit, devices, saved_by)
         verdict = proof.judge(proof.run_layout())
     except NotProvedError as error:
         print(f"hf_parallel: not proved: {error}", file=sys.stderr)
         return 2
     seconds = time.monotonic() - began
-    print(verdict.told(config.to_spec(), seconds))
+    spec = config.to_spec() if saved_by is None else f"{config.to_spec()} resumed from {saved_by.to_spec()}"
+    print(verdict.told(spec, seconds))
     facts = {**verdict.to_dict(), "seconds": round(seconds, 1)}
     try:
-        certificate.write_proof(Path(args.out), args.script, config.to_spec(), facts)
+        certificate.write_proof(Path(args.out), args.script, spec, facts)
         print(f"hf_parallel: {args.out} has all numbers", file=sys.stderr)
     except OSError as error:
         print(f"hf_parallel: cannot write {args.out}: {error.strerror or error}; the verdict stands", file=sys.stderr)
@@ -256,6 +283,7 @@ class Proof:
         config: resolved.
         limit_s: seconds that each run may take.
         devices: GPUs that the runs have; 0 for CPUs.
+        saved_by: the layout that begins the run; it saves after two steps, and `config` resumes.
     """
 
     def __init__(
@@ -267,13 +295,16 @@ class Proof:
         keep_dtype: bool = False,
         limit_s: float = 600.0,
         devices: int = 0,
+        saved_by: ParallelConfig | None = None,
     ) -> None:
         from hf_parallel.prove.small_run import Sizes
 
         self.folder, self.config, self.script, self.limit_s, self.devices = folder, config, script, limit_s, devices
-        self.sizes = Sizes.of_layout(config, steps, keep_dtype)
+        self.saved_by, self.sizes = saved_by, Sizes.of_layout(config, steps, keep_dtype, saved_by)
+        self._begun: list[Record] = []  # by the ranks of `saved_by`
         (folder / "models").mkdir(parents=True, exist_ok=True)
         self._references: tuple[Record, Record] | None = None
+        self._launched = False  # the one process too: the script asks for a launcher's variables
 
     def references(self) -> tuple[Record, Record]:
         """The records of one process, and of one whose rounding differs; both run at the same time, once.
@@ -282,9 +313,14 @@ class Proof:
             NotProvedError: one of them failed.
         """
         if self._references is None:
-            runs = [self._start(ALONE, "alone", 0), self._start(DISTURBED, "disturbed", 0)]
+            runs = [self._start(ALONE, "alone", None), self._start(DISTURBED, "disturbed", None)]
             try:
                 self._references = (self._ended(runs[0])[0], self._ended(runs[1])[0])
+            except NotProvedError as error:
+                if self._launched or not _LACKS_A_LAUNCHER.search(str(error)):
+                    raise
+                self._launched = True
+                return self.references()
             finally:
                 runs[1].wait(0.0)
         return self._references
@@ -303,22 +339,45 @@ class Proof:
             NotProvedError: a run failed.
         """
         self.references()
-        return self._ended(self._start(self.config.to_spec(), "layout", self.config.world_size, plant))
+        if self.saved_by is not None:
+            self._begun = self._ended(self._start(self.saved_by.to_spec(), "saved", self.saved_by, plant))
+        ranks = self._ended(self._start(self.config.to_spec(), "layout", self.config, plant))
+        if self._begun:  # what one process saved after as many steps is compared with it
+            kept = self._checkpoint.relative_to(self.folder / "saved")
+            shutil.copytree(self._checkpoint, self.folder / "layout" / kept, dirs_exist_ok=True)
+        return ranks
+
+    @property
+    def _checkpoint(self) -> Path:
+        from hf_parallel.prove.small_run import SAVED_AFTER
+
+        return self.folder / "saved" / "output" / f"checkpoint-{SAVED_AFTER}"
 
     def judge(self, ranks: list[Record]) -> Verdict:
         """Compare the ranks of the layout with the references."""
-        from hf_parallel.prove.compare import Comparison
-        from hf_parallel.prove.locate import first_place, suspected
+        from hf_parallel.prove.compare import Comparison, compare_resumed
+        from hf_parallel.prove.locate import AFTER_RESUMPTION, first_place, suspected
+        from hf_parallel.prove.small_run import SAVED_AFTER
 
         alone, disturbed = self.references()
-        ours, theirs, noisy = (self.folder / name for name in ("layout", "alone", "disturbed"))
-        compared = Comparison(ranks, alone, disturbed).compare((ours, theirs, noisy))
+        folders = self.folder / "layout", self.folder / "alone", self.folder / "disturbed"
+        if self._begun:
+            before, after = compare_resumed(self._begun, ranks, alone, disturbed, SAVED_AFTER, folders)
+            parted = self._begun if before.differences else ranks
+            compared = before.joined(after)
+            place = first_place(parted, alone, disturbed, compared) if compared.differences else None
+            cause = AFTER_RESUMPTION if after.differences and not before.differences else ""
+            return Verdict(compared, place, cause, alone.notes, alone.facts)
+        compared = Comparison(ranks, alone, disturbed).compare(folders)
         place = first_place(ranks, alone, disturbed, compared) if compared.differences else None
         cause = suspected(compared, place, alone, self.sizes.data_ranks, ranks) if compared.differences else ""
         return Verdict(compared, place, cause, alone.notes, alone.facts)
 
-    def _start(self, name: str, short: str, world: int, plant: Callable[[int], None] | None = None) -> ForkedRun:
-        work = functools.partial(self._be_process, short, world, plant)
+    def _start(
+        self, name: str, short: str, config: ParallelConfig | None, plant: Callable[[int], None] | None = None
+    ) -> ForkedRun:
+        work = functools.partial(self._be_process, short, config, plant)
+        world = int(self._launched) if config is None else config.world_size
         return _forked(name, self.folder / short, world, work, self.devices)
 
     def _ended(self, run: ForkedRun) -> list[Record]:
@@ -329,21 +388,25 @@ class Proof:
         files = sorted(run.folder.glob("record-*.pt"), key=lambda path: int(path.stem.partition("-")[2]))
         return [Record.read(file) for file in files]
 
-    def _be_process(self, short: str, world: int, plant: Callable[[int], None] | None, rank: int) -> None:
+    def _be_process(
+        self, short: str, config: ParallelConfig | None, plant: Callable[[int], None] | None, rank: int
+    ) -> None:
         from hf_parallel.hooks import proving
         from hf_parallel.prove.record import Record
         from hf_parallel.prove.small_run import Proving
 
         record = Record(rank)
-        if world:
+        if config is not None:
             from hf_parallel.hooks import activation
             from hf_parallel.ranks.mesh import data_rank
 
-            activation.activate(self.config.to_spec(), source="prove")
-            record.data_rank = data_rank(self.config, rank)
-        folder, multiply = self.folder / short, 1 if world else self.sizes.data_ranks
-        models, disturbed = self.folder / "models", short == "disturbed"
-        state = Proving(self.sizes, record, folder, models, multiply, disturbed, on_gpu=self.devices > 0)
+            activation.activate(config.to_spec(), source="prove")
+            record.data_rank = data_rank(config, rank)
+        folder, models, disturbed = self.folder / short, self.folder / "models", short == "disturbed"
+        multiply = self.sizes.data_ranks // (1 if config is None else config.data_parallel_size)
+        state = Proving(self.sizes, record, folder, models, multiply, disturbed, self.devices > 0, config is None)
+        state.leaves = short == "saved"
+        state.resumes = self._checkpoint if short == "layout" and self.saved_by is not None else None
         if plant is not None:
             plant(rank)
         proving.run_script(self.script.path, self.script.is_module, self.script.arguments, state)

@@ -3,6 +3,7 @@
     python -m hf_parallel.cli.prove_model MODEL --output_dir out
     python -m hf_parallel.cli.prove_model MODEL --lora 4          # adapters of all linear layers are trained
     python -m hf_parallel.cli.prove_model MODEL --packed          # rows of several documents, without padding
+    python -m hf_parallel.cli.prove_model MODEL --bf16            # in mixed precision; prove wants --dtype own for it
 
 Examples have odd and unequal lengths, padding left and right, holes in the mask, ignored labels, and some have no
 label that counts. The model is made from its config, with random weights.
@@ -65,6 +66,7 @@ def main() -> None:
     parser.add_argument("--output_dir", default="out")
     parser.add_argument("--lora", type=int, default=0, metavar="R", help="train adapters of this rank")
     parser.add_argument("--packed", action="store_true", help="rows hold several documents")
+    parser.add_argument("--bf16", action="store_true", help="train in mixed precision")
     args = parser.parse_args()
     config = AutoConfig.from_pretrained(args.model)
     cls = getattr(transformers, (config.architectures or [""])[0], None) or AutoModelForCausalLM
@@ -82,6 +84,7 @@ def main() -> None:
         adam_epsilon=1e-3,  # else the sign of a gradient that rounding makes moves a weight as far as any other
         eval_strategy="steps",
         remove_unused_columns=False,
+        bf16=args.bf16,
         seed=SEED,
     )
     torch.manual_seed(SEED)

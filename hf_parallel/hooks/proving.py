@@ -31,7 +31,7 @@ from hf_parallel.ask.spec import refuse
 from hf_parallel.hooks import auto, proving_loops, proving_models
 from hf_parallel.hooks.patching import Patch, apply, with_first
 from hf_parallel.prove import guarded, noise
-from hf_parallel.prove.small_run import ACCUMULATION, EXAMPLES, Enough, Proving
+from hf_parallel.prove.small_run import ACCUMULATION, EXAMPLES, SAVED_AFTER, Enough, Proving
 
 if TYPE_CHECKING:
     from hf_parallel.planner.hardware import Cluster
@@ -45,7 +45,9 @@ NOISE_SEED = 20_000
 def run_script(script: str, is_module: bool, arguments: list[str], proving: Proving) -> None:
     """Run a script as `python SCRIPT …` does, small and watched."""
     trainer = [
+        with_first(proving, "transformers.trainer:Trainer.__new__", _new_trainer, "sizes that a subclass reads early"),
         with_first(proving, "transformers.trainer:Trainer.__init__", _trainer, "a few steps; watched"),
+        with_first(proving, "transformers.trainer:Trainer.train", _train, "resumes where another layout left"),
         with_first(proving, "transformers.trainer:Trainer.evaluation_loop", _evaluation, "predictions are compared"),
     ]
     patches = _patches_of_settings(proving), trainer, proving_models.patches(proving), proving_loops.patches(proving)
@@ -55,8 +57,9 @@ def run_script(script: str, is_module: bool, arguments: list[str], proving: Prov
     with noise.SumsInAnotherOrder() if proving.disturbed else contextlib.nullcontext():
         _run(script, is_module, arguments, proving)
     if not proving.done:
-        why = "the script made no step with a model of Transformers by Trainer, Accelerator or an optimizer of torch"
-        refuse("prove", why, do="give its training script")
+        why = "the script trained no model that a layout reaches"
+        do = "train with Trainer, Accelerator.prepare, from_pretrained or hf_parallel.parallelize"
+        refuse("prove", why, do=do)
 
 
 def choose_layout(
@@ -118,7 +121,7 @@ class Watcher(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Watch the model as it is trained."""
-        self.proving.in_trainer = True
+        self.proving.in_trainer, self.proving.done = True, max(self.proving.done, state.global_step)
         self.proving.watch(model, "bf16" if args.bf16 else "fp16" if args.fp16 else "no")
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -142,6 +145,11 @@ class Watcher(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Keep the numbers."""
         self.proving.record.log(logs or {})
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Leave a run that another layout resumes."""
+        if self.proving.leaves:
+            raise Enough(0)
 
     def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Note the weights."""
@@ -193,6 +201,22 @@ def _trainer(proving: Proving, original: Callable, self: Trainer, *args: Any, **
     self.add_callback(Watcher(proving))
 
 
+def _new_trainer(proving: Proving, original: Callable, cls: type[Trainer], *args: Any, **kwargs: Any) -> Trainer:
+    """Set the sizes before the `__init__` of a subclass reads them: KTO pairs the examples of a batch there."""
+    for given in (*args, *kwargs.values()):
+        if isinstance(given, TrainingArguments):
+            _few_steps(proving, given)
+    return original(cls)
+
+
+def _train(
+    proving: Proving, original: Callable, self: Trainer, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any
+) -> Any:
+    """Resume from the other layout's checkpoint, once: scripts may train several times."""
+    found, proving.resumes = proving.resumes or resume_from_checkpoint, None
+    return original(self, found if found is None or isinstance(found, bool) else str(found), *args, **kwargs)
+
+
 def _few_steps(proving: Proving, args: TrainingArguments) -> None:
     """A few steps, one evaluation and one save in their middle and at their end, if the script has any."""
     if getattr(args, "_hf_parallel_proved", False):
@@ -220,8 +244,8 @@ def _few_steps(proving: Proving, args: TrainingArguments) -> None:
         args.warmup_steps = 0
     if args.eval_strategy != IntervalStrategy.NO:
         args.eval_strategy, args.eval_steps, args.eval_delay = IntervalStrategy.STEPS, 2, 0
-    if args.save_strategy != SaveStrategy.NO:
-        args.save_strategy, args.save_steps = SaveStrategy.STEPS, 2
+    if args.save_strategy != SaveStrategy.NO or proving.leaves:
+        args.save_strategy, args.save_steps = SaveStrategy.STEPS, SAVED_AFTER
 
 
 def _first(data: Any, count: int) -> Any:

@@ -144,6 +144,9 @@ def _optimizer_step(
 
 
 def _loop_has_stepped(proving: Proving) -> None:
+    if proving.leaves:
+        why = "resumes Trainer's checkpoints; a loop of its own resumes by its own arguments"
+        refuse("--saved_by", why, do="give a script with Trainer, or prove the loop without --saved_by")
     proving.done += 1
     if proving.done >= proving.sizes.steps:
         proving.note_weights(proving.watched)
@@ -208,7 +211,7 @@ def _counted(proving: Proving, original: property) -> property:
     def count(self: Any) -> int:
         module = sys._getframe(1).f_globals.get("__name__", "").partition(".")[0]
         own = original.__get__(self)
-        return own if module in _LIBRARIES or proving.multiply == 1 else _ProcessCount(own * proving.multiply)
+        return own if module in _LIBRARIES or proving.multiply == 1 else _ProcessCount(own * proving.multiply, own)
 
     return property(count)
 

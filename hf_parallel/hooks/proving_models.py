@@ -56,8 +56,8 @@ def _noted(make: Callable) -> Callable:
 
 
 def _parallelize(proving: Proving, original: Callable, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-    """Train the model itself in one process, whom nobody launched."""
-    return original(model, *args, **kwargs) if "WORLD_SIZE" in os.environ else model
+    """Train the model itself in one process."""
+    return model if proving.alone else original(model, *args, **kwargs)
 
 
 def _from_pretrained(

@@ -88,6 +88,10 @@ class Recorded:
         having = [own for own in (rank.steps[step] for rank in self.ranks) if own.width.get(module) == width]
         return [own.tokens[module][own.kept[module]] if kept else own.tokens[module] for own in having]
 
+    def is_marked(self, step: int, module: str) -> bool:
+        """Is padding known among the outputs of a module, on all ranks?"""
+        return not any(module in rank.steps[step].unmarked for rank in self.ranks)
+
     def width(self, step: int, module: str) -> int:
         """The largest width of a module's output: one rank may have a part of it."""
         return max((rank.steps[step].width.get(module, 0) for rank in self.ranks), default=0)
@@ -151,26 +155,30 @@ class Bisection:
         shared = set(self.other.modules(step))
         modules = [name for name in self.one.modules(step) if name in shared]
         for module in modules:
-            width = self.one.width(step, module)
-            kept = self.one.tokens(step, module, width, kept=True)
-            parts = self.other.tokens(step, module, width)
+            one, other = self.one, self.other
+            if other.is_marked(step, module) and not one.is_marked(step, module):  # whose tokens must all be there
+                one, other = other, one
+            width = one.width(step, module)
+            kept = one.tokens(step, module, width, kept=True)
+            parts = other.tokens(step, module, width)
             if not parts or not sum(map(len, kept)):
                 continue
             self.compared += 1
             ours, theirs = torch.cat(kept), torch.cat(parts)
             scale, allowed = ours.square().mean(0).sqrt().clamp_min(1e-30), TIMES * self.worst
-            off, lost = _farthest(ours / scale, theirs / scale, allowed)
-            words = f"the outputs of {module}: {lost:.0%} of the tokens of {self._name(self.one)} are not in "
-            words += f"{self._name(self.other)}, the nearest ones off by {off:.1e}"
+            few = FEW if one.is_marked(step, module) else one.may_differ
+            off, lost = _farthest(ours / scale, theirs / scale, allowed, few)
+            words = f"the outputs of {module}: {lost:.0%} of the tokens of {self._name(one)} are not in "
+            words += f"{self._name(other)}, the nearest ones off by {off:.1e}"
             if off <= allowed:
                 self.worst = max(self.worst, off)
-                whole = torch.cat(self.one.tokens(step, module, width)) / scale
-                marked = self.other.tokens(step, module, width, kept=True)
+                whole = torch.cat(one.tokens(step, module, width)) / scale
+                marked = other.tokens(step, module, width, kept=True)
                 strange = [_farthest(part / scale, whole, allowed)[1] for part in marked if len(part)]
-                if max(strange, default=0.0) <= self.other.may_differ:
+                if max(strange, default=0.0) <= other.may_differ:
                     continue
                 words = f"the outputs of {module}: {max(strange):.0%} of the tokens of a rank of "
-                words += f"{self._name(self.other)} are not in {self._name(self.one)}"
+                words += f"{self._name(other)} are not in {self._name(one)}"
             return Parted(step + 1, "forward", module, words, self.worst, self._why_tokens(step, module == modules[0]))
         return None
 
@@ -245,11 +253,11 @@ class Bisection:
         return f"{run.folder} ({run.spec})"
 
 
-def _farthest(tokens: torch.Tensor, others: torch.Tensor, allowed: float) -> tuple[float, float]:
+def _farthest(tokens: torch.Tensor, others: torch.Tensor, allowed: float, few: float = FEW) -> tuple[float, float]:
     """Return how far tokens are from the nearest of the others, but for a few; and the share beyond `allowed`."""
     some = tokens[:: max(1, math.ceil(len(tokens) / _MOST_TOKENS))]
     nearest = torch.cat([torch.cdist(part, others, p=torch.inf).amin(1) for part in some.split(256)])
-    off = float(torch.quantile(nearest, 1 - FEW, interpolation="lower"))
+    off = float(torch.quantile(nearest, 1 - few, interpolation="lower"))
     return off, float((nearest > allowed).float().mean())
 
 

@@ -6,22 +6,24 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
 
-from hf_parallel.prove.record import Record, Sample, sample_of
+from hf_parallel.prove.record import Record, Sample, Step, sample_of
 
 #: How many times what rounding did once, it may do at most.
 TIMES = 10.0
+#: Units in the last place of fp32 that are rounding in any case: of a number; of the largest gradient, in all others.
+_UNITS = 64
 
 
 def rounding_floor(alone: Record) -> float:
     """Relative differences that are rounding whatever one run showed: some tens of fp32's units, or one of bf16's."""
     lowered = alone.facts.get("computes_in", "float32") != "float32"
-    return torch.finfo(torch.bfloat16).eps if lowered else 64 * torch.finfo(torch.float32).eps
+    return torch.finfo(torch.bfloat16).eps if lowered else _UNITS * torch.finfo(torch.float32).eps
 
 
 @dataclass
@@ -63,16 +65,28 @@ class Compared:
     worst: dict[str, float]
     counts: dict[str, int]
 
+    def joined(self, other: Compared) -> Compared:
+        """Both comparisons as one."""
+        worst = {
+            key: max(self.worst.get(key, 0.0), other.worst.get(key, 0.0)) for key in {**self.worst, **other.worst}
+        }
+        counts = dict(Counter(self.counts) + Counter(other.counts))
+        return Compared([*self.differences, *other.differences], worst, counts)
+
     def to_dict(self) -> dict[str, object]:
         """JSON-ready."""
         return {"worst": self.worst, "counts": self.counts, "differences": [asdict(one) for one in self.differences]}
 
 
 class Comparison:
-    """Compare the records of a layout with those of one process and of one whose rounding differs."""
+    """Compare the records of a layout with those of one process and of one whose rounding differs.
 
-    def __init__(self, ranks: Sequence[Record], alone: Record, disturbed: Record) -> None:
-        self.ranks, self.alone, self.disturbed = ranks, alone, disturbed
+    Args:
+        before: steps that the logs of these records leave out.
+    """
+
+    def __init__(self, ranks: Sequence[Record], alone: Record, disturbed: Record, before: int = 0) -> None:
+        self.ranks, self.alone, self.disturbed, self.before = ranks, alone, disturbed, before
         self.floor = rounding_floor(alone)
         self.differences: list[Difference] = []
         self.worst: dict[str, float] = {}
@@ -102,7 +116,7 @@ class Comparison:
     def _logs_of(self, rank: int, logs: list[dict[str, float]]) -> None:
         if len(logs) != len(self.alone.logs) and rank == 0:
             self._missing("log", "number of logs", len(logs), len(self.alone.logs))
-        spread, step = self._spread_of_logs(), 0
+        spread, step = self._spread_of_logs(), self.before
         for index, (ours, theirs) in enumerate(zip(logs, self.alone.logs, strict=False)):
             step += "loss" in theirs
             for key in sorted(ours.keys() ^ theirs.keys()):
@@ -139,6 +153,8 @@ class Comparison:
     ) -> None:
         spreads = {name: relative_difference(noisy[name], sample) for name, sample in theirs.items() if name in noisy}
         usual = sorted(spreads.values())[len(spreads) // 2] if spreads else 0.0
+        largest = max((sample.norm for sample in theirs.values()), default=0.0) if kind == "gradient" else 0.0
+        tiny = _UNITS * torch.finfo(torch.float32).eps * largest
         names = set(theirs).union(*ours)
         present = set().union(*ours)
         for name in sorted(names):
@@ -148,6 +164,9 @@ class Comparison:
             for rank, samples in zip(self.ranks, ours, strict=True):
                 if name in samples:
                     a, b = samples[name], theirs[name]
+                    if max(a.norm, b.norm) < tiny:  # zero but for rounding, such as of a bias before a softmax
+                        self.counts[kind] += 1
+                        continue
                     allowed = max(self.floor, TIMES * max(spreads.get(name, 0.0), usual))
                     self._judge(
                         kind, f"{kind} of {name}", step, a.norm, b.norm, relative_difference(a, b), allowed, rank.rank
@@ -175,7 +194,7 @@ class Comparison:
                     self._missing("prediction", f"prediction {index}", 0, 1)
                 elif ours is not None:
                     allowed = max(self.floor, TIMES * spread)
-                    off = _off_tensors(ours, theirs)
+                    off = _off_tensors(*_without_filling(ours, theirs))
                     what = f"prediction {index} of shape {tuple(ours.shape)}"
                     self._judge(
                         "prediction", what, 0, float(ours.norm()), float(theirs.norm()), off, allowed, record.rank
@@ -208,6 +227,46 @@ class Comparison:
         self.differences.append(Difference(kind, what, step, float(ours), float(theirs), math.inf, 0.0, rank))
 
 
+def compare_resumed(
+    first: Sequence[Record],
+    ranks: Sequence[Record],
+    alone: Record,
+    disturbed: Record,
+    steps: int,
+    folders: tuple[Path, Path, Path],
+) -> tuple[Compared, Compared]:
+    """Compare a run that one layout has begun and another one resumed, with whole runs of one process.
+
+    Args:
+        first: the ranks that trained so many `steps`; `ranks`: those that resumed.
+        folders: of what was saved, as `Comparison.compare` has them.
+
+    Returns:
+        The comparison before the save, and that after it.
+    """
+    logs, predictions = len(first[0].logs), len(first[0].predictions)
+
+    def head(record: Record) -> Record:
+        shown = record.predictions[:predictions]
+        return replace(
+            record, logs=record.logs[:logs], predictions=shown, steps=record.steps[:steps], weights={}, examples=[]
+        )
+
+    def rest(record: Record, resumed: bool) -> Record:
+        own = record.logs if resumed else record.logs[logs:]
+        own = [
+            {key: value for key, value in log.items() if key != "train_loss"} for log in own
+        ]  # since the resumption
+        shown = record.predictions if resumed else record.predictions[predictions:]
+        return replace(record, logs=own, predictions=shown, steps=[*([Step()] * steps), *record.steps[steps:]])
+
+    seen = [index for record in first for index in record.examples]
+    resumed = [rest(replace(record, examples=[*record.examples, *seen]), True) for record in ranks]
+    before = Comparison([head(record) for record in first], head(alone), head(disturbed)).compare()
+    after = Comparison(resumed, rest(alone, False), rest(disturbed, False), steps).compare(folders)
+    return before, after
+
+
 def _mean_logs(ranks: Sequence[Record]) -> list[dict[str, float]]:
     of_data_ranks = {record.data_rank: record.logs for record in ranks}
     return [
@@ -237,6 +296,14 @@ def _off_tensors(ours: torch.Tensor | None, theirs: torch.Tensor) -> float:
     off = float(torch.where(same, 0.0, ours.double() - theirs.double()).norm())
     size = float(theirs.double().nan_to_num().norm())
     return 0.0 if off == 0 else off / size if size and math.isfinite(off) else math.inf
+
+
+def _without_filling(ours: torch.Tensor, theirs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Leave out where Trainer has filled predictions with -100 up to the longest example of all data ranks."""
+    if ours.shape != theirs.shape:
+        return ours, theirs
+    filled = (ours == -100) | (theirs == -100)
+    return ours.masked_fill(filled, 0.0), theirs.masked_fill(filled, 0.0)
 
 
 def _saved_tensors(folder: Path) -> dict[str, Sample]:

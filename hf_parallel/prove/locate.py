@@ -11,6 +11,11 @@ import torch
 from hf_parallel.prove.compare import TIMES, Compared, Difference, rounding_floor
 from hf_parallel.prove.record import Record, Step
 
+#: What a run looks like that was right until another layout resumed it.
+AFTER_RESUMPTION = (
+    "the first layout trained as one process and the resumed one does not: the optimizer or the schedule in the "
+    "checkpoint, the examples that are left of the epoch, or what a callback of the script remembers"
+)
 #: Share of the tokens of one process that a layout must lack before a module counts as another one; and of a rank's
 #: tokens that one process must lack: sequences are filled up to divide, and data ranks pad and repeat examples.
 FEW, MANY, MOST = 0.002, 0.2, 0.9

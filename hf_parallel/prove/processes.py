@@ -139,5 +139,7 @@ def _write_failure(folder: Path, number: int, error: BaseException) -> None:
     refused = cause is not None or str(error).startswith("hf_parallel: ")
     message = str(cause or error) if refused else f"{type(error).__name__}: {error}"
     values = {"who": f"rank {number}", "message": message, "traceback": text, "refused": refused}
-    (folder / f"failure-{number}.json").write_text(json.dumps({**values, "when": time.monotonic()}))
+    written = folder / f"failing-{number}.json"  # a process that is ended while it writes must leave no half of a file
+    written.write_text(json.dumps({**values, "when": time.monotonic()}))
+    written.replace(folder / f"failure-{number}.json")
     print(text, file=sys.stderr)

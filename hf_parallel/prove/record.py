@@ -38,6 +38,7 @@ class Step:
         tokens: by name of the module, in the order of the calls: two numbers per token of its output, [tokens, 2].
         kept: by name of the module, which of these tokens are no padding, where that is known.
         width: by name of the module, the size of the last dim of its output.
+        unmarked: modules whose outputs have padding that no mask fits, such as parts of sequences.
         settings: of the optimizer as it steps, such as "lr of group 0".
     """
 
@@ -45,6 +46,7 @@ class Step:
     tokens: dict[str, torch.Tensor] = field(default_factory=dict)
     kept: dict[str, torch.Tensor] = field(default_factory=dict)
     width: dict[str, int] = field(default_factory=dict)
+    unmarked: list[str] = field(default_factory=list)
     settings: dict[str, float] = field(default_factory=dict)
 
 
@@ -192,6 +194,8 @@ class TokenWatch:
         marks = kept.flatten() if kept is not None and known else torch.ones(numbers[..., 0].numel(), dtype=torch.bool)
         step, numbers = self.step(), numbers.reshape(-1, 2)
         step.width[name] = values.shape[-1]
+        if kept is not None and not known and name not in step.unmarked:
+            step.unmarked.append(name)
         former = name in step.tokens
         step.tokens[name] = torch.cat([step.tokens[name], numbers]) if former else numbers
         step.kept[name] = torch.cat([step.kept[name], marks]) if former else marks

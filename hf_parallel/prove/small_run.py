@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,6 +16,8 @@ from hf_parallel.ask.config import ParallelConfig
 from hf_parallel.prove import noise
 from hf_parallel.prove.record import Record, Step, TokenWatch, whole_gradients, whole_weights
 
+#: The step after which a run that is to be resumed is saved and left: in the middle of an epoch of three.
+SAVED_AFTER = 2
 #: Gradient accumulation steps and examples per device that a proof takes at most.
 ACCUMULATION, EXAMPLES = 2, 4
 
@@ -40,11 +43,16 @@ class Sizes:
     keep_dtype: bool = False
 
     @classmethod
-    def of_layout(cls, config: ParallelConfig, steps: int, keep_dtype: bool) -> Sizes:
-        """The sizes that a resolved layout needs."""
-        micro_batches = max(config.pipeline_microbatches or 1, config.pp_size)
-        heads = config.tp_size * config.cp_size
-        return cls(steps, config.data_parallel_size, micro_batches, heads, config.pipeline_stages, keep_dtype)
+    def of_layout(
+        cls, config: ParallelConfig, steps: int, keep_dtype: bool, other: ParallelConfig | None = None
+    ) -> Sizes:
+        """The sizes that a resolved layout needs, and another one that has begun the run."""
+        layouts = [config] if other is None else [config, other]
+        data_ranks = max(one.data_parallel_size for one in layouts)
+        micro_batches = max(max(one.pipeline_microbatches or 1, one.pp_size) for one in layouts)
+        heads = math.lcm(*(one.tp_size * one.cp_size for one in layouts))
+        stages = max(one.pipeline_stages for one in layouts)
+        return cls(steps, data_ranks, micro_batches, heads, stages, keep_dtype)
 
 
 @dataclass
@@ -55,6 +63,9 @@ class Proving:
         multiply: how many data ranks this process stands for.
         disturbed: rounding differs on purpose.
         on_gpu: else on a CPU, whatever the script asks for.
+        alone: one process, without the layout.
+        leaves: the run ends with its first save, and another one resumes it.
+        resumes: from this checkpoint.
         models: folder with the small models, which all processes of a proof share.
         out: folder of this run, which takes the place of the script's output folder.
         done: optimizer steps.
@@ -71,6 +82,9 @@ class Proving:
     multiply: int = 1
     disturbed: bool = False
     on_gpu: bool = False
+    alone: bool = False
+    leaves: bool = False
+    resumes: Path | None = None
     done: int = 0
     in_trainer: bool = False
     driven: bool = False
@@ -103,7 +117,7 @@ class Proving:
         if self.disturbed:
             noise.disturb_weights(model, computes_in)
         tokens = TokenWatch(model, self.step)
-        if not torch.distributed.is_initialized():  # tokens of one process are looked for among all of a layout
+        if self.alone:  # tokens of one process are looked for among all of a layout
             tokens.mark_padding(model)
 
     def end_step(self, models: Sequence[nn.Module]) -> None:

@@ -49,8 +49,8 @@ class Desk:
             run_alone(write_materials, str(self.root), timeout=600)
             (self.root / "written").touch()
 
-    def script(self, case: Case) -> Path:
-        """The script, or a copy beside it whose numbers and names are those of the tests."""
+    def script(self, case: Case, places: dict[str, str] | None = None) -> Path:
+        """The script, or a copy beside it whose numbers and names are those of the tests, ROOT and others included."""
         original = self.sources / case.script
         if not case.edits:
             return original
@@ -59,6 +59,8 @@ class Desk:
             raise ValueError(f"{case.script}: nothing to edit in this version")
         for old, new in case.edits:
             text = text.replace(old, new)
+        for word, value in (places or {}).items():
+            text = re.sub(rf"\b{word}\b", value, text)
         return self.edited(original, text)
 
     def edited(self, original: Path, text: str) -> Path:
@@ -83,12 +85,7 @@ class Desk:
             "SOURCES": str(self.sources),
             "ROWS": str(8 // sizes["data_ranks"]),
         }
-        script = self.script(case)
-        if case.edits:
-            text = script.read_text()
-            for word, value in places.items():
-                text = re.sub(rf"\b{word}\b", value, text)
-            script = self.edited(self.sources / case.script, text)
+        script = self.script(case, places)
         arguments = case.arguments.replace("SOURCES", str(self.sources)).replace("ROWS", places["ROWS"])
         words = case.words(arguments, str(self.root), out, None if plain else spec)
         call = partial(run_stood_in, str(script), words, str(self.root), out, None if plain else spec)

@@ -1,8 +1,10 @@
-"""Prove 30 classes of Transformers and the scripts of tests/outside under layouts; write docs/reference/proofs.md.
+"""Prove 30 classes of Transformers, the scripts of tests/outside and other projects' own; write the page of proofs.
 
 python -m tests.prove.table                          # all that is not known yet; an hour and a half on two cores
 python -m tests.prove.table --kind lora --only Llama Qwen3 --specs tp=2 pp=2
-python -m tests.prove.table --write                  # the page from the results
+python -m tests.prove.table --kind originals --sources FOLDER       # of checkouts: tests/outside/sweep.py
+python -m tests.prove.table --kind clean --again     # 200 runs without an error: none may differ
+python -m tests.prove.table --write                  # docs/reference/proofs.md from the results
 """
 
 import argparse
@@ -45,9 +47,15 @@ CLASSES = (
 )
 #: What is trained -> the arguments of the script.
 KINDS = {"plain": [], "packed": ["--packed"], "lora": ["--lora", "4"]}
-SCRIPTS, BF16 = "scripts", "bf16"
+SCRIPTS, ORIGINALS, BF16, CLEAN = "scripts", "originals", "bf16", "clean"
 #: Runs of `script.py` whose proofs keep the script's own dtype.
 OWN_DTYPE = {"bf16=True": ["--bf16"], "bf16=True, checkpointing": ["--bf16", "--gradient_checkpointing"]}
+#: What runs on every layout: with and without bf16 these are 200 runs, none of which may differ.
+CLEAN_CLASSES = (
+    *("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "GemmaForCausalLM", "PhiForCausalLM"),
+    *("Phi3ForCausalLM", "GPT2LMHeadModel", "GPTNeoXForCausalLM", "Olmo2ForCausalLM", "MixtralForCausalLM"),
+)
+ORIGINAL_SPECS = ("tp=2", "dp_shard=2", "pp=2")
 SCRIPT_SPECS = ("tp=2", "dp_shard=2", "pp=2", "cp=2", "dp_shard=2,zero_stage=1", "tp=2,dp_shard=2")
 MARKS = {"proved": "✓", "refused": "–", "differs": "✗", "fails": "!"}
 
@@ -74,8 +82,8 @@ def scratch() -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def subjects(kind: str, parts: list[str]) -> Iterator[Iterator[tuple[str, Script]]]:
-    """What is proved of a kind: names that have one of the parts, each with its script."""
+def subjects(kind: str, parts: list[str], sources: str | None = None) -> Iterator[Iterator[tuple[str, Script]]]:
+    """What is proved of a kind: names that have one of the parts, each with its script; `sources`: of originals."""
     with scratch() as folder:
         if kind == SCRIPTS:
             from tests.outside import cases, materials
@@ -88,6 +96,16 @@ def subjects(kind: str, parts: list[str]) -> Iterator[Iterator[tuple[str, Script
                     Script(str(scripts / case.script), case.words(case.arguments, str(folder), f"{folder}/out", None)),
                 )
                 for name, case in cases.CASES.items()
+            )
+        elif kind == ORIGINALS:
+            from tests.prove.originals import original_scripts
+
+            made = original_scripts(sources, folder, parts)
+        elif kind == CLEAN:
+            made = (
+                (f"{name}{words}", _script_of_class(name, folder, flags))
+                for name in CLEAN_CLASSES
+                for words, flags in (("", []), (", bf16", ["--bf16"]))
             )
         elif kind == BF16:
             from tests.prove.test_faults import ARGUMENTS, SCRIPT
@@ -109,7 +127,7 @@ def cell(spec: str, script: Script, work: Path, references: dict, keep_dtype: bo
     config = ParallelConfig.parse(spec).resolve(axes(spec)["world"])
     key = str(Sizes.of_layout(config, 4, keep_dtype))
     folder = work / hashlib.sha256(key.encode()).hexdigest()[:8]  # the references of these sizes, and what they saved
-    proof = Proof(folder, config, script, keep_dtype=keep_dtype, limit_s=150)
+    proof = Proof(folder, config, script, keep_dtype=keep_dtype, limit_s=600)
     try:
         proof.reuse(references.get(key))
         ranks = proof.run_layout()
@@ -132,7 +150,7 @@ def known(kind: str) -> dict[tuple[str, str], dict]:
 
 def tables() -> dict[str, dict[tuple[str, str], dict]]:
     """The known rows of each kind."""
-    return {kind: known(kind) for kind in (*KINDS, SCRIPTS, BF16)}
+    return {kind: known(kind) for kind in (*KINDS, SCRIPTS, ORIGINALS, BF16, CLEAN)}
 
 
 def page(tables: dict[str, dict[tuple[str, str], dict]]) -> str:
@@ -140,6 +158,7 @@ def page(tables: dict[str, dict[tuple[str, str], dict]]) -> str:
     rows = [row for table in tables.values() for row in table.values()]
     counts = {outcome: sum(row["outcome"] == outcome for row in rows) for outcome in MARKS}
     seconds = sorted(row["seconds"] for row in rows) or [0.0]
+    of_four = [row["seconds"] for (_, spec), row in tables[SCRIPTS].items() if spec == "tp=2,dp_shard=2"] or [0.0]
     lines = [
         "# Proofs of model classes and scripts",
         "",
@@ -150,19 +169,41 @@ def page(tables: dict[str, dict[tuple[str, str], dict]]) -> str:
         f"{counts['proved']} proved (✓), {counts['refused']} refused by name (–), {counts['differs']} differ (✗),",
         f"{counts['fails']} fail (!). Half of the proofs took {seconds[len(rows) // 2]:.0f} s at most, nine of ten",
         f"{seconds[9 * len(rows) // 10]:.0f} s, on two cores with other work beside them.",
+        f"Of {len(of_four)} scripts with four processes none took more than {max(of_four):.0f} s, and half of them",
+        f"{sorted(of_four)[len(of_four) // 2]:.0f} s at most; the command adds its imports, some 8 s.",
     ]
     for kind, table in tables.items():
         if table:
-            names, specs = (
-                (CLASSES, SPECS)
-                if kind in KINDS
-                else (list(dict.fromkeys(name for name, _ in table)), SCRIPT_SPECS if kind == SCRIPTS else SPECS)
-            )
-            lines += ["", f"## {_TITLES.get(kind, kind.capitalize())}", "", *_table(table, names, specs)]
+            names = CLASSES if kind in KINDS else list(dict.fromkeys(name for name, _ in table))
+            lines += ["", f"## {_TITLES.get(kind, kind.capitalize())}", "", *_INTRODUCTIONS.get(kind, ())]
+            if kind == CLEAN:
+                own, dates = list(table.values()), sorted(row["date"] for row in table.values())
+                alarms = sum(row["outcome"] != "proved" for row in own)
+                lines += [
+                    f"Last run: {dates[0]} to {dates[-1]}, {len(own)} of 200 pairs, {alarms} without a proof.",
+                    "",
+                ]
+            lines += _table(table, names, _SPECS.get(kind, SPECS), seconds=kind == ORIGINALS)
     return "\n".join([*lines, *_planted(), ""])
 
 
-_TITLES = {"lora": "LoRA", BF16: "tests/prove/script.py in bf16"}
+_TITLES = {
+    **{"lora": "LoRA", ORIGINALS: "Other projects' own scripts", BF16: "tests/prove/script.py in bf16"},
+    CLEAN: "Clean runs",
+}
+_SPECS = {SCRIPTS: SCRIPT_SPECS, ORIGINALS: ORIGINAL_SPECS}
+_INTRODUCTIONS = {
+    ORIGINALS: [
+        "`python -m tests.prove.table --kind originals --sources FOLDER` proved these, unchanged but for names and",
+        "sizes that they have written into them (tests/outside/originals.py, tests/prove/originals.py). Numbers are",
+        "seconds; the first layout of a row, and of a number of data ranks, pays for the two runs in one process.",
+        "",
+    ],
+    CLEAN: [
+        "`python -m tests.prove.table --kind clean --again` proves ten classes under ten layouts in fp32 and in",
+        "bf16 (`--dtype own`). Nothing is wrong in them, so that a difference would be a false alarm.",
+    ],
+}
 
 
 def _planted() -> list[str]:
@@ -195,14 +236,24 @@ def _planted() -> list[str]:
     return [*lines, *(f"| {mend.name.replace('_', ' ')} | `{mend.spec}` |" for mend in MENDS)]
 
 
-def _table(rows: dict[tuple[str, str], dict], names: Sequence[str], specs: Sequence[str]) -> list[str]:
+def _table(
+    rows: dict[tuple[str, str], dict], names: Sequence[str], specs: Sequence[str], seconds: bool = False
+) -> list[str]:
     lines = [f"| name | {' | '.join(f'`{spec}`' for spec in specs)} |", f"| --- |{' :-: |' * len(specs)}"]
     said: dict[str, list[str]] = {}
     for name in names:
         found = [rows.get((name, spec)) for spec in specs]
         if not any(found):
             continue
-        lines.append(f"| {name} | {' | '.join(MARKS[row['outcome']] if row else '' for row in found)} |")
+        cells = [
+            f"{MARKS[row['outcome']]}{round(row['seconds']):>3}"
+            if row and seconds
+            else MARKS[row["outcome"]]
+            if row
+            else ""
+            for row in found
+        ]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
         for row in (row for row in found if row and row["outcome"] != "proved"):
             words = re.sub(r"^in [^:]*, rank \d+: (hf_parallel: )?", "", row["words"])[:240]
             said.setdefault(f"{MARKS[row['outcome']]} {words}", []).append(f"{name} on `{row['spec']}`")
@@ -214,7 +265,8 @@ def main() -> None:
     """Prove what is asked for and not known."""
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--only", nargs="*", default=[""], help="parts of names")
-    options.add_argument("--kind", choices=(*KINDS, SCRIPTS, BF16), default="plain")
+    options.add_argument("--kind", choices=(*KINDS, SCRIPTS, ORIGINALS, BF16, CLEAN), default="plain")
+    options.add_argument("--sources", metavar="FOLDER", help="originals: checkouts of transformers, accelerate, …")
     options.add_argument("--specs", nargs="*")
     options.add_argument("--again", action="store_true")
     options.add_argument("--write", action="store_true", help="write the page, and prove nothing")
@@ -223,8 +275,10 @@ def main() -> None:
         PAGE.write_text(page(tables()))
         return
     done = {} if args.again else known(args.kind)
-    specs = args.specs or (SCRIPT_SPECS if args.kind == SCRIPTS else SPECS)
-    with subjects(args.kind, args.only) as chosen:
+    specs = args.specs or _SPECS.get(args.kind, SPECS)
+    if args.kind == ORIGINALS and not args.sources:
+        options.error("--kind originals needs --sources FOLDER")
+    with subjects(args.kind, args.only, args.sources) as chosen:
         for name, script in chosen:
             _prove_row(args.kind, name, script, [spec for spec in specs if (name, spec) not in done])
 
@@ -236,8 +290,9 @@ def _prove_row(kind: str, name: str, script: Script, specs: list[str]) -> None:
         for spec in specs:
             begin = time.monotonic()
             with contextlib.redirect_stderr(io.StringIO()):
-                outcome, words = cell(spec, script, work, references, kind == BF16)
+                outcome, words = cell(spec, script, work, references, kind == BF16 or name.endswith(", bf16"))
             row = {"kind": kind, "class": name, "spec": spec, "outcome": outcome, "words": words}
+            row["date"] = str(date.today())
             with open(RESULTS, "a") as file:
                 file.write(json.dumps({**row, "seconds": round(time.monotonic() - begin, 1)}) + "\n")
             print(f"{name:40} {spec:28} {outcome:8} {words[:200]}", flush=True)

@@ -62,6 +62,15 @@ def test_runs_that_agree(spec, alone, tmp_path):
     assert int(said.split(" steps, ")[1].split()[0]) > 150
 
 
+def test_padding_of_sequences_in_parts(tmp_path):
+    """Data ranks pad each to its own longest example. Under tp no mask marks padding: either order agrees."""
+    for spec in ("tp=2", "dp_shard=2"):
+        run(trained, 2, spec, str(tmp_path / spec), init=False, timeout=120)
+    for one, other in (("tp=2", "dp_shard=2"), ("dp_shard=2", "tp=2")):
+        code, said = run_alone(bisect, tmp_path / one, tmp_path / other)
+        assert code == 0, said
+
+
 #: Errors in what is computed; the others are in what is logged, saved or evaluated. Gradients are read before they are
 #: clipped: what a callback changes by a thousandth behind that is smaller than what an optimizer makes of rounding.
 COMPUTED = [fault for fault in FAULTS if fault.where and fault.name != "a gradient of a stage"]

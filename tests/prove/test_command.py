@@ -6,12 +6,14 @@ import io
 import json
 import os
 import runpy
+import signal
 import sys
 import tempfile
 from pathlib import Path
 
 import pytest
 import torch
+from transformers import LlamaForCausalLM
 
 from hf_parallel import cli
 from hf_parallel.ask.config import ParallelConfig
@@ -20,7 +22,11 @@ from hf_parallel.cli.recipe_check import layout_to_prove
 from hf_parallel.cli.recipe_file import load, names
 from hf_parallel.prove import certificate
 from hf_parallel.prove.certificate import line_about
+from hf_parallel.prove.compare import Comparison
 from hf_parallel.prove.noise import SumsInAnotherOrder
+from hf_parallel.prove.processes import ForkedRun
+from hf_parallel.prove.record import Record, Step, sample_of
+from tests import models
 from tests.distributed import run, run_alone
 from tests.prove import table
 from tests.prove.test_faults import ARGUMENTS, SCRIPT
@@ -127,6 +133,23 @@ def test_nothing_starts_cuda_before_the_forks():
     assert run_alone(imports_before_a_fork) == (2, [""], "0,3")
 
 
+def end_while_writing(rank):
+    """Fail, and be killed when half of the reason is written, as the second of two processes that fail is."""
+
+    def half(path, text):
+        path.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    Path.write_text = half
+    raise KeyError("no such column")
+
+
+def test_a_process_that_is_ended_while_it_says_why(tmp_path):
+    """What is left of its file is not read."""
+    failure = ForkedRun("one process", tmp_path, end_while_writing, [{}]).wait(20.0)
+    assert "was killed" in failure.message
+
+
 def test_a_script_that_fails(tmp_path):
     """Its own error, and 2."""
     script = tmp_path / "broken.py"
@@ -208,6 +231,25 @@ def test_auto(gpu, tmp_path):
     (proof,) = json.loads((tmp_path / "prove.json").read_text())["proofs"]
     assert f"prove: auto chooses {proof['spec']} (" in said
     assert ParallelConfig.parse(proof["spec"]).world_size == 2
+
+
+def write_preferences(folder: str) -> None:
+    """A tiny model, and the data of `trl kto`."""
+    from tests import trl_scripts
+
+    trl_scripts.write_data(folder)
+    trl_scripts.write_model(f"{folder}/llama")
+
+
+def test_a_trainer_that_reads_its_sizes_before_trainer_does(tmp_path):
+    """KTO exchanges completions in batches of a size that it reads first: they are the same in all runs."""
+    pytest.importorskip("trl")
+    run_alone(write_preferences, str(tmp_path / "data"))
+    flags = "--max_length 64 --learning_rate 1e-2 --adam_epsilon 1e-3 --per_device_train_batch_size 8 --bf16 false"
+    places = f"--model_name_or_path {tmp_path}/data/llama --dataset_name {tmp_path}/data/preference --output_dir out"
+    arguments = [*flags.split(), *places.split(), "--save_strategy", "no"]
+    code, said = run_alone(command, tmp_path, "--parallel", "dp_shard=2", "-m", "trl.scripts.kto", *arguments)
+    assert code == 0, said
 
 
 ACCELERATE = """
@@ -308,6 +350,62 @@ def test_a_loop_of_torch(factor, expected, tmp_path):
     assert ("where: the backward pass in step 1" in said) == bool(expected), said
 
 
+LAUNCHED = """
+import os, torch, torch.distributed as dist
+from tests import loops
+from transformers import LlamaForCausalLM
+
+READ
+dist.init_process_group("gloo")
+torch.manual_seed(3)
+model = LlamaForCausalLM.from_pretrained("llama")
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)
+for batch in loops.rows(9, 3, 17):
+    loss = model(input_ids=batch, labels=batch).loss * (1 + FACTOR * dist.get_rank())
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+dist.destroy_process_group()
+"""
+
+
+def save_llama(folder: Path) -> None:
+    """The model of a loop that the launcher starts."""
+    torch.manual_seed(3)
+    LlamaForCausalLM(models.llama()).save_pretrained(folder / "llama")
+
+
+@pytest.mark.parametrize(
+    ("spec", "changes", "expected", "words"),
+    [
+        ("tp=2", {"READ": 'local_rank = int(os.environ["LOCAL_RANK"])', "FACTOR": "0"}, 0, "PROVED: dp_shard=1,tp=2"),
+        ("tp=2", {"READ": "", "FACTOR": "0.01"}, 1, "where: the backward pass in step 1"),
+        ("dp_shard=2", {"READ": "", "FACTOR": "0"}, 2, "prove a layout with one data rank, such as tp=2"),
+        (
+            "tp=2",
+            {
+                "READ": "from tests import models",
+                'from_pretrained("llama")': "__call__(models.llama())",
+                "FACTOR": "0",
+            },
+            2,
+            "trained no model that a layout reaches",
+        ),
+    ],
+    ids=["right", "a rank's own loss", "data ranks", "a model that no layout reaches"],
+)
+def test_a_loop_that_joins_its_processes_itself(spec, changes, expected, words, tmp_path):
+    """One process gets the launcher's variables, too; what the script makes on its own is no layout's."""
+    text = LAUNCHED
+    for old, new in changes.items():
+        text = text.replace(old, new)
+    (tmp_path / "loop.py").write_text(text.replace(".__call__", ""))
+    run_alone(save_llama, tmp_path)
+    code, said = run_alone(command, tmp_path, "--parallel", spec, "loop.py")
+    assert code == expected, said
+    assert words in said, said
+
+
 def test_a_loop_of_torch_on_data_ranks(tmp_path):
     """It deals its data itself: refused by name."""
     (tmp_path / "loop.py").write_text(LOOP.replace("FACTOR", "0"))
@@ -324,6 +422,27 @@ def test_a_large_vocabulary():
         other = logits.log_softmax(-1)
     error = (plain.double() - logits.double().log_softmax(-1)).abs().max()
     assert (plain - other).abs().max() > 0.5 * error
+
+
+@pytest.mark.parametrize(("bias", "differs"), [(2.2e-8, False), (1e-4, True)])
+def test_gradients_that_are_zero_but_for_rounding(bias, differs):
+    """The bias in front of a softmax over choices has none: 2e-8 and 4e-8 are the same beside gradients of size 1."""
+
+    def seen(last):
+        gradients = {"weight": sample_of(torch.ones(3)), "norm": sample_of(torch.ones(2)), "bias": last}
+        return Record(steps=[Step(gradients=gradients)])
+
+    alone = seen(sample_of(torch.tensor([3.7e-8])))
+    compared = Comparison([seen(sample_of(torch.tensor([bias])))], alone, alone).compare()
+    assert bool(compared.differences) == differs
+    assert compared.counts["gradient"] == 3
+
+
+@pytest.mark.parametrize(("shown", "differs"), [([1.0, -100.0], False), ([1.1, -100.0], True)])
+def test_predictions_that_are_filled_up(shown, differs):
+    """A data rank's predictions end with its own longest example; Trainer fills them with -100."""
+    alone, rank = Record(predictions=[torch.tensor([1.0, 7.0])]), Record(predictions=[torch.tensor(shown)])
+    assert bool(Comparison([rank], alone, alone).compare().differences) == differs
 
 
 def test_inputs_of_relu_near_zero():

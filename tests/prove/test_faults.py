@@ -5,6 +5,7 @@ from contextlib import redirect_stderr
 from pathlib import Path
 
 import pytest
+from transformers import trainer
 
 from hf_parallel.ask.config import ParallelConfig
 from hf_parallel.cli.prove import Proof, Script
@@ -40,6 +41,37 @@ def test_clean(proofs, spec):
         verdict = proofs(spec).judge(proofs(spec).run_layout())
     assert verdict.compared.differences == [], verdict.told(spec, 0)
     assert {"loss", "gradient norm", "gradient", "weight", "saved weight", "example"} <= verdict.compared.counts.keys()
+
+
+def _begin_anew(rank: int) -> None:
+    """Read the epoch from its first example on after a resumption."""
+    trainer.skip_first_batches = lambda loader, num_batches=0: loader
+
+
+def _forget_moments(rank: int) -> None:
+    """Leave the optimizer's states in the checkpoint."""
+    trainer.Trainer._load_optimizer_and_scheduler = lambda *args, **kwargs: None
+
+
+@pytest.mark.parametrize(
+    ("plant", "differs"),
+    [(None, False), (_begin_anew, True), (_forget_moments, True)],
+    ids=["right", "data", "moments"],
+)
+def test_resumed_by_another_layout(plant, differs, tmp_path):
+    """A run that dp_shard=2 saves in the middle of an epoch and tp=2 resumes has one process's numbers."""
+    config, saved_by = (ParallelConfig.parse(spec).resolve(2) for spec in ("tp=2", "dp_shard=2"))
+    proof = Proof(tmp_path, config, Script(str(SCRIPT), ARGUMENTS), limit_s=200, saved_by=saved_by)
+    with redirect_stderr(io.StringIO()):
+        verdict = proof.judge(proof.run_layout(plant))
+    told = verdict.told("tp=2", 0)
+    assert bool(verdict.compared.differences) == differs, told
+    if differs:
+        assert min(one.step for one in verdict.compared.differences if one.step) == 3, told
+        assert "the first layout trained as one process" in told
+    else:
+        assert verdict.compared.counts["gradient"] == 2 * 4 * 30  # ranks, steps, parameters
+        assert verdict.compared.counts["loss"] == 2 * 4
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name.replace(" ", "_"))
