@@ -2,7 +2,8 @@
 
 The layer's own forward is compiled, not what FSDP2, sequence parallelism and checkpointing put around it, which run as
 ever. A region of tensor parallelism communicates inside the layer: its collectives are operations of the graph
-(`ranks/differentiable.py`). What no graph holds of them is refused with the plan: `TensorPart.why_not_compiled`.
+(`ranks/differentiable.py`). What no graph holds of them is refused with the plan: `TensorPart.why_not_compiled`. Experts,
+whose tokens travel as a router says, run between two graphs: one with attention and router, one with what follows.
 
 `activation_checkpointing=selective` is how the graph of forward and backward is cut in two: `kept_in_graphs.py`.
 """
@@ -14,7 +15,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from hf_parallel.axes.axis import Axis
-from hf_parallel.axes.recompute import keeps_everything
+from hf_parallel.axes.recompute import contexts, keeps_everything
 from hf_parallel.model.calls import CACHES
 
 if TYPE_CHECKING:
@@ -59,6 +60,8 @@ def compile_layers(layers: Iterable[nn.Module], selective: bool, **settings: Any
     import torch
 
     from hf_parallel.axes.data import lowered
+    from hf_parallel.model.experts import named_experts
+    from hf_parallel.ranks.local import put_in_front
 
     settings = {"backend": BACKEND, **settings}
     if selective:
@@ -67,6 +70,8 @@ def compile_layers(layers: Iterable[nn.Module], selective: bool, **settings: Any
         settings = keep_products(settings)
     for layer in layers:
         lowered.leave_layer(layer)
+        for _, experts in list(named_experts(layer)):
+            put_in_front(outside_of_graphs(selective), experts)
         if selective:
             layer.register_forward_pre_hook(keeps_everything)  # a checkpoint around the graph would run it again
         number_hooks_alike(layer)
@@ -75,6 +80,31 @@ def compile_layers(layers: Iterable[nn.Module], selective: bool, **settings: Any
         inside = _beneath_checkpoint(layer)
         compiled = torch.compile(inside or layer.forward, **settings)
         layer.forward = compiled if inside is None else _checkpointed(layer, compiled)
+
+
+@functools.cache
+def outside_of_graphs(selective: bool) -> type[nn.Module]:
+    """Return a mixin of experts, at whose call a graph breaks: they run with their hooks as without a compiler.
+
+    How many tokens travel, and how many an expert gets, is known once a router has chosen, and to no graph.
+
+    Args:
+        selective: experts keep for the backward pass what `activation_checkpointing=selective` keeps. No checkpoint
+            is around the layer, whose graphs do so themselves.
+    """
+    import torch
+    from torch.utils.checkpoint import checkpoint
+
+    class OutsideOfGraphs(torch.nn.Module):
+        """Mixin of a module that torch.compile does not look into."""
+
+        @torch.compiler.disable
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            if not (selective and self.training and torch.is_grad_enabled()):
+                return super().__call__(*args, **kwargs)
+            return checkpoint(super().__call__, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+    return OutsideOfGraphs
 
 
 def _beneath_checkpoint(layer: Any) -> Callable | None:

@@ -29,9 +29,11 @@ import hf_parallel  # noqa: E402
 from tests import distributed, models  # noqa: E402
 
 ONE, FSDP2, TP_PLAN = "one process", "accelerate's FSDP2", "Transformers' tp_plan"
-#: Whose counts those of a layout may not exceed; bytes by a hundredth, for sums of gradients of norms.
+#: Whose counts those of a layout may not exceed; bytes by a hundredth, for sums of gradients of norms; seconds of the
+#: host by as much as they differ from run to run.
 PAIRS = {"dp_shard=2": FSDP2, "tp=2": TP_PLAN, "tp=2,sequence_parallel=false": TP_PLAN}
-STEPS, ROWS, LENGTH = 5, 4, 32
+STEPS, ROWS, LENGTH = 9, 4, 32
+ALLOWED = {"launches": 1.0, "sent": 1.01, "host_ms": 1.2}
 #: Layers of the two models whose difference is counted.
 FEW, MORE = 2, 4
 
@@ -107,8 +109,10 @@ def main() -> int:
     for way, counts in found.items():
         print(f"| {way} | {counts.launches:.1f} | {counts.sent:,.0f} | {counts.host_ms:.2f} |")
         other = found.get(PAIRS.get(way, ""))
-        above += other is not None and (counts.launches > other.launches or counts.sent > 1.01 * other.sent)
-    print(f"{above} of {len(PAIRS)} layouts launch or send more than the other library")
+        above += other is not None and any(
+            getattr(counts, name) > factor * getattr(other, name) for name, factor in ALLOWED.items()
+        )
+    print(f"{above} of {len(PAIRS)} layouts launch, send or take more of the host than the other library")
     return above
 
 

@@ -35,8 +35,12 @@ def why_unavailable() -> str | None:
 
 
 def library() -> Path:
-    """Where the library lies, or will: a folder by torch's version and a hash of the sources."""
-    digest = hashlib.sha256(b"".join(file.read_bytes() for file in sorted(NATIVE.iterdir()))).hexdigest()[:12]
+    """Where the library lies, or will: a folder by torch's version, and a hash of the sources and of torch's place.
+
+    The library looks for torch's where they lay when it was linked.
+    """
+    sources = b"".join(file.read_bytes() for file in sorted(NATIVE.iterdir()))
+    digest = hashlib.sha256(sources + str(_torchs_folder()).encode()).hexdigest()[:12]
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "hf_parallel"
     return cache / f"{NAME}-torch{version('torch')}-{digest}" / f"{NAME}.so"
 
@@ -63,8 +67,12 @@ def build() -> Path:
     return target
 
 
+def _torchs_folder() -> Path:
+    return Path(importlib.util.find_spec("torch").origin).resolve().parent
+
+
 def _command(made: Path) -> list[str]:
-    torch = Path(importlib.util.find_spec("torch").origin).resolve().parent
+    torch = _torchs_folder()
     defines = [f"TORCH_EXTENSION_NAME={NAME}", "TORCH_API_INCLUDE_EXTENSION_H", "USE_C10D_GLOO", "USE_DISTRIBUTED"]
     includes = [torch / "include", torch / "include/torch/csrc/api/include", sysconfig.get_paths()["include"]]
     return [

@@ -117,7 +117,8 @@ def _replace_streams() -> None:
     cuda.current_stream = current_stream
     cuda.default_stream = lambda device=None: stream_of(device, 0)
     cuda.set_stream = torch.accelerator.set_stream
-    cuda.get_sync_debug_mode, cuda.set_sync_debug_mode = lambda: 0, lambda mode: None  # `native.waits` counts here
+    cuda.get_sync_debug_mode = lambda: int(native.warns_of_waits())
+    cuda.set_sync_debug_mode = lambda mode: native.warn_of_waits(mode not in (0, "default"))
     cuda.synchronize = lambda device=None: torch.accelerator.synchronize(index_of(device))
 
 

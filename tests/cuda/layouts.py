@@ -68,6 +68,7 @@ class Layout:
 
 _DOCUMENTS = "documents, which the host cuts; labels at masked tokens, which are refused; transformers looks for packs"
 _MASKED_LABELS = "labels at masked tokens, which are refused"
+_FLASH = f"{_MASKED_LABELS}: auto takes torch_flash for bf16"
 _UNEVEN = "of a length that tp does not divide: transformers asks the mask twice"
 _HOST_GRADIENTS = "FSDP2 waits for each parameter's gradient on the host"
 _CHUNKS = "an event per chunk of 64 MiB, which the optimizer on the host waits for"
@@ -83,6 +84,7 @@ DATA = [
     Layout("dp_replicate=2,dp_shard=2"),
     Layout("dp_shard=2,gradient_reduction=step", accumulate=2),
     Layout("dp_shard=2", model="gpt2"),
+    Layout("dp_shard=2,tiled_mlp=true"),
 ]
 COMPRESSED = [
     Layout("dp_shard=2,quantize_weights=int8"),
@@ -97,6 +99,8 @@ OFFLOAD = [
     Layout("dp_shard=2,offload=nvme:FOLDER", 1, _CHUNKS, adam=True),
     Layout("dp_shard=2,offload=nvme_all:FOLDER", 26, _HOST_GRADIENTS, adam=True),
     Layout("tp=2,offload=optimizer", 2, _CHUNKS, adam=True),
+    Layout("dp_shard=4,activation_checkpointing=full@2:3,offload=optimizer@1", 1, _CHUNKS, adam=True),
+    Layout("pp=2,dp_shard=2,activation_checkpointing=full@0:1,offload=optimizer@3", 1, _CHUNKS, adam=True),
     Layout("tp=2,activation_offload=true", 1, _UNEVEN, small=64),
     Layout("dp_shard=2,activation_offload=true", small=64),
     Layout("dp_shard=2,activation_offload=true,activation_checkpointing=full", small=64),
@@ -111,6 +115,7 @@ TENSOR = [
     Layout("tp=2", 1, _UNEVEN, model="gpt2"),
     Layout("tp=2", 1, _UNEVEN, evaluate=True),
     Layout("tp=2,lean_loss=true", 1, _UNEVEN),
+    Layout("tp=2,tiled_mlp=true", 1, _UNEVEN),
 ]
 RECOMPUTED = [
     Layout("tp=2,activation_checkpointing=full", 1, _UNEVEN),
@@ -156,13 +161,13 @@ PRECISION = [
     Layout("dp_shard=2", autocast=True),
     Layout("tp=2", 1, _UNEVEN, autocast=True),
     Layout("tp=2,tp_overlap=true", 1, _UNEVEN, autocast=True),
-    Layout("dp_shard=2", dtype="bfloat16"),
-    Layout("tp=2", 1, _UNEVEN, dtype="bfloat16"),
+    Layout("dp_shard=2", 1, _FLASH, dtype="bfloat16"),
+    Layout("tp=2", 2, f"{_FLASH}; of a length that tp does not divide it reads where documents end", dtype="bfloat16"),
     Layout("pp=2", autocast=True),
     Layout("dp_shard=2", scaler=True),
     Layout("dp_shard=2,ep=2", 1, _SIZES, model="qwen3_moe", autocast=True),
     Layout("dp_shard=2,attention=torch_flash", 1, _MASKED_LABELS, dtype="bfloat16"),
-    Layout("dp_shard=2,precision=fp8", dtype="bfloat16"),
+    Layout("dp_shard=2,precision=fp8", 1, _FLASH, dtype="bfloat16"),
 ]
 GROUPS = {
     **{"data": DATA, "compressed": COMPRESSED, "offload": OFFLOAD, "tensor": TENSOR, "recomputed": RECOMPUTED},

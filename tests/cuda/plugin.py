@@ -1,11 +1,13 @@
 """`pytest -p tests.cuda.plugin`: the tests' ranks, and their reference of one process, run on pretended CUDA devices.
 
-What their scripts say of the CPU (`use_cpu`, `Accelerator(cpu=True)`) does not count here.
+What their scripts say of the CPU (`use_cpu`, `Accelerator(cpu=True)`) does not count here. Each process that has
+trained with a Trainer adds a line to the file `PRETENDED_CUDA_WAITS`: how often the host waited in each step.
 """
 
 from __future__ import annotations
 
 import functools
+import json
 import os
 
 from tests.cuda.worker import ENVIRONMENT
@@ -19,13 +21,35 @@ from tests import distributed  # noqa: E402
 import pretended_cuda as native  # noqa: E402 # isort: skip - the device makes it known
 from accelerate import Accelerator  # noqa: E402 # isort: skip
 from transformers import TrainingArguments  # noqa: E402 # isort: skip
+from transformers.trainer_callback import CallbackHandler  # noqa: E402 # isort: skip
+
+
+steps: list[dict[str, int]] = []  # lines that made the host wait, of each step of this process's Trainers
+
+
+def _counted(on_step_begin, on_step_end):
+    def begin(self, *args, **kwargs):
+        native.forget_waits()
+        native.count_waits(True)
+        return on_step_begin(self, *args, **kwargs)
+
+    def end(self, *args, **kwargs):
+        native.count_waits(False)
+        steps.append(dict(native.waits()))
+        return on_step_end(self, *args, **kwargs)
+
+    return begin, end
 
 
 def _checked(fork_all):
     @functools.wraps(fork_all)
     def forked(call, *rest, **settings):
         def checked():
+            steps.clear()
             value = call()
+            if steps and "PRETENDED_CUDA_WAITS" in os.environ:
+                with open(os.environ["PRETENDED_CUDA_WAITS"], "a") as file:
+                    file.write(json.dumps({"world": int(os.environ.get("WORLD_SIZE", 1)), "steps": steps}) + "\n")
             found = native.faults()
             if found:
                 raise AssertionError("streams:\n" + "\n".join(found))
@@ -56,3 +80,5 @@ def _without_cpu(post_init):
 distributed._fork_all = _checked(distributed._fork_all)
 Accelerator.__init__ = _with_device(Accelerator.__init__)
 TrainingArguments.__post_init__ = _without_cpu(TrainingArguments.__post_init__)
+_step = CallbackHandler.on_step_begin, CallbackHandler.on_step_end
+CallbackHandler.on_step_begin, CallbackHandler.on_step_end = _counted(*_step)

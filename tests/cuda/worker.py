@@ -36,10 +36,11 @@ class Worker:
         self._process.wait(60)
 
 
-def run_pytest(*arguments: str) -> subprocess.CompletedProcess:
-    """pytest in a process whose tests run on the device, and fail at a fault of streams."""
+def run_pytest(*arguments: str, waits: Path) -> subprocess.CompletedProcess:
+    """pytest in a process whose tests run on the device, and fail at a fault of streams; `waits`: see `plugin.py`."""
     command = [sys.executable, "-m", "pytest", "-p", "tests.cuda.plugin", "-q", "-p", "no:cacheprovider", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment(), check=False)
+    given = {**environment(), "PRETENDED_CUDA_WAITS": str(waits)}
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=given, check=False)
 
 
 def run_command(folder: Path, *arguments: str) -> subprocess.CompletedProcess:

@@ -110,7 +110,9 @@ class Rule(Trainer):
         traces = [factor.trace() / len(factor) for factor in (a, g)]
         pi = math.sqrt(traces[0] / traces[1]) if min(traces) > 0 else 1.0
         root = math.sqrt(self.case.damping)
-        return [torch.linalg.inv(f + part * torch.eye(len(f))) for f, part in ((a, pi * root), (g, root / pi))]
+        return [
+            torch.linalg.inv(f + part * torch.eye(len(f)).to(f.device)) for f, part in ((a, pi * root), (g, root / pi))
+        ]
 
 
 def script(spec: str | None, out: str, case: Case, initial: str) -> Outcome:

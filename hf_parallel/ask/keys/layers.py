@@ -42,7 +42,7 @@ class CompileKeys(ExpertKeys, PipelineKeys):
 
     compile: str = key(
         "none",
-        "`regional` compiles each layer, equal ones once; over every axis but `ep`",
+        "`regional` compiles each layer, equal ones once; experts stay outside of its graphs",
         choices=("none", "regional"),
     )
 
@@ -55,15 +55,13 @@ class CompileKeys(ExpertKeys, PipelineKeys):
 def check_compiled(keys: Any, asked: str) -> None:
     """Reject what compiled layers cannot do.
 
-    They cannot send what only values can tell (experts), or take a backward pass apart.
+    One graph of a layer cannot take its backward pass apart, nor be called in pieces.
 
     Args:
         asked: the setting that asks for compiled layers, as an error names it.
     """
     if getattr(keys, "tiled_mlp", False):  # `CompileKeys` alone lack it
         refuse(asked, "tiled_mlp=true runs MLPs in pieces, which one graph of a layer does not", "tiled_mlp=false")
-    if keys.ep_size > 1:
-        refuse(asked, f"ep_size={keys.ep_size} sends as many tokens as a router says", "ep_size=1")
     if keys.tp_size > 1:
         if keys.tp_overlap:
             refuse(asked, "tp_overlap=true sends halves of a layer by itself", "tp_overlap=false")

@@ -145,6 +145,7 @@ class Early(nn.Module):
             self.done = None
             raise
 
+    @torch.compiler.disable  # ahead, too, they run outside of the graphs of a layer
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:  # around hooks, which have run then
         done, self.done = self.done, None
         if done is not None and _same(done[0], hidden):

@@ -420,11 +420,6 @@ class TensorPart:
     @property
     def why_not_compiled(self) -> tuple[str, str] | None:
         """Why its layers cannot be graphs with their collectives inside, and what works instead."""
-        if self.facts.experts:
-            return (
-                f"with tp, experts of {self.facts.model} have a number in each layer, so each has a graph",
-                "tp_size=1",
-            )
         if self.facts.draws and self.whole_sequences is not None:
             why = "with tp and whole sequences, ranks draw dropout from random states of their own inside layers"
             return why, "a dropout of 0"

@@ -455,6 +455,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("launches", [] { return launches.load(); });
   m.def("sent", [] { return sent_bytes.load(); });
   m.def("count_waits", [](bool on) { Counts::get().active = on; });
+  m.def("warn_of_waits", [](bool on) { Counts::get().warns = on; });
+  m.def("warns_of_waits", [] { return Counts::get().warns; });
   m.def("waits", [] { return Counts::get().waits; });
   m.def("forget_waits", [] { Counts::get().waits.clear(); });
   m.def("faults", [] { return Clocks::get().faults; });

@@ -68,13 +68,15 @@ inline bool Clocks::is_planted(const char* kind) {
 
 struct Counts {
   std::mutex lock;
-  bool active = false;
+  bool active = false, warns = false;
   std::map<std::string, int64_t> waits;
   static Counts& get() {
     static auto* all = new Counts();
     return *all;
   }
   void wait(const std::string& kind) {
+    // As torch does under `torch.cuda.set_sync_debug_mode("warn")`, which says nothing of waits that are asked for.
+    if (warns && kind.rfind("synchronize", 0) != 0) TORCH_WARN("called a synchronizing CUDA operation");
     if (!active) return;
     auto line = kind + " @ " + *here();
     std::lock_guard<std::mutex> held(lock);
