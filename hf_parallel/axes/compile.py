@@ -2,8 +2,8 @@
 
 The layer's own forward is compiled, not what FSDP2, sequence parallelism and checkpointing put around it, which run as
 ever. A region of tensor parallelism communicates inside the layer: its collectives are operations of the graph
-(`ranks/differentiable.py`). What no graph holds of them is refused with the plan: `TensorPart.why_not_compiled`. Experts,
-whose tokens travel as a router says, run between two graphs: one with attention and router, one with what follows.
+(`ranks/differentiable.py`). What no graph holds of them is refused with the plan: `TensorPart.why_not_compiled`.
+Experts, whose tokens travel as a router says, run between two graphs: one with attention and router, one with the rest.
 
 `activation_checkpointing=selective` is how the graph of forward and backward is cut in two: `kept_in_graphs.py`.
 """
