@@ -139,9 +139,9 @@ def timed(
             ranks would disagree about collectives.
     """
     import hf_parallel
-    from hf_parallel.apply.parallelize import default_device
+    from hf_parallel.apply.parallelize import choose_default_device
 
-    place = default_device() if device == "cuda" else torch.device(device)
+    place = choose_default_device() if device == "cuda" else torch.device(device)
     if place.type == "cuda":
         torch.cuda.set_device(place)
     ids = torch.arange(length, device=place)[None] * 7 % 515
@@ -195,8 +195,8 @@ LLAMA_8B = {"layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "ffn_hidde
 
 def plan() -> None:
     """Print the planner's memory table, in GiB per GPU."""
-    from hf_parallel.planner.candidates import Goal, configured, context_of
-    from hf_parallel.planner.choices import predicted
+    from hf_parallel.planner.candidates import Goal, choose_context_of, make_config
+    from hf_parallel.planner.choices import predict_choice
     from hf_parallel.planner.hardware import make_cluster
     from hf_parallel.planner.shape import shape_of
 
@@ -205,13 +205,13 @@ def plan() -> None:
         goal = Goal(shape_of(LLAMA_8B), make_cluster("h100-80gb", gpus), length, 1)
         for way in ("ring", "ulysses" if gpus == 8 else "hybrid:8", "auto"):
             sizes = {"cp_size": gpus, "dp_shard_size": 1, "context_parallel": way}
-            config = configured(**sizes, activation_checkpointing="full")
-            found = predicted(goal, config, 1)
+            config = make_config(**sizes, activation_checkpointing="full")
+            found = predict_choice(goal, config, 1)
             parts = found.prediction.breakdown.memory
             if not printed:
                 print("|", " | ".join(["", *parts, "all", "seconds per step"]), "|")
                 print("|", " | ".join(["---"] * (len(parts) + 3)), "|")
-            taken = f": {context_of(config, goal, 1)}" if way == "auto" else ""
+            taken = f": {choose_context_of(config, goal, 1)}" if way == "auto" else ""
             name = f"{length // 1024} k on {gpus}, {way}{taken}"
             printed.append(name)
             values = [*parts.values(), found.prediction.memory_gib, found.prediction.step_time_s]

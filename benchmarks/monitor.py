@@ -43,7 +43,7 @@ from transformers.utils.logging import disable_progress_bar
 import hf_parallel.hooks.patches  # noqa: F401 - once, before the ranks are forked
 from hf_parallel.ask.session import of_session
 from hf_parallel.hooks import activation, hangs, monitoring
-from hf_parallel.monitor.meter import COMPUTE, EVERY, Interval, common, length, union
+from hf_parallel.monitor.meter import COMPUTE, EVERY, Interval, intersect_intervals, sum_lengths, unite_intervals
 from hf_parallel.ranks.observed import KINDS
 from tests.distributed import run
 from tests.training import axes
@@ -106,7 +106,7 @@ def watching(model: Any, what: list[str], number: int = 0) -> Iterator[Any]:
     if "hangs" in what:
         of_session(hangs._Now).watched = dog
         dog.begin()
-    watched = monitoring.watched(model) if "monitor" in what else None
+    watched = monitoring.watch_model(model) if "monitor" in what else None
     if watched is not None:
         watched.meter._count = number // 2  # of two pairs, whose orders differ: one of four is looked into
 
@@ -120,7 +120,7 @@ def watching(model: Any, what: list[str], number: int = 0) -> Iterator[Any]:
         watched.meter.end("benchmark")
 
     yield around
-    monitoring.stop()
+    monitoring.stop_watching()
     of_session(hangs._Now).watched = None
     dog.stack.close()
 
@@ -175,7 +175,7 @@ class Clocks:
 
 def beside_the_profiler(model: Any, step: Any, steps: int) -> dict[str, float]:
     """Shares of the same steps by both."""
-    watched = monitoring.watched(model)
+    watched = monitoring.watch_model(model)
     assert watched is not None
     watched.read()
     watched.meter._every = 1
@@ -197,10 +197,10 @@ def beside_the_profiler(model: Any, step: Any, steps: int) -> dict[str, float]:
     sent = [e for e in events if e.name.startswith("gloo:")]
     bubble = [e for e in sent if e.name in _BUBBLE]
     others = [e for e in sent if e.name not in _BUBBLE]
-    computing = union((e.time_range.start, e.time_range.end) for e in busy)
+    computing = unite_intervals((e.time_range.start, e.time_range.end) for e in busy)
     for name, part in (("communication", others), ("bubble", bubble)):
-        spans = union((e.time_range.start, until_next(e.time_range.end, computing)) for e in part)
-        exposed = length(spans) - length(common(spans, computing))
+        spans = unite_intervals((e.time_range.start, until_next(e.time_range.end, computing)) for e in part)
+        exposed = sum_lengths(spans) - sum_lengths(intersect_intervals(spans, computing))
         found[f"{name} by the profiler"] = exposed / 1e6 / seconds
     return found
 

@@ -47,12 +47,12 @@ from hf_parallel.axes.pipeline.joint import JointStep, ScheduledCall
 from hf_parallel.axes.pipeline.timeline import (
     SIMPLEST_FIRST,
     Timeline,
-    layer_costs,
+    compute_layer_costs,
+    count_virtual_stages,
     order,
     simulate,
     simulate_without_flush,
-    virtual_stages,
-    write,
+    write_timeline_picture,
 )
 from tests.distributed import run
 
@@ -72,7 +72,9 @@ class Setting:
 
     def costs(self, stages: int) -> list[list[float]]:
         """Seconds of forward, input gradient and weight gradient per stage."""
-        return [[self.seconds * cost for cost in costs] for costs in zip(*layer_costs([1] * stages), strict=True)]
+        return [
+            [self.seconds * cost for cost in costs] for costs in zip(*compute_layer_costs([1] * stages), strict=True)
+        ]
 
     def formula(self, name: str) -> float:
         """The bubble as a part of the duration, where every backward is whole."""
@@ -80,7 +82,7 @@ class Setting:
             return 1 / (3 * self.micro_batches + 1)
         if name in MIRRORED_SCHEDULES:
             return (self.ranks - 2) / (1.5 * self.micro_batches + self.ranks - 2)
-        virtual = virtual_stages(name)
+        virtual = count_virtual_stages(name)
         return (self.ranks - 1) / (virtual * self.micro_batches + self.ranks - 1)
 
 
@@ -139,12 +141,12 @@ def sleeping_model(
     """A Llama whose layers sleep, one for each stage, made parallel as a user's model is."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    stages = setting.ranks * virtual_stages(name)
+    stages = setting.ranks * count_virtual_stages(name)
     small = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1, "vocab_size": 8, "use_cache": False}
     model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=stages, **small)).train()
     for stage, costs in enumerate(setting.costs(stages)):
         model.model.layers[stage] = (layer or Sleeper)(list(costs))
-    several = f",pipeline_virtual_stages={virtual_stages(name)}" if name in LOOPED_SCHEDULES else ""
+    several = f",pipeline_virtual_stages={count_virtual_stages(name)}" if name in LOOPED_SCHEDULES else ""
     ones = ",".join("1" * stages)
     return parallelize(
         model,
@@ -171,7 +173,7 @@ def measure(name: str, setting: Setting) -> Timeline:
 
 def compare(name: str, setting: Setting, pictures: Path | None) -> bool:
     """Print one row of the table; is the measured bubble what it should be?"""
-    ranks, count, virtual = setting.ranks, setting.micro_batches, virtual_stages(name)
+    ranks, count, virtual = setting.ranks, setting.micro_batches, count_virtual_stages(name)
     costs = list(zip(*setting.costs(ranks * virtual), strict=True))
     try:
         if name in DELAYED_SCHEDULES:
@@ -194,7 +196,9 @@ def compare(name: str, setting: Setting, pictures: Path | None) -> bool:
         flush=True,
     )
     if pictures:
-        write(pictures / f"{name}_{count}.svg", timeline, name, predicted=simulated, measured=measured)
+        write_timeline_picture(
+            pictures / f"{name}_{count}.svg", timeline, name, predicted=simulated, measured=measured
+        )
     return good
 
 

@@ -15,7 +15,7 @@ import numpy
 from benchmarks import published
 from hf_parallel.planner import Job, Layout, Prediction
 from hf_parallel.planner.hardware import Efficiency, find_gpu
-from hf_parallel.planner.pipeline import make_stages, pace_of_1f1b, stages_of_rank
+from hf_parallel.planner.pipeline import compute_pace_of_1f1b, list_stages_of_rank, make_stages
 
 #: The module: its package has a function of that name.
 predict = importlib.import_module("hf_parallel.planner.predict")
@@ -189,11 +189,11 @@ def _seconds(asked: Prediction, efficiency: Efficiency) -> float:
 
 def _as_1f1b(layout: Layout, job: Job, stages: list[tuple[float, float]], sending: float) -> tuple[float, float]:
     """The simulation in closed form, for a search of hundreds of steps; near where the slowest stage sets the pace."""
-    busy = [sum(sum(stages[s]) for s in stages_of_rank(layout, rank)) for rank in range(layout.pp)]
+    busy = [sum(sum(stages[s]) for s in list_stages_of_rank(layout, rank)) for rank in range(layout.pp)]
     if layout.pp == 1:
         return job.micro_batches * busy[0], 0.0
     one_way = sum(busy) / layout.virtual_stages + 2 * (layout.pp - 1) * sending
-    pace = pace_of_1f1b(busy, sending) if layout.virtual_stages == 1 else max(busy)
+    pace = compute_pace_of_1f1b(busy, sending) if layout.virtual_stages == 1 else max(busy)
     return one_way + (job.micro_batches - 1 / layout.virtual_stages) * pace, 0.0
 
 

@@ -25,7 +25,7 @@ from benchmarks import published
 from benchmarks.planner_fit import TYPES, fit, gpu_family, predicted_seconds
 from hf_parallel.planner import find_gpu
 from hf_parallel.planner.layout import HABITS
-from hf_parallel.planner.memory import CONTEXT_GIB, FRAGMENTATION, GIB, fullest
+from hf_parallel.planner.memory import CONTEXT_GIB, FRAGMENTATION, GIB, find_fullest
 
 PRECISIONS = ("bf16", "fp16", "fp8")
 _MOST_FITTED = 60  # of a series: more take longer, and say the same
@@ -72,7 +72,7 @@ class Room:
 def read_room(row: published.Row) -> Room:
     """Predict a row's memory."""
     found = published.call(row)
-    layout, rank = found.layout, fullest(list(found.breakdown.ranks))
+    layout, rank = found.layout, find_fullest(list(found.breakdown.ranks))
     axes = sum(size > 1 for size in (layout.tp, layout.pp, layout.dp, layout.cp, layout.ep))
     buckets = layout.zero_stage in (1, 2) and layout.dp > 1 and found.job.habits.bucket_gib > 0
     passing = sum(rank.kinds[kind] for kind in ("activations", "temporaries", "gathered"))

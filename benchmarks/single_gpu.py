@@ -97,9 +97,9 @@ def _trained(shape: str, kind: str, rows: int, seq: int, how: Settings) -> dict[
 def _model(config: Any, how: Settings) -> Any:
     from transformers import AutoModelForCausalLM
 
-    from hf_parallel.apply.parallelize import default_device
+    from hf_parallel.apply.parallelize import choose_default_device
 
-    with default_device():
+    with choose_default_device():
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=how.attention)
     fill(model)
     if how.spec:

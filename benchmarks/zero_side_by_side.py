@@ -124,7 +124,7 @@ def _deepspeeds(model: nn.Module, stage: int) -> Step:
 def _ours(model: nn.Module, stage: int, monitor: str) -> Step:
     """A step that is watched as one of a loop."""
     model = parallelize(model, f"zero_stage={stage},monitor={monitor}")
-    step, watched = _step(model), monitoring.watched(model)
+    step, watched = _step(model), monitoring.watch_model(model)
     if watched is None:
         return step
 

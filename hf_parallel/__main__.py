@@ -105,13 +105,13 @@ def prepare(command: Command) -> None:
     from hf_parallel.hooks.trainer import flag
 
     flag.install_on_import()
-    launched.settle()
-    if _rank() != 0:
-        runner.be_quiet()
+    launched.settle_launcher()
+    if _read_rank() != 0:
+        runner.silence_other_ranks()
     if chosen is not None:
         spec, source = chosen
         if spec != AUTO:
-            ParallelConfig.parse(spec).resolve(_world_size())  # a wrong spec is refused before torch is imported
+            ParallelConfig.parse(spec).resolve(_read_world_size())  # a wrong spec is refused before torch is imported
         activation.activate(spec, source=source)
 
 
@@ -156,35 +156,37 @@ def main(argv: list[str] | None = None) -> None:
         _check_auto()
         code = None
     except SystemExit as stop:
-        if not _one_of_several():
+        if not _is_one_of_several():
             raise
         code = stop.code
     except KeyboardInterrupt as error:
-        if not _one_of_several():
+        if not _is_one_of_several():
             raise
-        if _rank() == 0:
-            _show(error)
+        if _read_rank() == 0:
+            _print_error(error)
         _leave_groups_open()
         runner.leave_interrupted()
     except BaseException as error:
         _report_and_leave(error)
-    if _one_of_several():
+    if _is_one_of_several():
         if code not in (None, 0):
             _leave_groups_open()
         runner.end_rank(code)
 
 
 def _report_and_leave(error: BaseException) -> NoReturn:
-    refusal = _raised_from(error, UsageError, *_loaded("hf_parallel.ask.config", "SpecError"))
+    refusal = _find_own_error(error, UsageError, *_find_loaded_error_types("hf_parallel.ask.config", "SpecError"))
     if refusal is not None:
-        _report_refusal(_line(refusal), alone=getattr(refusal, "alone", False))
+        _report_refusal(_format_error_line(refusal), alone=getattr(refusal, "alone", False))
         _leave(2)
-    told = _raised_from(error, *_loaded("hf_parallel.ask.spec", "Told"))
+    told = _find_own_error(error, *_find_loaded_error_types("hf_parallel.ask.spec", "Told"))
     if _is_lost_peer(error):
         time.sleep(GRACE)  # the rank that really failed is the one to read
-        _write(f"hf_parallel: rank {_rank()} lost its peers ({_gist(_innermost(error))})\n")
+        _write_to_stderr(
+            f"hf_parallel: rank {_read_rank()} lost its peers ({_shorten_message(_find_innermost_error(error))})\n"
+        )
     elif told is not None:
-        _report_refusal(_line(told).removeprefix("hf_parallel: "), alone=False)
+        _report_refusal(_format_error_line(told).removeprefix("hf_parallel: "), alone=False)
     else:
         _report_failure(error)
     _leave(1)
@@ -192,29 +194,29 @@ def _report_and_leave(error: BaseException) -> NoReturn:
 
 def _report_failure(error: BaseException) -> None:
     """The traceback, once: a rank that failed as rank 0 did says so in a line."""
-    if _rank() != 0 and _rank_0_failed_with(_last_line(error)):
-        _write(f"hf_parallel: rank {_rank()} failed, too: {_last_line(error)}\n")
+    if _read_rank() != 0 and _rank_0_failed_with(_find_last_line(error)):
+        _write_to_stderr(f"hf_parallel: rank {_read_rank()} failed, too: {_find_last_line(error)}\n")
         return
-    _write(f"hf_parallel: rank {_rank()} failed\n")
-    _show(error)
-    if _rank() == 0:
-        _note(_FAILED, _last_line(error))
+    _write_to_stderr(f"hf_parallel: rank {_read_rank()} failed\n")
+    _print_error(error)
+    if _read_rank() == 0:
+        _note(_FAILED, _find_last_line(error))
 
 
-def _last_line(error: BaseException) -> str:
+def _find_last_line(error: BaseException) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:300]
 
 
-def _line(error: BaseException) -> str:
+def _format_error_line(error: BaseException) -> str:
     return " ".join(str(error).split())
 
 
-def _show(error: BaseException) -> None:
-    error = error.with_traceback(_from_the_script_on(error.__traceback__))
+def _print_error(error: BaseException) -> None:
+    error = error.with_traceback(_cut_traceback_before_script(error.__traceback__))
     sys.excepthook(type(error), error, error.__traceback__)
 
 
-def _raised_from(error: BaseException, *kinds: type[BaseException]) -> BaseException | None:
+def _find_own_error(error: BaseException, *kinds: type[BaseException]) -> BaseException | None:
     """The error of these kinds, made for people, in `error` or among what it was raised from."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, kinds):
@@ -222,18 +224,18 @@ def _raised_from(error: BaseException, *kinds: type[BaseException]) -> BaseExcep
     return cause
 
 
-def _loaded(module: str, name: str) -> list[type[BaseException]]:
+def _find_loaded_error_types(module: str, name: str) -> list[type[BaseException]]:
     """A class of a module of this package, if it has been imported: else nobody can have raised it."""
     return [getattr(sys.modules[module], name)] if module in sys.modules else []
 
 
 def _report_refusal(message: str, alone: bool) -> None:
     """Report a refusal in one line for all ranks, from rank 0; from another rank only if rank 0 refuses nothing."""
-    if _rank() == 0:
-        _write(f"hf_parallel: {message}\n")
+    if _read_rank() == 0:
+        _write_to_stderr(f"hf_parallel: {message}\n")
         _note(_REFUSED, "1")
     elif alone or not _rank_0_refuses_too():
-        _write(f"hf_parallel: rank {_rank()}: {message}\n")
+        _write_to_stderr(f"hf_parallel: rank {_read_rank()}: {message}\n")
 
 
 def _note(key: str, text: str) -> None:
@@ -250,14 +252,14 @@ def _rank_0_refuses_too() -> bool:
         time.sleep(GRACE)
         # Before the first collective every rank refuses the same thing, but for files that only its machine lacks.
         return os.environ.get("LOCAL_RANK") != "0"
-    return _noted(_REFUSED, GRACE, gone="1") is not None
+    return _wait_for_note(_REFUSED, GRACE, gone="1") is not None
 
 
 def _rank_0_failed_with(line: str) -> bool:
-    return _has_process_group() and _noted(_FAILED, _READ_S, gone=None) == line
+    return _has_process_group() and _wait_for_note(_FAILED, _READ_S, gone=None) == line
 
 
-def _noted(key: str, seconds: float, gone: str | None) -> str | None:
+def _wait_for_note(key: str, seconds: float, gone: str | None) -> str | None:
     """Return what rank 0 has noted within these seconds; `gone` if it, or its launcher, has ended."""
     end = time.monotonic() + seconds
     try:
@@ -272,22 +274,22 @@ def _noted(key: str, seconds: float, gone: str | None) -> str | None:
 
 def _is_lost_peer(error: BaseException) -> bool:
     """Return whether the first thing that went wrong here is that another rank was gone."""
-    first = _innermost(error)
+    first = _find_innermost_error(error)
     return _has_process_group() and isinstance(first, RuntimeError) and any(text in str(first) for text in _LOST_PEER)
 
 
-def _gist(error: BaseException) -> str:
+def _shorten_message(error: BaseException) -> str:
     """The first sentence, without the C++ file and line that it begins with."""
     text = " ".join(str(error).split())
     return re.sub(r"^\[\S+:\d+\] ", "", text).split(". ")[0][:200]
 
 
-def _innermost(error: BaseException) -> BaseException:
-    *_, first = _chain(error)
+def _find_innermost_error(error: BaseException) -> BaseException:
+    *_, first = _iterate_causes(error)
     return first
 
 
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
+def _iterate_causes(error: BaseException | None) -> Iterator[BaseException]:
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -295,7 +297,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
 
 
-def _from_the_script_on(trace: TracebackType | None) -> TracebackType | None:
+def _cut_traceback_before_script(trace: TracebackType | None) -> TracebackType | None:
     own = (__file__, runpy.__file__, "<frozen runpy>")
     while trace is not None and trace.tb_frame.f_code.co_filename in own:
         trace = trace.tb_next
@@ -304,7 +306,7 @@ def _from_the_script_on(trace: TracebackType | None) -> TracebackType | None:
 
 def _leave(code: int) -> NoReturn:
     """End now. With other ranks around, without destructors: they may wait for a peer that is gone."""
-    if _world_size() == 1:
+    if _read_world_size() == 1:
         sys.exit(code)
     _end_workers()
     _leave_groups_open()
@@ -325,7 +327,7 @@ def _check_auto() -> None:
         auto.check_chosen()
 
 
-def _one_of_several() -> bool:
+def _is_one_of_several() -> bool:
     """Is this process part of a layout?"""
     activation = sys.modules.get("hf_parallel.hooks.activation")
     return activation is not None and activation.active()
@@ -351,20 +353,20 @@ def _store() -> Store:
     return distributed_c10d._get_default_store()
 
 
-def _rank() -> int:
-    return _number("RANK", 0)
+def _read_rank() -> int:
+    return _read_environment_number("RANK", 0)
 
 
-def _world_size() -> int:
-    return _number("WORLD_SIZE", 1)
+def _read_world_size() -> int:
+    return _read_environment_number("WORLD_SIZE", 1)
 
 
-def _number(name: str, otherwise: int) -> int:
+def _read_environment_number(name: str, otherwise: int) -> int:
     text = os.environ.get(name, "")
     return int(text) if text.isdecimal() else otherwise
 
 
-def _write(text: str) -> None:
+def _write_to_stderr(text: str) -> None:
     sys.stderr.write(text)
     sys.stderr.flush()
 

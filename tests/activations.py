@@ -136,14 +136,14 @@ class Alive(TorchDispatchMode):
 
 def planned(tp: int, way: str) -> float:
     """The same by the planner."""
-    from hf_parallel.planner.activations import kept_bytes
+    from hf_parallel.planner.activations import count_kept_bytes
     from hf_parallel.planner.layout import Job, Layout
     from hf_parallel.planner.shape import shape_of
 
     shape = shape_of(models.build("llama", **SIZES).to(torch.bfloat16))
     job = Job(LENGTH, BATCH, 1, recompute=way, precision="bf16", engine="hf_parallel")
     layout = Layout(tp=tp, sequence_parallel=tp > 1)
-    return BATCH * LENGTH * kept_bytes(shape.blocks[0], shape.hidden, layout, job)
+    return BATCH * LENGTH * count_kept_bytes(shape.blocks[0], shape.hidden, layout, job)
 
 
 def transformers_bytes(folder: str, tp: int) -> int:

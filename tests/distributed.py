@@ -38,8 +38,8 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.models.llama import modeling_llama  # noqa: F401
 
 import hf_parallel.hooks.patches  # noqa: F401
-from hf_parallel.hooks.patching import library_version
-from hf_parallel.planner.hardware import catalogue
+from hf_parallel.hooks.patching import read_library_version
+from hf_parallel.planner.hardware import read_catalogue
 from tests.ports import held_port
 
 # What each rank would spend a second on, once here: imports, patterns of all models' names, the catalogue of GPUs,
@@ -58,9 +58,9 @@ for module in (
 ):
     importlib.import_module(f"hf_parallel.{module}")
 get_checkpoint_conversion_mapping("llama")
-catalogue()
+read_catalogue()
 for library in ("torch", "transformers", "accelerate"):
-    library_version(library)
+    read_library_version(library)
 torch.set_num_threads(1)  # before any operation: a pool of threads does not survive a fork
 
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

@@ -208,8 +208,8 @@ def standing_in(width=8):
     )
     modules = {two.__name__: two, "flash_attn": types.ModuleType("flash_attn")}
     modules["flash_attn_interface"] = types.ModuleType("flash_attn_interface")
-    patches = [mock.patch.dict(sys.modules, modules), mock.patch.object(flash, "fits", return_value=True)]
-    patches += [mock.patch.object(module, "alignment", return_value=width) for module in (attention, kernels)]
+    patches = [mock.patch.dict(sys.modules, modules), mock.patch.object(flash, "can_take_queries", return_value=True)]
+    patches += [mock.patch.object(module, "read_alignment", return_value=width) for module in (attention, kernels)]
     with contextlib.ExitStack() as stack:
         for library in libraries:
             stack.callback(library._destroy)

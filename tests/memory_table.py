@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hf_parallel import cli
-from hf_parallel.cli.recipe_file import shipped_config
+from hf_parallel.cli.recipe_file import read_shipped_config
 from hf_parallel.planner import find_gpu
 from tests.support_matrix import ROOT
 
@@ -54,7 +54,7 @@ def words_of(model: str, method: str, gpu: str, gpus: int) -> list[str]:
 def search_cell(model: str, method: str, gpu: str, counts: tuple[int, ...] = COUNTS) -> Cell | None:
     """Run the command for more and more GPUs; None: none of these numbers fits."""
     with tempfile.TemporaryDirectory() as folder:
-        shipped_config(MODELS[model]).save_pretrained(folder)
+        read_shipped_config(MODELS[model]).save_pretrained(folder)
         for gpus in counts:
             out = io.StringIO()
             with contextlib.redirect_stdout(out), contextlib.redirect_stderr(io.StringIO()):

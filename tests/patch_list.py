@@ -13,7 +13,7 @@ from pathlib import Path
 
 import hf_parallel
 from hf_parallel.ask.replaced import Replaced
-from hf_parallel.hooks.patches import all_patches, patches_without_layout
+from hf_parallel.hooks.patches import list_patches, list_patches_without_layout
 from hf_parallel.hooks.patching import Patch
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -79,13 +79,13 @@ Where no layout is active, four targets change, so that plain Trainer resumes fr
 
 def page() -> str:
     """The page as it must be."""
-    patches = all_patches()
+    patches = list_patches()
     parts = [
         TEXT.format(command=COMMAND, counts=_counts(patches), **_numbers(patches)),
         *(_section(name, patches) for name in _libraries(patches)),
     ]
     parts.append("\n".join(["## By other ways than a patch", "", *_other_rows()]) + "\n")
-    parts.append("\n".join(["## Without a layout", "", *_rows(patches_without_layout())]) + "\n")
+    parts.append("\n".join(["## Without a layout", "", *_rows(list_patches_without_layout())]) + "\n")
     return "\n".join(parts)
 
 

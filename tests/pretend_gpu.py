@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 import hf_parallel
 from hf_parallel.apply.parallelize import parallelize
 from hf_parallel.model.anatomy import build_on_meta
-from hf_parallel.planner.dryrun.world import fake_tensors_pass_as_real, materialise
+from hf_parallel.planner.dryrun.world import fake_tensors_pass_as_real, materialise_weights
 from hf_parallel.ranks.mesh import ParallelMesh
 
 NAME = "pretend"
@@ -130,7 +130,7 @@ def without_values(model: Any, device: torch.device) -> Iterator[None]:
     """In here tensors have no values, those of the model lie on the device."""
     made = functools.partial(_tensor, torch.tensor)
     with mock.patch.object(torch, "tensor", made), fake_tensors_pass_as_real(), _valueless:
-        materialise(model, device)
+        materialise_weights(model, device)
         yield
 
 

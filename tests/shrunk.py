@@ -7,7 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_parallel.ask.config import ParallelConfig
-from hf_parallel.cli.recipe_file import Recipe, options
+from hf_parallel.cli.recipe_file import Recipe, list_options
 from tests import models, trl_scripts
 
 #: Sizes of the tiny model, where its config has them; a row of 64 weights is a block of 4 bits.
@@ -61,7 +61,7 @@ def spec_of(recipe: Recipe) -> str:
 
 def flags_of(recipe: Recipe) -> str:
     """Everything else that the recipe says."""
-    words = {key: value for key, value in options(recipe, {"model_name_or_path"}).items() if key not in REPLACED}
+    words = {key: value for key, value in list_options(recipe, {"model_name_or_path"}).items() if key not in REPLACED}
     words |= {"lora_r": 4, "learning_rate": 1.0} if recipe.adapter_rank else {}
     words |= {"dataloader_drop_last": True}
     spelled = (f"--{key} {str(v).lower() if isinstance(v, bool) else v}" for key, v in words.items())

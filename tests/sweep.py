@@ -23,7 +23,7 @@ from transformers.models.auto import modeling_auto
 from transformers.utils import logging
 
 import hf_parallel.apply.parallelize  # noqa: F401 - once, before the forks
-from hf_parallel.model.shrink import IMAGE, LARGEST, VOCABULARY, build_random, small_sizes
+from hf_parallel.model.shrink import IMAGE, LARGEST, VOCABULARY, build_random, choose_small_sizes
 from tests.distributed import RankFailure, run, run_alone
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -67,7 +67,7 @@ OWN: dict[str, dict[str, Any]] = {
 
 def small_config(default: PretrainedConfig, head: str = "") -> PretrainedConfig:
     """The config of a tiny model of the kind of `default`, which is not changed."""
-    as_dict, changes = default.to_dict(), small_sizes(default)
+    as_dict, changes = default.to_dict(), choose_small_sizes(default)
     if head == "causal" and "is_decoder" in as_dict:
         changes["is_decoder"] = True
     if head in ("sequence", "image"):
@@ -119,7 +119,7 @@ Numbers = tuple[float, dict[str, torch.Tensor], list[str]]
 
 def step(cls: Any, config: PretrainedConfig, batch: dict[str, torch.Tensor], spec: str | None) -> Numbers:
     """Loss, every gradient in the model's own order, and the layout's notes."""
-    from hf_parallel.model.anatomy import stored_order
+    from hf_parallel.model.anatomy import get_stored_order
 
     model = build_random(cls, config).train()
     if spec:
@@ -133,7 +133,7 @@ def step(cls: Any, config: PretrainedConfig, batch: dict[str, torch.Tensor], spe
     for key, parameter in model.named_parameters():
         if parameter.grad is not None:
             gradient = parameter.grad.full_tensor() if hasattr(parameter.grad, "full_tensor") else parameter.grad
-            order = stored_order(model, key)
+            order = get_stored_order(model, key)
             gradients[key] = gradient if order is None else order.to_own(gradient)
     return outputs.loss.item(), gradients, model._hf_parallel.notes if spec else []
 

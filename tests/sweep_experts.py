@@ -20,7 +20,7 @@ from transformers import PretrainedConfig
 from transformers.utils import logging
 
 from hf_parallel.ask.config import ParallelConfig
-from hf_parallel.model.experts import named_experts
+from hf_parallel.model.experts import iterate_experts
 from tests import sweep
 from tests.distributed import RankFailure, run_alone
 
@@ -55,7 +55,7 @@ def has_experts(cls: Any, config: PretrainedConfig) -> tuple[int, str]:
     """Parameters, and how experts are kept: side by side, in lists of modules, or not at all."""
     with torch.device("meta"):
         model = cls(config)
-    beside = any(True for _ in named_experts(model))
+    beside = any(True for _ in iterate_experts(model))
     named = any(name.rpartition(".")[2] == "experts" for name, _ in model.named_modules())
     size = sum(parameter.numel() for parameter in model.parameters())
     return size, "side by side" if beside else "modules" if named else ""

@@ -104,11 +104,11 @@ def observed(config: Any, spec: str, rank: int, rows: int, seq: int) -> tuple[di
 
 def by_formula(config: Any, spec: str, rank: int, rows: int, seq: int) -> dict[str, float]:
     """By the planner's formulas, in the kinds of the dry run."""
-    from hf_parallel.planner.memory import memory_of_ranks
+    from hf_parallel.planner.memory import predict_memory_of_ranks
 
     where, job, stages = planned(config, spec, rows, seq, rank)
     place = rank // (where.gpus // where.pp)
-    kinds = memory_of_ranks(stages, where, job)[place].kinds
+    kinds = predict_memory_of_ranks(stages, where, job)[place].kinds
     outside = ("context", "communication buffers")
     passing = kinds["activations"] + kinds["temporaries"]
     renamed = {"weights": "parameters"}

@@ -14,9 +14,9 @@ _PRODUCTS = {2: (), 4: ("tp=2,dp_shard=2", "pp=2,dp_shard=2", "dp_replicate=2,dp
 
 def layouts(world: int) -> list[str]:
     """Those of `hf-parallel check`, and the other products of two axes."""
-    from hf_parallel.check.parity import default_layouts
+    from hf_parallel.check.parity import list_default_layouts
 
-    return list(dict.fromkeys([*default_layouts(world), *_PRODUCTS[world]]))
+    return list(dict.fromkeys([*list_default_layouts(world), *_PRODUCTS[world]]))
 
 
 def rows(setting: Setting) -> Iterator[Row]:

@@ -37,10 +37,10 @@ def started(call: str, world: int, devices: int, backend: str | None, limit_s: f
     with tempfile.TemporaryDirectory(prefix="hf-parallel-ranks-") as folder:
         Path(folder, "values.json").write_text(json.dumps(values))
         words = ["-m", "benchmarks.gpu.setting", call, folder, *([backend] if backend else [])]
-        environments = links.environments(world, devices, backend)
+        environments = links.make_environments(world, devices, backend)
         if world == 1:
             environments = [_one_gpu(devices)]  # no rank at all: what one process does
-        code = links.start(words, environments, limit_s)
+        code = links.start_ranks(words, environments, limit_s)
         if code:
             raise RuntimeError(f"{call} on {world} ranks ended with exit code {code}")
         return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(world)]
@@ -116,9 +116,9 @@ def probe() -> bool:
     import torch
     import torch.distributed as dist
 
-    from hf_parallel.apply.parallelize import default_device
+    from hf_parallel.apply.parallelize import choose_default_device
 
-    number = torch.ones((), device=default_device())
+    number = torch.ones((), device=choose_default_device())
     dist.all_reduce(number)
     return number.item() == dist.get_world_size()
 
@@ -135,9 +135,9 @@ def main() -> None:
         found = getattr(__import__(module, fromlist=[name]), name)(**values)
         Path(folder, f"{os.environ.get('RANK') or 0}.json").write_text(json.dumps(found))
         if several:
-            from hf_parallel.ranks.mesh import end_groups
+            from hf_parallel.ranks.mesh import end_all_groups
 
-            end_groups()
+            end_all_groups()
     except BaseException:
         traceback.print_exc()
         sys.stderr.flush()
@@ -146,10 +146,10 @@ def main() -> None:
 
 
 def _connect(backend: str | None) -> None:
-    from hf_parallel.apply.parallelize import default_device
-    from hf_parallel.check.run import Wanted, connect
+    from hf_parallel.apply.parallelize import choose_default_device
+    from hf_parallel.check.run import Wanted, connect_ranks
 
-    connect(default_device(), Wanted(backend=backend))
+    connect_ranks(choose_default_device(), Wanted(backend=backend))
 
 
 if __name__ == "__main__":

@@ -14,20 +14,20 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_parallel.apply.parallelize import default_device, parallelize
+from hf_parallel.apply.parallelize import choose_default_device, parallelize
 from hf_parallel.ask.config import ParallelConfig, SpecError
 from hf_parallel.model.anatomy import build_on_meta
-from hf_parallel.model.calls import unread_logits
+from hf_parallel.model.calls import note_unread_logits
 from hf_parallel.planner import make_cluster, shape_of
 from hf_parallel.planner.candidates import Goal, to_job, to_layout
 from hf_parallel.planner.detect import detect
-from hf_parallel.planner.dryrun.run import on_meta, settled
-from hf_parallel.planner.dryrun.world import fake_world, materialise
+from hf_parallel.planner.dryrun.run import on_meta, settle_layout
+from hf_parallel.planner.dryrun.world import materialise_weights, pretend_world
 from hf_parallel.planner.hardware import Cluster
 from hf_parallel.planner.layout import Job, Layout
 from hf_parallel.planner.pipeline import Stage, make_stages
 from hf_parallel.planner.search import count_activations
-from hf_parallel.ranks.mesh import ParallelMesh, stored
+from hf_parallel.ranks.mesh import ParallelMesh, get_stored
 
 #: Llama-3.2-1B, Llama-3.1-8B and Qwen3-30B-A3B by their numbers, and two that a CPU has done in a moment.
 SHAPES: dict[str, dict[str, Any]] = {
@@ -67,11 +67,11 @@ def layout_of(spec: str) -> ParallelConfig:
 @contextlib.contextmanager
 def share(config: Any, spec: str, rank: int = 0, dtype: torch.dtype = torch.bfloat16) -> Iterator[Any]:
     """The parallel model of one rank, with memory for its weights, on this process's device."""
-    layout, device = layout_of(spec), default_device()
-    with fake_world(rank, layout.world_size):
+    layout, device = layout_of(spec), choose_default_device()
+    with pretend_world(rank, layout.world_size):
         model = build_on_meta(config).to(dtype).train()
         parallelize(model, mesh=ParallelMesh.create(layout, device))
-        materialise(model, device)
+        materialise_weights(model, device)
         fill(model)
         model._hf_parallel.batches.axes = []  # other ranks, whose batches would be compared, are not there
         yield model
@@ -81,7 +81,7 @@ def fill(model: Any) -> None:
     """Numbers that are no NaN, which some kernels take longer for."""
     with torch.no_grad():
         for parameter in model.parameters():
-            stored(parameter).normal_(0.0, 0.02)
+            get_stored(parameter).normal_(0.0, 0.02)
         for buffer in model.buffers():
             if buffer.is_floating_point():
                 buffer.uniform_(0.1, 1.0)
@@ -98,13 +98,13 @@ class OtherStagesAnswer(TorchDispatchMode):
 
 def loss_of(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     """Call the model as Trainer does: for its loss alone."""
-    with unread_logits():
+    with note_unread_logits():
         return model(**batch)["loss"]
 
 
 def planned(config: Any, spec: str, rows: int, seq: int, rank: int = 0) -> tuple[Layout, Job, tuple[Stage, ...]]:
     """What the planner asks its formulas: the layout, the work of a step, the stages."""
-    layout, _ = settled(on_meta(config), layout_of(spec), rank)
+    layout, _ = settle_layout(on_meta(config), layout_of(spec), rank)
     shape = count_activations(shape_of(config), config, "bf16", None)
     size = rows // (layout.pipeline_microbatches or 1)
     goal = Goal(shape, cluster_of(layout), seq, None, "bf16", "adamw", 0, rows=rows, accumulation=1)
@@ -123,5 +123,5 @@ def cluster_of(layout: ParallelConfig) -> Cluster:
 
 def tokens(rows: int, seq: int) -> dict[str, torch.Tensor]:
     """Return a batch of many different tokens, which go to different experts."""
-    ids = (torch.arange(rows * seq, device=default_device()) % _TINY["vocab_size"]).view(rows, seq)
+    ids = (torch.arange(rows * seq, device=choose_default_device()) % _TINY["vocab_size"]).view(rows, seq)
     return {"input_ids": ids, "labels": ids}

@@ -149,10 +149,10 @@ def step_of_trainer(shape: str, spec: str, rows: int, seq: int, layers: int | No
     """A step of plain Trainer."""
     from transformers import AutoModelForCausalLM
 
-    from hf_parallel.apply.parallelize import default_device
+    from hf_parallel.apply.parallelize import choose_default_device
 
     config = config_of(shape, **({"num_hidden_layers": layers} if layers else {}))
-    with default_device():
+    with choose_default_device():
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     fill(model)
     found = timed_trainer(model, rows, seq)
@@ -231,15 +231,15 @@ def _peak_beside_weights(model: Any, seq: int) -> int:
 
 def overlap(shape: str, spec: str, rows: int, seq: int) -> dict[str, Any]:
     """Of a real layout on two GPUs: how much of its communication is behind compute."""
-    from hf_parallel.apply.parallelize import default_device, parallelize
+    from hf_parallel.apply.parallelize import choose_default_device, parallelize
     from hf_parallel.ask.config import ParallelConfig
     from hf_parallel.model.anatomy import build_on_meta
-    from hf_parallel.planner.dryrun.world import materialise
+    from hf_parallel.planner.dryrun.world import materialise_weights
     from hf_parallel.ranks.mesh import ParallelMesh
 
-    device = default_device()
+    device = choose_default_device()
     model = build_on_meta(config_of(shape)).to(torch.bfloat16).train()
     parallelize(model, mesh=ParallelMesh.create(ParallelConfig.parse(spec).resolve(2), device))
-    materialise(model, device)
+    materialise_weights(model, device)
     fill(model)
     return overlapped(_step(model, tokens(rows, seq)))

@@ -37,11 +37,11 @@ TOKENS = 1 << 20
 def answer(model: str, method: str, machine: str, length: str) -> dict[str, Any]:
     """Spec, speed, memory and reasons; or what would do, where nothing fits."""
     import hf_parallel
-    from hf_parallel.cli.recipe_file import shipped_config
+    from hf_parallel.cli.recipe_file import read_shipped_config
 
     seq = LENGTHS[length]
     found = hf_parallel.plan(
-        shipped_config(MODELS[model]),
+        read_shipped_config(MODELS[model]),
         **MACHINES[machine],
         seq=seq,
         global_batch=TOKENS // seq,

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from hf_parallel.axes.tensor.layers import PartialGradient
-from hf_parallel.ranks.local import computing, has_mixin, without_mixins
+from hf_parallel.ranks.local import has_mixin, make_class_computing, without_mixins
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -49,7 +49,7 @@ def set_inner_forward(model: nn.Module, forward: Callable) -> None:
     vars(model)[_INNER] = forward
 
 
-def inner_forward(model: nn.Module) -> Callable:
+def get_inner_forward(model: nn.Module) -> Callable:
     """Return the forward that runs inside the model's hooks."""
     return vars(model)[_INNER]
 
@@ -60,15 +60,15 @@ def place_kernels(model: PreTrainedModel, put: Callable[[], object], asked: str)
     shown = contextlib.nullcontext() if state.pipeline is None else state.pipeline.remote_modules.shown(model)
     with shown:
         before = [_Before(name, m, type(m), vars(m).get("forward")) for name, m in model.named_modules()]
-        with _own_classes(before):
+        with _restore_own_classes(before):
             put()
     for former in before:
         forward = vars(former.module).get("forward")
         if forward is None or forward is former.forward:
             continue
         if former.module is model:
-            _inside(model, forward, former.forward)
-        elif not _placed(former, getattr(forward, "__func__", forward)):
+            _place_inside_hooks(model, forward, former.forward)
+        elif not _place_behind_mixins(former, getattr(forward, "__func__", forward)):
             left_out.add(_name(forward))
             _restore(former)
     if left_out and state.is_first(asked):
@@ -76,7 +76,7 @@ def place_kernels(model: PreTrainedModel, put: Callable[[], object], asked: str)
 
 
 @contextlib.contextmanager
-def _own_classes(modules: list[_Before]) -> Iterator[None]:
+def _restore_own_classes(modules: list[_Before]) -> Iterator[None]:
     """Give modules their own classes inside the `with`: a library compares a kernel's arguments with theirs."""
     for former in modules:
         if has_mixin(former.kind):
@@ -89,7 +89,7 @@ def _own_classes(modules: list[_Before]) -> Iterator[None]:
                 former.module.__class__ = former.kind
 
 
-def _placed(former: _Before, forward: Callable) -> bool:
+def _place_behind_mixins(former: _Before, forward: Callable) -> bool:
     """Put the kernel behind the module's mixins; False if they would not be called or it reads split weights."""
     module = former.module
     if not _is_split(module):
@@ -98,7 +98,7 @@ def _placed(former: _Before, forward: Callable) -> bool:
         return False
     if has_mixin(former.kind):
         _restore(former)
-        module.__class__ = computing(forward, former.kind)
+        module.__class__ = make_class_computing(forward, former.kind)
     return True
 
 
@@ -106,7 +106,7 @@ def _is_split(module: nn.Module) -> bool:
     return any(has_mixin(type(inner)) for inner in module.modules())
 
 
-def _inside(model: PreTrainedModel, forward: Callable, former: Callable | None) -> None:
+def _place_inside_hooks(model: PreTrainedModel, forward: Callable, former: Callable | None) -> None:
     """Take a forward of the whole model, with its own loss, inside the model's hooks or the pipeline."""
     assert former is not None  # the engine's, or what calls the model's hooks
     model.forward = former

@@ -17,21 +17,21 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
-from hf_parallel.apply.kernels import inner_forward, place_kernels, set_inner_forward
-from hf_parallel.apply.weights import remember, resize_token_embeddings
+from hf_parallel.apply.kernels import get_inner_forward, place_kernels, set_inner_forward
+from hf_parallel.apply.weights import remember_model, resize_token_embeddings
 from hf_parallel.ask.config import ParallelConfig
 from hf_parallel.ask.spec import refuse
 from hf_parallel.axes.data.parameters import have_gathered, make_identical
-from hf_parallel.axes.data.units import sharded_modules
+from hf_parallel.axes.data.units import iterate_sharded_modules
 from hf_parallel.axes.data.zero import forget_root, shard_data_parallel
-from hf_parallel.checkpoint import current, full_state_dict, save_pretrained, slices
-from hf_parallel.checkpoint.hub_format import tied_names
+from hf_parallel.checkpoint import full_state_dict, join_current_save, save_pretrained_model, slices
+from hf_parallel.checkpoint.hub_format import list_tied_names
 from hf_parallel.checkpoint.weights import copy_part
-from hf_parallel.model.anatomy import backbone_of
-from hf_parallel.model.calls import by_name, has_cache
+from hf_parallel.model.anatomy import get_backbone_of
+from hf_parallel.model.calls import bind_by_name, has_cache
 from hf_parallel.ranks import assert_all_ranks
 from hf_parallel.ranks.desync import LIBRARIES
-from hf_parallel.ranks.mesh import ParallelMesh, stored
+from hf_parallel.ranks.mesh import ParallelMesh, get_stored
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -47,15 +47,15 @@ def replace_methods(
     Args:
         again: makes another model parallel in the same way.
     """
-    remember(model)
+    remember_model(model)
     if not hasattr(model, "base_model_prefix"):
         return  # not a transformers model
     bind(model, "save_pretrained", functools.partial(_save_pretrained, mesh, pipeline))
     slices.let_ask(model, functools.partial(full_state_dict, mesh=mesh))
     bind(model, "resize_token_embeddings", resize_token_embeddings)
-    bind(model, "__deepcopy__", functools.partial(_copied, mesh, again))
+    bind(model, "__deepcopy__", functools.partial(_copy_model, mesh, again))
     if mesh.config.sharing_size > 1:
-        bind(model, "_apply", _apply)
+        bind(model, "_apply", _apply_to_model)
         if hasattr(model, "prepare_inputs_for_generation"):
             bind(model, "prepare_inputs_for_generation", functools.partial(_prepare_together, type(model)))
     if pipeline is None:
@@ -68,10 +68,14 @@ def replace_methods(
         if hasattr(model, "generate"):
             bind(model, "generate", functools.partial(_generate_without_cache, mesh))
         for name in ("num_parameters", "get_memory_footprint"):
-            bind(model, name, functools.partial(_of_all_stages, pipeline, getattr(type(model), name)))
-        for module in {model, backbone_of(model)}:
+            bind(model, name, functools.partial(_count_over_all_stages, pipeline, getattr(type(model), name)))
+        for module in {model, get_backbone_of(model)}:
             for name in ("parameters", "named_parameters"):
-                bind(module, name, functools.partial(_of_this_stage, pipeline, getattr(type(module), name)))
+                bind(
+                    module,
+                    name,
+                    functools.partial(_iterate_parameters_of_stage, pipeline, getattr(type(module), name)),
+                )
         model.register_state_dict_post_hook(_mark_as_part)
 
 
@@ -91,7 +95,7 @@ def _call_hooks_of_forward(model: nn.Module) -> None:
     set_inner_forward(model, model.forward)
 
     def with_hooks(model: nn.Module, *args: object, **kwargs: object) -> object:
-        return inner_forward(model)(*args, **kwargs) if vars(model).pop(called, False) else model(*args, **kwargs)
+        return get_inner_forward(model)(*args, **kwargs) if vars(model).pop(called, False) else model(*args, **kwargs)
 
     model.register_forward_pre_hook(lambda module, args: module.__dict__.update({called: True}))
     bind(model, "forward", with_hooks)
@@ -100,20 +104,20 @@ def _call_hooks_of_forward(model: nn.Module) -> None:
 def _save_pretrained(
     mesh: ParallelMesh, pipeline: PipelineEngine | None, model: PreTrainedModel, *args: Any, **kwargs: Any
 ) -> None:
-    kwargs = by_name(save_pretrained, (model, mesh, *args), kwargs)
+    kwargs = bind_by_name(save_pretrained_model, (model, mesh, *args), kwargs)
     given, gather = kwargs.get("state_dict"), functools.partial(full_state_dict, mesh=mesh)
     if given is None:
         if slices.is_alone("save_pretrained", model):
-            kwargs["state_dict"] = slices.asked(model, gather)
+            kwargs["state_dict"] = slices.gather_asked(model, gather)
     elif mesh.rank == 0:
         with contextlib.nullcontext() if pipeline is None else pipeline.remote_modules.shown(model):
-            names = model.state_dict().keys() - tied_names(model)
-        if slices.are_parts(model, given, names):
-            kwargs["state_dict"] = slices.made_whole(model, given, names, gather)
-    save_pretrained(**kwargs)
+            names = model.state_dict().keys() - list_tied_names(model)
+        if slices.are_own_parts(model, given, names):
+            kwargs["state_dict"] = slices.make_whole_tensors(model, given, names, gather)
+    save_pretrained_model(**kwargs)
 
 
-def _of_all_stages(
+def _count_over_all_stages(
     pipeline: PipelineEngine, original: Callable, model: nn.Module, *args: object, **kwargs: object
 ) -> object:
     """Count parameters or bytes as one process does."""
@@ -121,7 +125,7 @@ def _of_all_stages(
         return original(model, *args, **kwargs)
 
 
-def _of_this_stage(
+def _iterate_parameters_of_stage(
     pipeline: PipelineEngine, original: Callable, module: nn.Module, *args: object, **kwargs: object
 ) -> Iterator[object]:
     """Yield the parameters of this stage; print a line when a script first goes through them after a step.
@@ -142,10 +146,10 @@ def _of_this_stage(
     yield from original(module, *args, **kwargs)
 
 
-def _apply(model: PreTrainedModel, fn: Callable, *args: object, **kwargs: object) -> object:
+def _apply_to_model(model: PreTrainedModel, fn: Callable, *args: object, **kwargs: object) -> object:
     """Cast or move, as `to` and `half` do. FSDP2 keeps memory of the dtype in which it has once gathered weights."""
     wanted = fn(torch.empty((), dtype=model.dtype)).dtype
-    if wanted != model.dtype and any(have_gathered(unit) for unit in sharded_modules(model)):
+    if wanted != model.dtype and any(have_gathered(unit) for unit in iterate_sharded_modules(model)):
         raise NotImplementedError(
             f"hf_parallel: a sharded model is cast to {wanted} after it has run; cast it before its first forward"
         )
@@ -156,7 +160,9 @@ def _mark_as_part(model: nn.Module, state_dict: Any, prefix: str, metadata: dict
     state_dict.is_part_of_model = True
 
 
-def _copied(mesh: ParallelMesh, again: Callable[[nn.Module], object], model: PreTrainedModel, memo: dict) -> object:
+def _copy_model(
+    mesh: ParallelMesh, again: Callable[[nn.Module], object], model: PreTrainedModel, memo: dict
+) -> object:
     """Copy a model, as for a reference model: another one of the same layout and values. Collective."""
     if hasattr(model, "peft_config") or getattr(model, "is_loaded_in_4bit", False):
         raise NotImplementedError("hf_parallel: a copy of a model with adapters or 4 bits; load it a second time")
@@ -165,7 +171,7 @@ def _copied(mesh: ParallelMesh, again: Callable[[nn.Module], object], model: Pre
         new = type(model)(copy.deepcopy(model.config)).to(model.dtype)
     again(new)
     for root in (model, new):
-        for unit in sharded_modules(root):
+        for unit in iterate_sharded_modules(root):
             unit.reshard()
     new.to_empty(device=mesh.device).tie_weights()  # memory of their own unties plain parameters
     _take_values(new, model)
@@ -177,7 +183,7 @@ def _copied(mesh: ParallelMesh, again: Callable[[nn.Module], object], model: Pre
 @torch.no_grad()
 def _take_values(new: nn.Module, model: nn.Module) -> None:
     for own, theirs in zip(new.parameters(), model.parameters(), strict=True):
-        stored(own).copy_(stored(theirs))
+        get_stored(own).copy_(get_stored(theirs))
         own.requires_grad_(theirs.requires_grad)
     for buffer, former in zip(new.buffers(), model.buffers(), strict=True):
         buffer.copy_(former)
@@ -223,7 +229,7 @@ def _generate_without_cache(mesh: ParallelMesh, model: PreTrainedModel, *args: A
 # and whole and equal on tp ranks, whose models give whole outputs: all of them compute the same with it.
 
 
-def models_inside(model: nn.Module, config: ParallelConfig) -> dict[str, PreTrainedModel]:
+def find_models_inside(model: nn.Module, config: ParallelConfig) -> dict[str, PreTrainedModel]:
     """Return the models inside `model`, outermost ones by name: parallel ones, and under tp any of transformers'.
 
     Raises:
@@ -258,7 +264,7 @@ def share_own(model: nn.Module, parts: Mapping[str, PreTrainedModel], mesh: Para
     shard_data_parallel(model, model, [], mesh)
 
 
-def tied_inside(parts: Mapping[str, PreTrainedModel]) -> dict[str, str]:
+def find_tied_names_inside(parts: Mapping[str, PreTrainedModel]) -> dict[str, str]:
     """Return, by name of a tied weight, the name under which it is saved."""
     inner = {name: getattr(part, "_hf_parallel_tied_keys", {}) for name, part in parts.items()}
     return {f"{name}.{tied}": f"{name}.{kept}" for name, keys in inner.items() for tied, kept in keys.items()}
@@ -285,32 +291,32 @@ def _save(
         return method(*args, **kwargs)
     assert_all_ranks("save_pretrained")
     tensors = full_state_dict(model, mesh)
-    with current(mesh) as saving:
+    with join_current_save(mesh) as saving:
         if mesh.rank == 0:
-            with saving.noting(), _as_in_one_process(model, parts, tensors):
+            with saving.noting(), _show_whole_module(model, parts, tensors):
                 method(*args, **kwargs)
 
 
 @contextlib.contextmanager
-def _as_in_one_process(
+def _show_whole_module(
     model: nn.Module, parts: Mapping[str, PreTrainedModel], tensors: dict[str, torch.Tensor]
 ) -> Iterator[None]:
     """Give this rank a module of whole weights that runs by itself inside the `with`, as model cards need."""
     places = {name: (model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in parts}
     with contextlib.ExitStack() as stack:
-        _put(stack, model.__dict__, "_holds_whole", True)
-        for module in _outside(model, parts).values():
-            _put(stack, module.__dict__, "_forward_pre_hooks", OrderedDict())
-            _put(stack, module.__dict__, "_forward_hooks", OrderedDict())
-        for table, key, tensor in list(_own_tensors(model, parts, tensors)):
-            _put(stack, table, key, tensor)
+        _set_for_now(stack, model.__dict__, "_holds_whole", True)
+        for module in _find_modules_outside(model, parts).values():
+            _set_for_now(stack, module.__dict__, "_forward_pre_hooks", OrderedDict())
+            _set_for_now(stack, module.__dict__, "_forward_hooks", OrderedDict())
+        for table, key, tensor in list(_iterate_own_tensors(model, parts, tensors)):
+            _set_for_now(stack, table, key, tensor)
         for name, (parent, child) in places.items():
             own = {key.removeprefix(f"{name}."): t for key, t in tensors.items() if key.startswith(f"{name}.")}
-            _put(stack, parent._modules, child, _plain(parts[name], own))
+            _set_for_now(stack, parent._modules, child, _build_plain_part(parts[name], own))
         yield
 
 
-def _put(stack: contextlib.ExitStack, table: dict, key: str, value: object) -> None:
+def _set_for_now(stack: contextlib.ExitStack, table: dict, key: str, value: object) -> None:
     """Set `table[key]` until the stack is closed."""
     if key in table:
         stack.callback(table.__setitem__, key, table[key])
@@ -319,17 +325,17 @@ def _put(stack: contextlib.ExitStack, table: dict, key: str, value: object) -> N
     table[key] = value
 
 
-def _outside(model: nn.Module, parts: Mapping[str, PreTrainedModel]) -> dict[str, Any]:
+def _find_modules_outside(model: nn.Module, parts: Mapping[str, PreTrainedModel]) -> dict[str, Any]:
     """Return by name the modules that belong to none of the parts, the model itself among them."""
     inside = {id(module) for part in parts.values() for module in part.modules()}
     return {name: module for name, module in model.named_modules() if id(module) not in inside}
 
 
-def _own_tensors(
+def _iterate_own_tensors(
     model: nn.Module, parts: Mapping[str, PreTrainedModel], tensors: dict[str, torch.Tensor]
 ) -> Iterator[tuple[dict[str, object], str, torch.Tensor]]:
     """Yield each parameter and buffer outside of the parts: its table, its key, and its whole value."""
-    for place, module in _outside(model, parts).items():
+    for place, module in _find_modules_outside(model, parts).items():
         for key, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is not None:
                 whole = tensors.get(f"{place}.{key}" if place else key)
@@ -339,7 +345,7 @@ def _own_tensors(
                 yield table, key, nn.Parameter(whole, requires_grad=False) if is_parameter else whole
 
 
-def _plain(part: PreTrainedModel, tensors: dict[str, torch.Tensor]) -> PreTrainedModel:
+def _build_plain_part(part: PreTrainedModel, tensors: dict[str, torch.Tensor]) -> PreTrainedModel:
     """Build the model that transformers would load from these weights, with the modules that `part` has."""
     with torch.device("meta"):
         model = type(part)(copy.deepcopy(part.config))

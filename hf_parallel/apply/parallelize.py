@@ -12,7 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hf_parallel.apply.methods import models_inside, replace_methods, replace_methods_around, share_own, tied_inside
+from hf_parallel.apply.methods import (
+    find_models_inside,
+    find_tied_names_inside,
+    replace_methods,
+    replace_methods_around,
+    share_own,
+)
 from hf_parallel.apply.weights import refuse_exchanged, take_exchanged
 from hf_parallel.ask.config import ParallelConfig
 from hf_parallel.ask.keys.data import MEASURED
@@ -26,10 +32,10 @@ from hf_parallel.axes.pipeline.engine import PipelineEngine
 from hf_parallel.axes.pipeline.stage_runner import pipelines_of
 from hf_parallel.axes.tensor.axis import TENSOR
 from hf_parallel.axes.tensor.tensor_parallel import retie
-from hf_parallel.model.anatomy import transformer_blocks
+from hf_parallel.model.anatomy import list_transformer_blocks
 from hf_parallel.plans.resolve import read_model, resolve
 from hf_parallel.ranks import OneBatch, messages, watch
-from hf_parallel.ranks.mesh import ParallelMesh, stored
+from hf_parallel.ranks.mesh import ParallelMesh, get_stored
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -109,8 +115,8 @@ def parallelize(
     if mesh is None:
         if not dist.is_initialized():
             refuse("parallelize", "needs a process group", do="start with torchrun and call init_process_group first")
-        mesh = ParallelMesh.create(ParallelConfig.parse(config or ParallelConfig()), default_device())
-    inside = {} if state_of(model) is not None else models_inside(model, mesh.config)
+        mesh = ParallelMesh.create(ParallelConfig.parse(config or ParallelConfig()), choose_default_device())
+    inside = {} if state_of(model) is not None else find_models_inside(model, mesh.config)
     if inside:
         return _parallelize_around(model, inside, mesh)
     if state_of(model) is None and any(parameter.is_meta for parameter in model.parameters()):
@@ -131,7 +137,7 @@ def parallelize(
 
 def apply(model: nn.Module, plan: Plan, mesh: ParallelMesh, pack: Packing | None = None) -> ParallelState:
     """Do what the plan says. From inside a layer outwards: kernels, recomputation, matrices, layers, storage."""
-    building = Building(mesh, plan.anatomy.on_meta, [(model, transformer_blocks(model))], pack)
+    building = Building(mesh, plan.anatomy.on_meta, [(model, list_transformer_blocks(model))], pack)
     if not building.on_meta:
         make_identical(model, mesh.device)
     for axis in plan.axes:
@@ -178,7 +184,7 @@ def _parallelize_around(model: PreTrainedModel, parts: Mapping[str, PreTrainedMo
         notes.append("a loss that compares the rows of a batch sees those of one data rank, as under DDP")
     state = ParallelState(None, mesh, model, OneBatch(mesh), notes=notes, parts=tuple(parts.values()))
     watch()
-    model._hf_parallel, model._hf_parallel_tied_keys = state, tied_inside(parts)
+    model._hf_parallel, model._hf_parallel_tied_keys = state, find_tied_names_inside(parts)
     replace_methods_around(model, parts, mesh)
     return model
 
@@ -204,7 +210,7 @@ def clip_together(
     return clip_over_mesh(parameters, float(max_norm), states[0].mesh, float(norm_type), copies)
 
 
-def default_device() -> torch.device:
+def choose_default_device() -> torch.device:
     """Return the device of this process: its accelerator if the machine has one, else the CPU.
 
     A process that has not chosen an accelerator (torch's default is the first) takes the one of its LOCAL_RANK.
@@ -219,7 +225,7 @@ def default_device() -> torch.device:
     return torch.device(accelerator.type, number)
 
 
-def parameters_per_rank(model: nn.Module) -> list[int]:
+def gather_parameters_per_rank(model: nn.Module) -> list[int]:
     """Return how many parameters each rank stores, in rank order. Collective."""
     unique = {id(p): p for p in model.parameters()}.values()
-    return messages.gather(sum(stored(p).numel() for p in unique))
+    return messages.gather_objects(sum(get_stored(p).numel() for p in unique))

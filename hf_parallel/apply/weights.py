@@ -20,22 +20,22 @@ from hf_parallel.ask.spec import refuse
 from hf_parallel.axes.data.parameters import (
     Held,
     add_late_parameters,
-    assign,
-    gathered,
-    held_at,
-    held_by,
-    late_parameters,
+    assign_memory,
+    find_holder,
+    find_holder_at,
+    iterate_gathered,
+    iterate_late_parameters,
     remove_late_parameters,
 )
-from hf_parallel.axes.data.units import parameter_groups, sharded_modules
+from hf_parallel.axes.data.units import iterate_parameter_groups, iterate_sharded_modules
 from hf_parallel.axes.pipeline.stages import StandIn
 from hf_parallel.axes.tensor.layers import TensorParallelLayer
 from hf_parallel.axes.tensor.tensor_parallel import shard_parameter
 from hf_parallel.checkpoint import full_state_dict as gather_state
-from hf_parallel.checkpoint.slices import axes_and_dims, local_part, read_part
-from hf_parallel.model.anatomy import StoredOrder, text_config
+from hf_parallel.checkpoint.slices import find_local_part, list_axes_and_dims, read_part
+from hf_parallel.model.anatomy import StoredOrder, get_text_config
 from hf_parallel.ranks import assert_all_ranks
-from hf_parallel.ranks.mesh import ParallelMesh, placed_as, stored
+from hf_parallel.ranks.mesh import ParallelMesh, get_stored, place_as
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -44,12 +44,12 @@ if TYPE_CHECKING:
 _models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
-def remember(model: nn.Module) -> None:
+def remember_model(model: nn.Module) -> None:
     """Let `full_tensor` know in which order this model stores its packed weights."""
     _models.add(model)
 
 
-def parallel_models() -> list[nn.Module]:
+def list_parallel_models() -> list[nn.Module]:
     """Return the parallel models of this process."""
     return list(_models)
 
@@ -64,7 +64,7 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
         return {name: tensor.detach().to("cpu", copy=True) for name, tensor in model.state_dict().items()}
     assert_all_ranks("full_state_dict")
     whole = gather_state(model, state.mesh)
-    own = {stored(parameter).data_ptr() for parameter in (*model.parameters(), *model.buffers())}
+    own = {get_stored(parameter).data_ptr() for parameter in (*model.parameters(), *model.buffers())}
     whole = {name: tensor.clone() if tensor.data_ptr() in own else tensor for name, tensor in whole.items()}
     tied = getattr(model, "_hf_parallel_tied_keys", None) or {}
     return whole | {target: whole[source] for target, source in tied.items() if source in whole}
@@ -86,7 +86,7 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def whole_number(tensor: Any) -> torch.Tensor:
+def reduce_to_whole_number(tensor: Any) -> torch.Tensor:
     """Return the one number of a DTensor as a plain tensor, such as a sum over a sharded parameter.
 
     Collective over the ranks that have a part, in groups apart from training's; nothing is sent where each has it.
@@ -95,7 +95,7 @@ def whole_number(tensor: Any) -> torch.Tensor:
     groups = states[0].mesh.groups if states else None
     if groups is None or all(placement.is_replicate() for placement in tensor.placements):
         return tensor.detach().full_tensor()
-    own = stored(tensor.detach())
+    own = get_stored(tensor.detach())
     exact = torch.int64 if own.dtype in _EXACT else torch.promote_types(own.dtype, torch.float64)
     number = own.sum().to("cpu", exact)  # zero where another rank stores it
     for axis, placement in reversed(list(enumerate(tensor.placements))):
@@ -103,7 +103,7 @@ def whole_number(tensor: Any) -> torch.Tensor:
             group = groups.for_numbers(dist.get_process_group_ranks(tensor.device_mesh.get_group(axis)))
             numbers = [torch.empty_like(number) for _ in range(group.size())]
             dist.all_gather(numbers, number, group=group)
-            number = _combined(torch.stack(numbers), placement)
+            number = _combine_numbers(torch.stack(numbers), placement)
     return number.to(own.device, own.dtype).reshape(tensor.shape)
 
 
@@ -117,7 +117,7 @@ _COMBINED: dict[str, Any] = {
 }
 
 
-def _combined(numbers: torch.Tensor, placement: Placement) -> torch.Tensor:
+def _combine_numbers(numbers: torch.Tensor, placement: Placement) -> torch.Tensor:
     """Combine the numbers of the ranks along one axis of a mesh."""
     norm_type = getattr(placement, "norm_type", None)  # of sums of powers that are norms already
     if norm_type is not None:
@@ -131,7 +131,7 @@ def order_of(tensor: DTensor) -> StoredOrder | None:
     Raises:
         ValueError: the tensor may be a packed weight's, but is not known to be.
     """
-    if not axes_and_dims(tensor):
+    if not list_axes_and_dims(tensor):
         return None  # not cut, as a mean over rows
     alike = False
     for module in (module for model in _models for module in model.modules()):
@@ -139,7 +139,7 @@ def order_of(tensor: DTensor) -> StoredOrder | None:
         for name, parameter in module._parameters.items():
             if parameter is None or parameter.shape != tensor.shape:
                 continue
-            if any(tensor is known or _shares_memory(tensor, known) for known in (parameter, parameter.grad)):
+            if any(tensor is known or _has_shared_memory(tensor, known) for known in (parameter, parameter.grad)):
                 return orders.get(name)
             alike = alike or name in orders
     if alike:
@@ -150,11 +150,11 @@ def order_of(tensor: DTensor) -> StoredOrder | None:
     return None
 
 
-def _shares_memory(tensor: torch.Tensor, other: object) -> bool:
+def _has_shared_memory(tensor: torch.Tensor, other: object) -> bool:
     if not isinstance(other, DTensor):
         return False
-    address = stored(tensor).data_ptr()
-    return address != 0 and address == stored(other).data_ptr()
+    address = get_stored(tensor).data_ptr()
+    return address != 0 and address == get_stored(other).data_ptr()
 
 
 # ---- `resize_token_embeddings`: embedding and head become whole, grow and are cut again
@@ -179,9 +179,9 @@ def resize_token_embeddings(
         return embedding
     assert_all_ranks("resize_token_embeddings")
     names = _check_resized(model, rows, new_rows)
-    whole = _resized(model, names, new_rows, mean_resizing)
-    _put(model, names, whole, new_rows)
-    text_config(model).vocab_size = model.vocab_size = new_rows
+    whole = _make_resized_weights(model, names, new_rows, mean_resizing)
+    _place_resized_weights(model, names, whole, new_rows)
+    get_text_config(model).vocab_size = model.vocab_size = new_rows
     return model.get_input_embeddings()
 
 
@@ -206,9 +206,11 @@ def _check_resized(model: PreTrainedModel, rows: int, new_rows: int) -> dict[str
     return {name: tied.get(name, name) for name in names}
 
 
-def _resized(model: PreTrainedModel, names: dict[str, str], rows: int, mean: bool) -> dict[str, torch.Tensor]:
+def _make_resized_weights(
+    model: PreTrainedModel, names: dict[str, str], rows: int, mean: bool
+) -> dict[str, torch.Tensor]:
     """Return rank 0's new weights, whole, by name."""
-    whole = _everywhere(model, set(names.values()))
+    whole = _gather_on_all_ranks(model, set(names.values()))
     first, *others = names
     embedding = nn.Embedding(1, 1, device="meta")
     embedding.num_embeddings, embedding.embedding_dim = whole[first].shape
@@ -231,7 +233,7 @@ def _resized(model: PreTrainedModel, names: dict[str, str], rows: int, mean: boo
     return {name: tensor.detach() for name, tensor in found.items()}
 
 
-def _everywhere(model: PreTrainedModel, names: set[str]) -> dict[str, torch.Tensor]:
+def _gather_on_all_ranks(model: PreTrainedModel, names: set[str]) -> dict[str, torch.Tensor]:
     mesh, found = model._hf_parallel.mesh, {}
     whole = gather_state(model, mesh, wanted=names.__contains__)
     for name in sorted(names):
@@ -242,30 +244,32 @@ def _everywhere(model: PreTrainedModel, names: set[str]) -> dict[str, torch.Tens
     return found
 
 
-def _put(model: PreTrainedModel, names: dict[str, str], whole: dict[str, torch.Tensor], rows: int) -> None:
+def _place_resized_weights(
+    model: PreTrainedModel, names: dict[str, str], whole: dict[str, torch.Tensor], rows: int
+) -> None:
     """Put each rank's part in the place of the former one."""
     state, ends = model._hf_parallel, (model.get_input_embeddings(), model.get_output_embeddings())
     local = [end for end in ends if end is not None and not isinstance(end, StandIn)]
     trained = {name: model.get_parameter(name).requires_grad for name in names}
-    for module in sharded_modules(state.root):
+    for module in iterate_sharded_modules(state.root):
         module.reshard()
     remove_late_parameters(state.root, local)
     for name, tensor in whole.items():
         _set_size(model, name, nn.Parameter(tensor, requires_grad=trained[name]), state.mesh)
     for name, source in names.items():
-        owner, leaf = _owner(model, name)
+        owner, leaf = _find_owner(model, name)
         if name != source and not isinstance(owner, StandIn):
             owner._parameters[leaf] = model.get_parameter(source)
         elif name != source:
             owner.register_parameter(leaf, model.get_parameter(source))
     for end in ends:
-        _describe(getattr(end, "real", end), rows)
+        _set_declared_rows(getattr(end, "real", end), rows)
     if state.mesh.config.sharing_size > 1:
         add_late_parameters(state.root)
 
 
 def _set_size(model: PreTrainedModel, name: str, parameter: nn.Parameter, mesh: ParallelMesh) -> None:
-    owner, leaf = _owner(model, name)
+    owner, leaf = _find_owner(model, name)
     if isinstance(owner, StandIn):
         owner.register_parameter(leaf, parameter)
         return
@@ -274,12 +278,12 @@ def _set_size(model: PreTrainedModel, name: str, parameter: nn.Parameter, mesh: 
         shard_parameter(owner, leaf, mesh["tp"], 0, mesh.device)
 
 
-def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+def _find_owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
     owner, _, leaf = name.rpartition(".")
     return model.get_submodule(owner), leaf
 
 
-def _describe(end: nn.Embedding | nn.Linear | None, rows: int) -> None:
+def _set_declared_rows(end: nn.Embedding | nn.Linear | None, rows: int) -> None:
     if isinstance(end, nn.Embedding):
         end.num_embeddings = rows
         end.padding_idx = None if end.padding_idx is not None and end.padding_idx >= rows else end.padding_idx
@@ -305,21 +309,21 @@ def store(parameter: DTensor, value: torch.Tensor, what: str = "p.data = x") -> 
     Args:
         what: the script's line, for a refusal.
     """
-    found = held_by(parameter, parallel_models())
-    own = _contiguous(_as_stored(parameter, value, what))
-    _check(found, parameter, own, what)
-    assign(parameter, own, found)
+    found = find_holder(parameter, list_parallel_models())
+    own = _make_contiguous(_place_as_stored(parameter, value, what))
+    _check_value_to_store(found, parameter, own, what)
+    assign_memory(parameter, own, found)
 
 
-def _as_stored(parameter: DTensor, value: torch.Tensor, what: str) -> DTensor:
+def _place_as_stored(parameter: DTensor, value: torch.Tensor, what: str) -> DTensor:
     """Return this rank's part of a value, placed as the parameter is."""
     if value.shape != parameter.shape:
         why = f"a tensor of {tuple(value.shape)} for one of {tuple(parameter.shape)}, of which ranks hold parts"
         refuse(what, why, do="give it one of the same shape, or let one process change the model")
     if not isinstance(value, DTensor):
-        own = stored(parameter)
-        part = read_part(value, local_part(parameter, order_of(parameter)))
-        return placed_as(parameter, part.to(own.device, copy=True))  # a view would keep the whole
+        own = get_stored(parameter)
+        part = read_part(value, find_local_part(parameter, order_of(parameter)))
+        return place_as(parameter, part.to(own.device, copy=True))  # a view would keep the whole
     if value.device_mesh != parameter.device_mesh:
         why = "it lies on another mesh"
         refuse(what, why, do="give it what was made of the same parameter, or a whole tensor")
@@ -328,7 +332,7 @@ def _as_stored(parameter: DTensor, value: torch.Tensor, what: str) -> DTensor:
     return value.redistribute(placements=parameter.placements)
 
 
-def _check(found: Held | None, parameter: DTensor, value: DTensor, what: str) -> None:
+def _check_value_to_store(found: Held | None, parameter: DTensor, value: DTensor, what: str) -> None:
     """Refuse a value that cannot be stored, before anything is changed."""
     if found is None:
         return
@@ -342,39 +346,39 @@ def _check(found: Held | None, parameter: DTensor, value: DTensor, what: str) ->
         refuse(what, why, do="give the model another dtype before it runs")
 
 
-def _contiguous(value: DTensor) -> DTensor:
+def _make_contiguous(value: DTensor) -> DTensor:
     local: Any = value._local_tensor
     local = local.wait() if isinstance(local, AsyncCollectiveTensor) else local
     if local is value._local_tensor and local.is_contiguous():
         return value
-    return placed_as(value, local.contiguous())
+    return place_as(value, local.contiguous())
 
 
 @functools.cache
 def take_exchanged() -> None:
     """Let parallel models take the values of parameters set in them from now on. A second call changes nothing."""
-    register_module_parameter_registration_hook(_set)  # type: ignore[arg-type]
+    register_module_parameter_registration_hook(_set_module_parameter)  # type: ignore[arg-type]
     register_optimizer_step_pre_hook(_check_optimizer)
 
 
-def _set(module: nn.Module, name: str, new: nn.Parameter) -> nn.Parameter | None:
+def _set_module_parameter(module: nn.Module, name: str, new: nn.Parameter) -> nn.Parameter | None:
     """Handle `module.name = new`: return the parameter that the module has afterwards, if not `new`."""
     former = module._parameters.get(name)
     if former is None or former is new or former.is_meta or new.is_meta:
         return None
-    models = [model for model in parallel_models() if any(inner is module for inner in model.modules())]
-    found = held_at(module, name, models) if models else None
+    models = [model for model in list_parallel_models() if any(inner is module for inner in model.modules())]
+    found = find_holder_at(module, name, models) if models else None
     if found is not None and found.knows(new):
         return None
     gathers = found is not None and found.group._reset_sharded_params  # before, loading has put its own there
     parameter = found.held.sharded_param if found is not None and gathers else former
     if not models or not isinstance(parameter, DTensor):
         return None
-    path = _named(module, name, models)
+    path = _name_parameter(module, name, models)
     if _are_tied(path, new, models[0]):
         return None
     what = f"{path} = nn.Parameter(x)"
-    if held_by(new, models) or any(new is parameter for model in models for parameter in model.parameters()):
+    if find_holder(new, models) or any(new is parameter for model in models for parameter in model.parameters()):
         why = "it is another weight of the model: ranks hold parts, which cannot be tied afterwards"
         refuse(what, why, do="set tie_word_embeddings of the config before the model is loaded, or give it a copy")
     if found is not None:
@@ -385,7 +389,7 @@ def _set(module: nn.Module, name: str, new: nn.Parameter) -> nn.Parameter | None
     return cast(nn.Parameter, parameter)
 
 
-def _named(module: nn.Module, name: str, models: list[nn.Module]) -> str:
+def _name_parameter(module: nn.Module, name: str, models: list[nn.Module]) -> str:
     return next(f"{path}.{name}".lstrip(".") for path, inner in models[0].named_modules() if inner is module)
 
 
@@ -406,30 +410,30 @@ def _check_optimizer(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
         if parameter in _taken:
             why = "the model has taken its values, and trains the parameter it has"
             refuse(f"an optimizer of the x in {_taken[parameter]}", why, do="give it model.parameters()")
-    for model in parallel_models():
+    for model in list_parallel_models():
         state: Any = model._hf_parallel
         if state.mesh.config.sharing_size == 1:
             continue
-        late = [parameter for *_, new in late_parameters(state.root, trained=True) for parameter in new]
+        late = [parameter for *_, new in iterate_late_parameters(state.root, trained=True) for parameter in new]
         for name, parameter in model.named_parameters():
             if id(parameter) in given and any(parameter is one for one in late):
                 why = "it came into the model after its weights were shared out, and each data rank trains its own"
                 refuse(name, why, do="put it there before, or give the model to Accelerator.prepare or Trainer then")
-    if any(id(parameter) in given for model in parallel_models() for parameter in gathered(model)):
+    if any(id(parameter) in given for model in list_parallel_models() for parameter in iterate_gathered(model)):
         why = "it was made after a forward pass with gradients, and has copies of weights that ranks hold parts of"
         refuse(type(optimizer).__name__, why, do="make it before the model runs, or after loss.backward()")
 
 
 def refuse_exchanged(model: nn.Module, args: tuple) -> None:
     """Refuse parameters put into a module's own table, before the next gather of its weights would undo it."""
-    for group in parameter_groups(model):
+    for group in iterate_parameter_groups(model):
         for held in group.fsdp_params if group._reset_sharded_params else ():
             module, name = held._module_info.module, held._module_info.param_name
             there = module._parameters.get(name)
             if there is None or not Held(group, held, "").knows(there):
                 why = "it was put there past the module, and the next gather would undo it"
                 refuse(
-                    f"another parameter for {_named(module, name, [model])}",
+                    f"another parameter for {_name_parameter(module, name, [model])}",
                     why,
                     do="module.weight.data = x, or copy_ into it",
                 )

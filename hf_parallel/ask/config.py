@@ -31,7 +31,7 @@ from hf_parallel.ask.keys.layers import (
 from hf_parallel.ask.keys.pipeline import PipelineKeys
 from hf_parallel.ask.keys.run import MonitorKeys, RolloutKeys, SavingKeys, WatchKeys
 from hf_parallel.ask.keys.tensor import TensorKeys
-from hf_parallel.ask.spec import SpecError, convert, read_spec, refuse, refuse_with, spell, unknown_key
+from hf_parallel.ask.spec import SpecError, convert, format_unknown_key, read_spec, refuse, refuse_with, spell
 
 __all__ = ["ParallelConfig", "SpecError"]
 
@@ -71,7 +71,7 @@ class ParallelConfig(
         for key in dataclasses.fields(self):
             if isinstance(getattr(self, key.name), list):
                 object.__setattr__(self, key.name, tuple(getattr(self, key.name)))
-        sizes = {key: getattr(self, key) for key in _names(type(self)) if key.endswith("_size")}
+        sizes = {key: getattr(self, key) for key in _list_keys(type(self)) if key.endswith("_size")}
         for name, size in sizes.items():
             if size != -1 and size < 1:
                 refuse(f"{name}={size}", "a size is 1 or more, or -1 for the remaining processes", f"{name}=1")
@@ -119,7 +119,7 @@ class ParallelConfig(
         for key, value in values.items():
             name = f"{key}_size" if f"{key}_size" in known else key
             if name not in known:
-                refuse_with(unknown_key(str(key), _names(cls)))
+                refuse_with(format_unknown_key(str(key), _list_keys(cls)))
             if name in chosen:
                 refuse(key, f"given twice (as {name} and its short form)", do="give it once")
             chosen[name] = convert(name, known[name].type, value)
@@ -137,11 +137,11 @@ class ParallelConfig(
         used = math.prod(size for size in sizes.values() if size != -1)
         if free:
             if world_size % used:
-                refuse_with(_sizes_message(sizes, used, world_size))
+                refuse_with(_format_sizes_message(sizes, used, world_size))
             rest: dict = {f"{free[0]}_size": world_size // used}
             return dataclasses.replace(self, **rest)._with_resolved_sizes()
         if used != world_size:
-            refuse_with(_sizes_message(sizes, used, world_size))
+            refuse_with(_format_sizes_message(sizes, used, world_size))
         return self._with_resolved_sizes()
 
     def _with_resolved_sizes(self) -> ParallelConfig:
@@ -150,18 +150,18 @@ class ParallelConfig(
 
     def to_dict(self) -> dict[str, object]:
         """Return plain values under the long keys, ready for JSON or YAML."""
-        values = {name: getattr(self, name) for name in _names(type(self))}
+        values = {name: getattr(self, name) for name in _list_keys(type(self))}
         return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
 
     def spelled(self) -> dict[str, str]:
         """Return the keys whose values are not their defaults, and these as they stand in a spec."""
         default = {key.name: key.default for key in dataclasses.fields(self)}
-        values = ((name, getattr(self, name)) for name in _names(type(self)))
+        values = ((name, getattr(self, name)) for name in _list_keys(type(self)))
         return {name: spell(value) for name, value in values if value != default[name]}
 
     def settings_alone(self) -> dict[str, str]:
         """Return the spelled keys that hold in one process too, and ask for something."""
-        names = _names_alone(type(self))
+        names = _list_keys_of_one_process(type(self))
         return {name: value for name, value in self.spelled().items() if name in names and value != "off"}
 
     def to_spec(self) -> str:
@@ -177,25 +177,25 @@ def choose_spec(asked: str | None, asked_by: str = "the runner's --parallel") ->
         SpecError: both are given and mean different layouts.
     """
     environment = os.environ.get("HF_PARALLEL") or None
-    if asked and environment and _meaning(asked) != _meaning(environment):
+    if asked and environment and _parse_or_choose(asked) != _parse_or_choose(environment):
         refuse(f"{asked_by} {asked}", f"HF_PARALLEL is {environment}", do="drop one of them")
     if asked:
         return asked, asked_by
     return (environment, "HF_PARALLEL") if environment else None
 
 
-def _meaning(spec: str) -> ParallelConfig | str:
+def _parse_or_choose(spec: str) -> ParallelConfig | str:
     return spec if spec == AUTO else ParallelConfig.parse(spec)
 
 
 @_cached
-def _names_alone(cls: type[ParallelConfig]) -> frozenset[str]:
+def _list_keys_of_one_process(cls: type[ParallelConfig]) -> frozenset[str]:
     """Return the keys of the classes that hold in one process too."""
     holds = [base for base in cls.__mro__ if vars(base).get("holds_alone", False)]
     return frozenset(name for base in holds for name in vars(base)["__annotations__"])
 
 
-def _sizes_message(sizes: dict[str, int], used: int, world_size: int) -> str:
+def _format_sizes_message(sizes: dict[str, int], used: int, world_size: int) -> str:
     factors = [f"{axis}={size}" for axis, size in sizes.items() if size not in (1, -1)]
     given = " x ".join(factors) + (f" = {used}" if len(factors) > 1 else "") or "one process"
     rest = math.prod(size for axis, size in sizes.items() if size != -1 and axis != "dp_shard")
@@ -208,17 +208,17 @@ def _sizes_message(sizes: dict[str, int], used: int, world_size: int) -> str:
 
 
 @_cached
-def _names(cls: type[ParallelConfig]) -> list[str]:
+def _list_keys(cls: type[ParallelConfig]) -> list[str]:
     """Return all keys: sizes of the mesh first, slow links first, then the other sizes, then settings."""
     keys = [key.name for key in dataclasses.fields(cls)]
     ranked = [f"{axis.name}_size" for axis in cls.mesh_axes]
     return [*ranked, *sorted(set(keys) - set(ranked), key=lambda name: (not name.endswith("_size"), keys.index(name)))]
 
 
-def key_table(cls: type[ParallelConfig]) -> str:
+def render_key_table(cls: type[ParallelConfig]) -> str:
     """Return all keys as the README's table: name, default and one line each."""
     rows, fields = [], {key.name: key for key in dataclasses.fields(cls)}
-    for name in _names(cls):
+    for name in _list_keys(cls):
         key = fields[name]
         short = f" (`{name.removesuffix('_size')}`)" if name.endswith("_size") else ""
         default = key.metadata["shown"] or ("none" if key.default is None else f"`{spell(key.default)}`")

@@ -60,11 +60,11 @@ def why_no_hub_answers() -> str | None:
         first = urllib.parse.urlsplit(proxy if "://" in proxy else f"http://{proxy}")
     port = first.port or (80 if first.scheme == "http" else 443)
     seconds = float(os.environ.get("HF_HUB_ETAG_TIMEOUT") or PATIENCE_S)
-    problem = _problem_of_connecting(first.hostname or "", port, seconds)
+    problem = _find_connection_problem(first.hostname or "", port, seconds)
     return problem and f"{hub.hostname} cannot be reached ({problem})"
 
 
-def _problem_of_connecting(host: str, port: int, seconds: float) -> str | None:
+def _find_connection_problem(host: str, port: int, seconds: float) -> str | None:
     """Try a connection; a thread, because looking up a name has no time-out."""
     problems = [f"no answer in {seconds:g} s; HF_HUB_ETAG_TIMEOUT=30 waits longer"]
 
@@ -83,7 +83,7 @@ def _problem_of_connecting(host: str, port: int, seconds: float) -> str | None:
     return problems[0] if problems else None
 
 
-def like_a_model(name: str) -> str | None:
+def suggest_model(name: str) -> str | None:
     """Ask for models that are known here and are called alike; None: there are none."""
     from huggingface_hub import constants
 
@@ -91,7 +91,7 @@ def like_a_model(name: str) -> str | None:
     cached_models = {
         each.removeprefix("models--").replace("--", "/") for each in folders if each.startswith("models--")
     }
-    known = sorted({*models_with_sizes(), *cached_models} - {name})
+    known = sorted({*list_models_with_sizes(), *cached_models} - {name})
     by_short = {each.rpartition("/")[2].lower(): each for each in known}
     close = difflib.get_close_matches(name, known, n=2, cutoff=0.8)
     short = difflib.get_close_matches(name.rpartition("/")[2].lower(), by_short, n=2, cutoff=0.85)
@@ -99,7 +99,7 @@ def like_a_model(name: str) -> str | None:
     return f"did you mean {' or '.join(found)}?" if found else None
 
 
-def models_with_sizes() -> dict[str, str]:
+def list_models_with_sizes() -> dict[str, str]:
     """Return the config file of each model whose sizes come with this package, by name."""
     folder = importlib.resources.files("hf_parallel") / "recipes" / "models"
     files = [file for file in folder.iterdir() if file.name.endswith(".json")]

@@ -16,28 +16,28 @@ _OTHERS = (
 )
 
 
-def settle() -> bool:
+def settle_launcher() -> bool:
     """Return whether a launcher has started this rank. Names of Slurm and MPI become torch's.
 
     Raises:
         SpecError: the variables do not say which rank this is, or where the ranks meet.
     """
-    if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ and not _translate():
+    if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ and not _translate_launcher_variables():
         return False
-    world_size = _number("WORLD_SIZE", 1, "2")
+    world_size = _read_launcher_number("WORLD_SIZE", 1, "2")
     os.environ.setdefault("WORLD_SIZE", "1")
     if world_size > 1 and "RANK" not in os.environ:
         refuse("RANK", f"not set, where WORLD_SIZE={world_size}", "RANK=0", alone=True)
-    if "RANK" in os.environ and (rank := _number("RANK", 0, "0")) >= world_size:
+    if "RANK" in os.environ and (rank := _read_launcher_number("RANK", 0, "0")) >= world_size:
         refuse(f"RANK={rank}", f"of WORLD_SIZE={world_size} the last is {world_size - 1}", "RANK=0", alone=True)
     if world_size > 1 and not os.environ.get("MASTER_ADDR"):
         refuse("MASTER_ADDR", f"not set, where WORLD_SIZE={world_size}", do="give rank 0's machine")
     return True
 
 
-def _translate() -> bool:
+def _translate_launcher_variables() -> bool:
     """Set torch's variables from those of Slurm or MPI; return whether there are any."""
-    given = (names for names in _OTHERS if names[1] in os.environ and _number(names[0], 1, "2") > 1)
+    given = (names for names in _OTHERS if names[1] in os.environ and _read_launcher_number(names[0], 1, "2") > 1)
     found = next(given, None)
     if found is None:
         return False
@@ -45,7 +45,7 @@ def _translate() -> bool:
     os.environ.update(WORLD_SIZE=os.environ[world_size], RANK=os.environ[rank])
     os.environ.setdefault("LOCAL_RANK", os.environ.get(local_rank, "0"))
     if "SLURM_PROCID" in os.environ:
-        os.environ.setdefault("MASTER_ADDR", _first_host())
+        os.environ.setdefault("MASTER_ADDR", _read_first_host())
         os.environ.setdefault("MASTER_PORT", str(10000 + int(os.environ.get("SLURM_JOB_ID") or 0) % _PORTS))
     elif os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") == os.environ["WORLD_SIZE"]:
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
@@ -53,7 +53,7 @@ def _translate() -> bool:
     return True
 
 
-def _first_host() -> str:
+def _read_first_host() -> str:
     nodes = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST") or ""
     try:
         found = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, timeout=30)
@@ -64,13 +64,13 @@ def _first_host() -> str:
         refuse("MASTER_ADDR", "not set, and scontrol does not name the first host", "MASTER_ADDR=node1", cause=error)
 
 
-def _number(name: str, default: int, works: str) -> int:
+def _read_launcher_number(name: str, default: int, works: str) -> int:
     text = os.environ.get(name) or str(default)
     if not text.isdecimal():
         refuse(f"{name}={text}", "not a number", f"{name}={works}")
     return int(text)
 
 
-def local_world_size() -> int:
+def read_local_world_size() -> int:
     """Return the number of processes on this machine, as the launcher says."""
     return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE") or 1)

@@ -79,7 +79,7 @@ def read_spec(text: str) -> Mapping[str, object]:
     Raises:
         SpecError: not `key=value,…`, a key given twice, or a file that is no mapping or cannot be had.
     """
-    path = locate(text)
+    path = locate_spec_file(text)
     if path is None:
         return _split_pairs(text)
     values = read_yaml(path)
@@ -94,12 +94,12 @@ def layout_of(recipe: Mapping[str, object], where: str) -> Mapping[str, object]:
     """
     for key in recipe:
         if key not in RECIPE_KEYS:
-            refuse(f"{where}: {key}", "unknown key of a recipe", do=nearest_key(str(key), list(RECIPE_KEYS)))
+            refuse(f"{where}: {key}", "unknown key of a recipe", do=suggest_key(str(key), list(RECIPE_KEYS)))
     layout = recipe["parallel"]
     return layout if isinstance(layout, dict) else _split_pairs(str(layout))
 
 
-def first_line(error: BaseException) -> str:
+def get_first_line(error: BaseException) -> str:
     """Return the first line of another library's error."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
@@ -107,7 +107,7 @@ def first_line(error: BaseException) -> str:
 # ---- files -------------------------------------------------------------------------------------------------------
 
 
-def locate(text: str) -> str | None:
+def locate_spec_file(text: str) -> str | None:
     """Return the file that a text names: local, of this package, or of the Hub; None for `key=value`.
 
     Raises:
@@ -115,16 +115,16 @@ def locate(text: str) -> str | None:
     """
     if os.path.isfile(text):
         return text
-    if text in shipped():
-        return str(shipped()[text])
+    if text in list_shipped_recipes():
+        return str(list_shipped_recipes()[text])
     hub = None if text.endswith((".yaml", ".yml")) and ":" not in text else _HUB.fullmatch(text)
     if hub is not None:
-        return from_hub(hub["repo"], hub["file"] or HUB_FILE, hub["revision"])
+        return download_spec_file(hub["repo"], hub["file"] or HUB_FILE, hub["revision"])
     return text if text.endswith((".yaml", ".yml")) else None
 
 
 @functools.cache
-def shipped() -> dict[str, Traversable]:
+def list_shipped_recipes() -> dict[str, Traversable]:
     """Return the file of each recipe of this package by name: `configs/recipes` of a checkout is the same folder."""
     folder = importlib.resources.files("hf_parallel") / "recipes" / "shipped"
     files = {file.name.removesuffix(".yaml"): file for file in folder.iterdir() if file.name.endswith(".yaml")}
@@ -163,11 +163,11 @@ def check_model_name(
     reason = hub.why_missing(name, files, offline=offline, **where)
     if reason is None:
         return
-    sizes = None if needs_weights else hub.models_with_sizes().get(name)
-    refuse(name, reason, sizes, do=hub.like_a_model(name) or otherwise)
+    sizes = None if needs_weights else hub.list_models_with_sizes().get(name)
+    refuse(name, reason, sizes, do=hub.suggest_model(name) or otherwise)
 
 
-def from_hub(repo: str, file: str, revision: str | None = None) -> str:
+def download_spec_file(repo: str, file: str, revision: str | None = None) -> str:
     """Return the cached copy of a repository's file; under HF_HUB_OFFLINE only a cached one.
 
     Raises:
@@ -184,7 +184,7 @@ def from_hub(repo: str, file: str, revision: str | None = None) -> str:
     try:
         return hf_hub_download(repo, file, revision=revision)
     except (OSError, ValueError) as error:  # huggingface_hub's own errors are among these
-        refuse(name, f"not to be had from the Hub ({first_line(error)})", do=works)
+        refuse(name, f"not to be had from the Hub ({get_first_line(error)})", do=works)
 
 
 class _StrictLoader(yaml.SafeLoader):
@@ -208,21 +208,21 @@ def read_yaml(path: str) -> dict:
         SpecError: no such file, or it is none.
     """
     if not os.path.isfile(path):
-        refuse(path, "no such spec file", do=like_a_file(path) or "a spec is key=value,… or the path of a YAML file")
+        refuse(path, "no such spec file", do=suggest_file(path) or "a spec is key=value,… or the path of a YAML file")
     try:
         with open(path, encoding="utf-8-sig") as file:  # editors of Windows begin a file with a mark
             values = yaml.load(file, Loader=_StrictLoader)
     except OSError as error:
         refuse(path, f"cannot be read ({error.strerror})", cause=error)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        refuse(path, f"not a YAML file ({_place(error)})", cause=error)
+        refuse(path, f"not a YAML file ({_describe_yaml_error(error)})", cause=error)
     if not isinstance(values, dict):
         held = "nothing" if values is None else f"a {type(values).__name__}, not a mapping"
         refuse(path, f"holds {held}", "a line such as `tp_size: 2`")
     return values
 
 
-def _place(error: Exception) -> str:
+def _describe_yaml_error(error: Exception) -> str:
     """Return what is wrong with a file, and in which line."""
     mark = getattr(error, "problem_mark", None)
     problem = getattr(error, "problem", None) or str(error).splitlines()[0]
@@ -241,7 +241,7 @@ def _split_pairs(text: str) -> dict[str, str]:
             parts[-1] += char
     for part in filter(None, (p.strip() for p in parts)):
         key, equals, value = (piece.strip() for piece in part.partition("="))
-        if not equals and (close := like_a_recipe(part)):
+        if not equals and (close := suggest_recipes(part)):
             refuse(part, "neither key=value nor a recipe", do=f"did you mean {' or '.join(close)}?")
         if not key or not equals or not value:
             refuse(part, "expected key=value, for example tp=2")
@@ -251,12 +251,12 @@ def _split_pairs(text: str) -> dict[str, str]:
     return pairs
 
 
-def like_a_recipe(text: str) -> list[str]:
+def suggest_recipes(text: str) -> list[str]:
     """Return the names of recipes that may have been meant."""
-    return difflib.get_close_matches(text, list(shipped()), n=3, cutoff=0.75)
+    return difflib.get_close_matches(text, list(list_shipped_recipes()), n=3, cutoff=0.75)
 
 
-def like_a_file(path: str) -> str | None:
+def suggest_file(path: str) -> str | None:
     """Ask for a file beside this one whose name is close to it; None: there is none."""
     folder, name = os.path.split(path)
     beside = os.listdir(folder or ".") if os.path.isdir(folder or ".") else []
@@ -329,7 +329,7 @@ _ELSEWHERE = {
 }
 
 
-def nearest_key(key: str, known: list[str], short: tuple[str, ...] = ()) -> str:
+def suggest_key(key: str, known: list[str], short: tuple[str, ...] = ()) -> str:
     """Suggest the key that may have been meant by an unknown one."""
     lower = key.lower().lstrip("-").replace("-", "_")
     names = [*known, *short]
@@ -339,7 +339,7 @@ def nearest_key(key: str, known: list[str], short: tuple[str, ...] = ()) -> str:
     return f"did you mean {close[0]}?" if close else f"known keys: {', '.join(known)}"
 
 
-def unknown_key(key: str, known: list[str]) -> str:
+def format_unknown_key(key: str, known: list[str]) -> str:
     """Return the message for an unknown key."""
     short = tuple(name.removesuffix("_size") for name in known if name.endswith("_size"))
-    return f"{key}: unknown key; {nearest_key(key, known, short)}"
+    return f"{key}: unknown key; {suggest_key(key, known, short)}"

@@ -124,7 +124,7 @@ class Kept:
 
     def pack(self, tensor: torch.Tensor) -> Packed:
         """Return the object that autograd keeps for the tensor."""
-        if not self._goes(tensor):
+        if not self._should_go(tensor):
             return tensor
         memory = tensor.untyped_storage()._cdata
         key = memory, tensor.storage_offset(), tensor.numel(), tensor.dtype, tensor._version
@@ -150,14 +150,14 @@ class Kept:
             self.before = None
         return copy.take().as_strided(size, stride)
 
-    def _goes(self, tensor: torch.Tensor) -> bool:
+    def _should_go(self, tensor: torch.Tensor) -> bool:
         if type(tensor) not in (torch.Tensor, FakeTensor) or tensor.device.type != self.host.device.type:
             return False
         if not tensor.is_floating_point() or tensor.nbytes < SMALL or not _is_dense(tensor):
             return False
         memory = tensor.untyped_storage()._cdata
         held = (p for group in self.parameters for p in group.values() if p is not None)
-        return all(_memory(parameter) != memory for parameter in held)
+        return all(_identify_memory(parameter) != memory for parameter in held)
 
 
 class Copy:
@@ -220,5 +220,5 @@ def _is_dense(tensor: torch.Tensor) -> bool:
     return True
 
 
-def _memory(parameter: nn.Parameter) -> int:
+def _identify_memory(parameter: nn.Parameter) -> int:
     return getattr(parameter, "_local_tensor", parameter).untyped_storage()._cdata

@@ -17,7 +17,7 @@ ONE_WAITS = ("1f1b", "interleaved_1f1b")
 _WHOLE = 12
 
 
-def why_not_in(config: ParallelConfig) -> str | None:
+def find_reason_against_chunks(config: ParallelConfig) -> str | None:
     """Why a pipeline, its schedule chosen, has whole logits unless it is told otherwise."""
     schedule, told = config.pipeline_schedule, config.lean_loss == "true"
     if config.pp_size == 1 or schedule in ONE_WAITS or told:
@@ -25,7 +25,7 @@ def why_not_in(config: ParallelConfig) -> str | None:
     return f"pipeline_schedule={schedule} would keep a gradient of the head per micro-batch"
 
 
-def tokens_of_chunk(hidden: int, trains: bool) -> int:
+def count_tokens_of_chunk(hidden: int, trains: bool) -> int:
     """Return how many tokens are computed at a time.
 
     Each chunk reads and writes the head's whole gradient in fp32: on an H100 chunks of 512 tokens cost 6 to 17 % of
@@ -38,7 +38,7 @@ def tokens_of_chunk(hidden: int, trains: bool) -> int:
     return max(CHUNK, hidden // 2) if trains else CHUNK
 
 
-def chunk_bytes(hidden: int, trains: bool, width: int) -> int:
+def compute_chunk_bytes(hidden: int, trains: bool, width: int) -> int:
     """Return bytes per word of the vocabulary at a chunk's fullest moment, beside the head's gradient in fp32.
 
     Logits in fp32 and as products give them; or their gradient and that of the head, as products do.
@@ -46,20 +46,20 @@ def chunk_bytes(hidden: int, trains: bool, width: int) -> int:
     Args:
         width: bytes of what products read and write.
     """
-    tokens = tokens_of_chunk(hidden, trains)
+    tokens = count_tokens_of_chunk(hidden, trains)
     return max(tokens * (4 + width * (width < 4)), width * (tokens + hidden) * trains)
 
 
-def fewest_tokens(hidden: int, trains: bool, width: int, split: bool) -> int:
+def compute_fewest_tokens(hidden: int, trains: bool, width: int, split: bool) -> int:
     """From how many tokens on chunks need less memory than whole logits. Per word of the vocabulary, in bytes:
 
         whole     12 per token, or where tp splits the vocabulary the logits and their gradient
-        chunks    the head's gradient in fp32, and `chunk_bytes`
+        chunks    the head's gradient in fp32, and `compute_chunk_bytes`
 
     Args:
         hidden: width of the head's input.
         trains: has the head's weight a gradient?
         width: bytes of what products read and write.
     """
-    chunks = 4 * hidden * trains + chunk_bytes(hidden, trains, width)
-    return max(tokens_of_chunk(hidden, trains) + 1, math.ceil(chunks / (2 * width if split else _WHOLE)))
+    chunks = 4 * hidden * trains + compute_chunk_bytes(hidden, trains, width)
+    return max(count_tokens_of_chunk(hidden, trains) + 1, math.ceil(chunks / (2 * width if split else _WHOLE)))

@@ -3,7 +3,7 @@
 The layer's own forward is compiled, not what FSDP2, sequence parallelism and checkpointing put around it, which run as
 ever. A region of tensor parallelism communicates inside the layer: its collectives are operations of the graph
 (`ranks/differentiable.py`). What no graph holds of them is refused with the plan: `TensorPart.why_not_compiled`.
-Experts, whose tokens travel as a router says, run between two graphs: one with attention and router, one with the rest.
+Experts, whose tokens travel as a router says, run between two graphs: attention and router, and the rest.
 
 `activation_checkpointing=selective` is how the graph of forward and backward is cut in two: `kept_in_graphs.py`.
 """
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from hf_parallel.axes.axis import Axis
-from hf_parallel.axes.recompute import contexts, keeps_everything
+from hf_parallel.axes.recompute import make_selective_contexts, switch_checkpoint_off
 from hf_parallel.model.calls import CACHES
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def compile_layers(layers: Iterable[nn.Module], selective: bool, **settings: Any
     import torch
 
     from hf_parallel.axes.data import lowered
-    from hf_parallel.model.experts import named_experts
+    from hf_parallel.model.experts import iterate_experts
     from hf_parallel.ranks.local import put_in_front
 
     settings = {"backend": BACKEND, **settings}
@@ -70,20 +70,20 @@ def compile_layers(layers: Iterable[nn.Module], selective: bool, **settings: Any
         settings = keep_products(settings)
     for layer in layers:
         lowered.leave_layer(layer)
-        for _, experts in list(named_experts(layer)):
-            put_in_front(outside_of_graphs(selective), experts)
+        for _, experts in list(iterate_experts(layer)):
+            put_in_front(make_mixin_outside_graphs(selective), experts)
         if selective:
-            layer.register_forward_pre_hook(keeps_everything)  # a checkpoint around the graph would run it again
+            layer.register_forward_pre_hook(switch_checkpoint_off)  # a checkpoint around the graph would run it again
         number_hooks_alike(layer)
         if hasattr(layer.forward, _COMPILED):
             continue
-        inside = _beneath_checkpoint(layer)
+        inside = _find_forward_beneath_checkpoint(layer)
         compiled = torch.compile(inside or layer.forward, **settings)
-        layer.forward = compiled if inside is None else _checkpointed(layer, compiled)
+        layer.forward = compiled if inside is None else _wrap_in_checkpoint(layer, compiled)
 
 
 @functools.cache
-def outside_of_graphs(selective: bool) -> type[nn.Module]:
+def make_mixin_outside_graphs(selective: bool) -> type[nn.Module]:
     """Return a mixin of experts, at whose call a graph breaks: they run with their hooks as without a compiler.
 
     How many tokens travel, and how many an expert gets, is known once a router has chosen, and to no graph.
@@ -102,12 +102,14 @@ def outside_of_graphs(selective: bool) -> type[nn.Module]:
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
             if not (selective and self.training and torch.is_grad_enabled()):
                 return super().__call__(*args, **kwargs)
-            return checkpoint(super().__call__, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+            return checkpoint(
+                super().__call__, *args, use_reentrant=False, context_fn=make_selective_contexts, **kwargs
+            )
 
     return OutsideOfGraphs
 
 
-def _beneath_checkpoint(layer: Any) -> Callable | None:
+def _find_forward_beneath_checkpoint(layer: Any) -> Callable | None:
     """Return the forward that transformers' checkpoint of a layer runs; None where no checkpoint is around it.
 
     From transformers 5.23 on the checkpoint is part of the layer's forward. In a graph it would be a part of that,
@@ -119,7 +121,7 @@ def _beneath_checkpoint(layer: Any) -> Callable | None:
     return None if inside is None else inside.__get__(layer)
 
 
-def _checkpointed(layer: Any, compiled: Callable) -> Callable:
+def _wrap_in_checkpoint(layer: Any, compiled: Callable) -> Callable:
     """Return the compiled forward with the layer's own checkpoint around it, as transformers decides on it."""
     import torch
 

@@ -28,7 +28,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from hf_parallel.ranks import all_reduce
-from hf_parallel.ranks.local import as_autocast, no_autocast, put_in_front
+from hf_parallel.ranks.local import cast_as_autocast, put_in_front, switch_autocast_off
 
 if TYPE_CHECKING:
     from torchao.float8.config import CastConfig
@@ -68,7 +68,7 @@ class Split(NamedTuple):
 WHOLE = Split()
 
 
-def largest_number(tensor: torch.Tensor, dim: int | None = None) -> torch.Tensor:
+def find_largest_number(tensor: torch.Tensor, dim: int | None = None) -> torch.Tensor:
     """Return the largest number of a tensor, or of each row along `dim`."""
     if not tensor.numel():  # a rank without rows
         return tensor.new_zeros(() if dim is None else [1 if d == dim % 2 else n for d, n in enumerate(tensor.shape)])
@@ -160,7 +160,7 @@ class Float8:
         whole = how.scaling_granularity is ScalingGranularity.TENSORWISE
         dim = None if whole else 0 if dims[0] == over else -1
         if scale is None:
-            largest = split.agree(largest_number(tensor, dim), dims if whole else (over,))
+            largest = split.agree(find_largest_number(tensor, dim), dims if whole else (over,))
             scale = amax_to_scale(largest, how.target_dtype, self.config.round_scales_to_power_of_2)
         products = self._products[dims != W and tensor.shape[0] % ALIGNED != 0]
         return hp_tensor_and_scale_to_float8(tensor, scale, how.target_dtype, products, self._roles[dims], dim)
@@ -201,32 +201,32 @@ class Int8:
 
     def output(self, x: torch.Tensor, weight: torch.Tensor, split: Split) -> tuple[torch.Tensor, Scales]:
         """x Wᵀ."""
-        return self._product(x, weight.to(x.dtype), "in", split), (None, None)
+        return self._multiply_codes(x, weight.to(x.dtype), "in", split), (None, None)
 
     def grad_input(
         self, gradient: torch.Tensor, weight: torch.Tensor, split: Split, _: Scales
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """g W, and g for `grad_weight`."""
         weight = weight.to(gradient.dtype)
-        return self._product(gradient, weight.t(), "out", split), gradient
+        return self._multiply_codes(gradient, weight.t(), "out", split), gradient
 
     def grad_weight(self, gradient: torch.Tensor, x: torch.Tensor, split: Split, _: Scales) -> torch.Tensor:
         """gᵀ x."""
         if not self.rounds_grad_weight:
             return gradient.t() @ x
-        return self._product(x.t(), gradient.t(), "tokens", split).t()
+        return self._multiply_codes(x.t(), gradient.t(), "tokens", split).t()
 
-    def _product(self, a: torch.Tensor, b: torch.Tensor, over: str, split: Split) -> torch.Tensor:
+    def _multiply_codes(self, a: torch.Tensor, b: torch.Tensor, over: str, split: Split) -> torch.Tensor:
         """a bᵀ, of which the dim summed over is the last one."""
         from torchao.prototype.quantized_training.int8_mixed_precision import scaled_int8_mm
 
-        codes, scales = zip(*(_int8_rows(operand, over, split) for operand in (a, b)), strict=True)
+        codes, scales = zip(*(_quantize_int8_rows(operand, over, split) for operand in (a, b)), strict=True)
         return scaled_int8_mm(codes[0], codes[1].t(), *scales)
 
 
-def _int8_rows(rows: torch.Tensor, over: str, split: Split) -> tuple[torch.Tensor, torch.Tensor]:
+def _quantize_int8_rows(rows: torch.Tensor, over: str, split: Split) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes and scales as torchao's `quantize_int8_rowwise` makes them, of rows that may be cut."""
-    scale = split.agree(largest_number(rows, -1), (over,)) / 127
+    scale = split.agree(find_largest_number(rows, -1), (over,)) / 127
     codes = (rows.float() * (1.0 / scale.float().clip(1e-12))).round().clip(-128, 127).to(torch.int8)
     return codes.contiguous(), scale.flatten().contiguous()
 
@@ -245,7 +245,7 @@ class EightBit(nn.Module):
         return linear(input, self.weight, self.bias, self.recipe)
 
 
-def become(module: nn.Module, recipe: Recipe) -> None:
+def multiply_by_recipe(module: nn.Module, recipe: Recipe) -> None:
     """Let a linear multiply as the recipe says; its class keeps its name and its parameters."""
     put_in_front(EightBit, module).recipe = recipe
 
@@ -276,7 +276,7 @@ def linear(
         codes: what stands for `x` in the product, as [tokens, in].
         origin: what to keep in the place of `x`, as `gather_recompute.py` has it.
     """
-    x = as_autocast(x)
+    x = cast_as_autocast(x)
     if torch.compiler.is_compiling() and split is WHOLE:
         return recipe.compiled(x, weight, bias)
     output = _Linear.apply(x, weight, recipe, split, codes, origin)
@@ -297,7 +297,7 @@ class _Linear(torch.autograd.Function):
         origin: GatheredInput | None,
     ) -> torch.Tensor:
         ctx.recipe, ctx.split, ctx.dtype = recipe, split, x.dtype
-        with no_autocast(x.device.type):
+        with switch_autocast_off(x.device.type):
             output, ctx.scales = recipe.output(x.flatten(0, -2) if codes is None else codes, weight, split)
         kept, ctx.gathered_again = x, None
         if origin is not None:
@@ -315,7 +315,7 @@ class _Linear(torch.autograd.Function):
         if ctx.gathered_again is not None:
             ctx.gathered_again.begin(ctx, kept)
         rows, of_x, of_weight = gradient.flatten(0, -2), None, None
-        with no_autocast(gradient.device.type):
+        with switch_autocast_off(gradient.device.type):
             if x_wanted:
                 of_x, rows = ctx.recipe.grad_input(rows, weight, ctx.split, ctx.scales)
                 of_x = of_x.view(*gradient.shape[:-1], of_x.shape[-1])

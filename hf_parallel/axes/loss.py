@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from hf_parallel.ask.spec import refuse
 from hf_parallel.axes.axis import Axis
-from hf_parallel.axes.chunked_loss import why_not_in
+from hf_parallel.axes.chunked_loss import find_reason_against_chunks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -38,9 +38,9 @@ class Loss(Axis[str, LossPart]):
         from torch import nn
         from transformers import PreTrainedModel
 
-        from hf_parallel.model.anatomy import loss_sums_over_tokens
+        from hf_parallel.model.anatomy import is_loss_summed_over_tokens
 
-        if not isinstance(model, PreTrainedModel) or not loss_sums_over_tokens(model):
+        if not isinstance(model, PreTrainedModel) or not is_loss_summed_over_tokens(model):
             return "has a loss of its own"
         head = model.get_output_embeddings()
         return None if type(head) is nn.Linear else f"has no linear head, but {type(head).__name__}"
@@ -69,7 +69,7 @@ class Loss(Axis[str, LossPart]):
             return
         finish(model)
         if building.pipeline is not None:
-            building.services.loss_in_chunks = why_not_in(building.pipeline.config) is None
+            building.services.loss_in_chunks = find_reason_against_chunks(building.pipeline.config) is None
 
 
 LOSS = Loss()

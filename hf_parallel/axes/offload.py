@@ -31,7 +31,7 @@ class Offload(Axis[None, list[str]]):
         """Parameters on the host are gathered from there, by FSDP2; files need a folder."""
         offload, path = config.offload, offload_folder(config.offload)
         why = "step on copies of the same parameters, which must stay equal to the bit"
-        check_alike(f"offload={offload}", config.offload_ranks, config, _copies(config, anatomy), why)
+        check_alike(f"offload={offload}", config.offload_ranks, config, _list_copying_axes(config, anatomy), why)
         if parameters_rest(offload) and config.sharing_size == 1:
             works = f"offload={NVME}{path}" if path else "offload=optimizer"
             refuse(f"offload={offload}", "one data rank gathers no parameters, it needs them all", works)
@@ -49,7 +49,7 @@ class Offload(Axis[None, list[str]]):
 
     def finish(self, model: nn.Module, part: list[str], building: Building) -> None:
         """Let optimizers of this model step on the host, and parameters lie in files."""
-        from hf_parallel.axes.data.files import rest_in_file
+        from hf_parallel.axes.data.files import keep_parameters_in_file
         from hf_parallel.axes.data.host_step import step_on_host
 
         config, offload = building.mesh.config, building.mesh.config.offload_way
@@ -58,10 +58,10 @@ class Offload(Axis[None, list[str]]):
         step_on_host(model, offload)
         if offload.startswith(NVME_ALL):
             for root, _ in building.roots:
-                rest_in_file(root, offload)
+                keep_parameters_in_file(root, offload)
 
 
-def _copies(config: ParallelConfig, anatomy: Anatomy) -> tuple[str, ...]:
+def _list_copying_axes(config: ParallelConfig, anatomy: Anatomy) -> tuple[str, ...]:
     """Return the axes along which ranks hold the same parameters: replicas, norms under tp, ends of a pipeline."""
     ends = getattr(anatomy.facts.get("pp"), "tied_embedding", None)
     return "dp_replicate", "tp", *(("pp",) if ends is not None else ())

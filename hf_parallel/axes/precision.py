@@ -76,9 +76,9 @@ class Precision(Axis[PrecisionFacts, PrecisionPart]):
         found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         device = "cpu" if found is None else found.type
         capability = torch.cuda.get_device_capability() if device == "cuda" else (0, 0)
-        linears, left = _linears(model)
+        linears, left = _read_linear_widths(model)
         return PrecisionFacts(
-            linears, left, _torchao(), device, capability, importlib.util.find_spec("triton") is not None
+            linears, left, _read_torchao_version(), device, capability, importlib.util.find_spec("triton") is not None
         )
 
     def resolve(self, config: ParallelConfig, anatomy: Anatomy, facts: PrecisionFacts) -> PrecisionPart:
@@ -93,15 +93,15 @@ class Precision(Axis[PrecisionFacts, PrecisionPart]):
         if config.tp_col_size > 1:
             refuse(asked, f"tp_mesh={config.tp_mesh} cuts products along both dims", "precision=auto")
         if config.tp_size > 1:
-            _check_split(asked, config, anatomy, facts)
+            _check_scales_and_parts(asked, config, anatomy, facts)
         sharded = config.dp_shard_size * config.cp_size > 1
         return PrecisionPart(
             config.precision,
-            _scaling(config),
+            _format_scaling(config),
             emulated,
             tuple(facts.linears),
             facts.left,
-            sharded and gathers_codes(config),
+            sharded and can_gather_codes(config),
         )
 
     def notes(self, part: PrecisionPart) -> list[str]:
@@ -118,11 +118,11 @@ class Precision(Axis[PrecisionFacts, PrecisionPart]):
 
     def apply(self, model: nn.Module, part: PrecisionPart, building: Building) -> None:
         """Mark the linears, before they are cut."""
-        from hf_parallel.axes.eight_bit import Float8, Int8, become
+        from hf_parallel.axes.eight_bit import Float8, Int8, multiply_by_recipe
 
         recipe = Float8(part.scaling, part.emulated) if part.precision == "fp8" else Int8(part.scaling)
         for name in part.linears:
-            become(model.get_submodule(name), recipe)
+            multiply_by_recipe(model.get_submodule(name), recipe)
 
     def finish(self, model: nn.Module, part: PrecisionPart, building: Building) -> None:
         """Let FSDP2 gather codes."""
@@ -133,28 +133,28 @@ class Precision(Axis[PrecisionFacts, PrecisionPart]):
                 gather_codes(root, building.mesh)
 
 
-def _scaling(config: ParallelConfig) -> str:
+def _format_scaling(config: ParallelConfig) -> str:
     default = "tensorwise" if config.precision == "fp8" else "rowwise"
     return default if config.precision_scaling == "auto" else config.precision_scaling
 
 
-def gathers_codes(config: ParallelConfig) -> bool:
+def can_gather_codes(config: ParallelConfig) -> bool:
     """Are weights that multiply in fp8 gathered so, where they are sharded?"""
-    codes = config.precision == "fp8" and _scaling(config) == "tensorwise"
+    codes = config.precision == "fp8" and _format_scaling(config) == "tensorwise"
     compressed = config.hierarchical_shard is not None or config.quantize_weights != "none"
     return codes and config.offload != "cpu" and not compressed
 
 
-def _linears(model: PreTrainedModel) -> tuple[dict[str, tuple[int, int]], dict[str, str]]:
+def _read_linear_widths(model: PreTrainedModel) -> tuple[dict[str, tuple[int, int]], dict[str, str]]:
     """Widths of the layers' linears by full name; and why others stay as they are."""
     from torch import nn
     from transformers.pytorch_utils import Conv1D
 
     from hf_parallel.axes.eight_bit import ALIGNED
     from hf_parallel.axes.tensor.tensor_parallel import SAME_AS_LINEAR
-    from hf_parallel.model.anatomy import transformer_blocks
+    from hf_parallel.model.anatomy import list_transformer_blocks
 
-    inside = {id(module) for block in transformer_blocks(model) for module in block.modules()}
+    inside = {id(module) for block in list_transformer_blocks(model) for module in block.modules()}
     linears, left = {}, {}
     for name, module in model.named_modules():
         if id(module) not in inside or not isinstance(module, nn.Linear | Conv1D):
@@ -170,7 +170,7 @@ def _linears(model: PreTrainedModel) -> tuple[dict[str, tuple[int, int]], dict[s
     return linears, left
 
 
-def _torchao() -> tuple[int, ...] | None:
+def _read_torchao_version() -> tuple[int, ...] | None:
     from packaging.version import Version
 
     try:
@@ -196,7 +196,7 @@ def _check_machine(asked: str, precision: str, facts: PrecisionFacts) -> None:
         refuse(asked, "torchao's int8 products need triton on CUDA", "precision=auto")
 
 
-def _check_split(asked: str, config: ParallelConfig, anatomy: Anatomy, facts: PrecisionFacts) -> None:
+def _check_scales_and_parts(asked: str, config: ParallelConfig, anatomy: Anatomy, facts: PrecisionFacts) -> None:
     """Scales of one process, and parts that the hardware takes."""
     from hf_parallel.ask.spec import SpecError
     from hf_parallel.axes.eight_bit import ALIGNED
@@ -217,10 +217,10 @@ def _check_split(asked: str, config: ParallelConfig, anatomy: Anatomy, facts: Pr
         cut = widths[style == "colwise" or style.startswith(("packed", "falcon"))]
         if style != "colwise_shared_heads" and cut // size % ALIGNED and facts.device == "cuda":
             why = f"tp_size={size} leaves {cut // size} of {cut} features of {name}, no multiple of {ALIGNED}"
-            refuse(asked, why, f"tp_size={_largest_size(cut, size, ALIGNED)}")
+            refuse(asked, why, f"tp_size={_find_largest_size(cut, size, ALIGNED)}")
 
 
-def _largest_size(features: int, size: int, aligned: int) -> int:
+def _find_largest_size(features: int, size: int, aligned: int) -> int:
     return max(n for n in range(1, size) if features % n == 0 and features // n % aligned == 0)
 
 

@@ -21,12 +21,12 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_parallel.ask.keys.layers import recomputed_every
+from hf_parallel.ask.keys.layers import read_recompute_interval
 from hf_parallel.ask.spec import refuse
 from hf_parallel.axes.axis import Axis
 from hf_parallel.ranks import start_all_gather
 from hf_parallel.ranks.mesh import check_alike
-from hf_parallel.ranks.observed import ATTENTION, COLLECTIVE, Store, Within, given_back, noted, unchanged
+from hf_parallel.ranks.observed import ATTENTION, COLLECTIVE, Store, Within, give_back, is_unchanged, note_result
 
 if TYPE_CHECKING:
     from torch import nn
@@ -58,7 +58,7 @@ class Recompute(Axis[RecomputeFacts, str]):
 
     def read(self, model: PreTrainedModel, config: ParallelConfig) -> RecomputeFacts:
         """Can the model's layers be recomputed?"""
-        layers = _layers(model)
+        layers = _list_layers_in_order(model)
         by_layer = bool(layers) and all(hasattr(type(layer), "gradient_checkpointing") for layer in layers)
         supported = bool(getattr(model, "supports_gradient_checkpointing", False))
         return RecomputeFacts(supported, by_layer, len(layers))
@@ -80,7 +80,7 @@ class Recompute(Axis[RecomputeFacts, str]):
         if config.partition_activations and not facts.by_layer:
             why = f"{anatomy.name} checkpoints its layers all alike"
             refuse("partition_activations=true", why, "partition_activations=false")
-        if recomputed_every(way) > facts.layers:
+        if read_recompute_interval(way) > facts.layers:
             refuse(
                 asked, f"{anatomy.name} has {facts.layers} layers", f"activation_checkpointing=every:{facts.layers}"
             )
@@ -91,23 +91,23 @@ class Recompute(Axis[RecomputeFacts, str]):
         if part == "none":
             return
         if building.mesh.config.recompute_way_on(building.mesh.rank) == "none":
-            for layer in _layers(model):
-                layer.register_forward_pre_hook(keeps_everything)
+            for layer in _list_layers_in_order(model):
+                layer.register_forward_pre_hook(switch_checkpoint_off)
             return
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable()
-        for place, layer in enumerate(_layers(model)):
+        for place, layer in enumerate(_list_layers_in_order(model)):
             if part == "selective":
                 layer.register_forward_pre_hook(_keep_products)  # compiled layers: `compile.py`
-            elif place % (recomputed_every(part) or 1):
-                layer.register_forward_pre_hook(keeps_everything)
+            elif place % (read_recompute_interval(part) or 1):
+                layer.register_forward_pre_hook(switch_checkpoint_off)
 
     def finish(self, model: nn.Module, part: str, building: Building) -> None:
         """The layers of this rank, stage by stage."""
         flag = building.sequence_flag
         if building.mesh.config.partition_activations and (flag is None or not flag.on):
             for _, layers in building.roots:
-                partition_inputs(layers, building.mesh.group("tp"))
+                keep_parts_of_inputs(layers, building.mesh.group("tp"))
         if building.mesh.config.activation_offload:
             from hf_parallel.axes.activation_offload import offload_activations
 
@@ -115,14 +115,14 @@ class Recompute(Axis[RecomputeFacts, str]):
                 offload_activations(layers, building.mesh.device)
 
 
-def _layers(model: PreTrainedModel) -> list[nn.Module]:
+def _list_layers_in_order(model: PreTrainedModel) -> list[nn.Module]:
     """Return the layers of the whole model, in order: a pipeline has not cut it yet."""
-    from hf_parallel.model.anatomy import transformer_blocks
+    from hf_parallel.model.anatomy import list_transformer_blocks
 
-    return transformer_blocks(model)
+    return list_transformer_blocks(model)
 
 
-def keeps_everything(layer: GradientCheckpointingLayer, args: object) -> None:
+def switch_checkpoint_off(layer: GradientCheckpointingLayer, args: object) -> None:
     """Switch a layer's checkpoint off, in each pass: a Trainer switches all layers on once more."""
     layer.gradient_checkpointing = False
 
@@ -133,14 +133,14 @@ def _keep_products(layer: GradientCheckpointingLayer, args: object) -> None:
 
     known = vars(layer).get("_gradient_checkpointing_func")
     settings = getattr(known, "keywords", {})
-    if known is None or settings.get("context_fn") is contexts:
+    if known is None or settings.get("context_fn") is make_selective_contexts:
         return
     own = getattr(settings.get("context_fn"), "__module__", "").startswith(__name__.partition(".")[0])  # cp keeps so
     check_selective({**settings, "context_fn": None} if own else settings)
     if getattr(known, "func", checkpoint) is not checkpoint:
         why = "the script has given layers a checkpointing function of its own"
         refuse("activation_checkpointing=selective", why, "activation_checkpointing=none")
-    kept = {**settings, "use_reentrant": False, "context_fn": contexts}
+    kept = {**settings, "use_reentrant": False, "context_fn": make_selective_contexts}
     layer._gradient_checkpointing_func = functools.partial(checkpoint, **kept)
 
 
@@ -151,7 +151,7 @@ def check_layers(way: str, settings: Mapping[str, object]) -> None:
         settings: `gradient_checkpointing_kwargs`.
     """
     own = settings.get("every_n_layers", 1)
-    if own not in (1, recomputed_every(way)):
+    if own not in (1, read_recompute_interval(way)):
         what = f"gradient_checkpointing_kwargs every_n_layers={own}"
         refuse(what, f"activation_checkpointing={way} names the layers", f"activation_checkpointing=every:{own} alone")
 
@@ -204,7 +204,7 @@ def is_kept(operation: OpOverload, arguments: tuple, keywords: dict[str, object]
     return (
         any(part in name for part in ATTENTIONS)
         and "backward" not in name
-        and not _drops(operation, arguments, keywords)
+        and not _has_dropout(operation, arguments, keywords)
     )
 
 
@@ -216,7 +216,7 @@ def _is_thin(name: str, arguments: tuple) -> bool:
     return inner <= THIN and WIDER * inner <= outer
 
 
-def _drops(operation: OpOverload, arguments: tuple, keywords: dict[str, object]) -> bool:
+def _has_dropout(operation: OpOverload, arguments: tuple, keywords: dict[str, object]) -> bool:
     """Attention with dropout draws random numbers: given back, it would shift those of what comes after it."""
     for place, argument in enumerate(operation._schema.arguments):
         if argument.name in ("dropout_p", "dropout"):
@@ -250,16 +250,16 @@ class _Products(TorchDispatchMode):
             return func(*args, **kwargs)
         if not self.recomputing:
             output = func(*args, **kwargs)
-            self.kept.append((func, noted(output, self.store)))
+            self.kept.append((func, note_result(output, self.store)))
             return output
         self.used += 1
         first, note = (*self.kept, ("nothing", None))[min(self.used - 1, len(self.kept))]
         if first is not func:
             raise RuntimeError(f"hf_parallel: a checkpointed layer did not run as before: {func} comes for {first}")
-        return given_back(note) if unchanged(note) else func(*args, **kwargs)
+        return give_back(note) if is_unchanged(note) else func(*args, **kwargs)
 
 
-def contexts() -> tuple[_Products, _Products]:
+def make_selective_contexts() -> tuple[_Products, _Products]:
     """For `context_fn` of torch's checkpoint: around the first run, and around each further one."""
     store = Store(frozenset({ATTENTION, COLLECTIVE}))
     first, again = _Products(store, False), _Products(store, True)
@@ -275,7 +275,7 @@ def contexts() -> tuple[_Products, _Products]:
 #     backward    part -> all-gather -> input -> the layer again, and its gradients        dropped after the layer
 
 
-def partition_inputs(layers: Iterable[nn.Module], group: dist.ProcessGroup) -> None:
+def keep_parts_of_inputs(layers: Iterable[nn.Module], group: dist.ProcessGroup) -> None:
     """From here on those of the layers that are checkpointed keep a part of their input."""
     for layer in layers:
         keeping = Keeping(group)

@@ -53,17 +53,17 @@ class TiledMlp(Axis[TiledFacts, TiledFacts]):
 
     def read(self, model: PreTrainedModel, config: ParallelConfig) -> TiledFacts:
         """Find the children of layers that act on each token by itself."""
-        from hf_parallel.model.anatomy import text_config, transformer_blocks
-        from hf_parallel.model.experts import named_experts
+        from hf_parallel.model.anatomy import get_text_config, list_transformer_blocks
+        from hf_parallel.model.experts import iterate_experts
 
-        if next(iter(named_experts(model)), None):
+        if next(iter(iterate_experts(model)), None):
             return TiledFacts(reason="has experts, whose router sends a whole batch at once")
-        width = getattr(text_config(model), "hidden_size", 0)
-        blocks = transformer_blocks(model)
+        width = getattr(get_text_config(model), "hidden_size", 0)
+        blocks = list_transformer_blocks(model)
         known: dict[tuple, bool] = {}
         names: set[str] = set()
         for block in blocks:
-            mlps = [name for name, child in block.named_children() if _is_mlp(child, width, known)]
+            mlps = [name for name, child in block.named_children() if _is_tileable(child, width, known)]
             if not mlps:
                 return TiledFacts(reason=f"has no MLP in {type(block).__name__} that acts on each token by itself")
             names.update(mlps)
@@ -93,7 +93,7 @@ def call_in_pieces(
     """
     from torch.utils.checkpoint import checkpoint
 
-    (x,) = (*args, *named.values())  # under whatever name: `acts_per_token` has seen that there is one
+    (x,) = (*args, *named.values())  # under whatever name: `does_act_per_token` has seen that there is one
     tokens, width, length = x.numel() // x.shape[-1], x.shape[-1], x.shape[-2]
     pieces = min(length, math.ceil(tokens / width))
     if pieces <= 1:
@@ -118,15 +118,15 @@ class _RankOne(nn.Module):
         return (x * self.columns).sum(-1, keepdim=True) / math.sqrt(len(self.columns)) * self.rows
 
 
-def _is_mlp(child: nn.Module, width: int, known: dict[tuple, bool]) -> bool:
+def _is_tileable(child: nn.Module, width: int, known: dict[tuple, bool]) -> bool:
     """Return True for a child with several linears that acts on each token by itself."""
-    widths = tuple(filter(None, map(_widths, child.modules())))
+    widths = tuple(filter(None, map(_read_widths, child.modules())))
     if (key := (type(child), widths)) not in known:
-        known[key] = len(widths) > 1 and acts_per_token(child, width)
+        known[key] = len(widths) > 1 and does_act_per_token(child, width)
     return known[key]
 
 
-def acts_per_token(module: nn.Module, width: int) -> bool:
+def does_act_per_token(module: nn.Module, width: int) -> bool:
     """Run a module of one argument whole and in two pieces, on small stand-ins of its weights; True if both agree."""
     if len(inspect.signature(module.forward).parameters) != 1:
         return False
@@ -154,7 +154,7 @@ def acts_per_token(module: nn.Module, width: int) -> bool:
 def _rank_one_linears(module: nn.Module) -> Iterator[None]:
     """Replace linears by stand-ins of equal widths."""
     owned = [(owner, name, child) for owner in module.modules() for name, child in owner._modules.items() if child]
-    replaced = [(owner, name, child, widths) for owner, name, child in owned if (widths := _widths(child))]
+    replaced = [(owner, name, child, widths) for owner, name, child in owned if (widths := _read_widths(child))]
     for owner, name, _, widths in replaced:
         owner._modules[name] = _RankOne(*widths)
     try:
@@ -164,7 +164,7 @@ def _rank_one_linears(module: nn.Module) -> Iterator[None]:
             owner._modules[name] = child
 
 
-def _widths(module: nn.Module) -> tuple[int, int] | None:
+def _read_widths(module: nn.Module) -> tuple[int, int] | None:
     """Return the input and output width of a linear; None for any other module."""
     from transformers.pytorch_utils import Conv1D
 

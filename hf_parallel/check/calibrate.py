@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from hf_parallel.check.report import Row
 from hf_parallel.check.room import Room
-from hf_parallel.planner.calibration import Calibration, Measured, calibration_path, read_calibration
+from hf_parallel.planner.calibration import Calibration, Measured, choose_calibration_path, read_calibration
 from hf_parallel.ranks import start_all_reduce
 from hf_parallel.ranks.devices import synchronize
 from hf_parallel.version import VERSION
@@ -31,7 +31,7 @@ _PROBE = {"layers": 2, "hidden": 256, "heads": 4, "kv_heads": 4, "ffn_hidden": 7
 _PROBE_ROWS, _PROBE_TOKENS = 2, 64
 
 
-def calibrate(device: torch.device, room: Room, path: str | None) -> Iterator[Row]:
+def calibrate_machine(device: torch.device, room: Room, path: str | None) -> Iterator[Row]:
     """Measure with 1, 2, 4, … processes and write the file; rank 0 yields a row for each. Collective."""
     counts = sorted({1 << i for i in range(room.world.bit_length()) if 1 << i <= room.world} | {room.world})
     groups = {count: dist.new_group(list(range(count))) for count in counts}
@@ -59,9 +59,9 @@ def calibrate(device: torch.device, room: Room, path: str | None) -> Iterator[Ro
                 update_bytes=min(one.update_bytes for one in each),
                 copy=min(one.copy for one in each),
             )
-            yield Row("calibrate", f"{count} process{'es' * (count > 1)}", _in_words(found[count]))
+            yield Row("calibrate", f"{count} process{'es' * (count > 1)}", _describe_found(found[count]))
     if room.rank == 0:
-        yield Row("calibrate", "file", _write(device, found, calibration_path(path)))
+        yield Row("calibrate", "file", _write_calibration(device, found, choose_calibration_path(path)))
 
 
 def _measure(device: torch.device, group: dist.ProcessGroup, count: int) -> Measured:
@@ -70,15 +70,17 @@ def _measure(device: torch.device, group: dist.ProcessGroup, count: int) -> Meas
 
     def best(call: Callable[[], object], calls: int | None = None) -> float:
         dist.barrier(group)
-        return best_seconds(call, device, calls)
+        return measure_best_seconds(call, device, calls)
 
     products = [
-        (name, *own, best(_product(device, dtype, *own)))
+        (name, *own, best(_make_product_probe(device, dtype, *own)))
         for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16))
         for own in ((sizes[0], sizes[1], k) for k in sizes[2])
     ]
     m, n, k = sizes[0], sizes[1], sizes[2][2]
-    odd = best(_product(device, torch.float32, m, n + 3, k)) / best(_product(device, torch.float32, m, n, k))
+    odd = best(_make_product_probe(device, torch.float32, m, n + 3, k)) / best(
+        _make_product_probe(device, torch.float32, m, n, k)
+    )
     a, b = (torch.ones(buffer // 4, device=device) for _ in range(2))
     moved = best(lambda: torch.add(a, b, out=a))
     copy = 0.0
@@ -88,11 +90,11 @@ def _measure(device: torch.device, group: dist.ProcessGroup, count: int) -> Meas
     return Measured(
         products=products,
         odd=max(1.0, odd),
-        attention=_attention(device, best),
+        attention=_make_attention_probe(device, best),
         bandwidth=3 * buffer / moved,
-        kernel_us=best(_tiny_kernels(device)) / (2 * _CHAIN) * 1e6,
-        update_bytes=40 * parameters / best(_update(device, parameters)),
-        all_reduce=[(size, best(_all_reduce(device, group, size), _COLLECTIVES)) for size in payloads]
+        kernel_us=best(_make_launch_probe(device)) / (2 * _CHAIN) * 1e6,
+        update_bytes=40 * parameters / best(_make_update_probe(device, parameters)),
+        all_reduce=[(size, best(_make_all_reduce_probe(device, group, size), _COLLECTIVES)) for size in payloads]
         if count > 1
         else [],
         copy=copy,
@@ -100,7 +102,7 @@ def _measure(device: torch.device, group: dist.ProcessGroup, count: int) -> Meas
     )
 
 
-def best_seconds(call: Callable[[], object], device: torch.device, wanted: int | None = None) -> float:
+def measure_best_seconds(call: Callable[[], object], device: torch.device, wanted: int | None = None) -> float:
     """Return the shortest of several calls: what else the machine does only makes them longer.
 
     Args:
@@ -117,12 +119,12 @@ def best_seconds(call: Callable[[], object], device: torch.device, wanted: int |
     return shortest
 
 
-def _product(device: torch.device, dtype: torch.dtype, m: int, n: int, k: int) -> Callable[[], object]:
+def _make_product_probe(device: torch.device, dtype: torch.dtype, m: int, n: int, k: int) -> Callable[[], object]:
     a, b = torch.rand(m, k, device=device).to(dtype), torch.rand(k, n, device=device).to(dtype)
     return lambda: a @ b
 
 
-def _attention(device: torch.device, best: Callable) -> tuple[int, int, int, int, float, float]:
+def _make_attention_probe(device: torch.device, best: Callable) -> tuple[int, int, int, int, float, float]:
     rows, heads, width, tokens = (4, 4, 64, 128) if device.type == "cpu" else (2, 32, 128, 4096)
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     parts = [torch.rand(rows, heads, tokens, width, device=device, dtype=dtype).requires_grad_() for _ in range(3)]
@@ -137,7 +139,7 @@ def _attention(device: torch.device, best: Callable) -> tuple[int, int, int, int
     return rows, heads, width, tokens, best(forward), backward
 
 
-def _tiny_kernels(device: torch.device) -> Callable[[], object]:
+def _make_launch_probe(device: torch.device) -> Callable[[], object]:
     """A chain of kernels forward, and as many backward."""
     start = torch.ones(8, device=device, requires_grad=True)
 
@@ -150,14 +152,14 @@ def _tiny_kernels(device: torch.device) -> Callable[[], object]:
     return run
 
 
-def _update(device: torch.device, parameters: int) -> Callable[[], object]:
+def _make_update_probe(device: torch.device, parameters: int) -> Callable[[], object]:
     weights = [torch.nn.Parameter(torch.ones(parameters // 8, device=device)) for _ in range(8)]
     for weight in weights:
         weight.grad = torch.ones_like(weight)
     return torch.optim.AdamW(weights).step
 
 
-def _all_reduce(device: torch.device, group: dist.ProcessGroup, size: int) -> Callable[[], object]:
+def _make_all_reduce_probe(device: torch.device, group: dist.ProcessGroup, size: int) -> Callable[[], object]:
     buffer = torch.zeros(size // 4, device=device)
     return lambda: start_all_reduce(buffer, group).wait()
 
@@ -186,7 +188,7 @@ def _probe(device: torch.device) -> Callable[[], object]:
     return step
 
 
-def _in_words(found: Measured) -> str:
+def _describe_found(found: Measured) -> str:
     _, m, n, k, seconds = max(found.products, key=lambda product: product[3] * (product[0] == "fp32"))
     link = (
         f", all-reduce {found.all_reduce[-1][0] / found.all_reduce[-1][1] / 1e9:.3g} GB/s" if found.all_reduce else ""
@@ -197,7 +199,7 @@ def _in_words(found: Measured) -> str:
     )
 
 
-def _write(device: torch.device, found: dict[int, Measured], path: str) -> str:
+def _write_calibration(device: torch.device, found: dict[int, Measured], path: str) -> str:
     """Write the file; steps of finished runs on this device stay."""
     name = f"cpu x{os.cpu_count()}"
     if device.type != "cpu":

@@ -26,15 +26,15 @@ import torch.distributed as dist
 from hf_parallel.ask.config import ParallelConfig
 from hf_parallel.ask.keys.tensor import TP_AXES
 from hf_parallel.ask.spec import refuse
-from hf_parallel.check.report import FAILED, NOTE, OK, SLOW, Row, ranks_text
+from hf_parallel.check.report import FAILED, NOTE, OK, SLOW, Row, format_ranks
 from hf_parallel.check.room import Room
 from hf_parallel.check.system import SLOW_SHARE
 from hf_parallel.planner.candidates import to_layout
 from hf_parallel.planner.hardware import Cluster
-from hf_parallel.planner.ledger import FACTORS, Group, groups, ring_factor, transfer_seconds
+from hf_parallel.planner.ledger import FACTORS, Group, compute_transfer_seconds, make_groups, ring_factor
 from hf_parallel.ranks import start_all_gather, start_all_reduce, start_reduce_scatter
 from hf_parallel.ranks.devices import synchronize
-from hf_parallel.ranks.mesh import ParallelMesh, axis_ranks
+from hf_parallel.ranks.mesh import ParallelMesh, list_axis_ranks
 
 # ---- Ranks that are started here, on one machine --------------------------------------------------------------------
 # Several ranks may share one GPU, where there are fewer GPUs than ranks: NCCL takes each of them for a host of its own
@@ -45,7 +45,7 @@ from hf_parallel.ranks.mesh import ParallelMesh, axis_ranks
 GRACE_S = 6.0
 
 
-def how_many(asked: int | None, fixed: int | None, devices: int) -> int:
+def count_ranks_to_start(asked: int | None, fixed: int | None, devices: int) -> int:
     """Return how many ranks to start: as asked, as the layout's sizes have it, one per GPU, or four without any.
 
     Raises:
@@ -56,7 +56,7 @@ def how_many(asked: int | None, fixed: int | None, devices: int) -> int:
     return asked or fixed or devices or 4
 
 
-def environments(count: int, devices: int, backend: str | None = None) -> list[dict[str, str]]:
+def make_environments(count: int, devices: int, backend: str | None = None) -> list[dict[str, str]]:
     """The variables of each of `count` ranks on this machine."""
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(count)}
     shared |= {"LOCAL_WORLD_SIZE": str(count)}
@@ -64,7 +64,11 @@ def environments(count: int, devices: int, backend: str | None = None) -> list[d
         shared["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")  # ranks with all cores slow one another
     if _has_loopback():
         shared["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")  # else the host's name is looked up
-    own = sharing(count, devices) if backend != "gloo" else [{"LOCAL_RANK": _local(r, devices)} for r in range(count)]
+    own = (
+        choose_nccl_sharing(count, devices)
+        if backend != "gloo"
+        else [{"LOCAL_RANK": _choose_local_device(r, devices)} for r in range(count)]
+    )
     return [{**shared, "RANK": str(rank), **own[rank]} for rank in range(count)]
 
 
@@ -75,17 +79,17 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def sharing(count: int, devices: int) -> list[dict[str, str]]:
+def choose_nccl_sharing(count: int, devices: int) -> list[dict[str, str]]:
     """Return what NCCL is told where `count` ranks have fewer GPUs; else each has the GPU of its number."""
     if not 0 < devices < count:
         return [{"LOCAL_RANK": str(rank)} for rank in range(count)]
     plain = {"NCCL_NET": "Socket", "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
     plain |= {"NCCL_SOCKET_IFNAME": os.environ.get("NCCL_SOCKET_IFNAME", "lo")} if _has_loopback() else {}
     hosts = [{"NCCL_HOSTID": f"hf-parallel-{os.getpid()}-{rank}"} for rank in range(count)]
-    return [{**plain, **hosts[rank], "LOCAL_RANK": _local(rank, devices)} for rank in range(count)]
+    return [{**plain, **hosts[rank], "LOCAL_RANK": _choose_local_device(rank, devices)} for rank in range(count)]
 
 
-def _local(rank: int, devices: int) -> str:
+def _choose_local_device(rank: int, devices: int) -> str:
     """Return the number that libraries choose a device by: of ranks that share a GPU, the GPU's."""
     return str(rank % devices if devices else rank)
 
@@ -94,7 +98,7 @@ def _has_loopback() -> bool:
     return any(name == "lo" for _, name in socket.if_nameindex())
 
 
-def start(argv: list[str], ranks: list[dict[str, str]], limit_s: float | None = None) -> int:
+def start_ranks(argv: list[str], ranks: list[dict[str, str]], limit_s: float | None = None) -> int:
     """Run `python argv` once per rank's variables and wait: 0, or the exit code of the rank that failed first.
 
     Ranks that have not ended by themselves some seconds later are killed, and so are all when this thread is gone.
@@ -153,47 +157,47 @@ Expected = tuple[Callable[[], torch.Tensor], torch.Tensor]
 Operation = Callable[[dist.ProcessGroup, torch.Tensor], Expected]
 
 
-def _own(group: dist.ProcessGroup, like: torch.Tensor) -> torch.Tensor:
+def _make_own_tensor(group: dist.ProcessGroup, like: torch.Tensor) -> torch.Tensor:
     return torch.full_like(like, dist.get_rank(group) + 1)
 
 
-def _numbers(group: dist.ProcessGroup, like: torch.Tensor) -> torch.Tensor:
+def _make_numbered_tensor(group: dist.ProcessGroup, like: torch.Tensor) -> torch.Tensor:
     """1, 2, … for the parts of a tensor that come from each rank."""
     count = group.size()
     return torch.arange(1, count + 1, device=like.device, dtype=like.dtype).repeat_interleave(len(like) // count)
 
 
-def _sum(group: dist.ProcessGroup) -> float:
+def _sum_of_ranks(group: dist.ProcessGroup) -> float:
     return group.size() * (group.size() + 1) / 2
 
 
-def _all_reduce(group: dist.ProcessGroup, like: torch.Tensor) -> Expected:
-    buffer = _own(group, like)
-    return lambda: start_all_reduce(buffer, group).wait(), torch.full_like(like, _sum(group))
+def _test_all_reduce(group: dist.ProcessGroup, like: torch.Tensor) -> Expected:
+    buffer = _make_own_tensor(group, like)
+    return lambda: start_all_reduce(buffer, group).wait(), torch.full_like(like, _sum_of_ranks(group))
 
 
-def _all_gather(group: dist.ProcessGroup, like: torch.Tensor) -> Expected:
-    part = _own(group, like[: len(like) // group.size()])
-    return lambda: start_all_gather(part, group).wait().flatten(), _numbers(group, like)
+def _test_all_gather(group: dist.ProcessGroup, like: torch.Tensor) -> Expected:
+    part = _make_own_tensor(group, like[: len(like) // group.size()])
+    return lambda: start_all_gather(part, group).wait().flatten(), _make_numbered_tensor(group, like)
 
 
-def _reduce_scatter(group: dist.ProcessGroup, like: torch.Tensor) -> Expected:
-    whole = _own(group, like).view(group.size(), -1)
-    return lambda: start_reduce_scatter(whole, group).wait(), torch.full_like(whole[0], _sum(group))
+def _test_reduce_scatter(group: dist.ProcessGroup, like: torch.Tensor) -> Expected:
+    whole = _make_own_tensor(group, like).view(group.size(), -1)
+    return lambda: start_reduce_scatter(whole, group).wait(), torch.full_like(whole[0], _sum_of_ranks(group))
 
 
-def _all_to_all(group: dist.ProcessGroup, like: torch.Tensor) -> Expected:
-    sent, got = _own(group, like), torch.zeros_like(like)
+def _test_all_to_all(group: dist.ProcessGroup, like: torch.Tensor) -> Expected:
+    sent, got = _make_own_tensor(group, like), torch.zeros_like(like)
 
     def call() -> torch.Tensor:
         dist.all_to_all_single(got, sent, group=group)
         return got
 
-    return call, _numbers(group, like)
+    return call, _make_numbered_tensor(group, like)
 
 
 def _broadcast(group: dist.ProcessGroup, like: torch.Tensor) -> Expected:
-    buffer, first = _own(group, like), dist.get_global_rank(group, 0)
+    buffer, first = _make_own_tensor(group, like), dist.get_global_rank(group, 0)
 
     def call() -> torch.Tensor:
         dist.broadcast(buffer, first, group=group)
@@ -202,9 +206,9 @@ def _broadcast(group: dist.ProcessGroup, like: torch.Tensor) -> Expected:
     return call, torch.ones_like(like)
 
 
-def _p2p(group: dist.ProcessGroup, like: torch.Tensor) -> Expected:
+def _test_p2p(group: dist.ProcessGroup, like: torch.Tensor) -> Expected:
     """Round the group: each rank sends to the next one and receives from the one before."""
-    own, got, place, count = _own(group, like), torch.zeros_like(like), dist.get_rank(group), group.size()
+    own, got, place, count = _make_own_tensor(group, like), torch.zeros_like(like), dist.get_rank(group), group.size()
     to, source = (dist.get_global_rank(group, (place + step) % count) for step in (1, -1))
 
     def call() -> torch.Tensor:
@@ -217,16 +221,18 @@ def _p2p(group: dist.ProcessGroup, like: torch.Tensor) -> Expected:
 
 
 OPERATIONS: dict[str, Operation] = {
-    "all_reduce": _all_reduce,
-    "all_gather": _all_gather,
-    "reduce_scatter": _reduce_scatter,
-    "all_to_all": _all_to_all,
+    "all_reduce": _test_all_reduce,
+    "all_gather": _test_all_gather,
+    "reduce_scatter": _test_reduce_scatter,
+    "all_to_all": _test_all_to_all,
     "broadcast": _broadcast,
-    "p2p": _p2p,
+    "p2p": _test_p2p,
 }
 
 
-def measure(group: dist.ProcessGroup, name: str, device: torch.device, size: int, repeats: int) -> tuple[float, bool]:
+def measure_collective(
+    group: dist.ProcessGroup, name: str, device: torch.device, size: int, repeats: int
+) -> tuple[float, bool]:
     """Seconds of one call on a tensor of `size` bytes, and whether it gave what it must. Collective over the group."""
     count = max(1, size // 4 // group.size()) * group.size()
     call, expected = OPERATIONS[name](group, torch.zeros(count, device=device))
@@ -251,11 +257,11 @@ class Tried(NamedTuple):
     missing: str | None = None
 
 
-def _tried(group: dist.ProcessGroup, name: str, device: torch.device, payload: int) -> Tried:
+def _try_collective(group: dist.ProcessGroup, name: str, device: torch.device, payload: int) -> Tried:
     ranks = dist.get_process_group_ranks(group)
     try:
-        latency, first = measure(group, name, device, _SMALL * group.size(), _MANY)
-        seconds, second = measure(group, name, device, payload, _FEW)
+        latency, first = measure_collective(group, name, device, _SMALL * group.size(), _MANY)
+        seconds, second = measure_collective(group, name, device, payload, _FEW)
     except (RuntimeError, ValueError, NotImplementedError) as error:
         text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         off_its_device = (
@@ -273,7 +279,7 @@ def _tried(group: dist.ProcessGroup, name: str, device: torch.device, payload: i
 
 def check_groups(mesh: ParallelMesh, room: Room) -> Iterator[Row]:
     """Does every group join the ranks that it is meant for? Collective over all ranks."""
-    used = _axes(mesh)
+    used = _list_measured_axes(mesh)
     own: dict[str, dist.ProcessGroup] = {axis: mesh.group(axis) for axis in used}
     if mesh.data_size > 1:
         own["data"] = mesh.data_group
@@ -286,7 +292,7 @@ def check_groups(mesh: ParallelMesh, room: Room) -> Iterator[Row]:
         members = dist.get_process_group_ranks(group)
         found = room.gather((tuple(members), number.item() == sum(members)))
         if found:
-            yield _group_row(name, found, axis_ranks(mesh.config, name) if name in used else None)
+            yield _group_row(name, found, list_axis_ranks(mesh.config, name) if name in used else None)
 
 
 def _group_row(name: str, found: list[tuple[tuple[int, ...], bool]], planned: list[list[int]] | None) -> Row:
@@ -294,11 +300,11 @@ def _group_row(name: str, found: list[tuple[tuple[int, ...], bool]], planned: li
     wrong = [rank for rank, (ranks, right) in enumerate(found) if rank not in ranks or not right]
     if planned is not None and sorted(map(tuple, planned)) != members:
         wrong = wrong or list(range(len(found)))
-    shown = " ".join(f"({ranks_text(list(ranks))})" for ranks in members[:4]) + (" …" if len(members) > 4 else "")
+    shown = " ".join(f"({format_ranks(list(ranks))})" for ranks in members[:4]) + (" …" if len(members) > 4 else "")
     text = f"{len(members)} of {len(members[0])}: {shown}"
     values = {"ranks": [list(ranks) for ranks in members]}
     if wrong:
-        return Row("groups", name, f"{text}; wrong sum on {ranks_text(wrong)}", "", FAILED, values)
+        return Row("groups", name, f"{text}; wrong sum on {format_ranks(wrong)}", "", FAILED, values)
     return Row("groups", name, text, values=values)
 
 
@@ -307,56 +313,58 @@ def _group_row(name: str, found: list[tuple[tuple[int, ...], bool]], planned: li
 
 def check_links(mesh: ParallelMesh, cluster: Cluster | None, room: Room, payload: int, crowded: bool) -> Iterator[Row]:
     """Every operation on every axis of more than one rank. Collective over all ranks."""
-    for axis in reversed(_axes(mesh)):  # fast links first
-        expected = None if cluster is None else _planned(axis, mesh.config, cluster)
+    for axis in reversed(_list_measured_axes(mesh)):  # fast links first
+        expected = None if cluster is None else _find_planned_group(axis, mesh.config, cluster)
         for name in OPERATIONS:
             room.step(f"{name} on {axis}")
-            found = room.gather(_tried(mesh.group(axis), name, mesh.device, payload))
+            found = room.gather(_try_collective(mesh.group(axis), name, mesh.device, payload))
             if found:
-                yield _row(axis, name, found, expected, payload, crowded)
+                yield _make_link_row(axis, name, found, expected, payload, crowded)
 
 
-def _axes(mesh: ParallelMesh) -> list[str]:
+def _list_measured_axes(mesh: ParallelMesh) -> list[str]:
     """All axes of several ranks, with rows and columns of a grid of tp, slow links first."""
     grid = TP_AXES if mesh.config.tp_col_size > 1 else ()
     return [axis for axis in (*mesh.config.sizes, *grid) if mesh.size(axis) > 1]
 
 
-def _planned(axis: str, config: ParallelConfig, cluster: Cluster) -> Group | None:
+def _find_planned_group(axis: str, config: ParallelConfig, cluster: Cluster) -> Group | None:
     """Return the links that the planner reckons with."""
-    return groups(to_layout(config), cluster).get(_PLANNED.get(axis, axis))
+    return make_groups(to_layout(config), cluster).get(_PLANNED.get(axis, axis))
 
 
-def _row(axis: str, name: str, found: list[Tried], planned: Group | None, payload: int, crowded: bool) -> Row:
+def _make_link_row(
+    axis: str, name: str, found: list[Tried], planned: Group | None, payload: int, crowded: bool
+) -> Row:
     what = f"{axis} {name}"
     missing = next((rank.missing for rank in found if rank.missing is not None), None)
     if missing is not None:
         return Row("links", what, f"not with this backend: {missing[:80]}", status=NOTE)
     slowest = max(found, key=lambda rank: rank.seconds)
     size, latency = len(slowest.ranks), max(rank.latency for rank in found)
-    speed = payload * _factor(name, size) / slowest.seconds
+    speed = payload * _get_bus_factor(name, size) / slowest.seconds
     values = {"latency_s": latency, "bytes_per_s": speed, "payload": payload, "slowest_group": slowest.ranks}
     values["seconds_by_rank"] = [rank.seconds for rank in found]
     shown = f"{latency * 1e6:.0f} us, {speed / 1e9:.3g} GB/s"
     wrong = [rank for rank, own in enumerate(found) if not own.right]
     if wrong:
-        return Row("links", what, f"{shown}; wrong values on {ranks_text(wrong)}", "", FAILED, values)
+        return Row("links", what, f"{shown}; wrong values on {format_ranks(wrong)}", "", FAILED, values)
     if planned is None or planned.size != size:
         return Row("links", what, shown, values=values)
-    expected, text = _expected(name, size, planned, payload)
+    expected, text = _compute_expected_rate(name, size, planned, payload)
     values |= {"planned_bytes_per_s": expected, "link": planned.link.name}
     slow = speed < SLOW_SHARE * expected and not crowded and planned.link.name != "shared memory"
-    shown += f"; slowest {ranks_text(slowest.ranks)}" if slow else ""
+    shown += f"; slowest {format_ranks(slowest.ranks)}" if slow else ""
     return Row("links", what, shown, text, SLOW if slow else OK, values)
 
 
-def _factor(name: str, size: int) -> float:
+def _get_bus_factor(name: str, size: int) -> float:
     return ring_factor(name, size) if name == "p2p" or name in FACTORS else (size - 1) / size
 
 
-def _expected(name: str, size: int, planned: Group, payload: int) -> tuple[float, str]:
+def _compute_expected_rate(name: str, size: int, planned: Group, payload: int) -> tuple[float, str]:
     """Bytes per second by the planner's own formula, and how that is shown."""
     kind = name if name == "p2p" or name in FACTORS else "all_gather"
-    few, all_of_it = (transfer_seconds(kind, part, planned) for part in (_SMALL * size, payload))
+    few, all_of_it = (compute_transfer_seconds(kind, part, planned) for part in (_SMALL * size, payload))
     speed = payload * ring_factor(kind, size) / all_of_it
     return speed, f"{few * 1e6:.0f} us, {speed / 1e9:.3g} GB/s ({planned.link.name})"

@@ -45,7 +45,7 @@ class Trained:
 # ---- which layouts ---------------------------------------------------------------------------------------------
 
 
-def default_layouts(world: int) -> list[str]:
+def list_default_layouts(world: int) -> list[str]:
     """Every axis that is built, alone as far as it goes, and one product of two axes and the data."""
     alone = []
     for axis in ParallelConfig.mesh_axes:
@@ -53,13 +53,13 @@ def default_layouts(world: int) -> list[str]:
         if axis.name == "dp_shard":
             size = world
         elif axis.name == "dp_replicate":
-            size = _smallest_factor(world)
+            size = _find_smallest_factor(world)
         else:
             size = max(size for size in range(1, min(8, world) + 1) if world % size == 0)
         spec = f"{axis.name}={size}"
         if size > 1 and _is_built(spec):
             alone.append(spec if size == world else f"{spec},dp_shard=-1")
-    product = default_product(world)
+    product = choose_default_product(world)
     return [*alone, *([product] if product not in alone else [])]
 
 
@@ -71,23 +71,23 @@ def _is_built(spec: str) -> bool:
     return True
 
 
-def default_product(world: int) -> str:
+def choose_default_product(world: int) -> str:
     """tp, pp and shards, of two ranks each where there are eight."""
-    tp = _smallest_factor(world)
-    pp = _smallest_factor(world // tp)
+    tp = _find_smallest_factor(world)
+    pp = _find_smallest_factor(world // tp)
     rest = world // tp // pp
     sizes = {"tp": tp, "pp": pp, "dp_shard": rest}
     return ",".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "dp_shard=-1"
 
 
-def _smallest_factor(number: int) -> int:
+def _find_smallest_factor(number: int) -> int:
     return next((factor for factor in range(2, number + 1) if number % factor == 0), 1)
 
 
 # ---- the model and its rows ------------------------------------------------------------------------------------
 
 
-def tiny_config(config: ParallelConfig) -> LlamaConfig:
+def make_tiny_config(config: ParallelConfig) -> LlamaConfig:
     """Sizes that the layout can cut: three query heads for each key/value head, of which every tp rank has one."""
     from transformers import LlamaConfig
 
@@ -108,16 +108,18 @@ def tiny_config(config: ParallelConfig) -> LlamaConfig:
     )
 
 
-def tiny_model(config: ParallelConfig, dtype: torch.dtype) -> LlamaForCausalLM:
+def make_tiny_model(config: ParallelConfig, dtype: torch.dtype) -> LlamaForCausalLM:
     """Make a tiny model, alike on every rank; random numbers go on as before."""
     from transformers import LlamaForCausalLM
 
     with torch.random.fork_rng([]):
         torch.manual_seed(SEED)
-        return LlamaForCausalLM(tiny_config(config)).to(dtype).train()
+        return LlamaForCausalLM(make_tiny_config(config)).to(dtype).train()
 
 
-def batch(config: ParallelConfig, share: int | None, device: torch.device, step: int) -> dict[str, torch.Tensor]:
+def make_parity_batch(
+    config: ParallelConfig, share: int | None, device: torch.device, step: int
+) -> dict[str, torch.Tensor]:
     """The rows of one data rank, or of all of them: as many for each, whose mean is then the mean of all."""
     rows = 2 * max(2, config.pp_size)
     generator = torch.Generator().manual_seed(SEED + step)
@@ -126,12 +128,14 @@ def batch(config: ParallelConfig, share: int | None, device: torch.device, step:
     return {"input_ids": tokens.to(device), "labels": tokens.to(device)}
 
 
-def train(model: nn.Module, config: ParallelConfig, share: int | None, device: torch.device) -> tuple[list, list]:
+def train_tiny_model(
+    model: nn.Module, config: ParallelConfig, share: int | None, device: torch.device
+) -> tuple[list, list]:
     """Losses, as tensors, and gradient norms of the steps."""
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9, foreach=True)  # foreach: CUDA's default
     losses, norms = [], []
     for step in range(STEPS):
-        loss = model(**batch(config, share, device, step)).loss
+        loss = model(**make_parity_batch(config, share, device, step)).loss
         loss.backward()
         norms.append(clip_grad_norm(model, math.inf))
         optimizer.step()
@@ -140,18 +144,18 @@ def train(model: nn.Module, config: ParallelConfig, share: int | None, device: t
     return losses, norms
 
 
-def alone(config: ParallelConfig, device: torch.device, dtype: torch.dtype) -> Trained:
+def train_alone(config: ParallelConfig, device: torch.device, dtype: torch.dtype) -> Trained:
     """Train in one process."""
-    model = tiny_model(config, dtype).to(device)
-    losses, norms = train(model, config, None, device)
+    model = make_tiny_model(config, dtype).to(device)
+    losses, norms = train_tiny_model(model, config, None, device)
     return Trained([x.item() for x in losses], [x.item() for x in norms], full_state_dict(model))
 
 
-def together(mesh: ParallelMesh, dtype: torch.dtype) -> Trained:
+def train_together(mesh: ParallelMesh, dtype: torch.dtype) -> Trained:
     """Train on all ranks."""
-    model = parallelize(tiny_model(mesh.config, dtype), mesh=mesh)
+    model = parallelize(make_tiny_model(mesh.config, dtype), mesh=mesh)
     config = model._hf_parallel.config
-    losses, norms = train(model, config, mesh.data_rank, mesh.device)
+    losses, norms = train_tiny_model(model, config, mesh.data_rank, mesh.device)
     total = torch.stack(losses)
     if mesh.data_size > 1:
         dist.all_reduce(total, group=mesh.data_group)
@@ -168,9 +172,9 @@ def check_layout(spec: str, device: torch.device, dtype: torch.dtype, room: Room
     room.step(f"parity of {name}", 2)
     try:
         config = ParallelConfig.parse(spec).resolve(dist.get_world_size())
-        with full_precision():
+        with use_full_precision():
             mesh = ParallelMesh.create(config, device)
-            ours = together(mesh, dtype)
+            ours = train_together(mesh, dtype)
     except SpecError as error:  # on all ranks, as all ask the same
         room.gather(None)
         if dist.get_rank() == 0:
@@ -178,12 +182,12 @@ def check_layout(spec: str, device: torch.device, dtype: torch.dtype, room: Room
         return
     everyone = room.gather((ours.losses, ours.norms))
     if everyone:
-        with full_precision():
-            theirs = alone(mesh.config, device, dtype)
+        with use_full_precision():
+            theirs = train_alone(mesh.config, device, dtype)
         gaps = {
-            "loss": max(_relative(losses, theirs.losses) for losses, _ in everyone),
-            "gradient norm": max(_relative(norms, theirs.norms) for _, norms in everyone),
-            "weights": _weights(ours.weights, theirs.weights),
+            "loss": max(_compute_relative_difference(losses, theirs.losses) for losses, _ in everyone),
+            "gradient norm": max(_compute_relative_difference(norms, theirs.norms) for _, norms in everyone),
+            "weights": _compare_weights(ours.weights, theirs.weights),
         }
         limits = dict(zip(gaps, TOLERANCES[dtype], strict=True))
         shown = ", ".join(f"{what} {gap:.0e}" for what, gap in gaps.items())
@@ -195,7 +199,7 @@ def check_layout(spec: str, device: torch.device, dtype: torch.dtype, room: Room
 
 
 @contextlib.contextmanager
-def full_precision() -> Iterator[None]:
+def use_full_precision() -> Iterator[None]:
     """Multiply in fp32 without rounding to TF32."""
     former = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
@@ -205,11 +209,11 @@ def full_precision() -> Iterator[None]:
         torch.set_float32_matmul_precision(former)
 
 
-def _relative(ours: list[float], theirs: list[float]) -> float:
+def _compute_relative_difference(ours: list[float], theirs: list[float]) -> float:
     return max(abs(a - b) / abs(b) if math.isfinite(a) else math.inf for a, b in zip(ours, theirs, strict=True))
 
 
-def _weights(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
+def _compare_weights(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
     if ours.keys() != theirs.keys() or any(ours[name].shape != theirs[name].shape for name in ours):
         return math.inf
     gaps = [(ours[name].double() - theirs[name].double()).abs().max().item() for name in ours]

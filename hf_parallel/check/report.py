@@ -53,12 +53,12 @@ class Report:
         if self.stopped is not None:
             return f"FAILED on {ranks}: {self.stopped}"
         if wrong:
-            return f"FAILED on {ranks}: {_some(wrong)}"
+            return f"FAILED on {ranks}: {_format_some(wrong)}"
         exact = sum(row.part == "parity" and row.status == OK for row in self.rows)
         numbers = f"; {exact} layouts as in one process" if exact else ""
         numbers += f"; NOT RUN: {', '.join(self.not_run)}" if self.not_run else ""
         if slow:
-            return f"works on {ranks}{numbers}, but slower than half of what the planner expects: {_some(slow)}"
+            return f"works on {ranks}{numbers}, but slower than half of what the planner expects: {_format_some(slow)}"
         return f"works on {ranks}{numbers}"
 
     def to_dict(self) -> dict[str, object]:
@@ -85,7 +85,7 @@ class Report:
         return "\n".join([*lines, "", f"{self.name}: {self.verdict}"])
 
 
-def ranks_text(ranks: list[int]) -> str:
+def format_ranks(ranks: list[int]) -> str:
     """`0-3 8`, shortened where there are many."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
@@ -97,5 +97,5 @@ def ranks_text(ranks: list[int]) -> str:
     return " ".join(shown[:8]) + (" …" if len(shown) > 8 else "")
 
 
-def _some(names: list[str]) -> str:
+def _format_some(names: list[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

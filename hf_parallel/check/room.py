@@ -104,7 +104,7 @@ class Room:
     def fail(self, error: BaseException) -> None:
         """End all ranks; this one prints its traceback unless another was first. Does not return."""
         text = "".join(traceback.format_exception(error)).rstrip()
-        self._end(f"{self._step}: {_in_short(error)}", text)
+        self._end(f"{self._step}: {_shorten_error(error)}", text)
 
     # ---- the thread ----------------------------------------------------------------------------------------------
 
@@ -154,5 +154,5 @@ class Room:
             os._exit(1)
 
 
-def _in_short(error: BaseException) -> str:
+def _shorten_error(error: BaseException) -> str:
     return " ".join([f"{type(error).__name__}:", *str(error).split()])[:200]

@@ -12,7 +12,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from hf_parallel.apply.parallelize import default_device
+from hf_parallel.apply.parallelize import choose_default_device
 from hf_parallel.ask.config import ParallelConfig
 from hf_parallel.ask.waiting import waiting
 from hf_parallel.check import calibrate, links, parity, system
@@ -57,17 +57,17 @@ class Wanted:
         Raises:
             SpecError: it cannot be, with so many ranks.
         """
-        return ParallelConfig.parse(self.parallel or parity.default_product(world)).resolve(world)
+        return ParallelConfig.parse(self.parallel or parity.choose_default_product(world)).resolve(world)
 
     def layouts(self, world: int) -> list[str]:
         """Return the layouts that are compared with one process."""
-        return [self.parallel] if self.parallel else parity.default_layouts(world)
+        return [self.parallel] if self.parallel else parity.list_default_layouts(world)
 
 
 def check(wanted: Wanted) -> Report:
     """Check what `wanted` says; every rank calls it. A rank that fails ends all processes with exit code 1."""
-    device = default_device()
-    mine = connect(device, wanted)
+    device = choose_default_device()
+    mine = connect_ranks(device, wanted)
     report, rank, world = Report(dist.get_world_size()), dist.get_rank(), dist.get_world_size()
 
     def ended(reason: str) -> None:
@@ -80,7 +80,7 @@ def check(wanted: Wanted) -> Report:
     with waiting("checking what is here") as say:
         room = Room(store, rank, world, wanted.limit_s, ended, say)
         try:
-            for row in _parts(wanted, device, room):
+            for row in _run_parts(wanted, device, room):
                 report.add([row])
             room.close()
         except Exception as error:
@@ -97,7 +97,7 @@ def publish(report: Report, wanted: Wanted) -> None:
         report.write(wanted.json)
 
 
-def connect(device: torch.device, wanted: Wanted) -> bool:
+def connect_ranks(device: torch.device, wanted: Wanted) -> bool:
     """Make the process group, unless there is one; was it made here?"""
     if dist.is_initialized():
         return False
@@ -110,14 +110,14 @@ def connect(device: torch.device, wanted: Wanted) -> bool:
     return True
 
 
-def _parts(wanted: Wanted, device: torch.device, room: Room) -> Iterator[Row]:
+def _run_parts(wanted: Wanted, device: torch.device, room: Room) -> Iterator[Row]:
     """All rows on rank 0; the others take part."""
     began = time.monotonic()
     if wanted.calibrate is not None:
-        yield from calibrate.calibrate(device, room, wanted.calibrate or None)
+        yield from calibrate.calibrate_machine(device, room, wanted.calibrate or None)
         return
     if wanted.links:
-        yield from _what_is_here(wanted, device, room)
+        yield from _examine_machine(wanted, device, room)
     for spec in wanted.layouts(room.world) if wanted.parity and room.world > 1 else ():
         for name in wanted.dtypes:
             yield from parity.check_layout(spec, device, DTYPES[name], room, wanted.parallel is not None)
@@ -125,16 +125,16 @@ def _parts(wanted: Wanted, device: torch.device, room: Room) -> Iterator[Row]:
         yield Row("check", "time", f"{time.monotonic() - began:.1f} s", status="")
 
 
-def _what_is_here(wanted: Wanted, device: torch.device, room: Room) -> Iterator[Row]:
+def _examine_machine(wanted: Wanted, device: torch.device, room: Room) -> Iterator[Row]:
     room.step("facts of each rank")
-    ranks = room.gather(system.facts(device))
-    cluster, known = system.catalogued(ranks) if ranks else (None, [])
+    ranks = room.gather(system.read_machine_facts(device))
+    cluster, known = system.find_in_catalogue(ranks) if ranks else (None, [])
     if ranks:
-        yield from [*system.rows(ranks), *known]
+        yield from [*system.make_system_rows(ranks), *known]
     room.step("matrix product")
-    rates, crowded = room.gather(devices.product_rate(device)), system.shared(ranks)
+    rates, crowded = room.gather(devices.measure_product_rate(device)), system.is_device_shared(ranks)
     if rates:
-        yield system.product_row(rates, [rank["device"] for rank in ranks], cluster, crowded)
+        yield system.make_product_row(rates, [rank["device"] for rank in ranks], cluster, crowded)
     if room.world > 1:
         config = wanted.layout(room.world)
         room.step(f"process groups of {config.to_spec()}")

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from hf_parallel.ask.config import SpecError
-from hf_parallel.check.report import FAILED, NOTE, OK, SLOW, Row, ranks_text
+from hf_parallel.check.report import FAILED, NOTE, OK, SLOW, Row, format_ranks
 from hf_parallel.planner.detect import detect
 from hf_parallel.planner.hardware import Cluster, Link
 
@@ -25,10 +25,10 @@ _MUST_AGREE = ("python", *_LIBRARIES, "cuda", "nccl")
 SLOW_SHARE = 0.5
 
 
-def facts(device: torch.device) -> Facts:
+def read_machine_facts(device: torch.device) -> Facts:
     """Return the facts of this rank."""
     found: dict[str, object] = {"host": socket.gethostname(), "python": platform.python_version()}
-    found |= {name: version for name in _LIBRARIES if (version := _version(name))}
+    found |= {name: version for name in _LIBRARIES if (version := _read_version(name))}
     found |= {"pid": os.getpid(), "backend": dist.get_backend(), "device": "cpu", "place": "", "cuda": None}
     found["nccl"] = None
     if device.type == "cpu":
@@ -41,41 +41,43 @@ def facts(device: torch.device) -> Facts:
     return found
 
 
-def _version(name: str) -> str | None:
+def _read_version(name: str) -> str | None:
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return None
 
 
-def rows(ranks: list[Facts]) -> Iterator[Row]:
+def make_system_rows(ranks: list[Facts]) -> Iterator[Row]:
     """Yield the rows that rank 0 prints about all ranks."""
-    yield _versions(ranks[0])
+    yield _make_version_row(ranks[0])
     for name in _MUST_AGREE:
-        yield from _unlike(ranks, name, "the same on all ranks", FAILED)
-    yield from _unlike(ranks, "device", "a layout waits for the slowest kind: compare with the fast ones alone", NOTE)
-    yield from _devices(ranks)
-    yield _settings()
+        yield from _find_unlike_ranks(ranks, name, "the same on all ranks", FAILED)
+    yield from _find_unlike_ranks(
+        ranks, "device", "a layout waits for the slowest kind: compare with the fast ones alone", NOTE
+    )
+    yield from _make_device_rows(ranks)
+    yield _make_settings_row()
 
 
-def _versions(first: Facts) -> Row:
+def _make_version_row(first: Facts) -> Row:
     shown = [f"{name} {first[name]}" for name in ("python", *_LIBRARIES, "cuda", "nccl") if first.get(name)]
     return Row("system", "versions", ", ".join(shown), values=dict(first))
 
 
-def _unlike(ranks: list[Facts], name: str, expected: str, status: str) -> Iterator[Row]:
+def _find_unlike_ranks(ranks: list[Facts], name: str, expected: str, status: str) -> Iterator[Row]:
     """A row if ranks differ in a fact."""
     holders: dict[object, list[int]] = {}
     for number, rank in enumerate(ranks):
         holders.setdefault(rank.get(name), []).append(number)
     if len(holders) > 1:
-        shown = "; ".join(f"{value or 'none'} on {ranks_text(numbers)}" for value, numbers in holders.items())
+        shown = "; ".join(f"{value or 'none'} on {format_ranks(numbers)}" for value, numbers in holders.items())
         yield Row("system", name, shown, expected, status)
 
 
-def _devices(ranks: list[Facts]) -> Iterator[Row]:
+def _make_device_rows(ranks: list[Facts]) -> Iterator[Row]:
     hosts = len({rank["host"] for rank in ranks})
-    kinds = Counter(map(_device_text, ranks))
+    kinds = Counter(map(_format_device, ranks))
     shown = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
     shown += f", {hosts} host{'s' * (hosts > 1)}, {ranks[0]['backend']}"
     yield Row("system", "devices", shown, values={"hosts": hosts})
@@ -86,30 +88,30 @@ def _devices(ranks: list[Facts]) -> Iterator[Row]:
     crowded = [numbers for numbers in places.values() if len(numbers) > 1]
     if crowded:
         meant = "NCCL_HOSTID" in os.environ or ranks[0]["backend"] == "gloo"
-        shown = f"ranks {ranks_text(crowded[0])} share one; no time here is that of a link"
+        shown = f"ranks {format_ranks(crowded[0])} share one; no time here is that of a link"
         yield Row("system", "devices shared", shown, "one for each rank", NOTE if meant else FAILED)
 
 
-def _device_text(rank: Facts) -> str:
+def _format_device(rank: Facts) -> str:
     """`H100, 79.1 GiB`: cards of one kind read alike, though drivers report some MiB more or less."""
     memory = rank.get("memory")
     return f"{rank['device']}, {memory / 2**30:.1f} GiB" if isinstance(memory, int) else str(rank["device"])
 
 
-def shared(ranks: list[Facts]) -> bool:
+def is_device_shared(ranks: list[Facts]) -> bool:
     """Do several ranks compute on one accelerator?"""
     places = [(rank["host"], rank["place"]) for rank in ranks if rank["place"]]
     return len(set(places)) < len(places)
 
 
-def _settings() -> Row:
+def _make_settings_row() -> Row:
     names = [name for name in sorted(os.environ) if name.startswith(("NCCL_", "TORCH_NCCL_", "GLOO_", "UCX_", "FI_"))]
     names += [name for name in ("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_VISIBLE_DEVICES") if name in os.environ]
     shown = " ".join(f"{name}={os.environ[name]}" for name in names) or "none of NCCL_*, GLOO_*, CUDA_* is set"
     return Row("system", "environment", shown, status=NOTE, values={name: os.environ[name] for name in names})
 
 
-def catalogued(ranks: list[Facts]) -> tuple[Cluster | None, list[Row]]:
+def find_in_catalogue(ranks: list[Facts]) -> tuple[Cluster | None, list[Row]]:
     """Return what the planner takes this machine for, and rows that say so; None if the catalogue lacks its GPU."""
     hosts = Counter(rank["host"] for rank in ranks)
     try:
@@ -128,7 +130,7 @@ def _link_row(what: str, link: Link) -> Row:
 # ---- speed of a device ---------------------------------------------------------------------------------------------
 
 
-def product_row(rates: list[float], kinds: list[object], cluster: Cluster | None, crowded: bool) -> Row:
+def make_product_row(rates: list[float], kinds: list[object], cluster: Cluster | None, crowded: bool) -> Row:
     """The slowest rank's rate beside the planner's and the other ranks'; of unlike devices, the slowest of each kind.
 
     Args:

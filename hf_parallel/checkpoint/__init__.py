@@ -1,17 +1,33 @@
 """Reading and writing: weights in the Hub's format, each rank only its slices."""
 
-from hf_parallel.checkpoint.folder import LAYOUT, Checkpoint, Lock, by_step, candidates, flaws, put_back_former, remove
-from hf_parallel.checkpoint.hub_format import names_in_order
-from hf_parallel.checkpoint.manifest import damages, has_manifest
-from hf_parallel.checkpoint.resume import has_optimizer, load_optimizer, save_optimizer, write_refusal
-from hf_parallel.checkpoint.saving import CheckpointError, DamagedCheckpoint, Saving, current, going_on, start_writer
+from hf_parallel.checkpoint.folder import (
+    LAYOUT,
+    Checkpoint,
+    Lock,
+    find_flaws,
+    list_by_step,
+    list_whole_checkpoints,
+    put_back_former,
+    remove,
+)
+from hf_parallel.checkpoint.hub_format import list_names_in_order
+from hf_parallel.checkpoint.manifest import find_damages, has_manifest
+from hf_parallel.checkpoint.resume import has_optimizer, load_optimizer_state, save_optimizer_state, write_refusal
+from hf_parallel.checkpoint.saving import (
+    CheckpointError,
+    DamagedCheckpoint,
+    Saving,
+    join_current_save,
+    make_save_current,
+    start_writer,
+)
 from hf_parallel.checkpoint.weights import (
     full_state_dict,
+    list_local_parameters,
     load_weights,
-    parameter_groups,
-    parameters,
-    save_pretrained,
-    streamed,
+    make_parameter_groups,
+    save_pretrained_model,
+    stream_tensors,
 )
 
 __all__ = [
@@ -21,25 +37,25 @@ __all__ = [
     "DamagedCheckpoint",
     "Lock",
     "Saving",
-    "by_step",
-    "candidates",
-    "current",
-    "damages",
-    "flaws",
+    "list_by_step",
+    "list_whole_checkpoints",
+    "join_current_save",
+    "find_damages",
+    "find_flaws",
     "full_state_dict",
-    "going_on",
+    "make_save_current",
     "has_manifest",
     "has_optimizer",
-    "load_optimizer",
+    "load_optimizer_state",
     "load_weights",
-    "names_in_order",
-    "parameter_groups",
-    "parameters",
+    "list_names_in_order",
+    "make_parameter_groups",
+    "list_local_parameters",
     "put_back_former",
     "remove",
-    "save_optimizer",
-    "save_pretrained",
+    "save_optimizer_state",
+    "save_pretrained_model",
     "start_writer",
-    "streamed",
+    "stream_tensors",
     "write_refusal",
 ]

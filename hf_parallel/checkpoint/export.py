@@ -21,13 +21,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hf_parallel.checkpoint.folder import LAYOUT
-from hf_parallel.checkpoint.hub_format import Entry, hub_groups
-from hf_parallel.checkpoint.lazy_tensor import LazyTensor, lazy_tensor
-from hf_parallel.checkpoint.manifest import damages, has_manifest
+from hf_parallel.checkpoint.hub_format import Entry, make_hub_groups
+from hf_parallel.checkpoint.lazy_tensor import LazyTensor, make_lazy_tensor
+from hf_parallel.checkpoint.manifest import find_damages, has_manifest
 from hf_parallel.checkpoint.resume import has_optimizer, write_plain
 from hf_parallel.checkpoint.saving import CheckpointError, Saving, TensorFile
 from hf_parallel.checkpoint.slices import Part, read_part
-from hf_parallel.checkpoint.weights import converted, in_folder, shards, write_index
+from hf_parallel.checkpoint.weights import convert_tensors, open_folder, split_into_files, write_index
 
 if TYPE_CHECKING:
     from torch import nn
@@ -55,7 +55,7 @@ class Item:
     values: Callable[[], Iterable[torch.Tensor]]
 
 
-def export(
+def export_checkpoint(
     checkpoint: str,
     out: str,
     dtype: torch.dtype | None = None,
@@ -73,7 +73,7 @@ def export(
         CheckpointError: the checkpoint is damaged.
         ValueError: there is nothing to merge, or it cannot be merged.
     """
-    if has_manifest(checkpoint) and (found := damages(checkpoint)):
+    if has_manifest(checkpoint) and (found := find_damages(checkpoint)):
         raise CheckpointError(f"{checkpoint} is damaged: {'; '.join(found)}")
     adapter = os.path.isfile(os.path.join(checkpoint, ADAPTER))
     if base is not None and not adapter:
@@ -83,13 +83,13 @@ def export(
     os.makedirs(out, exist_ok=True)
     with contextlib.ExitStack() as stack:
         if merge_adapter:
-            source = base or _base_of(checkpoint)
-            items, stem = _merged(checkpoint, source, dtype, stack), "model"
+            source = base or _find_base_of(checkpoint)
+            items, stem = _merge_adapter_into(checkpoint, source, dtype, stack), "model"
             _copy_files(source, out)
         else:
             source, stem = checkpoint, "adapter_model" if adapter else "model"
-            items = [_as_it_is(*pair, dtype) for pair in in_folder(checkpoint, stack, stem).items()]
-        _write(items, out, stem, max_shard_size)
+            items = [_make_plain_item(*pair, dtype) for pair in open_folder(checkpoint, stack, stem).items()]
+        _write_items(items, out, stem, max_shard_size)
     _copy_files(checkpoint, out, leave=(ADAPTER,) if merge_adapter else ())
     if dtype is not None and stem == "model" and os.path.isfile(os.path.join(out, "config.json")):
         path = os.path.join(out, "config.json")
@@ -123,7 +123,7 @@ def export_run(checkpoint: str, out: str) -> None:
             shutil.copyfile(os.path.join(checkpoint, source), os.path.join(out, name))
 
 
-def push(out: str, repository: str) -> str:
+def push_folder(out: str, repository: str) -> str:
     """Upload the folder and return its address."""
     from huggingface_hub import HfApi
 
@@ -132,19 +132,19 @@ def push(out: str, repository: str) -> str:
     return str(api.upload_folder(repo_id=name, folder_path=out, commit_message="hf-parallel export"))
 
 
-def _as_it_is(name: str, tensor: LazyTensor, dtype: torch.dtype | None) -> Item:
-    kind = _kind(tensor.dtype, dtype)
+def _make_plain_item(name: str, tensor: LazyTensor, dtype: torch.dtype | None) -> Item:
+    kind = _choose_dtype(tensor.dtype, dtype)
     return Item((Entry(name, tuple(tensor.shape), kind),), lambda: [tensor.whole().to(kind)])
 
 
-def _kind(own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
+def _choose_dtype(own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
     return wanted if wanted is not None and own.is_floating_point else own
 
 
-def _write(items: list[Item], out: str, stem: str, max_shard_size: int | str) -> None:
+def _write_items(items: list[Item], out: str, stem: str, max_shard_size: int | str) -> None:
     by_name = {item.entries[0].name: item for item in items}
     sizes = {name: sum(entry.nbytes for entry in item.entries) for name, item in by_name.items()}
-    plan = shards(sizes, stem, max_shard_size)
+    plan = split_into_files(sizes, stem, max_shard_size)
     weight_map: dict[str, str] = {}
     for file, names in plan.filename_to_tensors.items():
         chosen = [by_name[name] for name in names]
@@ -153,7 +153,7 @@ def _write(items: list[Item], out: str, stem: str, max_shard_size: int | str) ->
         target = TensorFile(os.path.join(out, file), entries, _Alone())
         target.create()
         for item in chosen:
-            _put(item, target)
+            _write_item(item, target)
         target.close()
         target.publish([target.sums])
     if plan.is_sharded:
@@ -161,7 +161,7 @@ def _write(items: list[Item], out: str, stem: str, max_shard_size: int | str) ->
         write_index(out, stem, index)
 
 
-def _put(item: Item, target: TensorFile) -> None:
+def _write_item(item: Item, target: TensorFile) -> None:
     """Write one item; a function of its own keeps no tensor while the next one is read."""
     for entry, value in zip(item.entries, item.values(), strict=True):
         target.put(entry.name, value)
@@ -188,7 +188,7 @@ def _copy_files(source: str, out: str, leave: tuple[str, ...] = ()) -> None:
 # ---- adapters ----------------------------------------------------------------------------------------------------
 
 
-def _base_of(checkpoint: str) -> str:
+def _find_base_of(checkpoint: str) -> str:
     with open(os.path.join(checkpoint, ADAPTER), encoding="utf-8") as file:
         name = json.load(file).get("base_model_name_or_path")
     if not name:
@@ -200,17 +200,19 @@ def _base_of(checkpoint: str) -> str:
     return snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"])
 
 
-def _merged(checkpoint: str, base: str, dtype: torch.dtype | None, stack: contextlib.ExitStack) -> list[Item]:
+def _merge_adapter_into(
+    checkpoint: str, base: str, dtype: torch.dtype | None, stack: contextlib.ExitStack
+) -> list[Item]:
     """Return the base's tensors with the adapter in them, as its conversion groups them for the Hub."""
-    model = _on_meta(base)
+    model = _build_on_meta_from(base)
     state = model.state_dict()
-    tensors = {name: _lazy(tensor) for name, tensor in converted(model, state, in_folder(base, stack))}
+    tensors = {name: _make_lazy(tensor) for name, tensor in convert_tensors(model, state, open_folder(base, stack))}
     _merge(model, tensors, checkpoint, stack)
     tied = set(getattr(model, "all_tied_weights_keys", None) or ())
     entries = [Entry(n, tuple(t.shape), t.dtype) for n, t in tensors.items() if n not in tied]
     items = []
-    for group in hub_groups(model, entries):
-        kinds = [_kind(entry.dtype, dtype) for entry in group.entries]
+    for group in make_hub_groups(model, entries):
+        kinds = [_choose_dtype(entry.dtype, dtype) for entry in group.entries]
         described = tuple(Entry(e.name, e.shape, kind) for e, kind in zip(group.entries, kinds, strict=True))
         items.append(Item(described, _Values(group, tensors, kinds)))
     return items
@@ -228,11 +230,11 @@ class _Values:
             yield value.to(kind)
 
 
-def _lazy(tensor: torch.Tensor) -> LazyTensor:
-    return tensor if isinstance(tensor, LazyTensor) else lazy_tensor(tensor)
+def _make_lazy(tensor: torch.Tensor) -> LazyTensor:
+    return tensor if isinstance(tensor, LazyTensor) else make_lazy_tensor(tensor)
 
 
-def _on_meta(folder: str) -> PreTrainedModel:
+def _build_on_meta_from(folder: str) -> PreTrainedModel:
     import transformers
 
     config = transformers.AutoConfig.from_pretrained(folder)
@@ -252,13 +254,13 @@ def _merge(model: nn.Module, tensors: dict[str, LazyTensor], checkpoint: str, st
             f"--merge-adapter: {config.get('peft_type')} with these options is not known; plain LoRA works"
         )
     parts: dict[tuple[str, int], dict[str, LazyTensor]] = {}
-    for key, tensor in in_folder(checkpoint, stack, "adapter_model").items():
+    for key, tensor in open_folder(checkpoint, stack, "adapter_model").items():
         name = key.removeprefix("base_model.model.")
         found = re.fullmatch(r"(.+?)((?:\.base_layer)*)\.lora_(?:embedding_)?([AB])(?:\.weight)?", name)
         if found:
             parts.setdefault((found[1], found[2].count("base_layer")), {})[found[3]] = tensor
         elif (own := name.replace(".base_layer.", ".")) in tensors:
-            tensors[own] = _lazy(tensor)  # a module that was trained whole
+            tensors[own] = _make_lazy(tensor)  # a module that was trained whole
         else:
             raise ValueError(f"--merge-adapter: {key} is no part of {type(model).__name__}")
     for (path, depth), pair in parts.items():
@@ -270,24 +272,26 @@ def _merge(model: nn.Module, tensors: dict[str, LazyTensor], checkpoint: str, st
         if weight not in tensors:
             raise ValueError(f"--merge-adapter: {type(model).__name__} has no {weight}")
         by_input = not named and type(module).__name__ in ("Conv1D", "Embedding")
-        factors = functools.partial(_factors, tensors[weight], pair["A"], pair["B"], module, by_input)
-        scaling = _scaling(config, weight if named else path, _rank(tensors[weight], pair["A"]))
-        tensors[weight] = _sum(tensors[weight], factors, scaling)
+        factors = functools.partial(_arrange_factors, tensors[weight], pair["A"], pair["B"], module, by_input)
+        scaling = _compute_adapter_scaling(
+            config, weight if named else path, _find_adapter_rank(tensors[weight], pair["A"])
+        )
+        tensors[weight] = _add_adapter(tensors[weight], factors, scaling)
 
 
-def _rank(weight: LazyTensor, a: torch.Tensor) -> int:
+def _find_adapter_rank(weight: LazyTensor, a: torch.Tensor) -> int:
     """Return the rank of an adapter. The A and B of all experts lie side by side."""
     return int(a.shape[0]) // (weight.shape[0] if len(weight.shape) == 3 else 1)
 
 
-def _scaling(config: dict[str, Any], path: str, rank: int) -> float:
+def _compute_adapter_scaling(config: dict[str, Any], path: str, rank: int) -> float:
     patterns = config.get("alpha_pattern") or {}
     own = (alpha for pattern, alpha in patterns.items() if re.match(rf"(.*\.)?({pattern})$", path))
     alpha = next(own, config["lora_alpha"])
     return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 
-def _factors(
+def _arrange_factors(
     weight: LazyTensor, a: LazyTensor, b: LazyTensor, module: nn.Module, by_input: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return two matrices, or two stacks with one per expert, whose product has the weight's shape; fp32.
@@ -304,7 +308,9 @@ def _factors(
     return (second.mT, first.mT) if by_input else (first, second)
 
 
-def _sum(weight: LazyTensor, factors: Callable[[], tuple[torch.Tensor, torch.Tensor]], scaling: float) -> LazyTensor:
+def _add_adapter(
+    weight: LazyTensor, factors: Callable[[], tuple[torch.Tensor, torch.Tensor]], scaling: float
+) -> LazyTensor:
     """Return W + scaling B A, computed in fp32."""
 
     def part(wanted: Part) -> torch.Tensor:

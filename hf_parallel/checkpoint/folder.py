@@ -16,8 +16,8 @@ import time
 from collections.abc import Mapping
 from typing import IO, Any
 
-from hf_parallel.checkpoint.manifest import damages, has_manifest, write_manifest
-from hf_parallel.checkpoint.saving import CheckpointError, Saving, lost_peer, wait_for_writer
+from hf_parallel.checkpoint.manifest import find_damages, has_manifest, write_manifest
+from hf_parallel.checkpoint.saving import CheckpointError, Saving, make_lost_peer_error, wait_for_writer
 from hf_parallel.ranks.mesh import ParallelMesh
 
 LOCK = "_hf_parallel.lock"
@@ -83,15 +83,15 @@ class Checkpoint(Saving):
         except RuntimeError as error:
             if complete:  # rank 0 may or may not have renamed it by now
                 told = f"all of {self.name} was written; whether it has its name is not known"
-                raise lost_peer(error, told) from error
+                raise make_lost_peer_error(error, told) from error
             raise self.lost_peer(error) from error
 
     def lost_peer(self, error: RuntimeError) -> CheckpointError:
         """Return the error to raise when a transfer has failed."""
-        return lost_peer(error, f"{self.name} was not written; {self._newest()}")
+        return make_lost_peer_error(error, f"{self.name} was not written; {self._newest()}")
 
     def _newest(self) -> str:
-        last = next(iter(candidates(self.run)), None)
+        last = next(iter(list_whole_checkpoints(self.run)), None)
         return "there is no earlier one" if last is None else f"{os.path.basename(last)} is the newest whole one"
 
     def _rename(self) -> None:
@@ -130,21 +130,21 @@ def _flush_entry(path: str) -> None:
 # ---- which checkpoint ----------------------------------------------------------------------------------------------
 
 
-def candidates(run: str) -> list[str]:
+def list_whole_checkpoints(run: str) -> list[str]:
     """Return Trainer's checkpoints that look whole, newest first: nothing is missing, every size is right."""
-    return [path for path in by_step(run) if not flaws(path)]
+    return [path for path in list_by_step(run) if not find_flaws(path)]
 
 
-def flaws(path: str) -> list[str]:
+def find_flaws(path: str) -> list[str]:
     """Return what is visibly wrong with a checkpoint, a line each; no file is read."""
     if not os.path.isfile(os.path.join(path, "trainer_state.json")):
         return ["trainer_state.json is missing"]
     if not os.path.isfile(os.path.join(path, LAYOUT)) and not has_manifest(path):
         return []  # plain Trainer's, which has no manifest and writes its state last
-    return damages(path, shares=0)
+    return find_damages(path, shares=0)
 
 
-def by_step(run: str) -> list[str]:
+def list_by_step(run: str) -> list[str]:
     """Return the folders named like a checkpoint, whatever is in them, newest first."""
     if not os.path.isdir(run):
         return []

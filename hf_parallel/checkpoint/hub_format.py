@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from hf_parallel.checkpoint.lazy_tensor import LazyTensor
-from hf_parallel.checkpoint.slices import Part, axes_and_dims, read_part
-from hf_parallel.model.anatomy import StoredOrder, stored_order
+from hf_parallel.checkpoint.slices import Part, list_axes_and_dims, read_part
+from hf_parallel.model.anatomy import StoredOrder, get_stored_order
 from hf_parallel.ranks import messages
 from hf_parallel.ranks.mesh import ParallelMesh
 
@@ -69,7 +69,7 @@ class Group:
         return iter(tensors.values()) if self.conversion is None else self.conversion(tensors)
 
 
-def hub_groups(model: PreTrainedModel, entries: Iterable[Entry], convert: bool = True) -> list[Group]:
+def make_hub_groups(model: PreTrainedModel, entries: Iterable[Entry], convert: bool = True) -> list[Group]:
     """Group the tensors of the model by what transformers makes of them when it saves, in their order.
 
     Raises:
@@ -79,7 +79,7 @@ def hub_groups(model: PreTrainedModel, entries: Iterable[Entry], convert: bool =
     gathered: dict[str, torch.Tensor] = {}
     own = {name: _read_later(entry, gathered) for name, entry in by_name.items()}
     saved = _revert(model, own) if convert else own
-    together = _joined({name: tensor.origins for name, tensor in saved.items()})
+    together = _find_joined_conversions({name: tensor.origins for name, tensor in saved.items()})
     groups: dict[str, Group] = {}
     for name in by_name:
         if name in together:  # else transformers leaves it out
@@ -123,7 +123,7 @@ def _revert(model: nn.Module, own: dict[str, LazyTensor]) -> dict[str, LazyTenso
         ) from error
 
 
-def _joined(origins: dict[str, frozenset[str]]) -> dict[str, tuple[set[str], list[str]]]:
+def _find_joined_conversions(origins: dict[str, frozenset[str]]) -> dict[str, tuple[set[str], list[str]]]:
     """Return, by tensor of the model, all that are converted with it and the names of what they become."""
     together: dict[str, tuple[set[str], list[str]]] = {}
     for name, keys in origins.items():
@@ -133,20 +133,20 @@ def _joined(origins: dict[str, frozenset[str]]) -> dict[str, tuple[set[str], lis
     return together
 
 
-def describe(model: nn.Module, name: str, tensor: Any, stage: int) -> Entry:
+def describe_tensor(model: nn.Module, name: str, tensor: Any, stage: int) -> Entry:
     """Return where a tensor lies. A tensor of an optimizer, `parameter/slot`, lies as its parameter does."""
-    axes = axes_and_dims(tensor)
+    axes = list_axes_and_dims(tensor)
     names = tensor.device_mesh.mesh_dim_names if axes else ()
     cuts = tuple((names[axis], dim) for axis, dim in axes)
-    order = stored_order(model, name.partition("/")[0])
+    order = get_stored_order(model, name.partition("/")[0])
     return Entry(name, tuple(tensor.shape), tensor.dtype, stage, cuts, order)
 
 
-def entries_of(model: nn.Module, mesh: ParallelMesh, tensors: Mapping[str, torch.Tensor]) -> list[Entry]:
+def gather_entries_of(model: nn.Module, mesh: ParallelMesh, tensors: Mapping[str, torch.Tensor]) -> list[Entry]:
     """Return the tensors of all stages; if two stages hold one, the first stage's. Collective over stages."""
-    own = [describe(model, name, tensor, mesh.index("pp")) for name, tensor in tensors.items()]
+    own = [describe_tensor(model, name, tensor, mesh.index("pp")) for name, tensor in tensors.items()]
     entries: dict[str, Entry] = {}
-    for theirs in of_stages(own, mesh):
+    for theirs in gather_from_stages(own, mesh):
         for entry in theirs:
             entries.setdefault(entry.name, entry)
     return list(entries.values())
@@ -158,38 +158,38 @@ def entries_of(model: nn.Module, mesh: ParallelMesh, tensors: Mapping[str, torch
 Said = TypeVar("Said")
 
 
-def named(model: nn.Module) -> dict[str, nn.Parameter]:
+def list_saved_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return this rank's parameters; a tied one has the name under which it is saved."""
-    tied = _tied_parameters(model)
+    tied = _find_tied_parameters(model)
     found: dict[str, nn.Parameter] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         found.setdefault(tied.get(name, name), parameter)
     return found
 
 
-def names_in_order(model: nn.Module, mesh: ParallelMesh) -> list[str]:
+def list_names_in_order(model: nn.Module, mesh: ParallelMesh) -> list[str]:
     """Return the names of all stages' parameters, in the order of the whole model. Collective over stages."""
-    tied = _tied_parameters(model)
+    tied = _find_tied_parameters(model)
     places: dict[str, tuple] = {}
     for name, _ in model.named_parameters(remove_duplicate=False):
-        places.setdefault(tied.get(name, name), _place(model, name))
-    for other in of_stages(places, mesh):
+        places.setdefault(tied.get(name, name), _find_place_in_tree(model, name))
+    for other in gather_from_stages(places, mesh):
         for name, place in other.items():
             places[name] = min(place, places.get(name, place))
     return sorted(places, key=lambda name: places[name])
 
 
-def tied_names(model: nn.Module) -> set[str]:
+def list_tied_names(model: nn.Module) -> set[str]:
     """Return the names under which tied weights are not saved, of all stages."""
     return set(getattr(model, "_hf_parallel_tied_keys", None) or getattr(model, "all_tied_weights_keys", None) or ())
 
 
-def _tied_parameters(model: nn.Module) -> dict[str, str]:
+def _find_tied_parameters(model: nn.Module) -> dict[str, str]:
     keys = getattr(model, "all_tied_weights_keys", None) or getattr(model, "_hf_parallel_tied_keys", None)
     return dict(keys) if isinstance(keys, dict) else {}
 
 
-def _place(model: nn.Module, name: str) -> tuple[tuple[int, int], ...]:
+def _find_place_in_tree(model: nn.Module, name: str) -> tuple[tuple[int, int], ...]:
     """Return a parameter's place in the tree. Stages replace modules in place, so all agree on the order."""
     *path, last = name.split(".")
     place: list[tuple[int, int]] = []
@@ -200,6 +200,6 @@ def _place(model: nn.Module, name: str) -> tuple[tuple[int, int], ...]:
     return (*place, (0, list(module._parameters).index(last)))
 
 
-def of_stages(own: Said, mesh: ParallelMesh) -> list[Said]:
+def gather_from_stages(own: Said, mesh: ParallelMesh) -> list[Said]:
     """Gather a value from every stage, in the order of stages' ranks. Collective over stages."""
-    return [own] if mesh.size("pp") == 1 else messages.gather(own, mesh.group("pp"))
+    return [own] if mesh.size("pp") == 1 else messages.gather_objects(own, mesh.group("pp"))

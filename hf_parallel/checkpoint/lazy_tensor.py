@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, TypedDict
 import torch
 from torch.utils._pytree import tree_flatten, tree_iter, tree_map_only, tree_unflatten
 
-from hf_parallel.checkpoint.slices import Part, Readable, Wanted, read_part, whole_part
+from hf_parallel.checkpoint.slices import Part, Readable, Wanted, make_whole_part, read_part
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -74,14 +74,18 @@ class LazyTensor(torch.Tensor):
 
     def whole(self) -> torch.Tensor:
         """Read all values."""
-        return self.part(whole_part(self.shape))
+        return self.part(make_whole_part(self.shape))
 
     @classmethod
     def __torch_dispatch__(cls, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None) -> object:  # type: ignore[override]
-        return _FOLLOWED[func](*args, **(kwargs or {})) if func in _FOLLOWED else _deferred(func, args, kwargs or {})
+        return (
+            _FOLLOWED[func](*args, **(kwargs or {}))
+            if func in _FOLLOWED
+            else _defer_operation(func, args, kwargs or {})
+        )
 
 
-def lazy_tensor(
+def make_lazy_tensor(
     source: torch.Tensor | Readable,
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
@@ -91,19 +95,19 @@ def lazy_tensor(
     if isinstance(source, torch.Tensor):
         shape, dtype, device = source.shape, dtype or source.dtype, device or source.device
     else:
-        shape, dtype, device = torch.Size(source.get_shape()), dtype or _dtype_in_file(source), device or "cpu"
+        shape, dtype, device = torch.Size(source.get_shape()), dtype or _read_dtype_in_file(source), device or "cpu"
     return LazyTensor(
         lambda part: read_part(source, part).to(device=device, dtype=dtype), shape, dtype, device, origins
     )
 
 
-def values(tensor: torch.Tensor, part: Part) -> torch.Tensor:
+def read_values(tensor: torch.Tensor, part: Part) -> torch.Tensor:
     """Read a part of a tensor into memory of its own: a view would keep the whole tensor alive."""
     found = tensor.part(part) if isinstance(tensor, LazyTensor) else read_part(tensor, part)
     return found.clone() if found.untyped_storage().nbytes() > found.nbytes else found
 
 
-def _dtype_in_file(source: Readable) -> torch.dtype:
+def _read_dtype_in_file(source: Readable) -> torch.dtype:
     """Return the dtype the header states, because reading an empty slice would read all of it."""
     name = source.get_dtype()
     return (
@@ -116,7 +120,9 @@ def _dtype_in_file(source: Readable) -> torch.dtype:
 # ---- operations --------------------------------------------------------------------------------------------------
 
 
-def _results(func: Callable, args: tuple, kwargs: dict) -> tuple[list[torch.Tensor], TreeSpec, frozenset[str]]:
+def _compute_results_without_data(
+    func: Callable, args: tuple, kwargs: dict
+) -> tuple[list[torch.Tensor], TreeSpec, frozenset[str]]:
     """Return the results of `func` without data, flat, their tree, and the names of its inputs. Checks arguments."""
     origins = [t.origins for t in tree_iter((args, kwargs)) if isinstance(t, LazyTensor)]
     args, kwargs = tree_map_only(torch.Tensor, _without_data, (args, kwargs))
@@ -128,9 +134,9 @@ def _without_data(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
-def _deferred(func: Callable, args: tuple, kwargs: dict) -> object:
+def _defer_operation(func: Callable, args: tuple, kwargs: dict) -> object:
     """Put off any operation: it runs on whole tensors when its result is read."""
-    flat, tree, origins = _results(func, args, kwargs)
+    flat, tree, origins = _compute_results_without_data(func, args, kwargs)
     device = next(t.device for t in tree_iter((args, kwargs)) if isinstance(t, LazyTensor))
 
     def reader(place: int) -> Reader:
@@ -144,101 +150,101 @@ def _deferred(func: Callable, args: tuple, kwargs: dict) -> object:
     return tree_unflatten(made, tree)
 
 
-def _followed(func: Callable, args: tuple, part: Reader, device: torch.device) -> LazyTensor:
+def _follow_operation(func: Callable, args: tuple, part: Reader, device: torch.device) -> LazyTensor:
     """Return the one result of an operation whose parts `part` can read."""
-    (result,), _, origins = _results(func, args, {})
+    (result,), _, origins = _compute_results_without_data(func, args, {})
     return LazyTensor(part, result.shape, result.dtype, device, origins)
 
 
-def _as_lazy(tensors: Iterable[torch.Tensor]) -> list[LazyTensor]:
-    return [tensor if isinstance(tensor, LazyTensor) else lazy_tensor(tensor) for tensor in tensors]
+def _list_as_lazy(tensors: Iterable[torch.Tensor]) -> list[LazyTensor]:
+    return [tensor if isinstance(tensor, LazyTensor) else make_lazy_tensor(tensor) for tensor in tensors]
 
 
-def _replaced(part: Part, dim: int, indices: torch.Tensor) -> Part:
+def _replace_indices(part: Part, dim: int, indices: torch.Tensor) -> Part:
     return (*part[:dim], indices, *part[dim + 1 :])
 
 
-def _empty(part: Part, like: torch.Tensor) -> torch.Tensor:
+def _make_empty_part(part: Part, like: torch.Tensor) -> torch.Tensor:
     return torch.empty([len(indices) for indices in part], dtype=like.dtype, device=like.device)
 
 
-def _alias(tensor: LazyTensor) -> LazyTensor:
+def _alias_lazily(tensor: LazyTensor) -> LazyTensor:
     return LazyTensor(tensor.part, tensor.shape, tensor.dtype, tensor.device, tensor.origins)
 
 
-def _stack(tensors: Iterable[torch.Tensor], dim: int = 0) -> LazyTensor:
-    sources = _as_lazy(tensors)
+def _stack_lazily(tensors: Iterable[torch.Tensor], dim: int = 0) -> LazyTensor:
+    sources = _list_as_lazy(tensors)
     dim %= sources[0].ndim + 1
 
     def part(wanted: Part) -> torch.Tensor:
-        result = _empty(wanted, sources[0])
+        result = _make_empty_part(wanted, sources[0])
         for place, index in enumerate(wanted[dim].tolist()):
             result.select(dim, place).copy_(sources[index].part(wanted[:dim] + wanted[dim + 1 :]))
         return result
 
-    return _followed(torch.ops.aten.stack.default, (sources, dim), part, sources[0].device)
+    return _follow_operation(torch.ops.aten.stack.default, (sources, dim), part, sources[0].device)
 
 
-def _cat(tensors: Iterable[torch.Tensor], dim: int = 0) -> LazyTensor:
-    sources = _as_lazy(tensors)
+def _cat_lazily(tensors: Iterable[torch.Tensor], dim: int = 0) -> LazyTensor:
+    sources = _list_as_lazy(tensors)
     dim %= sources[0].ndim
     starts = [sum(source.shape[dim] for source in sources[:i]) for i in range(len(sources))]
 
     def part(wanted: Part) -> torch.Tensor:
-        result = _empty(wanted, sources[0])
+        result = _make_empty_part(wanted, sources[0])
         for source, start in zip(sources, starts, strict=True):
             places = ((wanted[dim] >= start) & (wanted[dim] < start + source.shape[dim])).nonzero().flatten()
             if len(places):
-                piece = source.part(_replaced(wanted, dim, wanted[dim][places] - start))
+                piece = source.part(_replace_indices(wanted, dim, wanted[dim][places] - start))
                 result.index_copy_(dim, places.to(result.device), piece)
         return result
 
-    return _followed(torch.ops.aten.cat.default, (sources, dim), part, sources[0].device)
+    return _follow_operation(torch.ops.aten.cat.default, (sources, dim), part, sources[0].device)
 
 
-def _slice(
+def _slice_lazily(
     tensor: LazyTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> LazyTensor:
     dim %= tensor.ndim
     indices = torch.arange(tensor.shape[dim])[slice(start, end, step)]
 
     def part(wanted: Part) -> torch.Tensor:
-        return tensor.part(_replaced(wanted, dim, indices[wanted[dim]]))
+        return tensor.part(_replace_indices(wanted, dim, indices[wanted[dim]]))
 
-    return _followed(torch.ops.aten.slice.Tensor, (tensor, dim, start, end, step), part, tensor.device)
+    return _follow_operation(torch.ops.aten.slice.Tensor, (tensor, dim, start, end, step), part, tensor.device)
 
 
 def _split_with_sizes(tensor: LazyTensor, sizes: list[int], dim: int = 0) -> list[LazyTensor]:
     if sum(sizes) != tensor.shape[dim]:
         raise RuntimeError(f"split sizes {sizes} do not add up to dimension {dim} of {tuple(tensor.shape)}")
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
-    return [_slice(tensor, dim, start, start + size) for start, size in zip(starts, sizes, strict=True)]
+    return [_slice_lazily(tensor, dim, start, start + size) for start, size in zip(starts, sizes, strict=True)]
 
 
-def _split(tensor: LazyTensor, size: int, dim: int = 0) -> list[LazyTensor]:
+def _split_lazily(tensor: LazyTensor, size: int, dim: int = 0) -> list[LazyTensor]:
     length = tensor.shape[dim]
-    return [_slice(tensor, dim, start, min(start + size, length)) for start in range(0, max(length, 1), size)]
+    return [_slice_lazily(tensor, dim, start, min(start + size, length)) for start in range(0, max(length, 1), size)]
 
 
-def _transpose(tensor: LazyTensor, dim0: int, dim1: int) -> LazyTensor:
+def _transpose_lazily(tensor: LazyTensor, dim0: int, dim1: int) -> LazyTensor:
     dim0, dim1 = dim0 % tensor.ndim, dim1 % tensor.ndim
 
     def part(wanted: Part) -> torch.Tensor:
-        swapped = _replaced(_replaced(wanted, dim0, wanted[dim1]), dim1, wanted[dim0])
+        swapped = _replace_indices(_replace_indices(wanted, dim0, wanted[dim1]), dim1, wanted[dim0])
         return tensor.part(swapped).transpose(dim0, dim1).contiguous()
 
-    return _followed(torch.ops.aten.transpose.int, (tensor, dim0, dim1), part, tensor.device)
+    return _follow_operation(torch.ops.aten.transpose.int, (tensor, dim0, dim1), part, tensor.device)
 
 
 _FOLLOWED: dict[Callable, Callable[..., object]] = {
-    torch.ops.aten.alias.default: _alias,
-    torch.ops.aten.detach.default: _alias,
-    torch.ops.aten.stack.default: _stack,
-    torch.ops.aten.cat.default: _cat,
-    torch.ops.aten.slice.Tensor: _slice,
-    torch.ops.aten.split.Tensor: _split,
+    torch.ops.aten.alias.default: _alias_lazily,
+    torch.ops.aten.detach.default: _alias_lazily,
+    torch.ops.aten.stack.default: _stack_lazily,
+    torch.ops.aten.cat.default: _cat_lazily,
+    torch.ops.aten.slice.Tensor: _slice_lazily,
+    torch.ops.aten.split.Tensor: _split_lazily,
     torch.ops.aten.split_with_sizes.default: _split_with_sizes,
-    torch.ops.aten.transpose.int: _transpose,
+    torch.ops.aten.transpose.int: _transpose_lazily,
 }
 
 # ---- Ranges of the tensors of a safetensors file, and nothing else of it --------------------------------------------

@@ -61,26 +61,26 @@ class Checksums:
             if start != size:
                 raise ValueError(f"bytes {min(start, size)} to {max(start, size)} were written twice or not at all")
             if start % CHUNK:
-                chunks[-1] = joined(chunks[-1], crc, length)
+                chunks[-1] = join_checksums(chunks[-1], crc, length)
             else:
                 chunks.append(crc)
             size += length
         return {"bytes": size, "crc32": [f"{chunk:08x}" for chunk in chunks]}
 
 
-def joined(first: int, second: int, length: int) -> int:
+def join_checksums(first: int, second: int, length: int) -> int:
     """Return the CRC-32 of two pieces after one another, from the CRC-32 of each and the second one's length, bytes.
 
     A checksum is the remainder of the bytes as a polynomial over GF(2). What comes after multiplies the first one's by
     x to the number of its bits.
     """
-    return _times(first, _power_of_x(8 * length)) ^ second
+    return _multiply_modulo(first, _compute_power_of_x(8 * length)) ^ second
 
 
 _GENERATOR, _ONE, _X = 0xEDB88320, 1 << 31, 1 << 30  # the highest power of x is the lowest bit
 
 
-def _times(a: int, b: int) -> int:
+def _multiply_modulo(a: int, b: int) -> int:
     """Multiply two polynomials modulo CRC-32's generator."""
     product = 0
     while a:
@@ -92,12 +92,12 @@ def _times(a: int, b: int) -> int:
 
 
 @functools.lru_cache(maxsize=4096)
-def _power_of_x(exponent: int) -> int:
+def _compute_power_of_x(exponent: int) -> int:
     if exponent < 2:
         return _X if exponent else _ONE
-    half = _power_of_x(exponent // 2)
-    square = _times(half, half)
-    return _times(square, _X) if exponent % 2 else square
+    half = _compute_power_of_x(exponent // 2)
+    square = _multiply_modulo(half, half)
+    return _multiply_modulo(square, _X) if exponent % 2 else square
 
 
 def write_manifest(folder: str, known: Mapping[str, Checksums]) -> None:
@@ -106,9 +106,11 @@ def write_manifest(folder: str, known: Mapping[str, Checksums]) -> None:
     Args:
         known: checksums by path of files that need not be read again.
     """
-    files = {os.path.relpath(path, folder): known.get(path) or _read(path) for path in _files(folder)}
+    files = {
+        os.path.relpath(path, folder): known.get(path) or _read_checksums(path) for path in _iterate_files(folder)
+    }
     facts = {name: sums.facts() for name, sums in sorted(files.items())}
-    manifest = {"format": _FORMAT, "chunk": CHUNK, "crc32": _crc_of(facts), "files": facts}
+    manifest = {"format": _FORMAT, "chunk": CHUNK, "crc32": _format_crc_of(facts), "files": facts}
     with open(os.path.join(folder, MANIFEST), "w", encoding="utf-8") as out:
         json.dump(manifest, out, indent=1)
 
@@ -118,7 +120,7 @@ def has_manifest(folder: str) -> bool:
     return os.path.isfile(os.path.join(folder, MANIFEST))
 
 
-def damages(folder: str, share: int = 0, shares: int = 1) -> list[str]:
+def find_damages(folder: str, share: int = 0, shares: int = 1) -> list[str]:
     """Return what is wrong with the folder's files, a line each; only every `shares`-th chunk of bytes is read.
 
     With `shares=0` nothing is read: missing files and wrong sizes only.
@@ -128,27 +130,31 @@ def damages(folder: str, share: int = 0, shares: int = 1) -> list[str]:
             manifest = json.load(file)
         if manifest["format"] != _FORMAT:
             raise ValueError(f"format {manifest['format']}, this version reads {_FORMAT}")
-        if manifest["crc32"] != _crc_of(manifest["files"]) or manifest["chunk"] != CHUNK:
+        if manifest["crc32"] != _format_crc_of(manifest["files"]) or manifest["chunk"] != CHUNK:
             raise ValueError("it differs from its own checksum")
         facts = manifest["files"]
     except (OSError, ValueError, KeyError) as error:
         return [f"{MANIFEST} cannot be read ({error})"]
-    found = {name: _wrong_size(os.path.join(folder, name), expected) for name, expected in facts.items()}
+    found = {name: _find_wrong_size(os.path.join(folder, name), expected) for name, expected in facts.items()}
     wrong = [f"{name} {text}" for name, text in found.items() if text]
     whole = [name for name, text in found.items() if not text]
     numbered = enumerate((name, place) for name in whole for place in range(len(facts[name]["crc32"])))
     for number, (name, place) in numbered:
-        if shares and number % shares == share and not _equal(os.path.join(folder, name), facts[name], place):
+        if (
+            shares
+            and number % shares == share
+            and not _is_equal_to_file(os.path.join(folder, name), facts[name], place)
+        ):
             start, end = place * CHUNK, min((place + 1) * CHUNK, facts[name]["bytes"])
             wrong.append(f"{name} differs from its checksum in bytes {start} to {end}")
     return wrong
 
 
-def _crc_of(facts: dict[str, FileFacts]) -> str:
+def _format_crc_of(facts: dict[str, FileFacts]) -> str:
     return f"{zlib.crc32(json.dumps(facts, sort_keys=True).encode()):08x}"
 
 
-def _wrong_size(path: str, expected: FileFacts) -> str | None:
+def _find_wrong_size(path: str, expected: FileFacts) -> str | None:
     try:
         size = os.stat(path).st_size
     except OSError:
@@ -156,7 +162,7 @@ def _wrong_size(path: str, expected: FileFacts) -> str | None:
     return None if size == expected["bytes"] else f"has {size} of {expected['bytes']} bytes"
 
 
-def _equal(path: str, expected: FileFacts, place: int) -> bool:
+def _is_equal_to_file(path: str, expected: FileFacts, place: int) -> bool:
     crc, rest = 0, CHUNK
     with open(path, "rb") as file:
         file.seek(place * CHUNK)
@@ -165,7 +171,7 @@ def _equal(path: str, expected: FileFacts, place: int) -> bool:
     return f"{crc:08x}" == expected["crc32"][place]
 
 
-def _read(path: str) -> Checksums:
+def _read_checksums(path: str) -> Checksums:
     sums, start = Checksums(), 0
     with open(path, "rb") as file:
         while data := file.read(_BLOCK):
@@ -174,6 +180,6 @@ def _read(path: str) -> Checksums:
     return sums
 
 
-def _files(folder: str) -> Iterator[str]:
+def _iterate_files(folder: str) -> Iterator[str]:
     for place, _, files in os.walk(folder):
         yield from (os.path.join(place, file) for file in files if file != MANIFEST)

@@ -27,14 +27,20 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hf_parallel.ask.waiting import waiting
-from hf_parallel.checkpoint.hub_format import Group, entries_of, named, names_in_order, of_stages
-from hf_parallel.checkpoint.lazy_tensor import RangeFile, lazy_tensor, values
-from hf_parallel.checkpoint.saving import Saving, TensorFile, current, write
-from hf_parallel.checkpoint.slices import local_part, whole_part
-from hf_parallel.checkpoint.weights import shards, taken
-from hf_parallel.checkpoint.writers import Item, assign
-from hf_parallel.model.anatomy import stored_order
-from hf_parallel.ranks.mesh import ParallelMesh, placed_as, stored
+from hf_parallel.checkpoint.hub_format import (
+    Group,
+    gather_entries_of,
+    gather_from_stages,
+    list_names_in_order,
+    list_saved_parameters,
+)
+from hf_parallel.checkpoint.lazy_tensor import RangeFile, make_lazy_tensor, read_values
+from hf_parallel.checkpoint.saving import Saving, TensorFile, join_current_save, write_files
+from hf_parallel.checkpoint.slices import find_local_part, make_whole_part
+from hf_parallel.checkpoint.weights import split_into_files, taken
+from hf_parallel.checkpoint.writers import Item, assign_items
+from hf_parallel.model.anatomy import get_stored_order
+from hf_parallel.ranks.mesh import ParallelMesh, get_stored, place_as
 
 if TYPE_CHECKING:
     from bitsandbytes.optim.optimizer import Optimizer8bit
@@ -65,10 +71,10 @@ def read_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> OptimizerS
     Raises:
         NotImplementedError: the optimizer keeps something that has no place in a checkpoint.
     """
-    kind, names = kind_of(optimizer), {id(p): name for name, p in named(model).items()}
+    kind, names = name_kind_of(optimizer), {id(p): name for name, p in list_saved_parameters(model).items()}
     state = OptimizerState(kind)
     for number, group in enumerate(optimizer.param_groups):
-        state.groups.append({key: as_json(kind, key, value) for key, value in group.items() if key != "params"})
+        state.groups.append({key: encode_as_json(kind, key, value) for key, value in group.items() if key != "params"})
         own = [names[id(p)] for p in group["params"] if id(p) in names]
         state.options.update(dict.fromkeys(own, state.groups[-1]))
         state.places.update(dict.fromkeys(own, number))
@@ -78,16 +84,16 @@ def read_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> OptimizerS
             raise NotImplementedError(
                 f"hf_parallel: {kind} keeps state of {parameter!r:.60}, no parameter of the model"
             )
-        for slot, value in plain_slots(slots, parameter).items():
+        for slot, value in decode_slots(slots, parameter).items():
             if torch.is_tensor(value) and value.ndim and slot != "step":
                 _check_slot(kind, name, slot, value, parameter)
                 state.tensors[f"{name}/{slot}"] = value
             else:
-                state.numbers.setdefault(name, {})[slot] = as_json(kind, slot, value)
+                state.numbers.setdefault(name, {})[slot] = encode_as_json(kind, slot, value)
     return state
 
 
-def kind_of(optimizer: torch.optim.Optimizer) -> str:
+def name_kind_of(optimizer: torch.optim.Optimizer) -> str:
     """Return the optimizer's class and library: an AdamW that is not torch's has other states."""
     library = type(optimizer).__module__.partition(".")[0]
     return type(optimizer).__name__ if library in ("torch", "__main__") else f"{library}.{type(optimizer).__name__}"
@@ -102,12 +108,12 @@ def _check_slot(kind: str, name: str, slot: str, value: torch.Tensor, parameter:
         )
 
 
-def as_json(kind: str, key: str, value: object) -> Json:
+def encode_as_json(kind: str, key: str, value: object) -> Json:
     """Return a value for the index: a number, text, or a list of them; a tensor of one number keeps its dtype."""
     if torch.is_tensor(value) and value.numel() == 1:
         return {"dtype": str(value.dtype).removeprefix("torch."), "value": value.item()}
     if isinstance(value, (list, tuple)):
-        return [as_json(kind, key, item) for item in value]
+        return [encode_as_json(kind, key, item) for item in value]
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     raise NotImplementedError(
@@ -116,12 +122,12 @@ def as_json(kind: str, key: str, value: object) -> Json:
     )
 
 
-def from_json(value: object, like: object = None) -> object:
-    """Return the value `as_json` was given; a list becomes a tuple where `like` is one."""
+def decode_from_json(value: object, like: object = None) -> object:
+    """Return the value `encode_as_json` was given; a list becomes a tuple where `like` is one."""
     if isinstance(value, dict):
         return torch.tensor(value["value"], dtype=getattr(torch, value["dtype"]))
     if isinstance(value, list):
-        found = [from_json(item) for item in value]
+        found = [decode_from_json(item) for item in value]
         return tuple(found) if isinstance(like, tuple) else found
     return value
 
@@ -141,7 +147,7 @@ class ResumeUnderHfParallel:
 # ---- writing -----------------------------------------------------------------------------------------------------
 
 
-def save_optimizer(
+def save_optimizer_state(
     model: nn.Module,
     optimizer: Optimizer,
     mesh: ParallelMesh,
@@ -156,13 +162,15 @@ def save_optimizer(
         CheckpointError: a rank could not write.
     """
     state = read_state(model, optimizer)
-    entries = entries_of(model, mesh, state.tensors)
-    state = _of_all_stages(of_stages(dataclasses.replace(state, tensors={}, options={}), mesh), state.tensors)
-    order = names_in_order(model, mesh) if mesh.size("pp") > 1 else list(state.places)
+    entries = gather_entries_of(model, mesh, state.tensors)
+    state = _join_states_of_stages(
+        gather_from_stages(dataclasses.replace(state, tensors={}, options={}), mesh), state.tensors
+    )
+    order = list_names_in_order(model, mesh) if mesh.size("pp") > 1 else list(state.places)
     groups = {entry.name: Group((entry,), (entry,)) for entry in entries}
-    plan = shards({name: group.nbytes for name, group in groups.items()}, "state", max_shard_size)
+    plan = split_into_files({name: group.nbytes for name, group in groups.items()}, "state", max_shard_size)
     where = os.path.join(directory, folder)
-    with current(mesh) as saving:
+    with join_current_save(mesh) as saving:
         with saving.noting():
             for hook in getattr(optimizer, "_optimizer_state_dict_pre_hooks", {}).values():
                 hook(optimizer)  # states that lie in files are settled, as the optimizer's `state_dict` does
@@ -170,13 +178,13 @@ def save_optimizer(
             with saving.noting():
                 os.makedirs(where, exist_ok=True)
                 _write_index(state, order, sorted(plan.filename_to_tensors), where)
-        items = assign(groups.values(), saving.writers(where), mesh.config)
+        items = assign_items(groups.values(), saving.writers(where), mesh.config)
         files = {os.path.join(where, file): names for file, names in plan.filename_to_tensors.items()}
         write_all = functools.partial(_write_tensors, saving, files, groups, items)
         saving.stream(taken(state.tensors, items, mesh), write_all)
 
 
-def _of_all_stages(stages: list[OptimizerState], tensors: dict[str, torch.Tensor]) -> OptimizerState:
+def _join_states_of_stages(stages: list[OptimizerState], tensors: dict[str, torch.Tensor]) -> OptimizerState:
     """Join the states of all stages. A script makes groups of the parameters it finds, so stages may differ.
 
     The n-th group of a stage with some options is one with the n-th group of another stage with the same options.
@@ -209,7 +217,7 @@ def _write_tensors(
     local: dict[str, torch.Tensor],
 ) -> None:
     described = {path: [entry for name in names for entry in groups[name].entries] for path, names in files.items()}
-    write(saving, [TensorFile(path, entries, saving) for path, entries in described.items()], items, local)
+    write_files(saving, [TensorFile(path, entries, saving) for path, entries in described.items()], items, local)
 
 
 def write_refusal(path: str) -> None:
@@ -230,7 +238,7 @@ def _write_index(state: OptimizerState, order: list[str], files: list[str], fold
 # ---- reading -----------------------------------------------------------------------------------------------------
 
 
-def load_optimizer(
+def load_optimizer_state(
     model: nn.Module,
     optimizer: Optimizer,
     directory: str,
@@ -248,12 +256,12 @@ def load_optimizer(
     """
     with waiting("reading the optimizer's states"), contextlib.ExitStack() as stack:
         if os.path.isfile(os.path.join(directory, folder, INDEX)):
-            saved = _saved(os.path.join(directory, folder), stack)
+            saved = _read_saved_state(os.path.join(directory, folder), stack)
         else:
-            saved = _saved_by_plain_trainer(os.path.join(directory, plain), plain_groups)
-        if saved.kind not in (None, kind_of(optimizer)):
-            raise ValueError(f"{directory} has the state of {saved.kind}, this run has {kind_of(optimizer)}")
-        _set_state(model, optimizer, saved)
+            saved = _read_state_of_plain_trainer(os.path.join(directory, plain), plain_groups)
+        if saved.kind not in (None, name_kind_of(optimizer)):
+            raise ValueError(f"{directory} has the state of {saved.kind}, this run has {name_kind_of(optimizer)}")
+        _set_optimizer_state(model, optimizer, saved)
 
 
 def has_optimizer(directory: str) -> bool:
@@ -261,7 +269,7 @@ def has_optimizer(directory: str) -> bool:
     return any(os.path.isfile(os.path.join(directory, file)) for file in (os.path.join(FOLDER, INDEX), PLAIN))
 
 
-def _saved(folder: str, stack: contextlib.ExitStack) -> OptimizerState:
+def _read_saved_state(folder: str, stack: contextlib.ExitStack) -> OptimizerState:
     with open(os.path.join(folder, INDEX), encoding="utf-8") as file:
         index = json.load(file)
     if index["format"] != _FORMAT:
@@ -269,7 +277,7 @@ def _saved(folder: str, stack: contextlib.ExitStack) -> OptimizerState:
     state = OptimizerState(index["optimizer"], numbers=index["numbers"])
     for name in index["files"]:
         opened = stack.enter_context(RangeFile(os.path.join(folder, name)))
-        state.tensors.update({key: lazy_tensor(opened.get_slice(key)) for key in opened.keys()})  # noqa: SIM118
+        state.tensors.update({key: make_lazy_tensor(opened.get_slice(key)) for key in opened.keys()})  # noqa: SIM118
     for number, group in enumerate(index["groups"]):
         state.groups.append(group["options"])
         state.options.update(dict.fromkeys(group["parameters"], group["options"]))
@@ -277,7 +285,7 @@ def _saved(folder: str, stack: contextlib.ExitStack) -> OptimizerState:
     return state
 
 
-def _saved_by_plain_trainer(path: str, ways: Sequence[list[list[str]]]) -> OptimizerState:
+def _read_state_of_plain_trainer(path: str, ways: Sequence[list[list[str]]]) -> OptimizerState:
     """Read `optimizer.pt`, where parameters have numbers; names follow from the groups' sizes."""
     loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     sizes = [len(group["params"]) for group in loaded["param_groups"]]
@@ -287,15 +295,15 @@ def _saved_by_plain_trainer(path: str, ways: Sequence[list[list[str]]]) -> Optim
     state = OptimizerState()
     numbered: dict[int, str] = {}
     for group, own in zip(loaded["param_groups"], names, strict=True):
-        options = {key: as_json("optimizer.pt", key, value) for key, value in group.items() if key != "params"}
+        options = {key: encode_as_json("optimizer.pt", key, value) for key, value in group.items() if key != "params"}
         state.options.update(dict.fromkeys(own, options))
         numbered.update(zip(group["params"], own, strict=True))
     for number, slots in loaded["state"].items():
-        for slot, value in plain_slots(slots).items():
+        for slot, value in decode_slots(slots).items():
             if torch.is_tensor(value) and value.ndim and slot != "step":
                 state.tensors[f"{numbered[number]}/{slot}"] = value
             else:
-                state.numbers.setdefault(numbered[number], {})[slot] = as_json("optimizer.pt", slot, value)
+                state.numbers.setdefault(numbered[number], {})[slot] = encode_as_json("optimizer.pt", slot, value)
     return state
 
 
@@ -306,18 +314,18 @@ def write_plain(directory: str, out: str) -> None:
         ValueError: an optimizer whose state is not kept as that optimizer keeps it.
     """
     with contextlib.ExitStack() as stack:
-        saved = _saved(os.path.join(directory, FOLDER), stack)
+        saved = _read_saved_state(os.path.join(directory, FOLDER), stack)
         if saved.kind is not None and saved.kind.startswith("bitsandbytes."):
             raise ValueError(f"--trainer: {saved.kind} keeps codes, of which checkpoints have the values; AdamW works")
         numbered = {name: number for number, name in enumerate(saved.places)}  # group by group, as the index has them
         state: dict[int, dict[str, object]] = {}
         for name, numbers in saved.numbers.items():
-            state[numbered[name]] = {slot: from_json(value) for slot, value in numbers.items()}
+            state[numbered[name]] = {slot: decode_from_json(value) for slot, value in numbers.items()}
         for key, tensor in saved.tensors.items():
             name, _, slot = key.partition("/")
-            state.setdefault(numbered[name], {})[slot] = values(tensor, whole_part(tensor.shape))
+            state.setdefault(numbered[name], {})[slot] = read_values(tensor, make_whole_part(tensor.shape))
     groups: list[dict[str, object]] = [
-        {key: from_json(value, ()) for key, value in options.items() if key != "param_names"}
+        {key: decode_from_json(value, ()) for key, value in options.items() if key != "param_names"}
         for options in saved.groups
     ]
     for place, group in enumerate(groups):
@@ -325,9 +333,9 @@ def write_plain(directory: str, out: str) -> None:
     torch.save({"state": dict(sorted(state.items())), "param_groups": groups}, os.path.join(out, PLAIN))
 
 
-def _set_state(model: nn.Module, optimizer: Optimizer, saved: OptimizerState) -> None:
+def _set_optimizer_state(model: nn.Module, optimizer: Optimizer, saved: OptimizerState) -> None:
     """Set the state through the optimizer's own `load_state_dict`, which puts each value where it wants it."""
-    of_parameter = {id(p): name for name, p in named(model).items()}
+    of_parameter = {id(p): name for name, p in list_saved_parameters(model).items()}
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     names = [of_parameter[id(p)] for p in parameters]
     slots: dict[str, list[str]] = {}
@@ -341,41 +349,43 @@ def _set_state(model: nn.Module, optimizer: Optimizer, saved: OptimizerState) ->
     packed = optimizer.state_dict()
     packed["state"] = {}
     for number, (name, parameter) in enumerate(zip(names, parameters, strict=True)):
-        found = {slot: from_json(value) for slot, value in saved.numbers.get(name, {}).items()}
+        found = {slot: decode_from_json(value) for slot, value in saved.numbers.get(name, {}).items()}
         former = optimizer.state.get(parameter, {})
         for slot in slots.get(name, ()):
-            found[slot] = _local(model, name, parameter, saved.tensors[f"{name}/{slot}"], former.get(slot))
+            found[slot] = _read_local_state(model, name, parameter, saved.tensors[f"{name}/{slot}"], former.get(slot))
         if found:
             packed["state"][number] = found
     alike = len(packed["param_groups"]) == len(saved.groups)
     for place, group in enumerate(packed["param_groups"]):
         unknown = saved.groups[place] if alike else next(iter(saved.options.values()), {})
-        group.update(_options(group, [names[number] for number in group["params"]], saved, unknown))
+        group.update(_choose_group_options(group, [names[number] for number in group["params"]], saved, unknown))
     optimizer.load_state_dict(packed)
     pack_states(optimizer)
 
 
-def _local(model: nn.Module, name: str, parameter: torch.Tensor, source: torch.Tensor, former: object) -> torch.Tensor:
+def _read_local_state(
+    model: nn.Module, name: str, parameter: torch.Tensor, source: torch.Tensor, former: object
+) -> torch.Tensor:
     """Return this rank's part, which lies as the parameter does; in the former state's memory, if there is one."""
     kind = DTensor if isinstance(parameter, DTensor) else torch.Tensor
     if not isinstance(former, kind) or (former.shape, former.dtype) != (parameter.shape, source.dtype):
         former = torch.zeros_like(parameter, dtype=source.dtype, requires_grad=False)
-    part = values(source, local_part(parameter, stored_order(model, name)))
-    stored(former).copy_(part)
+    part = read_values(source, find_local_part(parameter, get_stored_order(model, name)))
+    get_stored(former).copy_(part)
     return former
 
 
-def _options(
+def _choose_group_options(
     group: dict[str, object], names: list[str], saved: OptimizerState, unknown: dict[str, Json]
 ) -> dict[str, object]:
     """Return the saved options of one group; the learning rates of `unknown` if no parameter of it was saved."""
     known = (saved.options[name] for name in names if name in saved.options)
     first = next(known, None)
     if first is None:
-        return {key: from_json(unknown[key]) for key in ("lr", "initial_lr") if key in unknown}
+        return {key: decode_from_json(unknown[key]) for key in ("lr", "initial_lr") if key in unknown}
     if any(options != first for options in known):
         raise ValueError(f"{names[0]} and others of its group had different options when the checkpoint was written")
-    return {key: from_json(value, group.get(key)) for key, value in first.items() if key not in _KERNELS}
+    return {key: decode_from_json(value, group.get(key)) for key, value in first.items() if key not in _KERNELS}
 
 
 # ---- Optimizer states of 8 bits (bitsandbytes): in checkpoints the values themselves, which know no layout ----------
@@ -394,22 +404,22 @@ _BLOCK = 256
 _NESTED = "__bnb_optimizer_quant_state__"
 
 
-def plain_slots(slots: Slots, parameter: torch.Tensor | None = None) -> dict[str, object]:
+def decode_slots(slots: Slots, parameter: torch.Tensor | None = None) -> dict[str, object]:
     """Return the slots of one parameter as values, not codes; tensors of local values as parts of `parameter`."""
     slots = {**slots, **slots.get(_NESTED, {})}
     slots.pop(_NESTED, None)
     for name, number in (("state1", 1), ("state2", 2)):
         largest = slots.get(f"absmax{number}")
         if name in slots and (largest is None or largest.ndim == 1):  # AdEMAMix keeps two in one: no checkpoints
-            values = slots[name] if largest is None else _values(slots[name], slots[f"qmap{number}"], largest)
+            values = slots[name] if largest is None else _decode_values(slots[name], slots[f"qmap{number}"], largest)
             if isinstance(parameter, DTensor) and not isinstance(values, DTensor):
-                values = placed_as(parameter, values) if values.shape == stored(parameter).shape else values
+                values = place_as(parameter, values) if values.shape == get_stored(parameter).shape else values
             slots[name] = values
             slots = {key: value for key, value in slots.items() if key not in (f"absmax{number}", f"qmap{number}")}
     return slots
 
 
-def _values(codes: torch.Tensor, table: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
+def _decode_values(codes: torch.Tensor, table: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
     factors = largest.repeat_interleave(_BLOCK)[: codes.numel()]
     return (table[codes.flatten().long()] * factors).view(codes.shape)
 
@@ -418,27 +428,27 @@ def pack_states(optimizer: Any) -> None:
     """Turn values into codes again after loading, where the optimizer keeps codes."""
     if not hasattr(optimizer, "name2qmap"):
         return
-    for number, index, parameter in _parameters(optimizer):
+    for number, index, parameter in _iterate_parameters(optimizer):
         slots = optimizer.state.get(parameter)
         if not slots:
             continue
-        part = stored(parameter.detach())
+        part = get_stored(parameter.detach())
         optimizer.init_state(optimizer.param_groups[number], part, number, index)
         fresh = optimizer.state.pop(part)
         for name, value in slots.items():
             if name not in ("state1", "state2"):
                 fresh[name] = value
                 continue
-            local = stored(value).to(fresh[name].device)
+            local = get_stored(value).to(fresh[name].device)
             if fresh[name].dtype == torch.uint8:
-                codes, fresh[f"absmax{name[-1]}"] = _codes(local, fresh[f"qmap{name[-1]}"])
+                codes, fresh[f"absmax{name[-1]}"] = _encode_values(local, fresh[f"qmap{name[-1]}"])
                 fresh[name].copy_(codes)
             else:
                 fresh[name].copy_(local)
         optimizer.state[parameter] = fresh
 
 
-def _parameters(optimizer: Optimizer8bit) -> Iterator[tuple[int, int, torch.Tensor]]:
+def _iterate_parameters(optimizer: Optimizer8bit) -> Iterator[tuple[int, int, torch.Tensor]]:
     if not optimizer.initialized:
         optimizer.check_overrides()  # of embeddings, whose states stay in 32 bits
     for number, group in enumerate(optimizer.param_groups):
@@ -446,7 +456,7 @@ def _parameters(optimizer: Optimizer8bit) -> Iterator[tuple[int, int, torch.Tens
             yield number, index, parameter
 
 
-def _codes(values: torch.Tensor, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _encode_values(values: torch.Tensor, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the nearest codes, and the largest magnitude of each block.
 
     A block whose extreme is negative ends at the table's lowest value, which is not -1: so codes that are read back

@@ -23,10 +23,17 @@ from hf_parallel.ask.waiting import waiting
 from hf_parallel.checkpoint.hub_format import Entry
 from hf_parallel.checkpoint.lazy_tensor import DTYPES
 from hf_parallel.checkpoint.manifest import Checksums
-from hf_parallel.checkpoint.slices import runs
-from hf_parallel.checkpoint.writers import Item, as_bytes, gathered, part_of, rounds, writing_ranks
+from hf_parallel.checkpoint.slices import find_runs
+from hf_parallel.checkpoint.writers import (
+    Item,
+    compute_part_of,
+    find_writing_ranks,
+    gather_item,
+    order_in_rounds,
+    view_as_bytes,
+)
 from hf_parallel.ranks import messages
-from hf_parallel.ranks.mesh import ParallelMesh, stored
+from hf_parallel.ranks.mesh import ParallelMesh, get_stored
 
 
 class CheckpointError(RuntimeError, Told):
@@ -37,7 +44,7 @@ class DamagedCheckpoint(CheckpointError, SpecError):
     """A checkpoint that was asked for is not whole."""
 
 
-def lost_peer(error: RuntimeError, what: str) -> CheckpointError:
+def make_lost_peer_error(error: RuntimeError, what: str) -> CheckpointError:
     """Return the error to raise when a transfer of a save has failed, as all do once a rank has ended."""
     return CheckpointError(f"{what} (a rank was lost: {' '.join(str(error).split())[:200]})")
 
@@ -71,20 +78,20 @@ class Saving:
     def writers(self, directory: str) -> list[int]:
         """Return the ranks that may write, found with a folder that exists. Collective at the first call."""
         try:
-            self._writers = self._writers or writing_ranks(self.mesh, directory)
+            self._writers = self._writers or find_writing_ranks(self.mesh, directory)
         except RuntimeError as error:
             raise self.lost_peer(error) from error
         return self._writers
 
     def lost_peer(self, error: RuntimeError) -> CheckpointError:
         """Return the error to raise when a transfer has failed."""
-        return lost_peer(error, "not everything was written")
+        return make_lost_peer_error(error, "not everything was written")
 
     def stream(self, local: Mapping[str, torch.Tensor], write: Callable[[dict[str, torch.Tensor]], None]) -> None:
-        """Call `write` with this rank's tensors after all else is written; in the background, with copies of them."""
-        parts = {name: stored(tensor).detach() for name, tensor in local.items()}
+        """Call `write_files` with this rank's tensors after all else is written; in the background, with copies."""
+        parts = {name: get_stored(tensor).detach() for name, tensor in local.items()}
         if self.in_background:
-            parts = {name: _copy(part) for name, part in parts.items()}
+            parts = {name: _copy_to_host(part) for name, part in parts.items()}
             if self.mesh.device.type != "cpu":
                 torch.accelerator.synchronize()
         self._streams.append(lambda: write(parts))
@@ -101,7 +108,7 @@ class Saving:
         Raises:
             CheckpointError: one of them has noted an error; the same text on all of them.
         """
-        found = [error for error in messages.gather(self.error, self.mesh.host_group) if error]
+        found = [error for error in messages.gather_objects(self.error, self.mesh.host_group) if error]
         if found:
             raise CheckpointError("; ".join(found))
 
@@ -127,14 +134,14 @@ def wait_for_writer() -> None:
 
 
 @contextlib.contextmanager
-def current(mesh: ParallelMesh) -> Iterator[Saving]:
+def join_current_save(mesh: ParallelMesh) -> Iterator[Saving]:
     """Yield the save that is going on; else a new one, on which all ranks agree at the end."""
     going = of_process(_Now).saving
     if going is not None:
         yield going
         return
     wait_for_writer()
-    with going_on(Saving(mesh)) as saving:
+    with make_save_current(Saving(mesh)) as saving:
         yield saving
         try:
             saving.finish_streams()
@@ -146,7 +153,7 @@ def current(mesh: ParallelMesh) -> Iterator[Saving]:
 
 
 @contextlib.contextmanager
-def going_on(saving: Saving) -> Iterator[Saving]:
+def make_save_current(saving: Saving) -> Iterator[Saving]:
     """Make everything that is saved inside part of this save."""
     now = of_process(_Now)
     former, now.saving = now.saving, saving
@@ -156,7 +163,7 @@ def going_on(saving: Saving) -> Iterator[Saving]:
         now.saving = former
 
 
-def _copy(tensor: torch.Tensor) -> torch.Tensor:
+def _copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
     """Copy to host memory; from a device without waiting."""
     if tensor.device.type == "cpu":
         return tensor.clone()
@@ -207,7 +214,7 @@ class TensorFile:
             self._open(os.O_WRONLY)
         with self.saving.noting(self.path):
             if self.handle is not None and self.saving.error is None and tensor.numel():
-                self._write(self.handle, as_bytes(tensor.cpu()).numpy().data, self.starts[name] + start)
+                self._write(self.handle, view_as_bytes(tensor.cpu()).numpy().data, self.starts[name] + start)
 
     def close(self) -> None:
         """Flush this rank's bytes to disk."""
@@ -246,7 +253,7 @@ class TensorFile:
             rest, start = rest[count:], start + count
 
 
-def write(saving: Saving, files: list[TensorFile], items: list[Item], local: Mapping[str, torch.Tensor]) -> bool:
+def write_files(saving: Saving, files: list[TensorFile], items: list[Item], local: Mapping[str, torch.Tensor]) -> bool:
     """Fill the files. On rank 0, return whether they are whole; elsewhere False. Collective, in any thread.
 
     Args:
@@ -256,7 +263,7 @@ def write(saving: Saving, files: list[TensorFile], items: list[Item], local: Map
         for file in files:
             file.create()
     places = {name: file for file in files for name in file.starts}
-    for some in _batches(items, BATCH * saving.mesh.config.world_size):
+    for some in _iterate_batches(items, BATCH * saving.mesh.config.world_size):
         wrong = torch.tensor([saving.error is not None], dtype=torch.uint8)
         dist.all_reduce(wrong, dist.ReduceOp.MAX, group=saving.mesh.host_group)
         if wrong.item():  # nobody comes here before the files are there
@@ -264,14 +271,14 @@ def write(saving: Saving, files: list[TensorFile], items: list[Item], local: Map
         for item in some:
             if item.writer is None and saving.mesh.rank in item.holders[0]:
                 _put_rows(item, places, saving, local)
-        for together in rounds(some):
+        for together in order_in_rounds(some):
             _put_whole(together, places, saving, local)
     for file in files:
         file.close()
     return _publish(saving, files)
 
 
-def _batches(items: list[Item], size: int) -> Iterator[list[Item]]:
+def _iterate_batches(items: list[Item], size: int) -> Iterator[list[Item]]:
     """Yield items of about `size` bytes together."""
     total, of_item = 0, []
     for item in items:
@@ -284,13 +291,13 @@ def _batches(items: list[Item], size: int) -> Iterator[list[Item]]:
 def _put_rows(item: Item, places: dict[str, TensorFile], saving: Saving, local: Mapping[str, torch.Tensor]) -> None:
     """Write this rank's rows, in as many pieces as they have in the file."""
     (entry,), (saved,), (holders,) = item.group.own, item.group.entries, item.holders
-    part = part_of(entry, holders.index(saving.mesh.rank), saving.mesh.config)
+    part = compute_part_of(entry, holders.index(saving.mesh.rank), saving.mesh.config)
     values = local[entry.name].cpu()
     if not part:
         places[saved.name].put(saved.name, values)
         return
     width, first = entry.nbytes // max(1, entry.shape[0]), 0
-    for run in runs(part[0]):
+    for run in find_runs(part[0]):
         rows = values[first : first + run.stop - run.start]
         places[saved.name].put(saved.name, rows, run.start * width)
         first += len(rows)
@@ -299,7 +306,7 @@ def _put_rows(item: Item, places: dict[str, TensorFile], saving: Saving, local: 
 def _put_whole(
     together: list[Item], places: dict[str, TensorFile], saving: Saving, local: Mapping[str, torch.Tensor]
 ) -> None:
-    found = gathered(saving.mesh, together, local)
+    found = gather_item(saving.mesh, together, local)
     for item in together:
         if item.writer == saving.mesh.rank:
             with saving.noting():

@@ -18,8 +18,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hf_parallel.model.anatomy import StoredOrder
-from hf_parallel.ranks import AloneError, ask, assert_all_ranks
-from hf_parallel.ranks.mesh import stored
+from hf_parallel.ranks import AloneError, ask_other_ranks, assert_all_ranks
+from hf_parallel.ranks.mesh import get_stored
 from hf_parallel.ranks.messages import on_request
 
 
@@ -38,24 +38,26 @@ Wanted: TypeAlias = "EllipsisType | slice | tuple[slice, ...]"
 Part = tuple[torch.Tensor, ...]
 
 
-def local_part(tensor: torch.Tensor, order: StoredOrder | None = None) -> Part:
+def find_local_part(tensor: torch.Tensor, order: StoredOrder | None = None) -> Part:
     """Return the part of a tensor that this rank stores: everything if it is not a DTensor."""
     mesh = getattr(tensor, "device_mesh", None)
-    cuts = [(dim, mesh.size(axis), mesh.get_local_rank(axis)) for axis, dim in axes_and_dims(tensor)] if mesh else []
+    cuts = (
+        [(dim, mesh.size(axis), mesh.get_local_rank(axis)) for axis, dim in list_axes_and_dims(tensor)] if mesh else []
+    )
     return cut_part(tensor.shape, order, cuts)
 
 
 def cut_part(shape: tuple[int, ...], order: StoredOrder | None, cuts: Iterable[tuple[int, int, int]]) -> Part:
     """Apply cuts of (dim, count, index), one after the other, and return the part that is left."""
-    part = list(whole_part(shape))
+    part = list(make_whole_part(shape))
     if order is not None:
         part[order.dim] = order.rows
     for dim, count, index in cuts:
-        part[dim] = _chunk(part[dim], count, index)
+        part[dim] = _chunk_indices(part[dim], count, index)
     return tuple(part)
 
 
-def whole_part(shape: tuple[int, ...]) -> Part:
+def make_whole_part(shape: tuple[int, ...]) -> Part:
     """Return every index of every dimension."""
     return tuple(torch.arange(size) for size in shape)
 
@@ -65,7 +67,7 @@ def read_part(source: torch.Tensor | Readable, part: Part, _ranges: tuple[slice,
     dim = len(_ranges)
     if dim == len(part):
         return source[_ranges] if _ranges else source[...]
-    pieces = [read_part(source, part, (*_ranges, run)) for run in runs(part[dim])]
+    pieces = [read_part(source, part, (*_ranges, run)) for run in find_runs(part[dim])]
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
 
 
@@ -75,21 +77,21 @@ def write_part(target: torch.Tensor, part: Part, source: torch.Tensor, _ranges: 
     if dim == len(part):
         target[_ranges or ...].copy_(source)
         return
-    for run in runs(part[dim]):
+    for run in find_runs(part[dim]):
         count = run.stop - run.start
         write_part(target, part, source.narrow(dim, start, count), (*_ranges, run))
         start += count
 
 
-def rows_of(target: torch.Tensor, part: Part) -> torch.Tensor | None:
+def view_rows_of(target: torch.Tensor, part: Part) -> torch.Tensor | None:
     """Return the part as a view of contiguous memory, or None if it is not a range of rows."""
     if not part or any(len(indices) != size for indices, size in zip(part[1:], target.shape[1:], strict=True)):
         return None
-    ranges = [runs(indices) for indices in part]
+    ranges = [find_runs(indices) for indices in part]
     return target[ranges[0][0]] if all(len(found) == 1 for found in ranges) else None
 
 
-def axes_and_dims(tensor: torch.Tensor) -> list[tuple[int, int]]:
+def list_axes_and_dims(tensor: torch.Tensor) -> list[tuple[int, int]]:
     """Return (mesh axis, dim) of each cut, in the order of cutting: FSDP2 (strided) cuts what tp has left."""
     if not isinstance(tensor, DTensor):
         return []
@@ -99,13 +101,13 @@ def axes_and_dims(tensor: torch.Tensor) -> list[tuple[int, int]]:
     return [(axis, placement.dim) for axis, placement in ordered]
 
 
-def _chunk(indices: torch.Tensor, count: int, index: int) -> torch.Tensor:
+def _chunk_indices(indices: torch.Tensor, count: int, index: int) -> torch.Tensor:
     """Chunk as torch.chunk does, with empty chunks at the end where it would give fewer."""
     size = -(-len(indices) // count)
     return indices[index * size : (index + 1) * size]
 
 
-def runs(indices: torch.Tensor) -> list[slice]:
+def find_runs(indices: torch.Tensor) -> list[slice]:
     """Return the maximal ranges of consecutive indices; one empty range if there are none."""
     if not len(indices):
         return [slice(0, 0)]
@@ -154,17 +156,17 @@ def is_alone(call: str, model: nn.Module) -> bool:
     return False
 
 
-def asked(model: M, gather: Callable[[M], dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+def gather_asked(model: M, gather: Callable[[M], dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """Gather whole tensors with the help of the other ranks, who are not in this call. Rank 0 alone calls it.
 
     Raises:
         AloneError: they are not where they can be asked.
     """
-    ask("save_pretrained", _numbers[model], _ADVICE)
+    ask_other_ranks("save_pretrained", _numbers[model], _ADVICE)
     return gather(model)
 
 
-def are_parts(model: nn.Module, given: Mapping[str, torch.Tensor], names: Iterable[str]) -> bool:
+def are_own_parts(model: nn.Module, given: Mapping[str, torch.Tensor], names: Iterable[str]) -> bool:
     """Return whether a state dict holds what this rank stores, and no more.
 
     Args:
@@ -173,10 +175,10 @@ def are_parts(model: nn.Module, given: Mapping[str, torch.Tensor], names: Iterab
     own = model.state_dict()
     here, elsewhere = ([name for name in names if (name in own) == held] for held in (True, False))
     of_one_stage = any(name in given for name in here) and elsewhere and not any(name in given for name in elsewhere)
-    return bool(of_one_stage) or any(isinstance(x, DTensor) and axes_and_dims(x) for x in given.values())
+    return bool(of_one_stage) or any(isinstance(x, DTensor) and list_axes_and_dims(x) for x in given.values())
 
 
-def made_whole(
+def make_whole_tensors(
     model: M, given: Mapping[str, torch.Tensor], names: Iterable[str], gather: Callable[[M], dict[str, torch.Tensor]]
 ) -> dict[str, torch.Tensor]:
     """Return the whole tensors rank 0 is to save where it was given parts, in their dtype. Rank 0 alone calls it.
@@ -186,19 +188,19 @@ def made_whole(
         NotImplementedError: what is given is not what the model holds.
     """
     own = model.state_dict()
-    wrong = [name for name, value in given.items() if name not in own or not _same(own[name], value)]
+    wrong = [name for name, value in given.items() if name not in own or not _is_same_value(own[name], value)]
     if wrong := wrong + [name for name in names if name in own and name not in given]:
         raise NotImplementedError(
             "hf_parallel: save_pretrained on one rank is given a part of the model that is not as it is now, first at "
             f"{wrong[0]}; {_OTHERWISE}"
         )
-    whole = asked(model, gather)
+    whole = gather_asked(model, gather)
     dtypes = {value.dtype for value in given.values() if value.is_floating_point()}
     dtype = dtypes.pop() if len(dtypes) == 1 else None
     return {name: value.to(dtype) if value.is_floating_point() else value for name, value in whole.items()}
 
 
-def _same(own: torch.Tensor, given: torch.Tensor) -> bool:
+def _is_same_value(own: torch.Tensor, given: torch.Tensor) -> bool:
     """Compare values, whatever dtype and device they have."""
-    a, b = stored(own).detach(), stored(given).detach()
+    a, b = get_stored(own).detach(), get_stored(given).detach()
     return a.shape == b.shape and torch.equal(a.to(b.dtype).cpu(), b.cpu())

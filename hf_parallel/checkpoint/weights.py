@@ -22,13 +22,20 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from hf_parallel.checkpoint.hub_format import Entry, Group, entries_of, hub_groups, tied_names
-from hf_parallel.checkpoint.lazy_tensor import LazyTensor, RangeFile, lazy_tensor, values
-from hf_parallel.checkpoint.saving import Saving, TensorFile, current, lost_peer, wait_for_writer, write
-from hf_parallel.checkpoint.slices import local_part
-from hf_parallel.checkpoint.writers import Item, all_to, assign, gathered
-from hf_parallel.model.anatomy import stored_order
-from hf_parallel.ranks.mesh import ParallelMesh, stored
+from hf_parallel.checkpoint.hub_format import Entry, Group, gather_entries_of, list_tied_names, make_hub_groups
+from hf_parallel.checkpoint.lazy_tensor import LazyTensor, RangeFile, make_lazy_tensor, read_values
+from hf_parallel.checkpoint.saving import (
+    Saving,
+    TensorFile,
+    join_current_save,
+    make_lost_peer_error,
+    wait_for_writer,
+    write_files,
+)
+from hf_parallel.checkpoint.slices import find_local_part
+from hf_parallel.checkpoint.writers import Item, assign_all_to, assign_items, gather_item
+from hf_parallel.model.anatomy import get_stored_order
+from hf_parallel.ranks.mesh import ParallelMesh, get_stored
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -38,7 +45,7 @@ if TYPE_CHECKING:
     from transformers.core_model_loading import WeightConverter, WeightRenaming
 
 
-def save_pretrained(
+def save_pretrained_model(
     model: PreTrainedModel,
     mesh: ParallelMesh,
     save_directory: str | os.PathLike,
@@ -65,8 +72,8 @@ def save_pretrained(
         return
     directory = os.fspath(save_directory)
     entries = list_entries(model, mesh)
-    groups = hub_groups(model, entries, convert=kwargs.get("save_original_format", True))
-    with current(mesh) as saving:  # at its end no rank goes on before the folder is whole
+    groups = make_hub_groups(model, entries, convert=kwargs.get("save_original_format", True))
+    with join_current_save(mesh) as saving:  # at its end no rank goes on before the folder is whole
         if mesh.rank == 0:
             with saving.noting():
                 os.makedirs(directory, exist_ok=True)
@@ -76,8 +83,8 @@ def save_pretrained(
                 if model.can_generate():
                     model.generation_config.save_pretrained(directory)
         stem = f"model.{variant}" if variant else "model"
-        plan = shards({group.entries[0].name: group.nbytes for group in groups}, stem, max_shard_size)
-        items = assign(groups, saving.writers(directory), mesh.config)
+        plan = split_into_files({group.entries[0].name: group.nbytes for group in groups}, stem, max_shard_size)
+        items = assign_items(groups, saving.writers(directory), mesh.config)
         write_all = functools.partial(_write_weights, saving, directory, groups, items, plan, stem)
         saving.stream(taken(model.state_dict(), items, mesh), write_all)
 
@@ -96,14 +103,14 @@ def full_state_dict(
         wanted: by name, the same answer on all ranks; default: all.
     """
     entries = [entry for entry in list_entries(model, mesh) if wanted is None or wanted(entry.name)]
-    return dict(streamed([Group((entry,), (entry,)) for entry in entries], model.state_dict(), mesh, limit=0))
+    return dict(stream_tensors([Group((entry,), (entry,)) for entry in entries], model.state_dict(), mesh, limit=0))
 
 
 def list_entries(model: nn.Module, mesh: ParallelMesh) -> list[Entry]:
     """List every tensor of the whole model, in its order, without tied and ignored names. Collective over stages."""
-    skip = tied_names(model) | set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+    skip = list_tied_names(model) | set(getattr(model, "_keys_to_ignore_on_save", None) or ())
     state = model.state_dict()
-    return entries_of(model, mesh, {k: t for k, t in state.items() if k not in skip and torch.is_tensor(t)})
+    return gather_entries_of(model, mesh, {k: t for k, t in state.items() if k not in skip and torch.is_tensor(t)})
 
 
 def _write_weights(
@@ -121,7 +128,7 @@ def _write_weights(
         for file, names in plan.filename_to_tensors.items()
     }
     files = [TensorFile(os.path.join(directory, file), found, saving) for file, found in entries.items()]
-    if write(saving, files, items, local):
+    if write_files(saving, files, items, local):
         with saving.noting():
             # Remove shards of an earlier save with another count, which would be read along with the new ones
             keep = set(entries)
@@ -140,7 +147,7 @@ def write_index(directory: str, stem: str, index: Mapping[str, object]) -> None:
         json.dump(index, out, indent=2, sort_keys=True)
 
 
-def shards(sizes: dict[str, int], stem: str, max_shard_size: int | str) -> StateDictSplit:
+def split_into_files(sizes: dict[str, int], stem: str, max_shard_size: int | str) -> StateDictSplit:
     """Distribute tensors over files as the Hub does, from their sizes in bytes."""
     return split_state_dict_into_shards_factory(
         sizes,
@@ -163,25 +170,29 @@ class HasBytes(Protocol):
 Held = TypeVar("Held", bound=HasBytes)
 
 
-def parameter_groups(model: PreTrainedModel, mesh: ParallelMesh, own_name: Callable[[str], str | None]) -> list[Group]:
+def make_parameter_groups(
+    model: PreTrainedModel, mesh: ParallelMesh, own_name: Callable[[str], str | None]
+) -> list[Group]:
     """Return the parameters of all stages in the format of the Hub, tied ones once. Collective over stages.
 
     Args:
         own_name: returns a parameter's name in the model without wrappers around its layers; None: leave it out.
     """
-    tied = tied_names(model)
-    entries = entries_of(model, mesh, {name: t for name, t in parameters(model).items() if name not in tied})
+    tied = list_tied_names(model)
+    entries = gather_entries_of(
+        model, mesh, {name: t for name, t in list_local_parameters(model).items() if name not in tied}
+    )
     named = [(own_name(entry.name), entry) for entry in entries]
-    return hub_groups(model, [dataclasses.replace(entry, name=own) for own, entry in named if own is not None])
+    return make_hub_groups(model, [dataclasses.replace(entry, name=own) for own, entry in named if own is not None])
 
 
-def parameters(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+def list_local_parameters(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """Return this rank's part of each parameter, by name."""
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     return {name: tensor for name, tensor in model.state_dict().items() if name in names}
 
 
-def streamed(
+def stream_tensors(
     groups: Iterable[Group], local: Mapping[str, torch.Tensor], mesh: ParallelMesh, limit: int
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield name and value of each tensor on rank 0; nothing on the others, which send. Collective: all ranks iterate.
@@ -194,29 +205,29 @@ def streamed(
         CheckpointError: a rank was lost.
     """
     wait_for_writer()
-    for item in all_to(0, joined(groups, limit), mesh.config):
-        parts = {entry.name: stored(local[entry.name]) for entry in item.held_by(mesh.rank)}
+    for item in assign_all_to(0, join_groups(groups, limit), mesh.config):
+        parts = {entry.name: get_stored(local[entry.name]) for entry in item.held_by(mesh.rank)}
         try:
-            whole = gathered(mesh, [item], parts)
+            whole = gather_item(mesh, [item], parts)
         except RuntimeError as error:
-            raise lost_peer(error, "the weights could not be gathered") from error
+            raise make_lost_peer_error(error, "the weights could not be gathered") from error
         if mesh.rank == 0:
             values = item.group.convert(whole)
             yield from ((entry.name, value) for entry, value in zip(item.group.entries, values, strict=True))
 
 
-def joined(groups: Iterable[Group], limit: int) -> Iterator[Group]:
+def join_groups(groups: Iterable[Group], limit: int) -> Iterator[Group]:
     """Join consecutive tensors that need no conversion into groups of up to `limit` bytes."""
     for converted, alike in itertools.groupby(groups, lambda group: group.conversion is not None):
         if converted:
             yield from alike
             continue
-        for bucket in in_buckets(alike, limit):
+        for bucket in make_buckets(alike, limit):
             own = tuple(entry for group in bucket for entry in group.own)
             yield Group(own, tuple(entry for group in bucket for entry in group.entries))
 
 
-def in_buckets(tensors: Iterable[Held], limit: int) -> Iterator[list[Held]]:
+def make_buckets(tensors: Iterable[Held], limit: int) -> Iterator[list[Held]]:
     """Yield lists of consecutive tensors of at most `limit` bytes together; a larger tensor comes alone."""
     bucket: list[Held] = []
     held = 0
@@ -240,11 +251,11 @@ def load_weights(model: nn.Module, directory: str) -> set[str]:
         KeyError: a weight of the model is not in the folder.
         ValueError: a weight of the folder has another shape.
     """
-    tied = tied_names(model)
+    tied = list_tied_names(model)
     own = {key: tensor for key, tensor in model.state_dict().items() if torch.is_tensor(tensor)}
     found, useless = set(), set[str]()
     with contextlib.ExitStack() as stack:
-        for key, tensor in converted(model, own, in_folder(directory, stack), useless):
+        for key, tensor in convert_tensors(model, own, open_folder(directory, stack), useless):
             copy_part(model, key, own[key], tensor)
             found.add(key)
     missing = [key for key in own if key not in found and key not in tied]
@@ -253,7 +264,7 @@ def load_weights(model: nn.Module, directory: str) -> set[str]:
     return useless
 
 
-def in_folder(directory: str, stack: contextlib.ExitStack, stem: str = "model") -> dict[str, LazyTensor]:
+def open_folder(directory: str, stack: contextlib.ExitStack, stem: str = "model") -> dict[str, LazyTensor]:
     """Return all tensors of the folder, not read; its files are open until the stack is closed.
 
     Raises:
@@ -270,11 +281,11 @@ def in_folder(directory: str, stack: contextlib.ExitStack, stem: str = "model") 
         raise FileNotFoundError(f"{directory} holds no {stem}.safetensors")
     for file in files:
         opened = stack.enter_context(RangeFile(os.path.join(directory, file)))
-        tensors.update({key: lazy_tensor(opened.get_slice(key)) for key in opened.keys()})  # noqa: SIM118 - no mapping
+        tensors.update({key: make_lazy_tensor(opened.get_slice(key)) for key in opened.keys()})  # noqa: SIM118 - no mapping
     return tensors
 
 
-def converted(
+def convert_tensors(
     model: nn.Module,
     own: Mapping[str, torch.Tensor],
     tensors: Mapping[str, torch.Tensor],
@@ -292,7 +303,7 @@ def converted(
         return
     from transformers import core_model_loading as loading
 
-    renamings, converters = _conversions(model)
+    renamings, converters = _find_conversions(model)
     of_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     together: dict[str, WeightConverter] = {}
     for key in sorted(tensors, key=loading.dot_natural_key):
@@ -309,7 +320,7 @@ def converted(
             yield target, tensor[0] if isinstance(tensor, list) else tensor
 
 
-def _conversions(model: nn.Module) -> tuple[list[WeightRenaming], list[WeightConverter]]:
+def _find_conversions(model: nn.Module) -> tuple[list[WeightRenaming], list[WeightConverter]]:
     """Return the renamings and the conversions that the model was loaded with, or those of its class."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming
@@ -333,4 +344,4 @@ def copy_part(model: nn.Module, key: str, target: torch.Tensor, source: torch.Te
         if isinstance(source, DTensor):
             target.copy_(source)
         else:
-            stored(target).copy_(values(source, local_part(target, stored_order(model, key))))
+            get_stored(target).copy_(read_values(source, find_local_part(target, get_stored_order(model, key))))

@@ -23,10 +23,10 @@ import torch.distributed as dist
 
 from hf_parallel.ask.config import ParallelConfig
 from hf_parallel.checkpoint.hub_format import Entry, Group
-from hf_parallel.checkpoint.slices import Part, cut_part, rows_of, runs, write_part
+from hf_parallel.checkpoint.slices import Part, cut_part, find_runs, view_rows_of, write_part
 from hf_parallel.ranks import messages
-from hf_parallel.ranks.groups import machine_id
-from hf_parallel.ranks.mesh import ParallelMesh, axis_ranks, coordinates
+from hf_parallel.ranks.groups import read_machine_id
+from hf_parallel.ranks.mesh import ParallelMesh, compute_coordinates, list_axis_ranks
 
 #: Bytes from which on a run of rows is worth a write of its own, by the rank that holds it.
 LONG = 1 << 20
@@ -51,12 +51,12 @@ class Item:
         return [entry for entry, ranks in zip(self.group.own, self.holders, strict=True) if rank in ranks]
 
 
-def assign(groups: Iterable[Group], writers: Iterable[int], config: ParallelConfig) -> list[Item]:
+def assign_items(groups: Iterable[Group], writers: Iterable[int], config: ParallelConfig) -> list[Item]:
     """Assign all there is to write to these ranks, the largest first."""
     load = dict.fromkeys(writers, 0)
     items = []
     for group in sorted(groups, key=lambda group: -group.nbytes):
-        item = _own_rows(group, load, config) or _one_writer(group, load, config)
+        item = _make_item_of_own_rows(group, load, config) or _choose_one_writer(group, load, config)
         takers = item.holders[0] if item.writer is None else (item.writer,)
         for rank in takers:
             load[rank] += group.nbytes // len(takers)
@@ -64,12 +64,12 @@ def assign(groups: Iterable[Group], writers: Iterable[int], config: ParallelConf
     return items
 
 
-def all_to(rank: int, groups: Iterable[Group], config: ParallelConfig) -> list[Item]:
+def assign_all_to(rank: int, groups: Iterable[Group], config: ParallelConfig) -> list[Item]:
     """Assign everything to one rank."""
-    return [_one_writer(group, {rank: 0}, config) for group in groups]
+    return [_choose_one_writer(group, {rank: 0}, config) for group in groups]
 
 
-def rounds(items: Iterable[Item]) -> Iterator[list[Item]]:
+def order_in_rounds(items: Iterable[Item]) -> Iterator[list[Item]]:
     """Order the items that one rank writes whole so that all ranks write at once: one item per rank and round."""
     queues: dict[int, list[Item]] = {}
     for item in items:
@@ -78,47 +78,47 @@ def rounds(items: Iterable[Item]) -> Iterator[list[Item]]:
     return ([item for item in found if item is not None] for found in zip_longest(*queues.values()))
 
 
-def _own_rows(group: Group, load: dict[int, int], config: ParallelConfig) -> Item | None:
-    if group.conversion is not None or not _in_long_rows(group.own[0], config):
+def _make_item_of_own_rows(group: Group, load: dict[int, int], config: ParallelConfig) -> Item | None:
+    if group.conversion is not None or not _has_long_rows(group.own[0], config):
         return None
-    able = [ranks for ranks in _copies(group.own[0], config) if load.keys() >= set(ranks)]
+    able = [ranks for ranks in _list_copies(group.own[0], config) if load.keys() >= set(ranks)]
     return Item(group, None, (min(able, key=lambda ranks: load[ranks[0]]),)) if able else None
 
 
-def _in_long_rows(entry: Entry, config: ParallelConfig) -> bool:
+def _has_long_rows(entry: Entry, config: ParallelConfig) -> bool:
     if not entry.cuts and entry.order is None:
         return True
     if any(dim for _, dim in entry.cuts) or (entry.order is not None and entry.order.dim):
         return False
     cuts = [(0, config.size_along(axis), 0) for axis, _ in entry.cuts]
     (rows,) = cut_part(entry.shape[:1], entry.order, cuts)
-    return len(rows) * (entry.nbytes // max(1, entry.shape[0])) >= LONG * len(runs(rows))
+    return len(rows) * (entry.nbytes // max(1, entry.shape[0])) >= LONG * len(find_runs(rows))
 
 
-def _one_writer(group: Group, load: dict[int, int], config: ParallelConfig) -> Item:
+def _choose_one_writer(group: Group, load: dict[int, int], config: ParallelConfig) -> Item:
     """Choose a rank that holds a part, if one may write, and for each tensor the copy it has, if it has one."""
-    holders = [rank for ranks in _copies(group.own[0], config) for rank in ranks if rank in load]
+    holders = [rank for ranks in _list_copies(group.own[0], config) for rank in ranks if rank in load]
     writer = min(holders or load, key=lambda rank: load[rank])
-    copies = [_copies(entry, config) for entry in group.own]
+    copies = [_list_copies(entry, config) for entry in group.own]
     nearest = (next((ranks for ranks in own if writer in ranks), own[writer % len(own)]) for own in copies)
     return Item(group, writer, tuple(nearest))
 
 
-def _copies(entry: Entry, config: ParallelConfig) -> list[tuple[int, ...]]:
-    return _copies_along(config, entry.stage, tuple(axis for axis, _ in entry.cuts))
+def _list_copies(entry: Entry, config: ParallelConfig) -> list[tuple[int, ...]]:
+    return _list_copies_along(config, entry.stage, tuple(axis for axis, _ in entry.cuts))
 
 
 @functools.lru_cache(maxsize=256)
-def _copies_along(config: ParallelConfig, stage: int, axes: tuple[str, ...]) -> list[tuple[int, ...]]:
+def _list_copies_along(config: ParallelConfig, stage: int, axes: tuple[str, ...]) -> list[tuple[int, ...]]:
     """Return the ranks of a stage in groups that hold a tensor once; the last axis of its cuts is innermost."""
-    groups = axis_ranks(config, *axes)
-    return [tuple(ranks) for ranks in groups if coordinates(config, ranks[0])["pp"] == stage]
+    groups = list_axis_ranks(config, *axes)
+    return [tuple(ranks) for ranks in groups if compute_coordinates(config, ranks[0])["pp"] == stage]
 
 
-def writing_ranks(mesh: ParallelMesh, directory: str) -> list[int]:
+def find_writing_ranks(mesh: ParallelMesh, directory: str) -> list[int]:
     """Return the ranks that see rank 0's folder and can write there. Collective, in the host group."""
-    marker, machine = messages.from_one(lambda: (_put_marker(directory), machine_id()), mesh.host_group)
-    found = messages.gather(mesh.rank == 0 or _sees(directory, marker, machine), mesh.host_group)
+    marker, machine = messages.send_from_one(lambda: (_put_marker(directory), read_machine_id()), mesh.host_group)
+    found = messages.gather_objects(mesh.rank == 0 or _does_see_marker(directory, marker, machine), mesh.host_group)
     if mesh.rank == 0 and marker is not None:
         with contextlib.suppress(OSError):
             os.remove(os.path.join(directory, marker))
@@ -135,13 +135,13 @@ def _put_marker(directory: str) -> str | None:
         return None
 
 
-def _sees(directory: str, marker: str | None, machine: str) -> bool:
+def _does_see_marker(directory: str, marker: str | None, machine: str) -> bool:
     if marker is None or not os.access(os.path.join(directory, marker), os.W_OK):
         return False
-    return machine == machine_id() or _file_system(directory) in _COHERENT
+    return machine == read_machine_id() or _read_file_system(directory) in _COHERENT
 
 
-def _file_system(directory: str) -> str:
+def _read_file_system(directory: str) -> str:
     """Return the type of the file system, as the kernel names it; empty where the kernel does not tell."""
     path = os.path.join(os.path.realpath(directory), "")
     try:
@@ -152,7 +152,7 @@ def _file_system(directory: str) -> str:
     return max(((len(place), kind) for place, kind in mounts if path.startswith(os.path.join(place, ""))))[1]
 
 
-def part_of(entry: Entry, number: int, config: ParallelConfig) -> Part:
+def compute_part_of(entry: Entry, number: int, config: ParallelConfig) -> Part:
     """Return the part of a tensor that the holder with this number has."""
     cuts = []
     for axis, dim in reversed(entry.cuts):
@@ -162,7 +162,7 @@ def part_of(entry: Entry, number: int, config: ParallelConfig) -> Part:
     return cut_part(entry.shape, entry.order, reversed(cuts))
 
 
-def gathered(mesh: ParallelMesh, items: list[Item], local: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def gather_item(mesh: ParallelMesh, items: list[Item], local: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return the whole tensors of the one item that this rank writes, rows in the model's order. Collective.
 
     All ranks send before any rank receives, and no rank writes two items, so no two wait for each other. Transfers go
@@ -173,7 +173,9 @@ def gathered(mesh: ParallelMesh, items: list[Item], local: Mapping[str, torch.Te
         local: this rank's parts of the tensors that it sends, by name; plain tensors.
     """
     group = mesh.host_group  # all ranks make it at its first use, also those that have nothing to send
-    under_way = [sent for item in items if item.writer != mesh.rank for sent in _send(item, mesh.rank, group, local)]
+    under_way = [
+        sent for item in items if item.writer != mesh.rank for sent in _start_sends(item, mesh.rank, group, local)
+    ]
     whole: dict[str, torch.Tensor] = {}
     for item in items:
         if item.writer == mesh.rank:
@@ -184,13 +186,13 @@ def gathered(mesh: ParallelMesh, items: list[Item], local: Mapping[str, torch.Te
     return whole
 
 
-def _send(
+def _start_sends(
     item: Item, own: int, group: dist.ProcessGroup, local: Mapping[str, torch.Tensor]
 ) -> Iterator[tuple[dist.Work, torch.Tensor]]:
     """Start sending this rank's parts; yield each transfer with the memory that it is sent from."""
     for tag, (entry, ranks) in enumerate(zip(item.group.own, item.holders, strict=True)):
         if own in ranks and local[entry.name].numel():
-            data = as_bytes(local[entry.name].cpu())
+            data = view_as_bytes(local[entry.name].cpu())
             work = dist.isend(data, group=group, group_dst=item.writer, tag=tag)
             assert work is not None  # all ranks are in the group
             yield work, data
@@ -203,18 +205,18 @@ def _put_together(
         return local[entry.name].detach().cpu()
     whole = torch.empty(entry.shape, dtype=entry.dtype)
     for number, rank in enumerate(holders):
-        part = part_of(entry, number, mesh.config)
+        part = compute_part_of(entry, number, mesh.config)
         if rank == mesh.rank:
             write_part(whole, part, local[entry.name].detach())
         elif all(map(len, part)):  # else nothing is sent
-            rows = rows_of(whole, part)
+            rows = view_rows_of(whole, part)
             buffer = whole.new_empty([len(indices) for indices in part]) if rows is None else rows
-            dist.recv(as_bytes(buffer), group=mesh.host_group, group_src=rank, tag=tag)
+            dist.recv(view_as_bytes(buffer), group=mesh.host_group, group_src=rank, tag=tag)
             if rows is None:
                 write_part(whole, part, buffer)
     return whole
 
 
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+def view_as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """View the values as one dimension of bytes; copies only what is not contiguous."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)

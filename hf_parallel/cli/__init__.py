@@ -48,19 +48,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments[:1] == ["launch"]:  # before argparse: accelerate's parser owns everything that follows
         return cli_launch.launch(arguments[1:])
     if arguments[:2] == ["recipe", "run"]:
-        return cli_recipe.run_recipe(arguments[2:], cli_launch.full_parser, cli_launch.launch, cli_launch.accelerators)
-    parser = _top_parser()
+        return cli_recipe.run_recipe(
+            arguments[2:], cli_launch.make_full_parser, cli_launch.launch, cli_launch.count_accelerators
+        )
+    parser = _make_top_parser()
     args = parser.parse_args(arguments)
     commands = {
-        "doctor": doctor,
+        "doctor": run_doctor,
         "plan": cli_plan.plan,
         "check": cli_check.check_machines,
         "prove": cli_prove.prove,
         "bisect": cli_bisect.bisect,
-        "export": cli_export.export,
+        "export": cli_export.run_export,
         "migrate": cli_migrate.migrate,
-        "recipe": cli_recipe.recipe,
-        "report": cli_report.report,
+        "recipe": cli_recipe.run_recipe_command,
+        "report": cli_report.run_report,
     }
     if args.command in commands:
         return commands[args.command](args)
@@ -68,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 2
 
 
-def doctor(args: argparse.Namespace) -> int:
+def run_doctor(args: argparse.Namespace) -> int:
     """Print what a spec would do to a model; 2 if something stops it."""
     try:
         spec = choose_spec(args.parallel, f"doctor's {_OPTION}")
@@ -77,18 +79,18 @@ def doctor(args: argparse.Namespace) -> int:
         config = ParallelConfig.parse(spec[0])
         cli_plan.check_path(args.model)
         with waiting("importing torch") as say:
-            from hf_parallel.plans import build_on_meta, examine, render
+            from hf_parallel.plans import build_source_on_meta, examine, render_examination
 
             say("reading the model")
-            report = examine(build_on_meta(args.model), config, args.nproc)
+            report = examine(build_source_on_meta(args.model), config, args.nproc)
     except SpecError as error:
         print(f"hf_parallel: {error}", file=sys.stderr)
         return 2
-    print(json.dumps(report.to_dict(), indent=2) if args.json else render(report))
+    print(json.dumps(report.to_dict(), indent=2) if args.json else render_examination(report))
     return 2 if report.problems else 0
 
 
-def _top_parser() -> argparse.ArgumentParser:
+def _make_top_parser() -> argparse.ArgumentParser:
     from hf_parallel.version import VERSION
 
     parser = argparse.ArgumentParser(prog="hf-parallel", description="Unchanged Trainer scripts, every parallelism.")

@@ -47,8 +47,8 @@ def check_machines(args: argparse.Namespace) -> int:
     from hf_parallel.check import links
 
     try:
-        wanted = _wanted(args)
-        count = int(os.environ["WORLD_SIZE"]) if launched.settle() else _here(args)
+        wanted = _read_wanted(args)
+        count = int(os.environ["WORLD_SIZE"]) if launched.settle_launcher() else _count_ranks_here(args)
         wanted.layout(count)
     except SpecError as error:
         if os.environ.get("RANK", "0") == "0":
@@ -61,7 +61,7 @@ def check_machines(args: argparse.Namespace) -> int:
             value = getattr(args, option)
             words += [] if value is None else [f"--{option}={value}"]
         again = [*words, *(["--no-parity"] if args.no_parity else [])]
-        return links.start(again, links.environments(count, _devices(), args.backend)) and 1
+        return links.start_ranks(again, links.make_environments(count, _count_devices(), args.backend)) and 1
     from hf_parallel.check.run import check, publish
 
     report = check(wanted)
@@ -70,7 +70,7 @@ def check_machines(args: argparse.Namespace) -> int:
     return int(report.failed)
 
 
-def _wanted(args: argparse.Namespace) -> Wanted:
+def _read_wanted(args: argparse.Namespace) -> Wanted:
     from hf_parallel.check.run import DTYPES, Wanted
 
     dtypes = tuple(args.dtype.split(","))
@@ -93,15 +93,15 @@ def _wanted(args: argparse.Namespace) -> Wanted:
     return Wanted(args.parallel, dtypes, **how, backend=args.backend, json=args.json, calibrate=args.calibrate)
 
 
-def _here(args: argparse.Namespace) -> int:
+def _count_ranks_here(args: argparse.Namespace) -> int:
     """Return how many ranks this machine gets."""
     from hf_parallel.check import links
 
     sizes = ParallelConfig.parse(args.parallel).sizes.values() if args.parallel else (-1,)
-    return links.how_many(args.nproc, None if -1 in sizes else math.prod(sizes), _devices())
+    return links.count_ranks_to_start(args.nproc, None if -1 in sizes else math.prod(sizes), _count_devices())
 
 
-def _devices() -> int:
+def _count_devices() -> int:
     import torch
 
     return torch.accelerator.device_count() if torch.accelerator.is_available() else 0

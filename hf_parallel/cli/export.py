@@ -28,29 +28,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--push_to_hub", nargs="?", const="", metavar="REPO", help="upload; default: OUT's name")
 
 
-def export(args: argparse.Namespace) -> int:
+def run_export(args: argparse.Namespace) -> int:
     """Write the folder; 2 if that cannot be done."""
     try:
         with waiting("importing torch") as say:
-            _write(args, say)
+            _write_export(args, say)
         if args.push_to_hub is not None:
             from hf_parallel.checkpoint import export as exporting
 
-            print(exporting.push(args.out, args.push_to_hub or os.path.basename(os.path.abspath(args.out))))
+            print(exporting.push_folder(args.out, args.push_to_hub or os.path.basename(os.path.abspath(args.out))))
     except (OSError, RuntimeError, ValueError) as error:
         print(f"hf_parallel: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     return 0
 
 
-def _write(args: argparse.Namespace, say: Callable[[str], None]) -> None:
+def _write_export(args: argparse.Namespace, say: Callable[[str], None]) -> None:
     from hf_parallel.checkpoint import export as exporting
 
     if args.trainer and (args.dtype or args.merge_adapter):
         raise ValueError("--trainer: a run goes on with the weights it has; drop --dtype and --merge-adapter")
     say(f"writing {args.out}")
     dtype = None if args.dtype is None else exporting.DTYPES[args.dtype]
-    exporting.export(args.checkpoint, args.out, dtype, args.merge_adapter, args.base, args.max_shard_size)
+    exporting.export_checkpoint(args.checkpoint, args.out, dtype, args.merge_adapter, args.base, args.max_shard_size)
     if args.trainer:
         say("writing the optimizer's states")
         exporting.export_run(args.checkpoint, args.out)

@@ -17,7 +17,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from hf_parallel.ask.config import AUTO, ParallelConfig, SpecError, choose_spec
-from hf_parallel.ask.spec import check_model_name, like_a_file, refuse
+from hf_parallel.ask.spec import check_model_name, refuse, suggest_file
 
 if TYPE_CHECKING:
     from accelerate.commands.config.config_args import ClusterConfig
@@ -45,26 +45,26 @@ def launch(argv: list[str]) -> int:
     """Start the processes and wait for them; return the exit code of the rank that failed first, or 0."""
     own, script = split_words(argv)
     if {"-h", "--help", "--help-accelerate"} & {*own}:
-        print((full_parser() if "--help-accelerate" in own else short_parser()).format_help())
+        print((make_full_parser() if "--help-accelerate" in own else make_short_parser()).format_help())
         return 0
     try:
         _check_words(own, script)
-        parser = full_parser()
+        parser = make_full_parser()
         args = parser.parse_args(argv)
         spec = choose_spec(args.parallel, f"the launcher's {_OPTION}")
-        _check_model(script)
+        _check_model_of_script(script)
         if args.ray:
             return _launch_on_ray(args, parser.parse_args([args.training_script]), spec and spec[0])
         if args.min_processes is not None:
             refuse(f"--min_processes {args.min_processes}", "elastic runs are --ray's", do="torchrun --nnodes=1:2")
-        defaults = _accelerate_defaults(args)
+        defaults = _read_accelerate_defaults(args)
         _settle_processes(args, defaults)
         if spec is not None:
             _refuse_other_ways(args, defaults)
             if spec[0] != AUTO:
                 ParallelConfig.parse(spec[0]).resolve(args.num_processes)
         else:
-            reason = _reason_for_no_layout(args, defaults)
+            reason = _find_reason_for_no_layout(args, defaults)
             args.parallel = AUTO if reason is None else args.parallel
             if reason:
                 print(f"hf_parallel: {reason}", file=sys.stderr, flush=True)
@@ -86,7 +86,7 @@ def split_words(argv: list[str]) -> tuple[list[str], list[str]]:
     return argv[:at], argv[at:]
 
 
-def short_parser() -> argparse.ArgumentParser:
+def make_short_parser() -> argparse.ArgumentParser:
     """Make a parser of the options that most launches need, on one screen."""
     parser = argparse.ArgumentParser(
         prog="hf-parallel launch",
@@ -120,7 +120,7 @@ def _check_words(own: list[str], script: list[str]) -> None:
     """Refuse a layout, a script or a config file that cannot be, by the words alone."""
     options = [word.partition("=") if word.startswith("--") else ("", "", word) for word in own]
     words = [re.sub(r"(?<=\w)-", "_", name) + equals + value for name, equals, value in options]
-    given, _ = short_parser().parse_known_args(words)
+    given, _ = make_short_parser().parse_known_args(words)
     if given.config_file is not None:
         _check_config_file(given.config_file)
     spec = choose_spec(given.parallel, f"the launcher's {_OPTION}")
@@ -129,10 +129,10 @@ def _check_words(own: list[str], script: list[str]) -> None:
         if given.num_processes is not None and not given.ray:
             config.resolve(given.num_processes)
     if script and script[0].endswith(".py") and not given.ray and not os.path.isfile(script[0]):
-        refuse(script[0], "no such script", do=like_a_file(script[0]) or "give its path")
+        refuse(script[0], "no such script", do=suggest_file(script[0]) or "give its path")
 
 
-def _check_model(script: list[str]) -> None:
+def _check_model_of_script(script: list[str]) -> None:
     """Refuse the model of TRL's and of Transformers' own scripts that is not here while no Hub answers."""
     offline = os.environ.get("HF_HUB_OFFLINE", "0") != "0"  # the ranks then say it at once
     if _MODEL in script[:-1] and "--cache_dir" not in script and not offline:
@@ -141,15 +141,15 @@ def _check_model(script: list[str]) -> None:
 
 def _check_config_file(path: str) -> None:
     if not os.path.isfile(path):
-        do = like_a_file(path) or "without it the defaults of `accelerate` hold"
+        do = suggest_file(path) or "without it the defaults of `accelerate` hold"
         refuse(f"--config_file {path}", "no such file", do=do)
 
 
-def _reason_for_no_layout(args: argparse.Namespace, defaults: ClusterConfig | None) -> str | None:
+def _find_reason_for_no_layout(args: argparse.Namespace, defaults: ClusterConfig | None) -> str | None:
     """Return why the ranks choose no layout; None: they do. Empty where the script itself may name one."""
     given = [word.partition("=")[0] for word in args.training_script_args]
     of_script = next((name for name in _OF_A_SCRIPT if name in given), None)
-    other_ways = _other_ways(args, defaults)
+    other_ways = _list_other_ways(args, defaults)
     if of_script is not None:
         return "" if of_script == _OPTION else f"no layout is chosen, because {of_script} distributes the script"
     if other_ways:
@@ -166,7 +166,7 @@ def _reason_for_no_layout(args: argparse.Namespace, defaults: ClusterConfig | No
     return None
 
 
-def full_parser() -> argparse.ArgumentParser:
+def make_full_parser() -> argparse.ArgumentParser:
     from accelerate.commands.launch import launch_command_parser
 
     parser: argparse.ArgumentParser = launch_command_parser()
@@ -186,7 +186,7 @@ def full_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _accelerate_defaults(args: argparse.Namespace) -> ClusterConfig | None:
+def _read_accelerate_defaults(args: argparse.Namespace) -> ClusterConfig | None:
     """Return the accelerate config file that `accelerate launch` would read, or None."""
     from accelerate.commands.config import config_args
 
@@ -206,7 +206,7 @@ def _settle_processes(args: argparse.Namespace, defaults: ClusterConfig | None) 
     args.num_machines = args.num_machines or getattr(defaults, "num_machines", None) or 1
     configured = getattr(defaults, "num_processes", None) or -1
     if args.num_processes is None:
-        args.num_processes = configured if configured > 0 else max(1, accelerators()) * args.num_machines
+        args.num_processes = configured if configured > 0 else max(1, count_accelerators()) * args.num_machines
     if args.num_processes < 1 or args.num_processes % args.num_machines:
         works = max(1, args.num_processes // args.num_machines) * args.num_machines
         refuse(
@@ -216,13 +216,13 @@ def _settle_processes(args: argparse.Namespace, defaults: ClusterConfig | None) 
         )
 
 
-def accelerators() -> int:
+def count_accelerators() -> int:
     import torch
 
     return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
 
 
-def _other_ways(args: argparse.Namespace, defaults: ClusterConfig | None) -> list[str]:
+def _list_other_ways(args: argparse.Namespace, defaults: ClusterConfig | None) -> list[str]:
     """Name what else would distribute the script: options first, then what the config file says."""
     found = [f"--{name}" for name in _EXCLUSIVE if getattr(args, name)]
     kind = getattr(getattr(defaults, "distributed_type", None), "value", "NO")
@@ -234,7 +234,7 @@ def _other_ways(args: argparse.Namespace, defaults: ClusterConfig | None) -> lis
 
 
 def _refuse_other_ways(args: argparse.Namespace, defaults: ClusterConfig | None) -> None:
-    found = _other_ways(args, defaults)
+    found = _list_other_ways(args, defaults)
     if found and found[0].startswith("--"):
         refuse(found[0], "not together with a spec", do="drop it, dp_shard=-1 shards like FSDP")
     if found:
@@ -251,12 +251,12 @@ def _settle_machine(args: argparse.Namespace, defaults: ClusterConfig | None) ->
     if args.no_python:
         refuse("--no_python", "the runner runs Python scripts", do="drop it")
     cpu_asked = args.cpu or bool(getattr(defaults, "use_cpu", False))
-    if args.num_processes > 1 and not _other_ways(args, defaults):
+    if args.num_processes > 1 and not _list_other_ways(args, defaults):
         if cpu_asked:
             os.environ.update(ACCELERATE_USE_CPU="true", CUDA_VISIBLE_DEVICES="")
         args.cpu, args.multi_gpu = False, True  # accelerate starts one process with --cpu, N with --multi_gpu
     threads_given = args.num_cpu_threads_per_process is not None or os.environ.get("OMP_NUM_THREADS")
-    if (cpu_asked or not accelerators()) and not threads_given:
+    if (cpu_asked or not count_accelerators()) and not threads_given:
         args.num_cpu_threads_per_process = 1  # N processes with all cores each slow one another down
     args.enable_cpu_affinity = args.enable_cpu_affinity or _can_bind_to_nodes(cpu_asked)
     missing = {"machine_rank": "0", "main_process_ip": "10.0.0.1", "main_process_port": "29500"}
@@ -277,7 +277,7 @@ def _can_bind_to_nodes(cpu_asked: bool) -> bool:
     import torch
     from accelerate.utils import is_pynvml_available
 
-    if cpu_asked or torch.version.cuda is None or not accelerators() or not is_pynvml_available():
+    if cpu_asked or torch.version.cuda is None or not count_accelerators() or not is_pynvml_available():
         return False
     return hasattr(os, "sched_getaffinity") and len(os.sched_getaffinity(0)) == os.cpu_count()
 

@@ -37,26 +37,26 @@ _ALIKE = "every layout does so"
 _ARGUMENT = "stays the script's own"
 
 
-def _size(key: str) -> Rule:
+def _make_size_rule(key: str) -> Rule:
     """Return the rule for a number of ranks; 1 is the default, and so is all that is left."""
     return lambda value: Became({key: int(value)} if int(value) != 1 else {}, "" if int(value) != 1 else "one rank")
 
 
-def _if_true(**spec: object) -> Rule:
+def _make_switch_rule(**spec: object) -> Rule:
     """Return the rule for a switch."""
-    return lambda value: Became(spec) if _true(value) else Became(why="off, as by default")
+    return lambda value: Became(spec) if _is_true(value) else Became(why="off, as by default")
 
 
-def _argument(name: str) -> Rule:
+def _make_argument_rule(name: str) -> Rule:
     """Return the rule for a key that Trainer's arguments, or the script, say."""
     return lambda value: Became(why=f"{_ARGUMENT}: {name}")
 
 
-def _true(value: object) -> bool:
+def _is_true(value: object) -> bool:
     return str(value).lower() in ("true", "1", "yes", "on")
 
 
-def _strategy(value: str) -> Became:
+def _read_strategy(value: str) -> Became:
     """Read FSDP 1's strategy, given as a word or a number."""
     name = value.upper()
     found: dict[str, dict[str, object]] = {
@@ -72,11 +72,11 @@ def _strategy(value: str) -> Became:
 
 
 _FSDP: dict[str, Rule] = {
-    "sharding_strategy": _strategy,
-    "reshard_after_forward": _strategy,
-    "offload_params": _if_true(offload="cpu"),
-    "cpu_offload": _if_true(offload="cpu"),
-    "activation_checkpointing": _if_true(activation_checkpointing="full"),
+    "sharding_strategy": _read_strategy,
+    "reshard_after_forward": _read_strategy,
+    "offload_params": _make_switch_rule(offload="cpu"),
+    "cpu_offload": _make_switch_rule(offload="cpu"),
+    "activation_checkpointing": _make_switch_rule(activation_checkpointing="full"),
     "version": "sharding is FSDP2's",
     "auto_wrap_policy": "each transformer block is a group, found by itself",
     "transformer_layer_cls_to_wrap": "each transformer block is a group, found by itself",
@@ -99,9 +99,9 @@ _FSDP: dict[str, Rule] = {
 _TUNED = "its own engine's tuning"
 _ZERO: dict[str, Rule] = {
     "stage": lambda value: Became({"zero_stage": int(value)}),
-    "zero_quantized_weights": _if_true(quantize_weights="int8"),
-    "zero_quantized_gradients": _if_true(quantize_gradients="int4"),
-    "zero_hpz_partition_size": _size("hierarchical_shard"),
+    "zero_quantized_weights": _make_switch_rule(quantize_weights="int8"),
+    "zero_quantized_gradients": _make_switch_rule(quantize_gradients="int4"),
+    "zero_hpz_partition_size": _make_size_rule("hierarchical_shard"),
     "mics_shard_size": lambda value: Became({"dp_shard": int(value), "dp_replicate": -1} if int(value) > 0 else {}),
     "stage3_gather_16bit_weights_on_model_save": "saved models are always whole",
     "gather_16bit_weights_on_model_save": "saved models are always whole",
@@ -126,19 +126,19 @@ _BATCH = {
 #: Sequences of a device and micro-step, as files spell it.
 _ROWS = ("train_micro_batch_size_per_gpu", "micro_batch_size", "batch_size", "per_device_train_batch_size")
 _DEEPSPEED: dict[str, Rule] = {
-    **{key: _argument(name) for key, name in _BATCH.items()},
-    "optimizer": _argument("optim, learning_rate, weight_decay, adam_beta1, …"),
-    "scheduler": _argument("lr_scheduler_type, warmup_steps"),
-    "bf16": _argument("bf16=True"),
-    "fp16": _argument("fp16=True"),
-    "amp": _argument("fp16=True"),
+    **{key: _make_argument_rule(name) for key, name in _BATCH.items()},
+    "optimizer": _make_argument_rule("optim, learning_rate, weight_decay, adam_beta1, …"),
+    "scheduler": _make_argument_rule("lr_scheduler_type, warmup_steps"),
+    "bf16": _make_argument_rule("bf16=True"),
+    "fp16": _make_argument_rule("fp16=True"),
+    "amp": _make_argument_rule("fp16=True"),
     "sequence_parallel_size": lambda value: Became(
         {"cp": int(value), "context_parallel": "ulysses"} if int(value) > 1 else {}, "one rank"
     ),
     "activation_checkpointing.partition_activations": "sequence parallelism of `tp` cuts them anyway",
-    "activation_checkpointing.cpu_checkpointing": _if_true(activation_offload=True),
-    "tensor_parallel.autotp_size": _size("tp"),
-    "pipeline.stages": _size("pp"),
+    "activation_checkpointing.cpu_checkpointing": _make_switch_rule(activation_offload=True),
+    "tensor_parallel.autotp_size": _make_size_rule("tp"),
+    "pipeline.stages": _make_size_rule("pp"),
     "steps_per_print": "logging_steps of the script",
     "wall_clock_breakdown": "monitor=full of a spec says where time goes",
     "zero_allow_untested_optimizer": "optimizers that cannot hold are refused by name",
@@ -151,7 +151,7 @@ _DEEPSPEED: dict[str, Rule] = {
     "comms_config": "monitor=full of a spec says where time goes",
     "comms_logger": "monitor=full of a spec says where time goes",
     "monitor_config": "report_to of the script",
-    "compile": _argument("torch_compile=True, or compile=regional of a spec"),
+    "compile": _make_argument_rule("torch_compile=True, or compile=regional of a spec"),
     "_comment": "a note",
     "flops_profiler": "hf-parallel report shows the step's parts",
     "tensorboard": "report_to of the script",
@@ -159,8 +159,8 @@ _DEEPSPEED: dict[str, Rule] = {
 }
 _ACCELERATE_DEEPSPEED: dict[str, Rule] = {
     "zero_stage": _ZERO["stage"],
-    "gradient_accumulation_steps": _argument("gradient_accumulation_steps"),
-    "gradient_clipping": _argument("max_grad_norm"),
+    "gradient_accumulation_steps": _make_argument_rule("gradient_accumulation_steps"),
+    "gradient_clipping": _make_argument_rule("max_grad_norm"),
     "zero3_init_flag": "each rank reads its own slices",
     "zero3_save_16bit_model": "saved models are always whole",
     "deepspeed_multinode_launcher": "hf-parallel launch, torchrun, Slurm or Ray start the machines",
@@ -172,44 +172,46 @@ _ACCELERATE_DEEPSPEED: dict[str, Rule] = {
 #: Types of accelerate under which every process has the whole model.
 _COPIES = ("MULTI_GPU", "MULTI_CPU", "MULTI_XPU", "MULTI_NPU", "MULTI_HPU")
 _PARALLELISM: dict[str, Rule] = {
-    "dp_replicate_size": _size("dp_replicate"),
-    "dp_shard_size": _size("dp_shard"),
-    "tp_size": _size("tp"),
-    "cp_size": _size("cp"),
-    "sp_size": _size("cp"),
+    "dp_replicate_size": _make_size_rule("dp_replicate"),
+    "dp_shard_size": _make_size_rule("dp_shard"),
+    "tp_size": _make_size_rule("tp"),
+    "cp_size": _make_size_rule("cp"),
+    "sp_size": _make_size_rule("cp"),
     "cp_comm_strategy": lambda value: Became({"context_parallel": "allgather" if "gather" in str(value) else "ring"}),
     "cp_backend": "context parallelism is this package's own",
     "sp_backend": "context parallelism is this package's own",
     "cp_handler": "context parallelism is this package's own",
 }
 _MEGATRON: dict[str, Rule] = {
-    "tp_degree": _size("tp"),
-    "pp_degree": _size("pp"),
+    "tp_degree": _make_size_rule("tp"),
+    "pp_degree": _make_size_rule("pp"),
     "num_micro_batches": lambda value: Became({"pipeline_microbatches": int(value)}),
-    "sequence_parallelism": lambda value: Became({} if _true(value) else {"sequence_parallel": False}, "on with `tp`"),
-    "recompute_activations": _if_true(activation_checkpointing="selective"),
-    "use_distributed_optimizer": _if_true(zero_stage=1),
-    "gradient_clipping": _argument("max_grad_norm"),
+    "sequence_parallelism": lambda value: Became(
+        {} if _is_true(value) else {"sequence_parallel": False}, "on with `tp`"
+    ),
+    "recompute_activations": _make_switch_rule(activation_checkpointing="selective"),
+    "use_distributed_optimizer": _make_switch_rule(zero_stage=1),
+    "gradient_clipping": _make_argument_rule("max_grad_norm"),
 }
 _TORCHTUNE: dict[str, Rule] = {
-    "tensor_parallel_dim": _size("tp"),
-    "context_parallel_dim": _size("cp"),
-    "data_parallel_shard_dim": _size("dp_shard"),
-    "data_parallel_replicate_dim": _size("dp_replicate"),
-    "fsdp_cpu_offload": _if_true(offload="cpu"),
-    "fsdp_reshard_after_forward": _strategy,
-    "enable_activation_checkpointing": _if_true(activation_checkpointing="full"),
-    "enable_activation_offloading": _if_true(activation_offload=True),
+    "tensor_parallel_dim": _make_size_rule("tp"),
+    "context_parallel_dim": _make_size_rule("cp"),
+    "data_parallel_shard_dim": _make_size_rule("dp_shard"),
+    "data_parallel_replicate_dim": _make_size_rule("dp_replicate"),
+    "fsdp_cpu_offload": _make_switch_rule(offload="cpu"),
+    "fsdp_reshard_after_forward": _read_strategy,
+    "enable_activation_checkpointing": _make_switch_rule(activation_checkpointing="full"),
+    "enable_activation_offloading": _make_switch_rule(activation_offload=True),
     "custom_sharded_layers": "each transformer block is a group, found by itself",
     "tensor_parallel_plan": "weights are split by the model's own plan or structure",
 }
 _AXOLOTL: dict[str, Rule] = {
-    "tensor_parallel_size": _size("tp"),
-    "context_parallel_size": _size("cp"),
-    "sequence_parallel_degree": _size("cp"),
-    "dp_shard_size": _size("dp_shard"),
-    "dp_replicate_size": _size("dp_replicate"),
-    "expert_parallel_size": _size("ep"),
+    "tensor_parallel_size": _make_size_rule("tp"),
+    "context_parallel_size": _make_size_rule("cp"),
+    "sequence_parallel_degree": _make_size_rule("cp"),
+    "dp_shard_size": _make_size_rule("dp_shard"),
+    "dp_replicate_size": _make_size_rule("dp_replicate"),
+    "expert_parallel_size": _make_size_rule("ep"),
     "ring_attn_func": "context_parallel=ring, ulysses, allgather or hybrid:U says how cp attends",
     "heads_k_stride": "context_parallel=ring, ulysses, allgather or hybrid:U says how cp attends",
     "fsdp_version": _FSDP["version"],
@@ -220,13 +222,13 @@ _AXOLOTL: dict[str, Rule] = {
 Keys: TypeAlias = Iterator[tuple[str, object, Rule | None]]
 
 
-def _of(values: Mapping, rules: Mapping[str, Rule], shown: str = "", prefix: str = "") -> Keys:
+def _read_keys_of(values: Mapping, rules: Mapping[str, Rule], shown: str = "", prefix: str = "") -> Keys:
     """Return every key of a mapping with its rule, if it is known; `prefix`: what may stand before each key."""
     for key, value in values.items():
         yield f"{shown}{key}", value, rules.get(key.removeprefix(prefix), rules.get(key))
 
 
-def _deepspeed(values: Mapping, folder: str) -> Keys:
+def _read_deepspeed(values: Mapping, folder: str) -> Keys:
     """Yield the keys of DeepSpeed's JSON, or of the mapping that a script hands over."""
     for key, value in values.items():
         if key == "zero_optimization" and isinstance(value, Mapping):
@@ -242,7 +244,9 @@ def _zero(values: Mapping) -> Keys:
     devices = {}
     for key, value in values.items():
         if key in ("offload_optimizer", "offload_param", "cpu_offload"):
-            device = value.get("device", "none") if isinstance(value, Mapping) else "cpu" if _true(value) else "none"
+            device = (
+                value.get("device", "none") if isinstance(value, Mapping) else "cpu" if _is_true(value) else "none"
+            )
             path = value.get("nvme_path") if isinstance(value, Mapping) else None
             devices[key] = str(device), path
         else:
@@ -264,55 +268,57 @@ def _offload(devices: Mapping[str, tuple[str, str | None]], shown: str) -> Keys:
         yield f"{shown}{key}", device, (lambda value: Became({"offload": way} if way != "none" else {}, "resident"))
 
 
-def _accelerate(values: Mapping, folder: str) -> Keys:
+def _read_accelerate(values: Mapping, folder: str) -> Keys:
     fsdp, deepspeed = values.get("fsdp_config") or {}, values.get("deepspeed_config") or {}
     if values.get("distributed_type") in _COPIES and not values.get("parallelism_config"):
         yield "distributed_type", values["distributed_type"], lambda _: Became({"dp_replicate": -1})
-    yield from _of(fsdp, _FSDP, "fsdp_config.", "fsdp_")
+    yield from _read_keys_of(fsdp, _FSDP, "fsdp_config.", "fsdp_")
     offloaded = {}
     for key, value in deepspeed.items():
         if key.endswith("_device") and key.startswith("offload_"):
             name = key.removesuffix("_device")
             offloaded[name] = str(value), deepspeed.get(f"{name}_nvme_path")
         elif key == "deepspeed_config_file":
-            yield from _deepspeed(_json(os.path.join(folder, str(value))), folder)
+            yield from _read_deepspeed(_read_json(os.path.join(folder, str(value))), folder)
         elif not key.endswith("_nvme_path"):
             yield f"deepspeed_config.{key}", value, _ACCELERATE_DEEPSPEED.get(key)
     yield from _offload(offloaded, "deepspeed_config.")
-    yield from _of(values.get("parallelism_config") or {}, _PARALLELISM, "parallelism_config.", "parallelism_config_")
-    yield from _of(values.get("megatron_lm_config") or {}, _MEGATRON, "megatron_lm_config.", "megatron_lm_")
+    yield from _read_keys_of(
+        values.get("parallelism_config") or {}, _PARALLELISM, "parallelism_config.", "parallelism_config_"
+    )
+    yield from _read_keys_of(values.get("megatron_lm_config") or {}, _MEGATRON, "megatron_lm_config.", "megatron_lm_")
     if values.get("mixed_precision", "no") != "no":
-        yield "mixed_precision", values["mixed_precision"], _argument("--mixed_precision, or bf16=True")
+        yield "mixed_precision", values["mixed_precision"], _make_argument_rule("--mixed_precision, or bf16=True")
 
 
-def _axolotl(values: Mapping, folder: str) -> Keys:
-    yield from _of({key: value for key, value in values.items() if key in _AXOLOTL}, _AXOLOTL)
+def _read_axolotl(values: Mapping, folder: str) -> Keys:
+    yield from _read_keys_of({key: value for key, value in values.items() if key in _AXOLOTL}, _AXOLOTL)
     for key in ("micro_batch_size", "gradient_accumulation_steps"):
         if key in values:
-            yield key, values[key], _argument("per_device_train_batch_size" if key[0] == "m" else key)
+            yield key, values[key], _make_argument_rule("per_device_train_batch_size" if key[0] == "m" else key)
     if isinstance(values.get("fsdp"), list):
-        yield from _words(values["fsdp"])
-    yield from _of(values.get("fsdp_config") or {}, _FSDP, "fsdp_config.", "fsdp_")
+        yield from _read_fsdp_words(values["fsdp"])
+    yield from _read_keys_of(values.get("fsdp_config") or {}, _FSDP, "fsdp_config.", "fsdp_")
     if isinstance(values.get("deepspeed"), str):
-        yield from _deepspeed(_json(os.path.join(folder, values["deepspeed"])), folder)
+        yield from _read_deepspeed(_read_json(os.path.join(folder, values["deepspeed"])), folder)
 
 
-def _torchtune(values: Mapping, folder: str) -> Keys:
-    yield from _of({key: value for key, value in values.items() if key in _TORCHTUNE}, _TORCHTUNE)
+def _read_torchtune(values: Mapping, folder: str) -> Keys:
+    yield from _read_keys_of({key: value for key, value in values.items() if key in _TORCHTUNE}, _TORCHTUNE)
     for key in ("batch_size", "gradient_accumulation_steps"):
         if key in values:
-            yield key, values[key], _argument("per_device_train_batch_size" if key[0] == "b" else key)
+            yield key, values[key], _make_argument_rule("per_device_train_batch_size" if key[0] == "b" else key)
 
 
-def _words(asked: str | list[str]) -> Keys:
+def _read_fsdp_words(asked: str | list[str]) -> Keys:
     """Yield the words of TrainingArguments' `fsdp="full_shard auto_wrap offload"`, or of such a list."""
     for word in asked.split() if isinstance(asked, str) else asked:
-        rule = {"auto_wrap": _FSDP["auto_wrap_policy"], "offload": _FSDP["offload_params"]}.get(word, _strategy)
+        rule = {"auto_wrap": _FSDP["auto_wrap_policy"], "offload": _FSDP["offload_params"]}.get(word, _read_strategy)
         value = {"offload": True}.get(word, word)
         yield f"fsdp {word}", value, rule
 
 
-def _script(source: str, folder: str) -> Keys:
+def _read_script(source: str, folder: str) -> Keys:
     """Yield fsdp, fsdp_config and deepspeed of any call in a script, as far as they are written out."""
     for node in ast.walk(ast.parse(source)):
         for keyword in node.keywords if isinstance(node, ast.Call) else ():
@@ -324,35 +330,35 @@ def _script(source: str, folder: str) -> Keys:
                 refuse(keyword.arg, f"line {keyword.value.lineno} computes it", do="give migrate the file it reads")
             if not value:
                 continue  # off, as by default
-            yield from _asked(keyword.arg, value, folder)
+            yield from _read_argument(keyword.arg, value, folder)
 
 
-def _asked(name: str, value: object, folder: str) -> Keys:
+def _read_argument(name: str, value: object, folder: str) -> Keys:
     """Yield the keys in one of Trainer's arguments, from a script or a command line."""
     if name == "fsdp" and value is True:
         yield name, value, "dp_shard is all that is left; fsdp_config may say more"
     elif name == "fsdp":
-        yield from _words(value)  # type: ignore[arg-type]
+        yield from _read_fsdp_words(value)  # type: ignore[arg-type]
     elif name == "fsdp_config":
-        yield from _of(_mapping(value, folder), _FSDP, "fsdp_config.", "fsdp_")
+        yield from _read_keys_of(_read_mapping(value, folder), _FSDP, "fsdp_config.", "fsdp_")
     else:
-        yield from _deepspeed(_mapping(value, folder), folder)
+        yield from _read_deepspeed(_read_mapping(value, folder), folder)
 
 
-def _mapping(value: object, folder: str = "") -> Mapping:
+def _read_mapping(value: object, folder: str = "") -> Mapping:
     """Return a mapping, given as such, as JSON, or as the path of a JSON file."""
     if isinstance(value, Mapping):
         return value
     text = str(value)
     if not text.lstrip().startswith("{"):
-        return _json(os.path.join(folder, text))
+        return _read_json(os.path.join(folder, text))
     try:
         return json.loads(text)
     except ValueError as error:
         refuse(text, f"is no JSON ({error})", cause=error)
 
 
-def _json(path: str) -> Mapping:
+def _read_json(path: str) -> Mapping:
     try:
         with open(path, encoding="utf-8") as file:
             values = json.load(file)
@@ -388,15 +394,15 @@ def read(path: str) -> Source:
     if path.endswith(".py"):
         try:
             with open(path, encoding="utf-8") as file:
-                return Source("script", list(_script(file.read(), folder)))
+                return Source("script", list(_read_script(file.read(), folder)))
         except (OSError, SyntaxError) as error:
             refuse(path, f"cannot be read as Python ({error})", cause=error)
-    values = _json(path) if path.endswith(".json") else read_yaml(path)
+    values = _read_json(path) if path.endswith(".json") else read_yaml(path)
     kinds = {  # a key that only such a file has -> its program and reader
-        ("distributed_type", "compute_environment", "parallelism_config"): ("accelerate", _accelerate),
-        ("zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size"): ("DeepSpeed", _deepspeed),
-        ("base_model",): ("axolotl", _axolotl),
-        tuple(_TORCHTUNE): ("torchtune", _torchtune),
+        ("distributed_type", "compute_environment", "parallelism_config"): ("accelerate", _read_accelerate),
+        ("zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size"): ("DeepSpeed", _read_deepspeed),
+        ("base_model",): ("axolotl", _read_axolotl),
+        tuple(_TORCHTUNE): ("torchtune", _read_torchtune),
     }
     for marks, (program, reader) in kinds.items():
         if any(mark in values for mark in marks):
@@ -410,7 +416,7 @@ def read(path: str) -> Source:
 # ---- The spec, and what became of each key -------------------------------------------------------------------------
 
 
-def migrated(source: Source) -> tuple[str, list[tuple[str, str, str]]]:
+def migrate_source(source: Source) -> tuple[str, list[tuple[str, str, str]]]:
     """Return the spec, and for each key: as it is written, what stands for it, why.
 
     Raises:
@@ -419,8 +425,8 @@ def migrated(source: Source) -> tuple[str, list[tuple[str, str, str]]]:
     spec: dict[str, object] = {}
     rows = []
     for key, value, rule in source.keys:
-        became = _became(key, value, rule)
-        chosen = {name: _here(name, asked, source) for name, asked in became.spec.items()}
+        became = _apply_rule(key, value, rule)
+        chosen = {name: _settle_replicas(name, asked, source) for name, asked in became.spec.items()}
         chosen = {name: asked for name, asked in chosen.items() if asked is not None}
         for name, asked in chosen.items():
             if spec.setdefault(name, asked) != asked:
@@ -428,7 +434,7 @@ def migrated(source: Source) -> tuple[str, list[tuple[str, str, str]]]:
                     f"{key}={value}", f"asks for {name}={asked}, another key for {name}={spec[name]}", do="keep one"
                 )
         shown = ",".join(f"{name}={spell(asked)}" for name, asked in chosen.items())
-        rows.append((f"{key}: {_short(value)}", shown, became.why if not shown else ""))
+        rows.append((f"{key}: {_shorten_value(value)}", shown, became.why if not shown else ""))
     if spec.get("zero_stage") == 3:
         del spec["zero_stage"]  # the default
     spec = {"dp_shard": -1, **spec} if spec.get("dp_replicate") != -1 or "dp_shard" in spec else spec
@@ -439,7 +445,7 @@ def migrated(source: Source) -> tuple[str, list[tuple[str, str, str]]]:
     return text, rows
 
 
-def batch_of(source: Source, spec: str) -> str:
+def describe_batch_of(source: Source, spec: str) -> str:
     """Return the effective batch under the spec, as far as the file says it; its data ranks are the old program's."""
     rows, accumulation = source.number(*_ROWS), source.number("gradient_accumulation_steps")
     total, processes = source.number("train_batch_size"), source.processes
@@ -459,7 +465,7 @@ def batch_of(source: Source, spec: str) -> str:
     return f"A step has {batch.in_words()}, as before: {batch.arguments}"
 
 
-def _became(key: str, value: object, rule: Rule | None) -> Became:
+def _apply_rule(key: str, value: object, rule: Rule | None) -> Became:
     if not callable(rule):
         return Became(why=rule or "not known here: nothing stands for it")
     try:
@@ -468,14 +474,14 @@ def _became(key: str, value: object, rule: Rule | None) -> Became:
         refuse(f"{key}: {value}", "is no value that is known", do="write a number", cause=error)
 
 
-def _here(name: str, asked: object, source: Source) -> object | None:
+def _settle_replicas(name: str, asked: object, source: Source) -> object | None:
     """Settle the size that depends on the machines: replicas of hybrid shards; one machine has none."""
     if asked == "MACHINES":
         return source.machines if source.machines > 1 else None
     return asked
 
 
-def _short(value: object) -> str:
+def _shorten_value(value: object) -> str:
     text = json.dumps(value) if isinstance(value, Mapping) else str(value)
     return text if len(text) <= 32 else f"{text[:31]}…"
 
@@ -503,13 +509,15 @@ def migrate(args: argparse.Namespace) -> int:
         else:
             if "fsdp_config" in words and "fsdp" not in words:
                 refuse("--fsdp_config", "says nothing without --fsdp", "--fsdp")
-            source = Source("Trainer", [key for name, value in words.items() for key in _asked(name, value, "")])
-        spec, rows = migrated(source)
+            source = Source(
+                "Trainer", [key for name, value in words.items() for key in _read_argument(name, value, "")]
+            )
+        spec, rows = migrate_source(source)
     except SpecError as error:
         print(f"hf_parallel: {error}", file=sys.stderr)
         return 2
     if args.json:
-        batch = batch_of(source, spec)
+        batch = describe_batch_of(source, spec)
         keys = [{"key": key, "spec": ours, "why": why} for key, ours, why in rows]
         print(json.dumps({"program": source.program, "spec": spec, "batch": batch, "keys": keys}, indent=2))
         return 0
@@ -517,7 +525,7 @@ def migrate(args: argparse.Namespace) -> int:
     if args.file is not None:
         print(f"{args.file} is a configuration of {source.program}" if source.program != "script" else args.file)
     print(f"\n    hf-parallel launch {count}--parallel {spec} train.py\n")
-    print(f"{batch_of(source, spec)}\n")
+    print(f"{describe_batch_of(source, spec)}\n")
     width = max((len(key) for key, _, _ in rows), default=0)
     for key, ours, why in rows:
         print(f"{key:<{width}}  ->  {ours or f'({why})'}")

@@ -17,7 +17,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from hf_parallel.ask.config import ParallelConfig, SpecError
-from hf_parallel.ask.spec import check_model_name, like_a_file, refuse
+from hf_parallel.ask.spec import check_model_name, refuse, suggest_file
 from hf_parallel.ask.waiting import waiting
 
 if TYPE_CHECKING:
@@ -97,13 +97,13 @@ def plan(args: argparse.Namespace) -> int:
     """Print the plan; 1 if nothing fits, 2 for a command line that cannot work."""
     try:
         if args.model is None and not args.save_cluster:
-            print(_timeline_alone(args))
+            print(_draw_timeline_alone(args))
             return 0
         if args.detect and os.environ.get("RANK", "0") != "0":  # of a launcher: rank 0 prints for all
-            _cluster(args)
+            _read_cluster(args)
             return 0
         if args.model is None:
-            _cluster(args)
+            _read_cluster(args)
             return 0
         return _plan_model(args)
     except (SpecError, OSError) as error:
@@ -115,8 +115,8 @@ def plan(args: argparse.Namespace) -> int:
 
 
 def _plan_model(args: argparse.Namespace) -> int:
-    check_path(args.model, _NUMBERS)  # before torch is imported, as is what `_cluster` refuses
-    given = None if args.calibrate else _cluster(args)
+    check_path(args.model, _NUMBERS)  # before torch is imported, as is what `_read_cluster` refuses
+    given = None if args.calibrate else _read_cluster(args)
     if args.device != "cpu" and not args.verify:
         refuse(f"--device {args.device}", "is what --verify runs on", f"--verify --device {args.device}")
     for option in ("critical_batch", "rows", "memory", "dollars", "lora", "gpus_per_node"):
@@ -128,8 +128,8 @@ def _plan_model(args: argparse.Namespace) -> int:
         from hf_parallel.planner.report import show, write_specs
 
         say("reading the model's config")
-        model = read_model(args.model)
-    cluster = given or _calibrated(args, model)
+        model = read_planned_model(args.model)
+    cluster = given or _read_calibrated_run(args, model)
     if isinstance(cluster, MixedCluster):
         return _plan_groups(args, model, cluster)
     with waiting("ranking layouts"):
@@ -143,7 +143,7 @@ def _plan_model(args: argparse.Namespace) -> int:
         return 1
     if args.specs:
         write_specs(args.specs, found)
-    _draw(args, found)
+    _draw_pictures(args, found)
     if args.explain:
         print(found.best.prediction.explain())
     if args.verify:
@@ -153,26 +153,26 @@ def _plan_model(args: argparse.Namespace) -> int:
 
 def _search(args: argparse.Namespace, model: PretrainedConfig | dict[str, object], cluster: Cluster) -> Found:
     """The layouts for what the options say."""
-    from hf_parallel.hooks.auto import accepted
+    from hf_parallel.hooks.auto import make_acceptance_test
     from hf_parallel.planner.search import search, search_batches
 
-    batch = _positive("--global-batch", args.global_batch or 4 * cluster.gpus)
+    batch = _check_positive("--global-batch", args.global_batch or 4 * cluster.gpus)
     ranked = functools.partial(search, global_batch=batch)
     if args.critical_batch is not None:
         ranked = functools.partial(search_batches, args.critical_batch, global_batch=args.global_batch and batch)
     return ranked(
         model=model,
         cluster=cluster,
-        seq=_positive("--seq", args.seq),
+        seq=_check_positive("--seq", args.seq),
         precision=args.precision,
         optimizer=args.optimizer,
         lora=args.lora,
         rows=args.rows,
         memory_gib=args.memory,
-        top=_positive("--top", args.top),
-        accept=None if isinstance(model, dict) else accepted(model),
+        top=_check_positive("--top", args.top),
+        accept=None if isinstance(model, dict) else make_acceptance_test(model),
         expected=args.parallel,
-        adapt=_adapters(args),
+        adapt=_make_adapters(args),
         attention=args.attn,
         documents=args.packed,
         quantized=args.quantized,
@@ -197,9 +197,9 @@ _OF_ONE_KIND = (
 
 def _plan_groups(args: argparse.Namespace, model: PretrainedConfig | dict[str, object], mixed: MixedCluster) -> int:
     """Print the plan of groups of unlike GPUs."""
-    from hf_parallel.hooks.auto import accepted
+    from hf_parallel.hooks.auto import make_acceptance_test
     from hf_parallel.planner.mixed import search_groups
-    from hf_parallel.planner.mixed_report import nothing_fits, show_mixed, write_mixed_specs
+    from hf_parallel.planner.mixed_report import explain_mixed_misfit, show_mixed, write_mixed_specs
 
     given = next((name for name in _OF_ONE_KIND if getattr(args, name)), None)
     if given is not None:
@@ -211,15 +211,15 @@ def _plan_groups(args: argparse.Namespace, model: PretrainedConfig | dict[str, o
         found = search_groups(
             model=model,
             mixed=mixed,
-            seq=_positive("--seq", args.seq),
-            global_batch=_positive("--global-batch", args.global_batch or 4 * mixed.gpus),
+            seq=_check_positive("--seq", args.seq),
+            global_batch=_check_positive("--global-batch", args.global_batch or 4 * mixed.gpus),
             precision=args.precision,
             optimizer=args.optimizer,
             lora=args.lora,
             rows=args.rows,
-            top=_positive("--top", args.top),
-            accept=None if isinstance(model, dict) else accepted(model),
-            adapt=_adapters(args),
+            top=_check_positive("--top", args.top),
+            accept=None if isinstance(model, dict) else make_acceptance_test(model),
+            adapt=_make_adapters(args),
             attention=args.attn,
             documents=args.packed,
             headroom=args.headroom,
@@ -229,7 +229,7 @@ def _plan_groups(args: argparse.Namespace, model: PretrainedConfig | dict[str, o
     elif found.choices:
         show_mixed(found)
     if found.best is None:
-        print(f"hf_parallel: nothing fits: {nothing_fits(found)}", file=sys.stderr)
+        print(f"hf_parallel: nothing fits: {explain_mixed_misfit(found)}", file=sys.stderr)
         return 1
     if args.specs:
         write_mixed_specs(args.specs, found)
@@ -238,15 +238,15 @@ def _plan_groups(args: argparse.Namespace, model: PretrainedConfig | dict[str, o
 
 def _with_measured(found: Found) -> Found:
     """Add what steps of these layouts took on this machine, where they ran and it is the one that is planned."""
-    from hf_parallel.planner.calibration import device_name, measured_step, read_calibration
+    from hf_parallel.planner.calibration import find_measured_step, name_device, read_calibration
 
     known, goal = read_calibration() if "calibrated" in found.goal.cluster.gpu.source else None, found.goal
-    if known is None or known.device != device_name(goal.cluster):
+    if known is None or known.device != name_device(goal.cluster):
         return found
     seconds = {}
     for choice in found.choices:
         batch = {"rows": choice.rows, "calls": choice.accumulation, "seq": goal.seq, "precision": goal.precision}
-        took = measured_step(known, goal.shape, choice.config, batch)
+        took = find_measured_step(known, goal.shape, choice.config, batch)
         if took is not None:
             seconds[choice.config.to_spec()] = took
     return dataclasses.replace(found, measured=seconds)
@@ -262,11 +262,11 @@ def check_path(source: str, others: str = "a Hub id") -> None:
     if os.path.exists(source):
         return
     if source.startswith((".", "/", "~")) or source.endswith(".json"):
-        refuse(source, "no such folder or file", do=like_a_file(source) or works)
-    check_model_name(source, like_a_file(source) or works, files=("config.json",), needs_weights=False)
+        refuse(source, "no such folder or file", do=suggest_file(source) or works)
+    check_model_name(source, suggest_file(source) or works, files=("config.json",), needs_weights=False)
 
 
-def read_model(source: str) -> PretrainedConfig | dict[str, object]:
+def read_planned_model(source: str) -> PretrainedConfig | dict[str, object]:
     """An HF config from a folder, a config.json or a Hub id; or the numbers of a JSON file without model_type.
 
     Raises:
@@ -285,7 +285,7 @@ def read_model(source: str) -> PretrainedConfig | dict[str, object]:
     return read_config(source, others=_NUMBERS)
 
 
-def _adapters(args: argparse.Namespace) -> Callable[[nn.Module], None] | None:
+def _make_adapters(args: argparse.Namespace) -> Callable[[nn.Module], None] | None:
     """Return what puts adapters into a model that is dry-run; the plan of mere numbers needs none."""
     if not args.lora:
         return None
@@ -295,23 +295,23 @@ def _adapters(args: argparse.Namespace) -> Callable[[nn.Module], None] | None:
         if args.verify:
             refuse("--lora --verify", "runs PEFT's own code", do="pip install 'hf-parallel[lora]'")
         return None
-    from hf_parallel.hooks.peft.planned_adapters import planned_lora
+    from hf_parallel.hooks.peft.planned_adapters import plan_lora
 
-    return planned_lora(args.lora)
+    return plan_lora(args.lora)
 
 
-def _cluster(args: argparse.Namespace) -> Cluster | MixedCluster:
+def _read_cluster(args: argparse.Namespace) -> Cluster | MixedCluster:
     """Return the machines that are named or found, and write them to `--save-cluster`."""
     from hf_parallel.planner.groups import write_machines
 
-    machines = _named_cluster(args)
+    machines = _make_named_cluster(args)
     if args.save_cluster and os.environ.get("RANK", "0") == "0":
         write_machines(args.save_cluster, machines)
         print(f"hf_parallel: --cluster {args.save_cluster} plans for these machines", file=sys.stderr)
     return machines
 
 
-def _named_cluster(args: argparse.Namespace) -> Cluster | MixedCluster:
+def _make_named_cluster(args: argparse.Namespace) -> Cluster | MixedCluster:
     from hf_parallel.planner.groups import read_machines
     from hf_parallel.planner.hardware import find_link, make_cluster
 
@@ -320,9 +320,9 @@ def _named_cluster(args: argparse.Namespace) -> Cluster | MixedCluster:
         said = " and ".join(given) or "none of --gpu, --cluster, --detect"
         refuse("plan", f"needs one description of the machines, not {said}", "--gpus 8 --gpu h100-80gb")
     if args.detect:
-        return _detected(args)
+        return _detect_devices(args)
     if args.gpu == MEASURED:
-        return _calibrated_here(args)
+        return _calibrate_here(args)
     if args.cluster:
         if args.gpus_per_node:
             asked = f"--gpus-per-node {args.gpus_per_node}"
@@ -336,26 +336,26 @@ def _named_cluster(args: argparse.Namespace) -> Cluster | MixedCluster:
     return make_cluster(args.gpu, args.gpus, args.gpus_per_node or 8, args.network)
 
 
-def _calibrated_here(args: argparse.Namespace) -> Cluster:
+def _calibrate_here(args: argparse.Namespace) -> Cluster:
     """Return this machine with the rates of its calibration."""
-    from hf_parallel.planner.calibration import calibration_path, read_calibration
+    from hf_parallel.planner.calibration import choose_calibration_path, read_calibration
     from hf_parallel.planner.detect import detect
 
     if read_calibration() is None:
-        refuse("--gpu measured", f"{calibration_path()} is not there", do="run hf-parallel check --calibrate")
+        refuse("--gpu measured", f"{choose_calibration_path()} is not there", do="run hf-parallel check --calibrate")
     cluster = detect(args.gpus, args.gpus_per_node, args.network)
     if "calibrated" not in cluster.gpu.source:
-        why = f"{calibration_path()} is of another device"
+        why = f"{choose_calibration_path()} is of another device"
         refuse("--gpu measured", why, do="run hf-parallel check --calibrate")
     return cluster
 
 
-def _detected(args: argparse.Namespace) -> Cluster | MixedCluster:
+def _detect_devices(args: argparse.Namespace) -> Cluster | MixedCluster:
     """The GPUs of all processes of a launcher, or of this machine."""
     from hf_parallel.planner.detect import detect
-    from hf_parallel.planner.groups import MixedCluster, devices_of_all, group_devices
+    from hf_parallel.planner.groups import MixedCluster, gather_devices_of_all, group_devices
 
-    devices = devices_of_all()
+    devices = gather_devices_of_all()
     on_first = [host for host, _, _ in devices].count(devices[0][0]) if devices else None
     here = detect(args.gpus or len(devices) or None, args.gpus_per_node or on_first, args.network)
     cluster = group_devices(here, devices)
@@ -365,7 +365,7 @@ def _detected(args: argparse.Namespace) -> Cluster | MixedCluster:
     return cluster
 
 
-def _calibrated(args: argparse.Namespace, model: PretrainedConfig | dict[str, object]) -> Cluster:
+def _read_calibrated_run(args: argparse.Namespace, model: PretrainedConfig | dict[str, object]) -> Cluster:
     """The cluster of a training's record; its number of GPUs may be another."""
     from hf_parallel.monitor.expected import calibrated
 
@@ -381,13 +381,13 @@ def _calibrated(args: argparse.Namespace, model: PretrainedConfig | dict[str, ob
     )
 
 
-def _positive(option: str, number: int) -> int:
+def _check_positive(option: str, number: int) -> int:
     if number < 1:
         refuse(f"{option} {number}", "is one at least", f"{option} 8")
     return number
 
 
-def _draw(args: argparse.Namespace, found: Found) -> None:
+def _draw_pictures(args: argparse.Namespace, found: Found) -> None:
     from hf_parallel.planner.pictures import write_memory, write_timeline
 
     if args.picture:
@@ -424,7 +424,7 @@ def _verify(args: argparse.Namespace, found: Found, model: PretrainedConfig | di
                 accumulation=calls,
                 optimizer=args.optimizer,
                 precision=choice.prediction.job.precision,
-                adapt=_adapters(args),
+                adapt=_make_adapters(args),
                 device=device,
             )
             runs.append(run)
@@ -434,7 +434,7 @@ def _verify(args: argparse.Namespace, found: Found, model: PretrainedConfig | di
 # ---- a timeline alone --------------------------------------------------------------------------------------------
 
 
-def _timeline_alone(args: argparse.Namespace) -> str:
+def _draw_timeline_alone(args: argparse.Namespace) -> str:
     from hf_parallel.axes.pipeline import energy, timeline
     from hf_parallel.axes.pipeline import timeline as picture
 
@@ -445,25 +445,25 @@ def _timeline_alone(args: argparse.Namespace) -> str:
     if ranks < 2:
         refuse(f"pp_size={ranks}", "a timeline shows a pipeline of two ranks or more", "pp=4")
     asked = config.pipeline_microbatches if args.micro_batches is None else args.micro_batches
-    from hf_parallel.axes.pipeline.timeline import even_split
+    from hf_parallel.axes.pipeline.timeline import split_evenly
 
     stages = config.pipeline_stages
-    split = list(config.split_layers or even_split(stages if args.layers is None else args.layers, stages))
+    split = list(config.split_layers or split_evenly(stages if args.layers is None else args.layers, stages))
     if len(split) != stages or min(split) < 1:
         refuse(f"{sum(split)} layers in {len(split)} parts", f"do not fill {stages} stages", f"--layers {stages}")
     if args.layers not in (None, sum(split)):
         refuse(f"--layers {args.layers}", f"pipeline_split adds to {sum(split)}", f"--layers {sum(split)}")
-    count, costs = asked or 4 * ranks, timeline.layer_costs(split)
+    count, costs = asked or 4 * ranks, timeline.compute_layer_costs(split)
     saving = ""
     if config.delays_updates:
         drawn, peaks = timeline.simulate_without_flush(ranks, count, *costs), list(range(ranks, 0, -1))
     else:
         actions = timeline.order(name, ranks, config.stages_per_rank, count)
-        drawn, peaks = timeline.simulate(actions, *costs), timeline.peak_live(actions)
+        drawn, peaks = timeline.simulate(actions, *costs), timeline.count_peak_live(actions)
         if config.pipeline_energy != "none":
-            seconds = energy.seconds_of(*costs)
-            saved = energy.predicted_saving(actions, seconds, energy.plan_clocks(actions, seconds))
+            seconds = energy.compute_seconds_of(*costs)
+            saved = energy.predict_saving(actions, seconds, energy.plan_clocks(actions, seconds))
             saving = f"; pipeline_energy={config.pipeline_energy} saves {saved:.1%} of the energy (by {energy.CURVE})"
-    picture.write(args.timeline, drawn, name, predicted=drawn.bubble)
+    picture.write_timeline_picture(args.timeline, drawn, name, predicted=drawn.bubble)
     held = f"activations held at most, per rank: {', '.join(map(str, peaks))} forwards"
     return f"{args.timeline}: {name}, bubble {drawn.bubble:.1%}; {held}{saving}"

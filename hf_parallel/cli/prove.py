@@ -59,8 +59,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def prove(args: argparse.Namespace) -> int:
     """Prove a script under a layout, print the verdict, and write the certificate."""
     try:
-        config = _layout_asked_for(args)
-        saved_by = _layout_that_saves(args, config)
+        config = _read_layout(args)
+        saved_by = _read_layout_that_saves(args, config)
         if not args.module and not args.script.endswith(".py"):  # a model: a folder, its config.json, or a Hub id
             args.module, args.arguments = True, [args.script, *args.arguments]
             args.script = _OF_A_MODEL
@@ -69,7 +69,7 @@ def prove(args: argparse.Namespace) -> int:
         if args.steps < 3:
             refuse(f"--steps {args.steps}", "needs an epoch with a full and a ragged step, and one more", "--steps 4")
         if args.script == _OF_A_MODEL:
-            _check_model(args.arguments[0])
+            _check_model_here(args.arguments[0])
         if any(argument.partition("=")[0] == "--parallel" for argument in args.arguments):
             refuse("--parallel", "stands among the script's arguments", do="give it before the script")
     except SpecError as error:
@@ -86,14 +86,14 @@ def prove(args: argparse.Namespace) -> int:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _check_model(name: str) -> None:
+def _check_model_here(name: str) -> None:
     """Refuse a model that is not here, before anything is imported."""
     offline = None if os.environ.get("HF_HUB_OFFLINE", "1") == "0" else "a proof downloads nothing"
     otherwise = "load it once, or give a folder with a config.json"
     check_model_name(name, otherwise, offline=offline, needs_weights=False)
 
 
-def _layout_asked_for(args: argparse.Namespace) -> ParallelConfig | None:
+def _read_layout(args: argparse.Namespace) -> ParallelConfig | None:
     """The layout; None if it is to be chosen."""
     chosen = choose_spec(args.parallel, "prove's --parallel")
     if chosen is None:
@@ -111,7 +111,7 @@ def _layout_asked_for(args: argparse.Namespace) -> ParallelConfig | None:
     return config.resolve(args.num_processes or abs(config.world_size))
 
 
-def _layout_that_saves(args: argparse.Namespace, config: ParallelConfig | None) -> ParallelConfig | None:
+def _read_layout_that_saves(args: argparse.Namespace, config: ParallelConfig | None) -> ParallelConfig | None:
     """The layout that begins the run; None if the layout to prove does."""
     if args.saved_by is None:
         return None
@@ -173,7 +173,7 @@ def _prepare_process(device: str) -> int:
     import torch
 
     torch.set_num_threads(1)
-    with _hidden_devices():
+    with _hide_devices():
         import hf_parallel.hooks.patches
         import hf_parallel.hooks.proving  # noqa: F401
 
@@ -184,7 +184,7 @@ def _prepare_process(device: str) -> int:
 
 
 @contextlib.contextmanager
-def _hidden_devices() -> Iterator[None]:
+def _hide_devices() -> Iterator[None]:
     """Hide GPUs from libraries that are imported inside.
 
     transformers imports torchao, which asks for the GPU's properties where triton is installed. That starts CUDA, and
@@ -233,7 +233,7 @@ class Script:
             NotProvedError: it chooses none.
         """
         choose = functools.partial(self._choose, folder, processes, gpu, devices > 0)
-        run = _forked("auto", folder, processes, choose, devices)
+        run = _fork_run("auto", folder, processes, choose, devices)
         _raise_failure(run, run.wait(limit_s))
         spec = (folder / "spec.txt").read_text()
         print(f"hf_parallel: prove: auto chooses {spec} ({run.seconds:.0f} s)", file=sys.stderr, flush=True)
@@ -252,7 +252,7 @@ class Script:
             (folder / "spec.txt").write_text(spec)
 
 
-def _forked(name: str, folder: Path, world: int, work: Callable[[int], None], devices: int = 0) -> ForkedRun:
+def _fork_run(name: str, folder: Path, world: int, work: Callable[[int], None], devices: int = 0) -> ForkedRun:
     """Start the processes of a run, in a folder of its own; none of a world are one that nobody launched.
 
     Args:
@@ -265,7 +265,7 @@ def _forked(name: str, folder: Path, world: int, work: Callable[[int], None], de
     shutil.rmtree(folder, ignore_errors=True)
     guarded.show_current_folder(folder / "work")
     one = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]} if devices else {}
-    return ForkedRun(name, folder, work, links.environments(world, devices) if world else [one])
+    return ForkedRun(name, folder, work, links.make_environments(world, devices) if world else [one])
 
 
 def _raise_failure(run: ForkedRun, failure: Failure | None) -> None:
@@ -356,7 +356,7 @@ class Proof:
     def judge(self, ranks: list[Record]) -> Verdict:
         """Compare the ranks of the layout with the references."""
         from hf_parallel.prove.compare import Comparison, compare_resumed
-        from hf_parallel.prove.locate import AFTER_RESUMPTION, first_place, suspected
+        from hf_parallel.prove.locate import AFTER_RESUMPTION, describe_suspect, find_first_place_of
         from hf_parallel.prove.small_run import SAVED_AFTER
 
         alone, disturbed = self.references()
@@ -365,12 +365,12 @@ class Proof:
             before, after = compare_resumed(self._begun, ranks, alone, disturbed, SAVED_AFTER, folders)
             parted = self._begun if before.differences else ranks
             compared = before.joined(after)
-            place = first_place(parted, alone, disturbed, compared) if compared.differences else None
+            place = find_first_place_of(parted, alone, disturbed, compared) if compared.differences else None
             cause = AFTER_RESUMPTION if after.differences and not before.differences else ""
             return Verdict(compared, place, cause, alone.notes, alone.facts)
         compared = Comparison(ranks, alone, disturbed).compare(folders)
-        place = first_place(ranks, alone, disturbed, compared) if compared.differences else None
-        cause = suspected(compared, place, alone, self.sizes.data_ranks, ranks) if compared.differences else ""
+        place = find_first_place_of(ranks, alone, disturbed, compared) if compared.differences else None
+        cause = describe_suspect(compared, place, alone, self.sizes.data_ranks, ranks) if compared.differences else ""
         return Verdict(compared, place, cause, alone.notes, alone.facts)
 
     def _start(
@@ -378,7 +378,7 @@ class Proof:
     ) -> ForkedRun:
         work = functools.partial(self._be_process, short, config, plant)
         world = int(self._launched) if config is None else config.world_size
-        return _forked(name, self.folder / short, world, work, self.devices)
+        return _fork_run(name, self.folder / short, world, work, self.devices)
 
     def _ended(self, run: ForkedRun) -> list[Record]:
         from hf_parallel.prove.record import Record
@@ -398,10 +398,10 @@ class Proof:
         record = Record(rank)
         if config is not None:
             from hf_parallel.hooks import activation
-            from hf_parallel.ranks.mesh import data_rank
+            from hf_parallel.ranks.mesh import compute_data_rank
 
             activation.activate(config.to_spec(), source="prove")
-            record.data_rank = data_rank(config, rank)
+            record.data_rank = compute_data_rank(config, rank)
         folder, models, disturbed = self.folder / short, self.folder / "models", short == "disturbed"
         multiply = self.sizes.data_ranks // (1 if config is None else config.data_parallel_size)
         state = Proving(self.sizes, record, folder, models, multiply, disturbed, self.devices > 0, config is None)
@@ -439,7 +439,7 @@ class Verdict:
     def told(self, spec: str, seconds: float) -> str:
         """The verdict in words."""
         compared = self.compared
-        counted = ", ".join(f"{count} {_plural(kind)}" for kind, count in compared.counts.items() if count)
+        counted = ", ".join(f"{count} {_make_plural(kind)}" for kind, count in compared.counts.items() if count)
         lines = [f"note: {note}" for note in self.notes]
         if not compared.differences:
             closest = max(compared.worst.values(), default=0.0)
@@ -454,9 +454,9 @@ class Verdict:
         lines += [f"  looks like: {self.cause}"] if self.cause else []
         for kind in dict.fromkeys(one.kind for one in compared.differences):
             of_kind = [one for one in compared.differences if one.kind == kind]
-            lines.append(f"  {_plural(kind)} that differ: {len(of_kind)}, such as {of_kind[0]}")
+            lines.append(f"  {_make_plural(kind)} that differ: {len(of_kind)}, such as {of_kind[0]}")
         return "\n".join(lines)
 
 
-def _plural(kind: str) -> str:
+def _make_plural(kind: str) -> str:
     return f"{kind}es" if kind.endswith("s") else f"{kind}s"

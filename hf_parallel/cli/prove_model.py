@@ -93,8 +93,8 @@ def main() -> None:
         model = _with_adapters(model, args.lora)
     if args.packed and kind != "tokens":
         refuse(f"--packed {cls.__name__}", "joins documents of a language model", do="leave --packed out")
-    make = packed if args.packed else functools.partial(example, kind=kind)
-    join: Collate = collate_packed if args.packed else collate
+    make = make_packed_row if args.packed else functools.partial(make_example, kind=kind)
+    join: Collate = collate_packed_rows if args.packed else collate_examples
     if words is not config and "token_type_ids" in inspect.signature(cls.forward).parameters:
         join = _with_types(join)
     examples = [make(number, words) for number in range(COUNT)]
@@ -103,7 +103,7 @@ def main() -> None:
     trainer.save_model()
 
 
-def example(number: int, config: PretrainedConfig, kind: str) -> Example:
+def make_example(number: int, config: PretrainedConfig, kind: str) -> Example:
     """Make an example: token ids, mask, labels, and on which side it is padded."""
     draw = random.Random(number)
     length = draw.randint(5, LONGEST)
@@ -125,7 +125,7 @@ def example(number: int, config: PretrainedConfig, kind: str) -> Example:
     return {"input_ids": tokens, "attention_mask": mask, "labels": labels, "left": number % 3 == 1, "padding": padding}
 
 
-def collate(examples: list[Example]) -> dict[str, torch.Tensor]:
+def collate_examples(examples: list[Example]) -> dict[str, torch.Tensor]:
     """A batch of tensors [examples, longest]; labels may be [examples]."""
     longest = max(len(one["input_ids"]) for one in examples)
     if any(one["left"] for one in examples):  # some models count positions from the padding: as much in any batch
@@ -155,7 +155,7 @@ def _with_types(join: Collate) -> Collate:
     return join_with_types
 
 
-def packed(number: int, config: PretrainedConfig) -> dict[str, list[int]]:
+def make_packed_row(number: int, config: PretrainedConfig) -> dict[str, list[int]]:
     """Make a row of documents of unequal lengths, whose positions start again; their first tokens are no labels."""
     draw = random.Random(number)
     row: dict[str, list[int]] = {"input_ids": [], "position_ids": [], "labels": []}
@@ -168,7 +168,7 @@ def packed(number: int, config: PretrainedConfig) -> dict[str, list[int]]:
     return row
 
 
-def collate_packed(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+def collate_packed_rows(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
     """A batch of tensors [rows, PACKED]."""
     return {name: torch.tensor([row[name] for row in rows]) for name in rows[0]}
 

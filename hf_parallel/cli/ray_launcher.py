@@ -59,16 +59,16 @@ class Job:
             )
         os.chdir(self.folder)
         found = self.environments()
-        code = links.start([*self.argv], found) if found else 0
+        code = links.start_ranks([*self.argv], found) if found else 0
         if code not in (0, REFUSED):
             raise RuntimeError(
-                f"hf_parallel: a rank of worker {_place().get_world_rank()} ended with exit code {code}"
+                f"hf_parallel: a rank of worker {_read_place().get_world_rank()} ended with exit code {code}"
             )
         return code
 
     def environments(self) -> list[dict[str, str]]:
         """Return the variables of each rank of this worker, if any. Ray numbers workers node by node, by GPUs."""
-        place, block = _place(), self.block
+        place, block = _read_place(), self.block
         world = place.get_world_size() * block // self.unit * self.unit
         first, local = place.get_world_rank() * block, place.get_local_rank() * block
         threads = max(1, int(os.environ.get("OMP_NUM_THREADS") or block) // block)
@@ -82,7 +82,7 @@ class Job:
         return [{name: str(value) for name, value in {**shared, **rank}.items()} for rank in own]
 
 
-def _place() -> TrainContext:
+def _read_place() -> TrainContext:
     return ray.train.get_context()
 
 
@@ -113,7 +113,7 @@ class _MeetingPoint(Backend):
         """Runs in Ray's controller, which lives through restarts."""
         address, port = worker_group.execute_single(0, _free_address)
         facts = {"MASTER_ADDR": address, "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": backend_config.run}
-        worker_group.execute(_set, {**facts, "TORCHELASTIC_RESTART_COUNT": str(backend_config.starts)})
+        worker_group.execute(_set_variables, {**facts, "TORCHELASTIC_RESTART_COUNT": str(backend_config.starts)})
         backend_config.starts += 1
 
 
@@ -123,7 +123,7 @@ def _free_address() -> tuple[str, int]:
         return ray.util.get_node_ip_address(), probe.getsockname()[1]
 
 
-def _set(variables: dict[str, str]) -> None:
+def _set_variables(variables: dict[str, str]) -> None:
     os.environ.update(variables)
 
 
@@ -173,8 +173,8 @@ def trainer(
     """
     if run_config is not None and max_restarts:
         refuse(f"max_restarts={max_restarts}", "not together with run_config", do="say it in its FailureConfig")
-    block, unit = ranks_per_worker(parallel, num_processes, min_processes), ranks_per_replica(parallel)
-    gpus = _cluster_has_gpus() if use_gpu is None else use_gpu
+    block, unit = compute_ranks_per_worker(parallel, num_processes, min_processes), compute_ranks_per_replica(parallel)
+    gpus = _has_cluster_gpus() if use_gpu is None else use_gpu
     config = run_config or RunConfig(failure_config=FailureConfig(max_failures=max_restarts))
     target = ["-m", script] if module else [script]
     argv = ("-m", "hf_parallel", "--parallel", parallel, *target, *arguments)
@@ -189,7 +189,7 @@ def trainer(
     return ScriptTrainer(lambda: job.run(), torch_config=meeting, scaling_config=scaling, run_config=config)
 
 
-def ranks_per_worker(parallel: str, most: int, least: int | None = None) -> int:
+def compute_ranks_per_worker(parallel: str, most: int, least: int | None = None) -> int:
     """Return the innermost axis of the mesh: the ranks that must share a node.
 
     Raises:
@@ -205,13 +205,13 @@ def ranks_per_worker(parallel: str, most: int, least: int | None = None) -> int:
     return configs[0].tp_size
 
 
-def ranks_per_replica(parallel: str) -> int:
+def compute_ranks_per_replica(parallel: str) -> int:
     """Return all sizes that are given; the rest multiplies them."""
     sizes = [] if parallel == AUTO else ParallelConfig.parse(parallel).sizes.values()
     return math.prod(size for size in sizes if size != -1)
 
 
-def _cluster_has_gpus() -> bool:
+def _has_cluster_gpus() -> bool:
     if not ray.is_initialized():
         ray.init()
     return ray.cluster_resources().get("GPU", 0) > 0

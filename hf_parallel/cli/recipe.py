@@ -55,57 +55,57 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     pushed.add_argument("--private", action="store_true", default=None, help="if the repository is made")
 
 
-def recipe(args: argparse.Namespace) -> int:
+def run_recipe_command(args: argparse.Namespace) -> int:
     """Run a command of `recipe`; return 1 if a check finds something wrong, 2 if the command cannot work."""
     try:
-        return {"list": _list, "show": _show, "check": _check, "push": _push}[args.what](args)
+        return {"list": _list, "show": _show_recipe, "check": _check_recipes, "push": _push}[args.what](args)
     except (SpecError, OSError) as error:
         print(f"hf_parallel: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
 
 
 def _list(args: argparse.Namespace) -> int:
-    from hf_parallel.cli.recipe_file import load, markdown, names, plain_table
+    from hf_parallel.cli.recipe_file import list_recipe_names, load_recipe, render_markdown, render_plain_table
 
-    found = [load(name) for name in names()]
+    found = [load_recipe(name) for name in list_recipe_names()]
     found = [one for one in found if args.gpus in (None, one.hardware.gpus) and args.method in (None, one.method)]
     if not found:
         asked = " ".join(f"--{key} {value}" for key in ("gpus", "method") if (value := getattr(args, key)) is not None)
         refuse(asked, "no recipe of this package", do="`hf-parallel recipe list` names all of them")
-    print(markdown(found).rstrip() if args.markdown else plain_table(found))
+    print(render_markdown(found).rstrip() if args.markdown else render_plain_table(found))
     return 0
 
 
-def _show(args: argparse.Namespace) -> int:
-    from hf_parallel.cli.recipe_file import load
+def _show_recipe(args: argparse.Namespace) -> int:
+    from hf_parallel.cli.recipe_file import load_recipe
 
-    found = load(args.recipe)
+    found = load_recipe(args.recipe)
     print(Path(found.path).read_text(encoding="utf-8").rstrip())
     print(f"\n# {found.command()}")
     return 0
 
 
-def _check(args: argparse.Namespace) -> int:
-    from hf_parallel.cli.recipe_check import check_recipe, write
-    from hf_parallel.cli.recipe_file import load, names
+def _check_recipes(args: argparse.Namespace) -> int:
+    from hf_parallel.cli.recipe_check import check_recipe, write_expected
+    from hf_parallel.cli.recipe_file import list_recipe_names, load_recipe
 
     wrong = False
-    for name in args.recipes or names():
+    for name in args.recipes or list_recipe_names():
         if args.write:
-            write(name)
+            write_expected(name)
         with waiting(f"checking {name}"):
             verdict = check_recipe(name, dry=not (args.no_dry_run or args.write))
         print(verdict, flush=True)
-        wrong = bool(verdict.wrong) or (args.prove and _prove(load(name)) != 0) or wrong
+        wrong = bool(verdict.wrong) or (args.prove and _prove(load_recipe(name)) != 0) or wrong
     return int(wrong)
 
 
 def _prove(recipe: Recipe) -> int:
     """Prove the layout on a small model of the recipe's kind and generated examples; returns prove's exit code."""
-    from hf_parallel.cli.recipe_check import layout_to_prove
-    from hf_parallel.cli.recipe_file import shipped_config
+    from hf_parallel.cli.recipe_check import shrink_layout
+    from hf_parallel.cli.recipe_file import read_shipped_config
 
-    layout = layout_to_prove(recipe)
+    layout = shrink_layout(recipe)
     if layout.world_size == 1:
         print(f"  prove: {recipe.layout.to_spec()} is one process")
         return 0
@@ -114,7 +114,7 @@ def _prove(recipe: Recipe) -> int:
     if recipe.method in ("dpo", "grpo"):
         print(f"  prove: the model's own loss; that of {recipe.method} needs its script: hf-parallel prove SCRIPT")
     with tempfile.TemporaryDirectory(prefix="hf_parallel-recipe-") as folder:
-        config = recipe.config() if recipe.shape is None else shipped_config(recipe.shape)
+        config = recipe.config() if recipe.shape is None else read_shipped_config(recipe.shape)
         config.save_pretrained(folder)
         words = ["--parallel", layout.to_spec(), "--out", f"{folder}/prove.json", folder]
         words += ["--lora", "4"] if recipe.adapter_rank else []
@@ -122,11 +122,11 @@ def _prove(recipe: Recipe) -> int:
 
 
 def _push(args: argparse.Namespace) -> int:
-    from hf_parallel.cli.recipe_check import push
-    from hf_parallel.cli.recipe_file import load
+    from hf_parallel.cli.recipe_check import push_recipe
+    from hf_parallel.cli.recipe_file import load_recipe
 
     repo, _, file = args.repo.partition(":")
-    print(push(load(args.recipe), repo, file or HUB_FILE, args.private))
+    print(push_recipe(load_recipe(args.recipe), repo, file or HUB_FILE, args.private))
     return 0
 
 
@@ -162,25 +162,25 @@ def launch_words(argv: list[str], args: argparse.Namespace, devices: int) -> lis
     Raises:
         SpecError: no such recipe or script, or more GPUs than this machine has.
     """
-    from hf_parallel.cli.recipe_file import fill, given_options, load, options_of
+    from hf_parallel.cli.recipe_file import fill_options, list_given_options, list_options_of, load_recipe
 
     rest = list(args.training_script_args)
     if args.module:
         refuse("-m", "goes behind the recipe", "hf-parallel recipe run RECIPE -m module")
-    found = load(args.training_script)
-    target, rest = _script(found, rest)
-    late = [name for name in _OF_THE_LAUNCHER if name in given_options(rest)]
+    found = load_recipe(args.training_script)
+    target, rest = _read_script_words(found, rest)
+    late = [name for name in _OF_THE_LAUNCHER if name in list_given_options(rest)]
     if late:
         refuse(f"--{late[0]}", "is an option of the launcher", f"hf-parallel recipe run --{late[0]} … {found.name}")
-    filled = fill(found, rest, options_of(target[-1], target[0] == "-m"), target[-1])
-    layout_given = args.parallel or os.environ.get("HF_PARALLEL") or "parallel" in given_options(rest)
+    filled = fill_options(found, rest, list_options_of(target[-1], target[0] == "-m"), target[-1])
+    layout_given = args.parallel or os.environ.get("HF_PARALLEL") or "parallel" in list_given_options(rest)
     added = _launch_options(found, args, bool(layout_given), devices)
-    _say(found, added, filled)
+    _print_filled(found, added, filled)
     options = argv[: len(argv) - len(args.training_script_args) - 1]
     return [*added, *options, *target, *filled.words]
 
 
-def _script(found: Recipe, rest: list[str]) -> tuple[list[str], list[str]]:
+def _read_script_words(found: Recipe, rest: list[str]) -> tuple[list[str], list[str]]:
     """Return the script, the user's or the recipe's own, as `launch` takes it, and the words behind it."""
     if rest[:1] == ["-m"] and len(rest) > 1:
         return rest[:2], rest[2:]
@@ -205,7 +205,7 @@ def _launch_options(found: Recipe, args: argparse.Namespace, layout_given: bool,
     return added
 
 
-def _say(found: Recipe, added: list[str], filled: Filled) -> None:
+def _print_filled(found: Recipe, added: list[str], filled: Filled) -> None:
     """Print which words are the recipe's, which the user's, and which the script does not know."""
     pairs = [" ".join(added[at : at + 2]) for at in range(0, len(added), 2)]
     print(f"hf_parallel: {found.name} fills in {', '.join([*pairs, *filled.filled]) or 'nothing'}", file=sys.stderr)

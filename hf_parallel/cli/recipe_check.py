@@ -18,10 +18,10 @@ from torch import nn
 from hf_parallel.ask.config import ParallelConfig, SpecError
 from hf_parallel.ask.spec import HUB_FILE
 from hf_parallel.axes.axis import Packing
-from hf_parallel.cli.recipe_file import Recipe, load, markdown, shipped_config
-from hf_parallel.hooks.auto import ScriptBatch, script_batch
+from hf_parallel.cli.recipe_file import Recipe, load_recipe, read_shipped_config, render_markdown
+from hf_parallel.hooks.auto import ScriptBatch, read_script_batch
 from hf_parallel.planner.candidates import HEADROOM, Goal
-from hf_parallel.planner.choices import Choice, predicted
+from hf_parallel.planner.choices import Choice, predict_choice
 from hf_parallel.planner.dryrun import DryRun, dry_run
 from hf_parallel.planner.dryrun.run import end_ranks
 from hf_parallel.planner.memory import GIB
@@ -62,7 +62,7 @@ class Plan:
 
     def to_dict(self) -> dict[str, object]:
         """Return the values for `expect`, in three digits."""
-        values = {key: _digits(getattr(self, key)) for key in ("memory_gib", "step_s", "tokens_per_s")}
+        values = {key: _round_to_digits(getattr(self, key)) for key in ("memory_gib", "step_s", "tokens_per_s")}
         return {**values, "within": self.within, **({"note": self.note} if self.note else {})}
 
 
@@ -73,14 +73,14 @@ def plan(recipe: Recipe) -> Plan:
         SpecError: the batch cannot be cut as the layout asks, or a name is not known.
     """
     shape = shape_of_recipe(recipe)
-    choice, notes = _choice(recipe, shape), []
+    choice, notes = _make_choice(recipe, shape), []
     memory, seconds = choice.needed_gib, choice.step_time_s
     if recipe.four_bit:
-        memory -= _saved(choice, shape)
+        memory -= _compute_saved_memory(choice, shape)
         notes.append("speed is that of a base in 16 bits")
     if recipe.method == "dpo":
         seconds *= 1 + _REFERENCE_FORWARD
-        memory += 0.0 if recipe.adapter_rank else _second_model(recipe, shape)
+        memory += 0.0 if recipe.adapter_rank else _compute_second_model(recipe, shape)
         notes.append("rows are pairs, a reference beside them")
     if recipe.method == "grpo":
         notes.append("of the update; generation comes on top")
@@ -93,7 +93,7 @@ def plan(recipe: Recipe) -> Plan:
 _MOST_RANKS = 8
 
 
-def layout_to_prove(recipe: Recipe) -> ParallelConfig:
+def shrink_layout(recipe: Recipe) -> ParallelConfig:
     """Return the layout with fewer ranks: two of each data axis, and of the others too if more than 8 are left."""
     layout = recipe.layout
     small = {name: min(2, getattr(layout, name)) for name in ("dp_replicate_size", "dp_shard_size", "ep_size")}
@@ -112,17 +112,17 @@ def layout_to_prove(recipe: Recipe) -> ParallelConfig:
 
 def shape_of_recipe(recipe: Recipe) -> ModelShape:
     """Return the shape of the recipe's model, as the planner knows it."""
-    return shape_of(recipe.config()) if recipe.shape is None else _shipped_shape(recipe.shape)
+    return shape_of(recipe.config()) if recipe.shape is None else _find_shipped_shape(recipe.shape)
 
 
 @functools.cache
-def _shipped_shape(name: str) -> ModelShape:
-    return shape_of(shipped_config(name))
+def _find_shipped_shape(name: str) -> ModelShape:
+    return shape_of(read_shipped_config(name))
 
 
-def _choice(recipe: Recipe, shape: ModelShape) -> Choice:
+def _make_choice(recipe: Recipe, shape: ModelShape) -> Choice:
     """Return the recipe's layout and batch as the planner has them."""
-    batch = _batch(recipe)
+    batch = _read_batch(recipe)
     goal = Goal(
         shape,
         recipe.hardware.cluster,
@@ -135,7 +135,7 @@ def _choice(recipe: Recipe, shape: ModelShape) -> Choice:
         recipe.accumulation,
     )
     parts = (recipe.layout.pipeline_microbatches or recipe.rows) if recipe.layout.pp_size > 1 else 1
-    return predicted(goal, _with_logits(recipe), recipe.rows // parts)
+    return predict_choice(goal, _with_logits(recipe), recipe.rows // parts)
 
 
 def _with_logits(recipe: Recipe) -> ParallelConfig:
@@ -145,14 +145,14 @@ def _with_logits(recipe: Recipe) -> ParallelConfig:
     return dataclasses.replace(recipe.layout, lean_loss="false")
 
 
-def _batch(recipe: Recipe) -> ScriptBatch:
+def _read_batch(recipe: Recipe) -> ScriptBatch:
     """Return precision and optimizer as `--parallel auto` reads them from a command line."""
     words = [f"--{key}={value}" for key, value in recipe.arguments.items()]
     dtype = recipe.script_arguments.get("dtype", "bfloat16" if recipe.script is None else "float32")
-    return script_batch(None, words, "bfloat16" if recipe.four_bit else dtype)
+    return read_script_batch(None, words, "bfloat16" if recipe.four_bit else dtype)
 
 
-def _saved(choice: Choice, shape: ModelShape) -> float:
+def _compute_saved_memory(choice: Choice, shape: ModelShape) -> float:
     """Return the GiB that a base of 4 bits saves: of the blocks' matrices, as stored and as gathered."""
     kinds = max(choice.prediction.breakdown.ranks, key=lambda rank: rank.needed).kinds
     packed = sum(matrix.parameters for block in shape.blocks for matrix in block.matrices if matrix.split != "expert")
@@ -160,9 +160,9 @@ def _saved(choice: Choice, shape: ModelShape) -> float:
     return share * (kinds["weights"] + kinds["gathered"]) / GIB
 
 
-def _second_model(recipe: Recipe, shape: ModelShape) -> float:
+def _compute_second_model(recipe: Recipe, shape: ModelShape) -> float:
     """Return the GiB of the reference's weights on a rank."""
-    width = 2 if _batch(recipe).precision == "bf16" else 4
+    width = 2 if _read_batch(recipe).precision == "bf16" else 4
     layout = recipe.layout
     parts = layout.tp_size * layout.pp_size * layout.cp_size * (layout.dp_shard_size if layout.zero_stage else 1)
     return width * shape.parameters / parts / GIB
@@ -171,13 +171,13 @@ def _second_model(recipe: Recipe, shape: ModelShape) -> float:
 # ---- the dry run -------------------------------------------------------------------------------------------------
 
 
-def dry_runs(recipe: Recipe) -> list[DryRun]:
+def run_dry_runs(recipe: Recipe) -> list[DryRun]:
     """Dry-run the first and the last pipeline rank of the whole world, which hold embedding and head.
 
     Raises:
         SpecError: the layout cannot hold for this model.
     """
-    layout, batch = _with_logits(recipe), _batch(recipe)
+    layout, batch = _with_logits(recipe), _read_batch(recipe)
     config = recipe.config()
     return [
         dry_run(
@@ -189,50 +189,50 @@ def dry_runs(recipe: Recipe) -> list[DryRun]:
             accumulation=min(recipe.accumulation, _CALLS),
             optimizer=batch.optimizer,
             precision=batch.precision,
-            adapt=_adapters(recipe),
-            pack=_packing(recipe),
+            adapt=_make_recipe_adapters(recipe),
+            pack=_make_packing(recipe),
         )
         for rank in end_ranks(layout)
     ]
 
 
-def dry_memory(recipe: Recipe) -> float:
+def measure_dry_memory(recipe: Recipe) -> float:
     """Return the GiB of tensors on the fuller of these ranks."""
-    found = max(ran.peak_bytes for ran in dry_runs(recipe)) / GIB
+    found = max(ran.peak_bytes for ran in run_dry_runs(recipe)) / GIB
     second = recipe.method == "dpo" and not recipe.adapter_rank
-    return found + (_second_model(recipe, shape_of_recipe(recipe)) if second else 0.0)
+    return found + (_compute_second_model(recipe, shape_of_recipe(recipe)) if second else 0.0)
 
 
-def _adapters(recipe: Recipe) -> Callable[[nn.Module], None] | None:
+def _make_recipe_adapters(recipe: Recipe) -> Callable[[nn.Module], None] | None:
     if not recipe.adapter_rank:
         return None
-    from hf_parallel.hooks.peft.planned_adapters import planned_lora
+    from hf_parallel.hooks.peft.planned_adapters import plan_lora
 
     targets = recipe.script_arguments.get("lora_target_modules", "all-linear")
-    return planned_lora(recipe.adapter_rank, targets)
+    return plan_lora(recipe.adapter_rank, targets)
 
 
-def _packing(recipe: Recipe) -> Packing | None:
+def _make_packing(recipe: Recipe) -> Packing | None:
     if not recipe.four_bit:
         return None
-    from hf_parallel.hooks.peft.planned_adapters import four_bit
+    from hf_parallel.hooks.peft.planned_adapters import plan_four_bit
 
-    return four_bit(bool(recipe.script_arguments.get("use_bnb_nested_quant")))
+    return plan_four_bit(bool(recipe.script_arguments.get("use_bnb_nested_quant")))
 
 
 # ---- as it is written --------------------------------------------------------------------------------------------
 
 
-def expected(recipe: Recipe) -> dict[str, dict[str, object]]:
+def make_expected(recipe: Recipe) -> dict[str, dict[str, object]]:
     """Make the section `expect` anew; measured values stay."""
     found: dict[str, dict[str, object]] = {
         "planner": plan(recipe).to_dict(),
-        "dry_run": {"memory_gib": _digits(dry_memory(recipe))},
+        "dry_run": {"memory_gib": _round_to_digits(measure_dry_memory(recipe))},
     }
     return {**found, **{key: value for key, value in recipe.expect.items() if key == "measured"}}
 
 
-def _digits(number: float) -> float | int:
+def _round_to_digits(number: float) -> float | int:
     """Round to three digits."""
     rounded = float(f"{number:.3g}")
     return int(rounded) if rounded >= 100 else rounded
@@ -261,30 +261,30 @@ def check_recipe(name: str, dry: bool = True) -> Verdict:
         dry: run its first and last pipeline rank on tensors without memory, too, for a few seconds.
     """
     try:
-        return _verdict(load(name), dry)
+        return _judge_recipe(load_recipe(name), dry)
     except SpecError as error:
         return Verdict(name, wrong=(str(error),))
 
 
-def _verdict(recipe: Recipe, dry: bool) -> Verdict:
+def _judge_recipe(recipe: Recipe, dry: bool) -> Verdict:
     planned = plan(recipe)
     room, written = f"{planned.room_gib:.1f} GiB of a GPU", recipe.expect
     found = [f"planner {planned.memory_gib:.1f} of {room}, {planned.tokens_per_s:,.0f} tokens/s"]
-    wrong = _off("planner", written, planned.to_dict())
+    wrong = _list_wrong_numbers("planner", written, planned.to_dict())
     if not planned.fits:
         wrong.append(
             f"needs {planned.memory_gib:.1f} GiB by the planner, of {room}, {HEADROOM:g} % of which stay free"
         )
-    memory = dry_memory(recipe) if dry else (written.get("dry_run") or {}).get("memory_gib", 0.0)
+    memory = measure_dry_memory(recipe) if dry else (written.get("dry_run") or {}).get("memory_gib", 0.0)
     if dry:
         found.append(f"dry run {memory:.1f} GiB of tensors")
-        wrong += _off("dry_run", written, {"memory_gib": memory})
+        wrong += _list_wrong_numbers("dry_run", written, {"memory_gib": memory})
     if memory > planned.room_gib:
         wrong.append(f"needs {memory:.1f} GiB in a dry run, of {room}")
     return Verdict(recipe.name, ", ".join(found), tuple(wrong))
 
 
-def _off(source: str, written: dict[str, dict], new: Mapping[str, object]) -> list[str]:
+def _list_wrong_numbers(source: str, written: dict[str, dict], new: Mapping[str, object]) -> list[str]:
     """Return a line for each number of `expect` that is no longer so."""
     old, again = written.get(source) or {}, "`hf-parallel recipe check --write` makes it anew"
     if not old:
@@ -296,21 +296,21 @@ def _off(source: str, written: dict[str, dict], new: Mapping[str, object]) -> li
     ]
 
 
-def write(name: str) -> Recipe:
+def write_expected(name: str) -> Recipe:
     """Write the section `expect` of a recipe's file anew; the rest stays as it is.
 
     Raises:
         SpecError: it cannot be read, or its layout cannot hold.
     """
-    recipe = load(name)
+    recipe = load_recipe(name)
     path = Path(recipe.path)
     kept = path.read_text(encoding="utf-8").partition("\nexpect:")[0].rstrip("\n")
     lines = ["expect:  # by `hf-parallel recipe check --write`; nothing here was measured unless it says so"]
-    for source, values in expected(recipe).items():
+    for source, values in make_expected(recipe).items():
         text = yaml.safe_dump(values, sort_keys=False, default_flow_style=True, width=1000).strip()
         lines.append(f"  {source}: {text}")
     path.write_text("\n".join([kept, *lines]) + "\n", encoding="utf-8")
-    return load(name)
+    return load_recipe(name)
 
 
 # ---- A recipe into a repository of the Hub: the file, and a section of its model card that says how to run it
@@ -321,7 +321,7 @@ _BEGIN, _END = "<!-- hf-parallel-recipe:{file}:begin -->", "<!-- hf-parallel-rec
 _CARD = "README.md"
 
 
-def push(
+def push_recipe(
     recipe: Recipe, repo: str, file: str = HUB_FILE, private: bool | None = None, api: HfApi | None = None
 ) -> str:
     """Upload file and card in one commit and return its address.
@@ -334,7 +334,7 @@ def push(
     api = api or HfApi()
     api.create_repo(repo, private=private, exist_ok=True)
     begin, end = _BEGIN.format(file=file), _END.format(file=file)
-    marked = f"{begin}\n{section(recipe, repo, file)}{end}\n"
+    marked = f"{begin}\n{make_card_section(recipe, repo, file)}{end}\n"
     card = f"---\ntags:\n- hf-parallel\n- recipe\n---\n\n{marked}"
     if api.file_exists(repo, _CARD):
         former = Path(api.hf_hub_download(repo, _CARD)).read_text(encoding="utf-8")
@@ -349,7 +349,7 @@ def push(
     return str(api.create_commit(repo, operations, commit_message=f"Add the recipe {file}").commit_url)
 
 
-def section(recipe: Recipe, repo: str, file: str = HUB_FILE) -> str:
+def make_card_section(recipe: Recipe, repo: str, file: str = HUB_FILE) -> str:
     """Return the section for the model card."""
     source = repo if file == HUB_FILE else f"{repo}:{file}"
     script = "" if recipe.script else " train.py"
@@ -361,7 +361,7 @@ hf-parallel recipe check {source}
 hf-parallel recipe run {source}{script} --output_dir out
 ```
 
-{markdown([recipe])}
+{render_markdown([recipe])}
 Memory by the planner and by a dry run, speed by the planner, unless a number says that it was measured.
 [{file}]({file}) is plain YAML; nothing of it is run as code.
 """

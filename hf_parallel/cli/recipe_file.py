@@ -25,12 +25,12 @@ from hf_parallel.ask.spec import (
     check_model_name,
     convert,
     layout_of,
-    like_a_recipe,
-    locate,
-    nearest_key,
+    list_shipped_recipes,
+    locate_spec_file,
     read_yaml,
     refuse,
-    shipped,
+    suggest_key,
+    suggest_recipes,
 )
 from hf_parallel.planner.hardware import Cluster, make_cluster
 
@@ -136,7 +136,7 @@ class Recipe:
     def config(self) -> PretrainedConfig:
         """Return the model's config: of this package's `recipes/models`, else of the Hub or a folder."""
         if self.shape is not None:
-            return shipped_config(self.shape)
+            return read_shipped_config(self.shape)
         check_model_name(self.model, "a folder with a config.json works", needs_weights=False)
         from transformers import AutoConfig
 
@@ -149,24 +149,24 @@ class Recipe:
         return f"hf-parallel recipe run {self.name}{script}{data} --output_dir out"
 
 
-def names() -> list[str]:
+def list_recipe_names() -> list[str]:
     """Return the names of the recipes that come with this package."""
-    return list(shipped())
+    return list(list_shipped_recipes())
 
 
-def load(text: str) -> Recipe:
+def load_recipe(text: str) -> Recipe:
     """Load a recipe by the name of a shipped one, from a file, or from the Hub.
 
     Raises:
         SpecError: there is none, or its values cannot hold.
     """
-    path = locate(text)
+    path = locate_spec_file(text)
     if path is None:
-        close = like_a_recipe(text)
+        close = suggest_recipes(text)
         meant = f"did you mean {' or '.join(close)}? " if close else ""
         do = f"{meant}`hf-parallel recipe list` names them; a file and owner/repo work, too"
         refuse(text, "no recipe of that name", do=do)
-    name = text if text in shipped() else os.path.splitext(os.path.basename(path))[0]
+    name = text if text in list_shipped_recipes() else os.path.splitext(os.path.basename(path))[0]
     return read_recipe(name if f"{name}.yaml" != HUB_FILE else text, path)
 
 
@@ -178,11 +178,11 @@ def read_recipe(name: str, path: str) -> Recipe:
     """
     values = read_yaml(path)
     _check_keys(name, values, RECIPE_KEYS, _NEEDED)
-    hardware = _section(name, values, "hardware", [f.name for f in dataclasses.fields(Hardware)], ("gpu", "gpus"))
-    data = _section(name, values, "data", _DATA_KEYS, ("tokens_per_row",))
-    expect = _section(name, values, "expect", _EXPECT_KEYS)
+    hardware = _read_section(name, values, "hardware", [f.name for f in dataclasses.fields(Hardware)], ("gpu", "gpus"))
+    data = _read_section(name, values, "data", _DATA_KEYS, ("tokens_per_row",))
+    expect = _read_section(name, values, "expect", _EXPECT_KEYS)
     for source in expect:
-        found = _section(f"{name}: expect", expect, source, _EXPECT_KEYS[source])
+        found = _read_section(f"{name}: expect", expect, source, _EXPECT_KEYS[source])
         for key, value in found.items():
             number = isinstance(value, (int, float)) and not isinstance(value, bool) and value == value
             if key != "note" and not number:
@@ -191,12 +191,12 @@ def read_recipe(name: str, path: str) -> Recipe:
         value = values.get(key)
         if value is not None and not isinstance(value, str):
             refuse(f"{name}: {key}={value}", f"is a {type(value).__name__}, not a text", f'{key}: "{value}"')
-    _to_numbers(f"{name}: hardware", hardware, ("gpus", "gpus_per_node"))
-    _to_numbers(f"{name}: data", data, ("tokens_per_row",))
+    _convert_to_numbers(f"{name}: hardware", hardware, ("gpus", "gpus_per_node"))
+    _convert_to_numbers(f"{name}: data", data, ("tokens_per_row",))
     machines = Hardware(**hardware)
     layout = ParallelConfig.from_mapping(layout_of(values, name)).resolve(machines.gpus)
     kept: dict = {key: values.get(key) for key in _TEXTS}
-    words = {key: _mapping(name, values, key) for key in ("arguments", "script_arguments")}
+    words = {key: _check_mapping(name, values, key) for key in ("arguments", "script_arguments")}
     for key, options in words.items():
         where = f"{name}: {key}"
         for key, value in options.items():
@@ -204,27 +204,27 @@ def read_recipe(name: str, path: str) -> Recipe:
                 refuse(f"{where}: {key}", "has no value", do="leave it out")
             if not isinstance(key, str):
                 refuse(f"{where}: {key}", "is no name of an option", do="leave it out")
-    _to_numbers(f"{name}: arguments", words["arguments"], _COUNTS)
+    _convert_to_numbers(f"{name}: arguments", words["arguments"], _COUNTS)
     kept |= {"hardware": machines, "layout": layout, "data": data, "expect": expect, **words}
     recipe = Recipe(name=name, path=path, **kept)
-    _check(recipe)
+    _check_recipe(recipe)
     return recipe
 
 
-def _section(where: str, values: dict, key: str, known: Collection[str], needed: Collection[str] = ()) -> dict:
-    found = _mapping(where, values, key, next(iter(known)))
+def _read_section(where: str, values: dict, key: str, known: Collection[str], needed: Collection[str] = ()) -> dict:
+    found = _check_mapping(where, values, key, next(iter(known)))
     _check_keys(f"{where}: {key}", found, known, needed)
     return found
 
 
-def _mapping(where: str, values: dict, key: str, example: str = "name") -> dict:
+def _check_mapping(where: str, values: dict, key: str, example: str = "name") -> dict:
     found = values.get(key) or {}
     if not isinstance(found, dict):
         refuse(f"{where}: {key}", f"is a {type(found).__name__}, not a mapping", f"{key}: {{{example}: …}}")
     return found
 
 
-def _to_numbers(where: str, values: dict, keys: tuple[str, ...]) -> None:
+def _convert_to_numbers(where: str, values: dict, keys: tuple[str, ...]) -> None:
     """Convert values to numbers, because YAML takes `4k` for a word."""
     for key in keys:
         if key in values:
@@ -236,13 +236,13 @@ def _to_numbers(where: str, values: dict, keys: tuple[str, ...]) -> None:
 def _check_keys(where: str, values: Mapping, known: Collection[str], needed: Collection[str] = ()) -> None:
     for key in values:
         if key not in known:
-            refuse(f"{where}: {key}", "unknown key", do=nearest_key(str(key), list(known)))
+            refuse(f"{where}: {key}", "unknown key", do=suggest_key(str(key), list(known)))
     for key in needed:
         if values.get(key) is None:
             refuse(where, f"{key} is missing", f"a line `{key}: …`")
 
 
-def _check(recipe: Recipe) -> None:
+def _check_recipe(recipe: Recipe) -> None:
     """Check what holds for every recipe, whatever its model."""
     where = recipe.name
     if recipe.method not in METHODS:
@@ -250,8 +250,8 @@ def _check(recipe: Recipe) -> None:
     if recipe.script not in CONFIG_CLASSES:
         known = ", ".join(filter(None, CONFIG_CLASSES))
         refuse(f"{where}: script={recipe.script}", f"not one of {known}", do="leave it out for a script of your own")
-    if recipe.shape is not None and not (_models() / f"{recipe.shape}.json").is_file():
-        refuse(f"{where}: shape={recipe.shape}", "no such model", do=f"{', '.join(shapes())} are here")
+    if recipe.shape is not None and not (_find_models_folder() / f"{recipe.shape}.json").is_file():
+        refuse(f"{where}: shape={recipe.shape}", "no such model", do=f"{', '.join(list_shapes())} are here")
     if "per_device_train_batch_size" not in recipe.arguments:
         refuse(where, "the batch is missing", "arguments: {per_device_train_batch_size: 1}")
     length = recipe.arguments.get("max_length")
@@ -263,21 +263,23 @@ def _check(recipe: Recipe) -> None:
     recipe.hardware.cluster  # noqa: B018 - names that the catalogue does not have are refused
 
 
-def shipped_config(shape: str) -> PretrainedConfig:
+def read_shipped_config(shape: str) -> PretrainedConfig:
     """Return the config of one of the models in `recipes/models`."""
     from transformers import AutoConfig
 
-    values = json.loads((_models() / f"{shape}.json").read_text(encoding="utf-8"))
+    values = json.loads((_find_models_folder() / f"{shape}.json").read_text(encoding="utf-8"))
     return AutoConfig.for_model(**{key: value for key, value in values.items() if key not in ("source", "model")})
 
 
-def _models() -> Traversable:
+def _find_models_folder() -> Traversable:
     return importlib.resources.files("hf_parallel") / "recipes" / "models"
 
 
-def shapes() -> list[str]:
+def list_shapes() -> list[str]:
     """Return the models whose sizes come with this package."""
-    return sorted(file.name.removesuffix(".json") for file in _models().iterdir() if file.name.endswith(".json"))
+    return sorted(
+        file.name.removesuffix(".json") for file in _find_models_folder().iterdir() if file.name.endswith(".json")
+    )
 
 
 # ---- Recipes in rows: for a terminal, for docs/reference/recipes.md, for the card of a repository -------------------
@@ -286,7 +288,7 @@ def shapes() -> list[str]:
 _HEADINGS = ("recipe", "model", "method", "machines", "layout", "tokens per step", "GiB per GPU", "tokens/s")
 
 
-def cells(recipe: Recipe) -> tuple[str, ...]:
+def make_cells(recipe: Recipe) -> tuple[str, ...]:
     """Return a recipe's row: memory by the planner and the dry run, speed by the planner, or both as measured."""
     planner, dry = recipe.expect.get("planner", {}), recipe.expect.get("dry_run", {})
     measured = recipe.expect.get("measured", {})
@@ -304,16 +306,16 @@ def cells(recipe: Recipe) -> tuple[str, ...]:
     )
 
 
-def markdown(recipes: list[Recipe]) -> str:
+def render_markdown(recipes: list[Recipe]) -> str:
     """Return the table of docs/reference/recipes.md."""
     lines = [_HEADINGS, ("---",) * len(_HEADINGS)]
     for recipe in recipes:
-        name, model, method, machines, layout, *rest = cells(recipe)
+        name, model, method, machines, layout, *rest = make_cells(recipe)
         lines.append((f"`{name}`", model, method, machines, f"`{layout}`", *rest))
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
 
 
-def plain_table(recipes: list[Recipe]) -> str:
+def render_plain_table(recipes: list[Recipe]) -> str:
     """Return name and one line of each recipe, for a terminal."""
     width = max((len(recipe.name) for recipe in recipes), default=0)
     return "\n".join(f"{recipe.name:{width}}  {recipe.about}" for recipe in recipes)
@@ -340,7 +342,7 @@ class Filled:
     unknown: tuple[str, ...]
 
 
-def fill(recipe: Recipe, words: list[str], known: set[str], script: str) -> Filled:
+def fill_options(recipe: Recipe, words: list[str], known: set[str], script: str) -> Filled:
     """Put the recipe's options before the user's words: parsers take the last of an option given twice.
 
     Args:
@@ -351,19 +353,19 @@ def fill(recipe: Recipe, words: list[str], known: set[str], script: str) -> Fill
     """
     if len(words) == 1 and words[0].endswith(".json"):
         refuse(words[0], "a script that reads its arguments from a file takes no others", do="give them as options")
-    wanted, have = options(recipe, known), given_options(words)
+    wanted, have = list_options(recipe, known), list_given_options(words)
     filled = {key: value for key, value in wanted.items() if key in known and key not in have}
     unknown = tuple(key for key in wanted if key not in known and key not in have)
     if known.isdisjoint(wanted):
         why = "its text shows no option that the recipe has"
         refuse(script, why, do=f"--parallel {recipe.name} takes the layout alone")
-    spelled = {key: [f"--{key}", *_spelled(value)] for key, value in filled.items()}
+    spelled = {key: [f"--{key}", *_spell_option(value)] for key, value in filled.items()}
     added = [word for option in spelled.values() for word in option]
     yours = tuple(key for key in wanted if key in have)
     return Filled([*added, *words], tuple(map(" ".join, spelled.values())), yours, unknown)
 
 
-def options(recipe: Recipe, known: set[str]) -> dict[str, object]:
+def list_options(recipe: Recipe, known: set[str]) -> dict[str, object]:
     """Return all options of a recipe, the model's under the name that the script has for it."""
     model = next((name for name in _MODEL_OPTIONS if name in known), _MODEL_OPTIONS[0])
     data = {key: recipe.data[key] for key in _DATA_OPTIONS if key in recipe.data}
@@ -372,7 +374,7 @@ def options(recipe: Recipe, known: set[str]) -> dict[str, object]:
     return {model: recipe.model, **data, **recipe.script_arguments, **recipe.arguments}
 
 
-def given_options(words: list[str]) -> set[str]:
+def list_given_options(words: list[str]) -> set[str]:
     """Return the options among words: `--a 1`, `--a=1`, `--no_a`, and the keys of TRL's `--config FILE`."""
     found: set[str] = set()
     for word, following in zip(words, [*words[1:], ""], strict=False):
@@ -389,7 +391,7 @@ def given_options(words: list[str]) -> set[str]:
     return found
 
 
-def _spelled(value: object) -> list[str]:
+def _spell_option(value: object) -> list[str]:
     if isinstance(value, list):
         return [str(item) for item in value]
     if isinstance(value, dict):
@@ -400,23 +402,23 @@ def _spelled(value: object) -> list[str]:
 # ---- what a script takes -----------------------------------------------------------------------------------------
 
 
-def options_of(script: str, is_module: bool) -> set[str]:
+def list_options_of(script: str, is_module: bool) -> set[str]:
     """Return the options that a script's text shows.
 
     Raises:
         SpecError: there is no such script or module, or it is no Python.
     """
-    path = _module_file(script) if is_module else Path(script)
+    path = _find_module_file(script) if is_module else Path(script)
     if not path.is_file():
         refuse(script, "no such script")
     try:
         tree = ast.parse(path.read_text(encoding="utf-8"))
     except SyntaxError as error:
         refuse(script, f"not Python ({error.msg}, line {error.lineno})", cause=error)
-    return {name for node in ast.walk(tree) for name in _shown(node)}
+    return {name for node in ast.walk(tree) for name in _iterate_shown_options(node)}
 
 
-def _module_file(name: str) -> Path:
+def _find_module_file(name: str) -> Path:
     try:
         found = importlib.util.find_spec(name)
     except ImportError:
@@ -426,13 +428,13 @@ def _module_file(name: str) -> Path:
     return Path(found.origin)
 
 
-def _shown(node: ast.AST) -> Iterator[str]:
+def _iterate_shown_options(node: ast.AST) -> Iterator[str]:
     """Yield the options that one piece of a script shows."""
     if isinstance(node, ast.ImportFrom):
         for alias in node.names:
-            yield from _fields(node.module or "", alias.name)
+            yield from _iterate_fields(node.module or "", alias.name)
     elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-        yield from _fields(node.value.id, node.attr)
+        yield from _iterate_fields(node.value.id, node.attr)
     elif isinstance(node, ast.ClassDef):
         places = [part.target for part in node.body if isinstance(part, ast.AnnAssign)]
         yield from (place.id for place in places if isinstance(place, ast.Name))
@@ -441,7 +443,7 @@ def _shown(node: ast.AST) -> Iterator[str]:
         yield from (name[2:].replace("-", "_") for name in names if name.startswith("--"))
 
 
-def _fields(module: str, name: str) -> Iterator[str]:
+def _iterate_fields(module: str, name: str) -> Iterator[str]:
     """Yield the fields of a class of arguments of Transformers or TRL; nothing else is imported."""
     library = module.partition(".")[0]
     of_trl = library == "trl" and name.endswith(("Config", "Arguments"))

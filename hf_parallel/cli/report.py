@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", metavar="FILE.html", help="default: OUTPUT_DIR/report.html")
 
 
-def report(args: argparse.Namespace) -> int:
+def run_report(args: argparse.Namespace) -> int:
     """Write the page; 2 if there is nothing to tell, or it cannot be written."""
     try:
         with waiting("writing the page"):

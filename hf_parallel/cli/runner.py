@@ -35,7 +35,7 @@ _QUIET = {
 }
 
 
-def be_quiet() -> None:
+def silence_other_ranks() -> None:
     """Leave warnings and progress bars of libraries to rank 0; errors stay. Before torch is imported."""
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)
@@ -58,22 +58,22 @@ def end_rank(code: object) -> NoReturn:
 
 def leave_now(status: int) -> NoReturn:
     """Leave with this exit code, without waiting for threads: they may wait for a peer that is gone."""
-    os._exit(_finished(status))
+    os._exit(_finish_process(status))
 
 
 def leave_interrupted() -> NoReturn:
     """End as Python ends by Ctrl-C: killed by that signal, so that a shell sees it."""
-    _finished(1)
+    _finish_process(1)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     os.kill(os.getpid(), signal.SIGINT)
     os._exit(128 + signal.SIGINT)
 
 
-def _finished(status: int) -> int:
-    held = _files()  # one that is collected in a cycle may be closed before what it buffers is written
+def _finish_process(status: int) -> int:
+    held = _list_open_files()  # one that is collected in a cycle may be closed before what it buffers is written
     atexit._run_exitfuncs()
     gc.collect()
-    files = held + _files()
+    files = held + _list_open_files()
     buffers = (io.BufferedWriter, io.BufferedRandom)
     for file in sorted(files, key=lambda file: isinstance(file, buffers) - isinstance(file, io.TextIOBase)):
         if isinstance(file, io.RawIOBase) or _is_standard(file):
@@ -90,7 +90,7 @@ def _finished(status: int) -> int:
     return status
 
 
-def _files() -> list[IO]:
+def _list_open_files() -> list[IO]:
     base: Any = io.IOBase.__base__  # of all of them; looked for by type, as objects may answer for others' classes
     return [thing for thing in gc.get_objects() if issubclass(type(thing), base)]
 

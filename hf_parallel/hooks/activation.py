@@ -13,7 +13,7 @@ from hf_parallel.ask import launched
 from hf_parallel.ask.config import AUTO, ParallelConfig, SpecError
 from hf_parallel.ask.session import end_session, of_session
 from hf_parallel.ask.spec import refuse
-from hf_parallel.hooks.patching import Patch, Undo, apply, check_torch, newer_libraries, undo
+from hf_parallel.hooks.patching import Patch, Undo, apply_patches, check_torch, list_newer_libraries, undo
 
 # torch and transformers are imported inside the functions: `import hf_parallel` must stay cheap.
 
@@ -44,12 +44,12 @@ def activate(spec: str | ParallelConfig, source: str = "activate()") -> None:
     if spec == AUTO:
         if current is not None and not current.source.endswith("(auto)"):
             refuse(f"{source} asks for auto", f"{current.source} set {current.config.to_spec()}", do="drop one")
-        if current is None and _world_size() > 1:
+        if current is None and _read_expected_world_size() > 1:
             auto.wait(source, activate)
         return
-    config = ParallelConfig.parse(spec).resolve(_world_size())
-    if auto.waiting() is not None:
-        refuse(f"{source} asks for {config.to_spec()}", f"{auto.waiting()} asks for auto", do="give one of them")
+    config = ParallelConfig.parse(spec).resolve(_read_expected_world_size())
+    if auto.who_waits() is not None:
+        refuse(f"{source} asks for {config.to_spec()}", f"{auto.who_waits()} asks for auto", do="give one of them")
     if current is not None:
         _check_same(source, config, current.source, current.config)
         return
@@ -58,21 +58,21 @@ def activate(spec: str | ParallelConfig, source: str = "activate()") -> None:
         if not config.settings_alone():
             _stay_plain(config)
             return
-    notes = [*check_torch(), *newer_libraries()]
+    notes = [*check_torch(), *list_newer_libraries()]
     runtime.start(config, source)
     for note in notes:
         report.say(note)
     from hf_parallel.hooks import device_order, library
-    from hf_parallel.hooks.patches import all_patches  # imports transformers, after the process group exists
+    from hf_parallel.hooks.patches import list_patches  # imports transformers, after the process group exists
 
-    library.withdraw()
+    library.withdraw_library_patches()
     in_place = of_session(_InPlace)
     try:
-        in_place.undo_list.extend(apply(all_patches()))
+        in_place.undo_list.extend(apply_patches(list_patches()))
     except SpecError:
         runtime.stop()
         raise
-    in_place.of_layout.extend(all_patches())
+    in_place.of_layout.extend(list_patches())
     device_order.warn_of_device_order(config)
 
 
@@ -80,9 +80,9 @@ def _stay_plain(config: ParallelConfig) -> None:
     """Let one process without a setting train as plain Trainer does, and read the checkpoints of layouts."""
     read_checkpoints()
     if config.pack_tokens or config.padding_free:
-        from hf_parallel.hooks.trainer.token_budget import patches_alone
+        from hf_parallel.hooks.trainer.token_budget import list_patches_alone
 
-        of_session(_InPlace).undo_list.extend(apply(patches_alone(config)))
+        of_session(_InPlace).undo_list.extend(apply_patches(list_patches_alone(config)))
 
 
 def _tell_left_out(config: ParallelConfig) -> None:
@@ -105,7 +105,12 @@ def check_agreement(source: str, spec: str | ParallelConfig, other_source: str, 
         return
     ours, theirs = ParallelConfig.parse(spec), ParallelConfig.parse(other_spec)
     if ours != theirs:  # they may still come to the same for this number of processes
-        _check_same(source, ours.resolve(_world_size()), other_source, theirs.resolve(_world_size()))
+        _check_same(
+            source,
+            ours.resolve(_read_expected_world_size()),
+            other_source,
+            theirs.resolve(_read_expected_world_size()),
+        )
 
 
 def _check_same(source: str, config: ParallelConfig, other_source: str, other: ParallelConfig) -> None:
@@ -123,27 +128,27 @@ def read_checkpoints(opened: str | None = None) -> None:
     Args:
         opened: one that a resuming Trainer has already begun to read: it is checked.
     """
-    from hf_parallel.hooks.patches import patches_without_layout
-    from hf_parallel.hooks.trainer.resuming import damages, refuse_damages
+    from hf_parallel.hooks.patches import list_patches_without_layout
+    from hf_parallel.hooks.trainer.resuming import find_checkpoint_damages, refuse_damages
 
     undo_list = of_session(_InPlace).undo_list
     if not undo_list:
         if opened is not None:
-            refuse_damages(opened, damages(opened, 0, 1))
+            refuse_damages(opened, find_checkpoint_damages(opened, 0, 1))
         with contextlib.suppress(SpecError):  # a version that cannot be patched: a plain run must go on as it is
-            undo_list.extend(apply(patches_without_layout()))
+            undo_list.extend(apply_patches(list_patches_without_layout()))
 
 
-def active() -> bool:
+def is_active() -> bool:
     """Is this process part of a layout?"""
     return bool(of_session(_InPlace).of_layout)
 
 
-def expected() -> bool:
+def is_expected() -> bool:
     """Is it, or will it be as soon as the script shows its model?"""
     from hf_parallel.hooks import auto
 
-    return active() or auto.waiting() is not None
+    return is_active() or auto.who_waits() is not None
 
 
 def deactivate() -> None:
@@ -151,10 +156,10 @@ def deactivate() -> None:
     from hf_parallel.hooks import auto, hangs, monitoring, runtime
     from hf_parallel.hooks.trainer import token_budget
 
-    auto.stop()
+    auto.stop_waiting()
     hangs.end_loop()
-    monitoring.stop()
-    token_budget.stop()
+    monitoring.stop_watching()
+    token_budget.forget_budget()
     undo(of_session(_InPlace).undo_list)
     runtime.stop()
     end_session()
@@ -164,10 +169,10 @@ def _settle_rank() -> None:
     import torch.distributed as dist
 
     if not (dist.is_available() and dist.is_initialized()):
-        launched.settle()
+        launched.settle_launcher()
 
 
-def _world_size() -> int:
+def _read_expected_world_size() -> int:
     import torch.distributed as dist
 
     if dist.is_available() and dist.is_initialized():

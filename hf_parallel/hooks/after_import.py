@@ -63,9 +63,9 @@ class AfterImport(importlib.abc.MetaPathFinder):
 _COUNTS = re.compile(r"\b(WORLD_SIZE|get_world_size)\b")
 
 
-def counted(processes: int, data_ranks: int) -> list[str]:
+def list_process_warnings(processes: int, data_ranks: int) -> list[str]:
     """Return what to tell of a script that may divide its batch by the number of processes."""
-    words = sorted(set(_COUNTS.findall(_text()))) if data_ranks != processes else []
+    words = sorted(set(_COUNTS.findall(_read_script_text()))) if data_ranks != processes else []
     if not words:
         return []
     name = os.path.basename(sys.argv[0])
@@ -76,7 +76,7 @@ def counted(processes: int, data_ranks: int) -> list[str]:
     ]
 
 
-def _text() -> str:
+def _read_script_text() -> str:
     """Return the text of the script or module that runs; of a notebook nothing."""
     try:
         with open(sys.argv[0], encoding="utf-8", errors="replace") as file:

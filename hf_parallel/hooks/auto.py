@@ -14,14 +14,14 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from hf_parallel.ask.config import ParallelConfig, SpecError
-from hf_parallel.ask.launched import local_world_size
+from hf_parallel.ask.launched import read_local_world_size
 from hf_parallel.ask.session import of_session
 from hf_parallel.ask.spec import refuse
 from hf_parallel.hooks import logits_read
-from hf_parallel.hooks.patching import Patch, Undo, apply, apply_when_imported, around, undo
-from hf_parallel.hooks.trainer.settings import OF_BATCHES, evaluates
+from hf_parallel.hooks.patching import Patch, Undo, apply_patches, apply_when_imported, around, undo
+from hf_parallel.hooks.trainer.settings import OF_BATCHES, is_evaluating
 from hf_parallel.hooks.transformers import cached_files
-from hf_parallel.model.calls import by_name
+from hf_parallel.model.calls import bind_by_name
 
 if TYPE_CHECKING:
     import torch
@@ -67,7 +67,7 @@ _OF_EXAMPLES = {"SFTConfig", "DPOConfig", "KTOConfig", "RewardConfig"}
 _DEFAULT_RANK = 16  # of adapters that the command line asks for without saying how large
 
 
-def waiting() -> str | None:
+def who_waits() -> str | None:
     """Who asked for a choice that is not made yet, or None."""
     waiting = of_session(_Shown).waiting
     return None if waiting is None else waiting.source
@@ -87,21 +87,23 @@ def wait(
         return
     from hf_parallel.hooks import runtime
 
-    runtime.connect()
+    runtime.connect_process_group()
     shown.waiting = Waiting(source, activate, cluster)
-    shown.undo_list.extend(apply(_patches()))
-    made = Patch("peft.tuners.lora.config:LoraConfig.__post_init__", around(_at_lora_config), "shows adapters to come")
+    shown.undo_list.extend(apply_patches(_make_auto_patches()))
+    made = Patch(
+        "peft.tuners.lora.config:LoraConfig.__post_init__", around(_remember_lora_config), "shows adapters to come"
+    )
     shown.undo_list.append(apply_when_imported("peft", [made]))
 
 
-def remember(arguments: TrainingArguments) -> None:
+def remember_arguments(arguments: TrainingArguments) -> None:
     """The TrainingArguments that were made last know the batch."""
     shown = of_session(_Shown)
     if shown.waiting is not None:
         shown.arguments = arguments
 
 
-def stop() -> None:
+def stop_waiting() -> None:
     """Forget what was asked for and undo the patches."""
     shown = of_session(_Shown)
     undo(shown.undo_list)
@@ -115,25 +117,25 @@ def check_chosen() -> None:
     Raises:
         SpecError: it never showed a model, so that every process ran it alone.
     """
-    if waiting() is not None:
+    if who_waits() is not None:
         refuse(
-            f"{waiting()} asks for auto",
+            f"{who_waits()} asks for auto",
             "the script showed no Transformers model to from_pretrained, Trainer or Accelerator.prepare",
             "tp=2,dp_shard=-1",
         )
 
 
-def _patches() -> list[Patch]:
+def _make_auto_patches() -> list[Patch]:
     model = "transformers.modeling_utils:PreTrainedModel.from_pretrained"
     return [
         Patch("transformers.utils.hub:cached_files", around(cached_files), "waits for the Hub"),
-        Patch(model, around(_at_from_pretrained), "shows the model that a layout is chosen for"),
-        Patch("transformers.trainer:Trainer.__init__", around(_at_trainer), "shows a model built in code"),
-        Patch("accelerate.accelerator:Accelerator.prepare", around(_at_prepare), "shows a model of a loop"),
+        Patch(model, around(_choose_at_from_pretrained), "shows the model that a layout is chosen for"),
+        Patch("transformers.trainer:Trainer.__init__", around(_choose_at_trainer), "shows a model built in code"),
+        Patch("accelerate.accelerator:Accelerator.prepare", around(_choose_at_prepare), "shows a model of a loop"),
     ]
 
 
-def _at_from_pretrained(
+def _choose_at_from_pretrained(
     original: Callable,
     cls: type[PreTrainedModel],
     pretrained_model_name_or_path: str | None = None,
@@ -146,17 +148,17 @@ def _at_from_pretrained(
 
         config = AutoConfig.from_pretrained(config or source, trust_remote_code=kwargs.get("trust_remote_code"))
     asked = kwargs.get("dtype", kwargs.get("torch_dtype"))
-    kernel, reader = kwargs.get("attn_implementation"), logits_read.by_script(of_session(_Shown).arguments)
-    choose(Shown(config, None if asked == "auto" else asked, kernel=kernel, reader=reader))
+    kernel, reader = kwargs.get("attn_implementation"), logits_read.find_script_reader(of_session(_Shown).arguments)
+    choose_layout_here(Shown(config, None if asked == "auto" else asked, kernel=kernel, reader=reader))
     return cls.from_pretrained(source, *args, **kwargs)  # the layout's own by now
 
 
-def _at_lora_config(original: Callable, self: LoraConfig) -> None:
+def _remember_lora_config(original: Callable, self: LoraConfig) -> None:
     original(self)
     of_session(_Shown).rank = int(self.r)
 
 
-def _at_trainer(
+def _choose_at_trainer(
     original: Callable,
     self: Trainer,
     model: PreTrainedModel | str | None = None,
@@ -167,27 +169,31 @@ def _at_trainer(
     shown = of_session(_Shown)
     shown.arguments = args or shown.arguments
     if model is None:
-        refuse(f"{waiting()} asks for auto", "Trainer(model_init=…) shows its model too late", "tp=2")
-    reader = logits_read.by_trainer(type(self), by_name(original, (self, model, args, *rest), kwargs), shown.arguments)
-    choose(Shown(getattr(model, "config", model), _dtype_of(model), adapters=_rank_of(model), reader=reader))
+        refuse(f"{who_waits()} asks for auto", "Trainer(model_init=…) shows its model too late", "tp=2")
+    reader = logits_read.find_trainer_reader(
+        type(self), bind_by_name(original, (self, model, args, *rest), kwargs), shown.arguments
+    )
+    choose_layout_here(
+        Shown(getattr(model, "config", model), _find_dtype_of(model), adapters=_rank_of(model), reader=reader)
+    )
     from transformers import Trainer
 
     Trainer.__init__(self, model, args, *rest, **kwargs)
 
 
-def _at_prepare(original: Callable, self: Accelerator, *args: Any, **kwargs: object) -> object:
+def _choose_at_prepare(original: Callable, self: Accelerator, *args: Any, **kwargs: object) -> object:
     model = next((arg for arg in args if hasattr(getattr(arg, "config", None), "model_type")), None)
     if model is None:
         return original(self, *args, **kwargs)
-    lowered, reader = self.mixed_precision, logits_read.by_loop()
-    choose(Shown(model.config, _dtype_of(model), lowered, _rank_of(model), reader=reader))
+    lowered, reader = self.mixed_precision, logits_read.find_loop_reader()
+    choose_layout_here(Shown(model.config, _find_dtype_of(model), lowered, _rank_of(model), reader=reader))
     return type(self).prepare(self, *args, **kwargs)
 
 
 # ---- the choice --------------------------------------------------------------------------------------------------
 
 
-def _dtype_of(model: object) -> torch.dtype | None:
+def _find_dtype_of(model: object) -> torch.dtype | None:
     return next((p.dtype for p in getattr(model, "parameters", list)() if p.is_floating_point()), None)
 
 
@@ -213,22 +219,22 @@ class Shown(NamedTuple):
     reader: str | None = None
 
 
-def choose(shown: Shown) -> None:
+def choose_layout_here(shown: Shown) -> None:
     """Choose for this model and activate the layout. Collective."""
     from hf_parallel.hooks import report, runtime
-    from hf_parallel.planner.detect import device_here
+    from hf_parallel.planner.detect import read_device_here
     from hf_parallel.ranks import messages
 
     asked = of_session(_Shown).waiting
     assert asked is not None
     source, activate, _ = asked
-    devices = messages.gather(device_here())
+    devices = messages.gather_objects(read_device_here())
     try:
-        chosen = messages.from_one(lambda: _best(shown, devices))
+        chosen = messages.send_from_one(lambda: _find_best(shown, devices))
     except SpecError as error:
         refuse("parallel=auto", str(error))
     finally:
-        stop()
+        stop_waiting()
     for line in chosen.said:
         report.say(line)
     activate(ParallelConfig.parse(chosen.spec), f"{source} (auto)")
@@ -245,7 +251,7 @@ class Chosen(NamedTuple):
     reasons: tuple[str, ...]
 
 
-def _best(shown: Shown, devices: list[Device]) -> Chosen:
+def _find_best(shown: Shown, devices: list[Device]) -> Chosen:
     """Rank the layouts for the script's model and batch on these machines.
 
     Args:
@@ -255,7 +261,7 @@ def _best(shown: Shown, devices: list[Device]) -> Chosen:
     import torch.distributed as dist
 
     from hf_parallel.hooks.trainer import joining
-    from hf_parallel.planner.detect import detect, of_all_devices
+    from hf_parallel.planner.detect import detect, reduce_to_slowest
     from hf_parallel.planner.groups import MixedCluster, group_devices
     from hf_parallel.planner.search import search
 
@@ -263,15 +269,15 @@ def _best(shown: Shown, devices: list[Device]) -> Chosen:
     known = None if asked is None else asked.cluster
     turns: list[str] = []
     if known is None:
-        here = detect(dist.get_world_size(), local_world_size())
+        here = detect(dist.get_world_size(), read_local_world_size())
         try:
             cluster: Cluster | MixedCluster = group_devices(here, devices)
         except SpecError as error:
-            cluster = of_all_devices(here, devices)
+            cluster = reduce_to_slowest(here, devices)
             turns.append(f"auto plans for the slowest GPU and the least memory of all: {error}")
     else:
         cluster = known
-    batch = script_batch(shown.config, None, shown.dtype, shown.lowered)
+    batch = read_script_batch(shown.config, None, shown.dtype, shown.lowered)
     options: dict[str, Any] = {
         "model": shown.config,
         "seq": batch.seq,
@@ -282,37 +288,37 @@ def _best(shown: Shown, devices: list[Device]) -> Chosen:
         "optimizer": batch.optimizer,
         "lora": shown.adapters or batch.lora,
         "top": 3,
-        "accept": accepted(shown.config),
+        "accept": make_acceptance_test(shown.config),
         "attention": shown.kernel,
         "documents": batch.documents,
         "whole_logits": shown.reader is not None,
     }
     if isinstance(cluster, MixedCluster):
-        return _best_of_groups(cluster, batch, options)
+        return _find_best_of_groups(cluster, batch, options)
     found = search(cluster=cluster, **options)
     if found.best is None:
         refuse(f"no layout of {dist.get_world_size()} processes fits", found.advice)
-    joining.remember(found.goal, found.best.config)
-    reasons = [*_reasons(found, batch, shown.reader), *turns]
-    return Chosen(found.best.config.to_spec(), (sentence(found), *turns), tuple(reasons))
+    joining.remember_plan(found.goal, found.best.config)
+    reasons = [*_list_choice_reasons(found, batch, shown.reader), *turns]
+    return Chosen(found.best.config.to_spec(), (format_choice(found), *turns), tuple(reasons))
 
 
 # ---- unlike GPUs -------------------------------------------------------------------------------------------------
 
 
-def _best_of_groups(mixed: MixedCluster, batch: ScriptBatch, options: dict[str, Any]) -> Chosen:
+def _find_best_of_groups(mixed: MixedCluster, batch: ScriptBatch, options: dict[str, Any]) -> Chosen:
     """Rank the layouts of groups of unlike GPUs, and say if other processes than these would be faster."""
     from hf_parallel.hooks.trainer import joining
     from hf_parallel.planner.choices import TELLS
     from hf_parallel.planner.mixed import search_groups
-    from hf_parallel.planner.mixed_report import commands, in_words, nothing_fits
+    from hf_parallel.planner.mixed_report import describe_layout, explain_mixed_misfit, list_commands
     from hf_parallel.ranks.shares import cut_examples
 
-    takes, arguments, why = options["accept"], of_session(_Shown).arguments, _why_even(options["model"])
+    takes, arguments, why = options["accept"], of_session(_Shown).arguments, _find_reason_for_even(options["model"])
 
     def accept(config: ParallelConfig) -> bool:
         if config.shares is not None:
-            rows = arguments.per_device_eval_batch_size if arguments is not None and evaluates(arguments) else None
+            rows = arguments.per_device_eval_batch_size if arguments is not None and is_evaluating(arguments) else None
             cut = (1,) if rows is None else cut_examples(rows * config.data_parallel_size, config.shares)
             if why is not None or min(cut) == 0:
                 return False
@@ -320,27 +326,27 @@ def _best_of_groups(mixed: MixedCluster, batch: ScriptBatch, options: dict[str, 
 
     found = search_groups(mixed=mixed, in_order=True, **options | {"accept": accept})
     if not found.started:
-        works = [] if found.best is None else commands(found, found.best, "start others")
-        refuse(f"no layout of all {mixed.gpus} processes fits", "; ".join([nothing_fits(found), *works]))
+        works = [] if found.best is None else list_commands(found, found.best, "start others")
+        refuse(f"no layout of all {mixed.gpus} processes fits", "; ".join([explain_mixed_misfit(found), *works]))
     first, *others = found.started
-    joining.remember(dataclasses.replace(found.goal, cluster=mixed.seen_from(mixed.groups[0])), first.config)
+    joining.remember_plan(dataclasses.replace(found.goal, cluster=mixed.seen_from(mixed.groups[0])), first.config)
     gpus = " + ".join(f"{group.cluster.gpus} x {group.cluster.gpu.name}" for group in mixed.groups)
-    said = [f"auto chooses {in_words(first)}, by prediction, on {gpus}"]
+    said = [f"auto chooses {describe_layout(first)}, by prediction, on {gpus}"]
     fastest = min(found.choices, key=lambda choice: choice.seconds_per_row)
     ratio = fastest.seconds_per_row / first.seconds_per_row
     if ratio * TELLS < 1:
         idle = [group.name for group in mixed.groups if group.name not in fastest.groups]
         remedy = f"leave {' and '.join(idle)} out" if idle else "start nodes in another order"
-        said.append(f"{remedy}: {ratio:.2f} x the time per sequence, {in_words(fastest)}")
-        said += commands(found, fastest, "To start it")
+        said.append(f"{remedy}: {ratio:.2f} x the time per sequence, {describe_layout(fastest)}")
+        said += list_commands(found, fastest, "To start it")
     reasons = [f"{batch.rows} x {batch.accumulation} rows of {batch.seq} tokens per data rank, {batch.precision}"]
     reasons += found.reasons()
     reasons += [] if why is None else [f"no layout has batch_shares: {why}"]
-    reasons += [f"then {in_words(choice)}" for choice in others[:2]]
+    reasons += [f"then {describe_layout(choice)}" for choice in others[:2]]
     return Chosen(first.config.to_spec(), tuple(said), tuple(reasons))
 
 
-def _why_even(config: PretrainedConfig) -> str | None:
+def _find_reason_for_even(config: PretrainedConfig) -> str | None:
     """Return why data ranks must have as many examples, by what the script has shown so far; None: they need not."""
     import transformers
     from transformers.utils.generic import can_return_loss
@@ -362,7 +368,7 @@ def _why_even(config: PretrainedConfig) -> str | None:
     return None
 
 
-def sentence(found: Found) -> str:
+def format_choice(found: Found) -> str:
     """Say which layout was chosen, why, and what it needs and gives, by prediction."""
     first, goal = found.choices[0], found.goal
     config, p, cluster = first.config, first.prediction, goal.cluster
@@ -378,27 +384,27 @@ def sentence(found: Found) -> str:
     )
 
 
-def _reasons(found: Found, batch: ScriptBatch, reader: str | None) -> Iterator[str]:
+def _list_choice_reasons(found: Found, batch: ScriptBatch, reader: str | None) -> Iterator[str]:
     """Say for what it was chosen, why, and which are the next two."""
-    from hf_parallel.planner.advice import reasons
-    from hf_parallel.planner.report import batch_lines
+    from hf_parallel.planner.advice import list_reasons
+    from hf_parallel.planner.report import format_batch_lines
 
     first, *others = found.choices
     logits = "" if reader is None else f", whole logits ({reader})"
     yield f"{batch.rows} x {batch.accumulation} rows of {batch.seq} tokens per data rank, {batch.precision}{logits}"
-    yield _in_words(first)
-    yield from reasons(found.goal, first)
-    yield from batch_lines(found)
+    yield _describe_choice(first)
+    yield from list_reasons(found.goal, first)
+    yield from format_batch_lines(found)
     yield from found.suggestions
-    yield from (f"then {_in_words(choice)}" for choice in others)
+    yield from (f"then {_describe_choice(choice)}" for choice in others)
 
 
-def _in_words(choice: Choice) -> str:
+def _describe_choice(choice: Choice) -> str:
     rows, p = choice.rows * choice.accumulation * choice.config.data_parallel_size, choice.prediction
     return f"{choice.config.to_spec()}: {p.step_time_s:.3g} s per step of {rows} rows, {choice.needed_gib:.1f} GiB"
 
 
-def accepted(config: PretrainedConfig) -> Callable[[ParallelConfig], bool]:
+def make_acceptance_test(config: PretrainedConfig) -> Callable[[ParallelConfig], bool]:
     """Does the engine take a layout for this model? Asked of a copy on the meta device, as `doctor` does."""
     from hf_parallel.model.anatomy import build_on_meta
     from hf_parallel.plans import examine
@@ -438,21 +444,21 @@ class ScriptBatch(NamedTuple):
     documents: bool
 
 
-def script_batch(
+def read_script_batch(
     config: PretrainedConfig | None,
     argv: list[str] | None = None,
     dtype: torch.dtype | str | None = None,
     lowered: str | None = None,
 ) -> ScriptBatch:
     """Rows, calls, tokens per row, precision, … of the script: its arguments, else its command line."""
-    from hf_parallel.planner.layout import optimizer_of, precision_of
+    from hf_parallel.planner.layout import name_optimizer_of, name_precision_of
 
     argv = sys.argv if argv is None else argv
     arguments = of_session(_Shown).arguments
 
     def said(name: str, default: object) -> Any:
         value = getattr(arguments, name, None)
-        return _option(argv, name, default) if value is None else value
+        return _read_option(argv, name, default) if value is None else value
 
     longest = getattr(config, "max_position_embeddings", None) or _LONGEST_ASSUMED
     lengths = [int(value) for value in (said(name, None) for name in _LENGTHS) if value]
@@ -462,23 +468,23 @@ def script_batch(
         rows=int(said("per_device_train_batch_size", 8)),
         accumulation=int(said("gradient_accumulation_steps", 1)),
         seq=min(lengths[0] if lengths else _LONGEST_ASSUMED, longest),
-        precision=precision_of(dtype or getattr(config, "dtype", None), lowered),
-        optimizer=optimizer_of(str(said("optim", "adamw"))),
-        lora=of_session(_Shown).rank or _asked_rank(argv),
+        precision=name_precision_of(dtype or getattr(config, "dtype", None), lowered),
+        optimizer=name_optimizer_of(str(said("optim", "adamw"))),
+        lora=of_session(_Shown).rank or _read_adapter_rank(argv),
         documents=any(str(said(name, False)).lower() == "true" for name in ("packing", "padding_free")),
     )
 
 
-def _asked_rank(argv: list[str]) -> int:
+def _read_adapter_rank(argv: list[str]) -> int:
     """Return the rank of adapters, by the names that TRL and most scripts have for it; 0: all weights are trained."""
 
-    asked = {str(_option(argv, name, None)).lower() for name in ("use_peft", "use_lora")}
-    sizes = (_option(argv, name, None) for name in ("lora_r", "lora_rank"))
+    asked = {str(_read_option(argv, name, None)).lower() for name in ("use_peft", "use_lora")}
+    sizes = (_read_option(argv, name, None) for name in ("lora_r", "lora_rank"))
     found = next((int(size) for size in sizes if size is not None and size.isdigit()), 0)
     return 0 if "false" in asked else found or _DEFAULT_RANK * ("true" in asked)
 
 
-def _option(argv: list[str], name: str, default: T) -> str | T:
+def _read_option(argv: list[str], name: str, default: T) -> str | T:
     """`--name value` or `--name=value`; a flag without a value is True."""
     for i, word in enumerate(argv):
         key, equals, value = word.partition("=")

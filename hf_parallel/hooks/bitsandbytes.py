@@ -24,12 +24,12 @@ from hf_parallel.axes.data.local_step import on_local_parts
 from hf_parallel.axes.pipeline.stages import StandIn
 from hf_parallel.axes.tensor.axis import TENSOR
 from hf_parallel.axes.tensor.layers import TensorParallelLayer
-from hf_parallel.checkpoint.lazy_tensor import LazyTensor, values
-from hf_parallel.checkpoint.slices import local_part, read_part
+from hf_parallel.checkpoint.lazy_tensor import LazyTensor, read_values
+from hf_parallel.checkpoint.slices import find_local_part, read_part
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.patching import patch
 from hf_parallel.model.anatomy import StoredOrder
-from hf_parallel.ranks.mesh import placed_as
+from hf_parallel.ranks.mesh import place_as
 
 if TYPE_CHECKING:
     from bitsandbytes.optim.optimizer import Optimizer8bit
@@ -135,11 +135,11 @@ class Pack:
 
         named = (self.config.llm_int8_skip_modules, model._keep_in_fp32_modules)
         skipped = HfQuantizer.get_modules_to_not_convert(model, *named)
-        own = [(name, m) for name, m in model.named_modules() if _own_class(m) in (nn.Linear, Conv1D)]
+        own = [(name, m) for name, m in model.named_modules() if _get_own_class(m) in (nn.Linear, Conv1D)]
         return [(name, m) for name, m in own if not isinstance(m, StandIn) and should_convert_module(name, skipped)]
 
 
-def _own_class(module: nn.Module) -> type:
+def _get_own_class(module: nn.Module) -> type:
     """Its class before it was split. bitsandbytes replaces no subclass of a linear, such as a router."""
     return next(cls for cls in type(module).__mro__ if not issubclass(cls, TensorParallelLayer))
 
@@ -148,15 +148,15 @@ def read_packed(
     packing: Packing, value: torch.Tensor | LazyTensor, own: torch.Tensor, order: StoredOrder | None
 ) -> torch.Tensor:
     """Return what this rank stores of a weight `value` [out, in] from the file."""
-    weight = values(value, local_part(packing.source, order)).to(runtime.mesh().device, packing.source.dtype)
-    codes, largest = _quantise(weight, packing.quant_type)
+    weight = read_values(value, find_local_part(packing.source, order)).to(runtime.mesh().device, packing.source.dtype)
+    codes, largest = _quantize_weight(weight, packing.quant_type)
     if packing.double:
-        largest = _rounded(value, packing, order).to(codes.device)
+        largest = _round_value(value, packing, order).to(codes.device)
     packed = torch.cat([codes.flatten(), largest.contiguous().flatten().view(torch.uint8)])
-    return read_part(packed, local_part(own)).clone()
+    return read_part(packed, find_local_part(own)).clone()
 
 
-def _quantise(weight: torch.Tensor, quant_type: str, double: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+def _quantize_weight(weight: torch.Tensor, quant_type: str, double: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     from bitsandbytes import functional
 
     codes, state = functional.quantize_4bit(
@@ -167,15 +167,15 @@ def _quantise(weight: torch.Tensor, quant_type: str, double: bool = False) -> tu
     return codes, functional.dequantize_blockwise(state.absmax, state.state2).float() + state.offset
 
 
-def _rounded(value: torch.Tensor | LazyTensor, packing: Packing, order: StoredOrder | None) -> torch.Tensor:
+def _round_value(value: torch.Tensor | LazyTensor, packing: Packing, order: StoredOrder | None) -> torch.Tensor:
     """Double quantisation runs over the whole weight: round all largest values, and take this rank's."""
     whole = (value.whole() if isinstance(value, LazyTensor) else value).to(runtime.mesh().device, packing.source.dtype)
-    _, largest = _quantise(whole, packing.quant_type, double=True)
-    rows, columns = local_part(packing.source, order)
+    _, largest = _quantize_weight(whole, packing.quant_type, double=True)
+    rows, columns = find_local_part(packing.source, order)
     return largest.view(whole.shape[0], -1)[rows.to(largest.device)][:, columns[::BLOCK].to(largest.device) // BLOCK]
 
 
-def mark(model: PreTrainedModel, config: BitsAndBytesConfig) -> None:
+def mark_as_quantized(model: PreTrainedModel, config: BitsAndBytesConfig) -> None:
     """Leave on a model the marks of bitsandbytes' own loading, by which Trainer, PEFT and TRL know it."""
     from transformers.quantizers import AutoHfQuantizer
 
@@ -188,28 +188,28 @@ def mark(model: PreTrainedModel, config: BitsAndBytesConfig) -> None:
 @patch("peft.utils.other:prepare_model_for_kbit_training", "casts shards", copies=True)
 def prepare_for_training(original: Callable, model: nn.Module, *args: object, **kwargs: object) -> object:
     """`prepare_model_for_kbit_training` casts what is not packed to fp32, in a way that shards do not bear."""
-    if runtime.parallel_state(model) is not None:
+    if runtime.find_parallel_state(model) is not None:
         _cast_to_fp32(model)
     return original(model, *args, **kwargs)
 
 
 def _cast_to_fp32(model: nn.Module) -> None:
-    _replace(model, lambda p: p.detach().float() if p.dtype in (torch.float16, torch.bfloat16) else None)
+    _replace_linears(model, lambda p: p.detach().float() if p.dtype in (torch.float16, torch.bfloat16) else None)
 
 
 def finish_casts(model: nn.Module) -> None:
     """`p.data = p.data.float()`, as the function does that a script has imported before, casts no stored part."""
-    _replace(
+    _replace_linears(
         model,
         lambda p: (
-            placed_as(p, p._local_tensor.detach().to(p.dtype))
+            place_as(p, p._local_tensor.detach().to(p.dtype))
             if isinstance(p, DTensor) and p.dtype != p._local_tensor.dtype
             else None
         ),
     )
 
 
-def _replace(model: nn.Module, change: Callable[[nn.Parameter], torch.Tensor | None]) -> None:
+def _replace_linears(model: nn.Module, change: Callable[[nn.Parameter], torch.Tensor | None]) -> None:
     changed: dict[int, nn.Parameter] = {}  # a tied weight stays one
     for module in model.modules():
         for name, p in module._parameters.items():

@@ -7,9 +7,9 @@ from fractions import Fraction
 
 from hf_parallel.ask.config import ParallelConfig
 from hf_parallel.hooks import report, runtime
-from hf_parallel.planner.detect import Device, device_here, kinds_of
+from hf_parallel.planner.detect import Device, number_kinds_of, read_device_here
 from hf_parallel.ranks import devices, messages
-from hf_parallel.ranks.mesh import coordinates, data_rank
+from hf_parallel.ranks.mesh import compute_coordinates, compute_data_rank
 from hf_parallel.ranks.shares import WORTH
 
 
@@ -20,23 +20,23 @@ def warn_of_device_order(config: ParallelConfig) -> None:
     """
     if config.shares is None and config.split_layers is None and config.split_speeds is None:
         return
-    found = messages.gather(device_here())
-    kinds = kinds_of(found)
+    found = messages.gather_objects(read_device_here())
+    kinds = number_kinds_of(found)
     if len(set(kinds)) == 1:
         return
-    rates = messages.gather(devices.product_rate(runtime.mesh().device))
-    line = about_order(found, rates, parts_of_ranks(config))
+    rates = messages.gather_objects(devices.measure_product_rate(runtime.mesh().device))
+    line = describe_order(found, rates, compute_parts_of_ranks(config))
     if line is not None:
         report.say(line)
 
 
-def parts_of_ranks(config: ParallelConfig) -> list[Fraction]:
+def compute_parts_of_ranks(config: ParallelConfig) -> list[Fraction]:
     """Return the share of each rank in a batch times the number of its layers."""
     shares, split, speeds, parts = config.shares, config.split_layers, config.split_speeds, []
     for rank in range(config.world_size):
-        part, place = Fraction(1), coordinates(config, rank)["pp"]
+        part, place = Fraction(1), compute_coordinates(config, rank)["pp"]
         if shares is not None:
-            part *= shares[data_rank(config, rank)]
+            part *= shares[compute_data_rank(config, rank)]
         if split is not None:
             part *= sum(split[stage] for stage in config.stages_of_rank(place))
         if speeds is not None:
@@ -45,13 +45,13 @@ def parts_of_ranks(config: ParallelConfig) -> list[Fraction]:
     return parts
 
 
-def about_order(found: Sequence[Device], rates: Sequence[float], parts: Sequence[Fraction]) -> str | None:
+def describe_order(found: Sequence[Device], rates: Sequence[float], parts: Sequence[Fraction]) -> str | None:
     """Return the line about an order of GPUs in which slow ones have the large parts; None: fast ones have them.
 
     Args:
         found, rates, parts: device, FLOP/s of a matrix product, and part of the work of each rank.
     """
-    kinds = kinds_of(found)
+    kinds = number_kinds_of(found)
     ranks = {kind: [rank for rank, own in enumerate(kinds) if own == kind] for kind in dict.fromkeys(kinds)}
     rate = {kind: sum(rates[rank] for rank in own) / len(own) for kind, own in ranks.items()}
     mean = {kind: sum(parts[rank] for rank in own) / len(own) for kind, own in ranks.items()}

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from hf_parallel.ask.spec import refuse
 from hf_parallel.hooks import report, runtime
 from hf_parallel.hooks.patching import patch
-from hf_parallel.model.calls import by_name
+from hf_parallel.model.calls import bind_by_name
 from hf_parallel.ranks import assert_all_ranks, desync
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def connect_again(original: Callable, *args: object, **kwargs: object) -> None:
     if not dist.is_initialized():
         original(*args, **kwargs)
         return
-    given = by_name(original, args, kwargs)
+    given = bind_by_name(original, args, kwargs)
     world_size, asked = dist.get_world_size(), given.get("world_size")
     if asked not in (None, -1, world_size):
         refuse(f"init_process_group(world_size={asked})", f"the layout has {world_size} processes", world_size)
@@ -60,7 +60,7 @@ def refuse_replicas(original: Callable, self: nn.Module, *args: object, **kwargs
 
 
 @contextlib.contextmanager
-def trains(trainer: Trainer) -> Iterator[None]:
+def train_on_all_ranks(trainer: Trainer) -> Iterator[None]:
     """All ranks begin, and all end after the same step."""
     begin(trainer.model, "trainer.train")
     yield
@@ -70,6 +70,6 @@ def trains(trainer: Trainer) -> Iterator[None]:
 def begin(model: nn.Module, call: str) -> None:
     """All ranks of the model are here, and compare their first batches once more."""
     assert_all_ranks(call)
-    state = None if model is None else runtime.parallel_state(model)
+    state = None if model is None else runtime.find_parallel_state(model)
     if state is not None:
         state.batches.begin()

@@ -16,10 +16,10 @@ from hf_parallel.ask.keys.run import HANG_AUTO, HANG_OFF
 from hf_parallel.ask.session import of_process, of_session
 from hf_parallel.hooks import report, runtime
 from hf_parallel.hooks.patching import patch
-from hf_parallel.monitor.collective_record import CollectiveRecord, before_abort
+from hf_parallel.monitor.collective_record import CollectiveRecord, call_before_abort
 from hf_parallel.monitor.watchdog import Settings, Watchdog
-from hf_parallel.planner.dryrun.recorder import axis_names
-from hf_parallel.prove.certificate import line_about
+from hf_parallel.planner.dryrun.recorder import name_groups
+from hf_parallel.prove.certificate import format_line_about
 from hf_parallel.ranks import desync
 from hf_parallel.ranks.groups import time_out
 from hf_parallel.ranks.observed import listen, unlisten
@@ -56,17 +56,19 @@ class Watched:
         if self.begun:
             return
         self.begun = True
-        model, store = self.model(), desync.store()
-        state = runtime.parallel_state(model)
+        model, store = self.model(), desync.get_store()
+        state = runtime.find_parallel_state(model)
         if state is None or store is None:
             return
-        record = CollectiveRecord(axis_names(state), model)
+        record = CollectiveRecord(name_groups(state), model)
         listen(record)
         self.stack.callback(unlisten, record)
         store = dist.PrefixStore(f"hangs/{next(_numbers)}", store)
-        self.watchdog = Watchdog(store, dist.get_rank(), dist.get_world_size(), _settings(self.folder), record.facts)
+        self.watchdog = Watchdog(
+            store, dist.get_rank(), dist.get_world_size(), _make_watch_settings(self.folder), record.facts
+        )
         self.stack.callback(self.watchdog.close)
-        self.stack.enter_context(before_abort(self.watchdog.tell_abort))
+        self.stack.enter_context(call_before_abort(self.watchdog.tell_abort))
         answering = of_process(desync.Answering)
         answering.explained_by = self.watchdog.explain
         self.stack.callback(setattr, answering, "explained_by", None)
@@ -80,7 +82,7 @@ class _Now:
 
 
 @contextlib.contextmanager
-def watched(trainer: Trainer) -> Iterator[None]:
+def watch_training(trainer: Trainer) -> Iterator[None]:
     """Inside, ranks say why nothing goes on."""
     end_loop()
     if runtime.mesh().config.hang_timeout_s == HANG_OFF:
@@ -90,12 +92,12 @@ def watched(trainer: Trainer) -> Iterator[None]:
     former, now.watched = now.watched, Watched(lambda: trainer.model, trainer.args.output_dir)
     try:
         with now.watched.stack:
-            yield from _telling_errors(now.watched)
+            yield from _tell_errors(now.watched)
     finally:
         now.watched = former
 
 
-def _telling_errors(watched: Watched) -> Iterator[None]:
+def _tell_errors(watched: Watched) -> Iterator[None]:
     try:
         yield
     except Exception as error:
@@ -104,15 +106,15 @@ def _telling_errors(watched: Watched) -> Iterator[None]:
         raise
 
 
-def watchdog() -> Watchdog | None:
+def get_watchdog() -> Watchdog | None:
     """Return the watchdog of the training that is watched, once that has begun."""
     current = of_session(_Now).watched
     return None if current is None else current.watchdog
 
 
-def mark(phase: str, may_take_long: bool = False) -> None:
+def mark_phase(phase: str, may_take_long: bool = False) -> None:
     """Something has ended, and this begins."""
-    dog = watchdog()
+    dog = get_watchdog()
     if dog is not None:
         dog.mark(phase, may_take_long)
 
@@ -122,22 +124,22 @@ def mark_step(number: int) -> None:
     current = of_session(_Now).watched
     if current is not None:
         current.begin()
-    mark(f"step {number}")
+    mark_phase(f"step {number}")
 
 
 @contextlib.contextmanager
-def taking_long(phase: str) -> Iterator[None]:
+def allow_long_phase(phase: str) -> Iterator[None]:
     """Run what a shared disk, or a hub, takes its time for."""
-    dog = watchdog()
+    dog = get_watchdog()
     former = ("the end of a step", False) if dog is None else (dog.phase, dog.may_take_long)
-    mark(phase, may_take_long=True)
+    mark_phase(phase, may_take_long=True)
     try:
         yield
     finally:
-        mark(*former)
+        mark_phase(*former)
 
 
-def _settings(folder: str) -> Settings:
+def _make_watch_settings(folder: str) -> Settings:
     config = runtime.mesh().config
     limit = time_out()
     seconds = TORCH_TIME_OUT_S if limit is None else limit.total_seconds()
@@ -153,27 +155,27 @@ def _settings(folder: str) -> Settings:
 
 
 def mark_loop(phase: str, may_take_long: bool = False) -> None:
-    """`mark`, where a script's own loop is watched."""
+    """`mark_phase`, where a script's own loop is watched."""
     current = of_session(_Now).watched
     if current is not None and current.is_loop:
-        mark(phase, may_take_long)
+        mark_phase(phase, may_take_long)
 
 
 def backward_begins(accelerator: Accelerator) -> None:
     """The first one of a loop starts its watchdog, on all ranks, and says what is known of the script's proof."""
     now = of_session(_Now)
     if now.watched is None and runtime.mesh().config.hang_timeout_s != HANG_OFF:
-        model = next((model for model in accelerator._models if runtime.parallel_state(model) is not None), None)
+        model = next((model for model in accelerator._models if runtime.find_parallel_state(model) is not None), None)
         now.watched = Watched(lambda: model, str(accelerator.project_dir or OUTPUTS), is_loop=True)
         now.watched.begin()
         atexit.register(end_loop)
-        proof = line_about(sys.argv[0], runtime.mesh().config.to_spec())
+        proof = format_line_about(sys.argv[0], runtime.mesh().config.to_spec())
         if proof is not None:
             report.say(f"hf-parallel prove: {proof}")
     mark_loop("a backward pass")
 
 
-def follow(model: PreTrainedModel) -> None:
+def mark_forward_passes(model: PreTrainedModel) -> None:
     """Its forward passes in training are marked."""
     model.register_forward_pre_hook(_forward_begins)
 
@@ -183,7 +185,7 @@ def _forward_begins(module: nn.Module, args: tuple) -> None:
         mark_loop("a forward pass")
 
 
-def marked(batches: Iterator) -> Iterator:
+def mark_batches(batches: Iterator) -> Iterator:
     """The batches of a prepared loader."""
     try:
         mark_loop("the data loader")

@@ -20,9 +20,9 @@ from hf_parallel.ask.session import of_session
 from hf_parallel.ask.spec import refuse
 from hf_parallel.axes.axis import Packing
 from hf_parallel.hooks import model_parts, own_loops, runtime
-from hf_parallel.hooks.patching import Patch, Undo, apply, apply_when_imported, declared, undo
+from hf_parallel.hooks.patching import Patch, Undo, apply_patches, apply_when_imported, list_declared, undo
 from hf_parallel.hooks.peft.before import make_parallel_below
-from hf_parallel.hooks.trainer.joining import asked_by, refuse_joining
+from hf_parallel.hooks.trainer.joining import read_key_asked_by, refuse_joining
 from hf_parallel.ranks.mesh import ParallelMesh
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def parallelize(
     pack: Packing | None = None,
 ) -> nn.Module:
     if runtime.current() is None:
-        _check(ParallelConfig.parse(config or ParallelConfig()) if mesh is None else mesh.config)
+        _check_library_config(ParallelConfig.parse(config or ParallelConfig()) if mesh is None else mesh.config)
     if runtime.current() is None and not of_session(_InPlace).undo_list:
         _install()
     make = functools.partial(make_parallel, config=config, mesh=mesh, pack=pack)
@@ -58,15 +58,15 @@ def parallelize(
     return model
 
 
-def _check(config: ParallelConfig) -> None:
+def _check_library_config(config: ParallelConfig) -> None:
     """Before the model is changed."""
-    if asked_by(config)[1]:
+    if read_key_asked_by(config)[1]:
         refuse_joining("a loop written by hand makes its own batches", config=config)
     if config.shares_batches:
         refuse(f"batch_shares={config.batch_shares}", "a loop written by hand makes its own batches", "the runner")
 
 
-def withdraw() -> None:
+def withdraw_library_patches() -> None:
     """Before a layout for the whole process, whose patches are the same and more."""
     undo(of_session(_InPlace).undo_list)
 
@@ -75,16 +75,18 @@ def _install() -> None:
     """For peft now or after its import, in the midst of which the list of all patches could not be imported."""
     rooms = {model_parts.__name__, own_loops.__name__}
     undo_list = of_session(_InPlace).undo_list
-    undo_list.extend(apply([patch for patch in declared() if patch.room in rooms]))
+    undo_list.extend(apply_patches([patch for patch in list_declared() if patch.room in rooms]))
     packages = ["peft", "bitsandbytes"]
     if "bitsandbytes" in sys.modules:
-        undo_list.append(apply_when_imported(packages.pop(), _patches("bitsandbytes")))
-    undo_list.append(apply_when_imported("peft", _patches(*packages)))  # it imports bitsandbytes itself
+        undo_list.append(apply_when_imported(packages.pop(), _iterate_library_patches("bitsandbytes")))
+    undo_list.append(
+        apply_when_imported("peft", _iterate_library_patches(*packages))
+    )  # it imports bitsandbytes itself
 
 
-def _patches(*packages: str) -> Iterator[Patch]:
+def _iterate_library_patches(*packages: str) -> Iterator[Patch]:
     """Yield the patches of libraries that are imported. The list of all takes a while to import, so it waits."""
-    from hf_parallel.hooks.patches import all_patches
+    from hf_parallel.hooks.patches import list_patches
 
     imported = [package for package in packages if package in sys.modules]
-    yield from (patch for patch in all_patches() if patch.library in imported)
+    yield from (patch for patch in list_patches() if patch.library in imported)

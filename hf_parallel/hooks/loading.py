@@ -18,15 +18,15 @@ from torch.distributed.tensor import DTensor
 
 from hf_parallel.apply.parallelize import parallelize
 from hf_parallel.ask.spec import refuse
-from hf_parallel.axes.pipeline.stages import stand_ins
-from hf_parallel.checkpoint.hub_format import of_stages
-from hf_parallel.checkpoint.lazy_tensor import LazyTensor, RangeFile, lazy_tensor, values
-from hf_parallel.checkpoint.slices import local_part, read_part
+from hf_parallel.axes.pipeline.stages import find_stand_ins
+from hf_parallel.checkpoint.hub_format import gather_from_stages
+from hf_parallel.checkpoint.lazy_tensor import LazyTensor, RangeFile, make_lazy_tensor, read_values
+from hf_parallel.checkpoint.slices import find_local_part, read_part
 from hf_parallel.hooks import bitsandbytes, runtime
 from hf_parallel.hooks.bitsandbytes import is_packed, read_packed
 from hf_parallel.hooks.patching import patch
-from hf_parallel.model.anatomy import all_on_meta, stored_order
-from hf_parallel.ranks.local import local
+from hf_parallel.model.anatomy import get_stored_order, move_to_meta
+from hf_parallel.ranks.local import get_local
 
 if TYPE_CHECKING:
     from transformers import BitsAndBytesConfig, PreTrainedModel
@@ -64,7 +64,7 @@ def materialize(
 ) -> object:
     """Give the conversions whole tensors that are not read, instead of slices that some of them would mix up."""
     wanted = None if dtype == torch.uint8 else dtype  # of a packed weight, which is read as it is in the file
-    return lambda: lazy_tensor(tensor, wanted, device)
+    return lambda: make_lazy_tensor(tensor, wanted, device)
 
 
 @patch("transformers.core_model_loading:set_param_for_module", "judges sizes by local shapes")
@@ -92,7 +92,7 @@ def set_parameter(
     elif packing is not None:
         value = read_packed(packing, value, own, getattr(module, "stored_orders", {}).get("weight"))
     else:
-        value = values(value, local_part(own, stored_order(model, name)))
+        value = read_values(value, find_local_part(own, get_stored_order(model, name)))
     original(model, name, value, info, *args, **kwargs)
 
 
@@ -103,13 +103,13 @@ def initialize_missing(original: Callable, self: PreTrainedModel) -> None:
     Data ranks, which a script may have seeded each in its own way (`device_specific`), draw as the first of them, and
     then go on from their own random numbers.
     """
-    mesh, state = runtime.mesh(), runtime.parallel_state(self)
+    mesh, state = runtime.mesh(), runtime.find_parallel_state(self)
     if state is None:
         return original(self)
-    own = runtime.random_state(mesh)
+    own = runtime.read_random_states(mesh)
     for axis in ("dp_replicate", "dp_shard"):
         runtime.equalise_random_state(axis, 0)
-    seeded_alike = runtime.same_random_state(own, runtime.random_state(mesh))
+    seeded_alike = runtime.is_same_random_state(own, runtime.read_random_states(mesh))
     _initialize_stages(original, self, mesh, state)
     if not seeded_alike:
         runtime.set_random_state(own)
@@ -139,27 +139,27 @@ def initialize_module(
     """
     if getattr(module, "_is_hf_initialized", False):
         return original(self, module, *args, **kwargs)
-    with _drawn_whole(module):
+    with _draw_whole(module):
         return original(self, module, *args, **kwargs)
 
 
 @contextlib.contextmanager
-def _drawn_whole(module: nn.Module) -> Iterator[None]:
+def _draw_whole(module: nn.Module) -> Iterator[None]:
     """Let a module draw the new parts of its weights whole."""
-    new = [(owner, name, part) for owner, name, part in _drawn_by(module) if _is_new_part(owner, part)]
+    new = [(owner, name, part) for owner, name, part in _find_drawn_by(module) if _is_new_part(owner, part)]
     for owner, name, p in new:
-        order = stored_order(owner, name)
-        former = torch.zeros(p.shape, dtype=p.dtype, device=local(p).device) if owner is module else p.detach()
+        order = get_stored_order(owner, name)
+        former = torch.zeros(p.shape, dtype=p.dtype, device=get_local(p).device) if owner is module else p.detach()
         owner._parameters[name] = nn.Parameter(former if owner is module or order is None else order.to_own(former))
     yield
     for owner, name, part in new:
         with torch.no_grad():
             whole = cast(nn.Parameter, owner._parameters[name]).detach()
-            local(part).copy_(read_part(whole, local_part(part, stored_order(owner, name))))
+            get_local(part).copy_(read_part(whole, find_local_part(part, get_stored_order(owner, name))))
         owner._parameters[name] = part
 
 
-def _drawn_by(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+def _find_drawn_by(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
     for owner in module.modules():
         for name, parameter in owner._parameters.items():
             if parameter is not None and (owner is module or not isinstance(parameter, DTensor)):
@@ -177,8 +177,8 @@ def _is_new_part(module: nn.Module, parameter: nn.Parameter) -> bool:
 def report(original: Callable, *args: object, **kwargs: object) -> None:
     """Report once, and raise one error if sizes do not match, for all stages of a pipeline."""
     model, info = kwargs["model"], kwargs["loading_info"]
-    own = {**vars(info), "untied": _untied(model)}
-    stages = of_stages(own, runtime.mesh())
+    own = {**vars(info), "untied": _find_untied_pairs(model)}
+    stages = gather_from_stages(own, runtime.mesh())
     for field in ("missing_keys", "unexpected_keys", "mismatched_keys", "conversion_errors"):
         for stage in stages:
             getattr(info, field).update(stage[field])
@@ -186,7 +186,7 @@ def report(original: Callable, *args: object, **kwargs: object) -> None:
     original(*args, **kwargs)
 
 
-def _untied(model: PreTrainedModel) -> list[tuple[str, str]]:
+def _find_untied_pairs(model: PreTrainedModel) -> list[tuple[str, str]]:
     """Pairs that are one parameter by the config, and not so after loading: the checkpoint has different values."""
     held = dict(model.named_parameters(remove_duplicate=False))
     pairs = [pair for pair in getattr(model, "_hf_parallel_tied_keys", {}).items() if set(pair) <= set(held)]
@@ -241,9 +241,9 @@ def from_pretrained(original: Callable, cls: type, *args: object, **kwargs: obje
         bitsandbytes.check_four_bit(quantization)
     result = original(cls, *args, distributed_config=Requested(quantization), **kwargs)
     if quantization is not None:
-        bitsandbytes.mark(result[0] if isinstance(result, tuple) else result, quantization)
+        bitsandbytes.mark_as_quantized(result[0] if isinstance(result, tuple) else result, quantization)
     if placed:
-        state = runtime.parallel_state(result[0] if isinstance(result, tuple) else result)
+        state = runtime.find_parallel_state(result[0] if isinstance(result, tuple) else result)
         assert state is not None
         state.notes.append("device_map=auto: the layout is what places the model")
     runtime.equalise_within_model()
@@ -274,10 +274,10 @@ def distribute(
     del model.config.distributed_config
     if getattr(model.config, "quantization_config", None) is not None:
         refuse("quantised checkpoints", "not part of this version", do="load in bf16, or pack that in 4 bits")
-    for parameter in all_on_meta(model).parameters():
+    for parameter in move_to_meta(model).parameters():
         # What __init__ froze, such as Whisper's positions, trains once plain transformers has given it its values.
         parameter.requires_grad_(parameter.is_floating_point())
-    _widen(model)
+    _widen_kept_in_fp32(model)
     before = set(model.state_dict())
     quantization = distributed_config.quantization
     pack = bitsandbytes.Pack(quantization) if quantization is not None else None
@@ -287,7 +287,7 @@ def distribute(
     return model
 
 
-def _widen(model: PreTrainedModel) -> None:
+def _widen_kept_in_fp32(model: PreTrainedModel) -> None:
     """Widen to fp32, before it is sharded, what the loader will keep in fp32: a unit of FSDP2 has one dtype."""
     from transformers.core_model_loading import build_glob_alternation
 
@@ -305,7 +305,7 @@ def _ignore_foreign(model: PreTrainedModel, foreign: set[str], local: set[str]) 
     if not foreign:
         return
     prefix = re.escape(model.base_model_prefix) + r"\."
-    gone = [re.sub(f"^{prefix}", "", name) for name in stand_ins(model)]
+    gone = [re.sub(f"^{prefix}", "", name) for name in find_stand_ins(model)]
     patterns = {rf"^({prefix})?" + re.escape(name) + r"(\.|$)" for name in gone}
     model._keys_to_ignore_on_load_unexpected = set(model._keys_to_ignore_on_load_unexpected or ()) | patterns
     tied = model.all_tied_weights_keys

@@ -22,14 +22,14 @@ from hf_parallel.ask.config import ParallelConfig
 from hf_parallel.ask.keys.sizes import SHARDS
 from hf_parallel.ask.keys.tensor import TP_AXES
 from hf_parallel.ask.spec import refuse
-from hf_parallel.checkpoint.slices import axes_and_dims, local_part, read_part
+from hf_parallel.checkpoint.slices import find_local_part, list_axes_and_dims, read_part
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.patching import patch
 from hf_parallel.hooks.report import say
 from hf_parallel.model.calls import CACHES
-from hf_parallel.model.experts import named_experts
-from hf_parallel.model.known_masks import what_is_known
-from hf_parallel.ranks.mesh import EXPERT_AXES, stored
+from hf_parallel.model.experts import iterate_experts
+from hf_parallel.model.known_masks import get_known_mask
+from hf_parallel.ranks.mesh import EXPERT_AXES, get_stored
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, TrainingArguments
@@ -48,37 +48,37 @@ class Rows(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None) -> object:
-        plain, named = tree_map(_plain, (args, kwargs or {}))  # rows in lists too: torch.stack([row, row])
+        plain, named = tree_map(_make_plain_value, (args, kwargs or {}))  # rows in lists too: torch.stack([row, row])
         result, out = func(*plain, **named), (kwargs or {}).get("out")
         if isinstance(out, Rows):
-            _write(*out.place)
+            _write_elements(*out.place)
             return out
         if not args or not isinstance(args[0], Rows):
             return result
-        if _writes(func.__name__):
-            _write(*args[0].place)
+        if _does_write(func.__name__):
+            _write_elements(*args[0].place)
             return args[0]
-        is_view = torch.is_tensor(result) and _storage(result) == _storage(plain[0])
-        return _rows(result, args[0].place) if is_view else result
+        is_view = torch.is_tensor(result) and _identify_storage(result) == _identify_storage(plain[0])
+        return _find_rows(result, args[0].place) if is_view else result
 
 
-def _rows(tensor: torch.Tensor, place: Place) -> Rows:
+def _find_rows(tensor: torch.Tensor, place: Place) -> Rows:
     rows = tensor.as_subclass(Rows)
     rows.place = place
     return rows
 
 
-def _plain(value: T) -> T | torch.Tensor:
+def _make_plain_value(value: T) -> T | torch.Tensor:
     if isinstance(value, Rows):
         return value.as_subclass(torch.Tensor)
     return full_tensor(value) if isinstance(value, DTensor) else value
 
 
-def _storage(tensor: torch.Tensor) -> int:
+def _identify_storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _writes(name: str) -> bool:
+def _does_write(name: str) -> bool:
     in_place = name.startswith("__i") and name not in ("__index__", "__int__", "__invert__", "__iter__")
     return name == "__setitem__" or in_place or (name.endswith("_") and not name.endswith("__"))
 
@@ -89,7 +89,7 @@ def get_rows(original: Callable, self: DTensor, index: Index) -> object:
     if not _is_cut(self) or (self.requires_grad and torch.is_grad_enabled()):
         return original(self, index)
     rows = full_tensor(self)[index]
-    return _rows(rows, (self, index, rows))
+    return _find_rows(rows, (self, index, rows))
 
 
 @patch("torch.distributed.tensor:DTensor.__setitem__", "what is written to rows of a cut weight is lost")
@@ -98,7 +98,7 @@ def set_rows(original: Callable, self: DTensor, index: Index, value: torch.Tenso
     if not _is_cut(self):
         original(self, index, value)
     else:
-        _write(self, index, value)
+        _write_elements(self, index, value)
 
 
 @patch(
@@ -112,13 +112,13 @@ def draw(original: Callable, self: DTensor, *args: object, **kwargs: object) -> 
     """
     if not _is_of_layout(self):
         return original(self, *args, **kwargs)
-    whole = torch.empty(self.shape, dtype=self.dtype, device=stored(self).device)
+    whole = torch.empty(self.shape, dtype=self.dtype, device=get_stored(self).device)
     _keep(self, original(whole, *args, **kwargs))
     return self
 
 
 def _is_cut(tensor: DTensor) -> bool:
-    return bool(axes_and_dims(tensor)) and _is_of_layout(tensor)
+    return bool(list_axes_and_dims(tensor)) and _is_of_layout(tensor)
 
 
 def _is_of_layout(tensor: DTensor) -> bool:
@@ -126,15 +126,15 @@ def _is_of_layout(tensor: DTensor) -> bool:
     return set(tensor.device_mesh.mesh_dim_names or ("",)) <= known
 
 
-def _write(tensor: DTensor, index: Index, value: torch.Tensor | float) -> None:
+def _write_elements(tensor: DTensor, index: Index, value: torch.Tensor | float) -> None:
     whole = full_tensor(tensor)
-    whole[index] = _plain(value)
+    whole[index] = _make_plain_value(value)
     _keep(tensor, whole)
 
 
 def _keep(tensor: DTensor, whole: torch.Tensor) -> None:
     with torch.no_grad():
-        stored(tensor).copy_(read_part(whole, local_part(tensor, order_of(tensor))))
+        get_stored(tensor).copy_(read_part(whole, find_local_part(tensor, order_of(tensor))))
 
 
 # ---- pickling -----------------------------------------------------------------------------------------------------
@@ -143,7 +143,7 @@ def _keep(tensor: DTensor, whole: torch.Tensor) -> None:
 @patch("torch:save", "pickles a part of the weights without a word")
 def save(original: Callable, obj: object, *args: object, **kwargs: object) -> object:
     """Tell, in one line, that a script pickles parts: `torch.save(model.state_dict())` on rank 0."""
-    if any(getattr(found, "is_part_of_model", False) or isinstance(found, DTensor) for found in _inside(obj)):
+    if any(getattr(found, "is_part_of_model", False) or isinstance(found, DTensor) for found in _iterate_inside(obj)):
         _tell()
     return original(obj, *args, **kwargs)
 
@@ -156,12 +156,12 @@ def _tell() -> None:
     )
 
 
-def _inside(obj: object, depth: int = 6) -> Iterator[object]:
+def _iterate_inside(obj: object, depth: int = 6) -> Iterator[object]:
     """An object and what it contains; of long lists, which hold data, only themselves."""
     yield obj
     values = obj.values() if isinstance(obj, dict) else obj if isinstance(obj, list | tuple) and len(obj) < 100 else ()
     for value in values if depth else ():
-        yield from _inside(value, depth - 1)
+        yield from _iterate_inside(value, depth - 1)
 
 
 # ---- Layers that are recomputed, in transformers before 5.23: around the layer's hooks, which ran again with it
@@ -179,7 +179,7 @@ def call(original: Callable, self: GradientCheckpointingLayer, *args: object, **
     if getattr(self, "_compiled_call_impl", None) is not None or not self.training:
         return original(self, *args, **kwargs)
     own = vars(self).get("forward")
-    vars(self)["forward"] = functools.partial(_forward, self, self.forward)
+    vars(self)["forward"] = functools.partial(_run_forward_of_layer, self, self.forward)
     try:
         return nn.Module.__call__(self, *args, **kwargs)
     finally:
@@ -189,7 +189,9 @@ def call(original: Callable, self: GradientCheckpointingLayer, *args: object, **
             vars(self)["forward"] = own
 
 
-def _forward(layer: GradientCheckpointingLayer, forward: Callable, *args: object, **kwargs: object) -> object:
+def _run_forward_of_layer(
+    layer: GradientCheckpointingLayer, forward: Callable, *args: object, **kwargs: object
+) -> object:
     if not layer.gradient_checkpointing:
         return forward(*args, **kwargs)
     if "use_cache" in kwargs:
@@ -219,11 +221,11 @@ _WRITES = ("rope", "swiglu", "geglu")
 def check_recomputation(args: TrainingArguments, config: ParallelConfig) -> None:
     """Refuse what Liger is told to do and cannot, before anything trains."""
     told = args.liger_kernel_config or {}
-    reason = _why_not_fused(config)
+    reason = _find_reason_not_fused(config)
     if told.get(FUSED) and reason is not None:
-        refuse(_spelled(FUSED, True), reason, _spelled(FUSED, False))
+        refuse(_spell_assignment(FUSED, True), reason, _spell_assignment(FUSED, False))
     if told.get("cross_entropy") and config.tp_size * config.cp_size > 1:
-        refuse(_spelled("cross_entropy", True), "the layout's own loss reads split logits", "False")
+        refuse(_spell_assignment("cross_entropy", True), "the layout's own loss reads split logits", "False")
     if config.recompute_way == "selective" and any(told.get(name, True) for name in _WRITES):
         off = ", ".join(f'"{name}": False' for name in _WRITES)
         refuse(
@@ -247,11 +249,11 @@ def check_losses(kind: type, args: TrainingArguments) -> None:
         refuse(f"{key}=True", "TRL's loss in one with the head reads a whole head", f"{key}=False")
 
 
-def _spelled(name: str, value: bool) -> str:
+def _spell_assignment(name: str, value: bool) -> str:
     return f'liger_kernel_config={{"{name}": {value}}}'
 
 
-def _why_not_fused(config: ParallelConfig) -> str | None:
+def _find_reason_not_fused(config: ParallelConfig) -> str | None:
     """Why head and loss cannot be one kernel, or None if they can."""
     if config.tp_size > 1:
         return f"tp_size={config.tp_size} splits the logits"
@@ -263,13 +265,13 @@ def _why_not_fused(config: ParallelConfig) -> str | None:
 @patch("transformers.trainer:apply_liger_kernel", "hides what a layout has made of modules, and the engine's forward")
 def apply_liger_kernel(original: Callable, model: PreTrainedModel, kernel_config: dict[str, bool] | None) -> None:
     """Put Liger's kernels behind the layout, without its loss where that cannot be."""
-    state = runtime.parallel_state(model)
+    state = runtime.find_parallel_state(model)
     if state is None:
         original(model, kernel_config)
         return
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    told, reason = dict(kernel_config or {}), _why_not_fused(state.config)
-    if reason is None and any(True for _ in named_experts(base)):
+    told, reason = dict(kernel_config or {}), _find_reason_not_fused(state.config)
+    if reason is None and any(True for _ in iterate_experts(base)):
         reason = "its loss of experts' balance is of one process"
     if reason is not None and told.get(FUSED, True):
         told[FUSED] = False
@@ -287,7 +289,7 @@ def ignore_causal_mask(original: Callable, padding_mask: torch.Tensor | None, *a
 
     Sequence parallelism pads sequences at their end, where no token of a causal model sees: that hides no more.
     """
-    known = what_is_known()
+    known = get_known_mask()
     if known is None or known.hides is None or padding_mask is None:
         return original(padding_mask, *args, **kwargs)
     return False if known.hides else original(None, *args, **kwargs)
@@ -298,5 +300,5 @@ def ignore_causal_mask(original: Callable, padding_mask: torch.Tensor | None, *a
 )
 def find_packs(original: Callable, position_ids: torch.Tensor) -> torch.Tensor | None:
     """Look for packed sequences unless the model has counted positions itself, which do not start again then."""
-    known = what_is_known()
+    known = get_known_mask()
     return original(position_ids) if known is None or known.packs else None

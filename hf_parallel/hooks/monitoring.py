@@ -14,16 +14,16 @@ import torch
 import torch.distributed as dist
 
 from hf_parallel.ask.config import SpecError
-from hf_parallel.ask.launched import local_world_size
+from hf_parallel.ask.launched import read_local_world_size
 from hf_parallel.ask.session import of_session
 from hf_parallel.ask.spec import refuse
-from hf_parallel.axes.pipeline.schedules import can_be_cut, micro_batch_count
+from hf_parallel.axes.pipeline.schedules import can_be_cut, count_micro_batches
 from hf_parallel.hooks import hangs, report, runtime
 from hf_parallel.hooks.accelerate import loop_losses
 from hf_parallel.hooks.patching import patch
 from hf_parallel.hooks.tracing import Trace
 from hf_parallel.hooks.trainer import auto_shares
-from hf_parallel.monitor.meter import COMPUTE, DATA, PREFIX, significant
+from hf_parallel.monitor.meter import COMPUTE, DATA, PREFIX, round_to_significant
 from hf_parallel.monitor.noise import Estimate, GradientNoise
 from hf_parallel.monitor.session import Reading, Record, Session
 
@@ -108,7 +108,7 @@ class Watched:
     def parts_of(self, inputs: Any, real_rows: int | None = None) -> list[tuple[torch.Tensor, float]]:
         """Return targets and sequences of each backward pass of a batch; of a pipeline's there are several."""
         device, engine = self.session.mesh.device, self.state.pipeline
-        _, rows = counted(inputs, real_rows)
+        _, rows = count_tokens_and_rows(inputs, real_rows)
         labels = inputs.get("labels") if hasattr(inputs, "get") else None
         if torch.is_tensor(labels) and labels.ndim > 1 and not labels.is_floating_point():
             shifted = inputs.get("shift_labels")
@@ -120,7 +120,7 @@ class Watched:
         targets = targets * (rows > 0)
         if engine is None or not can_be_cut(len(targets), self.state.config):
             return [(targets.sum(), rows)]
-        parts = targets.tensor_split(micro_batch_count(len(targets), self.state.config))
+        parts = targets.tensor_split(count_micro_batches(len(targets), self.state.config))
         return [(part.sum(), rows / len(parts)) for part in parts]
 
     def read(self, arguments: TrainingArguments | None = None, step: int | None = None) -> dict[str, float]:
@@ -137,7 +137,7 @@ class Watched:
         if self.noise is not None and self.noise.left_out and self.state.is_first(_LEFT_OUT):
             report.say(_LEFT_OUT)
         if noise is not None and noise.in_sequences is not None:
-            reading.figures["noise_scale"] = significant(noise.in_sequences)
+            reading.figures["noise_scale"] = round_to_significant(noise.in_sequences)
         if dist.get_rank() == 0:
             self._tell(reading, noise, arguments, step)
         return reading.figures
@@ -155,7 +155,7 @@ class Watched:
         self._write("metrics", step=step, perf=reading.figures, ranks=rows, **measured)
         lines = list(reading.said)
         if self.readings == WARM and self.prediction is not None and self.session.mesh.device.type != "cpu":
-            lines += [("plan", line) for line in expected.deviations(self.prediction, reading.rows)]
+            lines += [("plan", line) for line in expected.list_deviations(self.prediction, reading.rows)]
         for about, line in lines:
             report.say(line)
             self._write("note", step=step, about=about, text=line)
@@ -172,9 +172,9 @@ class Watched:
             if self.session.shape is None or not batch.seq:
                 why = "the planner counts neither this model nor its batches"
             else:
-                cluster = detect(config.world_size, local_world_size())
+                cluster = detect(config.world_size, read_local_world_size())
                 self.prediction = expected.expect(self.session.shape, config, cluster, batch)
-                plan = expected.described(self.prediction, config, batch)
+                plan = expected.describe_prediction(self.prediction, config, batch)
         except SpecError as error:
             why = str(error)
         return {
@@ -189,23 +189,28 @@ class Watched:
 
     def keep_measured_step(self) -> None:
         """Write the median step since the first log into the calibration of this machine."""
-        from hf_parallel.planner.calibration import calibration_path, device_name, read_calibration, remember_step
+        from hf_parallel.planner.calibration import (
+            choose_calibration_path,
+            name_device,
+            read_calibration,
+            remember_step,
+        )
 
         try:
             found, shape, plan = read_calibration(), self.session.shape, self.prediction
-            if found is None or shape is None or plan is None or found.device != device_name(plan.cluster):
+            if found is None or shape is None or plan is None or found.device != name_device(plan.cluster):
                 return
             batch = {key: self.batch[key] for key in ("rows", "calls", "seq", "precision")}
             today = datetime.date.today().isoformat()
-            seconds = significant(statistics.median(self.steps[1:] or self.steps))
+            seconds = round_to_significant(statistics.median(self.steps[1:] or self.steps))
             remember_step(found, shape, self.state.config, batch, seconds, today)
-            found.write(calibration_path())
+            found.write(choose_calibration_path())
         except (SpecError, OSError) as error:
             report.say(f"the measured step is not kept: {error}")
 
     def _batch(self, reading: Reading, arguments: TrainingArguments) -> Batch:
         from hf_parallel.monitor.expected import Batch
-        from hf_parallel.planner.layout import optimizer_of, precision_of
+        from hf_parallel.planner.layout import name_optimizer_of, name_precision_of
 
         dtype = next((p.dtype for p in self.model.parameters() if p.is_floating_point()), None)
         lowered = next((name for name in ("bf16", "fp16") if getattr(arguments, name)), "no")
@@ -213,8 +218,8 @@ class Watched:
             rows=arguments.per_device_train_batch_size,
             calls=arguments.gradient_accumulation_steps,
             seq=reading.seq,
-            precision=precision_of(dtype, lowered),
-            optimizer=optimizer_of(str(getattr(arguments.optim, "value", arguments.optim))),
+            precision=name_precision_of(dtype, lowered),
+            optimizer=name_optimizer_of(str(getattr(arguments.optim, "value", arguments.optim))),
             lora=max((c.r for c in getattr(self.model, "peft_config", {}).values() if hasattr(c, "r")), default=0),
         )
 
@@ -233,19 +238,19 @@ class _Now:
         self.told_of_profiles = False
 
 
-def watched(model: PreTrainedModel) -> Watched | None:
+def watch_model(model: PreTrainedModel) -> Watched | None:
     """Who watches this model, from now on if nobody did; None where that is switched off. Collective at first."""
     now = of_session(_Now)
-    state = runtime.parallel_state(model)
+    state = runtime.find_parallel_state(model)
     if state is None or state.config.monitor == "off":
         return None
     if now.watched is None or now.watched.state is not state:
-        stop()
+        stop_watching()
         now.watched = Watched(getattr(model, "_orig_mod", model), state)
     return now.watched
 
 
-def stop() -> None:
+def stop_watching() -> None:
     """Nobody is watched any more."""
     now = of_session(_Now)
     if now.watched is not None:
@@ -253,7 +258,7 @@ def stop() -> None:
     now.watched, now.in_trainer, now.told_of_profiles = None, False, False
 
 
-def phase(name: str) -> contextlib.AbstractContextManager:
+def measure_phase(name: str) -> contextlib.AbstractContextManager:
     """Count what runs inside for this phase of the open step, if there is one."""
     now = of_session(_Now)
     return contextlib.nullcontext() if now.watched is None else now.watched.meter.phase(name)
@@ -283,27 +288,27 @@ TRAINER = "trainer"
 
 
 @contextlib.contextmanager
-def reading(trainer: Trainer) -> Iterator[None]:
+def measure_reading(trainer: Trainer) -> Iterator[None]:
     """A step of a Trainer begins with what is read for it in here."""
     now = of_session(_Now)
-    now.in_trainer, by = True, watched(trainer.model)
+    now.in_trainer, by = True, watch_model(trainer.model)
     if by is not None:
         by.begin_trace(trainer.args.output_dir)
         by.begin_noise(trainer)
         by.meter.begin(TRAINER)
-    with phase(DATA):
+    with measure_phase(DATA):
         yield
 
 
-def count(samples: list) -> None:
+def count_samples(samples: list) -> None:
     """The open step trains on these batches."""
     now = of_session(_Now)
     if now.watched is not None:
         for batch in samples:
-            now.watched.meter.count(*counted(batch, _examples_in(batch)))
+            now.watched.meter.count(*count_tokens_and_rows(batch, _count_examples_in(batch)))
 
 
-def step_ended() -> None:
+def end_monitored_step() -> None:
     """End the step of the Trainer that has begun it."""
     now = of_session(_Now)
     now.in_trainer = False
@@ -313,7 +318,7 @@ def step_ended() -> None:
 
 
 @contextlib.contextmanager
-def small_batch(inputs: Any, real_rows: int | None) -> Iterator[None]:
+def measure_small_batch(inputs: Any, real_rows: int | None) -> Iterator[None]:
     """Measure what the backward pass in here adds to the step's gradient, for the noise scale."""
     now = of_session(_Now)
     if now.watched is None or now.watched.noise is None:
@@ -324,13 +329,13 @@ def small_batch(inputs: Any, real_rows: int | None) -> Iterator[None]:
     now.watched.noise.end_small_batch(parts)
 
 
-def of_trainer(trainer: Trainer) -> dict[str, float]:
+def log_of_trainer(trainer: Trainer) -> dict[str, float]:
     """Return what a Trainer logs of its last steps. Collective over all ranks."""
-    by = watched(trainer.model)
+    by = watch_model(trainer.model)
     return {} if by is None else by.read(trainer.args, trainer.state.global_step)
 
 
-def critical_batch() -> float | None:
+def get_critical_batch() -> float | None:
     """Return the gradient noise scale in sequences, if it was measured and can be told yet."""
     now = of_session(_Now)
     estimate = None if now.watched is None or now.watched.noise is None else now.watched.noise.scale.estimate
@@ -371,14 +376,14 @@ def on_console(logs: dict[str, Any]) -> dict[str, Any]:
 # ---- loops --------------------------------------------------------------------------------------------------------
 
 
-def follow(model: PreTrainedModel, folder: str) -> None:
+def watch_loop_model(model: PreTrainedModel, folder: str) -> None:
     """A loop has prepared this model: the first one is watched. Collective.
 
     Args:
         folder: OUTPUT_DIR.
     """
     now = of_session(_Now)
-    if now.watched is None and (by := watched(model)) is not None:
+    if now.watched is None and (by := watch_model(model)) is not None:
         calls: list[contextlib.AbstractContextManager] = []
 
         def enter(module: nn.Module, args: tuple) -> None:
@@ -399,10 +404,10 @@ def batches(original: Callable, self: DataLoaderShard) -> Iterator:
     """Time a loop's reading; a step begins with the first batch after the last one's end."""
     now = of_session(_Now)
     iterator = original(self)
-    return hangs.marked(iterator if now.watched is None else _timed(now.watched, iterator))
+    return hangs.mark_batches(iterator if now.watched is None else _time_iterator(now.watched, iterator))
 
 
-def _timed(by: Watched, iterator: Iterator) -> Iterator:
+def _time_iterator(by: Watched, iterator: Iterator) -> Iterator:
     while True:
         _begin_in_loop(by)
         with by.meter.phase(DATA):
@@ -410,7 +415,7 @@ def _timed(by: Watched, iterator: Iterator) -> Iterator:
         if batch is iterator:
             return
         if by.meter.owner == LOOP:
-            by.meter.count(*counted(batch))
+            by.meter.count(*count_tokens_and_rows(batch))
             by.read_in_loop += [] if by.noise is None else by.parts_of(batch)
         yield batch
 
@@ -434,7 +439,7 @@ def backward(original: Callable, self: Accelerator, loss: torch.Tensor, **kwargs
         now.watched.computes = True
         if now.watched.noise is not None:
             now.watched.check_scale(self)
-    with phase(COMPUTE):
+    with measure_phase(COMPUTE):
         original(self, loss, **kwargs)
     if now.watched is not None and now.watched.meter.owner == LOOP and now.watched.noise is not None:
         now.watched.noise.end_small_batch(now.watched.read_in_loop)
@@ -449,11 +454,11 @@ def follow_steps(optimizer: torch.optim.Optimizer) -> None:
     """A loop has prepared this optimizer: its step, which no other micro-step has, ends that of the loop."""
     if optimizer not in _followed:
         _followed.add(optimizer)
-        optimizer.register_step_pre_hook(_loop_steps)
-        optimizer.register_step_post_hook(_loop_has_stepped)
+        optimizer.register_step_pre_hook(_hook_loop_steps)
+        optimizer.register_step_post_hook(_end_loop_step)
 
 
-def _loop_steps(optimizer: torch.optim.Optimizer, *args: object) -> None:
+def _hook_loop_steps(optimizer: torch.optim.Optimizer, *args: object) -> None:
     now = of_session(_Now)
     loop_losses.check_step()
     note_gradients()
@@ -462,7 +467,7 @@ def _loop_steps(optimizer: torch.optim.Optimizer, *args: object) -> None:
     hangs.mark_loop("the optimizer's step")
 
 
-def _loop_has_stepped(*args: object) -> None:
+def _end_loop_step(*args: object) -> None:
     now = of_session(_Now)
     hangs.mark_loop("what follows a step", may_take_long=True)
     _say_what_loops_lack()
@@ -483,13 +488,13 @@ def _say_what_loops_lack() -> None:
         report.say("profile_steps: steps of a Trainer are profiled, those of a loop are not")
 
 
-def _examples_in(batch: Any) -> int | None:
+def _count_examples_in(batch: Any) -> int | None:
     """Return how many examples of a batch count, where its rows do not tell."""
     real = getattr(batch, "real_rows", None)
     return getattr(batch, "examples", None) if real is None else real
 
 
-def counted(batch: Any, rows: int | None = None) -> tuple[int, int]:
+def count_tokens_and_rows(batch: Any, rows: int | None = None) -> tuple[int, int]:
     """Tokens and rows of a batch; those of prompts, which come as a list, are not known before they are generated."""
     if not hasattr(batch, "get"):
         return 0, len(batch) if hasattr(batch, "__len__") else 0

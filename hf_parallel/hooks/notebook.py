@@ -51,7 +51,7 @@ def notebook_launcher(
         return launch(function, args, num_processes, *accelerate_args, **accelerate_options)
     spec = chosen[0]
     nodes = cast(int, accelerate_options.get("num_nodes", 1))
-    number = num_processes or _one_per_gpu() or _product(spec)
+    number = num_processes or _count_gpus() or _multiply_sizes(spec)
     if spec != AUTO:
         ParallelConfig.parse(spec).resolve(number * nodes)
     if nodes == 1 and len(accelerate_args) < 2:
@@ -74,19 +74,19 @@ class _Rank:
             torch.set_num_threads(1)  # a pool of threads does not survive a fork, and N pools slow one another down
         activation.activate(self.spec, source=_SOURCE)
         self.function(*args)  # after an error groups stay open: to end them is to wait for the other ranks
-        from hf_parallel.ranks.mesh import end_groups
+        from hf_parallel.ranks.mesh import end_all_groups
 
         activation.deactivate()
-        end_groups()
+        end_all_groups()
 
 
-def _one_per_gpu() -> int:
+def _count_gpus() -> int:
     import torch
 
     return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
 
 
-def _product(spec: str) -> int:
+def _multiply_sizes(spec: str) -> int:
     """Return the product of the sizes that are given; the axis that takes what is left counts as one."""
     if spec == AUTO:
         refuse("notebook_launcher", "there is no GPU to count", "num_processes=4")

@@ -13,19 +13,19 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from hf_parallel.apply.parallelize import ParallelState, clip_together, state_of
-from hf_parallel.apply.weights import parallel_models, store, whole_number
+from hf_parallel.apply.weights import list_parallel_models, reduce_to_whole_number, store
 from hf_parallel.hooks.patching import patch, replace
-from hf_parallel.ranks.mesh import stored
+from hf_parallel.ranks.mesh import get_stored
 
 
-def _listed(parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
+def _list_parameters(parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
     return [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
 
 
-def _states_of(parameters: list[torch.Tensor]) -> list[ParallelState]:
+def _find_states_of(parameters: list[torch.Tensor]) -> list[ParallelState]:
     """Return the states of the models that own these. All stages of a pipeline take part, also without any."""
     wanted = set(map(id, parameters))
-    states = [(model, state) for model in parallel_models() if (state := state_of(model)) is not None]
+    states = [(model, state) for model in list_parallel_models() if (state := state_of(model)) is not None]
     found = [state for model, state in states if any(id(p) in wanted for p in model.parameters())]
     return found or [state for _, state in states if not wanted and state.pipeline is not None]
 
@@ -40,8 +40,8 @@ def clip_grad_norm_(
     foreach: bool | None = None,
 ) -> torch.Tensor:
     """Clip the gradients of a parallel model as `Accelerator.clip_grad_norm_` does. Collective over its ranks."""
-    parameters = _listed(parameters)
-    states = _states_of(parameters)
+    parameters = _list_parameters(parameters)
+    states = _find_states_of(parameters)
     if not states:
         return original(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
     norm = clip_together(parameters, states, max_norm, norm_type)
@@ -58,8 +58,8 @@ def clip_grad_value_(
     foreach: bool | None = None,
 ) -> None:
     """Clamp every number, on the parts that this rank stores."""
-    gradients = [parameter.grad for parameter in _listed(parameters) if parameter.grad is not None]
-    original([SimpleNamespace(grad=stored(gradient)) for gradient in gradients], clip_value, foreach)
+    gradients = [parameter.grad for parameter in _list_parameters(parameters) if parameter.grad is not None]
+    original([SimpleNamespace(grad=get_stored(gradient)) for gradient in gradients], clip_value, foreach)
 
 
 @patch("torch.optim.swa_utils:get_{ema,swa}_multi_avg_fn", "mixes shards and whole tensors", copies=True)
@@ -69,7 +69,7 @@ def average(original: Callable, *args: object, **kwargs: object) -> Callable:
 
     @torch.no_grad()
     def of_parts(means: Iterable[torch.Tensor], values: Iterable[torch.Tensor], count: int | torch.Tensor) -> None:
-        own(list(map(stored, means)), list(map(stored, values)), count)
+        own(list(map(get_stored, means)), list(map(get_stored, values)), count)
 
     return of_parts
 
@@ -92,7 +92,11 @@ def data(original: Any) -> property:
 def reduce_to_number(original: Callable, self: DTensor, *args: Any, **kwargs: Any) -> Any:
     """Reduce a tensor to one number as if it were whole; rows, columns and autograd's reductions stay torch's."""
     found = original(self, *args, **kwargs)
-    return whole_number(found) if isinstance(found, DTensor) and not found.ndim and not found.requires_grad else found
+    return (
+        reduce_to_whole_number(found)
+        if isinstance(found, DTensor) and not found.ndim and not found.requires_grad
+        else found
+    )
 
 
 @patch(
@@ -103,4 +107,4 @@ def read_number(original: Callable, self: DTensor, *args: Any, **kwargs: Any) ->
     """Read one number that a script computes of a weight, a gradient or a moment: that of the whole tensor."""
     if self.numel() != 1:
         return original(self, *args, **kwargs)
-    return getattr(whole_number(self), original.__name__)(*args, **kwargs)
+    return getattr(reduce_to_whole_number(self), original.__name__)(*args, **kwargs)

@@ -19,7 +19,7 @@ from hf_parallel.hooks import (  # noqa: F401
     transformers,
 )
 from hf_parallel.hooks.accelerate import accelerator, data, processes, save_state, shares  # noqa: F401
-from hf_parallel.hooks.patching import Patch, declared
+from hf_parallel.hooks.patching import Patch, list_declared
 from hf_parallel.hooks.peft import adapters, before, placing  # noqa: F401
 from hf_parallel.hooks.trainer import (  # noqa: F401
     checkpoints,
@@ -34,11 +34,11 @@ from hf_parallel.hooks.trainer import (  # noqa: F401
 from hf_parallel.hooks.trl import online, servers, trainers  # noqa: F401
 
 
-def all_patches() -> list[Patch]:
+def list_patches() -> list[Patch]:
     """Return the patches of a layout."""
-    return [patch for patch in declared() if not patch.without_layout]
+    return [patch for patch in list_declared() if not patch.without_layout]
 
 
-def patches_without_layout() -> list[Patch]:
+def list_patches_without_layout() -> list[Patch]:
     """All that changes where no layout is active: plain Trainer resumes from the checkpoints of layouts."""
-    return [patch for patch in declared() if patch.without_layout]
+    return [patch for patch in list_declared() if patch.without_layout]

@@ -95,7 +95,7 @@ class _Declared:
         self.patches: list[Patch] = []
 
 
-def declared() -> list[Patch]:
+def list_declared() -> list[Patch]:
     """Return the replacements that the rooms imported so far have declared."""
     return of_process(_Declared).patches
 
@@ -121,13 +121,13 @@ def replace(target: str, why: str, **options: Any) -> Callable[[Callable], Calla
 
     def declare(make: Callable) -> Callable:
         options.setdefault("room", make.__module__)
-        declared().extend(Patch(one, make, why, **options) for one in _expanded(target))
+        list_declared().extend(Patch(one, make, why, **options) for one in _expand_target(target))
         return make
 
     return declare
 
 
-def _expanded(target: str) -> list[str]:
+def _expand_target(target: str) -> list[str]:
     before, brace, rest = target.partition("{")
     choices, _, after = rest.partition("}")
     return [f"{before}{choice}{after}" for choice in choices.split(",")] if brace else [target]
@@ -160,7 +160,7 @@ class Unusable(dict[str, str]):
     """Modules whose functions are not where they were known to be -> why they must not be used."""
 
 
-def apply(patches: list[Patch]) -> list[Undo]:
+def apply_patches(patches: list[Patch]) -> list[Undo]:
     """Put all patches in place, those of optional libraries when they are imported; returns what `undo` needs.
 
     Raises:
@@ -174,7 +174,7 @@ def apply(patches: list[Patch]) -> list[Undo]:
             waiting.setdefault(patch.module, []).append(patch)
         else:
             ready.append(patch)
-    _apply(ready, done)
+    _put_patches_in_place(ready, done)
     done.extend(apply_when_imported(module, late) for module, late in waiting.items())
     return done
 
@@ -201,18 +201,18 @@ def refuse_unpatched(*modules: str) -> None:
             refuse_with(unusable[module])
 
 
-def _apply(patches: Iterable[Patch], done: list[Undo]) -> None:
-    wanted = [p for p in patches if p.before is None or library_version(p.library) < Version(p.before)]
-    places = names_of(raw for patch in wanted if patch.copies and (raw := _found(patch)) is not _MISSING)
+def _put_patches_in_place(patches: Iterable[Patch], done: list[Undo]) -> None:
+    wanted = [p for p in patches if p.before is None or read_library_version(p.library) < Version(p.before)]
+    places = find_names_of(raw for patch in wanted if patch.copies and (raw := _find_target(patch)) is not _MISSING)
     for patch in wanted:
-        raw = _found(patch)
+        raw = _find_target(patch)
         if raw is not _MISSING:
-            _put(patch, raw, places, done)
-        elif patch.since is None or library_version(patch.library) >= Version(patch.since):
-            _cannot(patch, "does not exist", done)
+            _put_replacement(patch, raw, places, done)
+        elif patch.since is None or read_library_version(patch.library) >= Version(patch.since):
+            _refuse_patch(patch, "does not exist", done)
 
 
-def _found(patch: Patch) -> Any:
+def _find_target(patch: Patch) -> Any:
     """The target as its owner holds it, a descriptor itself, also if it is inherited; None if the patch adds it."""
     try:
         owner, name = patch.owner_and_name()
@@ -221,14 +221,16 @@ def _found(patch: Patch) -> Any:
     return inspect.getattr_static(owner, name, None if patch.adds else _MISSING)
 
 
-def _put(patch: Patch, raw: Any, places: dict[int, list[tuple[ModuleType, str]]], done: list[Undo]) -> None:
+def _put_replacement(
+    patch: Patch, raw: Any, places: dict[int, list[tuple[ModuleType, str]]], done: list[Undo]
+) -> None:
     owner, name = patch.owner_and_name()
     original = raw.__func__ if isinstance(raw, classmethod) else raw
     replacement = patch.make(original)
     if inspect.isfunction(original) and inspect.isfunction(replacement):
-        changed = mismatch(original, replacement)
+        changed = find_mismatch(original, replacement)
         if changed is not None:
-            _cannot(patch, changed, done)
+            _refuse_patch(patch, changed, done)
             return
         if getattr(original, "_hf_parallel_maker", None) is patch.make:
             return  # imported from a module that is patched
@@ -236,15 +238,15 @@ def _put(patch: Patch, raw: Any, places: dict[int, list[tuple[ModuleType, str]]]
         replacement = functools.wraps(original)(replacement)
         replacement._hf_parallel_maker = patch.make  # type: ignore[attr-defined]
     replacement = classmethod(replacement) if isinstance(raw, classmethod) else replacement
-    _set(owner, name, replacement, done)
+    _set_attribute(owner, name, replacement, done)
     if patch.copies:  # what another patch has put there is not among the places that were looked for
-        copies = places[id(original)] if id(original) in places else names_of([original])[id(original)]
+        copies = places[id(original)] if id(original) in places else find_names_of([original])[id(original)]
         for module, known_as in copies:
             if vars(module).get(known_as) is original:
-                _set(module, known_as, replacement, done)
+                _set_attribute(module, known_as, replacement, done)
 
 
-def names_of(functions: Iterable[Callable]) -> dict[int, list[tuple[ModuleType, str]]]:
+def find_names_of(functions: Iterable[Callable]) -> dict[int, list[tuple[ModuleType, str]]]:
     """By the id of each function: the modules that have imported it so far, and the name that it has there."""
     found: dict[int, list[tuple[ModuleType, str]]] = {id(function): [] for function in functions}
     for module in list(sys.modules.values()) if found else []:
@@ -256,9 +258,9 @@ def names_of(functions: Iterable[Callable]) -> dict[int, list[tuple[ModuleType, 
     return found
 
 
-def mismatch(original: Callable, replacement: Callable) -> str | None:
+def find_mismatch(original: Callable, replacement: Callable) -> str | None:
     """Return what a replacement relies on that the original has not, or what it does not take."""
-    theirs, ours = _parameters(original, True), _parameters(replacement, False)
+    theirs, ours = _list_signature_parameters(original, True), _list_signature_parameters(replacement, False)
     if {kind for _, kind, _ in theirs} == set(_VARIABLE):
         return None  # somebody else's wrapper
     names = [name for name, kind, _ in theirs if kind not in _VARIABLE]
@@ -276,14 +278,17 @@ def mismatch(original: Callable, replacement: Callable) -> str | None:
 _VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
-def _parameters(function: Callable, follow_wrapped: bool) -> list[tuple[str, inspect._ParameterKind, bool]]:
+def _list_signature_parameters(
+    function: Callable, follow_wrapped: bool
+) -> list[tuple[str, inspect._ParameterKind, bool]]:
     found = inspect.signature(function, follow_wrapped=follow_wrapped).parameters.values()
     return [(p.name, p.kind, p.default is not inspect.Parameter.empty) for p in found]
 
 
-def _cannot(patch: Patch, why: str, done: list[Undo]) -> None:
+def _refuse_patch(patch: Patch, why: str, done: list[Undo]) -> None:
     """Refuse a patch of a core library. Of others, what would run unpatched refuses when it is used."""
-    text = f"{patch.library} {library_version(patch.library)}: {patch.target} {why}; {_ranges(patch.library)} works"
+    library = patch.library
+    text = f"{library} {read_library_version(library)}: {patch.target} {why}; {_format_version_ranges(library)} works"
     if patch.library not in OPTIONAL:
         undo(done)
         refuse_with(text)
@@ -294,12 +299,12 @@ def _cannot(patch: Patch, why: str, done: list[Undo]) -> None:
     with contextlib.suppress(AttributeError, ModuleNotFoundError):
         owner, name = patch.owner_and_name()
         if hasattr(owner, name) or inspect.isclass(owner):
-            _set(owner, name if hasattr(owner, name) else "__init__", refuses, done)
+            _set_attribute(owner, name if hasattr(owner, name) else "__init__", refuses, done)
             return
     of_session(Unusable)[patch.module] = text
 
 
-def _set(owner: object, name: str, value: object, done: list[Undo]) -> None:
+def _set_attribute(owner: object, name: str, value: object, done: list[Undo]) -> None:
     done.append((owner, name, vars(owner).get(name, _MISSING)))
     setattr(owner, name, value)
 
@@ -314,7 +319,7 @@ class _WhenImported(AfterImport):
 
     def apply(self) -> None:
         """The module is there."""
-        _apply(self.patches, self.done)
+        _put_patches_in_place(self.patches, self.done)
 
     def cancel(self) -> None:
         """Undo, or wait no more."""
@@ -335,12 +340,12 @@ def undo(done: list[Undo]) -> None:
     of_session(Unusable).clear()
 
 
-def newer_libraries() -> list[str]:
+def list_newer_libraries() -> list[str]:
     """Lines about libraries that every script uses, in versions newer than those the patches were checked on."""
     return [
-        f"{library} {library_version(library)} is newer than those this version was checked on ({first} to {last})"
+        f"{library} {read_library_version(library)} is newer than what this version was checked on ({first} to {last})"
         for library, (first, last) in CHECKED.items()
-        if library not in OPTIONAL and library_version(library).release[:2] > Version(last).release
+        if library not in OPTIONAL and read_library_version(library).release[:2] > Version(last).release
     ]
 
 
@@ -358,12 +363,12 @@ def check_torch() -> list[str]:
     return []
 
 
-def library_version(library: str) -> Version:
+def read_library_version(library: str) -> Version:
     """The installed one."""
     return Version(importlib.metadata.version(library))
 
 
-def _ranges(library: str) -> str:
+def _format_version_ranges(library: str) -> str:
     first, last = {**CHECKED, "torch": TORCH}[library]
     return f"{library} {first}" + (f" to {last}" if last != first else "")
 

@@ -29,7 +29,7 @@ from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 from hf_parallel.ask.config import ParallelConfig
 from hf_parallel.ask.spec import refuse
 from hf_parallel.hooks import auto, proving_loops, proving_models
-from hf_parallel.hooks.patching import Patch, apply, with_first
+from hf_parallel.hooks.patching import Patch, apply_patches, with_first
 from hf_parallel.prove import guarded, noise
 from hf_parallel.prove.small_run import ACCUMULATION, EXAMPLES, SAVED_AFTER, Enough, Proving
 
@@ -45,14 +45,23 @@ NOISE_SEED = 20_000
 def run_script(script: str, is_module: bool, arguments: list[str], proving: Proving) -> None:
     """Run a script as `python SCRIPT …` does, small and watched."""
     trainer = [
-        with_first(proving, "transformers.trainer:Trainer.__new__", _new_trainer, "sizes that a subclass reads early"),
-        with_first(proving, "transformers.trainer:Trainer.__init__", _trainer, "a few steps; watched"),
+        with_first(
+            proving, "transformers.trainer:Trainer.__new__", _make_sized_trainer, "sizes that a subclass reads early"
+        ),
+        with_first(proving, "transformers.trainer:Trainer.__init__", _prepare_trainer, "a few steps; watched"),
         with_first(proving, "transformers.trainer:Trainer.train", _train, "resumes where another layout left"),
-        with_first(proving, "transformers.trainer:Trainer.evaluation_loop", _evaluation, "predictions are compared"),
+        with_first(
+            proving, "transformers.trainer:Trainer.evaluation_loop", _keep_predictions, "predictions are compared"
+        ),
     ]
-    patches = _patches_of_settings(proving), trainer, proving_models.patches(proving), proving_loops.patches(proving)
+    patches = (
+        _list_patches_of_settings(proving),
+        trainer,
+        proving_models.list_model_patches(proving),
+        proving_loops.list_loop_patches(proving),
+    )
     for patch in (patch for some in patches for patch in some):
-        apply([patch])
+        apply_patches([patch])
     proving_models.turn_dropout_off(proving)
     with noise.SumsInAnotherOrder() if proving.disturbed else contextlib.nullcontext():
         _run(script, is_module, arguments, proving)
@@ -76,7 +85,7 @@ def choose_layout(
         chosen.append(config.to_spec())
         raise Enough(0)
 
-    apply(_patches_of_settings(proving))
+    apply_patches(_list_patches_of_settings(proving))
     auto.wait("prove", stop_here, cluster)
     _run(script, is_module, arguments, proving)
     auto.check_chosen()
@@ -104,11 +113,15 @@ def _run(script: str, is_module: bool, arguments: list[str], proving: Proving) -
 # ---- Trainer -----------------------------------------------------------------------------------------------------
 
 
-def _patches_of_settings(proving: Proving) -> list[Patch]:
+def _list_patches_of_settings(proving: Proving) -> list[Patch]:
     of = functools.partial(with_first, proving)
     made = proving_loops.make_accelerator
     return [
-        of("transformers.training_args:TrainingArguments.__post_init__", _arguments, "other folder, dtype, device"),
+        of(
+            "transformers.training_args:TrainingArguments.__post_init__",
+            _change_arguments,
+            "other folder, dtype, device",
+        ),
         of("accelerate.accelerator:Accelerator.__init__", made, "dtype, trackers"),
     ]
 
@@ -157,7 +170,7 @@ class Watcher(TrainerCallback):
         self.proving.in_trainer = False
 
 
-def _arguments(proving: Proving, original: Callable, self: TrainingArguments) -> None:
+def _change_arguments(proving: Proving, original: Callable, self: TrainingArguments) -> None:
     """Change what stands in the way of a small run before Transformers checks it."""
     self.output_dir = str(proving.out / "output")
     self.use_cpu = not proving.on_gpu
@@ -176,36 +189,38 @@ def _arguments(proving: Proving, original: Callable, self: TrainingArguments) ->
     original(self)
 
 
-def _trainer(proving: Proving, original: Callable, self: Trainer, *args: Any, **kwargs: Any) -> None:
+def _prepare_trainer(proving: Proving, original: Callable, self: Trainer, *args: Any, **kwargs: Any) -> None:
     """Cut the data of a Trainer, set its steps, and watch it."""
     proving.driven = True
     bound = inspect.signature(original).bind(self, *args, **kwargs)
     given, values = bound.arguments.get("args"), bound.arguments
     if given is None:
         given = values["args"] = TrainingArguments("tmp_trainer")
-    _few_steps(proving, given)
+    _set_few_steps(proving, given)
     trained, evaluated_at_once = (  # of a device under the layout, where `given` may have one process's
         size // proving.multiply for size in (given.per_device_train_batch_size, given.per_device_eval_batch_size)
     )
     examples = proving.examples(trained, given.gradient_accumulation_steps)
-    values["train_dataset"] = _first(values.get("train_dataset"), examples)
+    values["train_dataset"] = _take_first_examples(values.get("train_dataset"), examples)
     evaluated, some = (
         values.get("eval_dataset"),
         max(FEW_TO_EVALUATE, evaluated_at_once * proving.sizes.data_ranks + 1),
     )
     if isinstance(evaluated, dict) and not hasattr(evaluated, "column_names"):
-        values["eval_dataset"] = {name: _first(one, some) for name, one in evaluated.items()}
+        values["eval_dataset"] = {name: _take_first_examples(one, some) for name, one in evaluated.items()}
     else:
-        values["eval_dataset"] = _first(evaluated, some)
+        values["eval_dataset"] = _take_first_examples(evaluated, some)
     original(*bound.args, **bound.kwargs)
     self.add_callback(Watcher(proving))
 
 
-def _new_trainer(proving: Proving, original: Callable, cls: type[Trainer], *args: Any, **kwargs: Any) -> Trainer:
+def _make_sized_trainer(
+    proving: Proving, original: Callable, cls: type[Trainer], *args: Any, **kwargs: Any
+) -> Trainer:
     """Set the sizes before the `__init__` of a subclass reads them: KTO pairs the examples of a batch there."""
     for given in (*args, *kwargs.values()):
         if isinstance(given, TrainingArguments):
-            _few_steps(proving, given)
+            _set_few_steps(proving, given)
     return original(cls)
 
 
@@ -217,7 +232,7 @@ def _train(
     return original(self, found if found is None or isinstance(found, bool) else str(found), *args, **kwargs)
 
 
-def _few_steps(proving: Proving, args: TrainingArguments) -> None:
+def _set_few_steps(proving: Proving, args: TrainingArguments) -> None:
     """A few steps, one evaluation and one save in their middle and at their end, if the script has any."""
     if getattr(args, "_hf_parallel_proved", False):
         return
@@ -248,7 +263,7 @@ def _few_steps(proving: Proving, args: TrainingArguments) -> None:
         args.save_strategy, args.save_steps = SaveStrategy.STEPS, SAVED_AFTER
 
 
-def _first(data: Any, count: int) -> Any:
+def _take_first_examples(data: Any, count: int) -> Any:
     """The first examples of a data set, or all of one that has fewer."""
     if data is None or count <= 0:
         return data
@@ -259,7 +274,7 @@ def _first(data: Any, count: int) -> Any:
     return data.select(range(count)) if hasattr(data, "select") else Subset(data, range(count))
 
 
-def _evaluation(proving: Proving, original: Callable, self: Trainer, *args: Any, **kwargs: Any) -> Any:
+def _keep_predictions(proving: Proving, original: Callable, self: Trainer, *args: Any, **kwargs: Any) -> Any:
     """Keep what an evaluation predicts, if the script asks for it."""
     output = original(self, *args, **kwargs)
     predicted = output.predictions

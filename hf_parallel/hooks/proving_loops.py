@@ -32,20 +32,23 @@ _LIBRARIES = ("accelerate", "transformers", "trl", "peft", "hf_parallel", "sente
 _MULTIPLY = (torch.mul, *(getattr(torch.Tensor, name) for name in ("mul", "mul_", "__mul__", "__rmul__", "__imul__")))
 
 
-def patches(proving: Proving) -> list[Patch]:
+def list_loop_patches(proving: Proving) -> list[Patch]:
     """Return the changes for loops."""
     of = functools.partial(with_first, proving)
     return [
-        of("torch.optim.optimizer:Optimizer.__init__", _optimizer, "steps of loops without Accelerate"),
-        of("torch:Tensor.backward", _tensor_backward, "losses are compared"),
+        of("torch.optim.optimizer:Optimizer.__init__", _watch_bare_loop, "steps of loops without Accelerate"),
+        of("torch:Tensor.backward", _keep_loss_of_bare_loop, "losses are compared"),
         of("accelerate.accelerator:Accelerator.prepare", _prepare, "watched"),
-        *(Patch(target, functools.partial(_counted, proving), "scripts count steps") for target in _COUNTS),
-        of("accelerate.accelerator:Accelerator.prepare_data_loader", _data_loader, "a few steps"),
-        of("accelerate.accelerator:Accelerator.backward", _backward, "losses are compared"),
+        *(
+            Patch(target, functools.partial(_count_as_data_ranks, proving), "scripts count steps")
+            for target in _COUNTS
+        ),
+        of("accelerate.accelerator:Accelerator.prepare_data_loader", _cut_data_of_loop, "a few steps"),
+        of("accelerate.accelerator:Accelerator.backward", _keep_loss_of_loop, "losses are compared"),
         of("accelerate.accelerator:Accelerator.clip_grad_norm_", _clip, "gradients are compared before"),
-        of("accelerate.accelerator:Accelerator.log", _log, "logs are compared"),
-        of("accelerate.optimizer:AcceleratedOptimizer.step", _optimizer_step, "gradients are compared"),
-        of("accelerate.scheduler:AcceleratedScheduler.step", _scheduler_step, "as often as under the layout"),
+        of("accelerate.accelerator:Accelerator.log", _keep_logged_numbers, "logs are compared"),
+        of("accelerate.optimizer:AcceleratedOptimizer.step", _note_gradients_of_loop, "gradients are compared"),
+        of("accelerate.scheduler:AcceleratedScheduler.step", _step_schedule_of_loop, "as often as under the layout"),
     ]
 
 
@@ -66,7 +69,7 @@ def make_accelerator(proving: Proving, original: Callable, self: Accelerator, *a
 def _prepare(proving: Proving, original: Callable, self: Accelerator, *args: Any, **kwargs: Any) -> Any:
     """Watch the models that a loop prepares."""
     prepared = original(self, *args, **kwargs)
-    if not _of_a_trainer():
+    if not _is_called_by_trainer():
         for model in (one for one in args if isinstance(one, nn.Module)):
             proving.watch(self.unwrap_model(model), self.mixed_precision)
             if not hasattr(model, "no_sync"):  # as models of several processes have
@@ -74,7 +77,7 @@ def _prepare(proving: Proving, original: Callable, self: Accelerator, *args: Any
     return prepared
 
 
-def _of_a_trainer() -> bool:
+def _is_called_by_trainer() -> bool:
     """Is this called by a Trainer, which tells of its model itself?"""
     frame: Any = sys._getframe(1)
     while frame is not None:
@@ -84,14 +87,14 @@ def _of_a_trainer() -> bool:
     return False
 
 
-def _data_loader(
+def _cut_data_of_loop(
     proving: Proving, original: Callable, self: Accelerator, data_loader: DataLoader, *args: Any, **kwargs: Any
 ) -> Any:
     """Cut the data of a loop; one process takes the batches of all data ranks."""
     sampler: Any = getattr(data_loader, "batch_sampler", None)
-    if not _of_a_trainer() and self.split_batches:
+    if not _is_called_by_trainer() and self.split_batches:
         proving.share_batches()
-    if not _of_a_trainer() and isinstance(getattr(sampler, "batch_size", None), int):
+    if not _is_called_by_trainer() and isinstance(getattr(sampler, "batch_size", None), int):
         own = min(sampler.batch_size, max(EXAMPLES, proving.sizes.micro_batches))
         examples = proving.examples(own, self.gradient_accumulation_steps)
         order: Any = sampler.sampler
@@ -109,7 +112,9 @@ def _data_loader(
     return original(self, data_loader, *args, **kwargs)
 
 
-def _backward(proving: Proving, original: Callable, self: Accelerator, loss: Any, *args: Any, **kwargs: Any) -> None:
+def _keep_loss_of_loop(
+    proving: Proving, original: Callable, self: Accelerator, loss: Any, *args: Any, **kwargs: Any
+) -> None:
     """Keep the loss of a loop."""
     if not proving.in_trainer:
         proving.record.losses.append(float(loss.detach()))
@@ -123,14 +128,16 @@ def _clip(proving: Proving, original: Callable, self: Accelerator, *args: Any, *
     return original(self, *args, **kwargs)
 
 
-def _log(proving: Proving, original: Callable, self: Accelerator, values: Any, *args: Any, **kwargs: Any) -> None:
+def _keep_logged_numbers(
+    proving: Proving, original: Callable, self: Accelerator, values: Any, *args: Any, **kwargs: Any
+) -> None:
     """Keep the numbers that a loop logs."""
     if not proving.in_trainer:
         proving.record.log(values)
     original(self, values, *args, **kwargs)
 
 
-def _optimizer_step(
+def _note_gradients_of_loop(
     proving: Proving, original: Callable, self: AcceleratedOptimizer, *args: Any, **kwargs: Any
 ) -> Any:
     """Note the gradients of a loop, and end it after the last step of the proof."""
@@ -139,11 +146,11 @@ def _optimizer_step(
         proving.end_step(proving.watched)
     result = original(self, *args, **kwargs)
     if counts:
-        _loop_has_stepped(proving)
+        _count_loop_step(proving)
     return result
 
 
-def _loop_has_stepped(proving: Proving) -> None:
+def _count_loop_step(proving: Proving) -> None:
     if proving.leaves:
         why = "resumes Trainer's checkpoints; a loop of its own resumes by its own arguments"
         refuse("--saved_by", why, do="give a script with Trainer, or prove the loop without --saved_by")
@@ -154,7 +161,9 @@ def _loop_has_stepped(proving: Proving) -> None:
         raise Enough(0)
 
 
-def _optimizer(proving: Proving, original: Callable, self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
+def _watch_bare_loop(
+    proving: Proving, original: Callable, self: torch.optim.Optimizer, *args: Any, **kwargs: Any
+) -> None:
     """Watch the models of a loop that has neither Trainer nor Accelerator, and count its steps."""
     original(self, *args, **kwargs)
     own = {id(parameter) for group in self.param_groups for parameter in group["params"]}
@@ -167,10 +176,12 @@ def _optimizer(proving: Proving, original: Callable, self: torch.optim.Optimizer
     for model in models[-1:]:  # made of the others
         proving.watch(model)
     self.register_step_pre_hook(lambda *_: None if proving.driven else proving.end_step(proving.watched))
-    self.register_step_post_hook(lambda *_: None if proving.driven else _loop_has_stepped(proving))
+    self.register_step_post_hook(lambda *_: None if proving.driven else _count_loop_step(proving))
 
 
-def _tensor_backward(proving: Proving, original: Callable, self: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+def _keep_loss_of_bare_loop(
+    proving: Proving, original: Callable, self: torch.Tensor, *args: Any, **kwargs: Any
+) -> None:
     """Keep the loss of such a loop."""
     if not proving.driven and self.numel() == 1:
         proving.record.losses.append(float(self.detach()))
@@ -205,7 +216,7 @@ class _ProcessCount(int):
         return function(*args, **kwargs)
 
 
-def _counted(proving: Proving, original: property) -> property:
+def _count_as_data_ranks(proving: Proving, original: property) -> property:
     """Tell a script how many data ranks one process stands for; libraries go on with one process."""
 
     def count(self: Any) -> int:
@@ -216,7 +227,7 @@ def _counted(proving: Proving, original: property) -> property:
     return property(count)
 
 
-def _scheduler_step(
+def _step_schedule_of_loop(
     proving: Proving, original: Callable, self: AcceleratedScheduler, *args: Any, **kwargs: Any
 ) -> None:
     """Step as often as the data ranks together do."""

@@ -20,29 +20,43 @@ from transformers import AutoConfig, PreTrainedModel
 
 from hf_parallel.ask.spec import refuse
 from hf_parallel.hooks.patching import Patch, with_first
-from hf_parallel.model.shrink import Layout, small_values
+from hf_parallel.model.shrink import Layout, list_small_values
 from hf_parallel.prove.small_run import Proving
 
 #: Parameters beside the embeddings up to which a model is proved as it is.
 SMALL_ENOUGH = 10_000_000
 
 
-def patches(proving: Proving) -> list[Patch]:
+def list_model_patches(proving: Proving) -> list[Patch]:
     """Return the changes for models and examples."""
     of = functools.partial(with_first, proving)
     return [
-        of("transformers.modeling_utils:PreTrainedModel.from_pretrained", _noted(_from_pretrained), "small models"),
-        of("transformers.modeling_utils:PreTrainedModel._from_config", _noted(_from_config), "small models"),
-        of("hf_parallel.hooks.library:parallelize", _noted(_parallelize), "one process is the model itself"),
-        of("torch.utils.data._utils.fetch:_MapDatasetFetcher.fetch", _fetch, "draws by example; notes the order"),
-        of("transformers.data.data_collator:DataCollatorForLanguageModeling.torch_mask_tokens", _mask, "by example"),
+        of(
+            "transformers.modeling_utils:PreTrainedModel.from_pretrained",
+            _note_model(_load_small_model),
+            "small models",
+        ),
+        of("transformers.modeling_utils:PreTrainedModel._from_config", _note_model(_make_small_model), "small models"),
+        of(
+            "hf_parallel.hooks.library:parallelize",
+            _note_model(_train_model_itself),
+            "one process is the model itself",
+        ),
+        of(
+            "torch.utils.data._utils.fetch:_MapDatasetFetcher.fetch", _fetch_batch, "draws by example; notes the order"
+        ),
+        of(
+            "transformers.data.data_collator:DataCollatorForLanguageModeling.torch_mask_tokens",
+            _mask_by_example,
+            "by example",
+        ),
     ]
 
 
 # ---- models ------------------------------------------------------------------------------------------------------
 
 
-def _noted(make: Callable) -> Callable:
+def _note_model(make: Callable) -> Callable:
     """Remember the model that is made."""
 
     @functools.wraps(make)
@@ -55,12 +69,14 @@ def _noted(make: Callable) -> Callable:
     return make_noted
 
 
-def _parallelize(proving: Proving, original: Callable, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+def _train_model_itself(
+    proving: Proving, original: Callable, model: nn.Module, *args: Any, **kwargs: Any
+) -> nn.Module:
     """Train the model itself in one process."""
     return model if proving.alone else original(model, *args, **kwargs)
 
 
-def _from_pretrained(
+def _load_small_model(
     proving: Proving, original: Callable, cls: Any, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Load the small model of the kind that the script asks for."""
@@ -79,34 +95,34 @@ def _from_pretrained(
             config = config or AutoConfig.from_pretrained(source, **known)
     except OSError as error:
         refuse(str(source), "is not on this machine, and a proof downloads nothing", do="load it once", cause=error)
-    small = _small_config(proving, cls, config)
+    small = _make_small_config(proving, cls, config)
     if small is None:
         return original(cls, source, *args, **kwargs)
     if "config" in kwargs:
         kwargs["config"] = small
     kwargs.pop("variant", None)
     kwargs.pop("subfolder", None)
-    return original(cls, str(_written(proving, cls, small)), *args, **kwargs)
+    return original(cls, str(_write_small_model(proving, cls, small)), *args, **kwargs)
 
 
-def _from_config(proving: Proving, original: Callable, cls: Any, config: Any, **kwargs: Any) -> Any:
+def _make_small_model(proving: Proving, original: Callable, cls: Any, config: Any, **kwargs: Any) -> Any:
     """Make the small model of the kind that the script asks for."""
     if not proving.sizes.keep_dtype:
         kwargs.pop("torch_dtype", None)
         kwargs["dtype"] = torch.float32
-    small = _small_config(proving, cls, config)
+    small = _make_small_config(proving, cls, config)
     return original(cls, config if small is None else small, **kwargs)
 
 
-def _small_config(proving: Proving, cls: type[PreTrainedModel], config: Any) -> Any:
+def _make_small_config(proving: Proving, cls: type[PreTrainedModel], config: Any) -> Any:
     """The config of a small model of this kind; None where the model itself is small enough."""
     with torch.device("meta"):
         whole = cls(config)
-    in_vocabulary = 2 * _embedded(whole)
+    in_vocabulary = 2 * _count_embedded_numbers(whole)
     if sum(p.numel() for p in whole.parameters()) - in_vocabulary <= SMALL_ENOUGH:
         _drop_nothing(config)
         return None
-    values = small_values(config, ("vocab_size",), Layout(proving.sizes.heads, proving.sizes.stages))
+    values = list_small_values(config, ("vocab_size",), Layout(proving.sizes.heads, proving.sizes.stages))
     small = type(config)(**values)
     small._attn_implementation = config._attn_implementation
     _drop_nothing(small)
@@ -115,7 +131,7 @@ def _small_config(proving: Proving, cls: type[PreTrainedModel], config: Any) -> 
     return small
 
 
-def _embedded(model: PreTrainedModel) -> int:
+def _count_embedded_numbers(model: PreTrainedModel) -> int:
     """Numbers in the embedding of tokens; models of sounds have none."""
     try:
         embeddings = model.get_input_embeddings()
@@ -136,7 +152,7 @@ def _drop_nothing(config: Any) -> None:
             _drop_nothing(value)
 
 
-def _written(proving: Proving, cls: Any, config: Any) -> Path:
+def _write_small_model(proving: Proving, cls: Any, config: Any) -> Path:
     """The folder of the small model, which the first process that asks for it writes."""
     name = hashlib.sha256(f"{cls.__name__}{config.to_json_string()}".encode()).hexdigest()[:16]
     folder = proving.models / name
@@ -166,7 +182,7 @@ def turn_dropout_off(proving: Proving) -> None:
 # ---- data --------------------------------------------------------------------------------------------------------
 
 
-def _fetch(proving: Proving, original: Callable, self: _MapDatasetFetcher, possibly_batched_index: Any) -> Any:
+def _fetch_batch(proving: Proving, original: Callable, self: _MapDatasetFetcher, possibly_batched_index: Any) -> Any:
     """Read a batch example by example, each under random numbers of its own; note which ones training reads."""
     indices = possibly_batched_index
     if not self.auto_collation:
@@ -175,12 +191,12 @@ def _fetch(proving: Proving, original: Callable, self: _MapDatasetFetcher, possi
         proving.record.examples.extend(int(index) for index in indices if isinstance(index, int))
     examples = []
     for index in indices:
-        with _drawing_by(index):
+        with _draw_by_seed(index):
             examples.append(self.dataset[index])
-    with _drawing_by(len(examples)):
-        before = _random_state()
+    with _draw_by_seed(len(examples)):
+        before = _read_random_state()
         batch = self.collate_fn(examples)
-        drew = before != _random_state()
+        drew = before != _read_random_state()
     if drew and proving.sizes.data_ranks > 1:
         name = type(self.collate_fn).__name__ if not inspect.isfunction(self.collate_fn) else self.collate_fn.__name__
         why = "draws random numbers for a whole batch, which is another on each data rank"
@@ -189,7 +205,7 @@ def _fetch(proving: Proving, original: Callable, self: _MapDatasetFetcher, possi
 
 
 @contextlib.contextmanager
-def _drawing_by(seed: Any) -> Iterator[None]:
+def _draw_by_seed(seed: Any) -> Iterator[None]:
     """Make random numbers depend on this seed alone, inside the context."""
     number = int(seed) if isinstance(seed, int) else abs(hash(str(seed)))
     numpy_state, python_state = numpy.random.get_state(), random.getstate()
@@ -204,7 +220,7 @@ def _drawing_by(seed: Any) -> Iterator[None]:
             random.setstate(python_state)
 
 
-def _random_state() -> tuple[bytes, bytes, int]:
+def _read_random_state() -> tuple[bytes, bytes, int]:
     state: Any = numpy.random.get_state()
     return (
         torch.get_rng_state().numpy().tobytes(),
@@ -213,7 +229,7 @@ def _random_state() -> tuple[bytes, bytes, int]:
     )
 
 
-def _mask(
+def _mask_by_example(
     proving: Proving,
     original: Callable,
     self: Any,
@@ -227,7 +243,7 @@ def _mask(
     for index in range(len(inputs)):
         special = None if special_tokens_mask is None else special_tokens_mask[index : index + 1]
         kept = int((inputs[index] != self.tokenizer.pad_token_id).sum())  # padding depends on the batch
-        with _drawing_by(int(inputs[index, :kept].sum())):
+        with _draw_by_seed(int(inputs[index, :kept].sum())):
             part = inputs[index : index + 1, :kept].clone()
             ids, labels = original(self, part, None if special is None else special[:, :kept], *args, **kw)
         filler = inputs[index : index + 1, kept:]

@@ -22,7 +22,7 @@ _PAUSE_S = 0.02
 _LIMIT_S = 1800.0  # as torch waits for ranks
 
 
-def own_store() -> dict[str, object]:
+def make_own_store() -> dict[str, object]:
     """Return what `init_process_group` needs under torchrun; nothing elsewhere, where each start has its own store.
 
     One process alone has its group afterwards.
@@ -35,11 +35,11 @@ def own_store() -> dict[str, object]:
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return {}
     store, rank, world_size = next(dist.rendezvous("env://"))
-    name = agreed_name(dist.PrefixStore(_ROOM, store), rank, world_size)
+    name = agree_on_name(dist.PrefixStore(_ROOM, store), rank, world_size)
     return {"store": dist.PrefixStore(f"{_ROOM}/{name}", store), "rank": rank, "world_size": world_size}
 
 
-def agreed_name(store: dist.Store, rank: int, world_size: int) -> str:
+def agree_on_name(store: dist.Store, rank: int, world_size: int) -> str:
     """Agree on a name with the ranks that call this now, whatever others have left in the store.
 
     Raises:
@@ -50,7 +50,7 @@ def agreed_name(store: dist.Store, rank: int, world_size: int) -> str:
     store.set(f"hello/{rank}", number)
     while time.monotonic() < end:
         if rank == 0:
-            if _welcome(store, name, world_size):
+            if _welcome_ranks(store, name, world_size):
                 return name
         elif store.check(["welcome"]):
             found, *numbers = store.get("welcome").decode().split()
@@ -61,7 +61,7 @@ def agreed_name(store: dist.Store, rank: int, world_size: int) -> str:
     raise TimeoutError(f"hf_parallel: rank {rank} waited {_LIMIT_S:.0f} s for the other ranks")
 
 
-def _welcome(store: dist.Store, name: str, world_size: int) -> bool:
+def _welcome_ranks(store: dist.Store, name: str, world_size: int) -> bool:
     """Write down whom rank 0 has seen; have all of them answered?"""
     greetings = [f"hello/{rank}" for rank in range(world_size)]
     if not store.check(greetings):

@@ -12,19 +12,19 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from hf_parallel.apply.parallelize import parameters_per_rank
+from hf_parallel.apply.parallelize import gather_parameters_per_rank
 from hf_parallel.ask.keys.layers import REGISTERED_FLASH, TORCH_FLASH
 from hf_parallel.axes.experts.axis import EXPERTS
-from hf_parallel.axes.pipeline.schedules import micro_batch_count
-from hf_parallel.axes.pipeline.timeline import versions_held
+from hf_parallel.axes.pipeline.schedules import count_micro_batches
+from hf_parallel.axes.pipeline.timeline import count_versions_held
 from hf_parallel.checkpoint.folder import LAYOUT
 from hf_parallel.hooks import after_import, runtime
 from hf_parallel.hooks.accelerate.shares import cut_of
-from hf_parallel.monitor.noise import about_batch
+from hf_parallel.monitor.noise import describe_critical_batch
 from hf_parallel.planner.batch import StepBatch
-from hf_parallel.plans.examine import report_of, shown_size
-from hf_parallel.prove.certificate import line_about
-from hf_parallel.ranks.mesh import axis_ranks
+from hf_parallel.plans.examine import format_bytes, report_of
+from hf_parallel.prove.certificate import format_line_about
+from hf_parallel.ranks.mesh import list_axis_ranks
 from hf_parallel.version import VERSION
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ class Facts(TypedDict):
     versions: dict[str, str]
 
 
-def at_first_batch(trainer: Trainer, batches: list, loss_of: Callable[[Trainer], str]) -> None:
+def report_at_first_batch(trainer: Trainer, batches: list, loss_of: Callable[[Trainer], str]) -> None:
     """Print the layout in eight lines, and write all facts to a file, once the first batch is known. Collective.
 
     `monitor=full` prints all facts.
@@ -96,32 +96,32 @@ def at_first_batch(trainer: Trainer, batches: list, loss_of: Callable[[Trainer],
     Args:
         loss_of: how a trainer's loss is computed, in words.
     """
-    state = runtime.parallel_state(trainer.model)
+    state = runtime.find_parallel_state(trainer.model)
     if state is None or state.reported or not batches:
         return
     state.reported = True
-    facts = describe(trainer, batches, loss_of(trainer))
+    facts = describe_run(trainer, batches, loss_of(trainer))
     if dist.get_rank() != 0:
         return
     path = os.path.join(trainer.args.output_dir, LAYOUT)
-    lines = all_lines(facts) if state.config.parts_waits else short_lines(facts, path)
+    lines = format_all_lines(facts) if state.config.parts_waits else format_short_lines(facts, path)
     _print("\n".join(lines))
-    _write(facts, trainer.args.output_dir)
+    _write_facts(facts, trainer.args.output_dir)
 
 
-def at_end(trainer: Trainer, critical_batch: float | None) -> None:
+def report_at_end(trainer: Trainer, critical_batch: float | None) -> None:
     """Name the file of facts, the command that draws the run, and the critical batch if it was measured."""
-    state, folder = runtime.parallel_state(trainer.model), trainer.args.output_dir
+    state, folder = runtime.find_parallel_state(trainer.model), trainer.args.output_dir
     if state is None or not state.reported:
         return
     path = os.path.join(folder, LAYOUT)
     drawn = "" if state.config.monitor == "off" else f"; `hf-parallel report {folder}` writes {folder}/report.html"
     say(f"the facts of this run are in {path}{drawn}")
     if critical_batch is not None:
-        say(about_batch(critical_batch, trainer.get_total_train_batch_size(trainer.args)))
+        say(describe_critical_batch(critical_batch, trainer.get_total_train_batch_size(trainer.args)))
 
 
-def _write(facts: Facts, folder: str) -> None:
+def _write_facts(facts: Facts, folder: str) -> None:
     """A disk that is full costs the file, not the training."""
     path = os.path.join(folder, LAYOUT)
     try:
@@ -132,11 +132,11 @@ def _write(facts: Facts, folder: str) -> None:
         say(f"cannot write {path}, the facts of this run: {error.strerror or error}; training goes on without it")
 
 
-def describe(trainer: Trainer, batches: list, loss: str) -> Facts:
+def describe_run(trainer: Trainer, batches: list, loss: str) -> Facts:
     """The facts of this run, JSON-ready. Collective."""
     mesh, model = runtime.mesh(), trainer.model
-    state = runtime.parallel_state(model)
-    per_rank = parameters_per_rank(model)
+    state = runtime.find_parallel_state(model)
+    per_rank = gather_parameters_per_rank(model)
     config = state.config if state is not None else mesh.config
     speaks = dist.get_rank() == 0  # the table of all ranks is made once
     plan = report_of(state.plan).to_dict() if speaks and state is not None and state.plan is not None else {}
@@ -144,54 +144,56 @@ def describe(trainer: Trainer, batches: list, loss: str) -> Facts:
     batch = StepBatch(trainer.args.train_batch_size, trainer.args.gradient_accumulation_steps, mesh.data_size)
     cut = cut_of(trainer.accelerator.gradient_state)
     rows, calls = trainer.args.train_batch_size, trainer.args.gradient_accumulation_steps
-    micro_batches = calls * micro_batch_count(rows, config) if config.delays_updates else 1
-    versions = versions_held(config.pipeline_schedule, config.pp_size, micro_batches)
+    micro_batches = calls * count_micro_batches(rows, config) if config.delays_updates else 1
+    versions = count_versions_held(config.pipeline_schedule, config.pp_size, micro_batches)
     tokens = sum(b["input_ids"].numel() for b in read if torch.is_tensor(b.get("input_ids")))
     return {
         "spec": config.to_spec(),
         "config": config.to_dict(),
         "plan": plan,
-        "axes": {axis: {"size": n, "ranks": axis_ranks(mesh.config, axis)} for axis, n in mesh.config.sizes.items()},
+        "axes": {
+            axis: {"size": n, "ranks": list_axis_ranks(mesh.config, axis)} for axis, n in mesh.config.sizes.items()
+        },
         "data_ranks": mesh.data_size,
         "model": type(model).__name__,
         "parameters_per_rank": per_rank,
         "global_batch": trainer.get_total_train_batch_size(trainer.args),
         "batch": batch.product,
-        "batch_of_one_process": batch.advice(_optimizer(trainer)),
+        "batch_of_one_process": batch.advice(_name_optimizer(trainer)),
         "examples_per_data_rank": None if cut is None else list(cut),
         "tokens_per_step": tokens * mesh.data_size if cut is None else tokens * sum(cut) // cut[mesh.data_rank],
-        "attention": _attention(model),
+        "attention": _name_attention(model),
         "loss": loss,
-        "estimated_state_bytes_per_rank": [_state_bytes(trainer, count, versions) for count in per_rank],
+        "estimated_state_bytes_per_rank": [_sum_state_bytes(trainer, count, versions) for count in per_rank],
         "notes": [
-            *_inexact(trainer, mesh.data_size),
-            *after_import.counted(dist.get_world_size(), mesh.data_size),
+            *_list_inexact_numbers(trainer, mesh.data_size),
+            *after_import.list_process_warnings(dist.get_world_size(), mesh.data_size),
             *(state.notes if state else ()),
         ],
         "auto": list(current.chosen_because) if (current := runtime.current()) is not None else [],
-        "proof": line_about(sys.argv[0], config.to_spec()),
-        "versions": {"hf-parallel": VERSION, **_versions()},
+        "proof": format_line_about(sys.argv[0], config.to_spec()),
+        "versions": {"hf-parallel": VERSION, **_list_versions()},
     }
 
 
-def _optimizer(trainer: Trainer) -> str:
+def _name_optimizer(trainer: Trainer) -> str:
     """Return the name of its class; by the first batch there is one."""
     made = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
     return str(trainer.args.optim) if made is None else type(made).__name__
 
 
-def _attention(model: nn.Module) -> str | None:
+def _name_attention(model: nn.Module) -> str | None:
     """The kernel as a spec spells it."""
     name = getattr(getattr(model, "config", None), "_attn_implementation", None)
     return TORCH_FLASH if name == REGISTERED_FLASH else name
 
 
-def _versions() -> dict[str, str]:
+def _list_versions() -> dict[str, str]:
     """Not of this package, which may be a checkout that is not installed."""
     return {library: importlib.metadata.version(library) for library in ("torch", "transformers", "accelerate")}
 
 
-def short_lines(facts: Facts, path: str) -> list[str]:
+def format_short_lines(facts: Facts, path: str) -> list[str]:
     """Return what a person wants to know of a start, in at most eight lines.
 
     Args:
@@ -207,8 +209,8 @@ def short_lines(facts: Facts, path: str) -> list[str]:
     more = f" ({hidden} more notes)" if hidden > 0 else ""
     return [
         f"hf_parallel: {facts['model']} under {facts['spec']}",
-        f"  each rank     {_parameters(facts)} parameters; {_memory(facts)}",
-        f"  global batch  {_batch(facts)}",
+        f"  each rank     {_format_parameters(facts)} parameters; {_format_memory(facts)}",
+        f"  global batch  {_format_batch(facts)}",
         *([f"  learning rate {alone}"] if alone else []),
         *kernels,
         *([f"  prove         {facts['proof']}"] if facts["proof"] else []),
@@ -217,7 +219,7 @@ def short_lines(facts: Facts, path: str) -> list[str]:
     ]
 
 
-def all_lines(facts: Facts) -> list[str]:
+def format_all_lines(facts: Facts) -> list[str]:
     """Return all facts for people: axes with their ranks, the plan, every note."""
     lines = [f"hf_parallel: {facts['model']} under {facts['spec']}"]
     for axis, where in facts["axes"].items():
@@ -225,9 +227,9 @@ def all_lines(facts: Facts) -> list[str]:
             groups = where["ranks"]
             shown = " ".join(str(tuple(ranks)) for ranks in groups[:4]) + (" …" if len(groups) > 4 else "")
             lines.append(f"  {axis:<12} {where['size']:>3}   ranks {shown}")
-    lines.append(f"  parameters per rank  {_parameters(facts)}")
+    lines.append(f"  parameters per rank  {_format_parameters(facts)}")
     lines += [f"  {name:<20} {value}" for name, value in facts["plan"].get("facts", {}).items()]
-    lines.append(f"  global batch         {_batch(facts)}")
+    lines.append(f"  global batch         {_format_batch(facts)}")
     lines += [f"  learning rate        {alone}"] if (alone := facts["batch_of_one_process"]) else []
     if facts["examples_per_data_rank"] is not None:
         lines.append(
@@ -235,31 +237,31 @@ def all_lines(facts: Facts) -> list[str]:
         )
     lines.append(f"  attention            {facts['attention']}")
     lines.append(f"  head and loss        {facts['loss']}")
-    lines.append(f"  memory per rank      {_memory(facts)}")
+    lines.append(f"  memory per rank      {_format_memory(facts)}")
     lines += [f"  hf-parallel prove    {facts['proof']}"] if facts["proof"] else []
     return lines + [f"  note                 {note}" for note in facts["notes"]]
 
 
-def _parameters(facts: Facts) -> str:
+def _format_parameters(facts: Facts) -> str:
     least, most = min(facts["parameters_per_rank"]), max(facts["parameters_per_rank"])
     return f"{least:,}" if least == most else f"{least:,} to {most:,}"
 
 
-def _memory(facts: Facts) -> str:
-    return f"{shown_size(max(facts['estimated_state_bytes_per_rank']))} of weights, gradients and optimizer state"
+def _format_memory(facts: Facts) -> str:
+    return f"{format_bytes(max(facts['estimated_state_bytes_per_rank']))} of weights, gradients and optimizer state"
 
 
-def _batch(facts: Facts) -> str:
+def _format_batch(facts: Facts) -> str:
     tokens = f", {facts['tokens_per_step']:,} tokens in the first step" if facts["tokens_per_step"] else ""
     return f"{facts['global_batch']} sequences ({facts['batch']}){tokens}"
 
 
-def _inexact(trainer: Trainer, data_ranks: int) -> list[str]:
+def _list_inexact_numbers(trainer: Trainer, data_ranks: int) -> list[str]:
     """Return lines about numbers that are known not to be those of one process."""
     if data_ranks == 1:
         return []
     notes = []
-    config, state = getattr(trainer.model, "config", None), runtime.parallel_state(trainer.model)
+    config, state = getattr(trainer.model, "config", None), runtime.find_parallel_state(trainer.model)
     experts = None if state is None or state.plan is None else state.plan.part(EXPERTS)
     if getattr(config, "output_router_logits", False) and not (experts is not None and experts.balanced):
         notes.append(
@@ -270,7 +272,7 @@ def _inexact(trainer: Trainer, data_ranks: int) -> list[str]:
     return notes
 
 
-def _state_bytes(trainer: Trainer, parameters: int, versions: tuple[int, int]) -> int:
+def _sum_state_bytes(trainer: Trainer, parameters: int, versions: tuple[int, int]) -> int:
     """Versions of weights and gradients, and the optimizer's moments, of a rank; activations come on top."""
     width = next(p.dtype.itemsize for p in trainer.model.parameters())
     moments = 2 if "adam" in str(trainer.args.optim).lower() else 0

@@ -40,7 +40,7 @@ class Run:
 
 
 @contextlib.contextmanager
-def own_folder(trainer: Trainer) -> Iterator[Run]:
+def hold_own_folder(trainer: Trainer) -> Iterator[Run]:
     """Nobody else writes to the output folder inside. Collective.
 
     Raises:
@@ -48,7 +48,7 @@ def own_folder(trainer: Trainer) -> Iterator[Run]:
     """
     lock, run = None, Run(uuid.uuid4().hex, False)
     if str(getattr(trainer.args.save_strategy, "value", trainer.args.save_strategy)) != "no":
-        lock, run = _claimed(trainer.args.output_dir)
+        lock, run = _claim_folder(trainer.args.output_dir)
     record_of(trainer).run = run.identity
     try:
         yield run
@@ -57,25 +57,25 @@ def own_folder(trainer: Trainer) -> Iterator[Run]:
             lock.release()
 
 
-def _claimed(folder: str) -> tuple[folders.Lock | None, Run]:
+def _claim_folder(folder: str) -> tuple[folders.Lock | None, Run]:
     """The lock, which rank 0 holds, and the run that it is of."""
     several, held = dist.is_initialized(), []
-    agents = messages.gather(_agent()) if several else [_agent()]
+    agents = messages.gather_objects(_find_agent()) if several else [_find_agent()]
 
     def claim() -> Run:
-        lock, run = _claim(folder, sorted({agent for agent in agents if agent is not None}))
+        lock, run = _claim_lock(folder, sorted({agent for agent in agents if agent is not None}))
         held.append(lock)
         return run
 
     try:
-        run = messages.from_one(claim) if several else claim()
+        run = messages.send_from_one(claim) if several else claim()
     except OSError as error:
         reason = error.strerror or str(error)
         raise folders.CheckpointError(f"output_dir={folder}: cannot be written to ({reason}); give another") from error
     return held[0] if held else None, run
 
 
-def _claim(folder: str, agents: list[str]) -> tuple[folders.Lock, Run]:
+def _claim_lock(folder: str, agents: list[str]) -> tuple[folders.Lock, Run]:
     count = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
     lock = folders.Lock(folder, **({"patience": LEASE_S} if count else {}))
     restarted = is_restart(lock.former, count, agents)
@@ -121,7 +121,7 @@ def keep_rows_per_step(trainer: Trainer, rows: int | None, data_ranks: int) -> N
     Else rows would be skipped or repeated, and the learning rate would be another one per row.
     """
     args, now = trainer.args, trainer.get_total_train_batch_size(trainer.args)
-    found = rows_per_rank(rows, data_ranks, args.per_device_train_batch_size) if rows != now else None
+    found = divide_rows(rows, data_ranks, args.per_device_train_batch_size) if rows != now else None
     if rows is None or found is None or trainer._train_batch_size != args.per_device_train_batch_size:
         return
     former = (args.per_device_train_batch_size, args.gradient_accumulation_steps)
@@ -135,7 +135,7 @@ def keep_rows_per_step(trainer: Trainer, rows: int | None, data_ranks: int) -> N
     )
 
 
-def rows_per_rank(rows: int | None, data_ranks: int, batch: int) -> tuple[int, int] | None:
+def divide_rows(rows: int | None, data_ranks: int, batch: int) -> tuple[int, int] | None:
     """Rows per micro-step, at most `batch`, and how many micro-steps; None where they do not divide."""
     if rows is None or rows % data_ranks:
         return None
@@ -144,11 +144,11 @@ def rows_per_rank(rows: int | None, data_ranks: int, batch: int) -> tuple[int, i
     return size, share // size
 
 
-def under_torchrun() -> bool:
+def is_under_torchrun() -> bool:
     """Has a launcher that starts ranks again started this process?"""
-    return _agent() is not None
+    return _find_agent() is not None
 
 
-def _agent() -> str | None:
+def _find_agent() -> str | None:
     """The process of torchrun on this node; None under another launcher."""
     return f"{socket.gethostname()}:{os.getppid()}" if "TORCHELASTIC_RUN_ID" in os.environ else None

@@ -18,7 +18,7 @@ import numpy
 import torch
 import torch.distributed as dist
 
-from hf_parallel.apply.parallelize import ParallelState, default_device, state_of
+from hf_parallel.apply.parallelize import ParallelState, choose_default_device, state_of
 from hf_parallel.ask.config import ParallelConfig
 from hf_parallel.ask.session import of_process, of_session
 from hf_parallel.axes.data import batch_norm
@@ -106,7 +106,7 @@ class _Active:
 
 
 class _Connection:
-    """`made`: did `connect` make the process group, so that its time-out may be changed?"""
+    """`made`: did `connect_process_group` make the process group, so that its time-out may be changed?"""
 
     made = False
 
@@ -130,7 +130,7 @@ def is_absent() -> bool:
 
 
 @contextlib.contextmanager
-def absent(wanted: bool) -> Iterator[None]:
+def count_as_absent(wanted: bool) -> Iterator[None]:
     """Count this rank as absent, if `wanted`."""
     active = current()
     assert active is not None
@@ -139,7 +139,7 @@ def absent(wanted: bool) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def weighed_by_trainer() -> Iterator[None]:
+def mark_weighed_by_trainer() -> Iterator[None]:
     """Mark that a Trainer takes a step."""
     active = current()
     assert active is not None
@@ -147,7 +147,7 @@ def weighed_by_trainer() -> Iterator[None]:
         yield
 
 
-def connect() -> None:
+def connect_process_group() -> None:
     """Create the process group, unless there is one."""
     connection = of_process(_Connection)
     connection.made = connection.made or not dist.is_initialized()
@@ -156,8 +156,8 @@ def connect() -> None:
     from accelerate import PartialState
 
     limit = timedelta(seconds=_time_out_asked_for())
-    PartialState(cpu=not torch.accelerator.is_available(), timeout=limit, **rendezvous.own_store())
-    _shuffle_alike()
+    PartialState(cpu=not torch.accelerator.is_available(), timeout=limit, **rendezvous.make_own_store())
+    _seed_shuffles_alike()
 
 
 def _time_out_asked_for() -> float:
@@ -184,12 +184,12 @@ def change_time_out(limit: timedelta) -> None:
         set_time_out(limit)
 
 
-def _shuffle_alike() -> None:
+def _seed_shuffles_alike() -> None:
     """Python and NumPy seed every process anew: a script without a seed would order its rows anew on each rank.
 
     Those of one model would then train on different rows, and those of data ranks would not share them out.
     """
-    of_python, of_numpy = messages.from_one(lambda: (random.getstate(), numpy.random.get_state()))
+    of_python, of_numpy = messages.send_from_one(lambda: (random.getstate(), numpy.random.get_state()))
     random.setstate(of_python)
     numpy.random.set_state(of_numpy)
 
@@ -197,9 +197,9 @@ def _shuffle_alike() -> None:
 def start(config: ParallelConfig, source: str) -> Runtime:
     """Create the process group (unless there is one) and the mesh."""
     environment = _set_environment()
-    connect()
+    connect_process_group()
     balance.is_absent = batch_norm.is_absent = is_absent
-    started = Runtime(config, source, ParallelMesh.create(config, default_device()), environment)
+    started = Runtime(config, source, ParallelMesh.create(config, choose_default_device()), environment)
     of_session(_Active).runtime = started
     atexit.register(stop)  # before the groups end, which nothing may refer to then
     _quiet_other_ranks()
@@ -220,7 +220,7 @@ def stop() -> None:
 
 
 @contextlib.contextmanager
-def pretended(mesh: ParallelMesh) -> Iterator[None]:
+def pretend_mesh(mesh: ParallelMesh) -> Iterator[None]:
     """Let patches see the mesh of a dry run."""
     active = of_session(_Active)
     former, active.runtime = active.runtime, Runtime(mesh.config, "a dry run", mesh, pretended=True)
@@ -230,14 +230,14 @@ def pretended(mesh: ParallelMesh) -> Iterator[None]:
         active.runtime = former
 
 
-def parallel_state(model: PreTrainedModel) -> ParallelState | None:
+def find_parallel_state(model: PreTrainedModel) -> ParallelState | None:
     """The state of a model as Trainer or Accelerator hold it, wrapped by torch.compile or not."""
     return state_of(getattr(model, "_orig_mod", model))
 
 
 def compare_batches(model: PreTrainedModel, inputs: object, kind: str) -> None:
     """Do the ranks of this model read the same rows? A script's own loss may call less than the model."""
-    state = parallel_state(model)
+    state = find_parallel_state(model)
     if state is not None:
         state.batches.check(inputs, kind)
 
@@ -253,16 +253,16 @@ def equalise_random_state(axis: str, source: int = -1, of: ParallelMesh | None =
     if of.size(axis) == 1 or (active is not None and active.pretended):
         return
     group = of.group(axis)
-    set_random_state(messages.from_one(lambda: random_state(of), group, source % group.size()), of)
+    set_random_state(messages.send_from_one(lambda: read_random_states(of), group, source % group.size()), of)
 
 
-def random_state(of: ParallelMesh | None = None) -> RandomState:
+def read_random_states(of: ParallelMesh | None = None) -> RandomState:
     """Return the random state of torch's generators, that of the host and that of the device."""
     kind = (of or mesh()).device
     return torch.get_rng_state(), torch.get_device_module(kind).get_rng_state() if kind.type != "cpu" else None
 
 
-def same_random_state(one: RandomState, other: RandomState) -> bool:
+def is_same_random_state(one: RandomState, other: RandomState) -> bool:
     """Would the same numbers be drawn?"""
     pairs = zip(one, other, strict=True)
     return all(a is b or (a is not None and b is not None and torch.equal(a, b)) for a, b in pairs)
@@ -286,13 +286,13 @@ def _set_environment() -> dict[str, str | None]:
     wanted = {"HF_DEACTIVATE_ASYNC_LOAD": "1"}  # load one tensor at a time: all at once would need the whole model
     if not torch.accelerator.is_available():
         wanted["ACCELERATE_USE_CPU"] = "true"  # else accelerate takes several CPU processes for single ones
-    wanted |= diagnostics() | allocation()
+    wanted |= choose_nccl_diagnostics() | choose_allocation()
     former = {name: os.environ.get(name) for name in wanted}
     os.environ.update(wanted)
     return former
 
 
-def diagnostics() -> dict[str, str]:
+def choose_nccl_diagnostics() -> dict[str, str]:
     """Return the variables by which NCCL says, when collectives time out, which rank was where.
 
     The flight recorder keeps the last 2,000 collectives of each process; before torch 2.13 it is off by default. torch
@@ -308,7 +308,7 @@ def diagnostics() -> dict[str, str]:
     return {name: value for name, value in wanted.items() if name not in os.environ}
 
 
-def allocation() -> dict[str, str]:
+def choose_allocation() -> dict[str, str]:
     """A GPU's memory in segments that grow in place: between blocks of fixed sizes would be gaps (ZeRO-R, 6.3).
 
     What is gathered and what batches take differ in size from layer to layer and step to step. Read when memory is

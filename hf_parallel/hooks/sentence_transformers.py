@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 @contextlib.contextmanager
 def distributed_evaluation(original: Callable, model: nn.Module, enabled: bool = True) -> Iterator[bool]:
     """Every rank runs the evaluator: its rows are not shared out over ranks that hold parts of one model."""
-    with original(model, enabled=enabled and runtime.parallel_state(model) is None) as runs:
+    with original(model, enabled=enabled and runtime.find_parallel_state(model) is None) as runs:
         yield runs
 
 
@@ -127,7 +127,7 @@ def _make_plain(kind: type) -> None:
     kind.__new__ = new  # type: ignore[method-assign]
 
 
-def saves_on_one_rank(trainer: Trainer) -> bool:
+def does_save_on_one_rank(trainer: Trainer) -> bool:
     """Does its `_save` expect to be called on one rank? The others give their weights."""
     return any(cls.__module__ == "sentence_transformers.base.trainer" for cls in type(trainer).__mro__)
 

@@ -15,8 +15,8 @@ from torch import nn
 
 from hf_parallel.apply.parallelize import ParallelState
 from hf_parallel.hooks import report
-from hf_parallel.prove.certificate import library_versions
-from hf_parallel.prove.record import TRACE, Record, Step, TokenWatch, whole_gradients, whole_weights
+from hf_parallel.prove.certificate import read_library_versions
+from hf_parallel.prove.record import TRACE, Record, Step, TokenWatch, sample_gradients, sample_weights
 
 #: Elements of a tensor that a trace keeps: its norm is of all of them.
 _KEPT = 1 << 12
@@ -33,8 +33,8 @@ class Trace:
         self.model, self.steps = model, state.config.traced_steps
         self.record = Record(state.mesh.rank, state.mesh.data_rank)
         self.record.facts = {"spec": state.config.to_spec(), "model": type(model).__name__}
-        self.record.facts |= {f"version of {name}": version for name, version in library_versions().items()}
-        self.record.weights = whole_weights(model, _KEPT)
+        self.record.facts |= {f"version of {name}": version for name, version in read_library_versions().items()}
+        self.record.weights = sample_weights(model, _KEPT)
         self.folder = Path(folder) / TRACE
         self._done = 0
         self._tokens = TokenWatch(model, self._step)
@@ -46,7 +46,7 @@ class Trace:
     def note_gradients(self) -> None:
         """Before they are clipped, or if they are not, as the optimizer is about to read them: once in a step."""
         if self._done < self.steps and not self._step().gradients:
-            self._step().gradients = whole_gradients(self.model, _KEPT)
+            self._step().gradients = sample_gradients(self.model, _KEPT)
 
     def note_settings(self, optimizer: torch.optim.Optimizer) -> None:
         """Learning rates, weight decay and the like of each group of parameters."""

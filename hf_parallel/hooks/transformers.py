@@ -14,7 +14,7 @@ from hf_parallel.ask.spec import SpecError
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.patching import patch
 from hf_parallel.hooks.trainer import means
-from hf_parallel.model.calls import held_tokens
+from hf_parallel.model.calls import get_held_tokens
 
 if TYPE_CHECKING:
     import torch
@@ -44,7 +44,7 @@ def cached_files(
     try:
         return original(path_or_repo_id, filenames, **{**kwargs, "local_files_only": True})
     except OSError as error:
-        advice = hub.like_a_model(str(path_or_repo_id)) or "load it once, or give a folder with the model"
+        advice = hub.suggest_model(str(path_or_repo_id)) or "load it once, or give a folder with the model"
         raise OSError(str(error)) from SpecError(f"{path_or_repo_id}: {reason}; {advice}")
 
 
@@ -60,7 +60,7 @@ def add_noise(
     Ranks of cp, which draw from one state, then take the numbers of one process. For that moment a rank holds one
     hidden state of the whole examples.
     """
-    held = held_tokens()
+    held = get_held_tokens()
     if held is None or not module.training:
         return original(module, input, output)
     return output + held.part(original(module, input, output.new_zeros(*held.shape, output.shape[-1])))
@@ -80,7 +80,7 @@ def add_noise(
 )
 def get_num_masks(original: Callable, self: object, class_labels: list[torch.Tensor], device: torch.device) -> object:
     """Return this data rank's share of all masks."""
-    return means.normaliser(torch.tensor(float(sum(map(len, class_labels))), device=device))
+    return means.compute_normaliser(torch.tensor(float(sum(map(len, class_labels))), device=device))
 
 
 @patch(
@@ -106,7 +106,7 @@ def get_loss(
     counted: tuple[object, float] | None = vars(self).get("_counted")
     if counted is None or counted[0] is not targets:
         own = torch.tensor(float(sum(len(target["class_labels"]) for target in targets)), device=runtime.mesh().device)
-        counted = vars(self)["_counted"] = targets, float(means.normaliser(own) / own.clamp(min=1))
+        counted = vars(self)["_counted"] = targets, float(means.compute_normaliser(own) / own.clamp(min=1))
     return original(self, loss, outputs, targets, indices, num_boxes * counted[1], *args, **kwargs)
 
 

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from hf_parallel.ask.session import of_process
-from hf_parallel.ask.spec import first_line, refuse
-from hf_parallel.model.calls import keywords_of_loss
+from hf_parallel.ask.spec import get_first_line, refuse
+from hf_parallel.model.calls import find_keywords_of_loss
 from hf_parallel.model.families import BACKBONES, Backbone
 
 if TYPE_CHECKING:
@@ -77,14 +77,14 @@ def read_anatomy(model: nn.Module) -> Anatomy:
         on_meta="meta" in places,
         partly_on_meta=len({place == "meta" for place in places}) > 1,
         names=tuple(name for name, _ in named),
-        parameters=_parameters(named),
-        heads=attention_heads(model) if hasattr(model, "config") else None,
-        sums_over_tokens=loss_sums_over_tokens(model),
-        flops_per_token=flops_per_token(model),
+        parameters=_read_parameters(named),
+        heads=read_attention_heads(model) if hasattr(model, "config") else None,
+        sums_over_tokens=is_loss_summed_over_tokens(model),
+        flops_per_token=count_flops_per_token(model),
     )
 
 
-def _parameters(named: list[tuple[str, nn.Parameter]]) -> tuple[ParameterFacts, ...]:
+def _read_parameters(named: list[tuple[str, nn.Parameter]]) -> tuple[ParameterFacts, ...]:
     found: dict[int, tuple[nn.Parameter, list[str]]] = {}
     for name, parameter in named:
         found.setdefault(id(parameter), (parameter, []))[1].append(name)
@@ -100,7 +100,7 @@ class Stack:
     norm: nn.Module | None
 
 
-def backbone_plan(backbone: nn.Module) -> Backbone | None:
+def find_backbone_plan(backbone: nn.Module) -> Backbone | None:
     """Return the published pipeline plan of a backbone, else the known one, else None."""
     plan = list(getattr(getattr(backbone, "config", None), "base_model_pp_plan", None) or {})
     known = BACKBONES.get(type(backbone).__name__)
@@ -112,7 +112,7 @@ def backbone_plan(backbone: nn.Module) -> Backbone | None:
     return known
 
 
-def text_part(model: PreTrainedModel) -> PreTrainedModel:
+def find_text_part(model: PreTrainedModel) -> PreTrainedModel:
     """Return the part that reads tokens: of a vision-language model its language model, else the whole backbone."""
     backbone = getattr(model, "base_model", model)
     config = getattr(model, "config", None)
@@ -120,46 +120,46 @@ def text_part(model: PreTrainedModel) -> PreTrainedModel:
     return model.get_decoder() if is_composite and hasattr(model, "get_decoder") else backbone
 
 
-def stacks(model: nn.Module) -> list[Stack]:
+def find_stacks(model: nn.Module) -> list[Stack]:
     """Return the stacks of layers of the text part: one, or two of an encoder-decoder model."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
-    part = text_part(model)
-    published = backbone_plan(part)
+    part = find_text_part(model)
+    published = find_backbone_plan(part)
     found = []
     for name, module in part.named_modules():
         if not isinstance(module, nn.ModuleList) or not len(module):
             continue
         layers, owner = module, part.get_submodule(name.rpartition(".")[0])
-        plan = published if owner is part else None if published else backbone_plan(owner)
+        plan = published if owner is part else None if published else find_backbone_plan(owner)
         if plan is not None and getattr(owner, plan.layers, None) is module:
-            found.append(Stack(name, layers, _norm_after(owner, plan)))
+            found.append(Stack(name, layers, _find_norm_after(owner, plan)))
         elif published is None and plan is None and all(isinstance(x, GradientCheckpointingLayer) for x in module):
             found.append(Stack(name, layers, None))
     return found
 
 
-def token_readers(model: nn.Module) -> list[nn.Module]:
+def find_token_readers(model: nn.Module) -> list[nn.Module]:
     """Return the modules that take tokens (ids or embeddings) and run a stack: a backbone, or encoder and decoder."""
-    part = text_part(model)
-    readers = [reader_of(part, stack) for stack in stacks(model)]
+    part = find_text_part(model)
+    readers = [find_reader_of_stack(part, stack) for stack in find_stacks(model)]
     return list({id(reader): reader for reader in readers if reader is not None}.values())
 
 
-def reader_of(part: nn.Module, stack: Stack) -> Any:
+def find_reader_of_stack(part: nn.Module, stack: Stack) -> Any:
     """Return the innermost module around a stack of `part` that takes tokens, or None."""
     name = stack.name
-    while name and not _takes_tokens(part.get_submodule(name)):
+    while name and not _does_take_tokens(part.get_submodule(name)):
         name = name.rpartition(".")[0]
     reader = part.get_submodule(name)
-    return reader if _takes_tokens(reader) else None
+    return reader if _does_take_tokens(reader) else None
 
 
-def _takes_tokens(module: nn.Module) -> bool:
+def _does_take_tokens(module: nn.Module) -> bool:
     return "inputs_embeds" in inspect.signature(module.forward).parameters
 
 
-def _norm_after(owner: nn.Module, plan: Backbone) -> nn.Module | None:
+def _find_norm_after(owner: nn.Module, plan: Backbone) -> nn.Module | None:
     """Return the norm right after the layers; some checkpoints of a family have none."""
     module = getattr(owner, plan.after[0], None) if plan.after else None
     return module if isinstance(module, nn.Module) and is_norm(module) else None
@@ -170,22 +170,24 @@ def is_norm(module: nn.Module) -> bool:
     return "norm" in type(module).__name__.lower()
 
 
-def owns_parameters(module: nn.Module) -> bool:
+def has_own_parameters(module: nn.Module) -> bool:
     """Return whether a module has parameters outside the modules in it."""
     return next(module.parameters(recurse=False), None) is not None
 
 
-def text_config(model: PreTrainedModel) -> PretrainedConfig:
+def get_text_config(model: PreTrainedModel) -> PretrainedConfig:
     """Return the config of the text part, or of a model of images alone, such as CLIP's with a head."""
     config = model.config
-    if text_part(model) is model:  # nothing inside that names itself the base: the config may be of more than is there
+    if (
+        find_text_part(model) is model
+    ):  # nothing inside that names itself the base: the config may be of more than is there
         config = next((child.config for child in model.children() if hasattr(child, "config")), config)
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
-def attention_heads(model: nn.Module) -> tuple[int, int] | None:
+def read_attention_heads(model: nn.Module) -> tuple[int, int] | None:
     """Return the number of query heads and of key/value heads, or None for a model without attention."""
-    config = text_config(model)
+    config = get_text_config(model)
     heads = getattr(config, "num_attention_heads", None)
     if not isinstance(heads, int):
         return None
@@ -195,13 +197,13 @@ def attention_heads(model: nn.Module) -> tuple[int, int] | None:
     return heads, kv_heads
 
 
-def head_width(config: PretrainedConfig) -> int | None:
+def read_head_width_of(config: PretrainedConfig) -> int | None:
     """Return `head_dim` of a config, where layers differ (Gemma 4) the widest; None if it has none."""
     layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
     return max((getattr(layer, "head_dim", None) or 0 for layer in layers), default=0) or None
 
 
-def input_embedding(model: PreTrainedModel) -> nn.Module | None:
+def find_input_embedding(model: PreTrainedModel) -> nn.Module | None:
     """Return the model's input embedding, or None: some models that read images name none, not even None."""
     try:
         return model.get_input_embeddings()
@@ -209,9 +211,9 @@ def input_embedding(model: PreTrainedModel) -> nn.Module | None:
         return None
 
 
-def tied_to_embedding(model: nn.Module) -> list[str]:
+def list_tied_to_embedding(model: nn.Module) -> list[str]:
     """Return the full names of all token embeddings: the one the model names, and those that share its weight."""
-    embedding = input_embedding(model)
+    embedding = find_input_embedding(model)
     if not isinstance(embedding, nn.Embedding):
         return []
     named = {f"{name}.weight": module for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
@@ -224,7 +226,7 @@ def tied_to_embedding(model: nn.Module) -> list[str]:
 
 def has_tied_embedding(model: PreTrainedModel) -> bool:
     """Return whether the embedding and the head share their weight."""
-    embedding, head = input_embedding(model), model.get_output_embeddings()
+    embedding, head = find_input_embedding(model), model.get_output_embeddings()
     weight, head_weight = getattr(embedding, "weight", None), getattr(head, "weight", None)
     if weight is None or head_weight is None:
         return False
@@ -235,13 +237,13 @@ def has_tied_embedding(model: PreTrainedModel) -> bool:
     return weight is head_weight or by_name
 
 
-def backbone_of(model: nn.Module) -> Any:
+def get_backbone_of(model: nn.Module) -> Any:
     """Return the part that embeds tokens and runs the layers; the head is outside."""
-    readers = token_readers(model)
+    readers = find_token_readers(model)
     return readers[0] if len(readers) == 1 and readers[0] is not model else None
 
 
-def transformer_blocks(model: nn.Module) -> list[nn.Module]:
+def list_transformer_blocks(model: nn.Module) -> list[nn.Module]:
     """Return the repeated layers, which FSDP2 gathers one at a time: inner lists first."""
     names = set(getattr(model, "_no_split_modules", None) or ())
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) > 1]
@@ -249,14 +251,14 @@ def transformer_blocks(model: nn.Module) -> list[nn.Module]:
     blocks = [block for blocks in reversed(lists) for block in blocks if type(block).__name__ in names]
     if blocks or not lists:
         return blocks
-    return list(max(lists, key=_parameter_count))
+    return list(max(lists, key=_count_parameters))
 
 
-def _parameter_count(modules: Iterable[nn.Module]) -> int:
+def _count_parameters(modules: Iterable[nn.Module]) -> int:
     return sum(parameter.numel() for module in modules for parameter in module.parameters())
 
 
-def loss_sums_over_tokens(model: nn.Module) -> bool:
+def is_loss_summed_over_tokens(model: nn.Module) -> bool:
     """Return whether the loss is a token sum divided by `num_items_in_batch`, so that micro-batch losses add up."""
     from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
@@ -264,19 +266,19 @@ def loss_sums_over_tokens(model: nn.Module) -> bool:
         return False
     # transformers takes the causal loss for types it does not know, such as that of GPT2LMHeadModel.
     causal = LOSS_MAPPING.get(getattr(model, "loss_type", None), ForCausalLMLoss) is ForCausalLMLoss
-    return causal and reads_item_count(model)
+    return causal and does_read_item_count(model)
 
 
-def reads_item_count(model: nn.Module) -> bool:
+def does_read_item_count(model: nn.Module) -> bool:
     """Return whether the model hands `num_items_in_batch` to its loss. BERT's heads do not.
 
     A loss may still not read it, as that of CTC: what a causal one does is known, of others it is seen (`means`).
     Where its forward cannot be rehearsed it counts as one that does not: the way that is exact for any loss.
     """
-    return "num_items_in_batch" in keywords_of_loss(model, num_items_in_batch=1)
+    return "num_items_in_batch" in find_keywords_of_loss(model, num_items_in_batch=1)
 
 
-def flops_per_token(model: nn.Module) -> float:
+def count_flops_per_token(model: nn.Module) -> float:
     """Return training FLOPs per token as Trainer counts them: six per parameter but embeddings and tied copies."""
     left_out = set(getattr(model, "all_tied_weights_keys", None) or ())  # on the meta device tied by name only
     left_out |= {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
@@ -307,7 +309,7 @@ class StoredOrder:
         return stored.index_select(self.dim, self.rows.argsort().to(stored.device))
 
 
-def packed_order(segments: list[int], tp_size: int, dim: int) -> StoredOrder:
+def make_packed_order(segments: list[int], tp_size: int, dim: int) -> StoredOrder:
     """Return the stored order of consecutive segments of these sizes, each cut into `tp_size` equal parts.
 
     Raises:
@@ -324,7 +326,7 @@ def packed_order(segments: list[int], tp_size: int, dim: int) -> StoredOrder:
     return StoredOrder(dim, torch.cat(parts))
 
 
-def stored_order(model: nn.Module, key: str) -> StoredOrder | None:
+def get_stored_order(model: nn.Module, key: str) -> StoredOrder | None:
     """Return the order in which the tensor of this full name is stored, or None if it is the model's own."""
     owner, _, name = key.rpartition(".")
     return getattr(model.get_submodule(owner), "stored_orders", {}).get(name)
@@ -353,7 +355,7 @@ def read_config(source: str, others: str | None = None) -> PretrainedConfig:
         if isinstance(error, OSError) and not os.path.exists(source):
             why = "no file or folder here, nor to be had from the Hub (wrong name, no access, or offline)"
             refuse(source, why, do=_WORKS if others is None else f"{_WORKS}, or {others}", cause=error)
-        refuse(source, first_line(error), cause=error)
+        refuse(source, get_first_line(error), cause=error)
 
 
 def build_on_meta(config: PretrainedConfig) -> PreTrainedModel:
@@ -369,14 +371,14 @@ def build_on_meta(config: PretrainedConfig) -> PreTrainedModel:
     kinds += [transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText, transformers.AutoModel]
     with torch.device("meta"):
         if named is not None:
-            return all_on_meta(named._from_config(config))
+            return move_to_meta(named._from_config(config))
         for kind in kinds:
             if type(config) in kind._model_mapping:
-                return all_on_meta(kind.from_config(config))
+                return move_to_meta(kind.from_config(config))
     refuse(type(config).__name__, "Transformers has no model for it", "a config of a language model")
 
 
-def all_on_meta(model: PreTrainedModel) -> PreTrainedModel:
+def move_to_meta(model: PreTrainedModel) -> PreTrainedModel:
     """Move the parameters to the meta device that `__init__` made elsewhere; return the model.
 
     `torch.Tensor(n)` takes memory in a context of the meta device too. Transformers puts the checkpoint's values, or
@@ -420,7 +422,7 @@ class Draws:
         if not self.module.training:
             return False
         if self._known is None or self._known[0] != self._changes.count:
-            self._known = self._changes.count, draws_random_numbers(self.module)
+            self._known = self._changes.count, does_draw_random_numbers(self.module)
         return self._known[1]
 
 
@@ -429,7 +431,7 @@ def look_again() -> None:
     of_process(_Changes).count += 1
 
 
-def draws_random_numbers(module: nn.Module) -> bool:
+def does_draw_random_numbers(module: nn.Module) -> bool:
     """Return whether a dropout probability or noise size in the module is above zero, in a Dropout or as a number."""
     for child in module.modules():
         if isinstance(child, nn.Dropout) and child.p > 0:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 Batch = dict[str, Any]
 
 
-def arguments_of(names: Iterable[str], args: tuple, kwargs: dict, owner: object) -> dict:
+def bind_arguments_of(names: Iterable[str], args: tuple, kwargs: dict, owner: object) -> dict:
     """Return the arguments of a call of the owner's forward, which accelerate may lead with the owner."""
     args = args[1:] if args and args[0] is owner else args
     return {**dict(zip(names, args, strict=False)), **kwargs}
@@ -40,7 +40,7 @@ def has_cache(batch: Mapping) -> bool:
     return any(batch.get(name) is not None for name in CACHES)
 
 
-def tokens_of(batch: Mapping) -> torch.Tensor:
+def get_tokens_of(batch: Mapping) -> torch.Tensor:
     """Return the tokens that a backbone reads: [sequences, length] or [sequences, length, width]."""
     found = next((batch[key] for key in ("input_ids", "inputs_embeds") if batch.get(key) is not None), None)
     if found is None:
@@ -64,13 +64,13 @@ class HeldTokens:
 _held: ContextVar[HeldTokens | None] = ContextVar("held_tokens", default=None)
 
 
-def held_tokens() -> HeldTokens | None:
+def get_held_tokens() -> HeldTokens | None:
     """Return the tokens of the backbone that runs now; None where it reads the script's batch as it is."""
     return _held.get()
 
 
 @contextlib.contextmanager
-def holding(shape: tuple[int, int], part: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
+def hold_tokens(shape: tuple[int, int], part: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
     """Let a backbone read `part` of tokens [sequences, length], which may themselves be a part of a batch."""
     around = _held.get()
     held = HeldTokens(shape, part) if around is None else HeldTokens(around.shape, lambda x: part(around.part(x)))
@@ -84,7 +84,9 @@ def holding(shape: tuple[int, int], part: Callable[[torch.Tensor], torch.Tensor]
 # ---- The targets of transformers' causal loss, and the count over which it takes the mean ---------------------------
 
 
-def targets_of(labels: torch.Tensor | None, shift_labels: torch.Tensor | None, ignore_index: int) -> torch.Tensor:
+def compute_targets_of(
+    labels: torch.Tensor | None, shift_labels: torch.Tensor | None, ignore_index: int
+) -> torch.Tensor:
     """Return the target of each token [b, s]: the next one's label, unless they are given shifted already."""
     if shift_labels is not None:
         return shift_labels
@@ -92,7 +94,7 @@ def targets_of(labels: torch.Tensor | None, shift_labels: torch.Tensor | None, i
     return F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
 
 
-def item_count(targets: torch.Tensor, given: torch.Tensor | int | None, ignore_index: int) -> torch.Tensor | int:
+def count_items(targets: torch.Tensor, given: torch.Tensor | int | None, ignore_index: int) -> torch.Tensor | int:
     """Return `num_items_in_batch` as given, on the targets' device, or else how many of the targets count."""
     if given is None:
         return (targets != ignore_index).sum()
@@ -111,7 +113,7 @@ class _Call:
 
 
 @contextlib.contextmanager
-def unread_logits(unread: bool = True) -> Iterator[None]:
+def note_unread_logits(unread: bool = True) -> Iterator[None]:
     """Note inside the `with` whether models are called for their loss alone."""
     call = of_session(_Call)
     former, call.unread = call.unread, unread
@@ -121,7 +123,7 @@ def unread_logits(unread: bool = True) -> Iterator[None]:
         call.unread = former
 
 
-def logits_are_unread() -> bool:
+def are_logits_unread() -> bool:
     """Return whether nobody reads what the call in progress returns beside its loss."""
     return of_session(_Call).unread
 
@@ -187,7 +189,7 @@ class _Reached(Exception):
     """The call that was looked for."""
 
 
-def keywords_of_loss(model: nn.Module, **given: object) -> set[str]:
+def find_keywords_of_loss(model: nn.Module, **given: object) -> set[str]:
     """Return the keywords of a forward's call of `self.loss_function` if it is given labels and these."""
     found: set[str] = set()
 
@@ -211,12 +213,14 @@ def keywords_of_loss(model: nn.Module, **given: object) -> set[str]:
 # ---- The arguments of a call, whether given by name or by position --------------------------------------------------
 
 
-def by_name(function: Callable | inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def bind_by_name(
+    function: Callable | inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
     """Return the arguments of a call by the names in the function's signature; without defaults."""
-    return {**dict(zip(_signature(function).parameters, args, strict=False)), **kwargs}
+    return {**dict(zip(_get_signature(function).parameters, args, strict=False)), **kwargs}
 
 
-def _signature(function: Callable | inspect.Signature) -> inspect.Signature:
+def _get_signature(function: Callable | inspect.Signature) -> inspect.Signature:
     if isinstance(function, inspect.Signature):
         return function
     return _known(function) if isinstance(function, types.FunctionType) else inspect.signature(function)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from hf_parallel.model.anatomy import text_config
+from hf_parallel.model.anatomy import get_text_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -48,12 +48,12 @@ def is_experts(module: object) -> bool:
     return type(module).__name__ in DENSE or all(hasattr(module, trait) for trait in _TRAITS)
 
 
-def named_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def iterate_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield the modules that hold experts, by full name."""
     return ((name, module) for name, module in model.named_modules() if is_experts(module))
 
 
-def expert_facts(module: nn.Module) -> ExpertFacts:
+def read_expert_facts(module: nn.Module) -> ExpertFacts:
     """Return the facts about a module that holds experts."""
     kind = type(module).__name__
     dense = kind in DENSE
@@ -87,26 +87,26 @@ def has_known_balance(model: PreTrainedModel) -> bool:
     """Return whether a model has the auxiliary loss of nearly all in transformers, and a coefficient for it."""
     function = getattr(sys.modules.get(type(model).__module__), _FUNCTION, None)
     known = function is not None and list(inspect.signature(function).parameters) == _PARAMETERS
-    return known and balance_coefficient(model) is not None and experts_per_token(model) is not None
+    return known and balance_coefficient(model) is not None and count_experts_per_token(model) is not None
 
 
 def balance_coefficient(model: PreTrainedModel) -> float | None:
     """Return the weight of the auxiliary loss in the model's loss."""
-    return _setting(model, _COEFFICIENTS)
+    return _read_setting(model, _COEFFICIENTS)
 
 
-def experts_per_token(model: PreTrainedModel) -> Any:
+def count_experts_per_token(model: PreTrainedModel) -> Any:
     """Return how many experts a token has."""
-    return _setting(model, ("num_experts_per_tok",))
+    return _read_setting(model, ("num_experts_per_tok",))
 
 
-def _setting(model: Any, names: tuple[str, ...]) -> Any:
-    places = (model, model.config, text_config(model))
+def _read_setting(model: Any, names: tuple[str, ...]) -> Any:
+    places = (model, model.config, get_text_config(model))
     found = (getattr(place, name, None) for place in places for name in names)
     return next((value for value in found if value is not None), None)
 
 
-def named_routers(model: nn.Module) -> Iterator[tuple[str, nn.Module, int]]:
+def iterate_routers(model: nn.Module) -> Iterator[tuple[str, nn.Module, int]]:
     """Yield the modules whose outputs are router logits: full name, module, and the place among its outputs."""
     declared = (getattr(module, "_can_record_outputs", None) or {} for module in model.modules())
     found: object = next((known["router_logits"] for known in declared if "router_logits" in known), [])

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from hf_parallel.ask.session import of_session
-from hf_parallel.model.calls import arguments_of, targets_of
+from hf_parallel.model.calls import bind_arguments_of, compute_targets_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -46,16 +46,16 @@ class _Now:
 
 
 @contextlib.contextmanager
-def known_mask(batch: Mapping[str, object], tokens: torch.Tensor) -> Iterator[None]:
+def share_known_mask(batch: Mapping[str, object], tokens: torch.Tensor) -> Iterator[None]:
     """Let only parts of this batch run inside the `with`. Waits once for its mask."""
     mask = batch.get("attention_mask")
     hides = not bool(mask.all()) if isinstance(mask, torch.Tensor) and mask.dim() == 2 else None
-    with knowing(KnownMask(tokens.shape[1], hides, batch.get("position_ids") is not None)):
+    with use_known_mask(KnownMask(tokens.shape[1], hides, batch.get("position_ids") is not None)):
         yield
 
 
 @contextlib.contextmanager
-def knowing(known: KnownMask | None) -> Iterator[None]:
+def use_known_mask(known: KnownMask | None) -> Iterator[None]:
     """Let parts of a batch run inside the `with` about which this is known."""
     now = of_session(_Now)
     former, now.known = now.known, known
@@ -65,15 +65,15 @@ def knowing(known: KnownMask | None) -> Iterator[None]:
         now.known = former
 
 
-def hides_nothing(mask: torch.Tensor) -> bool:
+def is_hiding_nothing(mask: torch.Tensor) -> bool:
     """Return whether this mask [sequences, length] hides no token. Waits for the device unless the batch is known."""
-    known = what_is_known()
+    known = get_known_mask()
     if known is None or known.hides is None or mask.shape[-1] != known.length:
         return bool(mask.all())
     return not known.hides
 
 
-def what_is_known() -> KnownMask | None:
+def get_known_mask() -> KnownMask | None:
     """Return the facts about the batch in progress; None: nothing is known."""
     return of_session(_Now).known
 
@@ -113,10 +113,10 @@ def refuse_masked_targets(model: nn.Module, own: str, used: str, setting: str, w
         f"padding: of the first token after it), or {works}, works"
     )
     span = f"hf_parallel: {setting}: a span may be predicted {at}; rows without padding, or {works}, work"
-    model.register_forward_pre_hook(functools.partial(_check, names, find, label, span), with_kwargs=True)
+    model.register_forward_pre_hook(functools.partial(_check_mask_of_call, names, find, label, span), with_kwargs=True)
 
 
-def _check(
+def _check_mask_of_call(
     names: list[str],
     find: Callable[[Mapping], bool],
     label: str,
@@ -125,12 +125,12 @@ def _check(
     args: tuple,
     kwargs: dict,
 ) -> None:
-    batch = arguments_of(names, args, kwargs, model)
+    batch = bind_arguments_of(names, args, kwargs, model)
     if find(batch):
-        raise ValueError(span if _predicts_spans(batch) else label)
+        raise ValueError(span if _does_predict_spans(batch) else label)
 
 
-def _predicts_spans(batch: Mapping) -> bool:
+def _does_predict_spans(batch: Mapping) -> bool:
     return torch.is_tensor(batch.get("start_positions"))
 
 
@@ -140,12 +140,12 @@ def _has_targets(batch: Mapping, seeing: bool, blind: bool, causal: bool, shifts
     given = labels if shifted is None else shifted
     if not torch.is_tensor(mask) or mask.dim() != 2:
         return False
-    if _predicts_spans(batch):
+    if _does_predict_spans(batch):
         targets = torch.zeros_like(mask)  # each token may be one
     elif not torch.is_tensor(given) or given.shape != mask.shape:
         return False
     else:
-        targets = targets_of(labels, shifted, _IGNORED) if shifts else given
+        targets = compute_targets_of(labels, shifted, _IGNORED) if shifts else given
     kept = mask.bool().to(targets.device)
     sees = kept.cumsum(-1) > 0 if causal else kept.any(-1, keepdim=True).expand_as(kept)
     counts = sees if not blind else ~sees if not seeing else torch.ones_like(sees)

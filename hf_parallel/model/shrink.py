@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from hf_parallel.ask.spec import first_line, refuse
-from hf_parallel.model.anatomy import token_readers
+from hf_parallel.ask.spec import get_first_line, refuse
+from hf_parallel.model.anatomy import find_token_readers
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -115,17 +115,19 @@ class Layout(NamedTuple):
 ONE_RANK = Layout()
 
 
-def small_sizes(config: PretrainedConfig, keep: Sequence[str] = (), layout: Layout = ONE_RANK) -> dict[str, Any]:
+def choose_small_sizes(
+    config: PretrainedConfig, keep: Sequence[str] = (), layout: Layout = ONE_RANK
+) -> dict[str, Any]:
     """Return the changes to a config for a tiny model of the same kind, by name; sizes named in `keep` stay."""
     as_dict = config.to_dict()
     changes: dict[str, Any] = {}
     layers = next((as_dict[key] for key in ("num_hidden_layers", "n_layer", "n_layers") if as_dict.get(key)), 0)
-    count = _small_count(layers, layout.stages) if isinstance(layers, int) else 4
+    count = _choose_layer_count(layers, layout.stages) if isinstance(layers, int) else 4
     for key, value in as_dict.items():
         part = getattr(type(config), "sub_configs", {}).get(key) and getattr(config, key, None)
         if hasattr(part, "to_diff_dict"):
             named = hasattr(type(config).sub_configs[key], "for_model")  # AutoConfig reads the kind of the part
-            changes[key] = small_values(part, keep, layout)
+            changes[key] = list_small_values(part, keep, layout)
             if named:
                 changes[key]["model_type"] = getattr(part, "model_type", None)
         elif key in keep or ("vocab_size" in keep and re.fullmatch(_IDS, key)):
@@ -135,19 +137,21 @@ def small_sizes(config: PretrainedConfig, keep: Sequence[str] = (), layout: Layo
         elif isinstance(value, bool):
             continue
         elif isinstance(value, int) or (value is None and re.fullmatch(NEEDED, key)):
-            changes[key] = _small(RULES, key, value)
+            changes[key] = _choose_small_value(RULES, key, value)
         elif isinstance(value, float):
-            changes[key] = _small(FLOATS, key, value)
+            changes[key] = _choose_small_value(FLOATS, key, value)
         elif isinstance(value, list) and isinstance(layers, int) and len(value) == layers > count:
             kinds = list(dict.fromkeys(map(str, value)))
             some = value[:count]
             changes[key] = some if set(map(str, some)) == set(kinds) else (value[: count - 1] + [value[-1]])
         elif key == "per_layer_config" and isinstance(value, dict) and isinstance(layers, int) and layers > count:
             last = max(value, key=int)  # of the kind that the last of the few layers is
-            changes[key] = {count - 1: {name: _small(RULES, name, size) for name, size in value[last].items()}}
+            changes[key] = {
+                count - 1: {name: _choose_small_value(RULES, name, size) for name, size in value[last].items()}
+            }
         elif isinstance(value, dict) and "mrope_section" in value:
             changes[key] = {**value, "mrope_section": [2, 3, 3]}
-    changes = _fitted(as_dict, changes, layout, count)
+    changes = _fit_to_layout(as_dict, changes, layout, count)
     changes = {key: value for key, value in changes.items() if value != as_dict.get(key)}
     if as_dict.get("kv_lora_rank"):
         changes["num_key_value_heads"] = 4
@@ -159,7 +163,7 @@ def small_sizes(config: PretrainedConfig, keep: Sequence[str] = (), layout: Layo
     return {**changes, **fitting}
 
 
-def _small_count(layers: int, stages: int) -> int:
+def _choose_layer_count(layers: int, stages: int) -> int:
     """Return four layers, or what fills all stages; one more where the large model's do not divide either."""
     if layers <= 4 or stages == 1:
         return min(layers, 4)
@@ -171,7 +175,7 @@ _QUERY_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
 _KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
 
 
-def _fitted(as_dict: dict[str, Any], changes: dict[str, Any], layout: Layout, layers: int) -> dict[str, Any]:
+def _fit_to_layout(as_dict: dict[str, Any], changes: dict[str, Any], layout: Layout, layers: int) -> dict[str, Any]:
     """Return the small sizes with as many layers and heads as a layout can cut, where it can cut the large model's."""
     if layout == ONE_RANK:
         return changes
@@ -203,7 +207,7 @@ def _is_width(key: str) -> bool:
     return bool(rules) and rules[0] in (64, 128) and not re.fullmatch(r".*(position|length|ctx|seq_len|expert).*", key)
 
 
-def small_values(config: PretrainedConfig, keep: Sequence[str] = (), layout: Layout = ONE_RANK) -> dict[str, Any]:
+def list_small_values(config: PretrainedConfig, keep: Sequence[str] = (), layout: Layout = ONE_RANK) -> dict[str, Any]:
     """Return all values of a tiny model's config: those that differ from the class's own, and the small sizes."""
     own = {key: value for key, value in config.to_diff_dict().items() if key not in _OF_FILES}
     if getattr(config, "kv_lora_rank", None):
@@ -212,10 +216,10 @@ def small_values(config: PretrainedConfig, keep: Sequence[str] = (), layout: Lay
     if isinstance(rotation, dict) and "mrope_section" not in rotation and "rope_type" in rotation:
         own.pop("rope_scaling", None)  # stretched rotations have factors for each width of a head
         own["rope_parameters"] = {"rope_type": "default", "rope_theta": rotation.get("rope_theta", 1e4)}
-    return {**own, **small_sizes(config, keep, layout)}
+    return {**own, **choose_small_sizes(config, keep, layout)}
 
 
-def _small(rules: tuple, key: str, value: Any) -> Any:
+def _choose_small_value(rules: tuple, key: str, value: Any) -> Any:
     for pattern, small in rules:
         if re.fullmatch(pattern, key):
             return small(value) if callable(small) else small
@@ -237,7 +241,7 @@ def build_random(cls: Any, config: PretrainedConfig, seed: int = 7) -> Any:
     return model.float()
 
 
-def small_copy(model: PreTrainedModel, keep: Sequence[str] = ()) -> PreTrainedModel:
+def make_small_copy(model: PreTrainedModel, keep: Sequence[str] = ()) -> PreTrainedModel:
     """Return a tiny model in fp32 on the host, of the class and the kind of `model`, which is not touched.
 
     Args:
@@ -254,7 +258,7 @@ def small_copy(model: PreTrainedModel, keep: Sequence[str] = ()) -> PreTrainedMo
     if not hasattr(config, "to_diff_dict"):
         refuse(cls.__name__, "has no config by which a small copy of it could be made", "a model of Transformers")
     try:
-        small = type(config)(**small_values(config, keep))
+        small = type(config)(**list_small_values(config, keep))
         small._attn_implementation = config._attn_implementation
         with torch.device("meta"):
             rest = cls(small)
@@ -264,7 +268,7 @@ def small_copy(model: PreTrainedModel, keep: Sequence[str] = ()) -> PreTrainedMo
             raise ValueError(f"{size} parameters are left")
         return build_random(cls, small)
     except Exception as error:
-        why = f"a small copy of it cannot be made ({type(error).__name__}: {first_line(error)})"
+        why = f"a small copy of it cannot be made ({type(error).__name__}: {get_first_line(error)})"
         refuse(cls.__name__, why, cause=error)
 
 
@@ -281,7 +285,7 @@ TOLERANCE = 1e-3
 TOLERANCE_16_BITS = 5e-2
 
 
-def why_not_told_apart(copy: PreTrainedModel) -> str | None:
+def find_reason_not_told_apart(copy: PreTrainedModel) -> str | None:
     """Return why this small model trains on other numbers when its documents are joined, or None if it does not.
 
     Compared are the logits of each token, and the loss with the first label of each document left out.
@@ -289,53 +293,55 @@ def why_not_told_apart(copy: PreTrainedModel) -> str | None:
     copy = copy.eval()
     name, tolerance = type(copy).__name__, TOLERANCE if copy.dtype == torch.float32 else TOLERANCE_16_BITS
     try:
-        documents = _documents(copy)
+        documents = _make_documents(copy)
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            apart = [_outputs(copy, document) for document in documents]
-            together = _outputs(copy, torch.cat(documents, 1), torch.cat(list(_positions(documents)), 1))
+            apart = [_compute_outputs(copy, document) for document in documents]
+            together = _compute_outputs(
+                copy, torch.cat(documents, 1), torch.cat(list(_iterate_positions(documents)), 1)
+            )
     except Exception as error:
-        return f"{name} cannot be tried on joined examples ({type(error).__name__}: {first_line(error)})"
+        return f"{name} cannot be tried on joined examples ({type(error).__name__}: {get_first_line(error)})"
     alone = torch.cat([logits for logits, _ in apart], 1)
-    if together[0].shape != alone.shape or not _same(together[0], alone, tolerance):
+    if together[0].shape != alone.shape or not _is_close(together[0], alone, tolerance):
         return f"{name} cannot tell examples of one row apart: its outputs for two of them are not those of each alone"
     targets = [length - 1 for length in LENGTHS]
     mean = torch.stack([loss * count for (_, loss), count in zip(apart, targets, strict=True)]).sum() / sum(targets)
-    if not _same(together[1], mean, tolerance):
+    if not _is_close(together[1], mean, tolerance):
         return f"the loss of {name} is not a mean over each token's next one, which joined examples need"
     return None
 
 
-def reads_former_document(copy: PreTrainedModel) -> bool:
+def does_read_former_document(copy: PreTrainedModel) -> bool:
     """Return whether outputs of a document depend on another before it in the sequence, where positions begin anew.
 
     Models that do not give `position_ids` to transformers' mask functions, such as gpt-oss, read it with any kernel
     but flash attention.
     """
-    backbone = token_readers(copy.eval())[0]
-    first, second, _ = _documents(copy)
-    positions = torch.cat(list(_positions((first, second))), 1)
+    backbone = find_token_readers(copy.eval())[0]
+    first, second, _ = _make_documents(copy)
+    positions = torch.cat(list(_iterate_positions((first, second))), 1)
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         rows = (torch.cat((before, second), 1) for before in (first, first.flip(1)))
         hidden = (backbone(input_ids=row, position_ids=positions).last_hidden_state for row in rows)
         one, other = (states[:, first.shape[1] :] for states in hidden)
-    return not _same(one, other, TOLERANCE)
+    return not _is_close(one, other, TOLERANCE)
 
 
-def _documents(copy: PreTrainedModel) -> list[torch.Tensor]:
+def _make_documents(copy: PreTrainedModel) -> list[torch.Tensor]:
     generator, device = torch.Generator().manual_seed(5), next(copy.parameters()).device
     highest = min(VOCABULARY, copy.get_input_embeddings().weight.shape[0]) - 8
     return [torch.randint(5, highest, (1, length), generator=generator).to(device) for length in LENGTHS]
 
 
-def _same(one: torch.Tensor, other: torch.Tensor, tolerance: float) -> bool:
+def _is_close(one: torch.Tensor, other: torch.Tensor, tolerance: float) -> bool:
     return bool((one - other).abs().max() <= tolerance * other.abs().max())
 
 
-def _positions(documents: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+def _iterate_positions(documents: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
     return (torch.arange(document.shape[1], device=document.device)[None] for document in documents)
 
 
-def _outputs(
+def _compute_outputs(
     model: PreTrainedModel, tokens: torch.Tensor, positions: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return logits and loss of one sequence."""

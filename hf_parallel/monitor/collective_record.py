@@ -31,8 +31,8 @@ import torch.distributed as dist
 from torch import nn
 
 from hf_parallel.ranks import observed
-from hf_parallel.ranks.desync import LIBRARIES, waits_for_others
-from hf_parallel.ranks.groups import takes_host_memory
+from hf_parallel.ranks.desync import LIBRARIES, is_waiting_for_others
+from hf_parallel.ranks.groups import can_send_host_memory
 from hf_parallel.ranks.observed import END_COALESCING, Call, Listener
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 
 @contextlib.contextmanager
-def before_abort(say: Callable[[], None]) -> Iterator[None]:
+def call_before_abort(say: Callable[[], None]) -> Iterator[None]:
     """Call `say` before this process is ended by SIGABRT."""
     try:
         set_handler = ctypes.CDLL(None).signal
@@ -87,7 +87,7 @@ class Entry:
         tensor = call.tensor
         self.shape: torch.Size | None = None if tensor is None else tensor.shape
         self.dtype: torch.dtype | None = None if tensor is None else tensor.dtype
-        self.module, self.place, self.backward = _in_progress()
+        self.module, self.place, self.backward = _find_call_in_progress()
         self.work: dist.Work | None = None
         self.on_host = True  # does its `Work` know when it is done?
 
@@ -132,7 +132,7 @@ class CollectiveRecord(Listener):
         tensor = call.tensor
         place = call.group_name, "cpu" if tensor is None else tensor.device.type
         if place not in self._on_host:
-            on_host = takes_host_memory(call.group)
+            on_host = can_send_host_memory(call.group)
             if on_host and tensor is not None and tensor.device.type != "cpu":  # a group of gloo and NCCL
                 on_host = call.group._get_backend(tensor.device).name() != "nccl"
             self._on_host[place] = on_host
@@ -173,7 +173,7 @@ class CollectiveRecord(Listener):
         `on_device`: the host itself does not wait in it; it goes on until it needs what is computed.
         """
         names = {id(module): name for name, module in self.model.named_modules()}
-        unfinished = unfinished_on_device()
+        unfinished = list_unfinished_on_device()
         groups, pending = {}, []
         for name, entries in list(self.entries.items()):
             told = [self._told(name, entry, names) for entry in list(entries)]
@@ -216,7 +216,7 @@ class CollectiveRecord(Listener):
         }
 
 
-def unfinished_on_device() -> dict[str, set[int]]:
+def list_unfinished_on_device() -> dict[str, set[int]]:
     """Group name -> numbers of its collectives that NCCL has not finished, as torch's flight recorder knows them."""
     dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace", None)
     found: defaultdict[str, set[int]] = defaultdict(set)
@@ -241,12 +241,12 @@ _OWN, _PASSED_ON, _OF_FSDP = "own", "passed on", "of FSDP2"
 
 
 @functools.cache
-def _whose(file: str) -> str:
+def _classify_file(file: str) -> str:
     """Asked for each frame: a name is looked at once, and code, whose hash takes long, never."""
     return _OF_FSDP if file.endswith(_FSDP) else _PASSED_ON if file.startswith(_LIBRARIES) else _OWN
 
 
-def _in_progress() -> tuple[str | None, tuple[str, int] | None, bool]:
+def _find_call_in_progress() -> tuple[str | None, tuple[str, int] | None, bool]:
     """The innermost module that is being called, or the name that FSDP2 has for it; else the line that calls; is it a
     backward pass?"""
     frame, place = sys._getframe(3), None
@@ -256,16 +256,16 @@ def _in_progress() -> tuple[str | None, tuple[str, int] | None, bool]:
             return frame.f_locals["self"], None, False
         if code is _BACKWARD:
             return None, place, True
-        whose = _whose(code.co_filename)
+        whose = _classify_file(code.co_filename)
         if whose is _OF_FSDP and hasattr(frame.f_locals.get("self"), "_module_fqn"):
-            return frame.f_locals["self"]._module_fqn or "root", None, _in_backward()
+            return frame.f_locals["self"]._module_fqn or "root", None, _is_in_backward()
         if whose is _OWN and place is None:
             place = code.co_filename, frame.f_lineno
         frame = frame.f_back  # type: ignore[assignment]
-    return None, place, _in_backward()
+    return None, place, _is_in_backward()
 
 
-def _in_backward() -> bool:
+def _is_in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
@@ -277,7 +277,7 @@ _DISTRIBUTED, _OBSERVED = os.path.join(os.path.dirname(torch.__file__), "distrib
 _CALLBACKS = os.path.join("transformers", "trainer_callback.py")
 
 
-def stacks() -> dict[str, list[str]]:
+def read_stacks() -> dict[str, list[str]]:
     """Return the stack of every thread that runs Python, by its name."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     return {
@@ -286,10 +286,10 @@ def stacks() -> dict[str, list[str]]:
     }
 
 
-def waits(thread: int) -> bool:
+def is_waiting(thread: int) -> bool:
     """Is it in code in which a process waits for others?"""
     frame = sys._current_frames().get(thread)
-    return frame is not None and waits_for_others(frame)
+    return frame is not None and is_waiting_for_others(frame)
 
 
 def place_of_thread(thread: int, phase: str) -> str:
@@ -299,21 +299,21 @@ def place_of_thread(thread: int, phase: str) -> str:
         phase: what the training was at when it last said so, where its code does not tell.
     """
     frame = sys._current_frames().get(thread)
-    return f"in {phase}" if frame is None else _place(_outwards(frame), phase)
+    return f"in {phase}" if frame is None else _format_place(_walk_outwards(frame), phase)
 
 
 def place_of_error(error: BaseException) -> str:
     """Where it was raised, in the same words."""
-    return _place(_raised(error.__traceback__), "")
+    return _format_place(_walk_raised(error.__traceback__), "")
 
 
 def is_of_collective(error: BaseException) -> bool:
     """Was it raised by one, or by the wait for it?"""
-    frames = _raised(error.__traceback__)
+    frames = _walk_raised(error.__traceback__)
     return bool(frames) and (frames[0][0].f_code.co_filename.startswith((_DISTRIBUTED, _OBSERVED)))
 
 
-def _place(frames: list[tuple[FrameType, int]], phase: str) -> str:
+def _format_place(frames: list[tuple[FrameType, int]], phase: str) -> str:
     """Return the place of frames, from inside out, with the lines that they are at."""
     files = [frame.f_code.co_filename for frame, _ in frames]
     own = next((found for found in frames if not found[0].f_code.co_filename.startswith(LIBRARIES)), frames[0])
@@ -326,7 +326,7 @@ def _place(frames: list[tuple[FrameType, int]], phase: str) -> str:
     return f"in {phase} ({line})" if phase else f"at {line}"
 
 
-def _outwards(frame: FrameType) -> list[tuple[FrameType, int]]:
+def _walk_outwards(frame: FrameType) -> list[tuple[FrameType, int]]:
     found, outer = [], frame
     while outer is not None:
         found.append((outer, outer.f_lineno))
@@ -334,7 +334,7 @@ def _outwards(frame: FrameType) -> list[tuple[FrameType, int]]:
     return found
 
 
-def _raised(step: TracebackType | None) -> list[tuple[FrameType, int]]:
+def _walk_raised(step: TracebackType | None) -> list[tuple[FrameType, int]]:
     found = []
     while step is not None:
         found.append((step.tb_frame, step.tb_lineno))

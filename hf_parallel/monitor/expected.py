@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 
 from hf_parallel.ask.config import ParallelConfig
 from hf_parallel.ask.spec import refuse
-from hf_parallel.axes.pipeline.schedules import micro_batch_count
+from hf_parallel.axes.pipeline.schedules import count_micro_batches
 from hf_parallel.monitor import session
-from hf_parallel.monitor.meter import RankRow, significant
+from hf_parallel.monitor.meter import RankRow, round_to_significant
 from hf_parallel.planner.candidates import Goal
-from hf_parallel.planner.choices import predicted
+from hf_parallel.planner.choices import predict_choice
 from hf_parallel.planner.hardware import Cluster, Efficiency, Gpu, Host, Link
-from hf_parallel.planner.memory import GIB, fullest
+from hf_parallel.planner.memory import GIB, find_fullest
 from hf_parallel.planner.prediction import Prediction
 from hf_parallel.planner.shape import ModelShape, shape_of
 
@@ -51,20 +51,20 @@ def expect(shape: ModelShape, config: ParallelConfig, cluster: Cluster, batch: B
     Raises:
         SpecError: a batch that the layout's pipeline cannot cut.
     """
-    pieces = micro_batch_count(batch.rows, config) if config.pp_size > 1 else 1
+    pieces = count_micro_batches(batch.rows, config) if config.pp_size > 1 else 1
     goal = Goal(shape, cluster, batch.seq, None, batch.precision, batch.optimizer, batch.lora, batch.rows, batch.calls)
-    return predicted(goal, config, batch.rows // pieces).prediction
+    return predict_choice(goal, config, batch.rows // pieces).prediction
 
 
-def terms(kinds: Mapping[str, float]) -> dict[str, float]:
+def sum_by_term(kinds: Mapping[str, float]) -> dict[str, float]:
     """The seconds of a prediction's kinds, by what the monitor measures."""
     found = dict.fromkeys(TERMS, 0.0)
     for kind, seconds in kinds.items():
-        found[term_of(kind)] += seconds
+        found[find_term_of(kind)] += seconds
     return found
 
 
-def term_of(kind: str) -> str:
+def find_term_of(kind: str) -> str:
     """Return the term that a kind of a prediction's seconds belongs to."""
     if kind == BUBBLE:
         return kind
@@ -73,44 +73,44 @@ def term_of(kind: str) -> str:
     return OTHER if kind in _OTHER else COMPUTE
 
 
-def measured_terms(rows: list[RankRow]) -> dict[str, float]:
+def measure_terms(rows: list[RankRow]) -> dict[str, float]:
     """Return the terms as measured, data among the rest: of the mean rank, in seconds of a step."""
     parts = {"compute": "compute", "communication": "communication", "bubble": "pp", "other": "rest", "data": "data"}
     return {name: sum(getattr(row, part) for row in rows) / len(rows) for name, part in parts.items()}
 
 
-def described(prediction: Prediction, config: ParallelConfig, batch: Batch) -> dict[str, object]:
+def describe_prediction(prediction: Prediction, config: ParallelConfig, batch: Batch) -> dict[str, object]:
     """JSON-ready: what the record carries, and what calibration starts from."""
     parts = prediction.breakdown
     rates = ("step_time_s", "tokens_per_s_per_gpu", "mfu", "memory_gib", "bubble")
     return {
         "spec": config.to_spec(),
         "batch": dataclasses.asdict(batch),
-        **{name: significant(getattr(prediction, name)) for name in rates},
-        "tensors_gib": significant(_tensors(prediction)),
-        "terms": {name: significant(seconds) for name, seconds in terms(parts.time).items()},
-        "time": {name: significant(seconds) for name, seconds in parts.time.items()},
-        "memory": {name: significant(size) for name, size in parts.memory.items()},
+        **{name: round_to_significant(getattr(prediction, name)) for name in rates},
+        "tensors_gib": round_to_significant(_sum_tensor_memory(prediction)),
+        "terms": {name: round_to_significant(seconds) for name, seconds in sum_by_term(parts.time).items()},
+        "time": {name: round_to_significant(seconds) for name, seconds in parts.time.items()},
+        "memory": {name: round_to_significant(size) for name, size in parts.memory.items()},
         "bytes_by_axis": parts.bytes_by_axis,
         "cluster": dataclasses.asdict(prediction.cluster),
     }
 
 
-def _tensors(prediction: Prediction) -> float:
-    return fullest(list(prediction.breakdown.ranks)).tensors / GIB
+def _sum_tensor_memory(prediction: Prediction) -> float:
+    return find_fullest(list(prediction.breakdown.ranks)).tensors / GIB
 
 
-def deviations(prediction: Prediction, rows: list[RankRow]) -> list[str]:
+def list_deviations(prediction: Prediction, rows: list[RankRow]) -> list[str]:
     """Lines about step time and memory that are further from the plan than tolerated, with the term that is off."""
     lines = []
     step, planned = max(row.step for row in rows), prediction.step_time_s
     if _is_off(step, planned):
-        term, own, expected = _furthest(terms(prediction.breakdown.time), measured_terms(rows))
+        term, own, expected = _find_furthest(sum_by_term(prediction.breakdown.time), measure_terms(rows))
         lines.append(
             f"a step takes {step:.3g} s, planned {planned:.3g} s ({step / planned - 1:+.0%}); most of the "
             f"difference is {term}: {own:.3g} s, planned {expected:.3g} s"
         )
-    peak, tensors = max(row.memory_peak for row in rows) / GIB, _tensors(prediction)
+    peak, tensors = max(row.memory_peak for row in rows) / GIB, _sum_tensor_memory(prediction)
     if _is_off(peak, tensors) and abs(peak - tensors) > UNCOUNTED_GIB:
         lines.append(f"tensors take {peak:.3g} GiB, planned {tensors:.3g} GiB ({peak / tensors - 1:+.0%})")
     return lines
@@ -120,7 +120,7 @@ def _is_off(measured: float, planned: float) -> bool:
     return planned > 0 and abs(measured / planned - 1) > TOLERATED
 
 
-def _furthest(planned: Mapping[str, float], measured: Mapping[str, float]) -> tuple[str, float, float]:
+def _find_furthest(planned: Mapping[str, float], measured: Mapping[str, float]) -> tuple[str, float, float]:
     term = max(measured, key=lambda name: abs(measured[name] - planned.get(name, 0.0)))
     return term, measured[term], planned.get(term, 0.0)
 
@@ -159,13 +159,13 @@ def calibrated(folder: str, model: PreTrainedModel) -> tuple[Cluster, list[str]]
     """
     shape = shape_of(model)
     try:
-        found = _measured(folder)
+        found = _read_measured(folder)
     except (KeyError, TypeError) as error:
         refuse(
             folder, "its record is damaged, or of another version", do="train a few times logging_steps", cause=error
         )
     before = expect(shape, found.config, found.cluster, found.batch)
-    cluster, factors = _fit(shape, found)
+    cluster, factors = _fit_to_measured(shape, found)
     after = expect(shape, found.config, cluster, found.batch)
     said = [f"{name} x {factor:.3g}" for name, factor in factors.items()]
     host = cluster.gpu.efficiency.eager_step_ms
@@ -176,7 +176,7 @@ def calibrated(folder: str, model: PreTrainedModel) -> tuple[Cluster, list[str]]
     ]
 
 
-def _measured(folder: str) -> Measured:
+def _read_measured(folder: str) -> Measured:
     lines = session.read_records(folder)
     runs = [i for i, line in enumerate(lines) if line["kind"] == "run"]
     last = lines[runs[-1] :] if runs else []
@@ -187,7 +187,7 @@ def _measured(folder: str) -> Measured:
     if not steps:
         refuse(folder, "its record has no step", do="train a few times logging_steps")
     warm = steps[1:] or steps  # the first one holds what happens once
-    logs = [measured_terms(ranks) for ranks in warm]
+    logs = [measure_terms(ranks) for ranks in warm]
     values = {name: statistics.median(log[name] for log in logs) for name in TERMS}
     step = statistics.median(max(rank.step for rank in ranks) for ranks in warm)
     config = ParallelConfig.parse(plan["spec"])
@@ -202,13 +202,13 @@ def read_cluster(saved: dict) -> Cluster:
     return Cluster(**{**saved, "gpu": gpu, "inside": Link(**saved["inside"]), "between": Link(**saved["between"])})
 
 
-def _fit(shape: ModelShape, found: Measured) -> tuple[Cluster, dict[str, float]]:
+def _fit_to_measured(shape: ModelShape, found: Measured) -> tuple[Cluster, dict[str, float]]:
     """Scale what each term depends on until it is as measured; a bubble follows from the compute."""
     cluster, total = found.cluster, dict.fromkeys(_SCALE, 1.0)
     for _ in range(_ROUNDS):
-        now = terms(expect(shape, found.config, cluster, found.batch).breakdown.time)
+        now = sum_by_term(expect(shape, found.config, cluster, found.batch).breakdown.time)
         for name, slower in _SCALE.items():
-            factor = _factor(found.terms[name], now[name], total[name]) ** _OF_THE_WAY
+            factor = _compute_slowdown(found.terms[name], now[name], total[name]) ** _OF_THE_WAY
             total[name] *= factor
             cluster = slower(cluster, factor)
         e = cluster.gpu.efficiency
@@ -219,7 +219,7 @@ def _fit(shape: ModelShape, found: Measured) -> tuple[Cluster, dict[str, float]]
     return cluster, total
 
 
-def _factor(measured: float, predicted: float, so_far: float) -> float:
+def _compute_slowdown(measured: float, predicted: float, so_far: float) -> float:
     """Return how much slower than now; 1 where nothing is planned or seen, which no factor would mend."""
     if measured <= 0 or predicted <= 0:
         return 1.0
@@ -227,7 +227,7 @@ def _factor(measured: float, predicted: float, so_far: float) -> float:
     return min(_MOST, max(1 / _MOST, wanted)) / so_far
 
 
-def _slower_compute(cluster: Cluster, factor: float) -> Cluster:
+def _slow_compute(cluster: Cluster, factor: float) -> Cluster:
     e = cluster.gpu.efficiency
     scaled = {name: getattr(e, name) / factor for name in _RATES}
     host = {"kernel_us": e.kernel_us * factor, "eager_us": e.eager_us * factor}
@@ -235,15 +235,15 @@ def _slower_compute(cluster: Cluster, factor: float) -> Cluster:
     return dataclasses.replace(cluster, gpu=gpu)
 
 
-def _slower_links(cluster: Cluster, factor: float) -> Cluster:
+def _slow_links(cluster: Cluster, factor: float) -> Cluster:
     e = cluster.gpu.efficiency
     gpu = dataclasses.replace(cluster.gpu, efficiency=dataclasses.replace(e, wait_us=e.wait_us * factor))
     return dataclasses.replace(
-        cluster, gpu=gpu, inside=_slower(cluster.inside, factor), between=_slower(cluster.between, factor)
+        cluster, gpu=gpu, inside=_slow_link(cluster.inside, factor), between=_slow_link(cluster.between, factor)
     )
 
 
-def _slower(link: Link, factor: float) -> Link:
+def _slow_link(link: Link, factor: float) -> Link:
     return dataclasses.replace(
         link,
         bandwidth=link.bandwidth / factor,
@@ -252,4 +252,4 @@ def _slower(link: Link, factor: float) -> Link:
     )
 
 
-_SCALE = {"compute": _slower_compute, "communication": _slower_links}
+_SCALE = {"compute": _slow_compute, "communication": _slow_links}

@@ -19,8 +19,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from hf_parallel.monitor.hang_report import ranks
-from hf_parallel.ranks.mesh import stored
+from hf_parallel.monitor.hang_report import format_rank_numbers
+from hf_parallel.ranks.mesh import get_stored
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
@@ -104,31 +104,31 @@ class Search:
             self._calls[module] += 1
             self._part = self._calls[module]  # of modules inside, too, which a stage may call in pieces of a sequence
         part = self._part
-        if module in self.stages and _any_bad(inputs):
+        if module in self.stages and _has_bad_number(inputs):
             self._found(FORWARD, name, part, received=True)
-        for trace in self._traces(inputs, part):
+        for trace in self._make_traces(inputs, part):
             if module in self.stages:
                 continue
-            trace.consumers = [other for other in trace.consumers if not _inside(name, other)] + [name]
+            trace.consumers = [other for other in trace.consumers if not _is_inside(name, other)] + [name]
 
     def _after(self, name: str, module: nn.Module, inputs: object, output: object) -> None:
         self._order += 1
         part = self._part
-        if self.finding is None and module not in self.stages and _any_bad(output):
-            self._found(FORWARD, name, part, before=_any_bad(inputs))
-        for trace in self._traces(output, part):
+        if self.finding is None and module not in self.stages and _has_bad_number(output):
+            self._found(FORWARD, name, part, before=_has_bad_number(inputs))
+        for trace in self._make_traces(output, part):
             trace.producer = trace.producer or name
             trace.received = trace.received or not self.stages.get(module, True)
 
-    def _traces(self, values: object, part: int) -> Iterator[_Trace]:
+    def _make_traces(self, values: object, part: int) -> Iterator[_Trace]:
         for tensor in tree_leaves(values):
             if torch.is_tensor(tensor) and tensor.requires_grad and not tensor.is_leaf:
                 if "_first_bad" not in tensor.__dict__:
                     trace = tensor.__dict__["_first_bad"] = _Trace(part)
-                    tensor.register_hook(lambda gradient, trace=trace: self._gradient(gradient, trace))
+                    tensor.register_hook(lambda gradient, trace=trace: self._look_at_gradient(gradient, trace))
                 yield tensor.__dict__["_first_bad"]
 
-    def _gradient(self, gradient: torch.Tensor, trace: _Trace) -> None:
+    def _look_at_gradient(self, gradient: torch.Tensor, trace: _Trace) -> None:
         self._order += 1
         if self.finding is None and is_bad(gradient):
             name = " or ".join(trace.consumers) or f"what follows {trace.producer or 'the model'}"
@@ -151,38 +151,39 @@ def is_bad(value: object) -> bool:
     """Is a number in it not finite? Waits for the device."""
     if not torch.is_tensor(value) or not value.is_floating_point() or value.is_meta:
         return False
-    return not bool(torch.isfinite(stored(value.detach())).all())  # a checkpointed layer counts what it saves
+    return not bool(torch.isfinite(get_stored(value.detach())).all())  # a checkpointed layer counts what it saves
 
 
-def _any_bad(values: object) -> bool:
+def _has_bad_number(values: object) -> bool:
     return any(is_bad(value) for value in tree_leaves(values))
 
 
-def _inside(name: str, outer: str) -> bool:
+def _is_inside(name: str, outer: str) -> bool:
     return not outer or name.startswith(f"{outer}.")
 
 
 # ---- of all ranks --------------------------------------------------------------------------------------------------
 
 
-def sentence(findings: dict[int, Finding | None], micro_batches: int, step: int) -> str:
+def format_findings(findings: dict[int, Finding | None], micro_batches: int, step: int) -> str:
     """Where it comes from, by rank."""
     own = {rank: found for rank, found in findings.items() if found is not None}
     if not own:
         return "no module gave it when the step was computed once more"
-    least = min(map(_place, own.values()))
-    first = {rank: found for rank, found in own.items() if _place(found) == least}
+    least = min(map(_find_first_place, own.values()))
+    first = {rank: found for rank, found in own.items() if _find_first_place(found) == least}
     found = next(iter(first.values()))
-    return f"it first appears in {_operation(found, step)} on {ranks(first)}{_batch(found, micro_batches)}"
+    where = f"{_describe_operation(found, step)} on {format_rank_numbers(first)}"
+    return f"it first appears in {where}{_describe_batch(found, micro_batches)}"
 
 
-def _place(found: Finding) -> tuple:
+def _find_first_place(found: Finding) -> tuple:
     time = (found["phase"] != WEIGHTS, found["received"], found["micro_batch"])
     # A later stage runs the same part later; ranks that split a layer run it in the same order.
     return (*time, found["phase"], found["part"] or 0, found["order"])
 
 
-def _operation(found: Finding, step: int) -> str:
+def _describe_operation(found: Finding, step: int) -> str:
     name = found["name"]
     if found["phase"] == WEIGHTS:
         return f"weight {name}, after " + (f"the optimizer's step {step - 1}" if step > 1 else "it was loaded")
@@ -193,7 +194,7 @@ def _operation(found: Finding, step: int) -> str:
     return f"what {name} was given" if found["before"] else f"the forward of {name}"
 
 
-def _batch(found: Finding, micro_batches: int) -> str:
+def _describe_batch(found: Finding, micro_batches: int) -> str:
     if found["phase"] in (WEIGHTS, GRADIENT):
         return ""
     part = "" if found["part"] is None else f" (micro-batch {found['part']} of the pipeline)"

@@ -18,25 +18,29 @@ _MESSAGES = {"send": "to", "receive": "from"}
 Facts = dict  # of one rank, see `Watchdog`
 
 
-def sentence(facts: dict[int, Facts]) -> str:
+def format_hang(facts: dict[int, Facts]) -> str:
     """Return what holds the ranks up, by rank."""
-    found = mismatch(facts)
-    around = [] if found else circle(facts)
+    found = describe_mismatch(facts)
+    around = [] if found else find_circle(facts)
     rest = {rank: own for rank, own in facts.items() if rank not in around}
-    told = [found, _told_circle(around, facts) if around else None, states_of_ranks(rest, facts) if rest else None]
+    told = [
+        found,
+        _describe_circle(around, facts) if around else None,
+        format_states_of_ranks(rest, facts) if rest else None,
+    ]
     return "; ".join(filter(None, told))
 
 
 # ---- where each rank is --------------------------------------------------------------------------------------------
 
 
-def states_of_ranks(of_these: dict[int, Facts], facts: dict[int, Facts]) -> str:
+def format_states_of_ranks(of_these: dict[int, Facts], facts: dict[int, Facts]) -> str:
     """Ranks that wait first, those that they wait for after them."""
     texts: dict[tuple[bool, str, str], list[int]] = {}
     for rank in sorted(of_these):
         texts.setdefault(_state(rank, facts), []).append(rank)
     ordered = sorted(texts.items(), key=lambda found: not found[0][0])  # stable: by rank otherwise
-    return "; ".join(f"{ranks(of)} {one if len(of) == 1 else many}" for (_, one, many), of in ordered)
+    return "; ".join(f"{format_rank_numbers(of)} {one if len(of) == 1 else many}" for (_, one, many), of in ordered)
 
 
 def _state(rank: int, facts: dict[int, Facts]) -> tuple[bool, str, str]:
@@ -45,23 +49,23 @@ def _state(rank: int, facts: dict[int, Facts]) -> tuple[bool, str, str]:
     if own.get("absent"):
         return False, f"{own['absent']}", f"{own['absent']}"
     if own.get("failed") and own["pending"]:
-        text = f"lost a peer in {_collective(own['pending'][0])}"
+        text = f"lost a peer in {_format_collective(own['pending'][0])}"
         return True, text, text
     if own.get("error"):
         return False, f"has left the training by {own['error']}", f"have left the training by {own['error']}"
-    if waited_for(own) is not None:
-        missing = missing_ranks(rank, facts)
-        text = _collective(waited_for(own)) + (f" for {ranks(missing)}" if missing else "")
+    if find_waited_for(own) is not None:
+        missing = list_missing_ranks(rank, facts)
+        text = _format_collective(find_waited_for(own)) + (f" for {format_rank_numbers(missing)}" if missing else "")
         return True, f"waits in {text}", f"wait in {text}"
     return False, f"is {own['place']}", f"are {own['place']}"
 
 
-def waited_for(own: Facts) -> Facts | None:
+def find_waited_for(own: Facts) -> Facts | None:
     """The collective in which a rank waits, if it does."""
     return own["pending"][0] if own.get("waits") and own.get("pending") else None
 
 
-def _collective(entry: Facts | None) -> str:
+def _format_collective(entry: Facts | None) -> str:
     assert entry is not None
     at = entry["module"] or (None if entry["backward"] else entry.get("place"))
     inside = ", ".join(filter(None, [entry["axis"], at, "backward" if entry["backward"] else None]))
@@ -71,20 +75,22 @@ def _collective(entry: Facts | None) -> str:
     return f"{entry['operation']} number {entry['number']:,} ({inside})"
 
 
-def missing_ranks(rank: int, facts: dict[int, Facts]) -> list[int]:
+def list_missing_ranks(rank: int, facts: dict[int, Facts]) -> list[int]:
     """Return the ranks that have not come to the collective in which a rank waits."""
-    entry = waited_for(facts[rank])
+    entry = find_waited_for(facts[rank])
     if entry is None:
         return []
     if entry["operation"] in _MESSAGES:
         return [] if entry["peer"] is None else [entry["peer"]]
     members = facts[rank]["groups"][entry["group"]]["ranks"]
     return [
-        other for other in members if other != rank and _last_number(facts.get(other, {}), entry) < entry["number"]
+        other
+        for other in members
+        if other != rank and _find_last_number(facts.get(other, {}), entry) < entry["number"]
     ]
 
 
-def _last_number(other: Facts, entry: Facts) -> int:
+def _find_last_number(other: Facts, entry: Facts) -> int:
     last = other.get("groups", {}).get(entry["group"], {"last": []})["last"]
     numbers = [found["number"] for found in last if found["operation"] not in _MESSAGES]
     return max(numbers, default=0)
@@ -93,21 +99,21 @@ def _last_number(other: Facts, entry: Facts) -> int:
 # ---- who differs -------------------------------------------------------------------------------------------------
 
 
-def mismatch(facts: dict[int, Facts]) -> str | None:
+def describe_mismatch(facts: dict[int, Facts]) -> str | None:
     """The first collective in which ranks of a group differ, in a group in which somebody waits."""
-    waiting = {entry["group"] for own in facts.values() if (entry := waited_for(own)) is not None}
+    waiting = {entry["group"] for own in facts.values() if (entry := find_waited_for(own)) is not None}
     if any(own.get("error") for own in facts.values()):  # it may have been raised by such a one
         waiting |= {group for own in facts.values() for group in own.get("groups", {})}
     for group in sorted(waiting):
-        by_number = _by_number(facts, group)
+        by_number = _group_by_number(facts, group)
         for number in sorted(by_number):
-            kinds = _sorts(by_number[number])
+            kinds = _sort_by_kind(by_number[number])
             if len(kinds) > 1:
-                return _told_apart(group, number, by_number)
+                return _describe_kinds(group, number, by_number)
     return None
 
 
-def _by_number(facts: dict[int, Facts], group: str) -> dict[int, dict[int, Facts]]:
+def _group_by_number(facts: dict[int, Facts], group: str) -> dict[int, dict[int, Facts]]:
     """Number -> rank -> what it is there; only of ranks of one and the same group of this name."""
     members = [tuple(own["groups"][group]["ranks"]) for own in facts.values() if group in own.get("groups", {})]
     same = Counter(members).most_common(1)[0][0]
@@ -121,7 +127,7 @@ def _by_number(facts: dict[int, Facts], group: str) -> dict[int, dict[int, Facts
     return found
 
 
-def _sorts(entries: dict[int, Facts]) -> dict[tuple, list[int]]:
+def _sort_by_kind(entries: dict[int, Facts]) -> dict[tuple, list[int]]:
     """The different things that ranks do under one number, those of most ranks first."""
     found: dict[tuple, list[int]] = {}
     for rank, entry in entries.items():
@@ -134,15 +140,16 @@ def _sort(entry: Facts) -> tuple:
     return entry["operation"], shape, entry["module"], entry["backward"], entry["place"]
 
 
-def _told_apart(group: str, number: int, by_number: dict[int, dict[int, Facts]]) -> str:
+def _describe_kinds(group: str, number: int, by_number: dict[int, dict[int, Facts]]) -> str:
     entries = by_number[number]
-    (usual, most), (other, few), *_ = _sorts(entries).items()
+    (usual, most), (other, few), *_ = _sort_by_kind(entries).items()
     for one, those, theirs in ((other, few, most), (usual, most, few)):  # the fewer ranks are blamed where both may be
         following = by_number.get(number + 1, {})
         if any(rank in following and _sort(following[rank]) == one for rank in theirs):
             left_out = _with_shape(entries[theirs[0]])
-            return f"{ranks(those)} left out {left_out}, which is number {number:,} on {ranks(theirs)}"
-    told = [f"{_with_shape(entries[of[0]])} on {ranks(of)}" for of in _sorts(entries).values()]
+            which = f"which is number {number:,} on {format_rank_numbers(theirs)}"
+            return f"{format_rank_numbers(those)} left out {left_out}, {which}"
+    told = [f"{_with_shape(entries[of[0]])} on {format_rank_numbers(of)}" for of in _sort_by_kind(entries).values()]
     return f"number {number:,} of {entries[most[0]]['axis']} differs: " + " and ".join(told)
 
 
@@ -152,9 +159,9 @@ def _with_shape(entry: Facts) -> str:
     return f"{entry['operation']}{shape} ({where})"
 
 
-def circle(facts: dict[int, Facts]) -> list[int]:
+def find_circle(facts: dict[int, Facts]) -> list[int]:
     """Ranks each of which waits for the next, and the last one for the first."""
-    after = {rank: missing_ranks(rank, facts) for rank in facts}
+    after = {rank: list_missing_ranks(rank, facts) for rank in facts}
     for start in sorted(after):
         path = [start]
         while (following := next((rank for rank in after.get(path[-1], []) if rank in after), None)) is not None:
@@ -164,13 +171,13 @@ def circle(facts: dict[int, Facts]) -> list[int]:
     return []
 
 
-def _told_circle(path: Sequence[int], facts: dict[int, Facts]) -> str:
+def _describe_circle(path: Sequence[int], facts: dict[int, Facts]) -> str:
     steps = zip(path, [*path[1:], path[0]], strict=True)
-    told = (f"rank {one} for rank {two} in {_collective(waited_for(facts[one]))}" for one, two in steps)
+    told = (f"rank {one} for rank {two} in {_format_collective(find_waited_for(facts[one]))}" for one, two in steps)
     return "ranks wait for each other in a circle: " + ", ".join(told)
 
 
-def ranks(numbers: Iterable[int]) -> str:
+def format_rank_numbers(numbers: Iterable[int]) -> str:
     """`rank 3`, `ranks 0-2, 5`."""
     spans: list[list[int]] = []
     for number in sorted(numbers):

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from hf_parallel.ask.keys.tensor import TP_AXES
-from hf_parallel.monitor.clock import Mark, clock_of
+from hf_parallel.monitor.clock import Mark, make_clock_of
 from hf_parallel.monitor.waits import Waits
 
 #: Of the keys under which a Trainer logs what is measured.
@@ -37,7 +37,7 @@ PREFIX = "perf/"
 Interval = tuple[float, float]
 
 
-def union(intervals: Iterable[Interval], gap: float = 0.0) -> list[Interval]:
+def unite_intervals(intervals: Iterable[Interval], gap: float = 0.0) -> list[Interval]:
     """Join intervals, so that each moment counts once; pauses of up to `gap` are part of it."""
     found: list[Interval] = []
     for begin, end in sorted(intervals):
@@ -48,7 +48,7 @@ def union(intervals: Iterable[Interval], gap: float = 0.0) -> list[Interval]:
     return found
 
 
-def common(one: list[Interval], other: list[Interval]) -> list[Interval]:
+def intersect_intervals(one: list[Interval], other: list[Interval]) -> list[Interval]:
     """The time that both hold; each of them a union."""
     found, i, j = [], 0, 0
     while i < len(one) and j < len(other):
@@ -65,10 +65,10 @@ def common(one: list[Interval], other: list[Interval]) -> list[Interval]:
 def without(one: list[Interval], other: list[Interval]) -> list[Interval]:
     """The time that the first holds and the second does not; each of them a union."""
     bounds = [-float("inf"), *(moment for interval in other for moment in interval), float("inf")]
-    return common(one, list(zip(bounds[::2], bounds[1::2], strict=True)))
+    return intersect_intervals(one, list(zip(bounds[::2], bounds[1::2], strict=True)))
 
 
-def length(intervals: list[Interval]) -> float:
+def sum_lengths(intervals: list[Interval]) -> float:
     """Return the length of all of them together."""
     return sum(end - begin for begin, end in intervals)
 
@@ -124,7 +124,7 @@ class Meter:
     """The meter of this process. One step is open at a time, by whoever has begun it."""
 
     def __init__(self, axes: Mapping[str, str], device: torch.device, full: bool) -> None:
-        self.clock = clock_of(device)
+        self.clock = make_clock_of(device)
         self.waits = Waits(axes, self.clock, self._note)
         self.owner: str | None = None
         self._every = 1 if full else EVERY
@@ -265,16 +265,16 @@ class RankRow:
 
     def to_dict(self) -> dict[str, float]:
         """JSON-ready, with 4 significant digits but for counts of bytes."""
-        return {name: significant(value) for name, value in asdict(self).items()}
+        return {name: round_to_significant(value) for name, value in asdict(self).items()}
 
 
-def own_row(window: Window, device: torch.device) -> RankRow:
+def make_own_row(window: Window, device: torch.device) -> RankRow:
     """This rank's."""
     steps, looked = max(1, window.steps), max(1, window.looked)
     waits = window.waits()
     by_axis = {axis: sum(waits.pop(name, 0.0) for name in names) for axis, names in AXES.items()}
     pipeline = waits.pop(PIPELINE, 0.0)
-    peak, reserved = memory(device)
+    peak, reserved = measure_memory(device)
     return RankRow(
         steps=window.steps,
         step=window.step_seconds / steps,
@@ -292,7 +292,7 @@ def own_row(window: Window, device: torch.device) -> RankRow:
     )
 
 
-def gather(own: RankRow, device: torch.device) -> list[RankRow]:
+def gather_rows(own: RankRow, device: torch.device) -> list[RankRow]:
     """The rows of all ranks, in their order. Collective: one small gather."""
     values = torch.tensor(astuple(own), dtype=torch.float64, device=device)
     found = [torch.empty_like(values) for _ in range(dist.get_world_size())]
@@ -300,7 +300,7 @@ def gather(own: RankRow, device: torch.device) -> list[RankRow]:
     return [RankRow(*row) for row in torch.stack(found).tolist()]
 
 
-def memory(device: torch.device) -> tuple[float, float]:
+def measure_memory(device: torch.device) -> tuple[float, float]:
     """Bytes of tensors at the fullest moment so far, and those that torch's allocator holds now.
 
     On a CPU, where nobody counts tensors: of the whole process.
@@ -316,7 +316,7 @@ def memory(device: torch.device) -> tuple[float, float]:
         return peak, peak
 
 
-def figures(rows: list[RankRow], data_ranks: int, sizes: Mapping[str, int], full: bool) -> dict[str, float]:
+def compute_figures(rows: list[RankRow], data_ranks: int, sizes: Mapping[str, int], full: bool) -> dict[str, float]:
     """Return what is logged. Shares are means over ranks, memory is that of the fullest rank.
 
     Args:
@@ -330,31 +330,31 @@ def figures(rows: list[RankRow], data_ranks: int, sizes: Mapping[str, int], full
         found |= {"tokens_per_second": tokens, "tokens_per_second_per_device": tokens / world}
     found |= {
         "samples_per_second": samples,
-        "compute_share": _share(rows, "compute"),
-        "communication_share": _share(rows, "communication"),
-        "bubble_share": _share(rows, PIPELINE),
-        "data_wait_share": _share(rows, "data"),
-        "other_share": _share(rows, "rest"),
+        "compute_share": _compute_share(rows, "compute"),
+        "communication_share": _compute_share(rows, "communication"),
+        "bubble_share": _compute_share(rows, PIPELINE),
+        "data_wait_share": _compute_share(rows, "data"),
+        "other_share": _compute_share(rows, "rest"),
     }
     if full:
         on = [axis for axis, names in AXES.items() if any(sizes.get(name, 1) > 1 for name in names)]
         on += [PIPELINE] if sizes.get(PIPELINE, 1) > 1 else []
-        found |= {f"communication_share_{axis}": _share(rows, axis) for axis in on}
+        found |= {f"communication_share_{axis}": _compute_share(rows, axis) for axis in on}
     found["memory_peak_gib"] = max(row.memory_peak for row in rows) / GIB
     found["memory_reserved_gib"] = max(row.memory_reserved for row in rows) / GIB
-    return {f"{PREFIX}{name}": significant(value) for name, value in found.items()}
+    return {f"{PREFIX}{name}": round_to_significant(value) for name, value in found.items()}
 
 
-def _share(rows: list[RankRow], part: str) -> float:
+def _compute_share(rows: list[RankRow], part: str) -> float:
     return sum(getattr(row, part) / row.looked for row in rows if row.looked) / len(rows)
 
 
-def mfu(tokens_per_second_per_device: float, flops_per_token: float, peak: float) -> float:
+def compute_mfu(tokens_per_second_per_device: float, flops_per_token: float, peak: float) -> float:
     """Model FLOPs utilisation: those of a training step that are the model's own, over what the device can do."""
     return tokens_per_second_per_device * flops_per_token / peak
 
 
-def significant(value: float) -> float:
+def round_to_significant(value: float) -> float:
     """Rounded to four digits; whole numbers stay."""
     if value == 0 or not math.isfinite(value) or value == int(value):
         return value

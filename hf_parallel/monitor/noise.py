@@ -75,7 +75,7 @@ class Estimate:
         return None if self.in_targets is None else self.in_targets / self.targets_per_sequence
 
 
-def about_batch(critical: float, batch: float) -> str:
+def describe_critical_batch(critical: float, batch: float) -> str:
     """Say what the critical batch means for a run whose steps have `batch` sequences.
 
     To one loss, a batch B takes 1 + critical / B times the fewest steps, and 1 + B / critical times the fewest
@@ -139,14 +139,14 @@ class GradientNoise:
         self._scales: list[torch.Tensor | None] = []  # of a pipeline's runs that were handed over
         self.left_out = 0  # steps that show nothing
         self._broken = False
-        self._sums = self._nothing()
+        self._sums = self._say_nothing()
         self._noted = False
         self._steps: list[torch.Tensor] = []
         self.scale = NoiseScale()
         if state.pipeline is not None:
             state.pipeline.services.gradients_scaled = self._note_scale
 
-    def _nothing(self) -> torch.Tensor:
+    def _say_nothing(self) -> torch.Tensor:
         return torch.zeros(6, dtype=torch.float64, device=self._mesh.device)
 
     @property
@@ -160,7 +160,7 @@ class GradientNoise:
         self._squares.take()
         self._waiting.clear()
         self._scales.clear()
-        self._sums, self._noted, self._broken = self._nothing(), False, False
+        self._sums, self._noted, self._broken = self._say_nothing(), False, False
 
     def _note_scale(self, scale: torch.Tensor | None) -> None:
         """Remember by what a pipeline multiplies the gradients that its schedule has computed."""

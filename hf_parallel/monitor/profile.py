@@ -19,15 +19,15 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, supported_activities
 
-from hf_parallel.axes.pipeline.timeline import IDLE, QUIET, head, text_at, time_axis
+from hf_parallel.axes.pipeline.timeline import IDLE, QUIET, render_picture_head, render_text_at, time_axis
 from hf_parallel.monitor import trace
 from hf_parallel.monitor.clock import ALL, HostClock
-from hf_parallel.monitor.meter import Interval, length, union
+from hf_parallel.monitor.meter import Interval, sum_lengths, unite_intervals
 from hf_parallel.monitor.trace import Part
 from hf_parallel.monitor.waits import Waits
 from hf_parallel.ranks import messages
-from hf_parallel.ranks.groups import machine_id
-from hf_parallel.ranks.mesh import ParallelMesh, coordinates
+from hf_parallel.ranks.groups import read_machine_id
+from hf_parallel.ranks.mesh import ParallelMesh, compute_coordinates
 
 # ---- A profiled step as a picture: for each rank what it computes, what it waits for and what it sends meanwhile.
 # SVG
@@ -50,76 +50,76 @@ _LEFT, _TOP, _PLOT, _SHARES, _ROW, _STEP = 210, 78, 860, 330, 32, 40  # pixels
 _MOST_RANKS = 64
 
 
-def write(path: str | Path, parts: list[Part], name: str) -> None:
+def write_profile(path: str | Path, parts: list[Part], name: str) -> None:
     """Write the picture of all ranks, of the first 64 where there are more."""
-    Path(path).write_text(svg(parts, name), encoding="utf-8")
+    Path(path).write_text(render_profile(parts, name), encoding="utf-8")
 
 
-def svg(parts: list[Part], name: str) -> str:
+def render_profile(parts: list[Part], name: str) -> str:
     """The picture as text."""
     shown = parts[:_MOST_RANKS]
     duration = max(1.0, *(part.duration for part in shown))
     foot = _TOP + len(shown) * _STEP
     width, height = _LEFT + _PLOT + _SHARES, foot + 76
     lines = [
-        *head(width, height, 24, name, _caption(parts, duration)),
-        *(line for rank, part in enumerate(shown) for line in _row(rank, part, duration)),
+        *render_picture_head(width, height, 24, name, _format_profile_caption(parts, duration)),
+        *(line for rank, part in enumerate(shown) for line in _render_rank_row(rank, part, duration)),
         *time_axis(duration / 1000, _LEFT, foot, _PLOT, " ms"),
-        *_legend(shown, foot + 52),
+        *_render_profile_legend(shown, foot + 52),
         "</svg>",
     ]
     return "\n".join(lines) + "\n"
 
 
-def _caption(parts: list[Part], duration: float) -> str:
+def _format_profile_caption(parts: list[Part], duration: float) -> str:
     more = f" · ranks 0 to {_MOST_RANKS - 1} of {len(parts)}" if len(parts) > _MOST_RANKS else ""
     return f"{duration / 1000:.4g} ms under torch.profiler, which makes it longer · shares of each rank{more}"
 
 
-def _row(rank: int, part: Part, duration: float) -> Iterator[str]:
+def _render_rank_row(rank: int, part: Part, duration: float) -> Iterator[str]:
     y, half = _TOP + rank * _STEP, _ROW / 2
     yield f'<g class="rank"><title>{escape(part.name)}</title>'
-    yield text_at(_LEFT - 12, y + _ROW / 2 + 4, part.name, fill=QUIET, anchor="end")
+    yield render_text_at(_LEFT - 12, y + _ROW / 2 + 4, part.name, fill=QUIET, anchor="end")
     yield f'<rect class="idle" x="{_LEFT}" y="{y}" width="{_PLOT}" height="{_ROW}" rx="2" fill="{IDLE}"/>'
-    yield _boxes("compute", "compute", part.busy, y, half, duration)
+    yield _render_axis_boxes("compute", "compute", part.busy, y, half, duration)
     for kind, opacity, by_axis in (("hidden", 0.4, part.hidden), ("exposed", 1.0, part.exposed)):
         for axis, spans in by_axis.items():
-            yield _boxes(axis, f"{kind} {axis}", spans, y + half, half, duration, opacity)
+            yield _render_axis_boxes(axis, f"{kind} {axis}", spans, y + half, half, duration, opacity)
     whole = max(part.duration, 1e-9)
-    waits = {axis: length(spans) / whole for axis, spans in part.exposed.items()}
+    waits = {axis: sum_lengths(spans) / whole for axis, spans in part.exposed.items()}
     named = [f"{axis} {share:.0%}" for axis, share in waits.items() if share >= 0.005]
-    shares = ", ".join([f"compute {length(part.busy) / whole:.0%}", *named, f"idle {part.idle / whole:.0%}"])
-    yield text_at(_LEFT + _PLOT + 12, y + _ROW / 2 + 4, shares, fill=QUIET, size=11)
+    shares = ", ".join([f"compute {sum_lengths(part.busy) / whole:.0%}", *named, f"idle {part.idle / whole:.0%}"])
+    yield render_text_at(_LEFT + _PLOT + 12, y + _ROW / 2 + 4, shares, fill=QUIET, size=11)
     yield "</g>"
 
 
-def _boxes(
+def _render_axis_boxes(
     axis: str, name: str, spans: list[Interval], y: float, high: float, duration: float, opacity: float = 1.0
 ) -> str:
     """Draw one path; what is closer than half a pixel is one box."""
     scale = _PLOT / duration
-    wide = union(((begin * scale, end * scale) for begin, end in spans), gap=0.5)
+    wide = unite_intervals(((begin * scale, end * scale) for begin, end in spans), gap=0.5)
     path = "".join(f"M{_LEFT + x:.1f} {y:g}h{max(0.3, end - x):.1f}v{high:g}H{_LEFT + x:.1f}z" for x, end in wide)
     return f'<path class="{escape(name)}" d="{path}" fill="{COLOURS.get(axis, QUIET)}" fill-opacity="{opacity}"/>'
 
 
-def _legend(parts: list[Part], y: float) -> Iterator[str]:
+def _render_profile_legend(parts: list[Part], y: float) -> Iterator[str]:
     used: dict[str, None] = {"compute": None}
     hidden = False
     for part in parts:
         used |= dict.fromkeys([*part.exposed, *part.hidden])
-        hidden = hidden or any(_seen(part.hidden))
+        hidden = hidden or any(_list_seen_axes(part.hidden))
     entries = [(COLOURS.get(axis, QUIET), 1.0, NAMES.get(axis, axis)) for axis in used]
     entries += [(QUIET, 0.4, "pale: behind compute")] if hidden else []
     x = float(_LEFT)
     for colour, opacity, label in [*entries, (IDLE, 1.0, "idle")]:
         style = f'fill="{colour}" fill-opacity="{opacity}"'
         yield f'<rect class="key" x="{x}" y="{y - 11}" width="14" height="14" rx="2" {style}/>'
-        yield text_at(x + 20, y, label)
+        yield render_text_at(x + 20, y, label)
         x += 44 + 6.8 * len(label)
 
 
-def _seen(by_axis: Mapping[str, list[Interval]]) -> Iterator[bool]:
+def _list_seen_axes(by_axis: Mapping[str, list[Interval]]) -> Iterator[bool]:
     return (bool(spans) for spans in by_axis.values())
 
 
@@ -146,14 +146,14 @@ class Profile:
         clock = _WallClock()
         clock.begin()
         self._waits = Waits(axes, clock, lambda *note: self._notes.append(trace.Wait(*note)))
-        self._profiler = self._started()
+        self._profiler = self._start_profiler()
         if mesh.device.type == "cpu":  # on a GPU its kernels tell
             self._waits.start(mesh.device)
         self._synchronize()
         dist.barrier(mesh.host_group_of_training)
         self._begin, self._waits.open = time.time_ns(), True
 
-    def _started(self) -> profile | None:
+    def _start_profiler(self) -> profile | None:
         """torch's profiler; None where the script runs it itself."""
         kinds = {ProfilerActivity.CPU} if self.mesh.device.type == "cpu" else supported_activities()
         profiler = profile(activities=kinds)
@@ -168,16 +168,16 @@ class Profile:
         self._synchronize()
         end = time.time_ns()
         self._waits.stop()
-        begins = messages.gather((machine_id(), self._begin), self.mesh.host_group_of_training)
-        window = min(begin for machine, begin in begins if machine == machine_id()), end
+        begins = messages.gather_objects((read_machine_id(), self._begin), self.mesh.host_group_of_training)
+        window = min(begin for machine, begin in begins if machine == read_machine_id()), end
         most = max(_LEAST_EVENTS, trace.MOST_EVENTS // dist.get_world_size())
-        part = trace.part_of(self._exported(), window, self._notes, self.axes, most)
+        part = trace.make_part_of(self._export_events(), window, self._notes, self.axes, most)
         part.name = f"rank {dist.get_rank()}{self._place()}"
         parts: list[trace.Part] | None = [part] * dist.get_world_size() if dist.get_rank() == 0 else None
         dist.gather_object(part, parts, group=self.mesh.host_group_of_training)
-        return [] if parts is None else self._written(folder, parts)
+        return [] if parts is None else self._write_files(folder, parts)
 
-    def _exported(self) -> dict[str, object]:
+    def _export_events(self) -> dict[str, object]:
         if self._profiler is None:
             return {"traceEvents": []}
         self._profiler.stop()
@@ -190,17 +190,21 @@ class Profile:
     def _place(self) -> str:
         """Its coordinates along the axes that are on."""
         config = self.mesh.config
-        on = [f"{axis}={at}" for axis, at in coordinates(config, self.mesh.rank).items() if config.sizes[axis] > 1]
+        on = [
+            f"{axis}={at}"
+            for axis, at in compute_coordinates(config, self.mesh.rank).items()
+            if config.sizes[axis] > 1
+        ]
         return f" ({', '.join(on)})" if on else ""
 
-    def _written(self, folder: str, parts: list[trace.Part]) -> list[str]:
+    def _write_files(self, folder: str, parts: list[trace.Part]) -> list[str]:
         base = os.path.join(folder, NAME.format(self.step))
         config = self.mesh.config
         on = ",".join(f"{axis}={size}" for axis, size in config.sizes.items() if size > 1)
         try:
             os.makedirs(folder, exist_ok=True)
-            trace.write(f"{base}.json.gz", parts, {"spec": config.to_spec(), "step": self.step})
-            write(f"{base}.svg", parts, f"step {self.step} of {on}")
+            trace.write_trace(f"{base}.json.gz", parts, {"spec": config.to_spec(), "step": self.step})
+            write_profile(f"{base}.svg", parts, f"step {self.step} of {on}")
         except OSError as error:
             return [f"{base} is not written: {error}; training goes on"]
         lines = [f"step {self.step}: {base}.svg, and {base}.json.gz for ui.perfetto.dev"]

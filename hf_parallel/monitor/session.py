@@ -20,9 +20,17 @@ from hf_parallel.apply.parallelize import ParallelState
 from hf_parallel.ask.config import SpecError
 from hf_parallel.ask.spec import refuse
 from hf_parallel.monitor.clock import ALL
-from hf_parallel.monitor.meter import Meter, RankRow, figures, gather, mfu, own_row, significant
-from hf_parallel.planner.dryrun.recorder import axis_names
-from hf_parallel.ranks.mesh import coordinates
+from hf_parallel.monitor.meter import (
+    Meter,
+    RankRow,
+    compute_figures,
+    compute_mfu,
+    gather_rows,
+    make_own_row,
+    round_to_significant,
+)
+from hf_parallel.planner.dryrun.recorder import name_groups
+from hf_parallel.ranks.mesh import compute_coordinates
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -144,7 +152,7 @@ class Stragglers:
         found = []
         for rank, row in enumerate(rows if len(rows) > 1 else ()):
             for kind in _KINDS:
-                usual, alone = self._usual(rows, rank, kind)
+                usual, alone = self._find_usual(rows, rank, kind)
                 own = getattr(row, kind)
                 least = max(SHARE * row.looked, LEAST_S) + (usual if alone else 0.0)
                 if own - usual > least and not (kind == "compute" and self._has_more(rows, rank)):
@@ -154,9 +162,9 @@ class Stragglers:
     def _has_more(self, rows: list[RankRow], rank: int) -> bool:
         """Does the rank compute more examples than the others, each in about their time (`batch_shares`)?"""
         each = [replace(row, compute=row.compute / row.rows if row.rows else 0.0) for row in rows]
-        return each[rank].compute < (1 + SHARE) * self._usual(each, rank, "compute")[0]
+        return each[rank].compute < (1 + SHARE) * self._find_usual(each, rank, "compute")[0]
 
-    def _usual(self, rows: list[RankRow], rank: int, kind: str) -> tuple[float, bool]:
+    def _find_usual(self, rows: list[RankRow], rank: int, kind: str) -> tuple[float, bool]:
         """The median of those it is compared with, and is there nobody who does the same?"""
         others = [i for i in range(len(rows)) if i != rank]
         peers = [i for i in others if kind == "data" or self.stages[i] == self.stages[rank]]
@@ -188,10 +196,10 @@ class Session:
 
     def __init__(self, state: ParallelState, config: PretrainedConfig, full: bool) -> None:
         self.state, self.mesh, self.full = state, state.mesh, full
-        self.meter = Meter(known_groups(state), self.mesh.device, full)
+        self.meter = Meter(list_known_groups(state), self.mesh.device, full)
         world = range(self.mesh.config.world_size)
-        self.stragglers = Stragglers([coordinates(self.mesh.config, rank)["pp"] for rank in world])
-        self.peak = _peak(self.mesh.device)
+        self.stragglers = Stragglers([compute_coordinates(self.mesh.config, rank)["pp"] for rank in world])
+        self.peak = _find_peak_flops(self.mesh.device)
         self._config = config
 
     @functools.cached_property
@@ -207,18 +215,18 @@ class Session:
     def read(self) -> Reading | None:
         """The steps since the last reading; None if there were none. Collective over all ranks."""
         window = self.meter.take()
-        self.meter.waits.axes = known_groups(self.state)  # groups may have been made since
-        rows = gather(own_row(window, self.mesh.device), self.mesh.device)
+        self.meter.waits.axes = list_known_groups(self.state)  # groups may have been made since
+        rows = gather_rows(make_own_row(window, self.mesh.device), self.mesh.device)
         if not all(row.steps for row in rows):
             self.meter.give_back(window)
             return None
         config = self.mesh.config
         sizes = {**config.sizes, "ep": config.ep_size}
-        reading = Reading(figures(rows, self.mesh.data_size, sizes, self.full), rows)
+        reading = Reading(compute_figures(rows, self.mesh.data_size, sizes, self.full), rows)
         rate = reading.figures.get("perf/tokens_per_second_per_device")
         if rate and self.peak is not None and self.shape is not None:
             flops = 3 * self.shape.forward_flops(reading.seq, full_attention=True)
-            reading.figures["perf/mfu"] = significant(mfu(rate, flops, self.peak))
+            reading.figures["perf/mfu"] = round_to_significant(compute_mfu(rate, flops, self.peak))
         slow = self.stragglers.look(rows)
         if slow is not None:
             evenly = config.data_parallel_size > 1 and not config.shares_batches
@@ -232,9 +240,9 @@ class Session:
         self.meter.stop()
 
 
-def known_groups(state: ParallelState) -> dict[str, str]:
+def list_known_groups(state: ParallelState) -> dict[str, str]:
     """The process groups of several ranks, by name: their axis, or `ALL` of those that hold every rank."""
-    known, found = axis_names(state), dict[str, str]()
+    known, found = name_groups(state), dict[str, str]()
     for group, name in dist.distributed_c10d._world.pg_names.items():
         size = dist.get_world_size(group) if isinstance(group, dist.ProcessGroup) else 1
         axis = known.get(name) or (ALL if size == state.config.world_size else None)
@@ -243,7 +251,7 @@ def known_groups(state: ParallelState) -> dict[str, str]:
     return found
 
 
-def _peak(device: torch.device) -> float | None:
+def _find_peak_flops(device: torch.device) -> float | None:
     """FLOP/s of bf16 products, as the planner's mfu has it; None of a device that its catalogue lacks."""
     if device.type == "cpu":
         return None

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from hf_parallel.monitor.clock import ALL
-from hf_parallel.monitor.meter import AXES, Interval, common, length, union, without
+from hf_parallel.monitor.meter import AXES, Interval, intersect_intervals, sum_lengths, unite_intervals, without
 
 #: Events of a merged trace, of all ranks together: about 20 MB, which viewers still open.
 MOST_EVENTS = 400_000
@@ -64,10 +64,14 @@ class Part:
     @property
     def idle(self) -> float:
         """Time in which it neither computes nor waits for others."""
-        return self.duration - length(union(i for spans in (self.busy, *self.exposed.values()) for i in spans))
+        return self.duration - sum_lengths(
+            unite_intervals(i for spans in (self.busy, *self.exposed.values()) for i in spans)
+        )
 
 
-def part_of(trace: Mapping, window: tuple[int, int], waits: list[Wait], axes: Mapping[str, str], most: int) -> Part:
+def make_part_of(
+    trace: Mapping, window: tuple[int, int], waits: list[Wait], axes: Mapping[str, str], most: int
+) -> Part:
     """Return what a rank did in a step.
 
     Args:
@@ -81,37 +85,39 @@ def part_of(trace: Mapping, window: tuple[int, int], waits: list[Wait], axes: Ma
     part = Part((window[1] - window[0]) / 1000)
     own = [(wait.axis, (wait.begin - window[0]) / 1000, (wait.end - window[0]) / 1000) for wait in waits]
     if any(event["cat"] == "kernel" for event in events):
-        _of_device(part, events, axes)
+        _read_device_events(part, events, axes)
     else:
-        operators = [_span(e) for e in events if e["cat"] == "cpu_op" and not e["name"].startswith(_SENT)]
-        part.exposed = _by_axis(part, own)
-        waiting = union(interval for spans in part.exposed.values() for interval in spans)
-        part.busy = without(_clipped(part, union(operators, _GAP_US)), waiting)
+        operators = [_make_span(e) for e in events if e["cat"] == "cpu_op" and not e["name"].startswith(_SENT)]
+        part.exposed = _group_by_axis(part, own)
+        waiting = unite_intervals(interval for spans in part.exposed.values() for interval in spans)
+        part.busy = without(_clip_spans(part, unite_intervals(operators, _GAP_US)), waiting)
         sent = [
-            (axis, *_span(e)) for e in events if e["name"].startswith("gloo:") and (axis := _axis_at(own, e["ts"]))
+            (axis, *_make_span(e))
+            for e in events
+            if e["name"].startswith("gloo:") and (axis := _find_axis_at(own, e["ts"]))
         ]
-        flights = _by_axis(part, sent)
-        part.hidden = {axis: common(spans, part.busy) for axis, spans in flights.items()}
+        flights = _group_by_axis(part, sent)
+        part.hidden = {axis: intersect_intervals(spans, part.busy) for axis, spans in flights.items()}
     kept = sorted((e for e in events if e["cat"] != "Trace"), key=lambda e: -e["dur"])
     part.left_out = max(0, len(kept) - most)
     threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in trace["traceEvents"] if e.get("name") == "thread_name"}
-    part.events = [_event(e, threads, axes) for e in kept[:most]]
+    part.events = [_make_event(e, threads, axes) for e in kept[:most]]
     return part
 
 
-def _axis_at(waits: list[tuple[str, float, float]], moment: float) -> str | None:
+def _find_axis_at(waits: list[tuple[str, float, float]], moment: float) -> str | None:
     """Return the axis of the call that began what began here: notes begin in order."""
     place = bisect.bisect(waits, moment + _SKEW_US, key=lambda wait: wait[1]) - 1
     return waits[place][0] if place >= 0 and waits[place][2] >= moment - _SKEW_US else None
 
 
-def _of_device(part: Part, events: list[dict], axes: Mapping[str, str]) -> None:
+def _read_device_events(part: Part, events: list[dict], axes: Mapping[str, str]) -> None:
     kernels = [event for event in events if event["cat"] in _KERNELS]
-    sent = [(_axis_of(e, axes), *_span(e)) for e in kernels if _is_sent(e)]
-    part.busy = _clipped(part, union(_span(e) for e in kernels if not _is_sent(e)))
-    flights = _by_axis(part, sent)
+    sent = [(_find_axis_of(e, axes), *_make_span(e)) for e in kernels if _is_sent(e)]
+    part.busy = _clip_spans(part, unite_intervals(_make_span(e) for e in kernels if not _is_sent(e)))
+    flights = _group_by_axis(part, sent)
     part.exposed = {axis: without(spans, part.busy) for axis, spans in flights.items()}
-    part.hidden = {axis: common(spans, part.busy) for axis, spans in flights.items()}
+    part.hidden = {axis: intersect_intervals(spans, part.busy) for axis, spans in flights.items()}
 
 
 def _is_sent(event: dict) -> bool:
@@ -119,31 +125,31 @@ def _is_sent(event: dict) -> bool:
     return "ccl" in event["name"].lower()
 
 
-def _axis_of(event: dict, axes: Mapping[str, str]) -> str:
+def _find_axis_of(event: dict, axes: Mapping[str, str]) -> str:
     return axes.get(str(event.get("args", {}).get("Process Group Name", "")), ALL)
 
 
-def _span(event: dict) -> Interval:
+def _make_span(event: dict) -> Interval:
     return event["ts"], event["ts"] + event["dur"]
 
 
-def _clipped(part: Part, spans: list[Interval]) -> list[Interval]:
-    return common(spans, [(0.0, part.duration)])
+def _clip_spans(part: Part, spans: list[Interval]) -> list[Interval]:
+    return intersect_intervals(spans, [(0.0, part.duration)])
 
 
-def _by_axis(part: Part, spans: Iterable[tuple[str, float, float]]) -> dict[str, list[Interval]]:
+def _group_by_axis(part: Part, spans: Iterable[tuple[str, float, float]]) -> dict[str, list[Interval]]:
     """By the axes of the logs: shards and replicas are both dp."""
     shown = {name: axis for axis, names in AXES.items() for name in names}
     found: defaultdict[str, list[Interval]] = defaultdict(list)
     for axis, begin, end in spans:
         found[shown.get(axis, axis)].append((begin, end))
-    return {axis: _clipped(part, union(intervals)) for axis, intervals in sorted(found.items())}
+    return {axis: _clip_spans(part, unite_intervals(intervals)) for axis, intervals in sorted(found.items())}
 
 
-def _event(event: dict, threads: Mapping[tuple, str], axes: Mapping[str, str]) -> Event:
+def _make_event(event: dict, threads: Mapping[tuple, str], axes: Mapping[str, str]) -> Event:
     told = {name: value for name, value in event.get("args", {}).items() if name in _KEPT}
     if "Process Group Name" in event.get("args", {}):
-        told["axis"] = _axis_of(event, axes)
+        told["axis"] = _find_axis_of(event, axes)
     track = threads.get((event["pid"], event["tid"]), f"{event['pid']} {event['tid']}")
     return Event(track, event["name"], round(event["ts"], 3), round(event["dur"], 3), told)
 
@@ -151,7 +157,7 @@ def _event(event: dict, threads: Mapping[tuple, str], axes: Mapping[str, str]) -
 # ---- all ranks ------------------------------------------------------------------------------------------------------
 
 
-def write(path: str, parts: list[Part], about: Mapping[str, object]) -> None:
+def write_trace(path: str, parts: list[Part], about: Mapping[str, object]) -> None:
     """Write one trace of all ranks, compressed; Perfetto and chrome://tracing open it as it is.
 
     Args:
@@ -164,17 +170,17 @@ def write(path: str, parts: list[Part], about: Mapping[str, object]) -> None:
         file.write(f'{{"displayTimeUnit": "ms", "otherData": {other}, "traceEvents": [\n')
         first = True
         for rank, part in enumerate(parts):
-            for event in _chrome(rank, part):
+            for event in _make_chrome_events(rank, part):
                 file.write(("" if first else ",\n") + json.dumps(event))
                 first = False
         file.write("\n]}\n")
 
 
-def _chrome(rank: int, part: Part) -> Iterator[dict[str, object]]:
+def _make_chrome_events(rank: int, part: Part) -> Iterator[dict[str, object]]:
     tracks: dict[str, int] = {}
     yield {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": part.name or f"rank {rank}"}}
     yield {"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}}
-    for track, name, begin, duration, args in (*_summary(part), *part.events):
+    for track, name, begin, duration, args in (*_make_summary_events(part), *part.events):
         if track not in tracks:
             tracks[track] = len(tracks)
             yield {"ph": "M", "name": "thread_name", "pid": rank, "tid": tracks[track], "args": {"name": track}}
@@ -184,7 +190,7 @@ def _chrome(rank: int, part: Part) -> Iterator[dict[str, object]]:
         yield {**box, "args": args} if args else box
 
 
-def _summary(part: Part) -> Iterator[Event]:
+def _make_summary_events(part: Part) -> Iterator[Event]:
     """The lanes above those of torch."""
     lanes = [("compute", "compute", part.busy)]
     lanes += [(f"{axis}, exposed", axis, spans) for axis, spans in part.exposed.items()]

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_parallel.monitor import collective_record, hang_report
 from hf_parallel.ranks.desync import STANDSTILL, AloneError, exit_process
-from hf_parallel.ranks.groups import machine_id
+from hf_parallel.ranks.groups import read_machine_id
 
 if TYPE_CHECKING:
     from hf_parallel.monitor.hang_report import Facts
@@ -142,7 +142,7 @@ class Watchdog:
     def _beat(self, place: str) -> None:
         """A sign of life, and where to look for this process."""
         self._beaten, self.place = time.monotonic(), place
-        self.store.set(f"beat/{self.rank}", json.dumps([os.getpid(), *_here(), place]))
+        self.store.set(f"beat/{self.rank}", json.dumps([os.getpid(), *_identify_machine(), place]))
 
     def _ask(self, why: str) -> None:
         self.store.compare_set(f"asked/{self.round}", "", f"{self.rank} {why}")
@@ -150,18 +150,18 @@ class Watchdog:
     def _answer(self, question: str) -> None:
         """Write and send where this rank is; one of them tells."""
         number, why = self.round, question.partition(" ")[2]
-        facts = self._facts()
-        self._write(f"rank_{self.rank}.json", {**facts, "why": why, "stacks": collective_record.stacks()})
+        facts = self._gather_facts()
+        self._write(f"rank_{self.rank}.json", {**facts, "why": why, "stacks": collective_record.read_stacks()})
         self.store.set(f"answer/{number}/{self.rank}", json.dumps(facts))
         self._asked = time.monotonic()
-        verdict = self._verdict(number, why)
+        verdict = self._decide_verdict(number, why)
         self.round += 1
         if verdict:
             self.told.set()
         if verdict in ("end", "fail"):
             self._end(failing=verdict == "fail")
 
-    def _facts(self) -> Facts:
+    def _gather_facts(self) -> Facts:
         try:
             collectives = self.collectives()
         except Exception as error:  # what is broken here must not hide where the rank is
@@ -174,7 +174,7 @@ class Watchdog:
             "phase": self.phase,
             "seconds": round(time.monotonic() - self.since, 1),
             "may_take_long": self.may_take_long,
-            "waits": collective_record.waits(self.thread) or self._on_device(collectives),
+            "waits": collective_record.is_waiting(self.thread) or self._on_device(collectives),
             "error": self.error,
             "failed": self.failed,
             **collectives,
@@ -195,7 +195,7 @@ class Watchdog:
 
     # ---- one of them tells -----------------------------------------------------------------------------------------
 
-    def _verdict(self, number: int, why: str) -> str:
+    def _decide_verdict(self, number: int, why: str) -> str:
         """Decide for the rank that tells: end, fail (for one has left), goes on, or nothing to say."""
         told, end = f"told/{number}", time.monotonic() + ANSWER_S + (2 * LOOK_S if self.rank else 0.0)
         while time.monotonic() < end and not self.store.check([told]):
@@ -214,7 +214,7 @@ class Watchdog:
         """Has a rank answered, or is its process known to be gone?"""
         if self.store.check([f"answer/{number}/{rank}"]):
             return True
-        return self.store.check([f"beat/{rank}"]) and self._of(number, rank).get("state") == "gone"
+        return self.store.check([f"beat/{rank}"]) and self._find_answer_of(number, rank).get("state") == "gone"
 
     def _get(self, key: str) -> str:
         end = time.monotonic() + ANSWER_S
@@ -223,7 +223,7 @@ class Watchdog:
         return self.store.get(key).decode() if self.store.check([key]) else ""
 
     def _tell(self, number: int, why: str) -> str:
-        facts = {rank: self._of(number, rank) for rank in range(self.world_size)}
+        facts = {rank: self._find_answer_of(number, rank) for rank in range(self.world_size)}
         lost = any(own.get("absent") for own in facts.values())
         slow = [rank for rank, own in facts.items() if own.get("may_take_long") and not own.get("error")]
         left = [rank for rank, own in facts.items() if own.get("error")]
@@ -237,10 +237,12 @@ class Watchdog:
         if why == STANDSTILL and not ends:
             goes_on = "Nobody can go on: the run ends"
         elif slow and not left:
-            goes_on = f"{hang_report.ranks(slow).capitalize()} may take long: the run goes on"
-        line = f"{why}: {hang_report.sentence(facts)}"
+            goes_on = f"{hang_report.format_rank_numbers(slow).capitalize()} may take long: the run goes on"
+        line = f"{why}: {hang_report.format_hang(facts)}"
         self._say(f"{line}. {goes_on}. Stacks and last collectives: {os.path.join(self.settings.folder, FOLDER)}")
-        self._write("report.json", {"sentence": line, "ranks": {rank: _brief(own) for rank, own in facts.items()}})
+        self._write(
+            "report.json", {"sentence": line, "ranks": {rank: _shorten_facts(own) for rank, own in facts.items()}}
+        )
         if ends:
             # A stopped process would let a launcher wait: it takes no other signal
             for own in facts.values():
@@ -249,7 +251,7 @@ class Watchdog:
                         os.kill(own["pid"], signal.SIGKILL)
         return "goes on" if not ends else "fail" if left else "end"
 
-    def _of(self, number: int, rank: int) -> Facts:
+    def _find_answer_of(self, number: int, rank: int) -> Facts:
         """Return what a rank has answered, or what is known of one that does not."""
         if self.store.check([f"answer/{number}/{rank}"]):
             return json.loads(self.store.get(f"answer/{number}/{rank}"))
@@ -259,7 +261,7 @@ class Watchdog:
             place = self.store.get(f"ended/{rank}").decode()
             return {"absent": f"has left: it has ended by itself, and does not come any more (last seen {place})"}
         pid, *there, place = json.loads(self.store.get(f"beat/{rank}"))
-        state = collective_record.state_of_process(pid) if there == _here() else "away"
+        state = collective_record.state_of_process(pid) if there == _identify_machine() else "away"
         said = {
             "gone": "is gone: its process ended without a word, as one that is killed",
             "stopped": "is stopped (SIGSTOP)",
@@ -272,10 +274,10 @@ class Watchdog:
     # ---- the end ---------------------------------------------------------------------------------------------------
 
     def _store_is_gone(self, error: Exception) -> None:
-        if not self.closed.is_set() and collective_record.waits(self.thread):
-            facts = {self.rank: self._facts()}
-            self._write(f"rank_{self.rank}.json", {**facts[self.rank], "stacks": collective_record.stacks()})
-            states = hang_report.states_of_ranks(facts, facts)
+        if not self.closed.is_set() and collective_record.is_waiting(self.thread):
+            facts = {self.rank: self._gather_facts()}
+            self._write(f"rank_{self.rank}.json", {**facts[self.rank], "stacks": collective_record.read_stacks()})
+            states = hang_report.format_states_of_ranks(facts, facts)
             self._say(f"the process that keeps the store (rank 0's, or the launcher) is gone; {states}")
             if self.settings.ends:
                 exit_process()
@@ -296,10 +298,10 @@ class Watchdog:
             print(f"hf_parallel: {line}", file=sys.stderr, flush=True)
 
 
-def _here() -> list[str]:
+def _identify_machine() -> list[str]:
     """Where process ids mean the same: machines may share a name, and containers a machine."""
-    return [socket.gethostname(), machine_id()]
+    return [socket.gethostname(), read_machine_id()]
 
 
-def _brief(own: Facts) -> Facts:
+def _shorten_facts(own: Facts) -> Facts:
     return {key: own[key] for key in ("absent", "error", "place", "phase", "seconds", "pending") if own.get(key)}

@@ -14,11 +14,18 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from hf_parallel.ask.config import ParallelConfig
 from hf_parallel.ask.keys.layers import AUTO, TORCH_FLASH
-from hf_parallel.axes.pipeline.timeline import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Action, flat
+from hf_parallel.axes.pipeline.timeline import (
+    BACKWARD,
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    FORWARD,
+    Action,
+    flatten_overlaps,
+)
 from hf_parallel.planner.layout import Job, Layout
-from hf_parallel.planner.pipeline import adapted
+from hf_parallel.planner.pipeline import list_adapted
 from hf_parallel.planner.shape import Attention, Block, ModelShape
-from hf_parallel.planner.states import ADAPTER_WIDTH, adapter_width
+from hf_parallel.planner.states import ADAPTER_WIDTH, count_adapter_width
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -73,7 +80,7 @@ class Planned:
         return EAGER if name == EAGER else FLASH
 
 
-def all_keys(attention: Attention, seq: int, kind: str) -> bool:
+def does_score_hidden_keys(attention: Attention, seq: int, kind: str) -> bool:
     """Does it compute scores of keys, too, that a mask then hides?"""
     return kind in (MASKED, EAGER) or has_mask(attention, seq, kind)
 
@@ -83,7 +90,7 @@ def has_mask(attention: Attention, seq: int, kind: str) -> bool:
     return kind == MASKED or (kind == SDPA and attention.window is not None and attention.window < seq)
 
 
-def planned(
+def assume_planned(
     model: PreTrainedModel, gpu: Gpu, precision: str, seq: int, own: str | None = None, documents: bool = False
 ) -> Planned:
     """Return what is assumed of a model, on GPUs that need not be here.
@@ -95,26 +102,26 @@ def planned(
     """
     import torch
 
-    from hf_parallel.axes.attention.axis import chosen, why_not_torch_flash
+    from hf_parallel.axes.attention.axis import choose_kernel_for_auto, find_reason_against_torch_flash
 
-    known = None if isinstance(model, (Mapping, ModelShape)) else _read(model)
+    known = None if isinstance(model, (Mapping, ModelShape)) else _read_attention_facts(model)
     if known is None or not known.head_size:
         asked = {} if own is None else {"auto": own, "why": "the script's own choice"}
         return Planned(documents=documents, **asked)
-    facts = _elsewhere(known, gpu, precision, own)
-    kernel = chosen(ParallelConfig(), facts)
+    facts = _move_to_planned_gpus(known, gpu, precision, own)
+    kernel = choose_kernel_for_auto(ParallelConfig(), facts)
     assert kernel is not None
     counted = EAGER if known.own == EAGER else SDPA
     found = Planned(kernel.name, kernel.why or "", documents=documents, counted=counted)
     masked = documents or (facts.window is not None and facts.window < seq)
     lowered = dataclasses.replace(facts, dtype=getattr(torch, _LOWERED.get(precision, "float32")))
-    if kernel.own and masked and precision in _LOWERED and why_not_torch_flash(lowered) is None:
+    if kernel.own and masked and precision in _LOWERED and find_reason_against_torch_flash(lowered) is None:
         why = "products are in 16 bits under autocast, and sdpa would get a mask of queries by keys"
         return dataclasses.replace(found, asked=TORCH_FLASH, why=why)
     return found
 
 
-def _read(model: PreTrainedModel) -> AttentionFacts | None:
+def _read_attention_facts(model: PreTrainedModel) -> AttentionFacts | None:
     """Read the facts of a config, or of a model that is there."""
     from hf_parallel.axes.attention.axis import read_attention
     from hf_parallel.model.anatomy import build_on_meta
@@ -122,7 +129,7 @@ def _read(model: PreTrainedModel) -> AttentionFacts | None:
     return read_attention(build_on_meta(model) if hasattr(model, "model_type") else model, ParallelConfig())
 
 
-def _elsewhere(facts: AttentionFacts, gpu: Gpu, precision: str, own: str | None) -> AttentionFacts:
+def _move_to_planned_gpus(facts: AttentionFacts, gpu: Gpu, precision: str, own: str | None) -> AttentionFacts:
     """Return the facts on the GPUs of the plan, in its precision."""
     import torch
 
@@ -133,7 +140,7 @@ def _elsewhere(facts: AttentionFacts, gpu: Gpu, precision: str, own: str | None)
     return dataclasses.replace(facts, own=own, device=device, capability=gpu.capability, dtype=dtype, here=here)
 
 
-#: Bytes per score of an eager backward, and what `_beside_flash` adds.
+#: Bytes per score of an eager backward, and what `_list_terms_beside_flash` adds.
 _SCORE_GRADIENT = 6
 _OF_EAGER = ("copies of keys and values", "scores after the softmax", "no log-sum-exp")
 #: What attention gives: kept where it is not run again, as over cp ranks.
@@ -155,7 +162,7 @@ class Term:
     squared: float = 0.0  # bytes per token and key
 
 
-def terms_of(block: Block, hidden: int, job: Job) -> list[Term]:
+def list_terms_of(block: Block, hidden: int, job: Job) -> list[Term]:
     """Return what a block keeps of each token under a job's kernels and precision, in the order of its forward."""
     c, fused = job.width, job.habits.fused
     norm = job.stored * hidden if fused else (4 + job.stored + 4 / hidden) * hidden
@@ -176,45 +183,45 @@ def terms_of(block: Block, hidden: int, job: Job) -> list[Term]:
         Term("input of the MLP's norm", norm, "sp"),
         Term("input of the MLP", c * hidden, "entered"),
         Term("MLP, first half", (2 if block.gated else 1) * inner, product=True),
-        Term("activation of the gate", inner if block.gated and not _fuses_gates(job) else 0),
+        Term("activation of the gate", inner if block.gated and not _does_fuse_gates(job) else 0),
         Term("input of the MLP's second half", inner),
         Term("tokens sent to experts and back", 2 * c * block.top_k * hidden, "sp"),
     ]
-    return terms if job.attention == FLASH else [*terms, *_beside_flash(block, job)]
+    return terms if job.attention == FLASH else [*terms, *_list_terms_beside_flash(block, job)]
 
 
 #: What an MLP keeps that is as wide as its inside: of one piece alone where it runs in pieces.
 _WIDE = ("MLP, first half", "activation of the gate", "input of the MLP's second half")
 
 
-def wide_bytes(block: Block, hidden: int, layout: Layout, job: Job) -> float:
+def count_wide_bytes(block: Block, hidden: int, layout: Layout, job: Job) -> float:
     """Return the bytes per token that the inside of a block's MLP keeps."""
-    return _kept((term for term in terms_of(block, hidden, job) if term.name in _WIDE), layout, job)
+    return _sum_kept_bytes((term for term in list_terms_of(block, hidden, job) if term.name in _WIDE), layout, job)
 
 
-def _fuses_gates(job: Job) -> bool:
+def _does_fuse_gates(job: Job) -> bool:
     """Say whether a gate's activation is part of the product with it, which computes it again in the backward."""
     return job.habits.transformer_engine or job.compiled
 
 
-def parts(term: Term, layout: Layout) -> int:
+def count_parts(term: Term, layout: Layout) -> int:
     """In how many parts tp ranks have it."""
     if term.cut == "tp" or (term.cut != "none" and layout.sequence_parallel):
         return layout.tp
     return layout.tp_columns if term.cut == "entered" else 1
 
 
-def _kept(terms: Iterable[Term], layout: Layout, job: Job) -> float:
+def _sum_kept_bytes(terms: Iterable[Term], layout: Layout, job: Job) -> float:
     """Bytes per token of all terms on one rank."""
-    return sum((term.bytes + term.squared * job.seq) / parts(term, layout) for term in terms)
+    return sum((term.bytes + term.squared * job.seq) / count_parts(term, layout) for term in terms)
 
 
-def kept_beside_flash(block: Block, layout: Layout, job: Job) -> float:
+def count_kept_beside_flash(block: Block, layout: Layout, job: Job) -> float:
     """Bytes per token that a job's kernel keeps of a block, and flash attention does not."""
-    return _kept(_beside_flash(block, job), layout, job) if job.attention != FLASH else 0.0
+    return _sum_kept_bytes(_list_terms_beside_flash(block, job), layout, job) if job.attention != FLASH else 0.0
 
 
-def _beside_flash(block: Block, job: Job) -> list[Term]:
+def _list_terms_beside_flash(block: Block, job: Job) -> list[Term]:
     """Return what other kernels keep as well, as Transformers calls them: copies of shared heads, scores or a mask."""
     c, eager = job.width, job.attention == EAGER
     masked = [part for part in block.attentions if eager or has_mask(part, job.seq, job.attention)]
@@ -227,7 +234,7 @@ def _beside_flash(block: Block, job: Job) -> list[Term]:
     return [*terms, scores, Term("no log-sum-exp", -4 * heads)]
 
 
-def score_gradients(block: Block, hidden: int, layout: Layout, job: Job) -> float:
+def count_score_gradients(block: Block, hidden: int, layout: Layout, job: Job) -> float:
     """Bytes per token, beyond what the layer keeps, while an eager layer's scores have gradients.
 
     They are in 32 bits and in those of the products (measured); the layer's MLP is done by then.
@@ -235,109 +242,113 @@ def score_gradients(block: Block, hidden: int, layout: Layout, job: Job) -> floa
     squared = _SCORE_GRADIENT * sum(part.heads for part in block.attentions) * job.seq / layout.tp
     if job.each_recomputed == "selective":  # what is kept of the layer stays until its backward ends
         return squared
-    terms = terms_of(block, hidden, job)
+    terms = list_terms_of(block, hidden, job)
     names = [term.name for term in terms]
     mlp = terms[names.index("input of the MLP's norm") :]
-    return squared - _kept((term for term in mlp if term.name not in _OF_EAGER), layout, job)
+    return squared - _sum_kept_bytes((term for term in mlp if term.name not in _OF_EAGER), layout, job)
 
 
 @functools.lru_cache(maxsize=4096)
-def kept_bytes(block: Block, hidden: int, layout: Layout, job: Job) -> float:
+def count_kept_bytes(block: Block, hidden: int, layout: Layout, job: Job) -> float:
     """Bytes per token that a rank keeps of one block, on average: as counted from the model, else by formula."""
     if job.recompute.startswith("every:"):
         checkpointed, plain = (
-            kept_bytes(block, hidden, layout, replace(job, recompute=way)) for way in ("full", "none")
+            count_kept_bytes(block, hidden, layout, replace(job, recompute=way)) for way in ("full", "none")
         )
         return job.recomputed_share * checkpointed + (1 - job.recomputed_share) * plain
     if job.tiled_mlp and job.recompute == "none":
-        whole = kept_bytes(block, hidden, layout, replace(job, tiled_mlp=False))
-        return whole - wide_bytes(block, hidden, layout, job)
+        whole = count_kept_bytes(block, hidden, layout, replace(job, tiled_mlp=False))
+        return whole - count_wide_bytes(block, hidden, layout, job)
     if job.recompute == "selective" and job.habits.keeps_products:
-        return _all_products(block, hidden, layout, job)
+        return _count_all_products(block, hidden, layout, job)
     if job.recompute == "full":
         parts = layout.tp if layout.partition_activations else layout.stream_parts
-        given = [term for term in terms_of(block, hidden, job) if layout.cp > 1 and term.name in _OF_ATTENTION]
-        return job.stored * hidden / parts + _kept(given, layout, job)
+        given = [term for term in list_terms_of(block, hidden, job) if layout.cp > 1 and term.name in _OF_ATTENTION]
+        return job.stored * hidden / parts + _sum_kept_bytes(given, layout, job)
     if job.attention != FLASH:
-        return kept_beside_flash(block, layout, job) + kept_bytes(block, hidden, layout, replace(job, attention=FLASH))
-    formula = _by_formula(block, hidden, layout, job)
-    counted = None if job.habits.fused else dict(block.kept).get(counted_as(job.precision, job.lora))
-    return formula if counted is None else formula * counted / _by_formula(block, hidden, Layout(), job)
+        return count_kept_beside_flash(block, layout, job) + count_kept_bytes(
+            block, hidden, layout, replace(job, attention=FLASH)
+        )
+    formula = _count_by_formula(block, hidden, layout, job)
+    counted = None if job.habits.fused else dict(block.kept).get(name_counted_as(job.precision, job.lora))
+    return formula if counted is None else formula * counted / _count_by_formula(block, hidden, Layout(), job)
 
 
-def offloaded_bytes(block: Block, hidden: int, layout: Layout, job: Job) -> float:
+def count_offloaded_bytes(block: Block, hidden: int, layout: Layout, job: Job) -> float:
     """Return the bytes per token of one block that `activation_offload` sends to the host, on average.
 
     Of a checkpointed layer its input goes. What attention gave, which ranks of cp keep beside it, stays.
     """
     if job.each_recomputed != "full":
-        return kept_bytes(block, hidden, layout, job)
+        return count_kept_bytes(block, hidden, layout, job)
     parts = layout.tp if layout.partition_activations else layout.stream_parts
-    plain = kept_bytes(block, hidden, layout, replace(job, recompute="none")) if job.recomputed_share < 1 else 0.0
+    plain = (
+        count_kept_bytes(block, hidden, layout, replace(job, recompute="none")) if job.recomputed_share < 1 else 0.0
+    )
     return job.recomputed_share * job.stored * hidden / parts + (1 - job.recomputed_share) * plain
 
 
-def _all_products(block: Block, hidden: int, layout: Layout, job: Job) -> float:
+def _count_all_products(block: Block, hidden: int, layout: Layout, job: Job) -> float:
     """The block's input, what attention gives, and outputs of products: of row-parallel ones after their sum.
 
     And queries, keys and values that ranks have sent each other to share heads.
     """
     attention = () if job.attention == EAGER else _OF_ATTENTION
-    terms = [t for t in terms_of(block, hidden, job) if t.product or t.name in attention]
+    terms = [t for t in list_terms_of(block, hidden, job) if t.product or t.name in attention]
     stream = hidden / layout.stream_parts
     heads = sum(part.heads * part.qk_width + part.key_numbers for part in block.attentions)
     sent = job.width * heads / layout.tp if layout.heads_over > 1 else 0.0
-    return (job.stored + 2 * job.width) * stream + sent + _kept(terms, layout, job)
+    return (job.stored + 2 * job.width) * stream + sent + _sum_kept_bytes(terms, layout, job)
 
 
-def _by_formula(block: Block, hidden: int, layout: Layout, job: Job) -> float:
-    terms = terms_of(block, hidden, job)
+def _count_by_formula(block: Block, hidden: int, layout: Layout, job: Job) -> float:
+    terms = list_terms_of(block, hidden, job)
     half = job.recompute == "selective"
-    total = _every_second_product(terms, layout, job) if half else _kept(terms, layout, job)
-    total += _copies_of_shared_heads(block, layout, job)
+    total = _count_every_second_product(terms, layout, job) if half else _sum_kept_bytes(terms, layout, job)
+    total += _count_copies_of_shared_heads(block, layout, job)
     lowered_once = layout.tp > 1 and (layout.sequence_parallel or job.habits.lowers_inputs)
     if job.autocast and not lowered_once:  # each product lowers its input for itself
         readers = sum(m.count for m in block.matrices if m.split == "column" and m.inputs == hidden)
         total += max(0, readers - 2) * job.width * hidden
-    if job.lora and job.stored < adapter_width(job):
-        total += _inputs_of_adapters(block, hidden, layout, job)
+    if job.lora and job.stored < count_adapter_width(job):
+        total += _count_inputs_of_adapters(block, hidden, layout, job)
     return total
 
 
-def _every_second_product(terms: list[Term], layout: Layout, job: Job) -> float:
+def _count_every_second_product(terms: list[Term], layout: Layout, job: Job) -> float:
     """Selective checkpointing as torchtitan has it: besides these the block's input and what attention gives."""
-    stream = _kept(terms[:1], layout, job)
-    attention = _kept((term for term in terms if term.name in _OF_ATTENTION), layout, job)
-    products = _kept((term for term in terms if term.product), layout, job) + 2 * stream
+    stream = _sum_kept_bytes(terms[:1], layout, job)
+    attention = _sum_kept_bytes((term for term in terms if term.name in _OF_ATTENTION), layout, job)
+    products = _sum_kept_bytes((term for term in terms if term.product), layout, job) + 2 * stream
     return stream + attention + products / 2
 
 
-def _inputs_of_adapters(block: Block, hidden: int, layout: Layout, job: Job) -> float:
+def _count_inputs_of_adapters(block: Block, hidden: int, layout: Layout, job: Job) -> float:
     """Each adapter keeps its input in fp32, gathered; what it stands beside is frozen and keeps none."""
     of_base = 2 * hidden / layout.stream_parts + block.inner / layout.tp
-    cut = [m.inputs * m.count / (layout.tp if m.split == "row" else layout.tp_columns) for m in adapted(block)]
+    cut = [m.inputs * m.count / (layout.tp if m.split == "row" else layout.tp_columns) for m in list_adapted(block)]
     return ADAPTER_WIDTH * sum(cut) - job.width * of_base
 
 
-def _copies_of_shared_heads(block: Block, layout: Layout, job: Job) -> float:
+def _count_copies_of_shared_heads(block: Block, layout: Layout, job: Job) -> float:
     """Where several ranks share a key and value head, each holds all of it, before and after it is picked out."""
     more = (max(0, layout.tp / part.kv_heads - 1) * part.kv_heads * part.qk_width for part in block.attentions)
     return 4 * job.width * sum(more) / layout.tp
 
 
-def counted_as(precision: str, lora: int | bool) -> str:
+def name_counted_as(precision: str, lora: int | bool) -> str:
     """The name under which a block knows what it keeps."""
     return f"{precision}, adapters" if lora else precision
 
 
-def output_numbers(block: Block, hidden: int, layout: Layout) -> float:
+def count_output_numbers(block: Block, hidden: int, layout: Layout) -> float:
     """Numbers per token of all outputs of a block's products and of its two norms, on one rank."""
     column = sum(m.outputs * m.count * m.share for m in block.matrices if m.split != "row")
     rows = sum(1 for m in block.matrices if m.split == "row")
     return column / layout.tp + (rows + 2) * hidden / layout.stream_parts
 
 
-def lowered_parameters(block: Block, layout: Layout) -> float:
+def count_lowered_parameters(block: Block, layout: Layout) -> float:
     """Weights of a block that one rank holds a 16-bit copy of; grouped products of experts have none."""
     lowered = [m for m in block.matrices if m.split != "expert"]
     return sum(m.parameters / (1 if m.split == "whole" else layout.tp) for m in lowered)
@@ -372,7 +383,7 @@ class Moment(NamedTuple):
     gradients: float = 0.0
 
 
-def fullest_moment(actions: Iterable[Action], stages: dict[int, StageBytes]) -> Moment:
+def find_fullest_moment(actions: Iterable[Action], stages: dict[int, StageBytes]) -> Moment:
     """When a rank needs most.
 
     A backward in one piece frees a stage's activations as it goes. Of one in two halves (Qi et al., 2023) the first
@@ -385,7 +396,7 @@ def fullest_moment(actions: Iterable[Action], stages: dict[int, StageBytes]) -> 
     held, most = 0.0, Moment()
     summed: set[int] = set()
     waiting: set[int] = set()
-    for action in flat(actions):
+    for action in flatten_overlaps(actions):
         stage = stages[action.stage]
         whole = sum(stages[index].gradients for index in summed) + sum(stages[index].late for index in waiting)
         if action.kind == FORWARD:

@@ -8,8 +8,8 @@ from typing import Any
 
 from hf_parallel.ask.config import ParallelConfig
 from hf_parallel.ask.keys.layers import AUTO, TORCH_FLASH
-from hf_parallel.planner.candidates import HEADROOM, Goal, configured, heads_divide, sizes_of, ways_of
-from hf_parallel.planner.choices import Choice, TooLarge, leanest, predicted, variants
+from hf_parallel.planner.candidates import HEADROOM, Goal, do_heads_divide, list_sizes_of, list_ways_of, make_config
+from hf_parallel.planner.choices import Choice, TooLarge, find_leanest, iterate_variants, predict_choice
 from hf_parallel.planner.hardware import Cluster
 from hf_parallel.planner.prediction import EXPERTS, MEASURED, TRANSFERRED
 
@@ -26,9 +26,9 @@ _KINDS = {
 }
 
 
-def warnings_about(choice: Choice, goal: Goal) -> Iterator[str]:
+def list_warnings_about(choice: Choice, goal: Goal) -> Iterator[str]:
     """Yield what an experienced user would say about a layout."""
-    yield from _about_links(choice, goal.cluster)
+    yield from _warn_about_links(choice, goal.cluster)
     config, prediction = choice.config, choice.prediction
     whole = config.pp_size == 1 and config.data_parallel_size > 1 and not config.reduces_each_micro_batch
     if choice.accumulation > 1 and whole:
@@ -37,7 +37,7 @@ def warnings_about(choice: Choice, goal: Goal) -> Iterator[str]:
             "a larger batch per call, or fewer rows per step, does not"
         )
     if prediction.bubble > 0.2:
-        yield f"{prediction.bubble:.0%} of the pipeline is idle: {_why_idle(choice, goal.cluster)}"
+        yield f"{prediction.bubble:.0%} of the pipeline is idle: {_explain_idle(choice, goal.cluster)}"
     tokens = goal.seq * choice.rows * choice.accumulation * config.data_parallel_size
     if tokens > LARGE_BATCH:
         yield f"{tokens / 1e6:.0f} M tokens per step: beyond {LARGE_BATCH / 1e6:.0f} M models hardly learn faster"
@@ -50,7 +50,7 @@ def warnings_about(choice: Choice, goal: Goal) -> Iterator[str]:
         yield f"needs {needed:.1f} of {there:.1f} GiB: --verify before a long run"
 
 
-def _about_links(choice: Choice, cluster: Cluster) -> Iterator[str]:
+def _warn_about_links(choice: Choice, cluster: Cluster) -> Iterator[str]:
     """tp over slow links, and ZeRO-3 over a network where shards of a node would fit."""
     config, p = choice.config, choice.prediction
     if config.tp_size > cluster.per_node:
@@ -71,7 +71,7 @@ def _about_links(choice: Choice, cluster: Cluster) -> Iterator[str]:
         )
 
 
-def _why_idle(choice: Choice, cluster: Cluster) -> str:
+def _explain_idle(choice: Choice, cluster: Cluster) -> str:
     if choice.prediction.job.micro_batches < 4 * choice.config.pp_size:
         return "more micro-batches, or fewer stages"
     link = cluster.between if cluster.nodes > 1 else cluster.inside
@@ -80,7 +80,7 @@ def _why_idle(choice: Choice, cluster: Cluster) -> str:
     )
 
 
-def why_not(goal: Goal, choice: Choice, best: Choice | None) -> str:
+def explain_why_not(goal: Goal, choice: Choice, best: Choice | None) -> str:
     """Say in one line that a layout does not fit, or what it spends its time on instead."""
     prediction, memory = choice.prediction, goal.cluster.gpu.memory_gib
     if choice.needed_gib > goal.room_gib:
@@ -103,30 +103,30 @@ def why_not(goal: Goal, choice: Choice, best: Choice | None) -> str:
     theirs = {kind: seconds * scale for kind, seconds in best.prediction.breakdown.time.items()}
     kind = max(ours, key=lambda name: ours[name] - theirs.get(name, 0.0))
     more = (ours[kind] - theirs.get(kind, 0.0)) / prediction.step_time_s
-    link = f" over {prediction.cluster.between.name}" if _crosses(choice, kind) else ""
+    link = f" over {prediction.cluster.between.name}" if _does_cross(choice, kind) else ""
     times = f"{ratio:.1f}" if ratio < 10 else f"{ratio:.0f}"
     return f"{times} x the time of the best: {more:.0%} of its step is additional {kind}{link}"
 
 
-def _crosses(choice: Choice, kind: str) -> bool:
+def _does_cross(choice: Choice, kind: str) -> bool:
     prediction = choice.prediction
     many = prediction.cluster.nodes > 1
     return many and ("ZeRO" in kind or "gradients" in kind or "gather" in kind)
 
 
-def suggested(best: Choice, other: Choice | None) -> Iterator[str]:
+def suggest_rounding(best: Choice, other: Choice | None) -> Iterator[str]:
     """Yield what would be faster if transfers may round; it is not chosen, as it changes the numbers."""
     if other is None:
         return
     config, gain = other.config, best.seconds_per_row / other.seconds_per_row
     keys = {"quantize_weights": config.quantize_weights, "quantize_gradients": config.quantize_gradients}
     said = ",".join(f"{name}={value}" for name, value in keys.items() if value != "none")
-    same = configured(config, quantize_weights="none", quantize_gradients="none")
-    where = "" if sizes_of(same) == sizes_of(best.config) else f" ({config.to_spec()})"
+    same = make_config(config, quantize_weights="none", quantize_gradients="none")
+    where = "" if list_sizes_of(same) == list_sizes_of(best.config) else f" ({config.to_spec()})"
     yield f"with {said}: predicted {gain:.1f}x faster, changes the numbers{where}; docs/zero.md says by how much"
 
 
-def nothing_fits(goal: Goal, needed: float, others: Iterable[tuple[str, Choice | None]]) -> str:
+def explain_nothing_fits(goal: Goal, needed: float, others: Iterable[tuple[str, Choice | None]]) -> str:
     """Return what to do when no layout fits.
 
     Args:
@@ -144,7 +144,7 @@ def nothing_fits(goal: Goal, needed: float, others: Iterable[tuple[str, Choice |
     return "; ".join(advice)
 
 
-def notes_about(goal: Goal, positions: int | None) -> Iterator[str]:
+def list_notes_about(goal: Goal, positions: int | None) -> Iterator[str]:
     """Yield what holds for every layout of a plan.
 
     Args:
@@ -174,28 +174,28 @@ def notes_about(goal: Goal, positions: int | None) -> Iterator[str]:
 # ---- why this one: of each setting, what the one beside it would need or take --------------------------------------
 
 
-def reasons(goal: Goal, choice: Choice) -> Iterator[str]:
+def list_reasons(goal: Goal, choice: Choice) -> Iterator[str]:
     """A line for what is trained, what is sharded, what is computed again, and what computes attention."""
     if goal.lora:
         yield f"adapters of rank {goal.lora}: the frozen weights have neither gradients nor optimizer states"
-    yield from _sharding(goal, choice)
-    yield _recomputing(goal, choice)
-    yield from _chunks(goal, choice)
-    yield from attending(goal, choice)
+    yield from _explain_sharding(goal, choice)
+    yield _explain_recomputing(goal, choice)
+    yield from _explain_chunks(goal, choice)
+    yield from explain_attention(goal, choice)
 
 
-def attending(goal: Goal, choice: Choice) -> Iterator[str]:
+def explain_attention(goal: Goal, choice: Choice) -> Iterator[str]:
     """The kernel, and what others would need and take: the same layers, so by the goal alone."""
     config = choice.config
     if config.cp_size > 1 or not any(block.attentions for block in goal.shape.blocks):
         return
     others = [name for name in (TORCH_FLASH, "sdpa", "eager") if name != goal.attention.name]
-    lines = [f"{name} {_other(goal, choice, attention=name)}" for name in others]
+    lines = [f"{name} {_describe_other(goal, choice, attention=name)}" for name in others]
     auto = f"auto is {goal.attention.auto}" if goal.attention.asked == AUTO else goal.attention.asked
     yield f"attention={auto}: {goal.attention.why}; {', '.join(lines)}"
 
 
-def _sharding(goal: Goal, choice: Choice) -> Iterator[str]:
+def _explain_sharding(goal: Goal, choice: Choice) -> Iterator[str]:
     """Against whole copies on each data rank, which only reduce gradients."""
     config = choice.config
     if config.dp_shard_size == 1:
@@ -203,38 +203,41 @@ def _sharding(goal: Goal, choice: Choice) -> Iterator[str]:
             yield f"dp_replicate={config.dp_replicate_size}: whole weights fit, and nothing is gathered"
         return
     ranks = config.dp_replicate_size * config.dp_shard_size
-    whole = _other(goal, choice, dp_replicate_size=ranks, dp_shard_size=1, zero_stage=3, hierarchical_shard=None)
-    less = "" if config.zero_stage == 3 else f", zero_stage=3 {_other(goal, choice, zero_stage=3)}"
+    whole = _describe_other(
+        goal, choice, dp_replicate_size=ranks, dp_shard_size=1, zero_stage=3, hierarchical_shard=None
+    )
+    less = "" if config.zero_stage == 3 else f", zero_stage=3 {_describe_other(goal, choice, zero_stage=3)}"
     yield f"dp_shard={config.dp_shard_size},zero_stage={config.zero_stage}: whole weights on each rank {whole}{less}"
 
 
-def _recomputing(goal: Goal, choice: Choice) -> str:
+def _explain_recomputing(goal: Goal, choice: Choice) -> str:
     """Against the ways that compute less again; of the cheapest one, against what it saves."""
     way = choice.config.activation_checkpointing
     asked = f"activation_checkpointing={way}"
     if way == "none":
         needed = f"{choice.needed_gib:.1f} of {goal.cluster.gpu.memory_gib:.0f} GiB"
-        return f"{asked}: all activations fit ({needed}); full {_other(goal, choice, activation_checkpointing='full')}"
+        full = _describe_other(goal, choice, activation_checkpointing="full")
+        return f"{asked}: all activations fit ({needed}); full {full}"
     ways = ("none", "selective")[: 1 if way == "selective" else 2]
-    lines = [f"{other} {_other(goal, choice, activation_checkpointing=other)}" for other in ways]
+    lines = [f"{other} {_describe_other(goal, choice, activation_checkpointing=other)}" for other in ways]
     return f"{asked}: {', '.join(lines)}"
 
 
-def _chunks(goal: Goal, choice: Choice) -> Iterator[str]:
+def _explain_chunks(goal: Goal, choice: Choice) -> Iterator[str]:
     """Where it rests on a loss in chunks, which loops and scripts that compute the loss themselves do not have."""
-    if _beside(goal, choice, lean_loss="false").needed_gib > goal.room_gib:
-        said = _other(goal, choice, lean_loss="false")
+    if _predict_beside(goal, choice, lean_loss="false").needed_gib > goal.room_gib:
+        said = _describe_other(goal, choice, lean_loss="false")
         yield f"lean_loss={choice.config.lean_loss}: a Trainer's step with the model's own loss; whole logits {said}"
 
 
-def _beside(goal: Goal, choice: Choice, **settings: Any) -> Choice:
+def _predict_beside(goal: Goal, choice: Choice, **settings: Any) -> Choice:
     """Return the choice of the layout with other settings."""
-    return predicted(goal, configured(choice.config, **settings), choice.prediction.job.micro_batch)
+    return predict_choice(goal, make_config(choice.config, **settings), choice.prediction.job.micro_batch)
 
 
-def _other(goal: Goal, choice: Choice, **settings: Any) -> str:
+def _describe_other(goal: Goal, choice: Choice, **settings: Any) -> str:
     """Say what the layout with other settings would need and take."""
-    other = _beside(goal, choice, **settings)
+    other = _predict_beside(goal, choice, **settings)
     there, ratio = goal.cluster.gpu.memory_gib, other.seconds_per_row / choice.seconds_per_row
     if other.needed_gib > goal.room_gib:
         return f"would need {other.needed_gib:.1f} of {there:.0f} GiB"
@@ -244,7 +247,7 @@ def _other(goal: Goal, choice: Choice, **settings: Any) -> str:
 # ---- layouts that one would expect ----------------------------------------------------------------------------------
 
 
-def why_not_usual(goal: Goal, best: Choice | None) -> Iterator[tuple[str, str]]:
+def explain_usual_layouts(goal: Goal, best: Choice | None) -> Iterator[tuple[str, str]]:
     """The layouts that people ask about first, and what keeps them from being the best."""
     gpus, inside = goal.cluster.gpus, min(goal.cluster.per_node, goal.cluster.gpus)
     stages = math.gcd(goal.cluster.nodes, 8)
@@ -256,17 +259,17 @@ def why_not_usual(goal: Goal, best: Choice | None) -> Iterator[tuple[str, str]]:
         "hybrid sharding in the node": {"dp_replicate": gpus // inside, "dp_shard": inside},
         "tp in the node, pp between nodes": {"tp": inside, "pp": stages, "dp_shard": gpus // inside // stages},
     }
-    seen = {sizes_of(best.config)} if best else set()
+    seen = {list_sizes_of(best.config)} if best else set()
     for name, sizes in asked.items():
         if math.prod(sizes.values()) != gpus:  # nodes that are not full
             continue
-        config = configured(ParallelConfig.from_mapping(sizes).resolve(gpus), **goal.settings)
-        if sizes_of(config) not in seen and (config.tp_size <= inside or goal.cluster.nodes > 1):
-            seen.add(sizes_of(config))
+        config = make_config(ParallelConfig.from_mapping(sizes).resolve(gpus), **goal.settings)
+        if list_sizes_of(config) not in seen and (config.tp_size <= inside or goal.cluster.nodes > 1):
+            seen.add(list_sizes_of(config))
             yield f"{name} ({config.to_spec()})", explain_absence(goal, config, best)
 
 
-def why_not_expected(goal: Goal, expected: ParallelConfig | str, best: Choice | None) -> tuple[str, str]:
+def explain_expected_layout(goal: Goal, expected: ParallelConfig | str, best: Choice | None) -> tuple[str, str]:
     """Return what is to be said of the layout that the user expects."""
     config = ParallelConfig.parse(expected).resolve(goal.cluster.gpus)
     return f"yours ({config.to_spec()})", explain_absence(goal, config, best)
@@ -274,7 +277,7 @@ def why_not_expected(goal: Goal, expected: ParallelConfig | str, best: Choice | 
 
 def explain_absence(goal: Goal, config: ParallelConfig, best: Choice | None) -> str:
     """In one line what keeps a layout from being first."""
-    if not heads_divide(goal.shape, config.tp_size):
+    if not do_heads_divide(goal.shape, config.tp_size):
         return f"tp={config.tp_size} does not divide the attention heads"
     if config.pp_size > goal.shape.layers:
         return f"pp={config.pp_size}: the model has {goal.shape.layers} layers"
@@ -283,11 +286,11 @@ def explain_absence(goal: Goal, config: ParallelConfig, best: Choice | None) -> 
         return f"a global batch of {goal.global_batch} does not divide among {ranks} data ranks"
     given = config.activation_checkpointing != "none" or config.offload != "none"
     mine = {"activation_checkpointing": config.activation_checkpointing, "offload": config.offload}
-    found = list(variants(goal, config, math.inf, [mine] if given else ways_of(goal)))
+    found = list(iterate_variants(goal, config, math.inf, [mine] if given else list_ways_of(goal)))
     if not found:
         return f"a global batch of {goal.global_batch} leaves too few micro-batches"
     fitting = [choice for choice in found if isinstance(choice, Choice)]
     if fitting:
-        return why_not(goal, leanest(fitting), best)
+        return explain_why_not(goal, find_leanest(fitting), best)
     least = min((choice for choice in found if isinstance(choice, TooLarge)), key=lambda choice: choice.gib)
-    return why_not(goal, predicted(goal, least.config, least.size), best)
+    return explain_why_not(goal, predict_choice(goal, least.config, least.size), best)

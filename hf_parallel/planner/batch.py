@@ -62,14 +62,14 @@ class StepBatch:
         """
         if self.data_ranks == 1:
             return ""
-        kept, rule = self.kept_by, learning_rate_rule(optimizer, self.data_ranks)
+        kept, rule = self.kept_by, describe_learning_rate_rule(optimizer, self.data_ranks)
         if kept is None:
             why = f"{self.alone} sequences do not divide among {self.data_ranks} data ranks"
             return f"one process has {self.alone}; {why}: {rule}"
         return f"one process has {self.alone}: {kept.arguments} keep that, else {rule}"
 
 
-def learning_rate_rule(optimizer: str, times: float) -> str:
+def describe_learning_rate_rule(optimizer: str, times: float) -> str:
     """Return in words how the learning rate follows a batch that is so many times larger."""
     if "sgd" in optimizer.lower():
         return f"learning_rate x {times:g} (linear rule, {optimizer})"

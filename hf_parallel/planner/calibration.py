@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 from hf_parallel.ask.config import ParallelConfig
 from hf_parallel.ask.spec import refuse
-from hf_parallel.planner.candidates import sizes_of
+from hf_parallel.planner.candidates import list_sizes_of
 from hf_parallel.planner.hardware import Cluster, Efficiency, Gpu, Link
 from hf_parallel.planner.layout import Layout, make_job
 from hf_parallel.planner.ledger import FACTORS, ring_factor
@@ -84,7 +84,7 @@ class Calibration:
         os.replace(f"{path}.new", path)
 
 
-def calibration_path(given: str | None = None) -> str:
+def choose_calibration_path(given: str | None = None) -> str:
     """Return where the file is: as given, as HF_PARALLEL_CALIBRATION says, or in the user's cache."""
     return os.path.expanduser(given or os.environ.get(VARIABLE) or _PLACE)
 
@@ -95,7 +95,7 @@ def read_calibration(path: str | None = None) -> Calibration | None:
     Raises:
         SpecError: it is damaged, or of another version.
     """
-    path = calibration_path(path)
+    path = choose_calibration_path(path)
     if not os.path.isfile(path):
         return None
     try:
@@ -110,7 +110,7 @@ def read_calibration(path: str | None = None) -> Calibration | None:
         refuse(path, why, "hf-parallel check --calibrate", cause=error)
 
 
-def device_name(cluster: Cluster) -> str:
+def name_device(cluster: Cluster) -> str:
     """Name what a calibration holds for: the kind of accelerator, or the CPU with its cores."""
     return f"cpu x{os.cpu_count()}" if cluster.gpu.name == "cpu" else cluster.gpu.name
 
@@ -118,12 +118,12 @@ def device_name(cluster: Cluster) -> str:
 # ---- planning with it -----------------------------------------------------------------------------------------------
 
 
-def calibrated_cluster(cluster: Cluster, found: Calibration | None) -> Cluster:
+def calibrate_cluster_here(cluster: Cluster, found: Calibration | None) -> Cluster:
     """Return the cluster with measured rates and links, if they are those of its device.
 
     Processes per node that were not measured take the nearest number that was.
     """
-    if found is None or found.device != device_name(cluster) or not found.processes:
+    if found is None or found.device != name_device(cluster) or not found.processes:
         return cluster
     here = min(cluster.gpus, cluster.per_node)
     count = min(found.processes, key=lambda number: (abs(number - here), number))
@@ -141,7 +141,7 @@ def _fit_gpu(gpu: Gpu, measured: Measured, source: str) -> Gpu:
     peaks, on_cpu = dict(gpu.peaks), gpu.name == "cpu"
     rates: dict[str, tuple[float, float]] = {}
     for dtype in dict.fromkeys(product[0] for product in measured.products):
-        rates[dtype] = _rate_and_depth([product for product in measured.products if product[0] == dtype])
+        rates[dtype] = _fit_rate_and_depth([product for product in measured.products if product[0] == dtype])
     lowered = "bf16" if "bf16" in rates and not on_cpu else next(iter(rates))
     rate, depth = rates[lowered]
     if on_cpu:
@@ -176,7 +176,7 @@ def _fit_gpu(gpu: Gpu, measured: Measured, source: str) -> Gpu:
     )
 
 
-def _rate_and_depth(products: Sequence[tuple[str, int, int, int, float]]) -> tuple[float, float]:
+def _fit_rate_and_depth(products: Sequence[tuple[str, int, int, int, float]]) -> tuple[float, float]:
     """Fit seconds = 2 m n (k + depth) / rate by least squares of relative errors; `depth` is not below 0."""
     points = [(k, seconds / (2 * m * n)) for _, m, n, k, seconds in products]
     a = sum(k * k / y**2 for k, y in points)
@@ -248,33 +248,33 @@ def remember_step(
     Args:
         batch: `rows` and `calls` of a data rank, `seq`, `precision`.
     """
-    own = {"model": _model_key(shape), "spec": config.to_spec(), "batch": dict(batch), "world": config.world_size}
+    own = {"model": _make_model_key(shape), "spec": config.to_spec(), "batch": dict(batch), "world": config.world_size}
     kept = [step for step in found.steps if {key: step.get(key) for key in own} != own]
     found.steps = [*kept, {**own, "step_time_s": seconds, "date": date}][-_MOST_STEPS:]
 
 
-def measured_step(
+def find_measured_step(
     found: Calibration | None, shape: ModelShape, config: ParallelConfig, batch: Mapping[str, object]
 ) -> float | None:
     """Return the seconds that a step of this model, layout and batch took here, if one ran."""
     for step in reversed([] if found is None else found.steps):
-        if step.get("model") != _model_key(shape) or step.get("batch") != dict(batch):
+        if step.get("model") != _make_model_key(shape) or step.get("batch") != dict(batch):
             continue
         with contextlib.suppress(ValueError, KeyError, TypeError):
-            if _layout_key(ParallelConfig.parse(step["spec"]).resolve(step["world"])) == _layout_key(config):
+            if _make_layout_key(ParallelConfig.parse(step["spec"]).resolve(step["world"])) == _make_layout_key(config):
                 return float(step["step_time_s"])
     return None
 
 
-def _model_key(shape: ModelShape) -> str:
+def _make_model_key(shape: ModelShape) -> str:
     return f"{shape.name}, {shape.layers} layers, {shape.parameters} parameters"
 
 
-def _layout_key(config: ParallelConfig) -> tuple:
+def _make_layout_key(config: ParallelConfig) -> tuple:
     """Return what makes layouts take different times; not how a run is watched or saved."""
     piped = (config.pipeline_schedule, config.pipeline_split) if config.pp_size > 1 else ()
     return (
-        *sizes_of(config),
+        *list_sizes_of(config),
         *piped,
         config.activation_checkpointing,
         config.offload,

@@ -10,14 +10,14 @@ from typing import Any
 
 from hf_parallel.ask.config import ParallelConfig
 from hf_parallel.ask.keys.context import AUTO, RING
-from hf_parallel.axes.chunked_loss import why_not_in
-from hf_parallel.axes.context.choose import choice
-from hf_parallel.axes.pipeline.part import recomputes_in_parts
-from hf_parallel.axes.precision import gathers_codes
+from hf_parallel.axes.chunked_loss import find_reason_against_chunks
+from hf_parallel.axes.context.choose import choose_by_cost
+from hf_parallel.axes.pipeline.part import does_recompute_in_parts
+from hf_parallel.axes.precision import can_gather_codes
 from hf_parallel.planner.activations import Planned
 from hf_parallel.planner.hardware import Cluster
 from hf_parallel.planner.layout import Job, Layout
-from hf_parallel.planner.pipeline import adapted
+from hf_parallel.planner.pipeline import list_adapted
 from hf_parallel.planner.shape import ModelShape
 
 #: Percent of each GPU's memory that a plan keeps free, unless it is told otherwise.
@@ -44,7 +44,7 @@ LONG_WAYS: tuple[dict[str, Any], ...] = (
 )
 
 
-def ways_of(goal: Goal) -> list[dict[str, Any]]:
+def list_ways_of(goal: Goal) -> list[dict[str, Any]]:
     """Return the ways in which a layout of this goal may save memory, the cheapest first."""
     long = goal.seq >= LONG and goal.eight_bit == AUTO  # a scale of 8 bits holds for all tokens of a product
     return [*WAYS[:3], *(LONG_WAYS if long else ()), *WAYS[3:]]
@@ -93,12 +93,12 @@ class Goal:
         return None if self.global_batch % ranks else self.global_batch // ranks
 
 
-def configured(base: ParallelConfig | None = None, /, **settings: Any) -> ParallelConfig:
+def make_config(base: ParallelConfig | None = None, /, **settings: Any) -> ParallelConfig:
     """A config with these settings changed."""
     return dataclasses.replace(base or ParallelConfig(), **settings)
 
 
-def sizes_of(config: ParallelConfig) -> tuple:
+def list_sizes_of(config: ParallelConfig) -> tuple:
     """The sizes of all axes, how cp shares attention, and ZeRO's stage."""
     names = ("dp_replicate_size", "dp_shard_size", "pp_size", "cp_size", "tp_size", "ep_size")
     sizes = (getattr(config, name) for name in names)
@@ -106,16 +106,16 @@ def sizes_of(config: ParallelConfig) -> tuple:
     return (*sizes, config.tp_mesh, config.context_parallel, config.zero_stage, config.hierarchical_shard, *rounded)
 
 
-def layouts(goal: Goal) -> Iterator[ParallelConfig]:
+def iterate_layouts(goal: Goal) -> Iterator[ParallelConfig]:
     """Sizes of all axes that fill the GPUs, tp inside a node; ZeRO-0 is what replicas alone are."""
     gpus, shape = goal.cluster.gpus, goal.shape
     inside = min(goal.cluster.per_node, gpus)
-    for tp in divisors(inside):
-        if not heads_divide(shape, tp) or gpus % tp:
+    for tp in list_divisors(inside):
+        if not do_heads_divide(shape, tp) or gpus % tp:
             continue
-        grids = [{"tp_mesh": mesh} for mesh in _grids(goal, tp)]
-        for (cp, kind), grid in itertools.product(_context(goal, tp), grids):
-            for pp in divisors(gpus // tp // cp):
+        grids = [{"tp_mesh": mesh} for mesh in _iterate_grids(goal, tp)]
+        for (cp, kind), grid in itertools.product(_iterate_context_sizes(goal, tp), grids):
+            for pp in list_divisors(gpus // tp // cp):
                 if pp > min(shape.layers, _MOST_STAGES):
                     break
                 data = gpus // tp // cp // pp
@@ -128,24 +128,24 @@ def layouts(goal: Goal) -> Iterator[ParallelConfig]:
                         **grid,
                     }
                     sizes |= goal.settings | ({"attention": AUTO} if cp > 1 else {})  # cp has kernels of its own
-                    yield from _data(goal, sizes, data)
+                    yield from _iterate_data_layouts(goal, sizes, data)
 
 
-def _data(goal: Goal, sizes: dict, data: int) -> Iterator[ParallelConfig]:
+def _iterate_data_layouts(goal: Goal, sizes: dict, data: int) -> Iterator[ParallelConfig]:
     """Replicas and shards, ZeRO's stage, experts."""
-    for replicate in _replicas(data, sizes["tp_size"] * sizes["cp_size"], goal.cluster):
+    for replicate in _list_replicas(data, sizes["tp_size"] * sizes["cp_size"], goal.cluster):
         shards = data // replicate
-        for experts in _experts(goal.shape, shards, sizes["cp_size"] * sizes["tp_size"]):
+        for experts in _list_expert_sizes(goal.shape, shards, sizes["cp_size"] * sizes["tp_size"]):
             for stage in _zero_stages(shards, sizes["pp_size"]):
                 chosen = {"dp_replicate_size": replicate, "dp_shard_size": shards, "zero_stage": stage}
-                config = configured(**sizes, **chosen, ep_size=experts)
-                yield from compressed(goal, config)
+                config = make_config(**sizes, **chosen, ep_size=experts)
+                yield from iterate_compressed(goal, config)
                 inside = max(1, goal.cluster.per_node // sizes["tp_size"] // sizes["cp_size"])
                 if stage == 3 and sizes["pp_size"] == sizes["cp_size"] == 1 < inside < shards and shards % inside == 0:
-                    yield from compressed(goal, configured(config, hierarchical_shard=inside))
+                    yield from iterate_compressed(goal, make_config(config, hierarchical_shard=inside))
 
 
-def compressed(goal: Goal, config: ParallelConfig) -> Iterator[ParallelConfig]:
+def iterate_compressed(goal: Goal, config: ParallelConfig) -> Iterator[ParallelConfig]:
     """Yield the config, and where transfers may round, with weights, gradients and both in fewer bits.
 
     Of a LoRA run adapters travel as they are, so that only weights have something to round.
@@ -154,15 +154,15 @@ def compressed(goal: Goal, config: ParallelConfig) -> Iterator[ParallelConfig]:
     if not goal.quantized or config.dp_shard_size == 1 or config.pp_size > 1:
         return
     for weights, gradients in ROUNDED[: 1 if goal.lora else None]:
-        yield configured(config, quantize_weights=weights, quantize_gradients=gradients)
+        yield make_config(config, quantize_weights=weights, quantize_gradients=gradients)
 
 
-def rounded(config: ParallelConfig) -> bool:
+def does_round(config: ParallelConfig) -> bool:
     """Do its transfers round?"""
     return (config.quantize_weights, config.quantize_gradients) != ("none", "none")
 
 
-def heads_divide(shape: ModelShape, tp: int) -> bool:
+def do_heads_divide(shape: ModelShape, tp: int) -> bool:
     """Do the heads divide? Keys and values are shared by ranks where there are fewer."""
     return all(
         attention.heads % tp == 0 and (attention.kv_heads % tp == 0 or tp % attention.kv_heads == 0)
@@ -171,40 +171,40 @@ def heads_divide(shape: ModelShape, tp: int) -> bool:
     )
 
 
-def _grids(goal: Goal, tp: int) -> Iterator[str | None]:
+def _iterate_grids(goal: Goal, tp: int) -> Iterator[str | None]:
     """No grid; from 16 ranks on, few columns: fewer ranks send more over one (docs/tensor_meshes.md)."""
     yield None
-    widths = {m.outputs if m.split == "row" else m.inputs for block in goal.shape.blocks for m in adapted(block)}
+    widths = {m.outputs if m.split == "row" else m.inputs for block in goal.shape.blocks for m in list_adapted(block)}
     for columns in _COLUMNS if tp >= _LEAST_GRID and goal.eight_bit == AUTO else ():
         if tp % columns == 0 and all(width % columns == 0 for width in widths):
             yield f"{tp // columns}x{columns}"
 
 
-def divisors(number: int) -> list[int]:
+def list_divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
-def _context(goal: Goal, tp: int) -> Iterator[tuple[int, str]]:
+def _iterate_context_sizes(goal: Goal, tp: int) -> Iterator[tuple[int, str]]:
     """Parts of a row: a ring cuts it in twice as many as it has ranks, Ulysses needs a head for each of them."""
     yield 1, "auto"
-    for cp in divisors(goal.cluster.gpus // tp)[1:]:
+    for cp in list_divisors(goal.cluster.gpus // tp)[1:]:
         if goal.seq % (2 * cp) == 0 and goal.seq // cp >= _LEAST_TOKENS:
             yield cp, "ring"
-            if heads_divide(goal.shape, tp * cp):
+            if do_heads_divide(goal.shape, tp * cp):
                 yield cp, "ulysses"
 
 
-def _replicas(data: int, block: int, cluster: Cluster) -> list[int]:
+def _list_replicas(data: int, block: int, cluster: Cluster) -> list[int]:
     """Everything sharded; shards of a node, or of a few; everything replicated."""
     inside = max(1, cluster.per_node // block)
     shards = {data, 1} | {n for n in (inside, 4 * inside) if data % n == 0 and n < data}
     return sorted({data // shard for shard in shards})
 
 
-def _experts(shape: ModelShape, shards: int, inner: int) -> list[int]:
+def _list_expert_sizes(shape: ModelShape, shards: int, inner: int) -> list[int]:
     """Over how many ranks of one replica experts are spread: all on each, or whole groups of `inner`, cp and tp."""
     numbers = {matrix.count for block in shape.blocks for matrix in block.matrices if matrix.split == "expert"}
-    counts = [n for n in divisors(min(numbers, default=1)) if all(m % n == 0 for m in numbers)]
+    counts = [n for n in list_divisors(min(numbers, default=1)) if all(m % n == 0 for m in numbers)]
     return [n for n in counts if n == 1 or (n % inner == 0 and shards * inner % n == 0)]
 
 
@@ -213,33 +213,33 @@ def _zero_stages(shards: int, pp: int) -> tuple[int, ...]:
     return (3,) if shards == 1 or pp > 1 else (3, 2, 1)
 
 
-def micro_batches(goal: Goal, share: int, config: ParallelConfig) -> list[int]:
+def list_micro_batches(goal: Goal, share: int, config: ParallelConfig) -> list[int]:
     """Rows of a micro-batch: what the script gives, or powers of two up to 64 k tokens; a pipeline cuts a call."""
     if goal.rows is not None and share % goal.rows:
         return []
     if goal.rows is not None and config.pp_size == 1:
         return [goal.rows]
     call, tokens = goal.rows or share, goal.seq // config.cp_size
-    sizes = [n for n in divisors(call) if n == 1 or (n & (n - 1) == 0 and n * tokens <= MOST_CALL)]
+    sizes = [n for n in list_divisors(call) if n == 1 or (n & (n - 1) == 0 and n * tokens <= MOST_CALL)]
     if config.pp_size == 1 and share * tokens <= MOST_CALL:
         sizes = sorted({*sizes, share})
     return [n for n in sizes if call // n >= config.pp_size]
 
 
-def other_schedules(goal: Goal, config: ParallelConfig, micro_batches: int) -> Iterator[ParallelConfig]:
+def iterate_other_schedules(goal: Goal, config: ParallelConfig, micro_batches: int) -> Iterator[ParallelConfig]:
     """Yield the sizes under schedules that may shorten the bubble of `micro_batches` per call."""
     if config.pp_size == 1 or goal.shape.layers < 2 * config.pp_size or micro_batches % config.pp_size:
         return
     for name in _SCHEDULES:
         tied_v = name == "zbv_zero_bubble" and goal.shape.tied and config.sharing_size > 1
-        if not recomputes_in_parts(config, name) and not tied_v:
-            yield configured(config, pipeline_schedule=name)
+        if not does_recompute_in_parts(config, name) and not tied_v:
+            yield make_config(config, pipeline_schedule=name)
 
 
 # ---- what a config is to the formulas -------------------------------------------------------------------------------
 
 
-def context_of(config: ParallelConfig, goal: Goal, micro_batch: int) -> str:
+def choose_context_of(config: ParallelConfig, goal: Goal, micro_batch: int) -> str:
     """Return how cp will attend: what the engine takes for whole rows of this length (`axes/context/choose.py`)."""
     if config.context_parallel != AUTO:
         return config.context_parallel
@@ -247,7 +247,7 @@ def context_of(config: ParallelConfig, goal: Goal, micro_batch: int) -> str:
     if config.cp_size == 1 or not attentions or any(attention.window for attention in attentions):
         return RING
     heads = attentions[0].heads, attentions[0].kv_heads
-    found = choice(config.cp_size, heads, attentions[0].qk_width, config.tp_size, goal.cluster.per_node)
+    found = choose_by_cost(config.cp_size, heads, attentions[0].qk_width, config.tp_size, goal.cluster.per_node)
     return found.of(micro_batch * goal.seq, goal.seq)
 
 
@@ -255,7 +255,7 @@ def to_layout(config: ParallelConfig, context: str | None = None) -> Layout:
     """Translate a config for the planner: in a pipeline weights stay whole, as they do in ZeRO-2.
 
     Args:
-        context: how cp attends, by `context_of`; default: what the config says, a ring for `auto`.
+        context: how cp attends, by `choose_context_of`; default: what the config says, a ring for `auto`.
     """
     own = RING if config.context_parallel == AUTO else config.context_parallel
     sharded = config.dp_shard_size * config.cp_size > 1
@@ -276,7 +276,7 @@ def to_layout(config: ParallelConfig, context: str | None = None) -> Layout:
         reduces_each=config.reduces_each_micro_batch,
         reduces_each_run=config.reduces_each_run,
         hierarchical_shard=config.hierarchical_shard or 1,
-        quantize_weights="fp8" if gathers_codes(config) else config.quantize_weights,
+        quantize_weights="fp8" if can_gather_codes(config) else config.quantize_weights,
         quantize_gradients=config.quantize_gradients,
         gradient_error_feedback=config.gradient_error_feedback,
         partition_activations=config.partition_activations,
@@ -306,5 +306,5 @@ def to_job(goal: Goal, config: ParallelConfig, micro_batch: int, count: int) -> 
         calls=count // (in_a_call or count),
         activation_offload=config.activation_offload,
         tiled_mlp=config.tiled_mlp,
-        lean_loss=config.lean_loss != "false" and not goal.whole_logits and why_not_in(config) is None,
+        lean_loss=config.lean_loss != "false" and not goal.whole_logits and find_reason_against_chunks(config) is None,
     )

@@ -14,12 +14,12 @@ from typing import Any
 from hf_parallel.ask.config import ParallelConfig
 from hf_parallel.ask.keys.data import parameters_rest
 from hf_parallel.planner.activations import FLASH, Planned
-from hf_parallel.planner.candidates import Goal, configured, context_of, micro_batches, to_job, to_layout
+from hf_parallel.planner.candidates import Goal, choose_context_of, list_micro_batches, make_config, to_job, to_layout
 from hf_parallel.planner.hardware import Cluster
 from hf_parallel.planner.layout import Job, Layout
-from hf_parallel.planner.memory import GIB, fullest, host_gib, memory_of_ranks
-from hf_parallel.planner.pipeline import Stage, make_stages, stages_by_rank
-from hf_parallel.planner.predict import predict_step, stage_times
+from hf_parallel.planner.memory import GIB, count_host_gib, find_fullest, predict_memory_of_ranks
+from hf_parallel.planner.pipeline import Stage, group_stages_by_rank, make_stages
+from hf_parallel.planner.predict import compute_stage_times, predict_step
 from hf_parallel.planner.prediction import Prediction
 
 
@@ -36,7 +36,7 @@ class Choice:
     @property
     def needed_gib(self) -> float:
         """GiB that the fullest rank must have; its allocator may hold more, which it gives back before it fails."""
-        return fullest(list(self.prediction.breakdown.ranks)).needed / GIB
+        return find_fullest(list(self.prediction.breakdown.ranks)).needed / GIB
 
     @property
     def allocated_gib(self) -> float:
@@ -57,7 +57,7 @@ class Choice:
     def host_gib(self) -> float:
         """GiB of a node's memory for what its ranks offload."""
         p = self.prediction
-        return host_gib(make_stages(p.shape, p.layout, p.job), p.layout, p.job, p.cluster)
+        return count_host_gib(make_stages(p.shape, p.layout, p.job), p.layout, p.job, p.cluster)
 
     @property
     def step_time_s(self) -> float:
@@ -105,7 +105,7 @@ class Choice:
 TELLS = 1.05
 
 
-def ranked_seconds(choice: Choice, critical_batch: float | None = None) -> float:
+def rank_seconds(choice: Choice, critical_batch: float | None = None) -> float:
     """Return seconds per row, `TELLS` times more for each axis beyond data: few axes are easier to live with.
 
     Args:
@@ -117,16 +117,16 @@ def ranked_seconds(choice: Choice, critical_batch: float | None = None) -> float
     return seconds * TELLS**beyond
 
 
-def leanest(choices: Sequence[Choice], fastest: float | None = None) -> Choice:
+def find_leanest(choices: Sequence[Choice], fastest: float | None = None) -> Choice:
     """Return the choice that needs least memory of those that the planner cannot tell from the fastest.
 
     Args:
         fastest: ranked seconds of the fastest; default, and where none of `choices` is near: of the fastest of them.
     """
-    own = min(map(ranked_seconds, choices))
+    own = min(map(rank_seconds, choices))
     pace = own if fastest is None or own > TELLS * fastest else fastest
-    near = [choice for choice in choices if ranked_seconds(choice) <= TELLS * pace]
-    return min(near, key=lambda choice: (choice.needed_gib, ranked_seconds(choice)))
+    near = [choice for choice in choices if rank_seconds(choice) <= TELLS * pace]
+    return min(near, key=lambda choice: (choice.needed_gib, rank_seconds(choice)))
 
 
 @dataclass(frozen=True)
@@ -193,7 +193,7 @@ class TooLarge:
     gib: float
 
 
-def variants(
+def iterate_variants(
     goal: Goal, config: ParallelConfig, limit: float, ways: Iterable[dict[str, Any]]
 ) -> Iterator[Choice | TooLarge]:
     """Growing micro-batches in each of `ways`, up to the first in which any fits.
@@ -201,69 +201,73 @@ def variants(
     A larger one may fit where a smaller does not: the last needs no accumulation, which holds whole gradients.
     """
     share = goal.share(config)
-    sizes = micro_batches(goal, share, config) if share else []
+    sizes = list_micro_batches(goal, share, config) if share else []
     for way in ways:
         if parameters_rest(way["offload"]) and config.data_parallel_size == 1:
             continue  # FSDP2 gathers parameters from the host, and one data rank has none of it
-        tried = list(_growing(goal, configured(config, **way), sizes, limit))
+        tried = list(_iterate_growing(goal, make_config(config, **way), sizes, limit))
         yield from tried
         if any(isinstance(choice, Choice) for choice in tried):
             return
 
 
-def _growing(goal: Goal, config: ParallelConfig, sizes: list[int], limit: float) -> Iterator[Choice | TooLarge]:
+def _iterate_growing(
+    goal: Goal, config: ParallelConfig, sizes: list[int], limit: float
+) -> Iterator[Choice | TooLarge]:
     """Each of `sizes` until one is too large; then the last alone."""
     for at, size in enumerate(sizes):
-        choice = attempt(goal, config, size, limit)
+        choice = try_layout(goal, config, size, limit)
         if choice is not None:
             yield choice
         if isinstance(choice, TooLarge):
-            last = attempt(goal, config, sizes[-1], limit) if at < len(sizes) - 1 else None
+            last = try_layout(goal, config, sizes[-1], limit) if at < len(sizes) - 1 else None
             if last is not None:
                 yield last
             return
 
 
-def attempt(goal: Goal, config: ParallelConfig, size: int, limit: float = math.inf) -> Choice | TooLarge | None:
+def try_layout(goal: Goal, config: ParallelConfig, size: int, limit: float = math.inf) -> Choice | TooLarge | None:
     """Try a layout with micro-batches of `size` rows; None if it cannot be as fast as `limit` seconds per row."""
-    config, layout, job = _asked(goal, config, size)
+    config, layout, job = _read_asked_layout(goal, config, size)
     stages = make_stages(goal.shape, layout, job)
     rows = job.micro_batch * job.micro_batches * layout.dp
-    if limit < math.inf and _least_seconds(goal.cluster, stages, layout, job) > limit * rows:
+    if limit < math.inf and _compute_least_seconds(goal.cluster, stages, layout, job) > limit * rows:
         return None
-    ranks = memory_of_ranks(stages, layout, job)
-    peak = fullest(ranks)
-    on_host, room = host_gib(stages, layout, job, goal.cluster), goal.cluster.gpu.host.memory_gib
+    ranks = predict_memory_of_ranks(stages, layout, job)
+    peak = find_fullest(ranks)
+    on_host, room = count_host_gib(stages, layout, job, goal.cluster), goal.cluster.gpu.host.memory_gib
     if peak.needed > goal.room_gib * GIB or on_host > room:
         return TooLarge(config, size, peak.needed / GIB)
-    return _choice(config, predict_step(goal.shape, goal.cluster, layout, job, ranks))
+    return _make_choice_of(config, predict_step(goal.shape, goal.cluster, layout, job, ranks))
 
 
-def predicted(goal: Goal, config: ParallelConfig, size: int) -> Choice:
+def predict_choice(goal: Goal, config: ParallelConfig, size: int) -> Choice:
     """Predict a layout with micro-batches of `size` rows, whether it fits or not."""
-    config, layout, job = _asked(goal, config, size)
-    return _choice(config, predict_step(goal.shape, goal.cluster, layout, job))
+    config, layout, job = _read_asked_layout(goal, config, size)
+    return _make_choice_of(config, predict_step(goal.shape, goal.cluster, layout, job))
 
 
-def _asked(goal: Goal, config: ParallelConfig, size: int) -> tuple[ParallelConfig, Layout, Job]:
+def _read_asked_layout(goal: Goal, config: ParallelConfig, size: int) -> tuple[ParallelConfig, Layout, Job]:
     share = goal.share(config)
     assert share is not None
     if config.pp_size > 1:  # a pipeline gets all of a step in one call
-        config = configured(config, pipeline_microbatches=(goal.rows or share) // size)
-    return config, to_layout(config, context_of(config, goal, size)), to_job(goal, config, size, share // size)
+        config = make_config(config, pipeline_microbatches=(goal.rows or share) // size)
+    return config, to_layout(config, choose_context_of(config, goal, size)), to_job(goal, config, size, share // size)
 
 
-def _choice(config: ParallelConfig, prediction: Prediction) -> Choice:
+def _make_choice_of(config: ParallelConfig, prediction: Prediction) -> Choice:
     job = prediction.job
     if config.pp_size == 1:
         return Choice(config, prediction, job.micro_batch, job.micro_batches)
     return Choice(config, prediction, job.micro_batch * job.micro_batches_per_call, job.calls)
 
 
-def _least_seconds(cluster: Cluster, stages: tuple[Stage, ...], layout: Layout, job: Job) -> float:
+def _compute_least_seconds(cluster: Cluster, stages: tuple[Stage, ...], layout: Layout, job: Job) -> float:
     """No schedule of one stage per rank is faster: the slowest computes, the others fill and drain its pipeline."""
-    seconds = {stage: sum(stage_times(stage, layout, job, cluster).totals) for stage in set(stages)}  # few differ
-    ranks = [sum(seconds[stage] for stage in mine) for mine in stages_by_rank(stages, layout)]
+    seconds = {
+        stage: sum(compute_stage_times(stage, layout, job, cluster).totals) for stage in set(stages)
+    }  # few differ
+    ranks = [sum(seconds[stage] for stage in mine) for mine in group_stages_by_rank(stages, layout)]
     filling = (sum(ranks) - max(ranks)) / layout.virtual_stages if layout.schedule == "1f1b" else 0.0
     return job.micro_batches * max(ranks) + filling
 
@@ -288,7 +292,7 @@ def share_of(lengths: Sequence[int], size: int) -> tuple[float, float, float]:
     return 1 - mean / padded, mean, padded
 
 
-def padding_of(goal: Goal, config: ParallelConfig, lengths: Sequence[int], size: int) -> Padding:
+def compare_padding_of(goal: Goal, config: ParallelConfig, lengths: Sequence[int], size: int) -> Padding:
     """Return what the planner says of joining each batch.
 
     A flash kernel takes row by row what is joined; others are given a mask of all tokens by all tokens.
@@ -298,15 +302,15 @@ def padding_of(goal: Goal, config: ParallelConfig, lengths: Sequence[int], size:
     """
     share, mean, padded = share_of(lengths, size)
     alone = dataclasses.replace(goal.attention, documents=True)
-    before = _step(goal, config, size, padded, alone)
+    before = _predict_joined_step(goal, config, size, padded, alone)
     if goal.attention.kind(config) == FLASH:
-        after = _step(goal, config, size, mean, alone)
+        after = _predict_joined_step(goal, config, size, mean, alone)
     else:
-        after = _step(goal, config, 1, size * mean, alone)
+        after = _predict_joined_step(goal, config, 1, size * mean, alone)
     return Padding(share, after.step_time_s / before.step_time_s, after.prediction.fits)
 
 
-def _step(goal: Goal, config: ParallelConfig, rows: int, tokens: float, attention: Planned) -> Choice:
+def _predict_joined_step(goal: Goal, config: ParallelConfig, rows: int, tokens: float, attention: Planned) -> Choice:
     seq = max(1, round(tokens))
     batch = dataclasses.replace(goal, rows=rows, seq=seq, global_batch=None, attention=attention)
-    return predicted(batch, config, rows)
+    return predict_choice(batch, config, rows)

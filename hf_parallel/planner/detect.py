@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from hf_parallel.ask.config import SpecError
 from hf_parallel.ask.spec import refuse
-from hf_parallel.planner.hardware import Cluster, Efficiency, Gpu, Link, catalogue, find_gpu, find_link
+from hf_parallel.planner.hardware import Cluster, Efficiency, Gpu, Link, find_gpu, find_link, read_catalogue
 
 _SIZE = 384  # of the matrices whose product measures a processor
 #: Links of processes on one machine without accelerators: copies through memory.
@@ -39,11 +39,11 @@ def detect(
     """
     import torch
 
-    from hf_parallel.planner.calibration import calibrated_cluster, read_calibration
+    from hf_parallel.planner.calibration import calibrate_cluster_here, read_calibration
 
     found = read_calibration() if calibrated else None
     if not torch.accelerator.is_available():
-        return calibrated_cluster(_processors(gpus or 1, per_node or gpus or 1), found)
+        return calibrate_cluster_here(_make_processor_cluster(gpus or 1, per_node or gpus or 1), found)
     here = torch.accelerator.device_count()
     kind = torch.accelerator.current_accelerator()
     assert kind is not None
@@ -53,8 +53,10 @@ def detect(
     except SpecError as error:
         refuse(f"this machine's {about.name}", error, do="--gpu or --cluster FILE.yaml says what it is", cause=error)
     gpu = dataclasses.replace(gpu, memory_gib=about.total_memory / 2**30)
-    between = find_link(network) if network else _adapters(here) or find_link(gpu.scale_out)
-    return calibrated_cluster(Cluster(gpu, gpus or here, per_node or here, _inside(gpu, here), between), found)
+    between = find_link(network) if network else _find_network_adapters(here) or find_link(gpu.scale_out)
+    return calibrate_cluster_here(
+        Cluster(gpu, gpus or here, per_node or here, _find_inside_link(gpu, here), between), found
+    )
 
 
 class Device(NamedTuple):
@@ -70,7 +72,7 @@ CPU = "cpu"
 _SAME_MEMORY = 0.05  # drivers of equal GPUs report memory that differs by less
 
 
-def kinds_of(devices: Sequence[Device]) -> list[int]:
+def number_kinds_of(devices: Sequence[Device]) -> list[int]:
     """Return a number for the kind of each device, by name and memory: the first rank that has one of it."""
     found: list[int] = []
     for rank, (_, name, memory) in enumerate(devices):
@@ -80,7 +82,7 @@ def kinds_of(devices: Sequence[Device]) -> list[int]:
     return found
 
 
-def device_here(index: int | None = None) -> Device:
+def read_device_here(index: int | None = None) -> Device:
     """Return the accelerator of this process.
 
     Args:
@@ -96,7 +98,7 @@ def device_here(index: int | None = None) -> Device:
     return Device(host, about.name, about.total_memory / 2**30)
 
 
-def of_all_devices(cluster: Cluster, devices: Sequence[Device]) -> Cluster:
+def reduce_to_slowest(cluster: Cluster, devices: Sequence[Device]) -> Cluster:
     """Return the cluster with the GPU that all others wait for, and the memory that all of them have.
 
     Raises:
@@ -108,7 +110,7 @@ def of_all_devices(cluster: Cluster, devices: Sequence[Device]) -> Cluster:
     return dataclasses.replace(cluster, gpu=gpu)
 
 
-def _asked(*argv: str) -> str:
+def _run_nvidia_smi(*argv: str) -> str:
     """Return what nvidia-smi prints; nothing where there is none."""
     try:
         return subprocess.run(["nvidia-smi", *argv], capture_output=True, text=True, timeout=10).stdout
@@ -119,19 +121,19 @@ def _asked(*argv: str) -> str:
 # ---- links inside the node -----------------------------------------------------------------------------------------
 
 
-def _inside(gpu: Gpu, here: int) -> Link:
+def _find_inside_link(gpu: Gpu, here: int) -> Link:
     """The link of a ring through all GPUs: NVLink if it can go by NVLink all the way, else PCIe."""
     usual = find_link(gpu.scale_up)
-    matrix = topology(_asked("topo", "-m"), here)
+    matrix = read_topology(_run_nvidia_smi("topo", "-m"), here)
     if here == 1 or not matrix:
         return usual
-    links = min(sum(row) for row in nvlinks(matrix))
-    if links and _joined(nvlinks(matrix)):
-        return _nvlink(usual, gpu, links)
-    return _pcie(usual)
+    links = min(sum(row) for row in count_nvlinks(matrix))
+    if links and _is_joined_by_nvlink(count_nvlinks(matrix)):
+        return _make_nvlink(usual, gpu, links)
+    return _make_pcie(usual)
 
 
-def topology(text: str, here: int) -> list[list[str]]:
+def read_topology(text: str, here: int) -> list[list[str]]:
     """The matrix of `nvidia-smi topo -m` for the GPUs that this process sees: NV12, PIX, PXB, PHB, NODE, SYS or X."""
     plain = re.sub(r"\x1b\[[0-9;]*m", "", text)  # the driver underlines its heading
     lines = [line.split() for line in plain.splitlines()]
@@ -150,12 +152,12 @@ def topology(text: str, here: int) -> list[list[str]]:
     return [[rows[row][column] for column in chosen] for row in chosen]
 
 
-def nvlinks(matrix: list[list[str]]) -> list[list[int]]:
+def count_nvlinks(matrix: list[list[str]]) -> list[list[int]]:
     """Count the NVLinks that join each two GPUs."""
     return [[int(word[2:]) if re.fullmatch(r"NV\d+", word) else 0 for word in row] for row in matrix]
 
 
-def _joined(counts: list[list[int]]) -> bool:
+def _is_joined_by_nvlink(counts: list[list[int]]) -> bool:
     """Return whether a ring by NVLink reaches all: two neighbours each, or there are only two GPUs."""
     reached, queue = {0}, [0]
     while queue:
@@ -166,20 +168,20 @@ def _joined(counts: list[list[int]]) -> bool:
     return len(reached) == len(counts) and (len(counts) == 2 or all(sum(n > 0 for n in row) >= 2 for row in counts))
 
 
-def _nvlink(usual: Link, gpu: Gpu, links: int) -> Link:
+def _make_nvlink(usual: Link, gpu: Gpu, links: int) -> Link:
     """A switch shows all of a GPU's links to each of the others: more than it has do not count."""
     name = usual.name if "nvlink" in usual.name else "nvlink3-bridge" if gpu.name.startswith("rtx") else "nvlink3"
-    each = catalogue()["links"][name]["each_gb_s"] * 1e9
+    each = read_catalogue()["links"][name]["each_gb_s"] * 1e9
     if name == usual.name and links >= round(usual.bandwidth / each):
         return usual
     source = f"nvidia-smi topo -m: {links} links per GPU"
     return Link(f"{links} x {name}", links * each, find_link(name).latency, source)
 
 
-def _pcie(usual: Link) -> Link:
+def _make_pcie(usual: Link) -> Link:
     """By the generation and the lanes that the slowest GPU has."""
     found = re.findall(
-        r"(\d+), *(\d+)", _asked("--query-gpu=pcie.link.gen.max,pcie.link.width.max", "--format=csv,noheader")
+        r"(\d+), *(\d+)", _run_nvidia_smi("--query-gpu=pcie.link.gen.max,pcie.link.width.max", "--format=csv,noheader")
     )
     if not found:
         return usual if "pcie" in usual.name else find_link("pcie4")
@@ -193,13 +195,13 @@ def _pcie(usual: Link) -> Link:
 # ---- links between nodes -------------------------------------------------------------------------------------------
 
 
-def _adapters(gpus: int, folder: str = "/sys/class/infiniband") -> Link | None:
+def _find_network_adapters(gpus: int, folder: str = "/sys/class/infiniband") -> Link | None:
     """The fastest active InfiniBand or RoCE ports of this machine, shared by its GPUs."""
     rates: list[tuple[float, str]] = []
     for port in glob.glob(f"{folder}/*/ports/*"):
-        if "ACTIVE" in _read(f"{port}/state"):
-            rate = re.match(r"([\d.]+) Gb/sec", _read(f"{port}/rate"))
-            rates += [(float(rate.group(1)), _read(f"{port}/link_layer"))] if rate else []
+        if "ACTIVE" in _read_text_file(f"{port}/state"):
+            rate = re.match(r"([\d.]+) Gb/sec", _read_text_file(f"{port}/rate"))
+            rates += [(float(rate.group(1)), _read_text_file(f"{port}/link_layer"))] if rate else []
     if not rates:
         return None
     fastest, layer = max(rates)
@@ -208,7 +210,7 @@ def _adapters(gpus: int, folder: str = "/sys/class/infiniband") -> Link | None:
     return Link(name, number * fastest / 8 * 1e9 / gpus, 12e-6 if layer == "InfiniBand" else 15e-6, folder)
 
 
-def _read(path: str) -> str:
+def _read_text_file(path: str) -> str:
     try:
         with open(path, encoding="utf-8") as file:
             return file.read().strip()
@@ -219,12 +221,12 @@ def _read(path: str) -> str:
 # ---- processors ----------------------------------------------------------------------------------------------------
 
 
-def _processors(count: int, per_node: int) -> Cluster:
+def _make_processor_cluster(count: int, per_node: int) -> Cluster:
     """Each process with its share of this machine's memory and cores."""
     base, processes = find_gpu("a100-80gb"), min(count, per_node)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / processes / 2**30
     share = min(1.0, (os.cpu_count() or 1) / processes)
-    rate = _measured_flops() * share
+    rate = _measure_flops() * share
     launches = {"kernel_us": 20.0, "eager_us": 6.0, "eager_step_ms": 10.0}  # nothing waits for a kernel's launch
     efficiency = dataclasses.replace(Efficiency(), gemm=1.0, attention=1.0, waves=0.0, **launches)
     gpu = dataclasses.replace(
@@ -241,7 +243,7 @@ def _processors(count: int, per_node: int) -> Cluster:
     return Cluster(gpu, count, per_node, _SHARED_MEMORY, find_link("ethernet-25g"))
 
 
-def _measured_flops() -> float:
+def _measure_flops() -> float:
     """FLOP/s of one thread in a matrix product, as ranks without accelerators compute."""
     import torch
 

@@ -20,7 +20,7 @@ from typing import Any
 import yaml
 
 from hf_parallel.ask.spec import refuse
-from hf_parallel.planner.detect import CPU, Device, device_here, kinds_of
+from hf_parallel.planner.detect import CPU, Device, number_kinds_of, read_device_here
 from hf_parallel.planner.hardware import (
     COUNT,
     ENTRY,
@@ -28,13 +28,13 @@ from hf_parallel.planner.hardware import (
     TEXT,
     Cluster,
     Link,
-    catalogue,
     check_file_keys,
-    cluster_from_entry,
     find_gpu,
     find_link,
     load_cluster_file,
-    own_link,
+    make_cluster_from_entry,
+    read_catalogue,
+    read_own_link,
 )
 
 _GROUP = {"name": TEXT, "nodes": COUNT, **FILE}
@@ -109,7 +109,7 @@ def read_machines(path: str, gpus: int | None = None) -> Cluster | MixedCluster:
     """
     values = load_cluster_file(path)
     if "groups" not in values:
-        return cluster_from_entry(path, values, gpus)
+        return make_cluster_from_entry(path, values, gpus)
     check_file_keys(path, values, _KEYS)
     if gpus is not None:
         refuse(f"--gpus {gpus}", f"the groups of {path} say how many GPUs there are", do="drop it, or change the file")
@@ -123,7 +123,7 @@ def read_machines(path: str, gpus: int | None = None) -> Cluster | MixedCluster:
     one_node = values.get("one_node", False)
     links = [group.cluster.inside if one_node else group.cluster.between for group in groups]
     slowest, given = min(links, key=lambda link: link.bandwidth), values.get("network")
-    between = slowest if given is None else own_link(f"{path}: network", given)
+    between = slowest if given is None else read_own_link(f"{path}: network", given)
     return MixedCluster(tuple(groups), between, one_node)
 
 
@@ -139,14 +139,14 @@ def _read_group(where: str, entry: object) -> Group:
     own = {key: value for key, value in entry.items() if key not in ("name", "nodes")} | {"gpus": gpus}
     if gpus is None:
         refuse(where, "how many GPUs?", "a key such as nodes: 1")
-    cluster = cluster_from_entry(where, own, None)
+    cluster = make_cluster_from_entry(where, own, None)
     return Group(entry.get("name", cluster.gpu.name), cluster)
 
 
 # ---- the devices of all processes -----------------------------------------------------------------------------------
 
 
-def devices_of_all() -> list[Device]:
+def gather_devices_of_all() -> list[Device]:
     """Return the device of every process of a launcher, else all GPUs of this machine.
 
     Collective under a launcher; processes connect by gloo for it.
@@ -156,8 +156,8 @@ def devices_of_all() -> list[Device]:
 
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if world_size == 1:
-        return [device_here(index) for index in range(torch.accelerator.device_count())]
-    own = device_here(int(os.environ.get("LOCAL_RANK", "0")))
+        return [read_device_here(index) for index in range(torch.accelerator.device_count())]
+    own = read_device_here(int(os.environ.get("LOCAL_RANK", "0")))
     dist.init_process_group("gloo")
     found: list[Any] = [None] * world_size
     try:
@@ -177,7 +177,7 @@ def group_devices(here: Cluster, devices: Sequence[Device]) -> Cluster | MixedCl
     Raises:
         SpecError: a GPU that the catalogue does not have, or groups whose ranks do not follow each other.
     """
-    kinds = kinds_of(devices)
+    kinds = number_kinds_of(devices)
     runs = [(kind, list(ranks)) for kind, ranks in itertools.groupby(range(len(kinds)), key=lambda rank: kinds[rank])]
     if len(runs) < 2:
         return here
@@ -203,10 +203,10 @@ def group_devices(here: Cluster, devices: Sequence[Device]) -> Cluster | MixedCl
         same = gpu.name == here.gpu.name
         groups.append(Group(gpu.name, dataclasses.replace(cluster, inside=here.inside) if same else cluster))
     slowest = min((group.cluster.inside for group in groups), key=lambda link: link.bandwidth)
-    return MixedCluster(_named(groups), slowest if one_node else here.between, one_node)
+    return MixedCluster(_name_groups_apart(groups), slowest if one_node else here.between, one_node)
 
 
-def _named(groups: list[Group]) -> tuple[Group, ...]:
+def _name_groups_apart(groups: list[Group]) -> tuple[Group, ...]:
     """Return groups of which each has a name of its own."""
     names = [group.name for group in groups]
     return tuple(
@@ -221,18 +221,18 @@ def _named(groups: list[Group]) -> tuple[Group, ...]:
 def write_machines(path: str, machines: Cluster | MixedCluster) -> None:
     """Write a file from which `read_machines` reads these machines."""
     if isinstance(machines, Cluster):
-        values = _entry_of(machines)
+        values = _make_entry_of(machines)
     else:
-        named = [{"name": group.name, **_entry_of(group.cluster)} for group in machines.groups]
+        named = [{"name": group.name, **_make_entry_of(group.cluster)} for group in machines.groups]
         values = {"groups": named, "network": _link_entry(machines.between), "one_node": machines.one_node}
     with open(path, "w", encoding="utf-8") as file:
         yaml.safe_dump(values, file, sort_keys=False)
 
 
-def _entry_of(cluster: Cluster) -> dict[str, Any]:
+def _make_entry_of(cluster: Cluster) -> dict[str, Any]:
     """Return the keys of a cluster file; of a GPU those in which it differs from the catalogue's."""
     gpu = cluster.gpu
-    base = find_gpu(gpu.name if gpu.name in catalogue()["gpus"] else "a100-80gb")
+    base = find_gpu(gpu.name if gpu.name in read_catalogue()["gpus"] else "a100-80gb")
     rates = {f"{key}_gb_s": vars(gpu.host)[key] / 1e9 for key in ("pcie", "bandwidth", "nvme")}
     host = {"name": gpu.host.name, **rates, "memory_gib": gpu.host.memory_gib, "source": gpu.host.source}
     entry: dict[str, Any] = {
@@ -257,7 +257,7 @@ def _entry_of(cluster: Cluster) -> dict[str, Any]:
 
 def _link_entry(link: Link) -> str | dict[str, Any]:
     """Return a link's name, where the catalogue knows it so, or its numbers."""
-    if link.name in catalogue()["links"] and find_link(link.name) == link:
+    if link.name in read_catalogue()["links"] and find_link(link.name) == link:
         return link.name
     numbers = {"gb_s": link.bandwidth / 1e9, "latency_us": link.latency * 1e6}
     return {"name": link.name, **numbers, "source": link.source}

@@ -118,18 +118,18 @@ class Cluster:
 
 
 @functools.cache
-def catalogue() -> dict[str, dict[str, Any]]:
+def read_catalogue() -> dict[str, dict[str, Any]]:
     """Entries of `catalogue.yaml` by name: its gpus, links and hosts."""
     text = (importlib.resources.files(__package__) / "catalogue.yaml").read_text(encoding="utf-8")
     return yaml.safe_load(text)
 
 
-def _plain(name: str) -> str:
+def _simplify_name(name: str) -> str:
     return re.sub(r"nvidia|amd|tesla|[^a-z0-9]", "", name.lower())
 
 
 def _refuse_unknown(key: str, name: str, known: dict[str, str]) -> NoReturn:
-    close = difflib.get_close_matches(_plain(name), list(known), n=3, cutoff=0.4)
+    close = difflib.get_close_matches(_simplify_name(name), list(known), n=3, cutoff=0.4)
     nearest = ", ".join(dict.fromkeys(known[key] for key in close or known))
     refuse(f"{key}={name}", "not in the catalogue", do=f"did you mean {nearest}?" if close else f"it has {nearest}")
 
@@ -141,16 +141,16 @@ def find_gpu(name: str) -> Gpu:
     Raises:
         SpecError: no such GPU; the message names the nearest ones.
     """
-    entries = catalogue()["gpus"]
-    known = {_plain(alias): own for own, entry in entries.items() for alias in (own, *entry.get("names", ()))}
-    own = known.get(_plain(name)) or known.get(re.sub(r"hbm\w*$", "", _plain(name)))
+    entries = read_catalogue()["gpus"]
+    known = {_simplify_name(alias): own for own, entry in entries.items() for alias in (own, *entry.get("names", ()))}
+    own = known.get(_simplify_name(name)) or known.get(re.sub(r"hbm\w*$", "", _simplify_name(name)))
     if own is None:
         _refuse_unknown("gpu", name, known)
     entry = entries[own]
-    return _gpu_from_entry(own, entry, find_gpu(entry["like"]) if "like" in entry else None)
+    return _make_gpu_from_entry(own, entry, find_gpu(entry["like"]) if "like" in entry else None)
 
 
-def _gpu_from_entry(name: str, entry: Mapping, like: Gpu | None) -> Gpu:
+def _make_gpu_from_entry(name: str, entry: Mapping, like: Gpu | None) -> Gpu:
     """A GPU from an entry in the form of the catalogue; what the entry lacks comes from `like`."""
     known = vars(like) if like else {}
     plain = ("memory_gib", "units", "scale_up", "scale_out")
@@ -162,7 +162,7 @@ def _gpu_from_entry(name: str, entry: Mapping, like: Gpu | None) -> Gpu:
     if "capability" in entry:
         given["capability"] = tuple(entry["capability"])
     if "host" in entry or like is None:
-        given["host"] = _host_from_entry(entry["host"])
+        given["host"] = _make_host_from_entry(entry["host"])
     own = entry.get("efficiency", {})
     kernels = {"flash": 0.0, "cudnn": 0.0} if "attention" in own else {}  # what is said of attention holds for all
     given["efficiency"] = dataclasses.replace(known.get("efficiency", Efficiency()), **kernels | own)
@@ -172,9 +172,9 @@ def _gpu_from_entry(name: str, entry: Mapping, like: Gpu | None) -> Gpu:
     return Gpu(**{**known, **given, **about, "name": name})
 
 
-def _host_from_entry(entry: str | Mapping) -> Host:
+def _make_host_from_entry(entry: str | Mapping) -> Host:
     """A host from its name in the catalogue, or an entry of the same form."""
-    values = catalogue()["hosts"][entry] | {"name": entry} if isinstance(entry, str) else {"name": "own", **entry}
+    values = read_catalogue()["hosts"][entry] | {"name": entry} if isinstance(entry, str) else {"name": "own", **entry}
     own = {key.removesuffix("_gb_s"): value * 1e9 for key, value in values.items() if key.endswith("_gb_s")}
     return Host(**own, **{key: value for key, value in values.items() if not key.endswith("_gb_s")})
 
@@ -187,9 +187,9 @@ def find_link(name: str | Link) -> Link:
     """
     if isinstance(name, Link):
         return name
-    links = catalogue()["links"]
-    known = {_plain(own): own for own in links}
-    own = known.get(_plain(name))
+    links = read_catalogue()["links"]
+    known = {_simplify_name(own): own for own in links}
+    own = known.get(_simplify_name(name))
     if own is None:
         _refuse_unknown("network", name, known)
     return _link_from_entry(own, links[own])
@@ -276,15 +276,15 @@ def load_cluster_file(path: str) -> Mapping[str, Any]:
     return values
 
 
-def cluster_from_entry(path: str, values: Mapping[str, Any], gpus: int | None) -> Cluster:
+def make_cluster_from_entry(path: str, values: Mapping[str, Any], gpus: int | None) -> Cluster:
     """Return the cluster of one kind of GPU that the keys of a file, or of a group in it, describe."""
     check_file_keys(path, values, FILE)
     gpus = gpus or values.get("gpus")
     if gpus is None or gpus < 1:
         refuse(path, "how many GPUs? A line `gpus: 8`, or --gpus 8, works")
-    gpu = _own_gpu(path, values["gpu"])
-    inside = own_link(f"{path}: inside", values.get("inside", gpu.scale_up))
-    between = own_link(f"{path}: network", values.get("network", gpu.scale_out))
+    gpu = _read_own_gpu(path, values["gpu"])
+    inside = read_own_link(f"{path}: inside", values.get("inside", gpu.scale_up))
+    between = read_own_link(f"{path}: network", values.get("network", gpu.scale_out))
     return Cluster(gpu, gpus, values.get("gpus_per_node", 8), inside, between)
 
 
@@ -298,23 +298,23 @@ def check_file_keys(where: str, values: Mapping, known: Mapping[str, _Kind]) -> 
             refuse(f"{where}: {key}={value}", f"is not {kind}")
 
 
-def _own_gpu(path: str, entry: str | Mapping) -> Gpu:
+def _read_own_gpu(path: str, entry: str | Mapping) -> Gpu:
     """A GPU of the catalogue, or one like it; precisions whose peak the entry does not name keep theirs."""
     if isinstance(entry, str):
         return find_gpu(entry)
     check_file_keys(f"{path}: gpu", entry, _GPU)
     check_file_keys(f"{path}: efficiency", entry.get("efficiency", {}), _EFFICIENCY)
-    host, hosts = entry.get("host", {}), catalogue()["hosts"]
+    host, hosts = entry.get("host", {}), read_catalogue()["hosts"]
     if isinstance(host, str) and host not in hosts:
         refuse(f"{path}: host={host}", "not in the catalogue", do=f"{', '.join(hosts)} are")
     check_file_keys(f"{path}: host", {} if isinstance(host, str) else host, _HOST)
     base = find_gpu(entry.get("like", "a100-80gb"))
-    gpu = _gpu_from_entry(entry.get("name", base.name), entry, base)
+    gpu = _make_gpu_from_entry(entry.get("name", base.name), entry, base)
     about = {"source": entry.get("source", base.source), "like": base.like, "note": base.note}
     return dataclasses.replace(gpu, peaks={**base.peaks, **gpu.peaks}, **about)
 
 
-def own_link(path: str, entry: str | Mapping) -> Link:
+def read_own_link(path: str, entry: str | Mapping) -> Link:
     """Return a link by its name in the catalogue, or from an entry in its form."""
     if isinstance(entry, str):
         return find_link(entry)

@@ -187,7 +187,9 @@ class Job:
     engine: str = "standard"
     calls: int = 1  # of a pipeline's schedule per step, each with its share of the micro-batches
     lean_loss: bool = False  # head and loss a chunk of tokens at a time, where that pays
-    lowered: bool = False  # fp32 weights that data ranks gather in 16 bits, adapters with them: see `computed_job`
+    lowered: bool = (
+        False  # fp32 weights that data ranks gather in 16 bits, adapters with them: see `make_computed_job`
+    )
     activation_offload: bool = False  # what layers keep for the backward rests on the host
     tiled_mlp: bool = False  # MLPs over pieces of the sequence, each computed again in its backward
     compiled: bool = False  # torch.compile fuses what lies between the products of a fused implementation
@@ -253,7 +255,7 @@ class Job:
         return "bf16" if self.precision in ("mixed", "fp8") else self.precision
 
 
-def computed_job(layout: Layout, job: Job) -> Job:
+def make_computed_job(layout: Layout, job: Job) -> Job:
     """The job as its layers see it: fp32 weights that FSDP2 gathers in 16 bits are 16-bit weights to them."""
     gathered = job.habits.fsdp2 and layout.has_several_data_ranks
     return dataclasses.replace(job, precision="bf16", lowered=True) if job.autocast and gathered else job
@@ -266,7 +268,7 @@ def make_layout(given: Mapping | Layout | None, gpus: int | None) -> Layout:
         SpecError: an unknown key, or sizes that do not multiply to `gpus`.
     """
     if isinstance(given, Layout):
-        return _checked(given, gpus)
+        return _check_layout(given, gpus)
     values = {key: value for key, value in (given or {}).items() if value is not None}
     names = {field.name for field in dataclasses.fields(Layout)}
     for key in values.keys() - names:
@@ -276,10 +278,10 @@ def make_layout(given: Mapping | Layout | None, gpus: int | None) -> Layout:
     if "dp" not in values and gpus is not None:
         values["dp"] = max(1, gpus // others)
     values.setdefault("schedule", "interleaved_1f1b" if values.get("virtual_stages", 1) > 1 else "1f1b")
-    return _checked(Layout(**values), gpus)
+    return _check_layout(Layout(**values), gpus)
 
 
-def _checked(layout: Layout, gpus: int | None) -> Layout:
+def _check_layout(layout: Layout, gpus: int | None) -> Layout:
     if gpus is not None and gpus < 1:
         refuse(f"gpus={gpus}", "there must be one at least", "gpus=8")
     if gpus is not None and layout.gpus != gpus:
@@ -304,8 +306,8 @@ def make_job(layout: Layout, seq: int, micro_batch: int | None, global_batch: in
     """
     micro_batch = micro_batch or (max(1, global_batch // layout.dp) if global_batch else 1)
     count = max(1, math.ceil((global_batch or micro_batch * layout.dp) / (micro_batch * layout.dp)))
-    how["precision"] = known_precision(how.get("precision"))
-    how["recompute"] = known_recompute(how.get("recompute"))
+    how["precision"] = normalise_precision(how.get("precision"))
+    how["recompute"] = check_recompute(how.get("recompute"))
     if how.get("gradients", "auto") not in ("auto", *GRADIENT_BYTES):
         refuse(f"gradients={how['gradients']}", f"not one of auto, {', '.join(GRADIENT_BYTES)}", "gradients=auto")
     if how.get("engine", "standard") not in HABITS:
@@ -313,7 +315,7 @@ def make_job(layout: Layout, seq: int, micro_batch: int | None, global_batch: in
     return Job(seq, micro_batch, count, **how)
 
 
-def known_precision(name: str | None) -> str:
+def normalise_precision(name: str | None) -> str:
     """A precision under any of its usual names: amp_bf16, BF16, fp8_tensorwise; mixed, bf16-mixed."""
     text = (name or "bf16").lower()
     if text.removeprefix("bf16-") == "mixed":
@@ -325,7 +327,7 @@ def known_precision(name: str | None) -> str:
     refuse(f"precision={name}", f"not one of {', '.join(WIDTHS)}")
 
 
-def known_recompute(name: str | None) -> str:
+def check_recompute(name: str | None) -> str:
     """Check a name: none, selective, full or every:N."""
     text = (name or "none").lower()
     if re.fullmatch(r"every:[1-9]\d*", text):
@@ -336,14 +338,14 @@ def known_recompute(name: str | None) -> str:
     refuse(f"recompute={name}", "not one of none, selective, full, every:N")
 
 
-def precision_of(dtype: torch.dtype | str | None, lowered: str) -> str:
+def name_precision_of(dtype: torch.dtype | str | None, lowered: str) -> str:
     """The planner's name: weights in 16 bits leave autocast nothing to lower."""
     if "16" in str(dtype):
         return "bf16"
     return {"bf16": "mixed", "fp16": "fp16"}.get(lowered, "fp32")
 
 
-def optimizer_of(name: str) -> str:
+def name_optimizer_of(name: str) -> str:
     """The planner's name of one of Trainer's."""
     name = name.lower()
     return "sgd" if "sgd" in name else "adamw_8bit" if "8bit" in name else "adamw"

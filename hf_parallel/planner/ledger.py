@@ -25,21 +25,21 @@ from dataclasses import dataclass
 
 from hf_parallel.ask.keys.pipeline import DELAYED_SCHEDULES, JOINING_SCHEDULES
 from hf_parallel.planner.hardware import Cluster, Link
-from hf_parallel.planner.layout import Job, Layout, computed_job
+from hf_parallel.planner.layout import Job, Layout, make_computed_job
 from hf_parallel.planner.pipeline import (
     Stage,
-    adapted,
-    adapter_parameters,
-    dense_parameters,
+    count_adapter_parameters,
+    count_dense_parameters,
+    count_remote_neighbours,
+    count_shared_projections,
+    group_stages_by_rank,
     is_shared,
-    mirrored_stages,
-    remote_neighbours,
-    shared_projections,
+    list_adapted,
+    list_mirrored_stages,
     split_backwards,
-    stages_by_rank,
 )
 from hf_parallel.planner.shape import Block
-from hf_parallel.planner.states import ADAPTER_WIDTH, CODE_BYTES, adapter_width, summed_width
+from hf_parallel.planner.states import ADAPTER_WIDTH, CODE_BYTES, count_adapter_width, count_summed_width
 
 # ---- One kind of collective in a step: its bytes by the ring formulas, its seconds over the slowest link of its
 # group
@@ -91,7 +91,7 @@ class Transfer:
     @property
     def seconds(self) -> float:
         """The seconds that all of them take, one after the other."""
-        return self.count * transfer_seconds(self.kind, self.payload, self.group)
+        return self.count * compute_transfer_seconds(self.kind, self.payload, self.group)
 
     def times(self, count: float) -> Transfer:
         """`count` times as many."""
@@ -103,7 +103,7 @@ def ring_factor(kind: str, size: int) -> float:
     return 1.0 if kind == "p2p" else FACTORS[kind] * (size - 1) / size
 
 
-def transfer_seconds(kind: str, payload: float, group: Group) -> float:
+def compute_transfer_seconds(kind: str, payload: float, group: Group) -> float:
     """Latency of each step of a ring, or of a tree if that is faster, plus bytes over bandwidth."""
     if group.size == 1:
         return 0.0
@@ -112,14 +112,14 @@ def transfer_seconds(kind: str, payload: float, group: Group) -> float:
 
 
 @functools.lru_cache(maxsize=4096)
-def groups(layout: Layout, cluster: Cluster) -> dict[str, Group]:
+def make_groups(layout: Layout, cluster: Cluster) -> dict[str, Group]:
     """The group of each axis on a cluster whose ranks are numbered with tp innermost, then cp, dp, pp.
 
     `cp`: of rings; `heads`: of Ulysses. `zero`: the ranks over which ZeRO spreads what is not an expert's; `experts`:
     those that hold the same experts.
     """
     inner, replica = layout.tp * layout.cp, layout.dp // layout.dp_replicate
-    experts = expert_shards(layout)
+    experts = count_expert_shards(layout)
     placed = {  # size, distance of neighbours in ranks
         "tp": (layout.tp, 1),
         "tp_row": (layout.tp_rows, layout.tp_columns),
@@ -138,7 +138,7 @@ def groups(layout: Layout, cluster: Cluster) -> dict[str, Group]:
     return {axis: _group(axis, size, stride, cluster) for axis, (size, stride) in placed.items()}
 
 
-def expert_shards(layout: Layout) -> int:
+def count_expert_shards(layout: Layout) -> int:
     """Over how many ranks ZeRO spreads an expert's states: those of a replica that hold the same experts."""
     return max(1, layout.shards * layout.tp // layout.expert_split)
 
@@ -160,13 +160,13 @@ _LOSS_WIDTH = 4  # bytes: fp32
 # ---- the ledger of a rank -------------------------------------------------------------------------------------------
 
 
-def busiest(stages: tuple[Stage, ...], layout: Layout, job: Job, cluster: Cluster) -> list[Transfer]:
+def find_busiest(stages: tuple[Stage, ...], layout: Layout, job: Job, cluster: Cluster) -> list[Transfer]:
     """The transfers per step of the pipeline rank that sends most bytes."""
-    ledgers = (ledger(mine, layout, job, cluster) for mine in stages_by_rank(stages, layout))
+    ledgers = (list_transfers(mine, layout, job, cluster) for mine in group_stages_by_rank(stages, layout))
     return max(ledgers, key=lambda transfers: sum(transfer.bytes for transfer in transfers))
 
 
-def ledger(stages: list[Stage], layout: Layout, job: Job, cluster: Cluster) -> list[Transfer]:
+def list_transfers(stages: list[Stage], layout: Layout, job: Job, cluster: Cluster) -> list[Transfer]:
     """Every transfer in one step of the rank that holds `stages`; equal ones are one entry."""
     found: list[Transfer] = []
     for stage in stages:
@@ -189,27 +189,27 @@ def block_transfers(block: Block, hidden: int, layout: Layout, job: Job, cluster
     """Return what one block sends with one micro-batch on one rank."""
     sends = _Sends(hidden, layout, job, cluster)
     found = [*sends.regions(block), *sends.adapters(block), *sends.context(block), *sends.experts(block)]
-    return _real([*found, *sends.weights(block)])
+    return _drop_empty_transfers([*found, *sends.weights(block)])
 
 
 def end_transfers(stage: Stage, layout: Layout, job: Job, cluster: Cluster) -> list[Transfer]:
     """Return what a stage sends with one micro-batch beside its blocks: embedding, head, loss, norms."""
     sends = _Sends(stage.shape.hidden, layout, job, cluster)
     ends = stage.ends(layout.tp)
-    gradients = 0.0 if job.lora else ends * summed_width(sends.job)
+    gradients = 0.0 if job.lora else ends * count_summed_width(sends.job)
     found = list(sends.zero(ends * sends.job.stored, gradients, "zero", kept=True))
     if job.habits.counts_ends:
         found += [*sends.vocabulary(stage), *sends.whole_on_all_ranks(stage), *sends.second_halves(stage)]
-    return _real(found)
+    return _drop_empty_transfers(found)
 
 
 def step_transfers(stages: list[Stage], layout: Layout, job: Job, cluster: Cluster) -> list[Transfer]:
     """Return what the rank that holds `stages` sends once per step, or once per call of a pipeline's schedule."""
     sends = _Sends(stages[0].shape.hidden, layout, job, cluster)
-    return _real([*sends.gradients(stages), *sends.pipeline(stages)])
+    return _drop_empty_transfers([*sends.gradients(stages), *sends.pipeline(stages)])
 
 
-def _real(transfers: Iterable[Transfer]) -> list[Transfer]:
+def _drop_empty_transfers(transfers: Iterable[Transfer]) -> list[Transfer]:
     """Axes of one rank, and what has no bytes, send nothing."""
     return [t for t in transfers if t.payload and t.count and t.group.size > 1]
 
@@ -223,9 +223,9 @@ class _Sends:
 
     def __init__(self, hidden: int, layout: Layout, job: Job, cluster: Cluster) -> None:
         self.kept_width = job.stored  # of weights where they rest
-        self.job = job = computed_job(layout, job)
-        self.layout, self.habits, self.cluster, self.links = layout, job.habits, cluster, groups(layout, cluster)
-        self.widened = summed_width(job) / job.stored  # a gradient's bytes beside its weight's
+        self.job = job = make_computed_job(layout, job)
+        self.layout, self.habits, self.cluster, self.links = layout, job.habits, cluster, make_groups(layout, cluster)
+        self.widened = count_summed_width(job) / job.stored  # a gradient's bytes beside its weight's
         self.tokens = job.tokens(layout)
         self.stream, self.product = (self.tokens * hidden * width for width in (job.stored, job.width))
         self.entering = self.product if job.habits.lowers_inputs else self.stream
@@ -284,7 +284,7 @@ class _Sends:
     @property
     def regathers(self) -> bool:
         """Are inputs gathered again for the weights' gradients? Adapters keep what they would gather."""
-        keeps_whole = self.job.lora and self.job.stored < adapter_width(self.job)
+        keeps_whole = self.job.lora and self.job.stored < count_adapter_width(self.job)
         return self.habits.regathers and not keeps_whole
 
     def grid_regions(self, count: int) -> Iterator[Transfer]:
@@ -357,16 +357,16 @@ class _Sends:
         if self.layout.tp_columns > 1:
             yield from self.grid_adapters(block, rank, what)
             return
-        summed = sum(m.count * (m.outputs if m.split == "row" else m.inputs) for m in adapted(block))
+        summed = sum(m.count * (m.outputs if m.split == "row" else m.inputs) for m in list_adapted(block))
         shared = [a for a in block.attentions if a.kv_heads < self.layout.tp]
         summed += sum(a.key_numbers for a in shared)
         yield self.tp("all_reduce", rank * summed, 1, what, BACKWARD, PRODUCTS)
 
     def grid_adapters(self, block: Block, rank: float, what: str) -> Iterator[Transfer]:
         """On a grid, the half that its rows hold alike; and of each the inner product, which columns sum."""
-        width = self.job.width if self.job.autocast else adapter_width(self.job)
+        width = self.job.width if self.job.autocast else count_adapter_width(self.job)
         columns, inner = self.layout.tp_columns, self.tokens * width * self.job.lora
-        for matrix in adapted(block):
+        for matrix in list_adapted(block):
             halved = rank * (matrix.outputs if matrix.split == "row" else matrix.inputs) / columns
             yield self.tp("all_reduce", halved, matrix.count, what, BACKWARD, PRODUCTS, "tp_row")
             for when in (FORWARD, BACKWARD):
@@ -407,10 +407,12 @@ class _Sends:
         """Gradients of what tp does not split: norms under sequence parallelism, projections of shared heads."""
         norms = sum(count * block.others for block, count in stage.counts)
         norms += stage.shape.other_parameters if stage.is_last else 0
-        shared = sum(count * shared_projections(block, *self.layout.tp_and_columns) for block, count in stage.counts)
+        shared = sum(
+            count * count_shared_projections(block, *self.layout.tp_and_columns) for block, count in stage.counts
+        )
         if not self.job.lora:
             gathers = self.layout.sequence_parallel
-            width = summed_width(self.job)
+            width = count_summed_width(self.job)
             yield self.tp("all_reduce", norms * width, gathers, "gradients of norms", BACKWARD)
             yield self.tp("all_reduce", shared * width, 1, "gradients of k and v", BACKWARD)
 
@@ -458,9 +460,9 @@ class _Sends:
 
     def weights(self, block: Block) -> Iterator[Transfer]:
         """ZeRO's transfers of one block."""
-        dense = dense_parameters(block, *self.layout.tp_and_columns) * self.job.stored
-        numbers = adapter_parameters(block, self.job.lora, *self.layout.tp_and_columns)
-        adapters = adapter_width(self.job) * numbers
+        dense = count_dense_parameters(block, *self.layout.tp_and_columns) * self.job.stored
+        numbers = count_adapter_parameters(block, self.job.lora, *self.layout.tp_and_columns)
+        adapters = count_adapter_width(self.job) * numbers
         experts = block.expert_parameters / self.layout.expert_split * self.job.stored
         reduced = ADAPTER_WIDTH * numbers if self.job.lora else dense * self.widened
         yield from self.zero(dense + adapters, reduced, "zero", exact=adapters)
@@ -518,7 +520,7 @@ class _Sends:
         experts = sum(stage.experts(self.layout.expert_split) for stage in stages) * self.job.stored
         adapters = sum(stage.adapters(self.job.lora, *self.layout.tp_and_columns) for stage in stages)
         summed = ADAPTER_WIDTH * adapters if self.job.lora else dense * self.widened
-        yield from self.once(dense + adapter_width(self.job) * adapters, summed, "zero")
+        yield from self.once(dense + count_adapter_width(self.job) * adapters, summed, "zero")
         yield from self.once(experts, 0.0 if self.job.lora else experts * self.widened, "experts")
 
     def once(self, weights: float, gradients: float, group: str) -> Iterator[Transfer]:
@@ -556,9 +558,9 @@ class _Sends:
     def pipeline(self, stages: list[Stage]) -> Iterator[Transfer]:
         """Activations and gradients to neighbours; the loss to all ranks, a tied embedding's gradient at both ends."""
         shape, layout, link, runs = stages[0].shape, self.layout, self.links["pp"], self.runs
-        count = remote_neighbours(stages) * self.job.micro_batches
+        count = count_remote_neighbours(stages) * self.job.micro_batches
         yield Transfer("pp", "p2p", self.boundary, count, link, "between stages", STEP, SCHEDULE)
-        copied = mirrored_stages(stages, layout, self.job)
+        copied = list_mirrored_stages(stages, layout, self.job)
         if copied:
             yield Transfer("pp", "p2p", self.trained_bytes(stages), runs, link, "weights to their mirror", STEP)
             yield Transfer("pp", "p2p", self.trained_bytes(copied), runs, link, "gradients to their owner", STEP)
@@ -574,7 +576,7 @@ class _Sends:
     def trained_bytes(self, stages: list[Stage]) -> float:
         """Bytes of the weights of stages that train, as they rest."""
         if self.job.lora:
-            return adapter_width(self.job) * sum(
+            return count_adapter_width(self.job) * sum(
                 stage.adapters(self.job.lora, *self.layout.tp_and_columns) for stage in stages
             )
         return self.kept_width * sum(stage.dense(*self.layout.tp_and_columns) for stage in stages)
@@ -585,7 +587,7 @@ class _Sends:
         return self.stream / self.layout.stream_parts
 
 
-def sending_seconds(hidden: int, layout: Layout, job: Job, cluster: Cluster) -> float:
+def compute_sending_seconds(hidden: int, layout: Layout, job: Job, cluster: Cluster) -> float:
     """From one pipeline rank to the next, per micro-batch."""
     sends = _Sends(hidden, layout, job, cluster)
-    return transfer_seconds("p2p", sends.boundary, sends.links["pp"])
+    return compute_transfer_seconds("p2p", sends.boundary, sends.links["pp"])

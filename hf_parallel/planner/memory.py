@@ -14,42 +14,42 @@ from dataclasses import dataclass, field
 
 from hf_parallel.ask.keys.data import parameters_rest
 from hf_parallel.axes.activation_offload import AHEAD
-from hf_parallel.axes.chunked_loss import chunk_bytes, fewest_tokens
-from hf_parallel.axes.pipeline.timeline import versions_held
+from hf_parallel.axes.chunked_loss import compute_chunk_bytes, compute_fewest_tokens
+from hf_parallel.axes.pipeline.timeline import count_versions_held
 from hf_parallel.planner.activations import (
     EAGER,
     Moment,
     StageBytes,
-    fullest_moment,
+    count_kept_bytes,
+    count_lowered_parameters,
+    count_offloaded_bytes,
+    count_output_numbers,
+    count_score_gradients,
+    count_wide_bytes,
+    find_fullest_moment,
     has_mask,
-    kept_bytes,
-    lowered_parameters,
-    offloaded_bytes,
-    output_numbers,
-    score_gradients,
-    wide_bytes,
 )
 from hf_parallel.planner.hardware import Cluster
-from hf_parallel.planner.layout import Job, Layout, computed_job
-from hf_parallel.planner.ledger import expert_shards
+from hf_parallel.planner.layout import Job, Layout, make_computed_job
+from hf_parallel.planner.ledger import count_expert_shards
 from hf_parallel.planner.pipeline import (
     Stage,
-    adapted,
-    live_forwards,
-    mirrored_stages,
-    schedule_order,
-    simulated_batches,
-    stages_by_rank,
+    count_live_forwards,
+    count_simulated_batches,
+    group_stages_by_rank,
+    list_adapted,
+    list_mirrored_stages,
+    make_schedule_order,
 )
 from hf_parallel.planner.shape import Block
 from hf_parallel.planner.states import (
     ADAPTER_WIDTH,
     CODE_BYTES,
-    adapter_bytes,
-    adapter_width,
-    host_bytes,
+    count_adapter_bytes,
+    count_adapter_width,
+    count_host_bytes,
+    count_summed_width,
     state_bytes,
-    summed_width,
     zero_states,
 )
 
@@ -88,17 +88,17 @@ class RankMemory:
         return max(self.needed, min(self.needed + self.slack, capacity))
 
 
-def memory_of_ranks(stages: tuple[Stage, ...], layout: Layout, job: Job) -> list[RankMemory]:
+def predict_memory_of_ranks(stages: tuple[Stage, ...], layout: Layout, job: Job) -> list[RankMemory]:
     """The peak of every pipeline rank."""
-    return [rank_memory(mine, layout, job, rank) for rank, mine in enumerate(stages_by_rank(stages, layout))]
+    return [rank_memory(mine, layout, job, rank) for rank, mine in enumerate(group_stages_by_rank(stages, layout))]
 
 
-def fullest(memories: list[RankMemory]) -> RankMemory:
+def find_fullest(memories: list[RankMemory]) -> RankMemory:
     """The rank that needs most."""
     return max(memories, key=lambda memory: memory.needed)
 
 
-def fits(memory: RankMemory, cluster: Cluster) -> bool:
+def does_fit(memory: RankMemory, cluster: Cluster) -> bool:
     """Return whether a rank's peak is within what the driver reports of the GPU's memory."""
     return memory.needed <= cluster.gpu.memory_gib * GIB
 
@@ -106,10 +106,10 @@ def fits(memory: RankMemory, cluster: Cluster) -> bool:
 def rank_memory(stages: list[Stage], layout: Layout, job: Job, rank: int) -> RankMemory:
     """Memory of the pipeline rank that holds `stages`."""
     mine, habits = _Rank(stages, layout, job, rank), job.habits
-    mine.copied = mirrored_stages(stages, layout, job)
+    mine.copied = list_mirrored_stages(stages, layout, job)
     moments = mine.in_schedule(), mine.end_of_backward()
     kinds = max(moments, key=lambda kinds: sum(kinds.values()))
-    weights, sums = versions_held(layout.schedule, layout.pp, job.micro_batches)
+    weights, sums = count_versions_held(layout.schedule, layout.pp, job.micro_batches)
     kinds["weights"] += (weights - 1) * mine.trained
     kinds["gradients"] += (sums - 1) * mine.trained
     if mine.copied:
@@ -126,20 +126,20 @@ def rank_memory(stages: list[Stage], layout: Layout, job: Job, rank: int) -> Ran
     return RankMemory(rank, kinds | outside, FRAGMENTATION * passing)
 
 
-def host_gib(stages: tuple[Stage, ...], layout: Layout, job: Job, cluster: Cluster) -> float:
+def count_host_gib(stages: tuple[Stage, ...], layout: Layout, job: Job, cluster: Cluster) -> float:
     """Return the GiB of a node's memory that offloaded states and activations of its ranks take."""
     ranks = min(cluster.per_node, cluster.gpus)
     parameters = stages[0].shape.parameters / layout.tp / layout.pp / layout.shards
-    each = (_Rank(mine, layout, job, rank) for rank, mine in enumerate(stages_by_rank(stages, layout)))
+    each = (_Rank(mine, layout, job, rank) for rank, mine in enumerate(group_stages_by_rank(stages, layout)))
     kept = max(rank.activations_on_host() for rank in each) if job.activation_offload else 0.0
-    return ranks * (host_bytes(parameters, job) + kept) / GIB
+    return ranks * (count_host_bytes(parameters, job) + kept) / GIB
 
 
 class _Rank:
     """The quantities of one rank, in bytes unless they are called numbers."""
 
     def __init__(self, stages: list[Stage], layout: Layout, job: Job, rank: int) -> None:
-        self.kept, self.job = job, computed_job(layout, job)  # as states are kept, and as layers compute
+        self.kept, self.job = job, make_computed_job(layout, job)  # as states are kept, and as layers compute
         job = self.job
         self.stages, self.layout, self.rank, self.habits = stages, layout, rank, job.habits
         self.copied: list[Stage] = []  # other ranks own them
@@ -151,13 +151,13 @@ class _Rank:
         self.numbers = sum(stage.dense(*layout.tp_and_columns) for stage in stages)  # of parameters before ZeRO
         self.experts = sum(stage.experts(layout.expert_split) for stage in stages)
         self.adapters = sum(stage.adapters(job.lora, *layout.tp_and_columns) for stage in stages)
-        self.adapter_width = adapter_width(job)  # gathered
+        self.adapter_width = count_adapter_width(job)  # gathered
         several = layout.has_several_data_ranks and not layout.fills_bubbles  # then without FSDP2
         self.gathers = several if self.habits.fsdp2 else layout.zero_stage == 3 and layout.shards > 1
         # Replicas alone compute with what they store, if on the GPU and in its own dtype.
         self.in_place = self.habits.fsdp2 and several and layout.zero_stage == 0 and layout.cp == 1
         self.in_place &= self.width == self.kept.stored and not parameters_rest(job.offload)
-        self.summed = summed_width(job) if self.gathers else float(self.width)
+        self.summed = count_summed_width(job) if self.gathers else float(self.width)
         self.reshards = self.gathers and layout.zero_stage == 3 and (layout.pp == 1 or not self.habits.fsdp2)
 
     @property
@@ -172,10 +172,10 @@ class _Rank:
     def _states(self) -> dict[str, float]:
         """Weights, gradients after they are reduced, and what the optimizer keeps."""
         stage = 3 if self.habits.fsdp2 and self.layout.zero_stage else self.layout.zero_stage
-        per, adapter = state_bytes(self.kept, self.layout.zero_stage), adapter_bytes(self.kept)
+        per, adapter = state_bytes(self.kept, self.layout.zero_stage), count_adapter_bytes(self.kept)
         each = (
             zero_states(self.numbers, self.layout.shards, stage, per),
-            zero_states(self.experts, expert_shards(self.layout), stage, per),
+            zero_states(self.experts, count_expert_shards(self.layout), stage, per),
             zero_states(self.adapters, self.layout.shards, stage, adapter),
         )
         found = {kind: sum(states[kind] for states in each) for kind in each[0]}
@@ -183,7 +183,7 @@ class _Rank:
             found["gradients"] += 4.0 * (self.numbers + self.experts)
         return found
 
-    def _gradients(self, stage: Stage) -> float:
+    def _count_gradients(self, stage: Stage) -> float:
         """Whole gradients of a stage."""
         if self.job.lora:
             return ADAPTER_WIDTH * stage.adapters(self.job.lora, *self.layout.tp_and_columns)
@@ -205,51 +205,51 @@ class _Rank:
         """Are gradients added up in more bits than the backward gives them?"""
         return self._accumulates and self.gathers and self.summed > self.width and not self.job.lora
 
-    def _gathered(self) -> float:
+    def _count_gathered(self) -> float:
         """Whole weights: those of the layers at work and of the ends, or all."""
         if not self.gathers or self.in_place:
             return 0.0
         if not self.reshards:
             return self.width * (self.numbers + self.experts) + self.adapter_width * self.adapters
-        alone = [self._alone(block) for stage in self.stages for block, _ in stage.counts]
+        alone = [self._count_alone(block) for stage in self.stages for block, _ in stage.counts]
         layer = max(
             (one.dense(*self.layout.tp_and_columns) + one.experts(self.layout.expert_split) for one in alone),
             default=0.0,
         )
         adapters = self.adapter_width * self.adapters / max(1, sum(stage.layers for stage in self.stages))
         reduced = self.width * max(layer, self.ends) if not self.habits.fsdp2 else 0.0
-        ends = self.ends - self._freed_embedding(self.stages[0])
+        ends = self.ends - self._count_freed_embedding(self.stages[0])
         gathered = self.width * (ends + self.habits.gathered_layers * layer)
-        return gathered + adapters + reduced + self._kept_nearby()
+        return gathered + adapters + reduced + self._count_kept_nearby()
 
-    def _freed_embedding(self, stage: Stage) -> float:
+    def _count_freed_embedding(self, stage: Stage) -> float:
         """Numbers of an embedding that nothing needs after the forward: FSDP2 has it in a group of its own."""
         alone = self.habits.fsdp2 and stage.is_first and not self.shape.tied
         return self.shape.embedding_parameters / self.layout.tp if alone else 0.0
 
-    def _kept_nearby(self) -> float:
+    def _count_kept_nearby(self) -> float:
         """Weights of the layers that a group of hierarchical shards holds among its ranks, as they were gathered."""
         if self.layout.hierarchical_shard == 1:
             return 0.0
         width = CODE_BYTES.get(self.layout.quantize_weights, self.width)
         return width * (self.numbers + self.experts - self.ends) / self.layout.hierarchical_shard
 
-    def _alone(self, block: Block) -> Stage:
+    def _count_alone(self, block: Block) -> Stage:
         return Stage(self.shape, ((block, 1),), False, False)
 
     # ---- moments of a step ---------------------------------------------------------------------------------------
 
     def in_schedule(self) -> dict[str, float]:
         """At the beginning of a backward pass, or the end of its first half; with what is gathered."""
-        states, moment = self._states(), self._fullest_moment()
+        states, moment = self._states(), self._find_fullest_moment()
         if self.habits.fsdp2:  # a pipeline reduces in each call, and adds to what it put aside
             wide = self.summed / self.kept.stored if self.layout.reduces_each and not self.job.lora else 1.0
             more = self.job.calls > 1 or (self.layout.reduces_each and self.job.micro_batches > 1)
             states["gradients"] = wide * states["gradients"] if more else 0.0
             if self._holds:
-                states["gradients"] = sum(map(self._gradients, self.stages))
+                states["gradients"] = sum(map(self._count_gradients, self.stages))
         whole = "gathered" if self.gathers else "gradients"
-        kinds = {**states, "gathered": self._gathered() + self._lowered()}
+        kinds = {**states, "gathered": self._count_gathered() + self._count_lowered()}
         kinds[whole] += moment.gradients
         return {**kinds, "activations": moment.held, "temporaries": moment.passing}
 
@@ -257,23 +257,23 @@ class _Rank:
         """All gradients, the last ones still whole under FSDP2: the embedding's, or of a tied one all of the ends'."""
         if not self.habits.fsdp2:
             return {}  # they are there at any moment
-        embedding = sum(map(self._freed_embedding, self.stages)) if self.layout.pp == 1 else 0.0
+        embedding = sum(map(self._count_freed_embedding, self.stages)) if self.layout.pp == 1 else 0.0
         ends = (self.ends - embedding) * (self.layout.pp > 1 or self.shape.tied)
         whole = ends * self.width + (0.0 if self.job.lora else (ends + embedding) * (self.width + self.summed))
         if self._accumulates:
-            whole = self.width * ends + sum(map(self._gradients, self.stages))
+            whole = self.width * ends + sum(map(self._count_gradients, self.stages))
         if self.in_place and self.layout.pp == 1:  # what is reduced is what stays
             whole = 0.0 if self.job.lora else (ends + embedding) * self.width
-        whole = whole * self.gathers + self._lowered()
+        whole = whole * self.gathers + self._count_lowered()
         return {**self._states(), "gathered": whole, "activations": self.stream, "temporaries": 0.0}
 
-    def _fullest_moment(self) -> Moment:
-        each = {stage.index: self._stage_bytes(stage) for stage in (*self.stages, *self.copied)}
+    def _find_fullest_moment(self) -> Moment:
+        each = {stage.index: self._count_stage_bytes(stage) for stage in (*self.stages, *self.copied)}
         if self.layout.pp > 1 and self.layout.schedule != "1f1b":
-            order = schedule_order(self.layout, simulated_batches(self.layout, self.job))
-            return fullest_moment(order[self.rank], each)
+            order = make_schedule_order(self.layout, count_simulated_batches(self.layout, self.job))
+            return find_fullest_moment(order[self.rank], each)
         (stage,) = each.values()
-        live = live_forwards(self.layout, self.job)[self.rank]
+        live = count_live_forwards(self.layout, self.job)[self.rank]
         full = Moment(live * stage.kept, stage.begin, stage.gradients)
         if self.layout.pp == 1 or self.job.micro_batches_per_call > live:
             return full
@@ -288,7 +288,7 @@ class _Rank:
         """
         width, job, total = self.job.width, self.job, 0.0
         for block, count in (block_count for stage in self.stages for block_count in stage.counts):
-            for matrix in adapted(block):
+            for matrix in list_adapted(block):
                 pairs = [(matrix.inputs, matrix.outputs)]
                 if job.lora:
                     pairs = [(matrix.inputs, job.lora), (job.lora, matrix.outputs)]
@@ -299,66 +299,72 @@ class _Rank:
 
     # ---- activations ---------------------------------------------------------------------------------------------
 
-    def _stage_bytes(self, stage: Stage) -> StageBytes:
+    def _count_stage_bytes(self, stage: Stage) -> StageBytes:
         logits = self.tokens * self.shape.head_outputs / self.layout.tp * stage.is_last
         # The logarithms of probabilities; of a split vocabulary the logits themselves.
         kept_logits = logits * (self.job.width if self._chunks else self.habits.kept_logit_bytes)
         if self._lean:  # no logits, but the gradients that the loss has computed on its way
-            kept_logits = self._gradients_of_loss() * stage.is_last
+            kept_logits = self._count_gradients_of_loss() * stage.is_last
         sent = self.stream if self.layout.pp > 1 else 0.0  # what arrives, or is sent on, is kept
-        blocks = self.tokens * self._kept(stage, self.job.recompute)
+        blocks = self.tokens * self._count_kept(stage, self.job.recompute)
         if self.job.activation_offload:
             blocks -= self._offloaded(stage) * max(0.0, 1 - LAYERS_ON_DEVICE / max(1, stage.layers))
         kept = blocks + sent + kept_logits + self._mask
         return StageBytes(
             kept,
-            self._between_halves(stage),
-            max(self._loss(stage) - kept_logits, self._layer_again(stage), self._scores(stage)),
+            self._count_between_halves(stage),
+            max(self._count_loss(stage) - kept_logits, self._count_layer_again(stage), self._count_scores(stage)),
             self.tokens * 5 * 4 * self.shape.hidden / self.parts,  # a norm's backward in fp32
-            self._gradients(stage) if self._accumulates else 0.0,
-            self._gradients(stage) * self.width / self.summed if self._widens else 0.0,
+            self._count_gradients(stage) if self._accumulates else 0.0,
+            self._count_gradients(stage) * self.width / self.summed if self._widens else 0.0,
         )
 
     def activations_on_host(self) -> float:
         """Bytes of this rank's layers that rest in the host's memory at the fullest moment."""
         if not self.job.activation_offload:
             return 0.0
-        return max(map(self._offloaded, self.stages)) * live_forwards(self.layout, self.job)[self.rank]
+        return max(map(self._offloaded, self.stages)) * count_live_forwards(self.layout, self.job)[self.rank]
 
     def _offloaded(self, stage: Stage) -> float:
         """Bytes of a stage's blocks that go to the host in one forward."""
         hidden, layout = self.shape.hidden, self.layout
-        return self.tokens * sum(n * offloaded_bytes(block, hidden, layout, self.job) for block, n in stage.counts)
+        return self.tokens * sum(
+            n * count_offloaded_bytes(block, hidden, layout, self.job) for block, n in stage.counts
+        )
 
-    def _kept(self, stage: Stage, recompute: str) -> float:
+    def _count_kept(self, stage: Stage, recompute: str) -> float:
         """Bytes per token of a stage's blocks."""
         job = self.job if recompute == self.job.recompute else dataclasses.replace(self.job, recompute=recompute)
-        return sum(count * kept_bytes(block, self.shape.hidden, self.layout, job) for block, count in stage.counts)
+        return sum(
+            count * count_kept_bytes(block, self.shape.hidden, self.layout, job) for block, count in stage.counts
+        )
 
-    def _between_halves(self, stage: Stage) -> float:
+    def _count_between_halves(self, stage: Stage) -> float:
         """Gradients of all outputs of products, and of norms; and what checkpointing computed for the first half.
 
         The first stage's input needs no gradient: all its backward is in the second half.
         """
         if stage.is_first:
             return 0.0
-        layers = sum(count * output_numbers(block, self.shape.hidden, self.layout) for block, count in stage.counts)
+        layers = sum(
+            count * count_output_numbers(block, self.shape.hidden, self.layout) for block, count in stage.counts
+        )
         head = self.shape.head_outputs / self.layout.tp * stage.is_last
-        again = self._kept(stage, "none") - self._kept(stage, self.job.recompute)
+        again = self._count_kept(stage, "none") - self._count_kept(stage, self.job.recompute)
         return self.tokens * (self.job.width * (layers + head) + again)
 
-    def _lowered(self) -> float:
+    def _count_lowered(self) -> float:
         """Without data ranks: one 16-bit copy of each matrix, for all micro-batches of a step."""
         if not self.job.autocast:
             return 0.0
         blocks = (block_count for stage in self.stages for block_count in stage.counts)
-        layers = sum(count * lowered_parameters(block, self.layout) for block, count in blocks)
+        layers = sum(count * count_lowered_parameters(block, self.layout) for block, count in blocks)
         head = (
             self.shape.head_outputs * self.shape.hidden / self.layout.tp * any(stage.is_last for stage in self.stages)
         )
         return self.job.width * (layers + head)
 
-    def _loss(self, stage: Stage) -> float:
+    def _count_loss(self, stage: Stage) -> float:
         """Logits, their probabilities and gradients, and the last norm."""
         if not stage.is_last:
             return 0.0
@@ -366,7 +372,7 @@ class _Rank:
         norm = (4 + 2 * self.width) * hidden / self.parts if not self.habits.fused else 0.0
         beside = self.tokens * (norm + self.width * hidden * (self.layout.tp > 1))
         if self._lean:
-            return self._gradients_of_loss() + self._chunk() + beside
+            return self._count_gradients_of_loss() + self._count_chunk() + beside
         if self._chunks:
             each = 2 * self.job.width + 4 * min(1.0, self.habits.loss_chunk / self.tokens)
         return self.tokens * self.shape.head_outputs / self.layout.tp * each + beside
@@ -379,46 +385,46 @@ class _Rank:
         """
         if self.layout.quantize_gradients != "none":
             return False
-        fewest = fewest_tokens(self.shape.hidden, not self.job.lora, self.job.width, self.layout.tp > 1)
+        fewest = compute_fewest_tokens(self.shape.hidden, not self.job.lora, self.job.width, self.layout.tp > 1)
         return self.job.lean_loss and (self.layout.dp > 1 or self.tokens >= fewest)
 
-    def _gradients_of_loss(self) -> float:
+    def _count_gradients_of_loss(self) -> float:
         """The gradients of hidden states and of the head, in fp32."""
         head = 0 if self.job.lora else self.shape.head_outputs / self.layout.tp
         return 4 * self.shape.hidden * (self.tokens + head)
 
-    def _chunk(self) -> float:
+    def _count_chunk(self) -> float:
         """A chunk's fullest moment, beside the gradients of the loss."""
         words = self.shape.head_outputs / self.layout.tp
-        return words * chunk_bytes(self.shape.hidden, not self.job.lora, self.job.width)
+        return words * compute_chunk_bytes(self.shape.hidden, not self.job.lora, self.job.width)
 
     @property
     def _chunks(self) -> bool:
         """Is the loss of a split vocabulary computed some tokens at a time?"""
         return self.layout.tp > 1 and self.habits.loss_chunk > 0
 
-    def _layer_again(self, stage: Stage) -> float:
+    def _count_layer_again(self, stage: Stage) -> float:
         """A checkpointed layer's activations, computed again, and gradients of its widest part and of the stream."""
         if not stage.counts or (self.job.recompute == "none" and not self.job.tiled_mlp):
             return 0.0
         block = max((block for block, _ in stage.counts), key=lambda block: block.inner)
-        one, recompute = self._alone(block), self.job.each_recomputed
-        again = self._kept(one, "none") - self._kept(one, recompute)
+        one, recompute = self._count_alone(block), self.job.each_recomputed
+        again = self._count_kept(one, "none") - self._count_kept(one, recompute)
         stream, inner = self.shape.hidden / self.parts, block.inner / self.layout.tp
         if not self.job.tiled_mlp:
             return self.tokens * (again + 2 * self.width * (inner + stream))
         piece = min(self.tokens, self.shape.hidden * self.parts)  # and outputs of all pieces, alone and joined
-        wide = wide_bytes(block, self.shape.hidden, self.layout, self.job) + 2 * self.width * inner
+        wide = count_wide_bytes(block, self.shape.hidden, self.layout, self.job) + 2 * self.width * inner
         return self.tokens * (again + 4 * self.width * stream) + piece * wide
 
-    def _scores(self, stage: Stage) -> float:
+    def _count_scores(self, stage: Stage) -> float:
         """While an eager layer's scores have gradients: these, and what was computed again."""
         if not stage.counts or self.job.attention != EAGER:
             return 0.0
         block = stage.counts[-1][0]
-        one = self._alone(block)
-        again = self._kept(one, "none") - self._kept(one, self.job.each_recomputed)
-        return self.tokens * (again + score_gradients(block, self.shape.hidden, self.layout, self.job))
+        one = self._count_alone(block)
+        again = self._count_kept(one, "none") - self._count_kept(one, self.job.each_recomputed)
+        return self.tokens * (again + count_score_gradients(block, self.shape.hidden, self.layout, self.job))
 
     @property
     def _mask(self) -> float:

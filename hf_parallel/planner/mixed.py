@@ -23,28 +23,28 @@ from typing import TYPE_CHECKING, Any
 from hf_parallel.ask.config import ParallelConfig
 from hf_parallel.ask.keys.data import parameters_rest
 from hf_parallel.ask.spec import refuse
-from hf_parallel.axes.pipeline.balance import best_split
+from hf_parallel.axes.pipeline.balance import find_best_split
 from hf_parallel.planner.candidates import (
     MOST_CALL,
     WAYS,
     Goal,
-    configured,
-    context_of,
-    divisors,
-    layouts,
-    micro_batches,
-    sizes_of,
+    choose_context_of,
+    iterate_layouts,
+    list_divisors,
+    list_micro_batches,
+    list_sizes_of,
+    make_config,
     to_job,
     to_layout,
 )
-from hf_parallel.planner.choices import TELLS, Choice, Found, TooLarge, attempt
+from hf_parallel.planner.choices import TELLS, Choice, Found, TooLarge, try_layout
 from hf_parallel.planner.groups import Group, MixedCluster
-from hf_parallel.planner.ledger import sending_seconds
+from hf_parallel.planner.ledger import compute_sending_seconds
 from hf_parallel.planner.memory import GIB, rank_memory
-from hf_parallel.planner.pipeline import Stage, pipeline_seconds
-from hf_parallel.planner.predict import after_schedule, stage_times
+from hf_parallel.planner.pipeline import Stage, compute_pipeline_seconds
+from hf_parallel.planner.predict import compute_seconds_after_schedule, compute_stage_times
 from hf_parallel.planner.search import search
-from hf_parallel.planner.shape import distinct
+from hf_parallel.planner.shape import count_distinct
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -231,7 +231,7 @@ def search_groups(
         group.name: search(model=model, cluster=group.cluster, seq=seq, global_batch=global_batch, top=1, **options)
         for group in mixed.groups
     }
-    found = [_alone(group, founds[group.name]) for group in mixed.groups if founds[group.name].best]
+    found = [_plan_group_alone(group, founds[group.name]) for group in mixed.groups if founds[group.name].best]
     looked_at = sum(one.looked_at for one in founds.values())
     for size in range(2, len(mixed.groups) + 1):
         for groups in itertools.combinations(mixed.groups, size):
@@ -241,17 +241,19 @@ def search_groups(
     if looked_at == sum(one.looked_at for one in founds.values()):
         why = f"no layout of {mixed.gpus} GPUs in {len(mixed.groups)} groups can share it out"
         refuse(f"global_batch={global_batch}", why, f"global_batch={4 * mixed.gpus}")
-    chosen = _chosen(found, max(1, top), accept)
+    chosen = _choose_best_of_kinds(found, max(1, top), accept)
     if in_order:
         names = tuple(group.name for group in mixed.groups)
-        of_all = _chosen([choice for choice in found if choice.groups == names], 1, accept)
+        of_all = _choose_best_of_kinds([choice for choice in found if choice.groups == names], 1, accept)
         chosen += [choice for choice in of_all if not any(choice is other for other in chosen)]
         chosen.sort(key=lambda choice: choice.ranked_seconds)
     goal = founds[mixed.groups[0].name].goal
     return MixedFound(goal, mixed, chosen, looked_at, {name: one.goal.attention.name for name, one in founds.items()})
 
 
-def _chosen(found: list[MixedChoice], top: int, accept: Callable[[ParallelConfig], bool]) -> list[MixedChoice]:
+def _choose_best_of_kinds(
+    found: list[MixedChoice], top: int, accept: Callable[[ParallelConfig], bool]
+) -> list[MixedChoice]:
     """Return the best of each kind and set of groups, and more up to `top` with the best of other sizes, in order.
 
     What the engine does not take is left out.
@@ -261,7 +263,7 @@ def _chosen(found: list[MixedChoice], top: int, accept: Callable[[ParallelConfig
     for of_way in (True, False):
         for choice in ranked:
             way = (choice.kind, frozenset(choice.groups))
-            sizes = (*way, choice.groups, sizes_of(choice.config))
+            sizes = (*way, choice.groups, list_sizes_of(choice.config))
             known = way in chosen if of_way else sizes in chosen or len(chosen) >= top
             if not known and accept(choice.config):
                 chosen[way if of_way else sizes] = choice
@@ -269,7 +271,7 @@ def _chosen(found: list[MixedChoice], top: int, accept: Callable[[ParallelConfig
     return sorted(once.values(), key=lambda choice: choice.ranked_seconds)
 
 
-def _alone(group: Group, found: Found) -> MixedChoice:
+def _plan_group_alone(group: Group, found: Found) -> MixedChoice:
     choice = found.choices[0]
     load = Load(group, choice.needed_gib, choice.step_time_s)
     return MixedChoice(
@@ -292,7 +294,7 @@ class Levers:
 
     def of(self, config: ParallelConfig, group: Group) -> ParallelConfig:
         """Return the config as it is on the ranks of a group."""
-        return configured(config, **self.way) if group.name in self.names else config
+        return make_config(config, **self.way) if group.name in self.names else config
 
     def spelled(self, config: ParallelConfig, groups: Iterable[Group]) -> ParallelConfig:
         """Return the config of all ranks, with the ranks that save memory by name if they are not all.
@@ -307,7 +309,9 @@ class Levers:
                 ranks.append(str(first) if first == last else f"{first}-{last}")
             first = last + 1
         at = "" if len(self.names) == len(list(groups)) else f"@{':'.join(ranks)}"
-        return configured(config, **{key: value if value == "none" else value + at for key, value in self.way.items()})
+        return make_config(
+            config, **{key: value if value == "none" else value + at for key, value in self.way.items()}
+        )
 
 
 class _Search:
@@ -330,8 +334,8 @@ class _Search:
         goal = self.any_goal
         goal = dataclasses.replace(goal, cluster=dataclasses.replace(goal.cluster, per_node=nodes))
         found: list[MixedChoice] = []
-        for config in layouts(goal):
-            for choices_of in (self._even, self._shared, self._staged):
+        for config in iterate_layouts(goal):
+            for choices_of in (self._iterate_even, self._iterate_shared, self._iterate_staged):
                 for way in self.ways:
                     if parameters_rest(way["offload"]) and config.data_parallel_size == 1:
                         continue
@@ -358,32 +362,35 @@ class _Search:
 
     # ---- shares --------------------------------------------------------------------------------------------------
 
-    def _ranks_of_groups(self, config: ParallelConfig) -> list[int]:
+    def _count_ranks_of_groups(self, config: ParallelConfig) -> list[int]:
         """Return the number of data ranks of each group; nothing where one would lie in several groups."""
         ranks, gpus = config.data_parallel_size, self.mixed.gpus
         together = config.tp_size * config.cp_size if config.pp_size == 1 else gpus // config.dp_replicate_size
         of_groups = [group.cluster.gpus for group in self.mixed.groups]
         return [] if any(own % together for own in of_groups) else [own * ranks // gpus for own in of_groups]
 
-    def _even(self, config: ParallelConfig, levers: Levers) -> Iterator[MixedChoice]:
+    def _iterate_even(self, config: ParallelConfig, levers: Levers) -> Iterator[MixedChoice]:
         """Yield the layout with as many examples on each data rank."""
-        ranks, of_groups = config.data_parallel_size, self._ranks_of_groups(config)
-        steps = self._micro_steps(config) if of_groups else []
+        ranks, of_groups = config.data_parallel_size, self._count_ranks_of_groups(config)
+        steps = self._iterate_micro_steps(config) if of_groups else []
         counts = (
             (calls, [[examples // ranks] * own for own in of_groups])
             for calls, examples in steps
             if examples % ranks == 0
         )
         found = (self._with_counts(EVEN, config, levers, calls, each) for calls, each in counts)
-        yield from self._fastest(found)
+        yield from self._find_fastest(found)
 
-    def _shared(self, config: ParallelConfig, levers: Levers) -> Iterator[MixedChoice]:
+    def _iterate_shared(self, config: ParallelConfig, levers: Levers) -> Iterator[MixedChoice]:
         """Yield the layout with examples by speed; not where unlike numbers of micro-batches meet at experts."""
         meets = config.pp_size > 1 and config.ep_size > config.cp_size * config.tp_size
-        of_groups = [] if meets else self._ranks_of_groups(config)
-        steps = self._micro_steps(config) if of_groups else []
+        of_groups = [] if meets else self._count_ranks_of_groups(config)
+        steps = self._iterate_micro_steps(config) if of_groups else []
         dealt = (
-            (calls, deal(examples, of_groups, functools.partial(self._seconds, config, levers, calls)))
+            (
+                calls,
+                deal_examples(examples, of_groups, functools.partial(self._compute_seconds, config, levers, calls)),
+            )
             for calls, examples in steps
         )
         found = (
@@ -391,14 +398,14 @@ class _Search:
             for calls, counts in dealt
             if counts and len(set(itertools.chain(*counts))) > 1
         )
-        yield from self._fastest(found)
+        yield from self._find_fastest(found)
 
-    def _fastest(self, found: Iterable[MixedChoice | None]) -> Iterator[MixedChoice]:
+    def _find_fastest(self, found: Iterable[MixedChoice | None]) -> Iterator[MixedChoice]:
         best = min(filter(None, found), key=lambda choice: choice.step_time_s, default=None)
         if best is not None:
             yield best
 
-    def _micro_steps(self, config: ParallelConfig) -> Iterator[tuple[int, int]]:
+    def _iterate_micro_steps(self, config: ParallelConfig) -> Iterator[tuple[int, int]]:
         """Yield numbers of micro-steps of a step, or of micro-batches of a pipeline, and examples of each."""
         goal, ranks = self.any_goal, config.data_parallel_size
         share = goal.share(config)
@@ -406,7 +413,7 @@ class _Search:
             return
         most = max(1, MOST_CALL * config.cp_size // goal.seq)
         batch = share * ranks
-        for calls in divisors(share if config.pp_size == 1 else batch):
+        for calls in list_divisors(share if config.pp_size == 1 else batch):
             examples = batch // calls
             fits = ranks <= examples <= ranks * most and calls >= config.pp_size
             if goal.rows and config.pp_size == 1:
@@ -414,19 +421,19 @@ class _Search:
             if fits:
                 yield calls, examples
 
-    def _seconds(self, config: ParallelConfig, levers: Levers, calls: int, group: int, examples: int) -> float:
+    def _compute_seconds(self, config: ParallelConfig, levers: Levers, calls: int, group: int, examples: int) -> float:
         """Return seconds of a step of all GPUs if they were of a group's kind; infinite where it does not fit."""
         kind = self.mixed.groups[group]
-        found = self._attempted(levers.of(config, kind), calls, kind.name, examples)
+        found = self._try_layout(levers.of(config, kind), calls, kind.name, examples)
         return found.step_time_s if isinstance(found, Choice) else math.inf
 
-    def _attempted(self, config: ParallelConfig, calls: int, name: str, examples: int) -> Choice | TooLarge | None:
+    def _try_layout(self, config: ParallelConfig, calls: int, name: str, examples: int) -> Choice | TooLarge | None:
         asked = (config, calls, name, examples)
         if asked not in self._known:
             self.looked_at += 1
             batch = examples * calls * config.data_parallel_size
             goal = dataclasses.replace(self.goals[name], global_batch=batch, rows=None)
-            self._known[asked] = attempt(goal, config, examples)
+            self._known[asked] = try_layout(goal, config, examples)
         return self._known[asked]
 
     def _with_counts(
@@ -435,7 +442,7 @@ class _Search:
         """Return the choice of so many examples of a micro-step on each data rank of each group, if it fits."""
         loads = []
         for group, own in zip(self.mixed.groups, counts, strict=True):
-            found = self._attempted(levers.of(config, group), calls, group.name, max(own))
+            found = self._try_layout(levers.of(config, group), calls, group.name, max(own))
             if not isinstance(found, Choice):
                 return None
             loads.append(Load(group, found.needed_gib, found.step_time_s, tuple(own)))
@@ -445,34 +452,34 @@ class _Search:
         if kind == SHARES:
             shares = [(one // math.gcd(*ranks), len(list(same))) for one, same in itertools.groupby(ranks)]
             said = (f"{share}x{times}" if times > 1 else str(share) for share, times in shares)
-            config = configured(config, batch_shares=":".join(said))
+            config = make_config(config, batch_shares=":".join(said))
         if config.pp_size > 1:
-            config = configured(config, pipeline_microbatches=calls)
+            config = make_config(config, pipeline_microbatches=calls)
         seconds = max(load.busy for load in loads)
         calls_of_model = 1 if config.pp_size > 1 else calls
         return MixedChoice(kind, config, seconds, rows // calls_of_model, calls_of_model, tuple(loads))
 
     # ---- stages --------------------------------------------------------------------------------------------------
 
-    def _staged(self, config: ParallelConfig, levers: Levers) -> Iterator[MixedChoice]:
+    def _iterate_staged(self, config: ParallelConfig, levers: Levers) -> Iterator[MixedChoice]:
         """Yield the fastest pipeline of these sizes for each order of groups, where each stage lies in one group."""
         if config.pp_size == 1 or config.dp_replicate_size > 1:
             return
         width, share = self.mixed.gpus // config.pp_size, self.any_goal.share(config)
         if share is None or any(group.cluster.gpus % width for group in self.mixed.groups):
             return
-        sizes = micro_batches(self.any_goal, share, config)
+        sizes = list_micro_batches(self.any_goal, share, config)
         for order in itertools.permutations(self.mixed.groups):
             groups = [group for group in order for _ in range(group.cluster.gpus // width)]
-            yield from self._fastest(self._piped(config, levers, groups, size, share) for size in sizes)
+            yield from self._find_fastest(self._find_pipeline(config, levers, groups, size, share) for size in sizes)
 
-    def _piped(
+    def _find_pipeline(
         self, config: ParallelConfig, levers: Levers, groups: list[Group], size: int, share: int
     ) -> MixedChoice | None:
         """Return the pipeline with the split whose slowest stage is fastest among those that fit; None: none fits."""
         goal = self.any_goal
-        config = configured(config, pipeline_microbatches=(goal.rows or share) // size)
-        layout = to_layout(config, context_of(config, goal, size))
+        config = make_config(config, pipeline_microbatches=(goal.rows or share) // size)
+        layout = to_layout(config, choose_context_of(config, goal, size))
         jobs = {
             group.name: to_job(self.goals[group.name], levers.of(config, group), size, share // size)
             for group in self.mixed.groups
@@ -484,12 +491,12 @@ class _Search:
         self.looked_at += 1
 
         def stage_of(at: int, first: int, last: int) -> Stage:
-            counts = tuple(distinct(blocks[first:last]).items())
+            counts = tuple(count_distinct(blocks[first:last]).items())
             return Stage(goal.shape, counts, first == 0, last == len(blocks), at)
 
         @functools.cache
         def seconds(name: str, first: int, last: int) -> tuple[float, float]:
-            return stage_times(stage_of(0, first, last), layout, jobs[name], clusters[name]).totals
+            return compute_stage_times(stage_of(0, first, last), layout, jobs[name], clusters[name]).totals
 
         @functools.cache
         def needed(at: int, first: int, last: int) -> float:
@@ -501,21 +508,21 @@ class _Search:
             name = groups[at].name
             return math.inf if needed(at, first, last) > self.goals[name].room_gib else sum(seconds(name, first, last))
 
-        slowest, split = best_split(len(blocks), len(groups), cost, max)
+        slowest, split = find_best_split(len(blocks), len(groups), cost, max)
         if slowest == math.inf:
             return None
         ends = list(itertools.accumulate(split))
         spans = [(end - own, end) for own, end in zip(split, ends, strict=True)]
         names = [group.name for group in groups]
         layout = dataclasses.replace(layout, split=split)
-        config = configured(levers.spelled(config, dict.fromkeys(groups)), pipeline_split=split)
+        config = make_config(levers.spelled(config, dict.fromkeys(groups)), pipeline_split=split)
         totals = [seconds(name, *span) for name, span in zip(names, spans, strict=True)]
-        sending = sending_seconds(goal.shape.hidden, layout, jobs[names[0]], goal.cluster)
-        duration, bubble = pipeline_seconds(layout, jobs[names[0]], totals, sending)
+        sending = compute_sending_seconds(goal.shape.hidden, layout, jobs[names[0]], goal.cluster)
+        duration, bubble = compute_pipeline_seconds(layout, jobs[names[0]], totals, sending)
         rest = []
         for at, name in enumerate(names):
             own = [[stage_of(at, *spans[at])]]
-            after = after_schedule(own, layout, jobs[name], clusters[name], totals[at][1])
+            after = compute_seconds_after_schedule(own, layout, jobs[name], clusters[name], totals[at][1])
             noise = clusters[name].gpu.efficiency.node_noise * math.log2(max(1, clusters[name].nodes))
             rest.append(sum(after.values()) + noise * (duration + sum(after.values())))
         loads = []
@@ -529,7 +536,7 @@ class _Search:
         return MixedChoice(STAGES, config, step, share // calls, calls, tuple(loads), bubble)
 
 
-def deal(examples: int, ranks: list[int], seconds: Callable[[int, int], float]) -> list[list[int]] | None:
+def deal_examples(examples: int, ranks: list[int], seconds: Callable[[int, int], float]) -> list[list[int]] | None:
     """Return the examples of each rank of each group, dealt one by one to the rank that would be done with it first.
 
     Args:

@@ -10,14 +10,14 @@ import yaml
 
 from hf_parallel.planner.mixed import MixedChoice, MixedFound
 from hf_parallel.planner.prediction import TRANSFERRED
-from hf_parallel.planner.report import wide_console
+from hf_parallel.planner.report import make_wide_console
 
 
 def show_mixed(found: MixedFound) -> None:
     """Print the ranked layouts, why the first is first, and what starts it."""
     from rich.table import Table
 
-    console, goal = wide_console(), found.goal
+    console, goal = make_wide_console(), found.goal
     kinds = [f"{group.cluster.gpus} x {group.cluster.gpu.name} ({group.name})" for group in found.mixed.groups]
     console.print(
         f"{goal.shape.name}, {goal.shape.parameters / 1e9:.2f} B parameters, on {' + '.join(kinds)}, "
@@ -34,11 +34,11 @@ def show_mixed(found: MixedFound) -> None:
         spec = choice.config.to_spec()
         shown.add_row(str(at), spec, choice.where(), rows, f"{choice.step_time_s:.3g}", needed)
     console.print(shown)
-    for line in remarks(found):
+    for line in list_remarks(found):
         console.print(line, markup=False, soft_wrap=True)
 
 
-def remarks(found: MixedFound) -> Iterator[str]:
+def list_remarks(found: MixedFound) -> Iterator[str]:
     """Yield the reasons, what is uncertain, and the command lines of the first layout."""
     yield (
         f"nobody published runs of unlike GPUs together: seconds may be off by {TRANSFERRED:.0%} (one in ten), the "
@@ -49,10 +49,10 @@ def remarks(found: MixedFound) -> Iterator[str]:
         yield f"attention: {named}"
     yield from found.reasons()
     if found.best:
-        yield from commands(found, found.best)
+        yield from list_commands(found, found.best)
 
 
-def in_words(choice: MixedChoice) -> str:
+def describe_layout(choice: MixedChoice) -> str:
     """Return a layout, where it runs, its step and what each group needs of its memory."""
     rows = choice.rows * choice.accumulation * choice.config.data_parallel_size
     needed = ", ".join(
@@ -64,7 +64,7 @@ def in_words(choice: MixedChoice) -> str:
     )
 
 
-def commands(found: MixedFound, choice: MixedChoice, run: str = "Run the first") -> Iterator[str]:
+def list_commands(found: MixedFound, choice: MixedChoice, run: str = "Run the first") -> Iterator[str]:
     """Yield what to paste on each node: groups start in the order of the layout, so that their ranks do.
 
     Args:
@@ -77,7 +77,7 @@ def commands(found: MixedFound, choice: MixedChoice, run: str = "Run the first")
     clusters = [load.group.cluster for load in choice.loads]
     gpus, nodes = sum(cluster.gpus for cluster in clusters), sum(cluster.nodes for cluster in clusters)
     if mixed.one_node or nodes == 1:
-        visible = _visible_devices(found, choice) if mixed.one_node else ""
+        visible = _format_visible_devices(found, choice) if mixed.one_node else ""
         yield f"{run}:  {visible}hf-parallel launch --num_processes {gpus} {spec} {script}"
         return
     ends = list(itertools.accumulate(cluster.nodes for cluster in clusters))
@@ -97,7 +97,7 @@ def commands(found: MixedFound, choice: MixedChoice, run: str = "Run the first")
     yield f"  torchrun {where} -m hf_parallel {spec} {script}"
 
 
-def _visible_devices(found: MixedFound, choice: MixedChoice) -> str:
+def _format_visible_devices(found: MixedFound, choice: MixedChoice) -> str:
     """Return a setting of the devices of a machine in the order of the layout, if they are not all in theirs."""
     first, devices = 0, dict[str, list[int]]()
     for group in found.mixed.groups:
@@ -114,14 +114,14 @@ def write_mixed_specs(folder: str | Path, found: MixedFound) -> None:
     for at, choice in enumerate(found.choices, 1):
         default = type(choice.config)().to_dict()
         values = {key: value for key, value in choice.config.to_dict().items() if value != default[key]}
-        said = [f"predicted: {choice.step_time_s:.3g} s per step; {choice.where()}", *commands(found, choice)]
+        said = [f"predicted: {choice.step_time_s:.3g} s per step; {choice.where()}", *list_commands(found, choice)]
         text = "".join(f"# {line}\n" for line in said) + yaml.safe_dump(
             values or {"dp_shard_size": -1}, sort_keys=False
         )
         (folder / f"{at:02}.yaml").write_text(text, encoding="utf-8")
 
 
-def nothing_fits(found: MixedFound) -> str:
+def explain_mixed_misfit(found: MixedFound) -> str:
     """Say that no layout fits, of all groups or of one."""
     names = ", ".join(found.mixed.to_dict()["groups"])
     return f"no layout over {names} or of one of them; --lora, --optimizer adamw_8bit or --headroom 0 may fit"

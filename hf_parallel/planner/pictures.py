@@ -13,7 +13,7 @@ from hf_parallel.axes.pipeline import timeline as picture
 from hf_parallel.axes.pipeline.timeline import Timeline
 from hf_parallel.planner.choices import Choice, Found
 from hf_parallel.planner.pipeline import make_stages
-from hf_parallel.planner.predict import predicted_timeline
+from hf_parallel.planner.predict import predict_timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -33,14 +33,14 @@ def write_memory(path: str | Path, found: Found) -> None:
     if not found.choices:
         refuse(path, "no layout fits, so there is nothing to draw")
     if str(path).endswith(".png"):
-        _png_memory(path, found)
+        _write_png_memory(path, found)
     elif str(path).endswith(".svg"):
-        Path(path).write_text(svg_memory(found), encoding="utf-8")
+        Path(path).write_text(render_memory_picture(found), encoding="utf-8")
     else:
         refuse(path, "pictures are .svg or .png", "memory.svg")
 
 
-def kinds_of(choices: list[Choice]) -> list[str]:
+def list_kinds_of(choices: list[Choice]) -> list[str]:
     """All kinds of memory that some layout has more than a thousandth of, in one order."""
     names: dict[str, None] = {}
     for choice in choices:
@@ -50,9 +50,9 @@ def kinds_of(choices: list[Choice]) -> list[str]:
     return list(names)
 
 
-def svg_memory(found: Found) -> str:
+def render_memory_picture(found: Found) -> str:
     """The picture as text."""
-    choices, kinds = found.choices, kinds_of(found.choices)
+    choices, kinds = found.choices, list_kinds_of(found.choices)
     limit = found.goal.cluster.gpu.memory_gib
     scale = _PLOT / max(limit, *(choice.prediction.memory_gib for choice in choices))
     foot = _TOP + len(choices) * _STEP
@@ -62,21 +62,21 @@ def svg_memory(found: Found) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
         'font-family="system-ui, -apple-system, Segoe UI, Helvetica, Arial, DejaVu Sans, sans-serif" font-size="12">',
         f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
-        _text(24, 34, f"{found.goal.shape.name}: memory of the fullest rank", size=19),
-        _text(24, 56, found.goal.where, fill=_QUIET),
-        *(line for row, choice in enumerate(choices) for line in _bar(row, choice, kinds, scale)),
+        _render_text(24, 34, f"{found.goal.shape.name}: memory of the fullest rank", size=19),
+        _render_text(24, 56, found.goal.where, fill=_QUIET),
+        *(line for row, choice in enumerate(choices) for line in _render_memory_bar(row, choice, kinds, scale)),
         f'<path d="M{x:.1f} {_TOP - 8}V{foot}" stroke="{_INK}" stroke-dasharray="4 3"/>',
-        _text(x, _TOP - 12, f"{limit:.0f} GiB", anchor="middle"),
-        *_legend(kinds, foot + 34),
+        _render_text(x, _TOP - 12, f"{limit:.0f} GiB", anchor="middle"),
+        *_render_memory_legend(kinds, foot + 34),
         "</svg>",
     ]
     return "\n".join(lines) + "\n"
 
 
-def _bar(row: int, choice: Choice, kinds: list[str], scale: float) -> Iterator[str]:
+def _render_memory_bar(row: int, choice: Choice, kinds: list[str], scale: float) -> Iterator[str]:
     y, x = _TOP + row * _STEP, float(_LEFT)
     spec = choice.config.to_spec()
-    yield _text(_LEFT - 12, y + 17, spec if len(spec) < 56 else spec[:53] + "…", anchor="end", title=spec)
+    yield _render_text(_LEFT - 12, y + 17, spec if len(spec) < 56 else spec[:53] + "…", anchor="end", title=spec)
     for i, kind in enumerate(kinds):
         size = choice.prediction.breakdown.memory.get(kind, 0.0)
         wide = size * scale
@@ -86,18 +86,18 @@ def _bar(row: int, choice: Choice, kinds: list[str], scale: float) -> Iterator[s
                 f'width="{wide:.2f}" height="{_ROW}" fill="{COLOURS[i % len(COLOURS)]}"/></g>'
             )
         x += wide
-    yield _text(x + 8, y + 17, f"{choice.prediction.memory_gib:.1f}", fill=_QUIET)
+    yield _render_text(x + 8, y + 17, f"{choice.prediction.memory_gib:.1f}", fill=_QUIET)
 
 
-def _legend(kinds: list[str], y: float) -> Iterator[str]:
+def _render_memory_legend(kinds: list[str], y: float) -> Iterator[str]:
     x = 24.0
     for i, kind in enumerate(kinds):
         yield f'<rect x="{x}" y="{y - 11}" width="14" height="14" rx="2" fill="{COLOURS[i % len(COLOURS)]}"/>'
-        yield _text(x + 20, y, kind)
+        yield _render_text(x + 20, y, kind)
         x += 44 + 6.6 * len(kind)
 
 
-def _text(
+def _render_text(
     x: float, y: float, text: str, fill: str = _INK, anchor: str = "start", size: int = 12, title: str = ""
 ) -> str:
     full = f"<title>{escape(title)}</title>" if title else ""
@@ -114,12 +114,12 @@ def write_timeline(path: str | Path, choice: Choice) -> str:
     if choice.config.pp_size == 1:
         refuse(path, f"{choice.config.to_spec()} has no pipeline to draw", "--parallel pp=4")
     p = choice.prediction
-    timeline, shown = predicted_timeline(make_stages(p.shape, p.layout, p.job), p.layout, p.job, p.cluster)
+    timeline, shown = predict_timeline(make_stages(p.shape, p.layout, p.job), p.layout, p.job, p.cluster)
     name = choice.config.pipeline_schedule
     if str(path).endswith(".png"):
-        _png_timeline(path, timeline, name)
+        _write_png_timeline(path, timeline, name)
     else:
-        picture.write(path, timeline, name, predicted=timeline.bubble)
+        picture.write_timeline_picture(path, timeline, name, predicted=timeline.bubble)
     return f"{path}: {name}, {shown} micro-batches, bubble {timeline.bubble:.1%}"
 
 
@@ -127,7 +127,7 @@ def write_timeline(path: str | Path, choice: Choice) -> str:
 
 
 @contextlib.contextmanager
-def _png(path: str | Path, size: tuple[float, float]) -> Iterator[Axes]:
+def _open_png(path: str | Path, size: tuple[float, float]) -> Iterator[Axes]:
     """Axes of a picture that is written at the end."""
     try:
         import matplotlib
@@ -143,10 +143,10 @@ def _png(path: str | Path, size: tuple[float, float]) -> Iterator[Axes]:
     pyplot.close(figure)
 
 
-def _png_memory(path: str | Path, found: Found) -> None:
+def _write_png_memory(path: str | Path, found: Found) -> None:
     names, left = [choice.config.to_spec() for choice in found.choices], [0.0] * len(found.choices)
-    with _png(path, (12, 1.5 + 0.4 * len(names))) as axes:
-        for i, kind in enumerate(kinds_of(found.choices)):
+    with _open_png(path, (12, 1.5 + 0.4 * len(names))) as axes:
+        for i, kind in enumerate(list_kinds_of(found.choices)):
             sizes = [choice.prediction.breakdown.memory.get(kind, 0.0) for choice in found.choices]
             axes.barh(names, sizes, left=left, label=kind, color=COLOURS[i % len(COLOURS)])
             left = [a + b for a, b in zip(left, sizes, strict=True)]
@@ -155,8 +155,8 @@ def _png_memory(path: str | Path, found: Found) -> None:
         axes.legend(fontsize=8, ncols=4, loc="upper center", bbox_to_anchor=(0.3, -0.15))
 
 
-def _png_timeline(path: str | Path, timeline: Timeline, name: str) -> None:
-    with _png(path, (14, 1.2 + 0.45 * timeline.ranks)) as axes:
+def _write_png_timeline(path: str | Path, timeline: Timeline, name: str) -> None:
+    with _open_png(path, (14, 1.2 + 0.45 * timeline.ranks)) as axes:
         for kind, (colour, label) in picture.COLOURS.items():
             for i, span in enumerate(span for span in timeline.spans if span.kind == kind):
                 place = [(span.start - timeline.start, span.end - span.start)]

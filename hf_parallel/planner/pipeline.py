@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from hf_parallel.ask.keys.pipeline import DELAYED_SCHEDULES, JOINING_SCHEDULES, MIRRORED_SCHEDULES, V_SCHEDULES
 from hf_parallel.ask.spec import refuse
-from hf_parallel.axes.pipeline.balance import Cost, Costs, balance, checkpointed
+from hf_parallel.axes.pipeline.balance import Cost, Costs, balance, list_checkpointed_layers
 from hf_parallel.axes.pipeline.timeline import (
     BACKWARD,
     BACKWARD_WEIGHT,
@@ -19,14 +19,14 @@ from hf_parallel.axes.pipeline.timeline import (
     Action,
     Order,
     Timeline,
-    even_split,
+    count_peak_live,
     order,
-    peak_live,
     simulate,
     simulate_without_flush,
+    split_evenly,
 )
 from hf_parallel.planner.layout import Job, Layout
-from hf_parallel.planner.shape import Block, Matrix, ModelShape, distinct
+from hf_parallel.planner.shape import Block, Matrix, ModelShape, count_distinct
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Stage:
 
     def dense(self, tp: int, columns: int = 1) -> float:
         """All parameters on one rank but those of experts."""
-        return self.ends(tp) + sum(count * dense_parameters(block, tp, columns) for block, count in self.counts)
+        return self.ends(tp) + sum(count * count_dense_parameters(block, tp, columns) for block, count in self.counts)
 
     def experts(self, ep: int) -> float:
         """Parameters of experts on one rank."""
@@ -62,11 +62,11 @@ class Stage:
 
     def adapters(self, rank: int, tp: int, columns: int = 1) -> float:
         """Parameters of adapters of `rank` on one rank."""
-        return sum(count * adapter_parameters(block, rank, tp, columns) for block, count in self.counts)
+        return sum(count * count_adapter_parameters(block, rank, tp, columns) for block, count in self.counts)
 
 
 @functools.lru_cache(maxsize=4096)
-def dense_parameters(block: Block, tp: int, columns: int = 1) -> float:
+def count_dense_parameters(block: Block, tp: int, columns: int = 1) -> float:
     """Parameters of a block on one tp rank, without experts.
 
     tp splits matrices, not norms and routers. Ranks that share a key and value head hold the projections of all heads,
@@ -74,10 +74,10 @@ def dense_parameters(block: Block, tp: int, columns: int = 1) -> float:
     """
     whole = block.others + sum(matrix.parameters for matrix in block.matrices if matrix.split == "whole")
     split = (block.parameters - block.expert_parameters - whole) / tp
-    return whole + split + shared_projections(block, tp, columns) * (1 - 1 / tp)
+    return whole + split + count_shared_projections(block, tp, columns) * (1 - 1 / tp)
 
 
-def shared_projections(block: Block, tp: int, columns: int = 1) -> float:
+def count_shared_projections(block: Block, tp: int, columns: int = 1) -> float:
     """Parameters of key and value projections that tp ranks hold whole, their heads being fewer."""
     if columns > 1:
         return 0.0
@@ -86,7 +86,7 @@ def shared_projections(block: Block, tp: int, columns: int = 1) -> float:
     return inputs * sum(part.key_numbers for part in shared)
 
 
-def adapted(block: Block) -> list[Matrix]:
+def list_adapted(block: Block) -> list[Matrix]:
     """The matrices that adapters stand beside: all linears; experts and routers are none."""
     return [matrix for matrix in block.matrices if matrix.split in ("column", "row")]
 
@@ -98,14 +98,14 @@ def is_shared(matrix: Matrix, block: Block, tp: int) -> bool:
 
 
 @functools.lru_cache(maxsize=4096)
-def adapter_parameters(block: Block, rank: int, tp: int, columns: int = 1) -> float:
+def count_adapter_parameters(block: Block, rank: int, tp: int, columns: int = 1) -> float:
     """Parameters of a block's adapters of `rank` on one tp rank; 0: none.
 
     A is whole beside columns and split beside rows, B the other way; heads that ranks share have both whole. On a grid
     its columns split what is whole otherwise, but B of those heads.
     """
     total = 0.0
-    for matrix in adapted(block):
+    for matrix in list_adapted(block):
         whole = is_shared(matrix, block, tp)
         inputs = matrix.inputs / (tp if matrix.split == "row" else columns)
         outputs = matrix.outputs / (columns if matrix.split == "row" else 1 if whole else tp)
@@ -126,38 +126,38 @@ def make_stages(shape: ModelShape, layout: Layout, job: Job) -> tuple[Stage, ...
         SpecError: more stages than layers, or a split that is not one of this model.
     """
     number = layout.pp * layout.virtual_stages
-    split = layout.split or _split(shape, number, job.habits.balanced, job.recompute, job.seq)
+    split = layout.split or _split_layers(shape, number, job.habits.balanced, job.recompute, job.seq)
     if len(split) != number or sum(split) != shape.layers:
         refuse(f"split={list(split)}", f"not {shape.layers} layers in {number} stages")
-    return _cut(shape, split)
+    return _cut_into_stages(shape, split)
 
 
 @functools.lru_cache(maxsize=4096)
-def _cut(shape: ModelShape, split: tuple[int, ...]) -> tuple[Stage, ...]:
+def _cut_into_stages(shape: ModelShape, split: tuple[int, ...]) -> tuple[Stage, ...]:
     last, first = len(split) - 1, 0
     stages: list[Stage] = []
     for index, layers in enumerate(split):
-        counts = tuple(distinct(shape.blocks[first : first + layers]).items())
+        counts = tuple(count_distinct(shape.blocks[first : first + layers]).items())
         first += layers
         stages.append(Stage(shape, counts, index == 0, index == last, index))
     return tuple(stages)
 
 
 @functools.lru_cache(maxsize=4096)
-def _split(shape: ModelShape, number: int, balanced: bool, recompute: str, length: int) -> tuple[int, ...]:
+def _split_layers(shape: ModelShape, number: int, balanced: bool, recompute: str, length: int) -> tuple[int, ...]:
     if not balanced and number in (shape.layers + 1, shape.layers + 2):
         return (*[0] * (number - shape.layers - 1), *[1] * shape.layers, 0)  # Megatron-LM: the ends count as layers
     if shape.layers < number:
         refuse(f"pp x virtual_stages = {number}", f"{shape.layers} layers do not fill them", shape.layers)
     if number == 1 or (not balanced and shape.layers % number == 0):
-        return tuple(even_split(shape.layers, number))
+        return tuple(split_evenly(shape.layers, number))
     return split_by_cost(shape, number, recompute, length)
 
 
 def split_by_cost(shape: ModelShape, number: int, recompute: str, length: int) -> tuple[int, ...]:
     """Return the layers of each stage, embedding, head and loss counted by what they cost."""
     head = shape.head_flops + 5 * shape.head_outputs
-    again = checkpointed(recompute, len(shape.blocks))
+    again = list_checkpointed_layers(recompute, len(shape.blocks))
     passes = [4 / 3 if twice else 1.0 for twice in again]
     blocks = tuple(
         Cost(block.flops(length) * times, 2 * block.parameters)
@@ -167,26 +167,26 @@ def split_by_cost(shape: ModelShape, number: int, recompute: str, length: int) -
     return balance(Costs(Cost(0, 2 * shape.embedding_parameters), blocks, Cost(head, 2 * weights)), number)
 
 
-def stages_of_rank(layout: Layout, rank: int) -> list[int]:
+def list_stages_of_rank(layout: Layout, rank: int) -> list[int]:
     """Indices of a pipeline rank's stages: round and round, or down and up again in a V."""
     if layout.schedule in V_SCHEDULES:
         return [rank, 2 * layout.pp - 1 - rank]
     return [rank + turn * layout.pp for turn in range(layout.virtual_stages)]
 
 
-def stages_by_rank(stages: tuple[Stage, ...], layout: Layout) -> list[list[Stage]]:
+def group_stages_by_rank(stages: tuple[Stage, ...], layout: Layout) -> list[list[Stage]]:
     """For each pipeline rank the stages that it holds."""
-    return [[stages[index] for index in stages_of_rank(layout, rank)] for rank in range(layout.pp)]
+    return [[stages[index] for index in list_stages_of_rank(layout, rank)] for rank in range(layout.pp)]
 
 
-def mirrored_stages(mine: list[Stage], layout: Layout, job: Job) -> list[Stage]:
+def list_mirrored_stages(mine: list[Stage], layout: Layout, job: Job) -> list[Stage]:
     """Return the stages that a rank has copies of, beside those that it owns: under `chimera` the mirrored one."""
     if layout.schedule not in MIRRORED_SCHEDULES:
         return []
     return [make_stages(mine[0].shape, layout, job)[layout.pp - 1 - stage.index] for stage in mine]
 
 
-def remote_neighbours(stages: list[Stage]) -> int:
+def count_remote_neighbours(stages: list[Stage]) -> int:
     """Count the times that a stage beside one of these is on another rank; the two at the bottom of a V are on one."""
     here = {stage.index for stage in stages}
     beside = [(stage.index - 1, not stage.is_first) for stage in stages]
@@ -197,7 +197,7 @@ def remote_neighbours(stages: list[Stage]) -> int:
 # ---- the schedule ---------------------------------------------------------------------------------------------------
 
 
-def schedule_order(layout: Layout, micro_batches: int) -> Order:
+def make_schedule_order(layout: Layout, micro_batches: int) -> Order:
     """The actions of every rank of a pipeline, in order."""
     return _order(layout.schedule, layout.pp, layout.virtual_stages, micro_batches)
 
@@ -205,11 +205,11 @@ def schedule_order(layout: Layout, micro_batches: int) -> Order:
 @functools.lru_cache(maxsize=512)
 def _order(name: str, ranks: int, virtual: int, micro_batches: int) -> Order:
     if name in DELAYED_SCHEDULES:  # forwards of later steps follow
-        return one_f_one_b(ranks, max(ranks, micro_batches))
-    return one_f_one_b(ranks, micro_batches) if name == "1f1b" else order(name, ranks, virtual, micro_batches)
+        return make_1f1b_order(ranks, max(ranks, micro_batches))
+    return make_1f1b_order(ranks, micro_batches) if name == "1f1b" else order(name, ranks, virtual, micro_batches)
 
 
-def one_f_one_b(ranks: int, micro_batches: int) -> Order:
+def make_1f1b_order(ranks: int, micro_batches: int) -> Order:
     """The order of 1F1B as torch runs it, without asking torch, which takes half a second for 48 ranks."""
     found: Order = {}
     for rank in range(ranks):
@@ -222,15 +222,19 @@ def one_f_one_b(ranks: int, micro_batches: int) -> Order:
     return found
 
 
-def simulated_batches(layout: Layout, job: Job) -> int:
+def count_simulated_batches(layout: Layout, job: Job) -> int:
     """Micro-batches of a run long enough to be like any longer one."""
     return min(job.micro_batches_per_call, 2 * layout.pp)
 
 
 @functools.lru_cache(maxsize=4096)
-def live_forwards(layout: Layout, job: Job) -> tuple[int, ...]:
+def count_live_forwards(layout: Layout, job: Job) -> tuple[int, ...]:
     """Per pipeline rank, how many forwards of a stage are held at a time at most."""
-    return (1,) if layout.pp == 1 else tuple(peak_live(schedule_order(layout, simulated_batches(layout, job))))
+    return (
+        (1,)
+        if layout.pp == 1
+        else tuple(count_peak_live(make_schedule_order(layout, count_simulated_batches(layout, job))))
+    )
 
 
 def split_backwards(stage: int, layout: Layout, job: Job) -> int:
@@ -242,7 +246,9 @@ def split_backwards(stage: int, layout: Layout, job: Job) -> int:
         return 0
     if layout.schedule != "dualpipe_v":
         return job.micro_batches
-    found = schedule_order(layout, simulated_batches(layout, job))  # the others run in one piece, however many
+    found = make_schedule_order(
+        layout, count_simulated_batches(layout, job)
+    )  # the others run in one piece, however many
     actions = [action for rank in found.values() for action in rank]
     return job.calls * sum(action.kind == BACKWARD_WEIGHT and action.stage == stage for action in actions)
 
@@ -250,7 +256,7 @@ def split_backwards(stage: int, layout: Layout, job: Job) -> int:
 # ---- seconds --------------------------------------------------------------------------------------------------------
 
 
-def pipeline_seconds(
+def compute_pipeline_seconds(
     layout: Layout, job: Job, stages: list[tuple[float, float]], sending: float
 ) -> tuple[float, float]:
     """Duration of all micro-batches, and which part of it is bubble.
@@ -266,32 +272,34 @@ def pipeline_seconds(
     p, joins = layout.pp, job.engine == "hf_parallel" and layout.schedule in (*JOINING_SCHEDULES, *DELAYED_SCHEDULES)
     runs = 1 if joins else job.calls
     count = job.micro_batches // runs
-    busy = [sum(sum(stages[s]) for s in stages_of_rank(layout, rank)) for rank in range(p)]
+    busy = [sum(sum(stages[s]) for s in list_stages_of_rank(layout, rank)) for rank in range(p)]
     if p == 1:
         return job.micro_batches * busy[0], 0.0
     if layout.schedule in MIRRORED_SCHEDULES:  # half of the micro-batches run on each of two stages
         busy = [(own + mirrored) / 2 for own, mirrored in zip(busy, reversed(busy), strict=True)]
     simulated = min(count, p if layout.schedule == "1f1b" else 2 * p)
-    duration = timeline(layout, stages, sending, simulated).duration
+    duration = simulate_timeline(layout, stages, sending, simulated).duration
     if count > simulated:
         if layout.schedule in ("1f1b", *DELAYED_SCHEDULES):
-            pace = pace_of_1f1b(busy, sending)
+            pace = compute_pace_of_1f1b(busy, sending)
         else:
-            pace = (duration - timeline(layout, stages, sending, simulated - p).duration) / p
+            pace = (duration - simulate_timeline(layout, stages, sending, simulated - p).duration) / p
         duration += (count - simulated) * max(pace, *busy)
     return runs * duration, 1 - count * sum(busy) / (p * duration)
 
 
-def pace_of_1f1b(busy: list[float], sending: float) -> float:
+def compute_pace_of_1f1b(busy: list[float], sending: float) -> float:
     """Seconds per micro-batch in the long run: ranks r to q hold q - r + 1 of them, each on its way through them."""
     sums, ranks = [0.0, *itertools.accumulate(busy)], range(len(busy))
     return max((sums[q + 1] - sums[r] + 2 * (q - r) * sending) / (q - r + 1) for r in ranks for q in ranks[r:])
 
 
-def timeline(layout: Layout, stages: list[tuple[float, float]], sending: float, micro_batches: int) -> Timeline:
+def simulate_timeline(
+    layout: Layout, stages: list[tuple[float, float]], sending: float, micro_batches: int
+) -> Timeline:
     """The simulated schedule; halves of a backward take equal times, but the first stage derives no input."""
     forward, half = [forward for forward, _ in stages], [backward / 2 for _, backward in stages]
     costs = forward, [0.0, *half[1:]], [2 * half[0], *half[1:]], sending
     if layout.schedule in DELAYED_SCHEDULES:
         return simulate_without_flush(layout.pp, micro_batches, *costs)
-    return simulate(schedule_order(layout, micro_batches), *costs)
+    return simulate(make_schedule_order(layout, micro_batches), *costs)

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from hf_parallel.axes.pipeline.timeline import Timeline
-from hf_parallel.planner.activations import EAGER, FLASH, SDPA, all_keys, offloaded_bytes
+from hf_parallel.planner.activations import EAGER, FLASH, SDPA, count_offloaded_bytes, does_score_hidden_keys
 from hf_parallel.planner.hardware import Cluster, Gpu, Link, make_cluster
-from hf_parallel.planner.layout import Job, Layout, computed_job, make_job, make_layout
+from hf_parallel.planner.layout import Job, Layout, make_computed_job, make_job, make_layout
 from hf_parallel.planner.ledger import (
     ATTENTION,
     BACKWARD,
@@ -29,14 +29,21 @@ from hf_parallel.planner.ledger import (
     SCHEDULE,
     Transfer,
     block_transfers,
-    busiest,
+    compute_sending_seconds,
+    count_expert_shards,
     end_transfers,
-    expert_shards,
-    sending_seconds,
+    find_busiest,
     step_transfers,
 )
-from hf_parallel.planner.memory import GIB, RankMemory, fits, fullest, memory_of_ranks
-from hf_parallel.planner.pipeline import Stage, adapted, make_stages, pipeline_seconds, stages_by_rank, timeline
+from hf_parallel.planner.memory import GIB, RankMemory, does_fit, find_fullest, predict_memory_of_ranks
+from hf_parallel.planner.pipeline import (
+    Stage,
+    compute_pipeline_seconds,
+    group_stages_by_rank,
+    list_adapted,
+    make_stages,
+    simulate_timeline,
+)
 from hf_parallel.planner.prediction import Breakdown, Prediction
 from hf_parallel.planner.shape import Attention, Block, Matrix, ModelShape, shape_of
 from hf_parallel.planner.states import offload_seconds, sum_width
@@ -64,7 +71,7 @@ _EAGER, _EAGER_TP, _EAGER_SHARDS, _EAGER_ADAPTER = (50, 100), (14, 26), (6, 11),
 _WAITS = {"tp": 0.5, "tp_row": 0.5, "tp_col": 0.5, "ep": 1.0}
 
 
-def gemm_seconds(gpu: Gpu, precision: str, m: float, n: float, k: float) -> float:
+def compute_gemm_seconds(gpu: Gpu, precision: str, m: float, n: float, k: float) -> float:
     """Return the seconds of a matrix product [m, k] x [k, n]."""
     e = gpu.efficiency
     tiles = math.ceil(m / _TILE) * math.ceil(n / _TILE)
@@ -75,7 +82,7 @@ def gemm_seconds(gpu: Gpu, precision: str, m: float, n: float, k: float) -> floa
     return max(2 * m * n * k / rate, 2 * (m * k + k * n + m * n) / (gpu.bandwidth * e.memory))
 
 
-def memory_seconds(gpu: Gpu, size: float) -> float:
+def compute_memory_seconds(gpu: Gpu, size: float) -> float:
     """Seconds to read and write `size` bytes."""
     return size / (gpu.bandwidth * gpu.efficiency.memory)
 
@@ -93,7 +100,7 @@ class Times:
         return sum(self.forward.values()), sum(self.backward.values())
 
     def __add__(self, other: Times) -> Times:
-        return Times(plus(self.forward, other.forward), plus(self.backward, other.backward))
+        return Times(add_by_kind(self.forward, other.forward), add_by_kind(self.backward, other.backward))
 
     def times(self, count: float) -> Times:
         """`count` of them."""
@@ -102,13 +109,13 @@ class Times:
     def with_waits(self, transfers: list[Transfer], gpu: Gpu) -> Times:
         """With what each pass waits for its collectives."""
         waits = (
-            exposed((t for t in transfers if t.when == when), computed, gpu)
+            compute_exposed((t for t in transfers if t.when == when), computed, gpu)
             for when, computed in ((FORWARD, self.forward), (BACKWARD, self.backward))
         )
         return self + Times(*waits)
 
 
-def plus(one: dict[str, float], other: dict[str, float]) -> dict[str, float]:
+def add_by_kind(one: dict[str, float], other: dict[str, float]) -> dict[str, float]:
     """Sums by kind."""
     return {key: one.get(key, 0.0) + other.get(key, 0.0) for key in one | other}
 
@@ -119,23 +126,27 @@ def block_times(block: Block, hidden: int, layout: Layout, job: Job, cluster: Cl
     gpu, tokens = cluster.gpu, job.tokens(layout)
     forward, backward = (
         {
-            PRODUCTS: sum(_matrix(gpu, job, layout, m, tokens, is_backward) for m in block.matrices),
-            ATTENTION: sum(_attention(gpu, job, layout, a, tokens, is_backward) for a in block.attentions),
-            "element-wise": memory_seconds(gpu, tokens * _between(block, hidden, layout, job, gpu, is_backward)),
+            PRODUCTS: sum(_compute_matrix_seconds(gpu, job, layout, m, tokens, is_backward) for m in block.matrices),
+            ATTENTION: sum(
+                _compute_attention_seconds(gpu, job, layout, a, tokens, is_backward) for a in block.attentions
+            ),
+            "element-wise": compute_memory_seconds(
+                gpu, tokens * _count_bytes_between(block, hidden, layout, job, gpu, is_backward)
+            ),
         }
         for is_backward in (False, True)
     )
-    if not job.habits.eager:  # else of a whole stage: see `_host_waits`
+    if not job.habits.eager:  # else of a whole stage: see `_compute_host_waits`
         _launch(gpu, forward, _KERNELS[0])
         _launch(gpu, backward, _KERNELS[1])
-    computed = Times(forward, plus(backward, _recomputed(forward, job)))
+    computed = Times(forward, add_by_kind(backward, _select_recomputed(forward, job)))
     if job.activation_offload:
-        copied = tokens * offloaded_bytes(block, hidden, layout, job) / gpu.host.pcie
+        copied = tokens * count_offloaded_bytes(block, hidden, layout, job) / gpu.host.pcie
         waits = (max(0.0, copied - sum(side.values())) for side in (computed.forward, computed.backward))
         computed += Times(*({"activations to the host and back": wait} for wait in waits))
     if job.tiled_mlp and tokens > hidden:
         mlp = [m for m in block.matrices if block.inner in (m.inputs, m.outputs, m.outputs / 2)]
-        again = sum(_matrix(gpu, job, layout, m, tokens, False) for m in mlp)
+        again = sum(_compute_matrix_seconds(gpu, job, layout, m, tokens, False) for m in mlp)
         computed += Times(backward={"recomputation": again})
     return computed.with_waits(block_transfers(block, hidden, layout, job, cluster), gpu)
 
@@ -147,22 +158,22 @@ def _launch(gpu: Gpu, times: dict[str, float], kernels: int) -> None:
         times["host"] = wait
 
 
-def host_kernels(block: Block, layout: Layout, job: Job) -> tuple[float, float]:
+def count_host_kernels(block: Block, layout: Layout, job: Job) -> tuple[float, float]:
     """Return how many kernels Python launches for a block's forward and backward, what is computed again included."""
-    adapters = sum(matrix.count for matrix in adapted(block)) if job.lora else 0
+    adapters = sum(matrix.count for matrix in list_adapted(block)) if job.lora else 0
     shards = job.habits.fsdp2 and layout.has_several_data_ranks
     kinds = ((_EAGER, 1), (_EAGER_TP, layout.tp > 1), (_EAGER_SHARDS, shards), (_EAGER_ADAPTER, adapters))
     forward, backward = (sum(kernels[side] * times for kernels, times in kinds) for side in (0, 1))
     return forward, backward + forward * job.recomputed_share
 
 
-def _host_waits(stage: Stage, times: Times, layout: Layout, job: Job, gpu: Gpu) -> Times:
+def _compute_host_waits(stage: Stage, times: Times, layout: Layout, job: Job, gpu: Gpu) -> Times:
     """Return for how long a stage's GPU waits for kernels that Python has not launched yet.
 
     The host runs ahead of the GPU, so that a forward and its backward are compared as one: the larger of host and GPU
     counts. Communication occupies the GPU's queue as kernels do. A CPU runs its kernels itself: both times add up.
     """
-    each = [(host_kernels(block, layout, job), count) for block, count in stage.counts]
+    each = [(count_host_kernels(block, layout, job), count) for block, count in stage.counts]
     forward, backward = (sum(kernels[side] * count for kernels, count in each) for side in (0, 1))
     host = (forward + backward) * gpu.efficiency.eager_us * 1e-6
     ahead = sum(times.totals) if gpu.name != "cpu" else 0.0
@@ -170,7 +181,7 @@ def _host_waits(stage: Stage, times: Times, layout: Layout, job: Job, gpu: Gpu) 
     return Times({"host": waits * forward}, {"host": waits * backward}) if waits else Times()
 
 
-def _recomputed(forward: dict[str, float], job: Job) -> dict[str, float]:
+def _select_recomputed(forward: dict[str, float], job: Job) -> dict[str, float]:
     if job.each_recomputed == "full":
         return {"recomputation": sum(forward.values()) * job.recomputed_share}
     if job.recompute != "selective":
@@ -180,7 +191,9 @@ def _recomputed(forward: dict[str, float], job: Job) -> dict[str, float]:
     return {"recomputation": forward[PRODUCTS] / 2 * 0.8 + forward["element-wise"]}
 
 
-def _matrix(gpu: Gpu, job: Job, layout: Layout, matrix: Matrix, tokens: float, backward: bool) -> float:
+def _compute_matrix_seconds(
+    gpu: Gpu, job: Job, layout: Layout, matrix: Matrix, tokens: float, backward: bool
+) -> float:
     m, n, k, count = tokens, float(matrix.outputs), float(matrix.inputs), matrix.count
     if matrix.split == "column":
         n, k = n / layout.tp_rows, k / layout.tp_columns
@@ -192,39 +205,41 @@ def _matrix(gpu: Gpu, job: Job, layout: Layout, matrix: Matrix, tokens: float, b
     lowered = matrix.split != "expert" or not job.autocast  # autocast leaves grouped products alone
     precision = job.products if lowered else "fp32"
     if not backward:
-        return count * gemm_seconds(gpu, precision, m, n, k)
-    data = gemm_seconds(gpu, precision, m, k, n)
-    return count * (data + (0 if job.lora else gemm_seconds(gpu, precision, n, k, m)))
+        return count * compute_gemm_seconds(gpu, precision, m, n, k)
+    data = compute_gemm_seconds(gpu, precision, m, k, n)
+    return count * (data + (0 if job.lora else compute_gemm_seconds(gpu, precision, n, k, m)))
 
 
-def _attention(gpu: Gpu, job: Job, layout: Layout, attention: Attention, tokens: float, backward: bool) -> float:
+def _compute_attention_seconds(
+    gpu: Gpu, job: Job, layout: Layout, attention: Attention, tokens: float, backward: bool
+) -> float:
     """Products, and an exponential per score, of which a unit makes 16 per clock; a backward computes scores again."""
     e, heads = gpu.efficiency, layout.tp
-    own = _attention_rate(gpu, job) or e.attention
-    every = all_keys(attention, job.seq, job.attention)
+    own = _find_attention_rate(gpu, job) or e.attention
+    every = does_score_hidden_keys(attention, job.seq, job.attention)
     scores = attention.heads * (job.seq if every else attention.keys(job.seq)) * tokens / heads
     flops = attention.flops(job.seq, full=every) * tokens / heads
     rate = gpu.peak(job.products_beside) * own
     seconds = scores / (16 * gpu.units * _CLOCK)
     seconds += 2.5 * flops / (rate * e.attention_backward) if backward else flops / rate
-    moved = scores * _score_bytes(job.width, backward) if job.attention == EAGER else 0.0
-    return seconds + memory_seconds(gpu, moved)
+    moved = scores * _count_score_bytes(job.width, backward) if job.attention == EAGER else 0.0
+    return seconds + compute_memory_seconds(gpu, moved)
 
 
-def _attention_rate(gpu: Gpu, job: Job) -> float:
+def _find_attention_rate(gpu: Gpu, job: Job) -> float:
     """Return the part of the peak that a forward of the job's kernel reaches; 0 where none was measured."""
     if job.habits.transformer_engine:
         return gpu.efficiency.cudnn
     return {SDPA: gpu.efficiency.cudnn, FLASH: gpu.efficiency.flash}.get(job.attention, 0.0) * job.habits.eager
 
 
-def _score_bytes(width: int, backward: bool) -> int:
+def _count_score_bytes(width: int, backward: bool) -> int:
     """Bytes read and written per score by eager attention: product, scale, mask, softmax in fp32, product."""
     casts = 0 if width == 4 else 8 if not backward else 12
     return (8 if not backward else 9 if width == 4 else 7) * width + casts
 
 
-def _elementwise(block: Block, hidden: int, layout: Layout, job: Job) -> float:
+def _count_elementwise_bytes(block: Block, hidden: int, layout: Layout, job: Job) -> float:
     """Bytes that a forward reads and writes per token between the matrix products, if each step is one kernel."""
     c = job.width
     stream = job.stored * hidden * (2 * 2 + 2 * 3)  # two norms: read, write; two residual additions: read twice, write
@@ -234,24 +249,24 @@ def _elementwise(block: Block, hidden: int, layout: Layout, job: Job) -> float:
     return stream / layout.stream_parts + (2 * c * heads + inner) / layout.tp + routed / layout.stream_parts
 
 
-def _between(block: Block, hidden: int, layout: Layout, job: Job, gpu: Gpu, backward: bool) -> float:
+def _count_bytes_between(block: Block, hidden: int, layout: Layout, job: Job, gpu: Gpu, backward: bool) -> float:
     """Return the bytes per token that move between the matrix products."""
     if not job.habits.eager:
         e = gpu.efficiency
         passes = e.eager_passes if job.habits.transformer_engine or job.compiled else e.passes
-        own = 0.0 if job.fused_norms else 2 * (_norm_bytes(job) - 2 * job.stored) * hidden / layout.stream_parts
-        return (1 + backward) * (_elementwise(block, hidden, layout, job) * passes + own * e.eager_passes)
-    return _eager_elementwise(block, hidden, layout, job, backward) * gpu.efficiency.eager_passes
+        own = 0.0 if job.fused_norms else 2 * (_count_norm_bytes(job) - 2 * job.stored) * hidden / layout.stream_parts
+        return (1 + backward) * (_count_elementwise_bytes(block, hidden, layout, job) * passes + own * e.eager_passes)
+    return _count_eager_bytes(block, hidden, layout, job, backward) * gpu.efficiency.eager_passes
 
 
-def _eager_elementwise(block: Block, hidden: int, layout: Layout, job: Job, backward: bool) -> float:
+def _count_eager_bytes(block: Block, hidden: int, layout: Layout, job: Job, backward: bool) -> float:
     """Return the bytes per token that each kernel of Transformers' own layers reads and writes.
 
     A norm goes to fp32, squares, takes the mean, scales, goes back and multiplies by its weight; a backward of it
     moves twice that. Rotary embeddings are nine passes over queries and keys, a gated activation five.
     """
     c, s = job.width, job.stored
-    norm = _norm_bytes(job)
+    norm = _count_norm_bytes(job)
     stream = 2 * norm + 2 * 3 * s
     rotated = sum(a.heads * a.qk_width + a.kv_heads * a.qk_width for a in block.attentions)
     output = sum(a.heads * a.v_width for a in block.attentions)
@@ -263,13 +278,13 @@ def _eager_elementwise(block: Block, hidden: int, layout: Layout, job: Job, back
     return (stream * hidden + routed) / layout.stream_parts + c * inside / layout.tp
 
 
-def _norm_bytes(job: Job) -> int:
+def _count_norm_bytes(job: Job) -> int:
     """Return the bytes that a norm of torch's own operations reads and writes per number in a forward."""
     s = job.stored
     return (2 * (s + 4) if s < 4 else 0) + 20 + 2 * s
 
 
-def exposed(transfers: Iterable[Transfer], compute: dict[str, float], gpu: Gpu) -> dict[str, float]:
+def compute_exposed(transfers: Iterable[Transfer], compute: dict[str, float], gpu: Gpu) -> dict[str, float]:
     """Seconds by kind that a pass waits for its collectives, beyond what runs behind its `compute`.
 
     What is behind all of the compute slows it down: the two share the device.
@@ -278,7 +293,7 @@ def exposed(transfers: Iterable[Transfer], compute: dict[str, float], gpu: Gpu) 
     sent: dict[tuple[str, str], float] = {}
     for t in transfers:
         wait = e.wait_us * 1e-6 * _WAITS.get(t.axis, 0.0) * FACTORS.get(t.kind, 0.0) if t.behind == EXPOSED else 0.0
-        key = (kind_of(t), t.behind)
+        key = (name_kind_of_transfer(t), t.behind)
         sent[key] = sent.get(key, 0.0) + t.seconds + wait * t.count
     found: dict[str, float] = {}
     for (kind, behind), seconds in sent.items():
@@ -288,7 +303,7 @@ def exposed(transfers: Iterable[Transfer], compute: dict[str, float], gpu: Gpu) 
     return {kind: seconds for kind, seconds in found.items() if seconds}
 
 
-def kind_of(transfer: Transfer) -> str:
+def name_kind_of_transfer(transfer: Transfer) -> str:
     """Under which name a collective's seconds are counted."""
     axis = transfer.axis.partition("_")[0]
     if axis in ("tp", "cp", "ep"):
@@ -300,16 +315,16 @@ def kind_of(transfer: Transfer) -> str:
 
 
 @functools.lru_cache(maxsize=4096)
-def stage_times(stage: Stage, layout: Layout, job: Job, cluster: Cluster) -> Times:
+def compute_stage_times(stage: Stage, layout: Layout, job: Job, cluster: Cluster) -> Times:
     """Return the times of a micro-batch on one stage."""
-    job = computed_job(layout, job)
-    head = _head_times(stage.shape, layout, job, cluster.gpu) if stage.is_last else Times()
+    job = make_computed_job(layout, job)
+    head = _compute_head_times(stage.shape, layout, job, cluster.gpu) if stage.is_last else Times()
     total = head.with_waits(end_transfers(stage, layout, job, cluster), cluster.gpu)
     for block, count in stage.counts:
         total += block_times(block, stage.shape.hidden, layout, job, cluster).times(count)
-    total += Times(backward={"accumulating gradients": _accumulating(stage, layout, job, cluster)})
-    total += _lowering(stage, layout, job, cluster) if job.autocast else Times()
-    return total + _host_waits(stage, total, layout, job, cluster.gpu) if job.habits.eager else total
+    total += Times(backward={"accumulating gradients": _compute_accumulating_seconds(stage, layout, job, cluster)})
+    total += _compute_lowering_times(stage, layout, job, cluster) if job.autocast else Times()
+    return total + _compute_host_waits(stage, total, layout, job, cluster.gpu) if job.habits.eager else total
 
 
 #: Read and written per logit in a forward and in a backward: 16 bit read, fp32 written and read, 16 bit written; by
@@ -317,25 +332,25 @@ def stage_times(stage: Stage, layout: Layout, job: Job, cluster: Cluster) -> Tim
 _LOGIT_BYTES, _EAGER_LOGIT_BYTES = (10, 10), (18, 22)
 
 
-def _head_times(shape: ModelShape, layout: Layout, job: Job, gpu: Gpu) -> Times:
+def _compute_head_times(shape: ModelShape, layout: Layout, job: Job, gpu: Gpu) -> Times:
     """Head and loss."""
     if not shape.head_outputs:
         return Times()
     tokens, columns = job.tokens(layout), shape.head_outputs / layout.tp
-    product = gemm_seconds(gpu, job.products_beside, tokens, columns, shape.hidden)
+    product = compute_gemm_seconds(gpu, job.products_beside, tokens, columns, shape.hidden)
     moved = _EAGER_LOGIT_BYTES if job.habits.eager else _LOGIT_BYTES
-    forward, backward = (memory_seconds(gpu, tokens * columns * size) for size in moved)
+    forward, backward = (compute_memory_seconds(gpu, tokens * columns * size) for size in moved)
     return Times({"head": product + forward}, {"head": 2 * product + backward})
 
 
-def _lowering(stage: Stage, layout: Layout, job: Job, cluster: Cluster) -> Times:
+def _compute_lowering_times(stage: Stage, layout: Layout, job: Job, cluster: Cluster) -> Times:
     """Fp32 weights are read and 16-bit copies written, once for all micro-batches; gradients go back from each."""
     weights = stage.dense(*layout.tp_and_columns)  # experts compute in fp32
-    once = memory_seconds(cluster.gpu, weights * (job.stored + job.width))
+    once = compute_memory_seconds(cluster.gpu, weights * (job.stored + job.width))
     return Times({"autocast": once / job.micro_batches}, {"autocast": 0.0 if job.lora else once})
 
 
-def _accumulating(stage: Stage, layout: Layout, job: Job, cluster: Cluster) -> float:
+def _compute_accumulating_seconds(stage: Stage, layout: Layout, job: Job, cluster: Cluster) -> float:
     """Read each micro-batch's gradients and add them to their sum, under ZeRO-3 to a shard of it.
 
     A sum in the gradients' own 16 bits is read and written in 16 bits.
@@ -345,7 +360,7 @@ def _accumulating(stage: Stage, layout: Layout, job: Job, cluster: Cluster) -> f
     sharded = layout.reduces_each or (layout.zero_stage == 3 and not job.habits.fsdp2)
     shards = layout.shards if sharded else 1
     numbers = stage.dense(*layout.tp_and_columns) / shards + stage.experts(layout.expert_split)
-    return memory_seconds(cluster.gpu, numbers * (job.stored + 2 * sum_width(job)))
+    return compute_memory_seconds(cluster.gpu, numbers * (job.stored + 2 * sum_width(job)))
 
 
 # ---- Seconds of a step: the pipeline by simulation, what is communicated after it, the optimizer, the host ----------
@@ -366,37 +381,39 @@ class StepTime:
 
 def step_time(stages: tuple[Stage, ...], layout: Layout, job: Job, cluster: Cluster) -> StepTime:
     """The pipeline of all micro-batches, what data parallelism adds after it, the optimizer, the host."""
-    times_of = {stage: stage_times(stage, layout, job, cluster) for stage in set(stages)}  # few differ
+    times_of = {stage: compute_stage_times(stage, layout, job, cluster) for stage in set(stages)}  # few differ
     each = [times_of[stage] for stage in stages]
     totals = [times.totals for times in each]
-    duration, bubble = pipeline_seconds(
-        layout, job, totals, sending_seconds(stages[0].shape.hidden, layout, job, cluster)
+    duration, bubble = compute_pipeline_seconds(
+        layout, job, totals, compute_sending_seconds(stages[0].shape.hidden, layout, job, cluster)
     )
-    by_rank = stages_by_rank(stages, layout)
+    by_rank = group_stages_by_rank(stages, layout)
     slowest = max(by_rank, key=lambda mine: sum(sum(totals[stage.index]) for stage in mine))
     busy = sum((each[stage.index] for stage in slowest), Times())
-    kinds = {kind: s * job.micro_batches for kind, s in plus(busy.forward, busy.backward).items()}
+    kinds = {kind: s * job.micro_batches for kind, s in add_by_kind(busy.forward, busy.backward).items()}
     kinds["bubble"] = duration - sum(kinds.values())
     backward = max(backward for _, backward in totals)
-    kinds = plus(kinds, after_schedule(by_rank, layout, job, cluster, backward))
+    kinds = add_by_kind(kinds, compute_seconds_after_schedule(by_rank, layout, job, cluster, backward))
     noise = cluster.gpu.efficiency.node_noise
     kinds["stragglers"] = noise * math.log2(max(1, cluster.nodes)) * sum(kinds.values())
     kinds = {kind: seconds for kind, seconds in kinds.items() if seconds > 0}
     return StepTime(sum(kinds.values()), kinds, bubble)
 
 
-def predicted_timeline(stages: tuple[Stage, ...], layout: Layout, job: Job, cluster: Cluster) -> tuple[Timeline, int]:
+def predict_timeline(stages: tuple[Stage, ...], layout: Layout, job: Job, cluster: Cluster) -> tuple[Timeline, int]:
     """The simulated schedule in seconds and how many micro-batches it shows: all, or as many as can be seen."""
     shown = min(job.micro_batches, max(_MOST_SHOWN, 2 * layout.pp))
     shown -= shown % layout.pp if shown > layout.pp else 0
-    totals = [stage_times(stage, layout, job, cluster).totals for stage in stages]
-    return timeline(layout, totals, sending_seconds(stages[0].shape.hidden, layout, job, cluster), shown), shown
+    totals = [compute_stage_times(stage, layout, job, cluster).totals for stage in stages]
+    return simulate_timeline(
+        layout, totals, compute_sending_seconds(stages[0].shape.hidden, layout, job, cluster), shown
+    ), shown
 
 
 # ---- after the last micro-batch -------------------------------------------------------------------------------------
 
 
-def after_schedule(
+def compute_seconds_after_schedule(
     by_rank: list[list[Stage]], layout: Layout, job: Job, cluster: Cluster, backward: float
 ) -> dict[str, float]:
     """Return seconds by kind after the last micro-batch: what data ranks reduce, the optimizer, the host.
@@ -404,23 +421,23 @@ def after_schedule(
     Args:
         backward: seconds of the last backward, behind which gradients are reduced.
     """
-    kinds = _reductions(by_rank, layout, job, cluster, backward)
-    kinds = plus(kinds, _update(by_rank, layout, job, cluster, backward))
+    kinds = _compute_reduction_seconds(by_rank, layout, job, cluster, backward)
+    kinds = add_by_kind(kinds, _compute_update_seconds(by_rank, layout, job, cluster, backward))
     efficiency = cluster.gpu.efficiency
     kinds["host, per step"] = (efficiency.eager_step_ms if job.habits.eager else efficiency.step_ms) * 1e-3
     return kinds
 
 
-def _reductions(
+def _compute_reduction_seconds(
     by_rank: list[list[Stage]], layout: Layout, job: Job, cluster: Cluster, backward: float
 ) -> dict[str, float]:
     """Seconds of the once-per-step collectives of the rank that waits longest for them."""
     hidden = cluster.gpu.efficiency.hidden_gradients * backward
-    each = [_exposed(step_transfers(mine, layout, job, cluster), hidden) for mine in by_rank]
+    each = [_compute_exposed_by_kind(step_transfers(mine, layout, job, cluster), hidden) for mine in by_rank]
     return max(each, key=lambda kinds: sum(kinds.values()))
 
 
-def _exposed(transfers: list[Transfer], hidden: float) -> dict[str, float]:
+def _compute_exposed_by_kind(transfers: list[Transfer], hidden: float) -> dict[str, float]:
     overlapped = sum(t.seconds for t in transfers if t.behind == LAST_BACKWARD)
     kinds = {"gradients' reduction": max(0.0, overlapped - hidden), "gathering updated weights": 0.0}
     for t in transfers:
@@ -429,19 +446,23 @@ def _exposed(transfers: list[Transfer], hidden: float) -> dict[str, float]:
     return kinds
 
 
-def _update(
+def _compute_update_seconds(
     by_rank: list[list[Stage]], layout: Layout, job: Job, cluster: Cluster, backward: float
 ) -> dict[str, float]:
     """Seconds of the optimizer on the rank that updates most parameters."""
-    updated = max(updated_parameters(mine, layout, job) for mine in by_rank)
+    updated = max(count_updated_parameters(mine, layout, job) for mine in by_rank)
     if job.offload != "none":
         return offload_seconds(updated, job, cluster, backward)
-    return {"optimizer": memory_seconds(cluster.gpu, updated * _UPDATE_BYTES * cluster.gpu.efficiency.update_passes)}
+    return {
+        "optimizer": compute_memory_seconds(
+            cluster.gpu, updated * _UPDATE_BYTES * cluster.gpu.efficiency.update_passes
+        )
+    }
 
 
-def updated_parameters(stages: list[Stage], layout: Layout, job: Job) -> float:
+def count_updated_parameters(stages: list[Stage], layout: Layout, job: Job) -> float:
     """Trained parameters whose optimizer state the rank that holds `stages` keeps, after ZeRO."""
-    shards, experts = (layout.shards, expert_shards(layout)) if layout.zero_stage else (1, 1)
+    shards, experts = (layout.shards, count_expert_shards(layout)) if layout.zero_stage else (1, 1)
     if job.lora:
         return sum(stage.adapters(job.lora, *layout.tp_and_columns) for stage in stages) / shards
     return sum(
@@ -525,8 +546,8 @@ def predict_step(
     """
     stages = make_stages(shape, layout, job)
     time = step_time(stages, layout, job, cluster)
-    ranks = ranks or memory_of_ranks(stages, layout, job)
-    peak = fullest(ranks)
+    ranks = ranks or predict_memory_of_ranks(stages, layout, job)
+    peak = find_fullest(ranks)
     held = peak.held(cluster.gpu.memory_gib * GIB)
     kinds = {**peak.kinds, "held by the allocator": held - peak.needed}
     per_gpu = job.seq * job.micro_batch * job.micro_batches * layout.dp / time.seconds / layout.gpus
@@ -536,13 +557,13 @@ def predict_step(
         tokens_per_s_per_gpu=per_gpu,
         mfu=per_gpu * flops / cluster.gpu.peak("bf16"),
         memory_gib=held / GIB,
-        fits=fits(peak, cluster),
+        fits=does_fit(peak, cluster),
         bubble=time.bubble,
         breakdown=Breakdown(
             {kind: size / GIB for kind, size in kinds.items()},
             time.kinds,
             tuple(ranks),
-            functools.partial(busiest, stages, layout, job, cluster),
+            functools.partial(find_busiest, stages, layout, job, cluster),
         ),
         shape=shape,
         cluster=cluster,

@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from hf_parallel.planner.activations import kept_bytes, parts, terms_of
+from hf_parallel.planner.activations import count_kept_bytes, count_parts, list_terms_of
 from hf_parallel.planner.hardware import Cluster
 from hf_parallel.planner.layout import Job, Layout
 from hf_parallel.planner.ledger import Transfer, ring_factor
-from hf_parallel.planner.memory import GIB, RankMemory, fullest
-from hf_parallel.planner.pipeline import make_stages, stages_by_rank
-from hf_parallel.planner.shape import ModelShape, distinct
-from hf_parallel.planner.states import adapter_bytes, state_bytes
+from hf_parallel.planner.memory import GIB, RankMemory, find_fullest
+from hf_parallel.planner.pipeline import group_stages_by_rank, make_stages
+from hf_parallel.planner.shape import ModelShape, count_distinct
+from hf_parallel.planner.states import count_adapter_bytes, state_bytes
 
 #: Ninth decile of the step time's error where a series, or a whole type of GPU, was left out; of models with experts,
 #: on which nothing was fitted (docs/reference/planner_formulas.md).
@@ -65,12 +65,12 @@ class Prediction:
     @property
     def allocated_gib(self) -> float:
         """The GiB of tensors on the fullest rank: `torch.cuda.max_memory_allocated`."""
-        return fullest(list(self.breakdown.ranks)).tensors / GIB
+        return find_fullest(list(self.breakdown.ranks)).tensors / GIB
 
     @property
     def reserved_gib(self) -> float:
         """The GiB that torch's allocator holds there: `torch.cuda.max_memory_reserved`."""
-        peak, memory = fullest(list(self.breakdown.ranks)), self.cluster.gpu.memory_gib
+        peak, memory = find_fullest(list(self.breakdown.ranks)), self.cluster.gpu.memory_gib
         return (peak.held(memory * GIB) - (peak.needed - peak.tensors)) / GIB
 
     @property
@@ -86,22 +86,29 @@ class Prediction:
     def explain(self) -> str:
         """Each formula with its numbers and source."""
         return "\n".join(
-            [*_model(self), *_hardware(self), *_states(self), *_activations(self), *_communication(self), *_time(self)]
+            [
+                *_render_model(self),
+                *_render_hardware(self),
+                *_render_states(self),
+                *_render_activations(self),
+                *_render_communication(self),
+                *_time(self),
+            ]
         )
 
 
 # ---- the formulas ---------------------------------------------------------------------------------------------------
 
 
-def _title(text: str) -> str:
+def _render_title(text: str) -> str:
     return f"\n{text}\n{'-' * len(text)}"
 
 
-def _model(p: Prediction) -> Iterable[str]:
+def _render_model(p: Prediction) -> Iterable[str]:
     shape, length = p.shape, p.job.seq
-    yield _title(f"Model: {shape.name}")
+    yield _render_title(f"Model: {shape.name}")
     yield f"parameters {shape.parameters / 1e9:.3f}e9 in {shape.layers} layers, embedding and head"
-    for block, count in distinct(shape.blocks).items():
+    for block, count in count_distinct(shape.blocks).items():
         kind = "gated MLP" if block.gated else "MLP"
         experts = f", {block.top_k} experts at work" if block.top_k else ""
         yield (
@@ -111,9 +118,9 @@ def _model(p: Prediction) -> Iterable[str]:
     yield f"  head and loss: forward {shape.head_flops / 1e6:.1f} MFLOP per token; a backward costs twice a forward"
 
 
-def _hardware(p: Prediction) -> Iterable[str]:
+def _render_hardware(p: Prediction) -> Iterable[str]:
     gpu, cluster = p.cluster.gpu, p.cluster
-    yield _title(f"Hardware: {cluster.gpus} x {gpu.name}, {cluster.per_node} in a node")
+    yield _render_title(f"Hardware: {cluster.gpus} x {gpu.name}, {cluster.per_node} in a node")
     peak, memory = gpu.peak(p.job.precision) / 1e12, gpu.bandwidth / 1e9
     yield f"peak {peak:.0f} TFLOP/s {p.job.precision}, memory {gpu.memory_gib} GiB at {memory:.0f} GB/s [{gpu.source}]"
     if gpu.like:
@@ -132,11 +139,11 @@ def _hardware(p: Prediction) -> Iterable[str]:
         yield f"{place}: {link.name}, {speed} [{link.source}]"
 
 
-def _states(p: Prediction) -> Iterable[str]:
+def _render_states(p: Prediction) -> Iterable[str]:
     stage = p.layout.zero_stage
-    rank = fullest(list(p.breakdown.ranks)).rank
-    yield _title(f"Memory of pipeline rank {rank}, the fullest: {p.memory_gib:.1f} GiB")
-    per = adapter_bytes(p.job) if p.job.lora else state_bytes(p.job, stage)
+    rank = find_fullest(list(p.breakdown.ranks)).rank
+    yield _render_title(f"Memory of pipeline rank {rank}, the fullest: {p.memory_gib:.1f} GiB")
+    per = count_adapter_bytes(p.job) if p.job.lora else state_bytes(p.job, stage)
     yield (
         f"bytes per trained parameter: weights {per.weights:g}, gradients {per.gradients:g}, optimizer "
         f"{per.optimizer:g}; ZeRO-{stage} over {p.layout.shards} ranks divides {_DIVIDED[stage]} "
@@ -150,23 +157,23 @@ def _states(p: Prediction) -> Iterable[str]:
 _DIVIDED = ("nothing", "the optimizer", "optimizer and gradients", "optimizer, gradients and weights")
 
 
-def _activations(p: Prediction) -> Iterable[str]:
+def _render_activations(p: Prediction) -> Iterable[str]:
     layout, job, block, hidden = p.layout, p.job, p.shape.blocks[0], p.shape.hidden
     tokens = job.tokens(layout)
-    yield _title(f"Activations of a layer, {tokens:.0f} tokens, recompute={job.recompute}")
-    for term in terms_of(block, hidden, job):
+    yield _render_title(f"Activations of a layer, {tokens:.0f} tokens, recompute={job.recompute}")
+    for term in list_terms_of(block, hidden, job):
         size = (term.bytes + term.squared * job.seq) / hidden
         if size:
-            count = parts(term, layout)
+            count = count_parts(term, layout)
             by_columns = f"/ {count} columns of tp_mesh" if count > 1 else "whole on each tp rank"
             cut = f"/ tp={layout.tp}" if term.cut == "tp" or count == layout.tp > 1 else by_columns
             yield f"  {term.name:<32}{size:7.2f} bytes x s b h   {cut}"
-    kept = kept_bytes(block, hidden, layout, job)
+    kept = count_kept_bytes(block, hidden, layout, job)
     yield f"kept: {kept / hidden:.2f} bytes x s b h = {tokens * kept / 2**20:.0f} MiB [method: arXiv:2205.05198]"
 
 
-def _communication(p: Prediction) -> Iterable[str]:
-    yield _title("Communication of a rank per step (ring formulas: all-reduce 2 (N-1)/N S, others (N-1)/N S)")
+def _render_communication(p: Prediction) -> Iterable[str]:
+    yield _render_title("Communication of a rank per step (ring formulas: all-reduce 2 (N-1)/N S, others (N-1)/N S)")
     for t in p.breakdown.communication:
         factor = ring_factor(t.kind, t.group.size)
         yield (
@@ -177,7 +184,7 @@ def _communication(p: Prediction) -> Iterable[str]:
 
 def _time(p: Prediction) -> Iterable[str]:
     e = p.cluster.gpu.efficiency
-    yield _title(f"Step: {p.step_time_s:.4g} s, {p.tokens_per_s_per_gpu:.0f} tokens/s/GPU, MFU {p.mfu:.1%}")
+    yield _render_title(f"Step: {p.step_time_s:.4g} s, {p.tokens_per_s_per_gpu:.0f} tokens/s/GPU, MFU {p.mfu:.1%}")
     yield (
         f"large matrix products at {e.gemm:.0%} of the peak, attention at {e.attention:.0%}, memory at {e.memory:.0%} "
         f"with {e.passes:g} times the fewest bytes in fused implementations [fitted, docs/planner.md]"
@@ -192,6 +199,6 @@ def _time(p: Prediction) -> Iterable[str]:
     for kind, seconds in sorted(p.breakdown.time.items(), key=lambda item: -item[1]):
         yield f"  {kind:<28}{seconds:10.4f} s {seconds / p.step_time_s:7.1%}"
     if p.layout.pp > 1:
-        by_rank = stages_by_rank(make_stages(p.shape, p.layout, p.job), p.layout)
+        by_rank = group_stages_by_rank(make_stages(p.shape, p.layout, p.job), p.layout)
         counts = [sum(stage.layers for stage in mine) for mine in by_rank]
         yield f"{p.layout.schedule}: layers per rank {counts}, simulated bubble {p.bubble:.1%}"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import yaml
 
-from hf_parallel.planner.advice import attending
+from hf_parallel.planner.advice import explain_attention
 from hf_parallel.planner.batch import StepBatch
 from hf_parallel.planner.choices import Choice, Found
 
@@ -25,19 +25,19 @@ def show(found: Found, dollars: float | None = None) -> None:
     Args:
         dollars: per GPU and hour, for a column with the cost of 1e9 tokens.
     """
-    console = wide_console()
+    console = make_wide_console()
     source = found.goal.cluster.gpu.source
     measured = [f"  rates of this machine, {source} (hf-parallel check --calibrate)"] if "calibrated" in source else []
-    for line in (_heading(found), *measured, *(f"  {note}" for note in found.notes)):
+    for line in (_format_heading(found), *measured, *(f"  {note}" for note in found.notes)):
         console.print(line, markup=False)
-    console.print(table(found, dollars))
-    for line in _remarks(found, dollars):
+    console.print(make_table(found, dollars))
+    for line in _list_plan_remarks(found, dollars):
         console.print(line, markup=False)
     if found.best:
-        console.print(f"Run the first:  {command(found.best)}", markup=False, soft_wrap=True)
+        console.print(f"Run the first:  {format_command(found.best)}", markup=False, soft_wrap=True)
 
 
-def _heading(found: Found) -> str:
+def _format_heading(found: Found) -> str:
     cluster, shape = found.goal.cluster, found.goal.shape
     where = f"{cluster.gpus} x {cluster.gpu.name}"
     if cluster.gpus > 1:
@@ -48,7 +48,7 @@ def _heading(found: Found) -> str:
     return f"{what}, on {where}: {batch}; {found.looked_at} layouts looked at"
 
 
-def _remarks(found: Found, dollars: float | None) -> Iterator[str]:
+def _list_plan_remarks(found: Found, dollars: float | None) -> Iterator[str]:
     """Yield remarks on the first layout, on all that share a warning, and on what is missing."""
     room = f"{found.goal.cluster.gpu.memory_gib:.1f} GiB"
     yield (
@@ -56,13 +56,13 @@ def _remarks(found: Found, dollars: float | None) -> Iterator[str]:
         f"free of {room}, {found.goal.headroom:g} % at least (--headroom), beside tensors, CUDA and communicators"
     )
     if found.best:
-        yield f"The first: {_in_words(found.best, dollars)}"
+        yield f"The first: {_format_choice_line(found.best, dollars)}"
         if (on_host := found.best.host_gib) > 0:
             of_node = found.goal.cluster.gpu.host.memory_gib
             yield f"  offloaded to the host: {on_host:.0f} GiB of a node's memory, of {of_node:.0f}"
-        yield from _about_loss(found)
-        yield from (f"  {line}" for line in batch_lines(found))
-        yield from (f"  {reason}" for reason in attending(found.goal, found.best))
+        yield from _explain_order(found)
+        yield from (f"  {line}" for line in format_batch_lines(found))
+        yield from (f"  {reason}" for reason in explain_attention(found.goal, found.best))
     shared: dict[str, list[str]] = {}
     for i, choice in enumerate(found.choices, 1):
         for warning in choice.warnings:
@@ -74,7 +74,7 @@ def _remarks(found: Found, dollars: float | None) -> Iterator[str]:
     yield from found.suggestions
 
 
-def _about_loss(found: Found) -> Iterator[str]:
+def _explain_order(found: Found) -> Iterator[str]:
     """Say what the order goes by where the critical batch is known."""
     critical = found.goal.critical_batch
     if critical is not None:
@@ -86,7 +86,7 @@ def _about_loss(found: Found) -> Iterator[str]:
         )
 
 
-def batch_lines(found: Found) -> Iterator[str]:
+def format_batch_lines(found: Found) -> Iterator[str]:
     """Say the effective batch of the first, and what one process needs for it or what the learning rate needs."""
     first, goal = found.choices[0], found.goal
     batch = StepBatch(first.rows, first.accumulation, first.config.data_parallel_size)
@@ -98,7 +98,7 @@ def batch_lines(found: Found) -> Iterator[str]:
         yield f"the same batch in one process: {alone.arguments}; the learning rate stays"
 
 
-def _in_words(choice: Choice, dollars: float | None) -> str:
+def _format_choice_line(choice: Choice, dollars: float | None) -> str:
     p = choice.prediction
     rate = p.tokens_per_s_per_gpu * p.layout.gpus
     price = f" and ${p.cost_per_billion_tokens(dollars):,.0f}" if dollars else ""
@@ -109,7 +109,7 @@ def _in_words(choice: Choice, dollars: float | None) -> str:
     return f"{rate:,.0f} tokens/s in all, {1e9 / rate / 3600:.1f} h{price} for 1e9 tokens; GiB: {parts}"
 
 
-def wide_console() -> Console:
+def make_wide_console() -> Console:
     """The terminal; in a file or a pipe lines are as long as they need to be."""
     from rich.console import Console
 
@@ -121,7 +121,7 @@ def wide_console() -> Console:
 _MEMORY = ("allocated", "reserved", "free")
 
 
-def table(found: Found, dollars: float | None = None) -> Table:
+def make_table(found: Found, dollars: float | None = None) -> Table:
     """A rich table, the best layout first."""
     from rich.table import Table
 
@@ -136,18 +136,18 @@ def table(found: Found, dollars: float | None = None) -> Table:
     for heading in [*headings, *(["$ / 1e9 tokens"] if dollars else [])]:
         shown.add_column(heading, justify="right")
     for i, choice in enumerate(found.choices, 1):
-        to_loss = [] if critical is None else _to_loss(choice, found.choices[0], critical)
-        shown.add_row(str(i), choice.config.to_spec(), *to_loss, *_cells(choice, dollars, found.measured))
+        to_loss = [] if critical is None else _format_to_loss(choice, found.choices[0], critical)
+        shown.add_row(str(i), choice.config.to_spec(), *to_loss, *_make_row_cells(choice, dollars, found.measured))
     return shown
 
 
-def _to_loss(choice: Choice, first: Choice, critical: float) -> list[str]:
+def _format_to_loss(choice: Choice, first: Choice, critical: float) -> list[str]:
     """Batch, steps in multiples of the fewest, time in multiples of the first layout's."""
     times = choice.seconds_to_loss(critical) / first.seconds_to_loss(critical)
     return [str(choice.batch), f"{choice.steps_factor(critical):.3g}", f"{times:.2f}"]
 
 
-def _cells(choice: Choice, dollars: float | None, measured: Mapping[str, float]) -> Iterable[str]:
+def _make_row_cells(choice: Choice, dollars: float | None, measured: Mapping[str, float]) -> Iterable[str]:
     p = choice.prediction
     yield f"{choice.rows} x {choice.accumulation}"
     yield f"{p.step_time_s:.3g}"
@@ -162,7 +162,7 @@ def _cells(choice: Choice, dollars: float | None, measured: Mapping[str, float])
         yield f"{p.cost_per_billion_tokens(dollars):,.0f}"
 
 
-def command(choice: Choice) -> str:
+def format_command(choice: Choice) -> str:
     """The line that runs a choice."""
     gpus = choice.prediction.layout.gpus
     batch = f"--per_device_train_batch_size {choice.rows}"
@@ -178,12 +178,12 @@ def write_specs(folder: str | Path, found: Found) -> list[Path]:
     written = []
     for i, choice in enumerate(found.choices, 1):
         path = folder / f"{i:02}.yaml"
-        path.write_text(spec_file(found, choice), encoding="utf-8")
+        path.write_text(format_spec_file(found, choice), encoding="utf-8")
         written.append(path)
     return written
 
 
-def spec_file(found: Found, choice: Choice) -> str:
+def format_spec_file(found: Found, choice: Choice) -> str:
     """The text of one such file."""
     p = choice.prediction
     lines = [
@@ -201,7 +201,7 @@ def show_verified(choice: Choice, runs: list[DryRun], device: str) -> None:
     """Analytic memory beside that of dry runs, in GiB, and the bytes that each axis sends."""
     from rich.table import Table
 
-    console = wide_console()
+    console = make_wide_console()
     title = f"Dry run of {choice.config.to_spec()} on {device}"
     shown = Table(title=title, header_style="bold", title_justify="left")
     for heading in ("rank", "planned GiB", "dry run GiB", "of which", "sent per step", "s"):

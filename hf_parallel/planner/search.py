@@ -17,30 +17,36 @@ from typing import TYPE_CHECKING, Any
 
 from hf_parallel.ask.config import ParallelConfig
 from hf_parallel.ask.spec import refuse
-from hf_parallel.planner.activations import SDPA, counted_as, kept_beside_flash, lowered_parameters, planned
+from hf_parallel.planner.activations import (
+    SDPA,
+    assume_planned,
+    count_kept_beside_flash,
+    count_lowered_parameters,
+    name_counted_as,
+)
 from hf_parallel.planner.advice import (
     WORTH_ROUNDING,
-    notes_about,
-    nothing_fits,
-    suggested,
-    warnings_about,
-    why_not_expected,
-    why_not_usual,
+    explain_expected_layout,
+    explain_nothing_fits,
+    explain_usual_layouts,
+    list_notes_about,
+    list_warnings_about,
+    suggest_rounding,
 )
 from hf_parallel.planner.candidates import (
     HEADROOM,
     Goal,
-    compressed,
-    layouts,
-    other_schedules,
-    rounded,
-    sizes_of,
-    ways_of,
+    does_round,
+    iterate_compressed,
+    iterate_layouts,
+    iterate_other_schedules,
+    list_sizes_of,
+    list_ways_of,
 )
-from hf_parallel.planner.choices import TELLS, Choice, Found, attempt, leanest, ranked_seconds, variants
+from hf_parallel.planner.choices import TELLS, Choice, Found, find_leanest, iterate_variants, rank_seconds, try_layout
 from hf_parallel.planner.dryrun.run import PRECISIONS, dry_run
 from hf_parallel.planner.hardware import Cluster, make_cluster
-from hf_parallel.planner.layout import Job, Layout, known_precision
+from hf_parallel.planner.layout import Job, Layout, normalise_precision
 from hf_parallel.planner.shape import ModelShape, shape_of
 
 if TYPE_CHECKING:
@@ -99,11 +105,11 @@ def search(
     """
     if memory_gib is not None:
         cluster = dataclasses.replace(cluster, gpu=dataclasses.replace(cluster.gpu, memory_gib=memory_gib))
-    precision = known_precision(precision)
-    kernel = planned(model, cluster.gpu, precision, seq, attention, documents)
+    precision = normalise_precision(precision)
+    kernel = assume_planned(model, cluster.gpu, precision, seq, attention, documents)
     eight_bit, precision = ("fp8", "bf16") if precision == "fp8" else ("auto", precision)
     goal = Goal(
-        shape=measured_shape(model, precision, adapt, kernel.counted),
+        shape=measure_shape(model, precision, adapt, kernel.counted),
         cluster=cluster,
         seq=seq,
         global_batch=global_batch,
@@ -116,7 +122,7 @@ def search(
         eight_bit=eight_bit,
         quantized=quantized,
         whole_logits=whole_logits,
-        headroom=_checked_headroom(headroom),
+        headroom=_check_headroom(headroom),
     )
     looking = _Search(goal, accept)
     ranked = looking.run()
@@ -128,15 +134,15 @@ def search(
         )
     chosen = list(itertools.islice(looking.accepted(ranked), max(1, top)))
     best = chosen[0] if chosen else None
-    yours = [] if expected is None else [why_not_expected(goal, expected, best)]
+    yours = [] if expected is None else [explain_expected_layout(goal, expected, best)]
     return Found(
         goal,
-        [dataclasses.replace(choice, warnings=tuple(warnings_about(choice, goal))) for choice in chosen],
-        why_not=[*yours, *why_not_usual(goal, best)],
+        [dataclasses.replace(choice, warnings=tuple(list_warnings_about(choice, goal))) for choice in chosen],
+        why_not=[*yours, *explain_usual_layouts(goal, best)],
         looked_at=looking.looked_at,
-        advice="" if best else nothing_fits(goal, looking.leanest, looking.what_would_fit()),
-        notes=list(notes_about(goal, getattr(model, "max_position_embeddings", None))),
-        suggestions=[] if best is None or quantized else list(suggested(best, looking.rounding(best, ranked))),
+        advice="" if best else explain_nothing_fits(goal, looking.leanest, looking.what_would_fit()),
+        notes=list(list_notes_about(goal, getattr(model, "max_position_embeddings", None))),
+        suggestions=[] if best is None or quantized else list(suggest_rounding(best, looking.rounding(best, ranked))),
     )
 
 
@@ -153,23 +159,25 @@ def search_batches(critical_batch: float, *, global_batch: int | None, top: int 
     """
     if critical_batch <= 0:
         refuse(f"critical_batch={critical_batch:g}", "is more than 0 sequences", "critical_batch=256")
-    tried = [global_batch] if global_batch is not None else batches_around(critical_batch, options["cluster"].gpus)
+    tried = (
+        [global_batch] if global_batch is not None else list_batches_around(critical_batch, options["cluster"].gpus)
+    )
     each = [search(global_batch=batch, top=top, **options) for batch in tried]
     best: dict[tuple, Choice] = {}
     for choice in itertools.chain.from_iterable(found.choices for found in each):
-        sizes = sizes_of(choice.config)
+        sizes = list_sizes_of(choice.config)
         if sizes not in best or choice.seconds_to_loss(critical_batch) < best[sizes].seconds_to_loss(critical_batch):
             best[sizes] = choice
-    ranked = sorted(best.values(), key=lambda choice: ranked_seconds(choice, critical_batch))
-    pace = TELLS * ranked_seconds(ranked[0], critical_batch) if ranked else math.inf
-    near = [choice for choice in ranked if ranked_seconds(choice, critical_batch) <= pace]
+    ranked = sorted(best.values(), key=lambda choice: rank_seconds(choice, critical_batch))
+    pace = TELLS * rank_seconds(ranked[0], critical_batch) if ranked else math.inf
+    near = [choice for choice in ranked if rank_seconds(choice, critical_batch) <= pace]
     ranked = [*sorted(near, key=lambda choice: choice.needed_gib), *ranked[len(near) :]][:top]
     first = next((one for one, batch in zip(each, tried, strict=True) if ranked and ranked[0].batch == batch), each[0])
     goal = dataclasses.replace(first.goal, critical_batch=critical_batch)
     return dataclasses.replace(first, goal=goal, choices=ranked, looked_at=sum(found.looked_at for found in each))
 
 
-def batches_around(critical_batch: float, gpus: int) -> list[int]:
+def list_batches_around(critical_batch: float, gpus: int) -> list[int]:
     """Return batches from a quarter of the critical one to four times as many, which many data ranks can share."""
     found = []
     for times in (0.25, 0.5, 1, 2, 4):
@@ -178,13 +186,13 @@ def batches_around(critical_batch: float, gpus: int) -> list[int]:
     return sorted(set(found))
 
 
-def _checked_headroom(percent: float) -> float:
+def _check_headroom(percent: float) -> float:
     if not (percent == 0 or 1 <= percent < 100):
         refuse(f"headroom={percent:g}", "is a percentage of each GPU's memory, 0 or 1 to below 100", f"{HEADROOM:g}")
     return percent
 
 
-def _waiting(choice: Choice) -> float:
+def _compute_waiting_share(choice: Choice) -> float:
     """Share of the step that waits for other data ranks."""
     times = choice.prediction.breakdown.time.items()
     return sum(seconds for kind, seconds in times if any(word in kind for word in _WAITS)) / choice.step_time_s
@@ -197,40 +205,40 @@ class _Search:
         self.goal, self.accept = goal, accept or (lambda config: True)
         self.looked_at, self.leanest = 0, math.inf
         # Adapters leave nothing to offload.
-        self.ways = [way for way in ways_of(goal) if way["offload"] == "none" or not goal.lora]
+        self.ways = [way for way in list_ways_of(goal) if way["offload"] == "none" or not goal.lora]
 
     def run(self) -> list[Choice]:
         """Return the best of each sizes, in order; other schedules are tried for the leading ones."""
         found: dict[tuple, list[Choice]] = {}
         limit = math.inf
-        for config in layouts(self.goal):
-            for choice in self._tried(config, limit):
+        for config in iterate_layouts(self.goal):
+            for choice in self._iterate_fitting(config, limit):
                 pace = choice.seconds_per_row * _WORTH
                 if pace < limit and not self.accept(choice.config):
                     break  # one that the model forbids must not set the pace
-                found.setdefault(sizes_of(choice.config), []).append(choice)
+                found.setdefault(list_sizes_of(choice.config), []).append(choice)
                 limit = min(limit, pace)
-        best = (min(choices, key=ranked_seconds) for choices in found.values())
-        for choice in sorted(best, key=ranked_seconds)[:_RESCHEDULED]:
+        best = (min(choices, key=rank_seconds) for choices in found.values())
+        for choice in sorted(best, key=rank_seconds)[:_RESCHEDULED]:
             size = choice.prediction.job.micro_batch
-            for config in other_schedules(self.goal, choice.config, choice.rows // size):
-                other = attempt(self.goal, config, size)
+            for config in iterate_other_schedules(self.goal, choice.config, choice.rows // size):
+                other = try_layout(self.goal, config, size)
                 self.looked_at += 1
                 if isinstance(other, Choice) and self.accept(other.config):
-                    found[sizes_of(config)].append(other)
-        return self._ranked(list(found.values()))
+                    found[list_sizes_of(config)].append(other)
+        return self._rank_choices(list(found.values()))
 
-    def _ranked(self, found: list[list[Choice]]) -> list[Choice]:
+    def _rank_choices(self, found: list[list[Choice]]) -> list[Choice]:
         """Return one choice of each sizes: by memory what the planner cannot tell from the fastest, then the rest."""
-        by_time = sorted(itertools.chain.from_iterable(found), key=ranked_seconds)
-        fastest = next((ranked_seconds(choice) for choice in self.accepted(by_time)), math.inf)
-        each = sorted((leanest(choices, fastest) for choices in found), key=ranked_seconds)
-        near = [choice for choice in each if ranked_seconds(choice) <= TELLS * fastest]
+        by_time = sorted(itertools.chain.from_iterable(found), key=rank_seconds)
+        fastest = next((rank_seconds(choice) for choice in self.accepted(by_time)), math.inf)
+        each = sorted((find_leanest(choices, fastest) for choices in found), key=rank_seconds)
+        near = [choice for choice in each if rank_seconds(choice) <= TELLS * fastest]
         return [*sorted(near, key=lambda choice: choice.needed_gib), *each[len(near) :]]
 
-    def _tried(self, config: ParallelConfig, limit: float) -> Iterator[Choice]:
+    def _iterate_fitting(self, config: ParallelConfig, limit: float) -> Iterator[Choice]:
         """Yield what fits; what does not counts for the leanest."""
-        for choice in variants(self.goal, config, limit, self.ways):
+        for choice in iterate_variants(self.goal, config, limit, self.ways):
             self.looked_at += 1
             if isinstance(choice, Choice):
                 yield choice
@@ -246,13 +254,13 @@ class _Search:
         enough, allowed = best.seconds_per_row / WORTH_ROUNDING, dataclasses.replace(self.goal, quantized=True)
         found = []
         for choice in ranked:
-            if _waiting(choice) < 1 - enough / choice.seconds_per_row:
+            if _compute_waiting_share(choice) < 1 - enough / choice.seconds_per_row:
                 continue  # it would be too slow if nothing were sent
-            for config in compressed(allowed, choice.config):
-                other = attempt(self.goal, config, choice.prediction.job.micro_batch)
-                if rounded(config) and isinstance(other, Choice) and other.seconds_per_row < enough:
+            for config in iterate_compressed(allowed, choice.config):
+                other = try_layout(self.goal, config, choice.prediction.job.micro_batch)
+                if does_round(config) and isinstance(other, Choice) and other.seconds_per_row < enough:
                     found.append(other)
-        return next(self.accepted(sorted(found, key=ranked_seconds)), None)
+        return next(self.accepted(sorted(found, key=rank_seconds)), None)
 
     def what_would_fit(self) -> Iterator[tuple[str, Choice | None]]:
         """The usual ways out, each searched: adapters, an 8-bit optimizer, more GPUs."""
@@ -277,7 +285,7 @@ class _Search:
                 return
 
 
-def measured_shape(
+def measure_shape(
     model: PreTrainedModel, precision: str, adapt: Callable[[PreTrainedModel], None] | None = None, kernel: str = SDPA
 ) -> ModelShape:
     """The shape of a model; of one of Transformers also what its layers keep, if this process can run it."""
@@ -315,18 +323,18 @@ def count_activations(
     runs = [run(model, whole, layers=layers, adapt=adapt) for layers in (2, 3)]
     kept = (runs[1].peak["activations"] - runs[0].peak["activations"]) / _TOKENS
     if PRECISIONS[precision][1] is not None:  # the copies of weights do not grow with the tokens
-        kept -= 2 * lowered_parameters(shape.blocks[0], Layout()) / _TOKENS
+        kept -= 2 * count_lowered_parameters(shape.blocks[0], Layout()) / _TOKENS
     job = Job(seq, 1, 1, precision=precision, attention=kernel, engine="hf_parallel")
-    kept -= kept_beside_flash(shape.blocks[0], Layout(), job)
-    known = (*shape.blocks[0].kept, (counted_as(precision, adapt is not None), kept))
+    kept -= count_kept_beside_flash(shape.blocks[0], Layout(), job)
+    known = (*shape.blocks[0].kept, (name_counted_as(precision, adapt is not None), kept))
     block = dataclasses.replace(shape.blocks[0], kept=known)
     shape = dataclasses.replace(shape, blocks=(block,) * shape.layers)
     # Data ranks gather fp32 weights, and adapters, in 16 bits: see `computed_job`.
-    lowered = None if adapt is None else functools.partial(_lowered, adapt)
+    lowered = None if adapt is None else functools.partial(_lower_shape, adapt)
     return shape if PRECISIONS[precision][1] is None else count_activations(shape, model, "bf16", lowered, kernel)
 
 
-def _lowered(adapt: Callable[[PreTrainedModel], None], parallel: PreTrainedModel) -> None:
+def _lower_shape(adapt: Callable[[PreTrainedModel], None], parallel: PreTrainedModel) -> None:
     adapt(parallel)
     parallel.bfloat16()
 

@@ -20,7 +20,13 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from hf_parallel.ask.spec import refuse
-from hf_parallel.model.anatomy import build_on_meta, input_embedding, stacks, text_config, tied_to_embedding
+from hf_parallel.model.anatomy import (
+    build_on_meta,
+    find_input_embedding,
+    find_stacks,
+    get_text_config,
+    list_tied_to_embedding,
+)
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -169,12 +175,12 @@ def shape_from_numbers(given: Mapping) -> ModelShape:
         missing = "hidden" if "hidden" not in known else "layers"
         refuse("model", f"{missing} is missing", "layers=32, hidden=4096, heads=32")
     if "layers" not in known:
-        known["layers"] = _layers_from_parameters(known)
+        known["layers"] = _compute_layers_from_parameters(known)
     choices = [(gated, tied) for gated in _open(known, "gated_mlp") for tied in _open(known, "tied")]
     if "params" in known and len(choices) > 1:
         shapes = [_build(known, gated, tied) for gated, tied in choices]
         return min(shapes, key=lambda shape: abs(shape.parameters - known["params"]))
-    gated = known.get("gated_mlp", _usually_gated(known))
+    gated = known.get("gated_mlp", _is_usually_gated(known))
     return _build(known, gated, known.get("tied", not gated))
 
 
@@ -182,13 +188,13 @@ def _open(known: Mapping, key: str) -> tuple[bool, ...]:
     return (bool(known[key]),) if key in known else (True, False)
 
 
-def _usually_gated(known: Mapping) -> bool:
+def _is_usually_gated(known: Mapping) -> bool:
     has_groups = known.get("kv_heads", known.get("heads")) != known.get("heads")
     return has_groups or bool(known.get("experts")) or known.get("ffn_hidden", 0) not in (0, 4 * known["hidden"])
 
 
-def _layers_from_parameters(known: Mapping) -> int:
-    gated = known.get("gated_mlp", _usually_gated(known))
+def _compute_layers_from_parameters(known: Mapping) -> int:
+    gated = known.get("gated_mlp", _is_usually_gated(known))
     one = _build({**known, "layers": 1}, gated, known.get("tied", not gated))
     return max(1, round((known["params"] - one.parameters) / one.blocks[0].parameters) + 1)
 
@@ -196,26 +202,26 @@ def _layers_from_parameters(known: Mapping) -> int:
 def _build(known: Mapping, gated: bool, tied: bool) -> ModelShape:
     """A shape of equal layers; what is not known gets the usual value."""
     hidden, name = known["hidden"], str(known.get("model") or known.get("name") or "model")
-    heads, inner = known.get("heads") or usual_heads(hidden), known.get("ffn_hidden") or 4 * hidden
+    heads, inner = known.get("heads") or choose_usual_heads(hidden), known.get("ffn_hidden") or 4 * hidden
     experts, top_k = known.get("experts") or 0, known.get("top_k") or 2
     layer = (hidden, heads, known.get("kv_heads"), inner, gated, experts, top_k, known.get("head_dim"))
-    return _built(name, known.get("vocab", 50257), known["layers"], tied, layer)
+    return _build_shape(name, known.get("vocab", 50257), known["layers"], tied, layer)
 
 
 @functools.lru_cache(maxsize=1024)  # equal numbers are one shape, so that what is computed of it is found again
-def _built(name: str, vocab: int, layers: int, tied: bool, layer: tuple) -> ModelShape:
-    block, hidden = dense_block(*layer), layer[0]
+def _build_shape(name: str, vocab: int, layers: int, tied: bool, layer: tuple) -> ModelShape:
+    block, hidden = make_dense_block(*layer), layer[0]
     head = 0 if tied else vocab * hidden
     return ModelShape(name, hidden, vocab, (block,) * layers, tied, vocab * hidden, head, hidden, head_outputs=vocab)
 
 
-def usual_heads(hidden: int) -> int:
+def choose_usual_heads(hidden: int) -> int:
     """Return the heads whose width is the multiple of 8 nearest to 128."""
     divisors = [count for count in range(1, hidden // 8 + 1) if hidden % count == 0]
     return min(divisors, key=lambda count: abs(hidden / count - 128))
 
 
-def dense_block(
+def make_dense_block(
     hidden: int,
     heads: int,
     kv_heads: int | None,
@@ -246,7 +252,7 @@ def dense_block(
     )
 
 
-def distinct(blocks: Iterable[Block]) -> dict[Block, int]:
+def count_distinct(blocks: Iterable[Block]) -> dict[Block, int]:
     """Count the occurrences of each different block."""
     counts: dict[Block, int] = {}
     for block in blocks:
@@ -267,7 +273,7 @@ def count_model(model: PreTrainedModel) -> ModelShape:
         SpecError: nothing that has layers.
     """
     model = model if isinstance(model, nn.Module) else build_on_meta(model)
-    config, found = text_config(model), stacks(model)
+    config, found = get_text_config(model), find_stacks(model)
     blocks: list[Block] = []
     seen: dict[tuple, Block] = {}
     for stack in found:
@@ -281,7 +287,7 @@ def count_model(model: PreTrainedModel) -> ModelShape:
 
 def _with_ends(model: PreTrainedModel, config: PretrainedConfig, blocks: tuple[Block, ...]) -> ModelShape:
     distinct = {id(p): p.numel() for p in model.parameters()}
-    embedding, head = input_embedding(model), _head(model)
+    embedding, head = find_input_embedding(model), _find_output_head(model)
     embedded = embedding.weight.numel() if isinstance(embedding, nn.Embedding) else 0
     weight: nn.Parameter | None = getattr(head, "weight", None)
     held = weight.numel() if weight is not None else 0
@@ -291,7 +297,7 @@ def _with_ends(model: PreTrainedModel, config: PretrainedConfig, blocks: tuple[B
     others = sum(distinct.values()) - doubled - embedded - separate - sum(block.parameters for block in blocks)
     return ModelShape(
         name=type(model).__name__,
-        hidden=hidden_size(config),
+        hidden=read_hidden_size(config),
         vocab=getattr(embedding, "num_embeddings", 0),
         blocks=blocks,
         tied=tied,
@@ -302,7 +308,7 @@ def _with_ends(model: PreTrainedModel, config: PretrainedConfig, blocks: tuple[B
     )
 
 
-def _head(model: PreTrainedModel) -> nn.Module | None:
+def _find_output_head(model: PreTrainedModel) -> nn.Module | None:
     try:
         return model.get_output_embeddings()
     except (NotImplementedError, AttributeError):
@@ -313,12 +319,12 @@ def _is_tied(model: PreTrainedModel, embedding: nn.Embedding, weight: nn.Paramet
     if weight is embedding.weight:
         return True
     tied = getattr(model, "all_tied_weights_keys", None) or {}
-    sources = {f"{name}.weight" for name in tied_to_embedding(model)}
+    sources = {f"{name}.weight" for name in list_tied_to_embedding(model)}
     own = [name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter is weight]
     return any(tied.get(name) in sources or name in sources for name in own)
 
 
-def hidden_size(config: PretrainedConfig) -> int:
+def read_hidden_size(config: PretrainedConfig) -> int:
     """Width of the residual stream under the names that configs use."""
     for key in ("hidden_size", "n_embd", "d_model"):
         if isinstance(getattr(config, key, None), int):
@@ -331,16 +337,16 @@ def hidden_size(config: PretrainedConfig) -> int:
 
 def _count_layer(layer: nn.Module, config: PretrainedConfig) -> tuple:
     """The fields of its Block."""
-    hidden, attentions = hidden_size(config), {n: m for n, m in layer.named_modules() if _is_attention(m)}
+    hidden, attentions = read_hidden_size(config), {n: m for n, m in layer.named_modules() if _is_attention(m)}
     innermost = [n for n in attentions if not any(other.startswith(f"{n}.") for other in attentions)]
-    inside, (top_k, experts) = tuple(f"{name}." for name in attentions), _experts(layer, config)
-    matrices = _matrices(layer, hidden, inside, top_k, experts)
+    inside, (top_k, experts) = tuple(f"{name}." for name in attentions), _count_experts(layer, config)
+    matrices = _read_matrices(layer, hidden, inside, top_k, experts)
     mlp = [m for m in matrices if not m.name.startswith(inside) and m.split != "whole"]
-    inner = sum(m.inputs * m.count * m.share for m in mlp if _leads_back(m, hidden))
-    into = sum(m.outputs * m.count * m.share for m in mlp if m.inputs == hidden and not _leads_back(m, hidden))
+    inner = sum(m.inputs * m.count * m.share for m in mlp if _is_leading_back(m, hidden))
+    into = sum(m.outputs * m.count * m.share for m in mlp if m.inputs == hidden and not _is_leading_back(m, hidden))
     return (
         tuple(matrices),
-        tuple(_attention(name, attentions[name], config) for name in innermost),
+        tuple(_read_attention(name, attentions[name], config) for name in innermost),
         inner,
         into > 1.5 * inner,
         sum(parameter.numel() for parameter in layer.parameters()) - sum(m.parameters for m in matrices),
@@ -348,13 +354,15 @@ def _count_layer(layer: nn.Module, config: PretrainedConfig) -> tuple:
     )
 
 
-def _matrices(layer: nn.Module, hidden: int, attentions: tuple[str, ...], top_k: int, experts: int) -> list[Matrix]:
+def _read_matrices(
+    layer: nn.Module, hidden: int, attentions: tuple[str, ...], top_k: int, experts: int
+) -> list[Matrix]:
     """All matrices of a layer; experts kept as separate modules become one entry with their number."""
     found: dict[tuple, Matrix] = {}
     for name, module in layer.named_modules():
         for key, parameter in () if isinstance(module, nn.Embedding) else module.named_parameters(recurse=False):
             full = f"{name}.{key}".lstrip(".").removesuffix(".weight")
-            m = _matrix(full, module, parameter, hidden, full.startswith(attentions), top_k, experts)
+            m = _read_matrix(full, module, parameter, hidden, full.startswith(attentions), top_k, experts)
             if m:
                 same = (m.name, m.inputs, m.outputs, m.split, m.share)
                 count = m.count + (found[same].count if same in found else 0)
@@ -362,12 +370,12 @@ def _matrices(layer: nn.Module, hidden: int, attentions: tuple[str, ...], top_k:
     return list(found.values())
 
 
-def _leads_back(matrix: Matrix, hidden: int) -> bool:
+def _is_leading_back(matrix: Matrix, hidden: int) -> bool:
     """The second half of an MLP; where it is square, its name tells."""
-    return matrix.outputs == hidden and not (matrix.inputs == hidden and _leads_in(matrix.name))
+    return matrix.outputs == hidden and not (matrix.inputs == hidden and _is_leading_in(matrix.name))
 
 
-def _leads_in(name: str) -> bool:
+def _is_leading_in(name: str) -> bool:
     return re.search(r"gate|up|w1|w3|fc1|in_proj|wi", name.rpartition(".")[2]) is not None
 
 
@@ -382,7 +390,7 @@ def _is_attention(module: nn.Module) -> bool:
     return called and (own or (not with_matrices and any(p.ndim > 1 for p in module.parameters())))
 
 
-def _experts(layer: nn.Module, config: PretrainedConfig) -> tuple[int, int]:
+def _count_experts(layer: nn.Module, config: PretrainedConfig) -> tuple[int, int]:
     """Return how many experts work for a token, and how many there are; modules know best, layers may differ."""
     found = {"top_k": getattr(config, "num_experts_per_tok", None), "num_experts": None}
     for part in layer.modules():
@@ -397,14 +405,14 @@ def _experts(layer: nn.Module, config: PretrainedConfig) -> tuple[int, int]:
     return found["top_k"] or 1, found["num_experts"] or (lists[0] if lists else 0)
 
 
-def _matrix(
+def _read_matrix(
     name: str, module: nn.Module, parameter: nn.Parameter, hidden: int, in_attention: bool, top_k: int, experts: int
 ) -> Matrix | None:
     is_expert = bool(experts) and "experts" in name.split(".") and "shared" not in name
     share = min(1.0, top_k / experts) if is_expert else 1.0
     if parameter.ndim == 3 and parameter.shape[0] == experts:
         outputs, inputs = parameter.shape[1:]
-        into = _leads_in(name)
+        into = _is_leading_in(name)
         if (into and outputs == hidden) or (not into and inputs == hidden and outputs != hidden):
             outputs, inputs = inputs, outputs
         return Matrix(name, inputs, outputs, "expert", experts, share)
@@ -437,29 +445,29 @@ def _split_of(name: str, inputs: int, outputs: int, hidden: int, in_attention: b
     return "row" if is_output or inputs != hidden else "column"
 
 
-def _attention(name: str, module: nn.Module, config: PretrainedConfig) -> Attention:
-    heads = _first(module, config, "num_heads", "num_attention_heads", "n_heads", "n_head")
+def _read_attention(name: str, module: nn.Module, config: PretrainedConfig) -> Attention:
+    heads = _read_first_window(module, config, "num_heads", "num_attention_heads", "n_heads", "n_head")
     if heads is None:
         refuse(type(config).__name__, f"does not say how many heads {name} has", do="give its sizes as numbers")
-    width = _first(module, None, "head_dim", "head_size", "attention_head_size", "key_value_proj_dim")
-    width = width or getattr(config, "head_dim", None) or hidden_size(config) // heads
-    query = _first(module, None, "qk_head_dim") or width
-    value = _first(module, None, "v_head_dim") or width
-    groups = _first(module, config, "num_key_value_heads", "num_kv_heads") or heads
-    groups = heads if _first(module, None, "qk_head_dim") else min(groups, heads)
+    width = _read_first_window(module, None, "head_dim", "head_size", "attention_head_size", "key_value_proj_dim")
+    width = width or getattr(config, "head_dim", None) or read_hidden_size(config) // heads
+    query = _read_first_window(module, None, "qk_head_dim") or width
+    value = _read_first_window(module, None, "v_head_dim") or width
+    groups = _read_first_window(module, config, "num_key_value_heads", "num_kv_heads") or heads
+    groups = heads if _read_first_window(module, None, "qk_head_dim") else min(groups, heads)
     crossing = re.search(r"cross|enc_?dec|encoder_attn", name, re.IGNORECASE) is not None
     causal = bool(getattr(module, "is_causal", getattr(module, "is_decoder", True))) and not crossing
-    return Attention(heads, groups, query, value, _window(module, config), causal)
+    return Attention(heads, groups, query, value, _read_window(module, config), causal)
 
 
-def _window(module: nn.Module, config: PretrainedConfig) -> int | None:
+def _read_window(module: nn.Module, config: PretrainedConfig) -> int | None:
     """Return this layer's window; where all have one, some models (Mistral, Phi-3) say so in their config alone."""
     if hasattr(module, "sliding_window") or getattr(config, "layer_types", None):
-        return _first(module, None, "sliding_window")
-    return _first(None, config, "sliding_window") if getattr(config, "use_sliding_window", True) else None
+        return _read_first_window(module, None, "sliding_window")
+    return _read_first_window(None, config, "sliding_window") if getattr(config, "use_sliding_window", True) else None
 
 
-def _first(module: nn.Module | None, config: PretrainedConfig | None, *names: str) -> int | None:
+def _read_first_window(module: nn.Module | None, config: PretrainedConfig | None, *names: str) -> int | None:
     for source in (module, config):
         for name in names:
             value = getattr(source, name, None)

@@ -45,7 +45,7 @@ def zero_states(parameters: float, shards: int, stage: int, state: StateBytes | 
     }
 
 
-def moment_bytes(optimizer: str, width: float) -> float:
+def count_moment_bytes(optimizer: str, width: float) -> float:
     """Bytes per parameter that an optimizer keeps of a parameter of `width` bytes, besides master weights."""
     known = {"adamw": 2 * width, "adamw_8bit": _EIGHT_BIT_MOMENTS, "sgd": 0.0, "sgd_momentum": width}
     if optimizer not in known:
@@ -53,7 +53,7 @@ def moment_bytes(optimizer: str, width: float) -> float:
     return known[optimizer]
 
 
-def summed_width(job: Job) -> float:
+def count_summed_width(job: Job) -> float:
     """Bytes per gradient while ranks and micro-batches add to it."""
     return max(4.0, job.stored) if job.habits.fp32_sums else float(job.stored)
 
@@ -61,7 +61,7 @@ def summed_width(job: Job) -> float:
 def sum_width(job: Job) -> float:
     """Return the bytes per number of the sum to which micro-batches add their gradients."""
     if not job.habits.master_weights:
-        return summed_width(job)
+        return count_summed_width(job)
     return float(max(job.stored, 2 if job.gradient_bytes == 2 else 4))
 
 
@@ -76,10 +76,10 @@ def state_bytes(job: Job, zero_stage: int) -> StateBytes:
     if job.lora:
         return StateBytes(width, 0, 0)
     if width == 4 or not habits.master_weights:
-        state = StateBytes(width, width, moment_bytes(job.optimizer, width))
+        state = StateBytes(width, width, count_moment_bytes(job.optimizer, width))
     else:
         gradients = min(4, job.gradient_bytes) if zero_stage == 3 else job.gradient_bytes
-        state = StateBytes(0 if zero_stage == 3 else 2, gradients, 4 + moment_bytes(job.optimizer, 4))
+        state = StateBytes(0 if zero_stage == 3 else 2, gradients, 4 + count_moment_bytes(job.optimizer, 4))
     if job.offload == "none":
         return state
     if habits.fsdp2 and parameters_rest(job.offload):
@@ -87,16 +87,16 @@ def state_bytes(job: Job, zero_stage: int) -> StateBytes:
     return StateBytes(width, state.gradients if habits.fsdp2 else 0, 0)
 
 
-def adapter_width(job: Job) -> int:
+def count_adapter_width(job: Job) -> int:
     """Bytes of an adapter's number as layers compute with it."""
     return job.stored if job.lowered else ADAPTER_WIDTH
 
 
-def adapter_bytes(job: Job) -> StateBytes:
+def count_adapter_bytes(job: Job) -> StateBytes:
     """Return the bytes that training keeps per parameter of an adapter."""
     if job.habits.fsdp2 and parameters_rest(job.offload):
         return StateBytes(0, 0, 0)
-    moments = moment_bytes(job.optimizer, ADAPTER_WIDTH) if job.offload == "none" else 0.0
+    moments = count_moment_bytes(job.optimizer, ADAPTER_WIDTH) if job.offload == "none" else 0.0
     return StateBytes(ADAPTER_WIDTH, ADAPTER_WIDTH, moments)
 
 
@@ -108,7 +108,7 @@ def state_width(job: Job) -> float:
     return 4.0 if job.habits.master_weights else float(job.stored)
 
 
-def host_bytes(parameters: float, job: Job) -> float:
+def count_host_bytes(parameters: float, job: Job) -> float:
     """Return the bytes of host memory for `parameters` whose optimizer runs there: gradient, weight, two moments."""
     if job.offload == "optimizer":
         return parameters * 2 * state_width(job)
@@ -117,7 +117,7 @@ def host_bytes(parameters: float, job: Job) -> float:
     return parameters * (job.stored + 3 * state_width(job)) if job.offload == "cpu" else 0.0
 
 
-def nvme_bytes(parameters: float, job: Job) -> float:
+def count_nvme_bytes(parameters: float, job: Job) -> float:
     """Per step: master weights and moments, read and written; weights that are gathered from files."""
     gathered = 2 * job.stored if job.offload == "nvme_all" else 0  # of the parameters; once in each direction
     return (2 * 3 * state_width(job) + gathered) * parameters if job.offload.startswith("nvme") else 0.0
@@ -133,7 +133,7 @@ def offload_seconds(parameters: float, job: Job, cluster: Cluster, backward: flo
     host, ranks = cluster.gpu.host, min(cluster.per_node, cluster.gpus)
     down = up = parameters * job.stored / host.pcie  # gradients, updated weights
     adam = ranks * parameters * _READ_AND_WRITTEN * state_width(job) / host.bandwidth
-    disk = ranks * nvme_bytes(parameters, job) / host.nvme
+    disk = ranks * count_nvme_bytes(parameters, job) / host.nvme
     return {
         "gradients to the host": max(0.0, down - backward),
         "optimizer": max(adam, disk, up),  # in tiles: one is updated while others travel (ZeRO-Offload, section 4.1)

@@ -7,6 +7,6 @@ Both come from the plan that `parallelize` applies (`resolve.py`), and from arit
 rank keeps.
 """
 
-from hf_parallel.plans.examine import Report, build_on_meta, examine, render
+from hf_parallel.plans.examine import Report, build_source_on_meta, examine, render_examination
 
-__all__ = ["Report", "build_on_meta", "examine", "render"]
+__all__ = ["Report", "build_source_on_meta", "examine", "render_examination"]

@@ -11,17 +11,25 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from hf_parallel.ask.config import ParallelConfig, SpecError
-from hf_parallel.ask.spec import first_line, refuse
+from hf_parallel.ask.spec import get_first_line, refuse
 from hf_parallel.axes.axis import Plan
 from hf_parallel.axes.experts.axis import EXPERTS
 from hf_parallel.axes.pipeline.axis import PIPELINE
 from hf_parallel.axes.pipeline.part import PipelinePart
-from hf_parallel.axes.pipeline.read import holding_stages, layer_ranges
+from hf_parallel.axes.pipeline.read import find_holding_stages, list_layer_ranges
 from hf_parallel.axes.tensor.axis import TENSOR, TensorPart
 from hf_parallel.model import anatomy as build
 from hf_parallel.model.anatomy import Anatomy
-from hf_parallel.plans.resolve import Cut, draft, read_model, slice_shape, stored, tp_cuts, tp_shape
-from hf_parallel.ranks.mesh import coordinates, expert_coordinates
+from hf_parallel.plans.resolve import (
+    Cut,
+    compute_tp_shape,
+    count_stored,
+    draft_plan,
+    find_tp_cuts,
+    read_model,
+    slice_shape,
+)
+from hf_parallel.ranks.mesh import compute_coordinates, compute_expert_coordinates
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -80,17 +88,17 @@ class Report:
         return {"works": not self.problems, **dataclasses.asdict(self)}
 
 
-def render(report: Report) -> str:
+def render_examination(report: Report) -> str:
     """Return the report for people."""
     sizes = " x ".join(f"{axis}={size}" for axis, size in report.axes.items())
     count = math.prod(report.axes.values())
     lines = [f"{report.model} ({report.dtype}) on {count} process{'es' * (count != 1)}: {sizes}", ""]
     if report.splits:
-        lines += [*_aligned([_HEADINGS, *map(_row, report.splits)]), ""]
-    return "\n".join([*lines, *_aligned(list(_facts(report)))])
+        lines += [*_align_columns([_HEADINGS, *map(_make_split_row, report.splits)]), ""]
+    return "\n".join([*lines, *_align_columns(list(_list_facts(report)))])
 
 
-def _row(split: Split) -> tuple[str, ...]:
+def _make_split_row(split: Split) -> tuple[str, ...]:
     count = f" ×{len(split.modules)}" if len(split.modules) > 1 else ""
     shape = str(list(split.whole))
     if split.per_rank != split.whole:
@@ -99,10 +107,10 @@ def _row(split: Split) -> tuple[str, ...]:
     return split.pattern + count, split.style, _ORIGINS.get(split.origin, split.origin), shape, whole
 
 
-def _facts(report: Report) -> Iterator[tuple[str, str]]:
+def _list_facts(report: Report) -> Iterator[tuple[str, str]]:
     yield from report.facts.items()
     for place in report.pipeline:
-        stored = f"{place.parameters:,} parameters, {shown_size(place.bytes)}"
+        stored = f"{place.parameters:,} parameters, {format_bytes(place.bytes)}"
         if place.stages:
             yield f"stage {' and '.join(map(str, place.stages))}", ", ".join([*place.layers, *place.others])
             yield "", f"fullest rank: {stored}"
@@ -114,12 +122,12 @@ def _facts(report: Report) -> Iterator[tuple[str, str]]:
         yield "works", "nothing stops it"
 
 
-def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
+def _align_columns(rows: list[tuple[str, ...]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
-def shown_size(count: float) -> str:
+def format_bytes(count: float) -> str:
     """Return a number of bytes for people."""
     return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.2f} MiB"
 
@@ -127,7 +135,7 @@ def shown_size(count: float) -> str:
 _VOCABULARY = ("embedding_rowwise", "colwise_gather_output")
 
 
-def build_on_meta(source: str) -> PreTrainedModel:
+def build_source_on_meta(source: str) -> PreTrainedModel:
     """Build the model that a folder, a Hub id or a config.json describes, without memory for weights.
 
     Its class is the one that config.architectures names, else the causal language model of its type.
@@ -140,7 +148,7 @@ def build_on_meta(source: str) -> PreTrainedModel:
     except SpecError:
         raise
     except (OSError, ValueError, KeyError, ImportError) as error:
-        refuse(source, first_line(error), cause=error)
+        refuse(source, get_first_line(error), cause=error)
 
 
 def examine(model: nn.Module, config: ParallelConfig, processes: int | None = None) -> Report:
@@ -152,11 +160,11 @@ def examine(model: nn.Module, config: ParallelConfig, processes: int | None = No
     notes: list[str] = []
     problems: list[str] = []
     try:
-        config = _resolved(config, processes, notes)
+        config = _resolve_sizes(config, processes, notes)
     except SpecError as error:
         problems.append(str(error))
         config = _with_free_sizes(config, 1)
-    report = report_of(draft(config, read_model(model, config)))
+    report = report_of(draft_plan(config, read_model(model, config)))
     report.notes[:0], report.problems[:0] = notes, problems
     return report
 
@@ -167,13 +175,13 @@ def report_of(plan: Plan) -> Report:
     report = Report(anatomy.name, str(anatomy.dtype).removeprefix("torch."), config.sizes)
     report.notes, report.problems = list(plan.notes), list(plan.problems)
     tensor, pipeline = plan.part(TENSOR), plan.part(PIPELINE)
-    cuts = tp_cuts(anatomy, tensor) if tensor is not None else {}
+    cuts = find_tp_cuts(anatomy, tensor) if tensor is not None else {}
     if tensor is not None:
-        report.splits = _splits(anatomy, tensor, cuts, config)
-        report.facts.update(_tensor_facts(anatomy, tensor, config))
+        report.splits = _list_splits(anatomy, tensor, cuts, config)
+        report.facts.update(_describe_tensor_part(anatomy, tensor, config))
     if (config.tp_size == 1 or tensor is not None) and (config.pp_size == 1 or pipeline is not None):
-        _count(report, anatomy, pipeline, cuts, config, _apart(plan))
-    report.facts.update(_expert_facts(plan))
+        _count_held(report, anatomy, pipeline, cuts, config, _list_apart(plan))
+    report.facts.update(_describe_experts(plan))
     tied = [f"{name} = {p.names[0]}" for p in anatomy.parameters for name in p.names[1:]]
     report.facts.update({"tied weights": ", ".join(tied)} if tied else {})
     return report
@@ -188,7 +196,7 @@ def _free(config: ParallelConfig) -> list[str]:
     return [axis for axis, size in config.sizes.items() if size == -1]
 
 
-def _resolved(config: ParallelConfig, processes: int | None, notes: list[str]) -> ParallelConfig:
+def _resolve_sizes(config: ParallelConfig, processes: int | None, notes: list[str]) -> ParallelConfig:
     if processes is not None and processes < 1:
         refuse(f"--nproc {processes}", "there is at least one process", "--nproc 1")
     if processes is not None:
@@ -200,25 +208,25 @@ def _resolved(config: ParallelConfig, processes: int | None, notes: list[str]) -
     return _with_free_sizes(config, 1)
 
 
-def _splits(anatomy: Anatomy, part: TensorPart, cuts: dict[str, Cut], config: ParallelConfig) -> list[Split]:
+def _list_splits(anatomy: Anatomy, part: TensorPart, cuts: dict[str, Cut], config: ParallelConfig) -> list[Split]:
     """Describe each pattern of names once, or more often where layers differ; in the model's order."""
     groups: dict[tuple, list[str]] = {}
     shapes = {name: p.shape for p in anatomy.parameters for name in p.names}
-    for module, parameters in _by_module(anatomy.names).items():
-        style, origin = part.styles.get(module) or part.styles.get(_experts_of(module, part)) or ("whole", "")
+    for module, parameters in _group_by_module(anatomy.names).items():
+        style, origin = part.styles.get(module) or part.styles.get(_find_experts_of(module, part)) or ("whole", "")
         key = parameters[0]
-        per_rank = tp_shape(shapes[key], cuts.get(key, ()), config, 0)
+        per_rank = compute_tp_shape(shapes[key], cuts.get(key, ()), config, 0)
         whole = tuple(name.rpartition(".")[2] for name in parameters if name not in cuts) if origin else ()
-        alike = (_folded(module), style, origin, shapes[key], per_rank, whole)
+        alike = (_fold_numbers(module), style, origin, shapes[key], per_rank, whole)
         groups.setdefault(alike, []).append(module)
     patterns = [pattern for pattern, *_ in groups]
     return [
-        Split(pattern if patterns.count(pattern) == 1 < len(names) else _numbered(names), names, *rest)
+        Split(pattern if patterns.count(pattern) == 1 < len(names) else _join_numbered(names), names, *rest)
         for (pattern, *rest), names in groups.items()
     ]
 
 
-def _by_module(names: tuple[str, ...]) -> dict[str, list[str]]:
+def _group_by_module(names: tuple[str, ...]) -> dict[str, list[str]]:
     """Group parameters by their module; a parameter that is neither weight nor bias stands for itself."""
     modules: dict[str, list[str]] = {}
     for name in names:
@@ -227,11 +235,11 @@ def _by_module(names: tuple[str, ...]) -> dict[str, list[str]]:
     return modules
 
 
-def _folded(name: str) -> str:
+def _fold_numbers(name: str) -> str:
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
 
-def _numbered(names: list[str]) -> str:
+def _join_numbered(names: list[str]) -> str:
     """layers.0.x, layers.1.x, layers.3.x -> layers.0-1,3.x; numbers behind the first become *."""
     parts = [re.split(r"\.(\d+)(?=\.|$)", name, maxsplit=1) for name in names]
     if len(names) == 1 or len(parts[0]) == 1:
@@ -239,21 +247,21 @@ def _numbered(names: list[str]) -> str:
     numbers = sorted({int(part[1]) for part in parts})
     runs = [[n for _, n in run] for _, run in itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
     shown = ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
-    return f"{parts[0][0]}.{shown}{_folded(parts[0][2])}"
+    return f"{parts[0][0]}.{shown}{_fold_numbers(parts[0][2])}"
 
 
-def _tensor_facts(anatomy: Anatomy, part: TensorPart, config: ParallelConfig) -> dict[str, str]:
+def _describe_tensor_part(anatomy: Anatomy, part: TensorPart, config: ParallelConfig) -> dict[str, str]:
     reason = part.whole_sequences
     shape = "" if part.grid is None else f"{part.grid[0]} rows x {part.grid[1]} columns of ranks: weights of layers"
     return {
         **({"grid": f"{shape} are cut along both dims"} if shape else {}),
         "sequence parallelism": "on" if reason is None else f"off: {reason}",
-        "vocabulary": _vocabulary(anatomy, part, config.tp_size),
-        "attention heads": _heads(part, config.tp_size),
+        "vocabulary": _describe_vocabulary(anatomy, part, config.tp_size),
+        "attention heads": _describe_heads(part, config.tp_size),
     }
 
 
-def _vocabulary(anatomy: Anatomy, part: TensorPart, tp_size: int) -> str:
+def _describe_vocabulary(anatomy: Anatomy, part: TensorPart, tp_size: int) -> str:
     shapes = {name: p.shape for p in anatomy.parameters for name in p.names}
     said = []
     for count in sorted({shapes[f"{name}.weight"][0] for name, style in part.words.items() if style in _VOCABULARY}):
@@ -263,20 +271,20 @@ def _vocabulary(anatomy: Anatomy, part: TensorPart, tp_size: int) -> str:
     return "; ".join(said) or "whole"
 
 
-def _heads(part: TensorPart, tp_size: int) -> str:
+def _describe_heads(part: TensorPart, tp_size: int) -> str:
     heads, kv_heads = part.facts.heads or (0, 0)
     shared = tp_size > kv_heads
     keys = f"1 key/value shared by {tp_size // kv_heads} ranks" if shared else f"{kv_heads // tp_size} key/value"
     return f"{heads} query, {kv_heads} key/value; per rank {heads // tp_size} query, {keys}"
 
 
-def _experts_of(parameter: str, part: TensorPart) -> str:
+def _find_experts_of(parameter: str, part: TensorPart) -> str:
     """Return the module that holds this parameter, if it holds experts."""
     owner = parameter.rpartition(".")[0]
     return owner if owner in part.facts.experts else ""
 
 
-def _apart(plan: Plan) -> set[str]:
+def _list_apart(plan: Plan) -> set[str]:
     """Return the parameters that are shared out over ep."""
     part = plan.part(EXPERTS)
     if part is None or part.ranks == 1:
@@ -284,7 +292,7 @@ def _apart(plan: Plan) -> set[str]:
     return {f"{name}.{key}" for name, facts in part.experts.items() for key in facts.widths}
 
 
-def _expert_facts(plan: Plan) -> dict[str, str]:
+def _describe_experts(plan: Plan) -> dict[str, str]:
     """Describe which ranks hold which experts."""
     part = plan.part(EXPERTS)
     if part is None or not part.experts:
@@ -294,9 +302,9 @@ def _expert_facts(plan: Plan) -> dict[str, str]:
         return {"experts": f"{counts} in each of {len(part.experts)} layers, on every rank"}
     holders: dict[int, list[int]] = {}
     for rank in range(plan.config.world_size):
-        holders.setdefault(expert_coordinates(plan.config, rank)["ep"], []).append(rank)
-    shown = _few(
-        f"{place * part.per_rank}-{(place + 1) * part.per_rank - 1} on {_ranks(ranks)}"
+        holders.setdefault(compute_expert_coordinates(plan.config, rank)["ep"], []).append(rank)
+    shown = _format_few(
+        f"{place * part.per_rank}-{(place + 1) * part.per_rank - 1} on {_format_rank_ranges(ranks)}"
         for place, ranks in holders.items()
     )
     shards = plan.config.ep_shard_size
@@ -304,17 +312,17 @@ def _expert_facts(plan: Plan) -> dict[str, str]:
     return {"experts": f"{counts} in each of {len(part.experts)} layers: {', '.join(shown)}{shared}"}
 
 
-def _ranks(ranks: list[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {' '.join(_few(ranks))}"
+def _format_rank_ranges(ranks: list[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {' '.join(_format_few(ranks))}"
 
 
-def _few(items: Iterable[object]) -> list[str]:
+def _format_few(items: Iterable[object]) -> list[str]:
     """Return all of at most four items, else the first two and the last."""
     shown = [str(item) for item in items]
     return shown if len(shown) <= 4 else [*shown[:2], "…", shown[-1]]
 
 
-def _count(
+def _count_held(
     report: Report,
     anatomy: Anatomy,
     part: PipelinePart | None,
@@ -326,24 +334,24 @@ def _count(
     tables = []
     for place in range(config.pp_size):
         stages = [] if part is None else config.stages_of_rank(place)
-        held = [p for p in anatomy.parameters if part is None or _holds(part, stages, p.names)]
-        tables.append(stored(held, cuts, config, apart))
+        held = [p for p in anatomy.parameters if part is None or _does_hold(part, stages, p.names)]
+        tables.append(count_stored(held, cuts, config, apart))
         parameters, size = (max(column) for column in zip(*tables[-1].values(), strict=True))
-        layers, others = ([], []) if part is None else _modules(anatomy, part, stages)
+        layers, others = ([], []) if part is None else _list_modules(anatomy, part, stages)
         report.pipeline.append(PipelineRank(stages, layers, others, parameters, size))
     for rank in range(config.world_size):
-        where = coordinates(config, rank)
+        where = compute_coordinates(config, rank)
         shard = where["dp_shard"] * config.cp_size + where["cp"]
         report.parameters_per_rank.append(tables[where["pp"]][shard, where["tp"]][0])
 
 
-def _holds(part: PipelinePart, stages: list[int], names: tuple[str, ...]) -> bool:
-    return any(not holding_stages(part, name).isdisjoint(stages) for name in names)
+def _does_hold(part: PipelinePart, stages: list[int], names: tuple[str, ...]) -> bool:
+    return any(not find_holding_stages(part, name).isdisjoint(stages) for name in names)
 
 
-def _modules(anatomy: Anatomy, part: PipelinePart, stages: list[int]) -> tuple[list[str], list[str]]:
+def _list_modules(anatomy: Anatomy, part: PipelinePart, stages: list[int]) -> tuple[list[str], list[str]]:
     """Return the layers of each stage as patterns, and the other modules that this rank holds."""
-    prefix, ranges = part.facts.layers, layer_ranges(part)
-    layers = [_numbered([f"{prefix}.{i}" for i in range(*ranges[stage])]) for stage in stages]
-    held = [name for name in _by_module(anatomy.names) if _holds(part, stages, (name,))]
+    prefix, ranges = part.facts.layers, list_layer_ranges(part)
+    layers = [_join_numbered([f"{prefix}.{i}" for i in range(*ranges[stage])]) for stage in stages]
+    held = [name for name in _group_by_module(anatomy.names) if _does_hold(part, stages, (name,))]
     return layers, [name for name in held if not name.startswith(f"{prefix}.")]

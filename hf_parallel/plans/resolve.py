@@ -35,15 +35,15 @@ def resolve(config: ParallelConfig, anatomy: Anatomy, axes: tuple[Axis, ...] = A
     Raises:
         SpecError: the first thing that stops it.
     """
-    plan = draft(config, anatomy, axes)
+    plan = draft_plan(config, anatomy, axes)
     if plan.problems:
         refuse_with(plan.problems[0])
     return plan
 
 
-def draft(config: ParallelConfig, anatomy: Anatomy, axes: tuple[Axis, ...] = AXES) -> Plan:
+def draft_plan(config: ParallelConfig, anatomy: Anatomy, axes: tuple[Axis, ...] = AXES) -> Plan:
     """Return the plan with everything that stops it; an axis that refuses has no part in it."""
-    plan = Plan(config, anatomy, axes, problems=tuple(_general_problems(anatomy)))
+    plan = Plan(config, anatomy, axes, problems=tuple(_list_general_problems(anatomy)))
     for axis in axes:
         if axis.is_on(config):
             plan = _add_axis(plan, axis)
@@ -79,7 +79,7 @@ def _check_inside(plan: Plan, axis: Axis) -> None:
         )
 
 
-def _general_problems(anatomy: Anatomy) -> list[str]:
+def _list_general_problems(anatomy: Anatomy) -> list[str]:
     found = [
         (anatomy.is_parallel, f"{anatomy.name} is parallel already; parallelize it once"),
         (
@@ -121,7 +121,7 @@ ON_GRID = ("colwise", "packed_qkv", "packed_halves", "falcon_qkv", "rowwise", "c
 Cut = tuple[int, ...]
 
 
-def tp_cuts(anatomy: Anatomy, part: TensorPart) -> dict[str, Cut]:
+def find_tp_cuts(anatomy: Anatomy, part: TensorPart) -> dict[str, Cut]:
     """Return the dims along which tp cuts each parameter, under all its full names; whole ones are not in it."""
     own: dict[str, Cut] = {}
     for name, style in part.words.items():
@@ -150,7 +150,7 @@ def slice_shape(shape: Iterable[int], dim: int | None, parts: int, index: int) -
     return tuple(sizes)
 
 
-def tp_shape(shape: Iterable[int], cut: Cut, config: ParallelConfig, index: int) -> Shape:
+def compute_tp_shape(shape: Iterable[int], cut: Cut, config: ParallelConfig, index: int) -> Shape:
     """Return the shape of the part of a parameter that tp leaves rank `index`."""
     if len(cut) < 2:
         return slice_shape(shape, cut[0] if cut else None, config.tp_size, index)
@@ -159,7 +159,7 @@ def tp_shape(shape: Iterable[int], cut: Cut, config: ParallelConfig, index: int)
     return slice_shape(by_rows, cut[1], config.tp_col_size, column)
 
 
-def stored(
+def count_stored(
     parameters: Iterable[ParameterFacts], cuts: dict[str, Cut], config: ParallelConfig, apart: Collection[str] = ()
 ) -> dict[tuple[int, int], tuple[int, int]]:
     """Count elements and bytes of these parameters that a rank keeps, at each (dp_shard x cp, tp) place.
@@ -172,15 +172,15 @@ def stored(
     shared = [p for p in parameters if p.names[0] in apart]
     table, shards = {}, config.dp_shard_size * config.cp_size
     for tp in range(config.tp_size):
-        local = [(tp_shape(shape, cut, config, tp), width) for shape, cut, width in placed]
+        local = [(compute_tp_shape(shape, cut, config, tp), width) for shape, cut, width in placed]
         for shard in range(shards):
             counts = [(math.prod(slice_shape(shape, 0, shards, shard)), width) for shape, width in local]
-            counts += [(_of_experts(p.shape, shard * config.tp_size + tp, config), p.width) for p in shared]
+            counts += [(_count_expert_elements(p.shape, shard * config.tp_size + tp, config), p.width) for p in shared]
             table[shard, tp] = sum(n for n, _ in counts), sum(n * width for n, width in counts)
     return table
 
 
-def _of_experts(shape: Shape, place: int, config: ParallelConfig) -> int:
+def _count_expert_elements(shape: Shape, place: int, config: ParallelConfig) -> int:
     """Count the elements of experts at a place among the ranks of dp_shard and tp."""
     ranks = config.ep_shard_size
     own = slice_shape(shape, 0, config.ep_size, place % config.ep_size)

@@ -15,8 +15,8 @@ import torch
 
 from hf_parallel.ask.config import ParallelConfig
 from hf_parallel.ask.spec import refuse
-from hf_parallel.prove.compare import TIMES, relative_difference, rounding_floor
-from hf_parallel.prove.locate import FEW, MANY, MOST, common_factor, words_of_factor
+from hf_parallel.prove.compare import TIMES, compute_rounding_floor, compute_sample_difference
+from hf_parallel.prove.locate import FEW, MANY, MOST, describe_factor, find_common_factor
 from hf_parallel.prove.record import TRACE, Record, Sample
 
 #: Tokens of a module that are looked for in the other run, at most.
@@ -62,7 +62,7 @@ class Recorded:
             why = f"lacks records of {self.spec}, or has some of another run"
             refuse(str(place), why, do="put those of all its ranks in one empty folder")
         self.steps = min(len(rank.steps) for rank in self.ranks)
-        self.floor = max(map(rounding_floor, self.ranks))
+        self.floor = max(map(compute_rounding_floor, self.ranks))
         self.data_ranks = len({rank.data_rank for rank in self.ranks})
         # A mask of whole rows does not mark the padding in a part of them.
         self.may_differ = MOST if config.cp_size > 1 else MANY
@@ -143,9 +143,9 @@ class Bisection:
 
     def first(self) -> Parted | None:
         """The first difference."""
-        found = self._samples("weight", self.one.weights(), self.other.weights(), 0)
+        found = self._compare_samples("weight", self.one.weights(), self.other.weights(), 0)
         for step in range(self.steps):
-            found = found or self._forward(step) or self._backward(step) or self._optimizer(step)
+            found = found or self._forward(step) or self._backward(step) or self._compare_optimizer(step)
             if found is not None:
                 return found
             self.worst *= TIMES  # an optimizer moves a weight by the sign of a gradient that may be rounding
@@ -167,22 +167,24 @@ class Bisection:
             ours, theirs = torch.cat(kept), torch.cat(parts)
             scale, allowed = ours.square().mean(0).sqrt().clamp_min(1e-30), TIMES * self.worst
             few = FEW if one.is_marked(step, module) else one.may_differ
-            off, lost = _farthest(ours / scale, theirs / scale, allowed, few)
+            off, lost = _find_farthest(ours / scale, theirs / scale, allowed, few)
             words = f"the outputs of {module}: {lost:.0%} of the tokens of {self._name(one)} are not in "
             words += f"{self._name(other)}, the nearest ones off by {off:.1e}"
             if off <= allowed:
                 self.worst = max(self.worst, off)
                 whole = torch.cat(one.tokens(step, module, width)) / scale
                 marked = other.tokens(step, module, width, kept=True)
-                strange = [_farthest(part / scale, whole, allowed)[1] for part in marked if len(part)]
+                strange = [_find_farthest(part / scale, whole, allowed)[1] for part in marked if len(part)]
                 if max(strange, default=0.0) <= other.may_differ:
                     continue
                 words = f"the outputs of {module}: {max(strange):.0%} of the tokens of a rank of "
                 words += f"{self._name(other)} are not in {self._name(one)}"
-            return Parted(step + 1, "forward", module, words, self.worst, self._why_tokens(step, module == modules[0]))
+            return Parted(
+                step + 1, "forward", module, words, self.worst, self._explain_tokens(step, module == modules[0])
+            )
         return None
 
-    def _why_tokens(self, step: int, first: bool) -> str:
+    def _explain_tokens(self, step: int, first: bool) -> str:
         if first and step == 0:
             return (
                 "other batches: examples per device x accumulation x data ranks must be the same in both runs, and so "
@@ -194,16 +196,16 @@ class Bisection:
 
     def _backward(self, step: int) -> Parted | None:
         for run in (self.one, self.other):
-            apart = {name: entry for *entry, name in _disagreeing(run, step, TIMES * self.worst)}
-            for name in self._latest_first(apart, step)[:1]:
+            apart = {name: entry for *entry, name in _find_disagreeing(run, step, TIMES * self.worst)}
+            for name in self._order_latest_first(apart, step)[:1]:
                 first, second, off = apart[name]
                 words = (
                     f"ranks {first} and {second} of {self._name(run)} have other gradients of {name}, off by {off:.1e}"
                 )
                 return Parted(step + 1, "backward", name, words, self.worst, "data ranks that are not averaged")
-        return self._samples("gradient", self.one.gradients(step), self.other.gradients(step), step + 1)
+        return self._compare_samples("gradient", self.one.gradients(step), self.other.gradients(step), step + 1)
 
-    def _optimizer(self, step: int) -> Parted | None:
+    def _compare_optimizer(self, step: int) -> Parted | None:
         ours, theirs = (run.ranks[0].steps[step].settings for run in (self.one, self.other))
         for name in ours if ours.keys() == theirs.keys() else ():  # a stage's groups have numbers of their own
             if not math.isclose(ours[name], theirs[name], rel_tol=1e-6, abs_tol=1e-12):
@@ -211,11 +213,11 @@ class Bisection:
                 return Parted(step + 1, "optimizer", name, f"{name} is {both}", self.worst)
         return None
 
-    def _samples(
+    def _compare_samples(
         self, kind: str, ours: Mapping[str, Sample], theirs: Mapping[str, Sample], step: int
     ) -> Parted | None:
         direction = "backward" if step else "start"
-        latest = self._latest_first(set(ours) | set(theirs), max(0, step - 1))
+        latest = self._order_latest_first(set(ours) | set(theirs), max(0, step - 1))
         norms = sorted(sample.norm for sample in ours.values())
         tiny, allowed = _TINY * norms[len(norms) // 2] if norms else 0.0, TIMES * self.worst
         offs = []
@@ -225,7 +227,7 @@ class Bisection:
                 return Parted(step, direction, name, f"{who} alone has a {kind} of {name}", self.worst)
             if max(ours[name].norm, theirs[name].norm) > tiny:
                 self.compared += 1
-                offs.append((relative_difference(theirs[name], ours[name]), name))
+                offs.append((compute_sample_difference(theirs[name], ours[name]), name))
         bad = [(off, name) for off, name in offs if not off <= allowed]
         if not bad:
             return None
@@ -238,13 +240,13 @@ class Bisection:
         cause = ""
         if kind == "gradient":
             pairs = [(theirs[name].norm, ours[name].norm) for _, name in bad]
-            factor = common_factor(pairs, len(ours))
-            cause = "" if factor is None else words_of_factor(factor, self.other.data_ranks)
+            factor = find_common_factor(pairs, len(ours))
+            cause = "" if factor is None else describe_factor(factor, self.other.data_ranks)
         elif kind == "weight":
             cause = "other weights at the start: another seed, checkpoint, or order of making them"
         return Parted(step, direction, name, words, self.worst, cause)
 
-    def _latest_first(self, parameters: Iterable[str], step: int) -> list[str]:
+    def _order_latest_first(self, parameters: Iterable[str], step: int) -> list[str]:
         """Parameters in the order in which a backward pass computes their gradients."""
         order = {name: number for number, name in enumerate(self.one.modules(step))}
         return sorted(parameters, key=lambda name: -order.get(name.rpartition(".")[0], -1))
@@ -253,7 +255,9 @@ class Bisection:
         return f"{run.folder} ({run.spec})"
 
 
-def _farthest(tokens: torch.Tensor, others: torch.Tensor, allowed: float, few: float = FEW) -> tuple[float, float]:
+def _find_farthest(
+    tokens: torch.Tensor, others: torch.Tensor, allowed: float, few: float = FEW
+) -> tuple[float, float]:
     """Return how far tokens are from the nearest of the others, but for a few; and the share beyond `allowed`."""
     some = tokens[:: max(1, math.ceil(len(tokens) / _MOST_TOKENS))]
     nearest = torch.cat([torch.cdist(part, others, p=torch.inf).amin(1) for part in some.split(256)])
@@ -261,12 +265,12 @@ def _farthest(tokens: torch.Tensor, others: torch.Tensor, allowed: float, few: f
     return off, float((nearest > allowed).float().mean())
 
 
-def _disagreeing(run: Recorded, step: int, allowed: float) -> Iterator[tuple[int, int, float, str]]:
+def _find_disagreeing(run: Recorded, step: int, allowed: float) -> Iterator[tuple[int, int, float, str]]:
     """Ranks of one run that have other gradients of one parameter."""
     known: dict[str, tuple[int, Sample]] = {}
     for rank in run.ranks:
         for name, sample in rank.steps[step].gradients.items():
             first, former = known.setdefault(name, (rank.rank, sample))
-            off = relative_difference(sample, former)
+            off = compute_sample_difference(sample, former)
             if not off <= allowed:
                 yield first, rank.rank, off, name

@@ -17,7 +17,7 @@ FILE = "prove.json"
 _LIBRARIES = ("torch", "transformers", "accelerate", "peft", "trl")
 
 
-def library_versions() -> dict[str, str]:
+def read_library_versions() -> dict[str, str]:
     """Return the versions of the libraries that training depends on, as far as they are installed."""
     found = {"hf_parallel": VERSION}
     for name in _LIBRARIES:
@@ -41,23 +41,23 @@ def write_proof(file: Path, script: str, spec: str, facts: Mapping[str, Any]) ->
         "script_hash": hash_of_script(script),
         "spec": spec,
         "date": date.today().isoformat(),
-        "versions": library_versions(),
-        "commit": _commit(script),
+        "versions": read_library_versions(),
+        "commit": _read_commit(script),
         **facts,
     }
-    kept = [one for one in _read(file) if (one["script"], one["spec"]) != (script, spec)]
+    kept = [one for one in _read_certificates(file) if (one["script"], one["spec"]) != (script, spec)]
     file.write_text(json.dumps({"proofs": [*kept, proof]}, indent=2) + "\n")
 
 
-def line_about(script: str, spec: str, file: Path | None = None) -> str | None:
+def format_line_about(script: str, spec: str, file: Path | None = None) -> str | None:
     """Return the line that a run says about its proof; None if there is none, or the script has changed since."""
     hashed = hash_of_script(script) if Path(script).is_file() else None
-    for proof in _read(file or Path(FILE)):
+    for proof in _read_certificates(file or Path(FILE)):
         if proof.get("script_hash") != hashed or proof.get("spec") != spec:
             continue
         if not proof.get("proved"):
             return f"{FILE} of {proof['date']} found differences from one process under this layout"
-        then, now = proof["versions"], library_versions()
+        then, now = proof["versions"], read_library_versions()
         other = [f"{name} {then[name]}" for name in then if then[name] != now.get(name)]
         if other:
             return f"proved on {proof['date']} for this layout with other versions ({', '.join(other)})"
@@ -65,14 +65,14 @@ def line_about(script: str, spec: str, file: Path | None = None) -> str | None:
     return None
 
 
-def _read(file: Path) -> list[dict[str, Any]]:
+def _read_certificates(file: Path) -> list[dict[str, Any]]:
     try:
         return json.loads(file.read_text())["proofs"]
     except (OSError, ValueError, KeyError, TypeError):
         return []
 
 
-def _commit(script: str) -> str | None:
+def _read_commit(script: str) -> str | None:
     folder = Path(script).resolve().parent if Path(script).exists() else Path.cwd()
     try:
         done = subprocess.run(

@@ -20,7 +20,7 @@ TIMES = 10.0
 _UNITS = 64
 
 
-def rounding_floor(alone: Record) -> float:
+def compute_rounding_floor(alone: Record) -> float:
     """Relative differences that are rounding whatever one run showed: some tens of fp32's units, or one of bf16's."""
     lowered = alone.facts.get("computes_in", "float32") != "float32"
     return torch.finfo(torch.bfloat16).eps if lowered else _UNITS * torch.finfo(torch.float32).eps
@@ -87,71 +87,75 @@ class Comparison:
 
     def __init__(self, ranks: Sequence[Record], alone: Record, disturbed: Record, before: int = 0) -> None:
         self.ranks, self.alone, self.disturbed, self.before = ranks, alone, disturbed, before
-        self.floor = rounding_floor(alone)
+        self.floor = compute_rounding_floor(alone)
         self.differences: list[Difference] = []
         self.worst: dict[str, float] = {}
         self.counts: Counter[str] = Counter()
 
     def compare(self, folders: tuple[Path, Path, Path] | None = None) -> Compared:
         """Compare all numbers; `folders` hold what the three runs saved, in the order of the records."""
-        self._logs()
-        self._losses()
-        self._gradients()
-        self._samples("weight", [rank.weights for rank in self.ranks], self.alone.weights, self.disturbed.weights)
-        self._examples()
-        self._predictions()
+        self._compare_logs()
+        self._compare_losses()
+        self._compare_gradients()
+        self._compare_samples(
+            "weight", [rank.weights for rank in self.ranks], self.alone.weights, self.disturbed.weights
+        )
+        self._compare_examples()
+        self._compare_predictions()
         if folders is not None:
-            self._saved(*folders)
+            self._compare_saved(*folders)
         return Compared(self.differences, self.worst, dict(self.counts))
 
     # ---- kinds of numbers ------------------------------------------------------------------------------------
 
-    def _logs(self) -> None:
+    def _compare_logs(self) -> None:
         if self.alone.losses:  # a loop logs on each data rank what that one knows
-            self._logs_of(0, _mean_logs(self.ranks))
+            self._read_logs_of(0, _average_logs(self.ranks))
             return
         for record in self.ranks:
-            self._logs_of(record.rank, record.logs)
+            self._read_logs_of(record.rank, record.logs)
 
-    def _logs_of(self, rank: int, logs: list[dict[str, float]]) -> None:
+    def _read_logs_of(self, rank: int, logs: list[dict[str, float]]) -> None:
         if len(logs) != len(self.alone.logs) and rank == 0:
-            self._missing("log", "number of logs", len(logs), len(self.alone.logs))
-        spread, step = self._spread_of_logs(), self.before
+            self._find_missing("log", "number of logs", len(logs), len(self.alone.logs))
+        spread, step = self._compute_spread_of_logs(), self.before
         for index, (ours, theirs) in enumerate(zip(logs, self.alone.logs, strict=False)):
             step += "loss" in theirs
             for key in sorted(ours.keys() ^ theirs.keys()):
-                self._missing("log", f"{key} in log {index}", key in ours, key in theirs, step, rank)
+                self._find_missing("log", f"{key} in log {index}", key in ours, key in theirs, step, rank)
             for key in ours.keys() & theirs.keys():
                 kind = "gradient norm" if "grad_norm" in key else "loss" if key == "loss" else "metric"
                 self._number(kind, key, step, ours[key], theirs[key], spread.get(key, 0.0), rank)
 
-    def _spread_of_logs(self) -> dict[str, float]:
+    def _compute_spread_of_logs(self) -> dict[str, float]:
         spread: dict[str, float] = {}
         for one, other in zip(self.alone.logs, self.disturbed.logs, strict=False):
             for key in one.keys() & other.keys():
-                spread[key] = max(spread.get(key, 0.0), _relative(one[key], other[key]))
+                spread[key] = max(spread.get(key, 0.0), _compute_relative(one[key], other[key]))
         return spread
 
-    def _losses(self) -> None:
+    def _compare_losses(self) -> None:
         """A data rank's loss is a mean over its own examples, or its part of a sum: either makes one process's."""
         by_data_rank = {record.data_rank: record.losses for record in self.ranks}
-        spread = max(map(_relative, self.alone.losses, self.disturbed.losses), default=0.0)
+        spread = max(map(_compute_relative, self.alone.losses, self.disturbed.losses), default=0.0)
         sums = [sum(losses) for losses in zip(*by_data_rank.values(), strict=False)]
         if len(sums) != len(self.alone.losses):
-            self._missing("loss", "number of losses", len(sums), len(self.alone.losses))
+            self._find_missing("loss", "number of losses", len(sums), len(self.alone.losses))
         for index, (total, theirs) in enumerate(zip(sums, self.alone.losses, strict=False)):
-            ours = min((total / len(by_data_rank), total), key=lambda value: _relative(theirs, value))
+            ours = min((total / len(by_data_rank), total), key=lambda value: _compute_relative(theirs, value))
             self._number("loss", f"loss {index + 1}", 0, ours, theirs, spread, 0)
 
-    def _gradients(self) -> None:
+    def _compare_gradients(self) -> None:
         for index, (theirs, noisy) in enumerate(zip(self.alone.steps, self.disturbed.steps, strict=False)):
             ours = [rank.steps[index].gradients if index < len(rank.steps) else {} for rank in self.ranks]
-            self._samples("gradient", ours, theirs.gradients, noisy.gradients, index + 1)
+            self._compare_samples("gradient", ours, theirs.gradients, noisy.gradients, index + 1)
 
-    def _samples(
+    def _compare_samples(
         self, kind: str, ours: list[dict[str, Sample]], theirs: dict[str, Sample], noisy: dict, step: int = 0
     ) -> None:
-        spreads = {name: relative_difference(noisy[name], sample) for name, sample in theirs.items() if name in noisy}
+        spreads = {
+            name: compute_sample_difference(noisy[name], sample) for name, sample in theirs.items() if name in noisy
+        }
         usual = sorted(spreads.values())[len(spreads) // 2] if spreads else 0.0
         largest = max((sample.norm for sample in theirs.values()), default=0.0) if kind == "gradient" else 0.0
         tiny = _UNITS * torch.finfo(torch.float32).eps * largest
@@ -159,7 +163,7 @@ class Comparison:
         present = set().union(*ours)
         for name in sorted(names):
             if (name in present) != (name in theirs):
-                self._missing(kind, f"{kind} of {name}", name in present, name in theirs, step)
+                self._find_missing(kind, f"{kind} of {name}", name in present, name in theirs, step)
                 continue
             for rank, samples in zip(self.ranks, ours, strict=True):
                 if name in samples:
@@ -169,49 +173,56 @@ class Comparison:
                         continue
                     allowed = max(self.floor, TIMES * max(spreads.get(name, 0.0), usual))
                     self._judge(
-                        kind, f"{kind} of {name}", step, a.norm, b.norm, relative_difference(a, b), allowed, rank.rank
+                        kind,
+                        f"{kind} of {name}",
+                        step,
+                        a.norm,
+                        b.norm,
+                        compute_sample_difference(a, b),
+                        allowed,
+                        rank.rank,
                     )
 
-    def _examples(self) -> None:
+    def _compare_examples(self) -> None:
         """All examples that one process trains on, by some rank; none by two data ranks that another lacks."""
         theirs = set(self.alone.examples)
         ours = set().union(*(rank.examples for rank in self.ranks))
         self.counts["example"] += len(theirs)
         if theirs and ours and (ours != theirs):
             missing, extra = len(theirs - ours), len(ours - theirs)
-            self._missing(
+            self._find_missing(
                 "example", f"examples ({missing} not seen, {extra} not one process's)", len(ours), len(theirs)
             )
 
-    def _predictions(self) -> None:
+    def _compare_predictions(self) -> None:
         for index, (theirs, noisy) in enumerate(
             itertools.zip_longest(self.alone.predictions, self.disturbed.predictions)
         ):
-            spread = _off_tensors(noisy, theirs)
+            spread = _compute_off_tensors(noisy, theirs)
             for record in self.ranks:
                 ours = record.predictions[index] if index < len(record.predictions) else None
                 if ours is None and record.rank == 0:
-                    self._missing("prediction", f"prediction {index}", 0, 1)
+                    self._find_missing("prediction", f"prediction {index}", 0, 1)
                 elif ours is not None:
                     allowed = max(self.floor, TIMES * spread)
-                    off = _off_tensors(*_without_filling(ours, theirs))
+                    off = _compute_off_tensors(*_without_filling(ours, theirs))
                     what = f"prediction {index} of shape {tuple(ours.shape)}"
                     self._judge(
                         "prediction", what, 0, float(ours.norm()), float(theirs.norm()), off, allowed, record.rank
                     )
 
-    def _saved(self, ours: Path, theirs: Path, noisy: Path) -> None:
+    def _compare_saved(self, ours: Path, theirs: Path, noisy: Path) -> None:
         """Keys, shapes and values of all safetensors files that the one process wrote."""
         for file in sorted(folder for folder in {path.parent for path in theirs.rglob("*.safetensors")}):
             name = file.relative_to(theirs)
-            tensors = [_saved_tensors(root / name) for root in (ours, theirs, noisy)]
-            self._samples("saved weight", [tensors[0], *({} for _ in self.ranks[1:])], tensors[1], tensors[2])
+            tensors = [_read_saved_tensors(root / name) for root in (ours, theirs, noisy)]
+            self._compare_samples("saved weight", [tensors[0], *({} for _ in self.ranks[1:])], tensors[1], tensors[2])
 
     # ---- judging ---------------------------------------------------------------------------------------------
 
     def _number(self, kind: str, what: str, step: int, ours: float, theirs: float, spread: float, rank: int) -> None:
         allowed = max(self.floor, TIMES * spread)
-        self._judge(kind, what, step, ours, theirs, _relative(theirs, ours), allowed, rank)
+        self._judge(kind, what, step, ours, theirs, _compute_relative(theirs, ours), allowed, rank)
 
     def _judge(
         self, kind: str, what: str, step: int, ours: float, theirs: float, off: float, allowed: float, rank: int
@@ -221,7 +232,7 @@ class Comparison:
         if not off <= allowed:
             self.differences.append(Difference(kind, what, step, ours, theirs, off, allowed, rank))
 
-    def _missing(self, kind: str, what: str, ours: float, theirs: float, step: int = 0, rank: int = 0) -> None:
+    def _find_missing(self, kind: str, what: str, ours: float, theirs: float, step: int = 0, rank: int = 0) -> None:
         self.counts[kind] += 1
         self.worst[kind] = math.inf
         self.differences.append(Difference(kind, what, step, float(ours), float(theirs), math.inf, 0.0, rank))
@@ -267,7 +278,7 @@ def compare_resumed(
     return before, after
 
 
-def _mean_logs(ranks: Sequence[Record]) -> list[dict[str, float]]:
+def _average_logs(ranks: Sequence[Record]) -> list[dict[str, float]]:
     of_data_ranks = {record.data_rank: record.logs for record in ranks}
     return [
         {key: sum(log[key] for log in logs) / len(logs) for key in logs[0] if all(key in log for log in logs)}
@@ -275,21 +286,24 @@ def _mean_logs(ranks: Sequence[Record]) -> list[dict[str, float]]:
     ]
 
 
-def _relative(one: float, other: float) -> float:
+def _compute_relative(one: float, other: float) -> float:
     if one == other or (math.isnan(one) and math.isnan(other)):
         return 0.0
     off = abs(one - other) / max(abs(one), 1e-12)
     return off if math.isfinite(off) else math.inf
 
 
-def relative_difference(ours: Sample, theirs: Sample) -> float:
+def compute_sample_difference(ours: Sample, theirs: Sample) -> float:
     """The norm of the difference relative to the norm, of the sampled elements and of all of them."""
     if ours.shape != theirs.shape:
         return math.inf
-    return max(_off_tensors(ours.values, theirs.values), _relative(theirs.norm, ours.norm) if theirs.norm else 0.0)
+    return max(
+        _compute_off_tensors(ours.values, theirs.values),
+        _compute_relative(theirs.norm, ours.norm) if theirs.norm else 0.0,
+    )
 
 
-def _off_tensors(ours: torch.Tensor | None, theirs: torch.Tensor) -> float:
+def _compute_off_tensors(ours: torch.Tensor | None, theirs: torch.Tensor) -> float:
     if ours is None or ours.shape != theirs.shape:
         return math.inf
     same = torch.isclose(ours, theirs, rtol=0, atol=0, equal_nan=True)
@@ -306,6 +320,6 @@ def _without_filling(ours: torch.Tensor, theirs: torch.Tensor) -> tuple[torch.Te
     return ours.masked_fill(filled, 0.0), theirs.masked_fill(filled, 0.0)
 
 
-def _saved_tensors(folder: Path) -> dict[str, Sample]:
+def _read_saved_tensors(folder: Path) -> dict[str, Sample]:
     files: Iterable[Path] = sorted(folder.glob("*.safetensors"))
     return {name: sample_of(tensor) for file in files for name, tensor in load_file(file).items()}

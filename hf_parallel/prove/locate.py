@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hf_parallel.prove.compare import TIMES, Compared, Difference, rounding_floor
+from hf_parallel.prove.compare import TIMES, Compared, Difference, compute_rounding_floor
 from hf_parallel.prove.record import Record, Step
 
 #: What a run looks like that was right until another layout resumed it.
@@ -40,7 +40,7 @@ class Place:
     words: str
 
 
-def first_place(ranks: Sequence[Record], alone: Record, disturbed: Record, compared: Compared) -> Place | None:
+def find_first_place_of(ranks: Sequence[Record], alone: Record, disturbed: Record, compared: Compared) -> Place | None:
     """The first module, in the order of the computation, whose tokens or gradients are not those of one process."""
     if all(one.kind == "saved weight" for one in compared.differences):
         return None
@@ -49,16 +49,16 @@ def first_place(ranks: Sequence[Record], alone: Record, disturbed: Record, compa
     last = min(steps, default=len(alone.steps)) + 1  # an evaluation after a step shows the weights of the next
     for index in range(min(last, len(alone.steps), len(disturbed.steps))):
         ours = [rank.steps[index] for rank in ranks if index < len(rank.steps)]
-        found = _forward(
-            ours, alone.steps[index], disturbed.steps[index], index + 1, strange_from, rounding_floor(alone)
+        found = _find_forward_place(
+            ours, alone.steps[index], disturbed.steps[index], index + 1, strange_from, compute_rounding_floor(alone)
         )
-        found = found or _backward(alone.steps[index], compared.differences, index + 1)
+        found = found or _find_backward_place(alone.steps[index], compared.differences, index + 1)
         if found is not None:
             return found
     return None
 
 
-def _forward(
+def _find_forward_place(
     ours: list[Step], theirs: Step, noisy: Step, step: int, strange_from: float, floor: float
 ) -> Place | None:
     for module, tokens in theirs.tokens.items():
@@ -71,29 +71,32 @@ def _forward(
             continue
         scale = tokens.square().mean(0).sqrt().clamp_min(1e-30)
         allowed = max(floor, TIMES * float(((noisy.tokens[module] - tokens) / scale).abs().max()))
-        lost = _unlike(tokens[theirs.kept[module]] / scale, torch.cat(list(parts.values())) / scale, allowed)
-        strange = {rank: _share(_unlike(part / scale, tokens / scale, allowed)) for rank, part in parts.items()}
+        lost = _mark_unlike(tokens[theirs.kept[module]] / scale, torch.cat(list(parts.values())) / scale, allowed)
+        strange = {
+            rank: _compute_marked_share(_mark_unlike(part / scale, tokens / scale, allowed))
+            for rank, part in parts.items()
+        }
         most = max(strange.values())
-        if _share(lost) > FEW or most > strange_from:
+        if _compute_marked_share(lost) > FEW or most > strange_from:
             who = [rank for rank, share in strange.items() if share > max(FEW, most / 2)]
             words = f"the outputs of {module} in step {step}"
             if lost.any():
                 words += f": {int(lost.sum())} of {len(lost)} tokens of one process are missing"
             if who:
-                words += f": {most:.0%} of the tokens of {_ranks(who)} are not one process's"
+                words += f": {most:.0%} of the tokens of {_format_ranks_of(who)} are not one process's"
             return Place(module, "forward", step, who or sorted(parts), words)
     return None
 
 
-def _share(marked: torch.Tensor) -> float:
+def _compute_marked_share(marked: torch.Tensor) -> float:
     return float(marked.float().mean()) if len(marked) else 0.0
 
 
-def _ranks(numbers: list[int]) -> str:
+def _format_ranks_of(numbers: list[int]) -> str:
     return f"rank {numbers[0]}" if len(numbers) == 1 else f"ranks {', '.join(map(str, numbers))}"
 
 
-def _unlike(tokens: torch.Tensor, others: torch.Tensor, allowed: float) -> torch.Tensor:
+def _mark_unlike(tokens: torch.Tensor, others: torch.Tensor, allowed: float) -> torch.Tensor:
     """Mark the tokens that have no like among the others."""
     order = torch.argsort(others[:, 0])
     first = others[order, 0].contiguous()
@@ -106,7 +109,7 @@ def _unlike(tokens: torch.Tensor, others: torch.Tensor, allowed: float) -> torch
     return ~found
 
 
-def _backward(theirs: Step, differences: list[Difference], step: int) -> Place | None:
+def _find_backward_place(theirs: Step, differences: list[Difference], step: int) -> Place | None:
     """Return the parameter whose gradient is computed first among those that differ."""
     names = {
         one.what.removeprefix("gradient of "): one
@@ -125,7 +128,7 @@ def _backward(theirs: Step, differences: list[Difference], step: int) -> Place |
     return Place(module, "backward", step, ranks, words)
 
 
-def suspected(
+def describe_suspect(
     compared: Compared, place: Place | None, alone: Record, data_ranks: int, ranks: Sequence[Record] = ()
 ) -> str:
     """The kind of error that the differences look like, and what to do; empty where they look like none known.
@@ -143,25 +146,25 @@ def suspected(
         return f"{len(missing)} parameters have no gradient under the layout: a part of the model that no rank reaches"
     if kinds <= {"saved weight"}:
         return "training is right and the saved files are not: look at what the script saves, and on which rank"
-    if kinds == {"prediction"} and _padding_differs(ranks, alone, 1):
+    if kinds == {"prediction"} and _does_only_padding_differ(ranks, alone, 1):
         return "training and metrics are right: predictions at padding differ, which this layout computes otherwise"
     if kinds <= {"metric", "prediction"}:
         return "training is right and the evaluation is not: a metric that a rank computes from its own examples"
     if kinds <= {"weight", "saved weight"}:
         return "gradients are right and weights are not: the optimizer, its clipping or its parameter groups"
     of_first_step = [one for one in gradients if one.step == 1 and math.isfinite(one.off)]
-    factor = common_factor(
+    factor = find_common_factor(
         [(one.ours, one.theirs) for one in of_first_step], len(alone.steps[0].gradients) if alone.steps else 0
     )
     if factor is not None:
-        return words_of_factor(factor, data_ranks)
+        return describe_factor(factor, data_ranks)
     if place is None:
         return ""
     if place.step > 1 and not any(one.step < place.step for one in gradients):
         return f"gradients were right before step {place.step}, and weights in it are not: look at the optimizer"
     if place.direction == "forward" and data_ranks > 1 and place.module == next(iter(alone.steps[0].tokens)):
         return "other examples or tokens reach the model: a data set, sampler or collator that looks at the rank"
-    if place.direction == "backward" and _padding_differs(ranks, alone, place.step):
+    if place.direction == "backward" and _does_only_padding_differ(ranks, alone, place.step):
         return (
             "a loss that reads outputs at padding, which this layout computes otherwise: leave out what the mask hides"
         )
@@ -170,7 +173,7 @@ def suspected(
     return ""
 
 
-def _padding_differs(ranks: Sequence[Record], alone: Record, step: int) -> bool:
+def _does_only_padding_differ(ranks: Sequence[Record], alone: Record, step: int) -> bool:
     """Are outputs of the whole model right, but for those of tokens that the mask hides?"""
     theirs, ours = alone.steps[step - 1], [rank.steps[step - 1] for rank in ranks if len(rank.steps) >= step]
     for module in reversed(theirs.tokens):
@@ -178,11 +181,16 @@ def _padding_differs(ranks: Sequence[Record], alone: Record, step: int) -> bool:
         parts = [own.tokens[module] for own in ours if own.width.get(module) == theirs.width[module]]
         if len(hidden) and parts:
             scale = theirs.tokens[module].square().mean(0).sqrt().clamp_min(1e-30)
-            return _share(_unlike(hidden / scale, torch.cat(parts) / scale, TIMES * rounding_floor(alone))) > FEW
+            return (
+                _compute_marked_share(
+                    _mark_unlike(hidden / scale, torch.cat(parts) / scale, TIMES * compute_rounding_floor(alone))
+                )
+                > FEW
+            )
     return False
 
 
-def common_factor(norms: Sequence[tuple[float, float]], count: int) -> float | None:
+def find_common_factor(norms: Sequence[tuple[float, float]], count: int) -> float | None:
     """The factor between all gradients, if it is one.
 
     Args:
@@ -197,7 +205,7 @@ def common_factor(norms: Sequence[tuple[float, float]], count: int) -> float | N
     return middle if close > 0.9 * len(factors) and abs(middle - 1) > 1e-3 else None
 
 
-def words_of_factor(factor: float, data_ranks: int) -> str:
+def describe_factor(factor: float, data_ranks: int) -> str:
     """Say what a factor between all gradients comes from."""
     if data_ranks > 1 and abs(factor * data_ranks - 1) < 1e-2:
         return f"all gradients are 1/{data_ranks} of one process's: the loss is a sum, which data ranks average"

@@ -26,18 +26,18 @@ class SumsInAnotherOrder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in (_aten.mm.default, _aten.bmm.default) and _is_plain(*args):
-            return _halves(func, *args)
+            return _multiply_in_halves(func, *args)
         if func is _aten.addmm.default and not kwargs and _is_plain(*args):
             bias, left, right = args
-            return _halves(_aten.mm.default, left, right) + bias
+            return _multiply_in_halves(_aten.mm.default, left, right) + bias
         if func in _SOFTMAX and not kwargs and args[2] is False and _is_plain(args[0]) and args[0].shape[args[1]] > 1:
             return _SOFTMAX[func](args[0], args[1])
         if func is _aten.relu.default and _is_plain(*args) and args[0].numel():
-            return func(_over_zero(args[0]))
+            return func(_replace_zero(args[0]))
         if func is _aten.linalg_vector_norm.default and _is_norm_2(args, kwargs) and _is_plain(args[0]):
-            return _norm_of_parts(args[0])
+            return _compute_norm_of_parts(args[0])
         if func is _aten._foreach_norm.Scalar and _is_norm_2(args, kwargs) and _is_plain(*args[0]):
-            return [_norm_of_parts(tensor) for tensor in args[0]]
+            return [_compute_norm_of_parts(tensor) for tensor in args[0]]
         return func(*args, **kwargs)
 
 
@@ -49,30 +49,30 @@ def _is_norm_2(args: tuple, kwargs: dict[str, Any]) -> bool:
     return not kwargs and args[1:] in ((), (2,), (2.0,))
 
 
-def _halves(product: Any, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+def _multiply_in_halves(product: Any, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     half = left.shape[-1] // 2
     if half == 0:
         return product(left, right)
     return product(left[..., :half], right[..., :half, :]) + product(left[..., half:], right[..., half:, :])
 
 
-def _over_zero(tensor: torch.Tensor) -> torch.Tensor:
+def _replace_zero(tensor: torch.Tensor) -> torch.Tensor:
     size = tensor.abs()
     return torch.where(size <= _SUMS_ARE_OFF * torch.finfo(tensor.dtype).eps * size.amax(), -tensor, tensor)
 
 
-def _log_softmax(tensor: torch.Tensor, dim: int) -> torch.Tensor:
+def _compute_log_softmax(tensor: torch.Tensor, dim: int) -> torch.Tensor:
     first, second = (part.logsumexp(dim, keepdim=True) for part in tensor.tensor_split(2, dim))
     return tensor - torch.logaddexp(first, second)
 
 
 _SOFTMAX = {
-    _aten._log_softmax.default: _log_softmax,
-    _aten._softmax.default: lambda tensor, dim: _log_softmax(tensor, dim).exp(),
+    _aten._log_softmax.default: _compute_log_softmax,
+    _aten._softmax.default: lambda tensor, dim: _compute_log_softmax(tensor, dim).exp(),
 }
 
 
-def _norm_of_parts(tensor: torch.Tensor) -> torch.Tensor:
+def _compute_norm_of_parts(tensor: torch.Tensor) -> torch.Tensor:
     parts = tensor.flatten().tensor_split(3)
     return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(part) for part in parts]))
 

@@ -62,7 +62,7 @@ class ForkedRun:
             os.waitpid(pid, 0)
         self._pids = []
         self.seconds = time.monotonic() - self._begin
-        return self._first_failure(bad, stands, limit_s)
+        return self._find_first_failure(bad, stands, limit_s)
 
     def _reap(self) -> tuple[int, int]:
         for pid in list(self._pids):
@@ -72,10 +72,10 @@ class ForkedRun:
                 return pid, status
         return 0, 0
 
-    def _first_failure(self, bad: bool, stands: bool, limit_s: float) -> Failure | None:
+    def _find_first_failure(self, bad: bool, stands: bool, limit_s: float) -> Failure | None:
         found = [Failure(**json.loads(path.read_text())) for path in self.folder.glob("failure-*.json")]
         if found:
-            return min(found, key=lambda failure: (not failure.refused, _lost_a_peer(failure), failure.when))
+            return min(found, key=lambda failure: (not failure.refused, _has_lost_a_peer(failure), failure.when))
         if stands:
             return Failure(self.name, f"was not done after {limit_s:.0f} s; --limit allows more")
         return Failure(self.name, "a process was killed, or left with an exit code of its own") if bad else None
@@ -86,7 +86,7 @@ class ForkedRun:
         return "\n".join(said.read_text(errors="replace").splitlines()[-lines:]) if said.exists() else ""
 
 
-def _lost_a_peer(failure: Failure) -> bool:
+def _has_lost_a_peer(failure: Failure) -> bool:
     return any(
         words in failure.message for words in ("closed by peer", "reset by peer", "Broken pipe", "Socket Timeout")
     )
@@ -97,17 +97,17 @@ def _fork(folder: Path, work: Callable[[int], None], number: int, environment: d
     sys.stderr.flush()
     pid = os.fork()
     if pid == 0:
-        _be(folder, work, number, environment)
+        _become_process(folder, work, number, environment)
     return pid
 
 
-def _be(folder: Path, work: Callable[[int], None], number: int, environment: dict[str, str]) -> NoReturn:
+def _become_process(folder: Path, work: Callable[[int], None], number: int, environment: dict[str, str]) -> NoReturn:
     code = 1
     try:
         for name in _LAUNCHER:
             os.environ.pop(name, None)
         os.environ.update(environment)
-        with _said_to(folder / f"said-{number}.txt"):
+        with _redirect_output(folder / f"said-{number}.txt"):
             try:
                 work(number)
                 atexit._run_exitfuncs()  # process groups end here, as at the end of a script
@@ -119,7 +119,7 @@ def _be(folder: Path, work: Callable[[int], None], number: int, environment: dic
 
 
 @contextlib.contextmanager
-def _said_to(path: Path) -> Iterator[None]:
+def _redirect_output(path: Path) -> Iterator[None]:
     """Everything that this process prints goes to a file."""
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(file, 1)

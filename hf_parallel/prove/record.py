@@ -82,8 +82,8 @@ class Record:
     def read(cls, path: Path) -> Record:
         """Read the record of another process."""
         values: dict[str, Any] = torch.load(path, weights_only=True)
-        values["steps"] = [Step(**{**step, "gradients": _samples(step["gradients"])}) for step in values["steps"]]
-        return cls(**{**values, "weights": _samples(values["weights"])})
+        values["steps"] = [Step(**{**step, "gradients": _sample_all(step["gradients"])}) for step in values["steps"]]
+        return cls(**{**values, "weights": _sample_all(values["weights"])})
 
     def step(self, number: int) -> Step:
         """The numbers of an optimizer step, which counts from 0."""
@@ -107,7 +107,7 @@ class Record:
             self.notes.append(text)
 
 
-def _samples(values: dict[str, dict[str, Any]]) -> dict[str, Sample]:
+def _sample_all(values: dict[str, dict[str, Any]]) -> dict[str, Sample]:
     return {name: Sample(**value) for name, value in values.items()}
 
 
@@ -120,20 +120,20 @@ def sample_of(tensor: torch.Tensor, most: int = SAMPLE) -> Sample:
 
 
 @torch.no_grad()
-def whole_gradients(model: nn.Module, most: int = SAMPLE) -> dict[str, Sample]:
+def sample_gradients(model: nn.Module, most: int = SAMPLE) -> dict[str, Sample]:
     """Samples of the gradients of all parameters that this process has a part of. Collective under a layout."""
     named = [(name, p.grad) for name, p in model.named_parameters() if p.grad is not None]
-    return {plain_name(name): sample_of(full_tensor(gradient), most) for name, gradient in named}
+    return {strip_wrapper_names(name): sample_of(full_tensor(gradient), most) for name, gradient in named}
 
 
 @torch.no_grad()
-def whole_weights(model: nn.Module, most: int = SAMPLE) -> dict[str, Sample]:
+def sample_weights(model: nn.Module, most: int = SAMPLE) -> dict[str, Sample]:
     """Samples of all trained parameters that this process has a part of. Collective under a layout."""
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    return {plain_name(name): sample_of(full_tensor(parameter), most) for name, parameter in named}
+    return {strip_wrapper_names(name): sample_of(full_tensor(parameter), most) for name, parameter in named}
 
 
-def plain_name(name: str) -> str:
+def strip_wrapper_names(name: str) -> str:
     """The name of a parameter or module without what wrappers put into it."""
     return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "").removeprefix("module.")
 
@@ -157,7 +157,7 @@ class TokenWatch:
         self._kept: torch.Tensor | None = None
         self._directions: dict[int, torch.Tensor] = {}
         self._handles = [
-            module.register_forward_hook(self._hook(plain_name(name)))
+            module.register_forward_hook(self._hook_module(strip_wrapper_names(name)))
             for name, module in model.named_modules()
             if name and not isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Dropout))
         ]
@@ -176,9 +176,9 @@ class TokenWatch:
         for handle in self._handles:
             handle.remove()
 
-    def _hook(self, name: str) -> Callable[..., None]:
+    def _hook_module(self, name: str) -> Callable[..., None]:
         def note(module: nn.Module, args: Any, output: Any) -> None:
-            tensor = output if isinstance(output, torch.Tensor) else _first_tensor(output)
+            tensor = output if isinstance(output, torch.Tensor) else _find_first_tensor(output)
             if torch.is_grad_enabled() and tensor is not None and tensor.ndim >= 2 and tensor.is_floating_point():
                 self._add(name, tensor)
 
@@ -188,7 +188,7 @@ class TokenWatch:
     def _add(self, name: str, tensor: torch.Tensor) -> None:
         self.dtypes.add(tensor.dtype)
         values = full_tensor(tensor.detach()).float().cpu()
-        numbers = torch.stack([values.square().sum(-1), values @ self._direction(values.shape[-1])], -1)
+        numbers = torch.stack([values.square().sum(-1), values @ self._draw_direction(values.shape[-1])], -1)
         kept = self._kept
         known = kept is not None and numbers.shape[:-1] == kept.shape
         marks = kept.flatten() if kept is not None and known else torch.ones(numbers[..., 0].numel(), dtype=torch.bool)
@@ -200,14 +200,14 @@ class TokenWatch:
         step.tokens[name] = torch.cat([step.tokens[name], numbers]) if former else numbers
         step.kept[name] = torch.cat([step.kept[name], marks]) if former else marks
 
-    def _direction(self, width: int) -> torch.Tensor:
+    def _draw_direction(self, width: int) -> torch.Tensor:
         if width not in self._directions:
             generator = torch.Generator().manual_seed(width)
             self._directions[width] = torch.randn(width, generator=generator)
         return self._directions[width]
 
 
-def _first_tensor(output: Any) -> torch.Tensor | None:
+def _find_first_tensor(output: Any) -> torch.Tensor | None:
     values: Iterable[Any] = (
         output.values() if isinstance(output, dict) else output if isinstance(output, tuple) else ()
     )

@@ -14,7 +14,7 @@ from torch import nn
 
 from hf_parallel.ask.config import ParallelConfig
 from hf_parallel.prove import noise
-from hf_parallel.prove.record import Record, Step, TokenWatch, whole_gradients, whole_weights
+from hf_parallel.prove.record import Record, Step, TokenWatch, sample_gradients, sample_weights
 
 #: The step after which a run that is to be resumed is saved and left: in the middle of an epoch of three.
 SAVED_AFTER = 2
@@ -126,12 +126,12 @@ class Proving:
             return
         for model in models:
             self.record.facts.setdefault("device", next(model.parameters()).device.type)
-            self.step().gradients.update(whole_gradients(model))
+            self.step().gradients.update(sample_gradients(model))
 
     def note_weights(self, models: Sequence[nn.Module]) -> None:
         """Note the trained weights."""
         for model in models:
-            self.record.weights.update(whole_weights(model))
+            self.record.weights.update(sample_weights(model))
 
     # ---- sizes -----------------------------------------------------------------------------------------------
 

@@ -1,15 +1,15 @@
 """The mesh of ranks, its groups, differentiable collectives, and calls that not all ranks make."""
 
 from hf_parallel.ranks.all_to_all import (
-    columns_of_tokens,
     exchange,
     exchange_counts,
     exchange_during,
     exchange_equally,
+    exchange_tokens_for_columns,
     leave_grid,
     scale_gradient,
 )
-from hf_parallel.ranks.desync import AloneError, ask, assert_all_ranks, watch
+from hf_parallel.ranks.desync import AloneError, ask_other_ranks, assert_all_ranks, watch
 from hf_parallel.ranks.differentiable import (
     Started,
     all_reduce,
@@ -17,11 +17,12 @@ from hf_parallel.ranks.differentiable import (
     begin_gather_sequence,
     copy_to_group,
     copy_weight_to_group,
+    cut_sequence,
     gather_last_dim,
     gather_sequence,
     join_last_dim,
+    join_parts_of_sequence,
     join_sequence,
-    parts_of_sequence,
     reduce_from_group,
     reduce_scatter_sequence,
     scatter_last_dim,
@@ -31,7 +32,6 @@ from hf_parallel.ranks.differentiable import (
     start_all_reduce,
     start_reduce_scatter,
     sum_of_parts,
-    whole_sequence,
 )
 from hf_parallel.ranks.messages import OneBatch
 
@@ -40,10 +40,10 @@ __all__ = [
     "OneBatch",
     "Started",
     "all_reduce",
-    "ask",
+    "ask_other_ranks",
     "begin_gather_last_dim",
     "begin_gather_sequence",
-    "columns_of_tokens",
+    "exchange_tokens_for_columns",
     "copy_to_group",
     "copy_weight_to_group",
     "exchange",
@@ -56,7 +56,7 @@ __all__ = [
     "join_sequence",
     "leave_grid",
     "assert_all_ranks",
-    "parts_of_sequence",
+    "cut_sequence",
     "reduce_from_group",
     "reduce_scatter_sequence",
     "scale_gradient",
@@ -68,5 +68,5 @@ __all__ = [
     "start_reduce_scatter",
     "sum_of_parts",
     "watch",
-    "whole_sequence",
+    "join_parts_of_sequence",
 ]

@@ -10,16 +10,16 @@ import torch.distributed as dist
 from torch.nn.functional import pad
 
 from hf_parallel.ranks.differentiable import (
-    parts_of_sequence,
+    cut_sequence,
+    join_parts_of_sequence,
     start_all_gather,
     start_reduce_scatter,
-    whole_sequence,
     with_gradient,
 )
-from hf_parallel.ranks.observed import COLLECTIVE, keeps, kept_or
+from hf_parallel.ranks.observed import COLLECTIVE, does_keep, keep_or_compute
 
 
-def _all_to_all(
+def _exchange_rows(
     rows: torch.Tensor, sent: list[int] | None, received: list[int] | None, group: dist.ProcessGroup
 ) -> torch.Tensor:
     """Send rows by counts; without counts as many to each rank."""
@@ -32,21 +32,21 @@ def _all_to_all(
 
 def all_to_all(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """`exchange_equally` without a way back. Not differentiable."""
-    return _all_to_all(parts, None, None, group)
+    return _exchange_rows(parts, None, None, group)
 
 
 def exchange_counts(counts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """[ranks, …], what this rank tells each -> [ranks, …], what each tells this one. Not differentiable."""
-    return kept_or(lambda: all_to_all(counts, group), COLLECTIVE)
+    return keep_or_compute(lambda: all_to_all(counts, group), COLLECTIVE)
 
 
 @with_gradient(all_to_all)
 def exchange_equally(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """[ranks, …] -> [ranks, …]: what is at place r goes to rank r, and what came from rank r is at place r."""
-    return kept_or(lambda: all_to_all(parts, group), COLLECTIVE)
+    return keep_or_compute(lambda: all_to_all(parts, group), COLLECTIVE)
 
 
-@with_gradient(lambda gradient, sent, received, group: _all_to_all(gradient, received, sent, group))
+@with_gradient(lambda gradient, sent, received, group: _exchange_rows(gradient, received, sent, group))
 def exchange(rows: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> torch.Tensor:
     """Rows in the order of the ranks they go to -> rows in the order of the ranks they come from.
 
@@ -54,14 +54,14 @@ def exchange(rows: torch.Tensor, sent: list[int], received: list[int], group: di
         sent: how many of `rows` go to each rank.
         received: how many come from each.
     """
-    return kept_or(lambda: _all_to_all(rows, sent, received, group), COLLECTIVE)
+    return keep_or_compute(lambda: _exchange_rows(rows, sent, received, group), COLLECTIVE)
 
 
 def exchange_during(
     rows: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup, meanwhile: Callable[[], None]
 ) -> torch.Tensor:
     """`exchange`; what `meanwhile` computes runs while rows travel, its gradients while theirs do."""
-    if keeps(COLLECTIVE):  # a checkpoint keeps what arrives, in order
+    if does_keep(COLLECTIVE):  # a checkpoint keeps what arrives, in order
         arrived = exchange(rows, sent, received, group)
         meanwhile()
         return arrived
@@ -114,13 +114,13 @@ def _arrive(departed: torch.Tensor, journey: _Journey) -> torch.Tensor:
 
 
 @with_gradient(lambda gradient, factor: gradient * factor)
-def _scaled(tensor: torch.Tensor, factor: float) -> torch.Tensor:
+def _scale_tensor(tensor: torch.Tensor, factor: float) -> torch.Tensor:
     return tensor.view_as(tensor)
 
 
 def scale_gradient(tensor: torch.Tensor, factor: float) -> torch.Tensor:
     """Return the tensor itself, with a gradient that is multiplied by `factor`."""
-    return tensor if factor == 1 else _scaled(tensor, factor)
+    return tensor if factor == 1 else _scale_tensor(tensor, factor)
 
 
 # ---- Numbers in fewer bits, block by block, and a reduce-scatter that sends them so (ZeRO++, arXiv:2306.10209)
@@ -137,19 +137,19 @@ _LARGEST = {"int8": 127.0, "fp8": 448.0, "int4": 7.0}
 _SCALE = torch.bfloat16  # the exponents of fp32 in half its bytes; codes are made for the scale as it was rounded
 
 
-def packed_bytes(count: int, kind: str) -> int:
+def count_packed_bytes(count: int, kind: str) -> int:
     """Return the bytes that a row of `count` numbers takes."""
     blocks = math.ceil(count / BLOCK)
     return blocks * (BLOCK * _BITS[kind] // 8 + _SCALE.itemsize)
 
 
-def pack(rows: torch.Tensor, kind: str) -> torch.Tensor:
+def pack_rows(rows: torch.Tensor, kind: str) -> torch.Tensor:
     """Pack each row in fewer bits: (rows, n) floats -> (rows, packed_bytes(n)) bytes."""
     count = rows.shape[1]
     blocks = pad(rows.float(), (0, -count % BLOCK)).view(len(rows), -1, BLOCK)
     scales = (blocks.abs().amax(2) / _LARGEST[kind]).to(_SCALE)
     divisors = scales.float().masked_fill(scales == 0, 1.0).unsqueeze(2)
-    codes = _to_codes(blocks / divisors, kind)
+    codes = _encode_blocks(blocks / divisors, kind)
     return torch.cat([codes.reshape(len(rows), -1), scales.view(torch.uint8)], 1)
 
 
@@ -162,12 +162,12 @@ def unpack(packed: torch.Tensor, count: int, kind: str, dtype: torch.dtype = tor
     codes, scales = packed.split([packed.shape[1] - blocks * _SCALE.itemsize, blocks * _SCALE.itemsize], 1)
     if dtype == torch.float16:  # whose exponents are too few for a scale
         return unpack(packed, count, kind).to(dtype)
-    values = _from_codes(codes.reshape(len(packed), blocks, -1), kind, dtype)
+    values = _decode_blocks(codes.reshape(len(packed), blocks, -1), kind, dtype)
     values *= scales.contiguous().view(_SCALE).to(dtype).unsqueeze(2)
     return values.view(len(packed), -1)[:, :count]
 
 
-def _to_codes(blocks: torch.Tensor, kind: str) -> torch.Tensor:
+def _encode_blocks(blocks: torch.Tensor, kind: str) -> torch.Tensor:
     if kind == "fp8":
         largest = _LARGEST[kind]  # the cast itself makes NaN of what is larger
         return blocks.clamp_(-largest, largest).to(torch.float8_e4m3fn).view(torch.uint8)
@@ -178,7 +178,7 @@ def _to_codes(blocks: torch.Tensor, kind: str) -> torch.Tensor:
     return (high << 4) | low
 
 
-def _from_codes(codes: torch.Tensor, kind: str, dtype: torch.dtype) -> torch.Tensor:
+def _decode_blocks(codes: torch.Tensor, kind: str, dtype: torch.dtype) -> torch.Tensor:
     if kind == "fp8":
         return codes.view(torch.float8_e4m3fn).to(dtype)
     if kind == "int8":
@@ -199,7 +199,7 @@ def reduce_scatter(
         return parts[0]
     if error is not None:
         parts = parts + error
-    packed, count = pack(parts, kind), parts.shape[1]
+    packed, count = pack_rows(parts, kind), parts.shape[1]
     if error is not None:
         lost = torch.sub(parts, unpack(packed, count, kind), out=error)
         torch.nan_to_num_(lost, 0.0, 0.0, 0.0)  # a step that has overflowed is not made up for
@@ -213,30 +213,30 @@ def reduce_scatter(
 # grid with 1/C of their features. Ranks count by rows, so the tokens of a row are consecutive.
 
 
-def _to_columns(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def _send_to_columns(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     width = tensor.shape[-1] // group.size()
     parts = tensor.reshape(-1, group.size(), width).transpose(0, 1)
     return all_to_all(parts, group).view(*tensor.shape[:-2], -1, width)
 
 
-def _to_tokens(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def _send_to_tokens(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     size, width = group.size(), tensor.shape[-1]
     parts = all_to_all(tensor.reshape(size, -1, width), group).transpose(0, 1)
     whole = parts.reshape(*tensor.shape[:-2], tensor.shape[-2] // size, size * width)
     return torch.ops.aten._unsafe_view(whole, whole.shape)  # no view: models add to it in place
 
 
-@with_gradient(_to_tokens)
-def columns_of_tokens(tensor: torch.Tensor, over_columns: dist.ProcessGroup) -> torch.Tensor:
+@with_gradient(_send_to_tokens)
+def exchange_tokens_for_columns(tensor: torch.Tensor, over_columns: dist.ProcessGroup) -> torch.Tensor:
     """[…, s / p, h] -> […, s / R, h / C]: the tokens of the ranks of a row, this rank's part of their features.
 
     An all-to-all whose backward pass is its transpose. Nothing is kept: as much arrives as has left.
     """
-    return _to_columns(tensor, over_columns)
+    return _send_to_columns(tensor, over_columns)
 
 
 def _enter_grid(gradient: torch.Tensor, over_rows: dist.ProcessGroup, over_columns: dist.ProcessGroup) -> torch.Tensor:
-    return whole_sequence(start_all_gather(_to_columns(gradient, over_columns), over_rows).wait())
+    return join_parts_of_sequence(start_all_gather(_send_to_columns(gradient, over_columns), over_rows).wait())
 
 
 @with_gradient(_enter_grid)
@@ -247,6 +247,6 @@ def leave_grid(tensor: torch.Tensor, over_rows: dist.ProcessGroup, over_columns:
     """
 
     def left() -> torch.Tensor:
-        return _to_tokens(start_reduce_scatter(parts_of_sequence(tensor, over_rows), over_rows).wait(), over_columns)
+        return _send_to_tokens(start_reduce_scatter(cut_sequence(tensor, over_rows), over_rows).wait(), over_columns)
 
-    return kept_or(left, COLLECTIVE)
+    return keep_or_compute(left, COLLECTIVE)

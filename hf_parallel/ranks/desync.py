@@ -129,7 +129,7 @@ class DesyncDetector:
         first = room.compare_set("call", "", call).decode()
         if first != call:
             room.set("other", call)
-            raise AloneError(_different(call, first))
+            raise AloneError(_describe_different_calls(call, first))
         if self._sign_in(room, call, advice):
             self._forget(self.number - 1)
 
@@ -168,14 +168,17 @@ class DesyncDetector:
             answers = {rank: self._ask(rank, [self._calls(), question]) for rank in missing}
             if missing and all(answers.values()):
                 if question == 1 and not room.check(["all"]):
-                    error = AloneError(_alone(call, self.rank, answers, advice))
+                    error = AloneError(_describe_lone_call(call, self.rank, answers, advice))
                     error.at_end = set(answers.values()) == {_LEFT} and len(missing) == self.world_size - 1
                     raise error
                 question = 1  # once more, for they were not asked at one time
             if room.check(["other"]):
-                raise AloneError(_different(call, room.get("other").decode()))
+                raise AloneError(_describe_different_calls(call, room.get("other").decode()))
             if missing and not said and time.monotonic() > end:
-                said, waits = True, f"hf_parallel: {call} on rank {self.rank} waits for {_ranks(missing)}"
+                said, waits = (
+                    True,
+                    f"hf_parallel: {call} on rank {self.rank} waits for {_format_ranks_in_words(missing)}",
+                )
                 print(waits, file=sys.stderr, flush=True)
             time.sleep(0.2)
 
@@ -197,14 +200,14 @@ class DesyncDetector:
                 if self.store.check([f"asked/{self.rank}"]):
                     question = json.loads(self.store.get(f"asked/{self.rank}"))
                     self.store.delete_key(f"asked/{self.rank}")
-                    self._reply(question, self._stuck())
+                    self._reply(question, self._find_stuck_place())
                 self._look_for_deadlock()
                 self._look_for_idle_ranks()
 
     def _reply(self, question: list[int], found: str | None) -> None:
         self.store.set(f"answer/{self.rank}", json.dumps([question, found]))
 
-    def _stuck(self) -> str | None:
+    def _find_stuck_place(self) -> str | None:
         """Return where the watched thread waits for other ranks without moving; None if it does anything else."""
         if self.requests.at_end:
             return _LEFT
@@ -213,9 +216,9 @@ class DesyncDetector:
         if before is None or self.closed.wait(STILL_S):
             return None
         now = sys._current_frames().get(self.watched)
-        if now is not before or now.f_lasti != place or not waits_for_others(now):
+        if now is not before or now.f_lasti != place or not is_waiting_for_others(now):
             return None
-        return f"is at {_script_line(now)}"
+        return f"is at {_find_script_line(now)}"
 
     # ---- all ranks ----------------------------------------------------------------------------------------------
 
@@ -230,7 +233,12 @@ class DesyncDetector:
         if not self.rest.told:
             self.store.set(own, place)
             self.rest.told = True
-        if self._all_still() and not self.closed.wait(STILL_S) and self._place() == place and self._all_still():
+        if (
+            self._are_all_still()
+            and not self.closed.wait(STILL_S)
+            and self._place() == place
+            and self._are_all_still()
+        ):
             places = [self.store.get(f"still/{rank}").decode() for rank in range(self.world_size)]
             if len(set(places)) > 1:  # at one place a long transfer may go on
                 self._end(places)
@@ -239,7 +247,7 @@ class DesyncDetector:
         """Say once where all ranks are when none has used its processor for long; the run goes on."""
         own, is_idle = f"idle/{self.rank}", self.idle.seconds() > QUIET_S
         if is_idle and not self.idle.told:
-            self.store.set(own, self._where())
+            self.store.set(own, self._describe_where())
         elif self.idle.told and not is_idle:
             self.store.delete_key(own)
             self.idle.said = False
@@ -247,7 +255,7 @@ class DesyncDetector:
         all_idle = [f"idle/{rank}" for rank in range(self.world_size)]
         if self.rank == 0 and is_idle and not self.idle.said and self.store.check(all_idle):
             self.idle.said = True
-            where = _by_place([self.store.get(key).decode() for key in all_idle])
+            where = _group_by_place([self.store.get(key).decode() for key in all_idle])
             print(
                 f"hf_parallel: all ranks have been idle for {self.idle.seconds():.0f} s: {where}. The run goes on: "
                 "hang_timeout_s says for how long",
@@ -255,16 +263,16 @@ class DesyncDetector:
                 flush=True,
             )
 
-    def _where(self) -> str:
+    def _describe_where(self) -> str:
         frame = None if self.requests.at_end else sys._current_frames().get(self.watched)
         if frame is None:
             return _LEFT
-        return f"is {'in the data loader, ' if _is_in_loader(frame) else ''}at {_script_line(frame)}"
+        return f"is {'in the data loader, ' if _is_in_loader(frame) else ''}at {_find_script_line(frame)}"
 
     def _place(self) -> str | None:
         return _LEFT if self.requests.at_end else self.rest.place()
 
-    def _all_still(self) -> bool:
+    def _are_all_still(self) -> bool:
         return self.store.check([f"still/{rank}" for rank in range(self.world_size)])
 
     def _end(self, places: list[str]) -> None:
@@ -275,7 +283,7 @@ class DesyncDetector:
             exit_process()
         speaker = next(rank for rank, place in enumerate(places) if place != _LEFT)
         if self.rank == speaker:
-            print(_deadlock(places), file=sys.stderr, flush=True)
+            print(_describe_deadlock(places), file=sys.stderr, flush=True)
         else:
             time.sleep(LOOK_S)  # a launcher ends all ranks as soon as the first one has gone
         exit_process()
@@ -302,11 +310,11 @@ class _Rest:
         frame = sys._current_frames().get(self.thread)
         seen = frame and (id(frame), frame.f_lasti)
         now, used = time.monotonic(), time.process_time()
-        busy = used - self._used > _idle_share() * max(now - self._since, LOOK_S)
-        if frame is None or seen != self._seen or busy or not waits_for_others(frame):
+        busy = used - self._used > _read_idle_share() * max(now - self._since, LOOK_S)
+        if frame is None or seen != self._seen or busy or not is_waiting_for_others(frame):
             self._seen, self._since, self._used = seen, now, used
             return None
-        return f"is at {_script_line(frame)}" if now - self._since > DEADLOCK_S else None
+        return f"is at {_find_script_line(frame)}" if now - self._since > DEADLOCK_S else None
 
 
 class _Idle:
@@ -319,12 +327,12 @@ class _Idle:
     def seconds(self) -> float:
         """Return how long the process has been idle. Called about once a second."""
         now, used = time.monotonic(), time.process_time()
-        if used - self._used > _idle_share() * max(now - self._since, LOOK_S):
+        if used - self._used > _read_idle_share() * max(now - self._since, LOOK_S):
             self._since, self._used = now, used
         return now - self._since
 
 
-def _idle_share() -> float:
+def _read_idle_share() -> float:
     """Return the largest share of a processor that a process uses while it only waits."""
     return IDLE + IDLE_PER_GROUP * len(dist.distributed_c10d._world.pg_map)
 
@@ -337,14 +345,14 @@ def _is_in_loader(frame: FrameType) -> bool:
     return outer is not None
 
 
-def waits_for_others(frame: FrameType) -> bool:
+def is_waiting_for_others(frame: FrameType) -> bool:
     """Return whether this is code in which a process that does not move waits for others."""
     if frame.f_code.co_filename == _OPERATORS and frame.f_back is not None:
         frame = frame.f_back  # an operator that communicates, as DTensors call
     return frame.f_code.co_filename.startswith(_WAITING)
 
 
-def _script_line(frame: FrameType) -> str:
+def _find_script_line(frame: FrameType) -> str:
     """Return the innermost line of the user's own code, the call that waits, and its caller.
 
     Two calls of one line of a script, such as `trainer.train()`, differ in who makes them.
@@ -356,7 +364,7 @@ def _script_line(frame: FrameType) -> str:
     if frame.f_code.co_filename == observed.__file__ and frame.f_back is not None:
         frame = frame.f_back  # the call that is observed
     caller: FrameType | None = frame
-    while caller is not None and caller is not found and waits_for_others(caller):
+    while caller is not None and caller is not found and is_waiting_for_others(caller):
         caller = caller.f_back
     call = frame.f_code.co_name
     if caller is not None and caller not in (found, frame):
@@ -364,21 +372,21 @@ def _script_line(frame: FrameType) -> str:
     return f"{os.path.basename(found.f_code.co_filename)}:{found.f_lineno} ({call})"
 
 
-def _by_place(places: list[str]) -> str:
+def _group_by_place(places: list[str]) -> str:
     ranks: dict[str, list[int]] = {}
     for rank, place in enumerate(places):
         ranks.setdefault(place, []).append(rank)
-    return "; ".join(f"{_ranks(of_place)} {place}" for place, of_place in ranks.items())
+    return "; ".join(f"{_format_ranks_in_words(of_place)} {place}" for place, of_place in ranks.items())
 
 
-def _deadlock(places: list[str]) -> str:
+def _describe_deadlock(places: list[str]) -> str:
     return (
-        f"hf_parallel: all ranks wait for each other: {_by_place(places)}. Every rank holds a part of the model and "
-        "takes part in each of these calls: make them on all ranks, in the same order"
+        f"hf_parallel: all ranks wait for each other: {_group_by_place(places)}. Every rank holds a part of the model "
+        "and takes part in each of these calls: make them on all ranks, in the same order"
     )
 
 
-def _alone(call: str, rank: int, answers: dict[int, str | None], advice: str | None) -> str:
+def _describe_lone_call(call: str, rank: int, answers: dict[int, str | None], advice: str | None) -> str:
     rank_, where = next(iter(answers.items()))
     others = f" and {len(answers) - 1} more are elsewhere too" if len(answers) > 1 else ""
     return (
@@ -387,13 +395,13 @@ def _alone(call: str, rank: int, answers: dict[int, str | None], advice: str | N
     )
 
 
-def _different(call: str, other: str) -> str:
+def _describe_different_calls(call: str, other: str) -> str:
     return (
         f"hf_parallel: this rank calls {call}, another one {other}: all ranks take part in both, one after the other"
     )
 
 
-def _ranks(numbers: list[int]) -> str:
+def _format_ranks_in_words(numbers: list[int]) -> str:
     shown = " ".join(map(str, numbers[:8])) + (" …" if len(numbers) > 8 else "")
     return f"rank{'s' if len(numbers) > 1 else ''} {shown}"
 
@@ -409,7 +417,7 @@ class Answering:
     explained_by: Callable[[str], bool] | None = None
 
 
-def store() -> dist.Store | None:
+def get_store() -> dist.Store | None:
     """Return the store of the ranks that answer each other; None where there is no detector."""
     detector = of_process(Answering).detector
     return None if detector is None else detector.store
@@ -420,7 +428,9 @@ def watch() -> None:
     answering = of_process(Answering)
     if answering.detector is not None or dist.get_world_size() == 1 or dist.get_backend() == "fake":
         return
-    name = messages.from_one(lambda: uuid.uuid4().hex)  # a store may hold what an earlier start of the run has left
+    name = messages.send_from_one(
+        lambda: uuid.uuid4().hex
+    )  # a store may hold what an earlier start of the run has left
     # A connection of its own: the default one is taken while a thread waits in the store, as `new_group` does.
     default: Any = dist.distributed_c10d._get_default_store()
     store = dist.PrefixStore(f"{_ROOM}/{name}", default.clone())
@@ -438,7 +448,7 @@ def assert_all_ranks(call: str, advice: str | None = None) -> None:
         detector.assert_all_ranks(call, advice)
 
 
-def ask(call: str, number: int, advice: str) -> None:
+def ask_other_ranks(call: str, number: int, advice: str) -> None:
     """Rank 0 alone: the others call `requests.on_request[number]` when they next wait for this rank, or end.
 
     Raises:

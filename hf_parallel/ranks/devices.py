@@ -19,7 +19,7 @@ class Device:
     memory: float
 
 
-def product_rate(device: torch.device) -> float:
+def measure_product_rate(device: torch.device) -> float:
     """FLOP/s of a large matrix product on this rank, in bf16 on accelerators."""
     size = _SIZE.get(device.type, 8192)
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
@@ -40,7 +40,7 @@ def synchronize(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
-def device_memory(device: torch.device) -> float:
+def measure_device_memory(device: torch.device) -> float:
     """Bytes of an accelerator's memory; of processors, this process's part of the machine's."""
     if device.type != "cpu":
         return float(torch.get_device_module(device.type).get_device_properties(device).total_memory)

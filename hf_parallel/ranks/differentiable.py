@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from hf_parallel.ranks.observed import COLLECTIVE, kept_or
+from hf_parallel.ranks.observed import COLLECTIVE, keep_or_compute
 
 Pass = TypeVar("Pass", bound=Callable[..., torch.Tensor])
 
@@ -33,7 +33,7 @@ Pass = TypeVar("Pass", bound=Callable[..., torch.Tensor])
 _reduce_scatter_op = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def all_gather_op(output: torch.Tensor, own: torch.Tensor, **settings: Any) -> Any:
+def call_all_gather(output: torch.Tensor, own: torch.Tensor, **settings: Any) -> Any:
     """Gather, by the function torch.distributed has at this call: who counts collectives replaces it there."""
     return (getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor)(output, own, **settings)
 
@@ -60,7 +60,7 @@ def start_all_reduce(
 def start_all_gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> Started:
     """Start to gather […] of each rank to [n, …]."""
     gathered = tensor.new_empty(group.size(), *tensor.shape)
-    return Started(gathered, all_gather_op(gathered.flatten(), tensor.flatten(), group=group, async_op=True))
+    return Started(gathered, call_all_gather(gathered.flatten(), tensor.flatten(), group=group, async_op=True))
 
 
 def start_reduce_scatter(tensor: torch.Tensor, group: dist.ProcessGroup, own: torch.Tensor | None = None) -> Started:
@@ -74,32 +74,32 @@ def start_reduce_scatter(tensor: torch.Tensor, group: dist.ProcessGroup, own: to
 
 
 @torch.library.custom_op("hf_parallel::all_reduce", mutates_args=())
-def _all_reduce(tensor: torch.Tensor, group: str) -> torch.Tensor:
+def _run_all_reduce(tensor: torch.Tensor, group: str) -> torch.Tensor:
     own = tensor.clone(memory_format=torch.contiguous_format)
     return start_all_reduce(own, _resolve_process_group(group)).wait()  # type: ignore[arg-type]
 
 
-@_all_reduce.register_fake
+@_run_all_reduce.register_fake
 def _(tensor: torch.Tensor, group: str) -> torch.Tensor:
     return torch.empty_like(tensor, memory_format=torch.contiguous_format)
 
 
 @torch.library.custom_op("hf_parallel::all_gather", mutates_args=())
-def _all_gather(tensor: torch.Tensor, group: str, size: int) -> torch.Tensor:
+def _run_all_gather(tensor: torch.Tensor, group: str, size: int) -> torch.Tensor:
     return start_all_gather(tensor, _resolve_process_group(group)).wait()  # type: ignore[arg-type]
 
 
-@_all_gather.register_fake
+@_run_all_gather.register_fake
 def _(tensor: torch.Tensor, group: str, size: int) -> torch.Tensor:
     return tensor.new_empty(size, *tensor.shape)
 
 
 @torch.library.custom_op("hf_parallel::reduce_scatter", mutates_args=())
-def _reduce_scatter(tensor: torch.Tensor, group: str) -> torch.Tensor:
+def _run_reduce_scatter(tensor: torch.Tensor, group: str) -> torch.Tensor:
     return start_reduce_scatter(tensor, _resolve_process_group(group)).wait()  # type: ignore[arg-type]
 
 
-@_reduce_scatter.register_fake
+@_run_reduce_scatter.register_fake
 def _(tensor: torch.Tensor, group: str) -> torch.Tensor:
     return tensor.new_empty(tensor.shape[1:])
 
@@ -116,7 +116,7 @@ def all_reduce(
     return start_all_reduce(tensor.clone(memory_format=torch.contiguous_format), group, operation).wait()
 
 
-def parts_of_sequence(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def cut_sequence(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """[…, s, h] -> [n, …, s / n, h]: the tokens of each rank. A view of what is contiguous."""
     length, size = tensor.shape[-2], group.size()
     if length % size:
@@ -124,8 +124,8 @@ def parts_of_sequence(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.T
     return tensor.reshape(size, *tensor.shape[:-2], length // size, tensor.shape[-1])
 
 
-def whole_sequence(parts: torch.Tensor) -> torch.Tensor:
-    """[n, …, s / n, h] -> […, s, h]: what `parts_of_sequence` took apart.
+def join_parts_of_sequence(parts: torch.Tensor) -> torch.Tensor:
+    """[n, …, s / n, h] -> […, s, h]: what `cut_sequence` took apart.
 
     Never a view: models may change in place what leaves a Function, which autograd does not allow for views.
     """
@@ -133,32 +133,32 @@ def whole_sequence(parts: torch.Tensor) -> torch.Tensor:
     return torch.ops.aten._unsafe_view(parts, (*before, size * length, features))
 
 
-def _of_all(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def _gather_from_all(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     if torch.compiler.is_compiling():
         return torch.ops.hf_parallel.all_gather(tensor, group.group_name, group.size())
     return start_all_gather(tensor, group).wait()
 
 
-def _own_sum(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def _sum_own_part(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     if torch.compiler.is_compiling():
         return torch.ops.hf_parallel.reduce_scatter(parts, group.group_name)
     return start_reduce_scatter(parts, group).wait()
 
 
-def _gathered(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    return whole_sequence(_of_all(tensor, group))
+def _gather_sequence(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    return join_parts_of_sequence(_gather_from_all(tensor, group))
 
 
-def _scattered(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    return _own_sum(parts_of_sequence(tensor, group), group)
+def _scatter_sequence(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    return _sum_own_part(cut_sequence(tensor, group), group)
 
 
-def _last_dims_scattered(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    return _own_sum(tensor.unflatten(-1, (group.size(), -1)).movedim(-2, 0), group)
+def _scatter_last_dims(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    return _sum_own_part(tensor.unflatten(-1, (group.size(), -1)).movedim(-2, 0), group)
 
 
 def _with_last_dims_of_all(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    joined = _of_all(tensor, group).movedim(0, -2).flatten(-2)
+    joined = _gather_from_all(tensor, group).movedim(0, -2).flatten(-2)
     return torch.ops.aten._unsafe_view(joined, joined.shape)
 
 
@@ -216,37 +216,37 @@ def copy_weight_to_group(weight: torch.Tensor, group: dist.ProcessGroup) -> torc
 @with_gradient(lambda gradient, group: gradient)
 def reduce_from_group(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Leave a region whose ranks each hold a partial sum (g): all-reduce forward, identity backward."""
-    return kept_or(lambda: all_reduce(tensor, group), COLLECTIVE)
+    return keep_or_compute(lambda: all_reduce(tensor, group), COLLECTIVE)
 
 
-@with_gradient(_scattered)
+@with_gradient(_scatter_sequence)
 def gather_sequence(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """[b, s / n, h] -> [b, s, h]: enter such a region with parts of the sequence; reduce-scatter backward."""
-    return _gathered(tensor, group)
+    return _gather_sequence(tensor, group)
 
 
 def begin_gather_sequence(tensor: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], torch.Tensor]:
     """Start to gather as `gather_sequence` does; what it returns waits for the result. Not differentiable."""
     parts = start_all_gather(tensor, group)
-    return lambda: whole_sequence(parts.wait())
+    return lambda: join_parts_of_sequence(parts.wait())
 
 
-@with_gradient(_gathered)
+@with_gradient(_gather_sequence)
 def reduce_scatter_sequence(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """[b, s, h] partial sums -> [b, s / n, h]: leave it with parts of the sequence; all-gather backward."""
-    return kept_or(lambda: _scattered(tensor, group), COLLECTIVE)
+    return keep_or_compute(lambda: _scatter_sequence(tensor, group), COLLECTIVE)
 
 
-@with_gradient(_gathered)
+@with_gradient(_gather_sequence)
 def split_sequence(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """[b, s, h], the same on all ranks -> [b, s / n, h], this rank's; all-gather backward."""
-    return parts_of_sequence(tensor, group)[group.rank()].clone()  # the whole may go
+    return cut_sequence(tensor, group)[group.rank()].clone()  # the whole may go
 
 
-@with_gradient(lambda gradient, group: parts_of_sequence(gradient, group)[group.rank()])
+@with_gradient(lambda gradient, group: cut_sequence(gradient, group)[group.rank()])
 def join_sequence(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """[b, s / n, h] -> [b, s, h] on all ranks, which must go on to compute the same thing."""
-    return _gathered(tensor, group)
+    return _gather_sequence(tensor, group)
 
 
 @with_gradient(lambda gradient, group: gradient.chunk(group.size(), dim=-1)[group.rank()].contiguous())
@@ -255,7 +255,7 @@ def join_last_dim(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tenso
     return _with_last_dims_of_all(tensor, group)
 
 
-@with_gradient(_last_dims_scattered)
+@with_gradient(_scatter_last_dims)
 def gather_last_dim(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """[…, n] on each rank -> […, n * group size] on all, each of which uses it for a part of the work."""
     return _with_last_dims_of_all(tensor, group)
@@ -270,7 +270,7 @@ def begin_gather_last_dim(tensor: torch.Tensor, group: dist.ProcessGroup) -> Cal
 @with_gradient(_with_last_dims_of_all)
 def scatter_last_dim(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """[…, n * group size] partial sums -> […, n]: this rank's features of the sum; all-gather backward."""
-    return kept_or(lambda: _last_dims_scattered(tensor, group), COLLECTIVE)
+    return keep_or_compute(lambda: _scatter_last_dims(tensor, group), COLLECTIVE)
 
 
 @with_gradient(_with_last_dims_of_all)

@@ -47,31 +47,31 @@ class Groups:
 
     def among(self, partition: Partition, urgent: bool = False, apart: str = "") -> dist.ProcessGroup | None:
         """Return this rank's group of a `partition` that leaves ranks out; None on these ranks."""
-        options = urgent_options(self.device) if urgent else None
+        options = make_urgent_options(self.device) if urgent else None
         key = (options is not None, apart, *map(tuple, partition))
         if key not in self._known:
             default = dist.distributed_c10d._get_default_group()
             are_all = len(partition) == 1 and len(partition[0]) == dist.get_world_size()
             if are_all and options is None and not apart:
                 self._known[key] = default
-            elif _is_split(default):
+            elif _is_split_from_default(default):
                 told: dict[str, Any] = {"timeout": time_out(), "pg_options": options}
-                mixed = self.device.type == "cuda" and takes_host_memory(default)
+                mixed = self.device.type == "cuda" and can_send_host_memory(default)
                 if mixed and "backend" in inspect.signature(dist.split_group).parameters:
                     # gloo would be given NCCL's options, warn, and fall back to a time-out of its own
                     told["backend"] = "cuda:nccl"
                 self._known[key] = dist.split_group(split_ranks=partition, **told)
             else:
-                self._known[key] = _own(partition, self.rank, pg_options=options)
+                self._known[key] = _make_groups_keep_own(partition, self.rank, pg_options=options)
         return self._known[key]
 
     def on_host(self, partition: Partition, group: dist.ProcessGroup) -> dist.ProcessGroup:
         """Return a group of the same ranks for messages in host memory: `group` itself where it takes them."""
-        if takes_host_memory(group):
+        if can_send_host_memory(group):
             return group
         key = ("host", *map(tuple, partition))
         if key not in self._known:
-            self._known[key] = _own(partition, self.rank, backend="gloo")
+            self._known[key] = _make_groups_keep_own(partition, self.rank, backend="gloo")
         own = self._known[key]
         assert own is not None
         return own
@@ -94,27 +94,27 @@ class Groups:
         return [group for group in self._known.values() if group is not None]
 
 
-def all_ranks_on_host() -> dist.ProcessGroup:
+def make_host_group() -> dist.ProcessGroup:
     """Make a new group of all ranks over host memory. Collective."""
-    with _connected_when_needed():
+    with _connect_when_needed():
         return dist.new_group(backend="gloo", timeout=time_out())
 
 
-def takes_host_memory(group: dist.ProcessGroup) -> bool:
+def can_send_host_memory(group: dist.ProcessGroup) -> bool:
     """Return whether a group sends tensors of the CPU. NCCL's pickles go through the GPU, and the process waits."""
     return torch.device("cpu") in group._device_types
 
 
-def connect(group: dist.ProcessGroup, device: torch.device) -> None:
+def connect_group(group: dist.ProcessGroup, device: torch.device) -> None:
     """Make a group's communicator before messages that not all of its ranks take part in. Collective over them.
 
     NCCL makes it at the first call; a batch of messages there waits for every rank, and forever for those without one.
     """
-    if group.size() > 1 and _connects_late(group):
+    if group.size() > 1 and _does_connect_late(group):
         dist.all_reduce(torch.zeros(1, device=device), group=group)
 
 
-def _connects_late(group: dist.ProcessGroup) -> bool:
+def _does_connect_late(group: dist.ProcessGroup) -> bool:
     return dist.get_backend(group) == "nccl"
 
 
@@ -125,11 +125,11 @@ def time_out() -> timedelta | None:
     return getattr(options, "_timeout", None)
 
 
-def _own(partition: Partition, rank: int, **settings: Any) -> dist.ProcessGroup | None:
+def _make_groups_keep_own(partition: Partition, rank: int, **settings: Any) -> dist.ProcessGroup | None:
     """Create every group, in which each rank takes part, and keep the one that holds `rank`."""
     own = None
     # Where communicators are split, ranks outside of a group would take part in a split that nobody inside makes.
-    alone = _is_split(dist.distributed_c10d._get_default_group())
+    alone = _is_split_from_default(dist.distributed_c10d._get_default_group())
     for ranks in partition:
         group = dist.new_group(ranks, timeout=time_out(), use_local_synchronization=alone, **settings)
         if rank in ranks:
@@ -137,11 +137,11 @@ def _own(partition: Partition, rank: int, **settings: Any) -> dist.ProcessGroup 
     return own
 
 
-def _is_split(default: object) -> bool:
+def _is_split_from_default(default: object) -> bool:
     return getattr(default, "bound_device_id", None) is not None
 
 
-def urgent_options(device: torch.device) -> object:
+def make_urgent_options(device: torch.device) -> object:
     """Return options of a group whose kernels run on a stream of high priority; None where there is no such thing."""
     if device.type != "cuda" or not dist.is_nccl_available() or "nccl" not in dist.get_backend_config():
         return None
@@ -153,7 +153,7 @@ def urgent_options(device: torch.device) -> object:
 
 
 @contextlib.contextmanager
-def _connected_when_needed() -> Iterator[None]:
+def _connect_when_needed() -> Iterator[None]:
     """gloo connects every rank with every other one, unless it is told to wait until they have something to say."""
     former = os.environ.get(_LAZY)
     os.environ[_LAZY] = "1"
@@ -166,7 +166,7 @@ def _connected_when_needed() -> Iterator[None]:
             os.environ[_LAZY] = former
 
 
-def machine_id() -> str:
+def read_machine_id() -> str:
     """Return a name of this machine that all containers of one kernel share."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:

@@ -24,7 +24,7 @@ Mixin = TypeVar("Mixin", bound="nn.Module")
 
 
 @contextlib.contextmanager
-def holding(module: nn.Module, changed: dict[str, Any]) -> Iterator[None]:
+def hold_other_tensors(module: nn.Module, changed: dict[str, Any]) -> Iterator[None]:
     """Let `module` hold other tensors in place of some parameters inside the `with`."""
     before = {name: module._parameters[name] for name in changed}
     module._parameters.update(changed)
@@ -36,7 +36,7 @@ def holding(module: nn.Module, changed: dict[str, Any]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def adding(module: nn.Module, name: str, make: Callable[[], torch.Tensor]) -> Iterator[None]:
+def add_to_tensor(module: nn.Module, name: str, make: Callable[[], torch.Tensor]) -> Iterator[None]:
     """Let `module` compute inside the `with` with the sum of its tensor of this name and of `make()`."""
     added = vars(module).setdefault("_hf_parallel_added", {})
     added[name] = make
@@ -52,7 +52,7 @@ def with_added(module: nn.Module, name: str, value: torch.Tensor) -> torch.Tenso
     return value if make is None else value + make().to(value.dtype)
 
 
-def local(parameter: Any) -> Any:
+def get_local(parameter: Any) -> Any:
     """Return this rank's shard as a plain tensor that autograd still follows back to the parameter."""
     if not isinstance(parameter, DTensor):
         return parameter
@@ -78,7 +78,7 @@ class _Local(torch.autograd.Function):
 
 
 @functools.cache
-def in_front(mixin: type, cls: type) -> type:
+def make_class_in_front(mixin: type, cls: type) -> type:
     """Return the class `cls` with a mixin before it, by the same name."""
     return type(cls.__name__, (mixin, cls), {"__module__": cls.__module__, _BEHIND: cls})
 
@@ -87,17 +87,17 @@ def put_in_front(mixin: type[Mixin], module: nn.Module) -> Mixin:
     """Let a module compute as a mixin says; its class keeps its name, and its parameters stay."""
     front: type = mixin
     behind: type = type(module)
-    module.__class__ = in_front(front, behind)
+    module.__class__ = make_class_in_front(front, behind)
     assert isinstance(module, mixin)
     return module
 
 
-#: Attributes of a class that `in_front` or `computing` has made: the class it was before.
+#: Attributes of a class that `make_class_in_front` or `make_class_computing` has made: the class it was before.
 _BEHIND, _OWN = "_hf_parallel_behind", "_hf_parallel_own"
 
 
 def has_mixin(cls: type) -> bool:
-    """Return whether `in_front` made this class."""
+    """Return whether `make_class_in_front` made this class."""
     return _BEHIND in vars(cls)
 
 
@@ -109,10 +109,10 @@ def without_mixins(cls: type) -> type:
 
 
 @functools.cache
-def computing(forward: Callable, cls: type) -> type:
+def make_class_computing(forward: Callable, cls: type) -> type:
     """Return the class `cls` with another forward, behind the mixins before it."""
     if has_mixin(cls):
-        return in_front(cls.__bases__[0], computing(forward, vars(cls)[_BEHIND]))
+        return make_class_in_front(cls.__bases__[0], make_class_computing(forward, vars(cls)[_BEHIND]))
     own = vars(cls).get(_OWN, cls)
     return type(cls.__name__, (own,), {"__module__": own.__module__, "forward": forward, _OWN: own})
 
@@ -120,18 +120,18 @@ def computing(forward: Callable, cls: type) -> type:
 # ---- Casts of autocast, where this package does them before, or instead of, autocast itself -------------------------
 
 
-def autocast_dtype(device: torch.device) -> torch.dtype | None:
+def get_autocast_dtype(device: torch.device) -> torch.dtype | None:
     """Return the dtype autocast lowers products to, here and now; None where it is off."""
     return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
 
 
-def as_autocast(tensor: torch.Tensor) -> torch.Tensor:
+def cast_as_autocast(tensor: torch.Tensor) -> torch.Tensor:
     """Cast a tensor as autocast casts an argument of F.linear, or of attention."""
-    dtype = autocast_dtype(tensor.device)
+    dtype = get_autocast_dtype(tensor.device)
     return tensor if dtype is None or tensor.dtype == torch.float64 else tensor.to(dtype)
 
 
-def no_autocast(device: str) -> contextlib.AbstractContextManager:
+def switch_autocast_off(device: str) -> contextlib.AbstractContextManager:
     """Switch autocast off; no context where it is off already, as in most backwards: torch's context takes a while."""
     return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else contextlib.nullcontext()
 
@@ -150,14 +150,14 @@ class WholeWhenRead:
     def __getitem__(self, key: str | int | slice) -> object:
         if not isinstance(key, str):
             return tuple(self.values())[key]
-        return self._whole(key, dict.__getitem__(self, key))  # type: ignore[index]
+        return self._make_whole(key, dict.__getitem__(self, key))  # type: ignore[index]
 
     def get(self, key: str, default: object = None) -> object:
         return self[key] if dict.__contains__(self, key) else default  # type: ignore[operator]
 
     def __getattribute__(self, name: str) -> Any:
         value = super().__getattribute__(name)
-        return value if name.startswith("_") else self._whole(name, value)
+        return value if name.startswith("_") else self._make_whole(name, value)
 
     def __reduce_ex__(self, protocol: object) -> tuple:
         """Leaves a plain output."""
@@ -167,7 +167,7 @@ class WholeWhenRead:
         """Return whether the tensor has been read, or is no tensor of parts."""
         return key not in self._parts
 
-    def _whole(self, key: str, value: Any) -> Any:
+    def _make_whole(self, key: str, value: Any) -> Any:
         for function in self._parts.pop(key, ()):
             value = function(value)
             self[key] = value
@@ -181,7 +181,7 @@ class WholeWhenRead:
 
 
 @functools.cache
-def _class(cls: type) -> type:
+def _make_class(cls: type) -> type:
     return type(cls.__name__, (WholeWhenRead, cls), {"__module__": cls.__module__})
 
 
@@ -194,5 +194,5 @@ def whole_when_read(output: ModelOutput | dict[str, Any], key: str, function: Wh
         output[key] = function(output[key])
         return
     if not isinstance(output, WholeWhenRead):
-        output.__class__ = _class(output.__class__)
+        output.__class__ = _make_class(output.__class__)
     vars(output).setdefault("_parts", {}).setdefault(key, []).append(function)

@@ -50,8 +50,8 @@ from hf_parallel.ask.config import ParallelConfig
 from hf_parallel.ask.keys.sizes import SHARDS
 from hf_parallel.ask.keys.tensor import TP_AXES
 from hf_parallel.ask.spec import refuse
-from hf_parallel.ranks.devices import Device, device_memory, product_rate
-from hf_parallel.ranks.groups import Groups, all_ranks_on_host, urgent_options
+from hf_parallel.ranks.devices import Device, measure_device_memory, measure_product_rate
+from hf_parallel.ranks.groups import Groups, make_host_group, make_urgent_options
 
 #: For threads of groups that something still refers to: to let go of the tensors of their last work.
 _LAST_WORK_S = 0.1
@@ -61,44 +61,44 @@ _LAST_WORK_S = 0.1
 EXPERT_AXES = ("ep_shard", "ep")
 
 
-def coordinates(config: ParallelConfig, rank: int) -> dict[str, int]:
+def compute_coordinates(config: ParallelConfig, rank: int) -> dict[str, int]:
     """Return where `rank` sits: {axis: index}. Pure arithmetic, no process group."""
-    return _place(config.sizes, rank)
+    return _find_place_of_rank(config.sizes, rank)
 
 
-def expert_coordinates(config: ParallelConfig, rank: int) -> dict[str, int]:
+def compute_expert_coordinates(config: ParallelConfig, rank: int) -> dict[str, int]:
     """Return where `rank` sits in the second view: {axis: index}."""
-    return _place(config.expert_sizes, rank)
+    return _find_place_of_rank(config.expert_sizes, rank)
 
 
-def _place(sizes: dict[str, int], rank: int) -> dict[str, int]:
+def _find_place_of_rank(sizes: dict[str, int], rank: int) -> dict[str, int]:
     place = {}
     for axis, size in reversed(sizes.items()):
         rank, place[axis] = divmod(rank, size)
     return {axis: place[axis] for axis in sizes}
 
 
-def stored(tensor: torch.Tensor) -> torch.Tensor:
+def get_stored(tensor: torch.Tensor) -> torch.Tensor:
     """Return the part of a tensor that this rank stores, as a plain tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def placed_as(parameter: Any, part: torch.Tensor) -> DTensor:
+def place_as(parameter: Any, part: torch.Tensor) -> DTensor:
     """Make a DTensor that is placed as `parameter` is, with `part` as this rank's part. Not differentiable."""
     spec = copy.copy(parameter._spec)
     spec.tensor_meta = spec.tensor_meta._replace(dtype=part.dtype)
     return DTensor(part, spec, requires_grad=False)
 
 
-def data_rank(config: ParallelConfig, rank: int) -> int:
+def compute_data_rank(config: ParallelConfig, rank: int) -> int:
     """Return which share of the data `rank` reads, 0 … data_parallel_size - 1."""
-    place, number = coordinates(config, rank), 0
-    for axis in _data_axes(config):
+    place, number = compute_coordinates(config, rank), 0
+    for axis in _list_data_axes(config):
         number = number * config.sizes[axis] + place[axis]
     return number
 
 
-def axis_ranks(config: ParallelConfig, *axes: str) -> list[list[int]]:
+def list_axis_ranks(config: ParallelConfig, *axes: str) -> list[list[int]]:
     """Return all groups along some axes of one view, as lists of global ranks."""
     sizes = config.sizes if set(axes).isdisjoint(EXPERT_AXES) else config.expert_sizes
     sizes = sizes if set(axes).isdisjoint(TP_AXES) else config.grid_sizes
@@ -128,14 +128,14 @@ def check_alike(
     most = max(ranks)
     if most >= world_size:
         refuse(asked, f"no rank {most} among {world_size} processes", f"{way}@{world_size - 1}")
-    groups = axis_ranks(config, *axes)
+    groups = list_axis_ranks(config, *axes)
     wanted = {rank for group in groups if ranks & set(group) for rank in group}
     if wanted != ranks:
         works = way if len(wanted) == world_size else f"{way}@{':'.join(map(str, sorted(wanted)))}"
         refuse(asked, f"ranks {' '.join(map(str, sorted(wanted)))} {why}", works)
 
 
-def _data_axes(config: ParallelConfig) -> list[str]:
+def _list_data_axes(config: ParallelConfig) -> list[str]:
     return [axis.name for axis in config.mesh_axes if axis.data]
 
 
@@ -162,11 +162,11 @@ class ParallelMesh:
         if config.world_size != dist.get_world_size():
             refuse(config.to_spec(), f"does not fit {dist.get_world_size()} processes", "dp_shard=-1")
         groups = Groups(device)
-        device_mesh = _mesh(groups, config, config.sizes)
-        data_group = groups.along(axis_ranks(config, *_data_axes(config)))
-        expert_mesh = _mesh(groups, config, config.expert_sizes) if config.ep_size > 1 else None
-        atexit.unregister(end_groups)
-        atexit.register(end_groups)
+        device_mesh = _build_device_mesh(groups, config, config.sizes)
+        data_group = groups.along(list_axis_ranks(config, *_list_data_axes(config)))
+        expert_mesh = _build_device_mesh(groups, config, config.expert_sizes) if config.ep_size > 1 else None
+        atexit.unregister(end_all_groups)
+        atexit.register(end_all_groups)
         return cls(config, device, device_mesh, dist.get_rank(), data_group, groups, expert_mesh)
 
     @functools.cached_property
@@ -181,23 +181,27 @@ class ParallelMesh:
     @functools.cached_property
     def second_stage_group(self) -> dist.ProcessGroup:
         """Return a second group along pp: gradients travel back while activations travel on. Collective at first."""
-        return self.groups.along(axis_ranks(self.config, "pp"), apart="backward")
+        return self.groups.along(list_axis_ranks(self.config, "pp"), apart="backward")
 
     @functools.cached_property
     def attention_group(self) -> dist.ProcessGroup:
         """Return a second group along cp: keys travel while the other groups gather weights. Collective at first."""
-        return self.groups.along(axis_ranks(self.config, "cp"), apart="attention")
+        return self.groups.along(list_axis_ranks(self.config, "cp"), apart="attention")
 
     @functools.cached_property
     def grid(self) -> DeviceMesh:
         """Return the ranks of tp by rows and columns, with the root of `tp`: FSDP2 joins meshes of one root only."""
         sizes = self.config.tp_row_size, self.config.tp_col_size
-        options: Any = urgent_options(self.device)  # torch makes these groups, not `Groups`, of which it can take none
+        options: Any = make_urgent_options(
+            self.device
+        )  # torch makes these groups, not `Groups`, of which it can take none
         return self["tp"]._unflatten(0, sizes, TP_AXES, dict.fromkeys(TP_AXES, options) if options else None)
 
     def tp_blocks(self, size: int) -> dist.ProcessGroup:
         """Return this rank's group of so many consecutive ranks of tp. Collective over all ranks at first."""
-        blocks = [ranks[i : i + size] for ranks in axis_ranks(self.config, "tp") for i in range(0, len(ranks), size)]
+        blocks = [
+            ranks[i : i + size] for ranks in list_axis_ranks(self.config, "tp") for i in range(0, len(ranks), size)
+        ]
         return self.groups.along(blocks, urgent=True)
 
     def __getitem__(self, axes: str | tuple[str, ...]) -> DeviceMesh:
@@ -215,7 +219,7 @@ class ParallelMesh:
 
     def index(self, axis: str) -> int:
         """Return this rank's place along `axis`."""
-        return coordinates(self.config, self.rank)[axis]
+        return compute_coordinates(self.config, self.rank)[axis]
 
     def group(self, axis: str) -> dist.ProcessGroup:
         """Return the process group of the ranks that differ from this one along `axis` alone."""
@@ -239,20 +243,20 @@ class ParallelMesh:
 
     def new_host_group(self) -> dist.ProcessGroup:
         """Make another group of all ranks over host memory. Collective over all ranks."""
-        return all_ranks_on_host()
+        return make_host_group()
 
     def group_on_host(self, axis: str) -> dist.ProcessGroup:
         """Return the ranks of `group(axis)`, for small messages that no GPU need see. Collective over all ranks."""
-        return self.groups.on_host(axis_ranks(self.config, axis), self.group(axis))
+        return self.groups.on_host(list_axis_ranks(self.config, axis), self.group(axis))
 
     def data_group_on_host(self) -> dist.ProcessGroup:
         """The ranks of `data_group`, likewise. Collective over all ranks."""
-        return self.groups.on_host(axis_ranks(self.config, *_data_axes(self.config)), self.data_group)
+        return self.groups.on_host(list_axis_ranks(self.config, *_list_data_axes(self.config)), self.data_group)
 
     @property
     def data_rank(self) -> int:
         """Return which share of the data this rank reads."""
-        return data_rank(self.config, self.rank)
+        return compute_data_rank(self.config, self.rank)
 
     @property
     def data_size(self) -> int:
@@ -263,12 +267,12 @@ class ParallelMesh:
     def pipeline_devices(self) -> tuple[Device, ...]:
         """The slowest speed and the least memory among the processes of each pipeline rank. Collective at first."""
         with self.fork_random_state():
-            own = Device(product_rate(self.device), device_memory(self.device))
+            own = Device(measure_product_rate(self.device), measure_device_memory(self.device))
         found: dict[int, list[Device]] = {}
         devices: list = [None] * dist.get_world_size()
         dist.all_gather_object(devices, own)
         for rank, device in enumerate(devices):
-            found.setdefault(coordinates(self.config, rank)["pp"], []).append(device)
+            found.setdefault(compute_coordinates(self.config, rank)["pp"], []).append(device)
         each = (found[place] for place in range(self.config.pp_size))
         return tuple(Device(min(one.speed for one in own), min(one.memory for one in own)) for own in each)
 
@@ -280,17 +284,17 @@ class ParallelMesh:
 
     def first_and_last_stage_group(self) -> dist.ProcessGroup | None:
         """Return the group that keeps two copies of a tied embedding equal; None between them. Collective over all."""
-        return self.groups.among([[ranks[0], ranks[-1]] for ranks in axis_ranks(self.config, "pp")])
+        return self.groups.among([[ranks[0], ranks[-1]] for ranks in list_axis_ranks(self.config, "pp")])
 
 
-def _mesh(groups: Groups, config: ParallelConfig, sizes: dict[str, int]) -> DeviceMesh:
+def _build_device_mesh(groups: Groups, config: ParallelConfig, sizes: dict[str, int]) -> DeviceMesh:
     """Build a view of the ranks, with a group for each of its axes."""
-    along = [groups.along(axis_ranks(config, axis), urgent=axis == "tp") for axis in sizes]
+    along = [groups.along(list_axis_ranks(config, axis), urgent=axis == "tp") for axis in sizes]
     ranks = torch.arange(config.world_size).view(tuple(sizes.values()))
     return DeviceMesh.from_group(along, groups.device.type, ranks, mesh_dim_names=tuple(sizes))
 
 
-def end_groups() -> None:
+def end_all_groups() -> None:
     """Wait for the work of all process groups at the end of Python, and end them while their threads may still run.
 
     Nothing is waited for after an error that nobody caught: peers may never do their part.

@@ -21,7 +21,7 @@ from hf_parallel.ranks.mesh import ParallelMesh
 T = TypeVar("T")
 
 
-def gather(own: T, group: dist.ProcessGroup | None = None) -> list[T]:
+def gather_objects(own: T, group: dist.ProcessGroup | None = None) -> list[T]:
     """Return what each rank of a group has, in the order of its ranks; of all ranks without a group. Collective."""
     found: list = [None] * dist.get_world_size(group)
     dist.all_gather_object(found, own, group=group)
@@ -49,7 +49,7 @@ class Failed(NamedTuple):
         raise self.error from RuntimeError(self.where)
 
 
-def from_one(make: Callable[[], T], group: dist.ProcessGroup | None = None, source: int = 0) -> T:
+def send_from_one(make: Callable[[], T], group: dist.ProcessGroup | None = None, source: int = 0) -> T:
     """Return on all ranks of a group what `make` returns on its rank `source`, the only one that calls it. Collective.
 
     What it raises all of them raise: nobody waits for a rank that has failed.
@@ -60,7 +60,7 @@ def from_one(make: Callable[[], T], group: dist.ProcessGroup | None = None, sour
         if isinstance(told[0], Failed):
             told[0].stop()
         return pickle.loads(told[0])
-    with telling(group, source):
+    with tell_error(group, source):
         made = make()
         packed = pickle.dumps(made)  # here, where others are told if it cannot be
     dist.broadcast_object_list([packed], group=group, group_src=source)
@@ -68,7 +68,7 @@ def from_one(make: Callable[[], T], group: dist.ProcessGroup | None = None, sour
 
 
 @contextlib.contextmanager
-def telling(
+def tell_error(
     group: dist.ProcessGroup | None, source: int, is_heard: Callable[[], bool] = lambda: True
 ) -> Iterator[None]:
     """Send an error inside the `with` in the place of the object that the other ranks wait for from this one.
@@ -123,10 +123,10 @@ class OneBatch:
         step = self.steps[kind]
         if not self.axes or not isinstance(batch, Mapping) or (step > FIRST and step & (step - 1)):
             return
-        own = {name: _checksum(value) for name, value in batch.items() if _is_data(name, value)}
+        own = {name: _compute_message_checksum(value) for name, value in batch.items() if _is_data(name, value)}
         found = [(self.mesh.rank, own)]
         for axis in self.axes:
-            found = [entry for part in gather(found, self.mesh.group(axis)) for entry in part]
+            found = [entry for part in gather_objects(found, self.mesh.group(axis)) for entry in part]
         first, expected = min(found, key=lambda entry: entry[0])
         for rank, checksums in sorted(found, key=lambda entry: entry[0]):
             for name in sorted(checksums.keys() & expected.keys()):
@@ -148,7 +148,7 @@ def _is_data(name: str, value: object) -> bool:
     return value.layout == torch.strided and not value.is_meta and not value.requires_grad
 
 
-def _checksum(tensor: torch.Tensor) -> tuple[tuple[int, ...], str, int]:
+def _compute_message_checksum(tensor: torch.Tensor) -> tuple[tuple[int, ...], str, int]:
     values = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     return tuple(tensor.shape), str(tensor.dtype), zlib.crc32(values.numpy().tobytes())
 

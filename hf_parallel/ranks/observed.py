@@ -128,9 +128,9 @@ def listen(listener: Listener) -> None:
         for name in KINDS:
             if name in vars(dist.ProcessGroup):
                 now.originals[name] = vars(dist.ProcessGroup)[name]  # itself: getattr would give an unbound function
-                setattr(dist.ProcessGroup, name, _observed(name, getattr(dist.ProcessGroup, name)))
+                setattr(dist.ProcessGroup, name, _observe_method(name, getattr(dist.ProcessGroup, name)))
         now.originals[_WAIT] = vars(dist.Work)[_WAIT]
-        dist.Work.wait = _observed_wait(dist.Work.wait)  # type: ignore[method-assign]
+        dist.Work.wait = _observe_wait(dist.Work.wait)  # type: ignore[method-assign]
 
 
 def unlisten(listener: Listener) -> None:
@@ -143,7 +143,7 @@ def unlisten(listener: Listener) -> None:
         now.originals.clear()
 
 
-def _observed(name: str, original: Callable) -> Callable:
+def _observe_method(name: str, original: Callable) -> Callable:
     @functools.wraps(original)
     def method(group: dist.ProcessGroup, *args: object, **kwargs: object) -> object:
         call, listeners = Call(name, group, args), of_process(Listening).listeners
@@ -157,7 +157,7 @@ def _observed(name: str, original: Callable) -> Callable:
     return method
 
 
-def _observed_wait(original: Callable) -> Callable:
+def _observe_wait(original: Callable) -> Callable:
     @functools.wraps(original)
     def wait(work: dist.Work, *args: object, **kwargs: object) -> object:
         listeners = of_process(Listening).listeners
@@ -172,7 +172,7 @@ def _observed_wait(original: Callable) -> Callable:
 
 
 # ---- Results that a checkpoint keeps of its first run, so that its second one need not compute or send them again
-# Who computes something expensive asks for it through `kept_or`; a checkpoint around it says which kinds it keeps.
+# Who computes something expensive asks `keep_or_compute` for it; a checkpoint around it says which kinds it keeps.
 
 
 Result = TypeVar("Result")
@@ -210,35 +210,35 @@ class Within:
 _stores: list[Store] = []
 
 
-def keeps(kind: str) -> bool:
+def does_keep(kind: str) -> bool:
     """Return whether a checkpoint around this keeps results of this kind."""
     return bool(_stores) and kind in _stores[-1].kinds
 
 
-def kept_or(compute: Callable[[], Result], kind: str) -> Result:
+def keep_or_compute(compute: Callable[[], Result], kind: str) -> Result:
     """Return the result that the checkpoint around this has kept, or compute it, which the checkpoint then keeps."""
-    if not keeps(kind) or _stores[-1].computing:
+    if not does_keep(kind) or _stores[-1].computing:
         return compute()
     store = _stores[-1]
     if store.used is not None:
         store.used += 1
         note = store.results[store.used - 1]
-        if unchanged(note):
-            return given_back(note)
+        if is_unchanged(note):
+            return give_back(note)
     store.computing += 1
     try:
         result = compute()
     finally:
         store.computing -= 1
     if store.used is None:
-        store.results.append(noted(result))
+        store.results.append(note_result(result))
     return result
 
 
 @contextlib.contextmanager
-def summed_next() -> Iterator[None]:
+def sum_next() -> Iterator[None]:
     """Mark what is computed here as read only by the next kept result, so a second run needs no value of it."""
-    store = _stores[-1] if keeps(COLLECTIVE) else None
+    store = _stores[-1] if does_keep(COLLECTIVE) else None
     if store is not None:
         store.summed = len(store.results)
     try:
@@ -284,14 +284,14 @@ class Summed:
     @property
     def unchanged(self) -> bool:
         """Will the sum be given back, rather than be made again of this?"""
-        return unchanged(self.store.results[self.place])
+        return is_unchanged(self.store.results[self.place])
 
     def again(self) -> torch.Tensor:
         """A stand-in."""
         return torch.zeros((), dtype=self.dtype, device=self.device).expand(self.shape)
 
 
-def noted(result: object, store: Store | None = None) -> object:
+def note_result(result: object, store: Store | None = None) -> object:
     """Return a result to keep, with `Kept` or `Summed` in place of tensors.
 
     Args:
@@ -305,11 +305,11 @@ def noted(result: object, store: Store | None = None) -> object:
     )
 
 
-def unchanged(note: object) -> bool:
+def is_unchanged(note: object) -> bool:
     """Return whether no tensor of a kept result was changed in place."""
     return all(one.unchanged for one in tree_leaves(note) if isinstance(one, Kept | Summed))
 
 
-def given_back(note: object) -> Any:
+def give_back(note: object) -> Any:
     """Return the result that was kept."""
     return tree_map(lambda one: one.again() if isinstance(one, Kept | Summed) else one, note)

@@ -39,7 +39,7 @@ def cut_examples(
     return tuple(counts)
 
 
-def enough_examples(shares: Shares) -> int:
+def compute_enough_examples(shares: Shares) -> int:
     """Return a batch size per data rank with which `cut_examples` gives every rank an example."""
     return math.ceil(Fraction(sum(share // min(shares) for share in shares), len(shares)))
 
@@ -51,7 +51,7 @@ def enough_examples(shares: Shares) -> int:
 WORTH, LOOKS, READINGS = 1.1, 2, 3
 
 
-def shares_of(seconds: Sequence[float]) -> Shares:
+def compute_shares_of(seconds: Sequence[float]) -> Shares:
     """Return the shares of ranks that take so many seconds for an example, in two digits: noise moves no example."""
     return tuple(Fraction(f"{min(seconds) / one:.2f}") or Fraction(1, 100) for one in seconds)
 
@@ -83,7 +83,7 @@ class Speeds:
         if min(seconds) <= 0:
             return None
         medians = self.medians
-        now, found = cut_examples(examples, shares, 1), shares_of(medians)
+        now, found = cut_examples(examples, shares, 1), compute_shares_of(medians)
         free, then = (cut_examples(examples, found, 1, limit) for limit in (None, most))
         if then != free:  # these shares cut this batch so, and others in proportion
             found = tuple(map(Fraction, then))
@@ -130,7 +130,7 @@ class SharesOfPass:
     def draw(self) -> Shares:
         """Return the shares of the next micro-step to be drawn."""
         self.drawn += 1
-        return self._at(self.drawn - 1)
+        return self._find_at(self.drawn - 1)
 
     def take(self, skipped: int) -> None:
         """The next micro-step is trained on.
@@ -138,12 +138,12 @@ class SharesOfPass:
         Args:
             skipped: micro-steps at the beginning of the pass that are drawn and not trained on.
         """
-        self.in_hand = self._at(skipped + self.taken)
+        self.in_hand = self._find_at(skipped + self.taken)
         self.taken += 1
 
     def change(self, begin: int, shares: Shares) -> None:
         """These shares hold from the micro-step `begin` on."""
         self._changes.append((begin, shares))
 
-    def _at(self, micro_step: int) -> Shares:
+    def _find_at(self, micro_step: int) -> Shares:
         return next(shares for begin, shares in reversed(self._changes) if begin <= micro_step)

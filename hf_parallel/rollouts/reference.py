@@ -25,8 +25,8 @@ import torch
 import torch.distributed as dist
 
 from hf_parallel.checkpoint.hub_format import Entry
-from hf_parallel.checkpoint.weights import in_buckets
-from hf_parallel.checkpoint.writers import as_bytes
+from hf_parallel.checkpoint.weights import make_buckets
+from hf_parallel.checkpoint.writers import view_as_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -57,15 +57,15 @@ class Channel:
     def send(self, tensors: Iterable[torch.Tensor]) -> None:
         """In the order in which they were announced; no more than a bucket is held."""
         try:
-            for bucket in in_buckets(tensors, BUCKET):
-                self._broadcast(torch.cat([as_bytes(tensor.cpu()) for tensor in bucket]))
+            for bucket in make_buckets(tensors, BUCKET):
+                self._broadcast(torch.cat([view_as_bytes(tensor.cpu()) for tensor in bucket]))
         except BaseException:  # as when a rank that has a part is lost: the server must not wait for the rest
             self.group = self.store = None  # closes the connection
             raise
 
     def receive(self, announced: Iterable[Entry]) -> Iterator[tuple[str, torch.Tensor]]:
         """Receive tensors one by one."""
-        for bucket in in_buckets(announced, BUCKET):
+        for bucket in make_buckets(announced, BUCKET):
             data = torch.empty(sum(one.nbytes for one in bucket), dtype=torch.uint8)
             self._broadcast(data)
             for one, part in zip(bucket, data.split([one.nbytes for one in bucket]), strict=True):
@@ -77,7 +77,7 @@ class Channel:
         self.group.broadcast([data], options).wait()
 
 
-def address_towards(host: str | None) -> str:
+def find_address_towards(host: str | None) -> str:
     """Return the address of this machine that `host` can be reached from."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
@@ -115,7 +115,7 @@ class Reference:
             "/reference": lambda asked: self.facts(),
             "/log_probs": self.score,
         }
-        self._known = functools.lru_cache(_KEPT)(self._scored)
+        self._known = functools.lru_cache(_KEPT)(self._score_rows)
 
     def facts(self) -> Facts:
         """Return the facts that the trainer compares with its policy."""
@@ -127,7 +127,7 @@ class Reference:
         with self.lock:
             return {"log_probs": self._known(json.dumps(asked, sort_keys=True))}
 
-    def _scored(self, text: str) -> str:
+    def _score_rows(self, text: str) -> str:
         asked, device = json.loads(text), self.model.device
         ids, mask, labels = (torch.tensor(asked[key], device=device) for key in ("input_ids", "mask", "labels"))
         labels = labels[:, 1:]
@@ -142,11 +142,11 @@ class Reference:
             if dtype is not None:
                 autocast = torch.autocast(self.model.device.type, getattr(torch, dtype))
             with torch.no_grad(), autocast:
-                found = [self._rows(i, m, t, first, asked["temperature"]) for i, m, t in zip(*parts, strict=True)]
+                found = [self._make_rows(i, m, t, first, asked["temperature"]) for i, m, t in zip(*parts, strict=True)]
             scores[:, first:] = torch.cat(found)
         return base64.b64encode(scores.float().cpu().contiguous().numpy().tobytes()).decode()
 
-    def _rows(
+    def _make_rows(
         self, ids: torch.Tensor, mask: torch.Tensor, labels: torch.Tensor, first: int, temperature: float
     ) -> torch.Tensor:
         wanted: dict[str, object] = {"use_cache": False}
@@ -158,12 +158,12 @@ class Reference:
         return chosen.masked_fill(labels == IGNORED, 0)
 
 
-def from_text(text: str, shape: tuple[int, int]) -> torch.Tensor:
+def decode_scores(text: str, shape: tuple[int, int]) -> torch.Tensor:
     """Return the numbers of such a text."""
     return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.float32).view(shape)
 
 
-def ask(address: str, route: str, timeout: float, told: dict[str, object] | None = None) -> dict:
+def ask_server(address: str, route: str, timeout: float, told: dict[str, object] | None = None) -> dict:
     """Return the answer of a server of this package.
 
     Args:

@@ -73,7 +73,7 @@ class Engine:
             prompts = [prompts]
         ids = [self.tokenizer(one)["input_ids"] if isinstance(one, str) else one for one in prompts]
         found = self._generate(ids, asked)
-        return {"choices": [_choice(i, *one) for i, one in enumerate(found)]}
+        return {"choices": [_make_choice_entry(i, *one) for i, one in enumerate(found)]}
 
     def chat(self, asked: dict) -> dict:
         """Return `n` completions of one conversation, which is rendered here."""
@@ -87,7 +87,7 @@ class Engine:
         )["input_ids"]
         wanted = asked.get("top_logprobs") if asked.get("logprobs") else None
         found = self._generate([ids], {**asked, "logprobs": wanted})
-        return {"prompt_token_ids": ids, "choices": [_choice(i, *one) for i, one in enumerate(found)]}
+        return {"prompt_token_ids": ids, "choices": [_make_choice_entry(i, *one) for i, one in enumerate(found)]}
 
     def _generate(self, prompts: list[list[int]], asked: dict) -> list[tuple]:
         unknown = sorted(asked.keys() - _SAMPLING - _OTHERS)
@@ -102,15 +102,15 @@ class Engine:
         seed = asked.get("seed")
         with self.lock, torch.no_grad():
             if seed is None:
-                return self._draw(prompts, asked)
+                return self._draw_tokens(prompts, asked)
             found = []
             for prompt in prompts:  # a seed belongs to a prompt, whatever else is asked for beside it
                 torch.manual_seed(seed)
-                found += self._draw([prompt], asked)
+                found += self._draw_tokens([prompt], asked)
             return found
 
-    def _draw(self, prompts: list[list[int]], asked: dict) -> list[tuple]:
-        config = self._settings(asked)
+    def _draw_tokens(self, prompts: list[list[int]], asked: dict) -> list[tuple]:
+        config = self._read_settings(asked)
         rows = [prompt for prompt in prompts for _ in range(asked.get("n") or 1)]
         longest = max(map(len, rows))
         device = self.model.device
@@ -121,13 +121,13 @@ class Engine:
         scores = [step.float().log_softmax(-1) for step in drawn.scores]
         chosen = torch.stack([s.gather(1, t[:, None])[:, 0] for s, t in zip(scores, tokens.T, strict=True)], 1)
         wanted = asked.get("logprobs") is not None
-        ends = [_length(row, config.eos_token_id) for row in tokens.tolist()]
+        ends = [_count_length(row, config.eos_token_id) for row in tokens.tolist()]
         return [
             (row, tokens[i, :end].tolist(), chosen[i, :end].tolist() if wanted else None)
             for i, (row, end) in enumerate(zip(rows, ends, strict=True))
         ]
 
-    def _settings(self, asked: dict) -> GenerationConfig:
+    def _read_settings(self, asked: dict) -> GenerationConfig:
         own, temperature = self.model.generation_config, asked.get("temperature", 1.0)
         end = own.eos_token_id if own.eos_token_id is not None else self.tokenizer.eos_token_id
         padding = own.pad_token_id if own.pad_token_id is not None else self.tokenizer.pad_token_id
@@ -175,13 +175,13 @@ class Engine:
         return own is not None and tuple(own.shape) == one.shape
 
 
-def _length(row: list[int], ends: int | list[int]) -> int:
+def _count_length(row: list[int], ends: int | list[int]) -> int:
     """Return the length up to and with the first token that ends it."""
     stops = set(ends) if isinstance(ends, list) else {ends}
     return next((place + 1 for place, token in enumerate(row) if token in stops), len(row))
 
 
-def _choice(index: int, prompt: list[int], tokens: list[int], logprobs: list[float] | None) -> dict:
+def _make_choice_entry(index: int, prompt: list[int], tokens: list[int], logprobs: list[float] | None) -> dict:
     told = None
     if logprobs is not None:
         names = [f"token_id:{token}" for token in tokens]
@@ -226,15 +226,15 @@ class _Handler(BaseHTTPRequestHandler):
 
 def load(name: str, dtype: str = "auto") -> Engine:
     """Load the model of a folder or a Hub id, on the GPU, if there is one."""
-    return Engine(name, _model(name, dtype), AutoTokenizer.from_pretrained(name))
+    return Engine(name, _load_model(name, dtype), AutoTokenizer.from_pretrained(name))
 
 
 def load_reference(name: str, dtype: str = "auto") -> Reference:
     """Load such a model to give log-probabilities of the tokens it is sent."""
-    return Reference(name, _model(name, dtype))
+    return Reference(name, _load_model(name, dtype))
 
 
-def _model(name: str, dtype: str) -> PreTrainedModel:
+def _load_model(name: str, dtype: str) -> PreTrainedModel:
     model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
     return model.to(torch.accelerator.current_accelerator()) if torch.accelerator.is_available() else model
 

@@ -58,10 +58,12 @@ def script(spec: str | None, out: str, folder: str, slow_from: int, settings: tu
     """
     with pytest.MonkeyPatch.context() as patch:
         rank = int(os.environ.get("RANK", "0"))
-        patch.setattr(auto_shares, "product_rate", lambda device: 0.7 if rank == 3 and slow_from < 0 else 0.95)
+        patch.setattr(auto_shares, "measure_product_rate", lambda device: 0.7 if rank == 3 and slow_from < 0 else 0.95)
         if slow_from == NEVER:
-            peak = meter.memory(torch.device("cpu"))[0]
-            patch.setattr(auto_shares, "memory_of_rank", lambda device: (0.0, peak * (0.7 if rank == 3 else 100)))
+            peak = meter.measure_memory(torch.device("cpu"))[0]
+            patch.setattr(
+                auto_shares, "measure_memory_of_rank", lambda device: (0.0, peak * (0.7 if rank == 3 else 100))
+            )
         ranks = activate(spec)
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
         cuts = Cuts()

@@ -45,26 +45,26 @@ def build(spec: str):
 
 
 def save(model, optimizer, folder: str, size: str) -> None:
-    from hf_parallel.checkpoint import save_optimizer
+    from hf_parallel.checkpoint import save_optimizer_state
 
     model.save_pretrained(folder, max_shard_size=size)
-    save_optimizer(model, optimizer, model._hf_parallel.mesh, folder, max_shard_size=size)
+    save_optimizer_state(model, optimizer, model._hf_parallel.mesh, folder, max_shard_size=size)
 
 
 def write_sources(initial: str, root: str, spec: str) -> None:
     """Read what one process has made, and save it in both formats."""
-    from hf_parallel.checkpoint import load_optimizer, load_weights, writers
+    from hf_parallel.checkpoint import load_optimizer_state, load_weights, writers
 
     model, optimizer = build(spec)
     load_weights(model, initial)
-    load_optimizer(model, optimizer, initial, [groups()])
+    load_optimizer_state(model, optimizer, initial, [groups()])
     for name, size in FORMATS.items():
         writers.LONG = 1 << 20 if name == "consolidated" else 1  # one writer for each tensor; each rank its own rows
         save(model, optimizer, f"{root}/{spec_id(spec)}-{name}", size)
 
 
 def read_sources(root: str, out: str, spec: str) -> None:
-    from hf_parallel.checkpoint import load_optimizer, load_weights
+    from hf_parallel.checkpoint import load_optimizer_state, load_weights
 
     model, optimizer = build(spec)
     for source, name in itertools.product(LAYOUTS, FORMATS):
@@ -74,7 +74,7 @@ def read_sources(root: str, out: str, spec: str) -> None:
                 parameter.fill_(float("nan"))
         load_weights(model, folder)
         places = memory(optimizer)
-        load_optimizer(model, optimizer, folder)
+        load_optimizer_state(model, optimizer, folder)
         assert memory(optimizer) == places  # no second copy beside the state that was there
         save(model, optimizer, f"{out}/{spec_id(source)}-{name}", "50GB")
 
@@ -106,7 +106,7 @@ def made_by_one_process(folder: str) -> None:
 
 def write_from_two_hosts(initial: str, out: str, spec: str, blind: tuple[int, ...]) -> int:
     """Save while some ranks do not see the folder; returns how many bytes this rank has written."""
-    from hf_parallel.checkpoint import load_optimizer, load_weights, writers
+    from hf_parallel.checkpoint import load_optimizer_state, load_weights, writers
 
     rank, written, access, pwrite = torch.distributed.get_rank(), [], os.access, os.pwrite
     os.access = lambda path, mode: rank not in blind and access(path, mode)
@@ -114,7 +114,7 @@ def write_from_two_hosts(initial: str, out: str, spec: str, blind: tuple[int, ..
     writers.LONG = 1
     model, optimizer = build(spec)
     load_weights(model, initial)
-    load_optimizer(model, optimizer, initial, [groups()])
+    load_optimizer_state(model, optimizer, initial, [groups()])
     save(model, optimizer, out, "50GB")
     return sum(written)
 

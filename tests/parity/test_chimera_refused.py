@@ -7,7 +7,7 @@ from transformers import Trainer
 
 from hf_parallel.ask.config import ParallelConfig
 from hf_parallel.ask.spec import SpecError
-from hf_parallel.axes.pipeline.schedules import choose_schedule, micro_batch_count
+from hf_parallel.axes.pipeline.schedules import choose_schedule, count_micro_batches
 from hf_parallel.hooks.trainer import joint_steps
 from hf_parallel.plans.examine import examine
 from tests import models
@@ -77,8 +77,8 @@ def test_speeds_of_ranks(split):
 def test_batches_that_do_not_halve(rows, works):
     config = ParallelConfig.parse(f"pp=4,dp_shard=1,{CHIMERA}")
     with pytest.raises(SpecError, match=f"a batch of {rows} rows .* {works} works"):
-        micro_batch_count(rows, config)
-    assert micro_batch_count(works, config) == works
+        count_micro_batches(rows, config)
+    assert count_micro_batches(works, config) == works
 
 
 @pytest.mark.parametrize("count", [4, 8, 16, 64])

@@ -12,10 +12,10 @@ import torch
 from hf_parallel.ask.config import SpecError
 from hf_parallel.axes.attention import axis as kernels_of_packages
 from hf_parallel.axes.context import flash
-from hf_parallel.axes.context.attention import _dense, _visible
+from hf_parallel.axes.context.attention import _attend_densely, _make_visibility_mask
 from hf_parallel.axes.context.kernels import Scores
 from hf_parallel.axes.context.layout import Layout, Ring, Shape
-from hf_parallel.axes.context.packs import unpacked_rows
+from hf_parallel.axes.context.packs import make_unpacked_rows
 from hf_parallel.axes.context.ring import RingAttention
 from tests.context import all_steps, differences
 from tests.distributed import run, run_alone
@@ -32,7 +32,7 @@ CASES = {
 @contextlib.contextmanager
 def packages():
     """As if both were installed, on a GPU that has what they need."""
-    with standing_in(), mock.patch.object(kernels_of_packages, "_lacks", return_value=None):
+    with standing_in(), mock.patch.object(kernels_of_packages, "_find_missing_feature", return_value=None):
         yield
 
 
@@ -94,7 +94,7 @@ PACKAGES = {"auto": "torch", "flash_attention_2": "flash_attn", "flash_attention
 
 def blocks(kernel, window, device):
     """Relative gaps of outputs and gradients in 16 bits to a matrix of scores: packs, windows, grouped keys, sinks."""
-    row = dataclasses.replace(unpacked_rows(1, 33)[0], lengths=(5, 11, 2, 14, 1))
+    row = dataclasses.replace(make_unpacked_rows(1, 33)[0], lengths=(5, 11, 2, 14, 1))
     layout, high = Layout([row] * 2, Shape(1, 1), 33), float("inf") if window is None else window - 1
     generator = torch.Generator().manual_seed(0)
     made = [torch.randn(2, heads, 33, 64, generator=generator).to(device).bfloat16() for heads in (4, 2, 2)]
@@ -102,8 +102,8 @@ def blocks(kernel, window, device):
     *inputs, sinks = (t.clone().requires_grad_() for t in made)
     *wide, wide_sinks = (t.float().clone().requires_grad_() for t in made)
     ours = RingAttention.apply(*inputs, sinks, Scores(0.125), Ring(layout, None, 0, high, kernel=kernel))
-    hidden = ~_visible(layout, 0, high, torch.device(device))
-    theirs = _dense(*wide, hidden, 0.0, 0.125, None, wide_sinks)
+    hidden = ~_make_visibility_mask(layout, 0, high, torch.device(device))
+    theirs = _attend_densely(*wide, hidden, 0.0, 0.125, None, wide_sinks)
     ours.sum().backward()
     theirs.sum().backward()
     grads = ((a.grad, b.grad) for a, b in zip([*inputs, sinks], [*wide, wide_sinks], strict=True))

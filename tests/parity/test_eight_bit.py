@@ -51,16 +51,16 @@ def test_resumes(ended, runs, tmp_path, source, spec):
 def test_codes_survive(signed):
     """Blocks with extremes of either sign, a last one that is not full, and one of zeros."""
     functional = pytest.importorskip("bitsandbytes.functional")
-    from hf_parallel.checkpoint.resume import _codes, plain_slots
+    from hf_parallel.checkpoint.resume import _encode_values, decode_slots
 
     table = functional.create_dynamic_map(signed=signed)
     torch.manual_seed(0)
     values = torch.randn(5, 203) * torch.logspace(-6, 0, 5)[:, None]
     values[2] = 0
-    codes, largest = _codes(values if signed else values.square(), table)
+    codes, largest = _encode_values(values if signed else values.square(), table)
     slots = {"step": 3, "state1": codes, "qmap1": table, "absmax1": largest}
-    again, factors = _codes(plain_slots(slots)["state1"], table)
+    again, factors = _encode_values(decode_slots(slots)["state1"], table)
     assert torch.equal(again, codes)
     torch.testing.assert_close(factors, largest, rtol=3e-7, atol=0)
     expected = functional.dequantize_blockwise(codes, absmax=largest, code=table, blocksize=256)
-    torch.testing.assert_close(plain_slots(slots)["state1"], expected)
+    torch.testing.assert_close(decode_slots(slots)["state1"], expected)

@@ -37,13 +37,13 @@ def trained(name: str, spec: str | None) -> dict[str, Any]:
     """Losses, norms and weights of two steps, and the share that was dropped."""
     import hf_parallel
     from hf_parallel.axes.experts.balance import load_of
-    from hf_parallel.model.experts import expert_facts, named_experts
+    from hf_parallel.model.experts import iterate_experts, read_expert_facts
 
     model, ranks, place, found = models.build(name), 1, 0, list[tuple[int, int]]()
     model.train()
     if spec is None:
-        for _, module in named_experts(model):
-            module.register_forward_pre_hook(functools.partial(dropping, expert_facts(module).count, found))
+        for _, module in iterate_experts(model):
+            module.register_forward_pre_hook(functools.partial(dropping, read_expert_facts(module).count, found))
     else:
         hf_parallel.parallelize(model, f"{spec},expert_capacity_factor={FACTOR}")
         mesh = model._hf_parallel.mesh

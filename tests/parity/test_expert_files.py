@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from hf_parallel.checkpoint.export import export
+from hf_parallel.checkpoint.export import export_checkpoint
 from tests import models
 from tests.distributed import run, run_alone
 from tests.parity.test_lora_weights import EXPERTS, ROUTER, merged
@@ -36,7 +36,7 @@ def test_adapters_merged_and_exported(runs, tmp_path, model, spec):
         assert (off - without).abs().max() < 1e-4  # fp32, on logits of size ~10
         assert all((ours - theirs).abs().max() < 1e-4 for ours, theirs in zip(found, results, strict=True))
     none(weight_differences(f"{many}/merged", f"{one}/merged", 1e-6))
-    run_alone(export, f"{many}/adapter", str(tmp_path / "exported"), None, True, initial)
+    run_alone(export_checkpoint, f"{many}/adapter", str(tmp_path / "exported"), None, True, initial)
     none(weight_differences(str(tmp_path / "exported"), f"{one}/merged", 1e-6))
 
 
@@ -56,7 +56,7 @@ def test_goes_on_from_ep(runs, tmp_path, later):
     ended = trained(later, {"folder": folder, "out": str(tmp_path / "later"), "resume": stopped})[0]
     found = log_differences(ended, first, range(STOP + 1, STEPS + 1), 1e-4)  # two more AdamW steps
     none([*found, *checkpoint_differences(f"{ended.folder}/checkpoint-{STOP}", stopped, models.build("mixtral"))])
-    run_alone(export, stopped, str(tmp_path / "model"), torch.bfloat16)
+    run_alone(export_checkpoint, stopped, str(tmp_path / "model"), torch.bfloat16)
     ours, theirs = weights(str(tmp_path / "model")), weights(stopped)
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name].bfloat16()) for name in ours)

@@ -134,10 +134,10 @@ def test_adapters(runs, spec, model):
 def stored_here(spec: str) -> tuple[int, int]:
     """Numbers that this rank stores: of experts, and of all parameters."""
     from hf_parallel import parallelize
-    from hf_parallel.ranks.mesh import stored
+    from hf_parallel.ranks.mesh import get_stored
 
     model = parallelize(models.build("mixtral"), spec)
-    sizes = {name: stored(parameter).numel() for name, parameter in model.named_parameters()}
+    sizes = {name: get_stored(parameter).numel() for name, parameter in model.named_parameters()}
     return sum(size for name, size in sizes.items() if ".experts." in name), sum(sizes.values())
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from transformers import TrainerCallback
 
-from hf_parallel.ranks.mesh import stored
+from hf_parallel.ranks.mesh import get_stored
 from tests.distributed import RankFailure, run, run_alone
 from tests.resuming import train
 from tests.training import activate, axes, close
@@ -57,7 +57,7 @@ class Fault:
 def training(spec, folder, out, change, **more):
     activate(spec)
     ended, trainer = train(folder, out, axes(spec)["data_ranks"], change=change, **SHORT, **more)
-    finite = all(bool(torch.isfinite(stored(parameter)).all()) for parameter in trainer.model.parameters())
+    finite = all(bool(torch.isfinite(get_stored(parameter)).all()) for parameter in trainer.model.parameters())
     return ended.logs, finite, hook_count(trainer.model, "act_fn")
 
 
@@ -210,7 +210,7 @@ class Spoiler(TrainerCallback):
         if state.global_step == BAD_STEP - 1 and dist.get_rank() == 1:
             name, weight = next((n, p) for n, p in model.named_parameters() if "layers.3.mlp.up_proj" in n)
             with torch.no_grad():
-                stored(weight).view(-1)[3] = math.inf
+                get_stored(weight).view(-1)[3] = math.inf
 
 
 def test_a_weight(runs, capfd, tmp_path):

@@ -38,11 +38,11 @@ def test_experts_that_data_ranks_balance_apart_are_told():
     """Their auxiliary loss is not linear in the rows."""
     from types import SimpleNamespace
 
-    from hf_parallel.hooks.report import _inexact
+    from hf_parallel.hooks.report import _list_inexact_numbers
 
     model = SimpleNamespace(config=SimpleNamespace(output_router_logits=True))
     trainer = SimpleNamespace(model=model, can_return_loss=True)
-    balance, contrast = _inexact(trainer, data_ranks=2)
+    balance, contrast = _list_inexact_numbers(trainer, data_ranks=2)
     assert "balances experts" in balance
     assert "compares its own only" in contrast
-    assert not _inexact(trainer, data_ranks=1)
+    assert not _list_inexact_numbers(trainer, data_ranks=1)

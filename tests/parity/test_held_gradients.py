@@ -36,7 +36,7 @@ def expected(tied):
 def accumulated(specs):
     """Per spec: what a second step reduced, in whole models of this rank, and the largest error of a gradient."""
     import hf_parallel
-    from hf_parallel.axes.data.gradients import before_the_last
+    from hf_parallel.axes.data.gradients import run_before_the_last
 
     found = []
     for spec, tied in specs:
@@ -48,7 +48,7 @@ def accumulated(specs):
             with CountCollectives() as counted:
                 for i, (tokens, weight) in enumerate(batches(state.mesh.data_rank)):
                     more = i < len(STEPS) - 1
-                    with before_the_last(state.root, state.config) if more else contextlib.nullcontext():
+                    with run_before_the_last(state.root, state.config) if more else contextlib.nullcontext():
                         (model(input_ids=tokens, labels=tokens).loss * weight).backward()
         known = expected(tied)
         errors = [

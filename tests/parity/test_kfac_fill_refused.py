@@ -13,7 +13,7 @@ from hf_parallel.hooks.trainer import fill_steps
 from hf_parallel.planner.candidates import to_layout
 from hf_parallel.planner.dryrun import dry_run
 from hf_parallel.planner.layout import Job
-from hf_parallel.planner.memory import memory_of_ranks
+from hf_parallel.planner.memory import predict_memory_of_ranks
 from hf_parallel.planner.pipeline import make_stages
 from hf_parallel.planner.shape import shape_of
 from tests import models
@@ -65,7 +65,7 @@ def start(spec: str, out: str, kind: type[Trainer], changes: dict, options: dict
     trainer = kind(model=models.build(name), args=arguments, train_dataset=Rows(8, 3), **options)
     if late:  # on CPUs it is refused before, with any layout
         vars(trainer.args).update(late)
-        fill_steps.check_trainer(trainer)
+        fill_steps.check_trainer_for_fill(trainer)
 
 
 class OwnStep(Trainer):
@@ -122,7 +122,7 @@ def test_memory_is_planned():
 
     def curvature(spec):
         layout = to_layout(ParallelConfig.parse(f"pp=2,dp_shard=1{spec}").resolve(2))
-        memories = memory_of_ranks(make_stages(shape, layout, job), layout, job)
+        memories = predict_memory_of_ranks(make_stages(shape, layout, job), layout, job)
         return [memory.kinds.get("curvature") for memory in memories]
 
     modules = models.build("llama").model.layers[:2].modules()

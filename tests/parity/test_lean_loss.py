@@ -8,10 +8,10 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 from hf_parallel import clip_grad_norm, parallelize
 from hf_parallel.axes import chunked_loss
-from hf_parallel.axes.chunked_loss import fewest_tokens
+from hf_parallel.axes.chunked_loss import compute_fewest_tokens
 from hf_parallel.axes.tensor import lean_loss
 from hf_parallel.axes.tensor.vocab_parallel import Scaling
-from hf_parallel.model.calls import unread_logits
+from hf_parallel.model.calls import note_unread_logits
 from tests import loops, models
 from tests.activations import Alive
 from tests.distributed import run, run_alone
@@ -25,8 +25,8 @@ CASES += [("gemma2", "dp_shard=2"), ("gemma2", "tp=2"), ("command_r", "dp_shard=
 
 def trained(spec: str | None, model: str, reads: bool) -> tuple[list[float], int]:
     """Losses of steps that move the weights, what the logits say on the way, and how many losses were lean."""
-    lean_loss.tokens_of_chunk, calls, real = lambda *_: 16, [], lean_loss._of_source
-    lean_loss._of_source = lambda *given: (calls.append(given), real(*given))[1]
+    lean_loss.count_tokens_of_chunk, calls, real = lambda *_: 16, [], lean_loss._compute_loss_of_source
+    lean_loss._compute_loss_of_source = lambda *given: (calls.append(given), real(*given))[1]
     built = models.build(model).train()
     if spec:
         parallelize(built, f"{spec},lean_loss=true")
@@ -63,7 +63,7 @@ SIDES = ((8, 33), (2, 9))
 
 def on_both_sides(spec: str | None, labelled: bool) -> list[list[float]]:
     """Losses and norms of three steps whose batches have 264 and 18 tokens, and as many targets."""
-    lean_loss.fewest_tokens, rank = lambda *_: 100, dist.get_rank() if spec else None
+    lean_loss.compute_fewest_tokens, rank = lambda *_: 100, dist.get_rank() if spec else None
     model = models.build("llama").train()
     if spec:
         parallelize(model, spec)
@@ -106,9 +106,9 @@ def test_data_ranks_on_both_sides_of_the_threshold(labelled):
 
 def unread(spec: str | None, reader: str) -> tuple[list[float], list[float], int]:
     """Losses where nobody reads logits but hooks of the script, what those read, and how many losses were lean."""
-    lean_loss.tokens_of_chunk, lean_loss.fewest_tokens = lambda *_: 11, lambda *_: 1
-    calls, real = [], lean_loss._of_source
-    lean_loss._of_source = lambda *given: (calls.append(given), real(*given))[1]
+    lean_loss.count_tokens_of_chunk, lean_loss.compute_fewest_tokens = lambda *_: 11, lambda *_: 1
+    calls, real = [], lean_loss._compute_loss_of_source
+    lean_loss._compute_loss_of_source = lambda *given: (calls.append(given), real(*given))[1]
     built, seen = models.build("llama").train(), list[float]()
     if spec:
         parallelize(built, spec)
@@ -125,7 +125,7 @@ def unread(spec: str | None, reader: str) -> tuple[list[float], list[float], int
         built.lm_head.register_forward_hook(norm)
     elif reader == "changes":
         built.lm_head.register_forward_hook(lambda _, args, output: output * 2 + 1)
-    with unread_logits():
+    with note_unread_logits():
         return loops.losses(built, loops.rows(2, 4, 33)), seen, len(calls)
 
 
@@ -142,8 +142,8 @@ def test_hooks_of_the_head(spec, reader):
 
 def left_to_loops(spec: str) -> int:
     """How many losses of a loop written by hand are lean, which reads logits after its optimizer's step."""
-    lean_loss.fewest_tokens, calls, real = lambda *_: 1, [], lean_loss._of_source
-    lean_loss._of_source = lambda *given: (calls.append(given), real(*given))[1]
+    lean_loss.compute_fewest_tokens, calls, real = lambda *_: 1, [], lean_loss._compute_loss_of_source
+    lean_loss._compute_loss_of_source = lambda *given: (calls.append(given), real(*given))[1]
     model = models.build("llama").train()
     parallelize(model, spec)
     batch = loops.rows(4, 33)
@@ -171,7 +171,7 @@ def test_which_loops_are_lean(spec, lean):
 
 def test_from_how_many_tokens_it_pays():
     """Whole logits need less where a head's gradient, kept from the forward on, is larger than they are."""
-    assert [fewest_tokens(4096, *how) for how in ((True, 2, False), (False, 2, False), (True, 2, True))] == [
+    assert [compute_fewest_tokens(4096, *how) for how in ((True, 2, False), (False, 2, False), (True, 2, True))] == [
         2390,
         513,
         7168,
@@ -199,7 +199,7 @@ def of_loss(
 @pytest.mark.parametrize("scaling", [Scaling(), Scaling(scale=0.3), Scaling(softcap=2.0, scale=0.5)])
 @pytest.mark.parametrize("bias", [False, True])
 def test_gradients_are_exact(monkeypatch, scaling, bias):
-    monkeypatch.setattr(lean_loss, "tokens_of_chunk", lambda *_: 7)
+    monkeypatch.setattr(lean_loss, "count_tokens_of_chunk", lambda *_: 7)
     exact = of_loss(False, torch.float32, scaling, bias)
     for ours, theirs in zip(of_loss(True, torch.float32, scaling, bias), exact, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
@@ -207,7 +207,7 @@ def test_gradients_are_exact(monkeypatch, scaling, bias):
 
 def test_bf16_is_no_worse_than_plain(monkeypatch):
     """Both against fp32 on the same rounded numbers; weights' gradients are summed in fp32 here."""
-    monkeypatch.setattr(lean_loss, "tokens_of_chunk", lambda *_: 7)
+    monkeypatch.setattr(lean_loss, "count_tokens_of_chunk", lambda *_: 7)
     exact = of_loss(False, torch.float32, Scaling(), False, rounded=torch.bfloat16)
 
     def off(lean: bool) -> list[float]:
@@ -238,7 +238,7 @@ def test_memory_grows_with_the_chunk(monkeypatch):
     assert peak(True, 4096, 131072) <= peak(False, 4096, 131072) / 16
     assert peak(True, 8192, 131072) <= 1.05 * peak(True, 4096, 131072)  # not with the tokens
     half = peak(True, 4096, 131072)
-    monkeypatch.setattr(lean_loss, "tokens_of_chunk", lambda *_: 2 * chunked_loss.CHUNK)
+    monkeypatch.setattr(lean_loss, "count_tokens_of_chunk", lambda *_: 2 * chunked_loss.CHUNK)
     assert peak(True, 4096, 131072) == pytest.approx(2 * half, rel=0.1)
 
 

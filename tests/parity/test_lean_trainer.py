@@ -15,16 +15,16 @@ from tests.training import BF16, Script, Tolerance, axes, differences, none, spe
 @pytest.fixture
 def lean(monkeypatch, tmp_path):
     """How often ranks have computed head and loss in chunks so far."""
-    calls, real = tmp_path / "calls", lean_loss._of_source
+    calls, real = tmp_path / "calls", lean_loss._compute_loss_of_source
 
     def counted(*given):
         with calls.open("a") as file:
             file.write("x")
         return real(*given)
 
-    monkeypatch.setattr(lean_loss, "tokens_of_chunk", lambda *_: 11)
-    monkeypatch.setattr(lean_loss, "fewest_tokens", lambda *_: 1)
-    monkeypatch.setattr(lean_loss, "_of_source", counted)
+    monkeypatch.setattr(lean_loss, "count_tokens_of_chunk", lambda *_: 11)
+    monkeypatch.setattr(lean_loss, "compute_fewest_tokens", lambda *_: 1)
+    monkeypatch.setattr(lean_loss, "_compute_loss_of_source", counted)
     return lambda: len(calls.read_text()) if calls.exists() else 0
 
 

@@ -9,8 +9,8 @@ import torch
 from hf_parallel import clip_grad_norm, full_state_dict, parallelize
 from hf_parallel.ask.config import ParallelConfig, SpecError
 from hf_parallel.axes.data import host_step
-from hf_parallel.model.anatomy import transformer_blocks
-from hf_parallel.ranks.mesh import coordinates, data_rank
+from hf_parallel.model.anatomy import list_transformer_blocks
+from hf_parallel.ranks.mesh import compute_coordinates, compute_data_rank
 from tests import models
 from tests.distributed import RankFailure, run, run_alone
 
@@ -22,7 +22,7 @@ def train(spec: str | None, kind: str = "llama") -> dict:
     model = models.build(kind).train()
     rank = int(os.environ.get("RANK", "0"))
     config = None if spec is None else ParallelConfig.parse(spec).resolve(int(os.environ["WORLD_SIZE"]))
-    ranks, place = (1, 0) if config is None else (config.data_parallel_size, data_rank(config, rank))
+    ranks, place = (1, 0) if config is None else (config.data_parallel_size, compute_data_rank(config, rank))
     with pytest.MonkeyPatch.context() as patch:
         found: dict = {"losses": [], "norms": [], "layers": 0, "host": 0}
         own = host_step.HostStep.step
@@ -37,7 +37,7 @@ def train(spec: str | None, kind: str = "llama") -> dict:
         patch.setattr(host_step.HostStep, "step", step_on_host)
         if spec:
             parallelize(model, spec)
-        layer = next(layer for layer in transformer_blocks(model) if any(True for _ in layer.parameters()))
+        layer = next(layer for layer in list_transformer_blocks(model) if any(True for _ in layer.parameters()))
         layer.mlp.register_forward_pre_hook(count)  # a layer runs again inside of its own call
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         generator = torch.Generator().manual_seed(5)
@@ -51,7 +51,7 @@ def train(spec: str | None, kind: str = "llama") -> dict:
             optimizer.step()
             optimizer.zero_grad()
     whole = full_state_dict(model) if spec else model.state_dict()
-    found["place"] = {} if config is None else coordinates(config, rank)
+    found["place"] = {} if config is None else compute_coordinates(config, rank)
     found["weights"] = {name: getattr(value, "full_tensor", lambda v=value: v)() for name, value in whole.items()}
     return found
 

@@ -43,13 +43,13 @@ def cut_everything(model: torch.nn.Module, mesh, pack=None) -> torch.nn.Module:
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    from hf_parallel.model.anatomy import packed_order
+    from hf_parallel.model.anatomy import make_packed_order
 
     for number, (key, parameter) in enumerate(list(model.named_parameters())):
         owner, _, name = key.rpartition(".")
         module, dim = model.get_submodule(owner), number % max(parameter.ndim, 1)
         if parameter.ndim and parameter.shape[dim] % 4 == 0:
-            order = packed_order([parameter.shape[dim] // 2] * 2, 2, dim)
+            order = make_packed_order([parameter.shape[dim] // 2] * 2, 2, dim)
             module.stored_orders = {**getattr(module, "stored_orders", {}), name: order}
         if parameter.ndim:
             shard = distribute_tensor(parameter.detach(), mesh["tp"], [Shard(dim)], src_data_rank=None)
@@ -59,7 +59,7 @@ def cut_everything(model: torch.nn.Module, mesh, pack=None) -> torch.nn.Module:
 
 def gathered(spec: str, name: str, folder: str, out: str, cut: Callable | None = None) -> dict[str, dict]:
     """Load under a layout, save, spoil the weights, read them back; rank 0 returns what both ways gave."""
-    from hf_parallel.checkpoint import full_state_dict, load_weights, save_pretrained
+    from hf_parallel.checkpoint import full_state_dict, load_weights, save_pretrained_model
     from hf_parallel.hooks import loading, runtime
 
     activate(spec)
@@ -67,7 +67,7 @@ def gathered(spec: str, name: str, folder: str, out: str, cut: Callable | None =
     model = converted.auto_class(name).from_pretrained(folder)
     mesh = runtime.mesh()
     first = full_state_dict(model, mesh)
-    save_pretrained(model, mesh, out, max_shard_size="50KB")
+    save_pretrained_model(model, mesh, out, max_shard_size="50KB")
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from hf_parallel.checkpoint.export import export
+from hf_parallel.checkpoint.export import export_checkpoint
 from tests.adapters import ATTENTION, logits_while_merging, lora
 from tests.distributed import RankFailure, run, run_alone
 from tests.training import Script, activate, axes, load_model, none, over, weight_differences
@@ -89,7 +89,7 @@ def test_saved_merged_exported(runs, tmp_path, model, spec, targets):
         assert all((ours - theirs).abs().max() < 1e-4 for ours, theirs in zip(found, results, strict=True))
     none(weight_differences(f"{many}/merged", f"{one}/merged", 1e-6))
     assert (run_alone(logits_of, initial, f"{many}/adapter") - results[0]).abs().max() < 1e-4
-    run_alone(export, f"{many}/adapter", str(tmp_path / "exported"), None, True, initial)
+    run_alone(export_checkpoint, f"{many}/adapter", str(tmp_path / "exported"), None, True, initial)
     none(weight_differences(str(tmp_path / "exported"), f"{one}/merged", 1e-6))
 
 

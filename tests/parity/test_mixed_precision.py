@@ -11,8 +11,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_parallel.axes.data.gradients import before_the_last
-from hf_parallel.axes.data.units import groups_of
+from hf_parallel.axes.data.gradients import run_before_the_last
+from hf_parallel.axes.data.units import get_groups_of
 from tests import models
 from tests.counting import CountCollectives
 from tests.distributed import run
@@ -74,7 +74,7 @@ def with_accelerate(spec):
     assert evaluated.logits.dtype == torch.float32
     assert drawn.shape == (ROWS // 2, 8)
     units = (module for module in model.modules() if isinstance(module, FSDPModule))
-    held = [p for unit in units for group in groups_of(unit) for p in group.fsdp_params]
+    held = [p for unit in units for group in get_groups_of(unit) for p in group.fsdp_params]
     assert sum(buffer.untyped_storage().nbytes() for p in held for buffer in p.all_gather_outputs) == 0
     return losses, {kind: count / size for kind, count in counted.whole.items()}
 
@@ -106,7 +106,7 @@ class Casts(TorchDispatchMode):
 def accumulating(model):
     """As Accelerate's `no_sync`."""
     state = model._hf_parallel
-    return before_the_last(state.root, state.config)
+    return run_before_the_last(state.root, state.config)
 
 
 def cast(spec, alone=False, calls=1):
@@ -198,17 +198,19 @@ def test_sharded_models_are_moved_layer_by_layer():
 
 
 def test_checksums_see_every_bit():
-    from hf_parallel.axes.data.parameters import checksum
+    from hf_parallel.axes.data.parameters import compute_checksum
 
     cpu, values = torch.device("cpu"), torch.randn(300_001)
     changed, exchanged = values.clone(), values.clone()
     changed[-1] = torch.nextafter(values[-1], torch.tensor(9.0))
     exchanged[[5, 200_000]] = values[[200_000, 5]]
     kinds = [values, changed, exchanged, values.bfloat16(), values[1:], values > 0, values.new_full((3, 5), torch.nan)]
-    sums = [checksum(kind, cpu).item() for kind in (*kinds, torch.tensor(3), torch.arange(5, dtype=torch.uint8))]
+    sums = [
+        compute_checksum(kind, cpu).item() for kind in (*kinds, torch.tensor(3), torch.arange(5, dtype=torch.uint8))
+    ]
     assert len(set(sums)) == len(sums)
     assert sums == [
-        checksum(kind, cpu).item() for kind in (*kinds, torch.tensor(3), torch.arange(5, dtype=torch.uint8))
+        compute_checksum(kind, cpu).item() for kind in (*kinds, torch.tensor(3), torch.arange(5, dtype=torch.uint8))
     ]
 
 

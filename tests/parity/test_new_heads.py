@@ -20,11 +20,11 @@ CLASSES = 5
 
 def in_order(model: torch.nn.Module) -> torch.nn.Module:
     """Pretend that some weights are packed: MLPs as [gate | up] would be, and the rows of a head reversed."""
-    from hf_parallel.model.anatomy import StoredOrder, packed_order
+    from hf_parallel.model.anatomy import StoredOrder, make_packed_order
 
     for name, module in model.named_modules():
         if name.endswith("gate_proj"):
-            module.stored_orders = {"weight": packed_order([module.out_features // 2] * 2, 2, 0)}
+            module.stored_orders = {"weight": make_packed_order([module.out_features // 2] * 2, 2, 0)}
         if name.endswith("score"):
             module.stored_orders = {"weight": StoredOrder(0, torch.arange(CLASSES).flip(0))}
     return model

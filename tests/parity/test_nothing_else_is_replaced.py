@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hf_parallel.hooks.patches import all_patches
+from hf_parallel.hooks.patches import list_patches
 from tests import patch_list, training
 from tests.distributed import run
 from tests.training import Script, axes
@@ -50,7 +50,7 @@ def changed(spec: str, script: Script, initial: str, out: str) -> list[str]:
     training.train_rank(spec, script, initial, out)
     after = held()
     found = {key for key, value in after.items() if is_ours(value) and value is not before.get(key)}
-    patches = all_patches()
+    patches = list_patches()
     listed = {patch.target for patch in patches} | {row.target for row in patch_list.other_replacements()}
     copied = [after.get(patch.target) for patch in patches if patch.copies]
     return sorted(key for key in found - listed if not any(after[key] is value for value in copied))

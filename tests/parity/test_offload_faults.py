@@ -90,7 +90,7 @@ def test_a_disk_without_room_is_refused_with_the_number(tmp_path, prepared):
         model = hf_parallel.parallelize(Deep(), f"dp_shard=1,offload=nvme:{tmp_path}")
         optimizer = torch.optim.AdamW(model.parameters())
         if prepared:
-            host_step.check_optimizer(optimizer)
+            host_step.check_host_optimizer(optimizer)
             raise AssertionError("not refused")
         model(torch.ones(1)).backward()
         optimizer.step()
@@ -129,7 +129,7 @@ def test_room_for_all_states_is_taken_at_the_start(tmp_path, monkeypatch):
         model = torch.nn.Sequential(torch.nn.Linear(7, 33), torch.nn.Linear(33, 5, bias=False))
         hf_parallel.parallelize(model, f"dp_shard=1,offload=nvme:{tmp_path}")
         optimizer = torch.optim.AdamW(model.parameters())
-        host_step.check_optimizer(optimizer)
+        host_step.check_host_optimizer(optimizer)
         file = vars(optimizer)[host_step._HELD].file
         taken = file._reserved
         model(torch.ones(1, 7)).sum().backward()

@@ -269,7 +269,7 @@ def seen_by(spec: str | None, folder: str, out: str, resume: int, most: int, **c
     """The examples that this rank sees by epoch, from a checkpoint on; the steps at the end, and those planned."""
     from hf_parallel.hooks.trainer import joining
 
-    joining.why_other_numbers = lambda trainer: None  # tried elsewhere
+    joining.find_reason_for_other_numbers = lambda trainer: None  # tried elsewhere
     activate(spec)
     settings = {
         **{"per_device_train_batch_size": 3, "num_train_epochs": 3, "learning_rate": RATE, "seed": SEED},
@@ -439,5 +439,5 @@ def test_a_column_of_too_small_lengths_is_refused():
         [{"input_ids": [3] * 9, "length": 9 - (index == 4)} for index in range(7)]
     )
     with pytest.raises(SpecError, match="length says 8 of example 4, which has 9 tokens"):
-        token_budget._lengths(rows, None)
-    assert token_budget._lengths(rows.remove_columns("length"), None) == [9] * 7
+        token_budget._read_lengths(rows, None)
+    assert token_budget._read_lengths(rows.remove_columns("length"), None) == [9] * 7

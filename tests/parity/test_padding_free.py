@@ -90,14 +90,14 @@ def counted_examples(spec: str, folder: str, out: str) -> list[int]:
     from hf_parallel.hooks import monitoring
 
     activate(spec)
-    found, own = list[int](), monitoring.counted
+    found, own = list[int](), monitoring.count_tokens_and_rows
 
     def keep(batch, rows=None):
         found.append(own(batch, rows)[1])
         return own(batch, rows)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(monitoring, "counted", keep)
+        patch.setattr(monitoring, "count_tokens_and_rows", keep)
         script(folder, out, 3, max_steps=2)[0].train()
     return found
 

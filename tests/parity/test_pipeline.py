@@ -10,7 +10,7 @@ from hf_parallel import parallelize
 from hf_parallel.ask.keys.pipeline import SCHEDULES
 from hf_parallel.axes.pipeline.engine import PipelineEngine
 from hf_parallel.axes.pipeline.script_loss import find_plan, run_plan
-from hf_parallel.axes.pipeline.unscheduled import served
+from hf_parallel.axes.pipeline.unscheduled import serve_script
 from tests import models
 from tests.counting import CountCollectives
 from tests.distributed import run, run_alone
@@ -133,7 +133,7 @@ def most_alive(schedule: str, own_loss: bool = False) -> int:
         def loss_of(part):
             return model(part["input_ids"]).logits.pow(2).sum()
 
-        made = served(engine, batch, lambda: {"loss": loss_of(batch)})[1]
+        made = serve_script(engine, batch, lambda: {"loss": loss_of(batch)})[1]
         plan = find_plan(engine, batch, made, loss_of, contextlib.nullcontext)
         alive = most = 0
         run_plan(engine, plan, batch, loss_of, contextlib.nullcontext).backward()

@@ -11,9 +11,9 @@ from torch import nn
 from benchmarks import pipeline as benchmark
 from hf_parallel import cli
 from hf_parallel.ask.config import ParallelConfig, SpecError
-from hf_parallel.axes.pipeline.energy import SHARES, StageClocks, plan_clocks, predicted_saving, seconds_of
+from hf_parallel.axes.pipeline.energy import SHARES, StageClocks, compute_seconds_of, plan_clocks, predict_saving
 from hf_parallel.axes.pipeline.gaps import Slack
-from hf_parallel.axes.pipeline.timeline import layer_costs, order, simulate
+from hf_parallel.axes.pipeline.timeline import compute_layer_costs, order, simulate
 from tests import models
 from tests.distributed import RankFailure, run
 
@@ -32,8 +32,8 @@ def stretched(actions, seconds, clocks):
 @pytest.mark.parametrize("layers", SPLITS, ids=str)
 def test_clocks_are_the_lowest_that_fit(name, layers):
     """The duration is the simulated one; what is one clock lower makes it longer, so nothing was left."""
-    actions, costs = order(name, len(layers), 1, 8), layer_costs(layers)
-    seconds = seconds_of(*costs)
+    actions, costs = order(name, len(layers), 1, 8), compute_layer_costs(layers)
+    seconds = compute_seconds_of(*costs)
     clocks, duration = plan_clocks(actions, seconds), simulate(actions, *costs).duration
     assert stretched(actions, seconds, clocks) == pytest.approx(duration, rel=1e-6)
     has_slack = name == "1f1b" or len(set(layers)) > 1
@@ -42,12 +42,12 @@ def test_clocks_are_the_lowest_that_fit(name, layers):
         lower = [one for one in SHARES if one < share]
         if lower:
             assert stretched(actions, seconds, {**clocks, action: max(lower)}) > duration * (1 + 1e-6)
-    assert (0 < predicted_saving(actions, seconds, clocks) < 0.3) == has_slack
-    assert predicted_saving(actions, seconds, dict.fromkeys(clocks, 1.0)) == 0
+    assert (0 < predict_saving(actions, seconds, clocks) < 0.3) == has_slack
+    assert predict_saving(actions, seconds, dict.fromkeys(clocks, 1.0)) == 0
 
 
 def test_changing_a_clock_takes_time():
-    actions, seconds = order("1f1b", 4, 1, 8), seconds_of(*layer_costs([1] * 4))
+    actions, seconds = order("1f1b", 4, 1, 8), compute_seconds_of(*compute_layer_costs([1] * 4))
     slow = plan_clocks(actions, seconds, switch=0.3)
     assert sum(share < 1 for share in slow.values()) < sum(
         share < 1 for share in plan_clocks(actions, seconds).values()

@@ -110,13 +110,15 @@ def test_auto_sees_a_loss_function_by_position(monkeypatch, tmp_path):
         found.append(shown.reader)
         raise StopIteration
 
-    monkeypatch.setattr(auto, "choose", choose)
+    monkeypatch.setattr(auto, "choose_layout_here", choose)
 
     def ask():
         arguments = arguments_of(str(tmp_path), 1)
         for given in ((), (None, None, None, None, None, own_loss)):
             with pytest.raises(StopIteration):
-                auto._at_trainer(Trainer.__init__, object.__new__(Trainer), torch.nn.Linear(3, 5), arguments, *given)
+                auto._choose_at_trainer(
+                    Trainer.__init__, object.__new__(Trainer), torch.nn.Linear(3, 5), arguments, *given
+                )
         return found
 
     assert run_alone(ask) == [None, "compute_loss_func computes the loss"]

@@ -103,14 +103,14 @@ def reference_of_regions():
 def regions(settings):
     """The same on one rank of tp, with what it has put together to the whole."""
     import hf_parallel
-    from hf_parallel.ranks import parts_of_sequence
+    from hf_parallel.ranks import cut_sequence
 
     found = {}
     for recipe in RECIPES:
         model = hf_parallel.parallelize(models.build("llama", **SHAPE), f"tp=-1,{keys_of(recipe)}{settings}")
         mesh = model._hf_parallel.mesh
         group = mesh["tp"].get_group()
-        cut = (lambda tensor: parts_of_sequence(tensor, group)[group.rank()]) if not settings else lambda x: x  # noqa: B023
+        cut = (lambda tensor: cut_sequence(tensor, group)[group.rank()]) if not settings else lambda x: x  # noqa: B023
 
         def whole(name, tensor):
             if hasattr(tensor, "full_tensor"):
@@ -376,12 +376,12 @@ def test_checkpoints_are_ordinary_and_resume_without_fp8(runs, tmp_path):
 def refusal(spec, name="llama", world=2, **machine):
     """Why a model cannot have this on such a machine."""
     from hf_parallel.ask.config import ParallelConfig
-    from hf_parallel.plans.resolve import draft, read_model
+    from hf_parallel.plans.resolve import draft_plan, read_model
 
     config = ParallelConfig.parse(spec).resolve(world)
     anatomy = read_model(models.build(name, **({} if name != "llama" else SHAPE)), config)
     facts = dataclasses.replace(anatomy.facts["precision"], **machine)
-    plan = draft(config, dataclasses.replace(anatomy, facts={**anatomy.facts, "precision": facts}))
+    plan = draft_plan(config, dataclasses.replace(anatomy, facts={**anatomy.facts, "precision": facts}))
     return [problem for problem in plan.problems if problem.startswith("precision")]
 
 

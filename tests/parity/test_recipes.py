@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 
-from hf_parallel.cli.recipe_file import load
+from hf_parallel.cli.recipe_file import load_recipe
 from tests.training import spec_id
 
 pytest.importorskip("trl")
@@ -18,12 +18,12 @@ SMALLEST = (
     *("llama-3.2-1b-full-1x48gb", "llama-3.2-1b-dpo-1x24gb", "qwen3-1.7b-lora-1x24gb", "qwen3-1.7b-dpo-2x48gb"),
     *("qwen3-1.7b-full-4x24gb-ethernet", "qwen3-4b-qlora-1x24gb"),
 )
-CASES = [(name, shrunk.spec_of(load(name))) for name in SMALLEST]
+CASES = [(name, shrunk.spec_of(load_recipe(name))) for name in SMALLEST]
 
 
 @pytest.mark.parametrize(("name", "spec"), [pytest.param(*case, id=f"{case[0]}-{spec_id(case[1])}") for case in CASES])
 def test_as_in_one_process(trl_runs, name, spec):
-    recipe = load(name)
+    recipe = load_recipe(name)
     kind, limits = recipe.script.rpartition(".")[2], ()
     if recipe.four_bit:
         pytest.importorskip("bitsandbytes")
@@ -35,7 +35,7 @@ def test_as_in_one_process(trl_runs, name, spec):
 
 def test_what_is_kept_of_a_recipe():
     """Kinds of layers, arguments and axes are the recipe's."""
-    recipe = load("qwen3-1.7b-full-4x24gb-ethernet")
+    recipe = load_recipe("qwen3-1.7b-full-4x24gb-ethernet")
     assert shrunk.spec_of(recipe) == "pp=2,pipeline_microbatches=4,pipeline_schedule=zbv_zero_bubble"
     assert "--lr_scheduler_type cosine" in shrunk.flags_of(recipe)
     small, whole = shrunk.config_of(recipe), recipe.config()

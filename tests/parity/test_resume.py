@@ -293,7 +293,7 @@ def test_uploads_as_in_one_process(runs, tmp_path, key):
 
 
 def without_the_plugin(folder: str, out: str, checkpoint: str) -> Ended:
-    flag.uninstall()
+    flag.uninstall_flag()
     return train(folder, out, resume=checkpoint)[0]
 
 
@@ -315,7 +315,7 @@ def test_the_runner_without_a_layout(stopped, runs, tmp_path):
     """`python -m hf_parallel script.py` goes on from a layout's checkpoint, and refuses one that is damaged."""
 
     def resumed(out: str, checkpoint: str) -> Ended:
-        flag.uninstall()
+        flag.uninstall_flag()
         (tmp_path / "script.py").write_text(SCRIPT)
         os.makedirs(out)
         runner.main([str(tmp_path / "script.py"), runs.initial("qwen3"), out, checkpoint])

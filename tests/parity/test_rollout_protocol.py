@@ -105,7 +105,7 @@ def conversation(root, server: rollout_servers.Server) -> dict[str, set[str]]:
     """All that TRL's client asks for; what stands in for vLLM on its side is in place, and no layout."""
     from trl.generation.vllm_client import VLLMClient
 
-    patching.apply([patch for patch in patching.declared() if patch.room == servers.__name__])
+    patching.apply_patches([patch for patch in patching.list_declared() if patch.room == servers.__name__])
     asked = noting()
     one, other = (AutoModelForCausalLM.from_pretrained(root / name) for name in ("one", "other"))
     client = VLLMClient(base_url=server.url, group_port=server.group_port)
@@ -184,14 +184,14 @@ def held(root, spec: str, limit: int) -> tuple[dict, int]:
     from hf_parallel.checkpoint import weights
     from hf_parallel.rollouts import reference
 
-    sizes, gathered, reference.BUCKET = [0], weights.gathered, limit
+    sizes, gathered, reference.BUCKET = [0], weights.gather_item, limit
 
     def counted(*args):
         whole = gathered(*args)
         sizes.append(sum(tensor.nbytes for tensor in whole.values()))
         return whole
 
-    weights.gathered = counted
+    weights.gather_item = counted
     sent: dict[str, torch.Tensor] = {}
     generation = VLLMGeneration.__new__(VLLMGeneration)
     generation.model, generation.mode = AutoModelForCausalLM.from_pretrained(root), "server"

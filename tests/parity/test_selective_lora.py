@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_parallel.axes.recompute import is_kept
-from hf_parallel.planner.activations import kept_bytes
+from hf_parallel.planner.activations import count_kept_bytes
 from hf_parallel.planner.layout import Job, Layout
 from hf_parallel.planner.shape import shape_of
 from tests import loops, models
@@ -32,7 +32,7 @@ def test_adapters_keep_no_second_output(tp):
     shape = shape_of(models.build("llama", **SIZES).to(torch.bfloat16))
     job = Job(LENGTH, BATCH, 1, recompute="selective", lora=RANK, engine="hf_parallel")
     layout = Layout(tp=tp, sequence_parallel=tp > 1)
-    planned = BATCH * LENGTH * kept_bytes(shape.blocks[0], shape.hidden, layout, job)
+    planned = BATCH * LENGTH * count_kept_bytes(shape.blocks[0], shape.hidden, layout, job)
     for found in run(kept_by_adapted_layers, tp, f"tp={tp}"):
         # and 8 fp32 numbers of the first half of each of 7 adapters, which tp does not divide
         assert found == pytest.approx(planned, rel=0.06 * tp)

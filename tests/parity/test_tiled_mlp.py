@@ -7,7 +7,7 @@ from torch import nn
 from hf_parallel import parallelize
 from hf_parallel.ask.config import ParallelConfig, SpecError
 from hf_parallel.ask.keys.layers import check_compiled
-from hf_parallel.axes.tiled_mlp import acts_per_token, call_in_pieces
+from hf_parallel.axes.tiled_mlp import call_in_pieces, does_act_per_token
 from hf_parallel.plans.examine import examine
 from tests import loops, models
 from tests.distributed import run
@@ -92,10 +92,10 @@ class Residual(Alone):
 
 
 def test_proof():
-    assert acts_per_token(Alone(), 8)
-    assert not acts_per_token(Mixing(), 8)
-    assert not acts_per_token(Residual(), 8)
-    assert not acts_per_token(nn.Linear(8, 24), 8)  # another width
+    assert does_act_per_token(Alone(), 8)
+    assert not does_act_per_token(Mixing(), 8)
+    assert not does_act_per_token(Residual(), 8)
+    assert not does_act_per_token(nn.Linear(8, 24), 8)  # another width
 
 
 def gradients_of(call, mlp: nn.Module, x: torch.Tensor) -> torch.Tensor:

@@ -76,7 +76,7 @@ def start(spec: str, out: str, kind: type[Trainer], changes: dict, options: dict
     trainer = kind(model=models.build("llama"), args=arguments, train_dataset=Rows(8, 3), **options)
     if late:
         trainer.args.fp16 = True  # on CPUs it is refused before, with any layout
-        delayed_steps.check_trainer(trainer)
+        delayed_steps.check_trainer_for_delay(trainer)
 
 
 class OwnStep(Trainer):

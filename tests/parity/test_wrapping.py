@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from transformers import AutoModel
 
-from hf_parallel.apply.methods import models_inside
+from hf_parallel.apply.methods import find_models_inside
 from hf_parallel.ask.config import ParallelConfig, SpecError
 from tests import training
 from tests.rows import CLASSES
@@ -45,4 +45,4 @@ def test_a_pipeline_is_refused():
     around = nn.Sequential(nn.Linear(1, 1))
     around[0]._hf_parallel = "pipelined"
     with pytest.raises(SpecError, match=r"pp_size=2: Sequential is a module around a model; pp_size=1 works"):
-        models_inside(around, ParallelConfig.parse("pp=2"))
+        find_models_inside(around, ParallelConfig.parse("pp=2"))

@@ -8,7 +8,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from benchmarks import zero_side_by_side
-from hf_parallel.axes.data.units import groups_of
+from hf_parallel.axes.data.units import get_groups_of
 from hf_parallel.planner.states import StateBytes, zero_states
 from tests import models
 from tests.counting import CountCollectives
@@ -132,7 +132,7 @@ def states(model, optimizer):
     """Bytes of parameters, gradients and Adam's states of this rank, of every storage once."""
     found = {}
     for unit in (module for module in model.modules() if isinstance(module, FSDPModule)):
-        for held in (p for group in groups_of(unit) for p in group.fsdp_params):
+        for held in (p for group in get_groups_of(unit) for p in group.fsdp_params):
             gathered = getattr(held, "_unsharded_param", None)
             whole = [*held.all_gather_outputs, held.unsharded_accumulated_grad]
             note(

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from hf_parallel.planner.dryrun.recorder import build_optimizer, local, observe
+from hf_parallel.planner.dryrun.recorder import build_optimizer, get_local_tensor, observe
 from tests import models
 from tests.counting import CountCollectives
 
@@ -73,13 +73,13 @@ def plain_sums(model: Any, batches: list[dict[str, torch.Tensor]]) -> dict[str, 
     with CountCollectives() as counted:
         for batch in batches[-1:]:
             model(**batch)["loss"].backward()
-    gradients = sum(local(p.grad).nbytes for p in model.parameters())
+    gradients = sum(get_local_tensor(p.grad).nbytes for p in model.parameters())
     optimizer.step()
     states = [x for values in optimizer.state.values() for x in values.values()]
     return {
-        "parameters": sum(local(x).nbytes for x in (*model.parameters(), *model.buffers())),
+        "parameters": sum(get_local_tensor(x).nbytes for x in (*model.parameters(), *model.buffers())),
         "gradients": gradients,
-        "optimizer": sum(local(state).nbytes for state in states),
+        "optimizer": sum(get_local_tensor(state).nbytes for state in states),
         **{f"number of {kind}s": count for kind, count in counted.counts.items()},
     }
 
@@ -91,10 +91,10 @@ def allocated(name: str, spec: str, rows: int, length: int, **sizes: Any) -> int
     model = parallelize(models.build(name, **sizes), spec).train()
     tokens = torch.arange(rows * length).view(rows, length) % models.VOCABULARY
     optimizer = build_optimizer("adamw", model)
-    held = sum(local(x).nbytes for x in (*model.parameters(), *model.buffers()))
+    held = sum(get_local_tensor(x).nbytes for x in (*model.parameters(), *model.buffers()))
     for step in range(2):
         if step:
-            held += sum(local(x).nbytes for values in optimizer.state.values() for x in values.values())
+            held += sum(get_local_tensor(x).nbytes for values in optimizer.state.values() for x in values.values())
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
             model(input_ids=tokens, labels=tokens)["loss"].backward()
             optimizer.step()

@@ -7,15 +7,15 @@ import pytest
 import torch
 
 from hf_parallel.ask.config import ParallelConfig
-from hf_parallel.hooks.peft.planned_adapters import planned_lora
+from hf_parallel.hooks.peft.planned_adapters import plan_lora
 from hf_parallel.planner import make_cluster, shape_of
 from hf_parallel.planner.candidates import Goal, to_job, to_layout
-from hf_parallel.planner.dryrun.run import dry_run, on_meta, settled
-from hf_parallel.planner.ledger import ledger
-from hf_parallel.planner.memory import memory_of_ranks
-from hf_parallel.planner.pipeline import make_stages, stages_by_rank
+from hf_parallel.planner.dryrun.run import dry_run, on_meta, settle_layout
+from hf_parallel.planner.ledger import list_transfers
+from hf_parallel.planner.memory import predict_memory_of_ranks
+from hf_parallel.planner.pipeline import group_stages_by_rank, make_stages
 from hf_parallel.planner.search import count_activations
-from hf_parallel.planner.states import moment_bytes
+from hf_parallel.planner.states import count_moment_bytes
 from tests import models
 from tests.distributed import RankFailure, run, run_alone
 from tests.planner.measuring import measured
@@ -39,7 +39,7 @@ CONFIGS = {
 @functools.cache
 def counted(name, precision="bf16", rank=0):
     config = CONFIGS[name]()
-    return count_activations(shape_of(config), config, precision, planned_lora(rank) if rank else None)
+    return count_activations(shape_of(config), config, precision, plan_lora(rank) if rank else None)
 
 
 def both(name, spec, rows, rank=0, accumulation=1, precision="bf16", seq=SEQ, world=8, config=None, **training):
@@ -48,18 +48,18 @@ def both(name, spec, rows, rank=0, accumulation=1, precision="bf16", seq=SEQ, wo
     layout = ParallelConfig.parse(spec).resolve(world)
     given = {"rows": rows, "seq": seq, "accumulation": accumulation, "precision": precision}
     adapters, optimizer = training.get("adapters", 0), training.get("optimizer", "adamw")
-    adapt = planned_lora(adapters) if adapters else None
+    adapt = plan_lora(adapters) if adapters else None
     ran = dry_run(config, layout, rank=rank, adapt=adapt, optimizer=optimizer, **given)
-    resolved, _ = settled(on_meta(config), layout, rank)
+    resolved, _ = settle_layout(on_meta(config), layout, rank)
     shape = counted(name, precision, adapters) if name else shape_of(config)
     size = rows // (resolved.pipeline_microbatches or 1)
     cluster = make_cluster("a100-80gb", world)
     goal = Goal(shape, cluster, seq, None, precision, optimizer, adapters, rows=rows, accumulation=accumulation)
     where, job = to_layout(resolved), to_job(goal, resolved, size, rows * accumulation // size)
     stages, place = make_stages(shape, where, job), ran.place["pp"]
-    planned = memory_of_ranks(stages, where, job)[place].tensors
+    planned = predict_memory_of_ranks(stages, where, job)[place].tensors
     sent: dict[str, float] = {}
-    for transfer in ledger(stages_by_rank(stages, where)[place], where, job, cluster):
+    for transfer in list_transfers(group_stages_by_rank(stages, where)[place], where, job, cluster):
         sent[transfer.axis] = sent.get(transfer.axis, 0.0) + transfer.bytes
     counted_ = {axis: sum(t.sent for t in kinds.values()) for axis, kinds in ran.communication.items()}
     return planned, ran.peak_bytes, sent, counted_
@@ -165,7 +165,7 @@ def states_in_8_bits():
 def test_moments_in_8_bits():
     pytest.importorskip("bitsandbytes")
     kept, numbers = run_alone(states_in_8_bits)
-    assert moment_bytes("adamw_8bit", 4) * numbers == pytest.approx(kept, rel=0.01)  # norms keep theirs in fp32
+    assert count_moment_bytes("adamw_8bit", 4) * numbers == pytest.approx(kept, rel=0.01)  # norms keep theirs in fp32
 
 
 TINY = {"num_hidden_layers": 4}

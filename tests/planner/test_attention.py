@@ -8,13 +8,13 @@ import pytest
 from hf_parallel.ask.config import ParallelConfig
 from hf_parallel.ask.keys.layers import TORCH_FLASH
 from hf_parallel.planner import make_cluster, shape_of
-from hf_parallel.planner.activations import EAGER, FLASH, MASKED, SDPA, Planned, planned
-from hf_parallel.planner.advice import attending
+from hf_parallel.planner.activations import EAGER, FLASH, MASKED, SDPA, Planned, assume_planned
+from hf_parallel.planner.advice import explain_attention
 from hf_parallel.planner.candidates import Goal
-from hf_parallel.planner.choices import predicted
+from hf_parallel.planner.choices import predict_choice
 from hf_parallel.planner.dryrun.run import dry_run
 from hf_parallel.planner.hardware import find_gpu
-from hf_parallel.planner.memory import GIB, fullest
+from hf_parallel.planner.memory import GIB, find_fullest
 from hf_parallel.planner.search import count_activations, search
 from tests import models
 from tests.distributed import run_alone
@@ -37,7 +37,7 @@ H100, V100 = "h100-80gb", "v100-32gb"
 )
 def test_what_auto_would_be_on_the_gpus_of_the_plan(model, gpu, precision, own, name, why):
     config = getattr(models, model)(**({"head_dim": 64} if model.startswith("g") else {"num_attention_heads": 4}))
-    found = planned(config, find_gpu(gpu), precision, 4096, own)
+    found = assume_planned(config, find_gpu(gpu), precision, 4096, own)
     assert found.name == name, found
     assert why in found.why
 
@@ -45,7 +45,7 @@ def test_what_auto_would_be_on_the_gpus_of_the_plan(model, gpu, precision, own, 
 def test_packs_under_autocast_take_flash_attention():
     """`auto` would leave sdpa, which gets a mask then."""
     config = models.llama()
-    plain, packed = (planned(config, find_gpu(H100), "mixed", 512, documents=packs) for packs in (False, True))
+    plain, packed = (assume_planned(config, find_gpu(H100), "mixed", 512, documents=packs) for packs in (False, True))
     assert (plain.asked, plain.name) == ("auto", "sdpa")
     assert (packed.asked, packed.auto) == (TORCH_FLASH, "sdpa")
 
@@ -91,8 +91,8 @@ def both(model, spec, seq, precision):
     ran = dry_run(config, layout, rows=4, seq=seq, precision=precision)
     shape = count_activations(shape_of(config), config, precision)
     goal = Goal(shape, make_cluster("a100-80gb", 4), seq, None, precision, rows=4)
-    choice = predicted(goal, layout, 4)
-    return fullest(list(choice.prediction.breakdown.ranks)).tensors / GIB, ran.peak_bytes / GIB
+    choice = predict_choice(goal, layout, 4)
+    return find_fullest(list(choice.prediction.breakdown.ranks)).tensors / GIB, ran.peak_bytes / GIB
 
 
 @functools.cache
@@ -113,10 +113,10 @@ def test_the_plan_says_which_and_what_others_cost():
     found = search(
         model=models.llama(**SIZES), cluster=make_cluster(H100, 4), seq=8192, global_batch=16, documents=True
     )
-    (line,) = attending(found.goal, found.best)
+    (line,) = explain_attention(found.goal, found.best)
     assert line.startswith("attention=auto is torch_flash: packs and padded rows document by document; sdpa would ")
     flash, masked, eager = (
-        predicted(found.goal, dataclasses.replace(found.best.config, attention=name), 1)
+        predict_choice(found.goal, dataclasses.replace(found.best.config, attention=name), 1)
         for name in ("torch_flash", "sdpa", "eager")
     )
     assert flash.needed_gib < masked.needed_gib < eager.needed_gib
@@ -128,7 +128,7 @@ def test_the_plan_says_which_and_what_others_cost():
 def test_a_kernel_that_is_asked_for_holds_for_mere_numbers():
     given = {"cluster": make_cluster(H100, 8), "seq": 4096, "global_batch": 32, "accept": lambda c: c.cp_size == 1}
     flash, eager = (search(model=models.LLAMA_8B, attention=name, **given) for name in (None, "eager"))
-    (line,) = attending(eager.goal, eager.best)
+    (line,) = explain_attention(eager.goal, eager.best)
     assert line.startswith("attention=auto is eager: the script's own choice; torch_flash would ")
     assert eager.best.step_time_s > 1.1 * flash.best.step_time_s
 
@@ -138,7 +138,8 @@ def test_eight_bits_are_planned_under_any_precision():
     for precision in ("bf16", "mixed", "fp32"):
         goal = Goal(shape_of(models.LLAMA_8B), make_cluster(H100, 8), 4096, None, precision, rows=1)
         plain, eight = (
-            predicted(goal, ParallelConfig.parse(f"dp_shard=8{more}"), 1).prediction for more in ("", ",precision=fp8")
+            predict_choice(goal, ParallelConfig.parse(f"dp_shard=8{more}"), 1).prediction
+            for more in ("", ",precision=fp8")
         )
         ratio = eight.breakdown.time["matrix products"] / plain.breakdown.time["matrix products"]
         assert ratio < 0.75, precision

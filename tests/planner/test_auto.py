@@ -22,19 +22,19 @@ def chosen():
     from hf_parallel.hooks import activation, auto, runtime
 
     current = runtime.current()
-    assert auto.waiting() is None
-    return current.config.to_spec(), current.source, activation.active()
+    assert auto.who_waits() is None
+    return current.config.to_spec(), current.source, activation.is_active()
 
 
 def trained(folder, out, route):
     from hf_parallel.hooks import activation
-    from hf_parallel.hooks.auto import script_batch
+    from hf_parallel.hooks.auto import read_script_batch
 
     if route == "flag":
         import hf_parallel  # noqa: F401 - gives TrainingArguments its field
 
         args = arguments_of(out, 2, parallel="auto")
-        assert script_batch(models.llama(), ["train.py"]).rows == 4  # not the default of 8
+        assert read_script_batch(models.llama(), ["train.py"]).rows == 4  # not the default of 8
     else:
         activation.activate("auto", source="the test")
         args = arguments_of(out, 2)
@@ -55,13 +55,13 @@ def test_trainer(folder, tmp_path, route):
 
 def test_one_sentence_says_what_was_chosen():
     """The layout, memory, speed and the batch of a step."""
-    from hf_parallel.hooks.auto import sentence
+    from hf_parallel.hooks.auto import format_choice
     from hf_parallel.planner import make_cluster
     from hf_parallel.planner.search import search
 
     cluster = make_cluster("l40s-48gb", 4)
     found = search(model=models.llama(), cluster=cluster, seq=33, global_batch=None, rows=3, accumulation=2)
-    said, first = sentence(found), found.choices[0]
+    said, first = format_choice(found), found.choices[0]
     assert "\n" not in said
     assert f"auto chooses {first.config.to_spec()}, " in said
     assert f"{first.needed_gib:.3g} of 44" in said
@@ -133,7 +133,7 @@ def alone(folder):
 
     activation.activate("auto", source="the test")
     AutoModelForCausalLM.from_pretrained(folder)
-    return activation.active(), activation.expected()
+    return activation.is_active(), activation.is_expected()
 
 
 def test_one_process_stays_as_it_is(folder):
@@ -151,9 +151,9 @@ def test_one_process_stays_as_it_is(folder):
     ],
 )
 def test_batch_from_the_command_line(argv, expected):
-    from hf_parallel.hooks.auto import script_batch
+    from hf_parallel.hooks.auto import read_script_batch
 
-    found = script_batch(models.llama(), ["train.py", *argv])
+    found = read_script_batch(models.llama(), ["train.py", *argv])
     assert {key: getattr(found, key) for key in expected} == expected
 
 
@@ -167,10 +167,10 @@ def test_batch_from_the_command_line(argv, expected):
     ],
 )
 def test_precision_is_that_of_weights_and_of_autocast(dtype, argv, precision):
-    from hf_parallel.hooks.auto import script_batch
+    from hf_parallel.hooks.auto import read_script_batch
 
-    assert script_batch(models.llama(dtype=dtype), ["train.py", *argv]).precision == precision
-    assert script_batch(models.llama(), ["train.py", *argv], dtype).precision == precision
+    assert read_script_batch(models.llama(dtype=dtype), ["train.py", *argv]).precision == precision
+    assert read_script_batch(models.llama(), ["train.py", *argv], dtype).precision == precision
 
 
 def test_launcher_and_library_do_not_mix():

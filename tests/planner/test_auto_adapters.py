@@ -7,7 +7,7 @@ import pytest
 
 from hf_parallel.hooks import auto
 from hf_parallel.planner import make_cluster
-from hf_parallel.planner.advice import reasons
+from hf_parallel.planner.advice import list_reasons
 from hf_parallel.planner.search import search
 from tests import models
 from tests.distributed import run, run_alone
@@ -27,7 +27,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "dry_run.md"
     ],
 )
 def test_adapters_that_the_command_line_asks_for(argv, rank):
-    assert auto.script_batch(models.llama(), ["train.py", *argv]).lora == rank
+    assert auto.read_script_batch(models.llama(), ["train.py", *argv]).lora == rank
 
 
 def alone(config) -> bool:
@@ -42,7 +42,7 @@ def best(**changes):
 
 def test_a_lora_script_gets_shards_and_checkpoints_with_reasons():
     found = best()
-    config, lines = found.best.config, list(reasons(found.goal, found.best))
+    config, lines = found.best.config, list(list_reasons(found.goal, found.best))
     assert (config.dp_shard_size, config.zero_stage > 0) == (8, True), config.to_spec()  # whole weights do not fit
     assert config.activation_checkpointing in ("selective", "full")
     page = " ".join(PAGE.read_text().split())
@@ -51,13 +51,13 @@ def test_a_lora_script_gets_shards_and_checkpoints_with_reasons():
     assert lines[1].startswith(f"dp_shard=8,zero_stage={config.zero_stage}: whole weights on each rank would need")
     assert lines[2].startswith(f"activation_checkpointing={config.activation_checkpointing}: none would need")
     more = best(rows=8)
-    whole = [line for line in reasons(more.goal, more.best) if "whole logits would need" in line]
+    whole = [line for line in list_reasons(more.goal, more.best) if "whole logits would need" in line]
     assert [line.partition(":")[0] for line in whole] == ["lean_loss=auto"]
 
 
 def test_where_all_fits_nothing_is_computed_again():
     found = best(seq=512, rows=1)
-    (line,) = [line for line in reasons(found.goal, found.best) if line.startswith("activation_checkpointing")]
+    (line,) = [line for line in list_reasons(found.goal, found.best) if line.startswith("activation_checkpointing")]
     assert line.startswith("activation_checkpointing=none: all activations fit (")
     assert "x the time" in line
 
@@ -65,17 +65,17 @@ def test_where_all_fits_nothing_is_computed_again():
 @pytest.mark.parametrize(("gpus", "rows"), [(4, 1), (8, 2)])
 def test_llama_8b_on_desktop_gpus_fits_by_a_dry_run(gpus, rows):
     """One word for a LoRA script in bf16: what `auto` takes for Llama 3 8B on GPUs of 24 GB, and what it says."""
-    from hf_parallel.hooks.peft.planned_adapters import planned_lora
+    from hf_parallel.hooks.peft.planned_adapters import plan_lora
     from hf_parallel.planner.dryrun import dry_run
 
     cluster, given = make_cluster("rtx4090-24gb", gpus), {"global_batch": None, "rows": rows, "lora": 16}
     found = search(model=models.LLAMA_8B_CONFIG, cluster=cluster, seq=2048, **given)
-    choice, lines = found.best, list(reasons(found.goal, found.best))
+    choice, lines = found.best, list(list_reasons(found.goal, found.best))
     config = choice.config
     assert config.activation_checkpointing in ("selective", "full")
     assert f"activation_checkpointing={config.activation_checkpointing}: none would need " in "\n".join(lines)
     assert any(line.startswith("attention=auto is torch_flash: ") and "eager would need" in line for line in lines)
-    ran = run_alone(lambda: dry_run(models.LLAMA_8B_CONFIG, config, rows=rows, seq=2048, adapt=planned_lora(16)))
+    ran = run_alone(lambda: dry_run(models.LLAMA_8B_CONFIG, config, rows=rows, seq=2048, adapt=plan_lora(16)))
     (planned, *_) = choice.prediction.breakdown.ranks
     assert ran.peak_bytes == pytest.approx(planned.tensors, rel=0.1)
     assert ran.peak_bytes < cluster.gpu.memory_gib * 2**30

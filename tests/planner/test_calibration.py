@@ -15,15 +15,15 @@ from hf_parallel.planner.calibration import (
     VARIABLE,
     Calibration,
     Measured,
-    calibrated_cluster,
-    device_name,
-    measured_step,
+    calibrate_cluster_here,
+    find_measured_step,
+    name_device,
     read_calibration,
     remember_step,
 )
 from hf_parallel.planner.detect import detect
 from hf_parallel.planner.layout import Layout, make_job
-from hf_parallel.planner.predict import gemm_seconds, predict_step
+from hf_parallel.planner.predict import compute_gemm_seconds, predict_step
 from hf_parallel.planner.shape import shape_of
 from tests import distributed
 from tests.rows import Rows
@@ -49,7 +49,7 @@ def measured(slower=1.0, all_reduce=()):
 def file(tmp_path, monkeypatch):
     """A calibration of this machine with one and with four processes, where plans look for it."""
     monkeypatch.setenv(VARIABLE, str(tmp_path / "calibration.json"))
-    device = device_name(detect(1, calibrated=False))
+    device = name_device(detect(1, calibrated=False))
     slow = measured(3.0, [(1024, 60e-6), (1 << 22, 60e-6 + 1.5 * (1 << 22) / 1e9)])
     made = Calibration(device, "2026-11-27", {"torch": torch.__version__}, {1: measured(), 4: slow})
     made.write(str(tmp_path / "calibration.json"))
@@ -82,7 +82,7 @@ def test_measured_times_are_predicted(file, processes, slower):
     assert "calibrated on 2026-11-27" in cluster.gpu.source
     for k in (64, 256, 1024):
         seconds = slower * 2 * 256 * 512 * (k + DEPTH) / RATE
-        assert gemm_seconds(cluster.gpu, "fp32", 256, 512, k) == pytest.approx(seconds, rel=1e-6)
+        assert compute_gemm_seconds(cluster.gpu, "fp32", 256, 512, k) == pytest.approx(seconds, rel=1e-6)
     job = make_job(Layout(), 64, 2, 2, precision="fp32", optimizer="adamw", engine="hf_parallel")
     alone = dataclasses.replace(cluster, gpus=1, per_node=1)
     found = predict_step(shape_of(NUMBERS), alone, Layout(), job).step_time_s
@@ -96,7 +96,7 @@ def test_a_probe_faster_than_its_products(file):
     """Products are taken for as fast as the step shows them to be."""
     quick = dataclasses.replace(measured(), probe=(NUMBERS, 2, 64, 0.012))
     fast = dataclasses.replace(file, processes={1: dataclasses.replace(quick, kernel_us=0.1)})
-    cluster = calibrated_cluster(detect(1, calibrated=False), fast)
+    cluster = calibrate_cluster_here(detect(1, calibrated=False), fast)
     job = make_job(Layout(), 64, 2, 2, precision="fp32", optimizer="adamw", engine="hf_parallel")
     assert predict_step(shape_of(NUMBERS), cluster, Layout(), job).step_time_s == pytest.approx(0.012, rel=0.02)
 
@@ -106,8 +106,8 @@ def test_another_device_is_left_alone(file):
     plain = detect(1, calibrated=False)
     assert "calibrated" not in plain.gpu.source
     other = dataclasses.replace(file, device="h100-80gb")
-    assert calibrated_cluster(plain, other) is plain
-    assert calibrated_cluster(plain, None) is plain
+    assert calibrate_cluster_here(plain, other) is plain
+    assert calibrate_cluster_here(plain, None) is plain
 
 
 def test_finished_runs(file):
@@ -116,10 +116,10 @@ def test_finished_runs(file):
     for seconds in (0.5, 0.25):
         remember_step(file, shape, config, BATCH, seconds, "2026-11-27")
     assert len(file.steps) == 1
-    assert measured_step(file, shape, ParallelConfig.parse("tp=2").resolve(2), BATCH) == 0.25
-    assert measured_step(file, shape, ParallelConfig.parse("dp_shard=2").resolve(2), BATCH) is None
-    assert measured_step(file, shape, config, {**BATCH, "rows": 4}) is None
-    assert measured_step(file, shape_of({**NUMBERS, "layers": 3}), config, BATCH) is None
+    assert find_measured_step(file, shape, ParallelConfig.parse("tp=2").resolve(2), BATCH) == 0.25
+    assert find_measured_step(file, shape, ParallelConfig.parse("dp_shard=2").resolve(2), BATCH) is None
+    assert find_measured_step(file, shape, config, {**BATCH, "rows": 4}) is None
+    assert find_measured_step(file, shape_of({**NUMBERS, "layers": 3}), config, BATCH) is None
 
 
 def test_plan_shows_both(file, capsys, tmp_path):
@@ -133,7 +133,7 @@ def test_plan_shows_both(file, capsys, tmp_path):
     remember_step(
         file, shape_of(NUMBERS), ParallelConfig.parse(first["spec"]).resolve(4), {**BATCH, **batch}, 0.125, ""
     )
-    file.write(calibration.calibration_path())
+    file.write(calibration.choose_calibration_path())
     assert cli.main([*asked, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["layouts"][0]["measured_here_s"] == 0.125
     assert cli.main(asked) == 0
@@ -186,4 +186,4 @@ def test_a_finished_run_is_kept(file, runs, tmp_path):
     assert ParallelConfig.parse(step["spec"]).tp_size == step["world"] == 2
     assert 0 < step["step_time_s"] < 60
     shape = shape_of(AutoConfig.from_pretrained(runs.initial("llama")))
-    assert measured_step(read_calibration(), shape, ParallelConfig.parse("tp=2").resolve(2), step["batch"]) > 0
+    assert find_measured_step(read_calibration(), shape, ParallelConfig.parse("tp=2").resolve(2), step["batch"]) > 0

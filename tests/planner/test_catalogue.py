@@ -2,7 +2,7 @@
 
 import pytest
 
-from hf_parallel.planner.hardware import catalogue, find_gpu, find_link
+from hf_parallel.planner.hardware import find_gpu, find_link, read_catalogue
 
 #: Dense tensor TFLOP/s in bf16 (V100: fp16), GB/s of memory, GB/s of the link in the node and direction.
 SHEETS = {
@@ -30,9 +30,9 @@ def test_numbers_of_the_data_sheets(name):
 
 
 def test_every_entry_has_a_source():
-    assert all(find_gpu(name).source for name in catalogue()["gpus"])
-    assert all(find_link(name).source for name in catalogue()["links"])
-    assert all(find_gpu(name).host.source for name in catalogue()["gpus"])
+    assert all(find_gpu(name).source for name in read_catalogue()["gpus"])
+    assert all(find_link(name).source for name in read_catalogue()["links"])
+    assert all(find_gpu(name).host.source for name in read_catalogue()["gpus"])
 
 
 @pytest.mark.parametrize(
@@ -46,9 +46,9 @@ def test_adapters_are_shared_by_eight_gpus(name, gbit):
 
 def test_only_measured_types_have_efficiencies_of_their_own():
     """What nobody published rows on says whose it borrows."""
-    own = {name for name, entry in catalogue()["gpus"].items() if "efficiency" in entry}
+    own = {name for name, entry in read_catalogue()["gpus"].items() if "efficiency" in entry}
     assert own == {"a100-80gb", "h100-80gb"}
-    borrowed = {name: find_gpu(name).like for name in catalogue()["gpus"]}
+    borrowed = {name: find_gpu(name).like for name in read_catalogue()["gpus"]}
     assert {like for like in borrowed.values() if like} == own
     assert {name for name, like in borrowed.items() if not like} == own | {
         "a100-40gb",

@@ -14,10 +14,10 @@ def test_schedule(ranks, rounds):
     """Units of p micro-batches have p - 2 slots of bubble (section 3.1 of the paper); no rank holds more than p."""
     count = ranks * rounds
     order = timeline.order("chimera", ranks, 1, count)
-    found = timeline.simulate(order, *timeline.layer_costs([1] * ranks))
+    found = timeline.simulate(order, *timeline.compute_layer_costs([1] * ranks))
     assert found.bubble == pytest.approx((ranks - 2) / (1.5 * count + ranks - 2), abs=0.04)
     assert rounds > 2 or ranks > 4 or found.bubble == pytest.approx((ranks - 2) / (1.5 * count + ranks - 2))
-    assert max(timeline.peak_live(order)) <= ranks
+    assert max(timeline.count_peak_live(order)) <= ranks
     for rank, actions in order.items():
         assert {action.stage for action in actions} == {rank, ranks - 1 - rank}
     done = {action for actions in order.values() for action in actions}

@@ -7,7 +7,7 @@ import torch
 
 from hf_parallel.ask.config import SpecError
 from hf_parallel.planner import detect as detecting
-from hf_parallel.planner.detect import detect, topology
+from hf_parallel.planner.detect import detect, read_topology
 from hf_parallel.planner.hardware import find_gpu, find_link, make_cluster
 
 
@@ -50,13 +50,13 @@ def machine(monkeypatch):
         monkeypatch.setattr(torch.accelerator, "device_count", lambda: count)
         monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
         monkeypatch.setattr(torch, "get_device_module", lambda kind: module)
-        monkeypatch.setattr(detecting, "_adapters", lambda gpus: None)
+        monkeypatch.setattr(detecting, "_find_network_adapters", lambda gpus: None)
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         texts = {
             "topo": shown(rows, nics=nics) if rows else "",
             "--query-gpu=pcie.link.gen.max,pcie.link.width.max": lanes,
         }
-        monkeypatch.setattr(detecting, "_asked", lambda *argv: texts[argv[0]])
+        monkeypatch.setattr(detecting, "_run_nvidia_smi", lambda *argv: texts[argv[0]])
 
     return make
 
@@ -119,8 +119,8 @@ def test_unknown_accelerator(machine):
 
 
 def test_text_that_is_no_matrix():
-    assert topology("NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.", 8) == []
-    assert topology("", 8) == []
+    assert read_topology("NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.", 8) == []
+    assert read_topology("", 8) == []
 
 
 def test_unlike_gpus_are_planned_for_the_slowest_and_the_least_memory():
@@ -128,7 +128,7 @@ def test_unlike_gpus_are_planned_for_the_slowest_and_the_least_memory():
         detecting.Device("host", name, gib)
         for name, gib in (("NVIDIA H100 80GB HBM3", 79.2), ("NVIDIA A100-SXM4-40GB", 39.4))
     )
-    cluster = detecting.of_all_devices(make_cluster("h100-80gb", 3), [fast, slow, fast])
+    cluster = detecting.reduce_to_slowest(make_cluster("h100-80gb", 3), [fast, slow, fast])
     assert (cluster.gpu.name, cluster.gpu.memory_gib, cluster.gpus) == ("a100-40gb", 39.4, 3)
 
 
@@ -144,10 +144,10 @@ def test_adapters(tmp_path):
         port(tmp_path, f"mlx5_{i}", "400 Gb/sec (4X NDR)")
     port(tmp_path, "mlx5_8", "100 Gb/sec (4X EDR)", "Ethernet")  # for storage
     port(tmp_path, "mlx5_9", "400 Gb/sec (4X NDR)", state="1: DOWN")
-    link = detecting._adapters(8, str(tmp_path))
+    link = detecting._find_network_adapters(8, str(tmp_path))
     assert link.name == "8 x InfiniBand 400 Gbit/s"
     assert link.bandwidth == pytest.approx(find_link("infiniband-ndr").bandwidth)
-    assert detecting._adapters(8, str(tmp_path / "none")) is None
+    assert detecting._find_network_adapters(8, str(tmp_path / "none")) is None
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import torch
 from transformers import LlamaConfig
 
 from hf_parallel.ask.config import SpecError
-from hf_parallel.hooks.peft.planned_adapters import four_bit, planned_lora
+from hf_parallel.hooks.peft.planned_adapters import plan_four_bit, plan_lora
 from hf_parallel.planner.dryrun import dry_run
 from tests import models
 from tests.distributed import run, run_alone
@@ -88,9 +88,9 @@ def test_fp32_weights_under_autocast_are_those_of_a_script(spec, accumulation):
 def test_adapters_are_those_of_a_script(runs, spec, bits):
     """LoRA and QLoRA: only adapters have gradients and states; the base is gathered and never reduced."""
     real = run(measured_with_adapters, 4, spec, ROWS, LENGTH, runs.initial("llama"), bits)
-    packed = {"pack": four_bit()} if bits == 4 else {}
+    packed = {"pack": plan_four_bit()} if bits == 4 else {}
     for rank in (0, 3):
-        plan, did = run_alone(planned, "llama", spec, rank, adapt=planned_lora(4), **packed), real[rank]
+        plan, did = run_alone(planned, "llama", spec, rank, adapt=plan_lora(4), **packed), real[rank]
         assert plan["traffic"] == did["traffic"]
         assert [plan["kept"][kind] for kind in STATES] == [did["kept"][kind] for kind in STATES]
         assert plan["kept"]["gradients"] < plan["kept"]["parameters"] / 4

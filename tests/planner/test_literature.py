@@ -4,13 +4,13 @@ import pytest
 
 from hf_parallel.axes.pipeline.timeline import order
 from hf_parallel.planner import Layout, make_cluster, predict, shape_of
-from hf_parallel.planner.activations import kept_bytes
+from hf_parallel.planner.activations import count_kept_bytes
 from hf_parallel.planner.layout import Job, make_job
-from hf_parallel.planner.ledger import busiest, groups, ring_factor
+from hf_parallel.planner.ledger import find_busiest, make_groups, ring_factor
 from hf_parallel.planner.memory import GIB
-from hf_parallel.planner.pipeline import live_forwards, make_stages, one_f_one_b, pipeline_seconds
-from hf_parallel.planner.shape import dense_block
-from hf_parallel.planner.states import StateBytes, host_bytes, nvme_bytes, offload_seconds, zero_states
+from hf_parallel.planner.pipeline import compute_pipeline_seconds, count_live_forwards, make_1f1b_order, make_stages
+from hf_parallel.planner.shape import make_dense_block
+from hf_parallel.planner.states import StateBytes, count_host_bytes, count_nvme_bytes, offload_seconds, zero_states
 from tests.models import LLAMA_8B
 
 LLAMA_70B = {"layers": 80, "hidden": 8192, "heads": 64, "kv_heads": 8, "ffn_hidden": 28672, "vocab": 128256}
@@ -61,7 +61,7 @@ def test_traffic_of_zero_is_two_or_three_times_the_parameters(stage, volume):
     """Section 7: per step and rank, in elements, for many ranks; stage 3 gathers its weights twice."""
     shape, layout, job = shape_of(LLAMA_8B), Layout(dp=1024, zero_stage=stage), Job(2048, 1, 1)
     cluster = make_cluster("h100-80gb", 1024)
-    sent = in_bytes(busiest(make_stages(shape, layout, job), layout, job, cluster), "dp")
+    sent = in_bytes(find_busiest(make_stages(shape, layout, job), layout, job, cluster), "dp")
     assert sent / (2 * shape.parameters) == pytest.approx(volume, rel=0.002)
 
 
@@ -69,7 +69,7 @@ def test_zero_3_gathers_again_for_every_micro_batch():
     shape, layout = shape_of(LLAMA_8B), Layout(dp=8, zero_stage=3)
     cluster = make_cluster("h100-80gb", 8)
     one, four = (
-        in_bytes(busiest(make_stages(shape, layout, job), layout, job, cluster), "dp")
+        in_bytes(find_busiest(make_stages(shape, layout, job), layout, job, cluster), "dp")
         for job in (Job(2048, 1, 1), Job(2048, 1, 4))
     )
     assert four == pytest.approx(4 * one)
@@ -90,7 +90,7 @@ def test_tensor_parallelism_reduces_four_times_per_layer(recompute):
     """Shoeybi et al., 2019: two in the forward, two in the backward; recomputation repeats those of the forward."""
     shape, layout = shape_of(GPT_22B), Layout(tp=8)
     job = make_job(layout, 2048, 4, 4, recompute=recompute)
-    found = busiest(make_stages(shape, layout, job), layout, job, make_cluster("a100-80gb", 8))
+    found = find_busiest(make_stages(shape, layout, job), layout, job, make_cluster("a100-80gb", 8))
     (reductions,) = [t for t in found if t.axis == "tp"]
     assert reductions.count / shape.layers == (4 if recompute == "none" else 6)
     assert reductions.payload == 4 * 2048 * 6144 * 2
@@ -100,7 +100,7 @@ def test_sequence_parallelism_sends_the_same_bytes():
     """Korthikanti et al., 2022, section 4.2.2: an all-reduce is a reduce-scatter and an all-gather."""
     shape, job, cluster = shape_of(GPT_22B), Job(2048, 4, 1), make_cluster("a100-80gb", 8)
     sent = [
-        in_bytes(busiest(make_stages(shape, layout, job), layout, job, cluster), "tp")
+        in_bytes(find_busiest(make_stages(shape, layout, job), layout, job, cluster), "tp")
         for layout in (Layout(tp=8), Layout(tp=8, sequence_parallel=True))
     ]
     assert sent[0] == sent[1]
@@ -110,11 +110,11 @@ def test_groups_that_leave_a_node_share_its_adapters():
     """Eight ranks of one group in a node drive all eight adapters, one rank drives one."""
     cluster = make_cluster("h100-80gb", 64)
     e, nic = cluster.gpu.efficiency, cluster.between.bandwidth
-    wide = groups(Layout(dp=64), cluster)["dp"]
-    narrow = groups(Layout(tp=8, dp=8), cluster)["dp"]
+    wide = make_groups(Layout(dp=64), cluster)["dp"]
+    narrow = make_groups(Layout(tp=8, dp=8), cluster)["dp"]
     assert narrow.bandwidth == pytest.approx(nic * e.network)
     assert wide.bandwidth == pytest.approx(min(8 * nic * e.network, cluster.inside.bandwidth * e.link))
-    assert groups(Layout(tp=8, dp=8), cluster)["tp"].link.name == "nvlink4"
+    assert make_groups(Layout(tp=8, dp=8), cluster)["tp"].link.name == "nvlink4"
 
 
 # ---- context and experts --------------------------------------------------------------------------------------------
@@ -125,7 +125,7 @@ MIXTRAL = {**LLAMA_8B, "vocab": 32000, "experts": 8, "top_k": 2}
 
 def transfers(numbers, layout, job, axis, gpus=None):
     shape, cluster = shape_of(numbers), make_cluster("h100-80gb", gpus or layout.gpus)
-    found = busiest(make_stages(shape, layout, job), layout, job, cluster)
+    found = find_busiest(make_stages(shape, layout, job), layout, job, cluster)
     return [t for t in found if t.axis == axis]
 
 
@@ -195,8 +195,8 @@ def test_zero_offload_moves_four_bytes_per_parameter_and_step():
     job, cluster = Job(1024, 1, 1, offload="cpu"), make_cluster("h100-80gb", 1)
     down = offload_seconds(1e9, job, cluster, backward=0.0)["gradients to the host"] * cluster.gpu.host.pcie
     assert (down, job.stored) == (2e9, 2)
-    assert host_bytes(1e9, job) == 14e9  # 16-bit gradient, fp32 weight and two moments
-    assert nvme_bytes(1e9, job) == 0
+    assert count_host_bytes(1e9, job) == 14e9  # 16-bit gradient, fp32 weight and two moments
+    assert count_nvme_bytes(1e9, job) == 0
 
 
 @pytest.mark.parametrize(("billions", "seconds"), [(1, 0.22), (2, 0.51), (4, 1.03), (8, 2.41), (10, 2.57)])
@@ -211,7 +211,7 @@ def test_adam_of_the_host(billions, seconds):
 def test_arithmetic_intensity_of_nvme():
     """ZeRO-Infinity (Rajbhandari et al., 2021), section 4.1: optimizer states of 16 bytes are read and written once a
     step, so 8 x batch x seq FLOPs per parameter meet 32 bytes: batch x seq / 4. Ours keeps the gradient in memory."""
-    moved = nvme_bytes(1.0, Job(1024, 2, 1, offload="nvme"))
+    moved = count_nvme_bytes(1.0, Job(1024, 2, 1, offload="nvme"))
     assert moved == 2 * 12
     assert 8 * 2 * 1024 / (moved + 2 * 4) == 2 * 1024 / 4
 
@@ -231,10 +231,10 @@ def per_sbh(layout, scores=True, heads=96, hidden=12288, seq=2048):
 
     The paper's selective recomputation keeps all but the scores.
     """
-    block = dense_block(hidden, heads, heads, 4 * hidden, gated=False)
+    block = make_dense_block(hidden, heads, heads, 4 * hidden, gated=False)
     masks = 2 / (layout.tp if layout.sequence_parallel else 1)
     unfused = (5 * heads * seq * scores - 4 * heads) / hidden / layout.tp
-    return kept_bytes(block, hidden, layout, Job(seq, 1, 1)) / hidden + masks + unfused
+    return count_kept_bytes(block, hidden, layout, Job(seq, 1, 1)) / hidden + masks + unfused
 
 
 def test_activations_of_a_layer_by_table_2():
@@ -243,8 +243,8 @@ def test_activations_of_a_layer_by_table_2():
     assert per_sbh(Layout(tp=8)) == pytest.approx(10 + 24 / 8 + scores / 8)
     assert per_sbh(Layout(tp=8, sequence_parallel=True)) == pytest.approx((34 + scores) / 8)
     assert per_sbh(Layout(tp=8, sequence_parallel=True), scores=False) == pytest.approx(34 / 8)
-    block = dense_block(12288, 96, 96, 4 * 12288, gated=False)
-    assert kept_bytes(block, 12288, Layout(), Job(2048, 1, 1, "full")) / 12288 == pytest.approx(2)
+    block = make_dense_block(12288, 96, 96, 4 * 12288, gated=False)
+    assert count_kept_bytes(block, 12288, Layout(), Job(2048, 1, 1, "full")) / 12288 == pytest.approx(2)
 
 
 @pytest.mark.parametrize(
@@ -258,7 +258,7 @@ def test_activations_of_a_rank_by_table_5(numbers, layout, micro_batch, selectiv
     """Under the interleaved schedule the first rank holds L (1 + (p - 1) / (p v)) layers' worth."""
     for is_selective, expected in ((True, selective), (False, nothing)):
         sizes = Layout(**layout, sequence_parallel=is_selective)
-        layers = live_forwards(sizes, Job(2048, micro_batch, 64))[0] * numbers["layers"]
+        layers = count_live_forwards(sizes, Job(2048, micro_batch, 64))[0] * numbers["layers"]
         layers /= sizes.pp * sizes.virtual_stages
         kept = per_sbh(sizes, not is_selective, numbers["heads"], numbers["hidden"]) * numbers["hidden"]
         assert layers * kept * 2048 * micro_batch / GIB == pytest.approx(expected, rel=1e-3)
@@ -279,14 +279,14 @@ def test_states_of_a_rank_by_table_5(numbers, ranks):
 def test_bubble_of_1f1b(ranks, batches):
     """(p - 1) / (m + p - 1) of the whole, Narayanan et al., 2021; m is continued beyond what is simulated."""
     layout, job = Layout(pp=ranks), Job(2048, 1, batches)
-    duration, bubble = pipeline_seconds(layout, job, [(1.0, 2.0)] * ranks, 0.0)
+    duration, bubble = compute_pipeline_seconds(layout, job, [(1.0, 2.0)] * ranks, 0.0)
     assert duration == pytest.approx(3 * (batches + ranks - 1))
     assert bubble == pytest.approx((ranks - 1) / (batches + ranks - 1))
 
 
 @pytest.mark.parametrize(("ranks", "batches"), [(2, 2), (3, 7), (4, 4), (8, 20)])
 def test_own_order_of_1f1b_is_torchs(ranks, batches):
-    assert one_f_one_b(ranks, batches) == order("1f1b", ranks, 1, batches)
+    assert make_1f1b_order(ranks, batches) == order("1f1b", ranks, 1, batches)
 
 
 def test_model_flops_are_six_per_parameter_and_token():

@@ -14,14 +14,14 @@ from transformers import LlamaConfig
 
 from hf_parallel import cli
 from hf_parallel.ask.config import ParallelConfig, SpecError
-from hf_parallel.axes.pipeline.balance import best_split
-from hf_parallel.hooks.auto import accepted
+from hf_parallel.axes.pipeline.balance import find_best_split
+from hf_parallel.hooks.auto import make_acceptance_test
 from hf_parallel.planner.detect import Device
 from hf_parallel.planner.dryrun.run import dry_run
 from hf_parallel.planner.groups import Group, MixedCluster, group_devices, read_machines
 from hf_parallel.planner.hardware import find_gpu, find_link, make_cluster
-from hf_parallel.planner.mixed import ALONE, EVEN, SHARES, STAGES, Levers, _Search, deal, search_groups
-from hf_parallel.planner.mixed_report import commands, show_mixed
+from hf_parallel.planner.mixed import ALONE, EVEN, SHARES, STAGES, Levers, _Search, deal_examples, search_groups
+from hf_parallel.planner.mixed_report import list_commands, show_mixed
 from tests import models
 from tests.planner.test_plan_cli import SMALL
 
@@ -137,7 +137,7 @@ def test_no_split_is_faster():
         def cost(at, first, last, speeds=speeds, most=most):
             return (last - first) / speeds[at] if last - first <= most[at] else float("inf")
 
-        slowest, split = best_split(layers, stages, cost, max)
+        slowest, split = find_best_split(layers, stages, cost, max)
         cuts = itertools.combinations(range(1, layers), stages - 1)
         every = [tuple(b - a for a, b in itertools.pairwise((0, *cut, layers))) for cut in cuts]
         ends = [max(cost(at, 0, own) for at, own in enumerate(one)) for one in every]
@@ -156,7 +156,7 @@ def test_dealing_is_the_best_cut():
         examples, of = draw.randint(sum(ranks), 10), [group for group, own in enumerate(ranks) for _ in range(own)]
         every = (one for one in itertools.product(range(1, 8), repeat=len(of)) if sum(one) == examples)
         least = min(max(seconds(group, own) for group, own in zip(of, one, strict=True)) for one in every)
-        counts = deal(examples, ranks, seconds)
+        counts = deal_examples(examples, ranks, seconds)
         if counts is None:
             assert least == float("inf")
         else:
@@ -192,7 +192,7 @@ def test_small_gpus_alone_save_memory(unlike_memory):
         assert config == ParallelConfig.parse(config.to_spec()).resolve(config.world_size)
         for load in choice.loads:
             assert load.needed_gib <= 0.92 * load.group.cluster.gpu.memory_gib
-    assert "activation_checkpointing=selective@4-7 train.py" in " ".join(commands(unlike_memory, best))
+    assert "activation_checkpointing=selective@4-7 train.py" in " ".join(list_commands(unlike_memory, best))
 
 
 def test_ranks_of_levers_follow_the_order_of_groups():
@@ -219,7 +219,7 @@ def test_the_engine_takes_levers_of_a_group():
     spec = ParallelConfig.parse(
         "dp_shard=4,batch_shares=3x2:1x2,activation_checkpointing=full@2-3,offload=optimizer@2-3"
     )
-    assert accepted(config)(spec.resolve(4))
+    assert make_acceptance_test(config)(spec.resolve(4))
     saving, other = (dry_run(config, spec.resolve(4), rank=rank, rows=4, seq=512) for rank in (2, 0))
     assert saving.peak_bytes < 0.8 * other.peak_bytes
 
@@ -229,16 +229,16 @@ def test_the_engine_takes_levers_of_a_group():
 
 def test_lines_name_nodes_in_the_order_of_stages(found):
     staged = next(choice for choice in found.choices if choice.kind == STAGES)
-    assert f"R = 0 on {staged.groups[0]}, 1 on {staged.groups[1]}:" in next(commands(found, staged))
+    assert f"R = 0 on {staged.groups[0]}, 1 on {staged.groups[1]}:" in next(list_commands(found, staged))
     more = dataclasses.replace(staged.loads[1], group=Group("more", make_cluster("l40s", 5, 2)))
     unlike = dataclasses.replace(staged, loads=(staged.loads[0], more))
-    assert f"R = 0 on {staged.groups[0]}, 1-3 on more, K = its number" in next(commands(found, unlike))
+    assert f"R = 0 on {staged.groups[0]}, 1-3 on more, K = its number" in next(list_commands(found, unlike))
     together = dataclasses.replace(found, mixed=dataclasses.replace(found.mixed, one_node=True))
     turned = dataclasses.replace(staged, loads=staged.loads[::-1])
-    lines = [next(commands(together, choice)) for choice in (staged, turned)]
+    lines = [next(list_commands(together, choice)) for choice in (staged, turned)]
     assert sorted("CUDA_VISIBLE_DEVICES=2,3,0,1 hf-parallel launch" in line for line in lines) == [False, True]
     old = next(choice for choice in found.choices if choice.groups == ("old",))
-    assert "CUDA_VISIBLE_DEVICES=2,3 hf-parallel launch --num_processes 2" in next(commands(together, old))
+    assert "CUDA_VISIBLE_DEVICES=2,3 hf-parallel launch --num_processes 2" in next(list_commands(together, old))
 
 
 def test_the_command(tmp_path, capsys):

@@ -25,7 +25,7 @@ from transformers import (
 from hf_parallel.ask.config import SpecError
 from hf_parallel.model.anatomy import build_on_meta
 from hf_parallel.planner import shape_of
-from hf_parallel.planner.shape import _attention
+from hf_parallel.planner.shape import _read_attention
 from tests.models import DECODER, without
 
 LENGTH = 32
@@ -122,4 +122,4 @@ def test_no_model():
 def test_attention_that_does_not_say_how_many_heads_it_has_is_refused():
     config = SimpleNamespace(hidden_size=64)
     with pytest.raises(SpecError, match="how many heads encoder.attn has"):
-        _attention("encoder.attn", torch.nn.Linear(64, 64), config)
+        _read_attention("encoder.attn", torch.nn.Linear(64, 64), config)

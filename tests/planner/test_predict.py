@@ -6,10 +6,10 @@ import pytest
 
 from hf_parallel.ask.config import SpecError
 from hf_parallel.planner import find_gpu, predict
-from hf_parallel.planner.hardware import catalogue, find_link
+from hf_parallel.planner.hardware import find_link, read_catalogue
 from hf_parallel.planner.layout import Job, Layout
 from hf_parallel.planner.ledger import step_transfers
-from hf_parallel.planner.pipeline import make_stages, pipeline_seconds
+from hf_parallel.planner.pipeline import compute_pipeline_seconds, make_stages
 from tests.models import LLAMA_8B, LLAMA_8B_CONFIG
 
 CALL = {"model": LLAMA_8B, "gpu": "h100-80gb", "gpus": 64, "seq": 4096, "micro_batch": 1, "global_batch": 512}
@@ -45,12 +45,12 @@ def test_an_unknown_gpu_or_link_is_answered_with_the_nearest():
 
 def test_the_catalogue_is_whole():
     """Every entry resolves: source, links, efficiencies, at least bf16 and fp32."""
-    for name in catalogue()["gpus"]:
+    for name in read_catalogue()["gpus"]:
         gpu = find_gpu(name)
         assert gpu.source, name
         assert {"bf16", "fp32"} <= set(gpu.peaks), name
         assert find_link(gpu.scale_up).bandwidth > find_link(gpu.scale_out).bandwidth, name
-    assert all(find_link(name).source for name in catalogue()["links"])
+    assert all(find_link(name).source for name in read_catalogue()["links"])
 
 
 def test_what_is_missing_or_none_gets_its_default():
@@ -158,7 +158,7 @@ def test_batches_of_a_step_run_at_once(schedule, drains):
 
     def seconds(batches: int, calls: int, engine: str) -> tuple[float, float]:
         job = Job(seq=8, micro_batch=1, micro_batches=8 * batches, calls=calls, engine=engine)
-        return pipeline_seconds(layout, job, number * [(1.0, 2.0)], 0.0)
+        return compute_pipeline_seconds(layout, job, number * [(1.0, 2.0)], 0.0)
 
     apart, one = seconds(4, 4, "standard"), seconds(4, 1, "hf_parallel")
     assert apart == pytest.approx((4 * seconds(1, 1, "standard")[0], apart[1]))

@@ -6,7 +6,7 @@ import pytest
 
 from hf_parallel.ask.config import SpecError
 from hf_parallel.cli.recipe_check import check_recipe, plan, shape_of_recipe
-from hf_parallel.cli.recipe_file import METHODS, load, names, read_recipe, shapes
+from hf_parallel.cli.recipe_file import METHODS, list_recipe_names, list_shapes, load_recipe, read_recipe
 from tests.distributed import run_alone
 
 #: Of the models' pages on the Hub, tied weights once.
@@ -33,8 +33,8 @@ data: {tokens_per_row: 512}
 
 
 def test_models_have_as_many_parameters_as_the_hub_says():
-    base = load("qwen3-0.6b-full-1x24gb")
-    found = {name: shape_of_recipe(dataclasses.replace(base, shape=name)).parameters for name in shapes()}
+    base = load_recipe("qwen3-0.6b-full-1x24gb")
+    found = {name: shape_of_recipe(dataclasses.replace(base, shape=name)).parameters for name in list_shapes()}
     assert found == pytest.approx(PARAMETERS, rel=0.02)
 
 
@@ -44,10 +44,10 @@ def verdicts(recipes, dry):
 
 
 def test_all_fit_by_the_planner_and_say_so():
-    assert verdicts(names(), False) == []
+    assert verdicts(list_recipe_names(), False) == []
 
 
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", list_recipe_names())
 def test_runs_dry(name):
     """A plain run tries one of them: a dry run takes up to a minute."""
     assert run_alone(verdicts, [name], True, timeout=280) == []
@@ -55,7 +55,7 @@ def test_runs_dry(name):
 
 def test_what_is_there():
     """Models, numbers of GPUs, their memory and methods that people have."""
-    found = [load(name) for name in names()]
+    found = [load_recipe(name) for name in list_recipe_names()]
     assert len(found) >= 24
     assert {recipe.method for recipe in found} == set(METHODS)
     assert {recipe.hardware.gpus for recipe in found} == {1, 2, 4, 8, 64}
@@ -115,13 +115,13 @@ def test_what_is_refused(tmp_path, old, new, message):
 
 def changed(**changes):
     """Memory and speed of a recipe with other settings."""
-    found = plan(dataclasses.replace(load("llama-3.2-1b-dpo-1x24gb"), **changes))
+    found = plan(dataclasses.replace(load_recipe("llama-3.2-1b-dpo-1x24gb"), **changes))
     return found.memory_gib, found.tokens_per_s
 
 
 def test_what_the_planner_does_not_know_is_put_on_top():
     """DPO's reference takes time; of all weights it is a second model; 4 bits take a quarter."""
-    arguments = load("llama-3.2-1b-dpo-1x24gb").script_arguments
+    arguments = load_recipe("llama-3.2-1b-dpo-1x24gb").script_arguments
     memory, speed = changed()
     same = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 16}  # rows: a pair has two
     assert changed(method="lora", arguments=same)[1] == pytest.approx(speed * 4 / 3)

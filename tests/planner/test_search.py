@@ -8,7 +8,7 @@ import pytest
 
 from hf_parallel.ask.config import ParallelConfig, SpecError
 from hf_parallel.planner import make_cluster
-from hf_parallel.planner.choices import TELLS, ranked_seconds
+from hf_parallel.planner.choices import TELLS, rank_seconds
 from hf_parallel.planner.hardware import find_gpu
 from hf_parallel.planner.search import plan, search
 from tests import models
@@ -41,7 +41,7 @@ def test_1024_gpus_take_less_than_ten_seconds():
 
 def test_ranked_and_fitting():
     found = searched(top=20)
-    ranks = [ranked_seconds(choice) for choice in found.choices]
+    ranks = [rank_seconds(choice) for choice in found.choices]
     memory = [choice.needed_gib for choice in found.choices]
     # The fastest of all may be missing: a layout of the same sizes that needs less memory stands for it.
     near = max(n for n in range(1, len(ranks) + 1) if memory[:n] == sorted(memory[:n]))
@@ -53,7 +53,7 @@ def test_ranked_and_fitting():
 
 def test_specs_are_what_the_engine_takes():
     """Every emitted spec parses back to its config, fills the GPUs, and neither model nor batch stops it."""
-    from hf_parallel.axes.pipeline.schedules import micro_batch_count
+    from hf_parallel.axes.pipeline.schedules import count_micro_batches
     from hf_parallel.model.anatomy import build_on_meta
     from hf_parallel.plans import examine
 
@@ -66,7 +66,7 @@ def test_specs_are_what_the_engine_takes():
         assert choice.rows * choice.accumulation * choice.config.data_parallel_size == 64
         assert examine(model, choice.config, 8).problems == []
         if choice.config.pp_size > 1:
-            assert choice.rows % micro_batch_count(choice.rows, choice.config) == 0
+            assert choice.rows % count_micro_batches(choice.rows, choice.config) == 0
 
 
 def test_memory_decides():
@@ -260,10 +260,10 @@ def test_what_rounds_is_what_a_dry_run_shows():
 
 def test_a_ring_must_gain_more_than_the_planner_can_tell():
     """1 B parameters, rows of 32 k tokens, PCIe: cp=2 is predicted 4 % faster than the data ranks that do."""
-    from hf_parallel.cli.recipe_file import shipped_config
+    from hf_parallel.cli.recipe_file import read_shipped_config
 
     given = {"gpu": "h100-pcie-80gb", "seq": 32768, "global_batch": 32, "precision": "mixed", "gpus": 8}
-    found = searched(shipped_config("llama-3.2-1b"), **given)
+    found = searched(read_shipped_config("llama-3.2-1b"), **given)
     assert found.best.config.cp_size == 1, found.best.config.to_spec()
 
 
@@ -280,7 +280,7 @@ def test_layers_are_counted_with_whole_logits(monkeypatch):
 
     asked, count = [], module.dry_run
     monkeypatch.setattr(module, "dry_run", lambda *args, **given: asked.append(args[1]) or count(*args, **given))
-    module.measured_shape(models.llama(), "bf16")
+    module.measure_shape(models.llama(), "bf16")
     assert asked == ["dp_shard=1,lean_loss=false"] * 2
 
 
@@ -322,10 +322,10 @@ def test_a_million_tokens_fit_eight_gpus_without_being_asked(capsys):
 
 def test_the_batch_of_a_step_is_said():
     """Of a fixed batch: the same in one process; of a script's own: what keeps one process's, or the learning rate."""
-    from hf_parallel.planner.report import batch_lines
+    from hf_parallel.planner.report import format_batch_lines
 
     fixed = searched(gpus=8, global_batch=64)
-    batch, alone = batch_lines(fixed)
+    batch, alone = format_batch_lines(fixed)
     best = fixed.best
     assert batch.startswith("a step has 64 sequences (")
     assert batch.endswith("262,144 tokens")
@@ -335,7 +335,7 @@ def test_the_batch_of_a_step_is_said():
     )
     assert best.to_dict()["sequences_per_step"] == 64
     script = searched(gpus=8, global_batch=None, rows=4, accumulation=2, accept=lambda c: c.data_parallel_size == 8)
-    assert [*batch_lines(script)] == [
+    assert [*format_batch_lines(script)] == [
         "a step has 64 sequences (4 per device x 2 accumulation x 8 data ranks), 262,144 tokens",
         "one process has 8: --per_device_train_batch_size 1 --gradient_accumulation_steps 1 keep that, else "
         "learning_rate x 2.83 (square-root rule, adamw)",

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from hf_parallel.planner.dryrun import dry_run
 from hf_parallel.planner.dryrun.recorder import Recorder
-from hf_parallel.planner.dryrun.world import Shapes, fake_world
+from hf_parallel.planner.dryrun.world import Shapes, pretend_world
 from tests import models
 from tests.distributed import run_alone
 from tests.planner.measuring import numbers
@@ -40,7 +40,7 @@ def test_a_schedule_of_many_micro_batches_is_told_by_few(schedule, tp, heavy):
 def made_by_a_sum():
     """Bytes that appear while DTensors are added that no operation has met, and then again."""
     found = []
-    with fake_world(0, 4), contextlib.ExitStack() as fake:
+    with pretend_world(0, 4), contextlib.ExitStack() as fake:
         mesh = init_device_mesh("cpu", (4,))
         fake.enter_context(Shapes(allow_non_fake_inputs=True))
         given = DTensor.from_local(torch.empty(33, 515), mesh, [Shard(0)])

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from hf_parallel.planner import make_cluster, predict, shape_of
-from hf_parallel.planner.candidates import Goal, layouts
+from hf_parallel.planner.candidates import Goal, iterate_layouts
 from hf_parallel.planner.layout import Job, make_layout
 from hf_parallel.planner.ledger import block_transfers
 from tests.models import LLAMA_8B
@@ -86,7 +86,7 @@ def test_over_nodes_a_grid_gains_little():
 @pytest.mark.parametrize(("per_node", "offered"), [(8, set()), (72, {"8x2", "4x4", "16x2", "8x4", "32x2", "16x4"})])
 def test_grids_are_offered_from_16_ranks_on(per_node, offered):
     goal = Goal(shape_of(LLAMA_405B), make_cluster("b200-180gb", 64, per_node), TOKENS, 64)
-    assert {config.tp_mesh for config in layouts(goal) if config.tp_mesh} == offered
+    assert {config.tp_mesh for config in iterate_layouts(goal) if config.tp_mesh} == offered
 
 
 def test_what_is_chosen_has_no_grid_below_16_ranks():

@@ -41,18 +41,18 @@ def chosen_on(devices: list[Device], shown: bool = True) -> tuple[str, list[str]
 
     said, specs = [], []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(detecting, "device_here", lambda: devices[int(os.environ["RANK"])])
+        patch.setattr(detecting, "read_device_here", lambda: devices[int(os.environ["RANK"])])
         patch.setattr(report, "say", said.append)
         patch.setattr(runtime, "current", lambda: None)
         auto.wait("the test", lambda config, source: specs.append(config.to_spec()))
         if shown:
             batch = {"per_device_train_batch_size": ROWS, "gradient_accumulation_steps": CALLS}
-            auto.remember(TrainingArguments("out", use_cpu=True, report_to=[], **batch))
+            auto.remember_arguments(TrainingArguments("out", use_cpu=True, report_to=[], **batch))
         config = LlamaConfig(**EIGHT_B, architectures=["LlamaForCausalLM"], dtype="bfloat16")
         reasons = []
-        own = auto._best
-        patch.setattr(auto, "_best", lambda *given: reasons.append(own(*given)) or reasons[0])
-        auto.choose(auto.Shown(config))
+        own = auto._find_best
+        patch.setattr(auto, "_find_best", lambda *given: reasons.append(own(*given)) or reasons[0])
+        auto.choose_layout_here(auto.Shown(config))
     return specs[0], said, reasons[0].reasons if reasons else ()
 
 
@@ -119,7 +119,7 @@ def test_kinds_in_turns_are_planned_for_the_slowest():
 def trained_on(devices: list[Device], folder: str, out: str) -> tuple:
     """A Trainer's run under `auto`, as in tests/planner/test_auto.py, on these devices."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(detecting, "device_here", lambda: devices[int(os.environ["RANK"])])
+        patch.setattr(detecting, "read_device_here", lambda: devices[int(os.environ["RANK"])])
         return trained(folder, out, "from_pretrained")
 
 
@@ -137,7 +137,7 @@ def why_even(kind: str, **settings: object) -> str | None:
     from hf_parallel.hooks import auto
 
     of_session(auto._Shown).arguments = getattr(trl, kind)("out", use_cpu=True, bf16=False, report_to=[], **settings)
-    return auto._why_even(LlamaConfig(architectures=["LlamaForCausalLM"]))
+    return auto._find_reason_for_even(LlamaConfig(architectures=["LlamaForCausalLM"]))
 
 
 @pytest.mark.parametrize(
@@ -168,8 +168,8 @@ def started(spec: str, devices: list[Device]) -> list[str]:
     with pytest.MonkeyPatch.context() as patch:
         from hf_parallel.hooks import device_order
 
-        patch.setattr(device_order, "device_here", lambda: devices[rank])
-        patch.setattr(rates, "product_rate", lambda device: 3.0 if "H100" in devices[rank].name else 1.0)
+        patch.setattr(device_order, "read_device_here", lambda: devices[rank])
+        patch.setattr(rates, "measure_product_rate", lambda device: 3.0 if "H100" in devices[rank].name else 1.0)
         patch.setattr(report, "say", said.append)
         activation.activate(spec, "the test")
     return [line for line in said if "order of GPUs" in line]
@@ -262,8 +262,8 @@ def test_measured_processors_are_read_back(tmp_path):
 
 def test_memory_that_hardly_differs_is_one_kind():
     near = [Device("a", H100[0], gib) for gib in (79.49, 79.51, 79.2)]
-    assert detecting.kinds_of(near) == [0, 0, 0]
-    assert detecting.kinds_of([*near, Device("b", H100[0], 94.0), Device("b", *A100)]) == [0, 0, 0, 3, 4]
+    assert detecting.number_kinds_of(near) == [0, 0, 0]
+    assert detecting.number_kinds_of([*near, Device("b", H100[0], 94.0), Device("b", *A100)]) == [0, 0, 0, 3, 4]
     here = make_cluster("h100-80gb", 3)
     assert group_devices(here, near) is here
 

@@ -54,13 +54,13 @@ class Plain(Trainer):
     ],
 )
 def test_who_reads_them(kind, given, arguments, reader):
-    assert logits_read.by_trainer(kind, given, arguments) == reader
+    assert logits_read.find_trainer_reader(kind, given, arguments) == reader
 
 
 def test_trl_keeps_none_where_it_has_a_fused_head():
     trl = pytest.importorskip("trl")
-    assert logits_read.by_trainer(trl.SFTTrainer, {}, PLAIN) is None
-    assert logits_read.by_trainer(trl.RewardTrainer, {}, PLAIN) == "RewardTrainer computes the loss"
+    assert logits_read.find_trainer_reader(trl.SFTTrainer, {}, PLAIN) is None
+    assert logits_read.find_trainer_reader(trl.RewardTrainer, {}, PLAIN) == "RewardTrainer computes the loss"
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_trl_keeps_none_where_it_has_a_fused_head():
 )
 def test_what_a_script_shows_before_its_trainer(monkeypatch, names, reader):
     monkeypatch.setitem(sys.modules, "__main__", SimpleNamespace(**names))
-    found = logits_read.by_script(PLAIN)
+    found = logits_read.find_script_reader(PLAIN)
     assert found is reader is None or found.startswith(reader)
 
 
@@ -83,9 +83,9 @@ def said(out: str) -> list[str]:
     """The first reason of a choice, with a reader and without."""
     detection.detect = lambda *args: make_cluster("l40s-48gb", 2)
     of_session(auto._Shown).arguments = arguments_of(out)
-    auto.accepted = lambda config: lambda layout: layout.data_parallel_size == 2
+    auto.make_acceptance_test = lambda config: lambda layout: layout.data_parallel_size == 2
     return [
-        auto._best(auto.Shown(models.llama(), reader=reader), devices=[]).reasons[0]
+        auto._find_best(auto.Shown(models.llama(), reader=reader), devices=[]).reasons[0]
         for reader in ("OwnTrainer computes the loss", None)
     ]
 

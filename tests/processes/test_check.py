@@ -13,7 +13,7 @@ import torch.distributed as dist
 from hf_parallel.ask.config import ParallelConfig
 from hf_parallel.check import links, parity, run, system
 from hf_parallel.check import links as ranks
-from hf_parallel.check.report import FAILED, NOTE, OK, SLOW, Report, Row, ranks_text
+from hf_parallel.check.report import FAILED, NOTE, OK, SLOW, Report, Row, format_ranks
 from hf_parallel.cli import main
 from hf_parallel.planner.hardware import find_link
 from hf_parallel.planner.ledger import Group
@@ -51,9 +51,9 @@ def test_four_ranks(tmp_path):
 def sabotaged(path, **wanted):
     """One rank trains with other rows than its model's other ranks have, and a sum of two ranks is wrong."""
     own = dist.get_rank()
-    original, summed = parity.RATE, links._sum
+    original, summed = parity.RATE, links._sum_of_ranks
     parity.RATE = 0.2 if own == 1 else original
-    links._sum = lambda group: summed(group) + 1
+    links._sum_of_ranks = lambda group: summed(group) + 1
     return checked(path, **wanted)
 
 
@@ -77,7 +77,7 @@ def one_fails(path, how):
             time.sleep(600)
         raise ZeroDivisionError("no such device")
 
-    rate, devices.product_rate = devices.product_rate, stops
+    rate, devices.measure_product_rate = devices.measure_product_rate, stops
     return checked(path, parallel=SPEC, limit_s=2.0 if how == "stands" else 60.0)
 
 
@@ -100,40 +100,42 @@ def test_a_rank_that_fails_ends_all(how, tmp_path, capfd):
 def test_what_each_number_of_ranks_compares():
     built = [axis.name for axis in ParallelConfig.mesh_axes if parity._is_built(f"{axis.name}=2")]
     for world in (2, 3, 4, 6, 8, 64):
-        specs = parity.default_layouts(world)
+        specs = parity.list_default_layouts(world)
         configs = [ParallelConfig.parse(spec).resolve(world) for spec in specs]
         assert len(set(configs)) == len(configs)
         for axis in built:
             assert any(config.sizes[axis] > 1 for config in configs), (world, axis)
-        parity.tiny_config(configs[0])
-    assert parity.default_product(8) == "tp=2,pp=2,dp_shard=2"
-    assert parity.default_product(3) == "tp=3"
-    assert parity.default_product(1) == "dp_shard=-1"
+        parity.make_tiny_config(configs[0])
+    assert parity.choose_default_product(8) == "tp=2,pp=2,dp_shard=2"
+    assert parity.choose_default_product(3) == "tp=3"
+    assert parity.choose_default_product(1) == "dp_shard=-1"
 
 
 def test_what_is_said_of_other_ranks():
     rank = {"host": "a", "python": "3.11", "torch": "2.13", "device": "H100", "place": "x", "backend": "nccl"}
     other = {**rank, "torch": "2.11"}
-    found = {row.what: row for row in system.rows([rank, rank, other])}
+    found = {row.what: row for row in system.make_system_rows([rank, rank, other])}
     assert found["torch"].status == FAILED
     assert found["torch"].found == "2.13 on 0-1; 2.11 on 2"
     assert found["devices shared"].status == FAILED
-    assert system.shared([rank, other])
-    assert not system.shared([rank, {**rank, "place": "y"}])
-    assert ranks_text([0, 1, 2, 5, 7, 8]) == "0-2 5 7-8"
+    assert system.is_device_shared([rank, other])
+    assert not system.is_device_shared([rank, {**rank, "place": "y"}])
+    assert format_ranks([0, 1, 2, 5, 7, 8]) == "0-2 5 7-8"
 
 
 def test_devices_of_several_kinds_are_told_not_failed():
     new = {"host": "a", "python": "3.11", "device": "H100", "memory": 80 << 30, "place": "", "backend": "nccl"}
     old = {**new, "host": "b", "device": "A100", "memory": 40 << 30}
-    found = {row.what: row for row in system.rows([new, {**new, "memory": new["memory"] - 1}, old, old])}
+    found = {row.what: row for row in system.make_system_rows([new, {**new, "memory": new["memory"] - 1}, old, old])}
     assert all(row.status != FAILED for row in found.values())
     assert (found["device"].found, found["device"].status) == ("H100 on 0-1; A100 on 2-3", NOTE)
     assert found["devices"].found.startswith("2 x H100, 80.0 GiB, 2 x A100, 40.0 GiB, 2 hosts")
     kinds = ["H100", "H100", "A100", "A100"]
-    row = system.product_row([700e12, 690e12, 250e12, 240e12], kinds, None, False)
+    row = system.make_product_row([700e12, 690e12, 250e12, 240e12], kinds, None, False)
     assert (row.found, row.status) == ("slowest of each: H100 690 TFLOP/s, A100 240 TFLOP/s", OK)
-    assert system.product_row([700e12, 300e12, 250e12, 240e12], kinds, None, False).status == SLOW  # beside its twin
+    assert (
+        system.make_product_row([700e12, 300e12, 250e12, 240e12], kinds, None, False).status == SLOW
+    )  # beside its twin
 
 
 def test_slow_links_are_named():
@@ -142,33 +144,35 @@ def test_slow_links_are_named():
     half = links.Tried([0, 1], latency=1e-5, right=True)
     for seconds, crowded, status in ((5e-5, False, OK), (1e-2, False, SLOW), (1e-2, True, OK)):
         rows = [half._replace(seconds=seconds), half._replace(seconds=seconds / 2)]
-        row = links._row("tp", "all_reduce", rows, planned, 1 << 24, crowded)
+        row = links._make_link_row("tp", "all_reduce", rows, planned, 1 << 24, crowded)
         assert row.status == status
         assert row.values["bytes_per_s"] == pytest.approx((1 << 24) / seconds)
     assert "slower than half" in Report(2, [Row("links", "tp", "x", status=SLOW)]).verdict
-    missing = links._row("tp", "p2p", [links.Tried([0, 1], missing="gloo does not support send")], planned, 1, False)
+    missing = links._make_link_row(
+        "tp", "p2p", [links.Tried([0, 1], missing="gloo does not support send")], planned, 1, False
+    )
     assert missing.status == NOTE
 
 
 def test_ranks_that_share_a_gpu():
     """NCCL refuses two ranks on one device of one host, so each is a host to it."""
-    alone, crowded = ranks.environments(2, 2), ranks.environments(4, 2)
+    alone, crowded = ranks.make_environments(2, 2), ranks.make_environments(4, 2)
     assert [own["LOCAL_RANK"] for own in alone] == ["0", "1"]
     assert not any("NCCL_HOSTID" in own for own in alone)
     assert [own["LOCAL_RANK"] for own in crowded] == ["0", "1", "0", "1"]
     assert len({own["NCCL_HOSTID"] for own in crowded}) == 4
     assert {own["NCCL_NET"] for own in crowded} == {"Socket"}
-    assert ranks.how_many(None, None, 8) == 8
-    assert ranks.how_many(None, 6, 8) == 6
+    assert ranks.count_ranks_to_start(None, None, 8) == 8
+    assert ranks.count_ranks_to_start(None, 6, 8) == 6
 
 
 def test_a_rank_of_ours_that_dies_ends_the_others(tmp_path):
     began = time.monotonic()
     code = "import os, time; time.sleep(600 if os.environ['RANK'] == '0' else 0); raise SystemExit(3)"
-    ranks_ = ranks.environments(2, 0)
+    ranks_ = ranks.make_environments(2, 0)
     saved, ranks.GRACE_S = ranks.GRACE_S, 0.2
     try:
-        assert ranks.start(["-c", code], ranks_) == 3
+        assert ranks.start_ranks(["-c", code], ranks_) == 3
     finally:
         ranks.GRACE_S = saved
     assert time.monotonic() - began < 90  # seconds; alone one

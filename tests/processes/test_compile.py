@@ -11,7 +11,7 @@ from hf_parallel import parallelize
 from hf_parallel.ask.config import ParallelConfig, SpecError
 from hf_parallel.axes import compile as compiling
 from hf_parallel.ranks import observed
-from hf_parallel.ranks.mesh import stored
+from hf_parallel.ranks.mesh import get_stored
 from tests import activations, models
 from tests.distributed import RankFailure, run, run_alone
 
@@ -36,7 +36,7 @@ def trained(
         with heard() as calls:
             model(input_ids=own, labels=own).loss.backward()
         optimizer.step()
-    norms = (stored(p) for name, p in model.named_parameters() if "norm" in name or "ln_" in name)
+    norms = (get_stored(p) for name, p in model.named_parameters() if "norm" in name or "ln_" in name)
     assert next(norms).isfinite().all()
     loss = model(input_ids=own, labels=own).loss.detach()
     if size > 1:

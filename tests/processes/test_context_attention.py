@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 
 from hf_parallel.axes.context import packs, tiles
-from hf_parallel.axes.context.attention import Cut, Exchanged, _dense, attention, join, take
+from hf_parallel.axes.context.attention import Cut, Exchanged, _attend_densely, join, run_context_attention, take
 from hf_parallel.axes.context.kernels import Scores
-from hf_parallel.axes.context.layout import Layout, Shape, deal, local_length
+from hf_parallel.axes.context.layout import Layout, Shape, compute_local_length, deal_documents
 from tests.distributed import run
 
 ROWS, LENGTH, HEADS, KV_HEADS, WIDTH = 2, 33, 4, 2, 8
@@ -79,19 +79,21 @@ def gap(case, shape, exchanged, cap):
     sinks = torch.randn(HEADS, generator=generator, requires_grad=True) if sunk else None
     seen, real = visible(case)
     q, k, v = (t.transpose(1, 2) for t in whole)
-    expected = _dense(q, k, v, ~seen[:, None], 0.0, None, cap, sinks).transpose(1, 2)
+    expected = _attend_densely(q, k, v, ~seen[:, None], 0.0, None, cap, sinks).transpose(1, 2)
     expected.backward(gradient * real)
 
     positions = torch.stack([torch.cat([torch.arange(n) for n in p]) for p in PACKS]) if packed else None
     rows = packs.find((ROWS, LENGTH), None if padded is None else padding(padded), positions)
-    layout = Layout(rows, shape, local_length(LENGTH, shape.size))
+    layout = Layout(rows, shape, compute_local_length(LENGTH, shape.size))
     rank, everyone = dist.get_rank(), dist.group.WORLD
     own = [take(t.detach(), layout, rank).requires_grad_() for t in whole]
     own_sinks = sinks.detach().clone().requires_grad_() if sunk else None
     module = torch.nn.Module()
     module.is_causal = causal
     q, k, v = (t.transpose(1, 2) for t in own)
-    out, _ = attention(module, q, k, v, Cut(layout, exchanged), s_aux=own_sinks, sliding_window=window, softcap=cap)
+    out, _ = run_context_attention(
+        module, q, k, v, Cut(layout, exchanged), s_aux=own_sinks, sliding_window=window, softcap=cap
+    )
     out.backward(take(gradient * real, layout, rank))
     gaps = [((join(out.detach(), layout, everyone) - expected) * real).abs().max()]
     gaps += [(join(a.grad, layout, everyone) - b.grad).abs().max() for a, b in zip(own, whole, strict=True)]
@@ -116,14 +118,14 @@ def halves(dtype):
     found = []
     for variant in ("ulysses", "ring"):
         shape, exchanged = groups(variant)
-        layout = Layout(packs.unpacked_rows(ROWS, LENGTH), shape, local_length(LENGTH, shape.size))
+        layout = Layout(packs.make_unpacked_rows(ROWS, LENGTH), shape, compute_local_length(LENGTH, shape.size))
         generator = torch.Generator().manual_seed(0)
         whole = [torch.randn(ROWS, LENGTH, HEADS, 16, generator=generator).to(dtype) for _ in range(4)]
         whole[3][0, 20:] = 0
         *own, gradient = (take(one, layout, dist.get_rank()) for one in whole)
         own = [one.requires_grad_() for one in own]
         q, k, v = (one.transpose(1, 2) for one in own)
-        attention(torch.nn.Module(), q, k, v, Cut(layout, exchanged))[0].backward(gradient)
+        run_context_attention(torch.nn.Module(), q, k, v, Cut(layout, exchanged))[0].backward(gradient)
         found.append(torch.stack([join(one.grad, layout, dist.group.WORLD) for one in own]).float())
     return found
 
@@ -156,7 +158,7 @@ def in_order(variant):
             return super().tiles(keys, queries)
 
     ring.Exchange = Noted
-    rows = Layout(packs.unpacked_rows(1, 24), shape, 24 // shape.size)
+    rows = Layout(packs.make_unpacked_rows(1, 24), shape, 24 // shape.size)
     q, k, v = (torch.randn(1, 2, 24 // shape.size, 8, requires_grad=True) for _ in range(3))
     out = ring.RingAttention.apply(q, k, v, None, Scores(), Attended(rows, exchanged.ring, 0, float("inf")))
     forward = len(done)
@@ -189,7 +191,7 @@ def buffers(variant):
             most.append(sum(one() is not None for one in known))
 
     ring.Exchange = Counted
-    rows = Layout(packs.unpacked_rows(1, 40), shape, 40 // shape.size)
+    rows = Layout(packs.make_unpacked_rows(1, 40), shape, 40 // shape.size)
     q, k, v = (torch.randn(1, 2, 40 // shape.size, 8) for _ in range(3))
     ring.RingAttention.apply(q, k, v, None, Scores(), ring.Ring(rows, exchanged.ring, 0, float("inf")))
     return len(known), max(most)
@@ -218,7 +220,7 @@ def test_same_as_one_process(ranks, variants, square):
 def layout(lengths, ring):
     total = sum(lengths)
     rows = packs.find((1, total), None, torch.cat([torch.arange(n) for n in lengths])[None])
-    return Layout(rows, Shape(ring, 1), local_length(total, ring))
+    return Layout(rows, Shape(ring, 1), compute_local_length(total, ring))
 
 
 @pytest.mark.parametrize("ring", [2, 4, 8])
@@ -237,7 +239,7 @@ def test_every_token_has_one_holder(ring):
     for lengths in ((1,), (33,), (5, 11, 2, 14, 1), (1, 1, 1, 1, 1, 1, 1)):
         table = layout(lengths, ring).table
         assert sorted(table[table >= 0].tolist()) == list(range(sum(lengths)))
-        assert max(len(deal([n], ring)[0][0]) for n in lengths) <= 2
+        assert max(len(deal_documents([n], ring)[0][0]) for n in lengths) <= 2
 
 
 def test_a_window_spares_what_nobody_sees():

@@ -111,7 +111,7 @@ def launched(words: list[str]) -> None:
     with pytest.MonkeyPatch.context() as patches:
         patches.setattr(accelerate_launch, "launch_command", calls.append)
         patches.setattr(config_args, "default_config_file", "none.yaml")
-        patches.setattr(cli_launch, "accelerators", lambda: 0)
+        patches.setattr(cli_launch, "count_accelerators", lambda: 0)
         assert cli.main(["launch", *words]) == 0
     assert (calls[0].module, calls[0].training_script) == (True, "hf_parallel")
     on_ranks(calls[0].num_processes, calls[0].training_script_args)

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from hf_parallel.ask.config import ParallelConfig
-from hf_parallel.ranks.mesh import coordinates
+from hf_parallel.ranks.mesh import compute_coordinates
 from tests import models
 from tests.distributed import RankFailure, run
 from tests.unit.test_doctor import claims, on_meta
@@ -14,14 +14,14 @@ from tests.unit.test_doctor import claims, on_meta
 def parallel(name, spec):
     """On a rank: local shapes by name, how many parameters it stores, and whether it splits the sequence."""
     from hf_parallel import parallelize
-    from hf_parallel.apply.parallelize import parameters_per_rank, state_of
+    from hf_parallel.apply.parallelize import gather_parameters_per_rank, state_of
 
     model = parallelize(models.build(name), spec)
     parameters = model.named_parameters(remove_duplicate=False)
     shapes = {key: tuple(getattr(p, "to_local", lambda p=p: p)().shape) for key, p in parameters}
     return {
         "shapes": shapes,
-        "counts": parameters_per_rank(model),
+        "counts": gather_parameters_per_rank(model),
         "sequence_parallel": state_of(model).sequence_parallel,
     }
 
@@ -84,7 +84,7 @@ def test_parameters_and_stages_are_those_of_parallelize(name, spec, world):
     assert report.parameters_per_rank == real[0]["counts"]
     assert {place.bytes for place in report.pipeline} == {4 * place.parameters for place in report.pipeline}
     for rank, held in enumerate(list(each["shapes"]) for each in real):
-        place = report.pipeline[coordinates(ParallelConfig.parse(spec).resolve(world), rank)["pp"]]
+        place = report.pipeline[compute_coordinates(ParallelConfig.parse(spec).resolve(world), rank)["pp"]]
         if place.stages:
             assert {_module(key) for key in held if ".layers." not in key} == set(place.others)
             layers = {int(key.split(".layers.")[1].split(".")[0]) for key in held if ".layers." in key}

@@ -109,7 +109,9 @@ def test_gradients_are_those_of_a_kept_input(distributed, name):
     case = CASES[name]
     expected = distributed(train, 2, case, gather_plainly, F.linear)
     for (own, counts), (plain, _) in zip(
-        distributed(train, 2, case, gather_recompute.gather, gather_recompute.linear), expected, strict=True
+        distributed(train, 2, case, gather_recompute.gather_for_linear, gather_recompute.multiply_gathered),
+        expected,
+        strict=True,
     ):
         assert counts.get("gather", 0) == case.gathers * case.micro_batches
         for mine, theirs in zip(own, plain, strict=True):
@@ -146,7 +148,9 @@ def test_only_the_part_is_kept(distributed, autocast):
     """One copy of the part for all linears, lowered once under autocast; plainly it is the whole, for each a copy."""
     whole = BATCH * LENGTH * HIDDEN * 2
     assert (
-        distributed(saved_elements, 2, gather_recompute.gather, gather_recompute.linear, autocast)
+        distributed(
+            saved_elements, 2, gather_recompute.gather_for_linear, gather_recompute.multiply_gathered, autocast
+        )
         == [(whole // 2, True)] * 2
     )
     kept, _ = distributed(saved_elements, 2, gather_plainly, F.linear, autocast)[0]
@@ -159,9 +163,9 @@ def origins_after_forward(wrap: Callable | None) -> list[bool]:
     origins = []
 
     def region(part):
-        whole: Any = gather_recompute.gather(part * 2, dist.group.WORLD)
+        whole: Any = gather_recompute.gather_for_linear(part * 2, dist.group.WORLD)
         origins.append(weakref.ref(whole._gathered_from))
-        return sum(gather_recompute.linear(whole, weight, None).sum() for weight in weights)
+        return sum(gather_recompute.multiply_gathered(whole, weight, None).sum() for weight in weights)
 
     output = wrap(region, part) if wrap else region(part)
     assert output.requires_grad
@@ -176,7 +180,7 @@ def test_nothing_lives_from_forward_to_backward(distributed, wrap):
 
 def changed_in_place(linear: Callable) -> list[torch.Tensor]:
     part, (weight, *_), _ = leaves(Case())
-    whole = gather_recompute.gather(part * 2, dist.group.WORLD)
+    whole = gather_recompute.gather_for_linear(part * 2, dist.group.WORLD)
     whole += 1
     linear(whole, weight, None).square().sum().backward()
     return [part.grad, weight.grad]
@@ -185,14 +189,16 @@ def changed_in_place(linear: Callable) -> list[torch.Tensor]:
 def test_an_input_changed_in_place_is_kept(distributed):
     """What would be gathered again is not what the linear read."""
     expected = distributed(changed_in_place, 2, F.linear)
-    assert_equal(distributed(changed_in_place, 2, gather_recompute.linear), expected)
+    assert_equal(distributed(changed_in_place, 2, gather_recompute.multiply_gathered), expected)
 
 
 def without_gradients() -> bool:
     part, (weight, *_), _ = leaves(Case())
     with torch.no_grad():
-        whole = gather_recompute.gather(part, dist.group.WORLD)
-        return hasattr(whole, "_gathered_from") or gather_recompute.linear(whole, weight, None).requires_grad
+        whole = gather_recompute.gather_for_linear(part, dist.group.WORLD)
+        return (
+            hasattr(whole, "_gathered_from") or gather_recompute.multiply_gathered(whole, weight, None).requires_grad
+        )
 
 
 def test_nothing_is_remembered_without_gradients(distributed):
@@ -210,7 +216,7 @@ class Projections(nn.Module):
         self.group, self.linear = mesh.get_group(), linear
 
     def forward(self, part):
-        whole = gather_recompute.gather(part, self.group)
+        whole = gather_recompute.gather_for_linear(part, self.group)
         outputs = [self.linear(whole, weight.to_local(), None) for weight in self.weights]
         return part * sum(output.mean() for output in outputs)
 
@@ -232,7 +238,9 @@ def train_sharded(linear: Callable) -> list[torch.Tensor]:
 
 def test_weights_freed_and_gathered_by_fsdp(distributed):
     """The saved weight follows FSDP2, which frees and refills the memory behind it."""
-    assert_equal(distributed(train_sharded, 4, gather_recompute.linear), distributed(train_sharded, 4, F.linear))
+    assert_equal(
+        distributed(train_sharded, 4, gather_recompute.multiply_gathered), distributed(train_sharded, 4, F.linear)
+    )
 
 
 def assert_equal(results: list[list[torch.Tensor]], expected: list[list[torch.Tensor]]) -> None:

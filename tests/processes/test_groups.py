@@ -9,11 +9,11 @@ import torch.distributed as dist
 
 from hf_parallel import parallelize
 from hf_parallel.ask.config import ParallelConfig
-from hf_parallel.axes.context.groups import ways
-from hf_parallel.planner.dryrun.world import fake_world
+from hf_parallel.axes.context.groups import build_ways
+from hf_parallel.planner.dryrun.world import pretend_world
 from hf_parallel.ranks import groups
 from hf_parallel.ranks.groups import Groups
-from hf_parallel.ranks.mesh import ParallelMesh, axis_ranks
+from hf_parallel.ranks.mesh import ParallelMesh, list_axis_ranks
 from tests import models
 from tests.distributed import run, run_alone
 
@@ -29,7 +29,7 @@ HELD = {
 
 def held(spec: str) -> tuple[int, int]:
     """Groups that the last of 1,024 ranks holds: of several ranks, and of one."""
-    with fake_world(WORLD - 1, WORLD):
+    with pretend_world(WORLD - 1, WORLD):
         mesh = ParallelMesh.create(ParallelConfig.parse(spec), torch.device("cpu"))
         if mesh.size("pp") > 1:
             mesh.first_and_last_stage_group()
@@ -54,13 +54,13 @@ def calls_where_communicators_are_split(spec: str) -> tuple[list[int], int]:
         return mock.Mock()
 
     with (
-        fake_world(WORLD - 1, WORLD),
-        mock.patch.object(groups, "_is_split", return_value=True),
+        pretend_world(WORLD - 1, WORLD),
+        mock.patch.object(groups, "_is_split_from_default", return_value=True),
         mock.patch.object(dist, "split_group", split),
         mock.patch.object(dist, "new_group", lambda *args, **_: made.append(args)),
     ):
         for axis in config.resolve(WORLD).sizes:
-            Groups(torch.device("cpu")).along(axis_ranks(config, axis))
+            Groups(torch.device("cpu")).along(list_axis_ranks(config, axis))
     return splits, len(made)
 
 
@@ -101,9 +101,9 @@ def urgent(spec: str) -> list[object]:
 
     new_group = dist.new_group
     with (
-        fake_world(0, 4),
+        pretend_world(0, 4),
         mock.patch.object(dist, "new_group", made),
-        mock.patch.object(groups, "urgent_options", return_value="high"),
+        mock.patch.object(groups, "make_urgent_options", return_value="high"),
     ):
         ParallelMesh.create(ParallelConfig.parse(spec), torch.device("cpu"))
     return seen
@@ -120,11 +120,11 @@ def connected(variant: str) -> list[int]:
     seen, config = [], ParallelConfig.parse("cp=4").resolve(4)
     all_reduce = dist.all_reduce
     with (
-        fake_world(0, 4),
-        mock.patch.object(groups, "_connects_late", return_value=True),
+        pretend_world(0, 4),
+        mock.patch.object(groups, "_does_connect_late", return_value=True),
         mock.patch.object(dist, "all_reduce", lambda tensor, group: seen.append(group.size()) or all_reduce(tensor)),
     ):
-        ways(ParallelMesh.create(config, torch.device("cpu")), config, [variant])
+        build_ways(ParallelMesh.create(config, torch.device("cpu")), config, [variant])
     return seen
 
 
@@ -141,7 +141,7 @@ def sockets() -> int:
 
 def opened() -> int:
     before = sockets()
-    group = groups.all_ranks_on_host()
+    group = groups.make_host_group()
     total = torch.ones(1)
     dist.all_reduce(total, group=group)
     assert total == dist.get_world_size()
@@ -163,7 +163,7 @@ def told() -> tuple[bool, int, int, torch.Tensor]:
         through.append(kwargs["group"])
         return broadcast(objects, *args, **kwargs)
 
-    with mock.patch.object(groups, "takes_host_memory", return_value=False):
+    with mock.patch.object(groups, "can_send_host_memory", return_value=False):
         model = parallelize(models.build("llama").eval(), "pp=2")
     engine = model._hf_parallel.pipeline
     ids = torch.arange(33).view(3, 11)

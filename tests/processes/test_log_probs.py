@@ -34,7 +34,7 @@ def scores(scaling):
     for part in (rows, slice(None)):
         leaves = [t.clone().requires_grad_() for t in (hidden, weight[part], bias[part])]
         if part is rows:
-            found = vocab_parallel.log_probs(*leaves, targets, group, rows.start, VOCABULARY, scaling)
+            found = vocab_parallel.compute_log_probs(*leaves, targets, group, rows.start, VOCABULARY, scaling)
             found = [*vars(found).values()]
         else:
             found = whole(*leaves, targets, scaling)

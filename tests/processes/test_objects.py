@@ -17,8 +17,8 @@ def test_objects_of_all_ranks_and_of_one(distributed):
             called.append(rank)
             return {"from": rank}
 
-        found = messages.gather(rank * 11), messages.from_one(make, source=2), called
-        return found, messages.gather(str(rank))
+        found = messages.gather_objects(rank * 11), messages.send_from_one(make, source=2), called
+        return found, messages.gather_objects(str(rank))
 
     results = distributed(work, 3)
     assert [found[:2] for found, _ in results] == [([0, 11, 22], {"from": 2})] * 3
@@ -59,9 +59,9 @@ def test_what_the_source_raises_all_raise(distributed, source):
             with pytest.raises(
                 (FileNotFoundError, KeyError, Local, RuntimeError, AttributeError), match="."
             ) as failed:
-                messages.from_one(make, source=source)
+                messages.send_from_one(make, source=source)
             seen.append((failed.type.__name__, str(failed.value), str(failed.value.__cause__)))
-        return seen, messages.from_one(lambda: 515, source=source), time.monotonic() - start
+        return seen, messages.send_from_one(lambda: 515, source=source), time.monotonic() - start
 
     for rank, (seen, after, seconds) in enumerate(distributed(work, 3, timeout=40)):
         assert after == 515

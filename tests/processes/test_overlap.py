@@ -23,8 +23,8 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_parallel.axes.tensor import deferred_wgrad as late_gradients
 from hf_parallel.axes.tensor import gather_recompute, overlap
-from hf_parallel.axes.tensor.deferred_wgrad import column_linear, enter_columns
-from hf_parallel.axes.tensor.overlap import row_linear
+from hf_parallel.axes.tensor.deferred_wgrad import enter_columns, multiply_columns
+from hf_parallel.axes.tensor.overlap import multiply_row_overlapped
 from hf_parallel.ranks import copy_to_group, reduce_from_group, reduce_scatter_sequence
 from hf_parallel.ranks.differentiable import Started
 from tests.counting import CountCollectives
@@ -64,13 +64,13 @@ class Block(nn.Module):
     def by_halves(self, x: torch.Tensor) -> torch.Tensor:
         weights = [local(self.up), local(self.gate)]
         entered, (up, gate) = enter_columns(x, weights, self.group, self.sequence_parallel)
-        inner = column_linear(entered, up, local(self.bias)) * column_linear(entered, gate)
-        return row_linear(inner, local(self.down), self.group, self.sequence_parallel)
+        inner = multiply_columns(entered, up, local(self.bias)) * multiply_columns(entered, gate)
+        return multiply_row_overlapped(inner, local(self.down), self.group, self.sequence_parallel)
 
     def plain(self, x: torch.Tensor) -> torch.Tensor:
-        entered = (gather_recompute.gather if self.sequence_parallel else copy_to_group)(x, self.group)
-        up = gather_recompute.linear(entered, local(self.up), local(self.bias))
-        inner = up * gather_recompute.linear(entered, local(self.gate), None)
+        entered = (gather_recompute.gather_for_linear if self.sequence_parallel else copy_to_group)(x, self.group)
+        up = gather_recompute.multiply_gathered(entered, local(self.up), local(self.bias))
+        inner = up * gather_recompute.multiply_gathered(entered, local(self.gate), None)
         leave = reduce_scatter_sequence if self.sequence_parallel else reduce_from_group
         return leave(F.linear(inner, local(self.down)), self.group)
 
@@ -380,7 +380,7 @@ def freed() -> bool:
     for use in (lambda y: None, lambda y: y.sum().backward(), lambda y: torch.autograd.grad(y.sum(), x)):
         entered, (up, _) = enter_columns(x, [local(block.up), local(block.gate)], block.group, True)
         alive = [weakref.ref(entered.untyped_storage()), weakref.ref(up.gradient)]
-        use(row_linear(column_linear(entered, up), local(block.down), block.group, True))
+        use(multiply_row_overlapped(multiply_columns(entered, up), local(block.down), block.group, True))
         assert all(reference() is not None for reference in alive)
         del entered, up, _
         assert all(reference() is None for reference in alive)
@@ -446,8 +446,8 @@ def changed_in_place() -> None:
             x = drawn(block, whole_numbers, *shape, HIDDEN).requires_grad_()
             weights = [local(block.up), local(block.gate)]
             entered, (up, gate) = enter_columns(x, weights, block.group, block.sequence_parallel)
-            inner = column_linear(entered, up, local(block.bias)).mul_(2) + column_linear(entered, gate).mul_(2)
-            output = row_linear(inner, local(block.down), block.group, block.sequence_parallel)
+            inner = multiply_columns(entered, up, local(block.bias)).mul_(2) + multiply_columns(entered, gate).mul_(2)
+            output = multiply_row_overlapped(inner, local(block.down), block.group, block.sequence_parallel)
             output += x
             output.sum().backward()
 
@@ -461,8 +461,8 @@ def uncuttable() -> str:
     block = Block()
     x = torch.ones(1, 3, INNER // 2)
     with pytest.raises(ValueError, match="3 tokens cannot be cut into 2 equal parts"):
-        row_linear(x, local(block.down), block.group, True)
-    y = row_linear(x.requires_grad_(), local(block.down), block.group, False)
+        multiply_row_overlapped(x, local(block.down), block.group, True)
+    y = multiply_row_overlapped(x.requires_grad_(), local(block.down), block.group, False)
     (grad,) = torch.autograd.grad(y.sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable|does not require grad"):
         grad.sum().backward()

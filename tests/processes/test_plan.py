@@ -8,11 +8,11 @@ import torch
 
 import hf_parallel
 from hf_parallel.apply.parallelize import apply, state_of
-from hf_parallel.ask.config import ParallelConfig, key_table
+from hf_parallel.ask.config import ParallelConfig, render_key_table
 from hf_parallel.ask.keys.sizes import Keys, MeshAxis, key
 from hf_parallel.axes.axis import Axis
 from hf_parallel.axes.order import AXES
-from hf_parallel.planner.dryrun.world import fake_world
+from hf_parallel.planner.dryrun.world import pretend_world
 from hf_parallel.plans.examine import examine, report_of
 from hf_parallel.plans.resolve import read_model, resolve
 from hf_parallel.ranks.mesh import ParallelMesh
@@ -35,7 +35,7 @@ SPECS = [
 
 def applied(name, spec, rank=3):
     """The report of the plan that `apply` carried out, as one of four ranks that are not there."""
-    with fake_world(rank, 4):
+    with pretend_world(rank, 4):
         model = on_meta(name)
         mesh = ParallelMesh.create(ParallelConfig.parse(spec), torch.device("cpu"))
         apply(model, resolve(mesh.config, read_model(model, mesh.config)), mesh)
@@ -83,7 +83,7 @@ def test_an_axis_needs_its_own_module_and_one_line():
     config = WithScale.parse("scale=2,scale_by=2,dp_shard=-1").resolve(4)
     assert config.sizes == {"scale": 2, "dp_replicate": 1, "pp": 1, "dp_shard": 2, "cp": 1, "tp": 1}
     assert (config.data_parallel_size, config.world_size, config.to_spec()) == (4, 4, "scale=2,dp_shard=2,scale_by=2")
-    assert "scale_size" in key_table(WithScale)
+    assert "scale_size" in render_key_table(WithScale)
     with pytest.raises(hf_parallel.SpecError, match="scale_by=5: not one of 2, 3"):
         WithScale.parse("scale_by=5")
     gradients, notes, places = run_alone(scaled, config)
@@ -91,7 +91,7 @@ def test_an_axis_needs_its_own_module_and_one_line():
 
 
 def scaled(config):
-    with fake_world(3, 4):
+    with pretend_world(3, 4):
         mesh, model = ParallelMesh.create(config, torch.device("cpu")), torch.nn.Linear(3, 5, bias=False)
         axes = (*AXES, Scale())
         plan = resolve(config, read_model(model, config, axes), axes)

@@ -7,7 +7,7 @@ from torch import nn
 
 from hf_parallel.axes.axis import SequenceParallelFlag
 from hf_parallel.axes.tensor.region import Region
-from hf_parallel.axes.tensor.sequence_parallel import _padded_mask
+from hf_parallel.axes.tensor.sequence_parallel import _pad_mask
 from tests.distributed import RankFailure, run
 
 
@@ -60,7 +60,7 @@ def test_masks_of_queries_and_keys_are_padded(dtype):
     """No token looks at the padding; the padding looks at something, or its softmax would be no number."""
     looks = torch.ones(3, 3).tril().bool()[None, None]
     mask = torch.where(looks, 0.0, torch.finfo(dtype).min) if dtype.is_floating_point else looks.to(dtype)
-    padded = _padded_mask(mask, 3, 1)
+    padded = _pad_mask(mask, 3, 1)
     open = padded == 0 if dtype.is_floating_point else padded.bool()
     assert padded.shape == (1, 1, 4, 4)
     assert padded.dtype == dtype
@@ -71,4 +71,4 @@ def test_masks_of_queries_and_keys_are_padded(dtype):
 
 def test_a_mask_of_another_shape_is_refused():
     with pytest.raises(ValueError, match="sequence_parallel=false"):
-        _padded_mask(torch.ones(1, 1, 3, 5), 3, 1)
+        _pad_mask(torch.ones(1, 1, 3, 5), 3, 1)

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from hf_parallel.axes.data import zero
 from hf_parallel.axes.data import zero as replicas
-from hf_parallel.axes.data.units import parameter_groups
+from hf_parallel.axes.data.units import iterate_parameter_groups
 from tests import models
 from tests.distributed import run, run_alone
 
@@ -94,7 +94,7 @@ def whole(parameter):
 
 def beside(model):
     """Bytes that the units hold of weights beside those that are stored, and of those."""
-    groups = list(parameter_groups(model))
+    groups = list(iterate_parameter_groups(model))
     known = {p._sharded_param_data.untyped_storage()._cdata: p for group in groups for p in group.fsdp_params}
     memory = [out.untyped_storage() for group in groups for p in group.fsdp_params for out in p.all_gather_outputs]
     stored = sum(p._sharded_param_data.nbytes for p in known.values())
@@ -173,7 +173,7 @@ def under_autocast(lends):
     import hf_parallel
 
     if not lends:
-        zero.work_in_place = lambda root: None
+        zero.let_units_work_in_place = lambda root: None
     made, allocate = [], replicas.DefaultReduceScatter.allocate
 
     def counted(self, size, *, dtype, device):

@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import nn
 
-from hf_parallel.checkpoint.slices import local_part, read_part
+from hf_parallel.checkpoint.slices import find_local_part, read_part
 from hf_parallel.model.anatomy import StoredOrder
 from tests.distributed import run
 
 
 def stored_parts(dp: int, tp: int) -> list[str]:
-    """Cut parameters of many sizes by tp and FSDP2, and compare what is stored with what `local_part` says."""
+    """Cut parameters of many sizes by tp and FSDP2, and compare what is stored with what `find_local_part` says."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import Shard, distribute_tensor
@@ -27,7 +27,7 @@ def stored_parts(dp: int, tp: int) -> list[str]:
         cut = stored if dim is None else distribute_tensor(stored, mesh["tp"], [Shard(dim)], src_data_rank=None)
         module.weight = nn.Parameter(cut)
         fully_shard(module, mesh=mesh["dp"])
-        if not torch.equal(module.weight.to_local(), read_part(own, local_part(module.weight, order))):
+        if not torch.equal(module.weight.to_local(), read_part(own, find_local_part(module.weight, order))):
             wrong.append(f"{size} rows, tp cuts dim {dim}: {module.weight.placements}")
     return wrong
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from hf_parallel.axes.tensor import vocab_parallel as module
-from hf_parallel.axes.tensor.vocab_parallel import first_row
+from hf_parallel.axes.tensor.vocab_parallel import compute_first_row
 from hf_parallel.planner.dryrun.recorder import REST, Recorder
 from tests import models
 from tests.distributed import run
@@ -24,7 +24,7 @@ def whole(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def own_columns(logits: torch.Tensor) -> tuple[torch.Tensor, int]:
-    first, last = first_row(VOCABULARY, dist.group.WORLD), -(-VOCABULARY // dist.get_world_size())
+    first, last = compute_first_row(VOCABULARY, dist.group.WORLD), -(-VOCABULARY // dist.get_world_size())
     return logits[..., first : first + last].contiguous().requires_grad_(), first
 
 
@@ -36,7 +36,7 @@ def split(dtype: torch.dtype) -> tuple[Any, ...]:
     with Recorder({}) as recorder:
         known = {recorder.note(part): "logits"}
         recorder.remember()
-        loss = module.cross_entropy(part, target, first, dist.group.WORLD, -100)
+        loss = module.compute_cross_entropy(part, target, first, dist.group.WORLD, -100)
         (loss / 7).backward()
         recorder.remember()
     return loss.detach(), part.grad, max(peak[REST] for peak in recorder.peaks(known)) / part.numel()

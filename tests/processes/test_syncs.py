@@ -10,13 +10,13 @@ import torch
 
 import hf_parallel
 from hf_parallel.ask.config import ParallelConfig
-from hf_parallel.hooks.peft.planned_adapters import planned_lora
+from hf_parallel.hooks.peft.planned_adapters import plan_lora
 from hf_parallel.ranks.mesh import ParallelMesh
 from tests import models
 from tests.distributed import run_alone
 from tests.pretend_gpu import NAME, CountSyncs, parallel, pretend_gpu, without_values
 
-ADAPTERS = functools.partial(planned_lora, 4, lora_dropout=0.1)
+ADAPTERS = functools.partial(plan_lora, 4, lora_dropout=0.1)
 #: (spec, rank, model, with adapters, autocast): both ends of pipelines, shared heads, rows that need padding.
 CASES = [
     ("tp=4", 3, "llama", True, False),

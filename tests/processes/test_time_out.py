@@ -96,12 +96,12 @@ class Accelerator:
     ],
 )
 def test_default_device(monkeypatch, count, chosen, local_rank, expected):
-    from hf_parallel.apply.parallelize import default_device
+    from hf_parallel.apply.parallelize import choose_default_device
 
     fake = Accelerator(count, chosen)
     monkeypatch.setattr(torch, "accelerator", fake)
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     if local_rank is not None:
         monkeypatch.setitem(os.environ, "LOCAL_RANK", local_rank)
-    assert default_device() == torch.device("cuda", expected)
+    assert choose_default_device() == torch.device("cuda", expected)
     assert fake.index == expected  # kernels without a device go there too

@@ -9,9 +9,9 @@ import torch.distributed as dist
 from benchmarks import pipeline as benchmark
 from hf_parallel.axes.pipeline.timeline import (
     SIMPLEST_FIRST,
-    flat,
+    count_virtual_stages,
+    flatten_overlaps,
     order,
-    virtual_stages,
 )
 from hf_parallel.axes.pipeline.torch_stage import Recorder
 from tests.distributed import run
@@ -22,9 +22,9 @@ from tests.unit.test_timeline import shapes
 def test_torch_really_runs_this_order(name):
     """Under its own runtime, of a model whose layers do nothing."""
     timeline = run(benchmark.measure, 2, name, benchmark.Setting(ranks=2, micro_batches=6, seconds=0.0, steps=1))[0]
-    for rank, actions in order(name, 2, virtual_stages(name), 6).items():
+    for rank, actions in order(name, 2, count_virtual_stages(name), 6).items():
         ran = [span[1:4] for span in timeline.spans if span.rank == rank and span.kind != "communication"]
-        assert ran == [a[:3] for a in flat(actions)]
+        assert ran == [a[:3] for a in flatten_overlaps(actions)]
 
 
 def record(kinds, path):

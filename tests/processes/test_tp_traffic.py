@@ -57,7 +57,7 @@ def copies(rows: int, spec: str = "tp=2") -> dict[str, int]:
 def lowered() -> tuple[torch.Tensor, torch.Tensor, float]:
     """The loss with inputs as they are and cast first, and what of the bytes is sent of the second."""
     plain, cast = CountCollectives(), CountCollectives()
-    with mock.patch.object(region, "as_autocast", lambda tensor: tensor):
+    with mock.patch.object(region, "cast_as_autocast", lambda tensor: tensor):
         before = step(3, plain, autocast=True)
     after = step(3, cast, autocast=True)
     return before, after, cast.sent / plain.sent

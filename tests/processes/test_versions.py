@@ -10,8 +10,8 @@ import torch
 from hf_parallel import ParallelConfig, SpecError
 from hf_parallel.ask.session import of_session
 from hf_parallel.hooks import patching
-from hf_parallel.hooks.patches import all_patches
-from hf_parallel.hooks.patching import apply
+from hf_parallel.hooks.patches import list_patches
+from hf_parallel.hooks.patching import apply_patches
 from hf_parallel.hooks.trl import trainers as trl_trainers
 from tests.distributed import run, run_alone
 from tests.training import arguments_of
@@ -23,9 +23,9 @@ def test_every_target_is_as_it_is_known():
     def body():
         for package in patching.OPTIONAL:
             if importlib.util.find_spec(package) is not None:
-                for module in {patch.module for patch in all_patches() if patch.library == package}:
+                for module in {patch.module for patch in list_patches() if patch.library == package}:
                     importlib.import_module(module)
-        done = apply(all_patches())
+        done = apply_patches(list_patches())
         placed = sum(not isinstance(owner, patching._WhenImported) for owner, _, _ in done)
         refusing = [name for owner, name, _ in done if getattr(getattr(owner, name), "__name__", "") == "refuse"]
         return placed, dict(of_session(patching.Unusable)), refusing

@@ -25,7 +25,7 @@ import transformers
 from hf_parallel.ask.config import ParallelConfig
 from hf_parallel.ask.spec import SpecError
 from hf_parallel.cli.prove import NotProvedError, Proof, Script
-from hf_parallel.model.shrink import small_values
+from hf_parallel.model.shrink import list_small_values
 from hf_parallel.prove.small_run import Sizes
 from tests.distributed import run_alone  # one thread, everything imported
 from tests.training import axes
@@ -63,7 +63,7 @@ MARKS = {"proved": "✓", "refused": "–", "differs": "✗", "fails": "!"}
 def write_config(name: str, folder: Path) -> None:
     """The config of a small model of this class."""
     cls = getattr(transformers, name)
-    config = cls.config_class(**small_values(cls.config_class()))
+    config = cls.config_class(**list_small_values(cls.config_class()))
     config.architectures, config.num_labels = [name], 3
     if config.is_encoder_decoder:
         config.decoder_start_token_id = config.pad_token_id  # as T5's configs on the Hub have it

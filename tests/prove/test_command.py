@@ -18,10 +18,10 @@ from transformers import LlamaForCausalLM
 from hf_parallel import cli
 from hf_parallel.ask.config import ParallelConfig
 from hf_parallel.cli import prove
-from hf_parallel.cli.recipe_check import layout_to_prove
-from hf_parallel.cli.recipe_file import load, names
+from hf_parallel.cli.recipe_check import shrink_layout
+from hf_parallel.cli.recipe_file import list_recipe_names, load_recipe
 from hf_parallel.prove import certificate
-from hf_parallel.prove.certificate import line_about
+from hf_parallel.prove.certificate import format_line_about
 from hf_parallel.prove.compare import Comparison
 from hf_parallel.prove.noise import SumsInAnotherOrder
 from hf_parallel.prove.processes import ForkedRun
@@ -166,14 +166,14 @@ def test_what_a_run_says(tmp_path):
     script.write_text("print(1)")
     file = tmp_path / "prove.json"
     certificate.write_proof(file, str(script), "tp=2", {"proved": True})
-    assert "for this layout" in line_about(str(script), "tp=2", file)
-    assert line_about(str(script), "tp=4", file) is None
+    assert "for this layout" in format_line_about(str(script), "tp=2", file)
+    assert format_line_about(str(script), "tp=4", file) is None
     proofs = json.loads(file.read_text())
     proofs["proofs"][0]["versions"]["torch"] = "1.0"
     file.write_text(json.dumps(proofs))
-    assert "torch 1.0" in line_about(str(script), "tp=2", file)
+    assert "torch 1.0" in format_line_about(str(script), "tp=2", file)
     script.write_text("print(2)")
-    assert line_about(str(script), "tp=2", file) is None
+    assert format_line_about(str(script), "tp=2", file) is None
 
 
 def proof_beside(folder: Path, temporary: Path, *arguments: str) -> tuple[int, str]:
@@ -466,9 +466,9 @@ def test_recipes(capfd):
 
 def test_layouts_of_recipes():
     """Each can be proved with 8 processes or fewer, and keeps its kinds of parallelism."""
-    for name in names():
-        recipe = load(name)
-        layout = layout_to_prove(recipe)
+    for name in list_recipe_names():
+        recipe = load_recipe(name)
+        layout = shrink_layout(recipe)
         assert layout.world_size <= 8, name
         kept = {axis for axis, size in layout.sizes.items() if size > 1}
         assert kept == {axis for axis, size in recipe.layout.sizes.items() if size > 1}, name

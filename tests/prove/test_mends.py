@@ -91,7 +91,7 @@ def forget_counted_labels(batches: list) -> list:
 
 
 def joins_what_cannot_be() -> None:
-    joining.why_not_joined = joining.why_other_numbers = lambda _: None
+    joining.find_reason_not_joined = joining.find_reason_for_other_numbers = lambda _: None
 
 
 MENDS = [
@@ -114,13 +114,13 @@ MENDS = [
         "joined_rows_of_a_model_that_cannot_tell",
         "opt",
         "dp_shard=2,padding_free=true",
-        setting(joining, "why_other_numbers", lambda trainer: None),
+        setting(joining, "find_reason_for_other_numbers", lambda trainer: None),
     ),
     Mend(
         "joined_rows_of_a_mean_over_examples",
         "examples",
         "dp_shard=2,padding_free=true",
-        setting(joining, "why_other_numbers", lambda trainer: None),
+        setting(joining, "find_reason_for_other_numbers", lambda trainer: None),
     ),
     Mend(
         "first_labels_that_trainer_counts",
@@ -134,19 +134,26 @@ MENDS = [
         "labels_at_hidden_tokens",
         "hidden",
         "cp=2",
-        setting(known_masks, "_check", lambda *_: None),
+        setting(known_masks, "_check_mask_of_call", lambda *_: None),
     ),
     Mend("logits_read_without_a_graph", "hook", "dp_replicate=2,pp=2,lean_loss=true", makes_logits_without_a_graph),
     Mend("replicas_of_the_last_stage", "own", "dp_replicate=2,pp=2", leaves_replicas_apart),
-    Mend("documents_that_see_each_other", "packed", "cp=2", setting(context, "_tells_packs_apart", lambda *_: True)),
-    Mend("sums_of_weights", "sums", "tp=2", setting(own_loops, "whole_number", lambda tensor: tensor.to_local())),
+    Mend(
+        "documents_that_see_each_other", "packed", "cp=2", setting(context, "_can_tell_packs_apart", lambda *_: True)
+    ),
+    Mend(
+        "sums_of_weights",
+        "sums",
+        "tp=2",
+        setting(own_loops, "reduce_to_whole_number", lambda tensor: tensor.to_local()),
+    ),
     Mend("a_module_of_another_stage", "embedding", "pp=2", embeds_nothing),
     Mend("sums_of_ctc_over_data_ranks", "ctc", "dp_shard=2", setting(means, "SUMMED", frozenset())),
     Mend(
         "noise_of_whole_examples",
         "plain",
         "cp=2",
-        setting(transformers, "held_tokens", lambda: None),
+        setting(transformers, "get_held_tokens", lambda: None),
         ("--neftune_noise_alpha=20",),
     ),
     Mend(

@@ -104,7 +104,7 @@ def _adapter(act: Callable) -> None:
     """Tensors of an adapter are on their way to rank 0."""
     from hf_parallel.checkpoint import weights
 
-    _at_call(weights, "gathered", 3, act)
+    _at_call(weights, "gather_item", 3, act)
 
 
 def _flush(act: Callable) -> None:

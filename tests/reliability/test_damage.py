@@ -49,7 +49,7 @@ def resumed_from_damage(initial: str, out: str, copies: str) -> tuple[dict, dict
             with pytest.raises(checkpoint.CheckpointError) as caught:
                 trainer.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
             texts[file, name] = str(caught.value)
-            chosen[file, name] = Path(resuming._newest_whole(str(folder))).name
+            chosen[file, name] = Path(resuming._find_newest_whole(str(folder))).name
     same = all(torch.equal(p.to_local(), w) for p, w in zip(trainer.model.parameters(), weights, strict=True))
     assert same
     assert torch.equal(torch.get_rng_state(), random_state)

@@ -92,7 +92,7 @@ def saved_in_vain(initial: str, out: str) -> dict[str, tuple[str, list[str]]]:
             found[name] = str(error), sorted(name for name in os.listdir(out) if "checkpoint" in name)
         torch.distributed.barrier()
     trainer._save_checkpoint(trainer.model, None)
-    assert not checkpoint.flaws(f"{out}/checkpoint-2")
+    assert not checkpoint.find_flaws(f"{out}/checkpoint-2")
     found["plain"] = saved_over(trainer.model, f"{out}/checkpoint-1")
     return found
 

@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from accelerate.utils import ProjectConfiguration
 from transformers import AutoModelForCausalLM
 
-from hf_parallel.checkpoint import damages
+from hf_parallel.checkpoint import find_damages
 from tests.distributed import RankFailure, run
 from tests.reliability.faults import BAD, FOUR, LAST, PHASES, SPEC, STEPS, die_at, disturbed, failure, whole
 from tests.resuming import log_differences
@@ -68,7 +68,7 @@ def test_killed_while_an_adapter_is_saved(runs, tmp_path, phase, rank):
     ended = failure(SPEC, runs.initial("qwen3"), str(tmp_path), partial(die_at, phase, rank), adapt=lora)
     assert ended.kinds == {rank: "Killed", 1 - rank: "CheckpointError"}, str(ended)
     assert "a rank was lost" in str(ended)
-    assert not damages(str(tmp_path / f"checkpoint-{LAST}"))
+    assert not find_damages(str(tmp_path / f"checkpoint-{LAST}"))
     assert {path.name for path in tmp_path.glob("checkpoint-*")} == {f"checkpoint-{LAST}"}
     if phase == "optimizer":
         steps = run(resumed, 2, SPEC, runs.initial("qwen3"), str(tmp_path), init=False)
@@ -121,7 +121,7 @@ def test_what_they_have_left_is_whole(runs, left):
     for out in {out for out in newest if FOUR not in out.name} - set(some):
         step = newest[out]
         folder, reference = (place / f"checkpoint-{step}" for place in (out, root / "through"))
-        found += [f"{out.name}: {text}" for text in damages(str(folder)) + file_differences(folder, reference)]
+        found += [f"{out.name}: {text}" for text in find_damages(str(folder)) + file_differences(folder, reference)]
     none(found)
 
 

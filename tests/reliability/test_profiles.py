@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_parallel.monitor.meter import length, union
+from hf_parallel.monitor.meter import sum_lengths, unite_intervals
 from tests.training import Script, axes
 
 SHARES = re.compile(r">(compute \d+%[^<]*)<")
@@ -46,10 +46,10 @@ def test_profiled_step(runs, spec, capfd):
 def in_step(events, lanes):
     """Both ranks of a tp group wait within the same collectives: they have one clock."""
     spans = [
-        union((e["ts"], e["ts"] + e["dur"]) for e in events
+        unite_intervals((e["ts"], e["ts"] + e["dur"]) for e in events
               if e["ph"] == "X" and e["pid"] == rank and lanes[rank, e["tid"]].startswith("tp,"))
         for rank in (0, 1)
     ]  # fmt: skip
     ends = [found[-1][1] for found in spans]
     assert abs(ends[0] - ends[1]) < 0.1 * max(ends)
-    assert all(length(found) > 0 for found in spans)
+    assert all(sum_lengths(found) > 0 for found in spans)

@@ -83,14 +83,14 @@ def test_sigterm_saves_and_ends(runs, tmp_path, ranks, event, key):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_raises_or_dies_in_a_step(runs, tmp_path, act, kind, rank):
     """The other one ends soon, for it has lost a peer; the last checkpoint is whole."""
-    from hf_parallel.checkpoint import candidates
+    from hf_parallel.checkpoint import list_whole_checkpoints
 
     start = time.monotonic()
     ended = failure(SPEC, runs.initial("llama"), str(tmp_path), partial(Accident, [rank], act, "begin"))
     assert time.monotonic() - start < LIMIT_S / 3
     assert ended.kinds == {rank: kind, 1 - rank: "RuntimeError"}
     assert "lost a peer" in str(ended)
-    assert candidates(str(tmp_path)) == [str(tmp_path / "checkpoint-1")]
+    assert list_whole_checkpoints(str(tmp_path)) == [str(tmp_path / "checkpoint-1")]
 
 
 @contextlib.contextmanager

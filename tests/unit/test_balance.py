@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, LlamaCo
 
 from hf_parallel.ask.config import SpecError
 from hf_parallel.axes.pipeline.balance import Cost, Costs, balance, block_costs, explain, with_recomputation
-from hf_parallel.model.anatomy import backbone_of, backbone_plan
+from hf_parallel.model.anatomy import find_backbone_plan, get_backbone_of
 from tests.models import DECODER
 
 LLAMA_8B = {
@@ -39,8 +39,8 @@ GEMMA_2B = {
 def count(config, **kwargs):
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    backbone = backbone_of(model)
-    return block_costs(model, backbone, backbone_plan(backbone), **kwargs)
+    backbone = get_backbone_of(model)
+    return block_costs(model, backbone, find_backbone_plan(backbone), **kwargs)
 
 
 def stage_costs(costs, counts):
@@ -118,8 +118,8 @@ def test_torch_counts_the_same(config, width):
     """torch's counter knows products of matrices only, and sees all scores where a causal kernel needs half."""
     rows, length = 2, 32
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-    backbone = backbone_of(model)
-    costs = block_costs(model, backbone, backbone_plan(backbone), sequence_length=length)
+    backbone = get_backbone_of(model)
+    costs = block_costs(model, backbone, find_backbone_plan(backbone), sequence_length=length)
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         model(input_ids=torch.zeros(rows, length, dtype=torch.long))
     hidden_scores = config.num_hidden_layers * 4 * width * length / 2

@@ -7,7 +7,7 @@ from fractions import Fraction
 import pytest
 
 from hf_parallel.ask.config import ParallelConfig, SpecError
-from hf_parallel.ranks.shares import SharesOfPass, Speeds, cut_examples, enough_examples
+from hf_parallel.ranks.shares import SharesOfPass, Speeds, compute_enough_examples, cut_examples
 
 
 def drawn_shares(draw: random.Random, ranks: int) -> tuple[Fraction, ...]:
@@ -34,7 +34,7 @@ def test_a_batch_in_which_every_rank_has_an_example():
     draw = random.Random(5)
     for _ in range(300):
         shares = drawn_shares(draw, draw.randint(2, 6))
-        assert min(cut_examples(enough_examples(shares) * len(shares), shares)) > 0
+        assert min(cut_examples(compute_enough_examples(shares) * len(shares), shares)) > 0
 
 
 @pytest.mark.parametrize(

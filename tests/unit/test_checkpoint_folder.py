@@ -7,7 +7,7 @@ import zlib
 
 import pytest
 
-from hf_parallel.checkpoint import candidates, folder, manifest, put_back_former, remove
+from hf_parallel.checkpoint import folder, list_whole_checkpoints, manifest, put_back_former, remove
 
 
 @pytest.fixture
@@ -30,8 +30,8 @@ def sums_of(*pieces: tuple[int, int]) -> manifest.Checksums:
 
 
 def test_chunks_are_those_of_the_file_however_it_was_written(described):
-    assert manifest.damages(str(described)) == []
-    facts = manifest._read(str(described / "a")).facts()
+    assert manifest.find_damages(str(described)) == []
+    facts = manifest._read_checksums(str(described / "a")).facts()
     assert facts["bytes"] == 20
     assert facts["crc32"] == [f"{zlib.crc32(bytes(range(a, min(a + 8, 20)))):08x}" for a in (0, 8, 16)]
     for pieces in itertools.permutations([(0, 1), (1, 6), (6, 8), (8, 15), (15, 20)]):  # by several ranks
@@ -48,7 +48,7 @@ def test_checksums_of_two_pieces_are_joined():
     data = random.Random(1).randbytes(3000)
     for cut in (1, 2, 7, 1024, 2999):
         first, second = data[:cut], data[cut:]
-        assert manifest.joined(zlib.crc32(first), zlib.crc32(second), len(second)) == zlib.crc32(data)
+        assert manifest.join_checksums(zlib.crc32(first), zlib.crc32(second), len(second)) == zlib.crc32(data)
 
 
 def test_each_rank_reads_its_chunks_and_together_all(described):
@@ -56,16 +56,16 @@ def test_each_rank_reads_its_chunks_and_together_all(described):
         data = bytearray(range(20))
         data[place] ^= 128
         (described / "a").write_bytes(data)
-        found = [manifest.damages(str(described), share, 3) for share in range(3)]
+        found = [manifest.find_damages(str(described), share, 3) for share in range(3)]
         assert [share for share in range(3) if found[share]] == [owner]
         assert found[owner] == [f"a differs from its checksum in bytes {owner * 8} to {min(20, owner * 8 + 8)}"]
-        assert manifest.damages(str(described), shares=0) == []
+        assert manifest.find_damages(str(described), shares=0) == []
 
 
 def test_a_manifest_that_was_changed_says_so(described):
     text = (described / "manifest.json").read_text()
     (described / "manifest.json").write_text(text.replace('"bytes": 20', '"bytes": 21'))
-    assert "its own checksum" in manifest.damages(str(described))[0]
+    assert "its own checksum" in manifest.find_damages(str(described))[0]
 
 
 def test_a_crash_between_two_names_loses_nothing(tmp_path):
@@ -74,7 +74,7 @@ def test_a_crash_between_two_names_loses_nothing(tmp_path):
     former.mkdir()
     (former / "trainer_state.json").write_text("{}")
     put_back_former(str(tmp_path))
-    assert candidates(str(tmp_path)) == [str(tmp_path / "checkpoint-2")]
+    assert list_whole_checkpoints(str(tmp_path)) == [str(tmp_path / "checkpoint-2")]
     former.mkdir()
     put_back_former(str(tmp_path))  # the new one has its name: the former is rubbish
     assert former.exists()
@@ -97,4 +97,4 @@ def test_what_lacks_a_file_is_no_candidate(tmp_path):
         manifest.write_manifest(str(place), {})
     (tmp_path / "checkpoint-3" / "manifest.json").unlink()
     (tmp_path / "checkpoint-2" / "model.safetensors").write_text("{")
-    assert candidates(str(tmp_path)) == [str(tmp_path / "checkpoint-1")]
+    assert list_whole_checkpoints(str(tmp_path)) == [str(tmp_path / "checkpoint-1")]

@@ -18,7 +18,7 @@ def launched(monkeypatch, tmp_path):
     calls = []
     monkeypatch.setattr(accelerate_launch, "launch_command", calls.append)
     monkeypatch.setattr(config_args, "default_config_file", str(tmp_path / "none.yaml"))
-    monkeypatch.setattr(cli_launch, "accelerators", lambda: 0)
+    monkeypatch.setattr(cli_launch, "count_accelerators", lambda: 0)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("from transformers import Trainer")
     monkeypatch.setattr(os, "environ", os.environ.copy())  # `launch` sets variables for the ranks
@@ -117,14 +117,14 @@ def test_another_way_of_a_config_file_stays(launched, tmp_path):
 
 
 def test_cpu_on_a_machine_with_gpus(launched, monkeypatch):
-    monkeypatch.setattr(cli_launch, "accelerators", lambda: 8)
+    monkeypatch.setattr(cli_launch, "count_accelerators", lambda: 8)
     assert cli.main(["launch", "--cpu", "--num_processes", "2", "--parallel", "tp=2", "train.py"]) == 0
     assert (launched[0].multi_gpu, launched[0].cpu) == (True, False)
     assert (os.environ["ACCELERATE_USE_CPU"], os.environ["CUDA_VISIBLE_DEVICES"]) == ("true", "")
 
 
 def test_gpus_decide_the_number_of_processes_and_threads_are_left_to_accelerate(launched, monkeypatch):
-    monkeypatch.setattr(cli_launch, "accelerators", lambda: 8)
+    monkeypatch.setattr(cli_launch, "count_accelerators", lambda: 8)
     assert cli.main(["launch", "--parallel", "tp=2", "train.py"]) == 0
     assert (launched[0].num_processes, launched[0].num_cpu_threads_per_process) == (8, None)
     assert "ACCELERATE_USE_CPU" not in os.environ
@@ -222,8 +222,8 @@ def test_the_help_of_launch_is_a_screen(capsys):
 
 
 def test_options_of_the_short_page_are_those_of_the_launcher():
-    full = cli_launch.full_parser()._option_string_actions
-    short = cli_launch.short_parser()._option_string_actions
+    full = cli_launch.make_full_parser()._option_string_actions
+    short = cli_launch.make_short_parser()._option_string_actions
     assert {name for name in short if name not in full} == {"--help-accelerate"}
     assert {name for name in short if getattr(short[name], "nargs", None) == 0} - {"-h", "--help"} <= {
         name for name in full if full[name].nargs == 0

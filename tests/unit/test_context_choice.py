@@ -4,14 +4,14 @@ import pytest
 
 from hf_parallel.ask.config import ParallelConfig, SpecError
 from hf_parallel.axes.context import packs
-from hf_parallel.axes.context.choose import ContextFacts, choice, choose
+from hf_parallel.axes.context.choose import ContextFacts, choose_by_cost, choose_variants
 from tests import models
 
 LLAMA_8B, GPT_7B = ((32, 8), 128), ((32, 32), 128)
 
 
 def of(ranks, tokens, seen=None, model=LLAMA_8B, tp=1, node=8):
-    return choice(ranks, *model, tp, node).of(tokens, seen or tokens)
+    return choose_by_cost(ranks, *model, tp, node).of(tokens, seen or tokens)
 
 
 @pytest.mark.parametrize(
@@ -33,19 +33,19 @@ def test_documents_count_and_not_rows():
     assert of(8, 131072) == "ring"
     assert of(8, 131072, 2048) == "ulysses"
     rows = packs.find((1, 33), None, None, None) + [packs.Row(33, (20, 13))]
-    assert packs.mean_length(rows) == (33 * 33 + 20 * 20 + 13 * 13) / 66
+    assert packs.compute_mean_length(rows) == (33 * 33 + 20 * 20 + 13 * 13) / 66
 
 
 def test_heads():
     """As many key heads as query heads are too much for a ring; heads that do not divide leave no other way."""
     assert {of(8, length, model=GPT_7B) for length in (300, 8192, 131072)} == {"ulysses"}
-    assert "ulysses" not in choice(4, (6, 3), 64, 1, 8).ways
+    assert "ulysses" not in choose_by_cost(4, (6, 3), 64, 1, 8).ways
     assert of(8, 131072, tp=8) == "ring"
-    assert choice(8, *LLAMA_8B, 8, 8).ways == choice(8, (4, 1), 128, 1, 1).ways
+    assert choose_by_cost(8, *LLAMA_8B, 8, 8).ways == choose_by_cost(8, (4, 1), 128, 1, 1).ways
 
 
 def chosen(facts, **keys):
-    found, why = choose(ParallelConfig(**keys), facts)
+    found, why = choose_variants(ParallelConfig(**keys), facts)
     return found.ways, why
 
 
@@ -67,12 +67,12 @@ def test_what_it_says(monkeypatch):
 
 
 def test_the_planner_reckons_with_the_same():
-    from hf_parallel.planner.candidates import Goal, configured, context_of, to_layout
+    from hf_parallel.planner.candidates import Goal, choose_context_of, make_config, to_layout
     from hf_parallel.planner.hardware import make_cluster
     from hf_parallel.planner.shape import shape_of
 
     for gpus, length in ((8, 8192), (8, 131072), (64, 8192)):
         goal = Goal(shape_of(models.LLAMA_8B), make_cluster("h100-80gb", gpus), length, 1)
-        assert context_of(configured(cp_size=gpus), goal, 1) == of(gpus, length)
-        assert context_of(configured(cp_size=gpus, context_parallel="ring"), goal, 1) == "ring"
-        assert to_layout(configured(cp_size=gpus, context_parallel="ulysses")).context == "ulysses"
+        assert choose_context_of(make_config(cp_size=gpus), goal, 1) == of(gpus, length)
+        assert choose_context_of(make_config(cp_size=gpus, context_parallel="ring"), goal, 1) == "ring"
+        assert to_layout(make_config(cp_size=gpus, context_parallel="ulysses")).context == "ulysses"

@@ -21,17 +21,17 @@ def nothing_set(monkeypatch):
 def test_the_flight_recorder_is_on(monkeypatch):
     """By the name of which torch does not warn."""
     monkeypatch.setenv("WORLD_SIZE", "64")
-    assert runtime.diagnostics() == {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
+    assert runtime.choose_nccl_diagnostics() == {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
 
 
 def test_what_is_set_stays(monkeypatch):
     monkeypatch.setenv("TORCH_NCCL_TRACE_BUFFER_SIZE", "0")
-    assert runtime.diagnostics() == {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
+    assert runtime.choose_nccl_diagnostics() == {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
 
 
 def test_no_collective_waits_for_a_store():
     """Under desync debug each one would, while NCCL's watchdog writes to it."""
-    assert "TORCH_NCCL_DESYNC_DEBUG" not in runtime.diagnostics()
+    assert "TORCH_NCCL_DESYNC_DEBUG" not in runtime.choose_nccl_diagnostics()
 
 
 @pytest.mark.parametrize(
@@ -42,13 +42,15 @@ def test_memory_grows_in_place_on_cuda_unless_somebody_has_chosen(monkeypatch, v
     monkeypatch.setattr(torch, "__version__", version)
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
-    assert runtime.allocation() == {}  # nothing to set without a GPU
+    assert runtime.choose_allocation() == {}  # nothing to set without a GPU
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert runtime.allocation() == {"PYTORCH_CUDA_ALLOC_CONF": f"expandable_segments:True{more}"}  # as vLLM reads
+    assert runtime.choose_allocation() == {
+        "PYTORCH_CUDA_ALLOC_CONF": f"expandable_segments:True{more}"
+    }  # as vLLM reads
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         with monkeypatch.context() as chosen:
             chosen.setenv(name, "max_split_size_mb:64")
-            assert runtime.allocation() == {}
+            assert runtime.choose_allocation() == {}
 
 
 @pytest.mark.parametrize(
@@ -57,7 +59,7 @@ def test_memory_grows_in_place_on_cuda_unless_somebody_has_chosen(monkeypatch, v
 def test_processes_are_bound_where_nobody_has_chosen_cores(cores, cpu, bound):
     with (
         mock.patch.object(torch, "version", SimpleNamespace(cuda="13.0")),
-        mock.patch.object(cli_launch, "accelerators", return_value=8),
+        mock.patch.object(cli_launch, "count_accelerators", return_value=8),
         mock.patch("accelerate.utils.is_pynvml_available", return_value=True),
         mock.patch("os.sched_getaffinity", return_value=set(range(cores)), create=True),
         mock.patch("os.cpu_count", return_value=8),

@@ -10,7 +10,7 @@ import torch
 from hf_parallel import cli
 from hf_parallel.ask.config import ParallelConfig
 from hf_parallel.axes.tensor import tensor_parallel
-from hf_parallel.plans import build_on_meta, examine
+from hf_parallel.plans import build_source_on_meta, examine
 from hf_parallel.plans.resolve import CUTS
 from tests import models
 
@@ -161,8 +161,8 @@ def test_a_file_or_its_folder_and_the_class_it_names(tmp_path):
     config.architectures = ["BertForSequenceClassification"]
     config.save_pretrained(tmp_path)
     for source in (tmp_path, tmp_path / "config.json"):
-        model = build_on_meta(str(source))
+        model = build_source_on_meta(str(source))
         assert type(model).__name__ == "BertForSequenceClassification"
         assert {p.device.type for p in model.parameters()} == {"meta"}
     models.llama().save_pretrained(tmp_path)
-    assert type(build_on_meta(str(tmp_path))).__name__ == "LlamaForCausalLM"
+    assert type(build_source_on_meta(str(tmp_path))).__name__ == "LlamaForCausalLM"

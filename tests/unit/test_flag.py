@@ -37,19 +37,19 @@ class Recorder:
         self.calls.append((spec, source, PartialState._shared_state == {}))
 
     def __enter__(self):
-        activation.activate, activation.active = self.activate, lambda: bool(self.calls)
+        activation.activate, activation.is_active = self.activate, lambda: bool(self.calls)
         os.environ["ACCELERATE_USE_CPU"] = "true"  # the same on a machine with GPUs
         return self
 
     def __exit__(self, *error):
-        flag.uninstall()
+        flag.uninstall_flag()
 
 
 def fresh(body):
     """Run `body` in a forked process where the field is not installed, whatever was imported before."""
 
     def alone():
-        flag.uninstall()
+        flag.uninstall_flag()
         body()
 
     forked(alone)
@@ -263,13 +263,13 @@ def test_uninstall_restores_everything():
 
 def test_uninstall_withdraws_a_waiting_install():
     def body():
-        flag.uninstall()
+        flag.uninstall_flag()
         module = sys.modules.pop("transformers.training_args", None)
         finders = list(sys.meta_path)
         flag.install_on_import()
         flag.install_on_import()
         assert len(sys.meta_path) == len(finders) + 1
-        flag.uninstall()
+        flag.uninstall_flag()
         assert sys.meta_path == finders
         return module is None
 

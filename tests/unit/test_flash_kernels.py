@@ -8,7 +8,7 @@ from hf_parallel.axes.context.flash import PACKAGES, TORCH
 from hf_parallel.axes.context.kernels import Scores
 from hf_parallel.axes.context.ring import pick
 from hf_parallel.axes.context.tiled import TILES
-from hf_parallel.axes.context.tiles import Span, tiles_of
+from hf_parallel.axes.context.tiles import Span, make_tiles_of
 from tests.flash_kernels import seen, standing_in
 from tests.processes import test_context_attention as whole
 
@@ -24,7 +24,9 @@ def test_a_window_counted_from_the_ends_is_the_band():
                 wanted = torch.arange(q.start, q.start + q.length)[:, None] - torch.arange(k.start, k.start + k.length)
                 wanted = (wanted >= low) & (wanted <= high)
                 found = torch.zeros_like(wanted)
-                for call in packs.calls([tiles_of(0, (q,), (k,), low, high, whole=True)], 1, 60, torch.device("cpu")):
+                for call in packs.make_calls(
+                    [make_tiles_of(0, (q,), (k,), low, high, whole=True)], 1, 60, torch.device("cpu")
+                ):
                     (left, right), (of_q, of_k) = call.window, call.ends
                     assert left >= -1
                     assert right >= -1

@@ -3,12 +3,12 @@
 import pytest
 
 from hf_parallel.axes.pipeline.gaps import Place, Task, find_gaps, place_tasks
-from hf_parallel.axes.pipeline.timeline import layer_costs, order, simulate
+from hf_parallel.axes.pipeline.timeline import compute_layer_costs, order, simulate
 
 
 @pytest.mark.parametrize("name", ["1f1b", "gpipe"])
 def test_gaps_are_the_bubble(name):
-    timeline = simulate(order(name, 4, 1, 8), *layer_costs([1, 1, 1, 1]))
+    timeline = simulate(order(name, 4, 1, 8), *compute_layer_costs([1, 1, 1, 1]))
     gaps = [find_gaps(timeline, rank) for rank in range(4)]
     assert [len(own) for own in gaps] == [17] * 4
     assert sum(map(sum, gaps)) == pytest.approx(timeline.bubble * 4 * timeline.duration)

@@ -90,7 +90,7 @@ def test_syncs_are_told_by_the_line_that_made_them(monkeypatch):
     assert all(f"{Path(__file__).name}" in line for line in watch.lines)
     assert sum(watch.lines.values()) == 2
     with syncs.Watch(on_gpu=False) as watch:
-        parity_check._weights({"w": torch.ones(2)}, {"w": torch.ones(2)})
+        parity_check._compare_weights({"w": torch.ones(2)}, {"w": torch.ones(2)})
     (line,) = watch.lines
     assert syncs.is_ours(line)
     assert line.startswith("hf_parallel/check/parity.py:")

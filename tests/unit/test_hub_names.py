@@ -11,7 +11,7 @@ from huggingface_hub import constants
 
 from hf_parallel import cli
 from hf_parallel.ask import hub
-from hf_parallel.ask.spec import SpecError, check_model_name, locate
+from hf_parallel.ask.spec import SpecError, check_model_name, locate_spec_file
 from hf_parallel.hooks.transformers import cached_files
 from tests.commands import ROOT
 
@@ -121,7 +121,7 @@ def test_a_proxy_is_asked_instead(no_hub, monkeypatch):
 
 def test_a_recipe_of_the_hub(no_hub):
     with pytest.raises(SpecError, match=r"acme/recipe:recipe\.yaml@v1: not on this machine"):
-        locate("acme/recipe@v1")
+        locate_spec_file("acme/recipe@v1")
 
 
 def original(path_or_repo_id, filenames, **kwargs):

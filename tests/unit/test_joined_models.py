@@ -7,7 +7,7 @@ from packaging import version
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, LlamaConfig, LlamaForCausalLM, T5Config
 from transformers.models.auto import modeling_auto
 
-from hf_parallel.model.shrink import LARGEST, build_random, small_copy, why_not_told_apart
+from hf_parallel.model.shrink import LARGEST, build_random, find_reason_not_told_apart, make_small_copy
 from tests import sweep
 
 #: Some of their layers, masks or positions run on from one document into the next.
@@ -41,22 +41,22 @@ def built(name: str) -> torch.nn.Module:
 @pytest.mark.parametrize("name", RUNS_ON)
 def test_models_that_run_on_are_named(name):
     model = built(name)
-    why = why_not_told_apart(small_copy(model))
+    why = find_reason_not_told_apart(make_small_copy(model))
     assert why is not None
     assert type(model).__name__ in why
 
 
 @pytest.mark.parametrize("name", KEEPS)
 def test_models_that_tell_documents_apart(name):
-    assert why_not_told_apart(small_copy(built(name))) is None
+    assert find_reason_not_told_apart(make_small_copy(built(name))) is None
 
 
 def test_convolutions_of_some_layers_are_in_the_copy():
     """LFM2's convolutions: a small copy has layers of each kind that the model has."""
     kinds = ["full_attention"] * 5 + ["conv"] * 7
     config = AutoConfig.for_model("lfm2", layer_types=kinds, num_hidden_layers=12, hidden_size=64, vocab_size=515)
-    assert set(small_copy(built_of(config)).config.layer_types) == {"conv", "full_attention"}
-    assert "apart" in why_not_told_apart(small_copy(built_of(config)))
+    assert set(make_small_copy(built_of(config)).config.layer_types) == {"conv", "full_attention"}
+    assert "apart" in find_reason_not_told_apart(make_small_copy(built_of(config)))
 
 
 def built_of(config) -> torch.nn.Module:
@@ -67,7 +67,7 @@ def built_of(config) -> torch.nn.Module:
 def test_encoder_and_decoder_are_named():
     with torch.device("meta"):
         model = AutoModelForSeq2SeqLM.from_config(T5Config())
-    assert "T5ForConditionalGeneration" in why_not_told_apart(small_copy(model))
+    assert "T5ForConditionalGeneration" in find_reason_not_told_apart(make_small_copy(model))
 
 
 def test_a_large_model_is_copied_small():
@@ -76,10 +76,10 @@ def test_a_large_model_is_copied_small():
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
     state = torch.get_rng_state()
-    copy = small_copy(model, keep=("vocab_size",))
+    copy = make_small_copy(model, keep=("vocab_size",))
     assert sum(p.numel() for p in copy.parameters()) < LARGEST / 4
     assert copy.config.vocab_size == config.vocab_size
     assert (copy.config.num_hidden_layers, copy.dtype) == (4, torch.float32)
     assert model.config.hidden_size == 8192
     assert torch.equal(torch.get_rng_state(), state)
-    assert why_not_told_apart(copy) is None
+    assert find_reason_not_told_apart(copy) is None

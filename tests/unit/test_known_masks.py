@@ -7,7 +7,7 @@ import torch
 from transformers import BertForQuestionAnswering, masking_utils
 
 from hf_parallel.hooks import model_parts
-from hf_parallel.model.known_masks import hides_nothing, known_mask, refuse_masked_targets
+from hf_parallel.model.known_masks import is_hiding_nothing, refuse_masked_targets, share_known_mask
 from tests import models
 
 TOKENS = torch.zeros(4, 7, dtype=torch.long)
@@ -18,7 +18,7 @@ PADDED = FULL.index_fill(1, torch.tensor([6]), 0)
 def asked(batch, mask):
     """Whether transformers may leave a part's mask out, and whether it has looked at the mask."""
     length, looked = mask.shape[1], mock.Mock(side_effect=masking_utils.fast_all)
-    with mock.patch.object(masking_utils, "fast_all", looked), known_mask(batch, TOKENS):
+    with mock.patch.object(masking_utils, "fast_all", looked), share_known_mask(batch, TOKENS):
         left_out = model_parts.ignore_causal_mask(masking_utils._ignore_causal_mask_sdpa, mask, length, length, 0, 0)
         return left_out, looked.called
 
@@ -32,17 +32,17 @@ def test_a_padded_mask():
     """Sequence parallelism pads rows at their end: causal attention sees nothing there, any other has to look."""
     longer = torch.nn.functional.pad(FULL, (0, 1)).bool()
     assert asked({"attention_mask": FULL}, longer) == (True, False)
-    with known_mask({"attention_mask": FULL}, TOKENS):
-        assert not hides_nothing(longer)
-        assert hides_nothing(FULL[:1])
-    assert not hides_nothing(PADDED)
+    with share_known_mask({"attention_mask": FULL}, TOKENS):
+        assert not is_hiding_nothing(longer)
+        assert is_hiding_nothing(FULL[:1])
+    assert not is_hiding_nothing(PADDED)
 
 
 @pytest.mark.parametrize("given", [False, True])
 def test_positions_start_again_only_where_the_batch_has_some(given):
     """A model without them counts from zero."""
     positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3]])
-    with known_mask({"position_ids": positions} if given else {}, TOKENS):
+    with share_known_mask({"position_ids": positions} if given else {}, TOKENS):
         found = model_parts.find_packs(masking_utils.find_packed_sequence_indices, positions)
     assert (found is not None) == given
 

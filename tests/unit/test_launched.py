@@ -22,7 +22,7 @@ def started(monkeypatch):
     def start(**variables):
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
-        return launched.settle(), tuple(os.environ.get(name) for name in NAMES)
+        return launched.settle_launcher(), tuple(os.environ.get(name) for name in NAMES)
 
     return start
 

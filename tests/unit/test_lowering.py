@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_parallel.axes.tensor.region import only_multiplied
+from hf_parallel.axes.tensor.region import is_only_multiplied
 from tests import models
 
 
@@ -53,7 +53,7 @@ def test_is_an_input_only_multiplied(kind, safe):
     """What is not seen to its end counts as one that reads it; nothing of the module changes, no number is drawn."""
     owner = kind()
     before, random = dict(owner._modules), torch.random.get_rng_state()
-    assert only_multiplied(owner, "x") is safe
+    assert is_only_multiplied(owner, "x") is safe
     assert owner._modules == before
     assert torch.equal(random, torch.random.get_rng_state())
 
@@ -63,5 +63,5 @@ def test_decoders_gather_what_they_multiply(name, module):
     config = models.CONFIGS[name]()
     with torch.device("meta"):
         owner = models.auto_class(config).from_config(config).model.layers[0].get_submodule(module)
-    assert only_multiplied(owner, "x" if module == "mlp" else "hidden_states")
+    assert is_only_multiplied(owner, "x" if module == "mlp" else "hidden_states")
     assert getattr(owner, "config", None) is None or owner.config._attn_implementation == "sdpa"

@@ -12,7 +12,18 @@ from hf_parallel.ask.config import ParallelConfig, SpecError
 from hf_parallel.monitor import expected, meter, session
 from hf_parallel.monitor import expected as calibrate
 from hf_parallel.monitor.clock import DeviceClock, HostClock
-from hf_parallel.monitor.meter import COMPUTE, DATA, GIB, REST, Meter, RankRow, figures, mfu, own_row, significant
+from hf_parallel.monitor.meter import (
+    COMPUTE,
+    DATA,
+    GIB,
+    REST,
+    Meter,
+    RankRow,
+    compute_figures,
+    compute_mfu,
+    make_own_row,
+    round_to_significant,
+)
 from hf_parallel.monitor.session import Stragglers
 from hf_parallel.planner.hardware import make_cluster
 from hf_parallel.planner.shape import shape_of
@@ -66,7 +77,7 @@ class Stream:
 
 @pytest.fixture
 def metered(monkeypatch):
-    monkeypatch.setattr(meter, "clock_of", Stream)
+    monkeypatch.setattr(meter, "make_clock_of", Stream)
     made = Meter({}, CPU, full=True)
     yield made, made.clock
     made.stop()
@@ -105,7 +116,7 @@ def test_parts_of_steps(metered):
 
 def test_one_of_four_steps_is_looked_into(monkeypatch):
     """The time of all counts; what it goes to is that of those."""
-    monkeypatch.setattr(meter, "clock_of", Stream)
+    monkeypatch.setattr(meter, "make_clock_of", Stream)
     made = Meter({}, CPU, full=False)
     for _ in range(6):
         one_step(made, made.clock)
@@ -206,10 +217,10 @@ def test_nothing_is_left_in_torch():
 def test_figures_of_ranks():
     """tp=2 over two data ranks; the second one waits longer and holds more."""
     other = dataclasses.replace(ROW, step=1.1, compute=0.4, tp=0.4, memory_peak=5 * GIB)
-    found = figures([ROW, ROW, other, other], 2, {"tp": 2, "dp_shard": 2}, full=True)
+    found = compute_figures([ROW, ROW, other, other], 2, {"tp": 2, "dp_shard": 2}, full=True)
     assert found["perf/step_time_s"] == 1.1
-    assert found["perf/tokens_per_second"] == significant(2 * 363 / 1.1)
-    assert found["perf/tokens_per_second_per_device"] == significant(2 * 363 / 1.1 / 4)
+    assert found["perf/tokens_per_second"] == round_to_significant(2 * 363 / 1.1)
+    assert found["perf/tokens_per_second_per_device"] == round_to_significant(2 * 363 / 1.1 / 4)
     assert found["perf/samples_per_second"] == 20
     assert found["perf/memory_peak_gib"] == 5
     shares = ("compute", "communication", "bubble", "data_wait", "other")
@@ -217,7 +228,7 @@ def test_figures_of_ranks():
     axes = {key.rpartition("_")[2]: value for key, value in found.items() if "communication_share_" in key}
     assert axes.keys() == {"tp", "dp"}  # those that are on
     assert sum(axes.values()) == pytest.approx(found["perf/communication_share"], abs=1e-3)
-    assert "perf/tokens_per_second" not in figures([dataclasses.replace(ROW, tokens=0)], 1, {}, full=False)
+    assert "perf/tokens_per_second" not in compute_figures([dataclasses.replace(ROW, tokens=0)], 1, {}, full=False)
 
 
 def test_a_row_of_a_mean_step(metered):
@@ -225,7 +236,7 @@ def test_a_row_of_a_mean_step(metered):
     for _ in range(4):
         one_step(made, clock, 2)
     clock.done = clock.now
-    row = own_row(made.take(), CPU)
+    row = make_own_row(made.take(), CPU)
     assert (row.step, row.data, row.compute, row.rest, row.tp, row.looked) == (8, 2, 3, 1, 2, 8)
     assert row.memory_peak > row.memory_reserved / 2 > 0
 
@@ -237,7 +248,7 @@ def test_mfu_by_hand():
     forward = 3 * (2 * projections + attention) + 2 * 96 * 515
     flops = 3 * shape_of(NUMBERS).forward_flops(33, full_attention=True)
     assert flops == 3 * forward
-    assert mfu(1000, flops, 1e12) == pytest.approx(1000 * 3 * forward / 1e12)
+    assert compute_mfu(1000, flops, 1e12) == pytest.approx(1000 * 3 * forward / 1e12)
 
 
 # ---- stragglers -----------------------------------------------------------------------------------------------------
@@ -295,19 +306,19 @@ def planned(cluster=None):
 
 def as_planned(prediction, tensors=1.0, **factors):
     """What ranks measure that do as planned, but for some terms."""
-    seconds = expected.terms(prediction.breakdown.time)
+    seconds = expected.sum_by_term(prediction.breakdown.time)
     seconds = {name: value * factors.get(name, 1.0) for name, value in seconds.items()}
     parts = {"compute": "compute", "communication": "tp", "bubble": "pp", "other": "rest"}
     zero = dict.fromkeys(("data", "dp", "all"), 0.0)
-    peak = expected._tensors(prediction) * GIB * tensors
+    peak = expected._sum_tensor_memory(prediction) * GIB * tensors
     own = {part: seconds[name] for name, part in parts.items()}
     return [dataclasses.replace(ROW, step=sum(seconds.values()), memory_peak=peak, **zero, **own)] * 8
 
 
 def test_the_terms_are_the_step():
     prediction = planned()
-    assert sum(expected.terms(prediction.breakdown.time).values()) == pytest.approx(prediction.step_time_s)
-    assert expected.deviations(prediction, as_planned(prediction)) == []
+    assert sum(expected.sum_by_term(prediction.breakdown.time).values()) == pytest.approx(prediction.step_time_s)
+    assert expected.list_deviations(prediction, as_planned(prediction)) == []
 
 
 @pytest.mark.parametrize(("way", "taken"), [("ulysses", "ulysses"), ("hybrid:2", "hybrid:2"), ("auto", "allgather")])
@@ -319,13 +330,13 @@ def test_the_plan_attends_as_the_layout_does(way, taken):
 
 @pytest.mark.parametrize("term", ["compute", "communication"])
 def test_the_term_that_is_off_is_named(term):
-    lines = expected.deviations(planned(), as_planned(planned(), **{term: 4.0}))
+    lines = expected.list_deviations(planned(), as_planned(planned(), **{term: 4.0}))
     assert len(lines) == 1
     assert f"difference is {term}" in lines[0]
 
 
 def test_memory_that_is_off_is_named():
-    lines = expected.deviations(planned(), as_planned(planned(), tensors=3.0))
+    lines = expected.list_deviations(planned(), as_planned(planned(), tensors=3.0))
     assert ["GiB (+200%)" in line for line in lines] == [True]
 
 
@@ -334,7 +345,12 @@ def test_workspaces_of_a_tiny_model_are_no_deviation():
     plan = planned()
     for uncounted, said in ((0.4, 0), (0.6, 1)):
         assert (
-            len(expected.deviations(plan, as_planned(plan, tensors=1 + uncounted / expected._tensors(plan)))) == said
+            len(
+                expected.list_deviations(
+                    plan, as_planned(plan, tensors=1 + uncounted / expected._sum_tensor_memory(plan))
+                )
+            )
+            == said
         )
 
 
@@ -342,7 +358,9 @@ def written(folder, rows, prediction=None):
     """A record of a run that measured `rows` after a first look at something else."""
     prediction = prediction or planned()
     kept = session.Record(str(folder))
-    kept.write("run", spec=CONFIG.to_spec(), plan=expected.described(prediction, CONFIG, BATCH), why_no_plan="")
+    kept.write(
+        "run", spec=CONFIG.to_spec(), plan=expected.describe_prediction(prediction, CONFIG, BATCH), why_no_plan=""
+    )
     first = [dataclasses.replace(row, step=99.0, compute=99.0) for row in rows]
     for step, ranks in ((1, first), (2, rows), (3, rows)):
         kept.write("metrics", step=step, perf={}, ranks=[row.to_dict() for row in ranks])
@@ -353,8 +371,8 @@ def test_calibrated_plans_are_what_was_measured(tmp_path, factors):
     rows = as_planned(planned(), **factors)
     written(tmp_path, rows)
     cluster, lines = calibrate.calibrated(str(tmp_path), SHAPE)
-    after = expected.terms(planned(cluster).breakdown.time)
-    wanted = expected.terms(planned().breakdown.time)
+    after = expected.sum_by_term(planned(cluster).breakdown.time)
+    wanted = expected.sum_by_term(planned().breakdown.time)
     for name in ("compute", "communication", "other"):
         assert after[name] == pytest.approx(wanted[name] * factors.get(name, 1.0), rel=0.02), name
     assert "measured" in lines[0]

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from hf_parallel.ask.config import ParallelConfig, SpecError
-from hf_parallel.monitor.noise import NoiseScale, StepSums, about_batch
-from hf_parallel.monitor.report.facts import Facts, advice
+from hf_parallel.monitor.noise import NoiseScale, StepSums, describe_critical_batch
+from hf_parallel.monitor.report.facts import Facts, list_advice
 
 DIMS, SIGMA, STEPS = 50, 3.0, 4000
 
@@ -56,7 +56,7 @@ def test_smoothing():
 
 
 def test_what_is_said():
-    said = about_batch(96.0, 32)
+    said = describe_critical_batch(96.0, 32)
     assert "about 96 sequences" in said
     assert "steps of 32 take 4 times" in said
     assert "1.33 times" in said
@@ -66,8 +66,8 @@ def test_the_page_names_it():
     """The newest log that can tell, beside the batch of the run."""
     logs = [{"noise": {"sequences": 12.0}}, {"noise": {"sequences": 96.0}}, {"noise": {"sequences": None}}]
     facts = Facts("out", metrics=logs, layout={"global_batch": 32})
-    assert advice(facts) == [f"T{about_batch(96.0, 32)[1:]}."]
-    assert advice(Facts("out", layout={"global_batch": 32})) == []
+    assert list_advice(facts) == [f"T{describe_critical_batch(96.0, 32)[1:]}."]
+    assert list_advice(Facts("out", layout={"global_batch": 32})) == []
 
 
 @pytest.mark.parametrize("spec", ["noise", "full+noise", "trace:3+noise", "basic+noise"])

@@ -13,7 +13,7 @@ from hf_parallel.ask.session import of_process
 from hf_parallel.monitor import collective_record
 from hf_parallel.monitor.clock import HostClock
 from hf_parallel.monitor.collective_record import CollectiveRecord
-from hf_parallel.monitor.hang_report import sentence
+from hf_parallel.monitor.hang_report import format_hang
 from hf_parallel.monitor.waits import Waits
 from hf_parallel.monitor.watchdog import Watchdog
 from hf_parallel.ranks import observed
@@ -102,7 +102,7 @@ def test_the_end_of_several_is_no_collective(recorded):
 @pytest.mark.parametrize(("device", "waits"), [("cuda", True), ("cpu", False)])
 def test_a_collective_of_the_device_is_a_wait_wherever_the_host_stands(recorded, monkeypatch, tmp_path, device, waits):
     """On NCCL the host has gone on, to where it needs the result: a copy, a print."""
-    monkeypatch.setattr(collective_record, "unfinished_on_device", lambda: {"7": {4711}})
+    monkeypatch.setattr(collective_record, "list_unfinished_on_device", lambda: {"7": {4711}})
     call = Call("allreduce", Group(device), ([torch.ones(5, 3)],))
     recorded.begin(call)
     if device == "cuda":  # on gloo it has not returned: the thread is seen to wait
@@ -113,7 +113,7 @@ def test_a_collective_of_the_device_is_a_wait_wherever_the_host_stands(recorded,
     json.dumps(facts)
     if waits:
         other = {"waits": False, "pending": [], "groups": {}, "place": "in a callback (`cb.py:1`, on_log)"}
-        told = sentence({2: {"waits": True, "place": "", **facts}, 3: other})
+        told = format_hang({2: {"waits": True, "place": "", **facts}, 3: other})
         assert told.startswith("rank 2 waits in all_reduce number 4,711 (dp_shard, test_observed.py:")
         assert "for rank 3; rank 3 is in a callback" in told
 
@@ -131,6 +131,6 @@ def test_work_of_nccl_is_not_kept_in_a_group_that_has_gloo_too(recorded, backend
 def test_a_message_from_anybody(recorded, monkeypatch):
     call = Call("recv_anysource", Group("cpu"), ([torch.ones(2)], 0))
     recorded.begin(call)
-    assert "waits in receive from any rank (dp_shard" in sentence(
+    assert "waits in receive from any rank (dp_shard" in format_hang(
         {2: {"waits": True, "place": "", **recorded.facts()}}
     )

@@ -8,7 +8,7 @@ import accelerate.utils  # whose names are looked at
 import transformers.loss.loss_for_object_detection
 import transformers.trainer_seq2seq
 
-from hf_parallel.hooks.patching import names_of
+from hf_parallel.hooks.patching import find_names_of
 from tests import patch_list
 
 #: Replaced in one module on purpose: what others do by the same function is as it was.
@@ -38,7 +38,7 @@ def test_a_page_that_is_out_of_date_is_told_and_written(tmp_path, capsys):
 
 def test_every_patch_is_listed_once_with_its_reason():
     """Two replacements of one target would depend on their order."""
-    patches = patch_list.all_patches()
+    patches = patch_list.list_patches()
     rows = patch_list.page().splitlines()
     targets = [patch.target for patch in patches]
     assert len(set(targets)) == len(targets)
@@ -48,12 +48,12 @@ def test_every_patch_is_listed_once_with_its_reason():
 def test_functions_are_replaced_by_every_name_that_libraries_give_them():
     """`accelerate.utils.reduce` is `accelerate.utils.operations.reduce`, and models import the former."""
     left = {}
-    for patch in (patch for patch in patch_list.all_patches() if not (patch.late or patch.adds or patch.copies)):
+    for patch in (patch for patch in patch_list.list_patches() if not (patch.late or patch.adds or patch.copies)):
         owner, name = patch.owner_and_name()
         function = inspect.getattr_static(owner, name)
         if isinstance(owner, ModuleType) and callable(function) and patch.library != "torch":
             others = [
-                f"{m.__name__}:{known_as}" for m, known_as in names_of([function])[id(function)] if m is not owner
+                f"{m.__name__}:{known_as}" for m, known_as in find_names_of([function])[id(function)] if m is not owner
             ]
             left |= {patch.target: others} if others and patch.target not in OF_ONE_MODULE else {}
     assert not left
@@ -64,7 +64,7 @@ def test_a_function_is_found_by_another_name():
     module.gather_all = transformers.loss.loss_for_object_detection.reduce
     sys.modules["a_script"] = module
     try:
-        places = names_of([accelerate.utils.reduce, accelerate.utils.gather])
+        places = find_names_of([accelerate.utils.reduce, accelerate.utils.gather])
         assert (module, "gather_all") in places[id(accelerate.utils.reduce)]
         assert (module, "gather_all") not in places[id(accelerate.utils.gather)]
     finally:

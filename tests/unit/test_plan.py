@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import hf_parallel
-from hf_parallel.ask.config import ParallelConfig, key_table
-from hf_parallel.plans.resolve import draft, read_model
+from hf_parallel.ask.config import ParallelConfig, render_key_table
+from hf_parallel.plans.resolve import draft_plan, read_model
 from hf_parallel.ranks.mesh import ParallelMesh
 from tests import models
 
@@ -65,7 +65,9 @@ def test_no_source_of_a_model_is_read():
 
 
 def test_the_mesh_and_the_plan_are_frozen():
-    plan = draft(ParallelConfig.parse("pp=2").resolve(2), read_model(on_meta("llama"), ParallelConfig.parse("pp=2")))
+    plan = draft_plan(
+        ParallelConfig.parse("pp=2").resolve(2), read_model(on_meta("llama"), ParallelConfig.parse("pp=2"))
+    )
     with pytest.raises(dataclasses.FrozenInstanceError):
         plan.config = None
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -78,7 +80,7 @@ def test_the_mesh_and_the_plan_are_frozen():
 
 def test_tables_of_keys_are_those_of_the_axes():
     """The page has all of them, the README some."""
-    everything = key_table(ParallelConfig)
+    everything = render_key_table(ParallelConfig)
     assert everything in (ROOM.parent / "docs" / "keys.md").read_text()
     section = (ROOM.parent / "README.md").read_text().partition("| key (short)")[2].partition("\n\n")[0]
     shown = section.splitlines()[2:]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hf_parallel.ask.config import ParallelConfig, SpecError
-from hf_parallel.ranks.all_to_all import BLOCK, pack, packed_bytes, unpack
+from hf_parallel.ranks.all_to_all import BLOCK, count_packed_bytes, pack_rows, unpack
 
 #: Half a step of the codes, relative to the largest number of a block; 2^-9 more for the scale, which has 8 bits.
 ROUNDING = {"int8": 0.5 / 127 + 2**-9, "int4": 0.5 / 7 + 2**-9, "fp8": 2**-4 + 2**-9}
@@ -24,8 +24,8 @@ def numbers(rows: int = 3, count: int = ODD) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_every_number_is_within_half_a_step_of_its_block(kind, dtype):
     given = numbers()
-    packed = pack(given, kind)
-    assert packed.shape == (3, packed_bytes(ODD, kind))
+    packed = pack_rows(given, kind)
+    assert packed.shape == (3, count_packed_bytes(ODD, kind))
     values = unpack(packed, ODD, kind, dtype).float()
     if dtype == torch.float16:  # has no 1e6
         given, values = given[:, BLOCK:], values[:, BLOCK:]
@@ -42,7 +42,7 @@ def test_every_number_is_within_half_a_step_of_its_block(kind, dtype):
 def test_what_overflowed_stays_so(kind, bad):
     given = numbers()
     given[1, 3] = bad
-    values = unpack(pack(given, kind), ODD, kind)
+    values = unpack(pack_rows(given, kind), ODD, kind)
     assert not values[1, :BLOCK].isfinite().any()
     assert values[0].isfinite().all()
 

@@ -13,10 +13,10 @@ from hf_parallel.cli import ray_launcher as on_ray
 
 
 def test_a_worker_holds_a_tp_group():
-    assert on_ray.ranks_per_worker("tp=2,dp_shard=-1", 8) == 2
-    assert on_ray.ranks_per_worker("pp=2,dp_shard=3", 6) == 1
-    assert on_ray.ranks_per_worker("tp=-1,pp=2", 8) == 4
-    assert on_ray.ranks_per_worker("auto", 8, 2) == 1
+    assert on_ray.compute_ranks_per_worker("tp=2,dp_shard=-1", 8) == 2
+    assert on_ray.compute_ranks_per_worker("pp=2,dp_shard=3", 6) == 1
+    assert on_ray.compute_ranks_per_worker("tp=-1,pp=2", 8) == 4
+    assert on_ray.compute_ranks_per_worker("auto", 8, 2) == 1
 
 
 @pytest.mark.parametrize(
@@ -30,14 +30,14 @@ def test_a_worker_holds_a_tp_group():
 )
 def test_sizes_that_cannot_hold(spec, least, said):
     with pytest.raises(SpecError, match=said):
-        on_ray.ranks_per_worker(spec, 8, least)
+        on_ray.compute_ranks_per_worker(spec, 8, least)
 
 
 def test_numbers_of_ranks(monkeypatch):
     """The third worker, the first of its node, with two ranks and four CPUs."""
     place = {"world_rank": 2, "local_rank": 0, "node_rank": 1, "world_size": 3, "local_world_size": 1}
     context = SimpleNamespace(**{f"get_{name}": lambda value=value: value for name, value in place.items()})
-    monkeypatch.setattr(on_ray, "_place", lambda: context)
+    monkeypatch.setattr(on_ray, "_read_place", lambda: context)
     monkeypatch.setitem(os.environ, "OMP_NUM_THREADS", "4")
     first, second = on_ray.Job(("train.py",), "/", 2).environments()
     assert (first["RANK"], second["RANK"]) == ("4", "5")
@@ -51,8 +51,8 @@ def test_a_worker_too_many(worker, ranks, monkeypatch):
     """Of three workers two make a replica of `tp=2,pp=2`."""
     place = {"world_rank": worker, "local_rank": worker, "node_rank": 0, "world_size": 3, "local_world_size": 3}
     context = SimpleNamespace(**{f"get_{name}": lambda value=value: value for name, value in place.items()})
-    monkeypatch.setattr(on_ray, "_place", lambda: context)
-    found = on_ray.Job(("train.py",), "/", 2, on_ray.ranks_per_replica("tp=2,pp=2,dp_shard=-1")).environments()
+    monkeypatch.setattr(on_ray, "_read_place", lambda: context)
+    found = on_ray.Job(("train.py",), "/", 2, on_ray.compute_ranks_per_replica("tp=2,pp=2,dp_shard=-1")).environments()
     assert [one["RANK"] for one in found] == ranks
     assert all(one["WORLD_SIZE"] == "4" for one in found)
 

@@ -10,9 +10,9 @@ import pytest
 
 from hf_parallel import cli
 from hf_parallel.ask.config import ParallelConfig, SpecError
-from hf_parallel.ask.spec import locate, shipped
-from hf_parallel.cli.recipe_check import push
-from hf_parallel.cli.recipe_file import fill, load, markdown, names, options_of
+from hf_parallel.ask.spec import list_shipped_recipes, locate_spec_file
+from hf_parallel.cli.recipe_check import push_recipe
+from hf_parallel.cli.recipe_file import fill_options, list_options_of, list_recipe_names, load_recipe, render_markdown
 from tests.commands import ROOT
 from tests.unit.test_cli import launched  # noqa: F401 - a fixture
 
@@ -44,7 +44,7 @@ def test_the_checkout_has_the_files_of_the_package():
         pytest.skip("not a checkout")
     assert (ROOT / "configs" / "recipes").resolve() == ROOT / "hf_parallel" / "recipes" / "shipped"
     assert (ROOT / "configs" / "models").resolve() == ROOT / "hf_parallel" / "recipes" / "models"
-    assert Path(str(shipped()[NAME])).parent == ROOT / "hf_parallel" / "recipes" / "shipped"
+    assert Path(str(list_shipped_recipes()[NAME])).parent == ROOT / "hf_parallel" / "recipes" / "shipped"
 
 
 def test_a_layout_by_the_name_of_a_recipe(tmp_path):
@@ -80,16 +80,16 @@ def test_what_the_hub_is_asked_for(monkeypatch, text, asked):
 
     def download(repo, file, revision=None):
         calls.append((repo, file, revision))
-        return str(shipped()[NAME])
+        return str(list_shipped_recipes()[NAME])
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
     if isinstance(asked, str):
         with pytest.raises(SpecError, match=asked):
             ParallelConfig.parse(text)
         return
-    found = locate(text)
+    found = locate_spec_file(text)
     assert calls == ([asked] if asked else [])
-    assert asked is None or load(text).model == load(NAME).model == "Qwen/Qwen3-0.6B"
+    assert asked is None or load_recipe(text).model == load_recipe(NAME).model == "Qwen/Qwen3-0.6B"
     assert (found is None) == (asked is None)
 
 
@@ -118,7 +118,7 @@ def test_arguments_of_scripts_of_ones_own():
     from transformers import TrainingArguments
 
     known = {field.name for field in fields(TrainingArguments)}
-    found = [load(name) for name in names() if load(name).script is None]
+    found = [load_recipe(name) for name in list_recipe_names() if load_recipe(name).script is None]
     assert found
     assert [recipe.name for recipe in found if set(recipe.arguments) - known or recipe.script_arguments] == []
 
@@ -137,7 +137,7 @@ def test_what_the_user_gives_wins(tmp_path, monkeypatch, words, given, absent):
     monkeypatch.chdir(tmp_path)
     Path("mine.yaml").write_text("max_length: 7\nlr_scheduler_type: linear\n")
     pytest.importorskip("trl")
-    filled = fill(load(NAME), words, options_of("trl.scripts.sft", True), "sft")
+    filled = fill_options(load_recipe(NAME), words, list_options_of("trl.scripts.sft", True), "sft")
     assert set(filled.given) == given
     assert filled.words[-len(words) :] == words
     assert absent not in filled.filled
@@ -148,18 +148,18 @@ def test_a_script_of_ones_own(tmp_path):
     """The model under the name that it has there; what it does not take is left out and named."""
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    known = options_of(str(script), False)
-    filled = fill(load(NAME), ["--dataset", "mine"], known, "train.py")
+    known = list_options_of(str(script), False)
+    filled = fill_options(load_recipe(NAME), ["--dataset", "mine"], known, "train.py")
     assert "--model_id Qwen/Qwen3-0.6B" in filled.filled
     assert "max_length" in filled.unknown
     assert not any("max_length" in word for word in filled.words)
     assert filled.words[:2] == ["--model_id", "Qwen/Qwen3-0.6B"]
     script.write_text("print(1)")
     with pytest.raises(SpecError, match="shows no option that the recipe has"):
-        fill(load(NAME), [], options_of(str(script), False), "train.py")
+        fill_options(load_recipe(NAME), [], list_options_of(str(script), False), "train.py")
     with pytest.raises(SpecError, match="takes no others"):
-        fill(load(NAME), ["args.json"], known, "train.py")
-    examples = options_of(str(ROOT / "examples" / "finetune_lora.py"), False)
+        fill_options(load_recipe(NAME), ["args.json"], known, "train.py")
+    examples = list_options_of(str(ROOT / "examples" / "finetune_lora.py"), False)
     assert {"base", "rank", "learning_rate"} <= examples
 
 
@@ -218,14 +218,16 @@ def test_run_refuses_in_one_line(launched, capsys, words, message):  # noqa: F81
 def test_list_and_show(capsys):
     code, out, _ = say(capsys, "list", "--gpus", "64", "--method", "full")
     assert code == 0
-    assert [line.split()[0] for line in out.splitlines()] == [name for name in names() if "full-64x" in name]
+    assert [line.split()[0] for line in out.splitlines()] == [
+        name for name in list_recipe_names() if "full-64x" in name
+    ]
     code, out, _ = say(capsys, "show", NAME)
-    assert out.startswith(shipped()[NAME].read_text().rstrip())
+    assert out.startswith(list_shipped_recipes()[NAME].read_text().rstrip())
     assert out.rstrip().endswith(f"hf-parallel recipe run {NAME} --output_dir out")
 
 
 class Api:
-    """What `push` asks of the Hub; keeps what it is given."""
+    """What `push_recipe` asks of the Hub; keeps what it is given."""
 
     def __init__(self, folder, card=None):
         self.folder, self.calls, self.files = folder, [], {}
@@ -254,21 +256,21 @@ class Api:
 
 def test_push_writes_the_file_and_a_section(tmp_path):
     api = Api(tmp_path)
-    recipe = load(NAME)
-    assert push(recipe, "me/mine", api=api).endswith("me/mine/commit/1")
+    recipe = load_recipe(NAME)
+    assert push_recipe(recipe, "me/mine", api=api).endswith("me/mine/commit/1")
     assert api.calls == [("me/mine", None, True)]
-    assert api.files["recipe.yaml"] == shipped()[NAME].read_text()
+    assert api.files["recipe.yaml"] == list_shipped_recipes()[NAME].read_text()
     card = api.files["README.md"]
     assert card.startswith("---\ntags:\n- hf-parallel\n")
     assert "hf-parallel recipe run me/mine --output_dir out" in card
-    assert markdown([recipe]) in card
+    assert render_markdown([recipe]) in card
 
 
 def test_push_leaves_the_rest_of_a_card_alone(tmp_path):
     api = Api(tmp_path, card="# Mine\n\nwords\n")
     for text in ("first", "second"):
-        recipe = load(NAME)
-        push(type(recipe)(**{**vars(recipe), "about": text}), "me/mine", "a.yaml", api=api)
+        recipe = load_recipe(NAME)
+        push_recipe(type(recipe)(**{**vars(recipe), "about": text}), "me/mine", "a.yaml", api=api)
     card = api.files["README.md"]
     assert card.startswith("# Mine\n\nwords\n\n<!--")
     assert ("first" in card, card.count("Recipe: second"), card.count("me/mine:a.yaml")) == (False, 1, 2)
@@ -276,4 +278,7 @@ def test_push_leaves_the_rest_of_a_card_alone(tmp_path):
 
 def test_the_page_has_the_table():
     """docs/reference/recipes.md; `hf-parallel recipe list --markdown` prints it."""
-    assert markdown([load(name) for name in names()]) in (ROOT / "docs" / "reference" / "recipes.md").read_text()
+    assert (
+        render_markdown([load_recipe(name) for name in list_recipe_names()])
+        in (ROOT / "docs" / "reference" / "recipes.md").read_text()
+    )

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from hf_parallel.ask.config import ParallelConfig, SpecError
-from hf_parallel.rollouts.reference import ask
+from hf_parallel.rollouts.reference import ask_server
 
 
 @pytest.mark.parametrize("says", [b"", b"HTTP/1.0 200 OK\r\n\r\n{"], ids=["nothing", "half"])
@@ -21,7 +21,7 @@ def test_a_server_that_hangs(says):
 
         threading.Thread(target=half, daemon=True).start()
         with pytest.raises(RuntimeError) as caught:
-            ask(address, "log_probs", 0.3, {"input_ids": [[1]]})
+            ask_server(address, "log_probs", 0.3, {"input_ids": [[1]]})
         assert time.monotonic() - began < 60  # a fraction of a second on a free machine; without the limit for ever
     message = str(caught.value)
     assert f"{address}/log_probs: no answer in 0.3 s; look at what the server prints and start it again" in message

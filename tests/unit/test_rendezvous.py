@@ -4,7 +4,7 @@ import threading
 
 import torch.distributed as dist
 
-from hf_parallel.hooks.rendezvous import agreed_name
+from hf_parallel.hooks.rendezvous import agree_on_name
 
 
 def started(store, world_size: int, late: int | None = None) -> list[str]:
@@ -12,7 +12,7 @@ def started(store, world_size: int, late: int | None = None) -> list[str]:
     names: dict[int, str] = {}
 
     def rank(number: int) -> None:
-        names[number] = agreed_name(store, number, world_size)
+        names[number] = agree_on_name(store, number, world_size)
 
     threads = [threading.Thread(target=rank, args=[number]) for number in range(world_size) if number != late]
     if late is not None:

@@ -62,7 +62,7 @@ def training(folder, device="cuda", name="perf", kind=None, said="rank 3 (node1)
     (folder / "checkpoint-20" / "manifest.json").write_text("{}")
     (folder / "checkpoint-10").mkdir()
     prediction = expected.expect(shape_of(MODEL), CONFIG, make_cluster("a100-pcie-80gb", 8), BATCH)
-    plan = expected.described(prediction, CONFIG, BATCH)
+    plan = expected.describe_prediction(prediction, CONFIG, BATCH)
     plan["memory"] |= {kind: 3.0} if kind else {}
     kept = session.Record(str(folder))
     run = {"spec": SPEC, "world_size": 8, "model": "LlamaForCausalLM", "device": device}

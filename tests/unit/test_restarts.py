@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from hf_parallel.hooks.restarts import is_restart, rows_per_rank
+from hf_parallel.hooks.restarts import divide_rows, is_restart
 
 AGENTS = ["a:10", "b:20"]
 
@@ -39,4 +39,4 @@ def test_restarts(monkeypatch, name, count, agents, expected):
     ],
 )
 def test_rows_per_rank(rows, data_ranks, batch, expected):
-    assert rows_per_rank(rows, data_ranks, batch) == expected
+    assert divide_rows(rows, data_ranks, batch) == expected

@@ -88,6 +88,6 @@ def test_rows_of_the_batch_after_a_batch():
     batches = type("Batches", (list,), {"batch_size": 2, "drop_last": False})([[1, 2], [1, 2], [3, 4], [3, 4]])
     found = list(ahead.Upcoming(batches, 2))
     assert found == [[1, 2, 3, 4], [1, 2, 3, 4], [3, 4], [3, 4]]
-    inputs = ahead._collated(lambda rows: [{"prompt": row} for row in rows], 2, found[0])
+    inputs = ahead._collate_lengths(lambda rows: [{"prompt": row} for row in rows], 2, found[0])
     assert [row["prompt"] for row in inputs] == [1, 2]
     assert [row["prompt"] for row in inputs[0][ahead._NEXT]] == [3, 4]

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import core_model_loading as loading
 
-from hf_parallel.checkpoint.lazy_tensor import LazyTensor, lazy_tensor
+from hf_parallel.checkpoint.lazy_tensor import LazyTensor, make_lazy_tensor
 from hf_parallel.checkpoint.slices import read_part
 
 
@@ -65,7 +65,7 @@ def test_conversions_part_by_part(name):
     """Whole, in any part, and in any order of indices: what the operations give on values."""
     sources, *rest = CONVERSIONS[name]
     expected = convert(sources, *rest)
-    lazy = convert({pattern: [lazy_tensor(t) for t in tensors] for pattern, tensors in sources.items()}, *rest)
+    lazy = convert({pattern: [make_lazy_tensor(t) for t in tensors] for pattern, tensors in sources.items()}, *rest)
     assert lazy.keys() == expected.keys()
     for key, whole in expected.items():
         assert isinstance(lazy[key], LazyTensor)
@@ -82,7 +82,7 @@ def test_conversions_part_by_part(name):
 def test_other_operations(operation):
     """Done whole when read; each of several results is its own."""
     whole = source(4, 6)
-    for lazy, expected in zip(operation(lazy_tensor(whole)), operation(whole), strict=True):
+    for lazy, expected in zip(operation(make_lazy_tensor(whole)), operation(whole), strict=True):
         assert torch.equal(lazy.whole(), expected)
 
 
@@ -101,7 +101,7 @@ def test_only_the_part_is_read():
             seen.append(self.tensor[ranges].numel())
             return self.tensor[ranges]
 
-    sources = {p: [lazy_tensor(Source(source(6, 5)), torch.float32) for _ in range(4)] for p in "xy"}
+    sources = {p: [make_lazy_tensor(Source(source(6, 5)), torch.float32) for _ in range(4)] for p in "xy"}
     made = convert(sources, ["a"], [STACK, JOIN])["a"]
     assert not seen
     made.part((torch.arange(2, 4), torch.arange(6), torch.arange(5)))

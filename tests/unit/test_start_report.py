@@ -32,19 +32,19 @@ FACTS = {
 
 def test_a_start_takes_eight_lines():
     """The weightiest notes come first; the last line names the file that has the others."""
-    lines = report.short_lines(FACTS, "out/hf_parallel.json")
+    lines = report.format_short_lines(FACTS, "out/hf_parallel.json")
     assert len(lines) <= 8
     text = "\n".join(lines)
     for fact in ("LlamaForCausalLM under dp_shard=1,tp=2", "3,016,960 to 3,016,961", "2.00 MiB", "11 seq", "363 tok"):
         assert fact in text
     assert [number for number in range(5) if f"note {number}" in text] == [0, 1]
     assert "out/hf_parallel.json (3 more notes); monitor=full" in lines[-1]
-    assert "more notes" not in "\n".join(report.short_lines(FACTS | {"notes": ["one"]}, "out/hf_parallel.json"))
+    assert "more notes" not in "\n".join(report.format_short_lines(FACTS | {"notes": ["one"]}, "out/hf_parallel.json"))
 
 
 def test_the_sentence_of_auto_and_a_proof_are_among_the_eight():
     facts = FACTS | {"auto": ["a reason"], "proof": "proved on 2026-11-26 for this layout"}
-    lines = report.short_lines(facts, "out/hf_parallel.json")
+    lines = report.format_short_lines(facts, "out/hf_parallel.json")
     assert len(lines) <= 7
     assert "  prove         proved on 2026-11-26 for this layout" in lines
 
@@ -55,18 +55,18 @@ def test_a_batch_that_is_not_one_processs():
     said = {"batch": batch.product, "batch_of_one_process": batch.advice("adamw_torch")}
     for auto, proof in itertools.product(([], ["a reason"]), (None, "proved")):
         facts = FACTS | said | {"auto": auto, "proof": proof}
-        text = "\n".join(lines := report.short_lines(facts, "out/hf_parallel.json"))
+        text = "\n".join(lines := report.format_short_lines(facts, "out/hf_parallel.json"))
         assert len(lines) + len(auto) <= 8  # the sentence of auto stands before them
         assert "(4 per device x 2 accumulation x 8 data ranks)" in text
         assert "--per_device_train_batch_size 1 --gradient_accumulation_steps 1 keep that" in text
         assert "learning_rate x 2.83 (square-root rule, adamw_torch)" in text
         assert "attention     sdpa" in text
         assert "whole logits" in text
-    assert any(batch.advice("adamw_torch") in line for line in report.all_lines(FACTS | said))
+    assert any(batch.advice("adamw_torch") in line for line in report.format_all_lines(FACTS | said))
 
 
 def test_all_lines_leave_nothing_out():
-    text = "\n".join(report.all_lines(FACTS))
+    text = "\n".join(report.format_all_lines(FACTS))
     assert "ranks (0, 1)" in text
     assert "515 rows" in text
     assert [number for number in range(5) if f"note {number}" in text] == [*range(5)]
@@ -93,7 +93,7 @@ def test_a_log_line_has_two_figures_of_ours(kind, capsys):
 
 def test_a_folder_that_takes_no_file(tmp_path, capsys):
     (tmp_path / "taken").write_text("")
-    report._write({"spec": "tp=2"}, str(tmp_path / "taken"))
+    report._write_facts({"spec": "tp=2"}, str(tmp_path / "taken"))
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1
     assert "cannot write" in lines[0]
@@ -105,8 +105,8 @@ def test_a_script_that_counts_processes(tmp_path, monkeypatch):
     path = tmp_path / "finetune.py"
     path.write_text("world_size = int(os.environ.get('WORLD_SIZE', 1))\nsteps = steps // world_size")
     monkeypatch.setattr(sys, "argv", [str(path)])
-    (line,) = after_import.counted(4, 2)
+    (line,) = after_import.list_process_warnings(4, 2)
     assert "finetune.py reads WORLD_SIZE: 4 processes, of which 2 read batches of their own; gradient_acc" in line
-    assert after_import.counted(2, 2) == []
+    assert after_import.list_process_warnings(2, 2) == []
     path.write_text("args = TrainingArguments()")
-    assert after_import.counted(4, 2) == []
+    assert after_import.list_process_warnings(4, 2) == []

@@ -16,16 +16,16 @@ from hf_parallel.axes.pipeline.timeline import (
     Action,
     Span,
     Timeline,
-    choose,
-    even_split,
-    flat,
-    layer_costs,
+    choose_fastest_schedule,
+    compute_layer_costs,
+    count_peak_live,
+    count_virtual_stages,
+    flatten_overlaps,
     needs,
     order,
-    peak_live,
     simulate,
     simulate_without_flush,
-    virtual_stages,
+    split_evenly,
     with_communication,
 )
 from hf_parallel.axes.pipeline.torch_stage import Recorder
@@ -36,9 +36,9 @@ ZERO_BUBBLE = ("interleaved_zero_bubble", "zbv_zero_bubble", "dualpipe_v")
 
 
 def simulated(name, ranks, micro_batches, virtual=None, communication=0.0):
-    virtual = virtual or virtual_stages(name)
+    virtual = virtual or count_virtual_stages(name)
     actions = order(name, ranks, virtual, micro_batches)
-    return simulate(actions, *layer_costs([1] * ranks * virtual), communication)
+    return simulate(actions, *compute_layer_costs([1] * ranks * virtual), communication)
 
 
 # ---- order -------------------------------------------------------------------------------------------------------
@@ -53,17 +53,17 @@ def test_order_of_1f1b_on_two_ranks():
 @pytest.mark.parametrize(("ranks", "micro_batches"), NUMBERS)
 @pytest.mark.parametrize("name", SIMPLEST_FIRST)
 def test_everything_runs_once(name, ranks, micro_batches):
-    virtual = virtual_stages(name)
+    virtual = count_virtual_stages(name)
     actions = order(name, ranks, virtual, micro_batches)
     assert sorted(actions) == list(range(ranks))
-    forwards = [a[1:3] for rank in actions for a in flat(actions[rank]) if a.kind == "forward"]
+    forwards = [a[1:3] for rank in actions for a in flatten_overlaps(actions[rank]) if a.kind == "forward"]
     assert sorted(forwards) == [(s, i) for s in range(ranks * virtual) for i in range(micro_batches)]
 
 
 def test_stages_of_a_v_turn_around_on_the_last_rank():
     for name, stages in (("interleaved_1f1b", [{0, 4}, {3, 7}]), ("zbv_zero_bubble", [{0, 7}, {3, 4}])):
         actions = order(name, 4, 2, 8)
-        assert [{a.stage for a in flat(actions[rank])} for rank in (0, 3)] == stages
+        assert [{a.stage for a in flatten_overlaps(actions[rank])} for rank in (0, 3)] == stages
 
 
 def test_overlap_is_a_forward_and_a_backward():
@@ -135,7 +135,7 @@ def test_zero_bubble_is_smaller(p, m):
 @pytest.mark.parametrize("name", SIMPLEST_FIRST)
 def test_nothing_starts_before_its_inputs(name, communication):
     timeline = simulated(name, 4, 8, communication=communication)
-    stages = 4 * virtual_stages(name)
+    stages = 4 * count_virtual_stages(name)
     home = {span.stage: span.rank for span in timeline.spans}
     done = {("backward_input" if s.kind == "backward" else s.kind, s.stage, s.micro_batch): s for s in timeline.spans}
     for span in timeline.spans:
@@ -147,25 +147,25 @@ def test_nothing_starts_before_its_inputs(name, communication):
 @pytest.mark.parametrize("name", SIMPLEST_FIRST)
 def test_a_rank_does_one_thing_at_a_time_in_its_order(name):
     timeline = simulated(name, 4, 8, communication=0.2)
-    actions = order(name, 4, virtual_stages(name), 8)
+    actions = order(name, 4, count_virtual_stages(name), 8)
     for rank in range(4):
         spans = [span for span in timeline.spans if span.rank == rank]
         assert all(a.end <= b.start + 1e-9 for a, b in zip(spans, spans[1:], strict=False))
         ran = [span[1:4] for span in spans if span.end > span.start]
-        assert ran == [a[:3] for a in flat(actions[rank]) if a[:2] != SKIPPED]
+        assert ran == [a[:3] for a in flatten_overlaps(actions[rank]) if a[:2] != SKIPPED]
 
 
 @pytest.mark.parametrize(("p", "m"), [(2, 1), (2, 3), (3, 3), (4, 1), (4, 2), (4, 8), (8, 5)])
 def test_bubble_without_a_flush(p, m):
     """Stage 0 waits for one forward per step; no rank has more forwards ahead than 1F1B."""
-    timeline = simulate_without_flush(p, m, *layer_costs([1] * p))
+    timeline = simulate_without_flush(p, m, *compute_layer_costs([1] * p))
     assert timeline.bubble == pytest.approx(1 / (3 * m + 1))
     own = Counter((span.rank, span.kind) for span in timeline.spans)
     assert set(own.values()) == {m}
 
 
 def test_unequal_stages_wait_for_the_slowest():
-    even, uneven = (simulate(order("1f1b", 2, 1, 8), *layer_costs(layers)) for layers in ([4, 4], [2, 6]))
+    even, uneven = (simulate(order("1f1b", 2, 1, 8), *compute_layer_costs(layers)) for layers in ([4, 4], [2, 6]))
     assert uneven.duration == pytest.approx(2 + 8 * 18 + 4)
     assert uneven.bubble > even.bubble
 
@@ -185,14 +185,14 @@ def test_deadlock_is_named():
 
 @pytest.mark.parametrize(("p", "m"), NUMBERS)
 def test_peak_live(p, m):
-    assert peak_live(order("1f1b", p, 1, m)) == [p - rank for rank in range(p)]
-    assert peak_live(order("gpipe", p, 1, m)) == [m] * p
-    assert peak_live(order("looped_bfs", p, 2, m)) == [2 * m] * p
+    assert count_peak_live(order("1f1b", p, 1, m)) == [p - rank for rank in range(p)]
+    assert count_peak_live(order("gpipe", p, 1, m)) == [m] * p
+    assert count_peak_live(order("looped_bfs", p, 2, m)) == [2 * m] * p
 
 
 def test_an_activation_lives_until_its_weight_gradient():
     halves = [Action(kind, 0, i) for i in (0, 1) for kind in ("forward", "backward_input")]
-    assert peak_live({0: [*halves, Action("backward_weight", 0, 0), Action("backward_weight", 0, 1)]}) == [2]
+    assert count_peak_live({0: [*halves, Action("backward_weight", 0, 0), Action("backward_weight", 0, 1)]}) == [2]
 
 
 @pytest.mark.parametrize(
@@ -207,18 +207,18 @@ def test_an_activation_lives_until_its_weight_gradient():
     ],
 )
 def test_choice(expected, arguments):
-    assert choose(**{"stages": 4, "micro_batches": 8, "layers": 16, **arguments}) == expected
+    assert choose_fastest_schedule(**{"stages": 4, "micro_batches": 8, "layers": 16, **arguments}) == expected
 
 
 def test_no_choice_left():
     with pytest.raises(
         SpecError, match="pipeline_schedule=auto: no schedule runs 8 micro-batches with 3 of them alive"
     ):
-        choose(4, 8, 16, most_live=3)
+        choose_fastest_schedule(4, 8, 16, most_live=3)
 
 
 def test_even_split():
-    assert even_split(10, 4) == [3, 3, 2, 2]
+    assert split_evenly(10, 4) == [3, 3, 2, 2]
 
 
 # ---- picture -----------------------------------------------------------------------------------------------------
@@ -232,7 +232,7 @@ def shapes(text, name):
 @pytest.mark.parametrize("name", SIMPLEST_FIRST)
 def test_picture_has_a_box_per_action(name):
     timeline = simulated(name, 4, 8)
-    text = picture.svg(timeline, name, predicted=timeline.bubble, measured=0.5)
+    text = picture.render_timeline(timeline, name, predicted=timeline.bubble, measured=0.5)
     boxes = shapes(text, "box")
     assert len(boxes) == sum(span.end > span.start for span in timeline.spans)
     assert len(shapes(text, "idle")) == 4
@@ -243,14 +243,14 @@ def test_picture_has_a_box_per_action(name):
 
 
 def test_picture_tells_stages_of_a_rank_apart():
-    forwards = shapes(picture.svg(simulated("interleaved_1f1b", 4, 8, 3), "x"), "forward")
+    forwards = shapes(picture.render_timeline(simulated("interleaved_1f1b", 4, 8, 3), "x"), "forward")
     assert len({box.get("fill") for box in forwards}) == 3
-    assert "lighter" not in picture.svg(simulated("1f1b", 4, 8), "1f1b")
+    assert "lighter" not in picture.render_timeline(simulated("1f1b", 4, 8), "1f1b")
 
 
 def test_picture_escapes_and_draws_communication():
     spans = [Span(0, "forward", 0, 0, 1.0, 2.0), Span(0, "communication", 0, 0, 1.5, 3.0)]
-    text = picture.svg(Timeline(spans, 1), "a < b")
+    text = picture.render_timeline(Timeline(spans, 1), "a < b")
     assert len(shapes(text, "communication")) == 1
     assert "a &lt; b" in text
     assert Timeline(spans, 1).bubble == pytest.approx(0.5)

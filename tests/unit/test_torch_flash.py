@@ -8,7 +8,7 @@ import torch
 from hf_parallel import ParallelConfig
 from hf_parallel.axes.attention import axis, flash
 from hf_parallel.axes.attention import flash as varlen
-from hf_parallel.axes.attention.axis import Kernel, chosen, read_attention
+from hf_parallel.axes.attention.axis import Kernel, choose_kernel_for_auto, read_attention
 from hf_parallel.axes.context.flash import TORCH
 from hf_parallel.axes.context.kernels import Scores
 from tests import models
@@ -19,20 +19,20 @@ from tests.flash_kernels import check_refused, plan, standing_in
 @pytest.fixture
 def on_cuda(monkeypatch):
     """The kernel of CUDA, in arithmetic: what is around it runs."""
-    monkeypatch.setattr(flash, "fits", lambda q: True)
+    monkeypatch.setattr(flash, "can_take_queries", lambda q: True)
     with standing_in():
         yield
 
 
 def test_the_trial_of_the_kernel(on_cuda, monkeypatch):
     """It passes with a right kernel, and tells a wrong one: no window."""
-    assert varlen.gap("cpu", torch.float32, 16) < 1e-5
+    assert varlen.measure_gap("cpu", torch.float32, 16) < 1e-5
     monkeypatch.setattr(varlen.Pack, "call", lambda packed, window, call=varlen.Pack.call: call(packed, (-1, 0)))
-    assert varlen.gap("cpu", torch.float32, 16) > 0.05
+    assert varlen.measure_gap("cpu", torch.float32, 16) > 0.05
 
 
 def test_an_error_in_the_trial():
-    assert isinstance(varlen.gap("cpu", torch.float32, 16), str)  # there is none on a CPU
+    assert isinstance(varlen.measure_gap("cpu", torch.float32, 16), str)  # there is none on a CPU
 
 
 def test_the_call_of_the_kernel():
@@ -49,10 +49,10 @@ def test_the_call_of_the_kernel():
 @pytest.mark.parametrize("name", ["llama", "gpt_oss", "gemma3"])
 def test_both_ways_are_one(name, kind, on_cuda, monkeypatch):
     """The variable-length kernel, and document by document: logits and gradients; sinks, windows, padding."""
-    flash.register()
+    flash.register_torch_flash()
     found = []
     for one_call in (True, False):
-        monkeypatch.setattr(flash, "fits", lambda q, fits=one_call: fits)
+        monkeypatch.setattr(flash, "can_take_queries", lambda q, fits=one_call: fits)
         model = models.build(name, attn_implementation="eager").train()
         model.set_attn_implementation(flash.NAME)
         model(**batch(kind)).loss.backward()
@@ -66,7 +66,7 @@ def test_masks_that_it_does_not_know():
     """Image tokens that see later ones, and a script's own mask, are refused when they come."""
     from transformers.masking_utils import create_causal_mask
 
-    flash.register()
+    flash.register_torch_flash()
     config = models.llama()
     config._attn_implementation = flash.NAME
     given = {"config": config, "inputs_embeds": torch.zeros(1, 6, 64), "attention_mask": None, "past_key_values": None}
@@ -79,7 +79,7 @@ def test_masks_that_it_does_not_know():
 
 def test_boundaries_without_positions():
     """A collator may give `cu_seq_lens_q` alone, which `sdpa` does not read."""
-    flash.register()
+    flash.register_torch_flash()
     model = models.build("llama").eval()
     model.set_attn_implementation(flash.NAME)
     tokens = batch("plain")["input_ids"][:1]
@@ -95,7 +95,7 @@ def test_boundaries_without_positions():
 
 def test_generation():
     """With a cache and padding, as by `sdpa`."""
-    flash.register()
+    flash.register_torch_flash()
     tokens, mask = torch.arange(14).view(2, 7), torch.ones(2, 7, dtype=torch.long)
     mask[0, :2] = 0
     rows = []
@@ -127,11 +127,11 @@ def test_what_cannot_run_is_refused(name, spec, changes, words):
 
 def test_a_package_without_its_gpu():
     facts = read_attention(models.build("llama"), ParallelConfig())
-    assert "here is cpu" in axis._lacks("flash_attention_2", facts)
+    assert "here is cpu" in axis._find_missing_feature("flash_attention_2", facts)
     older = replace(facts, device="cuda", capability=(8, 0), dropout="attention_dropout=0.1")
-    assert "here is one of 8.0" in axis._lacks("flash_attention_3", older)
-    assert axis._lacks("flash_attention_2", older) is None
-    assert "would be left out" in axis._lacks("flash_attention_3", replace(older, capability=(9, 0)))
+    assert "here is one of 8.0" in axis._find_missing_feature("flash_attention_3", older)
+    assert axis._find_missing_feature("flash_attention_2", older) is None
+    assert "would be left out" in axis._find_missing_feature("flash_attention_3", replace(older, capability=(9, 0)))
 
 
 @pytest.mark.parametrize(
@@ -148,10 +148,10 @@ def test_a_package_without_its_gpu():
     ],
 )
 def test_what_auto_takes_on_a_gpu(name, changes, words, monkeypatch):
-    monkeypatch.setattr(axis, "gap", lambda *given: 0.001)
+    monkeypatch.setattr(axis, "measure_gap", lambda *given: 0.001)
     facts = read_attention(models.build(name, **changes), ParallelConfig())
     there = replace(facts, device="cuda", capability=(9, 0), dtype=torch.bfloat16)
-    part = chosen(ParallelConfig(), there)
+    part = choose_kernel_for_auto(ParallelConfig(), there)
     assert words in f"attention={part.name}: {part.why}"
     assert part.own == (part.name != "torch_flash")
 
@@ -164,8 +164,8 @@ def test_what_auto_takes_here(monkeypatch):
     )
     facts = read_attention(models.build("llama"), ParallelConfig())
     there = replace(facts, device="cuda", capability=(9, 0))
-    assert "weights are in float32" in chosen(ParallelConfig(), there).why
-    monkeypatch.setattr(axis, "gap", lambda *given: "no kernel image")
-    failed = chosen(ParallelConfig(), replace(there, dtype=torch.float16))
+    assert "weights are in float32" in choose_kernel_for_auto(ParallelConfig(), there).why
+    monkeypatch.setattr(axis, "measure_gap", lambda *given: "no kernel image")
+    failed = choose_kernel_for_auto(ParallelConfig(), replace(there, dtype=torch.float16))
     assert failed == Kernel("sdpa", "torch's flash kernel fails a trial here (no kernel image)", own=True)
-    assert chosen(ParallelConfig(cp_size=2), there) is None
+    assert choose_kernel_for_auto(ParallelConfig(cp_size=2), there) is None

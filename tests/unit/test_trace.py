@@ -7,7 +7,7 @@ import pytest
 
 from hf_parallel.ask.config import ParallelConfig, SpecError
 from hf_parallel.monitor import profile, trace
-from hf_parallel.monitor.meter import common, length, union, without
+from hf_parallel.monitor.meter import intersect_intervals, sum_lengths, unite_intervals, without
 from hf_parallel.monitor.trace import Wait
 
 BEGIN = 1_795_358_309_000_000_000  # ns
@@ -33,18 +33,18 @@ WINDOW = BEGIN, BEGIN + 10_000_000  # 10 ms
 
 
 def test_sets_of_moments():
-    some = union([(5, 6), (0, 2), (1, 3)])
+    some = unite_intervals([(5, 6), (0, 2), (1, 3)])
     assert some == [(0, 3), (5, 6)]
-    assert union(some, gap=2) == [(0, 6)]
-    assert common(some, [(2, 5.5)]) == [(2, 3), (5, 5.5)]
+    assert unite_intervals(some, gap=2) == [(0, 6)]
+    assert intersect_intervals(some, [(2, 5.5)]) == [(2, 3), (5, 5.5)]
     assert without(some, [(1, 2), (5, 9)]) == [(0, 1), (2, 3)]
     assert without(some, []) == some
-    assert length(some) == 4
+    assert sum_lengths(some) == 4
 
 
 def test_of_a_cpu():
     """A node of autograd covers a wait inside of it; a message under way while operators run is hidden."""
-    part = trace.part_of(
+    part = trace.make_part_of(
         traced(
             box("cpu_op", "autograd::engine::evaluate_function: X", 0, 4000),
             box("cpu_op", "aten::mm", 4100, 5000),  # 100 us of the host in between
@@ -65,8 +65,8 @@ def test_of_a_cpu():
     )
     assert part.exposed == {"dp": [(6000, 7500)], "pp": [(4000, 4060)], "tp": [(1000, 3000)]}
     assert part.busy == [(0, 1000), (3000, 4000), (4060, 5000)]
-    assert length(part.hidden["pp"]) == pytest.approx(850, abs=1)
-    assert length(part.hidden["tp"]) == 0
+    assert sum_lengths(part.hidden["pp"]) == pytest.approx(850, abs=1)
+    assert sum_lengths(part.hidden["tp"]) == 0
     assert part.idle == pytest.approx(10_000 - 6500)
     assert [event.name for event in part.events] == [
         "autograd::engine::evaluate_function: X",
@@ -79,7 +79,7 @@ def test_of_a_cpu():
 def test_of_a_gpu():
     """Kernels of collectives are exposed where no other kernel runs."""
     nccl = {"Process Group Name": "5", "Collective name": "all_reduce"}
-    part = trace.part_of(
+    part = trace.make_part_of(
         traced(
             box("cpu_op", "aten::mm", 0, 9000),
             box("kernel", "gemm", 1000, 3000, tid=7),
@@ -102,9 +102,9 @@ def test_of_a_gpu():
 
 def test_one_trace_of_all_ranks(tmp_path):
     events = [box("cpu_op", "aten::<mm>", 10 * i, 10 * i + 5) for i in range(50)]
-    parts = [trace.part_of(traced(*events), WINDOW, [wait("tp", 600, 700)], {}, most=20) for _ in range(3)]
+    parts = [trace.make_part_of(traced(*events), WINDOW, [wait("tp", 600, 700)], {}, most=20) for _ in range(3)]
     path = tmp_path / "profile.json.gz"
-    trace.write(str(path), parts, {"step": 5})
+    trace.write_trace(str(path), parts, {"step": 5})
     with gzip.open(path, "rt") as file:
         merged = json.load(file)
     boxes = [event for event in merged["traceEvents"] if event["ph"] == "X"]
@@ -123,7 +123,7 @@ def test_a_picture_stays_small():
     busy = [(10.0 * i, 10.0 * i + 3) for i in range(10_000)]
     waits = [(end, end + 2) for _, end in busy]
     part = trace.Part(100_000.0, busy, {"tp": waits}, {"tp": []}, [], "rank <0>")
-    picture = profile.svg([part] * 100, "step 5 of tp=2")
+    picture = profile.render_profile([part] * 100, "step 5 of tp=2")
     assert len(picture) < 1_000_000
     assert "ranks 0 to 63 of 100" in picture
     assert "compute 30%, tp 20%, idle 50%" in picture
@@ -132,7 +132,7 @@ def test_a_picture_stays_small():
 
 
 def test_an_empty_step_is_drawn():
-    assert "idle 100%" in profile.svg([trace.Part(5.0)], "step 1")
+    assert "idle 100%" in profile.render_profile([trace.Part(5.0)], "step 1")
 
 
 def test_steps_count_from_one():

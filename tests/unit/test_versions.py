@@ -11,7 +11,15 @@ import torch
 
 from hf_parallel import ParallelConfig, SpecError
 from hf_parallel.axes.pipeline.read import check_own_functions
-from hf_parallel.hooks.patching import Patch, apply, check_torch, mismatch, newer_libraries, refuse_unpatched, undo
+from hf_parallel.hooks.patching import (
+    Patch,
+    apply_patches,
+    check_torch,
+    find_mismatch,
+    list_newer_libraries,
+    refuse_unpatched,
+    undo,
+)
 from hf_parallel.hooks.trl import trainers as trl_trainers
 
 
@@ -58,7 +66,7 @@ def test_the_signature_decides_and_only_use_is_refused(library):
     targets = ("same", "changed", "gone", "Thing.gone", "Gone.gone")
     patches = [Patch(f"trl.extra:{target}", doubled, "") for target in targets]
     patches += [Patch("trl.extra:before_this_version", doubled, "", "10.0"), Patch("trl.nowhere:gone", doubled, "")]
-    done = apply(patches)
+    done = apply_patches(patches)
     assert "trl" not in sys.modules
     import trl.extra as extra
 
@@ -88,7 +96,7 @@ def test_the_signature_decides_and_only_use_is_refused(library):
     ],
 )
 def test_what_a_replacement_relies_on(original, replacement, why):
-    found = mismatch(original, replacement)
+    found = find_mismatch(original, replacement)
     assert found is why or why in found
 
 
@@ -100,7 +108,7 @@ def test_copies_by_name_are_replaced_too(library, monkeypatch):
     before = types.ModuleType("before")
     before.same, before.other = extra.same, extra.same
     monkeypatch.setitem(sys.modules, "before", before)
-    done = apply([Patch("trl.extra:same", doubled, "", copies=True)])
+    done = apply_patches([Patch("trl.extra:same", doubled, "", copies=True)])
     assert (extra.same(2), before.same(2), before.other(2)) == (4, 4, 4)
     undo(done)
     assert (extra.same(2), before.same(2)) == (2, 2)
@@ -111,9 +119,11 @@ def test_a_core_target_that_is_gone_undoes_the_rest(versions):
     patches = [Patch("json:dumps", lambda original: lambda obj, **kw: "?", "")]
     patches.append(Patch("transformers.trainer:Trainer.no_such_thing", doubled, ""))
     with pytest.raises(SpecError, match="transformers 9.9: .*no_such_thing does not exist; transformers 5.16 to 5.24"):
-        apply(patches)
+        apply_patches(patches)
     assert json.dumps(1) == "1"
-    assert newer_libraries() == ["transformers 9.9 is newer than those this version was checked on (5.16 to 5.24)"]
+    assert list_newer_libraries() == [
+        "transformers 9.9 is newer than those this version was checked on (5.16 to 5.24)"
+    ]
 
 
 def test_what_older_trainers_do_otherwise():

@@ -8,9 +8,9 @@ import torch
 from hf_parallel.ask.config import ParallelConfig
 from hf_parallel.checkpoint import writers
 from hf_parallel.checkpoint.hub_format import Entry, Group
-from hf_parallel.checkpoint.writers import part_of
-from hf_parallel.model.anatomy import packed_order
-from hf_parallel.ranks.mesh import coordinates
+from hf_parallel.checkpoint.writers import compute_part_of
+from hf_parallel.model.anatomy import make_packed_order
+from hf_parallel.ranks.mesh import compute_coordinates
 from tests.training import axes
 
 SPECS = [
@@ -27,7 +27,7 @@ def entries(config: ParallelConfig) -> list[Entry]:
     """Layers of a model: rows, columns, packed rows, uneven rows, norms."""
     cut, stages = [axis for axis in ("tp", "dp_shard") if getattr(config, f"{axis}_size") > 1], config.pp_size
     rows, columns = tuple((axis, 0) for axis in cut), tuple((axis, int(axis == "tp")) for axis in cut)
-    order, found = packed_order([32, 16, 16], config.tp_size, 0), []
+    order, found = make_packed_order([32, 16, 16], config.tp_size, 0), []
     for layer in range(8):
         kinds = {"up": (64, 32), "down": (32, 64), "qkv": (64, 32), "odd": (9, 16), "norm": (32,)}
         for name, shape in kinds.items():
@@ -40,7 +40,7 @@ def entries(config: ParallelConfig) -> list[Entry]:
 def assigned(spec: str, may_write: list[int] | None = None):
     config = ParallelConfig.parse(spec).resolve(axes(spec)["world"])
     allowed = range(config.world_size) if may_write is None else may_write
-    return config, writers.assign([Group((e,), (e,)) for e in entries(config)], allowed, config)
+    return config, writers.assign_items([Group((e,), (e,)) for e in entries(config)], allowed, config)
 
 
 @pytest.mark.parametrize("long", [1, 1 << 11, 1 << 30])
@@ -53,8 +53,8 @@ def test_every_value_is_taken_once_from_its_stage(monkeypatch, spec, long):
         (entry,), (ranks,) = item.group.own, item.holders
         counts = torch.zeros(entry.shape)
         for number, rank in enumerate(ranks):
-            counts[torch.meshgrid(*part_of(entry, number, config), indexing="ij")] += 1
-            place = coordinates(config, rank)
+            counts[torch.meshgrid(*compute_part_of(entry, number, config), indexing="ij")] += 1
+            place = compute_coordinates(config, rank)
             assert place["pp"] == entry.stage
             expected = {axis: place[axis] for axis, _ in entry.cuts}
             assert number == sum_of_places(expected, entry, config)
@@ -77,7 +77,7 @@ def test_all_ranks_write_about_as_much(monkeypatch, spec, long):
     load = dict.fromkeys(range(config.world_size), 0)
     for item in items:
         for number, rank in enumerate(item.holders[0]):
-            part = part_of(item.group.own[0], number, config)
+            part = compute_part_of(item.group.own[0], number, config)
             if item.writer is None:
                 load[rank] += 4 * torch.Size(map(len, part)).numel()
         if item.writer is not None:
@@ -97,7 +97,7 @@ def test_only_those_write_that_may(monkeypatch, spec):
 def test_rounds_have_one_item_of_each_writer_at_most(monkeypatch):
     monkeypatch.setattr(writers, "LONG", 1 << 30)
     _, items = assigned("tp=2,dp_shard=2")
-    found = list(writers.rounds(items))
+    found = list(writers.order_in_rounds(items))
     for together in found:
         assert len({item.writer for item in together}) == len(together)
     assert sum(map(len, found)) == sum(item.writer is not None for item in items)
@@ -106,17 +106,17 @@ def test_rounds_have_one_item_of_each_writer_at_most(monkeypatch):
 
 def test_who_sees_the_folder(tmp_path, monkeypatch):
     """The marker must be there; another machine writes only to file systems on which machines may share a file."""
-    name, here = writers._put_marker(str(tmp_path)), writers.machine_id()
-    assert writers._sees(str(tmp_path), name, here)
-    assert not writers._sees(str(tmp_path / "elsewhere"), name, here)
-    assert not writers._sees(str(tmp_path), None, here)
-    assert not writers._sees(str(tmp_path), name, "another")
-    monkeypatch.setattr(writers, "_file_system", lambda directory: "lustre")
-    assert writers._sees(str(tmp_path), name, "another")
+    name, here = writers._put_marker(str(tmp_path)), writers.read_machine_id()
+    assert writers._does_see_marker(str(tmp_path), name, here)
+    assert not writers._does_see_marker(str(tmp_path / "elsewhere"), name, here)
+    assert not writers._does_see_marker(str(tmp_path), None, here)
+    assert not writers._does_see_marker(str(tmp_path), name, "another")
+    monkeypatch.setattr(writers, "_read_file_system", lambda directory: "lustre")
+    assert writers._does_see_marker(str(tmp_path), name, "another")
     assert writers._put_marker(str(tmp_path / "missing")) is None
     assert os.listdir(tmp_path) == [name]
 
 
 def test_the_file_system_is_that_of_the_longest_mount(tmp_path):
-    assert writers._file_system("/proc/self") == "proc"
-    assert writers._file_system(str(tmp_path)) not in ("proc", "")
+    assert writers._read_file_system("/proc/self") == "proc"
+    assert writers._read_file_system(str(tmp_path)) not in ("proc", "")

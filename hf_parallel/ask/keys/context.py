@@ -12,7 +12,7 @@ AUTO, RING, ULYSSES, ALLGATHER = "auto", "ring", "ulysses", "allgather"
 _HYBRID = re.compile(r"hybrid:(\d+)")
 
 
-def inner_size(variant: str, ranks: int) -> int:
+def compute_inner_size(variant: str, ranks: int) -> int:
     """Return how many of the cp ranks share heads in attention; the others form rings."""
     hybrid = _HYBRID.fullmatch(variant)
     if hybrid:
@@ -31,7 +31,7 @@ class ContextKeys(Sizes):
     @property
     def ulysses_size(self) -> int:
         """Return how many cp ranks share heads in attention."""
-        return inner_size(self.context_parallel, self.cp_size)
+        return compute_inner_size(self.context_parallel, self.cp_size)
 
     def check_keys(self) -> None:
         """Reject a variant that is not known, or does not fit the number of ranks."""

@@ -188,7 +188,7 @@ class OffloadKeys(Keys):
     @property
     def offload_ranks(self) -> frozenset[int] | None:
         """The ranks that offload; None: all."""
-        return None if offload_folder(self.offload) else listed_ranks(self.offload)
+        return None if offload_folder(self.offload) else read_listed_ranks(self.offload)
 
     def check_keys(self) -> None:
         """Reject a way that is not known."""
@@ -201,7 +201,7 @@ class OffloadKeys(Keys):
             refuse(f"offload={self.offload}", why, f"offload=optimizer@{self.offload.partition('@')[2]}")
 
 
-def listed_ranks(setting: str) -> frozenset[int] | None:
+def read_listed_ranks(setting: str) -> frozenset[int] | None:
     """Return the ranks of `full@2:3`, or of `full@8-15`; None: it names none.
 
     Raises:
@@ -221,7 +221,7 @@ def check_rank_list(what: str, way: str, setting: str) -> None:
     """Require ranks behind `@`, of a way that is on."""
     key = what.partition("=")[0]
     try:
-        ranks = listed_ranks(setting)
+        ranks = read_listed_ranks(setting)
     except ValueError as error:
         refuse(what, "ranks are numbers with colons between them, or a range", f"{key}={way}@2:3", cause=error)
     if ranks is not None and not ranks:

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from hf_parallel.ask.keys.data import check_rank_list, listed_ranks
+from hf_parallel.ask.keys.data import check_rank_list, read_listed_ranks
 from hf_parallel.ask.keys.experts import ExpertKeys
 from hf_parallel.ask.keys.pipeline import SPLIT_BACKWARD, PipelineKeys
 from hf_parallel.ask.keys.sizes import Keys, key
@@ -100,7 +100,7 @@ class RecomputeKeys(CompileKeys, TensorKeys):
     @property
     def recompute_ranks(self) -> frozenset[int] | None:
         """The ranks that recompute; None: all."""
-        return listed_ranks(self.activation_checkpointing)
+        return read_listed_ranks(self.activation_checkpointing)
 
     def recompute_way_on(self, rank: int) -> str:
         """Return what a rank recomputes."""
@@ -109,7 +109,7 @@ class RecomputeKeys(CompileKeys, TensorKeys):
     def check_keys(self) -> None:
         """Reject a way that is not known, and settings that keep activations in two ways at once."""
         way, what = self.recompute_way, f"activation_checkpointing={self.activation_checkpointing}"
-        if way not in ("none", "selective", "full") and not recomputed_every(way):
+        if way not in ("none", "selective", "full") and not read_recompute_interval(way):
             refuse(what, "not one of none, selective, full, every:N", "activation_checkpointing=every:2")
         check_rank_list(what, way, self.activation_checkpointing)
         if self.activation_offload and self.compile != "none":
@@ -127,7 +127,7 @@ class RecomputeKeys(CompileKeys, TensorKeys):
                     refuse(what, f"{name}={spell(getattr(self, name))} keeps them another way", without)
 
 
-def recomputed_every(way: str) -> int:
+def read_recompute_interval(way: str) -> int:
     """Return N of `every:N`, else 0."""
     found = _EVERY.fullmatch(way)
     return int(found[1]) if found else 0

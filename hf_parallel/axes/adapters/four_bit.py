@@ -25,9 +25,9 @@ from hf_parallel.axes.tensor.layers import (
     RowParallel,
     SharedHeads,
     TensorParallelLayer,
-    local,
-    rows_on,
-    summed,
+    get_local,
+    get_rows_on,
+    sum_with_adapters,
 )
 from hf_parallel.ranks import copy_weight_to_group
 
@@ -104,24 +104,24 @@ class FourBit(nn.Module):
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
         """x […, in] times the weight of this rank, in `compute_dtype` whatever x has, as bitsandbytes does."""
-        return _Product.apply(x.to(self.packing.compute_dtype), local(self.weight), self.packing).to(x.dtype)
+        return _Product.apply(x.to(self.packing.compute_dtype), get_local(self.weight), self.packing).to(x.dtype)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return _plus(self.product(input), self.bias)
+        return _add_bias(self.product(input), self.bias)
 
 
 class FourBitColumn(FourBit, ColumnParallel):
     """In front of a column-parallel linear."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return _plus(self.product(self.region.enter(input)), local(self.bias))
+        return _add_bias(self.product(self.region.enter(input)), get_local(self.bias))
 
 
 class FourBitRow(FourBit, RowParallel):
     """In front of a row-parallel linear."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        with summed(self):
+        with sum_with_adapters(self):
             output = self.product(input)
         return output if self.adapted else self.leave(output)
 
@@ -132,19 +132,19 @@ class FourBitShared(FourBit, SharedHeads):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         output = self.product(self.region.enter(input))
         bias = None if self.bias is None else copy_weight_to_group(self.bias, self.region.group)
-        return _plus(output, bias)[..., rows_on(self, input.device)]
+        return _add_bias(output, bias)[..., get_rows_on(self, input.device)]
 
 
 class FourBitPartial(FourBit, TensorParallelLayer):
     """In front of a whole linear inside a region."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return _plus(
+        return _add_bias(
             self.product(input), None if self.bias is None else copy_weight_to_group(self.bias, self.region.group)
         )
 
 
-def _plus(output: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def _add_bias(output: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     return output if bias is None else output + bias.to(output.dtype)
 
 
@@ -170,11 +170,11 @@ def pack_linear(
         torch.empty(packing.nbytes, dtype=torch.uint8, device="meta"), requires_grad=False
     )
     kinds: tuple[type, type] = mixin, type(module)
-    module.__class__ = _in_front(*kinds)
+    module.__class__ = _put_mixin_in_front(*kinds)
     assert isinstance(module, FourBit)
     module.packing = packing
 
 
 @functools.cache
-def _in_front(mixin: type, cls: type) -> type:
+def _put_mixin_in_front(mixin: type, cls: type) -> type:
     return type(f"{mixin.__name__}{cls.__name__}", (mixin, cls), {"__module__": cls.__module__})

@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hf_parallel.axes.data.zero import without_sharding
 from hf_parallel.axes.tensor import gather_recompute
-from hf_parallel.axes.tensor.dropout import own_numbers, shared_numbers, shared_numbers_of_layer
+from hf_parallel.axes.tensor.dropout import draw_own_numbers, share_numbers, share_numbers_of_layer
 from hf_parallel.axes.tensor.grid import JoinedHeads
 from hf_parallel.axes.tensor.layers import (
     ColumnParallel,
@@ -34,16 +34,16 @@ from hf_parallel.axes.tensor.layers import (
     RowParallel,
     SharedHeads,
     TensorParallelLayer,
-    become,
-    local_weight,
-    rows_on,
+    get_local_weight,
+    get_rows_on,
+    put_mixin_on,
 )
 from hf_parallel.axes.tensor.region import Region
 from hf_parallel.axes.tensor.tensor_parallel import shard_parameter
 from hf_parallel.axes.tensor.vocab_parallel import VocabParallel, VocabParallelHead
 from hf_parallel.model.anatomy import StoredOrder, look_again
 from hf_parallel.ranks import all_reduce, copy_weight_to_group, reduce_from_group
-from hf_parallel.ranks.local import holding, local, put_in_front
+from hf_parallel.ranks.local import get_local, hold_other_tensors, put_in_front
 
 # ---- the wrapper ---------------------------------------------------------------------------------------------------
 
@@ -55,11 +55,11 @@ class Adapted(nn.Module):
 
     def forward(self, x: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
         base = self.base_layer
-        base.only_added = _only_adds(self)
+        base.only_added = _is_purely_additive(self)
         return base.leave(super().forward(base.enter(x), *args, **kwargs))
 
 
-def _only_adds(wrapper: nn.Module) -> bool:
+def _is_purely_additive(wrapper: nn.Module) -> bool:
     """Do its adapters add to the base's product without reading it, as those without magnitudes do?"""
     variants = getattr(wrapper, "lora_variant", {}) or any(getattr(wrapper, "use_dora", {}).values())
     return hasattr(wrapper, "lora_A") and not variants
@@ -79,8 +79,8 @@ class AdaptedEmbedding(nn.Module):
         base.padding_idx = padding  # of what this rank holds
         try:
             with (
-                holding(cut, {name: local(p) for name, p in cut._parameters.items()}),
-                holding(
+                hold_other_tensors(cut, {name: get_local(p) for name, p in cut._parameters.items()}),
+                hold_other_tensors(
                     whole, {name: copy_weight_to_group(p, group) for name, p in whole.named_parameters(recurse=False)}
                 ),
             ):
@@ -90,7 +90,7 @@ class AdaptedEmbedding(nn.Module):
         return reduce_from_group(output * inside.unsqueeze(-1), group)
 
 
-def adapt(wrapper: Any) -> None:
+def adapt_linear(wrapper: Any) -> None:
     """Let the wrapper communicate instead of its `base_layer`."""
     if isinstance(wrapper, Adapted | AdaptedEmbedding):
         return
@@ -106,7 +106,7 @@ class CutAdapter(TensorParallelLayer):
     """A […, in / tp] -> […, r] or B […, r] -> […, out / tp], from this rank's part of the weight."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return gather_recompute.linear(input, local(self.weight), local(self.bias))
+        return gather_recompute.multiply_gathered(input, get_local(self.weight), get_local(self.bias))
 
 
 class WholeAdapter(TensorParallelLayer):
@@ -117,7 +117,7 @@ class WholeAdapter(TensorParallelLayer):
         bias = None
         if self.bias is not None:  # what the ranks give is summed: the first one adds the bias
             bias = copy_weight_to_group(self.bias, group) * float(group.rank() == 0)
-        return gather_recompute.linear(input, copy_weight_to_group(self.weight, group), bias)
+        return gather_recompute.multiply_gathered(input, copy_weight_to_group(self.weight, group), bias)
 
 
 class SharedRowsAdapter(TensorParallelLayer):
@@ -126,26 +126,26 @@ class SharedRowsAdapter(TensorParallelLayer):
     rows: torch.Tensor
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        group, rows = self.region.group, rows_on(self, input.device)
+        group, rows = self.region.group, get_rows_on(self, input.device)
         bias = None if self.bias is None else copy_weight_to_group(self.bias, group)[rows]
         return F.linear(input, copy_weight_to_group(self.weight, group)[rows], bias)
 
 
-def split_linear(
+def split_linear_adapter(
     base: TensorParallelLayer, down: nn.Module, up: nn.Module, mesh: DeviceMesh, device: torch.device
 ) -> None:
     """Split one adapter of a linear: `down` [r, in] is A and `up` [out, r] is B, whole and equal on all ranks."""
     if isinstance(base, RowParallel):
         cut(down, base, 1, mesh, device)
-        become(up, WholeAdapter, base.region)
+        put_mixin_on(up, WholeAdapter, base.region)
         return
-    become(down, WholeAdapter, base.region)
+    put_mixin_on(down, WholeAdapter, base.region)
     if isinstance(base, ColumnParallel):
         cut(up, base, 0, mesh, device)
     elif isinstance(base, SharedHeads):
-        become(up, SharedRowsAdapter, base.region).rows = base.rows
+        put_mixin_on(up, SharedRowsAdapter, base.region).rows = base.rows
     else:
-        become(up, WholeAdapter, base.region)
+        put_mixin_on(up, WholeAdapter, base.region)
 
 
 def cut(adapter: Any, base: TensorParallelLayer, dim: int, mesh: DeviceMesh, device: torch.device) -> None:
@@ -159,7 +159,7 @@ def cut(adapter: Any, base: TensorParallelLayer, dim: int, mesh: DeviceMesh, dev
             adapter._parameters[name].data = stored.to_stored(adapter._parameters[name].data)
     for name in names:
         shard_parameter(adapter, name, mesh, dim, device)
-    become(adapter, CutAdapter, base.region)
+    put_mixin_on(adapter, CutAdapter, base.region)
 
 
 def split_embedding(down: nn.Module, name: str, mesh: DeviceMesh, device: torch.device) -> None:
@@ -167,7 +167,7 @@ def split_embedding(down: nn.Module, name: str, mesh: DeviceMesh, device: torch.
     shard_parameter(down, name, mesh, 1, device)
 
 
-def can_split(base: nn.Module) -> TypeGuard[TensorParallelLayer]:
+def can_split_adapter(base: nn.Module) -> TypeGuard[TensorParallelLayer]:
     """Is it known how adapters of this split layer are split?"""
     known = ColumnParallel | RowParallel | SharedHeads | JoinedHeads | PartialGradient | VocabParallel
     return isinstance(base, known)
@@ -193,9 +193,9 @@ class SplitMagnitude(TensorParallelLayer):
         base_result: torch.Tensor | None = None,
         **_: object,
     ) -> torch.Tensor:
-        weight, bias = local_weight(base_layer), local(base_layer.bias)
-        rows = rows_on(base_layer, x.device) if isinstance(base_layer, SharedHeads) else None
-        magnitude, up = local(self.weight), local(lora_B.weight)
+        weight, bias = get_local_weight(base_layer), get_local(base_layer.bias)
+        rows = get_rows_on(base_layer, x.device) if isinstance(base_layer, SharedHeads) else None
+        magnitude, up = get_local(self.weight), get_local(lora_B.weight)
         if not isinstance(base_layer, ColumnParallel):
             magnitude = copy_weight_to_group(magnitude, self.region.group)
         if rows is not None:
@@ -206,7 +206,7 @@ class SplitMagnitude(TensorParallelLayer):
         elif bias is not None and not isinstance(base_layer, RowParallel):  # a row's bias is added after the sum
             base_result = base_result - bias
         with torch.no_grad():
-            squares = (weight + scaling * (up @ local(lora_A.weight))).float().square().sum(1)
+            squares = (weight + scaling * (up @ get_local(lora_A.weight))).float().square().sum(1)
             if isinstance(base_layer, RowParallel):
                 squares = all_reduce(squares, self.region.group)
         scale = magnitude / squares.sqrt().to(magnitude.dtype)
@@ -222,7 +222,7 @@ def split_magnitude(base: TensorParallelLayer, magnitude: Any, mesh: DeviceMesh,
             magnitude.stored_orders = {"weight": stored}
             magnitude._parameters["weight"].data = stored.to_stored(magnitude._parameters["weight"].data)
         shard_parameter(magnitude, "weight", mesh, 0, device)
-    become(magnitude, SplitMagnitude, base.region)
+    put_mixin_on(magnitude, SplitMagnitude, base.region)
 
 
 # ---- copies that are trained whole -------------------------------------------------------------------------------
@@ -233,7 +233,7 @@ def can_copy(module: nn.Module) -> bool:
     return isinstance(module, VocabParallel | VocabParallelHead)
 
 
-def copied(module: nn.Module) -> nn.Module:
+def copy_in_group(module: nn.Module) -> nn.Module:
     """A copy with parameters of its own that communicates in the same group."""
     shared = {id(held): held for part in module.modules() for held in map(vars(part).get, ("region", "mesh")) if held}
     new = copy.deepcopy(without_sharding(module), shared)
@@ -243,7 +243,7 @@ def copied(module: nn.Module) -> nn.Module:
             region = part.region
             part.region = Region(part, region.group, region.switch, overlap=region.overlap)
         if isinstance(part, ColumnParallel):
-            part.region.columns[part] = functools.partial(local_weight, part)
+            part.region.columns[part] = functools.partial(get_local_weight, part)
     return new
 
 
@@ -261,8 +261,8 @@ class SharedDropout(TensorParallelLayer):
 
     def _numbers(self, device: torch.device) -> contextlib.AbstractContextManager:
         if self.training and self.region.sequence_parallel:
-            return shared_numbers_of_layer(device, self.region.group, self.number)
-        return shared_numbers()
+            return share_numbers_of_layer(device, self.region.group, self.number)
+        return share_numbers()
 
 
 class OwnDropout(TensorParallelLayer):
@@ -271,14 +271,14 @@ class OwnDropout(TensorParallelLayer):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if self.region.sequence_parallel:  # the whole layer has numbers of its own
             return super().forward(input)
-        with own_numbers(input.device, self.region.group):
+        with draw_own_numbers(input.device, self.region.group):
             return super().forward(input)
 
 
 _numbers = itertools.count()
 
 
-def split_dropout(
+def split_adapter_dropout(
     base: TensorParallelLayer, dropout: nn.Module, of_columns: type[SharedDropout] = SharedDropout
 ) -> None:
     """Random numbers as the adapter of `base` needs them: one mask for a column's input, parts of one for a row's."""
@@ -286,7 +286,7 @@ def split_dropout(
         return
     number = next(_numbers)
     if isinstance(base, RowParallel):
-        become(dropout, OwnDropout, base.region)
+        put_mixin_on(dropout, OwnDropout, base.region)
     else:
-        become(dropout, of_columns, base.region).number = number
+        put_mixin_on(dropout, of_columns, base.region).number = number
     look_again()

@@ -18,12 +18,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from hf_parallel.axes.adapters import lora
 from hf_parallel.axes.adapters.lora import SharedDropout, SharedRowsAdapter, cut
 from hf_parallel.axes.tensor import gather_recompute
-from hf_parallel.axes.tensor.dropout import numbers_of_each
+from hf_parallel.axes.tensor.dropout import draw_numbers_of_each
 from hf_parallel.axes.tensor.grid import GridRegion, JoinedHeads
-from hf_parallel.axes.tensor.layers import ColumnParallel, RowParallel, TensorParallelLayer, become
+from hf_parallel.axes.tensor.layers import ColumnParallel, RowParallel, TensorParallelLayer, put_mixin_on
 from hf_parallel.axes.tensor.tensor_parallel import shard_parameter
 from hf_parallel.ranks import copy_weight_to_group, sum_of_parts
-from hf_parallel.ranks.local import local
+from hf_parallel.ranks.local import get_local
 
 
 def is_on_grid(base: nn.Module) -> TypeGuard[TensorParallelLayer]:
@@ -37,14 +37,14 @@ class _GridAdapter(TensorParallelLayer):
 
     def of_rows(self, parameter: torch.Tensor) -> torch.Tensor:
         """A part that all rows hold, each of which has a part of its gradient."""
-        return copy_weight_to_group(local(parameter), self.region.over_rows)
+        return copy_weight_to_group(get_local(parameter), self.region.over_rows)
 
 
 class DownOfColumns(_GridAdapter):
     """A of a column layer: x […, in / C] -> […, r], whole on all ranks."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        part = gather_recompute.linear(input, self.of_rows(self.weight), None)
+        part = gather_recompute.multiply_gathered(input, self.of_rows(self.weight), None)
         return sum_of_parts(part, self.region.over_columns)
 
 
@@ -52,7 +52,7 @@ class DownOfRows(_GridAdapter):
     """A of a row layer: x […, in / p] -> […, r], a part of a sum over rows."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return sum_of_parts(F.linear(input, local(self.weight)), self.region.over_columns)
+        return sum_of_parts(F.linear(input, get_local(self.weight)), self.region.over_columns)
 
 
 class UpOfRows(_GridAdapter):
@@ -64,7 +64,7 @@ class UpOfRows(_GridAdapter):
         return F.linear(input, self.of_rows(self.weight), bias)
 
 
-def split_linear(
+def split_adapter_on_grid(
     base: TensorParallelLayer, down: nn.Module, up: nn.Module, mesh: DeviceMesh, device: torch.device
 ) -> None:
     """Split one adapter of a linear: `down` [r, in] is A and `up` [out, r] is B, whole and equal on all ranks."""
@@ -73,15 +73,15 @@ def split_linear(
     columns = region.grid.mesh["tp_col"]
     if isinstance(base, RowParallel):
         cut(down, base, 1, mesh, device)
-        become(down, DownOfRows, region)
+        put_mixin_on(down, DownOfRows, region)
         for name in ("weight", "bias"):
             shard_parameter(up, name, columns, 0, device)
-        become(up, UpOfRows, region)
+        put_mixin_on(up, UpOfRows, region)
         return
     shard_parameter(down, "weight", columns, 1, device)
-    become(down, DownOfColumns, region)
+    put_mixin_on(down, DownOfColumns, region)
     if isinstance(base, JoinedHeads):
-        become(up, SharedRowsAdapter, region).rows = base.rows
+        put_mixin_on(up, SharedRowsAdapter, region).rows = base.rows
     else:
         cut(up, base, 0, mesh, device)
 
@@ -94,10 +94,10 @@ class ColumnsDropout(SharedDropout):
         assert isinstance(region, GridRegion)
         stack = contextlib.ExitStack()
         stack.enter_context(super()._numbers(device))
-        stack.enter_context(numbers_of_each(device, region.over_columns))
+        stack.enter_context(draw_numbers_of_each(device, region.over_columns))
         return stack
 
 
-def split_dropout(base: TensorParallelLayer, dropout: nn.Module) -> None:
+def split_dropout_on_grid(base: TensorParallelLayer, dropout: nn.Module) -> None:
     """Random numbers as the adapter of `base` needs them: other masks for other features."""
-    lora.split_dropout(base, dropout, ColumnsDropout)
+    lora.split_adapter_dropout(base, dropout, ColumnsDropout)

@@ -23,7 +23,7 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_parallel.axes.adapters.lora import CutAdapter, WholeAdapter, cut
 from hf_parallel.axes.adapters.lora_grid import is_on_grid
-from hf_parallel.axes.data.zero import gather
+from hf_parallel.axes.data.zero import gather_unit
 from hf_parallel.axes.experts.layers import SharedOut
 from hf_parallel.axes.tensor.experts import SplitExperts
 from hf_parallel.axes.tensor.layers import (
@@ -33,12 +33,12 @@ from hf_parallel.axes.tensor.layers import (
     RowParallel,
     SharedHeads,
     TensorParallelLayer,
-    become,
+    put_mixin_on,
 )
 from hf_parallel.axes.tensor.vocab_parallel import VocabParallel
 from hf_parallel.model.anatomy import StoredOrder
 from hf_parallel.ranks import copy_weight_to_group
-from hf_parallel.ranks.local import adding, holding, local, put_in_front
+from hf_parallel.ranks.local import add_to_tensor, get_local, hold_other_tensors, put_in_front
 
 # ---- Adapters of experts (PEFT's `target_parameters`): W_e + s B_e A_e, side by side for all experts of a layer
 #     A [experts * r, in]    rows expert by expert         B [out, r * experts]    columns rank by rank of the product
@@ -64,14 +64,14 @@ class AdaptedExperts(nn.Module):
         if not names:
             yield
             return
-        with adding(self.get_base_layer(), self.parameter_name, lambda: self._own_part(names)):
+        with add_to_tensor(self.get_base_layer(), self.parameter_name, lambda: self._take_own_part(names)):
             yield
 
-    def _own_part(self, names: list[str]) -> torch.Tensor:
+    def _take_own_part(self, names: list[str]) -> torch.Tensor:
         halves = ((self.lora_A[name].weight, self.lora_B[name].weight, self.scaling[name]) for name in names)
-        return functools.reduce(torch.add, (self._product(*each) for each in halves))
+        return functools.reduce(torch.add, (self._multiply_factors(*each) for each in halves))
 
-    def _product(self, down: torch.Tensor, up: torch.Tensor, scaling: float) -> torch.Tensor:
+    def _multiply_factors(self, down: torch.Tensor, up: torch.Tensor, scaling: float) -> torch.Tensor:
         base = self.get_base_layer()
         group = base.region.group if isinstance(base, SplitExperts) else base.sharing.tp_group
         if group is not None:
@@ -82,13 +82,13 @@ class AdaptedExperts(nn.Module):
             down = down.narrow(0, base.first, base.num_experts)
             up = up.narrow(2, base.first, base.num_experts)
         else:
-            rows = _own_rows(base, self.parameter_name).to(down.device)
+            rows = _get_own_rows(base, self.parameter_name).to(down.device)
             by_outputs = base.expert_facts.widths[self.parameter_name] == (2 if base.is_transposed else 1)
             down, up = (down, up[rows]) if by_outputs else (down[:, :, rows], up)
         return torch.einsum("ore,eri->eio" if base.is_transposed else "ore,eri->eoi", up, down) * scaling
 
 
-def _own_rows(base: SplitExperts, name: str) -> torch.Tensor:
+def _get_own_rows(base: SplitExperts, name: str) -> torch.Tensor:
     """Return the columns or rows of a weight that this rank has, as the model counts them."""
     order: StoredOrder | None = getattr(base, "stored_orders", {}).get(name)
     group, facts = base.region.group, base.expert_facts
@@ -104,7 +104,7 @@ def can_adapt(base: nn.Module, name: str) -> bool:
     return held is not None and held.dim() == 3
 
 
-def adapt(wrapper: Any) -> None:
+def adapt_expert_weight(wrapper: Any) -> None:
     """Let a wrapper of a weight of experts add this rank's part."""
     if not isinstance(wrapper, AdaptedExperts):
         put_in_front(AdaptedExperts, wrapper)
@@ -130,8 +130,8 @@ class AdaptedWeight(nn.Module):
             yield
             return
         if isinstance(base, FSDPModule):  # an embedding in a group of its own: its own hook would come too late
-            gather(base)
-        with holding(base, {name: self._sum(active)}):
+            gather_unit(base)
+        with hold_other_tensors(base, {name: self._sum(active)}):
             yield
 
     def column(self) -> torch.Tensor:
@@ -140,18 +140,20 @@ class AdaptedWeight(nn.Module):
         return total.t() if isinstance(self.base_layer, Conv1D) else total
 
     def _sum(self, active: list[str]) -> torch.Tensor:
-        total = weight = local(self.base_layer._parameters[self.parameter_name])
+        total = weight = get_local(self.base_layer._parameters[self.parameter_name])
         for adapter in active:
             if adapter in self.lora_A:
-                product = _factor(self.lora_B[adapter]) @ _factor(self.lora_A[adapter])
+                product = _get_factor_of_rank(self.lora_B[adapter]) @ _get_factor_of_rank(self.lora_A[adapter])
                 total = total + (product * self.scaling[adapter]).to(weight.dtype)
         return total
 
 
-def _factor(half: nn.Linear | WholeAdapter) -> torch.Tensor:
+def _get_factor_of_rank(half: nn.Linear | WholeAdapter) -> torch.Tensor:
     """A or B for this rank's part: of a whole one beside a cut one each rank has a part of the gradient."""
     return (
-        copy_weight_to_group(half.weight, half.region.group) if isinstance(half, WholeAdapter) else local(half.weight)
+        copy_weight_to_group(half.weight, half.region.group)
+        if isinstance(half, WholeAdapter)
+        else get_local(half.weight)
     )
 
 
@@ -169,10 +171,10 @@ def split_weight(wrapper: Any, mesh: DeviceMesh, device: torch.device) -> None:
         halves = wrapper.lora_B[adapter], wrapper.lora_A[adapter]  # with the rows and the columns of the weight
         if not isinstance(halves[dim], CutAdapter):
             cut(halves[dim], base, dim, mesh, device)
-            become(halves[1 - dim], WholeAdapter, base.region)
+            put_mixin_on(halves[1 - dim], WholeAdapter, base.region)
 
 
-def can_split(base: nn.Module, name: str) -> bool:
+def can_split_weight_adapter(base: nn.Module, name: str) -> bool:
     """Is it known how an adapter of this layer's parameter `name` is split?"""
     if is_on_grid(base):
         return False

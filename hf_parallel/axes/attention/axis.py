@@ -12,11 +12,11 @@ import torch
 
 from hf_parallel.ask.keys.layers import AUTO, REGISTERED_FLASH, TORCH_FLASH
 from hf_parallel.ask.spec import refuse
-from hf_parallel.axes.attention.flash import gap
+from hf_parallel.axes.attention.flash import measure_gap
 from hf_parallel.axes.axis import Axis
-from hf_parallel.axes.context.choose import score_dropout, sliding_window, uses_registries
-from hf_parallel.axes.context.flash import widest
-from hf_parallel.model.anatomy import head_width, text_config
+from hf_parallel.axes.context.choose import can_use_registries, read_score_dropout, read_sliding_window
+from hf_parallel.axes.context.flash import compute_widest_head
+from hf_parallel.model.anatomy import get_text_config, read_head_width_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -68,7 +68,7 @@ _PACKAGES = {
 }
 
 
-def named(config: ParallelConfig, anatomy: Anatomy, facts: AttentionFacts | None) -> Kernel:
+def choose_named_kernel(config: ParallelConfig, anatomy: Anatomy, facts: AttentionFacts | None) -> Kernel:
     """The kernel that the spec names.
 
     Raises:
@@ -78,18 +78,18 @@ def named(config: ParallelConfig, anatomy: Anatomy, facts: AttentionFacts | None
     asked = f"attention={name}"
     if facts is None:
         refuse(asked, f"{anatomy.name} is not a transformers model", f"attention={AUTO}")
-    reason = torch_flash_lacks(facts) if name == TORCH_FLASH else _lacks(name, facts)
+    reason = find_what_torch_flash_lacks(facts) if name == TORCH_FLASH else _find_missing_feature(name, facts)
     if reason is not None:
-        refuse(asked, reason, f"attention={AUTO}" if config.cp_size > 1 else _instead(name, facts))
+        refuse(asked, reason, f"attention={AUTO}" if config.cp_size > 1 else _suggest_other_kernel(name, facts))
     return Kernel(name)
 
 
-def _instead(name: str, facts: AttentionFacts) -> str:
+def _suggest_other_kernel(name: str, facts: AttentionFacts) -> str:
     plain = facts.softcap is None and not facts.sinks
     return "attention=sdpa" if plain and name != "sdpa" else "attention=eager"
 
 
-def _lacks(name: str, facts: AttentionFacts) -> str | None:
+def _find_missing_feature(name: str, facts: AttentionFacts) -> str | None:
     package = _PACKAGES.get(name)
     if package is not None:
         if facts.lacks is not None and find_spec(package.module) is None:
@@ -102,7 +102,7 @@ def _lacks(name: str, facts: AttentionFacts) -> str | None:
     return facts.lacks
 
 
-def torch_flash_lacks(facts: AttentionFacts) -> str | None:
+def find_what_torch_flash_lacks(facts: AttentionFacts) -> str | None:
     """Why torch's flash kernels do not compute this model's attention."""
     if not facts.interface:
         return "this model has an attention of its own"
@@ -113,22 +113,22 @@ def torch_flash_lacks(facts: AttentionFacts) -> str | None:
     return None
 
 
-def chosen(config: ParallelConfig, facts: AttentionFacts | None) -> Kernel | None:
+def choose_kernel_for_auto(config: ParallelConfig, facts: AttentionFacts | None) -> Kernel | None:
     """Choose a kernel for `auto`; None where there is nothing to choose."""
     if facts is None or not facts.head_size or config.cp_size > 1:  # cp has kernels of its own
         return None
-    why = why_not_torch_flash(facts)
+    why = find_reason_against_torch_flash(facts)
     if why is not None:
         return Kernel(facts.own, why, own=True)
     window = "" if facts.window is None else f", and windows of {facts.window} tokens without a mask"
     return Kernel(TORCH_FLASH, f"packs and padded rows document by document{window}")
 
 
-def why_not_torch_flash(facts: AttentionFacts) -> str | None:
+def find_reason_against_torch_flash(facts: AttentionFacts) -> str | None:
     """Why `auto` leaves the model's own kernel; in the order in which people would look."""
     if facts.own not in ("sdpa", "eager"):
         return "the script's own choice"
-    lacks = torch_flash_lacks(facts)
+    lacks = find_what_torch_flash_lacks(facts)
     if lacks is not None:
         return lacks
     if facts.own == "eager" and not facts.sinks:
@@ -140,20 +140,20 @@ def why_not_torch_flash(facts: AttentionFacts) -> str | None:
         return "its loss predicts spans, and reads outputs at padding"
     if not facts.text:
         return "it reads more than tokens, and may show some of them later ones"
-    return _not_on_cuda(facts)
+    return _find_reason_against_cuda_kernels(facts)
 
 
-def _not_on_cuda(facts: AttentionFacts) -> str | None:
+def _find_reason_against_cuda_kernels(facts: AttentionFacts) -> str | None:
     if facts.dtype not in (torch.float16, torch.bfloat16):
         dtype = str(facts.dtype).removeprefix("torch.")
         return f"weights are in {dtype}; under autocast to 16 bits attention=torch_flash works"
     if facts.capability < (8, 0):
         return "compute capability {}.{} has no flash kernel".format(*facts.capability)
-    if not facts.head_size or facts.head_size % 8 or facts.head_size > widest(facts.capability):
+    if not facts.head_size or facts.head_size % 8 or facts.head_size > compute_widest_head(facts.capability):
         return f"heads of {facts.head_size} numbers do not fit into torch's flash kernel"
     if not facts.here:
         return None
-    found = gap("cuda", facts.dtype, facts.head_size)  # it runs here once before a training does
+    found = measure_gap("cuda", facts.dtype, facts.head_size)  # it runs here once before a training does
     return None if isinstance(found, float) and found < 0.05 else f"torch's flash kernel fails a trial here ({found})"
 
 
@@ -201,40 +201,42 @@ def read_attention(model: PreTrainedModel, config: ParallelConfig) -> AttentionF
     """The facts; the model is not changed. None of a module that is not one of transformers."""
     if not hasattr(model, "set_attn_implementation"):
         return None
-    own = text_config(model)
-    device, capability = _device()
+    own = get_text_config(model)
+    device, capability = _read_device_capability()
     return AttentionFacts(
         own=model.config._attn_implementation or "eager",
-        interface=uses_registries(model),
+        interface=can_use_registries(model),
         text=own is model.config and not getattr(own, "is_encoder_decoder", False),
         spans="start_positions" in inspect.signature(model.forward).parameters,
-        head_size=_head_size(own),
+        head_size=_read_head_size(own),
         softcap=getattr(own, "attn_logit_softcapping", None) or None,
-        dropout=score_dropout(own),
-        window=sliding_window(own),
+        dropout=read_score_dropout(own),
+        window=read_sliding_window(own),
         sinks=any(name.rpartition(".")[2] == "sinks" for name, _ in model.named_parameters()),
-        lacks=None if config.attention in (AUTO, TORCH_FLASH) else _why_not(model, config.attention),
+        lacks=None
+        if config.attention in (AUTO, TORCH_FLASH)
+        else _find_reason_of_transformers(model, config.attention),
         device=device,
         capability=capability,
         dtype=getattr(model, "dtype", torch.float32),
     )
 
 
-def _head_size(config: PretrainedConfig) -> int:
+def _read_head_size(config: PretrainedConfig) -> int:
     wide, heads = getattr(config, "hidden_size", 0), getattr(config, "num_attention_heads", None)
     if getattr(config, "qk_head_dim", None):  # latent attention
         return int(config.qk_head_dim)
-    return int(head_width(config) or (wide // heads if isinstance(heads, int) and heads else 0))
+    return int(read_head_width_of(config) or (wide // heads if isinstance(heads, int) and heads else 0))
 
 
-def _device() -> tuple[str, tuple[int, int]]:
+def _read_device_capability() -> tuple[str, tuple[int, int]]:
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if found is None:
         return "cpu", (0, 0)
     return found.type, torch.cuda.get_device_capability() if found.type == "cuda" else (0, 0)
 
 
-def _why_not(model: nn.Module, name: str) -> str | None:
+def _find_reason_of_transformers(model: nn.Module, name: str) -> str | None:
     """Tried on a model without layers; the first line of what transformers says."""
     kind: Any = type(model)
     shell = kind.__new__(kind)
@@ -263,7 +265,11 @@ class Attention(Axis["AttentionFacts", "Kernel | None"]):
     def resolve(self, config: ParallelConfig, anatomy: Anatomy, facts: AttentionFacts | None) -> Kernel | None:
         """The kernel and why, or the SpecError that says what it lacks."""
 
-        kernel = chosen(config, facts) if config.attention == AUTO else named(config, anatomy, facts)
+        kernel = (
+            choose_kernel_for_auto(config, facts)
+            if config.attention == AUTO
+            else choose_named_kernel(config, anatomy, facts)
+        )
         return None if kernel is None else replace(kernel, shifts=anatomy.sums_over_tokens)
 
     def notes(self, part: Kernel | None) -> list[str]:
@@ -278,9 +284,9 @@ class Attention(Axis["AttentionFacts", "Kernel | None"]):
         own = model.config._attn_implementation or "eager"
         refuse_masked_targets(model, own, part.name, f"attention={part.name}", f"attention={own}", part.shifts)
         if part.name == TORCH_FLASH:
-            from hf_parallel.axes.attention.flash import register
+            from hf_parallel.axes.attention.flash import register_torch_flash
 
-            register()
+            register_torch_flash()
         model.set_attn_implementation(REGISTERED_FLASH if part.name == TORCH_FLASH else part.name)
 
 

@@ -23,14 +23,14 @@ from torch.autograd.function import once_differentiable
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from hf_parallel.ask.keys.layers import REGISTERED_FLASH as NAME
-from hf_parallel.axes.context.attention import limits, one_process, one_width
-from hf_parallel.axes.context.flash import TORCH, fits
+from hf_parallel.axes.context.attention import attend_in_one_process, compute_limits, pad_to_one_width
+from hf_parallel.axes.context.flash import TORCH, can_take_queries
 from hf_parallel.axes.context.kernels import Scores
 from hf_parallel.axes.context.layout import Layout, Ring, Shape
-from hf_parallel.axes.context.packs import Call, Row, Window, find, numbered, unpacked_rows, upload
+from hf_parallel.axes.context.packs import Call, Row, Window, find, make_unpacked_rows, read_numbered_rows, upload
 from hf_parallel.axes.context.ring import RingAttention
-from hf_parallel.model.known_masks import hides_nothing
-from hf_parallel.ranks.local import as_autocast
+from hf_parallel.model.known_masks import is_hiding_nothing
+from hf_parallel.ranks.local import cast_as_autocast
 
 if TYPE_CHECKING:
     from hf_parallel.ranks.differentiable import Context
@@ -63,7 +63,7 @@ class Pack:
         return Call(slice(None), slice(None), (self.boundaries,) * 2, (self.longest,) * 2, window)
 
 
-def pack(layout: Layout, device: torch.device) -> Pack:
+def make_pack(layout: Layout, device: torch.device) -> Pack:
     """Made once per batch."""
     lengths = torch.tensor([length for row in layout.rows for length in row.lengths])
     boundaries = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
@@ -131,15 +131,17 @@ class _Varlen(torch.autograd.Function):
 # ---- a trial -----------------------------------------------------------------------------------------------------
 
 
-def gap(device: str, dtype: torch.dtype, width: int) -> float | str:
+def measure_gap(device: str, dtype: torch.dtype, width: int) -> float | str:
     """The largest relative difference to a matrix of scores, in output and gradients, or the error; milliseconds."""
     try:
-        return _trial(torch.device(device), dtype, width)
+        return _measure_one_gap(torch.device(device), dtype, width)
     except (RuntimeError, NotImplementedError, TypeError, AttributeError) as error:
         return str(error).strip().splitlines()[0]
 
 
-def _trial(device: torch.device, dtype: torch.dtype, width: int, lengths: tuple[int, ...] = (5, 20, 8)) -> float:
+def _measure_one_gap(
+    device: torch.device, dtype: torch.dtype, width: int, lengths: tuple[int, ...] = (5, 20, 8)
+) -> float:
     generator = torch.Generator().manual_seed(0)
     shapes = [(1, 4, 33, width), (1, 2, 33, width), (1, 2, 33, width), (4,)]
     drawn = [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
@@ -151,7 +153,7 @@ def _trial(device: torch.device, dtype: torch.dtype, width: int, lengths: tuple[
     ours = attend(inputs[0], inputs[1], inputs[2], inputs[3], None, (6, 0), Pack(ends, 20, None))
     expected_inputs = [t.float().requires_grad_() for t in drawn]
     q, k, v, sinks = expected_inputs
-    expected = one_process(q, k, v, seen[None, None], 0.0, None, None, sinks, True)
+    expected = attend_in_one_process(q, k, v, seen[None, None], 0.0, None, None, sinks, True)
     ours.backward(torch.ones_like(ours))
     expected.backward(torch.ones_like(expected))
     pairs = [(ours, expected), *((a.grad, b.grad) for a, b in zip(inputs, expected_inputs, strict=True))]
@@ -188,7 +190,7 @@ class Documents:
     def pack(self, device: torch.device) -> Pack:
         """Return the documents as the variable-length kernel wants them."""
         if device not in self._packs:
-            self._packs[device] = pack(self.layout, device)
+            self._packs[device] = make_pack(self.layout, device)
         return self._packs[device]
 
     def within(self, boundaries: torch.Tensor | None) -> Documents:
@@ -200,16 +202,16 @@ class Documents:
         return self._given[1]
 
 
-def register() -> None:
+def register_torch_flash() -> None:
     """Put both into the registries; a second time changes nothing."""
-    AttentionInterface.register(NAME, attention)
-    AttentionMaskInterface.register(NAME, mask)
+    AttentionInterface.register(NAME, run_flash_attention)
+    AttentionMaskInterface.register(NAME, make_flash_mask)
 
 
 # ---- who sees whom -----------------------------------------------------------------------------------------------
 
 
-def mask(
+def make_flash_mask(
     batch_size: int,
     q_length: int,
     kv_length: int,
@@ -221,26 +223,28 @@ def mask(
 ) -> object:
     """The documents of a batch; of calls with a cache, what scaled-dot-product attention takes."""
     if kwargs.get("use_vmap"):
-        _refuse("a mask that the model or script made itself")
+        _refuse_call("a mask that the model or script made itself")
     if q_length != kv_length or not (isinstance(q_offset, int) and q_offset == kv_offset == 0):
         if mask_function is not None:
             kwargs["mask_function"] = mask_function
         return AttentionMaskInterface()["sdpa"](
             *(batch_size, q_length, kv_length, q_offset, kv_offset), attention_mask=attention_mask, **kwargs
         )
-    if attention_mask is not None and hides_nothing(attention_mask):
+    if attention_mask is not None and is_hiding_nothing(attention_mask):
         attention_mask = None
     causal = "allow_is_bidirectional_skip" not in kwargs
     if causal and mask_function is not None and not kwargs.get("allow_is_causal_skip", True):
-        numbers = _numbers(mask_function, batch_size, q_length, kwargs["device"])
+        numbers = _number_documents(mask_function, batch_size, q_length, kwargs["device"])
         if attention_mask is not None:
             numbers = numbers.masked_fill(~attention_mask.bool().cpu(), -1)
-        return Documents.of(numbered(numbers))
+        return Documents.of(read_numbered_rows(numbers))
     shape = batch_size, q_length
-    return Documents.of(unpacked_rows(*shape) if attention_mask is None else find(shape, attention_mask, None))
+    return Documents.of(make_unpacked_rows(*shape) if attention_mask is None else find(shape, attention_mask, None))
 
 
-def _numbers(function: Callable[..., torch.Tensor], rows: int, length: int, device: torch.device) -> torch.Tensor:
+def _number_documents(
+    function: Callable[..., torch.Tensor], rows: int, length: int, device: torch.device
+) -> torch.Tensor:
     """The document of each token [rows, length], on the host: a new one where a token does not see the one before."""
     row = torch.arange(rows, device=device)[:, None]
     later = torch.arange(1, length, device=device)[None]
@@ -248,11 +252,11 @@ def _numbers(function: Callable[..., torch.Tensor], rows: int, length: int, devi
     pairs = function(row, head, later, later - 1), function(row, head, later - 1, later)
     sees_before, sees_later = torch.stack([seen.expand(rows, length - 1) for seen in pairs]).cpu()
     if bool(sees_later.any()):
-        _refuse("tokens that see later ones, such as those of an image,")
+        _refuse_call("tokens that see later ones, such as those of an image,")
     return F.pad((~sees_before).cumsum(-1), (1, 0))
 
 
-def _refuse(what: str) -> None:
+def _refuse_call(what: str) -> None:
     raise NotImplementedError(
         f"hf_parallel: attention=torch_flash: {what} no flash kernel knows; attention=sdpa works"
     )
@@ -262,7 +266,7 @@ def _refuse(what: str) -> None:
 
 
 @torch.compiler.disable
-def attention(
+def run_flash_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -279,33 +283,33 @@ def attention(
 ) -> tuple[torch.Tensor, None]:
     """[b, h, n, d] queries, [b, h / g, n, d] keys and values -> [b, n, h, d]."""
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    query, key, value = as_autocast(query), as_autocast(key), as_autocast(value)
-    documents = _documents(query, key, attention_mask)
+    query, key, value = cast_as_autocast(query), cast_as_autocast(key), cast_as_autocast(value)
+    documents = _find_documents(query, key, attention_mask)
     if documents is None:
         seen = None if isinstance(attention_mask, Documents) else attention_mask
-        out = one_process(query, key, value, seen, dropout, scaling, softcap, s_aux, causal)
+        out = attend_in_one_process(query, key, value, seen, dropout, scaling, softcap, s_aux, causal)
         return out.transpose(1, 2).contiguous(), None
     documents = documents.within(cu_seq_lens_q)
-    low, high = limits(causal, sliding_window, documents.layout)
+    low, high = compute_limits(causal, sliding_window, documents.layout)
     if documents.separate and s_aux is None and softcap is None and high == float("inf"):
-        out = one_process(query, key, value, None, dropout, scaling, None, None, causal)
+        out = attend_in_one_process(query, key, value, None, dropout, scaling, None, None, causal)
     elif dropout or softcap is not None:
-        _refuse("dropout or a soft cap of scores")
+        _refuse_call("dropout or a soft cap of scores")
     else:
-        out = _by_documents(query, key, value, s_aux, scaling, low, high, documents)
+        out = _attend_by_documents(query, key, value, s_aux, scaling, low, high, documents)
     return out.transpose(1, 2).contiguous(), None
 
 
-def _documents(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | Documents | None) -> Documents | None:
+def _find_documents(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | Documents | None) -> Documents | None:
     """Return the documents of a call that has some; a model that makes no mask has rows of one document."""
     if isinstance(mask, Documents):
         return mask
     if mask is None and q.shape[2] == k.shape[2] > 1:
-        return Documents.of(unpacked_rows(q.shape[0], q.shape[2]))
+        return Documents.of(make_unpacked_rows(q.shape[0], q.shape[2]))
     return None
 
 
-def _by_documents(
+def _attend_by_documents(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -316,20 +320,20 @@ def _by_documents(
     documents: Documents,
 ) -> torch.Tensor:
     width, scale = v.shape[-1], q.shape[-1] ** -0.5 if scale is None else scale
-    q, k, v = one_width(q, k, v)
-    if fits(q):
-        out = attend(q, k, v, sinks, scale, _window(low, high), documents.pack(q.device))
+    q, k, v = pad_to_one_width(q, k, v)
+    if can_take_queries(q):
+        out = attend(q, k, v, sinks, scale, _convert_window(low, high), documents.pack(q.device))
     else:
-        out = _by_tiles(q, k, v, sinks, scale, Ring(documents.layout, None, low, high), documents.moved)
+        out = _attend_by_tiles(q, k, v, sinks, scale, Ring(documents.layout, None, low, high), documents.moved)
     return out[..., :width]
 
 
-def _window(low: float, high: float) -> tuple[int, int]:
+def _convert_window(low: float, high: float) -> tuple[int, int]:
     """Tokens before and after a query that it sees; -1 for all."""
     return -1 if high == float("inf") else int(high), -1 if low == -float("inf") else int(-low)
 
 
-def _by_tiles(
+def _attend_by_tiles(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,

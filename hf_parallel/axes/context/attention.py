@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from hf_parallel.axes.context.kernels import Scores, alignment, per_query_head
+from hf_parallel.axes.context.kernels import Scores, read_alignment, repeat_per_query_head
 from hf_parallel.axes.context.layout import Layout, Ring
 from hf_parallel.axes.context.packs import upload
 from hf_parallel.axes.context.ring import RingAttention
@@ -106,13 +106,13 @@ class Current:
 current = Current()
 
 
-def register() -> None:
+def register_context_attention() -> None:
     """Put both into the registries; a second time changes nothing."""
-    AttentionInterface.register(NAME, attention)
-    AttentionMaskInterface.register(NAME, mask)
+    AttentionInterface.register(NAME, run_context_attention)
+    AttentionMaskInterface.register(NAME, make_context_mask)
 
 
-def mask(*args: object, **kwargs: object) -> object:
+def make_context_mask(*args: object, **kwargs: object) -> object:
     """The cut while a batch is; else what scaled-dot-product attention takes."""
     if current.cut is not None:
         return current.cut
@@ -120,7 +120,7 @@ def mask(*args: object, **kwargs: object) -> object:
 
 
 @torch.compiler.disable  # which sends: a compiled layer is one graph before it, and one after
-def attention(
+def run_context_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -142,25 +142,27 @@ def attention(
                 f"hf_parallel: {type(module).__name__} makes its mask in a way of its own, which cannot be cut along "
                 "the sequence; cp_size=1 works"
             )
-        out = one_process(query, key, value, attention_mask, dropout, scaling, softcap, s_aux, causal)
+        out = attend_in_one_process(query, key, value, attention_mask, dropout, scaling, softcap, s_aux, causal)
         return out.transpose(1, 2).contiguous(), None
     layout = attention_mask.layout
     width, scaling = value.shape[-1], query.shape[-1] ** -0.5 if scaling is None else scaling
-    query, key, value = one_width(query, key, value)
-    low, high = limits(causal, sliding_window, layout)
-    out = _over_ranks(query, key, value, s_aux, scaling, softcap, dropout, low, high, attention_mask)
+    query, key, value = pad_to_one_width(query, key, value)
+    low, high = compute_limits(causal, sliding_window, layout)
+    out = _attend_over_ranks(query, key, value, s_aux, scaling, softcap, dropout, low, high, attention_mask)
     return out[..., :width].transpose(1, 2).contiguous(), None
 
 
-def one_width(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def pad_to_one_width(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """All of one width that kernels take, by zeros, as latent attention has narrower values. Scores stay the same."""
     widest = max(q.shape[-1], v.shape[-1])
-    widest += -widest % alignment(q.device)
+    widest += -widest % read_alignment(q.device)
     q, k, v = (t if t.shape[-1] == widest else F.pad(t, (0, widest - t.shape[-1])) for t in (q, k, v))
     return q, k, v
 
 
-def limits(causal: bool, window: int | None, layout: Layout) -> tuple[float, float]:
+def compute_limits(causal: bool, window: int | None, layout: Layout) -> tuple[float, float]:
     """Return how many tokens before a query its keys lie: at least and at most."""
     if window is None or window >= layout.length:
         return (0 if causal else -_EVERYTHING), _EVERYTHING
@@ -172,7 +174,7 @@ def limits(causal: bool, window: int | None, layout: Layout) -> tuple[float, flo
     return (0 if causal else 1 - window), window - 1
 
 
-def _over_ranks(
+def _attend_over_ranks(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -192,11 +194,11 @@ def _over_ranks(
         ring = Ring(layout, how.ring, low, high, how.gathered, how.heads, how.kernel)
         return RingAttention.apply(q, k, v, sinks, Scores(scale, softcap), ring)
     assert how.heads is not None  # dropout is refused of a ring in `choose.py`
-    hidden = ~_visible(layout, low, high, q.device)
-    return to_tokens(_dense(q, k, v, hidden, dropout, scale, softcap, sinks), how.heads)
+    hidden = ~_make_visibility_mask(layout, low, high, q.device)
+    return to_tokens(_attend_densely(q, k, v, hidden, dropout, scale, softcap, sinks), how.heads)
 
 
-def _visible(layout: Layout, low: float, high: float, device: torch.device) -> torch.Tensor:
+def _make_visibility_mask(layout: Layout, low: float, high: float, device: torch.device) -> torch.Tensor:
     """[b, 1, n, n]: which keys each query sees, where one rank has all tokens."""
     count = layout.local * layout.shape.heads
     seen = torch.zeros(len(layout.rows), 1, count, count, dtype=torch.bool)
@@ -210,7 +212,7 @@ def _visible(layout: Layout, low: float, high: float, device: torch.device) -> t
     return upload(seen, device)
 
 
-def one_process(
+def attend_in_one_process(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -224,16 +226,16 @@ def one_process(
     """A batch that is not cut: generation, one token or the whole row."""
     if softcap is None and sinks is None:
         several = q.shape[2] > 1 and mask is None
-        k, v = per_query_head(k, q), per_query_head(v, q)
+        k, v = repeat_per_query_head(k, q), repeat_per_query_head(v, q)
         return F.scaled_dot_product_attention(q, k, v, mask, dropout, causal and several, scale=scale)
     if mask is None:
         lengths = q.shape[2], k.shape[2]
         mask = torch.ones(lengths, dtype=torch.bool, device=q.device)
         mask = mask.tril(lengths[1] - lengths[0]) if causal else mask
-    return _dense(q, k, v, ~mask, dropout, scale, softcap, sinks)
+    return _attend_densely(q, k, v, ~mask, dropout, scale, softcap, sinks)
 
 
-def _dense(
+def _attend_densely(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -244,7 +246,7 @@ def _dense(
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """With a matrix of scores, as transformers' eager attention, for what no fused kernel does."""
-    k, v = per_query_head(k, q), per_query_head(v, q)
+    k, v = repeat_per_query_head(k, q), repeat_per_query_head(v, q)
     scores = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap

@@ -6,7 +6,7 @@ import functools
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from hf_parallel.ask.spec import first_line
+from hf_parallel.ask.spec import get_first_line
 from hf_parallel.axes.axis import Axis
 
 if TYPE_CHECKING:
@@ -43,9 +43,9 @@ class Context(Axis["ContextFacts", ContextPart]):
 
     def resolve(self, config: ParallelConfig, anatomy: Anatomy, facts: ContextFacts) -> ContextPart:
         """The variant, or why there is none."""
-        from hf_parallel.axes.context.choose import choose
+        from hf_parallel.axes.context.choose import choose_variants
 
-        choice, why = choose(config, facts)
+        choice, why = choose_variants(config, facts)
         if len(choice.ways) == 1:
             config = replace(config, context_parallel=choice.ways[0])
         return ContextPart(config, choice, why, anatomy.sums_over_tokens, facts)
@@ -58,58 +58,58 @@ class Context(Axis["ContextFacts", ContextPart]):
 
     def apply(self, model: PreTrainedModel, part: ContextPart, building: Building) -> None:
         """Let layers call the attention that runs over the ranks; batches will be cut where tokens come in."""
-        from hf_parallel.axes.context.attention import NAME, register
-        from hf_parallel.axes.context.layout import local_length
+        from hf_parallel.axes.context.attention import NAME, register_context_attention
+        from hf_parallel.axes.context.layout import compute_local_length
         from hf_parallel.model.known_masks import refuse_masked_targets
 
-        register()
+        register_context_attention()
         setting = f"cp_size={part.config.cp_size}"
         refuse_masked_targets(model, part.facts.kernel, NAME, setting, "cp_size=1", part.own_loss)
         model.set_attn_implementation(NAME)
-        size, multiple = building.mesh.size("cp"), _multiple(building)
-        building.local_length = lambda length: local_length(length, size, multiple)
+        size, multiple = building.mesh.size("cp"), _compute_length_multiple(building)
+        building.local_length = lambda length: compute_local_length(length, size, multiple)
 
     def finish(self, model: PreTrainedModel, part: ContextPart, building: Building) -> None:
         """Cut batches, inside of a pipeline and around what pads for tp."""
-        from hf_parallel.axes.context.cut import SequenceCut, backbone
-        from hf_parallel.axes.context.groups import ways
+        from hf_parallel.axes.context.cut import SequenceCut, find_token_reader
+        from hf_parallel.axes.context.groups import build_ways
 
         mesh = building.mesh
         cut = SequenceCut(
             group=mesh.attention_group,
             choice=part.choice,
-            ways=ways(mesh, part.config, part.choice.ways),
-            multiple=_multiple(building),
-            packed=functools.cache(functools.partial(_tells_packs_apart, model, part)),
+            ways=build_ways(mesh, part.config, part.choice.ways),
+            multiple=_compute_length_multiple(building),
+            packed=functools.cache(functools.partial(_can_tell_packs_apart, model, part)),
             own_loss=part.own_loss,
             caches=building.pipeline is None,
         )
-        cut.attach(model, backbone(model))
+        cut.attach(model, find_token_reader(model))
         building.whole_tokens.append(cut.whole_tokens)
 
 
-def _tells_packs_apart(model: PreTrainedModel, part: ContextPart) -> bool:
+def _can_tell_packs_apart(model: PreTrainedModel, part: ContextPart) -> bool:
     """Do positions that start again begin another document, as they do in one process?
 
     Raises:
         ValueError: no small copy of the model can be tried.
     """
-    from hf_parallel.model.shrink import reads_former_document, small_copy
+    from hf_parallel.model.shrink import does_read_former_document, make_small_copy
 
     if not part.facts.causal:
         return False
     if "flash" in part.facts.kernel:  # it reads positions itself; all others read a mask
         return True
     try:
-        return not reads_former_document(small_copy(model))
+        return not does_read_former_document(make_small_copy(model))
     except Exception as error:
         raise ValueError(
             f"hf_parallel: whether {type(model).__name__} tells the documents of a row apart cannot be tried "
-            f"({first_line(error)}); cp_size=1 works"
+            f"({get_first_line(error)}); cp_size=1 works"
         ) from error
 
 
-def _multiple(building: Building) -> int:
+def _compute_length_multiple(building: Building) -> int:
     """Under sequence parallelism tp ranks share what a cp rank holds."""
     flag = building.sequence_flag
     return building.mesh.size("tp") if flag is not None and flag.on else 1

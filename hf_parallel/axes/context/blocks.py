@@ -30,14 +30,14 @@ class Sum:
         wide = torch.promote_types(q.dtype, torch.float32)
         b, h, n, d = q.shape  # in memory [b, n, h, d], as layers want it: nothing is copied, or kept twice
         self.out = torch.zeros(b, n, h, d, dtype=wide, device=q.device).transpose(1, 2)
-        self.lse = _room((b, h, n), -torch.inf, self.out, kernel)
-        self._q, self._out, self._lse = (_as_taken(tensor, kernel) for tensor in (q, self.out, self.lse))
+        self.lse = _make_room((b, h, n), -torch.inf, self.out, kernel)
+        self._q, self._out, self._lse = (_arrange_for_kernel(tensor, kernel) for tensor in (q, self.out, self.lse))
 
     def add(self, k: torch.Tensor, v: torch.Tensor, parts: Iterable[Part]) -> None:
         """Another block of keys and values [b, h / g, m, d]."""
-        k, v = _as_taken(k, self.kernel), _as_taken(v, self.kernel)
+        k, v = _arrange_for_kernel(k, self.kernel), _arrange_for_kernel(v, self.kernel)
         for part in parts:
-            mine, theirs = _places(part)
+            mine, theirs = _find_places(part)
             self._merge(mine, *self.kernel.forward(self._q[mine], k[theirs], v[theirs], part, self.scores))
 
     def _merge(self, place: Place, out: torch.Tensor, lse: torch.Tensor) -> None:
@@ -68,22 +68,22 @@ class Gradients:
         kernel: Kernel,
     ) -> None:
         self.gradient, self.out, self.lse, self.scores, self.kernel = gradient, out, lse, scores, kernel
-        self.dq = _room(q.shape, 0, lse, kernel)
+        self.dq = _make_room(q.shape, 0, lse, kernel)
         gradient = gradient if kernel.flat else gradient.contiguous()
-        self._queries = [_as_taken(tensor, kernel) for tensor in (gradient, q, out, lse)]
-        self._dq = _as_taken(self.dq, kernel)
+        self._queries = [_arrange_for_kernel(tensor, kernel) for tensor in (gradient, q, out, lse)]
+        self._dq = _arrange_for_kernel(self.dq, kernel)
 
     def add(self, k: torch.Tensor, v: torch.Tensor, parts: Iterable[Part]) -> torch.Tensor:
         """The share of a block of keys and values; returns their gradients [2, b, h / g, m, d] in fp32."""
-        found = _room((2 * k.shape[0], *k.shape[1:]), 0, self.dq, self.kernel).unflatten(0, (2, -1))
-        of_k, of_v = (_as_taken(tensor, self.kernel) for tensor in found)
-        k, v = _as_taken(k, self.kernel), _as_taken(v, self.kernel)
+        found = _make_room((2 * k.shape[0], *k.shape[1:]), 0, self.dq, self.kernel).unflatten(0, (2, -1))
+        of_k, of_v = (_arrange_for_kernel(tensor, self.kernel) for tensor in found)
+        k, v = _arrange_for_kernel(k, self.kernel), _arrange_for_kernel(v, self.kernel)
         for part in parts:
-            mine, theirs = _places(part)
+            mine, theirs = _find_places(part)
             gradient, q, out, lse = (tensor[mine] for tensor in self._queries)
             shares = self.kernel.backward(gradient, q, k[theirs], v[theirs], out, lse, part, self.scores)
             for total, place, share in zip((self._dq, of_k, of_v), (mine, theirs, theirs), shares, strict=True):
-                _add(total, place, share)
+                _add_share(total, place, share)
         return found
 
     def of_sinks(self, sinks: torch.Tensor) -> torch.Tensor:
@@ -92,7 +92,7 @@ class Gradients:
         return -(share * (self.gradient * self.out).to(share.dtype).sum(-1)).sum((0, 2)).to(sinks.dtype)
 
 
-def _room(shape: Sequence[int], value: float, like: torch.Tensor, kernel: Kernel) -> torch.Tensor:
+def _make_room(shape: Sequence[int], value: float, like: torch.Tensor, kernel: Kernel) -> torch.Tensor:
     """[b, h, n, …], in memory as the kernel has it."""
     b, h, n, *rest = shape
     return (
@@ -100,19 +100,19 @@ def _room(shape: Sequence[int], value: float, like: torch.Tensor, kernel: Kernel
     )
 
 
-def _as_taken(rows: torch.Tensor, kernel: Kernel) -> torch.Tensor:
+def _arrange_for_kernel(rows: torch.Tensor, kernel: Kernel) -> torch.Tensor:
     """[b, h, n, …] as it is, or as [b n, h, …]: the same memory where that is [b, n, h, …]."""
     return rows.transpose(1, 2).flatten(0, 1) if kernel.flat else rows
 
 
-def _places(part: Part) -> tuple[Place, Place]:
+def _find_places(part: Part) -> tuple[Place, Place]:
     if isinstance(part, Call):
         return part.queries, part.keys
     rows = slice(None) if part.row is None else slice(part.row, part.row + 1)
     return (rows, slice(None), part.q), (rows, slice(None), part.k)
 
 
-def _add(total: torch.Tensor, place: Place, share: torch.Tensor) -> None:
+def _add_share(total: torch.Tensor, place: Place, share: torch.Tensor) -> None:
     if isinstance(place, torch.Tensor):  # keys may be there several times
         total.index_add_(0, place, share.to(total.dtype))
     else:

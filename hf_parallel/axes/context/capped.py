@@ -13,14 +13,14 @@ def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float | None, cap: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """[b, h, n, d] queries, [b, h, m, d] keys and values -> output [b, h, n, d], log-sum-exp [b, h, n] in fp32."""
-    scores = _capped(q, k, scale, cap)[1]
+    scores = _compute_capped_scores(q, k, scale, cap)[1]
     if mask is not None:
         scores += mask
     lse = scores.logsumexp(-1)
     return (scores - lse[..., None]).exp_().to(v.dtype) @ v, lse
 
 
-def backward(
+def run_capped_backward(
     gradient: torch.Tensor,
     q: torch.Tensor,
     k: torch.Tensor,
@@ -32,7 +32,7 @@ def backward(
     cap: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Its share of the gradients of q, k and v; `out` and `lse` are over all keys."""
-    slope, scores = _capped(q, k, scale, cap)
+    slope, scores = _compute_capped_scores(q, k, scale, cap)
     if mask is not None:
         scores += mask
     shares = (scores - lse[..., None]).exp_()
@@ -44,7 +44,9 @@ def backward(
     return of_scores @ k, of_scores.transpose(-1, -2) @ q, of_values
 
 
-def _capped(q: torch.Tensor, k: torch.Tensor, scale: float | None, cap: float) -> tuple[torch.Tensor, torch.Tensor]:
+def _compute_capped_scores(
+    q: torch.Tensor, k: torch.Tensor, scale: float | None, cap: float
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The slope of capped scores with the products of queries and keys, and the scores, in fp32."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     wide = torch.promote_types(q.dtype, torch.float32)

@@ -20,11 +20,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
-from hf_parallel.ask.keys.context import ALLGATHER, AUTO, RING, ULYSSES, inner_size
+from hf_parallel.ask.keys.context import ALLGATHER, AUTO, RING, ULYSSES, compute_inner_size
 from hf_parallel.ask.spec import refuse
-from hf_parallel.axes.context.flash import PACKAGES, WIDEST, too_old
-from hf_parallel.axes.context.ulysses import key_repeats
-from hf_parallel.model.anatomy import attention_heads, head_width, stacks, text_config, text_part, token_readers
+from hf_parallel.axes.context.flash import PACKAGES, WIDEST, find_reason_of_age
+from hf_parallel.axes.context.ulysses import compute_key_repeats
+from hf_parallel.model.anatomy import (
+    find_stacks,
+    find_text_part,
+    find_token_readers,
+    get_text_config,
+    read_attention_heads,
+    read_head_width_of,
+)
 
 if TYPE_CHECKING:
     from torch import nn
@@ -92,9 +99,9 @@ class Choice:
 
     def waiting(self, way: str, tokens: float, seen: float) -> float:
         """Seconds that a layer waits for other ranks, with so many tokens on each."""
-        inner, at_once = inner_size(way, self.ranks), way == ALLGATHER
+        inner, at_once = compute_inner_size(way, self.ranks), way == ALLGATHER
         ring, (heads, keys) = self.ranks // inner, self.heads
-        keys *= key_repeats(heads, keys, inner)
+        keys *= compute_key_repeats(heads, keys, inner)
         number = tokens * self.width * _WIDTH  # bytes of one head of this rank's tokens
         found = 0.0
         if inner > 1:
@@ -114,7 +121,7 @@ class Choice:
         return INSIDE if ranks <= self.node else BETWEEN
 
 
-def choice(ranks: int, heads: tuple[int, int], width: int, tp: int, node: int) -> Choice:
+def choose_by_cost(ranks: int, heads: tuple[int, int], width: int, tp: int, node: int) -> Choice:
     """Among all variants that the heads allow; rings first, which win where nothing has to be waited for."""
     own = max(1, heads[0] // tp), max(1, heads[1] // tp)
     inside = max(1, node // tp)
@@ -127,7 +134,7 @@ def choice(ranks: int, heads: tuple[int, int], width: int, tp: int, node: int) -
     return Choice(ranks, own, width, inside, tuple(way for way in exact if way in taken))
 
 
-def choose(config: ParallelConfig, facts: ContextFacts) -> tuple[Choice, str | None]:
+def choose_variants(config: ParallelConfig, facts: ContextFacts) -> tuple[Choice, str | None]:
     """The variants, and why these, where the spec leaves it open.
 
     Raises:
@@ -137,13 +144,17 @@ def choose(config: ParallelConfig, facts: ContextFacts) -> tuple[Choice, str | N
         refuse(f"cp_size={config.cp_size}", facts.obstacle, "cp_size=1")
     _check_kernel(config, facts)
     if config.context_parallel == AUTO:
-        return _chosen(config, facts)
-    asked, inner, heads = f"context_parallel={config.context_parallel}", config.ulysses_size, _heads(config, facts)
+        return _choose_by_length(config, facts)
+    asked, inner, heads = (
+        f"context_parallel={config.context_parallel}",
+        config.ulysses_size,
+        _count_heads(config, facts),
+    )
     if heads % inner:
         refuse(asked, f"{heads} heads are not divided by {inner} ranks", "context_parallel=ring")
     if facts.dense is not None and inner < config.cp_size:
         _refuse_dense(config, asked, facts.dense, heads)
-    return _only(config, facts, config.context_parallel), None
+    return _choose_only_way(config, facts, config.context_parallel), None
 
 
 def _check_kernel(config: ParallelConfig, facts: ContextFacts) -> None:
@@ -156,18 +167,18 @@ def _check_kernel(config: ParallelConfig, facts: ContextFacts) -> None:
         return
     if facts.dense is not None:
         refuse(asked, f"{facts.dense} needs a matrix of scores with cp_size={config.cp_size}", works)
-    old = too_old(config.attention)
+    old = find_reason_of_age(config.attention)
     if old is not None:
         refuse(asked, old, works)
     if facts.width > WIDEST:
         refuse(asked, f"heads of {facts.width} numbers are wider than {WIDEST}", works)
 
 
-def _heads(config: ParallelConfig, facts: ContextFacts) -> int:
+def _count_heads(config: ParallelConfig, facts: ContextFacts) -> int:
     return max(1, facts.heads[0] // config.tp_size)
 
 
-def _only(config: ParallelConfig, facts: ContextFacts, way: str) -> Choice:
+def _choose_only_way(config: ParallelConfig, facts: ContextFacts, way: str) -> Choice:
     return Choice(config.cp_size, facts.heads, facts.width, _NODE, (way,))
 
 
@@ -177,20 +188,22 @@ def _refuse_dense(config: ParallelConfig, asked: str, what: str, heads: int) -> 
     refuse(asked, f"{what} needs all keys of a head on one rank", works)
 
 
-def _chosen(config: ParallelConfig, facts: ContextFacts) -> tuple[Choice, str]:
+def _choose_by_length(config: ParallelConfig, facts: ContextFacts) -> tuple[Choice, str]:
     size, node = config.cp_size, int(os.environ.get("LOCAL_WORLD_SIZE") or _NODE)
     if facts.dense is not None:
-        heads = _heads(config, facts)
+        heads = _count_heads(config, facts)
         if heads % size:
             _refuse_dense(config, f"cp_size={size}", facts.dense, heads)
-        return _only(config, facts, ULYSSES), f"{facts.dense} needs all keys of a head on one rank"
+        return _choose_only_way(config, facts, ULYSSES), f"{facts.dense} needs all keys of a head on one rank"
     if facts.windows:
-        return _only(config, facts, RING), f"what is beyond a window of {facts.windows[0]} tokens is not sent"
-    found = choice(size, facts.heads, facts.width, config.tp_size, node)
-    return found, _why(found.by_length(), found)
+        return _choose_only_way(
+            config, facts, RING
+        ), f"what is beyond a window of {facts.windows[0]} tokens is not sent"
+    found = choose_by_cost(size, facts.heads, facts.width, config.tp_size, node)
+    return found, _format_reasons(found.by_length(), found)
 
 
-def _why(by_length: Sequence[tuple[int, str]], found: Choice) -> str:
+def _format_reasons(by_length: Sequence[tuple[int, str]], found: Choice) -> str:
     """`ulysses, from documents of 8,192 tokens ring`, with the reason of the last."""
     (_, first), *later = by_length
     text = ", ".join([first, *(f"from documents of {length:,} tokens {way}" for length, way in later)])
@@ -242,48 +255,50 @@ def read_context(model: nn.Module) -> ContextFacts:
     """Heads, masks and obstacles of a model, which is not changed."""
     if getattr(model, "config", None) is None:
         return ContextFacts(f"{type(model).__name__} has no config", (1, 1), True)
-    config = text_config(model)
-    window = sliding_window(config)
+    config = get_text_config(model)
+    window = read_sliding_window(config)
     return ContextFacts(
-        _obstacle(model, config),
-        attention_heads(model) or (1, 1),
+        _find_obstacle(model, config),
+        read_attention_heads(model) or (1, 1),
         any(getattr(module, "is_causal", False) is True for module in model.modules()),
-        _width(config),
+        _read_head_width(config),
         () if window is None else (window,),
-        score_dropout(config),
+        read_score_dropout(config),
         getattr(config, "_attn_implementation", None) or "eager",
     )
 
 
-def sliding_window(config: PretrainedConfig) -> int | None:
+def read_sliding_window(config: PretrainedConfig) -> int | None:
     """Return the window of the sliding layers in tokens, or None."""
     window = getattr(config, "sliding_window", None)
     return window if isinstance(window, int) and getattr(config, "use_sliding_window", True) else None
 
 
-def score_dropout(config: PretrainedConfig) -> str | None:
+def read_score_dropout(config: PretrainedConfig) -> str | None:
     """`key=value` of the dropout of its scores, or None."""
     return next((f"{key}={value}" for key in _DROPOUTS if (value := getattr(config, key, 0.0))), None)
 
 
-def uses_registries(model: nn.Module) -> bool:
+def can_use_registries(model: nn.Module) -> bool:
     """Does it call its attention, and make its masks, through transformers' registries?"""
     return bool(getattr(model, "_supports_attention_backend", False) and getattr(model, "_supports_flash_attn", False))
 
 
-def _width(config: PretrainedConfig) -> int:
+def _read_head_width(config: PretrainedConfig) -> int:
     heads = getattr(config, "num_attention_heads", None) or 1
     hidden = getattr(config, "hidden_size", 128 * heads) if isinstance(heads, int) else None
-    return head_width(config) or (hidden // heads if isinstance(hidden, int) else 128)  # SegFormer lists its blocks'
+    return read_head_width_of(config) or (
+        hidden // heads if isinstance(hidden, int) else 128
+    )  # SegFormer lists its blocks'
 
 
-def _obstacle(model: nn.Module, config: PretrainedConfig) -> str | None:
-    name, readers = type(model).__name__, token_readers(model)
-    if getattr(config, "is_encoder_decoder", False) or len(readers) != 1 or len(stacks(model)) != 1:
+def _find_obstacle(model: nn.Module, config: PretrainedConfig) -> str | None:
+    name, readers = type(model).__name__, find_token_readers(model)
+    if getattr(config, "is_encoder_decoder", False) or len(readers) != 1 or len(find_stacks(model)) != 1:
         return f"{name} is not one stack of layers that reads tokens"
-    if text_part(model) is not getattr(model, "base_model", model):
+    if find_text_part(model) is not getattr(model, "base_model", model):
         return f"{name} reads more than tokens"
-    if not uses_registries(model):
+    if not can_use_registries(model):
         return f"{name} has an attention of its own"
     reader = readers[0]
     rotary = any("rotary" in child for child, _ in reader.named_children())
@@ -292,11 +307,11 @@ def _obstacle(model: nn.Module, config: PretrainedConfig) -> str | None:
     kinds = [kind for kind in getattr(config, "layer_types", None) or () if any(x in kind for x in _OTHER_LAYERS)]
     if kinds:
         return f"{name} has layers of {kinds[0]}"
-    growing = [kind for kind in _rotations(config) if kind in _GROWING]
+    growing = [kind for kind in _list_unknown_rotations(config) if kind in _GROWING]
     return f"its rotary embedding is {growing[0]}, which changes with the length" if growing else None
 
 
-def _rotations(config: PretrainedConfig) -> list[str]:
+def _list_unknown_rotations(config: PretrainedConfig) -> list[str]:
     parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     sets = [value for value in parameters.values() if isinstance(value, dict)] or [parameters]
     return [str(found.get("rope_type") or found.get("type")) for found in sets]

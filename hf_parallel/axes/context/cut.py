@@ -26,9 +26,16 @@ from torch import nn
 from hf_parallel.axes.context import packs
 from hf_parallel.axes.context.attention import Cut, Exchanged, current, join, sum_over_ranks, take
 from hf_parallel.axes.context.choose import Choice
-from hf_parallel.axes.context.layout import Layout, Shape, local_length
-from hf_parallel.model.anatomy import Draws, token_readers
-from hf_parallel.model.calls import arguments_of, has_cache, holding, item_count, targets_of, tokens_of
+from hf_parallel.axes.context.layout import Layout, Shape, compute_local_length
+from hf_parallel.model.anatomy import Draws, find_token_readers
+from hf_parallel.model.calls import (
+    bind_arguments_of,
+    compute_targets_of,
+    count_items,
+    get_tokens_of,
+    has_cache,
+    hold_tokens,
+)
 from hf_parallel.ranks.local import whole_when_read
 from hf_parallel.ranks.observed import ATTENTION, Store, Within
 
@@ -47,7 +54,7 @@ if TYPE_CHECKING:
 # communication, it is given: h + 1 numbers per token and head for the price of a whole ring.
 
 
-def contexts() -> tuple[AbstractContextManager, AbstractContextManager]:
+def make_checkpoint_contexts() -> tuple[AbstractContextManager, AbstractContextManager]:
     """For `context_fn` of torch's checkpoint: around the first run, and around the second."""
     store = Store(frozenset({ATTENTION}))
     return Within(store, False), Within(store, True)
@@ -62,7 +69,7 @@ def keep_attention(layers: Iterable[nn.Module]) -> None:
         keywords = getattr(function, "keywords", {})
         if keywords.get("use_reentrant", False) or "context_fn" in keywords:
             continue  # a script's own way, which runs attention again
-        vars(layer)["_gradient_checkpointing_func"] = functools.partial(function, context_fn=contexts)
+        vars(layer)["_gradient_checkpointing_func"] = functools.partial(function, context_fn=make_checkpoint_contexts)
 
 
 #: What tells flash attention where documents begin: the layout knows.
@@ -104,26 +111,26 @@ class SequenceCut:
         """Stand behind the forward of model and backbone. Before a pipeline does, whose stages each call both."""
         self._draws = Draws(backbone)
         names = list(inspect.signature(backbone.forward).parameters)
-        hook = functools.partial(self._whole_router_logits, names)
+        hook = functools.partial(self._make_router_logits_whole, names)
         backbone.register_forward_hook(hook, with_kwargs=True)
-        backbone.forward = self._around(backbone, self._backbone)
+        backbone.forward = self._run_around(backbone, self._run_backbone)
         for module in backbone.children():
             if "pooler" in type(module).__name__.lower():
-                module.register_forward_pre_hook(self._whole_for_pooler)
+                module.register_forward_pre_hook(self._make_whole_for_pooler)
         if backbone is not model:
-            model.forward = self._around(model, self._model)
+            model.forward = self._run_around(model, self._model)
             if self.own_loss:
-                model.loss_function = functools.partial(self._loss, model.loss_function)
+                model.loss_function = functools.partial(self._compute_loss, model.loss_function)
                 names = list(inspect.signature(model.forward).parameters)
-                hook = functools.partial(self._whole_logits, names)
+                hook = functools.partial(self._make_logits_whole, names)
                 model.register_forward_hook(hook, with_kwargs=True)
 
-    def _around(self, module: PreTrainedModel, call: Callable[..., object]) -> Callable[..., object]:
+    def _run_around(self, module: PreTrainedModel, call: Callable[..., object]) -> Callable[..., object]:
         forward, names = module.forward, list(inspect.signature(module.forward).parameters)
 
         @functools.wraps(forward)
         def cut(*args: object, **kwargs: object) -> object:
-            return call(module, forward, names, arguments_of(names, args, kwargs, module))
+            return call(module, forward, names, bind_arguments_of(names, args, kwargs, module))
 
         return cut
 
@@ -143,7 +150,7 @@ class SequenceCut:
         hidden = getattr(model.config, "output_hidden_states", False) if asked is None else asked
         return self.own_loss and labels and all_logits and not hidden
 
-    def _loss(
+    def _compute_loss(
         self,
         loss: Callable[..., torch.Tensor],
         logits: torch.Tensor,
@@ -157,32 +164,32 @@ class SequenceCut:
         """The model's own loss, over this rank's tokens and then over all."""
         if not self._parts:
             return loss(logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs)
-        targets = targets_of(labels, shift_labels, ignore_index)
-        own = take(targets, self._layout(self._batch), self.group.rank(), ignore_index).contiguous()
-        items = item_count(targets, num_items_in_batch, ignore_index)
+        targets = compute_targets_of(labels, shift_labels, ignore_index)
+        own = take(targets, self._find_layout(self._batch), self.group.rank(), ignore_index).contiguous()
+        items = count_items(targets, num_items_in_batch, ignore_index)
         part = loss(logits, None, vocab_size, items, ignore_index, own, **kwargs)
         return sum_over_ranks(part, self.group)
 
-    def _whole_logits(
+    def _make_logits_whole(
         self, names: list[str], model: PreTrainedModel, args: tuple, kwargs: Batch, output: ModelOutput
     ) -> None:
         """A hook of the model, after FSDP2's own, which reads outputs."""
-        batch = arguments_of(names, args, kwargs, model)
+        batch = bind_arguments_of(names, args, kwargs, model)
         if isinstance(output, dict) and dict.get(output, "logits") is not None and self._loss_is_own(model, batch):
-            layout = self._layout(batch)
+            layout = self._find_layout(batch)
             whole_when_read(output, "logits", functools.partial(join, layout=layout, group=self.group))
 
     # ---- around the backbone -------------------------------------------------------------------------------------
 
-    def _backbone(self, module: PreTrainedModel, forward: Callable, names: list[str], batch: Batch) -> ModelOutput:
+    def _run_backbone(self, module: PreTrainedModel, forward: Callable, names: list[str], batch: Batch) -> ModelOutput:
         if self._is_generation(batch):
             return forward(**batch)
         self._check(batch)
-        layout = self._layout(batch)
+        layout = self._find_layout(batch)
         keep_attention(module.modules())
-        with self._running(layout), _own_random_numbers(self._draws, self.group):
+        with self._mark_running(layout), _draw_own_random_numbers(self._draws, self.group):
             output = forward(**self._cut(batch, layout, names))
-        return output if self._parts else self._joined(output, layout)
+        return output if self._parts else self._join_outputs(output, layout)
 
     def _is_generation(self, batch: Batch) -> bool:
         asked = bool(batch.get("use_cache")) and not torch.is_grad_enabled()
@@ -199,33 +206,33 @@ class SequenceCut:
             raise ValueError("hf_parallel: output_attentions=True needs whole matrices of scores; cp_size=1 works")
 
     @contextlib.contextmanager
-    def _running(self, layout: Layout) -> Iterator[None]:
-        former, current.cut = current.cut, Cut(layout, self._way(layout.rows)[1])
+    def _mark_running(self, layout: Layout) -> Iterator[None]:
+        former, current.cut = current.cut, Cut(layout, self._choose_way(layout.rows)[1])
         part = functools.partial(take, layout=layout, rank=self.group.rank())
         try:
-            with holding((len(layout.rows), layout.length), part):
+            with hold_tokens((len(layout.rows), layout.length), part):
                 yield
         finally:
             current.cut = former
 
-    def _layout(self, batch: Batch) -> Layout:
+    def _find_layout(self, batch: Batch) -> Layout:
         """Who holds which tokens of this batch; the last one is remembered."""
-        tokens = tokens_of(batch)
+        tokens = get_tokens_of(batch)
         mask, positions, boundaries = (batch.get(key) for key in ("attention_mask", "position_ids", "cu_seq_lens_q"))
         given = (mask, positions, boundaries)
         known = not any(tensor is not None and tensor.is_inference() for tensor in given)  # these count no versions
         key = tokens.shape[:2], given, [tensor._version if known and tensor is not None else None for tensor in given]
-        if self._last is None or not known or not _same(self._last[0], key):
+        if self._last is None or not known or not _is_same_batch(self._last[0], key):
             rows = packs.find((tokens.shape[0], tokens.shape[1]), mask, positions, boundaries)
             if mask is None and any(len(row.lengths) > 1 for row in rows) and not self.packed():
-                rows = packs.unpacked_rows(tokens.shape[0], tokens.shape[1])
-            local = local_length(tokens.shape[1], self.group.size(), self.multiple)
-            self._last = key, Layout(rows, self._way(rows)[0], local)
+                rows = packs.make_unpacked_rows(tokens.shape[0], tokens.shape[1])
+            local = compute_local_length(tokens.shape[1], self.group.size(), self.multiple)
+            self._last = key, Layout(rows, self._choose_way(rows)[0], local)
         return self._last[1]
 
-    def _way(self, rows: list[packs.Row]) -> tuple[Shape, Exchanged]:
+    def _choose_way(self, rows: list[packs.Row]) -> tuple[Shape, Exchanged]:
         """Choose how the ranks share these rows. All cp ranks choose alike, because they see whole rows."""
-        return self.ways[self.choice.of(sum(sum(row.lengths) for row in rows), packs.mean_length(rows))]
+        return self.ways[self.choice.of(sum(sum(row.lengths) for row in rows), packs.compute_mean_length(rows))]
 
     def _cut(self, batch: Batch, layout: Layout, names: list[str]) -> Batch:
         rank, whole = self.group.rank(), (len(layout.rows), layout.length)
@@ -234,23 +241,23 @@ class SequenceCut:
             if torch.is_tensor(value) and value.dim() >= 2 and value.shape[:2] == whole:
                 own[key] = take(value, layout, rank)
         if "position_ids" in names:
-            own["position_ids"] = self._positions(batch, layout)
+            own["position_ids"] = self._find_positions(batch, layout)
         if "attention_mask" in own:
             own["attention_mask"] = None
         if "use_cache" in names:
             own["use_cache"] = False
         return own
 
-    def _positions(self, batch: Batch, layout: Layout) -> torch.Tensor:
+    def _find_positions(self, batch: Batch, layout: Layout) -> torch.Tensor:
         """Return the positions of this rank's tokens in their rows; several sets where rotations have sections."""
         positions, rows = batch.get("position_ids"), len(layout.rows)
         if positions is None:
-            positions = torch.arange(layout.length, device=tokens_of(batch).device)
+            positions = torch.arange(layout.length, device=get_tokens_of(batch).device)
         if positions.dim() <= 2:
             return take(positions.expand(rows, layout.length), layout, self.group.rank())
         return torch.stack([take(one.expand(rows, layout.length), layout, self.group.rank()) for one in positions])
 
-    def _joined(self, output: ModelOutput, layout: Layout) -> ModelOutput:
+    def _join_outputs(self, output: ModelOutput, layout: Layout) -> ModelOutput:
         """Make the backbone's outputs per token whole."""
 
         def whole(value: object) -> object:
@@ -266,35 +273,37 @@ class SequenceCut:
             output[key] = whole(value)
         return output
 
-    def _whole_router_logits(
+    def _make_router_logits_whole(
         self, names: list[str], module: nn.Module, args: tuple, kwargs: Batch, output: ModelOutput
     ) -> None:
         """Make router logits [rows * length, experts] whole, because what balances experts is no sum over tokens.
 
         A hook of the backbone, after that of tp, whose ranks have parts of a cp rank's tokens.
         """
-        logits, batch = getattr(output, "router_logits", None), arguments_of(names, args, kwargs, module)
+        logits, batch = getattr(output, "router_logits", None), bind_arguments_of(names, args, kwargs, module)
         if logits and not self._is_generation(batch):
-            layout = self._layout(batch)
-            by_row = [_by_row(layer, (len(layout.rows), layout.local), type(module).__name__) for layer in logits]
+            layout = self._find_layout(batch)
+            by_row = [
+                _arrange_by_row(layer, (len(layout.rows), layout.local), type(module).__name__) for layer in logits
+            ]
             whole = (self.whole_tokens(layer, batch).flatten(0, 1) for layer in by_row)
             output["router_logits"] = tuple(layer.clone() for layer in whole)  # FSDP2 warns of outputs that are views
 
     def whole_tokens(self, tensor: torch.Tensor, batch: Batch) -> torch.Tensor:
         """[rows, own tokens, …] -> [rows, tokens, …] on all ranks, which must go on to compute the same."""
-        return join(tensor, self._layout(batch), self.group)
+        return join(tensor, self._find_layout(batch), self.group)
 
-    def _whole_for_pooler(self, module: nn.Module, args: tuple) -> tuple | None:
+    def _make_whole_for_pooler(self, module: nn.Module, args: tuple) -> tuple | None:
         cut = current.cut
         return None if cut is None else (join(args[0], cut.layout, self.group), *args[1:])
 
 
-def backbone(model: PreTrainedModel) -> PreTrainedModel:
+def find_token_reader(model: PreTrainedModel) -> PreTrainedModel:
     """Return the module that reads tokens and runs the layers; the model itself if it has no head."""
-    return token_readers(model)[0]
+    return find_token_readers(model)[0]
 
 
-def _by_row(logits: torch.Tensor, shape: tuple[int, int], name: str) -> torch.Tensor:
+def _arrange_by_row(logits: torch.Tensor, shape: tuple[int, int], name: str) -> torch.Tensor:
     """Router logits [rows * tokens, experts] of a layer -> [rows, tokens, experts]."""
     if not torch.is_tensor(logits) or logits.dim() != 2 or len(logits) != math.prod(shape):
         raise ValueError(
@@ -304,14 +313,14 @@ def _by_row(logits: torch.Tensor, shape: tuple[int, int], name: str) -> torch.Te
     return logits.unflatten(0, shape)
 
 
-def _same(one: tuple, other: tuple) -> bool:
+def _is_same_batch(one: tuple, other: tuple) -> bool:
     """Rows of the same shape with the very same tensors beside them, unchanged?"""
     alike = all(a is b for a, b in zip(one[1], other[1], strict=True))
     return alike and one[0] == other[0] and one[2] == other[2]
 
 
 @contextlib.contextmanager
-def _own_random_numbers(draws: Draws, group: dist.ProcessGroup) -> Iterator[None]:
+def _draw_own_random_numbers(draws: Draws, group: dist.ProcessGroup) -> Iterator[None]:
     """Ranks that share a state drop different things of different tokens and heads; afterwards all go on alike."""
     if not draws:
         yield

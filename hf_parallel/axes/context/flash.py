@@ -29,19 +29,19 @@ WIDEST = 256
 Given = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def fits(q: torch.Tensor) -> bool:
+def can_take_queries(q: torch.Tensor) -> bool:
     """Do the kernels take queries of this kind?"""
     if q.device.type != "cuda" or q.dtype not in (torch.float16, torch.bfloat16) or q.shape[-1] % 8:
         return False
-    return q.shape[-1] <= widest(torch.cuda.get_device_capability(q.device))
+    return q.shape[-1] <= compute_widest_head(torch.cuda.get_device_capability(q.device))
 
 
-def widest(capability: tuple[int, int]) -> int:
+def compute_widest_head(capability: tuple[int, int]) -> int:
     """The widest head of which the kernel computes gradients; there is no kernel before 8.0."""
     return WIDEST if capability >= (8, 0) else 0
 
 
-def too_old(name: str) -> str | None:
+def find_reason_of_age(name: str) -> str | None:
     """Why an installed package is not called."""
     if name != "flash_attention_2":
         return None
@@ -95,14 +95,14 @@ class TorchFlash(Flash):
 
     def _forward(self, given: Tensors, call: Call, scale: float, cap: float) -> tuple[torch.Tensor, torch.Tensor]:
         return _aten._flash_attention_forward(
-            *(*given, *call.ends, *call.longest, 0.0, call.causal, False), scale=scale, **_sides(call)
+            *(*given, *call.ends, *call.longest, 0.0, call.causal, False), scale=scale, **_make_side_arguments(call)
         )[:2]
 
     def _backward(self, given: Given, call: Call, scale: float, cap: float) -> Tensors:
         lse = given[-1]
         random = lse.new_empty(2, dtype=torch.uint64), lse.new_empty((), dtype=torch.uint64)  # of dropout: never read
         return _aten._flash_attention_backward(
-            *(*given, *call.ends, *call.longest, 0.0, call.causal, *random), scale=scale, **_sides(call)
+            *(*given, *call.ends, *call.longest, 0.0, call.causal, *random), scale=scale, **_make_side_arguments(call)
         )
 
 
@@ -110,12 +110,18 @@ class FlashAttention2(Flash):
     """The kernels of the package flash-attn, since 2.7."""
 
     def _forward(self, given: Tensors, call: Call, scale: float, cap: float) -> tuple[torch.Tensor, torch.Tensor]:
-        told = {"dropout_p": 0.0, "softmax_scale": scale, "causal": call.causal, "softcap": cap, **_sides(call)}
-        return _flash_attn()._flash_attn_varlen_forward(*given, *call.ends, *call.longest, **told)[:2]
+        told = {
+            "dropout_p": 0.0,
+            "softmax_scale": scale,
+            "causal": call.causal,
+            "softcap": cap,
+            **_make_side_arguments(call),
+        }
+        return _import_flash_attn()._flash_attn_varlen_forward(*given, *call.ends, *call.longest, **told)[:2]
 
     def _backward(self, given: Given, call: Call, scale: float, cap: float) -> Tensors:
-        found = _like(given)
-        _flash_attn()._flash_attn_varlen_backward(
+        found = _make_gradient_room(given)
+        _import_flash_attn()._flash_attn_varlen_backward(
             *(*given, *found, *call.ends, *call.longest),
             dropout_p=0.0,
             softmax_scale=scale,
@@ -123,7 +129,7 @@ class FlashAttention2(Flash):
             softcap=cap,
             alibi_slopes=None,
             deterministic=torch.are_deterministic_algorithms_enabled(),
-            **_sides(call),
+            **_make_side_arguments(call),
         )
         return found
 
@@ -132,22 +138,24 @@ class FlashAttention3(Flash):
     """The kernels of the package flash-attn-3: the operators that its module registers, as torch calls them."""
 
     def _forward(self, given: Tensors, call: Call, scale: float, cap: float) -> tuple[torch.Tensor, torch.Tensor]:
-        return _flash_attn_3().fwd(*given, **_lengths(call), softmax_scale=scale, softcap=cap, **_seen(call))[:2]
+        return _import_flash_attn_3().fwd(
+            *given, **_make_length_arguments(call), softmax_scale=scale, softcap=cap, **_make_mask_arguments(call)
+        )[:2]
 
     def _backward(self, given: Given, call: Call, scale: float, cap: float) -> Tensors:
-        found = _like(given)
-        _flash_attn_3().bwd(
+        found = _make_gradient_room(given)
+        _import_flash_attn_3().bwd(
             *(*given, *found),
-            **_lengths(call),
+            **_make_length_arguments(call),
             softmax_scale=scale,
             softcap=cap,
             deterministic=torch.are_deterministic_algorithms_enabled(),
-            **_seen(call),
+            **_make_mask_arguments(call),
         )
         return found
 
 
-def _like(given: Given) -> Tensors:
+def _make_gradient_room(given: Given) -> Tensors:
     """Room for the gradients of q, k and v."""
     _, q, k, v, _, _ = given
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
@@ -157,24 +165,24 @@ def _scale(q: torch.Tensor, scores: Scores) -> float:
     return q.shape[-1] ** -0.5 if scores.scale is None else scores.scale
 
 
-def _sides(call: Call) -> dict[str, int]:
+def _make_side_arguments(call: Call) -> dict[str, int]:
     return {"window_size_left": call.window[0], "window_size_right": call.window[1]}
 
 
-def _seen(call: Call) -> dict[str, int | bool]:
-    return {"is_causal": call.causal, **_sides(call)}
+def _make_mask_arguments(call: Call) -> dict[str, int | bool]:
+    return {"is_causal": call.causal, **_make_side_arguments(call)}
 
 
-def _lengths(call: Call) -> dict[str, torch.Tensor | int]:
+def _make_length_arguments(call: Call) -> dict[str, torch.Tensor | int]:
     (of_q, of_k), (longest_q, longest_k) = call.ends, call.longest
     return {"cu_seqlens_q": of_q, "cu_seqlens_k": of_k, "max_seqlen_q": longest_q, "max_seqlen_k": longest_k}
 
 
-def _flash_attn() -> ModuleType:
+def _import_flash_attn() -> ModuleType:
     return importlib.import_module("flash_attn.flash_attn_interface")
 
 
-def _flash_attn_3() -> ModuleType:
+def _import_flash_attn_3() -> ModuleType:
     importlib.import_module("flash_attn_interface")
     return torch.ops.flash_attn_3
 

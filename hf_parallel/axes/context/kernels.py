@@ -22,7 +22,7 @@ from typing import ClassVar, Protocol, TypeVar
 import torch
 
 from hf_parallel.axes.context.layout import Ring
-from hf_parallel.axes.context.tiles import Tile, squares
+from hf_parallel.axes.context.tiles import Tile, cut_into_squares
 
 Part = TypeVar("Part")  # what a kernel computes in one call
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -37,7 +37,7 @@ class Scores:
 
     def tiles(self, tiles: Iterable[Tile]) -> Iterable[Tile]:
         """Cut tiles to the largest size that their kernel takes."""
-        return tiles if self.cap is None else (square for tile in tiles for square in squares(tile))
+        return tiles if self.cap is None else (square for tile in tiles for square in cut_into_squares(tile))
 
 
 class Kernel(Protocol[Part]):
@@ -71,12 +71,12 @@ class Kernel(Protocol[Part]):
         """The part's share of the gradients of q, k and v; `out` and `lse` are over all keys."""
 
 
-def alignment(device: torch.device) -> int:
+def read_alignment(device: torch.device) -> int:
     """Return the number of which the width of a head has to be a multiple."""
     return 1 if device.type == "cpu" else 8
 
 
-def per_query_head(keys: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+def repeat_per_query_head(keys: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     """Keys or values [b, h / g, m, d], each as often as queries [b, h, n, d] read it."""
     groups = q.shape[1] // keys.shape[1]
     return keys if groups == 1 else keys.repeat_interleave(groups, 1)

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from hf_parallel.axes.context import packs
 from hf_parallel.axes.context.packs import Row
-from hf_parallel.axes.context.tiles import Span, Tile, tiles_of
+from hf_parallel.axes.context.tiles import Span, Tile, make_tiles_of
 
 
 @dataclass(frozen=True)
@@ -42,13 +42,13 @@ class Shape:
         return divmod(rank, self.heads)
 
 
-def local_length(length: int, ranks: int, multiple: int = 1) -> int:
+def compute_local_length(length: int, ranks: int, multiple: int = 1) -> int:
     """Return the number of tokens that each rank holds of a row, whatever its documents."""
     share = -(-length // ranks)
     return -(-share // multiple) * multiple
 
 
-def deal(lengths: Sequence[int], ring: int) -> list[list[tuple[Span, ...]]]:
+def deal_documents(lengths: Sequence[int], ring: int) -> list[list[tuple[Span, ...]]]:
     """For each ring rank and document the pieces that the rank holds, where they lie in its part and in the row."""
     held: list[list[tuple[Span, ...]]] = [[] for _ in range(ring)]
     offsets, start, turn = [0] * ring, 0, 0
@@ -66,12 +66,12 @@ def deal(lengths: Sequence[int], ring: int) -> list[list[tuple[Span, ...]]]:
                 if sizes[piece]:
                     spans.append(Span(offsets[r], sizes[piece], starts[piece]))
                     offsets[r] += sizes[piece]
-            held[r].append(_joined(spans))
+            held[r].append(_join_spans(spans))
         start += length
     return held
 
 
-def _joined(spans: list[Span]) -> tuple[Span, ...]:
+def _join_spans(spans: list[Span]) -> tuple[Span, ...]:
     if len(spans) == 2 and spans[0].start + spans[0].length == spans[1].start:
         return (Span(spans[0].offset, spans[0].length + spans[1].length, spans[0].start),)
     return tuple(spans)
@@ -111,7 +111,7 @@ class Layout:
     @functools.cached_property
     def _held(self) -> list[list[list[tuple[Span, ...]]]]:
         rows = self.rows[:1] if self.alike else self.rows
-        return [deal(row.lengths, self.shape.ring) for row in rows]
+        return [deal_documents(row.lengths, self.shape.ring) for row in rows]
 
     @functools.cached_property
     def table(self) -> torch.Tensor:
@@ -123,7 +123,7 @@ class Layout:
                 made[number] = made[0]
                 continue
             held = self._held[0 if self.alike else number]
-            made[number] = _filled(row, held, self.shape.ring, capacity).view(self.shape.size, self.local)
+            made[number] = _fill_order(row, held, self.shape.ring, capacity).view(self.shape.size, self.local)
         return torch.stack([made[number] for number in range(len(self.rows))])
 
     def on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -145,21 +145,21 @@ class Layout:
         """
         key = queries, keys, low, high
         if key not in self._tiles:
-            self._tiles[key] = [tile for tiles in self._of_documents(*key, whole=False) for tile in tiles]
+            self._tiles[key] = [tile for tiles in self._deal_documents(*key, whole=False) for tile in tiles]
         return self._tiles[key]
 
     def calls(self, queries: int, keys: int, low: float, high: float, device: torch.device) -> list[packs.Call]:
         """Return the calls of `tiles`' work for kernels that take many documents, and windows, in one call."""
         key = queries, keys, low, high, device
         if key not in self._calls:
-            documents = self._of_documents(queries, keys, low, high, whole=True)
-            self._calls[key] = packs.calls(documents, len(self.rows), self.shape.heads * self.local, device)
+            documents = self._deal_documents(queries, keys, low, high, whole=True)
+            self._calls[key] = packs.make_calls(documents, len(self.rows), self.shape.heads * self.local, device)
         return self._calls[key]
 
-    def _of_documents(self, queries: int, keys: int, low: float, high: float, whole: bool) -> Iterator[list[Tile]]:
+    def _deal_documents(self, queries: int, keys: int, low: float, high: float, whole: bool) -> Iterator[list[Tile]]:
         for number, held in enumerate(self._held):
             for mine, theirs in zip(held[queries], held[keys], strict=True):
-                yield tiles_of(None if self.alike else number, mine, theirs, low, high, whole)
+                yield make_tiles_of(None if self.alike else number, mine, theirs, low, high, whole)
 
     def work(self, ring_rank: int, low: float, high: float) -> int:
         """Count the pairs of a query and a key that ring rank `ring_rank` looks at."""
@@ -167,7 +167,7 @@ class Layout:
         return rows * sum(t.pairs for keys in range(self.shape.ring) for t in self.tiles(ring_rank, keys, low, high))
 
 
-def _filled(row: Row, held: list[list[tuple[Span, ...]]], ring: int, capacity: int) -> torch.Tensor:
+def _fill_order(row: Row, held: list[list[tuple[Span, ...]]], ring: int, capacity: int) -> torch.Tensor:
     """[ring * capacity]: tokens of documents as dealt, those of none where there is room, -1 at the end."""
     order, inside = row.tokens(), sum(row.lengths)
     loose, parts = order[inside:], []

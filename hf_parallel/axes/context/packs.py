@@ -49,12 +49,12 @@ class Row:
         return torch.arange(self.length) if self.order is None else self.order
 
 
-def unpacked_rows(rows: int, length: int) -> list[Row]:
+def make_unpacked_rows(rows: int, length: int) -> list[Row]:
     """Rows of one document each."""
     return [Row(length, (length,))] * rows
 
 
-def mean_length(rows: list[Row]) -> float:
+def compute_mean_length(rows: list[Row]) -> float:
     """Return the mean, over tokens, of the length of a token's document."""
     lengths = [length for row in rows for length in row.lengths]
     return sum(length * length for length in lengths) / max(1, sum(lengths))
@@ -83,28 +83,28 @@ def find(
         place = torch.arange(length, device=boundaries.device)
         numbers = (torch.searchsorted(boundaries.to(place.dtype), place, right=True) - 1)[None]
     else:
-        return unpacked_rows(rows, length)
-    return numbered(numbers.expand(rows, length))
+        return make_unpacked_rows(rows, length)
+    return read_numbered_rows(numbers.expand(rows, length))
 
 
-def numbered(numbers: torch.Tensor) -> list[Row]:
+def read_numbered_rows(numbers: torch.Tensor) -> list[Row]:
     """The rows whose tokens belong to these documents [rows, length], less those of a negative number."""
-    return [_row(number) for number in numbers.cpu()]  # the one thing about a batch that the host has to know
+    return [_read_row(number) for number in numbers.cpu()]  # the one thing about a batch that the host has to know
 
 
-def _row(numbers: torch.Tensor) -> Row:
+def _read_row(numbers: torch.Tensor) -> Row:
     length = len(numbers)
     inside = numbers >= 0
     if bool(inside.all()) and bool((numbers.diff() >= 0).all()):
-        return Row(length, _counts(numbers))
+        return Row(length, _count_documents(numbers))
     order = torch.where(inside, numbers, numbers.max() + 1).argsort(stable=True)
     kept = order[: int(inside.sum())]
     steps = kept.diff() != 1
     whole = not bool((steps & (numbers[kept].diff() == 0)).any())
-    return Row(length, _counts(numbers[kept]), order, whole)
+    return Row(length, _count_documents(numbers[kept]), order, whole)
 
 
-def _counts(numbers: torch.Tensor) -> tuple[int, ...]:
+def _count_documents(numbers: torch.Tensor) -> tuple[int, ...]:
     return tuple(torch.unique_consecutive(numbers, return_counts=True)[1].tolist())
 
 
@@ -137,7 +137,7 @@ class Call:
         return self.window == CAUSAL
 
 
-def calls(documents: Iterable[list[Tile]], rows: int, length: int, device: torch.device) -> list[Call]:
+def make_calls(documents: Iterable[list[Tile]], rows: int, length: int, device: torch.device) -> list[Call]:
     """The tiles of each document as calls.
 
     Args:
@@ -147,13 +147,15 @@ def calls(documents: Iterable[list[Tile]], rows: int, length: int, device: torch
     grouped: dict[tuple[Window, int], list[Tile]] = {}
     for tiles in documents:
         for number, tile in enumerate(tiles):
-            window = window_of(tile)
-            again = sum(_share(tile, other) and window_of(other) == window for other in tiles[:number])
+            window = compute_window_of(tile)
+            again = sum(
+                _can_share_call(tile, other) and compute_window_of(other) == window for other in tiles[:number]
+            )
             grouped.setdefault((window, again), []).append(tile)  # a query is in a call once: outputs are not added
-    return [_call(tiles, window, rows, length, device) for (window, _), tiles in grouped.items()]
+    return [_make_call(tiles, window, rows, length, device) for (window, _), tiles in grouped.items()]
 
 
-def window_of(tile: Tile) -> Window:
+def compute_window_of(tile: Tile) -> Window:
     """(keys before, keys after) the key at a query's place, counted from the ends of both."""
     if tile.kind != "band":
         return CAUSAL if tile.kind == "causal" else ALL
@@ -164,11 +166,11 @@ def window_of(tile: Tile) -> Window:
     return -1 if left >= keys - 1 else int(left), -1 if right >= queries - 1 else int(right)
 
 
-def _share(one: Tile, other: Tile) -> bool:
+def _can_share_call(one: Tile, other: Tile) -> bool:
     return one.q.start < other.q.stop and other.q.start < one.q.stop
 
 
-def _call(tiles: list[Tile], window: Window, rows: int, length: int, device: torch.device) -> Call:
+def _make_call(tiles: list[Tile], window: Window, rows: int, length: int, device: torch.device) -> Call:
     lists = [range(rows) if tile.row is None else (tile.row,) for tile in tiles]
     of_rows = [(tile, row * length) for tile, own in zip(tiles, lists, strict=True) for row in own]
     queries = [(first + tile.q.start, tile.q.stop - tile.q.start) for tile, first in of_rows]
@@ -176,16 +178,16 @@ def _call(tiles: list[Tile], window: Window, rows: int, length: int, device: tor
     longest = [max(count for _, count in parts) for parts in (queries, keys)]
     if window not in (ALL, CAUSAL):  # kernels count a side that is open, or larger than this, by the longest keys
         longest[1] = max(longest)
-    ends = _ends(queries, device), _ends(keys, device)
-    return Call(_place(queries, device), _place(keys, device), ends, (longest[0], longest[1]), window)
+    ends = _compute_ends(queries, device), _compute_ends(keys, device)
+    return Call(_make_place(queries, device), _make_place(keys, device), ends, (longest[0], longest[1]), window)
 
 
-def _ends(parts: list[tuple[int, int]], device: torch.device) -> torch.Tensor:
+def _compute_ends(parts: list[tuple[int, int]], device: torch.device) -> torch.Tensor:
     ends = [0, *itertools.accumulate(count for _, count in parts)]
     return upload(torch.tensor(ends, dtype=torch.int32), device)
 
 
-def _place(parts: list[tuple[int, int]], device: torch.device) -> Place:
+def _make_place(parts: list[tuple[int, int]], device: torch.device) -> Place:
     """A slice where that is enough: nothing is copied then."""
     if all(start + count == after for (start, count), (after, _) in itertools.pairwise(parts)):
         return slice(parts[0][0], sum(parts[-1]))

@@ -24,7 +24,7 @@ from hf_parallel.axes.context.kernels import Kernel, Scores
 from hf_parallel.axes.context.layout import Ring
 from hf_parallel.axes.context.ulysses import to_heads_with_output, to_tokens
 from hf_parallel.ranks import start_all_gather, start_reduce_scatter
-from hf_parallel.ranks.observed import ATTENTION, kept_or
+from hf_parallel.ranks.observed import ATTENTION, keep_or_compute
 
 if TYPE_CHECKING:
     from hf_parallel.ranks.differentiable import Context
@@ -38,13 +38,13 @@ def pick(q: torch.Tensor, scores: Scores, asked: str) -> Kernel:
     """
     if asked in flash.PACKAGES:
         kernel = flash.PACKAGES[asked]
-        if not flash.fits(q):
+        if not flash.can_take_queries(q):
             raise NotImplementedError(
                 f"hf_parallel: attention={asked}: heads of {q.shape[-1]} numbers in {q.dtype} on {q.device.type} are "
                 "not computed; fp16 or bf16 on CUDA with heads of at most 256, or attention=auto, works"
             )
         return kernel
-    return flash.TORCH if scores.cap is None and flash.fits(q) else tiled.TILES
+    return flash.TORCH if scores.cap is None and flash.can_take_queries(q) else tiled.TILES
 
 
 class Exchange:
@@ -80,7 +80,7 @@ class Exchange:
         return self.received
 
 
-def _blocks(ring: Ring, own: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+def _receive_blocks(ring: Ring, own: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
     """(ring rank, its keys and values [2, b, h, n, d]), own ones first; the next travel while these are used."""
     if ring.gathered and ring.size > 1:
         assert ring.group is not None
@@ -91,13 +91,13 @@ def _blocks(ring: Ring, own: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]
         return
     arrived: torch.Tensor | None = own
     for step in range(ring.size):
-        following = None if step + 1 == ring.size else _next_keys(ring, own, step + 1)
+        following = None if step + 1 == ring.size else _start_next_exchange(ring, own, step + 1)
         if arrived is not None:
             yield (ring.rank - step) % ring.size, arrived
         arrived = None if following is None else following.wait()
 
 
-def _next_keys(ring: Ring, own: torch.Tensor, step: int) -> Exchange:
+def _start_next_exchange(ring: Ring, own: torch.Tensor, step: int) -> Exchange:
     to, source = (ring.rank + step) % ring.size, (ring.rank - step) % ring.size
     wanted, needed = ring.sees(to, ring.rank), ring.sees(ring.rank, source)
     return Exchange(ring.group, own if wanted else None, to, own if needed else None, source)
@@ -119,7 +119,7 @@ class RingAttention(torch.autograd.Function):
         scores: Scores,
         ring: Ring,
     ) -> torch.Tensor:
-        out, lse = kept_or(lambda: _forward(q, k, v, sinks, scores, ring), ATTENTION)
+        out, lse = keep_or_compute(lambda: _run_ring_forward(q, k, v, sinks, scores, ring), ATTENTION)
         ctx.save_for_backward(q, k, v, sinks, out, lse)
         ctx.scores, ctx.ring = scores, ring
         return out
@@ -131,17 +131,17 @@ class RingAttention(torch.autograd.Function):
         if ctx.ring.heads is not None:
             gradient, out = to_heads_with_output(gradient, out, ctx.ring.heads)
         work = Gradients(gradient, q, out, lse, ctx.scores, pick(q, ctx.scores, ctx.ring.kernel))
-        pair = _backward(work, torch.stack([k, v]), ctx.ring)
+        pair = _collect_key_gradients(work, torch.stack([k, v]), ctx.ring)
         of_sinks = None if sinks is None else work.of_sinks(sinks)
         return work.dq.to(q.dtype), pair[0].to(k.dtype), pair[1].to(v.dtype), of_sinks, None, None
 
 
-def _forward(
+def _run_ring_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, scores: Scores, ring: Ring
 ) -> tuple[torch.Tensor, torch.Tensor]:
     total = Sum(q, scores, pick(q, scores, ring.kernel))
-    for keys, pair in _blocks(ring, torch.stack([k, v])):
-        total.add(pair[0], pair[1], _parts(ring, keys, total))
+    for keys, pair in _receive_blocks(ring, torch.stack([k, v])):
+        total.add(pair[0], pair[1], _attend_to_parts(ring, keys, total))
         del pair  # or there would be three blocks while the one after the next is asked for
     if sinks is not None:
         total.with_sinks(sinks)
@@ -149,20 +149,20 @@ def _forward(
     return (out if ring.heads is None else to_tokens(out, ring.heads)), total.lse
 
 
-def _backward(work: Gradients, own: torch.Tensor, ring: Ring) -> torch.Tensor:
+def _collect_key_gradients(work: Gradients, own: torch.Tensor, ring: Ring) -> torch.Tensor:
     """The gradients of this rank's keys and values, from all ranks that have seen them."""
     if ring.gathered and ring.size > 1:
         assert ring.group is not None
         everything = torch.empty(ring.size, *own.shape, dtype=work.dq.dtype, device=own.device)
-        for keys, pair in _blocks(ring, own):
-            everything[keys] = work.add(pair[0], pair[1], _parts(ring, keys, work))
+        for keys, pair in _receive_blocks(ring, own):
+            everything[keys] = work.add(pair[0], pair[1], _attend_to_parts(ring, keys, work))
         return start_reduce_scatter(everything, ring.group).wait()
     total, returning = torch.zeros(0), None
     arrived: torch.Tensor | None = own
     for step in range(ring.size):
-        following = None if step + 1 == ring.size else _next_keys(ring, own, step + 1)
+        following = None if step + 1 == ring.size else _start_next_exchange(ring, own, step + 1)
         keys = (ring.rank - step) % ring.size
-        found = None if arrived is None else work.add(arrived[0], arrived[1], _parts(ring, keys, work))
+        found = None if arrived is None else work.add(arrived[0], arrived[1], _attend_to_parts(ring, keys, work))
         if step == 0:
             assert found is not None
             total = found
@@ -174,7 +174,7 @@ def _backward(work: Gradients, own: torch.Tensor, ring: Ring) -> torch.Tensor:
     return total
 
 
-def _parts(ring: Ring, keys: int, work: Sum | Gradients) -> Iterable[Part]:
+def _attend_to_parts(ring: Ring, keys: int, work: Sum | Gradients) -> Iterable[Part]:
     return work.kernel.parts(ring, keys, work.scores, work.lse.device)
 
 

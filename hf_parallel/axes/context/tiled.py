@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 
 from hf_parallel.axes.context import capped
-from hf_parallel.axes.context.kernels import Scores, Tensors, per_query_head
+from hf_parallel.axes.context.kernels import Scores, Tensors, repeat_per_query_head
 from hf_parallel.axes.context.layout import Ring
 from hf_parallel.axes.context.tiles import Tile
 
@@ -34,12 +34,12 @@ class Tiles:
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: Tile, scores: Scores
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Output [b, h, n, d], log-sum-exp [b, h, n] in fp32."""
-        causal, mask, scale = part.kind == "causal", _mask(part, q), scores.scale
+        causal, mask, scale = part.kind == "causal", _make_band_mask(part, q), scores.scale
         if scores.cap is not None:
-            return capped.forward(q, per_query_head(k, q), per_query_head(v, q), mask, scale, scores.cap)
+            return capped.forward(q, repeat_per_query_head(k, q), repeat_per_query_head(v, q), mask, scale, scores.cap)
         if q.device.type == "cpu":
             return _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
-        k, v = per_query_head(k, q), per_query_head(v, q)
+        k, v = repeat_per_query_head(k, q), repeat_per_query_head(v, q)
         out, lse, *_ = _aten._scaled_dot_product_efficient_attention(q, k, v, mask, True, 0.0, causal, scale=scale)
         return out, lse[..., : q.shape[2]]  # padded to a multiple of 32
 
@@ -55,32 +55,32 @@ class Tiles:
         scores: Scores,
     ) -> Tensors:
         """The tile's share of the gradients of q, k and v."""
-        causal, mask, scale, lse = part.kind == "causal", _mask(part, q), scores.scale, lse.contiguous()
+        causal, mask, scale, lse = part.kind == "causal", _make_band_mask(part, q), scores.scale, lse.contiguous()
         if scores.cap is None and q.device.type == "cpu":
             return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 gradient, q, k, v, out, lse, 0.0, causal, attn_mask=mask, scale=scale
             )
         groups = q.shape[1] // k.shape[1]
-        k, v = per_query_head(k, q), per_query_head(v, q)
+        k, v = repeat_per_query_head(k, q), repeat_per_query_head(v, q)
         if scores.cap is not None:
-            dq, dk, dv = capped.backward(gradient, q, k, v, out, lse, mask, scale, scores.cap)
+            dq, dk, dv = capped.run_capped_backward(gradient, q, k, v, out, lse, mask, scale, scores.cap)
         else:
             lse = torch.nn.functional.pad(lse, (0, -q.shape[2] % 32), value=float("inf"))
             seed = torch.zeros(1, dtype=torch.uint64, device=q.device)  # of dropout, which there is none of
             dq, dk, dv, _ = _aten._scaled_dot_product_efficient_attention_backward(
                 *(gradient, q, k, v, mask, out, lse, seed, seed, 0.0, [True, True, True, False], causal), scale=scale
             )
-        return dq, _per_key_head(dk, groups), _per_key_head(dv, groups)
+        return dq, _sum_per_key_head(dk, groups), _sum_per_key_head(dv, groups)
 
 
 TILES = Tiles()
 
 
-def _per_key_head(gradient: torch.Tensor, groups: int) -> torch.Tensor:
+def _sum_per_key_head(gradient: torch.Tensor, groups: int) -> torch.Tensor:
     return gradient if groups == 1 else gradient.unflatten(1, (-1, groups)).sum(2)
 
 
-def _mask(tile: Tile, q: torch.Tensor) -> torch.Tensor | None:
+def _make_band_mask(tile: Tile, q: torch.Tensor) -> torch.Tensor | None:
     """Return a band's mask: zero where a query sees a key, finite elsewhere, as a row may see nothing in this tile."""
     if tile.kind != "band":
         return None

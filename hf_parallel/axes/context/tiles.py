@@ -55,7 +55,7 @@ class Tile:
         return total
 
 
-def tiles_of(
+def make_tiles_of(
     row: int | None, queries: tuple[Span, ...], keys: tuple[Span, ...], low: float, high: float, whole: bool = False
 ) -> list[Tile]:
     """The tiles of one document, whose queries see keys `low` to `high` tokens before them.
@@ -67,14 +67,14 @@ def tiles_of(
         return []
     everything = float("inf")
     if low == -everything and high == everything:
-        return [Tile(row, _slice(queries), _slice(keys), "full")]
+        return [Tile(row, _join_to_slice(queries), _join_to_slice(keys), "full")]
     if low == 0 and high == everything and queries == keys:
-        return [Tile(row, _slice(queries), _slice(keys), "causal")]
-    found = [tile for q in queries for k in keys for tile in _pair(row, q, k, low, high, whole)]
-    return _merged(_merged(found, by_keys=True), by_keys=False)
+        return [Tile(row, _join_to_slice(queries), _join_to_slice(keys), "causal")]
+    found = [tile for q in queries for k in keys for tile in _make_tiles_of_pair(row, q, k, low, high, whole)]
+    return _merge_tiles(_merge_tiles(found, by_keys=True), by_keys=False)
 
 
-def squares(tile: Tile) -> Iterator[Tile]:
+def cut_into_squares(tile: Tile) -> Iterator[Tile]:
     """The tile in parts of at most `SQUARE` queries by as many keys, without those of which no pair counts."""
     for top in range(tile.q.start, tile.q.stop, SQUARE):
         for left in range(tile.k.start, tile.k.stop, SQUARE):
@@ -88,33 +88,33 @@ def squares(tile: Tile) -> Iterator[Tile]:
                 yield Tile(tile.row, q, k, "band", (behind, low, high))
 
 
-def _slice(spans: tuple[Span, ...]) -> slice:
+def _join_to_slice(spans: tuple[Span, ...]) -> slice:
     """Pieces of a document lie next to each other in a rank's part."""
     return slice(spans[0].offset, spans[-1].offset + spans[-1].length)
 
 
-def _pair(row: int | None, q: Span, k: Span, low: float, high: float, whole: bool) -> Iterator[Tile]:
+def _make_tiles_of_pair(row: int | None, q: Span, k: Span, low: float, high: float, whole: bool) -> Iterator[Tile]:
     nearest, farthest = q.start - (k.start + k.length - 1), q.start + q.length - 1 - k.start
     if farthest < low or nearest > high:
         return
     if nearest >= low and farthest <= high:
-        yield Tile(row, _slice((q,)), _slice((k,)), "full")
+        yield Tile(row, _join_to_slice((q,)), _join_to_slice((k,)), "full")
     elif q.start == k.start and q.length == k.length and low == 0 and high >= q.length - 1:
-        yield Tile(row, _slice((q,)), _slice((k,)), "causal")
+        yield Tile(row, _join_to_slice((q,)), _join_to_slice((k,)), "causal")
     elif whole:
-        yield from _trimmed(row, q, k, low, high)
+        yield from _trim_band(row, q, k, low, high)
     else:
         for first in range(0, q.length, SQUARE):
             part = Span(q.offset + first, min(SQUARE, q.length - first), q.start + first)
             yield from _strip(row, part, k, low, high)
 
 
-def _trimmed(row: int | None, q: Span, k: Span, low: float, high: float) -> Iterator[Tile]:
+def _trim_band(row: int | None, q: Span, k: Span, low: float, high: float) -> Iterator[Tile]:
     """The band of queries that see a key, and of keys that a query sees."""
     begin, end = max(k.start, q.start - high), min(k.start + k.length, q.start + q.length - low)
     first, after = max(q.start, begin + low), min(q.start + q.length, end + high)
     seeing = Span(q.offset + int(first) - q.start, int(after - first), int(first))
-    yield from _band(row, seeing, k, begin, end, low, high)
+    yield from _make_band_tiles(row, seeing, k, begin, end, low, high)
 
 
 def _strip(row: int | None, q: Span, k: Span, low: float, high: float) -> Iterator[Tile]:
@@ -123,23 +123,25 @@ def _strip(row: int | None, q: Span, k: Span, low: float, high: float) -> Iterat
     begin, end = max(k.start, q.start - high), min(k.start + k.length, last - low + 1)
     full, after = max(begin, last - high), min(end, q.start - low + 1)
     if full >= after:
-        yield from _band(row, q, k, begin, end, low, high)
+        yield from _make_band_tiles(row, q, k, begin, end, low, high)
         return
-    yield from _band(row, q, k, begin, full, low, high)
-    yield Tile(row, _slice((q,)), _keys(k, full, after), "full")
-    yield from _band(row, q, k, after, end, low, high)
+    yield from _make_band_tiles(row, q, k, begin, full, low, high)
+    yield Tile(row, _join_to_slice((q,)), _slice_keys(k, full, after), "full")
+    yield from _make_band_tiles(row, q, k, after, end, low, high)
 
 
-def _band(row: int | None, q: Span, k: Span, begin: float, end: float, low: float, high: float) -> Iterator[Tile]:
+def _make_band_tiles(
+    row: int | None, q: Span, k: Span, begin: float, end: float, low: float, high: float
+) -> Iterator[Tile]:
     if end > begin:
-        yield Tile(row, _slice((q,)), _keys(k, begin, end), "band", (q.start - int(begin), low, high))
+        yield Tile(row, _join_to_slice((q,)), _slice_keys(k, begin, end), "band", (q.start - int(begin), low, high))
 
 
-def _keys(k: Span, begin: float, end: float) -> slice:
+def _slice_keys(k: Span, begin: float, end: float) -> slice:
     return slice(k.offset + int(begin) - k.start, k.offset + int(end) - k.start)
 
 
-def _merged(tiles: list[Tile], by_keys: bool) -> list[Tile]:
+def _merge_tiles(tiles: list[Tile], by_keys: bool) -> list[Tile]:
     """Full tiles that are neighbours along the queries (`by_keys`: with the same keys), or along the keys, as one."""
     merged: list[Tile] = []
     for tile in tiles:

@@ -22,12 +22,12 @@ def to_heads(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """q [b, h, n, d], k and v [b, h / g, n, d] -> [b, h / U, U n, d] and as many of k and v as these heads read."""
     ranks = group.size()
-    repeats = key_repeats(q.shape[1], k.shape[1], ranks)
+    repeats = compute_key_repeats(q.shape[1], k.shape[1], ranks)
     if repeats > 1:
         k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
     parts = [tensor.unflatten(1, (ranks, -1)) for tensor in (q, k, v)]
     arrived = exchange_equally(torch.cat(parts, 2).movedim(1, 0), group)  # [U, b, heads, n, d]
-    whole = _all_tokens(arrived)
+    whole = _join_all_tokens(arrived)
     return tuple(whole.split([part.shape[2] for part in parts], 1))
 
 
@@ -44,7 +44,7 @@ def to_heads_with_output(
     wide = torch.promote_types(out.dtype, torch.float32)
     products = (gradient.to(wide) * out).sum(-1, keepdim=True)
     both = torch.cat([gradient, products.view(gradient.dtype)], -1)  # two numbers of 16 bits for one of 32
-    whole = _all_tokens(exchange_equally(both.unflatten(1, (group.size(), -1)).movedim(1, 0), group))
+    whole = _join_all_tokens(exchange_equally(both.unflatten(1, (group.size(), -1)).movedim(1, 0), group))
     gradient, products = whole[..., : out.shape[-1]].contiguous(), whole[..., out.shape[-1] :].contiguous().view(wide)
     size = gradient.abs().amax(-1, keepdim=True).to(wide)
     size = size.masked_fill_(size == 0, 1)
@@ -53,12 +53,12 @@ def to_heads_with_output(
     return gradient, (unit * (products / size / squares.masked_fill_(squares == 0, 1))).to(out.dtype)
 
 
-def _all_tokens(arrived: torch.Tensor) -> torch.Tensor:
+def _join_all_tokens(arrived: torch.Tensor) -> torch.Tensor:
     """[U, b, heads, n, d] -> [b, heads, U n, d]."""
     return arrived.permute(1, 2, 0, 3, 4).flatten(2, 3)
 
 
-def key_repeats(heads: int, kv_heads: int, ranks: int) -> int:
+def compute_key_repeats(heads: int, kv_heads: int, ranks: int) -> int:
     """Return how often each key/value head is sent, so that every rank gets those that its query heads read."""
     if kv_heads % ranks == 0:
         return 1

@@ -38,7 +38,7 @@ class Data(Axis[None, DataPart]):
         if scalar is not None and config.sharing_size > 1 and config.pp_size > 1:
             why = f"a pipeline on several data ranks cannot reduce the gradient of the scalar {scalar}"
             refuse(f"pp_size={config.pp_size}", why, "pp_size=1")
-        return DataPart(_when_reduced(config) if config.dp_shard_size > 1 else None)
+        return DataPart(_describe_reduction(config) if config.dp_shard_size > 1 else None)
 
     def notes(self, part: DataPart) -> list[str]:
         return [] if part.line is None else [part.line]
@@ -47,8 +47,8 @@ class Data(Axis[None, DataPart]):
         """Shard each root, layer by layer: what is sharded goes to the device alone. Of no shards all goes at once."""
         from hf_parallel.axes.data.batch_norm import share_batch_norms
         from hf_parallel.axes.data.chosen_modules import share_choices
-        from hf_parallel.axes.data.gradients import HELD, HeldGradients, at_rest
-        from hf_parallel.axes.data.lowered import before_call, lower_once_per_call, lowered_dtype
+        from hf_parallel.axes.data.gradients import HELD, HeldGradients, find_resting_parameters
+        from hf_parallel.axes.data.lowered import begin_at_call, find_lowered_dtype, lower_once_per_call
         from hf_parallel.axes.data.shared_towers import share_towers
         from hf_parallel.axes.data.zero import move_rest, shard_data_parallel
 
@@ -69,21 +69,21 @@ class Data(Axis[None, DataPart]):
         if mesh.config.sharing_size == 1:
             begin = lower_once_per_call(building.roots, mesh.device)
             if building.pipeline is None:
-                before_call(model, begin)
+                begin_at_call(model, begin)
             else:
                 building.services.before_run = begin
         if building.pipeline is not None:
             stage = building.roots[0][0]
-            building.services.lowered_dtype = lambda: lowered_dtype(stage, mesh.device)
+            building.services.lowered_dtype = lambda: find_lowered_dtype(stage, mesh.device)
             if mesh.config.sharing_size > 1:
                 roots = [root for root, _ in building.roots]
-                building.services.at_rest = functools.partial(at_rest, roots)
+                building.services.at_rest = functools.partial(find_resting_parameters, roots)
                 building.services.held = HeldGradients(roots)
                 building.services.reduce_stages = building.services.held.reduce
                 setattr(building.pipeline.stages, HELD, building.services.held)
 
 
-def _when_reduced(config: ParallelConfig) -> str:
+def _describe_reduction(config: ParallelConfig) -> str:
     shards = config.dp_shard_size
     if config.reduces_each_micro_batch:
         return (

@@ -41,10 +41,12 @@ class SharedBatchNorm(_BatchNorm):
         x, dims = input.float(), [0, *range(2, input.ndim)]
         shape, counts = (1, -1, *(1,) * (input.ndim - 2)), float(not is_absent())
         rows = x.new_full((1,), input.numel() / input.shape[1])
-        *sums, count = self._over_data_ranks(torch.cat([x.sum(dims), rows]) * counts).split([input.shape[1], 1])
+        *sums, count = self._normalize_over_data_ranks(torch.cat([x.sum(dims), rows]) * counts).split(
+            [input.shape[1], 1]
+        )
         mean = sums[0] / count
         centred = x - mean.view(shape)
-        variance = self._over_data_ranks(centred.square().sum(dims) * counts) / count
+        variance = self._normalize_over_data_ranks(centred.square().sum(dims) * counts) / count
         if self.training and self.track_running_stats:
             self._collect(mean.detach(), (variance * count / (count - 1).clamp(min=1)).detach())
         y = centred * torch.rsqrt(variance + self.eps).view(shape)
@@ -52,7 +54,7 @@ class SharedBatchNorm(_BatchNorm):
             y = y * self.weight.float().view(shape) + self.bias.float().view(shape)
         return y.to(input.dtype)
 
-    def _over_data_ranks(self, part: torch.Tensor) -> torch.Tensor:
+    def _normalize_over_data_ranks(self, part: torch.Tensor) -> torch.Tensor:
         return reduce_from_group(copy_to_group(part, self.group), self.group)
 
     @torch.no_grad()

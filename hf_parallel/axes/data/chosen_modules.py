@@ -25,11 +25,11 @@ def share_choices(model: nn.Module, mesh: ParallelMesh) -> None:
     if mesh.size("cp") > 1:
         groups.append(mesh["cp"].get_group())
     for module in model.modules():
-        if isinstance(module, nn.ModuleList | nn.ModuleDict) and "forward" in _own_names(type(module)):
+        if isinstance(module, nn.ModuleList | nn.ModuleDict) and "forward" in _list_own_names(type(module)):
             put_in_front(SharedChoices, module).follow(groups)
 
 
-def _own_names(kind: type) -> set[str]:
+def _list_own_names(kind: type) -> set[str]:
     """The names that a class has beside those of torch."""
     return {name for base in kind.__mro__ if not base.__module__.startswith("torch.") for name in vars(base)}
 

@@ -29,12 +29,12 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hf_parallel.axes.data import units
-from hf_parallel.axes.data.units import parameter_groups, state_of
-from hf_parallel.axes.eight_bit import WHOLE, W, largest_number, tensorwise
+from hf_parallel.axes.data.units import get_state_of, iterate_parameter_groups
+from hf_parallel.axes.eight_bit import WHOLE, W, find_largest_number, tensorwise
 from hf_parallel.ranks import all_reduce
-from hf_parallel.ranks.all_to_all import pack, packed_bytes, reduce_scatter, unpack
-from hf_parallel.ranks.differentiable import all_gather_op
-from hf_parallel.ranks.mesh import ParallelMesh, axis_ranks
+from hf_parallel.ranks.all_to_all import count_packed_bytes, pack_rows, reduce_scatter, unpack
+from hf_parallel.ranks.differentiable import call_all_gather
+from hf_parallel.ranks.mesh import ParallelMesh, list_axis_ranks
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
@@ -57,10 +57,10 @@ _nodes: weakref.WeakKeyDictionary[ParallelMesh, Nodes] = weakref.WeakKeyDictiona
 def compress(root: nn.Module, mesh: ParallelMesh) -> None:
     """Give the units below `root` the collectives that the mesh's config asks for. Collective at a mesh's first."""
     config = mesh.config
-    nodes = None if config.hierarchical_shard is None else _nodes_of(mesh, config.hierarchical_shard)
-    for unit in units.sharded_modules(root):
+    nodes = None if config.hierarchical_shard is None else _find_nodes_of(mesh, config.hierarchical_shard)
+    for unit in units.iterate_sharded_modules(root):
         if nodes is not None or config.quantize_weights != "none":
-            for group in units.groups_of(unit):
+            for group in units.get_groups_of(unit):
                 unit.set_custom_all_gather(GatherWeights(group, config.quantize_weights, nodes))
         if config.quantize_gradients != "none":
             unit.set_custom_reduce_scatter(
@@ -68,14 +68,14 @@ def compress(root: nn.Module, mesh: ParallelMesh) -> None:
             )
 
 
-def groups_of(mesh: ParallelMesh) -> list[dist.ProcessGroup]:
+def list_compression_groups(mesh: ParallelMesh) -> list[dist.ProcessGroup]:
     """The groups beside the mesh's own that weights and gradients travel in."""
     return [_nodes[mesh].within, _nodes[mesh].across] if mesh in _nodes else []
 
 
-def _nodes_of(mesh: ParallelMesh, size: int) -> Nodes:
+def _find_nodes_of(mesh: ParallelMesh, size: int) -> Nodes:
     if mesh not in _nodes:
-        shards = axis_ranks(mesh.config, "dp_shard")
+        shards = list_axis_ranks(mesh.config, "dp_shard")
         within = [ranks[start : start + size] for ranks in shards for start in range(0, len(ranks), size)]
         across = [ranks[place::size] for ranks in shards for place in range(size)]
         _nodes[mesh] = Nodes(mesh.groups.along(within), mesh.groups.along(across))
@@ -136,22 +136,22 @@ class GatherWeights(_Allocates, AllGather):
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
         """Fill `output_tensor` with the shards of all ranks."""
-        spans = [] if self.kind == "none" else _spans(self.group.fsdp_params)
+        spans = [] if self.kind == "none" else _make_spans(self.group.fsdp_params)
         quantized = any(span.dtype for span in spans)
-        own = _packed(input_tensor, spans, self.kind) if quantized else input_tensor.view(torch.uint8)
+        own = _pack_shard(input_tensor, spans, self.kind) if quantized else input_tensor.view(torch.uint8)
         plain = output_tensor.view(torch.uint8).view(group.size(), -1)
         shards = own.new_empty(group.size(), own.numel()) if quantized else plain
 
         def finish() -> None:
             if quantized:
-                _unpacked(shards, spans, self.kind, plain)
+                _unpack_shards(shards, spans, self.kind, plain)
 
         if self.nodes is not None:
-            return self._in_two_hops(shards, own, finish, async_op)
-        work = all_gather_op(shards.view(-1), own, group=group, async_op=async_op)
-        return _finished(work, finish)
+            return self._gather_in_two_hops(shards, own, finish, async_op)
+        work = call_all_gather(shards.view(-1), own, group=group, async_op=async_op)
+        return _finish_work(work, finish)
 
-    def _in_two_hops(
+    def _gather_in_two_hops(
         self, shards: torch.Tensor, own: torch.Tensor, finish: Callable[[], None], async_op: bool
     ) -> dist.Work | None:
         assert self.nodes is not None
@@ -160,7 +160,7 @@ class GatherWeights(_Allocates, AllGather):
 
         def inside() -> None:
             received = own.new_empty(within.size(), part.numel())
-            all_gather_op(received.view(-1), part, group=within)
+            call_all_gather(received.view(-1), part, group=within)
             by_node = received.view(within.size(), across.size(), -1).transpose(0, 1)
             shards.view(by_node.shape).copy_(by_node)
             finish()
@@ -168,26 +168,26 @@ class GatherWeights(_Allocates, AllGather):
         if self.kept is not None and self.group._training_state == TrainingState.PRE_BACKWARD:
             part = self.kept
             streams.current_stream().wait_event(self._written)
-            return _finished(None, inside)
+            return _finish_work(None, inside)
         part = own.new_empty(across.size() * own.numel())
-        work = all_gather_op(part, own, group=across, async_op=async_op)
+        work = call_all_gather(part, own, group=across, async_op=async_op)
 
         def keep() -> None:
             if self.group._reshard_after_forward:
                 self.kept, self._written = part, streams.current_stream().record_event()
             inside()
 
-        return _finished(work, keep)
+        return _finish_work(work, keep)
 
 
-def _finished(work: dist.Work | None, then: Callable[[], None]) -> dist.Work | None:
+def _finish_work(work: dist.Work | None, then: Callable[[], None]) -> dist.Work | None:
     if work is not None:
         return _Then(work, then)
     then()
     return None
 
 
-def _spans(parameters: list[FSDPParam]) -> list[Span]:
+def _make_spans(parameters: list[FSDPParam]) -> list[Span]:
     """Return how the bytes of a shard are treated; `parameters` are those of torch's group, in their order."""
     frozen = any(not held.sharded_param.requires_grad for held in parameters)
     found: list[Span] = []
@@ -205,24 +205,24 @@ def _spans(parameters: list[FSDPParam]) -> list[Span]:
     return found
 
 
-def _packed(shard: torch.Tensor, spans: list[Span], kind: str) -> torch.Tensor:
+def _pack_shard(shard: torch.Tensor, spans: list[Span], kind: str) -> torch.Tensor:
     """Pack one rank's bytes to send: all that is quantised as one row, then what is exact."""
     raw = shard.view(torch.uint8)
-    floats = [_typed(raw[span.start : span.stop], span.dtype) for span in spans if span.dtype]
+    floats = [_view_as_floats(raw[span.start : span.stop], span.dtype) for span in spans if span.dtype]
     exact = [raw[span.start : span.stop] for span in spans if not span.dtype]
-    return torch.cat([pack(torch.cat([part.float() for part in floats]).unsqueeze(0), kind)[0], *exact])
+    return torch.cat([pack_rows(torch.cat([part.float() for part in floats]).unsqueeze(0), kind)[0], *exact])
 
 
-def _typed(part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _view_as_floats(part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Bytes as floats; copied where they do not start at a multiple of a float's size."""
     return (part.clone() if part.storage_offset() % dtype.itemsize else part).view(dtype)
 
 
-def _unpacked(shards: torch.Tensor, spans: list[Span], kind: str, whole: torch.Tensor) -> None:
+def _unpack_shards(shards: torch.Tensor, spans: list[Span], kind: str, whole: torch.Tensor) -> None:
     """Fill `whole`, one row of bytes for each rank, from the rows that were sent."""
     counts = [(span.stop - span.start) // span.dtype.itemsize for span in spans if span.dtype]
     dtypes = {span.dtype for span in spans if span.dtype}
-    bytes_of_codes = packed_bytes(sum(counts), kind)
+    bytes_of_codes = count_packed_bytes(sum(counts), kind)
     dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
     values = list(unpack(shards[:, :bytes_of_codes], sum(counts), kind, dtype).split(counts, 1))
     place = bytes_of_codes
@@ -256,19 +256,19 @@ class ScatterGradients(_Allocates, ReduceScatter):
         """Fill `output_tensor` with the sum, or the mean, of all ranks' gradients for this rank's shard."""
         parts = input_tensor.view(group.size(), -1)
         if self.nodes is None:
-            total = self._hop("group", parts, group)
+            total = self._send_hop("group", parts, group)
         else:
             across, within = self.nodes.across, self.nodes.within
             by_place = parts.view(across.size(), within.size(), -1).transpose(0, 1)
-            in_node = self._hop("within", by_place.reshape(within.size(), -1), within)
-            total = self._hop("across", in_node.view(across.size(), -1), across)
+            in_node = self._send_hop("within", by_place.reshape(within.size(), -1), within)
+            total = self._send_hop("across", in_node.view(across.size(), -1), across)
         if op == dist.ReduceOp.AVG:
             total = total / group.size()
         elif op != dist.ReduceOp.SUM:
             raise NotImplementedError(f"{op}: quantised gradients are summed or averaged")
         output_tensor.copy_(total)
 
-    def _hop(self, name: str, parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    def _send_hop(self, name: str, parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         error = None
         if self.feedback and group.size() > 1:
             error = self._errors.get(name)
@@ -296,18 +296,18 @@ _scales: weakref.WeakSet[Scales] = weakref.WeakSet()
 
 def gather_codes(root: nn.Module, mesh: ParallelMesh) -> None:
     """From here on the units below `root` gather codes of what multiplies in fp8."""
-    _forget_after_steps()
+    _forget_codes_after_steps()
     groups = [mesh.sharing_mesh.get_group(mesh.sharing_mesh.ndim - 1)]
     groups += [mesh["tp"].get_group()] if mesh.size("tp") > 1 else []
     root.register_forward_pre_hook(Scales(groups).before, prepend=True)  # before FSDP2's own, which gathers
 
 
 @functools.cache
-def _forget_after_steps() -> None:
-    register_optimizer_step_post_hook(_forget)
+def _forget_codes_after_steps() -> None:
+    register_optimizer_step_post_hook(_forget_codes)
 
 
-def _forget(*_: object) -> None:
+def _forget_codes(*_: object) -> None:
     for scales in _scales:
         scales.forget()
 
@@ -323,10 +323,10 @@ class Scales:
     def before(self, root: nn.Module, args: tuple) -> None:
         """Weights may have been loaded, or replaced, since the root's last forward pass."""
         self.forget()
-        state_of(root)._lazy_init()
-        held_by_root = (held for group in parameter_groups(root) for held in group.fsdp_params)
-        found = [(held, _recipe(held)) for held in held_by_root]
-        self.weights = [_coded(held, recipe, self) for held, recipe in found if recipe is not None]
+        get_state_of(root)._lazy_init()
+        held_by_root = (held for group in iterate_parameter_groups(root) for held in group.fsdp_params)
+        found = [(held, _find_recipe_of_weight(held)) for held in held_by_root]
+        self.weights = [_find_coded_weight(held, recipe, self) for held, recipe in found if recipe is not None]
 
     def forget(self) -> None:
         """The weights may change."""
@@ -338,7 +338,7 @@ class Scales:
         from torchao.float8.float8_utils import amax_to_scale
 
         parts = [weight.held._sharded_local_tensor for weight in self.weights]
-        largest = torch.stack([largest_number(part) for part in parts]).float()
+        largest = torch.stack([find_largest_number(part) for part in parts]).float()
         for group in self.groups:
             largest = all_reduce(largest, group, dist.ReduceOp.MAX)
         config = self.weights[0].recipe.config
@@ -378,12 +378,12 @@ class CodedWeight:
         return self.recipe.of_codes(codes, scale, W, dtype), (codes,)
 
 
-def _recipe(held: FSDPParam) -> Float8 | None:
+def _find_recipe_of_weight(held: FSDPParam) -> Float8 | None:
     info = held._module_info
     return tensorwise(info.module) if info.param_name == "weight" else None
 
 
-def _coded(held: Any, recipe: Float8, scales: Scales) -> CodedWeight:
+def _find_coded_weight(held: Any, recipe: Float8, scales: Scales) -> CodedWeight:
     """Return the record that the parameter has, or a new one, for which torch makes room."""
     part = held._sharded_local_tensor
     known = getattr(part, "fsdp_pre_all_gather", None)

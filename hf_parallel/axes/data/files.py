@@ -23,7 +23,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from hf_parallel.ask.keys.data import offload_folder
 from hf_parallel.ask.spec import refuse
-from hf_parallel.axes.data.units import parameter_groups
+from hf_parallel.axes.data.units import iterate_parameter_groups
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
@@ -59,7 +59,7 @@ class StateFile:
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise
-            why = f"{self.what} of this rank need {_gib(size)}, {self._free()}"
+            why = f"{self.what} of this rank need {_format_gib(size)}, {self._free()}"
             refuse(f"offload={self.offload}", why, "a folder with more room, or offload=optimizer,")
         self._reserved += size
 
@@ -79,7 +79,7 @@ class StateFile:
     def fetch(self, part: StatePart) -> None:
         """Begin to read a part, on another thread."""
         fd = self._file.fileno()
-        self._submit(lambda: os.posix_fadvise(fd, part.start, part.size, os.POSIX_FADV_WILLNEED))
+        self._submit_transfer(lambda: os.posix_fadvise(fd, part.start, part.size, os.POSIX_FADV_WILLNEED))
 
     def release(self, part: StatePart) -> None:
         """Begin to write a part back, and to let go of its memory, on another thread."""
@@ -89,7 +89,7 @@ class StateFile:
             part.write_back()
             os.posix_fadvise(fd, part.start, part.size, os.POSIX_FADV_DONTNEED)
 
-        self._submit(write)
+        self._submit_transfer(write)
 
     def free(self) -> None:
         """Give the system back what the allocator keeps of states that were made in memory."""
@@ -108,18 +108,20 @@ class StateFile:
                 future.result()
             except OSError as error:
                 why = f"could not be written ({os.strerror(error.errno or 0)}, {self._free()})"
-                raise OSError(error.errno, self._lost(why)) from error
+                raise OSError(error.errno, self._raise_lost(why)) from error
         size = os.fstat(self._file.fileno()).st_size
         if size < self._reserved:
-            raise OSError(errno.EIO, self._lost(f"were cut from {_gib(self._reserved)} to {_gib(size)}"))
+            raise OSError(
+                errno.EIO, self._raise_lost(f"were cut from {_format_gib(self._reserved)} to {_format_gib(size)}")
+            )
 
-    def _lost(self, why: str) -> str:
+    def _raise_lost(self, why: str) -> str:
         return f"offload={self.offload}: {self.what} {why}; training can go on from the last checkpoint"
 
     def _free(self) -> str:
-        return f"{_gib(shutil.disk_usage(self.folder).free)} are free"
+        return f"{_format_gib(shutil.disk_usage(self.folder).free)} are free"
 
-    def _submit(self, work: object) -> None:
+    def _submit_transfer(self, work: object) -> None:
         self._unfinished.append(self._thread.submit(work))  # type: ignore[arg-type]
 
 
@@ -139,12 +141,12 @@ class StatePart:
     @staticmethod
     def room_for(sizes: list[int]) -> int:
         """Return the bytes that a part for tensors of so many bytes takes."""
-        return sum(map(_padded, sizes))
+        return sum(map(_pad_to_block, sizes))
 
     def keep(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor of the same values whose memory is here."""
         kept = torch.frombuffer(self._memory, dtype=tensor.dtype, count=tensor.numel(), offset=self._used)
-        self._used += _padded(tensor.nbytes)
+        self._used += _pad_to_block(tensor.nbytes)
         return kept.view(tensor.shape).copy_(tensor)
 
     def write_back(self) -> None:
@@ -156,11 +158,11 @@ class StatePart:
         _libc.madvise(address, size, _FORGET)
 
 
-def _padded(size: int) -> int:
+def _pad_to_block(size: int) -> int:
     return math.ceil(size / _ALIGNED) * _ALIGNED
 
 
-def _gib(size: int) -> str:
+def _format_gib(size: int) -> str:
     return f"{size / 2**30:.3g} GiB"
 
 
@@ -174,13 +176,13 @@ def _gib(size: int) -> str:
 # parameter group is its internal, looked at in torch 2.13.
 
 
-def rest_in_file(root: nn.Module, offload: str) -> None:
+def keep_parameters_in_file(root: nn.Module, offload: str) -> None:
     """From its first forward pass on the parameters of units below `root` lie in a file; its room is taken now.
 
     Raises:
         SpecError: the disk has less.
     """
-    groups = list(parameter_groups(root))
+    groups = list(iterate_parameter_groups(root))
     file = StateFile(offload, "parameters")
     stored = ([held._sharded_param_data for held in group.fsdp_params] for group in groups)
     file.reserve(sum(file.room_of(StatePart.size_of(tensors)) for tensors in stored))
@@ -221,7 +223,9 @@ class Unit:
 
     def move(self) -> None:
         """Into the file goes what does not lie there: at first all, then what was added, or loaded by assignment."""
-        new = [held for held in self.group.fsdp_params if self._kept.get(held) != _address(held._sharded_param_data)]
+        new = [
+            held for held in self.group.fsdp_params if self._kept.get(held) != _get_address(held._sharded_param_data)
+        ]
         if not new or self.group.is_unsharded:
             return
         for held in new:
@@ -229,13 +233,13 @@ class Unit:
         part = self.file.part(StatePart.size_of([held._sharded_param_data for held in new]))
         for held in new:
             _lay(held, part.keep(held._sharded_param_data))
-            self._kept[held] = _address(held._sharded_param_data)
+            self._kept[held] = _get_address(held._sharded_param_data)
         self.parts.append(part)
         self.file.release(part)
         self.file.free()
 
 
-def _address(tensor: torch.Tensor) -> int:
+def _get_address(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 

@@ -22,8 +22,8 @@ from torch.utils._pytree import tree_leaves
 
 from hf_parallel.ask.keys.tensor import TP_AXES
 from hf_parallel.axes.data.lowered import keep_copies
-from hf_parallel.axes.data.units import parameter_groups, sharded_modules, state_of
-from hf_parallel.ranks.mesh import EXPERT_AXES, ParallelMesh, stored
+from hf_parallel.axes.data.units import get_state_of, iterate_parameter_groups, iterate_sharded_modules
+from hf_parallel.ranks.mesh import EXPERT_AXES, ParallelMesh, get_stored
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -54,20 +54,20 @@ _WIDENED = "_hf_parallel_widened"
 
 
 @contextlib.contextmanager
-def before_the_last(root: nn.Module, config: ParallelConfig) -> Iterator[None]:
+def run_before_the_last(root: nn.Module, config: ParallelConfig) -> Iterator[None]:
     """Run the micro-batches of a step but the last; of a pipeline runs of its schedule."""
     try:
-        with _reducing_later(root, config):
+        with _reduce_later(root, config):
             yield
     finally:
         keep_copies()
 
 
 @contextlib.contextmanager
-def _reducing_later(root: nn.Module, config: ParallelConfig) -> Iterator[None]:
-    unit = next(sharded_modules(root), None)
+def _reduce_later(root: nn.Module, config: ParallelConfig) -> Iterator[None]:
+    unit = next(iterate_sharded_modules(root), None)
     if unit is None or config.pp_size > 1:
-        with _held(root, config):
+        with _hold_gradients(root, config):
             yield
         return
     unit.set_requires_gradient_sync(config.reduces_each_micro_batch)
@@ -82,7 +82,7 @@ def _reducing_later(root: nn.Module, config: ParallelConfig) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _held(root: nn.Module, config: ParallelConfig) -> Iterator[None]:
+def _hold_gradients(root: nn.Module, config: ParallelConfig) -> Iterator[None]:
     """Gradients of a pipeline's runs in here are held, unless it reduces in each."""
     held: HeldGradients | None = None if config.reduces_each_run else getattr(root, HELD, None)
     if held is not None:
@@ -101,12 +101,12 @@ def round_after_backward(root: nn.Module) -> None:
         if not torch.is_grad_enabled():
             return
         if getattr(module, _MORE, False):
-            _widen(module)
+            _widen_gradients(module)
         elif getattr(module, _WIDENED, None):
             # FSDP2's hook on the same tensors came first: its last reductions are queued before the rounding.
             for tensor in tree_leaves(output):
                 if torch.is_tensor(tensor) and tensor.requires_grad:
-                    tensor.register_hook(lambda _: _queue(lambda: _narrow(module)))
+                    tensor.register_hook(lambda _: _queue(lambda: _narrow_gradients(module)))
 
     root.register_forward_hook(follow)
 
@@ -115,9 +115,9 @@ def _queue(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
-def at_rest(roots: list[nn.Module], parameters: list[nn.Parameter]) -> list[nn.Parameter]:
+def find_resting_parameters(roots: list[nn.Module], parameters: list[nn.Parameter]) -> list[nn.Parameter]:
     """The parameters that gradients end in: FSDP2 registers gathered ones in their place until a backward pass."""
-    groups = (group for root in roots for group in parameter_groups(root))
+    groups = (group for root in roots for group in iterate_parameter_groups(root))
     kept = {
         id(p._unsharded_param): p.sharded_param
         for g in groups
@@ -127,12 +127,12 @@ def at_rest(roots: list[nn.Module], parameters: list[nn.Parameter]) -> list[nn.P
     return [kept.get(id(parameter), parameter) for parameter in parameters]
 
 
-def _widen(root: nn.Module) -> None:
+def _widen_gradients(root: nn.Module) -> None:
     """Gradients stay in the dtype in which they were reduced; torch would round what each micro-batch adds."""
     if getattr(root, _WIDENED, None):
         return
     widened = []
-    for group in (group for group in parameter_groups(root) if group.reduce_grads):
+    for group in (group for group in iterate_parameter_groups(root) if group.reduce_grads):
         held = [p for p in group.fsdp_params if p.sharded_param.dtype in (torch.bfloat16, torch.float16)]
         if held and group._orig_dtype != torch.float32:
             widened.append((group, group._orig_dtype, [p.sharded_param for p in held]))
@@ -142,7 +142,7 @@ def _widen(root: nn.Module) -> None:
     setattr(root, _WIDENED, widened)
 
 
-def _narrow(root: nn.Module) -> None:
+def _narrow_gradients(root: nn.Module) -> None:
     for group, dtype, parameters in getattr(root, _WIDENED) or ():  # each output of the model may ask for it
         group._orig_dtype = dtype
         for parameter in parameters:
@@ -173,8 +173,8 @@ class Run:
 
     def take(self) -> None:
         """Take the gradients that the run has left unreduced; free its weights."""
-        groups = [group for stage in self.held.stages for group in parameter_groups(stage)]
-        self.whole = [found for group in groups for found in _taken(group)]
+        groups = [group for stage in self.held.stages for group in iterate_parameter_groups(stage)]
+        self.whole = [found for group in groups for found in _take_whole_gradient(group)]
 
     def hand_over(self, scale: torch.Tensor | None) -> None:
         """Hold that too, times the gradient of its loss; after the last run reduce it all."""
@@ -200,9 +200,9 @@ class HeldGradients:
         """Hold these too, times the gradient of their loss."""
         for parameter, gradient in whole:
             if scale is not None:
-                stored(gradient).mul_(scale)
+                get_stored(gradient).mul_(scale)
             if parameter in self._held:
-                stored(self._held[parameter]).add_(stored(gradient))
+                get_stored(self._held[parameter]).add_(get_stored(gradient))
             else:
                 self._held[parameter] = gradient
 
@@ -215,7 +215,7 @@ class HeldGradients:
             _reduce(stage)
 
 
-def _taken(group: FSDPParamGroup) -> Whole:
+def _take_whole_gradient(group: FSDPParamGroup) -> Whole:
     found: Whole = []
     for parameter in group.fsdp_params:
         if not hasattr(parameter, "_unsharded_param"):
@@ -234,9 +234,9 @@ def _reduce(stage: Any) -> None:
     """Reduce a stage's gradients, as torch's schedules do at their end."""
     for setting in (stage.set_is_last_backward, stage.set_reshard_after_backward, stage.set_requires_gradient_sync):
         setting(True)
-    for group in parameter_groups(stage):
+    for group in iterate_parameter_groups(stage):
         group.post_backward()
-    state_of(stage)._root_post_backward_final_callback()
+    get_state_of(stage)._root_post_backward_final_callback()
 
 
 def clip_grad_norm(
@@ -255,15 +255,15 @@ def clip_grad_norm(
         The norm before clipping, a scalar equal on all ranks.
     """
     parameters = list(parameters)
-    total = gradient_norm(parameters, mesh, norm_type, copies)
+    total = compute_gradient_norm(parameters, mesh, norm_type, copies)
     if max_norm != math.inf:
         scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)  # the formula of torch.nn.utils.clip_grad_norm_
-        for gradients in _by_device_and_dtype(stored(p.grad) for p in parameters if p.grad is not None):
+        for gradients in _group_by_device_and_dtype(get_stored(p.grad) for p in parameters if p.grad is not None):
             torch._foreach_mul_(gradients, scale.to(gradients[0].device))
     return total
 
 
-def gradient_norm(
+def compute_gradient_norm(
     parameters: Iterable[torch.Tensor], mesh: ParallelMesh, norm_type: float = 2.0, copies: Collection[int] = ()
 ) -> torch.Tensor:
     """The norm of all gradients of the model, over its stages and shards."""
@@ -272,7 +272,7 @@ def gradient_norm(
     gathered: dict[frozenset[str], list[torch.Tensor]] = defaultdict(list)
     for parameter in parameters:
         if parameter.grad is not None and id(parameter) not in copies:
-            gathered[cut_axes(parameter.grad, mesh)].append(stored(parameter.grad))
+            gathered[cut_axes(parameter.grad, mesh)].append(get_stored(parameter.grad))
 
     # One slot per combination of axes, so that ranks with different parameters run the same collectives.
     known = [axis.name for axis in mesh.config.mesh_axes if axis.cuts] + [*EXPERT_AXES] * (mesh.config.ep_size > 1)
@@ -301,12 +301,12 @@ def _sum_of_powers(gradients: list[torch.Tensor], norm_type: float, device: torc
     gradients = [gradient for gradient in gradients if gradient.numel()]  # an uneven shard can be empty
     if not gradients:
         return torch.zeros((), device=device)
-    parts = [torch.stack(_norms(part, norm_type)).float() for part in _by_device_and_dtype(gradients)]
+    parts = [torch.stack(_compute_norms(part, norm_type)).float() for part in _group_by_device_and_dtype(gradients)]
     stacked = torch.cat([part.to(device) for part in parts])  # of gradients on the host one copy, not one for each
     return stacked.max() if math.isinf(norm_type) else (stacked**norm_type).sum()
 
 
-def _norms(gradients: list[torch.Tensor], norm_type: float) -> tuple[torch.Tensor, ...]:
+def _compute_norms(gradients: list[torch.Tensor], norm_type: float) -> tuple[torch.Tensor, ...]:
     """Return norms, those of 16-bit gradients in fp32: torch would round each to the gradients' own dtype."""
     return torch._foreach_norm(gradients, norm_type, dtype=torch.promote_types(gradients[0].dtype, torch.float32))
 
@@ -321,7 +321,7 @@ def cut_axes(gradient: torch.Tensor, mesh: ParallelMesh) -> frozenset[str]:
     return frozenset(axis for name in cut for axis in mesh.config.axes_along(name) if mesh.size(axis) > 1)
 
 
-def _by_device_and_dtype(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+def _group_by_device_and_dtype(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
     groups: dict[tuple, list[torch.Tensor]] = defaultdict(list)
     for tensor in tensors:
         groups[tensor.device, tensor.dtype].append(tensor)

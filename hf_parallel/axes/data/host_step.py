@@ -26,8 +26,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from hf_parallel.ask.keys.data import offload_folder
 from hf_parallel.ask.spec import refuse
 from hf_parallel.axes.data.files import StateFile, StatePart
-from hf_parallel.axes.data.local_step import is_elementwise, parameters_of, step_on_local_parts
-from hf_parallel.ranks.mesh import stored
+from hf_parallel.axes.data.local_step import is_elementwise, list_parameters_of, step_on_local_parts
+from hf_parallel.ranks.mesh import get_stored
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -43,18 +43,18 @@ def step_on_host(model: nn.Module, offload: str) -> None:
     """From here on the optimizers that have parameters of `model` step on the host."""
     _models[model] = offload
     step_on_local_parts()  # first: what is stepped here are the parts that a rank stores
-    _hook_steps()
+    _hook_host_steps()
 
 
 @functools.cache
-def _hook_steps() -> None:
-    register_optimizer_step_pre_hook(_before)
-    register_optimizer_step_post_hook(_after)
+def _hook_host_steps() -> None:
+    register_optimizer_step_pre_hook(_begin_host_step)
+    register_optimizer_step_post_hook(_end_host_step)
 
 
-def check_optimizer(optimizer: Optimizer) -> None:
+def check_host_optimizer(optimizer: Optimizer) -> None:
     """Refuse an optimizer whose step cannot be made on the host, or in parts, or whose states a disk cannot hold."""
-    way = _way_of(optimizer)
+    way = _find_offload_of(optimizer)
     if way is None or _HELD in vars(optimizer):
         return
     elementwise = is_elementwise(optimizer)
@@ -64,16 +64,16 @@ def check_optimizer(optimizer: Optimizer) -> None:
     vars(optimizer)[_HELD] = HostStep(optimizer, way) if elementwise else None
 
 
-def _way_of(optimizer: Optimizer) -> str | None:
+def _find_offload_of(optimizer: Optimizer) -> str | None:
     """Return the offload setting of the model that owns the optimizer's parameters."""
-    mine = set(map(id, itertools.chain(*parameters_of(optimizer))))
+    mine = set(map(id, itertools.chain(*list_parameters_of(optimizer))))
     return next((way for model, way in _models.items() if any(id(p) in mine for p in model.parameters())), None)
 
 
-def _before(optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+def _begin_host_step(optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
     own = vars(optimizer)
     if _HELD not in own:
-        check_optimizer(optimizer)
+        check_host_optimizer(optimizer)
     held = own.setdefault(_HELD, None)
     if held is None:
         return None
@@ -86,7 +86,7 @@ def _before(optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dic
     return None if closure is None else ((args[0], lambda: loss), {})
 
 
-def _after(optimizer: Optimizer, *_: object) -> None:
+def _end_host_step(optimizer: Optimizer, *_: object) -> None:
     held = optimizer.__dict__.get(_HELD)
     if held is not None:
         held.show_gradients()
@@ -99,7 +99,7 @@ class HostStep:
         self._optimizer, self.offload = weakref.ref(optimizer), offload
         self.file = StateFile(offload, "optimizer states") if offload_folder(offload) else None
         if self.file is not None:
-            self.file.reserve(_state_bytes(optimizer, self.file))
+            self.file.reserve(_count_state_bytes(optimizer, self.file))
             optimizer.register_state_dict_pre_hook(lambda _: self._settle())
         self._parts: dict[int, StatePart] = {}  # by chunk
         self._kept: dict[tuple[int, str], torch.Tensor] = {}  # states in files, by place of the parameter
@@ -111,7 +111,7 @@ class HostStep:
         assert optimizer is not None
         former = [group["params"] for group in optimizer.param_groups]
         places = {parameter: place for place, parameter in enumerate(p for group in former for p in group)}
-        chunks = list(_chunks(parameter for parameter in places if parameter.grad is not None))
+        chunks = list(_cut_into_chunks(parameter for parameter in places if parameter.grad is not None))
         self._settle()
         copies = _HostCopies(chunks)
         try:
@@ -145,9 +145,9 @@ class HostStep:
             group["params"] = [on_host.get(p, p) for p in parameters if p in chosen]
         for parameter, copy in on_host.items():
             if parameter in state:
-                state[copy] = {slot: _to_host(value) for slot, value in state.pop(parameter).items()}
+                state[copy] = {slot: _move_state_to_host(value) for slot, value in state.pop(parameter).items()}
         try:
-            with _fused(optimizer):
+            with _use_fused_kernel(optimizer):
                 plain_step: Any = type(optimizer).step
                 plain_step.__wrapped__(optimizer)
         finally:
@@ -181,7 +181,7 @@ class HostStep:
             if torch.is_tensor(value) and value.ndim and value.numel()
             if value is not self._kept.get((places[parameter], slot))
         ]
-        known = [entry for entry in new if _same_kind(self._kept.get((entry[0], entry[2])), entry[1][entry[2]])]
+        known = [entry for entry in new if _is_same_kind(self._kept.get((entry[0], entry[2])), entry[1][entry[2]])]
         for place, slots, slot in known:  # loaded
             slots[slot] = self._kept[place, slot].copy_(slots[slot])
         fresh = [entry for entry in new if entry not in known]
@@ -229,20 +229,20 @@ def _begin_copy(tensor: torch.Tensor) -> torch.Tensor:
     return pinned.copy_(tensor.detach(), non_blocking=True)
 
 
-def _state_bytes(optimizer: Optimizer, file: StateFile) -> int:
+def _count_state_bytes(optimizer: Optimizer, file: StateFile) -> int:
     """Return the bytes of the optimizer's states in the file: chunks of parameters, each from a new page on."""
     kind = next(base for base in type(optimizer).__mro__ if "step" in vars(base))
     sizes: dict[torch.Tensor, int] = {}
     for group in optimizer.param_groups:
         widths: dict[torch.dtype, list[int]] = {}
-        for part in (stored(parameter) for parameter in group["params"] if parameter.requires_grad):
+        for part in (get_stored(parameter) for parameter in group["params"] if parameter.requires_grad):
             if part.dtype not in widths:
-                widths[part.dtype] = _bytes_of_one(kind, group, part.dtype)
+                widths[part.dtype] = _measure_bytes_of_one(kind, group, part.dtype)
             sizes[part] = StatePart.room_for([part.numel() * width for width in widths[part.dtype]])
-    return sum(file.room_of(sum(sizes[part] for part in chunk)) for chunk in _chunks(sizes))
+    return sum(file.room_of(sum(sizes[part] for part in chunk)) for chunk in _cut_into_chunks(sizes))
 
 
-def _bytes_of_one(kind: type, group: dict, dtype: torch.dtype) -> list[int]:
+def _measure_bytes_of_one(kind: type, group: dict, dtype: torch.dtype) -> list[int]:
     """Return the bytes that a step keeps for one number of this dtype, in each of its states."""
     one = torch.zeros(1, dtype=dtype, requires_grad=True)
     one.grad = torch.zeros_like(one)
@@ -251,12 +251,12 @@ def _bytes_of_one(kind: type, group: dict, dtype: torch.dtype) -> list[int]:
     return [value.nbytes for value in alike.state[one].values() if torch.is_tensor(value) and value.ndim]
 
 
-def _to_host(value: object) -> object:
+def _move_state_to_host(value: object) -> object:
     """A state that was loaded onto the device."""
     return value.cpu() if torch.is_tensor(value) else value
 
 
-def _chunks(parameters: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+def _cut_into_chunks(parameters: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     chunk: list[torch.Tensor] = []
     size = 0
     for parameter in parameters:
@@ -269,12 +269,12 @@ def _chunks(parameters: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
         yield chunk
 
 
-def _same_kind(kept: torch.Tensor | None, value: torch.Tensor) -> bool:
+def _is_same_kind(kept: torch.Tensor | None, value: torch.Tensor) -> bool:
     return kept is not None and (kept.shape, kept.dtype) == (value.shape, value.dtype)
 
 
 @contextlib.contextmanager
-def _fused(optimizer: Optimizer) -> Iterator[None]:
+def _use_fused_kernel(optimizer: Optimizer) -> Iterator[None]:
     """Torch's fused kernel for the Adams, unless the script has chosen one."""
     changed = []
     if type(optimizer) in (torch.optim.Adam, torch.optim.AdamW):

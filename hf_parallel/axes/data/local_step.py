@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from hf_parallel.ask.spec import refuse
-from hf_parallel.ranks.mesh import placed_as
+from hf_parallel.ranks.mesh import place_as
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -40,12 +40,12 @@ _HELD = "_hf_parallel_on_parts"  # what an optimizer is in the midst of
 @functools.cache
 def step_on_local_parts() -> None:
     """From here on torch's optimizers step on local parts, where they have DTensors. A second call changes nothing."""
-    register_optimizer_step_pre_hook(_before)
-    register_optimizer_step_post_hook(_after)
+    register_optimizer_step_pre_hook(_begin_local_step)
+    register_optimizer_step_post_hook(_end_local_step)
 
 
-def _before(optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-    _after(optimizer)  # of a step that has failed
+def _begin_local_step(optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+    _end_local_step(optimizer)  # of a step that has failed
     kind = type(optimizer).__name__
     if kind in _OF_WHOLE_TENSORS and any(
         isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"]
@@ -67,7 +67,7 @@ def _hold(optimizer: Optimizer, held: OnLocalParts | OneByOne) -> None:
     held.begin()
 
 
-def _after(optimizer: Optimizer, *_: object) -> None:
+def _end_local_step(optimizer: Optimizer, *_: object) -> None:
     held = optimizer.__dict__.pop(_HELD, None)
     if held is not None:
         held.end()
@@ -80,7 +80,7 @@ def is_elementwise(optimizer: Optimizer) -> bool:
     return not any(group.get("differentiable") for group in optimizer.param_groups)
 
 
-def parameters_of(optimizer: Optimizer) -> list[list[torch.Tensor]]:
+def list_parameters_of(optimizer: Optimizer) -> list[list[torch.Tensor]]:
     """Return the parameters of each group, also in the midst of a step on their parts."""
     held = vars(optimizer).get(_HELD)
     return [group["params"] for group in optimizer.param_groups] if held is None else held.former
@@ -104,7 +104,7 @@ class OnLocalParts:
     def begin(self) -> None:
         """Exchange them."""
         self.former = [group["params"] for group in self.optimizer.param_groups]
-        self._parts = {p: _local_part(p) for p in itertools.chain(*self.former) if isinstance(p, DTensor)}
+        self._parts = {p: _get_local_part(p) for p in itertools.chain(*self.former) if isinstance(p, DTensor)}
         for group, parameters in zip(self.optimizer.param_groups, self.former, strict=True):
             group["params"] = [self._parts[p] if isinstance(p, DTensor) else p for p in parameters]
         state = self.optimizer.state
@@ -147,7 +147,7 @@ class OnLocalParts:
             for name, value in slots.items():
                 if torch.is_tensor(value) and value.ndim and value.shape == part.shape:
                     known = self._states.get(id(value))
-                    slots[name] = placed_as(parameter, value) if known is None else known
+                    slots[name] = place_as(parameter, value) if known is None else known
         return slots
 
 
@@ -185,7 +185,7 @@ def on_local_parts(optimizer: Optimizer) -> Iterator[OnLocalParts]:
         held.end()
 
 
-def _local_part(parameter: DTensor) -> torch.Tensor:
+def _get_local_part(parameter: DTensor) -> torch.Tensor:
     part = parameter._local_tensor.detach()
     gradient = parameter.grad
     if gradient is not None:

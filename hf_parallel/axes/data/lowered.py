@@ -30,9 +30,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdKeyDictionary
 from transformers.pytorch_utils import Conv1D
 
-from hf_parallel.axes.data.units import groups_of, parameter_groups, sharded_modules, state_of
+from hf_parallel.axes.data.units import get_groups_of, get_state_of, iterate_parameter_groups, iterate_sharded_modules
 from hf_parallel.axes.eight_bit import recipe_of
-from hf_parallel.ranks.local import autocast_dtype
+from hf_parallel.ranks.local import get_autocast_dtype
 
 _users: weakref.WeakSet[Lowered] = weakref.WeakSet()
 _HANDLES = "_hf_parallel_lowered"
@@ -46,7 +46,7 @@ def lower_once_per_call(
     Returns:
         What is to be called before each call of the model, with its mode and the shape of its tokens.
     """
-    _forget_after_steps()
+    _forget_copies_after_steps()
     made = [Lowered(root, device) for root, _ in roots]
     for lowered, (root, layers) in zip(made, roots, strict=True):
         inside = {id(module) for layer in layers for module in layer.modules()}
@@ -65,7 +65,7 @@ def lower_once_per_call(
     return begin
 
 
-def before_call(model: nn.Module, begin: Callable[[bool, torch.Size], None]) -> None:
+def begin_at_call(model: nn.Module, begin: Callable[[bool, torch.Size], None]) -> None:
     """Where the script calls the model."""
 
     def tell(module: nn.Module, args: tuple, kwargs: dict) -> None:
@@ -89,11 +89,11 @@ def leave_layer(layer: nn.Module) -> None:
 
 
 @functools.cache
-def _forget_after_steps() -> None:
-    register_optimizer_step_post_hook(_forget)
+def _forget_copies_after_steps() -> None:
+    register_optimizer_step_post_hook(_forget_copies)
 
 
-def _forget(*_: object) -> None:
+def _forget_copies(*_: object) -> None:
     for lowered in _users:
         lowered.forget()
 
@@ -133,7 +133,7 @@ class Lowered:
 
     def put_in(self, unit: nn.Module, args: tuple) -> None:
         """Give the matrices of `unit` their copies."""
-        dtype = autocast_dtype(self.device)
+        dtype = get_autocast_dtype(self.device)
         if dtype is None or id(unit) in self._held:
             return
         if id(unit) not in self._matrices:
@@ -154,12 +154,12 @@ class Lowered:
         """Trained weights may have changed; adapters may have come."""
         self._used = False
         self._matrices.clear()
-        if self._copies and not self._trains():
+        if self._copies and not self._is_training():
             self._copies.clear()
         for weight in [weight for weight, (_, copy) in self._copies.items() if copy.requires_grad]:
             del self._copies[weight]
 
-    def _trains(self) -> bool:
+    def _is_training(self) -> bool:
         """Else it may be an average of what does."""
         root = self.root()
         return root is None or any(parameter.requires_grad for parameter in root.parameters())
@@ -169,7 +169,7 @@ class Lowered:
         now = own.untyped_storage()._cdata, own._version, weight.requires_grad, dtype
         former, copy = self._copies.get(weight, (None, None))
         if former != now:
-            with _recording():
+            with _record_copies():
                 copy = weight.to(dtype)
             if copy.requires_grad:
                 copy.register_hook(self._use)
@@ -181,7 +181,7 @@ class Lowered:
 
 
 @contextlib.contextmanager
-def _recording() -> Iterator[None]:
+def _record_copies() -> Iterator[None]:
     """A copy that an evaluation makes is that of a training step, too."""
     with torch.inference_mode(False), torch.enable_grad():
         yield
@@ -203,7 +203,7 @@ _HALF = (torch.bfloat16, torch.float16)
 _SETTLED = "_hf_parallel_computes_in"
 
 
-def policy_for(root: nn.Module, dtype: torch.dtype | None = None) -> MixedPrecisionPolicy:
+def make_policy_for(root: nn.Module, dtype: torch.dtype | None = None) -> MixedPrecisionPolicy:
     """Return what `fully_shard` is to do with the weights of `root` while they are computed with in `dtype`."""
     widened = dtype is not None or any(parameter.dtype in _HALF for parameter in root.parameters())
     return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if widened else None)
@@ -216,7 +216,7 @@ def follow_autocast(root: nn.Module, device: torch.device) -> None:
     """
 
     def follow(module: nn.Module, args: tuple) -> None:
-        change(module, getattr(module, _SETTLED, None) or autocast_dtype(device))
+        change(module, getattr(module, _SETTLED, None) or get_autocast_dtype(device))
 
     root.register_forward_pre_hook(follow, prepend=True)  # before FSDP2's own, which gathers
 
@@ -228,45 +228,45 @@ def compute_in(root: nn.Module, dtype: torch.dtype) -> None:
         change(cast(nn.Module, root), dtype)
 
 
-def lowered_dtype(root: nn.Module, device: torch.device) -> torch.dtype | None:
+def find_lowered_dtype(root: nn.Module, device: torch.device) -> torch.dtype | None:
     """The dtype that a forward pass of `root` would gather its fp32 weights in, here and now."""
-    dtype = autocast_dtype(device)
-    if not isinstance(root, FSDPModule) or dtype in (None, computed_in(root)):
+    dtype = get_autocast_dtype(device)
+    if not isinstance(root, FSDPModule) or dtype in (None, get_computed_dtype(root)):
         return dtype if isinstance(root, FSDPModule) else None
-    return None if any(weight.dtype != torch.float32 for weight in _weights(root)) else dtype
+    return None if any(weight.dtype != torch.float32 for weight in _iterate_weights(root)) else dtype
 
 
-def computed_in(root: nn.Module) -> torch.dtype | None:
+def get_computed_dtype(root: nn.Module) -> torch.dtype | None:
     """The dtype that `root` gathers its weights in; None: in their own."""
-    return state_of(root)._mp_policy.param_dtype if isinstance(root, FSDPModule) else None
+    return get_state_of(root)._mp_policy.param_dtype if isinstance(root, FSDPModule) else None
 
 
 def change(root: nn.Module, dtype: torch.dtype | None) -> None:
     """Let the units below `root` gather in `dtype`, if their weights are fp32; not while they hold gathered ones."""
-    if not isinstance(root, FSDPModule) or dtype == computed_in(root):
+    if not isinstance(root, FSDPModule) or dtype == get_computed_dtype(root):
         return
-    first = next(_weights(root), None)  # this is asked before each forward pass
+    first = next(_iterate_weights(root), None)  # this is asked before each forward pass
     if first is None or (dtype is not None and first.dtype != torch.float32):
         return
-    held = [parameter for group in parameter_groups(root) for parameter in group.fsdp_params]
+    held = [parameter for group in iterate_parameter_groups(root) for parameter in group.fsdp_params]
     if any(p.sharded_state.name != "SHARDED" or p.unsharded_accumulated_grad is not None for p in held):
         return
-    if dtype is not None and any(weight.dtype != torch.float32 for weight in _weights(root)):
+    if dtype is not None and any(weight.dtype != torch.float32 for weight in _iterate_weights(root)):
         return
-    policy = policy_for(root, dtype)
-    for unit in sharded_modules(root):
-        _set(unit, policy)
+    policy = make_policy_for(root, dtype)
+    for unit in iterate_sharded_modules(root):
+        _set_policy(unit, policy)
 
 
-def _weights(root: nn.Module) -> Iterator[torch.Tensor]:
+def _iterate_weights(root: nn.Module) -> Iterator[torch.Tensor]:
     """Yield the weights that units of `root` store, but for packed ones, which are integers."""
-    for group in parameter_groups(root):
+    for group in iterate_parameter_groups(root):
         yield from (p.sharded_param for p in group.fsdp_params if p.sharded_param.is_floating_point())
 
 
-def _set(unit: FSDPModule, policy: MixedPrecisionPolicy) -> None:
-    state_of(unit)._mp_policy = policy
-    for group in groups_of(unit):
+def _set_policy(unit: FSDPModule, policy: MixedPrecisionPolicy) -> None:
+    get_state_of(unit)._mp_policy = policy
+    for group in get_groups_of(unit):
         group.mp_policy = policy
         for held in group.fsdp_params:
             held.mp_policy = policy

@@ -17,7 +17,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import _get_param_mod
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from hf_parallel.axes.data.units import groups_of, parameter_groups, sharded_modules
+from hf_parallel.axes.data.units import get_groups_of, iterate_parameter_groups, iterate_sharded_modules
 from hf_parallel.axes.data.zero import lend
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def make_identical(model: nn.Module, device: torch.device) -> bool:
     tensors = [tensor.detach() for tensor in (*model.parameters(), *model.buffers())]
     if not tensors:
         return False
-    checksums = torch.stack([checksum(tensor, device) for tensor in tensors])
+    checksums = torch.stack([compute_checksum(tensor, device) for tensor in tensors])
     extremes = torch.stack([checksums, ~checksums])
     dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
     if torch.equal(extremes[0], ~extremes[1]):
@@ -56,18 +56,18 @@ def make_identical(model: nn.Module, device: torch.device) -> bool:
     return True
 
 
-def checksum(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+def compute_checksum(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A number of 64 bits that a change of any element changes, and an exchange of two is all but sure to."""
     total = torch.zeros((), dtype=torch.int64, device=device)
-    weights, products = _buffers(device)
-    for words in _words(tensor.contiguous(), weights.numel()):
+    weights, products = _make_checksum_buffers(device)
+    for words in _iterate_words(tensor.contiguous(), weights.numel()):
         count = words.numel()
         # All modulo 2^64, where a product with an odd number forgets nothing.
         total = total * _FACTOR + torch.mul(words.to(device), weights[:count], out=products[:count]).sum()
     return total
 
 
-def _words(tensor: torch.Tensor, part: int) -> Iterator[torch.Tensor]:
+def _iterate_words(tensor: torch.Tensor, part: int) -> Iterator[torch.Tensor]:
     """The bits of a tensor as words, `part` at a time, and what fills none byte by byte."""
     values = tensor.view(-1).view(torch.uint8)
     if values.storage_offset() % 8:
@@ -78,7 +78,7 @@ def _words(tensor: torch.Tensor, part: int) -> Iterator[torch.Tensor]:
 
 
 @functools.cache
-def _buffers(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def _make_checksum_buffers(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Odd numbers in no order, and memory for products: on a CPU as much as its cache holds."""
     generator, count = torch.Generator().manual_seed(0), 1 << (17 if device.type == "cpu" else 23)
     drawn = torch.randint(-(2**63), 2**63 - 1, (count,), generator=generator)
@@ -97,17 +97,17 @@ def add_late_parameters(root: nn.Module, mesh: ParallelMesh | None = None) -> No
     Args:
         mesh: shard only what trains, with the values of the first rank; without it all, whose values are equal.
     """
-    for group, modules, new in list(late_parameters(root, trained=mesh is not None)):
+    for group, modules, new in list(iterate_late_parameters(root, trained=mesh is not None)):
         if mesh is not None:
             for parameter in new:
                 parameter.data = parameter.data.to(mesh.device).contiguous()
                 groups = [mesh.sharing_mesh.get_group(axis) for axis in range(mesh.sharing_mesh.ndim)]
                 for axis in [*groups, *([mesh.group("tp")] if mesh.size("tp") > 1 else [])]:
                     dist.broadcast(parameter.data, group=axis, group_src=0)
-        _add(group, new, modules)
+        _add_late_group(group, new, modules)
 
 
-def late_parameters(
+def iterate_late_parameters(
     root: nn.Module, trained: bool
 ) -> Iterator[tuple[FSDPParamGroup, tuple[nn.Module, ...], list[nn.Parameter]]]:
     """Yield the units' groups with what is in them and in no group yet.
@@ -115,19 +115,21 @@ def late_parameters(
     Args:
         trained: only whole parameters that train; those of no dim are reduced by themselves.
     """
-    for unit in sharded_modules(root):
-        groups = groups_of(unit)
-        known = {place for group in groups for held in group.fsdp_params for place in places(held._module_info)}
-        modules = tuple(_own_modules(cast(nn.Module, unit)))
+    for unit in iterate_sharded_modules(root):
+        groups = get_groups_of(unit)
+        known = {
+            place for group in groups for held in group.fsdp_params for place in find_registrations(held._module_info)
+        }
+        modules = tuple(_iterate_own_modules(cast(nn.Module, unit)))
         named = [(module, name, p) for module in modules for name, p in module._parameters.items() if p is not None]
-        new = {id(p): p for module, name, p in named if (id(module), name) not in known and not _shared_out(p)}
+        new = {id(p): p for module, name, p in named if (id(module), name) not in known and not _is_shared_out(p)}
         if trained:
             new = {key: p for key, p in new.items() if p.requires_grad and p.dim() and not isinstance(p, DTensor)}
         if new:
             yield groups[0], modules, list(new.values())
 
 
-def _shared_out(parameter: nn.Parameter) -> bool:
+def _is_shared_out(parameter: nn.Parameter) -> bool:
     """Return whether a parameter is of experts that no other rank holds, and so left out of all groups."""
     return "ep" in (getattr(getattr(parameter, "device_mesh", None), "mesh_dim_names", None) or ())
 
@@ -135,32 +137,32 @@ def _shared_out(parameter: nn.Parameter) -> bool:
 def remove_late_parameters(root: nn.Module, changed: Iterable[nn.Module] = ()) -> None:
     """Let the units below `root` forget parameters whose modules are no longer in them, or get others."""
     gone = {id(module) for module in changed}
-    for unit in sharded_modules(root):
-        here = {id(module) for module in _own_modules(cast(nn.Module, unit))} - gone
-        for group in groups_of(unit):
+    for unit in iterate_sharded_modules(root):
+        here = {id(module) for module in _iterate_own_modules(cast(nn.Module, unit))} - gone
+        for group in get_groups_of(unit):
             group.fsdp_params[:] = [held for held in group.fsdp_params if id(held._module_info.module) in here]
 
 
 def have_gathered(unit: FSDPModule) -> bool:
     """Has this unit run, so that it has memory for whole weights?"""
-    return any(held.all_gather_outputs for group in groups_of(unit) for held in group.fsdp_params)
+    return any(held.all_gather_outputs for group in get_groups_of(unit) for held in group.fsdp_params)
 
 
-def places(info: ParamModuleInfo) -> Iterator[tuple[int, str]]:
+def find_registrations(info: ParamModuleInfo) -> Iterator[tuple[int, str]]:
     """Where a parameter is registered; loading puts other objects there, so the parameter itself tells nothing."""
     yield id(info.module), info.param_name
     yield from zip(map(id, info.shared_modules), info.shared_param_names, strict=True)
 
 
-def _own_modules(unit: nn.Module) -> Iterator[nn.Module]:
+def _iterate_own_modules(unit: nn.Module) -> Iterator[nn.Module]:
     """The unit and what is below it, without inner units."""
     yield unit
     for child in unit.children():
         if not isinstance(child, FSDPModule):
-            yield from _own_modules(child)
+            yield from _iterate_own_modules(child)
 
 
-def _add(group: FSDPParamGroup, parameters: list[nn.Parameter], modules: tuple[nn.Module, ...]) -> None:
+def _add_late_group(group: FSDPParamGroup, parameters: list[nn.Parameter], modules: tuple[nn.Module, ...]) -> None:
     for parameter, where in zip(parameters, _get_param_module_infos(parameters, modules), strict=True):
         held = FSDPParam(
             parameter,
@@ -201,7 +203,7 @@ class Held(NamedTuple):
         return any(getattr(self.held, name, None) is parameter for name in names)
 
 
-def assign(parameter: DTensor, value: DTensor, found: Held | None) -> None:
+def assign_memory(parameter: DTensor, value: DTensor, found: Held | None) -> None:
     """Let `parameter` be what `value` is, in its memory where that can be gathered from.
 
     Args:
@@ -222,43 +224,43 @@ def _exchange(parameter: DTensor, value: DTensor) -> None:
     parameter._spec, parameter._local_tensor = copy.copy(value._spec), value._local_tensor
 
 
-def held_by(parameter: torch.Tensor, models: Iterable[nn.Module]) -> Held | None:
+def find_holder(parameter: torch.Tensor, models: Iterable[nn.Module]) -> Held | None:
     """Who gathers a parameter of one of these models; of a gradient, nobody."""
-    found = _recalled(parameter)
+    found = _recall_holder(parameter)
     if found is not None or not isinstance(parameter, nn.Parameter):
         return found
     for model in models:
         state = getattr(model, "_hf_parallel", None)
         if state is not None and state.config.sharing_size > 1:
-            _remember(state.root, state.config.offload)
-    return _recalled(parameter)
+            _remember_late(state.root, state.config.offload)
+    return _recall_holder(parameter)
 
 
-def held_at(module: nn.Module, name: str, models: Iterable[nn.Module]) -> Held | None:
+def find_holder_at(module: nn.Module, name: str, models: Iterable[nn.Module]) -> Held | None:
     """Who gathers what a module has under a name, whatever is there now."""
     for model in models:
         state: Any = getattr(model, "_hf_parallel", None)
-        for group in parameter_groups(state.root) if state is not None else ():
+        for group in iterate_parameter_groups(state.root) if state is not None else ():
             for held in group.fsdp_params:
-                if (id(module), name) in places(held._module_info):
+                if (id(module), name) in find_registrations(held._module_info):
                     return Held(group, held, state.config.offload)
     return None
 
 
-def gathered(model: nn.Module) -> Iterator[nn.Parameter]:
+def iterate_gathered(model: nn.Module) -> Iterator[nn.Parameter]:
     """Yield the parameters that FSDP2 registers between a forward and a backward pass."""
     state = getattr(model, "_hf_parallel", None)
-    for group in parameter_groups(state.root) if state is not None else ():
+    for group in iterate_parameter_groups(state.root) if state is not None else ():
         yield from (held._unsharded_param for held in group.fsdp_params if hasattr(held, "_unsharded_param"))
 
 
-def _recalled(parameter: torch.Tensor) -> Held | None:
+def _recall_holder(parameter: torch.Tensor) -> Held | None:
     group, held, offload = _known.get(parameter, (None, None, ""))
     group, held = group and group(), held and held()
     return Held(group, held, offload) if held is not None and held.sharded_param is parameter else None
 
 
-def _remember(root: nn.Module, offload: str) -> None:
-    for group in parameter_groups(root):
+def _remember_late(root: nn.Module, offload: str) -> None:
+    for group in iterate_parameter_groups(root):
         for held in group.fsdp_params:
             _known[held.sharded_param] = weakref.ref(group), weakref.ref(held), offload

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from hf_parallel.model.calls import CACHES, by_name
+from hf_parallel.model.calls import CACHES, bind_by_name
 from hf_parallel.ranks.mesh import ParallelMesh
 
 #: Methods of models that make features of media, and modules that read these among the embeddings of words.
@@ -41,22 +41,24 @@ def share_towers(model: nn.Module, mesh: ParallelMesh) -> None:
     """From here on data ranks call the same towers in each forward of the model. Its units are sharded already."""
     if dist.get_backend() == "fake":  # a dry run, whose other ranks are not there
         return
-    owners = [module for module in model.modules() if _reader_of(module) is not None and _methods_of(module)]
+    owners = [
+        module for module in model.modules() if _find_reader_of(module) is not None and _find_media_methods(module)
+    ]
     if owners:
         for owner in owners:
             SharedTowers(owner, mesh)
-    elif _reads_words_and_media(model):
+    elif _is_reading_words_and_media(model):
         SharedTowers(model, mesh)
 
 
-def _reader_of(module: nn.Module) -> nn.Module | None:
+def _find_reader_of(module: nn.Module) -> nn.Module | None:
     """Return the language model that is a child of this module."""
     if type(module).__name__ in _FEATURES_FIRST:
         return None
     return next((child for name, child in module.named_children() if name in _READERS), None)
 
 
-def _methods_of(module: nn.Module) -> dict[str, str]:
+def _find_media_methods(module: nn.Module) -> dict[str, str]:
     """Return the argument that holds the media, by the method that makes features of them.
 
     There is none in models that always read both, such as CLIP.
@@ -67,7 +69,7 @@ def _methods_of(module: nn.Module) -> dict[str, str]:
     return {name: first for name, first in found.items() if first in taken}
 
 
-def _reads_words_and_media(model: nn.Module) -> bool:
+def _is_reading_words_and_media(model: nn.Module) -> bool:
     modalities = getattr(model, "input_modalities", "text")
     taken = inspect.signature(model.forward).parameters
     always = getattr(model, "main_input_name", None) in _MEDIA
@@ -79,7 +81,7 @@ class SharedTowers:
 
     def __init__(self, owner: nn.Module, mesh: ParallelMesh) -> None:
         self.owner, self.mesh, self.group = owner, mesh, mesh.data_group_on_host()
-        self.methods, self.reader = _methods_of(owner), _reader_of(owner)
+        self.methods, self.reader = _find_media_methods(owner), _find_reader_of(owner)
         if self.reader is None:
             self.methods = {}
         self.media = list(self.methods.values()) or [
@@ -92,9 +94,9 @@ class SharedTowers:
 
     def _agree(self, owner: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         """Find out which media only some data ranks have, and borrow those that this one lacks."""
-        given = by_name(owner.forward, args, kwargs)
+        given = bind_by_name(owner.forward, args, kwargs)
         self.lent = []
-        if not self._goes_together(given):
+        if not self._should_go_together(given):
             return
         own = torch.tensor([given.get(name) is not None for name in self.media]).int()
         everywhere = [torch.empty_like(own) for _ in range(self.mesh.data_size)]
@@ -105,7 +107,7 @@ class SharedTowers:
             if 0 < len(ranks) < self.mesh.data_size:
                 self._lend(place, name, ranks[0], given)
 
-    def _goes_together(self, given: Mapping[str, Any]) -> bool:
+    def _should_go_together(self, given: Mapping[str, Any]) -> bool:
         """Return whether ranks make this forward together: in evaluation only those that share weights do.
 
         A model that generates reads media in its first step alone.
@@ -126,10 +128,10 @@ class SharedTowers:
         told: list[Any] = [None]
         if self.mesh.data_rank == source:
             taken = inspect.signature(getattr(self.owner, method)).parameters
-            told = [{key: _moved(given[key], "cpu") for key in taken if given.get(key) is not None}]
+            told = [{key: _move_value(given[key], "cpu") for key in taken if given.get(key) is not None}]
         dist.broadcast_object_list(told, group=self.mesh.data_group, group_src=source)
         if given.get(name) is None:
-            self.lent.append((method, {key: _moved(value, self.mesh.device) for key, value in told[0].items()}))
+            self.lent.append((method, {key: _move_value(value, self.mesh.device) for key, value in told[0].items()}))
 
     def _call_lent(self, reader: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
         """Call the towers with what other ranks have lent, where the owner would call them."""
@@ -138,18 +140,18 @@ class SharedTowers:
         embeddings = cast(torch.Tensor, kwargs["inputs_embeds"])
         for method, media in self.lent:
             features = getattr(self.owner, method)(**media)
-            for tensor in tree_leaves(_used(features)):
+            for tensor in tree_leaves(_touch_features(features)):
                 if torch.is_tensor(tensor) and tensor.is_floating_point():
                     embeddings = embeddings + (tensor * 0).sum().to(embeddings.dtype)
         self.lent = []
         return args, {**kwargs, "inputs_embeds": embeddings}
 
 
-def _used(features: Any) -> Any:
+def _touch_features(features: Any) -> Any:
     if not isinstance(features, Mapping):
         return features
     return [features[key] for key in _USED if features.get(key) is not None]
 
 
-def _moved(value: Any, device: torch.device | str) -> Any:
+def _move_value(value: Any, device: torch.device | str) -> Any:
     return tree_map(lambda part: part.detach().to(device) if torch.is_tensor(part) else part, value)

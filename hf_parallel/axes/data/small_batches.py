@@ -23,8 +23,8 @@ from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
 from hf_parallel.axes.data.gradients import cut_axes
-from hf_parallel.axes.data.units import groups_of, parameter_groups, sharded_modules
-from hf_parallel.ranks.mesh import ParallelMesh, stored
+from hf_parallel.axes.data.units import get_groups_of, iterate_parameter_groups, iterate_sharded_modules
+from hf_parallel.ranks.mesh import ParallelMesh, get_stored
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
@@ -51,13 +51,13 @@ class GradientSquares:
 
     def follow(self) -> None:
         """See the gradients of all parameters that train, those that came since the last call too."""
-        units = list(sharded_modules(self._root))
+        units = list(iterate_sharded_modules(self._root))
         if self._mesh.size("cp") > 1:
             for unit in units:
-                if any(not isinstance(group._reduce_scatter_comm, _InTwoHops) for group in groups_of(unit)):
+                if any(not isinstance(group._reduce_scatter_comm, _InTwoHops) for group in get_groups_of(unit)):
                     unit.set_custom_reduce_scatter(_InTwoHops(self._mesh, self._in_hops))
             return
-        for held in (held for group in parameter_groups(self._root) for held in group.fsdp_params):
+        for held in (held for group in iterate_parameter_groups(self._root) for held in group.fsdp_params):
             if id(held) not in self._followed:
                 self._followed[id(held)] = held
                 self._follow_gathered(held)
@@ -85,7 +85,7 @@ class GradientSquares:
         if number == len(self._norms):
             self._norms.append(defaultdict(list))
         alike = self._mesh.size("tp") // math.prod(map(self._mesh.size, cut_axes(gradient, self._mesh)))
-        self._norms[number][alike].append(torch.linalg.vector_norm(stored(gradient), dtype=torch.float32))
+        self._norms[number][alike].append(torch.linalg.vector_norm(get_stored(gradient), dtype=torch.float32))
 
     def take(self) -> list[torch.Tensor]:
         """Return this rank's part of the square of each backward pass since the last call, in their order.
@@ -103,15 +103,19 @@ class GradientSquares:
 
     def of_step(self) -> torch.Tensor:
         """Return this rank's part of the squared norm of the step's gradient, as data ranks have reduced it."""
-        if next(sharded_modules(self._root), None) is None:
+        if next(iterate_sharded_modules(self._root), None) is None:
             parameters = list(self._model.parameters())
         else:
-            parameters = [held.sharded_param for group in parameter_groups(self._root) for held in group.fsdp_params]
+            parameters = [
+                held.sharded_param for group in iterate_parameter_groups(self._root) for held in group.fsdp_params
+            ]
         norms: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
         whole = math.prod(map(self._mesh.size, _ALIKE))
         for gradient in (parameter.grad for parameter in parameters if parameter.grad is not None):
             alike = whole // math.prod(map(self._mesh.size, cut_axes(gradient, self._mesh)))
-            norms[alike].append(torch.linalg.vector_norm(stored(gradient), dtype=torch.float32).to(self._mesh.device))
+            norms[alike].append(
+                torch.linalg.vector_norm(get_stored(gradient), dtype=torch.float32).to(self._mesh.device)
+            )
         return _sum_of_squares(norms, self._mesh.device)
 
 

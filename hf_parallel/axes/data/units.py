@@ -29,41 +29,41 @@ REPLACES = (
 )
 
 
-def state_of(unit: nn.Module | FSDPModule) -> FSDPState:
+def get_state_of(unit: nn.Module | FSDPModule) -> FSDPState:
     """The record that the hooks of a unit share."""
     return cast("FSDPState", fully_shard.state(unit))  # type: ignore[attr-defined]
 
 
-def groups_of(unit: nn.Module | FSDPModule) -> list[FSDPParamGroup]:
+def get_groups_of(unit: nn.Module | FSDPModule) -> list[FSDPParamGroup]:
     """The parameters of one unit that are gathered and reduced together; torch 2.11 has one such group at most."""
-    state = state_of(unit)
+    state = get_state_of(unit)
     if hasattr(state, "_fsdp_param_groups"):
         return state._fsdp_param_groups
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 
-def sharded_modules(root: nn.Module) -> Iterator[FSDPModule]:
+def iterate_sharded_modules(root: nn.Module) -> Iterator[FSDPModule]:
     """The units from `root` on, outermost first."""
     return (module for module in root.modules() if isinstance(module, FSDPModule))
 
 
-def parameter_groups(root: nn.Module) -> Iterator[FSDPParamGroup]:
+def iterate_parameter_groups(root: nn.Module) -> Iterator[FSDPParamGroup]:
     """The groups of all units from `root` on."""
-    for unit in sharded_modules(root):
-        yield from groups_of(unit)
+    for unit in iterate_sharded_modules(root):
+        yield from get_groups_of(unit)
 
 
 @contextlib.contextmanager
-def packed_weights() -> Iterator[None]:
+def allow_packed_weights() -> Iterator[None]:
     """Let `fully_shard` take weights of whole numbers; torch 2.11 wants a gradient of each parameter at first."""
     if Version(torch.__version__).release[:2] > (2, 11):
         yield
         return
-    with mock.patch.object(_fsdp_param, "nn", mock.Mock(wraps=nn, Parameter=_parameter)):
+    with mock.patch.object(_fsdp_param, "nn", mock.Mock(wraps=nn, Parameter=_make_parameter)):
         yield
 
 
-def _parameter(data: torch.Tensor, requires_grad: bool = True) -> nn.Parameter:
+def _make_parameter(data: torch.Tensor, requires_grad: bool = True) -> nn.Parameter:
     return nn.Parameter(data, requires_grad=requires_grad and data.is_floating_point())
 
 

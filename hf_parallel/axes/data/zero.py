@@ -35,20 +35,20 @@ from torch.utils._pytree import tree_leaves
 
 from hf_parallel.ask.keys.data import offload_folder, parameters_rest
 from hf_parallel.axes.data.gradients import round_after_backward
-from hf_parallel.axes.data.lowered import follow_autocast, policy_for
+from hf_parallel.axes.data.lowered import follow_autocast, make_policy_for
 from hf_parallel.axes.data.units import (
-    groups_of,
-    packed_weights,
-    parameter_groups,
+    allow_packed_weights,
+    get_groups_of,
+    get_state_of,
+    iterate_parameter_groups,
+    iterate_sharded_modules,
     shard_dim,
-    sharded_modules,
-    state_of,
 )
-from hf_parallel.model.anatomy import backbone_of, input_embedding
-from hf_parallel.model.experts import named_experts
+from hf_parallel.model.anatomy import find_input_embedding, get_backbone_of
+from hf_parallel.model.experts import iterate_experts
 from hf_parallel.ranks.differentiable import all_reduce
 from hf_parallel.ranks.local import put_in_front
-from hf_parallel.ranks.mesh import ParallelMesh, stored
+from hf_parallel.ranks.mesh import ParallelMesh, get_stored
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -84,33 +84,33 @@ def shard_ends(model: PreTrainedModel, blocks: list[nn.Module], keeps: bool, set
         keeps: weights stay gathered from the forward to the backward.
     """
     inside = {id(module) for block in blocks for module in block.modules()}
-    embedding, head, backbone = input_embedding(model), _head(model), backbone_of(model)
-    if isinstance(embedding, nn.Embedding) and id(embedding) not in inside and _alone(model, embedding):
+    embedding, head, backbone = find_input_embedding(model), _find_head(model), get_backbone_of(model)
+    if isinstance(embedding, nn.Embedding) and id(embedding) not in inside and _is_alone(model, embedding):
         unit = fully_shard(embedding, reshard_after_forward=not keeps, **settings)
         is_lookup = len(list(embedding.parameters())) == 1  # no norm in it, whose backward reads a weight
         if is_lookup:
             unit.set_unshard_in_backward(False)
-    if head is not None and backbone is not None and _alone(model, head) and head not in set(backbone.modules()):
+    if head is not None and backbone is not None and _is_alone(model, head) and head not in set(backbone.modules()):
         unit = fully_shard(head, reshard_after_forward=False, **settings)
         _gather_early(model, unit, backbone, blocks)
 
 
-def gather(unit: FSDPModule) -> None:
+def gather_unit(unit: FSDPModule) -> None:
     """Make the weights of a unit whole before its own hook does, while the model around it runs.
 
     `unit.unshard` would forget that gradients are being summed in fp32: see reduction.py.
     """
-    for group in groups_of(unit) if state_of(unit)._is_root is False else ():  # else it runs by itself
+    for group in get_groups_of(unit) if get_state_of(unit)._is_root is False else ():  # else it runs by itself
         group.unshard()
         group.wait_for_unshard()
 
 
-def _head(model: PreTrainedModel) -> nn.Module | None:
+def _find_head(model: PreTrainedModel) -> nn.Module | None:
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     return head if isinstance(head, nn.Module) and not any(head.children()) else None
 
 
-def _alone(model: nn.Module, end: nn.Module) -> bool:
+def _is_alone(model: nn.Module, end: nn.Module) -> bool:
     """Has the model this module, and its parameters nowhere else?"""
     own = {id(parameter) for parameter in end.parameters()}
     every = itertools.chain.from_iterable(module._parameters.values() for module in model.modules())
@@ -127,8 +127,10 @@ def _gather_early(model: nn.Module, head: FSDPModule, backbone: nn.Module, block
         units[-1].set_modules_to_forward_prefetch([head])
 
     def gather_unless_done(*_: object) -> None:
-        if all(group._training_state != TrainingState.POST_BACKWARD for group in groups_of(head)):
-            gather(head)  # gradients of outputs that come after the head's, as of router logits, must leave it freed
+        if all(group._training_state != TrainingState.POST_BACKWARD for group in get_groups_of(head)):
+            gather_unit(
+                head
+            )  # gradients of outputs that come after the head's, as of router logits, must leave it freed
 
     def gather_in_backward(module: nn.Module, args: tuple, output: object) -> None:
         held = vars(output) if dataclasses.is_dataclass(output) and not isinstance(output, dict) else output
@@ -136,7 +138,7 @@ def _gather_early(model: nn.Module, head: FSDPModule, backbone: nn.Module, block
             if torch.is_tensor(tensor) and tensor.requires_grad:
                 tensor.register_hook(gather_unless_done)
 
-    backbone.register_forward_hook(lambda *_: gather(head))
+    backbone.register_forward_hook(lambda *_: gather_unit(head))
     model.register_forward_hook(gather_in_backward)
 
 
@@ -150,9 +152,9 @@ def _gather_early(model: nn.Module, head: FSDPModule, backbone: nn.Module, block
 # this: a parameter's memory is an internal of its units, looked at in torch 2.13.
 
 
-def work_in_place(root: nn.Module) -> None:
+def let_units_work_in_place(root: nn.Module) -> None:
     """Let the units below `root` whose weights no other rank has a part of compute with the stored ones."""
-    for group in parameter_groups(root):
+    for group in iterate_parameter_groups(root):
         if isinstance(group.mesh_info, FSDPMeshInfo) and group.mesh_info.shard_mesh_size == 1:
             group._reduce_scatter_comm = _OneBuffer()
             for held in group.fsdp_params:
@@ -213,7 +215,7 @@ class _OneBuffer(DefaultReduceScatter):
 BUCKET = 25 * 1024**2
 
 
-@packed_weights()
+@allow_packed_weights()
 def shard_data_parallel(model: nn.Module, root: nn.Module, blocks: list[nn.Module], mesh: ParallelMesh) -> None:
     """Shard `root` over the data axes: a parameter group for each of `blocks`, for both ends, and for the rest.
 
@@ -228,9 +230,9 @@ def shard_data_parallel(model: nn.Module, root: nn.Module, blocks: list[nn.Modul
     keeps = mesh.config.zero_stage < 3 or mesh.config.sharing_size == mesh.size("dp_replicate")
     if mesh.size("pp") > 1:
         keeps = True  # gathering again for every micro-batch would cost more than the memory it frees
-    settings: Settings = {"mesh": axes, "mp_policy": policy_for(root), **resting(mesh)}
-    settings["ignored_params"] = {*_shard_experts(root, mesh, keeps, settings), *_whole_scalars(root, mesh)}
-    apart = [] if _reduced_at_once(root, mesh) else blocks
+    settings: Settings = {"mesh": axes, "mp_policy": make_policy_for(root), **make_offload_settings(mesh)}
+    settings["ignored_params"] = {*_shard_experts(root, mesh, keeps, settings), *_keep_scalars_whole(root, mesh)}
+    apart = [] if _should_reduce_at_once(root, mesh) else blocks
     _let_forward_run_hooks(root, apart)
     for block in apart:
         if any(True for _ in block.parameters()):
@@ -243,9 +245,9 @@ def shard_data_parallel(model: nn.Module, root: nn.Module, blocks: list[nn.Modul
     fully_shard(root, reshard_after_forward=False if keeps else None, **settings)
     if root is model and hasattr(model, "generate"):
         register_fsdp_forward_method(model, "generate")  # it calls an encoder by itself, past the model's forward
-    for module in sharded_modules(root):
+    for module in iterate_sharded_modules(root):
         _name_as_before(type(module))
-    work_in_place(root)
+    let_units_work_in_place(root)
     follow_autocast(root, mesh.device)
     round_after_backward(root)
     if root is model:  # a pipeline frees its stages itself
@@ -272,7 +274,7 @@ class _ForwardWithHooks(nn.Module):
     """A unit of FSDP2 whose `forward`, called past `__call__`, runs what belongs to a call."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(self, FSDPModule) and state_of(self)._training_state is TrainingState.IDLE:
+        if isinstance(self, FSDPModule) and get_state_of(self)._training_state is TrainingState.IDLE:
             return self(*args, **kwargs)
         return super().forward(*args, **kwargs)
 
@@ -287,11 +289,11 @@ def _name_as_before(kind: type) -> None:
     kind.__name__, kind.__qualname__, kind.__module__ = own.__name__, own.__qualname__, own.__module__
 
 
-def _reduced_at_once(root: nn.Module, mesh: ParallelMesh) -> bool:
+def _should_reduce_at_once(root: nn.Module, mesh: ParallelMesh) -> bool:
     """Is one reduction after the backward the fastest? Of replicas with few gradients; they have nothing to gather."""
-    if mesh.config.sharing_size > mesh.size("dp_replicate") or resting(mesh):
+    if mesh.config.sharing_size > mesh.size("dp_replicate") or make_offload_settings(mesh):
         return False
-    trained = (stored(parameter) for parameter in root.parameters() if parameter.requires_grad)
+    trained = (get_stored(parameter) for parameter in root.parameters() if parameter.requires_grad)
     return sum(parameter.numel() * parameter.element_size() for parameter in trained) <= BUCKET
 
 
@@ -300,8 +302,8 @@ def _shard_other_dtypes(unit: nn.Module, again: bool, settings: Settings) -> Non
 
     torch reduces the gradients of a group in one dtype.
     """
-    sharded = {module for inner in sharded_modules(unit) for module in cast(nn.Module, inner).modules()}
-    own = {module: _trained_dtypes(module) for module in unit.modules() if module not in sharded}
+    sharded = {module for inner in iterate_sharded_modules(unit) for module in cast(nn.Module, inner).modules()}
+    own = {module: _list_trained_dtypes(module) for module in unit.modules() if module not in sharded}
     sizes = Counter(dtype for dtypes in own.values() for dtype in dtypes)
     prevailing = max(sizes, key=lambda dtype: sizes[dtype], default=None)
     for module, dtypes in own.items():
@@ -309,13 +311,13 @@ def _shard_other_dtypes(unit: nn.Module, again: bool, settings: Settings) -> Non
             fully_shard(module, reshard_after_forward=again, **settings)
 
 
-def _trained_dtypes(module: nn.Module) -> set[torch.dtype]:
+def _list_trained_dtypes(module: nn.Module) -> set[torch.dtype]:
     return {parameter.dtype for parameter in module.parameters(recurse=False) if parameter.requires_grad}
 
 
 def move_rest(model: nn.Module, mesh: ParallelMesh) -> None:
     """`fully_shard` moves what is in its units; a stage has buffers beside them. What rests on the host stays."""
-    device, rests = mesh.device, bool(resting(mesh))
+    device, rests = mesh.device, bool(make_offload_settings(mesh))
     for module in model.modules():
         for tensors in (module._buffers,) if rests else (module._parameters, module._buffers):
             for tensor in (tensor for tensor in tensors.values() if tensor is not None):
@@ -323,7 +325,7 @@ def move_rest(model: nn.Module, mesh: ParallelMesh) -> None:
                     tensor.data = tensor.data.to(device)
 
 
-def resting(mesh: ParallelMesh) -> Settings:
+def make_offload_settings(mesh: ParallelMesh) -> Settings:
     """Parameters and gradients that rest on the host; if not in files, in memory that a GPU copies from by itself."""
     offload = mesh.config.offload
     if not parameters_rest(offload):
@@ -339,14 +341,14 @@ def _shard_experts(root: nn.Module, mesh: ParallelMesh, keeps: bool, settings: S
     """
     if mesh.config.ep_size == 1:
         return set()
-    found = [module for _, module in named_experts(root)]
+    found = [module for _, module in iterate_experts(root)]
     if mesh.size("ep_shard") * mesh.size("dp_replicate") == 1:
         return {parameter for module in found for parameter in module.parameters()}
     axes = mesh["dp_replicate", "ep_shard"] if mesh.size("dp_replicate") > 1 else mesh["ep_shard"]
     again = not keeps and mesh.size("ep_shard") > 1
 
     def place(parameter: nn.Parameter) -> Shard:
-        return Shard(shard_dim(stored(parameter).shape, mesh.size("ep_shard")))
+        return Shard(shard_dim(get_stored(parameter).shape, mesh.size("ep_shard")))
 
     own: Settings = {**settings, "mesh": axes}
     for module in found:
@@ -354,14 +356,16 @@ def _shard_experts(root: nn.Module, mesh: ParallelMesh, keeps: bool, settings: S
     return set()
 
 
-def _whole_scalars(root: nn.Module, mesh: ParallelMesh) -> set[nn.Parameter]:
+def _keep_scalars_whole(root: nn.Module, mesh: ParallelMesh) -> set[nn.Parameter]:
     """Parameters of no dim, such as a temperature: FSDP2 cannot cut them, so every rank keeps them.
 
     Each backward pass averages their gradients, as FSDP2 does those of others; a mean of sums is the sum of means.
     """
     places = [(module, name) for module in root.modules() for name, p in module._parameters.items() if _is_scalar(p)]
     axes, device = mesh.sharing_mesh, mesh.device
-    reduce = functools.partial(_mean_of_ranks, [axes.get_group(dim) for dim in range(axes.ndim) if axes.size(dim) > 1])
+    reduce = functools.partial(
+        _average_over_ranks, [axes.get_group(dim) for dim in range(axes.ndim) if axes.size(dim) > 1]
+    )
 
     def follow(module: nn.Module, args: tuple) -> None:
         for owner, name in places:  # weights that are loaded later are other tensors
@@ -379,7 +383,7 @@ def _is_scalar(parameter: nn.Parameter | None) -> bool:
     return parameter is not None and parameter.dim() == 0
 
 
-def _mean_of_ranks(groups: list[dist.ProcessGroup], gradient: torch.Tensor) -> torch.Tensor:
+def _average_over_ranks(groups: list[dist.ProcessGroup], gradient: torch.Tensor) -> torch.Tensor:
     mean = gradient.float()
     for group in groups:
         mean = all_reduce(mean, group) / group.size()
@@ -392,7 +396,7 @@ def _let_parts_run(model: nn.Module, blocks: list[nn.Module]) -> None:
     FSDP2 takes the unit that runs first for the outermost one; and what is in no unit but the outermost, such as the
     last norm, it gathers where that one is called. So what is around `blocks`, or beside them, runs as the model does.
     """
-    state = state_of(model)
+    state = get_state_of(model)
     units = [module for module in model.modules() if isinstance(module, FSDPModule) and module is not model]
     first = [unit.register_forward_pre_hook(lambda *_: begin(), prepend=True) for unit in units]
 
@@ -434,12 +438,17 @@ def _keep_what_runs_again(model: nn.Module) -> None:
     unlike numbers of examples, as in a ragged last batch, would gather these weights unlike numbers of times. In the
     full batches before it all ranks see a second call. A lookup's gradient is reduced once, at the end.
     """
-    state, lookup, calls, kept = state_of(model), input_embedding(model), Counter[nn.Module](), list[nn.Module]()
+    state, lookup, calls, kept = (
+        get_state_of(model),
+        find_input_embedding(model),
+        Counter[nn.Module](),
+        list[nn.Module](),
+    )
 
     def count(unit: nn.Module, args: tuple) -> None:
         calls[unit] += state._training_state is TrainingState.FORWARD  # else it runs alone, or again for the backward
         if calls[unit] == 2 and unit not in kept:
-            held = [held for group in groups_of(unit) for held in group.fsdp_params]
+            held = [held for group in get_groups_of(unit) for held in group.fsdp_params]
             if unit is lookup or not any(one.sharded_param.requires_grad for one in held):
                 kept.append(unit)
                 cast(FSDPModule, unit).set_reshard_after_forward(False, recurse=False)
@@ -460,15 +469,15 @@ def _gather_anew(model: nn.Module, args: tuple) -> None:
 
     Always, and not where they have: writing through `p.data` leaves no trace, and all ranks gather together.
     """
-    if any(group._post_forward_indices for group in parameter_groups(model)):
-        for module in sharded_modules(model):
+    if any(group._post_forward_indices for group in iterate_parameter_groups(model)):
+        for module in iterate_sharded_modules(model):
             module.reshard()
 
 
 def _reshard_after_evaluation(model: nn.Module, args: tuple, output: object) -> None:
     """Without a backward pass nothing frees the gathered weights, and `parameters()` would show plain tensors."""
     if not torch.is_grad_enabled():
-        for module in sharded_modules(model):
+        for module in iterate_sharded_modules(model):
             module.reshard()
 
 
@@ -491,10 +500,10 @@ def forget_root(model: nn.Module) -> None:
 
     torch has no call for this: a unit's state is its internal, looked at in torch 2.13.
     """
-    for module in sharded_modules(model):
-        state = state_of(module)
+    for module in iterate_sharded_modules(model):
+        state = get_state_of(module)
         state._is_root = None
-        for group in groups_of(module) if state._auto_reshard_after_forward else ():
+        for group in get_groups_of(module) if state._auto_reshard_after_forward else ():
             # A root keeps its weights for the backward pass.
             group.post_forward_mesh_info = cast("FSDPMeshInfo", group.mesh_info)
 
@@ -506,7 +515,7 @@ def without_sharding(module: nn.Module) -> nn.Module:
     """
     if not isinstance(module, FSDPModule):
         return module
-    state = state_of(module)
+    state = get_state_of(module)
     kind: Any = next(base for base in type(module).__mro__ if not issubclass(base, FSDPModule))  # from before
     plain = kind.__new__(kind)
     vars(plain).update(vars(module))

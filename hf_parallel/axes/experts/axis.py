@@ -55,16 +55,16 @@ class Experts(Axis["MixtureFacts", ExpertPart]):
 
     def read(self, model: PreTrainedModel, config: ParallelConfig) -> MixtureFacts:
         """Read which modules hold experts, and how."""
-        from hf_parallel.model.experts import expert_facts, has_known_balance, named_experts
+        from hf_parallel.model.experts import has_known_balance, iterate_experts, read_expert_facts
 
-        found = {name: expert_facts(module) for name, module in named_experts(model)}
+        found = {name: read_expert_facts(module) for name, module in iterate_experts(model)}
         balanced = bool(found) and hasattr(model, "config") and has_known_balance(model)
         return MixtureFacts(found, balanced, balanced and bool(getattr(model.config, "output_router_logits", False)))
 
     def resolve(self, config: ParallelConfig, anatomy: Anatomy, facts: MixtureFacts) -> ExpertPart | None:
         """Give each rank equally many experts."""
         if config.ep_size > 1:
-            _check_experts(config, anatomy, facts.experts)
+            _check_expert_counts(config, anatomy, facts.experts)
         factor, waits = config.expert_capacity_factor, facts.asked and config.pp_size > 1
         if factor is not None:
             _check_capacity(factor, anatomy, facts.experts)
@@ -120,7 +120,7 @@ def _check_capacity(factor: float, anatomy: Anatomy, experts: dict[str, ExpertFa
             refuse(asked, f"{facts.kind} computes every expert for every token, so none is dropped", do=works)
 
 
-def _check_experts(config: ParallelConfig, anatomy: Anatomy, experts: dict[str, ExpertFacts]) -> None:
+def _check_expert_counts(config: ParallelConfig, anatomy: Anatomy, experts: dict[str, ExpertFacts]) -> None:
     asked = f"ep_size={config.ep_size}"
     if not experts:
         refuse(asked, f"{anatomy.name} has no experts that transformers keeps side by side", "ep_size=1")
@@ -130,13 +130,13 @@ def _check_experts(config: ParallelConfig, anatomy: Anatomy, experts: dict[str, 
         if facts.dense:
             refuse(asked, f"{facts.kind} computes every expert for every token, so none travels", "ep_size=1")
         if facts.count % config.ep_size:
-            works = _works(facts.count, config)
+            works = _suggest_ep_size(facts.count, config)
             refuse(asked, f"does not divide the {facts.count} experts of {name}", f"ep_size={works}")
         if facts.unknown:
             refuse(asked, f"what {facts.kind} does with its {facts.unknown[0]} is not known", "ep_size=1")
 
 
-def _works(count: int, config: ParallelConfig) -> int:
+def _suggest_ep_size(count: int, config: ParallelConfig) -> int:
     """The next smaller number of ranks that divides so many experts, and the ranks there are."""
     inner, ranks = config.cp_size * config.tp_size, config.expert_ranks
     fits = (n for n in range(inner, config.ep_size) if n % inner == 0 and count % n == 0 and ranks % n == 0)

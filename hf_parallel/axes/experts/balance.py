@@ -22,8 +22,14 @@ import torch.distributed as dist
 from torch import nn
 
 from hf_parallel.axes.experts.layers import SharedOut
-from hf_parallel.model.anatomy import backbone_of, owns_parameters
-from hf_parallel.model.experts import ExpertFacts, balance_coefficient, experts_per_token, named_experts, named_routers
+from hf_parallel.model.anatomy import get_backbone_of, has_own_parameters
+from hf_parallel.model.experts import (
+    ExpertFacts,
+    balance_coefficient,
+    count_experts_per_token,
+    iterate_experts,
+    iterate_routers,
+)
 from hf_parallel.ranks import copy_to_group, reduce_from_group, start_all_gather
 from hf_parallel.ranks.mesh import ParallelMesh
 
@@ -43,7 +49,7 @@ is_absent: Callable[[], bool] = lambda: False  # noqa: E731
 def balance_over_data_ranks(model: nn.Module, mesh: ParallelMesh) -> None:
     """From here on the auxiliary loss of `model`, and its part in the loss, are those of all data ranks' rows."""
     names = list(inspect.signature(type(model).forward).parameters)[1:]
-    top_k = experts_per_token(model)
+    top_k = count_experts_per_token(model)
     last: list[tuple[torch.Tensor, ...] | None] = [None]  # router logits of the call in progress, see `correct`
 
     def keep(module: nn.Module, args: tuple, output: ModelOutput) -> None:
@@ -57,7 +63,7 @@ def balance_over_data_ranks(model: nn.Module, mesh: ParallelMesh) -> None:
         exact = balance_loss(logits, top_k, given.get("attention_mask"), mesh.data_group)
         return with_exact(module, output, exact)
 
-    if (backbone := backbone_of(model)) is not None:
+    if (backbone := get_backbone_of(model)) is not None:
         backbone.register_forward_hook(keep)
     model.register_forward_hook(correct, with_kwargs=True)
 
@@ -82,10 +88,10 @@ def balance_loss(
     sums = torch.cat(balance_sums(router_logits, top_k, mask))
     if group is not None:
         sums = copy_to_group(reduce_from_group(sums, group), group)  # forward and backward a sum: each has all in it
-    return loss_of_sums(sums)
+    return compute_loss_of_sums(sums)
 
 
-def loss_of_sums(sums: torch.Tensor) -> torch.Tensor:
+def compute_loss_of_sums(sums: torch.Tensor) -> torch.Tensor:
     """The auxiliary loss of what `balance_sums` counts, of which probabilities alone have a gradient."""
     experts = len(sums) // 2
     chosen, probable, tokens = sums.split([experts, experts, 1])
@@ -144,11 +150,11 @@ class Capacity:
         own = chosen.new_zeros(experts).scatter_add_(0, chosen, torch.ones_like(chosen))
         place = torch.empty_like(chosen)
         place[order] = torch.arange(len(chosen), device=index.device) - (own.cumsum(0) - own)[chosen[order]]
-        before, total = self._over_ranks(own * (not is_absent()))
+        before, total = self._count_over_ranks(own * (not is_absent()))
         room = torch.ceil(self.factor * total.sum().double() / experts)
         return (place + before[chosen] < room).view(index.shape)
 
-    def _over_ranks(self, own: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _count_over_ranks(self, own: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return how many tokens of each expert the ranks before this one have, and all: from the nearest ranks on."""
         parts = [self.mesh.group("tp")] if self._switch is not None and self._switch.on else []
         groups = [*parts, self.mesh.group("cp"), self.mesh.data_group]
@@ -170,7 +176,7 @@ def limit_experts(model: nn.Module, experts: dict[str, ExpertFacts], capacity: C
     """From here on experts of `model` drop what they have no room for."""
     for name, facts in experts.items():
         module = model.get_submodule(name)
-        if owns_parameters(module):  # not where another stage holds it
+        if has_own_parameters(module):  # not where another stage holds it
             module.register_forward_pre_hook(functools.partial(capacity.limit, facts.count))
 
 
@@ -226,7 +232,7 @@ class ExpertLoad:
 
 def watch_load(model: nn.Module, experts: int, mesh: ParallelMesh, capacity: Capacity | None) -> None:
     """Count from here on."""
-    own = [module for _, module in named_experts(model) if owns_parameters(module)]
+    own = [module for _, module in iterate_experts(model) if has_own_parameters(module)]
     vars(model)[_PLACE] = ExpertLoad(own, experts, mesh, capacity)
 
 
@@ -255,10 +261,10 @@ class StageBalance:
         self, model: PreTrainedModel, experts: int, mesh: ParallelMesh, last_rank: int, whole: list[Whole]
     ) -> None:
         self.mesh, self.last_rank, self.whole, self.experts = mesh, last_rank, whole, experts
-        self.top_k = experts_per_token(model)
+        self.top_k = count_experts_per_token(model)
         self.exact: torch.Tensor | None = None  # of the last call
         self.logits: list[torch.Tensor] | None = None  # of the layers of the pass in progress
-        for _, router, index in named_routers(model):
+        for _, router, index in iterate_routers(model):
             router.register_forward_hook(functools.partial(self._collect, index))
         _put_right(model, self)
 
@@ -309,7 +315,7 @@ class CallBalance:
         mesh = self.of.mesh
         for group in (mesh.group("pp"), mesh.data_group):
             dist.all_reduce(self._sums, group=group)
-        self._exact = loss_of_sums(self._sums).requires_grad_(torch.is_grad_enabled())
+        self._exact = compute_loss_of_sums(self._sums).requires_grad_(torch.is_grad_enabled())
         self.of.exact = self._exact
 
     def weigh(self) -> None:

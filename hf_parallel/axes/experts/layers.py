@@ -17,7 +17,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from hf_parallel.model.families import SHARED_AFTER
 from hf_parallel.ranks import exchange, exchange_counts, exchange_during, join_sequence, scale_gradient, split_sequence
-from hf_parallel.ranks.local import holding, local, put_in_front, with_added
+from hf_parallel.ranks.local import get_local, hold_other_tensors, put_in_front, with_added
 from hf_parallel.ranks.mesh import ParallelMesh
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def send(
     own = torch.zeros(count + 1, dtype=torch.long, device=tokens.device)
     own = own.scatter_add_(0, chosen, torch.ones_like(chosen))[:count].view(ranks, -1)
     theirs = exchange_counts(own, group)
-    sent, received = _sizes(own, theirs, len(chosen))
+    sent, received = _count_sizes(own, theirs, len(chosen))
     leaving = tokens[order[: sum(sent)] // experts.shape[-1]]
     if meanwhile is None:
         rows = exchange(leaving, sent, received, group)
@@ -76,7 +76,7 @@ def send(
     return Arrived(rows, local.repeat_interleave(theirs.flatten(), output_size=len(rows)), order, sent, received)
 
 
-def _sizes(own: torch.Tensor, theirs: torch.Tensor, pairs: int) -> tuple[list[int], list[int]]:
+def _count_sizes(own: torch.Tensor, theirs: torch.Tensor, pairs: int) -> tuple[list[int], list[int]]:
     """Count the pairs that go to each rank, and come from each; of tensors without values equally many."""
     if isinstance(own, FakeTensor):
         even = [pairs // len(own) + (rank < pairs % len(own)) for rank in range(len(own))]
@@ -107,13 +107,13 @@ class Shares:
 
     def own(self, tensor: torch.Tensor) -> torch.Tensor:
         """[count, …] -> this rank's rows."""
-        return split_sequence(self._padded(tensor, self.size * self.group.size()), self.group)[: self.real]
+        return split_sequence(self._pad_rows(tensor, self.size * self.group.size()), self.group)[: self.real]
 
     def joined(self, tensor: torch.Tensor) -> torch.Tensor:
         """This rank's rows -> [count, …] on all ranks, which must go on to compute the same thing."""
-        return join_sequence(self._padded(tensor, self.size), self.group)[: self.count]
+        return join_sequence(self._pad_rows(tensor, self.size), self.group)[: self.count]
 
-    def _padded(self, tensor: torch.Tensor, rows: int) -> torch.Tensor:
+    def _pad_rows(self, tensor: torch.Tensor, rows: int) -> torch.Tensor:
         return F.pad(tensor, (0, 0, 0, rows - len(tensor)))
 
 
@@ -148,12 +148,12 @@ class Early(nn.Module):
     @torch.compiler.disable  # ahead, too, they run outside of the graphs of a layer
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:  # around hooks, which have run then
         done, self.done = self.done, None
-        if done is not None and _same(done[0], hidden):
+        if done is not None and _is_same_memory(done[0], hidden):
             return done[1].view(hidden.shape)
         return super().__call__(hidden)
 
 
-def _same(tokens: torch.Tensor, hidden: torch.Tensor) -> bool:
+def _is_same_memory(tokens: torch.Tensor, hidden: torch.Tensor) -> bool:
     """Views of the same values?"""
     same = tokens.untyped_storage()._cdata == hidden.untyped_storage()._cdata
     return same and tokens.storage_offset() == hidden.storage_offset() and _is_view(tokens, hidden)
@@ -163,7 +163,7 @@ def _is_view(tokens: torch.Tensor, hidden: torch.Tensor) -> bool:
     return tokens.numel() == hidden.numel() and tokens.is_contiguous() and hidden.is_contiguous()
 
 
-def shared_beside(model: nn.Module, experts: str) -> Early | None:
+def find_shared_experts(model: nn.Module, experts: str) -> Early | None:
     """The shared experts beside those of this name, ready to be computed ahead; None if the model has them first."""
     block = model.get_submodule(experts.rpartition(".")[0])
     shared = getattr(block, "shared_experts", None)
@@ -202,11 +202,11 @@ class SharedOut(nn.Module):
     def forward(self, hidden_states: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         shared = self.beside[0]
         if shared is None:
-            return self._shared_out(hidden_states, index, weights, None)
+            return self._share_out(hidden_states, index, weights, None)
         with shared.unless_stopped():
-            return self._shared_out(hidden_states, index, weights, functools.partial(shared.ahead, hidden_states))
+            return self._share_out(hidden_states, index, weights, functools.partial(shared.ahead, hidden_states))
 
-    def _shared_out(
+    def _share_out(
         self,
         hidden_states: torch.Tensor,
         index: torch.Tensor,
@@ -214,12 +214,12 @@ class SharedOut(nn.Module):
         meanwhile: Callable[[], None] | None,
     ) -> torch.Tensor:
         if self.sharing.alike is None:
-            return self._routed(hidden_states, index, weights, meanwhile)
+            return self._run_routed(hidden_states, index, weights, meanwhile)
         shares = Shares(len(hidden_states), self.sharing.alike)
         own = shares.own(hidden_states), shares.own(index), shares.own(weights)
-        return shares.joined(self._routed(*own, meanwhile))
+        return shares.joined(self._run_routed(*own, meanwhile))
 
-    def _routed(
+    def _run_routed(
         self,
         tokens: torch.Tensor,
         index: torch.Tensor,
@@ -227,11 +227,11 @@ class SharedOut(nn.Module):
         meanwhile: Callable[[], None] | None,
     ) -> torch.Tensor:
         arrived = send(tokens, index, self.expert_facts.count, self.sharing.group, meanwhile)
-        with holding(self, self._own_weights()):
-            results = self._experts(arrived.rows, arrived.experts)
+        with hold_other_tensors(self, self._own_weights()):
+            results = self._run_experts(arrived.rows, arrived.experts)
         return bring_back(results, arrived, weights, self.sharing.group).to(tokens.dtype)
 
-    def _experts(self, rows: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+    def _run_experts(self, rows: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
         """Each row through its expert; a rank without rows computes one, so that its weights have gradients: zeros."""
         count, filled = len(rows), max(1, len(rows))
         rows = F.pad(rows, (0, 0, 0, filled - count))
@@ -242,7 +242,7 @@ class SharedOut(nn.Module):
 
     def _own_weights(self) -> dict[str, torch.Tensor]:
         factor = self.sharing.gradient_factor
-        own = {name: scale_gradient(local(self._parameters[name]), factor) for name in self.expert_facts.widths}
+        own = {name: scale_gradient(get_local(self._parameters[name]), factor) for name in self.expert_facts.widths}
         return {name: with_added(self, name, weight) for name, weight in own.items()}
 
 
@@ -264,4 +264,4 @@ def share_out(
         shared_out = put_in_front(SharedOut, module)
         shared_out.first = sharing.group.rank() * module.num_experts
         shared_out.sharing, shared_out.expert_facts = sharing, facts
-        shared_out.beside = (shared_beside(model, name),)
+        shared_out.beside = (find_shared_experts(model, name),)

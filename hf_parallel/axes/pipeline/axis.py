@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hf_parallel.axes.axis import Axis
-from hf_parallel.axes.pipeline.part import PipelinePart, StageFacts, recomputes_in_parts
+from hf_parallel.axes.pipeline.part import PipelinePart, StageFacts, does_recompute_in_parts
 
 if TYPE_CHECKING:
     from torch import nn
@@ -46,7 +46,7 @@ class Pipeline(Axis[StageFacts, PipelinePart]):
     def notes(self, part: PipelinePart) -> list[str]:
         schedule = part.config.pipeline_schedule
         again = [f"{schedule} recomputes layers several times; 1f1b is faster here"]
-        return [part.line, *(again if recomputes_in_parts(part.config, schedule) else [])]
+        return [part.line, *(again if does_recompute_in_parts(part.config, schedule) else [])]
 
     def apply(self, model: nn.Module, part: PipelinePart, building: Building) -> None:
         """Keep this rank's stages; from here on the roots of the model are its stages."""
@@ -68,9 +68,9 @@ class Pipeline(Axis[StageFacts, PipelinePart]):
 
             engine.fill = KfacFill(engine)
         if part.config.pipeline_energy != "none":
-            from hf_parallel.axes.pipeline.energy import StageClocks, clocks_of
+            from hf_parallel.axes.pipeline.energy import StageClocks, open_clocks_of
 
-            engine.energy = StageClocks(engine, clocks_of(building.mesh.device))
+            engine.energy = StageClocks(engine, open_clocks_of(building.mesh.device))
         building.pipeline = engine
         building.roots = [(stage, view.layers) for stage, view in zip(engine.stages, views, strict=True)]
 

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from hf_parallel.ask.keys.layers import recomputed_every
+from hf_parallel.ask.keys.layers import read_recompute_interval
 from hf_parallel.ask.spec import refuse
-from hf_parallel.model.anatomy import Backbone, text_config
+from hf_parallel.model.anatomy import Backbone, get_text_config
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -65,38 +65,40 @@ def block_costs(
         backbone: the part of `model` that `plan` names the parts of.
         sequence_length: tokens per row; default: the longest the model reads, at most 4096.
     """
-    config = text_config(model)
+    config = get_text_config(model)
     length = sequence_length or min(getattr(config, "max_position_embeddings", None) or math.inf, _LONGEST_ASSUMED)
-    layers = [_layer_cost(layer, config, length) for layer in backbone.get_submodule(plan.layers)]
+    layers = [_compute_layer_cost(layer, config, length) for layer in backbone.get_submodule(plan.layers)]
     outside = [child for child in model.children() if backbone not in child.modules()]
     ends = [[getattr(backbone, name, None) for name in names] for names in (plan.before, plan.after)]
-    before, after = (sum((_weights_cost(x) for x in end if isinstance(x, nn.Module)), Cost()) for end in ends)
+    before, after = (sum((_compute_weights_cost(x) for x in end if isinstance(x, nn.Module)), Cost()) for end in ends)
     loss = Cost(_LOSS_FLOPS * len(getattr(model.get_output_embeddings(), "weight", ())))
-    return Costs(before, tuple(layers), sum(map(_weights_cost, outside), after + loss))
+    return Costs(before, tuple(layers), sum(map(_compute_weights_cost, outside), after + loss))
 
 
 def with_recomputation(costs: Costs, recompute: str = "full") -> Costs:
     """A layer that is checkpointed runs its forward twice, the head once: four passes for three."""
-    again = checkpointed(recompute, len(costs.layers))
+    again = list_checkpointed_layers(recompute, len(costs.layers))
     passes = zip(costs.layers, again, strict=True)
     return replace(
         costs, layers=tuple(replace(one, flops=one.flops * (4 / 3 if twice else 1)) for one, twice in passes)
     )
 
 
-def checkpointed(recompute: str, layers: int) -> list[bool]:
+def list_checkpointed_layers(recompute: str, layers: int) -> list[bool]:
     """Return which layers run a second time as a whole; of `selective` next to nothing does."""
-    each = recomputed_every(recompute) or int(recompute == "full")
+    each = read_recompute_interval(recompute) or int(recompute == "full")
     return [each > 0 and place % each == 0 for place in range(layers)]
 
 
-def _layer_cost(layer: nn.Module, config: PretrainedConfig, length: float) -> Cost:
-    attention = (_attention_flops(part, config, length) for part in layer.modules() if hasattr(part, "is_causal"))
-    weights = _weights_cost(layer, _active_share(layer, config))
+def _compute_layer_cost(layer: nn.Module, config: PretrainedConfig, length: float) -> Cost:
+    attention = (
+        _count_attention_flops(part, config, length) for part in layer.modules() if hasattr(part, "is_causal")
+    )
+    weights = _compute_weights_cost(layer, _compute_active_share(layer, config))
     return Cost(weights.flops + sum(attention), weights.memory)
 
 
-def _weights_cost(module: nn.Module, active_share: float = 1) -> Cost:
+def _compute_weights_cost(module: nn.Module, active_share: float = 1) -> Cost:
     """Two FLOPs per weight of each matrix; an embedding is a lookup, and a token meets a share of the experts."""
     flops: float = 0
     for name, part in module.named_modules():
@@ -106,7 +108,7 @@ def _weights_cost(module: nn.Module, active_share: float = 1) -> Cost:
     return Cost(flops, sum(p.numel() * p.element_size() for p in module.parameters()))
 
 
-def _active_share(layer: nn.Module, config: PretrainedConfig) -> float:
+def _compute_active_share(layer: nn.Module, config: PretrainedConfig) -> float:
     """Return the part of a layer's experts that works for one token; the modules know best, layers may differ."""
     found = {"top_k": getattr(config, "num_experts_per_tok", None), "num_experts": None}
     for part in layer.modules():
@@ -115,7 +117,7 @@ def _active_share(layer: nn.Module, config: PretrainedConfig) -> float:
     return min(1, chosen / experts) if chosen and experts else 1
 
 
-def _attention_flops(attention: nn.Module, config: PretrainedConfig, length: float) -> float:
+def _count_attention_flops(attention: nn.Module, config: PretrainedConfig, length: float) -> float:
     """Scores and their product with the values, per token, over the keys that a causal mask shows on average."""
     heads = getattr(attention, "num_heads", None) or config.num_attention_heads
     width = getattr(attention, "head_dim", None) or config.hidden_size // heads
@@ -146,7 +148,7 @@ def balance(
         return of_stage(first, last).flops / (speeds[stage] if speeds else 1.0)
 
     if rooms is not None:
-        held, leanest = best_split(layers, stages, lambda at, *span: of_stage(*span).memory / rooms[at], max)
+        held, leanest = find_best_split(layers, stages, lambda at, *span: of_stage(*span).memory / rooms[at], max)
         if held > 1:
             return leanest
 
@@ -154,17 +156,17 @@ def balance(
         fits = rooms is None or of_stage(first, last).memory <= rooms[stage]
         return seconds(stage, first, last) if fits else math.inf
 
-    slowest, _ = best_split(layers, stages, fitting, max)
+    slowest, _ = find_best_split(layers, stages, fitting, max)
     unit = sum(cost.memory for cost in costs.layers) / layers or 1
 
     def unevenness(stage: int, first: int, last: int) -> float:  # the sum is fixed, so squares measure the spread
         memory = round(of_stage(first, last).memory / unit)
         return memory**2 if fitting(stage, first, last) <= slowest * (1 + 1e-9) else math.inf
 
-    return best_split(layers, stages, unevenness, lambda one, others: one + others)[1]
+    return find_best_split(layers, stages, unevenness, lambda one, others: one + others)[1]
 
 
-def best_split(
+def find_best_split(
     layers: int, stages: int, cost: Callable[[int, int, int], float], combine: Callable[[float, float], float]
 ) -> tuple[float, tuple[int, ...]]:
     """Return the smallest combined cost of contiguous stages and their layers; of equals, the largest early counts.

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 COUNTED = "hf_parallel_counted_tokens"
 
 
-def by_positions(batch: Batch) -> Batch:
+def drop_mask_of_packs(batch: Batch) -> Batch:
     """Return what a model takes of a batch of packs: no mask, which would stand for their positions."""
     return {key: value for key, value in batch.items() if key != "attention_mask"} if COUNTED in batch else batch
 
@@ -37,13 +37,15 @@ def without_count(batch: Batch) -> Batch:
     return {key: value for key, value in batch.items() if key != COUNTED}
 
 
-def counted_tokens(batch: Batch) -> torch.Tensor | None:
+def find_counted_tokens(batch: Batch) -> torch.Tensor | None:
     """Return which tokens [rows, length] are no padding; None: all."""
     return batch.get(COUNTED, batch.get("attention_mask"))
 
 
 @contextlib.contextmanager
-def fresh_gradients(parameters: list[nn.Parameter]) -> Iterator[list[tuple[nn.Parameter, torch.Tensor | None]]]:
+def collect_fresh_gradients(
+    parameters: list[nn.Parameter],
+) -> Iterator[list[tuple[nn.Parameter, torch.Tensor | None]]]:
     """Collect the gradients of what runs inside, apart from those already accumulated."""
     before = [parameter.grad for parameter in parameters]
     fresh: list[tuple[nn.Parameter, torch.Tensor | None]] = []
@@ -67,7 +69,7 @@ def with_rows(batch: Batch, rows: int, wanted: int) -> Batch:
 
 def split_rows(batch: Batch, parts: int) -> list[Batch]:
     """Cut every tensor that has one entry per row into `parts` along dim 0; share everything else."""
-    return [batch] if parts == 1 else split_examples(batch, parts, 1, row_count(batch))
+    return [batch] if parts == 1 else split_examples(batch, parts, 1, count_rows(batch))
 
 
 def split_examples(batch: Batch, parts: int, rows_each: int, rows: int) -> list[Batch]:
@@ -100,7 +102,7 @@ _TARGETS = ("labels", "shift_labels")
 _ROWS = ("input_ids", "inputs_embeds", "logits", "completion_ids")
 
 
-def row_count(batch: Batch) -> int:
+def count_rows(batch: Batch) -> int:
     named = next((batch[key] for key in _ROWS if batch.get(key) is not None), None)
     if named is None:
         raise ValueError("hf_parallel: a pipelined model needs input_ids or inputs_embeds in the batch")
@@ -114,7 +116,7 @@ def tokens_of(batch: Batch) -> torch.Tensor:
     raise ValueError("hf_parallel: a pipelined model needs input_ids or inputs_embeds in the batch")
 
 
-def count_targets(batch: Batch) -> torch.Tensor:
+def count_causal_targets(batch: Batch) -> torch.Tensor:
     """Count the tokens that the causal loss averages over: labels are shifted by one, -100 does not count."""
     labels = batch["shift_labels"] if batch.get("shift_labels") is not None else batch["labels"][..., 1:]
     return (labels != -100).sum()
@@ -148,7 +150,7 @@ class PipelineLoss(ModelOutput):
         )
 
 
-def wants(config: PretrainedConfig, batch: Batch, key: str) -> bool:
+def is_asked_for(config: PretrainedConfig, batch: Batch, key: str) -> bool:
     """Does the call, or else the model's config, ask for these outputs?"""
     return bool(getattr(config, key, False) if batch.get(key) is None else batch[key])
 
@@ -164,7 +166,7 @@ def refuse_partial_outputs(config: PretrainedConfig, batch: Batch, balances: boo
     """
     routers = () if balances else ("output_router_logits",)
     for key in ("output_hidden_states", "output_attentions", *routers):
-        if wants(config, batch, key):
+        if is_asked_for(config, batch, key):
             raise NotImplementedError(f"hf_parallel: {key}=True needs all layers on one rank; pp_size=1 works")
     if has_cache(batch):
         raise NotImplementedError("hf_parallel: a pipelined model keeps no key/value cache; pass use_cache=False")
@@ -190,7 +192,7 @@ class _Node(torch.autograd.Function):
         return (None, None, *(None for _ in gradients))
 
 
-def detached_node(values: list[torch.Tensor], finish: Callable[[Gradients], None]) -> list[torch.Tensor]:
+def make_detached_node(values: list[torch.Tensor], finish: Callable[[Gradients], None]) -> list[torch.Tensor]:
     """`values` as outputs of one autograd node whose backward calls `finish(gradients)` once."""
     anchor = torch.zeros((), requires_grad=True)
     return list(_Node.apply(anchor, finish, *values))
@@ -205,7 +207,7 @@ class _Slot:
     dtype: torch.dtype
 
 
-def share(
+def share_result(
     result: Result, group: dist.ProcessGroup, control: dist.ProcessGroup, source: int, device: torch.device
 ) -> tuple[Callable[[list[torch.Tensor]], Result], list[torch.Tensor]]:
     """Send what the last stage computed to all stages.

@@ -29,20 +29,20 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from hf_parallel.axes.pipeline.batches import fresh_gradients
-from hf_parallel.axes.pipeline.engine import autocast_per_stage
+from hf_parallel.axes.pipeline.batches import collect_fresh_gradients
+from hf_parallel.axes.pipeline.engine import apply_autocast_per_stage
 from hf_parallel.axes.pipeline.joint import Fresh, Parts, Ran, ScheduledCall
 from hf_parallel.axes.pipeline.stage_runner import Stage
-from hf_parallel.axes.pipeline.stages import MirroredView, mirrored_view
+from hf_parallel.axes.pipeline.stages import MirroredView, make_mirrored_view
 from hf_parallel.axes.pipeline.timeline import (
     FORWARD,
     Action,
-    layer_costs,
-    mirrored_order,
-    mirrored_rank,
+    compute_layer_costs,
+    compute_mirrored_rank,
+    make_mirrored_order,
     simulate,
 )
-from hf_parallel.ranks.mesh import placed_as, stored
+from hf_parallel.ranks.mesh import get_stored, place_as
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -72,14 +72,14 @@ def plan_events(ranks: int, micro_batches: int, rank: int) -> tuple[Event, ...]:
     in the same order, which is all that NCCL needs.
     """
     found: list[tuple[float, int, Action, Event]] = []
-    for span in simulate(mirrored_order(ranks, micro_batches), *layer_costs([1] * ranks)).spans:
+    for span in simulate(make_mirrored_order(ranks, micro_batches), *compute_layer_costs([1] * ranks)).spans:
         action = Action(*span[1:4])
         if span.rank == rank:
             found.append((span.start, 1, action, Event(RUN, action)))
         target = action.stage + (1 if action.kind == FORWARD else -1)
         if not 0 <= target < ranks:
             continue
-        peer = mirrored_rank(target, action.micro_batch, ranks)
+        peer = compute_mirrored_rank(target, action.micro_batch, ranks)
         if span.rank == rank:
             found.append((span.end, 0, action, Event(SEND, action, peer)))
         if peer == rank:
@@ -123,7 +123,11 @@ class Mirror:
         engine.latest_count = len(parts)
         scale_loss = engine.services.scale_loss
         scale = None if scale_loss is None else scale_loss(torch.ones((), device=engine.mesh.device))
-        with autocast_per_stage(engine) as autocast, fresh_gradients(engine.trainable()) as fresh, self._with_values():
+        with (
+            apply_autocast_per_stage(engine) as autocast,
+            collect_fresh_gradients(engine.trainable()) as fresh,
+            self._with_values(),
+        ):
             ways: list[tuple[StageView, Stage, MirroredView | None]] = [
                 (engine.views[0], engine.stages[0], None),
                 (self.mirrored.view, self.stage, self.mirrored),
@@ -211,7 +215,7 @@ class Mirror:
     def _refresh(self) -> None:
         """Send the weights that train to their mirror; all of the stage where anything else has changed."""
         own, state = self._own_tensors(), self._adapters()
-        changed = [(one, id(tensor), stored(tensor).data_ptr(), tensor._version) for one, tensor in own]
+        changed = [(one, id(tensor), get_stored(tensor).data_ptr(), tensor._version) for one, tensor in own]
         frozen = [entry if not entry[0].trained else entry[:2] for entry in changed]
         modules = [id(module) for module in self.engine.remote_modules.modules.values()]
         stamps = self._exchange_numbers(torch.tensor([hash((*map(str, frozen), str(state), *modules))]))
@@ -219,8 +223,8 @@ class Mirror:
             self._build([one for one, _ in own], state)
         self.stage.train(self.engine.model.training)
         self._checkpoint_as_own()
-        give = [stored(tensor.detach()) for one, tensor in own if one.trained or stamps != self.stamps]
-        take = [stored(v.detach()) for _, v in self.copies if v.requires_grad or stamps != self.stamps]
+        give = [get_stored(tensor.detach()) for one, tensor in own if one.trained or stamps != self.stamps]
+        take = [get_stored(v.detach()) for _, v in self.copies if v.requires_grad or stamps != self.stamps]
         self._exchange(give, take)
         self.stamps = stamps
 
@@ -245,7 +249,7 @@ class Mirror:
                 if isinstance(tensor, DTensor)
                 else ()
             )
-            part = stored(tensor.detach())
+            part = get_stored(tensor.detach())
             trained = is_parameter and tensor.requires_grad
             described.append((Sent(tuple(names), part.shape, part.dtype, is_parameter, trained, *placed), tensor))
         return described
@@ -267,7 +271,7 @@ class Mirror:
             places = [(modules[path], leaf) for path, _, leaf in paths if id(modules.get(path)) in aside]
             assert places, f"no module of another stage has {one.names}"
             self.copies.append((places, self._room_for(one, meshes)))
-        self.mirrored = mirrored_view(engine.model, self.part, self.partner, remote)
+        self.mirrored = make_mirrored_view(engine.model, self.part, self.partner, remote)
         self.stage = Stage(self.mirrored.view)
         if engine.services.adapters is not None:
             engine.services.adapters.set_in(self.stage, their_state)
@@ -306,19 +310,21 @@ class Mirror:
         given = torch.tensor([gradient is not None for gradient in gradients], dtype=torch.uint8)
         taken = torch.zeros(len(own), dtype=torch.uint8)
         self._exchange([given], [taken], self.engine.control)
-        give = [stored(gradient) for gradient in gradients if gradient is not None]
+        give = [get_stored(gradient) for gradient in gradients if gradient is not None]
         wanted = [parameter for parameter, is_there in zip(own, taken.tolist(), strict=True) if is_there]
         nothing: list[torch.Tensor] = []
-        for giving, taking in itertools.zip_longest(_buckets(give), _buckets(wanted), fillvalue=nothing):
-            arrived = [torch.empty_like(stored(parameter.detach())) for parameter in taking]
+        for giving, taking in itertools.zip_longest(
+            _cut_into_buckets(give), _cut_into_buckets(wanted), fillvalue=nothing
+        ):
+            arrived = [torch.empty_like(get_stored(parameter.detach())) for parameter in taking]
             self._exchange(giving, arrived)
             for parameter, part in zip(taking, arrived, strict=True):
                 number = places[id(parameter)]
                 gradient = fresh[number][1]
                 if gradient is not None:
-                    stored(gradient).add_(part)
+                    get_stored(gradient).add_(part)
                     continue
-                whole = placed_as(parameter, part) if isinstance(parameter, DTensor) else part
+                whole = place_as(parameter, part) if isinstance(parameter, DTensor) else part
                 fresh[number] = cast(nn.Parameter, parameter), whole
 
     # ---- messages between the two ranks of a pair ------------------------------------------------------------------
@@ -351,7 +357,7 @@ class Mirror:
         return pickle.loads(arrived.numpy().tobytes())
 
 
-def _buckets(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
+def _cut_into_buckets(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
     """Cut a list where so many bytes are reached."""
     found: list[list[torch.Tensor]] = []
     size = _BUCKET
@@ -360,5 +366,5 @@ def _buckets(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
             found.append([])
             size = 0
         found[-1].append(tensor)
-        size += stored(tensor.detach()).nbytes
+        size += get_stored(tensor.detach()).nbytes
     return found

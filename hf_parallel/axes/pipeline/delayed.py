@@ -32,9 +32,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hf_parallel.axes.pipeline.engine import autocast_per_stage
+from hf_parallel.axes.pipeline.engine import apply_autocast_per_stage
 from hf_parallel.axes.pipeline.joint import Parts, Ran, ScheduledCall
-from hf_parallel.axes.pipeline.timeline import BACKWARD, FORWARD, ahead_of_step
+from hf_parallel.axes.pipeline.timeline import BACKWARD, FORWARD, count_ahead_of_step
 
 if TYPE_CHECKING:
     from hf_parallel.axes.pipeline.engine import PipelineEngine
@@ -145,8 +145,8 @@ class DelayedPipeline:
         engine.latest_count = len(update)
         engine.services.before_run(True, calls[0].tokens)
         self._sent: list[tuple[dist.Work | None, torch.Tensor]] = []
-        with autocast_per_stage(engine) as autocast:
-            while (kind := self._next_kind()) is not None:
+        with apply_autocast_per_stage(engine) as autocast:
+            while (kind := self._choose_next_kind()) is not None:
                 self._compute(kind, autocast)
         self._take_the_rest()
         for work, _ in self._sent:
@@ -171,16 +171,16 @@ class DelayedPipeline:
             for parameter in self.engine.trainable():
                 _move(parameter)
 
-    def _goal(self, place: int) -> tuple[int, int]:
+    def _count_goal(self, place: int) -> tuple[int, int]:
         """Return how many forwards and backwards a stage has run at the end of the step."""
         count, known = len(self.updates[0]), sum(map(len, self.updates))
-        forwards, backwards = ahead_of_step(place, self.ranks)
+        forwards, backwards = count_ahead_of_step(place, self.ranks)
         return min(known, count + forwards), min(known, count + backwards)
 
-    def _next_kind(self) -> str | None:
+    def _choose_next_kind(self) -> str | None:
         """Return what this stage runs now: no more forwards ahead than 1F1B has."""
         forwards, backwards = self._done[FORWARD], self._done[BACKWARD]
-        goal = self._goal(self.place)
+        goal = self._count_goal(self.place)
         if (forwards, backwards) == goal:
             return None
         known = sum(map(len, self.updates))
@@ -244,7 +244,7 @@ class DelayedPipeline:
     def _take_the_rest(self) -> None:
         """Receive what neighbours have sent for the next steps: an evaluation may use the wire now."""
         for kind, source, part in ((FORWARD, self.place - 1, 0), (BACKWARD, self.place + 1, 1)):
-            while 0 <= source < self.ranks and self._received[kind] < self._goal(source)[part]:
+            while 0 <= source < self.ranks and self._received[kind] < self._count_goal(source)[part]:
                 self._arrived[kind].append(self._receive(kind))
 
 

@@ -68,9 +68,7 @@ def plan_clocks(
     return chosen
 
 
-def predicted_saving(
-    actions: Order, seconds: Mapping[tuple[str, int], float], clocks: Mapping[Action, float]
-) -> float:
+def predict_saving(actions: Order, seconds: Mapping[tuple[str, int], float], clocks: Mapping[Action, float]) -> float:
     """Return the share of a step's energy that clocks save, by the curve of `CURVE`."""
 
     def energy(shares: Mapping[Action, float]) -> float:
@@ -82,7 +80,7 @@ def predicted_saving(
     return 1 - energy(clocks) / energy(dict.fromkeys(clocks, 1.0))
 
 
-def seconds_of(
+def compute_seconds_of(
     forward: Sequence[float], by_input: Sequence[float], by_weight: Sequence[float]
 ) -> dict[tuple[str, int], float]:
     """Return the seconds of each action by kind and stage, from those of a forward and the halves of a backward."""
@@ -158,10 +156,10 @@ class StageClocks:
 
     def watch(self, stage: TorchStage) -> None:
         """Choose the clock before each action of this stage."""
-        stage.forward_one_chunk = self._at_its_clock(FORWARD, stage.forward_one_chunk)  # type: ignore[method-assign]
-        stage.backward_one_chunk = self._at_its_clock(BACKWARD, stage.backward_one_chunk)  # type: ignore[method-assign]
+        stage.forward_one_chunk = self._run_at_clock(FORWARD, stage.forward_one_chunk)  # type: ignore[method-assign]
+        stage.backward_one_chunk = self._run_at_clock(BACKWARD, stage.backward_one_chunk)  # type: ignore[method-assign]
 
-    def _at_its_clock(self, kind: str, compute: Any) -> Any:
+    def _run_at_clock(self, kind: str, compute: Any) -> Any:
         def at_its_clock(micro_batch: int, *args: object, **kwargs: object) -> object:
             planned = self.planned.get(self.engine.latest_count)
             self._lock(1.0 if planned is None else planned[Action(kind, self.engine.group.rank(), micro_batch)])
@@ -190,7 +188,7 @@ class StageClocks:
             return
         own = [min(map(engine.recorder.seconds_between, self.times[kind])) for kind in (FORWARD, BACKWARD)]
         self.times = {FORWARD: [], BACKWARD: []}
-        everywhere = messages.gather((own, self.clocks.switch), engine.control)
+        everywhere = messages.gather_objects((own, self.clocks.switch), engine.control)
         seconds = {
             (kind, stage): taken[place]
             for stage, (taken, _) in enumerate(everywhere)
@@ -201,7 +199,7 @@ class StageClocks:
         self.planned[count] = plan_clocks(actions, seconds, switch=switch)
 
 
-def clocks_of(device: torch.device) -> NvmlClocks:
+def open_clocks_of(device: torch.device) -> NvmlClocks:
     """Return the clocks of an NVIDIA GPU.
 
     Raises:

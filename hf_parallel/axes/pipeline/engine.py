@@ -28,12 +28,12 @@ from torch import nn
 from hf_parallel.axes.pipeline import unscheduled
 from hf_parallel.axes.pipeline.batches import (
     PipelineLoss,
-    by_positions,
-    count_targets,
-    detached_node,
-    fresh_gradients,
+    collect_fresh_gradients,
+    count_causal_targets,
+    count_rows,
+    drop_mask_of_packs,
+    make_detached_node,
     refuse_partial_outputs,
-    row_count,
     split_rows,
     tokens_of,
     with_rows,
@@ -41,13 +41,13 @@ from hf_parallel.axes.pipeline.batches import (
 )
 from hf_parallel.axes.pipeline.fill_run import FilledRun
 from hf_parallel.axes.pipeline.joint import Parts, Ran, Run, ScheduledCall
-from hf_parallel.axes.pipeline.schedules import build_schedule, can_be_cut, micro_batch_count, takes
+from hf_parallel.axes.pipeline.schedules import build_schedule, can_be_cut, can_run_micro_batches, count_micro_batches
 from hf_parallel.axes.pipeline.stage_runner import Handler, StageRunner
 from hf_parallel.axes.pipeline.stages import StageView
 from hf_parallel.axes.pipeline.unscheduled import free
-from hf_parallel.model.anatomy import backbone_of
-from hf_parallel.model.calls import Batch, by_name, logits_are_unread, unread_logits
-from hf_parallel.model.known_masks import known_mask
+from hf_parallel.model.anatomy import get_backbone_of
+from hf_parallel.model.calls import Batch, are_logits_unread, bind_by_name, note_unread_logits
+from hf_parallel.model.known_masks import share_known_mask
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining.schedules import _PipelineSchedule
@@ -61,7 +61,7 @@ if TYPE_CHECKING:
 # ---- One step under one of torch's schedules: all forward and backward passes of all micro-batches ------------------
 
 
-def scheduled(engine: StageRunner, count: int, tokens: torch.Tensor, run: Run) -> torch.Tensor:
+def run_scheduled(engine: StageRunner, count: int, tokens: torch.Tensor, run: Run) -> torch.Tensor:
     """The loss of a batch; the gradients are known by then, its backward hands them over.
 
     Args:
@@ -86,7 +86,7 @@ def scheduled(engine: StageRunner, count: int, tokens: torch.Tensor, run: Run) -
         if is_last:
             engine.accumulate(ran.fresh, ran.unscaled(gradients[0]), held)
 
-    return detached_node([loss], hand_over)[0]
+    return make_detached_node([loss], hand_over)[0]
 
 
 def run_calls(engine: StageRunner, calls: list[ScheduledCall], held: HeldRun | None) -> Ran:
@@ -96,12 +96,12 @@ def run_calls(engine: StageRunner, calls: list[ScheduledCall], held: HeldRun | N
         held: the run, if data ranks do not reduce its gradients yet.
     """
     if engine.fill is not None:
-        with autocast_per_stage(engine) as autocast:
+        with apply_autocast_per_stage(engine) as autocast:
             return FilledRun(cast("PipelineEngine", engine), calls).run(autocast)
     if engine.mirror is not None:
         return engine.mirror.run(calls)
     parts = Parts(calls)
-    schedule, index = _schedule_for(engine, parts), torch.arange(len(parts))
+    schedule, index = _make_schedule_for(engine, parts), torch.arange(len(parts))
     free(engine)
     engine.services.before_run(engine.model.training, calls[0].tokens)
     for stage in engine.schedules[len(parts)][1]:
@@ -109,7 +109,7 @@ def run_calls(engine: StageRunner, calls: list[ScheduledCall], held: HeldRun | N
     scale_loss = engine.services.scale_loss
     scale = None if scale_loss is None else scale_loss(torch.ones((), device=engine.mesh.device))
     losses: list[torch.Tensor] = []
-    with autocast_per_stage(engine) as autocast, fresh_gradients(engine.trainable()) as fresh:
+    with apply_autocast_per_stage(engine) as autocast, collect_fresh_gradients(engine.trainable()) as fresh:
 
         def work(view: StageView, hidden: torch.Tensor | None, i: int) -> torch.Tensor:
             output = parts.run(view, hidden, i)
@@ -120,7 +120,7 @@ def run_calls(engine: StageRunner, calls: list[ScheduledCall], held: HeldRun | N
                 stage.work, stage.autocast = functools.partial(work, view), autocast
             schedule.step(index, target=index, losses=losses, return_outputs=False, micro_batch=index)
         except RuntimeError as error:
-            raise _unwrapped(error) from None
+            raise _unwrap_error(error) from None
         finally:
             for stage in engine.stages:
                 stage.work, stage.autocast = None, contextlib.nullcontext
@@ -134,13 +134,13 @@ def run_calls(engine: StageRunner, calls: list[ScheduledCall], held: HeldRun | N
     return Ran(list(of_calls.unbind()), fresh, scale)
 
 
-def _unwrapped(error: RuntimeError) -> BaseException:
+def _unwrap_error(error: RuntimeError) -> BaseException:
     """Return a stage's own error, as it fails in one process: torch's schedule raises one of its own for it."""
     is_wrapper = str(error).lstrip().startswith(("[Stage", "Failed to run stage"))
     return error.__cause__ if is_wrapper and error.__cause__ is not None else error
 
 
-def _schedule_for(engine: StageRunner, parts: Parts) -> _PipelineSchedule:
+def _make_schedule_for(engine: StageRunner, parts: Parts) -> _PipelineSchedule:
     """The schedule for this number of micro-batches, told the shapes of what travels in this step."""
     micro_batches, boundaries = len(parts), parts.boundaries
     if micro_batches not in engine.schedules:
@@ -159,7 +159,7 @@ def _schedule_for(engine: StageRunner, parts: Parts) -> _PipelineSchedule:
 
 
 @contextlib.contextmanager
-def autocast_per_stage(engine: StageRunner) -> Iterator[Callable[[], torch.autocast]]:
+def apply_autocast_per_stage(engine: StageRunner) -> Iterator[Callable[[], torch.autocast]]:
     """The schedule runs backward passes too, which must not be autocast: leave it, enter it for each forward."""
     kind = engine.mesh.device.type
     enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
@@ -178,7 +178,7 @@ class PipelineEngine(StageRunner):
 
         Plain functions, called with the model as first argument or without: accelerate rebinds what it wraps.
         """
-        backbone = backbone_of(self.model)
+        backbone = get_backbone_of(self.model)
         self._model_forward, self._backbone_forward = self.model.forward, backbone.forward
         self._signature = inspect.signature(self._model_forward)
         self._backbone_signature = inspect.signature(self._backbone_forward)
@@ -190,7 +190,7 @@ class PipelineEngine(StageRunner):
         @functools.wraps(self._backbone_forward)
         def backbone_forward(*args: object, **kwargs: object) -> ModelOutput:
             args = args[1:] if args and args[0] is backbone else args
-            return self._cut_backbone(by_positions(by_name(self._backbone_signature, args, kwargs)))
+            return self._cut_backbone(drop_mask_of_packs(bind_by_name(self._backbone_signature, args, kwargs)))
 
         self.model.forward, backbone.forward = model_forward, backbone_forward
 
@@ -202,9 +202,9 @@ class PipelineEngine(StageRunner):
 
     def run(self, *args: object, **kwargs: object) -> ModelOutput:
         """`model(**batch)` on every rank of the pipeline; returns the same values on all of them."""
-        batch = by_name(self._signature, args, kwargs)
+        batch = bind_by_name(self._signature, args, kwargs)
         if self.services.balance is None:  # nobody asks
-            batch = without_count(by_positions(batch))
+            batch = without_count(drop_mask_of_packs(batch))
         refuse_partial_outputs(self.model.config, batch, self.services.balance is not None)
         if "use_cache" in self._signature.parameters:
             batch["use_cache"] = False
@@ -214,25 +214,25 @@ class PipelineEngine(StageRunner):
             return self._model_forward(**batch)
         if self.pipelines.session is not None:  # or another one
             return self.pipelines.session.within(self, lambda: self._model_forward(**batch))
-        batch = self._fed(batch)
+        batch = self._fill_batch(batch)
         rows = tokens_of(batch).shape[0]
-        if self.delayed is not None and not self.delayed.reads_ahead and self._trains(batch):
+        if self.delayed is not None and not self.delayed.reads_ahead and self._is_training(batch):
             raise NotImplementedError(
                 f"hf_parallel: pipeline_schedule={self.config.pipeline_schedule} needs the batches of the next step "
                 "ahead, which only Trainer tells; pipeline_schedule=1f1b works"
             )
-        if self.fill is not None and self._trains(batch):
-            self.fill.check_call(self._schedulable(batch, rows))
-        if self._schedulable(batch, rows):
-            batch = {"num_items_in_batch": count_targets(batch), **batch}
-            parts = split_rows(batch, micro_batch_count(rows, self.config))
-            run: Run = functools.partial(self._own_loss, parts)
+        if self.fill is not None and self._is_training(batch):
+            self.fill.check_call(self._is_schedulable(batch, rows))
+        if self._is_schedulable(batch, rows):
+            batch = {"num_items_in_batch": count_causal_targets(batch), **batch}
+            parts = split_rows(batch, count_micro_batches(rows, self.config))
+            run: Run = functools.partial(self._has_own_loss, parts)
             run = run if self.fill is None else self.fill.watched(run, parts)
             # A call that has been announced runs as it was then: to ask for its mask again would wait for the device.
-            with contextlib.nullcontext() if self.joint is not None else known_mask(batch, tokens_of(batch)):
-                return PipelineLoss(loss=scheduled(self, len(parts), tokens_of(parts[0]), run))
+            with contextlib.nullcontext() if self.joint is not None else share_known_mask(batch, tokens_of(batch)):
+                return PipelineLoss(loss=run_scheduled(self, len(parts), tokens_of(parts[0]), run))
         assert self.announced is None
-        return unscheduled.served(self, batch, lambda: self._outputs(batch))[0]
+        return unscheduled.serve_script(self, batch, lambda: self._outputs(batch))[0]
 
     @contextlib.contextmanager
     def announcing(self) -> Iterator[list[ScheduledCall]]:
@@ -246,19 +246,19 @@ class PipelineEngine(StageRunner):
     def can_schedule_together(self, batches: list[Batch]) -> bool:
         """Would training calls with these arguments each run the schedule, and can they run it together?"""
         counts = []
-        for batch in map(self._fed, batches):
-            if not self._schedulable(batch, row_count(batch)):
+        for batch in map(self._fill_batch, batches):
+            if not self._is_schedulable(batch, count_rows(batch)):
                 return False
-            counts.append(micro_batch_count(row_count(batch), self.config))
-        return takes(self.config, sum(counts))
+            counts.append(count_micro_batches(count_rows(batch), self.config))
+        return can_run_micro_batches(self.config, sum(counts))
 
-    def _schedulable(self, batch: Batch, rows: int) -> bool:
+    def _is_schedulable(self, batch: Batch, rows: int) -> bool:
         return self._may_be_scheduled(batch) and can_be_cut(rows, self.config)
 
     def _may_be_scheduled(self, batch: Batch) -> bool:
-        return self._trains(batch) and self.sums_over_tokens and self.balance_of(batch) is None
+        return self._is_training(batch) and self.sums_over_tokens and self.balance_of(batch) is None
 
-    def _fed(self, batch: Batch) -> Batch:
+    def _fill_batch(self, batch: Batch) -> Batch:
         """A batch with enough rows for the schedule where several data ranks train: one that went another way than the
         others would gather weights in another order. Joined examples are one row on all of them."""
         rows = tokens_of(batch).shape[0]
@@ -267,20 +267,20 @@ class PipelineEngine(StageRunner):
             return batch
         return with_rows(batch, rows, next(n for n in itertools.count(rows + 1) if can_be_cut(n, self.config)))
 
-    def _trains(self, batch: Batch) -> bool:
+    def _is_training(self, batch: Batch) -> bool:
         """Will this call's own loss go backward?"""
         return torch.is_grad_enabled() and self.model.training and batch.get("labels") is not None
 
-    def _own_loss(self, parts: list[Batch], view: StageView, hidden: torch.Tensor | None, i: int) -> torch.Tensor:
+    def _has_own_loss(self, parts: list[Batch], view: StageView, hidden: torch.Tensor | None, i: int) -> torch.Tensor:
         handler = functools.partial(self.run_backbone, hidden)
-        with unread_logits(self.services.loss_in_chunks):
+        with note_unread_logits(self.services.loss_in_chunks):
             return self.enter(view, handler, lambda: self._model_forward(**parts[i])["loss"])
 
     def _outputs(self, batch: Batch) -> ModelOutput:
         outputs = self._model_forward(**batch)
-        if self._trains(batch) and self.balance_of(batch) is not None:
+        if self._is_training(batch) and self.balance_of(batch) is not None:
             return PipelineLoss(loss=outputs["loss"], aux_loss=outputs["aux_loss"])
-        if (self.loss_only or logits_are_unread()) and outputs.get("loss") is not None:
+        if (self.loss_only or are_logits_unread()) and outputs.get("loss") is not None:
             return type(outputs)(loss=outputs["loss"])
         # What is no tensor, such as a cache, is of this stage only.
         return type(outputs)(**{key: value for key, value in outputs.items() if torch.is_tensor(value)})
@@ -294,4 +294,4 @@ class PipelineEngine(StageRunner):
         if self.pipelines.session is not None:
             session = self.pipelines.session
             return session.within(self, lambda: session.answer(self, kwargs))
-        return unscheduled.served(self, kwargs, lambda: cast(Handler, self._on_call)(kwargs))[0]
+        return unscheduled.serve_script(self, kwargs, lambda: cast(Handler, self._on_call)(kwargs))[0]

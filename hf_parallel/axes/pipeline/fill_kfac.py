@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from hf_parallel.axes.pipeline.batches import count_targets, tokens_of
+from hf_parallel.axes.pipeline.batches import count_causal_targets, tokens_of
 from hf_parallel.axes.pipeline.gaps import Place, Task, find_gaps, place_tasks
 from hf_parallel.axes.pipeline.timeline import BACKWARD, FILL, FORWARD, Order, order, simulate
 from hf_parallel.ranks import messages
@@ -152,7 +152,7 @@ class KfacFill:
             self.gathering.wait_for_reduction()
             self.age = (self.age + 1) % self.interval
         if self.age == 0:
-            self.inverting, self.gathering = self.gathering, self._new_curvature()
+            self.inverting, self.gathering = self.gathering, self._make_curvature()
             if self.inverting is not None:
                 self._prepare_inversion(self.inverting)
         elif self.age == (self.interval - 1) // 2 + 1:
@@ -190,7 +190,7 @@ class KfacFill:
                 module.register_forward_hook(functools.partial(self._keep, len(self.layers)))
                 self.layers.append(FilledLinear(name, module))
 
-    def _new_curvature(self) -> Curvature:
+    def _make_curvature(self) -> Curvature:
         device = self.engine.mesh.device
         sums = {
             (kind, index): torch.zeros(size, size, dtype=layer.dtype, device=device)
@@ -231,7 +231,7 @@ class KfacFill:
                 )
             mask = torch.ones(tokens.shape[:2], device=tokens.device) if mask is None else mask
             weights = mask * targets  # rows that only fill a batch have no targets
-            self.gathering.counts += torch.stack([weights.sum(), count_targets(part)])
+            self.gathering.counts += torch.stack([weights.sum(), count_causal_targets(part)])
             self._micro_batch = weights, torch.as_tensor(items, device=tokens.device)
             try:
                 return run(view, hidden, i)
@@ -329,7 +329,7 @@ class KfacFill:
         """
         if not self._stage_seconds or not self.in_step or self.gathering is None:
             return
-        placed = self._placement(count)
+        placed = self._place_units(count)
         for curvature, step in ((self.inverting, self.interval), (self.gathering, self.age)):
             for unit in placed.get(Place(step, action), ()):
                 if curvature is not None:
@@ -360,15 +360,15 @@ class KfacFill:
         times, self.times = cast(dict, self.times), None
         self.seconds = {what: min(map(self.engine.recorder.seconds_between, marks)) for what, marks in times.items()}
         own = self.seconds[FORWARD], self.seconds[BACKWARD]
-        self._stage_seconds = messages.gather(own, self.engine.control)
-        placed = {unit for units in self._placement(self.engine.latest_count).values() for unit in units}
-        tasks = self._tasks(self.engine.latest_count)
+        self._stage_seconds = messages.gather_objects(own, self.engine.control)
+        placed = {unit for units in self._place_units(self.engine.latest_count).values() for unit in units}
+        tasks = self._list_tasks(self.engine.latest_count)
         fits = sum(task.seconds for task in tasks if task.key in placed), sum(task.seconds for task in tasks)
-        share = min(fit / whole if whole else 1.0 for fit, whole in messages.gather(fits, self.engine.control))
-        more = max(whole - fit for fit, whole in messages.gather(fits, self.engine.control))
+        share = min(fit / whole if whole else 1.0 for fit, whole in messages.gather_objects(fits, self.engine.control))
+        more = max(whole - fit for fit, whole in messages.gather_objects(fits, self.engine.control))
         return f"{share:.0%} of the curvature fits into bubbles; {more:.3g} s more every {self.interval} steps"
 
-    def _placement(self, count: int) -> dict[Place, list[Unit]]:
+    def _place_units(self, count: int) -> dict[Place, list[Unit]]:
         """Return the units of each gap, for this number of micro-batches."""
         if count not in self._placements:
             forward, backward = zip(*self._stage_seconds, strict=True)
@@ -376,7 +376,7 @@ class KfacFill:
             timeline = simulate(self._order(count), forward, half, half)
             gaps = [find_gaps(timeline, self.place)] * self.interval
             found: dict[Place, list[Unit]] = {}
-            for unit, place in place_tasks(gaps, self._tasks(count)).items():
+            for unit, place in place_tasks(gaps, self._list_tasks(count)).items():
                 found.setdefault(place, []).append(cast(Unit, unit))
             self._placements[count] = found
         return self._placements[count]
@@ -384,7 +384,7 @@ class KfacFill:
     def _order(self, count: int) -> Order:
         return order(self.engine.config.pipeline_schedule, self.ranks, 1, count)
 
-    def _tasks(self, count: int) -> list[Task]:
+    def _list_tasks(self, count: int) -> list[Task]:
         """All units of an interval, in the order in which their inputs are there."""
         tasks, last_sum = [], (self.interval - 1) // 2
         kinds = {FORWARD: INPUTS, BACKWARD: GRADIENTS}

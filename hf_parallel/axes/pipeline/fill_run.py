@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 import torch.distributed as dist
 
-from hf_parallel.axes.pipeline.batches import fresh_gradients
+from hf_parallel.axes.pipeline.batches import collect_fresh_gradients
 from hf_parallel.axes.pipeline.joint import Parts, Ran, ScheduledCall
 from hf_parallel.axes.pipeline.timeline import BACKWARD, FORWARD, Action, order
 
@@ -42,7 +42,7 @@ class FilledRun:
         engine.services.before_run(True, self.parts.calls[0].tokens)
         engine.latest_count = count
         actions = order(engine.config.pipeline_schedule, self.ranks, 1, count)[self.place]
-        with fresh_gradients(engine.trainable()) as fresh:
+        with collect_fresh_gradients(engine.trainable()) as fresh:
             self.stage.work, self.stage.autocast = functools.partial(self.parts.run, self.view), autocast
             try:
                 for position, action in enumerate(actions):

@@ -93,12 +93,12 @@ class Slack:
         latest: dict[int, Action] = {}
         while any(left.values()):
             for rank, actions in left.items():
-                while actions and (inputs := self._inputs(actions[0], stages)) is not None:
+                while actions and (inputs := self._find_inputs(actions[0], stages)) is not None:
                     self.before[actions[0]] = inputs + ([latest[rank]] if rank in latest else [])
                     latest[rank] = actions.pop(0)
         self.duration = self.find()[1]
 
-    def _inputs(self, action: Action, stages: int) -> list[Action] | None:
+    def _find_inputs(self, action: Action, stages: int) -> list[Action] | None:
         """Return what makes the inputs of an action; None if one of them has no place yet."""
         kinds = {FORWARD: FORWARD, BACKWARD_INPUT: BACKWARD}
         inputs = [Action(kinds[kind], stage, i) for kind, stage, i in needs(action, stages)]

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hf_parallel.model.known_masks import KnownMask, knowing, what_is_known
+from hf_parallel.model.known_masks import KnownMask, get_known_mask, use_known_mask
 
 if TYPE_CHECKING:
     from hf_parallel.axes.pipeline.stages import StageView
@@ -47,7 +47,7 @@ class ScheduledCall:
     tokens: torch.Size
     boundary: torch.Tensor
     run: Run
-    known: KnownMask | None = field(default_factory=what_is_known)
+    known: KnownMask | None = field(default_factory=get_known_mask)
 
 
 class Parts:
@@ -67,7 +67,7 @@ class Parts:
 
     def around(self, micro_batch: int) -> contextlib.AbstractContextManager[None]:
         """The context in which a micro-batch is computed."""
-        return knowing(self.places[micro_batch][0].known)
+        return use_known_mask(self.places[micro_batch][0].known)
 
     def run(self, view: StageView, hidden: torch.Tensor | None, micro_batch: int) -> torch.Tensor:
         """Compute a micro-batch on one stage."""

@@ -43,6 +43,6 @@ class PipelinePart:
     line: str  # how the layers are shared out, for people
 
 
-def recomputes_in_parts(config: ParallelConfig, schedule: str) -> bool:
+def does_recompute_in_parts(config: ParallelConfig, schedule: str) -> bool:
     """Does each part of its backward recompute checkpointed layers for itself? That costs more than a bubble."""
     return config.recompute_way != "none" and schedule in SPLIT_BACKWARD

@@ -16,12 +16,12 @@ from hf_parallel.axes.pipeline.balance import Costs, balance, block_costs, expla
 from hf_parallel.axes.pipeline.part import PipelinePart, StageFacts
 from hf_parallel.model.anatomy import (
     Backbone,
-    backbone_of,
-    backbone_plan,
+    find_backbone_plan,
+    find_input_embedding,
+    find_text_part,
+    get_backbone_of,
+    get_text_config,
     has_tied_embedding,
-    input_embedding,
-    text_config,
-    text_part,
 )
 from hf_parallel.model.experts import has_known_balance
 
@@ -38,13 +38,13 @@ _SHARDS = "pp_size=1 with dp_shard works"
 
 def read_stages(model: PreTrainedModel) -> StageFacts:
     """The order in which the model runs its modules, what each costs, and whether its ends share a weight."""
-    backbone = backbone_of(model)
-    plan = backbone_plan(backbone) if backbone is not None else None
+    backbone = get_backbone_of(model)
+    plan = find_backbone_plan(backbone) if backbone is not None else None
     refusal = _why_whole(model, backbone, plan)
     if refusal is not None or plan is None:
         return StageFacts(refusal)
     names = {id(module): name for name, module in model.named_modules()}
-    tied = names[id(input_embedding(model))] if has_tied_embedding(model) else None
+    tied = names[id(find_input_embedding(model))] if has_tied_embedding(model) else None
     return StageFacts(None, names[id(backbone)], plan, block_costs(model, backbone, plan), tied)
 
 
@@ -52,7 +52,7 @@ def _why_whole(model: PreTrainedModel, backbone: nn.Module, plan: Backbone | Non
     """Why the model cannot be cut into stages, with what works."""
     name, base = type(model).__name__, getattr(model, "base_model", model)
     beside = backbone is not None and {id(p) for p in base.parameters()} - {id(p) for p in backbone.parameters()}
-    if text_part(model) is not base or (beside and base is not model):
+    if find_text_part(model) is not base or (beside and base is not model):
         return f"{name} has parts beside its language model; {_ONE_STAGE}"
     if backbone is None:
         return f"{name} is not one stack of layers with a head behind it; {_SHARDS}"
@@ -64,7 +64,7 @@ def _why_whole(model: PreTrainedModel, backbone: nn.Module, plan: Backbone | Non
             return f"the pipeline plan says nothing about {parameter}; {_ONE_STAGE}"
     if getattr(model.config, "output_router_logits", False) and not has_known_balance(model):
         return f"output_router_logits=True: what {name} makes of all layers' is not known; False works"
-    return _why_not_by_config(name, model.config, text_config(model))
+    return _why_not_by_config(name, model.config, get_text_config(model))
 
 
 def _why_not_by_config(name: str, config: PretrainedConfig, text: PretrainedConfig) -> str | None:
@@ -90,7 +90,7 @@ def resolve_stages(config: ParallelConfig, facts: StageFacts, sums_over_tokens: 
     config = _with_schedule(config, len(facts.costs.layers), tied)
     _check_tied_in_a_v(config, tied)
     check_own_functions(config)
-    _check_split(len(facts.costs.layers), config)
+    _check_layers_of_stages(len(facts.costs.layers), config)
     everywhere = config.recompute_ranks is None
     costs = with_recomputation(facts.costs, config.recompute_way if everywhere else "none")
     counts, line = _share_layers(config, facts, costs)
@@ -166,10 +166,10 @@ def check_clocks(config: ParallelConfig) -> None:
     Raises:
         SpecError: there is no NVIDIA GPU, no NVML, or no right to lock clocks.
     """
-    from hf_parallel.axes.pipeline.energy import clocks_of
+    from hf_parallel.axes.pipeline.energy import open_clocks_of
 
     try:
-        clocks_of(torch.device("cuda" if torch.cuda.is_available() else "cpu")).restore()
+        open_clocks_of(torch.device("cuda" if torch.cuda.is_available() else "cpu")).restore()
     except RuntimeError as error:
         refuse(f"pipeline_energy={config.pipeline_energy}", str(error), "pipeline_energy=none", cause=error)
 
@@ -214,7 +214,7 @@ def check_own_functions(config: ParallelConfig, trainer: str | None = None) -> N
         refuse(trainer, needs, "pipeline_schedule=1f1b")
 
 
-def _check_split(layers: int, config: ParallelConfig) -> None:
+def _check_layers_of_stages(layers: int, config: ParallelConfig) -> None:
     stages, asked = config.pipeline_stages, config.split_layers
     if stages > layers:
         most = layers // config.stages_per_rank
@@ -230,18 +230,18 @@ def _check_split(layers: int, config: ParallelConfig) -> None:
         )
 
 
-def layer_ranges(part: PipelinePart) -> list[tuple[int, int]]:
+def list_layer_ranges(part: PipelinePart) -> list[tuple[int, int]]:
     """First layer and last layer + 1 of each stage."""
     ends = list(itertools.accumulate(part.layers_per_stage))
     return list(zip([0, *ends[:-1]], ends, strict=True))
 
 
-def holding_stages(part: PipelinePart, name: str) -> set[int]:
+def find_holding_stages(part: PipelinePart, name: str) -> set[int]:
     """The stages that hold the module or parameter of this full name."""
     facts, last = part.facts, part.config.pipeline_stages - 1
     if name.startswith(f"{facts.layers}."):
         layer = int(name.removeprefix(f"{facts.layers}.").partition(".")[0])
-        return {next(i for i, (_, end) in enumerate(layer_ranges(part)) if layer < end)}
+        return {next(i for i, (_, end) in enumerate(list_layer_ranges(part)) if layer < end)}
     if facts.tied_embedding is not None and f"{name}.".startswith(f"{facts.tied_embedding}."):
         return {0, last}  # a tied head keeps the embedding beside it: the shared parameter's home
     before = tuple(f"{facts.backbone}.{child}." for child in facts.plan.before)

@@ -23,7 +23,7 @@ from hf_parallel.ask.config import ParallelConfig
 from hf_parallel.ask.keys.pipeline import LOOPED_SCHEDULES, SCHEDULES, SINGLE_SCHEDULES, V_SCHEDULES
 from hf_parallel.ask.spec import SpecError, refuse
 from hf_parallel.axes.pipeline import timeline
-from hf_parallel.axes.pipeline.part import recomputes_in_parts
+from hf_parallel.axes.pipeline.part import does_recompute_in_parts
 from hf_parallel.axes.pipeline.torch_stage import Recorder
 
 if TYPE_CHECKING:
@@ -39,20 +39,22 @@ def choose_schedule(config: ParallelConfig, layers: int, tied: bool) -> str:
         SpecError: none can run `pipeline_microbatches`.
     """
     allowed = [name for name in SCHEDULES if not (tied and config.sharing_size > 1 and name in V_SCHEDULES)]
-    allowed = [name for name in allowed if not recomputes_in_parts(config, name)]
+    allowed = [name for name in allowed if not does_recompute_in_parts(config, name)]
     count = config.pipeline_microbatches or 4 * config.pp_size
-    return timeline.choose(config.pp_size, count, layers, allowed, most_live=config.pp_size)
+    return timeline.choose_fastest_schedule(config.pp_size, count, layers, allowed, most_live=config.pp_size)
 
 
-def predicted_bubble(config: ParallelConfig, layers: tuple[int, ...], micro_batches: int) -> float:
+def predict_bubble(config: ParallelConfig, layers: tuple[int, ...], micro_batches: int) -> float:
     """The idle share of a step, simulated for layers of equal cost."""
     if config.delays_updates:
-        return timeline.simulate_without_flush(config.pp_size, micro_batches, *timeline.layer_costs(layers)).bubble
+        return timeline.simulate_without_flush(
+            config.pp_size, micro_batches, *timeline.compute_layer_costs(layers)
+        ).bubble
     actions = timeline.order(config.pipeline_schedule, config.pp_size, config.stages_per_rank, micro_batches)
-    return timeline.simulate(actions, *timeline.layer_costs(layers)).bubble
+    return timeline.simulate(actions, *timeline.compute_layer_costs(layers)).bubble
 
 
-def micro_batch_count(rows: int, config: ParallelConfig) -> int:
+def count_micro_batches(rows: int, config: ParallelConfig) -> int:
     """Return how many micro-batches a batch of `rows` is cut into.
 
     By default the largest divisor of `rows` up to 4 x ranks that the schedule takes: a bubble of at most (p - 1) / 4p
@@ -62,9 +64,9 @@ def micro_batch_count(rows: int, config: ParallelConfig) -> int:
         SpecError: the batch cannot feed every stage, or `pipeline_microbatches` does not divide it.
     """
     ranks, asked = config.pp_size, config.pipeline_microbatches
-    counts = [n for n in range(1, rows + 1) if rows % n == 0 and takes(config, n)]
+    counts = [n for n in range(1, rows + 1) if rows % n == 0 and can_run_micro_batches(config, n)]
     if not counts:
-        fewest = next(n for n in range(ranks, 4 * ranks + 1) if takes(config, n))
+        fewest = next(n for n in range(ranks, 4 * ranks + 1) if can_run_micro_batches(config, n))
         refuse(
             f"a batch of {rows} rows per data rank",
             f"cannot feed pp_size={ranks} with pipeline_schedule={config.pipeline_schedule}",
@@ -85,12 +87,12 @@ def micro_batch_count(rows: int, config: ParallelConfig) -> int:
 def can_be_cut(rows: int, config: ParallelConfig) -> bool:
     """Can the schedule run a batch of this many rows? Others run whole: exact, only less overlapped."""
     try:
-        return micro_batch_count(rows, config) > 0
+        return count_micro_batches(rows, config) > 0
     except SpecError:
         return False
 
 
-def takes(config: ParallelConfig, micro_batches: int) -> bool:
+def can_run_micro_batches(config: ParallelConfig, micro_batches: int) -> bool:
     """Can the schedule run this many micro-batches?"""
     name, ranks = config.pipeline_schedule, config.pp_size
     if name == "pipedream":  # batches of later steps fill its stages

@@ -18,11 +18,19 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 import torch
 import torch.distributed as dist
 
-from hf_parallel.axes.pipeline.batches import count_targets, row_count, split_examples, tokens_of
-from hf_parallel.axes.pipeline.engine import scheduled
-from hf_parallel.axes.pipeline.schedules import can_be_cut, micro_batch_count
+from hf_parallel.axes.pipeline.batches import count_causal_targets, count_rows, split_examples, tokens_of
+from hf_parallel.axes.pipeline.engine import run_scheduled
+from hf_parallel.axes.pipeline.schedules import can_be_cut, count_micro_batches
 from hf_parallel.axes.pipeline.stages import LeaveAtExit
-from hf_parallel.axes.pipeline.unscheduled import Call, Made, Serving, Session, as_described, describe, free
+from hf_parallel.axes.pipeline.unscheduled import (
+    Call,
+    Made,
+    Serving,
+    Session,
+    describe_call,
+    free,
+    restore_described_state,
+)
 from hf_parallel.model.calls import Batch
 from hf_parallel.ranks import messages
 
@@ -104,8 +112,8 @@ def find_plan(
     if not engine.last:
         verdicts.fill_(1)
     elif suits:
-        with quietly(), engine.mesh.fork_random_state(), counted(engine, batch, counts):
-            Session(engine).run(lambda: verdicts.copy_(_verdicts(engine, batch, made, loss_of)))
+        with quietly(), engine.mesh.fork_random_state(), count_over_whole_batch(engine, batch, counts):
+            Session(engine).run(lambda: verdicts.copy_(_test_cuts(engine, batch, made, loss_of)))
     dist.all_reduce(verdicts, op=dist.ReduceOp.MIN)  # all ranks go the same way
     cut = next((cut for cut, holds in zip(CUTS, verdicts.tolist(), strict=True) if holds), None)
     calls = [[one.call for one in made]]
@@ -132,24 +140,24 @@ class Prepared(Session):
             raise RuntimeError(_OTHERWISE)
 
 
-def _verdicts(engine: StageRunner, batch: Batch, made: list[Made], loss_of: Loss) -> torch.Tensor:
+def _test_cuts(engine: StageRunner, batch: Batch, made: list[Made], loss_of: Loss) -> torch.Tensor:
     """For each of `CUTS`: is the loss of disturbed outputs what it makes of parts of them?"""
     generator = torch.Generator().manual_seed(0)  # ranks that share a sequence or a vocabulary disturb alike
-    disturbed = _disturbed_batch(engine, batch, generator)
-    outputs = [_disturbed(one.output, generator) for one in made]
+    disturbed = _disturb_batch(engine, batch, generator)
+    outputs = [_disturb_output(one.output, generator) for one in made]
     with torch.no_grad():
         whole = Prepared(engine, outputs).run(lambda: loss_of(dict(disturbed))).float()
-        return torch.tensor([_holds(cut, whole, engine, disturbed, outputs, loss_of) for cut in CUTS]).float()
+        return torch.tensor([_does_cut_hold(cut, whole, engine, disturbed, outputs, loss_of) for cut in CUTS]).float()
 
 
-def _holds(
+def _does_cut_hold(
     cut: Cut, whole: torch.Tensor, engine: StageRunner, batch: Batch, outputs: list[ModelOutput], loss_of: Loss
 ) -> bool:
-    rows = row_count(batch)
+    rows = count_rows(batch)
     if rows % cut.rows or not can_be_cut(rows // cut.rows, engine.config):
         return False
-    count = micro_batch_count(rows // cut.rows, engine.config)
-    picked = [_picked(output, count, cut.rows, rows) for output in outputs]
+    count = count_micro_batches(rows // cut.rows, engine.config)
+    picked = [_pick_micro_batches(output, count, cut.rows, rows) for output in outputs]
     total = torch.zeros_like(whole)
     for i, part in enumerate(split_examples(batch, count, cut.rows, rows)):
         session = Prepared(engine, [parts[i] for parts in picked])
@@ -163,21 +171,21 @@ def _holds(
     return telling and torch.allclose(total, whole, rtol=1e-4 if exact else 2e-2)
 
 
-def _disturbed(output: ModelOutput, generator: torch.Generator) -> ModelOutput:
+def _disturb_output(output: ModelOutput, generator: torch.Generator) -> ModelOutput:
     """So that a policy differs from its reference, and one example from the next, as they will later."""
     hidden = output["last_hidden_state"].detach()
     noise = torch.randn(hidden.shape, generator=generator).to(hidden)
     return _with_hidden(output, hidden + noise * hidden.float().std().to(hidden.dtype))
 
 
-def _disturbed_batch(engine: StageRunner, batch: Batch, generator: torch.Generator) -> Batch:
+def _disturb_batch(engine: StageRunner, batch: Batch, generator: torch.Generator) -> Batch:
     """The second half of each row loses tokens, another number in each: a mean over tokens is none over examples."""
     padding = getattr(engine.model.config, "pad_token_id", None)
     changed = dict(batch)
     for key, value in batch.items():
         if not torch.is_tensor(value) or value.dim() != 2 or value.is_floating_point():
             continue
-        fill = _emptied(key, value, padding)
+        fill = _choose_empty_value(key, value, padding)
         if fill is not None:
             keep = torch.randint((value.shape[1] + 1) // 2, value.shape[1] + 1, value.shape[:1], generator=generator)
             beyond = torch.arange(value.shape[1]) >= keep[:, None]
@@ -188,7 +196,7 @@ def _disturbed_batch(engine: StageRunner, batch: Batch, generator: torch.Generat
     return changed
 
 
-def _emptied(key: str, value: torch.Tensor, padding: int | None) -> int | None:
+def _choose_empty_value(key: str, value: torch.Tensor, padding: int | None) -> int | None:
     """Return the value that stands where there is no token: in labels, masks, tokens."""
     if key.endswith("labels"):
         return -100
@@ -198,7 +206,7 @@ def _emptied(key: str, value: torch.Tensor, padding: int | None) -> int | None:
 
 
 @contextlib.contextmanager
-def counted(engine: StageRunner, batch: Batch, wanted: bool, share: float = 1.0) -> Iterator[None]:
+def count_over_whole_batch(engine: StageRunner, batch: Batch, wanted: bool, share: float = 1.0) -> Iterator[None]:
     """The model's own mean, where the script gives it no count, runs over the whole batch of all data ranks.
 
     Args:
@@ -206,16 +214,16 @@ def counted(engine: StageRunner, batch: Batch, wanted: bool, share: float = 1.0)
     """
     items = None
     if wanted and torch.is_tensor(batch.get("labels")) and engine.sums_over_tokens:
-        items = count_targets(batch)
+        items = count_causal_targets(batch)
         if engine.mesh.data_size > 1:
             dist.all_reduce(items, group=engine.mesh.data_group)
             items = items * (share / engine.mesh.data_size)
-    with given_count(engine, items):
+    with use_given_count(engine, items):
         yield
 
 
 @contextlib.contextmanager
-def given_count(engine: StageRunner, items: torch.Tensor | None) -> Iterator[None]:
+def use_given_count(engine: StageRunner, items: torch.Tensor | None) -> Iterator[None]:
     """Let the model's own mean run over this count of targets where the script gives it none."""
     former, engine.items = engine.items, items
     try:
@@ -227,18 +235,18 @@ def given_count(engine: StageRunner, items: torch.Tensor | None) -> Iterator[Non
 # ---- the other steps ------------------------------------------------------------------------------------------------
 
 
-def cuts_alike(examples: Iterable[int], config: ParallelConfig) -> bool:
+def can_cut_alike(examples: Iterable[int], config: ParallelConfig) -> bool:
     """Are batches of so many examples, one of each data rank, cut into as many micro-batches?
 
     Means over targets inside a model are weighed over data ranks micro-batch by micro-batch.
     """
     sizes = list(examples)
-    return all(can_be_cut(n, config) for n in sizes) and len({micro_batch_count(n, config) for n in sizes}) == 1
+    return all(can_be_cut(n, config) for n in sizes) and len({count_micro_batches(n, config) for n in sizes}) == 1
 
 
-def takes(plan: Plan, batch: Batch, config: ParallelConfig) -> bool:
+def can_cut_batch(plan: Plan, batch: Batch, config: ParallelConfig) -> bool:
     """Can the schedule cut this batch?"""
-    rows = row_count(batch)
+    rows = count_rows(batch)
     return rows % plan.cut.rows == 0 and can_be_cut(rows // plan.cut.rows, config)
 
 
@@ -256,22 +264,24 @@ def run_plan(
     Args:
         share: how much the loss of this data rank weighs in the average of all.
     """
-    rows, cut, device = row_count(batch), plan.cut, engine.mesh.device
-    count = micro_batch_count(rows // cut.rows, engine.config)
+    rows, cut, device = count_rows(batch), plan.cut, engine.mesh.device
+    count = count_micro_batches(rows // cut.rows, engine.config)
     parts = split_examples(batch, count, cut.rows, rows)
-    beside = [_beside(engine, plan, call, batch, count) for call in plan.calls]
-    with counted(engine, batch, counts, share):
-        calls, items = _main_calls(engine, plan, parts, beside, loss_of, quietly), engine.items
+    beside = [_run_calls_beside(engine, plan, call, batch, count) for call in plan.calls]
+    with count_over_whole_batch(engine, batch, counts, share):
+        calls, items = _make_main_calls(engine, plan, parts, beside, loss_of, quietly), engine.items
 
         def loss_of_part(part: Batch) -> torch.Tensor:
-            with given_count(engine, items):  # the batch may run with others
+            with use_given_count(engine, items):  # the batch may run with others
                 return loss_of(part)
 
         def run(view: StageView, hidden: torch.Tensor | None, i: int) -> torch.Tensor:
             if view.index != engine.last_index:
-                with as_described(engine, calls[i]):
+                with restore_described_state(engine, calls[i]):
                     return engine.layers(view, hidden, calls[i].arguments(parts[i], device))
-            session = Prepared(engine, _answers(engine, plan, parts[i], [outputs[i] for outputs in beside], hidden))
+            session = Prepared(
+                engine, _make_answers(engine, plan, parts[i], [outputs[i] for outputs in beside], hidden)
+            )
             with session.active():
                 loss = engine.enter(
                     view, functools.partial(session.answer, engine), lambda: loss_of_part(dict(parts[i]))
@@ -279,10 +289,12 @@ def run_plan(
             session.check_end()
             return loss * (share / count if cut.mean else share)
 
-        return scheduled(engine, count, tokens_of(calls[0].arguments(parts[0], device)), run)
+        return run_scheduled(engine, count, tokens_of(calls[0].arguments(parts[0], device)), run)
 
 
-def _beside(engine: StageRunner, plan: Plan, call: Call, batch: Batch, count: int) -> list[ModelOutput | None]:
+def _run_calls_beside(
+    engine: StageRunner, plan: Plan, call: Call, batch: Batch, count: int
+) -> list[ModelOutput | None]:
     """The outputs of a call without gradient, by micro-batch: the whole batch runs before the schedule starts."""
     if call.grad or plan.is_repeated(call):
         return [None] * count
@@ -294,10 +306,10 @@ def _beside(engine: StageRunner, plan: Plan, call: Call, batch: Batch, count: in
         output = session.forward(call, batch)
     if other is not engine:
         free(other)
-    return _picked(output, count, plan.cut.rows, row_count(batch)) if engine.last else [None] * count
+    return _pick_micro_batches(output, count, plan.cut.rows, count_rows(batch)) if engine.last else [None] * count
 
 
-def _main_calls(
+def _make_main_calls(
     engine: StageRunner, plan: Plan, parts: list[Batch], beside: list[list], loss_of: Loss, quietly: Quietly
 ) -> list[Call]:
     """The call with gradient, for each micro-batch. Tensors that the script makes for it the last stage tells."""
@@ -306,25 +318,25 @@ def _main_calls(
         return [main] * len(parts)
 
     def made(i: int, part: Batch) -> Call:
-        answers = _answers(engine, plan, part, [outputs[i] for outputs in beside], None)
+        answers = _make_answers(engine, plan, part, [outputs[i] for outputs in beside], None)
         answers[plan.main] = functools.partial(_leave_with_call, part)
         with quietly():
             return cast(Call, Prepared(engine, answers).run(functools.partial(loss_of, dict(part))))
 
-    return messages.from_one(lambda: [made(*part) for part in enumerate(parts)], engine.control, engine.last_rank)
+    return messages.send_from_one(lambda: [made(*part) for part in enumerate(parts)], engine.control, engine.last_rank)
 
 
 def _leave_with_call(part: Batch, engine: StageRunner, kwargs: Batch) -> NoReturn:
-    raise LeaveAtExit(describe(engine, kwargs, part))
+    raise LeaveAtExit(describe_call(engine, kwargs, part))
 
 
-def _answers(
+def _make_answers(
     engine: StageRunner, plan: Plan, part: Batch, outputs: list[ModelOutput | None], hidden: torch.Tensor | None
 ) -> list[Answer]:
     """Return what each call of the loss of one micro-batch gets, on the last stage."""
 
     def answer(expected: Call, output: ModelOutput | None, caller: StageRunner, kwargs: Batch) -> ModelOutput:
-        if not describe(caller, kwargs, part, values=False).alike(expected):
+        if not describe_call(caller, kwargs, part, values=False).alike(expected):
             raise RuntimeError(_OTHERWISE)
         if output is not None:
             return output
@@ -333,7 +345,7 @@ def _answers(
     return [functools.partial(answer, call, output) for call, output in zip(plan.calls, outputs, strict=True)]
 
 
-def _picked(output: ModelOutput, count: int, rows_each: int, rows: int) -> list[ModelOutput]:
+def _pick_micro_batches(output: ModelOutput, count: int, rows_each: int, rows: int) -> list[ModelOutput]:
     """The output of a call for each micro-batch."""
     parts = split_examples({"hidden": output["last_hidden_state"]}, count, rows_each, rows)
     return [_with_hidden(output, part["hidden"]) for part in parts]

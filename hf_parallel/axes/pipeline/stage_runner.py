@@ -14,14 +14,14 @@ import torch.distributed as dist
 from torch import nn
 
 from hf_parallel.axes.axis import Building, HeldRun, RouterBalance
-from hf_parallel.axes.pipeline.batches import fresh_gradients, tokens_of, wants, without_count
+from hf_parallel.axes.pipeline.batches import collect_fresh_gradients, is_asked_for, tokens_of, without_count
 from hf_parallel.axes.pipeline.part import PipelinePart
-from hf_parallel.axes.pipeline.schedules import predicted_bubble
-from hf_parallel.axes.pipeline.stages import LeaveAtExit, RemoteModules, StageView, boundary_dtype
+from hf_parallel.axes.pipeline.schedules import predict_bubble
+from hf_parallel.axes.pipeline.stages import LeaveAtExit, RemoteModules, StageView, find_boundary_dtype
 from hf_parallel.axes.pipeline.torch_stage import Recorder
-from hf_parallel.model.anatomy import text_config
+from hf_parallel.model.anatomy import get_text_config
 from hf_parallel.model.calls import Batch
-from hf_parallel.ranks.mesh import ParallelMesh, stored
+from hf_parallel.ranks.mesh import ParallelMesh, get_stored
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining.schedules import _PipelineSchedule
@@ -143,7 +143,7 @@ class StageRunner:
         self.handed_over: torch.Tensor | None = None  # from a stage to the next on the same rank
         self.pipelines = pipelines_of(mesh)
         self.number = self.pipelines.add(self)
-        self._width = text_config(model).hidden_size
+        self._width = get_text_config(model).hidden_size
         self.schedules: dict[
             int, tuple[_PipelineSchedule, list[TorchStage]]
         ] = {}  # torch's, by number of micro-batches
@@ -160,16 +160,16 @@ class StageRunner:
     @property
     def copies(self) -> set[int]:
         """ids of parameters that an earlier stage counts too: the last stage's copy of a tied embedding."""
-        return {id(p) for p in self._tied_parameters()} if self.last and not self.first else set()
+        return {id(p) for p in self._find_tied_parameters()} if self.last and not self.first else set()
 
-    def _tied_parameters(self) -> list[nn.Parameter]:
+    def _find_tied_parameters(self) -> list[nn.Parameter]:
         if self.tied_group is None:
             return []
         return self.services.at_rest([self.model.get_input_embeddings().weight])
 
     def balance_of(self, kwargs: Batch) -> RouterBalance | None:
         """Return what counts the routers' choices in all layers, if this call asks for it."""
-        return self.services.balance if wants(self.model.config, kwargs, "output_router_logits") else None
+        return self.services.balance if is_asked_for(self.model.config, kwargs, "output_router_logits") else None
 
     @contextlib.contextmanager
     def recorded(self, path: str) -> Iterator[None]:
@@ -177,7 +177,7 @@ class StageRunner:
         self.recorder.start(self.group)
         yield
         layers, count = tuple(self.layers_per_stage), self.latest_count
-        predicted = predicted_bubble(self.config, layers, count) if count else None
+        predicted = predict_bubble(self.config, layers, count) if count else None
         self.recorder.draw(self.group, path, self.config.pipeline_schedule, predicted)
 
     def tell(self, values: dict[str, object]) -> None:
@@ -228,7 +228,7 @@ class StageRunner:
         if entry is not None and hidden is not None:
             # The model sees the shape to make masks and positions of; the values come in at the entry.
             length = tokens_of(kwargs).shape[1]
-            kwargs = {**kwargs, "input_ids": None, "inputs_embeds": _placeholder(hidden, length)}
+            kwargs = {**kwargs, "input_ids": None, "inputs_embeds": _make_placeholder(hidden, length)}
             entry.hidden = hidden
         try:
             with self._view.shown():  # here alone: a script that calls one of these modules itself gets an error
@@ -254,7 +254,7 @@ class StageRunner:
         return torch.empty(shape, dtype=self._boundary_dtype(), device=device)
 
     def _boundary_dtype(self) -> torch.dtype:
-        return self.services.lowered_dtype() or boundary_dtype(self._layers)
+        return self.services.lowered_dtype() or find_boundary_dtype(self._layers)
 
     def take_over(self) -> torch.Tensor:
         """Take what a stage of this rank has left for the next one here."""
@@ -279,30 +279,32 @@ class StageRunner:
             held: the run whose gradients are not reduced yet.
         """
         if self.config.sharing_size == 1 and self.mesh.data_size > 1:  # FSDP2 is not there to do it
-            average(fresh, self.mesh.data_group, self.mesh.data_size)
+            average_over_data_ranks(fresh, self.mesh.data_group, self.mesh.data_size)
         self.services.gradients_scaled(scale)
         self._add(fresh, scale)
         if held is not None:
-            with fresh_gradients(self.trainable()) as reduced:
+            with collect_fresh_gradients(self.trainable()) as reduced:
                 held.hand_over(scale)
             self._add(reduced, None)
 
     def _add(self, fresh: list, scale: torch.Tensor | None) -> None:
-        tied = {id(p) for p in self._tied_parameters()}
+        tied = {id(p) for p in self._find_tied_parameters()}
         for parameter, gradient in fresh:
             if gradient is None:
                 continue
             if scale is not None:
                 gradient.mul_(scale)
             if id(parameter) in tied:  # both ends of the pipeline hold this parameter: its gradient is the sum
-                dist.all_reduce(stored(gradient), group=self.tied_group)
+                dist.all_reduce(get_stored(gradient), group=self.tied_group)
             parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
         fresh.clear()
 
 
-def average(fresh: list[tuple[nn.Parameter, torch.Tensor | None]], group: dist.ProcessGroup, size: int) -> None:
+def average_over_data_ranks(
+    fresh: list[tuple[nn.Parameter, torch.Tensor | None]], group: dist.ProcessGroup, size: int
+) -> None:
     """Average gradients over data ranks; those of 16 bits are summed in fp32."""
-    gradients = [stored(gradient) for _, gradient in fresh if gradient is not None]
+    gradients = [get_stored(gradient) for _, gradient in fresh if gradient is not None]
     sums = [gradient.float() / size for gradient in gradients]
     for work in [dist.all_reduce(total, group=group, async_op=True) for total in sums]:
         cast(dist.Work, work).wait()
@@ -310,6 +312,6 @@ def average(fresh: list[tuple[nn.Parameter, torch.Tensor | None]], group: dist.P
         gradient.copy_(total)
 
 
-def _placeholder(hidden: torch.Tensor, length: int) -> torch.Tensor:
+def _make_placeholder(hidden: torch.Tensor, length: int) -> torch.Tensor:
     """A tensor of the whole sequence's shape; where parts of it travel an expanded one, which takes no memory."""
     return hidden.detach() if hidden.shape[1] == length else hidden.detach()[:, :1].expand(-1, length, -1)

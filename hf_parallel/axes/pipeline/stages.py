@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import nn
 
-from hf_parallel.axes.pipeline.read import layer_ranges
+from hf_parallel.axes.pipeline.read import list_layer_ranges
 from hf_parallel.model.anatomy import Backbone
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class Described(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None) -> object:
         kwargs = kwargs or {}
-        own = next(value for value in _flat((*args, *kwargs.values())) if isinstance(value, Described))
+        own = next(value for value in _flatten_values((*args, *kwargs.values())) if isinstance(value, Described))
         if func == _DEVICE:
             return own.origin[1]
         if func == _SET_DATA:
@@ -77,7 +77,7 @@ class Described(torch.Tensor):
                 f"hf_parallel: {own.origin[0]}, so {func.__name__} cannot have its values; "
                 "hf_parallel.full_state_dict(model), called on all ranks, gathers them"
             ) from error
-        for tensor in _flat((result,)):
+        for tensor in _flatten_values((result,)):
             if isinstance(tensor, Described):
                 tensor.__dict__.setdefault("origin", own.origin)
         return result
@@ -88,10 +88,10 @@ _DRAWS = {"normal_", "uniform_", "bernoulli_", "exponential_", "log_normal_", "c
 _DEVICE, _SET_DATA = torch.Tensor.device.__get__, torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
-def _flat(values: Iterable[object]) -> Iterator[object]:
+def _flatten_values(values: Iterable[object]) -> Iterator[object]:
     for value in values:
         if isinstance(value, list | tuple):
-            yield from _flat(value)
+            yield from _flatten_values(value)
         else:
             yield value
 
@@ -127,7 +127,7 @@ class StandIn(nn.Module):
     def _described(self, name: str, value: torch.Tensor) -> torch.Tensor:
         known = vars(self).setdefault("described", {}).get(name)
         if known is None or known[0] is not value:
-            known = value, Described.of(value, _of(name, self.where), self.device_here())
+            known = value, Described.of(value, _format_held_by(name, self.where), self.device_here())
             self.described[name] = known
         return known[1]
 
@@ -182,39 +182,41 @@ class AddsNothing(PassThrough):
         )
 
 
-def stand_in_for(module: nn.Module, kind: type[Kind]) -> Kind:
+def get_stand_in_for(module: nn.Module, kind: type[Kind]) -> Kind:
     """Return the stand-in in the place of `module`, or of the one that `module` stands for."""
     known = {key: vars(module)[key] for key in ("real", "same", "where", "device_here") if isinstance(module, StandIn)}
     real = known.get("real", module)
     kinds: tuple[type, type] = kind, type(real)
-    new: Any = object.__new__(_class(*kinds))
+    new: Any = object.__new__(_make_stand_in_class(*kinds))
     nn.Module.__init__(new)
     vars(new).update({"real": real, "same": {}, **known}, training=module.training)
     new._is_hf_initialized = True  # transformers need not draw its weights
     if kind is StandIn:
-        new._modules.update({name: child and stand_in_for(child, StandIn) for name, child in real._modules.items()})
+        new._modules.update(
+            {name: child and get_stand_in_for(child, StandIn) for name, child in real._modules.items()}
+        )
     elif known:  # a layer that this rank runs in another stage shows no parts: they have parameters
         new._modules.update(module._modules)
     return new
 
 
 @functools.cache
-def _class(kind: type, real: type) -> type:
+def _make_stand_in_class(kind: type, real: type) -> type:
     return type(real.__name__, (kind, real), {"__module__": real.__module__})
 
 
-def stand_ins(model: nn.Module, prefix: str = "") -> dict[str, StandIn]:
+def find_stand_ins(model: nn.Module, prefix: str = "") -> dict[str, StandIn]:
     """Return the stand-ins in `model` by name, without those that are parts of another one."""
     found: dict[str, StandIn] = {}
     for name, child in model.named_children():
         full = f"{prefix}{name}"
-        found.update({full: child} if isinstance(child, StandIn) else stand_ins(child, f"{full}."))
+        found.update({full: child} if isinstance(child, StandIn) else find_stand_ins(child, f"{full}."))
     return found
 
 
-def settle(model: nn.Module, stage_of: Callable[[str], int]) -> None:
+def settle_stand_ins(model: nn.Module, stage_of: Callable[[str], int]) -> None:
     """Let the stand-ins of a model that has been cut know what they are."""
-    found = stand_ins(model)
+    found = find_stand_ins(model)
     whole = {
         f"{top}.{name}".rstrip("."): part for top, module in found.items() for name, part in module.named_modules()
     }
@@ -229,7 +231,7 @@ def settle(model: nn.Module, stage_of: Callable[[str], int]) -> None:
                 whole[owner].same[leaf] = (model.get_submodule(home), theirs)
 
 
-def _of(name: str, where: str) -> str:
+def _format_held_by(name: str, where: str) -> str:
     """`lm_head is held …` -> `lm_head.weight is held …`."""
     module, _, rest = where.partition(" ")
     return f"{module}.{name} {rest}"
@@ -315,11 +317,11 @@ class StageView:
     @contextlib.contextmanager
     def shown(self) -> Iterator[None]:
         """Let the model be this stage while its backbone runs."""
-        former = _put(self.swaps)
+        former = _put_modules(self.swaps)
         try:
             yield
         finally:
-            _put(former)
+            _put_modules(former)
 
 
 @dataclass
@@ -332,14 +334,14 @@ class MirroredView:
     @contextlib.contextmanager
     def shown(self) -> Iterator[None]:
         """Let the model have the stage's head in here, too."""
-        former = _put(self.outside)
+        former = _put_modules(self.outside)
         try:
             yield
         finally:
-            _put(former)
+            _put_modules(former)
 
 
-def _put(swaps: list[Swap]) -> list[Swap]:
+def _put_modules(swaps: list[Swap]) -> list[Swap]:
     """Put modules in their places; returns what was there."""
     former = [(owner, name, owner._modules[name]) for owner, name, _ in swaps]
     for owner, name, module in swaps:
@@ -351,27 +353,29 @@ def cut_into_stages(model: PreTrainedModel, part: PipelinePart, rank: int) -> tu
     """Keep the modules of pipeline rank `rank`'s stages in `model`, replace the others, which are returned too."""
     plan, backbone = part.facts.plan, model.get_submodule(part.facts.backbone)
     layers = backbone.get_submodule(plan.layers)
-    ranges, own = layer_ranges(part), part.config.stages_of_rank(rank)
+    ranges, own = list_layer_ranges(part), part.config.stages_of_rank(rank)
     whole = dict(model.named_modules(remove_duplicate=False))
     is_last, kept = len(ranges) - 1 in own, None
     for i, layer in enumerate(layers):
         if not any(ranges[stage][0] <= i < ranges[stage][1] for stage in own):
-            layers[i] = stand_in_for(layer, StandIn)
+            layers[i] = get_stand_in_for(layer, StandIn)
     if 0 not in own:
         # A tied head keeps the embedding beside it: the shared parameter's home.
         kept = model.get_input_embeddings() if is_last and part.tied else None
-        _replace(backbone, [name for name in plan.before if kept is None or getattr(backbone, name) is not kept])
+        _replace_children(
+            backbone, [name for name in plan.before if kept is None or getattr(backbone, name) is not kept]
+        )
     if not is_last:
-        _replace(backbone, plan.after)
-        _replace(model, [name for name, child in model.named_children() if backbone not in child.modules()])
-    settle(model, _stage_of(model, backbone, plan, ranges))
+        _replace_children(backbone, plan.after)
+        _replace_children(model, [name for name, child in model.named_children() if backbone not in child.modules()])
+    settle_stand_ins(model, _make_stage_lookup(model, backbone, plan, ranges))
     views = [_view(model, backbone, plan, ranges, stage) for stage in own]
     if kept is not None:
         views[-1].modules.append(kept)  # so that FSDP2 shards the one parameter under both its names
-    return views, _remote_modules(model, whole, kept)
+    return views, _find_remote_modules(model, whole, kept)
 
 
-def _stage_of(
+def _make_stage_lookup(
     model: nn.Module, backbone: nn.Module, plan: Backbone, ranges: list[tuple[int, int]]
 ) -> Callable[[str], int]:
     """Return a function from a module's name in `model` to the stage that holds it."""
@@ -382,9 +386,9 @@ def _stage_of(
     return lambda name: stages.get(name, len(ranges) - 1)
 
 
-def _remote_modules(model: nn.Module, whole: dict[str, nn.Module], kept: nn.Module | None) -> RemoteModules:
+def _find_remote_modules(model: nn.Module, whole: dict[str, nn.Module], kept: nn.Module | None) -> RemoteModules:
     """Return what `model` had before it was cut and has no more; and the embedding of a tied head that nobody runs."""
-    gone = stand_ins(model)
+    gone = find_stand_ins(model)
     embedding = {name: module for name, module in whole.items() if kept is not None and module is kept}
     return RemoteModules({**{name: without_values(whole[name]) for name in gone}, **embedding})
 
@@ -394,18 +398,18 @@ def _view(
 ) -> StageView:
     layers, (first, last) = list(backbone.get_submodule(plan.layers)), ranges[stage]
     own, modules = layers[first:last], layers[first:last]
-    shown: list[nn.Module] = [stand_in_for(layer, PassThrough) for layer in layers]
-    entry = stand_in_for(layers[first - 1], Entry) if stage > 0 else None
+    shown: list[nn.Module] = [get_stand_in_for(layer, PassThrough) for layer in layers]
+    entry = get_stand_in_for(layers[first - 1], Entry) if stage > 0 else None
     shown[first:last] = own
     if last < len(layers):
-        shown[last] = stand_in_for(layers[last], Exit)
+        shown[last] = get_stand_in_for(layers[last], Exit)
     if entry is None:
-        modules = [*_present(backbone, plan.before), *modules]
+        modules = [*_list_present_modules(backbone, plan.before), *modules]
     else:
         shown[first - 1] = entry
     if stage == len(ranges) - 1:
         outside = [child for child in model.children() if backbone not in child.modules()]
-        modules = [*modules, *_present(backbone, plan.after), *outside]
+        modules = [*modules, *_list_present_modules(backbone, plan.after), *outside]
     for module in shown:
         if isinstance(module, PassThrough):
             module.tuples = plan.tuples
@@ -415,40 +419,40 @@ def _view(
     return StageView(stage, own, entry, modules, swaps)
 
 
-def mirrored_view(model: PreTrainedModel, part: PipelinePart, stage: int, remote: RemoteModules) -> MirroredView:
+def make_mirrored_view(model: PreTrainedModel, part: PipelinePart, stage: int, remote: RemoteModules) -> MirroredView:
     """Return the view of a stage of another rank, whose modules are kept aside. They have no values yet."""
-    plan, backbone, ranges = part.facts.plan, model.get_submodule(part.facts.backbone), layer_ranges(part)
+    plan, backbone, ranges = part.facts.plan, model.get_submodule(part.facts.backbone), list_layer_ranges(part)
     with remote.shown(model):
         view = _view(model, backbone, plan, ranges, stage)
-        inside = _present_names(backbone, plan.before) if stage == 0 else []
-        inside += _present_names(backbone, plan.after) if stage == len(ranges) - 1 else []
+        inside = _list_present_names(backbone, plan.before) if stage == 0 else []
+        inside += _list_present_names(backbone, plan.after) if stage == len(ranges) - 1 else []
         view.swaps += [(backbone, name, getattr(backbone, name)) for name in inside]
         outside = [(name, child) for name, child in model.named_children() if backbone not in child.modules()]
     return MirroredView(view, [(model, name, child) for name, child in outside if stage == len(ranges) - 1])
 
 
-def _replace(parent: nn.Module, names: Iterable[str]) -> None:
+def _replace_children(parent: nn.Module, names: Iterable[str]) -> None:
     for name in names:
         if _is(parent, name):
-            setattr(parent, name, stand_in_for(getattr(parent, name), StandIn))
+            setattr(parent, name, get_stand_in_for(getattr(parent, name), StandIn))
 
 
 def _pass_by(module: nn.Module) -> nn.Module:
-    return stand_in_for(module, AddsNothing if isinstance(module, nn.Embedding) else PassThrough)
+    return get_stand_in_for(module, AddsNothing if isinstance(module, nn.Embedding) else PassThrough)
 
 
 def _is(parent: nn.Module, name: str) -> bool:
     return isinstance(getattr(parent, name, None), nn.Module)  # some models of a family have none
 
 
-def _present(parent: nn.Module, names: Iterable[str]) -> list[nn.Module]:
-    return [getattr(parent, name) for name in _present_names(parent, names)]
+def _list_present_modules(parent: nn.Module, names: Iterable[str]) -> list[nn.Module]:
+    return [getattr(parent, name) for name in _list_present_names(parent, names)]
 
 
-def _present_names(parent: nn.Module, names: Iterable[str]) -> list[str]:
+def _list_present_names(parent: nn.Module, names: Iterable[str]) -> list[str]:
     return [name for name in names if _is(parent, name)]
 
 
-def boundary_dtype(layers: list[nn.Module]) -> torch.dtype:
+def find_boundary_dtype(layers: list[nn.Module]) -> torch.dtype:
     """Dtype of the activations between stages: that of the residual stream, which follows the weights."""
     return next(p.dtype for layer in layers for p in layer.parameters() if p.is_floating_point())

@@ -74,7 +74,7 @@ def order(name: str, stages: int, virtual: int, micro_batches: int) -> Order:
         RuntimeError: this version of torch keeps its schedules in another form than 2.11 to 2.13.
     """
     if name in MIRRORED_SCHEDULES:
-        return mirrored_order(stages, micro_batches)
+        return make_mirrored_order(stages, micro_batches)
     _check_numbers(name, stages, virtual, micro_batches)
     read = _run_single if name in SINGLE_SCHEDULES else _read_looped
     try:
@@ -87,7 +87,7 @@ def order(name: str, stages: int, virtual: int, micro_batches: int) -> Order:
     return actions
 
 
-def mirrored_rank(stage: int, micro_batch: int, ranks: int) -> int:
+def compute_mirrored_rank(stage: int, micro_batch: int, ranks: int) -> int:
     """Return the rank that runs a micro-batch on a stage under `chimera`: even ones go down the ranks, odd ones up."""
     return stage if micro_batch % 2 == 0 else ranks - 1 - stage
 
@@ -97,7 +97,7 @@ _PREFERENCES = ((BACKWARD, FORWARD), (FORWARD, BACKWARD))
 
 
 @functools.lru_cache(maxsize=64)
-def mirrored_order(ranks: int, micro_batches: int) -> Order:
+def make_mirrored_order(ranks: int, micro_batches: int) -> Order:
     """Return the order of `chimera`, two pipelines of 1F1B merged (Li & Hoefler, 2021, arXiv 2107.06925, section 3.1).
 
     A list schedule: whichever action can begin first is next. A backward takes twice as long as a forward, and at most
@@ -124,21 +124,21 @@ def _list_schedule(ranks: int, micro_batches: int, preference: tuple[str, str]) 
     for _ in range(2 * ranks * micro_batches):
         ready = []
         for (kind, stage, way), i in following.items():
-            rank, action = mirrored_rank(stage, way, ranks), Action(kind, stage, i)
+            rank, action = compute_mirrored_rank(stage, way, ranks), Action(kind, stage, i)
             needed, is_full = needs(action, ranks), kind == FORWARD and alive[rank] == ranks
             if i >= micro_batches or is_full or any(one not in ends for one in needed):
                 continue
             start = max(free[rank], *(ends[one] for one in needed), 0.0)
             ready.append((start, preference.index(kind), i // 2, -stage, rank, way, action))
         start, _, _, _, rank, way, action = min(ready)
-        free[rank] = ends[_result(action)] = start + (1 if action.kind == FORWARD else 2)
+        free[rank] = ends[_name_result(action)] = start + (1 if action.kind == FORWARD else 2)
         alive[rank] += 1 if action.kind == FORWARD else -1
         actions[rank].append(action)
         following[action.kind, action.stage, way] += 2
     return max(free), actions
 
 
-def virtual_stages(name: str, asked: int = 2) -> int:
+def count_virtual_stages(name: str, asked: int = 2) -> int:
     """Stages per rank: one or two where the schedule fixes them, else `asked`."""
     return asked if name in LOOPED_SCHEDULES else 2 if name in V_SCHEDULES else 1
 
@@ -146,7 +146,7 @@ def virtual_stages(name: str, asked: int = 2) -> int:
 def _check_numbers(name: str, stages: int, virtual: int, micro_batches: int) -> None:
     if name not in SIMPLEST_FIRST:
         refuse(f"pipeline_schedule={name}", f"not one of {', '.join(SIMPLEST_FIRST)}")
-    works = virtual_stages(name, max(virtual, 1))
+    works = count_virtual_stages(name, max(virtual, 1))
     if virtual != works:
         refuse(f"pipeline_schedule={name}", f"cannot run {virtual} stages per rank", works)
     if stages < 1 or micro_batches < 1:
@@ -180,7 +180,7 @@ class _StandIn:
     get_fwd_recv_ops = get_fwd_send_ops = get_bwd_recv_ops = get_bwd_send_ops = _no_messages
 
 
-def _schedule(name: str, stage: _StandIn | list[_StandIn], micro_batches: int) -> Any:
+def _make_torch_schedule(name: str, stage: _StandIn | list[_StandIn], micro_batches: int) -> Any:
     from torch.distributed.pipelining.schedules import get_schedule_class  # slow to import: for pipelines only
 
     make = get_schedule_class(name.replace("_", ""))
@@ -192,7 +192,7 @@ def _run_single(name: str, stages: int, virtual: int, micro_batches: int) -> Ord
     actions = {}
     for rank in range(stages):
         stage = _StandIn(rank, rank, stages, stages)
-        schedule = _schedule(name, stage, micro_batches)
+        schedule = _make_torch_schedule(name, stage, micro_batches)
         schedule._initialize_stage = lambda *args, **kwargs: None  # would look for a process group
         schedule._step_microbatches([()] * micro_batches, [{}] * micro_batches, [None] * micro_batches)
         actions[rank] = stage.actions
@@ -202,19 +202,21 @@ def _run_single(name: str, stages: int, virtual: int, micro_batches: int) -> Ord
 def _read_looped(name: str, stages: int, virtual: int, micro_batches: int) -> Order:
     """These schedules run what they publish: the order of all ranks, with None where one is expected to wait."""
     local = [_StandIn(0, index, stages, stages * virtual) for index in range(virtual)]
-    published = _schedule(name, local, micro_batches).pipeline_order
-    return {rank: [_translate(action) for action in published[rank] if action] for rank in range(stages)}
+    published = _make_torch_schedule(name, local, micro_batches).pipeline_order
+    return {rank: [_translate_action(action) for action in published[rank] if action] for rank in range(stages)}
 
 
-def _translate(action: _Action) -> Action:
-    parts = tuple(_translate(part) for part in action.sub_actions or ())
+def _translate_action(action: _Action) -> Action:
+    parts = tuple(_translate_action(part) for part in action.sub_actions or ())
     micro_batch = -1 if action.microbatch_index is None else action.microbatch_index
     return Action(_KINDS[action.computation_type.value], action.stage_index, micro_batch, parts)
 
 
 def _check_complete(name: str, actions: Order, stages: int, micro_batches: int) -> None:
     """Every stage runs every micro-batch forward once and backward once, on one rank."""
-    seen = Counter((part.kind, part.stage, part.micro_batch) for rank in actions for part in flat(actions[rank]))
+    seen = Counter(
+        (part.kind, part.stage, part.micro_batch) for rank in actions for part in flatten_overlaps(actions[rank])
+    )
     for stage in range(stages):
         for i in range(micro_batches):
             forward, whole, *halves = (seen.pop((kind, stage, i), 0) for kind in COMPUTE)
@@ -224,17 +226,17 @@ def _check_complete(name: str, actions: Order, stages: int, micro_batches: int) 
         raise RuntimeError(f"hf_parallel: torch {torch.__version__} adds {next(iter(seen))} to {name}")
 
 
-def flat(actions: Iterable[Action]) -> list[Action]:
+def flatten_overlaps(actions: Iterable[Action]) -> list[Action]:
     """Take overlaps apart."""
     return [part for action in actions for part in action.parts or (action,)]
 
 
-def peak_live(order: Order) -> list[int]:
+def count_peak_live(order: Order) -> list[int]:
     """Per rank the largest number of forwards whose activations are held: until their backward has run, both parts."""
     peaks = []
     for rank in sorted(order):
         live = [0]
-        for action in flat(order[rank]):
+        for action in flatten_overlaps(order[rank]):
             live.append(live[-1] + (action.kind == FORWARD) - (action.kind in (BACKWARD, BACKWARD_WEIGHT)))
         peaks.append(max(live))
     return peaks
@@ -278,7 +280,7 @@ class Timeline:
         return 1 - busy / (self.ranks * self.duration)
 
 
-def layer_costs(layers: Sequence[int], backward: float = 2.0) -> tuple[list[float], list[float], list[float]]:
+def compute_layer_costs(layers: Sequence[int], backward: float = 2.0) -> tuple[list[float], list[float], list[float]]:
     """Forward, input-gradient and weight-gradient time of stages of so many layers, in forwards of one layer.
 
     The first stage needs no gradient of its input: torch's split backward does nothing there and runs all of it as the
@@ -318,7 +320,7 @@ def simulate(
     return Timeline(sorted(simulation.spans, key=lambda span: (span.rank, span.start)), len(order))
 
 
-def ahead_of_step(rank: int, ranks: int) -> tuple[int, int]:
+def count_ahead_of_step(rank: int, ranks: int) -> tuple[int, int]:
     """Return the forwards and backwards of later steps that a rank has run when a step ends, without a flush.
 
     The step ends with the last backward of rank 0. Until then rank r goes on for as long as 2 r forwards take; a
@@ -327,7 +329,7 @@ def ahead_of_step(rank: int, ranks: int) -> tuple[int, int]:
     return ranks - 1 - rank + -(-2 * rank // 3), 2 * rank // 3
 
 
-def versions_held(name: str, ranks: int, micro_batches: int) -> tuple[int, int]:
+def count_versions_held(name: str, ranks: int, micro_batches: int) -> tuple[int, int]:
     """Return how many versions of the weights, and how many sums of gradients, the fullest stage of a schedule holds.
 
     Args:
@@ -338,7 +340,7 @@ def versions_held(name: str, ranks: int, micro_batches: int) -> tuple[int, int]:
     if name == "pipedream_2bw":
         return 2, 2
     counts = []
-    for forwards, backwards in (ahead_of_step(rank, ranks) for rank in range(ranks)):
+    for forwards, backwards in (count_ahead_of_step(rank, ranks) for rank in range(ranks)):
         counts.append((1 - (backwards - forwards) // micro_batches, 1 - -backwards // micro_batches))
     return max(counts, key=sum)
 
@@ -364,7 +366,7 @@ def simulate_without_flush(
     for step in range(1, warm_up + 1):
         before, began = len(simulation.spans), max(simulation.free.values())
         simulation.free = dict.fromkeys(simulation.free, began)
-        goals = {rank: [step * micro_batches + ahead for ahead in ahead_of_step(rank, ranks)] for rank in done}
+        goals = {rank: [step * micro_batches + ahead for ahead in count_ahead_of_step(rank, ranks)] for rank in done}
         while any(done[rank] != goals[rank] for rank in done):
             for rank, counts in done.items():
                 while counts != goals[rank]:
@@ -387,7 +389,7 @@ class _Simulation:
         self.communication = communication
         halves = zip(durations[BACKWARD_INPUT], durations[BACKWARD_WEIGHT], strict=True)
         self.durations = {**durations, BACKWARD: [first + second for first, second in halves]}
-        self.stages = len({part.stage for actions in order.values() for part in flat(actions)})
+        self.stages = len({part.stage for actions in order.values() for part in flatten_overlaps(actions)})
         self.free = dict.fromkeys(order, 0.0)
         self.done: dict[tuple[str, int, int], tuple[float, int]] = {}  # when which result was there, and on which rank
 
@@ -407,7 +409,7 @@ class _Simulation:
             self.spans.append(Span(rank, *part[:3], start, free))
         self.free[rank] = free
         for part in parts:  # ... and sends the results of both after the second
-            self.done[_result(part)] = free, rank
+            self.done[_name_result(part)] = free, rank
         return True
 
 
@@ -421,7 +423,7 @@ def needs(action: Action, stages: int) -> list[tuple[str, int, int]]:
     return [(FORWARD, stage, i), *([(BACKWARD_INPUT, stage + 1, i)] if stage + 1 < stages else [])]
 
 
-def _result(action: Action) -> tuple[str, int, int]:
+def _name_result(action: Action) -> tuple[str, int, int]:
     kind = BACKWARD_INPUT if action.kind == BACKWARD else action.kind
     return kind, action.stage, action.micro_batch
 
@@ -433,7 +435,7 @@ def with_communication(timeline: Timeline) -> Timeline:
     """
     compute = [span for span in timeline.spans if span.kind in COMPUTE]
     stages = 1 + max(span.stage for span in compute)
-    ready = {_result(Action(*span[1:4])): (span.rank, span.end) for span in compute}
+    ready = {_name_result(Action(*span[1:4])): (span.rank, span.end) for span in compute}
     added, free = [], dict.fromkeys(range(timeline.ranks), timeline.start)
     for span in sorted((s for s in timeline.spans if s.kind in (*COMPUTE, FILL)), key=lambda span: span.start):
         if span.kind == FILL:
@@ -448,12 +450,12 @@ def with_communication(timeline: Timeline) -> Timeline:
     return Timeline([*timeline.spans, *added], timeline.ranks)
 
 
-def even_split(layers: int, stages: int) -> list[int]:
+def split_evenly(layers: int, stages: int) -> list[int]:
     """Layers per stage; early stages take the remainder."""
     return [layers // stages + (stage < layers % stages) for stage in range(stages)]
 
 
-def choose(
+def choose_fastest_schedule(
     stages: int,
     micro_batches: int,
     layers: int,
@@ -473,13 +475,13 @@ def choose(
     """
     found: list[tuple[float, int, str]] = []
     for place, name in enumerate(name for name in SIMPLEST_FIRST if name in set(allowed)):
-        each = virtual_stages(name, virtual)
+        each = count_virtual_stages(name, virtual)
         try:
             actions = order(name, stages, each, micro_batches)
         except SpecError:
             continue
-        if layers >= stages * each and (most_live is None or max(peak_live(actions)) <= most_live * each):
-            timeline = simulate(actions, *layer_costs(even_split(layers, stages * each)))
+        if layers >= stages * each and (most_live is None or max(count_peak_live(actions)) <= most_live * each):
+            timeline = simulate(actions, *compute_layer_costs(split_evenly(layers, stages * each)))
             found.append((round(timeline.bubble, 9), place, name))
     if not found:
         limit = "" if most_live is None else f" with {most_live} of them alive"
@@ -508,14 +510,16 @@ IDLE, INK, QUIET, LINE = "#eceff3", "#1f2933", "#66727f", "#d3d9e0"
 _LEFT, _TOP, _PLOT, _ROW, _STEP, _MARGIN = 76, 78, 1120, 32, 40, 24  # pixels; a row and its distance to the next
 
 
-def write(
+def write_timeline_picture(
     path: str | Path, timeline: Timeline, name: str, predicted: float | None = None, measured: float | None = None
 ) -> None:
-    """Write the picture of a timeline; the arguments are those of `svg`."""
-    Path(path).write_text(svg(timeline, name, predicted, measured), encoding="utf-8")
+    """Write the picture of a timeline; the arguments are those of `render_timeline`."""
+    Path(path).write_text(render_timeline(timeline, name, predicted, measured), encoding="utf-8")
 
 
-def svg(timeline: Timeline, name: str, predicted: float | None = None, measured: float | None = None) -> str:
+def render_timeline(
+    timeline: Timeline, name: str, predicted: float | None = None, measured: float | None = None
+) -> str:
     """The picture as text.
 
     Args:
@@ -525,17 +529,17 @@ def svg(timeline: Timeline, name: str, predicted: float | None = None, measured:
     foot = _TOP + timeline.ranks * _STEP
     width, height = _LEFT + _PLOT + _MARGIN, foot + 76
     lines = [
-        *head(width, height, _LEFT, name, _caption(timeline, predicted, measured)),
-        *_rows(timeline),
-        *_boxes(timeline),
+        *render_picture_head(width, height, _LEFT, name, _format_caption(timeline, predicted, measured)),
+        *_render_rows(timeline),
+        *_render_boxes(timeline),
         *time_axis(timeline.duration, _LEFT, foot, _PLOT),
-        *_legend(timeline, foot + 52),
+        *_render_legend(timeline, foot + 52),
         "</svg>",
     ]
     return "\n".join(lines) + "\n"
 
 
-def _caption(timeline: Timeline, predicted: float | None, measured: float | None) -> str:
+def _format_caption(timeline: Timeline, predicted: float | None, measured: float | None) -> str:
     stages, micro_batches = ({span[field] for span in timeline.spans if span.kind != FILL} for field in (2, 3))
     values = (("predicted", predicted), ("measured", measured))
     bubble = ", ".join(f"{value:.1%} {word}" for word, value in values if value is not None)
@@ -543,41 +547,41 @@ def _caption(timeline: Timeline, predicted: float | None, measured: float | None
     return f"{text} · bubble {bubble}" if bubble else text
 
 
-def _rows(timeline: Timeline) -> Iterator[str]:
+def _render_rows(timeline: Timeline) -> Iterator[str]:
     """Yield the rows of a picture; what stays visible of a row is idle time."""
     for rank in range(timeline.ranks):
         y = _TOP + rank * _STEP
-        yield text_at(_LEFT - 12, y + _ROW / 2 + 4, f"rank {rank}", fill=QUIET, anchor="end")
+        yield render_text_at(_LEFT - 12, y + _ROW / 2 + 4, f"rank {rank}", fill=QUIET, anchor="end")
         yield f'<rect class="idle" x="{_LEFT}" y="{y}" width="{_PLOT}" height="{_ROW}" rx="3" fill="{IDLE}"/>'
 
 
-def _boxes(timeline: Timeline) -> Iterator[str]:
+def _render_boxes(timeline: Timeline) -> Iterator[str]:
     scale = _PLOT / timeline.duration
-    shades = _shades(timeline)
+    shades = _compute_shades(timeline)
     # Communication first: it may run beside a computation, which stays in front of it.
     for span in sorted(timeline.spans, key=lambda span: span.kind != COMMUNICATION):
         x, wide = _LEFT + (span.start - timeline.start) * scale, (span.end - span.start) * scale
         if wide > 0:  # the first stage's input gradient takes no time
-            yield _box(
+            yield _render_box(
                 span, x, _TOP + span.rank * _STEP, wide, _mix(COLOURS[span.kind][0], shades[span.rank, span.stage])
             )
 
 
-def _box(span: Span, x: float, y: float, wide: float, colour: str) -> str:
+def _render_box(span: Span, x: float, y: float, wide: float, colour: str) -> str:
     label, thin = str(span.micro_batch), span.kind == COMMUNICATION
     high = _ROW / 4 if thin else _ROW
     about = f"{COLOURS[span.kind][1]}, stage {span.stage}, micro-batch {label}: {span.start:.4g} to {span.end:.4g}"
     text = ""
     if not thin and wide >= 7 * len(label) + 4:
-        ink = "#ffffff" if _luminance(colour) < 0.45 else INK
-        text = text_at(x + wide / 2, y + _ROW / 2 + 4, label, fill=ink, anchor="middle")
+        ink = "#ffffff" if _compute_luminance(colour) < 0.45 else INK
+        text = render_text_at(x + wide / 2, y + _ROW / 2 + 4, label, fill=ink, anchor="middle")
     return (
         f'<g><title>{escape(about)}</title><rect class="box {span.kind}" x="{x:.2f}" y="{y + _ROW - high:.2f}" '
         f'width="{wide:.2f}" height="{high:.2f}" rx="2" fill="{colour}" stroke="#ffffff"/>{text}</g>'
     )
 
 
-def _shades(timeline: Timeline) -> dict[tuple[int, int], float]:
+def _compute_shades(timeline: Timeline) -> dict[tuple[int, int], float]:
     """Return how much white to mix in: the later a stage among those of its rank, the lighter."""
     shades = {}
     for rank in range(timeline.ranks):
@@ -587,46 +591,46 @@ def _shades(timeline: Timeline) -> dict[tuple[int, int], float]:
     return shades
 
 
-def head(width: float, height: float, x: float, name: str, caption: str) -> Iterator[str]:
+def render_picture_head(width: float, height: float, x: float, name: str, caption: str) -> Iterator[str]:
     """The picture's begin: a white page with a title."""
     yield (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
         'font-family="system-ui, -apple-system, Segoe UI, Helvetica, Arial, DejaVu Sans, sans-serif" font-size="12">'
     )
     yield f'<rect width="{width}" height="{height}" fill="#ffffff"/>'
-    yield text_at(x, 34, name, size=19, weight=600)
-    yield text_at(x, 56, caption, fill=QUIET, size=13)
+    yield render_text_at(x, 34, name, size=19, weight=600)
+    yield render_text_at(x, 56, caption, fill=QUIET, size=13)
 
 
 def time_axis(duration: float, left: float, y: float, wide: float, unit: str = "") -> Iterator[str]:
     """The axis of time below the rows."""
     yield f'<path d="M{left} {y}h{wide}" stroke="{LINE}"/>'
-    for tick in _ticks(duration):
+    for tick in _choose_ticks(duration):
         x = left + tick / duration * wide
         yield f'<path d="M{x:.2f} {y}v5" stroke="{LINE}"/>'
-        yield text_at(x, y + 19, f"{tick:.6g}{unit}", fill=QUIET, anchor="middle", size=11)
+        yield render_text_at(x, y + 19, f"{tick:.6g}{unit}", fill=QUIET, anchor="middle", size=11)
 
 
-def _ticks(duration: float) -> list[float]:
+def _choose_ticks(duration: float) -> list[float]:
     """From 0 on, at 1, 2 or 5 times a power of ten, about ten of them."""
     power = 10.0 ** math.floor(math.log10(duration / 10))
     step = next(power * n for n in (1, 2, 5, 10) if power * n * 12 >= duration)
     return [tick * step for tick in range(int(duration / step * (1 + 1e-9)) + 1)]
 
 
-def _legend(timeline: Timeline, y: float) -> Iterator[str]:
+def _render_legend(timeline: Timeline, y: float) -> Iterator[str]:
     shown = {span.kind for span in timeline.spans if span.end > span.start}
     entries = [pair for kind, pair in COLOURS.items() if kind in shown] + [(IDLE, "idle")]
     x = float(_LEFT)
     for colour, label in entries:
         yield f'<rect class="key" x="{x}" y="{y - 11}" width="14" height="14" rx="2" fill="{colour}"/>'
-        yield text_at(x + 20, y, label)
+        yield render_text_at(x + 20, y, label)
         x += 44 + 6.6 * len(label)
     if max(len({s.stage for s in timeline.spans if s.rank == rank}) for rank in range(timeline.ranks)) > 1:
-        yield text_at(x, y, "lighter: a later stage of the same rank", fill=QUIET)
+        yield render_text_at(x, y, "lighter: a later stage of the same rank", fill=QUIET)
 
 
-def text_at(
+def render_text_at(
     x: float, y: float, text: str, fill: str = INK, anchor: str = "start", size: int = 12, weight: int = 400
 ) -> str:
     """A line of text."""
@@ -638,6 +642,6 @@ def _mix(colour: str, white: float) -> str:
     return "#" + "".join(f"{round(value + (255 - value) * white):02x}" for value in bytes.fromhex(colour[1:]))
 
 
-def _luminance(colour: str) -> float:
+def _compute_luminance(colour: str) -> float:
     red, green, blue = bytes.fromhex(colour[1:])
     return (0.299 * red + 0.587 * green + 0.114 * blue) / 255

@@ -125,12 +125,12 @@ class TorchStage(PipelineStage):
             assert info.buffer is not None
             info.buffer.requires_grad_(self.has_backward and torch.is_grad_enabled())
         received = super()._retrieve_recv_activations(fwd_chunk_id)
-        _forget(infos)
+        _forget_received(infos)
         return received
 
     def _retrieve_recv_grads(self, bwd_chunk_id: int) -> object:
         received = super()._retrieve_recv_grads(bwd_chunk_id)
-        _forget(self.grad_recv_info[bwd_chunk_id])
+        _forget_received(self.grad_recv_info[bwd_chunk_id])
         return received
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
@@ -161,7 +161,7 @@ def _is_root(info: _RecvInfo) -> bool:
     return getattr(info, "is_root_arg", not hasattr(info, "buffer"))
 
 
-def _forget(infos: Iterable[_RecvInfo]) -> None:
+def _forget_received(infos: Iterable[_RecvInfo]) -> None:
     for info in infos:
         if not _is_root(info):
             info.buffer = None
@@ -239,7 +239,7 @@ class Recorder:
             Span(rank, kind, stage, i, self._seconds(start), self._seconds(end))
             for kind, stage, i, start, end in self._marks
         ]
-        parts = messages.gather(own, group)
+        parts = messages.gather_objects(own, group)
         self._marks = []
         return with_communication(Timeline([span for part in parts for span in part], len(parts)))
 
@@ -247,7 +247,7 @@ class Recorder:
         """`gather`, and the picture of it, written by the pipeline's first rank."""
         timeline = self.gather(group)
         if dist.get_rank(group) == 0:
-            picture.write(path, timeline, name, predicted, measured=timeline.bubble)
+            picture.write_timeline_picture(path, timeline, name, predicted, measured=timeline.bubble)
         return timeline
 
     def add(self, kind: str, stage: int, micro_batch: int, start: Mark, end: Mark) -> None:

@@ -22,16 +22,16 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves, tree_map
 
 from hf_parallel.axes.pipeline.batches import (
-    counted_tokens,
-    detached_node,
-    fresh_gradients,
-    share,
+    collect_fresh_gradients,
+    find_counted_tokens,
+    make_detached_node,
+    share_result,
     split_rows,
     tokens_of,
 )
 from hf_parallel.model.calls import Batch
 from hf_parallel.ranks import messages
-from hf_parallel.ranks.local import autocast_dtype
+from hf_parallel.ranks.local import get_autocast_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -150,7 +150,7 @@ class Serving(Session):
 
     def drive(self, script: Callable[[], T]) -> T:
         """On the last stage: run the script, then let the others go."""
-        with messages.telling(self.engine.control, self.engine.last_rank, lambda: not self.passing):
+        with messages.tell_error(self.engine.control, self.engine.last_rank, lambda: not self.passing):
             result = self.run(script)
         self._tell(None)
         return result
@@ -167,7 +167,7 @@ class Serving(Session):
             self.forward(told[0], self.batch)
 
     def answer(self, engine: StageRunner, kwargs: Batch) -> ModelOutput:
-        call = describe(engine, kwargs, self.batch)
+        call = describe_call(engine, kwargs, self.batch)
         if call.grad and engine is not self.engine:
             raise NotImplementedError("hf_parallel: a loss in a pipeline trains one model; freeze the other")
         self._tell(call)
@@ -184,7 +184,7 @@ class Serving(Session):
         self.made.append(made)
         kwargs = call.arguments(batch, engine.mesh.device)
         parts = split_rows(kwargs, _pass_count(engine, tokens_of(kwargs).shape[0]))
-        with torch.set_grad_enabled(call.grad), as_described(engine, call):
+        with torch.set_grad_enabled(call.grad), restore_described_state(engine, call):
             engine.services.before_run(engine.model.training, tokens_of(kwargs).shape)
             self.passing = True
             outputs = [_forward_pass(made, part) for part in parts]
@@ -208,7 +208,7 @@ class Serving(Session):
         """
         engine = self.engine
         passes = [done for made in self.made if made.call.grad for done in made.passes]
-        with fresh_gradients(engine.trainable()) as fresh:
+        with collect_fresh_gradients(engine.trainable()) as fresh:
             for stage in engine.stages:
                 _reduce_in(stage, False)
             if engine.last:
@@ -228,19 +228,19 @@ class Serving(Session):
         engine.accumulate(fresh, None, held)
 
 
-def served(engine: StageRunner, batch: Batch, script: Callable[[], object]) -> tuple[ModelOutput, list[Made]]:
+def serve_script(engine: StageRunner, batch: Batch, script: Callable[[], object]) -> tuple[ModelOutput, list[Made]]:
     """Return on every rank what `script` returns on the last stage, and the calls it made. Collective."""
     grad, held = torch.is_grad_enabled(), engine.held_run()
     free(engine)  # of a call whose backward has not come: weights may have changed since
     session = Serving(engine, batch)
     result = session.drive(script) if engine.last else session.serve()
-    rebuilt, tensors = share(result, engine.group, engine.control, engine.last_rank, engine.mesh.device)
+    rebuilt, tensors = share_result(result, engine.group, engine.control, engine.last_rank, engine.mesh.device)
     values = [tensor.detach() for tensor in tensors]
     for other in {id(made.engine): made.engine for made in session.made}.values():
         if other is not engine:
             free(other)
     if grad:
-        values = detached_node(values, lambda gradients: session.backward(tensors, gradients, held))
+        values = make_detached_node(values, lambda gradients: session.backward(tensors, gradients, held))
     else:
         free(engine)
     return rebuilt(values), session.made
@@ -256,7 +256,7 @@ def free(engine: StageRunner) -> None:
             module.reshard()
 
 
-def describe(engine: StageRunner, kwargs: Batch, batch: Batch, values: bool = True) -> Call:
+def describe_call(engine: StageRunner, kwargs: Batch, batch: Batch, values: bool = True) -> Call:
     """A call of `engine`'s backbone in a form that other stages understand; or one to compare, without `values`."""
     entries = {id(value): FromBatch(key) for key, value in batch.items() if torch.is_tensor(value)}
 
@@ -268,11 +268,11 @@ def describe(engine: StageRunner, kwargs: Batch, batch: Batch, values: bool = Tr
     kwargs = {key: value for key, value in kwargs.items() if key != "num_items_in_batch"}  # passed on for the loss
     grad = torch.is_grad_enabled() and any(p.requires_grad for p in engine.model.parameters())
     adapters = None if engine.services.adapters is None else engine.services.adapters.read()
-    return Call(engine.number, tree_map(name, kwargs), grad, autocast_dtype(engine.mesh.device), adapters)
+    return Call(engine.number, tree_map(name, kwargs), grad, get_autocast_dtype(engine.mesh.device), adapters)
 
 
 @contextlib.contextmanager
-def as_described(engine: StageRunner, call: Call) -> Iterator[None]:
+def restore_described_state(engine: StageRunner, call: Call) -> Iterator[None]:
     """Autocast and adapters as they were on the last stage when it made this call."""
     kind = engine.mesh.device.type
     enabled = call.autocast is not None
@@ -304,30 +304,34 @@ def _forward_pass(made: Made, part: Batch) -> ModelOutput | None:
     for view, stage in zip(engine.views, engine.stages, strict=True):
         passes[view.index] = done = Pass(None if view.index == 0 else _receive(engine, view.index, part))
         if view.index == engine.last_index:
-            with _listening(made) as logits:
+            with _listen_for_requests(made) as logits:
                 output = engine.run_backbone(done.hidden, part)
-            done.output = _attached(made, cast(torch.Tensor, output["last_hidden_state"]), logits, part)
+            done.output = _attach_router_gradients(made, cast(torch.Tensor, output["last_hidden_state"]), logits, part)
             # Cut here, so that the backward of the layers too goes micro-batch by micro-batch.
             done.handed_on = done.output.detach().requires_grad_(done.output.requires_grad)
         else:
-            done.output = engine.through(stage, functools.partial(_layers, made, view, part), done.hidden)
-            _send(engine, done.output.detach(), view.index + 1)
+            done.output = engine.through(stage, functools.partial(_run_layers_of_call, made, view, part), done.hidden)
+            _send_to_stage(engine, done.output.detach(), view.index + 1)
     return output
 
 
-def _layers(made: Made, view: StageView, part: Batch, hidden: torch.Tensor | None, micro_batch: int) -> torch.Tensor:
-    with _listening(made) as logits:
+def _run_layers_of_call(
+    made: Made, view: StageView, part: Batch, hidden: torch.Tensor | None, micro_batch: int
+) -> torch.Tensor:
+    with _listen_for_requests(made) as logits:
         output = made.engine.layers(view, hidden, part)
-    return _attached(made, output, logits, part)
+    return _attach_router_gradients(made, output, logits, part)
 
 
-def _listening(made: Made) -> contextlib.AbstractContextManager[list[torch.Tensor]]:
+def _listen_for_requests(made: Made) -> contextlib.AbstractContextManager[list[torch.Tensor]]:
     return contextlib.nullcontext([]) if made.balance is None else made.balance.listening()
 
 
-def _attached(made: Made, output: torch.Tensor, logits: list[torch.Tensor], part: Batch) -> torch.Tensor:
+def _attach_router_gradients(
+    made: Made, output: torch.Tensor, logits: list[torch.Tensor], part: Batch
+) -> torch.Tensor:
     """Return the output of the layers, which takes the gradient of what their routers chose along."""
-    return output if made.balance is None else made.balance.attach(output, logits, part, counted_tokens(part))
+    return output if made.balance is None else made.balance.attach(output, logits, part, find_counted_tokens(part))
 
 
 def _receive(engine: StageRunner, index: int, batch: Batch) -> torch.Tensor:
@@ -341,7 +345,7 @@ def _receive(engine: StageRunner, index: int, batch: Batch) -> torch.Tensor:
     return hidden.requires_grad_(torch.is_grad_enabled())
 
 
-def _send(engine: StageRunner, tensor: torch.Tensor, index: int) -> None:
+def _send_to_stage(engine: StageRunner, tensor: torch.Tensor, index: int) -> None:
     """Hand a stage's output, or its input's gradient, to stage `index`."""
     target = engine.config.rank_of_stage(index)
     if target == engine.group.rank():
@@ -360,7 +364,7 @@ def _backward_pass(engine: StageRunner, index: int, done: Pass) -> None:
         torch.autograd.backward(done.output, gradient)
     if done.hidden is not None:
         hidden = done.hidden
-        _send(engine, torch.zeros_like(hidden) if hidden.grad is None else hidden.grad, index - 1)
+        _send_to_stage(engine, torch.zeros_like(hidden) if hidden.grad is None else hidden.grad, index - 1)
 
 
 def _receive_gradient(engine: StageRunner, index: int, output: torch.Tensor) -> torch.Tensor:

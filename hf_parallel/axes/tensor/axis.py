@@ -16,28 +16,28 @@ from hf_parallel.ask.spec import SpecError, refuse
 from hf_parallel.axes.axis import Axis
 from hf_parallel.axes.tensor.infer import (
     LINEARS,
-    by_heads,
+    find_latent_attention,
+    find_packed_weight_style,
+    find_shared_mlp_styles,
+    find_tensors_by_heads,
+    get_linear_sizes,
     infer_styles,
     is_attention,
-    latent_attention,
-    linear_sizes,
-    named_layers,
-    packed_style,
-    shared_experts,
+    iterate_named_layers,
 )
-from hf_parallel.axes.tensor.region import READ_BESIDES, READERS, reads_features
-from hf_parallel.axes.tensor.sequence_parallel import obstacle
+from hf_parallel.axes.tensor.region import READ_BESIDES, READERS, does_read_features
+from hf_parallel.axes.tensor.sequence_parallel import find_sequence_obstacle
 from hf_parallel.axes.tensor.tensor_parallel import FOR_LINEARS, SAME_AS_LINEAR
 from hf_parallel.model.anatomy import (
-    attention_heads,
-    draws_random_numbers,
+    does_draw_random_numbers,
+    find_text_part,
+    get_text_config,
     is_norm,
-    text_config,
-    text_part,
-    tied_to_embedding,
-    transformer_blocks,
+    list_tied_to_embedding,
+    list_transformer_blocks,
+    read_attention_heads,
 )
-from hf_parallel.model.experts import ExpertFacts, expert_facts, is_experts, named_experts
+from hf_parallel.model.experts import ExpertFacts, is_experts, iterate_experts, read_expert_facts
 from hf_parallel.model.families import UNSPLITTABLE
 
 if TYPE_CHECKING:
@@ -101,14 +101,14 @@ class SplitFacts:
 
 def read_split(model: nn.Module, on_grid: bool = False) -> SplitFacts:
     """Styles by module, whatever the number of ranks, and what limits it; `on_grid`: also of a grid of ranks."""
-    heads, name = attention_heads(model), type(model).__name__
-    reason = next((f"{kind} {UNSPLITTABLE[kind]}" for kind in _kinds(model) if kind in UNSPLITTABLE), None)
+    heads, name = read_attention_heads(model), type(model).__name__
+    reason = next((f"{kind} {UNSPLITTABLE[kind]}" for kind in _iterate_kinds(model) if kind in UNSPLITTABLE), None)
     if getattr(model.config, "use_guided_attention_loss", False) and name in GUIDED_BY_HEADS:
         reason = f"the loss of {name} reads the scores of some heads (use_guided_attention_loss=True)"
     if reason is not None or heads is None:
         return SplitFacts(name, heads, reason)
     try:
-        styles = _styles(model)
+        styles = _find_styles(model)
     except SpecError as error:
         return SplitFacts(name, heads, f"{name}: {error}")
     modules = {key: model.get_submodule(key) for key, (style, _) in styles.items() if style != "heads"}
@@ -121,33 +121,39 @@ def read_split(model: nn.Module, on_grid: bool = False) -> SplitFacts:
         None,
         styles,
         {key: type(module) for key, module in modules.items()},
-        {key: linear_sizes(module) for key, module in modules.items() if isinstance(module, LINEARS)},
+        {key: get_linear_sizes(module) for key, module in modules.items() if isinstance(module, LINEARS)},
         frozenset(key for key, module in modules.items() if isinstance(module, Conv1D)),
         frozenset(key for key, e in lookups.items() if e.max_norm is not None or e.scale_grad_by_freq or e.sparse),
         _list_per_head(model, columns, heads),
-        _norm_over_keys(model, columns),
-        obstacle(model, words),
-        {key: expert_facts(module) for key, module in modules.items() if is_experts(module)},
-        any(draws_random_numbers(block) for block in transformer_blocks(model)),
-        _grid_obstacle(model, words) if on_grid else None,
+        _find_norm_over_keys(model, columns),
+        find_sequence_obstacle(model, words),
+        {key: read_expert_facts(module) for key, module in modules.items() if is_experts(module)},
+        any(does_draw_random_numbers(block) for block in list_transformer_blocks(model)),
+        _find_grid_obstacle(model, words) if on_grid else None,
     )
 
 
-def _kinds(model: nn.Module) -> Iterator[str]:
+def _iterate_kinds(model: nn.Module) -> Iterator[str]:
     return (type(module).__name__ for module in model.modules())
 
 
-def _styles(model: nn.Module) -> Origins:
+def _find_styles(model: nn.Module) -> Origins:
     plan = {key: word for key, word in (getattr(model, "tp_plan", None) or {}).items() if word != "local_params"}
-    latent = latent_attention(model)
-    published = _from_plan(model, plan, {name.rpartition(".")[0] for name in latent})
+    latent = find_latent_attention(model)
+    published = _read_plan_styles(model, plan, {name.rpartition(".")[0] for name in latent})
     styles = {name: (style, "plan") for name, style in published.items()}
-    if not latent and _splits_no_layer(styles):
+    if not latent and _has_no_split_layer(styles):
         styles.update({name: (style, "inferred") for name, style in infer_styles(model).items()})
     split = {name.rpartition(".")[0] for name in (*styles, *latent)}
-    for known in (latent, _vocabulary(model), by_heads(model, split), _experts(model), shared_experts(model)):
+    for known in (
+        latent,
+        _find_vocabulary_styles(model),
+        find_tensors_by_heads(model, split),
+        _find_expert_styles(model),
+        find_shared_mlp_styles(model),
+    ):
         styles.update({name: (style, "known") for name, style in known.items() if name not in styles})
-    if _reads_embedding(model):
+    if _does_read_embedding(model):
         styles = {name: found for name, found in styles.items() if found[0] not in _OF_VOCABULARY}
     return styles
 
@@ -164,8 +170,8 @@ def resolve_styles(facts: SplitFacts, tp_size: int, whole_experts: bool = False)
     if facts.refusal is not None:
         refuse(f"tp_size={tp_size}", facts.refusal, "tp_size=1")
     styles = facts.styles
-    if _shares_heads(facts, tp_size):
-        styles = {name: (_shared(style, name), origin) for name, (style, origin) in styles.items()}
+    if _has_shared_heads(facts, tp_size):
+        styles = {name: (_choose_shared_style(style, name), origin) for name, (style, origin) in styles.items()}
         _check_shared(facts, styles, tp_size)
     for name, (style, _) in styles.items():
         _check_width(facts, name, style, tp_size)
@@ -173,13 +179,13 @@ def resolve_styles(facts: SplitFacts, tp_size: int, whole_experts: bool = False)
     if whole_experts:
         styles = {name: found for name, found in styles.items() if found[0] != "experts"}
     for name in styles.keys() & facts.experts.keys():
-        _check_experts(name, facts.experts[name], tp_size)
+        _check_split_experts(name, facts.experts[name], tp_size)
     if facts.list_per_head is not None:
         refuse(f"tp_size={tp_size}", f"{facts.list_per_head} keeps a module for each head", "tp_size=1")
     return styles
 
 
-def why_whole_sequences(facts: SplitFacts, asked: bool | None) -> str | None:
+def find_reason_for_whole_sequences(facts: SplitFacts, asked: bool | None) -> str | None:
     """Why there is no sequence parallelism, or None if there is.
 
     Raises:
@@ -191,23 +197,23 @@ def why_whole_sequences(facts: SplitFacts, asked: bool | None) -> str | None:
     return reason
 
 
-def _from_plan(model: PreTrainedModel, plan: dict[str, str], latent: set[str]) -> dict[str, str]:
+def _read_plan_styles(model: PreTrainedModel, plan: dict[str, str], latent: set[str]) -> dict[str, str]:
     """The plan's words by module, without those of latent attentions, which we cut in our own way."""
     styles = {}
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    inside = {id(module) for module in text_part(model).modules()}
-    matches = list(_matches(model, plan))
+    inside = {id(module) for module in find_text_part(model).modules()}
+    matches = list(_match_plan(model, plan))
     split = {name.rpartition(".")[0] for name, _, word in matches if word.startswith("rowwise")}
     for name, module, word in matches:
         if id(module) not in inside and module is not head:
             continue  # the vision part of a composite model stays whole
         if is_experts(module):
-            continue  # `_experts`
+            continue  # `_find_expert_styles`
         if name.rpartition(".")[0] in latent:
             continue
         if word == "colwise_gather_output" and module is not head and name.rpartition(".")[0] not in split:
             continue  # no layer follows that would split it: all of it stays whole
-        style = word if module is head else _packed(model, name, _WHOLE.get(word, word))
+        style = word if module is head else _find_packed_style(model, name, _WHOLE.get(word, word))
         if style == "packed" and name.endswith(_APART):
             style = "colwise"  # gathered for a norm over all heads, which `SplitNorm` does
         if style not in SUPPORTED and not style.startswith("packed_"):
@@ -216,53 +222,53 @@ def _from_plan(model: PreTrainedModel, plan: dict[str, str], latent: set[str]) -
     return styles
 
 
-def _packed(model: nn.Module, name: str, style: str) -> str:
+def _find_packed_style(model: nn.Module, name: str, style: str) -> str:
     owner, _, child = name.rpartition(".")
-    known = packed_style(model.get_submodule(owner), child) or style
+    known = find_packed_weight_style(model.get_submodule(owner), child) or style
     return known if style in ("packed", "colwise") else style
 
 
-def _reads_embedding(model: nn.Module) -> bool:
+def _does_read_embedding(model: nn.Module) -> bool:
     """Does a forward read the embedding's weight itself? Gemma 4's does for the layers' own inputs, heads too."""
     kinds = {type(module).__name__ for module in model.modules()}
-    by_layer = "Gemma4Model" in kinds and bool(getattr(text_config(model), "hidden_size_per_layer_input", 0))
+    by_layer = "Gemma4Model" in kinds and bool(getattr(get_text_config(model), "hidden_size_per_layer_input", 0))
     return by_layer or not kinds.isdisjoint({"DebertaLMPredictionHead", "DebertaV2LMPredictionHead"})
 
 
-def _splits_no_layer(styles: dict[str, tuple[str, str]]) -> bool:
+def _has_no_split_layer(styles: dict[str, tuple[str, str]]) -> bool:
     return not any(style in ("colwise", "rowwise") for style, _ in styles.values())
 
 
-def _vocabulary(model: PreTrainedModel) -> dict[str, str]:
+def _find_vocabulary_styles(model: PreTrainedModel) -> dict[str, str]:
     """Embeddings and head, which several plans leave out."""
-    styles = dict.fromkeys(tied_to_embedding(model), "embedding_rowwise")
+    styles = dict.fromkeys(list_tied_to_embedding(model), "embedding_rowwise")
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     if type(head) is nn.Linear:
         styles[next(name for name, module in model.named_modules() if module is head)] = "colwise_gather_output"
     return styles
 
 
-def _experts(model: nn.Module) -> dict[str, str]:
+def _find_expert_styles(model: nn.Module) -> dict[str, str]:
     """Modules that hold experts side by side, each of which is split inside."""
-    inside = {id(module) for module in text_part(model).modules()}
-    return {name: "experts" for name, module in named_experts(model) if id(module) in inside}
+    inside = {id(module) for module in find_text_part(model).modules()}
+    return {name: "experts" for name, module in iterate_experts(model) if id(module) in inside}
 
 
-def _shared(style: str, name: str) -> str:
+def _choose_shared_style(style: str, name: str) -> str:
     """The style of key and value projections when ranks share heads."""
     if style == "colwise" and name.endswith((".k_proj", ".v_proj")):
         return "colwise_shared_heads"
     return {"packed_qkv": "shared_qkv", "falcon_qkv": "shared_groups"}.get(style, style)
 
 
-def _matches(model: nn.Module, plan: dict[str, str]) -> Iterator[tuple[str, nn.Module, str]]:
+def _match_plan(model: nn.Module, plan: dict[str, str]) -> Iterator[tuple[str, nn.Module, str]]:
     for name, module in model.named_modules():
         style = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
         if style is not None:
             yield name, module, style
 
 
-def _shares_heads(facts: SplitFacts, tp_size: int) -> bool:
+def _has_shared_heads(facts: SplitFacts, tp_size: int) -> bool:
     """Are there fewer key/value heads than ranks, so that ranks share them?
 
     Raises:
@@ -288,32 +294,32 @@ def _shares_heads(facts: SplitFacts, tp_size: int) -> bool:
 
 def _list_per_head(model: nn.Module, columns: Iterable[str], heads: tuple[int, int]) -> str | None:
     """An attention with a module for each head, as StableLM 2's norms: ranks would take the first ones."""
-    for owner, attention in _owners(model, columns):
+    for owner, attention in _iterate_owners(model, columns):
         for module in attention.modules() if is_attention(attention) else ():
             if isinstance(module, nn.ModuleList | nn.ParameterList) and len(module) > 1 and len(module) in heads:
                 return owner
     return None
 
 
-def _norm_over_keys(model: nn.Module, columns: Iterable[str]) -> str | None:
+def _find_norm_over_keys(model: nn.Module, columns: Iterable[str]) -> str | None:
     """The class of an attention that has a norm as wide as all its keys, of which a rank would have one head."""
     for name in columns:
         module, owner = model.get_submodule(name), model.get_submodule(name.rpartition(".")[0])
         if not name.endswith((".k_proj", ".v_proj")) or not isinstance(module, LINEARS):
             continue
-        whole = linear_sizes(module)[1]
+        whole = get_linear_sizes(module)[1]
         widths = {p.numel() for norm in owner.modules() if is_norm(norm) for p in norm.parameters()}
         if whole in widths and whole > getattr(owner, "head_dim", whole):
             return type(owner).__name__
     return None
 
 
-def _grid_obstacle(model: nn.Module, styles: dict[str, str]) -> str | None:
+def _find_grid_obstacle(model: nn.Module, styles: dict[str, str]) -> str | None:
     """The first attention or MLP that may do more with its input than to multiply it by weights that are cut.
 
     On a grid it is given a part of the input's features.
     """
-    layers = {name for name, _ in named_layers(model)}
+    layers = {name for name, _ in iterate_named_layers(model)}
     for name in dict.fromkeys(key.rpartition(".")[0] for key, style in styles.items() if style in READERS):
         owner = model.get_submodule(name)
         if name in layers:
@@ -324,7 +330,7 @@ def _grid_obstacle(model: nn.Module, styles: dict[str, str]) -> str | None:
         if whole:
             return f"{name}.{whole[0]} stays whole and may read what is cut"
         for key in [first, *(key for key in parameters if key in READ_BESIDES)]:
-            read = reads_features(owner, key)
+            read = does_read_features(owner, key)
             if read or (read is None and key not in _OF_DECODERS):
                 return f"that {type(owner).__name__} does no more with {key} than to multiply it is not known"
     return None
@@ -355,7 +361,7 @@ def check_grid(facts: SplitFacts, styles: Origins, config: ParallelConfig) -> No
             refuse(asked, why, works)
 
 
-def _owners(model: nn.Module, names: Iterable[str]) -> Iterator[tuple[str, nn.Module]]:
+def _iterate_owners(model: nn.Module, names: Iterable[str]) -> Iterator[tuple[str, nn.Module]]:
     for owner in dict.fromkeys(name.rpartition(".")[0] for name in names):
         yield owner, model.get_submodule(owner)
 
@@ -378,7 +384,7 @@ def _check_width(facts: SplitFacts, name: str, style: str, tp_size: int) -> None
         refuse(f"tp_size={tp_size}", f"does not divide the {width} {side} features of {name}", "tp_size=1")
 
 
-def _check_experts(name: str, experts: ExpertFacts, tp_size: int) -> None:
+def _check_split_experts(name: str, experts: ExpertFacts, tp_size: int) -> None:
     if experts.unknown:
         refuse(f"tp_size={tp_size}", f"what {experts.kind} does with its {experts.unknown[0]} is not known", _WORKS)
     if experts.width % tp_size:
@@ -441,7 +447,7 @@ class Tensor(Axis["SplitFacts", TensorPart]):
         """Styles that fit the number of ranks, and whether sequences are split between regions."""
 
         styles = resolve_styles(facts, config.tp_size, config.ep_size > 1)
-        reason = why_whole_sequences(facts, config.sequence_parallel)
+        reason = find_reason_for_whole_sequences(facts, config.sequence_parallel)
         grid = (config.tp_row_size, config.tp_col_size) if config.tp_col_size > 1 else None
         if grid is not None:
             check_grid(facts, styles, config)
@@ -458,20 +464,20 @@ class Tensor(Axis["SplitFacts", TensorPart]):
         """Split layers, embedding and head; then what lies between them lives on parts of the sequence."""
         from hf_parallel.axes.axis import SequenceParallelFlag
         from hf_parallel.axes.tensor.experts import split_experts
-        from hf_parallel.axes.tensor.sequence_parallel import sequence_parallel
-        from hf_parallel.axes.tensor.tensor_parallel import retie, tensor_parallel
-        from hf_parallel.axes.tensor.vocab_parallel import vocab_parallel
+        from hf_parallel.axes.tensor.sequence_parallel import apply_sequence_parallel
+        from hf_parallel.axes.tensor.tensor_parallel import apply_tensor_parallel, retie
+        from hf_parallel.axes.tensor.vocab_parallel import apply_vocab_parallel
 
         mesh, device = building.mesh["tp"], building.mesh.device
         building.sequence_flag = flag = SequenceParallelFlag(part.whole_sequences is None)
-        grid = None if part.grid is None else _grid(part, building)
-        tensor_parallel(model, mesh, part.words, device, flag, part.overlap, grid)
+        grid = None if part.grid is None else _make_grid(part, building)
+        apply_tensor_parallel(model, mesh, part.words, device, flag, part.overlap, grid)
         split_experts(model, part.words, mesh, device, flag)
-        vocab_parallel(model, mesh, part.words, device, part.sums_over_tokens, part.overlap)
+        apply_vocab_parallel(model, mesh, part.words, device, part.sums_over_tokens, part.overlap)
         retie(model)
         if flag.on:
-            sequence_parallel(model, mesh, device, flag)
-            building.whole_tokens.append(functools.partial(_whole_tokens, building))
+            apply_sequence_parallel(model, mesh, device, flag)
+            building.whole_tokens.append(functools.partial(_gather_whole_tokens, building))
 
     def finish(self, model: PreTrainedModel, part: TensorPart, building: Building) -> None:
         """Whole logits for whoever reads them; padding for lengths that tp does not divide."""
@@ -484,7 +490,7 @@ class Tensor(Axis["SplitFacts", TensorPart]):
             pad_sequences(model, building.mesh.size("tp"), building.sequence_flag, caches=building.pipeline is None)
 
 
-def _grid(part: TensorPart, building: Building) -> Grid:
+def _make_grid(part: TensorPart, building: Building) -> Grid:
     from hf_parallel.axes.tensor.grid import Grid
 
     mesh, (_, kv_heads) = building.mesh, part.facts.heads or (1, 1)
@@ -492,12 +498,12 @@ def _grid(part: TensorPart, building: Building) -> Grid:
     return Grid(mesh.grid, mesh.tp_blocks(ranks) if ranks > 1 else None)
 
 
-def _whole_tokens(building: Building, tensor: torch.Tensor, batch: Batch) -> torch.Tensor:
+def _gather_whole_tokens(building: Building, tensor: torch.Tensor, batch: Batch) -> torch.Tensor:
     """[rows, own tokens, …] -> [rows, tokens, …], those of this rank's part of the sequence."""
-    from hf_parallel.model.calls import tokens_of
+    from hf_parallel.model.calls import get_tokens_of
     from hf_parallel.ranks import join_sequence
 
-    length = tokens_of(batch).shape[1]
+    length = get_tokens_of(batch).shape[1]
     length = length if building.local_length is None else building.local_length(length)
     return join_sequence(tensor, building.mesh.group("tp"))[:, :length]
 

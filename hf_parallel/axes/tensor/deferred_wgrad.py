@@ -27,15 +27,15 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from hf_parallel.axes.tensor import gather_recompute
-from hf_parallel.axes.tensor.overlap import is_wanted, weight_gradient
+from hf_parallel.axes.tensor.overlap import compute_weight_gradient, is_wanted
 from hf_parallel.ranks import (
-    parts_of_sequence,
+    cut_sequence,
+    join_parts_of_sequence,
     start_all_gather,
     start_all_reduce,
     start_reduce_scatter,
-    whole_sequence,
 )
-from hf_parallel.ranks.local import as_autocast
+from hf_parallel.ranks.local import cast_as_autocast
 
 if TYPE_CHECKING:
     from hf_parallel.ranks.differentiable import Context
@@ -58,7 +58,7 @@ class LateGradient:
         if self._factors is not None:
             x, gradient = self._factors
             whole = x.take(self) if isinstance(x, gather_recompute.GatheredAgain) else x
-            self._factors, self._product = None, weight_gradient(whole, gradient)
+            self._factors, self._product = None, compute_weight_gradient(whole, gradient)
 
     def take(self) -> torch.Tensor | None:
         """Hand the product over."""
@@ -68,7 +68,7 @@ class LateGradient:
 
 
 class LateWeight(NamedTuple):
-    """A weight [out / n, in] for a single call of `column_linear`."""
+    """A weight [out / n, in] for a single call of `multiply_columns`."""
 
     tensor: torch.Tensor
     gradient: LateGradient
@@ -83,13 +83,13 @@ def enter_columns(
         gradient = LateGradient()
         late.append(LateWeight(_Weight.apply(weight, gradient), gradient))
     entered = _Enter.apply(x, [weight.gradient for weight in late], group, sequence_parallel)
-    return gather_recompute.remember(entered, x, group) if sequence_parallel else entered, late
+    return gather_recompute.remember_origin(entered, x, group) if sequence_parallel else entered, late
 
 
-def column_linear(entered: torch.Tensor, weight: LateWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
+def multiply_columns(entered: torch.Tensor, weight: LateWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
     """F.linear for one layer of the region: […, h] -> […, out / n]."""
-    origin = gather_recompute.origin_of(entered, weight.tensor)
-    return _ColumnLinear.apply(as_autocast(entered), weight.tensor, bias, weight.gradient, origin)
+    origin = gather_recompute.find_origin_of(entered, weight.tensor)
+    return _ColumnLinear.apply(cast_as_autocast(entered), weight.tensor, bias, weight.gradient, origin)
 
 
 class _Weight(torch.autograd.Function):
@@ -123,7 +123,7 @@ class _ColumnLinear(torch.autograd.Function):
         kept, ctx.gathered_again = (x, None) if origin is None else origin.read_by(late, x.dtype)
         ctx.late = late
         ctx.save_for_backward(kept if weight_wanted else None, weight if x_wanted else None)
-        return _product(x, as_autocast(weight), None if bias is None else as_autocast(bias))
+        return _multiply_without_view(x, cast_as_autocast(weight), None if bias is None else cast_as_autocast(bias))
 
     @staticmethod
     @once_differentiable
@@ -149,13 +149,13 @@ class _Enter(torch.autograd.Function):
         ctx.late, ctx.group, ctx.sequence_parallel = late, group, sequence_parallel
         if not sequence_parallel:
             return x.view_as(x)
-        return whole_sequence(start_all_gather(x, group).wait())
+        return join_parts_of_sequence(start_all_gather(x, group).wait())
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Context, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         if ctx.sequence_parallel:
-            started = start_reduce_scatter(parts_of_sequence(gradient, ctx.group), ctx.group)
+            started = start_reduce_scatter(cut_sequence(gradient, ctx.group), ctx.group)
         else:  # others may hold the gradient too: not in place
             started = start_all_reduce(gradient.clone(memory_format=torch.contiguous_format), ctx.group)
         for late in ctx.late:
@@ -163,7 +163,7 @@ class _Enter(torch.autograd.Function):
         return started.wait(), None, None, None
 
 
-def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def _multiply_without_view(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """F.linear, but never a view: models may change the output in place, which autograd does not allow for views."""
     output = x.new_empty(*x.shape[:-1], weight.shape[0])
     rows, products = x.flatten(0, -2), output.flatten(0, -2)

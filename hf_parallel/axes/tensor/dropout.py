@@ -48,12 +48,12 @@ class OwnRandomNumbers:
             return
         (device, state), self._shared = self._shared, None
         of_session(_Scopes).open.remove(self)
-        _set_state(device, state)
+        _set_generator_state(device, state)
         torch.rand((), device=device)
 
     def _start(self, device: torch.device) -> None:
         state = _get_state(device)
-        _generator(device).manual_seed(_own_seed(_digest(bytes(state.tolist())), self.group))
+        _get_generator(device).manual_seed(_compute_own_seed(_hash_to_seed(bytes(state.tolist())), self.group))
         self._shared = device, state
         of_session(_Scopes).open.append(self)
 
@@ -63,45 +63,45 @@ class OwnRandomNumbers:
         assert self._shared is not None
         device, state = self._shared
         own = _get_state(device)
-        _set_state(device, state)
+        _set_generator_state(device, state)
         yield
         self._shared = device, _get_state(device)
-        _set_state(device, own)
+        _set_generator_state(device, own)
 
 
-def shared_numbers() -> contextlib.AbstractContextManager:
+def share_numbers() -> contextlib.AbstractContextManager:
     """Random numbers that are the same on all ranks, within a scope of own ones or not."""
     scopes = of_session(_Scopes).open
     return scopes[-1].suspended() if scopes else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
-def shared_numbers_of_layer(device: torch.device, group: dist.ProcessGroup, number: int) -> Iterator[None]:
+def share_numbers_of_layer(device: torch.device, group: dist.ProcessGroup, number: int) -> Iterator[None]:
     """Share random numbers in a layer: a checkpoint starts inside it and knows its own state only.
 
     From that state's seed follows what all ranks know; `number` tells the users of one scope apart.
     """
     own = _get_state(device)
-    common = _common_seed(_generator(device).initial_seed(), group)
-    _generator(device).manual_seed(_digest(common.to_bytes(7, "big") + number.to_bytes(8, "big")))
+    common = _compute_common_seed(_get_generator(device).initial_seed(), group)
+    _get_generator(device).manual_seed(_hash_to_seed(common.to_bytes(7, "big") + number.to_bytes(8, "big")))
     try:
         yield
     finally:
-        _set_state(device, own)
+        _set_generator_state(device, own)
 
 
 @contextlib.contextmanager
-def own_numbers(device: torch.device, group: dist.ProcessGroup) -> Iterator[None]:
+def draw_own_numbers(device: torch.device, group: dist.ProcessGroup) -> Iterator[None]:
     """Random numbers of this rank's own, within a scope of them or not."""
     if of_session(_Scopes).open:
         yield
         return
-    with numbers_of_each(device, group):
+    with draw_numbers_of_each(device, group):
         yield
 
 
 @contextlib.contextmanager
-def numbers_of_each(device: torch.device, group: dist.ProcessGroup) -> Iterator[None]:
+def draw_numbers_of_each(device: torch.device, group: dist.ProcessGroup) -> Iterator[None]:
     """Random numbers that differ over the group, and agree on ranks outside of it whose state agrees."""
     scope = OwnRandomNumbers(nn.Identity(), group)
     scope._start(device)
@@ -115,19 +115,19 @@ def numbers_of_each(device: torch.device, group: dist.ProcessGroup) -> Iterator[
 _STRIDE, _SEEDS = 0x9E3779B1, 2**56
 
 
-def _digest(data: bytes) -> int:
+def _hash_to_seed(data: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(data, digest_size=7).digest(), "big")
 
 
-def _own_seed(common: int, group: dist.ProcessGroup) -> int:
+def _compute_own_seed(common: int, group: dist.ProcessGroup) -> int:
     return (common + group.rank() * _STRIDE) % _SEEDS
 
 
-def _common_seed(own: int, group: dist.ProcessGroup) -> int:
+def _compute_common_seed(own: int, group: dist.ProcessGroup) -> int:
     return (own - group.rank() * _STRIDE) % _SEEDS
 
 
-def _generator(device: torch.device) -> torch.Generator:
+def _get_generator(device: torch.device) -> torch.Generator:
     if device.type == "cpu":
         return torch.default_generator
     index = torch.accelerator.current_device_index() if device.index is None else device.index
@@ -135,8 +135,8 @@ def _generator(device: torch.device) -> torch.Generator:
 
 
 def _get_state(device: torch.device) -> torch.Tensor:
-    return _generator(device).get_state()
+    return _get_generator(device).get_state()
 
 
-def _set_state(device: torch.device, state: torch.Tensor) -> None:
-    _generator(device).set_state(state)
+def _set_generator_state(device: torch.device, state: torch.Tensor) -> None:
+    _get_generator(device).set_state(state)

@@ -25,9 +25,9 @@ from transformers.pytorch_utils import Conv1D
 from hf_parallel.axes import eight_bit
 from hf_parallel.axes.eight_bit import Float8, G, Recipe, Split, X, recipe_of, tensorwise
 from hf_parallel.axes.tensor import gather_recompute
-from hf_parallel.ranks import all_reduce, parts_of_sequence, start_all_gather, start_reduce_scatter
-from hf_parallel.ranks.local import as_autocast, no_autocast
-from hf_parallel.ranks.observed import COLLECTIVE, kept_or
+from hf_parallel.ranks import all_reduce, cut_sequence, start_all_gather, start_reduce_scatter
+from hf_parallel.ranks.local import cast_as_autocast, switch_autocast_off
+from hf_parallel.ranks.observed import COLLECTIVE, keep_or_compute
 
 if TYPE_CHECKING:
     from torchao.float8.float8_training_tensor import Float8TrainingTensor
@@ -35,14 +35,14 @@ if TYPE_CHECKING:
     from hf_parallel.ranks.differentiable import Context
 
 
-def linear(
+def multiply_entered(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, recipe: Recipe, split: Split
 ) -> torch.Tensor:
     """`F.linear` of what has entered a region, whole or in codes."""
     codes, version = getattr(x, "_codes", (None, 0))
     if version != x._version:  # changed in place since
         codes = None
-    return eight_bit.linear(x, weight, bias, recipe, split, codes, gather_recompute.origin_of(x, weight))
+    return eight_bit.linear(x, weight, bias, recipe, split, codes, gather_recompute.find_origin_of(x, weight))
 
 
 def without_padding(x: torch.Tensor, padding: tuple[int, int], cut: dist.ProcessGroup | None = None) -> torch.Tensor:
@@ -69,18 +69,18 @@ def has_recipe(owner: nn.Module) -> bool:
     return any(recipe_of(module) is not None for module in owner.modules())
 
 
-def recipe_of_all(owner: nn.Module) -> Float8 | None:
+def find_recipe_of_all(owner: nn.Module) -> Float8 | None:
     """The recipe by which all linears of a region multiply codes, or None: others, such as adapters, read values."""
     found = [tensorwise(module) for module in owner.modules() if isinstance(module, nn.Linear | Conv1D)]
     return found[0] if found and None not in found else None
 
 
-def gather(part: torch.Tensor, recipe: Float8, group: dist.ProcessGroup) -> torch.Tensor:
-    """[b, s / n, h] -> [b, s, h] with one byte per number on the way: a tensor whose codes `linear` multiplies."""
+def gather_as_codes(part: torch.Tensor, recipe: Float8, group: dist.ProcessGroup) -> torch.Tensor:
+    """[b, s / n, h] -> [b, s, h], one byte per number on the way: what `multiply_entered` multiplies."""
     made: list[torch.Tensor] = []
     whole = _GatherCodes.apply(part, recipe, group, made)
     sent, codes = made
-    gather_recompute.remember(whole, sent, group)
+    gather_recompute.remember_origin(whole, sent, group)
     whole._codes = codes, whole._version
     return whole
 
@@ -93,8 +93,8 @@ class _GatherCodes(torch.autograd.Function):
         ctx: Context, part: torch.Tensor, recipe: Float8, group: dist.ProcessGroup, made: list[torch.Tensor]
     ) -> torch.Tensor:
         ctx.group = group
-        with no_autocast(part.device.type):
-            sent, codes = _gathered(part, recipe, X, group)
+        with switch_autocast_off(part.device.type):
+            sent, codes = _gather_operand(part, recipe, X, group)
             made += [sent, codes]
             whole = codes.to_original_precision()
         return torch.ops.aten._unsafe_view(whole, (*part.shape[:-2], -1, part.shape[-1]))
@@ -102,10 +102,10 @@ class _GatherCodes(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Context, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return start_reduce_scatter(parts_of_sequence(gradient, ctx.group), ctx.group).wait(), None, None, None
+        return start_reduce_scatter(cut_sequence(gradient, ctx.group), ctx.group).wait(), None, None, None
 
 
-def _gathered(
+def _gather_operand(
     part: torch.Tensor, recipe: Float8, dims: tuple[str, str], group: dist.ProcessGroup
 ) -> tuple[torch.Tensor, Float8TrainingTensor]:
     """This rank's part in codes, as bytes; and the whole operand [tokens, features]."""
@@ -118,9 +118,9 @@ def _gathered(
 # ---- rows: the way out ---------------------------------------------------------------------------------------------
 
 
-def row(x: torch.Tensor, weight: torch.Tensor, recipe: Float8, group: dist.ProcessGroup) -> torch.Tensor:
+def multiply_row(x: torch.Tensor, weight: torch.Tensor, recipe: Float8, group: dist.ProcessGroup) -> torch.Tensor:
     """x […, s, in / n] Wᵀ summed over ranks, this rank's part of the sequence; its gradient is gathered in codes."""
-    return _Row.apply(as_autocast(x), weight, recipe, group)
+    return _Row.apply(cast_as_autocast(x), weight, recipe, group)
 
 
 class _Row(torch.autograd.Function):
@@ -131,20 +131,20 @@ class _Row(torch.autograd.Function):
         ctx: Context, x: torch.Tensor, weight: torch.Tensor, recipe: Float8, group: dist.ProcessGroup
     ) -> torch.Tensor:
         ctx.recipe, ctx.group, ctx.split = recipe, group, Split("in", group)
-        with no_autocast(x.device.type):
+        with switch_autocast_off(x.device.type):
             product, ctx.scales = recipe.output(x.flatten(0, -2), weight, ctx.split)
         x_wanted, weight_wanted = ctx.needs_input_grad[:2]
         ctx.save_for_backward(x if weight_wanted else None, weight if x_wanted else None)
-        parts = parts_of_sequence(product.view(*x.shape[:-1], product.shape[-1]), group)
-        return kept_or(lambda: start_reduce_scatter(parts, group).wait(), COLLECTIVE)
+        parts = cut_sequence(product.view(*x.shape[:-1], product.shape[-1]), group)
+        return keep_or_compute(lambda: start_reduce_scatter(parts, group).wait(), COLLECTIVE)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Context, gradient: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None]:
         x, weight = ctx.saved_tensors
         recipe, of_x, of_weight = ctx.recipe, None, None
-        with no_autocast(gradient.device.type):
-            _, whole = _gathered(gradient.contiguous(), recipe, G, ctx.group)
+        with switch_autocast_off(gradient.device.type):
+            _, whole = _gather_operand(gradient.contiguous(), recipe, G, ctx.group)
             if weight is not None:
                 of_x, _ = recipe.grad_input(whole, weight, ctx.split, ctx.scales)
                 tokens = gradient.shape[-2] * ctx.group.size()

@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from hf_parallel.axes.axis import SequenceParallelFlag
-from hf_parallel.axes.tensor.layers import TensorParallelLayer, become
+from hf_parallel.axes.tensor.layers import TensorParallelLayer, put_mixin_on
 from hf_parallel.axes.tensor.region import Region
 from hf_parallel.axes.tensor.tensor_parallel import shard_parameter
-from hf_parallel.model.experts import ExpertFacts, expert_facts
+from hf_parallel.model.experts import ExpertFacts, read_expert_facts
 from hf_parallel.ranks import (
     copy_to_group,
     copy_weight_to_group,
@@ -28,7 +28,7 @@ from hf_parallel.ranks import (
     reduce_from_group,
     reduce_scatter_sequence,
 )
-from hf_parallel.ranks.local import holding, local, with_added
+from hf_parallel.ranks.local import get_local, hold_other_tensors, with_added
 
 if TYPE_CHECKING:
     from torch import nn
@@ -43,18 +43,18 @@ class SplitExperts(TensorParallelLayer):
 
     def forward(self, hidden_states: torch.Tensor, *routing: torch.Tensor) -> torch.Tensor:
         leave = reduce_scatter_sequence if self.region.sequence_parallel else reduce_from_group
-        entered = self._by_expert(self._enter(self._by_token(hidden_states)))
-        with holding(self, self._own_weights()):
+        entered = self._run_by_expert(self._enter(self._run_by_token(hidden_states)))
+        with hold_other_tensors(self, self._own_weights()):
             output = super().forward(entered, *map(self._enter, routing))
-        return self._by_expert(leave(self._by_token(output), self.region.group))
+        return self._run_by_expert(leave(self._run_by_token(output), self.region.group))
 
-    def _by_token(self, rows: torch.Tensor) -> torch.Tensor:
+    def _run_by_token(self, rows: torch.Tensor) -> torch.Tensor:
         """Return one row for each token, as it travels. Dense experts have their tokens one expert after another."""
         if not self.expert_facts.dense:
             return rows
         return rows.unflatten(0, (self.expert_facts.count, -1)).transpose(0, 1).flatten(1)
 
-    def _by_expert(self, tokens: torch.Tensor) -> torch.Tensor:
+    def _run_by_expert(self, tokens: torch.Tensor) -> torch.Tensor:
         if not self.expert_facts.dense:
             return tokens
         return tokens.unflatten(1, (self.expert_facts.count, -1)).transpose(0, 1).flatten(0, 1)
@@ -69,7 +69,7 @@ class SplitExperts(TensorParallelLayer):
     def _own_weight(self, weight: Any, dim: int | None) -> torch.Tensor:
         """This rank's part; what runs along no width is added once, by the first rank."""
         if dim is not None:
-            return local(weight)
+            return get_local(weight)
         return copy_weight_to_group(weight, self.region.group) * float(self.region.group.rank() == 0)
 
 
@@ -98,10 +98,10 @@ def split_experts(
     """Split the experts that `styles` names over the one-axis `mesh`, in place; as `tensor_parallel` does linears."""
     for name in (name for name, style in styles.items() if style == "experts"):
         module = model.get_submodule(name)
-        facts = expert_facts(module)
+        facts = read_expert_facts(module)
         for key, dim in facts.widths.items():
             if dim is not None:
                 segments = [facts.width, facts.width] if key in facts.packed else None
                 shard_parameter(module, key, mesh, dim, device, segments)
-        become(module, SplitExperts, Region(module, mesh.get_group(), switch))
+        put_mixin_on(module, SplitExperts, Region(module, mesh.get_group(), switch))
         module.expert_facts = facts

@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from hf_parallel.ranks import begin_gather_last_dim, begin_gather_sequence, gather_last_dim, gather_sequence
-from hf_parallel.ranks.local import no_autocast
+from hf_parallel.ranks.local import switch_autocast_off
 
 if TYPE_CHECKING:
     from hf_parallel.ranks.differentiable import Context
@@ -30,19 +30,19 @@ if TYPE_CHECKING:
 Begin: TypeAlias = Callable[[torch.Tensor, dist.ProcessGroup], Callable[[], torch.Tensor]]
 
 
-def gather(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """[b, s / n, h] -> [b, s, h], or [tokens / n, h] -> [tokens, h]: a tensor that `linear` can gather again."""
+def gather_for_linear(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """[b, s / n, h] -> [b, s, h], or [tokens / n, h] -> [tokens, h]: what `multiply_gathered` can gather again."""
     if torch.compiler.is_compiling():  # the partitioner of the graph gathers again what a checkpoint would
         return checkpoint(gather_sequence, part, group, use_reentrant=False)
-    return remember(gather_sequence(part, group), part, group)
+    return remember_origin(gather_sequence(part, group), part, group)
 
 
 def gather_features(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """[…, k] -> […, k * group size]: the same, of features."""
-    return remember(gather_last_dim(part, group), part, group, begin_gather_last_dim)
+    return remember_origin(gather_last_dim(part, group), part, group, begin_gather_last_dim)
 
 
-def remember(
+def remember_origin(
     whole: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup, begin: Begin = begin_gather_sequence
 ) -> torch.Tensor:
     """Note on `whole` that it was gathered from `part`, as `begin` does."""
@@ -52,13 +52,13 @@ def remember(
     return whole
 
 
-def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """`F.linear` of local tensors that keeps only the part of an input from `gather`."""
-    origin = origin_of(input, weight)
+def multiply_gathered(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """`F.linear` of local tensors that keeps only the part of an input from `gather_for_linear`."""
+    origin = find_origin_of(input, weight)
     return F.linear(input, weight, bias) if origin is None else _Linear.apply(input, weight, bias, origin)
 
 
-def origin_of(input: torch.Tensor, weight: torch.Tensor) -> Origin | None:
+def find_origin_of(input: torch.Tensor, weight: torch.Tensor) -> Origin | None:
     """Return what a linear may keep in place of its input, if there is such a thing."""
     origin = getattr(input, "_gathered_from", None)
     # An input changed in place is not what would be gathered; for a frozen weight nothing would be kept anyway.
@@ -86,7 +86,7 @@ class _Linear(torch.autograd.Function):
         part, weight = ctx.saved_tensors
         ctx.gathered_again.begin(ctx, part)
         # In the forward's dtype, whatever the caller's context; autograd casts to the dtype of each input.
-        with no_autocast(gradient.device.type):
+        with switch_autocast_off(gradient.device.type):
             of_whole = None if weight is None else gradient @ weight.to(gradient.dtype)
             rows = gradient.flatten(0, -2)
             of_weight = rows.t() @ ctx.gathered_again.take(ctx)

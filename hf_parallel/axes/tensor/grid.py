@@ -27,12 +27,12 @@ from torch import nn
 
 from hf_parallel.ask.keys.tensor import TP_AXES
 from hf_parallel.axes.tensor import gather_recompute
-from hf_parallel.axes.tensor.layers import TensorParallelLayer, local_weight, rows_on
-from hf_parallel.axes.tensor.region import READ_BESIDES, Region, reads_features
+from hf_parallel.axes.tensor.layers import TensorParallelLayer, get_local_weight, get_rows_on
+from hf_parallel.axes.tensor.region import READ_BESIDES, Region, does_read_features
 from hf_parallel.ranks import (
-    columns_of_tokens,
     copy_to_group,
     copy_weight_to_group,
+    exchange_tokens_for_columns,
     gather_last_dim,
     join_last_dim,
     leave_grid,
@@ -40,8 +40,8 @@ from hf_parallel.ranks import (
     scatter_last_dim,
     split_last_dim,
 )
-from hf_parallel.ranks.local import as_autocast
-from hf_parallel.ranks.observed import summed_next
+from hf_parallel.ranks.local import cast_as_autocast
+from hf_parallel.ranks.observed import sum_next
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -68,24 +68,24 @@ class GridRegion(Region):
         self.over_rows, self.over_columns = (grid.mesh[axis].get_group() for axis in TP_AXES)
         #: Of what the owner reads besides, what it only multiplies.
         self._multiplied = {
-            name for name in READ_BESIDES if name in self._names and reads_features(owner, name) is False
+            name for name in READ_BESIDES if name in self._names and does_read_features(owner, name) is False
         }
 
     def column(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """x […, in / C] -> […, out / p]."""
         entered = x if layer.adapted else self.enter(x)
-        with summed_next():  # a checkpoint keeps the sum, and not the C times larger part of it
-            part = gather_recompute.linear(entered, self.columns[layer](), None)
+        with sum_next():  # a checkpoint keeps the sum, and not the C times larger part of it
+            part = gather_recompute.multiply_gathered(entered, self.columns[layer](), None)
         output = scatter_last_dim(part, self.over_columns)
         return output if bias is None else output + bias
 
     def product(self, layer: nn.Module, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """x […, in / p] -> […, out / C], a part of a sum over rows."""
-        return gather_recompute.linear(gather_recompute.gather_features(x, self.over_columns), weight, None)
+        return gather_recompute.multiply_gathered(gather_recompute.gather_features(x, self.over_columns), weight, None)
 
     def row(self, layer: nn.Module, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """Compute a row layer and leave the region."""
-        with summed_next():
+        with sum_next():
             part = self.product(layer, x, weight)
         return self.leave(part)
 
@@ -97,9 +97,11 @@ class GridRegion(Region):
         return join_last_dim(reduce_from_group(tensor, self.over_rows), self.over_columns)
 
     def _open(self, tensor: torch.Tensor) -> torch.Tensor:
-        tensor = as_autocast(tensor) if self.lowers else tensor
+        tensor = cast_as_autocast(tensor) if self.lowers else tensor
         if self.sequence_parallel:
-            return gather_recompute.gather(columns_of_tokens(tensor, self.over_columns), self.over_rows)
+            return gather_recompute.gather_for_linear(
+                exchange_tokens_for_columns(tensor, self.over_columns), self.over_rows
+            )
         return self._open_whole(tensor)
 
     def _open_whole(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -130,9 +132,9 @@ class JoinedHeads(TensorParallelLayer):
         region = self.region
         assert isinstance(region, GridRegion)
         assert region.grid.sharing is not None
-        with summed_next():
-            part = gather_recompute.linear(region.enter(input), local_weight(self), None)
+        with sum_next():
+            part = gather_recompute.multiply_gathered(region.enter(input), get_local_weight(self), None)
         output = gather_last_dim(scatter_last_dim(part, region.over_columns), region.grid.sharing)
         if self.bias is None:
             return output
-        return output + copy_weight_to_group(self.bias, region.group)[rows_on(self, input.device)]
+        return output + copy_weight_to_group(self.bias, region.group)[get_rows_on(self, input.device)]

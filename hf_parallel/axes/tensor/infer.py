@@ -16,8 +16,8 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from hf_parallel.ask.spec import refuse
-from hf_parallel.model.anatomy import is_norm, owns_parameters, stacks, text_config
-from hf_parallel.model.experts import is_experts, named_experts
+from hf_parallel.model.anatomy import find_stacks, get_text_config, has_own_parameters, is_norm
+from hf_parallel.model.experts import is_experts, iterate_experts
 from hf_parallel.model.families import PACKED
 
 Styles = dict[str, str]
@@ -39,12 +39,12 @@ def infer_styles(model: nn.Module) -> Styles:
         SpecError: an attention whose linears cannot be told apart; no attention at all.
     """
     styles: Styles = {}
-    hidden = getattr(text_config(model), "hidden_size", None)
+    hidden = getattr(get_text_config(model), "hidden_size", None)
     if not isinstance(hidden, int):
         refuse(f"the config of {type(model).__name__}", "has no one hidden_size")
-    for layer_name, layer in named_layers(model):
+    for layer_name, layer in iterate_named_layers(model):
         own: Styles = {}
-        for name, part in _parts(layer):
+        for name, part in _iterate_parts(layer):
             own.update({f"{layer_name}.{name}{key}": style for key, style in _infer_part(part, hidden).items()})
         entered = {name.rpartition(".")[0] for name, style in own.items() if style != "rowwise"}
         if len(entered) != list(own.values()).count("rowwise"):
@@ -55,17 +55,17 @@ def infer_styles(model: nn.Module) -> Styles:
     return styles
 
 
-def packed_style(owner: nn.Module, name: str) -> str | None:
+def find_packed_weight_style(owner: nn.Module, name: str) -> str | None:
     """The style of a weight that holds several, None if it is not known to."""
     known = PACKED.get(f"{type(owner).__name__}.{name}")
     # StarCoder's kin: with a key for every query the weight goes head by head.
     return "colwise" if known and getattr(owner, "multi_query", None) is False else known
 
 
-def latent_attention(model: nn.Module) -> Styles:
+def find_latent_attention(model: nn.Module) -> Styles:
     """Multi-latent attention (DeepSeek-V2, section 2.1): what expands the latents is cut by heads."""
     styles: Styles = {}
-    for layer_name, layer in named_layers(model):
+    for layer_name, layer in iterate_named_layers(model):
         for name, module in layer.named_modules():
             names = {key for key, child in module.named_children() if isinstance(child, nn.Linear)}
             if "kv_b_proj" in names and names <= set(_LATENT) | _LATENT_WHOLE:
@@ -73,14 +73,14 @@ def latent_attention(model: nn.Module) -> Styles:
     return styles
 
 
-def by_heads(model: nn.Module, split: set[str]) -> Styles:
+def find_tensors_by_heads(model: nn.Module, split: set[str]) -> Styles:
     """Small tensors with one entry per head: T5's relative bias, attention sinks, DeBERTa's biases.
 
     Args:
         split: modules whose linears are; an attention that a plan leaves out stays whole with all that it has.
     """
     styles: Styles = {}
-    for layer_name, layer in named_layers(model):
+    for layer_name, layer in iterate_named_layers(model):
         for name, module in layer.named_modules():
             if name.endswith("relative_attention_bias") and isinstance(module, nn.Embedding):
                 styles[f"{layer_name}.{name}"] = "embedding_heads"
@@ -90,11 +90,11 @@ def by_heads(model: nn.Module, split: set[str]) -> Styles:
     return styles
 
 
-def shared_experts(model: nn.Module) -> Styles:
+def find_shared_mlp_styles(model: nn.Module) -> Styles:
     """The MLPs beside a layer's experts, which every token meets; some plans leave them out."""
     styles: Styles = {}
-    hidden = getattr(text_config(model), "hidden_size", None)
-    for name, _ in named_experts(model):
+    hidden = getattr(get_text_config(model), "hidden_size", None)
+    for name, _ in iterate_experts(model):
         block = name.rpartition(".")[0]
         for child, part in model.get_submodule(block).named_children():
             if is_experts(part) or not isinstance(hidden, int) or "head" in child:
@@ -105,10 +105,10 @@ def shared_experts(model: nn.Module) -> Styles:
     return styles
 
 
-def named_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def iterate_named_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Every layer of every stack of the text part, by full name."""
     names = {id(module): name for name, module in model.named_modules()}
-    for stack in stacks(model):
+    for stack in find_stacks(model):
         for layer in stack.layers:
             yield names[id(layer)], layer
 
@@ -118,12 +118,12 @@ def is_attention(module: nn.Module) -> bool:
     return any("head" in key and isinstance(value, int) for key, value in vars(module).items())
 
 
-def linear_sizes(module: nn.Linear | Conv1D) -> tuple[int, int]:
+def get_linear_sizes(module: nn.Linear | Conv1D) -> tuple[int, int]:
     """Input and output width; a Conv1D keeps its weight the other way round."""
     return (module.nx, module.nf) if isinstance(module, Conv1D) else (module.in_features, module.out_features)
 
 
-def _parts(layer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def _iterate_parts(layer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for name, child in layer.named_children():
         if isinstance(child, nn.ModuleList):  # T5's layers are a list of their parts
             yield from ((f"{name}.{i}", part) for i, part in enumerate(child))
@@ -135,7 +135,7 @@ def _infer_part(part: nn.Module, hidden: int) -> Styles:
     """Styles by name relative to the part (with its dot): empty if it is no MLP, an error if an attention is odd."""
     linears = {name: module for name, module in part.named_modules() if isinstance(module, LINEARS)}
     attention = any(is_attention(module) for module in part.modules())
-    roles = _roles({name: linear_sizes(module) for name, module in linears.items()}, hidden)
+    roles = _assign_roles({name: get_linear_sizes(module) for name, module in linears.items()}, hidden)
     if not attention and (roles is None or not _is_mlp(part)):
         return {}
     if roles is None:
@@ -145,14 +145,14 @@ def _infer_part(part: nn.Module, hidden: int) -> Styles:
         refuse(f"the linears of {type(part).__name__}", "cannot be told apart")
     for name in readers:
         owner = part.get_submodule(name.rpartition(".")[0])
-        known = packed_style(owner, name.rpartition(".")[2])
-        if known is None and _looks_packed(attention, readers, roles, linears):
+        known = find_packed_weight_style(owner, name.rpartition(".")[2])
+        if known is None and _is_probably_packed(attention, readers, roles, linears):
             refuse(f"{type(owner).__name__}.{name}", "how it holds several projections is not known")
         roles[name] = known or "colwise"
     return {f".{name}" if name else "": role for name, role in roles.items()}
 
 
-def _roles(sizes: dict[str, tuple[int, int]], hidden: int) -> Styles | None:
+def _assign_roles(sizes: dict[str, tuple[int, int]], hidden: int) -> Styles | None:
     """colwise for readers, rowwise for the writer; None if that leaves something unexplained."""
     if len(sizes) == 1:  # BERT and OPT: the two halves of the MLP are parts of their own
         ((name, (wide_in, wide_out)),) = sizes.items()
@@ -170,14 +170,14 @@ def _roles(sizes: dict[str, tuple[int, int]], hidden: int) -> Styles | None:
 
 def _is_mlp(part: nn.Module) -> bool:
     """Only linears and norms hold parameters, so nothing mixes tokens."""
-    owners = [module for module in part.modules() if owns_parameters(module)]
+    owners = [module for module in part.modules() if has_own_parameters(module)]
     return all(isinstance(module, LINEARS) or is_norm(module) for module in owners)
 
 
-def _looks_packed(attention: bool, readers: list[str], roles: Styles, linears: dict[str, object]) -> bool:
+def _is_probably_packed(attention: bool, readers: list[str], roles: Styles, linears: dict[str, object]) -> bool:
     if attention:
         return len(readers) < 3
     writer = next((name for name, role in roles.items() if role == "rowwise"), None)
     return writer is not None and any(
-        linear_sizes(linears[name])[1] == 2 * linear_sizes(linears[writer])[0] for name in readers
+        get_linear_sizes(linears[name])[1] == 2 * get_linear_sizes(linears[writer])[0] for name in readers
     )

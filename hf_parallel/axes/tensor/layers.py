@@ -14,12 +14,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from hf_parallel.axes.eight_bit import Split, recipe_of
 from hf_parallel.axes.tensor import eight_bit, gather_recompute
 from hf_parallel.axes.tensor.infer import OF_HEADS
-from hf_parallel.axes.tensor.region import Region, local_weight
-from hf_parallel.model.anatomy import owns_parameters
+from hf_parallel.axes.tensor.region import Region, get_local_weight
+from hf_parallel.model.anatomy import has_own_parameters
 from hf_parallel.model.experts import is_experts
 from hf_parallel.ranks import copy_weight_to_group, gather_last_dim
-from hf_parallel.ranks.local import holding, local, put_in_front
-from hf_parallel.ranks.observed import summed_next
+from hf_parallel.ranks.local import get_local, hold_other_tensors, put_in_front
+from hf_parallel.ranks.observed import sum_next
 
 SplitLayer = TypeVar("SplitLayer", bound="TensorParallelLayer")
 
@@ -49,7 +49,7 @@ class ColumnParallel(TensorParallelLayer):
         return self.region.enter(input)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return self.region.column(self, input, local(self.bias))
+        return self.region.column(self, input, get_local(self.bias))
 
 
 class RowParallel(TensorParallelLayer):
@@ -57,9 +57,9 @@ class RowParallel(TensorParallelLayer):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if self.adapted:
-            with summed(self):
-                return self.region.product(self, input, local_weight(self))
-        return self._with_bias(self.region.row(self, input, local_weight(self)))
+            with sum_with_adapters(self):
+                return self.region.product(self, input, get_local_weight(self))
+        return self._with_bias(self.region.row(self, input, get_local_weight(self)))
 
     def leave(self, output: torch.Tensor) -> torch.Tensor:
         return self._with_bias(self.region.leave(output))
@@ -72,9 +72,9 @@ class RowParallel(TensorParallelLayer):
         return output + bias
 
 
-def summed(layer: TensorParallelLayer) -> contextlib.AbstractContextManager:
+def sum_with_adapters(layer: TensorParallelLayer) -> contextlib.AbstractContextManager:
     """Around the product of a row-parallel layer with adapters: is their sum over ranks all that reads it?"""
-    return summed_next() if layer.adapted and layer.only_added else contextlib.nullcontext()
+    return sum_next() if layer.adapted and layer.only_added else contextlib.nullcontext()
 
 
 class SharedHeads(TensorParallelLayer):
@@ -89,13 +89,13 @@ class SharedHeads(TensorParallelLayer):
         return self.region.enter(input)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        group, rows = self.region.group, rows_on(self, input.device)
+        group, rows = self.region.group, get_rows_on(self, input.device)
         weight = copy_weight_to_group(self.weight, group)[rows]
         bias = None if self.bias is None else copy_weight_to_group(self.bias, group)[rows]
         entered, recipe = self.region.enter(input), recipe_of(self)
         if recipe is None:
-            return gather_recompute.linear(entered, weight, bias)
-        output = eight_bit.linear(entered, weight, bias, recipe, Split("out", group))
+            return gather_recompute.multiply_gathered(entered, weight, bias)
+        output = eight_bit.multiply_entered(entered, weight, bias, recipe, Split("out", group))
         return eight_bit.share_gradient(output, rows, len(self.weight), group)
 
 
@@ -103,7 +103,7 @@ class HasRows(Protocol):
     rows: torch.Tensor
 
 
-def rows_on(layer: HasRows, device: torch.device) -> torch.Tensor:
+def get_rows_on(layer: HasRows, device: torch.device) -> torch.Tensor:
     """The rows of a layer's weight that this rank uses, moved once: a copy in each pass would hold the process up."""
     if layer.rows.device != device:
         layer.rows = layer.rows.to(device)
@@ -122,8 +122,8 @@ class LocalHeads(TensorParallelLayer):
     """Mixin for an attention that keeps numbers per head, such as sinks: it computes with this rank's."""
 
     def forward(self, *args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
-        own = {name: local(self._parameters[name]) for name in OF_HEADS if name in self._parameters}
-        with holding(self, own):
+        own = {name: get_local(self._parameters[name]) for name in OF_HEADS if name in self._parameters}
+        with hold_other_tensors(self, own):
             return super().forward(*args, **kwargs)
 
 
@@ -137,7 +137,7 @@ class PartialGradient(TensorParallelLayer):
         own = {
             name: copy_weight_to_group(p, self.region.group) for name, p in self._parameters.items() if p is not None
         }
-        with holding(self, own):
+        with hold_other_tensors(self, own):
             return super().forward(*args, **kwargs)
 
 
@@ -155,7 +155,7 @@ class SplitNorm(PartialGradient):
             first, count = group.rank() * heads // group.size(), max(1, heads // group.size())
             whole = {name: copy_weight_to_group(p, group) for name, p in self._parameters.items() if p is not None}
             own = {name: parameter.narrow(0, first, count) for name, parameter in whole.items()}
-            with holding(self, own):
+            with hold_other_tensors(self, own):
                 return super(PartialGradient, self).forward(*args, **kwargs)
         if input.shape[-1] * group.size() != self.weight.numel():
             return super().forward(*args, **kwargs)
@@ -163,24 +163,24 @@ class SplitNorm(PartialGradient):
         return super().forward(gathered, *args[1:], **kwargs).chunk(group.size(), dim=-1)[group.rank()]
 
 
-def become(module: nn.Module, mixin: type[SplitLayer], region: Region) -> SplitLayer:
+def put_mixin_on(module: nn.Module, mixin: type[SplitLayer], region: Region) -> SplitLayer:
     """Change what `module` computes, not what it is called: its class gets `mixin` in front."""
     split = put_in_front(mixin, module)
     split.region = region
     if issubclass(mixin, ColumnParallel):
-        region.columns[module] = functools.partial(local_weight, module)
+        region.columns[module] = functools.partial(get_local_weight, module)
     return split
 
 
-def unsplit(root: nn.Module) -> list[nn.Module]:
+def find_unsplit_modules(root: nn.Module) -> list[nn.Module]:
     """The modules in `root` that hold whole weights; experts that are not split are on other ranks each."""
     return [
         m
         for m in root.modules()
-        if owns_parameters(m) and not isinstance(m, TensorParallelLayer) and not is_experts(m)
+        if has_own_parameters(m) and not isinstance(m, TensorParallelLayer) and not is_experts(m)
     ]
 
 
-def partial_gradient(module: nn.Module, mesh: DeviceMesh, device: torch.device, region: Region) -> None:
+def mark_partial_gradient(module: nn.Module, mesh: DeviceMesh, device: torch.device, region: Region) -> None:
     """Mark a layer whose whole weights act on a part of its input."""
-    become(module, PartialGradient, region)
+    put_mixin_on(module, PartialGradient, region)

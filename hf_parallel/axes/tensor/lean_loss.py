@@ -31,22 +31,22 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_map_only
 
 from hf_parallel.ask.session import of_session
-from hf_parallel.axes.chunked_loss import fewest_tokens, tokens_of_chunk
-from hf_parallel.axes.tensor.layers import local_weight
+from hf_parallel.axes.chunked_loss import compute_fewest_tokens, count_tokens_of_chunk
+from hf_parallel.axes.tensor.layers import get_local_weight
 from hf_parallel.axes.tensor.vocab_parallel import (
     Scaling,
     VocabParallelHead,
     add_gradients,
     check_range,
-    chunks,
-    first_row,
-    inside_columns,
-    whole_logits,
-    zeros_for,
+    compute_first_row,
+    find_inside_columns,
+    iterate_chunks,
+    make_logits_whole,
+    make_zeros_for,
 )
-from hf_parallel.model.calls import arguments_of, item_count, logits_are_unread, targets_of
+from hf_parallel.model.calls import are_logits_unread, bind_arguments_of, compute_targets_of, count_items
 from hf_parallel.ranks import all_reduce, copy_to_group
-from hf_parallel.ranks.local import as_autocast, autocast_dtype, local
+from hf_parallel.ranks.local import cast_as_autocast, get_autocast_dtype, get_local
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -84,14 +84,14 @@ class Source:
         caps = [place for place, (kind, _) in enumerate(self.done) if kind == "tanh"]
         if len(caps) > 1:
             return None
-        before = functools.reduce(_times, self.done[: caps[0]] if caps else self.done, 1.0)
+        before = functools.reduce(_get_scaling_factor, self.done[: caps[0]] if caps else self.done, 1.0)
         if not caps:
             return Scaling(scale=before)
-        cap = functools.reduce(_times, self.done[caps[0] + 1 :], 1.0)
+        cap = functools.reduce(_get_scaling_factor, self.done[caps[0] + 1 :], 1.0)
         return Scaling(softcap=cap, scale=before * cap)
 
 
-def _times(product: float, step: tuple[str, float]) -> float:
+def _get_scaling_factor(product: float, step: tuple[str, float]) -> float:
     return product * step[1]
 
 
@@ -132,7 +132,7 @@ class LazyLogits(torch.Tensor):
         if func in _OF_SHAPE:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        pending = _pending(func, args, kwargs)
+        pending = _apply_pending(func, args, kwargs)
         return cls.__torch_dispatch__(func, types, args, kwargs) if pending is None else pending
 
     @classmethod
@@ -153,7 +153,7 @@ _OF_SHAPE = {
 }
 
 
-def _pending(func: Callable, args: tuple, kwargs: dict[str, object]) -> LazyLogits | None:
+def _apply_pending(func: Callable, args: tuple, kwargs: dict[str, object]) -> LazyLogits | None:
     """The result, still not made, of a step that the loss can do by itself."""
     name, lazy = getattr(func, "__name__", ""), args[0] if args else None
     if not isinstance(lazy, LazyLogits) or lazy.made is not None or kwargs:
@@ -191,7 +191,7 @@ class _HeadForward:
     head: nn.Linear
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
-        return _forward(self.wanted, self.model, self.head, input)
+        return _run_lean_head(self.wanted, self.model, self.head, input)
 
     def __deepcopy__(self, memo: dict[int, object]) -> functools.partial[torch.Tensor] | None:
         head = memo.get(id(self.head))
@@ -207,10 +207,10 @@ class _Steps:
 
 @functools.cache
 def _count_steps() -> None:
-    register_optimizer_step_post_hook(_count)
+    register_optimizer_step_post_hook(_count_lean_step)
 
 
-def _count(*_: object) -> None:
+def _count_lean_step(*_: object) -> None:
     of_session(_Steps).taken += 1
 
 
@@ -220,17 +220,17 @@ def attach(model: PreTrainedModel, any_number: bool, in_loops: bool) -> None:
     head, wanted = model.get_output_embeddings(), _Wanted(any_number)
     head.forward = _HeadForward(wanted, model, head)
     if in_loops:
-        _listen(model, wanted)
+        _listen_for_labels(model, wanted)
 
 
-def _listen(model: PreTrainedModel, wanted: _Wanted) -> None:
+def _listen_for_labels(model: PreTrainedModel, wanted: _Wanted) -> None:
     """Whoever trains with labels is about to compute the model's own loss."""
     forward = model.forward
     names = list(inspect.signature(forward).parameters)
 
     @functools.wraps(forward)
     def with_loss(*args: object, **kwargs: object) -> object:
-        batch = arguments_of(names, args, kwargs, model)
+        batch = bind_arguments_of(names, args, kwargs, model)
         former, wanted.loss = wanted.loss, _has_labels(batch)
         try:
             return forward(**batch)
@@ -242,11 +242,11 @@ def _listen(model: PreTrainedModel, wanted: _Wanted) -> None:
 
 def finish(model: PreTrainedModel) -> None:
     """Before the model's loss, and after FSDP2's hooks, which read what a model returns."""
-    model.loss_function = functools.partial(lean_loss, model.loss_function)
-    model.register_forward_hook(functools.partial(whole_logits, LazyLogits))
+    model.loss_function = functools.partial(compute_lean_loss, model.loss_function)
+    model.register_forward_hook(functools.partial(make_logits_whole, LazyLogits))
 
 
-def why_whole(model: PreTrainedModel, held: bool) -> str | None:
+def find_reason_for_whole_logits(model: PreTrainedModel, held: bool) -> str | None:
     """Why the head that the model has by now gives whole logits; None if it need not.
 
     Args:
@@ -261,27 +261,27 @@ def why_whole(model: PreTrainedModel, held: bool) -> str | None:
         return "the head has been replaced"
     if held and _has_backward_hooks(head):
         return "hooks of the head read their gradient"
-    if held and not _multiplies(head):
+    if held and not _is_plain_product(head):
         return "tp leaves a rank without a row of the head, or it does more than multiply"
     return None
 
 
-def fewest_tokens_of(head: nn.Linear, dtype: torch.dtype) -> int:
+def compute_fewest_tokens_of_head(head: nn.Linear, dtype: torch.dtype) -> int:
     """From how many tokens on chunks need less memory than the head's whole logits of this dtype."""
     split = isinstance(head, VocabParallelHead)
-    return fewest_tokens(head.in_features, head.weight.requires_grad, dtype.itemsize, split)
+    return compute_fewest_tokens(head.in_features, head.weight.requires_grad, dtype.itemsize, split)
 
 
 def _has_labels(batch: dict[str, object]) -> bool:
     return batch.get("labels") is not None or batch.get("shift_labels") is not None
 
 
-def _forward(wanted: _Wanted, model: PreTrainedModel, head: nn.Linear, input: torch.Tensor) -> torch.Tensor:
+def _run_lean_head(wanted: _Wanted, model: PreTrainedModel, head: nn.Linear, input: torch.Tensor) -> torch.Tensor:
     """The head's forward; what it is by then, tp and FSDP2 have decided."""
-    dtype = autocast_dtype(input.device) or input.dtype
+    dtype = get_autocast_dtype(input.device) or input.dtype
     if not _is_lean(wanted, head, input, dtype):
         return type(head).forward(head, input)
-    plain = functools.partial(_plain_later, model, head, input, of_session(_Steps).taken)
+    plain = functools.partial(_multiply_later, model, head, input, of_session(_Steps).taken)
     source = Source(head, input, head.weight, head.bias, plain)
     return LazyLogits.of(source, torch.Size((*input.shape[:-1], head.out_features)), dtype)
 
@@ -289,11 +289,11 @@ def _forward(wanted: _Wanted, model: PreTrainedModel, head: nn.Linear, input: to
 def _is_lean(wanted: _Wanted, head: nn.Linear, input: torch.Tensor, dtype: torch.dtype) -> bool:
     if not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return False
-    if getattr(head, "adapted", False) or not _multiplies(head) or _has_backward_hooks(head):
+    if getattr(head, "adapted", False) or not _is_plain_product(head) or _has_backward_hooks(head):
         return False
     tokens = input.shape[:-1].numel()
-    pays = wanted.any_number or tokens >= fewest_tokens_of(head, dtype)
-    return wanted.loss or (logits_are_unread() and pays)
+    pays = wanted.any_number or tokens >= compute_fewest_tokens_of_head(head, dtype)
+    return wanted.loss or (are_logits_unread() and pays)
 
 
 def _has_backward_hooks(head: nn.Module) -> bool:
@@ -301,20 +301,20 @@ def _has_backward_hooks(head: nn.Module) -> bool:
     return bool(head._backward_hooks or head._backward_pre_hooks)
 
 
-def _multiplies(head: nn.Module) -> bool:
+def _is_plain_product(head: nn.Module) -> bool:
     """Is it a linear layer that does nothing beside, split or not? Ranks without a row would have no largest logit."""
     if type(head).forward is nn.Linear.forward:
         return True
     if not isinstance(head, VocabParallelHead):
         return False
     columns = head.region.columns.get(head)  # an adapter of the weight itself answers in its place
-    if columns is not None and getattr(columns, "func", None) is not local_weight:
+    if columns is not None and getattr(columns, "func", None) is not get_local_weight:
         return False
     ranks = head.region.group.size()
     return (ranks - 1) * -(-head.out_features // ranks) < head.out_features
 
 
-def _plain_later(model: nn.Module, head: nn.Module, input: torch.Tensor, step: int) -> torch.Tensor:
+def _multiply_later(model: nn.Module, head: nn.Module, input: torch.Tensor, step: int) -> torch.Tensor:
     """The head's own product, of weights that data ranks may have to gather again."""
     if of_session(_Steps).taken != step:
         raise RuntimeError(
@@ -334,7 +334,7 @@ def _plain_later(model: nn.Module, head: nn.Module, input: torch.Tensor, step: i
         unit.reshard()
 
 
-def lean_loss(
+def compute_lean_loss(
     own: Callable[..., torch.Tensor],
     logits: torch.Tensor,
     labels: torch.Tensor | None,
@@ -350,21 +350,21 @@ def lean_loss(
     scaling = logits.source.scaling if logits.made is None and logits.shape[-1] == vocab_size else None
     if scaling is None:
         return own(logits.plain(), labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs)
-    target = targets_of(labels, shift_labels, ignore_index).to(logits.device).reshape(-1)
-    items = item_count(target, num_items_in_batch, ignore_index)
+    target = compute_targets_of(labels, shift_labels, ignore_index).to(logits.device).reshape(-1)
+    items = count_items(target, num_items_in_batch, ignore_index)
     check_range(target, vocab_size, "target out of bounds", ignore_index)
-    return _of_source(logits.source, target, scaling, ignore_index, items)
+    return _compute_loss_of_source(logits.source, target, scaling, ignore_index, items)
 
 
-def _of_source(
+def _compute_loss_of_source(
     source: Source, target: torch.Tensor, scaling: Scaling, ignore_index: int, items: torch.Tensor | int
 ) -> torch.Tensor:
     rows, group, first = source.hidden.flatten(0, -2), None, 0
     if isinstance(source.head, VocabParallelHead):
         group = source.head.region.group
-        rows, first = copy_to_group(as_autocast(rows), group), first_row(source.head.out_features, group)
+        rows, first = copy_to_group(cast_as_autocast(rows), group), compute_first_row(source.head.out_features, group)
     counts = target != ignore_index
-    weight, bias = local(source.weight), local(source.bias)
+    weight, bias = get_local(source.weight), get_local(source.bias)
     return _Chunked.apply(rows, weight, bias, target - first, counts, scaling, items, group)
 
 
@@ -386,18 +386,18 @@ class _Chunked(torch.autograd.Function):
         items: torch.Tensor | int,
         group: dist.ProcessGroup | None,
     ) -> torch.Tensor:
-        dtype = autocast_dtype(hidden.device) or hidden.dtype
+        dtype = get_autocast_dtype(hidden.device) or hidden.dtype
         tensors, wanted = (hidden, weight, bias), ctx.needs_input_grad[:3]
-        into = zeros_for(tensors, wanted)
+        into = make_zeros_for(tensors, wanted)
         # fp16 has no room for gradients of a mean over many tokens: there they are divided at the end.
         ctx.divide, divisor = (items, 1) if dtype == torch.float16 else (1, items)
         with torch.autocast(hidden.device.type, enabled=False):
             lowered, lowered_bias = weight.to(dtype), None if bias is None else bias.to(dtype)
             loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
-            for chunk in chunks(len(hidden), tokens_of_chunk(hidden.shape[1], wanted[1])):
+            for chunk in iterate_chunks(len(hidden), count_tokens_of_chunk(hidden.shape[1], wanted[1])):
                 x = hidden[chunk].to(dtype)
                 of = target[chunk], counts[chunk], scaling, divisor, group
-                part, gradient = _of_chunk(x, lowered, lowered_bias, *of)
+                part, gradient = _compute_loss_of_chunk(x, lowered, lowered_bias, *of)
                 loss += part
                 if any(wanted):
                     add_gradients(into, chunk, x, lowered, gradient)
@@ -412,7 +412,7 @@ class _Chunked(torch.autograd.Function):
         factor = gradient / ctx.divide
         found = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         return (
-            *(None if g is None else _scaled(g, factor, dtype) for g, dtype in found),
+            *(None if g is None else _scale_gradient(g, factor, dtype) for g, dtype in found),
             None,
             None,
             None,
@@ -421,12 +421,12 @@ class _Chunked(torch.autograd.Function):
         )
 
 
-def _scaled(gradient: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _scale_gradient(gradient: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """In its own dtype at once: another copy in fp32 would be as large as the head."""
     return torch.mul(gradient, factor, out=torch.empty_like(gradient, dtype=dtype))
 
 
-def _of_chunk(
+def _compute_loss_of_chunk(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
@@ -440,21 +440,21 @@ def _of_chunk(
     product = F.linear(x, weight, bias)
     if scaling == Scaling():
         product = product.float()  # the 16 bits are free from here on
-        loss, gradient, total = _of_logits(product, target, counts, group)
+        loss, gradient, total = _compute_loss_of_logits(product, target, counts, group)
         factor = (counts / divisor / total)[:, None]
         return loss, torch.mul(gradient, factor, out=torch.empty_like(gradient, dtype=x.dtype))
-    loss, gradient, total = _of_logits(scaling.logits(product), target, counts, group)
+    loss, gradient, total = _compute_loss_of_logits(scaling.logits(product), target, counts, group)
     return loss, scaling.backward(gradient.mul_((counts / divisor / total)[:, None]), product).to(x.dtype)
 
 
-def _of_logits(
+def _compute_loss_of_logits(
     z: torch.Tensor, target: torch.Tensor, counts: torch.Tensor, group: dist.ProcessGroup | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The loss of some tokens' logits; in their place its gradient times the third result, one number per token.
 
     Who writes the gradient in 16 bits divides by it on the way: each pass over logits costs.
     """
-    inside, column = inside_columns(target, z)
+    inside, column = find_inside_columns(target, z)
     largest = z.amax(1)
     largest = largest if group is None else all_reduce(largest, group, dist.ReduceOp.MAX)
     at_target = torch.where(inside, z.sub_(largest[:, None]).gather(1, column)[:, 0], 0.0)

@@ -22,24 +22,26 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from hf_parallel.ranks import (
-    parts_of_sequence,
+    cut_sequence,
+    join_parts_of_sequence,
     start_all_gather,
     start_all_reduce,
     start_reduce_scatter,
-    whole_sequence,
 )
-from hf_parallel.ranks.local import as_autocast
-from hf_parallel.ranks.observed import COLLECTIVE, kept_or
+from hf_parallel.ranks.local import cast_as_autocast
+from hf_parallel.ranks.observed import COLLECTIVE, keep_or_compute
 
 if TYPE_CHECKING:
     from hf_parallel.ranks.differentiable import Context
 
 
-def row_linear(
+def multiply_row_overlapped(
     x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup, sequence_parallel: bool
 ) -> torch.Tensor:
     """x […, s, in / n] Wᵀ summed over ranks: […, s, out], or this rank's part of the sequence […, s / n, out]."""
-    x = as_autocast(x)  # weights are cast again in the backward: a copy would be kept beside one that lives anyway
+    x = cast_as_autocast(
+        x
+    )  # weights are cast again in the backward: a copy would be kept beside one that lives anyway
     kept: list[Context] = []
     # The way of a gradient to x must not lead to the weight too, or who asks for one would get both.
     x = _Keep.apply(x, weight.detach() if x.requires_grad else weight, weight.requires_grad, kept)
@@ -81,8 +83,8 @@ class _RowLinear(torch.autograd.Function):
         by_parts: bool,
     ) -> torch.Tensor:
         ctx.kept, ctx.group, ctx.by_parts = kept, group, by_parts
-        product = _scattered_product if by_parts else _reduced_product
-        return kept_or(lambda: product(x, as_autocast(weight), group), COLLECTIVE)
+        product = _multiply_and_scatter if by_parts else _multiply_and_reduce
+        return keep_or_compute(lambda: product(x, cast_as_autocast(weight), group), COLLECTIVE)
 
     @staticmethod
     @once_differentiable
@@ -93,18 +95,18 @@ class _RowLinear(torch.autograd.Function):
         weight = weight.to(gradient.dtype) if weight is not None and is_wanted(ctx, 0) else None
         x = x if is_wanted(ctx, 1) else None
         if ctx.by_parts:
-            gradient, grad_x = _gathered_product(gradient, weight, ctx.group, x is not None)
+            gradient, grad_x = _gather_and_multiply(gradient, weight, ctx.group, x is not None)
         else:
             grad_x = None if weight is None else gradient @ weight
         # The sum of two halves would be rounded to the weight's type in between.
-        return grad_x, None if x is None else weight_gradient(x, gradient), None, None, None
+        return grad_x, None if x is None else compute_weight_gradient(x, gradient), None, None, None
 
 
-def _reduced_product(x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def _multiply_and_reduce(x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """[…, in / n] -> […, out]. No view: models add their residual in place, which autograd allows to no view."""
     output, started = x.new_empty(*x.shape[:-1], weight.shape[0]), []
     rows, sums = x.flatten(0, -2), output.flatten(0, -2)
-    for half in _halves(rows.shape[0]):
+    for half in _cut_into_halves(rows.shape[0]):
         torch.mm(rows[half], weight.t(), out=sums[half])
         started.append(start_all_reduce(sums[half], group))
     for reduce in started:
@@ -112,13 +114,13 @@ def _reduced_product(x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessG
     return output
 
 
-def _scattered_product(x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def _multiply_and_scatter(x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """[…, s, in / n] -> […, s / n, out]. A half is half of every rank's part, so each rank gets half of its own."""
-    parts = parts_of_sequence(x, group)
+    parts = cut_sequence(x, group)
     own = x.new_empty(*parts.shape[1:-1], weight.shape[0])
     parts, sums = parts.flatten(1, -2), own.flatten(0, -2)
     matrices, started = weight.t().expand(len(parts), -1, -1), []
-    for half in _halves(parts.shape[1]):
+    for half in _cut_into_halves(parts.shape[1]):
         # Ordered by ranks, as it is sent.
         started.append(start_reduce_scatter(torch.bmm(parts[:, half], matrices), group, sums[half]))
     for scatter in started:
@@ -126,12 +128,12 @@ def _scattered_product(x: torch.Tensor, weight: torch.Tensor, group: dist.Proces
     return own
 
 
-def _gathered_product(
+def _gather_and_multiply(
     own: torch.Tensor, weight: torch.Tensor | None, group: dist.ProcessGroup, whole_wanted: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """[…, s / n, out] -> if wanted the whole […, s, out] and, given W [out, in / n], its product with W."""
     tokens = own.flatten(0, -2)
-    halves, size = _halves(len(tokens)), group.size()
+    halves, size = _cut_into_halves(len(tokens)), group.size()
     started = [start_all_gather(tokens[half], group) for half in halves]
     products = None if weight is None else own.new_empty(size, len(tokens), weight.shape[1])
     for gather, half in zip(started, halves, strict=True):
@@ -139,19 +141,21 @@ def _gathered_product(
         if weight is not None and products is not None:
             torch.bmm(gathered, weight.expand(size, -1, -1), out=products[:, half])
     # The weight's gradient is one product of the whole: its halves are joined, which copies them.
-    whole = _of_all(torch.cat([gather.result for gather in started], dim=1), own) if whole_wanted else own
-    return whole, None if products is None else _of_all(products, own)
+    whole = (
+        _arrange_parts_of_all(torch.cat([gather.result for gather in started], dim=1), own) if whole_wanted else own
+    )
+    return whole, None if products is None else _arrange_parts_of_all(products, own)
 
 
-def _halves(tokens: int) -> list[slice]:
+def _cut_into_halves(tokens: int) -> list[slice]:
     """Two of nearly the same length, or one if there are no two tokens."""
     middle = (tokens + 1) // 2
     return [slice(0, middle), slice(middle, tokens)] if tokens > 1 else [slice(0, tokens)]
 
 
-def _of_all(parts: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+def _arrange_parts_of_all(parts: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
     """Parts [n, tokens, h] of all ranks -> […, s, h], where a part has the shape of `own`."""
-    return whole_sequence(parts.unflatten(1, own.shape[:-1]))
+    return join_parts_of_sequence(parts.unflatten(1, own.shape[:-1]))
 
 
 def is_wanted(ctx: Context, index: int) -> bool:
@@ -163,6 +167,6 @@ def is_wanted(ctx: Context, index: int) -> bool:
     return node is not None and torch._C._will_engine_execute_node(node)
 
 
-def weight_gradient(x: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+def compute_weight_gradient(x: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     """x […, in], gradient […, out] -> [out, in]."""
     return gradient.flatten(0, -2).t() @ x.flatten(0, -2)

@@ -27,15 +27,15 @@ from transformers.pytorch_utils import Conv1D
 from hf_parallel.ask.session import of_session
 from hf_parallel.axes.eight_bit import Split, recipe_of, tensorwise
 from hf_parallel.axes.tensor import eight_bit, gather_recompute
-from hf_parallel.axes.tensor.deferred_wgrad import LateWeight, column_linear, enter_columns
+from hf_parallel.axes.tensor.deferred_wgrad import LateWeight, enter_columns, multiply_columns
 from hf_parallel.axes.tensor.dropout import OwnRandomNumbers
-from hf_parallel.axes.tensor.infer import linear_sizes
-from hf_parallel.axes.tensor.overlap import row_linear
-from hf_parallel.model.anatomy import attention_heads
+from hf_parallel.axes.tensor.infer import get_linear_sizes
+from hf_parallel.axes.tensor.overlap import multiply_row_overlapped
+from hf_parallel.model.anatomy import read_attention_heads
 from hf_parallel.model.families import HEAD_WIDTHS
 from hf_parallel.ranks import copy_to_group, copy_weight_to_group, reduce_from_group, reduce_scatter_sequence
-from hf_parallel.ranks.local import as_autocast, local
-from hf_parallel.ranks.observed import COLLECTIVE, keeps
+from hf_parallel.ranks.local import cast_as_autocast, get_local
+from hf_parallel.ranks.observed import COLLECTIVE, does_keep
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -88,7 +88,7 @@ class _Product(nn.Module):
         self.weight = nn.Parameter(torch.empty_like(linear.weight, device="meta"))
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return _empty(*input.shape[:-1], self.width)
+        return _make_empty_tensor(*input.shape[:-1], self.width)
 
 
 class _Answers(dict[tuple, tuple[bool | None, object]]):
@@ -105,38 +105,41 @@ _SETS: tuple[tuple[str, ...], ...] = (
 )
 
 
-def only_multiplied(owner: nn.Module, name: str) -> bool:
+def is_only_multiplied(owner: nn.Module, name: str) -> bool:
     """Does the forward of this attention or MLP read its input `name` with linears of its own alone?"""
     sets = (), ("attention_mask", "key_value_states", "encoder_hidden_states")
-    return _asked("values", owner, name, lambda: any(_reads(owner, name, more) is not False for more in sets)) is False
+    return (
+        _ask_once("values", owner, name, lambda: any(_does_pass_read(owner, name, more) is not False for more in sets))
+        is False
+    )
 
 
-def reads_features(owner: nn.Module, name: str) -> bool | None:
+def does_read_features(owner: nn.Module, name: str) -> bool | None:
     """Does it read the features of that input itself, so that it cannot do with a part of them?
 
     Inputs beside it may end a pass with an error; None: they end every pass that there is.
     """
 
     def answer() -> bool | None:
-        found = [_reads(owner, name, more, _WatchedFeatures) for more in _SETS]
+        found = [_does_pass_read(owner, name, more, _WatchedFeatures) for more in _SETS]
         return True if True in found else False if False in found else None
 
-    return _asked("features", owner, name, answer)
+    return _ask_once("features", owner, name, answer)
 
 
-def _asked(what: str, owner: nn.Module, name: str, answer: Callable[[], bool | None]) -> bool | None:
+def _ask_once(what: str, owner: nn.Module, name: str, answer: Callable[[], bool | None]) -> bool | None:
     linears = {key: child for key, child in owner.named_children() if isinstance(child, nn.Linear | Conv1D)}
     config = vars(owner).get("config")
     key = (what, type(owner), id(config), tuple(linears), name)
     answers = of_session(_Answers)
     if key not in answers:  # layers of one model are alike
-        with _on_meta(owner, linears):
+        with _replace_by_stand_ins(owner, linears):
             answers[key] = not linears or answer(), config
     return answers[key][0]
 
 
 @contextlib.contextmanager
-def _on_meta(owner: nn.Module, linears: dict[str, object]) -> Iterator[None]:
+def _replace_by_stand_ins(owner: nn.Module, linears: dict[str, object]) -> Iterator[None]:
     """Replace the owner's linears by stand-ins, and write out its attention."""
     modules, config = dict(owner._modules), vars(owner).get("config")
     owner._modules.update({key: _Product(child) for key, child in linears.items()})
@@ -151,44 +154,46 @@ def _on_meta(owner: nn.Module, linears: dict[str, object]) -> Iterator[None]:
             owner.config = config
 
 
-def _reads(owner: nn.Module, name: str, more: tuple[str, ...], kind: type[_Watched] = _Watched) -> bool | None:
+def _does_pass_read(
+    owner: nn.Module, name: str, more: tuple[str, ...], kind: type[_Watched] = _Watched
+) -> bool | None:
     """Return whether a pass reads the input itself; None: it did not end. `more`: inputs that may be left out."""
     head = int(getattr(owner, "head_dim", None) or 8)
     for angles in (head, getattr(owner, "rotary_ndims", head), head // 2):
-        watched = _empty(1, _TOKENS, _WIDTH).as_subclass(kind)
+        watched = _make_empty_tensor(1, _TOKENS, _WIDTH).as_subclass(kind)
         watched.read = False
         values = {key: value.to("meta") for key, value in (*owner.named_parameters(), *owner.named_buffers())}
         with contextlib.suppress(Exception):  # whatever its code does with what it is not given
-            given = {**_besides(owner, angles, more), name: watched}
+            given = {**_make_other_inputs(owner, angles, more), name: watched}
             result = torch.func.functional_call(owner, values, (), given)
             given_back = any(part is watched for part in (result if isinstance(result, tuple) else (result,)))
             return watched.read or given_back
     return None
 
 
-def _besides(owner: nn.Module, angles: int, more: tuple[str, ...]) -> dict[str, object]:
+def _make_other_inputs(owner: nn.Module, angles: int, more: tuple[str, ...]) -> dict[str, object]:
     """The other inputs of the owner that it needs, and those that may decide what it does."""
     width = getattr(getattr(owner, "config", None), "hidden_size", None) or _WIDTH
-    mask, heads = _empty(1, 1, _TOKENS, _TOKENS), int(getattr(owner, "num_heads", None) or 1)
+    mask, heads = _make_empty_tensor(1, 1, _TOKENS, _TOKENS), int(getattr(owner, "num_heads", None) or 1)
     optional: dict[str, dict[str, object]] = {
         "attention_mask": {"attention_mask": mask},
         "bool_mask": {"attention_mask": mask.bool()},
-        "position_ids": {"position_ids": _empty(1, _TOKENS).long()},
-        "alibi": {"alibi": _empty(heads, 1, _TOKENS)},
-        "key_value_states": {"key_value_states": _empty(1, _TOKENS, width)},
-        "encoder_hidden_states": {"encoder_hidden_states": _empty(1, _TOKENS, width)},
+        "position_ids": {"position_ids": _make_empty_tensor(1, _TOKENS).long()},
+        "alibi": {"alibi": _make_empty_tensor(heads, 1, _TOKENS)},
+        "key_value_states": {"key_value_states": _make_empty_tensor(1, _TOKENS, width)},
+        "encoder_hidden_states": {"encoder_hidden_states": _make_empty_tensor(1, _TOKENS, width)},
     }
-    known: dict[str, object] = {"position_embeddings": (_empty(1, _TOKENS, angles),) * 2}
-    known["residual"] = _empty(1, 1, 1)  # fits what it is added to
+    known: dict[str, object] = {"position_embeddings": (_make_empty_tensor(1, _TOKENS, angles),) * 2}
+    known["residual"] = _make_empty_tensor(1, 1, 1)  # fits what it is added to
     for key in more:
         known.update(optional[key])
     parameters = list(inspect.signature(owner.forward).parameters.values())
-    known[parameters[0].name] = _empty(1, _TOKENS, _WIDTH)
+    known[parameters[0].name] = _make_empty_tensor(1, _TOKENS, _WIDTH)
     needed = [p for p in parameters if p.name in known or (p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD)]
     return {p.name: known.get(p.name) for p in needed}
 
 
-def _empty(*shape: int) -> torch.Tensor:
+def _make_empty_tensor(*shape: int) -> torch.Tensor:
     return torch.empty(shape, device="meta")
 
 
@@ -206,14 +211,14 @@ PER_HEAD = ("alibi", "position_bias", "rel_pos", "rel_2d_pos")
 
 def use_local_heads(model: nn.Module, owner: nn.Module, mesh: DeviceMesh) -> None:
     """Divide the head counts that `owner` keeps, reads from its config, or receives as biases of all heads."""
-    counts = attention_heads(model)
+    counts = read_attention_heads(model)
     if counts is None or not any(_is_head_count(key, value) for key, value in vars(owner).items()):
         return
     heads, kv_heads = counts
     size = mesh.size()
     local = {heads: heads // size, kv_heads: max(1, kv_heads // size)}
-    declared = _declared_widths(type(owner))
-    split = {linear_sizes(module)[1] for module in owner.modules() if isinstance(module, nn.Linear | Conv1D)}
+    declared = _list_declared_widths(type(owner))
+    split = {get_linear_sizes(module)[1] for module in owner.modules() if isinstance(module, nn.Linear | Conv1D)}
     for key, value in list(vars(owner).items()):
         if _is_head_count(key, value) and value in local:
             setattr(owner, key, local[value])
@@ -241,7 +246,7 @@ class LocalConfig:
         return getattr(self._config, name)
 
 
-def _declared_widths(kind: type) -> tuple[str, ...]:
+def _list_declared_widths(kind: type) -> tuple[str, ...]:
     if not kind.__module__.startswith("transformers."):
         return _WIDTHS_OF_SCRIPTS
     return tuple(HEAD_WIDTHS[base.__name__] for base in kind.__mro__ if base.__name__ in HEAD_WIDTHS)
@@ -289,9 +294,9 @@ READ_BESIDES = ("key_value_states", "encoder_hidden_states", "cross_attention_st
 _NOT_READ = ("residual", *PER_HEAD)
 
 
-def local_weight(module: nn.Module) -> torch.Tensor:
+def get_local_weight(module: nn.Module) -> torch.Tensor:
     """This rank's weight as [out, in]; a Conv1D keeps it the other way round."""
-    weight = local(module.weight)
+    weight = get_local(module.weight)
     return weight.t() if isinstance(module, Conv1D) else weight
 
 
@@ -320,7 +325,7 @@ class Region:
         self._names = list(inspect.signature(owner.forward).parameters)
         self._first = self._names[0] if self._names else ""
         #: May its input be cast before it enters? A layer that enters by itself multiplies.
-        self.lowers = not at_owner or only_multiplied(owner, self._first)
+        self.lowers = not at_owner or is_only_multiplied(owner, self._first)
         self.scope = OwnRandomNumbers(owner, group)
         self._input: torch.Tensor | None = None
         self._entered: torch.Tensor | None = None
@@ -368,20 +373,20 @@ class Region:
         # A wrapper has entered, with a tensor that FSDP2 may have replaced on its way into the layer.
         entered = x if layer.adapted else self.enter(x)
         if torch.compiler.is_compiling():  # a graph takes a weight as its input where it finds it in the module
-            return F.linear(entered, local_weight(layer), bias)
+            return F.linear(entered, get_local_weight(layer), bias)
         late, recipe = self._late.pop(layer, None), recipe_of(layer)
         if recipe is not None:
-            return eight_bit.linear(entered, self.columns[layer](), bias, recipe, Split("out", self.group))
+            return eight_bit.multiply_entered(entered, self.columns[layer](), bias, recipe, Split("out", self.group))
         if late is None:
-            return gather_recompute.linear(entered, self.columns[layer](), bias)
-        return column_linear(entered, late, bias)
+            return gather_recompute.multiply_gathered(entered, self.columns[layer](), bias)
+        return multiply_columns(entered, late, bias)
 
     def product(self, layer: nn.Module, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """x […, in / tp] times the weight of a row-parallel layer: this rank's part of a sum."""
         recipe = recipe_of(layer)
         if recipe is None:
             return F.linear(x, weight)
-        return eight_bit.linear(x, weight, None, recipe, Split("in", self.group))
+        return eight_bit.multiply_entered(x, weight, None, recipe, Split("in", self.group))
 
     def row(self, layer: nn.Module, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """Compute a row layer and leave the region."""
@@ -392,12 +397,12 @@ class Region:
             x = eight_bit.without_padding(x, self.switch.padding)
         if (one_scale := tensorwise(layer)) is not None and self.sequence_parallel:
             self.scope.end()
-            return eight_bit.row(x, weight, one_scale, self.group)
+            return eight_bit.multiply_row(x, weight, one_scale, self.group)
         # A checkpoint keeps the sum, and not the product before it.
-        if recipe is not None or not (self.overlap or keeps(COLLECTIVE)):
+        if recipe is not None or not (self.overlap or does_keep(COLLECTIVE)):
             return self.leave(self.product(layer, x, weight))
         self.scope.end()
-        return row_linear(x, weight, self.group, self.sequence_parallel)
+        return multiply_row_overlapped(x, weight, self.group, self.sequence_parallel)
 
     def leave(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum over ranks, whole or this rank's part of the sequence."""
@@ -413,7 +418,7 @@ class Region:
         self._late = {}
 
     def _open(self, tensor: torch.Tensor) -> torch.Tensor:
-        tensor = as_autocast(tensor) if self.lowers else tensor
+        tensor = cast_as_autocast(tensor) if self.lowers else tensor
         if self.overlap:
             weights = [weight() for weight in self.columns.values()]
             entered, late = enter_columns(tensor, weights, self.group, self.sequence_parallel)
@@ -422,10 +427,10 @@ class Region:
         compiling = torch.compiler.is_compiling()  # 8 bits in a graph are refused with tp
         if self.sequence_parallel and not compiling and self._in_eight_bits:
             tensor = eight_bit.without_padding(tensor, self.switch.padding, self.group)
-            recipe = eight_bit.recipe_of_all(self.owner) if self.lowers else None
+            recipe = eight_bit.find_recipe_of_all(self.owner) if self.lowers else None
             if recipe is not None:
-                return eight_bit.gather(tensor, recipe, self.group)
-        return (gather_recompute.gather if self.sequence_parallel else copy_to_group)(tensor, self.group)
+                return eight_bit.gather_as_codes(tensor, recipe, self.group)
+        return (gather_recompute.gather_for_linear if self.sequence_parallel else copy_to_group)(tensor, self.group)
 
     def _open_beside(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         return copy_to_group(tensor, self.group)

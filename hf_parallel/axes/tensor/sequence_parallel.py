@@ -23,12 +23,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from hf_parallel.axes.axis import SequenceParallelFlag
 from hf_parallel.axes.tensor.dropout import OwnRandomNumbers
 from hf_parallel.axes.tensor.experts import gather_router_logits
-from hf_parallel.axes.tensor.infer import named_layers
-from hf_parallel.axes.tensor.layers import partial_gradient, unsplit
+from hf_parallel.axes.tensor.infer import iterate_named_layers
+from hf_parallel.axes.tensor.layers import find_unsplit_modules, mark_partial_gradient
 from hf_parallel.axes.tensor.region import READERS, Region
-from hf_parallel.model.anatomy import is_norm, owns_parameters, reader_of, stacks, text_part, token_readers
-from hf_parallel.model.calls import arguments_of, has_cache, holding
-from hf_parallel.model.experts import named_experts
+from hf_parallel.model.anatomy import (
+    find_reader_of_stack,
+    find_stacks,
+    find_text_part,
+    find_token_readers,
+    has_own_parameters,
+    is_norm,
+)
+from hf_parallel.model.calls import bind_arguments_of, has_cache, hold_tokens
+from hf_parallel.model.experts import iterate_experts
 from hf_parallel.ranks import join_sequence, split_sequence
 
 if TYPE_CHECKING:
@@ -37,11 +44,11 @@ if TYPE_CHECKING:
     from transformers.utils import ModelOutput
 
 
-def obstacle(model: nn.Module, styles: dict[str, str]) -> str | None:
+def find_sequence_obstacle(model: nn.Module, styles: dict[str, str]) -> str | None:
     """Why this model cannot hold parts of the sequence between its regions, or None if it can."""
-    part = text_part(model)
-    for stack in stacks(model):
-        reader, owner = reader_of(part, stack), part.get_submodule(stack.name.rpartition(".")[0])
+    part = find_text_part(model)
+    for stack in find_stacks(model):
+        reader, owner = find_reader_of_stack(part, stack), part.get_submodule(stack.name.rpartition(".")[0])
         if reader is None or "input_ids" not in inspect.signature(reader.forward).parameters:
             return f"what {type(owner).__name__} reads are no tokens, so rows cannot be padded"
         if any("deepstack" in name for name in inspect.signature(owner.forward).parameters):  # Qwen3-VL's
@@ -50,51 +57,53 @@ def obstacle(model: nn.Module, styles: dict[str, str]) -> str | None:
             return f"{type(owner).__name__} has a convolution between its layers"
         if hasattr(owner, "get_attention_mask"):  # DeBERTa's: a masked query sees all keys alike
             return f"{type(owner).__name__} lets padding see the whole row, so rows cannot be padded"
-    layers = list(named_layers(model))
+    layers = list(iterate_named_layers(model))
     if not layers:
         return "its layers are not known"
     for name, layer in layers:
         inside = {key: style for key, style in styles.items() if key.startswith(f"{name}.")}
-        if owns_parameters(layer):
+        if has_own_parameters(layer):
             return f"{name} has parameters of its own"
         entered = {key.rpartition(".")[0] for key, style in inside.items() if style in READERS}
         left = [key for key, style in inside.items() if style == "rowwise"]
         if not entered or len(entered) != len(left):
             return f"{name} is not made of parts that are entered and left as a whole"
-        reason = _unsplit(name, layer, set(inside), entered)
+        reason = _find_unsplit_obstacle(name, layer, set(inside), entered)
         if reason is not None:
             return reason
     return None
 
 
-def _unsplit(name: str, layer: nn.Module, split: set[str], entered: set[str]) -> str | None:
+def _find_unsplit_obstacle(name: str, layer: nn.Module, split: set[str], entered: set[str]) -> str | None:
     """Weights that work on the residual stream must treat each token by itself, as norms and routers do."""
-    mixtures = {key.rpartition(".")[0] for key, _ in named_experts(layer)}
+    mixtures = {key.rpartition(".")[0] for key, _ in iterate_experts(layer)}
     routers = tuple(f"{name}.{block}." if block else f"{name}." for block in mixtures)  # and all beside them
     for key, module in layer.named_modules(prefix=name):
         if key.startswith(routers):
             continue
         in_region = any(key.startswith(f"{owner}.") and owner != name for owner in entered) or key in entered
-        if owns_parameters(module) and key not in split and not in_region and not is_norm(module):
+        if has_own_parameters(module) and key not in split and not in_region and not is_norm(module):
             return f"{key} is not split"
     return None
 
 
-def sequence_parallel(model: nn.Module, mesh: DeviceMesh, device: torch.device, switch: SequenceParallelFlag) -> None:
+def apply_sequence_parallel(
+    model: nn.Module, mesh: DeviceMesh, device: torch.device, switch: SequenceParallelFlag
+) -> None:
     """Let norms work on parts, split before the first layer and join after the last. Before stages are cut."""
     group = mesh.get_group()
-    for stack in stacks(model):
+    for stack in find_stacks(model):
         for part in (*stack.layers, *([] if stack.norm is None else [stack.norm])):
             region = Region(part, group, switch)
-            for module in unsplit(part):
-                partial_gradient(module, mesh, device, region)
+            for module in find_unsplit_modules(part):
+                mark_partial_gradient(module, mesh, device, region)
         for layer in stack.layers:
             scope = OwnRandomNumbers(layer, group)
             layer.register_forward_pre_hook(scope.begin)
             layer.register_forward_hook(scope.end, always_call=True)
         stack.layers[0].register_forward_pre_hook(functools.partial(_split_input, group, switch), with_kwargs=True)
-        if any(True for layer in stack.layers for _ in named_experts(layer)):
-            gather_router_logits(reader_of(text_part(model), stack), group, switch)
+        if any(True for layer in stack.layers for _ in iterate_experts(layer)):
+            gather_router_logits(find_reader_of_stack(find_text_part(model), stack), group, switch)
         (stack.norm or stack.layers[-1]).register_forward_hook(functools.partial(_join_output, group, switch))
 
 
@@ -132,12 +141,12 @@ def pad_sequences(model: nn.Module, multiple: int, switch: SequenceParallelFlag,
         caches: whether the model may keep a key/value cache. Calls with one (generation) run with whole sequences:
             their steps are one token long. Under a pipeline there is none.
     """
-    for reader in token_readers(model):
+    for reader in find_token_readers(model):
         bidirectional = any(getattr(module, "is_causal", True) is False for module in reader.modules())
-        reader.forward = _padded_forward(reader, multiple, switch, caches, bidirectional)
+        reader.forward = _make_padded_forward(reader, multiple, switch, caches, bidirectional)
 
 
-def _padded_forward(
+def _make_padded_forward(
     reader: nn.Module, multiple: int, switch: SequenceParallelFlag, caches: bool, bidirectional: bool
 ) -> Callable[..., object]:
     forward = reader.forward
@@ -145,26 +154,26 @@ def _padded_forward(
 
     @functools.wraps(forward)
     def padded(*args: object, **kwargs: object) -> object:
-        batch = arguments_of(names, args, kwargs, reader)
+        batch = bind_arguments_of(names, args, kwargs, reader)
         cached = batch.get("use_cache", getattr(reader.config, "use_cache", False)) and not torch.is_grad_enabled()
         if caches and (cached or has_cache(batch)):
-            return _whole_sequences(switch, forward, batch)
+            return _run_whole_sequences(switch, forward, batch)
         tokens = next((batch[k] for k in ("input_ids", "inputs_embeds") if batch.get(k) is not None), None)
         switch.padding = (0, 0)
         if tokens is None:
             return forward(**batch)
         if tokens.shape[1] % multiple == 0:
-            return _cut(forward(**batch), tokens.shape[1], 0)
+            return _cut_padding(forward(**batch), tokens.shape[1], 0)
         shape, extra = tokens.shape[:2], -tokens.shape[1] % multiple
         switch.padding = shape[1], extra
-        with holding(shape, lambda whole: F.pad(whole, (0, 0, 0, extra))):
-            outputs = forward(**_padded_batch(batch, shape, extra, bidirectional))
-        return _cut(outputs, shape[1], extra)
+        with hold_tokens(shape, lambda whole: F.pad(whole, (0, 0, 0, extra))):
+            outputs = forward(**_pad_batch(batch, shape, extra, bidirectional))
+        return _cut_padding(outputs, shape[1], extra)
 
     return padded
 
 
-def _whole_sequences(switch: SequenceParallelFlag, forward: Callable, batch: dict[str, object]) -> object:
+def _run_whole_sequences(switch: SequenceParallelFlag, forward: Callable, batch: dict[str, object]) -> object:
     switch.on = False
     try:
         return forward(**batch)
@@ -172,13 +181,13 @@ def _whole_sequences(switch: SequenceParallelFlag, forward: Callable, batch: dic
         switch.on = True
 
 
-def _padded_batch(batch: dict[str, object], shape: torch.Size, extra: int, bidirectional: bool) -> dict[str, object]:
+def _pad_batch(batch: dict[str, object], shape: torch.Size, extra: int, bidirectional: bool) -> dict[str, object]:
     """Give `extra` more entries to what has one per token; encoder outputs beside it keep their length."""
     padded = dict(batch)
     for key, value in batch.items():
         if key == "attention_mask" and (isinstance(value, dict) or (torch.is_tensor(value) and value.dim() > 2)):
             masks = value if isinstance(value, dict) else {key: value}
-            filled = {name: _padded_mask(mask, shape[1], extra) for name, mask in masks.items()}
+            filled = {name: _pad_mask(mask, shape[1], extra) for name, mask in masks.items()}
             padded[key] = filled if isinstance(value, dict) else filled[key]
             continue
         if not torch.is_tensor(value) or key.startswith("encoder_"):
@@ -193,7 +202,7 @@ def _padded_batch(batch: dict[str, object], shape: torch.Size, extra: int, bidir
     return padded
 
 
-def _padded_mask(mask: object, length: int, extra: int) -> torch.Tensor | None:
+def _pad_mask(mask: object, length: int, extra: int) -> torch.Tensor | None:
     """[…, queries, keys], true or zero where a query looks: no token looks at the padding, which looks everywhere."""
     if mask is None:
         return None
@@ -206,7 +215,7 @@ def _padded_mask(mask: object, length: int, extra: int) -> torch.Tensor | None:
     return F.pad(F.pad(mask, (0, extra), value=closed), (0, 0, 0, extra), value=open)
 
 
-def _cut(outputs: ModelOutput, length: int, extra: int) -> object:
+def _cut_padding(outputs: ModelOutput, length: int, extra: int) -> object:
     """Leave out the padding; make a new tensor where there is none, too.
 
     Else FSDP2's hooks of the last layer and of the model would be those of one tensor, and run in another order than

@@ -31,7 +31,7 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_parallel.axes.axis import SequenceParallelFlag
 from hf_parallel.axes.tensor.grid import Grid, GridRegion, JoinedHeads
-from hf_parallel.axes.tensor.infer import OF_HEADS, linear_sizes, named_layers
+from hf_parallel.axes.tensor.infer import OF_HEADS, get_linear_sizes, iterate_named_layers
 from hf_parallel.axes.tensor.layers import (
     ColumnParallel,
     HeadsEmbedding,
@@ -39,15 +39,15 @@ from hf_parallel.axes.tensor.layers import (
     RowParallel,
     SharedHeads,
     SplitNorm,
-    become,
-    partial_gradient,
-    unsplit,
+    find_unsplit_modules,
+    mark_partial_gradient,
+    put_mixin_on,
 )
 from hf_parallel.axes.tensor.region import READERS, Region, use_local_heads
-from hf_parallel.model.anatomy import attention_heads, is_norm, packed_order
+from hf_parallel.model.anatomy import is_norm, make_packed_order, read_attention_heads
 
 
-def tensor_parallel(
+def apply_tensor_parallel(
     model: nn.Module,
     mesh: DeviceMesh,
     styles: dict[str, str],
@@ -64,19 +64,19 @@ def tensor_parallel(
     Args:
         grid: the same ranks by rows and columns, over which weights are cut along both dims (`grid.py`).
     """
-    regions = _regions(model, mesh, styles, switch, overlap, grid)
+    regions = _make_regions(model, mesh, styles, switch, overlap, grid)
     for name, style in styles.items():
         if style in _STYLES:  # the vocabulary's are elsewhere: vocab_parallel.py
-            _split(model, name, style, mesh, device, regions[name.rpartition(".")[0]])
+            _split_module(model, name, style, mesh, device, regions[name.rpartition(".")[0]])
     for region in regions.values():
         if region.at_owner:
             region.owner.register_forward_pre_hook(region.enter_owner, with_kwargs=True)
-            _whole_weights_inside(region, mesh, device)
+            _mark_whole_weights_inside(region, mesh, device)
         region.owner.register_forward_hook(region.close, always_call=True)
     model.register_forward_pre_hook(functools.partial(_refuse_partial_outputs, switch), with_kwargs=True)
 
 
-def _regions(
+def _make_regions(
     model: nn.Module,
     mesh: DeviceMesh,
     styles: dict[str, str],
@@ -86,37 +86,39 @@ def _regions(
 ) -> dict[str, Region]:
     """A region for each module that holds split layers, by its name."""
     regions: dict[str, Region] = {}
-    layers = {name for name, _ in named_layers(model)}
+    layers = {name for name, _ in iterate_named_layers(model)}
     for name in {name.rpartition(".")[0]: None for name, style in styles.items() if style in _STYLES}:
         owner = model.get_submodule(name)
-        at_owner = name not in layers and _reads_stream(styles, name)
+        at_owner = name not in layers and _does_read_stream(styles, name)
         if grid is None:
             regions[name] = Region(owner, mesh.get_group(), switch, at_owner, overlap)
         else:
             regions[name] = GridRegion(owner, grid, mesh, switch, at_owner)
-        regions[name].heads = attention_heads(model) or (0, 0)
+        regions[name].heads = read_attention_heads(model) or (0, 0)
         if at_owner:
             use_local_heads(model, owner, mesh)
     return regions
 
 
-def _split(model: nn.Module, name: str, style: str, mesh: DeviceMesh, device: torch.device, region: Region) -> None:
+def _split_module(
+    model: nn.Module, name: str, style: str, mesh: DeviceMesh, device: torch.device, region: Region
+) -> None:
     module = region.owner if style == "heads" else model.get_submodule(name)
     _STYLES[style](module, mesh, device, region)
 
 
-def _reads_stream(styles: dict[str, str], owner: str) -> bool:
+def _does_read_stream(styles: dict[str, str], owner: str) -> bool:
     """Does the owner hold readers of the residual stream? BERT's writers sit in modules of their own."""
     return any(name.rpartition(".")[0] == owner and style in READERS for name, style in styles.items())
 
 
-def _whole_weights_inside(region: Region, mesh: DeviceMesh, device: torch.device) -> None:
+def _mark_whole_weights_inside(region: Region, mesh: DeviceMesh, device: torch.device) -> None:
     """Weights that no style names but that work inside the region see some heads only: their gradients are parts."""
-    for module in unsplit(region.owner):
+    for module in find_unsplit_modules(region.owner):
         if is_norm(module) and torch.is_tensor(getattr(module, "weight", None)):
-            become(module, SplitNorm, region)
+            put_mixin_on(module, SplitNorm, region)
         else:
-            partial_gradient(module, mesh, device, region)
+            mark_partial_gradient(module, mesh, device, region)
 
 
 def _refuse_partial_outputs(switch: SequenceParallelFlag, model: nn.Module, args: tuple, kwargs: dict) -> None:
@@ -159,7 +161,7 @@ def shard_parameter(
         return
     value = parameter.detach() if parameter.is_meta else parameter.detach().to(device)
     if segments is not None:
-        order = packed_order(segments, mesh.size(), dim)
+        order = make_packed_order(segments, mesh.size(), dim)
         module.stored_orders = {**getattr(module, "stored_orders", {}), name: order}
         value = value if value.is_meta else order.to_stored(value)
     # No source rank: all ranks hold the same values, so each cuts its own slice.
@@ -167,39 +169,41 @@ def shard_parameter(
     module._parameters[name] = nn.Parameter(shard, requires_grad=parameter.requires_grad)
 
 
-def _column(
+def _split_column(
     module: nn.Module, mesh: DeviceMesh, device: torch.device, region: Region, segments: list[int] | None = None
 ) -> None:
     out = 1 if isinstance(module, Conv1D) else 0
-    shard_parameter(module, "weight", _mesh_of_matrices(region, mesh), out, device, segments)
+    shard_parameter(module, "weight", _get_mesh_of_matrices(region, mesh), out, device, segments)
     shard_parameter(module, "bias", mesh, 0, device, segments)
-    become(module, ColumnParallel, region)
+    put_mixin_on(module, ColumnParallel, region)
 
 
-def _row(module: nn.Module, mesh: DeviceMesh, device: torch.device, region: Region) -> None:
-    shard_parameter(module, "weight", _mesh_of_matrices(region, mesh), 0 if isinstance(module, Conv1D) else 1, device)
-    become(module, RowParallel, region)
+def _split_row(module: nn.Module, mesh: DeviceMesh, device: torch.device, region: Region) -> None:
+    shard_parameter(
+        module, "weight", _get_mesh_of_matrices(region, mesh), 0 if isinstance(module, Conv1D) else 1, device
+    )
+    put_mixin_on(module, RowParallel, region)
 
 
-def _mesh_of_matrices(region: Region, mesh: DeviceMesh) -> DeviceMesh:
+def _get_mesh_of_matrices(region: Region, mesh: DeviceMesh) -> DeviceMesh:
     return region.grid.mesh if isinstance(region, GridRegion) else mesh
 
 
-def _packed_halves(module: nn.Module, mesh: DeviceMesh, device: torch.device, region: Region) -> None:
-    half = linear_sizes(module)[1] // 2
-    _column(module, mesh, device, region, [half, half])
+def _split_packed_halves(module: nn.Module, mesh: DeviceMesh, device: torch.device, region: Region) -> None:
+    half = get_linear_sizes(module)[1] // 2
+    _split_column(module, mesh, device, region, [half, half])
 
 
-def _packed_qkv(module: nn.Module, mesh: DeviceMesh, device: torch.device, region: Region) -> None:
+def _split_packed_qkv(module: nn.Module, mesh: DeviceMesh, device: torch.device, region: Region) -> None:
     """[q | k | v]: all query heads, then all keys', then all values'."""
     heads, kv_heads = region.heads
-    width = linear_sizes(module)[1] // (heads + 2 * kv_heads)
-    _column(module, mesh, device, region, [heads * width, kv_heads * width, kv_heads * width])
+    width = get_linear_sizes(module)[1] // (heads + 2 * kv_heads)
+    _split_column(module, mesh, device, region, [heads * width, kv_heads * width, kv_heads * width])
 
 
-def _shared_heads(module: nn.Module, mesh: DeviceMesh, device: torch.device, region: Region) -> None:
+def _split_shared_heads(module: nn.Module, mesh: DeviceMesh, device: torch.device, region: Region) -> None:
     width = region.owner.head_dim
-    first = _shared_head(region) * width
+    first = _get_shared_head(region) * width
     rows = torch.arange(first, first + width)
     if isinstance(region, GridRegion):
         shard_parameter(module, "weight", region.grid.mesh, 0, device)
@@ -208,70 +212,70 @@ def _shared_heads(module: nn.Module, mesh: DeviceMesh, device: torch.device, reg
         _become_shared(module, region, rows)
 
 
-def _shared_qkv(module: nn.Module, mesh: DeviceMesh, device: torch.device, region: Region) -> None:
+def _split_shared_qkv(module: nn.Module, mesh: DeviceMesh, device: torch.device, region: Region) -> None:
     """[q | k | v] with fewer keys than ranks: this rank's queries and the one key and value they share."""
     heads, kv_heads = region.heads
-    keys = heads + _shared_head(region)
-    _become_shared(module, region, _rows_of(module, region, [*_own_queries(region), keys, keys + kv_heads]))
+    keys = heads + _get_shared_head(region)
+    _become_shared(module, region, _get_rows_of(module, region, [*_list_own_queries(region), keys, keys + kv_heads]))
 
 
-def _shared_groups(module: nn.Module, mesh: DeviceMesh, device: torch.device, region: Region) -> None:
+def _split_shared_groups(module: nn.Module, mesh: DeviceMesh, device: torch.device, region: Region) -> None:
     """Falcon's groups [q … q k v] with fewer groups than ranks, or its one group [q | k | v]."""
     heads, kv_heads = region.heads
-    group, per_group = _shared_head(region), heads // kv_heads
-    queries = [query + 2 * group for query in _own_queries(region)]
+    group, per_group = _get_shared_head(region), heads // kv_heads
+    queries = [query + 2 * group for query in _list_own_queries(region)]
     key = group * (per_group + 2) + per_group
-    _become_shared(module, region, _rows_of(module, region, [*queries, key, key + 1]))
+    _become_shared(module, region, _get_rows_of(module, region, [*queries, key, key + 1]))
 
 
-def _own_queries(region: Region) -> range:
+def _list_own_queries(region: Region) -> range:
     count = region.heads[0] // region.group.size()
     return range(count * region.group.rank(), count * (region.group.rank() + 1))
 
 
-def _shared_head(region: Region) -> int:
+def _get_shared_head(region: Region) -> int:
     return region.group.rank() * region.heads[1] // region.group.size()
 
 
-def _rows_of(module: nn.Module, region: Region, heads: list[int]) -> torch.Tensor:
+def _get_rows_of(module: nn.Module, region: Region, heads: list[int]) -> torch.Tensor:
     """Rows of a packed weight that hold these heads, counted as the weight holds them."""
-    width = linear_sizes(module)[1] // (region.heads[0] + 2 * region.heads[1])
+    width = get_linear_sizes(module)[1] // (region.heads[0] + 2 * region.heads[1])
     return (torch.tensor(heads).unsqueeze(1) * width + torch.arange(width)).flatten()
 
 
 def _become_shared(
     module: nn.Module, region: Region, rows: torch.Tensor, mixin: type[SharedHeads | JoinedHeads] = SharedHeads
 ) -> None:
-    become(module, mixin, region).rows = rows
+    put_mixin_on(module, mixin, region).rows = rows
     # All query heads of a rank share its one key/value head.
     region.owner.num_key_value_groups = region.heads[0] // region.group.size()
 
 
-def _heads_embedding(module: nn.Module, mesh: DeviceMesh, device: torch.device, region: Region) -> None:
-    become(module, HeadsEmbedding, region)
+def _split_heads_embedding(module: nn.Module, mesh: DeviceMesh, device: torch.device, region: Region) -> None:
+    put_mixin_on(module, HeadsEmbedding, region)
 
 
-def _heads(owner: nn.Module, mesh: DeviceMesh, device: torch.device, region: Region) -> None:
+def _split_heads(owner: nn.Module, mesh: DeviceMesh, device: torch.device, region: Region) -> None:
     if not isinstance(owner, LocalHeads):
         for name in OF_HEADS:
             shard_parameter(owner, name, mesh, 0, device)
-        become(owner, LocalHeads, region)
+        put_mixin_on(owner, LocalHeads, region)
 
 
 #: Subclasses of Linear, and its kin, that compute what it does.
 SAME_AS_LINEAR = {"FalconLinear"}
 _STYLES: dict[str, Callable[..., None]] = {
-    "colwise": _column,
-    "rowwise": _row,
-    "packed_halves": _packed_halves,
-    "packed_qkv": _packed_qkv,
-    "falcon_qkv": _column,
-    "colwise_shared_heads": _shared_heads,
-    "shared_qkv": _shared_qkv,
-    "shared_groups": _shared_groups,
-    "embedding_heads": _heads_embedding,
-    "heads": _heads,
-    "replicated_with_grad_allreduce": partial_gradient,
+    "colwise": _split_column,
+    "rowwise": _split_row,
+    "packed_halves": _split_packed_halves,
+    "packed_qkv": _split_packed_qkv,
+    "falcon_qkv": _split_column,
+    "colwise_shared_heads": _split_shared_heads,
+    "shared_qkv": _split_shared_qkv,
+    "shared_groups": _split_shared_groups,
+    "embedding_heads": _split_heads_embedding,
+    "heads": _split_heads,
+    "replicated_with_grad_allreduce": mark_partial_gradient,
 }
 #: Styles of linears alone.
 FOR_LINEARS = set(_STYLES) - {"embedding_heads", "heads", "replicated_with_grad_allreduce"}

@@ -22,12 +22,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from hf_parallel.axes.axis import SequenceParallelFlag
-from hf_parallel.axes.tensor.layers import ColumnParallel, TensorParallelLayer, become, local
+from hf_parallel.axes.tensor.layers import ColumnParallel, TensorParallelLayer, get_local, put_mixin_on
 from hf_parallel.axes.tensor.region import Region
 from hf_parallel.axes.tensor.tensor_parallel import shard_parameter
-from hf_parallel.model.calls import item_count, targets_of
+from hf_parallel.model.calls import compute_targets_of, count_items
 from hf_parallel.ranks import all_reduce, copy_to_group, reduce_from_group
-from hf_parallel.ranks.local import autocast_dtype, whole_when_read
+from hf_parallel.ranks.local import get_autocast_dtype, whole_when_read
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -78,7 +78,7 @@ class TokenScores:
     is_top1: torch.Tensor
 
 
-def log_probs(
+def compute_log_probs(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
@@ -116,10 +116,10 @@ class _LogProbs(torch.autograd.Function):
         scaling: Scaling,
     ) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.dtype = autocast_dtype(hidden.device) or hidden.dtype
+        ctx.dtype = get_autocast_dtype(hidden.device) or hidden.dtype
         lowered = weight.to(ctx.dtype)
         parts = [
-            _statistics(scaling.logits(_product(x, lowered, bias, ctx.dtype)), target - first)
+            _summarise_logits(scaling.logits(_multiply_head(x, lowered, bias, ctx.dtype)), target - first)
             for x, target in zip(hidden.split(CHUNK), targets.split(CHUNK), strict=True)
         ]
         maxima, sums = (torch.cat(part, dim=1) for part in zip(*parts, strict=True))
@@ -150,15 +150,15 @@ class _LogProbs(torch.autograd.Function):
         hidden, weight, bias, targets, log_total, entropy = ctx.saved_tensors
         wanted = ctx.needs_input_grad[:3]
         tensors = (hidden, weight, bias)
-        into, lowered = zeros_for(tensors, wanted), weight.to(ctx.dtype)
-        for chunk in chunks(len(hidden), CHUNK):
+        into, lowered = make_zeros_for(tensors, wanted), weight.to(ctx.dtype)
+        for chunk in iterate_chunks(len(hidden), CHUNK):
             x = hidden[chunk].to(ctx.dtype)
-            product = _product(x, lowered, bias, ctx.dtype)
+            product = _multiply_head(x, lowered, bias, ctx.dtype)
             logs = ctx.scaling.logits(product) - log_total[chunk, None]
             probabilities, gradient = logs.exp(), torch.zeros_like(logs)
             if of_log_probs is not None:
                 gradient -= of_log_probs[chunk, None] * probabilities
-                inside, column = inside_columns(targets[chunk], logs)
+                inside, column = find_inside_columns(targets[chunk], logs)
                 gradient.scatter_add_(1, column, (of_log_probs[chunk] * inside)[:, None])
             if of_entropy is not None:
                 gradient -= of_entropy[chunk, None] * probabilities * (logs + entropy[chunk, None])
@@ -168,18 +168,20 @@ class _LogProbs(torch.autograd.Function):
         return (*gradients, None, None, None, None, None)
 
 
-def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+def _multiply_head(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor:
     with torch.autocast(x.device.type, enabled=False):
         product = x.to(dtype) @ weight.to(dtype).t()
         return product if bias is None else product + bias.to(dtype)
 
 
-def chunks(tokens: int, size: int) -> Iterator[slice]:
+def iterate_chunks(tokens: int, size: int) -> Iterator[slice]:
     """Yield slices of so many tokens, one behind the other."""
     return (slice(start, start + size) for start in range(0, tokens, size))
 
 
-def zeros_for(tensors: Iterable[torch.Tensor | None], wanted: Iterable[bool]) -> list[torch.Tensor | None]:
+def make_zeros_for(tensors: Iterable[torch.Tensor | None], wanted: Iterable[bool]) -> list[torch.Tensor | None]:
     """Return fp32 sums for gradients of hidden states, weight and bias, where they are wanted."""
     both = zip(tensors, wanted, strict=True)
     return [torch.zeros_like(t, dtype=torch.float32) if t is not None and w else None for t, w in both]
@@ -198,19 +200,19 @@ def add_gradients(
         of_bias += gradient.sum(0, dtype=torch.float32)
 
 
-def inside_columns(targets: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def find_inside_columns(targets: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return which targets are among these columns, and a column for each."""
     inside = (targets >= 0) & (targets < logits.shape[1])
     return inside, targets.clamp(0, logits.shape[1] - 1)[:, None]
 
 
-def _statistics(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _summarise_logits(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Summarise logits [tokens, columns]: [largest, largest before the target], [Σe, Σe·z, Σe², Σz, target's z]."""
     columns = torch.arange(logits.shape[1], device=logits.device)
     earlier = logits.masked_fill(columns >= targets[:, None], -torch.inf)
     largest, before = logits.amax(1), earlier.amax(1)
     e = torch.exp(logits - largest[:, None])
-    inside, column = inside_columns(targets, logits)
+    inside, column = find_inside_columns(targets, logits)
     at_target = torch.where(inside, logits.gather(1, column)[:, 0], 0.0)
     sums = (e.sum(1), (e * logits).sum(1), e.square().sum(1), logits.sum(1), at_target)
     return torch.stack([largest, before]), torch.stack(sums)
@@ -221,7 +223,7 @@ def _statistics(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tens
 # makes the gradient, in their dtype. What is computed in fp32 exists for a chunk only.
 
 
-def cross_entropy(
+def compute_cross_entropy(
     logits: torch.Tensor, target: torch.Tensor, first: int, group: dist.ProcessGroup, ignore_index: int
 ) -> torch.Tensor:
     """Sum of -log softmax(logits)[target] over the targets; the logits […, columns] are those from `first` on."""
@@ -241,7 +243,7 @@ class _CrossEntropy(torch.autograd.Function):
         rows, columns, counts = logits.flatten(0, -2), target.flatten() - first, target.flatten() != ignore_index
         largest = all_reduce(rows.amax(-1).float(), group, dist.ReduceOp.MAX)
         parts = zip(rows.split(CHUNK), columns.split(CHUNK), largest.split(CHUNK), strict=True)
-        total, at_target = all_reduce(torch.cat([_sums(*part) for part in parts], dim=1), group)
+        total, at_target = all_reduce(torch.cat([_compute_sums(*part) for part in parts], dim=1), group)
         ctx.save_for_backward(logits, columns, largest + total.log(), counts)
         return ((total.log() - at_target) * counts).sum()
 
@@ -252,23 +254,23 @@ class _CrossEntropy(torch.autograd.Function):
         rows, weights = logits.flatten(0, -2), gradient * counts
         of_logits = torch.empty_like(logits, memory_format=torch.contiguous_format)
         of_rows = of_logits.view(rows.shape)
-        for chunk in chunks(len(rows), CHUNK):
+        for chunk in iterate_chunks(len(rows), CHUNK):
             softmax = torch.sub(rows[chunk], log_total[chunk, None]).exp_()
-            inside, column = inside_columns(columns[chunk], rows)
+            inside, column = find_inside_columns(columns[chunk], rows)
             softmax.scatter_add_(1, column, -inside.to(softmax.dtype)[:, None])
             of_rows[chunk] = softmax.mul_(weights[chunk, None])
         return of_logits, None, None, None, None
 
 
-def _sums(logits: torch.Tensor, columns: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
+def _compute_sums(logits: torch.Tensor, columns: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
     """[sum of exponentials, logit of the target], both beside the largest logit, of each token."""
     x = torch.sub(logits, largest[:, None])  # in fp32, as the second is
-    inside, column = inside_columns(columns, logits)
+    inside, column = find_inside_columns(columns, logits)
     at_target = torch.where(inside, x.gather(1, column)[:, 0], 0.0)
     return torch.stack([x.exp_().sum(1), at_target])
 
 
-def vocab_parallel(
+def apply_vocab_parallel(
     model: PreTrainedModel,
     mesh: DeviceMesh,
     styles: dict[str, str],
@@ -285,11 +287,11 @@ def vocab_parallel(
             module, mesh.get_group(), SequenceParallelFlag(False), overlap=overlap
         )  # whole sequences on both sides
         if style == "embedding_rowwise":
-            _embedding(module, mesh, device, region)
+            _split_embedding(module, mesh, device, region)
         else:
-            _head(module, mesh, device, region, own_loss)
+            _split_head(module, mesh, device, region, own_loss)
     if own_loss and "colwise_gather_output" in styles.values():
-        model.loss_function = functools.partial(causal_loss, model.loss_function)
+        model.loss_function = functools.partial(compute_causal_loss, model.loss_function)
 
 
 def gather_when_read(model: nn.Module) -> None:
@@ -297,7 +299,7 @@ def gather_when_read(model: nn.Module) -> None:
 
     FSDP2's own hook reads all of an output in every step: it must run before this one, or it has the logits gathered.
     """
-    model.register_forward_hook(functools.partial(whole_logits, DTensor))
+    model.register_forward_hook(functools.partial(make_logits_whole, DTensor))
     # FSDP2 fears in-place changes of outputs that are views; what a script reads here is a new tensor.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
 
@@ -310,9 +312,9 @@ class VocabParallel(TensorParallelLayer):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if self.adapted:  # with the rows that `locate` gave, and the padding
-            return F.embedding(input, local(self.weight), self.padding_idx)
+            return F.embedding(input, get_local(self.weight), self.padding_idx)
         rows, inside, padding = self.locate(input)
-        output = F.embedding(rows, local(self.weight), padding)
+        output = F.embedding(rows, get_local(self.weight), padding)
         return reduce_from_group(output * inside.unsqueeze(-1), self.region.group)
 
     def locate(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int | None]:
@@ -320,7 +322,7 @@ class VocabParallel(TensorParallelLayer):
         check_range(ids, self.num_embeddings, "index out of range in self")
         # Not of the weight's shape: a wrapper asks before data ranks have gathered it.
         group = self.region.group
-        first = first_row(self.num_embeddings, group)
+        first = compute_first_row(self.num_embeddings, group)
         held = min(-(-self.num_embeddings // group.size()), self.num_embeddings - first)
         inside = (ids >= first) & (ids < first + held)
         padding = None if self.padding_idx is None else self.padding_idx - first
@@ -350,7 +352,7 @@ class VocabParallelHead(ColumnParallel):
         return cut.full_tensor() if self.whole else cut
 
 
-def causal_loss(
+def compute_causal_loss(
     whole_loss: Callable[..., torch.Tensor],
     logits: torch.Tensor,
     labels: torch.Tensor | None,
@@ -364,14 +366,14 @@ def causal_loss(
     if not isinstance(logits, DTensor):
         return whole_loss(logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs)
     group = logits.device_mesh.get_group()
-    target = targets_of(labels, shift_labels, ignore_index).to(logits.device)
-    first = first_row(logits.shape[-1], group)
+    target = compute_targets_of(labels, shift_labels, ignore_index).to(logits.device)
+    first = compute_first_row(logits.shape[-1], group)
     check_range(target, logits.shape[-1], "target out of bounds", ignore_index)
-    loss = cross_entropy(logits.to_local(), target, first, group, ignore_index)
-    return loss / item_count(target, num_items_in_batch, ignore_index)
+    loss = compute_cross_entropy(logits.to_local(), target, first, group, ignore_index)
+    return loss / count_items(target, num_items_in_batch, ignore_index)
 
 
-def first_row(vocabulary: int, group: dist.ProcessGroup) -> int:
+def compute_first_row(vocabulary: int, group: dist.ProcessGroup) -> int:
     """The first row of this rank: all ranks before it hold ceil(V / n)."""
     return min(vocabulary, group.rank() * -(-vocabulary // group.size()))
 
@@ -390,33 +392,33 @@ def check_range(ids: torch.Tensor, size: int, problem: str, ignored: int = 0) ->
         raise IndexError(f"{problem}: from {low} to {high}, of {size} in the vocabulary") from None
 
 
-def _full(logits: Any) -> torch.Tensor:
+def _make_full(logits: Any) -> torch.Tensor:
     return logits.full_tensor()
 
 
-def whole_logits(kind: type, model: nn.Module, args: tuple, output: object) -> None:
+def make_logits_whole(kind: type, model: nn.Module, args: tuple, output: object) -> None:
     """A forward hook: logits of this kind, which knows its `full_tensor`, are whole once they are read."""
     if isinstance(output, dict) and isinstance(dict.get(output, "logits"), kind):
-        whole_when_read(output, "logits", _full)
+        whole_when_read(output, "logits", _make_full)
 
 
-def _embedding(module: nn.Module, mesh: DeviceMesh, device: torch.device, region: Region) -> None:
+def _split_embedding(module: nn.Module, mesh: DeviceMesh, device: torch.device, region: Region) -> None:
     shard_parameter(module, "weight", mesh, 0, device)
     if type(module) is nn.Embedding:
-        become(module, VocabParallel, region)
+        put_mixin_on(module, VocabParallel, region)
     else:  # a subclass keeps what it adds (such as scaling) and finds the lookup in the parts behind it
         split: Any = module
         kind: type = type(module)
-        split.__class__, split.region = _lookup_behind(kind), region
+        split.__class__, split.region = _make_lookup_class(kind), region
 
 
 @functools.cache
-def _lookup_behind(cls: type) -> type:
+def _make_lookup_class(cls: type) -> type:
     return type(cls.__name__, (cls, VocabParallel, nn.Embedding), {"__module__": cls.__module__})
 
 
-def _head(module: nn.Module, mesh: DeviceMesh, device: torch.device, region: Region, own_loss: bool) -> None:
+def _split_head(module: nn.Module, mesh: DeviceMesh, device: torch.device, region: Region, own_loss: bool) -> None:
     shard_parameter(module, "weight", mesh, 0, device)
     shard_parameter(module, "bias", mesh, 0, device)
-    head = become(module, VocabParallelHead, region)
+    head = put_mixin_on(module, VocabParallelHead, region)
     head.mesh, head.whole = mesh, not own_loss

@@ -25,23 +25,23 @@ from hf_parallel.ask.keys.layers import check_compiled
 from hf_parallel.ask.spec import refuse
 from hf_parallel.axes.compile import compile_layers
 from hf_parallel.axes.data import host_step
-from hf_parallel.axes.data.gradients import before_the_last
+from hf_parallel.axes.data.gradients import run_before_the_last
 from hf_parallel.axes.data.lowered import compute_in
 from hf_parallel.axes.data.parameters import add_late_parameters
-from hf_parallel.axes.pipeline.batches import count_targets
+from hf_parallel.axes.pipeline.batches import count_causal_targets
 from hf_parallel.axes.tensor.axis import TENSOR
 from hf_parallel.checkpoint import full_state_dict
 from hf_parallel.hooks import bitsandbytes, hangs, monitoring, report, runtime
 from hf_parallel.hooks.accelerate import loop_losses
 from hf_parallel.hooks.accelerate.paired_losses import PairedLoss
 from hf_parallel.hooks.patching import patch, replacing
-from hf_parallel.hooks.peft.before import check_optimizer, make_parallel_below
+from hf_parallel.hooks.peft.before import check_adapter_optimizer, make_parallel_below
 from hf_parallel.hooks.trainer import bad_numbers, means
-from hf_parallel.model.anatomy import transformer_blocks
-from hf_parallel.model.calls import by_name
+from hf_parallel.model.anatomy import list_transformer_blocks
+from hf_parallel.model.calls import bind_by_name
 from hf_parallel.model.families import MASKED_MEANS
 from hf_parallel.ranks import assert_all_ranks
-from hf_parallel.ranks.local import WholeWhenRead, local, whole_when_read
+from hf_parallel.ranks.local import WholeWhenRead, get_local, whole_when_read
 
 if TYPE_CHECKING:
     import torch
@@ -63,7 +63,7 @@ class MeshGradScaler(ShardedGradScaler):
         self, optimizer: torch.optim.Optimizer, *args: object, **kwargs: object
     ) -> dict[torch.device, torch.Tensor]:
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        parts = [SimpleNamespace(grad=local(parameter.grad)) for parameter in parameters]
+        parts = [SimpleNamespace(grad=get_local(parameter.grad)) for parameter in parameters]
         return super()._unscale_grads_(SimpleNamespace(param_groups=[{"params": parts}]), *args, **kwargs)  # type: ignore[arg-type]
 
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict:
@@ -110,7 +110,7 @@ def init(original: Callable, self: Accelerator, *args: object, **kwargs: object)
     if runtime.current() is None:
         original(self, *args, **kwargs)
         return
-    _check_engines(by_name(original, (self, *args), kwargs))
+    _check_engines(bind_by_name(original, (self, *args), kwargs))
     original(self, *args, **kwargs)
     if self.mixed_precision == "fp8":
         refuse("mixed_precision=fp8", "Accelerate converts whole models", "precision=fp8 in the spec")
@@ -138,7 +138,7 @@ def _check_engines(given: dict[str, object]) -> None:
 @patch("accelerate.local_sgd:LocalSGD.__init__", "keeps weights of its own on each data rank")
 def local_sgd(original: Callable, self: LocalSGD, *args: object, **kwargs: object) -> None:
     """With one data rank it does nothing, as in one process; several hold the same weights, or parts of them."""
-    given = by_name(original, (self, *args), kwargs)
+    given = bind_by_name(original, (self, *args), kwargs)
     if runtime.current() is not None:
         if given.get("enabled", True) and _have_data_ranks():
             refuse("LocalSGD", "data ranks share one set of weights", "LocalSGD(…, enabled=False)")
@@ -152,21 +152,21 @@ def prepare(original: Callable, self: Accelerator, *args: object, **kwargs: obje
     _check_fp16(self.mixed_precision)
     scale_together(self)
     for model in (arg for arg in args if isinstance(arg, nn.Module)):
-        if runtime.parallel_state(model) is None:
+        if runtime.find_parallel_state(model) is None:
             make_parallel(model)
         else:
             take_late_modules(model)
         normalise_over_data_ranks(model)
         _answer_as_ddp(model)
         _scale_in_pipeline(model, self.scaler)
-        monitoring.follow(model, str(self.project_dir or hangs.OUTPUTS))
-        hangs.follow(model)
+        monitoring.watch_loop_model(model, str(self.project_dir or hangs.OUTPUTS))
+        hangs.mark_forward_passes(model)
     for optimizer in (arg for arg in args if isinstance(arg, torch.optim.Optimizer)):
-        check_optimizer(optimizer)
+        check_adapter_optimizer(optimizer)
         bitsandbytes.check_eight_bit(optimizer)
         _tell_of_stages(getattr(optimizer, "optimizer", optimizer))
         follow_parameters(optimizer)
-        host_step.check_optimizer(getattr(optimizer, "optimizer", optimizer))
+        host_step.check_host_optimizer(getattr(optimizer, "optimizer", optimizer))
         monitoring.follow_steps(getattr(optimizer, "optimizer", optimizer))
     return original(self, *args, **kwargs)
 
@@ -184,7 +184,7 @@ def make_parallel(model: nn.Module) -> None:
     else:
         make(model)
     runtime.equalise_within_model()
-    _remember(model, before)
+    _remember_replaced(model, before)
 
 
 def take_late_modules(model: nn.Module) -> None:
@@ -192,13 +192,13 @@ def take_late_modules(model: nn.Module) -> None:
 
     Each data rank would train it on its own examples alone.
     """
-    state, before = runtime.parallel_state(model), list(model.named_parameters())
+    state, before = runtime.find_parallel_state(model), list(model.named_parameters())
     if state is not None and state.mesh.config.sharing_size > 1:
         add_late_parameters(state.root, state.mesh)
-        _remember(model, before)
+        _remember_replaced(model, before)
 
 
-def _remember(model: nn.Module, before: list[tuple[str, nn.Parameter]]) -> None:
+def _remember_replaced(model: nn.Module, before: list[tuple[str, nn.Parameter]]) -> None:
     """Remember which parameters of `model` have taken the places of those it had `before`."""
     reference, current = weakref.ref(model), dict(model.named_parameters())
     for name, parameter in before:
@@ -245,7 +245,7 @@ def _check_fp16(mixed_precision: str | None) -> None:
 
 def _scale_in_pipeline(model: nn.Module, scaler: torch.amp.GradScaler | None) -> None:
     """A schedule runs its backward passes before the script scales the loss."""
-    state = runtime.parallel_state(model)
+    state = runtime.find_parallel_state(model)
     if scaler is not None and state is not None and state.pipeline is not None:
         state.pipeline.services.scale_loss = scaler.scale
 
@@ -256,7 +256,7 @@ def normalise_over_data_ranks(model: nn.Module) -> None:
     Causal models are given the count of all ranks, as Trainer would; of other heads each mean is weighted (`means`).
     In loops in training only; in Trainer always, except where the script weights by the count itself.
     """
-    state = runtime.parallel_state(model)
+    state = runtime.find_parallel_state(model)
     for part in state.parts if state is not None else ():
         normalise_over_data_ranks(part)
     if state is None or state.mesh.data_size == 1 or state.counts_tokens:
@@ -265,19 +265,19 @@ def normalise_over_data_ranks(model: nn.Module) -> None:
     pairs = PairedLoss(model)
 
     def enter(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-        given = by_name(module.forward, args, kwargs) if args else kwargs
+        given = bind_by_name(module.forward, args, kwargs) if args else kwargs
         passed_on = given.get("num_items_in_batch") is not None
         if pairs.begin(given):
             forward = means.enter(None, passed_on, given)
             forward.whole = forward.counted = True
             return None
-        forward = means.enter(_share(module, passed_on), passed_on, given)
+        forward = means.enter(_compute_loss_share(module, passed_on), passed_on, given)
         if passed_on:
             forward.counted = state.sums_over_tokens  # of others it is seen when they take a sum
         elif forward.share is not None and state.sums_over_tokens and given.get("labels") is not None:
             means.note(forward)
             if state.pipeline is None or state.pipeline.items is None:  # else the whole batch is counted already
-                items = count_targets(given)
+                items = count_causal_targets(given)
                 dist.all_reduce(items, group=state.mesh.data_group)
                 items = items * ((forward.share or 1.0) / state.mesh.data_size)
                 return args, {**kwargs, "num_items_in_batch": items}
@@ -289,15 +289,15 @@ def normalise_over_data_ranks(model: nn.Module) -> None:
         hidden = forward.given.get(MASKED_MEANS.get(type(model).__name__, ""))
         if isinstance(output, dict) and loss is not None and forward.share is not None and torch.is_tensor(hidden):
             means.note(forward)
-            output["loss"] = loss = means.over_data_ranks(loss, hidden.sum().float(), forward.share)
+            output["loss"] = loss = means.correct_over_data_ranks(loss, hidden.sum().float(), forward.share)
         if module.training and torch.is_grad_enabled():
             loop_losses.note_forward(loss, forward.counted, forward.given)
         if loss is None or forward.share is None or (state.pipeline is not None and not state.pipeline.last):
             return None
         if not forward.counted:
-            sums = loop_losses.adds_up(loss.grad_fn, set())
+            sums = loop_losses.is_undivided_sum(loss.grad_fn, set())
             _say_once(state, (_SUM if sums else _UNKNOWN).format(type(model).__name__, state.mesh.data_size))
-        elif forward.filled and means.scope() is None:
+        elif forward.filled and means.get_scope() is None:
             _say_once(state, _IN_LOOPS)
         return None
 
@@ -324,9 +324,9 @@ def _say_once(state: ParallelState, message: str) -> None:
         report.say_here(state.mesh, message)
 
 
-def _share(module: nn.Module, passed_on: bool) -> float | None:
+def _compute_loss_share(module: nn.Module, passed_on: bool) -> float | None:
     """Return the factor of this call's loss; None if its means stay those of this rank's rows."""
-    scope = means.scope()
+    scope = means.get_scope()
     if scope is None:
         return 1.0 if module.training and torch.is_grad_enabled() else None
     return None if scope.weighs_itself and not passed_on else scope.share
@@ -341,7 +341,7 @@ def prepare_model(
     evaluation_mode: bool = False,
 ) -> object:
     """Autocast only: placement and reduction belong to the parallel model, of which layers are compiled, not all."""
-    state = runtime.parallel_state(model)
+    state = runtime.find_parallel_state(model)
     if state is None:
         return original(self, model, device_placement=device_placement, evaluation_mode=evaluation_mode)
     scale_together(self)
@@ -352,7 +352,7 @@ def prepare_model(
         if part is not None and part.why_not_compiled is not None:
             refuse("torch.compile", *part.why_not_compiled)
         views = [] if state.pipeline is None else state.pipeline.views
-        layers = [layer for view in views for layer in view.layers] or transformer_blocks(model)
+        layers = [layer for view in views for layer in view.layers] or list_transformer_blocks(model)
         selective = state.config.recompute_way_on(state.mesh.rank) == "selective"
         compile_layers(layers, selective, **plugin.to_kwargs())
     with replacing(plugin, backend=type(plugin.backend)("NO")):
@@ -364,7 +364,7 @@ def prepare_model(
 @patch("accelerate.utils.operations:convert_to_fp32", "copies split logits that nobody reads", copies=True)
 def convert_to_fp32(original: Callable, tensor: object) -> object:
     """Outputs of which ranks hold parts are cast when somebody reads them: their loss is known, nobody else need."""
-    if not isinstance(tensor, ModelOutput) or not (parts := _parts_of(tensor)):
+    if not isinstance(tensor, ModelOutput) or not (parts := _list_parts_of(tensor)):
         return original(tensor)
     for key in list(dict.keys(tensor)):
         if key in parts:
@@ -374,7 +374,7 @@ def convert_to_fp32(original: Callable, tensor: object) -> object:
     return tensor
 
 
-def _parts_of(output: ModelOutput) -> set[str]:
+def _list_parts_of(output: ModelOutput) -> set[str]:
     """The keys whose tensors are parts, or not made yet."""
     waiting = {key for key in dict.keys(output) if isinstance(output, WholeWhenRead) and not output.is_whole(key)}
     return waiting | {key for key, value in dict.items(output) if isinstance(value, DTensor)}
@@ -382,7 +382,7 @@ def _parts_of(output: ModelOutput) -> set[str]:
 
 def _compute_in(model: nn.Module, dtype: torch.dtype | None) -> None:
     """Data ranks gather fp32 weights in 16 bits; accelerate's autocast, inside the forward, would come too late."""
-    state = runtime.parallel_state(model)
+    state = runtime.find_parallel_state(model)
     if state is not None and dtype is not None:
         for part in [part._hf_parallel for part in state.parts] or [state]:
             compute_in(part.root, dtype)
@@ -399,11 +399,11 @@ def no_sync(original: Callable, self: Accelerator, model: nn.Module) -> Iterator
 @contextlib.contextmanager
 def defer_reduction(model: nn.Module) -> Iterator[None]:
     """Run the micro-batches of a step but the last."""
-    state = runtime.parallel_state(model)
+    state = runtime.find_parallel_state(model)
     states = [] if state is None else [part._hf_parallel for part in state.parts] or [state]
     with contextlib.ExitStack() as stack:
         for each in states:
-            stack.enter_context(before_the_last(each.root, each.config))
+            stack.enter_context(run_before_the_last(each.root, each.config))
         yield
 
 
@@ -411,7 +411,7 @@ def _answer_as_ddp(model: nn.Module) -> None:
     """Give the model `no_sync`, and `module` in loops: scripts ask DDP for them where there are several processes."""
     from hf_parallel.hooks.trainer.token_budget import is_loop
 
-    if runtime.parallel_state(model) is None:
+    if runtime.find_parallel_state(model) is None:
         return
     if not hasattr(model, "no_sync"):
         vars(model)["no_sync"] = types.MethodType(defer_reduction, model)
@@ -466,13 +466,13 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """The norm over all stages and shards of the model."""
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    states = [state for state in map(runtime.parallel_state, self._models) if state is not None]
+    states = [state for state in map(runtime.find_parallel_state, self._models) if state is not None]
     if not states:
         return original(self, parameters, max_norm, norm_type)
     self.unscale_gradients()
     monitoring.note_gradients()
     norm = clip_together(parameters, states, max_norm, norm_type)
-    bad_numbers.norm_is(norm)
+    bad_numbers.note_norm(norm)
     return norm
 
 
@@ -481,7 +481,7 @@ def get_state_dict(
     original: Callable, self: Accelerator, model: nn.Module, unwrap: bool = True
 ) -> dict[str, torch.Tensor]:
     """Whole tensors on rank 0, nothing elsewhere."""
-    if runtime.parallel_state(model) is None:
+    if runtime.find_parallel_state(model) is None:
         return original(self, model, unwrap)
     assert_all_ranks("accelerator.get_state_dict")
     return full_state_dict(model, runtime.mesh())

@@ -16,12 +16,18 @@ from torch.utils._pytree import tree_map_only
 
 from hf_parallel.ask.spec import refuse
 from hf_parallel.hooks import runtime
-from hf_parallel.hooks.accelerate.processes import Place, follow
+from hf_parallel.hooks.accelerate.processes import Place, read_loader_from
 from hf_parallel.hooks.accelerate.random_stream import RandomStream
-from hf_parallel.hooks.accelerate.shares import check_loader, drops_last, has_unlike_sizes, part_of_stream
+from hf_parallel.hooks.accelerate.shares import check_loader, does_drop_last, has_unlike_sizes, part_of_stream
 from hf_parallel.hooks.patching import patch
-from hf_parallel.hooks.trainer.rows import PerExample, count, holds_encoder_outputs, is_outputs, lists_per_example
-from hf_parallel.model.calls import by_name
+from hf_parallel.hooks.trainer.rows import (
+    PerExample,
+    count_examples,
+    find_lists_per_example,
+    has_encoder_outputs,
+    is_outputs,
+)
+from hf_parallel.model.calls import bind_by_name
 from hf_parallel.ranks import messages
 
 if TYPE_CHECKING:
@@ -40,10 +46,12 @@ if TYPE_CHECKING:
 _GROUPED = "_hf_parallel_grouped"
 
 
-def as_in_one_process(prepare: Callable, dataloader: DataLoader, *args: object, **kwargs: object) -> DataLoaderShard:
+def prepare_as_in_one_process(
+    prepare: Callable, dataloader: DataLoader, *args: object, **kwargs: object
+) -> DataLoaderShard:
     """`prepare` the loader and leave the drawing of its order to its sampler."""
-    sampler = _innermost(dataloader)
-    if is_seeded(by_name(prepare, (dataloader, *args), kwargs)) or getattr(sampler, "generator", 0) is not None:
+    sampler = _find_innermost_sampler(dataloader)
+    if is_seeded(bind_by_name(prepare, (dataloader, *args), kwargs)) or getattr(sampler, "generator", 0) is not None:
         return prepare(dataloader, *args, **kwargs)
     sampler.generator = torch.Generator()  # so that no number is drawn for one
     try:
@@ -65,13 +73,13 @@ def group_for_all(dataloader: DataLoader, data_ranks: int) -> None:
     """Rows of like length for each batch of all data ranks together, not of one."""
     from transformers.trainer_pt_utils import LengthGroupedSampler
 
-    sampler = _innermost(dataloader)
+    sampler = _find_innermost_sampler(dataloader)
     if isinstance(sampler, LengthGroupedSampler) and not hasattr(sampler, _GROUPED):
         sampler.batch_size *= data_ranks
         setattr(sampler, _GROUPED, True)
 
 
-def _innermost(dataloader: DataLoader) -> Any:
+def _find_innermost_sampler(dataloader: DataLoader) -> Any:
     """The sampler that says which rows come next, below those that make and share out batches."""
     part: object = dataloader
     while True:
@@ -90,22 +98,22 @@ def prepare_data_loader(original: Callable, dataloader: DataLoader, *args: objec
     check_loop()
     mesh = runtime.mesh()
     group_for_all(dataloader, mesh.data_size)
-    given = by_name(original, (dataloader, *args), kwargs)
-    if given.get("even_batches") is False and not drops_last(dataloader) and mesh.data_size > 1:
+    given = bind_by_name(original, (dataloader, *args), kwargs)
+    if given.get("even_batches") is False and not does_drop_last(dataloader) and mesh.data_size > 1:
         refuse(f"even_batches=False with {mesh.data_size} data ranks", "they would run out apart", "True")
-    prepared = as_in_one_process(original, dataloader, *args, **kwargs)
+    prepared = prepare_as_in_one_process(original, dataloader, *args, **kwargs)
     check_loader(prepared, is_loop())
     # A loader that draws its order advances the numbers of the next one, and even one in order draws a seed.
-    return _by_data_rank(prepared, mesh.config.world_size > mesh.data_size or not is_seeded(given))
+    return _shard_by_data_rank(prepared, mesh.config.world_size > mesh.data_size or not is_seeded(given))
 
 
-def _by_data_rank(prepared: DataLoaderShard, shared: bool) -> object:
+def _shard_by_data_rank(prepared: DataLoaderShard, shared: bool) -> object:
     from accelerate.data_loader import DataLoaderDispatcher
 
     if isinstance(prepared, DataLoaderDispatcher):
         _dispatch_by_data_rank(prepared)
     else:
-        follow(prepared, Place(prepared, RandomStream.here() if shared else None))
+        read_loader_from(prepared, Place(prepared, RandomStream.here() if shared else None))
     return prepared
 
 
@@ -119,20 +127,20 @@ def skip_first_batches(original: Callable, dataloader: DataLoader, num_batches: 
         if hasattr(dataloader, name):
             setattr(rest, name, getattr(dataloader, name))
     if place is None:
-        return _by_data_rank(rest, False) if hasattr(dataloader, "slice_fn") else rest
-    _describe(_skipping_sampler(rest))
-    follow(rest, place, empty=has_length(dataloader) and num_batches >= len(dataloader))
+        return _shard_by_data_rank(rest, False) if hasattr(dataloader, "slice_fn") else rest
+    _describe_to_accelerate(_find_skipping_sampler(rest))
+    read_loader_from(rest, place, empty=has_length(dataloader) and num_batches >= len(dataloader))
     return rest
 
 
-def _skipping_sampler(dataloader: DataLoader) -> object:
+def _find_skipping_sampler(dataloader: DataLoader) -> object:
     from accelerate.data_loader import SkipBatchSampler
 
     samplers = (getattr(dataloader, "batch_sampler", None), getattr(dataloader, "sampler", None))
     return next((sampler for sampler in samplers if isinstance(sampler, SkipBatchSampler)), None)
 
 
-def _describe(sampler: SkipBatchSampler | None) -> None:
+def _describe_to_accelerate(sampler: SkipBatchSampler | None) -> None:
     """Give the sampler that skips what accelerate looks for on the one inside: batch sizes and the epoch's seed."""
     if sampler is None:
         return
@@ -172,7 +180,7 @@ def _dispatch_by_data_rank(dataloader: DataLoaderDispatcher) -> None:
     def slice_fn(
         data: object, wanted: slice, process_index: int | None = None, num_processes: int | None = None
     ) -> object:
-        part = None if wanted.stop is ranks else part_of_stream(dataloader, count(cast(dict, data)) or 0)
+        part = None if wanted.stop is ranks else part_of_stream(dataloader, count_examples(cast(dict, data)) or 0)
         if part is not None:
             wanted = part
         elif wanted.start is not None and wanted.start < 0:  # data rank 0 where the reader is another rank
@@ -185,7 +193,7 @@ def _dispatch_by_data_rank(dataloader: DataLoaderDispatcher) -> None:
 
     def collated(examples: list) -> object:
         batch = collate(examples)
-        if len(examples) < (base.batch_size or 0) and (count(batch) or 0) > len(examples):
+        if len(examples) < (base.batch_size or 0) and (count_examples(batch) or 0) > len(examples):
             refuse_cut_examples(dataloader)  # a whole stream of less than one batch: nothing told before
         return batch
 
@@ -215,61 +223,61 @@ def gather(original: Callable, tensor: object) -> object:
     from accelerate.utils.operations import recursively_apply
 
     if isinstance(tensor, PerExample):
-        return gathered_examples(tensor)
-    if holds_encoder_outputs(tensor):
-        return tuple(gathered_outputs(part) if is_outputs(part) else gather(original, part) for part in tensor)
-    if (lists := lists_per_example(tensor)) and runtime.mesh().data_size > 1:
+        return gather_examples(tensor)
+    if has_encoder_outputs(tensor):
+        return tuple(gather_outputs(part) if is_outputs(part) else gather(original, part) for part in tensor)
+    if (lists := find_lists_per_example(tensor)) and runtime.mesh().data_size > 1:
         batch = cast(dict, tensor)
         return type(batch)({key: gather(original, lists.get(key, value)) for key, value in batch.items()})
-    return recursively_apply(_gathered, tensor, error_on_other_type=True)
+    return recursively_apply(_gather_unlike_tensors, tensor, error_on_other_type=True)
 
 
-def gathered_examples(examples: PerExample) -> list:
+def gather_examples(examples: PerExample) -> list:
     """Gather the examples of all data ranks, in their order, with tensors on this rank's device."""
     host = [] if runtime.is_absent() else tree_map_only(torch.Tensor, torch.Tensor.cpu, examples)
-    found = [item for part in messages.gather(host, runtime.mesh().data_group) for item in part]
+    found = [item for part in messages.gather_objects(host, runtime.mesh().data_group) for item in part]
     return tree_map_only(torch.Tensor, lambda tensor: tensor.to(runtime.mesh().device), found)
 
 
-def gathered_outputs(outputs: ModelOutput) -> ModelOutput:
+def gather_outputs(outputs: ModelOutput) -> ModelOutput:
     """Join an encoder's outputs of all data ranks, in their order.
 
     Data ranks have unlike numbers of images, so that nothing here has a row per example. Layers are joined one by
     one; any other tuple, such as the features of each image, becomes one long tuple.
     """
-    found = [(kind, part) for kind, part in gathered_examples(PerExample([(type(outputs), dict(outputs))])) if part]
+    found = [(kind, part) for kind, part in gather_examples(PerExample([(type(outputs), dict(outputs))])) if part]
     if not found:
         return outputs
     parts = [part for _, part in found]
-    return found[0][0](**{key: _joined_parts(key, [part[key] for part in parts]) for key in parts[0]})
+    return found[0][0](**{key: _join_parts(key, [part[key] for part in parts]) for key in parts[0]})
 
 
-def _joined_parts(key: str, parts: list) -> object:
+def _join_parts(key: str, parts: list) -> object:
     if torch.is_tensor(parts[0]):
         return torch.cat(parts)
     if not isinstance(parts[0], tuple | list):
         return parts[0]
     if key.endswith(("hidden_states", "attentions")):
-        return tuple(_joined_parts("", list(layer)) for layer in zip(*parts, strict=True))
+        return tuple(_join_parts("", list(layer)) for layer in zip(*parts, strict=True))
     return tuple(item for part in parts for item in part)
 
 
 @patch("accelerate.utils.operations:pad_across_processes", "takes things of examples for rows", copies=True)
 def pad_across_processes(original: Callable, tensor: object, *args: object, **kwargs: object) -> object:
     """Pad rows. Lists of one thing per example and outputs of encoders stay, as they are gathered whole."""
-    if holds_encoder_outputs(tensor):
+    if has_encoder_outputs(tensor):
         return tuple(part if is_outputs(part) else original(part, *args, **kwargs) for part in tensor)
     return tensor if isinstance(tensor, PerExample) else original(tensor, *args, **kwargs)
 
 
-def _gathered(tensor: torch.Tensor) -> torch.Tensor:
+def _gather_unlike_tensors(tensor: torch.Tensor) -> torch.Tensor:
     from accelerate.state import GradientState
 
     mesh = runtime.mesh()
     tensor = (tensor.clone()[None] if tensor.ndim == 0 else tensor).contiguous()
     if runtime.is_absent():
         tensor = tensor[:0]
-    sizes = _sizes(tensor) if has_unlike_sizes(GradientState()) else [tensor.shape[0]] * mesh.data_size
+    sizes = _gather_sizes(tensor) if has_unlike_sizes(GradientState()) else [tensor.shape[0]] * mesh.data_size
     padded = tensor
     if tensor.shape[0] < max(sizes):
         padded = torch.cat([tensor, tensor.new_zeros(max(sizes) - tensor.shape[0], *tensor.shape[1:])])
@@ -278,7 +286,7 @@ def _gathered(tensor: torch.Tensor) -> torch.Tensor:
     return torch.cat([part[:size] for part, size in zip(gathered, sizes, strict=True)])
 
 
-def _sizes(tensor: torch.Tensor) -> list[int]:
+def _gather_sizes(tensor: torch.Tensor) -> list[int]:
     mesh = runtime.mesh()
     own = torch.tensor([tensor.shape[0]], device=tensor.device)
     sizes = [torch.empty_like(own) for _ in range(mesh.data_size)]
@@ -296,12 +304,12 @@ def gather_for_metrics(
     """
     if torch.is_tensor(input_data) and input_data.ndim == 0 and not use_gather_object:
         return self.gather(input_data)
-    if holds_encoder_outputs(input_data):
+    if has_encoder_outputs(input_data):
         return tuple(
-            gathered_outputs(part) if is_outputs(part) else gather_for_metrics(original, self, part)
+            gather_outputs(part) if is_outputs(part) else gather_for_metrics(original, self, part)
             for part in input_data
         )
-    if (lists := lists_per_example(input_data)) and runtime.mesh().data_size > 1 and not use_gather_object:
+    if (lists := find_lists_per_example(input_data)) and runtime.mesh().data_size > 1 and not use_gather_object:
         batch = cast(dict, input_data)
         parts = {key: lists.get(key, value) for key, value in batch.items()}
         return type(batch)({key: gather_for_metrics(original, self, part) for key, part in parts.items()})
@@ -312,8 +320,8 @@ def gather_for_metrics(
 def gather_object(original: Callable, object: list) -> list:
     """The lists of all data ranks, joined in their order."""
     if isinstance(object, PerExample):
-        return gathered_examples(object)
-    return [item for part in messages.gather(object, runtime.mesh().data_group) for item in part]
+        return gather_examples(object)
+    return [item for part in messages.gather_objects(object, runtime.mesh().data_group) for item in part]
 
 
 @patch("accelerate.utils.operations:reduce", "reduces over all processes", copies=True)

@@ -16,13 +16,13 @@ import torch
 
 from hf_parallel.ask.spec import refuse
 from hf_parallel.hooks import report, runtime
-from hf_parallel.hooks.accelerate.shares import cut_of, full_share
+from hf_parallel.hooks.accelerate.shares import compute_full_share, cut_of
 
 if TYPE_CHECKING:
     from accelerate.state import GradientState
 
 
-def _watched() -> runtime.LoopLosses | None:
+def _get_watched_loop() -> runtime.LoopLosses | None:
     """Return what is known of the loop; None where losses need no weight, or a Trainer gives them."""
     current = runtime.current()
     if current is None or current.in_trainer or not current.config.shares_batches:
@@ -42,7 +42,7 @@ def note_forward(loss: torch.Tensor | None, counted: bool, given: Mapping[str, o
         counted: is that a mean over the targets of all data ranks?
         given: what it was called with.
     """
-    current, loop = runtime.current(), _watched()
+    current, loop = runtime.current(), _get_watched_loop()
     if current is not None:
         current.loop.rows = next((len(part) for part in given.values() if torch.is_tensor(part) and part.ndim), None)
         watched = not current.in_trainer and not current.loop.told and current.mesh.data_size > 1
@@ -64,12 +64,12 @@ def _tell_of_own_loss(loss: torch.Tensor) -> None:
     if current is None or current.in_trainer or current.loop.told or runtime.mesh().data_size == 1:
         return
     of_models, current.loop.of_models = current.loop.of_models, []
-    if not _sources(loss, of_models)[1]:
+    if not _find_sources(loss, of_models)[1]:
         return
     current.loop.told = True
     ranks = runtime.mesh().data_size
     ends = {one.grad_fn for one in of_models}
-    if adds_up(loss.grad_fn, ends):
+    if is_undivided_sum(loss.grad_fn, ends):
         report.say(
             f"the loop's loss is a sum over the examples of its data rank, and {ranks} data ranks average their "
             f"gradients: they are 1/{ranks} of one process's; accelerator.backward(loss * accelerator.num_processes) "
@@ -82,25 +82,25 @@ def _tell_of_own_loss(loss: torch.Tensor) -> None:
         )
 
 
-def adds_up(node: Any, ends: set) -> bool:
+def is_undivided_sum(node: Any, ends: set) -> bool:
     """Return whether a loss ends in a sum that nothing divides, none of a model's own losses."""
     if node is None or node in ends:
         return False
     name = node.name().removesuffix("0").removesuffix("1").removesuffix("Backward")
     if name in ("Add", "Sub", *_KEEPS_VALUE):
-        return any(adds_up(before, ends) for before, _ in node.next_functions)
+        return any(is_undivided_sum(before, ends) for before, _ in node.next_functions)
     return name == "Sum" or getattr(node, "_saved_reduction", None) == torch.nn._reduction.get_enum("sum")
 
 
 def weigh(loss: torch.Tensor, state: GradientState) -> torch.Tensor:
     """Return the loss as its backward pass is to begin from."""
     _tell_of_own_loss(loss)
-    loop = _watched()
+    loop = _get_watched_loop()
     if loop is None:
         return loss
     weighed, loop.weighed, loop.forwards = loop.weighed, [], 0
     what = f"batch_shares={runtime.mesh().config.batch_shares}"
-    of_model, of_loop = _sources(loss, weighed)
+    of_model, of_loop = _find_sources(loss, weighed)
     if of_model and of_loop:
         why = "the loop adds a term of its own to the model's loss, and they have unlike weights"
         refuse(what, why, do="a loss that is computed from logits works, and so does batch_shares=even")
@@ -110,18 +110,18 @@ def weigh(loss: torch.Tensor, state: GradientState) -> torch.Tensor:
         refuse(
             what, "the loop reads batches that accelerate has not shared out", do="accelerator.prepare(loader) works"
         )
-    return loss * full_share(state)
+    return loss * compute_full_share(state)
 
 
 def check_step() -> None:
     """Refuse an optimizer's step after a backward pass that was not seen."""
-    loop = _watched()
+    loop = _get_watched_loop()
     if loop is not None and loop.forwards:
         what = f"batch_shares={runtime.mesh().config.batch_shares}"
         refuse(what, "loss.backward() does not weigh a data rank's part", do="accelerator.backward(loss) works")
 
 
-def _sources(loss: torch.Tensor, weighed: list[torch.Tensor]) -> tuple[bool, bool]:
+def _find_sources(loss: torch.Tensor, weighed: list[torch.Tensor]) -> tuple[bool, bool]:
     """Return whether gradients reach weights through one of the losses `weighed`, and whether by another way."""
     ends = {one.grad_fn for one in weighed}
     waiting, seen = [loss.grad_fn], set()

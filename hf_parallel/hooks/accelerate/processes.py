@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from hf_parallel.hooks import runtime
-from hf_parallel.hooks.accelerate.random_stream import RandomStream, go_on, plain_state
+from hf_parallel.hooks.accelerate.random_stream import RandomStream, continue_stream, make_plain_state
 from hf_parallel.hooks.patching import patch, replace
 
 if TYPE_CHECKING:
@@ -57,19 +57,24 @@ class Place:
 
     def state(self) -> State:
         """Return the place as numbers and tensors."""
-        now = self._now()
+        now = self._read_now()
         epoch = self.loader.iteration if self.ended is None else self.ended
-        seeds = [sampler.initial_seed for sampler in _parts(self.loader) if hasattr(sampler, "initial_seed")]
+        seeds = [
+            sampler.initial_seed for sampler in _list_loader_parts(self.loader) if hasattr(sampler, "initial_seed")
+        ]
         return {"epoch": epoch, "seeds": seeds, "now": now, "started": self.started}
 
-    def _now(self) -> dict[str, object]:
-        generators = [generator.get_state() for generator in _generators(self.loader)]
-        return {"generators": generators, "stream": None if self.stream is None else plain_state(self.stream.state)}
+    def _read_now(self) -> dict[str, object]:
+        generators = [generator.get_state() for generator in _list_generators(self.loader)]
+        return {
+            "generators": generators,
+            "stream": None if self.stream is None else make_plain_state(self.stream.state),
+        }
 
     def load(self, saved: State) -> None:
         """Go on from there at the next epoch."""
         self.loader.iteration, self.again, self.ended = saved["epoch"], saved["started"], None
-        samplers = [sampler for sampler in _parts(self.loader) if hasattr(sampler, "initial_seed")]
+        samplers = [sampler for sampler in _list_loader_parts(self.loader) if hasattr(sampler, "initial_seed")]
         for sampler, seed in zip(samplers, saved["seeds"], strict=False):
             sampler.initial_seed = seed
         self._set_generators(saved["now"] if self.again is None else self.again)
@@ -77,7 +82,7 @@ class Place:
             self.stream.state = saved["now"]["stream"]
 
     def _set_generators(self, state: State) -> None:
-        own = _generators(self.loader)
+        own = _list_generators(self.loader)
         if len(own) == len(state["generators"]):  # another layout may draw in another way
             for generator, values in zip(own, state["generators"], strict=True):
                 generator.set_state(values)
@@ -86,13 +91,13 @@ class Place:
 
     def batches(self, loader: DataLoaderShard, iterate: Callable[[], Iterator], empty: bool) -> Iterator:
         """An epoch of `loader`, which is this place's own or skips batches of it; all of them if `empty`."""
-        before, epoch = self._now(), loader.iteration
+        before, epoch = self._read_now(), loader.iteration
         again, self.again = self.again, None
         self.started, self.ended = again or before, None
         aside = before if empty else again
         try:
-            with self._aside(aside):
-                with self._drawing():
+            with self._draw_aside(aside):
+                with self._note_draws():
                     batches = iterate()
                 batch = self._next(batches)  # it draws the order
             while batch is not None:
@@ -107,14 +112,14 @@ class Place:
                 self._set_generators(before)
 
     def _next(self, batches: Iterator[object]) -> tuple[object] | None:
-        with self._drawing(), contextlib.suppress(StopIteration):
+        with self._note_draws(), contextlib.suppress(StopIteration):
             return (next(batches),)
         return None
 
-    def _drawing(self) -> contextlib.AbstractContextManager:
+    def _note_draws(self) -> contextlib.AbstractContextManager:
         return contextlib.nullcontext() if self.stream is None else self.stream.active()
 
-    def _aside(self, state: State | None) -> contextlib.AbstractContextManager:
+    def _draw_aside(self, state: State | None) -> contextlib.AbstractContextManager:
         """Start an epoch once more: what goes on has drawn for it already."""
         if state is None:
             return contextlib.nullcontext()
@@ -123,7 +128,7 @@ class Place:
         return self.stream.aside(self.stream.state if state["stream"] is None else state["stream"])
 
 
-def follow(loader: DataLoaderShard, place: Place, empty: bool = False) -> None:
+def read_loader_from(loader: DataLoaderShard, place: Place, empty: bool = False) -> None:
     """Read `loader` from `place` on."""
     base = loader.base_dataloader
     iterate = base.__iter__
@@ -131,7 +136,7 @@ def follow(loader: DataLoaderShard, place: Place, empty: bool = False) -> None:
     loader._place = place
 
 
-def _parts(loader: DataLoaderShard) -> list[object]:
+def _list_loader_parts(loader: DataLoaderShard) -> list[object]:
     """The loader's samplers, from the outside in, and its data set."""
     found: list[object] = []
     waiting = [loader.base_dataloader]
@@ -139,36 +144,36 @@ def _parts(loader: DataLoaderShard) -> list[object]:
         part = waiting.pop(0)
         if part is not None and not any(part is known for known in found):
             found.append(part)
-            waiting += [_held(part, name) for name in ("batch_sampler", "sampler", "dataset")]
+            waiting += [_find_held(part, name) for name in ("batch_sampler", "sampler", "dataset")]
     return found
 
 
-def _held(part: object, name: str) -> object:
+def _find_held(part: object, name: str) -> object:
     return getattr(part, "__dict__", {}).get(name)
 
 
-def _generators(loader: DataLoaderShard) -> list[torch.Generator]:
+def _list_generators(loader: DataLoaderShard) -> list[torch.Generator]:
     """Return the generators that orders are drawn from; a sampler that seeds its own in each epoch needs none."""
-    held = [_held(part, "generator") for part in _parts(loader) if not hasattr(part, "initial_seed")]
+    held = [_find_held(part, "generator") for part in _list_loader_parts(loader) if not hasattr(part, "initial_seed")]
     return list({id(one): one for one in held if isinstance(one, torch.Generator)}.values())
 
 
 # ---- in a state's folder ------------------------------------------------------------------------------------------
 
 
-def save(loaders: list[object], folder: str) -> None:
+def save_loader_places(loaders: list[object], folder: str) -> None:
     """Write where all of them are."""
     places = [loader._place.state() if hasattr(loader, "_place") else None for loader in loaders]
     latest = RandomStream.latest
-    left = None if latest is None or latest.left is None else plain_state(latest.left)
+    left = None if latest is None or latest.left is None else make_plain_state(latest.left)
     torch.save({"loaders": places, "left": left}, os.path.join(folder, FILE))
 
 
-def load(loaders: list[object], folder: str) -> None:
+def load_loader_places(loaders: list[object], folder: str) -> None:
     """Go on from what a layout has saved; else from the random states that were loaded. Collective."""
     path = os.path.join(folder, FILE)
     if not os.path.isfile(path):
-        return go_on(None)
+        return continue_stream(None)
     saved = torch.load(path, weights_only=True)
     if RandomStream.latest is not None:
         RandomStream.latest.left = saved["left"]
@@ -191,16 +196,16 @@ def load_alone(folder: str) -> None:
 @replace("accelerate.state:{PartialState,AcceleratorState}.num_processes", "counts all processes", adds=True)
 def num_processes(original: object) -> property:
     """The number of data ranks."""
-    return _instead_of("num_processes", lambda: runtime.mesh().data_size)
+    return _replace_property("num_processes", lambda: runtime.mesh().data_size)
 
 
 @replace("accelerate.state:{PartialState,AcceleratorState}.process_index", "counts all processes", adds=True)
 def process_index(original: object) -> property:
     """The data rank."""
-    return _instead_of("process_index", lambda: runtime.mesh().data_rank)
+    return _replace_property("process_index", lambda: runtime.mesh().data_rank)
 
 
-def _instead_of(name: str, answer: Callable[[], int]) -> property:
+def _replace_property(name: str, answer: Callable[[], int]) -> property:
     def keep(state: PartialState, value: int) -> None:
         vars(state)[name] = value
 

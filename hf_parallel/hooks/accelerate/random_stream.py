@@ -32,8 +32,8 @@ class RandomStream:
     def here(cls) -> RandomStream:
         """Return the latest one as long as rank 0's generators are as it has left them; else a new one from there."""
         left = None if cls.latest is None else cls.latest.left
-        known = left is not None and _equal(left, cls._get())
-        told = messages.from_one(lambda: None if known else cls._get())
+        known = left is not None and _is_equal_state(left, cls._get())
+        told = messages.send_from_one(lambda: None if known else cls._get())
         if told is not None:
             cls.latest = cls(told)
         assert cls.latest is not None
@@ -43,7 +43,7 @@ class RandomStream:
     def active(self) -> Iterator[None]:
         """Draw from this stream inside the block."""
         outside = self._get()
-        together = not self.is_aside and _equal(outside, self.state)
+        together = not self.is_aside and _is_equal_state(outside, self.state)
         self._set(self.state)
         try:
             yield
@@ -74,23 +74,23 @@ class RandomStream:
         random.setstate(state[2])
 
 
-def plain_state(state: tuple) -> tuple:
+def make_plain_state(state: tuple) -> tuple:
     """A state as numbers and tensors, which can be read without running pickled code."""
     kind, keys, *rest = state[1]
     return state[0], (kind, np.asarray(keys).tolist(), *rest), state[2]
 
 
-def go_on(state: tuple | None) -> None:
+def continue_stream(state: tuple | None) -> None:
     """Let the latest stream go on from `state`, which is the same on all ranks, or from rank 0's generators.
 
     As of a run in one process, where data and model draw from the same ones. Collective.
     """
     if RandomStream.latest is None:
         return
-    RandomStream.latest.state = messages.from_one(RandomStream._get) if state is None else state
+    RandomStream.latest.state = messages.send_from_one(RandomStream._get) if state is None else state
 
 
-def _equal(one: tuple, other: tuple) -> bool:
+def _is_equal_state(one: tuple, other: tuple) -> bool:
     (torch_one, numpy_one, python_one), (torch_other, numpy_other, python_other) = one, other
     same = torch.equal(torch_one, torch_other) and python_one == python_other
     return same and all(np.array_equal(a, b) for a, b in zip(numpy_one, numpy_other, strict=True))

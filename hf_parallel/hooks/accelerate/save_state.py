@@ -16,13 +16,19 @@ from typing import TYPE_CHECKING
 import torch
 
 from hf_parallel import checkpoint as folders
-from hf_parallel.checkpoint.hub_format import of_stages
+from hf_parallel.checkpoint.hub_format import gather_from_stages
 from hf_parallel.hooks import hangs, runtime
 from hf_parallel.hooks.accelerate import processes
 from hf_parallel.hooks.patching import patch
 from hf_parallel.hooks.peft.adapters import load_adapter_weights
-from hf_parallel.hooks.trainer.checkpoints import Layout, axis_sizes, data_ranks, inner_optimizer, write_layout
-from hf_parallel.hooks.trainer.resuming import all_damages, layout_of, refuse_damages, rng_rank
+from hf_parallel.hooks.trainer.checkpoints import (
+    Layout,
+    get_inner_optimizer,
+    list_data_ranks,
+    read_axis_sizes,
+    write_layout,
+)
+from hf_parallel.hooks.trainer.resuming import choose_rng_rank, find_all_damages, read_layout_of, refuse_damages
 from hf_parallel.ranks import assert_all_ranks, messages
 
 if TYPE_CHECKING:
@@ -39,24 +45,24 @@ def save_state(
     original: Callable, self: Accelerator, output_dir: str | None = None, *args: object, **kwargs: object
 ) -> str:
     """All ranks write one folder, which gets its name when it is whole."""
-    _refuse(self)
+    _refuse_accelerator(self)
     assert_all_ranks("accelerator.save_state")
     mesh, naming = runtime.mesh(), self.project_configuration
-    final = _next_folder(self) if naming.automatic_checkpoint_naming else os.fspath(output_dir)  # type: ignore
+    final = _choose_next_folder(self) if naming.automatic_checkpoint_naming else os.fspath(output_dir)  # type: ignore
     saving = folders.Checkpoint(mesh, final)
     saving.begin()
-    with hangs.taking_long("a save"):
-        with folders.going_on(saving):
-            _write(self, saving)
+    with hangs.allow_long_phase("a save"):
+        with folders.make_save_current(saving):
+            _write_accelerator_state(self, saving)
         saving.commit()
     if naming.automatic_checkpoint_naming and mesh.rank == 0 and naming.total_limit is not None:
-        for path in _numbered(os.path.dirname(final))[: -naming.total_limit]:
+        for path in _list_numbered_folders(os.path.dirname(final))[: -naming.total_limit]:
             folders.remove(path)
     naming.iteration += 1
     return final
 
 
-def _refuse(accelerator: Accelerator) -> None:
+def _refuse_accelerator(accelerator: Accelerator) -> None:
     refusals = [
         (runtime.mesh().config.async_save, "async_save=true", "async_save=false works (it is for Trainer)"),
         (bool(accelerator._save_model_state_pre_hook), "register_save_state_pre_hook", "save in the script itself"),
@@ -71,23 +77,23 @@ def _refuse(accelerator: Accelerator) -> None:
             raise NotImplementedError(f"hf_parallel: save_state with {spelled} is not part of this version; {works}")
 
 
-def _next_folder(accelerator: Accelerator) -> str:
+def _choose_next_folder(accelerator: Accelerator) -> str:
     folder = os.path.join(accelerator.project_dir, "checkpoints", f"checkpoint_{accelerator.save_iteration}")
     if os.path.exists(folder):
         raise ValueError(f"{folder} exists; set project_configuration.iteration to the number to go on with")
     return folder
 
 
-def _write(accelerator: Accelerator, saving: folders.Checkpoint) -> None:
+def _write_accelerator_state(accelerator: Accelerator, saving: folders.Checkpoint) -> None:
     from accelerate.checkpointing import save_accelerator_state, save_custom_state
 
     mesh, folder = saving.mesh, saving.folder
     for number, model in enumerate(accelerator._models):
-        _save_model(saving, model, _numbered_name(folder, "model", number) if number else folder)
+        _save_model(saving, model, _number_file_name(folder, "model", number) if number else folder)
     for number, optimizer in enumerate(accelerator._optimizers):
-        model = _model_of(accelerator, optimizer)
-        name = _numbered_name("", "optimizer", number)
-        folders.save_optimizer(model, inner_optimizer(optimizer), mesh, folder, folder=name)
+        model = _find_model_of(accelerator, optimizer)
+        name = _number_file_name("", "optimizer", number)
+        folders.save_optimizer_state(model, get_inner_optimizer(optimizer), mesh, folder, folder=name)
     schedulers, loaders = accelerator._schedulers, accelerator._dataloaders
     with saving.noting():
         state = (accelerator.step, accelerator.scaler)
@@ -97,10 +103,10 @@ def _write(accelerator: Accelerator, saving: folders.Checkpoint) -> None:
     if mesh.rank == 0:
         with saving.noting():
             for number in range(len(accelerator._optimizers)):
-                folders.write_refusal(_numbered_name(folder, "optimizer", number) + ".bin")
-            facts: Layout = {"spec": mesh.config.to_spec(), "axes": axis_sizes(), "data_ranks": data_ranks()}
+                folders.write_refusal(_number_file_name(folder, "optimizer", number) + ".bin")
+            facts: Layout = {"spec": mesh.config.to_spec(), "axes": read_axis_sizes(), "data_ranks": list_data_ranks()}
             write_layout(facts, folder)
-            processes.save(loaders, folder)
+            processes.save_loader_places(loaders, folder)
 
 
 def _save_model(saving: folders.Checkpoint, model: PreTrainedModel, folder: str) -> None:
@@ -116,14 +122,14 @@ def _save_model(saving: folders.Checkpoint, model: PreTrainedModel, folder: str)
             save_file(tensors, os.path.join(folder, "model.safetensors"))
 
 
-def _numbered_name(folder: str, stem: str, number: int) -> str:
+def _number_file_name(folder: str, stem: str, number: int) -> str:
     """Name a file as accelerate numbers its own: the first has no number."""
     return os.path.join(folder, f"{stem}_{number}" if number else stem)
 
 
-def _model_of(accelerator: Accelerator, optimizer: torch.optim.Optimizer) -> nn.Module:
+def _find_model_of(accelerator: Accelerator, optimizer: torch.optim.Optimizer) -> nn.Module:
     """The model whose parameters an optimizer has."""
-    own = {id(p) for group in inner_optimizer(optimizer).param_groups for p in group["params"]}
+    own = {id(p) for group in get_inner_optimizer(optimizer).param_groups for p in group["params"]}
     models = accelerator._models
     return next((model for model in models if any(id(p) in own for p in model.parameters())), models[0])
 
@@ -141,10 +147,10 @@ def load_state(
 ) -> None:
     """Each rank reads its slices, from a folder that is checked first."""
     assert_all_ranks("accelerator.load_state")
-    folder = _folder_to_load(self, input_dir)
-    refuse_damages(folder, all_damages(folder))
-    _load(self, folder, load_kwargs, rng_rank(layout_of(folder)))
-    processes.load(self._dataloaders, folder)
+    folder = _choose_folder_to_load(self, input_dir)
+    refuse_damages(folder, find_all_damages(folder))
+    _load_state_from(self, folder, load_kwargs, choose_rng_rank(read_layout_of(folder)))
+    processes.load_loader_places(self._dataloaders, folder)
 
 
 @patch("accelerate.accelerator:Accelerator.load_state", "knows optimizer.bin only", without_layout=True)
@@ -156,22 +162,22 @@ def load_state_without_layout(
     **kwargs: object,
 ) -> None:
     """In one process or under DDP: what a layout has saved, beside what accelerate has."""
-    folder = _asked_or_newest(self, input_dir)
-    layout = layout_of(folder)
+    folder = _find_asked_or_newest(self, input_dir)
+    layout = read_layout_of(folder)
     if not layout:
         return original(self, folder, load_kwargs, **kwargs)
-    refuse_damages(folder, folders.damages(folder))
+    refuse_damages(folder, folders.find_damages(folder))
     ranks = layout["data_ranks"]
-    _load(self, folder, load_kwargs, ranks.index(self.process_index % (max(ranks) + 1)))
+    _load_state_from(self, folder, load_kwargs, ranks.index(self.process_index % (max(ranks) + 1)))
     processes.load_alone(folder)
 
 
-def _folder_to_load(accelerator: Accelerator, asked: str | None) -> str:
+def _choose_folder_to_load(accelerator: Accelerator, asked: str | None) -> str:
     """Return the folder to load, alike on all ranks. Collective."""
-    return messages.from_one(lambda: _asked_or_newest(accelerator, asked))
+    return messages.send_from_one(lambda: _find_asked_or_newest(accelerator, asked))
 
 
-def _asked_or_newest(accelerator: Accelerator, asked: str | None) -> str:
+def _find_asked_or_newest(accelerator: Accelerator, asked: str | None) -> str:
     """Choose a folder as accelerate does, but leave out folders that are not whole."""
     if asked is not None:
         if not os.path.isdir(asked):
@@ -180,46 +186,49 @@ def _asked_or_newest(accelerator: Accelerator, asked: str | None) -> str:
     if not accelerator.project_configuration.automatic_checkpoint_naming:
         raise ValueError("No input_dir provided and automatic checkpoint naming is disabled.")
     place = os.path.join(accelerator.project_dir, "checkpoints")
-    for path in reversed(_numbered(place)):
+    for path in reversed(_list_numbered_folders(place)):
         ours = os.path.isfile(os.path.join(path, folders.LAYOUT)) or folders.has_manifest(path)
-        if not ours or not folders.damages(path, shares=0):
+        if not ours or not folders.find_damages(path, shares=0):
             return path
     raise ValueError(f"{place} has no whole checkpoint")
 
 
-def _numbered(folder: str) -> list[str]:
+def _list_numbered_folders(folder: str) -> list[str]:
     """Automatically named folders, oldest first."""
     names = [name for name in os.listdir(folder) if re.fullmatch(r"checkpoint_\d+", name)]
     return [os.path.join(folder, name) for name in sorted(names, key=lambda name: int(name.rpartition("_")[2]))]
 
 
-def _load(accelerator: Accelerator, folder: str, load_kwargs: object, rng: int) -> None:
+def _load_state_from(accelerator: Accelerator, folder: str, load_kwargs: object, rng: int) -> None:
     from accelerate.checkpointing import load_accelerator_state, load_custom_state
 
     for number, model in enumerate(accelerator._models):
-        inner, where = accelerator.unwrap_model(model), _numbered_name(folder, "model", number) if number else folder
+        inner, where = (
+            accelerator.unwrap_model(model),
+            _number_file_name(folder, "model", number) if number else folder,
+        )
         if hasattr(inner, "peft_config"):
             load_adapter_weights(inner, where)
         else:
             folders.load_weights(inner, where)
     for number, optimizer in enumerate(accelerator._optimizers):
         model, name = (
-            accelerator.unwrap_model(_model_of(accelerator, optimizer)),
-            _numbered_name("", "optimizer", number),
+            accelerator.unwrap_model(_find_model_of(accelerator, optimizer)),
+            _number_file_name("", "optimizer", number),
         )
-        inner = inner_optimizer(optimizer)
+        inner = get_inner_optimizer(optimizer)
         groups = [] if os.path.isdir(os.path.join(folder, name)) else [_group_names(model, inner)]
-        folders.load_optimizer(model, inner, folder, groups, folder=name, plain=f"{name}.bin")
+        folders.load_optimizer_state(model, inner, folder, groups, folder=name, plain=f"{name}.bin")
     totals = [getattr(scheduler.scheduler, "total_steps", None) for scheduler in accelerator._schedulers]
     rest = (accelerator._schedulers, accelerator._dataloaders, rng, accelerator.scaler, "cpu", load_kwargs)
     accelerator.step = load_accelerator_state(folder, [], [], *rest).get("step", accelerator.step)
     for scheduler, total in zip(accelerator._schedulers, totals, strict=True):
-        _recount(scheduler, total, _data_ranks_of(folder), accelerator.num_processes)
+        _recount_schedule(scheduler, total, _count_data_ranks_of(folder), accelerator.num_processes)
     for number, thing in enumerate(accelerator._custom_objects):
         load_custom_state(thing, folder, number)
 
 
-def _recount(scheduler: AcceleratedScheduler, total: int | None, then: int, now: int) -> None:
+def _recount_schedule(scheduler: AcceleratedScheduler, total: int | None, then: int, now: int) -> None:
     """accelerate steps a schedule once per data rank: as many of this run as there were of the other."""
     if scheduler.split_batches or then == now:
         return
@@ -230,9 +239,9 @@ def _recount(scheduler: AcceleratedScheduler, total: int | None, then: int, now:
         inner.total_steps = total
 
 
-def _data_ranks_of(folder: str) -> int:
+def _count_data_ranks_of(folder: str) -> int:
     """Return how many data ranks have written a folder; of plain accelerate's, how many processes."""
-    layout = layout_of(folder)
+    layout = read_layout_of(folder)
     if layout:
         return max(layout["data_ranks"]) + 1
     return max(1, sum(name.startswith("random_states_") for name in os.listdir(folder)))
@@ -243,5 +252,5 @@ def _group_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[lis
     mesh = runtime.mesh()
     of_parameter = {id(p): name for name, p in model.named_parameters(remove_duplicate=False)}
     own = [{of_parameter[id(p)] for p in group["params"]} for group in optimizer.param_groups]
-    merged = [set().union(*group) for group in zip(*of_stages(own, mesh), strict=True)]
-    return [[name for name in folders.names_in_order(model, mesh) if name in group] for group in merged]
+    merged = [set().union(*group) for group in zip(*gather_from_stages(own, mesh), strict=True)]
+    return [[name for name in folders.list_names_in_order(model, mesh) if name in group] for group in merged]

@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any
 
 from hf_parallel.ask.keys.data import MEASURED
 from hf_parallel.ask.spec import refuse
-from hf_parallel.axes.pipeline.schedules import takes
-from hf_parallel.axes.pipeline.script_loss import cuts_alike
+from hf_parallel.axes.pipeline.schedules import can_run_micro_batches
+from hf_parallel.axes.pipeline.script_loss import can_cut_alike
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.accelerate.token_batches import TokenBatches
 from hf_parallel.hooks.patching import patch
-from hf_parallel.ranks.shares import Shares, SharesOfPass, cut_examples, enough_examples
+from hf_parallel.ranks.shares import Shares, SharesOfPass, compute_enough_examples, cut_examples
 
 if TYPE_CHECKING:
     from accelerate.data_loader import BatchSamplerShard, DataLoaderDispatcher
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 @patch("accelerate.data_loader:BatchSamplerShard.__iter__", "gives each data rank as many examples")
 def read_batches(original: Callable, self: BatchSamplerShard) -> Iterator[list]:
     """Yield this data rank's part of each batch of all data ranks."""
-    measured, shares = _measured(), _shares_of(self)
+    measured, shares = _get_measured_shares(), _find_shares_of(self)
     if shares is None:
         return original(self)
     if measured is not None and measured.sampler is self:
@@ -46,16 +46,16 @@ def read_batches(original: Callable, self: BatchSamplerShard) -> Iterator[list]:
     return _read_parts(self, lambda: shares)
 
 
-def _measured() -> runtime.MeasuredShares | None:
+def _get_measured_shares() -> runtime.MeasuredShares | None:
     current = runtime.current()
     return None if current is None else current.measured
 
 
-def _shares_of(sampler: object) -> Shares | None:
+def _find_shares_of(sampler: object) -> Shares | None:
     """Return the shares of what the loader of this sampler hands out; None: they are even, or it deals by tokens."""
     if _is_dealt_by_tokens(sampler):
         return None
-    measured = _measured()
+    measured = _get_measured_shares()
     if measured is None:
         return runtime.mesh().config.shares
     return measured.of_pass.in_hand if measured.sampler is sampler else measured.first
@@ -66,9 +66,9 @@ def _is_dealt_by_tokens(sampler: object) -> bool:
     return isinstance(getattr(sampler, "batch_sampler", None), TokenBatches)
 
 
-def _cut(examples: int, shares: Shares) -> tuple[int, ...]:
+def _cut_by_shares(examples: int, shares: Shares) -> tuple[int, ...]:
     """Return the number of examples of each data rank; shares that were measured leave none without."""
-    return cut_examples(examples, shares, 0 if _measured() is None else 1)
+    return cut_examples(examples, shares, 0 if _get_measured_shares() is None else 1)
 
 
 def _read_pass(sampler: BatchSamplerShard, of_pass: SharesOfPass) -> Iterator[list]:
@@ -82,7 +82,7 @@ def _read_parts(sampler: BatchSamplerShard, draw: Callable[[], Shares]) -> Itera
     Args:
         draw: gives the shares of the next batch.
     """
-    size, rank = examples_of(sampler), sampler.process_index
+    size, rank = count_examples_of(sampler), sampler.process_index
     first: list = []
     filled = False
     for examples in _read_global_batches(sampler):
@@ -94,7 +94,7 @@ def _read_parts(sampler: BatchSamplerShard, draw: Callable[[], Shares]) -> Itera
             if sampler.drop_last:
                 return
             examples = [*examples, *itertools.islice(itertools.cycle(first), size - len(examples))]
-        cut = _cut(size, draw())
+        cut = _cut_by_shares(size, draw())
         yield examples[sum(cut[:rank]) : sum(cut[: rank + 1])]
 
 
@@ -105,7 +105,7 @@ def _read_global_batches(sampler: BatchSamplerShard) -> Iterator[list]:
         yield [example for batch in together for example in batch]
 
 
-def examples_of(sampler: BatchSamplerShard) -> int:
+def count_examples_of(sampler: BatchSamplerShard) -> int:
     """Return the number of examples of a full batch of all data ranks."""
     return sampler.batch_size * (1 if sampler.split_batches else sampler.num_processes)
 
@@ -118,7 +118,7 @@ def part_of_stream(loader: DataLoaderDispatcher, examples: int) -> slice | None:
     shares = runtime.mesh().config.shares
     if shares is None:
         return None
-    size = _stream_size(loader)
+    size = _count_stream_size(loader)
     if examples < size:
         return None
     if examples > size:
@@ -128,7 +128,7 @@ def part_of_stream(loader: DataLoaderDispatcher, examples: int) -> slice | None:
     return slice(sum(cut[:rank]), sum(cut[: rank + 1]))
 
 
-def _stream_size(loader: DataLoaderDispatcher) -> int:
+def _count_stream_size(loader: DataLoaderDispatcher) -> int:
     return loader.batch_size * (1 if loader.split_batches else runtime.mesh().data_size)
 
 
@@ -151,17 +151,17 @@ def check_loader(prepared: DataLoader, of_loop: bool) -> None:
         why = "a loop without a Trainer says nothing of its steps" if of_loop else "streams are not cut anew"
         refuse(what, why, "batch_shares=" + ":".join(["2"] * (config.data_parallel_size - 1) + ["1"]))
     if isinstance(prepared, DataLoaderDispatcher):
-        check_batch_size(_stream_size(prepared), "batch_size", prepared.batch_size)
-        return check_micro_batches(_stream_size(prepared)) if of_loop else None
-    sampler = _sampler_of(prepared)
+        check_batch_size(_count_stream_size(prepared), "batch_size", prepared.batch_size)
+        return check_micro_batches(_count_stream_size(prepared)) if of_loop else None
+    sampler = _find_sampler_of(prepared)
     if sampler is None:
         refuse(what, "a stream that each process reads by itself is shared out evenly", "dispatch_batches=True")
     if _is_dealt_by_tokens(sampler):
         return None
     if sampler.batch_size is None:
         refuse(what, f"{type(sampler.batch_sampler).__name__} makes batches of no fixed size", "batch_shares=even")
-    check_batch_size(examples_of(sampler), "batch_size", sampler.batch_size)
-    return check_micro_batches(examples_of(sampler)) if of_loop else None
+    check_batch_size(count_examples_of(sampler), "batch_size", sampler.batch_size)
+    return check_micro_batches(count_examples_of(sampler)) if of_loop else None
 
 
 def check_batch_size(examples: int, name: str, value: int) -> None:
@@ -175,7 +175,7 @@ def check_batch_size(examples: int, name: str, value: int) -> None:
         return
     cut = cut_examples(examples, config.shares)
     if min(cut) == 0:
-        fits = enough_examples(config.shares) * value * config.data_parallel_size // examples
+        fits = compute_enough_examples(config.shares) * value * config.data_parallel_size // examples
         refuse(
             f"batch_shares={config.batch_shares}",
             f"{name}={value} gives data ranks {' '.join(map(str, cut))} of {examples} examples, and each needs one",
@@ -192,17 +192,17 @@ def check_micro_batches(examples: int) -> None:
         why = f"micro-batches meet at experts (ep_size={config.ep_size}), and their numbers would change"
         refuse(f"batch_shares={config.batch_shares}", why, "batch_shares=even")
     cut = cut_examples(examples, config.shares)
-    if cuts_alike(cut, config):
+    if can_cut_alike(cut, config):
         return
     common = math.gcd(*cut)
-    counts = (n for n in range(config.pp_size, common + 1) if common % n == 0 and takes(config, n))
+    counts = (n for n in range(config.pp_size, common + 1) if common % n == 0 and can_run_micro_batches(config, n))
     fits = max((n for n in counts if n <= 4 * config.pp_size), default=None)
     why = f"{' '.join(map(str, cut))} examples are unlike numbers of micro-batches, which meet at experts"
     works = "batch_shares=even" if fits is None else f"pipeline_microbatches={fits}"
     refuse(f"batch_shares={config.batch_shares}", f"{why} (ep_size={config.ep_size})", works)
 
 
-def _sampler_of(dataloader: Any) -> BatchSamplerShard | None:
+def _find_sampler_of(dataloader: Any) -> BatchSamplerShard | None:
     """Return what shares out the batches of a prepared loader; None where nothing does by examples."""
     from accelerate.data_loader import BatchSamplerShard
 
@@ -225,27 +225,27 @@ def cut_of(gradient_state: GradientState) -> tuple[int, ...] | None:
     loader = gradient_state.active_dataloader
     if not runtime.mesh().config.shares_batches:
         return None
-    sampler = None if isinstance(loader, DataLoaderDispatcher) else _sampler_of(loader)
-    shares = _shares_of(sampler)
+    sampler = None if isinstance(loader, DataLoaderDispatcher) else _find_sampler_of(loader)
+    shares = _find_shares_of(sampler)
     if isinstance(loader, DataLoaderDispatcher) and shares is not None:
-        size = _stream_size(loader)
+        size = _count_stream_size(loader)
         last = gradient_state.end_of_dataloader and gradient_state.remainder != size
-        return None if last else _cut(size, shares)
-    return None if sampler is None or shares is None else _cut(examples_of(sampler), shares)
+        return None if last else _cut_by_shares(size, shares)
+    return None if sampler is None or shares is None else _cut_by_shares(count_examples_of(sampler), shares)
 
 
 def take_batch(gradient_state: GradientState) -> None:
     """The next batch of a Trainer's loader is trained on."""
-    measured, loader = _measured(), gradient_state.active_dataloader
+    measured, loader = _get_measured_shares(), gradient_state.active_dataloader
     if measured is not None:
         measured.of_pass.take(getattr(loader.batch_sampler, "skip_batches", 0))
 
 
 def follow_trainer(loader: object) -> None:
     """Cut the batches of this loader anew when that is worth it, under `batch_shares=auto`."""
-    measured = _measured()
+    measured = _get_measured_shares()
     if measured is not None:
-        measured.sampler, measured.of_pass = _sampler_of(loader), SharesOfPass(measured.of_pass.latest)
+        measured.sampler, measured.of_pass = _find_sampler_of(loader), SharesOfPass(measured.of_pass.latest)
         measured.speeds.forget()
 
 
@@ -261,15 +261,17 @@ def is_ragged(gradient_state: GradientState) -> bool:
     """Is this a last batch that is filled with repeated rows? All data ranks say the same."""
     if not gradient_state.end_of_dataloader or gradient_state.remainder <= 0 or runtime.mesh().data_size == 1:
         return False
-    return not drops_last(gradient_state.active_dataloader)  # a batch sampler may, which accelerate does not look at
+    return not does_drop_last(
+        gradient_state.active_dataloader
+    )  # a batch sampler may, which accelerate does not look at
 
 
-def drops_last(dataloader: DataLoader) -> bool:
+def does_drop_last(dataloader: DataLoader) -> bool:
     """Does the loader leave out a last batch that is not full?"""
     return bool(getattr(getattr(dataloader, "batch_sampler", None), "drop_last", False))
 
 
-def real_rows(gradient_state: GradientState, rows: int) -> int:
+def count_real_rows(gradient_state: GradientState, rows: int) -> int:
     """Return how many rows of this rank's batch are not repeated to fill a ragged last batch.
 
     The `rows` of a data rank follow those of the rank before it. The first `remainder` rows of the batch are new.
@@ -287,11 +289,11 @@ def share_of_rows(gradient_state: GradientState, rows: int) -> float:
     1 where all data ranks have as many.
     """
     if is_ragged(gradient_state):
-        return real_rows(gradient_state, rows) * runtime.mesh().data_size / gradient_state.remainder
-    return full_share(gradient_state)
+        return count_real_rows(gradient_state, rows) * runtime.mesh().data_size / gradient_state.remainder
+    return compute_full_share(gradient_state)
 
 
-def full_share(gradient_state: GradientState) -> float:
+def compute_full_share(gradient_state: GradientState) -> float:
     """Return how much the mean over all rows of this rank's batch weighs, repeated ones included."""
     cut = cut_of(gradient_state)
     return 1.0 if cut is None else cut[runtime.mesh().data_rank] * len(cut) / sum(cut)

@@ -60,7 +60,7 @@ class TokenBatches:
         self._check()
         self.sampler = Epoch()
         self.rest: tuple[int, list[list[list[int]]]] | None = None
-        self.steps = self._fewest_steps()
+        self.steps = self._count_fewest_steps()
 
     def _check(self) -> None:
         if not self.lengths:
@@ -89,18 +89,18 @@ class TokenBatches:
         draw = random.Random(f"{self.seed} {epoch}")
         order = list(range(len(self.lengths)))
         draw.shuffle(order)
-        dealt = next(filter(self._fits, (self._dealt(order, width) for width in _WIDTHS)))
+        dealt = next(filter(self._fits, (self._deal_batches(order, width) for width in _WIDTHS)))
         steps: list[list[list[int]]] = [[[]] * self.ranks for _ in range(self.steps)]
         for ranks, batches in zip(self._alike, dealt, strict=True):
             batches.sort(key=self.tokens)
-            for step, own in zip(steps, self._in_steps(batches, len(ranks)), strict=True):
+            for step, own in zip(steps, self._arrange_in_steps(batches, len(ranks)), strict=True):
                 draw.shuffle(own)
                 for rank, batch in zip(ranks, own, strict=True):
                     step[rank] = batch
         draw.shuffle(steps)
         return steps
 
-    def _in_steps(self, batches: list[list[int]], ranks: int) -> list[list[list[int]]]:
+    def _arrange_in_steps(self, batches: list[list[int]], ranks: int) -> list[list[list[int]]]:
         """Arrange batches in steps, one for each of so many data ranks; stand-ins fill the last step."""
         shortest = min(range(len(self.lengths)), key=self.lengths.__getitem__)
         filled = [batch or [~shortest] for batch in batches]
@@ -113,7 +113,7 @@ class TokenBatches:
 
     def finish(self, epoch: int, batches: list[list[int]]) -> None:
         """Let that epoch consist of these batches, which another budget or number of data ranks has left."""
-        self.rest = epoch, self._in_steps(batches, self.ranks)
+        self.rest = epoch, self._arrange_in_steps(batches, self.ranks)
 
     def skip(self, epoch: int, seen: int) -> bool:
         """Let that epoch consist of its steps after those with so many batches of examples. Is anything left?"""
@@ -124,11 +124,11 @@ class TokenBatches:
         self.rest = (epoch, steps) if steps else None
         return bool(steps)
 
-    def _fewest_steps(self) -> int:
+    def _count_fewest_steps(self) -> int:
         """Return the steps of any epoch: a Trainer asks once."""
         order = list(range(len(self.lengths)))
         self.steps = math.ceil(sum(self.lengths) / (self.budget * self.ranks))
-        while not self._fits(self._dealt(order, math.inf)):
+        while not self._fits(self._deal_batches(order, math.inf)):
             most = len(order) if len(self._alike) > 1 else math.ceil(len(order) / self.ranks)
             self.steps = min(max(self.steps + 1, int(_MORE * self.steps)), most)
         return self.steps
@@ -140,7 +140,7 @@ class TokenBatches:
             for batch in batches
         )
 
-    def _dealt(self, order: list[int], width: float) -> list[list[list[int]]]:
+    def _deal_batches(self, order: list[int], width: float) -> list[list[list[int]]]:
         """Batches of the data ranks of each share. Longest examples first, those of a class as in `order`."""
         dealt: list[list[list[int]]] = [[[] for _ in range(self.steps * len(ranks))] for ranks in self._alike]
         least = [[(0, place) for place in range(len(batches))] for batches in dealt]

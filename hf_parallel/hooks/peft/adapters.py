@@ -23,19 +23,19 @@ from torch.distributed.tensor import DTensor
 
 from hf_parallel.apply.parallelize import ParallelState
 from hf_parallel.axes.adapters import lora
-from hf_parallel.axes.data.units import sharded_modules
-from hf_parallel.checkpoint import current, full_state_dict, slices
-from hf_parallel.checkpoint.slices import local_part, read_part
+from hf_parallel.axes.data.units import iterate_sharded_modules
+from hf_parallel.checkpoint import full_state_dict, join_current_save, slices
+from hf_parallel.checkpoint.slices import find_local_part, read_part
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.accelerate.accelerator import make_parallel
 from hf_parallel.hooks.bitsandbytes import finish_casts
 from hf_parallel.hooks.patching import patch
 from hf_parallel.hooks.peft import before as peft_settings
 from hf_parallel.hooks.peft.placing import place_in_base
-from hf_parallel.model.anatomy import stored_order
-from hf_parallel.model.calls import by_name
+from hf_parallel.model.anatomy import get_stored_order
+from hf_parallel.model.calls import bind_by_name
 from hf_parallel.ranks import messages
-from hf_parallel.ranks.local import holding, local
+from hf_parallel.ranks.local import get_local, hold_other_tensors
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
@@ -53,22 +53,22 @@ def inject_adapter(
     original: Callable, self: BaseTuner, model: PreTrainedModel, adapter_name: str, *args: object, **kwargs: object
 ) -> None:
     """Match names and draw random numbers as in one process, whatever part of the model is here."""
-    config, state = self.peft_config[adapter_name], runtime.parallel_state(model)
+    config, state = self.peft_config[adapter_name], runtime.find_parallel_state(model)
     if state is None and runtime.current() is None:
         original(self, model, adapter_name, *args, **kwargs)
         return
-    given = by_name(original, (self, model, adapter_name, *args), kwargs)
+    given = bind_by_name(original, (self, model, adapter_name, *args), kwargs)
     peft_settings.check_tuner(self, model, config, bool(given.get("low_cpu_mem_usage", False)))
     if state is None:
         make_parallel(model)
-        state = runtime.parallel_state(model)
+        state = runtime.find_parallel_state(model)
     assert state is not None
     for axis in ("dp_replicate", "dp_shard", "cp", "pp", "tp"):
         runtime.equalise_random_state(axis, 0, state.mesh)
-    for module in sharded_modules(state.root):
+    for module in iterate_sharded_modules(state.root):
         module.reshard()  # what was gathered for a pass would hide what is stored
     finish_casts(model)
-    with whole(model, state):
+    with show_all_stages(model, state):
         peft_settings.check_copies(model, config.modules_to_save or (), state.mesh)
         original(self, model, adapter_name, *args, **kwargs)
     if not hasattr(model, "_hf_parallel_unplaced"):
@@ -80,7 +80,7 @@ def init_model(
     original: Callable, self: PeftModel, model: nn.Module, peft_config: PeftConfig, *args: object, **kwargs: object
 ) -> None:
     """Split the first adapters when peft is done with them."""
-    if runtime.current() is not None or runtime.parallel_state(model) is not None:
+    if runtime.current() is not None or runtime.find_parallel_state(model) is not None:
         peft_settings.check_kind(peft_config)
     original(self, model, peft_config, *args, **kwargs)
     place_adapters(self)
@@ -89,10 +89,10 @@ def init_model(
 def place_adapters(model: PeftModel) -> None:
     """Split the adapters of a parallel base; those that are split already stay as they are."""
     base = model.get_base_model()
-    state = runtime.parallel_state(base)
+    state = runtime.find_parallel_state(base)
     if state is not None:
         place_in_base(base, state)
-        slices.let_ask(model, _gathered)
+        slices.let_ask(model, _gather_saved_tensors)
 
 
 @patch("peft.tuners.lora.layer:LoraLayer.__init__", "reads sizes off shards")
@@ -107,7 +107,7 @@ def init_layer(original: Callable, self: LoraLayer, base_layer: nn.Module, *args
         original(self, base_layer, *args, **kwargs)
         return
     # From a linear whose weight is no shard it takes the sizes that the layer says.
-    with holding(base, {"weight": nn.Parameter(torch.empty(0, device="meta"), requires_grad=False)}):
+    with hold_other_tensors(base, {"weight": nn.Parameter(torch.empty(0, device="meta"), requires_grad=False)}):
         original(self, base_layer, *args, **kwargs)
 
 
@@ -121,7 +121,7 @@ def first_magnitudes(original: Callable, self: DoraLinearLayer, *, base_layer: n
     order = getattr(base_layer, "stored_orders", {}).get("weight")
     value = weight.full_tensor().detach()
     value = value if order is None else order.to_own(value)
-    with holding(base_layer, {"weight": nn.Parameter(value, requires_grad=False)}):
+    with hold_other_tensors(base_layer, {"weight": nn.Parameter(value, requires_grad=False)}):
         original(self, base_layer=base_layer, **kwargs)
 
 
@@ -138,7 +138,7 @@ def start_from_base(original: Callable, self: LoraLayer, adapter_name: str, *arg
     order, dtype = getattr(base, "stored_orders", {}).get("weight"), weight.dtype
     whole_weight = weight.full_tensor().detach()
     whole_weight = (whole_weight if order is None else order.to_own(whole_weight)).float()
-    with holding(base, {"weight": nn.Parameter(whole_weight.clone(), requires_grad=False)}):
+    with hold_other_tensors(base, {"weight": nn.Parameter(whole_weight.clone(), requires_grad=False)}):
         original(self, adapter, *args)
     down, up = self.lora_A[adapter].weight.detach(), self.lora_B[adapter].weight.detach()
     for group in weight.device_mesh.get_all_groups():  # devices may factorise in ways of their own
@@ -148,7 +148,7 @@ def start_from_base(original: Callable, self: LoraLayer, adapter_name: str, *arg
     turned = self.fan_in_fan_out and original.__name__ == "pissa_init"  # OLoRA takes the weight as it lies
     rest = whole_weight - (taken.t() if turned else taken)
     with torch.no_grad():
-        local(weight).copy_(read_part(rest.to(dtype), local_part(weight, order)))
+        get_local(weight).copy_(read_part(rest.to(dtype), find_local_part(weight, order)))
 
 
 @patch("peft.peft_model:PeftModel.add_adapter", "leaves adapters whole on every rank")
@@ -159,7 +159,7 @@ def add_adapter(original: Callable, self: PeftModel, *args: object, **kwargs: ob
 
 
 @contextlib.contextmanager
-def whole(model: nn.Module, state: ParallelState) -> Iterator[None]:
+def show_all_stages(model: nn.Module, state: ParallelState) -> Iterator[None]:
     """Let the base model show the modules of all stages inside the `with`."""
     if state.pipeline is None:
         yield
@@ -171,7 +171,7 @@ def whole(model: nn.Module, state: ParallelState) -> Iterator[None]:
 @patch("peft.peft_model:PeftModel.get_nb_trainable_parameters", "counts those of one stage")
 def count(original: Callable, self: PeftModel) -> tuple[int, int]:
     """Count the parameters of the whole model, for `print_trainable_parameters`."""
-    state = runtime.parallel_state(self)
+    state = runtime.find_parallel_state(self)
     if state is None or state.pipeline is None:
         return original(self)
     with state.pipeline.remote_modules.counted(self.get_base_model()):
@@ -188,7 +188,7 @@ def copy_module(
 ) -> None:
     """Copy a module to be trained (`modules_to_save`); a split one shares its links to groups and meshes."""
     if adapter_name not in self.modules_to_save and tied_module is None:
-        self.modules_to_save[adapter_name] = lora.copied(self.original_module)
+        self.modules_to_save[adapter_name] = lora.copy_in_group(self.original_module)
     original(self, adapter_name, tied_module=tied_module, **kwargs)
 
 
@@ -205,48 +205,52 @@ def _refuse_unplaced(model: nn.Module, args: tuple) -> None:
 @patch("peft.peft_model:PeftModel.save_pretrained", "writes shards of one stage")
 def save_pretrained(original: Callable, self: PeftModel, save_directory: str, *args: object, **kwargs: object) -> None:
     """Write peft's own folder on rank 0 from whole adapters. Collective, but with `state_dict`."""
-    state = runtime.parallel_state(self)
+    state = runtime.find_parallel_state(self)
     if state is None:
         original(self, save_directory, *args, **kwargs)
         return
     base, given = self.get_base_model(), kwargs.get("state_dict")
-    gather = functools.partial(_gathered, embeddings=kwargs.get("save_embedding_layers", "auto"))
+    gather = functools.partial(_gather_saved_tensors, embeddings=kwargs.get("save_embedding_layers", "auto"))
     if given is None and not slices.is_alone("save_pretrained", self):
         kwargs["state_dict"] = gather(self)
-        with current(state.mesh) as saving:  # at its end all ranks wait
+        with join_current_save(state.mesh) as saving:  # at its end all ranks wait
             if state.mesh.rank == 0:
-                with saving.noting(), whole(base, state):
+                with saving.noting(), show_all_stages(base, state):
                     original(self, save_directory, *args, **kwargs)
     elif state.mesh.rank == 0:  # of the script: whole on rank 0, else empty; or this rank's part
-        kwargs["state_dict"] = slices.asked(self, gather) if given is None else _in_whole(self, state, given)
-        with whole(base, state):
+        kwargs["state_dict"] = (
+            slices.gather_asked(self, gather) if given is None else _load_in_whole(self, state, given)
+        )
+        with show_all_stages(base, state):
             original(self, save_directory, *args, **kwargs)
 
 
-def _gathered(model: PeftModel, embeddings: object = "auto") -> dict[str, torch.Tensor]:
+def _gather_saved_tensors(model: PeftModel, embeddings: object = "auto") -> dict[str, torch.Tensor]:
     """Gather the tensors that peft saves, as rank 0 is asked for it. Collective."""
-    state = runtime.parallel_state(model)
+    state = runtime.find_parallel_state(model)
     assert state is not None
-    names = messages.from_one(lambda: _saved_names(model, state, embeddings))
+    names = messages.send_from_one(lambda: _list_saved_names(model, state, embeddings))
     return full_state_dict(model, state.mesh, names.__contains__)
 
 
-def _in_whole(model: PeftModel, state: ParallelState, given: object) -> object:
+def _load_in_whole(model: PeftModel, state: ParallelState, given: object) -> object:
     if not isinstance(given, dict):
         return given
-    names, own = _saved_names(model, state, "auto"), model.state_dict()
+    names, own = _list_saved_names(model, state, "auto"), model.state_dict()
     embeddings = all(name in given for name in names if name in own) and "auto"  # a script may take adapters alone
-    names = names if embeddings else _saved_names(model, state, embeddings)
-    if not slices.are_parts(model, given, names):
+    names = names if embeddings else _list_saved_names(model, state, embeddings)
+    if not slices.are_own_parts(model, given, names):
         return given
-    return slices.made_whole(model, given, names, functools.partial(_gathered, embeddings=embeddings))
+    return slices.make_whole_tensors(
+        model, given, names, functools.partial(_gather_saved_tensors, embeddings=embeddings)
+    )
 
 
-def _saved_names(model: PeftModel, state: ParallelState, embeddings: object) -> set[str]:
+def _list_saved_names(model: PeftModel, state: ParallelState, embeddings: object) -> set[str]:
     """Return the names that peft takes of a state dict: adapters, and a vocabulary that was resized."""
     from peft import get_peft_model_state_dict
 
-    with whole(model.get_base_model(), state), warnings.catch_warnings():
+    with show_all_stages(model.get_base_model(), state), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # they come when peft saves
         names = list(model.state_dict())
         shown = {name: torch.tensor([number]) for number, name in enumerate(names)}
@@ -266,7 +270,7 @@ def set_state_dict(
     **kwargs: object,
 ) -> object:
     """Take this rank's part of every tensor of an adapter's file, in the order in which it is stored."""
-    shown = model if runtime.parallel_state(model) is None else _Uncut(model)
+    shown = model if runtime.find_parallel_state(model) is None else _Uncut(model)
     return original(shown, peft_model_state_dict, *args, **kwargs)
 
 
@@ -289,9 +293,9 @@ class _Uncut:
         parameters = dict(self._model.named_parameters(remove_duplicate=False))
         own = {key: parameters[key] for key in state_dict if key in parameters}
         for key, parameter in own.items():
-            part = read_part(state_dict[key], local_part(parameter, stored_order(self._model, key)))
+            part = read_part(state_dict[key], find_local_part(parameter, get_stored_order(self._model, key)))
             with torch.no_grad():
-                local(parameter).copy_(part)
+                get_local(parameter).copy_(part)
         parts = {key: parameter.detach() for key, parameter in own.items()}
         return self._model.load_state_dict({**state_dict, **parts}, **how)
 

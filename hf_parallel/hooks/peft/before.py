@@ -73,7 +73,7 @@ def check_tuner(tuner: BaseTuner, model: PreTrainedModel, config: LoraConfig, lo
             continue
         if setting.name == "init_lora_weights" and value in _STARTS:
             continue
-        _refuse(setting.name, value)
+        _refuse_before_layout(setting.name, value)
 
 
 def check_kind(config: PeftConfig) -> None:
@@ -96,7 +96,7 @@ def _check_start(model: nn.Module, config: PeftConfig) -> None:
         refuse(f"init_lora_weights={config.init_lora_weights!r}", "not with target_parameters", "True")
 
 
-def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+def check_adapter_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """Refuse LoRA-FA, which multiplies the A of each adapter with itself and names moments by pairs."""
     kind = type(getattr(optimizer, "optimizer", optimizer)).__name__
     if kind == "LoraFAOptimizer":
@@ -117,7 +117,7 @@ def check_copies(model: nn.Module, names: Collection[str], mesh: ParallelMesh) -
         refuse("modules_to_save", "two stages hold the tied embedding", "pp_size=1")
 
 
-def _refuse(name: str, value: object) -> None:
+def _refuse_before_layout(name: str, value: object) -> None:
     works = _WORKS.get(name, "its default")
     refuse(f"LoraConfig({name}={value!r})", "not part of this version of hf_parallel", works)
 
@@ -125,7 +125,7 @@ def _refuse(name: str, value: object) -> None:
 @patch("peft.tuners.tuners_utils:BaseTuner.delete_adapter", "FSDP2 would keep what is deleted")
 def refuse_deleting(original: Callable, self: BaseTuner, *args: object, **kwargs: object) -> object:
     """Refuse `delete_adapter`, because FSDP2 keeps the parameters that it has taken in."""
-    if runtime.parallel_state(self.model) is None:
+    if runtime.find_parallel_state(self.model) is None:
         return original(self, *args, **kwargs)
     raise NotImplementedError(
         "hf_parallel: delete_adapter on a parallel model is not part of this version; save the adapters, then "
@@ -151,18 +151,20 @@ def as_lora(
     """Read the start from its file: peft would put it into the model, which takes all ranks."""
     path = path_initial_model_for_weight_conversion
     shown: object = peft_model
-    if runtime.parallel_state(peft_model) is not None:
+    if runtime.find_parallel_state(peft_model) is not None:
         folder, name = os.path.split(path)
         shown = SimpleNamespace(
             load_adapter=lambda *_, **__: None,
             delete_adapter=lambda *_: None,
             peft_config={name: peft_config},
-            base_model=SimpleNamespace(subtract_mutated_init=lambda trained, *_: _less(trained, folder, name)),
+            base_model=SimpleNamespace(
+                subtract_mutated_init=lambda trained, *_: _select_trained(trained, folder, name)
+            ),
         )
     return original(cls, shown, peft_config, path, *args)
 
 
-def _less(trained: dict[str, torch.Tensor], folder: str, name: str) -> dict[str, torch.Tensor]:
+def _select_trained(trained: dict[str, torch.Tensor], folder: str, name: str) -> dict[str, torch.Tensor]:
     from peft import load_peft_weights
 
     first = load_peft_weights(folder, device="cpu", subfolder=name)
@@ -207,15 +209,15 @@ def make_parallel_below(model: PreTrainedModel, parallelize: Callable[[nn.Module
     for name in configs:
         tuner.inject_adapter(tuner.model, name)
         tuner._cast_adapter_dtype(adapter_name=name, autocast_adapter_dtype=True)
-        state = runtime.parallel_state(tuner.model)
+        state = runtime.find_parallel_state(tuner.model)
         assert state is not None
         place_in_base(tuner.model, state)
-        set_peft_model_state_dict(model, _from_first_rank(kept[name], tuner.model), adapter_name=name)
+        set_peft_model_state_dict(model, _send_from_first_rank(kept[name], tuner.model), adapter_name=name)
     tuner.set_adapter(active, inference_mode=not trains)
 
 
-def _from_first_rank(tensors: dict[str, torch.Tensor], model: nn.Module) -> dict[str, torch.Tensor]:
-    state = runtime.parallel_state(model)
+def _send_from_first_rank(tensors: dict[str, torch.Tensor], model: nn.Module) -> dict[str, torch.Tensor]:
+    state = runtime.find_parallel_state(model)
     assert state is not None
     device, equal = state.mesh.device, {}
     for key in sorted(tensors):

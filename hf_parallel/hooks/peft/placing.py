@@ -17,17 +17,17 @@ from hf_parallel.axes.adapters import lora, lora_grid, lora_weights
 from hf_parallel.axes.adapters import lora_weights as expert_weights
 from hf_parallel.axes.adapters.four_bit import FourBit
 from hf_parallel.axes.data.parameters import add_late_parameters, remove_late_parameters
-from hf_parallel.axes.data.units import sharded_modules
+from hf_parallel.axes.data.units import iterate_sharded_modules
 from hf_parallel.axes.experts.layers import SharedOut
 from hf_parallel.axes.pipeline.stages import follow_wrappers
 from hf_parallel.axes.tensor.experts import SplitExperts
-from hf_parallel.axes.tensor.layers import TensorParallelLayer, holding, local
+from hf_parallel.axes.tensor.layers import TensorParallelLayer, get_local, hold_other_tensors
 from hf_parallel.axes.tensor.tensor_parallel import shard_parameter
-from hf_parallel.checkpoint.slices import local_part, read_part
+from hf_parallel.checkpoint.slices import find_local_part, read_part
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.patching import patch
 from hf_parallel.model.anatomy import StoredOrder
-from hf_parallel.model.calls import by_name
+from hf_parallel.model.calls import bind_by_name
 
 if TYPE_CHECKING:
     from peft.tuners.lora import LoraLayer
@@ -81,9 +81,9 @@ def place_in_base(model: PreTrainedModel, state: ParallelState) -> None:
     if state.mesh.size("tp") > 1 or state.mesh.size("ep") > 1:
         with shown:
             for name, module in list(model.named_modules()):
-                base = _innermost(module)
+                base = _find_wrapped_innermost(module)
                 if isinstance(base, TensorParallelLayer | SharedOut):
-                    _split(name, module, base, state)
+                    _split_adapter(name, module, base, state)
     if state.pipeline is not None:
         follow_wrappers(state.pipeline.stages, model)
         state.pipeline.services.adapters = AdapterState(model)
@@ -124,27 +124,27 @@ def _unshard(module: nn.Module, state: ParallelState) -> None:
                 shard_parameter(module, name, state.mesh["tp"], tp[0].dim, state.mesh.device)
 
 
-def _innermost(wrapper: BaseTunerLayer) -> nn.Module | None:
+def _find_wrapped_innermost(wrapper: BaseTunerLayer) -> nn.Module | None:
     """Return the module inside all wrappers: wrappers of several weights of one module nest."""
     return wrapper.get_base_layer() if hasattr(wrapper, "base_layer") else None
 
 
-def _split(name: str, wrapper: BaseTunerLayer, base: nn.Module, state: ParallelState) -> None:
+def _split_adapter(name: str, wrapper: BaseTunerLayer, base: nn.Module, state: ParallelState) -> None:
     from peft.tuners.lora.layer import Embedding, Linear, ParamWrapper
 
     mesh, device = state.mesh["tp"], state.mesh.device
     if isinstance(wrapper, ParamWrapper) and expert_weights.can_adapt(base, wrapper.parameter_name):
-        expert_weights.adapt(wrapper)
+        expert_weights.adapt_expert_weight(wrapper)
         return
     if isinstance(wrapper, ParamWrapper):
-        if not lora_weights.can_split(base, wrapper.parameter_name):
+        if not lora_weights.can_split_weight_adapter(base, wrapper.parameter_name):
             named = f"{name}.{wrapper.parameter_name}"
             refuse("target_parameters", f"how adapters of {named} are split is not known", "tp_size=1")
         lora_weights.split_weight(wrapper, mesh, device)
         return
-    if not isinstance(wrapper, Linear | Embedding) or not lora.can_split(base):
+    if not isinstance(wrapper, Linear | Embedding) or not lora.can_split_adapter(base):
         refuse("target_modules", f"how adapters of {name} are split is not known", "tp_size=1")
-    lora.adapt(wrapper)
+    lora.adapt_linear(wrapper)
     on_grid = lora_grid.is_on_grid(base)
     if on_grid and wrapper.lora_magnitude_vector:
         refuse("use_dora", f"magnitudes of {name} under tp_mesh={state.mesh.config.tp_mesh} are not known", "False")
@@ -176,11 +176,11 @@ def delta_weight(
     weight = self.get_param() if hasattr(self, "get_param") else self.get_base_layer().weight
     if not isinstance(weight, DTensor):  # also in a forward that adds it to a gathered weight
         return original(self, adapter)
-    with _whole(self, adapter):
+    with _hold_whole_adapter(self, adapter):
         delta = original(self, adapter).detach()
     if isinstance(delta, DTensor):  # a wrapper of a weight asks as a linear does
         return delta
-    part = read_part(delta, local_part(weight, _order_of_experts(self))).contiguous()
+    part = read_part(delta, find_local_part(weight, _order_of_experts(self))).contiguous()
     return DTensor.from_local(
         part, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
     )
@@ -202,40 +202,40 @@ def merge_layer(original: Callable, self: LoraLayer, *args: object, **kwargs: ob
         return
     with contextlib.ExitStack() as stack:
         for adapter in self.lora_A:
-            stack.enter_context(_whole(self, adapter))
-        stack.enter_context(_gathered(base, "weight"))
+            stack.enter_context(_hold_whole_adapter(self, adapter))
+        stack.enter_context(_gather_parameter(base, "weight"))
         original(self, *args, **kwargs)
         changed = base.weight.detach()
     with torch.no_grad():
-        local(weight).copy_(read_part(changed, local_part(weight)))
+        get_local(weight).copy_(read_part(changed, find_local_part(weight)))
 
 
 @contextlib.contextmanager
-def _whole(layer: nn.Module, adapter: str) -> Iterator[None]:
+def _hold_whole_adapter(layer: nn.Module, adapter: str) -> Iterator[None]:
     """Hold whole A and B of a layer, and DoRA's magnitudes, in the `with`. Collective over the ranks of its stage."""
     with contextlib.ExitStack() as stack:
         for name in ("lora_A", "lora_B", "lora_magnitude_vector"):
             if adapter in getattr(layer, name):
-                stack.enter_context(_gathered(getattr(layer, name)[adapter], "weight"))
+                stack.enter_context(_gather_parameter(getattr(layer, name)[adapter], "weight"))
         for name in ("lora_embedding_A", "lora_embedding_B"):
             if adapter in getattr(layer, name):
-                stack.enter_context(_gathered(getattr(layer, name), adapter))
+                stack.enter_context(_gather_parameter(getattr(layer, name), adapter))
         yield
 
 
-def _gathered(module: nn.Module, name: str) -> contextlib.AbstractContextManager:
+def _gather_parameter(module: nn.Module, name: str) -> contextlib.AbstractContextManager:
     parameter = module._parameters[name]
     assert parameter is not None
     whole = (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach()
-    return holding(module, {name: nn.Parameter(whole, requires_grad=False)})
+    return hold_other_tensors(module, {name: nn.Parameter(whole, requires_grad=False)})
 
 
 @patch("peft.tuners.tuners_utils:BaseTuner.{merge,unmerge}_adapter", "changes gathered weights")
 def merge(original: Callable, self: BaseTuner, *args: object, **kwargs: object) -> None:
     """Change the stored parts, not gathered weights, in `merge_adapter` and `unmerge_adapter`."""
-    state = runtime.parallel_state(self.model)
+    state = runtime.find_parallel_state(self.model)
     if state is not None:
-        _check(self.model, True, bool(by_name(original, (self, *args), kwargs).get("safe_merge")))
+        _check_merge(self.model, True, bool(bind_by_name(original, (self, *args), kwargs).get("safe_merge")))
         _reshard(state)
     original(self, *args, **kwargs)
 
@@ -249,31 +249,31 @@ def merge_and_unload(
     adapter_names: list[str] | None = None,
 ) -> object:
     """Add adapters to this rank's part of the weights, and take them out."""
-    if runtime.parallel_state(self.model) is None:
+    if runtime.find_parallel_state(self.model) is None:
         return original(self, progressbar, safe_merge, adapter_names)
-    _check(self.model, True, safe_merge)
-    return _taken_out(self, functools.partial(original, self, progressbar, safe_merge, adapter_names))
+    _check_merge(self.model, True, safe_merge)
+    return _take_adapters_out(self, functools.partial(original, self, progressbar, safe_merge, adapter_names))
 
 
 @patch("peft.tuners.tuners_utils:BaseTuner.unload", "leaves split layers without a way out")
 def unload(original: Callable, self: BaseTuner) -> object:
     """Take adapters out."""
-    if runtime.parallel_state(self.model) is None:
+    if runtime.find_parallel_state(self.model) is None:
         return original(self)
-    _check(self.model, False, False)
-    return _taken_out(self, functools.partial(original, self))
+    _check_merge(self.model, False, False)
+    return _take_adapters_out(self, functools.partial(original, self))
 
 
-def _taken_out(self: BaseTuner, take_out: Callable[[], object]) -> object:
+def _take_adapters_out(self: BaseTuner, take_out: Callable[[], object]) -> object:
     """Let layers communicate by themselves again, and FSDP2 forget the adapters."""
-    state = runtime.parallel_state(self.model)
+    state = runtime.find_parallel_state(self.model)
     assert state is not None
     _reshard(state)
-    wrappers = [module for module in self.model.modules() if _wrapped(module) is not None]
+    wrappers = [module for module in self.model.modules() if _get_wrapped(module) is not None]
     names = {id(module): name for name, module in self.model.named_modules()}
     result = take_out()
     for wrapper in wrappers:
-        inner = _wrapped(wrapper)
+        inner = _get_wrapped(wrapper)
         if isinstance(inner, TensorParallelLayer):
             inner.adapted = False
     if state.pipeline is not None:
@@ -283,7 +283,7 @@ def _taken_out(self: BaseTuner, take_out: Callable[[], object]) -> object:
     return result
 
 
-def _wrapped(module: nn.Module) -> nn.Module | None:
+def _get_wrapped(module: nn.Module) -> nn.Module | None:
     """Return the module inside a wrapper of PEFT; None for any other module."""
     children = getattr(module, "_modules", {})
     return children.get("base_layer", children.get("original_module"))
@@ -302,11 +302,11 @@ def _follow(model: nn.Module, state: ParallelState, names: dict[int, str]) -> No
 
 def _reshard(state: ParallelState) -> None:
     """Let go of weights gathered for a pass: they would hide the change."""
-    for module in sharded_modules(state.root):
+    for module in iterate_sharded_modules(state.root):
         module.reshard()
 
 
-def _check(model: nn.Module, merge: bool, safe_merge: bool) -> None:
+def _check_merge(model: nn.Module, merge: bool, safe_merge: bool) -> None:
     if safe_merge:
         raise NotImplementedError("hf_parallel: safe_merge=True on a parallel model is not part of this version")
     variants = {type(v) for module in model.modules() for v in (getattr(module, "lora_variant", None) or {}).values()}

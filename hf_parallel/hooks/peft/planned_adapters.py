@@ -17,14 +17,14 @@ from hf_parallel.apply.parallelize import state_of
 from hf_parallel.ask.spec import refuse
 from hf_parallel.axes.axis import Packing
 from hf_parallel.hooks import runtime
-from hf_parallel.hooks.patching import apply, undo
+from hf_parallel.hooks.patching import apply_patches, undo
 
 if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedModel
 
 
-def planned_lora(
+def plan_lora(
     rank: int, targets: str | Sequence[str] = "all-linear", **settings: object
 ) -> Callable[[nn.Module], None]:
     """Return a function that adds adapters of `rank` to a parallel meta model, as get_peft_model does to any.
@@ -39,13 +39,13 @@ def planned_lora(
     def adapt(model: nn.Module) -> None:
         from peft import LoraConfig, get_peft_model
 
-        from hf_parallel.hooks.patches import all_patches
+        from hf_parallel.hooks.patches import list_patches
 
         state = state_of(model)
         assert state is not None
-        done = apply([patch for patch in all_patches() if patch.library == "peft"])
+        done = apply_patches([patch for patch in list_patches() if patch.library == "peft"])
         try:
-            with runtime.pretended(state.mesh), torch.device("meta"):
+            with runtime.pretend_mesh(state.mesh), torch.device("meta"):
                 get_peft_model(model, LoraConfig(r=rank, target_modules=targets, **settings))
         finally:
             undo(done)
@@ -53,7 +53,7 @@ def planned_lora(
     return adapt
 
 
-def four_bit(double: bool = False) -> Packing:
+def plan_four_bit(double: bool = False) -> Packing:
     """Return the packing that makes a split meta model expect weights of NF4, as loading in 4 bits does."""
     from transformers import BitsAndBytesConfig
 

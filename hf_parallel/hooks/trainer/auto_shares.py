@@ -14,11 +14,11 @@ import torch.distributed as dist
 from hf_parallel.ask.keys.data import MEASURED
 from hf_parallel.ask.spec import refuse
 from hf_parallel.hooks import runtime
-from hf_parallel.hooks.accelerate.shares import examples_of
+from hf_parallel.hooks.accelerate.shares import count_examples_of
 from hf_parallel.ranks import messages
-from hf_parallel.ranks.devices import device_memory, product_rate
-from hf_parallel.ranks.mesh import data_rank
-from hf_parallel.ranks.shares import WORTH, Shares, SharesOfPass, cut_examples, shares_of
+from hf_parallel.ranks.devices import measure_device_memory, measure_product_rate
+from hf_parallel.ranks.mesh import compute_data_rank
+from hf_parallel.ranks.shares import WORTH, Shares, SharesOfPass, compute_shares_of, cut_examples
 
 if TYPE_CHECKING:
     from hf_parallel.monitor.meter import RankRow
@@ -28,25 +28,27 @@ if TYPE_CHECKING:
 ROOM = 0.92
 
 
-def measure() -> None:
+def measure_shares() -> None:
     """Compare the ranks by a matrix product, once. Collective."""
     current = runtime.current()
     if current is None or current.config.batch_shares != MEASURED or current.measured is not None:
         return
     if current.config.monitor == "off":
         refuse("batch_shares=auto", "monitor=off measures no step", "monitor=basic")
-    seconds = _of_data_ranks([1 / rate for rate in messages.gather(product_rate(current.mesh.device))])
+    seconds = _gather_of_data_ranks(
+        [1 / rate for rate in messages.gather_objects(measure_product_rate(current.mesh.device))]
+    )
     alike = max(seconds) < WORTH * min(seconds)
-    first = shares_of([1.0] * len(seconds) if alike else seconds)
+    first = compute_shares_of([1.0] * len(seconds) if alike else seconds)
     current.measured = runtime.MeasuredShares(first, SharesOfPass(first))
 
 
-def _of_data_ranks(values: Sequence[float]) -> list[float]:
+def _gather_of_data_ranks(values: Sequence[float]) -> list[float]:
     """Return the largest value among the ranks of each data rank."""
     config = runtime.mesh().config
     found = [0.0] * config.data_parallel_size
     for rank, value in enumerate(values):
-        place = data_rank(config, rank)
+        place = compute_data_rank(config, rank)
         found[place] = max(found[place], value)
     return found
 
@@ -65,10 +67,10 @@ def look(rows: list[RankRow], accumulation: int) -> str | None:
     measured = None if current is None else current.measured
     if measured is None or measured.sampler is None or not all(row.rows for row in rows):
         return None
-    examples = examples_of(measured.sampler)
-    seconds = _of_data_ranks([row.compute / row.rows for row in rows])
+    examples = count_examples_of(measured.sampler)
+    seconds = _gather_of_data_ranks([row.compute / row.rows for row in rows])
     now, speeds = measured.of_pass.latest, measured.speeds
-    most = _most_examples(measured, rows, cut_examples(examples, measured.of_pass.in_hand, 1))
+    most = _count_most_examples(measured, rows, cut_examples(examples, measured.of_pass.in_hand, 1))
     found = speeds.look(seconds, examples, now, most)
     if found is None:
         return None
@@ -76,19 +78,19 @@ def look(rows: list[RankRow], accumulation: int) -> str | None:
     dist.all_reduce(drawn, dist.ReduceOp.MAX)
     begin = -(-int(drawn) // accumulation) * accumulation
     measured.of_pass.change(begin, found)
-    line = _line(speeds.medians, examples, now, found, most)
+    line = _format_change(speeds.medians, examples, now, found, most)
     speeds.forget()
     return line
 
 
-def memory_of_rank(device: torch.device) -> tuple[float, float] | None:
+def measure_memory_of_rank(device: torch.device) -> tuple[float, float] | None:
     """Return the bytes that this rank holds between steps, and those of its device; None on a CPU."""
     if device.type == "cpu":
         return None
-    return float(torch.get_device_module(device).memory_allocated(device)), device_memory(device)
+    return float(torch.get_device_module(device).memory_allocated(device)), measure_device_memory(device)
 
 
-def _most_examples(
+def _count_most_examples(
     measured: runtime.MeasuredShares, rows: list[RankRow], cut: tuple[int, ...]
 ) -> tuple[int, ...] | None:
     """Return how many examples fit on each data rank; None where memory is not counted. Collective at first.
@@ -99,22 +101,26 @@ def _most_examples(
         cut: the examples of each data rank in the micro-steps that `rows` are about.
     """
     if measured.memory is None:
-        measured.memory = messages.gather(memory_of_rank(runtime.mesh().device))
+        measured.memory = messages.gather_objects(measure_memory_of_rank(runtime.mesh().device))
     measured.largest = tuple(map(max, cut, measured.largest or cut))
     config, most = runtime.mesh().config, [sum(cut)] * len(cut)
     for rank, (row, memory) in enumerate(zip(rows, measured.memory, strict=True)):
         if memory is None:
             return None
-        place, (held, whole) = data_rank(config, rank), memory
+        place, (held, whole) = compute_data_rank(config, rank), memory
         each = max(1.0, row.memory_peak - held) / measured.largest[place]
         most[place] = max(1, min(most[place], int((ROOM * whole - held) / each)))
     return tuple(most)
 
 
-def _line(seconds: list[float], examples: int, now: Shares, then: Shares, most: tuple[int, ...] | None = None) -> str:
+def _format_change(
+    seconds: list[float], examples: int, now: Shares, then: Shares, most: tuple[int, ...] | None = None
+) -> str:
     former, new = (" ".join(map(str, cut_examples(examples, one, 1))) for one in (now, then))
     each = " ".join(f"{one:.3g}" for one in seconds)
-    full = most is not None and cut_examples(examples, then, 1) != cut_examples(examples, shares_of(seconds), 1)
+    full = most is not None and cut_examples(examples, then, 1) != cut_examples(
+        examples, compute_shares_of(seconds), 1
+    )
     room = f" and have room for {' '.join(map(str, most))}" if full and most else ""
     return (
         f"batch_shares=auto: data ranks compute an example in {each} s{room}, so they get {new} examples of each "

@@ -23,7 +23,7 @@ from hf_parallel.ask.session import of_session
 from hf_parallel.ask.spec import Told
 from hf_parallel.hooks import report, runtime
 from hf_parallel.hooks.patching import replacing
-from hf_parallel.monitor.first_bad import Finding, Search, sentence
+from hf_parallel.monitor.first_bad import Finding, Search, format_findings
 from hf_parallel.ranks import messages
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class Joined:
     def part(self) -> Iterator[None]:
         """The loss of a part is computed in here."""
         if self.restore is None:
-            self.restore = remembered(self.trainer)
+            self.restore = remember_counts(self.trainer)
         else:
             self.restore()
         gather, calls = self.trainer.accelerator.gather, itertools.count()
@@ -75,28 +75,28 @@ class Joined:
             yield
 
 
-def remembered(trainer: Trainer) -> Callable[[], None]:
+def remember_counts(trainer: Trainer) -> Callable[[], None]:
     """A function after which the trainer has counted and collected no more than now."""
-    counters = {name: value for name, value in vars(trainer).items() if _collects(value)}
+    counters = {name: value for name, value in vars(trainer).items() if _is_collection(value)}
     before = copy.deepcopy(counters)
 
     def restore() -> None:
         for name, value in counters.items():
-            setattr(trainer, name, _restored(value, copy.deepcopy(before[name])))
+            setattr(trainer, name, _restore_content(value, copy.deepcopy(before[name])))
 
     return restore
 
 
-def _collects(value: object, depth: int = 3) -> bool:
+def _is_collection(value: object, depth: int = 3) -> bool:
     """A number, or containers of numbers and words."""
     if value is None or isinstance(value, int | float | str):
         return True
     if not depth or not isinstance(value, dict | list | deque) or len(value) > 10_000:
         return False
-    return all(_collects(item, depth - 1) for item in (value.values() if isinstance(value, dict) else value))
+    return all(_is_collection(item, depth - 1) for item in (value.values() if isinstance(value, dict) else value))
 
 
-def _restored(value: object, before: dict | list | deque) -> object:
+def _restore_content(value: object, before: dict | list | deque) -> object:
     """Return the container with its former content: others may hold it too."""
     if isinstance(value, dict):
         value.clear()
@@ -141,7 +141,7 @@ class Looking(TrainerCallback):
     def note(self, model: PreTrainedModel, inputs: dict, args: tuple, kwargs: dict) -> None:
         """A micro-batch of the step in progress, before anything is taken out of it."""
         if not self.batches:
-            self.random_state = runtime.random_state()
+            self.random_state = runtime.read_random_states()
             self.search = self._made() if self.wanted else None
             self.wanted = False
             if self.search is not None:
@@ -155,7 +155,7 @@ class Looking(TrainerCallback):
         if self._is_read_now() and self.norm is not None and not math.isfinite(float(self.norm)):
             self._norm_is_bad()
         elif self.search is not None:
-            self._not_found()
+            self._say_not_found()
         self.batches, self.search, self.norm = [], None, None
 
     def _is_read_now(self) -> bool:
@@ -178,7 +178,7 @@ class Looking(TrainerCallback):
     def _norm_is_bad(self) -> None:
         self.bad_steps += 1
         if self.search is not None:
-            self._tell(_of_all(self.search.finding))
+            self._tell(_gather_findings(self.search.finding))
         elif self.searches < (SEARCHES if self.action == "skip" else 1):
             self._look()
         elif self.action == "skip":
@@ -203,7 +203,7 @@ class Looking(TrainerCallback):
 
         optimizer.step = skipped
 
-    def _not_found(self) -> None:
+    def _say_not_found(self) -> None:
         line = f"step {self._step()}, which was searched for what the one before it had, is finite again"
         if self.action == "stop":
             raise BadNumberError(f"hf_parallel: {line}; nan_action=stop ends the run, the bad step was not taken")
@@ -212,7 +212,7 @@ class Looking(TrainerCallback):
     def _look(self) -> None:
         self.searches += 1
         if self._can_repeat():
-            self._tell(self._repeated())
+            self._tell(self._repeat_batches())
         else:
             self.wanted = True
             report.say(f"step {self._step()}: the gradient norm is {float(self._norm()):g}; the next step is searched")
@@ -222,22 +222,22 @@ class Looking(TrainerCallback):
         plain = all(getattr(kind, name) is getattr(Trainer, name) for name in ("training_step", "_prepare_inputs"))
         return plain and runtime.mesh().config.offload == "none" and bool(self.batches)
 
-    def _repeated(self) -> dict[int, Finding | None]:
+    def _repeat_batches(self) -> dict[int, Finding | None]:
         """The step's batches once more, with the same random numbers; gradients are as before. Collective."""
         search, parameters = self._made(), list(self.trainer.model.parameters())
         gradients = [parameter.grad for parameter in parameters] if self.action == "report" else []
         self._leave_out()
-        restore, stream, batches = remembered(self.trainer), runtime.random_state(), self.batches
+        restore, stream, batches = remember_counts(self.trainer), runtime.read_random_states(), self.batches
         assert self.random_state is not None  # taken with the first batch
         runtime.set_random_state(self.random_state)
         search.look_at_weights()
-        with not_noting():
+        with pause_notes():
             for number, (model, inputs, args, kwargs) in enumerate(batches, 1):
                 with search.looking(number):
                     loss = self.trainer.training_step(model, inputs, *args, **kwargs)
                 search.look_at_loss(loss)
         search.look_at_gradients()
-        found = _of_all(search.finding)
+        found = _gather_findings(search.finding)
         restore()
         runtime.set_random_state(stream)
         self._leave_out()
@@ -246,7 +246,7 @@ class Looking(TrainerCallback):
         return found
 
     def _made(self) -> Search:
-        state = runtime.parallel_state(self.trainer.model)
+        state = runtime.find_parallel_state(self.trainer.model)
         engine = None if state is None else state.pipeline
         stages = [] if engine is None else list(zip(engine.stages, engine.views, strict=True))
         return Search(
@@ -255,7 +255,7 @@ class Looking(TrainerCallback):
 
     def _tell(self, findings: dict[int, Finding | None]) -> None:
         line = f"step {self._step()}: the gradient norm is {float(self._norm()):g}: "
-        line += sentence(findings, len(self.batches), self._step())
+        line += format_findings(findings, len(self.batches), self._step())
         if self.action == "stop":
             raise BadNumberError(f"hf_parallel: {line}; nan_action=stop ends the run, the step is not taken")
         then = (
@@ -275,13 +275,13 @@ class Looking(TrainerCallback):
             parameter.grad = None
 
 
-def _of_all(finding: Finding | None) -> dict[int, Finding | None]:
+def _gather_findings(finding: Finding | None) -> dict[int, Finding | None]:
     """By rank. Collective over all ranks, of which each has come to the same norm."""
-    return dict(enumerate(messages.gather(finding, runtime.mesh().host_group_of_training)))
+    return dict(enumerate(messages.gather_objects(finding, runtime.mesh().host_group_of_training)))
 
 
 @contextlib.contextmanager
-def looking(trainer: Trainer) -> Iterator[None]:
+def look_for_bad_numbers(trainer: Trainer) -> Iterator[None]:
     """Inside, numbers that are not finite are told about."""
     now = of_session(_Now)
     former, now.looking = now.looking, Looking(trainer)
@@ -294,7 +294,7 @@ def looking(trainer: Trainer) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def not_noting() -> Iterator[None]:
+def pause_notes() -> Iterator[None]:
     """Compute batches of a step that is known, without noting them."""
     now = of_session(_Now)
     former, now.looking = now.looking, None
@@ -305,7 +305,7 @@ def not_noting() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def watched_step(model: PreTrainedModel, inputs: dict, args: tuple, kwargs: dict) -> Iterator[None]:
+def watch_micro_batch(model: PreTrainedModel, inputs: dict, args: tuple, kwargs: dict) -> Iterator[None]:
     """Around the computation of one micro-batch."""
     looking = of_session(_Now).looking
     if looking is None:
@@ -319,20 +319,20 @@ def watched_step(model: PreTrainedModel, inputs: dict, args: tuple, kwargs: dict
         yield
 
 
-def searches_next_step() -> bool:
+def will_search_next_step() -> bool:
     """Will the step that begins be searched, batch by batch?"""
     looking = of_session(_Now).looking
     return looking is not None and looking.wanted
 
 
-def norm_is(norm: torch.Tensor) -> None:
+def note_norm(norm: torch.Tensor) -> None:
     """Note the norm of all gradients, before they were clipped."""
     looking = of_session(_Now).looking
     if looking is not None:
         looking.norm = norm
 
 
-def logged(logs: dict[str, float]) -> None:
+def note_logs(logs: dict[str, float]) -> None:
     """Numbers that Trainer shows."""
     looking = of_session(_Now).looking
     if looking is not None:

@@ -28,9 +28,9 @@ from hf_parallel import checkpoint as folders
 from hf_parallel.ask.spec import refuse
 from hf_parallel.checkpoint import slices
 from hf_parallel.hooks import hangs, runtime, sentence_transformers
-from hf_parallel.hooks.accelerate.random_stream import RandomStream, plain_state
+from hf_parallel.hooks.accelerate.random_stream import RandomStream, make_plain_state
 from hf_parallel.hooks.patching import patch
-from hf_parallel.ranks.mesh import data_rank
+from hf_parallel.ranks.mesh import compute_data_rank
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, Trainer, TrainerControl, TrainerState, TrainingArguments
@@ -166,7 +166,7 @@ def on_save(
 
 
 @contextlib.contextmanager
-def as_of(trainer: Trainer, unfinished: UnfinishedSave) -> Iterator[None]:
+def show_saved_step(trainer: Trainer, unfinished: UnfinishedSave) -> Iterator[None]:
     """Whoever asks is told the step that was saved; the model has gone on, and must not be taken for that step's."""
     state, model = trainer.state, trainer.model
     now = {"global_step": state.global_step, "epoch": state.epoch}
@@ -201,7 +201,7 @@ def save_model(original: Callable, self: Trainer, output_dir: str | None = None,
         self._save(folder, state_dict=self.model.state_dict())
     else:
         wait_for_save(self)
-        with hangs.taking_long("a save"):
+        with hangs.allow_long_phase("a save"):
             _save_weights(self, folder)
     if self.args.push_to_hub and not _internal_call:
         self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
@@ -209,11 +209,11 @@ def save_model(original: Callable, self: Trainer, output_dir: str | None = None,
 
 def _save_weights(trainer: Trainer, folder: str) -> None:
     """A transformers model saves itself, streamed; another module's weights are gathered first."""
-    alone, mesh = sentence_transformers.saves_on_one_rank(trainer), runtime.mesh()
+    alone, mesh = sentence_transformers.does_save_on_one_rank(trainer), runtime.mesh()
     state_dict = None
     if not alone and not hasattr(trainer.model, "base_model_prefix"):
         state_dict = folders.full_state_dict(trainer.model, mesh)
-    with folders.current(mesh) as saving, saving.noting():
+    with folders.join_current_save(mesh) as saving, saving.noting():
         # What is gathered one rank writes: transformers before 5.23 would let all of them, others with nothing.
         if trainer.args.should_save or not (alone or state_dict is not None):
             trainer._save(folder, state_dict=state_dict)
@@ -224,7 +224,7 @@ def _save_weights(trainer: Trainer, folder: str) -> None:
 @patch("transformers.trainer:Trainer._save_checkpoint", "writes where a crash leaves half of it")
 def save_checkpoint(original: Callable, self: Trainer, model: PreTrainedModel, trial: object) -> None:
     """Trainer's steps in Trainer's order, in a folder that gets its name when it is whole."""
-    with hangs.taking_long("a save"):
+    with hangs.allow_long_phase("a save"):
         _save_checkpoint(self, trial)
 
 
@@ -237,8 +237,8 @@ def _save_checkpoint(self: Trainer, trial: object) -> None:
     final = os.path.join(run, f"checkpoint-{self.state.global_step}")
     saving = folders.Checkpoint(mesh, final, in_background=mesh.config.async_save)
     saving.begin()
-    with folders.going_on(saving):
-        _write(self, saving, run)
+    with folders.make_save_current(saving):
+        _write_checkpoint(self, saving, run)
     record_of(self).unfinished_save = UnfinishedSave(self, saving, run)
     if not mesh.config.async_save:
         wait_for_save(self)
@@ -246,7 +246,7 @@ def _save_checkpoint(self: Trainer, trial: object) -> None:
 
 def forget_in_flight(trainer: Trainer) -> None:
     """Let a pipeline begin its next step anew, without older steps, as a run does that is resumed from here."""
-    state = runtime.parallel_state(trainer.model)
+    state = runtime.find_parallel_state(trainer.model)
     if state is None or state.pipeline is None:
         return
     if state.pipeline.delayed is not None:
@@ -295,7 +295,7 @@ def wait_for_save(trainer: Trainer) -> None:
     if unfinished is None:
         return
     unfinished.wait()
-    with as_of(trainer, unfinished):
+    with show_saved_step(trainer, unfinished):
         if trainer.args.push_to_hub:
             trainer._push_from_checkpoint(unfinished.saving.final)
         if unfinished.announce:  # by the event, not by `on_save`, which would take back a save that is due now
@@ -305,7 +305,7 @@ def wait_for_save(trainer: Trainer) -> None:
 
 def end_begins(trainer: Trainer) -> None:
     """The best model is loaded, and checkpoints are counted, when all of them are there."""
-    hangs.mark("the end of the training", may_take_long=True)
+    hangs.mark_phase("the end of the training", may_take_long=True)
     wait_for_save(trainer)
     forget_in_flight(trainer)
 
@@ -323,11 +323,11 @@ def _rotate(run: str, limit: int | None, best: str | None) -> None:
         folders.remove(path)
 
 
-def _write(trainer: Trainer, saving: folders.Checkpoint, run: str) -> None:
+def _write_checkpoint(trainer: Trainer, saving: folders.Checkpoint, run: str) -> None:
     trainer.save_model(saving.folder, _internal_call=True)
     _note_best(trainer, run)
     if not trainer.args.save_only_model:
-        save_optimizer(trainer, saving.folder)
+        save_optimizer_and_schedule(trainer, saving.folder)
         with saving.noting():
             save_rng_state(saving.folder)
     if trainer.args.should_save:
@@ -375,8 +375,8 @@ class Layout(TypedDict, total=False):
 def _write_layout(trainer: Trainer, folder: str) -> None:
     facts: Layout = {
         "spec": runtime.mesh().config.to_spec(),
-        "axes": axis_sizes(),
-        "data_ranks": data_ranks(),
+        "axes": read_axis_sizes(),
+        "data_ranks": list_data_ranks(),
         "global_batch": trainer.get_total_train_batch_size(trainer.args),
         "accumulation": trainer.args.gradient_accumulation_steps,
         "run": record_of(trainer).run,
@@ -390,22 +390,22 @@ def write_layout(facts: Layout, folder: str) -> None:
         json.dump(facts, file, indent=2)
 
 
-def data_ranks() -> list[int]:
+def list_data_ranks() -> list[int]:
     """Return which share of the data each rank reads."""
     config = runtime.mesh().config
-    return [data_rank(config, rank) for rank in range(config.world_size)]
+    return [compute_data_rank(config, rank) for rank in range(config.world_size)]
 
 
-def axis_sizes() -> dict[str, int]:
+def read_axis_sizes() -> dict[str, int]:
     """The layout that is in force, as it is compared."""
     return runtime.mesh().config.sizes
 
 
-def save_optimizer(trainer: Trainer, output_dir: str) -> None:
+def save_optimizer_and_schedule(trainer: Trainer, output_dir: str) -> None:
     """The optimizer's state by name, written by all ranks, and the learning-rate schedule."""
     mesh = runtime.mesh()
-    with folders.current(mesh) as saving:
-        folders.save_optimizer(trainer.model, inner_optimizer(trainer.optimizer), mesh, output_dir)
+    with folders.join_current_save(mesh) as saving:
+        folders.save_optimizer_state(trainer.model, get_inner_optimizer(trainer.optimizer), mesh, output_dir)
         if trainer.args.should_save:
             with saving.noting(), warnings.catch_warnings():
                 warnings.simplefilter("ignore", UserWarning)
@@ -413,7 +413,7 @@ def save_optimizer(trainer: Trainer, output_dir: str) -> None:
                 torch.save(trainer.lr_scheduler.state_dict(), os.path.join(output_dir, "scheduler.pt"))
 
 
-def inner_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+def get_inner_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """The optimizer itself, without accelerate's wrapper."""
     return getattr(optimizer, "optimizer", optimizer)
 
@@ -437,7 +437,7 @@ def save_rng_state(output_dir: str) -> None:
         state["cuda"] = torch.cuda.random.get_rng_state()
     stream = RandomStream.latest
     if stream is not None:
-        state["data"] = plain_state(stream.state)
+        state["data"] = make_plain_state(stream.state)
     _write_state(state, os.path.join(output_dir, f"rng_state_{dist.get_rank()}.pth"))
     if dist.get_rank() == 0:
         if stream is not None:  # in one process data draws from the generators that all draw from

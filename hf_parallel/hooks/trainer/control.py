@@ -58,15 +58,15 @@ class Control:
     def on_event(self, event: str, original: Callable, *args: Any, **kwargs: Any) -> TrainerControl:
         """Call the callbacks, then take rank 0's word if a callback of the script's own handles such an event."""
         if event in ("on_train_begin", "on_epoch_begin"):
-            self.decides = self._events_of_callbacks()
+            self.decides = self._list_events_of_callbacks()
         control = original(*args, **kwargs)
         if event in self.decides and not (event == "on_log" and not _is_of_training(args, kwargs)):
             self.agree_on_flags(control, event)
         return control
 
-    def _events_of_callbacks(self) -> set[str]:
+    def _list_events_of_callbacks(self) -> set[str]:
         """Events after which to exchange: a script may add a callback on rank 0 alone. Collective."""
-        own = {name for callback in self.trainer.callback_handler.callbacks for name in _own_events(callback)}
+        own = {name for callback in self.trainer.callback_handler.callbacks for name in _list_own_events(callback)}
         found = torch.tensor([bool(own.intersection(parts)) for parts in EVENTS.values()], dtype=torch.int32)
         dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group)
         return {event for event, handled in zip(EVENTS, found.tolist(), strict=True) if handled}
@@ -95,7 +95,7 @@ class Control:
 
 
 @contextlib.contextmanager
-def agreeing(trainer: Trainer) -> Iterator[None]:
+def agree_on_control(trainer: Trainer) -> Iterator[None]:
     """Inside, rank 0 decides what all ranks do next."""
     if runtime.mesh().config.world_size == 1:
         yield
@@ -106,13 +106,13 @@ def agreeing(trainer: Trainer) -> Iterator[None]:
         yield
 
 
-def _own_events(callback: object) -> list[str]:
+def _list_own_events(callback: object) -> list[str]:
     """Events that a callback of the script's own handles."""
     names = {name for parts in EVENTS.values() for name in parts}
-    return [name for name in names if _package(getattr(callback, name, None)) not in _LIBRARIES]
+    return [name for name in names if _find_package(getattr(callback, name, None)) not in _LIBRARIES]
 
 
-def _package(method: object) -> str:
+def _find_package(method: object) -> str:
     if method is None:
         return _LIBRARIES[0]
     return (getattr(method, "__module__", None) or "").partition(".")[0]

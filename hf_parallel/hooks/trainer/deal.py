@@ -27,7 +27,7 @@ from hf_parallel.hooks import report
 from hf_parallel.hooks.accelerate.token_batches import TokenBatches
 from hf_parallel.hooks.patching import patch
 from hf_parallel.hooks.trainer.checkpoints import record_of
-from hf_parallel.model.calls import by_name
+from hf_parallel.model.calls import bind_by_name
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
@@ -73,7 +73,7 @@ class Dealing:
     @classmethod
     def of(cls, batches: TokenBatches) -> Dealing:
         """Deal out a training that begins."""
-        return cls(batches, _new_deal(batches, 0))
+        return cls(batches, _make_new_deal(batches, 0))
 
     def resume(self, deal: Deal, step: int) -> None:
         """Go on after this step: finish the epoch of this deal; if nothing of it is left, begin the next one.
@@ -81,7 +81,7 @@ class Dealing:
         Raises:
             SpecError: it was dealt of other examples.
         """
-        made, self.resumed = _new_deal(self.batches, deal["epoch"]), step
+        made, self.resumed = _make_new_deal(self.batches, deal["epoch"]), step
         if (deal["examples"], deal["tokens"]) != (made["examples"], made["tokens"]):
             refuse(
                 f"pack_tokens={made['pack_tokens']}",
@@ -131,7 +131,7 @@ class Dealing:
         """An epoch begins, or goes on, after this step."""
         self.first_step = step
         if epoch != self.deal["epoch"]:
-            self.deal = _new_deal(self.batches, epoch)
+            self.deal = _make_new_deal(self.batches, epoch)
         self.total = self.deal["batches"] + self._seen(math.inf)
 
     def now(self, step: int, accumulation: int) -> Deal:
@@ -149,7 +149,7 @@ class Dealing:
         return sum(batch[0] >= 0 for step in steps[: int(min(micro_steps, len(steps)))] for batch in step)
 
 
-def _new_deal(batches: TokenBatches, epoch: int) -> Deal:
+def _make_new_deal(batches: TokenBatches, epoch: int) -> Deal:
     """An epoch as it is dealt here, of which nothing was seen."""
     return {
         "pack_tokens": batches.budget,
@@ -177,7 +177,7 @@ class DealtExamples(TrainerCallback):
         state.epoch = now["epoch"] + now["batches"] / self.dealing.total
 
 
-def follow(trainer: Trainer, batches: TokenBatches) -> None:
+def record_deal(trainer: Trainer, batches: TokenBatches) -> None:
     """Let checkpoints of this trainer say which of these batches were seen."""
     dealing = record_of(trainer).dealing = Dealing.of(batches)
     trainer.remove_callback(DealtExamples)
@@ -197,7 +197,7 @@ def inner_training_loop(
     **kwargs: object,
 ) -> object:
     """Remember the checkpoint that this training goes on from, which Trainer reads after it has counted its steps."""
-    given = by_name(original, (self, batch_size, args, *rest), kwargs)
+    given = bind_by_name(original, (self, batch_size, args, *rest), kwargs)
     record_of(self).resumed_from = given.get("resume_from_checkpoint")
     return original(self, batch_size, args, *rest, **kwargs)
 
@@ -245,11 +245,11 @@ def _resume(dealing: Dealing, state: dict, args: TrainingArguments) -> None:
     )
     deal = None if deal is None else cast("Deal", {"shares": EVEN, **deal})  # older checkpoints know no shares
     if args.ignore_data_skip:
-        dealing.deal, dealing.resumed = _new_deal(dealing.batches, int(epoch + _WHOLE)), step
+        dealing.deal, dealing.resumed = _make_new_deal(dealing.batches, int(epoch + _WHOLE)), step
     elif deal is not None:
         dealing.resume(deal, step)
     elif abs(epoch - round(epoch)) < _WHOLE:
-        dealing.deal, dealing.resumed = _new_deal(dealing.batches, round(epoch)), step
+        dealing.deal, dealing.resumed = _make_new_deal(dealing.batches, round(epoch)), step
     else:
         refuse(
             f"pack_tokens={dealing.batches.budget}",
@@ -270,7 +270,7 @@ def _refuse_rows(state: dict, args: TrainingArguments) -> None:
     )
 
 
-def where_to_go_on(trainer: Trainer, found: tuple[int, int]) -> tuple[int, int]:
+def find_place_to_go_on(trainer: Trainer, found: tuple[int, int]) -> tuple[int, int]:
     """The epoch, and the batches to skip in it: none where `finish` has left them out."""
     dealing = record_of(trainer).dealing
     if dealing is None:
@@ -279,9 +279,9 @@ def where_to_go_on(trainer: Trainer, found: tuple[int, int]) -> tuple[int, int]:
     return found if dealing.resumed is None else (dealing.deal["epoch"], 0)
 
 
-def init_training_state(original: Callable, self: Trainer, *args: object, **kwargs: object) -> tuple[int, int]:
+def find_place_in_one_process(original: Callable, self: Trainer, *args: object, **kwargs: object) -> tuple[int, int]:
     """In one process."""
-    return where_to_go_on(self, original(self, *args, **kwargs))
+    return find_place_to_go_on(self, original(self, *args, **kwargs))
 
 
 @patch("transformers.trainer:Trainer._run_epoch", "takes all epochs for equally long")
@@ -290,7 +290,7 @@ def run_epoch(original: Callable, self: Trainer, *args: object, **kwargs: object
     dealing = record_of(self).dealing
     if dealing is None:
         return original(self, *args, **kwargs)
-    given = by_name(original, (self, *args), kwargs)
+    given = bind_by_name(original, (self, *args), kwargs)
     del given["self"]
     dealing.begin_epoch(given["epoch"], self.state.global_step)
     if dealing.batches.rest is not None and dealing.batches.rest[0] == given["epoch"]:
@@ -303,6 +303,6 @@ def run_epoch(original: Callable, self: Trainer, *args: object, **kwargs: object
 ALONE = {
     "_inner_training_loop": inner_training_loop,
     "set_initial_training_values": set_initial_training_values,
-    "_init_training_state": init_training_state,
+    "_init_training_state": find_place_in_one_process,
     "_run_epoch": run_epoch,
 }

@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from hf_parallel.ask.spec import refuse
-from hf_parallel.axes.pipeline.batches import row_count
+from hf_parallel.axes.pipeline.batches import count_rows
 from hf_parallel.axes.pipeline.joint import JointStep
-from hf_parallel.axes.pipeline.schedules import micro_batch_count
+from hf_parallel.axes.pipeline.schedules import count_micro_batches
 from hf_parallel.hooks import report
 from hf_parallel.hooks.trainer import joint_steps
 from hf_parallel.hooks.trainer.checkpoints import record_of
@@ -52,18 +52,18 @@ class ReadAhead:
     coming: list[Step] = field(default_factory=list)
 
 
-def check_trainer(trainer: Trainer) -> None:
+def check_trainer_for_delay(trainer: Trainer) -> None:
     """Refuse what does not tell its batches ahead, or updates weights otherwise than in the optimizer's step.
 
     Raises:
         SpecError: the trainer has a loss, a step or an optimizer of such a kind.
     """
-    engine = joint_steps.engine_of(trainer)
+    engine = joint_steps.find_engine_of(trainer)
     if engine is None or engine.delayed is None:
         return
     asked, args = f"pipeline_schedule={engine.config.pipeline_schedule}", trainer.args
     name = str(getattr(args.optim, "value", args.optim))
-    reason = joint_steps.why_apart(trainer, engine)
+    reason = joint_steps.find_reason_to_run_apart(trainer, engine)
     if reason is not None:
         refuse(asked, f"reads batches ahead, but {reason}", _WORKS)
     if args.fp16:
@@ -80,15 +80,15 @@ def check_trainer(trainer: Trainer) -> None:
     )
 
 
-def delayed_of(trainer: Trainer) -> DelayedPipeline | None:
+def find_delayed_pipeline(trainer: Trainer) -> DelayedPipeline | None:
     """The pipeline that does not drain between steps, if the trainer's model has one."""
-    engine = joint_steps.engine_of(trainer)
+    engine = joint_steps.find_engine_of(trainer)
     return None if engine is None else engine.delayed
 
 
 def read_step(trainer: Trainer, iterator: Iterator, read: Callable[[], tuple[list, object]]) -> tuple[list, object]:
     """The batches of this step and the count of their targets; those of the next steps are read and kept."""
-    engine = joint_steps.engine_of(trainer)
+    engine = joint_steps.find_engine_of(trainer)
     if engine is None or engine.delayed is None:
         return read()
     record = record_of(trainer)
@@ -109,7 +109,7 @@ def read_step(trainer: Trainer, iterator: Iterator, read: Callable[[], tuple[lis
 
 def announce_steps(trainer: Trainer, model: PreTrainedModel, inputs: dict) -> None:
     """Before the first batch of a step: announce its calls, if that was not done a step ago, and those of the next."""
-    ahead, engine = record_of(trainer).read_ahead, joint_steps.engine_of(trainer)
+    ahead, engine = record_of(trainer).read_ahead, joint_steps.find_engine_of(trainer)
     if engine is None or engine.delayed is None or ahead is None:
         return
     delayed = engine.delayed
@@ -124,20 +124,20 @@ def announce_steps(trainer: Trainer, model: PreTrainedModel, inputs: dict) -> No
             continue
         if delayed.knows_enough():
             break
-        prepared = _prepared(trainer, engine, step)
+        prepared = _prepare_batches(trainer, engine, step)
         if prepared is None:
             break
-        follows = delayed.takes(_micro_batches(engine, prepared))
+        follows = delayed.takes(_count_micro_batches(engine, prepared))
         if engine.mesh.data_size > 1:  # data ranks may have unlike numbers of rows: their gradients are of one version
-            follows = all(messages.gather(follows, engine.mesh.host_group_of_training))
+            follows = all(messages.gather_objects(follows, engine.mesh.host_group_of_training))
         if not follows:
             break
-        delayed.add(step.batches, joint_steps.announced(trainer, engine, model, prepared, step.items))
+        delayed.add(step.batches, joint_steps.list_announced_calls(trainer, engine, model, prepared, step.items))
     if delayed.updates:
         engine.joint = JointStep(list(delayed.updates[0].calls), delayed.run)
 
 
-def _prepared(trainer: Trainer, engine: PipelineEngine, step: Step) -> list[dict] | None:
+def _prepare_batches(trainer: Trainer, engine: PipelineEngine, step: Step) -> list[dict] | None:
     """The batches of a step as the model gets them; None where the pipeline is to drain before it.
 
     Raises:
@@ -148,10 +148,10 @@ def _prepared(trainer: Trainer, engine: PipelineEngine, step: Step) -> list[dict
     prepared = [trainer._prepare_inputs(dict(batch)) for batch in step.batches]
     if not engine.can_schedule_together(prepared):
         for batch in prepared:
-            micro_batch_count(row_count(batch), engine.config)
+            count_micro_batches(count_rows(batch), engine.config)
         refuse(f"pipeline_schedule={engine.config.pipeline_schedule}", "the model's loss needs whole batches", _WORKS)
     return prepared
 
 
-def _micro_batches(engine: PipelineEngine, batches: list[dict]) -> int:
-    return sum(micro_batch_count(row_count(batch), engine.config) for batch in batches)
+def _count_micro_batches(engine: PipelineEngine, batches: list[dict]) -> int:
+    return sum(count_micro_batches(count_rows(batch), engine.config) for batch in batches)

@@ -32,7 +32,7 @@ def check_engines(args: TrainingArguments) -> None:
     else:
         return
     name, value = asked[0]
-    shown = name if isinstance(value, dict) else f"{name}={_as_word(value)}"
+    shown = name if isinstance(value, dict) else f"{name}={_format_as_word(value)}"
     refuse(shown, why, do=f"leave it out, and `{_migrate_line(asked)}` prints the spec for it")
 
 
@@ -40,7 +40,10 @@ def _migrate_line(asked: list[tuple[str, object]]) -> str:
     """The command that reads these values: a file by its name, others as words."""
     if asked[0][0] == "deepspeed" and isinstance(asked[0][1], str) and os.path.isfile(asked[0][1]):
         return f"hf-parallel migrate {shlex.quote(asked[0][1])}"
-    words = [f"--{name} {shlex.quote(_as_word(value))}" if value is not True else f"--{name}" for name, value in asked]
+    words = [
+        f"--{name} {shlex.quote(_format_as_word(value))}" if value is not True else f"--{name}"
+        for name, value in asked
+    ]
     line = f"hf-parallel migrate {' '.join(words)}"
     script = sys.argv[0]
     if len(line) > _LONGEST and script.endswith(".py") and os.path.isfile(script):
@@ -48,7 +51,7 @@ def _migrate_line(asked: list[tuple[str, object]]) -> str:
     return line
 
 
-def _as_word(value: object) -> str:
+def _format_as_word(value: object) -> str:
     """A value as Trainer's command line takes it."""
     if isinstance(value, dict):
         return json.dumps(value)

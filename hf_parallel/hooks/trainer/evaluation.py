@@ -13,7 +13,14 @@ from transformers.modeling_outputs import BaseModelOutput
 from hf_parallel.ask.spec import refuse
 from hf_parallel.hooks import hangs, report, runtime
 from hf_parallel.hooks.accelerate.data import refuse_cut_examples
-from hf_parallel.hooks.accelerate.shares import cut_of, full_share, is_ragged, real_rows, share_of_rows, take_batch
+from hf_parallel.hooks.accelerate.shares import (
+    compute_full_share,
+    count_real_rows,
+    cut_of,
+    is_ragged,
+    share_of_rows,
+    take_batch,
+)
 from hf_parallel.hooks.patching import patch, replacing
 from hf_parallel.hooks.trainer import losses, means, rows
 from hf_parallel.hooks.trainer.checkpoints import StepRecord, record_of
@@ -42,7 +49,7 @@ class WeighedBatch(dict):
     examples: int | None = None
 
 
-def opened(batch: dict) -> tuple[dict, StepRecord]:
+def open_evaluation_batch(batch: dict) -> tuple[dict, StepRecord]:
     """The batch as it was, and what is known of its rows."""
     if not isinstance(batch, WeighedBatch):
         return batch, StepRecord()
@@ -53,25 +60,25 @@ def without_repeats(trainer: Trainer, batches: Iterator) -> Iterator:
     """The batches to train on, the last one without the rows that fill it."""
     for batch in batches:
         take_batch(trainer.accelerator.gradient_state)
-        full = _own_examples(trainer, trainer._train_batch_size)
-        batch = told_apart(trainer, batch, full)
-        blocks = rows_per_example(trainer, batch, full)
-        count = rows.count(batch, blocks)
+        full = _count_own_examples(trainer, trainer._train_batch_size)
+        batch = tell_examples_apart(trainer, batch, full)
+        blocks = count_rows_per_example(trainer, batch, full)
+        count = rows.count_examples(batch, blocks)
         if count is not None and trainer.accelerator.gradient_state.end_of_dataloader:
-            yield _last(trainer, batch, count, blocks)
+            yield _make_last_batch(trainer, batch, count, blocks)
         elif runtime.mesh().config.shares_batches and not runtime.mesh().config.pack_tokens:
-            yield _weighed(trainer, batch)
+            yield _make_weighed_batch(trainer, batch)
         else:
-            yield rows.opened(batch)
+            yield rows.open_batch(batch)
 
 
-def _own_examples(trainer: Trainer, each: int) -> int:
+def _count_own_examples(trainer: Trainer, each: int) -> int:
     """Count this data rank's examples of a full batch, of which all have `each` without `batch_shares`."""
     cut = cut_of(trainer.accelerator.gradient_state)
     return each if cut is None else cut[runtime.mesh().data_rank]
 
 
-def _weighed(trainer: Trainer, batch: rows.Batch) -> WeighedBatch:
+def _make_weighed_batch(trainer: Trainer, batch: rows.Batch) -> WeighedBatch:
     """A full batch, of which data ranks have unlike parts.
 
     A schedule reduces gradients before the loss is multiplied by anything. Its losses are sums, which need no weight.
@@ -81,22 +88,22 @@ def _weighed(trainer: Trainer, batch: rows.Batch) -> WeighedBatch:
         refuse(what, "the script's training loader is not one that accelerate shares out", "batch_shares=even")
     if not isinstance(batch, Mapping):
         refuse(what, f"the rows of a batch that is a {type(batch).__name__} cannot be weighed", "batch_shares=even")
-    weighed = WeighedBatch(rows.opened(batch))
-    weighed.share = 1.0 if _runs_scheduled(trainer, batch) else full_share(state)
-    weighed.examples = _own_examples(trainer, 1) if rows.count(batch) == 1 else None
+    weighed = WeighedBatch(rows.open_batch(batch))
+    weighed.share = 1.0 if _should_run_scheduled(trainer, batch) else compute_full_share(state)
+    weighed.examples = _count_own_examples(trainer, 1) if rows.count_examples(batch) == 1 else None
     return weighed
 
 
-def _last(trainer: Trainer, batch: rows.Batch, count: int, blocks: int) -> WeighedBatch:
+def _make_last_batch(trainer: Trainer, batch: rows.Batch, count: int, blocks: int) -> WeighedBatch:
     state = trainer.accelerator.gradient_state
     if not is_ragged(state) and cut_of(state) is not None:
-        return _weighed(trainer, batch)
-    real, whole = real_rows(state, count), must_be_whole(trainer, batch, count * blocks)
+        return _make_weighed_batch(trainer, batch)
+    real, whole = count_real_rows(state, count), must_be_whole(trainer, batch, count * blocks)
     # Data ranks with fewer rows would take another way through a pipeline than the rest: keep the shape there.
     # Its schedule reduces gradients before the loss is multiplied by anything, so that none may be needed.
-    keep = whole or (_runs_scheduled(trainer, batch) and rows.JOINED not in batch)
+    keep = whole or (_should_run_scheduled(trainer, batch) and rows.JOINED not in batch)
     kept = rows.without_targets(batch, real, count) if keep else rows.trim(batch, real, count, blocks)
-    last = WeighedBatch(rows.opened(kept))
+    last = WeighedBatch(rows.open_batch(kept))
     last.real_rows, last.share = real, 1.0 if keep else share_of_rows(state, count)
     return last
 
@@ -115,33 +122,33 @@ def must_be_whole(trainer: Trainer, batch: rows.Batch, held: int) -> bool:
     """
     if not is_ragged(trainer.accelerator.gradient_state):
         return False
-    mesh, key = runtime.mesh(), rows.not_by_row(batch, held)
+    mesh, key = runtime.mesh(), rows.find_key_not_by_row(batch, held)
     found = torch.tensor([key is not None, "labels" not in batch], dtype=torch.int32, device=mesh.device)
     dist.all_reduce(found, dist.ReduceOp.MAX, group=mesh.data_group)
     somewhere, without_labels = found.tolist()
     if not somewhere:
         return False
-    state = runtime.parallel_state(trainer.model)
+    state = runtime.find_parallel_state(trainer.model)
     if state is None or not state.sums_over_tokens or losses.is_own(trainer) or without_labels:
         what = f"a ragged last batch with images or sounds that are not one per row ({key or 'on another rank'})"
         refuse(what, "repeated rows cannot be told apart, and this loss counts them", "dataloader_drop_last=True")
     return True
 
 
-def _runs_scheduled(trainer: Trainer, batch: rows.Batch) -> bool:
+def _should_run_scheduled(trainer: Trainer, batch: rows.Batch) -> bool:
     """A row without targets still counts in the loss that balances experts, whose batches are not scheduled."""
-    state = runtime.parallel_state(trainer.model)
+    state = runtime.find_parallel_state(trainer.model)
     if state is None or state.pipeline is None or state.pipeline.balance_of(dict(batch)) is not None:
         return False
     return state.sums_over_tokens and not losses.is_own(trainer)
 
 
-def told_apart(trainer: Trainer, batch: rows.Batch, full: int) -> rows.Batch:
+def tell_examples_apart(trainer: Trainer, batch: rows.Batch, full: int) -> rows.Batch:
     """Whose a token is, in a ragged last batch whose examples a collator has joined to one row."""
     if not is_ragged(trainer.accelerator.gradient_state):
         return batch
-    told = rows.told_apart(batch, full)
-    if rows.JOINED not in told and rows.count(told) == 1 < full:
+    told = rows.tell_rows_apart(batch, full)
+    if rows.JOINED not in told and rows.count_examples(told) == 1 < full:
         report.say(
             "the last batch joins examples to one row without saying where they begin, so that those repeated to fill "
             "it count twice; position_ids that begin anew, or dataloader_drop_last=True, work"
@@ -149,13 +156,13 @@ def told_apart(trainer: Trainer, batch: rows.Batch, full: int) -> rows.Batch:
     return told
 
 
-def rows_per_example(trainer: Trainer, batch: rows.Batch, full: int) -> int:
+def count_rows_per_example(trainer: Trainer, batch: rows.Batch, full: int) -> int:
     """Return how many rows an example has, such as two of [chosen; rejected]; batches of `full` examples tell.
 
     Also of a data set that is less than one batch: it is repeated until the batch is full, where rows are shared out.
     """
-    record, known = record_of(trainer), trl.rows_per_example(trainer)
-    held = rows.count(batch) or full
+    record, known = record_of(trainer), trl.count_trl_rows_per_example(trainer)
+    held = rows.count_examples(batch) or full
     if known is None and held % full == 0:
         record.rows_per_example = held // full
     blocks = record.rows_per_example if known is None else known
@@ -177,7 +184,7 @@ def evaluation_loop(original: Callable, self: Trainer, *args: object, **kwargs: 
         return original(self, *args, **kwargs)
 
 
-def prediction_step(
+def evaluate_real_rows(
     self: Trainer,
     original: Callable,
     model: PreTrainedModel,
@@ -187,30 +194,30 @@ def prediction_step(
     **kwargs: object,
 ) -> object:
     """Evaluate only real rows of a ragged last batch, whatever it is that the script does with them."""
-    hangs.mark("evaluation")
+    hangs.mark_phase("evaluation")
     runtime.compare_batches(model, inputs, "evaluation")
-    full = _own_examples(self, self.args.eval_batch_size)
-    batch = told_apart(self, inputs, full)
-    blocks = rows_per_example(self, batch, full)
-    count = rows.count(batch, blocks) or 0
-    step = _step(self, count)
+    full = _count_own_examples(self, self.args.eval_batch_size)
+    batch = tell_examples_apart(self, inputs, full)
+    blocks = count_rows_per_example(self, batch, full)
+    count = rows.count_examples(batch, blocks) or 0
+    step = _make_step_record(self, count)
     real = count if step.real_rows is None else step.real_rows
-    kept = rows.opened(_real(self, batch, real, count, blocks))
-    with record_of(self).during(step), _computing(model, step, prediction_loss_only):
+    kept = rows.open_batch(_select_real_examples(self, batch, real, count, blocks))
+    with record_of(self).during(step), _compute_for_step(model, step, prediction_loss_only):
         loss, logits, labels = original(model, kept, prediction_loss_only, *args, **kwargs)
-    logits, labels = rows.marked_per_example((logits, labels), rows.count(kept, blocks) or 0)
-    if not prediction_loss_only and runtime.mesh().data_size > 1 and _reads_media(self.model):
+    logits, labels = rows.mark_per_example((logits, labels), rows.count_examples(kept, blocks) or 0)
+    if not prediction_loss_only and runtime.mesh().data_size > 1 and _does_read_media(self.model):
         logits = _with_parts_of_all(logits)
     if loss is not None and runtime.mesh().data_size > 1:
-        loss = _mean_over_data_ranks(loss if step.weighted else means.weighted(loss, step.share))
+        loss = _average_over_data_ranks(loss if step.weighted else means.weigh_loss(loss, step.share))
     if step.real_rows is not None:
-        logits, labels = _rows_to_gather(self, (logits, labels), real, count, rows.JOINED in batch)
-    _inputs_to_gather(self, inputs, kept, step.real_rows)
-    hangs.mark("evaluation", may_take_long=True)  # its metrics
+        logits, labels = _refill_rows_to_gather(self, (logits, labels), real, count, rows.JOINED in batch)
+    _refill_inputs_to_gather(self, inputs, kept, step.real_rows)
+    hangs.mark_phase("evaluation", may_take_long=True)  # its metrics
     return loss, logits, labels
 
 
-def _reads_media(model: PreTrainedModel) -> bool:
+def _does_read_media(model: PreTrainedModel) -> bool:
     """Does the model read images or sounds beside words? The same on all ranks, whatever their batches hold."""
     modalities = getattr(model, "input_modalities", "text")
     return not isinstance(modalities, str) and len(set(modalities)) > 1
@@ -220,11 +227,11 @@ def _with_parts_of_all(logits: object) -> object:
     """Add empty outputs of encoders where a data rank has no images and others have: all gather as many parts."""
     parts = logits if isinstance(logits, tuple) else (logits,)
     own = sum(rows.is_outputs(part) for part in parts)
-    most = max(messages.gather(own, runtime.mesh().data_group))
+    most = max(messages.gather_objects(own, runtime.mesh().data_group))
     return logits if own == most else (*parts, *(BaseModelOutput() for _ in range(most - own)))
 
 
-def _real(trainer: Trainer, batch: rows.Batch, real: int, count: int, blocks: int) -> rows.Batch:
+def _select_real_examples(trainer: Trainer, batch: rows.Batch, real: int, count: int, blocks: int) -> rows.Batch:
     """The batch with its real examples alone, or with targets in these alone where no row tells its parts apart."""
     whole = must_be_whole(trainer, batch, count * blocks)  # all ranks ask, also those without repeated rows
     if real == count:
@@ -234,32 +241,32 @@ def _real(trainer: Trainer, batch: rows.Batch, real: int, count: int, blocks: in
     return kept
 
 
-def _step(trainer: Trainer, count: int) -> StepRecord:
+def _make_step_record(trainer: Trainer, count: int) -> StepRecord:
     """Return the record of a batch of so many examples; 0 where they cannot be counted."""
     state = trainer.accelerator.gradient_state
     if is_ragged(state):
-        return StepRecord(real_rows(state, count), share_of_rows(state, count)) if count else StepRecord()
+        return StepRecord(count_real_rows(state, count), share_of_rows(state, count)) if count else StepRecord()
     return StepRecord(share=share_of_rows(state, count))
 
 
 @contextlib.contextmanager
-def _computing(model: PreTrainedModel, step: StepRecord, loss_only: bool) -> Iterator[None]:
+def _compute_for_step(model: PreTrainedModel, step: StepRecord, loss_only: bool) -> Iterator[None]:
     """A rank without a row of its own is absent, and a pipeline need not send logits that nobody wants."""
-    state = runtime.parallel_state(model)
+    state = runtime.find_parallel_state(model)
     engine = None if state is None else state.pipeline
     without_logits = contextlib.nullcontext() if engine is None else replacing(engine, loss_only=loss_only)
-    with without_logits, means.computing(means.Scope(step.share)), runtime.absent(step.real_rows == 0):
+    with without_logits, means.compute_in_scope(means.Scope(step.share)), runtime.count_as_absent(step.real_rows == 0):
         yield
 
 
-def _rows_to_gather(trainer: Trainer, outputs: T, real: int, count: int, joined: bool) -> T:
+def _refill_rows_to_gather(trainer: Trainer, outputs: T, real: int, count: int, joined: bool) -> T:
     """Full again where `gather_for_metrics` drops the repeats; Seq2SeqTrainer gathers all there is."""
     if joined or trainer.gather_function == trainer.accelerator.gather:
         return rows.without_stand_in(outputs, real)
-    return rows.fill(outputs, real, count)
+    return rows.fill_rows(outputs, real, count)
 
 
-def _inputs_to_gather(trainer: Trainer, inputs: dict, kept: rows.Batch, real: int | None) -> None:
+def _refill_inputs_to_gather(trainer: Trainer, inputs: dict, kept: rows.Batch, real: int | None) -> None:
     """`evaluation_loop` goes on with the batch that it gave: metrics see the real rows, those of all ranks."""
     if "inputs" not in trainer.args.include_for_metrics or runtime.mesh().data_size == 1:
         return
@@ -272,7 +279,7 @@ def _inputs_to_gather(trainer: Trainer, inputs: dict, kept: rows.Batch, real: in
                 inputs[key] = accelerator.gather(accelerator.pad_across_processes(value, dim=1, pad_index=-100))
 
 
-def _mean_over_data_ranks(loss: torch.Tensor) -> torch.Tensor:
+def _average_over_data_ranks(loss: torch.Tensor) -> torch.Tensor:
     """evaluation_loop repeats the loss for each row and cuts at the remainder: right if all ranks carry the mean."""
     total = loss.detach().float().clone()
     dist.all_reduce(total, group=runtime.mesh().data_group)

@@ -16,22 +16,22 @@ if TYPE_CHECKING:
 
 def fill_of(trainer: Trainer) -> KfacFill | None:
     """Return what fills the bubbles of the trainer's pipeline, if anything does."""
-    engine = joint_steps.engine_of(trainer)
+    engine = joint_steps.find_engine_of(trainer)
     return None if engine is None else engine.fill
 
 
-def check_trainer(trainer: Trainer) -> None:
+def check_trainer_for_fill(trainer: Trainer) -> None:
     """Refuse training of which the bubbles cannot take the curvature.
 
     Raises:
         SpecError: the trainer has a loss, a step, a precision or an optimizer of such a kind, or a base in 4 bits.
     """
-    fill, engine = fill_of(trainer), joint_steps.engine_of(trainer)
+    fill, engine = fill_of(trainer), joint_steps.find_engine_of(trainer)
     if fill is None or engine is None:
         return
     args, asked, works = trainer.args, f"pipeline_fill={engine.config.pipeline_fill}", "pipeline_fill=none"
     optimizer = str(getattr(args.optim, "value", args.optim))
-    reason = joint_steps.why_not_announced(trainer)
+    reason = joint_steps.find_reason_not_announced(trainer)
     if reason is not None:
         refuse(asked, f"takes the curvature of the model's own loss, but {reason}", works)
     if args.fp16:

@@ -59,25 +59,25 @@ def install() -> None:
         return
     from transformers.training_args import TrainingArguments
 
-    adopters = [cls for cls in _family(TrainingArguments) if not _has_its_own(cls)]
+    adopters = [cls for cls in _iterate_family(TrainingArguments) if not _has_its_own(cls)]
     for cls in adopters:
         _add_field(cls)
-    _set(TrainingArguments, NAME, FIELD.default)  # also seen by instances that were made, or pickled, before
-    _set(TrainingArguments, "__annotations__", {**TrainingArguments.__annotations__, NAME: str | None})
-    _set(TrainingArguments, "__post_init__", _activating(TrainingArguments.__post_init__))
+    _set_on_class(TrainingArguments, NAME, FIELD.default)  # also seen by instances that were made, or pickled, before
+    _set_on_class(TrainingArguments, "__annotations__", {**TrainingArguments.__annotations__, NAME: str | None})
+    _set_on_class(TrainingArguments, "__post_init__", _activate_before(TrainingArguments.__post_init__))
 
 
 _waiting = AfterImport(_MODULE, install)
 
 
-def uninstall() -> None:
+def uninstall_flag() -> None:
     """Take everything back, for classes derived in between too (their `__init__` goes on accepting the keyword)."""
     _waiting.leave()
     if not _undo:
         return
     from transformers.training_args import TrainingArguments
 
-    for cls in _family(TrainingArguments):
+    for cls in _iterate_family(TrainingArguments):
         fields = cls.__dict__.get("__dataclass_fields__", {})
         if fields.get(NAME) is FIELD:
             del fields[NAME]
@@ -85,7 +85,7 @@ def uninstall() -> None:
         _undo.pop()()
 
 
-def _family(cls: type) -> Iterator[type]:
+def _iterate_family(cls: type) -> Iterator[type]:
     """`cls` and its subclasses, each once, parents first."""
     seen: set[type] = {cls}
     waiting: list[type] = [cls]
@@ -106,17 +106,17 @@ def _add_field(cls: type[TrainingArguments]) -> None:
     if "__dataclass_fields__" in cls.__dict__:  # a plain subclass reads its parent's
         cls.__dataclass_fields__[NAME] = FIELD
     if "__init__" in cls.__dict__:
-        _set(cls, "__init__", _accepting(cls.__init__))
+        _set_on_class(cls, "__init__", _accept_parallel(cls.__init__))
 
 
-def _set(cls: type, name: str, value: object) -> None:
+def _set_on_class(cls: type, name: str, value: object) -> None:
     missing = object()
     before = cls.__dict__.get(name, missing)
     _undo.append(lambda: delattr(cls, name) if before is missing else setattr(cls, name, before))
     setattr(cls, name, value)
 
 
-def _accepting(init: Callable[..., None]) -> Callable[..., None]:
+def _accept_parallel(init: Callable[..., None]) -> Callable[..., None]:
     """`init` with the keyword `parallel`, stored before the rest runs because `__post_init__` reads it."""
     signature = inspect.signature(init)
     parameters = list(signature.parameters.values())
@@ -134,36 +134,36 @@ def _accepting(init: Callable[..., None]) -> Callable[..., None]:
     return __init__
 
 
-def _activating(post_init: Callable[[TrainingArguments], None]) -> Callable[[TrainingArguments], None]:
+def _activate_before(post_init: Callable[[TrainingArguments], None]) -> Callable[[TrainingArguments], None]:
     """`post_init` with the plugin activated first: the original picks the devices and starts the process group."""
 
     @functools.wraps(post_init)
     def __post_init__(self: TrainingArguments) -> None:
         from hf_parallel.hooks import activation, auto
 
-        _activate(self)
-        if not activation.expected():
+        _activate_from(self)
+        if not activation.is_expected():
             activation.read_checkpoints()
         else:
             check_engines(self)  # before the original asks for a DeepSpeed that may not be installed
-            if not _accelerator_wanted():
+            if not _is_accelerator_wanted():
                 self.use_cpu = True  # else accelerate starts a single-process state on a machine without GPUs
         post_init(self)
-        if activation.active():
+        if activation.is_active():
             from hf_parallel.hooks import runtime
 
             runtime.follow_time_out(self)
-        auto.remember(self)
+        auto.remember_arguments(self)
 
     return __post_init__
 
 
-def _activate(args: TrainingArguments) -> None:
+def _activate_from(args: TrainingArguments) -> None:
     from hf_parallel.hooks import activation
 
     from_environment = os.environ.get("HF_PARALLEL")
     flag = args.parallel if args.__dataclass_fields__.get(NAME) is FIELD else None
-    if from_environment and not activation.expected():
+    if from_environment and not activation.is_expected():
         if flag:  # told now: once processes connect, one that refuses would tear down another that still does
             activation.check_agreement(SOURCE, flag, "HF_PARALLEL", from_environment)
         activation.activate(from_environment, source="HF_PARALLEL")
@@ -173,7 +173,7 @@ def _activate(args: TrainingArguments) -> None:
             args.parallel = args.parallel.to_spec() or "dp_shard=-1"  # all defaults spell as nothing
 
 
-def _accelerator_wanted() -> bool:
+def _is_accelerator_wanted() -> bool:
     """Return whether the ranks shall sit on GPUs or their like; `mps` cannot hold more than one process."""
     import torch
 

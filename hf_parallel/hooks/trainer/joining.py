@@ -14,14 +14,14 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from hf_parallel.ask.session import of_session
-from hf_parallel.ask.spec import SpecError, first_line, refuse
+from hf_parallel.ask.spec import SpecError, get_first_line, refuse
 from hf_parallel.hooks import report, runtime
 from hf_parallel.hooks.patching import replacing
 from hf_parallel.hooks.trainer import losses
-from hf_parallel.hooks.trainer.bad_numbers import remembered
-from hf_parallel.hooks.trainer.rows import LABELS_COUNTED, PADDED_LENGTHS, refused
+from hf_parallel.hooks.trainer.bad_numbers import remember_counts
+from hf_parallel.hooks.trainer.rows import LABELS_COUNTED, PADDED_LENGTHS, make_refused_batch
 from hf_parallel.hooks.trl import trainers as trl
-from hf_parallel.model.shrink import small_copy, why_not_told_apart
+from hf_parallel.model.shrink import find_reason_not_told_apart, make_small_copy
 from hf_parallel.ranks import messages
 
 if TYPE_CHECKING:
@@ -50,15 +50,15 @@ def set_alone(config: ParallelConfig | None) -> None:
     known.alone = config
 
 
-def asked() -> tuple[str, int | bool]:
+def read_asked_key() -> tuple[str, int | bool]:
     """The key that asks for joined batches, and its value; a value of nothing: none does."""
     known = of_session(_Asked)
     current = runtime.current()
     config = known.alone if current is None else current.config
-    return ("pack_tokens", 0) if config is None else asked_by(config)
+    return ("pack_tokens", 0) if config is None else read_key_asked_by(config)
 
 
-def asked_by(config: ParallelConfig) -> tuple[str, int | bool]:
+def read_key_asked_by(config: ParallelConfig) -> tuple[str, int | bool]:
     """Return the key of this config that asks for joined batches, and its value."""
     return ("padding_free", True) if config.padding_free else ("pack_tokens", config.pack_tokens)
 
@@ -72,7 +72,7 @@ def refuse_joining(
         config: who asks for it, if not the layout in force.
         alone: is it a batch of this rank's own?
     """
-    key, value = asked() if config is None else asked_by(config)
+    key, value = read_asked_key() if config is None else read_key_asked_by(config)
     off = "false" if key == "padding_free" else "0"
     refuse(f"{key}={str(value).lower()}", why, works or f"{key}={off}", alone=alone)
 
@@ -99,11 +99,11 @@ class Beside:
         return cls(not getattr(trainer, "_loss_shifts_labels", True), noise, of_batch)
 
 
-def joined(rows: Sequence[Mapping[str, object]], beside: Beside | None = None) -> dict[str, Any]:
+def join_rows(rows: Sequence[Mapping[str, object]], beside: Beside | None = None) -> dict[str, Any]:
     """Return one row of all tokens that are no padding, or a batch that says why there is none."""
-    why = next(filter(None, map(why_not_joined, rows)), None)
+    why = next(filter(None, map(find_reason_not_joined, rows)), None)
     if why is not None:
-        return refused(why)
+        return make_refused_batch(why)
     parts = [_without_padding(row, beside or Beside()) for row in rows]
     batch = {key: torch.cat([part[key] for part in parts], 1) for key in parts[0]}
     if beside is not None and beside.lengths and beside.of_batch:
@@ -111,7 +111,7 @@ def joined(rows: Sequence[Mapping[str, object]], beside: Beside | None = None) -
     return batch
 
 
-def why_not_joined(row: Mapping[str, object]) -> str | None:
+def find_reason_not_joined(row: Mapping[str, object]) -> str | None:
     """Why a row as the collator gives it cannot be joined to others."""
     tokens = row.get("input_ids")
     if not torch.is_tensor(tokens) or tokens.ndim != 2 or "labels" not in row:
@@ -121,10 +121,10 @@ def why_not_joined(row: Mapping[str, object]) -> str | None:
     odd = [key for key, value in row.items() if not torch.is_tensor(value) or value.shape != tokens.shape]
     if odd:
         return f"the script's collator gives {odd[0]}, which is not of one number per token"
-    return _why_mask_not_joined(row) or _why_positions_not_joined(row)
+    return _find_reason_of_mask(row) or _find_reason_of_positions(row)
 
 
-def _why_mask_not_joined(row: Mapping[str, object]) -> str | None:
+def _find_reason_of_mask(row: Mapping[str, object]) -> str | None:
     """A token in a hole is not attended to, but has a position: joined, the hole would be gone."""
     mask = row.get("attention_mask")
     if not torch.is_tensor(mask):
@@ -136,7 +136,7 @@ def _why_mask_not_joined(row: Mapping[str, object]) -> str | None:
     return None
 
 
-def _why_positions_not_joined(row: Mapping[str, object]) -> str | None:
+def _find_reason_of_positions(row: Mapping[str, object]) -> str | None:
     """Where positions begin anew tells examples apart: those of each count up from 0.
 
     A row may hold several documents if it has no mask: with one, models do not look for them.
@@ -184,7 +184,7 @@ def with_counted_labels(batches: list) -> list:
 # ---- the rows of a Trainer ------------------------------------------------------------------------------------------
 
 
-def rows_and_collator(trainer: Trainer) -> tuple[Dataset, Collate]:
+def get_rows_and_collator(trainer: Trainer) -> tuple[Dataset, Collate]:
     """The training rows and the collator, of which one leaves out unused columns, as Trainer puts them together."""
     rows, collate = trainer.train_dataset, trainer.data_collator
     if hasattr(rows, "column_names"):
@@ -192,15 +192,15 @@ def rows_and_collator(trainer: Trainer) -> tuple[Dataset, Collate]:
     return rows, trainer._get_collator_with_removed_columns(collate, description="training")
 
 
-def length_column(rows: Dataset, args: TrainingArguments) -> str | None:
+def find_length_column(rows: Dataset, args: TrainingArguments) -> str | None:
     """The column that says how long rows are, if there is one."""
     name = getattr(args, "length_column_name", "length")
     return name if name in (getattr(rows, "column_names", None) or ()) else None
 
 
-def lengths_of(rows: Dataset, args: TrainingArguments, most: int | None = None) -> list[int] | None:
+def read_lengths_of(rows: Dataset, args: TrainingArguments, most: int | None = None) -> list[int] | None:
     """Return the lengths of the script's first rows, by their column or their tokens; None without any."""
-    name = length_column(rows, args)
+    name = find_length_column(rows, args)
     if name is not None:
         return [int(length) for length in rows[name][:most]]
     first = rows[0]
@@ -233,24 +233,24 @@ def refuse_other_numbers(trainer: Trainer) -> None:
     Raises:
         SpecError: the model or the script's loss would.
     """
-    why = why_other_numbers(trainer)
+    why = find_reason_for_other_numbers(trainer)
     if why is not None:
         refuse_joining(why)
 
 
-def why_other_numbers(trainer: Trainer) -> str | None:
+def find_reason_for_other_numbers(trainer: Trainer) -> str | None:
     """Why joined examples would give other numbers than examples in rows; the same words on all ranks. Collective."""
-    with random_numbers_kept(), replacing(trainer, log=lambda *args, **kwargs: None):
-        restore = remembered(trainer)
+    with keep_random_numbers(), replacing(trainer, log=lambda *args, **kwargs: None):
+        restore = remember_counts(trainer)
         try:
-            why = _why_other_numbers(trainer)
+            why = _find_own_reason_for_other_numbers(trainer)
         finally:
             restore()
-    reasons = [why] if runtime.current() is None else messages.gather(why)
+    reasons = [why] if runtime.current() is None else messages.gather_objects(why)
     return next((reason for reason in reasons if reason is not None), None)
 
 
-def _why_other_numbers(trainer: Trainer) -> str | None:
+def _find_own_reason_for_other_numbers(trainer: Trainer) -> str | None:
     model = getattr(trainer.model, "_orig_mod", trainer.model)
     adapter: Any = getattr(model, "active_peft_config", None)
     if getattr(adapter, "is_prompt_learning", False):
@@ -258,29 +258,29 @@ def _why_other_numbers(trainer: Trainer) -> str | None:
     if hasattr(model, "get_base_model"):
         model = model.get_base_model()
     try:
-        copy = small_copy(model, keep=("vocab_size",)).to(trainer.args.device)
+        copy = make_small_copy(model, keep=("vocab_size",)).to(trainer.args.device)
         if str(copy.config._attn_implementation).startswith(("flash", "kernels")):
             copy = copy.to(torch.bfloat16)  # the kernels know no fp32
     except SpecError as error:
         return str(error)
-    why = why_not_told_apart(copy)
+    why = find_reason_not_told_apart(copy)
     if why is not None or trainer.train_dataset is None:
         return why
     try:
-        examples, together = _examples(trainer)
-        why = next(filter(None, map(why_not_joined, examples)), None)
-        if why is None and asked()[0] == "padding_free":
-            why = _why_padding_counts(together)
+        examples, together = _collate_two_examples(trainer)
+        why = next(filter(None, map(find_reason_not_joined, examples)), None)
+        if why is None and read_asked_key()[0] == "padding_free":
+            why = _find_reason_of_padding(together)
         if why is None and losses.is_own(trainer) and not trl.is_sft(trainer):
-            why = _why_loss_differs(trainer, copy, examples)
+            why = _find_reason_of_loss(trainer, copy, examples)
     except Exception as error:
-        return f"two examples cannot be tried ({type(error).__name__}: {first_line(error)})"
+        return f"two examples cannot be tried ({type(error).__name__}: {get_first_line(error)})"
     return why
 
 
-def _examples(trainer: Trainer) -> tuple[list[Mapping[str, torch.Tensor]], Mapping[str, object]]:
+def _collate_two_examples(trainer: Trainer) -> tuple[list[Mapping[str, torch.Tensor]], Mapping[str, object]]:
     """Two of the first examples as the collator makes them, the longest and the shortest; and both in a batch."""
-    rows, collate = rows_and_collator(trainer)
+    rows, collate = get_rows_and_collator(trainer)
     found = [(rows[index], index) for index in range(min(_SAMPLE, len(rows)))]
     made = [(dict(collate([row])), index) for row, index in found]
     known = [one for one in made if torch.is_tensor(one[0].get("input_ids"))] or made
@@ -289,7 +289,7 @@ def _examples(trainer: Trainer) -> tuple[list[Mapping[str, torch.Tensor]], Mappi
     return [longest, shortest], dict(collate([found[first][0], found[second][0]]))
 
 
-def _why_padding_counts(together: Mapping[str, object]) -> str | None:
+def _find_reason_of_padding(together: Mapping[str, object]) -> str | None:
     """Rows padded on the left have one more target, and later positions: joined ones do not."""
     mask = together.get("attention_mask")
     if not torch.is_tensor(mask) or mask.ndim != 2 or bool(mask[:, 0].all()):
@@ -297,17 +297,17 @@ def _why_padding_counts(together: Mapping[str, object]) -> str | None:
     return "rows are padded on the left, where padding predicts the first token of each and moves its positions"
 
 
-def _why_loss_differs(trainer: Trainer, copy: PreTrainedModel, examples: list) -> str | None:
+def _find_reason_of_loss(trainer: Trainer, copy: PreTrainedModel, examples: list) -> str | None:
     """Call the script's loss on two examples in two rows, and joined to one."""
     copy = copy.train()  # a script may ask; nothing in it drops anything
-    parts = [_cut(row, length) for row, length in zip(examples, _lengths(examples), strict=True)]
+    parts = [_cut_to_length(row, length) for row, length in zip(examples, _count_lengths(examples), strict=True)]
     parts = [{key: value.to(trainer.args.device) for key, value in part.items()} for part in parts]
     _set_unlike_labels(copy, parts)
-    padded = {key: _padded(parts, key) for key in parts[0]}
-    together = joined([{key: value.cpu() for key, value in part.items()} for part in parts])
+    padded = {key: _pad_parts(parts, key) for key in parts[0]}
+    together = join_rows([{key: value.cpu() for key, value in part.items()} for part in parts])
     together = {key: value.to(trainer.args.device) for key, value in together.items()}
     items = trainer._get_num_items_in_batch([padded], trainer.args.device)
-    apart, one_row = (_loss_of(trainer, copy, batch, items) for batch in (padded, together))
+    apart, one_row = (_compute_loss_of(trainer, copy, batch, items) for batch in (padded, together))
     tolerance = _TOLERANCE if copy.dtype == torch.float32 else _TOLERANCE_16_BITS
     if abs(apart - one_row) <= tolerance * abs(apart):
         return None
@@ -317,19 +317,19 @@ def _why_loss_differs(trainer: Trainer, copy: PreTrainedModel, examples: list) -
     )
 
 
-def _loss_of(trainer: Trainer, copy: PreTrainedModel, batch: dict, items: object) -> float:
+def _compute_loss_of(trainer: Trainer, copy: PreTrainedModel, batch: dict, items: object) -> float:
     with torch.no_grad():
         found = type(trainer).compute_loss(trainer, copy, dict(batch), num_items_in_batch=items)
     return float(found[0] if isinstance(found, tuple) else found)
 
 
-def _lengths(examples: list) -> list[int]:
+def _count_lengths(examples: list) -> list[int]:
     held = [row["input_ids"].shape[1] for row in examples]
     longest = min(held[0], _LENGTHS[0])
     return [longest, min(held[1], _LENGTHS[1], max(2, longest // 2))]
 
 
-def _cut(row: Mapping[str, torch.Tensor], length: int) -> dict[str, torch.Tensor]:
+def _cut_to_length(row: Mapping[str, torch.Tensor], length: int) -> dict[str, torch.Tensor]:
     """The first tokens of an example that are no padding."""
     mask = row.get("attention_mask", torch.ones_like(row["input_ids"]))[0].bool()
     return {key: value[:, mask][:, :length].clone() for key, value in row.items()}
@@ -348,12 +348,12 @@ def _set_unlike_labels(copy: PreTrainedModel, parts: list[dict[str, torch.Tensor
             part["shift_labels"][:, -1:] = -100
 
 
-def _padded(parts: list[dict[str, torch.Tensor]], key: str) -> torch.Tensor:
+def _pad_parts(parts: list[dict[str, torch.Tensor]], key: str) -> torch.Tensor:
     return pad_sequence([part[key][0] for part in parts], True, _PADDING.get(key, 0))
 
 
 @contextlib.contextmanager
-def random_numbers_kept() -> Iterator[None]:
+def keep_random_numbers() -> Iterator[None]:
     """Draw as if it had not been: random states are restored afterwards."""
     of_python, of_numpy = random.getstate(), numpy.random.get_state()
     try:
@@ -376,18 +376,18 @@ _GAIN = 0.95  # of the step time: less is below what the planner can tell
 _PADDING_SAMPLE = 256  # rows whose lengths are looked at for it
 
 
-def wanted() -> bool:
+def is_joining_wanted() -> bool:
     """Are training batches joined?"""
-    return asked()[0] == "padding_free"
+    return read_asked_key()[0] == "padding_free"
 
 
-def remember(goal: Goal, config: ParallelConfig) -> None:
+def remember_plan(goal: Goal, config: ParallelConfig) -> None:
     """Remember what `--parallel auto` has planned, for the choice that is made when there are rows."""
     known = of_session(_Asked)
     known.planned = goal, config
 
 
-def stop() -> None:
+def forget_plan() -> None:
     """Forget what was planned."""
     known = of_session(_Asked)
     known.planned = None
@@ -400,7 +400,7 @@ class Joined:
         self.collate, self.beside = collate, beside
 
     def __call__(self, rows: list) -> dict[str, Any]:
-        return joined([dict(self.collate([row])) for row in rows], self.beside)
+        return join_rows([dict(self.collate([row])) for row in rows], self.beside)
 
     def __getattr__(self, name: str) -> object:
         return getattr(self.__dict__["collate"], name)
@@ -409,7 +409,7 @@ class Joined:
 # ---- under `--parallel auto` ----------------------------------------------------------------------------------------
 
 
-def choose(trainer: Trainer, cannot: Callable[[Trainer], str | None]) -> None:
+def choose_joining(trainer: Trainer, cannot: Callable[[Trainer], str | None]) -> None:
     """Where the layout was left to the planner: join the batches where it pays and changes nothing. Collective.
 
     Args:
@@ -418,28 +418,28 @@ def choose(trainer: Trainer, cannot: Callable[[Trainer], str | None]) -> None:
     current = runtime.current()
     if current is None or not current.source.endswith("(auto)") or trainer.train_dataset is None:
         return
-    if not messages.from_one(lambda: _padding_found(trainer)):
+    if not messages.send_from_one(lambda: _describe_padding(trainer)):
         return
-    why = why_other_numbers(trainer)
-    pays, line = messages.from_one(lambda: _choice(trainer, current.config, why, cannot))
+    why = find_reason_for_other_numbers(trainer)
+    pays, line = messages.send_from_one(lambda: _decide_joining(trainer, current.config, why, cannot))
     report.say(line)
     if pays:
-        adopt(trainer, current)
+        adopt_joining(trainer, current)
 
 
-def adopt(trainer: Trainer, current: runtime.Runtime) -> None:
+def adopt_joining(trainer: Trainer, current: runtime.Runtime) -> None:
     """From here on the layout says it."""
     current.config = dataclasses.replace(current.config, padding_free=True)
-    state = runtime.parallel_state(trainer.model)
+    state = runtime.find_parallel_state(trainer.model)
     if state is not None and state.plan is not None:
         state.plan = dataclasses.replace(state.plan, config=dataclasses.replace(state.config, padding_free=True))
 
 
-def _padding_found(trainer: Trainer) -> str | None:
+def _describe_padding(trainer: Trainer) -> str | None:
     """Return how much of batches is padding, in words; None if that is too little to do anything about."""
     from hf_parallel.planner.choices import share_of
 
-    size, lengths = trainer.args.per_device_train_batch_size, _sampled(trainer)
+    size, lengths = trainer.args.per_device_train_batch_size, _sample_lengths(trainer)
     if size == 1 or len(lengths) < 2 * size or getattr(trainer.data_collator, "return_position_ids", False):
         return None
     share, _, _ = share_of(lengths, size)
@@ -448,7 +448,7 @@ def _padding_found(trainer: Trainer) -> str | None:
     return f"padding is {share:.0%} of the tokens of batches of {size} rows ({len(lengths)} rows looked at)"
 
 
-def _choice(
+def _decide_joining(
     trainer: Trainer, config: ParallelConfig, why: str | None, cannot: Callable[[Trainer], str | None]
 ) -> tuple[bool, str]:
     """Return whether batches are joined, and the line that says why.
@@ -457,17 +457,21 @@ def _choice(
         why: joined examples would give other numbers.
     """
     known = of_session(_Asked)
-    from hf_parallel.planner.choices import padding_of, share_of
+    from hf_parallel.planner.choices import compare_padding_of, share_of
 
-    size, lengths, found = trainer.args.per_device_train_batch_size, _sampled(trainer), _padding_found(trainer)
+    size, lengths, found = (
+        trainer.args.per_device_train_batch_size,
+        _sample_lengths(trainer),
+        _describe_padding(trainer),
+    )
     _, mean, _ = share_of(lengths, size)
     tokens = max(max(lengths), round(size * mean))
     packs = f"pack_tokens={tokens} leaves it out, with batches of about as many tokens in the place of as many rows"
     packs = "" if why is not None or config.pp_size > 1 else f"; {packs}: other numbers, so it is for you to ask for"
-    why = _why_not(trainer, config, cannot) or why
+    why = _find_reason_to_leave_rows(trainer, config, cannot) or why
     if why is None and known.planned is not None:
         goal, layout = known.planned
-        padding = padding_of(goal, layout, lengths, size)
+        padding = compare_padding_of(goal, layout, lengths, size)
         times = f"predicted {padding.ratio:.2f} x the step time"
         if padding.fits and padding.ratio < _GAIN:
             return True, f"auto: padding_free=true: {found}; the same rows joined: {times}, the same numbers"
@@ -475,23 +479,25 @@ def _choice(
     return False, f"auto: {found}; not padding_free=true: {why}{packs}"
 
 
-def _why_not(trainer: Trainer, config: ParallelConfig, cannot: Callable[[Trainer], str | None]) -> str | None:
+def _find_reason_to_leave_rows(
+    trainer: Trainer, config: ParallelConfig, cannot: Callable[[Trainer], str | None]
+) -> str | None:
     """Return what would change the rows, or cannot be."""
     if config.pp_size > 1:
         return f"a pipeline (pp_size={config.pp_size}) cuts batches by rows"
     why = cannot(trainer)
     if why is not None:
         return why
-    rows, collate = rows_and_collator(trainer)
-    return differs(collate, [rows[index] for index in range(trainer.args.per_device_train_batch_size)])
+    rows, collate = get_rows_and_collator(trainer)
+    return does_collator_differ(collate, [rows[index] for index in range(trainer.args.per_device_train_batch_size)])
 
 
-def differs(collate: Collate, rows: list) -> str | None:
+def does_collator_differ(collate: Collate, rows: list) -> str | None:
     """Is what the collator makes of these rows together, less padding, what it makes of each? Else why not."""
     try:
         together, alone = dict(collate(rows)), [dict(collate([row])) for row in rows]
-        why = next(filter(None, map(why_not_joined, alone)), None)
-        apart = joined(alone) if why is None else {}
+        why = next(filter(None, map(find_reason_not_joined, alone)), None)
+        apart = join_rows(alone) if why is None else {}
     except (KeyError, TypeError, ValueError) as error:
         why = " ".join(str(error).split())
     if why is not None:
@@ -509,9 +515,9 @@ def differs(collate: Collate, rows: list) -> str | None:
     return None if same else "the script's collator makes other rows of several than of each alone"
 
 
-def _sampled(trainer: Trainer) -> list[int]:
+def _sample_lengths(trainer: Trainer) -> list[int]:
     """Lengths of the first rows; none of what cannot be looked at twice."""
     rows = trainer.train_dataset
     if isinstance(rows, torch.utils.data.IterableDataset) or not hasattr(rows, "__len__") or not len(rows):
         return []
-    return lengths_of(rows, trainer.args, _PADDING_SAMPLE) or []
+    return read_lengths_of(rows, trainer.args, _PADDING_SAMPLE) or []

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, cast
 from hf_parallel.ask.keys.pipeline import DELAYED_SCHEDULES, JOINING_SCHEDULES
 from hf_parallel.ask.spec import refuse
 from hf_parallel.axes.pipeline import script_loss
-from hf_parallel.axes.pipeline.batches import row_count
+from hf_parallel.axes.pipeline.batches import count_rows
 from hf_parallel.axes.pipeline.engine import run_calls
 from hf_parallel.axes.pipeline.joint import JointStep
-from hf_parallel.axes.pipeline.schedules import micro_batch_count, takes
+from hf_parallel.axes.pipeline.schedules import can_run_micro_batches, count_micro_batches
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.trainer import bad_numbers, losses
 from hf_parallel.hooks.trainer.checkpoints import StepRecord, TrainerRecord, record_of
@@ -40,7 +40,7 @@ _METHODS = ("training_step", "_prepare_inputs", "compute_loss_context_manager")
 
 def note_batches(trainer: Trainer, batches: list) -> None:
     """Remember the batches of the step that begins; say once whether they run as one schedule."""
-    record, state = record_of(trainer), runtime.parallel_state(trainer.model)
+    record, state = record_of(trainer), runtime.find_parallel_state(trainer.model)
     record.batches_of_step = []
     if state is None or state.pipeline is None:
         return
@@ -48,7 +48,7 @@ def note_batches(trainer: Trainer, batches: list) -> None:
     engine.joint = None
     if len(batches) < 2 or engine.delayed is not None:
         return
-    reason = why_apart(trainer, engine)
+    reason = find_reason_to_run_apart(trainer, engine)
     if reason is None:
         record.batches_of_step = batches
     if not record.told_joint:
@@ -66,30 +66,30 @@ def announce_step(
     """Before the first batch of a step: announce the others, if all of them can run as one schedule."""
     record = record_of(trainer)
     batches, record.batches_of_step = record.batches_of_step, []
-    if not batches or inputs is not batches[0] or bad_numbers.searches_next_step():
+    if not batches or inputs is not batches[0] or bad_numbers.will_search_next_step():
         return
     if any(isinstance(batch, WeighedBatch) for batch in batches):  # some of its rows may be repeated
         return
-    engine = cast("PipelineEngine", engine_of(trainer))
+    engine = cast("PipelineEngine", find_engine_of(trainer))
     model.train()
     prepared = [trainer._prepare_inputs(dict(batch)) for batch in batches]
     own = losses.is_own(trainer)
-    together = _own_losses_join(record, engine, prepared) if own else engine.can_schedule_together(prepared)
+    together = _can_join_own_losses(record, engine, prepared) if own else engine.can_schedule_together(prepared)
     if engine.mesh.data_size > 1:
         # Reductions follow the schedule, and data ranks may have unlike numbers of rows: all go the same way.
-        together = all(messages.gather(together, engine.mesh.host_group_of_training))
+        together = all(messages.gather_objects(together, engine.mesh.host_group_of_training))
     if together:
-        calls = announced(trainer, engine, model, prepared, num_items_in_batch)
+        calls = list_announced_calls(trainer, engine, model, prepared, num_items_in_batch)
         engine.joint = JointStep(calls, functools.partial(run_calls, engine, held=None))
 
 
-def announced(
+def list_announced_calls(
     trainer: Trainer, engine: PipelineEngine, model: PreTrainedModel, batches: list[dict], items: object
 ) -> list[ScheduledCall]:
     """The calls of the model that a step will make with these batches."""
     record = record_of(trainer)
     record.joint_logs.clear()
-    with engine.announcing() as calls, runtime.weighed_by_trainer(), trainer.compute_loss_context_manager():
+    with engine.announcing() as calls, runtime.mark_weighed_by_trainer(), trainer.compute_loss_context_manager():
         for batch in batches:
             with record.during(StepRecord(syncs=batch is batches[-1])):
                 factor = trainer.compute_loss(model, batch, num_items_in_batch=items)
@@ -104,7 +104,7 @@ def check_mirrored_trainer(trainer: Trainer) -> None:
     Raises:
         SpecError: the trainer has a loss, a precision or an optimizer of such a kind.
     """
-    engine = engine_of(trainer)
+    engine = find_engine_of(trainer)
     if engine is None or engine.mirror is None:
         return
     args, asked, works = trainer.args, f"pipeline_schedule={engine.config.pipeline_schedule}", "pipeline_schedule=1f1b"
@@ -117,24 +117,24 @@ def check_mirrored_trainer(trainer: Trainer) -> None:
         refuse(asked, f"optim={optimizer} updates weights in the backward pass, of one copy", "optim=adamw_torch")
 
 
-def engine_of(trainer: Trainer) -> PipelineEngine | None:
+def find_engine_of(trainer: Trainer) -> PipelineEngine | None:
     """The pipeline of the trainer's model, if it has one."""
-    state = runtime.parallel_state(trainer.model)
+    state = runtime.find_parallel_state(trainer.model)
     return None if state is None else state.pipeline
 
 
-def _own_losses_join(record: TrainerRecord, engine: PipelineEngine, batches: list[dict]) -> bool:
+def _can_join_own_losses(record: TrainerRecord, engine: PipelineEngine, batches: list[dict]) -> bool:
     """Can the script's losses of these batches run as one schedule? The first step shows it."""
     counts = []
     for batch in batches:
         plan = record.loss_plans.get(tuple(batch))
-        if plan is None or plan.why_apart is not None or not script_loss.takes(plan, batch, engine.config):
+        if plan is None or plan.why_apart is not None or not script_loss.can_cut_batch(plan, batch, engine.config):
             return False
-        counts.append(micro_batch_count(row_count(batch) // plan.cut.rows, engine.config))
-    return takes(engine.config, sum(counts))
+        counts.append(count_micro_batches(count_rows(batch) // plan.cut.rows, engine.config))
+    return can_run_micro_batches(engine.config, sum(counts))
 
 
-def why_not_announced(trainer: Trainer, takes_own_losses: bool = False) -> str | None:
+def find_reason_not_announced(trainer: Trainer, takes_own_losses: bool = False) -> str | None:
     """Return why the calls of the model that a step will make are not known from its batches."""
     own = next((name for name in _METHODS if _is_replaced(trainer, name)), None)
     computes = getattr(trainer.compute_loss, "func", None) is losses.compute_loss
@@ -143,23 +143,23 @@ def why_not_announced(trainer: Trainer, takes_own_losses: bool = False) -> str |
     return None if own is None else f"{type(trainer).__name__} has its own {own}"
 
 
-def why_apart(trainer: Trainer, engine: PipelineEngine) -> str | None:
+def find_reason_to_run_apart(trainer: Trainer, engine: PipelineEngine) -> str | None:
     """Return why the batches of a step cannot run as one schedule, whatever is in them."""
-    config, reason = engine.config, why_not_announced(trainer, takes_own_losses=engine.delayed is None)
+    config, reason = engine.config, find_reason_not_announced(trainer, takes_own_losses=engine.delayed is None)
     if reason is not None:
         return reason
     if config.pipeline_schedule not in (*JOINING_SCHEDULES, *DELAYED_SCHEDULES):
         return f"pipeline_schedule={config.pipeline_schedule} would keep the activations of all of them"
     if config.shares_batches:
         return f"batch_shares={config.batch_shares} weighs each of them"
-    watching = _watches_substeps(trainer)
+    watching = _find_substep_callback(trainer)
     if watching is not None:
         return f"{watching} looks at gradients between them (on_substep_end)"
     known = losses.is_own(trainer) or engine.sums_over_tokens
     return None if known else "the loss of the model is not a sum over tokens"
 
 
-def _watches_substeps(trainer: Trainer) -> str | None:
+def _find_substep_callback(trainer: Trainer) -> str | None:
     """Return the name of a script's callback that runs between the batches of a step."""
     from transformers import TrainerCallback
 
@@ -172,6 +172,6 @@ def _is_replaced(trainer: Trainer, name: str) -> bool:
     """Has its class, or the script, put another method in the place of Trainer's?"""
     from transformers import Trainer
 
-    if name == "training_step" and trl.only_offloads_in_steps(trainer):
+    if name == "training_step" and trl.does_only_offload_in_steps(trainer):
         return name in vars(trainer)
     return name in vars(trainer) or getattr(type(trainer), name) is not getattr(Trainer, name)

@@ -11,21 +11,21 @@ from typing import TYPE_CHECKING, TypedDict
 import torch
 import torch.distributed as dist
 
-from hf_parallel.axes.chunked_loss import why_not_in
+from hf_parallel.axes.chunked_loss import find_reason_against_chunks
 from hf_parallel.axes.experts.balance import load_of
 from hf_parallel.axes.loss import LOSS
-from hf_parallel.axes.pipeline.script_loss import Plan, cuts_alike, find_plan, run_plan, takes
-from hf_parallel.axes.pipeline.unscheduled import Made, served
+from hf_parallel.axes.pipeline.script_loss import Plan, can_cut_alike, can_cut_batch, find_plan, run_plan
+from hf_parallel.axes.pipeline.unscheduled import Made, serve_script
 from hf_parallel.axes.tensor import lean_loss
 from hf_parallel.hooks import monitoring, report, runtime
 from hf_parallel.hooks.accelerate.shares import cut_of
-from hf_parallel.hooks.logits_read import class_overrides, why_read_by
+from hf_parallel.hooks.logits_read import find_reader_before_trainer, has_own_compute_loss
 from hf_parallel.hooks.patching import patch, replacing
 from hf_parallel.hooks.trainer import bad_numbers, checkpoints, means
-from hf_parallel.hooks.trainer.bad_numbers import Joined, remembered
+from hf_parallel.hooks.trainer.bad_numbers import Joined, remember_counts
 from hf_parallel.hooks.trainer.checkpoints import record_of
 from hf_parallel.hooks.trl import trainers as trl
-from hf_parallel.model.calls import by_name, unread_logits
+from hf_parallel.model.calls import bind_by_name, note_unread_logits
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, Trainer
@@ -50,33 +50,35 @@ class Computed(TypedDict):
     again: bool
 
 
-def prepare(trainer: Trainer) -> None:
+def prepare_own_loss(trainer: Trainer) -> None:
     """Find out whose loss the trainer computes; in a pipeline the script's own is looked at in the first step."""
     record = record_of(trainer)
     record.loss_plans.clear()
-    seen = overrides(trainer) or trainer.compute_loss_func is not None
+    seen = has_class_own_loss(trainer) or trainer.compute_loss_func is not None
     record.weighs = None if seen else trainer.label_smoother is not None  # Trainer itself passes the count on
-    state = runtime.parallel_state(trainer.model)
+    state = runtime.find_parallel_state(trainer.model)
     if state is not None and state.pipeline is not None and is_own(trainer):
         state.notes.append("the loss is the script's: the first step, and each ragged batch, keeps all activations")
 
 
 def is_own(trainer: Trainer) -> bool:
     """Does the script compute the loss, rather than the model?"""
-    return overrides(trainer) or trainer.compute_loss_func is not None or trainer.label_smoother is not None
+    return has_class_own_loss(trainer) or trainer.compute_loss_func is not None or trainer.label_smoother is not None
 
 
-def why_read(trainer: Trainer, state: ParallelState | None) -> str | None:
+def find_reader_of_logits(trainer: Trainer, state: ParallelState | None) -> str | None:
     """Who may read logits in training; None if nobody does but the loss of the one model there is."""
-    why = why_read_by(type(trainer), trainer.compute_loss_func is not None, trainer.label_smoother is not None)
+    why = find_reader_before_trainer(
+        type(trainer), trainer.compute_loss_func is not None, trainer.label_smoother is not None
+    )
     return why or ("the model is around others" if state is None or state.plan is None else None)
 
 
-def _given(trainer: Trainer, model: PreTrainedModel, inputs: dict, args: tuple, kwargs: dict) -> dict:
+def _bind_loss_arguments(trainer: Trainer, model: PreTrainedModel, inputs: dict, args: tuple, kwargs: dict) -> dict:
     """To `compute_loss(model, inputs, return_outputs, num_items_in_batch)`."""
     from transformers import Trainer
 
-    return by_name(Trainer.compute_loss, (trainer, model, inputs, *args), kwargs)
+    return bind_by_name(Trainer.compute_loss, (trainer, model, inputs, *args), kwargs)
 
 
 def _with_items(args: tuple, kwargs: dict, items: object) -> tuple[tuple, dict]:
@@ -86,64 +88,66 @@ def _with_items(args: tuple, kwargs: dict, items: object) -> tuple[tuple, dict]:
     return args, {**kwargs, "num_items_in_batch": items}
 
 
-def how_computed(trainer: Trainer) -> str:
+def describe_loss(trainer: Trainer) -> str:
     """Head and loss in the steps to come, for the start-up report."""
-    state = runtime.parallel_state(trainer.model)
+    state = runtime.find_parallel_state(trainer.model)
     part = None if state is None or state.plan is None else state.plan.part(LOSS)
     if state is None or part is None:
         return "whole logits"
     held = state.pipeline is None or state.pipeline.last
-    why = part.why_not or why_read(trainer, state) or why_not_in(state.config)
-    why = why or lean_loss.why_whole(trainer.model, held)
+    why = part.why_not or find_reader_of_logits(trainer, state) or find_reason_against_chunks(state.config)
+    why = why or lean_loss.find_reason_for_whole_logits(trainer.model, held)
     if why is not None:
         return f"whole logits: {why}"
     return "in chunks of tokens" + ("" if part.always else ", where that needs less memory than whole logits")
 
 
-def overrides(trainer: Trainer) -> bool:
+def has_class_own_loss(trainer: Trainer) -> bool:
     """Has its class a `compute_loss` of its own?"""
-    return class_overrides(type(trainer))
+    return has_own_compute_loss(type(trainer))
 
 
 def compute_loss(
     self: Trainer, own: Callable, model: PreTrainedModel, inputs: dict, *args: object, **kwargs: object
 ) -> object:
     """The loss as the model or the script computes it, without Trainer's factor for the number of processes."""
-    state = runtime.parallel_state(model)
+    state = runtime.find_parallel_state(model)
     engine = state.pipeline if state is not None and is_own(self) else None
-    call = functools.partial(_call, self, state, own, model, args=args, kwargs=kwargs)
+    call = functools.partial(_call_compute_loss, self, state, own, model, args=args, kwargs=kwargs)
     # Taken now: scripts take out of a batch what they have read.
-    items = _given(self, model, inputs, args, kwargs).get("num_items_in_batch")
-    targets = trl.targets_of_mean(self, inputs) if items is None else None
+    items = _bind_loss_arguments(self, model, inputs, args, kwargs).get("num_items_in_batch")
+    targets = trl.count_targets_of_mean(self, inputs) if items is None else None
     record = record_of(self)
     record.step.weighted = True
     if state is None or engine is None:
-        return _weighted(self, _settled(self, inputs, call, items), targets)
+        return _weigh_result(self, _compute_settled_loss(self, inputs, call, items), targets)
     # Data ranks may differ in rows of the last batch: there, all go the same way.
-    trains = torch.is_grad_enabled() and record.step.real_rows is None and _cuts_alike(self, state)
+    trains = torch.is_grad_enabled() and record.step.real_rows is None and _do_data_ranks_cut_alike(self, state)
     plan = record.loss_plans.get(tuple(inputs)) if trains else None
-    if plan is not None and takes(plan, inputs, engine.config):
-        return _scheduled(self, engine, plan, inputs, call, counts=not record.weighs)
+    if plan is not None and can_cut_batch(plan, inputs, engine.config):
+        return _compute_scheduled_loss(self, engine, plan, inputs, call, counts=not record.weighs)
     made: list[Made] = []
 
     def serve(batch: dict) -> Computed:
-        result, made[:] = served(engine, dict(batch), lambda: call(dict(batch)))
+        result, made[:] = serve_script(engine, dict(batch), lambda: call(dict(batch)))
         return result
 
-    result = _settled(self, inputs, serve, items)
+    result = _compute_settled_loss(self, inputs, serve, items)
     for logs in result["logged"]:
         self.log(logs)
     if trains and tuple(inputs) not in record.loss_plans:
-        plan = record.loss_plans[tuple(inputs)] = _found(self, engine, inputs, made, call, counts=not record.weighs)
+        plan = record.loss_plans[tuple(inputs)] = _find_loss_plan(
+            self, engine, inputs, made, call, counts=not record.weighs
+        )
         if plan is not None:
             plan.logs = bool(result["logged"])
-    return _weighted(self, result, targets)
+    return _weigh_result(self, result, targets)
 
 
-def _cuts_alike(trainer: Trainer, state: ParallelState) -> bool:
+def _do_data_ranks_cut_alike(trainer: Trainer, state: ParallelState) -> bool:
     """Do all data ranks cut their part of a full batch into as many micro-batches?"""
     cut = cut_of(trainer.accelerator.gradient_state)
-    alike = cut is None or cuts_alike(cut, state.config)
+    alike = cut is None or can_cut_alike(cut, state.config)
     if not alike and state.is_first(_UNLIKE):
         report.say(_UNLIKE)
     return alike
@@ -155,7 +159,7 @@ _UNLIKE = (
 )
 
 
-def _scheduled(
+def _compute_scheduled_loss(
     trainer: Trainer, engine: PipelineEngine, plan: Plan, inputs: dict, call: Callable, *, counts: bool
 ) -> torch.Tensor:
     """The loss by micro-batches, of which what the script logs is one entry.
@@ -172,32 +176,34 @@ def _scheduled(
         logged.extend(result["logged"])
         return result["loss"]
 
-    quietly = functools.partial(_undone, trainer)
-    joining, share = _joining(trainer, loss_of), record.step.share
+    quietly = functools.partial(_undo_counts, trainer)
+    joining, share = _join_losses_of_parts(trainer, loss_of), record.step.share
     loss = run_plan(engine, plan, dict(inputs), joining, quietly, counts=counts, share=share)
     if announces:
         record.joint_logs.append(logged)
     elif plan.logs:
-        trainer.log(_told_mean(engine, logged))
+        trainer.log(_tell_mean_of_logs(engine, logged))
     return loss
 
 
-def _found(
+def _find_loss_plan(
     trainer: Trainer, engine: PipelineEngine, inputs: dict, made: list[Made], call: Callable, *, counts: bool
 ) -> Plan | None:
     """Find how the script's loss may be scheduled, which rank 0 tells; None if it needs whole batches."""
-    quietly = functools.partial(_undone, trainer)
+    quietly = functools.partial(_undo_counts, trainer)
     plan = None
     if not trl.needs_whole_batches(trainer):
         plan = find_plan(engine, dict(inputs), made, lambda part: call(part)["loss"], quietly, counts=counts)
-    verdict = _verdict(plan, engine.config.pipeline_schedule)
+    verdict = _describe_verdict(plan, engine.config.pipeline_schedule)
     if trainer.args.gradient_accumulation_steps > 1 and plan is not None and plan.why_apart is not None:
         verdict += f"; the batches of a step run apart, and the pipeline drains after each: {plan.why_apart}"
     report.say(verdict)
     return plan
 
 
-def _settled(trainer: Trainer, inputs: dict, computed: Callable[[dict], Computed], items: object) -> Computed:
+def _compute_settled_loss(
+    trainer: Trainer, inputs: dict, computed: Callable[[dict], Computed], items: object
+) -> Computed:
     """Compute a batch's loss. If the script then turns out to weigh means by the count of targets, compute it anew.
 
     It is seen while the loss is computed. A model that the script calls without the count gives it the mean over the
@@ -207,7 +213,7 @@ def _settled(trainer: Trainer, inputs: dict, computed: Callable[[dict], Computed
     record = record_of(trainer)
     if record.weighs is not None or items is None:
         return computed(inputs)
-    kept, restore, stream = copy.copy(inputs), remembered(trainer), runtime.random_state()
+    kept, restore, stream = copy.copy(inputs), remember_counts(trainer), runtime.read_random_states()
     result = computed(inputs)
     record.weighs = result["weighs"]
     if not result["again"]:
@@ -217,7 +223,7 @@ def _settled(trainer: Trainer, inputs: dict, computed: Callable[[dict], Computed
     return computed(kept)
 
 
-def _joining(trainer: Trainer, loss_of: Callable) -> Callable:
+def _join_losses_of_parts(trainer: Trainer, loss_of: Callable) -> Callable:
     """The loss of one part after another, of which TRL's trainers count metrics as of a whole batch."""
     if not trl.is_known(trainer):
         return loss_of
@@ -230,14 +236,14 @@ def _joining(trainer: Trainer, loss_of: Callable) -> Callable:
     return loss_of_part
 
 
-def _verdict(plan: Plan | None, schedule: str) -> str:
+def _describe_verdict(plan: Plan | None, schedule: str) -> str:
     if plan is None:
         return "the script's loss needs whole batches: the pipeline keeps all activations of a batch"
     how = "is a mean" if plan.cut.mean else "adds up"
     return f"the script's loss {how} over micro-batches: {schedule} from now on"
 
 
-def _call(
+def _call_compute_loss(
     self: Trainer,
     state: ParallelState | None,
     own: Callable,
@@ -249,12 +255,12 @@ def _call(
 ) -> Computed:
     """Call the script's `compute_loss`."""
     record, former = record_of(self), self.args.average_tokens_across_devices
-    given = _given(self, model, inputs, args, kwargs)
+    given = _bind_loss_arguments(self, model, inputs, args, kwargs)
     step, items = record.step, given.get("num_items_in_batch")
     scope = means.Scope(step.share, items is not None and bool(record.weighs))
     step.logged = []
     # Our share of tokens holds the factor for processes already, except for scripts that multiply by it themselves.
-    whole = former and means.knows_processes(self)
+    whole = former and means.does_know_processes(self)
     self.args.average_tokens_across_devices = whole
     if items is not None and former:
         items = items * (scope.share or 1.0) * (runtime.mesh().data_size if whole else 1)
@@ -262,13 +268,13 @@ def _call(
         count = means.Count.within(scope, items) if is_own(self) else items
         args, kwargs = _with_items(args, kwargs, count)
     try:
-        unread = unread_logits(why_read(self, state) is None and not given.get("return_outputs"))
-        with means.computing(scope), unread, trl.metrics_by_rows(self):
+        unread = note_unread_logits(find_reader_of_logits(self, state) is None and not given.get("return_outputs"))
+        with means.compute_in_scope(scope), unread, trl.count_metrics_by_rows(self):
             result = own(model, inputs, *args, **kwargs)
     finally:
         self.args.average_tokens_across_devices = former
     loss, *outputs = result if isinstance(result, tuple) else (result,)
-    loss = trl.weighted(self, loss, inputs)
+    loss = trl.weigh_trl_loss(self, loss, inputs)
     if outputs and state is not None and state.pipeline is not None and state.pipeline.loss_only:
         outputs = [{}]
     targets = scope.taken[1] if scope.taken is not None and loss is scope.taken[0] else None
@@ -284,7 +290,7 @@ def _call(
     }
 
 
-def _told_mean(engine: PipelineEngine, logged: list[dict]) -> dict:
+def _tell_mean_of_logs(engine: PipelineEngine, logged: list[dict]) -> dict:
     """Tell every stage, as one entry for the batch, what the last stage logged for each micro-batch."""
     merged: dict[str, object] = {}
     for key in {key: None for logs in logged for key in logs}:
@@ -294,16 +300,16 @@ def _told_mean(engine: PipelineEngine, logged: list[dict]) -> dict:
     return merged
 
 
-def _weighted(self: Trainer, result: Computed, targets: torch.Tensor | None) -> object:
+def _weigh_result(self: Trainer, result: Computed, targets: torch.Tensor | None) -> object:
     """The loss of this data rank's rows such that the average over data ranks is that of all rows."""
     loss, outputs = result["loss"], result["outputs"]
     if runtime.mesh().data_size > 1:
-        loss = means.weighted(loss, _factor(self, result["targets"] if targets is None else targets))
+        loss = means.weigh_loss(loss, _compute_factor(self, result["targets"] if targets is None else targets))
         _say_what_is_unknown(self, result["known"])
     return (loss, *outputs) if outputs else loss
 
 
-def _factor(trainer: Trainer, targets: torch.Tensor | None) -> torch.Tensor | float:
+def _compute_factor(trainer: Trainer, targets: torch.Tensor | None) -> torch.Tensor | float:
     """The share of the rank's rows, or of its targets where that is what the script returned the mean of."""
     mesh, step = runtime.mesh(), record_of(trainer).step
     if not is_own(trainer):
@@ -327,9 +333,9 @@ def _say_what_is_unknown(trainer: Trainer, known: bool) -> None:
 
 
 @contextlib.contextmanager
-def _undone(trainer: Trainer) -> Iterator[None]:
+def _undo_counts(trainer: Trainer) -> Iterator[None]:
     """Forget what a loss counts and collects in its trainer meanwhile: the batch is computed once more."""
-    restore = remembered(trainer)
+    restore = remember_counts(trainer)
     try:
         yield
     finally:
@@ -345,7 +351,7 @@ _OF_THE_END = {"train_loss", "total_flos"}
 @patch("transformers.trainer:Trainer.log", "metrics of a pipelined loss are known on the last stage")
 def log(original: Callable, self: Trainer, logs: dict, *args: object, **kwargs: object) -> None:
     """Show on rank 0 what a script's loss has collected on the last stage."""
-    state = runtime.parallel_state(self.model)
+    state = runtime.find_parallel_state(self.model)
     if state is not None and state.pipeline is not None and state.pipeline.pipelines.session is not None:
         # compute_loss runs on the last stage alone: the others log with it later
         record_of(self).step.logged.append(dict(logs))
@@ -356,12 +362,12 @@ def log(original: Callable, self: Trainer, logs: dict, *args: object, **kwargs: 
     if load is not None and logs.keys() >= _OF_TRAINING:
         logs.update({key: round(value, 4) for key, value in load.read().items()})
     if logs.keys() >= _OF_TRAINING:
-        logs.update(monitoring.of_trainer(self))
+        logs.update(monitoring.log_of_trainer(self))
     ends = logs.keys() >= _OF_THE_END
     if ends:
         checkpoints.end_begins(self)
-    bad_numbers.logged(logs)
+    bad_numbers.note_logs(logs)
     original(self, logs, *args, **kwargs)
     if ends:
         monitoring.keep_measured_step()
-        report.at_end(self, monitoring.critical_batch())
+        report.report_at_end(self, monitoring.get_critical_batch())

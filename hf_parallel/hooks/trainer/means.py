@@ -25,7 +25,7 @@ from hf_parallel.ask.session import of_session
 from hf_parallel.hooks import report, runtime
 from hf_parallel.hooks.accelerate.paired_losses import refuse_pairs
 from hf_parallel.hooks.patching import patch
-from hf_parallel.model.calls import by_name
+from hf_parallel.model.calls import bind_by_name
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -83,14 +83,14 @@ class _Now:
         self.forwards: list[Forward] = []
 
 
-def scope() -> Scope | None:
+def get_scope() -> Scope | None:
     """The Trainer's loss that is being computed, if any."""
     now = of_session(_Now)
     return now.scope
 
 
 @contextlib.contextmanager
-def computing(new: Scope) -> Iterator[Scope]:
+def compute_in_scope(new: Scope) -> Iterator[Scope]:
     """Compute a loss for a Trainer."""
     now = of_session(_Now)
     former, now.scope = now.scope, new
@@ -136,11 +136,11 @@ class Count(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None) -> object:
-        args, kwargs = tree_map(_read, (args, kwargs or {}))
+        args, kwargs = tree_map(_read_mean_argument, (args, kwargs or {}))
         return func(*args, **kwargs)
 
 
-def _read(value: object) -> object:
+def _read_mean_argument(value: object) -> object:
     if not isinstance(value, Count):
         return value
     value.scope.reads_count = True
@@ -148,36 +148,36 @@ def _read(value: object) -> object:
         return value.as_subclass(torch.Tensor)
 
 
-def _number(number: float, value: torch.Tensor) -> torch.Tensor:
+def _make_number(number: float, value: torch.Tensor) -> torch.Tensor:
     """Made where the value is: a copy to a GPU would wait for it."""
     return torch.full((), number, dtype=torch.float32, device=value.device)
 
 
-def _elements(given: Given, value: torch.Tensor) -> torch.Tensor:
-    return _number(given["input"].numel(), value)
+def _count_elements(given: Given, value: torch.Tensor) -> torch.Tensor:
+    return _make_number(given["input"].numel(), value)
 
 
-def _targets(given: Given, value: torch.Tensor) -> torch.Tensor:
+def _count_mean_targets(given: Given, value: torch.Tensor) -> torch.Tensor:
     """Return what torch divides by: targets that are not ignored, each with the weight of its class."""
     target, weight = given["target"], given.get("weight")
     if target.is_floating_point():  # probabilities of classes
         classes = given["input"].shape[1 if given["input"].ndim > 1 else 0]
-        return _number(target.numel() / classes, value)
+        return _make_number(target.numel() / classes, value)
     kept = target != given.get("ignore_index", -100)
     return kept.sum().float() if weight is None else (weight[target.where(kept, 0)] * kept).sum().float()
 
 
-def _sequences(given: Given, value: torch.Tensor) -> torch.Tensor:
-    return _number(len(torch.as_tensor(given["target_lengths"])), value)
+def _count_sequences(given: Given, value: torch.Tensor) -> torch.Tensor:
+    return _make_number(len(torch.as_tensor(given["target_lengths"])), value)
 
 
 #: Function of torch.nn.functional -> over how many numbers its mean runs.
 COUNTS: dict[str, Callable[[Given, torch.Tensor], torch.Tensor]] = {
-    "cross_entropy": _targets,
-    "nll_loss": _targets,
-    **dict.fromkeys(("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"), _elements),
-    **dict.fromkeys(("binary_cross_entropy", "binary_cross_entropy_with_logits"), _elements),
-    "ctc_loss": _sequences,
+    "cross_entropy": _count_mean_targets,
+    "nll_loss": _count_mean_targets,
+    **dict.fromkeys(("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"), _count_elements),
+    **dict.fromkeys(("binary_cross_entropy", "binary_cross_entropy_with_logits"), _count_elements),
+    "ctc_loss": _count_sequences,
 }
 #: Those whose sum over sequences is a model's loss: no model divides it by anything.
 SUMMED = {"ctc_loss"}
@@ -190,7 +190,7 @@ def mean(original: Callable, *args: object, **kwargs: object) -> torch.Tensor:
     value = original(*args, **kwargs)
     if now.forwards and now.forwards[-1].whole:
         return value
-    given = by_name(original, args, kwargs)
+    given = bind_by_name(original, args, kwargs)
     if not now.forwards and value.requires_grad and original.__name__ == "cross_entropy":
         _tell_of_own_pairs(given)
     if not now.forwards and now.scope is None:
@@ -198,13 +198,13 @@ def mean(original: Callable, *args: object, **kwargs: object) -> torch.Tensor:
     former = given.get("size_average") is not None or given.get("reduce") is not None
     reduction = "none" if former else given.get("reduction", "mean")
     if reduction == "mean":
-        if now.forwards and original.__name__ == "cross_entropy" and _compares_rows(given, now.forwards[-1].given):
+        if now.forwards and original.__name__ == "cross_entropy" and _is_comparing_rows(given, now.forwards[-1].given):
             refuse_pairs()
-        return _treated(value, COUNTS[original.__name__](given, value))
-    return _of_all_ranks(value, original.__name__) if reduction == "sum" and now.forwards else value
+        return _correct_mean(value, COUNTS[original.__name__](given, value))
+    return _sum_over_all_ranks(value, original.__name__) if reduction == "sum" and now.forwards else value
 
 
-def _compares_rows(given: Given, of_model: Mapping[str, object]) -> bool:
+def _is_comparing_rows(given: Given, of_model: Mapping[str, object]) -> bool:
     """Is the right answer for each row the row itself, as in CLIP's loss (Radford et al., 2021, figure 3)?
 
     Its targets are counted up, of as many classes as rows, and nothing that the model was called with.
@@ -229,12 +229,12 @@ def _tell_of_own_pairs(given: Given) -> None:
     current = runtime.current()
     if current is None or current.loop.told_of_pairs or current.mesh.data_size == 1:
         return
-    if len(given["input"]) <= (current.loop.rows or len(given["input"])) and _compares_rows(given, {}):
+    if len(given["input"]) <= (current.loop.rows or len(given["input"])) and _is_comparing_rows(given, {}):
         current.loop.told_of_pairs = True
         report.say(_PAIRS)
 
 
-def _of_all_ranks(total: torch.Tensor, function: str) -> torch.Tensor:
+def _sum_over_all_ranks(total: torch.Tensor, function: str) -> torch.Tensor:
     """A sum in a model's forward, which the model divides by the count it was given, or which is the loss itself."""
     now = of_session(_Now)
     forward = now.forwards[-1]
@@ -244,29 +244,29 @@ def _of_all_ranks(total: torch.Tensor, function: str) -> torch.Tensor:
     if forward.share is None:
         return total
     note(forward)
-    return weighted(total, (not runtime.is_absent()) * runtime.mesh().data_size / (forward.share or 1.0))
+    return weigh_loss(total, (not runtime.is_absent()) * runtime.mesh().data_size / (forward.share or 1.0))
 
 
-def _treated(value: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+def _correct_mean(value: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
     now = of_session(_Now)
     if not now.forwards or now.forwards[-1].share is None:
         if now.scope is not None:
             now.scope.taken = value, count
         return value
     note(now.forwards[-1])
-    return over_data_ranks(value, count, now.forwards[-1].share)
+    return correct_over_data_ranks(value, count, now.forwards[-1].share)
 
 
-def over_data_ranks(mean: torch.Tensor, count: torch.Tensor, share: float) -> torch.Tensor:
+def correct_over_data_ranks(mean: torch.Tensor, count: torch.Tensor, share: float) -> torch.Tensor:
     """This rank's mean such that the average of all data ranks, times their shares, is the mean over all targets."""
     mesh = runtime.mesh()
     count = count * (not runtime.is_absent())
     total = count.clone()
     dist.all_reduce(total, group=mesh.data_group)
-    return weighted(mean, count * mesh.data_size / (total * (share or 1.0)))
+    return weigh_loss(mean, count * mesh.data_size / (total * (share or 1.0)))
 
 
-def normaliser(count: torch.Tensor) -> torch.Tensor:
+def compute_normaliser(count: torch.Tensor) -> torch.Tensor:
     """Return what a sum over `count` targets is divided by, so that data ranks average to the mean over all."""
     now = of_session(_Now)
     if not now.forwards or now.forwards[-1].share is None:
@@ -277,7 +277,7 @@ def normaliser(count: torch.Tensor) -> torch.Tensor:
     return total.clamp(min=1) * (now.forwards[-1].share or 1.0) / mesh.data_size
 
 
-def weighted(loss: torch.Tensor, factor: torch.Tensor | float) -> torch.Tensor:
+def weigh_loss(loss: torch.Tensor, factor: torch.Tensor | float) -> torch.Tensor:
     """Their product, where a mean over nothing, which is not a number, counts nothing."""
     if torch.is_tensor(factor):
         return (torch.where(factor == 0, 0.0, loss.float()) * factor).to(loss.dtype)
@@ -288,18 +288,18 @@ def weighted(loss: torch.Tensor, factor: torch.Tensor | float) -> torch.Tensor:
 _PROCESSES = {"num_processes", "world_size", "get_world_size"}
 
 
-def knows_processes(trainer: Trainer) -> bool:
+def does_know_processes(trainer: Trainer) -> bool:
     """Does the script's `compute_loss` ask for the number of processes, which Trainer multiplies its loss by?
 
     By the names in its code: the count that it is given depends on the answer, so no run of it can tell before.
     """
     from transformers import Trainer
 
-    overrides = (vars(cls).get("compute_loss") for cls in _before(type(trainer), Trainer))
+    overrides = (vars(cls).get("compute_loss") for cls in _list_classes_before(type(trainer), Trainer))
     return any(_PROCESSES & set(code.co_names) for code in map(code_of, filter(None, overrides)))
 
 
-def _before(cls: type, base: type) -> list[type]:
+def _list_classes_before(cls: type, base: type) -> list[type]:
     return list(cls.__mro__[: cls.__mro__.index(base)])
 
 
@@ -312,7 +312,7 @@ def code_of(function: Callable) -> CodeType:
     return type(function).__call__.__code__ if code is None else code
 
 
-def share(weight: int) -> float:
+def set_share(weight: int) -> float:
     """Means of data ranks over unequal numbers of rows or targets: weighted so, their average is the mean over all."""
     mesh = runtime.mesh()
     total = torch.tensor(float(weight), device=mesh.device)

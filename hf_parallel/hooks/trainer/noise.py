@@ -14,23 +14,23 @@ from typing import TYPE_CHECKING
 import torch
 
 from hf_parallel.hooks.trainer.rows import PADDED_LENGTHS
-from hf_parallel.model.calls import held_tokens
+from hf_parallel.model.calls import get_held_tokens
 
 if TYPE_CHECKING:
     from transformers import Trainer
 
 
-def noise_of_examples(trainer: Trainer, inputs: dict) -> contextlib.AbstractContextManager:
+def draw_noise_of_examples(trainer: Trainer, inputs: dict) -> contextlib.AbstractContextManager:
     """Give each token of a joined batch the noise of its example; the noise's length is taken out of the batch."""
     lengths = inputs.pop(PADDED_LENGTHS, None) if isinstance(inputs, dict) else None
     handle = getattr(trainer, "neftune_hook_handle", None)
     if lengths is None or handle is None:
         return contextlib.nullcontext()
-    return _scaling(handle, (lengths.shape[1] / lengths).sqrt()[..., None])
+    return _scale_noise(handle, (lengths.shape[1] / lengths).sqrt()[..., None])
 
 
 @contextlib.contextmanager
-def _scaling(handle: torch.utils.hooks.RemovableHandle, scale: torch.Tensor) -> Iterator[None]:
+def _scale_noise(handle: torch.utils.hooks.RemovableHandle, scale: torch.Tensor) -> Iterator[None]:
     hooks = handle.hooks_dict_ref()
     if hooks is None:  # the module is gone
         yield
@@ -46,5 +46,5 @@ def _scaling(handle: torch.utils.hooks.RemovableHandle, scale: torch.Tensor) -> 
 def _add_scaled(
     hook: Callable, scale: torch.Tensor, module: torch.nn.Module, input: tuple[torch.Tensor], output: torch.Tensor
 ) -> torch.Tensor:
-    noise, held = hook(module, input, torch.zeros_like(output)), held_tokens()
+    noise, held = hook(module, input, torch.zeros_like(output)), get_held_tokens()
     return output + noise * (scale if held is None else held.part(scale)).to(output)

@@ -13,8 +13,15 @@ from typing import TYPE_CHECKING
 from hf_parallel import checkpoint as folders
 from hf_parallel.hooks import report, restarts
 from hf_parallel.hooks.patching import patch
-from hf_parallel.hooks.trainer.checkpoints import inner_optimizer
-from hf_parallel.hooks.trainer.resuming import damages, facts_of, layout_of, load_schedule, refuse_damages, run_of
+from hf_parallel.hooks.trainer.checkpoints import get_inner_optimizer
+from hf_parallel.hooks.trainer.resuming import (
+    find_checkpoint_damages,
+    load_schedule,
+    read_facts_of,
+    read_layout_of,
+    refuse_damages,
+    run_of,
+)
 
 if TYPE_CHECKING:
     from torch import nn
@@ -32,25 +39,25 @@ def train(
     """In one process or under DDP: a checkpoint of a layout is checked, and one that is not whole not taken."""
     chosen = resume_from_checkpoint
     if chosen is True:
-        chosen = next(iter(folders.candidates(self.args.output_dir)), True)
-    if restarts.under_torchrun() and os.environ.get("WORLD_SIZE") == "1":  # the last of several, it may be
-        with restarts.own_folder(self) as run, _last_one(self, run, chosen) as chosen:
+        chosen = next(iter(folders.list_whole_checkpoints(self.args.output_dir)), True)
+    if restarts.is_under_torchrun() and os.environ.get("WORLD_SIZE") == "1":  # the last of several, it may be
+        with restarts.hold_own_folder(self) as run, _resume_last_one(self, run, chosen) as chosen:
             return original(self, chosen, *args, **kwargs)
     if chosen and chosen is not True and folders.has_manifest(chosen):
-        refuse_damages(chosen, damages(chosen, 0, 1))
+        refuse_damages(chosen, find_checkpoint_damages(chosen, 0, 1))
     return original(self, chosen, *args, **kwargs)
 
 
 @contextlib.contextmanager
-def _last_one(trainer: Trainer, run: restarts.Run, chosen: str | bool | None) -> Iterator[str | bool | None]:
+def _resume_last_one(trainer: Trainer, run: restarts.Run, chosen: str | bool | None) -> Iterator[str | bool | None]:
     """Resume the one process that is left from the newest checkpoint, if the launcher has started it again."""
-    own = (path for path in folders.candidates(trainer.args.output_dir) if run_of(path) == run.identity)
-    newest = next((path for path in own if not damages(path, 0, 1)), None) if run.restarted else None
+    own = (path for path in folders.list_whole_checkpoints(trainer.args.output_dir) if run_of(path) == run.identity)
+    newest = next((path for path in own if not find_checkpoint_damages(path, 0, 1)), None) if run.restarted else None
     if newest is not None:
         report.say(f"started again by the launcher: going on from {newest}")
-        restarts.keep_rows_per_step(trainer, facts_of(newest).get("global_batch"), 1)
+        restarts.keep_rows_per_step(trainer, read_facts_of(newest).get("global_batch"), 1)
     elif chosen and chosen is not True:
-        refuse_damages(chosen, damages(chosen, 0, 1))
+        refuse_damages(chosen, find_checkpoint_damages(chosen, 0, 1))
     signature = restarts.Signature(run, trainer)
     trainer.add_callback(signature)
     try:
@@ -69,7 +76,7 @@ def load_from_checkpoint(
     """
     target = self.model if model is None else model
     engine = self.is_fsdp_enabled or self.is_deepspeed_enabled
-    if engine or hasattr(target, "peft_config") or not layout_of(resume_from_checkpoint):
+    if engine or hasattr(target, "peft_config") or not read_layout_of(resume_from_checkpoint):
         return original(self, resume_from_checkpoint, model)
     folders.load_weights(target, resume_from_checkpoint)
 
@@ -78,7 +85,7 @@ def load_from_checkpoint(
 def load_optimizer(original: Callable, self: Trainer, checkpoint: str | None) -> None:
     """In one process or under DDP: checkpoints of a layout, beside those of plain Trainer."""
     engine = self.is_fsdp_enabled or self.is_deepspeed_enabled
-    if checkpoint is None or engine or not layout_of(checkpoint) or not folders.has_optimizer(checkpoint):
+    if checkpoint is None or engine or not read_layout_of(checkpoint) or not folders.has_optimizer(checkpoint):
         return original(self, checkpoint)
-    folders.load_optimizer(self.model, inner_optimizer(self.optimizer), checkpoint)
+    folders.load_optimizer_state(self.model, get_inner_optimizer(self.optimizer), checkpoint)
     load_schedule(self, checkpoint)

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from hf_parallel.hooks import runtime
-from hf_parallel.hooks.trainer.joining import asked, refuse_joining, with_counted_labels
+from hf_parallel.hooks.trainer.joining import read_asked_key, refuse_joining, with_counted_labels
 from hf_parallel.hooks.trainer.rows import REFUSED
 from hf_parallel.ranks import messages
 
@@ -45,19 +45,21 @@ class UncountableLabels:
         return torch.tensor(_FAR_BELOW_ZERO)
 
 
-def count_targets(original: Callable, trainer: Trainer, batches: list, *args: object) -> torch.Tensor | int | None:
+def count_targets_of_step(
+    original: Callable, trainer: Trainer, batches: list, *args: object
+) -> torch.Tensor | int | None:
     """Count the targets of a step as Trainer does. Collective over data ranks, as Trainer's count is.
 
     Raises:
         SpecError: on all data ranks, a batch of some rank cannot be joined.
     """
-    if not asked()[1] or not batches:
+    if not read_asked_key()[1] or not batches:
         return original(trainer, with_counted_labels(batches), *args)
     why = next((batch[REFUSED] for batch in batches if REFUSED in batch), None)
     current = runtime.current()
     if current is None or current.mesh.data_size == 1:
         if why is not None:
-            _refuse(trainer, why)
+            _refuse_batch(trainer, why)
         return original(trainer, with_counted_labels(batches), *args)
     counted = with_counted_labels(batches)
     if why is not None:
@@ -65,9 +67,9 @@ def count_targets(original: Callable, trainer: Trainer, batches: list, *args: ob
     items = original(trainer, counted, *args)
     total = _sum_without_trainer(why) if items is None else items
     if int(total) < 0:  # joined batches make the model read a number of the device at once, too
-        reasons = messages.gather(why, current.mesh.data_group)
+        reasons = messages.gather_objects(why, current.mesh.data_group)
         rank, why = next((rank, reason) for rank, reason in enumerate(reasons) if reason is not None)
-        _refuse(trainer, why, f"of data rank {rank} ")
+        _refuse_batch(trainer, why, f"of data rank {rank} ")
     return items
 
 
@@ -84,5 +86,5 @@ def _sum_without_trainer(why: str | None) -> torch.Tensor:
     return total
 
 
-def _refuse(trainer: Trainer, why: str, whose: str = "") -> NoReturn:
+def _refuse_batch(trainer: Trainer, why: str, whose: str = "") -> NoReturn:
     refuse_joining(f"{why} (in a batch {whose}for step {trainer.state.global_step + 1})")

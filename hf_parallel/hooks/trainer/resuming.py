@@ -17,14 +17,20 @@ import torch.distributed as dist
 
 from hf_parallel import checkpoint as folders
 from hf_parallel.ask.spec import SpecError, refuse
-from hf_parallel.checkpoint.hub_format import of_stages
+from hf_parallel.checkpoint.hub_format import gather_from_stages
 from hf_parallel.hooks import entries, hangs, report, restarts, runtime
-from hf_parallel.hooks.accelerate.random_stream import go_on
+from hf_parallel.hooks.accelerate.random_stream import continue_stream
 from hf_parallel.hooks.patching import patch
 from hf_parallel.hooks.peft.adapters import load_adapter_weights
 from hf_parallel.hooks.trainer import bad_numbers, control, deal, joining, training
-from hf_parallel.hooks.trainer.checkpoints import Layout, axis_sizes, inner_optimizer, record_of, wait_for_save
-from hf_parallel.model.calls import by_name
+from hf_parallel.hooks.trainer.checkpoints import (
+    Layout,
+    get_inner_optimizer,
+    read_axis_sizes,
+    record_of,
+    wait_for_save,
+)
+from hf_parallel.model.calls import bind_by_name
 from hf_parallel.ranks import messages
 
 if TYPE_CHECKING:
@@ -45,20 +51,20 @@ def train(
     """From the newest whole checkpoint that rank 0 sees, on every rank; after a restart by the launcher unasked."""
     if getattr(self.args, "enable_jit_checkpoint", False):
         refuse("enable_jit_checkpoint=True", "ranks would stop at different steps", do="drop it, SIGTERM saves")
-    _check_trial(by_name(original, (self, resume_from_checkpoint, *args), kwargs).get("trial"))
-    with entries.trains(self), restarts.own_folder(self) as run:
-        chosen = _chosen(self, resume_from_checkpoint, run)
+    _check_trial(bind_by_name(original, (self, resume_from_checkpoint, *args), kwargs).get("trial"))
+    with entries.train_on_all_ranks(self), restarts.hold_own_folder(self) as run:
+        chosen = _choose_checkpoint(self, resume_from_checkpoint, run)
         if chosen is not None and run.restarted:
-            restarts.keep_rows_per_step(self, facts_of(chosen).get("global_batch"), runtime.mesh().data_size)
+            restarts.keep_rows_per_step(self, read_facts_of(chosen).get("global_batch"), runtime.mesh().data_size)
         if chosen is not None:
             _compare(self, chosen)
         with contextlib.ExitStack() as beside:
             for one in (
-                hangs.watched,
-                bad_numbers.looking,
-                training.steps_together,
-                control.agreeing,
-                unfinished_save_is_awaited,
+                hangs.watch_training,
+                bad_numbers.look_for_bad_numbers,
+                training.end_together,
+                control.agree_on_control,
+                await_unfinished_save,
             ):
                 beside.enter_context(one(self))
             return original(self, chosen, *args, **kwargs)
@@ -71,7 +77,7 @@ def _check_trial(trial: object) -> None:
         refuse("hyperparameter_search", "ranks of one model would draw other trials", "a launch each")
 
 
-def _chosen(trainer: Trainer, asked: str | bool | None, run: restarts.Run) -> str | None:
+def _choose_checkpoint(trainer: Trainer, asked: str | bool | None, run: restarts.Run) -> str | None:
     """The checkpoint to go on from, whole on all ranks. Collective.
 
     Raises:
@@ -79,12 +85,12 @@ def _chosen(trainer: Trainer, asked: str | bool | None, run: restarts.Run) -> st
         SpecError: there is none.
     """
     if run.restarted:
-        found = _newest_whole(trainer.args.output_dir, run.identity)
+        found = _find_newest_whole(trainer.args.output_dir, run.identity)
         if found is not None:
             report.say(f"started again by the launcher: going on from {found}")
             return found
     if asked is True:
-        found = _newest_whole(trainer.args.output_dir)
+        found = _find_newest_whole(trainer.args.output_dir)
         if found is None:
             where = f"No valid checkpoint found in output directory ({trainer.args.output_dir})"
             refuse("resume_from_checkpoint=True", where, do="start without it")
@@ -92,38 +98,38 @@ def _chosen(trainer: Trainer, asked: str | bool | None, run: restarts.Run) -> st
     if not asked:
         return None
     _check_place(asked)
-    refuse_damages(asked, all_damages(asked))
+    refuse_damages(asked, find_all_damages(asked))
     return asked
 
 
 def _check_place(asked: str) -> None:
     """Refuse what is no checkpoint. Collective."""
-    wrong = messages.gather(_no_checkpoint(asked))
+    wrong = messages.gather_objects(_explain_no_checkpoint(asked))
     for rank, why in enumerate(wrong):
         if why:
             where = "" if all(wrong) else f" on rank {rank}"
-            beside = folders.by_step(asked) or folders.by_step(os.path.dirname(asked) or ".")
+            beside = folders.list_by_step(asked) or folders.list_by_step(os.path.dirname(asked) or ".")
             works = next((path for path in beside if path != asked), None)
             refuse(f"resume_from_checkpoint={asked}", why + where, works, do="start without it")
 
 
-def _no_checkpoint(folder: str) -> str | None:
+def _explain_no_checkpoint(folder: str) -> str | None:
     if not os.path.isdir(folder):
         return "no such folder"
-    if not os.path.isfile(os.path.join(folder, "trainer_state.json")) and folders.by_step(folder):
+    if not os.path.isfile(os.path.join(folder, "trainer_state.json")) and folders.list_by_step(folder):
         return "holds checkpoints and is none"
     return None
 
 
-def _newest_whole(folder: str, run: str | None = None) -> str | None:
+def _find_newest_whole(folder: str, run: str | None = None) -> str | None:
     """The newest checkpoint, of this run if one is named, that is whole; damaged ones are told about. Collective."""
 
     def looked_at() -> list[tuple[str, list[str]]]:
-        found = [(path, folders.flaws(path)) for path in folders.by_step(folder)]
+        found = [(path, folders.find_flaws(path)) for path in folders.list_by_step(folder)]
         return [(path, flaws) for path, flaws in found if run is None or (not flaws and run_of(path) == run)]
 
-    for path, flaws in messages.from_one(looked_at):
-        wrong = flaws or all_damages(path)
+    for path, flaws in messages.send_from_one(looked_at):
+        wrong = flaws or find_all_damages(path)
         if not wrong:
             return path
         report.say(f"{path} is not whole and is left out: {'; '.join(wrong)}")
@@ -133,14 +139,14 @@ def _newest_whole(folder: str, run: str | None = None) -> str | None:
 def run_of(folder: str) -> str | None:
     """The name of the run that wrote a checkpoint."""
     with contextlib.suppress(ValueError):  # damaged
-        return facts_of(folder).get("run")
+        return read_facts_of(folder).get("run")
     return None
 
 
-def facts_of(folder: str) -> Layout:
+def read_facts_of(folder: str) -> Layout:
     """Return which run wrote a checkpoint, and its rows per step, as far as that is known."""
     path = os.path.join(folder, "trainer_state.json")
-    layout = layout_of(folder)
+    layout = read_layout_of(folder)
     if layout or not os.path.isfile(path):
         return layout
     with open(path, encoding="utf-8") as file:
@@ -148,17 +154,17 @@ def facts_of(folder: str) -> Layout:
     return found if isinstance(found, dict) else {}
 
 
-def all_damages(folder: str) -> list[str]:
+def find_all_damages(folder: str) -> list[str]:
     """Return what is wrong with a checkpoint, in equal lines on all ranks, which share the reading. Collective."""
-    found = messages.gather(damages(folder, dist.get_rank(), dist.get_world_size()))
+    found = messages.gather_objects(find_checkpoint_damages(folder, dist.get_rank(), dist.get_world_size()))
     return sorted({line for lines in found for line in lines})
 
 
-def damages(folder: str, share: int, shares: int) -> list[str]:
+def find_checkpoint_damages(folder: str, share: int, shares: int) -> list[str]:
     """Return what is wrong with a checkpoint, also where its manifest is lost; of its bytes this share is read."""
     try:
         if folders.has_manifest(folder):
-            return folders.damages(folder, share, shares)
+            return folders.find_damages(folder, share, shares)
         return ["manifest.json is missing"] if os.path.isfile(os.path.join(folder, folders.LAYOUT)) else []
     except OSError as error:
         return [f"rank {share}: {error}"]
@@ -167,14 +173,14 @@ def damages(folder: str, share: int, shares: int) -> list[str]:
 def refuse_damages(folder: str, found: list[str]) -> None:
     """Raise a `DamagedCheckpoint` that names them, and a checkpoint beside this one that may do."""
     if found:
-        whole = folders.candidates(os.path.dirname(os.path.abspath(folder)))
+        whole = folders.list_whole_checkpoints(os.path.dirname(os.path.abspath(folder)))
         works = next((path for path in whole if path != os.path.abspath(folder)), None)
         hint = f"; {works} looks whole" if works else ""
         raise folders.DamagedCheckpoint(f"{folder} is damaged: {'; '.join(found)}{hint}")
 
 
 @contextlib.contextmanager
-def unfinished_save_is_awaited(trainer: Trainer) -> Iterator[None]:
+def await_unfinished_save(trainer: Trainer) -> Iterator[None]:
     """After an error too: a checkpoint that can still become whole does, and the error is the one to read."""
     try:
         yield
@@ -191,13 +197,13 @@ def _compare(trainer: Trainer, folder: str) -> None:
     """Say what cannot continue as it was."""
     if not folders.has_optimizer(folder):
         report.say(f"{folder} has no optimizer state: weights and step are resumed, moments and schedule start anew")
-    former, now = layout_of(folder).get("global_batch"), trainer.get_total_train_batch_size(trainer.args)
-    dealt_by_tokens = joining.asked()[0] == "pack_tokens" and joining.asked()[1]
+    former, now = read_layout_of(folder).get("global_batch"), trainer.get_total_train_batch_size(trainer.args)
+    dealt_by_tokens = joining.read_asked_key()[0] == "pack_tokens" and joining.read_asked_key()[1]
     if former not in (None, now) and not trainer.args.ignore_data_skip and not dealt_by_tokens:
         report.say(f"{folder} was written with {former} rows per step, this run has {now}: other rows are skipped")
 
 
-def layout_of(folder: str) -> Layout:
+def read_layout_of(folder: str) -> Layout:
     """The layout that wrote a checkpoint; empty if it was plain Trainer."""
     path = os.path.join(folder, folders.LAYOUT)
     if not os.path.isfile(path):
@@ -223,7 +229,7 @@ def init_training_state(
     from transformers.trainer_utils import has_length
 
     counts = (max_steps, num_update_steps_per_epoch, num_train_epochs)
-    found = deal.where_to_go_on(self, original(self, *counts, resume_from_checkpoint, trial))
+    found = deal.find_place_to_go_on(self, original(self, *counts, resume_from_checkpoint, trial))
     if self.state.global_step >= max_steps:  # of a run that had ended Trainer takes one more step
         return num_train_epochs, 0
     if resume_from_checkpoint is None or self.args.ignore_data_skip or has_length(self.train_dataset):
@@ -231,7 +237,7 @@ def init_training_state(
     with open(os.path.join(resume_from_checkpoint, "trainer_state.json"), encoding="utf-8") as file:
         saved = json.load(file)
     now = self.args.gradient_accumulation_steps
-    then = layout_of(resume_from_checkpoint).get("accumulation", now)
+    then = read_layout_of(resume_from_checkpoint).get("accumulation", now)
     batches = round(saved["epoch"] * saved["max_steps"] * then)
     passes, rest = divmod(batches, saved["max_steps"] * then)
     return passes, math.ceil(rest * now / then)
@@ -242,18 +248,18 @@ def load_from_checkpoint(
     original: Callable, self: Trainer, resume_from_checkpoint: str, model: PreTrainedModel | None = None
 ) -> None:
     """Each rank reads its slices of the weights."""
-    with _of_this_model(resume_from_checkpoint):
-        _load(self.model if model is None else model, resume_from_checkpoint)
+    with _read_as_of_this_model(resume_from_checkpoint):
+        _load_weights_of(self.model if model is None else model, resume_from_checkpoint)
 
 
 @patch("transformers.trainer:Trainer._load_best_model", "reads whole weights")
 def load_best_model(original: Callable, self: Trainer) -> None:
     """Each rank reads its slices of the best checkpoint."""
-    _load(self.model, self.state.best_model_checkpoint)
+    _load_weights_of(self.model, self.state.best_model_checkpoint)
 
 
 @contextlib.contextmanager
-def _of_this_model(folder: str) -> Iterator[None]:
+def _read_as_of_this_model(folder: str) -> Iterator[None]:
     """Read a checkpoint; refuse that of another model, or optimizer, in one line."""
     try:
         yield
@@ -267,11 +273,11 @@ def _of_this_model(folder: str) -> Iterator[None]:
         )
 
 
-def _load(model: PreTrainedModel, folder: str) -> None:
+def _load_weights_of(model: PreTrainedModel, folder: str) -> None:
     if hasattr(model, "peft_config"):
         load_adapter_weights(model, folder)
     else:
-        _say_useless(folder, messages.gather(folders.load_weights(model, folder)))
+        _say_useless(folder, messages.gather_objects(folders.load_weights(model, folder)))
 
 
 def _say_useless(folder: str, useless: list[set[str]]) -> None:
@@ -286,15 +292,17 @@ def load_optimizer(original: Callable, self: Trainer, checkpoint: str | None) ->
     """Each rank reads its slices of the optimizer's state, by name; all read the schedule."""
     if checkpoint is None or not folders.has_optimizer(checkpoint):
         return
-    with _of_this_model(checkpoint):
-        folders.load_optimizer(self.model, inner_optimizer(self.optimizer), checkpoint, _plain_groups(self))
+    with _read_as_of_this_model(checkpoint):
+        folders.load_optimizer_state(
+            self.model, get_inner_optimizer(self.optimizer), checkpoint, _make_plain_groups(self)
+        )
     load_schedule(self, checkpoint)
 
 
 def load_schedule(trainer: Trainer, checkpoint: str) -> None:
     """Its numbers per group come from the optimizer's groups, which a layout may cut in another way."""
     state = torch.load(os.path.join(checkpoint, "scheduler.pt"), weights_only=True)
-    own, groups = trainer.lr_scheduler.state_dict(), inner_optimizer(trainer.optimizer).param_groups
+    own, groups = trainer.lr_scheduler.state_dict(), get_inner_optimizer(trainer.optimizer).param_groups
     for key, value in own.items():
         if isinstance(value, list) and isinstance(state.get(key), list) and len(value) != len(state[key]):
             state[key] = value
@@ -306,13 +314,13 @@ def load_schedule(trainer: Trainer, checkpoint: str) -> None:
         trainer.lr_scheduler.load_state_dict(state)
 
 
-def _plain_groups(trainer: Trainer) -> list[list[list[str]]]:
+def _make_plain_groups(trainer: Trainer) -> list[list[list[str]]]:
     """Group parameters as plain Trainer does: those that decay and the others, or a script's optimizer, all in one."""
     mesh, model = runtime.mesh(), trainer.model
-    order = folders.names_in_order(model, mesh)
+    order = folders.list_names_in_order(model, mesh)
     decays = set(trainer.get_decay_parameter_names(model))
     trains = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    decays, trains = (set().union(*part) for part in zip(*of_stages((decays, trains), mesh), strict=True))
+    decays, trains = (set().union(*part) for part in zip(*gather_from_stages((decays, trains), mesh), strict=True))
     kept = [name for name in order if name in trains]
     return [[[n for n in kept if n in decays], [n for n in kept if n not in decays]], [kept], [order]]
 
@@ -320,7 +328,7 @@ def _plain_groups(trainer: Trainer) -> list[list[list[str]]]:
 @patch("transformers.trainer:Trainer._load_rng_state", "looks for a file per data rank")
 def load_rng_state(original: Callable, self: Trainer, checkpoint: str | None) -> None:
     """Under the same layout each rank's own; under another one that of a rank that read the same share of the data."""
-    path = None if checkpoint is None else _rng_file(checkpoint)
+    path = None if checkpoint is None else _find_rng_file(checkpoint)
     if path is None:
         return
     from transformers.trainer_pt_utils import safe_globals
@@ -333,19 +341,19 @@ def load_rng_state(original: Callable, self: Trainer, checkpoint: str | None) ->
     if torch.cuda.is_available() and "cuda" in state:
         cuda = state["cuda"]  # plain Trainer under DDP: of all devices that a process sees
         torch.cuda.random.set_rng_state(cuda[torch.cuda.current_device()] if isinstance(cuda, list) else cuda)
-    go_on(state.get("data"))
+    continue_stream(state.get("data"))
 
 
-def _rng_file(checkpoint: str) -> str | None:
-    names = (f"rng_state_{rng_rank(layout_of(checkpoint))}.pth", "rng_state.pth")
+def _find_rng_file(checkpoint: str) -> str | None:
+    names = (f"rng_state_{choose_rng_rank(read_layout_of(checkpoint))}.pth", "rng_state.pth")
     return next((p for p in (os.path.join(checkpoint, name) for name in names) if os.path.isfile(p)), None)
 
 
-def rng_rank(layout: Layout) -> int:
+def choose_rng_rank(layout: Layout) -> int:
     """Whose random states this rank goes on with; `layout` is empty for those of plain Trainer or accelerate."""
     mesh = runtime.mesh()
     if not layout:
         return mesh.data_rank
-    if layout["axes"] == axis_sizes():
+    if layout["axes"] == read_axis_sizes():
         return mesh.rank
     return layout["data_ranks"].index(mesh.data_rank % (max(layout["data_ranks"]) + 1))

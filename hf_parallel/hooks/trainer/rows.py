@@ -31,7 +31,7 @@ PADDED_LENGTHS = "hf_parallel_padded_lengths"
 REFUSED = "hf_parallel_refused"
 
 
-def count(batch: Batch, blocks: int = 1) -> int | None:
+def count_examples(batch: Batch, blocks: int = 1) -> int | None:
     """Count the examples of the batch; None if that is not known."""
     if not isinstance(batch, dict) and not hasattr(batch, "items"):
         return None
@@ -41,16 +41,16 @@ def count(batch: Batch, blocks: int = 1) -> int | None:
     return sizes[0] // blocks if sizes else None
 
 
-def told_apart(batch: Batch, full: int) -> Batch:
+def tell_rows_apart(batch: Batch, full: int) -> Batch:
     """A single row that stands for up to `full` examples, with JOINED where the batch says where they begin."""
     tokens = batch.get("input_ids") if hasattr(batch, "get") else None
     if full == 1 or not torch.is_tensor(tokens) or tokens.ndim != 2 or len(tokens) != 1 or JOINED in batch:
         return batch
-    starts = _starts(batch, tokens.shape[1])
+    starts = _find_starts(batch, tokens.shape[1])
     return batch if starts is None else {**batch, JOINED: starts.cumsum(1) - starts[:, :1].long()}
 
 
-def _starts(batch: Batch, tokens: int) -> torch.Tensor | None:
+def _find_starts(batch: Batch, tokens: int) -> torch.Tensor | None:
     """Return which tokens of a single row begin an example."""
     ends, positions, numbers = (batch.get(key) for key in ("cu_seq_lens_q", "position_ids", "seq_idx"))
     if torch.is_tensor(ends):
@@ -68,7 +68,7 @@ def _starts(batch: Batch, tokens: int) -> torch.Tensor | None:
     return torch.cat([torch.ones_like(changes[:, :1]), changes], 1)
 
 
-def refused(why: str) -> dict[str, Any]:
+def make_refused_batch(why: str) -> dict[str, Any]:
     """Return a joined batch without targets in the place of one that cannot be trained on."""
     tokens = torch.zeros(1, 2, dtype=torch.long)
     positions = torch.arange(2)[None]
@@ -81,11 +81,11 @@ def trim(batch: Batch, real: int, rows: int, blocks: int = 1) -> dict:
     if JOINED in batch:
         trimmed = _trim_joined(batch, int((batch[JOINED] < kept).sum()))
     else:
-        trimmed = {key: _first(value, kept, rows, blocks) for key, value in batch.items()}
+        trimmed = {key: _take_first_rows(value, kept, rows, blocks) for key, value in batch.items()}
     return trimmed if real else without_targets(trimmed, 0, kept)
 
 
-def not_by_row(batch: Batch, rows: int) -> str | None:
+def find_key_not_by_row(batch: Batch, rows: int) -> str | None:
     """Return the key of pictures or sounds that hold no entry per row, such as the patches of all images.
 
     Which of them belong to an example only the model's processor knows, so that such a batch cannot be trimmed.
@@ -97,7 +97,7 @@ def not_by_row(batch: Batch, rows: int) -> str | None:
     return next((key for key in media if batch[key].ndim and len(batch[key]) != rows), None)
 
 
-def opened(batch: Batch) -> Batch:
+def open_batch(batch: Batch) -> Batch:
     """The batch as a model takes it."""
     return {key: value for key, value in batch.items() if key != JOINED} if JOINED in batch else batch
 
@@ -127,7 +127,7 @@ class PerExample(list):
     """A list of one thing per example, such as the boxes of each image. Their tensors have unlike sizes."""
 
 
-def marked_per_example(value: Value, rows: int) -> Value:
+def mark_per_example(value: Value, rows: int) -> Value:
     """Return a batch's outputs with lists of one mapping per row as `PerExample`."""
 
     def is_one_per_row(item: object) -> bool:
@@ -136,11 +136,11 @@ def marked_per_example(value: Value, rows: int) -> Value:
     return tree_map(lambda item: PerExample(item) if is_one_per_row(item) else item, value, is_leaf=is_one_per_row)
 
 
-def lists_per_example(batch: object) -> dict[str, PerExample]:
+def find_lists_per_example(batch: object) -> dict[str, PerExample]:
     """Return a loop's lists of one tensor per example, such as the masks of each image, by their key in its batch."""
     if not isinstance(batch, MutableMapping) or is_outputs(batch):
         return {}
-    rows = count(batch)
+    rows = count_examples(batch)
     lists = {key: value for key, value in batch.items() if isinstance(value, list) and value and len(value) == rows}
     return {key: PerExample(value) for key, value in lists.items() if all(map(torch.is_tensor, value))}
 
@@ -150,7 +150,7 @@ def is_outputs(value: object) -> TypeGuard[ModelOutput]:
     return isinstance(value, ModelOutput)
 
 
-def holds_encoder_outputs(predictions: object) -> TypeGuard[tuple]:
+def has_encoder_outputs(predictions: object) -> TypeGuard[tuple]:
     """Return whether predictions are logits beside outputs of an encoder, such as features of images.
 
     transformers 5.24 and later return them as `image_outputs`, `video_outputs` and `audio_outputs`.
@@ -158,7 +158,7 @@ def holds_encoder_outputs(predictions: object) -> TypeGuard[tuple]:
     return isinstance(predictions, tuple) and any(is_outputs(part) for part in predictions)
 
 
-def fill(value: Value, real: int, rows: int) -> Value:
+def fill_rows(value: Value, real: int, rows: int) -> Value:
     """Repeat the last row of each tensor, and the last of a list's examples, for those that `trim` took away."""
 
     def fill_one(item: Any) -> Any:
@@ -188,7 +188,7 @@ def without_stand_in(value: Value, real: int) -> Value:
     return tree_map(emptied, value, is_leaf=is_outputs)
 
 
-def _first(value: object, kept: int, rows: int, blocks: int) -> object:
+def _take_first_rows(value: object, kept: int, rows: int, blocks: int) -> object:
     if isinstance(value, list):  # one thing per example, such as the boxes of an image
         return value[:kept] if len(value) == rows else value
     if not torch.is_tensor(value) or value.ndim == 0:

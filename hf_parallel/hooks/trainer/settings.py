@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from hf_parallel.ask.config import ParallelConfig, SpecError
 from hf_parallel.ask.keys.layers import check_compiled
 from hf_parallel.ask.spec import refuse
-from hf_parallel.axes.pipeline.schedules import micro_batch_count
+from hf_parallel.axes.pipeline.schedules import count_micro_batches
 from hf_parallel.axes.recompute import check_layers, check_selective
 from hf_parallel.hooks import model_parts, runtime
 from hf_parallel.hooks.accelerate.shares import check_batch_size, check_micro_batches
@@ -22,15 +22,15 @@ def check_arguments(args: TrainingArguments) -> None:
     """Refuse what this version cannot do under the active layout, by name."""
     config = runtime.mesh().config
     check_engines(args)
-    for asked, spelled, what, works in _refusals(args, config):
+    for asked, spelled, what, works in _list_refusals(args, config):
         if asked:
             refuse(spelled, f"{what} is not part of this version", works)
     if getattr(args, "torch_compile", False):
         check_compiled(config, "torch_compile=True")
     if config.recompute_way != "none":
-        check_layers(config.recompute_way, _checkpointing_settings(args))
+        check_layers(config.recompute_way, _read_checkpointing_settings(args))
     if config.recompute_way == "selective":
-        check_selective(_checkpointing_settings(args))
+        check_selective(_read_checkpointing_settings(args))
     if args.use_liger_kernel:
         model_parts.check_recomputation(args, config)
     _check_shares(args, config)
@@ -38,7 +38,7 @@ def check_arguments(args: TrainingArguments) -> None:
         _check_micro_batches(args.per_device_train_batch_size, config)
 
 
-def _checkpointing_settings(args: TrainingArguments) -> dict[str, object]:
+def _read_checkpointing_settings(args: TrainingArguments) -> dict[str, object]:
     """Transformers 5.23 has renamed them."""
     for name in ("activation_checkpointing", "gradient_checkpointing"):
         if getattr(args, name, False):
@@ -46,7 +46,7 @@ def _checkpointing_settings(args: TrainingArguments) -> dict[str, object]:
     return {}
 
 
-def _refusals(args: TrainingArguments, config: ParallelConfig) -> list[tuple[bool, str, str, str]]:
+def _list_refusals(args: TrainingArguments, config: ParallelConfig) -> list[tuple[bool, str, str, str]]:
     """Is it asked for, how it is spelled, what is missing, what works."""
     block = config.world_size // config.data_parallel_size
     return [
@@ -80,13 +80,13 @@ def _check_shares(args: TrainingArguments, config: ParallelConfig) -> None:
     """Require batches of which every data rank gets an example."""
     ranks = 1 if args.accelerator_config.split_batches else config.data_parallel_size
     names = ["per_device_train_batch_size"] * (not config.pack_tokens)
-    names += ["per_device_eval_batch_size"] * evaluates(args)
+    names += ["per_device_eval_batch_size"] * is_evaluating(args)
     for name in names:
         check_batch_size(getattr(args, name) * ranks, name, getattr(args, name))
     check_micro_batches(args.per_device_train_batch_size * ranks)
 
 
-def evaluates(args: TrainingArguments) -> bool:
+def is_evaluating(args: TrainingArguments) -> bool:
     """Do these arguments ask for evaluations in the middle of a training?"""
     return str(getattr(args.eval_strategy, "value", args.eval_strategy)) != "no"
 
@@ -106,7 +106,7 @@ def check_shared_examples(trainer: Trainer) -> None:
         return
     what = f"batch_shares={config.batch_shares}"
     others = [cls for cls in type(trainer).__mro__ if cls.__module__.startswith(("trl.", "sentence_transformers."))]
-    if others and trl.rows_per_example(trainer) is None:
+    if others and trl.count_trl_rows_per_example(trainer) is None:
         refuse(what, f"{others[0].__name__} compares examples of a data rank's batch", "batch_shares=even")
     compared = [name for name in getattr(trainer, "loss_types", ()) if name in OF_BATCHES]
     if compared:
@@ -118,6 +118,6 @@ def check_shared_examples(trainer: Trainer) -> None:
 
 def _check_micro_batches(rows: int, config: ParallelConfig) -> None:
     try:
-        micro_batch_count(rows, config)
+        count_micro_batches(rows, config)
     except SpecError as error:
         refuse(f"per_device_train_batch_size={rows}", error)

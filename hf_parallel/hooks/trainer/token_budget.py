@@ -23,16 +23,16 @@ from hf_parallel.hooks.trainer import deal, joining
 from hf_parallel.hooks.trainer.joining import (
     Beside,
     Collate,
-    asked,
-    joined,
-    length_column,
-    lengths_of,
+    find_length_column,
+    get_rows_and_collator,
+    join_rows,
+    read_asked_key,
+    read_lengths_of,
     refuse_joining,
-    rows_and_collator,
     set_alone,
 )
-from hf_parallel.hooks.trainer.noise import noise_of_examples
-from hf_parallel.hooks.trainer.refused_batches import check_batch, count_targets
+from hf_parallel.hooks.trainer.noise import draw_noise_of_examples
+from hf_parallel.hooks.trainer.refused_batches import check_batch, count_targets_of_step
 from hf_parallel.hooks.trl import servers
 
 if TYPE_CHECKING:
@@ -52,35 +52,35 @@ class _Trainers:
         self.seen = False
 
 
-def budget() -> int:
+def read_budget() -> int:
     """Tokens of a batch of one data rank; 0: batches have the rows that the script gives them."""
-    key, value = asked()
+    key, value = read_asked_key()
     return int(value) if key == "pack_tokens" else 0
 
 
-def patches_alone(config: ParallelConfig) -> list[Patch]:
+def list_patches_alone(config: ParallelConfig) -> list[Patch]:
     """In one process: what joins its batches, and nothing else."""
     set_alone(config)
     why = "packs by tokens"
     own: dict[str, Callable] = {
-        "__init__": _checked,
+        "__init__": _check_before_init,
         "get_train_dataloader": get_train_dataloader,
-        "_get_num_items_in_batch": _num_items_in_batch,
-        "training_step": _training_step,
+        "_get_num_items_in_batch": _count_items_in_batch,
+        "training_step": _run_joined_step,
         **deal.ALONE,
     }
     return [Patch(f"transformers.trainer:Trainer.{name}", around(function), why) for name, function in own.items()]
 
 
-def stop() -> None:
+def forget_budget() -> None:
     """Forget what one process was asked for."""
     trainers = of_session(_Trainers)
     trainers.seen = False
     set_alone(None)
-    joining.stop()
+    joining.forget_plan()
 
 
-def _checked(
+def _check_before_init(
     original: Callable,
     self: Trainer,
     model: PreTrainedModel | None = None,
@@ -89,45 +89,45 @@ def _checked(
     **kwargs: object,
 ) -> None:
     original(self, model, args, *rest, **kwargs)
-    check_trainer(self)
+    check_trainer_for_joining(self)
 
 
-def _num_items_in_batch(original: Callable, self: Trainer, batch_samples: list, *args: object) -> object:
-    return count_targets(original, self, batch_samples, *args)
+def _count_items_in_batch(original: Callable, self: Trainer, batch_samples: list, *args: object) -> object:
+    return count_targets_of_step(original, self, batch_samples, *args)
 
 
-def _training_step(
+def _run_joined_step(
     original: Callable, self: Trainer, model: PreTrainedModel, inputs: dict, *args: object, **kwargs: object
 ) -> object:
     check_batch(inputs)
-    with noise_of_examples(self, inputs):
+    with draw_noise_of_examples(self, inputs):
         return original(self, model, inputs, *args, **kwargs)
 
 
 # ---- what it cannot go with -----------------------------------------------------------------------------------------
 
 
-def check_trainer(trainer: Trainer) -> None:
+def check_trainer_for_joining(trainer: Trainer) -> None:
     """Refuse a Trainer whose batches would not be those that were asked for."""
     trainers = of_session(_Trainers)
     trainers.seen = True
-    if not asked()[1]:
+    if not read_asked_key()[1]:
         return
-    why = why_not_joined(trainer)
+    why = find_reason_against_joining(trainer)
     if why is not None:
         refuse_joining(why)
     strategy = getattr(trainer.args, "train_sampling_strategy", "random")
-    if budget() and (strategy != "random" or getattr(trainer.args, "group_by_length", False)):
+    if read_budget() and (strategy != "random" or getattr(trainer.args, "group_by_length", False)):
         refuse_joining(
             f"train_sampling_strategy={strategy} orders rows in another way", "train_sampling_strategy=random"
         )
 
 
-def why_not_joined(trainer: Trainer) -> str | None:
+def find_reason_against_joining(trainer: Trainer) -> str | None:
     """Why this Trainer's batches cannot be joined, before a row was seen."""
     from transformers import Trainer
 
-    names = ("get_train_dataloader", "_get_train_sampler") if budget() else ("get_train_dataloader",)
+    names = ("get_train_dataloader", "_get_train_sampler") if read_budget() else ("get_train_dataloader",)
     for name in names:
         if getattr(type(trainer), name) is not getattr(Trainer, name):
             return f"{type(trainer).__name__}.{name} makes batches of its own"
@@ -156,7 +156,7 @@ def check_loop() -> None:
     """
     if not is_loop():
         return
-    if asked()[1]:
+    if read_asked_key()[1]:
         refuse_joining("batches of a loop without a Trainer are the loop's own")
     servers.refuse_loop()
 
@@ -167,27 +167,27 @@ def check_loop() -> None:
 @patch("transformers.trainer:Trainer.get_train_dataloader", "counts batches in rows")
 def get_train_dataloader(original: Callable, self: Trainer) -> object:
     """Batches of at most `pack_tokens` tokens, or the script's without padding, where that is asked for."""
-    if not budget():
-        if joining.wanted():
+    if not read_budget():
+        if joining.is_joining_wanted():
             joining.refuse_other_numbers(self)
         else:
-            joining.choose(self, why_not_joined)
-        loader = _joining(original, self) if joining.wanted() else original(self)
+            joining.choose_joining(self, find_reason_against_joining)
+        loader = _join_batches_of(original, self) if joining.is_joining_wanted() else original(self)
         follow_trainer(loader)
         return loader
     joining.refuse_other_numbers(self)
-    examples, args = _examples(self), self.args
+    examples, args = _read_examples(self), self.args
     current = runtime.current()
     ranks = 1 if current is None else current.mesh.data_size
     seed = args.seed if args.data_seed is None else args.data_seed
     shares = None if current is None else current.config.shares
-    batches = TokenBatches(_lengths(self.train_dataset, args), budget(), ranks, seed, shares)
-    deal.follow(self, batches)
-    report.say(_line(batches))
+    batches = TokenBatches(_read_lengths(self.train_dataset, args), read_budget(), ranks, seed, shares)
+    deal.record_deal(self, batches)
+    report.say(_format_batches(batches))
     loader = torch.utils.data.DataLoader(
         examples,
         batch_sampler=batches,  # type: ignore[arg-type]
-        collate_fn=functools.partial(joined, beside=Beside.wanted(self, of_batch=False)),
+        collate_fn=functools.partial(join_rows, beside=Beside.wanted(self, of_batch=False)),
         num_workers=args.dataloader_num_workers,
         pin_memory=args.dataloader_pin_memory,
         persistent_workers=args.dataloader_persistent_workers,
@@ -196,7 +196,7 @@ def get_train_dataloader(original: Callable, self: Trainer) -> object:
     return self.accelerator.prepare(loader)
 
 
-def _joining(original: Callable, trainer: Trainer) -> object:
+def _join_batches_of(original: Callable, trainer: Trainer) -> object:
     """The loader of the script's batches, each joined."""
     with replacing(
         trainer, data_collator=joining.Joined(trainer.data_collator, Beside.wanted(trainer, of_batch=True))
@@ -204,7 +204,7 @@ def _joining(original: Callable, trainer: Trainer) -> object:
         return original(trainer)
 
 
-def _line(batches: TokenBatches) -> str:
+def _format_batches(batches: TokenBatches) -> str:
     filled = sum(batches.lengths) / (len(batches) * batches.budget)
     unlike = f" of at most {' '.join(map(str, batches.budgets))} tokens" if len(set(batches.budgets)) > 1 else ""
     return (
@@ -229,17 +229,17 @@ class Examples(torch.utils.data.Dataset):
         return row
 
 
-def _examples(trainer: Trainer) -> Examples:
+def _read_examples(trainer: Trainer) -> Examples:
     from transformers.trainer_utils import has_length
 
     rows = trainer.train_dataset
     if rows is None or isinstance(rows, torch.utils.data.IterableDataset) or not has_length(rows):
         refuse_joining("examples of a data set without a length cannot be dealt out", "a data set with a length")
-    return Examples(*rows_and_collator(trainer))
+    return Examples(*get_rows_and_collator(trainer))
 
 
-def _lengths(rows: Dataset, args: TrainingArguments) -> list[int]:
-    lengths, name = lengths_of(rows, args), length_column(rows, args)
+def _read_lengths(rows: Dataset, args: TrainingArguments) -> list[int]:
+    lengths, name = read_lengths_of(rows, args), find_length_column(rows, args)
     if lengths is None:
         refuse_joining("rows of the data set have no input_ids to count", "a data set of tokens")
     if name is not None:

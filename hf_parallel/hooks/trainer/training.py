@@ -38,14 +38,14 @@ from hf_parallel.hooks.trainer import (
 )
 from hf_parallel.hooks.trainer import evaluation as ragged
 from hf_parallel.hooks.trainer.checkpoints import has_failed, is_writing, record_of, wait_for_save
-from hf_parallel.hooks.trainer.noise import noise_of_examples
-from hf_parallel.hooks.trainer.refused_batches import check_batch, count_targets
+from hf_parallel.hooks.trainer.noise import draw_noise_of_examples
+from hf_parallel.hooks.trainer.refused_batches import check_batch, count_targets_of_step
 from hf_parallel.hooks.trainer.settings import check_arguments, check_shared_examples
 from hf_parallel.hooks.trl import trainers as trl
-from hf_parallel.model.calls import by_name
+from hf_parallel.model.calls import bind_by_name
 from hf_parallel.monitor.meter import COMPUTE
 from hf_parallel.monitor.profile import Profile
-from hf_parallel.monitor.session import known_groups
+from hf_parallel.monitor.session import list_known_groups
 from hf_parallel.ranks import messages
 
 if TYPE_CHECKING:
@@ -121,19 +121,21 @@ def on_evaluate(
     """
     if not dist.is_initialized():
         return original(args, state, control, metrics, **kwargs)
-    first, differ = _of_rank_0({key: value for key, value in metrics.items() if not _is_speed(key)})
+    first, differ = _compare_with_rank_0({key: value for key, value in metrics.items() if not _is_speed(key)})
     metrics.update(first)
     _say_different(trainer, "the value of", differ)
     control = original(args, state, control, metrics, **kwargs)
-    asked, differ = _of_rank_0({key: value for key, value in vars(control).items() if key.startswith("should_")})
+    asked, differ = _compare_with_rank_0(
+        {key: value for key, value in vars(control).items() if key.startswith("should_")}
+    )
     vars(control).update(asked)
     _say_different(trainer, "a callback's", differ)
     return control
 
 
-def _of_rank_0(own: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def _compare_with_rank_0(own: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Return rank 0's values, and the keys under which some rank has another one. Collective."""
-    everywhere = messages.gather(own)
+    everywhere = messages.gather_objects(own)
     first = everywhere[0]
     return first, [key for key in first if any(repr(one.get(key)) != repr(first[key]) for one in everywhere)]
 
@@ -151,7 +153,7 @@ def _say_different(trainer: Trainer, what: str, keys: list[str]) -> None:
 
 
 @contextlib.contextmanager
-def steps_together(trainer: Trainer) -> Iterator[None]:
+def end_together(trainer: Trainer) -> Iterator[None]:
     """Inside, SIGTERM leads to a checkpoint and then to the end of the process, with exit code 143.
 
     Not where the script never saves (save_strategy="no") or has a handler of its own. Collective.
@@ -160,7 +162,7 @@ def steps_together(trainer: Trainer) -> Iterator[None]:
         yield
         return
     free = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-    takes_signals = all(messages.gather(free))
+    takes_signals = all(messages.gather_objects(free))
     if not takes_signals and not runtime.mesh().config.async_save:
         yield
         return
@@ -182,15 +184,15 @@ def steps_together(trainer: Trainer) -> Iterator[None]:
 # ---- Trainer's steps of `profile_steps`: begun before their batches are read, ended after their last callback
 
 
-def at_step(trainer: Trainer) -> None:
+def begin_profiled_step(trainer: Trainer) -> None:
     """A step begins; is it one to profile? Collective over all ranks, if it is."""
-    state, step = runtime.parallel_state(trainer.model), trainer.state.global_step + 1
+    state, step = runtime.find_parallel_state(trainer.model), trainer.state.global_step + 1
     if state is not None:
         _say_unreached(trainer, state.config.profile_steps or ())
     if state is None or step not in (state.config.profile_steps or ()):
         return
-    monitoring.watched(trainer.model)  # its own notes begin before those of a profile, and end after them
-    record_of(trainer).profile = Profile(state.mesh, known_groups(state), step)
+    monitoring.watch_model(trainer.model)  # its own notes begin before those of a profile, and end after them
+    record_of(trainer).profile = Profile(state.mesh, list_known_groups(state), step)
 
 
 def _say_unreached(trainer: Trainer, steps: tuple[int, ...]) -> None:
@@ -201,7 +203,7 @@ def _say_unreached(trainer: Trainer, steps: tuple[int, ...]) -> None:
         report.say(f"profile_steps: the training ends after step {trainer.state.max_steps}, before {late}")
 
 
-def step_ended(trainer: Trainer) -> None:
+def end_profiled_step(trainer: Trainer) -> None:
     """The step has ended for all that look at it."""
     record = record_of(trainer)
     if record.profile is not None:
@@ -228,10 +230,10 @@ def init(
 
         args = TrainingArguments(output_dir="tmp_trainer")
     check_arguments(args)
-    auto_shares.measure()
+    auto_shares.measure_shares()
     _count_all_targets(args)
     _make_folder(args.output_dir)
-    given = by_name(original, (self, model, args, *rest), kwargs)
+    given = bind_by_name(original, (self, model, args, *rest), kwargs)
     trl.check_trl_trainer(self, args, given.get("eval_dataset"), model)
     if model is not None:
         _make_ready(model, given.get("optimizers"))
@@ -241,15 +243,15 @@ def init(
     self._mixed_mesh_grads = False  # one path for all norms: Accelerator.clip_grad_norm_
     # On the object, so that a subclass's own methods are wrapped as well.
     self.compute_loss = functools.partial(losses.compute_loss, self, self.compute_loss)
-    self.prediction_step = functools.partial(evaluation.prediction_step, self, self.prediction_step)
+    self.prediction_step = functools.partial(evaluation.evaluate_real_rows, self, self.prediction_step)
     self.callback_handler.on_save = functools.partial(checkpoints.on_save, self, self.callback_handler.on_save)
     self.callback_handler.on_evaluate = functools.partial(on_evaluate, self, self.callback_handler.on_evaluate)
     self.callback_handler.on_step_end = functools.partial(on_step_end, self, self.callback_handler.on_step_end)
-    token_budget.check_trainer(self)
+    token_budget.check_trainer_for_joining(self)
     check_shared_examples(self)
-    losses.prepare(self)
-    delayed_steps.check_trainer(self)
-    fill_steps.check_trainer(self)
+    losses.prepare_own_loss(self)
+    delayed_steps.check_trainer_for_delay(self)
+    fill_steps.check_trainer_for_fill(self)
     joint_steps.check_mirrored_trainer(self)
 
 
@@ -266,7 +268,7 @@ def _count_all_targets(args: TrainingArguments) -> None:
 def _make_folder(path: str) -> None:
     """Rank 0 makes the output folder, as Trainer would; where it cannot, all ranks say so."""
     try:
-        messages.from_one(lambda: os.makedirs(path, exist_ok=True))
+        messages.send_from_one(lambda: os.makedirs(path, exist_ok=True))
     except OSError as error:
         refuse(f"output_dir={path}", f"cannot be made ({error.strerror or error})", do="give another", cause=error)
 
@@ -278,15 +280,15 @@ def call_model_init(original: Callable, self: Trainer, trial: object = None) -> 
     _make_ready(model, None)
     self.model = model
     if hasattr(self, "compute_loss_func"):  # else Trainer is being made, and prepared when it is
-        losses.prepare(self)
-        delayed_steps.check_trainer(self)
-        fill_steps.check_trainer(self)
+        losses.prepare_own_loss(self)
+        delayed_steps.check_trainer_for_delay(self)
+        fill_steps.check_trainer_for_fill(self)
         joint_steps.check_mirrored_trainer(self)
     return model
 
 
 def _make_ready(model: PreTrainedModel, optimizers: tuple | None) -> None:
-    if runtime.parallel_state(model) is None:
+    if runtime.find_parallel_state(model) is None:
         make_parallel(model)
     else:
         take_late_modules(model)
@@ -308,22 +310,22 @@ def get_batch_samples(
     original: Callable, self: Trainer, epoch_iterator: Iterator, num_batches: int, device: torch.device
 ) -> object:
     """Drop the rows that accelerate repeats to fill the last batch: one process does not train on them twice."""
-    at_step(self)
-    hangs.mark("the data loader")
-    with monitoring.reading(self):
+    begin_profiled_step(self)
+    hangs.mark_phase("the data loader")
+    with monitoring.measure_reading(self):
         batches = ragged.without_repeats(self, epoch_iterator)
         read = functools.partial(original, self, batches, num_batches, device)
         samples = delayed_steps.read_step(self, epoch_iterator, read)
-    monitoring.count(samples[0])
+    monitoring.count_samples(samples[0])
     joint_steps.note_batches(self, samples[0])
-    report.at_first_batch(self, samples[0], losses.how_computed)
+    report.report_at_first_batch(self, samples[0], losses.describe_loss)
     return samples
 
 
 @patch("transformers.trainer:Trainer._get_num_items_in_batch", "share of the tokens per data rank")
 def num_items_in_batch(original: Callable, self: Trainer, batch_samples: list, device: torch.device) -> object:
     """This data rank's share of the tokens: FSDP2 averages over data ranks, so sum / share averages to sum / total."""
-    items: Any = count_targets(original, self, batch_samples, device)
+    items: Any = count_targets_of_step(original, self, batch_samples, device)
     return None if items is None else items / runtime.mesh().data_size
 
 
@@ -333,22 +335,24 @@ def training_step(
 ) -> object:
     """Remember how many rows of this batch are real while its loss is computed."""
     hangs.mark_step(self.state.global_step + 1)
-    given = by_name(original, (self, model, inputs, *args), kwargs)
+    given = bind_by_name(original, (self, model, inputs, *args), kwargs)
     fill_steps.begin_step(self)
-    if delayed_steps.delayed_of(self) is None:
+    if delayed_steps.find_delayed_pipeline(self) is None:
         joint_steps.announce_step(self, model, inputs, given.get("num_items_in_batch"))
     else:
         delayed_steps.announce_steps(self, model, inputs)
-    looked_at = bad_numbers.watched_step(model, inputs, args, kwargs)
-    inputs, step = ragged.opened(inputs)
+    looked_at = bad_numbers.watch_micro_batch(model, inputs, args, kwargs)
+    inputs, step = ragged.open_evaluation_batch(inputs)
     check_batch(inputs)
-    noise = noise_of_examples(self, inputs)
+    noise = draw_noise_of_examples(self, inputs)
     runtime.compare_batches(model, inputs, "training")
-    absent = runtime.absent(step.real_rows == 0)  # on each stage, and where layers run again for their backward
-    weighed = runtime.weighed_by_trainer()
-    small = monitoring.small_batch(inputs, step.real_rows)
-    timed = monitoring.phase(COMPUTE)
-    with looked_at, noise, record_of(self).during(step), absent, _recorded(self), weighed, timed, small:
+    absent = runtime.count_as_absent(
+        step.real_rows == 0
+    )  # on each stage, and where layers run again for their backward
+    weighed = runtime.mark_weighed_by_trainer()
+    small = monitoring.measure_small_batch(inputs, step.real_rows)
+    timed = monitoring.measure_phase(COMPUTE)
+    with looked_at, noise, record_of(self).during(step), absent, _record_timeline(self), weighed, timed, small:
         loss = original(self, model, inputs, *args, **kwargs)
         fill_steps.end_step(self)
     return loss
@@ -357,14 +361,14 @@ def training_step(
 def on_step_end(trainer: Trainer, original: Callable, *args: object, **kwargs: object) -> object:
     """A step ends when all callbacks have seen its end; logging, evaluation and saving are not part of it."""
     control = original(*args, **kwargs)
-    monitoring.step_ended()
-    step_ended(trainer)
+    monitoring.end_monitored_step()
+    end_profiled_step(trainer)
     return control
 
 
-def _recorded(trainer: Trainer) -> contextlib.AbstractContextManager:
+def _record_timeline(trainer: Trainer) -> contextlib.AbstractContextManager:
     """Draw the first batch of each step of `profile_steps`, for the pipeline of rank 0."""
-    state, step = runtime.parallel_state(trainer.model), trainer.state.global_step + 1
+    state, step = runtime.find_parallel_state(trainer.model), trainer.state.global_step + 1
     if state is None or state.pipeline is None or step not in (state.config.profile_steps or ()):
         return contextlib.nullcontext()
     mesh, drawn = state.mesh, record_of(trainer).drawn_steps
@@ -378,7 +382,7 @@ def _recorded(trainer: Trainer) -> contextlib.AbstractContextManager:
 @patch("transformers.trainer:Trainer.floating_point_ops", "counts the local part of the model")
 def floating_point_ops(original: Callable, self: Trainer, inputs: dict) -> float:
     """Trainer adds up what all ranks count: each gives its share, whatever part of the model it holds."""
-    state, name = runtime.parallel_state(self.model), getattr(self.model, "main_input_name", "input_ids")
+    state, name = runtime.find_parallel_state(self.model), getattr(self.model, "main_input_name", "input_ids")
     if state is None or name not in inputs:
         return original(self, inputs)
     return state.flops_per_token * inputs[name].numel()
@@ -387,7 +391,7 @@ def floating_point_ops(original: Callable, self: Trainer, inputs: dict) -> float
 @patch("transformers.trainer:is_fsdp_managed_module", "then asks its own config what waits", since="5.23")
 def is_managed(original: Callable, module: nn.Module) -> bool:
     """A parallel model goes by `Accelerator.no_sync`, as all others do."""
-    return runtime.parallel_state(module) is None and original(module)
+    return runtime.find_parallel_state(module) is None and original(module)
 
 
 @patch("transformers.trainer:Trainer._sync_replicated_trainable_parameters", "would average over stages", since="5.19")

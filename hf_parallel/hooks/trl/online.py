@@ -18,11 +18,11 @@ import torch.distributed as dist
 from packaging.version import Version
 
 from hf_parallel.ask.spec import refuse
-from hf_parallel.axes.pipeline.unscheduled import served
+from hf_parallel.axes.pipeline.unscheduled import serve_script
 from hf_parallel.hooks import runtime
-from hf_parallel.hooks.patching import library_version, patch, replacing
+from hf_parallel.hooks.patching import patch, read_library_version, replacing
 from hf_parallel.hooks.trainer.checkpoints import record_of
-from hf_parallel.hooks.trainer.means import share
+from hf_parallel.hooks.trainer.means import set_share
 from hf_parallel.hooks.trl import servers
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def check_online_trainer(
     several = f"with {data_ranks} data ranks, "
     refusals = [
         (
-            args.use_vllm and library_version("trl") < Version("1.16"),
+            args.use_vllm and read_library_version("trl") < Version("1.16"),
             "use_vllm=True",
             "TRL before 1.16 speaks another protocol to its server",
             "trl 1.16",
@@ -103,7 +103,7 @@ def check_online_trainer(
             refuse(f"{type(trainer).__name__} with {spelled}", why, works)
 
 
-def couples_rows(trainer: GRPOTrainer | RLOOTrainer) -> bool:
+def does_couple_rows(trainer: GRPOTrainer | RLOOTrainer) -> bool:
     """GRPO's losses that are none of single rows: a quantile over the batch, a mean over its tokens."""
     return getattr(trainer, "top_entropy_quantile", 1.0) < 1 or getattr(trainer, "loss_type", "") == "bnpo"
 
@@ -134,10 +134,10 @@ def pad(
 @patch("trl.trainer.utils:shuffle_sequence_dict", "shuffles by process", copies=True)
 def shuffle_sequence_dict(original: Callable, seq_dict: dict) -> dict:
     """Left to `split_tensor_dict`, which knows the number of parts."""
-    return original(seq_dict) if _one_order() else seq_dict
+    return original(seq_dict) if _has_one_order() else seq_dict
 
 
-def _one_order() -> bool:
+def _has_one_order() -> bool:
     """Do all ranks have all rows, and the same random state? Stages drop out, and so draw, apart."""
     return runtime.mesh().data_size * runtime.mesh().size("pp") == 1
 
@@ -146,16 +146,16 @@ def _one_order() -> bool:
 def split_tensor_dict(original: Callable, tensor_dict: dict, num_chunks: int) -> list[dict]:
     """Shuffle the generation batch of all data ranks, so that they share each part as one process would shuffle it."""
     mesh, batch, parts = runtime.mesh(), tensor_dict, num_chunks
-    if not _one_order() and parts > 1:
+    if not _has_one_order() and parts > 1:
         order = torch.randperm(len(batch["prompt_ids"]) * mesh.data_size).to(mesh.device)
         for group in (mesh.data_group, mesh.group("pp")):
             dist.broadcast(order, group=group, group_src=0)
         own = order.view(parts, mesh.data_size, -1)[:, mesh.data_rank].flatten()
-        batch = {key: _rows_of_all(value, own) for key, value in batch.items()}
+        batch = {key: _gather_rows_of_all(value, own) for key, value in batch.items()}
     return original(batch, parts)
 
 
-def _rows_of_all(value: object, wanted: torch.Tensor) -> object:
+def _gather_rows_of_all(value: object, wanted: torch.Tensor) -> object:
     """These rows of the data ranks' tensors behind one another; all have the same shape."""
     if not torch.is_tensor(value) or value.ndim == 0:
         return value
@@ -177,20 +177,20 @@ def generate_and_score(original: Callable, self: GRPOTrainer | RLOOTrainer, inpu
     runtime.equalise_within_model(0)
     servers.take_upcoming(self, inputs)
     step = record_of(self).step
-    step.generated = _real_rows(self, len(inputs))
-    with _scoring(step.generated):
-        outputs = _generated(original, self, inputs, step.generated)
+    step.generated = _count_real_rows_of_each(self, len(inputs))
+    with _score_real_rows(step.generated):
+        outputs = _generate_real_rows(original, self, inputs, step.generated)
     servers.correct_means(self, outputs)
     return outputs
 
 
-def _generated(
+def _generate_real_rows(
     original: Callable, self: GRPOTrainer | RLOOTrainer, inputs: list[dict], real: list[int] | None
 ) -> dict:
     if real is None:
         return original(self, inputs)
-    scores = functools.partial(_real_scores, real, self._get_per_token_logps_and_entropies)
-    lengths = functools.partial(_real_lengths, self.accelerator, sum(real), self._generate)
+    scores = functools.partial(_zero_repeated_scores, real, self._get_per_token_logps_and_entropies)
+    lengths = functools.partial(_generate_with_real_lengths, self.accelerator, sum(real), self._generate)
     with replacing(self, _get_per_token_logps_and_entropies=scores, _generate=lengths):
         return _without_repeats(self, real, original(self, inputs))
 
@@ -200,7 +200,7 @@ _scored: ContextVar[list[int] | None] = ContextVar("scored", default=None)
 
 
 @contextlib.contextmanager
-def _scoring(real: list[int] | None) -> Iterator[None]:
+def _score_real_rows(real: list[int] | None) -> Iterator[None]:
     token = _scored.set(real)
     try:
         yield
@@ -233,16 +233,16 @@ def per_token_scores(
     original: Callable, self: GRPOTrainer | RLOOTrainer, model: nn.Module, *args: object, **kwargs: object
 ) -> object:
     """Before the loss, policy and reference are asked for log-probabilities: the last stage of a pipeline answers."""
-    state = runtime.parallel_state(model)
+    state = runtime.find_parallel_state(model)
     if state is None or state.pipeline is None or state.pipeline.pipelines.session is not None:
         return original(self, model, *args, **kwargs)
-    return served(state.pipeline, {}, lambda: original(self, model, *args, **kwargs))[0]
+    return serve_script(state.pipeline, {}, lambda: original(self, model, *args, **kwargs))[0]
 
 
 # ---- ragged last batches of an evaluation --------------------------------------------------------------------------
 
 
-def _real_rows(trainer: GRPOTrainer | RLOOTrainer, rows: int) -> list[int] | None:
+def _count_real_rows_of_each(trainer: GRPOTrainer | RLOOTrainer, rows: int) -> list[int] | None:
     """Count the rows of each data rank's batch that are not repeats; None if all are real, as in training."""
     mesh, state = runtime.mesh(), trainer.accelerator.gradient_state
     if trainer.model.training or mesh.data_size == 1 or not state.end_of_dataloader:
@@ -254,14 +254,14 @@ def _real_rows(trainer: GRPOTrainer | RLOOTrainer, rows: int) -> list[int] | Non
     return [max(0, min(rows, left - rank * rows)) for rank in range(mesh.data_size)] if left else None
 
 
-def _real_lengths(accelerator: Accelerator, real: int, original: Callable, prompts: list) -> object:
+def _generate_with_real_lengths(accelerator: Accelerator, real: int, original: Callable, prompts: list) -> object:
     """`_generate`, which tells of lengths: those of the rows that are not repeated."""
     gather = accelerator.gather
     with replacing(accelerator, gather=lambda tensor: gather(tensor)[:real]):
         return original(prompts)
 
 
-def _real_scores(real: list[int], original: Callable, *args: object, **kwargs: object) -> tuple:
+def _zero_repeated_scores(real: list[int], original: Callable, *args: object, **kwargs: object) -> tuple:
     """Log-probabilities of repeated rows are zero: policy and reference agree about them."""
     logps, *others = original(*args, **kwargs)
     logps[real[runtime.mesh().data_rank] :] = 0
@@ -297,7 +297,7 @@ def _correct_logs(trainer: GRPOTrainer | RLOOTrainer, real: int, rows: int, toke
 # ---- the loss -------------------------------------------------------------------------------------------------------
 
 
-def weighted(trainer: GRPOTrainer | RLOOTrainer, loss: torch.Tensor, inputs: dict) -> torch.Tensor:
+def weigh_online_loss(trainer: GRPOTrainer | RLOOTrainer, loss: torch.Tensor, inputs: dict) -> torch.Tensor:
     """Weigh what `compute_loss` returned so that the average over data ranks is the loss of the global batch.
 
     Means over rows are that already, and sums over tokens, which TRL divides by the tokens of all processes.
@@ -309,14 +309,14 @@ def weighted(trainer: GRPOTrainer | RLOOTrainer, loss: torch.Tensor, inputs: dic
         return loss
     tokens = int(inputs["completion_mask"].sum())
     if trainer.model.training:
-        return loss * share(tokens)
+        return loss * set_share(tokens)
     rows, generated = len(inputs["prompt_ids"]), record_of(trainer).step.generated
     real = rows if generated is None else generated[runtime.mesh().data_rank]
     held, counted = (tokens, tokens) if kind == "bnpo" else (1, 1) if kind in _SUMS else (rows, real)
-    return _mean_over_data_ranks(loss.detach(), held, counted)
+    return _average_unlike_means(loss.detach(), held, counted)
 
 
-def _mean_over_data_ranks(mean: torch.Tensor, held: int, counted: int) -> torch.Tensor:
+def _average_unlike_means(mean: torch.Tensor, held: int, counted: int) -> torch.Tensor:
     """Average means over `held` numbers, of which `counted` are not zero by force."""
     totals = torch.stack([mean.float() * held, torch.full_like(mean, counted, dtype=torch.float32)])
     dist.all_reduce(totals, group=runtime.mesh().data_group)

@@ -60,42 +60,44 @@ class WholeModel(nn.Module):
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Whole tensors of all stages on rank 0, which sends them; the others take part and yield nothing."""
         if self.generation._weight_metadata is None:  # asked for names and shapes, which are known without the values
-            for entry in (entry for group in _groups(self) for entry in group.entries):
+            for entry in (entry for group in _list_sent_groups(self) for entry in group.entries):
                 yield entry.name, torch.empty(entry.shape, dtype=entry.dtype, device="meta")
             return
         adapted = hasattr(self.model, "merge_adapter")
         if adapted:
             self.model.merge_adapter()
         try:
-            own, stored = _own_names(self.model), checkpoint.parameters(_base(self.model))
+            own, stored = _make_name_lookup(self.model), checkpoint.list_local_parameters(_get_base(self.model))
             local = {name: tensor for given, tensor in stored.items() if (name := own(given)) is not None}
-            for name, tensor in checkpoint.streamed(_groups(self), local, runtime.mesh(), reference.BUCKET):
+            for name, tensor in checkpoint.stream_tensors(
+                _list_sent_groups(self), local, runtime.mesh(), reference.BUCKET
+            ):
                 yield name, tensor.to(runtime.mesh().device)
         finally:
             if adapted:
                 self.model.unmerge_adapter()
 
 
-def shown_whole(generation: VLLMGeneration) -> contextlib.AbstractContextManager:
+def show_whole_weights(generation: VLLMGeneration) -> contextlib.AbstractContextManager:
     """Let TRL read whole weights; what it would read itself is this rank's part of its own stage."""
-    parallel = runtime.parallel_state(generation.model) is not None
+    parallel = runtime.find_parallel_state(generation.model) is not None
     return replacing(generation, model=WholeModel(generation)) if parallel else contextlib.nullcontext()
 
 
-def _groups(whole: WholeModel) -> list:
+def _list_sent_groups(whole: WholeModel) -> list:
     """Return what is sent, in its order; collective the first time."""
     kept = whole.generation
     if not hasattr(kept, "_hf_parallel_groups"):
-        base, own = _base(whole.model), _own_names(whole.model)
-        kept._hf_parallel_groups = checkpoint.parameter_groups(base, runtime.mesh(), own)
+        base, own = _get_base(whole.model), _make_name_lookup(whole.model)
+        kept._hf_parallel_groups = checkpoint.make_parameter_groups(base, runtime.mesh(), own)
     return kept._hf_parallel_groups
 
 
-def _base(model: PreTrainedModel) -> PreTrainedModel:
+def _get_base(model: PreTrainedModel) -> PreTrainedModel:
     return model.get_base_model() if hasattr(model, "peft_config") else model
 
 
-def _own_names(model: PreTrainedModel) -> Callable[[str], str | None]:
+def _make_name_lookup(model: PreTrainedModel) -> Callable[[str], str | None]:
     """The name of a base's parameter without wrappers; None for an adapter's, and for what one trains in its place."""
     prefix = getattr(model, "prefix", None) if hasattr(model, "peft_config") else None
 
@@ -138,7 +140,7 @@ def correct_means(trainer: GRPOTrainer, outputs: dict) -> None:
     "asks for vLLM where only its server is talked to",
     since="1.16",
 )
-def available(original: Callable) -> Callable:
+def assume_available(original: Callable) -> Callable:
     """Take the server for available: whether it is needed it tells in `init_communicator`."""
     return lambda *args, **kwargs: True
 
@@ -154,17 +156,17 @@ def init_communicator(original: Callable, self: VLLMClient, device: int | torch.
         original(self, device)
         return
     info = {
-        "master_address": reference.address_towards(self.host),
+        "master_address": reference.find_address_towards(self.host),
         "master_port": self.group_port,
         "rank_offset": 1,
         "world_size": self.get_world_size() + 1,
     }
-    with _asking(self, "init_weight_transfer_engine", init_info=info):
+    with _ask_beside(self, "init_weight_transfer_engine", init_info=info):
         self.communicator = reference.Channel(info, 0)
 
 
 @contextlib.contextmanager
-def _asking(client: VLLMClient, what: str, **told: dict) -> Iterator[None]:
+def _ask_beside(client: VLLMClient, what: str, **told: dict) -> Iterator[None]:
     """A request beside what is done: inside of it the server waits for this side."""
     with ThreadPoolExecutor(1) as executor:
         answer = executor.submit(client._post, f"{client.base_url}/{what}", json=told)
@@ -182,7 +184,7 @@ def update_named_params(original: Callable, self: VLLMClient, metadata: list, na
     info = {"names": names, "dtype_names": dtype_names, "shapes": shapes}
     if not self._updating_weights:
         self._start_weight_update()
-    with _asking(self, "update_weights", update_info=info):
+    with _ask_beside(self, "update_weights", update_info=info):
         self.communicator.send(tensor for _, tensor in named_params)
     if not self._updating_weights:
         self._finish_weight_update()
@@ -202,14 +204,14 @@ def refuse_loop() -> None:
             refuse(f"{name}={value}", "only TRL's trainers ask servers", f"{name}={str(default).lower()}")
 
 
-def classes_of(trainer: Trainer) -> list[type]:
+def list_trl_classes_of(trainer: Trainer) -> list[type]:
     """TRL's among its classes, the innermost one first; none of another library's trainer."""
     return [cls for cls in type(trainer).__mro__ if cls.__module__.startswith("trl.")]
 
 
 def check_servers(trainer: Trainer, args: TrainingArguments) -> None:
     """Refuse a Trainer that would not ask, or not what was meant."""
-    kinds = {cls.__name__ for cls in classes_of(trainer)}
+    kinds = {cls.__name__ for cls in list_trl_classes_of(trainer)}
     _check_rollouts(type(trainer).__name__, kinds, args)
     _check_reference(type(trainer).__name__, kinds, args)
 
@@ -289,7 +291,7 @@ class Upcoming:
             self.batch_sampler.set_epoch(epoch)
 
 
-def _collated(collate: Callable, rows: int, examples: list) -> list:
+def _collate_lengths(collate: Callable, rows: int, examples: list) -> list:
     batch = collate(examples[:rows])
     if len(examples) > rows:
         batch = [{**batch[0], _NEXT: collate(examples[rows:])}, *batch[1:]]
@@ -306,12 +308,14 @@ def get_train_dataloader(original: Callable, self: GRPOTrainer) -> DataLoader:
     if getattr(base, "batch_sampler", None) is None:
         refuse(ASKED_AHEAD, "a stream does not show its next rows", do="a train_dataset with a length works")
     if self.accelerator.is_main_process:
-        _questions(self.vllm_generation.vllm_client).forget()  # of a training that was stopped
+        _get_questions(self.vllm_generation.vllm_client).forget()  # of a training that was stopped
     generation = self.vllm_generation
-    vars(generation)["generate"] = functools.partial(_then_ahead, self, type(generation).generate.__get__(generation))
+    vars(generation)["generate"] = functools.partial(
+        _generate_ahead, self, type(generation).generate.__get__(generation)
+    )
     rows = self._train_batch_size * self.args.steps_per_generation
     vars(base)["batch_sampler"] = Upcoming(base.batch_sampler, self.args.steps_per_generation * self.num_iterations)
-    base.collate_fn = functools.partial(_collated, base.collate_fn, rows)
+    base.collate_fn = functools.partial(_collate_lengths, base.collate_fn, rows)
     return loader
 
 
@@ -336,7 +340,7 @@ class Questions:
         if self.answer is not None:
             raise RuntimeError("hf_parallel: completions that were drawn ahead were not asked for")
         self.asked, self.answer = asked, Future()
-        threading.Thread(target=_call, args=(call, self.answer), daemon=True).start()
+        threading.Thread(target=_call_and_answer, args=(call, self.answer), daemon=True).start()
 
     def taken(self, asked: object) -> dict | None:
         """The answer, if this was asked ahead. Another question waits for its turn."""
@@ -358,21 +362,21 @@ class Questions:
         self.asked = self.answer = None
 
 
-def _call(call: Callable[[], dict], answer: Future) -> None:
+def _call_and_answer(call: Callable[[], dict], answer: Future) -> None:
     try:
         answer.set_result(call())
     except BaseException as error:
         answer.set_exception(error)
 
 
-def _questions(client: VLLMClient) -> Questions:
+def _get_questions(client: VLLMClient) -> Questions:
     return vars(client).setdefault("_hf_parallel_questions", Questions())
 
 
 @patch("trl.generation.vllm_client:VLLMClient.generate", "waits for what it asks", since="1.16")
 def generate(original: Callable, self: VLLMClient, prompts: list, *args: object, **kwargs: object) -> dict:
     """Return the completions that were asked ahead, or ask for them."""
-    questions, asked = _questions(self), (prompts, args, kwargs)
+    questions, asked = _get_questions(self), (prompts, args, kwargs)
     call = functools.partial(original, self, prompts, *args, **kwargs)
     if questions.ahead:
         questions.begin(asked, call)
@@ -388,12 +392,12 @@ def generate(original: Callable, self: VLLMClient, prompts: list, *args: object,
 def sync_weights(original: Callable, self: VLLMGeneration) -> None:
     """Completions that are being drawn are drawn to their end by the weights that they began with."""
     if hasattr(self, "vllm_client"):
-        _questions(self.vllm_client).wait()
-    with shown_whole(self):
+        _get_questions(self.vllm_client).wait()
+    with show_whole_weights(self):
         original(self)
 
 
-def _then_ahead(trainer: GRPOTrainer, generate: Callable, *args: object, **kwargs: object) -> object:
+def _generate_ahead(trainer: GRPOTrainer, generate: Callable, *args: object, **kwargs: object) -> object:
     """Now that the server has this step's weights and these completions are there: draw for the next step."""
     drawn = generate(*args, **kwargs)
     record = record_of(trainer)
@@ -414,6 +418,6 @@ def _ask_ahead(trainer: GRPOTrainer, generate: Callable, prompts: list) -> None:
     """Ask ahead as TRL itself would ask, but without waiting for the answer."""
     ids, images, _ = trainer._tokenize_prompts(prompts)
     generation = trainer.vllm_generation
-    questions = _questions(generation.vllm_client) if trainer.accelerator.is_main_process else Questions()
+    questions = _get_questions(generation.vllm_client) if trainer.accelerator.is_main_process else Questions()
     with replacing(questions, ahead=True):
         generate(prompts=ids, images=images, num_generations=trainer.num_generations)

@@ -21,19 +21,19 @@ from torch.nn.utils.rnn import pad_sequence
 from hf_parallel.ask.spec import refuse
 from hf_parallel.axes.pipeline.batches import COUNTED
 from hf_parallel.axes.pipeline.read import check_own_functions
-from hf_parallel.axes.pipeline.unscheduled import served
-from hf_parallel.axes.tensor.vocab_parallel import Scaling, first_row, log_probs
+from hf_parallel.axes.pipeline.unscheduled import serve_script
+from hf_parallel.axes.tensor.vocab_parallel import Scaling, compute_first_row, compute_log_probs
 from hf_parallel.hooks import model_parts, runtime
 from hf_parallel.hooks.accelerate.shares import cut_of
-from hf_parallel.hooks.logits_read import keeps_none
+from hf_parallel.hooks.logits_read import does_keep_no_logits
 from hf_parallel.hooks.patching import patch, refuse_unpatched, replace, replacing
 from hf_parallel.hooks.trainer.checkpoints import record_of
 from hf_parallel.hooks.trainer.rows import JOINED
 from hf_parallel.hooks.trl import online, servers
 from hf_parallel.ranks import messages
-from hf_parallel.ranks.local import local
-from hf_parallel.ranks.mesh import stored
-from hf_parallel.rollouts.reference import ask, from_text
+from hf_parallel.ranks.local import get_local
+from hf_parallel.ranks.mesh import get_stored
+from hf_parallel.rollouts.reference import ask_server, decode_scores
 
 if TYPE_CHECKING:
     from torch import nn
@@ -79,27 +79,27 @@ class ServedReference(nn.Module):
         assert labels is not None
         kind = input_ids.device.type
         dtype = str(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else "none"
-        text = self._scores(
+        text = self._ask_for_scores(
             input_ids=input_ids.tolist(),
             mask=attention_mask.tolist(),
             labels=labels.tolist(),
             temperature=self.temperature,
             autocast=None if dtype == "none" else dtype.removeprefix("torch."),
         )
-        scores = from_text(text, (labels.shape[0], labels.shape[1] - 1))
+        scores = decode_scores(text, (labels.shape[0], labels.shape[1] - 1))
         return SimpleNamespace(log_probs=scores.to(input_ids.device))
 
-    def _scores(self, **told: object) -> str:
+    def _ask_for_scores(self, **told: object) -> str:
         """Ask once for all ranks of the group, and give them the answer or the error."""
 
         def answer() -> str:
-            return ask(self.address, "log_probs", self.timeout, told)["log_probs"]
+            return ask_server(self.address, "log_probs", self.timeout, told)["log_probs"]
 
-        return answer() if self.group is None else messages.from_one(answer, self.group)
+        return answer() if self.group is None else messages.send_from_one(answer, self.group)
 
     def check(self, policy: PreTrainedModel) -> None:
         """Refuse a model of another kind than the policy's."""
-        facts, what = ask(self.address, "reference", min(_PATIENCE, self.timeout)), f"reference={self.address}"
+        facts, what = ask_server(self.address, "reference", min(_PATIENCE, self.timeout)), f"reference={self.address}"
         dtype = str(policy.dtype).removeprefix("torch.")
         if facts["dtype"] != dtype:
             refuse(
@@ -162,12 +162,12 @@ def check_trl_trainer(
     trainer: Trainer, args: TrainingArguments, eval_dataset: object, model: PreTrainedModel | None = None
 ) -> None:
     """Refuse TRL's other trainers: what they do per process is not known to be that of one process."""
-    kind = next(iter(servers.classes_of(trainer)), None)
+    kind = next(iter(servers.list_trl_classes_of(trainer)), None)
     if kind is not None:
         refuse_unpatched(kind.__module__, "trl.trainer.utils")
         _refuse_old(kind, model)
         model_parts.check_losses(kind, args)
-        check_own_functions(runtime.mesh().config, kind.__name__ if keeps_none(kind) else None)
+        check_own_functions(runtime.mesh().config, kind.__name__ if does_keep_no_logits(kind) else None)
     servers.check_servers(trainer, args)
     if kind is None or f"{kind.__module__}.{kind.__qualname__}" in (*_TOKENS, *_EXAMPLES):
         return
@@ -190,7 +190,7 @@ def _refuse_old(kind: type, model: PreTrainedModel) -> None:
         refuse(kind.__name__, "on a base in 4 bits casts shards in TRL before 0.26", "trl 0.26 or newer")
 
 
-def rows_per_example(trainer: Trainer) -> int | None:
+def count_trl_rows_per_example(trainer: Trainer) -> int | None:
     """2 where batches hold pairs; None if it is no trainer of TRL's."""
     if _is_one_of(trainer, _PAIRS):
         return 2
@@ -202,7 +202,7 @@ def is_sft(trainer: Trainer) -> bool:
     return _is_one_of(trainer, _TOKENS)
 
 
-def targets_of_mean(trainer: Trainer, batch: dict) -> torch.Tensor | None:
+def count_targets_of_mean(trainer: Trainer, batch: dict) -> torch.Tensor | None:
     """Over how many targets SFT's own loss is a mean where it is given no count, as before an evaluation in 5.23."""
     if not is_sft(trainer) or trainer.compute_loss_func is not None or trainer.label_smoother is not None:
         return None
@@ -211,24 +211,24 @@ def targets_of_mean(trainer: Trainer, batch: dict) -> torch.Tensor | None:
 
 def is_known(trainer: Trainer) -> bool:
     """Is it one of TRL's trainers? What their losses are means over is known."""
-    return rows_per_example(trainer) is not None or _is_one_of(trainer, tuple(online.TRAINERS))
+    return count_trl_rows_per_example(trainer) is not None or _is_one_of(trainer, tuple(online.TRAINERS))
 
 
-def only_offloads_in_steps(trainer: Trainer) -> bool:
+def does_only_offload_in_steps(trainer: Trainer) -> bool:
     """Is its `training_step` that of Trainer, but for activations on the host, which it has not asked for?"""
     kind = next((cls for cls in type(trainer).__mro__ if "training_step" in vars(cls)), None)
     name = None if kind is None else f"{kind.__module__}.{kind.__qualname__}"
     return name in _OFFLOADING_STEPS and not trainer.args.activation_offloading
 
 
-def weighted(trainer: Trainer, loss: torch.Tensor, inputs: dict) -> torch.Tensor:
+def weigh_trl_loss(trainer: Trainer, loss: torch.Tensor, inputs: dict) -> torch.Tensor:
     """Weigh what `compute_loss` returned; where a trainer generates, so that data ranks average to the whole."""
-    return online.weighted(trainer, loss, inputs) if _is_one_of(trainer, tuple(online.TRAINERS)) else loss
+    return online.weigh_online_loss(trainer, loss, inputs) if _is_one_of(trainer, tuple(online.TRAINERS)) else loss
 
 
 def needs_whole_batches(trainer: Trainer) -> bool:
     """Is the loss known not to be one of micro-batches? A few rows may look as if it were."""
-    return _is_one_of(trainer, tuple(online.TRAINERS)) and online.couples_rows(trainer)
+    return _is_one_of(trainer, tuple(online.TRAINERS)) and online.does_couple_rows(trainer)
 
 
 @patch("trl.trainer.{dpo_trainer:DPOTrainer,kto_trainer:KTOTrainer}.compute_ref_log_probs", "asks one stage")
@@ -237,11 +237,11 @@ def reference_log_probs(
 ) -> object:  # before TRL 1.9 without the model
     """Before training TRL asks the reference by itself: in a pipeline only the last stage can answer."""
     model = args[0] if len(args) > 1 else self.ref_model or self.model  # TRL before 1.9 hands over the batch alone
-    state = runtime.parallel_state(model)
+    state = runtime.find_parallel_state(model)
     if state is None or state.pipeline is None:
         return original(self, *args)
     with torch.no_grad():
-        return served(state.pipeline, dict(args[-1]), lambda: original(self, *args))[0]
+        return serve_script(state.pipeline, dict(args[-1]), lambda: original(self, *args))[0]
 
 
 # ---- the head ------------------------------------------------------------------------------------------------------
@@ -252,13 +252,13 @@ class NoTensor:
 
 
 @replace("trl.trainer.utils:DTensor", "gathers a split head", since="1.9")
-def no_tensor(original: type) -> type:
+def make_no_tensor(original: type) -> type:
     """For the name DTensor in TRL's module."""
     return NoTensor
 
 
 @replace("trl.trainer.utils:_ChunkedLogProbFunction", "multiplies by a whole head", since="1.8")
-def chunked_log_probs(original: type[torch.autograd.Function]) -> type:
+def make_chunked_log_probs(original: type[torch.autograd.Function]) -> type:
     """TRL's product of hidden states and head; over a head that is cut over tp, each rank takes its rows."""
 
     class LogProbs:
@@ -282,8 +282,16 @@ def chunked_log_probs(original: type[torch.autograd.Function]) -> type:
                 return original.apply(hidden, *whole, targets, temperature, chunk_size, softcap, scale, wanted)
             group, vocabulary = weight.device_mesh.get_group(), weight.shape[0]
             scaling = Scaling(temperature, softcap, scale)
-            parts = local(weight), local(bias), targets, group, first_row(vocabulary, group), vocabulary, scaling
-            scores = log_probs(hidden, *parts)
+            parts = (
+                get_local(weight),
+                get_local(bias),
+                targets,
+                group,
+                compute_first_row(vocabulary, group),
+                vocabulary,
+                scaling,
+            )
+            scores = compute_log_probs(hidden, *parts)
             others = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
             return scores.log_probs, *(getattr(scores, name) if name in wanted else None for name in others)
 
@@ -312,7 +320,7 @@ def torch_call(original: Callable, self: DataCollatorForLanguageModeling, exampl
         return batch
     lengths = torch.tensor([len(example["input_ids"]) for example in examples])
     if runtime.mesh().size("pp") > 1:
-        return _in_rows(batch, lengths.tolist(), self.pad_token_id)
+        return _split_in_rows(batch, lengths.tolist(), self.pad_token_id)
     if runtime.mesh().data_size > 1:
         whose = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
         padding = batch["input_ids"].shape[1] - len(whose)
@@ -320,7 +328,7 @@ def torch_call(original: Callable, self: DataCollatorForLanguageModeling, exampl
     return batch
 
 
-def _in_rows(batch: dict, lengths: list[int], padding: int) -> dict:
+def _split_in_rows(batch: dict, lengths: list[int], padding: int) -> dict:
     """[1, tokens] -> [examples, longest]. Padding counts on from the last position: it is no sequence of its own.
 
     Positions alone tell sequences apart to a model, so the attention mask is there for those who count tokens.
@@ -359,7 +367,7 @@ def prepare_dataset(
 @patch("trl.trainer.kto_trainer:KTOTrainer._compute_kl_logps", "mean of means")
 def kl_logps(original: Callable, self: Trainer, model: nn.Module, batch: dict) -> object:
     """KTO averages the means of data ranks that have rows: weighted by them, unlike parts give the whole mean."""
-    result, rows = original(self, model, batch), _own_examples(self)
+    result, rows = original(self, model, batch), _count_own_trl_examples(self)
     if result is None or rows is None:
         return result
     totals = torch.tensor([float(rows), float(rows > 0)], device=result.device)
@@ -367,7 +375,7 @@ def kl_logps(original: Callable, self: Trainer, model: nn.Module, batch: dict) -
     return result * (rows * totals[1] / totals[0])
 
 
-def _own_examples(trainer: Trainer) -> int | None:
+def _count_own_trl_examples(trainer: Trainer) -> int | None:
     """Return how many examples of the step in progress are this data rank's; None where all have as many."""
     cut, rows = cut_of(trainer.accelerator.gradient_state), record_of(trainer).step.real_rows
     return rows if rows is not None or cut is None else cut[runtime.mesh().data_rank]
@@ -376,9 +384,9 @@ def _own_examples(trainer: Trainer) -> int | None:
 # ---- rewards -------------------------------------------------------------------------------------------------------
 
 
-def metrics_by_rows(trainer: Trainer) -> contextlib.AbstractContextManager:
+def count_metrics_by_rows(trainer: Trainer) -> contextlib.AbstractContextManager:
     """Count each real example once in accuracy and margin, averaged over data ranks."""
-    rows, gather = _own_examples(trainer), trainer.accelerator.gather_for_metrics
+    rows, gather = _count_own_trl_examples(trainer), trainer.accelerator.gather_for_metrics
     if not rows or not _is_one_of(trainer, _PAIRS[1:]):
         return contextlib.nullcontext()
 
@@ -395,11 +403,11 @@ def metrics_by_rows(trainer: Trainer) -> contextlib.AbstractContextManager:
 @patch("trl.trainer.utils:hash_module", "cannot read shards", since="0.29", copies=True)
 def hash_module(original: Callable, module: nn.Module) -> str:
     """Return one hash of all ranks' parts, for the name of the cache file."""
-    if runtime.parallel_state(module) is None:
+    if runtime.find_parallel_state(module) is None:
         return original(module)
     digest = hashlib.sha256()
     for name, tensor in sorted(module.state_dict().items()):
-        part = stored(tensor)
+        part = get_stored(tensor)
         digest.update(f"{name} {part.dtype} {tuple(part.shape)}".encode())
         digest.update(part.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
-    return hashlib.sha256(" ".join(messages.gather(digest.hexdigest())).encode()).hexdigest()
+    return hashlib.sha256(" ".join(messages.gather_objects(digest.hexdigest())).encode()).hexdigest()

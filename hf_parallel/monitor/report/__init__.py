@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 
 from hf_parallel.monitor.report.facts import read_facts
-from hf_parallel.monitor.report.page import render
+from hf_parallel.monitor.report.page import render_page
 
 
 def write(folder: str, out: str | None = None) -> str:
@@ -20,7 +20,7 @@ def write(folder: str, out: str | None = None) -> str:
     Raises:
         SpecError: the folder is not that of a training under a layout, or the page cannot be drawn.
     """
-    page = render(read_facts(folder))
+    page = render_page(read_facts(folder))
     path = out or os.path.join(folder, "report.html")
     with open(path, "w", encoding="utf-8") as file:
         file.write(page)

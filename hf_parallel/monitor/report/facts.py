@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from hf_parallel.ask.config import ParallelConfig, SpecError
 from hf_parallel.ask.spec import refuse
-from hf_parallel.axes.pipeline.schedules import micro_batch_count, predicted_bubble
+from hf_parallel.axes.pipeline.schedules import count_micro_batches, predict_bubble
 from hf_parallel.monitor import expected, session
 from hf_parallel.monitor.expected import Batch, expect
 from hf_parallel.monitor.meter import AXES
-from hf_parallel.monitor.noise import about_batch
+from hf_parallel.monitor.noise import describe_critical_batch
 from hf_parallel.planner.hardware import Cluster
 from hf_parallel.planner.search import search
 from hf_parallel.planner.shape import shape_of
-from hf_parallel.ranks.mesh import axis_ranks
+from hf_parallel.ranks.mesh import list_axis_ranks
 
 if TYPE_CHECKING:
     from hf_parallel.planner.shape import ModelShape
@@ -87,7 +87,7 @@ class Facts:
     @property
     def plan(self) -> Line:
         """The planner's prediction, if there is one."""
-        return mapping(self.run.get("plan"))
+        return as_mapping(self.run.get("plan"))
 
     @property
     def is_predicted(self) -> bool:
@@ -102,9 +102,9 @@ class Facts:
     @property
     def ranks(self) -> list[dict[str, float]]:
         """The measurements of each rank, a mean over all logs but the first."""
-        logs = [rows for line in self.warm if (rows := _rows(line))]
+        logs = [rows for line in self.warm if (rows := _list_rank_rows(line))]
         logs = [rows for rows in logs if len(rows) == len(logs[-1])]  # of the newest number of processes
-        return [_mean([rows[rank] for rows in logs]) for rank in range(len(logs[-1]))] if logs else []
+        return [_average_rows([rows[rank] for rows in logs]) for rank in range(len(logs[-1]))] if logs else []
 
     def series(self, key: str) -> tuple[list[float], list[float]]:
         """Steps and values of a logged number, in order."""
@@ -124,7 +124,7 @@ def read_facts(folder: str) -> Facts:
         lines = session.read_records(folder)
     except (SpecError, OSError, UnicodeDecodeError):
         lines = []
-    facts = Facts(folder, layout=mapping(_json(os.path.join(folder, LAYOUT))))
+    facts = Facts(folder, layout=as_mapping(_read_json_file(os.path.join(folder, LAYOUT))))
     if not lines and not facts.layout:
         refuse(
             folder,
@@ -137,15 +137,18 @@ def read_facts(folder: str) -> Facts:
     found = {number(line.get("step")): line for line in metrics}
     facts.metrics = [found[step] for step in sorted(step for step in found if math.isfinite(step))]
     facts.notes = [line for line in lines if line.get("kind") == "note"]
-    places = [folder, *glob.glob(_within(folder, "checkpoint-*"))]
-    states = [state for place in places if (state := mapping(_json(os.path.join(place, STATE))))]
+    places = [folder, *glob.glob(_find_within(folder, "checkpoint-*"))]
+    states = [state for place in places if (state := as_mapping(_read_json_file(os.path.join(place, STATE))))]
     newest = max(states, key=lambda state: number(state.get("global_step"), 0), default={})
     log = newest.get("log_history")
     history = [line for line in log if isinstance(line, dict) and "step" in line] if isinstance(log, list) else []
-    facts.log = history or _as_history(facts.metrics)
-    facts.hangs = _hangs(os.path.join(folder, HANGS), _began(facts))
-    facts.checkpoints = _checkpoints(folder)
-    pictures = [*glob.glob(_within(folder, "profile_step_*.svg")), *glob.glob(_within(folder, "timeline_step_*.svg"))]
+    facts.log = history or _make_history_of(facts.metrics)
+    facts.hangs = _read_hangs(os.path.join(folder, HANGS), _find_beginning(facts))
+    facts.checkpoints = _list_checkpoints(folder)
+    pictures = [
+        *glob.glob(_find_within(folder, "profile_step_*.svg")),
+        *glob.glob(_find_within(folder, "timeline_step_*.svg")),
+    ]
     facts.profiles = sorted(pictures, key=lambda path: (_number_in(path), path))
     return facts
 
@@ -153,7 +156,7 @@ def read_facts(folder: str) -> Facts:
 # ---- files ----------------------------------------------------------------------------------------------------------
 
 
-def _json(path: str) -> object:
+def _read_json_file(path: str) -> object:
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
             return json.load(file)
@@ -161,47 +164,49 @@ def _json(path: str) -> object:
         return None
 
 
-def _as_history(metrics: list[Line]) -> list[Line]:
+def _make_history_of(metrics: list[Line]) -> list[Line]:
     """Where nothing was saved: without the loss."""
-    return [{"step": line.get("step"), **mapping(line.get("perf"))} for line in metrics]
+    return [{"step": line.get("step"), **as_mapping(line.get("perf"))} for line in metrics]
 
 
-def _began(facts: Facts) -> float:
+def _find_beginning(facts: Facts) -> float:
     """When the newest run did: it writes its layout at its first batch, and its first line when it logs."""
     path = os.path.join(facts.folder, LAYOUT)
     times = [number(facts.run.get("time"), 0.0)] if facts.run else []
     return min([*times, *([os.stat(path).st_mtime] if os.path.isfile(path) else [])], default=0.0)
 
 
-def _hangs(folder: str, since: float) -> list[tuple[str, str]]:
+def _read_hangs(folder: str, since: float) -> list[tuple[str, str]]:
     """Return what was found since, then where each rank was: by its own words, or by those of the rank that told."""
 
     def _json_of_run(path: str) -> object:
-        return _json(path) if os.path.isfile(path) and os.stat(path).st_mtime >= since else None
+        return _read_json_file(path) if os.path.isfile(path) and os.stat(path).st_mtime >= since else None
 
-    report = mapping(_json_of_run(os.path.join(folder, "report.json")))
+    report = as_mapping(_json_of_run(os.path.join(folder, "report.json")))
     found = [("", report["sentence"])] if isinstance(report.get("sentence"), str) else []
-    ranks = {f"rank {rank}": mapping(own) for rank, own in mapping(report.get("ranks")).items()}
-    for path in glob.glob(_within(folder, "rank_*.json")):
-        if own := mapping(_json_of_run(path)):
+    ranks = {f"rank {rank}": as_mapping(own) for rank, own in as_mapping(report.get("ranks")).items()}
+    for path in glob.glob(_find_within(folder, "rank_*.json")):
+        if own := as_mapping(_json_of_run(path)):
             ranks[f"rank {_number_in(path)}"] = own
-    return found + [(name, _place(ranks[name])) for name in sorted(ranks, key=lambda name: (_number_in(name), name))]
+    return found + [
+        (name, _describe_place(ranks[name])) for name in sorted(ranks, key=lambda name: (_number_in(name), name))
+    ]
 
 
-def _place(own: Line) -> str:
+def _describe_place(own: Line) -> str:
     """In words: the error or the place, and the collective that it waits in."""
     words = [str(own[key]) for key in ("absent", "error", "place") if own.get(key)]
     pending = own.get("pending")
-    first = mapping(pending[0]) if isinstance(pending, list) and pending else {}
+    first = as_mapping(pending[0]) if isinstance(pending, list) and pending else {}
     inside = ", ".join(str(first[key]) for key in ("axis", "module") if first.get(key))
     if first.get("operation"):
         words.append(f"{first['operation']} number {first.get('number')} ({inside})")
     return "; ".join(words)
 
 
-def _checkpoints(folder: str) -> list[Checkpoint]:
+def _list_checkpoints(folder: str) -> list[Checkpoint]:
     found = []
-    for path in glob.glob(_within(folder, "checkpoint-*")):
+    for path in glob.glob(_find_within(folder, "checkpoint-*")):
         if os.path.isdir(path):
             files = [os.path.join(place, name) for place, _, names in os.walk(path) for name in names]
             sizes = [os.stat(file) for file in files if os.path.isfile(file)]
@@ -212,7 +217,7 @@ def _checkpoints(folder: str) -> list[Checkpoint]:
     return sorted(found, key=lambda checkpoint: (checkpoint.step, checkpoint.name))
 
 
-def _within(folder: str, pattern: str) -> str:
+def _find_within(folder: str, pattern: str) -> str:
     return os.path.join(glob.escape(folder), pattern)
 
 
@@ -225,7 +230,7 @@ def _number_in(path: str) -> int:
 # ---- values ---------------------------------------------------------------------------------------------------------
 
 
-def mapping(value: object) -> Line:
+def as_mapping(value: object) -> Line:
     """Itself, if it is one."""
     return value if isinstance(value, dict) else {}
 
@@ -237,17 +242,17 @@ def number(value: object, otherwise: float = math.nan) -> float:
     return float(value)
 
 
-def numbers(value: object) -> dict[str, float]:
+def list_finite_numbers(value: object) -> dict[str, float]:
     """The entries of a mapping that are finite numbers."""
-    return {str(k): found for k, v in mapping(value).items() if math.isfinite(found := number(v))}
+    return {str(k): found for k, v in as_mapping(value).items() if math.isfinite(found := number(v))}
 
 
-def _rows(line: Line) -> list[dict[str, float]]:
+def _list_rank_rows(line: Line) -> list[dict[str, float]]:
     rows = line.get("ranks")
-    return [numbers(row) for row in rows] if isinstance(rows, list) else []
+    return [list_finite_numbers(row) for row in rows] if isinstance(rows, list) else []
 
 
-def _mean(rows: list[dict[str, float]]) -> dict[str, float]:
+def _average_rows(rows: list[dict[str, float]]) -> dict[str, float]:
     return {name: sum(row.get(name, 0.0) for row in rows) / len(rows) for name in rows[0]}
 
 
@@ -271,7 +276,7 @@ PARTS = {
 }
 
 
-def shares(facts: Facts) -> dict[str, float]:
+def compute_shares(facts: Facts) -> dict[str, float]:
     """Return the shares of the step, by part: means over ranks."""
     found = dict.fromkeys(PARTS, 0.0)
     for rank in facts.ranks:
@@ -281,56 +286,59 @@ def shares(facts: Facts) -> dict[str, float]:
     return found
 
 
-def advice(facts: Facts) -> list[str]:
+def list_advice(facts: Facts) -> list[str]:
     """Lines, the most important first; none where nothing is known to be better."""
-    config, part = facts.config, shares(facts)
-    batch = list(_critical_batch(facts))
+    config, part = facts.config, compute_shares(facts)
+    batch = list(_advise_on_batch(facts))
     if config is None or not any(part.values()):
         return batch
-    cluster = _cluster(facts)
-    lines, faster = [*_waiting(part, config, cluster), *_idle(facts, config, part)], list(_faster(facts, config))
+    cluster = _find_cluster(facts)
+    lines, faster = (
+        [*_advise_on_waiting(part, config, cluster), *_advise_on_idle(facts, config, part)],
+        list(_advise_on_layout(facts, config)),
+    )
     first = [f"{lines.pop(0).rstrip('.')}; {faster.pop()}"] if lines and faster else []
-    return [*first, *faster, *lines, *_reading(part), *_memory(facts), *batch]
+    return [*first, *faster, *lines, *_advise_on_reading(part), *_advise_on_memory(facts), *batch]
 
 
-def _critical_batch(facts: Facts) -> Iterator[str]:
+def _advise_on_batch(facts: Facts) -> Iterator[str]:
     """Yield what `monitor=noise` has measured of it, at the newest log that can tell."""
-    measured = [number(mapping(line.get("noise")).get("sequences"), 0.0) for line in facts.metrics]
+    measured = [number(as_mapping(line.get("noise")).get("sequences"), 0.0) for line in facts.metrics]
     critical, batch = (
         next((one for one in reversed(measured) if one), 0.0),
         number(facts.layout.get("global_batch"), 0),
     )
     if critical > 0 and batch > 0:
-        sentence = about_batch(critical, batch)
+        sentence = describe_critical_batch(critical, batch)
         yield f"{sentence[0].upper()}{sentence[1:]}."
 
 
-def _waiting(part: dict[str, float], config: ParallelConfig, cluster: Cluster | None) -> Iterator[str]:
+def _advise_on_waiting(part: dict[str, float], config: ParallelConfig, cluster: Cluster | None) -> Iterator[str]:
     for axis in sorted(AXES, key=lambda axis: -part[axis]):
         if part[axis] >= WAITS:
-            yield f"{part[axis]:.0%} of the step waits in {axis}{_over(axis, config, cluster)}."
+            yield f"{part[axis]:.0%} of the step waits in {axis}{_describe_link(axis, config, cluster)}."
 
 
-def _over(axis: str, config: ParallelConfig, cluster: Cluster | None) -> str:
+def _describe_link(axis: str, config: ParallelConfig, cluster: Cluster | None) -> str:
     """Over which link, where that is known."""
     if cluster is None:
         return ""
     names = [name for name in AXES[axis] if config.sizes.get(name, 1) > 1]
-    groups = [group for name in names for group in axis_ranks(config, name)]
+    groups = [group for name in names for group in list_axis_ranks(config, name)]
     inside = all(len({rank // cluster.per_node for rank in group}) == 1 for group in groups)
     return f" over {(cluster.inside if inside else cluster.between).name}"
 
 
-def _idle(facts: Facts, config: ParallelConfig, part: dict[str, float]) -> Iterator[str]:
+def _advise_on_idle(facts: Facts, config: ParallelConfig, part: dict[str, float]) -> Iterator[str]:
     """Arithmetic of the schedule, which holds on any hardware."""
     if part["pp"] < BUBBLE or config.pp_size == 1:
         return
     line = f"{part['pp']:.0%} of the step waits for other stages."
     rows = number(facts.plan.get("batch", {}).get("rows"), 0)
     try:
-        count = micro_batch_count(int(rows), config)
+        count = count_micro_batches(int(rows), config)
         layers = tuple([1] * config.pipeline_stages)
-        now, then = (predicted_bubble(config, layers, micro) for micro in (count, 2 * count))
+        now, then = (predict_bubble(config, layers, micro) for micro in (count, 2 * count))
     except (SpecError, ValueError, KeyError):
         yield line
         return
@@ -340,12 +348,12 @@ def _idle(facts: Facts, config: ParallelConfig, part: dict[str, float]) -> Itera
     )
 
 
-def _reading(part: dict[str, float]) -> Iterator[str]:
+def _advise_on_reading(part: dict[str, float]) -> Iterator[str]:
     if part["data"] >= DATA:
         yield f"{part['data']:.0%} of the step reads data: more --dataloader_num_workers read it meanwhile."
 
 
-def _memory(facts: Facts) -> Iterator[str]:
+def _advise_on_memory(facts: Facts) -> Iterator[str]:
     """Yield lines about a GPU's memory; on a CPU the measured number is that of the whole process."""
     there = number(facts.plan.get("cluster", {}).get("gpu", {}).get("memory_gib"), 0.0)
     peak = max((rank.get("memory_peak", 0.0) for rank in facts.ranks), default=0.0) / 2**30
@@ -360,7 +368,7 @@ def _memory(facts: Facts) -> Iterator[str]:
 # ---- other layouts --------------------------------------------------------------------------------------------------
 
 
-def _cluster(facts: Facts) -> Cluster | None:
+def _find_cluster(facts: Facts) -> Cluster | None:
     """The hardware, where the planner knows it."""
     try:
         return expected.read_cluster(facts.plan["cluster"]) if facts.is_predicted else None
@@ -368,9 +376,9 @@ def _cluster(facts: Facts) -> Cluster | None:
         return None
 
 
-def _faster(facts: Facts, config: ParallelConfig) -> Iterator[str]:
+def _advise_on_layout(facts: Facts, config: ParallelConfig) -> Iterator[str]:
     """The planner's best layout for the same batch, if it is faster than this one."""
-    cluster, shape = _cluster(facts), _shape(facts.folder)
+    cluster, shape = _find_cluster(facts), _shape(facts.folder)
     if cluster is None or shape is None:
         return
     try:
@@ -396,13 +404,13 @@ def _faster(facts: Facts, config: ParallelConfig) -> Iterator[str]:
         return
     if best is not None and here > FASTER * best.step_time_s:
         yield (
-            f"{_named(best.config, config)} is predicted {here / best.step_time_s:.1f} x faster: "
+            f"{_format_spec(best.config, config)} is predicted {here / best.step_time_s:.1f} x faster: "
             f"{best.step_time_s:.3g} s per step instead of {here:.3g} s for the same {rows} rows "
             f"(per_device_train_batch_size={best.rows}, gradient_accumulation_steps={best.accumulation}){measured}."
         )
 
 
-def _named(config: ParallelConfig, instead_of: ParallelConfig) -> str:
+def _format_spec(config: ParallelConfig, instead_of: ParallelConfig) -> str:
     """Its spec, without sizes of 1 but for those that are larger now."""
     changed = [f"{axis}=1" for axis, size in config.sizes.items() if size == 1 < instead_of.sizes[axis]]
     return ",".join([*changed, *(part for part in config.to_spec().split(",") if not part.endswith("=1"))])

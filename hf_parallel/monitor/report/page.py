@@ -15,9 +15,17 @@ from typing import TYPE_CHECKING, Any
 
 from hf_parallel.ask.config import ParallelConfig
 from hf_parallel.ask.spec import refuse
-from hf_parallel.monitor.expected import BUBBLE, COMMUNICATION, COMPUTE, OTHER, term_of
-from hf_parallel.monitor.report.facts import PARTS, Facts, advice, mapping, number, numbers, shares
-from hf_parallel.ranks.mesh import coordinates, data_rank
+from hf_parallel.monitor.expected import BUBBLE, COMMUNICATION, COMPUTE, OTHER, find_term_of
+from hf_parallel.monitor.report.facts import (
+    PARTS,
+    Facts,
+    as_mapping,
+    compute_shares,
+    list_advice,
+    list_finite_numbers,
+    number,
+)
+from hf_parallel.ranks.mesh import compute_coordinates, compute_data_rank
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -65,48 +73,48 @@ class Bar:
     parts: Sequence[tuple[str, float, int]]
 
 
-def curves(name: str, lines: Sequence[Curve], unit: str) -> str:
+def draw_curves(name: str, lines: Sequence[Curve], unit: str) -> str:
     """Values over steps; what is not finite leaves a gap."""
     with _plot(name, 2.6) as drawing:
         axes = drawing.figure.subplots()
         for line in lines:
             values = [value if math.isfinite(value) else math.nan for value in line.values]
             few = "o" if len(values) < 40 else None
-            style: dict = {"color": _colour(line.colour), "linewidth": 1.6, "marker": few, "markersize": 3}
-            axes.plot(line.steps, values, label=_plain(line.label), **style)
+            style: dict = {"color": _choose_colour(line.colour), "linewidth": 1.6, "marker": few, "markersize": 3}
+            axes.plot(line.steps, values, label=_shorten_text(line.label), **style)
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.set_xlabel("step")
-        axes.set_ylabel(_plain(unit))
+        axes.set_ylabel(_shorten_text(unit))
         axes.grid(True, axis="y", linewidth=0.4, alpha=0.4)
         if len(lines) > 1:
             drawing.legend(axes)
     return drawing.text
 
 
-def bars(name: str, groups: Sequence[Sequence[Bar]], unit: str) -> str:
+def draw_bars(name: str, groups: Sequence[Sequence[Bar]], unit: str) -> str:
     """Rows of stacked parts; each group has a scale of its own."""
     rows = [len(group) for group in groups]
     with _plot(name, 1.1 + 0.24 * sum(rows) + 0.45 * len(groups)) as drawing:
         drawn = drawing.figure.subplots(len(groups), squeeze=False, height_ratios=[count + 0.5 for count in rows])
         seen: dict[str, BarContainer] = {}
         for axes, group in zip(drawn[:, 0], groups, strict=True):
-            seen |= _stacked(axes, group)
+            seen |= _draw_stack(axes, group)
             axes.locator_params(axis="x", nbins=6)
-            axes.set_xlabel(_plain(unit))
+            axes.set_xlabel(_shorten_text(unit))
         drawing.legend(drawn[0, 0], seen)
     return drawing.text
 
 
-def _stacked(axes: Axes, group: Sequence[Bar]) -> dict[str, BarContainer]:
+def _draw_stack(axes: Axes, group: Sequence[Bar]) -> dict[str, BarContainer]:
     """Draw a group; a handle for each kind of part."""
     seen: dict[str, BarContainer] = {}
     for row, bar in enumerate(group):
         left = 0.0
         for part, value, colour in bar.parts:
-            drawn = axes.barh(row, value, left=left, height=0.72, color=_colour(colour))
+            drawn = axes.barh(row, value, left=left, height=0.72, color=_choose_colour(colour))
             seen.setdefault(part, drawn)
             left += value
-    axes.set_yticks(range(len(group)), [_plain(bar.label) for bar in group])
+    axes.set_yticks(range(len(group)), [_shorten_text(bar.label) for bar in group])
     axes.tick_params(axis="y", length=0)
     axes.invert_yaxis()
     return seen
@@ -159,17 +167,17 @@ class _plot:
         """Below the diagram."""
         handles, labels = axes.get_legend_handles_labels()
         if entries is not None:
-            handles, labels = list(entries.values()), [_plain(label) for label in entries]
+            handles, labels = list(entries.values()), [_shorten_text(label) for label in entries]
         narrow = {"handlelength": 1.0, "columnspacing": 1.2, "handletextpad": 0.4}
         self.figure.legend(handles, labels, loc="outside lower left", ncols=3, fontsize=8, **narrow)
 
 
-def _plain(text: str) -> str:
+def _shorten_text(text: str) -> str:
     """Not too long."""
     return text if len(text) <= 32 else text[:31] + "…"
 
 
-def _colour(number: int) -> str:
+def _choose_colour(number: int) -> str:
     return f"#0201{number % COLOURS:02x}"
 
 
@@ -186,7 +194,7 @@ _OUTSIDE = ("context", "communication buffers")
 _DEVICE_ONLY = (*_OUTSIDE, "held by the allocator")
 
 
-def _figure(name: str, title: str, content: str, caption: str = "") -> str:
+def _render_figure(name: str, title: str, content: str, caption: str = "") -> str:
     below = f"<figcaption>{escape(caption)}</figcaption>" if caption else ""
     return f'<figure id="figure-{name}"><h3>{escape(title)}</h3>{content}{below}</figure>'
 
@@ -194,24 +202,24 @@ def _figure(name: str, title: str, content: str, caption: str = "") -> str:
 # ---- the layout -----------------------------------------------------------------------------------------------------
 
 
-def layout(facts: Facts) -> str:
+def render_layout(facts: Facts) -> str:
     """Show which rank holds which part of which copy of the model."""
     config = facts.config
     if config is None:
         return ""
     copies: dict[int, dict[int, list[int]]] = {}
     for rank in range(config.world_size):
-        stage = coordinates(config, rank)["pp"]
-        copies.setdefault(data_rank(config, rank), {}).setdefault(stage, []).append(rank)
-    shown = "".join(_copy(config, number, copies[number]) for number in sorted(copies)[:_COPIES])
+        stage = compute_coordinates(config, rank)["pp"]
+        copies.setdefault(compute_data_rank(config, rank), {}).setdefault(stage, []).append(rank)
+    shown = "".join(_render_copy(config, number, copies[number]) for number in sorted(copies)[:_COPIES])
     more = f'<p class="quiet">and {len(copies) - _COPIES} more like these</p>' if len(copies) > _COPIES else ""
-    told = mapping(mapping(facts.layout.get("plan")).get("facts"))
+    told = as_mapping(as_mapping(facts.layout.get("plan")).get("facts"))
     caption = " · ".join(f"{name} {value}" for name, value in told.items())
     title = ", ".join(f"{axis}={size}" for axis, size in config.sizes.items() if size > 1) or "one process"
-    return _figure("layout", title, f'<div class="copies">{shown}</div>{more}', caption)
+    return _render_figure("layout", title, f'<div class="copies">{shown}</div>{more}', caption)
 
 
-def _copy(config: ParallelConfig, number: int, stages: dict[int, list[int]]) -> str:
+def _render_copy(config: ParallelConfig, number: int, stages: dict[int, list[int]]) -> str:
     rows = []
     for stage in sorted(stages):
         name = f"stage {stage}" if config.pp_size > 1 else "ranks"
@@ -223,7 +231,7 @@ def _copy(config: ParallelConfig, number: int, stages: dict[int, list[int]]) -> 
 # ---- curves ---------------------------------------------------------------------------------------------------------
 
 
-def curve_figures(facts: Facts) -> Iterator[str]:
+def render_curve_figures(facts: Facts) -> Iterator[str]:
     """Loss, gradient norm, throughput, step time, shares: each where it was logged."""
     wanted = [
         ("loss", "Loss", "", [("training", "loss", 0), ("evaluation", "eval_loss", 1)]),
@@ -243,7 +251,7 @@ def curve_figures(facts: Facts) -> Iterator[str]:
                 if not math.isfinite(value)
             ]
             gaps = f"not finite at {len(bad)} logs, first at step {bad[0]:.0f}" if bad else ""
-            yield _figure(name, title, curves(name, drawn, unit), gaps)
+            yield _render_figure(name, title, draw_curves(name, drawn, unit), gaps)
 
 
 # ---- time and memory ------------------------------------------------------------------------------------------------
@@ -254,37 +262,42 @@ def time(facts: Facts) -> Iterator[str]:
     ranks = facts.ranks
     if not any(sum(rank.get(part, 0.0) for part in PARTS) for rank in ranks):
         return
-    used = [part for part, share in shares(facts).items() if share > _SEEN]
+    used = [part for part, share in compute_shares(facts).items() if share > _SEEN]
     rows = [
         Bar(f"rank {rank}", [(PARTS[part], own.get(part, 0.0), _PART_COLOURS[part]) for part in used])
         for rank, own in enumerate(ranks[:_RANKS])
     ]
-    planned = numbers(facts.plan.get("time")) if facts.is_predicted else {}
+    planned = list_finite_numbers(facts.plan.get("time")) if facts.is_predicted else {}
     caption = "measured, a mean of all logs but the first"
     if planned:
         # The planner's kinds under the names of what is measured
         found = dict.fromkeys(PARTS, 0.0)
         parts = {COMPUTE: "compute", BUBBLE: "pp", OTHER: "rest"}
         for kind, seconds in planned.items():
-            term, axis = term_of(kind), kind.partition(" ")[0]
+            term, axis = find_term_of(kind), kind.partition(" ")[0]
             part = (axis if axis in ("tp", "cp", "ep") else "dp") if term == COMMUNICATION else parts[term]
             found[part] += seconds
         planned_parts = [(PARTS[part], seconds, _PART_COLOURS[part]) for part, seconds in found.items() if seconds > 0]
         rows.insert(0, Bar("planned", planned_parts))
         caption += "; planned: what the planner predicts for this layout"
-    yield _figure(
-        "time", "Where a step's time goes", bars("time", [rows], "seconds per step"), caption + _more(len(ranks))
+    yield _render_figure(
+        "time",
+        "Where a step's time goes",
+        draw_bars("time", [rows], "seconds per step"),
+        caption + _describe_more_ranks(len(ranks)),
     )
 
 
-def memory(facts: Facts) -> Iterator[str]:
+def render_memory(facts: Facts) -> Iterator[str]:
     """Show what the planner counts by kind, beside what each rank has measured."""
     on_cpu = facts.run.get("device") == "cpu"
-    kinds = numbers(facts.plan.get("memory"))
+    kinds = list_finite_numbers(facts.plan.get("memory"))
     left_out = _DEVICE_ONLY if on_cpu else _OUTSIDE
     kept = [(kind, size) for kind, size in kinds.items() if size > 0 and kind not in left_out]
     planned = [Bar("planned", [(kind, size, place) for place, (kind, size) in enumerate(kept)])] if kept else []
-    measured = [_held(rank, own, on_cpu) for rank, own in enumerate(facts.ranks[:_RANKS]) if own.get("memory_peak")]
+    measured = [
+        _make_held_bar(rank, own, on_cpu) for rank, own in enumerate(facts.ranks[:_RANKS]) if own.get("memory_peak")
+    ]
     groups = [rows for rows in ([planned, measured] if on_cpu else [[*planned, *measured]]) if rows]
     if not groups:
         return
@@ -293,17 +306,19 @@ def memory(facts: Facts) -> Iterator[str]:
         if on_cpu
         else "the fullest moment; planned: of the fullest rank, without what torch's allocator does not see"
     )
-    yield _figure("memory", "Memory", bars("memory", groups, "GiB"), caption + _more(len(facts.ranks)))
+    yield _render_figure(
+        "memory", "Memory", draw_bars("memory", groups, "GiB"), caption + _describe_more_ranks(len(facts.ranks))
+    )
 
 
-def _held(rank: int, own: dict[str, float], on_cpu: bool) -> Bar:
+def _make_held_bar(rank: int, own: dict[str, float], on_cpu: bool) -> Bar:
     peak, reserved = own.get("memory_peak", 0.0) / _GIB, own.get("memory_reserved", 0.0) / _GIB
     if on_cpu:
         return Bar(f"rank {rank}", [("process, measured", peak, 6)])
     return Bar(f"rank {rank}", [("tensors, measured", peak, 6), ("reserved", max(0.0, reserved - peak), 8)])
 
 
-def _more(ranks: int) -> str:
+def _describe_more_ranks(ranks: int) -> str:
     return f"; ranks 0 to {_RANKS - 1} of {ranks}" if ranks > _RANKS else ""
 
 
@@ -347,11 +362,11 @@ td, th { text-align: left; padding: 4px 10px 4px 0; border-bottom: 1px solid var
 """
 
 
-def render(facts: Facts) -> str:
+def render_page(facts: Facts) -> str:
     """The whole page."""
     title = os.path.basename(os.path.abspath(facts.folder))
-    figures = [*curve_figures(facts), *time(facts), *memory(facts)]
-    shown = "".join(_profile(path) for path in facts.profiles[-_PROFILES:])
+    figures = [*render_curve_figures(facts), *time(facts), *render_memory(facts)]
+    shown = "".join(_render_profile_image(path) for path in facts.profiles[-_PROFILES:])
     profiles = f'<div class="figures rows">{shown}</div>' if shown else ""
     # The newest value of all that is logged, whatever its name
     newest: Line = {}
@@ -360,20 +375,22 @@ def render(facts: Facts) -> str:
     rows = [(str(name), f"{number(value):.6g}" if math.isfinite(number(value)) else str(value)[:200])
             for name, value in sorted(newest.items(), key=lambda item: str(item[0]))]  # fmt: skip
     logged = (
-        f"<details><summary>{len(rows)} numbers</summary>{_table(('name', 'value'), rows)}</details>" if rows else ""
+        f"<details><summary>{len(rows)} numbers</summary>{_render_table(('name', 'value'), rows)}</details>"
+        if rows
+        else ""
     )
     body = [
-        f"<header><h1>{escape(title)}</h1>{_about(facts)}</header>",
-        _numbers(facts),
-        _advice(facts),
-        *_section("Layout", layout(facts)),
-        *_section("Training", f'<div class="figures">{"".join(figures)}</div>' if figures else ""),
-        *_section("Steps in detail", profiles),
-        *_section("Slow ranks, and what else was said", _notes(facts)),
-        *_section("Hangs", _hangs(facts)),
-        *_section("Checkpoints", _checkpoints(facts)),
-        *_section("Last logged", logged),
-        *_section("Versions", _versions(facts)),
+        f"<header><h1>{escape(title)}</h1>{_render_about(facts)}</header>",
+        _render_numbers(facts),
+        _render_advice(facts),
+        *_render_section("Layout", render_layout(facts)),
+        *_render_section("Training", f'<div class="figures">{"".join(figures)}</div>' if figures else ""),
+        *_render_section("Steps in detail", profiles),
+        *_render_section("Slow ranks, and what else was said", _render_notes(facts)),
+        *_render_section("Hangs", _render_hangs(facts)),
+        *_render_section("Checkpoints", _render_checkpoints(facts)),
+        *_render_section("Last logged", logged),
+        *_render_section("Versions", _render_versions(facts)),
     ]
     rule = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
     return (
@@ -386,12 +403,12 @@ def render(facts: Facts) -> str:
     )
 
 
-def _section(title: str, content: str) -> list[str]:
+def _render_section(title: str, content: str) -> list[str]:
     name = title.partition(",")[0].lower().replace(" ", "-")
     return [f'<section id="{name}"><h2>{title}</h2>\n{content}</section>'] if content else []
 
 
-def _about(facts: Facts) -> str:
+def _render_about(facts: Facts) -> str:
     run, layout = facts.run, facts.layout
     told = [run.get("model") or layout.get("model"), run.get("spec") or layout.get("spec")]
     device = run.get("device")
@@ -400,19 +417,19 @@ def _about(facts: Facts) -> str:
         told += [f"{layout.get('global_batch')} sequences per step ({layout['batch']})"]
         told += [layout.get("batch_of_one_process")]
     told += [f"{facts.runs} runs, the newest is shown"] if facts.runs > 1 else []
-    when = [_when(number(line.get("time"))) for line in (run, *facts.metrics[-1:])]
+    when = [_format_time(number(line.get("time"))) for line in (run, *facts.metrics[-1:])]
     told += [f"{when[0]} to {when[-1]} UTC"] if all(when) else []
     return f'<p class="quiet">{escape(" · ".join(str(word) for word in told if word))}</p>'
 
 
-def _when(seconds: float) -> str:
+def _format_time(seconds: float) -> str:
     try:
         return datetime.datetime.fromtimestamp(seconds, datetime.timezone.utc).strftime("%Y-%m-%d %H:%M")
     except (ValueError, OverflowError, OSError):
         return ""
 
 
-def _numbers(facts: Facts) -> str:
+def _render_numbers(facts: Facts) -> str:
     """The last ones, and the planner's beside them."""
     shown = [
         ("steps", "step", "{:.0f}", None),
@@ -433,12 +450,12 @@ def _numbers(facts: Facts) -> str:
     return f"<dl>{''.join(cells)}</dl>" if cells else ""
 
 
-def _advice(facts: Facts) -> str:
-    lines = "".join(f"<li>{escape(line)}</li>" for line in advice(facts))
+def _render_advice(facts: Facts) -> str:
+    lines = "".join(f"<li>{escape(line)}</li>" for line in list_advice(facts))
     return f'<section id="advice" class="card advice"><ul>{lines}</ul></section>' if lines else ""
 
 
-def _profile(path: str) -> str:
+def _render_profile_image(path: str) -> str:
     try:
         with open(path, "rb") as file:
             content = file.read(_PICTURE_BYTES + 1)
@@ -451,33 +468,35 @@ def _profile(path: str) -> str:
     return f'<figure><h3>{name}</h3><div class="wide"><img alt="{name}" src="{source}"></div></figure>'
 
 
-def _notes(facts: Facts) -> str:
-    rows = [(_step(note), str(note.get("about", "")), str(note.get("text", ""))) for note in facts.notes]
-    return _table(("step", "about", "what"), rows[-_LINES:]) if rows else '<p class="quiet">Nothing was said.</p>'
+def _render_notes(facts: Facts) -> str:
+    rows = [(_format_step(note), str(note.get("about", "")), str(note.get("text", ""))) for note in facts.notes]
+    return (
+        _render_table(("step", "about", "what"), rows[-_LINES:]) if rows else '<p class="quiet">Nothing was said.</p>'
+    )
 
 
-def _step(note: Line) -> str:
+def _format_step(note: Line) -> str:
     step = number(note.get("step"))
     return f"{step:.0f}" if math.isfinite(step) else ""
 
 
-def _hangs(facts: Facts) -> str:
+def _render_hangs(facts: Facts) -> str:
     if not facts.hangs:
         return ""
     sentences = [f'<p class="card bad">{escape(line)}</p>' for name, line in facts.hangs if not name]
     places = [(name, line) for name, line in facts.hangs if name]
-    return "".join(sentences) + (_table(("rank", "where"), places[:_LINES]) if places else "")
+    return "".join(sentences) + (_render_table(("rank", "where"), places[:_LINES]) if places else "")
 
 
-def _checkpoints(facts: Facts) -> str:
+def _render_checkpoints(facts: Facts) -> str:
     rows = [
-        (item.name, _size(item.bytes), _when(item.time), "" if item.whole else "no manifest")
+        (item.name, _format_size(item.bytes), _format_time(item.time), "" if item.whole else "no manifest")
         for item in facts.checkpoints[-_LINES:]
     ]
-    return _table(("folder", "size", "written (UTC)", ""), rows) if rows else ""
+    return _render_table(("folder", "size", "written (UTC)", ""), rows) if rows else ""
 
 
-def _size(count: float) -> str:
+def _format_size(count: float) -> str:
     for unit in ("B", "kB", "MB", "GB"):
         if count < 1000:
             return f"{count:.3g} {unit}"
@@ -485,8 +504,8 @@ def _size(count: float) -> str:
     return f"{count:.4g} TB"
 
 
-def _versions(facts: Facts) -> str:
-    versions = mapping(facts.layout.get("versions"))
+def _render_versions(facts: Facts) -> str:
+    versions = as_mapping(facts.layout.get("versions"))
     return (
         f'<p class="quiet">{escape(", ".join(f"{name} {value}" for name, value in versions.items()))}</p>'
         if versions
@@ -494,7 +513,7 @@ def _versions(facts: Facts) -> str:
     )
 
 
-def _table(heads: Iterable[str], rows: Iterable[tuple[str, ...]]) -> str:
+def _render_table(heads: Iterable[str], rows: Iterable[tuple[str, ...]]) -> str:
     head = "".join(f"<th>{escape(name)}</th>" for name in heads)
     body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     return f'<div class="table card"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'

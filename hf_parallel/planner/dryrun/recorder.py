@@ -37,11 +37,11 @@ from hf_parallel.ask.keys.sizes import SHARDS
 from hf_parallel.ask.keys.tensor import TP_AXES
 from hf_parallel.ask.spec import refuse
 from hf_parallel.axes.activation_offload import watch_copies
-from hf_parallel.axes.data.compressed import groups_of
-from hf_parallel.axes.data.gradients import before_the_last
+from hf_parallel.axes.data.compressed import list_compression_groups
+from hf_parallel.axes.data.gradients import run_before_the_last
 from hf_parallel.axes.pipeline.engine import run_calls
 from hf_parallel.axes.pipeline.joint import JointStep
-from hf_parallel.model.calls import unread_logits
+from hf_parallel.model.calls import note_unread_logits
 from hf_parallel.ranks.mesh import EXPERT_AXES
 
 if TYPE_CHECKING:
@@ -117,8 +117,8 @@ class Recorder(TorchDispatchMode):
 
     def __enter__(self) -> Recorder:
         self._resize, self._propagate = torch.UntypedStorage.resize_, getattr(ShardingPropagator, _PROPAGATE)
-        torch.UntypedStorage.resize_ = self._resizing()  # type: ignore[method-assign, assignment]
-        setattr(ShardingPropagator, _PROPAGATE, self._propagating())
+        torch.UntypedStorage.resize_ = self._note_resizing()  # type: ignore[method-assign, assignment]
+        setattr(ShardingPropagator, _PROPAGATE, self._pause_for_propagation())
         super().__enter__()
         return self
 
@@ -141,7 +141,7 @@ class Recorder(TorchDispatchMode):
             if isinstance(leaf, torch.Tensor) and leaf.device.type != "meta":  # which has a shape, but no memory
                 self.note(leaf)
         if func.namespace in _NAMESPACES:
-            self._collective(func._opname, args, result)
+            self._note_collective(func._opname, args, result)
         elif func.namespace == "fsdp":  # copies in and out of its buffers
             self._whole |= {self.note(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
         return result
@@ -150,13 +150,13 @@ class Recorder(TorchDispatchMode):
 
     def note(self, tensor: torch.Tensor) -> int:
         """The number of a tensor's storage, which exists from now on if it was not known."""
-        storage = local(tensor).untyped_storage()
+        storage = get_local_tensor(tensor).untyped_storage()
         address = storage._cdata
         if address not in self._numbers:
             number = self._numbers[address] = len(self._sizes)
             self._sizes.append(0)
             self._grow(number, storage.nbytes())
-            self._watchers[address] = weakref.ref(storage, lambda _: self._gone(address))
+            self._watchers[address] = weakref.ref(storage, lambda _: self._note_gone(address))
         return self._numbers[address]
 
     def _grow(self, number: int, size: int) -> None:
@@ -164,12 +164,12 @@ class Recorder(TorchDispatchMode):
             self._events.append((number, size - self._sizes[number]))
             self._sizes[number] = size
 
-    def _gone(self, address: int) -> None:
+    def _note_gone(self, address: int) -> None:
         number = self._numbers.pop(address)
         del self._watchers[address]
         self._grow(number, 0)
 
-    def _resizing(self) -> object:
+    def _note_resizing(self) -> object:
         def resize_(storage: torch.UntypedStorage, size: int) -> object:
             result = self._resize(storage, size)
             number = self._numbers.get(storage._cdata)
@@ -179,7 +179,7 @@ class Recorder(TorchDispatchMode):
 
         return resize_
 
-    def _propagating(self) -> object:
+    def _pause_for_propagation(self) -> object:
         """DTensor's way to shapes: it runs an operation that is new to this process on whole fake tensors.
 
         No rank holds those, and a dry run, which is all fake, would take them for its own.
@@ -204,11 +204,11 @@ class Recorder(TorchDispatchMode):
         Storages that `kinds` leaves out are FSDP2's, or activations and temporary results.
         """
         return [
-            self._by_kind(self._events[: self._fullest(first, last, kinds)], kinds)
+            self._sum_by_kind(self._events[: self._note_fullest(first, last, kinds)], kinds)
             for first, last in zip(self.moments, self.moments[1:], strict=False)
         ]
 
-    def _fullest(self, first: int, last: int, kinds: Mapping[int, str]) -> int:
+    def _note_fullest(self, first: int, last: int, kinds: Mapping[int, str]) -> int:
         total = most = sum(size for number, size in self._events[:first] if kinds.get(number) != HOST)
         moment = first
         for i, (number, size) in enumerate(self._events[first:last], first + 1):
@@ -219,9 +219,9 @@ class Recorder(TorchDispatchMode):
 
     def now(self, kinds: Mapping[int, str]) -> Counter[str]:
         """Bytes by kind that are held now."""
-        return self._by_kind(self._events, kinds)
+        return self._sum_by_kind(self._events, kinds)
 
-    def _by_kind(self, events: list[tuple[int, int]], kinds: Mapping[int, str]) -> Counter[str]:
+    def _sum_by_kind(self, events: list[tuple[int, int]], kinds: Mapping[int, str]) -> Counter[str]:
         held: Counter[str] = Counter()
         for number, size in events:
             held[kinds.get(number, WHOLE if number in self._whole else REST)] += size
@@ -230,7 +230,7 @@ class Recorder(TorchDispatchMode):
 
     # ---- communication -------------------------------------------------------------------------------------------
 
-    def _collective(self, name: str, args: tuple, result: object) -> None:
+    def _note_collective(self, name: str, args: tuple, result: object) -> None:
         name = name.lstrip("_")
         kind = next((kind for start, kind in _KINDS.items() if name.startswith(start)), None)
         group = _group_of(args)
@@ -240,12 +240,12 @@ class Recorder(TorchDispatchMode):
         tensors = [leaf for leaf in tree_leaves((args, result)) if isinstance(leaf, torch.Tensor)]
         sizes = [leaf.nbytes for leaf in tensors]
         payload = min(sizes) * group.size() if kind in ("all_gather", "reduce_scatter") else max(sizes)
-        self.traffic[axis][kind] += Traffic(1, payload, payload * sent_share(kind, group.size()))
+        self.traffic[axis][kind] += Traffic(1, payload, payload * compute_sent_share(kind, group.size()))
         if axis in self.data_axes:
             self._whole |= {self.note(tensor) for tensor in tensors}
 
 
-def sent_share(kind: str, ranks: int) -> float:
+def compute_sent_share(kind: str, ranks: int) -> float:
     """Bytes that one of `ranks` sends in a ring, per byte of the whole tensor (Thakur et al., 2005)."""
     if kind in ("send", "broadcast"):  # a broadcast passes all of it on, except at the end of the chain
         return 1.0
@@ -253,7 +253,7 @@ def sent_share(kind: str, ranks: int) -> float:
     return share * (ranks - 1) / ranks
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
+def get_local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor that holds this rank's memory: a DTensor's part, an asynchronous result's own."""
     tensor = getattr(tensor, "_local_tensor", tensor)
     return getattr(tensor, "elem", tensor)
@@ -314,7 +314,7 @@ def observe(
     """
     state = state_of(model)
     assert state is not None
-    with Recorder(axis_names(state), scalars=scalars) as recorder, _parted(recorder, layers):
+    with Recorder(name_groups(state), scalars=scalars) as recorder, _record_parts(recorder, layers):
         kinds = {recorder.note(tensor): "parameters" for tensor in (*model.parameters(), *model.buffers())}
         watch_copies(itertools.chain(*layers), lambda copy: kinds.update({recorder.note(copy): HOST}))
         update = build_optimizer(optimizer, model)
@@ -322,7 +322,7 @@ def observe(
             recorder.traffic.clear()
             recorder.moments.clear()
             recorder.remember()
-            _accumulate(model, accumulated, autocast)
+            _run_batches(model, accumulated, autocast)
             gradients = [p.grad for p in model.parameters() if p.grad is not None]
             kinds |= {recorder.note(gradient): "gradients" for gradient in gradients}
             recorder.remember()
@@ -337,20 +337,20 @@ def observe(
         return Observed(recorder.peaks(kinds), kept, traffic)
 
 
-def _accumulate(model: nn.Module, batches: list[dict[str, torch.Tensor]], autocast: torch.dtype | None) -> None:
+def _run_batches(model: nn.Module, batches: list[dict[str, torch.Tensor]], autocast: torch.dtype | None) -> None:
     """Forward and backward of each batch, as Trainer runs them."""
     state = state_of(model)
     assert state is not None
     pipeline, joins = state.pipeline, state.config.pipeline_schedule in JOINING_SCHEDULES and len(batches) > 1
     if pipeline is not None and joins and pipeline.can_schedule_together(batches):
-        with pipeline.announcing() as calls, unread_logits():
+        with pipeline.announcing() as calls, note_unread_logits():
             for batch in batches:
                 model(**batch)
         pipeline.joint = JointStep(list(calls), functools.partial(run_calls, pipeline, held=None))
     for i, batch in enumerate(batches):
         more = i < len(batches) - 1
-        with before_the_last(state.root, state.config) if more else contextlib.nullcontext():
-            with torch.autocast(state.mesh.device.type, autocast, enabled=autocast is not None), unread_logits():
+        with run_before_the_last(state.root, state.config) if more else contextlib.nullcontext():
+            with torch.autocast(state.mesh.device.type, autocast, enabled=autocast is not None), note_unread_logits():
                 loss = model(**batch)["loss"]
             loss.backward()
 
@@ -370,7 +370,7 @@ def build_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
     refuse(f"optimizer={name}", f"the dry run knows {', '.join(OPTIMIZERS)}", "adamw")
 
 
-def axis_names(state: ParallelState) -> dict[str, str]:
+def name_groups(state: ParallelState) -> dict[str, str]:
     """Name process groups by their axis, also parts of it, such as cp's rings and groups of Ulysses.
 
     `data` is the group of all data ranks; both ends of a pipeline are `pp`, too.
@@ -382,7 +382,7 @@ def axis_names(state: ParallelState) -> dict[str, str]:
     tp = set(ranks_of(mesh.group("tp"))) if mesh.config.tp_col_size > 1 else set()
     names |= {group.group_name: "tp" for group in mesh.groups.made() if tp.issuperset(ranks_of(group))}
     names |= {group.group_name: name for name, group in known.items() if group is not None}
-    names |= {group.group_name: "dp_shard" for group in groups_of(mesh)}
+    names |= {group.group_name: "dp_shard" for group in list_compression_groups(mesh)}
     views = [*EXPERT_AXES] * (mesh.config.ep_size > 1) + [*TP_AXES] * (mesh.config.tp_col_size > 1)
     axes = [*views, *mesh.config.sizes]  # of the same ranks the latter
     names |= {mesh.group(axis).group_name: axis for axis in axes}
@@ -392,7 +392,7 @@ def axis_names(state: ParallelState) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def _parted(recorder: Recorder, stages: tuple[tuple[nn.Module, ...], ...]) -> Iterator[None]:
+def _record_parts(recorder: Recorder, stages: tuple[tuple[nn.Module, ...], ...]) -> Iterator[None]:
     """Remember when a stage's last layer has run forward and backward, and when its first one begins backward.
 
     Memory grows or shrinks evenly in between, so that no part's fullest moment jumps when there are more layers.
@@ -400,9 +400,9 @@ def _parted(recorder: Recorder, stages: tuple[tuple[nn.Module, ...], ...]) -> It
     handles = []
     for layers in stages:
         first, last = layers[0], layers[-1]
-        handles.append(first.register_forward_hook(lambda *call: _at_gradient(call[2], recorder.remember)))
+        handles.append(first.register_forward_hook(lambda *call: _call_at_gradient(call[2], recorder.remember)))
         handles.append(last.register_forward_hook(lambda *call: recorder.remember()))
-        before = lambda _, args, kwargs: _at_gradient((args, kwargs), recorder.remember)  # noqa: E731
+        before = lambda _, args, kwargs: _call_at_gradient((args, kwargs), recorder.remember)  # noqa: E731
         handles.append(last.register_forward_pre_hook(before, with_kwargs=True))
     try:
         yield
@@ -411,7 +411,7 @@ def _parted(recorder: Recorder, stages: tuple[tuple[nn.Module, ...], ...]) -> It
             handle.remove()
 
 
-def _at_gradient(values: object, call: Callable[[], None]) -> None:
+def _call_at_gradient(values: object, call: Callable[[], None]) -> None:
     """Call when the gradient of the first tensor in `values` that has one is there."""
     tensors = torch.utils._pytree.tree_leaves(values)
     hidden = next((x for x in tensors if torch.is_tensor(x) and x.requires_grad), None)

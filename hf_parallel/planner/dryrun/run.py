@@ -35,12 +35,12 @@ from hf_parallel.ask.keys.pipeline import LOOPED_SCHEDULES, V_SCHEDULES
 from hf_parallel.ask.spec import refuse
 from hf_parallel.axes.axis import Packing
 from hf_parallel.axes.pipeline.axis import PIPELINE
-from hf_parallel.axes.pipeline.schedules import micro_batch_count
-from hf_parallel.model.anatomy import backbone_of, backbone_plan, build_on_meta, transformer_blocks
+from hf_parallel.axes.pipeline.schedules import count_micro_batches
+from hf_parallel.model.anatomy import build_on_meta, find_backbone_plan, get_backbone_of, list_transformer_blocks
 from hf_parallel.planner.dryrun.recorder import Communication, Observed, Traffic, observe
-from hf_parallel.planner.dryrun.world import Shapes, fake_tensors_pass_as_real, fake_world, materialise
+from hf_parallel.planner.dryrun.world import Shapes, fake_tensors_pass_as_real, materialise_weights, pretend_world
 from hf_parallel.plans.resolve import read_model, resolve
-from hf_parallel.ranks.mesh import ParallelMesh, axis_ranks, coordinates
+from hf_parallel.ranks.mesh import ParallelMesh, compute_coordinates, list_axis_ranks
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -138,7 +138,9 @@ def dry_run(
     if config.mirrors_stages:
         why = "copies another rank's stage, which no dry run knows; `hf-parallel plan` without --verify counts it"
         refuse(f"pipeline_schedule={config.pipeline_schedule}", why, "pipeline_schedule=1f1b")
-    away = _off_device(config.offload if config.offload_ranks is None or rank in config.offload_ranks else "none")
+    away = _list_off_device_kinds(
+        config.offload if config.offload_ranks is None or rank in config.offload_ranks else "none"
+    )
     config = dataclasses.replace(config, offload="none")
     model = on_meta(model).to(PRECISIONS[precision][0])
     if config.pp_size > 1 and getattr(model.config, "output_router_logits", False):
@@ -147,19 +149,19 @@ def dry_run(
     if config.fills_bubbles:
         why = "runs by the measured times of a step, which no dry run has"
         refuse(f"pipeline_fill={config.pipeline_fill}", why, "pipeline_fill=none")
-    stack = _stack(model)
+    stack = _find_only_stack(model)
     if layers is not None and stack is not None:
-        backbone_of(model).set_submodule(stack.name, nn.ModuleList(stack.layers[:layers]))
-        stack = _stack(model)
-    config, counts = settled(model, config, rank)
-    shorten = not whole and stack is not None and _alike(stack.layers)
+        get_backbone_of(model).set_submodule(stack.name, nn.ModuleList(stack.layers[:layers]))
+        stack = _find_only_stack(model)
+    config, counts = settle_layout(model, config, rank)
+    shorten = not whole and stack is not None and _are_alike(stack.layers)
     fewest = tuple(min(_FEWEST, count) for count in counts) if shorten else counts
     of_step = (rank, rows, seq, accumulation, optimizer, precision, adapt, pack, away, torch.device(device))
     run = _Run(model, stack, config, *of_step)
-    total = run.continued(fewest, counts) if whole else _over_micro_batches(run, fewest, counts)
+    total = run.continued(fewest, counts) if whole else _extrapolate_micro_batches(run, fewest, counts)
     return DryRun(
         rank,
-        coordinates(config, rank),
+        compute_coordinates(config, rank),
         total.peak,
         total.kept,
         total.communication,
@@ -180,7 +182,7 @@ def find_device(asked: str) -> tuple[str, str]:
     return "cpu", "this torch is built without CUDA" if torch.version.cuda is None else "there is no GPU here"
 
 
-def _off_device(offload: str) -> frozenset[str]:
+def _list_off_device_kinds(offload: str) -> frozenset[str]:
     """Kinds of memory that are the host's, or a file's."""
     if offload == "none":
         return frozenset()
@@ -194,14 +196,14 @@ def on_meta(model: PretrainedConfig | nn.Module) -> PreTrainedModel:
     return build_on_meta(model)
 
 
-def settled(model: PreTrainedModel, config: ParallelConfig, rank: int) -> tuple[ParallelConfig, tuple[int, ...]]:
+def settle_layout(model: PreTrainedModel, config: ParallelConfig, rank: int) -> tuple[ParallelConfig, tuple[int, ...]]:
     """The config with everything decided that depends on the whole model, and the layers of this rank's stages."""
     if config.pp_size == 1:
-        stack = _stack(model)
+        stack = _find_only_stack(model)
         return config, (len(stack.layers) if stack else 0,)
     part = resolve(config, read_model(model, config)).part(PIPELINE)
     assert part is not None
-    own = part.config.stages_of_rank(coordinates(config, rank)["pp"])
+    own = part.config.stages_of_rank(compute_coordinates(config, rank)["pp"])
     split = part.layers_per_stage
     return dataclasses.replace(part.config, pipeline_split=split), tuple(split[stage] for stage in own)
 
@@ -213,16 +215,16 @@ class LayerList(NamedTuple):
     name: str
 
 
-def _stack(model: PreTrainedModel) -> LayerList | None:
+def _find_only_stack(model: PreTrainedModel) -> LayerList | None:
     """The one list of layers of a model; None if there are several, or none is known."""
-    backbone = backbone_of(model)
-    plan = backbone_plan(backbone) if backbone is not None else None
+    backbone = get_backbone_of(model)
+    plan = find_backbone_plan(backbone) if backbone is not None else None
     if plan is None:
         return None
     return LayerList(list(backbone.get_submodule(plan.layers)), plan.layers)
 
 
-def _alike(layers: list[nn.Module]) -> bool:
+def _are_alike(layers: list[nn.Module]) -> bool:
     """Do all layers have the same parameters? Else they cannot stand for each other."""
     shapes = [[(name, tuple(p.shape)) for name, p in layer.named_parameters()] for layer in layers]
     return all(shape == shapes[0] for shape in shapes)
@@ -230,7 +232,7 @@ def _alike(layers: list[nn.Module]) -> bool:
 
 def end_ranks(config: ParallelConfig) -> list[int]:
     """The first and the last pipeline rank, which hold embedding and head."""
-    of_one_pipeline = axis_ranks(config, "pp")[0]
+    of_one_pipeline = list_axis_ranks(config, "pp")[0]
     return sorted({of_one_pipeline[0], of_one_pipeline[-1]})
 
 
@@ -264,9 +266,9 @@ class _Run:
 
     def observe(self, counts: tuple[int, ...]) -> Observed:
         """With so many layers on each of this rank's stages; other ranks' stages get one each."""
-        model, config = self._shortened(counts)
+        model, config = self._shorten_model(counts)
         try:
-            with fake_world(self.rank, config.world_size):
+            with pretend_world(self.rank, config.world_size):
                 return self._step(model, config)
         except _NEEDS_VALUES as error:
             first = (str(error).splitlines() or [type(error).__name__])[0]
@@ -278,18 +280,18 @@ class _Run:
                 cause=error,
             )
 
-    def _shortened(self, counts: tuple[int, ...]) -> tuple[PreTrainedModel, ParallelConfig]:
+    def _shorten_model(self, counts: tuple[int, ...]) -> tuple[PreTrainedModel, ParallelConfig]:
         model, config = copy.deepcopy(self.model), self.config
         if self.stack is None or counts == (len(self.stack.layers),):
             return model, config
         if config.pp_size > 1:
-            place, left = coordinates(config, self.rank)["pp"], list(counts)
+            place, left = compute_coordinates(config, self.rank)["pp"], list(counts)
             split = tuple(
                 left.pop(0) if config.rank_of_stage(s) == place else 1 for s in range(config.pipeline_stages)
             )
             config = dataclasses.replace(config, pipeline_split=split)
             counts = split
-        backbone, name = backbone_of(model), self.stack.name
+        backbone, name = get_backbone_of(model), self.stack.name
         backbone.set_submodule(name, nn.ModuleList(list(backbone.get_submodule(name))[: sum(counts)]))
         return model, config
 
@@ -301,11 +303,11 @@ class _Run:
             self.adapt(model)
         state = state_of(model)
         assert state is not None
-        views = [view.layers for view in state.pipeline.views] if state.pipeline else [transformer_blocks(model)]
+        views = [view.layers for view in state.pipeline.views] if state.pipeline else [list_transformer_blocks(model)]
         if config.pp_size > 1:
             from torch.distributed import pipelining  # noqa: F401  it makes a constant, which must be no fake tensor
         with fake_tensors_pass_as_real(), Shapes(allow_non_fake_inputs=True):
-            materialise(model, self.device)
+            materialise_weights(model, self.device)
             shape = (self.rows, self.seq)
             tokens = [torch.zeros(shape, dtype=torch.long, device=self.device) for _ in range(self.accumulation)]
             batches = [{"input_ids": ids, "labels": ids} for ids in tokens]
@@ -317,14 +319,14 @@ class _Run:
         return seen
 
 
-def _over_micro_batches(run: _Run, fewest: tuple[int, ...], counts: tuple[int, ...]) -> Observed:
+def _extrapolate_micro_batches(run: _Run, fewest: tuple[int, ...], counts: tuple[int, ...]) -> Observed:
     """A long schedule from two short ones: once it is full, every further round of micro-batches adds the same.
 
     But where all forwards come first: what is held then grows with each, and may pass what was fullest in short ones.
     """
     ranks = run.config.pp_size
-    asked = micro_batch_count(run.rows, run.config) if ranks > 1 else 1
-    few, step = _full(run.config, asked)
+    asked = count_micro_batches(run.rows, run.config) if ranks > 1 else 1
+    few, step = _find_full_schedule(run.config, asked)
     if ranks == 1 or asked <= few + step or run.config.pipeline_schedule in _FORWARDS_FIRST:
         return run.continued(fewest, counts)
     one, two = (
@@ -339,7 +341,7 @@ def _over_micro_batches(run: _Run, fewest: tuple[int, ...], counts: tuple[int, .
     return total
 
 
-def _full(config: ParallelConfig, asked: int) -> tuple[int, int]:
+def _find_full_schedule(config: ParallelConfig, asked: int) -> tuple[int, int]:
     """With how many micro-batches a schedule is full, of those that lead to `asked`, and how many make a round."""
     ranks, schedule = config.pp_size, config.pipeline_schedule
     if schedule in V_SCHEDULES:

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_
 from hf_parallel.ask.spec import refuse
 
 
-def materialise(model: nn.Module, device: torch.device | str = "cpu") -> None:
+def materialise_weights(model: nn.Module, device: torch.device | str = "cpu") -> None:
     """Memory for meta weights, fake in a dry run; modules that shared a parameter share one again."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -28,7 +28,7 @@ def materialise(model: nn.Module, device: torch.device | str = "cpu") -> None:
 
 
 @contextlib.contextmanager
-def fake_world(rank: int, size: int) -> Iterator[None]:
+def pretend_world(rank: int, size: int) -> Iterator[None]:
     """This process as one of `size`, with collectives that leave tensors as they are.
 
     Raises:
@@ -115,7 +115,7 @@ class Shapes(FakeTensorMode):
         if made is self or made is False:
             result = super().dispatch(func, types, args, kwargs)
             if made is self:
-                self._known[key] = _what_was_made(result, args, kwargs)
+                self._known[key] = _choose_what_to_remember(result, args, kwargs)
             return result
         if made is None:
             return args[0]
@@ -153,13 +153,13 @@ class Shapes(FakeTensorMode):
         return type(value), value  # of numbers that are equal the kind decides over the result's dtype
 
 
-def _what_was_made(result: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _choose_what_to_remember(result: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Return what to remember of an operation; False: nothing."""
     if args and result is args[0]:
         return None
     tensors = result if isinstance(result, (list, tuple)) else [result]
     given = {x.untyped_storage()._cdata for x in torch.utils._pytree.tree_leaves((args, kwargs)) if torch.is_tensor(x)}
-    if not all(type(x) is FakeTensor and x.constant is None and _whole(x) for x in tensors):
+    if not all(type(x) is FakeTensor and x.constant is None and _is_whole_storage(x) for x in tensors):
         return False
     storages = {x.untyped_storage()._cdata for x in tensors}
     if len(storages) < len(tensors) or not storages.isdisjoint(given):
@@ -168,7 +168,7 @@ def _what_was_made(result: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     return made if isinstance(result, (list, tuple)) else made[0]
 
 
-def _whole(tensor: FakeTensor) -> bool:
+def _is_whole_storage(tensor: FakeTensor) -> bool:
     """Is its storage what a new tensor of this shape would have?"""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     elements = last + 1 if tensor.numel() else 0
