@@ -15,8 +15,7 @@ from hf_parallel.ask.spec import get_first_line, refuse
 from hf_parallel.axes.axis import Plan
 from hf_parallel.axes.experts.axis import EXPERTS
 from hf_parallel.axes.pipeline.axis import PIPELINE
-from hf_parallel.axes.pipeline.part import PipelinePart
-from hf_parallel.axes.pipeline.read import find_holding_stages, list_layer_ranges
+from hf_parallel.axes.pipeline.part import PipelinePart, find_holding_stages, list_layer_ranges
 from hf_parallel.axes.tensor.axis import TENSOR, TensorPart
 from hf_parallel.model import anatomy as build
 from hf_parallel.model.anatomy import Anatomy

@@ -30,9 +30,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hf_parallel.axes.pipeline.batches import collect_fresh_gradients
-from hf_parallel.axes.pipeline.engine import apply_autocast_per_stage
 from hf_parallel.axes.pipeline.joint import Fresh, Parts, Ran, ScheduledCall
-from hf_parallel.axes.pipeline.stage_runner import Stage
+from hf_parallel.axes.pipeline.stage_runner import Stage, StageRunner, apply_autocast_per_stage
 from hf_parallel.axes.pipeline.stages import MirroredView, make_mirrored_view
 from hf_parallel.axes.pipeline.timeline import (
     FORWARD,
@@ -47,7 +46,6 @@ from hf_parallel.ranks.mesh import get_stored, place_as
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from hf_parallel.axes.pipeline.engine import PipelineEngine
     from hf_parallel.axes.pipeline.part import PipelinePart
     from hf_parallel.axes.pipeline.stages import StageView
 
@@ -104,7 +102,7 @@ class Sent:
 class Mirror:
     """A rank's copy of the stage that the rank mirrored in the pipeline owns, and the runs of both stages."""
 
-    def __init__(self, engine: PipelineEngine, part: PipelinePart) -> None:
+    def __init__(self, engine: StageRunner, part: PipelinePart) -> None:
         self.engine, self.part = engine, part
         self.place, self.ranks = engine.group.rank(), engine.group.size()
         self.partner = self.ranks - 1 - self.place

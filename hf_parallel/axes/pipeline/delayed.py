@@ -26,24 +26,20 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from hf_parallel.axes.pipeline.engine import apply_autocast_per_stage
 from hf_parallel.axes.pipeline.joint import Parts, Ran, ScheduledCall
+from hf_parallel.axes.pipeline.stage_runner import StageRunner, apply_autocast_per_stage
 from hf_parallel.axes.pipeline.timeline import BACKWARD, FORWARD, count_ahead_of_step
-
-if TYPE_CHECKING:
-    from hf_parallel.axes.pipeline.engine import PipelineEngine
 
 
 class Version:
     """A stage's weights as they are when it is made: leaves on the memory that the parameters have now."""
 
-    def __init__(self, engine: PipelineEngine) -> None:
+    def __init__(self, engine: StageRunner) -> None:
         self._leaves = {id(parameter): nn.Parameter(parameter.data) for parameter in engine.trainable()}
         self._held = [
             (module, name, parameter)
@@ -99,7 +95,7 @@ class Update:
 class DelayedPipeline:
     """Runs the steps of one model: the one in progress, and the beginning of those after it."""
 
-    def __init__(self, engine: PipelineEngine) -> None:
+    def __init__(self, engine: StageRunner) -> None:
         self.engine, self.view = engine, engine.views[0]
         self.place, self.ranks = engine.group.rank(), engine.group.size()
         # Messages of the two directions must not wait for each other.

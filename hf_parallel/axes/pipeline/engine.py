@@ -40,9 +40,9 @@ from hf_parallel.axes.pipeline.batches import (
     without_count,
 )
 from hf_parallel.axes.pipeline.fill_run import FilledRun
-from hf_parallel.axes.pipeline.joint import Parts, Ran, Run, ScheduledCall
+from hf_parallel.axes.pipeline.joint import JointStep, Parts, Ran, Run, ScheduledCall
 from hf_parallel.axes.pipeline.schedules import build_schedule, can_be_cut, can_run_micro_batches, count_micro_batches
-from hf_parallel.axes.pipeline.stage_runner import Handler, StageRunner
+from hf_parallel.axes.pipeline.stage_runner import Handler, StageRunner, apply_autocast_per_stage
 from hf_parallel.axes.pipeline.stages import StageView
 from hf_parallel.axes.pipeline.unscheduled import free
 from hf_parallel.model.anatomy import get_backbone_of
@@ -55,13 +55,16 @@ if TYPE_CHECKING:
 
     from hf_parallel.axes.axis import HeldRun
     from hf_parallel.axes.pipeline.batches import Gradients
-    from hf_parallel.axes.pipeline.stage_runner import StageRunner
+    from hf_parallel.axes.pipeline.chimera import Mirror
+    from hf_parallel.axes.pipeline.delayed import DelayedPipeline
+    from hf_parallel.axes.pipeline.energy import StageClocks
+    from hf_parallel.axes.pipeline.fill_kfac import KfacFill
 
 
 # ---- One step under one of torch's schedules: all forward and backward passes of all micro-batches ------------------
 
 
-def run_scheduled(engine: StageRunner, count: int, tokens: torch.Tensor, run: Run) -> torch.Tensor:
+def run_scheduled(engine: PipelineEngine, count: int, tokens: torch.Tensor, run: Run) -> torch.Tensor:
     """The loss of a batch; the gradients are known by then, its backward hands them over.
 
     Args:
@@ -89,7 +92,7 @@ def run_scheduled(engine: StageRunner, count: int, tokens: torch.Tensor, run: Ru
     return make_detached_node([loss], hand_over)[0]
 
 
-def run_calls(engine: StageRunner, calls: list[ScheduledCall], held: HeldRun | None) -> Ran:
+def run_calls(engine: PipelineEngine, calls: list[ScheduledCall], held: HeldRun | None) -> Ran:
     """Run the micro-batches of all calls in one schedule.
 
     Args:
@@ -97,7 +100,7 @@ def run_calls(engine: StageRunner, calls: list[ScheduledCall], held: HeldRun | N
     """
     if engine.fill is not None:
         with apply_autocast_per_stage(engine) as autocast:
-            return FilledRun(cast("PipelineEngine", engine), calls).run(autocast)
+            return FilledRun(engine, engine.fill, calls).run(autocast)
     if engine.mirror is not None:
         return engine.mirror.run(calls)
     parts = Parts(calls)
@@ -140,7 +143,7 @@ def _unwrap_error(error: RuntimeError) -> BaseException:
     return error.__cause__ if is_wrapper and error.__cause__ is not None else error
 
 
-def _make_schedule_for(engine: StageRunner, parts: Parts) -> _PipelineSchedule:
+def _make_schedule_for(engine: PipelineEngine, parts: Parts) -> _PipelineSchedule:
     """The schedule for this number of micro-batches, told the shapes of what travels in this step."""
     micro_batches, boundaries = len(parts), parts.boundaries
     if micro_batches not in engine.schedules:
@@ -158,18 +161,15 @@ def _make_schedule_for(engine: StageRunner, parts: Parts) -> _PipelineSchedule:
     return schedule
 
 
-@contextlib.contextmanager
-def apply_autocast_per_stage(engine: StageRunner) -> Iterator[Callable[[], torch.autocast]]:
-    """The schedule runs backward passes too, which must not be autocast: leave it, enter it for each forward."""
-    kind = engine.mesh.device.type
-    enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-    with torch.autocast(kind, enabled=False):
-        # Without the cache: cast copies of gathered weights must not outlive the micro-batch.
-        yield lambda: torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False)
-
-
 class PipelineEngine(StageRunner):
     """Runs one pipelined model behind its `forward`."""
+
+    announced: list[ScheduledCall] | None = None  # while calls are announced
+    joint: JointStep | None = None  # the step in progress, if its calls run together
+    delayed: DelayedPipeline | None = None  # under schedules that do not drain between steps
+    mirror: Mirror | None = None  # a copy of the mirrored stage, for the other half of the micro-batches
+    fill: KfacFill | None = None  # what runs in bubbles
+    energy: StageClocks | None = None  # lowers clocks where there is time
 
     # ---- attaching ---------------------------------------------------------------------------------------------
 

@@ -37,12 +37,12 @@ from hf_parallel.axes.pipeline.timeline import BACKWARD, FILL, FORWARD, Order, o
 from hf_parallel.ranks import messages
 
 if TYPE_CHECKING:
+    from hf_parallel.axes.pipeline.joint import Run
     from hf_parallel.axes.pipeline.stage_runner import StageRunner
     from hf_parallel.axes.pipeline.stages import StageView
     from hf_parallel.axes.pipeline.torch_stage import Mark
     from hf_parallel.model.calls import Batch
 
-Run = Callable[["StageView", "torch.Tensor | None", int], torch.Tensor]
 INPUTS, GRADIENTS, INVERT_INPUTS, INVERT_GRADIENTS = "inputs", "gradients", "invert inputs", "invert gradients"
 
 

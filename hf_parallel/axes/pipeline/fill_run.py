@@ -19,15 +19,15 @@ from hf_parallel.axes.pipeline.timeline import BACKWARD, FORWARD, Action, order
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from hf_parallel.axes.pipeline.engine import PipelineEngine
+    from hf_parallel.axes.pipeline.fill_kfac import KfacFill
+    from hf_parallel.axes.pipeline.stage_runner import StageRunner
 
 
 class FilledRun:
     """A run of a schedule with one stage per rank."""
 
-    def __init__(self, engine: PipelineEngine, calls: list[ScheduledCall]) -> None:
-        assert engine.fill is not None
-        self.engine, self.fill, self.parts = engine, engine.fill, Parts(calls)
+    def __init__(self, engine: StageRunner, fill: KfacFill, calls: list[ScheduledCall]) -> None:
+        self.engine, self.fill, self.parts = engine, fill, Parts(calls)
         self.view, self.stage = engine.views[0], engine.stages[0]
         self.place, self.ranks = engine.group.rank(), engine.group.size()
         # Messages of the two directions must not wait for each other.

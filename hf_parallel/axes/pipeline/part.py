@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -46,3 +47,21 @@ class PipelinePart:
 def does_recompute_in_parts(config: ParallelConfig, schedule: str) -> bool:
     """Does each part of its backward recompute checkpointed layers for itself? That costs more than a bubble."""
     return config.recompute_way != "none" and schedule in SPLIT_BACKWARD
+
+
+def list_layer_ranges(part: PipelinePart) -> list[tuple[int, int]]:
+    """Return the first layer and the last layer + 1 of each stage."""
+    ends = list(itertools.accumulate(part.layers_per_stage))
+    return list(zip([0, *ends[:-1]], ends, strict=True))
+
+
+def find_holding_stages(part: PipelinePart, name: str) -> set[int]:
+    """Return the stages that hold the module or parameter of this full name."""
+    facts, last = part.facts, part.config.pipeline_stages - 1
+    if name.startswith(f"{facts.layers}."):
+        layer = int(name.removeprefix(f"{facts.layers}.").partition(".")[0])
+        return {next(i for i, (_, end) in enumerate(list_layer_ranges(part)) if layer < end)}
+    if facts.tied_embedding is not None and f"{name}.".startswith(f"{facts.tied_embedding}."):
+        return {0, last}  # a tied head keeps the embedding beside it: the shared parameter's home
+    before = tuple(f"{facts.backbone}.{child}." for child in facts.plan.before)
+    return {0} if f"{name}.".startswith(before) else {last}

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from transformers.utils import ModelOutput
 
     from hf_parallel.ask.config import ParallelConfig
+    from hf_parallel.axes.pipeline.engine import PipelineEngine
     from hf_parallel.axes.pipeline.stage_runner import StageRunner
     from hf_parallel.axes.pipeline.stages import StageView
 
@@ -251,7 +252,7 @@ def can_cut_batch(plan: Plan, batch: Batch, config: ParallelConfig) -> bool:
 
 
 def run_plan(
-    engine: StageRunner,
+    engine: PipelineEngine,
     plan: Plan,
     batch: Batch,
     loss_of: Loss,

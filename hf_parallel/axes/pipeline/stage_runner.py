@@ -28,11 +28,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
     from transformers.utils import ModelOutput
 
-    from hf_parallel.axes.pipeline.chimera import Mirror
-    from hf_parallel.axes.pipeline.delayed import DelayedPipeline
-    from hf_parallel.axes.pipeline.energy import StageClocks
-    from hf_parallel.axes.pipeline.fill_kfac import KfacFill
-    from hf_parallel.axes.pipeline.joint import JointStep, ScheduledCall
     from hf_parallel.axes.pipeline.torch_stage import TorchStage
 
 
@@ -148,12 +143,6 @@ class StageRunner:
             int, tuple[_PipelineSchedule, list[TorchStage]]
         ] = {}  # torch's, by number of micro-batches
         self.latest_count = 0  # micro-batches of the latest run of a schedule
-        self.announced: list[ScheduledCall] | None = None  # while calls are announced
-        self.joint: JointStep | None = None  # the step in progress, if its calls run together
-        self.delayed: DelayedPipeline | None = None  # under schedules that do not drain between steps
-        self.mirror: Mirror | None = None  # a copy of the mirrored stage, for the other half of the micro-batches
-        self.fill: KfacFill | None = None  # what runs in bubbles
-        self.energy: StageClocks | None = None  # lowers clocks where there is time
         self._view: StageView | None = None
         self._on_call: Handler | None = None
 
@@ -298,6 +287,16 @@ class StageRunner:
                 dist.all_reduce(get_stored(gradient), group=self.tied_group)
             parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
         fresh.clear()
+
+
+@contextlib.contextmanager
+def apply_autocast_per_stage(engine: StageRunner) -> Iterator[Callable[[], torch.autocast]]:
+    """Leave autocast for a schedule, whose backward passes must not have it; yield what enters it for one forward."""
+    kind = engine.mesh.device.type
+    enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+    with torch.autocast(kind, enabled=False):
+        # Without the cache: cast copies of gathered weights must not outlive the micro-batch.
+        yield lambda: torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False)
 
 
 def average_over_data_ranks(

@@ -25,15 +25,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import nn
 
-from hf_parallel.axes.pipeline.read import list_layer_ranges
+from hf_parallel.axes.pipeline.part import PipelinePart, list_layer_ranges
 from hf_parallel.model.anatomy import Backbone
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from transformers import PreTrainedModel
-
-    from hf_parallel.axes.pipeline.part import PipelinePart
 
 
 # ---- What stands in a model where modules of other stages were ------------------------------------------------------
