@@ -66,7 +66,7 @@ class Plan:
         return {**values, "within": self.within, **({"note": self.note} if self.note else {})}
 
 
-def plan(recipe: Recipe) -> Plan:
+def plan_recipe(recipe: Recipe) -> Plan:
     """Return the planner's numbers, from formulas alone: a fraction of a second.
 
     Raises:
@@ -226,7 +226,7 @@ def _make_packing(recipe: Recipe) -> Packing | None:
 def make_expected(recipe: Recipe) -> dict[str, dict[str, object]]:
     """Make the section `expect` anew; measured values stay."""
     found: dict[str, dict[str, object]] = {
-        "planner": plan(recipe).to_dict(),
+        "planner": plan_recipe(recipe).to_dict(),
         "dry_run": {"memory_gib": _round_to_digits(measure_dry_memory(recipe))},
     }
     return {**found, **{key: value for key, value in recipe.expect.items() if key == "measured"}}
@@ -267,7 +267,7 @@ def check_recipe(name: str, dry: bool = True) -> Verdict:
 
 
 def _judge_recipe(recipe: Recipe, dry: bool) -> Verdict:
-    planned = plan(recipe)
+    planned = plan_recipe(recipe)
     room, written = f"{planned.room_gib:.1f} GiB of a GPU", recipe.expect
     found = [f"planner {planned.memory_gib:.1f} of {room}, {planned.tokens_per_s:,.0f} tokens/s"]
     wrong = _list_wrong_numbers("planner", written, planned.to_dict())

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from hf_parallel.ask.spec import refuse
 from hf_parallel.hooks import report, runtime
-from hf_parallel.hooks.accelerate.paired_losses import OfAllRanks, count_examples
+from hf_parallel.hooks.accelerate.paired_losses import OfAllRanks, count_examples_of_ranks
 from hf_parallel.hooks.patching import patch
 from hf_parallel.ranks import gather_sequence
 
@@ -100,7 +100,7 @@ def _compare_over_data_ranks(loss: nn.Module) -> None:
 
         def over_all(embeddings: Any, labels: torch.Tensor | None = None) -> object:
             own = tree_leaves(embeddings)
-            examples = count_examples(own[0])
+            examples = count_examples_of_ranks(own[0])
             gathered = tree_map(lambda part: OfAllRanks.apply(part, examples), embeddings)
             if labels is None:
                 return compute(gathered)

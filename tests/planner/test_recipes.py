@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from hf_parallel.ask.config import SpecError
-from hf_parallel.cli.recipe_check import check_recipe, plan, shape_of_recipe
+from hf_parallel.cli.recipe_check import check_recipe, plan_recipe, shape_of_recipe
 from hf_parallel.cli.recipe_file import METHODS, list_recipe_names, list_shapes, load_recipe, read_recipe
 from tests.distributed import run_alone
 
@@ -115,7 +115,7 @@ def test_what_is_refused(tmp_path, old, new, message):
 
 def changed(**changes):
     """Memory and speed of a recipe with other settings."""
-    found = plan(dataclasses.replace(load_recipe("llama-3.2-1b-dpo-1x24gb"), **changes))
+    found = plan_recipe(dataclasses.replace(load_recipe("llama-3.2-1b-dpo-1x24gb"), **changes))
     return found.memory_gib, found.tokens_per_s
 
 

@@ -78,7 +78,7 @@ class PairedLoss:
             return None
         pooled = output["pooler_output"]
         if self.examples is None:
-            self.examples = count_examples(pooled)
+            self.examples = count_examples_of_ranks(pooled)
         gathered = copy.copy(output)
         gathered["pooler_output"] = OfAllRanks.apply(pooled, self.examples)
         return gathered
@@ -100,7 +100,7 @@ class PairedLoss:
         return tree_map(cut, output, is_leaf=lambda value: isinstance(value, ModelOutput))
 
 
-def count_examples(pooled: torch.Tensor) -> ExamplesOfRanks:
+def count_examples_of_ranks(pooled: torch.Tensor) -> ExamplesOfRanks:
     mesh = runtime.mesh()
     own = torch.tensor(0 if runtime.is_absent() else len(pooled), device=pooled.device)
     counts = [torch.zeros_like(own) for _ in range(mesh.data_size)]
