@@ -96,16 +96,16 @@ def ours(model: Any, optimizer: Any, folder: str) -> dict[str, Callable[[], None
     def save() -> None:
         saving = hf_parallel.checkpoint.Checkpoint(mesh, folder)
         saving.begin()
-        with hf_parallel.checkpoint.going_on(saving):
+        with hf_parallel.checkpoint.make_save_current(saving):
             model.save_pretrained(saving.folder)
-            hf_parallel.checkpoint.save_optimizer(model, optimizer, mesh, saving.folder)
+            hf_parallel.checkpoint.save_optimizer_state(model, optimizer, mesh, saving.folder)
         saving.commit()
 
     def load() -> None:
-        found = hf_parallel.checkpoint.damages(folder, mesh.rank, dist.get_world_size())
+        found = hf_parallel.checkpoint.find_damages(folder, mesh.rank, dist.get_world_size())
         assert not found, found
         hf_parallel.checkpoint.load_weights(model, folder)
-        hf_parallel.checkpoint.load_optimizer(model, optimizer, folder)
+        hf_parallel.checkpoint.load_optimizer_state(model, optimizer, folder)
         dist.barrier()
 
     return {"save": save, "flush": lambda: None, "load": load}

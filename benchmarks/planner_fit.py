@@ -160,7 +160,7 @@ def _order(found: list[tuple[published.Row, float]]) -> float | None:
 
 def _log_errors(rows: list[published.Row], values: dict[str, float]) -> list[float]:
     efficiency = dataclasses.replace(Efficiency(), **values)
-    with mock.patch.object(predict, "pipeline_seconds", _as_1f1b):
+    with mock.patch.object(predict, "compute_pipeline_seconds", _as_1f1b):
         return [math.log(_seconds(_asked(i, rows), efficiency) / rows[i]["step_time_s"]) for i in range(len(rows))]
 
 

@@ -16,18 +16,19 @@ from tests.cuda.worker import ROOT, Worker
 pytestmark = pytest.mark.timeout(900)
 
 _OFFLOADED = "dp_shard2_activation_offloadtrue"  # a name of `layouts.py`, where a spec is not all
+_GATHERED = "cp=2,dp_shard=1,context_parallel=allgather"
 #: Layout; what is left out; in which function of the package, or as the how many-th one; how that is found.
 PLANTED = {
-    "overlap, sum": ("tp=2,tp_overlap=true,sequence_parallel=false", "work_wait", "in _reduced_product", "nan"),
-    "overlap, scatter": ("tp=2,tp_overlap=true", "work_wait", "in _scattered_product", "nan"),
-    "overlap, gather": ("tp=2,tp_overlap=true", "work_wait", "in _gathered_product", "nan"),
+    "overlap, sum": ("tp=2,tp_overlap=true,sequence_parallel=false", "work_wait", "in _multiply_and_reduce", "nan"),
+    "overlap, scatter": ("tp=2,tp_overlap=true", "work_wait", "in _multiply_and_scatter", "nan"),
+    "overlap, gather": ("tp=2,tp_overlap=true", "work_wait", "in _gather_and_multiply", "nan"),
     "sequence": ("tp=2", "work_wait", "#5", "nan"),
     "FSDP2, its third wait": ("dp_shard=2", "wait_event", "#3", "stream"),
     "FSDP2, every wait": ("dp_shard=2", "wait_event", "", "stream"),
     "replicas, every wait": ("dp_replicate=2", "wait_event", "", "stream"),
     "ring": ("cp=2,dp_shard=1,context_parallel=ring", "work_wait", "#3", "nan"),
-    "gathered keys": ("cp=2,dp_shard=1,context_parallel=allgather", "work_wait", "in _blocks", "nan"),
-    "gradients of keys": ("cp=2,dp_shard=1,context_parallel=allgather", "work_wait", "in _backward", "nan"),
+    "gathered keys": (_GATHERED, "work_wait", "in _receive_blocks", "nan"),
+    "gradients of keys": (_GATHERED, "work_wait", "in _collect_key_gradients", "nan"),
     "ulysses": ("cp=2,dp_shard=1,context_parallel=ulysses", "work_wait", "ranks/all_to_all.py", "nan"),
     "pipeline": ("pp=2,pipeline_schedule=1f1b", "work_wait", "#2", "error"),
     "optimizer on the host": ("dp_shard2_offloadoptimizer", "synchronize", "axes/data/host_step.py", "numbers"),

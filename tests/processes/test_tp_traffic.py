@@ -72,7 +72,7 @@ def test_nothing_is_copied_around_collectives(rows):
 
 def test_halves_are_joined_for_gradients_of_weights_alone():
     """`tp_overlap`: one copy per row-parallel matrix and step, of the gradient that its weight's product reads."""
-    joined = {"_gathered_product": 2 * models.build("qwen3").config.num_hidden_layers}
+    joined = {"_gather_and_multiply": 2 * models.build("qwen3").config.num_hidden_layers}
     for plain, found in zip(run(copies, 2, 3), run(copies, 2, 3, "tp=2,tp_overlap=true"), strict=True):
         assert found.pop("all_reduce") <= plain.pop("all_reduce")
         assert found == {**plain, **joined}

@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from hf_parallel.axes.adapters import lora
 from hf_parallel.axes.adapters.lora import SharedDropout, SharedRowsAdapter, cut
 from hf_parallel.axes.tensor import gather_recompute
 from hf_parallel.axes.tensor.dropout import draw_numbers_of_each
@@ -96,8 +95,3 @@ class ColumnsDropout(SharedDropout):
         stack.enter_context(super()._numbers(device))
         stack.enter_context(draw_numbers_of_each(device, region.over_columns))
         return stack
-
-
-def split_dropout_on_grid(base: TensorParallelLayer, dropout: nn.Module) -> None:
-    """Random numbers as the adapter of `base` needs them: other masks for other features."""
-    lora.split_adapter_dropout(base, dropout, ColumnsDropout)
