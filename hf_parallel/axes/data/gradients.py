@@ -26,8 +26,6 @@ from hf_parallel.axes.data.units import get_state_of, iterate_parameter_groups, 
 from hf_parallel.ranks.mesh import EXPERT_AXES, ParallelMesh, get_stored
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
@@ -96,6 +94,7 @@ def _hold_gradients(root: nn.Module, config: ParallelConfig) -> Iterator[None]:
 
 def round_after_backward(root: nn.Module) -> None:
     """Give 16-bit weights of `root` gradients of their own dtype once the last micro-batch has added to them."""
+    queue = torch.autograd.Variable._execution_engine.queue_callback
 
     def follow(module: nn.Module, args: tuple, output: object) -> None:
         if not torch.is_grad_enabled():
@@ -106,13 +105,9 @@ def round_after_backward(root: nn.Module) -> None:
             # FSDP2's hook on the same tensors came first: its last reductions are queued before the rounding.
             for tensor in tree_leaves(output):
                 if torch.is_tensor(tensor) and tensor.requires_grad:
-                    tensor.register_hook(lambda _: _queue(lambda: _narrow_gradients(module)))
+                    tensor.register_hook(lambda _: queue(lambda: _narrow_gradients(module)))
 
     root.register_forward_hook(follow)
-
-
-def _queue(callback: Callable[[], None]) -> None:
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def find_resting_parameters(roots: list[nn.Module], parameters: list[nn.Parameter]) -> list[nn.Parameter]:

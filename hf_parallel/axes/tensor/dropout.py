@@ -48,12 +48,13 @@ class OwnRandomNumbers:
             return
         (device, state), self._shared = self._shared, None
         of_session(_Scopes).open.remove(self)
-        _set_generator_state(device, state)
+        _get_generator(device).set_state(state)
         torch.rand((), device=device)
 
     def _start(self, device: torch.device) -> None:
-        state = _get_state(device)
-        _get_generator(device).manual_seed(_compute_own_seed(_hash_to_seed(bytes(state.tolist())), self.group))
+        generator = _get_generator(device)
+        state = generator.get_state()
+        generator.manual_seed(_compute_own_seed(_hash_to_seed(bytes(state.tolist())), self.group))
         self._shared = device, state
         of_session(_Scopes).open.append(self)
 
@@ -62,11 +63,12 @@ class OwnRandomNumbers:
         """Draw from the shared state for a while, as all ranks do."""
         assert self._shared is not None
         device, state = self._shared
-        own = _get_state(device)
-        _set_generator_state(device, state)
+        generator = _get_generator(device)
+        own = generator.get_state()
+        generator.set_state(state)
         yield
-        self._shared = device, _get_state(device)
-        _set_generator_state(device, own)
+        self._shared = device, generator.get_state()
+        generator.set_state(own)
 
 
 def share_numbers() -> contextlib.AbstractContextManager:
@@ -81,13 +83,13 @@ def share_numbers_of_layer(device: torch.device, group: dist.ProcessGroup, numbe
 
     From that state's seed follows what all ranks know; `number` tells the users of one scope apart.
     """
-    own = _get_state(device)
-    common = _compute_common_seed(_get_generator(device).initial_seed(), group)
-    _get_generator(device).manual_seed(_hash_to_seed(common.to_bytes(7, "big") + number.to_bytes(8, "big")))
+    generator = _get_generator(device)
+    own, common = generator.get_state(), _compute_common_seed(generator.initial_seed(), group)
+    generator.manual_seed(_hash_to_seed(common.to_bytes(7, "big") + number.to_bytes(8, "big")))
     try:
         yield
     finally:
-        _set_generator_state(device, own)
+        generator.set_state(own)
 
 
 @contextlib.contextmanager
@@ -132,11 +134,3 @@ def _get_generator(device: torch.device) -> torch.Generator:
         return torch.default_generator
     index = torch.accelerator.current_device_index() if device.index is None else device.index
     return torch.get_device_module(device).default_generators[index]
-
-
-def _get_state(device: torch.device) -> torch.Tensor:
-    return _get_generator(device).get_state()
-
-
-def _set_generator_state(device: torch.device, state: torch.Tensor) -> None:
-    _get_generator(device).set_state(state)

@@ -8,6 +8,7 @@ script reads them from the model's output.
 from __future__ import annotations
 
 import functools
+import operator
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -392,14 +393,10 @@ def check_range(ids: torch.Tensor, size: int, problem: str, ignored: int = 0) ->
         raise IndexError(f"{problem}: from {low} to {high}, of {size} in the vocabulary") from None
 
 
-def _make_full(logits: Any) -> torch.Tensor:
-    return logits.full_tensor()
-
-
 def make_logits_whole(kind: type, model: nn.Module, args: tuple, output: object) -> None:
     """A forward hook: logits of this kind, which knows its `full_tensor`, are whole once they are read."""
     if isinstance(output, dict) and isinstance(dict.get(output, "logits"), kind):
-        whole_when_read(output, "logits", _make_full)
+        whole_when_read(output, "logits", operator.methodcaller("full_tensor"))
 
 
 def _split_embedding(module: nn.Module, mesh: DeviceMesh, device: torch.device, region: Region) -> None:
