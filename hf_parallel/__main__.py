@@ -330,14 +330,14 @@ def _check_auto() -> None:
 def _is_one_of_several() -> bool:
     """Is this process part of a layout?"""
     activation = sys.modules.get("hf_parallel.hooks.activation")
-    return activation is not None and activation.active()
+    return activation is not None and activation.is_active()
 
 
 def _leave_groups_open() -> None:
     """Leave the groups of a failed rank open: ending them would wait for work that its peers may never do."""
     mesh = sys.modules.get("hf_parallel.ranks.mesh")
     if mesh is not None:
-        atexit.unregister(mesh.end_groups)
+        atexit.unregister(mesh.end_all_groups)
     if "hf_parallel.ranks.desync" in sys.modules:
         sys.modules["hf_parallel.ranks.desync"].expect_nothing()
 
