@@ -148,11 +148,12 @@ def _split_adapter(name: str, wrapper: BaseTunerLayer, base: nn.Module, state: P
     on_grid = lora_grid.is_on_grid(base)
     if on_grid and wrapper.lora_magnitude_vector:
         refuse("use_dora", f"magnitudes of {name} under tp_mesh={state.mesh.config.tp_mesh} are not known", "False")
-    ways = lora_grid if on_grid else lora
+    split_linear = lora_grid.split_adapter_on_grid if on_grid else lora.split_linear_adapter
+    split_dropout = lora_grid.split_dropout_on_grid if on_grid else lora.split_adapter_dropout
     for adapter in wrapper.lora_A:
         if not isinstance(wrapper.lora_A[adapter], TensorParallelLayer):
-            ways.split_linear(base, wrapper.lora_A[adapter], wrapper.lora_B[adapter], mesh, device)
-            ways.split_dropout(base, wrapper.lora_dropout[adapter])
+            split_linear(base, wrapper.lora_A[adapter], wrapper.lora_B[adapter], mesh, device)
+            split_dropout(base, wrapper.lora_dropout[adapter])
             if adapter in wrapper.lora_magnitude_vector:
                 lora.split_magnitude(base, wrapper.lora_magnitude_vector[adapter], mesh, device)
     for adapter in wrapper.lora_embedding_A:
