@@ -62,7 +62,7 @@ def activate(spec: str | ParallelConfig, source: str = "activate()") -> None:
     runtime.start(config, source)
     for note in notes:
         report.say(note)
-    from hf_parallel.hooks import device_order, library
+    from hf_parallel.hooks import device_order, library, own_loops
     from hf_parallel.hooks.patches import list_patches  # imports transformers, after the process group exists
 
     library.withdraw_library_patches()
@@ -73,6 +73,7 @@ def activate(spec: str | ParallelConfig, source: str = "activate()") -> None:
         runtime.stop()
         raise
     in_place.of_layout.extend(list_patches())
+    own_loops.watch_optimizers()
     device_order.warn_of_device_order(config)
 
 

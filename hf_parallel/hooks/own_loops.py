@@ -5,15 +5,25 @@ A parallel model's lists hold shards of several meshes beside whole tensors, and
 
 from __future__ import annotations
 
+import functools
+import gc
+import weakref
 from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from transformers import PreTrainedModel
 
 from hf_parallel.apply.parallelize import ParallelState, clip_together, state_of
 from hf_parallel.apply.weights import list_parallel_models, reduce_to_whole_number, store
+from hf_parallel.ask.session import of_session
+from hf_parallel.ask.spec import refuse
+from hf_parallel.hooks import runtime
 from hf_parallel.hooks.patching import patch, replace
 from hf_parallel.ranks.mesh import get_stored
 
@@ -108,3 +118,47 @@ def read_number(original: Callable, self: DTensor, *args: Any, **kwargs: Any) ->
     if self.numel() != 1:
         return original(self, *args, **kwargs)
     return getattr(reduce_to_whole_number(self), original.__name__)(*args, **kwargs)
+
+
+# ---- Loops that train a model which the layout does not know, because its class made it
+
+
+class _SeenOptimizers:
+    """The optimizers that have taken a step under this layout."""
+
+    def __init__(self) -> None:
+        self.seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+
+@functools.cache
+def watch_optimizers() -> None:
+    """Look at each optimizer before its first step under a layout. A second call changes nothing."""
+    register_optimizer_step_pre_hook(_refuse_plain_model)
+
+
+def _refuse_plain_model(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
+    """Refuse to train a transformers model that no layout has made parallel: each process would do so by itself.
+
+    The collector knows all models that exist, copies included; it is asked only where an optimizer has gradients of
+    parameters that are in no parallel model.
+    """
+    active = runtime.current()
+    if active is None or active.pretended or active.config.world_size == 1:
+        return
+    seen = of_session(_SeenOptimizers).seen
+    if optimizer in seen:
+        return
+    seen.add(optimizer)
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    unknown = {id(p) for p in parameters if isinstance(p, nn.Parameter) and p.grad is not None}
+    unknown -= {id(parameter) for model in list_parallel_models() for parameter in model.parameters()}
+    models = [item for item in gc.get_objects() if issubclass(type(item), PreTrainedModel)] if unknown else []
+    for model in models:
+        if state_of(model) is None and any(id(parameter) in unknown for parameter in model.parameters()):
+            spec = active.config.to_spec()
+            refuse(
+                f"{type(optimizer).__name__} trains a {type(model).__name__} that is not parallel",
+                f"each of the {active.config.world_size} processes of {spec} would train it by itself",
+                do=f'before the optimizer is made, model = hf_parallel.parallelize(model, "{spec}"); from_pretrained, '
+                "or accelerator.prepare(model, optimizer), works, too",
+            )

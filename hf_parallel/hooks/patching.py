@@ -28,11 +28,13 @@ CHECKED = {
     "trl": ("0.24", "1.16"),
     "bitsandbytes": ("0.50", "0.50"),
     "sentence_transformers": ("6.2", "6.2"),
+    "setfit": ("1.2", "1.2"),
+    "torchmetrics": ("1.9", "1.9"),
 }
 #: The same of torch, of which only public functions are patched: a newer one may well work, and is only told about.
 TORCH = ("2.11", "2.13")
 #: Libraries that may be missing, and are patched when a script imports them: nobody else should wait for them.
-OPTIONAL = {"peft", "trl", "bitsandbytes", "sentence_transformers"}
+OPTIONAL = {"peft", "trl", "bitsandbytes", "sentence_transformers", "setfit", "torchmetrics"}
 #: Set to 1 to go on with an older torch, at your own risk.
 ALLOW_UNKNOWN = "HF_PARALLEL_ALLOW_UNKNOWN_VERSIONS"
 

@@ -1,5 +1,6 @@
 """`hf_parallel.parallelize` in a hand-written torch loop: nothing of Trainer, Accelerate or the runner."""
 
+import copy
 from functools import partial
 
 import pytest
@@ -7,9 +8,9 @@ import torch
 import torch.distributed as dist
 
 from tests import models
-from tests.distributed import run, run_alone
+from tests.distributed import RankFailure, run, run_alone
 from tests.rows import Rows
-from tests.training import axes, close, none, over, weight_differences
+from tests.training import activate, axes, close, none, over, weight_differences
 
 STEPS, BATCH = 3, 8
 
@@ -134,3 +135,36 @@ def test_pack_tokens_is_refused_before_the_model_changes():
     with pytest.raises(SpecError, match="pack_tokens=64"):
         parallelize(model, "dp_shard=2,pack_tokens=64")
     assert set(map(id, model.parameters())) == before
+
+
+def train_made_by_class(spec: str, kind: str) -> list[float]:
+    """Train a model that no layout has seen, or one that is parallel, beside helpers that nothing must refuse."""
+    import hf_parallel
+
+    activate(spec)
+    model, reference = models.build("llama", **ODD), models.build("llama", **ODD).requires_grad_(False)
+    helper = torch.nn.Linear(3, 3)
+    batch = {"input_ids": torch.arange(66).view(2, 33), "labels": torch.arange(66).view(2, 33)}
+    model = hf_parallel.parallelize(model, spec) if kind == "parallel" else copy.deepcopy(model)
+    optimizer, losses = torch.optim.SGD([*model.parameters(), *helper.parameters()], lr=0.1), []
+    for _ in range(2):
+        with torch.no_grad():
+            reference(**batch)
+        loss = model(**batch).loss
+        (loss + helper(torch.ones(3)).mean()).backward()
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+@pytest.mark.parametrize("spec", ["tp=2", "pp=2", "dp_shard=2"])
+def test_a_model_made_by_its_class_is_not_trained_apart(spec):
+    """The refusal's own line trains it, with the numbers of one process where all ranks have one batch."""
+    refused = f'SGD trains a LlamaForCausalLM that is not parallel.*2 processes.*parallelize.model, ".*{spec}'
+    with pytest.raises(RankFailure, match=refused):
+        run(train_made_by_class, 2, spec, "plain", init=False)
+    expected = run_alone(train_made_by_class, None, "plain")
+    for losses in run(train_made_by_class, 2, spec, "parallel", init=False):
+        pairs = zip(losses, expected, strict=True)
+        none([text for ours, theirs in pairs for text in close("loss", ours, theirs, 1e-5)])

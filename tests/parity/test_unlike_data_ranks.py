@@ -5,6 +5,7 @@ collectives alone, or all ranks stand still. All settings are on `auto`.
 """
 
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from accelerate import Accelerator
 from torch.utils.data import SequentialSampler
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, Trainer
 
+from hf_parallel.hooks.sentence_transformers import fit_alike, sync_over_data_ranks
 from tests.distributed import RankFailure, run, run_alone
 from tests.training import (
     GLOBAL_BATCH,
@@ -110,7 +112,13 @@ def train_one_by_one(spec: str | None, out: str, folder: str, frozen: bool):
 
 @pytest.mark.parametrize(
     ("spec", "frozen"),
-    [("dp_shard=2", False), ("dp_shard=2", True), ("dp_shard=2,zero_stage=1", False), ("tp=2,dp_shard=2", False)],
+    [
+        ("dp_shard=2", False),
+        ("dp_shard=2", True),
+        ("dp_shard=2,zero_stage=1", False),
+        ("tp=2,dp_shard=2", False),
+        ("tp=2", False),
+    ],
 )
 def test_a_lookup_for_each_example(runs, spec, frozen):
     """A rank with two examples gathers the embedding as often as one with one; a module of the script's own trains."""
@@ -132,6 +140,28 @@ def step_late_module(spec: str, folder: str) -> None:
 def test_a_late_module_that_nothing_shows_is_refused(runs):
     with pytest.raises(RankFailure, match="model.projector.weight: it came into the model after.*before, or give"):
         run(step_late_module, 2, "dp_shard=2", runs.initial("llama"), init=False)
+
+
+def call_libraries(spec: str) -> tuple:
+    """What setfit's head starts from and draws, and whom a metric of torchmetrics asks, on ranks that drew apart."""
+    activate(spec)
+    rank = torch.distributed.get_rank()
+    torch.manual_seed(rank)
+    model, metric, asked = SimpleNamespace(has_differentiable_head=True), SimpleNamespace(process_group=None), []
+    model.model_head = torch.nn.Linear(3, 1)
+    fit_alike(lambda self: asked.append(torch.rand(1).item()), model)
+    sync_over_data_ranks(
+        lambda self, *args: asked.append((torch.distributed.get_world_size(args[1]), args[2])), metric
+    )
+    return model.model_head.weight.sum().item(), *asked
+
+
+@pytest.mark.parametrize(("spec", "asks"), [("dp_shard=2", (2, True)), ("tp=2", (1, False))])
+def test_setfit_and_torchmetrics_over_data_ranks(spec, asks):
+    """Heads and orders of examples are rank 0's; a metric asks the data ranks, and nobody where there is one."""
+    first, second = run(call_libraries, 2, spec, init=False)
+    assert first[2] == second[2] == asks
+    assert (first[:2] == second[:2]) == (spec == "dp_shard=2")
 
 
 #: Rows of the first data rank and of the second: some that no schedule of two stages takes.
