@@ -48,5 +48,43 @@ def _changed(values: dict[str, object], way: str, key: str) -> dict[str, object]
     if moved := re.fullmatch(r"(\w+) in the place of (\w+)", way):
         there, here = f"{moved[1]}_size", f"{moved[2]}_size"
         return {**{name: value for name, value in named.items() if name != here}, there: named[here]}
+    if without := re.fullmatch(r"tp=(\d+) without tp_mesh", way):
+        way = f"tp={without[1]},tp_mesh=none"
     changes = read_spec(way if "=" in way else f"{key}={way}")
     return named | {f"{name}_size" if name in AXES else name: value for name, value in changes.items()}
+
+
+def follow_ways_out(values: dict[str, str], world_size: int | None = None, most: int = 4) -> int:
+    """Take each suggestion of the refusals of a spec until it starts. Return how many it took.
+
+    Raises:
+        AssertionError: a refusal has no suggestion, one for the same key follows it, or more than `most` are needed.
+    """
+    waiting: list[tuple[dict[str, object], int | None, tuple[str, ...]]] = [(dict(values), world_size, ())]
+    longest = 0
+    while waiting:
+        asked, world, said = waiting.pop()
+        try:
+            start(asked, world)
+        except SpecError as error:
+            message = str(error)
+        else:
+            longest = max(longest, len(said))
+            continue
+        story = "\n  ".join([f"{values} on {world_size}", *said, message])
+        keys = [_refused_key(line) for line in (*said, message)]
+        assert len(keys) < 2 or keys[-1] != keys[-2], f"refused again for its key:\n  {story}"
+        assert len(keys) <= most, f"no end:\n  {story}"
+        if processes := re.search(r"; start (\d+) processes", message):
+            waiting.append((asked, int(processes[1]), (*said, message)))
+            continue
+        suggestion = re.search(r"; ([^;]+) works$", message)
+        assert suggestion, f"no suggestion:\n  {story}"
+        waiting += [(_changed(asked, way, keys[-1]), world, (*said, message)) for way in suggestion[1].split(" or ")]
+    return longest
+
+
+def _refused_key(message: str) -> str:
+    """Return the key that a refusal is about: the last of those that it begins with."""
+    found = re.findall(r"(\w+)=", message.partition(": ")[0])
+    return found[-1] if found else message

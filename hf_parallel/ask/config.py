@@ -87,7 +87,8 @@ class ParallelConfig(
         for key in dataclasses.fields(self):
             value, choices = getattr(self, key.name), key.metadata["choices"]
             if choices and value not in choices:
-                refuse(f"{key.name}={spell(value)}", f"not one of {', '.join(map(str, choices))}")
+                why, works = f"not one of {', '.join(map(str, choices))}", f"{key.name}={spell(key.default)}"
+                refuse(f"{key.name}={spell(value)}", why, works)
         for keys in type(self).__mro__:
             if "check_keys" in vars(keys):
                 vars(keys)["check_keys"](self)
@@ -122,7 +123,7 @@ class ParallelConfig(
                 refuse_with(format_unknown_key(str(key), _list_keys(cls)))
             if name in chosen:
                 refuse(key, f"given twice (as {name} and its short form)", do="give it once")
-            chosen[name] = convert(name, known[name].type, value)
+            chosen[name] = convert(name, known[name].type, value, spell(known[name].default).lower())
         free = [name for name, value in chosen.items() if name.endswith("_size") and value == -1]
         if len(free) > 1:
             refuse(

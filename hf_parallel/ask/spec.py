@@ -264,16 +264,15 @@ def suggest_file(path: str) -> str | None:
     return f"did you mean {' or '.join(os.path.join(folder, one) for one in close)}?" if close else None
 
 
-#: The complaint about a value that cannot be read, and a value that can.
-_WANTED = {
-    "bool": ("neither true nor false", "true"),
-    "int": ("not a whole number", "2"),
-    "float": ("not a number", "1.5"),
-}
+#: The complaint about a value that cannot be read.
+_WANTED = {"bool": "neither true nor false", "int": "not a whole number", "float": "not a number"}
 
 
-def convert(name: str, annotation: object, value: object) -> object:
+def convert(name: str, annotation: object, value: object, works: str) -> object:
     """Convert a value to the type of its key's field.
+
+    Args:
+        works: the key's default as it stands in a spec. It is what an error suggests, because it holds on any layout.
 
     Raises:
         SpecError: it is none.
@@ -298,9 +297,10 @@ def convert(name: str, annotation: object, value: object) -> object:
             items = value if isinstance(value, (list, tuple)) else text.strip("[]").split(",")
             return tuple(int(item) for item in items)
     except (KeyError, ValueError) as error:
-        why, example = _WANTED.get(kind, ("not a list of whole numbers", "[2,2]"))
-        why = "a comma separates keys" if "=" in text else why
-        refuse(f"{name}={text}", why, f"{name}={example}", cause=error)
+        why = (
+            "a comma separates keys" if "=" in text else _WANTED.get(kind, "not a list of whole numbers, as [2,2] is")
+        )
+        refuse(f"{name}={text}", why, f"{name}={works}", cause=error)
     return text
 
 

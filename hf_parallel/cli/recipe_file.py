@@ -228,7 +228,7 @@ def _convert_to_numbers(where: str, values: dict, keys: tuple[str, ...]) -> None
     """Convert values to numbers, because YAML takes `4k` for a word."""
     for key in keys:
         if key in values:
-            values[key] = convert(f"{where}: {key}", int, values[key])
+            values[key] = convert(f"{where}: {key}", int, values[key], "2")
             if values[key] < 1:
                 refuse(f"{where}: {key}={values[key]}", "is one at least", f"{key}: 1")
 

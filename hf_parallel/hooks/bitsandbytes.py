@@ -105,6 +105,9 @@ class Pack:
         if plan.config.mirrors_stages:
             asked = f"pipeline_schedule={plan.config.pipeline_schedule}"
             refuse(asked, "copies weights, which load_in_4bit packs", "pipeline_schedule=1f1b")
+        if plan.config.fills_bubbles:
+            asked = f"pipeline_fill={plan.config.pipeline_fill}"
+            refuse(asked, "reads what layers compute, which load_in_4bit rounds", "pipeline_fill=none")
         if plan.config.tp_col_size > 1:
             why = "blocks of 4-bit weights run along rows, which it cuts"
             refuse(f"tp_mesh={plan.config.tp_mesh}", why, f"tp={plan.config.tp_size} without tp_mesh")

@@ -242,6 +242,8 @@ class Bisection:
             pairs = [(theirs[name].norm, ours[name].norm) for _, name in bad]
             factor = find_common_factor(pairs, len(ours))
             cause = "" if factor is None else describe_factor(factor, self.other.data_ranks)
+            if factor is None and len(bad) == len(offs) and self.one.data_ranks != self.other.data_ranks:
+                cause = "a loss of the script's own that is a mean per data rank, of unlike numbers of targets"
         elif kind == "weight":
             cause = "other weights at the start: another seed, checkpoint, or order of making them"
         return Parted(step, direction, name, words, self.worst, cause)

@@ -226,7 +226,8 @@ def main() -> None:
     options.add_argument("--table", action="store_true", help="print what is known, and run nothing")
     args = options.parse_args()
     if "PYTHONHASHSEED" not in os.environ:  # sets have another order in each process, and references are kept
-        os.execve(sys.executable, [*sys.orig_argv], {**os.environ, "PYTHONHASHSEED": "0"})
+        words = [sys.executable, "-m", "tests.outside.sweep", *sys.argv[1:]]  # the interpreter's own may be pytest's
+        os.execve(sys.executable, words, {**os.environ, "PYTHONHASHSEED": "0"})
     if args.table:
         print(table(Desk(args.sources, args.work).known()))
         return

@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from transformers import Trainer
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Trainer
 
 from hf_parallel import parallelize
 from hf_parallel.ask.config import ParallelConfig, SpecError
@@ -66,6 +66,22 @@ def start(spec: str, out: str, kind: type[Trainer], changes: dict, options: dict
     if late:  # on CPUs it is refused before, with any layout
         vars(trainer.args).update(late)
         fill_steps.check_trainer_for_fill(trainer)
+
+
+def load_in_four_bits(spec: str, folder: str) -> None:
+    """The base of QLoRA."""
+    activate(spec)
+    config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, dtype=torch.bfloat16)
+
+
+def test_bases_in_four_bits(runs):
+    """Their layers compute from rounded weights; the suggestion loads."""
+    pytest.importorskip("bitsandbytes")
+    folder = runs.initial("llama", hidden_size=128, intermediate_size=256)
+    with pytest.raises(RankFailure, match="pipeline_fill=kfac: .* load_in_4bit .*; pipeline_fill=none works"):
+        run(load_in_four_bits, 2, f"pp=2,{FILL}", folder, init=False)
+    run(load_in_four_bits, 2, "pp=2,pipeline_fill=none", folder, init=False)
 
 
 class OwnStep(Trainer):

@@ -56,7 +56,7 @@ def test_experts_on_ranks_of_their_own():
 
 def test_what_remains_is_not_sharded():
     """By default dp_shard takes the remaining processes."""
-    with pytest.raises(SpecError, match="dp_replicate_size=2,dp_shard_size=1 works"):
+    with pytest.raises(SpecError, match="dp_replicate_size=-1,dp_shard_size=1 works"):
         ParallelConfig.parse(f"pp=2,{SCHEDULE}").resolve(4)
     assert ParallelConfig.parse(f"pp=2,{SCHEDULE},dp_replicate_size=2,dp_shard_size=1").resolve(4).sharing_size == 1
 

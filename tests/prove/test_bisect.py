@@ -5,6 +5,7 @@ import io
 import runpy
 import shutil
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from tests.training import activate, axes
 STEPS = 3
 
 
-def trained(spec: str, folder: str, plant=None, *more: str) -> None:
+def trained(spec: str, folder: str, plant=None, *more: str, script: Path = SCRIPT) -> None:
     """Run the script for three recorded steps, of 8 examples each in all."""
     activate(f"{spec},monitor=trace:{STEPS}")
     if plant is not None:
@@ -31,9 +32,9 @@ def trained(spec: str, folder: str, plant=None, *more: str) -> None:
     per_device = 4 // ParallelConfig.parse(spec).resolve(axes(spec)["world"]).data_parallel_size
     options = f"--use_cpu --max_steps={STEPS} --gradient_accumulation_steps=2 --learning_rate=0.01 --save_strategy=no"
     options += f" --adam_epsilon=1e-3 --report_to=none --output_dir={folder}"
-    sys.argv = [str(SCRIPT), *options.split(), f"--per_device_train_batch_size={per_device}", *more]
+    sys.argv = [str(script), *options.split(), f"--per_device_train_batch_size={per_device}", *more]
     with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):
-        runpy.run_path(str(SCRIPT), run_name="__main__")
+        runpy.run_path(str(script), run_name="__main__")
 
 
 def bisect(one, other) -> tuple[int, str]:
@@ -95,6 +96,37 @@ def test_other_batches(alone, tmp_path):
     assert code == 1
     assert "PARTED in step 1, forward pass: the outputs of model.embed_tokens" in said
     assert "looks like: other batches" in said
+
+
+#: The mean of a script over the targets of its own data rank: by torch's function, and in its own arithmetic.
+MEANS = {
+    "seen": "torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())",
+    "unseen": "-(logits.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0] * (labels != -100)).sum() "
+    "/ (labels != -100).sum()",
+}
+
+
+@pytest.mark.parametrize("kind", MEANS)
+def test_means_of_means(kind, tmp_path):
+    """A mean by torch is weighted by the targets of data ranks, so runs agree. A mean that nothing sees parts them."""
+    script, one = tmp_path / "own.py", "--gradient_accumulation_steps=1"
+    own = f"""class Own(Trainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        labels = inputs.pop("labels")[:, 1:]
+        logits = model(**inputs).logits[:, :-1]
+        return {MEANS[kind]}
+
+
+if __name__"""
+    script.write_text(SCRIPT.read_text().replace("if __name__", own).replace("trainer = Trainer(", "trainer = Own("))
+    run(trained, 2, "tp=2", str(tmp_path / "tp"), None, one, init=False, timeout=120)
+    run(trained, 2, "dp_shard=2", str(tmp_path / "dp"), None, one, script=script, init=False, timeout=120)
+    code, said = run_alone(bisect, tmp_path / "tp", tmp_path / "dp")
+    assert code == (kind == "unseen"), said
+    assert kind == "seen" or ("gradient of lm_head.weight" in said and "a mean per data rank" in said), said
+    gradients = [Recorded(tmp_path / name).gradients(0) for name in ("tp", "dp")]
+    off = max(abs(gradients[1][name].norm / own.norm - 1) for name, own in gradients[0].items())
+    assert (off < 1e-5) is (kind == "seen")  # whatever `bisect` takes for rounding
 
 
 def looped(spec: str, folder: str) -> None:

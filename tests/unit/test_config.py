@@ -342,7 +342,7 @@ def test_refusals_without_a_value(spec, command):
     ("spec", "works"),
     [
         ("tp=8,tp_mesh=2x2x2", "tp=4,tp_mesh=2x2,dp_shard=2"),
-        ("tp=4,tp_mesh=1x4", "tp=4"),
+        ("tp=4,tp_mesh=1x4", "tp=4,tp_mesh=none"),
         ("tp=8,tp_mesh=2x2", "tp=4,tp_mesh=2x2"),
         ("tp_mesh=4x4", "tp=16,tp_mesh=4x4"),
         ("tp=4,tp_mesh=two", "tp=4,tp_mesh=2x2"),

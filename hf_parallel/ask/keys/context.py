@@ -40,7 +40,11 @@ class ContextKeys(Sizes):
         if hybrid is None and variant not in (AUTO, RING, ULYSSES, ALLGATHER):
             what = f"context_parallel={variant}"
             refuse(what, "not one of auto, ring, ulysses, allgather, hybrid:U", "context_parallel=auto")
+        inner = int(hybrid[1]) if hybrid else 1
+        if inner < 1:
+            refuse(f"context_parallel={variant}", "1 rank or more shares heads", "context_parallel=auto")
         if size == 1 and variant != AUTO:
-            refuse(f"context_parallel={variant}", "cp_size=1 has no ranks to share sequences", "cp_size=2")
-        if hybrid is not None and size > 1 and (int(hybrid[1]) < 1 or size % int(hybrid[1])):
+            works = f"cp_size={max(2, inner)}"
+            refuse(f"context_parallel={variant}", "cp_size=1 has no ranks to share sequences", works)
+        if size > 1 and size % inner:
             refuse(f"context_parallel={variant}", f"cp_size={size} ranks do not divide so", "context_parallel=ring")

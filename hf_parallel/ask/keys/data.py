@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from fractions import Fraction
 
 from hf_parallel.ask.keys.sizes import Keys, Sizes, key
@@ -87,13 +87,16 @@ class DataKeys(Sizes):
     def check_keys(self) -> None:
         """Require shards to hold what a micro-step reduces, and whole batches to join."""
         if self.pack_tokens < 0:
-            refuse(f"pack_tokens={self.pack_tokens}", "not a number of tokens", "pack_tokens=8192")
+            works = "pack_tokens=8192" if self.pp_size == 1 and not self.padding_free else "pack_tokens=0"
+            refuse(f"pack_tokens={self.pack_tokens}", "not a number of tokens", works)
+        instead, own = "dp_shard in the place of pp", (field for field in fields(self) if "pipeline_" in field.name)
+        staged = any(getattr(self, field.name) != field.default for field in own)  # settings that need stages
         if self.pack_tokens and self.pp_size != 1:
             why = f"a pipeline (pp_size={self.pp_size}) cuts batches by rows, and a packed batch is one row"
-            refuse(f"pack_tokens={self.pack_tokens}", why, "dp_shard in the place of pp")
+            refuse(f"pack_tokens={self.pack_tokens}", why, "pack_tokens=0" if staged else instead)
         if self.padding_free and self.pp_size != 1:
             why = f"a pipeline (pp_size={self.pp_size}) cuts batches by rows, and a joined batch is one row"
-            refuse("padding_free=true", why, "dp_shard in the place of pp")
+            refuse("padding_free=true", why, "padding_free=false" if staged else instead)
         if self.padding_free and self.pack_tokens:
             why = f"pack_tokens={self.pack_tokens} makes batches of its own, without padding"
             refuse("padding_free=true", why, "padding_free=false")
@@ -102,22 +105,23 @@ class DataKeys(Sizes):
         if self.gradient_reduction != "micro_step":
             return
         what = "gradient_reduction=micro_step"
-        if self.zero_stage < 2:
-            refuse(what, f"zero_stage={self.zero_stage} holds whole gradients", "zero_stage=2")
         if self.pp_size != 1:
             refuse(what, "a pipeline reduces once per run of its schedule at most", "gradient_reduction=step")
+        if self.zero_stage < 2:
+            refuse(what, f"zero_stage={self.zero_stage} holds whole gradients", "zero_stage=2")
 
     def _check_shares(self) -> None:
         """Require a number for each data rank, and batches that are counted in examples."""
         what, ranks = f"batch_shares={self.batch_shares}", self.data_parallel_size
         known = -1 not in self.sizes.values()
-        works = "batch_shares=" + ":".join(["2"] * (ranks - 1 if known else 1) + ["1"])
+        works = "batch_shares=" + (":".join(["2"] * (ranks - 1) + ["1"]) if known else EVEN)
         if known and ranks == 1:
             refuse(what, "one data rank has nobody to share a batch with", "batch_shares=even")
         try:
             shares = self.shares or ()
         except (ValueError, ZeroDivisionError) as error:
-            refuse(what, "not `even` or `auto`, and not numbers with colons between them", works, cause=error)
+            why = "not `even` or `auto`, and not numbers with colons between them, as 2:1 is"
+            refuse(what, why, works, cause=error)
         if shares and min(shares) <= 0:
             refuse(what, "each data rank has a share above 0", works)
         if shares and known and len(shares) != ranks:
@@ -157,15 +161,16 @@ class CompressionKeys(DataKeys):
         """Reject a key without the other one that it needs."""
         if self.gradient_error_feedback and self.quantize_gradients == "none":
             refuse("gradient_error_feedback=true", "quantize_gradients=none loses nothing", "quantize_gradients=int4")
+        group = self.hierarchical_shard
+        if group is not None and group < 2:
+            works = f"hierarchical_shard={2 if self.zero_stage == 3 else 'none'}"
+            refuse(f"hierarchical_shard={group}", "a group has 2 ranks or more", works)
         for asked in self.compressed:
             if self.zero_stage == 0:
                 refuse(asked, "zero_stage=0 shards nothing", "zero_stage=3")
-        group = self.hierarchical_shard
         if group is not None and self.zero_stage != 3:
             why = f"zero_stage={self.zero_stage} keeps weights until the backward pass, which gathers none"
             refuse(f"hierarchical_shard={group}", why, "zero_stage=3")
-        if group is not None and group < 2:
-            refuse(f"hierarchical_shard={group}", "a group has 2 ranks or more", "hierarchical_shard=2")
 
 
 @dataclass(frozen=True)
@@ -195,7 +200,8 @@ class OffloadKeys(Keys):
         way = self.offload_way
         if way not in ("none", "optimizer", "cpu") and not offload_folder(way):
             refuse(f"offload={way}", "not one of none, optimizer, cpu, nvme:PATH, nvme_all:PATH", "offload=cpu")
-        check_rank_list(f"offload={self.offload}", way, "" if offload_folder(way) else self.offload)
+        steps = "optimizer" if way == "cpu" else way  # what takes ranks
+        check_rank_list(f"offload={self.offload}", steps, "" if offload_folder(way) else self.offload)
         if way == "cpu" and self.offload_ranks is not None:
             why = "parameters rest on the host of all ranks that gather them, or of none"
             refuse(f"offload={self.offload}", why, f"offload=optimizer@{self.offload.partition('@')[2]}")
@@ -223,9 +229,9 @@ def check_rank_list(what: str, way: str, setting: str) -> None:
     try:
         ranks = read_listed_ranks(setting)
     except ValueError as error:
-        refuse(what, "ranks are numbers with colons between them, or a range", f"{key}={way}@2:3", cause=error)
+        refuse(what, "ranks are numbers with colons between them, or a range", f"{key}={way}@0", cause=error)
     if ranks is not None and not ranks:
-        refuse(what, "names no rank", f"{key}={way}@2:3")
+        refuse(what, "names no rank", f"{key}={way}@0")
     if ranks is not None and way == "none":
         refuse(what, "is off on all ranks", f"{key}=none")
 

@@ -38,13 +38,14 @@ class ExpertKeys(Sizes):
     def check_keys(self) -> None:
         """Require whole groups of cp and tp, whose ranks have the same or neighbouring tokens."""
         size, inner, factor = self.ep_size, self.cp_size * self.tp_size, self.expert_capacity_factor
+        ranks = self.expert_ranks  # below 0: not known yet
         if factor is not None and not factor > 0:
             refuse(f"expert_capacity_factor={factor:g}", "leaves no room for a token", "expert_capacity_factor=1.25")
         if size == -1:
-            refuse("ep_size=-1", "takes no processes of its own, but ranks of dp_shard, cp and tp", "ep_size=2")
+            most = max(1, inner, ranks)
+            refuse("ep_size=-1", "takes no processes of its own, but ranks of dp_shard, cp and tp", f"ep_size={most}")
         if size == 1 or inner < 1:
             return
-        ranks = self.expert_ranks
         others = f"tp_size={self.tp_size}" if self.cp_size == 1 else f"cp_size x tp_size={inner}"
         if size % inner:
             refuse(f"ep_size={size}", f"is no multiple of {others}", f"ep_size={inner}")

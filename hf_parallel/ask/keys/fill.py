@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from hf_parallel.ask.keys.pipeline import SINGLE_SCHEDULES, PipelineKeys
+from hf_parallel.ask.keys.pipeline import SINGLE_SCHEDULES, PipelineKeys, refuse_settings_beside
 from hf_parallel.ask.keys.sizes import key
-from hf_parallel.ask.spec import refuse, spell
+from hf_parallel.ask.spec import refuse
 
 KFAC = "kfac"
 _DAMPING, _INTERVAL = 0.01, 4
@@ -73,6 +73,12 @@ class FillKeys(PipelineKeys):
         """Reject layouts in which a rank has no bubble or not the whole of a layer."""
         self._check_energy()
         asked = f"pipeline_fill={self.pipeline_fill}"
+        if not (math.isfinite(self.damping) and self.damping > 0):
+            works = f"kfac_damping={_DAMPING if self.fills_bubbles else 'none'}"
+            refuse(f"kfac_damping={self.damping}", "a damping is more than 0", works)
+        if self.curvature_interval < 1:
+            works = f"kfac_interval={_INTERVAL if self.fills_bubbles else 'none'}"
+            refuse(f"kfac_interval={self.curvature_interval}", "is one step at least", works)
         if not self.fills_bubbles:
             for name in ("kfac_damping", "kfac_interval"):
                 if getattr(self, name) is not None:
@@ -84,20 +90,10 @@ class FillKeys(PipelineKeys):
             fills = " and ".join(SINGLE_SCHEDULES)
             what = f"pipeline_schedule={self.pipeline_schedule}"
             refuse(what, f"{asked} fills the bubbles of {fills} alone", "pipeline_schedule=1f1b")
-        if not (math.isfinite(self.damping) and self.damping > 0):
-            refuse(f"kfac_damping={self.damping}", "a damping is more than 0", f"kfac_damping={_DAMPING}")
-        if self.curvature_interval < 1:
-            refuse(f"kfac_interval={self.curvature_interval}", "is one step at least", f"kfac_interval={_INTERVAL}")
-        if self.dp_shard_size > 1:
-            works = f"dp_replicate_size={abs(self.dp_replicate_size) * self.dp_shard_size},dp_shard_size=1"
-            refuse(f"dp_shard_size={self.dp_shard_size}", f"{asked} needs whole gradients of a layer", works)
         if getattr(self, "nan_action", "report") == "skip":
             why = f"{asked} has the curvature of the step that is left out"
             refuse("nan_action=skip", why, "nan_action=stop")
-        for name, (taken, why) in _PLAIN_LAYERS.items():
-            value = getattr(self, name, taken)
-            if value not in (taken, -1):  # -1 is not known yet
-                refuse(f"{name}={spell(value)}", f"{asked} {why}", f"{name}={spell(taken)}")
+        refuse_settings_beside(self, asked, _PLAIN_LAYERS, "needs whole gradients of a layer")
 
     def _check_energy(self) -> None:
         """Reject layouts whose actions have no slack, or whose bubbles are taken."""

@@ -116,15 +116,17 @@ class RecomputeKeys(CompileKeys, TensorKeys):
             refuse("activation_offload=true", f"compile={self.compile} keeps what it likes", "compile=none")
         if self.partition_activations:
             what, without = "partition_activations=true", "partition_activations=false"
-            if self.tp_size == 1:
-                refuse(what, "tp_size=1 has no rank to keep a part", "tp_size=2")
-            if self.recompute_way == "none":
-                refuse(what, "activation_checkpointing=none keeps more than inputs", "activation_checkpointing=full")
             if self.sequence_parallel:
                 refuse(what, "sequence_parallel=true has cut them already", without)
             for name, value in (("activation_offload", False), ("compile", "none")):
                 if getattr(self, name) != value:
                     refuse(what, f"{name}={spell(getattr(self, name))} keeps them another way", without)
+            keeps_all = self.recompute_way == "none"
+            if self.tp_size == 1:
+                works = "tp_size=2" + ",activation_checkpointing=full" * keeps_all
+                refuse(what, "tp_size=1 has no rank to keep a part", works)
+            if keeps_all:
+                refuse(what, "activation_checkpointing=none keeps more than inputs", "activation_checkpointing=full")
 
 
 def read_recompute_interval(way: str) -> int:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 
 from hf_parallel.ask.keys.data import MEASURED, parse_shares
 from hf_parallel.ask.keys.sizes import Sizes, key
-from hf_parallel.ask.spec import refuse, spell
+from hf_parallel.ask.spec import SpecError, refuse, spell
 
 #: Schedules by the number of stages that each rank holds: one, several in a loop, two in a V.
 SINGLE_SCHEDULES = ("1f1b", "gpipe")
@@ -131,7 +132,7 @@ class PipelineKeys(Sizes):
                 value = getattr(self, name)
                 chosen = AUTO_SCHEDULE if name == "pipeline_schedule" else None
                 if value not in (None, _DEFAULT_SCHEDULE, chosen):
-                    refuse(f"{name}={spell(value)}", "pp_size=1 has no stages", "pp_size=2")
+                    refuse(f"{name}={spell(value)}", "pp_size=1 has no stages", self._find_stages_for(name))
         micro = self.pipeline_microbatches
         # 1F1B keeps every stage busy with one micro-batch each, DualPipeV both stages of every rank.
         # PipeDream keeps them busy with the batches of later steps.
@@ -150,22 +151,30 @@ class PipelineKeys(Sizes):
                     f"pipeline_virtual_stages={count or 2}",
                 )
         self._check_split()
-        self._check_copies()
         self._check_pairs()
+        self._check_copies()
+
+    def _find_stages_for(self, name: str) -> str:
+        """Return the number of stages that a setting fits, or else the setting's default."""
+        numbers = self.split_layers or str(self.pipeline_split).split(":")
+        for ranks in (2, len(numbers) // self.stages_per_rank):
+            values = {field.name: getattr(self, field.name) for field in fields(PipelineKeys)}
+            try:
+                PipelineKeys(**{**values, "pp_size": max(2, ranks)}).check_keys()
+            except SpecError as error:
+                if str(error).startswith(f"{name}="):
+                    continue
+            return f"pp_size={max(2, ranks)}"
+        return f"{name}=none"
 
     def _check_copies(self) -> None:
         """Reject what holds, moves or compiles one copy of the weights, where there are several."""
         if not self.delays_updates and not self.mirrors_stages:
             return
-        asked, shards = f"pipeline_schedule={self.pipeline_schedule}", self.dp_shard_size
-        if shards > 1:
-            works = f"dp_replicate_size={abs(self.dp_replicate_size) * shards},dp_shard_size=1"
-            several = "several versions of the weights" if self.delays_updates else "copies of two stages"
-            refuse(f"dp_shard_size={shards}", f"{asked} holds {several}, FSDP2 one", works)
-        for name, (off, why) in (_ONE_VERSION if self.delays_updates else _TWO_COPIES).items():
-            value = getattr(self, name, off)
-            if value != off and value != -1:  # -1 is not known yet
-                refuse(f"{name}={spell(value)}", f"{asked} {why}", f"{name}={spell(off)}")
+        asked = f"pipeline_schedule={self.pipeline_schedule}"
+        several = "several versions of the weights" if self.delays_updates else "copies of two stages"
+        taken = _ONE_VERSION if self.delays_updates else _TWO_COPIES
+        refuse_settings_beside(self, asked, taken, f"holds {several}, FSDP2 one")
 
     def _check_pairs(self) -> None:
         """Reject ranks without a mirrored one, and micro-batches of which not half can go each way."""
@@ -178,24 +187,32 @@ class PipelineKeys(Sizes):
             refuse(f"pipeline_microbatches={micro}", f"under {asked} half of them go each way", micro + 1)
         if isinstance(self.pipeline_split, str):
             what, why = f"pipeline_split={self.pipeline_split}", f"under {asked} each rank runs the mirrored stage too"
-            refuse(what, why, do="leave it out: layers are shared out by cost")
+            refuse(what, why, "pipeline_split=none")
 
     def _check_split(self) -> None:
         if isinstance(self.pipeline_split, str):
             return self._check_speeds(self.pipeline_split)
         if self.pipeline_split is None:
             return
+        what, count, stages = (
+            f"pipeline_split={spell(self.pipeline_split)}",
+            len(self.pipeline_split),
+            self.pipeline_stages,
+        )
         if self.pipeline_schedule == AUTO_SCHEDULE:
-            refuse("pipeline_split", "pipeline_schedule=auto chooses how many stages there are", do="name a schedule")
-        count = len(self.pipeline_split)
-        if self.pp_size != -1 and count != self.pipeline_stages:
-            stages = f"{self.pipeline_stages} stages (pp_size={self.pp_size} x {self.stages_per_rank} per rank)"
-            refuse(f"pipeline_split={spell(self.pipeline_split)}", f"{count} numbers for {stages}")
+            works = "pipeline_schedule=1f1b" if count == self.pp_size else "pipeline_split=none"
+            refuse(what, "pipeline_schedule=auto chooses how many stages there are", works)
+        if self.pp_size != -1 and count != stages:
+            why = f"{count} numbers for {stages} stages (pp_size={self.pp_size} x {self.stages_per_rank} per rank)"
+            layers = sum(self.pipeline_split)
+            even = tuple(layers // stages + (stage < layers % stages) for stage in range(stages))
+            refuse(what, why, f"pipeline_split={spell(even) if min(even) > 0 else 'none'}")
 
     def _check_speeds(self, asked: str) -> None:
         """Require `auto`, or a speed above 0 for each pipeline rank."""
         what, ranks = f"pipeline_split={asked}", self.pp_size
-        works = "pipeline_split=" + ":".join(["2", *["1"] * max(1, ranks - 1)])
+        takes_speeds = ranks != -1 and not self.mirrors_stages
+        works = f"pipeline_split={':'.join(['2', *['1'] * (ranks - 1)]) if takes_speeds else 'none'}"
         try:
             speeds = self.split_speeds
         except (ValueError, ZeroDivisionError) as error:
@@ -206,3 +223,24 @@ class PipelineKeys(Sizes):
             refuse(what, "each pipeline rank has a speed above 0", works)
         if speeds is not None and ranks != -1 and len(speeds) != ranks:
             refuse(what, f"{len(speeds)} speeds for pp_size={ranks}", works)
+
+
+def refuse_settings_beside(keys: Sizes, asked: str, taken: Mapping[str, tuple[object, str]], one: str) -> None:
+    """Reject the first setting that another one does not take, and suggest what it takes for all of them.
+
+    Args:
+        asked: the setting that is in force, as it stands in a spec.
+        taken: key -> the value that it takes, and why no other.
+        one: why it takes no `dp_shard`.
+    """
+    found = {name: getattr(keys, name, value) for name, (value, _) in taken.items()}
+    wrong = [name for name, value in found.items() if value not in (taken[name][0], -1)]  # -1 is not known yet
+    ways = [f"{name}={spell(taken[name][0])}" for name in wrong]
+    if keys.dp_shard_size != 1:
+        rest = [axis for axis, size in keys.sizes.items() if size == -1 and axis != "dp_shard"]
+        replicas = -1 if not rest else abs(keys.dp_replicate_size * keys.dp_shard_size)
+        ways.insert(0, f"dp_replicate_size={replicas},dp_shard_size=1")
+    if keys.dp_shard_size > 1:
+        refuse(f"dp_shard_size={keys.dp_shard_size}", f"{asked} {one}", ",".join(ways))
+    for name in wrong:
+        refuse(f"{name}={spell(found[name])}", f"{asked} {taken[name][1]}", ",".join(ways))

@@ -149,7 +149,8 @@ class RolloutKeys(Sizes):
         if address is None:
             return
         if not address.startswith(("http://", "https://")):
-            refuse(f"reference={address}", "is no address", "reference=http://127.0.0.1:8001")
+            works = "reference=http://127.0.0.1:8001" if self.cp_size == 1 else "reference=none"
+            refuse(f"reference={address}", "is no address", works)
         if self.cp_size != 1:
             refuse(f"reference={address}", f"is asked about whole rows, of which cp={self.cp_size} has parts", "cp=1")
 

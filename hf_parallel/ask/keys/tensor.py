@@ -43,7 +43,9 @@ class TensorKeys(Sizes):
             why = "a third dim cuts weights over ranks that read other rows of the batch, which is dp"
             refuse(asked, why, f"tp={rows * cols},tp_mesh={rows}x{cols},dp_shard={deeper[0]}")
         if rows == 1 < cols:
-            refuse(asked, "cuts inputs alone, which sends more than any other shape", f"tp={cols}")
+            refuse(asked, "cuts inputs alone, which sends more than any other shape", f"tp={cols},tp_mesh=none")
+        if rows == cols == 1 != self.tp_size:
+            refuse(asked, "is a grid of one rank", "tp_mesh=none")
         if self.tp_size not in (-1, rows * cols):
             refuse(
                 asked,

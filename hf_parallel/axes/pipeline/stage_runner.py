@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from hf_parallel.ask.session import of_session
 from hf_parallel.axes.axis import Building, HeldRun, RouterBalance
 from hf_parallel.axes.pipeline.batches import collect_fresh_gradients, is_asked_for, tokens_of, without_count
 from hf_parallel.axes.pipeline.part import PipelinePart
@@ -67,12 +68,13 @@ class Pipelines:
         return engine
 
 
-_OF_MESH: WeakKeyDictionary[ParallelMesh, Pipelines] = WeakKeyDictionary()
+class _OfMeshes(WeakKeyDictionary[ParallelMesh, Pipelines]):
+    """The pipelined models of each mesh of the session."""
 
 
 def pipelines_of(mesh: ParallelMesh) -> Pipelines:
     """Return the pipelined models of a mesh; the same object each time."""
-    return _OF_MESH.setdefault(mesh, Pipelines())
+    return of_session(_OfMeshes).setdefault(mesh, Pipelines())
 
 
 class Stage(nn.Module):

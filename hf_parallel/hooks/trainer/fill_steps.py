@@ -24,7 +24,7 @@ def check_trainer_for_fill(trainer: Trainer) -> None:
     """Refuse training of which the bubbles cannot take the curvature.
 
     Raises:
-        SpecError: the trainer has a loss, a step, a precision or an optimizer of such a kind, or a base in 4 bits.
+        SpecError: the trainer has a loss, a step, a precision or an optimizer of such a kind.
     """
     fill, engine = fill_of(trainer), joint_steps.find_engine_of(trainer)
     if fill is None or engine is None:
@@ -40,8 +40,6 @@ def check_trainer_for_fill(trainer: Trainer) -> None:
         refuse(asked, "would see each forward pass twice; gradient_checkpointing=True", "gradient_checkpointing=False")
     if optimizer in joint_steps.FUSED or optimizer.endswith(joint_steps.LAYERWISE):
         refuse(asked, f"optim={optimizer} updates weights in the backward pass", "optim=adamw_torch")
-    if any(type(parameter).__name__ == "Params4bit" for parameter in trainer.model.parameters()):
-        refuse(asked, "reads what layers compute, which a base in 4 bits rounds", "a base in bf16")
     report.say(
         f"{asked} is another algorithm than training in one process: gradients are preconditioned by curvature that "
         f"is up to {2 * fill.interval - 1} steps old (K-FAC in pipeline bubbles, arXiv 2211.14133); {works} has "

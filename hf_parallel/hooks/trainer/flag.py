@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from hf_parallel.ask.replaced import Replaced
+from hf_parallel.ask.session import of_process
 from hf_parallel.hooks.after_import import AfterImport
 from hf_parallel.hooks.trainer.engines import check_engines
 
@@ -34,7 +35,13 @@ REPLACES = tuple(
     Replaced(f"{_MODULE}:TrainingArguments.{name}", *_OF_ALL)
     for name in (NAME, "__init__", "__post_init__", "__annotations__")
 )
-_undo: list[Callable[[], None]] = []
+
+
+class _Installed:
+    """The changes that `install` has made; this process keeps them between layouts."""
+
+    def __init__(self) -> None:
+        self.undo: list[Callable[[], None]] = []
 
 
 def _make_field() -> dataclasses.Field[object]:
@@ -49,13 +56,13 @@ def install_on_import() -> None:
     """Install now if `transformers.training_args` is imported, else right after its import. Imports nothing itself."""
     if hasattr(sys.modules.get(_MODULE), "TrainingArguments"):
         install()
-    elif not _undo and _waiting not in sys.meta_path:
+    elif not of_process(_Installed).undo and _waiting not in sys.meta_path:
         _waiting.wait()
 
 
 def install() -> None:
     """Give `TrainingArguments` and all its present subclasses the field. A second call changes nothing."""
-    if _undo:
+    if of_process(_Installed).undo:
         return
     from transformers.training_args import TrainingArguments
 
@@ -73,7 +80,8 @@ _waiting = AfterImport(_MODULE, install)
 def uninstall_flag() -> None:
     """Take everything back, for classes derived in between too (their `__init__` goes on accepting the keyword)."""
     _waiting.leave()
-    if not _undo:
+    undo = of_process(_Installed).undo
+    if not undo:
         return
     from transformers.training_args import TrainingArguments
 
@@ -81,8 +89,8 @@ def uninstall_flag() -> None:
         fields = cls.__dict__.get("__dataclass_fields__", {})
         if fields.get(NAME) is FIELD:
             del fields[NAME]
-    while _undo:
-        _undo.pop()()
+    while undo:
+        undo.pop()()
 
 
 def _iterate_family(cls: type) -> Iterator[type]:
@@ -112,7 +120,8 @@ def _add_field(cls: type[TrainingArguments]) -> None:
 def _set_on_class(cls: type, name: str, value: object) -> None:
     missing = object()
     before = cls.__dict__.get(name, missing)
-    _undo.append(lambda: delattr(cls, name) if before is missing else setattr(cls, name, before))
+    undo = of_process(_Installed).undo
+    undo.append(lambda: delattr(cls, name) if before is missing else setattr(cls, name, before))
     setattr(cls, name, value)
 
 
