@@ -8,6 +8,7 @@ import pytest
 
 from hf_parallel import cli
 from hf_parallel.ask.config import ParallelConfig
+from hf_parallel.hooks.auto import make_acceptance_test
 from hf_parallel.planner.detect import detect
 from hf_parallel.planner.groups import read_machines
 from tests import models
@@ -214,3 +215,10 @@ def test_cluster_files_that_are_wrong(folder, capsys, tmp_path, text, words):
 
 def test_nothing_fits(folder, capsys):
     assert "nothing fits" in refused(capsys, folder, *WHERE, "--memory", "0.5", code=1)
+
+
+def test_experts_over_more_than_two_data_ranks_are_asked_about():
+    """The engine is asked with few data ranks, which are as many as share experts."""
+    accept = make_acceptance_test(models.deepseek_moe())
+    assert accept(ParallelConfig(dp_shard_size=8, ep_size=4))
+    assert accept(ParallelConfig(dp_shard_size=4, tp_size=2, ep_size=8))
