@@ -4,8 +4,8 @@
     copies         out 1 ───────out 2 ───────out 3               in 3, in 2 ─────in 1 ──────
 
 On a GPU copies run on a stream of their own, from and to pinned memory: out while the next layer computes, in while
-the layer above computes its gradients. Of a checkpointed layer it is the input that goes. Small tensors, weights and
-what is no plain tensor stay.
+the layer above computes its gradients. Of a checkpointed layer its input goes, and what ranks of cp keep of attention.
+Small tensors, weights and what is no plain tensor stay.
 
 The host enqueues a whole forward pass in milliseconds, long before the first copy is done. So the stream that
 computes waits, at the end of layer k, for the copies of layer k - `AHEAD`, and only then the device's tensors of that
@@ -15,14 +15,18 @@ which is free in its order.
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
 from torch import nn
 from torch._subclasses import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
+
+from hf_parallel.ranks import observed
 
 #: What autograd keeps: a tensor itself, or its copy with size and strides.
 Packed: TypeAlias = "torch.Tensor | tuple[Copy, torch.Size, tuple[int, ...]]"
@@ -45,7 +49,7 @@ class Host:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.stream = None if device.type == "cpu" else torch.Stream(device)
-        self.open: list[Kept] = []
+        self.open: list[tuple[Kept, contextlib.ExitStack]] = []
         self.last: Kept | None = None
         self.leaving: deque[Kept] = deque()  # whose tensors the device still holds
         self.coming: list[Copy] = []  # on their way back, and read by nobody yet
@@ -57,14 +61,16 @@ class Host:
             if place == 0 and self.coming:  # a graph that was dropped before its backward
                 self._wait_for_copies()
             self.last = Kept(self, None if place == 0 else self.last, parameters)
-            self.last.hooks.__enter__()
-            self.open.append(self.last)
+            hooks = contextlib.ExitStack()
+            hooks.enter_context(saved_tensors_hooks(self.last.pack, self.last.unpack))
+            hooks.enter_context(observed.note_attention_with(self.last.note))
+            self.open.append((self.last, hooks))
 
     def end(self) -> None:
         """It is done."""
         if self.open:
-            kept = self.open.pop()
-            kept.hooks.__exit__()
+            kept, hooks = self.open.pop()
+            hooks.close()
             kept.copied.clear()
             if self.stream is not None:
                 kept.sent = self.stream.record_event()
@@ -77,7 +83,7 @@ class Host:
         assert kept.sent is not None
         torch.accelerator.current_stream().wait_event(kept.sent)
         for copy in kept.copies:
-            copy.leaving = None
+            copy.let_go()
 
     def show(self, row: torch.Tensor) -> None:
         """Show a new copy to whoever counts memory."""
@@ -119,7 +125,6 @@ class Kept:
         self.copies: list[Copy] = []
         #: Until the layer is done the originals live, or another tensor could come to lie in the same place.
         self.copied: dict[tuple, tuple[Copy, torch.Tensor]] = {}
-        self.hooks = saved_tensors_hooks(self.pack, self.unpack)
         self.sent: torch.Event | None = None  # when all copies are on the host
 
     def pack(self, tensor: torch.Tensor) -> Packed:
@@ -150,6 +155,11 @@ class Kept:
             self.before = None
         return copy.take().as_strided(size, stride)
 
+    def note(self, tensor: torch.Tensor) -> observed.Noted:
+        """Return what a checkpoint keeps of a tensor that attention gave."""
+        packed = self.pack(tensor)
+        return observed.Kept.of(tensor) if isinstance(packed, torch.Tensor) else Away(self, packed)
+
     def _should_go(self, tensor: torch.Tensor) -> bool:
         if type(tensor) not in (torch.Tensor, FakeTensor) or tensor.device.type != self.host.device.type:
             return False
@@ -158,6 +168,23 @@ class Kept:
         memory = tensor.untyped_storage()._cdata
         held = (p for group in self.parameters for p in group.values() if p is not None)
         return all(_identify_memory(parameter) != memory for parameter in held)
+
+
+@dataclass(frozen=True)
+class Away(observed.Noted):
+    """A tensor that a checkpoint keeps on the host."""
+
+    kept: Kept
+    packed: tuple[Copy, torch.Size, tuple[int, ...]]
+
+    @property
+    def unchanged(self) -> bool:
+        """Return whether nothing wrote into the tensor before its copy was done."""
+        return self.packed[0].is_whole
+
+    def again(self) -> torch.Tensor:
+        """Return it on the device."""
+        return self.kept.unpack(self.packed).detach()
 
 
 class Copy:
@@ -169,6 +196,7 @@ class Copy:
         self.back: torch.Tensor | None = None
         self.arrived: torch.Event | None = None
         self.leaving: torch.Tensor | None = None  # kept until the copy is done
+        self.version, self.is_torn = tensor._version, False
         if stream is None:
             self.row = row.clone()
             host.show(self.row)
@@ -179,6 +207,15 @@ class Copy:
         with stream:
             self.row.copy_(row, non_blocking=True)
         self.leaving = row
+
+    @property
+    def is_whole(self) -> bool:
+        """Has nothing written into the tensor while it was copied?"""
+        return not self.is_torn and (self.leaving is None or self.leaving._version == self.version)
+
+    def let_go(self) -> None:
+        """Give the tensor's memory on the device back, once the copy is done."""
+        self.is_torn, self.leaving = not self.is_whole, None
 
     def fetch(self) -> None:
         """Start to copy it back."""

@@ -277,15 +277,11 @@ def count_kept_bytes(block: Block, hidden: int, layout: Layout, job: Job) -> flo
 def count_offloaded_bytes(block: Block, hidden: int, layout: Layout, job: Job) -> float:
     """Return the bytes per token of one block that `activation_offload` sends to the host, on average.
 
-    Of a checkpointed layer its input goes. What attention gave, which ranks of cp keep beside it, stays.
+    Products that `selective` keeps stay on the device.
     """
-    if job.each_recomputed != "full":
-        return count_kept_bytes(block, hidden, layout, job)
-    parts = layout.tp if layout.partition_activations else layout.stream_parts
-    plain = (
-        count_kept_bytes(block, hidden, layout, replace(job, recompute="none")) if job.recomputed_share < 1 else 0.0
+    return count_kept_bytes(
+        block, hidden, layout, replace(job, recompute="full") if job.recompute == "selective" else job
     )
-    return job.recomputed_share * job.stored * hidden / parts + (1 - job.recomputed_share) * plain
 
 
 def _count_all_products(block: Block, hidden: int, layout: Layout, job: Job) -> float:

@@ -308,7 +308,7 @@ class _Rank:
         sent = self.stream if self.layout.pp > 1 else 0.0  # what arrives, or is sent on, is kept
         blocks = self.tokens * self._count_kept(stage, self.job.recompute)
         if self.job.activation_offload:
-            blocks -= self._offloaded(stage) * max(0.0, 1 - LAYERS_ON_DEVICE / max(1, stage.layers))
+            blocks -= self._count_offloaded(stage) * max(0.0, 1 - LAYERS_ON_DEVICE / max(1, stage.layers))
         kept = blocks + sent + kept_logits + self._mask
         return StageBytes(
             kept,
@@ -323,14 +323,13 @@ class _Rank:
         """Bytes of this rank's layers that rest in the host's memory at the fullest moment."""
         if not self.job.activation_offload:
             return 0.0
-        return max(map(self._offloaded, self.stages)) * count_live_forwards(self.layout, self.job)[self.rank]
+        return max(map(self._count_offloaded, self.stages)) * count_live_forwards(self.layout, self.job)[self.rank]
 
-    def _offloaded(self, stage: Stage) -> float:
+    def _count_offloaded(self, stage: Stage) -> float:
         """Bytes of a stage's blocks that go to the host in one forward."""
         hidden, layout = self.shape.hidden, self.layout
-        return self.tokens * sum(
-            n * count_offloaded_bytes(block, hidden, layout, self.job) for block, n in stage.counts
-        )
+        each = (n * count_offloaded_bytes(block, hidden, layout, self.job) for block, n in stage.counts)
+        return self.tokens * sum(each)
 
     def _count_kept(self, stage: Stage, recompute: str) -> float:
         """Bytes per token of a stage's blocks."""

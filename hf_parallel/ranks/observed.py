@@ -208,6 +208,18 @@ class Within:
 #: The stores of the checkpoints around what runs now, the innermost last. No object of the session, whose making would
 #: be part of what torch.compile traces: the next trace would find it made, and compile again.
 _stores: list[Store] = []
+#: What notes tensors of attention in the place of `Kept.of`, for the layers that run now: `activation_offload.py`.
+_notes: list[Callable[[torch.Tensor], Noted]] = []
+
+
+@contextlib.contextmanager
+def note_attention_with(note: Callable[[torch.Tensor], Noted]) -> Iterator[None]:
+    """Let checkpoints inside keep what attention gives as `note` returns it."""
+    _notes.append(note)
+    try:
+        yield
+    finally:
+        _notes.remove(note)
 
 
 def does_keep(kind: str) -> bool:
@@ -231,7 +243,10 @@ def keep_or_compute(compute: Callable[[], Result], kind: str) -> Result:
     finally:
         store.computing -= 1
     if store.used is None:
-        store.results.append(note_result(result))
+        if _notes and kind == ATTENTION:
+            store.results.append(tree_map(lambda one: _notes[-1](one) if torch.is_tensor(one) else one, result))
+        else:
+            store.results.append(note_result(result))
     return result
 
 
@@ -248,8 +263,21 @@ def sum_next() -> Iterator[None]:
             store.summed = None
 
 
+class Noted:
+    """A stand-in for a tensor of a result that a checkpoint keeps."""
+
+    @property
+    def unchanged(self) -> bool:
+        """Return whether its numbers are those of the first run."""
+        raise NotImplementedError
+
+    def again(self) -> torch.Tensor:
+        """Return the tensor; no view, which autograd would guard."""
+        raise NotImplementedError
+
+
 @dataclass(frozen=True)
-class Kept:
+class Kept(Noted):
     """The memory of a tensor without its graph, and whether it has been changed in place since."""
 
     tensor: torch.Tensor
@@ -272,7 +300,7 @@ class Kept:
 
 
 @dataclass(frozen=True)
-class Summed:
+class Summed(Noted):
     """A part of a sum that is kept: zeros without memory stand for it, as long as that sum is as it was."""
 
     shape: torch.Size
@@ -292,7 +320,7 @@ class Summed:
 
 
 def note_result(result: object, store: Store | None = None) -> object:
-    """Return a result to keep, with `Kept` or `Summed` in place of tensors.
+    """Return a result to keep, with `Noted` in place of tensors.
 
     Args:
         store: the store of a checkpoint that is told which results nobody reads again.
@@ -307,9 +335,9 @@ def note_result(result: object, store: Store | None = None) -> object:
 
 def is_unchanged(note: object) -> bool:
     """Return whether no tensor of a kept result was changed in place."""
-    return all(one.unchanged for one in tree_leaves(note) if isinstance(one, Kept | Summed))
+    return all(one.unchanged for one in tree_leaves(note) if isinstance(one, Noted))
 
 
 def give_back(note: object) -> Any:
     """Return the result that was kept."""
-    return tree_map(lambda one: one.again() if isinstance(one, Kept | Summed) else one, note)
+    return tree_map(lambda one: one.again() if isinstance(one, Noted) else one, note)

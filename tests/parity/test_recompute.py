@@ -12,7 +12,13 @@ from tests import activations, loops, models
 from tests.distributed import run
 from tests.training import check_alone
 
-WAYS = ("selective", "every:2", "selective,activation_offload=true", "none,activation_offload=true")
+WAYS = (
+    "selective",
+    "every:2",
+    "selective,activation_offload=true",
+    "none,activation_offload=true",
+    "full,activation_offload=true",
+)
 SPECS = (
     "tp=2",
     "pp=2",

@@ -72,6 +72,7 @@ LAYOUTS = [
     ("llama", "dp_shard=4,dp_replicate=2,activation_checkpointing=full,lean_loss=false", {"rows": 2}),
     ("llama", "dp_shard=8,activation_checkpointing=full", {"rows": 2}),
     ("llama", "dp_shard=8,activation_checkpointing=full,activation_offload=true,tiled_mlp=true", {"rows": 8}),
+    ("llama", "dp_shard=8,activation_checkpointing=selective,activation_offload=true", {"rows": 8}),
     ("llama", "tp=2,dp_shard=4", {"rows": 4, "adapters": 8}),
     ("llama", "pp=2,dp_shard=4,pipeline_microbatches=2", {"rows": 4, "rank": 4}),
     ("llama", "dp_shard=8,hierarchical_shard=4", {"rows": 2}),

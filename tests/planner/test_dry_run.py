@@ -200,16 +200,17 @@ def test_a_hybrid_of_cp_is_named():
     assert {"all_to_all", "send"} <= set(traffic["cp"])
 
 
-def peak_activations(spec):
-    """Bytes of a Llama with seven layers and 16,384 tokens of 64 features in fp32."""
+def peak_activations(spec, world):
+    """Bytes of a Llama with seven layers and 16,384 tokens of 64 features in fp32 on each rank."""
     config = models.CONFIGS["llama"](hidden_size=64, head_dim=16, num_hidden_layers=7)
-    return dry_run(config, spec, world_size=1, rows=4, seq=4096, precision="fp32").peak["activations"]
+    return dry_run(config, spec, world_size=world, rows=4, seq=4096 * world, precision="fp32").peak["activations"]
 
 
-def test_copies_on_the_host_are_no_memory_of_the_device():
-    """Inputs of seven checkpointed layers leave it; two are back at a time."""
+@pytest.mark.parametrize(("spec", "world", "tensors"), [("dp_shard=1", 1, 1), ("cp=2", 2, 2)])
+def test_copies_on_the_host_are_no_memory_of_the_device(spec, world, tensors):
+    """Of seven checkpointed layers the inputs leave it, and under cp what attention gave; two layers' are back."""
     whole, less = (
-        run_alone(peak_activations, f"dp_shard=1,activation_checkpointing=full,activation_offload={on}")
+        run_alone(peak_activations, f"{spec},activation_checkpointing=full,activation_offload={on}", world)
         for on in ("false", "true")
     )
-    assert whole - less >= 5 * 16384 * 64 * 4
+    assert whole - less >= 5 * tensors * 16384 * 64 * 4

@@ -6,11 +6,14 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
+from benchmarks import six_plans
 from hf_parallel import cli
 from hf_parallel.ask.config import ParallelConfig
+from hf_parallel.hooks.auto import make_acceptance_test
 from hf_parallel.planner.detect import detect
 from hf_parallel.planner.groups import read_machines
 from tests import models
+from tests.commands import ROOT
 from tests.distributed import run_alone
 
 SMALL = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 8, "num_attention_heads": 8}
@@ -214,3 +217,27 @@ def test_cluster_files_that_are_wrong(folder, capsys, tmp_path, text, words):
 
 def test_nothing_fits(folder, capsys):
     assert "nothing fits" in refused(capsys, folder, *WHERE, "--memory", "0.5", code=1)
+
+
+def test_experts_over_more_than_two_data_ranks_are_asked_about():
+    """The engine is asked with few data ranks, which are as many as share experts."""
+    accept = make_acceptance_test(models.deepseek_moe())
+    assert accept(ParallelConfig(dp_shard_size=8, ep_size=4))
+    assert accept(ParallelConfig(dp_shard_size=4, tp_size=2, ep_size=8))
+
+
+def cheapest_plan():
+    """The lines of an answer, without what its dry run has."""
+    return list(six_plans.write_answer("8B LoRA on 1 x 24 GB", dry=True))
+
+
+def test_cheapest_of_the_six_plans():
+    """docs/reference/six_plans.md has its layout and memory; planned and counted tensors agree within 2 %."""
+    lines = run_alone(cheapest_plan)
+    page = (ROOT / "docs" / "reference" / "six_plans.md").read_text()
+    spec, figures = next(line for line in lines if "--parallel" in line), next(line for line in lines if "GiB" in line)
+    assert re.search(r"--parallel (\S+)", spec)[1] in page
+    assert figures.strip() in page
+    rank, planned, counted, *_ = lines[-1].strip("| ").split(" | ")
+    assert rank == "0"
+    assert float(planned) == pytest.approx(float(counted), rel=0.02)

@@ -67,6 +67,7 @@ ELSEWHERE = {
     r"hf-parallel export .*--push_to_hub .*": "tests/reliability/test_export.py::test_push_to_hub",
     r"python -m tests.sweep_losses.*": "tests/parity/test_model_losses.py::test_boxes_are_those_of_all_data_ranks",
     r"python -m tests.sweep_experts": "tests/parity/test_expert_models.py::test_one_step",
+    r"python -m benchmarks.six_plans": "tests/planner/test_plan_cli.py::test_cheapest_of_the_six_plans",
     r"python -m benchmarks.planner_held_out .*": (
         "tests/planner/test_published.py::test_memory_of_series_that_are_left_out"
     ),

@@ -10,6 +10,7 @@ from torch import nn
 from torch._C._distributed_c10d import ProcessGroup, Work
 
 from hf_parallel.ask.session import of_process
+from hf_parallel.axes import activation_offload
 from hf_parallel.monitor import collective_record
 from hf_parallel.monitor.clock import HostClock
 from hf_parallel.monitor.collective_record import CollectiveRecord
@@ -134,3 +135,20 @@ def test_a_message_from_anybody(recorded, monkeypatch):
     assert "waits in receive from any rank (dp_shard" in format_hang(
         {2: {"waits": True, "place": "", **recorded.facts()}}
     )
+
+
+def test_results_of_attention_on_the_host(monkeypatch):
+    """A checkpoint is given its numbers back as a tensor of its own, unless they changed while they were copied."""
+    monkeypatch.setattr(activation_offload, "SMALL", 1)
+    kept = activation_offload.Kept(activation_offload.Host(torch.device("cpu")), None, [])
+    tensor = torch.randn(2, 5, 3, 4).transpose(1, 2)
+    noted = kept.note(tensor)
+    again = noted.again()
+    assert torch.equal(again, tensor)
+    assert (again.stride(), again._is_view()) == (tensor.stride(), False)
+    noted.packed[0].leaving = tensor.detach()  # as on a GPU, whose copy is on its way
+    assert noted.unchanged
+    tensor.add_(1)
+    assert not noted.unchanged
+    noted.packed[0].let_go()
+    assert not noted.unchanged
