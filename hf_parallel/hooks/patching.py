@@ -345,7 +345,8 @@ def undo(done: list[Undo]) -> None:
 def list_newer_libraries() -> list[str]:
     """Lines about libraries that every script uses, in versions newer than those the patches were checked on."""
     return [
-        f"{library} {read_library_version(library)} is newer than what this version was checked on ({first} to {last})"
+        f"{library} {read_library_version(library)} is newer than those "
+        f"this version was checked on ({first} to {last})"
         for library, (first, last) in CHECKED.items()
         if library not in OPTIONAL and read_library_version(library).release[:2] > Version(last).release
     ]
