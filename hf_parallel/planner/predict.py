@@ -64,7 +64,7 @@ if TYPE_CHECKING:
 _TILE = 128
 _CLOCK = 1.5e9  # Hz, within a fifth for every GPU of the catalogue
 #: Kernels of a block's forward and backward: of a fused implementation; of Transformers without a compiler, counted by
-#: a profiler (docs/gpu.md), with what tp, shards of FSDP2 and each adapter add.
+#: a profiler (docs/reference/gpu.md), with what tp, shards of FSDP2 and each adapter add.
 _KERNELS = (16, 30)
 _EAGER, _EAGER_TP, _EAGER_SHARDS, _EAGER_ADAPTER = (50, 100), (14, 26), (6, 11), (4, 7)
 #: Ranks that are not in step: once per all-reduce of tp, or per gather and scatter; per all-to-all of ep.

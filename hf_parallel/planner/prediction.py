@@ -194,7 +194,7 @@ def _time(p: Prediction) -> Iterable[str]:
             f"Transformers without a compiler: Python launches a kernel in {e.eager_us:g} us, and a stage takes the "
             f"larger of its and the GPU's time; flash attention at {e.flash or e.attention:.0%} of the peak, sdpa on "
             f"whole rows at {e.cudnn or e.attention:.0%}; {e.eager_passes:g} times the bytes of element-wise kernels "
-            "[docs/gpu.md]"
+            "[docs/reference/gpu.md]"
         )
     for kind, seconds in sorted(p.breakdown.time.items(), key=lambda item: -item[1]):
         yield f"  {kind:<28}{seconds:10.4f} s {seconds / p.step_time_s:7.1%}"

@@ -1,6 +1,6 @@
 """Seconds of Transformers' layers without a compiler: Python launches each kernel; the larger of host and GPU counts.
 
-Measured on one H100 (docs/gpu.md): steps of one process's share, whose collectives move nothing.
+Measured on one H100 (docs/reference/gpu.md): steps of one process's share, whose collectives move nothing.
 """
 
 import dataclasses
