@@ -56,7 +56,7 @@ class Efficiency:
     wait_us: float = 100.0  # per collective that the compute waits for: launch, and ranks that are not in step
     kernel_us: float = 6.0  # of the host, per kernel of a fused implementation
     step_ms: float = 10.0  # of the host, per step
-    # Of models of Transformers without a compiler; measured on an H100 (docs/reference/gpu.md) where nothing else is said.
+    # Of models of Transformers without a compiler; measured on an H100 (docs/reference/gpu.md), if not said otherwise.
     eager_us: float = 40.0  # of the host, per kernel: Python, autograd, hooks
     eager_step_ms: float = 12.0  # of the host, per step: what it waits for and launches outside of the layers
     eager_passes: float = 1.3  # element-wise traffic in multiples of what its kernels read and write
