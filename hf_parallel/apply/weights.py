@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -299,6 +300,8 @@ def _set_declared_rows(end: nn.Embedding | nn.Linear | None, rows: int) -> None:
 
 #: Parameters whose values were taken, and the lines that gave them.
 _taken: Any = WeakIdKeyDictionary()
+#: Parameters from before a model became parallel, whose places others have taken, and their names.
+_replaced: Any = WeakIdKeyDictionary()
 _checked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
@@ -400,13 +403,25 @@ def _are_tied(path: str, new: nn.Parameter, model: nn.Module) -> bool:
     return any(name in others and held is new for name, held in model.named_parameters(remove_duplicate=False))
 
 
+def note_replaced(model: nn.Module, before: Iterable[tuple[str, weakref.ref[nn.Parameter]]]) -> None:
+    """Note which parameters the model had before it became parallel and has no more."""
+    current = {id(parameter) for parameter in model.parameters()}
+    for name, reference in before:
+        parameter = reference()
+        if parameter is not None and id(parameter) not in current:
+            _replaced[parameter] = name
+
+
 def _check_optimizer(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
     """Refuse, at its first step, an optimizer of parameters that no model trains, which would do nothing."""
     if optimizer in _checked:
         return
     _checked.add(optimizer)
     given = {id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
-    for parameter in given.values() if _taken else ():
+    for parameter in given.values():
+        if parameter in _replaced:
+            why = f"it was made before the model became parallel and has its former {_replaced[parameter]}"
+            refuse(type(optimizer).__name__, why, do="make it afterwards, or accelerator.prepare(model, optimizer)")
         if parameter in _taken:
             why = "the model has taken its values, and trains the parameter it has"
             refuse(f"an optimizer of the x in {_taken[parameter]}", why, do="give it model.parameters()")

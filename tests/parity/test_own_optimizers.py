@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Trainer
+from accelerate import Accelerator
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, Trainer
 
 import hf_parallel
 from hf_parallel.hooks import activation
@@ -296,3 +297,39 @@ def test_whole_tensors_and_what_is_refused(initial):
 
     loss, _ = run(assign, 4, init=False)[0]
     none(close("loss", loss, run_alone(alone), NEAR))
+
+
+def steps_of_a_former_optimizer(folder, spec, prepared):
+    """Return the losses of a loop whose optimizer was made before the model became parallel."""
+    if spec:
+        activation.activate(spec, source="test")
+    accelerator = Accelerator(cpu=True)
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(AutoConfig.from_pretrained(folder))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model = accelerator.prepare(model)
+    if prepared:
+        optimizer = accelerator.prepare(optimizer)
+    rows, found = Rows(4, TRAIN_SEED, even=True, length=33)[:4], []
+    for _ in range(2):
+        loss = model(**rows).loss
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+
+@pytest.mark.parametrize("spec", ["dp_shard=2", "tp=2", "pp=2"])
+def test_an_optimizer_of_former_parameters_is_refused(spec, initial):
+    """Under dp_shard it would train nothing, under tp what no rank splits; `prepare` gives it the model's own."""
+    expected = run_alone(steps_of_a_former_optimizer, initial, None, True)
+    for ours in run(steps_of_a_former_optimizer, 2, initial, spec, True, init=False):
+        for step, (one, other) in enumerate(zip(ours, expected, strict=True)):
+            none(close(f"loss {step}", one, other, NEAR))
+
+    def former():
+        with pytest.raises(hf_parallel.SpecError, match="AdamW: it was made before the model became parallel"):
+            steps_of_a_former_optimizer(initial, spec, prepared=False)
+
+    run(former, 2, init=False)

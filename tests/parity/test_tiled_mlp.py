@@ -136,7 +136,7 @@ def test_pieces(drops):
 def test_settings_beside_it(spec, works):
     with pytest.raises(SpecError, match="tiled_mlp=true") as told:
         ParallelConfig.parse(f"{spec},tiled_mlp=true")
-    assert str(told.value).endswith(f"; {works} works")
+    assert str(told.value).endswith(f"{works} works")
     settings = dict(setting.split("=") for setting in f"{spec},tiled_mlp=true,{works}".split(","))
     ParallelConfig.parse(",".join(map("=".join, settings.items())))
 
