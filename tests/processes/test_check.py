@@ -181,7 +181,7 @@ def test_a_rank_of_ours_that_dies_ends_the_others(tmp_path):
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux tells processes that their parent is gone")
 def test_ranks_end_with_the_process_that_started_them(tmp_path):
     rank = f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(600)"
-    code = f"from hf_parallel.check import links; links.start(['-c', {rank!r}], links.environments(1, 0))"
+    code = f"from hf_parallel.check import links; links.start_ranks(['-c', {rank!r}], links.make_environments(1, 0))"
     launcher = subprocess.Popen([sys.executable, "-c", code])
     end = time.monotonic() + 90
     while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
