@@ -7,7 +7,7 @@ QUIET = """
 import os, warnings, logging
 os.environ["TRANSFORMERS_VERBOSITY"] = "info"
 from hf_parallel.cli import runner
-runner.be_quiet()
+runner.silence_other_ranks()
 warnings.warn("a warning")
 logging.getLogger("library").warning("a line")
 logging.getLogger("library").error("an error")
