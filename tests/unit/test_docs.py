@@ -23,6 +23,7 @@ ELSEWHERE = {
     r"(hf-parallel|torchrun -m hf_parallel.cli) plan .*--(cluster|detect).*": (
         "tests/planner/test_mixed_clusters.py::test_the_command"
     ),
+    r"python -m tests\.prove\.table --kind clean.*": "tests/prove/test_faults.py::test_clean",
     r"python -m tests\.memory_table": "tests/planner/test_memory_table.py::test_pages_say_what_the_results_say",
     r"python -m tests\.cuda.*|python -m pytest tests/cuda": "tests/cuda/test_layouts.py::test_data_parallelism",
     r"python -m pytest -q tests/unit/\S+": "tests/unit/test_config.py::test_grids_that_are_none_of_the_ranks",
