@@ -101,7 +101,7 @@ def messages_sent(spec: str, folder: str, out: str, kind: type) -> tuple[int, in
     sent: list[object] = []
     trainer, _ = script(folder, out, 3, kind=kind)
     batches = [dict(batch) for batch in trainer.get_train_dataloader()]
-    for place, name in ((refused_batches, "_sum_without_trainer"), (refused_batches.messages, "gather")):
+    for place, name in ((refused_batches, "_sum_without_trainer"), (refused_batches.messages, "gather_objects")):
         original = getattr(place, name)
         setattr(place, name, lambda *given, original=original: (sent.append(given), original(*given))[1])
     for batch in batches:
