@@ -116,7 +116,7 @@ class Mirror:
     def run(self, calls: list[ScheduledCall]) -> Ran:
         """Run the micro-batches of all calls, half of them each way."""
         engine, parts = self.engine, Parts(calls)
-        self._refresh()
+        own = self._refresh()
         engine.services.before_run(True, calls[0].tokens)
         engine.latest_count = len(parts)
         scale_loss = engine.services.scale_loss
@@ -137,7 +137,7 @@ class Mirror:
             finally:
                 for _, stage, _ in ways:
                     stage.work, stage.autocast = None, contextlib.nullcontext
-        self._hand_over(fresh)
+        self._hand_over(fresh, [tensor for one, tensor in own if one.trained])
         of_calls = parts.losses(losses, engine.mesh.device)
         dist.all_reduce(of_calls, group=engine.group)  # both ends of the pipeline have computed some
         return Ran(list(of_calls.unbind()), fresh, scale)
@@ -210,8 +210,12 @@ class Mirror:
             for held, leaf, empty in former:
                 held[leaf] = empty
 
-    def _refresh(self) -> None:
-        """Send the weights that train to their mirror; all of the stage where anything else has changed."""
+    def _refresh(self) -> list[tuple[Sent, torch.Tensor]]:
+        """Send the weights that train to their mirror; all of the stage where anything else has changed.
+
+        Returns:
+            the tensors of this rank's stage, each once.
+        """
         own, state = self._own_tensors(), self._adapters()
         changed = [(one, id(tensor), get_stored(tensor).data_ptr(), tensor._version) for one, tensor in own]
         frozen = [entry if not entry[0].trained else entry[:2] for entry in changed]
@@ -225,6 +229,7 @@ class Mirror:
         take = [get_stored(v.detach()) for _, v in self.copies if v.requires_grad or stamps != self.stamps]
         self._exchange(give, take)
         self.stamps = stamps
+        return own
 
     def _adapters(self) -> object:
         switch = self.engine.services.adapters
@@ -297,14 +302,13 @@ class Mirror:
 
     # ---- gradients -------------------------------------------------------------------------------------------------
 
-    def _hand_over(self, fresh: Fresh) -> None:
-        """Send the mirror's gradients to their owner, and add to `fresh` what the own stage's mirror has found."""
+    def _hand_over(self, fresh: Fresh, own: list[torch.Tensor]) -> None:
+        """Send the mirror's gradients to their owner, and add to `fresh` what the mirror of `own` has found."""
         trained = [value for _, value in self.copies if value.requires_grad]
         gradients = [value.grad for value in trained]
         for value in trained:
             value.grad = None
         places = {id(parameter): number for number, (parameter, _) in enumerate(fresh)}
-        own = [tensor for one, tensor in self._own_tensors() if one.trained]
         given = torch.tensor([gradient is not None for gradient in gradients], dtype=torch.uint8)
         taken = torch.zeros(len(own), dtype=torch.uint8)
         self._exchange([given], [taken], self.engine.control)
