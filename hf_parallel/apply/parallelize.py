@@ -21,7 +21,7 @@ from hf_parallel.apply.methods import (
     replace_methods_around,
     share_own,
 )
-from hf_parallel.apply.weights import note_replaced, refuse_exchanged, take_exchanged
+from hf_parallel.apply.weights import note_former_parameters, refuse_exchanged, take_exchanged
 from hf_parallel.ask.config import ParallelConfig
 from hf_parallel.ask.keys.data import MEASURED
 from hf_parallel.ask.spec import refuse
@@ -133,9 +133,8 @@ def parallelize(
     plan = resolve(mesh.config, with_devices)
     if pack is not None:
         pack.check(model, plan)
-    before = [(name, weakref.ref(parameter)) for name, parameter in model.named_parameters()]
-    apply(model, plan, mesh, pack)
-    note_replaced(model, before)
+    with note_former_parameters(model):
+        apply(model, plan, mesh, pack)
     return model
 
 

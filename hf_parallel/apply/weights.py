@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -300,8 +301,8 @@ def _set_declared_rows(end: nn.Embedding | nn.Linear | None, rows: int) -> None:
 
 #: Parameters whose values were taken, and the lines that gave them.
 _taken: Any = WeakIdKeyDictionary()
-#: Parameters from before a model became parallel, whose places others have taken, and their names.
-_replaced: Any = WeakIdKeyDictionary()
+#: Parameters whose places in a parallel model others have taken -> (model, name); kept alive only by their holders.
+former_parameters: Any = WeakIdKeyDictionary()
 _checked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
@@ -403,13 +404,16 @@ def _are_tied(path: str, new: nn.Parameter, model: nn.Module) -> bool:
     return any(name in others and held is new for name, held in model.named_parameters(remove_duplicate=False))
 
 
-def note_replaced(model: nn.Module, before: Iterable[tuple[str, weakref.ref[nn.Parameter]]]) -> None:
-    """Note which parameters the model had before it became parallel and has no more."""
-    current = {id(parameter) for parameter in model.parameters()}
+@contextlib.contextmanager
+def note_former_parameters(model: nn.Module) -> Iterator[None]:
+    """Note which parameters the model has no more after what runs inside. None of them is kept alive for it."""
+    before = [(name, weakref.ref(parameter)) for name, parameter in model.named_parameters()]
+    yield
+    model_reference, current = weakref.ref(model), {id(parameter) for parameter in model.parameters()}
     for name, reference in before:
         parameter = reference()
         if parameter is not None and id(parameter) not in current:
-            _replaced[parameter] = name
+            former_parameters[parameter] = (model_reference, name)
 
 
 def _check_optimizer(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
@@ -419,8 +423,8 @@ def _check_optimizer(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
     _checked.add(optimizer)
     given = {id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
     for parameter in given.values():
-        if parameter in _replaced:
-            why = f"it was made before the model became parallel and has its former {_replaced[parameter]}"
+        if parameter in former_parameters:
+            why = f"it was made before the model became parallel and has its former {former_parameters[parameter][1]}"
             refuse(type(optimizer).__name__, why, do="make it afterwards, or accelerator.prepare(model, optimizer)")
         if parameter in _taken:
             why = "the model has taken its values, and trains the parameter it has"

@@ -7,7 +7,6 @@ import copy
 import functools
 import os
 import types
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -17,10 +16,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor
-from torch.utils.weak import WeakIdKeyDictionary
 from transformers.utils import ModelOutput
 
 from hf_parallel.apply.parallelize import clip_together, parallelize
+from hf_parallel.apply.weights import former_parameters, note_former_parameters
 from hf_parallel.ask.keys.layers import check_compiled
 from hf_parallel.ask.spec import refuse
 from hf_parallel.axes.compile import compile_layers
@@ -171,20 +170,15 @@ def prepare(original: Callable, self: Accelerator, *args: object, **kwargs: obje
     return original(self, *args, **kwargs)
 
 
-#: Parameters from before a model became parallel -> (model, name); kept alive only by those who still hold them.
-_former = WeakIdKeyDictionary()
-
-
 def make_parallel(model: nn.Module) -> None:
-    """`parallelize` on the active mesh, remembering which parameters its new ones replace."""
-    before = list(model.named_parameters())
+    """`parallelize` on the active mesh, noting by the model's own names which parameters the new ones replace."""
     make = functools.partial(parallelize, mesh=runtime.mesh())
-    if hasattr(model, "peft_config"):
-        make_parallel_below(model, make)
-    else:
-        make(model)
+    with note_former_parameters(model):
+        if hasattr(model, "peft_config"):
+            make_parallel_below(model, make)
+        else:
+            make(model)
     runtime.equalise_within_model()
-    _remember_replaced(model, before)
 
 
 def take_late_modules(model: nn.Module) -> None:
@@ -192,18 +186,10 @@ def take_late_modules(model: nn.Module) -> None:
 
     Each data rank would train it on its own examples alone.
     """
-    state, before = runtime.find_parallel_state(model), list(model.named_parameters())
+    state = runtime.find_parallel_state(model)
     if state is not None and state.mesh.config.sharing_size > 1:
-        add_late_parameters(state.root, state.mesh)
-        _remember_replaced(model, before)
-
-
-def _remember_replaced(model: nn.Module, before: list[tuple[str, nn.Parameter]]) -> None:
-    """Remember which parameters of `model` have taken the places of those it had `before`."""
-    reference, current = weakref.ref(model), dict(model.named_parameters())
-    for name, parameter in before:
-        if current.get(name) is not parameter:  # of a model inside one that was parallel already it is the same
-            _former[parameter] = (reference, name)
+        with note_former_parameters(model):
+            add_late_parameters(state.root, state.mesh)
 
 
 def follow_parameters(optimizer: torch.optim.Optimizer) -> None:
@@ -214,8 +200,8 @@ def follow_parameters(optimizer: torch.optim.Optimizer) -> None:
         kept = []
         for parameter in group["params"]:
             current = parameter
-            if parameter in _former:
-                reference, name = _former[parameter]
+            if parameter in former_parameters:
+                reference, name = former_parameters[parameter]
                 current, replaced = dict(reference().named_parameters()).get(name), True
             if current is not None:
                 kept.append(current)
