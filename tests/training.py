@@ -25,7 +25,7 @@ from transformers import AutoConfig, PrinterCallback, Trainer, TrainerCallback, 
 from hf_parallel.hooks import activation
 from tests import models
 from tests.distributed import run, run_alone
-from tests.rows import data, pad
+from tests.rows import Rows, data, pad
 
 GLOBAL_BATCH = 8
 TRAIN_SEED, EVAL_SEED = 11, 12
@@ -169,6 +169,25 @@ def arguments_of(
         **{"logging_steps": 1, "save_strategy": "no", "report_to": [], "disable_tqdm": True, "use_cpu": True},
     }
     return kind(out, **{**given, **changes})
+
+
+def make_trainer(
+    spec: str,
+    out: str,
+    kind: type[Trainer],
+    changes: dict[str, Any],
+    options: dict[str, Any],
+    check_late: Callable[[Trainer], object] | None = None,
+) -> None:
+    """Run a script until its trainer is made. `check_late` sees fp16, which CPUs refuse earlier under any layout."""
+    activate(spec)
+    arguments = arguments_of(out)
+    for name, value in changes.items():
+        setattr(arguments, name, value)
+    trainer = kind(model=models.build("llama"), args=arguments, train_dataset=Rows(8, 3), **options)
+    if check_late is not None:
+        trainer.args.fp16 = True
+        check_late(trainer)
 
 
 def trainer_of(

@@ -12,8 +12,7 @@ from hf_parallel.hooks.trainer import joint_steps
 from hf_parallel.plans.examine import examine
 from tests import models
 from tests.distributed import RankFailure, run
-from tests.rows import Rows
-from tests.training import OwnTrainer, activate, arguments_of, own_loss
+from tests.training import OwnTrainer, make_trainer, own_loss
 
 CHIMERA = "pipeline_schedule=chimera"
 
@@ -95,30 +94,18 @@ def test_models(name):
     assert problems[0].endswith("pipeline_schedule=1f1b works")
 
 
-def start(out: str, kind: type[Trainer], changes: dict, options: dict, late: bool = False) -> None:
-    """A script until its trainer is made."""
-    activate(f"pp=2,{CHIMERA}")
-    arguments = arguments_of(out)
-    for name, value in changes.items():
-        setattr(arguments, name, value)
-    trainer = kind(model=models.build("llama"), args=arguments, train_dataset=Rows(8, 3), **options)
-    if late:
-        trainer.args.fp16 = True  # on CPUs it is refused before, with any layout
-        joint_steps.check_mirrored_trainer(trainer)
-
-
 @pytest.mark.parametrize(
     ("kind", "changes", "options", "late", "said"),
     [
-        (OwnTrainer, {}, {}, False, "a script's own runs on one"),
-        (Trainer, {}, {"compute_loss_func": own_loss}, False, "a script's own runs on one"),
-        (Trainer, {"label_smoothing_factor": 0.1}, {}, False, "a script's own runs on one"),
-        (Trainer, {"optim": "lomo"}, {}, False, "optim=lomo"),
-        (Trainer, {}, {}, True, "fp16=True; bf16=True works"),
+        (OwnTrainer, {}, {}, None, "a script's own runs on one"),
+        (Trainer, {}, {"compute_loss_func": own_loss}, None, "a script's own runs on one"),
+        (Trainer, {"label_smoothing_factor": 0.1}, {}, None, "a script's own runs on one"),
+        (Trainer, {"optim": "lomo"}, {}, None, "optim=lomo"),
+        (Trainer, {}, {}, joint_steps.check_mirrored_trainer, "fp16=True; bf16=True works"),
     ],
     ids=["compute_loss", "compute_loss_func", "label smoothing", "lomo", "fp16"],
 )
 def test_trainers(tmp_path, kind, changes, options, late, said):
     with pytest.raises(RankFailure, match=f"{CHIMERA}: .* works") as failure:
-        run(start, 2, str(tmp_path), kind, changes, options, late, init=False)
+        run(make_trainer, 2, f"pp=2,{CHIMERA}", str(tmp_path), kind, changes, options, late, init=False)
     assert said in str(failure.value)

@@ -14,8 +14,7 @@ from hf_parallel.axes.pipeline.schedules import choose_schedule
 from hf_parallel.hooks.trainer import delayed_steps
 from tests import models
 from tests.distributed import RankFailure, run
-from tests.rows import Rows
-from tests.training import OwnTrainer, Script, activate, arguments_of, own_loss
+from tests.training import OwnTrainer, Script, make_trainer, own_loss
 
 SCHEDULE = "pipeline_schedule=pipedream_2bw"
 STASHED = "pipeline_schedule=pipedream"
@@ -67,18 +66,6 @@ def test_auto_never_picks_it(count):
     assert not choose_schedule(config, 16, False).startswith("pipedream")
 
 
-def start(spec: str, out: str, kind: type[Trainer], changes: dict, options: dict, late: bool = False) -> None:
-    """A script until its trainer is made."""
-    activate(spec)
-    arguments = arguments_of(out)
-    for name, value in changes.items():
-        setattr(arguments, name, value)
-    trainer = kind(model=models.build("llama"), args=arguments, train_dataset=Rows(8, 3), **options)
-    if late:
-        trainer.args.fp16 = True  # on CPUs it is refused before, with any layout
-        delayed_steps.check_trainer_for_delay(trainer)
-
-
 class OwnStep(Trainer):
     """A user's subclass."""
 
@@ -100,17 +87,27 @@ class OwnStep(Trainer):
 )
 def test_trainers_that_cannot(tmp_path, kind, changes, options, said):
     with pytest.raises(RankFailure, match="pipeline_schedule=pipedream_2bw") as failure:
-        run(start, 2, f"pp=2,{SCHEDULE}", str(tmp_path), kind, changes, options, init=False)
+        run(make_trainer, 2, f"pp=2,{SCHEDULE}", str(tmp_path), kind, changes, options, init=False)
     assert said in str(failure.value)
     assert " works" in str(failure.value)
     if not changes.get("optim"):  # such an optimizer comes from a package of its own
         return
-    run(start, 2, f"pp=2,{SCHEDULE}", str(tmp_path), kind, {"optim": "adamw_torch"}, options, init=False)
+    run(make_trainer, 2, f"pp=2,{SCHEDULE}", str(tmp_path), kind, {"optim": "adamw_torch"}, options, init=False)
 
 
 def test_fp16_cannot(tmp_path):
     with pytest.raises(RankFailure, match="pipeline_schedule=pipedream_2bw: .*fp16=True; bf16=True works"):
-        run(start, 2, f"pp=2,{SCHEDULE}", str(tmp_path), Trainer, {}, {}, True, init=False)
+        run(
+            make_trainer,
+            2,
+            f"pp=2,{SCHEDULE}",
+            str(tmp_path),
+            Trainer,
+            {},
+            {},
+            delayed_steps.check_trainer_for_delay,
+            init=False,
+        )
 
 
 @pytest.mark.parametrize("schedule", [SCHEDULE, STASHED])
