@@ -29,7 +29,6 @@ from hf_parallel.ranks.mesh import check_alike
 from hf_parallel.ranks.observed import ATTENTION, COLLECTIVE, Store, Within, give_back, is_unchanged, note_result
 
 if TYPE_CHECKING:
-    from torch import nn
     from torch._ops import OpOverload
     from transformers import PreTrainedModel
     from transformers.modeling_layers import GradientCheckpointingLayer

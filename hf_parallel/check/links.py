@@ -264,9 +264,8 @@ def _try_collective(group: dist.ProcessGroup, name: str, device: torch.device, p
         seconds, second = measure_collective(group, name, device, payload, _FEW)
     except (RuntimeError, ValueError, NotImplementedError) as error:
         text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        off_its_device = (
-            dist.get_backend(group) == "gloo" and device.type != "cpu"
-        )  # which takes a few operations only
+        # Which takes a few operations only.
+        off_its_device = dist.get_backend(group) == "gloo" and device.type != "cpu"
         known = isinstance(error, NotImplementedError) or any(word in str(error) for word in _UNAVAILABLE)
         if not known and not off_its_device:
             raise

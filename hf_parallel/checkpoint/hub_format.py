@@ -22,9 +22,6 @@ from hf_parallel.ranks import messages
 from hf_parallel.ranks.mesh import ParallelMesh
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from torch import nn
     from transformers import PreTrainedModel
 
 

@@ -38,8 +38,6 @@ from hf_parallel.model.anatomy import get_stored_order
 from hf_parallel.ranks.mesh import ParallelMesh, get_stored
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from huggingface_hub import StateDictSplit
     from transformers import PreTrainedModel
     from transformers.core_model_loading import WeightConverter, WeightRenaming

@@ -79,9 +79,8 @@ def _install() -> None:
     packages = ["peft", "bitsandbytes"]
     if "bitsandbytes" in sys.modules:
         undo_list.append(apply_when_imported(packages.pop(), _iterate_library_patches("bitsandbytes")))
-    undo_list.append(
-        apply_when_imported("peft", _iterate_library_patches(*packages))
-    )  # it imports bitsandbytes itself
+    # PEFT imports bitsandbytes itself.
+    undo_list.append(apply_when_imported("peft", _iterate_library_patches(*packages)))
 
 
 def _iterate_library_patches(*packages: str) -> Iterator[Patch]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -15,10 +14,6 @@ from hf_parallel.hooks import runtime
 from hf_parallel.hooks.patching import patch
 from hf_parallel.hooks.trainer import means
 from hf_parallel.model.calls import get_held_tokens
-
-if TYPE_CHECKING:
-    import torch
-
 
 # ---- Files of the Hub while no Hub answers: transformers asks for half a minute before it says so -------------------
 

@@ -21,7 +21,6 @@ from hf_parallel.model.calls import find_keywords_of_loss
 from hf_parallel.model.families import BACKBONES, Backbone
 
 if TYPE_CHECKING:
-    from torch import nn
     from transformers import PretrainedConfig, PreTrainedModel
 
 
@@ -178,9 +177,8 @@ def has_own_parameters(module: nn.Module) -> bool:
 def get_text_config(model: PreTrainedModel) -> PretrainedConfig:
     """Return the config of the text part, or of a model of images alone, such as CLIP's with a head."""
     config = model.config
-    if (
-        find_text_part(model) is model
-    ):  # nothing inside that names itself the base: the config may be of more than is there
+    # Nothing inside names itself the base: the config may be of more than is there.
+    if find_text_part(model) is model:
         config = next((child.config for child in model.children() if hasattr(child, "config")), config)
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 

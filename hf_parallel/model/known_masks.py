@@ -19,7 +19,7 @@ from hf_parallel.ask.session import of_session
 from hf_parallel.model.calls import bind_arguments_of, compute_targets_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
     from torch import nn
 

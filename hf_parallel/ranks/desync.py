@@ -428,9 +428,8 @@ def watch() -> None:
     answering = of_process(Answering)
     if answering.detector is not None or dist.get_world_size() == 1 or dist.get_backend() == "fake":
         return
-    name = messages.send_from_one(
-        lambda: uuid.uuid4().hex
-    )  # a store may hold what an earlier start of the run has left
+    # A store may hold what an earlier start of the run has left.
+    name = messages.send_from_one(lambda: uuid.uuid4().hex)
     # A connection of its own: the default one is taken while a thread waits in the store, as `new_group` does.
     default: Any = dist.distributed_c10d._get_default_store()
     store = dist.PrefixStore(f"{_ROOM}/{name}", default.clone())

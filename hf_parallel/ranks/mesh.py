@@ -192,9 +192,8 @@ class ParallelMesh:
     def grid(self) -> DeviceMesh:
         """Return the ranks of tp by rows and columns, with the root of `tp`: FSDP2 joins meshes of one root only."""
         sizes = self.config.tp_row_size, self.config.tp_col_size
-        options: Any = make_urgent_options(
-            self.device
-        )  # torch makes these groups, not `Groups`, of which it can take none
+        # Torch makes these groups, not `Groups`, of which it can take none.
+        options: Any = make_urgent_options(self.device)
         return self["tp"]._unflatten(0, sizes, TP_AXES, dict.fromkeys(TP_AXES, options) if options else None)
 
     def tp_blocks(self, size: int) -> dist.ProcessGroup:

@@ -15,7 +15,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,10 +23,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from hf_parallel.ask.replaced import Replaced
 from hf_parallel.ask.session import of_process
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
 
 #: Methods of ProcessGroup and what they do; torch 2.13 has renamed some.
 KINDS = {

@@ -287,9 +287,8 @@ def can_use_registries(model: nn.Module) -> bool:
 def _read_head_width(config: PretrainedConfig) -> int:
     heads = getattr(config, "num_attention_heads", None) or 1
     hidden = getattr(config, "hidden_size", 128 * heads) if isinstance(heads, int) else None
-    return read_head_width_of(config) or (
-        hidden // heads if isinstance(hidden, int) else 128
-    )  # SegFormer lists its blocks'
+    # SegFormer has a list of hidden sizes, one per block.
+    return read_head_width_of(config) or (hidden // heads if isinstance(hidden, int) else 128)
 
 
 def _find_obstacle(model: nn.Module, config: PretrainedConfig) -> str | None:

@@ -21,9 +21,7 @@ from hf_parallel.axes.data.units import get_groups_of, iterate_parameter_groups,
 from hf_parallel.axes.data.zero import lend
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
-    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ParamModuleInfo
+    from torch.distributed.fsdp._fully_shard._fsdp_param import ParamModuleInfo
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
     from hf_parallel.ranks.mesh import ParallelMesh

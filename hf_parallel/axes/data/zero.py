@@ -53,7 +53,6 @@ from hf_parallel.ranks.mesh import ParallelMesh, get_stored
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
-    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
     from transformers import PreTrainedModel
 
 
@@ -128,9 +127,8 @@ def _gather_early(model: nn.Module, head: FSDPModule, backbone: nn.Module, block
 
     def gather_unless_done(*_: object) -> None:
         if all(group._training_state != TrainingState.POST_BACKWARD for group in get_groups_of(head)):
-            gather_unit(
-                head
-            )  # gradients of outputs that come after the head's, as of router logits, must leave it freed
+            # Gradients of outputs that come after the head's, as of router logits, must leave it freed.
+            gather_unit(head)
 
     def gather_in_backward(module: nn.Module, args: tuple, output: object) -> None:
         held = vars(output) if dataclasses.is_dataclass(output) and not isinstance(output, dict) else output

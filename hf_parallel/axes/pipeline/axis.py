@@ -12,7 +12,6 @@ if TYPE_CHECKING:
 
     from hf_parallel.ask.config import ParallelConfig
     from hf_parallel.axes.axis import Building
-    from hf_parallel.axes.pipeline.part import StageFacts
     from hf_parallel.model.anatomy import Anatomy
 
 

@@ -29,8 +29,6 @@ from hf_parallel.axes.pipeline.part import PipelinePart, list_layer_ranges
 from hf_parallel.model.anatomy import Backbone
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from transformers import PreTrainedModel
 
 

@@ -49,9 +49,6 @@ from hf_parallel.ranks import all_reduce, copy_to_group
 from hf_parallel.ranks.local import cast_as_autocast, get_autocast_dtype, get_local
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import nn
     from transformers import PreTrainedModel
 
     from hf_parallel.ranks.differentiable import Context

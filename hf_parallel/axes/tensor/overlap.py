@@ -39,9 +39,8 @@ def multiply_row_overlapped(
     x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup, sequence_parallel: bool
 ) -> torch.Tensor:
     """x […, s, in / n] Wᵀ summed over ranks: […, s, out], or this rank's part of the sequence […, s / n, out]."""
-    x = cast_as_autocast(
-        x
-    )  # weights are cast again in the backward: a copy would be kept beside one that lives anyway
+    # Weights are cast again in the backward: a copy would be kept beside one that lives anyway.
+    x = cast_as_autocast(x)
     kept: list[Context] = []
     # The way of a gradient to x must not lead to the weight too, or who asks for one would get both.
     x = _Keep.apply(x, weight.detach() if x.requires_grad else weight, weight.requires_grad, kept)

@@ -284,9 +284,8 @@ def apply_vocab_parallel(
         if style not in ("embedding_rowwise", "colwise_gather_output"):
             continue
         module = model.get_submodule(name)
-        region = Region(
-            module, mesh.get_group(), SequenceParallelFlag(False), overlap=overlap
-        )  # whole sequences on both sides
+        # Sequences are whole on both sides.
+        region = Region(module, mesh.get_group(), SequenceParallelFlag(False), overlap=overlap)
         if style == "embedding_rowwise":
             _split_embedding(module, mesh, device, region)
         else:

@@ -43,7 +43,6 @@ from hf_parallel.ranks import assert_all_ranks
 from hf_parallel.ranks.local import WholeWhenRead, get_local, whole_when_read
 
 if TYPE_CHECKING:
-    import torch
     from accelerate import Accelerator, LocalSGD
 
     from hf_parallel.apply.parallelize import ParallelState

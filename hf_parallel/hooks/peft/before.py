@@ -26,7 +26,6 @@ from hf_parallel.model.anatomy import has_tied_embedding
 from hf_parallel.ranks.mesh import ParallelMesh
 
 if TYPE_CHECKING:
-    import torch
     from peft import LoraConfig, LoraModel, PeftConfig, PeftModel
     from peft.tuners.tuners_utils import BaseTuner
     from torch import nn

@@ -32,7 +32,6 @@ from hf_parallel.model.calls import bind_by_name
 if TYPE_CHECKING:
     from peft.tuners.lora import LoraLayer
     from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
-    from torch import nn
     from transformers import PreTrainedModel
 
 # ---- Switching adapters: a script does it on the last stage of a pipeline, and the other stages follow --------------

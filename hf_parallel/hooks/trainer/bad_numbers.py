@@ -27,7 +27,7 @@ from hf_parallel.monitor.first_bad import Finding, Search, format_findings
 from hf_parallel.ranks import messages
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, Trainer, TrainerControl, TrainerState, TrainingArguments
+    from transformers import PreTrainedModel, TrainerControl, TrainerState, TrainingArguments
 
 
 # ---- What a trainer counts beside its loss, where a pipeline computes the loss of a batch in parts ------------------

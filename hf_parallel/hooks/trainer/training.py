@@ -36,7 +36,6 @@ from hf_parallel.hooks.trainer import (
     losses,
     token_budget,
 )
-from hf_parallel.hooks.trainer import evaluation as ragged
 from hf_parallel.hooks.trainer.checkpoints import has_failed, is_writing, record_of, wait_for_save
 from hf_parallel.hooks.trainer.noise import draw_noise_of_examples
 from hf_parallel.hooks.trainer.refused_batches import check_batch, count_targets_of_step
@@ -49,16 +48,14 @@ from hf_parallel.monitor.session import list_known_groups
 from hf_parallel.ranks import messages
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
     from transformers import PreTrainedModel, Trainer, TrainerControl, TrainerState, TrainingArguments
 
 
 # ---- What all ranks decide on together at the end of a step ---------------------------------------------------------
 # - SIGTERM (a job that is preempted, a node that is drained): all ranks save after the same step, and end.
-# - A save in the background is whole: what follows it (`on_save` callbacks, uploads) follows on all ranks. It has
-# failed
-#   on one of them: all of them end.
+# - A save in the background is whole: what follows it (`on_save` callbacks, uploads) follows on all ranks. Where it
+#   has failed on one of them, all of them end.
 #
 # Agreed on beside the optimizer's step, in three numbers.
 #
@@ -313,7 +310,7 @@ def get_batch_samples(
     begin_profiled_step(self)
     hangs.mark_phase("the data loader")
     with monitoring.measure_reading(self):
-        batches = ragged.without_repeats(self, epoch_iterator)
+        batches = evaluation.without_repeats(self, epoch_iterator)
         read = functools.partial(original, self, batches, num_batches, device)
         samples = delayed_steps.read_step(self, epoch_iterator, read)
     monitoring.count_samples(samples[0])
@@ -342,13 +339,12 @@ def training_step(
     else:
         delayed_steps.announce_steps(self, model, inputs)
     looked_at = bad_numbers.watch_micro_batch(model, inputs, args, kwargs)
-    inputs, step = ragged.open_evaluation_batch(inputs)
+    inputs, step = evaluation.open_evaluation_batch(inputs)
     check_batch(inputs)
     noise = draw_noise_of_examples(self, inputs)
     runtime.compare_batches(model, inputs, "training")
-    absent = runtime.count_as_absent(
-        step.real_rows == 0
-    )  # on each stage, and where layers run again for their backward
+    # It holds on each stage, and where layers run again for their backward.
+    absent = runtime.count_as_absent(step.real_rows == 0)
     weighed = runtime.mark_weighed_by_trainer()
     small = monitoring.measure_small_batch(inputs, step.real_rows)
     timed = monitoring.measure_phase(COMPUTE)

@@ -36,7 +36,6 @@ from hf_parallel.ranks.mesh import get_stored
 from hf_parallel.rollouts.reference import ask_server, decode_scores
 
 if TYPE_CHECKING:
-    from torch import nn
     from transformers import PreTrainedModel, Trainer, TrainingArguments
     from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 

@@ -19,7 +19,6 @@ import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -43,10 +42,6 @@ from hf_parallel.axes.pipeline.engine import run_calls
 from hf_parallel.axes.pipeline.joint import JointStep
 from hf_parallel.model.calls import note_unread_logits
 from hf_parallel.ranks.mesh import EXPERT_AXES
-
-if TYPE_CHECKING:
-    import torch.distributed as dist
-
 
 #: Starts of names of torch's collectives, in-place, functional and coalesced ones alike.
 _KINDS = {
