@@ -131,9 +131,13 @@ def _iterate_parameters_of_stage(
     """Yield the parameters of this stage; print a line when a script first goes through them after a step.
 
     A script that freezes them, or gives them to an optimizer or to `clip_grad_norm_`, has what it needs.
+
+    Raises:
+        NotImplementedError: a script's loss has gone through all of them, as for a penalty of weights.
     """
     frame, model = sys._getframe(1), pipeline.model
-    if any(stage.has_run for stage in pipeline.stages) and not frame.f_code.co_filename.startswith(LIBRARIES):
+    of_script = not frame.f_code.co_filename.startswith(LIBRARIES)
+    if any(stage.has_run for stage in pipeline.stages) and of_script:
         size = pipeline.mesh.size("pp")
         line = (
             f"model.{original.__name__}() of a script that trains with pp_size={size} has those of one stage, and "
@@ -144,6 +148,11 @@ def _iterate_parameters_of_stage(
             place = f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
             print(f"hf_parallel: {place}: {line}", file=sys.stderr, flush=True)
     yield from original(module, *args, **kwargs)
+    if of_script and pipeline.pipelines.session is not None:
+        raise NotImplementedError(
+            f"hf_parallel: the script's loss goes through model.{original.__name__}(), of which the last stage has "
+            "its own alone; pp_size=1 works"
+        )
 
 
 def _apply_to_model(model: PreTrainedModel, fn: Callable, *args: object, **kwargs: object) -> object:

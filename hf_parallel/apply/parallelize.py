@@ -21,7 +21,13 @@ from hf_parallel.apply.methods import (
     replace_methods_around,
     share_own,
 )
-from hf_parallel.apply.weights import note_former_parameters, refuse_exchanged, take_exchanged
+from hf_parallel.apply.weights import (
+    note_former_parameters,
+    refuse_exchanged,
+    refuse_gradients_of_gradients,
+    refuse_hooked,
+    take_exchanged,
+)
 from hf_parallel.ask.config import ParallelConfig
 from hf_parallel.ask.keys.data import MEASURED
 from hf_parallel.ask.spec import refuse
@@ -153,13 +159,17 @@ def apply(model: nn.Module, plan: Plan, mesh: ParallelMesh, pack: Packing | None
     pipeline = cast("PipelineEngine | None", building.pipeline)
     state = ParallelState(plan, mesh, root, OneBatch(mesh), pipeline, list(plan.notes))
     watch()
+    take_exchanged()  # first: an optimizer is looked at with the parameters that it was given
     step_on_local_parts()
-    take_exchanged()
     tied = dict(getattr(model, "all_tied_weights_keys", None) or {})
     vars(model).update(_hf_parallel=state, _hf_parallel_tied_keys=tied)
     replace_methods(model, mesh, pipeline, functools.partial(parallelize, mesh=mesh))
     if root is model and state.config.sharing_size > 1:
         model.register_forward_pre_hook(refuse_exchanged, prepend=True)
+    if state.config.sharing_size > 1 or pipeline is not None:
+        model.register_forward_pre_hook(functools.partial(refuse_hooked, root), prepend=True)
+    if pipeline is None and state.config.world_size > 1:
+        model.register_forward_hook(refuse_gradients_of_gradients)
     _compare_batches(model, state)
     if state.mesh.size("tp") > 1 and state.config.sharing_size == 1:
         _equalise_late_modules(model, mesh)

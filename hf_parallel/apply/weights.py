@@ -6,7 +6,7 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, Placement
 from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.nn.utils.parametrize import is_parametrized
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -40,6 +41,7 @@ from hf_parallel.ranks import assert_all_ranks
 from hf_parallel.ranks.mesh import ParallelMesh, get_stored, place_as
 
 if TYPE_CHECKING:
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
     from torch.optim import Optimizer
     from transformers import PreTrainedModel
 
@@ -406,14 +408,60 @@ def _are_tied(path: str, new: nn.Parameter, model: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def note_former_parameters(model: nn.Module) -> Iterator[None]:
-    """Note which parameters the model has no more after what runs inside. None of them is kept alive for it."""
+    """Note which parameters the model has no more after what runs inside. None of them is kept alive for it.
+
+    Raises:
+        SpecError: a script has hooked the gradient of one of them.
+    """
     before = [(name, weakref.ref(parameter)) for name, parameter in model.named_parameters()]
     yield
     model_reference, current = weakref.ref(model), {id(parameter) for parameter in model.parameters()}
     for name, reference in before:
         parameter = reference()
         if parameter is not None and id(parameter) not in current:
+            if _is_hooked(parameter):
+                _refuse_hook(*name.rpartition(".")[::2])
             former_parameters[parameter] = (model_reference, name)
+
+
+def refuse_hooked(root: nn.Module, model: nn.Module, args: tuple) -> None:
+    """Refuse hooks that a script has put on gradients: FSDP2 calls none, a pipeline calls them per micro-batch."""
+    there = [(module, leaf, p) for module in root.modules() for leaf, p in module._parameters.items() if p is not None]
+    for group in iterate_parameter_groups(root):
+        for held in group.fsdp_params:  # of which the module may have a gathered copy
+            there.append((held._module_info.module, held._module_info.param_name, held.sharded_param))
+    for module, leaf, parameter in there:
+        if _is_hooked(parameter):
+            _refuse_hook(next((path for path, inner in model.named_modules() if inner is module), ""), leaf)
+
+
+def _is_hooked(parameter: nn.Parameter) -> bool:
+    """Return whether a script has put hooks on the parameter's gradient; some of the layout are its own."""
+    tables: tuple[Any, ...] = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
+    hooks = [getattr(hook, "func", hook) for table in tables for hook in (table or {}).values()]
+    return any(not getattr(hook, "__module__", "").startswith("hf_parallel.") for hook in hooks)
+
+
+def _refuse_hook(module: str, leaf: str) -> NoReturn:
+    why = "sharded weights call no hooks, and pipelines call them once per micro-batch"
+    how = "change p.grad before the optimizer's step: in a callback's on_pre_optimizer_step, or after the backward"
+    refuse(f"a hook on the gradient of {module}.{leaf}", why, do=how)
+
+
+def refuse_gradients_of_gradients(model: nn.Module, args: tuple, output: object) -> None:
+    """Refuse a backward pass that is to be differentiated again, of which sharded and split layers are not capable."""
+
+    def refuse_graph(gradient: torch.Tensor) -> None:
+        if torch.is_grad_enabled():
+            raise NotImplementedError(
+                "hf_parallel: create_graph=True: the gradient of a gradient is not computed over ranks; one process "
+                "works, and so does the difference of the gradients of two passes"
+            )
+
+    held = dict.values(output) if isinstance(output, dict) else output if isinstance(output, tuple) else (output,)
+    for tensor in held if torch.is_grad_enabled() else ():  # as they lie there: logits that nobody reads stay parts
+        if torch.is_tensor(tensor) and tensor.requires_grad:
+            tensor.register_hook(refuse_graph)
 
 
 def _check_optimizer(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
@@ -429,6 +477,7 @@ def _check_optimizer(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
         if parameter in _taken:
             why = "the model has taken its values, and trains the parameter it has"
             refuse(f"an optimizer of the x in {_taken[parameter]}", why, do="give it model.parameters()")
+    _refuse_strays(optimizer, given)
     for model in list_parallel_models():
         state: Any = model._hf_parallel
         if state.mesh.config.sharing_size == 1:
@@ -443,12 +492,34 @@ def _check_optimizer(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
         refuse(type(optimizer).__name__, why, do="make it before the model runs, or after loss.backward()")
 
 
+def _refuse_strays(optimizer: Optimizer, given: dict[int, torch.Tensor]) -> None:
+    """Refuse parameters beside a model's that are in no model, where data ranks would each train their own."""
+    models = [model for model in list_parallel_models() if cast(Any, model)._hf_parallel.mesh.data_size > 1]
+    known = {id(parameter) for model in models for parameter in model.parameters()}
+    known |= {id(held.sharded_param) for model in models for held in _iterate_held(model)}
+    stray = next((parameter for key, parameter in given.items() if key not in known), None)
+    if stray is not None and known & given.keys():
+        why = "it is in no parallel model: each data rank would train its own by its own examples"
+        how = "make it a parameter of the model before that is made parallel"
+        refuse(f"a parameter of {tuple(stray.shape)} in {type(optimizer).__name__}", why, do=how)
+
+
+def _iterate_held(model: nn.Module) -> Iterator[FSDPParam]:
+    for group in iterate_parameter_groups(cast(Any, model)._hf_parallel.root):
+        yield from group.fsdp_params
+
+
 def refuse_exchanged(model: nn.Module, args: tuple) -> None:
     """Refuse parameters put into a module's own table, before the next gather of its weights would undo it."""
     for group in iterate_parameter_groups(model):
-        for held in group.fsdp_params if group._reset_sharded_params else ():
+        for held in group.fsdp_params:
             module, name = held._module_info.module, held._module_info.param_name
             there = module._parameters.get(name)
+            if there is None and is_parametrized(module, name):
+                what = f"a parametrization of {_name_parameter(module, name, [model])}"
+                refuse(what, "its weight is shared out already", do="register it before the model is made parallel")
+            if not group._reset_sharded_params:
+                continue
             if there is None or not Held(group, held, "").knows(there):
                 why = "it was put there past the module, and the next gather would undo it"
                 refuse(

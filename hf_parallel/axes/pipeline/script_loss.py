@@ -12,7 +12,7 @@ import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import torch
@@ -49,6 +49,10 @@ _OTHERWISE = (
     "hf_parallel: the loss called its models otherwise than in its first step; in a pipeline every step must call the "
     "same ones in the same order, with the same arguments"
 )
+_OTHER_LOSS = (
+    "hf_parallel: the script's loss is computed in another way than in former steps, and is neither a sum nor a mean "
+    "over the examples of its batch any more; pp_size=1 works, and so does a loss that is so from the first step on"
+)
 
 Loss = Callable[[Batch], torch.Tensor]
 Quietly = Callable[[], contextlib.AbstractContextManager]
@@ -73,6 +77,7 @@ class Plan:
     calls: list[Call]
     cut: Cut
     logs: bool = False  # does it log, too?
+    kinds: dict[frozenset, Cut] = field(default_factory=dict)  # by the operations of a loss that was tried
 
     @property
     def main(self) -> int:
@@ -128,12 +133,14 @@ class Prepared(Session):
     def __init__(self, engine: StageRunner, answers: list[Answer]) -> None:
         super().__init__(engine)
         self.answers = list(answers)
+        self.seen: list[ModelOutput] = []
 
     def answer(self, engine: StageRunner, kwargs: Batch) -> ModelOutput:
         if not self.answers:
             raise RuntimeError(_OTHERWISE)
         ready = self.answers.pop(0)
-        return ready(engine, kwargs) if callable(ready) else ready
+        self.seen.append(ready(engine, kwargs) if callable(ready) else ready)
+        return self.seen[-1]
 
     def check_end(self) -> None:
         """Raise if the script made fewer calls than before."""
@@ -147,23 +154,41 @@ def _test_cuts(engine: StageRunner, batch: Batch, made: list[Made], loss_of: Los
     disturbed = _disturb_batch(engine, batch, generator)
     outputs = [_disturb_output(one.output, generator) for one in made]
     with torch.no_grad():
-        whole = Prepared(engine, outputs).run(lambda: loss_of(dict(disturbed))).float()
-        return torch.tensor([_does_cut_hold(cut, whole, engine, disturbed, outputs, loss_of) for cut in CUTS]).float()
+
+        def compute(answers: list[Answer], part: Batch) -> torch.Tensor:
+            return Prepared(engine, answers).run(functools.partial(loss_of, part))
+
+        whole = compute(list(outputs), dict(disturbed)).float()
+        counts = [_count_parts(cut, count_rows(batch), engine.config) for cut in CUTS]
+        held = [
+            bool(count) and _does_cut_hold(cut, count, whole, disturbed, outputs, compute)
+            for cut, count in zip(CUTS, counts, strict=True)
+        ]
+        return torch.tensor(held).float()
+
+
+def _count_parts(cut: Cut, rows: int, config: ParallelConfig) -> int:
+    """Return the number of micro-batches of so many rows; 0 where they cannot be cut so."""
+    if rows % cut.rows or not can_be_cut(rows // cut.rows, config):
+        return 0
+    return count_micro_batches(rows // cut.rows, config)
 
 
 def _does_cut_hold(
-    cut: Cut, whole: torch.Tensor, engine: StageRunner, batch: Batch, outputs: list[ModelOutput], loss_of: Loss
+    cut: Cut,
+    count: int,
+    whole: torch.Tensor,
+    batch: Batch,
+    outputs: list[ModelOutput],
+    compute: Callable[[list[Answer], Batch], torch.Tensor],
 ) -> bool:
+    """Is `whole` what the losses of `count` parts make? `compute`: the loss of a batch by answers."""
     rows = count_rows(batch)
-    if rows % cut.rows or not can_be_cut(rows // cut.rows, engine.config):
-        return False
-    count = count_micro_batches(rows // cut.rows, engine.config)
     picked = [_pick_micro_batches(output, count, cut.rows, rows) for output in outputs]
     total = torch.zeros_like(whole)
     for i, part in enumerate(split_examples(batch, count, cut.rows, rows)):
-        session = Prepared(engine, [parts[i] for parts in picked])
         try:
-            total += session.run(functools.partial(loss_of, part)).float() / (count if cut.mean else 1)
+            total += compute([parts[i] for parts in picked], part).detach().float() / (count if cut.mean else 1)
         except (RuntimeError, ValueError, IndexError):  # the script cannot compute a loss of such a part
             return False
     # The noise sets other ways of cutting apart by far more than bf16 rounds.
@@ -256,6 +281,7 @@ def run_plan(
     plan: Plan,
     batch: Batch,
     loss_of: Loss,
+    try_loss_of: Loss,
     quietly: Quietly,
     counts: bool = True,
     share: float = 1.0,
@@ -263,6 +289,7 @@ def run_plan(
     """The loss of a batch, scheduled; its backward hands over the gradients, which are known by then.
 
     Args:
+        try_loss_of: `loss_of`, of which nothing remains in the script.
         share: how much the loss of this data rank weighs in the average of all.
     """
     rows, cut, device = count_rows(batch), plan.cut, engine.mesh.device
@@ -272,25 +299,93 @@ def run_plan(
     with count_over_whole_batch(engine, batch, counts, share):
         calls, items = _make_main_calls(engine, plan, parts, beside, loss_of, quietly), engine.items
 
-        def loss_of_part(part: Batch) -> torch.Tensor:
-            with use_given_count(engine, items):  # the batch may run with others
-                return loss_of(part)
-
         def run(view: StageView, hidden: torch.Tensor | None, i: int) -> torch.Tensor:
             if view.index != engine.last_index:
                 with restore_described_state(engine, calls[i]):
                     return engine.layers(view, hidden, calls[i].arguments(parts[i], device))
-            session = Prepared(
-                engine, _make_answers(engine, plan, parts[i], [outputs[i] for outputs in beside], hidden)
+
+            def compute(answers: list[Answer], part: Batch, loss_of: Loss) -> tuple[torch.Tensor, Prepared]:
+                session = Prepared(engine, answers)
+                with session.active(), use_given_count(engine, items):  # the batch may run with others
+                    loss = engine.enter(view, functools.partial(session.answer, engine), lambda: loss_of(part))
+                session.check_end()
+                return loss, session
+
+            answers = _make_answers(engine, plan, parts[i], [outputs[i] for outputs in beside], hidden)
+            loss, session = compute(answers, dict(parts[i]), loss_of)
+            found = _find_cut_of_part(
+                plan, parts[i], session.seen, loss, engine, lambda given, part: compute(given, part, try_loss_of)[0]
             )
-            with session.active():
-                loss = engine.enter(
-                    view, functools.partial(session.answer, engine), lambda: loss_of_part(dict(parts[i]))
-                )
-            session.check_end()
-            return loss * (share / count if cut.mean else share)
+            return loss * (share / count if found.mean else share)
 
         return run_scheduled(engine, count, tokens_of(calls[0].arguments(parts[0], device)), run)
+
+
+def _find_cut_of_part(
+    plan: Plan,
+    part: Batch,
+    outputs: list[ModelOutput],
+    loss: torch.Tensor,
+    engine: StageRunner,
+    compute: Callable[[list[Answer], Batch], torch.Tensor],
+) -> Cut:
+    """Return how the losses of micro-batches make that of the batch, which a script may change from step to step.
+
+    The operations of a loss tell one way of computing it from another. A new one is tried on the micro-batch and a
+    copy of it, both disturbed.
+
+    Args:
+        compute: the loss of a batch by these answers, in the last stage, of which nothing else remains.
+
+    Raises:
+        RuntimeError: it is neither their sum nor their mean.
+    """
+    kind = _list_operations(loss, {output["last_hidden_state"].grad_fn for output in outputs})
+    if kind in plan.kinds:
+        return plan.kinds[kind]
+    rows, generator = count_rows(part), torch.Generator().manual_seed(0)
+    each = plan.cut.rows
+    double = _disturb_batch(engine, _double_examples(part, each, rows), generator)
+    answers = []
+    for output in outputs:
+        twice = _double_examples({"hidden": output["last_hidden_state"]}, each, rows)["hidden"]
+        answers.append(_disturb_output(_with_hidden(output, twice), generator))
+    with engine.mesh.fork_random_state():  # with gradients, for which a script may ask
+        whole = compute(list(answers), dict(double)).detach().float()
+        cuts = (plan.cut, dataclasses.replace(plan.cut, mean=not plan.cut.mean))
+        found = [cut for cut in cuts if _does_cut_hold(cut, 2, whole, double, answers, compute)]
+    if not found and bool(whole):
+        raise RuntimeError(_OTHER_LOSS)
+    if not found:  # a loss of zero, as of no targets, tells nothing
+        return plan.cut
+    return plan.kinds.setdefault(kind, found[0])
+
+
+def _double_examples(batch: Batch, rows_each: int, rows: int) -> Batch:
+    """Return a batch with each example once more, as `split_examples` would cut it in two."""
+    doubled = dict(batch)
+    for key, value in batch.items():
+        size = len(value) if isinstance(value, list) or (torch.is_tensor(value) and value.dim()) else None
+        blocks = rows_each if size == rows else 1 if size == rows // rows_each else 0
+        if blocks and size:
+            each = size // blocks
+            pieces = [value[block * each : (block + 1) * each] for block in range(blocks) for _ in range(2)]
+            doubled[key] = (
+                torch.cat(pieces) if torch.is_tensor(value) else [item for piece in pieces for item in piece]
+            )
+    return doubled
+
+
+def _list_operations(loss: torch.Tensor, ends: set) -> frozenset:
+    """Return the kinds of operations between the outputs of a model and the loss of them."""
+    found, known, waiting = set(), set(ends), [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in known:
+            known.add(node)
+            found.add((node.name(), getattr(node, "_saved_reduction", None)))
+            waiting += [after for after, _ in node.next_functions]
+    return frozenset(found)
 
 
 def _run_calls_beside(

@@ -47,6 +47,9 @@ if TYPE_CHECKING:
 def find_sequence_obstacle(model: nn.Module, styles: dict[str, str]) -> str | None:
     """Why this model cannot hold parts of the sequence between its regions, or None if it can."""
     part = find_text_part(model)
+    for key in ("layerdrop", "encoder_layerdrop", "decoder_layerdrop"):
+        if getattr(part.config, key, 0):
+            return f"{key}={getattr(part.config, key)} skips layers at random, at which sequences are cut and joined"
     for stack in find_stacks(model):
         reader, owner = find_reader_of_stack(part, stack), part.get_submodule(stack.name.rpartition(".")[0])
         if reader is None or "input_ids" not in inspect.signature(reader.forward).parameters:

@@ -176,9 +176,13 @@ def _compute_scheduled_loss(
         logged.extend(result["logged"])
         return result["loss"]
 
+    def try_loss_of(part: dict) -> torch.Tensor:
+        with _undo_counts(trainer):
+            return call(part)["loss"]
+
     quietly = functools.partial(_undo_counts, trainer)
     joining, share = _join_losses_of_parts(trainer, loss_of), record.step.share
-    loss = run_plan(engine, plan, dict(inputs), joining, quietly, counts=counts, share=share)
+    loss = run_plan(engine, plan, dict(inputs), joining, try_loss_of, quietly, counts=counts, share=share)
     if announces:
         record.joint_logs.append(logged)
     elif plan.logs:

@@ -1,0 +1,165 @@
+"""What scripts do with gradients that a layout does not show them: hooks, penalties, parameters of their own, losses
+that change from step to step. Each has the numbers of one process, or is refused in words.
+"""
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
+
+from tests.distributed import RankFailure
+from tests.rows import Rows
+from tests.training import TRAIN_SEED, Script, activate, fit, train, trainer_of
+
+ODD = {"num_hidden_layers": 3, "vocab_size": 515}
+
+
+class ByTurns(Trainer):
+    """A sum over targets in one step, a mean over everything in the next."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        outputs = model(**inputs)
+        odd = torch.is_grad_enabled() and self.state.global_step % 2
+        loss = outputs.logits.float().pow(2).mean() if odd else outputs.loss
+        return (loss, outputs) if return_outputs else loss
+
+
+class NeitherByTurns(ByTurns):
+    """A product with the number of rows, which is no way to cut a batch."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        if torch.is_grad_enabled() and self.state.global_step % 2:
+            loss = loss * len(inputs["labels"]) ** 2
+        return (loss, outputs) if return_outputs else loss
+
+
+class Penalised(Trainer):
+    """A pull of all weights to where they began (L2-SP)."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        if not hasattr(self, "former"):
+            self.former = {name: p.detach().clone() for name, p in model.named_parameters()}
+        outputs = model(**inputs)
+        loss = outputs.loss + sum((p - self.former[name]).pow(2).sum() for name, p in model.named_parameters())
+        return (loss, outputs) if return_outputs else loss
+
+
+class GradientPenalty(Trainer):
+    """The squared gradient of the embeddings is a part of the loss."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        embeds = model.get_input_embeddings()(inputs["input_ids"])
+        outputs = model(inputs_embeds=embeds, labels=inputs["labels"])
+        (gradient,) = torch.autograd.grad(outputs.loss, embeds, create_graph=True)
+        return outputs.loss + gradient.pow(2).sum()
+
+
+class Temperature(Trainer):
+    """Trains a number that is in no model."""
+
+    def create_optimizer(self, *args):
+        self.temperature = nn.Parameter(torch.ones(()))
+        super().create_optimizer(*args)
+        self.optimizer.add_param_group({"params": [self.temperature], "lr": 0.5})
+        return self.optimizer
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        outputs = model(**inputs)
+        logits = outputs.logits[:, :-1].float() / self.temperature
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), inputs["labels"][:, 1:].flatten())
+        return (loss, outputs) if return_outputs else loss
+
+
+def mask_gradient(model):
+    weight = model.get_input_embeddings().weight
+    weight.register_hook(lambda gradient: gradient * (torch.arange(len(gradient)) >= 500)[:, None])
+
+
+def halve_gradients(model):
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            parameter.register_post_accumulate_grad_hook(_halve)
+
+
+def _halve(parameter):
+    parameter.grad.mul_(0.5)
+
+
+def attend_eagerly(model):
+    model.set_attn_implementation("eager")  # the gradient of sdpa has none of its own
+
+
+def parametrise(model):
+    nn.utils.parametrize.register_parametrization(model.model.layers[1].mlp.down_proj, "weight", nn.Tanh())
+
+
+class Halves(TrainerCallback):
+    """What the refusal of hooks names: gradients are changed before the optimizer's step."""
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.grad.mul_(0.5)
+            elif "embed_tokens" in name:
+                parameter.grad[:500] = 0
+
+
+def script(spec, out, folder, kind=Trainer, change=None, callbacks=()):
+    ranks = activate(spec)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    if change is not None:
+        change(model)
+    rows = Rows(22, TRAIN_SEED, length=33)
+    return fit(*trainer_of(model, out, ranks, None, kind, callbacks=callbacks, train_dataset=rows))
+
+
+@pytest.mark.parametrize("spec", ["pp=2", "pp=2,dp_shard=2", "tp=2,pp=2", "dp_shard=2"])
+def test_a_loss_that_is_a_sum_and_a_mean_by_turns(runs, spec):
+    """Micro-batches' losses are added, or averaged, as the step has it; once all were added: eight times too much."""
+    runs.compare(script, spec, runs.initial("llama", **ODD), ByTurns)
+
+
+@pytest.mark.parametrize("spec", ["tp=2", "dp_shard=2", "pp=2"])
+def test_gradients_changed_before_the_step(runs, spec):
+    """The way that the refusal of hooks names."""
+    runs.compare(script, spec, runs.initial("llama", **ODD), Trainer, None, (Halves(),))
+
+
+REFUSED = {
+    "a mask on a gradient": ((Trainer, mask_gradient), "dp_shard=2", "a hook on the gradient of .*embed_tokens"),
+    "a mask beside tp": ((Trainer, mask_gradient), "tp=2,dp_shard=2", "a hook on the gradient of .*embed_tokens"),
+    "a mask per micro-batch": ((Trainer, mask_gradient), "pp=2", "a hook on the gradient of .*embed_tokens"),
+    "a hook after the backward": ((Trainer, halve_gradients), "pp=2", "a hook on the gradient of .*norm"),
+    "a parametrization": ((Trainer, parametrise), "dp_shard=2", "a parametrization of model.layers.1.mlp.down_proj"),
+    "all weights of a stage": ((Penalised,), "pp=2", "goes through model.named_parameters.*pp_size=1 works"),
+    "a gradient's gradient": ((GradientPenalty, attend_eagerly), "dp_shard=2", "create_graph=True"),
+    "a gradient's gradient of parts": ((GradientPenalty, attend_eagerly), "tp=2", "create_graph=True"),
+    "a number of the script's own": ((Temperature,), "dp_shard=2", r"a parameter of \(\) in SGD"),
+    "a loss that is neither": ((NeitherByTurns,), "pp=2", "neither a sum nor a mean"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_would_train_on_other_numbers_is_refused(runs, case):
+    """Once these were ignored in silence, or died in torch."""
+    arguments, spec, told = REFUSED[case]
+    with pytest.raises(RankFailure, match=told):
+        runs.compare(script, spec, runs.initial("llama", **ODD), *arguments)
+
+
+@pytest.mark.parametrize("spec", ["tp=2", "pp=2"])
+def test_a_number_of_the_scripts_own_trains_where_all_see_the_same_rows(runs, spec):
+    """On one data rank every rank computes its whole gradient."""
+    runs.compare(script, spec, runs.initial("llama", **ODD), Temperature)
+
+
+@pytest.mark.parametrize("model", ["opt", "bart"])
+def test_layers_left_out_at_random(runs, model):
+    """The first or the last layer is where sequences would be cut and joined: they stay whole."""
+    initial = runs.initial(model, **({"layerdrop": 0.5} if model == "opt" else {"encoder_layerdrop": 0.5}))
+    runs.compare(train_dropped, "tp=2", model, initial)
+
+
+def train_dropped(spec, out, model, folder):
+    return train(Script(model=model), folder, out, activate(spec))
