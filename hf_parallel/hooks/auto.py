@@ -20,7 +20,7 @@ from hf_parallel.ask.spec import refuse
 from hf_parallel.hooks import logits_read
 from hf_parallel.hooks.patching import Patch, Undo, apply_patches, apply_when_imported, around, undo
 from hf_parallel.hooks.trainer.settings import OF_BATCHES, is_evaluating
-from hf_parallel.hooks.transformers import cached_files
+from hf_parallel.hooks.transformers import ask_hub, cached_files
 from hf_parallel.model.calls import bind_by_name
 
 if TYPE_CHECKING:
@@ -129,6 +129,7 @@ def _make_auto_patches() -> list[Patch]:
     model = "transformers.modeling_utils:PreTrainedModel.from_pretrained"
     return [
         Patch("transformers.utils.hub:cached_files", around(cached_files), "waits for the Hub"),
+        Patch("huggingface_hub.utils._http:http_backoff", around(ask_hub), "waits for the Hub", copies=True),
         Patch(model, around(_choose_at_from_pretrained), "shows the model that a layout is chosen for"),
         Patch("transformers.trainer:Trainer.__init__", around(_choose_at_trainer), "shows a model built in code"),
         Patch("accelerate.accelerator:Accelerator.prepare", around(_choose_at_prepare), "shows a model of a loop"),

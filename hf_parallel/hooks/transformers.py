@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 
 import torch
+from huggingface_hub import constants
 from torch import nn
 
 from hf_parallel.ask import hub
@@ -41,6 +42,17 @@ def cached_files(
     except OSError as error:
         advice = hub.suggest_model(str(path_or_repo_id)) or "load it once, or give a folder with the model"
         raise OSError(str(error)) from SpecError(f"{path_or_repo_id}: {reason}; {advice}")
+
+
+@patch("huggingface_hub.utils._http:http_backoff", "tries again for 23 seconds while no Hub answers", copies=True)
+def ask_hub(original: Callable, method: str, url: str, **kwargs: object) -> object:
+    """Ask the Hub once while nothing accepts a connection: adapters and data sets are looked for without transformers.
+
+    The error is huggingface_hub's own, and so is what its caller makes of it.
+    """
+    if method in ("HEAD", "GET") and url.startswith(constants.ENDPOINT) and hub.why_no_hub_answers():
+        kwargs["max_retries"] = 0
+    return original(method, url, **kwargs)
 
 
 # ---- NEFTune: noise on embeddings, of a size that follows from how many tokens an example has -----------------------

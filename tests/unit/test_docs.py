@@ -41,7 +41,7 @@ ELSEWHERE = {
     r"hf-parallel check.*": "tests/processes/test_check.py::test_four_ranks",
     r"torchrun .* -m hf_parallel.cli check": "tests/unit/test_launched.py::test_slurm",
     r"hf_parallel\.notebook_launcher\(.*": "tests/parity/test_notebook.py::test_a_cell_trains_as_in_one_process",
-    r"torchrun .* -m swift.cli.sft .*": "tests/processes/test_runner.py::test_module",
+    r".*torchrun .* -m (swift\.cli|llamafactory|axolotl\.cli)\..*": "tests/processes/test_runner.py::test_module",
     r"kubectl apply .*|docker build .*": "tests/processes/test_clusters.py::test_manifests_agree",
     r"sky jobs launch .*": "tests/processes/test_clusters.py::test_a_pod_starts_torchrun_and_the_runner",
     r'pip install "hf-parallel.*|hf-parallel recipe run .*': (
@@ -51,7 +51,7 @@ ELSEWHERE = {
     r"hf-parallel recipe push .*": "tests/unit/test_recipe_cli.py::test_push_writes_the_file_and_a_section",
     r"python benchmarks/first_step.py": "tests/processes/test_recipe_cli.py::test_a_new_users_path",
     r"pip install --no-index.*": "tests/unit/test_gpu_parts.py::test_an_environment_from_a_folder_of_wheels",
-    r"pip install (\.|.hf-.*|axolotl.*)": "tests/unit/test_docs.py::test_an_installation_has_what_the_pages_call",
+    r"pip install (\.|.\.\[.*|.hf-.*|axo.*)": "tests/unit/test_docs.py::test_an_installation_has_what_the_pages_call",
     r"torchrun --nnodes=1:2 .*|export TORCH_.*": "tests/reliability/test_elastic.py::test_as_undisturbed",
     r"torchrun --max-restarts=3": "tests/reliability/test_restarts.py::test_two_lost_ranks_change_nothing",
     r"hf-parallel launch --ray .*--min_processes .*": "tests/reliability/test_ray.py::test_a_lost_node",

@@ -5,14 +5,16 @@ import json
 import re
 import socket
 import time
+import types
 
 import pytest
 from huggingface_hub import constants
+from huggingface_hub.utils import http_backoff
 
 from hf_parallel import cli
 from hf_parallel.ask import hub
 from hf_parallel.ask.spec import SpecError, check_model_name, locate_spec_file
-from hf_parallel.hooks.transformers import cached_files
+from hf_parallel.hooks.transformers import ask_hub, cached_files
 from tests.commands import ROOT
 
 MODEL = "meta-llama/Llama-3.1-8B"
@@ -146,3 +148,21 @@ def test_scripts_do_not_wait_either(no_hub):
 def test_scripts_with_a_hub_are_left_alone(a_hub):
     given = {"revision": "main", "local_files_only": False}
     assert cached_files(original, "acme/none", ["config.json"], **given) == given
+
+
+def test_adapters_and_data_sets_do_not_wait(no_hub, monkeypatch):
+    """PEFT and datasets ask huggingface_hub itself: it tries once, and its own error is raised."""
+    pauses = []
+    monkeypatch.setattr("huggingface_hub.utils._http.time", types.SimpleNamespace(sleep=pauses.append))
+    with pytest.raises(Exception, match="refused"):
+        ask_hub(http_backoff, "HEAD", f"{constants.ENDPOINT}/datasets/acme/none/resolve/main/README.md")
+    assert not pauses
+
+
+@pytest.mark.parametrize(("method", "url"), [("PUT", "{}/acme"), ("GET", "http://elsewhere.invalid/acme")])
+def test_other_requests_are_tried_again(no_hub, method, url):
+    assert ask_hub(lambda *_, **kwargs: kwargs, method, url.format(constants.ENDPOINT)) == {}
+
+
+def test_a_hub_that_answers_is_asked_again(a_hub):
+    assert ask_hub(lambda *_, **kwargs: kwargs, "GET", f"{constants.ENDPOINT}/acme") == {}
