@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -76,14 +76,20 @@ class Record:
 
     def write(self, path: Path) -> None:
         """Write the record; `read` reads it in another process."""
-        torch.save(asdict(self), path)
+        torch.save(self, path)
 
     @classmethod
     def read(cls, path: Path) -> Record:
-        """Read the record of another process."""
-        values: dict[str, Any] = torch.load(path, weights_only=True)
-        values["steps"] = [Step(**{**step, "gradients": _sample_all(step["gradients"])}) for step in values["steps"]]
-        return cls(**{**values, "weights": _sample_all(values["weights"])})
+        """Read the record of another process.
+
+        Raises:
+            TypeError: the file holds something else.
+        """
+        with torch.serialization.safe_globals([Record, Step, Sample]):
+            record = torch.load(path, weights_only=True)
+        if not isinstance(record, cls):
+            raise TypeError(f"a record of this version is no {type(record).__name__}")
+        return record
 
     def step(self, number: int) -> Step:
         """The numbers of an optimizer step, which counts from 0."""
@@ -105,10 +111,6 @@ class Record:
         """Add a note, once."""
         if text not in self.notes:
             self.notes.append(text)
-
-
-def _sample_all(values: dict[str, dict[str, Any]]) -> dict[str, Sample]:
-    return {name: Sample(**value) for name, value in values.items()}
 
 
 @torch.no_grad()
