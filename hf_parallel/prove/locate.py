@@ -148,6 +148,8 @@ def describe_suspect(
         return "training is right and the saved files are not: look at what the script saves, and on which rank"
     if kinds == {"prediction"} and _does_only_padding_differ(ranks, alone, 1):
         return "training and metrics are right: predictions at padding differ, which this layout computes otherwise"
+    if kinds == {"metric"} and data_ranks == 1:
+        return "training is right and a number is not: a callback computes it from the weights or tokens of one rank"
     if kinds <= {"metric", "prediction"}:
         return "training is right and the evaluation is not: a metric that a rank computes from its own examples"
     if kinds <= {"weight", "saved weight"}:

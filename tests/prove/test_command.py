@@ -22,7 +22,8 @@ from hf_parallel.cli.recipe_check import shrink_layout
 from hf_parallel.cli.recipe_file import list_recipe_names, load_recipe
 from hf_parallel.prove import certificate
 from hf_parallel.prove.certificate import format_line_about
-from hf_parallel.prove.compare import Comparison
+from hf_parallel.prove.compare import Compared, Comparison, Difference
+from hf_parallel.prove.locate import describe_suspect
 from hf_parallel.prove.noise import SumsInAnotherOrder
 from hf_parallel.prove.processes import ForkedRun
 from hf_parallel.prove.record import Record, Step, sample_of
@@ -436,6 +437,13 @@ def test_gradients_that_are_zero_but_for_rounding(bias, differs):
     compared = Comparison([seen(sample_of(torch.tensor([bias])))], alone, alone).compare()
     assert bool(compared.differences) == differs
     assert compared.counts["gradient"] == 3
+
+
+@pytest.mark.parametrize(("data_ranks", "words"), [(1, "weights or tokens of one rank"), (2, "its own examples")])
+def test_a_number_of_one_rank(data_ranks, words):
+    """A stage sums its own parameters, a data rank its own examples."""
+    compared = Compared([Difference("metric", "squares", 1, 1314.0, 2708.0, 0.51, 8e-6)], {}, {})
+    assert words in describe_suspect(compared, None, Record(), data_ranks)
 
 
 @pytest.mark.parametrize(("shown", "differs"), [([1.0, -100.0], False), ([1.1, -100.0], True)])
