@@ -200,7 +200,7 @@ def _prepare_trainer(proving: Proving, original: Callable, self: Trainer, *args:
     trained, evaluated_at_once = (  # of a device under the layout, where `given` may have one process's
         size // proving.multiply for size in (given.per_device_train_batch_size, given.per_device_eval_batch_size)
     )
-    examples = proving.examples(trained, given.gradient_accumulation_steps)
+    examples = proving.count_examples(trained, given.gradient_accumulation_steps)
     values["train_dataset"] = _take_first_examples(values.get("train_dataset"), examples)
     evaluated, some = (
         values.get("eval_dataset"),

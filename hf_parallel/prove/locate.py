@@ -82,10 +82,23 @@ def _find_forward_place(
             words = f"the outputs of {module} in step {step}"
             if lost.any():
                 words += f": {int(lost.sum())} of {len(lost)} tokens of one process are missing"
+                words += _format_batch_of(theirs, module, lost)
             if who:
                 words += f": {most:.0%} of the tokens of {_format_ranks_of(who)} are not one process's"
             return Place(module, "forward", step, who or sorted(parts), words)
     return None
+
+
+def _format_batch_of(step: Step, module: str, lost: torch.Tensor) -> str:
+    """Say which of a step's batches has the first of the lost tokens; nothing if the step has one batch.
+
+    A module is called several times per batch if it is recomputed or has several places in the model.
+    """
+    batches, calls = min(map(len, step.calls.values()), default=1), step.calls.get(module, [])
+    if batches < 2 or len(calls) % batches:
+        return ""
+    call_of = torch.arange(len(calls)).repeat_interleave(torch.tensor(calls))[step.kept[module]]
+    return f", the first in batch {int(call_of[lost][0]) * batches // len(calls) + 1} of {batches}"
 
 
 def _compute_marked_share(marked: torch.Tensor) -> float:

@@ -36,6 +36,7 @@ class Step:
     Attributes:
         gradients: by name of the parameter, as the optimizer reads them.
         tokens: by name of the module, in the order of the calls: two numbers per token of its output, [tokens, 2].
+        calls: by name of the module, how many of these tokens each call had.
         kept: by name of the module, which of these tokens are no padding, where that is known.
         width: by name of the module, the size of the last dim of its output.
         unmarked: modules whose outputs have padding that no mask fits, such as parts of sequences.
@@ -44,6 +45,7 @@ class Step:
 
     gradients: dict[str, Sample] = field(default_factory=dict)
     tokens: dict[str, torch.Tensor] = field(default_factory=dict)
+    calls: dict[str, list[int]] = field(default_factory=dict)
     kept: dict[str, torch.Tensor] = field(default_factory=dict)
     width: dict[str, int] = field(default_factory=dict)
     unmarked: list[str] = field(default_factory=list)
@@ -196,6 +198,7 @@ class TokenWatch:
         marks = kept.flatten() if kept is not None and known else torch.ones(numbers[..., 0].numel(), dtype=torch.bool)
         step, numbers = self.step(), numbers.reshape(-1, 2)
         step.width[name] = values.shape[-1]
+        step.calls.setdefault(name, []).append(len(numbers))
         if kept is not None and not known and name not in step.unmarked:
             step.unmarked.append(name)
         former = name in step.tokens

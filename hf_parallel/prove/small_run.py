@@ -142,8 +142,8 @@ class Proving:
         """With `split_batches=True` the batch that a script asks for is that of all data ranks: one process's, too."""
         self.sizes, self.multiply = replace(self.sizes, data_ranks=1), 1
 
-    def examples(self, per_device: int, accumulation: int) -> int:
-        """Examples of an epoch: full steps, and a last one with a quarter less."""
+    def count_examples(self, per_device: int, accumulation: int) -> int:
+        """Count the examples of an epoch: full steps, and a last one with a quarter less."""
         batch = per_device * self.sizes.data_ranks * accumulation
         return batch * (self.sizes.steps - 2) + max(1, batch - max(1, batch // 4))
 
