@@ -84,7 +84,8 @@ def _find_forward_place(
                 words += f": {int(lost.sum())} of {len(lost)} tokens of one process are missing"
                 words += _format_batch_of(theirs, module, lost)
             if who:
-                words += f": {most:.0%} of the tokens of {_format_ranks_of(who)} are not one process's"
+                named = f"rank{'s' * (len(who) > 1)} {', '.join(map(str, who))}"
+                words += f": {most:.0%} of the tokens of {named} are not one process's"
             return Place(module, "forward", step, who or sorted(parts), words)
     return None
 
@@ -103,10 +104,6 @@ def _format_batch_of(step: Step, module: str, lost: torch.Tensor) -> str:
 
 def _compute_marked_share(marked: torch.Tensor) -> float:
     return float(marked.float().mean()) if len(marked) else 0.0
-
-
-def _format_ranks_of(numbers: list[int]) -> str:
-    return f"rank {numbers[0]}" if len(numbers) == 1 else f"ranks {', '.join(map(str, numbers))}"
 
 
 def _mark_unlike(tokens: torch.Tensor, others: torch.Tensor, allowed: float) -> torch.Tensor:
