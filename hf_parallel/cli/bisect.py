@@ -28,7 +28,7 @@ def bisect(args: argparse.Namespace) -> int:
         print(f"hf_parallel: {error}", file=sys.stderr)
         return 2
     bisection = Bisection(*runs)
-    parted = bisection.first()
+    parted = bisection.find_first()
     if parted is None:
         what = f"{bisection.steps} steps, {bisection.compared} outputs of modules and gradients"
         print(f"AGREE: {runs[0].spec} and {runs[1].spec} in {what}")

@@ -143,8 +143,8 @@ class Watcher(TrainerCallback):
             torch.manual_seed(NOISE_SEED + 2 * ACCUMULATION * self.proving.done)
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The noise of the next batch of a step, too."""
-        if self.proving.draws:
+        """Let them draw that of the next batch of a step from one state, too; a pipeline runs all of them at once."""
+        if self.proving.draws and self.proving.sizes.stages == 1:
             torch.manual_seed(torch.initial_seed() + 1)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
@@ -200,7 +200,7 @@ def _prepare_trainer(proving: Proving, original: Callable, self: Trainer, *args:
     trained, evaluated_at_once = (  # of a device under the layout, where `given` may have one process's
         size // proving.multiply for size in (given.per_device_train_batch_size, given.per_device_eval_batch_size)
     )
-    examples = proving.examples(trained, given.gradient_accumulation_steps)
+    examples = proving.count_examples(trained, given.gradient_accumulation_steps)
     values["train_dataset"] = _take_first_examples(values.get("train_dataset"), examples)
     evaluated, some = (
         values.get("eval_dataset"),
@@ -248,9 +248,16 @@ def _set_few_steps(proving: Proving, args: TrainingArguments) -> None:
     if args.gradient_accumulation_steps > ACCUMULATION:
         proving.record.note(f"gradient_accumulation_steps is {ACCUMULATION}, not {args.gradient_accumulation_steps}")
         args.gradient_accumulation_steps = ACCUMULATION
-    if getattr(args, "neftune_noise_alpha", None) is not None and proving.sizes.data_ranks > 1:
+    if getattr(args, "neftune_noise_alpha", None) is not None and (
+        proving.sizes.data_ranks > 1 or proving.sizes.joins
+    ):
         args.neftune_noise_alpha = None
-        proving.record.note("NEFTune is off: each data rank draws noise for its own examples")
+        why = (
+            "noise of joined examples has none for padding"
+            if proving.sizes.joins
+            else "each data rank draws noise for its own examples"
+        )
+        proving.record.note(f"NEFTune is off: {why}")
     proving.draws = getattr(args, "neftune_noise_alpha", None) is not None
     args.max_steps = proving.sizes.steps
     args.logging_strategy, args.logging_steps, args.logging_first_step = IntervalStrategy.STEPS, 1, False

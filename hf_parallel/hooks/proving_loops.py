@@ -96,7 +96,7 @@ def _cut_data_of_loop(
         proving.share_batches()
     if not _is_called_by_trainer() and isinstance(getattr(sampler, "batch_size", None), int):
         own = min(sampler.batch_size, max(EXAMPLES, proving.sizes.micro_batches))
-        examples = proving.examples(own, self.gradient_accumulation_steps)
+        examples = proving.count_examples(own, self.gradient_accumulation_steps)
         order: Any = sampler.sampler
         if proving.sizes.data_ranks > 1 and isinstance(order, (RandomSampler, SequentialSampler)):
             batch = own * proving.sizes.data_ranks * self.gradient_accumulation_steps

@@ -209,8 +209,9 @@ def _draw_by_seed(seed: Any) -> Iterator[None]:
     """Make random numbers depend on this seed alone, inside the context."""
     number = int(seed) if isinstance(seed, int) else abs(hash(str(seed)))
     numpy_state, python_state = numpy.random.get_state(), random.getstate()
+    seed_all = torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(number)
+        seed_all(number)  # without a GPU torch's own notes a stack for each that might come
         numpy.random.seed(number % (1 << 31))
         random.seed(number)
         try:

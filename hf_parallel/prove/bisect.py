@@ -67,6 +67,9 @@ class Recorded:
         # A mask of whole rows does not mark the padding in a part of them.
         self.may_differ = MOST if config.cp_size > 1 else MANY
 
+    def __str__(self) -> str:
+        return f"{self.folder} ({self.spec})"
+
     def weights(self) -> dict[str, Sample]:
         """The trained weights at the start, of all stages."""
         return {name: sample for rank in reversed(self.ranks) for name, sample in rank.weights.items()}
@@ -141,17 +144,19 @@ class Bisection:
         """Steps that both have."""
         return min(self.one.steps, self.other.steps)
 
-    def first(self) -> Parted | None:
-        """The first difference."""
+    def find_first(self) -> Parted | None:
+        """Find the first difference."""
         found = self._compare_samples("weight", self.one.weights(), self.other.weights(), 0)
         for step in range(self.steps):
-            found = found or self._forward(step) or self._backward(step) or self._compare_optimizer(step)
+            found = (
+                found or self._compare_forward(step) or self._compare_backward(step) or self._compare_optimizer(step)
+            )
             if found is not None:
                 return found
             self.worst *= TIMES  # an optimizer moves a weight by the sign of a gradient that may be rounding
         return found
 
-    def _forward(self, step: int) -> Parted | None:
+    def _compare_forward(self, step: int) -> Parted | None:
         shared = set(self.other.modules(step))
         modules = [name for name in self.one.modules(step) if name in shared]
         for module in modules:
@@ -168,8 +173,8 @@ class Bisection:
             scale, allowed = ours.square().mean(0).sqrt().clamp_min(1e-30), TIMES * self.worst
             few = FEW if one.is_marked(step, module) else one.may_differ
             off, lost = _find_farthest(ours / scale, theirs / scale, allowed, few)
-            words = f"the outputs of {module}: {lost:.0%} of the tokens of {self._name(one)} are not in "
-            words += f"{self._name(other)}, the nearest ones off by {off:.1e}"
+            words = f"the outputs of {module}: {lost:.0%} of the tokens of {one} are not in "
+            words += f"{other}, the nearest ones off by {off:.1e}"
             if off <= allowed:
                 self.worst = max(self.worst, off)
                 whole = torch.cat(one.tokens(step, module, width)) / scale
@@ -178,7 +183,7 @@ class Bisection:
                 if max(strange, default=0.0) <= other.may_differ:
                     continue
                 words = f"the outputs of {module}: {max(strange):.0%} of the tokens of a rank of "
-                words += f"{self._name(other)} are not in {self._name(one)}"
+                words += f"{other} are not in {one}"
             return Parted(
                 step + 1, "forward", module, words, self.worst, self._explain_tokens(step, module == modules[0])
             )
@@ -194,14 +199,12 @@ class Bisection:
             return "gradients agreed and weights do not: the optimizer, its clipping, groups or schedule"
         return ""
 
-    def _backward(self, step: int) -> Parted | None:
+    def _compare_backward(self, step: int) -> Parted | None:
         for run in (self.one, self.other):
             apart = {name: entry for *entry, name in _find_disagreeing(run, step, TIMES * self.worst)}
             for name in self._order_latest_first(apart, step)[:1]:
                 first, second, off = apart[name]
-                words = (
-                    f"ranks {first} and {second} of {self._name(run)} have other gradients of {name}, off by {off:.1e}"
-                )
+                words = f"ranks {first} and {second} of {run} have other gradients of {name}, off by {off:.1e}"
                 return Parted(step + 1, "backward", name, words, self.worst, "data ranks that are not averaged")
         return self._compare_samples("gradient", self.one.gradients(step), self.other.gradients(step), step + 1)
 
@@ -209,7 +212,7 @@ class Bisection:
         ours, theirs = (run.ranks[0].steps[step].settings for run in (self.one, self.other))
         for name in ours if ours.keys() == theirs.keys() else ():  # a stage's groups have numbers of their own
             if not math.isclose(ours[name], theirs[name], rel_tol=1e-6, abs_tol=1e-12):
-                both = f"{ours[name]:.7g} in {self._name(self.one)}, {theirs[name]:.7g} in {self._name(self.other)}"
+                both = f"{ours[name]:.7g} in {self.one}, {theirs[name]:.7g} in {self.other}"
                 return Parted(step + 1, "optimizer", name, f"{name} is {both}", self.worst)
         return None
 
@@ -223,7 +226,7 @@ class Bisection:
         offs = []
         for name in latest:
             if (name in ours) != (name in theirs):
-                who = self._name(self.one if name in ours else self.other)
+                who = self.one if name in ours else self.other
                 return Parted(step, direction, name, f"{who} alone has a {kind} of {name}", self.worst)
             if max(ours[name].norm, theirs[name].norm) > tiny:
                 self.compared += 1
@@ -233,9 +236,7 @@ class Bisection:
             return None
         off, name = bad[0]
         a, b = ours[name], theirs[name]
-        both = (
-            f"norm {a.norm:.7g} in {self._name(self.one)}, {b.norm:.7g} in {self._name(self.other)}, off by {off:.1e}"
-        )
+        both = f"norm {a.norm:.7g} in {self.one}, {b.norm:.7g} in {self.other}, off by {off:.1e}"
         words = f"the {kind} of {name}: {both}; {len(bad)} of {len(offs)} {kind}s differ"
         cause = ""
         if kind == "gradient":
@@ -252,9 +253,6 @@ class Bisection:
         """Parameters in the order in which a backward pass computes their gradients."""
         order = {name: number for number, name in enumerate(self.one.modules(step))}
         return sorted(parameters, key=lambda name: -order.get(name.rpartition(".")[0], -1))
-
-    def _name(self, run: Recorded) -> str:
-        return f"{run.folder} ({run.spec})"
 
 
 def _find_farthest(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -109,23 +108,23 @@ class Comparison:
     # ---- kinds of numbers ------------------------------------------------------------------------------------
 
     def _compare_logs(self) -> None:
+        logs = {record.rank: record.logs for record in self.ranks}
         if self.alone.losses:  # a loop logs on each data rank what that one knows
-            self._read_logs_of(0, _average_logs(self.ranks))
-            return
-        for record in self.ranks:
-            self._read_logs_of(record.rank, record.logs)
+            logs = {0: _average_logs(self.ranks)}
+        for rank, own in logs.items():
+            self._compare_logs_of(rank, own)
 
-    def _read_logs_of(self, rank: int, logs: list[dict[str, float]]) -> None:
+    def _compare_logs_of(self, rank: int, logs: list[dict[str, float]]) -> None:
         if len(logs) != len(self.alone.logs) and rank == 0:
-            self._find_missing("log", "number of logs", len(logs), len(self.alone.logs))
+            self._add_missing("log", "number of logs", len(logs), len(self.alone.logs))
         spread, step = self._compute_spread_of_logs(), self.before
         for index, (ours, theirs) in enumerate(zip(logs, self.alone.logs, strict=False)):
             step += "loss" in theirs
             for key in sorted(ours.keys() ^ theirs.keys()):
-                self._find_missing("log", f"{key} in log {index}", key in ours, key in theirs, step, rank)
+                self._add_missing("log", f"{key} in log {index}", key in ours, key in theirs, step, rank)
             for key in ours.keys() & theirs.keys():
                 kind = "gradient norm" if "grad_norm" in key else "loss" if key == "loss" else "metric"
-                self._number(kind, key, step, ours[key], theirs[key], spread.get(key, 0.0), rank)
+                self._judge_number(kind, key, step, ours[key], theirs[key], spread.get(key, 0.0), rank)
 
     def _compute_spread_of_logs(self) -> dict[str, float]:
         spread: dict[str, float] = {}
@@ -140,10 +139,10 @@ class Comparison:
         spread = max(map(_compute_relative, self.alone.losses, self.disturbed.losses), default=0.0)
         sums = [sum(losses) for losses in zip(*by_data_rank.values(), strict=False)]
         if len(sums) != len(self.alone.losses):
-            self._find_missing("loss", "number of losses", len(sums), len(self.alone.losses))
+            self._add_missing("loss", "number of losses", len(sums), len(self.alone.losses))
         for index, (total, theirs) in enumerate(zip(sums, self.alone.losses, strict=False)):
             ours = min((total / len(by_data_rank), total), key=lambda value: _compute_relative(theirs, value))
-            self._number("loss", f"loss {index + 1}", 0, ours, theirs, spread, 0)
+            self._judge_number("loss", f"loss {index + 1}", 0, ours, theirs, spread, 0)
 
     def _compare_gradients(self) -> None:
         for index, (theirs, noisy) in enumerate(zip(self.alone.steps, self.disturbed.steps, strict=False)):
@@ -163,7 +162,7 @@ class Comparison:
         present = set().union(*ours)
         for name in sorted(names):
             if (name in present) != (name in theirs):
-                self._find_missing(kind, f"{kind} of {name}", name in present, name in theirs, step)
+                self._add_missing(kind, f"{kind} of {name}", name in present, name in theirs, step)
                 continue
             for rank, samples in zip(self.ranks, ours, strict=True):
                 if name in samples:
@@ -172,55 +171,43 @@ class Comparison:
                         self.counts[kind] += 1
                         continue
                     allowed = max(self.floor, TIMES * max(spreads.get(name, 0.0), usual))
-                    self._judge(
-                        kind,
-                        f"{kind} of {name}",
-                        step,
-                        a.norm,
-                        b.norm,
-                        compute_sample_difference(a, b),
-                        allowed,
-                        rank.rank,
-                    )
+                    off = compute_sample_difference(a, b)
+                    self._judge(kind, f"{kind} of {name}", step, a.norm, b.norm, off, allowed, rank.rank)
 
     def _compare_examples(self) -> None:
-        """All examples that one process trains on, by some rank; none by two data ranks that another lacks."""
+        """The set that all data ranks train on is one process's; their order shows in losses and tokens."""
         theirs = set(self.alone.examples)
         ours = set().union(*(rank.examples for rank in self.ranks))
         self.counts["example"] += len(theirs)
-        if theirs and ours and (ours != theirs):
-            missing, extra = len(theirs - ours), len(ours - theirs)
-            self._find_missing(
-                "example", f"examples ({missing} not seen, {extra} not one process's)", len(ours), len(theirs)
-            )
+        if theirs and ours and ours != theirs:
+            what = f"examples ({len(theirs - ours)} not seen, {len(ours - theirs)} not one process's)"
+            self._add_missing("example", what, len(ours), len(theirs))
 
     def _compare_predictions(self) -> None:
-        for index, (theirs, noisy) in enumerate(
-            itertools.zip_longest(self.alone.predictions, self.disturbed.predictions)
-        ):
-            spread = _compute_off_tensors(noisy, theirs)
+        for index, theirs in enumerate(self.alone.predictions):
+            noisy = self.disturbed.predictions[index : index + 1]
+            spread = max((_compute_off_tensors(one, theirs) for one in noisy), default=0.0)
+            allowed = max(self.floor, TIMES * spread)
             for record in self.ranks:
                 ours = record.predictions[index] if index < len(record.predictions) else None
                 if ours is None and record.rank == 0:
-                    self._find_missing("prediction", f"prediction {index}", 0, 1)
+                    self._add_missing("prediction", f"prediction {index}", 0, 1)
                 elif ours is not None:
-                    allowed = max(self.floor, TIMES * spread)
                     off = _compute_off_tensors(*_without_filling(ours, theirs))
-                    what = f"prediction {index} of shape {tuple(ours.shape)}"
-                    self._judge(
-                        "prediction", what, 0, float(ours.norm()), float(theirs.norm()), off, allowed, record.rank
-                    )
+                    what, mine, its = f"prediction {index} of shape {tuple(ours.shape)}", ours.norm(), theirs.norm()
+                    self._judge("prediction", what, 0, float(mine), float(its), off, allowed, record.rank)
 
     def _compare_saved(self, ours: Path, theirs: Path, noisy: Path) -> None:
         """Keys, shapes and values of all safetensors files that the one process wrote."""
-        for file in sorted(folder for folder in {path.parent for path in theirs.rglob("*.safetensors")}):
-            name = file.relative_to(theirs)
-            tensors = [_read_saved_tensors(root / name) for root in (ours, theirs, noisy)]
-            self._compare_samples("saved weight", [tensors[0], *({} for _ in self.ranks[1:])], tensors[1], tensors[2])
+        for folder in sorted({path.parent.relative_to(theirs) for path in theirs.rglob("*.safetensors")}):
+            own, one, other = (_read_saved_tensors(root / folder) for root in (ours, theirs, noisy))
+            self._compare_samples("saved weight", [own, *({} for _ in self.ranks[1:])], one, other)
 
     # ---- judging ---------------------------------------------------------------------------------------------
 
-    def _number(self, kind: str, what: str, step: int, ours: float, theirs: float, spread: float, rank: int) -> None:
+    def _judge_number(
+        self, kind: str, what: str, step: int, ours: float, theirs: float, spread: float, rank: int
+    ) -> None:
         allowed = max(self.floor, TIMES * spread)
         self._judge(kind, what, step, ours, theirs, _compute_relative(theirs, ours), allowed, rank)
 
@@ -232,7 +219,7 @@ class Comparison:
         if not off <= allowed:
             self.differences.append(Difference(kind, what, step, ours, theirs, off, allowed, rank))
 
-    def _find_missing(self, kind: str, what: str, ours: float, theirs: float, step: int = 0, rank: int = 0) -> None:
+    def _add_missing(self, kind: str, what: str, ours: float, theirs: float, step: int = 0, rank: int = 0) -> None:
         self.counts[kind] += 1
         self.worst[kind] = math.inf
         self.differences.append(Difference(kind, what, step, float(ours), float(theirs), math.inf, 0.0, rank))
@@ -265,9 +252,7 @@ def compare_resumed(
 
     def rest(record: Record, resumed: bool) -> Record:
         own = record.logs if resumed else record.logs[logs:]
-        own = [
-            {key: value for key, value in log.items() if key != "train_loss"} for log in own
-        ]  # since the resumption
+        own = [{key: log[key] for key in log if key != "train_loss"} for log in own]  # a mean since the resumption
         shown = record.predictions if resumed else record.predictions[predictions:]
         return replace(record, logs=own, predictions=shown, steps=[*([Step()] * steps), *record.steps[steps:]])
 
@@ -303,8 +288,8 @@ def compute_sample_difference(ours: Sample, theirs: Sample) -> float:
     )
 
 
-def _compute_off_tensors(ours: torch.Tensor | None, theirs: torch.Tensor) -> float:
-    if ours is None or ours.shape != theirs.shape:
+def _compute_off_tensors(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    if ours.shape != theirs.shape:
         return math.inf
     same = torch.isclose(ours, theirs, rtol=0, atol=0, equal_nan=True)
     off = float(torch.where(same, 0.0, ours.double() - theirs.double()).norm())

@@ -82,18 +82,28 @@ def _find_forward_place(
             words = f"the outputs of {module} in step {step}"
             if lost.any():
                 words += f": {int(lost.sum())} of {len(lost)} tokens of one process are missing"
+                words += _format_batch_of(theirs, module, lost)
             if who:
-                words += f": {most:.0%} of the tokens of {_format_ranks_of(who)} are not one process's"
+                named = f"rank{'s' * (len(who) > 1)} {', '.join(map(str, who))}"
+                words += f": {most:.0%} of the tokens of {named} are not one process's"
             return Place(module, "forward", step, who or sorted(parts), words)
     return None
 
 
+def _format_batch_of(step: Step, module: str, lost: torch.Tensor) -> str:
+    """Say which of a step's batches has the first of the lost tokens; nothing if the step has one batch.
+
+    A module is called several times per batch if it is recomputed or has several places in the model.
+    """
+    batches, calls = min(map(len, step.calls.values()), default=1), step.calls.get(module, [])
+    if batches < 2 or len(calls) % batches:
+        return ""
+    call_of = torch.arange(len(calls)).repeat_interleave(torch.tensor(calls))[step.kept[module]]
+    return f", the first in batch {int(call_of[lost][0]) * batches // len(calls) + 1} of {batches}"
+
+
 def _compute_marked_share(marked: torch.Tensor) -> float:
     return float(marked.float().mean()) if len(marked) else 0.0
-
-
-def _format_ranks_of(numbers: list[int]) -> str:
-    return f"rank {numbers[0]}" if len(numbers) == 1 else f"ranks {', '.join(map(str, numbers))}"
 
 
 def _mark_unlike(tokens: torch.Tensor, others: torch.Tensor, allowed: float) -> torch.Tensor:
@@ -148,6 +158,8 @@ def describe_suspect(
         return "training is right and the saved files are not: look at what the script saves, and on which rank"
     if kinds == {"prediction"} and _does_only_padding_differ(ranks, alone, 1):
         return "training and metrics are right: predictions at padding differ, which this layout computes otherwise"
+    if kinds == {"metric"} and data_ranks == 1:
+        return "training is right and a number is not: a callback computes it from the weights or tokens of one rank"
     if kinds <= {"metric", "prediction"}:
         return "training is right and the evaluation is not: a metric that a rank computes from its own examples"
     if kinds <= {"weight", "saved weight"}:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import json
 import os
 import signal
@@ -103,6 +104,7 @@ def _fork(folder: Path, work: Callable[[int], None], number: int, environment: d
 
 def _become_process(folder: Path, work: Callable[[int], None], number: int, environment: dict[str, str]) -> NoReturn:
     code = 1
+    gc.freeze()  # a collection would copy the memory of everything imported, page by page
     try:
         for name in _LAUNCHER:
             os.environ.pop(name, None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ class Step:
     Attributes:
         gradients: by name of the parameter, as the optimizer reads them.
         tokens: by name of the module, in the order of the calls: two numbers per token of its output, [tokens, 2].
+        calls: by name of the module, how many of these tokens each call had.
         kept: by name of the module, which of these tokens are no padding, where that is known.
         width: by name of the module, the size of the last dim of its output.
         unmarked: modules whose outputs have padding that no mask fits, such as parts of sequences.
@@ -44,6 +45,7 @@ class Step:
 
     gradients: dict[str, Sample] = field(default_factory=dict)
     tokens: dict[str, torch.Tensor] = field(default_factory=dict)
+    calls: dict[str, list[int]] = field(default_factory=dict)
     kept: dict[str, torch.Tensor] = field(default_factory=dict)
     width: dict[str, int] = field(default_factory=dict)
     unmarked: list[str] = field(default_factory=list)
@@ -76,14 +78,20 @@ class Record:
 
     def write(self, path: Path) -> None:
         """Write the record; `read` reads it in another process."""
-        torch.save(asdict(self), path)
+        torch.save(self, path)
 
     @classmethod
     def read(cls, path: Path) -> Record:
-        """Read the record of another process."""
-        values: dict[str, Any] = torch.load(path, weights_only=True)
-        values["steps"] = [Step(**{**step, "gradients": _sample_all(step["gradients"])}) for step in values["steps"]]
-        return cls(**{**values, "weights": _sample_all(values["weights"])})
+        """Read the record of another process.
+
+        Raises:
+            TypeError: the file holds something else.
+        """
+        with torch.serialization.safe_globals([Record, Step, Sample]):
+            record = torch.load(path, weights_only=True)
+        if not isinstance(record, cls):
+            raise TypeError(f"a record of this version is no {type(record).__name__}")
+        return record
 
     def step(self, number: int) -> Step:
         """The numbers of an optimizer step, which counts from 0."""
@@ -105,10 +113,6 @@ class Record:
         """Add a note, once."""
         if text not in self.notes:
             self.notes.append(text)
-
-
-def _sample_all(values: dict[str, dict[str, Any]]) -> dict[str, Sample]:
-    return {name: Sample(**value) for name, value in values.items()}
 
 
 @torch.no_grad()
@@ -194,6 +198,7 @@ class TokenWatch:
         marks = kept.flatten() if kept is not None and known else torch.ones(numbers[..., 0].numel(), dtype=torch.bool)
         step, numbers = self.step(), numbers.reshape(-1, 2)
         step.width[name] = values.shape[-1]
+        step.calls.setdefault(name, []).append(len(numbers))
         if kept is not None and not known and name not in step.unmarked:
             step.unmarked.append(name)
         former = name in step.tokens

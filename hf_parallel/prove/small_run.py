@@ -32,6 +32,7 @@ class Sizes:
         micro_batches: what a pipeline needs of examples per device.
         heads: ranks that share the heads of a layer.
         stages: of the pipeline.
+        joins: the layout joins the examples of a batch to one row.
         keep_dtype: leave bf16 and fp16 as the script has them; else all is fp32.
     """
 
@@ -40,6 +41,7 @@ class Sizes:
     micro_batches: int = 1
     heads: int = 1
     stages: int = 1
+    joins: bool = False
     keep_dtype: bool = False
 
     @classmethod
@@ -52,7 +54,8 @@ class Sizes:
         micro_batches = max(max(one.pipeline_microbatches or 1, one.pp_size) for one in layouts)
         heads = math.lcm(*(one.tp_size * one.cp_size for one in layouts))
         stages = max(one.pipeline_stages for one in layouts)
-        return cls(steps, data_ranks, micro_batches, heads, stages, keep_dtype)
+        joins = any(one.padding_free for one in layouts)
+        return cls(steps, data_ranks, micro_batches, heads, stages, joins, keep_dtype)
 
 
 @dataclass
@@ -139,8 +142,8 @@ class Proving:
         """With `split_batches=True` the batch that a script asks for is that of all data ranks: one process's, too."""
         self.sizes, self.multiply = replace(self.sizes, data_ranks=1), 1
 
-    def examples(self, per_device: int, accumulation: int) -> int:
-        """Examples of an epoch: full steps, and a last one with a quarter less."""
+    def count_examples(self, per_device: int, accumulation: int) -> int:
+        """Count the examples of an epoch: full steps, and a last one with a quarter less."""
         batch = per_device * self.sizes.data_ranks * accumulation
         return batch * (self.sizes.steps - 2) + max(1, batch - max(1, batch // 4))
 

@@ -55,7 +55,7 @@ CLEAN_CLASSES = (
     *("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "GemmaForCausalLM", "PhiForCausalLM"),
     *("Phi3ForCausalLM", "GPT2LMHeadModel", "GPTNeoXForCausalLM", "Olmo2ForCausalLM", "MixtralForCausalLM"),
 )
-ORIGINAL_SPECS = ("tp=2", "dp_shard=2", "pp=2")
+ORIGINAL_SPECS = ("tp=2", "dp_shard=2", "pp=2", "cp=2")
 SCRIPT_SPECS = ("tp=2", "dp_shard=2", "pp=2", "cp=2", "dp_shard=2,zero_stage=1", "tp=2,dp_shard=2")
 MARKS = {"proved": "✓", "refused": "–", "differs": "✗", "fails": "!"}
 
@@ -89,12 +89,9 @@ def subjects(kind: str, parts: list[str], sources: str | None = None) -> Iterato
             from tests.outside import cases, materials
 
             run_alone(materials.write_all, str(folder))
-            scripts = Path(materials.__file__).parent / "scripts"
+            scripts, places = Path(materials.__file__).parent / "scripts", (str(folder), f"{folder}/out", None)
             made = (
-                (
-                    name,
-                    Script(str(scripts / case.script), case.words(case.arguments, str(folder), f"{folder}/out", None)),
-                )
+                (name, Script(str(scripts / case.script), case.words(case.arguments, *places)))
                 for name, case in cases.CASES.items()
             )
         elif kind == ORIGINALS:
@@ -179,10 +176,8 @@ def page(tables: dict[str, dict[tuple[str, str], dict]]) -> str:
             if kind == CLEAN:
                 own, dates = list(table.values()), sorted(row["date"] for row in table.values())
                 alarms = sum(row["outcome"] != "proved" for row in own)
-                lines += [
-                    f"Last run: {dates[0]} to {dates[-1]}, {len(own)} of 200 pairs, {alarms} without a proof.",
-                    "",
-                ]
+                words = f"{len(own)} of 200 pairs, {alarms} without a proof."
+                lines += [f"Last run: {dates[0]} to {dates[-1]}, {words}", ""]
             lines += _table(table, names, _SPECS.get(kind, SPECS), seconds=kind == ORIGINALS)
     return "\n".join([*lines, *_planted(), ""])
 
@@ -212,28 +207,18 @@ def _planted() -> list[str]:
     from tests.prove.test_mends import MENDS
 
     named = sum(bool(fault.where) for fault in FAULTS)
-    lines = [
-        "",
-        "## Planted errors",
-        "",
+    return [
+        *("", "## Planted errors", ""),
         "`python -m pytest --all tests/prove` plants these. A proof must find each, and",
-    ]
-    lines += [
         f"name the module of {named} of the {len(FAULTS)}.",
-        "",
-        "| error | layout | named |",
-        "| --- | --- | --- |",
-    ]
-    lines += [f"| {one.name} | `{one.spec}` | {one.where or ', '.join(one.kinds)} |" for one in FAULTS]
-    lines += [
-        "",
-        "## Mends taken out",
-        "",
+        *("", "| error | layout | named |", "| --- | --- | --- |"),
+        *(f"| {one.name} | `{one.spec}` | {one.where or ', '.join(one.kinds)} |" for one in FAULTS),
+        *("", "## Mends taken out", ""),
         "Former versions trained on other numbers without a word. With its mend taken out",
+        "a proof finds each; with the mend it proves the layout, or the layout is refused.",
+        *("", "| mend | layout |", "| --- | --- |"),
+        *(f"| {mend.name.replace('_', ' ')} | `{mend.spec}` |" for mend in MENDS),
     ]
-    lines += ["a proof finds each; with the mend it proves the layout, or the layout is refused.", ""]
-    lines += ["| mend | layout |", "| --- | --- |"]
-    return [*lines, *(f"| {mend.name.replace('_', ' ')} | `{mend.spec}` |" for mend in MENDS)]
 
 
 def _table(
@@ -246,12 +231,7 @@ def _table(
         if not any(found):
             continue
         cells = [
-            f"{MARKS[row['outcome']]}{round(row['seconds']):>3}"
-            if row and seconds
-            else MARKS[row["outcome"]]
-            if row
-            else ""
-            for row in found
+            MARKS[row["outcome"]] + (f"{round(row['seconds']):>3}" if seconds else "") if row else "" for row in found
         ]
         lines.append(f"| {name} | {' | '.join(cells)} |")
         for row in (row for row in found if row and row["outcome"] != "proved"):
@@ -268,13 +248,14 @@ def main() -> None:
     options.add_argument("--kind", choices=(*KINDS, SCRIPTS, ORIGINALS, BF16, CLEAN), default="plain")
     options.add_argument("--sources", metavar="FOLDER", help="originals: checkouts of transformers, accelerate, …")
     options.add_argument("--specs", nargs="*")
-    options.add_argument("--again", action="store_true")
+    options.add_argument("--again", action="store_true", help="what was proved before today, too")
     options.add_argument("--write", action="store_true", help="write the page, and prove nothing")
     args = options.parse_args()
     if args.write:
         PAGE.write_text(page(tables()))
         return
-    done = {} if args.again else known(args.kind)
+    today = str(date.today())  # a sweep that was stopped goes on
+    done = {key for key, row in known(args.kind).items() if not args.again or row["date"] == today}
     specs = args.specs or _SPECS.get(args.kind, SPECS)
     if args.kind == ORIGINALS and not args.sources:
         options.error("--kind originals needs --sources FOLDER")

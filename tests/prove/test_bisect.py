@@ -81,7 +81,7 @@ COMPUTED = [fault for fault in FAULTS if fault.where and fault.name != "a gradie
 def test_planted_errors(fault, alone, tmp_path):
     """The module at fault is named."""
     run(trained, axes(fault.spec)["world"], fault.spec, str(tmp_path), fault.plant, init=False, timeout=120)
-    parted = Bisection(Recorded(alone), Recorded(tmp_path)).first()
+    parted = Bisection(Recorded(alone), Recorded(tmp_path)).find_first()
     assert parted is not None
     if parted.direction == "optimizer":
         assert fault.kinds == ("weight",), str(parted)

@@ -22,10 +22,11 @@ from hf_parallel.cli.recipe_check import shrink_layout
 from hf_parallel.cli.recipe_file import list_recipe_names, load_recipe
 from hf_parallel.prove import certificate
 from hf_parallel.prove.certificate import format_line_about
-from hf_parallel.prove.compare import Comparison
+from hf_parallel.prove.compare import Compared, Comparison, Difference
+from hf_parallel.prove.locate import describe_suspect, find_first_place_of
 from hf_parallel.prove.noise import SumsInAnotherOrder
 from hf_parallel.prove.processes import ForkedRun
-from hf_parallel.prove.record import Record, Step, sample_of
+from hf_parallel.prove.record import Record, Step, TokenWatch, sample_of
 from tests import models
 from tests.distributed import run, run_alone
 from tests.prove import table
@@ -436,6 +437,35 @@ def test_gradients_that_are_zero_but_for_rounding(bias, differs):
     compared = Comparison([seen(sample_of(torch.tensor([bias])))], alone, alone).compare()
     assert bool(compared.differences) == differs
     assert compared.counts["gradient"] == 3
+
+
+@pytest.mark.parametrize(("data_ranks", "words"), [(1, "weights or tokens of one rank"), (2, "its own examples")])
+def test_a_number_of_one_rank(data_ranks, words):
+    """A stage sums its own parameters, a data rank its own examples."""
+    compared = Compared([Difference("metric", "squares", 1, 1314.0, 2708.0, 0.51, 8e-6)], {}, {})
+    assert words in describe_suspect(compared, None, Record(), data_ranks)
+
+
+def test_the_batch_of_a_step():
+    """Only the second batch of a step is off: the module and that batch are named, also where layers run again."""
+
+    def seen(factor: float) -> Record:
+        torch.manual_seed(3)
+        record = Record()
+        model = torch.nn.Sequential(*(torch.nn.Linear(5, 5) for _ in range(3)))
+        watch = TokenWatch(model, lambda: record.step(0))
+        for own, batch in zip((1.0, factor, 1.0), torch.randn(3, 4, 7, 5), strict=True):
+            hook = model[1].register_forward_hook(lambda _, args, output, own=own: output * own, prepend=True)
+            model(batch)
+            model[1](model[0](batch))
+            hook.remove()
+        watch.remove()
+        return record
+
+    alone, off = seen(1.0), Difference("loss", "loss", 1, 2.0, 1.0, 1.0, 1e-5)
+    place = find_first_place_of([seen(1.1)], alone, alone, Compared([off], {}, {}))
+    assert (place.module, place.step) == ("1", 1)
+    assert "the first in batch 2 of 3" in place.words
 
 
 @pytest.mark.parametrize(("shown", "differs"), [([1.0, -100.0], False), ([1.1, -100.0], True)])

@@ -183,12 +183,14 @@ def test_found(mend, tmp_path, monkeypatch):
     assert mended == []
 
 
-def test_noise_of_data_ranks_is_off(tmp_path):
-    """Each draws for its own examples, which no process alone repeats: a note says so, and nothing differs."""
-    config = ParallelConfig.parse("dp_shard=2").resolve(2)
+@pytest.mark.parametrize(("spec", "is_off"), [("dp_shard=2", True), ("tp=2,padding_free=true", True), ("pp=2", False)])
+def test_noise(spec, is_off, tmp_path):
+    """Data ranks draw for their own examples, joined rows for no padding: then it is off, and a note says so."""
+    config = ParallelConfig.parse(spec).resolve(2)
     script = Script(str(SCRIPT), ["plain", *ARGUMENTS, "--neftune_noise_alpha=20"])
     proof = Proof(tmp_path, config, script, limit_s=200)
     with redirect_stderr(io.StringIO()):
         verdict = proof.judge(proof.run_layout())
-    assert verdict.compared.differences == []
-    assert "NEFTune is off" in verdict.told("dp_shard=2", 0)
+    told = verdict.told(spec, 0)
+    assert verdict.compared.differences == [], told
+    assert ("NEFTune is off" in told) is is_off
