@@ -26,13 +26,13 @@ from hf_parallel.ask.spec import refuse
 from hf_parallel.axes.pipeline.balance import find_best_split
 from hf_parallel.planner.candidates import (
     MOST_CALL,
-    WAYS,
     Goal,
     choose_context_of,
     iterate_layouts,
     list_divisors,
     list_micro_batches,
     list_sizes_of,
+    list_ways_of,
     make_config,
     to_job,
     to_layout,
@@ -40,7 +40,7 @@ from hf_parallel.planner.candidates import (
 from hf_parallel.planner.choices import TELLS, Choice, Found, TooLarge, try_layout
 from hf_parallel.planner.groups import Group, MixedCluster
 from hf_parallel.planner.ledger import compute_sending_seconds
-from hf_parallel.planner.memory import GIB, rank_memory
+from hf_parallel.planner.memory import GIB, count_host_gib, rank_memory
 from hf_parallel.planner.pipeline import Stage, compute_pipeline_seconds
 from hf_parallel.planner.predict import compute_seconds_after_schedule, compute_stage_times
 from hf_parallel.planner.search import search
@@ -287,9 +287,9 @@ def _plan_group_alone(group: Group, found: Found) -> MixedChoice:
 
 @dataclass(frozen=True)
 class Levers:
-    """A way to save memory, of `WAYS`, and the groups that take it; the others save nothing."""
+    """A way to save memory, of `list_ways_of`, and the groups that take it; the others save nothing."""
 
-    way: dict[str, str]
+    way: dict[str, Any]
     names: frozenset[str]
 
     def of(self, config: ParallelConfig, group: Group) -> ParallelConfig:
@@ -309,9 +309,8 @@ class Levers:
                 ranks.append(str(first) if first == last else f"{first}-{last}")
             first = last + 1
         at = "" if len(self.names) == len(list(groups)) else f"@{':'.join(ranks)}"
-        return make_config(
-            config, **{key: value if value == "none" else value + at for key, value in self.way.items()}
-        )
+        listed = {key: value + at for key, value in self.way.items() if isinstance(value, str) and value != "none"}
+        return make_config(config, **self.way | listed)
 
 
 class _Search:
@@ -326,7 +325,7 @@ class _Search:
         self.any_goal = self.goals[mixed.groups[0].name]
         self.looked_at = 0
         self._known: dict[tuple, Choice | TooLarge | None] = {}
-        self.ways = [way for way in WAYS if way["offload"] == "none" or not self.any_goal.lora]
+        self.ways = [way for way in list_ways_of(self.any_goal) if way["offload"] == "none" or not self.any_goal.lora]
 
     def run(self) -> list[MixedChoice]:
         """Return every layout that fits, in the cheapest way to save memory, on all groups or on some of them."""
@@ -345,15 +344,17 @@ class _Search:
                         break
         return found
 
-    def _levers(self, config: ParallelConfig, way: dict[str, str]) -> Iterator[Levers]:
+    def _levers(self, config: ParallelConfig, way: dict[str, Any]) -> Iterator[Levers]:
         """Yield the sets of groups that may save memory in a way, few groups first.
 
         Ranks that hold copies of a parameter step in one place, and experts get their tokens again from all ranks.
+        `activation_offload` and `tiled_mlp` hold for all ranks.
         """
         names = [group.name for group in self.mixed.groups]
         copies = config.dp_replicate_size > 1 or (config.pp_size > 1 and self.any_goal.shape.tied)
         alike = way["offload"] not in ("none", "optimizer") or (way["offload"] == "optimizer" and copies)
         alike |= way["activation_checkpointing"] != "none" and config.ep_size > 1
+        alike |= not way.keys() <= {"offload", "activation_checkpointing"}
         if alike or set(way.values()) == {"none"}:
             yield Levers(way, frozenset(names))
             return
@@ -515,22 +516,25 @@ class _Search:
         spans = [(end - own, end) for own, end in zip(split, ends, strict=True)]
         names = [group.name for group in groups]
         layout = dataclasses.replace(layout, split=split)
+        stages = tuple(stage_of(at, *span) for at, span in enumerate(spans))
+        rooms = ((jobs[name], self.goals[name].cluster) for name in jobs)
+        if any(count_host_gib(stages, layout, job, of) > of.gpu.host.memory_gib for job, of in rooms):
+            return None
         config = make_config(levers.spelled(config, dict.fromkeys(groups)), pipeline_split=split)
         totals = [seconds(name, *span) for name, span in zip(names, spans, strict=True)]
         sending = compute_sending_seconds(goal.shape.hidden, layout, jobs[names[0]], goal.cluster)
         duration, bubble = compute_pipeline_seconds(layout, jobs[names[0]], totals, sending)
         rest = []
         for at, name in enumerate(names):
-            own = [[stage_of(at, *spans[at])]]
-            after = compute_seconds_after_schedule(own, layout, jobs[name], clusters[name], totals[at][1])
+            after = compute_seconds_after_schedule([[stages[at]]], layout, jobs[name], clusters[name], totals[at][1])
             noise = clusters[name].gpu.efficiency.node_noise * math.log2(max(1, clusters[name].nodes))
             rest.append(sum(after.values()) + noise * (duration + sum(after.values())))
         loads = []
         for group in dict.fromkeys(groups):
-            stages = [at for at, other in enumerate(groups) if other is group]
-            busy = max(sum(totals[at]) for at in stages) * jobs[group.name].micro_batches
-            fullest = max(needed(at, *spans[at]) for at in stages)
-            loads.append(Load(group, fullest, busy, layers=tuple(split[at] for at in stages)))
+            own = [at for at, other in enumerate(groups) if other is group]
+            busy = max(sum(totals[at]) for at in own) * jobs[group.name].micro_batches
+            fullest = max(needed(at, *spans[at]) for at in own)
+            loads.append(Load(group, fullest, busy, layers=tuple(split[at] for at in own)))
         calls = 1 if goal.rows is None else share // goal.rows
         step = duration + max(rest)
         return MixedChoice(STAGES, config, step, share // calls, calls, tuple(loads), bubble)

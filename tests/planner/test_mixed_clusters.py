@@ -213,6 +213,21 @@ def test_copies_step_in_one_place(unlike_memory, size, alike):
     assert sets == [{"new", "old"}] if alike else sets == [{"new"}, {"old"}, {"new", "old"}]
 
 
+@pytest.mark.parametrize("host_gib", [1900.0, 10.0])
+def test_long_sequences_in_pieces_and_on_the_host(host_gib):
+    """MLPs in pieces, and what layers keep on the host of all groups, where it has the room."""
+    model = {"layers": 8, "hidden": 4096, "heads": 32, "kv_heads": 8, "ffn_hidden": 14336, "vocab": 32000}
+    kinds = (find_gpu(name) for name in ("h100-80gb", "a100-80gb"))
+    small = (dataclasses.replace(gpu, host=dataclasses.replace(gpu.host, memory_gib=host_gib)) for gpu in kinds)
+    found = search_groups(model=model, mixed=pair(*small, 1), seq=3 << 17, global_batch=2)
+    configs = [choice.config for choice in found.choices if len(choice.groups) == 2]
+    assert bool(configs) == (host_gib > 10)
+    for config in configs:
+        assert config.tiled_mlp
+        assert config.activation_offload
+        assert config == ParallelConfig.parse(config.to_spec()).resolve(2)
+
+
 def test_the_engine_takes_levers_of_a_group():
     """As `plan` and `auto` ask for a model, on few ranks; and a dry run of each group's ranks."""
     config = models.llama(**SMALL, architectures=["LlamaForCausalLM"])
