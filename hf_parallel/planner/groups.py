@@ -19,8 +19,9 @@ from typing import Any
 
 import yaml
 
+from hf_parallel.ask.config import SpecError
 from hf_parallel.ask.spec import refuse
-from hf_parallel.planner.detect import CPU, Device, number_kinds_of, read_device_here
+from hf_parallel.planner.detect import CPU, Device, number_kinds_of, read_device_here, reduce_to_slowest
 from hf_parallel.planner.hardware import (
     COUNT,
     ENTRY,
@@ -204,6 +205,18 @@ def group_devices(here: Cluster, devices: Sequence[Device]) -> Cluster | MixedCl
         groups.append(Group(gpu.name, dataclasses.replace(cluster, inside=here.inside) if same else cluster))
     slowest = min((group.cluster.inside for group in groups), key=lambda link: link.bandwidth)
     return MixedCluster(_name_groups_apart(groups), slowest if one_node else here.between, one_node)
+
+
+def find_machines_of_ranks(here: Cluster, devices: Sequence[Device]) -> tuple[Cluster | MixedCluster, str]:
+    """Return the groups that devices make, or where they make none the slowest GPU for all, and why.
+
+    Raises:
+        SpecError: a GPU that the catalogue does not have.
+    """
+    try:
+        return group_devices(here, devices), ""
+    except SpecError as error:
+        return reduce_to_slowest(here, devices), str(error)
 
 
 def _name_groups_apart(groups: list[Group]) -> tuple[Group, ...]:

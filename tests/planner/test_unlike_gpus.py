@@ -12,6 +12,7 @@ from transformers import LlamaConfig, TrainingArguments
 
 from hf_parallel import cli
 from hf_parallel.ask.config import ParallelConfig
+from hf_parallel.monitor.session import read_records
 from hf_parallel.planner import detect as detecting
 from hf_parallel.planner.detect import CPU, Device, detect
 from hf_parallel.planner.groups import group_devices, read_machines, write_machines
@@ -128,6 +129,8 @@ def test_what_auto_chooses_trains(runs, tmp_path):
     results = run(trained_on, 2, devices, runs.initial("llama", vocab_size=VOCABULARY), str(tmp_path))
     assert results[0] == results[1]
     assert results[0][2:4] == (True, 2)
+    (began, *_) = [line for line in read_records(str(tmp_path)) if line["kind"] == "run"]
+    assert began["plan"]["cluster"]["gpu"]["name"] in ("h100-80gb", "a100-40gb")  # the slowest, not rank 0's own
 
 
 def why_even(kind: str, **settings: object) -> str | None:
