@@ -22,6 +22,8 @@ from tests.training import Outcome, Tolerance, activate, axes, fit, trainer_of
 
 EXAMPLES, EACH_S, SLEEP_S = 32, 0.02, 0.0005
 NEVER = 10**6
+#: What a step takes besides computing: reading, what is around the model, and waits for other ranks.
+OTHERS = ("data", "rest", "tp", "dp", "cp", "ep", "pp", "all")
 
 
 class Slowly(torch.autograd.Function):
@@ -73,7 +75,7 @@ class Clock:
         for rank, row in enumerate(meter.gather_rows(own, device)):
             assert row.rows == 0 or row.compute >= 2 * SLEEP_S * row.rows
             compute = row.rows * self.of_an_example(rank, self.trainer.state.global_step - 1)
-            found.append(dataclasses.replace(row, compute=compute, data=0.0, rest=0.0))
+            found.append(dataclasses.replace(row, compute=compute, **dict.fromkeys(OTHERS, 0.0)))
         return found
 
 
