@@ -307,6 +307,10 @@ def test_one_group_is_todays_cluster(tmp_path):
         ({"groups": [{"gpu": "h100-80gb", "nodes": 3, "gpus": 8}]}, "nodes=3: gpus=8 fill 1 nodes of 8; nodes: 1"),
         ({"groups": [{"gpu": "h100-80gb", "nodes": 1}] * 2}, "name=h100-80gb: two groups.*name: h100-80gb-2"),
         ({"groups": [{"gpu": "x100", "nodes": 1}]}, "gpu=x100"),
+        (
+            {"groups": [{"gpu": "h100-80gb", "nodes": 1}, {"gpu": "mi300x", "nodes": 1}]},
+            "mi300x-192gb beside h100-80gb: NCCL and RCCL have no process group in common; h100-80gb alone works",
+        ),
     ],
     ids=str,
 )
