@@ -179,6 +179,7 @@ class Watched:
                 self.plans = expected.expect_of_groups(self.session.shape, config, machines, batch, examples)
                 slowest = self.plans[0]
                 plan = expected.describe_prediction(slowest.prediction, config, slowest.batch)
+                plan["ranks"] = [slowest.ranks.start, slowest.ranks.stop]
         except SpecError as error:
             why = str(error)
         return {

@@ -230,7 +230,7 @@ def calibrated(folder: str, model: PreTrainedModel) -> tuple[Cluster, list[str]]
     shape = shape_of(model)
     try:
         found = _read_measured(folder)
-    except (KeyError, TypeError) as error:
+    except (AttributeError, KeyError, TypeError) as error:
         refuse(
             folder, "its record is damaged, or of another version", do="train a few times logging_steps", cause=error
         )
@@ -251,9 +251,10 @@ def _read_measured(folder: str) -> Measured:
     runs = [i for i, line in enumerate(lines) if line["kind"] == "run"]
     last = lines[runs[-1] :] if runs else []
     plan = last[0]["plan"] if last else None
-    steps = [[RankRow(**row) for row in line["ranks"]] for line in last if line["kind"] == "metrics"]
     if plan is None:
         refuse(folder, f"its record has no plan to calibrate ({(last or [{}])[0].get('why_no_plan', 'no run')})")
+    planned = slice(*plan.get("ranks", (None,)))  # of unlike GPUs, those of the slowest kind
+    steps = [[RankRow(**row) for row in line["ranks"][planned]] for line in last if line["kind"] == "metrics"]
     if not steps:
         refuse(folder, "its record has no step", do="train a few times logging_steps")
     warm = steps[1:] or steps  # the first one holds what happens once

@@ -418,6 +418,18 @@ def written(folder, rows, prediction=None):
         kept.write("metrics", step=step, perf={}, ranks=[row.to_dict() for row in ranks])
 
 
+def test_a_plan_of_one_kind_is_calibrated_by_its_ranks(tmp_path):
+    """Ranks 4 to 7 are those of the plan; the others, who wait for them, tell nothing of it."""
+    slow = as_planned(planned(), compute=1.7)
+    rows = [*as_planned(planned(), compute=0.5)[:4], *slow[:4]]
+    written(tmp_path, rows)
+    path = tmp_path / session.FILE
+    path.write_text(path.read_text().replace('"batch":', '"ranks": [4, 8], "batch":', 1))
+    cluster, _ = calibrate.calibrated(str(tmp_path), SHAPE)
+    wanted = expected.sum_by_term(planned().breakdown.time)["compute"]
+    assert expected.sum_by_term(planned(cluster).breakdown.time)["compute"] == pytest.approx(1.7 * wanted, rel=0.02)
+
+
 @pytest.mark.parametrize("factors", [{"compute": 1.7}, {"communication": 3.0}, {"compute": 0.8, "other": 2.5}])
 def test_calibrated_plans_are_what_was_measured(tmp_path, factors):
     rows = as_planned(planned(), **factors)
