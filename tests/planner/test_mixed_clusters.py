@@ -211,6 +211,8 @@ def test_copies_step_in_one_place(unlike_memory, size, alike):
     way = {"offload": "optimizer", "activation_checkpointing": "none"}
     sets = [levers.names for levers in looking._levers(ParallelConfig(**{size: 8}), way)]
     assert sets == [{"new", "old"}] if alike else sets == [{"new"}, {"old"}, {"new", "old"}]
+    (everywhere,) = looking._levers(ParallelConfig(**{size: 8}), {**way, "offload": "none", "tiled_mlp": True})
+    assert everywhere.names == {"new", "old"}  # a key without ranks
 
 
 @pytest.mark.parametrize("host_gib", [1900.0, 10.0])
