@@ -140,6 +140,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.rank is not None:
         train_all(options.rank, options.seconds, options.steps)
         return 0
+    before = os.getloadavg()[0]
     found = measure(options.seconds, options.steps)
     medians = {name: statistics.median(found[name]["seconds"]) for name in SPECS}
     print(f"{'':8}{'examples':>16}{'s a step':>10}{'asleep':>8}")
@@ -150,7 +151,8 @@ def main(arguments: list[str] | None = None) -> int:
     pairs = zip(found["even"]["losses"], found["shared"]["losses"], strict=True)
     off = max(abs(one - other) for one, other in pairs)
     theory = asleep("even", options.seconds) / asleep("shared", options.seconds)
-    print(f"{gain:.2f} times as fast, of {theory:.2f}; losses differ by {off:.1e}")
+    load = f"load {before:.1f} before, {os.getloadavg()[0]:.1f} after, of which {RANKS} are these processes"
+    print(f"{gain:.2f} times as fast, of {theory:.2f}; losses differ by {off:.1e}; {load}")
     return int(gain < WANTED or off > 1e-5)
 
 

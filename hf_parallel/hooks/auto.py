@@ -262,22 +262,15 @@ def _find_best(shown: Shown, devices: list[Device]) -> Chosen:
     import torch.distributed as dist
 
     from hf_parallel.hooks.trainer import joining
-    from hf_parallel.planner.detect import detect, reduce_to_slowest
-    from hf_parallel.planner.groups import MixedCluster, group_devices
+    from hf_parallel.planner.detect import detect
+    from hf_parallel.planner.groups import MixedCluster, find_machines_of_ranks
     from hf_parallel.planner.search import search
 
     asked = of_session(_Shown).waiting
-    known = None if asked is None else asked.cluster
-    turns: list[str] = []
-    if known is None:
-        here = detect(dist.get_world_size(), read_local_world_size())
-        try:
-            cluster: Cluster | MixedCluster = group_devices(here, devices)
-        except SpecError as error:
-            cluster = reduce_to_slowest(here, devices)
-            turns.append(f"auto plans for the slowest GPU and the least memory of all: {error}")
-    else:
-        cluster = known
+    cluster, why = None if asked is None else asked.cluster, ""
+    if cluster is None:
+        cluster, why = find_machines_of_ranks(detect(dist.get_world_size(), read_local_world_size()), devices)
+    turns = [f"auto plans for the slowest GPU and the least memory of all: {why}"] if why else []
     batch = read_script_batch(shown.config, None, shown.dtype, shown.lowered)
     options: dict[str, Any] = {
         "model": shown.config,

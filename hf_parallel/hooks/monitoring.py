@@ -26,6 +26,7 @@ from hf_parallel.hooks.trainer import auto_shares
 from hf_parallel.monitor.meter import COMPUTE, DATA, PREFIX, round_to_significant
 from hf_parallel.monitor.noise import Estimate, GradientNoise
 from hf_parallel.monitor.session import Reading, Record, Session
+from hf_parallel.ranks.shares import cut_examples
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -41,8 +42,7 @@ if TYPE_CHECKING:
     )
 
     from hf_parallel.apply.parallelize import ParallelState
-    from hf_parallel.monitor.expected import Batch
-    from hf_parallel.planner.prediction import Prediction
+    from hf_parallel.monitor.expected import Batch, GroupPlan
 
 _LEFT_OUT = (
     "monitor=noise: steps whose batches no schedule of the pipeline can cut, or that are not finished, are left out"
@@ -63,7 +63,7 @@ class Watched:
         self.computes = False  # has the open step of a loop run a backward pass?
         self.read_in_loop: list[tuple[torch.Tensor, float]] = []  # batches whose backward pass is to come
         self.record: Record | None = None
-        self.prediction: Prediction | None = None
+        self.plans: list[GroupPlan] = []  # of each kind of GPU, that of the slowest first
         self.trace: Trace | None = None
         self.readings = 0
         self.steps: list[float] = []  # seconds, of each reading
@@ -154,8 +154,8 @@ class Watched:
         measured = {} if noise is None else {"noise": noise.to_dict()}
         self._write("metrics", step=step, perf=reading.figures, ranks=rows, **measured)
         lines = list(reading.said)
-        if self.readings == WARM and self.prediction is not None and self.session.mesh.device.type != "cpu":
-            lines += [("plan", line) for line in expected.list_deviations(self.prediction, reading.rows)]
+        if self.readings == WARM and self.session.mesh.device.type != "cpu":
+            lines += [("plan", line) for line in expected.list_deviations_of_groups(self.plans, reading.rows)]
         for about, line in lines:
             report.say(line)
             self._write("note", step=step, about=about, text=line)
@@ -164,6 +164,7 @@ class Watched:
         """The first line of a run's record."""
         from hf_parallel.monitor import expected
         from hf_parallel.planner.detect import detect
+        from hf_parallel.planner.groups import find_machines_of_ranks
 
         config, plan, why = self.state.config, None, ""
         batch = self._batch(reading, arguments)
@@ -172,9 +173,13 @@ class Watched:
             if self.session.shape is None or not batch.seq:
                 why = "the planner counts neither this model nor its batches"
             else:
-                cluster = detect(config.world_size, read_local_world_size())
-                self.prediction = expected.expect(self.session.shape, config, cluster, batch)
-                plan = expected.describe_prediction(self.prediction, config, batch)
+                here = detect(config.world_size, read_local_world_size())
+                machines, _ = find_machines_of_ranks(here, self.session.devices)
+                examples = self._count_examples_of_ranks(batch.rows)
+                self.plans = expected.expect_of_groups(self.session.shape, config, machines, batch, examples)
+                slowest = self.plans[0]
+                plan = expected.describe_prediction(slowest.prediction, config, slowest.batch)
+                plan["ranks"] = [slowest.ranks.start, slowest.ranks.stop]
         except SpecError as error:
             why = str(error)
         return {
@@ -187,6 +192,15 @@ class Watched:
             "why_no_plan": why,
         }
 
+    def _count_examples_of_ranks(self, each: int) -> tuple[int, ...]:
+        """Return the examples of a micro-step on each data rank, of which all have `each` under even shares."""
+        current, config = runtime.current(), self.state.config
+        measured = None if current is None else current.measured
+        shares = config.shares if measured is None else measured.of_pass.latest
+        if shares is None:
+            return (each,) * config.data_parallel_size
+        return cut_examples(each * config.data_parallel_size, shares, int(measured is not None))
+
     def keep_measured_step(self) -> None:
         """Write the median step since the first log into the calibration of this machine."""
         from hf_parallel.planner.calibration import (
@@ -197,8 +211,10 @@ class Watched:
         )
 
         try:
-            found, shape, plan = read_calibration(), self.session.shape, self.prediction
-            if found is None or shape is None or plan is None or found.device != name_device(plan.cluster):
+            found, shape = read_calibration(), self.session.shape
+            if found is None or shape is None or len(self.plans) != 1:  # steps of unlike GPUs are of no one machine
+                return
+            if found.device != name_device(self.plans[0].prediction.cluster):
                 return
             batch = {key: self.batch[key] for key in ("rows", "calls", "seq", "precision")}
             today = datetime.date.today().isoformat()

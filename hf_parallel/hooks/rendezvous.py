@@ -15,7 +15,10 @@ import os
 import time
 import uuid
 
+import torch
 import torch.distributed as dist
+
+from hf_parallel.ask.spec import refuse
 
 _ROOM = "hf_parallel"
 _PAUSE_S = 0.02
@@ -68,3 +71,26 @@ def _welcome_ranks(store: dist.Store, name: str, world_size: int) -> bool:
         return False
     store.set("welcome", " ".join([name, *(store.get(key).decode() for key in greetings)]))
     return store.check([f"{name}/{rank}" for rank in range(1, world_size)])
+
+
+def name_platform() -> str:
+    """Return what computes in this process: CUDA, ROCm, another accelerator's name, or the CPU."""
+    if not torch.accelerator.is_available():
+        return "CPU"
+    kind = torch.accelerator.current_accelerator()
+    return "ROCm" if torch.version.hip else "CUDA" if kind is None or kind.type == "cuda" else kind.type
+
+
+def refuse_unlike_platforms(store: dist.Store, rank: int) -> None:
+    """Refuse ranks that no library of collectives joins, before the first collective hangs.
+
+    Raises:
+        SpecError: this rank computes on another platform than rank 0.
+    """
+    own, key = name_platform(), f"{_ROOM}/platform"
+    if rank == 0:
+        store.set(key, own)
+    first = store.get(key).decode()
+    if own != first:
+        why = f"rank 0 computes on {first}, and no library of collectives joins both"
+        refuse(f"rank {rank} on {own}", why, do=f"start processes on {first} alone")

@@ -157,6 +157,8 @@ def connect_process_group() -> None:
 
     limit = timedelta(seconds=_time_out_asked_for())
     PartialState(cpu=not torch.accelerator.is_available(), timeout=limit, **rendezvous.make_own_store())
+    if connection.made:
+        rendezvous.refuse_unlike_platforms(dist.distributed_c10d._get_default_store(), dist.get_rank())
     _seed_shuffles_alike()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -13,12 +13,14 @@ from hf_parallel.ask.spec import refuse
 from hf_parallel.axes.pipeline.schedules import count_micro_batches
 from hf_parallel.monitor import session
 from hf_parallel.monitor.meter import RankRow, round_to_significant
-from hf_parallel.planner.candidates import Goal
+from hf_parallel.planner.candidates import Goal, make_config
 from hf_parallel.planner.choices import predict_choice
+from hf_parallel.planner.groups import MixedCluster
 from hf_parallel.planner.hardware import Cluster, Efficiency, Gpu, Host, Link
 from hf_parallel.planner.memory import GIB, find_fullest
 from hf_parallel.planner.prediction import Prediction
 from hf_parallel.planner.shape import ModelShape, shape_of
+from hf_parallel.ranks.mesh import compute_data_rank
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -54,6 +56,58 @@ def expect(shape: ModelShape, config: ParallelConfig, cluster: Cluster, batch: B
     pieces = count_micro_batches(batch.rows, config) if config.pp_size > 1 else 1
     goal = Goal(shape, cluster, batch.seq, None, batch.precision, batch.optimizer, batch.lora, batch.rows, batch.calls)
     return predict_choice(goal, config, batch.rows // pieces).prediction
+
+
+@dataclass(frozen=True)
+class GroupPlan:
+    """The prediction of a step if all GPUs were as those of `ranks`, with the largest batch that one of these has.
+
+    Data ranks wait for each other in every layer, so that the slowest group's holds for the whole.
+    """
+
+    ranks: range
+    batch: Batch
+    prediction: Prediction
+
+
+def expect_of_groups(
+    shape: ModelShape, config: ParallelConfig, machines: Cluster | MixedCluster, batch: Batch, examples: Sequence[int]
+) -> list[GroupPlan]:
+    """Return the plan of each group of GPUs of one kind, the slowest first.
+
+    Args:
+        examples: of a micro-step on each data rank.
+
+    Raises:
+        SpecError: the stages of a pipeline lie on unlike GPUs; or as `expect`.
+    """
+    if isinstance(machines, MixedCluster) and config.pp_size > 1:
+        why = "stages on unlike GPUs are predicted before a training alone"
+        refuse(f"pp_size={config.pp_size}", why, do="hf-parallel plan --cluster FILE.yaml says what they take")
+    clusters = [machines] if isinstance(machines, Cluster) else [group.cluster for group in machines.groups]
+    seen = [machines] if isinstance(machines, Cluster) else [machines.seen_from(group) for group in machines.groups]
+    tokens = sum(examples) * batch.calls * batch.seq / config.world_size
+    peak = sum(cluster.gpus * cluster.gpu.peak("bf16") for cluster in clusters) / config.world_size
+    found, first = list[GroupPlan](), 0
+    for own, whole in zip(clusters, seen, strict=True):
+        ranks = range(first, first + own.gpus)
+        rows = dataclasses.replace(batch, rows=max(examples[compute_data_rank(config, rank)] for rank in ranks))
+        one = expect(shape, _read_levers_of(config, ranks), whole, rows)
+        rate = tokens / one.step_time_s
+        mfu = one.mfu * rate / one.tokens_per_s_per_gpu * own.gpu.peak("bf16") / peak
+        found.append(GroupPlan(ranks, rows, dataclasses.replace(one, tokens_per_s_per_gpu=rate, mfu=mfu)))
+        first = ranks.stop
+    return sorted(found, key=lambda plan: -plan.prediction.step_time_s)
+
+
+def _read_levers_of(config: ParallelConfig, ranks: range) -> ParallelConfig:
+    """Return the config as it is on these ranks; where some of them save memory, as `to_job` takes it."""
+    recompute = {config.recompute_way_on(rank) for rank in ranks}
+    saving = {config.offload_ranks is None or rank in config.offload_ranks for rank in ranks}
+    changes = {"activation_checkpointing": recompute.pop()} if len(recompute) == 1 else {}
+    if config.offload_ranks is not None and len(saving) == 1:
+        changes["offload"] = config.offload_way if saving.pop() else "none"
+    return make_config(config, **changes)
 
 
 def sum_by_term(kinds: Mapping[str, float]) -> dict[str, float]:
@@ -100,6 +154,17 @@ def _sum_tensor_memory(prediction: Prediction) -> float:
     return find_fullest(list(prediction.breakdown.ranks)).tensors / GIB
 
 
+def list_deviations_of_groups(plans: Sequence[GroupPlan], rows: list[RankRow]) -> list[str]:
+    """Lines about the step of the slowest group, which all wait for, and about the memory of each."""
+    lines = list[str]()
+    for plan in plans:
+        own = [rows[rank] for rank in plan.ranks]
+        found = list_deviations if plan is plans[0] else list_memory_deviations
+        where = f" on {plan.prediction.cluster.gpu.name}" if len(plans) > 1 else ""
+        lines += [f"{line}{where}" for line in found(plan.prediction, own)]
+    return lines
+
+
 def list_deviations(prediction: Prediction, rows: list[RankRow]) -> list[str]:
     """Lines about step time and memory that are further from the plan than tolerated, with the term that is off."""
     lines = []
@@ -110,10 +175,15 @@ def list_deviations(prediction: Prediction, rows: list[RankRow]) -> list[str]:
             f"a step takes {step:.3g} s, planned {planned:.3g} s ({step / planned - 1:+.0%}); most of the "
             f"difference is {term}: {own:.3g} s, planned {expected:.3g} s"
         )
+    return lines + list_memory_deviations(prediction, rows)
+
+
+def list_memory_deviations(prediction: Prediction, rows: list[RankRow]) -> list[str]:
+    """A line about tensors of the fullest rank that are further from the plan than tolerated, if they are."""
     peak, tensors = max(row.memory_peak for row in rows) / GIB, _sum_tensor_memory(prediction)
-    if _is_off(peak, tensors) and abs(peak - tensors) > UNCOUNTED_GIB:
-        lines.append(f"tensors take {peak:.3g} GiB, planned {tensors:.3g} GiB ({peak / tensors - 1:+.0%})")
-    return lines
+    if not _is_off(peak, tensors) or abs(peak - tensors) <= UNCOUNTED_GIB:
+        return []
+    return [f"tensors take {peak:.3g} GiB, planned {tensors:.3g} GiB ({peak / tensors - 1:+.0%})"]
 
 
 def _is_off(measured: float, planned: float) -> bool:
@@ -160,7 +230,7 @@ def calibrated(folder: str, model: PreTrainedModel) -> tuple[Cluster, list[str]]
     shape = shape_of(model)
     try:
         found = _read_measured(folder)
-    except (KeyError, TypeError) as error:
+    except (AttributeError, KeyError, TypeError) as error:
         refuse(
             folder, "its record is damaged, or of another version", do="train a few times logging_steps", cause=error
         )
@@ -181,9 +251,10 @@ def _read_measured(folder: str) -> Measured:
     runs = [i for i, line in enumerate(lines) if line["kind"] == "run"]
     last = lines[runs[-1] :] if runs else []
     plan = last[0]["plan"] if last else None
-    steps = [[RankRow(**row) for row in line["ranks"]] for line in last if line["kind"] == "metrics"]
     if plan is None:
         refuse(folder, f"its record has no plan to calibrate ({(last or [{}])[0].get('why_no_plan', 'no run')})")
+    planned = slice(*plan.get("ranks", (None,)))  # of unlike GPUs, those of the slowest kind
+    steps = [[RankRow(**row) for row in line["ranks"][planned]] for line in last if line["kind"] == "metrics"]
     if not steps:
         refuse(folder, "its record has no step", do="train a few times logging_steps")
     warm = steps[1:] or steps  # the first one holds what happens once

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-import torch
 import torch.distributed as dist
 
 from hf_parallel.apply.parallelize import ParallelState
@@ -30,11 +29,13 @@ from hf_parallel.monitor.meter import (
     round_to_significant,
 )
 from hf_parallel.planner.dryrun.recorder import name_groups
+from hf_parallel.ranks import messages
 from hf_parallel.ranks.mesh import compute_coordinates
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+    from hf_parallel.planner.detect import Device
     from hf_parallel.planner.shape import ModelShape
 
 
@@ -199,8 +200,18 @@ class Session:
         self.meter = Meter(list_known_groups(state), self.mesh.device, full)
         world = range(self.mesh.config.world_size)
         self.stragglers = Stragglers([compute_coordinates(self.mesh.config, rank)["pp"] for rank in world])
-        self.peak = _find_peak_flops(self.mesh.device)
+        self.devices: list[Device] = []  # of all ranks, from the first reading on
         self._config = config
+
+    @functools.cached_property
+    def peak(self) -> float | None:
+        """FLOP/s of bf16 products of a mean device, as the planner's mfu has it; None: the catalogue lacks one."""
+        from hf_parallel.planner.hardware import find_gpu
+
+        try:
+            return statistics.mean(find_gpu(device.name).peak("bf16") for device in self.devices)
+        except SpecError:
+            return None
 
     @functools.cached_property
     def shape(self) -> ModelShape | None:
@@ -220,6 +231,10 @@ class Session:
         if not all(row.steps for row in rows):
             self.meter.give_back(window)
             return None
+        if not self.devices:
+            from hf_parallel.planner.detect import read_device_here  # not needed to start
+
+            self.devices = messages.gather_objects(read_device_here())
         config = self.mesh.config
         sizes = {**config.sizes, "ep": config.ep_size}
         reading = Reading(compute_figures(rows, self.mesh.data_size, sizes, self.full), rows)
@@ -249,15 +264,3 @@ def list_known_groups(state: ParallelState) -> dict[str, str]:
         if size > 1 and axis is not None:
             found[name] = axis
     return found
-
-
-def _find_peak_flops(device: torch.device) -> float | None:
-    """FLOP/s of bf16 products, as the planner's mfu has it; None of a device that its catalogue lacks."""
-    if device.type == "cpu":
-        return None
-    from hf_parallel.planner.hardware import find_gpu
-
-    try:
-        return find_gpu(torch.get_device_module(device).get_device_name(device)).peak("bf16")
-    except SpecError:
-        return None

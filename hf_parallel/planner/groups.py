@@ -19,8 +19,9 @@ from typing import Any
 
 import yaml
 
+from hf_parallel.ask.config import SpecError
 from hf_parallel.ask.spec import refuse
-from hf_parallel.planner.detect import CPU, Device, number_kinds_of, read_device_here
+from hf_parallel.planner.detect import CPU, Device, number_kinds_of, read_device_here, reduce_to_slowest
 from hf_parallel.planner.hardware import (
     COUNT,
     ENTRY,
@@ -120,11 +121,22 @@ def read_machines(path: str, gpus: int | None = None) -> Cluster | MixedCluster:
         refuse(f"{path}: name={twice}", "two groups have this name", f"name: {twice}-2")
     if len(groups) == 1:
         return groups[0].cluster
+    _check_vendors(groups)
     one_node = values.get("one_node", False)
     links = [group.cluster.inside if one_node else group.cluster.between for group in groups]
     slowest, given = min(links, key=lambda link: link.bandwidth), values.get("network")
     between = slowest if given is None else read_own_link(f"{path}: network", given)
     return MixedCluster(tuple(groups), between, one_node)
+
+
+def _check_vendors(groups: Sequence[Group]) -> None:
+    """Refuse groups of unlike vendors: NCCL and RCCL have no process group in common."""
+    first = groups[0].cluster.gpu
+    for group in groups[1:]:
+        gpu = group.cluster.gpu
+        if gpu.is_of_amd != first.is_of_amd:
+            what, works = f"{gpu.name} beside {first.name}", f"{first.name} alone"
+            refuse(what, "NCCL and RCCL have no process group in common", works)
 
 
 def _read_group(where: str, entry: object) -> Group:
@@ -202,17 +214,26 @@ def group_devices(here: Cluster, devices: Sequence[Device]) -> Cluster | MixedCl
         cluster = Cluster(gpu, len(ranks), hosts.count(hosts[0]), find_link(gpu.scale_up), here.between)
         same = gpu.name == here.gpu.name
         groups.append(Group(gpu.name, dataclasses.replace(cluster, inside=here.inside) if same else cluster))
+    _check_vendors(groups)
     slowest = min((group.cluster.inside for group in groups), key=lambda link: link.bandwidth)
-    return MixedCluster(_name_groups_apart(groups), slowest if one_node else here.between, one_node)
-
-
-def _name_groups_apart(groups: list[Group]) -> tuple[Group, ...]:
-    """Return groups of which each has a name of its own."""
     names = [group.name for group in groups]
-    return tuple(
+    apart = tuple(
         dataclasses.replace(group, name=f"{group.name}-{at + 1}") if names.count(group.name) > 1 else group
         for at, group in enumerate(groups)
     )
+    return MixedCluster(apart, slowest if one_node else here.between, one_node)
+
+
+def find_machines_of_ranks(here: Cluster, devices: Sequence[Device]) -> tuple[Cluster | MixedCluster, str]:
+    """Return the groups that devices make, or where they make none the slowest GPU for all, and why.
+
+    Raises:
+        SpecError: a GPU that the catalogue does not have.
+    """
+    try:
+        return group_devices(here, devices), ""
+    except SpecError as error:
+        return reduce_to_slowest(here, devices), str(error)
 
 
 # ---- a file of what was found ---------------------------------------------------------------------------------------

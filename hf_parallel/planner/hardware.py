@@ -96,6 +96,11 @@ class Gpu:
     note: str = ""  # what a user must know
     capability: tuple[int, int] = (0, 0)  # of CUDA, which decides over kernels; (0, 0): no GPU
 
+    @property
+    def is_of_amd(self) -> bool:
+        """Does RCCL, and not NCCL, join GPUs of this type?"""
+        return "infinity-fabric" in self.scale_up
+
     def peak(self, precision: str) -> float:
         """FLOP/s of dense matrix products; a precision that the GPU lacks computes in the widest it has."""
         return self.peaks.get(precision) or self.peaks["bf16"]

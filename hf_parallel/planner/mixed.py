@@ -26,21 +26,23 @@ from hf_parallel.ask.spec import refuse
 from hf_parallel.axes.pipeline.balance import find_best_split
 from hf_parallel.planner.candidates import (
     MOST_CALL,
-    WAYS,
     Goal,
     choose_context_of,
     iterate_layouts,
     list_divisors,
     list_micro_batches,
     list_sizes_of,
+    list_ways_of,
     make_config,
     to_job,
     to_layout,
 )
-from hf_parallel.planner.choices import TELLS, Choice, Found, TooLarge, try_layout
+from hf_parallel.planner.choices import TELLS, Choice, TooLarge, try_layout
 from hf_parallel.planner.groups import Group, MixedCluster
+from hf_parallel.planner.hardware import Cluster
+from hf_parallel.planner.layout import Job, Layout
 from hf_parallel.planner.ledger import compute_sending_seconds
-from hf_parallel.planner.memory import GIB, rank_memory
+from hf_parallel.planner.memory import GIB, count_host_gib, rank_memory
 from hf_parallel.planner.pipeline import Stage, compute_pipeline_seconds
 from hf_parallel.planner.predict import compute_seconds_after_schedule, compute_stage_times
 from hf_parallel.planner.search import search
@@ -231,7 +233,12 @@ def search_groups(
         group.name: search(model=model, cluster=group.cluster, seq=seq, global_batch=global_batch, top=1, **options)
         for group in mixed.groups
     }
-    found = [_plan_group_alone(group, founds[group.name]) for group in mixed.groups if founds[group.name].best]
+    found = list[MixedChoice]()
+    for group in mixed.groups:
+        for one in founds[group.name].choices[:1]:
+            sizes = one.config, one.step_time_s, one.rows, one.accumulation
+            load = Load(group, one.needed_gib, one.step_time_s)
+            found.append(MixedChoice(ALONE, *sizes, (load,), one.prediction.bubble))
     looked_at = sum(one.looked_at for one in founds.values())
     for size in range(2, len(mixed.groups) + 1):
         for groups in itertools.combinations(mixed.groups, size):
@@ -271,25 +278,11 @@ def _choose_best_of_kinds(
     return sorted(once.values(), key=lambda choice: choice.ranked_seconds)
 
 
-def _plan_group_alone(group: Group, found: Found) -> MixedChoice:
-    choice = found.choices[0]
-    load = Load(group, choice.needed_gib, choice.step_time_s)
-    return MixedChoice(
-        ALONE,
-        choice.config,
-        choice.step_time_s,
-        choice.rows,
-        choice.accumulation,
-        (load,),
-        choice.prediction.bubble,
-    )
-
-
 @dataclass(frozen=True)
 class Levers:
-    """A way to save memory, of `WAYS`, and the groups that take it; the others save nothing."""
+    """A way to save memory, of `list_ways_of`, and the groups that take it; the others save nothing."""
 
-    way: dict[str, str]
+    way: dict[str, Any]
     names: frozenset[str]
 
     def of(self, config: ParallelConfig, group: Group) -> ParallelConfig:
@@ -309,9 +302,8 @@ class Levers:
                 ranks.append(str(first) if first == last else f"{first}-{last}")
             first = last + 1
         at = "" if len(self.names) == len(list(groups)) else f"@{':'.join(ranks)}"
-        return make_config(
-            config, **{key: value if value == "none" else value + at for key, value in self.way.items()}
-        )
+        listed = {key: value + at for key, value in self.way.items() if isinstance(value, str) and value != "none"}
+        return make_config(config, **self.way | listed)
 
 
 class _Search:
@@ -326,7 +318,7 @@ class _Search:
         self.any_goal = self.goals[mixed.groups[0].name]
         self.looked_at = 0
         self._known: dict[tuple, Choice | TooLarge | None] = {}
-        self.ways = [way for way in WAYS if way["offload"] == "none" or not self.any_goal.lora]
+        self.ways = [way for way in list_ways_of(self.any_goal) if way["offload"] == "none" or not self.any_goal.lora]
 
     def run(self) -> list[MixedChoice]:
         """Return every layout that fits, in the cheapest way to save memory, on all groups or on some of them."""
@@ -345,15 +337,17 @@ class _Search:
                         break
         return found
 
-    def _levers(self, config: ParallelConfig, way: dict[str, str]) -> Iterator[Levers]:
+    def _levers(self, config: ParallelConfig, way: dict[str, Any]) -> Iterator[Levers]:
         """Yield the sets of groups that may save memory in a way, few groups first.
 
         Ranks that hold copies of a parameter step in one place, and experts get their tokens again from all ranks.
+        `activation_offload` and `tiled_mlp` hold for all ranks.
         """
         names = [group.name for group in self.mixed.groups]
         copies = config.dp_replicate_size > 1 or (config.pp_size > 1 and self.any_goal.shape.tied)
         alike = way["offload"] not in ("none", "optimizer") or (way["offload"] == "optimizer" and copies)
         alike |= way["activation_checkpointing"] != "none" and config.ep_size > 1
+        alike |= not way.keys() <= {"offload", "activation_checkpointing"}
         if alike or set(way.values()) == {"none"}:
             yield Levers(way, frozenset(names))
             return
@@ -476,64 +470,100 @@ class _Search:
     def _find_pipeline(
         self, config: ParallelConfig, levers: Levers, groups: list[Group], size: int, share: int
     ) -> MixedChoice | None:
-        """Return the pipeline with the split whose slowest stage is fastest among those that fit; None: none fits."""
-        goal = self.any_goal
+        """Return the pipeline with the split whose slowest stage is fastest among those that fit; None: none fits.
+
+        Args:
+            groups: of each stage.
+            size: rows of a micro-batch.
+            share: rows of a data rank in a step.
+        """
+        goal, names = self.any_goal, [group.name for group in groups]
         config = make_config(config, pipeline_microbatches=(goal.rows or share) // size)
         layout = to_layout(config, choose_context_of(config, goal, size))
-        jobs = {
-            group.name: to_job(self.goals[group.name], levers.of(config, group), size, share // size)
-            for group in self.mixed.groups
-        }
-        clusters = {
-            group.name: dataclasses.replace(group.cluster, gpus=self.mixed.gpus) for group in self.mixed.groups
-        }
-        blocks, alike = goal.shape.blocks, len(set(goal.shape.blocks)) == 1
+        own = {group.name: levers.of(config, group) for group in groups}
+        jobs = {name: to_job(self.goals[name], one, size, share // size) for name, one in own.items()}
+        stages = _Stages(self.goals, groups, layout, jobs)
         self.looked_at += 1
-
-        def stage_of(at: int, first: int, last: int) -> Stage:
-            counts = tuple(count_distinct(blocks[first:last]).items())
-            return Stage(goal.shape, counts, first == 0, last == len(blocks), at)
-
-        @functools.cache
-        def seconds(name: str, first: int, last: int) -> tuple[float, float]:
-            return compute_stage_times(stage_of(0, first, last), layout, jobs[name], clusters[name]).totals
-
-        @functools.cache
-        def needed(at: int, first: int, last: int) -> float:
-            return rank_memory([stage_of(at, first, last)], layout, jobs[groups[at].name], at).needed / GIB
-
-        def cost(at: int, first: int, last: int) -> float:
-            if alike and first > 0 and last < len(blocks):  # the same layers elsewhere
-                first, last = 1, 1 + last - first
-            name = groups[at].name
-            return math.inf if needed(at, first, last) > self.goals[name].room_gib else sum(seconds(name, first, last))
-
-        slowest, split = find_best_split(len(blocks), len(groups), cost, max)
-        if slowest == math.inf:
+        slowest, split = find_best_split(len(goal.shape.blocks), len(groups), stages.cost, max)
+        spans = list(itertools.pairwise(itertools.accumulate(split, initial=0)))
+        if slowest == math.inf or not stages.fit_on_hosts(spans):
             return None
-        ends = list(itertools.accumulate(split))
-        spans = [(end - own, end) for own, end in zip(split, ends, strict=True)]
-        names = [group.name for group in groups]
-        layout = dataclasses.replace(layout, split=split)
-        config = make_config(levers.spelled(config, dict.fromkeys(groups)), pipeline_split=split)
-        totals = [seconds(name, *span) for name, span in zip(names, spans, strict=True)]
-        sending = compute_sending_seconds(goal.shape.hidden, layout, jobs[names[0]], goal.cluster)
-        duration, bubble = compute_pipeline_seconds(layout, jobs[names[0]], totals, sending)
-        rest = []
-        for at, name in enumerate(names):
-            own = [[stage_of(at, *spans[at])]]
-            after = compute_seconds_after_schedule(own, layout, jobs[name], clusters[name], totals[at][1])
-            noise = clusters[name].gpu.efficiency.node_noise * math.log2(max(1, clusters[name].nodes))
-            rest.append(sum(after.values()) + noise * (duration + sum(after.values())))
+        seconds, bubble = stages.compute_step_seconds(spans, goal.cluster)
         loads = []
         for group in dict.fromkeys(groups):
-            stages = [at for at, other in enumerate(groups) if other is group]
-            busy = max(sum(totals[at]) for at in stages) * jobs[group.name].micro_batches
-            fullest = max(needed(at, *spans[at]) for at in stages)
-            loads.append(Load(group, fullest, busy, layers=tuple(split[at] for at in stages)))
+            places = [at for at, name in enumerate(names) if name == group.name]
+            busy = max(sum(stages.seconds(group.name, *spans[at])) for at in places) * jobs[group.name].micro_batches
+            fullest = max(stages.needed(at, *spans[at]) for at in places)
+            loads.append(Load(group, fullest, busy, layers=tuple(split[at] for at in places)))
+        config = make_config(levers.spelled(config, dict.fromkeys(groups)), pipeline_split=split)
         calls = 1 if goal.rows is None else share // goal.rows
-        step = duration + max(rest)
-        return MixedChoice(STAGES, config, step, share // calls, calls, tuple(loads), bubble)
+        return MixedChoice(STAGES, config, seconds, share // calls, calls, tuple(loads), bubble)
+
+
+class _Stages:
+    """The stages of a pipeline whose layers are shared out among groups of unlike GPUs.
+
+    Args:
+        goals: of each group, whose cluster is all GPUs as if they were of its kind.
+        groups: of each stage.
+        jobs: of each group.
+    """
+
+    def __init__(self, goals: dict[str, Goal], groups: list[Group], layout: Layout, jobs: dict[str, Job]) -> None:
+        self.goals, self.names, self.layout, self.jobs = goals, [group.name for group in groups], layout, jobs
+        self.shape = goals[self.names[0]].shape
+        gpus = goals[self.names[0]].cluster.gpus
+        self.clusters = {group.name: dataclasses.replace(group.cluster, gpus=gpus) for group in groups}
+        self.alike = len(set(self.shape.blocks)) == 1
+        self.seconds, self.needed = functools.cache(self._compute_seconds), functools.cache(self._compute_needed)
+
+    def make_stage(self, at: int, first: int, last: int) -> Stage:
+        """Return the stage at a place with the layers from `first` to before `last`."""
+        counts = tuple(count_distinct(self.shape.blocks[first:last]).items())
+        return Stage(self.shape, counts, first == 0, last == len(self.shape.blocks), at)
+
+    def _compute_seconds(self, name: str, first: int, last: int) -> tuple[float, float]:
+        """Seconds of a forward and of a backward of these layers on a group's GPU."""
+        stage = self.make_stage(0, first, last)
+        return compute_stage_times(stage, self.layout, self.jobs[name], self.clusters[name]).totals
+
+    def _compute_needed(self, at: int, first: int, last: int) -> float:
+        """GiB of a GPU that has these layers at a place."""
+        return rank_memory([self.make_stage(at, first, last)], self.layout, self.jobs[self.names[at]], at).needed / GIB
+
+    def cost(self, at: int, first: int, last: int) -> float:
+        """Return seconds of a micro-batch at a place with these layers; infinite where they do not fit."""
+        if self.alike and first > 0 and last < len(self.shape.blocks):  # the same layers elsewhere
+            first, last = 1, 1 + last - first
+        fits = self.needed(at, first, last) <= self.goals[self.names[at]].room_gib
+        return sum(self.seconds(self.names[at], first, last)) if fits else math.inf
+
+    def fit_on_hosts(self, spans: list[tuple[int, int]]) -> bool:
+        """Has each group's host the room for what its GPUs offload?"""
+        stages = tuple(self.make_stage(at, *span) for at, span in enumerate(spans))
+        seen = ((job, self.goals[name].cluster) for name, job in self.jobs.items())
+        return all(count_host_gib(stages, self.layout, job, of) <= of.gpu.host.memory_gib for job, of in seen)
+
+    def compute_step_seconds(self, spans: list[tuple[int, int]], whole: Cluster) -> tuple[float, float]:
+        """Return seconds of a step, and which part of its schedule is bubble.
+
+        Args:
+            spans: the first layer of each stage, and the one after its last.
+            whole: all GPUs, whose slowest link joins stages.
+        """
+        layout = dataclasses.replace(self.layout, split=tuple(last - first for first, last in spans))
+        job = self.jobs[self.names[0]]
+        totals = [self.seconds(name, *span) for name, span in zip(self.names, spans, strict=True)]
+        sending = compute_sending_seconds(self.shape.hidden, layout, job, whole)
+        duration, bubble = compute_pipeline_seconds(layout, job, totals, sending)
+        rest = []
+        for at, (name, span) in enumerate(zip(self.names, spans, strict=True)):
+            stage, cluster = self.make_stage(at, *span), self.clusters[name]
+            kinds = compute_seconds_after_schedule([[stage]], layout, self.jobs[name], cluster, totals[at][1])
+            after = sum(kinds.values())
+            noise = cluster.gpu.efficiency.node_noise * math.log2(max(1, cluster.nodes))
+            rest.append(after + noise * (duration + after))
+        return duration + max(rest), bubble
 
 
 def deal_examples(examples: int, ranks: list[int], seconds: Callable[[int, int], float]) -> list[list[int]] | None:

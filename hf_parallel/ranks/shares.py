@@ -11,7 +11,7 @@ import math
 import operator
 import statistics
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from typing import TypeAlias
 
@@ -131,6 +131,12 @@ class SharesOfPass:
         """Return the shares of the next micro-step to be drawn."""
         self.drawn += 1
         return self._find_at(self.drawn - 1)
+
+    def draw_all(self) -> Iterator[Shares]:
+        """Begin a pass, and yield the shares of each micro-step that is drawn."""
+        self.begin()
+        while True:
+            yield self.draw()
 
     def take(self, skipped: int) -> None:
         """The next micro-step is trained on.

@@ -27,6 +27,8 @@ SCRIPTS = {
     "a version for each micro-batch": ("test_stashed_weights.py", "as_its_rule and 2-2", 1),
     "curvature in bubbles": ("test_kfac_fill.py", "as_its_rule and pp2 and not dp_replicate2 and not gpipe", 1),
     "unlike shares": ("test_batch_shares.py", "test_products and llama-pp2_dp_shard2_batch_shares3", 1),
+    "unlike shares of data ranks": ("test_batch_shares.py", "as_one_process and dp_shard4_batch_shares1", 1),
+    "measured shares": ("test_batch_shares_auto.py", "in_the_middle", 1),
     "async save": ("test_async_save.py", "test_the_same_checkpoints", None),
 }
 

@@ -1,5 +1,6 @@
 """`batch_shares=auto`: cuts follow a rank that is slow, and change no number."""
 
+import dataclasses
 import json
 import os
 import time
@@ -11,15 +12,18 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 from benchmarks import uneven
-from hf_parallel.hooks import runtime
+from hf_parallel.hooks import report, runtime
 from hf_parallel.hooks.trainer import auto_shares
-from hf_parallel.monitor import meter
+from hf_parallel.monitor import meter, session
 from tests.distributed import RankFailure, run
 from tests.parity.test_batch_shares import MeanOfExamples
 from tests.rows import Rows, Stream, pad
 from tests.training import Outcome, Tolerance, activate, axes, fit, trainer_of
 
-EXAMPLES, EACH_S = 32, 0.006
+EXAMPLES, EACH_S, SLEEP_S = 32, 0.02, 0.0005
+NEVER = 10**6
+#: What a step takes besides computing: reading, what is around the model, and waits for other ranks.
+OTHERS = ("data", "rest", "tp", "dp", "cp", "ep", "pp", "all")
 
 
 class Slowly(torch.autograd.Function):
@@ -27,13 +31,13 @@ class Slowly(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, seconds):
-        ctx.seconds = seconds
-        time.sleep(seconds * len(hidden))
+        ctx.seconds = seconds * len(hidden)
+        time.sleep(ctx.seconds)
         return hidden.view_as(hidden)
 
     @staticmethod
     def backward(ctx, gradient):
-        time.sleep(ctx.seconds * len(gradient))
+        time.sleep(ctx.seconds)
         return gradient, None
 
 
@@ -48,7 +52,31 @@ class Cuts(TrainerCallback):
         self.found.append(None if measured is None else tuple(map(float, measured.of_pass.in_hand)))
 
 
-NEVER = 10**6
+class Clock:
+    """Seconds that ranks say they took: what rank 3 takes for an example is twice as long from a step on.
+
+    What they measure says how busy this machine is; it is only checked not to be less than they slept.
+
+    Args:
+        slow_from: the first slow step, from 0.
+        trainer: who knows the step.
+    """
+
+    def __init__(self, slow_from, trainer):
+        self.slow_from, self.trainer = slow_from, trainer
+        self.lines = []
+
+    def of_an_example(self, rank, steps):
+        return EACH_S * (2 if rank == 3 and steps >= self.slow_from else 1)
+
+    def gather_rows(self, own, device):
+        """Gather what ranks measured of a step, which has just ended, and say what they took instead."""
+        found = []
+        for rank, row in enumerate(meter.gather_rows(own, device)):
+            assert device.type != "cpu" or row.compute >= 2 * SLEEP_S * row.rows
+            compute = row.rows * self.of_an_example(rank, self.trainer.state.global_step - 1)
+            found.append(dataclasses.replace(row, compute=compute, **dict.fromkeys(OTHERS, 0.0)))
+        return found
 
 
 def script(spec: str | None, out: str, folder: str, slow_from: int, settings: tuple) -> Outcome:
@@ -73,41 +101,58 @@ def script(spec: str | None, out: str, folder: str, slow_from: int, settings: tu
         others = {"kind": MeanOfExamples, "callbacks": [cuts], "data_collator": pad}
         made = trainer_of(model, out, settings=changes, **others, **sets)
         if spec is not None:
-
-            def slowly(module, given, hidden):
-                slow = rank == 3 and made[0].state.global_step >= slow_from
-                return Slowly.apply(hidden, EACH_S * (2 if slow else 1))
-
-            model.model.layers[0].register_forward_hook(slowly)
+            clock = Clock(slow_from, made[0])
+            patch.setattr(session, "gather_rows", clock.gather_rows)
+            patch.setattr(report, "say", clock.lines.append)
+            model.model.layers[0].register_forward_hook(lambda module, given, hidden: Slowly.apply(hidden, SLEEP_S))
         outcome = fit(*made, f"{out}/saved")
-    outcome.more = cuts.found
+    outcome.more = cuts.found, [] if spec is None else clock.lines
     return outcome
 
 
 LOGGED = Tolerance(loss=1e-6, grad_norm=1e-6, eval_loss=1e-6, weights=1e-7)
 AHEAD = {"gradient_accumulation_steps": 2, "dataloader_num_workers": 1, "num_train_epochs": 3}
+SLOW = (1.0, 1.0, 1.0, 0.5)
+EVEN = (1.0,) * 4
 
 
 @pytest.mark.parametrize(
-    ("slow_from", "settings"), [(-1, {"num_train_epochs": 2}), (0, AHEAD), (7, {"num_train_epochs": 3})], ids=str
+    ("slow_from", "settings", "cuts"),
+    [
+        # Three readings have a median, and the next agrees; by then the last batch of the epoch has been drawn.
+        (-1, {"num_train_epochs": 2}, [(1.0, 1.0, 1.0, 0.74)] * 5 + [SLOW] * 5),
+        # A worker has drawn the second epoch's five batches, two to a step.
+        (0, AHEAD, [EVEN] * 6 + [SLOW] * 3),
+        # Three readings of slow steps; by then one more batch has been drawn.
+        (5, {"num_train_epochs": 3}, [EVEN] * 9 + [SLOW] * 6),
+    ],
+    ids=["from_the_start", "drawn_ahead", "in_the_middle"],
 )
-def test_a_slow_rank_gets_fewer_examples(runs, slow_from, settings):
-    """From the start, with examples drawn ahead by workers, and in the middle of the training."""
+def test_a_slow_rank_gets_fewer_examples(runs, slow_from, settings, cuts):
+    """From the start, with examples drawn ahead by workers, and within three logs in the middle of the training."""
     given = script, "dp_shard=4,batch_shares=auto", runs.initial("llama"), slow_from, tuple(settings.items())
     ranks = runs.compare(*given, tolerance=LOGGED)
-    first, *_, last = ranks[0].more
-    assert first == (1.0, 1.0, 1.0, 0.74 if slow_from < 0 else 1.0)
-    assert last[3] < 0.85 * min(last[:3])  # sleep is a part of what an example takes
-    assert all(rank.more == ranks[0].more for rank in ranks)
+    assert [rank.more[0] for rank in ranks] == [cuts] * 4
+    assert any("so they get 10 9 9 4 examples of each micro-step" in line for line in ranks[0].more[1])
+
+
+def test_without_auto_a_line_names_the_rank_and_what_helps(runs):
+    """A rank that is slow from the sixth step on is named once."""
+    folder = runs.initial("llama")
+    ranks = runs.compare(script, "dp_shard=4", folder, 5, (("num_train_epochs", 2),), tolerance=LOGGED)
+    (line,) = [line for line in ranks[0].more[1] if "is slow at" in line]
+    assert line.startswith("rank 3 (")
+    assert "is slow at computing (forward and backward): 0.32 s of each step, where the others take 0.16 s" in line
+    assert line.endswith("; batch_shares=auto, or a smaller share, gives it fewer examples")
 
 
 def test_a_rank_without_room_gets_fewer_examples(runs):
     given = script, "dp_shard=4,batch_shares=auto", runs.initial("llama"), NEVER, (("num_train_epochs", 2),)
     ranks = runs.compare(*given, tolerance=LOGGED)
-    first, *_, last = ranks[0].more
-    assert first == (1.0, 1.0, 1.0, 1.0)
+    first, *_, last = ranks[0].more[0]
+    assert first == EVEN
     assert last[3] < 0.7 * min(last[:3])
-    assert all(rank.more == ranks[0].more for rank in ranks)
+    assert all(rank.more[0] == ranks[0].more[0] for rank in ranks)
 
 
 def start(spec: str, out: str, folder: str, kind: str) -> None:

@@ -211,6 +211,23 @@ def test_copies_step_in_one_place(unlike_memory, size, alike):
     way = {"offload": "optimizer", "activation_checkpointing": "none"}
     sets = [levers.names for levers in looking._levers(ParallelConfig(**{size: 8}), way)]
     assert sets == [{"new", "old"}] if alike else sets == [{"new"}, {"old"}, {"new", "old"}]
+    (everywhere,) = looking._levers(ParallelConfig(**{size: 8}), {**way, "offload": "none", "tiled_mlp": True})
+    assert everywhere.names == {"new", "old"}  # a key without ranks
+
+
+@pytest.mark.parametrize("host_gib", [1900.0, 10.0])
+def test_long_sequences_in_pieces_and_on_the_host(host_gib):
+    """MLPs in pieces, and what layers keep on the host of all groups, where it has the room."""
+    model = {"layers": 8, "hidden": 4096, "heads": 32, "kv_heads": 8, "ffn_hidden": 14336, "vocab": 32000}
+    kinds = (find_gpu(name) for name in ("h100-80gb", "a100-80gb"))
+    small = (dataclasses.replace(gpu, host=dataclasses.replace(gpu.host, memory_gib=host_gib)) for gpu in kinds)
+    found = search_groups(model=model, mixed=pair(*small, 1), seq=3 << 17, global_batch=2)
+    configs = [choice.config for choice in found.choices if len(choice.groups) == 2]
+    assert bool(configs) == (host_gib > 10)
+    for config in configs:
+        assert config.tiled_mlp
+        assert config.activation_offload
+        assert config == ParallelConfig.parse(config.to_spec()).resolve(2)
 
 
 def test_the_engine_takes_levers_of_a_group():
@@ -292,6 +309,10 @@ def test_one_group_is_todays_cluster(tmp_path):
         ({"groups": [{"gpu": "h100-80gb", "nodes": 3, "gpus": 8}]}, "nodes=3: gpus=8 fill 1 nodes of 8; nodes: 1"),
         ({"groups": [{"gpu": "h100-80gb", "nodes": 1}] * 2}, "name=h100-80gb: two groups.*name: h100-80gb-2"),
         ({"groups": [{"gpu": "x100", "nodes": 1}]}, "gpu=x100"),
+        (
+            {"groups": [{"gpu": "h100-80gb", "nodes": 1}, {"gpu": "mi300x", "nodes": 1}]},
+            "mi300x-192gb beside h100-80gb: NCCL and RCCL have no process group in common; h100-80gb alone works",
+        ),
     ],
     ids=str,
 )

@@ -12,12 +12,13 @@ from transformers import LlamaConfig, TrainingArguments
 
 from hf_parallel import cli
 from hf_parallel.ask.config import ParallelConfig
+from hf_parallel.monitor.session import read_records
 from hf_parallel.planner import detect as detecting
 from hf_parallel.planner.detect import CPU, Device, detect
 from hf_parallel.planner.groups import group_devices, read_machines, write_machines
 from hf_parallel.planner.hardware import make_cluster
 from hf_parallel.ranks import devices as rates
-from tests.distributed import run, run_alone
+from tests.distributed import RankFailure, run, run_alone
 from tests.planner.test_auto import trained
 from tests.planner.test_mixed_clusters import EIGHT_B
 from tests.rows import VOCABULARY
@@ -128,6 +129,8 @@ def test_what_auto_chooses_trains(runs, tmp_path):
     results = run(trained_on, 2, devices, runs.initial("llama", vocab_size=VOCABULARY), str(tmp_path))
     assert results[0] == results[1]
     assert results[0][2:4] == (True, 2)
+    (began, *_) = [line for line in read_records(str(tmp_path)) if line["kind"] == "run"]
+    assert began["plan"]["cluster"]["gpu"]["name"] in ("h100-80gb", "a100-40gb")  # the slowest, not rank 0's own
 
 
 def why_even(kind: str, **settings: object) -> str | None:
@@ -192,6 +195,24 @@ def test_the_order_of_devices_of_a_machine():
     assert line.endswith("CUDA_VISIBLE_DEVICES=1,0 gives the fast ones more")
     assert run(started, 2, "dp_shard=2,batch_shares=1:2", devices)[0] == []
     assert run(started, 2, "dp_shard=2", devices)[0] == []
+
+
+# ---- unlike vendors -------------------------------------------------------------------------------------------------
+
+
+def on_platforms(names: list[str]) -> None:
+    from hf_parallel.hooks import activation, rendezvous
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rendezvous, "name_platform", lambda: names[int(os.environ["RANK"])])
+        activation.activate("dp_shard=2", "the test")
+
+
+def test_unlike_vendors_are_refused_before_they_meet():
+    words = "rank 1 on ROCm: rank 0 computes on CUDA, .*; start processes on CUDA alone"
+    with pytest.raises(RankFailure, match=words):
+        run(on_platforms, 2, ["CUDA", "ROCm"], init=False)
+    run(on_platforms, 2, ["CUDA", "CUDA"], init=False)
 
 
 # ---- plan --detect --------------------------------------------------------------------------------------------------

@@ -43,9 +43,13 @@ def note(self, state, text):
 
 
 class Nodes:
-    """Agents of torchrun that meet at a port of this machine; all of their processes are gone in the end."""
+    """Agents of torchrun that meet at a port of this machine; all of their processes are gone in the end.
 
-    def __init__(self, spec: str, joins: bool, *script: str):
+    Args:
+        size: the least and largest number of nodes, and the processes of each.
+    """
+
+    def __init__(self, spec: str, joins: bool, *script: str, size: tuple[str, str] = ("1:2", "2")):
         # Where torch's agents share one store for all rounds, a node that joins is never told its address.
         self.environment = environment() | ({"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if joins else {})
         with socket.socket() as probe:
@@ -54,9 +58,9 @@ class Nodes:
         meet = ["--rdzv-backend", "c10d", "--rdzv-endpoint", place]
         # Seconds: a node may start so much later than the first, and one that is silent for so long is lost.
         quick = ["--rdzv-conf", "last_call_timeout=6,keep_alive_interval=1,keep_alive_max_attempt=5"]
-        size = ["--nnodes", "1:2", "--nproc-per-node", "2", "--max-restarts", "3"]
+        count = ["--nnodes", size[0], "--nproc-per-node", size[1], "--max-restarts", "3"]
         runner = ["-m", "hf_parallel", "--parallel", spec, *script]
-        self.command = [sys.executable, "-m", "torch.distributed.run", *size, *meet, *quick, *runner]
+        self.command = [sys.executable, "-m", "torch.distributed.run", *count, *meet, *quick, *runner]
         self.agents: list[subprocess.Popen] = []
 
     def join(self, errors: Path) -> subprocess.Popen:
@@ -76,8 +80,8 @@ class Nodes:
 
 
 @contextlib.contextmanager
-def nodes(spec: str, joins: bool, *script: str):
-    made = Nodes(spec, joins, *script)
+def nodes(spec: str, joins: bool, *script: str, size: tuple[str, str] = ("1:2", "2")):
+    made = Nodes(spec, joins, *script, size=size)
     try:
         yield made
     finally:
@@ -95,8 +99,8 @@ def until(seen, agent: subprocess.Popen, errors: Path) -> None:
         time.sleep(0.05)
 
 
-def in_one_process(script: Path, out: Path) -> dict:
-    sys.argv = [str(script), str(out), "run", "8"]
+def in_one_process(script: Path, out: Path, batch: int = 8) -> dict:
+    sys.argv = [str(script), str(out), "run", str(batch)]
     out.mkdir()
     runpy.run_path(str(script), run_name="__main__")
     return json.loads((out / "run.json").read_text())[1]
@@ -142,4 +146,51 @@ def test_as_undisturbed(tmp_path, spec, batch, joins):
     # The signal comes when step 8 is over for all but this callback: they agree on it in the next one.
     assert begun == ["begin 0", f"begin {LOST_IN - 1}", *[f"begin {JOINED_IN + 1}"] * joins]
     assert "8 rows per step are kept" in errors.read_text()
+    none(differences(json.loads((out / "run.json").read_text())[1], expected))
+
+
+#: The last rank takes twice as long for an example, whoever it is, by what it says of itself.
+SLOW_LAST = """
+def __init__(self):
+    import dataclasses
+    from hf_parallel.hooks import runtime
+    from hf_parallel.hooks.trainer import auto_shares
+    from hf_parallel.monitor import meter, session
+    if runtime.current() is None:
+        return
+    auto_shares.measure_product_rate = lambda device: 1.0
+    def gather_rows(own, device):
+        rows = meter.gather_rows(own, device)
+        slow = {row: 1 + (row == len(rows) - 1) for row in range(len(rows))}
+        return [dataclasses.replace(row, compute=row.rows * slow[at]) for at, row in enumerate(rows)]
+    session.gather_rows = gather_rows
+"""
+
+
+@pytest.mark.slow
+def test_measured_shares_are_dealt_anew(tmp_path):
+    """Four nodes of a rank each, of which one is lost: its examples go to the three that are left.
+
+    24 rows a step are 6 on each of four ranks, 7 7 7 3 by speed. Three ranks take as many: 12 twice, as 4 4 4, then
+    5 5 2. Rows come in their order, so that losses are those of one process that was never disturbed.
+    """
+    script = write_script(tmp_path / "train.py", NOTES + SLOW_LAST, steps=12, rows=140)
+    out, errors, lost_in = tmp_path / "out", tmp_path / "errors", 6
+    out.mkdir()
+    expected = run_alone(in_one_process, script, tmp_path / "one", 24)
+    argv = [str(script), str(out), "run", "6", str(lost_in)]
+    with nodes("dp_shard=-1,batch_shares=auto", False, *argv, size=("3:4", "1")) as made:
+        stays = made.join(errors)
+        time.sleep(1.0)
+        lost, *others = [made.join(tmp_path / f"of-{name}") for name in ("the-lost", "another", "a-third")]
+        notes = out / "notes"
+        until(lambda: notes.exists() and f"step {lost_in}" in notes.read_text(), stays, errors)
+        made.lose(lost)
+        (out / f"go-{lost_in}").touch()
+        ends = [agent.wait(LIMIT_S) for agent in (stays, *others)]
+    said = "".join(path.read_text() for path in (errors, tmp_path / "of-another", tmp_path / "of-a-third"))
+    assert ends == [0, 0, 0], said[-3000:]
+    assert "24 rows per step are kept, by 3 data ranks now" in said
+    assert "so they get 7 7 7 3 examples of each micro-step in place of 6 6 6 6" in said
+    assert "so they get 5 5 2 examples of each micro-step in place of 4 4 4" in said
     none(differences(json.loads((out / "run.json").read_text())[1], expected))

@@ -25,7 +25,8 @@ from hf_parallel.monitor.meter import (
     round_to_significant,
 )
 from hf_parallel.monitor.session import Stragglers
-from hf_parallel.planner.hardware import make_cluster
+from hf_parallel.planner.groups import Group, MixedCluster
+from hf_parallel.planner.hardware import find_link, make_cluster
 from hf_parallel.planner.shape import shape_of
 
 CPU = torch.device("cpu")
@@ -354,6 +355,57 @@ def test_workspaces_of_a_tiny_model_are_no_deviation():
         )
 
 
+MIXED = MixedCluster(
+    (Group("new", make_cluster("h100-80gb", 4)), Group("old", make_cluster("a100-40gb", 4))),
+    find_link("infiniband-hdr"),
+)
+
+
+def test_the_plan_of_one_kind_is_todays():
+    cluster = make_cluster("h100-80gb", 8)
+    (plan,) = expected.expect_of_groups(SHAPE, CONFIG, cluster, BATCH, (8, 8))
+    assert (plan.ranks, plan.batch) == (range(8), BATCH)
+    assert plan.prediction.step_time_s == planned(cluster).step_time_s
+    assert plan.prediction.tokens_per_s_per_gpu == pytest.approx(planned(cluster).tokens_per_s_per_gpu)
+    assert plan.prediction.mfu == pytest.approx(planned(cluster).mfu)
+
+
+def test_each_kind_of_gpu_counts_with_its_examples():
+    """Whatever GPU rank 0 has: the slowest kind makes the step, and each kind has its own memory."""
+    config = ParallelConfig.parse("dp_shard=8,batch_shares=3x4:1x4,activation_checkpointing=full@4-7").resolve(8)
+    plans = expected.expect_of_groups(SHAPE, config, MIXED, BATCH, (12,) * 4 + (4,) * 4)
+    turned = dataclasses.replace(MIXED, groups=MIXED.groups[::-1])
+    others = expected.expect_of_groups(SHAPE, config, turned, BATCH, (4,) * 4 + (12,) * 4)
+    for found, new in ((plans, range(4)), (others, range(4, 8))):
+        assert {plan.prediction.cluster.gpu.name: plan.ranks == new for plan in found} == {
+            **{"h100-80gb": True, "a100-40gb": False}
+        }
+        assert found[0].prediction.step_time_s >= found[1].prediction.step_time_s
+    by_name = {plan.prediction.cluster.gpu.name: plan for plan in plans}
+    new, old = by_name["h100-80gb"], by_name["a100-40gb"]
+    assert (new.batch.rows, old.batch.rows) == (12, 4)
+    assert (new.prediction.job.recompute, old.prediction.job.recompute) == ("none", "full")
+    whole = new.prediction.tokens_per_s_per_gpu * new.prediction.step_time_s
+    assert whole * 8 == pytest.approx(64 * BATCH.calls * BATCH.seq)
+    even = expected.expect_of_groups(SHAPE, ParallelConfig.parse("dp_shard=8").resolve(8), MIXED, BATCH, (8,) * 8)
+    assert even[0].prediction.cluster.gpu.name == "a100-40gb"
+    assert even[0].prediction.step_time_s > 1.5 * even[1].prediction.step_time_s
+    with pytest.raises(SpecError, match="pp_size=2: stages on unlike GPUs .*plan --cluster"):
+        expected.expect_of_groups(SHAPE, CONFIG, MIXED, BATCH, (8, 8))
+
+
+def test_the_step_is_compared_with_the_slowest_kind_and_memory_with_each():
+    plans = expected.expect_of_groups(SHAPE, ParallelConfig.parse("dp_shard=8").resolve(8), MIXED, BATCH, (8,) * 8)
+    slow, fast = plans
+    rows = [*as_planned(fast.prediction)[:4], *as_planned(slow.prediction)[:4]]
+    assert expected.list_deviations_of_groups(plans, rows) == []  # that new ones are done earlier is no deviation
+    rows = [*as_planned(fast.prediction, tensors=3.0)[:4], *as_planned(slow.prediction, compute=4.0)[:4]]
+    step, memory = expected.list_deviations_of_groups(plans, rows)
+    assert "difference is compute" in step
+    assert step.endswith("on a100-40gb")
+    assert memory.endswith("GiB (+200%) on h100-80gb")
+
+
 def written(folder, rows, prediction=None):
     """A record of a run that measured `rows` after a first look at something else."""
     prediction = prediction or planned()
@@ -364,6 +416,18 @@ def written(folder, rows, prediction=None):
     first = [dataclasses.replace(row, step=99.0, compute=99.0) for row in rows]
     for step, ranks in ((1, first), (2, rows), (3, rows)):
         kept.write("metrics", step=step, perf={}, ranks=[row.to_dict() for row in ranks])
+
+
+def test_a_plan_of_one_kind_is_calibrated_by_its_ranks(tmp_path):
+    """Ranks 4 to 7 are those of the plan; the others, who wait for them, tell nothing of it."""
+    slow = as_planned(planned(), compute=1.7)
+    rows = [*as_planned(planned(), compute=0.5)[:4], *slow[:4]]
+    written(tmp_path, rows)
+    path = tmp_path / session.FILE
+    path.write_text(path.read_text().replace('"batch":', '"ranks": [4, 8], "batch":', 1))
+    cluster, _ = calibrate.calibrated(str(tmp_path), SHAPE)
+    wanted = expected.sum_by_term(planned().breakdown.time)["compute"]
+    assert expected.sum_by_term(planned(cluster).breakdown.time)["compute"] == pytest.approx(1.7 * wanted, rel=0.02)
 
 
 @pytest.mark.parametrize("factors", [{"compute": 1.7}, {"communication": 3.0}, {"compute": 0.8, "other": 2.5}])

@@ -42,8 +42,8 @@ def read_batches(original: Callable, self: BatchSamplerShard) -> Iterator[list]:
     if shares is None:
         return original(self)
     if measured is not None and measured.sampler is self:
-        return _read_pass(self, measured.of_pass)
-    return _read_parts(self, lambda: shares)
+        return _read_parts(self, measured.of_pass.draw_all())
+    return _read_parts(self, itertools.repeat(shares))
 
 
 def _get_measured_shares() -> runtime.MeasuredShares | None:
@@ -71,17 +71,8 @@ def _cut_by_shares(examples: int, shares: Shares) -> tuple[int, ...]:
     return cut_examples(examples, shares, 0 if _get_measured_shares() is None else 1)
 
 
-def _read_pass(sampler: BatchSamplerShard, of_pass: SharesOfPass) -> Iterator[list]:
-    of_pass.begin()
-    yield from _read_parts(sampler, of_pass.draw)
-
-
-def _read_parts(sampler: BatchSamplerShard, draw: Callable[[], Shares]) -> Iterator[list]:
-    """Yield this data rank's part of each batch.
-
-    Args:
-        draw: gives the shares of the next batch.
-    """
+def _read_parts(sampler: BatchSamplerShard, shares: Iterator[Shares]) -> Iterator[list]:
+    """Yield this data rank's part of each batch, by the shares of each."""
     size, rank = count_examples_of(sampler), sampler.process_index
     first: list = []
     filled = False
@@ -94,7 +85,7 @@ def _read_parts(sampler: BatchSamplerShard, draw: Callable[[], Shares]) -> Itera
             if sampler.drop_last:
                 return
             examples = [*examples, *itertools.islice(itertools.cycle(first), size - len(examples))]
-        cut = _cut_by_shares(size, draw())
+        cut = _cut_by_shares(size, next(shares))
         yield examples[sum(cut[:rank]) : sum(cut[: rank + 1])]
 
 
