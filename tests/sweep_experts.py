@@ -12,6 +12,8 @@ import json
 import math
 import re
 import time
+from datetime import date
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +111,8 @@ _SINGLE = (("tp", "tp=2", 16), ("pp", "pp=2", 15), ("ep", "dp_shard=2,ep=2", 15)
 
 BEGIN, END = "## Mixtures of experts\n", "## Tensor parallelism is refused\n"
 TEXT = """
-`python -m tests.sweep_experts`, one head of every model type with experts, experts in most layers. **tp**: `tp=2` on
+`python -m tests.sweep_experts`, last with transformers {version} on {date:%Y-%m-%d}: one head of every model type with
+experts, experts in most layers. **tp**: `tp=2` on
 rows of 16 and 15 tokens, experts split inside; **sp** as above. **pp**: `pp=2` and, where tp is right, `tp=2,pp=2`.
 **ep**: `dp_shard=2,ep=2`; **tp, ep**: `tp=2,ep=2`; **pp, ep**: `dp_shard=2,ep=2,pp=2`.
 
@@ -126,8 +129,8 @@ COLUMNS = (
 )
 
 
-def section(results: dict[str, Any]) -> str:
-    """The part of docs/reference/models.md that is about mixtures."""
+def section(results: dict[str, Any], when: date) -> str:
+    """The part of docs/reference/models.md that is about mixtures, as they were swept on a day."""
     lines, refused, skipped, wrong = [], {}, [], []
     for model_type, found in sorted(results.items()):
         if "cases" not in found:
@@ -144,7 +147,12 @@ def section(results: dict[str, Any]) -> str:
                 types = refused.setdefault(_reason(case["text"]), [])
                 types += [model_type] * (model_type not in types)
         wrong += [f"{model_type} ({name})" for name, case in cases.items() if case["class"] in ("wrong", "crash")]
-    text = BEGIN + TEXT + "\n".join(lines) + "\n\nA dash is refused, as are the products of what is refused:\n\n"
+    text = (
+        BEGIN
+        + TEXT.format(version=version("transformers"), date=when)
+        + "\n".join(lines)
+        + "\n\nA dash is refused, as are the products of what is refused:\n\n"
+    )
     text += "\n".join(f"- {reason}: {', '.join(types)}" for reason, types in sorted(refused.items())) + "\n"
     text += f"\nNot right yet: {', '.join(wrong)}.\n" if wrong else ""
     return text + f"\nNot made small by the rules, or in need of other inputs: {', '.join(skipped)}.\n\n"
@@ -164,14 +172,14 @@ def _reason(text: str) -> str:
     return re.sub(r"^(`ep`: )\w+ (has no experts)", r"\1\2", text)
 
 
-def write_page(results: dict[str, Any]) -> None:
+def write_page(results: dict[str, Any], when: date) -> None:
     """Put the section into the page, and take mixtures out of its other tables."""
     page = PAGE.read_text()
     before, _, after = page.partition(END)
     before = before.partition(BEGIN)[0]
     types = {name for name, found in results.items() if "cases" in found}
     kept = [line for line in before.splitlines() if line.partition("| ")[2].partition(" |")[0] not in types]
-    PAGE.write_text("\n".join(kept).rstrip() + "\n\n" + section(results) + END + after)
+    PAGE.write_text("\n".join(kept).rstrip() + "\n\n" + section(results, when) + END + after)
 
 
 def main() -> None:
@@ -183,7 +191,7 @@ def main() -> None:
     logging.set_verbosity_error()
     results = json.loads(options.results.read_text()) if options.results.exists() else {}
     if options.table:
-        write_page(results)
+        write_page(results, date.fromtimestamp(options.results.stat().st_mtime))
         return
     types, begun = [word for word in options.types.split(",") if word], set()
     for head, model_type, cls, kind in sweep.architectures(list(HEADS), types):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
@@ -12,8 +11,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
+from hf_parallel.apply.late_modules import find_counted_before, watch_for_late_modules
 from hf_parallel.apply.methods import (
     find_models_inside,
     find_tied_names_inside,
@@ -171,34 +170,9 @@ def apply(model: nn.Module, plan: Plan, mesh: ParallelMesh, pack: Packing | None
     if pipeline is None and state.config.world_size > 1:
         model.register_forward_hook(refuse_gradients_of_gradients)
     _compare_batches(model, state)
-    if state.mesh.size("tp") > 1 and state.config.sharing_size == 1:
-        _equalise_late_modules(model, mesh)
+    if mesh.size("tp") > 1 or mesh.size("pp") > 1:
+        watch_for_late_modules(model, mesh, pipeline)
     return state
-
-
-def _equalise_late_modules(model: nn.Module, mesh: ParallelMesh) -> None:
-    """Send modules that a script puts in after this from one tp rank to the others, before the first forward pass.
-
-    Ranks may have drawn other numbers for them. Data ranks share them out (`add_late_parameters`), adapters are placed
-    when they come.
-    """
-    known = weakref.WeakSet(model.modules())
-
-    @torch.no_grad()
-    def send(module: nn.Module, args: tuple) -> None:
-        hook.remove()
-        wrappers = [
-            inner for inner in model.modules() if hasattr(inner, "base_layer") or hasattr(inner, "modules_to_save")
-        ]
-        placed = {id(inner) for wrapper in wrappers for inner in wrapper.modules()}
-        for late in (inner for inner in model.modules() if inner not in known and id(inner) not in placed):
-            for tensor in (*late.parameters(recurse=False), *late.buffers(recurse=False)):
-                if not isinstance(tensor, DTensor):
-                    carrier = tensor.to(mesh.device).contiguous()
-                    dist.broadcast(carrier, group=mesh.group("tp"), group_src=0)
-                    tensor.copy_(carrier)
-
-    hook = model.register_forward_pre_hook(send, prepend=True)
 
 
 def _compare_batches(model: nn.Module, state: ParallelState) -> None:
@@ -246,7 +220,8 @@ def clip_together(
     parameters: Iterable[torch.Tensor], states: list[ParallelState], max_norm: float, norm_type: float = 2.0
 ) -> torch.Tensor:
     """Clip gradients of one or several parallel models of one mesh by their joint norm, which is returned."""
-    copies = {i for state in states if state.pipeline for i in state.pipeline.copies}
+    pipelines = [state.pipeline for state in states if state.pipeline]
+    copies = {i for one in pipelines for i in (*one.copies, *find_counted_before(one.late, one.mesh))}
     return clip_over_mesh(parameters, float(max_norm), states[0].mesh, float(norm_type), copies)
 
 

@@ -123,42 +123,82 @@ def read_number(original: Callable, self: DTensor, *args: Any, **kwargs: Any) ->
 # ---- Loops that train a model which the layout does not know, because its class made it
 
 
-class _SeenOptimizers:
-    """The optimizers that have taken a step under this layout."""
+class _Seen:
+    """The optimizers that have taken a step under this layout, and how many backward passes there were."""
 
     def __init__(self) -> None:
-        self.seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self.backwards = 0
 
 
 @functools.cache
 def watch_optimizers() -> None:
     """Look at each optimizer before its first step under a layout. A second call changes nothing."""
-    register_optimizer_step_pre_hook(_refuse_plain_model)
+    register_optimizer_step_pre_hook(_refuse_optimizer_of_plain_model)
 
 
-def _refuse_plain_model(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
+def _refuse_optimizer_of_plain_model(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
+    """Look at what an optimizer is about to train, once."""
+    if not _trains_together() or optimizer in of_session(_Seen).optimizers:
+        return
+    of_session(_Seen).optimizers.add(optimizer)
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    trained = {id(p) for p in parameters if isinstance(p, nn.Parameter) and p.grad is not None}
+    _refuse_plain_model(trained, type(optimizer).__name__)
+
+
+@patch("torch.autograd:backward", "nothing else tells that a loop without an optimizer trains a model")
+def backward(original: Callable, *args: object, **kwargs: object) -> None:
+    """Look at what has gradients while no model is parallel: after the first backward passes, and later ever less."""
+    original(*args, **kwargs)
+    if _trains_apart():
+        seen = of_session(_Seen)
+        seen.backwards += 1
+        if seen.backwards & (seen.backwards - 1) == 0:
+            _refuse_plain_model(None, "a loop")
+
+
+@patch("torch.autograd:grad", "nothing else tells that a loop without an optimizer trains a model")
+def gradients(original: Callable, outputs: object, inputs: Any, *args: object, **kwargs: object) -> object:
+    """Look at parameters whose gradients a loop asks for while no model is parallel."""
+    found = original(outputs, inputs, *args, **kwargs)
+    if _trains_apart():
+        asked = [inputs] if isinstance(inputs, torch.Tensor) else inputs
+        _refuse_plain_model({id(one) for one in asked if isinstance(one, nn.Parameter)}, "a loop")
+    return found
+
+
+def _trains_together() -> bool:
+    """Return whether a layout of several processes is active."""
+    active = runtime.current()
+    return active is not None and not active.pretended and active.config.world_size > 1
+
+
+def _trains_apart() -> bool:
+    """Return whether no model is parallel, though a layout of several processes is active."""
+    return _trains_together() and not list_parallel_models()
+
+
+def _refuse_plain_model(trained: set[int] | None, who: str) -> None:
     """Refuse to train a transformers model that no layout has made parallel: each process would do so by itself.
 
-    The collector knows all models that exist, copies included; it is asked only where an optimizer has gradients of
-    parameters that are in no parallel model.
+    The collector knows all models that exist, copies included; it is asked only where gradients are of parameters
+    that are in no parallel model.
+
+    Args:
+        trained: ids of parameters that have gradients, as far as it is known which.
     """
-    active = runtime.current()
-    if active is None or active.pretended or active.config.world_size == 1:
+    known = {id(parameter) for model in list_parallel_models() for parameter in model.parameters()}
+    if trained is not None and trained <= known:
         return
-    seen = of_session(_SeenOptimizers).seen
-    if optimizer in seen:
-        return
-    seen.add(optimizer)
-    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-    unknown = {id(p) for p in parameters if isinstance(p, nn.Parameter) and p.grad is not None}
-    unknown -= {id(parameter) for model in list_parallel_models() for parameter in model.parameters()}
-    models = [item for item in gc.get_objects() if issubclass(type(item), PreTrainedModel)] if unknown else []
-    for model in models:
-        if state_of(model) is None and any(id(parameter) in unknown for parameter in model.parameters()):
-            spec = active.config.to_spec()
+    for model in (item for item in gc.get_objects() if issubclass(type(item), PreTrainedModel)):
+        own = (p for p in model.parameters() if id(p) not in known)
+        if state_of(model) is None and any(p.grad is not None if trained is None else id(p) in trained for p in own):
+            config = runtime.mesh().config
+            spec = config.to_spec()
             refuse(
-                f"{type(optimizer).__name__} trains a {type(model).__name__} that is not parallel",
-                f"each of the {active.config.world_size} processes of {spec} would train it by itself",
+                f"{who} trains a {type(model).__name__} that is not parallel",
+                f"each of the {config.world_size} processes of {spec} would train it by itself",
                 do=f'before the optimizer is made, model = hf_parallel.parallelize(model, "{spec}"); from_pretrained, '
                 "or accelerator.prepare(model, optimizer), works, too",
             )

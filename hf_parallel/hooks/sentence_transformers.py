@@ -1,4 +1,4 @@
-"""sentence-transformers, setfit, torchmetrics: their "processes" are data ranks.
+"""sentence-transformers: its "processes" are data ranks.
 
 What sentence-transformers does on one of them all ranks of a model do.
 """
@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from hf_parallel.ask.spec import refuse
-from hf_parallel.axes.data.parameters import make_identical
 from hf_parallel.hooks import report, runtime
 from hf_parallel.hooks.accelerate.paired_losses import OfAllRanks, count_examples_of_ranks
 from hf_parallel.hooks.patching import patch
@@ -23,7 +22,6 @@ from hf_parallel.ranks import gather_sequence
 
 if TYPE_CHECKING:
     from torch import nn
-    from torch.distributed import ProcessGroup
     from transformers import Trainer, TrainingArguments
 
 
@@ -45,35 +43,6 @@ def keep_last_batch(original: Callable, self: TrainingArguments) -> None:
     original(self)
     if runtime.mesh().data_size == 1:
         self.dataloader_drop_last = asked
-
-
-@patch("setfit.modeling:SetFitModel.fit", "each data rank would train a head of its own, on batches of its own order")
-def fit_alike(original: Callable, self: Any, *args: object, **kwargs: object) -> None:
-    """Train a differentiable head on whole batches on every rank: its loader is not shared out, nor is the head."""
-    mesh = runtime.mesh()
-    if mesh.data_size > 1 and self.has_differentiable_head:
-        for axis in ("dp_replicate", "dp_shard"):
-            runtime.equalise_random_state(axis, 0)
-        make_identical(self.model_head, mesh.device)
-        report.say(
-            f"setfit trains its head in a loop of its own: each of {mesh.data_size} data ranks takes whole batches"
-        )
-    original(self, *args, **kwargs)
-
-
-@patch("torchmetrics.metric:Metric.sync", "gathers over all processes, and so twice what ranks of one model share")
-def sync_over_data_ranks(
-    original: Callable,
-    self: Any,
-    dist_sync_fn: Callable | None = None,
-    process_group: ProcessGroup | None = None,
-    should_sync: bool = True,
-    distributed_available: Callable | None = None,
-) -> None:
-    """Gather over the data ranks, unless the metric has a group of its own."""
-    if process_group is None and self.process_group is None:
-        process_group, should_sync = runtime.mesh().data_group, should_sync and runtime.mesh().data_size > 1
-    original(self, dist_sync_fn, process_group, should_sync, distributed_available)
 
 
 @patch("sentence_transformers.base.trainer:BaseTrainer.prepare_loss", "may hold own weights")

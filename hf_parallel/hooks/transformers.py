@@ -131,3 +131,20 @@ def multiply(original: Callable, tensor: torch.Tensor, *args: object, **kwargs: 
 def stays_alone(original: Callable) -> bool:
     """Return False, so that each rank counts its own boxes only."""
     return False
+
+
+# ---- Losses that take means themselves, which `means` sees only in functions of torch ------------------------------
+
+
+@patch(
+    "transformers.models.speecht5.modeling_speecht5:SpeechT5GuidedMultiheadAttentionLoss.forward",
+    "takes the mean over the scores of this rank's tokens",
+)
+def guide_attention(original: Callable, self: nn.Module, scores: torch.Tensor, *masks: torch.Tensor) -> torch.Tensor:
+    """Weigh the mean over scores by how many there are: each frame has one for each token, in as many heads.
+
+    Args:
+        masks: of tokens [rows, tokens] and of frames [rows, frames].
+    """
+    tokens, frames = (mask.sum(-1) for mask in masks)
+    return means.correct_mean(original(self, scores, *masks), (tokens * frames).sum().float())

@@ -143,6 +143,7 @@ def train_made_by_class(spec: str, kind: str) -> list[float]:
 
     activate(spec)
     model, reference = models.build("llama", **ODD), models.build("llama", **ODD).requires_grad_(False)
+    reference = hf_parallel.parallelize(reference, spec) if kind == "beside" else reference
     helper = torch.nn.Linear(3, 3)
     batch = {"input_ids": torch.arange(66).view(2, 33), "labels": torch.arange(66).view(2, 33)}
     model = hf_parallel.parallelize(model, spec) if kind == "parallel" else copy.deepcopy(model)
@@ -151,7 +152,10 @@ def train_made_by_class(spec: str, kind: str) -> list[float]:
         with torch.no_grad():
             reference(**batch)
         loss = model(**batch).loss
-        (loss + helper(torch.ones(3)).mean()).backward()
+        total = loss + helper(torch.ones(3)).mean()
+        if kind == "gradients":
+            torch.autograd.grad(total, list(model.parameters()))
+        total.backward()
         losses.append(loss.item())
         optimizer.step()
         optimizer.zero_grad()
@@ -161,9 +165,10 @@ def train_made_by_class(spec: str, kind: str) -> list[float]:
 @pytest.mark.parametrize("spec", ["tp=2", "pp=2", "dp_shard=2"])
 def test_a_model_made_by_its_class_is_not_trained_apart(spec):
     """The refusal's own line trains it, with the numbers of one process where all ranks have one batch."""
-    refused = f'SGD trains a LlamaForCausalLM that is not parallel.*2 processes.*parallelize.model, ".*{spec}'
-    with pytest.raises(RankFailure, match=refused):
-        run(train_made_by_class, 2, spec, "plain", init=False)
+    refused = f'trains a LlamaForCausalLM that is not parallel.*2 processes.*parallelize.model, ".*{spec}'
+    for kind, who in {"plain": "a loop", "gradients": "a loop", "beside": "SGD"}.items():
+        with pytest.raises(RankFailure, match=f"{who} {refused}"):
+            run(train_made_by_class, 2, spec, kind, init=False)
     expected = run_alone(train_made_by_class, None, "plain")
     for losses in run(train_made_by_class, 2, spec, "parallel", init=False):
         pairs = zip(losses, expected, strict=True)

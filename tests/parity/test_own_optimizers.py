@@ -6,7 +6,9 @@ from accelerate import Accelerator
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, Trainer
 
 import hf_parallel
+from hf_parallel.apply.weights import note_former_parameters
 from hf_parallel.hooks import activation
+from hf_parallel.hooks.accelerate.accelerator import follow_parameters
 from tests.distributed import run, run_alone
 from tests.rows import Rows
 from tests.training import GLOBAL_BATCH, TRAIN_SEED, axes, close, layouts, none, trainer_of
@@ -333,3 +335,18 @@ def test_an_optimizer_of_former_parameters_is_refused(spec, initial):
             steps_of_a_former_optimizer(initial, spec, prepared=False)
 
     run(former, 2, init=False)
+
+
+def test_names_are_read_once_per_model(monkeypatch):
+    """A model of many experts has thousands of parameters."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(7)))
+    optimizer, read = torch.optim.SGD(model.parameters(), lr=0.1), torch.nn.Sequential.named_parameters
+    with note_former_parameters(model):
+        for layer in model:
+            layer.weight = torch.nn.Parameter(layer.weight.detach().clone())
+        model[6].bias = None
+    counted = []
+    monkeypatch.setattr(torch.nn.Sequential, "named_parameters", lambda *a, **k: counted.append(1) or read(*a, **k))
+    follow_parameters(optimizer)
+    assert len(counted) == 1
+    assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(p) for _, p in read(model)]

@@ -8,6 +8,7 @@ from tests import sweep_losses
 #: Kinds of losses and a class that is small and quick, or was not right once.
 CLASSES = [
     ("ctc", "Wav2Vec2BertForCTC"),
+    ("ctc", "ParakeetForCTC"),  # adds a vector per head to its queries
     ("detection", "YolosForObjectDetection"),
     ("segments", "MaskFormerForInstanceSegmentation"),
     ("semantic", "SegformerForSemanticSegmentation"),

@@ -13,7 +13,8 @@ from accelerate import Accelerator
 from torch.utils.data import SequentialSampler
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, Trainer
 
-from hf_parallel.hooks.sentence_transformers import fit_alike, sync_over_data_ranks
+from hf_parallel.hooks.setfit import fit_alike
+from hf_parallel.hooks.torchmetrics import sync_over_data_ranks
 from tests.distributed import RankFailure, run, run_alone
 from tests.training import (
     GLOBAL_BATCH,

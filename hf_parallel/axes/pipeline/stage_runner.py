@@ -145,6 +145,7 @@ class StageRunner:
             int, tuple[_PipelineSchedule, list[TorchStage]]
         ] = {}  # torch's, by number of micro-batches
         self.latest_count = 0  # micro-batches of the latest run of a schedule
+        self.late: list[nn.Parameter] = []  # what a script put into the model later, in all stages
         self._view: StageView | None = None
         self._on_call: Handler | None = None
 

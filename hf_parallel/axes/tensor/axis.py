@@ -91,7 +91,7 @@ class SplitFacts:
     linears: dict[str, tuple[int, int]] = field(default_factory=dict)  # input and output width
     transposed: frozenset[str] = frozenset()  # whose weight is [in, out]
     sparse_lookups: frozenset[str] = frozenset()  # embeddings whose gradient or norm is one of rows
-    list_per_head: str | None = None  # an attention that keeps a module for each head
+    kept_per_head: str | None = None  # an attention that keeps something for each head, and what it keeps
     norm_over_keys: str | None = None  # an attention with a norm over all key heads at once
     sequence_obstacle: str | None = None
     experts: dict[str, ExpertFacts] = field(default_factory=dict)
@@ -124,7 +124,7 @@ def read_split(model: nn.Module, on_grid: bool = False) -> SplitFacts:
         {key: get_linear_sizes(module) for key, module in modules.items() if isinstance(module, LINEARS)},
         frozenset(key for key, module in modules.items() if isinstance(module, Conv1D)),
         frozenset(key for key, e in lookups.items() if e.max_norm is not None or e.scale_grad_by_freq or e.sparse),
-        _list_per_head(model, columns, heads),
+        _find_kept_per_head(model, columns, heads),
         _find_norm_over_keys(model, columns),
         find_sequence_obstacle(model, words),
         {key: read_expert_facts(module) for key, module in modules.items() if is_experts(module)},
@@ -180,8 +180,8 @@ def resolve_styles(facts: SplitFacts, tp_size: int, whole_experts: bool = False)
         styles = {name: found for name, found in styles.items() if found[0] != "experts"}
     for name in styles.keys() & facts.experts.keys():
         _check_split_experts(name, facts.experts[name], tp_size)
-    if facts.list_per_head is not None:
-        refuse(f"tp_size={tp_size}", f"{facts.list_per_head} keeps a module for each head", "tp_size=1")
+    if facts.kept_per_head is not None:
+        refuse(f"tp_size={tp_size}", facts.kept_per_head, "tp_size=1")
     return styles
 
 
@@ -292,12 +292,22 @@ def _has_shared_heads(facts: SplitFacts, tp_size: int) -> bool:
     return tp_size > kv_heads
 
 
-def _list_per_head(model: nn.Module, columns: Iterable[str], heads: tuple[int, int]) -> str | None:
-    """An attention with a module for each head, as StableLM 2's norms: ranks would take the first ones."""
+def _find_kept_per_head(model: nn.Module, columns: Iterable[str], heads: tuple[int, int]) -> str | None:
+    """Find an attention that keeps a module or a vector for each head, of which ranks would take the first ones.
+
+    StableLM 2 has such norms; attentions with Transformer-XL's relative positions (Dai et al., 2019, section 3.3) add
+    such vectors to their queries.
+    """
     for owner, attention in _iterate_owners(model, columns):
-        for module in attention.modules() if is_attention(attention) else ():
+        if not is_attention(attention):
+            continue
+        for module in attention.modules():
             if isinstance(module, nn.ModuleList | nn.ParameterList) and len(module) > 1 and len(module) in heads:
-                return owner
+                return f"{owner} keeps a module for each head"
+        widths = {get_linear_sizes(child)[1] for child in attention.children() if isinstance(child, LINEARS)}
+        for name, parameter in attention.named_parameters(recurse=False):
+            if parameter.ndim == 2 and len(parameter) in heads and parameter.numel() in widths:
+                return f"{owner} keeps a vector for each head in {name}"
     return None
 
 

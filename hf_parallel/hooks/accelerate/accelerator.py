@@ -193,15 +193,18 @@ def take_late_modules(model: nn.Module) -> None:
 
 def follow_parameters(optimizer: torch.optim.Optimizer) -> None:
     """Replace parameters of a model that has become parallel by its new ones; those of other stages are left out."""
-    inner = getattr(optimizer, "optimizer", optimizer)
-    replaced = False
+    inner, replaced = getattr(optimizer, "optimizer", optimizer), False
+    held: dict[nn.Module, dict[str, nn.Parameter]] = {}  # by name; of each model once, as there are many parameters
     for group in inner.param_groups:
         kept = []
         for parameter in group["params"]:
             current = parameter
             if parameter in former_parameters:
                 reference, name = former_parameters[parameter]
-                current, replaced = dict(reference().named_parameters()).get(name), True
+                model, replaced = reference(), True
+                if model not in held:
+                    held[model] = dict(model.named_parameters())
+                current = held[model].get(name)
             if current is not None:
                 kept.append(current)
         group["params"] = kept

@@ -200,7 +200,7 @@ def mean(original: Callable, *args: object, **kwargs: object) -> torch.Tensor:
     if reduction == "mean":
         if now.forwards and original.__name__ == "cross_entropy" and _is_comparing_rows(given, now.forwards[-1].given):
             refuse_pairs()
-        return _correct_mean(value, COUNTS[original.__name__](given, value))
+        return correct_mean(value, COUNTS[original.__name__](given, value))
     return _sum_over_all_ranks(value, original.__name__) if reduction == "sum" and now.forwards else value
 
 
@@ -247,7 +247,8 @@ def _sum_over_all_ranks(total: torch.Tensor, function: str) -> torch.Tensor:
     return weigh_loss(total, (not runtime.is_absent()) * runtime.mesh().data_size / (forward.share or 1.0))
 
 
-def _correct_mean(value: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+def correct_mean(value: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+    """Weigh a mean over `count` numbers where it is taken in a model's forward; remember one of the script's own."""
     now = of_session(_Now)
     if not now.forwards or now.forwards[-1].share is None:
         if now.scope is not None:

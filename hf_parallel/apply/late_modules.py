@@ -1,0 +1,98 @@
+"""Modules that a script puts into a model after it became parallel: equal on all ranks, or refused.
+
+Data ranks share them out (`add_late_parameters`), and adapters are placed when they come.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_module_registration_hook
+
+from hf_parallel.ask.spec import refuse
+from hf_parallel.axes.pipeline.engine import PipelineEngine
+from hf_parallel.axes.pipeline.stage_runner import pipelines_of
+from hf_parallel.axes.tensor.layers import PartialGradient
+from hf_parallel.model.anatomy import list_transformer_blocks
+from hf_parallel.ranks import messages
+from hf_parallel.ranks.mesh import ParallelMesh
+
+
+def watch_for_late_modules(model: nn.Module, mesh: ParallelMesh, pipeline: PipelineEngine | None) -> None:
+    """Look for modules that have come into `model`, in the first forward pass after any module came anywhere.
+
+    Ranks may have drawn other numbers for them: the first rank of pp and tp sends its own to the others.
+
+    Raises:
+        SpecError: in that forward pass; a module lies where a tp rank sees a part of the tokens or of the columns.
+    """
+    known, changed = weakref.WeakSet(model.modules()), [False]
+    layers, cuts = {id(layer) for layer in list_transformer_blocks(model)}, mesh.size("tp") > 1
+    places = model.named_modules() if cuts else ()
+    guarded = tuple(f"{name}." for name, one in places if id(one) in layers or isinstance(one, PartialGradient))
+
+    def note(parent: nn.Module, name: str, child: nn.Module | None) -> None:
+        changed[0] = True
+
+    def look(module: nn.Module, args: tuple) -> None:
+        if not changed[0] or pipelines_of(mesh).session is not None:  # the last stage alone
+            return
+        changed[0], named = False, dict(module.named_modules())
+        wrappers = [one for one in named.values() if hasattr(one, "base_layer") or hasattr(one, "modules_to_save")]
+        placed = {id(one) for wrapper in wrappers for one in wrapper.modules()}  # PEFT's, which are placed already
+        late = {name: one for name, one in named.items() if one not in known and id(one) not in placed}
+        known.update(named.values())
+        for name in late:
+            if f"{name}.".startswith(guarded):
+                why = f"tp_size={mesh.size('tp')} has split the layer before, and a rank sees a part of its tokens"
+                refuse(f"{name}, put into a parallel model", why, do="an adapter of PEFT works, and so does tp_size=1")
+        if late and pipeline is not None:
+            pipeline.late += _equalise_stages(late, mesh)
+        if late and cuts and mesh.config.sharing_size == 1:
+            _send_to_group(_name_tensors(late).values(), mesh, "tp")
+
+    handle = register_module_module_registration_hook(note)
+    weakref.finalize(model, handle.remove)
+    model.register_forward_pre_hook(look, prepend=True)
+
+
+def _name_tensors(late: dict[str, nn.Module]) -> dict[str, torch.Tensor]:
+    """Return the parameters and buffers of these modules, by name."""
+    tensors: dict[str, torch.Tensor] = {}
+    for name, inner in late.items():
+        own = (*inner.named_parameters(recurse=False), *inner.named_buffers(recurse=False))
+        tensors |= {f"{name}.{key}": tensor for key, tensor in own}
+    return tensors
+
+
+def _equalise_stages(late: dict[str, nn.Module], mesh: ParallelMesh) -> list[nn.Parameter]:
+    """Send what all stages have from the first one, whichever of them computes with it; return its parameters."""
+    tensors = _name_tensors(late)
+    held = messages.gather_objects({name: tensor.shape for name, tensor in tensors.items()}, mesh.group_on_host("pp"))
+    common = [t for name, t in tensors.items() if all(one.get(name) == t.shape for one in held)]
+    if mesh.config.sharing_size == 1:
+        _send_to_group(common, mesh, "pp")
+    return [tensor for tensor in common if isinstance(tensor, nn.Parameter)]
+
+
+@torch.no_grad()
+def _send_to_group(tensors: Iterable[torch.Tensor], mesh: ParallelMesh, axis: str) -> None:
+    for tensor in tensors:
+        if not isinstance(tensor, DTensor):
+            carrier = tensor.to(mesh.device).contiguous()
+            dist.broadcast(carrier, group=mesh.group(axis), group_src=0)
+            tensor.copy_(carrier)
+
+
+def find_counted_before(late: list[nn.Parameter], mesh: ParallelMesh) -> set[int]:
+    """Return the ids of late parameters of which an earlier stage counts the gradient, too. Collective over stages."""
+    if not late:
+        return set()
+    held = messages.gather_objects([parameter.grad is not None for parameter in late], mesh.group_on_host("pp"))
+    before = held[: mesh.index("pp")]
+    return {id(parameter) for place, parameter in enumerate(late) if any(stage[place] for stage in before)}

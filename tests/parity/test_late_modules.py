@@ -1,0 +1,76 @@
+"""Modules that a script puts into a model after its first forward pass: as in one process, or refused by name."""
+
+import os
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from hf_parallel import SpecError
+from tests.distributed import run
+from tests.rows import VOCABULARY, Rows
+from tests.training import Outcome, activate, layouts
+
+ODD = {"num_hidden_layers": 7}
+
+
+def put_head(model):
+    model.lm_head = torch.nn.Linear(64, VOCABULARY, bias=False)
+
+
+def put_score(model):
+    """Beside the model's own: the script runs it, on every stage."""
+    model.score = torch.nn.Linear(VOCABULARY, 1)
+
+
+def put_mlp(model):
+    projection = model.model.layers[1].mlp.down_proj
+    model.model.layers[1].mlp.down_proj = torch.nn.Sequential(projection, torch.nn.Linear(64, 64))
+
+
+def put_norm(model):
+    model.model.norm = torch.nn.LayerNorm(64)
+
+
+PUT = {"head": put_head, "score": put_score, "mlp": put_mlp, "norm": put_norm}
+
+
+def script(spec, out, initial, what):
+    """A loop whose ranks draw other numbers for what they put in; it clips, so that the norm is in the losses."""
+    activate(spec)
+    model, batch = AutoModelForCausalLM.from_pretrained(initial), Rows(5, 3, even=True, length=33)[:5]
+    with torch.no_grad():
+        model(**batch)
+    torch.manual_seed(5 + (int(os.environ["RANK"]) if spec else 0))
+    PUT[what](model)
+    optimizer, logs, keys = torch.optim.SGD(model.parameters(), lr=0.1), [], []
+    for _ in range(3):
+        outputs = model(**batch)
+        loss = outputs.loss + (model.score(outputs.logits).pow(2).mean() if what == "score" else 0)
+        loss.backward()
+        keys.append(sorted(name for name, p in model.named_parameters() if p.grad is not None))
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        logs.append({"loss": loss.item(), "grad_norm": float(norm)})
+    return Outcome(logs, keys)
+
+
+@pytest.mark.parametrize("what", ["head", "score"])
+@pytest.mark.parametrize("spec", layouts("library", "tp=2", "pp=2", "tp=2,pp=2"))
+def test_beside_the_layers(runs, spec, what):
+    """The numbers that the first rank has drawn; a stage's norm counts what other stages have, too, once."""
+    runs.compare(script, spec, runs.initial("llama", **ODD), what)
+
+
+@pytest.mark.parametrize("what", ["mlp", "norm"])
+def test_in_a_layer(runs, what):
+    """Stages have whole layers; a tp rank would train on a part of the tokens what all ranks hold."""
+    initial = runs.initial("llama", **ODD)
+    runs.compare(script, "pp=2", initial, what)
+
+    def refused():
+        with pytest.raises(SpecError, match="put into a parallel model: tp_size=2 .* PEFT works"):
+            script("tp=2", None, initial, what)
+
+    run(refused, 2, init=False)
