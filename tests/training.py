@@ -8,6 +8,7 @@ Scripts of another kind are functions `script(spec, out, …)` that give an `Out
 and in one process. All comparisons and their tolerances are here; one of its own has its reason beside it.
 """
 
+import dataclasses
 import math
 import os
 import re
@@ -22,6 +23,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
+from hf_parallel.ask.config import ParallelConfig
 from hf_parallel.hooks import activation
 from tests import models
 from tests.distributed import run, run_alone
@@ -188,6 +190,17 @@ def make_trainer(
     if check_late is not None:
         trainer.args.fp16 = True
         check_late(trainer)
+
+
+def follow_trainer_refusal(said: str, spec: str, changes: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Return the spec and the Trainer's arguments as the end of a refusal suggests: `…; bf16=True works`."""
+    found = re.search(r"; (\w+)=(\S+) works", said)
+    assert found, said
+    name, value = found.groups()
+    if name in {field.name for field in dataclasses.fields(ParallelConfig)}:
+        settings = [setting for setting in spec.split(",") if not setting.startswith(f"{name}=")]
+        return ",".join([*settings, f"{name}={value}"]), changes
+    return spec, {**changes, name: {"True": True, "False": False}.get(value, value)}
 
 
 def trainer_of(

@@ -85,7 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     out.add_argument("--picture", metavar="FILE", help="memory of each layout as stacked bars, .svg or .png")
     out.add_argument("--timeline", metavar="FILE", help="the step of the best pipeline, .svg or .png")
     out.add_argument("--explain", action="store_true", help="each formula of the first layout with its numbers")
-    out.add_argument("--verify", action="store_true", help="dry-run the first layout with the real code")
+    out.add_argument("--verify", action="store_true", help="dry-run the first layout, or SPEC, with the real code")
     out.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of --verify: whose branches run (cpu)")
     out.add_argument("--dollars", type=float, metavar="D", help="per GPU and hour, for the cost of 1e9 tokens")
     only = parser.add_argument_group("a timeline without MODEL")
@@ -400,7 +400,8 @@ def _draw_pictures(args: argparse.Namespace, found: Found) -> None:
 
 
 def _verify(args: argparse.Namespace, found: Found, model: PretrainedConfig | dict[str, object]) -> None:
-    """Dry runs of the first and the last pipeline rank, which hold embedding and head."""
+    """Dry runs of the first layout, or of the one in `--parallel`: of the pipeline ranks with embedding and head."""
+    from hf_parallel.planner.advice import choose_expected_layout
     from hf_parallel.planner.dryrun.run import DryRun, dry_run, end_ranks, find_device
     from hf_parallel.planner.report import show_verified
 
@@ -409,7 +410,7 @@ def _verify(args: argparse.Namespace, found: Found, model: PretrainedConfig | di
     device, reason = find_device(args.device)
     if reason:
         print(f"hf_parallel: --device {args.device}: {reason}; the branches for CPUs run", file=sys.stderr)
-    choice = found.choices[0]
+    choice = found.choices[0] if args.parallel is None else choose_expected_layout(found.goal, args.parallel)
     calls = min(choice.accumulation, 2)  # the third holds what the second does
     ranks, runs = end_ranks(choice.config), list[DryRun]()
     with waiting("running dry") as say:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import Trainer
 
+    from hf_parallel.ask.config import ParallelConfig
     from hf_parallel.ranks.mesh import ParallelMesh
 
 #: Of the notes, which stand in order of weight, the console shows so many, less the sentence about a choice.
@@ -145,7 +146,6 @@ def describe_run(trainer: Trainer, batches: list, loss: str) -> Facts:
     cut = cut_of(trainer.accelerator.gradient_state)
     rows, calls = trainer.args.train_batch_size, trainer.args.gradient_accumulation_steps
     micro_batches = calls * count_micro_batches(rows, config) if config.delays_updates else 1
-    versions = count_versions_held(config.pipeline_schedule, config.pp_size, micro_batches)
     tokens = sum(b["input_ids"].numel() for b in read if torch.is_tensor(b.get("input_ids")))
     return {
         "spec": config.to_spec(),
@@ -164,7 +164,7 @@ def describe_run(trainer: Trainer, batches: list, loss: str) -> Facts:
         "tokens_per_step": tokens * mesh.data_size if cut is None else tokens * sum(cut) // cut[mesh.data_rank],
         "attention": _name_attention(model),
         "loss": loss,
-        "estimated_state_bytes_per_rank": [_sum_state_bytes(trainer, count, versions) for count in per_rank],
+        "estimated_state_bytes_per_rank": _list_state_bytes(trainer, config, per_rank, micro_batches),
         "notes": [
             *_list_inexact_numbers(trainer, mesh.data_size),
             *after_import.list_process_warnings(dist.get_world_size(), mesh.data_size),
@@ -272,8 +272,13 @@ def _list_inexact_numbers(trainer: Trainer, data_ranks: int) -> list[str]:
     return notes
 
 
-def _sum_state_bytes(trainer: Trainer, parameters: int, versions: tuple[int, int]) -> int:
-    """Versions of weights and gradients, and the optimizer's moments, of a rank; activations come on top."""
+def _list_state_bytes(trainer: Trainer, config: ParallelConfig, per_rank: list[int], micro_batches: int) -> list[int]:
+    """Versions of weights and gradients, copies of both, and the optimizer's moments, of each rank."""
     width = next(p.dtype.itemsize for p in trainer.model.parameters())
-    moments = 2 if "adam" in str(trainer.args.optim).lower() else 0
-    return parameters * width * (sum(versions) + moments)
+    moments, found = 2 if "adam" in str(trainer.args.optim).lower() else 0, []
+    for pipeline in list_axis_ranks(config, "pp"):
+        for place, rank in enumerate(pipeline):
+            versions = count_versions_held(config.pipeline_schedule, place, len(pipeline), micro_batches)
+            copied = 2 * per_rank[pipeline[-1 - place]] if config.mirrors_stages else 0
+            found.append((rank, width * (per_rank[rank] * (sum(versions) + moments) + copied)))
+    return [size for _, size in sorted(found)]

@@ -8,6 +8,7 @@ from typing import Any
 
 from hf_parallel.ask.config import ParallelConfig
 from hf_parallel.ask.keys.layers import AUTO, TORCH_FLASH
+from hf_parallel.ask.spec import refuse
 from hf_parallel.planner.candidates import HEADROOM, Goal, do_heads_divide, list_sizes_of, list_ways_of, make_config
 from hf_parallel.planner.choices import Choice, TooLarge, find_leanest, iterate_variants, predict_choice
 from hf_parallel.planner.hardware import Cluster
@@ -275,6 +276,28 @@ def explain_expected_layout(goal: Goal, expected: ParallelConfig | str, best: Ch
     return f"yours ({config.to_spec()})", explain_absence(goal, config, best)
 
 
+def choose_expected_layout(goal: Goal, expected: ParallelConfig | str) -> Choice:
+    """Return the leanest way in which the layout that the user expects fits.
+
+    Raises:
+        SpecError: none does.
+    """
+    config = ParallelConfig.parse(expected).resolve(goal.cluster.gpus)
+    fitting = [choice for choice in list_variants_of(goal, config) if isinstance(choice, Choice)]
+    if not fitting:
+        refuse(
+            f"--parallel {config.to_spec()}", explain_absence(goal, config, None), do="drop --parallel, or --verify"
+        )
+    return find_leanest(fitting)
+
+
+def list_variants_of(goal: Goal, config: ParallelConfig) -> list[Choice | TooLarge]:
+    """Return the batches with which a layout can run, in the ways to save memory that it names, or else in all."""
+    given = config.activation_checkpointing != "none" or config.offload != "none"
+    mine = {"activation_checkpointing": config.activation_checkpointing, "offload": config.offload}
+    return list(iterate_variants(goal, config, math.inf, [mine] if given else list_ways_of(goal)))
+
+
 def explain_absence(goal: Goal, config: ParallelConfig, best: Choice | None) -> str:
     """In one line what keeps a layout from being first."""
     if not do_heads_divide(goal.shape, config.tp_size):
@@ -284,9 +307,7 @@ def explain_absence(goal: Goal, config: ParallelConfig, best: Choice | None) -> 
     if goal.share(config) is None:
         ranks = config.data_parallel_size
         return f"a global batch of {goal.global_batch} does not divide among {ranks} data ranks"
-    given = config.activation_checkpointing != "none" or config.offload != "none"
-    mine = {"activation_checkpointing": config.activation_checkpointing, "offload": config.offload}
-    found = list(iterate_variants(goal, config, math.inf, [mine] if given else list_ways_of(goal)))
+    found = list_variants_of(goal, config)
     if not found:
         return f"a global batch of {goal.global_batch} leaves too few micro-batches"
     fitting = [choice for choice in found if isinstance(choice, Choice)]

@@ -169,11 +169,13 @@ def find_busiest(stages: tuple[Stage, ...], layout: Layout, job: Job, cluster: C
 def list_transfers(stages: list[Stage], layout: Layout, job: Job, cluster: Cluster) -> list[Transfer]:
     """Every transfer in one step of the rank that holds `stages`; equal ones are one entry."""
     found: list[Transfer] = []
-    for stage in stages:
+    copied = list_mirrored_stages(stages, layout, job)
+    runs = job.micro_batches / (2 if copied else 1)  # half of the micro-batches run on the copies
+    for stage in (*stages, *copied):
         for block, count in stage.counts:
             each = block_transfers(block, stage.shape.hidden, layout, job, cluster)
-            found += [t.times(count * job.micro_batches) for t in each]
-        found += [t.times(job.micro_batches) for t in end_transfers(stage, layout, job, cluster)]
+            found += [t.times(count * runs) for t in each]
+        found += [t.times(runs) for t in end_transfers(stage, layout, job, cluster)]
     found += step_transfers(stages, layout, job, cluster)
     merged: dict[tuple, Transfer] = {}
     for t in found:

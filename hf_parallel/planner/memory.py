@@ -13,9 +13,10 @@ import math
 from dataclasses import dataclass, field
 
 from hf_parallel.ask.keys.data import parameters_rest
+from hf_parallel.ask.keys.pipeline import BUCKET, DELAYED_SCHEDULES, JOINING_SCHEDULES
 from hf_parallel.axes.activation_offload import AHEAD
 from hf_parallel.axes.chunked_loss import compute_chunk_bytes, compute_fewest_tokens
-from hf_parallel.axes.pipeline.timeline import count_versions_held
+from hf_parallel.axes.pipeline.timeline import count_ahead_of_step, count_versions_held
 from hf_parallel.planner.activations import (
     EAGER,
     Moment,
@@ -35,6 +36,7 @@ from hf_parallel.planner.ledger import count_expert_shards
 from hf_parallel.planner.pipeline import (
     Stage,
     count_live_forwards,
+    count_remote_neighbours,
     count_simulated_batches,
     group_stages_by_rank,
     list_adapted,
@@ -107,11 +109,9 @@ def rank_memory(stages: list[Stage], layout: Layout, job: Job, rank: int) -> Ran
     """Memory of the pipeline rank that holds `stages`."""
     mine, habits = _Rank(stages, layout, job, rank), job.habits
     mine.copied = list_mirrored_stages(stages, layout, job)
-    moments = mine.in_schedule(), mine.end_of_backward()
+    flushed = layout.schedule not in DELAYED_SCHEDULES
+    moments = (mine.in_schedule(), mine.end_of_backward()) if flushed else mine.without_flush()
     kinds = max(moments, key=lambda kinds: sum(kinds.values()))
-    weights, sums = count_versions_held(layout.schedule, layout.pp, job.micro_batches)
-    kinds["weights"] += (weights - 1) * mine.trained
-    kinds["gradients"] += (sums - 1) * mine.trained
     if mine.copied:
         kinds["weights"] += _Rank(mine.copied, layout, job, rank)._states()["weights"]
     axes = sum(size > 1 for size in (layout.tp, layout.pp, layout.dp, layout.cp, layout.ep))
@@ -244,7 +244,9 @@ class _Rank:
         states, moment = self._states(), self._find_fullest_moment()
         if self.habits.fsdp2:  # a pipeline reduces in each call, and adds to what it put aside
             wide = self.summed / self.kept.stored if self.layout.reduces_each and not self.job.lora else 1.0
-            more = self.job.calls > 1 or (self.layout.reduces_each and self.job.micro_batches > 1)
+            joins = self.job.engine == "hf_parallel" and self.layout.pp > 1  # a step is one run
+            joins &= self.layout.schedule in JOINING_SCHEDULES
+            more = (self.job.calls > 1 and not joins) or (self.layout.reduces_each and self.job.micro_batches > 1)
             states["gradients"] = wide * states["gradients"] if more else 0.0
             if self._holds:
                 states["gradients"] = sum(map(self._count_gradients, self.stages))
@@ -264,8 +266,34 @@ class _Rank:
             whole = self.width * ends + sum(map(self._count_gradients, self.stages))
         if self.in_place and self.layout.pp == 1:  # what is reduced is what stays
             whole = 0.0 if self.job.lora else (ends + embedding) * self.width
-        whole = whole * self.gathers + self._count_lowered()
+        whole = whole * self.gathers + self._count_lowered() + self._count_averaged()
         return {**self._states(), "gathered": whole, "activations": self.stream, "temporaries": 0.0}
+
+    def without_flush(self) -> tuple[dict[str, float], dict[str, float]]:
+        """At the last backward of a step whose successors have begun, and at its end, when gradients are averaged.
+
+        1F1B goes on without an end, so each backward pass begins with as many forwards held as the rank ever has.
+        """
+        (stage,), ranks, count, states = self.stages, self.layout.pp, self.job.micro_batches, self._states()
+        each, (forwards, backwards) = self._count_stage_bytes(stage), count_ahead_of_step(self.rank, ranks)
+        weights, sums = count_versions_held(self.layout.schedule, self.rank, ranks, count)
+        begun = -(-(count + backwards - 1) // count)  # sums of gradients that earlier passes have left
+        kinds = {**states, "weights": states["weights"] + (weights - 1) * self.trained}
+        sent = min(count * count_remote_neighbours(self.stages), 2 * (ranks + 1)) - (forwards - backwards)
+        last, end = (ranks - self.rank) * each.kept, (forwards - backwards) * each.kept + max(0, sent) * self.stream
+        lowered = {"gathered": self._count_lowered()}
+        averaged = {"gathered": self._count_lowered() + self._count_averaged()}
+        return (
+            {**kinds, **lowered, "gradients": begun * self.trained, "activations": last, "temporaries": each.begin},
+            {**kinds, **averaged, "gradients": sums * self.trained, "activations": end, "temporaries": 0.0},
+        )
+
+    def _count_averaged(self) -> float:
+        """Sums in fp32 of 16-bit gradients, where data ranks average them without FSDP2: a bucket at a time."""
+        if self.gathers or self.layout.dp == 1 or self.job.lora or self.kept.stored == 4:
+            return 0.0
+        largest = self.shape.embedding_parameters / self.layout.tp if self.ends else 0.0
+        return 4 * min(self.numbers + self.experts, largest + BUCKET / self.kept.stored)
 
     def _find_fullest_moment(self) -> Moment:
         each = {stage.index: self._count_stage_bytes(stage) for stage in (*self.stages, *self.copied)}

@@ -12,7 +12,7 @@ from hf_parallel.hooks.trainer import joint_steps
 from hf_parallel.plans.examine import examine
 from tests import models
 from tests.distributed import RankFailure, run
-from tests.training import OwnTrainer, make_trainer, own_loss
+from tests.training import OwnTrainer, follow_trainer_refusal, make_trainer, own_loss
 
 CHIMERA = "pipeline_schedule=chimera"
 
@@ -106,6 +106,9 @@ def test_models(name):
     ids=["compute_loss", "compute_loss_func", "label smoothing", "lomo", "fp16"],
 )
 def test_trainers(tmp_path, kind, changes, options, late, said):
+    """What the line says that works starts."""
     with pytest.raises(RankFailure, match=f"{CHIMERA}: .* works") as failure:
         run(make_trainer, 2, f"pp=2,{CHIMERA}", str(tmp_path), kind, changes, options, late, init=False)
     assert said in str(failure.value)
+    works = follow_trainer_refusal(str(failure.value), f"pp=2,{CHIMERA}", changes)
+    run(make_trainer, 2, works[0], str(tmp_path), kind, works[1], options, init=False)

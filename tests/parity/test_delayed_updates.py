@@ -156,7 +156,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("spec", ["pp=2", "pp=2,tp=2", "pp=2,dp_replicate=2"])
+@pytest.mark.parametrize("spec", ["pp=2", "pp=4", "pp=2,tp=2", "pp=2,dp_replicate=2"])
 def test_kinds_of_training(runs, spec, name):
     check(runs, spec, CASES[name])
 

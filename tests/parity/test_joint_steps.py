@@ -17,6 +17,8 @@ from hf_parallel.axes.pipeline.joint import JointStep
 from hf_parallel.hooks.trainer import joint_steps
 from tests import models
 from tests.distributed import run
+from tests.parity.test_chimera import Plain
+from tests.parity.test_delayed_updates import ADAM, CASES, STEPS, Case, script
 from tests.rows import Rows, data, pad
 from tests.training import (
     Outcome,
@@ -69,6 +71,44 @@ def test_one_run_per_step(runs, spec):
     ragged = [] if spec == "pp=4" else [1]  # three rows, which four stages do not run as a schedule
     assert [len(run) for run in counts] == [3, 3, 1, 1, *ragged]
     assert len({count for run in counts[:2] for count in run}) == 1
+
+
+def script_counting(spec: str | None, out: str, case: Case, initial: str) -> Outcome:
+    """Two epochs of six steps, the last one ragged, with evaluations; `more` also has the batches of each run."""
+    counted = counting_runs()
+    outcome = script(spec, out, case, initial)
+    outcome.more = outcome.more, [len(run) for run in counted]
+    return outcome
+
+
+def check_kind(runs, case: Case, spec: str) -> list[Outcome]:
+    """Compare with one process, evaluations too; the steps of an epoch but the ragged one are one run each."""
+    initial = runs.initial("llama", **({"tie_word_embeddings": True} if case.model == "tied" else {}))
+    ranks = runs.compare(script_counting, spec, case, initial, tolerance=case.tolerance)
+    evaluations, _ = runs.alone(script_counting, case, initial).more
+    for rank in ranks:
+        assert rank.more[0] == pytest.approx(evaluations, rel=case.tolerance.eval_loss)
+        assert rank.more[1].count(case.accumulation) == 2 * (STEPS - 1)
+    return ranks
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("spec", ["pp=2", "pp=4", "pp=2,tp=2", "pp=2,dp_replicate=2"])
+def test_kinds_of_training(runs, spec, name):
+    """Clipping, AdamW, checkpointing, a tied vocabulary, adapters and bf16."""
+    check_kind(runs, Plain(**{**vars(CASES[name]), "accumulation": 2}), spec)
+
+
+@pytest.mark.parametrize("other", ["pp=4", None])
+def test_resume(runs, other):
+    """A run goes on from a save, under the same and under another layout."""
+    case = Plain(accumulation=2, saves=(4,), arguments=ADAM)
+    (first, *_) = check_kind(runs, case, "pp=2")
+    again = dataclasses.replace(case, resume=str(Path(first.folder).parent / "checkpoint-4"))
+    layout = other or "pp=2"
+    call = partial(script, layout, runs._folder(), again, runs.initial("llama"))
+    resumed = run(call, axes(layout)["world"], init=False)[0]
+    none(weight_differences(resumed.folder, first.folder, 1e-5 if other else 0.0))
 
 
 @pytest.mark.parametrize("own", [{"overrides": True}, {"own_loss": True}], ids=["compute_loss", "compute_loss_func"])

@@ -19,7 +19,7 @@ from hf_parallel.planner.shape import shape_of
 from tests import models
 from tests.distributed import RankFailure, run
 from tests.rows import Rows
-from tests.training import OwnTrainer, activate, arguments_of, own_loss
+from tests.training import OwnTrainer, activate, arguments_of, follow_trainer_refusal, own_loss
 
 FILL = "pipeline_fill=kfac"
 SETTINGS = [
@@ -104,10 +104,12 @@ class OwnStep(Trainer):
     ids=["compute_loss", "compute_loss_func", "training_step", "lomo", "fp16", "checkpointing"],
 )
 def test_trainers_that_cannot(tmp_path, kind, changes, options, late, said):
+    """What the line says that works starts."""
     with pytest.raises(RankFailure, match="pipeline_fill=kfac") as failure:
         run(start, 2, f"pp=2,{FILL}", str(tmp_path), kind, changes, options, late, init=False)
     assert said in str(failure.value)
-    assert " works" in str(failure.value)
+    spec, works = follow_trainer_refusal(str(failure.value), f"pp=2,{FILL}", changes)
+    run(start, 2, spec, str(tmp_path), kind, works, options, {}, init=False)
 
 
 def test_experts_cannot(tmp_path):
@@ -125,6 +127,7 @@ def loop(spec: str) -> None:
 def test_loops_tell_of_no_step():
     with pytest.raises(RankFailure, match="which only Trainer tells; pipeline_fill=none works"):
         run(loop, 2, f"pp=2,{FILL}")
+    run(loop, 2, "pp=2,pipeline_fill=none")
 
 
 def test_dry_run_has_no_times():

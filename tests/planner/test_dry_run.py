@@ -64,6 +64,59 @@ def test_bytes_are_those_of_a_real_run(name, spec, accumulation):
         assert sum(plan["peak"].values()) == pytest.approx(total, rel=1e-12 if over_data else 0.03)
 
 
+def planned_on_ranks(name, spec, accumulation):
+    """The dry runs of the first and the last rank."""
+    return {rank: planned(name, spec, rank, accumulation) for rank in (0, 3)}
+
+
+#: Layout, batches per step, and how often a rank holds its weights and sums of gradients when a step has ended.
+SEVERAL = [
+    ("pp=4,pipeline_microbatches=4,pipeline_schedule=pipedream_2bw", 1, {0: (2, 1), 3: (2, 2)}),
+    ("pp=2,tp=2,pipeline_microbatches=2,pipeline_schedule=pipedream_2bw", 2, {0: (2, 1), 3: (2, 1)}),
+    ("pp=2,dp_replicate=2,pipeline_microbatches=4,pipeline_schedule=pipedream_2bw", 1, {0: (2, 1), 3: (2, 1)}),
+    ("pp=4,pipeline_microbatches=1,pipeline_schedule=pipedream", 1, {0: (4, 1), 3: (1, 3)}),
+    ("pp=4,pipeline_microbatches=4,pipeline_schedule=pipedream", 1, {0: (2, 1), 3: (1, 2)}),
+]
+
+
+@pytest.mark.clock
+@pytest.mark.parametrize(("spec", "accumulation", "held"), SEVERAL)
+def test_versions_are_those_of_a_real_run(spec, accumulation, held):
+    """Without a flush: versions of the weights, sums of gradients and activations in flight when a step has ended."""
+    real = run(measured, 4, "llama", spec, ROWS, LENGTH, accumulation)
+    for rank, plan in run_alone(planned_on_ranks, "llama", spec, accumulation).items():
+        did = real[rank]
+        assert plan["traffic"] == did["traffic"]
+        assert plan["kept"] == pytest.approx(did["kept"], rel=0.03)
+        weights, sums = held[rank]
+        assert [plan["kept"][kind] for kind in STATES] == [did["kept"][kind] for kind in STATES]
+        assert plan["kept"]["parameters"] == pytest.approx(weights * did["sums"]["parameters"], rel=0.01)
+        assert plan["kept"]["gradients"] == sums * did["sums"]["gradients"]
+        assert sum(plan["peak"].values()) == pytest.approx(sum(did["peak"].values()), rel=0.03)
+
+
+@pytest.mark.clock
+@pytest.mark.parametrize(
+    ("name", "spec", "accumulation"),
+    [
+        ("llama", "pp=4,pipeline_microbatches=4", 1),
+        ("qwen3", "pp=2,tp=2,pipeline_microbatches=4", 2),
+    ],
+)
+def test_copies_are_those_of_a_real_run(name, spec, accumulation):
+    """Two directions: a rank holds the mirrored stage beside its own; weights and gradients go to the other one."""
+    spec = f"{spec},pipeline_schedule=chimera"
+    real = run(measured, 4, name, spec, ROWS, LENGTH, accumulation)
+    for rank, plan in run_alone(planned_on_ranks, name, spec, accumulation).items():
+        did, mirrored = real[rank], real[3 - rank]
+        assert plan["traffic"] == did["traffic"]
+        assert [plan["kept"][kind] for kind in STATES] == [did["kept"][kind] for kind in STATES]
+        both = did["sums"]["parameters"] + mirrored["sums"]["parameters"]
+        assert plan["kept"]["parameters"] == pytest.approx(both, rel=1e-3)  # both have the buffers of positions
+        assert plan["kept"]["gradients"] == did["sums"]["gradients"]
+        assert sum(plan["peak"].values()) == pytest.approx(sum(did["peak"].values()), rel=0.03)
+
+
 @pytest.mark.clock
 @pytest.mark.parametrize(
     ("spec", "accumulation"),

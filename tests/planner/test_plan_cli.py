@@ -111,12 +111,20 @@ def verified(folder, *training):
     return code, out.getvalue(), said.getvalue()
 
 
-@pytest.mark.parametrize("training", [("--device", "cuda"), ("--precision", "mixed", "--lora", "4")])
+@pytest.mark.parametrize(
+    "training",
+    [
+        ("--device", "cuda"),
+        ("--precision", "mixed", "--lora", "4"),
+        *(("--parallel", f"pp=2,dp_replicate=4,pipeline_schedule={name}") for name in ("pipedream_2bw", "chimera")),
+    ],
+)
 def test_verify_runs_the_real_code(folder, training):
     """What is planned and what is dry-run stand side by side, 5 % apart at most."""
     code, out, said = run_alone(verified, folder, *training)
     assert code == 0
     assert re.search("Dry run of .* on cpu", out)
+    assert "--parallel" not in training or training[1].rpartition("=")[2] in out.partition("Dry run of")[2]
     assert ("the branches for CPUs run" in said) == ("cuda" in training)
     cells = next(line for line in out.splitlines() if "(pp=0)" in line).replace("│", " ").split()
     assert float(cells[2]) == pytest.approx(float(cells[3]), rel=0.05, abs=0.01)  # GiB with two digits

@@ -49,6 +49,8 @@ _TWO_COPIES: dict[str, tuple[int | bool | str | None, str]] = {
     "tiled_mlp": (False, "has not been compared with one process in pieces"),
     "tp_mesh": (None, "has not been compared with one process on a grid"),
 }
+#: Bytes of gradients that ranks exchange at a time, where FSDP2 does not.
+BUCKET = 64 * 2**20
 _SETTINGS = ("pipeline_schedule", "pipeline_virtual_stages", "pipeline_microbatches", "pipeline_split")
 
 

@@ -13,7 +13,9 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 from transformers.utils import ModelOutput
 
+from hf_parallel.ask.keys.pipeline import BUCKET
 from hf_parallel.model.calls import has_cache
+from hf_parallel.ranks.mesh import get_stored
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -55,6 +57,19 @@ def collect_fresh_gradients(
     for parameter, gradient in zip(parameters, before, strict=True):
         fresh.append((parameter, parameter.grad))
         parameter.grad = gradient
+
+
+def cut_into_buckets(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Cut a list where `BUCKET` bytes are reached."""
+    found: list[list[torch.Tensor]] = []
+    size = BUCKET
+    for tensor in tensors:
+        if size >= BUCKET:
+            found.append([])
+            size = 0
+        found[-1].append(tensor)
+        size += get_stored(tensor.detach()).nbytes
+    return found
 
 
 def with_rows(batch: Batch, rows: int, wanted: int) -> Batch:

@@ -29,9 +29,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from hf_parallel.axes.pipeline.batches import collect_fresh_gradients
+from hf_parallel.axes.pipeline.batches import collect_fresh_gradients, cut_into_buckets
 from hf_parallel.axes.pipeline.joint import Fresh, Parts, Ran, ScheduledCall
-from hf_parallel.axes.pipeline.stage_runner import Stage, StageRunner, apply_autocast_per_stage
+from hf_parallel.axes.pipeline.stage_runner import (
+    Sending,
+    Stage,
+    StageRunner,
+    apply_autocast_per_stage,
+    count_sending,
+    wait_for_sent,
+)
 from hf_parallel.axes.pipeline.stages import MirroredView, make_mirrored_view
 from hf_parallel.axes.pipeline.timeline import (
     FORWARD,
@@ -50,8 +57,6 @@ if TYPE_CHECKING:
     from hf_parallel.axes.pipeline.stages import StageView
 
 RUN, SEND, RECEIVE = "run", "send", "receive"
-#: Bytes of gradients that a rank receives at a time.
-_BUCKET = 64 * 2**20
 
 
 class Event(NamedTuple):
@@ -99,6 +104,10 @@ class Sent:
     whole: tuple[torch.Size, tuple[int, ...]] | None = None
 
 
+#: The tensors of a stage, and which of its adapters are on.
+StageDescription = tuple[list[Sent], object]
+
+
 class Mirror:
     """A rank's copy of the stage that the rank mirrored in the pipeline owns, and the runs of both stages."""
 
@@ -108,6 +117,7 @@ class Mirror:
         self.partner = self.ranks - 1 - self.place
         # Messages of the two directions must not wait for each other: to higher ranks, and to lower ones.
         self.groups = engine.group, engine.mesh.second_stage_group
+        self.theirs: StageDescription | None = None  # where it is known without a message: in a dry run
         self.stamps: tuple[int, int] | None = None  # what was known of both stages when the copy was made
         self.copies: list[tuple[list[tuple[nn.Module, str]], torch.Tensor]] = []  # where each stands, and its values
 
@@ -153,12 +163,13 @@ class Mirror:
         alive: dict[int, tuple[torch.Tensor | None, torch.Tensor]] = {}  # what arrived, what left
         arriving: dict[Action, tuple[dist.Work | None, torch.Tensor]] = {}
         leaving: dict[Action, torch.Tensor] = {}
-        sent: list[tuple[dist.Work | None, torch.Tensor]] = []
+        sent: list[Sending] = []
         losses = [torch.zeros((), device=device) for _ in range(len(parts))]
         for what, action, peer in plan_events(self.ranks, len(parts), self.place):
             kind, index, i, _ = action
             if what == SEND:
                 tensor = leaving.pop(action)
+                wait_for_sent(sent, count_sending(self.ranks))
                 sent.append((dist.isend(tensor, group=self.groups[peer < self.place], group_dst=peer), tensor))
                 continue
             if what == RECEIVE:
@@ -188,9 +199,7 @@ class Mirror:
                 leaving[action] = output.detach().contiguous()
             elif hidden is not None:
                 leaving[action] = (torch.zeros_like(hidden) if hidden.grad is None else hidden.grad).contiguous()
-        for work, _ in sent:
-            if work is not None:
-                work.wait()
+        wait_for_sent(sent)
         return losses
 
     # ---- the copy --------------------------------------------------------------------------------------------------
@@ -216,13 +225,13 @@ class Mirror:
         Returns:
             the tensors of this rank's stage, each once.
         """
-        own, state = self._own_tensors(), self._adapters()
-        changed = [(one, id(tensor), get_stored(tensor).data_ptr(), tensor._version) for one, tensor in own]
+        own, state = self._own_tensors(), self._read_adapters()
+        changed = [(one, id(tensor), _locate_memory(get_stored(tensor)), tensor._version) for one, tensor in own]
         frozen = [entry if not entry[0].trained else entry[:2] for entry in changed]
         modules = [id(module) for module in self.engine.remote_modules.modules.values()]
         stamps = self._exchange_numbers(torch.tensor([hash((*map(str, frozen), str(state), *modules))]))
         if stamps != self.stamps:
-            self._build([one for one, _ in own], state)
+            self._build(([one for one, _ in own], state))
         self.stage.train(self.engine.model.training)
         self._checkpoint_as_own()
         give = [get_stored(tensor.detach()) for one, tensor in own if one.trained or stamps != self.stamps]
@@ -231,7 +240,11 @@ class Mirror:
         self.stamps = stamps
         return own
 
-    def _adapters(self) -> object:
+    def describe_stage(self) -> StageDescription:
+        """Return what a partner must know to make a copy of this rank's stage."""
+        return [one for one, _ in self._own_tensors()], self._read_adapters()
+
+    def _read_adapters(self) -> object:
         switch = self.engine.services.adapters
         return None if switch is None else switch.read()
 
@@ -257,11 +270,10 @@ class Mirror:
             described.append((Sent(tuple(names), part.shape, part.dtype, is_parameter, trained, *placed), tensor))
         return described
 
-    def _build(self, own: list[Sent], state: object) -> None:
+    def _build(self, own: StageDescription) -> None:
         """Make room for the partner's stage, and views that run it."""
         engine, remote = self.engine, self.engine.remote_modules
-        theirs: list[Sent]
-        theirs, their_state = self._exchange_objects((own, state))
+        theirs, their_state = self.theirs or self._exchange_descriptions(own)
         tops = [module for module in remote.modules.values() if isinstance(module, nn.Module)]
         aside = {id(part) for top in tops for part in top.modules()}
         placed = [parameter for parameter in engine.model.parameters() if isinstance(parameter, DTensor)]
@@ -316,7 +328,7 @@ class Mirror:
         wanted = [parameter for parameter, is_there in zip(own, taken.tolist(), strict=True) if is_there]
         nothing: list[torch.Tensor] = []
         for giving, taking in itertools.zip_longest(
-            _cut_into_buckets(give), _cut_into_buckets(wanted), fillvalue=nothing
+            cut_into_buckets(give), cut_into_buckets(wanted), fillvalue=nothing
         ):
             arrived = [torch.empty_like(get_stored(parameter.detach())) for parameter in taking]
             self._exchange(giving, arrived)
@@ -351,22 +363,14 @@ class Mirror:
         self._exchange([number], [theirs], self.engine.control)
         return int(number), int(theirs)
 
-    def _exchange_objects(self, own: Any) -> Any:
-        """Return what the partner gives."""
+    def _exchange_descriptions(self, own: StageDescription) -> StageDescription:
+        """Return how the partner describes its stage."""
         packed = torch.frombuffer(bytearray(pickle.dumps(own)), dtype=torch.uint8)
         arrived = torch.empty(self._exchange_numbers(torch.tensor([packed.numel()]))[1], dtype=torch.uint8)
         self._exchange([packed], [arrived], self.engine.control)
         return pickle.loads(arrived.numpy().tobytes())
 
 
-def _cut_into_buckets(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Cut a list where so many bytes are reached."""
-    found: list[list[torch.Tensor]] = []
-    size = _BUCKET
-    for tensor in tensors:
-        if size >= _BUCKET:
-            found.append([])
-            size = 0
-        found[-1].append(tensor)
-        size += get_stored(tensor.detach()).nbytes
-    return found
+def _locate_memory(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return where the values of a tensor lie, which one without memory can tell, too."""
+    return tensor.untyped_storage()._cdata, int(tensor.storage_offset())

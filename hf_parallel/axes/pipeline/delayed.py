@@ -32,7 +32,13 @@ import torch.distributed as dist
 from torch import nn
 
 from hf_parallel.axes.pipeline.joint import Parts, Ran, ScheduledCall
-from hf_parallel.axes.pipeline.stage_runner import StageRunner, apply_autocast_per_stage
+from hf_parallel.axes.pipeline.stage_runner import (
+    Sending,
+    StageRunner,
+    apply_autocast_per_stage,
+    count_sending,
+    wait_for_sent,
+)
 from hf_parallel.axes.pipeline.timeline import BACKWARD, FORWARD, count_ahead_of_step
 
 
@@ -140,14 +146,12 @@ class DelayedPipeline:
         self._newest = Version(engine) if self.stashes else None
         engine.latest_count = len(update)
         engine.services.before_run(True, calls[0].tokens)
-        self._sent: list[tuple[dist.Work | None, torch.Tensor]] = []
+        self._sent: list[Sending] = []
         with apply_autocast_per_stage(engine) as autocast:
             while (kind := self._choose_next_kind()) is not None:
                 self._compute(kind, autocast)
         self._take_the_rest()
-        for work, _ in self._sent:
-            if work is not None:
-                work.wait()
+        wait_for_sent(self._sent)
         losses = update.parts.losses(update.losses, engine.mesh.device)
         dist.broadcast(losses, group=engine.group, group_src=engine.last_rank)
         fresh = [(parameter, update.gradients.get(id(parameter))) for parameter in engine.trainable()]
@@ -235,6 +239,7 @@ class DelayedPipeline:
     def _send(self, tensor: torch.Tensor, kind: str) -> None:
         tensor = tensor.contiguous()
         target = self.place + (1 if kind == FORWARD else -1)
+        wait_for_sent(self._sent, count_sending(self.ranks))
         self._sent.append((dist.isend(tensor, group=self.groups[kind], group_dst=target), tensor))
 
     def _take_the_rest(self) -> None:

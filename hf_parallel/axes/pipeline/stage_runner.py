@@ -15,7 +15,13 @@ from torch import nn
 
 from hf_parallel.ask.session import of_session
 from hf_parallel.axes.axis import Building, HeldRun, RouterBalance
-from hf_parallel.axes.pipeline.batches import collect_fresh_gradients, is_asked_for, tokens_of, without_count
+from hf_parallel.axes.pipeline.batches import (
+    collect_fresh_gradients,
+    cut_into_buckets,
+    is_asked_for,
+    tokens_of,
+    without_count,
+)
 from hf_parallel.axes.pipeline.part import PipelinePart
 from hf_parallel.axes.pipeline.schedules import predict_bubble
 from hf_parallel.axes.pipeline.stages import LeaveAtExit, RemoteModules, StageView, find_boundary_dtype
@@ -305,13 +311,30 @@ def apply_autocast_per_stage(engine: StageRunner) -> Iterator[Callable[[], torch
 def average_over_data_ranks(
     fresh: list[tuple[nn.Parameter, torch.Tensor | None]], group: dist.ProcessGroup, size: int
 ) -> None:
-    """Average gradients over data ranks; those of 16 bits are summed in fp32."""
-    gradients = [get_stored(gradient) for _, gradient in fresh if gradient is not None]
-    sums = [gradient.float() / size for gradient in gradients]
-    for work in [dist.all_reduce(total, group=group, async_op=True) for total in sums]:
-        cast(dist.Work, work).wait()
-    for gradient, total in zip(gradients, sums, strict=True):
-        gradient.copy_(total)
+    """Average gradients over data ranks, a bucket at a time; those of 16 bits are summed in fp32."""
+    for bucket in cut_into_buckets([get_stored(gradient) for _, gradient in fresh if gradient is not None]):
+        sums = [gradient.float().div_(size) for gradient in bucket]
+        for work in [dist.all_reduce(total, group=group, async_op=True) for total in sums]:
+            cast(dist.Work, work).wait()
+        for gradient, total in zip(bucket, sums, strict=True):
+            gradient.copy_(total)
+
+
+#: A tensor on its way to another rank, and what tells when it has left.
+Sending = tuple["dist.Work | None", torch.Tensor]
+
+
+def count_sending(ranks: int) -> int:
+    """Return how many messages of a rank can be on their way: 1F1B waits for each neighbour to take the one before."""
+    return 2 * (ranks + 1)
+
+
+def wait_for_sent(sending: list[Sending], most: int = 0) -> None:
+    """Wait for the oldest messages until `most` are left, so that a run does not hold all that it has sent."""
+    while len(sending) > most:
+        work, _ = sending.pop(0)
+        if work is not None:
+            work.wait()
 
 
 def _make_placeholder(hidden: torch.Tensor, length: int) -> torch.Tensor:

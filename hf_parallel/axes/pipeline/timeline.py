@@ -329,20 +329,17 @@ def count_ahead_of_step(rank: int, ranks: int) -> tuple[int, int]:
     return ranks - 1 - rank + -(-2 * rank // 3), 2 * rank // 3
 
 
-def count_versions_held(name: str, ranks: int, micro_batches: int) -> tuple[int, int]:
-    """Return how many versions of the weights, and how many sums of gradients, the fullest stage of a schedule holds.
+def count_versions_held(name: str, rank: int, ranks: int, micro_batches: int) -> tuple[int, int]:
+    """Return how many versions of the weights, and how many sums of gradients, a rank holds when a step has ended.
 
     Args:
         micro_batches: of an optimizer step.
     """
     if name not in DELAYED_SCHEDULES:
         return 1, 1
-    if name == "pipedream_2bw":
-        return 2, 2
-    counts = []
-    for forwards, backwards in (count_ahead_of_step(rank, ranks) for rank in range(ranks)):
-        counts.append((1 - (backwards - forwards) // micro_batches, 1 - -backwards // micro_batches))
-    return max(counts, key=sum)
+    forwards, backwards = count_ahead_of_step(rank, ranks)
+    weights = 2 if name == "pipedream_2bw" else 1 + -(-(forwards - backwards) // micro_batches)
+    return weights, 1 + -(-backwards // micro_batches)
 
 
 def simulate_without_flush(

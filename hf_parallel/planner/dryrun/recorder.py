@@ -38,8 +38,10 @@ from hf_parallel.ask.spec import refuse
 from hf_parallel.axes.activation_offload import watch_copies
 from hf_parallel.axes.data.compressed import list_compression_groups
 from hf_parallel.axes.data.gradients import run_before_the_last
-from hf_parallel.axes.pipeline.engine import run_calls
+from hf_parallel.axes.pipeline.batches import count_rows
+from hf_parallel.axes.pipeline.engine import PipelineEngine, run_calls
 from hf_parallel.axes.pipeline.joint import JointStep
+from hf_parallel.axes.pipeline.schedules import count_micro_batches
 from hf_parallel.model.calls import note_unread_logits
 from hf_parallel.ranks.mesh import EXPERT_AXES
 
@@ -268,6 +270,7 @@ def _group_of(args: tuple) -> dist.ProcessGroup | None:
 # ---- Two training steps of a parallel model, with a `Recorder` beside them: in a real process or in a dry run
 
 
+Inputs = dict[str, torch.Tensor]  # of the model
 Communication = dict[str, dict[str, Traffic]]  # axis -> kind of collective -> what it moved
 OPTIMIZERS = ("adamw", "sgd", "sgd_momentum")
 
@@ -292,13 +295,13 @@ class Observed:
 
 def observe(
     model: nn.Module,
-    batches: list[dict[str, torch.Tensor]],
+    batches: list[Inputs],
     optimizer: str = "adamw",
     autocast: torch.dtype | None = None,
     layers: tuple[tuple[nn.Module, ...], ...] = (),
     scalars: int | None = None,
 ) -> Observed:
-    """Train two steps and say what the second kept and sent.
+    """Train two steps and say what the second kept and sent; without a flush the first that is like all later ones.
 
     Args:
         model: parallel, with memory for its weights.
@@ -309,16 +312,20 @@ def observe(
     """
     state = state_of(model)
     assert state is not None
-    with Recorder(name_groups(state), scalars=scalars) as recorder, _record_parts(recorder, layers):
+    with Recorder(name_groups(state), scalars=scalars) as recorder, contextlib.ExitStack() as measured:
         kinds = {recorder.note(tensor): "parameters" for tensor in (*model.parameters(), *model.buffers())}
         watch_copies(itertools.chain(*layers), lambda copy: kinds.update({recorder.note(copy): HOST}))
         update = build_optimizer(optimizer, model)
-        for accumulated in (batches[-1:], batches):  # the first step only fills the optimizer's state
+        *earlier, last = _list_steps(state, batches)
+        for accumulated in (*earlier, last):
+            if accumulated is last:
+                measured.enter_context(_record_parts(recorder, (*layers, *_list_mirrored_layers(state))))
             recorder.traffic.clear()
             recorder.moments.clear()
             recorder.remember()
             _run_batches(model, accumulated, autocast)
-            gradients = [p.grad for p in model.parameters() if p.grad is not None]
+            kinds |= {recorder.note(tensor): "parameters" for tensor in _list_weights(state)}
+            gradients = _list_gradients(state)
             kinds |= {recorder.note(gradient): "gradients" for gradient in gradients}
             recorder.remember()
             update.step()
@@ -332,12 +339,62 @@ def observe(
         return Observed(recorder.peaks(kinds), kept, traffic)
 
 
-def _run_batches(model: nn.Module, batches: list[dict[str, torch.Tensor]], autocast: torch.dtype | None) -> None:
+def _list_steps(state: ParallelState, batches: list[Inputs]) -> list[list[Inputs]]:
+    """Return the batches of each step: the first only fills the optimizer's state, the last is like any later one.
+
+    Without a flush a step begins with what former ones have computed of it, on weights as old as it finds them later.
+    """
+    if state.pipeline is None or state.pipeline.delayed is None:
+        return [batches[-1:], batches]
+    config = state.config
+    micro_batches = len(batches) * count_micro_batches(count_rows(batches[0]), config)
+    return [list(batches) for _ in range(2 + -(-config.pp_size // micro_batches))]
+
+
+def _list_weights(state: ParallelState) -> list[torch.Tensor]:
+    """Return the weights of all of a rank's stages; without a flush they have moved, and former ones are kept."""
+    pipeline, model = state.pipeline, state.root
+    mirror = None if pipeline is None else pipeline.mirror
+    copies = [] if mirror is None else [value for _, value in mirror.copies]
+    return [*model.parameters(), *model.buffers(), *copies]
+
+
+def _list_gradients(state: ParallelState) -> list[torch.Tensor]:
+    """Return the gradients of the step that has run, and the sums of those that have begun."""
+    found = [p.grad for p in state.root.parameters()]
+    if state.pipeline is not None and state.pipeline.delayed is not None:
+        for coming in state.pipeline.delayed.updates:
+            found += coming.gradients.values()
+    return [gradient for gradient in found if gradient is not None]
+
+
+def _list_mirrored_layers(state: ParallelState) -> list[tuple[nn.Module, ...]]:
+    """Return the layers of the stage that a rank has a copy of, if it has one."""
+    mirror = None if state.pipeline is None else state.pipeline.mirror
+    return [] if mirror is None else [tuple(mirror.mirrored.view.layers)]
+
+
+def _announce_steps(pipeline: PipelineEngine, model: nn.Module, batches: list[Inputs]) -> None:
+    """Announce a step, and those after it until they fill its drain, as a Trainer that reads ahead does."""
+    delayed = pipeline.delayed
+    assert delayed is not None
+    delayed.reads_ahead = True
+    while not delayed.knows_enough():
+        with pipeline.announcing() as calls, note_unread_logits():
+            for batch in batches:
+                model(**batch)
+        delayed.add(None, calls)
+    pipeline.joint = JointStep(list(delayed.updates[0].calls), delayed.run)
+
+
+def _run_batches(model: nn.Module, batches: list[Inputs], autocast: torch.dtype | None) -> None:
     """Forward and backward of each batch, as Trainer runs them."""
     state = state_of(model)
     assert state is not None
     pipeline, joins = state.pipeline, state.config.pipeline_schedule in JOINING_SCHEDULES and len(batches) > 1
-    if pipeline is not None and joins and pipeline.can_schedule_together(batches):
+    if pipeline is not None and pipeline.delayed is not None:
+        _announce_steps(pipeline, model, batches)
+    elif pipeline is not None and joins and pipeline.can_schedule_together(batches):
         with pipeline.announcing() as calls, note_unread_logits():
             for batch in batches:
                 model(**batch)
@@ -368,15 +425,17 @@ def build_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
 def name_groups(state: ParallelState) -> dict[str, str]:
     """Name process groups by their axis, also parts of it, such as cp's rings and groups of Ulysses.
 
-    `data` is the group of all data ranks; both ends of a pipeline are `pp`, too.
+    `data` is the group of all data ranks; both ends of a pipeline are `pp`, and so is its group for the way back.
     """
     mesh, ranks_of = state.mesh, dist.get_process_group_ranks
-    known = {"data": mesh.data_group, "pp": state.pipeline.tied_group if state.pipeline else None}
+    ways = [mesh.second_stage_group] if mesh.config.delays_updates or mesh.config.mirrors_stages else []
+    ends = [state.pipeline.tied_group] if state.pipeline else []
     cp = set(ranks_of(mesh.group("cp")))
     names: dict[str, str] = {group.group_name: "cp" for group in mesh.groups.made() if cp.issuperset(ranks_of(group))}
     tp = set(ranks_of(mesh.group("tp"))) if mesh.config.tp_col_size > 1 else set()
     names |= {group.group_name: "tp" for group in mesh.groups.made() if tp.issuperset(ranks_of(group))}
-    names |= {group.group_name: name for name, group in known.items() if group is not None}
+    names |= {group.group_name: "pp" for group in (*ways, *ends) if group is not None}
+    names[mesh.data_group.group_name] = "data"
     names |= {group.group_name: "dp_shard" for group in list_compression_groups(mesh)}
     views = [*EXPERT_AXES] * (mesh.config.ep_size > 1) + [*TP_AXES] * (mesh.config.tp_col_size > 1)
     axes = [*views, *mesh.config.sizes]  # of the same ranks the latter

@@ -28,7 +28,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 
-from hf_parallel.apply.parallelize import parallelize, state_of
+from hf_parallel.apply.parallelize import ParallelState, parallelize, state_of
 from hf_parallel.ask.config import ParallelConfig
 from hf_parallel.ask.keys.data import parameters_rest
 from hf_parallel.ask.keys.pipeline import LOOPED_SCHEDULES, V_SCHEDULES
@@ -44,6 +44,8 @@ from hf_parallel.ranks.mesh import ParallelMesh, compute_coordinates, list_axis_
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
+
+    from hf_parallel.axes.pipeline.chimera import StageDescription
 
 #: Precision -> dtype of the weights, and what autocast lowers products to, if Trainer turns it on.
 PRECISIONS: dict[str, tuple[torch.dtype, torch.dtype | None]] = {
@@ -74,7 +76,7 @@ class DryRun:
     peak: Counter[str]
     kept: Counter[str]
     communication: Communication
-    layers: tuple[int, ...]  # of each of this rank's stages
+    layers: tuple[int, ...]  # of each stage that this rank runs
     layers_run: tuple[int, ...]
     seconds: float
     notes: list[str] = field(default_factory=list)
@@ -132,12 +134,6 @@ def dry_run(
     config = config.resolve(world_size if world_size is not None else abs(config.world_size))
     if find_device(device)[1]:
         refuse(f"device={device}", find_device(device)[1], "device=cpu")
-    if config.delays_updates:
-        why = "runs steps ahead, which no dry run does; `hf-parallel plan` without --verify counts its versions"
-        refuse(f"pipeline_schedule={config.pipeline_schedule}", why, "pipeline_schedule=1f1b")
-    if config.mirrors_stages:
-        why = "copies another rank's stage, which no dry run knows; `hf-parallel plan` without --verify counts it"
-        refuse(f"pipeline_schedule={config.pipeline_schedule}", why, "pipeline_schedule=1f1b")
     away = _list_off_device_kinds(
         config.offload if config.offload_ranks is None or rank in config.offload_ranks else "none"
     )
@@ -197,15 +193,21 @@ def on_meta(model: PretrainedConfig | nn.Module) -> PreTrainedModel:
 
 
 def settle_layout(model: PreTrainedModel, config: ParallelConfig, rank: int) -> tuple[ParallelConfig, tuple[int, ...]]:
-    """The config with everything decided that depends on the whole model, and the layers of this rank's stages."""
+    """The config with all decided that depends on the whole model, and the layers of each stage that the rank runs."""
     if config.pp_size == 1:
         stack = _find_only_stack(model)
         return config, (len(stack.layers) if stack else 0,)
     part = resolve(config, read_model(model, config)).part(PIPELINE)
     assert part is not None
-    own = part.config.stages_of_rank(compute_coordinates(config, rank)["pp"])
     split = part.layers_per_stage
-    return dataclasses.replace(part.config, pipeline_split=split), tuple(split[stage] for stage in own)
+    counts = tuple(split[stage] for stage in _list_stages_run(part.config, rank))
+    return dataclasses.replace(part.config, pipeline_split=split), counts
+
+
+def _list_stages_run(config: ParallelConfig, rank: int) -> list[int]:
+    """Indices of the stages that a rank runs: its own, and the one that it mirrors."""
+    place = compute_coordinates(config, rank)["pp"]
+    return config.stages_of_rank(place) + [config.pp_size - 1 - place] * config.mirrors_stages
 
 
 class LayerList(NamedTuple):
@@ -268,8 +270,9 @@ class _Run:
         """With so many layers on each of this rank's stages; other ranks' stages get one each."""
         model, config = self._shorten_model(counts)
         try:
+            partner = self._describe_partner(counts) if config.mirrors_stages else None
             with pretend_world(self.rank, config.world_size):
-                return self._step(model, config)
+                return self._step(model, config, partner)
         except _NEEDS_VALUES as error:
             first = (str(error).splitlines() or [type(error).__name__])[0]
             eager = getattr(model.config, "_experts_implementation", None) == "eager"
@@ -285,24 +288,37 @@ class _Run:
         if self.stack is None or counts == (len(self.stack.layers),):
             return model, config
         if config.pp_size > 1:
-            place, left = compute_coordinates(config, self.rank)["pp"], list(counts)
-            split = tuple(
-                left.pop(0) if config.rank_of_stage(s) == place else 1 for s in range(config.pipeline_stages)
-            )
+            here = dict(zip(_list_stages_run(config, self.rank), counts, strict=True))
+            split = tuple(here.get(stage, 1) for stage in range(config.pipeline_stages))
             config = dataclasses.replace(config, pipeline_split=split)
             counts = split
         backbone, name = get_backbone_of(model), self.stack.name
         backbone.set_submodule(name, nn.ModuleList(list(backbone.get_submodule(name))[: sum(counts)]))
         return model, config
 
-    def _step(self, model: PreTrainedModel, config: ParallelConfig) -> Observed:
-        mesh = ParallelMesh.create(config, self.device)
+    def _describe_partner(self, counts: tuple[int, ...]) -> StageDescription:
+        """Return how the rank that owns the mirrored stage describes it, which no message brings here."""
+        model, config = self._shorten_model(counts)
+        pipeline = next(ranks for ranks in list_axis_ranks(config, "pp") if self.rank in ranks)
+        with pretend_world(pipeline[-1 - pipeline.index(self.rank)], config.world_size):
+            engine = self._parallelize(model, config).pipeline
+            assert engine is not None
+            assert engine.mirror is not None
+            return engine.mirror.describe_stage()
+
+    def _parallelize(self, model: PreTrainedModel, config: ParallelConfig) -> ParallelState:
         model.train()
-        parallelize(model, mesh=mesh, pack=self.pack)
+        parallelize(model, mesh=ParallelMesh.create(config, self.device), pack=self.pack)
         if self.adapt is not None:
             self.adapt(model)
         state = state_of(model)
         assert state is not None
+        return state
+
+    def _step(self, model: PreTrainedModel, config: ParallelConfig, partner: StageDescription | None) -> Observed:
+        state = self._parallelize(model, config)
+        if state.pipeline is not None and state.pipeline.mirror is not None:
+            state.pipeline.mirror.theirs = partner
         views = [view.layers for view in state.pipeline.views] if state.pipeline else [list_transformer_blocks(model)]
         if config.pp_size > 1:
             from torch.distributed import pipelining  # noqa: F401  it makes a constant, which must be no fake tensor
