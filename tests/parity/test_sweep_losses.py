@@ -19,6 +19,7 @@ CLASSES = [
     ("sound", "Wav2Vec2ForXVector"),  # knows no -100
     ("several classes", "BertForSequenceClassification"),
     ("masked", "SqueezeBertForMaskedLM"),  # calls `layer.forward(…)`
+    ("seq2seq", "MBartForConditionalGeneration"),  # looks for the last label of each row
     ("seq2seq", "SwitchTransformersForConditionalGeneration"),  # data ranks choose unlike experts of a list
 ]
 

@@ -103,7 +103,8 @@ def _make_last_batch(trainer: Trainer, batch: rows.Batch, count: int, blocks: in
     # Its schedule reduces gradients before the loss is multiplied by anything, so that none may be needed.
     keep = whole or (_should_run_scheduled(trainer, batch) and rows.JOINED not in batch)
     kept = rows.without_targets(batch, real, count) if keep else rows.trim(batch, real, count, blocks)
-    last = WeighedBatch(rows.open_batch(kept))
+    kept = rows.open_batch(kept)
+    last = WeighedBatch(kept if real else rows.with_tokens_for_decoder(kept, trainer.model))
     last.real_rows, last.share = real, 1.0 if keep else share_of_rows(state, count)
     return last
 
@@ -238,7 +239,7 @@ def _select_real_examples(trainer: Trainer, batch: rows.Batch, real: int, count:
         return batch
     kept = rows.without_targets(batch, real, count) if whole else rows.trim(batch, real, count, blocks)
     kept.pop(rows.LABELS_COUNTED, None)
-    return kept
+    return kept if real else rows.with_tokens_for_decoder(kept, trainer.model)
 
 
 def _make_step_record(trainer: Trainer, count: int) -> StepRecord:

@@ -13,6 +13,7 @@ from collections.abc import Mapping, MutableMapping
 from typing import Any, TypeAlias, TypeGuard, TypeVar
 
 import torch
+from torch import nn
 from torch.utils._pytree import tree_map
 from transformers.utils import ModelOutput
 
@@ -121,6 +122,17 @@ def without_targets(batch: Batch, real: int, rows: int) -> dict:
             kept[key] = kept[key].clone()
             kept[key][torch.arange(len(kept[key])) % rows >= real] = -100
     return kept
+
+
+def with_tokens_for_decoder(batch: dict, model: nn.Module) -> dict:
+    """Give a decoder tokens where no label is left that it could shift, as on a rank without a real row.
+
+    MBart looks for the last label of each row.
+    """
+    labels, decodes = batch.get("labels"), getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    if not decodes or not torch.is_tensor(labels) or labels.ndim != 2 or "decoder_input_ids" in batch:
+        return batch
+    return batch if bool((labels != -100).any()) else {**batch, "decoder_input_ids": torch.zeros_like(labels)}
 
 
 class PerExample(list):
