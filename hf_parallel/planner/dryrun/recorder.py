@@ -38,7 +38,7 @@ from hf_parallel.ask.keys.tensor import TP_AXES
 from hf_parallel.ask.spec import refuse
 from hf_parallel.axes.activation_offload import watch_copies
 from hf_parallel.axes.data.compressed import list_compression_groups
-from hf_parallel.axes.data.gradients import run_before_the_last
+from hf_parallel.axes.data.gradients import find_resting_parameters, run_before_the_last
 from hf_parallel.axes.pipeline.engine import run_calls
 from hf_parallel.axes.pipeline.joint import JointStep
 from hf_parallel.model.calls import note_unread_logits
@@ -322,7 +322,9 @@ def observe(
             recorder.traffic.clear()
             recorder.moments.clear()
             recorder.remember()
-            _run_batches(model, accumulated, autocast)
+            for _ in _run_batches(model, accumulated, autocast):  # sums rest with weights: on the host under offload
+                resting = find_resting_parameters([state.root], list(model.parameters()))
+                kinds |= {recorder.note(p.grad): "gradients" for p in resting if p.grad is not None}
             gradients = [p.grad for p in model.parameters() if p.grad is not None]
             kinds |= {recorder.note(gradient): "gradients" for gradient in gradients}
             recorder.remember()
@@ -337,8 +339,10 @@ def observe(
         return Observed(recorder.peaks(kinds), kept, traffic)
 
 
-def _run_batches(model: nn.Module, batches: list[dict[str, torch.Tensor]], autocast: torch.dtype | None) -> None:
-    """Forward and backward of each batch, as Trainer runs them."""
+def _run_batches(
+    model: nn.Module, batches: list[dict[str, torch.Tensor]], autocast: torch.dtype | None
+) -> Iterator[None]:
+    """Run forward and backward of each batch, as Trainer does; yield after each."""
     state = state_of(model)
     assert state is not None
     pipeline, joins = state.pipeline, state.config.pipeline_schedule in JOINING_SCHEDULES and len(batches) > 1
@@ -353,6 +357,7 @@ def _run_batches(model: nn.Module, batches: list[dict[str, torch.Tensor]], autoc
             with torch.autocast(state.mesh.device.type, autocast, enabled=autocast is not None), note_unread_logits():
                 loss = model(**batch)["loss"]
             loss.backward()
+        yield
 
 
 def build_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
