@@ -17,7 +17,7 @@ from hf_parallel.planner.activations import FLASH, Planned
 from hf_parallel.planner.candidates import Goal, choose_context_of, list_micro_batches, make_config, to_job, to_layout
 from hf_parallel.planner.hardware import Cluster
 from hf_parallel.planner.layout import Job, Layout
-from hf_parallel.planner.memory import GIB, count_host_gib, find_fullest, predict_memory_of_ranks
+from hf_parallel.planner.memory import GIB, count_host_gib, count_states, find_fullest, predict_memory_of_ranks
 from hf_parallel.planner.pipeline import Stage, group_stages_by_rank, make_stages
 from hf_parallel.planner.predict import compute_stage_times, predict_step
 from hf_parallel.planner.prediction import Prediction
@@ -194,17 +194,27 @@ class TooLarge:
 
 
 def iterate_variants(
-    goal: Goal, config: ParallelConfig, limit: float, ways: Iterable[dict[str, Any]]
+    goal: Goal, config: ParallelConfig, limit: float, ways: Iterable[dict[str, Any]], hopeless: float = math.inf
 ) -> Iterator[Choice | TooLarge]:
     """Growing micro-batches in each of `ways`, up to the first in which any fits.
 
     A larger one may fit where a smaller does not: the last needs no accumulation, which holds whole gradients.
+
+    Args:
+        hopeless: GiB; a way whose weights, gradients and optimizer states alone take more is left out.
     """
     share = goal.share(config)
     sizes = list_micro_batches(goal, share, config) if share else []
-    for way in ways:
-        if parameters_rest(way["offload"]) and config.data_parallel_size == 1:
+    states: dict[str, float] = {}
+    for way in ways if sizes else ():
+        offload = way["offload"]
+        if parameters_rest(offload) and config.data_parallel_size == 1:
             continue  # FSDP2 gathers parameters from the host, and one data rank has none of it
+        if offload not in states:
+            _, layout, job = _read_asked_layout(goal, make_config(config, **way), sizes[0])
+            states[offload] = count_states(make_stages(goal.shape, layout, job), layout, job) / GIB
+        if states[offload] > hopeless:
+            continue
         tried = list(_iterate_growing(goal, make_config(config, **way), sizes, limit))
         yield from tried
         if any(isinstance(choice, Choice) for choice in tried):

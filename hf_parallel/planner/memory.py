@@ -95,6 +95,12 @@ def predict_memory_of_ranks(stages: tuple[Stage, ...], layout: Layout, job: Job)
     return [rank_memory(mine, layout, job, rank) for rank, mine in enumerate(group_stages_by_rank(stages, layout))]
 
 
+def count_states(stages: tuple[Stage, ...], layout: Layout, job: Job) -> float:
+    """Return the bytes of weights, gradients and optimizer states of the rank that has most."""
+    ranks = (_Rank(mine, layout, job, rank) for rank, mine in enumerate(group_stages_by_rank(stages, layout)))
+    return max(sum(rank._states().values()) for rank in ranks)
+
+
 def find_fullest(memories: list[RankMemory]) -> RankMemory:
     """The rank that needs most."""
     return max(memories, key=lambda memory: memory.needed)
@@ -110,7 +116,8 @@ def rank_memory(stages: list[Stage], layout: Layout, job: Job, rank: int) -> Ran
     mine, habits = _Rank(stages, layout, job, rank), job.habits
     mine.copied = list_mirrored_stages(stages, layout, job)
     flushed = layout.schedule not in DELAYED_SCHEDULES
-    moments = (mine.in_schedule(), mine.end_of_backward()) if flushed else mine.without_flush()
+    in_step = (mine.in_schedule(), mine.in_first_layers(), mine.end_of_backward())
+    moments = in_step if flushed else mine.without_flush()
     kinds = max(moments, key=lambda kinds: sum(kinds.values()))
     if mine.copied:
         kinds["weights"] += _Rank(mine.copied, layout, job, rank)._states()["weights"]
@@ -255,6 +262,31 @@ class _Rank:
         kinds[whole] += moment.gradients
         return {**kinds, "activations": moment.held, "temporaries": moment.passing}
 
+    def in_first_layers(self) -> dict[str, float]:
+        """The backward of the second layer, whose memory counts where layers keep next to nothing on the device.
+
+        The gradients of all later layers are there, and the first layer's weights are gathered.
+        """
+        if not self.job.activation_offload or not self.habits.fsdp2 or self.layout.pp > 1 or self._accumulates:
+            return {}
+        (stage,) = self.stages
+        states, gathered = self._states(), self._count_gathered()
+        alone = [self._count_alone(block) for block, _ in stage.counts]
+        split = self.layout.expert_split
+        layer = max(one.dense(*self.layout.tp_and_columns) + one.experts(split) for one in alone)
+        late = 2 * layer + self._count_freed_embedding(stage)
+        if self.job.micro_batches == 1 and not self.job.lora:
+            states["gradients"] *= max(0.0, 1 - late / (self.numbers + self.experts))
+        elif self.layout.reduces_each and not self.job.lora:
+            states["gradients"] *= self.summed / self.kept.stored
+        if self.reshards:
+            gathered = 2 * self.width * layer + self._count_kept_nearby()
+        if self.gathers and not self.job.lora:  # of this layer as they are made, of the last one as they are reduced
+            gathered += (self.width + self.summed) * layer
+        again = max(self._count_layer_again(stage), self._count_scores(stage))
+        kept, whole = self._count_blocks(stage) + self._mask, gathered + self._count_lowered()
+        return {**states, "gathered": whole, "activations": kept, "temporaries": again}
+
     def end_of_backward(self) -> dict[str, float]:
         """All gradients, the last ones still whole under FSDP2: the embedding's, or of a tied one all of the ends'."""
         if not self.habits.fsdp2:
@@ -334,18 +366,25 @@ class _Rank:
         if self._lean:  # no logits, but the gradients that the loss has computed on its way
             kept_logits = self._count_gradients_of_loss() * stage.is_last
         sent = self.stream if self.layout.pp > 1 else 0.0  # what arrives, or is sent on, is kept
-        blocks = self.tokens * self._count_kept(stage, self.job.recompute)
-        if self.job.activation_offload:
-            blocks -= self._count_offloaded(stage) * max(0.0, 1 - LAYERS_ON_DEVICE / max(1, stage.layers))
-        kept = blocks + sent + kept_logits + self._mask
+        kept = self._count_blocks(stage) + sent + kept_logits + self._mask
+        # A layer's backward begins when the loss has handed over its gradient of the hidden states.
+        freed = 4 * self.shape.hidden * self.tokens if self.job.tiled_mlp and self._lean and stage.is_last else 0.0
+        again = max(self._count_layer_again(stage), self._count_scores(stage)) - freed
         return StageBytes(
             kept,
             self._count_between_halves(stage),
-            max(self._count_loss(stage) - kept_logits, self._count_layer_again(stage), self._count_scores(stage)),
+            max(self._count_loss(stage) - kept_logits, again),
             self.tokens * 5 * 4 * self.shape.hidden / self.parts,  # a norm's backward in fp32
             self._count_gradients(stage) if self._accumulates else 0.0,
             self._count_gradients(stage) * self.width / self.summed if self._widens else 0.0,
         )
+
+    def _count_blocks(self, stage: Stage) -> float:
+        """Bytes that a stage's blocks keep on the device after a forward."""
+        blocks = self.tokens * self._count_kept(stage, self.job.recompute)
+        if self.job.activation_offload:
+            blocks -= self._count_offloaded(stage) * max(0.0, 1 - LAYERS_ON_DEVICE / max(1, stage.layers))
+        return blocks
 
     def activations_on_host(self) -> float:
         """Bytes of this rank's layers that rest in the host's memory at the fullest moment."""
@@ -442,7 +481,11 @@ class _Rank:
             return self.tokens * (again + 2 * self.width * (inner + stream))
         piece = min(self.tokens, self.shape.hidden * self.parts)  # and outputs of all pieces, alone and joined
         wide = count_wide_bytes(block, self.shape.hidden, self.layout, self.job) + 2 * self.width * inner
-        return self.tokens * (again + 4 * self.width * stream) + piece * wide
+        in_mlp = self.tokens * (again + 4 * self.width * stream) + piece * wide
+        if self.habits.fused:
+            return in_mlp
+        # The backward of the norm before it, in fp32, without that norm's outputs; and the gradient beside it.
+        return max(in_mlp, self.tokens * (again + (5 * 4 - self.width) * stream))
 
     def _count_scores(self, stage: Stage) -> float:
         """While an eager layer's scores have gradients: these, and what was computed again."""

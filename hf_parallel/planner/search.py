@@ -238,7 +238,8 @@ class _Search:
 
     def _iterate_fitting(self, config: ParallelConfig, limit: float) -> Iterator[Choice]:
         """Yield what fits; what does not counts for the leanest."""
-        for choice in iterate_variants(self.goal, config, limit, self.ways):
+        hopeless = max(self.goal.room_gib, self.leanest)  # can be neither chosen nor the leanest
+        for choice in iterate_variants(self.goal, config, limit, self.ways, hopeless):
             self.looked_at += 1
             if isinstance(choice, Choice):
                 yield choice

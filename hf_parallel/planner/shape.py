@@ -96,12 +96,12 @@ class Block:
     top_k: int = 0
     kept: tuple[tuple[str, float], ...] = ()  # bytes per token it keeps for its backward, by precision, if counted
 
-    @property
+    @functools.cached_property
     def parameters(self) -> int:
         """All weights of the layer."""
         return sum(matrix.parameters for matrix in self.matrices) + self.others
 
-    @property
+    @functools.cached_property
     def expert_parameters(self) -> int:
         """Weights that expert parallelism spreads."""
         return sum(matrix.parameters for matrix in self.matrices if matrix.split == "expert")
@@ -131,7 +131,7 @@ class ModelShape:
         """The number of blocks."""
         return len(self.blocks)
 
-    @property
+    @functools.cached_property
     def parameters(self) -> int:
         """All weights, tied ones once."""
         ends = self.embedding_parameters + self.head_parameters + self.other_parameters

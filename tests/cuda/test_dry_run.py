@@ -45,3 +45,39 @@ def test_verify_names_the_device(tmp_path):
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert "branches for CPUs" not in ran.stderr
     assert re.search("Dry run of .* on cuda", ran.stdout), ran.stdout
+
+
+#: Prints bytes of the device after each of three model calls of a step, and where its sums of gradients lie.
+SUMS = """
+import contextlib, json, sys, torch
+import pretended_cuda as native
+from hf_parallel import parallelize
+from hf_parallel.axes.data.gradients import find_resting_parameters, run_before_the_last
+from tests import distributed, models
+
+def train(spec):
+    model = parallelize(models.build("llama", num_hidden_layers=4).to(torch.bfloat16), spec).train()
+    state = model._hf_parallel
+    tokens = torch.arange(4 * 33, device="cuda").view(4, 33) % models.VOCABULARY
+    native.reset_peak()
+    found = []
+    for call in range(3):
+        with run_before_the_last(state.root, state.config) if call < 2 else contextlib.nullcontext():
+            model(input_ids=tokens, labels=tokens)["loss"].backward()
+        resting = find_resting_parameters([state.root], list(model.parameters()))
+        sums = sorted({f"{p.grad.device.type} {p.grad.dtype}" for p in resting if p.grad is not None})
+        found.append((native.allocated(), sums))
+    return found
+
+print(json.dumps(distributed.run(train, 2, sys.argv[1])[0]))
+"""
+
+
+def test_a_real_step_keeps_its_sums_on_the_host(tmp_path):
+    """What the dry run of `offload=cpu` says of accumulated gradients, on a device that counts its memory."""
+    ran = run_program(SUMS, tmp_path, "dp_shard=2,zero_stage=3,offload=cpu")
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    first, second, last = json.loads(ran.stdout.splitlines()[-1])
+    assert first[1] == second[1] == ["cpu torch.float32"]
+    assert last[1] == ["cpu torch.bfloat16"]
+    assert first[0] == second[0] == last[0]

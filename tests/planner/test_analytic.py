@@ -65,6 +65,7 @@ def both(name, spec, rows, rank=0, accumulation=1, precision="bf16", seq=SEQ, wo
     return planned, ran.peak_bytes, sent, counted_
 
 
+LONG = "activation_checkpointing=full,activation_offload=true,tiled_mlp=true"
 FOUR = "pipeline_microbatches=4,pipeline_schedule"
 LAYOUTS = [
     ("llama", "dp_shard=8", {"rows": 2}),
@@ -105,6 +106,9 @@ MORE = [
     ("llama", "dp_shard=8,hierarchical_shard=2,quantize_weights=int8,quantize_gradients=int4", {"rows": 2}),
     ("llama", "dp_shard=8,offload=cpu", {"rows": 2}),
     ("llama", "dp_shard=8,offload=nvme_all:/scratch", {"rows": 2}),
+    ("llama", "dp_shard=8,zero_stage=2,offload=cpu", {"rows": 2, "accumulation": 3}),
+    ("llama", "dp_shard=8,zero_stage=1,offload=cpu", {"rows": 2, "accumulation": 3}),
+    ("llama", f"cp=8,context_parallel=ring,{LONG}", {"rows": 1, "seq": 65536}),
     ("llama", "tp=2,dp_shard=4,offload=optimizer", {"rows": 2}),
     ("llama", "dp_shard=8,quantize_weights=fp8", {"rows": 2, "adapters": 8}),
     ("llama", "tp=2,dp_shard=4,quantize_gradients=int8,hierarchical_shard=2", {"rows": 2}),

@@ -103,8 +103,8 @@ def _make_last_batch(trainer: Trainer, batch: rows.Batch, count: int, blocks: in
     # Its schedule reduces gradients before the loss is multiplied by anything, so that none may be needed.
     keep = whole or (_should_run_scheduled(trainer, batch) and rows.JOINED not in batch)
     kept = rows.without_targets(batch, real, count) if keep else rows.trim(batch, real, count, blocks)
-    kept = rows.open_batch(kept)
-    last = WeighedBatch(kept if real else rows.with_tokens_for_decoder(kept, trainer.model))
+    opened = dict(rows.open_batch(kept))
+    last = WeighedBatch(opened if real else rows.with_tokens_for_decoder(opened, trainer.model))
     last.real_rows, last.share = real, 1.0 if keep else share_of_rows(state, count)
     return last
 

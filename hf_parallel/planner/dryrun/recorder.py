@@ -37,7 +37,7 @@ from hf_parallel.ask.keys.tensor import TP_AXES
 from hf_parallel.ask.spec import refuse
 from hf_parallel.axes.activation_offload import watch_copies
 from hf_parallel.axes.data.compressed import list_compression_groups
-from hf_parallel.axes.data.gradients import run_before_the_last
+from hf_parallel.axes.data.gradients import find_resting_parameters, run_before_the_last
 from hf_parallel.axes.pipeline.batches import count_rows
 from hf_parallel.axes.pipeline.engine import PipelineEngine, run_calls
 from hf_parallel.axes.pipeline.joint import JointStep
@@ -323,7 +323,9 @@ def observe(
             recorder.traffic.clear()
             recorder.moments.clear()
             recorder.remember()
-            _run_batches(model, accumulated, autocast)
+            for _ in _run_batches(model, accumulated, autocast):  # sums rest with weights: on the host under offload
+                resting = find_resting_parameters([state.root], list(model.parameters()))
+                kinds |= {recorder.note(p.grad): "gradients" for p in resting if p.grad is not None}
             kinds |= {recorder.note(tensor): "parameters" for tensor in _list_weights(state)}
             gradients = _list_gradients(state)
             kinds |= {recorder.note(gradient): "gradients" for gradient in gradients}
@@ -387,8 +389,8 @@ def _announce_steps(pipeline: PipelineEngine, model: nn.Module, batches: list[In
     pipeline.joint = JointStep(list(delayed.updates[0].calls), delayed.run)
 
 
-def _run_batches(model: nn.Module, batches: list[Inputs], autocast: torch.dtype | None) -> None:
-    """Forward and backward of each batch, as Trainer runs them."""
+def _run_batches(model: nn.Module, batches: list[Inputs], autocast: torch.dtype | None) -> Iterator[None]:
+    """Run forward and backward of each batch, as Trainer does; yield after each."""
     state = state_of(model)
     assert state is not None
     pipeline, joins = state.pipeline, state.config.pipeline_schedule in JOINING_SCHEDULES and len(batches) > 1
@@ -405,6 +407,7 @@ def _run_batches(model: nn.Module, batches: list[Inputs], autocast: torch.dtype 
             with torch.autocast(state.mesh.device.type, autocast, enabled=autocast is not None), note_unread_logits():
                 loss = model(**batch)["loss"]
             loss.backward()
+        yield
 
 
 def build_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
