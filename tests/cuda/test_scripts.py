@@ -20,7 +20,7 @@ pytestmark = pytest.mark.timeout(900)
 #: process (a look at the norm), None where nobody has counted.
 SCRIPTS = {
     "trainer": ("test_trainer.py", "test_same_numbers and llama and tp2_pp2", 1),
-    "accelerate": ("test_accelerate_loop.py", "tp2_dp_shard2", None),
+    "accelerate": ("test_accelerate_loop.py", "even-tp2_pp2 and not uneven", 1),
     "sft": ("test_trl.py", "test_sft and tp2_pp2", None),
     "accumulation in one run": ("test_joint_steps.py", "one_run_per_step and pp2_tp2", 1),
     "two versions of the weights": ("test_delayed_updates.py", "as_its_rule and pp2", 1),
