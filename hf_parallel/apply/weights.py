@@ -213,8 +213,9 @@ def _check_resized(model: PreTrainedModel, rows: int, new_rows: int) -> dict[str
 def _make_resized_weights(
     model: PreTrainedModel, names: dict[str, str], rows: int, mean: bool
 ) -> dict[str, torch.Tensor]:
-    """Return rank 0's new weights, whole, by name."""
-    whole = _gather_on_all_ranks(model, set(names.values()))
+    """Return rank 0's new weights, whole, by name. They are drawn on the host, as after `from_pretrained`."""
+    device = model._hf_parallel.mesh.device
+    whole = {name: tensor.cpu() for name, tensor in _gather_on_all_ranks(model, set(names.values())).items()}
     first, *others = names
     embedding = nn.Embedding(1, 1, device="meta")
     embedding.num_embeddings, embedding.embedding_dim = whole[first].shape
@@ -230,11 +231,12 @@ def _make_resized_weights(
         resized = model._get_resized_lm_head(head, rows, mean_resizing=mean)
         found.update({name: getattr(resized, name.rpartition(".")[2]) for name in others if names[name] == name})
     old = whole[first].shape[0]
-    for tensor in found.values() if rows > old else ():  # the new rows of rank 0, should ranks have drawn others
-        drawn = tensor.data[old:].contiguous()
+    made = {name: tensor.detach().to(device) for name, tensor in found.items()}
+    for tensor in made.values() if rows > old else ():  # the new rows of rank 0, should ranks have drawn others
+        drawn = tensor[old:].contiguous()
         dist.broadcast(drawn, src=0)
-        tensor.data[old:] = drawn
-    return {name: tensor.detach() for name, tensor in found.items()}
+        tensor[old:] = drawn
+    return made
 
 
 def _gather_on_all_ranks(model: PreTrainedModel, names: set[str]) -> dict[str, torch.Tensor]:

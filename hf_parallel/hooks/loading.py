@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hf_parallel.apply.parallelize import parallelize
+from hf_parallel.ask.session import of_session
 from hf_parallel.ask.spec import refuse
 from hf_parallel.axes.pipeline.stages import find_stand_ins
 from hf_parallel.checkpoint.hub_format import gather_from_stages
@@ -96,6 +97,12 @@ def set_parameter(
     original(model, name, value, info, *args, **kwargs)
 
 
+class _Drawing:
+    """Where one process would have the model that is being loaded: a GPU draws other numbers than the host."""
+
+    device: torch.device | None = None
+
+
 @patch("transformers.modeling_utils:PreTrainedModel.initialize_weights", "new heads unequal, stages draw alike")
 def initialize_missing(original: Callable, self: PreTrainedModel) -> None:
     """Stages draw new weights one after the other, so that each draws what one process would.
@@ -145,11 +152,12 @@ def initialize_module(
 
 @contextlib.contextmanager
 def _draw_whole(module: nn.Module) -> Iterator[None]:
-    """Let a module draw the new parts of its weights whole."""
-    new = [(owner, name, part) for owner, name, part in _find_drawn_by(module) if _is_new_part(owner, part)]
+    """Let a module draw the new parts of its weights whole, on the device where one process would draw them."""
+    device = of_session(_Drawing).device
+    new = [(owner, name, part) for owner, name, part in _find_drawn_by(module) if _is_new_part(owner, part, device)]
     for owner, name, p in new:
-        order = get_stored_order(owner, name)
-        former = torch.zeros(p.shape, dtype=p.dtype, device=get_local(p).device) if owner is module else p.detach()
+        order, where = get_stored_order(owner, name), device or get_local(p).device
+        former = torch.zeros(p.shape, dtype=p.dtype, device=where) if owner is module else p.detach().to(where)
         owner._parameters[name] = nn.Parameter(former if owner is module or order is None else order.to_own(former))
     yield
     for owner, name, part in new:
@@ -166,11 +174,13 @@ def _find_drawn_by(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Param
                 yield owner, name, parameter
 
 
-def _is_new_part(module: nn.Module, parameter: nn.Parameter) -> bool:
-    """Not loaded, and not stored as its values are drawn."""
+def _is_new_part(module: nn.Module, parameter: nn.Parameter, device: torch.device | None) -> bool:
+    """Not loaded, and not stored as its values are drawn, or not on the device where they are."""
     if getattr(parameter, "_is_hf_initialized", False):
         return False
-    return isinstance(parameter, DTensor) or hasattr(module, "stored_orders")
+    if isinstance(parameter, DTensor) or hasattr(module, "stored_orders"):
+        return True
+    return device is not None and parameter.is_floating_point() and parameter.device.type not in (device.type, "meta")
 
 
 @patch("transformers.modeling_utils:log_state_dict_report", "knows the keys of one stage")
@@ -235,11 +245,17 @@ def from_pretrained(original: Callable, cls: type, *args: object, **kwargs: obje
     """Ask for the layout, and make random numbers equal again afterwards."""
     if any(kwargs.get(key) is not None for key in ("distributed_config", "tp_plan", "tp_size")):
         refuse("from_pretrained", "is given a layout of its own and --parallel too", do="give one of them")
+    device = _find_device_of_one_process(kwargs.get("device_map"))
     placed = kwargs.get("device_map") == "auto" and kwargs.pop("device_map")
     quantization = kwargs.pop("quantization_config", None)
     if quantization is not None:
         bitsandbytes.check_four_bit(quantization)
-    result = original(cls, *args, distributed_config=Requested(quantization), **kwargs)
+    drawing = of_session(_Drawing)
+    former, drawing.device = drawing.device, device
+    try:
+        result = original(cls, *args, distributed_config=Requested(quantization), **kwargs)
+    finally:
+        drawing.device = former
     if quantization is not None:
         bitsandbytes.mark_as_quantized(result[0] if isinstance(result, tuple) else result, quantization)
     if placed:
@@ -248,6 +264,14 @@ def from_pretrained(original: Callable, cls: type, *args: object, **kwargs: obje
         state.notes.append("device_map=auto: the layout is what places the model")
     runtime.equalise_within_model()
     return result
+
+
+def _find_device_of_one_process(device_map: object) -> torch.device:
+    """Return where `from_pretrained` leaves a model without a layout."""
+    if device_map is None:
+        return torch.get_default_device()
+    places = device_map.values() if isinstance(device_map, dict) else [device_map]
+    return torch.device("cpu") if set(map(str, places)) <= {"cpu"} else runtime.mesh().device
 
 
 @patch("transformers.modeling_utils:PreTrainedModel.prepare_distribute_model", "knows only its own meshes")

@@ -143,8 +143,9 @@ def _replace_devices() -> None:
     cuda.current_device = torch._C._cuda_getDevice = native.get_device
     cuda.set_device = lambda device: native.set_device(index_of(device))
     torch._C._cuda_setDevice = native.set_device
-    cuda._exchange_device = cuda._maybe_exchange_device = exchange_device
-    torch._C._cuda_exchangeDevice = torch._C._cuda_maybeExchangeDevice = exchange_device
+    cuda._exchange_device = torch._C._cuda_exchangeDevice = exchange_device
+    # torch.compile has a rule for each of the two, so they are two functions
+    cuda._maybe_exchange_device = torch._C._cuda_maybeExchangeDevice = lambda index: exchange_device(index)
     torch._C._cuda_isInBadFork = lambda: False
     torch._C._cuda_getCurrentRawStream = torch._C._cuda_getCurrentBlasHandle = lambda *index: 0
     torch.version.cuda = "12.8"
@@ -290,6 +291,9 @@ class ProcessGroupNCCL(native.PretendedNCCL):
     def comm_split_count(self):
         """None has been."""
         return 0
+
+    def _set_default_timeout(self, timeout):
+        self._given._timeout = timeout
 
     def _set_enable_nan_check(self, on):
         pass

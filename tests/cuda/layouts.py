@@ -138,6 +138,9 @@ PIPELINE = [
     Layout("tp=2,pp=2"),
     Layout("pp=2,dp_shard=2,gradient_reduction=step", accumulate=2),
     Layout("tp=2,pp=2,dp_shard=2", autocast=True),
+    Layout("pp=2,pipeline_schedule=chimera"),
+    Layout("pp=2,dp_replicate=2,pipeline_schedule=chimera"),
+    Layout("tp=2,pp=2,activation_offload=true", small=64),
 ]
 CONTEXT = [
     Layout("cp=2,dp_shard=1,context_parallel=ring", 2, _DOCUMENTS),
@@ -148,6 +151,15 @@ CONTEXT = [
     Layout("cp=2,dp_shard=1,context_parallel=ring", 2, _DOCUMENTS, padded=True),
     Layout("cp=2,tp=2,dp_shard=1", 2, _DOCUMENTS),
     Layout("cp=2,dp_shard=2", 2, _DOCUMENTS),
+    Layout("cp=2,dp_shard=1,activation_offload=true", 2, _DOCUMENTS, small=64),
+    Layout("cp=2,dp_shard=1,activation_offload=true,activation_checkpointing=full", 2, _DOCUMENTS, small=64),
+]
+COMPILED = [
+    Layout("dp_shard=2,compile=regional"),
+    Layout("tp=2,compile=regional,activation_checkpointing=selective", 1, _UNEVEN),
+    Layout("pp=2,compile=regional"),
+    Layout("cp=2,dp_shard=1,compile=regional", 2, _DOCUMENTS),
+    Layout("dp_shard=2,ep=2,compile=regional", 1, _SIZES, model="qwen3_moe"),
 ]
 EXPERTS = [
     Layout("dp_shard=2,ep=2", 1, _SIZES, model="qwen3_moe"),
@@ -172,5 +184,6 @@ PRECISION = [
 GROUPS = {
     **{"data": DATA, "compressed": COMPRESSED, "offload": OFFLOAD, "tensor": TENSOR, "recomputed": RECOMPUTED},
     **{"pipeline": PIPELINE, "context": CONTEXT, "experts": EXPERTS, "adapters": ADAPTERS, "precision": PRECISION},
+    "compiled": COMPILED,
 }
 ALL = {layout.name: layout for group in GROUPS.values() for layout in group}

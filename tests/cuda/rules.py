@@ -9,6 +9,7 @@ import tests.cuda.device  # noqa: F401 - before torch
 import pretended_cuda as native  # isort: skip
 import pytest  # isort: skip
 import torch  # isort: skip
+from hf_parallel.axes import activation_offload  # isort: skip
 
 
 def found_in(call: Callable[[], object]) -> list[str]:
@@ -82,6 +83,23 @@ def arrives_late() -> bool:
     return late and bool((pinned == 1).all())
 
 
+def layers_in_flight(count: int) -> float:
+    """How many layers' inputs the device holds after the forward pass of `count` layers that rest on the host."""
+    device = torch.device("cuda", 0)
+    layers = [torch.nn.Linear(8, 8, device=device) for _ in range(count)]
+    activation_offload.SMALL = 64
+    activation_offload.offload_activations(layers, device)
+    before = native.allocated()
+    hidden = torch.randn(64, 8, device=device, requires_grad=True).tanh()
+    size = hidden.nbytes
+    for layer in layers:
+        hidden = layer(hidden)
+    held = (native.allocated() - before) / size
+    hidden.sum().backward()
+    torch.cuda.synchronize()
+    return held - 3  # the leaf, what tanh keeps, and the result
+
+
 def main() -> None:
     """Each rule with the wait and without it; the fault names both lines."""
     for rule in (read_on_another_stream, written_while_read, two_halves, given_back, pinned_overwritten):
@@ -92,6 +110,7 @@ def main() -> None:
         assert named >= (1 if rule is pinned_overwritten else 2), faults
         print(f"{rule.__name__}: {faults[0]}")
     assert arrives_late()
+    assert layers_in_flight(7) <= activation_offload.AHEAD, layers_in_flight(7)
     with pytest.raises(RuntimeError, match="same device"):
         torch.ones(3, device="cuda") + torch.ones(3)
 

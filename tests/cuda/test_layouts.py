@@ -64,6 +64,11 @@ def test_experts(worker, name, spec):
     check(worker, name)
 
 
+@of(layouts.COMPILED)
+def test_compiled_layers(worker, name, spec):
+    check(worker, name)
+
+
 @of(layouts.ADAPTERS)
 def test_adapters(worker, name, spec):
     check(worker, name)

@@ -1,5 +1,5 @@
 """Faults planted one by one. A wait that is left out is found: as a NaN, as a fault of streams that names two lines,
-or by the numbers, where the host has overwritten what had not arrived. Stages that misread their vote end in an error.
+or by the numbers, where the host has overwritten what had not arrived. Stages that misread a message raise an error.
 
 `work_wait` waits for a collective, `wait_event` lets one stream wait for another, `synchronize` lets the host wait.
 """
@@ -26,11 +26,11 @@ PLANTED = {
     "FSDP2, its third wait": ("dp_shard=2", "wait_event", "#3", "stream"),
     "FSDP2, every wait": ("dp_shard=2", "wait_event", "", "stream"),
     "replicas, every wait": ("dp_replicate=2", "wait_event", "", "stream"),
-    "ring": ("cp=2,dp_shard=1,context_parallel=ring", "work_wait", "#3", "nan"),
+    "ring": ("cp=2,dp_shard=1,context_parallel=ring", "work_wait", "#2", "nan"),
     "gathered keys": (_GATHERED, "work_wait", "in _receive_blocks", "nan"),
     "gradients of keys": (_GATHERED, "work_wait", "in _collect_key_gradients", "nan"),
     "ulysses": ("cp=2,dp_shard=1,context_parallel=ulysses", "work_wait", "ranks/all_to_all.py", "nan"),
-    "pipeline": ("pp=2,pipeline_schedule=1f1b", "work_wait", "#2", "error"),
+    "pipeline": ("pp=2,pipeline_schedule=1f1b", "work_wait", "axes/pipeline/", "error"),
     "optimizer on the host": ("dp_shard2_offloadoptimizer", "synchronize", "axes/data/host_step.py", "numbers"),
     "activations out": (_OFFLOADED, "wait_event", "in drop", "stream"),
     "activations in": (_OFFLOADED, "wait_event", "in take", "stream"),

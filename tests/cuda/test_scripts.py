@@ -20,12 +20,15 @@ pytestmark = pytest.mark.timeout(900)
 #: process (a look at the norm), None where nobody has counted.
 SCRIPTS = {
     "trainer": ("test_trainer.py", "test_same_numbers and llama and tp2_pp2", 1),
-    "accelerate": ("test_accelerate_loop.py", "tp2_dp_shard2", None),
+    "accelerate": ("test_accelerate_loop.py", "even-tp2_pp2 and not uneven", 1),
     "sft": ("test_trl.py", "test_sft and tp2_pp2", None),
     "accumulation in one run": ("test_joint_steps.py", "one_run_per_step and pp2_tp2", 1),
     "two versions of the weights": ("test_delayed_updates.py", "as_its_rule and pp2", 1),
     "a version for each micro-batch": ("test_stashed_weights.py", "as_its_rule and 2-2", 1),
     "curvature in bubbles": ("test_kfac_fill.py", "as_its_rule and pp2 and not dp_replicate2 and not gpipe", 1),
+    "two pipelines in opposite directions": ("test_chimera.py", "as_one_process and pp2 and not pp2_", 1),
+    "noise of gradients": ("test_noise_scale.py", "test_noise_scale and tp2-4", 1),
+    "new heads": ("test_new_heads.py", "size and dp_shard2_tp2-untied or size and dp_replicate2-own", None),
     "unlike shares": ("test_batch_shares.py", "test_products and llama-pp2_dp_shard2_batch_shares3", 1),
     "unlike shares of data ranks": ("test_batch_shares.py", "as_one_process and dp_shard4_batch_shares1", 1),
     "measured shares": ("test_batch_shares_auto.py", "in_the_middle", 1),
@@ -53,11 +56,16 @@ def _count(step: dict[str, int]) -> int:
     return sum(count for line, count in step.items() if not line.endswith((" in compare", " in compare_batches")))
 
 
-def test_a_trainer_script(tmp_path):
-    check("trainer", tmp_path)
+#: Those that a plain run has.
+SHORT = ("trainer", "new heads")
 
 
-@pytest.mark.parametrize("script", [name for name in SCRIPTS if name != "trainer"])
+@pytest.mark.parametrize("script", SHORT)
+def test_short_scripts(script, tmp_path):
+    check(script, tmp_path)
+
+
+@pytest.mark.parametrize("script", [name for name in SCRIPTS if name not in SHORT])
 def test_longer_scripts(script, request, tmp_path):
     if not request.config.getoption("--all"):
         pytest.skip("takes minutes: --all runs it")

@@ -27,7 +27,7 @@ ELSEWHERE = {
     r"python -m tests\.memory_table": "tests/planner/test_memory_table.py::test_pages_say_what_the_results_say",
     r"python -m tests\.cuda.*|python -m pytest tests/cuda": "tests/cuda/test_layouts.py::test_data_parallelism",
     r"python -m pytest -q tests/unit/\S+": "tests/unit/test_config.py::test_grids_that_are_none_of_the_ranks",
-    r"python -m pytest -p tests\.cuda\.plugin .*": "tests/cuda/test_scripts.py::test_a_trainer_script",
+    r"python -m pytest -p tests\.cuda\.plugin .*": "tests/cuda/test_scripts.py::test_short_scripts",
     r"make site": "tests/unit/test_site.py::test_it_has_every_page_and_the_support_matrix",
     r"make( gpu-[a-z]+)+": "tests/processes/test_gpu_parts.py::test_part_without_a_gpu",
     r"make gpu WHEELS=.*": "tests/unit/test_gpu_parts.py::test_an_environment_from_a_folder_of_wheels",

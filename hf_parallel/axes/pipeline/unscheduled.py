@@ -30,6 +30,7 @@ from hf_parallel.axes.pipeline.batches import (
     tokens_of,
 )
 from hf_parallel.model.calls import Batch
+from hf_parallel.model.known_masks import share_known_mask
 from hf_parallel.ranks import messages
 from hf_parallel.ranks.local import get_autocast_dtype
 
@@ -184,7 +185,8 @@ class Serving(Session):
         self.made.append(made)
         kwargs = call.arguments(batch, engine.mesh.device)
         parts = split_rows(kwargs, _pass_count(engine, tokens_of(kwargs).shape[0]))
-        with torch.set_grad_enabled(call.grad), restore_described_state(engine, call):
+        known = share_known_mask(kwargs, tokens_of(kwargs))
+        with torch.set_grad_enabled(call.grad), restore_described_state(engine, call), known:
             engine.services.before_run(engine.model.training, tokens_of(kwargs).shape)
             self.passing = True
             outputs = [_forward_pass(made, part) for part in parts]

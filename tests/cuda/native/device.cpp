@@ -125,15 +125,25 @@ class Twins {
     for (auto& [twin, original] : tensors)
       if (twin.is_same(t)) return original;
     c10::Storage memory;
+    auto keys = keys_of(t, DispatchKey::CUDA);
     auto known = by_twin.find(t.storage().unsafeGetStorageImpl());
-    if (known != by_twin.end()) {
+    const bool is_view = known != by_twin.end();
+    if (is_view) {
       memory = known->second.second;
+      for (auto& [twin, original] : tensors)  // under inference mode a view is what its tensor is
+        if (original.storage().unsafeGetStorageImpl() == memory.unsafeGetStorageImpl()) {
+          auto kept = original.key_set().remove(DispatchKey::Conjugate);
+          keys = t.is_conj() ? kept.add(DispatchKey::Conjugate) : kept;
+          break;
+        }
     } else {
       auto data = adopt(t.storage(), Device(DeviceType::CUDA, device), launch);
       memory = c10::Storage(c10::Storage::use_byte_size_t(), t.storage().nbytes(), std::move(data), &device_memory, true);
       by_twin.emplace(t.storage().unsafeGetStorageImpl(), std::make_pair(t.storage(), memory));
     }
-    auto made = at::detail::make_tensor<c10::TensorImpl>(std::move(memory), keys_of(t, DispatchKey::CUDA), t.dtype());
+    auto made = is_view
+        ? at::detail::make_tensor<c10::TensorImpl>(c10::TensorImpl::VIEW, std::move(memory), keys, t.dtype())
+        : at::detail::make_tensor<c10::TensorImpl>(std::move(memory), keys, t.dtype());
     copy_geometry(t, made);
     tensors.emplace_back(t, made);
     return made;

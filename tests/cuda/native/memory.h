@@ -222,9 +222,18 @@ inline void host_waits_for_all(const std::string& what) {
 struct Generator final : at::CPUGeneratorImpl {
   explicit Generator(DeviceIndex index) : at::CPUGeneratorImpl(c10::default_rng_seed_val), place(DeviceType::CUDA, index) {
     device_ = place;
+    CPUGeneratorImpl::set_current_seed(kOther ^ c10::default_rng_seed_val);
   }
+  // The same seed gives other numbers than the host's.
+  void set_current_seed(uint64_t seed) override {
+    given = seed;
+    CPUGeneratorImpl::set_current_seed(kOther ^ seed);
+  }
+  uint64_t current_seed() const override { return given; }
   void as_cpu(bool on) { device_ = on ? Device(DeviceType::CPU) : place; }
   Device place;
+  uint64_t given = c10::default_rng_seed_val;
+  static constexpr uint64_t kOther = 0x5DEECE66D;
 };
 inline at::Generator& generator(DeviceIndex index) {
   static auto* all = [] {
