@@ -1,12 +1,13 @@
 """Work that each forked rank would repeat, done once in the process that forks.
 
-Half a second of work is a typical rank's whole test: a tenth of it went into parsing the metadata of packages, a fifth
-into looking through all modules for copies of replaced functions. Results are those that a rank would find itself.
+A typical rank works for half a second: a tenth of that went into parsing the metadata of packages, a quarter into
+looking through all modules for copies of replaced functions. Results are those that a rank would find itself.
 """
 
 import email
 import functools
 import importlib.metadata
+import itertools
 import re
 import sys
 from collections.abc import Callable, Iterable
@@ -25,51 +26,49 @@ Copies = dict[int, list[tuple[ModuleType, str]]]
 
 
 class KnownCopies:
-    """Where modules hold the functions that patches replace; a module is read again only when its names changed.
+    """Where modules hold the functions that patches replace, read before the fork.
 
-    A name that gets another value while its module keeps as many names is missed where that value is such a function.
+    To look at a module copies the pages that its rank shared with the others: 50 MB for all modules. So a rank reads
+    those that it has imported itself, and those that take in names when they are asked for.
     """
 
     def __init__(self) -> None:
         self.originals: dict[int, object] = {}
-        self.of_module: dict[str, tuple[int, int, list[tuple[int, ModuleType, str]]]] = {}
-        self.find_unknown = patching.find_names_of
+        self.places: Copies = {}
+        self.last_module = ""
+        self.filled_later: list[str] = []
+        self.find_everywhere = patching.find_names_of
 
     def prepare(self) -> None:
-        """Read all modules for the functions that the patches known so far replace."""
+        """Read all modules for the functions that patches replace, if there are new modules or new patches."""
+        before = self.last_module, len(self.originals)
         for patch in patching.list_declared():
             if patch.copies and patch.module in sys.modules:
                 original = patching._find_target(patch)
-                if id(original) not in self.originals:
-                    self.of_module.clear()
-                    self.originals[id(original)] = original  # held, or another object may get its id
-        self.read_changed_modules()
-
-    def read_changed_modules(self) -> None:
-        """Read the modules that are new, or have more or fewer names than before."""
-        known = self.originals.keys()
-        for key, module in list(sys.modules.items()):
-            names = getattr(module, "__dict__", {})
-            before = self.of_module.get(key)
-            if before is not None and before[:2] == (id(module), len(names)):
-                continue
-            found = []
-            if not known.isdisjoint(map(id, names.values())):
-                found = [(id(value), module, name) for name, value in list(names.items()) if id(value) in known]
-            self.of_module[key] = id(module), len(names), found
+                self.originals[id(original)] = original  # held, or another object may get its id
+        self.last_module = next(reversed(sys.modules))
+        if before != (self.last_module, len(self.originals)):
+            self.places = self.find_everywhere(self.originals.values())
+            modules = list(sys.modules.items())
+            self.filled_later = [key for key, one in modules if type(one) is not ModuleType and key.count(".") < 2]
 
     def find_names_of(self, functions: Iterable[Callable]) -> Copies:
         """Return what `patching.find_names_of` would."""
         wanted = list(functions)
-        found = self.find_unknown(function for function in wanted if id(function) not in self.originals)
-        known: Copies = {id(function): [] for function in wanted if id(function) in self.originals}
-        if known:
-            self.read_changed_modules()
-        for key in list(sys.modules) if known else []:
-            for original, module, name in self.of_module[key][2]:
-                if original in known:
-                    known[original].append((module, name))
+        found = self.find_everywhere(function for function in wanted if id(function) not in self.originals)
+        known = {
+            id(function): list(self.places[id(function)]) for function in wanted if id(function) in self.originals
+        }
+        for module in self.list_unread_modules() if known else []:
+            for name, value in list(getattr(module, "__dict__", {}).items()):
+                if id(value) in known and (module, name) not in known[id(value)]:
+                    known[id(value)].append((module, name))
         return {**found, **known}
+
+    def list_unread_modules(self) -> list[ModuleType]:
+        """Return modules that may hold more than when all were read: `sys.modules` has the latest at its end."""
+        latest = itertools.takewhile(lambda key: key != self.last_module, reversed(sys.modules))
+        return [module for key in [*latest, *self.filled_later] if (module := sys.modules.get(key)) is not None]
 
 
 def parse_metadata_once() -> None:
@@ -95,4 +94,5 @@ def warm_up(copies: KnownCopies) -> None:
             importlib.metadata.metadata(library)
         except importlib.metadata.PackageNotFoundError:
             continue
+    copies.prepare()
     patching.find_names_of = copies.find_names_of
