@@ -2,6 +2,7 @@
 
 import json
 import re
+import resource
 from collections import Counter
 from pathlib import Path
 
@@ -69,8 +70,9 @@ def pytest_configure(config):
     )
     if config.getoption("--record-support") or config.getoption("--add-support"):
         config.pluginmanager.register(Recorder(config.getoption("--add-support")), "support-recorder")
-    if config.getoption("--record-seconds") and not hasattr(config, "workerinput"):
-        config.pluginmanager.register(SecondsRecorder(), "seconds-recorder")
+    config.option.loadscopereorder = False  # files come as sorted here, not by how many tests they have
+    if config.getoption("--record-seconds"):
+        config.pluginmanager.register(SecondsRecorder(writes=not hasattr(config, "workerinput")), "seconds-recorder")
 
 
 def pytest_make_parametrize_id(val, argname):
@@ -85,6 +87,12 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if item.get_closest_marker("clock"):
             item.add_marker(pytest.mark.flaky(reruns=1))
+    _choose(config, items)
+    if config.getoption("dist", "no") == "loadfile" or hasattr(config, "workerinput"):
+        _put_long_files_first(items)
+
+
+def _choose(config, items):
     chosen = any(config.getoption(option) for option in ("--all", "--record-support", "--add-support", "keyword"))
     if chosen or any("::" in argument for argument in config.args):
         return
@@ -92,6 +100,15 @@ def pytest_collection_modifyitems(config, items):
     names = selection.choose(cases, seconds)
     config.stash[CHOSEN] = sum(selection.cost(case.test, seconds) for case in cases if case.name in names)
     _keep(config, items, _quick(items) if config.getoption("--quick") else names)
+
+
+def _put_long_files_first(items):
+    """Sort files by what their cases take: the worker that ends first waits for the other's last file."""
+    seconds, files = selection.recorded(), Counter()
+    for item in items:
+        test = item.nodeid.partition("[")[0]
+        files[test.partition("::")[0]] += selection.cost(test, seconds)
+    items.sort(key=lambda item: -files[item.nodeid.partition("::")[0]])
 
 
 def _keep(config, items, names):
@@ -165,19 +182,44 @@ class Recorder:
 
 
 class SecondsRecorder:
-    """Writes the mean over a test's cases, set-up included, for `tests/selection.py`; of tests that ran only."""
+    """Writes the mean over a test's cases, set-up included, for `tests/selection.py`; of tests that ran only.
 
-    def __init__(self):
+    Counted are seconds of a core, of this process and of those that it started and waited for: they are nearly the
+    same on a machine that does something else too. Waiting is free, as the other worker then has both cores.
+    """
+
+    def __init__(self, writes: bool):
         self.seconds, self.cases = Counter(), Counter()
+        self.writes, self.before = writes, core_seconds()
+
+    def pytest_runtest_logstart(self):
+        """What lies between two tests is of neither."""
+        self.before = core_seconds()
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self):
+        """Note in the report of a phase, which goes to the process that writes, what the phase took."""
+        report = yield
+        now = core_seconds()
+        report.core_seconds, self.before = now - self.before, now
+        return report
 
     def pytest_runtest_logreport(self, report):
         """Of each phase; with several workers they all report here."""
         test = report.nodeid.partition("[")[0]
-        self.seconds[test] += report.duration
+        self.seconds[test] += report.core_seconds
         self.cases[test] += report.when == "call"
 
     def pytest_sessionfinish(self):
-        """Tests of which a hundred cases take less than a second are left out."""
+        """Tests that did not run keep what was measured before."""
+        if not self.writes:
+            return
         means = {test: round(self.seconds[test] / cases, 2) for test, cases in self.cases.items() if cases}
         every = {**selection.recorded(), **means}
         selection.SECONDS.write_text(json.dumps({test: every[test] for test in sorted(every)}, indent=0) + "\n")
+
+
+def core_seconds() -> float:
+    """Seconds that cores have worked for this process and for its children that have ended."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(one.ru_utime + one.ru_stime for one in used)

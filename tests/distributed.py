@@ -38,29 +38,34 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.models.llama import modeling_llama  # noqa: F401
 
 import hf_parallel.hooks.patches  # noqa: F401
-from hf_parallel.hooks.patching import read_library_version
 from hf_parallel.planner.hardware import read_catalogue
 from tests.ports import held_port
+from tests.warm import KnownCopies, warm_up
 
 # What each rank would spend a second on, once here: imports, patterns of all models' names, the catalogue of GPUs,
 # where packages lie.
 for module in (
     "axes.attention.axis",
     "axes.context.choose",
+    "axes.data.chosen_modules",
     "axes.data.gradients",
+    "axes.data.shared_towers",
     "axes.experts.balance",
     "axes.tensor.axis",
     "axes.tensor.sequence_parallel",
+    "hooks.auto",
+    "hooks.device_order",
     "hooks.library",
     "monitor.expected",
+    "planner.calibration",
     "planner.detect",
     "planner.shape",
 ):
     importlib.import_module(f"hf_parallel.{module}")
 get_checkpoint_conversion_mapping("llama")
 read_catalogue()
-for library in ("torch", "transformers", "accelerate"):
-    read_library_version(library)
+COPIES = KnownCopies()
+warm_up(COPIES)
 torch.set_num_threads(1)  # before any operation: a pool of threads does not survive a fork
 
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -178,6 +183,7 @@ def _rendezvous(port: int) -> dict[str, str]:
 
 
 def _fork_all(call: Callable[[], Any], environments: list[dict[str, str]], timeout: float, init: bool) -> list[Any]:
+    COPIES.prepare()
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         hold_read, hold_write = os.pipe()  # children end when the parent closes this: nobody leaves while others talk
         ranks: list[_Rank] = []

@@ -26,7 +26,7 @@ from typing import Any
 
 from tests import distributed
 
-#: Seconds per case of each test, as `pytest -n 2 --dist loadfile --record-seconds` measured them on two cores.
+#: Seconds of a core per case of each test, as `pytest --record-seconds` measures them.
 SECONDS = Path(__file__).parent / "results" / "seconds.json"
 #: What the cases of one test may take in a plain run, beyond its first and what shows the axes of its file.
 PER_TEST = 1.0

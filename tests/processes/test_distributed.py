@@ -3,13 +3,16 @@
 import os
 import signal
 import socket
+import sys
 import time
+from types import ModuleType
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed import RankFailure, run, run_alone
+from tests.conftest import core_seconds
+from tests.distributed import COPIES, RankFailure, run, run_alone
 from tests.ports import held_port
 
 pytestmark = pytest.mark.clock
@@ -53,6 +56,45 @@ def test_a_held_port_is_given_to_nobody_else():
 def test_a_process_alone_sees_no_launcher():
     names = run_alone(lambda: [name for name in ("RANK", "WORLD_SIZE", "MASTER_PORT") if name in os.environ])
     assert names == []
+
+
+def test_a_rank_finds_copies_of_functions_as_if_nothing_was_read_before():
+    """Also in modules that it has made itself, and those of functions that nobody has looked for."""
+
+    class Lazy(ModuleType):
+        pass
+
+    def places():
+        original = next(iter(COPIES.originals.values()))
+        late, sys.modules["tests_late"] = ModuleType("tests_late"), Lazy("tests_late")
+        late.renamed = sys.modules["tests_late"].renamed = original
+        sys.modules["tests_later"] = late
+        sys.modules["tests_filled_later"].renamed = original
+        wanted = [*COPIES.originals.values(), run]
+        found = [find(wanted) for find in (COPIES.find_names_of, COPIES.find_everywhere)]
+        return [{key: sorted((m.__name__, name) for m, name in one[key]) for key in map(id, wanted)} for one in found]
+
+    sys.modules["tests_filled_later"] = Lazy("tests_filled_later")
+    try:
+        found, expected = run_alone(places)
+    finally:
+        del sys.modules["tests_filled_later"]
+    assert found == expected
+    assert sum(name == "renamed" for several in found.values() for _, name in several) == 3
+
+
+def test_seconds_of_a_core_are_those_of_ranks_too():
+    """And none while somebody waits."""
+
+    def work():
+        end = time.process_time() + 0.3
+        while time.process_time() < end:
+            pass
+        time.sleep(1.0)
+
+    before = core_seconds()
+    run(work, 2, init=False)
+    assert 0.6 <= core_seconds() - before < 1.6
 
 
 def test_large_results_fit_through_the_pipe():

@@ -2,6 +2,7 @@
 
 import importlib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -64,6 +65,17 @@ def test_other_files_change_nothing(added):
 
 def test_no_order_changes_it():
     assert choose(cases(), {}) == choose(reversed(cases()), {})
+
+
+def test_files_that_take_long_come_first(monkeypatch):
+    """Of two workers the one that ends first waits for the other's last file."""
+    seconds = {"t/parity/test_long.py::test_one": 9.0, "t/parity/test_many.py::test_two": 1.0}
+    monkeypatch.setattr(selection, "recorded", lambda: seconds)
+    names = ["t/unit/test_new.py::test_new", *(f"t/parity/test_many.py::test_two[{n}]" for n in range(3))]
+    items = [SimpleNamespace(nodeid=name) for name in [*names, "t/parity/test_long.py::test_one"]]
+    conftest._put_long_files_first(items)
+    assert [item.nodeid for item in items] == [items[0].nodeid, *names[1:], names[0]]
+    assert items[0].nodeid == "t/parity/test_long.py::test_one"
 
 
 def test_a_plain_run_keeps_to_its_time(request):
