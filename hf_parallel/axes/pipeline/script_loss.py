@@ -354,10 +354,10 @@ def _find_cut_of_part(
         whole = compute(list(answers), dict(double)).detach().float()
         cuts = (plan.cut, dataclasses.replace(plan.cut, mean=not plan.cut.mean))
         found = [cut for cut in cuts if _does_cut_hold(cut, 2, whole, double, answers, compute)]
-    if not found and bool(whole):
-        raise RuntimeError(_OTHER_LOSS)
-    if not found:  # a loss of zero, as of no targets, tells nothing
+    if not bool(whole) or not bool(whole.isfinite()):  # a loss of no targets, or of an overflow, tells nothing
         return plan.cut
+    if not found:
+        raise RuntimeError(_OTHER_LOSS)
     return plan.kinds.setdefault(kind, found[0])
 
 
