@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
@@ -64,6 +65,7 @@ class ParallelState:
     pipeline: PipelineEngine | None = None
     notes: list[str] = field(default_factory=list)
     parts: tuple[PreTrainedModel, ...] = ()
+    around: weakref.ref[nn.Module] | None = None  # the module that this model is a part of
     reported: bool = False
     counts_tokens: bool = False
     said: set[str] = field(default_factory=set)  # lines that are said once
@@ -198,6 +200,8 @@ def _parallelize_around(model: PreTrainedModel, parts: Mapping[str, PreTrainedMo
         notes.append("a loss that compares the rows of a batch sees those of one data rank, as under DDP")
     state = ParallelState(None, mesh, model, OneBatch(mesh), notes=notes, parts=tuple(parts.values()))
     watch()
+    for part in parts.values():
+        part._hf_parallel.around = weakref.ref(model)
     model._hf_parallel, model._hf_parallel_tied_keys = state, find_tied_names_inside(parts)
     replace_methods_around(model, parts, mesh)
     return model

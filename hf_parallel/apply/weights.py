@@ -497,7 +497,9 @@ def _check_optimizer(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
 def _refuse_strays(optimizer: Optimizer, given: dict[int, torch.Tensor]) -> None:
     """Refuse parameters beside a model's that are in no model, where data ranks would each train their own."""
     models = [model for model in list_parallel_models() if cast(Any, model)._hf_parallel.mesh.data_size > 1]
-    known = {id(parameter) for model in models for parameter in model.parameters()}
+    states = [cast(Any, model)._hf_parallel for model in models]
+    around = [module for state in states if state.around is not None and (module := state.around()) is not None]
+    known = {id(parameter) for module in (*models, *around) for parameter in module.parameters()}
     known |= {id(held.sharded_param) for model in models for held in _iterate_held(model)}
     stray = next((parameter for key, parameter in given.items() if key not in known), None)
     if stray is not None and known & given.keys():

@@ -171,9 +171,10 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("stages", [2, 4])
-def test_kinds_of_training(runs, stages, name):
-    check(runs, StashedCase(stages=stages, micro_batches=2, **CASES[name]))
+@pytest.mark.parametrize(("stages", "others"), [(2, ""), (4, ""), (2, ",tp=2"), (2, ",dp_replicate=2")])
+def test_kinds_of_training(runs, stages, others, name):
+    data_ranks = 2 if "dp" in others else 1
+    check(runs, StashedCase(stages=stages, micro_batches=2, data_ranks=data_ranks, **CASES[name]), others)
 
 
 @pytest.mark.parametrize("others", ["", ",tp=2"])
