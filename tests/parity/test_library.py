@@ -147,7 +147,7 @@ def train_made_by_class(spec: str, kind: str) -> list[float]:
     helper = torch.nn.Linear(3, 3)
     batch = {"input_ids": torch.arange(66).view(2, 33), "labels": torch.arange(66).view(2, 33)}
     model = hf_parallel.parallelize(model, spec) if kind == "parallel" else copy.deepcopy(model)
-    beside = [] if "dp" in spec else helper.parameters()  # on data ranks it would train apart, and is refused
+    beside = [] if "dp" in (spec or "") else helper.parameters()  # on data ranks it would train apart, and is refused
     optimizer, losses = torch.optim.SGD([*model.parameters(), *beside], lr=0.1), []
     for _ in range(2):
         with torch.no_grad():
