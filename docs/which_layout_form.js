@@ -15,12 +15,12 @@ function show() {
     return;
   }
   const command = `--parallel ${found.spec} … --per_device_train_batch_size ${found.rows} --gradient_accumulation_steps ${found.calls}`;
-  const figures = `${found.tokens.toLocaleString("en")} tokens per second and GPU, ${found.gib} GiB on the fullest, as planned.`;
+  const figures = `${found.tokens.toLocaleString("en")} tokens per second on each GPU and ${found.gib} GiB on the fullest one, by prediction.`;
   const code = document.createElement("pre");
   code.append(line("code", command));
   const reasons = document.createElement("ul");
   reasons.append(...found.why.map((reason) => line("li", reason)));
-  answer.replaceChildren(code, line("p", figures), ...(found.why.length ? [line("p", "Why not"), reasons] : []));
+  answer.replaceChildren(code, line("p", figures), ...(found.why.length ? [line("p", "Why not another layout?"), reasons] : []));
 }
 
 OPTIONS.forEach((options, index) => {

@@ -96,8 +96,8 @@ def train(heading: str, launch: list[str], output: Path, args: argparse.Namespac
     words = [*launch, SCRIPT, *script_arguments(output, args.max_steps)]
     shown = " ".join(["python", *words]).replace("python -m hf_parallel.cli", "hf-parallel")
     print(f"$ {shown}", flush=True)
-    # No GPU: the comparison is about fp32 sums.
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"}
+    # No GPU: the comparison is about fp32 sums. One thread each: more would wait for one another on a busy machine.
+    environment = {"OMP_NUM_THREADS": "1", **os.environ, "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
     environment.pop("HF_PARALLEL", None)
     began = time.perf_counter()

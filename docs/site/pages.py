@@ -54,5 +54,6 @@ def _of_site(match: re.Match[str], folder: str, site_folder: str) -> str:
     if page is None and path.startswith("docs/"):
         page = path.removeprefix("docs/")
     if page is None:
-        return text if text.startswith("`") else f"{text} (`{path}`)"
+        return text if text.startswith("`") else f"`{path}`" if path.endswith(text) else f"{text} (`{path}`)"
+    place = re.sub("-+", "-", place)  # GitHub writes `a --b` as a---b, this site as a-b
     return f"{image}[{text}]({posixpath.relpath(page, site_folder or '.')}{place})"

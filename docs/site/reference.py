@@ -62,7 +62,8 @@ def page() -> str:
 def _entry(module: str, name: str) -> Iterator[str]:
     """Heading, signature, docstring; of a class its fields and methods, too."""
     item = getattr(importlib.import_module(module), name)
-    yield f"### {module}.{name}" + " { #" + f"{module}.{name}".replace(".", "-").replace("_", "-").lower() + " }"
+    place = f"{module}.{name}".replace(".", "-").replace("_", "-").lower()
+    yield f"### {module}.{name} {{ #{place} data-toc-label={name!r} }}"
     if not inspect.isclass(item):
         yield _code(name, item)
     yield _prose(inspect.getdoc(item) or "")

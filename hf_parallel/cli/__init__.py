@@ -93,18 +93,18 @@ def run_doctor(args: argparse.Namespace) -> int:
 def _make_top_parser() -> argparse.ArgumentParser:
     from hf_parallel.version import VERSION
 
-    parser = argparse.ArgumentParser(prog="hf-parallel", description="Unchanged Trainer scripts, every parallelism.")
+    parser = argparse.ArgumentParser(prog="hf-parallel", description="Train unchanged Trainer scripts on many GPUs.")
     parser.add_argument("--version", action="version", version=f"hf-parallel {VERSION}")
     commands = parser.add_subparsers(metavar="COMMAND", title="commands", dest="command")
-    commands.add_parser("launch", add_help=False, help="start a script on N processes (`hf-parallel launch --help`)")
-    cli_check.add_arguments(commands.add_parser("check", help="try links, groups and numbers on this cluster"))
-    cli_prove.add_arguments(commands.add_parser("prove", help="prove a script's numbers under a layout, on CPUs"))
-    cli_bisect.add_arguments(commands.add_parser("bisect", help="name the first number in which two runs part"))
-    _add_doctor(commands.add_parser("doctor", help="say what a spec would do to a model, and what stops it"))
-    cli_plan.add_arguments(commands.add_parser("plan", help="rank the layouts of a model, draw the timeline of one"))
+    commands.add_parser("launch", add_help=False, help="start a training script on N processes")
+    cli_check.add_arguments(commands.add_parser("check", help="test the links, groups and numbers of this cluster"))
+    cli_prove.add_arguments(commands.add_parser("prove", help="compare a script under a layout with one process"))
+    cli_bisect.add_arguments(commands.add_parser("bisect", help="find the first number in which two runs differ"))
+    _add_doctor(commands.add_parser("doctor", help="show what a spec does to a model, and what stops it"))
+    cli_plan.add_arguments(commands.add_parser("plan", help="rank layouts for a model and a cluster"))
     cli_export.add_arguments(commands.add_parser("export", help="write the model of a checkpoint as a Hub folder"))
-    cli_migrate.add_arguments(commands.add_parser("migrate", help="print the spec for a config of FSDP, DeepSpeed, …"))
-    cli_report.add_arguments(commands.add_parser("report", help="write a page about a training: speed, waits, memory"))
+    cli_migrate.add_arguments(commands.add_parser("migrate", help="turn a config of FSDP, DeepSpeed, … into a spec"))
+    cli_report.add_arguments(commands.add_parser("report", help="write a page about a run: loss, speed, memory"))
     cli_recipe.add_arguments(commands.add_parser("recipe", help="run, check and share recipes"))
     option, purpose = "--print-completion", "print a completion script for this shell"
     try:
@@ -122,8 +122,8 @@ class _NeedsShtab(argparse.Action):
 
 
 def _add_doctor(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Which module is split how, and what stops it; without processes, without weights."
+    parser.description = "Show how each module is split, and what stops the layout, without processes or weights."
     parser.add_argument("model", metavar="MODEL", help="folder with a config.json, that file, or a Hub id")
     parser.add_argument(_OPTION, metavar="SPEC", help="key=value,… such as tp=2,pp=2, a YAML file, or a recipe")
-    parser.add_argument("--nproc", type=int, metavar="N", help="number of processes, which a size of -1 needs")
-    parser.add_argument("--json", action="store_true", help="the same as JSON")
+    parser.add_argument("--nproc", type=int, metavar="N", help="number of processes; needed for a size of -1")
+    parser.add_argument("--json", action="store_true", help="print JSON")

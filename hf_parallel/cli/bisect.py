@@ -14,8 +14,8 @@ from hf_parallel.ask.spec import SpecError
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `hf-parallel bisect`."""
-    parser.description = "Name the first number in which two runs part that were trained with monitor=trace:N."
-    parser.add_argument("runs", metavar="OUTPUT_DIR", nargs=2, help="the folder of a run; the order does not matter")
+    parser.description = "Find the first number in which two runs with monitor=trace:N differ."
+    parser.add_argument("runs", metavar="OUTPUT_DIR", nargs=2, help="the folders of the runs, in any order")
 
 
 def bisect(args: argparse.Namespace) -> int:

@@ -30,15 +30,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "tiny models against one process: one table, one line of verdict. Under torchrun or srun on their ranks; else "
         "it starts one rank per GPU of this machine. Exit code 1 if anything is wrong."
     )
-    parser.add_argument("--parallel", metavar="SPEC", help="this layout only; default: every axis, and a product")
-    parser.add_argument("--nproc", type=int, metavar="N", help="ranks to start here (one per GPU, 4 without any)")
-    measured = "instead measure what the planner reckons with, and write it where `plan` and `auto` look, or to FILE"
+    parser.add_argument("--parallel", metavar="SPEC", help="test this layout only; default: every axis, and a product")
+    parser.add_argument("--nproc", type=int, metavar="N", help="ranks to start (default: one per GPU; 4 without GPUs)")
+    measured = "instead measure this machine for the planner; write FILE, or the file that `plan` and `auto` read"
     parser.add_argument("--calibrate", nargs="?", const="", metavar="FILE", help=measured)
-    parser.add_argument("--json", metavar="FILE", help="write the same as JSON")
-    parser.add_argument("--dtype", default="fp32", metavar="NAMES", help="of the models compared: fp32, bf16, or both")
-    parser.add_argument("--no-parity", action="store_true", help="links only")
-    parser.add_argument("--payload", type=float, metavar="MIB", help="of the large tensor (64, on CPU 4)")
-    parser.add_argument("--limit", type=float, default=60.0, metavar="S", help="seconds that a step may take (60)")
+    parser.add_argument("--json", metavar="FILE", help="write the table as JSON, too")
+    parser.add_argument("--dtype", default="fp32", metavar="NAMES", help="of the compared models: fp32, bf16, or both")
+    parser.add_argument("--no-parity", action="store_true", help="test links only, no models")
+    parser.add_argument("--payload", type=float, metavar="MIB", help="size of the large tensor (64; 4 on CPUs)")
+    parser.add_argument("--limit", type=float, default=60.0, metavar="S", help="seconds that a test may take (60)")
     parser.add_argument("--backend", metavar="NAME", help="nccl or gloo; default: the device's own")
 
 

@@ -17,15 +17,15 @@ from hf_parallel.ask.waiting import waiting
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `export`."""
-    parser.description = "Any checkpoint to a Hub folder, in one process, one tensor in memory at a time."
+    parser.description = "Write the model of a checkpoint as a Hub folder, one tensor at a time."
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a Trainer's checkpoint-N, or a saved adapter")
     parser.add_argument("out", metavar="OUT", help="the folder to write")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: as it is")
-    parser.add_argument("--merge-adapter", action="store_true", help="add a LoRA adapter to the weights under it")
-    parser.add_argument("--trainer", action="store_true", help="for plain Trainer to resume, with the optimizer")
-    parser.add_argument("--base", metavar="FOLDER", help="those weights; default: what the adapter's config names")
-    parser.add_argument("--max-shard-size", default="50GB", metavar="SIZE", help="of a file; default: 50GB")
-    parser.add_argument("--push_to_hub", nargs="?", const="", metavar="REPO", help="upload; default: OUT's name")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: as saved")
+    parser.add_argument("--merge-adapter", action="store_true", help="add a LoRA adapter to its base weights")
+    parser.add_argument("--trainer", action="store_true", help="write a checkpoint that plain Trainer can resume")
+    parser.add_argument("--base", metavar="FOLDER", help="the base weights; default: the adapter's config names them")
+    parser.add_argument("--max-shard-size", default="50GB", metavar="SIZE", help="largest file to write (50GB)")
+    parser.add_argument("--push_to_hub", nargs="?", const="", metavar="REPO", help="upload; default: to OUT's name")
 
 
 def run_export(args: argparse.Namespace) -> int:

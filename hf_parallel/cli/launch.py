@@ -34,10 +34,12 @@ _LIBRARIES = re.compile(r"\b(transformers|accelerate|trl|peft|sentence_transform
 _EXAMPLES = """examples:
   hf-parallel launch train.py --output_dir out
   hf-parallel launch --parallel tp=2,dp_shard=-1 train.py --output_dir out
-  hf-parallel launch --num_processes 4 --parallel pp=4 -m trl.scripts.sft --output_dir out …
-  on each of two machines, R = 0 and 1:
-  hf-parallel launch --num_machines 2 --machine_rank R --main_process_ip HOST --main_process_port 29500 \\
-      --num_processes 16 --parallel tp=8,dp_shard=-1 train.py …
+  hf-parallel launch --num_processes 4 --parallel pp=4 -m trl.scripts.sft …
+
+on each of two machines, with R = 0 and R = 1:
+  hf-parallel launch --num_machines 2 --machine_rank R --main_process_ip HOST \\
+      --main_process_port 29500 --num_processes 16 --parallel tp=8,dp_shard=-1 \\
+      train.py …
 """
 
 
@@ -90,29 +92,29 @@ def make_short_parser() -> argparse.ArgumentParser:
     """Make a parser of the options that most launches need, on one screen."""
     parser = argparse.ArgumentParser(
         prog="hf-parallel launch",
-        usage="hf-parallel launch [options] [--parallel SPEC] (script.py | -m module) [arguments of the script]",
-        description="Start an unchanged training script on all devices, under a layout.",
+        usage="hf-parallel launch [options] (SCRIPT.py | -m MODULE) [ARGS]",
+        description="Start an unchanged training script under a layout. ARGS are the script's own.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         add_help=False,
         allow_abbrev=False,
     )
     ours, machines = parser.add_argument_group("layout"), parser.add_argument_group("processes")
-    ours.add_argument(_OPTION, metavar="SPEC", help="tp=2,pp=2 and the like, a YAML file, a recipe, or auto (default)")
-    ours.add_argument("--mixed_precision", metavar="NAME", help="no, fp16 or bf16, for loops with an Accelerator")
-    machines.add_argument("--num_processes", type=int, metavar="N", help="over all machines; default: GPUs found here")
-    machines.add_argument("--cpu", action="store_true", help="on CPUs, where there are GPUs too")
-    machines.add_argument("--num_machines", type=int, metavar="N", help="with the next three, on each machine")
-    machines.add_argument("--machine_rank", type=int, metavar="R", help="of this machine; 0 is the main one")
-    machines.add_argument("--main_process_ip", metavar="HOST", help="of machine 0")
-    machines.add_argument("--main_process_port", type=int, metavar="PORT", help="a free one of machine 0")
-    machines.add_argument("--config_file", metavar="FILE", help="what `accelerate config` has written")
-    machines.add_argument("--ray", action="store_true", help="on a Ray cluster, with --num_processes")
-    machines.add_argument("--min_processes", type=int, metavar="N", help="with --ray: go on with so many or more")
-    machines.add_argument("--max_restarts", type=int, metavar="N", help="start again after a failure, so often")
+    ours.add_argument(_OPTION, metavar="SPEC", help="such as tp=2,pp=2; a YAML file; a recipe; auto (default)")
+    ours.add_argument("--mixed_precision", metavar="NAME", help="no, fp16 or bf16, for scripts with an Accelerator")
+    machines.add_argument("--num_processes", type=int, metavar="N", help="on all machines; default: one per GPU")
+    machines.add_argument("--cpu", action="store_true", help="train on CPUs, even if there are GPUs")
+    machines.add_argument("--num_machines", type=int, metavar="N", help="machines; needs the next three options")
+    machines.add_argument("--machine_rank", type=int, metavar="R", help="number of this machine, from 0")
+    machines.add_argument("--main_process_ip", metavar="HOST", help="address of machine 0")
+    machines.add_argument("--main_process_port", type=int, metavar="PORT", help="a free port of machine 0")
+    machines.add_argument("--config_file", metavar="FILE", help="a file that `accelerate config` wrote")
+    machines.add_argument("--ray", action="store_true", help="start on a Ray cluster; needs --num_processes")
+    machines.add_argument("--min_processes", type=int, metavar="N", help="with --ray: continue while N are left")
+    machines.add_argument("--max_restarts", type=int, metavar="N", help="restart up to N times after a failure")
     more = parser.add_argument_group("help")
-    more.add_argument("-h", "--help", action="store_true", help="this page")
-    more.add_argument("--help-accelerate", action="store_true", help="every option of accelerate's launcher: all work")
+    more.add_argument("-h", "--help", action="store_true", help="show this page")
+    more.add_argument("--help-accelerate", action="store_true", help="show the options of accelerate's launcher, too")
     return parser
 
 

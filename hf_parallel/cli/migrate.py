@@ -488,13 +488,13 @@ def _shorten_value(value: object) -> str:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `hf-parallel migrate`."""
-    parser.description = "Print the spec that stands for another program's configuration, and what became of each key."
-    files = "YAML of accelerate, axolotl, torchtune; JSON of DeepSpeed; script"
+    parser.description = "Turn the configuration of another program into a spec, and say what became of each key."
+    files = "YAML of accelerate, axolotl or torchtune; JSON of DeepSpeed; a Python script"
     parser.add_argument("file", metavar="FILE", nargs="?", help=files)
-    parser.add_argument("--fsdp", nargs="?", const=True, metavar="WORDS", help="instead of a file: Trainer's argument")
-    parser.add_argument("--fsdp_config", metavar="JSON", help="and beside it: a file, or what it would hold")
-    parser.add_argument("--deepspeed", metavar="JSON", help="instead of a file: Trainer's argument")
-    parser.add_argument("--json", action="store_true", help="the same as JSON")
+    parser.add_argument("--fsdp", nargs="?", const=True, metavar="WORDS", help="Trainer's argument, instead of a file")
+    parser.add_argument("--fsdp_config", metavar="JSON", help="Trainer's argument: a file, or its content")
+    parser.add_argument("--deepspeed", metavar="JSON", help="Trainer's argument, instead of a file")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def migrate(args: argparse.Namespace) -> int:

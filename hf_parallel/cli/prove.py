@@ -40,20 +40,20 @@ _OF_A_MODEL = "hf_parallel.cli.prove_model"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `hf-parallel prove`."""
-    parser.description = "Run a training script small, in one process and under a layout, and compare every number."
-    parser.add_argument("--parallel", metavar="SPEC", help="key=value,… such as tp=2,pp=2, a YAML file, or auto")
-    parser.add_argument("--num_processes", "--nproc", type=int, metavar="N", help="which auto, or a size of -1, needs")
-    parser.add_argument("--gpu", metavar="NAME", help="auto: of the catalogue, such as h100-80gb; else this machine")
-    parser.add_argument("--steps", type=int, default=4, metavar="N", help="optimizer steps (4; 3 or more)")
-    parser.add_argument("--saved_by", metavar="SPEC", help="resume, in the middle of an epoch, what this layout saved")
-    parser.add_argument("--dtype", choices=("fp32", "own"), default="fp32", help="fp32, or what the script asks for")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: this machine's GPUs (cpu)")
-    parser.add_argument("--limit", type=float, default=600.0, metavar="SECONDS", help="of each run (600)")
-    parser.add_argument("--out", default="prove.json", metavar="FILE", help="the certificate (prove.json)")
-    parser.add_argument("--keep", metavar="FOLDER", help="keep what the runs write")
+    parser.description = "Run a script with a small model, in one process and under a layout, and compare the numbers."
+    parser.add_argument("--parallel", metavar="SPEC", help="key=value,… such as tp=2,pp=2; a YAML file; or auto")
+    parser.add_argument("--num_processes", "--nproc", type=int, metavar="N", help="for auto and a size of -1")
+    parser.add_argument("--gpu", metavar="NAME", help="for auto: a GPU such as h100-80gb; default: this machine's")
+    parser.add_argument("--steps", type=int, default=4, metavar="N", help="optimizer steps, 3 or more (4)")
+    parser.add_argument("--saved_by", metavar="SPEC", help="resume from a checkpoint that this layout saved")
+    parser.add_argument("--dtype", choices=("fp32", "own"), default="fp32", help="fp32 (default), or the script's own")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cpu (default), or these GPUs")
+    parser.add_argument("--limit", type=float, default=600.0, metavar="SECONDS", help="time limit of each run (600)")
+    parser.add_argument("--out", default="prove.json", metavar="FILE", help="file to write the result to (prove.json)")
+    parser.add_argument("--keep", metavar="FOLDER", help="keep the files of the runs here")
     parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module")
-    parser.add_argument("script", metavar="SCRIPT", help="the training script; or a model, for generated examples")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help="of the script")
+    parser.add_argument("script", metavar="SCRIPT", help="a training script, or a model (with generated examples)")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help="the script's own arguments")
 
 
 def prove(args: argparse.Namespace) -> int:

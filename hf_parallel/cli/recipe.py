@@ -34,25 +34,25 @@ _OF_THE_LAUNCHER = ("num_processes", "num_machines", "machine_rank", "main_proce
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the commands of `recipe`."""
-    parser.description = "One YAML: model, method, machines, layout, arguments, and what to expect of them."
+    parser.description = "A recipe is one YAML: model, method, machines, layout, arguments, what to expect."
     commands = parser.add_subparsers(metavar="WHAT", dest="what", required=True)
-    listed = commands.add_parser("list", help="those that come with this package")
-    listed.add_argument("--gpus", type=int, metavar="N", help="for so many GPUs only")
-    listed.add_argument("--method", metavar="NAME", help="full, lora, qlora, dpo, grpo, pretrain or long_context")
-    listed.add_argument("--markdown", action="store_true", help="the table of docs/reference/recipes.md")
-    shown = commands.add_parser("show", help="the file, and the line that runs it")
+    listed = commands.add_parser("list", help="list the recipes of this package")
+    listed.add_argument("--gpus", type=int, metavar="N", help="only those for N GPUs")
+    listed.add_argument("--method", metavar="NAME", help="only full, lora, qlora, dpo, grpo, pretrain or long_context")
+    listed.add_argument("--markdown", action="store_true", help="print the table of docs/reference/recipes.md")
+    shown = commands.add_parser("show", help="print a recipe, and the command that runs it")
     shown.add_argument("recipe", metavar="RECIPE")
-    checked = commands.add_parser("check", help="does it fit its machines: planner and dry run, on this machine")
-    checked.add_argument("recipes", metavar="RECIPE", nargs="*", help="default: all that come with this package")
+    checked = commands.add_parser("check", help="check by planner and dry run that a recipe fits its machines")
+    checked.add_argument("recipes", metavar="RECIPE", nargs="*", help="default: all recipes of this package")
     how = checked.add_mutually_exclusive_group()  # what is written has a dry run's memory, too
-    how.add_argument("--no-dry-run", action="store_true", help="the planner alone, in a fraction of a second")
-    how.add_argument("--write", action="store_true", help="write what to expect into the file")
-    checked.add_argument("--prove", action="store_true", help="the layout trains with the numbers of one process, too")
-    commands.add_parser("run", add_help=False, help="start a script with what it says (`recipe run --help`)")
-    pushed = commands.add_parser("push", help="put the file and a section of the model card into a repository")
+    how.add_argument("--no-dry-run", action="store_true", help="use the planner only, in a fraction of a second")
+    how.add_argument("--write", action="store_true", help="write the expected figures into the file")
+    checked.add_argument("--prove", action="store_true", help="also compare the layout with one process")
+    commands.add_parser("run", add_help=False, help="train with a recipe (`recipe run --help`)")
+    pushed = commands.add_parser("push", help="upload a recipe with a section of the model card")
     pushed.add_argument("recipe", metavar="RECIPE")
     pushed.add_argument("repo", metavar="OWNER/REPO", help=f"or OWNER/REPO:file; default: {HUB_FILE}")
-    pushed.add_argument("--private", action="store_true", default=None, help="if the repository is made")
+    pushed.add_argument("--private", action="store_true", default=None, help="make a new repository private")
 
 
 def run_recipe_command(args: argparse.Namespace) -> int:

@@ -15,9 +15,9 @@ from hf_parallel.ask.waiting import waiting
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `report`."""
-    parser.description = "One HTML page about a training: speed, waits, memory, slow ranks, hangs, what to change."
-    parser.add_argument("folder", metavar="OUTPUT_DIR", help="of a training under a layout")
-    parser.add_argument("--out", metavar="FILE.html", help="default: OUTPUT_DIR/report.html")
+    parser.description = "Write one HTML page about a run: loss, speed, waits, memory, hangs, what to change."
+    parser.add_argument("folder", metavar="OUTPUT_DIR", help="the output folder of a run under a layout")
+    parser.add_argument("--out", metavar="FILE.html", help="the page (OUTPUT_DIR/report.html)")
 
 
 def run_report(args: argparse.Namespace) -> int:

@@ -211,11 +211,13 @@ def test_help_version_and_unknown_commands(capsys):
     assert "launch" in capsys.readouterr().err
 
 
-def test_the_help_of_launch_is_a_screen(capsys):
-    """And names the option that shows everything."""
+def test_the_help_of_launch_is_a_screen(capsys, monkeypatch):
+    """50 lines of 80 characters, with the option that shows everything."""
+    monkeypatch.setenv("COLUMNS", "80")
     assert cli.main(["launch", "--help"]) == 0
     page = capsys.readouterr().out
     assert len(page.splitlines()) <= 50
+    assert [line for line in page.splitlines() if len(line) > 80] == []
     assert page.index("--parallel SPEC") < page.index("--num_processes") < page.index("--help-accelerate")
     assert cli.main(["launch", "--help-accelerate"]) == 0
     assert "--fsdp_version" in capsys.readouterr().out

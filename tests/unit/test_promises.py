@@ -138,8 +138,8 @@ SENTENCES = {
         "mean what they do in one process.": "parity/test_resume.py::test_limits_and_the_best_model_as_in_one_process",
     },
     "docs/data_parallel.md": {
-        "ranks 0 and 1 read the same rows": "parity/test_processes.py::test_indices_are_of_data_ranks_and_the_main_process_is_one",
-        "stops with the line that says what to shard by": "parity/test_processes.py::test_ranks_of_one_model_that_read_different_rows",
+        "ranks 0 and 1 read the same sequences": "parity/test_processes.py::test_indices_are_of_data_ranks_and_the_main_process_is_one",
+        "with a line that says what to shard by": "parity/test_processes.py::test_ranks_of_one_model_that_read_different_rows",
         "the losses agree with one process to 1e-6": "parity/test_trainer.py::test_same_numbers_as_one_process",
     },
     "docs/lora.md": {
