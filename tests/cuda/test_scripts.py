@@ -51,7 +51,7 @@ def check(script: str, folder: Path) -> None:
 def read_typical_waits(file: Path) -> tuple[int, int]:
     """Return the waits of a typical step of the process that has most, and of what it is compared with."""
     found = [json.loads(line) for line in file.read_text().splitlines()]
-    typical = [sorted(map(_count, one["steps"]))[len(one["steps"]) // 2] for one in found]
+    typical = [sorted(map(_count, one["steps"]))[(len(one["steps"]) - 1) // 2] for one in found]
     worlds = [one["world"] for one in found]
     is_first = [world == 1 for world in worlds] if 1 in worlds else [i < world for i, world in enumerate(worlds)]
     ours, alone = (
