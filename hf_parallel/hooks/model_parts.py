@@ -299,6 +299,13 @@ def ignore_causal_mask(original: Callable, padding_mask: torch.Tensor | None, *a
     "transformers.masking_utils:find_packed_sequence_indices", "would wait for the device per micro-batch and stage"
 )
 def find_packs(original: Callable, position_ids: torch.Tensor) -> torch.Tensor | None:
-    """Look for packed sequences unless the model has counted positions itself, which do not start again then."""
+    """Number packed sequences, unless the model has counted positions itself, which do not start again then.
+
+    A part without packs is numbered too if another part of its batch has some: its mask hides what a causal one does.
+    """
     known = get_known_mask()
-    return original(position_ids) if known is None or known.packs else None
+    if known is None or (known.packs and (known.restarts is None or position_ids.shape[-1] != known.length)):
+        return original(position_ids)
+    if not known.restarts:
+        return None
+    return (position_ids.diff(dim=-1, prepend=position_ids[:, :1] - 1) != 1).cumsum(-1)

@@ -32,11 +32,13 @@ class KnownMask:
         length: of its rows; a mask of another length, such as a padded one, is not known.
         hides: does its mask hide any token? None: it has no mask of one entry per token.
         packs: may positions start again within a row? Not where the model counts them itself.
+        restarts: do they, in any row? None: nobody has looked.
     """
 
     length: int
     hides: bool | None
     packs: bool
+    restarts: bool | None = None
 
 
 class _Now:
@@ -45,13 +47,18 @@ class _Now:
     known: KnownMask | None = None
 
 
-@contextlib.contextmanager
-def share_known_mask(batch: Mapping[str, object], tokens: torch.Tensor) -> Iterator[None]:
-    """Let only parts of this batch run inside the `with`. Waits once for its mask."""
-    mask = batch.get("attention_mask")
+def find_known_mask(batch: Mapping[str, object], tokens: torch.Tensor) -> KnownMask:
+    """Return the facts about a batch. Waits once for its mask, or for its positions where it has no mask."""
+    mask, positions, restarts = batch.get("attention_mask"), batch.get("position_ids"), None
     hides = not bool(mask.all()) if isinstance(mask, torch.Tensor) and mask.dim() == 2 else None
-    with use_known_mask(KnownMask(tokens.shape[1], hides, batch.get("position_ids") is not None)):
-        yield
+    if mask is None and isinstance(positions, torch.Tensor) and positions.dim() == 2 and positions.shape[1] > 1:
+        restarts = bool((positions.diff(dim=-1) != 1).any())
+    return KnownMask(tokens.shape[1], hides, positions is not None, restarts)
+
+
+def share_known_mask(batch: Mapping[str, object], tokens: torch.Tensor) -> contextlib.AbstractContextManager[None]:
+    """Let only parts of this batch run inside the `with`."""
+    return use_known_mask(find_known_mask(batch, tokens))
 
 
 @contextlib.contextmanager

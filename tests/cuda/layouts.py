@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 #: Relative, of losses of five steps: fp32, bf16's 8 bits, and what int8, fp8 or int4 on the way leave.
 FP32, BF16, QUANTISED = 2e-5, 2e-2, 3e-2
+#: bf16 where documents that see each other make a difference of more.
+PACKED = 1e-3
 
 
 @dataclass(frozen=True)
@@ -18,6 +20,8 @@ class Layout:
         adam: AdamW instead of SGD with momentum.
         small: activation offload takes tensors of so many bytes, as those of tiny models are.
         padded: the batch has a padding mask with zeros.
+        packed: each row is a pack of two documents.
+        resized: the vocabulary has seven new tokens, whose rows are drawn.
     """
 
     spec: str
@@ -33,6 +37,8 @@ class Layout:
     evaluate: bool = False
     small: int | None = None
     padded: bool = False
+    packed: bool = False
+    resized: bool = False
     tolerance: float | None = None
 
     def __post_init__(self) -> None:
@@ -43,7 +49,8 @@ class Layout:
     def name(self) -> str:
         """`tp2_pp2-bf16`: what `-k` selects."""
         marks = [self.model] if self.model != "llama" else []
-        marks += [name for name in ("autocast", "scaler", "lora", "evaluate", "padded") if getattr(self, name)]
+        named = ("autocast", "scaler", "lora", "evaluate", "padded", "packed", "resized")
+        marks += [name for name in named if getattr(self, name)]
         marks += ["bf16"] if self.dtype == "bfloat16" else []
         marks += [f"{self.accumulate}steps"] if self.accumulate > 1 else []
         return "-".join([self.spec.replace(":FOLDER", "").replace("=", "").replace(",", "_"), *marks])
@@ -69,6 +76,8 @@ class Layout:
 _DOCUMENTS = "documents, which the host cuts; labels at masked tokens, which are refused; transformers looks for packs"
 _MASKED_LABELS = "labels at masked tokens, which are refused"
 _FLASH = f"{_MASKED_LABELS}: auto takes torch_flash for bf16"
+_ENDS = "where documents end"
+_ENDS_OF_PARTS = f"{_ENDS}, per micro-batch and stage"
 _UNEVEN = "of a length that tp does not divide: transformers asks the mask twice"
 _HOST_GRADIENTS = "FSDP2 waits for each parameter's gradient on the host"
 _CHUNKS = "an event per chunk of 64 MiB, which the optimizer on the host waits for"
@@ -85,6 +94,7 @@ DATA = [
     Layout("dp_shard=2,gradient_reduction=step", accumulate=2),
     Layout("dp_shard=2", model="gpt2"),
     Layout("dp_shard=2,tiled_mlp=true"),
+    Layout("dp_shard=2", resized=True),
 ]
 COMPRESSED = [
     Layout("dp_shard=2,quantize_weights=int8"),
@@ -116,6 +126,7 @@ TENSOR = [
     Layout("tp=2", 1, _UNEVEN, evaluate=True),
     Layout("tp=2,lean_loss=true", 1, _UNEVEN),
     Layout("tp=2,tiled_mlp=true", 1, _UNEVEN),
+    Layout("tp=2", 1, _UNEVEN, resized=True),
 ]
 RECOMPUTED = [
     Layout("tp=2,activation_checkpointing=full", 1, _UNEVEN),
@@ -134,6 +145,7 @@ PIPELINE = [
     Layout("pp=2", padded=True),
     Layout("pp=2", evaluate=True),
     Layout("pp=2", model="gpt2"),
+    Layout("pp=2", resized=True),
     Layout("pp=2,dp_shard=2"),
     Layout("tp=2,pp=2"),
     Layout("pp=2,dp_shard=2,gradient_reduction=step", accumulate=2),
@@ -179,6 +191,10 @@ PRECISION = [
     Layout("dp_shard=2", scaler=True),
     Layout("dp_shard=2,ep=2", 1, _SIZES, model="qwen3_moe", autocast=True),
     Layout("dp_shard=2,attention=torch_flash", 1, _MASKED_LABELS, dtype="bfloat16"),
+    Layout("dp_shard=2,attention=torch_flash", 1, _ENDS, dtype="bfloat16", packed=True, tolerance=PACKED),
+    Layout("tp=2,attention=torch_flash", 1, _ENDS, dtype="bfloat16", packed=True, tolerance=PACKED),
+    Layout("pp=2,attention=torch_flash", 8, _ENDS_OF_PARTS, dtype="bfloat16", packed=True, tolerance=PACKED),
+    Layout("cp=2,dp_shard=1,context_parallel=ring", 2, _DOCUMENTS, dtype="bfloat16", packed=True, tolerance=PACKED),
     Layout("dp_shard=2,precision=fp8", 1, _FLASH, dtype="bfloat16"),
 ]
 GROUPS = {

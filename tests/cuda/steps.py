@@ -54,7 +54,7 @@ class Run(Counted):
 def reference_key(layout: Layout) -> tuple:
     """What layouts have in common that are compared with the same run of one process."""
     key = (layout.model, layout.dtype, layout.autocast, layout.scaler, layout.lora, layout.adam, layout.accumulate)
-    return (*key, layout.padded, layout.evaluate, _layers(layout))
+    return (*key, layout.padded, layout.packed, layout.resized, layout.evaluate, _layers(layout))
 
 
 def gaps(layout: Layout, run: Run, alone: Run) -> tuple[float, float]:
@@ -112,12 +112,15 @@ def _built(layout: Layout, spec: str | None, device: torch.device) -> tuple:
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
     share, shares, group = 0, 1, None
-    if spec is None:
-        model.to(device)
-    else:
+    if spec is not None:
         hf_parallel.parallelize(model, spec)
         mesh = model._hf_parallel.mesh
         share, shares, group = mesh.data_rank, mesh.data_size, mesh.data_group
+    if layout.resized:
+        torch.manual_seed(5)
+        model.resize_token_embeddings(model.config.vocab_size + 7, mean_resizing=False)
+    if spec is None:
+        model.to(device)
     if layout.lora:
         torch.manual_seed(3)
         model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"]))
@@ -127,10 +130,10 @@ def _built(layout: Layout, spec: str | None, device: torch.device) -> tuple:
 def _step(layout, step, model, trained, optimizer, scaler, shares, device, alone) -> tuple[torch.Tensor, torch.Tensor]:
     dtype = torch.float16 if layout.scaler else torch.bfloat16
     for micro in range(layout.accumulate):
-        ids, mask = _batch(layout, 100 * step + micro, shares, device, model.config.vocab_size)
-        labels = ids if not layout.padded else torch.where(mask.bool(), ids, -100)
+        given = _batch(layout, 100 * step + micro, model.config.vocab_size)
+        given = {name: tensor[shares[0] :: shares[1]].to(device) for name, tensor in given.items()}
         with torch.autocast(device.type, dtype, enabled=layout.autocast or layout.scaler):
-            loss = model(input_ids=ids, attention_mask=mask, labels=labels).loss
+            loss = model(**{"labels": given["input_ids"], **given}).loss
         scaler.scale(loss / layout.accumulate).backward()
     if layout.scaler:
         scaler.unscale_(optimizer)
@@ -142,14 +145,18 @@ def _step(layout, step, model, trained, optimizer, scaler, shares, device, alone
     return loss.detach(), norm
 
 
-def _batch(layout, seed, shares, device, vocabulary) -> tuple[torch.Tensor, torch.Tensor]:
+def _batch(layout, seed, vocabulary) -> dict[str, torch.Tensor]:
     """Every row has as many targets, so that means over data ranks are those of the batch."""
-    share, count = shares
     ids = torch.randint(0, vocabulary, (ROWS, LENGTH), generator=torch.Generator().manual_seed(seed))
+    if layout.packed:
+        positions, first = torch.arange(LENGTH).expand(ROWS, LENGTH), 3 * torch.arange(ROWS)[:, None] + 5
+        positions = torch.where(positions < first, positions, positions - first)
+        return {"input_ids": ids, "position_ids": positions, "labels": ids.masked_fill(positions == 0, -100)}
     mask = torch.ones_like(ids)
-    if layout.padded:
-        mask[:, -5:] = 0
-    return ids[share::count].to(device), mask[share::count].to(device)
+    if not layout.padded:
+        return {"input_ids": ids, "attention_mask": mask}
+    mask[:, -5:] = 0
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
 
 
 def _evaluate(model: Any, device: torch.device, pipelined: bool) -> list[list[int]] | None:

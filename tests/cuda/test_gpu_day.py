@@ -14,7 +14,7 @@ from tests.cuda.worker import ROOT, environment
 pytestmark = pytest.mark.timeout(900)
 
 
-@pytest.mark.parametrize("part", ["memory", "context", "speed"])
+@pytest.mark.parametrize("part", ["memory", "context", "speed", "syncs"])
 def test_part_on_the_device(part, tmp_path):
     """`memory` finds more than is planned: the device has no flash attention."""
     (tmp_path / "sitecustomize.py").write_text(

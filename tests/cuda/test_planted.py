@@ -6,12 +6,16 @@ or by the numbers, where the host has overwritten what had not arrived. Stages t
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 
-from tests.cuda.worker import ROOT, Worker
+from tests import models
+from tests.cuda.worker import ROOT, Worker, run_program
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -38,6 +42,48 @@ PLANTED = {
     "int8 gather": ("dp_shard=2,quantize_weights=int8", "work_wait", "axes/data/compressed.py", "nan"),
 }
 
+#: Where a save beside the training waits for its copies on the host.
+SAVED = "checkpoint/saving.py"
+#: Saves beside a training that goes on when all is written, so that no later wait of its steps helps; prints how many
+#: tensors of the checkpoint are not finite.
+SAVES = """
+import json, sys, threading
+import tests.cuda.plugin
+import pretended_cuda as native
+from tests import distributed, resuming, training
+
+def save(folder, where):
+    start = threading.Thread.start
+
+    def start_and_wait(thread):
+        start(thread)
+        thread.join() if thread.name.startswith("save checkpoint") else None
+
+    threading.Thread.start = start_and_wait
+    native.plant("synchronize", where)
+    data_ranks = training.activate("dp_shard=2,async_save=true")
+    resuming.train(folder, f"{folder}/out", data_ranks, max_steps=2, save_steps=2)
+
+folder, where = sys.argv[1:]
+distributed.run(save, 2, folder, where, init=False)
+written = [training.weights(f"{folder}/out/checkpoint-2{part}") for part in ("", "/optimizer")]
+print(json.dumps([sum(not tensor.isfinite().all() for tensor in part.values()) for part in written]))
+"""
+
+
+def count_unwritten(folder: Path, where: str) -> list[int]:
+    """Return how many tensors of the weights, and of the optimizer's state, were saved before they had arrived."""
+    models.build("llama").save_pretrained(folder)
+    ran = run_program(SAVES, folder, str(folder), where)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    return json.loads(ran.stdout.splitlines()[-1])
+
+
+def test_a_save_beside_the_training_waits_for_its_copies(tmp_path):
+    assert count_unwritten(tmp_path, "nowhere") == [0, 0]
+    weights, state = count_unwritten(tmp_path, SAVED)
+    assert state > 0, f"not found: {weights} weights"  # these have been waited for by what the state is read with
+
 
 def ways_found(worker, fault: str) -> dict[str, bool]:
     """Leave a wait out; return which assertions find it."""
@@ -62,7 +108,11 @@ def main() -> int:
         missed += not found
         print(f"| {fault}: {kind} {where} | {spec} | {', '.join(found) or 'NOTHING'} |", flush=True)
     worker.stop()
-    print(f"{len(PLANTED)} planted, {missed} not found")
+    with tempfile.TemporaryDirectory() as folder:
+        unwritten = sum(count_unwritten(Path(folder), SAVED))
+    missed += not unwritten
+    print(f"| async save: synchronize {SAVED} | dp_shard=2,async_save=true | {unwritten} tensors of NaN on disk |")
+    print(f"{len(PLANTED) + 1} planted, {missed} not found")
     return missed
 
 

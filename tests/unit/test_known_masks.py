@@ -47,6 +47,24 @@ def test_positions_start_again_only_where_the_batch_has_some(given):
     assert (found is not None) == given
 
 
+ALONG, AGAIN = torch.arange(7).expand(4, 7), torch.tensor([[0, 1, 2, 0, 1, 2, 3], *[range(7)] * 3])
+
+
+@pytest.mark.parametrize(("positions", "looks"), [(ALONG, 0), (AGAIN, 0), (AGAIN[:, :6], 2)])
+def test_positions_of_parts_are_not_looked_at(positions, looks):
+    """A part without packs is numbered where another one has some; a padded part has to be looked at."""
+    ask = mock.Mock(side_effect=masking_utils.find_packed_sequence_indices)
+    with share_known_mask({"position_ids": positions}, TOKENS):
+        found = [model_parts.find_packs(ask, part) for part in positions.split(2)]
+    assert ask.call_count == looks
+    if positions is ALONG:
+        assert found == [None, None]
+    else:
+        assert found[0].tolist() == [[0, 0, 0, 1, 1, 1, 1][: positions.shape[1]], [0] * positions.shape[1]]
+        assert (found[1] is None) == (looks > 0)
+        assert looks > 0 or not found[1].any()
+
+
 @pytest.mark.parametrize("used", ["cp", "torch_flash"])
 def test_spans_are_predicted_at_padding(used):
     """Kernels that leave padding out would give others than one process's: refused, but not where there is none."""

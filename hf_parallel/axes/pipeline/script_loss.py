@@ -32,6 +32,7 @@ from hf_parallel.axes.pipeline.unscheduled import (
     restore_described_state,
 )
 from hf_parallel.model.calls import Batch
+from hf_parallel.model.known_masks import KnownMask, find_known_mask, use_known_mask
 from hf_parallel.ranks import messages
 
 if TYPE_CHECKING:
@@ -298,10 +299,14 @@ def run_plan(
     beside = [_run_calls_beside(engine, plan, call, batch, count) for call in plan.calls]
     with count_over_whole_batch(engine, batch, counts, share):
         calls, items = _make_main_calls(engine, plan, parts, beside, loss_of, quietly), engine.items
+        main, known = plan.calls[plan.main], None
+        if not main.has_tensors and engine.joint is None:  # of a batch that was announced, nothing runs here
+            taken = main.arguments(batch, device)
+            known = find_known_mask(taken, tokens_of(taken))
 
         def run(view: StageView, hidden: torch.Tensor | None, i: int) -> torch.Tensor:
             if view.index != engine.last_index:
-                with restore_described_state(engine, calls[i]):
+                with restore_described_state(engine, calls[i]), use_known_mask(known):
                     return engine.layers(view, hidden, calls[i].arguments(parts[i], device))
 
             def compute(answers: list[Answer], part: Batch, loss_of: Loss) -> tuple[torch.Tensor, Prepared]:
@@ -311,7 +316,7 @@ def run_plan(
                 session.check_end()
                 return loss, session
 
-            answers = _make_answers(engine, plan, parts[i], [outputs[i] for outputs in beside], hidden)
+            answers = _make_answers(engine, plan, parts[i], [outputs[i] for outputs in beside], hidden, known)
             loss, session = compute(answers, dict(parts[i]), loss_of)
             found = _find_cut_of_part(
                 plan, parts[i], session.seen, loss, engine, lambda given, part: compute(given, part, try_loss_of)[0]
@@ -427,16 +432,26 @@ def _leave_with_call(part: Batch, engine: StageRunner, kwargs: Batch) -> NoRetur
 
 
 def _make_answers(
-    engine: StageRunner, plan: Plan, part: Batch, outputs: list[ModelOutput | None], hidden: torch.Tensor | None
+    engine: StageRunner,
+    plan: Plan,
+    part: Batch,
+    outputs: list[ModelOutput | None],
+    hidden: torch.Tensor | None,
+    known: KnownMask | None = None,
 ) -> list[Answer]:
-    """Return what each call of the loss of one micro-batch gets, on the last stage."""
+    """Return what each call of the loss of one micro-batch gets, on the last stage.
+
+    Args:
+        known: of the batch's mask; only the model's own layers are told, as a script may call other models too.
+    """
 
     def answer(expected: Call, output: ModelOutput | None, caller: StageRunner, kwargs: Batch) -> ModelOutput:
         if not describe_call(caller, kwargs, part, values=False).alike(expected):
             raise RuntimeError(_OTHERWISE)
         if output is not None:
             return output
-        return engine.run_backbone(hidden if expected.grad or hidden is None else hidden.detach(), kwargs)
+        with use_known_mask(known):
+            return engine.run_backbone(hidden if expected.grad or hidden is None else hidden.detach(), kwargs)
 
     return [functools.partial(answer, call, output) for call, output in zip(plan.calls, outputs, strict=True)]
 
