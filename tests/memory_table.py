@@ -32,7 +32,7 @@ MODELS = {
     "Qwen/Qwen3-32B": "qwen3-32b",
     "meta-llama/Llama-3.1-70B": "llama-3.1-70b",
 }
-METHODS = {"full": [], "LoRA": ["--lora"]}
+METHODS = {"full": [], "LoRA": ["--lora"], "QLoRA": ["--lora", "--load-in-4bit"]}
 GPUS = ("rtx4090-24gb", "l40s-48gb", "h100-80gb")
 COUNTS = (1, 2, 4, 8, 16, 32, 64)
 

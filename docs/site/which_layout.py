@@ -1,6 +1,6 @@
 """Write docs/which_layout.js, the answers of the page "which layout for me": `python docs/site/which_layout.py`.
 
-Ten minutes of one core. Each answer is what `hf-parallel plan` says to the same question, its reasons included.
+Half an hour of one core. Each answer is what `hf-parallel plan` says to the same question, its reasons included.
 """
 
 from __future__ import annotations
@@ -20,7 +20,11 @@ MODELS = {
     "32 B (Qwen3 32B)": "qwen3-32b",
     "70 B (Llama 3.1 70B)": "llama-3.1-70b",
 }
-METHODS = {"all weights": 0, "adapters (LoRA of rank 16)": 16}
+METHODS: dict[str, dict[str, Any]] = {
+    "all weights": {},
+    "adapters (LoRA of rank 16)": {"lora": 16},
+    "adapters on a base of 4 bits (QLoRA of rank 16)": {"lora": 16, "four_bit": True},
+}
 MACHINES: dict[str, dict[str, Any]] = {
     "1 GPU of 24 GB": {"gpu": "rtx4090-24gb", "gpus": 1},
     "4 GPUs of 48 GB on PCIe": {"gpu": "l40s-48gb", "gpus": 4, "gpus_per_node": 4},
@@ -45,7 +49,7 @@ def answer(model: str, method: str, machine: str, length: str) -> dict[str, Any]
         **MACHINES[machine],
         seq=seq,
         global_batch=TOKENS // seq,
-        lora=METHODS[method],
+        **METHODS[method],
     )
     if not found.choices:
         return {"advice": found.advice}

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PretrainedConfig
 
+    from hf_parallel.axes.axis import Packing
     from hf_parallel.planner.choices import Found
     from hf_parallel.planner.groups import MixedCluster
     from hf_parallel.planner.hardware import Cluster
@@ -74,6 +75,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--precision", default="bf16", metavar="NAME", help=precisions)
     what.add_argument("--optimizer", default="adamw", metavar="NAME", help="adamw, adamw_8bit, sgd, sgd_momentum")
     what.add_argument("--lora", type=int, nargs="?", const=16, default=0, metavar="R", help="adapters only, of rank R")
+    packs = "bitsandbytes packs the linears under the adapters of --lora in 4 bits (QLoRA)"
+    what.add_argument("--load-in-4bit", action="store_true", help=packs)
     what.add_argument("--packed", action="store_true", help="rows are padded, or packs: sdpa would need a mask")
     what.add_argument("--attn", metavar="NAME", help="attn_implementation, if the script names it")
     what.add_argument("--quantized", action="store_true", help="transfers may round, too: faster, other numbers")
@@ -123,6 +126,10 @@ def _plan_model(args: argparse.Namespace) -> int:
         number = getattr(args, option)
         if number is not None and number <= 0 and (number or option != "lora"):
             refuse(f"--{option.replace('_', '-')} {number:g}", "is more than 0", do="drop it, or give another number")
+    if args.load_in_4bit and not args.lora:
+        refuse("--load-in-4bit", "packs the frozen weights under adapters", "--lora 16 --load-in-4bit")
+    if args.load_in_4bit and args.precision != "bf16":
+        refuse(f"--precision {args.precision}", "all but a base in 4 bits is planned in bf16", "--precision bf16")
     with waiting("importing torch") as say:
         from hf_parallel.planner.groups import MixedCluster
         from hf_parallel.planner.report import show, write_specs
@@ -170,13 +177,14 @@ def _search(args: argparse.Namespace, model: PretrainedConfig | dict[str, object
         rows=args.rows,
         memory_gib=args.memory,
         top=_check_positive("--top", args.top),
-        accept=None if isinstance(model, dict) else make_acceptance_test(model),
+        accept=None if isinstance(model, dict) else make_acceptance_test(model, _make_packing_of(args)),
         expected=args.parallel,
         adapt=_make_adapters(args),
         attention=args.attn,
         documents=args.packed,
         quantized=args.quantized,
         headroom=args.headroom,
+        four_bit=args.load_in_4bit,
     )
 
 
@@ -218,11 +226,12 @@ def _plan_groups(args: argparse.Namespace, model: PretrainedConfig | dict[str, o
             lora=args.lora,
             rows=args.rows,
             top=_check_positive("--top", args.top),
-            accept=None if isinstance(model, dict) else make_acceptance_test(model),
+            accept=None if isinstance(model, dict) else make_acceptance_test(model, _make_packing_of(args)),
             adapt=_make_adapters(args),
             attention=args.attn,
             documents=args.packed,
             headroom=args.headroom,
+            four_bit=args.load_in_4bit,
         )
     if args.json:
         print(json.dumps(found.to_dict(), indent=2))
@@ -298,6 +307,15 @@ def _make_adapters(args: argparse.Namespace) -> Callable[[nn.Module], None] | No
     from hf_parallel.hooks.peft.planned_adapters import plan_lora
 
     return plan_lora(args.lora)
+
+
+def _make_packing_of(args: argparse.Namespace) -> Packing | None:
+    """Return what packs the base of a model in 4 bits, and knows which layouts it can take."""
+    if not args.load_in_4bit:
+        return None
+    from hf_parallel.hooks.peft.planned_adapters import plan_four_bit
+
+    return plan_four_bit()
 
 
 def _read_cluster(args: argparse.Namespace) -> Cluster | MixedCluster:
@@ -426,6 +444,7 @@ def _verify(args: argparse.Namespace, found: Found, model: PretrainedConfig | di
                 optimizer=args.optimizer,
                 precision=choice.prediction.job.precision,
                 adapt=_make_adapters(args),
+                pack=_make_packing_of(args),
                 device=device,
             )
             runs.append(run)

@@ -27,8 +27,9 @@ if TYPE_CHECKING:
     import torch
     from accelerate import Accelerator
     from peft import LoraConfig
-    from transformers import PretrainedConfig, PreTrainedModel, Trainer, TrainingArguments
+    from transformers import BitsAndBytesConfig, PretrainedConfig, PreTrainedModel, Trainer, TrainingArguments
 
+    from hf_parallel.axes.axis import Packing
     from hf_parallel.planner.choices import Choice, Found
     from hf_parallel.planner.detect import Device
     from hf_parallel.planner.groups import MixedCluster
@@ -150,7 +151,10 @@ def _choose_at_from_pretrained(
         config = AutoConfig.from_pretrained(config or source, trust_remote_code=kwargs.get("trust_remote_code"))
     asked = kwargs.get("dtype", kwargs.get("torch_dtype"))
     kernel, reader = kwargs.get("attn_implementation"), logits_read.find_script_reader(of_session(_Shown).arguments)
-    choose_layout_here(Shown(config, None if asked == "auto" else asked, kernel=kernel, reader=reader))
+    packed = kwargs.get("quantization_config")
+    packed = packed if getattr(packed, "load_in_4bit", False) else None
+    dtype = None if asked == "auto" else asked
+    choose_layout_here(Shown(config, dtype, kernel=kernel, reader=reader, quantization=packed))
     return cls.from_pretrained(source, *args, **kwargs)  # the layout's own by now
 
 
@@ -209,7 +213,7 @@ class Shown(NamedTuple):
     dtype: of the weights; default: what the config says. lowered: what autocast lowers products to: bf16, fp16, no;
     default: what the script's arguments say. adapters: rank of those that the model has; default: of those that the
     script is known to add. kernel: of attention, if the script names it. reader: who reads whole logits, which then
-    need room.
+    need room. quantization: of a base that the script loads in 4 bits.
     """
 
     config: PretrainedConfig
@@ -218,6 +222,15 @@ class Shown(NamedTuple):
     adapters: int = 0
     kernel: str | None = None
     reader: str | None = None
+    quantization: BitsAndBytesConfig | None = None
+
+    def is_planned_in_four_bits(self, precision: str) -> bool:
+        """Does the planner know this base: packed, with products and all else in bf16?"""
+        return (
+            self.quantization is not None
+            and precision == "bf16"
+            and "bfloat16" in str(self.quantization.bnb_4bit_compute_dtype)
+        )
 
 
 def choose_layout_here(shown: Shown) -> None:
@@ -261,6 +274,7 @@ def _find_best(shown: Shown, devices: list[Device]) -> Chosen:
     """
     import torch.distributed as dist
 
+    from hf_parallel.hooks.bitsandbytes import Pack
     from hf_parallel.hooks.trainer import joining
     from hf_parallel.planner.detect import detect
     from hf_parallel.planner.groups import MixedCluster, find_machines_of_ranks
@@ -272,6 +286,7 @@ def _find_best(shown: Shown, devices: list[Device]) -> Chosen:
         cluster, why = find_machines_of_ranks(detect(dist.get_world_size(), read_local_world_size()), devices)
     turns = [f"auto plans for the slowest GPU and the least memory of all: {why}"] if why else []
     batch = read_script_batch(shown.config, None, shown.dtype, shown.lowered)
+    four_bit = shown.is_planned_in_four_bits(batch.precision)
     options: dict[str, Any] = {
         "model": shown.config,
         "seq": batch.seq,
@@ -280,9 +295,10 @@ def _find_best(shown: Shown, devices: list[Device]) -> Chosen:
         "accumulation": batch.accumulation,
         "precision": batch.precision,
         "optimizer": batch.optimizer,
-        "lora": shown.adapters or batch.lora,
+        "lora": shown.adapters or batch.lora or _DEFAULT_RANK * four_bit,
+        "four_bit": four_bit,
         "top": 3,
-        "accept": make_acceptance_test(shown.config),
+        "accept": make_acceptance_test(shown.config, *([Pack(shown.quantization)] if shown.quantization else [])),
         "attention": shown.kernel,
         "documents": batch.documents,
         "whole_logits": shown.reader is not None,
@@ -398,10 +414,15 @@ def _describe_choice(choice: Choice) -> str:
     return f"{choice.config.to_spec()}: {p.step_time_s:.3g} s per step of {rows} rows, {choice.needed_gib:.1f} GiB"
 
 
-def make_acceptance_test(config: PretrainedConfig) -> Callable[[ParallelConfig], bool]:
-    """Does the engine take a layout for this model? Asked of a copy on the meta device, as `doctor` does."""
+def make_acceptance_test(config: PretrainedConfig, pack: Packing | None = None) -> Callable[[ParallelConfig], bool]:
+    """Does the engine take a layout for this model? Asked of a copy on the meta device, as `doctor` does.
+
+    Args:
+        pack: packs the base in 4 bits, which some layouts cannot take: `plan_four_bit()`.
+    """
     from hf_parallel.model.anatomy import build_on_meta
     from hf_parallel.plans import examine
+    from hf_parallel.plans.resolve import draft_plan, read_model
 
     model = build_on_meta(config)
     known: dict[ParallelConfig, bool] = {}
@@ -415,13 +436,26 @@ def make_acceptance_test(config: PretrainedConfig) -> Callable[[ParallelConfig],
         sizes: dict[str, Any] = {"dp_replicate_size": 1, "dp_shard_size": data, "batch_shares": "even"}
         return dataclasses.replace(layout, **sizes, activation_checkpointing=recompute, offload=offload)
 
+    def can_start(layout: ParallelConfig) -> bool:
+        """Ask the plan first, then what packs, as a start does."""
+        if examine(model, layout, layout.world_size).problems:
+            return False
+        if pack is None:
+            return True
+        layout = layout.resolve(layout.world_size)
+        try:
+            pack.check(model, draft_plan(layout, read_model(model, layout)))
+        except SpecError:
+            return False
+        return True
+
     def accept(layout: ParallelConfig) -> bool:
         alone = ParallelConfig(dp_shard_size=1, tp_size=layout.tp_size)
         if layout.tp_size > 1 and layout.pp_size > 1 and not accept(alone):
             return False  # cutting many stages takes seconds
         small = shrunk(layout)
         if small not in known:
-            known[small] = not examine(model, small, small.world_size).problems
+            known[small] = can_start(small)
         return known[small]
 
     return accept

@@ -140,8 +140,8 @@ def explain_nothing_fits(goal: Goal, needed: float, others: Iterable[tuple[str, 
             advice.append(f"with {name} it does not fit either")
         else:
             advice.append(f"with {name} it fits: {choice.config.to_spec()}, {choice.step_time_s:.3g} s per step")
-    if goal.lora:
-        advice.append("a base of 4 bits (QLoRA, docs/qlora.md) takes a quarter of the weights")
+    if goal.lora and not goal.four_bit:
+        advice.append("a base of 4 bits (--load-in-4bit, docs/qlora.md) takes a quarter of the weights")
     return "; ".join(advice)
 
 
@@ -178,7 +178,8 @@ def list_notes_about(goal: Goal, positions: int | None) -> Iterator[str]:
 def list_reasons(goal: Goal, choice: Choice) -> Iterator[str]:
     """A line for what is trained, what is sharded, what is computed again, and what computes attention."""
     if goal.lora:
-        yield f"adapters of rank {goal.lora}: the frozen weights have neither gradients nor optimizer states"
+        base = " in 4 bits" if goal.four_bit else ""
+        yield f"adapters of rank {goal.lora}: the frozen weights{base} have neither gradients nor optimizer states"
     yield from _explain_sharding(goal, choice)
     yield _explain_recomputing(goal, choice)
     yield from _explain_chunks(goal, choice)

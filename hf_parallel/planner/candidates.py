@@ -10,6 +10,7 @@ from typing import Any
 
 from hf_parallel.ask.config import ParallelConfig
 from hf_parallel.ask.keys.context import AUTO, RING
+from hf_parallel.axes.adapters.four_bit import BLOCK
 from hf_parallel.axes.chunked_loss import find_reason_against_chunks
 from hf_parallel.axes.context.choose import choose_by_cost
 from hf_parallel.axes.pipeline.part import does_recompute_in_parts
@@ -69,6 +70,7 @@ class Goal:
     whole_logits: bool = False  # does the script read them?
     headroom: float = HEADROOM  # percent of each GPU's memory that stays free
     critical_batch: float | None = None  # sequences; layouts are then ranked by time to a loss
+    four_bit: bool = False  # does bitsandbytes pack the base?
 
     @property
     def room_gib(self) -> float:
@@ -111,7 +113,7 @@ def iterate_layouts(goal: Goal) -> Iterator[ParallelConfig]:
     gpus, shape = goal.cluster.gpus, goal.shape
     inside = min(goal.cluster.per_node, gpus)
     for tp in list_divisors(inside):
-        if not do_heads_divide(shape, tp) or gpus % tp:
+        if not do_heads_divide(shape, tp) or gpus % tp or (goal.four_bit and not do_blocks_divide(shape, tp)):
             continue
         grids = [{"tp_mesh": mesh} for mesh in _iterate_grids(goal, tp)]
         for (cp, kind), grid in itertools.product(_iterate_context_sizes(goal, tp), grids):
@@ -171,11 +173,17 @@ def do_heads_divide(shape: ModelShape, tp: int) -> bool:
     )
 
 
+def do_blocks_divide(shape: ModelShape, tp: int) -> bool:
+    """Are rows of linears, and parts of rows that tp cuts, whole blocks of 4-bit weights?"""
+    matrices = (matrix for block in set(shape.blocks) for matrix in list_adapted(block))
+    return all(m.inputs % (BLOCK * (tp if m.split == "row" else 1)) == 0 for m in matrices)
+
+
 def _iterate_grids(goal: Goal, tp: int) -> Iterator[str | None]:
     """No grid; from 16 ranks on, few columns: fewer ranks send more over one (docs/tensor_meshes.md)."""
     yield None
     widths = {m.outputs if m.split == "row" else m.inputs for block in goal.shape.blocks for m in list_adapted(block)}
-    for columns in _COLUMNS if tp >= _LEAST_GRID and goal.eight_bit == AUTO else ():
+    for columns in _COLUMNS if tp >= _LEAST_GRID and goal.eight_bit == AUTO and not goal.four_bit else ():
         if tp % columns == 0 and all(width % columns == 0 for width in widths):
             yield f"{tp // columns}x{columns}"
 
@@ -298,6 +306,7 @@ def to_job(goal: Goal, config: ParallelConfig, micro_batch: int, count: int) -> 
         recompute=recompute,
         precision=goal.precision,
         lora=goal.lora,
+        four_bit="nf4" if goal.four_bit else "none",
         optimizer=goal.optimizer,
         offload=offload,
         attention=goal.attention.kind(config),

@@ -180,6 +180,7 @@ class Job:
     recompute: str = "none"
     precision: str = "bf16"
     lora: int = 0  # rank of the adapters, 0: all weights are trained
+    four_bit: str = "none"  # a key of `states.PACKED_BYTES`: how the frozen linears of the layers are packed
     optimizer: str = "adamw"
     offload: str = "none"
     attention: str = "flash"  # a kind of `attention.py`

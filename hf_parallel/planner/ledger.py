@@ -30,6 +30,7 @@ from hf_parallel.planner.pipeline import (
     Stage,
     count_adapter_parameters,
     count_dense_parameters,
+    count_packed_parameters,
     count_remote_neighbours,
     count_shared_projections,
     group_stages_by_rank,
@@ -39,7 +40,13 @@ from hf_parallel.planner.pipeline import (
     split_backwards,
 )
 from hf_parallel.planner.shape import Block
-from hf_parallel.planner.states import ADAPTER_WIDTH, CODE_BYTES, count_adapter_width, count_summed_width
+from hf_parallel.planner.states import (
+    ADAPTER_WIDTH,
+    CODE_BYTES,
+    count_adapter_width,
+    count_packed_width,
+    count_summed_width,
+)
 
 # ---- One kind of collective in a step: its bytes by the ring formulas, its seconds over the slowest link of its
 # group
@@ -462,12 +469,12 @@ class _Sends:
 
     def weights(self, block: Block) -> Iterator[Transfer]:
         """ZeRO's transfers of one block."""
-        dense = count_dense_parameters(block, *self.layout.tp_and_columns) * self.job.stored
+        dense, packed = self.stored_bytes(count_dense_parameters(block, *self.layout.tp_and_columns), [(block, 1)])
         numbers = count_adapter_parameters(block, self.job.lora, *self.layout.tp_and_columns)
         adapters = count_adapter_width(self.job) * numbers
         experts = block.expert_parameters / self.layout.expert_split * self.job.stored
         reduced = ADAPTER_WIDTH * numbers if self.job.lora else dense * self.widened
-        yield from self.zero(dense + adapters, reduced, "zero", exact=adapters)
+        yield from self.zero(dense + adapters, reduced, "zero", exact=packed + adapters)
         yield from self.zero(experts, 0.0 if self.job.lora else experts * self.widened, "experts")
 
     def zero(
@@ -512,13 +519,20 @@ class _Sends:
         for hop, parts in hops:
             yield Transfer(axis, "all_to_all", size / parts, count, self.links[hop], "gradients", when, behind)
 
+    def stored_bytes(self, dense: float, counts: Iterable[tuple[Block, int]]) -> tuple[float, float]:
+        """Bytes of `dense` parameters, those of these blocks among them, as they travel; and of what has 4 bits."""
+        numbers = sum(count * count_packed_parameters(block, self.layout, self.job) for block, count in counts)
+        packed = numbers * count_packed_width(self.job) if numbers else 0.0
+        return (dense - numbers) * self.job.stored + packed, packed
+
     def coded_weights(self, size: float) -> float:
         """Bytes of weights as they are gathered."""
         return size * CODE_BYTES.get(self.layout.quantize_weights, self.job.stored) / self.job.stored
 
     def gradients(self, stages: list[Stage]) -> Iterator[Transfer]:
         """Gradients and updated weights of all parameters, as far as `zero` does not send them."""
-        dense = sum(stage.dense(*self.layout.tp_and_columns) for stage in stages) * self.job.stored
+        counts = [block_count for stage in stages for block_count in stage.counts]
+        dense, _ = self.stored_bytes(sum(stage.dense(*self.layout.tp_and_columns) for stage in stages), counts)
         experts = sum(stage.experts(self.layout.expert_split) for stage in stages) * self.job.stored
         adapters = sum(stage.adapters(self.job.lora, *self.layout.tp_and_columns) for stage in stages)
         summed = ADAPTER_WIDTH * adapters if self.job.lora else dense * self.widened

@@ -36,9 +36,11 @@ from hf_parallel.planner.ledger import count_expert_shards
 from hf_parallel.planner.pipeline import (
     Stage,
     count_live_forwards,
+    count_packed_parameters,
     count_remote_neighbours,
     count_simulated_batches,
     group_stages_by_rank,
+    is_shared,
     list_adapted,
     list_mirrored_stages,
     make_schedule_order,
@@ -50,6 +52,7 @@ from hf_parallel.planner.states import (
     count_adapter_bytes,
     count_adapter_width,
     count_host_bytes,
+    count_packed_width,
     count_summed_width,
     state_bytes,
     zero_states,
@@ -158,6 +161,8 @@ class _Rank:
         self.numbers = sum(stage.dense(*layout.tp_and_columns) for stage in stages)  # of parameters before ZeRO
         self.experts = sum(stage.experts(layout.expert_split) for stage in stages)
         self.adapters = sum(stage.adapters(job.lora, *layout.tp_and_columns) for stage in stages)
+        self.packed = sum(map(self._count_packed, stages))  # of `numbers`, those in 4 bits
+        self.narrower = self.width - count_packed_width(job) if self.packed else 0.0  # bytes that each of them saves
         self.adapter_width = count_adapter_width(job)  # gathered
         several = layout.has_several_data_ranks and not layout.fills_bubbles  # then without FSDP2
         self.gathers = several if self.habits.fsdp2 else layout.zero_stage == 3 and layout.shards > 1
@@ -186,6 +191,8 @@ class _Rank:
             zero_states(self.adapters, self.layout.shards, stage, adapter),
         )
         found = {kind: sum(states[kind] for states in each) for kind in each[0]}
+        if per.weights:
+            found["weights"] -= self.narrower * self.packed / (self.layout.shards if stage >= 3 else 1)
         if self.layout.gradient_error_feedback:  # what quantised gradients have lost, for all numbers of a step
             found["gradients"] += 4.0 * (self.numbers + self.experts)
         return found
@@ -217,17 +224,24 @@ class _Rank:
         if not self.gathers or self.in_place:
             return 0.0
         if not self.reshards:
-            return self.width * (self.numbers + self.experts) + self.adapter_width * self.adapters
+            whole = self.width * (self.numbers + self.experts) - self.narrower * self.packed
+            return whole + self.adapter_width * self.adapters
         alone = [self._count_alone(block) for stage in self.stages for block, _ in stage.counts]
-        layer = max(
-            (one.dense(*self.layout.tp_and_columns) + one.experts(self.layout.expert_split) for one in alone),
-            default=0.0,
-        )
+        layer = max(map(self._count_layer_bytes, alone), default=0.0)
         adapters = self.adapter_width * self.adapters / max(1, sum(stage.layers for stage in self.stages))
-        reduced = self.width * max(layer, self.ends) if not self.habits.fsdp2 else 0.0
+        reduced = max(layer, self.width * self.ends) if not self.habits.fsdp2 else 0.0
         ends = self.ends - self._count_freed_embedding(self.stages[0])
-        gathered = self.width * (ends + self.habits.gathered_layers * layer)
+        gathered = self.width * ends + self.habits.gathered_layers * layer
         return gathered + adapters + reduced + self._count_kept_nearby()
+
+    def _count_packed(self, stage: Stage) -> float:
+        """Numbers of a stage that are in 4 bits."""
+        return sum(count * count_packed_parameters(block, self.layout, self.job) for block, count in stage.counts)
+
+    def _count_layer_bytes(self, alone: Stage) -> float:
+        """Bytes of a layer's whole weights."""
+        numbers = alone.dense(*self.layout.tp_and_columns) + alone.experts(self.layout.expert_split)
+        return self.width * numbers - self.narrower * self._count_packed(alone)
 
     def _count_freed_embedding(self, stage: Stage) -> float:
         """Numbers of an embedding that nothing needs after the forward: FSDP2 has it in a group of its own."""
@@ -239,7 +253,8 @@ class _Rank:
         if self.layout.hierarchical_shard == 1:
             return 0.0
         width = CODE_BYTES.get(self.layout.quantize_weights, self.width)
-        return width * (self.numbers + self.experts - self.ends) / self.layout.hierarchical_shard
+        packed = (width - self.width + self.narrower) * self.packed  # in their own codes, whatever others have
+        return (width * (self.numbers + self.experts - self.ends) - packed) / self.layout.hierarchical_shard
 
     def _count_alone(self, block: Block) -> Stage:
         return Stage(self.shape, ((block, 1),), False, False)
@@ -280,10 +295,10 @@ class _Rank:
         elif self.layout.reduces_each and not self.job.lora:
             states["gradients"] *= self.summed / self.kept.stored
         if self.reshards:
-            gathered = 2 * self.width * layer + self._count_kept_nearby()
+            gathered = 2 * max(map(self._count_layer_bytes, alone)) + self._count_kept_nearby()
         if self.gathers and not self.job.lora:  # of this layer as they are made, of the last one as they are reduced
             gathered += (self.width + self.summed) * layer
-        again = max(self._count_layer_again(stage), self._count_scores(stage))
+        again = max(self._count_layer_again(stage), self._count_scores(stage)) + self._count_unpacked(stage)
         kept, whole = self._count_blocks(stage) + self._mask, gathered + self._count_lowered()
         return {**states, "gathered": whole, "activations": kept, "temporaries": again}
 
@@ -369,7 +384,7 @@ class _Rank:
         kept = self._count_blocks(stage) + sent + kept_logits + self._mask
         # A layer's backward begins when the loss has handed over its gradient of the hidden states.
         freed = 4 * self.shape.hidden * self.tokens if self.job.tiled_mlp and self._lean and stage.is_last else 0.0
-        again = max(self._count_layer_again(stage), self._count_scores(stage)) - freed
+        again = max(self._count_layer_again(stage), self._count_scores(stage)) - freed + self._count_unpacked(stage)
         return StageBytes(
             kept,
             self._count_between_halves(stage),
@@ -486,6 +501,14 @@ class _Rank:
             return in_mlp
         # The backward of the norm before it, in fp32, without that norm's outputs; and the gradient beside it.
         return max(in_mlp, self.tokens * (again + (5 * 4 - self.width) * stream))
+
+    def _count_unpacked(self, stage: Stage) -> float:
+        """The largest linear in 4 bits, in 16 for as long as its product takes."""
+        if not self.packed:
+            return 0.0
+        tp, each = self.layout.tp, [(m, block) for block, _ in stage.counts for m in list_adapted(block)]
+        whole = [m.inputs * m.outputs / (1 if is_shared(m, block, tp) else tp) for m, block in each]
+        return self.width * max(whole, default=0.0)
 
     def _count_scores(self, stage: Stage) -> float:
         """While an eager layer's scores have gradients: these, and what was computed again."""

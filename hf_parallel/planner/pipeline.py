@@ -91,6 +91,14 @@ def list_adapted(block: Block) -> list[Matrix]:
     return [matrix for matrix in block.matrices if matrix.split in ("column", "row")]
 
 
+def count_packed_parameters(block: Block, layout: Layout, job: Job) -> float:
+    """Parameters of a block that one rank holds in 4 bits: linears, but neither experts nor routers; 0: none."""
+    if job.four_bit == "none":
+        return 0.0
+    split = sum(matrix.parameters for matrix in list_adapted(block)) / layout.tp
+    return split + count_shared_projections(block, *layout.tp_and_columns) * (1 - 1 / layout.tp)
+
+
 def is_shared(matrix: Matrix, block: Block, tp: int) -> bool:
     """Does it give keys or values whose heads are fewer than tp ranks?"""
     shared = min((part.kv_heads for part in block.attentions), default=tp) < tp

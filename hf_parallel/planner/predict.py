@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from hf_parallel.ask.spec import refuse
 from hf_parallel.axes.pipeline.timeline import Timeline
 from hf_parallel.planner.activations import EAGER, FLASH, SDPA, count_offloaded_bytes, does_score_hidden_keys
 from hf_parallel.planner.hardware import Cluster, Gpu, Link, make_cluster
@@ -39,6 +40,7 @@ from hf_parallel.planner.memory import GIB, RankMemory, does_fit, find_fullest, 
 from hf_parallel.planner.pipeline import (
     Stage,
     compute_pipeline_seconds,
+    count_packed_parameters,
     group_stages_by_rank,
     list_adapted,
     make_stages,
@@ -46,7 +48,7 @@ from hf_parallel.planner.pipeline import (
 )
 from hf_parallel.planner.prediction import Breakdown, Prediction
 from hf_parallel.planner.shape import Attention, Block, Matrix, ModelShape, shape_of
-from hf_parallel.planner.states import offload_seconds, sum_width
+from hf_parallel.planner.states import PACKED_BYTES, count_packed_width, offload_seconds, sum_width
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -67,6 +69,8 @@ _CLOCK = 1.5e9  # Hz, within a fifth for every GPU of the catalogue
 #: a profiler (docs/reference/gpu.md), with what tp, shards of FSDP2 and each adapter add.
 _KERNELS = (16, 30)
 _EAGER, _EAGER_TP, _EAGER_SHARDS, _EAGER_ADAPTER = (50, 100), (14, 26), (6, 11), (4, 7)
+#: More for each linear in 4 bits: its codes to 16 bits, and the table of codes (copy, magnitude, maximum, division).
+_EAGER_PACKED = (5, 5)
 #: Ranks that are not in step: once per all-reduce of tp, or per gather and scatter; per all-to-all of ep.
 _WAITS = {"tp": 0.5, "tp_row": 0.5, "tp_col": 0.5, "ep": 1.0}
 
@@ -136,6 +140,10 @@ def block_times(block: Block, hidden: int, layout: Layout, job: Job, cluster: Cl
         }
         for is_backward in (False, True)
     )
+    packed = count_packed_parameters(block, layout, job)
+    if packed:  # each pass reads the codes and writes 16 bits, which the product reads
+        unpacking = compute_memory_seconds(gpu, packed * (count_packed_width(job) + job.width))
+        forward["unpacking 4 bits"] = backward["unpacking 4 bits"] = unpacking
     if not job.habits.eager:  # else of a whole stage: see `_compute_host_waits`
         _launch(gpu, forward, _KERNELS[0])
         _launch(gpu, backward, _KERNELS[1])
@@ -162,7 +170,8 @@ def count_host_kernels(block: Block, layout: Layout, job: Job) -> tuple[float, f
     """Return how many kernels Python launches for a block's forward and backward, what is computed again included."""
     adapters = sum(matrix.count for matrix in list_adapted(block)) if job.lora else 0
     shards = job.habits.fsdp2 and layout.has_several_data_ranks
-    kinds = ((_EAGER, 1), (_EAGER_TP, layout.tp > 1), (_EAGER_SHARDS, shards), (_EAGER_ADAPTER, adapters))
+    kinds = [(_EAGER, 1), (_EAGER_TP, layout.tp > 1), (_EAGER_SHARDS, shards), (_EAGER_ADAPTER, adapters)]
+    kinds += [(_EAGER_PACKED, adapters)] if job.four_bit != "none" else []
     forward, backward = (sum(kernels[side] * times for kernels, times in kinds) for side in (0, 1))
     return forward, backward + forward * job.recomputed_share
 
@@ -494,6 +503,7 @@ def predict(
     compiled: bool = False,
     fused_norms: bool = True,
     gradients: str = "auto",
+    four_bit: str = "none",
 ) -> Prediction:
     """Predict one training step.
 
@@ -520,6 +530,8 @@ def predict(
         fused_norms: is a norm of a fused implementation one kernel? If not it is torch's own operations.
         gradients: how 16-bit training with fp32 weights sums them: "bf16", "fp32", "both" (a 16-bit gradient beside
             the fp32 sum); "auto": as the engine does.
+        four_bit: "nf4" or "nf4_double": the base under the adapters is packed by bitsandbytes, its largest values
+            once more in the second case; "none".
 
     Raises:
         SpecError: a name that is not known or numbers that cannot hold; the message says what works.
@@ -532,8 +544,20 @@ def predict(
     how |= {"attention": attention, "engine": engine, "gradients": gradients}
     kernels = {"compiled": compiled, "fused_norms": fused_norms, "lean_loss": lean_loss, "tiled_mlp": tiled_mlp}
     kernels["activation_offload"] = activation_offload
-    job = make_job(sizes, seq, micro_batch, global_batch, lora=rank, **how, **kernels)
+    job = make_job(sizes, seq, micro_batch, global_batch, lora=rank, four_bit=four_bit, **how, **kernels)
+    check_four_bit_job(job)
     return predict_step(shape, cluster, sizes, job)
+
+
+def check_four_bit_job(job: Job) -> None:
+    """Refuse a base in 4 bits that trains, or whose other weights have more than 16."""
+    if job.four_bit not in ("none", *PACKED_BYTES):
+        refuse(f"four_bit={job.four_bit}", f"not one of none, {', '.join(PACKED_BYTES)}", "four_bit=nf4")
+    if job.four_bit != "none" and not job.lora:
+        refuse("a base in 4 bits", "does not train, so that lora=0 leaves nothing to train", "lora=16")
+    if job.four_bit != "none" and (job.precision, job.products) != ("bf16", "bf16"):
+        asked = job.precision if job.eight_bit == "auto" else job.eight_bit
+        refuse(f"precision={asked}", "a base in 4 bits is planned with all else in bf16", "precision=bf16")
 
 
 def predict_step(

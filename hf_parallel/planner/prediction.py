@@ -13,7 +13,7 @@ from hf_parallel.planner.ledger import Transfer, ring_factor
 from hf_parallel.planner.memory import GIB, RankMemory, find_fullest
 from hf_parallel.planner.pipeline import group_stages_by_rank, make_stages
 from hf_parallel.planner.shape import ModelShape, count_distinct
-from hf_parallel.planner.states import count_adapter_bytes, state_bytes
+from hf_parallel.planner.states import count_adapter_bytes, count_packed_width, state_bytes
 
 #: Ninth decile of the step time's error where a series, or a whole type of GPU, was left out; of models with experts,
 #: on which nothing was fitted (docs/reference/planner_formulas.md).
@@ -149,6 +149,11 @@ def _render_states(p: Prediction) -> Iterable[str]:
         f"{per.optimizer:g}; ZeRO-{stage} over {p.layout.shards} ranks divides {_DIVIDED[stage]} "
         "[arXiv:1910.02054, table 1]"
     )
+    if p.job.four_bit != "none":
+        yield (
+            f"linears of the layers: {count_packed_width(p.job):.4f} bytes per weight, a code of 4 bits and its part "
+            "of the largest value of a block of 64 [arXiv:2305.14314, section 3]"
+        )
     if p.job.habits.fsdp2:
         yield "gathered: weights that FSDP2 holds whole, and gradients between micro-batches [docs/dry_run.md]"
     yield from (f"  {kind:<24}{size:8.2f} GiB" for kind, size in p.breakdown.memory.items() if size >= 0.005)

@@ -42,11 +42,14 @@ from hf_parallel.planner.candidates import (
     iterate_other_schedules,
     list_sizes_of,
     list_ways_of,
+    make_config,
+    to_job,
 )
 from hf_parallel.planner.choices import TELLS, Choice, Found, find_leanest, iterate_variants, rank_seconds, try_layout
 from hf_parallel.planner.dryrun.run import PRECISIONS, dry_run
 from hf_parallel.planner.hardware import Cluster, make_cluster
 from hf_parallel.planner.layout import Job, Layout, normalise_precision
+from hf_parallel.planner.predict import check_four_bit_job
 from hf_parallel.planner.shape import ModelShape, shape_of
 
 if TYPE_CHECKING:
@@ -81,6 +84,7 @@ def search(
     quantized: bool = False,
     whole_logits: bool = False,
     headroom: float = HEADROOM,
+    four_bit: bool = False,
 ) -> Found:
     """Return the `top` best layouts that fit: by speed, and by memory where the planner cannot tell speeds apart.
 
@@ -99,6 +103,7 @@ def search(
         quantized: search layouts, too, whose transfers round, and so change the numbers.
         whole_logits: does the script read them, so that its loss is not computed in chunks?
         headroom: percent of each GPU's memory that stays free.
+        four_bit: does bitsandbytes pack the base under the adapters (QLoRA)?
 
     Raises:
         SpecError: the batch cannot be divided among any number of data ranks, or a name is not known.
@@ -123,7 +128,9 @@ def search(
         quantized=quantized,
         whole_logits=whole_logits,
         headroom=_check_headroom(headroom),
+        four_bit=four_bit,
     )
+    check_four_bit_job(to_job(goal, make_config(precision=eight_bit), 1, 1))
     looking = _Search(goal, accept)
     ranked = looking.run()
     if not looking.looked_at:

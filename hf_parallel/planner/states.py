@@ -18,6 +18,9 @@ from hf_parallel.planner.layout import Job
 #: Bytes per number of quantised transfers: the code, and a scale of 2 bytes for each 64.
 CODE_BYTES = {"int8": 1 + 2 / 64, "fp8": 1 + 2 / 64, "int4": 0.5 + 2 / 64}
 ADAPTER_WIDTH = 4  # bytes: peft keeps adapters in fp32 beside a 16-bit base
+#: Bytes per weight in 4 bits: its code, and its part of the largest value of a block of 64 weights: fp32, or,
+#: doubly quantised, in 8 bits with a scale in fp32 for 256 (Dettmers et al., 2023, arXiv:2305.14314, section 3).
+PACKED_BYTES = {"nf4": 1 / 2 + 4 / 64, "nf4_double": 1 / 2 + 1 / 64 + 4 / (64 * 256)}
 _READ_AND_WRITTEN = 7  # states on the host: weight, gradient, two moments read; weight and two moments written
 #: Of two 8-bit moments, with a scale in fp32 for each block of 256 (Dettmers et al., 2022, arXiv:2110.02861).
 _EIGHT_BIT_MOMENTS = 2 * (1 + 4 / 256)
@@ -85,6 +88,11 @@ def state_bytes(job: Job, zero_stage: int) -> StateBytes:
     if habits.fsdp2 and parameters_rest(job.offload):
         return StateBytes(0, 0, 0)
     return StateBytes(width, state.gradients if habits.fsdp2 else 0, 0)
+
+
+def count_packed_width(job: Job) -> float:
+    """Bytes per weight of a linear in 4 bits. This package keeps the largest values in fp32, as they were rounded."""
+    return PACKED_BYTES["nf4" if job.engine == "hf_parallel" else job.four_bit]
 
 
 def count_adapter_width(job: Job) -> int:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hf_parallel.ask.config import ParallelConfig
-from hf_parallel.hooks.peft.planned_adapters import plan_lora
+from hf_parallel.hooks.peft.planned_adapters import plan_four_bit, plan_lora
 from hf_parallel.planner import make_cluster, shape_of
 from hf_parallel.planner.candidates import Goal, to_job, to_layout
 from hf_parallel.planner.dryrun.run import dry_run, on_meta, settle_layout
@@ -48,13 +48,14 @@ def both(name, spec, rows, rank=0, accumulation=1, precision="bf16", seq=SEQ, wo
     layout = ParallelConfig.parse(spec).resolve(world)
     given = {"rows": rows, "seq": seq, "accumulation": accumulation, "precision": precision}
     adapters, optimizer = training.get("adapters", 0), training.get("optimizer", "adamw")
-    adapt = plan_lora(adapters) if adapters else None
+    adapt, four_bit = plan_lora(adapters) if adapters else None, training.get("four_bit", False)
+    given["pack"] = plan_four_bit() if four_bit else None
     ran = dry_run(config, layout, rank=rank, adapt=adapt, optimizer=optimizer, **given)
     resolved, _ = settle_layout(on_meta(config), layout, rank)
     shape = counted(name, precision, adapters) if name else shape_of(config)
     size = rows // (resolved.pipeline_microbatches or 1)
     cluster = make_cluster("a100-80gb", world)
-    goal = Goal(shape, cluster, seq, None, precision, optimizer, adapters, rows=rows, accumulation=accumulation)
+    goal = Goal(shape, cluster, seq, None, precision, optimizer, adapters, rows, accumulation, four_bit=four_bit)
     where, job = to_layout(resolved), to_job(goal, resolved, size, rows * accumulation // size)
     stages, place = make_stages(shape, where, job), ran.place["pp"]
     planned = predict_memory_of_ranks(stages, where, job)[place].tensors
@@ -90,6 +91,7 @@ LAYOUTS = [
     ("gpt2", "dp_shard=8", {"rows": 4}),
     ("gpt2", "tp=4,dp_shard=2", {"rows": 2}),
     ("qwen3", "dp_shard=8", {"rows": 2, "optimizer": "sgd"}),
+    ("llama", "tp=2,dp_shard=4", {"rows": 4, "adapters": 8, "four_bit": True}),
 ]
 MORE = [
     ("llama", f"pp=4,dp_replicate=2,{FOUR}=pipedream_2bw", {"rows": 4}),
@@ -130,6 +132,9 @@ MORE = [
     ("llama", "tp=8,tp_mesh=4x2", {"rows": 2, "adapters": 8, "precision": "mixed"}),
     ("llama", "tp=4,tp_mesh=2x2,dp_shard=2", {"rows": 2, "adapters": 8}),
     ("llama", "tp=4,tp_mesh=2x2,pp=2,pipeline_microbatches=4", {"rows": 4, "rank": 6}),
+    ("llama", "dp_shard=8", {"rows": 2, "adapters": 8, "four_bit": True}),
+    ("llama", "dp_shard=8,zero_stage=2", {"rows": 2, "accumulation": 2, "adapters": 8, "four_bit": True}),
+    ("llama", "pp=2,dp_shard=4,pipeline_microbatches=2", {"rows": 4, "adapters": 8, "four_bit": True}),
 ]
 
 

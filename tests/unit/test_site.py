@@ -95,7 +95,7 @@ def test_adapters_of_an_8b_model_fit_one_gpu_of_24_gb():
         places
         for places in ANSWERS
         if (asked := PAGE["asked"](places))[0].startswith("8 B")
-        and "LoRA" in asked[1]
+        and "(LoRA" in asked[1]
         and asked[2:] == ["1 GPU of 24 GB", "up to 4,096 tokens"]
     ]
     assert ANSWERS[places]["spec"] == "dp_shard=1,activation_checkpointing=full"

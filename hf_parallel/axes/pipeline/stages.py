@@ -450,5 +450,17 @@ def _list_present_names(parent: nn.Module, names: Iterable[str]) -> list[str]:
 
 
 def find_boundary_dtype(layers: list[nn.Module]) -> torch.dtype:
-    """Dtype of the activations between stages: that of the residual stream, which follows the weights."""
-    return next(p.dtype for layer in layers for p in layer.parameters() if p.is_floating_point())
+    """Dtype of the activations between stages: that of the residual stream, which follows the weights.
+
+    Linears in 4 bits have no dtype to follow, and adapters in fp32 give what they are given: frozen norms tell.
+    """
+    first, packed = None, False
+    for parameter in (p for layer in layers for p in layer.parameters()):
+        if not parameter.is_floating_point():
+            packed = True
+        elif not packed or not parameter.requires_grad:
+            return parameter.dtype
+        elif first is None:
+            first = parameter.dtype
+    assert first is not None
+    return first
