@@ -21,7 +21,9 @@ def test_verified_ranks_are_the_ends_of_a_pipeline(spec, monkeypatch):
     monkeypatch.setattr(report, "show_verified", lambda choice, runs, device: None)
     job = SimpleNamespace(job=SimpleNamespace(precision="bf16"))
     choice = SimpleNamespace(config=config, rows=1, accumulation=1, prediction=job)
-    args = SimpleNamespace(seq=33, optimizer="adamw", lora=0, verify=True, device="cpu", parallel=None, load_in_4bit=False)
+    args = SimpleNamespace(
+        seq=33, optimizer="adamw", lora=0, verify=True, device="cpu", parallel=None, load_in_4bit=False
+    )
     plan._verify(args, SimpleNamespace(best=choice, choices=[choice]), object())
     places = [compute_coordinates(config, rank) for rank in ranks]
     assert [place.pop("pp") for place in places] == sorted({0, config.pp_size - 1})
