@@ -1,4 +1,4 @@
-"""Write docs/memory.md and the README's table: how many GPUs a model needs, how fast, and what memory is left.
+"""Write docs/reference/memory.md and the README table: how many GPUs a model needs, how fast, what memory is left.
 
 python -m tests.memory_table            search all cells, minutes, and write both
 python -m tests.memory_table --check    search nothing; fail if the pages do not say what the results say
@@ -23,7 +23,7 @@ from hf_parallel.planner import find_gpu
 from tests.support_matrix import ROOT
 
 RESULTS = ROOT / "tests" / "results" / "memory.json"
-PAGES = (ROOT / "README.md", ROOT / "docs" / "memory.md")
+PAGES = (ROOT / "README.md", ROOT / "docs" / "reference" / "memory.md")
 BEGIN, END = "<!-- memory:begin -->", "<!-- memory:end -->"
 #: By its name on the Hub: the config that comes with the recipes.
 MODELS = {
