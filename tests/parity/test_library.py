@@ -1,12 +1,15 @@
 """`hf_parallel.parallelize` in a hand-written torch loop: nothing of Trainer, Accelerate or the runner."""
 
 import copy
+import gc
 from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
+from transformers import PreTrainedModel
 
+from hf_parallel.apply import weights
 from tests import models
 from tests.distributed import RankFailure, run, run_alone
 from tests.rows import Rows
@@ -141,6 +144,9 @@ def train_made_by_class(spec: str, kind: str) -> list[float]:
     """Train a model that no layout has seen, or one that is parallel, beside helpers that nothing must refuse."""
     import hf_parallel
 
+    weights._models.clear()  # what other tests have left in the process that was forked
+    for left in (item for item in gc.get_objects() if issubclass(type(item), PreTrainedModel)):
+        left.zero_grad()
     activate(spec)
     model, reference = models.build("llama", **ODD), models.build("llama", **ODD).requires_grad_(False)
     reference = hf_parallel.parallelize(reference, spec) if kind == "beside" else reference
