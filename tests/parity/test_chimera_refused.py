@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from transformers import Trainer
+from transformers import LlamaForSequenceClassification, Trainer
 
 from hf_parallel.ask.config import ParallelConfig
 from hf_parallel.ask.spec import SpecError
@@ -15,6 +15,10 @@ from tests.distributed import RankFailure, run
 from tests.training import OwnTrainer, follow_trainer_refusal, make_trainer, own_loss
 
 CHIMERA = "pipeline_schedule=chimera"
+
+
+def make_classifier() -> LlamaForSequenceClassification:
+    return LlamaForSequenceClassification(models.llama(pad_token_id=0, num_labels=models.CLASSES))
 
 
 @pytest.mark.parametrize(
@@ -86,12 +90,20 @@ def test_auto_never_picks_it(count):
     assert choose_schedule(config, 16, False) != "chimera"
 
 
-@pytest.mark.parametrize("name", ["mixtral", "bert"])
-def test_models(name):
-    """Experts, and losses over whole batches."""
-    problems = examine(models.build(name), ParallelConfig.parse(f"pp=2,dp_shard=1,{CHIMERA}"), 2).problems
+@pytest.mark.parametrize("make", [lambda: models.build("mixtral"), make_classifier], ids=["experts", "whole batches"])
+def test_models(make):
+    """Experts, and losses over whole batches; what the line says that works does."""
+    config = ParallelConfig.parse(f"pp=2,dp_shard=1,{CHIMERA}")
+    problems = examine(make(), config, 2).problems
     assert problems[0].startswith(CHIMERA)
-    assert problems[0].endswith("pipeline_schedule=1f1b works")
+    works = re.search(r"; (\S+) works$", problems[0])[1]
+    assert not examine(make(), ParallelConfig.parse(f"pp=2,dp_shard=1,{works}"), 2).problems
+
+
+def test_a_model_that_no_pipeline_takes():
+    """The line names the way out of the pipeline, not another schedule of it."""
+    problems = examine(models.build("bert"), ParallelConfig.parse(f"pp=2,dp_shard=1,{CHIMERA}"), 2).problems
+    assert re.search("pp_size=1 .*works", problems[0])
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ process.
 
 import pytest
 
+from tests.distributed import RankFailure
 from tests.training import pairs
 
 pytest.importorskip("trl")
@@ -35,6 +36,13 @@ BOTH = "dp_shard=2,tp=2 tp=2,pp=2"
 def test_sft(trl_runs, case, spec):
     data, flags = SFT[case]
     trl_runs.check("sft", data, flags, spec)
+
+
+@pytest.mark.parametrize("schedule", ["chimera", "pipedream_2bw"])
+def test_a_schedule_that_does_not_take_the_loss_of_sft(trl_runs, schedule):
+    """SFTTrainer computes its loss itself; the schedule that the line names is the one of `test_sft`."""
+    with pytest.raises(RankFailure, match=f"pipeline_schedule={schedule}: .*; pipeline_schedule=1f1b works"):
+        trl_runs.parallel("sft", *SFT["text"], f"pp=2,pipeline_schedule={schedule}")
 
 
 @pytest.mark.support("trl dpo")

@@ -31,13 +31,14 @@ class Pipeline(Axis[StageFacts, PipelinePart]):
         """The schedule and how many layers each stage gets."""
         from hf_parallel.axes.pipeline.read import check_clocks, check_fill, check_mirrors, resolve_stages
 
+        part = resolve_stages(config, facts, anatomy.sums_over_tokens)
         if config.fills_bubbles:
             check_fill(config, anatomy)
         if config.mirrors_stages:
             check_mirrors(config, anatomy)
         if config.pipeline_energy != "none":
             check_clocks(config)
-        return resolve_stages(config, facts, anatomy.sums_over_tokens)
+        return part
 
     def settle(self, config: ParallelConfig, part: PipelinePart | None) -> ParallelConfig:
         return config if part is None else part.config
