@@ -373,10 +373,16 @@ def _find_script_line(frame: FrameType) -> str:
 
 
 def _group_by_place(places: list[str]) -> str:
+    """Join what ranks say of themselves, `is at …` or `has ended`, to a sentence of those that say the same."""
     ranks: dict[str, list[int]] = {}
     for rank, place in enumerate(places):
         ranks.setdefault(place, []).append(rank)
-    return "; ".join(f"{_format_ranks_in_words(of_place)} {place}" for place, of_place in ranks.items())
+    said = []
+    for place, there in ranks.items():
+        verb, _, rest = place.partition(" ")
+        verb = verb if len(there) == 1 else {"is": "are", "has": "have"}[verb]
+        said.append(f"{_format_ranks_in_words(there)} {verb} {rest}")
+    return "; ".join(said)
 
 
 def _describe_deadlock(places: list[str]) -> str:
@@ -402,7 +408,7 @@ def _describe_different_calls(call: str, other: str) -> str:
 
 
 def _format_ranks_in_words(numbers: list[int]) -> str:
-    shown = " ".join(map(str, numbers[:8])) + (" …" if len(numbers) > 8 else "")
+    shown = ", ".join(map(str, numbers[:8])) + (" …" if len(numbers) > 8 else "")
     return f"rank{'s' if len(numbers) > 1 else ''} {shown}"
 
 

@@ -8,6 +8,7 @@ import torch
 
 from hf_parallel.cli import launch as cli_launch
 from hf_parallel.hooks import runtime
+from hf_parallel.ranks import desync
 
 NAMES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 
@@ -65,3 +66,9 @@ def test_processes_are_bound_where_nobody_has_chosen_cores(cores, cpu, bound):
         mock.patch("os.cpu_count", return_value=8),
     ):
         assert cli_launch._can_bind_to_nodes(cpu) is bound
+
+
+def test_ranks_at_one_place_are_named_together():
+    places = ["is at train.py:7", "is at train.py:7", "has ended", "is at train.py:9"]
+    said = "ranks 0, 1 are at train.py:7; rank 2 has ended; rank 3 is at train.py:9"
+    assert desync._group_by_place(places) == said
