@@ -1,6 +1,6 @@
 """Losses of several runs in one picture, from the states that Trainer saved.
 
-    python -m benchmarks.loss_curves docs/reference/pipeline_losses.svg 1f1b=out/1f1b pipedream_2bw=out/2bw …
+    python -m benchmarks.loss_curves docs/images/pipeline_losses.svg 1f1b=out/1f1b pipedream_2bw=out/2bw …
 
 Each point is the mean of the steps since the one before, as Trainer logs it (`--logging_steps`).
 """
