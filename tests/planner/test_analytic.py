@@ -145,7 +145,7 @@ GROUPS = (LAYOUTS, MORE)
 def compared(group):
     """A group in one process, which counts each model once; or why that failed, so that it does so only once."""
     try:
-        return run_alone(lambda: [both(name, spec, **options) for name, spec, options in GROUPS[group]], timeout=280)
+        return run_alone(lambda: [both(name, spec, **options) for name, spec, options in GROUPS[group]], timeout=900)
     except RankFailure as failure:
         return failure
 
