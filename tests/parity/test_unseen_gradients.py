@@ -55,6 +55,37 @@ class GradientPenalty(Trainer):
         return outputs.loss + gradient.pow(2).sum()
 
 
+class Perturbed(Trainer):
+    """A second pass where each example's embeddings are moved along their gradient (FGM, FreeLB)."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        labels, embed = inputs["labels"], model.get_input_embeddings()
+        embeds = embed(inputs["input_ids"])
+        outputs = model(inputs_embeds=embeds, labels=labels, num_items_in_batch=num_items_in_batch)
+        if not torch.is_grad_enabled():
+            return (outputs.loss, outputs) if return_outputs else outputs.loss
+        (gradient,) = torch.autograd.grad(outputs.loss, embeds, retain_graph=True)
+        moved = embed(inputs["input_ids"]) + gradient / gradient.norm(dim=(1, 2), keepdim=True)
+        other = model(inputs_embeds=moved, labels=labels, num_items_in_batch=num_items_in_batch)
+        return outputs.loss + other.loss
+
+
+class Virtual(Trainer):
+    """Virtual adversarial training (Miyato et al., 2018): along a divergence's gradient by noise."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        embed, outputs = model.get_input_embeddings(), model(**inputs, num_items_in_batch=num_items_in_batch)
+        clean, embeds = outputs.logits.detach(), embed(inputs["input_ids"])
+        noise = (embeds.detach().cos() / 10).requires_grad_()
+        (gradient,) = torch.autograd.grad(self.diverge(model(inputs_embeds=embeds.detach() + noise), clean), noise)
+        moved = model(inputs_embeds=embeds + gradient / gradient.norm(dim=(1, 2), keepdim=True))
+        return outputs.loss + self.diverge(moved, clean) / num_items_in_batch
+
+    def diverge(self, outputs, clean):
+        ours, theirs = (nn.functional.log_softmax(logits.float(), -1) for logits in (outputs.logits, clean))
+        return nn.functional.kl_div(ours, theirs, reduction="sum", log_target=True)
+
+
 class Temperature(Trainer):
     """Trains a number that is in no model."""
 
@@ -124,6 +155,13 @@ def test_a_loss_that_is_a_sum_and_a_mean_by_turns(runs, spec):
 def test_gradients_changed_before_the_step(runs, spec):
     """The way that the refusal of hooks names."""
     runs.compare(script, spec, runs.initial("llama", **ODD), Trainer, None, (Halves(),))
+
+
+@pytest.mark.parametrize("spec", ["cp=2", "tp=2", "dp_shard=2", "tp=2,cp=2"])
+@pytest.mark.parametrize("kind", [Perturbed, Virtual])
+def test_gradients_of_embeddings(runs, spec, kind):
+    """Every rank has them whole; a cp rank once had those of its tokens, cp times as large, and zero elsewhere."""
+    runs.compare(script, spec, runs.initial("llama", **ODD), kind)
 
 
 REFUSED = {
