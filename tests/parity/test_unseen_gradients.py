@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
 
 from tests.distributed import RankFailure
 from tests.rows import Rows
-from tests.training import TRAIN_SEED, Script, activate, fit, train, trainer_of
+from tests.training import TRAIN_SEED, Recorder, Script, activate, fit, train, trainer_of
 
 ODD = {"num_hidden_layers": 3, "vocab_size": 515}
 
@@ -84,6 +84,60 @@ class Virtual(Trainer):
     def diverge(self, outputs, clean):
         ours, theirs = (nn.functional.log_softmax(logits.float(), -1) for logits in (outputs.logits, clean))
         return nn.functional.kl_div(ours, theirs, reduction="sum", log_target=True)
+
+
+class Critic(Trainer):
+    """Trains a small module of its own by hand, beside the model."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        outputs = model(**inputs, num_items_in_batch=num_items_in_batch)
+        if not hasattr(self, "critic"):
+            torch.manual_seed(1)
+            self.critic = nn.Linear(ODD["vocab_size"], 1)
+            self.steps = torch.optim.SGD(self.critic.parameters(), lr=0.01)
+            self.critic, self.steps = self.begin(self.critic, self.steps)
+        if torch.is_grad_enabled():
+            (self.critic(outputs.logits.detach().float()) - 1).pow(2).mean().backward()
+            self.share(self.critic)
+            self.steps.step()
+            self.steps.zero_grad()
+            self.log({"critic": sum(float(p.detach().sum()) for p in self.critic.parameters())})
+        return (outputs.loss, outputs) if return_outputs else outputs.loss
+
+    def begin(self, *made):
+        return made
+
+    def share(self, module):
+        pass
+
+
+class PreparedCritic(Critic):
+    def begin(self, *made):
+        return self.accelerator.prepare(*made)
+
+
+class AveragedCritic(Critic):
+    def share(self, module):
+        if torch.distributed.is_initialized():
+            for parameter in module.parameters():
+                torch.distributed.all_reduce(parameter.grad)
+                parameter.grad /= torch.distributed.get_world_size()
+
+
+class CriticRecorder(Recorder):
+    """Keeps what became of the critic."""
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        super().on_log(args, state, control, logs, **kwargs)
+        if "critic" in logs:
+            self.logs.append({"loss": logs["critic"], "grad_norm": 1.0})
+
+
+def train_critic(spec, out, folder, kind):
+    ranks = activate(spec)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    rows = Rows(24, TRAIN_SEED, even=True, length=33)
+    return fit(*trainer_of(model, out, ranks, None, kind, CriticRecorder(), train_dataset=rows))
 
 
 class Temperature(Trainer):
@@ -164,6 +218,7 @@ def test_gradients_of_embeddings(runs, spec, kind):
     runs.compare(script, spec, runs.initial("llama", **ODD), kind)
 
 
+TRAINED_APART = "SGD trains 2 parameters that are in no parallel model.*accelerator.prepare.module, optimizer. works"
 REFUSED = {
     "a mask on a gradient": ((Trainer, mask_gradient), "dp_shard=2", "a hook on the gradient of .*embed_tokens"),
     "a mask beside tp": ((Trainer, mask_gradient), "tp=2,dp_shard=2", "a hook on the gradient of .*embed_tokens"),
@@ -175,6 +230,9 @@ REFUSED = {
     "a gradient's gradient of parts": ((GradientPenalty, attend_eagerly), "tp=2", "create_graph=True"),
     "a number of the script's own": ((Temperature,), "dp_shard=2", r"a parameter of \(\) in SGD"),
     "a loss that is neither": ((NeitherByTurns,), "pp=2", "neither a sum nor a mean"),
+    "a step per micro-batch": ((Critic,), "pp=2", "SGD.step.. in the script's loss.* pp_size=1 works"),
+    "a module trained apart": ((Critic,), "dp_shard=2", TRAINED_APART),
+    "a module of replicas": ((Critic,), "dp_replicate=2", TRAINED_APART),
 }
 
 
@@ -190,6 +248,15 @@ def test_what_would_train_on_other_numbers_is_refused(runs, case):
 def test_a_number_of_the_scripts_own_trains_where_all_see_the_same_rows(runs, spec):
     """On one data rank every rank computes its whole gradient."""
     runs.compare(script, spec, runs.initial("llama", **ODD), Temperature)
+
+
+CRITICS = [("dp_shard=2", PreparedCritic), ("dp_replicate=2", AveragedCritic), ("dp_shard=2,tp=2", AveragedCritic)]
+
+
+@pytest.mark.parametrize(("spec", "kind"), [*CRITICS, ("tp=2", Critic)])
+def test_a_module_trained_beside_the_model(runs, spec, kind):
+    """It is that of one process: ranks of one model train it by the same rows, data ranks by their mean."""
+    runs.compare(train_critic, spec, runs.initial("llama", **ODD), kind)
 
 
 @pytest.mark.parametrize("model", ["opt", "bart"])
