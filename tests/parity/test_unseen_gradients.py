@@ -2,14 +2,16 @@
 that change from step to step. Each has the numbers of one process, or is refused in words.
 """
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
 
-from tests.distributed import RankFailure
+from tests.distributed import RankFailure, run
 from tests.rows import Rows
-from tests.training import TRAIN_SEED, Recorder, Script, activate, fit, train, trainer_of
+from tests.training import TRAIN_SEED, Recorder, Script, Tolerance, activate, differences, fit, none, train, trainer_of
 
 ODD = {"num_hidden_layers": 3, "vocab_size": 515}
 
@@ -32,6 +34,18 @@ class NeitherByTurns(ByTurns):
         if torch.is_grad_enabled() and self.state.global_step % 2:
             loss = loss * len(inputs["labels"]) ** 2
         return (loss, outputs) if return_outputs else loss
+
+
+class GathersByTurns(Trainer):
+    """Data ranks compute their loss in another way in unlike steps; each loss looks at the rows of all data ranks."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        outputs, rank = model(**inputs), self.accelerator.process_index
+        rows = self.accelerator.gather(torch.tensor([len(inputs["labels"])])).tolist()
+        if len(set(rows)) > 1:
+            raise ValueError(f"losses of other micro-batches have met: {rows}")
+        other = torch.is_grad_enabled() and self.state.global_step == 2 + rank
+        return outputs.logits.float().pow(2).mean() if other else outputs.loss
 
 
 class Penalised(Trainer):
@@ -190,12 +204,12 @@ class Halves(TrainerCallback):
                 parameter.grad[:500] = 0
 
 
-def script(spec, out, folder, kind=Trainer, change=None, callbacks=()):
+def script(spec, out, folder, kind=Trainer, change=None, callbacks=(), rows=22):
     ranks = activate(spec)
     model = AutoModelForCausalLM.from_pretrained(folder)
     if change is not None:
         change(model)
-    rows = Rows(22, TRAIN_SEED, length=33)
+    rows = Rows(rows, TRAIN_SEED, length=33)
     return fit(*trainer_of(model, out, ranks, None, kind, callbacks=callbacks, train_dataset=rows))
 
 
@@ -203,6 +217,16 @@ def script(spec, out, folder, kind=Trainer, change=None, callbacks=()):
 def test_a_loss_that_is_a_sum_and_a_mean_by_turns(runs, spec):
     """Micro-batches' losses are added, or averaged, as the step has it; once all were added: eight times too much."""
     runs.compare(script, spec, runs.initial("llama", **ODD), ByTurns)
+
+
+@pytest.mark.parametrize("spec", ["pp=2,dp_replicate=2", "pp=2,dp_shard=2"])
+def test_data_ranks_that_change_their_loss_in_unlike_steps(runs, spec):
+    """What is new to one of them all try, whose losses wait for each other; without stages nothing is tried."""
+    folder, plain = runs.initial("llama", **ODD), spec.removeprefix("pp=2,")
+    folders = [str(runs.root / one.replace("=", "")) for one in (plain, spec)]
+    reference = run(partial(script, plain, folders[0], folder, GathersByTurns, rows=40), 2, init=False)
+    ranks = run(partial(script, spec, folders[1], folder, GathersByTurns, rows=40), 4, init=False)
+    none(differences(ranks, reference[0], Tolerance()))
 
 
 @pytest.mark.parametrize("spec", ["tp=2", "dp_shard=2", "pp=2"])
