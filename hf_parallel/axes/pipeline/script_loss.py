@@ -18,7 +18,13 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 import torch
 import torch.distributed as dist
 
-from hf_parallel.axes.pipeline.batches import count_causal_targets, count_rows, split_examples, tokens_of
+from hf_parallel.axes.pipeline.batches import (
+    count_blocks,
+    count_causal_targets,
+    count_rows,
+    split_examples,
+    tokens_of,
+)
 from hf_parallel.axes.pipeline.engine import run_scheduled
 from hf_parallel.axes.pipeline.schedules import can_be_cut, count_micro_batches
 from hf_parallel.axes.pipeline.stages import LeaveAtExit
@@ -383,10 +389,9 @@ def _double_examples(batch: Batch, rows_each: int, rows: int) -> Batch:
     """Return a batch with each example once more, as `split_examples` would cut it in two."""
     doubled = dict(batch)
     for key, value in batch.items():
-        size = len(value) if isinstance(value, list) or (torch.is_tensor(value) and value.dim()) else None
-        blocks = rows_each if size == rows else 1 if size == rows // rows_each else 0
-        if blocks and size:
-            each = size // blocks
+        blocks = count_blocks(value, rows_each, rows)
+        if blocks:
+            each = len(value) // blocks
             pieces = [value[block * each : (block + 1) * each] for block in range(blocks) for _ in range(2)]
             doubled[key] = (
                 torch.cat(pieces) if torch.is_tensor(value) else [item for piece in pieces for item in piece]
