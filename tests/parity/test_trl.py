@@ -6,6 +6,7 @@ process.
 
 import pytest
 
+from tests.distributed import RankFailure
 from tests.training import pairs
 
 pytest.importorskip("trl")
@@ -35,6 +36,15 @@ BOTH = "dp_shard=2,tp=2 tp=2,pp=2"
 def test_sft(trl_runs, case, spec):
     data, flags = SFT[case]
     trl_runs.check("sft", data, flags, spec)
+
+
+@pytest.mark.parametrize("flags", ["--packing true --max_length 32", "--padding_free true --max_length None"])
+def test_noise_of_joined_examples_is_refused_under_pp(trl_runs, flags):
+    """It was larger by the root of how many examples are joined."""
+    flags += " --neftune_noise_alpha 20"
+    with pytest.raises(RankFailure, match="neftune_noise_alpha=20: pp_size=2 .* pp_size=1 works"):
+        trl_runs.parallel("sft", "text", flags, "pp=2")
+    trl_runs.check("sft", "text", flags, "pp=1,tp=2")
 
 
 @pytest.mark.support("trl dpo")

@@ -10,7 +10,7 @@ import hashlib
 import sys
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ from hf_parallel.axes.pipeline.batches import COUNTED
 from hf_parallel.axes.pipeline.read import check_own_functions
 from hf_parallel.axes.pipeline.unscheduled import serve_script
 from hf_parallel.axes.tensor.vocab_parallel import Scaling, compute_first_row, compute_log_probs
-from hf_parallel.hooks import model_parts, runtime
+from hf_parallel.hooks import model_parts, report, runtime
 from hf_parallel.hooks.accelerate.shares import cut_of
 from hf_parallel.hooks.logits_read import does_keep_no_logits
 from hf_parallel.hooks.patching import patch, refuse_unpatched, replace, replacing
@@ -37,6 +37,7 @@ from hf_parallel.rollouts.reference import ask_server, decode_scores
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, Trainer, TrainingArguments
+    from trl.trainer.sft_config import SFTConfig
     from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 
@@ -168,6 +169,8 @@ def check_trl_trainer(
         model_parts.check_losses(kind, args)
         check_own_functions(runtime.mesh().config, kind.__name__ if does_keep_no_logits(kind) else None)
     servers.check_servers(trainer, args)
+    if kind is not None and is_sft(trainer):
+        _check_noise_of_joined_examples(cast("SFTConfig", args))
     if kind is None or f"{kind.__module__}.{kind.__qualname__}" in (*_TOKENS, *_EXAMPLES):
         return
     if f"{kind.__module__}.{kind.__qualname__}" in online.TRAINERS:
@@ -178,6 +181,22 @@ def check_trl_trainer(
         "not known to this version",
         do="the trainers of `trl sft`, `trl dpo`, `trl kto`, `trl reward`, `trl grpo` and `trl rloo` work",
     )
+
+
+def _check_noise_of_joined_examples(args: SFTConfig) -> None:
+    """Refuse NEFTune where TRL joins examples to one row, by whose length it divides, and stages keep them in rows."""
+    mesh, alpha = runtime.mesh(), args.neftune_noise_alpha
+    joins = args.padding_free or (args.packing and args.packing_strategy != "wrapped")
+    if alpha is None or not joins:
+        return
+    if mesh.size("pp") > 1:
+        why = f"pp_size={mesh.size('pp')} keeps joined examples in rows, whose noise is larger than a long row's"
+        refuse(f"neftune_noise_alpha={alpha:g}", why, "pp_size=1")
+    if mesh.data_size > 1:
+        report.say(
+            f"neftune_noise_alpha={alpha:g}: TRL divides by the root of a joined row's length: a data rank's row is "
+            f"1/{mesh.data_size} of one process's, and its noise larger"
+        )
 
 
 def _refuse_old(kind: type, model: PreTrainedModel) -> None:
