@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import gc
 import json
-import math
 import weakref
 from collections.abc import Callable, Iterable
 from types import SimpleNamespace
@@ -145,6 +144,34 @@ class _Beside:
         self.count = 0
         self.steps: weakref.WeakKeyDictionary[Optimizer, list[int]] = weakref.WeakKeyDictionary()
 
+    def refuse_training_apart(self, optimizer: Optimizer) -> None:
+        """Refuse a step by gradients that other data ranks do not have; looks at them ever more rarely.
+
+        Each rank leaves the norms of its gradients in the store of the ranks, and looks at those that are there: the
+        last one sees all. A rank that trains something by itself waits for nobody.
+        """
+        number, step = self.steps[optimizer]
+        self.steps[optimizer][1] += 1
+        if step & (step - 1):
+            return
+        mesh, default = runtime.mesh(), dist.distributed_c10d._get_default_store()
+        store = dist.PrefixStore(f"hf_parallel/beside/{number}/{step}", default)
+        given = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        own = torch.tensor([float(gradient.float().norm()) for gradient in given])
+        store.set(str(mesh.rank), json.dumps(own.tolist()))
+        for rank in dist.get_process_group_ranks(mesh.data_group):
+            if rank == mesh.rank or not store.check([str(rank)]):
+                continue
+            theirs = torch.tensor(json.loads(store.get(str(rank))))
+            finite = bool(own.isfinite().all() and theirs.isfinite().all())
+            if finite and not (len(own) == len(theirs) and torch.allclose(own, theirs, rtol=1e-3, atol=0)):
+                refuse(
+                    f"{type(optimizer).__name__} trains {len(own)} parameters that are in no parallel model",
+                    f"ranks {mesh.rank} and {rank} have other gradients of them, and each would train its own",
+                    do="accelerator.prepare(module, optimizer) works, and so does the mean of their gradients over "
+                    "ranks",
+                )
+
 
 @functools.cache
 def watch_optimizers() -> None:
@@ -171,40 +198,7 @@ def _refuse_optimizer_of_plain_model(optimizer: Optimizer, args: tuple, kwargs: 
             beside.steps[optimizer] = [beside.count, 0]
             beside.count += 1
     if optimizer in beside.steps:
-        number, step = beside.steps[optimizer]
-        beside.steps[optimizer][1] += 1
-        if step & (step - 1) == 0:
-            _refuse_training_apart(optimizer, f"{number}/{step}")
-
-
-def _refuse_training_apart(optimizer: Optimizer, place: str) -> None:
-    """Refuse a step on parameters that are in no parallel model, by gradients that other data ranks do not have.
-
-    Each rank leaves the norms of its gradients in the store of the ranks, and looks at those that are there: the last
-    one sees all. A rank that trains something by itself waits for nobody.
-
-    Args:
-        place: number of the optimizer and its step, which are the same on all ranks.
-    """
-    mesh, store = runtime.mesh(), dist.PrefixStore("hf_parallel/beside", dist.distributed_c10d._get_default_store())
-    given = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    own = [float(gradient.float().norm()) for gradient in given]
-    store.set(f"{place}/{mesh.rank}", json.dumps(own))
-    for rank in dist.get_process_group_ranks(mesh.data_group):
-        if rank == mesh.rank or not store.check([f"{place}/{rank}"]):
-            continue
-        theirs = json.loads(store.get(f"{place}/{rank}"))
-        if len(theirs) != len(own) or not all(map(_are_close, own, theirs)):
-            refuse(
-                f"{type(optimizer).__name__} trains {len(own)} parameters that are in no parallel model",
-                f"ranks {mesh.rank} and {rank} have other gradients of them, and each would train its own",
-                do="accelerator.prepare(module, optimizer) works, and so does the mean of their gradients over ranks",
-            )
-
-
-def _are_close(one: float, other: float) -> bool:
-    """Are two norms equal but for the order of sums, or too large to tell?"""
-    return not math.isfinite(one + other) or math.isclose(one, other, rel_tol=1e-3)
+        beside.refuse_training_apart(optimizer)
 
 
 @patch("torch.autograd:backward", "nothing else tells that a loop without an optimizer trains a model")

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 #
 #     join             tokens of each rank -> all of them, which all ranks use alike     backward: own tokens, times cp
 #     sum_over_ranks   a sum over each rank's tokens -> over all                         backward: times cp
-#     take_part        tokens that all ranks have -> a rank's own                        backward: all of them, by cp
+#     TakePart         tokens that all ranks have -> a rank's own                        backward: all of them, by cp
 
 
 class _Join(torch.autograd.Function):
@@ -64,8 +64,8 @@ def sum_over_ranks(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tens
     return reduce_from_group(scale_gradient(tensor, group.size()), group)
 
 
-class _TakePart(torch.autograd.Function):
-    """[b, s, …] of all ranks alike -> [b, n, …], the tokens of each."""
+class TakePart(torch.autograd.Function):
+    """[b, s, …] of all ranks alike -> [b, n, …], the tokens of each; the gradient of all is whole on every rank."""
 
     @staticmethod
     def forward(ctx: Context, tensor: torch.Tensor, layout: Layout, group: dist.ProcessGroup) -> torch.Tensor:
@@ -76,11 +76,6 @@ class _TakePart(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Context, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         return join(gradient, ctx.layout, ctx.group) / ctx.group.size(), None, None
-
-
-def take_part(tensor: torch.Tensor, layout: Layout, group: dist.ProcessGroup) -> torch.Tensor:
-    """Take this rank's tokens; a script that asks for the gradient of all of them has it on every rank."""
-    return _TakePart.apply(tensor, layout, group) if tensor.requires_grad else take(tensor, layout, group.rank())
 
 
 def take(tensor: torch.Tensor, layout: Layout, rank: int, fill: float = 0) -> torch.Tensor:

@@ -169,8 +169,15 @@ def check_trl_trainer(
         model_parts.check_losses(kind, args)
         check_own_functions(runtime.mesh().config, kind.__name__ if does_keep_no_logits(kind) else None)
     servers.check_servers(trainer, args)
-    if kind is not None and is_sft(trainer):
-        _check_noise_of_joined_examples(cast("SFTConfig", args))
+    mesh, alpha, given = runtime.mesh(), args.neftune_noise_alpha, cast("SFTConfig", args)
+    # TRL divides noise by the root of the length of a row, into which it joins examples.
+    noisy = alpha is not None and kind is not None and is_sft(trainer)
+    if noisy and (given.padding_free or (given.packing and given.packing_strategy != "wrapped")):
+        if mesh.size("pp") > 1:
+            why = f"pp_size={mesh.size('pp')} keeps joined examples in rows, whose noise is larger than a long row's"
+            refuse(f"neftune_noise_alpha={alpha:g}", why, "pp_size=1")
+        if mesh.data_size > 1:
+            report.say(f"neftune_noise_alpha={alpha:g}: a data rank's joined row is shorter, and its noise larger")
     if kind is None or f"{kind.__module__}.{kind.__qualname__}" in (*_TOKENS, *_EXAMPLES):
         return
     if f"{kind.__module__}.{kind.__qualname__}" in online.TRAINERS:
@@ -181,22 +188,6 @@ def check_trl_trainer(
         "not known to this version",
         do="the trainers of `trl sft`, `trl dpo`, `trl kto`, `trl reward`, `trl grpo` and `trl rloo` work",
     )
-
-
-def _check_noise_of_joined_examples(args: SFTConfig) -> None:
-    """Refuse NEFTune where TRL joins examples to one row, by whose length it divides, and stages keep them in rows."""
-    mesh, alpha = runtime.mesh(), args.neftune_noise_alpha
-    joins = args.padding_free or (args.packing and args.packing_strategy != "wrapped")
-    if alpha is None or not joins:
-        return
-    if mesh.size("pp") > 1:
-        why = f"pp_size={mesh.size('pp')} keeps joined examples in rows, whose noise is larger than a long row's"
-        refuse(f"neftune_noise_alpha={alpha:g}", why, "pp_size=1")
-    if mesh.data_size > 1:
-        report.say(
-            f"neftune_noise_alpha={alpha:g}: TRL divides by the root of a joined row's length: a data rank's row is "
-            f"1/{mesh.data_size} of one process's, and its noise larger"
-        )
 
 
 def _refuse_old(kind: type, model: PreTrainedModel) -> None:
