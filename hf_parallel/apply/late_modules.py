@@ -6,15 +6,13 @@ Data ranks share them out (`add_late_parameters`), and adapters are placed when 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from hf_parallel.ask.spec import refuse
+from hf_parallel.axes.data.parameters import send_from_first
 from hf_parallel.axes.pipeline.engine import PipelineEngine
 from hf_parallel.axes.pipeline.stage_runner import pipelines_of
 from hf_parallel.axes.tensor.layers import PartialGradient
@@ -54,7 +52,7 @@ def watch_for_late_modules(model: nn.Module, mesh: ParallelMesh, pipeline: Pipel
         if late and pipeline is not None:
             pipeline.late += _equalise_stages(late, mesh)
         if late and cuts and mesh.config.sharing_size == 1:
-            _send_to_group(_name_tensors(late).values(), mesh, "tp")
+            send_from_first(_name_tensors(late).values(), [mesh.group("tp")], mesh.device)
 
     handle = register_module_module_registration_hook(note)
     weakref.finalize(model, handle.remove)
@@ -76,17 +74,8 @@ def _equalise_stages(late: dict[str, nn.Module], mesh: ParallelMesh) -> list[nn.
     held = messages.gather_objects({name: tensor.shape for name, tensor in tensors.items()}, mesh.group_on_host("pp"))
     common = [t for name, t in tensors.items() if all(one.get(name) == t.shape for one in held)]
     if mesh.config.sharing_size == 1:
-        _send_to_group(common, mesh, "pp")
+        send_from_first(common, [mesh.group("pp")], mesh.device)
     return [tensor for tensor in common if isinstance(tensor, nn.Parameter)]
-
-
-@torch.no_grad()
-def _send_to_group(tensors: Iterable[torch.Tensor], mesh: ParallelMesh, axis: str) -> None:
-    for tensor in tensors:
-        if not isinstance(tensor, DTensor):
-            carrier = tensor.to(mesh.device).contiguous()
-            dist.broadcast(carrier, group=mesh.group(axis), group_src=0)
-            tensor.copy_(carrier)
 
 
 def find_counted_before(late: list[nn.Parameter], mesh: ParallelMesh) -> set[int]:

@@ -23,9 +23,8 @@ from hf_parallel.apply.methods import (
 )
 from hf_parallel.apply.weights import (
     note_former_parameters,
-    refuse_exchanged,
+    refuse_changed_parameters,
     refuse_gradients_of_gradients,
-    refuse_hooked,
     take_exchanged,
 )
 from hf_parallel.ask.config import ParallelConfig
@@ -165,10 +164,9 @@ def apply(model: nn.Module, plan: Plan, mesh: ParallelMesh, pack: Packing | None
     tied = dict(getattr(model, "all_tied_weights_keys", None) or {})
     vars(model).update(_hf_parallel=state, _hf_parallel_tied_keys=tied)
     replace_methods(model, mesh, pipeline, functools.partial(parallelize, mesh=mesh))
-    if root is model and state.config.sharing_size > 1:
-        model.register_forward_pre_hook(refuse_exchanged, prepend=True)
     if state.config.sharing_size > 1 or pipeline is not None:
-        model.register_forward_pre_hook(functools.partial(refuse_hooked, root), prepend=True)
+        gathers = root is model and state.config.sharing_size > 1
+        model.register_forward_pre_hook(functools.partial(refuse_changed_parameters, root, gathers), prepend=True)
     if pipeline is None and state.config.world_size > 1:
         model.register_forward_hook(refuse_gradients_of_gradients)
     _compare_batches(model, state)

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.utils.parametrize import is_parametrized
@@ -30,7 +31,7 @@ from hf_parallel.axes.data.parameters import (
     iterate_late_parameters,
     remove_late_parameters,
 )
-from hf_parallel.axes.data.units import iterate_parameter_groups, iterate_sharded_modules
+from hf_parallel.axes.data.units import get_groups_of, iterate_parameter_groups, iterate_sharded_modules
 from hf_parallel.axes.pipeline.stages import StandIn
 from hf_parallel.axes.tensor.layers import TensorParallelLayer
 from hf_parallel.axes.tensor.tensor_parallel import shard_parameter
@@ -42,6 +43,7 @@ from hf_parallel.ranks.mesh import ParallelMesh, get_stored, place_as
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
     from torch.optim import Optimizer
     from transformers import PreTrainedModel
 
@@ -426,20 +428,49 @@ def note_former_parameters(model: nn.Module) -> Iterator[None]:
             former_parameters[parameter] = (model_reference, name)
 
 
-def refuse_hooked(root: nn.Module, model: nn.Module, args: tuple) -> None:
-    """Refuse hooks that a script has put on gradients: FSDP2 calls none, a pipeline calls them per micro-batch."""
-    there = [(module, leaf, p) for module in root.modules() for leaf, p in module._parameters.items() if p is not None]
-    for group in iterate_parameter_groups(root):
-        for held in group.fsdp_params:  # of which the module may have a gathered copy
-            there.append((held._module_info.module, held._module_info.param_name, held.sharded_param))
-    for module, leaf, parameter in there:
-        if _is_hooked(parameter):
-            _refuse_hook(next((path for path, inner in model.named_modules() if inner is module), ""), leaf)
+def refuse_changed_parameters(root: nn.Module, gathers: bool, model: nn.Module, args: tuple) -> None:
+    """Refuse hooks on gradients, and parameters put into a module's own table. In one walk, before a forward pass.
+
+    FSDP2 calls no hooks and a pipeline calls them per micro-batch; the next gather would undo what was put in.
+
+    Args:
+        gathers: whether the model gathers weights as one, so that its parameters can be exchanged.
+    """
+    for module in root.modules():
+        for leaf, parameter in module._parameters.items():
+            if parameter is not None and _is_hooked(parameter):
+                _refuse_hook(_name_module(model, module), leaf)
+        for group in get_groups_of(module) if isinstance(module, FSDPModule) else ():
+            for held in group.fsdp_params:
+                where = held._module_info
+                if _is_hooked(held.sharded_param):  # of which the module may have a gathered copy
+                    _refuse_hook(_name_module(model, where.module), where.param_name)
+                if gathers and where.module._parameters.get(where.param_name) is not held.sharded_param:
+                    _refuse_exchanged(model, group, held)
+
+
+def _name_module(model: nn.Module, module: nn.Module) -> str:
+    return next((path for path, inner in model.named_modules() if inner is module), "")
+
+
+def _refuse_exchanged(model: nn.Module, group: FSDPParamGroup, held: FSDPParam) -> None:
+    """Refuse what a module has in the place of the parameter that FSDP2 has stored, unless that is gathered."""
+    module, name = held._module_info.module, held._module_info.param_name
+    there = module._parameters.get(name)
+    if there is None and is_parametrized(module, name):
+        what = f"a parametrization of {_name_parameter(module, name, [model])}"
+        refuse(what, "its weight is shared out already", do="register it before the model is made parallel")
+    if group._reset_sharded_params and (there is None or not Held(group, held, "").knows(there)):
+        why = "it was put there past the module, and the next gather would undo it"
+        what = f"another parameter for {_name_parameter(module, name, [model])}"
+        refuse(what, why, do="module.weight.data = x, or copy_ into it")
 
 
 def _is_hooked(parameter: nn.Parameter) -> bool:
     """Return whether a script has put hooks on the parameter's gradient; some of the layout are its own."""
     tables: tuple[Any, ...] = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
+    if not any(tables):
+        return False
     hooks = [getattr(hook, "func", hook) for table in tables for hook in (table or {}).values()]
     return any(not getattr(hook, "__module__", "").startswith("hf_parallel.") for hook in hooks)
 
@@ -511,23 +542,3 @@ def _refuse_strays(optimizer: Optimizer, given: dict[int, torch.Tensor]) -> None
 def _iterate_held(model: nn.Module) -> Iterator[FSDPParam]:
     for group in iterate_parameter_groups(cast(Any, model)._hf_parallel.root):
         yield from group.fsdp_params
-
-
-def refuse_exchanged(model: nn.Module, args: tuple) -> None:
-    """Refuse parameters put into a module's own table, before the next gather of its weights would undo it."""
-    for group in iterate_parameter_groups(model):
-        for held in group.fsdp_params:
-            module, name = held._module_info.module, held._module_info.param_name
-            there = module._parameters.get(name)
-            if there is None and is_parametrized(module, name):
-                what = f"a parametrization of {_name_parameter(module, name, [model])}"
-                refuse(what, "its weight is shared out already", do="register it before the model is made parallel")
-            if not group._reset_sharded_params:
-                continue
-            if there is None or not Held(group, held, "").knows(there):
-                why = "it was put there past the module, and the next gather would undo it"
-                refuse(
-                    f"another parameter for {_name_parameter(module, name, [model])}",
-                    why,
-                    do="module.weight.data = x, or copy_ into it",
-                )

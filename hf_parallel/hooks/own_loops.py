@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import functools
 import gc
+import json
 import weakref
 from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -21,8 +23,9 @@ from transformers import PreTrainedModel
 
 from hf_parallel.apply.parallelize import ParallelState, clip_together, state_of
 from hf_parallel.apply.weights import list_parallel_models, reduce_to_whole_number, store
-from hf_parallel.ask.session import of_session
+from hf_parallel.ask.session import of_process, of_session
 from hf_parallel.ask.spec import refuse
+from hf_parallel.axes.pipeline.stage_runner import pipelines_of
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.patching import patch, replace
 from hf_parallel.ranks.mesh import get_stored
@@ -131,6 +134,45 @@ class _Seen:
         self.backwards = 0
 
 
+class _Beside:
+    """The optimizers of parameters that are in no parallel model: a number for each, and how often it has stepped.
+
+    They outlast a layout, as what ranks leave in their store does.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.steps: weakref.WeakKeyDictionary[Optimizer, list[int]] = weakref.WeakKeyDictionary()
+
+    def refuse_training_apart(self, optimizer: Optimizer) -> None:
+        """Refuse a step by gradients that other data ranks do not have; looks at them ever more rarely.
+
+        Each rank leaves the norms of its gradients in the store of the ranks, and looks at those that are there: the
+        last one sees all. A rank that trains something by itself waits for nobody.
+        """
+        number, step = self.steps[optimizer]
+        self.steps[optimizer][1] += 1
+        if step & (step - 1):
+            return
+        mesh, default = runtime.mesh(), dist.distributed_c10d._get_default_store()
+        store = dist.PrefixStore(f"hf_parallel/beside/{number}/{step}", default)
+        given = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        own = torch.tensor([float(gradient.float().norm()) for gradient in given])
+        store.set(str(mesh.rank), json.dumps(own.tolist()))
+        for rank in dist.get_process_group_ranks(mesh.data_group):
+            if rank == mesh.rank or not store.check([str(rank)]):
+                continue
+            theirs = torch.tensor(json.loads(store.get(str(rank))))
+            finite = bool(own.isfinite().all() and theirs.isfinite().all())
+            if finite and not (len(own) == len(theirs) and torch.allclose(own, theirs, rtol=1e-3, atol=0)):
+                refuse(
+                    f"{type(optimizer).__name__} trains {len(own)} parameters that are in no parallel model",
+                    f"ranks {mesh.rank} and {rank} have other gradients of them, and each would train its own",
+                    do="accelerator.prepare(module, optimizer) works, and so does the mean of their gradients over "
+                    "ranks",
+                )
+
+
 @functools.cache
 def watch_optimizers() -> None:
     """Look at each optimizer before its first step under a layout. A second call changes nothing."""
@@ -138,13 +180,25 @@ def watch_optimizers() -> None:
 
 
 def _refuse_optimizer_of_plain_model(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
-    """Look at what an optimizer is about to train, once."""
-    if not _trains_together() or optimizer in of_session(_Seen).optimizers:
+    """Look at what an optimizer is about to train, once; at what is in no parallel model again, ever more rarely."""
+    if not _trains_together():
         return
-    of_session(_Seen).optimizers.add(optimizer)
-    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-    trained = {id(p) for p in parameters if isinstance(p, nn.Parameter) and p.grad is not None}
-    _refuse_plain_model(trained, type(optimizer).__name__)
+    if pipelines_of(runtime.mesh()).session is not None:
+        what, size = f"{type(optimizer).__name__}.step() in the script's loss", runtime.mesh().size("pp")
+        refuse(what, f"pp_size={size} has micro-batches", do="pp_size=1 works, and so does a later step")
+    seen, beside = of_session(_Seen), of_process(_Beside)
+    if optimizer not in seen.optimizers:
+        seen.optimizers.add(optimizer)
+        parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        trained = {id(p): p for p in parameters if isinstance(p, nn.Parameter) and p.grad is not None}
+        _refuse_plain_model(set(trained), type(optimizer).__name__)
+        known = {id(parameter) for model in list_parallel_models() for parameter in model.parameters()}
+        plain = not any(isinstance(p, DTensor) for p in trained.values()) and known.isdisjoint(trained)
+        if trained and plain and runtime.mesh().data_size > 1:
+            beside.steps[optimizer] = [beside.count, 0]
+            beside.count += 1
+    if optimizer in beside.steps:
+        beside.refuse_training_apart(optimizer)
 
 
 @patch("torch.autograd:backward", "nothing else tells that a loop without an optimizer trains a model")

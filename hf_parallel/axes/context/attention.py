@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 #
 #     join             tokens of each rank -> all of them, which all ranks use alike     backward: own tokens, times cp
 #     sum_over_ranks   a sum over each rank's tokens -> over all                         backward: times cp
+#     TakePart         tokens that all ranks have -> a rank's own                        backward: all of them, by cp
 
 
 class _Join(torch.autograd.Function):
@@ -61,6 +62,20 @@ def join(tensor: torch.Tensor, layout: Layout, group: dist.ProcessGroup) -> torc
 def sum_over_ranks(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """A sum over this rank's tokens -> that over all."""
     return reduce_from_group(scale_gradient(tensor, group.size()), group)
+
+
+class TakePart(torch.autograd.Function):
+    """[b, s, …] of all ranks alike -> [b, n, …], the tokens of each; the gradient of all is whole on every rank."""
+
+    @staticmethod
+    def forward(ctx: Context, tensor: torch.Tensor, layout: Layout, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.layout, ctx.group = layout, group
+        return take(tensor, layout, group.rank())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Context, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return join(gradient, ctx.layout, ctx.group) / ctx.group.size(), None, None
 
 
 def take(tensor: torch.Tensor, layout: Layout, rank: int, fill: float = 0) -> torch.Tensor:

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hf_parallel.axes.context import packs
-from hf_parallel.axes.context.attention import Cut, Exchanged, current, join, sum_over_ranks, take
+from hf_parallel.axes.context.attention import Cut, Exchanged, TakePart, current, join, sum_over_ranks, take
 from hf_parallel.axes.context.choose import Choice
 from hf_parallel.axes.context.layout import Layout, Shape, compute_local_length
 from hf_parallel.model.anatomy import Draws, find_token_readers
@@ -239,7 +239,8 @@ class SequenceCut:
         own = {key: value for key, value in batch.items() if key not in _BOUNDARIES}
         for key, value in own.items():
             if torch.is_tensor(value) and value.dim() >= 2 and value.shape[:2] == whole:
-                own[key] = take(value, layout, rank)
+                trains = value.requires_grad
+                own[key] = TakePart.apply(value, layout, self.group) if trains else take(value, layout, rank)
         if "position_ids" in names:
             own["position_ids"] = self._find_positions(batch, layout)
         if "attention_mask" in own:

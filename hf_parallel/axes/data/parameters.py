@@ -47,11 +47,19 @@ def make_identical(model: nn.Module, device: torch.device) -> bool:
     dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
     if torch.equal(extremes[0], ~extremes[1]):
         return False
-    for tensor in tensors:
-        carrier = tensor.to(device).contiguous()
-        dist.broadcast(carrier, src=0)
-        tensor.copy_(carrier)
+    send_from_first(tensors, [dist.distributed_c10d._get_default_group()], device)
     return True
+
+
+@torch.no_grad()
+def send_from_first(tensors: Iterable[torch.Tensor], groups: list[dist.ProcessGroup], device: torch.device) -> None:
+    """Give plain tensors the values of the first rank, of one group after another. Collective over these groups."""
+    for tensor in tensors:
+        if not isinstance(tensor, DTensor):
+            carrier = tensor.to(device).contiguous()
+            for group in groups:
+                dist.broadcast(carrier, group=group, group_src=0)
+            tensor.copy_(carrier)
 
 
 def compute_checksum(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -99,9 +107,8 @@ def add_late_parameters(root: nn.Module, mesh: ParallelMesh | None = None) -> No
         if mesh is not None:
             for parameter in new:
                 parameter.data = parameter.data.to(mesh.device).contiguous()
-                groups = [mesh.sharing_mesh.get_group(axis) for axis in range(mesh.sharing_mesh.ndim)]
-                for axis in [*groups, *([mesh.group("tp")] if mesh.size("tp") > 1 else [])]:
-                    dist.broadcast(parameter.data, group=axis, group_src=0)
+            groups = [mesh.sharing_mesh.get_group(axis) for axis in range(mesh.sharing_mesh.ndim)]
+            send_from_first(new, [*groups, *([mesh.group("tp")] if mesh.size("tp") > 1 else [])], mesh.device)
         _add_late_group(group, new, modules)
 
 

@@ -98,17 +98,28 @@ def split_examples(batch: Batch, parts: int, rows_each: int, rows: int) -> list[
     """
     cut: dict[str, list] = {}
     for key, value in batch.items():
-        if isinstance(value, list) and len(value) in (rows, rows // rows_each):
-            places = torch.arange(len(value)).unflatten(0, (len(value) * rows_each // rows, -1))
-            cut[key] = [[value[i] for i in part.flatten().tolist()] for part in places.tensor_split(parts, dim=1)]
-        if not torch.is_tensor(value) or value.dim() == 0:
+        blocks = count_blocks(value, rows_each, rows)
+        if not blocks:
             continue
-        if value.shape[0] == rows:
-            blocks = value.unflatten(0, (rows_each, -1))
-            cut[key] = [block.flatten(0, 1) for block in blocks.tensor_split(parts, dim=1)]
-        elif value.shape[0] * rows_each == rows:
-            cut[key] = list(value.tensor_split(parts))
+        if isinstance(value, list):
+            places = torch.arange(len(value)).unflatten(0, (blocks, -1))
+            cut[key] = [[value[i] for i in part.flatten().tolist()] for part in places.tensor_split(parts, dim=1)]
+        else:
+            pieces = value.unflatten(0, (blocks, -1)).tensor_split(parts, dim=1)
+            cut[key] = [piece.flatten(0, 1) for piece in pieces]
     return [{key: cut[key][i] if key in cut else value for key, value in batch.items()} for i in range(parts)]
+
+
+def count_blocks(value: object, rows_each: int, rows: int) -> int:
+    """Return how many entries of a batch each example has in `value`, which lie in as many blocks; 0: none.
+
+    Args:
+        rows_each: rows of an example.
+        rows: of the batch.
+    """
+    if not isinstance(value, list) and not (torch.is_tensor(value) and value.dim()):
+        return 0
+    return rows_each if len(value) == rows else 1 if len(value) * rows_each == rows else 0
 
 
 #: What of a batch holds a target per token.

@@ -18,7 +18,13 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 import torch
 import torch.distributed as dist
 
-from hf_parallel.axes.pipeline.batches import count_causal_targets, count_rows, split_examples, tokens_of
+from hf_parallel.axes.pipeline.batches import (
+    count_blocks,
+    count_causal_targets,
+    count_rows,
+    split_examples,
+    tokens_of,
+)
 from hf_parallel.axes.pipeline.engine import run_scheduled
 from hf_parallel.axes.pipeline.schedules import can_be_cut, count_micro_batches
 from hf_parallel.axes.pipeline.stages import LeaveAtExit
@@ -297,6 +303,7 @@ def run_plan(
     count = count_micro_batches(rows // cut.rows, engine.config)
     parts = split_examples(batch, count, cut.rows, rows)
     beside = [_run_calls_beside(engine, plan, call, batch, count) for call in plan.calls]
+    count_meetings = cast(Any, engine.mesh.data_group)._get_sequence_number_for_group  # collectives over data ranks
     with count_over_whole_batch(engine, batch, counts, share):
         calls, items = _make_main_calls(engine, plan, parts, beside, loss_of, quietly), engine.items
         main, known = plan.calls[plan.main], None
@@ -317,9 +324,13 @@ def run_plan(
                 return loss, session
 
             answers = _make_answers(engine, plan, parts[i], [outputs[i] for outputs in beside], hidden, known)
+            met = count_meetings()
             loss, session = compute(answers, dict(parts[i]), loss_of)
+            met = count_meetings() - met
             found = _find_cut_of_part(
-                plan, parts[i], session.seen, loss, engine, lambda given, part: compute(given, part, try_loss_of)[0]
+                *(plan, parts[i], session.seen, loss, engine),
+                lambda given, part: compute(given, part, try_loss_of)[0],
+                together=engine.mesh.data_size > 1 and met > 0,
             )
             return loss * (share / count if found.mean else share)
 
@@ -333,6 +344,7 @@ def _find_cut_of_part(
     loss: torch.Tensor,
     engine: StageRunner,
     compute: Callable[[list[Answer], Batch], torch.Tensor],
+    together: bool,
 ) -> Cut:
     """Return how the losses of micro-batches make that of the batch, which a script may change from step to step.
 
@@ -341,12 +353,17 @@ def _find_cut_of_part(
 
     Args:
         compute: the loss of a batch by these answers, in the last stage, of which nothing else remains.
+        together: the loss has called collectives over data ranks, so all of them are here: what is new to one of
+            them all try, as each would wait for the others in its collectives.
 
     Raises:
         RuntimeError: it is neither their sum nor their mean.
     """
     kind = _list_operations(loss, {output["last_hidden_state"].grad_fn for output in outputs})
-    if kind in plan.kinds:
+    is_new = torch.tensor(kind not in plan.kinds, dtype=torch.int32, device=engine.mesh.device if together else "cpu")
+    if together:
+        dist.all_reduce(is_new, dist.ReduceOp.MAX, group=engine.mesh.data_group)
+    if not is_new:
         return plan.kinds[kind]
     rows, generator = count_rows(part), torch.Generator().manual_seed(0)
     each = plan.cut.rows
@@ -359,6 +376,8 @@ def _find_cut_of_part(
         whole = compute(list(answers), dict(double)).detach().float()
         cuts = (plan.cut, dataclasses.replace(plan.cut, mean=not plan.cut.mean))
         found = [cut for cut in cuts if _does_cut_hold(cut, 2, whole, double, answers, compute)]
+    if kind in plan.kinds:  # it was new to another data rank
+        return plan.kinds[kind]
     if not bool(whole) or not bool(whole.isfinite()):  # a loss of no targets, or of an overflow, tells nothing
         return plan.cut
     if not found:
@@ -370,10 +389,9 @@ def _double_examples(batch: Batch, rows_each: int, rows: int) -> Batch:
     """Return a batch with each example once more, as `split_examples` would cut it in two."""
     doubled = dict(batch)
     for key, value in batch.items():
-        size = len(value) if isinstance(value, list) or (torch.is_tensor(value) and value.dim()) else None
-        blocks = rows_each if size == rows else 1 if size == rows // rows_each else 0
-        if blocks and size:
-            each = size // blocks
+        blocks = count_blocks(value, rows_each, rows)
+        if blocks:
+            each = len(value) // blocks
             pieces = [value[block * each : (block + 1) * each] for block in range(blocks) for _ in range(2)]
             doubled[key] = (
                 torch.cat(pieces) if torch.is_tensor(value) else [item for piece in pieces for item in piece]

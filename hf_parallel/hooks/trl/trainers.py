@@ -10,7 +10,7 @@ import hashlib
 import sys
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ from hf_parallel.axes.pipeline.batches import COUNTED
 from hf_parallel.axes.pipeline.read import check_own_functions
 from hf_parallel.axes.pipeline.unscheduled import serve_script
 from hf_parallel.axes.tensor.vocab_parallel import Scaling, compute_first_row, compute_log_probs
-from hf_parallel.hooks import model_parts, runtime
+from hf_parallel.hooks import model_parts, report, runtime
 from hf_parallel.hooks.accelerate.shares import cut_of
 from hf_parallel.hooks.logits_read import does_keep_no_logits
 from hf_parallel.hooks.patching import patch, refuse_unpatched, replace, replacing
@@ -37,6 +37,7 @@ from hf_parallel.rollouts.reference import ask_server, decode_scores
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, Trainer, TrainingArguments
+    from trl.trainer.sft_config import SFTConfig
     from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 
@@ -168,6 +169,15 @@ def check_trl_trainer(
         model_parts.check_losses(kind, args)
         check_own_functions(runtime.mesh().config, kind.__name__ if does_keep_no_logits(kind) else None)
     servers.check_servers(trainer, args)
+    mesh, alpha, given = runtime.mesh(), args.neftune_noise_alpha, cast("SFTConfig", args)
+    # TRL divides noise by the root of the length of a row, into which it joins examples.
+    noisy = alpha is not None and kind is not None and is_sft(trainer)
+    if noisy and (given.padding_free or (given.packing and given.packing_strategy != "wrapped")):
+        if mesh.size("pp") > 1:
+            why = f"pp_size={mesh.size('pp')} keeps joined examples in rows, whose noise is larger than a long row's"
+            refuse(f"neftune_noise_alpha={alpha:g}", why, "pp_size=1")
+        if mesh.data_size > 1:
+            report.say(f"neftune_noise_alpha={alpha:g}: a data rank's joined row is shorter, and its noise larger")
     if kind is None or f"{kind.__module__}.{kind.__qualname__}" in (*_TOKENS, *_EXAMPLES):
         return
     if f"{kind.__module__}.{kind.__qualname__}" in online.TRAINERS:
