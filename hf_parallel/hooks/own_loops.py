@@ -171,7 +171,7 @@ def gradients(original: Callable, outputs: object, inputs: Any, *args: object, *
     asked = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
     parameters = [one for one in asked if isinstance(one, nn.Parameter)] if _trains_together() else []
     for state in _find_states_of(parameters) if parameters else []:
-        sizes = {"pp_size": state.mesh.size("pp"), "data ranks": state.mesh.data_size}
+        sizes = {"pp_size": state.mesh.size("pp"), "data and context ranks": state.mesh.config.sharing_size}
         shown = next((f"{name}={size}" for name, size in sizes.items() if size > 1), None)
         if shown is not None:
             raise NotImplementedError(

@@ -140,7 +140,7 @@ def other_backward_passes(spec, folder):
         assert float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)) == pytest.approx(2 * once)
 
 
-@pytest.mark.parametrize("spec", ["dp_shard=2", "dp_replicate=2", "pp=2"])
+@pytest.mark.parametrize("spec", ["dp_shard=2", "dp_replicate=2", "cp=2", "pp=2"])
 def test_gradients_are_whole_or_refused(runs, spec):
     run(other_backward_passes, 2, spec, runs.initial("llama"), init=False)
 
