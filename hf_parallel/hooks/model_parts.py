@@ -117,6 +117,20 @@ def draw(original: Callable, self: DTensor, *args: object, **kwargs: object) -> 
     return self
 
 
+@patch("torch:{rand,randn}_like", "each rank draws for its part alone, and then unlike numbers for what all hold")
+def draw_like(original: Callable, input: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
+    """Draw noise for a weight or a gradient: the whole tensor on every rank, which keeps its part."""
+    if not isinstance(input, DTensor) or not _is_of_layout(input):
+        return original(input, *args, **kwargs)
+    kwargs = {"dtype": input.dtype, **kwargs, "device": get_stored(input).device}
+    whole = original(torch.empty(input.shape, device="meta"), *args, **kwargs)
+    part = read_part(whole, find_local_part(input, order_of(input)))
+    drawn = torch.empty_like(input.detach(), dtype=whole.dtype, requires_grad=whole.requires_grad)
+    with torch.no_grad():
+        get_stored(drawn).copy_(part)
+    return drawn
+
+
 def _is_cut(tensor: DTensor) -> bool:
     return bool(list_axes_and_dims(tensor)) and _is_of_layout(tensor)
 

@@ -9,7 +9,7 @@ import functools
 import gc
 import json
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,10 +35,13 @@ def _list_parameters(parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[
     return [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
 
 
-def _find_states_of(parameters: list[torch.Tensor]) -> list[ParallelState]:
+def _list_states() -> list[tuple[nn.Module, ParallelState]]:
+    return [(model, state) for model in list_parallel_models() if (state := state_of(model)) is not None]
+
+
+def _find_states_of(parameters: Sequence[torch.Tensor]) -> list[ParallelState]:
     """Return the states of the models that own these. All stages of a pipeline take part, also without any."""
-    wanted = set(map(id, parameters))
-    states = [(model, state) for model in list_parallel_models() if (state := state_of(model)) is not None]
+    wanted, states = set(map(id, parameters)), _list_states()
     found = [state for model, state in states if any(id(p) in wanted for p in model.parameters())]
     return found or [state for _, state in states if not wanted and state.pipeline is not None]
 
@@ -214,12 +217,35 @@ def backward(original: Callable, *args: object, **kwargs: object) -> None:
 
 @patch("torch.autograd:grad", "nothing else tells that a loop without an optimizer trains a model")
 def gradients(original: Callable, outputs: object, inputs: Any, *args: object, **kwargs: object) -> object:
-    """Look at parameters whose gradients a loop asks for while no model is parallel."""
-    found = original(outputs, inputs, *args, **kwargs)
+    """Look at parameters whose gradients a loop asks for: while no model is parallel, or of one that is.
+
+    Raises:
+        NotImplementedError: data ranks or stages would give them gradients in `backward()` alone.
+    """
+    asked = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
+    parameters = [one for one in asked if isinstance(one, nn.Parameter)] if _trains_together() else []
+    for state in _find_states_of(parameters) if parameters else []:
+        sizes = {"pp_size": state.mesh.size("pp"), "data and context ranks": state.mesh.config.sharing_size}
+        shown = next((f"{name}={size}" for name, size in sizes.items() if size > 1), None)
+        if shown is not None:
+            raise NotImplementedError(
+                f"hf_parallel: torch.autograd.grad(loss, parameters) with {shown} would give none, or a part: "
+                "loss.backward() and p.grad give gradients of the whole batch and model"
+            )
+    found = original(outputs, asked, *args, **kwargs)
     if _trains_apart():
-        asked = [inputs] if isinstance(inputs, torch.Tensor) else inputs
-        _refuse_plain_model({id(one) for one in asked if isinstance(one, nn.Parameter)}, "a loop")
+        _refuse_plain_model(set(map(id, parameters)), "a loop")
     return found
+
+
+@patch("torch.optim.optimizer:Optimizer.__init__", "fails on a stage without a parameter that trains")
+def make_optimizer(original: Callable, self: Optimizer, params: Any, *args: Any, **kwargs: Any) -> None:
+    """Make the optimizer of a stage whose layers a script has frozen: it has nothing to do in its steps."""
+    if isinstance(params, Iterable) and not isinstance(params, torch.Tensor) and _trains_together():
+        params = list(params)
+        if not params and any(state.pipeline is not None for _, state in _list_states()):
+            params = [{"params": []}]
+    original(self, params, *args, **kwargs)
 
 
 def _trains_together() -> bool:

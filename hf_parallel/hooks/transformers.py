@@ -140,11 +140,13 @@ def stays_alone(original: Callable) -> bool:
     "transformers.models.speecht5.modeling_speecht5:SpeechT5GuidedMultiheadAttentionLoss.forward",
     "takes the mean over the scores of this rank's tokens",
 )
-def guide_attention(original: Callable, self: nn.Module, scores: torch.Tensor, *masks: torch.Tensor) -> torch.Tensor:
-    """Weigh the mean over scores by how many there are: each frame has one for each token, in as many heads.
+def guide_attention(
+    original: Callable, self: nn.Module, attentions: torch.Tensor, *masks: torch.Tensor
+) -> torch.Tensor:
+    """Weigh the mean over attentions by how many there are: each frame has one for each token, in as many heads.
 
     Args:
         masks: of tokens [rows, tokens] and of frames [rows, frames].
     """
     tokens, frames = (mask.sum(-1) for mask in masks)
-    return means.correct_mean(original(self, scores, *masks), (tokens * frames).sum().float())
+    return means.correct_mean(original(self, attentions, *masks), (tokens * frames).sum().float())

@@ -6,11 +6,14 @@ from functools import partial
 
 import numpy
 import pytest
-from transformers import AutoModelForCausalLM
+import torch
+from torch.utils.data import SubsetRandomSampler
+from transformers import AutoModelForCausalLM, Trainer
 
 from hf_parallel.ask.config import SpecError
 from tests.distributed import run
-from tests.training import activate
+from tests.rows import Rows, Stream
+from tests.training import TRAIN_SEED, activate, fit, over, trainer_of
 
 
 def habits(initial):
@@ -46,3 +49,24 @@ def test_experts_that_data_ranks_balance_apart_are_told():
     assert "balances experts" in balance
     assert "compares its own only" in contrast
     assert not _list_inexact_numbers(trainer, data_ranks=1)
+
+
+class Chosen(Trainer):
+    """Trains on 19 of the rows, whatever there are."""
+
+    def _get_train_sampler(self, *args, **kwargs):
+        return SubsetRandomSampler(range(18, -1, -1), torch.Generator().manual_seed(5))
+
+
+def read_some(spec, out, folder, kind):
+    """Train where the last batch is not as full as the length of the data set tells."""
+    ranks, model = activate(spec), AutoModelForCausalLM.from_pretrained(folder)
+    if kind is Stream:
+        settings = {"max_steps": 3, "accelerator_config": {"dispatch_batches": False}}
+        return fit(*trainer_of(model, out, ranks, settings, train_dataset=Stream(21, TRAIN_SEED)))
+    return fit(*trainer_of(model, out, ranks, kind=kind, train_dataset=Rows(22, TRAIN_SEED)))
+
+
+@over("a part of the rows", "dp_shard=2", kind=[Chosen, Stream])
+def test_a_last_batch_that_the_length_does_not_tell(runs, kind, spec):
+    runs.compare(read_some, spec, runs.initial("llama"), kind)

@@ -193,6 +193,8 @@ def change(model):
         for module in layer.mlp.modules():
             if isinstance(module, nn.Linear | Conv1D):
                 nn.init.xavier_uniform_(module.weight)
+                with torch.no_grad():
+                    module.weight.add_(torch.randn_like(module.weight), alpha=0.1)
     model.lm_head.weight.data.normal_(mean=0.0, std=0.02)
     found["drawn"] = hf_parallel.full_state_dict(model)
     found["next"] = torch.rand(3)

@@ -15,14 +15,19 @@ from hf_parallel.ask.config import SpecError
 from hf_parallel.hooks import report, runtime
 from tests import models
 from tests.distributed import run, run_alone
+from tests.loops import rows
 from tests.rows import Rows
-from tests.training import activate
+from tests.training import activate, check_alone
 
 ROWS = 8
 
 
 def of_model(accelerator, model, batch):
     return model(**batch).loss / 2
+
+
+def of_model_in_eval_mode(accelerator, model, batch):
+    return of_model(accelerator, model.eval(), batch)  # as `from_pretrained` leaves it
 
 
 def summed(accelerator, model, batch):
@@ -71,6 +76,7 @@ def step(spec, folder, loss_of):
     ("loss_of", "words", "equal"),
     [
         (of_model, [], True),
+        (of_model_in_eval_mode, [], True),
         (summed, ["loss * accelerator.num_processes"], False),
         (summed_for_all, ["taken for a mean over examples"], True),
         (squares, ["loss * accelerator.num_processes"], False),
@@ -115,6 +121,50 @@ def test_a_models_own_sum_is_not_called_a_mean(runs):
     for told in run(step_of_own_sum, 2, "dp_shard=2", runs.initial("llama"), [], init=False):
         assert [line for line in told if "is a sum over the targets" in line and "multiplies by 2" in line] == told
         assert len(told) == 1
+
+
+def other_backward_passes(spec, folder):
+    """What is said of gradients that a loop does not take from one backward pass."""
+    activate(spec)
+    model, tokens = Accelerator(cpu=True).prepare(AutoModelForCausalLM.from_pretrained(folder)).train(), rows(4, 33)
+    loss = model(input_ids=tokens, labels=tokens).loss
+    with pytest.raises(NotImplementedError, match=r"loss\.backward\(\) and p\.grad"):
+        torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+    loss.backward(retain_graph=True)
+    once = float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9))
+    if "pp" in spec:
+        with pytest.raises(NotImplementedError, match="sum of the losses"):
+            loss.backward()
+    else:
+        loss.backward()
+        assert float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)) == pytest.approx(2 * once)
+
+
+@pytest.mark.parametrize("spec", ["dp_shard=2", "dp_replicate=2", "cp=2", "pp=2"])
+def test_gradients_are_whole_or_refused(runs, spec):
+    run(other_backward_passes, 2, spec, runs.initial("llama"), init=False)
+
+
+def head_alone(spec, folder):
+    """The gradient norms of a loop that trains the head, and from its second step on a layer of the first stage."""
+    activate(spec)
+    accelerator, model, norms = Accelerator(cpu=True), AutoModelForCausalLM.from_pretrained(folder).train(), []
+    model.model.requires_grad_(False)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    for step in range(3):
+        if step == 1:
+            late = [p for name, p in model.named_parameters() if "layers.0" in name]
+            optimizer.add_param_group({"params": [p.requires_grad_(True) for p in late]})
+        accelerator.backward(model(input_ids=(tokens := rows(4, 33)), labels=tokens).loss)
+        norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 1.0)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return norms
+
+
+def test_a_stage_without_a_parameter_that_trains(runs):
+    check_alone(head_alone, "pp=2", runs.initial("llama"), init=False)
 
 
 def as_under_ddp(spec, folder):

@@ -87,6 +87,18 @@ def test_reward(trl_runs, case, spec):
     trl_runs.check("reward", "preference", REWARD[case], spec)
 
 
+WHOLE_BATCHES = {
+    "dpo preference --loss_type sigmoid sft --loss_weights 1.0 0.5": r"loss_type=sft.*2 data.*loss_type=sigmoid works",
+    "sft completion --padding_free true --max_length None --neftune_noise_alpha 5": "neftune_noise_alpha=None works",
+}
+
+
+@pytest.mark.parametrize("words", WHOLE_BATCHES)
+def test_what_takes_a_whole_batch_is_refused(trl_runs, words):
+    with pytest.raises(RankFailure, match=WHOLE_BATCHES[words]):
+        trl_runs.parallel(*words.split(" ", 2), "dp_shard=2")
+
+
 @pytest.mark.parametrize("spec", ["dp_shard=2,tp=2"])
 def test_base_in_4_bits(trl_runs, spec):
     """TRL trains bf16 adapters on such a base: losses round at other places."""

@@ -21,7 +21,7 @@ def test_every_target_is_as_it_is_known():
     """Of the installed libraries, optional ones too: nothing waits to be refused."""
 
     def body():
-        for package in patching.OPTIONAL:
+        for package in (*patching.OPTIONAL, "transformers"):
             if importlib.util.find_spec(package) is not None:
                 for module in {patch.module for patch in list_patches() if patch.library == package}:
                     importlib.import_module(module)

@@ -214,7 +214,13 @@ class _Node(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Context, *gradients: torch.Tensor | None) -> tuple:
-        ctx.finish(list(gradients))
+        if ctx.finish is None:
+            raise NotImplementedError(
+                "hf_parallel: a second backward pass through what a pipelined model has computed: its stages go back "
+                "once; one backward pass of the sum of the losses works, and so does pp_size=1"
+            )
+        finish, ctx.finish = ctx.finish, None
+        finish(list(gradients))
         return (None, None, *(None for _ in gradients))
 
 

@@ -79,8 +79,11 @@ class Described(torch.Tensor):
         return result
 
 
-#: In-place functions that draw random numbers: all ranks must draw as many.
-_DRAWS = {"normal_", "uniform_", "bernoulli_", "exponential_", "log_normal_", "cauchy_", "geometric_", "random_"}
+#: Functions that draw a random number for each element: all ranks must draw as many.
+_DRAWS = {
+    *("normal_", "uniform_", "bernoulli_", "exponential_", "log_normal_", "cauchy_", "geometric_", "random_"),
+    *("rand_like", "randn_like"),
+}
 _DEVICE, _SET_DATA = torch.Tensor.device.__get__, torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 

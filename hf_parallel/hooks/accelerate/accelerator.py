@@ -242,7 +242,8 @@ def normalise_over_data_ranks(model: nn.Module) -> None:
     """A model's mean over targets is that over all data ranks', not the mean of means, which differ when counts do.
 
     Causal models are given the count of all ranks, as Trainer would; of other heads each mean is weighted (`means`).
-    In loops in training only; in Trainer always, except where the script weights by the count itself.
+    In loops only where the loss has gradients, which a script may also take in `model.eval()`, as `from_pretrained`
+    leaves a model; in Trainer always, except where the script weights by the count itself.
     """
     state = runtime.find_parallel_state(model)
     for part in state.parts if state is not None else ():
@@ -278,7 +279,7 @@ def normalise_over_data_ranks(model: nn.Module) -> None:
         if isinstance(output, dict) and loss is not None and forward.share is not None and torch.is_tensor(hidden):
             means.note(forward)
             output["loss"] = loss = means.correct_over_data_ranks(loss, hidden.sum().float(), forward.share)
-        if module.training and torch.is_grad_enabled():
+        if _has_gradients(module):
             loop_losses.note_forward(loss, forward.counted, forward.given)
         if loss is None or forward.share is None or (state.pipeline is not None and not state.pipeline.last):
             return None
@@ -316,8 +317,12 @@ def _compute_loss_share(module: nn.Module, passed_on: bool) -> float | None:
     """Return the factor of this call's loss; None if its means stay those of this rank's rows."""
     scope = means.get_scope()
     if scope is None:
-        return 1.0 if module.training and torch.is_grad_enabled() else None
+        return 1.0 if _has_gradients(module) else None
     return None if scope.weighs_itself and not passed_on else scope.share
+
+
+def _has_gradients(module: nn.Module) -> bool:
+    return torch.is_grad_enabled() and (module.training or any(p.requires_grad for p in module.parameters()))
 
 
 @patch("accelerate.accelerator:Accelerator.prepare_model", "would wrap in DDP")

@@ -7,15 +7,16 @@ seed and cut by them. The main process, the last one and names of files go by gl
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sized
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_map_only
+from torch.utils.data import BatchSampler, IterableDataset
 
 from hf_parallel.ask.spec import refuse
-from hf_parallel.hooks import runtime
+from hf_parallel.hooks import report, runtime
 from hf_parallel.hooks.accelerate.processes import Place, read_loader_from
 from hf_parallel.hooks.accelerate.random_stream import RandomStream
 from hf_parallel.hooks.accelerate.shares import check_loader, does_drop_last, has_unlike_sizes, part_of_stream
@@ -32,7 +33,7 @@ from hf_parallel.ranks import messages
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
-    from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard, SkipBatchSampler
+    from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard, IterableDatasetShard, SkipBatchSampler
     from torch.utils.data import DataLoader
     from transformers.utils import ModelOutput
 
@@ -113,6 +114,7 @@ def _shard_by_data_rank(prepared: DataLoaderShard, shared: bool) -> object:
     if isinstance(prepared, DataLoaderDispatcher):
         _dispatch_by_data_rank(prepared)
     else:
+        _count_stream(prepared)
         read_loader_from(prepared, Place(prepared, RandomStream.here() if shared else None))
     return prepared
 
@@ -158,6 +160,60 @@ def _describe_to_accelerate(sampler: SkipBatchSampler | None) -> None:
             part = next((found for found in inside if found is not None), None)  # some have no length to be true by
 
     sampler.set_epoch = set_epoch
+
+
+@patch("accelerate.data_loader:DataLoaderStateMixin.begin", "takes the length of the data set for its sampler's")
+def begin_pass(original: Callable, self: Any) -> None:
+    """Count what the last batch has of the rows that the sampler draws, which may be fewer or more than there are."""
+    original(self)
+    sampler: Any = getattr(self, "batch_sampler", None)
+    while getattr(sampler, "batch_sampler", None) is not None:
+        sampler = sampler.batch_sampler
+    if self.remainder >= 0 and type(sampler) is BatchSampler and isinstance(sampler.sampler, Sized):
+        self.remainder = len(sampler.sampler) % self.total_batch_size
+
+
+class CountedStream(IterableDataset):
+    """A stream that each data rank reads as a whole: tells the loader how many rows are new in its last batch."""
+
+    shard: Any
+
+    def __init__(self, shard: IterableDatasetShard) -> None:
+        self.dataset, self.shard = shard.dataset, shard
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["dataset"], name)
+
+    def __len__(self) -> int:
+        return len(self.dataset)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator:
+        from accelerate.state import GradientState
+
+        shard, count = self.shard, 0
+        for example in self.dataset:
+            count += 1
+            yield example
+        loader: Any = GradientState().active_dataloader
+        full = shard.batch_size * (1 if shard.split_batches else shard.num_processes)
+        if not shard.drop_last and getattr(loader, "dataset", None) is shard:
+            loader.remainder = count % full
+
+
+def _count_stream(prepared: DataLoaderShard) -> None:
+    """Let a stream be counted; worker processes cannot tell what they have read."""
+    from accelerate.data_loader import IterableDatasetShard
+
+    shard = prepared.dataset
+    if not isinstance(shard, IterableDatasetShard) or isinstance(shard.dataset, CountedStream):
+        return
+    if prepared.num_workers == 0:
+        shard.dataset = CountedStream(shard)
+    elif not shard.drop_last:
+        report.say(
+            f"dispatch_batches=False with dataloader_num_workers={prepared.num_workers}: rows that only fill the last "
+            "batch of a stream count twice; dispatch_batches=True, or dataloader_drop_last=True, leaves them out"
+        )
 
 
 class _DataRanks(int):

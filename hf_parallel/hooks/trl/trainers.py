@@ -167,6 +167,7 @@ def check_trl_trainer(
         refuse_unpatched(kind.__module__, "trl.trainer.utils")
         _refuse_old(kind, model)
         model_parts.check_losses(kind, args)
+        _check_whole_batches(trainer, kind, args)
         check_own_functions(runtime.mesh().config, kind.__name__ if does_keep_no_logits(kind) else None)
     servers.check_servers(trainer, args)
     mesh, alpha, given = runtime.mesh(), args.neftune_noise_alpha, cast("SFTConfig", args)
@@ -188,6 +189,27 @@ def check_trl_trainer(
         "not known to this version",
         do="the trainers of `trl sft`, `trl dpo`, `trl kto`, `trl reward`, `trl grpo` and `trl rloo` work",
     )
+
+
+#: DPO's losses that are no sum over pairs -> what they do with those of a data rank.
+_COUPLED = {
+    "sft": "a mean over the chosen tokens",
+    **dict.fromkeys(("aot", "aot_unpaired"), "a comparison of sorted pairs"),
+}
+
+
+def _check_whole_batches(trainer: Trainer, kind: type, args: TrainingArguments) -> None:
+    """Refuse what TRL computes of all examples of a batch together, where ranks or stages have a part of it."""
+    mesh = runtime.mesh()
+    losses = getattr(args, "loss_type", None) or []
+    for loss in [losses] if isinstance(losses, str) else losses:
+        if mesh.data_size > 1 and kind.__name__ == "DPOTrainer" and loss in _COUPLED:
+            why = f"is {_COUPLED[loss]} of a batch, of which each of {mesh.data_size} data ranks has a part"
+            refuse(f"loss_type={loss}", why, "loss_type=sigmoid")
+    alpha = getattr(args, "neftune_noise_alpha", None)
+    if alpha is not None and getattr(trainer, "padding_free", False) and (mesh.data_size > 1 or mesh.size("pp") > 1):
+        why = "draws noise by the tokens of a whole batch joined to one row, of which ranks and stages have a part"
+        refuse(f"neftune_noise_alpha={alpha} with padding_free or packing", why, "neftune_noise_alpha=None")
 
 
 def _refuse_old(kind: type, model: PreTrainedModel) -> None:
