@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from hf_parallel.apply.weights import full_tensor
+from hf_parallel.axes.tensor.lean_loss import LazyLogits
 
 #: Elements of a tensor that a record keeps; of a larger one as many, evenly spaced, and the norm of all.
 SAMPLE = 1 << 16
@@ -195,6 +196,8 @@ class TokenWatch:
     def _hook_module(self, name: str) -> Callable[..., None]:
         def note(module: nn.Module, args: Any, output: Any) -> None:
             tensor = output if isinstance(output, torch.Tensor) else _find_first_tensor(output)
+            if isinstance(tensor, LazyLogits):  # to read them would make another run than the one that is looked at
+                return
             if torch.is_grad_enabled() and tensor is not None and tensor.ndim >= 2 and tensor.is_floating_point():
                 self._add(name, tensor)
 
