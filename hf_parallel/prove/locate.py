@@ -19,6 +19,8 @@ AFTER_RESUMPTION = (
 #: Share of the tokens of one process that a layout must lack before a module counts as another one; and of a rank's
 #: tokens that one process must lack: sequences are filled up to divide, and data ranks pad and repeat examples.
 FEW, MANY, MOST = 0.002, 0.2, 0.9
+#: Relative difference below which factors are the same.
+_ALIKE = 1e-3
 
 
 @dataclass
@@ -49,10 +51,11 @@ def find_first_place_of(ranks: Sequence[Record], alone: Record, disturbed: Recor
     last = min(steps, default=len(alone.steps)) + 1  # an evaluation after a step shows the weights of the next
     for index in range(min(last, len(alone.steps), len(disturbed.steps))):
         ours = [rank.steps[index] for rank in ranks if index < len(rank.steps)]
-        found = _find_forward_place(
-            ours, alone.steps[index], disturbed.steps[index], index + 1, strange_from, compute_rounding_floor(alone)
-        )
-        found = found or _find_backward_place(alone.steps[index], compared.differences, index + 1)
+        theirs, noisy, floor = alone.steps[index], disturbed.steps[index], compute_rounding_floor(alone)
+        found = _find_forward_place(ours, theirs, noisy, index + 1, strange_from, floor)
+        found = found or _find_backward_place(theirs, compared.differences, index + 1)
+        if found is not None and found.direction == "backward":
+            found.words += describe_returned_gradients(ours, theirs, noisy, strange_from, floor)
         if found is not None:
             return found
     return None
@@ -82,7 +85,7 @@ def _find_forward_place(
             words = f"the outputs of {module} in step {step}"
             if lost.any():
                 words += f": {int(lost.sum())} of {len(lost)} tokens of one process are missing"
-                words += _format_batch_of(theirs, module, lost)
+                words += _format_batch_of(theirs, theirs.calls[module], theirs.kept[module], lost)
             if who:
                 named = f"rank{'s' * (len(who) > 1)} {', '.join(map(str, who))}"
                 words += f": {most:.0%} of the tokens of {named} are not one process's"
@@ -90,16 +93,26 @@ def _find_forward_place(
     return None
 
 
-def _format_batch_of(step: Step, module: str, lost: torch.Tensor) -> str:
+def _format_batch_of(step: Step, calls: list[int], kept: torch.Tensor, lost: torch.Tensor) -> str:
     """Say which of a step's batches has the first of the lost tokens; nothing if the step has one batch.
+
+    Args:
+        calls: tokens of each call of the module; of these, those that are `kept` may be `lost`.
+    """
+    batches, batch_of = _number_batches(step, calls)
+    return f", the first in batch {int(batch_of[kept][lost][0])} of {batches}" if batches > 1 else ""
+
+
+def _number_batches(step: Step, calls: list[int]) -> tuple[int, torch.Tensor]:
+    """Return how many batches a step has, and from which one, from 1, each token of these calls of a module is.
 
     A module is called several times per batch if it is recomputed or has several places in the model.
     """
-    batches, calls = min(map(len, step.calls.values()), default=1), step.calls.get(module, [])
-    if batches < 2 or len(calls) % batches:
-        return ""
-    call_of = torch.arange(len(calls)).repeat_interleave(torch.tensor(calls))[step.kept[module]]
-    return f", the first in batch {int(call_of[lost][0]) * batches // len(calls) + 1} of {batches}"
+    batches = min(map(len, step.calls.values()), default=1)
+    if len(calls) % batches:
+        batches = 1
+    numbers = torch.arange(len(calls)) * batches // max(1, len(calls)) + 1
+    return batches, numbers.repeat_interleave(torch.tensor(calls, dtype=torch.long))
 
 
 def _compute_marked_share(marked: torch.Tensor) -> float:
@@ -136,6 +149,72 @@ def _find_backward_place(theirs: Step, differences: list[Difference], step: int)
     share = f"{len(names)} of {len(theirs.gradients)} gradients differ"
     words = f"the backward pass in step {step}: {share}, the first to be computed is that of {name}"
     return Place(module, "backward", step, ranks, words)
+
+
+def describe_returned_gradients(
+    ours: list[Step], theirs: Step, noisy: Step, strange_from: float = MANY, floor: float = 0.0
+) -> str:
+    """Say at which module, in the order of the backward pass, and in which batch gradients of outputs first part.
+
+    Layouts scale a backward pass by a constant, such as the number of data ranks. A factor of its own in one batch is
+    an error.
+    """
+    factors: list[float] = []
+    for module, alone in theirs.returned.items():
+        parts = {
+            rank: own.returned[module].tokens
+            for rank, own in enumerate(ours)
+            if module in own.returned and own.width[module] == theirs.width[module]
+        }
+        other = noisy.returned.get(module)
+        if floor > _ALIKE or not parts or other is None or other.tokens.shape != alone.tokens.shape:
+            continue
+        of = f"the gradient of the outputs of {module}"
+        if not factors:
+            batches, batch_of = _number_batches(theirs, alone.calls)
+            factors = _find_factors_of_batches(torch.cat(list(parts.values())), alone.tokens, batch_of, batches)
+            if factors and max(factors) > (1 + _ALIKE) * min(factors):
+                listed = ", ".join(f"{one:.4g} (batch {number})" for number, one in enumerate(factors, 1))
+                return f"; {of} is one process's times {listed}"
+            factors = factors or [1.0]
+        scale = alone.tokens.square().mean(0).sqrt().clamp_min(1e-30)
+        allowed = max(floor, TIMES * float(((other.tokens - alone.tokens) / scale).abs().max()))
+        own_scale = scale * torch.tensor([factors[0] ** 2, factors[0]])
+        whole = alone.tokens / scale
+        lost = _mark_unlike(whole[alone.kept], torch.cat(list(parts.values())) / own_scale, allowed)
+        strange = {
+            rank: _compute_marked_share(_mark_unlike(part / own_scale, whole, allowed)) for rank, part in parts.items()
+        }
+        if _compute_marked_share(lost) > FEW:
+            batch = _format_batch_of(theirs, alone.calls, alone.kept, lost)
+            return f"; {of} lacks {int(lost.sum())} of {len(lost)} tokens of one process{batch}"
+        if max(strange.values()) > strange_from:
+            rank = max(strange, key=lambda one: strange[one])
+            return f"; {of} on rank {rank} has {strange[rank]:.0%} of tokens that are not one process's"
+    return "; the gradients of all modules' outputs agree" if factors else ""
+
+
+def _find_factors_of_batches(
+    ours: torch.Tensor, theirs: torch.Tensor, batch_of: torch.Tensor, batches: int
+) -> list[float]:
+    """Return the median factor between tokens of like direction, of each batch; nothing if a batch has no such token.
+
+    Args:
+        ours, theirs: squared norms of tokens, and their products with a fixed vector: [tokens, 2].
+        batch_of: from 1, of each token of `theirs`.
+    """
+    has_norm = theirs[:, 0] > _ALIKE * theirs[:, 0].mean()
+    theirs, batch_of, ours = theirs[has_norm], batch_of[has_norm], ours[ours[:, 0] > 0]
+    if not len(ours) or not len(theirs):
+        return []
+    own, others = (tokens[:, 1] / tokens[:, 0].sqrt() for tokens in (ours, theirs))
+    others, order = others.sort()
+    right = torch.searchsorted(others, own.contiguous()).clamp(1, len(others) - 1)
+    nearest = torch.where((others[right] - own).abs() < (others[right - 1] - own).abs(), right, right - 1)
+    alike = (others[nearest] - own).abs() < _ALIKE / 10
+    found, batch = (ours[:, 0] / theirs[order[nearest], 0]).sqrt()[alike], batch_of[order[nearest]][alike]
+    of_batches = [found[batch == number] for number in range(1, batches + 1)]
+    return [float(one.median()) for one in of_batches] if all(map(len, of_batches)) else []
 
 
 def describe_suspect(

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from hf_parallel.apply.weights import full_tensor
+from hf_parallel.axes.tensor.lean_loss import LazyLogits
 
 #: Elements of a tensor that a record keeps; of a larger one as many, evenly spaced, and the norm of all.
 SAMPLE = 1 << 16
@@ -30,6 +31,15 @@ class Sample:
 
 
 @dataclass
+class Returned:
+    """Gradients of a module's outputs: `tokens` [tokens, 2], `calls` and `kept` are as those of a `Step`."""
+
+    tokens: torch.Tensor = field(default_factory=lambda: torch.empty(0, 2))
+    calls: list[int] = field(default_factory=list)
+    kept: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.bool))
+
+
+@dataclass
 class Step:
     """The numbers of an optimizer step.
 
@@ -40,6 +50,7 @@ class Step:
         kept: by name of the module, which of these tokens are no padding, where that is known.
         width: by name of the module, the size of the last dim of its output.
         unmarked: modules whose outputs have padding that no mask fits, such as parts of sequences.
+        returned: gradients of these outputs, by name of the module in the order of the backward pass.
         settings: of the optimizer as it steps, such as "lr of group 0".
     """
 
@@ -49,6 +60,7 @@ class Step:
     kept: dict[str, torch.Tensor] = field(default_factory=dict)
     width: dict[str, int] = field(default_factory=dict)
     unmarked: list[str] = field(default_factory=list)
+    returned: dict[str, Returned] = field(default_factory=dict)
     settings: dict[str, float] = field(default_factory=dict)
 
 
@@ -87,7 +99,7 @@ class Record:
         Raises:
             TypeError: the file holds something else.
         """
-        with torch.serialization.safe_globals([Record, Step, Sample]):
+        with torch.serialization.safe_globals([Record, Step, Sample, Returned]):
             record = torch.load(path, weights_only=True)
         if not isinstance(record, cls):
             raise TypeError(f"a record of this version is no {type(record).__name__}")
@@ -143,20 +155,21 @@ def strip_wrapper_names(name: str) -> str:
 
 
 class TokenWatch:
-    """Hooks on all modules that write two numbers per token of their outputs into the current step.
+    """Hooks on all modules that write two numbers per token of their outputs, and of the gradients of these.
 
     The numbers are the squared norm of the token and its product with a fixed vector. They depend neither on the batch
     that a token came in nor on the rank, so that tokens of a layout are found among those of one process.
 
     Args:
         step: gives the step that is being computed.
+        backward: gradients of outputs too.
 
     Attributes:
         dtypes: of the outputs.
     """
 
-    def __init__(self, model: nn.Module, step: Callable[[], Step]) -> None:
-        self.step = step
+    def __init__(self, model: nn.Module, step: Callable[[], Step], backward: bool = False) -> None:
+        self.step, self.backward = step, backward
         self.dtypes: set[torch.dtype] = set()
         self._kept: torch.Tensor | None = None
         self._directions: dict[int, torch.Tensor] = {}
@@ -183,6 +196,8 @@ class TokenWatch:
     def _hook_module(self, name: str) -> Callable[..., None]:
         def note(module: nn.Module, args: Any, output: Any) -> None:
             tensor = output if isinstance(output, torch.Tensor) else _find_first_tensor(output)
+            if isinstance(tensor, LazyLogits):  # to read them would make another run than the one that is looked at
+                return
             if torch.is_grad_enabled() and tensor is not None and tensor.ndim >= 2 and tensor.is_floating_point():
                 self._add(name, tensor)
 
@@ -191,19 +206,31 @@ class TokenWatch:
     @torch.no_grad()
     def _add(self, name: str, tensor: torch.Tensor) -> None:
         self.dtypes.add(tensor.dtype)
-        values = full_tensor(tensor.detach()).float().cpu()
-        numbers = torch.stack([values.square().sum(-1), values @ self._draw_direction(values.shape[-1])], -1)
+        numbers = self._compute_numbers(full_tensor(tensor.detach()))
         kept = self._kept
         known = kept is not None and numbers.shape[:-1] == kept.shape
         marks = kept.flatten() if kept is not None and known else torch.ones(numbers[..., 0].numel(), dtype=torch.bool)
         step, numbers = self.step(), numbers.reshape(-1, 2)
-        step.width[name] = values.shape[-1]
+        step.width[name] = tensor.shape[-1]
         step.calls.setdefault(name, []).append(len(numbers))
         if kept is not None and not known and name not in step.unmarked:
             step.unmarked.append(name)
         former = name in step.tokens
         step.tokens[name] = torch.cat([step.tokens[name], numbers]) if former else numbers
         step.kept[name] = torch.cat([step.kept[name], marks]) if former else marks
+        if self.backward and tensor.requires_grad:
+            tensor.register_hook(lambda gradient: self._add_gradient(step, name, gradient, marks))
+
+    @torch.no_grad()
+    def _add_gradient(self, step: Step, name: str, gradient: torch.Tensor, marks: torch.Tensor) -> None:
+        numbers = self._compute_numbers(full_tensor(gradient)).reshape(-1, 2)
+        own = step.returned.setdefault(name, Returned())
+        own.tokens, own.kept = torch.cat([own.tokens, numbers]), torch.cat([own.kept, marks])
+        own.calls.append(len(numbers))
+
+    def _compute_numbers(self, tensor: torch.Tensor) -> torch.Tensor:
+        values = tensor.float().cpu()
+        return torch.stack([values.square().sum(-1), values @ self._draw_direction(values.shape[-1])], -1)
 
     def _draw_direction(self, width: int) -> torch.Tensor:
         if width not in self._directions:

@@ -119,7 +119,7 @@ class Proving:
         self.record.facts.setdefault("computes_in", str(computes_in).removeprefix("torch."))
         if self.disturbed:
             noise.disturb_weights(model, computes_in)
-        tokens = TokenWatch(model, self.step)
+        tokens = TokenWatch(model, self.step, backward=True)
         if self.alone:  # tokens of one process are looked for among all of a layout
             tokens.mark_padding(model)
 

@@ -140,6 +140,40 @@ def test_hooks_of_the_head(spec, reader):
     assert {count == 2 for count in lean} == {reader == "nobody"}
 
 
+class Own(torch.autograd.Function):
+    """A function of the script's own, which torch hands its arguments as they are."""
+
+    @staticmethod
+    def forward(ctx, logits, factor):
+        return logits * 2 if factor == 2 else logits.exp()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 2, None
+
+
+def of_an_own_function(spec: str, factor: int) -> str:
+    """Why the backward pass stops where a hook of the head applies a function of its own; empty if it does not."""
+    lean_loss.compute_fewest_tokens = lambda *_: 1
+    model = models.build("llama").train()
+    parallelize(model, spec)
+    model.lm_head.register_forward_hook(lambda _, args, output: Own.apply(output, factor))
+    with note_unread_logits():
+        try:
+            loops.losses(model, loops.rows(2, 4, 33))
+        except NotImplementedError as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("factor", [2, 3], ids=["that the loss could do", "that makes logits"])
+@pytest.mark.parametrize("setting", ["", ",lean_loss=false"])
+def test_functions_of_the_script_after_the_head(setting, factor):
+    """Their backward pass would be left out without a word; what the error names works."""
+    said = run(of_an_own_function, 2, f"dp_shard=2{setting}", factor)
+    assert all(bool(words) == (not setting) and ("lean_loss=false works" in words or setting) for words in said), said
+
+
 def left_to_loops(spec: str) -> int:
     """How many losses of a loop written by hand are lean, which reads logits after its optimizer's step."""
     lean_loss.compute_fewest_tokens, calls, real = lambda *_: 1, [], lean_loss._compute_loss_of_source

@@ -20,6 +20,7 @@ class Fault:
     Attributes:
         where: the module that the proof must name; empty where no module is at fault.
         kinds: kinds of numbers of which one must differ, where no module is at fault.
+        batch: of the two of a step, that the proof must name; 0 where no batch is at fault.
     """
 
     name: str
@@ -27,6 +28,7 @@ class Fault:
     plant: Callable[[int], None]
     where: str = ""
     kinds: tuple[str, ...] = ()
+    batch: int = 0
 
 
 def in_model(change: Callable[[Any, int], None], ranks: tuple[int, ...] = (1,)) -> Callable[[int], None]:
@@ -51,6 +53,31 @@ def output(module: str, change: Callable[[torch.Tensor], torch.Tensor], ranks=(1
             if not torch.is_grad_enabled():
                 return None
             return (change(out[0]), *out[1:]) if isinstance(out, tuple) else change(out)
+
+        model.get_submodule(module).register_forward_hook(hook)
+
+    return in_model(put, ranks)
+
+
+class _ScaledBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, tensor, by):
+        ctx.by = by
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.by, None
+
+
+def of_second_batch(module: str, by: float, ranks=(1,)) -> Callable[[int], None]:
+    """Scale the gradient of a module's output in the second of two gradient accumulation steps."""
+
+    def put(model, rank):
+        calls = iter(range(1 << 20))
+
+        def hook(_, args, out):
+            return _ScaledBackward.apply(out, by) if torch.is_grad_enabled() and next(calls) % 2 else None
 
         model.get_submodule(module).register_forward_hook(hook)
 
@@ -281,6 +308,16 @@ FAULTS = (
         TP,
         gradient(f"{LAYER}.self_attn.v_proj.weight", lambda g: g.copy_(swap_halves(g))),
         kinds=("weight",),
+    ),
+    *(
+        Fault(
+            f"the backward pass of a batch is off under {spec}",
+            spec,
+            of_second_batch(f"{LAYER}.mlp", 1.01),
+            f"{LAYER}.mlp.down_proj",
+            batch=2,
+        )
+        for spec in (TP, DP)
     ),
     Fault("a gradient of a stage", PP, gradient("lm_head.weight", lambda g: g.mul_(1.001)), "lm_head"),
     # The optimizer.

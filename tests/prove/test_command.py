@@ -17,6 +17,7 @@ from transformers import LlamaForCausalLM
 
 from hf_parallel import cli
 from hf_parallel.ask.config import ParallelConfig
+from hf_parallel.axes.tensor.lean_loss import LazyLogits, Source
 from hf_parallel.cli import prove
 from hf_parallel.cli.recipe_check import shrink_layout
 from hf_parallel.cli.recipe_file import list_recipe_names, load_recipe
@@ -466,6 +467,20 @@ def test_the_batch_of_a_step():
     place = find_first_place_of([seen(1.1)], alone, alone, Compared([off], {}, {}))
     assert (place.module, place.step) == ("1", 1)
     assert "the first in batch 2 of 3" in place.words
+
+
+def test_logits_that_nobody_reads():
+    """They are left to the loss, which a run without a proof computes of the head's input."""
+
+    class Head(torch.nn.Linear):
+        def forward(self, hidden):
+            return LazyLogits.of(Source(self, hidden, self.weight, None, pytest.fail), hidden.shape, hidden.dtype)
+
+    record, model = Record(), torch.nn.Sequential(torch.nn.Linear(5, 5), Head(5, 5))
+    watch = TokenWatch(model, lambda: record.step(0), backward=True)
+    assert model(torch.randn(2, 5)).made is None
+    watch.remove()
+    assert list(record.step(0).tokens) == ["0"]
 
 
 @pytest.mark.parametrize(("shown", "differs"), [([1.0, -100.0], False), ([1.1, -100.0], True)])

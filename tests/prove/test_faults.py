@@ -9,6 +9,7 @@ from transformers import trainer
 
 from hf_parallel.ask.config import ParallelConfig
 from hf_parallel.cli.prove import Proof, Script
+from hf_parallel.prove.locate import describe_returned_gradients
 from tests import distributed  # noqa: F401 - one thread, everything imported: processes are forked from here
 from tests.prove.faults import FAULTS
 from tests.training import axes
@@ -38,9 +39,13 @@ def proofs(tmp_path_factory):
 def test_clean(proofs, spec):
     """No false alarm."""
     with redirect_stderr(io.StringIO()):
-        verdict = proofs(spec).judge(proofs(spec).run_layout())
+        ranks = proofs(spec).run_layout()
+        verdict = proofs(spec).judge(ranks)
     assert verdict.compared.differences == [], verdict.told(spec, 0)
     assert {"loss", "gradient norm", "gradient", "weight", "saved weight", "example"} <= verdict.compared.counts.keys()
+    steps = zip(*(record.steps for record in (*ranks, *proofs(spec).references())), strict=True)
+    said = [describe_returned_gradients(list(own), alone, disturbed) for *own, alone, disturbed in steps]
+    assert set(said) == {"; the gradients of all modules' outputs agree"}, said
 
 
 def _begin_anew(rank: int) -> None:
@@ -86,3 +91,5 @@ def test_found(proofs, fault):
     if fault.where:
         assert verdict.place is not None, told
         assert verdict.place.module == fault.where, told
+    if fault.batch:
+        assert f"the first in batch {fault.batch} of 2" in told, told

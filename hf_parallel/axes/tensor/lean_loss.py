@@ -18,7 +18,7 @@ import inspect
 import numbers
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -101,16 +101,33 @@ class LazyLogits(torch.Tensor):
     @staticmethod
     def of(source: Source, shape: torch.Size, dtype: torch.dtype) -> LazyLogits:
         """Logits of this shape, from this source."""
-        lazy = torch.Tensor._make_wrapper_subclass(LazyLogits, shape, dtype=dtype, device=source.hidden.device)
+        lazy = torch.Tensor._make_wrapper_subclass(
+            LazyLogits, shape, dtype=dtype, device=source.hidden.device, requires_grad=source.hidden.requires_grad
+        )
         lazy.source, lazy.made = source, None
+        if source.hidden.requires_grad:
+            with torch._C.DisableTorchFunctionSubclass():
+                lazy.register_hook(_reject_function)
         return lazy
+
+    def get_source(self) -> Source:
+        """Return the source.
+
+        Raises:
+            NotImplementedError: these logits are outputs of an autograd function.
+        """
+        with torch._C.DisableTorchFunctionSubclass():
+            if self.grad_fn is not None:
+                _reject_function()
+        return self.source
 
     def plain(self) -> torch.Tensor:
         """Make logits as the model's own head does: a vocabulary that is cut over ranks stays so."""
         if self.made is None:
+            source = self.get_source()
             with torch.enable_grad():  # as in the forward pass: the loss may read after a metric under `no_grad` has
-                logits = self.source.plain()
-                for function in self.source.repeat:
+                logits = source.plain()
+                for function in source.repeat:
                     logits = function(logits)
             self.made = logits
         return self.made
@@ -126,6 +143,8 @@ class LazyLogits(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None) -> object:
         kwargs = kwargs or {}
+        if func == _REQUIRES_GRAD:  # FSDP2 would put hooks on logits that do
+            return False
         if func in _OF_SHAPE:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
@@ -140,10 +159,19 @@ class LazyLogits(torch.Tensor):
         return func(*args, **kwargs)
 
 
+def _reject_function(*_: object) -> NoReturn:
+    """Raise the error of an autograd function of the script's own: torch hands it these logits without asking."""
+    raise NotImplementedError(
+        "hf_parallel: lean_loss: an autograd function of the script's own is applied to logits before the model's "
+        "loss, which would leave its backward pass out; lean_loss=false works"
+    )
+
+
 _TENSOR = torch.Tensor
+_REQUIRES_GRAD = _TENSOR.requires_grad.__get__  # type: ignore[attr-defined]
 #: What can be asked without logits.
 _OF_SHAPE = {
-    *(getattr(_TENSOR, name).__get__ for name in ("shape", "dtype", "device", "ndim", "layout", "requires_grad")),
+    *(getattr(_TENSOR, name).__get__ for name in ("shape", "dtype", "device", "ndim", "layout")),
     *(getattr(_TENSOR, name).__get__ for name in ("is_leaf", "is_cuda", "is_sparse", "is_meta", "_base")),
     *(getattr(_TENSOR, name) for name in ("size", "dim", "numel", "nelement", "element_size", "__len__", "__hash__")),
     *(_TENSOR.is_floating_point, torch.is_floating_point, _TENSOR.is_complex, torch.is_complex),
@@ -168,7 +196,7 @@ def _apply_pending(func: Callable, args: tuple, kwargs: dict[str, object]) -> La
         step, dtype = (), torch.float32 if name == "float" else dtype
     if step is None:
         return None
-    return LazyLogits.of(lazy.source.then(step, lambda logits: func(logits, *rest)), lazy.shape, dtype)
+    return LazyLogits.of(lazy.get_source().then(step, lambda logits: func(logits, *rest)), lazy.shape, dtype)
 
 
 @dataclass
@@ -344,7 +372,7 @@ def compute_lean_loss(
     """transformers' causal loss, without logits where they are lazy."""
     if not isinstance(logits, LazyLogits):
         return own(logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs)
-    scaling = logits.source.scaling if logits.made is None and logits.shape[-1] == vocab_size else None
+    scaling = logits.get_source().scaling if logits.made is None and logits.shape[-1] == vocab_size else None
     if scaling is None:
         return own(logits.plain(), labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs)
     target = compute_targets_of(labels, shift_labels, ignore_index).to(logits.device).reshape(-1)
