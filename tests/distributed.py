@@ -6,8 +6,10 @@ may never own a process group nor torch worker threads, or its children inherit 
     losses = run(step, 4, model_folder)      # fn(model_folder) on four ranks -> [result of rank 0, ..., of rank 3]
 """
 
+import copy
 import ctypes
 import faulthandler
+import functools
 import gc
 import importlib
 import os
@@ -173,6 +175,17 @@ def run_alone(
 ) -> Any:
     """The result of `fn` in one forked process without any launcher variable, as `python script.py` would have it."""
     return _fork_all(lambda: fn(*args, **kwargs), [env or {}], timeout, init=False)[0]
+
+
+def run_alone_once(fn: Callable, *args: Any, **kwargs: Any) -> Any:
+    """Return what `run_alone` does with these arguments, run once per session: the reference of a test's layouts.
+
+    `fn` is a function of a module; it depends on nothing but its arguments, which are hashable, and writes no files.
+    """
+    return copy.deepcopy(_keep_result(fn, *args, **kwargs))
+
+
+_keep_result = functools.lru_cache(maxsize=None, typed=True)(run_alone)  # typed: 1 is not True
 
 
 def _rendezvous(port: int) -> dict[str, str]:

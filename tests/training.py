@@ -26,7 +26,7 @@ from transformers import AutoConfig, PrinterCallback, Trainer, TrainerCallback, 
 from hf_parallel.ask.config import ParallelConfig
 from hf_parallel.hooks import activation
 from tests import models
-from tests.distributed import run, run_alone
+from tests.distributed import run, run_alone, run_alone_once
 from tests.rows import Rows, data, pad
 
 GLOBAL_BATCH = 8
@@ -481,7 +481,7 @@ def check_numbers(ranks: list[list[float]], reference: list[float], tolerance: f
 def check_alone(fn: Callable, spec: str, *args: Any, tolerance: float = SUMS, init: bool = True) -> None:
     """Fail unless `fn(spec, *args)` gives every rank the numbers of one process, where spec is None."""
     ranks = run(fn, axes(spec)["world"], spec, *args, init=init)
-    check_numbers(ranks, run_alone(fn, None, *args), tolerance)
+    check_numbers(ranks, run_alone_once(fn, None, *args), tolerance)
 
 
 def number_differences(ours: list[float], theirs: list[float], tolerance: float = SUMS) -> list[str]:

@@ -9,7 +9,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 import hf_parallel
-from tests.distributed import run, run_alone
+from tests.distributed import run, run_alone_once
 from tests.rows import Rows
 from tests.training import TRAIN_SEED, activate, axes, close, layouts, none, tensor_differences
 
@@ -53,7 +53,7 @@ def exchange(model, seed):
 
 def as_in_one_process(loop, folder, spec):
     """Losses and norms of each rank, and the weights in the end, are those of the same loop in one process."""
-    numbers, weights = run_alone(loop, folder)
+    numbers, weights = run_alone_once(loop, folder)
     ranks = run(loop, axes(spec)["world"], folder, spec, init=False)
     for seen, _ in ranks:
         for step, (ours, theirs) in enumerate(zip(seen, numbers, strict=True)):

@@ -10,7 +10,7 @@ import torch
 from hf_parallel.ask.config import ParallelConfig
 from hf_parallel.plans.resolve import read_model, resolve
 from tests import models
-from tests.distributed import run, run_alone
+from tests.distributed import run, run_alone_once
 from tests.training import axes, none
 
 FACTOR = 0.75
@@ -73,7 +73,7 @@ def trained(name: str, spec: str | None) -> dict[str, Any]:
 )
 def test_same_tokens_are_dropped(name, spec):
     """fp32 sums in another order: relative 1e-5 of losses and norms, 1e-6 of weights."""
-    (alone,), ranks = run_alone(lambda: [trained(name, None)]), run(trained, axes(spec)["world"], name, spec)
+    alone, ranks = run_alone_once(trained, name, None), run(trained, axes(spec)["world"], name, spec)
     found = []
     for step, (loss, norm) in enumerate(alone["logs"]):
         ours = sum(rank["logs"][step][0] for rank in ranks) / len(ranks)
@@ -89,7 +89,7 @@ def test_same_tokens_are_dropped(name, spec):
 @pytest.mark.parametrize("spec", ["tp=2", "cp=2,ep=2", "pp=2,dp_shard=2,ep=2"])
 def test_as_many_are_dropped(spec):
     """Where ranks hold parts of rows, or run parts of batches, others are dropped, of the same room."""
-    alone = run_alone(trained, "mixtral", None)
+    alone = run_alone_once(trained, "mixtral", None)
     for rank in run(trained, axes(spec)["world"], "mixtral", spec):
         assert rank["dropped"] == pytest.approx(alone["dropped"], rel=0.2)
         assert [loss for loss, _ in rank["logs"]] == pytest.approx([loss for loss, _ in alone["logs"]], rel=0.05)

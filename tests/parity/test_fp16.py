@@ -8,7 +8,7 @@ from torch import nn
 from hf_parallel import parallelize
 from hf_parallel.hooks.accelerate.accelerator import MeshGradScaler
 from tests import models
-from tests.distributed import run, run_alone
+from tests.distributed import run, run_alone_once
 from tests.training import FP16, activate, axes, check_numbers
 
 FAINT = 1e-6  # of the usual loss: gradients of logits are then around fp16's smallest numbers
@@ -39,7 +39,7 @@ def steps(spec: str | None, scale: float) -> tuple[list[float], float]:
 
 @pytest.mark.parametrize("spec", ["dp_shard=2", "tp=2", "pp=2", "tp=2,pp=2", "pp=2,dp_shard=2"])
 def test_faint_losses_train(spec):
-    expected = run_alone(steps, None, 2.0**18)[0]
+    expected = run_alone_once(steps, None, 2.0**18)[0]
     assert expected[2] < expected[0] - 0.05
     losses, scales = zip(*run(steps, axes(spec)["world"], spec, 2.0**18), strict=True)
     check_numbers(losses, expected, FP16)
@@ -95,7 +95,7 @@ OVERFLOWS += [("tp=2", True), ("pp=2", True)]
 @pytest.mark.parametrize(("spec", "fused"), OVERFLOWS)
 def test_one_rank_overflows_and_all_skip(spec, fused):
     """The scale is that of one process, in each step: it is halved, and grows again after two good steps."""
-    expected, scales = run_alone(overflowing, None, fused)
+    expected, scales = run_alone_once(overflowing, None, fused)
     assert scales == [2.0**10, 2.0**9, 2.0**9, 2.0**10, 2.0**10]
     losses, ours = zip(*run(overflowing, axes(spec)["world"], spec, fused), strict=True)
     assert all(each == scales for each in ours)

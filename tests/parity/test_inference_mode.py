@@ -5,7 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests import loops
-from tests.distributed import run, run_alone
+from tests.distributed import run, run_alone_once
 from tests.training import activate, axes
 
 
@@ -31,6 +31,6 @@ def evaluated_and_trained(spec: str | None, folder: str) -> list[float]:
 def test_losses_of_one_process(spec, runs):
     """Memory that inference mode makes is none that a step trains with, and counts no versions."""
     folder = runs.initial("llama", num_hidden_layers=3, vocab_size=515)
-    expected = run_alone(evaluated_and_trained, None, folder)
+    expected = run_alone_once(evaluated_and_trained, None, folder)
     for ours in run(evaluated_and_trained, axes(spec)["world"], spec, folder, init=False, timeout=120):
         assert ours == pytest.approx(expected, rel=1e-5)  # sums in another order

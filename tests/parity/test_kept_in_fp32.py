@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.distributed import run, run_alone
+from tests.distributed import run, run_alone_once
 from tests.training import activate, axes, check_numbers
 
 
@@ -32,7 +32,7 @@ def steps(spec, folder):
 @pytest.mark.parametrize("spec", ["dp_shard=2", "tp=2", "tp=2,dp_shard=2", "dp_replicate=2"])
 def test_they_stay_so_on_every_layout(runs, spec):
     folder = runs.initial("t5")
-    expected, dtypes = run_alone(steps, None, folder)
+    expected, dtypes = run_alone_once(steps, None, folder)
     assert {name for name, dtype in dtypes.items() if dtype == torch.float32} == {
         f"{stack}.block.{block}.layer.{layer}.DenseReluDense.wo.weight"
         for stack, layer in (("encoder", 1), ("decoder", 2))

@@ -14,7 +14,7 @@ from hf_parallel.axes.tensor.vocab_parallel import Scaling
 from hf_parallel.model.calls import note_unread_logits
 from tests import loops, models
 from tests.activations import Alive
-from tests.distributed import run, run_alone
+from tests.distributed import run, run_alone, run_alone_once
 from tests.training import axes, check_numbers
 
 BEFORE_2_13 = pytest.mark.skipif(torch.__version__ < "2.13", reason="refused with it before torch 2.13")
@@ -50,7 +50,7 @@ def trained(spec: str | None, model: str, reads: bool) -> tuple[list[float], int
 @pytest.mark.parametrize(("model", "spec"), CASES)
 def test_numbers_of_one_process(model, spec):
     """Soft caps, scaled logits, tied and untied heads; logits read after the backward."""
-    expected, none = run_alone(trained, None, model, "pp=" not in spec)
+    expected, none = run_alone_once(trained, None, model, "pp=" not in spec)
     assert none == 0
     found = run(trained, axes(spec)["world"], spec, model, "pp=" not in spec)  # a pipeline keeps no logits
     assert any(lean for _, lean in found)

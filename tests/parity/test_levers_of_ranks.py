@@ -12,7 +12,7 @@ from hf_parallel.axes.data import host_step
 from hf_parallel.model.anatomy import list_transformer_blocks
 from hf_parallel.ranks.mesh import compute_coordinates, compute_data_rank
 from tests import models
-from tests.distributed import RankFailure, run, run_alone
+from tests.distributed import RankFailure, run, run_alone_once
 
 STEPS, ROWS, LENGTH = 3, 8, 33
 
@@ -66,7 +66,7 @@ def train(spec: str | None, kind: str = "llama") -> dict:
     ],
 )
 def test_same_numbers_as_one_process(spec, again, host):
-    expected, ranks = run_alone(train, None), run(train, 4, spec)
+    expected, ranks = run_alone_once(train, None), run(train, 4, spec)
     each = [rank["layers"] for rank in ranks]
     for rank, found in enumerate(ranks):
         alike = [n for other, n in enumerate(each) if other not in again]

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaPreTrainedModel
 
 from tests import models
-from tests.distributed import run, run_alone
+from tests.distributed import run, run_alone, run_alone_once
 from tests.training import activate, axes
 
 SPECS = ("dp_shard=2", "dp_replicate=2", "tp=2", "pp=2", "tp=2,pp=2", "dp_shard=2,tp=2")
@@ -62,7 +62,7 @@ def load(
 
 def check(spec: str, folder: str, task: type, packed: bool = False, **kwargs) -> set:
     """Every rank is as one process; returns the keys of another size."""
-    alone = run_alone(load, None, folder, task, **kwargs)
+    alone = run_alone_once(load, None, folder, task, **kwargs)
     ranks = run(load, axes(spec)["world"], spec, folder, task, packed, init=False, **kwargs)
     assert ranks[0]["weights"].keys() == alone["weights"].keys()
     unequal = [key for key, tensor in alone["weights"].items() if not torch.equal(ranks[0]["weights"][key], tensor)]
@@ -93,7 +93,7 @@ def test_a_missing_head(spec, packed, runs):
 def test_a_head_of_data_ranks_with_seeds_of_their_own(spec, runs):
     """The first one's is that of all, as one process has it; then each goes on with its own numbers."""
     folder, task = runs.initial("llama"), AutoModelForSequenceClassification
-    alone = run_alone(load, None, folder, task, num_labels=CLASSES)
+    alone = run_alone_once(load, None, folder, task, num_labels=CLASSES)
     ranks = run(load, axes(spec)["world"], spec, folder, task, unequal=True, init=False, num_labels=CLASSES)
     torch.testing.assert_close(ranks[0]["weights"], alone["weights"], rtol=0, atol=0)
     following = {tuple(rank["next"].tolist()) for rank in ranks}

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, Trainer
 import hf_parallel
 from examples import tiny_text
 from hf_parallel.ask.config import SpecError
-from tests.distributed import run, run_alone
+from tests.distributed import run, run_alone, run_alone_once
 from tests.rows import Rows
 from tests.training import activate, axes, trainer_of
 
@@ -161,7 +161,7 @@ def loop(spec, initial, batch_size):
 def test_in_a_loop(runs, spec, rows):
     """A loop takes the mean of its accumulation steps' means: rows have as many targets here."""
     initial = runs.initial("llama")
-    expected = run_alone(by_hand, initial, True)
+    expected = run_alone_once(by_hand, initial, True)
     for found in run(loop, 2, f"{spec},monitor=noise", initial, rows, init=False):
         assert found == pytest.approx(expected, rel=1e-3)
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
 from hf_parallel import SpecError
 from hf_parallel.hooks.accelerate.token_batches import TokenBatches
 from tests import models
-from tests.distributed import RankFailure, run, run_alone
+from tests.distributed import RankFailure, run, run_alone, run_alone_once
 from tests.rows import pad
 from tests.training import activate, axes, check_numbers, trainer_of
 
@@ -178,7 +178,7 @@ def folder(runs):
 def test_losses_of_the_examples_one_by_one(folder, tmp_path, spec, size):
     sizes = axes(spec)
     ranks = sizes["world"] // (2 if "tp" in spec or "cp" in spec else 1)
-    expected = run_alone(one_by_one, folder, ranks, size)
+    expected = run_alone_once(one_by_one, folder, ranks, size)
     assert len(expected) >= 2
     assert expected[0] != expected[-1]
     ranks = run(trained, sizes["world"], f"{spec},pack_tokens={BUDGET}", folder, str(tmp_path), size)
@@ -187,8 +187,8 @@ def test_losses_of_the_examples_one_by_one(folder, tmp_path, spec, size):
 
 @pytest.mark.parametrize("spec", ["dp_shard=2", "dp_replicate=2,tp=2"])
 def test_losses_under_shares(folder, tmp_path, spec):
-    expected = run_alone(one_by_one, folder, 2, 23, 2, (2, 1))
-    assert expected != run_alone(one_by_one, folder, 2, 23, 2)
+    expected = run_alone_once(one_by_one, folder, 2, 23, 2, (2, 1))
+    assert expected != run_alone_once(one_by_one, folder, 2, 23, 2)
     given = f"{spec},pack_tokens={BUDGET},batch_shares=2:1", folder, str(tmp_path), 23, 0
     ranks = run(partial(trained, gradient_accumulation_steps=2), axes(spec)["world"], *given)
     check_numbers([losses for losses, _ in ranks], expected, TWO_EPOCHS)
@@ -211,7 +211,7 @@ def test_resume_under_shares(folder, tmp_path):
 
 def test_one_process_packs_too(folder, tmp_path):
     losses, _ = run_alone(trained, f"pack_tokens={BUDGET}", folder, str(tmp_path), 23)
-    check_numbers([losses], run_alone(one_by_one, folder, 1, 23), TWO_EPOCHS)
+    check_numbers([losses], run_alone_once(one_by_one, folder, 1, 23), TWO_EPOCHS)
 
 
 def whole_and_resumed(spec: str, folder: str, out: str) -> list[list[float]]:

@@ -5,7 +5,7 @@ import torch
 from accelerate import Accelerator
 from transformers import AutoModelForCausalLM
 
-from tests.distributed import run, run_alone
+from tests.distributed import run, run_alone_once
 from tests.training import activate, axes, check_numbers
 
 
@@ -56,4 +56,4 @@ HOW = ("embedding", "look first", "backbone", "backbone and model")
 def test_numbers_of_one_process(runs, spec, how):
     folder = runs.initial("llama")
     ranks = run(train, axes(spec)["world"], spec, folder, how, init=False)
-    check_numbers(ranks, run_alone(train, None, folder, how))
+    check_numbers(ranks, run_alone_once(train, None, folder, how))

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM, Trainer
 
 from hf_parallel.hooks.setfit import fit_alike
 from hf_parallel.hooks.torchmetrics import sync_over_data_ranks
-from tests.distributed import RankFailure, run, run_alone
+from tests.distributed import RankFailure, run, run_alone_once
 from tests.training import (
     GLOBAL_BATCH,
     Tolerance,
@@ -192,4 +192,4 @@ def loop(spec: str | None, folder: str) -> list[float]:
 @pytest.mark.parametrize("spec", ["dp_shard=2", "pp=2,dp_shard=2", "pp=2,dp_replicate=2,pipeline_microbatches=4"])
 def test_rows_that_a_schedule_does_not_take(runs, spec):
     folder = runs.initial("llama")
-    check_numbers(run(loop, axes(spec)["world"], spec, folder, init=False), run_alone(loop, None, folder))
+    check_numbers(run(loop, axes(spec)["world"], spec, folder, init=False), run_alone_once(loop, None, folder))

@@ -11,7 +11,7 @@ import torch
 from torch.nn.utils import clip_grad_norm_
 from transformers import AutoModelForCausalLM
 
-from tests.distributed import run, run_alone
+from tests.distributed import run, run_alone_once
 from tests.training import activate, axes, close, layouts, none
 
 ODD = {"num_hidden_layers": 3, "vocab_size": 515, "num_key_value_heads": 1}
@@ -78,7 +78,7 @@ def log(folder, spec=None):
 @pytest.mark.parametrize("spec", layouts("library", "dp_shard=2", "tp=2", "tp=2,dp_shard=2"))
 def test_numbers_are_of_whole_tensors(spec, initial):
     """Every rank reads what one process reads."""
-    expected = run_alone(log, initial)
+    expected = run_alone_once(log, initial)
     for found in run(log, axes(spec)["world"], initial, spec, init=False):
         none([line for key in expected for line in close(str(key), found[key], expected[key], NEAR)])
 

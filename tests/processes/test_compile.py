@@ -13,7 +13,7 @@ from hf_parallel.axes import compile as compiling
 from hf_parallel.ranks import observed
 from hf_parallel.ranks.mesh import get_stored
 from tests import activations, models
-from tests.distributed import RankFailure, run, run_alone
+from tests.distributed import RankFailure, run, run_alone_once
 
 ROWS, LENGTH = 4, 33
 
@@ -99,7 +99,7 @@ FAMILIES = ("gpt2", "opt", "qwen2", "qwen3", "phi3", "gemma2", "gpt_neox", "falc
 )
 def test_equal_layers_share_a_graph_that_sends_what_they_send_outside(spec, ranks, kind):
     """A graph may find that two layers gather the same input; a checkpoint runs a compiled layer to its end."""
-    expected, *_ = run_alone(trained, None, kind)
+    expected, *_ = run_alone_once(trained, None, kind)
     _, _, _, plain = run(trained, ranks, spec, kind)[0]
     again = 4 if "tp=" in spec and "activation_checkpointing" in spec and "selective" not in spec else 0
     ranks_found = run(trained, ranks, f"{spec},compile=regional", kind)
@@ -145,7 +145,7 @@ def test_selective_graphs_keep_what_selective_layers_keep():
     ],
 )
 def test_attention_over_ranks_is_the_only_break(spec, ranks, kind):
-    expected, *_ = run_alone(trained, None, kind)
+    expected, *_ = run_alone_once(trained, None, kind)
     _, _, _, plain = run(trained, ranks, spec, kind)[0]
     loss, graphs, _, calls = run(trained, ranks, f"{spec},compile=regional", kind)[0]
     assert loss == pytest.approx(expected, rel=1e-5)
@@ -156,7 +156,7 @@ def test_attention_over_ranks_is_the_only_break(spec, ranks, kind):
 
 def check_experts_between_graphs(spec: str, ranks: int, kind: str) -> None:
     """Seven layers have as many graphs as three: one up to the router, one after the experts; a dense layer one."""
-    expected, *_ = run_alone(trained, None, kind, num_hidden_layers=7)
+    expected, *_ = run_alone_once(trained, None, kind, num_hidden_layers=7)
     _, _, _, plain = run(trained, ranks, spec, kind, num_hidden_layers=7)[0]
     ran = run(trained, ranks, f"{spec},compile=regional", kind, timeout=500, num_hidden_layers=7)
     for loss, graphs, *_ in ran:
@@ -189,7 +189,7 @@ def test_experts_run_between_graphs_on_other_layouts(spec, ranks, kind):
 
 @pytest.mark.parametrize("spec", ["tp=2,compile=regional", "tp=2,compile=regional,activation_checkpointing=selective"])
 def test_inductor_takes_the_graph(spec):
-    expected, *_ = run_alone(trained, None)
+    expected, *_ = run_alone_once(trained, None)
     for loss, graphs, breaks, _ in run(trained, 2, spec, "llama", "inductor", timeout=500):
         assert loss == pytest.approx(expected, rel=1e-5)
         assert (graphs, breaks) == (1, 0)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from tests.conftest import core_seconds
-from tests.distributed import COPIES, RankFailure, run, run_alone
+from tests.distributed import COPIES, RankFailure, run, run_alone, run_alone_once
 from tests.ports import held_port
 
 pytestmark = pytest.mark.clock
@@ -155,3 +155,17 @@ def test_exiting_the_script_is_a_failure():
 
     with pytest.raises(RankFailure, match="SystemExit"):
         run(work, 2)
+
+
+def list_process_and_type(value, **options):
+    return [os.getpid(), type(value).__name__, options]
+
+
+def test_a_reference_runs_once():
+    """For the same function and arguments; a test that changes its result leaves that of others as it was."""
+    first = run_alone_once(list_process_and_type, 1, size=2)
+    first.append("changed")
+    assert run_alone_once(list_process_and_type, 1, size=2) == first[:-1]
+    others = [run_alone_once(list_process_and_type, True, size=2), run_alone_once(list_process_and_type, 1, size=3)]
+    assert [other[1:] for other in others] == [["bool", {"size": 2}], ["int", {"size": 3}]]
+    assert len({first[0], *(other[0] for other in others)}) == 3
