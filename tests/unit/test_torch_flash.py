@@ -143,7 +143,7 @@ def test_a_package_without_its_gpu():
         ("gemma2", {}, "attention=eager: attn_logit_softcapping=50"),
         ("llama", {"attn_implementation": "eager"}, "attention=eager: the script's own choice"),
         ("llama", {"attention_dropout": 0.1}, "attention=sdpa: attention_dropout=0.1"),
-        ("llava", {}, "attention=sdpa: it reads more than tokens"),
+        ("llava", {}, "because it reads more than tokens"),
         ("llama", {"head_dim": 12}, "heads of 12 numbers"),
     ],
 )
@@ -160,7 +160,7 @@ def test_what_auto_takes_here(monkeypatch):
     """Its own kernel, and why; on a GPU whose kernel fails its trial or where weights are wide, too."""
     assert plan("llama", "dp_shard=1").notes[:1] == (
         "attention=sdpa: the model's own, where there is no CUDA device; "
-        "attention=torch_flash reads packs and windows without a mask",
+        "attention=torch_flash would keep packed examples apart without a mask",
     )
     facts = read_attention(models.build("llama"), ParallelConfig())
     there = replace(facts, device="cuda", capability=(9, 0))
