@@ -89,6 +89,8 @@ def test_sizes(spec, world, said):
         ("check --payload 0", "--payload 0: is more than 0 MiB; --payload 64 works"),
         ("check --json nowhere/check.json", "--json nowhere/check.json: "),
         ("recipe list --gpus 3 --method lora", "--gpus 3 --method lora: no recipe of this package"),
+        ("migrate nowhere/fsdp.yaml", "nowhere/fsdp.yaml: no such file; give a YAML, JSON or Python file"),
+        ("export nowhere/checkpoint-20 out", "nowhere/checkpoint-20: no such folder; give a checkpoint-N"),
         ("lunch train.py", "lunch: no such command; did you mean launch?"),
         ("train.py --output_dir out", "train.py: no such command; did you mean launch?"),
         ("launch --nproc 2 --parallel tp=2 train.py", "--nproc: no option of launch; --num_processes N works"),
