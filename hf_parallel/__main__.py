@@ -93,7 +93,7 @@ def prepare(command: Command) -> None:
     """Touch Transformers and Accelerate as far as the command asks for it, and not at all if it does not."""
     if not command.is_module and not os.path.exists(command.target):
         word = command.target.isidentifier()  # python -m hf_parallel plan …
-        do = f"; commands are those of `hf-parallel {command.target}`, if there is one" if word else ""
+        do = f"; a script ends in .py, and a command starts with `hf-parallel {command.target}`" if word else ""
         raise UsageError(f"{command.target}: no such script{do}")
     chosen = choose_spec(command.parallel)
     if chosen is None and not any(arg.partition("=")[0] == "--parallel" for arg in command.args):

@@ -84,6 +84,9 @@ def pytest_make_parametrize_id(val, argname):
 
 def pytest_collection_modifyitems(config, items):
     """Leave out combinations whose parts other tests show, unless all are asked for, or some by name."""
+    unknown = {found[1] for item in items if (found := support_matrix.cell(item)) is not None} - support_matrix.ROWS
+    if unknown:  # else the matrix could not be written once all of it has run
+        raise pytest.UsageError(f"rows {sorted(unknown)} are not in TABLES of tests/support_matrix.py")
     for item in items:
         if item.get_closest_marker("clock"):
             item.add_marker(pytest.mark.flaky(reruns=1))

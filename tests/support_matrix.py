@@ -69,6 +69,10 @@ TABLES = {
         "LoRA",
         "DoRA",
         "QLoRA",
+        "LoRA, tokens added",
+        "saved on rank 0",
+        "scalars",
+        "model_init",
         "two models",
         "Accelerate loop",
         "library",
@@ -127,7 +131,7 @@ TABLES = {
         "sentence-transformers",
     ),
 }
-
+ROWS = {row for rows in TABLES.values() for row in rows}
 
 #: What rows call the models of `tests/models.py`.
 NAMES = {
@@ -184,16 +188,28 @@ def cell(item: pytest.Function) -> tuple[str, str] | None:
 
 
 def added(former: dict, results: dict) -> dict:
-    """The results of a part of the tests over those of an earlier run."""
+    """The results of a part of the tests over those of an earlier run.
+
+    After an upgrade of the libraries a row is recorded whole, and rows that are not say their older versions.
+
+    Raises:
+        ValueError: a row would mix results of two versions.
+    """
+    commits = dict(former.get("commits", {}))
     if former["versions"] != results["versions"]:
-        raise ValueError(
-            f"recorded with {former['versions']}, now {results['versions']}: run --record-support instead"
-        )
+        rows = {row for column in results["cells"].values() for row in column}
+        kept = {(layout(spec), row) for spec, column in former["cells"].items() for row in column}
+        kept -= {(layout(spec), row) for spec, column in results["cells"].items() for row in column}
+        mixed = sorted({row for _, row in kept} & rows)
+        if mixed:
+            raise ValueError(f"recorded with {former['versions']}: run all cells of {', '.join(mixed)} again")
+        older = {name: number for name, number in former["versions"].items() if results["versions"][name] != number}
+        told = " with " + ", ".join(f"{name} {number}" for name, number in older.items())
+        commits.update({row: name + told * (" with " not in name) for row, name in commits.items()})
     cells: dict[str, dict[str, str]] = {}
-    for spec, rows in [*former["cells"].items(), *results["cells"].items()]:
-        cells.setdefault(layout(spec), {}).update(rows)
-    commits = {**former.get("commits", {}), **results.get("commits", {})}
-    return {"versions": results["versions"], "commits": commits, "cells": cells}
+    for spec, rows_of_spec in [*former["cells"].items(), *results["cells"].items()]:
+        cells.setdefault(layout(spec), {}).update(rows_of_spec)
+    return {"versions": results["versions"], "commits": {**commits, **results.get("commits", {})}, "cells": cells}
 
 
 def order(spec: str) -> tuple[int, int]:
@@ -205,7 +221,7 @@ def order(spec: str) -> tuple[int, int]:
 def table(results: dict, titles: tuple[str, ...] = tuple(TABLES)) -> str:
     """The markdown tables, a row per model or feature and a column per spec, and the versions below them."""
     cells = added(results, {"versions": results["versions"], "cells": {}})["cells"]
-    unknown = {row for column in cells.values() for row in column} - {row for rows in TABLES.values() for row in rows}
+    unknown = {row for column in cells.values() for row in column} - ROWS
     if unknown:
         raise ValueError(f"rows {sorted(unknown)} are not in TABLES of tests/support_matrix.py")
     commits = results.get("commits", {})

@@ -72,7 +72,7 @@ def place_kernels(model: PreTrainedModel, put: Callable[[], object], asked: str)
             left_out.add(_name(forward))
             _restore(former)
     if left_out and state.is_first(asked):
-        state.notes.append(f"{asked}: not used on split layers: {', '.join(sorted(left_out))}")
+        state.notes.append(f"{asked}: split layers keep their own code in place of {', '.join(sorted(left_out))}")
 
 
 @contextlib.contextmanager

@@ -195,7 +195,7 @@ def _parallelize_around(model: PreTrainedModel, parts: Mapping[str, PreTrainedMo
     share_own(model, parts, mesh)
     notes = [note for part in parts.values() for note in part._hf_parallel.notes]
     if mesh.data_size > 1:
-        notes.append("a loss that compares the rows of a batch sees those of one data rank, as under DDP")
+        notes.append("a loss that compares the rows of a batch sees those of one data rank only, as under DDP")
     state = ParallelState(None, mesh, model, OneBatch(mesh), notes=notes, parts=tuple(parts.values()))
     watch()
     for part in parts.values():

@@ -300,7 +300,8 @@ def convert(name: str, annotation: object, value: object, works: str) -> object:
         why = (
             "a comma separates keys" if "=" in text else _WANTED.get(kind, "not a list of whole numbers, as [2,2] is")
         )
-        refuse(f"{name}={text}", why, f"{name}={works}", cause=error)
+        mended = re.sub(r"[;\s]+", ",", text) if "=" in text else works
+        refuse(f"{name}={text}", why, f"{name}={works if mended == text else mended}", cause=error)
     return text
 
 

@@ -35,7 +35,7 @@ class Compression(Axis[None, list[str]]):
             refuse(f"hierarchical_shard={group}", f"no whole part of dp_shard_size={ranks}", works)
         if group is None or config.pp_size == 1:
             return []
-        return ["a pipeline keeps weights for its backward pass: hierarchical_shard saves it traffic, no memory"]
+        return ["hierarchical_shard saves traffic but no memory here: a pipeline keeps weights for its backward pass"]
 
     def notes(self, part: list[str]) -> list[str]:
         return part

@@ -41,7 +41,7 @@ class Offload(Axis[None, list[str]]):
         if path:
             _check_folder(*offload.split(":", 1))
             what = "parameters and optimizer states" if offload.startswith(NVME_ALL) else "optimizer states"
-            return [f"{what} in unnamed files below {path}, gone with the process; checkpoints hold them"]
+            return [f"offload: {what} are in files below {path} that end with the process; checkpoints have them"]
         return []
 
     def notes(self, part: list[str]) -> list[str]:

@@ -106,14 +106,14 @@ class Precision(Axis[PrecisionFacts, PrecisionPart]):
 
     def notes(self, part: PrecisionPart) -> list[str]:
         total = len(part.linears) + len(part.left)
-        lines = [f"precision={part.precision}, {part.scaling}: {len(part.linears)} of the layers' {total} linears"]
-        lines += [f"{name} stays as it is: it {why}" for name, why in list(part.left.items())[:1]]
+        lines = [f"precision={part.precision} ({part.scaling}): {len(part.linears)} of {total} linears use 8 bits"]
+        lines += [f"{name} does not multiply in 8 bits, because it {why}" for name, why in list(part.left.items())[:1]]
         if part.emulated:
-            lines.append("fp8 is emulated on this machine: rounded like fp8, multiplied in fp32, slower")
+            lines.append("this machine has no fp8 units: numbers round to fp8 and multiply in fp32, which is slower")
         if part.gathers:
-            lines.append("weights that multiply in fp8 are gathered in fp8")
+            lines.append("dp_shard gathers the weights that multiply in fp8 as fp8, which sends less")
         if part.scaling != "rowwise_with_gw_hp":
-            lines.append("scales are of what one rank multiplies at once: other micro-batches round otherwise")
+            lines.append("each rank scales what it multiplies at once, so another micro-batch size rounds differently")
         return lines
 
     def apply(self, model: nn.Module, part: PrecisionPart, building: Building) -> None:

@@ -18,6 +18,7 @@ process and read a config only; `check` (`cli/check.py`) tries machines.
 from __future__ import annotations
 
 import argparse
+import difflib
 import io
 import json
 import sys
@@ -51,8 +52,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return cli_recipe.run_recipe(
             arguments[2:], cli_launch.make_full_parser, cli_launch.launch, cli_launch.count_accelerators
         )
-    parser = _make_top_parser()
-    args = parser.parse_args(arguments)
     commands = {
         "doctor": run_doctor,
         "plan": cli_plan.plan,
@@ -64,6 +63,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         "recipe": cli_recipe.run_recipe_command,
         "report": cli_report.run_report,
     }
+    word = arguments[0] if arguments else "-"
+    if word not in commands and not word.startswith("-"):
+        names = ["launch", *commands]
+        close = ["launch"] if word.endswith(".py") else difflib.get_close_matches(word, names, n=1)
+        do = f"did you mean {close[0]}?" if close else f"commands are {', '.join(names)}"
+        print(f"hf_parallel: {word}: no such command; {do}", file=sys.stderr)
+        return 2
+    parser = _make_top_parser()
+    args = parser.parse_args(arguments)
     if args.command in commands:
         return commands[args.command](args)
     parser.print_help(sys.stderr)

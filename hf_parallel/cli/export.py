@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Callable
 
+from hf_parallel.ask.spec import suggest_file
 from hf_parallel.ask.waiting import waiting
 
 
@@ -31,6 +32,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run_export(args: argparse.Namespace) -> int:
     """Write the folder; 2 if that cannot be done."""
     try:
+        if not os.path.isdir(args.checkpoint):
+            do = suggest_file(args.checkpoint) or "give a checkpoint-N of a training's output_dir"
+            raise FileNotFoundError(f"{args.checkpoint}: no such folder; {do}")
         with waiting("importing torch") as say:
             _write_export(args, say)
         if args.push_to_hub is not None:

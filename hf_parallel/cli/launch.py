@@ -29,6 +29,8 @@ _EXCLUSIVE_TYPES = ("FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA")
 #: Arguments of a script by which it distributes itself or names a layout.
 _OF_A_SCRIPT = (_OPTION, "--fsdp", "--fsdp_config", "--deepspeed", "--parallelism_config")
 _MODEL = "--model_name_or_path"
+#: The number of processes by the names that other launchers and commands have for it.
+_PROCESSES = ("--nproc", "--nprocs", "--nproc_per_node", "--gpus", "--num_gpus", "--n_gpus")
 #: A script that names none of these shows no model that could be parallel.
 _LIBRARIES = re.compile(r"\b(transformers|accelerate|trl|peft|sentence_transformers)\b")
 _EXAMPLES = """examples:
@@ -122,7 +124,10 @@ def _check_words(own: list[str], script: list[str]) -> None:
     """Refuse a layout, a script or a config file that cannot be, by the words alone."""
     options = [word.partition("=") if word.startswith("--") else ("", "", word) for word in own]
     words = [re.sub(r"(?<=\w)-", "_", name) + equals + value for name, equals, value in options]
-    given, _ = make_short_parser().parse_known_args(words)
+    given, unknown = make_short_parser().parse_known_args(words)
+    for word in unknown:
+        if word.partition("=")[0] in _PROCESSES:
+            refuse(word.partition("=")[0], "no option of launch", "--num_processes N")
     if given.config_file is not None:
         _check_config_file(given.config_file)
     spec = choose_spec(given.parallel, f"the launcher's {_OPTION}")

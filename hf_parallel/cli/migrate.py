@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from hf_parallel.ask.config import ParallelConfig
-from hf_parallel.ask.spec import SpecError, read_yaml, refuse, spell
+from hf_parallel.ask.spec import SpecError, read_yaml, refuse, spell, suggest_file
 from hf_parallel.planner.batch import StepBatch
 
 # ---- The meaning of a foreign key -----------------------------------------------------------------------------------
@@ -504,6 +504,8 @@ def migrate(args: argparse.Namespace) -> int:
         words = {name: value for name, value in given.items() if value}
         if (args.file is None) == (not words):
             refuse("migrate", "takes a file, or Trainer's arguments in its place", "hf-parallel migrate fsdp.yaml")
+        if args.file is not None and not os.path.isfile(args.file):
+            refuse(args.file, "no such file", do=suggest_file(args.file) or "give a YAML, JSON or Python file")
         if args.file is not None:
             source = read(args.file)
         else:

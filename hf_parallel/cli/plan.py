@@ -43,57 +43,58 @@ _NUMBERS = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `plan`."""
     parser.description = (
-        "Rank the layouts of a model on a cluster by predicted step time, with memory and reasons. Without MODEL: "
-        "draw which rank of a pipeline runs what when, for equal layers whose backward takes twice their forward."
+        "Rank the layouts of a model on a cluster by predicted step time, with memory and reasons. Without MODEL, "
+        "draw when each rank of a pipeline computes, if layers are equal and a backward pass takes two forward passes."
     )
     parser.add_argument("model", metavar="MODEL", nargs="?", help="folder with a config.json, that file, or a Hub id")
     where = parser.add_argument_group("cluster")
-    where.add_argument("--gpus", type=int, metavar="N", help="how many in all")
-    named = "of the catalogue, such as h100-80gb or a100-80gb; measured: this machine, by `check --calibrate`"
-    where.add_argument("--gpu", metavar="NAME", help=named)
-    where.add_argument("--gpus-per-node", type=int, metavar="N", help="default: 8")
-    where.add_argument("--network", metavar="NAME", help="link between nodes, such as infiniband-ndr, ethernet-25g")
-    where.add_argument("--cluster", metavar="FILE.yaml", help="your own, or groups of unlike GPUs: docs/dry_run.md")
-    where.add_argument("--detect", action="store_true", help="this machine; under a launcher those of all processes")
-    where.add_argument("--save-cluster", metavar="FILE.yaml", help="write these machines as a file for --cluster")
-    where.add_argument(
-        "--calibrate",
-        metavar="OUTPUT_DIR",
-        help="as found by the training whose record is there",
-    )
-    where.add_argument("--memory", type=float, metavar="GIB", help="of each GPU, instead of all of it")
-    where.add_argument("--headroom", type=float, default=8, metavar="PERCENT", help="of it that stays free (8)")
+    where.add_argument("--gpus", type=int, metavar="N", help="number of GPUs on all machines")
+    kinds = "kind of GPU, such as h100-80gb; `measured` is this machine, after `hf-parallel check --calibrate`"
+    where.add_argument("--gpu", metavar="NAME", help=kinds)
+    where.add_argument("--gpus-per-node", type=int, metavar="N", help="GPUs in each machine (8)")
+    where.add_argument("--network", metavar="NAME", help="link between machines, such as infiniband-ndr, ethernet-25g")
+    described = "read the cluster from a file; it may have groups of unlike GPUs (docs/dry_run.md)"
+    where.add_argument("--cluster", metavar="FILE.yaml", help=described)
+    where.add_argument("--detect", action="store_true", help="use this machine, or all machines of the launcher")
+    where.add_argument("--save-cluster", metavar="FILE.yaml", help="write the detected machines to this file")
+    measured = "use the speeds that a training recorded in this folder"
+    where.add_argument("--calibrate", metavar="OUTPUT_DIR", help=measured)
+    where.add_argument("--memory", type=float, metavar="GIB", help="memory to use of each GPU (all of it)")
+    where.add_argument("--headroom", type=float, default=8, metavar="PERCENT", help="memory to keep free (8)")
     what = parser.add_argument_group("training")
-    what.add_argument("--seq", type=int, default=4096, metavar="N", help="tokens per row (4096)")
-    what.add_argument("--global-batch", type=int, metavar="N", help="rows per step over all ranks (4 per GPU)")
-    critical = "sequences, as monitor=noise measures them: rank by time to a loss, over batches unless one is given"
+    what.add_argument("--seq", type=int, default=4096, metavar="N", help="tokens per sequence (4096)")
+    what.add_argument("--global-batch", type=int, metavar="N", help="sequences per step on all GPUs (4 per GPU)")
+    critical = "critical batch in sequences, as monitor=noise measures it: rank by the time to reach a loss"
     what.add_argument("--critical-batch", type=float, metavar="N", help=critical)
-    what.add_argument("--rows", type=int, metavar="N", help="per_device_train_batch_size, if it is fixed")
-    precisions = (
-        "bf16 or fp32: of weights and products; mixed or fp16: fp32 weights under Trainer's bf16=True, fp16=True"
-    )
+    what.add_argument("--rows", type=int, metavar="N", help="keep this per_device_train_batch_size")
+    precisions = "bf16 (default), fp32, or fp32 weights under Trainer's bf16=True (mixed) or fp16=True (fp16)"
     what.add_argument("--precision", default="bf16", metavar="NAME", help=precisions)
-    what.add_argument("--optimizer", default="adamw", metavar="NAME", help="adamw, adamw_8bit, sgd, sgd_momentum")
-    what.add_argument("--lora", type=int, nargs="?", const=16, default=0, metavar="R", help="adapters only, of rank R")
-    packs = "bitsandbytes packs the linears under the adapters of --lora in 4 bits (QLoRA)"
+    optimizers = "adamw (default), adamw_8bit, sgd or sgd_momentum"
+    what.add_argument("--optimizer", default="adamw", metavar="NAME", help=optimizers)
+    what.add_argument("--lora", type=int, nargs="?", const=16, default=0, metavar="R", help="train LoRA of rank R")
+    packs = "keep the weights under LoRA in 4 bits (QLoRA); needs --lora"
     what.add_argument("--load-in-4bit", action="store_true", help=packs)
-    what.add_argument("--packed", action="store_true", help="rows are padded, or packs: sdpa would need a mask")
-    what.add_argument("--attn", metavar="NAME", help="attn_implementation, if the script names it")
-    what.add_argument("--quantized", action="store_true", help="transfers may round, too: faster, other numbers")
+    masked = "assume that batches have padding or packed examples, for which sdpa needs a mask"
+    what.add_argument("--packed", action="store_true", help=masked)
+    what.add_argument("--attn", metavar="NAME", help="attn_implementation that the script sets")
+    rounded = "allow layouts that round what they send: faster, but not the numbers of one process"
+    what.add_argument("--quantized", action="store_true", help=rounded)
     out = parser.add_argument_group("output")
-    out.add_argument("--parallel", metavar="SPEC", help="a layout you expect: why is it not the first?")
-    out.add_argument("--top", type=int, default=10, metavar="N", help="layouts to show (10)")
-    out.add_argument("--json", action="store_true", help="the same as JSON")
+    out.add_argument("--parallel", metavar="SPEC", help="explain why this layout is not the first")
+    out.add_argument("--top", type=int, default=10, metavar="N", help="number of layouts to show (10)")
+    out.add_argument("--json", action="store_true", help="print JSON")
     out.add_argument("--specs", metavar="FOLDER", help="write each layout as a YAML file that --parallel takes")
-    out.add_argument("--picture", metavar="FILE", help="memory of each layout as stacked bars, .svg or .png")
-    out.add_argument("--timeline", metavar="FILE", help="the step of the best pipeline, .svg or .png")
-    out.add_argument("--explain", action="store_true", help="each formula of the first layout with its numbers")
-    out.add_argument("--verify", action="store_true", help="dry-run the first layout, or SPEC, with the real code")
-    out.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of --verify: whose branches run (cpu)")
-    out.add_argument("--dollars", type=float, metavar="D", help="per GPU and hour, for the cost of 1e9 tokens")
-    only = parser.add_argument_group("a timeline without MODEL")
+    out.add_argument("--picture", metavar="FILE", help="draw the memory of each layout (.svg or .png)")
+    out.add_argument("--timeline", metavar="FILE", help="draw a step of the best pipeline (.svg or .png)")
+    out.add_argument("--explain", action="store_true", help="print each formula of the first layout with its numbers")
+    dry = "run the real code of the first layout, or of SPEC, on tensors without memory"
+    out.add_argument("--verify", action="store_true", help=dry)
+    branches = "device that --verify stands in for (cpu)"
+    out.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help=branches)
+    out.add_argument("--dollars", type=float, metavar="D", help="price of a GPU hour; adds the cost of 1e9 tokens")
+    only = parser.add_argument_group("timeline without MODEL")
     only.add_argument("--micro-batches", type=int, metavar="N", help="default: pipeline_microbatches, or 4 x pp")
-    only.add_argument("--layers", type=int, metavar="N", help="of the model; default: one for each stage")
+    only.add_argument("--layers", type=int, metavar="N", help="layers of the model (one for each stage)")
 
 
 def plan(args: argparse.Namespace) -> int:

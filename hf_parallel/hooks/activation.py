@@ -93,7 +93,7 @@ def _tell_left_out(config: ParallelConfig) -> None:
     done = {"pack_tokens", "padding_free", *config.settings_alone(), *(f"{axis}_size" for axis in config.sizes)}
     left = [f"{name}={value}" for name, value in config.spelled().items() if name not in done and value != "off"]
     if left:
-        report.say(f"one process trains without {', '.join(left)}: these are of layouts of several")
+        report.say(f"one process trains without {', '.join(left)}, which need several processes (--num_processes 2)")
 
 
 def check_agreement(source: str, spec: str | ParallelConfig, other_source: str, other_spec: str) -> None:

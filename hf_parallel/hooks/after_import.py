@@ -70,9 +70,8 @@ def list_process_warnings(processes: int, data_ranks: int) -> list[str]:
         return []
     name = os.path.basename(sys.argv[0])
     return [
-        f"{name} reads {' and '.join(words)}: {processes} processes, of which {data_ranks} read "
-        "batches of their own; gradient_accumulation_steps and the like are not to be divided by more than that "
-        "(docs/idioms.md)"
+        f"{name} reads {' and '.join(words)}, which is {processes} here, but the number of different batches is "
+        f"{data_ranks}: divide gradient_accumulation_steps and the like by {data_ranks} at most (docs/idioms.md)"
     ]
 
 

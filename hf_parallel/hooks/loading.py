@@ -261,7 +261,7 @@ def from_pretrained(original: Callable, cls: type, *args: object, **kwargs: obje
     if placed:
         state = runtime.find_parallel_state(result[0] if isinstance(result, tuple) else result)
         assert state is not None
-        state.notes.append("device_map=auto: the layout is what places the model")
+        state.notes.append("device_map=auto has no effect: the layout places the model")
     runtime.equalise_within_model()
     return result
 

@@ -290,7 +290,7 @@ def apply_liger_kernel(original: Callable, model: PreTrainedModel, kernel_config
     if reason is not None and told.get(FUSED, True):
         told[FUSED] = False
         if state.is_first(FUSED):
-            state.notes.append(f"use_liger_kernel: the layout's own loss, not Liger's: {reason}")
+            state.notes.append(f"use_liger_kernel: the layout computes the loss in place of Liger's kernel: {reason}")
     place_kernels(base, functools.partial(original, model, told), "use_liger_kernel")
 
 

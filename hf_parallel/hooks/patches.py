@@ -11,6 +11,7 @@ from __future__ import annotations
 from hf_parallel.hooks import (  # noqa: F401
     bitsandbytes,
     entries,
+    front_ends,
     loading,
     model_parts,
     monitoring,

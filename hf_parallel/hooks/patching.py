@@ -29,12 +29,14 @@ CHECKED = {
     "bitsandbytes": ("0.50", "0.50"),
     "sentence_transformers": ("6.2", "6.2"),
     "setfit": ("1.2", "1.2"),
+    "swift": ("4.6", "4.6"),
     "torchmetrics": ("1.9", "1.9"),
+    "unsloth": ("2026.10", "2026.10"),
 }
 #: The same of torch, of which only public functions are patched: a newer one may well work, and is only told about.
 TORCH = ("2.11", "2.13")
 #: Libraries that may be missing, and are patched when a script imports them: nobody else should wait for them.
-OPTIONAL = {"peft", "trl", "bitsandbytes", "sentence_transformers", "setfit", "torchmetrics"}
+OPTIONAL = {"peft", "trl", "bitsandbytes", "sentence_transformers", "setfit", "swift", "torchmetrics", "unsloth"}
 #: Set to 1 to go on with an older torch, at your own risk.
 ALLOW_UNKNOWN = "HF_PARALLEL_ALLOW_UNKNOWN_VERSIONS"
 
@@ -368,7 +370,7 @@ def check_torch() -> list[str]:
 
 def read_library_version(library: str) -> Version:
     """The installed one."""
-    return Version(importlib.metadata.version(library))
+    return Version(importlib.metadata.version({"swift": "ms-swift"}.get(library, library)))
 
 
 def _format_version_ranges(library: str) -> str:

@@ -206,7 +206,7 @@ def format_short_lines(facts: Facts, path: str) -> list[str]:
     kernels = [f"  attention     {facts['attention']}", f"  head and loss {facts['loss']}"]
     if facts["auto"] and facts["proof"] and alone:  # else there would be nine lines
         kernels = [f"  attention     {facts['attention']}; head and loss: {facts['loss']}"]
-    more = f" ({hidden} more notes)" if hidden > 0 else ""
+    more = f" ({hidden} more note{'s' * (hidden > 1)})" if hidden > 0 else ""
     return [
         f"hf_parallel: {facts['model']} under {facts['spec']}",
         f"  each rank     {_format_parameters(facts)} parameters; {_format_memory(facts)}",
@@ -265,10 +265,10 @@ def _list_inexact_numbers(trainer: Trainer, data_ranks: int) -> list[str]:
     experts = None if state is None or state.plan is None else state.plan.part(EXPERTS)
     if getattr(config, "output_router_logits", False) and not (experts is not None and experts.balanced):
         notes.append(
-            "each data rank balances experts over its own rows; without output_router_logits losses are exact"
+            "each data rank balances experts over its own rows, so losses differ; output_router_logits=False is exact"
         )
     if trainer.can_return_loss and not (state is not None and state.parts):  # around models that is noted already
-        notes.append("the loss compares the rows of a batch with one another: each data rank compares its own only")
+        notes.append("the loss compares the rows of a batch, and each data rank compares only its own, as under DDP")
     return notes
 
 

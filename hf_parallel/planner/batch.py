@@ -33,7 +33,8 @@ class StepBatch:
     @property
     def product(self) -> str:
         """The three factors in words."""
-        return f"{self.rows} per device x {self.accumulation} accumulation x {self.data_ranks} data ranks"
+        ranks = f"{self.data_ranks} data rank{'s' * (self.data_ranks != 1)}"
+        return f"{self.rows} per device x {self.accumulation} accumulation x {ranks}"
 
     def in_words(self, seq: int | None = None) -> str:
         """Return sequences with their factors, and tokens where a sequence has `seq` of them."""

@@ -27,7 +27,7 @@ def trained_anew(spec: str | None, out: str, folder: str) -> Outcome:
     return Outcome(recorder.logs, recorder.gradient_keys, f"{out}/saved", more=losses)
 
 
-@over("trainer", "tp=2", "pp=2", "dp_shard=2")
+@over("model_init", "tp=2", "pp=2", "dp_shard=2")
 def test_each_training_begins_anew(runs, spec):
     asked = (trained_anew, runs.initial("llama", **ODD))
     reference = runs.alone(*asked)

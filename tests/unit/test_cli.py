@@ -198,7 +198,6 @@ def test_help_version_and_unknown_commands(capsys):
     for argv, code, words in (
         (["--help"], 0, "launch"),
         (["--version"], 0, "hf-parallel 0."),
-        (["fly"], 2, "choose from"),
         (["plan", "--help"], 0, "--timeline FILE"),
     ):
         with pytest.raises(SystemExit) as stop:
@@ -207,6 +206,8 @@ def test_help_version_and_unknown_commands(capsys):
         assert words in "".join(capsys.readouterr())
     assert cli.main(["plan"]) == 2
     assert "needs a MODEL; or --timeline" in capsys.readouterr().err
+    assert cli.main(["fly"]) == 2
+    assert "fly: no such command; commands are launch, doctor, plan" in capsys.readouterr().err
     assert cli.main([]) == 2
     assert "launch" in capsys.readouterr().err
 

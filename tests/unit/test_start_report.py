@@ -17,7 +17,7 @@ FACTS = {
     "model": "LlamaForCausalLM",
     "parameters_per_rank": [3016960, 3016961],
     "global_batch": 11,
-    "batch": "11 per device x 1 accumulation x 1 data ranks",
+    "batch": "11 per device x 1 accumulation x 1 data rank",
     "batch_of_one_process": "",
     "examples_per_data_rank": None,
     "tokens_per_step": 363,
@@ -106,7 +106,10 @@ def test_a_script_that_counts_processes(tmp_path, monkeypatch):
     path.write_text("world_size = int(os.environ.get('WORLD_SIZE', 1))\nsteps = steps // world_size")
     monkeypatch.setattr(sys, "argv", [str(path)])
     (line,) = after_import.list_process_warnings(4, 2)
-    assert "finetune.py reads WORLD_SIZE: 4 processes, of which 2 read batches of their own; gradient_acc" in line
+    assert (
+        "finetune.py reads WORLD_SIZE, which is 4 here, but the number of different batches is 2: divide gradient"
+        in line
+    )
     assert after_import.list_process_warnings(2, 2) == []
     path.write_text("args = TrainingArguments()")
     assert after_import.list_process_warnings(4, 2) == []

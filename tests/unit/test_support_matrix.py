@@ -72,8 +72,20 @@ def test_a_part_is_added_to_what_was_recorded():
     cells = support_matrix.added(RESULTS, part)["cells"]
     assert cells["tp=2,pp=2"] == {"Llama": "passed", "BERT": "passed"}
     assert (cells["dp_shard=2"], cells["pp=2"]) == (RESULTS["cells"]["dp_shard=2"], {"Llama": "passed"})
-    with pytest.raises(ValueError, match="--record-support"):
-        support_matrix.added(RESULTS, {**part, "versions": {"torch": "2.14.0"}})
+
+
+def test_rows_recorded_before_an_upgrade_say_so():
+    """A row of two versions is an error; a whole row is recorded, and the others keep their versions."""
+    commits, newer = {"Llama": "abc1234", "BERT": "def5678"}, {"torch": "2.14.0"}
+    part = {"versions": newer, "commits": {"BERT": "0123456"}, "cells": {"tp=2,pp=2": {"BERT": "passed"}}}
+    results = support_matrix.added({**RESULTS, "commits": commits}, part)
+    assert results["commits"] == {"Llama": "abc1234 with torch 2.13.0", "BERT": "0123456"}
+    assert results["versions"] == newer
+    again = support_matrix.added(results, {**part, "versions": {"torch": "2.15.0"}})
+    assert again["commits"]["Llama"] == "abc1234 with torch 2.13.0"
+    assert "Recorded on commit abc1234 with torch 2.13.0; BERT on 0123456." in support_matrix.table(results)
+    with pytest.raises(ValueError, match="all cells of Llama again"):
+        support_matrix.added(RESULTS, {"versions": newer, "cells": {"tp=2,pp=2": {"Llama": "passed"}}})
 
 
 def test_what_was_compared_and_on_which_commit():

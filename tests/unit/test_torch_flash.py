@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from transformers import Gemma2PreTrainedModel
 
 from hf_parallel import ParallelConfig
 from hf_parallel.axes.attention import axis, flash
@@ -106,6 +107,10 @@ def test_generation():
     assert torch.equal(*rows)
 
 
+#: Transformers to 5.20 gives Gemma 2 sdpa, without its soft cap.
+CAPPED = pytest.mark.skipif(bool(Gemma2PreTrainedModel._supports_sdpa), reason="Gemma 2 has no soft cap here")
+
+
 # ---- who may have what -------------------------------------------------------------------------------------------
 
 
@@ -113,7 +118,7 @@ def test_generation():
     ("name", "spec", "changes", "words"),
     [
         ("gemma2", "torch_flash", {}, ["attn_logit_softcapping=50", "attention=eager works"]),
-        ("gemma2", "sdpa", {}, ["scaled_dot_product_attention", "attention=eager works"]),
+        pytest.param("gemma2", "sdpa", {}, ["scaled_dot_product_attention", "attention=eager works"], marks=CAPPED),
         ("llama", "torch_flash", {"attention_dropout": 0.1}, ["attention_dropout=0.1", "attention=sdpa works"]),
         ("mpt", "torch_flash", {}, ["an attention of its own"]),
         ("llama", "flash_attention_2", {}, ["the package flash-attn is not installed", "attention=sdpa works"]),
@@ -140,10 +145,10 @@ def test_a_package_without_its_gpu():
         ("llama", {}, "attention=torch_flash: packs and padded rows"),
         ("mistral", {}, "windows of 8 tokens without a mask"),
         ("gpt_oss", {}, "attention=torch_flash: "),
-        ("gemma2", {}, "attention=eager: attn_logit_softcapping=50"),
+        pytest.param("gemma2", {}, "attention=eager: attn_logit_softcapping=50", marks=CAPPED),
         ("llama", {"attn_implementation": "eager"}, "attention=eager: the script's own choice"),
         ("llama", {"attention_dropout": 0.1}, "attention=sdpa: attention_dropout=0.1"),
-        ("llava", {}, "attention=sdpa: it reads more than tokens"),
+        ("llava", {}, "because it reads more than tokens"),
         ("llama", {"head_dim": 12}, "heads of 12 numbers"),
     ],
 )
@@ -160,7 +165,7 @@ def test_what_auto_takes_here(monkeypatch):
     """Its own kernel, and why; on a GPU whose kernel fails its trial or where weights are wide, too."""
     assert plan("llama", "dp_shard=1").notes[:1] == (
         "attention=sdpa: the model's own, where there is no CUDA device; "
-        "attention=torch_flash reads packs and windows without a mask",
+        "attention=torch_flash would keep packed examples apart without a mask",
     )
     facts = read_attention(models.build("llama"), ParallelConfig())
     there = replace(facts, device="cuda", capability=(9, 0))

@@ -13,6 +13,7 @@ from hf_parallel.ask.spec import SpecError
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.trl import trainers
 
+pytest.importorskip("trl", minversion="1.0")  # before it the modules need packages such as mergekit
 experimental = pytest.importorskip("trl.experimental")
 
 

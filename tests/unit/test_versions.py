@@ -1,5 +1,6 @@
 """Libraries of another version: their functions' signatures decide, and only what uses a changed one is refused."""
 
+import importlib
 import importlib.metadata
 import importlib.util
 import json
@@ -11,11 +12,13 @@ import torch
 
 from hf_parallel import ParallelConfig, SpecError
 from hf_parallel.axes.pipeline.read import check_own_functions
+from hf_parallel.hooks import front_ends
 from hf_parallel.hooks.patching import (
     Patch,
     apply_patches,
     check_torch,
     find_mismatch,
+    list_declared,
     list_newer_libraries,
     refuse_unpatched,
     undo,
@@ -160,3 +163,53 @@ def test_own_functions_before_torch_2_13(monkeypatch, key):
         check_own_functions(ParallelConfig.parse(f"{split},{key}=true"))
     check_own_functions(ParallelConfig.parse(f"tp=2,pp=2,{key}=true,pipeline_schedule=1f1b"))
     check_own_functions(ParallelConfig.parse(split))
+
+
+#: Stand-ins: the classes of ms-swift 4.6 and Unsloth 2026.10 as far as a layout changes them.
+FRONT_ENDS = {
+    "swift/dataloader/shard.py": """
+class BatchSamplerShard:
+    rank, world_size = property(lambda self: "process"), property(lambda self: "processes")
+""",
+    "swift/dataloader/dispatcher.py": """
+class DataLoaderDispatcher:
+    group = property(lambda self: "all")
+""",
+    "unsloth/models/loader.py": """
+class FastLanguageModel:
+    @staticmethod
+    def from_pretrained(model_name="", max_seq_length=2048, *args, **kwargs):
+        return model_name
+class FastModel(FastLanguageModel):
+    from_pretrained = staticmethod(lambda model_name="", *args, **kwargs: model_name)
+class FastVisionModel(FastModel):
+    pass
+""",
+}
+
+
+def test_front_ends_deal_to_data_ranks_or_are_refused(monkeypatch, tmp_path):
+    """ms-swift's loaders ask for data ranks, and models of Unsloth are refused by name; until a layout ends."""
+    for name, code in FRONT_ENDS.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    mesh = types.SimpleNamespace(data_rank=1, data_size=3, data_group="data ranks")
+    monkeypatch.setattr(front_ends.runtime, "mesh", lambda: mesh)
+    done = apply_patches([patch for patch in list_declared() if patch.room == front_ends.__name__])
+    try:
+        dispatcher, shard, loader = (
+            importlib.import_module(name.removesuffix(".py").replace("/", ".")) for name in sorted(FRONT_ENDS)
+        )
+        deals, sends = shard.BatchSamplerShard(), dispatcher.DataLoaderDispatcher()
+        assert (deals.rank, deals.world_size, sends.group) == (1, 3, "data ranks")
+        for kind in (loader.FastLanguageModel, loader.FastModel, loader.FastVisionModel):
+            with pytest.raises(SpecError, match="FastLanguageModel: Unsloth .* get_peft_model work"):
+                kind.from_pretrained("tiny", max_seq_length=64)
+        undo(done)
+        assert (deals.rank, deals.world_size, sends.group) == ("process", "processes", "all")
+        assert loader.FastVisionModel.from_pretrained("tiny") == "tiny"
+    finally:
+        undo(done)
+        for name in [name for name in sys.modules if name.partition(".")[0] in ("swift", "unsloth")]:
+            del sys.modules[name]

@@ -135,11 +135,11 @@ def find_reason_against_torch_flash(facts: AttentionFacts) -> str | None:
         return "the script's own choice"
     if facts.device != "cuda":
         why = "the model's own, where there is no CUDA device; "
-        return f"{why}attention=torch_flash reads packs and windows without a mask"
+        return f"{why}attention=torch_flash would keep packed examples apart without a mask"
     if facts.spans:
-        return "its loss predicts spans, and reads outputs at padding"
+        return "the model's own, because its loss predicts spans and so reads outputs at padding"
     if not facts.text:
-        return "it reads more than tokens, and may show some of them later ones"
+        return "the model's own, because it reads more than tokens and may let some attend to later ones"
     return _find_reason_against_cuda_kernels(facts)
 
 

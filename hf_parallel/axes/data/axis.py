@@ -87,17 +87,17 @@ def _describe_reduction(config: ParallelConfig) -> str:
     shards = config.dp_shard_size
     if config.reduces_each_micro_batch:
         return (
-            f"gradients are reduced in every micro-step: each rank holds 1/{shards} of them; "
-            "gradient_reduction=step sends them once per step and holds all"
+            f"gradients are reduced in every accumulation step, and each rank holds 1/{shards} of them; "
+            "gradient_reduction=step sends less and holds all"
         )
     if config.gradient_reduction == "step":
-        why = "as asked for"
+        why = "gradient_reduction=step"
     elif config.zero_stage < 2:
         why = f"zero_stage={config.zero_stage}"
     else:
-        why = "micro-batches of a pipeline overlap" if config.pp_size > 1 else "replicas would reduce as often"
+        why = "micro-batches of a pipeline overlap" if config.pp_size > 1 else "replicas would reduce each time, too"
     when = "run of the schedule" if config.reduces_each_run else "step"
-    return f"gradients are reduced once per {when}, and whole on each rank until then: {why}"
+    return f"gradients are reduced once per {when}; until then each rank holds all of them ({why})"
 
 
 DATA = Data()

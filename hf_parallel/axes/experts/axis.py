@@ -75,8 +75,8 @@ class Experts(Axis["MixtureFacts", ExpertPart]):
 
     def notes(self, part: ExpertPart) -> list[str]:
         whole = part.per_rank * part.ranks
-        waits = "output_router_logits under pp: backward passes start after all forward ones, as gpipe's do"
-        shared = [f"experts: {part.per_rank} of {whole} per layer on each rank"] if part.ranks > 1 else []
+        waits = "output_router_logits: all forward passes come before the backward passes, which needs more memory"
+        shared = [f"experts: each rank holds {part.per_rank} of the {whole} of every layer"] if part.ranks > 1 else []
         return [*shared, *([waits] if part.waits else [])]
 
     def apply(self, model: PreTrainedModel, part: ExpertPart | None, building: Building) -> None:

@@ -45,7 +45,7 @@ class Pipeline(Axis[StageFacts, PipelinePart]):
 
     def notes(self, part: PipelinePart) -> list[str]:
         schedule = part.config.pipeline_schedule
-        again = [f"{schedule} recomputes layers several times; 1f1b is faster here"]
+        again = [f"pipeline_schedule={schedule} recomputes layers several times; 1f1b is faster here"]
         return [part.line, *(again if does_recompute_in_parts(part.config, schedule) else [])]
 
     def apply(self, model: nn.Module, part: PipelinePart, building: Building) -> None:

@@ -468,7 +468,7 @@ class Tensor(Axis["SplitFacts", TensorPart]):
 
     def notes(self, part: TensorPart) -> list[str]:
         asked = part.whole_sequences in (None, "sequence_parallel=false")
-        return [] if asked else [f"no sequence parallelism: {part.whole_sequences}"]
+        return [] if asked else [f"sequence parallelism is off, so norms need more memory: {part.whole_sequences}"]
 
     def apply(self, model: PreTrainedModel, part: TensorPart, building: Building) -> None:
         """Split layers, embedding and head; then what lies between them lives on parts of the sequence."""

@@ -73,12 +73,12 @@ def _tell_of_own_loss(loss: torch.Tensor) -> None:
         report.say(
             f"the loop's loss is a sum over the examples of its data rank, and {ranks} data ranks average their "
             f"gradients: they are 1/{ranks} of one process's; accelerator.backward(loss * accelerator.num_processes) "
-            "gives the latter's, and so does dividing by the targets of all of them"
+            "gives the whole gradients"
         )
     else:
         report.say(
-            "the loop's own loss is taken for a mean over examples: where data ranks have unlike numbers of targets "
-            "it is the mean of their means; the model's own loss (labels=…) is exact"
+            "the loop's own loss is taken for a mean over examples: if data ranks have different numbers of targets, "
+            "it is the mean of their means, not one process's loss; the model's own loss (labels=…) is exact"
         )
 
 

@@ -53,8 +53,8 @@ def note_batches(trainer: Trainer, batches: list) -> None:
         record.batches_of_step = batches
     if not record.told_joint:
         record.told_joint = True
-        how = f"run apart, and the pipeline drains after each: {reason}"
-        how = how if reason is not None else "are one run of the schedule: the pipeline drains once per step"
+        how = f"run one by one, and the pipeline drains after each: {reason}"
+        how = how if reason is not None else "are one run of the schedule, so the pipeline drains once per step"
         if reason is None and losses.is_own(trainer):
             how += ", once the first step has shown that the script's loss can be computed so"
         state.notes.append(f"gradient accumulation: the {len(batches)} batches of a step {how}")

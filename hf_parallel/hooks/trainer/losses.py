@@ -58,7 +58,9 @@ def prepare_own_loss(trainer: Trainer) -> None:
     record.weighs = None if seen else trainer.label_smoother is not None  # Trainer itself passes the count on
     state = runtime.find_parallel_state(trainer.model)
     if state is not None and state.pipeline is not None and is_own(trainer):
-        state.notes.append("the loss is the script's: the first step, and each ragged batch, keeps all activations")
+        state.notes.append(
+            "the script computes its own loss: its first step and incomplete batches keep all activations"
+        )
 
 
 def is_own(trainer: Trainer) -> bool:
@@ -200,7 +202,7 @@ def _find_loss_plan(
         plan = find_plan(engine, dict(inputs), made, lambda part: call(part)["loss"], quietly, counts=counts)
     verdict = _describe_verdict(plan, engine.config.pipeline_schedule)
     if trainer.args.gradient_accumulation_steps > 1 and plan is not None and plan.why_apart is not None:
-        verdict += f"; the batches of a step run apart, and the pipeline drains after each: {plan.why_apart}"
+        verdict += f"; the batches of a step run one by one, and the pipeline drains after each: {plan.why_apart}"
     report.say(verdict)
     return plan
 
@@ -242,7 +244,7 @@ def _join_losses_of_parts(trainer: Trainer, loss_of: Callable) -> Callable:
 
 def _describe_verdict(plan: Plan | None, schedule: str) -> str:
     if plan is None:
-        return "the script's loss needs whole batches: the pipeline keeps all activations of a batch"
+        return "the script's loss needs whole batches, so the pipeline keeps all activations of a batch"
     how = "is a mean" if plan.cut.mean else "adds up"
     return f"the script's loss {how} over micro-batches: {schedule} from now on"
 
@@ -331,8 +333,8 @@ def _say_what_is_unknown(trainer: Trainer, known: bool) -> None:
         return
     record_of(trainer).told_unknown = True
     report.say(
-        "the script's loss is taken for a mean over rows: where data ranks have unlike numbers of targets it is the "
-        "mean of their means; a loss divided by num_items_in_batch is exact"
+        "the script's loss is taken for a mean over rows: if data ranks have different numbers of targets, it is the "
+        "mean of their means, not one process's loss; divide by num_items_in_batch to have that"
     )
 
 

@@ -219,8 +219,8 @@ def _is_comparing_rows(given: Given, of_model: Mapping[str, object]) -> bool:
 
 
 _PAIRS = (
-    "the script's loss compares each example with the others of its data rank, as under DDP: one process compares it "
-    "with those of the whole batch, as does a loss over embeddings that torch.distributed.nn.all_gather has gathered"
+    "the script's loss compares each example with the others of its data rank, as under DDP; to compare whole batches "
+    "as one process does, gather the embeddings by torch.distributed.nn.all_gather before the loss"
 )
 
 

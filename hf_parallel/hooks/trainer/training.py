@@ -257,8 +257,7 @@ def _count_all_targets(args: TrainingArguments) -> None:
     if runtime.mesh().data_size > 1 and not args.average_tokens_across_devices:
         args.average_tokens_across_devices = True
         report.say(
-            "average_tokens_across_devices=False would make the loss the mean of data ranks' means: "
-            "it is the mean over the targets of all of them, as in one process"
+            "average_tokens_across_devices=False has no effect; the loss is over all targets, as in one process"
         )
 
 
