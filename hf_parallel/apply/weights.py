@@ -531,14 +531,10 @@ def _refuse_strays(optimizer: Optimizer, given: dict[int, torch.Tensor]) -> None
     states = [cast(Any, model)._hf_parallel for model in models]
     around = [module for state in states if state.around is not None and (module := state.around()) is not None]
     known = {id(parameter) for module in (*models, *around) for parameter in module.parameters()}
-    known |= {id(held.sharded_param) for model in models for held in _iterate_held(model)}
+    groups = [group for state in states for group in iterate_parameter_groups(state.root)]
+    known |= {id(held.sharded_param) for group in groups for held in group.fsdp_params}
     stray = next((parameter for key, parameter in given.items() if key not in known), None)
     if stray is not None and known & given.keys():
         why = "it is in no parallel model: each data rank would train its own by its own examples"
         how = "make it a parameter of the model before that is made parallel"
         refuse(f"a parameter of {tuple(stray.shape)} in {type(optimizer).__name__}", why, do=how)
-
-
-def _iterate_held(model: nn.Module) -> Iterator[FSDPParam]:
-    for group in iterate_parameter_groups(cast(Any, model)._hf_parallel.root):
-        yield from group.fsdp_params
