@@ -22,7 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import PreTrainedModel
 
 from hf_parallel.apply.parallelize import ParallelState, clip_together, state_of
-from hf_parallel.apply.weights import list_parallel_models, reduce_to_whole_number, store
+from hf_parallel.apply.weights import full_tensor, list_parallel_models, reduce_to_whole_number, store
 from hf_parallel.ask.session import of_process, of_session
 from hf_parallel.ask.spec import refuse
 from hf_parallel.axes.pipeline.stage_runner import pipelines_of
@@ -76,6 +76,23 @@ def clip_grad_value_(
     """Clamp every number, on the parts that this rank stores."""
     gradients = [parameter.grad for parameter in _list_parameters(parameters) if parameter.grad is not None]
     original([SimpleNamespace(grad=get_stored(gradient)) for gradient in gradients], clip_value, foreach)
+
+
+@patch("torch.nn.utils.convert_parameters:parameters_to_vector", "cannot join shards of odd sizes", copies=True)
+def join_parameters(original: Callable, parameters: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Join whole parameters to one vector, which `vector_to_parameters` takes back. Collective over their ranks.
+
+    Raises:
+        NotImplementedError: the vector would have a gradient in one process.
+    """
+    given = list(parameters)
+    if not any(isinstance(one, DTensor) for one in given):
+        return original(given)
+    if torch.is_grad_enabled() and any(one.requires_grad for one in given):
+        raise NotImplementedError(
+            "hf_parallel: parameters_to_vector of shards has no gradient; in torch.no_grad() it is the whole vector"
+        )
+    return original([full_tensor(one) if isinstance(one, DTensor) else one for one in given])
 
 
 @patch("torch.optim.swa_utils:get_{ema,swa}_multi_avg_fn", "mixes shards and whole tensors", copies=True)

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
@@ -165,6 +166,33 @@ def head_alone(spec, folder):
 
 def test_a_stage_without_a_parameter_that_trains(runs):
     check_alone(head_alone, "pp=2", runs.initial("llama"), init=False)
+
+
+def halfway_back(spec, folder):
+    """The losses of a loop that goes half the way back to its first weights, as one vector."""
+    activate(spec)
+    model, losses = AutoModelForCausalLM.from_pretrained(folder), []
+    model, optimizer = Accelerator(cpu=True).prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
+    with torch.no_grad():
+        first = nn.utils.parameters_to_vector(model.parameters())
+    for _ in range(2):
+        loss = model(input_ids=(tokens := rows(4, 33)), labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            now = nn.utils.parameters_to_vector(model.parameters())
+            nn.utils.vector_to_parameters((first + now) / 2, model.parameters())
+        losses += [float(loss), len(now) / 1e4]
+    if spec:
+        with pytest.raises(NotImplementedError, match="no_grad"):
+            nn.utils.parameters_to_vector(model.parameters())
+    return losses
+
+
+@pytest.mark.parametrize("spec", ["dp_shard=2", "tp=2"])
+def test_weights_as_one_vector(runs, spec):
+    check_alone(halfway_back, spec, runs.initial("llama"), init=False)
 
 
 def as_under_ddp(spec, folder):

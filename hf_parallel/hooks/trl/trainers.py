@@ -200,14 +200,15 @@ _COUPLED = {
 
 def _check_whole_batches(trainer: Trainer, kind: type, args: TrainingArguments) -> None:
     """Refuse what TRL computes of all examples of a batch together, where ranks or stages have a part of it."""
-    mesh = runtime.mesh()
+    config = runtime.mesh().config
     losses = getattr(args, "loss_type", None) or []
     for loss in [losses] if isinstance(losses, str) else losses:
-        if mesh.data_size > 1 and kind.__name__ == "DPOTrainer" and loss in _COUPLED:
-            why = f"is {_COUPLED[loss]} of a batch, of which each of {mesh.data_size} data ranks has a part"
+        if config.data_parallel_size > 1 and kind.__name__ == "DPOTrainer" and loss in _COUPLED:
+            why = f"is {_COUPLED[loss]} of a batch, of which each of {config.data_parallel_size} data ranks has a part"
             refuse(f"loss_type={loss}", why, "loss_type=sigmoid")
     alpha = getattr(args, "neftune_noise_alpha", None)
-    if alpha is not None and getattr(trainer, "padding_free", False) and (mesh.data_size > 1 or mesh.size("pp") > 1):
+    joined = alpha is not None and getattr(trainer, "padding_free", False)
+    if joined and (config.data_parallel_size > 1 or config.pp_size > 1):
         why = "draws noise by the tokens of a whole batch joined to one row, of which ranks and stages have a part"
         refuse(f"neftune_noise_alpha={alpha} with padding_free or packing", why, "neftune_noise_alpha=None")
 
