@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, Trainer
 from hf_parallel.ask.config import SpecError
 from tests.distributed import run
 from tests.rows import Rows, Stream
-from tests.training import TRAIN_SEED, activate, fit, over, trainer_of
+from tests.training import TRAIN_SEED, activate, fit, trainer_of
 
 
 def habits(initial):
