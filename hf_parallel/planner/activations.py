@@ -302,7 +302,7 @@ def _count_all_products(block: Block, hidden: int, layout: Layout, job: Job) -> 
 
 
 def _count_products_of_adapters(block: Block, layout: Layout, job: Job) -> float:
-    """What A of each adapter gives is kept, and what B gives where that is not wide: the policy of `recompute.py`.
+    """Count outputs of adapters that are kept: of each A, and of each B that is not wide (`recompute.py`).
 
     Of a row-parallel layer the sum over ranks is kept in place of what B adds to it.
     """
