@@ -33,11 +33,9 @@ if TYPE_CHECKING:
 
 # ---- Expectations of a recipe: memory and speed by the planner, memory by a dry run of the real code
 # Both are for the recipe's own machines and need neither a GPU nor a network. What the planner does not know is put on
-# top here, and said in the note: a base of 4 bits, the second model of DPO, the generation of GRPO.
+# top here, and said in the note: the second model of DPO, the generation of GRPO.
 
 
-#: Bytes per weight of 4-bit codes and the largest value of each block of 64 (docs/qlora.md).
-_PACKED = 0.5 + 2 / 64
 #: The share of a forward and backward that the forward of DPO's reference adds: one part in three.
 _REFERENCE_FORWARD = 1 / 3
 #: Calls of a step that a dry run makes: the third holds what the second does.
@@ -75,9 +73,6 @@ def plan_recipe(recipe: Recipe) -> Plan:
     shape = shape_of_recipe(recipe)
     choice, notes = _make_choice(recipe, shape), []
     memory, seconds = choice.needed_gib, choice.step_time_s
-    if recipe.four_bit:
-        memory -= _compute_saved_memory(choice, shape)
-        notes.append("speed is that of a base in 16 bits")
     if recipe.method == "dpo":
         seconds *= 1 + _REFERENCE_FORWARD
         memory += 0.0 if recipe.adapter_rank else _compute_second_model(recipe, shape)
@@ -133,6 +128,7 @@ def _make_choice(recipe: Recipe, shape: ModelShape) -> Choice:
         recipe.adapter_rank,
         recipe.rows,
         recipe.accumulation,
+        four_bit=recipe.four_bit,
     )
     parts = (recipe.layout.pipeline_microbatches or recipe.rows) if recipe.layout.pp_size > 1 else 1
     return predict_choice(goal, _with_logits(recipe), recipe.rows // parts)
@@ -150,14 +146,6 @@ def _read_batch(recipe: Recipe) -> ScriptBatch:
     words = [f"--{key}={value}" for key, value in recipe.arguments.items()]
     dtype = recipe.script_arguments.get("dtype", "bfloat16" if recipe.script is None else "float32")
     return read_script_batch(None, words, "bfloat16" if recipe.four_bit else dtype)
-
-
-def _compute_saved_memory(choice: Choice, shape: ModelShape) -> float:
-    """Return the GiB that a base of 4 bits saves: of the blocks' matrices, as stored and as gathered."""
-    kinds = max(choice.prediction.breakdown.ranks, key=lambda rank: rank.needed).kinds
-    packed = sum(matrix.parameters for block in shape.blocks for matrix in block.matrices if matrix.split != "expert")
-    share = packed / shape.parameters * (1 - _PACKED / 2)
-    return share * (kinds["weights"] + kinds["gathered"]) / GIB
 
 
 def _compute_second_model(recipe: Recipe, shape: ModelShape) -> float:

@@ -308,7 +308,7 @@ def _find_best(shown: Shown, devices: list[Device]) -> Chosen:
     found = search(cluster=cluster, **options)
     if found.best is None:
         refuse(f"no layout of {dist.get_world_size()} processes fits", found.advice)
-    joining.remember_plan(found.goal, found.best.config)
+    joining.remember_plan([found.goal], found.best.config)
     reasons = [*_list_choice_reasons(found, batch, shown.reader), *turns]
     return Chosen(found.best.config.to_spec(), (format_choice(found), *turns), tuple(reasons))
 
@@ -339,7 +339,8 @@ def _find_best_of_groups(mixed: MixedCluster, batch: ScriptBatch, options: dict[
         works = [] if found.best is None else list_commands(found, found.best, "start others")
         refuse(f"no layout of all {mixed.gpus} processes fits", "; ".join([explain_mixed_misfit(found), *works]))
     first, *others = found.started
-    joining.remember_plan(dataclasses.replace(found.goal, cluster=mixed.seen_from(mixed.groups[0])), first.config)
+    goals = [dataclasses.replace(found.goal, cluster=mixed.seen_from(group)) for group in mixed.groups]
+    joining.remember_plan(goals, first.config)
     gpus = " + ".join(f"{group.cluster.gpus} x {group.cluster.gpu.name}" for group in mixed.groups)
     said = [f"auto chooses {describe_layout(first)}, by prediction, on {gpus}"]
     fastest = min(found.choices, key=lambda choice: choice.seconds_per_row)

@@ -22,8 +22,9 @@ from hf_parallel.axes.pipeline.timeline import (
     Action,
     flatten_overlaps,
 )
+from hf_parallel.axes.recompute import THIN, WIDER
 from hf_parallel.planner.layout import Job, Layout
-from hf_parallel.planner.pipeline import list_adapted
+from hf_parallel.planner.pipeline import is_shared, list_adapted
 from hf_parallel.planner.shape import Attention, Block, ModelShape
 from hf_parallel.planner.states import ADAPTER_WIDTH, count_adapter_width
 
@@ -195,8 +196,10 @@ _WIDE = ("MLP, first half", "activation of the gate", "input of the MLP's second
 
 
 def count_wide_bytes(block: Block, hidden: int, layout: Layout, job: Job) -> float:
-    """Return the bytes per token that the inside of a block's MLP keeps."""
-    return _sum_kept_bytes((term for term in list_terms_of(block, hidden, job) if term.name in _WIDE), layout, job)
+    """Return the bytes per token that the inside of a block's MLP keeps; an adapter has its input in its own width."""
+    wide = _sum_kept_bytes((term for term in list_terms_of(block, hidden, job) if term.name in _WIDE), layout, job)
+    copied = job.lora and job.stored < count_adapter_width(job)
+    return wide + (count_adapter_width(job) - job.width) * block.inner / layout.tp if copied else wide
 
 
 def _does_fuse_gates(job: Job) -> bool:
@@ -287,14 +290,55 @@ def count_offloaded_bytes(block: Block, hidden: int, layout: Layout, job: Job) -
 def _count_all_products(block: Block, hidden: int, layout: Layout, job: Job) -> float:
     """The block's input, what attention gives, and outputs of products: of row-parallel ones after their sum.
 
-    And queries, keys and values that ranks have sent each other to share heads.
+    With queries, keys and values that ranks have sent each other to share heads, and products of adapters.
     """
     attention = () if job.attention == EAGER else _OF_ATTENTION
     terms = [t for t in list_terms_of(block, hidden, job) if t.product or t.name in attention]
     stream = hidden / layout.stream_parts
     heads = sum(part.heads * part.qk_width + part.key_numbers for part in block.attentions)
     sent = job.width * heads / layout.tp if layout.heads_over > 1 else 0.0
-    return (job.stored + 2 * job.width) * stream + sent + _sum_kept_bytes(terms, layout, job)
+    kept = _sum_kept_bytes(terms, layout, job) + _count_products_of_adapters(block, layout, job)
+    return (job.stored + 2 * job.width) * stream + sent + kept
+
+
+def _count_products_of_adapters(block: Block, layout: Layout, job: Job) -> float:
+    """Count outputs of adapters that are kept: of each A, and of each B that is not wide (`recompute.py`).
+
+    Of a row-parallel layer the sum over ranks is kept in place of what B adds to it.
+    """
+    if not job.lora:
+        return 0.0
+    width, numbers = job.width if job.autocast else count_adapter_width(job), 0.0
+    for matrix in list_adapted(block):
+        of_rows = matrix.split == "row" and layout.tp > 1
+        outputs = matrix.outputs if is_shared(matrix, block, layout.tp) else matrix.outputs / layout.tp_rows
+        wide = job.lora <= THIN and WIDER * job.lora <= outputs
+        numbers += matrix.count * (job.lora + (0.0 if wide or of_rows else outputs))
+    return width * numbers
+
+
+def count_adapted_again(block: Block, hidden: int, layout: Layout, job: Job, of_loss: float = 0.0) -> float:
+    """Return the bytes per token at the fullest moment of a checkpointed layer with adapters that runs again.
+
+    Its forward is fullest where an adapter of the MLP's first half is added: the base's product, B's and B's scaled
+    are there, what the layer has kept so far, the MLP's input and the residual, which wait, and the gradient that
+    came. A product that `selective` kept gives back no more than itself: with the adapter's part it is a new tensor.
+
+    Args:
+        of_loss: bytes per token of the loss's own gradient, which its forward finds, and its backward does not.
+    """
+    selective = job.each_recomputed == "selective"
+    given = _OF_ATTENTION if (selective or layout.cp > 1) and job.attention != EAGER else ()
+    terms = (term for term in list_terms_of(block, hidden, job) if term.name in given)
+    kept = count_kept_bytes(block, hidden, layout, replace(job, recompute="none"))
+    kept -= _sum_kept_bytes(terms, layout, job)
+    kept -= _count_products_of_adapters(block, layout, job) if selective else 0.0
+    stream, inner, width = hidden / layout.stream_parts, block.inner / layout.tp, job.width
+    # Sequence parallelism gathers the MLP's input; of the last stage also the loss's input, and its gradient.
+    joined = hidden * (1 + 2 * (of_loss > 0)) if layout.stream_parts > 1 else 0.0
+    waiting = 4 if count_adapter_width(job) > width else 3  # as wide as adapters the MLP's input is kept by them
+    forward = width * (waiting * stream + joined) + (count_adapter_width(job) - width * selective) * inner
+    return kept + max(forward, width * (2 * inner + stream) - of_loss)
 
 
 def _count_by_formula(block: Block, hidden: int, layout: Layout, job: Job) -> float:

@@ -302,22 +302,24 @@ def share_of(lengths: Sequence[int], size: int) -> tuple[float, float, float]:
     return 1 - mean / padded, mean, padded
 
 
-def compare_padding_of(goal: Goal, config: ParallelConfig, lengths: Sequence[int], size: int) -> Padding:
-    """Return what the planner says of joining each batch.
+def compare_padding_of(goals: Sequence[Goal], config: ParallelConfig, lengths: Sequence[int], size: int) -> Padding:
+    """Return what the planner says of joining each batch; of unlike GPUs the slowest sets the pace, and all must fit.
 
     A flash kernel takes row by row what is joined; others are given a mask of all tokens by all tokens.
 
     Args:
+        goals: one for each kind of GPU.
         size: rows of a batch of one data rank.
     """
     share, mean, padded = share_of(lengths, size)
-    alone = dataclasses.replace(goal.attention, documents=True)
-    before = _predict_joined_step(goal, config, size, padded, alone)
-    if goal.attention.kind(config) == FLASH:
-        after = _predict_joined_step(goal, config, size, mean, alone)
-    else:
-        after = _predict_joined_step(goal, config, 1, size * mean, alone)
-    return Padding(share, after.step_time_s / before.step_time_s, after.prediction.fits)
+    before, after = list[Choice](), list[Choice]()
+    for goal in goals:
+        alone = dataclasses.replace(goal.attention, documents=True)
+        joined = (size, mean) if goal.attention.kind(config) == FLASH else (1, size * mean)
+        before.append(_predict_joined_step(goal, config, size, padded, alone))
+        after.append(_predict_joined_step(goal, config, *joined, alone))
+    padded_s, joined_s = (max(choice.step_time_s for choice in each) for each in (before, after))
+    return Padding(share, joined_s / padded_s, all(choice.prediction.fits for choice in after))
 
 
 def _predict_joined_step(goal: Goal, config: ParallelConfig, rows: int, tokens: float, attention: Planned) -> Choice:

@@ -21,6 +21,7 @@ from hf_parallel.planner.activations import (
     EAGER,
     Moment,
     StageBytes,
+    count_adapted_again,
     count_kept_bytes,
     count_lowered_parameters,
     count_offloaded_bytes,
@@ -492,6 +493,9 @@ class _Rank:
         one, recompute = self._count_alone(block), self.job.each_recomputed
         again = self._count_kept(one, "none") - self._count_kept(one, recompute)
         stream, inner = self.shape.hidden / self.parts, block.inner / self.layout.tp
+        if self.job.lora and not self.habits.fused and not self.job.tiled_mlp:
+            of_loss = 4 * self.shape.hidden if self._lean and stage.is_last else 0.0
+            return self.tokens * count_adapted_again(block, self.shape.hidden, self.layout, self.job, of_loss)
         if not self.job.tiled_mlp:
             return self.tokens * (again + 2 * self.width * (inner + stream))
         piece = min(self.tokens, self.shape.hidden * self.parts)  # and outputs of all pieces, alone and joined

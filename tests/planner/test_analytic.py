@@ -92,8 +92,18 @@ LAYOUTS = [
     ("gpt2", "tp=4,dp_shard=2", {"rows": 2}),
     ("qwen3", "dp_shard=8", {"rows": 2, "optimizer": "sgd"}),
     ("llama", "tp=2,dp_shard=4", {"rows": 4, "adapters": 8, "four_bit": True}),
+    ("llama", "dp_shard=8,activation_checkpointing=selective", {"rows": 16, "adapters": 8}),
 ]
 MORE = [
+    ("llama", "dp_shard=8,activation_checkpointing=selective", {"rows": 16, "adapters": 128}),
+    ("llama", "dp_shard=8,activation_checkpointing=selective", {"rows": 16, "adapters": 8, "precision": "mixed"}),
+    ("llama", "dp_shard=8,activation_checkpointing=selective", {"rows": 8, "adapters": 8, "four_bit": True}),
+    ("llama", "dp_shard=8,activation_checkpointing=full", {"rows": 16, "adapters": 8}),
+    ("llama", "tp=2,dp_shard=4,activation_checkpointing=full", {"rows": 16, "adapters": 8}),
+    ("llama", "tp=4,dp_shard=2,activation_checkpointing=selective", {"rows": 16, "adapters": 8}),
+    ("qwen3", "dp_shard=8,activation_checkpointing=selective", {"rows": 16, "adapters": 8}),
+    ("gpt2", "dp_shard=8,activation_checkpointing=selective", {"rows": 8, "adapters": 8}),
+    ("llama", f"pp=2,dp_shard=4,{FOUR}=1f1b,activation_checkpointing=selective", {"rows": 16, "adapters": 8}),
     ("llama", f"pp=4,dp_replicate=2,{FOUR}=pipedream_2bw", {"rows": 4}),
     ("llama", "pp=4,dp_replicate=2,pipeline_microbatches=8,pipeline_schedule=pipedream_2bw", {"rows": 8, "rank": 3}),
     ("llama", f"pp=2,tp=2,dp_replicate=2,{FOUR}=pipedream_2bw", {"rows": 4, "rank": 4, "accumulation": 2}),

@@ -7,6 +7,7 @@ import pytest
 from hf_parallel.ask.config import SpecError
 from hf_parallel.cli.recipe_check import check_recipe, plan_recipe, shape_of_recipe
 from hf_parallel.cli.recipe_file import METHODS, list_recipe_names, list_shapes, load_recipe, read_recipe
+from hf_parallel.planner.states import PACKED_BYTES
 from tests.distributed import run_alone
 
 #: Of the models' pages on the Hub, tied weights once.
@@ -128,7 +129,7 @@ def test_what_the_planner_does_not_know_is_put_on_top():
     four = changed(script_arguments={**arguments, "load_in_4bit": True})[0]
     linear = 16 * (2048 * 2048 * 2 + 2 * 2048 * 512 + 3 * 2048 * 8192)
     # The planner's weights are those of the base in 16 bits, and the adapters, which are a hundredth.
-    assert memory - four == pytest.approx(linear * (2 - 0.53125) / 2**30, rel=0.03)
+    assert memory - four == pytest.approx(linear * (2 - PACKED_BYTES["nf4"]) / 2**30, rel=0.03)
     whole = changed(script_arguments={"dtype": "bfloat16"})
     alone = changed(script_arguments={"dtype": "bfloat16"}, method="full", arguments=same)
     assert whole[0] - alone[0] == pytest.approx(2 * 1_235_814_400 / 2**30, rel=1e-6)

@@ -7,8 +7,10 @@ import time
 import pytest
 
 from hf_parallel.ask.config import ParallelConfig, SpecError
-from hf_parallel.planner import make_cluster
-from hf_parallel.planner.choices import TELLS, rank_seconds
+from hf_parallel.planner import make_cluster, shape_of
+from hf_parallel.planner.activations import Planned
+from hf_parallel.planner.candidates import Goal
+from hf_parallel.planner.choices import TELLS, compare_padding_of, rank_seconds
 from hf_parallel.planner.hardware import find_gpu
 from hf_parallel.planner.search import plan, search
 from tests import models
@@ -16,6 +18,7 @@ from tests.models import LLAMA_8B
 
 #: The numbers of Llama 3 70B (Dubey et al., 2024, table 3).
 LLAMA_70B = {"layers": 80, "hidden": 8192, "heads": 64, "kv_heads": 8, "ffn_hidden": 28672, "vocab": 128256}
+EIGHT_B = {"layers": 32, "hidden": 4096, "heads": 32, "ffn_hidden": 14336}
 
 
 def searched(model=LLAMA_8B, gpus=16, network=None, gpu="a100-80gb", per_node=8, **options):
@@ -341,3 +344,16 @@ def test_the_batch_of_a_step_is_said():
         "one process has 8: --per_device_train_batch_size 1 --gradient_accumulation_steps 1 keep that, else "
         "learning_rate x 2.83 (square-root rule, adamw)",
     ]
+
+
+def test_of_unlike_gpus_the_slowest_says_whether_joining_pays():
+    """Its mask of all tokens by all tokens must also fit the smallest."""
+    lengths, spec = [100, 4000, 250, 1000, 90, 2500, 60, 800], ParallelConfig.parse("dp_shard=16")
+    large, small = (make_cluster(gpu, 16) for gpu in ("h100-80gb", "rtx4090-24gb"))
+    fast = Goal(shape_of({**LLAMA_70B, **EIGHT_B}), large, 4096, None, rows=4, attention=Planned("sdpa"))
+    slow = dataclasses.replace(fast, cluster=small)
+    on_fast, on_slow = (compare_padding_of([goal], spec, lengths, 4) for goal in (fast, slow))
+    assert on_fast.ratio < on_slow.ratio
+    assert (on_fast.fits, on_slow.fits) == (True, False)
+    for goals in ([fast, slow], [slow, fast]):
+        assert compare_padding_of(goals, spec, lengths, 4) == on_slow

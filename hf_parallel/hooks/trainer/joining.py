@@ -41,7 +41,7 @@ class _Asked:
 
     def __init__(self) -> None:
         self.alone: ParallelConfig | None = None
-        self.planned: tuple[Goal, ParallelConfig] | None = None
+        self.planned: tuple[list[Goal], ParallelConfig] | None = None
 
 
 def set_alone(config: ParallelConfig | None) -> None:
@@ -381,10 +381,14 @@ def is_joining_wanted() -> bool:
     return read_asked_key()[0] == "padding_free"
 
 
-def remember_plan(goal: Goal, config: ParallelConfig) -> None:
-    """Remember what `--parallel auto` has planned, for the choice that is made when there are rows."""
+def remember_plan(goals: list[Goal], config: ParallelConfig) -> None:
+    """Remember what `--parallel auto` has planned, for the choice that is made when there are rows.
+
+    Args:
+        goals: one for each kind of GPU.
+    """
     known = of_session(_Asked)
-    known.planned = goal, config
+    known.planned = goals, config
 
 
 def forget_plan() -> None:
@@ -470,12 +474,12 @@ def _decide_joining(
     packs = "" if why is not None or config.pp_size > 1 else f"; {packs}: other numbers, so it is for you to ask for"
     why = _find_reason_to_leave_rows(trainer, config, cannot) or why
     if why is None and known.planned is not None:
-        goal, layout = known.planned
-        padding = compare_padding_of(goal, layout, lengths, size)
+        goals, layout = known.planned
+        padding = compare_padding_of(goals, layout, lengths, size)
         times = f"predicted {padding.ratio:.2f} x the step time"
         if padding.fits and padding.ratio < _GAIN:
             return True, f"auto: padding_free=true: {found}; the same rows joined: {times}, the same numbers"
-        why = f"{times} by attention={goal.attention.name}" if padding.fits else "it would not fit"
+        why = f"{times} by attention={goals[0].attention.name}" if padding.fits else "it would not fit"
     return False, f"auto: {found}; not padding_free=true: {why}{packs}"
 
 
