@@ -47,7 +47,7 @@ def test_experts_that_data_ranks_balance_apart_are_told():
     trainer = SimpleNamespace(model=model, can_return_loss=True)
     balance, contrast = _list_inexact_numbers(trainer, data_ranks=2)
     assert "balances experts" in balance
-    assert "compares its own only" in contrast
+    assert "compares only its own" in contrast
     assert not _list_inexact_numbers(trainer, data_ranks=1)
 
 
