@@ -3,7 +3,7 @@
     python -m benchmarks.planner_held_out published_layouts.json published_layouts_2.csv              # 5 minutes
     python -m benchmarks.planner_held_out published_layouts.json published_layouts_2.csv --fit-memory # on all rows
 
-For each series the efficiencies of its type of GPU (13, of `planner_fit.PRIOR`) and the four numbers of memory outside
+For each series the efficiencies of its type of GPU (15, of `planner_fit.PRIOR`) and the four numbers of memory outside
 of tensors are fitted on the rows of all other series. Types without an efficiency of their own keep the catalogue's,
 which no row of theirs has moved.
 """

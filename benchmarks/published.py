@@ -52,6 +52,8 @@ _FRAMEWORKS: dict[str, dict[str, str]] = {
     "megatron_bridge_pretrain": {"engine": "transformer_engine"},
     "aleph_alpha_layouts": {"gradients": "bf16"},
 }
+#: Links between nodes that a row's note tells, where they are not those of its GPU in the catalogue.
+_NETWORKS = {"DGX, InfiniBand": "infiniband-hdr", "4x Omni-Path": "4x100g"}
 
 
 def read(path: str) -> list[Row]:
@@ -83,6 +85,7 @@ def call(row: Row, **changes: Any) -> Prediction:
         layout["split"] = split_by_cost(shape_of(model), row["pp"], row["recompute"], row["seq"])
     job = {key: row[key] for key in _JOB if key in row} | {"lora": "lora" in str(row.get("lora"))}
     where = {"gpu": row["gpu_type"], "gpus": row["gpus"], "gpus_per_node": row.get("gpus_per_node")}
+    where["network"] = next((link for said, link in _NETWORKS.items() if said in str(row.get("note"))), None)
     return predict(**{"model": model, "layout": layout, **where, **job, **changes})
 
 
@@ -157,8 +160,7 @@ def layouts(rows: Iterable[Row]) -> list[Row]:
         keys = ("series", "model", "gpus", *_LAYOUT, "seq", "micro_batch", "global_batch", "precision")
         note = row["note"] if row["series"] == "moe_model_zoo" else ""  # where it says how tokens are sent
         same[(*(row.get(key) for key in keys), note)].append(row)
-    middle = [sorted(rows, key=lambda row: row["step_time_s"])[(len(rows) - 1) // 2] for rows in same.values()]
-    return middle
+    return [_find_middle(rows) for rows in same.values()]
 
 
 def of_memory(rows: Iterable[Row]) -> list[Row]:
@@ -194,16 +196,22 @@ def _divides(row: Row) -> bool:
 
 
 def groups_of_ranking(rows: Iterable[Row]) -> list[list[Row]]:
-    """Return sweeps of three layouts or more of one model, number of GPUs, batch and recomputation, day or kernel."""
-    found: dict[Any, list[Row]] = defaultdict(list)
+    """Return sweeps of three layouts or more of one model, number of GPUs, batch and recomputation, day or kernel.
+
+    A layout that was run more than once counts once, by the run in the middle. Names of models are numbers of
+    parameters in some series, so that their widths are compared, too.
+    """
+    found: dict[Any, dict[Any, list[Row]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
         if row.get("step_time_s") and is_complete(row) and not row.get("experts"):
             same = re.findall(r"run \d\d-\d\d|kernel [^;]*", str(row["note"]))
-            keys = ("series", "model", "gpus", "gpu_type", "seq", *([] if "run" in str(same) else _SWEPT))
-            found[(*(row.get(key) for key in keys), *same)].append(row)
-    return [group for group in found.values() if len({_sizes(row) for row in group}) >= 3]
+            keys = ("series", *_ONE_MODEL, "gpus", "gpu_type", "seq", *([] if "run" in str(same) else _SWEPT))
+            found[(*(row.get(key) for key in keys), *same)][(_sizes(row), row["global_batch"])].append(row)
+    groups = [[_find_middle(runs) for runs in sweep.values()] for sweep in found.values()]
+    return [group for group in groups if len({_sizes(row) for row in group}) >= 3]
 
 
+_ONE_MODEL = ("model", "layers", "hidden", "heads")
 _SWEPT = ("global_batch", "recompute", "precision")
 
 
@@ -211,9 +219,15 @@ def _sizes(row: Row) -> tuple:
     return tuple(row.get(key) for key in (*_LAYOUT, "micro_batch"))
 
 
+def _find_middle(rows: list[Row]) -> Row:
+    return sorted(rows, key=lambda row: row["step_time_s"])[(len(rows) - 1) // 2]
+
+
 def regret(group: list[Row], seconds: Callable[[Row], float]) -> float:
-    """Return how much slower the layout that we put first ran than the published best of its sweep."""
-    return min(group, key=seconds)["step_time_s"] / min(row["step_time_s"] for row in group) - 1
+    """Return how much slower, per sequence, the layout that we put first ran than the published best of its sweep."""
+    first = min(group, key=lambda row: seconds(row) / row["global_batch"])
+    best = min(row["step_time_s"] / row["global_batch"] for row in group)
+    return first["step_time_s"] / first["global_batch"] / best - 1
 
 
 def memory_figure(row: Row) -> str:
@@ -286,7 +300,7 @@ def _ranks(values: list[float]) -> list[float]:
 
 
 def ranking(group: list[Row], seconds: Callable[[Row], float]) -> tuple[float, int]:
-    """Rank correlation of a group, and at which place of ours the published best is."""
-    ours, theirs = [seconds(row) for row in group], [row["step_time_s"] for row in group]
+    """Rank correlation of a group by seconds per sequence, and at which place of ours the published best is."""
+    ours, theirs = ([of(row) / row["global_batch"] for row in group] for of in (seconds, lambda r: r["step_time_s"]))
     best = theirs.index(min(theirs))
     return spearman(ours, theirs), sum(value <= ours[best] for value in ours)  # among equals the last place

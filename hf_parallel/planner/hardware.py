@@ -50,6 +50,7 @@ class Efficiency:
     passes: float = 1.5  # element-wise traffic in multiples of a fused implementation's
     link: float = 0.75  # of the link inside the node
     network: float = 0.75  # of the link between nodes
+    taper: float = 0.0  # added to a collective's seconds on it, per doubling of the nodes that its group spans
     contention: float = 0.1  # part of the hidden communication that slows the compute down
     hidden: float = 0.8  # part of the compute behind which gradients and weights can travel
     hidden_gradients: float = 0.5  # part of the last backward behind which gradients are reduced

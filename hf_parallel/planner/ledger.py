@@ -59,9 +59,9 @@ from hf_parallel.planner.states import (
 FACTORS = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0, "all_to_all": 1.0}
 FORWARD, BACKWARD, STEP = "forward", "backward", "step"  # when: in each micro-batch, or once per step
 #: What a collective runs behind, if anything: a pass's matrix products, its attention, all of its compute; gradients
-#: behind the last backward; the schedule simulates sends between stages.
+#: behind the last backward, updated weights behind the first forward; the schedule simulates sends between stages.
 EXPOSED, PRODUCTS, ATTENTION, COMPUTE = "nothing", "matrix products", "attention", "compute"
-LAST_BACKWARD, SCHEDULE = "last backward", "schedule"
+LAST_BACKWARD, FIRST_FORWARD, SCHEDULE = "last backward", "first forward", "schedule"
 
 
 @dataclass(frozen=True)
@@ -151,13 +151,19 @@ def count_expert_shards(layout: Layout) -> int:
 
 
 def _group(axis: str, size: int, stride: int, cluster: Cluster) -> Group:
-    """Ranks of one group in one node drive that node's adapters together; pp sends from one rank to one."""
+    """Ranks of one group in one node drive that node's adapters together; pp sends from one rank to one.
+
+    The more nodes a ring spans, the more switches its flows share with others (Gangidi et al., 2024, "RDMA over
+    Ethernet for distributed AI training at Meta scale", SIGCOMM, section 4: collisions of flows between switches).
+    """
     efficiency = cluster.gpu.efficiency
     inside = Group(axis, size, cluster.inside, cluster.inside.bandwidth * efficiency.link)
     if size * stride <= cluster.per_node:
         return inside
     together = 1 if axis == "pp" else min(size, max(1, cluster.per_node // stride))
     bandwidth = cluster.between.bandwidth * efficiency.network * together
+    if axis != "pp":
+        bandwidth /= 1 + efficiency.taper * math.log2(size * stride / cluster.per_node)
     return Group(axis, size, cluster.between, min(inside.bandwidth, bandwidth))
 
 
@@ -551,7 +557,8 @@ class _Sends:
                 yield from self.scatter(gradients, rounds, group, STEP, LAST_BACKWARD)
             if self.layout.pp > 1 or not fsdp2:
                 updated = self.coded_weights(weights) if fsdp2 else gradients
-                yield from self.gather(updated, self.runs, group, "updated weights", STEP)
+                behind = FIRST_FORWARD if self.habits.transformer_engine else EXPOSED
+                yield from self.gather(updated, self.runs, group, "updated weights", STEP, behind)
         part, replicas = gradients / (link.size if stage else 1), self.links["replicate"]
         rounds = self.job.micro_batches if self.layout.reduces_each else rounds
         yield Transfer("dp_replicate", "all_reduce", part, rounds, replicas, "gradients of replicas", STEP)

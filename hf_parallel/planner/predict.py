@@ -24,6 +24,7 @@ from hf_parallel.planner.ledger import (
     COMPUTE,
     EXPOSED,
     FACTORS,
+    FIRST_FORWARD,
     FORWARD,
     LAST_BACKWARD,
     PRODUCTS,
@@ -140,6 +141,9 @@ def block_times(block: Block, hidden: int, layout: Layout, job: Job, cluster: Cl
         }
         for is_backward in (False, True)
     )
+    if job.products == "fp8":
+        for side, is_backward in ((forward, False), (backward, True)):
+            side["casts to fp8"] = compute_memory_seconds(gpu, tokens * _count_cast_bytes(block, layout, is_backward))
     packed = count_packed_parameters(block, layout, job)
     if packed:  # each pass reads the codes and writes 16 bits, which the product reads
         unpacking = compute_memory_seconds(gpu, packed * (count_packed_width(job) + job.width))
@@ -293,6 +297,19 @@ def _count_norm_bytes(job: Job) -> int:
     return (2 * (s + 4) if s < 4 else 0) + 20 + 2 * s
 
 
+def _count_cast_bytes(block: Block, layout: Layout, backward: bool) -> float:
+    """Return the bytes per token that casts of a block's fp8 products move: inputs, in the backward their gradients.
+
+    Transformer Engine reads 16 bits and writes 8, and once more transposed for the gradient of the weight
+    (`cast_transpose`; Micikevicius et al., 2022, arXiv:2209.05433).
+    """
+    read_and_written, numbers = 2 + 1 + 1, 0.0
+    for matrix in list_adapted(block):
+        split = layout.tp if (matrix.split == "column") == backward else 1
+        numbers += matrix.count * (matrix.outputs if backward else matrix.inputs) / split
+    return read_and_written * numbers
+
+
 def compute_exposed(transfers: Iterable[Transfer], compute: dict[str, float], gpu: Gpu) -> dict[str, float]:
     """Seconds by kind that a pass waits for its collectives, beyond what runs behind its `compute`.
 
@@ -362,14 +379,16 @@ def _compute_lowering_times(stage: Stage, layout: Layout, job: Job, cluster: Clu
 def _compute_accumulating_seconds(stage: Stage, layout: Layout, job: Job, cluster: Cluster) -> float:
     """Read each micro-batch's gradients and add them to their sum, under ZeRO-3 to a shard of it.
 
-    A sum in the gradients' own 16 bits is read and written in 16 bits.
+    A sum in the gradients' own 16 bits is read and written in 16 bits. Products that add to the sum by themselves
+    (Megatron-LM's gradient_accumulation_fusion) read and write it too, at the end of each tile.
     """
-    if job.lora or job.micro_batches == 1 or job.habits.transformer_engine:
+    if job.lora or job.micro_batches == 1:
         return 0.0
     sharded = layout.reduces_each or (layout.zero_stage == 3 and not job.habits.fsdp2)
     shards = layout.shards if sharded else 1
     numbers = stage.dense(*layout.tp_and_columns) / shards + stage.experts(layout.expert_split)
-    return compute_memory_seconds(cluster.gpu, numbers * (job.stored + 2 * sum_width(job)))
+    own = 0 if job.habits.transformer_engine else job.stored
+    return compute_memory_seconds(cluster.gpu, numbers * (own + 2 * sum_width(job)))
 
 
 # ---- Seconds of a step: the pipeline by simulation, what is communicated after it, the optimizer, the host ----------
@@ -401,7 +420,7 @@ def step_time(stages: tuple[Stage, ...], layout: Layout, job: Job, cluster: Clus
     busy = sum((each[stage.index] for stage in slowest), Times())
     kinds = {kind: s * job.micro_batches for kind, s in add_by_kind(busy.forward, busy.backward).items()}
     kinds["bubble"] = duration - sum(kinds.values())
-    backward = max(backward for _, backward in totals)
+    backward = max(sum(totals[stage.index][1] for stage in mine) for mine in by_rank)
     kinds = add_by_kind(kinds, compute_seconds_after_schedule(by_rank, layout, job, cluster, backward))
     noise = cluster.gpu.efficiency.node_noise
     kinds["stragglers"] = noise * math.log2(max(1, cluster.nodes)) * sum(kinds.values())
@@ -440,17 +459,26 @@ def compute_seconds_after_schedule(
 def _compute_reduction_seconds(
     by_rank: list[list[Stage]], layout: Layout, job: Job, cluster: Cluster, backward: float
 ) -> dict[str, float]:
-    """Seconds of the once-per-step collectives of the rank that waits longest for them."""
-    hidden = cluster.gpu.efficiency.hidden_gradients * backward
+    """Seconds of the once-per-step collectives of the rank that waits longest for them.
+
+    Megatron-LM sends a stage's gradients while the last micro-batches of the rank's other stages run (Narayanan et
+    al., 2021, arXiv:2104.04473, figure 4: `pp` micro-batches of one stage, then of the next).
+    """
+    efficiency, others = cluster.gpu.efficiency, 1 - 1 / layout.virtual_stages
+    hidden = efficiency.hidden_gradients * backward
+    if job.habits.transformer_engine:
+        hidden += efficiency.hidden * others * min(layout.pp, job.micro_batches) * backward
     each = [_compute_exposed_by_kind(step_transfers(mine, layout, job, cluster), hidden) for mine in by_rank]
     return max(each, key=lambda kinds: sum(kinds.values()))
 
 
 def _compute_exposed_by_kind(transfers: list[Transfer], hidden: float) -> dict[str, float]:
-    overlapped = sum(t.seconds for t in transfers if t.behind == LAST_BACKWARD)
-    kinds = {"gradients' reduction": max(0.0, overlapped - hidden), "gathering updated weights": 0.0}
+    """Gradients travel behind a part of the last backward, weights behind half of that, the first forward."""
+    reduced, gathered = (sum(t.seconds for t in transfers if t.behind == at) for at in (LAST_BACKWARD, FIRST_FORWARD))
+    kinds = {"gradients' reduction": max(0.0, reduced - hidden)}
+    kinds["gathering updated weights"] = max(0.0, gathered - hidden / 2)
     for t in transfers:
-        if t.behind not in (LAST_BACKWARD, SCHEDULE):
+        if t.behind not in (LAST_BACKWARD, FIRST_FORWARD, SCHEDULE):
             kinds["gathering updated weights" if t.kind == "all_gather" else "gradients' reduction"] += t.seconds
     return kinds
 

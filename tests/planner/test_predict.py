@@ -1,14 +1,15 @@
 """`predict` as a call: names, defaults, refusals, and that it reacts to each argument as it should."""
 
 import dataclasses
+import math
 
 import pytest
 
 from hf_parallel.ask.config import SpecError
 from hf_parallel.planner import find_gpu, predict
-from hf_parallel.planner.hardware import find_link, read_catalogue
+from hf_parallel.planner.hardware import find_link, make_cluster, read_catalogue
 from hf_parallel.planner.layout import Job, Layout
-from hf_parallel.planner.ledger import step_transfers
+from hf_parallel.planner.ledger import make_groups, step_transfers
 from hf_parallel.planner.pipeline import compute_pipeline_seconds, make_stages
 from tests.models import LLAMA_8B, LLAMA_8B_CONFIG
 
@@ -138,6 +139,46 @@ def test_bytes_and_seconds_are_of_the_same_transfers(engine, layout):
     kinds = ("gradients' reduction", "gathering updated weights")
     waited = sum(s for kind, s in found.breakdown.time.items() if kind in kinds or "communication" in kind)
     assert waited == pytest.approx(listed)
+
+
+def test_products_in_fp8_cast_their_inputs_and_gradients():
+    """A byte written twice for every two that are read; nothing of it in 16 bits."""
+    fp8, bf16 = (changed(engine="transformer_engine", precision=name, layout={}) for name in ("fp8", "bf16"))
+    numbers = sum(m.count * (m.inputs + m.outputs) for block in fp8.shape.blocks for m in block.matrices)
+    gpu, tokens = fp8.cluster.gpu, fp8.job.tokens(fp8.layout) * fp8.job.micro_batches
+    seconds = 4 * numbers * tokens / (gpu.bandwidth * gpu.efficiency.memory)
+    assert fp8.breakdown.time["casts to fp8"] == pytest.approx(seconds)
+    assert "casts to fp8" not in bf16.breakdown.time
+
+
+def test_every_micro_batch_reads_and_writes_the_sum_of_gradients():
+    """Products that add to it by themselves spare the gradient of their own, 2 of 10 bytes, not the sum."""
+    apart, fused = (changed(engine=engine, layout={}) for engine in ("megatron", "transformer_engine"))
+    assert fused.job.micro_batches > 1
+    found = (p.breakdown.time["accumulating gradients"] for p in (fused, apart))
+    assert math.isclose(next(found) / next(found), 8 / 10)
+
+
+@pytest.mark.parametrize(("engine", "hides"), [("transformer_engine", True), ("standard", False)])
+def test_megatron_sends_behind_the_micro_batches_of_other_stages(engine, hides):
+    """With stages of an interleaved pipeline there is more to hide behind, of this engine alone."""
+    one, four = (
+        changed(engine=engine, layout={"pp": 4, "zero_stage": 1, "virtual_stages": stages}, network="ethernet-25g")
+        for stages in (1, 4)
+    )
+    for kind in ("gradients' reduction", "gathering updated weights"):
+        early, late = (p.breakdown.time[kind] for p in (one, four))
+        assert late < 0.98 * early if hides else late == pytest.approx(early)
+
+
+@pytest.mark.parametrize(("layout", "axis", "doublings"), [({}, "dp", 3), ({"tp": 8}, "tp", 0), ({"pp": 8}, "pp", 0)])
+def test_a_network_that_tapers_is_slower_for_groups_of_many_nodes(layout, axis, doublings):
+    """By `taper` for each doubling of the nodes that a ring spans; not between stages, nor inside a node."""
+    gpu = find_gpu("h100-80gb")
+    tapered = dataclasses.replace(gpu, efficiency=dataclasses.replace(gpu.efficiency, taper=0.5))
+    sizes = Layout(dp=64 // math.prod(layout.values()), **layout)
+    flat, slow = (make_groups(sizes, make_cluster(g, 64))[axis].bandwidth for g in (gpu, tapered))
+    assert flat / slow == pytest.approx(1 + 0.5 * doublings)
 
 
 def test_an_engine_that_accumulates_reduces_once_per_step():
