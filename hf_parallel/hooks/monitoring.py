@@ -419,7 +419,7 @@ def watch_loop_model(model: PreTrainedModel, folder: str) -> None:
 def batches(original: Callable, self: DataLoaderShard) -> Iterator:
     """Time a loop's reading; a step begins with the first batch after the last one's end."""
     now = of_session(_Now)
-    iterator = original(self)
+    iterator = loop_losses.note_last_batch(self, original(self))
     return hangs.mark_batches(iterator if now.watched is None else _time_iterator(now.watched, iterator))
 
 

@@ -36,6 +36,7 @@ from hf_parallel.hooks.accelerate.paired_losses import PairedLoss
 from hf_parallel.hooks.patching import patch, replacing
 from hf_parallel.hooks.peft.before import check_adapter_optimizer, make_parallel_below
 from hf_parallel.hooks.trainer import bad_numbers, means
+from hf_parallel.hooks.trainer.rows import without_targets
 from hf_parallel.model.anatomy import list_transformer_blocks
 from hf_parallel.model.calls import bind_by_name
 from hf_parallel.model.families import MASKED_MEANS
@@ -256,11 +257,18 @@ def normalise_over_data_ranks(model: nn.Module) -> None:
     def enter(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         given = bind_by_name(module.forward, args, kwargs) if args else kwargs
         passed_on = given.get("num_items_in_batch") is not None
+        last = loop_losses.find_last_batch(given) if _has_gradients(module) else None
         if pairs.begin(given):
             forward = means.enter(None, passed_on, given)
             forward.whole = forward.counted = True
+            forward.last = last
             return None
+        labels, masked = given.get("labels") if state.sums_over_tokens and not passed_on else None, False
+        if last is not None and torch.is_tensor(labels) and len(labels) == last.rows:
+            given = {**given, **without_targets({"labels": labels}, last.real, last.rows)}
+            args, kwargs, masked = (), given, True
         forward = means.enter(_compute_loss_share(module, passed_on), passed_on, given)
+        forward.last, forward.leaves_repeats = last, masked
         if passed_on:
             forward.counted = state.sums_over_tokens  # of others it is seen when they take a sum
         elif forward.share is not None and state.sums_over_tokens and given.get("labels") is not None:
@@ -270,7 +278,7 @@ def normalise_over_data_ranks(model: nn.Module) -> None:
                 dist.all_reduce(items, group=state.mesh.data_group)
                 items = items * ((forward.share or 1.0) / state.mesh.data_size)
                 return args, {**kwargs, "num_items_in_batch": items}
-        return None
+        return (args, kwargs) if masked else None
 
     def leave(module: nn.Module, args: tuple, output: object) -> object:
         forward = means.leave_forward()
@@ -281,7 +289,11 @@ def normalise_over_data_ranks(model: nn.Module) -> None:
             output["loss"] = loss = means.correct_over_data_ranks(loss, hidden.sum().float(), forward.share)
         if _has_gradients(module):
             loop_losses.note_forward(loss, forward.counted, forward.given)
-        if loss is None or forward.share is None or (state.pipeline is not None and not state.pipeline.last):
+        if state.pipeline is not None and not state.pipeline.last:
+            return None
+        if forward.last is not None and not forward.leaves_repeats:
+            _say_once(state, _REPEATED.format(forward.last.repeated))
+        if loss is None or forward.share is None:
             return None
         if not forward.counted:
             sums = loop_losses.is_undivided_sum(loss.grad_fn, set())
@@ -294,6 +306,10 @@ def normalise_over_data_ranks(model: nn.Module) -> None:
     model.register_forward_hook(leave, always_call=True)
 
 
+_REPEATED = (
+    "a last batch is filled with repeated sequences, here {}, and the loss counts them, as under DDP: drop_last=True"
+    " leaves that batch out; a model's own mean over the labels that it is given (labels=…) counts real ones alone"
+)
 _UNKNOWN = (
     "what the loss of {} is a mean over is not known: it is averaged over data ranks, "
     "which is that of one process where they have as many targets"

@@ -5,18 +5,27 @@ Under `batch_shares` a loss is weighed when its backward pass begins:
 the model's loss, also scaled     nothing to do: its means run over the targets of all data ranks
 a loss of the loop's own          taken for a mean over examples: times `n D / N`, for n of N examples on D ranks
 both in one sum                   refused: no factor is right for both
+
+Rows that only fill a last batch, as accelerate repeats them, have no part in a model's own loss:
+
+a sum over tokens                 the model is given no targets in them
+a mean over the targets given     taken without them (`means`)
+any other                         counts them, as under DDP, and a line says so
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import weakref
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hf_parallel.ask.session import of_session
 from hf_parallel.ask.spec import refuse
 from hf_parallel.hooks import report, runtime
-from hf_parallel.hooks.accelerate.shares import compute_full_share, cut_of
+from hf_parallel.hooks.accelerate.shares import compute_full_share, count_real_rows, cut_of, is_ragged
 
 if TYPE_CHECKING:
     from accelerate.state import GradientState
@@ -52,6 +61,54 @@ def note_forward(loss: torch.Tensor | None, counted: bool, given: Mapping[str, o
     if loop is not None:
         loop.forwards += 1
         loop.weighed += [loss] if counted and loss is not None else []
+
+
+@dataclass
+class LastBatch:
+    """A loop's last batch where rows of some data rank are repeated.
+
+    Attributes:
+        tensors: those of this rank's part, by which a model's call is known to be given it.
+        rows: of this rank's part.
+        real: those that are not repeated, the first ones.
+        repeated: on all data ranks.
+    """
+
+    tensors: list[weakref.ref[torch.Tensor]] = field(default_factory=list)
+    rows: int = 0
+    real: int = 0
+    repeated: int = 0
+
+
+class _Read:
+    """What a loop has read last; nothing of a Trainer's, which leaves repeated rows out itself."""
+
+    def __init__(self) -> None:
+        self.last = LastBatch()
+
+
+def note_last_batch(loader: object, batches: Iterator) -> Iterator:
+    """Yield a prepared loader's batches; remember the last one if it is filled with repeated rows."""
+    from accelerate.state import GradientState
+
+    for batch in batches:
+        current, state = runtime.current(), GradientState()
+        if current is not None and not current.in_trainer and state.active_dataloader is loader and is_ragged(state):
+            parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, tuple | list) else ()
+            tensors = [part for part in parts if torch.is_tensor(part) and part.ndim]
+            rows, cut = len(tensors[0]) if tensors else 0, cut_of(state)
+            repeated = (runtime.mesh().data_size * rows if cut is None else sum(cut)) - state.remainder
+            if repeated > 0 and rows:
+                real = count_real_rows(state, rows)
+                of_session(_Read).last = LastBatch([weakref.ref(one) for one in tensors], rows, real, repeated)
+        yield batch
+
+
+def find_last_batch(given: Mapping[str, object]) -> LastBatch | None:
+    """Return the last batch if a model is given a tensor of it, and it has repeated rows."""
+    last = of_session(_Read).last
+    held = [tensor for reference in last.tensors if (tensor := reference()) is not None]
+    return last if any(value is tensor for value in given.values() for tensor in held) else None
 
 
 #: What changes no value on the way from a sum to a loss.

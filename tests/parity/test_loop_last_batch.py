@@ -1,0 +1,104 @@
+"""The last batch of a loop's loader, which accelerate fills with repeated rows: the model's loss leaves them out."""
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch.utils.data import DataLoader
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
+
+from hf_parallel.hooks import report
+from tests import models
+from tests.distributed import run, run_alone
+from tests.rows import Rows
+from tests.training import activate, axes, none, number_differences
+
+BATCH, LENGTH = 8, 33
+
+
+class Labelled(Rows):
+    """Rows with what a head of another kind predicts: unlike counts of labels."""
+
+    def __init__(self, count, kind):
+        super().__init__(count, 11, length=LENGTH)
+        self.kind = kind
+
+    def __getitem__(self, index):
+        row = super().__getitem__(index)
+        tokens = row["input_ids"]
+        if self.kind == "classes":
+            row["labels"] = tokens[0] % models.CLASSES
+        elif self.kind == "numbers":
+            row["labels"] = tokens[0].float() / models.VOCABULARY
+        elif self.kind == "tokens":
+            row["labels"] = torch.where(row["labels"] == -100, -100, tokens % models.CLASSES)
+        return row
+
+
+KINDS = {
+    "causal": (AutoModelForCausalLM, "llama", {}),
+    "seq2seq": (AutoModelForSeq2SeqLM, "t5", {}),
+    "classes": (AutoModelForSequenceClassification, "bert", {}),
+    "numbers": (AutoModelForSequenceClassification, "bert", {"num_labels": 1}),
+    "tokens": (AutoModelForTokenClassification, "bert", {}),
+}
+
+
+def loop(spec, folder, kind, rows, own=False):
+    """Losses and norms of two epochs, and what is said of repeated sequences."""
+    ranks, lines = activate(spec), []
+    report.say = report.say_here = lambda *said: lines.append(said[-1])
+    accelerator = Accelerator(cpu=True)
+    model = KINDS[kind][0].from_pretrained(folder).train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(Labelled(rows, kind), BATCH // ranks)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    losses, norms = [], []
+    for _ in range(2):
+        for batch in loader:
+            labels = batch.pop("labels") if own else None
+            outputs = model(**batch)
+            loss = outputs.logits.float().pow(2).mean() if own else outputs.loss
+            accelerator.backward(loss)
+            norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 1.0)))
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(accelerator.gather(loss.detach()).mean().item())
+            assert labels is None or len(labels) == len(batch["input_ids"])
+    return losses, norms, [line for line in lines if "repeated sequences" in line]
+
+
+#: Of 8 and more: 3 are left, which the first data rank has; 6, of which the second has two; 1.
+@pytest.mark.parametrize(
+    ("kind", "rows", "spec"),
+    [
+        ("causal", 11, "dp_shard=2"),
+        ("causal", 14, "dp_replicate=2,tp=2"),
+        ("causal", 11, "pp=2,dp_shard=2"),
+        ("seq2seq", 11, "dp_shard=2"),
+        ("classes", 11, "dp_shard=2"),
+        ("classes", 14, "dp_replicate=2,dp_shard=2"),
+        ("numbers", 14, "dp_shard=2"),
+        ("tokens", 9, "dp_shard=2"),
+    ],
+)
+def test_repeated_rows_have_no_part(runs, kind, rows, spec):
+    _, name, changes = KINDS[kind]
+    folder = runs.initial(name, **changes)
+    losses, norms, _ = run_alone(loop, None, folder, kind, rows)
+    for ours, normed, told in run(loop, axes(spec)["world"], spec, folder, kind, rows, init=False):
+        none(number_differences(ours, losses) + number_differences(normed, norms))
+        assert not told
+
+
+def test_a_loss_of_the_loops_own_counts_them_and_a_line_says_so(runs):
+    folder = runs.initial("llama")
+    for _, _, told in run(loop, 2, "dp_shard=2", folder, "causal", 11, True, init=False):
+        assert len(told) == 1
+        assert "here 5" in told[0]
+    for _, _, told in run(loop, 2, "dp_shard=2", folder, "causal", 16, True, init=False):
+        assert not told
