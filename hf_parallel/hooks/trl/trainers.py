@@ -10,7 +10,7 @@ import hashlib
 import sys
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ from hf_parallel.axes.pipeline.batches import COUNTED
 from hf_parallel.axes.pipeline.read import check_own_functions
 from hf_parallel.axes.pipeline.unscheduled import serve_script
 from hf_parallel.axes.tensor.vocab_parallel import Scaling, compute_first_row, compute_log_probs
-from hf_parallel.hooks import model_parts, report, runtime
+from hf_parallel.hooks import model_parts, runtime
 from hf_parallel.hooks.accelerate.shares import cut_of
 from hf_parallel.hooks.logits_read import does_keep_no_logits
 from hf_parallel.hooks.patching import patch, refuse_unpatched, replace, replacing
@@ -37,7 +37,6 @@ from hf_parallel.rollouts.reference import ask_server, decode_scores
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, Trainer, TrainingArguments
-    from trl.trainer.sft_config import SFTConfig
     from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 
@@ -170,15 +169,6 @@ def check_trl_trainer(
         _check_whole_batches(trainer, kind, args)
         check_own_functions(runtime.mesh().config, kind.__name__ if does_keep_no_logits(kind) else None)
     servers.check_servers(trainer, args)
-    mesh, alpha, given = runtime.mesh(), args.neftune_noise_alpha, cast("SFTConfig", args)
-    # TRL divides noise by the root of the length of a row, into which it joins examples.
-    noisy = alpha is not None and kind is not None and is_sft(trainer)
-    if noisy and (given.padding_free or (given.packing and given.packing_strategy != "wrapped")):
-        if mesh.size("pp") > 1:
-            why = f"pp_size={mesh.size('pp')} keeps joined examples in rows, whose noise is larger than a long row's"
-            refuse(f"neftune_noise_alpha={alpha:g}", why, "pp_size=1")
-        if mesh.data_size > 1:
-            report.say(f"neftune_noise_alpha={alpha:g}: a data rank's joined row is shorter, and its noise larger")
     if kind is None or f"{kind.__module__}.{kind.__qualname__}" in (*_TOKENS, *_EXAMPLES):
         return
     if f"{kind.__module__}.{kind.__qualname__}" in online.TRAINERS:
@@ -210,7 +200,7 @@ def _check_whole_batches(trainer: Trainer, kind: type, args: TrainingArguments) 
     joined = alpha is not None and getattr(trainer, "padding_free", False)
     if joined and (config.data_parallel_size > 1 or config.pp_size > 1):
         why = "draws noise by the tokens of a whole batch joined to one row, of which ranks and stages have a part"
-        refuse(f"neftune_noise_alpha={alpha} with padding_free or packing", why, "neftune_noise_alpha=None")
+        refuse(f"neftune_noise_alpha={alpha:g} with padding_free or packing", why, "neftune_noise_alpha=None")
 
 
 def _refuse_old(kind: type, model: PreTrainedModel) -> None:
