@@ -7,7 +7,7 @@
 `parallelize` itself runs, then two training steps, on fake tensors that know their shape only, with a process group
 that communicates nothing. Calling Python once per operation is what takes time, so a model of equal layers is run with
 three and with four of them on each of this rank's stages, and extrapolated linearly: every part of a step (see
-`observe.py`) grows by the same amount with each further layer.
+`observe.py`) grows by the same amount with each further layer (with N further ones under `every:N`).
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from torch._subclasses.fake_tensor import (
 from hf_parallel.apply.parallelize import ParallelState, parallelize, state_of
 from hf_parallel.ask.config import ParallelConfig
 from hf_parallel.ask.keys.data import parameters_rest
+from hf_parallel.ask.keys.layers import read_recompute_interval
 from hf_parallel.ask.keys.pipeline import LOOPED_SCHEDULES, V_SCHEDULES
 from hf_parallel.ask.spec import refuse
 from hf_parallel.axes.axis import Packing
@@ -151,7 +152,10 @@ def dry_run(
         stack = _find_only_stack(model)
     config, counts = settle_layout(model, config, rank)
     shorten = not whole and stack is not None and _are_alike(stack.layers)
-    fewest = tuple(min(_FEWEST, count) for count in counts) if shorten else counts
+    fewest = counts
+    if shorten:
+        every = read_recompute_interval(config.recompute_way) or 1  # so many layers further on one is like this one
+        fewest = tuple(count if count < _FEWEST else _FEWEST + (count - _FEWEST) % every for count in counts)
     of_step = (rank, rows, seq, accumulation, optimizer, precision, adapt, pack, away, torch.device(device))
     run = _Run(model, stack, config, *of_step)
     total = run.continued(fewest, counts) if whole else _extrapolate_micro_batches(run, fewest, counts)
@@ -257,13 +261,17 @@ class _Run:
     device: torch.device
 
     def continued(self, fewest: tuple[int, ...], counts: tuple[int, ...]) -> Observed:
-        """With `counts` layers on this rank's stages, from runs with `fewest` and with one more on each."""
+        """With `counts` layers on this rank's stages, from runs with `fewest` and with one more on each.
+
+        Of `activation_checkpointing=every:N` it is N more, of which one is recomputed.
+        """
+        every = read_recompute_interval(self.config.recompute_way) or 1
         base = self.observe(fewest)
         total = copy.deepcopy(base)
         for i, (have, want) in enumerate(zip(fewest, counts, strict=True)):
             if want > have:
-                more = self.observe(tuple(n + (i == j) for j, n in enumerate(fewest)))
-                _extend(total, base, more, want - have)
+                more = self.observe(tuple(n + every * (i == j) for j, n in enumerate(fewest)))
+                _extend(total, base, more, (want - have) // every)
         return total
 
     def observe(self, counts: tuple[int, ...]) -> Observed:
