@@ -49,6 +49,8 @@ def test_experts_that_data_ranks_balance_apart_are_told():
     assert "balances experts" in balance
     assert "compares only its own" in contrast
     assert not _list_inexact_numbers(trainer, data_ranks=1)
+    trainer.neftune_noise_alpha = 5.0
+    assert "NEFTune" in _list_inexact_numbers(trainer, data_ranks=2)[-1]
 
 
 class Chosen(Trainer):
