@@ -271,8 +271,8 @@ def _list_inexact_numbers(trainer: Trainer, data_ranks: int) -> list[str]:
         notes.append("the loss compares the rows of a batch, and each data rank compares only its own, as under DDP")
     if getattr(trainer, "neftune_noise_alpha", None) is not None:
         notes.append(
-            "NEFTune sizes its noise by the padded length of a data rank's own batch, as under DDP; a collator that pads "
-            "all batches to one length gives that of one process"
+            "NEFTune sizes its noise by the padded length of a data rank's own batch, as under DDP; a collator that "
+            "pads all batches to one length gives that of one process"
         )
     return notes
 
