@@ -19,7 +19,7 @@ from hf_parallel.ask.session import of_session
 from hf_parallel.ask.spec import refuse
 from hf_parallel.hooks import logits_read
 from hf_parallel.hooks.patching import Patch, Undo, apply_patches, apply_when_imported, around, undo
-from hf_parallel.hooks.trainer.settings import OF_BATCHES, is_evaluating
+from hf_parallel.hooks.trainer.settings import is_evaluating
 from hf_parallel.hooks.transformers import ask_hub, cached_files
 from hf_parallel.model.calls import bind_by_name
 
@@ -369,10 +369,6 @@ def _find_reason_for_even(config: PretrainedConfig) -> str | None:
     kind = next(kinds, None)
     if kind is not None and kind.__name__ not in _OF_EXAMPLES:
         return f"{kind.__name__} is of a trainer that compares the examples of a batch"
-    asked = getattr(arguments, "loss_type", None) or ()
-    compared = OF_BATCHES & {asked} if isinstance(asked, str) else OF_BATCHES.intersection(asked)
-    if kind is not None and compared:
-        return f"loss_type={min(compared)} is computed of all examples of a data rank together"
     model = getattr(transformers, (getattr(config, "architectures", None) or [""])[0], None)
     if model is not None and can_return_loss(model):
         return f"the loss of {model.__name__} compares examples"

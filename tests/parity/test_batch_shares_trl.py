@@ -46,8 +46,3 @@ def test_trainers_that_generate(trl_runs, kind):
     call = partial(trl_scripts.generating, kind, trl_runs.model("llama"), trl_runs.out(), TWO, {})
     with pytest.raises(RankFailure, match=f"batch_shares=3:1: {kind}Trainer compares .*; batch_shares=even works"):
         run(call, 2, init=False)
-
-
-def test_losses_of_whole_batches(trl_runs):
-    with pytest.raises(RankFailure, match="batch_shares=3:1: loss_type=aot .*loss_type=sigmoid works"):
-        trl_runs.parallel("dpo", "preference", "--loss_type aot", TWO)

@@ -89,6 +89,7 @@ def test_reward(trl_runs, case, spec):
 
 WHOLE_BATCHES = {
     "dpo preference --loss_type sigmoid sft --loss_weights 1.0 0.5": r"loss_type=sft.*2 data.*loss_type=sigmoid works",
+    "dpo preference --loss_type aot": "loss_type=aot: .*loss_type=sigmoid works",
     "sft completion --padding_free true --max_length None --neftune_noise_alpha 5": "neftune_noise_alpha=None works",
 }
 

@@ -91,10 +91,6 @@ def is_evaluating(args: TrainingArguments) -> bool:
     return str(getattr(args.eval_strategy, "value", args.eval_strategy)) != "no"
 
 
-#: Losses of DPO that are no mean over pairs: of sorted margins, and a mean over the tokens of a batch.
-OF_BATCHES = {"aot", "aot_unpaired", "sft"}
-
-
 def check_shared_examples(trainer: Trainer) -> None:
     """Refuse `batch_shares` where the loss of a data rank's examples is no mean over each of them.
 
@@ -108,10 +104,6 @@ def check_shared_examples(trainer: Trainer) -> None:
     others = [cls for cls in type(trainer).__mro__ if cls.__module__.startswith(("trl.", "sentence_transformers."))]
     if others and trl.count_trl_rows_per_example(trainer) is None:
         refuse(what, f"{others[0].__name__} compares examples of a data rank's batch", "batch_shares=even")
-    compared = [name for name in getattr(trainer, "loss_types", ()) if name in OF_BATCHES]
-    if compared:
-        why = f"loss_type={compared[0]} is computed of all examples of a data rank together"
-        refuse(what, why, do="loss_type=sigmoid works, and so does batch_shares=even")
     if trainer.can_return_loss:
         refuse(what, f"the loss of {type(trainer.model).__name__} compares examples", "batch_shares=even")
 
