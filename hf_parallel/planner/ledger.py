@@ -394,9 +394,10 @@ class _Sends:
         gathers, losses = self.layout.sequence_parallel, self.tokens * _LOSS_WIDTH
         if stage.is_first:
             yield self.tp("all_reduce", self.stream, 1, "embedding")
-            if self.job.lora and self.layout.tp_columns > 1:
+            frozen = self.job.lora and self.job.recompute == "none"  # PEFT gives checkpoints inputs with gradients
+            if frozen and self.layout.tp_columns > 1:
                 yield from self.frozen_on_grid(stage.counts[0][0])
-            elif self.job.lora:  # the first layer's input is frozen: it has no gradient
+            elif frozen:  # the first layer's input has no gradient
                 yield self.tp(self.reduce, self.entering, -1, "gradients of inputs", BACKWARD)
             else:
                 yield self.tp("all_gather", self.stream, gathers, "gradient of the embedding", BACKWARD)
