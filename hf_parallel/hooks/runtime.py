@@ -9,10 +9,11 @@ import io
 import os
 import random
 import sys
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy
 import torch
@@ -41,6 +42,22 @@ TIME_OUT = "HF_PARALLEL_TIMEOUT"
 RandomState: TypeAlias = tuple[torch.Tensor, torch.Tensor | None]
 
 
+class LastBatch(NamedTuple):
+    """A loop's last batch where rows of some data rank are repeated to fill it.
+
+    Attributes:
+        tensors: those of this rank's part, by which a model's call is known to be given it.
+        rows: of this rank's part.
+        real: those that are not repeated, the first ones.
+        repeated: on all data ranks.
+    """
+
+    tensors: list[weakref.ref[torch.Tensor]]
+    rows: int
+    real: int
+    repeated: int
+
+
 @dataclass
 class LoopLosses:
     """The losses that a script without a Trainer, or with a loss of its own, has computed.
@@ -52,6 +69,7 @@ class LoopLosses:
         rows: of the latest call of a model that trains.
         told: has a line said what becomes of a loss of the loop's own?
         told_of_pairs: has a line said that a script's loss compares the examples of a data rank alone?
+        last: the latest last batch that has repeated rows. A Trainer's is none: it leaves them out itself.
     """
 
     weighed: list[torch.Tensor] = field(default_factory=list)
@@ -60,6 +78,7 @@ class LoopLosses:
     rows: int | None = None
     told: bool = False
     told_of_pairs: bool = False
+    last: LastBatch | None = None
 
 
 @dataclass

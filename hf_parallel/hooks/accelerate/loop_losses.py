@@ -17,12 +17,10 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hf_parallel.ask.session import of_session
 from hf_parallel.ask.spec import refuse
 from hf_parallel.hooks import report, runtime
 from hf_parallel.hooks.accelerate.shares import compute_full_share, count_real_rows, cut_of, is_ragged
@@ -63,30 +61,6 @@ def note_forward(loss: torch.Tensor | None, counted: bool, given: Mapping[str, o
         loop.weighed += [loss] if counted and loss is not None else []
 
 
-@dataclass
-class LastBatch:
-    """A loop's last batch where rows of some data rank are repeated.
-
-    Attributes:
-        tensors: those of this rank's part, by which a model's call is known to be given it.
-        rows: of this rank's part.
-        real: those that are not repeated, the first ones.
-        repeated: on all data ranks.
-    """
-
-    tensors: list[weakref.ref[torch.Tensor]] = field(default_factory=list)
-    rows: int = 0
-    real: int = 0
-    repeated: int = 0
-
-
-class _Read:
-    """What a loop has read last; nothing of a Trainer's, which leaves repeated rows out itself."""
-
-    def __init__(self) -> None:
-        self.last = LastBatch()
-
-
 def note_last_batch(loader: object, batches: Iterator) -> Iterator:
     """Yield a prepared loader's batches; remember the last one if it is filled with repeated rows."""
     from accelerate.state import GradientState
@@ -100,13 +74,16 @@ def note_last_batch(loader: object, batches: Iterator) -> Iterator:
             repeated = (runtime.mesh().data_size * rows if cut is None else sum(cut)) - state.remainder
             if repeated > 0 and rows:
                 real = count_real_rows(state, rows)
-                of_session(_Read).last = LastBatch([weakref.ref(one) for one in tensors], rows, real, repeated)
+                current.loop.last = runtime.LastBatch([weakref.ref(one) for one in tensors], rows, real, repeated)
         yield batch
 
 
-def find_last_batch(given: Mapping[str, object]) -> LastBatch | None:
+def find_last_batch(given: Mapping[str, object]) -> runtime.LastBatch | None:
     """Return the last batch if a model is given a tensor of it, and it has repeated rows."""
-    last = of_session(_Read).last
+    current = runtime.current()
+    last = None if current is None else current.loop.last
+    if last is None:
+        return None
     held = [tensor for reference in last.tensors if (tensor := reference()) is not None]
     return last if any(value is tensor for value in given.values() for tensor in held) else None
 

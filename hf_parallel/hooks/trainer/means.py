@@ -15,7 +15,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import CodeType
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -29,8 +29,6 @@ from hf_parallel.model.calls import bind_by_name
 
 if TYPE_CHECKING:
     from transformers import Trainer
-
-    from hf_parallel.hooks.accelerate.loop_losses import LastBatch
 
 Given: TypeAlias = Mapping[str, torch.Tensor]  # arguments by name
 
@@ -77,7 +75,7 @@ class Forward:
     counted: bool = False
     filled: bool = False
     whole: bool = False
-    last: LastBatch | None = None
+    last: runtime.LastBatch | None = None
     leaves_repeats: bool = False
 
 
@@ -206,27 +204,23 @@ def mean(original: Callable, *args: object, **kwargs: object) -> torch.Tensor:
     if reduction == "mean":
         if now.forwards and original.__name__ == "cross_entropy" and _is_comparing_rows(given, now.forwards[-1].given):
             refuse_pairs()
-        if now.forwards and now.forwards[-1].last is not None and _is_by_row(given, now.forwards[-1]):
-            given = _take_real_rows(given, now.forwards[-1])
+        last = now.forwards[-1].last if now.forwards else None
+        if last is not None and _is_by_row(given, now.forwards[-1].given, last.rows):
+            now.forwards[-1].leaves_repeats = True
+            kept = len(given["target"]) // last.rows * last.real
+            given = {**given, "input": given["input"][:kept], "target": given["target"][:kept]}
             value = original(**given)
         return correct_mean(value, COUNTS[original.__name__](given, value))
     return _sum_over_all_ranks(value, original.__name__) if reduction == "sum" and now.forwards else value
 
 
-def _is_by_row(given: Given, forward: Forward) -> bool:
+def _is_by_row(given: Given, of_model: Mapping[str, object], rows: int) -> bool:
     """Are the targets of a mean what the model was called with, row after row?"""
-    target, rows = given["target"], forward.last.rows if forward.last is not None else 0
+    target = given["target"]
     if not torch.is_tensor(target) or not target.ndim or len(target) % rows or len(given["input"]) != len(target):
         return False
-    named = [value for value in forward.given.values() if torch.is_tensor(value) and value.numel() == target.numel()]
+    named = [value for value in of_model.values() if torch.is_tensor(value) and value.numel() == target.numel()]
     return any(len(value) == rows and torch.equal(value.flatten().to(target), target.flatten()) for value in named)
-
-
-def _take_real_rows(given: dict[str, Any], forward: Forward) -> dict[str, Any]:
-    """Leave out targets of rows that are repeated to fill a loop's last batch."""
-    forward.leaves_repeats, last = True, cast("LastBatch", forward.last)
-    kept = len(given["target"]) // last.rows * last.real
-    return {**given, "input": given["input"][:kept], "target": given["target"][:kept]}
 
 
 def _is_comparing_rows(given: Given, of_model: Mapping[str, object]) -> bool:
