@@ -2,7 +2,8 @@
 #
 #   make demo      train an example in one process and under pp=2 on two: a minute, and a picture of both; in a small
 #                  environment of its own, .venv-demo
-#   make test      lint, types, import contracts, then the tests      (PYTEST_ARGS="-k mesh" selects)
+#   make test      lint, types, import contracts, then the tests      (PYTEST_ARGS="-k mesh" selects, HALF=0 or 1 runs
+#                  half of the long files, as CI does at each commit)
 #   make quick     a minute of tests that start no process, for every commit
 #   make test-all  the same with every combination of models, layouts and settings
 #   make lint      the checks of `make test` without the tests
@@ -24,6 +25,8 @@ PYTEST_ARGS ?=
 WORKERS     ?= 2
 # A machine that CI shares may stall for seconds: a failure is tried once more there, and said to have been.
 RERUNS      := $(if $(CI),--reruns 1 -raR)
+# CI runs half of the long test files at each commit: which half, its name says. 0 or 1 is a half, nothing is all.
+HALF        ?= $(if $(CI),commit)
 VENV        := .venv
 BIN         := $(VENV)/bin
 STAMP       := $(VENV)/.hf_parallel_installed
@@ -67,7 +70,7 @@ $(DEMO_STAMP): pyproject.toml
 	@touch $@
 
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(RERUNS) $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(RERUNS) $(if $(HALF),--half $(HALF)) $(PYTEST_ARGS)
 
 quick: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --quick -q -n $(WORKERS)

@@ -56,6 +56,9 @@ def trl_runs(tmp_path_factory):
 def pytest_addoption(parser):
     """`--all` runs every combination; `--record-support` and `--add-support` too, for the README's support matrix."""
     parser.addoption("--all", action="store_true", help="run every combination of models, layouts and settings")
+    parser.addoption(
+        "--half", choices=("0", "1", "commit"), help="run half of the files, by their names or the commit"
+    )
     parser.addoption("--quick", action="store_true", help="run a minute of tests that start no process")
     parser.addoption("--record-support", action="store_true", help="write tests/results/support.json")
     parser.addoption("--add-support", action="store_true", help="the same for a part of the tests: keep other cells")
@@ -71,6 +74,8 @@ def pytest_configure(config):
     if config.getoption("--record-support") or config.getoption("--add-support"):
         config.pluginmanager.register(Recorder(config.getoption("--add-support")), "support-recorder")
     config.option.loadscopereorder = False  # files come as sorted here, not by how many tests they have
+    if config.getoption("--half") == "commit":
+        config.option.half = str(selection.half_of_commit(config.rootpath))
     if config.getoption("--record-seconds"):
         config.pluginmanager.register(SecondsRecorder(writes=not hasattr(config, "workerinput")), "seconds-recorder")
 
@@ -101,8 +106,19 @@ def _choose(config, items):
         return
     seconds, cases = selection.recorded(), [_case(item) for item in items]
     names = selection.choose(cases, seconds)
+    if (half := config.getoption("--half")) is not None:
+        names = _halve([case for case in cases if case.name in names], seconds, int(half))
     config.stash[CHOSEN] = sum(selection.cost(case.test, seconds) for case in cases if case.name in names)
     _keep(config, items, _quick(items) if config.getoption("--quick") else names)
+
+
+def _halve(cases, seconds, half) -> set[str]:
+    """Names of the cases of one half of the files."""
+    files = Counter()
+    for case in cases:
+        files[case.file] += selection.cost(case.test, seconds)
+    kept = selection.choose_half(files, half)
+    return {case.name for case in cases if case.file in kept}
 
 
 def _put_long_files_first(items):
@@ -150,6 +166,9 @@ def _case(item) -> selection.Case:
 def pytest_terminal_summary(terminalreporter, config):
     """What a plain run is expected to take; with `--axes` how many cases of each file show an axis or a pair."""
     if CHOSEN in config.stash and not config.getoption("--quick"):
+        if (half := config.getoption("--half")) is not None:
+            other = f"`make test HALF={1 - int(half)}` runs the other"
+            terminalreporter.write_line(f"half {half} of the long files was run; {other}")
         terminalreporter.write_line(f"about {config.stash[CHOSEN]:.0f} s of work, half as long with two workers")
     if config.getoption("--axes"):
         terminalreporter.write_line("\n".join(selection.shown_axes(map(_case, terminalreporter._session.items))))

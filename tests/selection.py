@@ -5,6 +5,9 @@
 
 Cases come in the order of a hash of their names, and a choice looks at nothing outside its file: which cases run does
 not change when a case is added elsewhere, or when only some files are run.
+
+CI runs half of the files at each commit, and all files that take seconds (`--half commit`): the commit's own name says
+which half, so that a commit is always tested by the same files and a few commits are tested by all.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import json
 import multiprocessing
 import os
 import re
+import shutil
 import subprocess
 import types
 from collections import Counter
@@ -34,6 +38,8 @@ PER_TEST = 1.0
 PER_RUN = 2900.0
 #: A test of which one case takes longer runs under `--all` alone.
 LONGEST_CASE = 10.0
+#: What half of the files may take, and what a file takes at most that is in both halves.
+PER_HALF, IN_BOTH_HALVES = 1650.0, 3.0
 #: What one test and all of them may take under `--quick`.
 QUICK_TEST, QUICK_RUN = 0.5, 45.0
 #: A test that refers to one of these starts processes.
@@ -123,6 +129,20 @@ def _of_test(first: Case, cases: list[Case], each: float, per_test: float) -> li
                 taken.append(case)
                 shown |= _together(case, 1) | _together(case, 2)
     return taken
+
+
+def choose_half(files: dict[str, float], half: int) -> set[str]:
+    """Return the files of half 0 or 1, given the seconds of each file; the hash of its name puts it into a half."""
+    halves = {file: hashlib.sha256(file.encode()).digest()[0] % 2 for file in files}
+    return {file for file, seconds in files.items() if seconds <= IN_BOTH_HALVES or halves[file] == half}
+
+
+def half_of_commit(root: Path) -> int:
+    """Return the half that the commit of a checkout runs; 0 where there is no git."""
+    if shutil.which("git") is None:
+        return 0
+    asked = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, check=False)
+    return int(asked.stdout.strip() or "0", 16) % 2 if asked.returncode == 0 else 0
 
 
 def _together(case: Case, number: int) -> set[tuple[str, ...]]:

@@ -63,6 +63,23 @@ def test_other_files_change_nothing(added):
     assert before == after - {case.name for case in added}
 
 
+def test_two_halves_are_all_files():
+    """A short file is in both; where a long file belongs does not depend on others."""
+    files = {f"tests/parity/test_{number}.py": 10.0 for number in range(40)} | {"tests/unit/test_a.py": 0.1}
+    first, second = (selection.choose_half(files, half) for half in (0, 1))
+    assert first | second == set(files)
+    assert first & second == {"tests/unit/test_a.py"}
+    assert 10 < len(first) < 31
+    alone = {"tests/parity/test_3.py": 10.0}
+    assert (selection.choose_half(alone, 0) == alone.keys()) == ("tests/parity/test_3.py" in first)
+
+
+def test_a_commit_has_one_half(tmp_path):
+    root = selection.SECONDS.parents[2]
+    assert selection.half_of_commit(root) == selection.half_of_commit(root)
+    assert selection.half_of_commit(tmp_path) == 0  # no git
+
+
 def test_no_order_changes_it():
     assert choose(cases(), {}) == choose(reversed(cases()), {})
 
@@ -81,7 +98,8 @@ def test_files_that_take_long_come_first(monkeypatch):
 def test_a_plain_run_keeps_to_its_time(request):
     """Else PER_TEST, or what a new test takes, has to come down; `--record-seconds` measures."""
     if not request.config.args or request.config.args == request.config.getini("testpaths"):
-        assert request.config.stash.get(conftest.CHOSEN, 0.0) <= selection.PER_RUN
+        limit = selection.PER_RUN if request.config.getoption("--half") is None else selection.PER_HALF
+        assert request.config.stash.get(conftest.CHOSEN, 0.0) <= limit
 
 
 def test_what_was_measured_is_still_there():
