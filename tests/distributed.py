@@ -114,6 +114,11 @@ class _Rank:
     time: float = 0.0
 
     @property
+    def has_all(self) -> bool:
+        """Has the whole outcome come, behind the 8 bytes of its length?"""
+        return len(self.received) >= 8 and len(self.received) == 8 + int.from_bytes(self.received[:8], "big")
+
+    @property
     def lost_a_peer(self) -> bool:
         return any(words in self.message for words in PEER_LOST)
 
@@ -134,7 +139,7 @@ class _Rank:
         os.close(self.pipe)
         self.done = True
         try:
-            outcome = pickle.loads(bytes(self.received))
+            outcome = pickle.loads(bytes(self.received[8:]))
         except (EOFError, pickle.UnpicklingError):
             self.fail("Killed", "ended without a result", "ended without a result")
             return
@@ -267,8 +272,8 @@ def _outcome(call, rank, variables, folder, init, timeout) -> tuple[bool, bytes]
 
 def _report(returned: bool, outcome: bytes, write: int, hold: int) -> None:
     """Send the outcome; leave at once after a failure, else when the parent says that all are done."""
-    with os.fdopen(write, "wb") as pipe:
-        pipe.write(outcome)
+    with os.fdopen(write, "wb") as pipe:  # its length first: a data loader's worker that lives on holds the pipe open
+        pipe.write(len(outcome).to_bytes(8, "big") + outcome)
     sys.stdout.flush()
     sys.stderr.flush()
     if returned:
@@ -302,7 +307,7 @@ def _collect(ranks: list[_Rank], timeout: float) -> None:
         for pipe in ready:
             data = os.read(pipe, 1 << 20)
             waiting[pipe].received += data
-            if data:
+            if data and not waiting[pipe].has_all:
                 continue
             rank = waiting.pop(pipe)
             rank.finish()

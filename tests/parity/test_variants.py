@@ -160,6 +160,7 @@ SETTINGS = {
         "warmup_steps": 1,
         "max_grad_norm": 0.1,
         "dataloader_num_workers": 2,
+        "dataloader_persistent_workers": True,
         "train_sampling_strategy": "group_by_length",
         "eval_strategy": "steps",
         "eval_steps": 1,
