@@ -211,17 +211,6 @@ _TOLERANCE_16_BITS = 2e-2
 _PADDING = {"labels": -100, "shift_labels": -100}
 
 
-def refuse_other_numbers(trainer: Trainer) -> None:
-    """Refuse batches that would train on other numbers when they are joined. Collective.
-
-    Raises:
-        SpecError: the model or the script's loss would.
-    """
-    why = find_reason_for_other_numbers(trainer)
-    if why is not None:
-        refuse_joining(why)
-
-
 def find_reason_for_other_numbers(trainer: Trainer) -> str | None:
     """Why joined examples would give other numbers than examples in rows; the same words on all ranks. Collective."""
     of_python, of_numpy, restore = random.getstate(), numpy.random.get_state(), remember_counts(trainer)
@@ -253,7 +242,14 @@ def _find_own_reason_for_other_numbers(trainer: Trainer) -> str | None:
     if why is not None or trainer.train_dataset is None:
         return why
     try:
-        examples, together = _collate_two_examples(trainer)
+        # Two of the first examples as the collator makes them, the longest and the shortest; and both in a batch.
+        rows, collate = get_rows_and_collator(trainer)
+        found = [(rows[index], index) for index in range(min(_SAMPLE, len(rows)))]
+        made = [(dict(collate([row])), index) for row, index in found]
+        known = [one for one in made if torch.is_tensor(one[0].get("input_ids"))] or made
+        ordered = sorted(known, key=lambda one: one[0]["input_ids"].shape[-1])
+        (longest, first), (shortest, second) = ordered[-1], ordered[0]
+        examples, together = [longest, shortest], dict(collate([found[first][0], found[second][0]]))
         why = next(filter(None, map(find_reason_not_joined, examples)), None)
         mask = together.get("attention_mask")
         if why is None and is_joining_wanted() and torch.is_tensor(mask) and mask.ndim == 2:
@@ -266,17 +262,6 @@ def _find_own_reason_for_other_numbers(trainer: Trainer) -> str | None:
     except Exception as error:
         return f"two examples cannot be tried ({type(error).__name__}: {get_first_line(error)})"
     return why
-
-
-def _collate_two_examples(trainer: Trainer) -> tuple[list[Mapping[str, torch.Tensor]], Mapping[str, object]]:
-    """Two of the first examples as the collator makes them, the longest and the shortest; and both in a batch."""
-    rows, collate = get_rows_and_collator(trainer)
-    found = [(rows[index], index) for index in range(min(_SAMPLE, len(rows)))]
-    made = [(dict(collate([row])), index) for row, index in found]
-    known = [one for one in made if torch.is_tensor(one[0].get("input_ids"))] or made
-    ordered = sorted(known, key=lambda one: one[0]["input_ids"].shape[-1])
-    (longest, first), (shortest, second) = ordered[-1], ordered[0]
-    return [longest, shortest], dict(collate([found[first][0], found[second][0]]))
 
 
 def _find_reason_of_loss(trainer: Trainer, copy: PreTrainedModel, examples: list) -> str | None:
