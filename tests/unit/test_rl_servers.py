@@ -90,4 +90,4 @@ def test_rows_of_the_batch_after_a_batch():
     assert found == [[1, 2, 3, 4], [1, 2, 3, 4], [3, 4], [3, 4]]
     inputs = ahead._collate_lengths(lambda rows: [{"prompt": row} for row in rows], 2, found[0])
     assert [row["prompt"] for row in inputs] == [1, 2]
-    assert [row["prompt"] for row in inputs[0][ahead._NEXT]] == [3, 4]
+    assert [row["prompt"] for row in inputs[0][ahead.NEXT_ROWS]] == [3, 4]

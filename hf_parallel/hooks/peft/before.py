@@ -64,7 +64,17 @@ def check_tuner(tuner: BaseTuner, model: PreTrainedModel, config: LoraConfig, lo
         refuse("low_cpu_mem_usage=True", "adapters need values to be split", "False")
     if not hasattr(model, "base_model_prefix"):
         refuse(f"adapters on a {type(model).__name__}", "not part of this version", "a transformers model")
-    _check_start(model, config)
+    start, targets = config.init_lora_weights, config.target_parameters
+    if getattr(model, "is_loaded_in_4bit", False):
+        if config.use_dora:
+            refuse("LoraConfig(use_dora=True) on a base of 4 bits", "not part of this version", "False")
+        if isinstance(start, str) and start != "gaussian":
+            refuse(f"init_lora_weights={start!r}", "the base has 4 bits", "'gaussian'")
+        for name, module in model.named_modules():
+            if isinstance(module, FourBit) and f"{name}.weight".endswith(tuple(targets or ())):
+                refuse("target_parameters", f"{name}.weight of 4 bits has another shape", "target_modules")
+    if targets and start in ("pissa", "olora"):
+        refuse(f"init_lora_weights={start!r}", "not with target_parameters", "True")
     default = type(config)()
     for setting in dataclasses.fields(config):
         value = getattr(config, setting.name)
@@ -72,27 +82,14 @@ def check_tuner(tuner: BaseTuner, model: PreTrainedModel, config: LoraConfig, lo
             continue
         if setting.name == "init_lora_weights" and value in _STARTS:
             continue
-        _refuse_before_layout(setting.name, value)
+        works = _WORKS.get(setting.name, "its default")
+        refuse(f"LoraConfig({setting.name}={value!r})", "not part of this version of hf_parallel", works)
 
 
 def check_kind(config: PeftConfig) -> None:
     """Refuse all but LoRA; some other methods look at weights, or put themselves in, before they could be seen."""
     if config.peft_type.value != "LORA":
         refuse(f"peft_type={config.peft_type.value}", "not part of this version", "LoRA")
-
-
-def _check_start(model: nn.Module, config: PeftConfig) -> None:
-    """Refuse options that a base of 4 bits does not bear, and some starts of adapters of weights."""
-    if getattr(model, "is_loaded_in_4bit", False):
-        if config.use_dora:
-            refuse("LoraConfig(use_dora=True) on a base of 4 bits", "not part of this version", "False")
-        if isinstance(config.init_lora_weights, str) and config.init_lora_weights != "gaussian":
-            refuse(f"init_lora_weights={config.init_lora_weights!r}", "the base has 4 bits", "'gaussian'")
-        for name, module in model.named_modules():
-            if isinstance(module, FourBit) and f"{name}.weight".endswith(tuple(config.target_parameters or ())):
-                refuse("target_parameters", f"{name}.weight of 4 bits has another shape", "target_modules")
-    if config.target_parameters and config.init_lora_weights in ("pissa", "olora"):
-        refuse(f"init_lora_weights={config.init_lora_weights!r}", "not with target_parameters", "True")
 
 
 def check_adapter_optimizer(optimizer: torch.optim.Optimizer) -> None:
@@ -114,11 +111,6 @@ def check_copies(model: nn.Module, names: Collection[str], mesh: ParallelMesh) -
             refuse("modules_to_save", f"{name} is split inside its layer", "naming it in target_modules")
     if names and mesh.size("pp") > 1 and has_tied_embedding(model):
         refuse("modules_to_save", "two stages hold the tied embedding", "pp_size=1")
-
-
-def _refuse_before_layout(name: str, value: object) -> None:
-    works = _WORKS.get(name, "its default")
-    refuse(f"LoraConfig({name}={value!r})", "not part of this version of hf_parallel", works)
 
 
 @patch("peft.tuners.tuners_utils:BaseTuner.delete_adapter", "FSDP2 would keep what is deleted")
@@ -211,15 +203,9 @@ def make_parallel_below(model: PreTrainedModel, parallelize: Callable[[nn.Module
         state = runtime.find_parallel_state(tuner.model)
         assert state is not None
         place_in_base(tuner.model, state)
-        set_peft_model_state_dict(model, _send_from_first_rank(kept[name], tuner.model), adapter_name=name)
+        equal = {}
+        for key in sorted(kept[name]):  # rank 0's values
+            equal[key] = kept[name][key].to(state.mesh.device).contiguous()
+            dist.broadcast(equal[key], src=0)
+        set_peft_model_state_dict(model, equal, adapter_name=name)
     tuner.set_adapter(active, inference_mode=not trains)
-
-
-def _send_from_first_rank(tensors: dict[str, torch.Tensor], model: nn.Module) -> dict[str, torch.Tensor]:
-    state = runtime.find_parallel_state(model)
-    assert state is not None
-    device, equal = state.mesh.device, {}
-    for key in sorted(tensors):
-        equal[key] = tensors[key].to(device).contiguous()
-        dist.broadcast(equal[key], src=0)
-    return equal

@@ -26,7 +26,6 @@ from hf_parallel.axes.tensor.tensor_parallel import shard_parameter
 from hf_parallel.checkpoint.slices import find_local_part, read_part
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.patching import patch
-from hf_parallel.model.anatomy import StoredOrder
 from hf_parallel.model.calls import bind_by_name
 
 if TYPE_CHECKING:
@@ -73,14 +72,27 @@ class AdapterState:
 
 def place_in_base(model: PreTrainedModel, state: ParallelState) -> None:
     """Split new adapters over tp, show them to the stages, and shard them over the data ranks."""
-    place_copies(model, state)
+    from peft.utils.other import ModulesToSaveWrapper
+
+    # Copies of sharded modules get parameters of their own, and are shown to the stages.
+    wrappers = [module for module in model.modules() if isinstance(module, ModulesToSaveWrapper)]
+    for copy in (copy for wrapper in wrappers for copy in wrapper.modules_to_save.values()):
+        if state.mesh.config.sharing_size > 1 and not hasattr(copy, "_hf_parallel_placed"):
+            for part in copy.modules():
+                _unshard(part, state)
+        copy._hf_parallel_placed = True
+    around = {id(wrapper.original_module): wrapper for wrapper in wrappers}
+    for stage in () if state.pipeline is None else state.pipeline.stages:
+        for i, part in enumerate(stage.parts):
+            stage.parts[i] = around.get(id(part), part)
     shown: contextlib.AbstractContextManager = contextlib.nullcontext()
     if state.pipeline is not None and state.pipeline.mirror is not None:  # modules of another stage run here too
         shown = state.pipeline.remote_modules.shown(model)
     if state.mesh.size("tp") > 1 or state.mesh.size("ep") > 1:
         with shown:
             for name, module in list(model.named_modules()):
-                base = _find_wrapped_innermost(module)
+                # The module inside all wrappers: wrappers of several weights of one module nest.
+                base = module.get_base_layer() if hasattr(module, "base_layer") else None
                 if isinstance(base, TensorParallelLayer | SharedOut):
                     _split_adapter(name, module, base, state)
     if state.pipeline is not None:
@@ -93,24 +105,6 @@ def place_in_base(model: PreTrainedModel, state: ParallelState) -> None:
         waiting.remove()
 
 
-def place_copies(model: nn.Module, state: ParallelState) -> None:
-    """Give copies of sharded modules parameters of their own, and show them to the stages."""
-    from peft.utils.other import ModulesToSaveWrapper
-
-    wrappers = [module for module in model.modules() if isinstance(module, ModulesToSaveWrapper)]
-    for copy in (copy for wrapper in wrappers for copy in wrapper.modules_to_save.values()):
-        if state.mesh.config.sharing_size > 1 and not hasattr(copy, "_hf_parallel_placed"):
-            for part in copy.modules():
-                _unshard(part, state)
-        copy._hf_parallel_placed = True
-    if state.pipeline is not None:
-        around = {id(wrapper.original_module): wrapper for wrapper in wrappers}
-        for stage in state.pipeline.stages:
-            parts = stage.parts
-            for i, part in enumerate(parts):
-                parts[i] = around.get(id(part), part)
-
-
 def _unshard(module: nn.Module, state: ParallelState) -> None:
     """Make parameters whole over the data ranks, and split over tp as they were. Collective over this stage."""
     for name, parameter in module._parameters.items():
@@ -121,11 +115,6 @@ def _unshard(module: nn.Module, state: ParallelState) -> None:
             module._parameters[name] = whole_value
             if tp and isinstance(tp[0], Shard):
                 shard_parameter(module, name, state.mesh["tp"], tp[0].dim, state.mesh.device)
-
-
-def _find_wrapped_innermost(wrapper: BaseTunerLayer) -> nn.Module | None:
-    """Return the module inside all wrappers: wrappers of several weights of one module nest."""
-    return wrapper.get_base_layer() if hasattr(wrapper, "base_layer") else None
 
 
 def _split_adapter(name: str, wrapper: BaseTunerLayer, base: nn.Module, state: ParallelState) -> None:
@@ -180,16 +169,13 @@ def delta_weight(
         delta = original(self, adapter).detach()
     if isinstance(delta, DTensor):  # a wrapper of a weight asks as a linear does
         return delta
-    part = read_part(delta, find_local_part(weight, _order_of_experts(self))).contiguous()
+    base, order = self.get_base_layer(), None
+    if isinstance(base, SplitExperts):  # adapters of experts' weights are in the model's own order
+        order = getattr(base, "stored_orders", {}).get(self.parameter_name)
+    part = read_part(delta, find_local_part(weight, order)).contiguous()
     return DTensor.from_local(
         part, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
     )
-
-
-def _order_of_experts(wrapper: BaseTunerLayer) -> StoredOrder | None:
-    """Return the stored order of experts' weights, whose adapters are in the model's own order."""
-    base = wrapper.get_base_layer()
-    return getattr(base, "stored_orders", {}).get(wrapper.parameter_name) if isinstance(base, SplitExperts) else None
 
 
 @patch("peft.tuners.lora.layer:Linear.{merge,unmerge}", "takes norms of a shard's rows for DoRA")
@@ -276,8 +262,14 @@ def _take_adapters_out(self: BaseTuner, take_out: Callable[[], object]) -> objec
         inner = _get_wrapped(wrapper)
         if isinstance(inner, TensorParallelLayer):
             inner.adapted = False
+    # The stages hold the modules that now stand in the place of the wrappers.
+    replaced = {id(wrapper): names[id(wrapper)] for wrapper in wrappers}
+    for stage in () if state.pipeline is None else state.pipeline.stages:
+        for i, part in enumerate(stage.parts):
+            if id(part) in replaced:
+                stage.parts[i] = self.model.get_submodule(replaced[id(part)])
     if state.pipeline is not None:
-        _follow(self.model, state, {id(wrapper): names[id(wrapper)] for wrapper in wrappers})
+        state.pipeline.services.adapters = None
     if state.mesh.config.sharing_size > 1:
         remove_late_parameters(state.root)
     return result
@@ -287,17 +279,6 @@ def _get_wrapped(module: nn.Module) -> nn.Module | None:
     """Return the module inside a wrapper of PEFT; None for any other module."""
     children = getattr(module, "_modules", {})
     return children.get("base_layer", children.get("original_module"))
-
-
-def _follow(model: nn.Module, state: ParallelState, names: dict[int, str]) -> None:
-    """Let the stages hold the modules that now stand in the place of the wrappers."""
-    pipeline = state.pipeline
-    assert pipeline is not None
-    for stage in pipeline.stages:
-        for i, part in enumerate(stage.parts):
-            if id(part) in names:
-                stage.parts[i] = model.get_submodule(names[id(part)])
-    pipeline.services.adapters = None
 
 
 def _reshard(state: ParallelState) -> None:

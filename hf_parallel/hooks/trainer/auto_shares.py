@@ -18,7 +18,7 @@ from hf_parallel.hooks.accelerate.shares import count_examples_of
 from hf_parallel.ranks import messages
 from hf_parallel.ranks.devices import measure_device_memory, measure_product_rate
 from hf_parallel.ranks.mesh import compute_data_rank
-from hf_parallel.ranks.shares import WORTH, Shares, SharesOfPass, compute_shares_of, cut_examples
+from hf_parallel.ranks.shares import WORTH, SharesOfPass, compute_shares_of, cut_examples
 
 if TYPE_CHECKING:
     from hf_parallel.monitor.meter import RankRow
@@ -78,9 +78,16 @@ def look(rows: list[RankRow], accumulation: int) -> str | None:
     dist.all_reduce(drawn, dist.ReduceOp.MAX)
     begin = -(-int(drawn) // accumulation) * accumulation
     measured.of_pass.change(begin, found)
-    line = _format_change(speeds.medians, examples, now, found, most)
+    former, new = (" ".join(map(str, cut_examples(examples, one, 1))) for one in (now, found))
+    each = " ".join(f"{one:.3g}" for one in speeds.medians)
+    by_speed = cut_examples(examples, compute_shares_of(speeds.medians), 1)
+    full = most is not None and cut_examples(examples, found, 1) != by_speed
+    room = f" and have room for {' '.join(map(str, most))}" if full and most else ""
     speeds.forget()
-    return line
+    return (
+        f"batch_shares=auto: data ranks compute an example in {each} s{room}, so they get {new} examples of each "
+        f"micro-step in place of {former}; batch_shares={':'.join(f'{float(share):g}' for share in found)} begins so"
+    )
 
 
 def measure_memory_of_rank(device: torch.device) -> tuple[float, float] | None:
@@ -111,18 +118,3 @@ def _count_most_examples(
         each = max(1.0, row.memory_peak - held) / measured.largest[place]
         most[place] = max(1, min(most[place], int((ROOM * whole - held) / each)))
     return tuple(most)
-
-
-def _format_change(
-    seconds: list[float], examples: int, now: Shares, then: Shares, most: tuple[int, ...] | None = None
-) -> str:
-    former, new = (" ".join(map(str, cut_examples(examples, one, 1))) for one in (now, then))
-    each = " ".join(f"{one:.3g}" for one in seconds)
-    full = most is not None and cut_examples(examples, then, 1) != cut_examples(
-        examples, compute_shares_of(seconds), 1
-    )
-    room = f" and have room for {' '.join(map(str, most))}" if full and most else ""
-    return (
-        f"batch_shares=auto: data ranks compute an example in {each} s{room}, so they get {new} examples of each "
-        f"micro-step in place of {former}; batch_shares={':'.join(f'{float(share):g}' for share in then)} begins so"
-    )

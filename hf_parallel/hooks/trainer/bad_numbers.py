@@ -82,7 +82,15 @@ def remember_counts(trainer: Trainer) -> Callable[[], None]:
 
     def restore() -> None:
         for name, value in counters.items():
-            setattr(trainer, name, _restore_content(value, copy.deepcopy(before[name])))
+            former = copy.deepcopy(before[name])
+            # A container gets its former content: others may hold it too.
+            if isinstance(value, dict):
+                value.clear()
+                value.update(former)
+            elif isinstance(value, list | deque):
+                value.clear()
+                value.extend(former)
+            setattr(trainer, name, value if isinstance(value, dict | list | deque) else former)
 
     return restore
 
@@ -96,19 +104,10 @@ def _is_collection(value: object, depth: int = 3) -> bool:
     return all(_is_collection(item, depth - 1) for item in (value.values() if isinstance(value, dict) else value))
 
 
-def _restore_content(value: object, before: dict | list | deque) -> object:
-    """Return the container with its former content: others may hold it too."""
-    if isinstance(value, dict):
-        value.clear()
-        value.update(before)
-    elif isinstance(value, list | deque):
-        value.clear()
-        value.extend(before)
-    return value if isinstance(value, dict | list | deque) else before
-
-
 #: How many times a training is searched: each takes as long as a step.
 SEARCHES = 3
+#: Methods of Trainer that compute a batch once more; a script's own may do something else with it.
+_METHODS = ("training_step", "_prepare_inputs")
 
 
 class _Now:
@@ -136,8 +135,6 @@ class Looking(TrainerCallback):
         if self.action != "report" and self._is_scaled():
             report.say(f"nan_action={self.action}: not looked at under fp16, whose loss scaler leaves such steps out")
 
-    # ---- of every step ---------------------------------------------------------------------------------------------
-
     def note(self, model: PreTrainedModel, inputs: dict, args: tuple, kwargs: dict) -> None:
         """A micro-batch of the step in progress, before anything is taken out of it."""
         if not self.batches:
@@ -151,11 +148,32 @@ class Looking(TrainerCallback):
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        """All gradients are there, and their norm."""
+        """All gradients are there, and their norm: look for where a bad one comes from, and decide over the step."""
+        step = self.trainer.state.global_step + 1
         if self._is_read_now() and self.norm is not None and not math.isfinite(float(self.norm)):
-            self._norm_is_bad()
+            self.bad_steps += 1
+            bad = f"step {step}: the gradient norm is {float(self.norm):g}"
+            if self.search is not None:
+                self._tell(bad, self.search.finding)
+            elif self.searches < (SEARCHES if self.action == "skip" else 1):
+                self.searches += 1
+                kind = type(self.trainer)
+                plain = all(getattr(kind, name) is getattr(Trainer, name) for name in _METHODS)
+                if plain and runtime.mesh().config.offload == "none" and self.batches:
+                    self._tell(bad, self._repeat_batches())
+                else:
+                    self.wanted = True
+                    report.say(f"{bad}; the next step is searched")
+            elif self.action == "skip":
+                report.say(f"{bad}, the step is left out")
+            if self.action != "report":
+                self._leave_out()
+                self._skip_optimizer()
         elif self.search is not None:
-            self._say_not_found()
+            line = f"step {step}, which was searched for what the one before it had, is finite again"
+            if self.action == "stop":
+                raise BadNumberError(f"hf_parallel: {line}; nan_action=stop ends the run, the bad step was not taken")
+            report.say(line)
         self.batches, self.search, self.norm = [], None, None
 
     def _is_read_now(self) -> bool:
@@ -173,20 +191,6 @@ class Looking(TrainerCallback):
         if bad and not self.bad_steps and not self._is_scaled() and not self._is_read_now():
             self.wanted = True
 
-    # ---- of a bad one ----------------------------------------------------------------------------------------------
-
-    def _norm_is_bad(self) -> None:
-        self.bad_steps += 1
-        if self.search is not None:
-            self._tell(_gather_findings(self.search.finding))
-        elif self.searches < (SEARCHES if self.action == "skip" else 1):
-            self._look()
-        elif self.action == "skip":
-            report.say(f"step {self._step()}: the gradient norm is {float(self._norm()):g}, the step is left out")
-        if self.action != "report":
-            self._leave_out()
-            self._skip_optimizer()
-
     def _skip_optimizer(self) -> None:
         """Let Trainer's call of the optimizer's step do nothing, once.
 
@@ -203,47 +207,30 @@ class Looking(TrainerCallback):
 
         optimizer.step = skipped
 
-    def _say_not_found(self) -> None:
-        line = f"step {self._step()}, which was searched for what the one before it had, is finite again"
-        if self.action == "stop":
-            raise BadNumberError(f"hf_parallel: {line}; nan_action=stop ends the run, the bad step was not taken")
-        report.say(line)
-
-    def _look(self) -> None:
-        self.searches += 1
-        if self._can_repeat():
-            self._tell(self._repeat_batches())
-        else:
-            self.wanted = True
-            report.say(f"step {self._step()}: the gradient norm is {float(self._norm()):g}; the next step is searched")
-
-    def _can_repeat(self) -> bool:
-        kind = type(self.trainer)
-        plain = all(getattr(kind, name) is getattr(Trainer, name) for name in ("training_step", "_prepare_inputs"))
-        return plain and runtime.mesh().config.offload == "none" and bool(self.batches)
-
-    def _repeat_batches(self) -> dict[int, Finding | None]:
+    def _repeat_batches(self) -> Finding | None:
         """The step's batches once more, with the same random numbers; gradients are as before. Collective."""
         search, parameters = self._made(), list(self.trainer.model.parameters())
         gradients = [parameter.grad for parameter in parameters] if self.action == "report" else []
         self._leave_out()
-        restore, stream, batches = remember_counts(self.trainer), runtime.read_random_states(), self.batches
+        restore, stream, now = remember_counts(self.trainer), runtime.read_random_states(), of_session(_Now)
         assert self.random_state is not None  # taken with the first batch
         runtime.set_random_state(self.random_state)
         search.look_at_weights()
-        with pause_notes():
-            for number, (model, inputs, args, kwargs) in enumerate(batches, 1):
+        former, now.looking = now.looking, None  # these batches are known, and are not noted once more
+        try:
+            for number, (model, inputs, args, kwargs) in enumerate(self.batches, 1):
                 with search.looking(number):
                     loss = self.trainer.training_step(model, inputs, *args, **kwargs)
                 search.look_at_loss(loss)
+        finally:
+            now.looking = former
         search.look_at_gradients()
-        found = _gather_findings(search.finding)
         restore()
         runtime.set_random_state(stream)
         self._leave_out()
         for parameter, gradient in zip(parameters, gradients, strict=False):
             parameter.grad = gradient
-        return found
+        return search.finding
 
     def _made(self) -> Search:
         state = runtime.find_parallel_state(self.trainer.model)
@@ -253,9 +240,10 @@ class Looking(TrainerCallback):
             self.trainer.model, [(s, engine is None or view.index == engine.last_index) for s, view in stages]
         )
 
-    def _tell(self, findings: dict[int, Finding | None]) -> None:
-        line = f"step {self._step()}: the gradient norm is {float(self._norm()):g}: "
-        line += format_findings(findings, len(self.batches), self._step())
+    def _tell(self, bad: str, finding: Finding | None) -> None:
+        """Say where a bad norm comes from. Collective over all ranks, of which each has come to the same norm."""
+        findings = dict(enumerate(messages.gather_objects(finding, runtime.mesh().host_group_of_training)))
+        line = f"{bad}: {format_findings(findings, len(self.batches), self.trainer.state.global_step + 1)}"
         if self.action == "stop":
             raise BadNumberError(f"hf_parallel: {line}; nan_action=stop ends the run, the step is not taken")
         then = (
@@ -263,21 +251,10 @@ class Looking(TrainerCallback):
         )
         report.say(f"{line}; the step {then}")
 
-    def _norm(self) -> torch.Tensor:
-        return torch.tensor(math.nan) if self.norm is None else self.norm
-
-    def _step(self) -> int:
-        return self.trainer.state.global_step + 1
-
     def _leave_out(self) -> None:
         """Optimizers pass over parameters without a gradient, on all ranks."""
         for parameter in self.trainer.model.parameters():
             parameter.grad = None
-
-
-def _gather_findings(finding: Finding | None) -> dict[int, Finding | None]:
-    """By rank. Collective over all ranks, of which each has come to the same norm."""
-    return dict(enumerate(messages.gather_objects(finding, runtime.mesh().host_group_of_training)))
 
 
 @contextlib.contextmanager
@@ -294,20 +271,9 @@ def look_for_bad_numbers(trainer: Trainer) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def pause_notes() -> Iterator[None]:
-    """Compute batches of a step that is known, without noting them."""
-    now = of_session(_Now)
-    former, now.looking = now.looking, None
-    try:
-        yield
-    finally:
-        now.looking = former
-
-
-@contextlib.contextmanager
 def watch_micro_batch(model: PreTrainedModel, inputs: dict, args: tuple, kwargs: dict) -> Iterator[None]:
     """Around the computation of one micro-batch."""
-    looking = of_session(_Now).looking
+    looking = find_looking()
     if looking is None:
         yield
         return
@@ -319,21 +285,13 @@ def watch_micro_batch(model: PreTrainedModel, inputs: dict, args: tuple, kwargs:
         yield
 
 
-def will_search_next_step() -> bool:
-    """Will the step that begins be searched, batch by batch?"""
-    looking = of_session(_Now).looking
-    return looking is not None and looking.wanted
+def find_looking() -> Looking | None:
+    """Return the training that is looked at, if any."""
+    return of_session(_Now).looking
 
 
 def note_norm(norm: torch.Tensor) -> None:
     """Note the norm of all gradients, before they were clipped."""
-    looking = of_session(_Now).looking
+    looking = find_looking()
     if looking is not None:
         looking.norm = norm
-
-
-def note_logs(logs: dict[str, float]) -> None:
-    """Numbers that Trainer shows."""
-    looking = of_session(_Now).looking
-    if looking is not None:
-        looking.logged(logs)

@@ -119,11 +119,6 @@ class TrainerRecord:
         finally:
             self.step = former
 
-    def take_unfinished_save(self) -> UnfinishedSave | None:
-        """The save to wait for, which is nobody else's from now on."""
-        taken, self.unfinished_save = self.unfinished_save, None
-        return taken
-
 
 def record_of(trainer: Trainer) -> TrainerRecord:
     """The trainer's record, made when it is first asked for."""
@@ -135,18 +130,6 @@ def record_of(trainer: Trainer) -> TrainerRecord:
 # ---- What follows a save in the background: callbacks and uploads, when the folder has its name ---------------------
 # They come at the end of the first step for which all ranks know (`stopping.py`), and are told the step that was
 # saved.
-
-
-def is_writing(trainer: Trainer) -> bool:
-    """Is a thread of this rank still at a checkpoint?"""
-    unfinished = record_of(trainer).unfinished_save
-    return unfinished is not None and unfinished.thread is not None and unfinished.thread.is_alive()
-
-
-def has_failed(trainer: Trainer) -> bool:
-    """Has a thread of this rank ended with an error?"""
-    unfinished = record_of(trainer).unfinished_save
-    return unfinished is not None and unfinished.error is not None
 
 
 def on_save(
@@ -225,23 +208,19 @@ def _save_weights(trainer: Trainer, folder: str) -> None:
 def save_checkpoint(original: Callable, self: Trainer, model: PreTrainedModel, trial: object) -> None:
     """Trainer's steps in Trainer's order, in a folder that gets its name when it is whole."""
     with hangs.allow_long_phase("a save"):
-        _save_checkpoint(self, trial)
-
-
-def _save_checkpoint(self: Trainer, trial: object) -> None:
-    wait_for_save(self)
-    forget_in_flight(self)
-    if self.hp_search_backend is None and trial is None:
-        self.store_flos()
-    run, mesh = self._get_output_dir(trial=trial), runtime.mesh()
-    final = os.path.join(run, f"checkpoint-{self.state.global_step}")
-    saving = folders.Checkpoint(mesh, final, in_background=mesh.config.async_save)
-    saving.begin()
-    with folders.make_save_current(saving):
-        _write_checkpoint(self, saving, run)
-    record_of(self).unfinished_save = UnfinishedSave(self, saving, run)
-    if not mesh.config.async_save:
         wait_for_save(self)
+        forget_in_flight(self)
+        if self.hp_search_backend is None and trial is None:
+            self.store_flos()
+        run, mesh = self._get_output_dir(trial=trial), runtime.mesh()
+        final = os.path.join(run, f"checkpoint-{self.state.global_step}")
+        saving = folders.Checkpoint(mesh, final, in_background=mesh.config.async_save)
+        saving.begin()
+        with folders.make_save_current(saving):
+            _write_checkpoint(self, saving, run)
+        record_of(self).unfinished_save = UnfinishedSave(self, saving, run)
+        if not mesh.config.async_save:
+            wait_for_save(self)
 
 
 def forget_in_flight(trainer: Trainer) -> None:
@@ -291,7 +270,8 @@ def wait_for_save(trainer: Trainer) -> None:
     Raises:
         CheckpointError: it could not be written.
     """
-    unfinished = record_of(trainer).take_unfinished_save()
+    record = record_of(trainer)
+    unfinished, record.unfinished_save = record.unfinished_save, None
     if unfinished is None:
         return
     unfinished.wait()
@@ -301,13 +281,6 @@ def wait_for_save(trainer: Trainer) -> None:
         if unfinished.announce:  # by the event, not by `on_save`, which would take back a save that is due now
             call = trainer.callback_handler.call_event
             trainer.control = call("on_save", trainer.args, trainer.state, trainer.control)
-
-
-def end_begins(trainer: Trainer) -> None:
-    """The best model is loaded, and checkpoints are counted, when all of them are there."""
-    hangs.mark_phase("the end of the training", may_take_long=True)
-    wait_for_save(trainer)
-    forget_in_flight(trainer)
 
 
 def _rotate(run: str, limit: int | None, best: str | None) -> None:
@@ -325,26 +298,28 @@ def _rotate(run: str, limit: int | None, best: str | None) -> None:
 
 def _write_checkpoint(trainer: Trainer, saving: folders.Checkpoint, run: str) -> None:
     trainer.save_model(saving.folder, _internal_call=True)
-    _note_best(trainer, run)
+    best = trainer.state.best_global_step
+    if best and str(getattr(trainer.args.save_strategy, "value", trainer.args.save_strategy)) != "no":
+        path = os.path.join(run, f"checkpoint-{best}")  # which may be the one that is being written
+        if best == trainer.state.global_step or os.path.exists(path):
+            trainer.state.best_model_checkpoint = path
     if not trainer.args.save_only_model:
         save_optimizer_and_schedule(trainer, saving.folder)
         with saving.noting():
             save_rng_state(saving.folder)
     if trainer.args.should_save:
         with saving.noting():
-            _write_layout(trainer, saving.folder)
+            facts: Layout = {
+                "spec": runtime.mesh().config.to_spec(),
+                "axes": read_axis_sizes(),
+                "data_ranks": list_data_ranks(),
+                "global_batch": trainer.get_total_train_batch_size(trainer.args),
+                "accumulation": trainer.args.gradient_accumulation_steps,
+                "run": record_of(trainer).run,
+            }
+            write_layout(facts, saving.folder)
             _export_callbacks(trainer)
             trainer.state.save_to_json(os.path.join(saving.folder, "trainer_state.json"))
-
-
-def _note_best(trainer: Trainer, run: str) -> None:
-    """The folder of the best step, which may be the one that is being written."""
-    best = trainer.state.best_global_step
-    if not best or str(getattr(trainer.args.save_strategy, "value", trainer.args.save_strategy)) == "no":
-        return
-    path = os.path.join(run, f"checkpoint-{best}")
-    if best == trainer.state.global_step or os.path.exists(path):
-        trainer.state.best_model_checkpoint = path
 
 
 def _export_callbacks(trainer: Trainer) -> None:
@@ -370,18 +345,6 @@ class Layout(TypedDict, total=False):
     global_batch: int
     accumulation: int
     run: str | None
-
-
-def _write_layout(trainer: Trainer, folder: str) -> None:
-    facts: Layout = {
-        "spec": runtime.mesh().config.to_spec(),
-        "axes": read_axis_sizes(),
-        "data_ranks": list_data_ranks(),
-        "global_batch": trainer.get_total_train_batch_size(trainer.args),
-        "accumulation": trainer.args.gradient_accumulation_steps,
-        "run": record_of(trainer).run,
-    }
-    write_layout(facts, folder)
 
 
 def write_layout(facts: Layout, folder: str) -> None:

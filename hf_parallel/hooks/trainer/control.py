@@ -58,18 +58,23 @@ class Control:
     def on_event(self, event: str, original: Callable, *args: Any, **kwargs: Any) -> TrainerControl:
         """Call the callbacks, then take rank 0's word if a callback of the script's own handles such an event."""
         if event in ("on_train_begin", "on_epoch_begin"):
-            self.decides = self._list_events_of_callbacks()
+            # The events after which to exchange: a script may add a callback on rank 0 alone. Collective.
+            own, names = set(), {name for parts in EVENTS.values() for name in parts}
+            for callback in self.trainer.callback_handler.callbacks:
+                methods = {name: method for name in names if (method := getattr(callback, name, None)) is not None}
+                modules = {name: getattr(method, "__module__", None) or "" for name, method in methods.items()}
+                own |= {name for name, module in modules.items() if module.partition(".")[0] not in _LIBRARIES}
+            found = torch.tensor([bool(own.intersection(parts)) for parts in EVENTS.values()], dtype=torch.int32)
+            dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group)
+            self.decides = {one for one, handled in zip(EVENTS, found.tolist(), strict=True) if handled}
         control = original(*args, **kwargs)
-        if event in self.decides and not (event == "on_log" and not _is_of_training(args, kwargs)):
+        exchanges = event in self.decides
+        if exchanges and event == "on_log":
+            logs = kwargs["logs"] if "logs" in kwargs else args[3]
+            exchanges = logs.keys() >= _OF_TRAINING
+        if exchanges:
             self.agree_on_flags(control, event)
         return control
-
-    def _list_events_of_callbacks(self) -> set[str]:
-        """Events after which to exchange: a script may add a callback on rank 0 alone. Collective."""
-        own = {name for callback in self.trainer.callback_handler.callbacks for name in _list_own_events(callback)}
-        found = torch.tensor([bool(own.intersection(parts)) for parts in EVENTS.values()], dtype=torch.int32)
-        dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group)
-        return {event for event, handled in zip(EVENTS, found.tolist(), strict=True) if handled}
 
     def agree_on_flags(self, control: TrainerControl, event: str) -> None:
         """Take rank 0's flags; rank 0 names the first rank that has others. Collective."""
@@ -80,18 +85,13 @@ class Control:
         word, *others = words.tolist()
         for i, flag in enumerate(FLAGS):
             setattr(control, flag, bool(word[i]))
-            if other := others[word[i]][i]:
-                self._say(
-                    f"{event}:{flag}",
+            place = f"{event}:{flag}"
+            if (other := others[word[i]][i]) and place not in self.said:
+                self.said.add(place)
+                report.say(
                     f"{event} at step {self.trainer.state.global_step}: control.{flag} is {bool(word[i])} on rank 0 "
-                    f"and {not word[i]} on rank {self.world_size - other}: rank 0 decides for all",
+                    f"and {not word[i]} on rank {self.world_size - other}: rank 0 decides for all"
                 )
-
-    def _say(self, what: str, message: str) -> None:
-        """Once for each thing that ranks differ in."""
-        if what not in self.said:
-            self.said.add(what)
-            report.say(message)
 
 
 @contextlib.contextmanager
@@ -104,20 +104,3 @@ def agree_on_control(trainer: Trainer) -> Iterator[None]:
     methods = {event: functools.partial(control.on_event, event, getattr(handler, event)) for event in EVENTS}
     with replacing(handler, **methods):
         yield
-
-
-def _list_own_events(callback: object) -> list[str]:
-    """Events that a callback of the script's own handles."""
-    names = {name for parts in EVENTS.values() for name in parts}
-    return [name for name in names if _find_package(getattr(callback, name, None)) not in _LIBRARIES]
-
-
-def _find_package(method: object) -> str:
-    if method is None:
-        return _LIBRARIES[0]
-    return (getattr(method, "__module__", None) or "").partition(".")[0]
-
-
-def _is_of_training(args: tuple, kwargs: dict[str, Any]) -> bool:
-    logs = kwargs["logs"] if "logs" in kwargs else args[3]
-    return logs.keys() >= _OF_TRAINING

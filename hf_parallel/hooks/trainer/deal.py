@@ -70,16 +70,11 @@ class Dealing:
     first_step: int = 0
     resumed: int | None = None
 
-    @classmethod
-    def of(cls, batches: TokenBatches) -> Dealing:
-        """Deal out a training that begins."""
-        return cls(batches, _make_new_deal(batches, 0))
-
     def resume(self, deal: Deal, step: int) -> None:
         """Go on after this step: finish the epoch of this deal; if nothing of it is left, begin the next one.
 
         Raises:
-            SpecError: it was dealt of other examples.
+            SpecError: it was dealt of other examples, or by other shares than this run's.
         """
         made, self.resumed = _make_new_deal(self.batches, deal["epoch"]), step
         if (deal["examples"], deal["tokens"]) != (made["examples"], made["tokens"]):
@@ -91,7 +86,17 @@ class Dealing:
             )
         former = self.batches
         if {deal["shares"], made["shares"]} != {EVEN}:
-            return self._resume_shared(deal, made)
+            # Batches are as large as the data ranks' shares: the epoch is finished by the numbers it was dealt by.
+            if {**deal, "batches": 0} != made:
+                dealt, ranks = f"pack_tokens={deal['pack_tokens']},batch_shares={deal['shares']}", deal["data_ranks"]
+                refuse(
+                    f"pack_tokens={made['pack_tokens']},batch_shares={made['shares']}",
+                    f"the checkpoint is from the middle of an epoch dealt with {dealt} for {ranks} data ranks",
+                    do=f"{dealt} works, or ignore_data_skip=True, which begins the epoch anew",
+                )
+            more = self.batches.skip(deal["epoch"], deal["batches"])
+            self.deal = deal if more else {**made, "epoch": deal["epoch"] + 1}
+            return
         if {**deal, "batches": 0} != made:
             former = TokenBatches(self.batches.lengths, deal["pack_tokens"], deal["data_ranks"], deal["seed"])
         left = former.real_batches(deal["epoch"])[deal["batches"] :]
@@ -105,22 +110,6 @@ class Dealing:
                 f"the checkpoint is from the middle of an epoch dealt with pack_tokens={deal['pack_tokens']} for "
                 f"{deal['data_ranks']} data ranks: its last {len(left)} batches are finished as they were dealt"
             )
-
-    def _resume_shared(self, deal: Deal, made: Deal) -> None:
-        """Finish an epoch whose batches are as large as the data ranks' shares.
-
-        Raises:
-            SpecError: it was dealt by other numbers than this run's.
-        """
-        if {**deal, "batches": 0} != made:
-            former, ranks = f"pack_tokens={deal['pack_tokens']},batch_shares={deal['shares']}", deal["data_ranks"]
-            refuse(
-                f"pack_tokens={made['pack_tokens']},batch_shares={made['shares']}",
-                f"the checkpoint is from the middle of an epoch dealt with {former} for {ranks} data ranks",
-                do=f"{former} works, or ignore_data_skip=True, which begins the epoch anew",
-            )
-        left = self.batches.skip(deal["epoch"], deal["batches"])
-        self.deal = deal if left else {**made, "epoch": deal["epoch"] + 1}
 
     @property
     def rest(self) -> int:
@@ -179,7 +168,7 @@ class DealtExamples(TrainerCallback):
 
 def record_deal(trainer: Trainer, batches: TokenBatches) -> None:
     """Let checkpoints of this trainer say which of these batches were seen."""
-    dealing = record_of(trainer).dealing = Dealing.of(batches)
+    dealing = record_of(trainer).dealing = Dealing(batches, _make_new_deal(batches, 0))
     trainer.remove_callback(DealtExamples)
     trainer.add_callback(DealtExamples(dealing))
 
@@ -209,11 +198,19 @@ def set_initial_training_values(
     """Count the steps of an epoch that a former run has begun as they are."""
     found = original(self, args, dataloader)
     dealing, folder = record_of(self).dealing, record_of(self).resumed_from
-    state = None if folder is None else _state_in(folder)
-    if state is None:
+    path = None if folder is None else os.path.join(folder, "trainer_state.json")
+    if path is None or not os.path.isfile(path):
         return found
+    with open(path, encoding="utf-8") as file:
+        state = json.load(file)
     if dealing is None:
-        _refuse_rows(state, args)
+        deal, epoch = state.get("stateful_callbacks", {}).get(PLACE), state["epoch"]
+        if deal is not None and not args.ignore_data_skip and abs(epoch - round(epoch)) >= _WHOLE:
+            refuse(
+                "pack_tokens=0",
+                f"the checkpoint is from the middle of an epoch ({epoch:.2f}) dealt by tokens",
+                f"pack_tokens={deal['pack_tokens']}",
+            )
         return found
     _resume(dealing, state, args)
     if args.ignore_data_skip:
@@ -226,14 +223,6 @@ def set_initial_training_values(
     else:
         most = step + rest + math.ceil(max(0.0, args.num_train_epochs - begun) * per_epoch)
     return epochs, per_epoch, examples, samples, batch, steps, most
-
-
-def _state_in(folder: str) -> dict | None:
-    path = os.path.join(folder, "trainer_state.json")
-    if not os.path.isfile(path):
-        return None
-    with open(path, encoding="utf-8") as file:
-        return json.load(file)
 
 
 def _resume(dealing: Dealing, state: dict, args: TrainingArguments) -> None:
@@ -256,18 +245,6 @@ def _resume(dealing: Dealing, state: dict, args: TrainingArguments) -> None:
             f"the checkpoint is from the middle of an epoch ({epoch:.2f}) and does not say which examples were seen",
             do="go on from the end of an epoch, or with ignore_data_skip=True, which begins the epoch anew",
         )
-
-
-def _refuse_rows(state: dict, args: TrainingArguments) -> None:
-    """Refuse to skip rows where examples were dealt by tokens, in the middle of an epoch."""
-    deal = state.get("stateful_callbacks", {}).get(PLACE)
-    if deal is None or args.ignore_data_skip or abs(state["epoch"] - round(state["epoch"])) < _WHOLE:
-        return
-    refuse(
-        "pack_tokens=0",
-        f"the checkpoint is from the middle of an epoch ({state['epoch']:.2f}) dealt by tokens",
-        f"pack_tokens={deal['pack_tokens']}",
-    )
 
 
 def find_place_to_go_on(trainer: Trainer, found: tuple[int, int]) -> tuple[int, int]:

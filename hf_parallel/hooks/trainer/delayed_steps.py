@@ -29,7 +29,6 @@ from hf_parallel.ranks import messages
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, Trainer
 
-    from hf_parallel.axes.pipeline.delayed import DelayedPipeline
     from hf_parallel.axes.pipeline.engine import PipelineEngine
 
 _WORKS = "pipeline_schedule=1f1b"
@@ -80,12 +79,6 @@ def check_trainer_for_delay(trainer: Trainer) -> None:
     )
 
 
-def find_delayed_pipeline(trainer: Trainer) -> DelayedPipeline | None:
-    """The pipeline that does not drain between steps, if the trainer's model has one."""
-    engine = joint_steps.find_engine_of(trainer)
-    return None if engine is None else engine.delayed
-
-
 def read_step(trainer: Trainer, iterator: Iterator, read: Callable[[], tuple[list, object]]) -> tuple[list, object]:
     """The batches of this step and the count of their targets; those of the next steps are read and kept."""
     engine = joint_steps.find_engine_of(trainer)
@@ -127,7 +120,7 @@ def announce_steps(trainer: Trainer, model: PreTrainedModel, inputs: dict) -> No
         prepared = _prepare_batches(trainer, engine, step)
         if prepared is None:
             break
-        follows = delayed.takes(_count_micro_batches(engine, prepared))
+        follows = delayed.takes(sum(count_micro_batches(count_rows(batch), engine.config) for batch in prepared))
         if engine.mesh.data_size > 1:  # data ranks may have unlike numbers of rows: their gradients are of one version
             follows = all(messages.gather_objects(follows, engine.mesh.host_group_of_training))
         if not follows:
@@ -151,7 +144,3 @@ def _prepare_batches(trainer: Trainer, engine: PipelineEngine, step: Step) -> li
             count_micro_batches(count_rows(batch), engine.config)
         refuse(f"pipeline_schedule={engine.config.pipeline_schedule}", "the model's loss needs whole batches", _WORKS)
     return prepared
-
-
-def _count_micro_batches(engine: PipelineEngine, batches: list[dict]) -> int:
-    return sum(count_micro_batches(count_rows(batch), engine.config) for batch in batches)

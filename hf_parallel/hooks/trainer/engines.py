@@ -33,22 +33,18 @@ def check_engines(args: TrainingArguments) -> None:
         return
     name, value = asked[0]
     shown = name if isinstance(value, dict) else f"{name}={_format_as_word(value)}"
-    refuse(shown, why, do=f"leave it out, and `{_migrate_line(asked)}` prints the spec for it")
-
-
-def _migrate_line(asked: list[tuple[str, object]]) -> str:
-    """The command that reads these values: a file by its name, others as words."""
-    if asked[0][0] == "deepspeed" and isinstance(asked[0][1], str) and os.path.isfile(asked[0][1]):
-        return f"hf-parallel migrate {shlex.quote(asked[0][1])}"
-    words = [
-        f"--{name} {shlex.quote(_format_as_word(value))}" if value is not True else f"--{name}"
-        for name, value in asked
-    ]
-    line = f"hf-parallel migrate {' '.join(words)}"
-    script = sys.argv[0]
-    if len(line) > _LONGEST and script.endswith(".py") and os.path.isfile(script):
-        return f"hf-parallel migrate {shlex.quote(os.path.relpath(script))}"
-    return line
+    # The command that reads these values: a file by its name, others as words.
+    if name == "deepspeed" and isinstance(value, str) and os.path.isfile(value):
+        line = f"hf-parallel migrate {shlex.quote(value)}"
+    else:
+        words = [
+            f"--{key} {shlex.quote(_format_as_word(given))}" if given is not True else f"--{key}"
+            for key, given in asked
+        ]
+        line, script = f"hf-parallel migrate {' '.join(words)}", sys.argv[0]
+        if len(line) > _LONGEST and script.endswith(".py") and os.path.isfile(script):
+            line = f"hf-parallel migrate {shlex.quote(os.path.relpath(script))}"
+    refuse(shown, why, do=f"leave it out, and `{line}` prints the spec for it")
 
 
 def _format_as_word(value: object) -> str:

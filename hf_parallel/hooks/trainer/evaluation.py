@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -47,13 +47,6 @@ class WeighedBatch(dict):
     real_rows: int | None = None
     share = 1.0
     examples: int | None = None
-
-
-def open_evaluation_batch(batch: dict) -> tuple[dict, StepRecord]:
-    """The batch as it was, and what is known of its rows."""
-    if not isinstance(batch, WeighedBatch):
-        return batch, StepRecord()
-    return dict(batch), StepRecord(batch.real_rows, batch.share)
 
 
 def without_repeats(trainer: Trainer, batches: Iterator) -> Iterator:
@@ -123,7 +116,11 @@ def must_be_whole(trainer: Trainer, batch: rows.Batch, held: int) -> bool:
     """
     if not is_ragged(trainer.accelerator.gradient_state):
         return False
-    mesh, key = runtime.mesh(), rows.find_key_not_by_row(batch, held)
+    mesh, media = runtime.mesh(), [key for key in batch if str(key).startswith(rows.MEDIA)]
+    # Pictures or sounds that hold no entry per row, such as the patches of all images: which of them belong to an
+    # example only the model's processor knows, so that such a batch cannot be trimmed.
+    tensors = {key: batch[key] for key in media if torch.is_tensor(batch[key]) and batch[key].ndim}
+    key = next((key for key, value in tensors.items() if len(value) != held), None)
     found = torch.tensor([key is not None, "labels" not in batch], dtype=torch.int32, device=mesh.device)
     dist.all_reduce(found, dist.ReduceOp.MAX, group=mesh.data_group)
     somewhere, without_labels = found.tolist()
@@ -172,9 +169,6 @@ def count_rows_per_example(trainer: Trainer, batch: rows.Batch, full: int) -> in
     return blocks if held % blocks == 0 else 1
 
 
-T = TypeVar("T")
-
-
 @patch("transformers.trainer:Trainer.evaluation_loop", "weighs batches that are split over ranks by whole ones")
 def evaluation_loop(original: Callable, self: Trainer, *args: object, **kwargs: object) -> object:
     """With split_batches=True a data rank has a part of `per_device_eval_batch_size` examples, whose loss counts."""
@@ -201,27 +195,39 @@ def evaluate_real_rows(
     batch = tell_examples_apart(self, inputs, full)
     blocks = count_rows_per_example(self, batch, full)
     count = rows.count_examples(batch, blocks) or 0
-    step = _make_step_record(self, count)
+    dealt, step = self.accelerator.gradient_state, StepRecord()
+    if not is_ragged(dealt):
+        step = StepRecord(share=share_of_rows(dealt, count))
+    elif count:  # 0 where examples cannot be counted
+        step = StepRecord(count_real_rows(dealt, count), share_of_rows(dealt, count))
     real = count if step.real_rows is None else step.real_rows
     kept = rows.open_batch(_select_real_examples(self, batch, real, count, blocks))
-    with record_of(self).during(step), _compute_for_step(model, step, prediction_loss_only):
+    state = runtime.find_parallel_state(model)
+    engine = None if state is None else state.pipeline
+    # A pipeline need not send logits that nobody wants, and a rank without a row of its own is absent.
+    wants = contextlib.nullcontext() if engine is None else replacing(engine, loss_only=prediction_loss_only)
+    scope, absent = means.compute_in_scope(means.Scope(step.share)), runtime.count_as_absent(step.real_rows == 0)
+    with record_of(self).during(step), wants, scope, absent:
         loss, logits, labels = original(model, kept, prediction_loss_only, *args, **kwargs)
     logits, labels = rows.mark_per_example((logits, labels), rows.count_examples(kept, blocks) or 0)
-    if not prediction_loss_only and runtime.mesh().data_size > 1 and _does_read_media(self.model):
+    # The same on all ranks, whatever their batches hold: does the model read images or sounds beside words?
+    modalities, several = getattr(self.model, "input_modalities", "text"), runtime.mesh().data_size > 1
+    if not prediction_loss_only and several and not isinstance(modalities, str) and len(set(modalities)) > 1:
         logits = _with_parts_of_all(logits)
-    if loss is not None and runtime.mesh().data_size > 1:
-        loss = _average_over_data_ranks(loss if step.weighted else means.weigh_loss(loss, step.share))
+    if loss is not None and several:
+        # evaluation_loop repeats the loss for each row and cuts at the remainder: right if all ranks carry the mean.
+        loss = (loss if step.weighted else means.weigh_loss(loss, step.share)).detach().float().clone()
+        dist.all_reduce(loss, group=runtime.mesh().data_group)
+        loss = loss / runtime.mesh().data_size
     if step.real_rows is not None:
-        logits, labels = _refill_rows_to_gather(self, (logits, labels), real, count, rows.JOINED in batch)
+        # Full again where `gather_for_metrics` drops the repeats; Seq2SeqTrainer gathers all there is.
+        if rows.JOINED in batch or self.gather_function == self.accelerator.gather:
+            logits, labels = rows.without_stand_in((logits, labels), real)
+        else:
+            logits, labels = rows.fill_rows((logits, labels), real, count)
     _refill_inputs_to_gather(self, inputs, kept, step.real_rows)
     hangs.mark_phase("evaluation", may_take_long=True)  # its metrics
     return loss, logits, labels
-
-
-def _does_read_media(model: PreTrainedModel) -> bool:
-    """Does the model read images or sounds beside words? The same on all ranks, whatever their batches hold."""
-    modalities = getattr(model, "input_modalities", "text")
-    return not isinstance(modalities, str) and len(set(modalities)) > 1
 
 
 def _with_parts_of_all(logits: object) -> object:
@@ -242,31 +248,6 @@ def _select_real_examples(trainer: Trainer, batch: rows.Batch, real: int, count:
     return kept if real else rows.with_tokens_for_decoder(kept, trainer.model)
 
 
-def _make_step_record(trainer: Trainer, count: int) -> StepRecord:
-    """Return the record of a batch of so many examples; 0 where they cannot be counted."""
-    state = trainer.accelerator.gradient_state
-    if is_ragged(state):
-        return StepRecord(count_real_rows(state, count), share_of_rows(state, count)) if count else StepRecord()
-    return StepRecord(share=share_of_rows(state, count))
-
-
-@contextlib.contextmanager
-def _compute_for_step(model: PreTrainedModel, step: StepRecord, loss_only: bool) -> Iterator[None]:
-    """A rank without a row of its own is absent, and a pipeline need not send logits that nobody wants."""
-    state = runtime.find_parallel_state(model)
-    engine = None if state is None else state.pipeline
-    without_logits = contextlib.nullcontext() if engine is None else replacing(engine, loss_only=loss_only)
-    with without_logits, means.compute_in_scope(means.Scope(step.share)), runtime.count_as_absent(step.real_rows == 0):
-        yield
-
-
-def _refill_rows_to_gather(trainer: Trainer, outputs: T, real: int, count: int, joined: bool) -> T:
-    """Full again where `gather_for_metrics` drops the repeats; Seq2SeqTrainer gathers all there is."""
-    if joined or trainer.gather_function == trainer.accelerator.gather:
-        return rows.without_stand_in(outputs, real)
-    return rows.fill_rows(outputs, real, count)
-
-
 def _refill_inputs_to_gather(trainer: Trainer, inputs: dict, kept: rows.Batch, real: int | None) -> None:
     """`evaluation_loop` goes on with the batch that it gave: metrics see the real rows, those of all ranks."""
     if "inputs" not in trainer.args.include_for_metrics or runtime.mesh().data_size == 1:
@@ -278,10 +259,3 @@ def _refill_inputs_to_gather(trainer: Trainer, inputs: dict, kept: rows.Batch, r
         for key, value in inputs.items():
             if torch.is_tensor(value) and value.ndim:
                 inputs[key] = accelerator.gather(accelerator.pad_across_processes(value, dim=1, pad_index=-100))
-
-
-def _average_over_data_ranks(loss: torch.Tensor) -> torch.Tensor:
-    """evaluation_loop repeats the loss for each row and cuts at the remainder: right if all ranks carry the mean."""
-    total = loss.detach().float().clone()
-    dist.all_reduce(total, group=runtime.mesh().data_group)
-    return total / runtime.mesh().data_size

@@ -47,13 +47,6 @@ def check_trainer_for_fill(trainer: Trainer) -> None:
     )
 
 
-def begin_step(trainer: Trainer) -> None:
-    """Begin an optimizer step with its first batch."""
-    fill = fill_of(trainer)
-    if fill is not None and not fill.in_step:
-        fill.begin_step()
-
-
 def end_step(trainer: Trainer) -> None:
     """Precondition the gradients of a step after its last batch, before Trainer clips them."""
     fill = fill_of(trainer)

@@ -44,12 +44,10 @@ class _Installed:
         self.undo: list[Callable[[], None]] = []
 
 
-def _make_field() -> dataclasses.Field[object]:
-    flag = dataclasses.field(default=None, kw_only=True, metadata={"help": _HELP})
-    return dataclasses.fields(dataclasses.make_dataclass("Flag", [(NAME, str | None, flag)]))[0]  # type: ignore[list-item]
-
-
-FIELD = _make_field()
+_FLAG = dataclasses.field(default=None, kw_only=True, metadata={"help": _HELP})
+FIELD: dataclasses.Field[object] = dataclasses.fields(
+    dataclasses.make_dataclass("Flag", [(NAME, str | None, _FLAG)])  # type: ignore[list-item]
+)[0]
 
 
 def install_on_import() -> None:
@@ -66,9 +64,13 @@ def install() -> None:
         return
     from transformers.training_args import TrainingArguments
 
-    adopters = [cls for cls in _iterate_family(TrainingArguments) if not _has_its_own(cls)]
+    family = list(_iterate_family(TrainingArguments))
+    adopters = [cls for cls in family if cls.__dataclass_fields__.get(NAME, FIELD) is FIELD and not hasattr(cls, NAME)]
     for cls in adopters:
-        _add_field(cls)
+        if "__dataclass_fields__" in cls.__dict__:  # a plain subclass reads its parent's
+            cls.__dataclass_fields__[NAME] = FIELD
+        if "__init__" in cls.__dict__:
+            _set_on_class(cls, "__init__", _accept_parallel(cls.__init__))
     _set_on_class(TrainingArguments, NAME, FIELD.default)  # also seen by instances that were made, or pickled, before
     _set_on_class(TrainingArguments, "__annotations__", {**TrainingArguments.__annotations__, NAME: str | None})
     _set_on_class(TrainingArguments, "__post_init__", _activate_before(TrainingArguments.__post_init__))
@@ -93,28 +95,15 @@ def uninstall_flag() -> None:
         undo.pop()()
 
 
-def _iterate_family(cls: type) -> Iterator[type]:
+def _iterate_family(cls: type[TrainingArguments]) -> Iterator[type[TrainingArguments]]:
     """`cls` and its subclasses, each once, parents first."""
-    seen: set[type] = {cls}
-    waiting: list[type] = [cls]
+    seen, waiting = {cls}, [cls]
     while waiting:
         parent = waiting.pop(0)
         yield parent
-        children: list[type] = parent.__subclasses__()
-        new = [child for child in children if child not in seen]
+        new = [child for child in parent.__subclasses__() if child not in seen]
         seen.update(new)
         waiting.extend(new)
-
-
-def _has_its_own(cls: type[TrainingArguments]) -> bool:
-    return cls.__dataclass_fields__.get(NAME, FIELD) is not FIELD or hasattr(cls, NAME)
-
-
-def _add_field(cls: type[TrainingArguments]) -> None:
-    if "__dataclass_fields__" in cls.__dict__:  # a plain subclass reads its parent's
-        cls.__dataclass_fields__[NAME] = FIELD
-    if "__init__" in cls.__dict__:
-        _set_on_class(cls, "__init__", _accept_parallel(cls.__init__))
 
 
 def _set_on_class(cls: type, name: str, value: object) -> None:
@@ -150,12 +139,26 @@ def _activate_before(post_init: Callable[[TrainingArguments], None]) -> Callable
     def __post_init__(self: TrainingArguments) -> None:
         from hf_parallel.hooks import activation, auto
 
-        _activate_from(self)
+        from_environment = os.environ.get("HF_PARALLEL")
+        flag = self.parallel if self.__dataclass_fields__.get(NAME) is FIELD else None
+        if from_environment and not activation.is_expected():
+            if flag:  # told now: once processes connect, one that refuses would tear down another that still does
+                activation.check_agreement(SOURCE, flag, "HF_PARALLEL", from_environment)
+            activation.activate(from_environment, source="HF_PARALLEL")
+        if flag:
+            activation.activate(self.parallel, source=SOURCE)
+            if not isinstance(self.parallel, str):  # a ParallelConfig: the arguments must stay JSON
+                self.parallel = self.parallel.to_spec() or "dp_shard=-1"  # all defaults spell as nothing
         if not activation.is_expected():
             activation.read_checkpoints()
         else:
             check_engines(self)  # before the original asks for a DeepSpeed that may not be installed
-            if not _is_accelerator_wanted():
+            import torch
+
+            on_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes", "on")
+            known = not on_cpu and torch.accelerator.is_available()
+            device = torch.accelerator.current_accelerator() if known else None
+            if device is None or device.type == "mps":  # `mps` cannot hold more than one process
                 self.use_cpu = True  # else accelerate starts a single-process state on a machine without GPUs
         post_init(self)
         if activation.is_active():
@@ -165,28 +168,3 @@ def _activate_before(post_init: Callable[[TrainingArguments], None]) -> Callable
         auto.remember_arguments(self)
 
     return __post_init__
-
-
-def _activate_from(args: TrainingArguments) -> None:
-    from hf_parallel.hooks import activation
-
-    from_environment = os.environ.get("HF_PARALLEL")
-    flag = args.parallel if args.__dataclass_fields__.get(NAME) is FIELD else None
-    if from_environment and not activation.is_expected():
-        if flag:  # told now: once processes connect, one that refuses would tear down another that still does
-            activation.check_agreement(SOURCE, flag, "HF_PARALLEL", from_environment)
-        activation.activate(from_environment, source="HF_PARALLEL")
-    if flag:
-        activation.activate(args.parallel, source=SOURCE)
-        if not isinstance(args.parallel, str):  # a ParallelConfig: the arguments must stay JSON
-            args.parallel = args.parallel.to_spec() or "dp_shard=-1"  # all defaults spell as nothing
-
-
-def _is_accelerator_wanted() -> bool:
-    """Return whether the ranks shall sit on GPUs or their like; `mps` cannot hold more than one process."""
-    import torch
-
-    if os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes", "on"):
-        return False
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return device is not None and device.type != "mps"

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
@@ -104,9 +103,21 @@ def join_rows(rows: Sequence[Mapping[str, object]], beside: Beside | None = None
     why = next(filter(None, map(find_reason_not_joined, rows)), None)
     if why is not None:
         return make_refused_batch(why)
-    parts = [_without_padding(row, beside or Beside()) for row in rows]
+    beside, parts = beside or Beside(), []
+    for row in rows:
+        held = {key: value for key, value in row.items() if isinstance(value, torch.Tensor)}
+        mask = held.pop("attention_mask", torch.ones_like(held["input_ids"]))[0].bool()
+        part = {key: value[:, mask] for key, value in held.items()}
+        part.setdefault("position_ids", torch.arange(int(mask.sum()))[None])
+        if beside.labels:
+            part[LABELS_COUNTED] = part["labels"]
+        if beside.lengths:
+            part[PADDED_LENGTHS] = torch.full_like(part["labels"], len(mask))
+        part["labels"] = part["labels"].clone()
+        part["labels"][:, 0] = -100
+        parts.append(part)
     batch = {key: torch.cat([part[key] for part in parts], 1) for key in parts[0]}
-    if beside is not None and beside.lengths and beside.of_batch:
+    if beside.lengths and beside.of_batch:
         batch[PADDED_LENGTHS].fill_(batch[PADDED_LENGTHS].max())
     return batch
 
@@ -121,56 +132,29 @@ def find_reason_not_joined(row: Mapping[str, object]) -> str | None:
     odd = [key for key, value in row.items() if not torch.is_tensor(value) or value.shape != tokens.shape]
     if odd:
         return f"the script's collator gives {odd[0]}, which is not of one number per token"
-    return _find_reason_of_mask(row) or _find_reason_of_positions(row)
-
-
-def _find_reason_of_mask(row: Mapping[str, object]) -> str | None:
-    """A token in a hole is not attended to, but has a position: joined, the hole would be gone."""
-    mask = row.get("attention_mask")
-    if not torch.is_tensor(mask):
-        return None
-    kept = mask[0].bool()
-    if int((kept[1:] & ~kept[:-1]).sum()) + int(kept[:1].sum()) > 1:
-        inside = ~kept & kept.cumsum(0).bool() & kept.flip(0).cumsum(0).flip(0).bool()
-        return f"the attention_mask of an example has a hole at token {int(inside.nonzero()[0])}"
-    return None
-
-
-def _find_reason_of_positions(row: Mapping[str, object]) -> str | None:
-    """Where positions begin anew tells examples apart: those of each count up from 0.
-
-    A row may hold several documents if it has no mask: with one, models do not look for them.
-    """
-    positions = row.get("position_ids")
+    mask, positions = row.get("attention_mask"), row.get("position_ids")
+    if torch.is_tensor(mask):
+        # A token in a hole is not attended to, but has a position: joined, the hole would be gone.
+        shown = mask[0].bool()
+        if int((shown[1:] & ~shown[:-1]).sum()) + int(shown[:1].sum()) > 1:
+            inside = ~shown & shown.cumsum(0).bool() & shown.flip(0).cumsum(0).flip(0).bool()
+            return f"the attention_mask of an example has a hole at token {int(inside.nonzero()[0])}"
     if not torch.is_tensor(positions):
         return None
-    mask = row.get("attention_mask")
+    # Where positions begin anew tells examples apart: those of each count up from 0. A row may hold several documents
+    # if it has no mask: with one, models do not look for them.
     kept = positions[0][mask[0].bool()] if torch.is_tensor(mask) else positions[0]
     if not len(kept):
         return None
     if int(kept[0]) != 0:
         return f"position_ids of an example begin at {int(kept[0])}, not at 0"
-    odd = kept.diff() != 1
+    jumps = kept.diff() != 1
     if mask is None:
-        odd &= kept[1:] != 0
-    if bool(odd.any()):
-        at = int(odd.nonzero()[0])
+        jumps &= kept[1:] != 0
+    if bool(jumps.any()):
+        at = int(jumps.nonzero()[0])
         return f"position_ids of an example go from {int(kept[at])} to {int(kept[at + 1])}"
     return None
-
-
-def _without_padding(row: Mapping[str, object], beside: Beside) -> dict[str, torch.Tensor]:
-    held = {key: value for key, value in row.items() if isinstance(value, torch.Tensor)}
-    mask = held.pop("attention_mask", torch.ones_like(held["input_ids"]))[0].bool()
-    part = {key: value[:, mask] for key, value in held.items()}
-    part.setdefault("position_ids", torch.arange(int(mask.sum()))[None])
-    if beside.labels:
-        part[LABELS_COUNTED] = part["labels"]
-    if beside.lengths:
-        part[PADDED_LENGTHS] = torch.full_like(part["labels"], len(mask))
-    part["labels"] = part["labels"].clone()
-    part["labels"][:, 0] = -100
-    return part
 
 
 def with_counted_labels(batches: list) -> list:
@@ -227,25 +211,16 @@ _TOLERANCE_16_BITS = 2e-2
 _PADDING = {"labels": -100, "shift_labels": -100}
 
 
-def refuse_other_numbers(trainer: Trainer) -> None:
-    """Refuse batches that would train on other numbers when they are joined. Collective.
-
-    Raises:
-        SpecError: the model or the script's loss would.
-    """
-    why = find_reason_for_other_numbers(trainer)
-    if why is not None:
-        refuse_joining(why)
-
-
 def find_reason_for_other_numbers(trainer: Trainer) -> str | None:
     """Why joined examples would give other numbers than examples in rows; the same words on all ranks. Collective."""
-    with keep_random_numbers(), replacing(trainer, log=lambda *args, **kwargs: None):
-        restore = remember_counts(trainer)
-        try:
+    of_python, of_numpy, restore = random.getstate(), numpy.random.get_state(), remember_counts(trainer)
+    try:
+        with torch.random.fork_rng(), replacing(trainer, log=lambda *args, **kwargs: None):
             why = _find_own_reason_for_other_numbers(trainer)
-        finally:
-            restore()
+    finally:
+        restore()
+        random.setstate(of_python)
+        numpy.random.set_state(of_numpy)
     reasons = [why] if runtime.current() is None else messages.gather_objects(why)
     return next((reason for reason in reasons if reason is not None), None)
 
@@ -267,10 +242,21 @@ def _find_own_reason_for_other_numbers(trainer: Trainer) -> str | None:
     if why is not None or trainer.train_dataset is None:
         return why
     try:
-        examples, together = _collate_two_examples(trainer)
+        # Two of the first examples as the collator makes them, the longest and the shortest; and both in a batch.
+        rows, collate = get_rows_and_collator(trainer)
+        found = [(rows[index], index) for index in range(min(_SAMPLE, len(rows)))]
+        made = [(dict(collate([row])), index) for row, index in found]
+        known = [one for one in made if torch.is_tensor(one[0].get("input_ids"))] or made
+        ordered = sorted(known, key=lambda one: one[0]["input_ids"].shape[-1])
+        (longest, first), (shortest, second) = ordered[-1], ordered[0]
+        examples, together = [longest, shortest], dict(collate([found[first][0], found[second][0]]))
         why = next(filter(None, map(find_reason_not_joined, examples)), None)
-        if why is None and read_asked_key()[0] == "padding_free":
-            why = _find_reason_of_padding(together)
+        mask = together.get("attention_mask")
+        if why is None and is_joining_wanted() and torch.is_tensor(mask) and mask.ndim == 2:
+            left = (
+                "rows are padded on the left, where padding predicts the first token of each and moves its positions"
+            )
+            why = None if bool(mask[:, 0].all()) else left
         if why is None and losses.is_own(trainer) and not trl.is_sft(trainer):
             why = _find_reason_of_loss(trainer, copy, examples)
     except Exception as error:
@@ -278,66 +264,16 @@ def _find_own_reason_for_other_numbers(trainer: Trainer) -> str | None:
     return why
 
 
-def _collate_two_examples(trainer: Trainer) -> tuple[list[Mapping[str, torch.Tensor]], Mapping[str, object]]:
-    """Two of the first examples as the collator makes them, the longest and the shortest; and both in a batch."""
-    rows, collate = get_rows_and_collator(trainer)
-    found = [(rows[index], index) for index in range(min(_SAMPLE, len(rows)))]
-    made = [(dict(collate([row])), index) for row, index in found]
-    known = [one for one in made if torch.is_tensor(one[0].get("input_ids"))] or made
-    ordered = sorted(known, key=lambda one: one[0]["input_ids"].shape[-1])
-    (longest, first), (shortest, second) = ordered[-1], ordered[0]
-    return [longest, shortest], dict(collate([found[first][0], found[second][0]]))
-
-
-def _find_reason_of_padding(together: Mapping[str, object]) -> str | None:
-    """Rows padded on the left have one more target, and later positions: joined ones do not."""
-    mask = together.get("attention_mask")
-    if not torch.is_tensor(mask) or mask.ndim != 2 or bool(mask[:, 0].all()):
-        return None
-    return "rows are padded on the left, where padding predicts the first token of each and moves its positions"
-
-
 def _find_reason_of_loss(trainer: Trainer, copy: PreTrainedModel, examples: list) -> str | None:
     """Call the script's loss on two examples in two rows, and joined to one."""
     copy = copy.train()  # a script may ask; nothing in it drops anything
-    parts = [_cut_to_length(row, length) for row, length in zip(examples, _count_lengths(examples), strict=True)]
-    parts = [{key: value.to(trainer.args.device) for key, value in part.items()} for part in parts]
-    _set_unlike_labels(copy, parts)
-    padded = {key: _pad_parts(parts, key) for key in parts[0]}
-    together = join_rows([{key: value.cpu() for key, value in part.items()} for part in parts])
-    together = {key: value.to(trainer.args.device) for key, value in together.items()}
-    items = trainer._get_num_items_in_batch([padded], trainer.args.device)
-    apart, one_row = (_compute_loss_of(trainer, copy, batch, items) for batch in (padded, together))
-    tolerance = _TOLERANCE if copy.dtype == torch.float32 else _TOLERANCE_16_BITS
-    if abs(apart - one_row) <= tolerance * abs(apart):
-        return None
-    return (
-        f"the script's own loss looks at examples: it is {apart:.6g} for two of them in rows, and {one_row:.6g} for "
-        "the same two joined"
-    )
-
-
-def _compute_loss_of(trainer: Trainer, copy: PreTrainedModel, batch: dict, items: object) -> float:
-    with torch.no_grad():
-        found = type(trainer).compute_loss(trainer, copy, dict(batch), num_items_in_batch=items)
-    return float(found[0] if isinstance(found, tuple) else found)
-
-
-def _count_lengths(examples: list) -> list[int]:
-    held = [row["input_ids"].shape[1] for row in examples]
+    held, device = [row["input_ids"].shape[1] for row in examples], trainer.args.device
     longest = min(held[0], _LENGTHS[0])
-    return [longest, min(held[1], _LENGTHS[1], max(2, longest // 2))]
-
-
-def _cut_to_length(row: Mapping[str, torch.Tensor], length: int) -> dict[str, torch.Tensor]:
-    """The first tokens of an example that are no padding."""
-    mask = row.get("attention_mask", torch.ones_like(row["input_ids"]))[0].bool()
-    return {key: value[:, mask][:, :length].clone() for key, value in row.items()}
-
-
-def _set_unlike_labels(copy: PreTrainedModel, parts: list[dict[str, torch.Tensor]]) -> None:
-    """Targets that the copy predicts in the first example and not in the second: their means are then far apart."""
-    for part, likely in zip(parts, (True, False), strict=True):
+    lengths, parts = (longest, min(held[1], _LENGTHS[1], max(2, longest // 2))), []
+    for row, length, likely in zip(examples, lengths, (True, False), strict=True):
+        mask = row.get("attention_mask", torch.ones_like(row["input_ids"]))[0].bool()
+        part = {key: value[:, mask][:, :length].clone().to(device) for key, value in row.items()}
+        # Targets that the copy predicts in the first example and not in the second: their means are then far apart.
         with torch.no_grad():
             logits = copy(input_ids=part["input_ids"]).logits[:, :-1]
         part["labels"][:, 1:] = logits.argmax(-1) if likely else logits.argmin(-1)
@@ -346,22 +282,23 @@ def _set_unlike_labels(copy: PreTrainedModel, parts: list[dict[str, torch.Tensor
         if "shift_labels" in part:
             part["shift_labels"][:, :-1] = part["labels"][:, 1:]
             part["shift_labels"][:, -1:] = -100
-
-
-def _pad_parts(parts: list[dict[str, torch.Tensor]], key: str) -> torch.Tensor:
-    return pad_sequence([part[key][0] for part in parts], True, _PADDING.get(key, 0))
-
-
-@contextlib.contextmanager
-def keep_random_numbers() -> Iterator[None]:
-    """Draw as if it had not been: random states are restored afterwards."""
-    of_python, of_numpy = random.getstate(), numpy.random.get_state()
-    try:
-        with torch.random.fork_rng():
-            yield
-    finally:
-        random.setstate(of_python)
-        numpy.random.set_state(of_numpy)
+        parts.append(part)
+    padded = {key: pad_sequence([part[key][0] for part in parts], True, _PADDING.get(key, 0)) for key in parts[0]}
+    together = join_rows([{key: value.cpu() for key, value in part.items()} for part in parts])
+    together = {key: value.to(device) for key, value in together.items()}
+    items, losses_of_two = trainer._get_num_items_in_batch([padded], device), []
+    for batch in (padded, together):
+        with torch.no_grad():
+            found = type(trainer).compute_loss(trainer, copy, dict(batch), num_items_in_batch=items)
+        losses_of_two.append(float(found[0] if isinstance(found, tuple) else found))
+    apart, one_row = losses_of_two
+    tolerance = _TOLERANCE if copy.dtype == torch.float32 else _TOLERANCE_16_BITS
+    if abs(apart - one_row) <= tolerance * abs(apart):
+        return None
+    return (
+        f"the script's own loss looks at examples: it is {apart:.6g} for two of them in rows, and {one_row:.6g} for "
+        "the same two joined"
+    )
 
 
 # ---- `padding_free=true`: a Trainer's training batches, row by row those of the script, joined to one without
@@ -428,15 +365,11 @@ def choose_joining(trainer: Trainer, cannot: Callable[[Trainer], str | None]) ->
     pays, line = messages.send_from_one(lambda: _decide_joining(trainer, current.config, why, cannot))
     report.say(line)
     if pays:
-        adopt_joining(trainer, current)
-
-
-def adopt_joining(trainer: Trainer, current: runtime.Runtime) -> None:
-    """From here on the layout says it."""
-    current.config = dataclasses.replace(current.config, padding_free=True)
-    state = runtime.find_parallel_state(trainer.model)
-    if state is not None and state.plan is not None:
-        state.plan = dataclasses.replace(state.plan, config=dataclasses.replace(state.config, padding_free=True))
+        # From here on the layout says it.
+        current.config = dataclasses.replace(current.config, padding_free=True)
+        state = runtime.find_parallel_state(trainer.model)
+        if state is not None and state.plan is not None:
+            state.plan = dataclasses.replace(state.plan, config=dataclasses.replace(state.config, padding_free=True))
 
 
 def _describe_padding(trainer: Trainer) -> str | None:
@@ -463,16 +396,18 @@ def _decide_joining(
     known = of_session(_Asked)
     from hf_parallel.planner.choices import compare_padding_of, share_of
 
-    size, lengths, found = (
-        trainer.args.per_device_train_batch_size,
-        _sample_lengths(trainer),
-        _describe_padding(trainer),
-    )
+    size, lengths = trainer.args.per_device_train_batch_size, _sample_lengths(trainer)
+    found = _describe_padding(trainer)
     _, mean, _ = share_of(lengths, size)
     tokens = max(max(lengths), round(size * mean))
     packs = f"pack_tokens={tokens} leaves it out, with batches of about as many tokens in the place of as many rows"
     packs = "" if why is not None or config.pp_size > 1 else f"; {packs}: other numbers, so it is for you to ask for"
-    why = _find_reason_to_leave_rows(trainer, config, cannot) or why
+    cuts_rows = f"a pipeline (pp_size={config.pp_size}) cuts batches by rows" if config.pp_size > 1 else None
+    reason = cuts_rows or cannot(trainer)
+    if reason is None:
+        rows, collate = get_rows_and_collator(trainer)
+        reason = does_collator_differ(collate, [rows[index] for index in range(size)])
+    why = reason or why
     if why is None and known.planned is not None:
         goals, layout = known.planned
         padding = compare_padding_of(goals, layout, lengths, size)
@@ -481,19 +416,6 @@ def _decide_joining(
             return True, f"auto: padding_free=true: {found}; the same rows joined: {times}, the same numbers"
         why = f"{times} by attention={goals[0].attention.name}" if padding.fits else "it would not fit"
     return False, f"auto: {found}; not padding_free=true: {why}{packs}"
-
-
-def _find_reason_to_leave_rows(
-    trainer: Trainer, config: ParallelConfig, cannot: Callable[[Trainer], str | None]
-) -> str | None:
-    """Return what would change the rows, or cannot be."""
-    if config.pp_size > 1:
-        return f"a pipeline (pp_size={config.pp_size}) cuts batches by rows"
-    why = cannot(trainer)
-    if why is not None:
-        return why
-    rows, collate = get_rows_and_collator(trainer)
-    return does_collator_differ(collate, [rows[index] for index in range(trainer.args.per_device_train_batch_size)])
 
 
 def does_collator_differ(collate: Collate, rows: list) -> str | None:

@@ -66,7 +66,8 @@ def announce_step(
     """Before the first batch of a step: announce the others, if all of them can run as one schedule."""
     record = record_of(trainer)
     batches, record.batches_of_step = record.batches_of_step, []
-    if not batches or inputs is not batches[0] or bad_numbers.will_search_next_step():
+    looking = bad_numbers.find_looking()
+    if not batches or inputs is not batches[0] or (looking is not None and looking.wanted):
         return
     if any(isinstance(batch, WeighedBatch) for batch in batches):  # some of its rows may be repeated
         return
@@ -145,6 +146,8 @@ def find_reason_not_announced(trainer: Trainer, takes_own_losses: bool = False) 
 
 def find_reason_to_run_apart(trainer: Trainer, engine: PipelineEngine) -> str | None:
     """Return why the batches of a step cannot run as one schedule, whatever is in them."""
+    from transformers import TrainerCallback
+
     config, reason = engine.config, find_reason_not_announced(trainer, takes_own_losses=engine.delayed is None)
     if reason is not None:
         return reason
@@ -152,20 +155,13 @@ def find_reason_to_run_apart(trainer: Trainer, engine: PipelineEngine) -> str | 
         return f"pipeline_schedule={config.pipeline_schedule} would keep the activations of all of them"
     if config.shares_batches:
         return f"batch_shares={config.batch_shares} weighs each of them"
-    watching = _find_substep_callback(trainer)
-    if watching is not None:
-        return f"{watching} looks at gradients between them (on_substep_end)"
-    known = losses.is_own(trainer) or engine.sums_over_tokens
-    return None if known else "the loss of the model is not a sum over tokens"
-
-
-def _find_substep_callback(trainer: Trainer) -> str | None:
-    """Return the name of a script's callback that runs between the batches of a step."""
-    from transformers import TrainerCallback
-
     kinds = [type(callback) for callback in trainer.callback_handler.callbacks]
     kinds = [kind for kind in kinds if not kind.__module__.startswith("hf_parallel.")]
-    return next((kind.__name__ for kind in kinds if kind.on_substep_end is not TrainerCallback.on_substep_end), None)
+    watching = [kind for kind in kinds if kind.on_substep_end is not TrainerCallback.on_substep_end]
+    if watching:
+        return f"{watching[0].__name__} looks at gradients between them (on_substep_end)"
+    known = losses.is_own(trainer) or engine.sums_over_tokens
+    return None if known else "the loss of the model is not a sum over tokens"
 
 
 def _is_replaced(trainer: Trainer, name: str) -> bool:

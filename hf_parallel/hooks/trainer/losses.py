@@ -17,7 +17,7 @@ from hf_parallel.axes.loss import LOSS
 from hf_parallel.axes.pipeline.script_loss import Plan, can_cut_alike, can_cut_batch, find_plan, run_plan
 from hf_parallel.axes.pipeline.unscheduled import Made, serve_script
 from hf_parallel.axes.tensor import lean_loss
-from hf_parallel.hooks import monitoring, report, runtime
+from hf_parallel.hooks import hangs, monitoring, report, runtime
 from hf_parallel.hooks.accelerate.shares import cut_of
 from hf_parallel.hooks.logits_read import find_reader_before_trainer, has_own_compute_loss
 from hf_parallel.hooks.patching import patch, replacing
@@ -54,7 +54,7 @@ def prepare_own_loss(trainer: Trainer) -> None:
     """Find out whose loss the trainer computes; in a pipeline the script's own is looked at in the first step."""
     record = record_of(trainer)
     record.loss_plans.clear()
-    seen = has_class_own_loss(trainer) or trainer.compute_loss_func is not None
+    seen = has_own_compute_loss(type(trainer)) or trainer.compute_loss_func is not None
     record.weighs = None if seen else trainer.label_smoother is not None  # Trainer itself passes the count on
     state = runtime.find_parallel_state(trainer.model)
     if state is not None and state.pipeline is not None and is_own(trainer):
@@ -65,7 +65,8 @@ def prepare_own_loss(trainer: Trainer) -> None:
 
 def is_own(trainer: Trainer) -> bool:
     """Does the script compute the loss, rather than the model?"""
-    return has_class_own_loss(trainer) or trainer.compute_loss_func is not None or trainer.label_smoother is not None
+    given = trainer.compute_loss_func is not None or trainer.label_smoother is not None
+    return given or has_own_compute_loss(type(trainer))
 
 
 def find_reader_of_logits(trainer: Trainer, state: ParallelState | None) -> str | None:
@@ -83,13 +84,6 @@ def _bind_loss_arguments(trainer: Trainer, model: PreTrainedModel, inputs: dict,
     return bind_by_name(Trainer.compute_loss, (trainer, model, inputs, *args), kwargs)
 
 
-def _with_items(args: tuple, kwargs: dict, items: object) -> tuple[tuple, dict]:
-    """Return the arguments with another `num_items_in_batch`, where it is: a script may have another name for it."""
-    if len(args) > 1:
-        return (args[0], items, *args[2:]), kwargs
-    return args, {**kwargs, "num_items_in_batch": items}
-
-
 def describe_loss(trainer: Trainer) -> str:
     """Head and loss in the steps to come, for the start-up report."""
     state = runtime.find_parallel_state(trainer.model)
@@ -104,9 +98,10 @@ def describe_loss(trainer: Trainer) -> str:
     return "in chunks of tokens" + ("" if part.always else ", where that needs less memory than whole logits")
 
 
-def has_class_own_loss(trainer: Trainer) -> bool:
-    """Has its class a `compute_loss` of its own?"""
-    return has_own_compute_loss(type(trainer))
+_UNLIKE = (
+    "the script's loss needs as many micro-batches on all data ranks to be scheduled: the pipeline keeps all "
+    "activations of a batch; a pipeline_microbatches that divides the examples of each data rank is scheduled"
+)
 
 
 def compute_loss(
@@ -124,7 +119,12 @@ def compute_loss(
     if state is None or engine is None:
         return _weigh_result(self, _compute_settled_loss(self, inputs, call, items), targets)
     # Data ranks may differ in rows of the last batch: there, all go the same way.
-    trains = torch.is_grad_enabled() and record.step.real_rows is None and _do_data_ranks_cut_alike(self, state)
+    trains = torch.is_grad_enabled() and record.step.real_rows is None
+    cut = cut_of(self.accelerator.gradient_state)
+    if trains and cut is not None and not can_cut_alike(cut, state.config):
+        trains = False
+        if state.is_first(_UNLIKE):
+            report.say(_UNLIKE)
     plan = record.loss_plans.get(tuple(inputs)) if trains else None
     if plan is not None and can_cut_batch(plan, inputs, engine.config):
         return _compute_scheduled_loss(self, engine, plan, inputs, call, counts=not record.weighs)
@@ -146,21 +146,6 @@ def compute_loss(
     return _weigh_result(self, result, targets)
 
 
-def _do_data_ranks_cut_alike(trainer: Trainer, state: ParallelState) -> bool:
-    """Do all data ranks cut their part of a full batch into as many micro-batches?"""
-    cut = cut_of(trainer.accelerator.gradient_state)
-    alike = cut is None or can_cut_alike(cut, state.config)
-    if not alike and state.is_first(_UNLIKE):
-        report.say(_UNLIKE)
-    return alike
-
-
-_UNLIKE = (
-    "the script's loss needs as many micro-batches on all data ranks to be scheduled: the pipeline keeps all "
-    "activations of a batch; a pipeline_microbatches that divides the examples of each data rank is scheduled"
-)
-
-
 def _compute_scheduled_loss(
     trainer: Trainer, engine: PipelineEngine, plan: Plan, inputs: dict, call: Callable, *, counts: bool
 ) -> torch.Tensor:
@@ -172,23 +157,33 @@ def _compute_scheduled_loss(
     announces, syncs, state = engine.announced is not None, record.step.syncs, trainer.accelerator.gradient_state
     logged = record.joint_logs.pop(0) if engine.joint is not None else []
 
+    # TRL's trainers count metrics of parts as of a whole batch.
+    parts = Joined(trainer) if trl.is_known(trainer) else None
+
     def loss_of(part: dict) -> torch.Tensor:
-        with contextlib.nullcontext() if syncs is None else replacing(state, sync_gradients=syncs):
-            result = call(part)
-        logged.extend(result["logged"])
-        return result["loss"]
+        with contextlib.nullcontext() if parts is None else parts.part():
+            with contextlib.nullcontext() if syncs is None else replacing(state, sync_gradients=syncs):
+                result = call(part)
+            logged.extend(result["logged"])
+            return result["loss"]
 
     def try_loss_of(part: dict) -> torch.Tensor:
         with _undo_counts(trainer):
             return call(part)["loss"]
 
     quietly = functools.partial(_undo_counts, trainer)
-    joining, share = _join_losses_of_parts(trainer, loss_of), record.step.share
-    loss = run_plan(engine, plan, dict(inputs), joining, try_loss_of, quietly, counts=counts, share=share)
+    share = record.step.share
+    loss = run_plan(engine, plan, dict(inputs), loss_of, try_loss_of, quietly, counts=counts, share=share)
     if announces:
         record.joint_logs.append(logged)
     elif plan.logs:
-        trainer.log(_tell_mean_of_logs(engine, logged))
+        # Tell every stage, as one entry for the batch, what the last stage logged for each micro-batch.
+        merged: dict[str, object] = {}
+        for key in {key: None for logs in logged for key in logs}:
+            values: list = [logs[key] for logs in logged if key in logs]
+            merged[key] = sum(values) / len(values) if isinstance(values[0], int | float) else values[-1]
+        engine.tell(merged)
+        trainer.log(merged)
     return loss
 
 
@@ -200,7 +195,10 @@ def _find_loss_plan(
     plan = None
     if not trl.needs_whole_batches(trainer):
         plan = find_plan(engine, dict(inputs), made, lambda part: call(part)["loss"], quietly, counts=counts)
-    verdict = _describe_verdict(plan, engine.config.pipeline_schedule)
+    verdict = "the script's loss needs whole batches, so the pipeline keeps all activations of a batch"
+    if plan is not None:
+        how, schedule = "is a mean" if plan.cut.mean else "adds up", engine.config.pipeline_schedule
+        verdict = f"the script's loss {how} over micro-batches: {schedule} from now on"
     if trainer.args.gradient_accumulation_steps > 1 and plan is not None and plan.why_apart is not None:
         verdict += f"; the batches of a step run one by one, and the pipeline drains after each: {plan.why_apart}"
     report.say(verdict)
@@ -229,26 +227,6 @@ def _compute_settled_loss(
     return computed(kept)
 
 
-def _join_losses_of_parts(trainer: Trainer, loss_of: Callable) -> Callable:
-    """The loss of one part after another, of which TRL's trainers count metrics as of a whole batch."""
-    if not trl.is_known(trainer):
-        return loss_of
-    joined = Joined(trainer)
-
-    def loss_of_part(part: dict) -> torch.Tensor:
-        with joined.part():
-            return loss_of(part)
-
-    return loss_of_part
-
-
-def _describe_verdict(plan: Plan | None, schedule: str) -> str:
-    if plan is None:
-        return "the script's loss needs whole batches, so the pipeline keeps all activations of a batch"
-    how = "is a mean" if plan.cut.mean else "adds up"
-    return f"the script's loss {how} over micro-batches: {schedule} from now on"
-
-
 def _call_compute_loss(
     self: Trainer,
     state: ParallelState | None,
@@ -271,8 +249,14 @@ def _call_compute_loss(
     if items is not None and former:
         items = items * (scope.share or 1.0) * (runtime.mesh().data_size if whole else 1)
     if items is not None:
-        count = means.Count.within(scope, items) if is_own(self) else items
-        args, kwargs = _with_items(args, kwargs, count)
+        count = items
+        if is_own(self):
+            count = torch.as_tensor(items).as_subclass(means.Count)
+            count.scope = scope
+        if len(args) > 1:  # where it is: a script may have another name for it
+            args = (args[0], count, *args[2:])
+        else:
+            kwargs = {**kwargs, "num_items_in_batch": count}
     try:
         unread = note_unread_logits(find_reader_of_logits(self, state) is None and not given.get("return_outputs"))
         with means.compute_in_scope(scope), unread, trl.count_metrics_by_rows(self):
@@ -296,46 +280,29 @@ def _call_compute_loss(
     }
 
 
-def _tell_mean_of_logs(engine: PipelineEngine, logged: list[dict]) -> dict:
-    """Tell every stage, as one entry for the batch, what the last stage logged for each micro-batch."""
-    merged: dict[str, object] = {}
-    for key in {key: None for logs in logged for key in logs}:
-        values = [logs[key] for logs in logged if key in logs]
-        merged[key] = sum(values) / len(values) if isinstance(values[0], int | float) else values[-1]
-    engine.tell(merged)
-    return merged
-
-
 def _weigh_result(self: Trainer, result: Computed, targets: torch.Tensor | None) -> object:
     """The loss of this data rank's rows such that the average over data ranks is that of all rows."""
-    loss, outputs = result["loss"], result["outputs"]
-    if runtime.mesh().data_size > 1:
-        loss = means.weigh_loss(loss, _compute_factor(self, result["targets"] if targets is None else targets))
-        _say_what_is_unknown(self, result["known"])
+    loss, outputs, mesh, record = result["loss"], result["outputs"], runtime.mesh(), record_of(self)
+    if mesh.data_size > 1:
+        share: torch.Tensor | float = record.step.share
+        if is_own(self):
+            # The share of the rank's rows, or of its targets where the script returned the mean of these. Counted
+            # always, so that a script which takes another way on one rank does not let the others wait.
+            targets = result["targets"] if targets is None else targets
+            count = torch.zeros(2, device=mesh.device)
+            count = count if targets is None else torch.stack([targets, torch.ones_like(targets)])
+            count[0] *= record.step.real_rows != 0
+            total = count.clone()
+            dist.all_reduce(total, group=mesh.data_group)
+            share = torch.where(total[1] == mesh.data_size, count[0] * mesh.data_size / total[0], share)
+        loss = means.weigh_loss(loss, share)
+        if not result["known"] and not record.told_unknown and is_own(self) and not trl.is_known(self):
+            record.told_unknown = True
+            report.say(
+                "the script's loss is taken for a mean over rows: if data ranks have different numbers of targets, it "
+                "is the mean of their means, not one process's loss; divide by num_items_in_batch to have that"
+            )
     return (loss, *outputs) if outputs else loss
-
-
-def _compute_factor(trainer: Trainer, targets: torch.Tensor | None) -> torch.Tensor | float:
-    """The share of the rank's rows, or of its targets where that is what the script returned the mean of."""
-    mesh, step = runtime.mesh(), record_of(trainer).step
-    if not is_own(trainer):
-        return step.share
-    # Always, so that a script which takes another way on one rank does not let the others wait.
-    count = torch.zeros(2, device=mesh.device) if targets is None else torch.stack([targets, torch.ones_like(targets)])
-    count[0] *= step.real_rows != 0
-    total = count.clone()
-    dist.all_reduce(total, group=mesh.data_group)
-    return torch.where(total[1] == mesh.data_size, count[0] * mesh.data_size / total[0], step.share)
-
-
-def _say_what_is_unknown(trainer: Trainer, known: bool) -> None:
-    if known or record_of(trainer).told_unknown or not is_own(trainer) or trl.is_known(trainer):
-        return
-    record_of(trainer).told_unknown = True
-    report.say(
-        "the script's loss is taken for a mean over rows: if data ranks have different numbers of targets, it is the "
-        "mean of their means, not one process's loss; divide by num_items_in_batch to have that"
-    )
 
 
 @contextlib.contextmanager
@@ -371,8 +338,13 @@ def log(original: Callable, self: Trainer, logs: dict, *args: object, **kwargs: 
         logs.update(monitoring.log_of_trainer(self))
     ends = logs.keys() >= _OF_THE_END
     if ends:
-        checkpoints.end_begins(self)
-    bad_numbers.note_logs(logs)
+        # The best model is loaded, and checkpoints are counted, when all of them are there.
+        hangs.mark_phase("the end of the training", may_take_long=True)
+        checkpoints.wait_for_save(self)
+        checkpoints.forget_in_flight(self)
+    looking = bad_numbers.find_looking()
+    if looking is not None:
+        looking.logged(logs)
     original(self, logs, *args, **kwargs)
     if ends:
         monitoring.keep_measured_step()

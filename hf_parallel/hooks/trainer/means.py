@@ -132,13 +132,6 @@ class Count(torch.Tensor):
     scope: Scope
 
     @classmethod
-    def within(cls, scope: Scope, items: torch.Tensor | float) -> Count:
-        """Return the number as a count of this scope."""
-        count = torch.as_tensor(items).as_subclass(cls)
-        count.scope = scope
-        return count
-
-    @classmethod
     def __torch_function__(cls, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None) -> object:
         args, kwargs = tree_map(_read_mean_argument, (args, kwargs or {}))
         return func(*args, **kwargs)
@@ -183,6 +176,10 @@ COUNTS: dict[str, Callable[[Given, torch.Tensor], torch.Tensor]] = {
     **dict.fromkeys(("binary_cross_entropy", "binary_cross_entropy_with_logits"), _count_elements),
     "ctc_loss": _count_sequences,
 }
+_PAIRS = (
+    "the script's loss compares each example with the others of its data rank, as under DDP; to compare whole batches "
+    "as one process does, gather the embeddings by torch.distributed.nn.all_gather before the loss"
+)
 #: Those whose sum over sequences is a model's loss: no model divides it by anything.
 SUMMED = {"ctc_loss"}
 
@@ -196,7 +193,13 @@ def mean(original: Callable, *args: object, **kwargs: object) -> torch.Tensor:
         return value
     given = bind_by_name(original, args, kwargs)
     if not now.forwards and value.requires_grad and original.__name__ == "cross_entropy":
-        _tell_of_own_pairs(given)
+        # Say once that a script's loss compares the examples of a data rank, unless it has gathered those of others.
+        current = runtime.current()
+        if current is not None and not current.loop.told_of_pairs and current.mesh.data_size > 1:
+            rows = len(given["input"])
+            if rows <= (current.loop.rows or rows) and _is_comparing_rows(given, {}):
+                current.loop.told_of_pairs = True
+                report.say(_PAIRS)
     if not now.forwards and now.scope is None:
         return value
     former = given.get("size_average") is not None or given.get("reduce") is not None
@@ -211,7 +214,17 @@ def mean(original: Callable, *args: object, **kwargs: object) -> torch.Tensor:
             given = {**given, "input": given["input"][:kept], "target": given["target"][:kept]}
             value = original(**given)
         return correct_mean(value, COUNTS[original.__name__](given, value))
-    return _sum_over_all_ranks(value, original.__name__) if reduction == "sum" and now.forwards else value
+    if reduction != "sum" or not now.forwards:
+        return value
+    # A sum in a model's forward: the model divides it by the count it was given, or it is the loss itself.
+    forward = now.forwards[-1]
+    if original.__name__ not in SUMMED:
+        forward.counted |= forward.passed_on
+        return value
+    if forward.share is None:
+        return value
+    note(forward)
+    return weigh_loss(value, (not runtime.is_absent()) * runtime.mesh().data_size / (forward.share or 1.0))
 
 
 def _is_by_row(given: Given, of_model: Mapping[str, object], rows: int) -> bool:
@@ -235,35 +248,6 @@ def _is_comparing_rows(given: Given, of_model: Mapping[str, object]) -> bool:
         return False
     given_tensors = [value for value in of_model.values() if torch.is_tensor(value)]
     return not any(value.numel() == len(target) and torch.equal(value.flatten(), target) for value in given_tensors)
-
-
-_PAIRS = (
-    "the script's loss compares each example with the others of its data rank, as under DDP; to compare whole batches "
-    "as one process does, gather the embeddings by torch.distributed.nn.all_gather before the loss"
-)
-
-
-def _tell_of_own_pairs(given: Given) -> None:
-    """Say once that a script's loss compares the examples of a data rank, unless it has gathered those of others."""
-    current = runtime.current()
-    if current is None or current.loop.told_of_pairs or current.mesh.data_size == 1:
-        return
-    if len(given["input"]) <= (current.loop.rows or len(given["input"])) and _is_comparing_rows(given, {}):
-        current.loop.told_of_pairs = True
-        report.say(_PAIRS)
-
-
-def _sum_over_all_ranks(total: torch.Tensor, function: str) -> torch.Tensor:
-    """A sum in a model's forward, which the model divides by the count it was given, or which is the loss itself."""
-    now = of_session(_Now)
-    forward = now.forwards[-1]
-    if function not in SUMMED:
-        forward.counted |= forward.passed_on
-        return total
-    if forward.share is None:
-        return total
-    note(forward)
-    return weigh_loss(total, (not runtime.is_absent()) * runtime.mesh().data_size / (forward.share or 1.0))
 
 
 def correct_mean(value: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
@@ -315,12 +299,9 @@ def does_know_processes(trainer: Trainer) -> bool:
     """
     from transformers import Trainer
 
-    overrides = (vars(cls).get("compute_loss") for cls in _list_classes_before(type(trainer), Trainer))
+    classes = type(trainer).__mro__
+    overrides = (vars(cls).get("compute_loss") for cls in classes[: classes.index(Trainer)])
     return any(_PROCESSES & set(code.co_names) for code in map(code_of, filter(None, overrides)))
-
-
-def _list_classes_before(cls: type, base: type) -> list[type]:
-    return list(cls.__mro__[: cls.__mro__.index(base)])
 
 
 def code_of(function: Callable) -> CodeType:
@@ -330,11 +311,3 @@ def code_of(function: Callable) -> CodeType:
     function = inspect.unwrap(function)
     code = getattr(getattr(function, "__func__", function), "__code__", None)
     return type(function).__call__.__code__ if code is None else code
-
-
-def set_share(weight: int) -> float:
-    """Means of data ranks over unequal numbers of rows or targets: weighted so, their average is the mean over all."""
-    mesh = runtime.mesh()
-    total = torch.tensor(float(weight), device=mesh.device)
-    dist.all_reduce(total, group=mesh.data_group)
-    return weight * mesh.data_size / max(1.0, float(total))

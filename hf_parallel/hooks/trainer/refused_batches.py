@@ -13,7 +13,7 @@ Where Trainer counts nothing, because neither model nor loss takes the count, on
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -59,7 +59,7 @@ def count_targets_of_step(
     current = runtime.current()
     if current is None or current.mesh.data_size == 1:
         if why is not None:
-            _refuse_batch(trainer, why)
+            refuse_joining(f"{why} (in a batch for step {trainer.state.global_step + 1})")
         return original(trainer, with_counted_labels(batches), *args)
     counted = with_counted_labels(batches)
     if why is not None:
@@ -69,7 +69,7 @@ def count_targets_of_step(
     if int(total) < 0:  # joined batches make the model read a number of the device at once, too
         reasons = messages.gather_objects(why, current.mesh.data_group)
         rank, why = next((rank, reason) for rank, reason in enumerate(reasons) if reason is not None)
-        _refuse_batch(trainer, why, f"of data rank {rank} ")
+        refuse_joining(f"{why} (in a batch of data rank {rank} for step {trainer.state.global_step + 1})")
     return items
 
 
@@ -84,7 +84,3 @@ def _sum_without_trainer(why: str | None) -> torch.Tensor:
     total = torch.tensor(0 if why is None else _FAR_BELOW_ZERO, device=mesh.device)
     dist.all_reduce(total, group=mesh.data_group)
     return total
-
-
-def _refuse_batch(trainer: Trainer, why: str, whose: str = "") -> NoReturn:
-    refuse_joining(f"{why} (in a batch {whose}for step {trainer.state.global_step + 1})")

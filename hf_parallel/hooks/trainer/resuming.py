@@ -51,13 +51,24 @@ def train(
     """From the newest whole checkpoint that rank 0 sees, on every rank; after a restart by the launcher unasked."""
     if getattr(self.args, "enable_jit_checkpoint", False):
         refuse("enable_jit_checkpoint=True", "ranks would stop at different steps", do="drop it, SIGTERM saves")
-    _check_trial(bind_by_name(original, (self, resume_from_checkpoint, *args), kwargs).get("trial"))
+    trial, mesh = bind_by_name(original, (self, resume_from_checkpoint, *args), kwargs).get("trial"), runtime.mesh()
+    if trial is not None and mesh.config.world_size > mesh.data_size:  # process 0 draws for all: several ranks are it
+        refuse("hyperparameter_search", "ranks of one model would draw other trials", "a launch each")
     with entries.train_on_all_ranks(self), restarts.hold_own_folder(self) as run:
         chosen = _choose_checkpoint(self, resume_from_checkpoint, run)
         if chosen is not None and run.restarted:
-            restarts.keep_rows_per_step(self, read_facts_of(chosen).get("global_batch"), runtime.mesh().data_size)
-        if chosen is not None:
-            _compare(self, chosen)
+            restarts.keep_rows_per_step(self, read_facts_of(chosen).get("global_batch"), mesh.data_size)
+        if chosen is not None:  # say what cannot continue as it was
+            if not folders.has_optimizer(chosen):
+                new = "weights and step are resumed, moments and schedule start anew"
+                report.say(f"{chosen} has no optimizer state: {new}")
+            former, now = read_layout_of(chosen).get("global_batch"), self.get_total_train_batch_size(self.args)
+            key, asked = joining.read_asked_key()
+            dealt_by_tokens = key == "pack_tokens" and asked
+            if former not in (None, now) and not self.args.ignore_data_skip and not dealt_by_tokens:
+                report.say(
+                    f"{chosen} was written with {former} rows per step, this run has {now}: other rows are skipped"
+                )
         with contextlib.ExitStack() as beside:
             for one in (
                 hangs.watch_training,
@@ -70,19 +81,12 @@ def train(
             return original(self, chosen, *args, **kwargs)
 
 
-def _check_trial(trial: object) -> None:
-    """Refuse trials that process 0 draws for all, where several ranks are process 0."""
-    mesh = runtime.mesh()
-    if trial is not None and mesh.config.world_size > mesh.data_size:
-        refuse("hyperparameter_search", "ranks of one model would draw other trials", "a launch each")
-
-
 def _choose_checkpoint(trainer: Trainer, asked: str | bool | None, run: restarts.Run) -> str | None:
     """The checkpoint to go on from, whole on all ranks. Collective.
 
     Raises:
         DamagedCheckpoint: the one that is asked for is damaged.
-        SpecError: there is none.
+        SpecError: there is none, on some rank at least.
     """
     if run.restarted:
         found = _find_newest_whole(trainer.args.output_dir, run.identity)
@@ -97,28 +101,18 @@ def _choose_checkpoint(trainer: Trainer, asked: str | bool | None, run: restarts
         return found
     if not asked:
         return None
-    _check_place(asked)
-    refuse_damages(asked, find_all_damages(asked))
-    return asked
-
-
-def _check_place(asked: str) -> None:
-    """Refuse what is no checkpoint. Collective."""
-    wrong = messages.gather_objects(_explain_no_checkpoint(asked))
+    own = None if os.path.isdir(asked) else "no such folder"
+    if own is None and not os.path.isfile(os.path.join(asked, "trainer_state.json")) and folders.list_by_step(asked):
+        own = "holds checkpoints and is none"
+    wrong = messages.gather_objects(own)
     for rank, why in enumerate(wrong):
         if why:
             where = "" if all(wrong) else f" on rank {rank}"
             beside = folders.list_by_step(asked) or folders.list_by_step(os.path.dirname(asked) or ".")
             works = next((path for path in beside if path != asked), None)
             refuse(f"resume_from_checkpoint={asked}", why + where, works, do="start without it")
-
-
-def _explain_no_checkpoint(folder: str) -> str | None:
-    if not os.path.isdir(folder):
-        return "no such folder"
-    if not os.path.isfile(os.path.join(folder, "trainer_state.json")) and folders.list_by_step(folder):
-        return "holds checkpoints and is none"
-    return None
+    refuse_damages(asked, find_all_damages(asked))
+    return asked
 
 
 def _find_newest_whole(folder: str, run: str | None = None) -> str | None:
@@ -185,22 +179,13 @@ def await_unfinished_save(trainer: Trainer) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        unfinished = record_of(trainer).take_unfinished_save()
+        record = record_of(trainer)
+        unfinished, record.unfinished_save = record.unfinished_save, None
         if unfinished is not None:
             with contextlib.suppress(Exception):
                 unfinished.wait(GRACE_S)
         raise
     wait_for_save(trainer)
-
-
-def _compare(trainer: Trainer, folder: str) -> None:
-    """Say what cannot continue as it was."""
-    if not folders.has_optimizer(folder):
-        report.say(f"{folder} has no optimizer state: weights and step are resumed, moments and schedule start anew")
-    former, now = read_layout_of(folder).get("global_batch"), trainer.get_total_train_batch_size(trainer.args)
-    dealt_by_tokens = joining.read_asked_key()[0] == "pack_tokens" and joining.read_asked_key()[1]
-    if former not in (None, now) and not trainer.args.ignore_data_skip and not dealt_by_tokens:
-        report.say(f"{folder} was written with {former} rows per step, this run has {now}: other rows are skipped")
 
 
 def read_layout_of(folder: str) -> Layout:
@@ -293,9 +278,15 @@ def load_optimizer(original: Callable, self: Trainer, checkpoint: str | None) ->
     if checkpoint is None or not folders.has_optimizer(checkpoint):
         return
     with _read_as_of_this_model(checkpoint):
-        folders.load_optimizer_state(
-            self.model, get_inner_optimizer(self.optimizer), checkpoint, _make_plain_groups(self)
-        )
+        # Parameters in groups as plain Trainer makes them: those that decay and the others, or all in one.
+        mesh, model = runtime.mesh(), self.model
+        order, decays = folders.list_names_in_order(model, mesh), set(self.get_decay_parameter_names(model))
+        trains = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+        of_stages = zip(*gather_from_stages((decays, trains), mesh), strict=True)
+        decays, trains = (set().union(*part) for part in of_stages)
+        kept = [name for name in order if name in trains]
+        groups = [[[n for n in kept if n in decays], [n for n in kept if n not in decays]], [kept], [order]]
+        folders.load_optimizer_state(model, get_inner_optimizer(self.optimizer), checkpoint, groups)
     load_schedule(self, checkpoint)
 
 
@@ -314,21 +305,13 @@ def load_schedule(trainer: Trainer, checkpoint: str) -> None:
         trainer.lr_scheduler.load_state_dict(state)
 
 
-def _make_plain_groups(trainer: Trainer) -> list[list[list[str]]]:
-    """Group parameters as plain Trainer does: those that decay and the others, or a script's optimizer, all in one."""
-    mesh, model = runtime.mesh(), trainer.model
-    order = folders.list_names_in_order(model, mesh)
-    decays = set(trainer.get_decay_parameter_names(model))
-    trains = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    decays, trains = (set().union(*part) for part in zip(*gather_from_stages((decays, trains), mesh), strict=True))
-    kept = [name for name in order if name in trains]
-    return [[[n for n in kept if n in decays], [n for n in kept if n not in decays]], [kept], [order]]
-
-
 @patch("transformers.trainer:Trainer._load_rng_state", "looks for a file per data rank")
 def load_rng_state(original: Callable, self: Trainer, checkpoint: str | None) -> None:
     """Under the same layout each rank's own; under another one that of a rank that read the same share of the data."""
-    path = None if checkpoint is None else _find_rng_file(checkpoint)
+    if checkpoint is None:
+        return
+    names = (f"rng_state_{choose_rng_rank(read_layout_of(checkpoint))}.pth", "rng_state.pth")
+    path = next((p for p in (os.path.join(checkpoint, name) for name in names) if os.path.isfile(p)), None)
     if path is None:
         return
     from transformers.trainer_pt_utils import safe_globals
@@ -342,11 +325,6 @@ def load_rng_state(original: Callable, self: Trainer, checkpoint: str | None) ->
         cuda = state["cuda"]  # plain Trainer under DDP: of all devices that a process sees
         torch.cuda.random.set_rng_state(cuda[torch.cuda.current_device()] if isinstance(cuda, list) else cuda)
     continue_stream(state.get("data"))
-
-
-def _find_rng_file(checkpoint: str) -> str | None:
-    names = (f"rng_state_{choose_rng_rank(read_layout_of(checkpoint))}.pth", "rng_state.pth")
-    return next((p for p in (os.path.join(checkpoint, name) for name in names) if os.path.isfile(p)), None)
 
 
 def choose_rng_rank(layout: Layout) -> int:

@@ -21,7 +21,7 @@ from transformers.utils import ModelOutput
 Batch: TypeAlias = MutableMapping[str, Any]
 Value = TypeVar("Value")
 #: How the keys of pictures, films and sounds begin.
-_MEDIA = ("pixel_", "image_", "video_", "input_features")
+MEDIA = ("pixel_", "image_", "video_", "input_features")
 #: Key of a tensor [1, tokens] with the number of each token's example; taken out before a model sees the batch.
 JOINED = "hf_parallel_example_of_token"
 #: Key of labels [1, tokens] that Trainer counts in the place of `labels`; taken out when they are counted.
@@ -47,26 +47,20 @@ def tell_rows_apart(batch: Batch, full: int) -> Batch:
     tokens = batch.get("input_ids") if hasattr(batch, "get") else None
     if full == 1 or not torch.is_tensor(tokens) or tokens.ndim != 2 or len(tokens) != 1 or JOINED in batch:
         return batch
-    starts = _find_starts(batch, tokens.shape[1])
-    return batch if starts is None else {**batch, JOINED: starts.cumsum(1) - starts[:, :1].long()}
-
-
-def _find_starts(batch: Batch, tokens: int) -> torch.Tensor | None:
-    """Return which tokens of a single row begin an example."""
+    # Which tokens of the row begin an example?
     ends, positions, numbers = (batch.get(key) for key in ("cu_seq_lens_q", "position_ids", "seq_idx"))
     if torch.is_tensor(ends):
-        starts = ends.new_zeros(1, tokens, dtype=torch.bool)
+        starts = ends.new_zeros(1, tokens.shape[1], dtype=torch.bool)
         starts[0, ends[:-1].long()] = True
-        return starts
-    steps = positions if torch.is_tensor(positions) and positions.ndim == 2 else None
-    numbers = numbers if torch.is_tensor(numbers) else None
-    if steps is not None:
-        changes = steps.diff() != 1
-    elif numbers is not None:
+        return {**batch, JOINED: starts.cumsum(1) - starts[:, :1].long()}
+    if torch.is_tensor(positions) and positions.ndim == 2:
+        changes = positions.diff() != 1
+    elif torch.is_tensor(numbers):
         changes = numbers.diff() != 0
     else:
-        return None
-    return torch.cat([torch.ones_like(changes[:, :1]), changes], 1)
+        return batch
+    starts = torch.cat([torch.ones_like(changes[:, :1]), changes], 1)
+    return {**batch, JOINED: starts.cumsum(1) - starts[:, :1].long()}
 
 
 def make_refused_batch(why: str) -> dict[str, Any]:
@@ -80,22 +74,16 @@ def trim(batch: Batch, real: int, rows: int, blocks: int = 1) -> dict:
     """Only the real examples; one without a target where there are none, so that the rank still takes part."""
     kept = max(1, real)
     if JOINED in batch:
-        trimmed = _trim_joined(batch, int((batch[JOINED] < kept).sum()))
+        tokens, trimmed = int((batch[JOINED] < kept).sum()), dict(batch)
+        for key, value in batch.items():
+            trimmed[key] = value[:, :tokens] if torch.is_tensor(value) and value.ndim > 1 else value
+        for key in ("cu_seq_lens_q", "cu_seq_lens_k"):  # they tell attention kernels where sequences begin
+            if key in trimmed:
+                trimmed[key] = trimmed[key][trimmed[key] <= tokens]
+                trimmed["max_length_" + key[-1]] = int(trimmed[key].diff().max())
     else:
         trimmed = {key: _take_first_rows(value, kept, rows, blocks) for key, value in batch.items()}
     return trimmed if real else without_targets(trimmed, 0, kept)
-
-
-def find_key_not_by_row(batch: Batch, rows: int) -> str | None:
-    """Return the key of pictures or sounds that hold no entry per row, such as the patches of all images.
-
-    Which of them belong to an example only the model's processor knows, so that such a batch cannot be trimmed.
-
-    Args:
-        rows: of the whole batch.
-    """
-    media = (key for key in batch if str(key).startswith(_MEDIA) and torch.is_tensor(batch[key]))
-    return next((key for key in media if batch[key].ndim and len(batch[key]) != rows), None)
 
 
 def open_batch(batch: Batch) -> Batch:
@@ -210,15 +198,3 @@ def _take_first_rows(value: object, kept: int, rows: int, blocks: int) -> object
     if value.shape[0] == rows * blocks:
         return value.unflatten(0, (blocks, rows))[:, :kept].flatten(0, 1)
     return value
-
-
-def _trim_joined(batch: Batch, tokens: int) -> dict:
-    """The first `tokens` tokens, and what tells attention kernels where their sequences begin."""
-    kept = {
-        key: value[:, :tokens] if torch.is_tensor(value) and value.ndim > 1 else value for key, value in batch.items()
-    }
-    for key in ("cu_seq_lens_q", "cu_seq_lens_k"):
-        if key in kept:
-            kept[key] = kept[key][kept[key] <= tokens]
-            kept["max_length_" + key[-1]] = int(kept[key].diff().max())
-    return kept

@@ -22,34 +22,9 @@ def check_arguments(args: TrainingArguments) -> None:
     """Refuse what this version cannot do under the active layout, by name."""
     config = runtime.mesh().config
     check_engines(args)
-    for asked, spelled, what, works in _list_refusals(args, config):
-        if asked:
-            refuse(spelled, f"{what} is not part of this version", works)
-    if getattr(args, "torch_compile", False):
-        check_compiled(config, "torch_compile=True")
-    if config.recompute_way != "none":
-        check_layers(config.recompute_way, _read_checkpointing_settings(args))
-    if config.recompute_way == "selective":
-        check_selective(_read_checkpointing_settings(args))
-    if args.use_liger_kernel:
-        model_parts.check_recomputation(args, config)
-    _check_shares(args, config)
-    if config.pp_size > 1 and not config.shares_batches:  # unlike batches are filled up to what the schedule takes
-        _check_micro_batches(args.per_device_train_batch_size, config)
-
-
-def _read_checkpointing_settings(args: TrainingArguments) -> dict[str, object]:
-    """Transformers 5.23 has renamed them."""
-    for name in ("activation_checkpointing", "gradient_checkpointing"):
-        if getattr(args, name, False):
-            return dict(getattr(args, f"{name}_kwargs", None) or {})
-    return {}
-
-
-def _list_refusals(args: TrainingArguments, config: ParallelConfig) -> list[tuple[bool, str, str, str]]:
-    """Is it asked for, how it is spelled, what is missing, what works."""
     block = config.world_size // config.data_parallel_size
-    return [
+    # Is it asked for, how it is spelled, what is missing, what works?
+    refusals: list[tuple[bool, str, str, str]] = [
         (args.fp16 and runtime.mesh().device.type == "cpu", "fp16=True", "loss scaling on CPUs", "bf16=True"),
         (args.auto_find_batch_size, "auto_find_batch_size=True", "retrying sharded models", "a fixed batch size"),
         (args.parallelism_config is not None, "parallelism_config", "a second layout beside --parallel", "the spec"),
@@ -74,6 +49,32 @@ def _list_refusals(args: TrainingArguments, config: ParallelConfig) -> list[tupl
         (args.fp16_full_eval, "fp16_full_eval=True", "casting sharded models", "bf16=True"),
         (args.bf16_full_eval, "bf16_full_eval=True", "casting sharded models", "bf16=True"),
     ]
+    for asked, spelled, what, works in refusals:
+        if asked:
+            refuse(spelled, f"{what} is not part of this version", works)
+    if getattr(args, "torch_compile", False):
+        check_compiled(config, "torch_compile=True")
+    if config.recompute_way != "none":
+        check_layers(config.recompute_way, _read_checkpointing_settings(args))
+    if config.recompute_way == "selective":
+        check_selective(_read_checkpointing_settings(args))
+    if args.use_liger_kernel:
+        model_parts.check_recomputation(args, config)
+    _check_shares(args, config)
+    if config.pp_size > 1 and not config.shares_batches:  # unlike batches are filled up to what the schedule takes
+        rows = args.per_device_train_batch_size
+        try:
+            count_micro_batches(rows, config)
+        except SpecError as error:
+            refuse(f"per_device_train_batch_size={rows}", error)
+
+
+def _read_checkpointing_settings(args: TrainingArguments) -> dict[str, object]:
+    """Transformers 5.23 has renamed them."""
+    for name in ("activation_checkpointing", "gradient_checkpointing"):
+        if getattr(args, name, False):
+            return dict(getattr(args, f"{name}_kwargs", None) or {})
+    return {}
 
 
 def _check_shares(args: TrainingArguments, config: ParallelConfig) -> None:
@@ -106,10 +107,3 @@ def check_shared_examples(trainer: Trainer) -> None:
         refuse(what, f"{others[0].__name__} compares examples of a data rank's batch", "batch_shares=even")
     if trainer.can_return_loss:
         refuse(what, f"the loss of {type(trainer.model).__name__} compares examples", "batch_shares=even")
-
-
-def _check_micro_batches(rows: int, config: ParallelConfig) -> None:
-    try:
-        count_micro_batches(rows, config)
-    except SpecError as error:
-        refuse(f"per_device_train_batch_size={rows}", error)

@@ -167,23 +167,38 @@ def check_loop() -> None:
 @patch("transformers.trainer:Trainer.get_train_dataloader", "counts batches in rows")
 def get_train_dataloader(original: Callable, self: Trainer) -> object:
     """Batches of at most `pack_tokens` tokens, or the script's without padding, where that is asked for."""
+    from transformers.trainer_utils import has_length
+
+    if read_budget() or joining.is_joining_wanted():
+        why = joining.find_reason_for_other_numbers(self)
+        if why is not None:
+            refuse_joining(why)
+    else:
+        joining.choose_joining(self, find_reason_against_joining)
     if not read_budget():
         if joining.is_joining_wanted():
-            joining.refuse_other_numbers(self)
+            with replacing(self, data_collator=joining.Joined(self.data_collator, Beside.wanted(self, of_batch=True))):
+                loader = original(self)
         else:
-            joining.choose_joining(self, find_reason_against_joining)
-        loader = _join_batches_of(original, self) if joining.is_joining_wanted() else original(self)
+            loader = original(self)
         follow_trainer(loader)
         return loader
-    joining.refuse_other_numbers(self)
-    examples, args = _read_examples(self), self.args
+    dataset, args = self.train_dataset, self.args
+    if dataset is None or isinstance(dataset, torch.utils.data.IterableDataset) or not has_length(dataset):
+        refuse_joining("examples of a data set without a length cannot be dealt out", "a data set with a length")
+    examples = Examples(*get_rows_and_collator(self))
     current = runtime.current()
     ranks = 1 if current is None else current.mesh.data_size
     seed = args.seed if args.data_seed is None else args.data_seed
     shares = None if current is None else current.config.shares
-    batches = TokenBatches(_read_lengths(self.train_dataset, args), read_budget(), ranks, seed, shares)
+    batches = TokenBatches(_read_lengths(dataset, args), read_budget(), ranks, seed, shares)
     deal.record_deal(self, batches)
-    report.say(_format_batches(batches))
+    filled = sum(batches.lengths) / (len(batches) * batches.budget)
+    unlike = f" of at most {' '.join(map(str, batches.budgets))} tokens" if len(set(batches.budgets)) > 1 else ""
+    report.say(
+        f"pack_tokens={batches.budget}: {len(batches.lengths)} examples in {batches.steps} batches of each of "
+        f"{batches.ranks} data ranks{unlike}, {filled:.0%} full; per_device_train_batch_size is not used for training"
+    )
     loader = torch.utils.data.DataLoader(
         examples,
         batch_sampler=batches,  # type: ignore[arg-type]
@@ -194,23 +209,6 @@ def get_train_dataloader(original: Callable, self: Trainer) -> object:
         prefetch_factor=args.dataloader_prefetch_factor,
     )
     return self.accelerator.prepare(loader)
-
-
-def _join_batches_of(original: Callable, trainer: Trainer) -> object:
-    """The loader of the script's batches, each joined."""
-    with replacing(
-        trainer, data_collator=joining.Joined(trainer.data_collator, Beside.wanted(trainer, of_batch=True))
-    ):
-        return original(trainer)
-
-
-def _format_batches(batches: TokenBatches) -> str:
-    filled = sum(batches.lengths) / (len(batches) * batches.budget)
-    unlike = f" of at most {' '.join(map(str, batches.budgets))} tokens" if len(set(batches.budgets)) > 1 else ""
-    return (
-        f"pack_tokens={batches.budget}: {len(batches.lengths)} examples in {batches.steps} batches of each of "
-        f"{batches.ranks} data ranks{unlike}, {filled:.0%} full; per_device_train_batch_size is not used for training"
-    )
 
 
 class Examples(torch.utils.data.Dataset):
@@ -229,26 +227,13 @@ class Examples(torch.utils.data.Dataset):
         return row
 
 
-def _read_examples(trainer: Trainer) -> Examples:
-    from transformers.trainer_utils import has_length
-
-    rows = trainer.train_dataset
-    if rows is None or isinstance(rows, torch.utils.data.IterableDataset) or not has_length(rows):
-        refuse_joining("examples of a data set without a length cannot be dealt out", "a data set with a length")
-    return Examples(*get_rows_and_collator(trainer))
-
-
 def _read_lengths(rows: Dataset, args: TrainingArguments) -> list[int]:
     lengths, name = read_lengths_of(rows, args), find_length_column(rows, args)
     if lengths is None:
         refuse_joining("rows of the data set have no input_ids to count", "a data set of tokens")
-    if name is not None:
-        _check_lengths(rows, lengths, name)
-    return lengths
-
-
-def _check_lengths(rows: Dataset, lengths: list[int], name: str) -> None:
-    """Some rows all over the data set: too small lengths let batches overflow, too large ones leave them empty."""
+    if name is None:
+        return lengths
+    # Some rows all over the data set: too small lengths let batches overflow, too large ones leave them empty.
     told = counted = 0
     for index in range(0, len(rows), max(1, len(rows) // _SAMPLE)):
         row = rows[index]
@@ -261,3 +246,4 @@ def _check_lengths(rows: Dataset, lengths: list[int], name: str) -> None:
         report.say(
             f"pack_tokens: the column {name} says {told} of examples that have {counted} tokens: batches hold less"
         )
+    return lengths

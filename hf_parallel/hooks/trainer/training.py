@@ -36,7 +36,7 @@ from hf_parallel.hooks.trainer import (
     losses,
     token_budget,
 )
-from hf_parallel.hooks.trainer.checkpoints import has_failed, is_writing, record_of, wait_for_save
+from hf_parallel.hooks.trainer.checkpoints import record_of, wait_for_save
 from hf_parallel.hooks.trainer.noise import draw_noise_of_examples
 from hf_parallel.hooks.trainer.refused_batches import check_batch, count_targets_of_step
 from hf_parallel.hooks.trainer.settings import check_arguments, check_shared_examples
@@ -65,6 +65,8 @@ if TYPE_CHECKING:
 
 #: As a shell reports the end of a process by SIGTERM.
 EXIT_CODE = 128 + signal.SIGTERM
+#: How the names of metrics end in which ranks differ anyway.
+_SPEEDS = ("_runtime", "_per_second", "_time")
 
 
 class StepsTogether(TrainerCallback):
@@ -87,7 +89,12 @@ class StepsTogether(TrainerCallback):
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        self.asked[1], self.asked[2] = is_writing(self.trainer), has_failed(self.trainer)
+        unfinished = record_of(self.trainer).unfinished_save
+        if unfinished is None:
+            self.asked[1:] = 0
+        else:
+            self.asked[1] = unfinished.thread is not None and unfinished.thread.is_alive()
+            self.asked[2] = unfinished.error is not None
         self.agreed.copy_(self.asked)
         self.pending = dist.all_reduce(self.agreed, dist.ReduceOp.MAX, group=self.group, async_op=True)
 
@@ -118,7 +125,7 @@ def on_evaluate(
     """
     if not dist.is_initialized():
         return original(args, state, control, metrics, **kwargs)
-    first, differ = _compare_with_rank_0({key: value for key, value in metrics.items() if not _is_speed(key)})
+    first, differ = _compare_with_rank_0({k: v for k, v in metrics.items() if not k.endswith(_SPEEDS)})
     metrics.update(first)
     _say_different(trainer, "the value of", differ)
     control = original(args, state, control, metrics, **kwargs)
@@ -135,10 +142,6 @@ def _compare_with_rank_0(own: dict[str, Any]) -> tuple[dict[str, Any], list[str]
     everywhere = messages.gather_objects(own)
     first = everywhere[0]
     return first, [key for key in first if any(repr(one.get(key)) != repr(first[key]) for one in everywhere)]
-
-
-def _is_speed(key: str) -> bool:
-    return key.endswith(("_runtime", "_per_second", "_time"))
 
 
 def _say_different(trainer: Trainer, what: str, keys: list[str]) -> None:
@@ -184,29 +187,15 @@ def end_together(trainer: Trainer) -> Iterator[None]:
 def begin_profiled_step(trainer: Trainer) -> None:
     """A step begins; is it one to profile? Collective over all ranks, if it is."""
     state, step = runtime.find_parallel_state(trainer.model), trainer.state.global_step + 1
-    if state is not None:
-        _say_unreached(trainer, state.config.profile_steps or ())
-    if state is None or step not in (state.config.profile_steps or ()):
-        return
-    monitoring.watch_model(trainer.model)  # its own notes begin before those of a profile, and end after them
-    record_of(trainer).profile = Profile(state.mesh, list_known_groups(state), step)
-
-
-def _say_unreached(trainer: Trainer, steps: tuple[int, ...]) -> None:
-    """Once: steps that this training does not get to."""
-    record, late = record_of(trainer), [step for step in steps if step > trainer.state.max_steps]
+    record, asked = record_of(trainer), () if state is None else state.config.profile_steps or ()
+    last = trainer.state.max_steps
+    late = [asked_step for asked_step in asked if asked_step > last]
     if late and not record.told_unreached:
         record.told_unreached = True
-        report.say(f"profile_steps: the training ends after step {trainer.state.max_steps}, before {late}")
-
-
-def end_profiled_step(trainer: Trainer) -> None:
-    """The step has ended for all that look at it."""
-    record = record_of(trainer)
-    if record.profile is not None:
-        for line in record.profile.finish(trainer.args.output_dir):
-            report.say(line)
-        record.profile = None
+        report.say(f"profile_steps: the training ends after step {last}, before {late}")
+    if state is not None and step in asked:
+        monitoring.watch_model(trainer.model)  # its own notes begin before those of a profile, and end after them
+        record.profile = Profile(state.mesh, list_known_groups(state), step)
 
 
 # ---- set-up ------------------------------------------------------------------------------------------------------
@@ -229,7 +218,12 @@ def init(
     check_arguments(args)
     auto_shares.measure_shares()
     _count_all_targets(args)
-    _make_folder(args.output_dir)
+    # Rank 0 makes the output folder, as Trainer would; where it cannot, all ranks say so.
+    folder = args.output_dir
+    try:
+        messages.send_from_one(lambda: os.makedirs(folder, exist_ok=True))
+    except OSError as error:
+        refuse(f"output_dir={folder}", f"cannot be made ({error.strerror or error})", do="give another", cause=error)
     given = bind_by_name(original, (self, model, args, *rest), kwargs)
     trl.check_trl_trainer(self, args, given.get("eval_dataset"), model)
     if model is not None:
@@ -259,14 +253,6 @@ def _count_all_targets(args: TrainingArguments) -> None:
         report.say(
             "average_tokens_across_devices=False has no effect; the loss is over all targets, as in one process"
         )
-
-
-def _make_folder(path: str) -> None:
-    """Rank 0 makes the output folder, as Trainer would; where it cannot, all ranks say so."""
-    try:
-        messages.send_from_one(lambda: os.makedirs(path, exist_ok=True))
-    except OSError as error:
-        refuse(f"output_dir={path}", f"cannot be made ({error.strerror or error})", do="give another", cause=error)
 
 
 @patch("transformers.trainer:Trainer.call_model_init", "models from model_init become parallel")
@@ -332,13 +318,19 @@ def training_step(
     """Remember how many rows of this batch are real while its loss is computed."""
     hangs.mark_step(self.state.global_step + 1)
     given = bind_by_name(original, (self, model, inputs, *args), kwargs)
-    fill_steps.begin_step(self)
-    if delayed_steps.find_delayed_pipeline(self) is None:
+    fill = fill_steps.fill_of(self)
+    if fill is not None and not fill.in_step:
+        fill.begin_step()
+    engine = joint_steps.find_engine_of(self)
+    if engine is None or engine.delayed is None:
         joint_steps.announce_step(self, model, inputs, given.get("num_items_in_batch"))
     else:
         delayed_steps.announce_steps(self, model, inputs)
     looked_at = bad_numbers.watch_micro_batch(model, inputs, args, kwargs)
-    inputs, step = evaluation.open_evaluation_batch(inputs)
+    step = checkpoints.StepRecord()
+    if isinstance(inputs, evaluation.WeighedBatch):  # the batch as it was, and what is known of its rows
+        step = checkpoints.StepRecord(inputs.real_rows, inputs.share)
+        inputs = dict(inputs)
     check_batch(inputs)
     noise = draw_noise_of_examples(self, inputs)
     runtime.compare_batches(model, inputs, "training")
@@ -355,9 +347,12 @@ def training_step(
 
 def on_step_end(trainer: Trainer, original: Callable, *args: object, **kwargs: object) -> object:
     """A step ends when all callbacks have seen its end; logging, evaluation and saving are not part of it."""
-    control = original(*args, **kwargs)
+    control, record = original(*args, **kwargs), record_of(trainer)
     monitoring.end_monitored_step()
-    end_profiled_step(trainer)
+    if record.profile is not None:
+        for line in record.profile.finish(trainer.args.output_dir):
+            report.say(line)
+        record.profile = None
     return control
 
 

@@ -7,9 +7,8 @@ padded and shuffled over the global batch, so that each micro-batch holds the ro
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
@@ -22,7 +21,6 @@ from hf_parallel.axes.pipeline.unscheduled import serve_script
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.patching import patch, read_library_version, replacing
 from hf_parallel.hooks.trainer.checkpoints import record_of
-from hf_parallel.hooks.trainer.means import set_share
 from hf_parallel.hooks.trl import servers
 
 if TYPE_CHECKING:
@@ -42,8 +40,10 @@ def check_online_trainer(
     model: nn.Module | None = None,
 ) -> None:
     """Refuse what would not be the same on all ranks of a model, or not that of one process, by name."""
-    mesh = runtime.mesh()
-    data_ranks = mesh.data_size
+    from transformers.trainer_utils import has_length
+
+    data_ranks = runtime.mesh().data_size
+    eval_datasets = eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset]
     several = f"with {data_ranks} data ranks, "
     refusals = [
         (
@@ -79,7 +79,7 @@ def check_online_trainer(
         ),
         (getattr(trainer, "rollout_func", None), "rollout_func", "ranks would roll out apart", "TRL's own generation"),
         (
-            data_ranks > 1 and _has_no_length(eval_dataset),
+            data_ranks > 1 and any(one is not None and not has_length(one) for one in eval_datasets),
             "an eval_dataset without a length",
             several + "its last batch would count rows twice",
             "a Dataset",
@@ -103,18 +103,6 @@ def check_online_trainer(
             refuse(f"{type(trainer).__name__} with {spelled}", why, works)
 
 
-def does_couple_rows(trainer: GRPOTrainer | RLOOTrainer) -> bool:
-    """GRPO's losses that are none of single rows: a quantile over the batch, a mean over its tokens."""
-    return getattr(trainer, "top_entropy_quantile", 1.0) < 1 or getattr(trainer, "loss_type", "") == "bnpo"
-
-
-def _has_no_length(dataset: object) -> bool:
-    from transformers.trainer_utils import has_length
-
-    sets = dataset.values() if isinstance(dataset, dict) else [dataset]
-    return any(one is not None and not has_length(one) for one in sets)
-
-
 # ---- which rows, which random numbers -----------------------------------------------------------------------------
 
 
@@ -133,39 +121,33 @@ def pad(
 
 @patch("trl.trainer.utils:shuffle_sequence_dict", "shuffles by process", copies=True)
 def shuffle_sequence_dict(original: Callable, seq_dict: dict) -> dict:
-    """Left to `split_tensor_dict`, which knows the number of parts."""
-    return original(seq_dict) if _has_one_order() else seq_dict
-
-
-def _has_one_order() -> bool:
-    """Do all ranks have all rows, and the same random state? Stages drop out, and so draw, apart."""
-    return runtime.mesh().data_size * runtime.mesh().size("pp") == 1
+    """Left to `split_tensor_dict`, which knows the number of parts, where ranks have other rows or random states."""
+    return original(seq_dict) if runtime.mesh().data_size * runtime.mesh().size("pp") == 1 else seq_dict
 
 
 @patch("trl.trainer.utils:split_tensor_dict", "splits by process", copies=True)
 def split_tensor_dict(original: Callable, tensor_dict: dict, num_chunks: int) -> list[dict]:
     """Shuffle the generation batch of all data ranks, so that they share each part as one process would shuffle it."""
     mesh, batch, parts = runtime.mesh(), tensor_dict, num_chunks
-    if not _has_one_order() and parts > 1:
+    if mesh.data_size * mesh.size("pp") > 1 and parts > 1:  # stages drop out, and so draw, apart
         order = torch.randperm(len(batch["prompt_ids"]) * mesh.data_size).to(mesh.device)
         for group in (mesh.data_group, mesh.group("pp")):
             dist.broadcast(order, group=group, group_src=0)
         own = order.view(parts, mesh.data_size, -1)[:, mesh.data_rank].flatten()
-        batch = {key: _gather_rows_of_all(value, own) for key, value in batch.items()}
+        batch = dict(tensor_dict)
+        for key, value in tensor_dict.items():
+            if torch.is_tensor(value) and value.ndim:  # tensors of all data ranks have the same shape
+                held = [torch.empty_like(value) for _ in range(mesh.data_size)]
+                dist.all_gather(held, value.contiguous(), group=mesh.data_group)
+                batch[key] = torch.cat(held)[own]
     return original(batch, parts)
 
 
-def _gather_rows_of_all(value: object, wanted: torch.Tensor) -> object:
-    """These rows of the data ranks' tensors behind one another; all have the same shape."""
-    if not torch.is_tensor(value) or value.ndim == 0:
-        return value
-    mesh = runtime.mesh()
-    parts = [torch.empty_like(value) for _ in range(mesh.data_size)]
-    dist.all_gather(parts, value.contiguous(), group=mesh.data_group)
-    return torch.cat(parts)[wanted]
-
-
 # ---- generation and rewards -----------------------------------------------------------------------------------------
+
+
+#: Real rows of each data rank's batch, while it is generated and scored; None if none is repeated.
+_scored: ContextVar[list[int] | None] = ContextVar("scored", default=None)
 
 
 @patch(
@@ -175,37 +157,22 @@ def _gather_rows_of_all(value: object, wanted: torch.Tensor) -> object:
 def generate_and_score(original: Callable, self: GRPOTrainer | RLOOTrainer, inputs: list[dict]) -> dict:
     """Generate with one random state on the ranks of one model, and score the rows that are not repeated."""
     runtime.equalise_within_model(0)
-    servers.take_upcoming(self, inputs)
-    step = record_of(self).step
-    step.generated = _count_real_rows_of_each(self, len(inputs))
-    with _score_real_rows(step.generated):
-        outputs = _generate_real_rows(original, self, inputs, step.generated)
-    servers.correct_means(self, outputs)
-    return outputs
-
-
-def _generate_real_rows(
-    original: Callable, self: GRPOTrainer | RLOOTrainer, inputs: list[dict], real: list[int] | None
-) -> dict:
-    if real is None:
-        return original(self, inputs)
-    scores = functools.partial(_zero_repeated_scores, real, self._get_per_token_logps_and_entropies)
-    lengths = functools.partial(_generate_with_real_lengths, self.accelerator, sum(real), self._generate)
-    with replacing(self, _get_per_token_logps_and_entropies=scores, _generate=lengths):
-        return _without_repeats(self, real, original(self, inputs))
-
-
-#: Real rows of each data rank's batch, while it is generated and scored; None if none is repeated.
-_scored: ContextVar[list[int] | None] = ContextVar("scored", default=None)
-
-
-@contextlib.contextmanager
-def _score_real_rows(real: list[int] | None) -> Iterator[None]:
+    record = record_of(self)
+    record.upcoming = inputs[0].pop(servers.NEXT_ROWS, None)  # no reward function sees the rows after these
+    real = record.step.generated = _count_real_rows_of_each(self, len(inputs))
     token = _scored.set(real)
     try:
-        yield
+        if real is None:
+            outputs = original(self, inputs)
+        else:
+            scores = functools.partial(_zero_repeated_scores, real, self._get_per_token_logps_and_entropies)
+            lengths = functools.partial(_generate_with_real_lengths, self.accelerator, sum(real), self._generate)
+            with replacing(self, _get_per_token_logps_and_entropies=scores, _generate=lengths):
+                outputs = _without_repeats(self, real, original(self, inputs))
     finally:
         _scored.reset(token)
+    servers.correct_means(self, outputs)
+    return outputs
 
 
 @patch("trl.trainer.{grpo,rloo}_trainer:gather", "takes every process's word for its rewards, and repeated rows")
@@ -269,29 +236,24 @@ def _zero_repeated_scores(real: list[int], original: Callable, *args: object, **
 
 
 def _without_repeats(trainer: GRPOTrainer | RLOOTrainer, real: list[int], outputs: dict) -> dict:
-    """Repeated rows keep their place but have no token that counts."""
+    """Repeated rows keep their place but have no token that counts; logs and means are of the real ones."""
     mesh, mask = runtime.mesh(), outputs["completion_mask"].clone()
     mask[real[mesh.data_rank] :] = 0
     tokens = torch.stack([outputs["completion_mask"].sum(), mask.sum()])
     dist.all_reduce(tokens, group=mesh.data_group)
-    _correct_logs(trainer, sum(real), len(mask) * mesh.data_size, float(tokens[0] / tokens[1].clamp(min=1)))
+    rows, logs, metrics = len(mask) * mesh.data_size, trainer._logs, trainer._metrics["eval"]
+    for column in (logs["prompt"], logs["completion"], logs["advantages"], *logs["rewards"].values()):
+        for _ in range(rows - sum(real)):
+            column.pop()
+    groups = getattr(trainer, "scale_rewards", "group") != "batch" and trainer.num_generations_eval > 1
+    if groups and getattr(trainer, "multi_objective_aggregation", "sum_then_normalize") == "sum_then_normalize":
+        metrics["frac_reward_zero_std"][-1] *= rows / sum(real)
+    if trainer.beta and not hasattr(trainer, "loss_type"):  # RLOO's penalty is part of its rewards
+        metrics["kl"][-1] *= float(tokens[0] / tokens[1].clamp(min=1))
     changed = {"completion_mask": mask}
     if "num_items_in_batch" in outputs:
         changed["num_items_in_batch"] = tokens[1]
     return {**outputs, **changed}
-
-
-def _correct_logs(trainer: GRPOTrainer | RLOOTrainer, real: int, rows: int, tokens_too_many: float) -> None:
-    """Take repeated rows out of tables and of what was divided by their number too."""
-    logs, metrics = trainer._logs, trainer._metrics["eval"]
-    for column in (logs["prompt"], logs["completion"], logs["advantages"], *logs["rewards"].values()):
-        for _ in range(rows - real):
-            column.pop()
-    groups = getattr(trainer, "scale_rewards", "group") != "batch" and trainer.num_generations_eval > 1
-    if groups and getattr(trainer, "multi_objective_aggregation", "sum_then_normalize") == "sum_then_normalize":
-        metrics["frac_reward_zero_std"][-1] *= rows / real
-    if trainer.beta and not hasattr(trainer, "loss_type"):  # RLOO's penalty is part of its rewards
-        metrics["kl"][-1] *= tokens_too_many
 
 
 # ---- the loss -------------------------------------------------------------------------------------------------------
@@ -303,21 +265,21 @@ def weigh_online_loss(trainer: GRPOTrainer | RLOOTrainer, loss: torch.Tensor, in
     Means over rows are that already, and sums over tokens, which TRL divides by the tokens of all processes.
     """
     kind = getattr(trainer, "loss_type", "")
-    if runtime.mesh().data_size == 1:
+    mesh = runtime.mesh()
+    if mesh.data_size == 1:
         return loss
     if trainer.model.training and kind != "bnpo":
         return loss
     tokens = int(inputs["completion_mask"].sum())
     if trainer.model.training:
-        return loss * set_share(tokens)
+        total = torch.tensor(float(tokens), device=mesh.device)
+        dist.all_reduce(total, group=mesh.data_group)
+        return loss * (tokens * mesh.data_size / max(1.0, float(total)))
     rows, generated = len(inputs["prompt_ids"]), record_of(trainer).step.generated
-    real = rows if generated is None else generated[runtime.mesh().data_rank]
+    real = rows if generated is None else generated[mesh.data_rank]
     held, counted = (tokens, tokens) if kind == "bnpo" else (1, 1) if kind in _SUMS else (rows, real)
-    return _average_unlike_means(loss.detach(), held, counted)
-
-
-def _average_unlike_means(mean: torch.Tensor, held: int, counted: int) -> torch.Tensor:
-    """Average means over `held` numbers, of which `counted` are not zero by force."""
+    # Average means over `held` numbers, of which `counted` are not zero by force.
+    mean = loss.detach()
     totals = torch.stack([mean.float() * held, torch.full_like(mean, counted, dtype=torch.float32)])
-    dist.all_reduce(totals, group=runtime.mesh().data_group)
+    dist.all_reduce(totals, group=mesh.data_group)
     return totals[0] / totals[1].clamp(min=1)

@@ -59,56 +59,36 @@ class WholeModel(nn.Module):
         self, *args: object, **kwargs: object
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Whole tensors of all stages on rank 0, which sends them; the others take part and yield nothing."""
-        if self.generation._weight_metadata is None:  # asked for names and shapes, which are known without the values
-            for entry in (entry for group in _list_sent_groups(self) for entry in group.entries):
+        kept, model, base, prefix = self.generation, self.model, self.model, None
+        if hasattr(model, "peft_config"):
+            base, prefix = model.get_base_model(), getattr(model, "prefix", None)
+
+        def own(name: str) -> str | None:
+            """The name of a base's parameter without wrappers; None for an adapter's, and for what one trains."""
+            if prefix is not None and (prefix in name or "original_module" in name):
+                return None
+            for wrapper in _WRAPPERS if prefix is not None else ():
+                name = name.replace(wrapper, "")
+            return name
+
+        if not hasattr(kept, "_hf_parallel_groups"):  # what is sent, in its order; collective the first time
+            kept._hf_parallel_groups = checkpoint.make_parameter_groups(base, runtime.mesh(), own)
+        groups = kept._hf_parallel_groups
+        if kept._weight_metadata is None:  # asked for names and shapes, which are known without the values
+            for entry in (entry for group in groups for entry in group.entries):
                 yield entry.name, torch.empty(entry.shape, dtype=entry.dtype, device="meta")
             return
-        adapted = hasattr(self.model, "merge_adapter")
+        adapted = hasattr(model, "merge_adapter")
         if adapted:
-            self.model.merge_adapter()
+            model.merge_adapter()
         try:
-            own, stored = _make_name_lookup(self.model), checkpoint.list_local_parameters(_get_base(self.model))
+            stored = checkpoint.list_local_parameters(base)
             local = {name: tensor for given, tensor in stored.items() if (name := own(given)) is not None}
-            for name, tensor in checkpoint.stream_tensors(
-                _list_sent_groups(self), local, runtime.mesh(), reference.BUCKET
-            ):
+            for name, tensor in checkpoint.stream_tensors(groups, local, runtime.mesh(), reference.BUCKET):
                 yield name, tensor.to(runtime.mesh().device)
         finally:
             if adapted:
-                self.model.unmerge_adapter()
-
-
-def show_whole_weights(generation: VLLMGeneration) -> contextlib.AbstractContextManager:
-    """Let TRL read whole weights; what it would read itself is this rank's part of its own stage."""
-    parallel = runtime.find_parallel_state(generation.model) is not None
-    return replacing(generation, model=WholeModel(generation)) if parallel else contextlib.nullcontext()
-
-
-def _list_sent_groups(whole: WholeModel) -> list:
-    """Return what is sent, in its order; collective the first time."""
-    kept = whole.generation
-    if not hasattr(kept, "_hf_parallel_groups"):
-        base, own = _get_base(whole.model), _make_name_lookup(whole.model)
-        kept._hf_parallel_groups = checkpoint.make_parameter_groups(base, runtime.mesh(), own)
-    return kept._hf_parallel_groups
-
-
-def _get_base(model: PreTrainedModel) -> PreTrainedModel:
-    return model.get_base_model() if hasattr(model, "peft_config") else model
-
-
-def _make_name_lookup(model: PreTrainedModel) -> Callable[[str], str | None]:
-    """The name of a base's parameter without wrappers; None for an adapter's, and for what one trains in its place."""
-    prefix = getattr(model, "prefix", None) if hasattr(model, "peft_config") else None
-
-    def own(name: str) -> str | None:
-        if prefix is not None and (prefix in name or "original_module" in name):
-            return None
-        for wrapper in _WRAPPERS if prefix is not None else ():
-            name = name.replace(wrapper, "")
-        return name
-
-    return own
+                model.unmerge_adapter()
 
 
 # ---- how far the server is off -------------------------------------------------------------------------------------
@@ -204,36 +184,22 @@ def refuse_loop() -> None:
             refuse(f"{name}={value}", "only TRL's trainers ask servers", f"{name}={str(default).lower()}")
 
 
-def list_trl_classes_of(trainer: Trainer) -> list[type]:
-    """TRL's among its classes, the innermost one first; none of another library's trainer."""
-    return [cls for cls in type(trainer).__mro__ if cls.__module__.startswith("trl.")]
-
-
 def check_servers(trainer: Trainer, args: TrainingArguments) -> None:
     """Refuse a Trainer that would not ask, or not what was meant."""
-    kinds = {cls.__name__ for cls in list_trl_classes_of(trainer)}
-    _check_rollouts(type(trainer).__name__, kinds, args)
-    _check_reference(type(trainer).__name__, kinds, args)
-
-
-def _check_rollouts(name: str, kinds: set[str], args: TrainingArguments) -> None:
-    if runtime.mesh().config.rollouts == IN_TURN:
+    config, name = runtime.mesh().config, type(trainer).__name__
+    kinds = {cls.__name__ for cls in type(trainer).__mro__ if cls.__module__.startswith("trl.")}
+    if config.rollouts != IN_TURN:
+        if "GRPOTrainer" not in kinds:
+            refuse(ASKED_AHEAD, f"{name} does not weigh what older weights drew", do="GRPOTrainer does")
+        if not args.use_vllm:
+            why = "drawing in the training's own processes takes its turn: use_vllm=False"
+            refuse(ASKED_AHEAD, why, f"rollouts={IN_TURN}")
+        if not args.vllm_importance_sampling_correction:
+            why = "nothing would make up for the lag: vllm_importance_sampling_correction=False"
+            refuse(ASKED_AHEAD, why, "vllm_importance_sampling_correction=True")
+    if config.reference is None:
         return
-    if "GRPOTrainer" not in kinds:
-        refuse(ASKED_AHEAD, f"{name} does not weigh what older weights drew", do="GRPOTrainer does")
-    if not args.use_vllm:
-        why = "drawing in the training's own processes takes its turn: use_vllm=False"
-        refuse(ASKED_AHEAD, why, f"rollouts={IN_TURN}")
-    if not args.vllm_importance_sampling_correction:
-        why = "nothing would make up for the lag: vllm_importance_sampling_correction=False"
-        refuse(ASKED_AHEAD, why, "vllm_importance_sampling_correction=True")
-
-
-def _check_reference(name: str, kinds: set[str], args: TrainingArguments) -> None:
-    address = runtime.mesh().config.reference
-    if address is None:
-        return
-    what = f"reference={address}"
+    what = f"reference={config.reference}"
     if kinds.isdisjoint(_WITH_REFERENCE):
         refuse(what, f"{name} asks no reference model", do="`trl grpo`, `trl rloo` and `trl dpo` do")
     if getattr(args, "sync_ref_model", False):
@@ -256,12 +222,7 @@ def _check_reference(name: str, kinds: set[str], args: TrainingArguments) -> Non
 
 _GRPO = "trl.trainer.grpo_trainer:GRPOTrainer"
 #: In the first row of a batch: the rows of the generation batch after it.
-_NEXT = "_hf_parallel_next"
-
-
-def is_on() -> bool:
-    """Are completions drawn ahead?"""
-    return runtime.mesh().config.rollouts == ONE_STEP_BEHIND
+NEXT_ROWS = "_hf_parallel_next"
 
 
 # ---- which prompts come next ---------------------------------------------------------------------------------------
@@ -294,7 +255,7 @@ class Upcoming:
 def _collate_lengths(collate: Callable, rows: int, examples: list) -> list:
     batch = collate(examples[:rows])
     if len(examples) > rows:
-        batch = [{**batch[0], _NEXT: collate(examples[rows:])}, *batch[1:]]
+        batch = [{**batch[0], NEXT_ROWS: collate(examples[rows:])}, *batch[1:]]
     return batch
 
 
@@ -302,7 +263,7 @@ def _collate_lengths(collate: Callable, rows: int, examples: list) -> list:
 def get_train_dataloader(original: Callable, self: GRPOTrainer) -> DataLoader:
     """Batches that know the one after them."""
     loader = original(self)
-    if not is_on():
+    if runtime.mesh().config.rollouts != ONE_STEP_BEHIND:
         return loader
     base = getattr(loader, "base_dataloader", loader)
     if getattr(base, "batch_sampler", None) is None:
@@ -317,11 +278,6 @@ def get_train_dataloader(original: Callable, self: GRPOTrainer) -> DataLoader:
     vars(base)["batch_sampler"] = Upcoming(base.batch_sampler, self.args.steps_per_generation * self.num_iterations)
     base.collate_fn = functools.partial(_collate_lengths, base.collate_fn, rows)
     return loader
-
-
-def take_upcoming(trainer: GRPOTrainer, inputs: list[dict]) -> None:
-    """Remember the rows after these, and leave them out of what reward functions see."""
-    record_of(trainer).upcoming = inputs[0].pop(_NEXT, None)
 
 
 # ---- asking ahead --------------------------------------------------------------------------------------------------
@@ -393,7 +349,9 @@ def sync_weights(original: Callable, self: VLLMGeneration) -> None:
     """Completions that are being drawn are drawn to their end by the weights that they began with."""
     if hasattr(self, "vllm_client"):
         _get_questions(self.vllm_client).wait()
-    with show_whole_weights(self):
+    # What TRL would read itself is this rank's part of its own stage.
+    parallel = runtime.find_parallel_state(self.model) is not None
+    with replacing(self, model=WholeModel(self)) if parallel else contextlib.nullcontext():
         original(self)
 
 
@@ -402,22 +360,14 @@ def _generate_ahead(trainer: GRPOTrainer, generate: Callable, *args: object, **k
     drawn = generate(*args, **kwargs)
     record = record_of(trainer)
     rows, record.upcoming = record.upcoming, None
-    if rows is not None and trainer.model.training and not _is_last(trainer):
-        _ask_ahead(trainer, generate, [copy.deepcopy(row["prompt"]) for row in rows])
-    return drawn
-
-
-def _is_last(trainer: GRPOTrainer) -> bool:
-    """Will no step train on what is generated next?"""
     every, calls = trainer.args.steps_per_generation * trainer.num_iterations, trainer.args.gradient_accumulation_steps
-    steps = (trainer._step % calls + every) // calls
-    return trainer.state.global_step + steps >= trainer.state.max_steps
-
-
-def _ask_ahead(trainer: GRPOTrainer, generate: Callable, prompts: list) -> None:
-    """Ask ahead as TRL itself would ask, but without waiting for the answer."""
-    ids, images, _ = trainer._tokenize_prompts(prompts)
-    generation = trainer.vllm_generation
-    questions = _get_questions(generation.vllm_client) if trainer.accelerator.is_main_process else Questions()
+    begins = trainer.state.global_step + (trainer._step % calls + every) // calls  # the step that would train on them
+    if rows is None or not trainer.model.training or begins >= trainer.state.max_steps:
+        return drawn
+    # Asked as TRL itself would ask, but without waiting for the answer.
+    ids, images, _ = trainer._tokenize_prompts([copy.deepcopy(row["prompt"]) for row in rows])
+    client = trainer.vllm_generation.vllm_client if trainer.accelerator.is_main_process else None
+    questions = Questions() if client is None else _get_questions(client)
     with replacing(questions, ahead=True):
         generate(prompts=ids, images=images, num_generations=trainer.num_generations)
+    return drawn

@@ -78,23 +78,21 @@ class ServedReference(nn.Module):
         assert labels is not None
         kind = input_ids.device.type
         dtype = str(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else "none"
-        text = self._ask_for_scores(
-            input_ids=input_ids.tolist(),
-            mask=attention_mask.tolist(),
-            labels=labels.tolist(),
-            temperature=self.temperature,
-            autocast=None if dtype == "none" else dtype.removeprefix("torch."),
-        )
-        scores = decode_scores(text, (labels.shape[0], labels.shape[1] - 1))
-        return SimpleNamespace(log_probs=scores.to(input_ids.device))
-
-    def _ask_for_scores(self, **told: object) -> str:
-        """Ask once for all ranks of the group, and give them the answer or the error."""
+        told = {
+            "input_ids": input_ids.tolist(),
+            "mask": attention_mask.tolist(),
+            "labels": labels.tolist(),
+            "temperature": self.temperature,
+            "autocast": None if dtype == "none" else dtype.removeprefix("torch."),
+        }
 
         def answer() -> str:
             return ask_server(self.address, "log_probs", self.timeout, told)["log_probs"]
 
-        return answer() if self.group is None else messages.send_from_one(answer, self.group)
+        # Asked once for all ranks of the group, which get the answer or the error.
+        text = answer() if self.group is None else messages.send_from_one(answer, self.group)
+        scores = decode_scores(text, (labels.shape[0], labels.shape[1] - 1))
+        return SimpleNamespace(log_probs=scores.to(input_ids.device))
 
     def check(self, policy: PreTrainedModel) -> None:
         """Refuse a model of another kind than the policy's."""
@@ -157,19 +155,44 @@ def _is_one_of(trainer: Trainer, names: tuple[str, ...]) -> bool:
     return any(f"{cls.__module__}.{cls.__qualname__}" in names for cls in type(trainer).__mro__)
 
 
+#: DPO's losses that are no sum over pairs -> what they do with those of a data rank.
+_COUPLED = {
+    "sft": "a mean over the chosen tokens",
+    **dict.fromkeys(("aot", "aot_unpaired"), "a comparison of sorted pairs"),
+}
+
+
 def check_trl_trainer(
     trainer: Trainer, args: TrainingArguments, eval_dataset: object, model: PreTrainedModel | None = None
 ) -> None:
     """Refuse TRL's other trainers: what they do per process is not known to be that of one process."""
-    kind = next(iter(servers.list_trl_classes_of(trainer)), None)
-    if kind is not None:
-        refuse_unpatched(kind.__module__, "trl.trainer.utils")
-        _refuse_old(kind, model)
-        model_parts.check_losses(kind, args)
-        _check_whole_batches(trainer, kind, args)
-        check_own_functions(runtime.mesh().config, kind.__name__ if does_keep_no_logits(kind) else None)
+    # TRL's among its classes, the innermost one; none of another library's trainer.
+    kind = next((cls for cls in type(trainer).__mro__ if cls.__module__.startswith("trl.")), None)
+    config = runtime.mesh().config
+    if kind is None:
+        servers.check_servers(trainer, args)
+        return
+    refuse_unpatched(kind.__module__, "trl.trainer.utils")
+    if kind.__name__ == "DPOTrainer" and hasattr(kind, "concatenated_forward"):
+        refuse("DPOTrainer", "in TRL before 0.29 keeps chosen and rejected rows apart", "trl 0.29 or newer")
+    makes_adapters = hasattr(sys.modules[kind.__module__], "get_peft_model")
+    if getattr(model, "is_loaded_in_4bit", False) and not makes_adapters:  # older ones cast adapters on 4 bits
+        refuse(kind.__name__, "on a base in 4 bits casts shards in TRL before 0.26", "trl 0.26 or newer")
+    model_parts.check_losses(kind, args)
+    # TRL computes some numbers of all examples of a batch together, where ranks or stages have a part of it.
+    losses, data_ranks = getattr(args, "loss_type", None) or [], config.data_parallel_size
+    for loss in [losses] if isinstance(losses, str) else losses:
+        if data_ranks > 1 and kind.__name__ == "DPOTrainer" and loss in _COUPLED:
+            why = f"is {_COUPLED[loss]} of a batch, of which each of {data_ranks} data ranks has a part"
+            refuse(f"loss_type={loss}", why, "loss_type=sigmoid")
+    alpha = getattr(args, "neftune_noise_alpha", None)
+    joined = alpha is not None and getattr(trainer, "padding_free", False)
+    if joined and (data_ranks > 1 or config.pp_size > 1):
+        why = "draws noise by the tokens of a whole batch joined to one row, of which ranks and stages have a part"
+        refuse(f"neftune_noise_alpha={alpha:g} with padding_free or packing", why, "neftune_noise_alpha=None")
+    check_own_functions(config, kind.__name__ if does_keep_no_logits(kind) else None)
     servers.check_servers(trainer, args)
-    if kind is None or f"{kind.__module__}.{kind.__qualname__}" in (*_TOKENS, *_EXAMPLES):
+    if f"{kind.__module__}.{kind.__qualname__}" in (*_TOKENS, *_EXAMPLES):
         return
     if f"{kind.__module__}.{kind.__qualname__}" in online.TRAINERS:
         online.check_online_trainer(trainer, args, eval_dataset, model)
@@ -179,37 +202,6 @@ def check_trl_trainer(
         "not known to this version",
         do="the trainers of `trl sft`, `trl dpo`, `trl kto`, `trl reward`, `trl grpo` and `trl rloo` work",
     )
-
-
-#: DPO's losses that are no sum over pairs -> what they do with those of a data rank.
-_COUPLED = {
-    "sft": "a mean over the chosen tokens",
-    **dict.fromkeys(("aot", "aot_unpaired"), "a comparison of sorted pairs"),
-}
-
-
-def _check_whole_batches(trainer: Trainer, kind: type, args: TrainingArguments) -> None:
-    """Refuse what TRL computes of all examples of a batch together, where ranks or stages have a part of it."""
-    config = runtime.mesh().config
-    losses = getattr(args, "loss_type", None) or []
-    for loss in [losses] if isinstance(losses, str) else losses:
-        if config.data_parallel_size > 1 and kind.__name__ == "DPOTrainer" and loss in _COUPLED:
-            why = f"is {_COUPLED[loss]} of a batch, of which each of {config.data_parallel_size} data ranks has a part"
-            refuse(f"loss_type={loss}", why, "loss_type=sigmoid")
-    alpha = getattr(args, "neftune_noise_alpha", None)
-    joined = alpha is not None and getattr(trainer, "padding_free", False)
-    if joined and (config.data_parallel_size > 1 or config.pp_size > 1):
-        why = "draws noise by the tokens of a whole batch joined to one row, of which ranks and stages have a part"
-        refuse(f"neftune_noise_alpha={alpha:g} with padding_free or packing", why, "neftune_noise_alpha=None")
-
-
-def _refuse_old(kind: type, model: PreTrainedModel) -> None:
-    """Refuse older versions: their pairs are tensors of their own, and TRL itself casts adapters on 4 bits."""
-    if kind.__name__ == "DPOTrainer" and hasattr(kind, "concatenated_forward"):
-        refuse("DPOTrainer", "in TRL before 0.29 keeps chosen and rejected rows apart", "trl 0.29 or newer")
-    makes_adapters = hasattr(sys.modules[kind.__module__], "get_peft_model")
-    if getattr(model, "is_loaded_in_4bit", False) and not makes_adapters:
-        refuse(kind.__name__, "on a base in 4 bits casts shards in TRL before 0.26", "trl 0.26 or newer")
 
 
 def count_trl_rows_per_example(trainer: Trainer) -> int | None:
@@ -250,7 +242,9 @@ def weigh_trl_loss(trainer: Trainer, loss: torch.Tensor, inputs: dict) -> torch.
 
 def needs_whole_batches(trainer: Trainer) -> bool:
     """Is the loss known not to be one of micro-batches? A few rows may look as if it were."""
-    return _is_one_of(trainer, tuple(online.TRAINERS)) and online.does_couple_rows(trainer)
+    # GRPO's losses that are none of single rows: a quantile over the batch, a mean over its tokens.
+    couples = getattr(trainer, "top_entropy_quantile", 1.0) < 1 or getattr(trainer, "loss_type", "") == "bnpo"
+    return couples and _is_one_of(trainer, tuple(online.TRAINERS))
 
 
 @patch("trl.trainer.{dpo_trainer:DPOTrainer,kto_trainer:KTOTrainer}.compute_ref_log_probs", "asks one stage")
@@ -299,10 +293,14 @@ def make_chunked_log_probs(original: type[torch.autograd.Function]) -> type:
             wanted: tuple[str, ...] = (),
         ) -> tuple:
             """Compute log-probabilities as TRL's `apply` does."""
-            if not isinstance(weight, DTensor) or not _is_cut_over_tp(weight):
+            # Each rank must have rows: a small vocabulary may leave the last ranks without any.
+            mesh = weight.device_mesh if isinstance(weight, DTensor) else None
+            each = 0 if mesh is None else -(-weight.shape[0] // mesh.size())
+            cut = mesh is not None and mesh.mesh_dim_names == ("tp",) and (mesh.size() - 1) * each < weight.shape[0]
+            if mesh is None or not cut:
                 whole = (w.full_tensor() if isinstance(w, DTensor) else w for w in (weight, bias))
                 return original.apply(hidden, *whole, targets, temperature, chunk_size, softcap, scale, wanted)
-            group, vocabulary = weight.device_mesh.get_group(), weight.shape[0]
+            group, vocabulary = mesh.get_group(), weight.shape[0]
             scaling = Scaling(temperature, softcap, scale)
             parts = (
                 get_local(weight),
@@ -320,14 +318,6 @@ def make_chunked_log_probs(original: type[torch.autograd.Function]) -> type:
     return LogProbs
 
 
-def _is_cut_over_tp(weight: DTensor) -> bool:
-    """Such that each rank has rows: a small vocabulary may leave the last ranks without any."""
-    ranks = weight.device_mesh.size()
-    return (
-        weight.device_mesh.mesh_dim_names == ("tp",) and (ranks - 1) * -(-weight.shape[0] // ranks) < weight.shape[0]
-    )
-
-
 # ---- batches without padding ---------------------------------------------------------------------------------------
 
 
@@ -340,29 +330,24 @@ def torch_call(original: Callable, self: DataCollatorForLanguageModeling, exampl
     batch = original(self, examples)
     if not self.padding_free:
         return batch
-    lengths = torch.tensor([len(example["input_ids"]) for example in examples])
+    lengths = [len(example["input_ids"]) for example in examples]
     if runtime.mesh().size("pp") > 1:
-        return _split_in_rows(batch, lengths.tolist(), self.pad_token_id)
+        # [1, tokens] -> [examples, longest]. Padding counts on from the last position: it is no sequence of its own.
+        # Positions alone tell sequences apart to a model, so the attention mask is there for those who count tokens.
+        rows, longest = {}, max(lengths)
+        for key, value in (("input_ids", self.pad_token_id), ("labels", -100)):
+            rows[key] = pad_sequence(list(batch[key][0, : sum(lengths)].split(lengths)), True, value)
+        positions = batch["position_ids"][0, : sum(lengths)].split(lengths)
+        counted_on = [torch.cat([p, p[-1] + 1 + torch.arange(longest - len(p))]) for p in positions]
+        rows["position_ids"] = torch.stack(counted_on)
+        rows["attention_mask"] = (torch.arange(longest) < torch.tensor(lengths)[:, None]).long()
+        rows[COUNTED] = rows["attention_mask"]
+        return rows
     if runtime.mesh().data_size > 1:
-        whose = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+        whose = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
         padding = batch["input_ids"].shape[1] - len(whose)
         batch[JOINED] = torch.cat([whose, whose[-1:].expand(padding)])[None]
     return batch
-
-
-def _split_in_rows(batch: dict, lengths: list[int], padding: int) -> dict:
-    """[1, tokens] -> [examples, longest]. Padding counts on from the last position: it is no sequence of its own.
-
-    Positions alone tell sequences apart to a model, so the attention mask is there for those who count tokens.
-    """
-    rows = {}
-    for key, value in (("input_ids", padding), ("labels", -100)):
-        rows[key] = pad_sequence(list(batch[key][0, : sum(lengths)].split(lengths)), True, value)
-    positions = list(batch["position_ids"][0, : sum(lengths)].split(lengths))
-    longest = max(lengths)
-    rows["position_ids"] = torch.stack([torch.cat([p, p[-1] + 1 + torch.arange(longest - len(p))]) for p in positions])
-    rows["attention_mask"] = rows[COUNTED] = (torch.arange(longest) < torch.tensor(lengths)[:, None]).long()
-    return rows
 
 
 # ---- KTO ---------------------------------------------------------------------------------------------------------
