@@ -79,20 +79,17 @@ def order_in_rounds(items: Iterable[Item]) -> Iterator[list[Item]]:
 
 
 def _make_item_of_own_rows(group: Group, load: dict[int, int], config: ParallelConfig) -> Item | None:
-    if group.conversion is not None or not _has_long_rows(group.own[0], config):
+    """Let all who hold a tensor write their rows, if these are long and whoever holds them may write."""
+    entry = group.own[0]
+    if group.conversion is not None or any(dim for _, dim in entry.cuts) or (entry.order and entry.order.dim):
         return None
-    able = [ranks for ranks in _list_copies(group.own[0], config) if load.keys() >= set(ranks)]
+    if entry.cuts or entry.order is not None:
+        cuts = [(0, config.size_along(axis), 0) for axis, _ in entry.cuts]
+        (rows,) = cut_part(entry.shape[:1], entry.order, cuts)
+        if len(rows) * (entry.nbytes // max(1, entry.shape[0])) < LONG * len(find_runs(rows)):
+            return None
+    able = [ranks for ranks in _list_copies(entry, config) if load.keys() >= set(ranks)]
     return Item(group, None, (min(able, key=lambda ranks: load[ranks[0]]),)) if able else None
-
-
-def _has_long_rows(entry: Entry, config: ParallelConfig) -> bool:
-    if not entry.cuts and entry.order is None:
-        return True
-    if any(dim for _, dim in entry.cuts) or (entry.order is not None and entry.order.dim):
-        return False
-    cuts = [(0, config.size_along(axis), 0) for axis, _ in entry.cuts]
-    (rows,) = cut_part(entry.shape[:1], entry.order, cuts)
-    return len(rows) * (entry.nbytes // max(1, entry.shape[0])) >= LONG * len(find_runs(rows))
 
 
 def _choose_one_writer(group: Group, load: dict[int, int], config: ParallelConfig) -> Item:
@@ -173,9 +170,16 @@ def gather_item(mesh: ParallelMesh, items: list[Item], local: Mapping[str, torch
         local: this rank's parts of the tensors that it sends, by name; plain tensors.
     """
     group = mesh.host_group  # all ranks make it at its first use, also those that have nothing to send
-    under_way = [
-        sent for item in items if item.writer != mesh.rank for sent in _start_sends(item, mesh.rank, group, local)
-    ]
+    under_way: list[tuple[dist.Work, torch.Tensor]] = []  # with the memory that each is sent from
+    for item in items:
+        if item.writer == mesh.rank:
+            continue
+        for tag, (entry, ranks) in enumerate(zip(item.group.own, item.holders, strict=True)):
+            if mesh.rank in ranks and local[entry.name].numel():
+                data = view_as_bytes(local[entry.name].cpu())
+                work = dist.isend(data, group=group, group_dst=item.writer, tag=tag)
+                assert work is not None  # all ranks are in the group
+                under_way.append((work, data))
     whole: dict[str, torch.Tensor] = {}
     for item in items:
         if item.writer == mesh.rank:
@@ -184,18 +188,6 @@ def gather_item(mesh: ParallelMesh, items: list[Item], local: Mapping[str, torch
     for work, _ in under_way:
         work.wait()
     return whole
-
-
-def _start_sends(
-    item: Item, own: int, group: dist.ProcessGroup, local: Mapping[str, torch.Tensor]
-) -> Iterator[tuple[dist.Work, torch.Tensor]]:
-    """Start sending this rank's parts; yield each transfer with the memory that it is sent from."""
-    for tag, (entry, ranks) in enumerate(zip(item.group.own, item.holders, strict=True)):
-        if own in ranks and local[entry.name].numel():
-            data = view_as_bytes(local[entry.name].cpu())
-            work = dist.isend(data, group=group, group_dst=item.writer, tag=tag)
-            assert work is not None  # all ranks are in the group
-            yield work, data
 
 
 def _put_together(
