@@ -132,12 +132,8 @@ def push_folder(out: str, repository: str) -> str:
 
 
 def _make_plain_item(name: str, tensor: LazyTensor, dtype: torch.dtype | None) -> Item:
-    kind = _choose_dtype(tensor.dtype, dtype)
+    kind = dtype if dtype is not None and tensor.dtype.is_floating_point else tensor.dtype
     return Item((Entry(name, tuple(tensor.shape), kind),), lambda: [tensor.whole().to(kind)])
-
-
-def _choose_dtype(own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
-    return wanted if wanted is not None and own.is_floating_point else own
 
 
 def _write_items(items: list[Item], out: str, stem: str, max_shard_size: int | str) -> None:
@@ -212,13 +208,17 @@ def _merge_adapter_into(
     with torch.device("meta"):
         model = architecture(config)
     state = model.state_dict()
-    tensors = {name: _make_lazy(tensor) for name, tensor in convert_tensors(model, state, open_folder(base, stack))}
+    tensors = {
+        name: tensor if isinstance(tensor, LazyTensor) else make_lazy_tensor(tensor)
+        for name, tensor in convert_tensors(model, state, open_folder(base, stack))
+    }
     _merge(model, tensors, checkpoint, stack)
     tied = set(getattr(model, "all_tied_weights_keys", None) or ())
     entries = [Entry(n, tuple(t.shape), t.dtype) for n, t in tensors.items() if n not in tied]
     items = []
     for group in make_hub_groups(model, entries):
-        kinds = [_choose_dtype(entry.dtype, dtype) for entry in group.entries]
+        own = [entry.dtype for entry in group.entries]
+        kinds = own if dtype is None else [dtype if kind.is_floating_point else kind for kind in own]
         described = tuple(Entry(e.name, e.shape, kind) for e, kind in zip(group.entries, kinds, strict=True))
         items.append(Item(described, functools.partial(_read_values_of, group, tensors, kinds)))
     return items
@@ -229,10 +229,6 @@ def _read_values_of(group: Group, tensors: dict[str, LazyTensor], kinds: list[to
     own = {entry.name: tensors[entry.name].whole() for entry in group.own}
     for value, kind in zip(group.convert(own), kinds, strict=True):
         yield value.to(kind)
-
-
-def _make_lazy(tensor: torch.Tensor) -> LazyTensor:
-    return tensor if isinstance(tensor, LazyTensor) else make_lazy_tensor(tensor)
 
 
 def _merge(model: nn.Module, tensors: dict[str, LazyTensor], checkpoint: str, stack: contextlib.ExitStack) -> None:
@@ -250,7 +246,7 @@ def _merge(model: nn.Module, tensors: dict[str, LazyTensor], checkpoint: str, st
         if found:
             parts.setdefault((found[1], found[2].count("base_layer")), {})[found[3]] = tensor
         elif (own := name.replace(".base_layer.", ".")) in tensors:
-            tensors[own] = _make_lazy(tensor)  # a module that was trained whole
+            tensors[own] = tensor  # a module that was trained whole
         else:
             raise ValueError(f"--merge-adapter: {key} is no part of {type(model).__name__}")
     for (path, depth), pair in parts.items():

@@ -232,11 +232,6 @@ class TensorFile:
             os.replace(f"{self.path}.tmp", self.path)
             self.saving.checksums[self.path] = self.sums
 
-    def discard(self) -> None:
-        """Remove the file, because a rank has met an error."""
-        with contextlib.suppress(OSError):
-            os.remove(f"{self.path}.tmp")
-
     def _open(self, flags: int) -> None:
         if self.saving.error is None:
             with self.saving.noting(self.path):
@@ -314,7 +309,8 @@ def _publish(saving: Saving, files: list[TensorFile]) -> bool:
     failed = any(error for error, _ in found)
     for file, sums in zip(files, zip(*(sums for _, sums in found), strict=True), strict=True):
         if failed or saving.error:
-            file.discard()
+            with contextlib.suppress(OSError):
+                os.remove(f"{file.path}.tmp")
         else:
             file.publish(sums)
     return not failed and saving.error is None

@@ -33,7 +33,7 @@ from hf_parallel.checkpoint.saving import (
     write_files,
 )
 from hf_parallel.checkpoint.slices import find_local_part
-from hf_parallel.checkpoint.writers import Item, assign_all_to, assign_items, gather_item
+from hf_parallel.checkpoint.writers import Item, assign_items, choose_one_writer, gather_item
 from hf_parallel.model.anatomy import get_stored_order
 from hf_parallel.ranks.mesh import ParallelMesh, get_stored
 
@@ -211,7 +211,7 @@ def stream_tensors(
         for bucket in make_buckets(alike, limit):  # tensors that need no conversion, up to `limit` bytes together
             own = tuple(entry for group in bucket for entry in group.own)
             joined.append(Group(own, tuple(entry for group in bucket for entry in group.entries)))
-    for item in assign_all_to(0, joined, mesh.config):
+    for item in [choose_one_writer(group, {0: 0}, mesh.config) for group in joined]:
         parts = {entry.name: get_stored(local[entry.name]) for entry in item.held_by(mesh.rank)}
         try:
             whole = gather_item(mesh, [item], parts)

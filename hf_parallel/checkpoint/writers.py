@@ -56,17 +56,12 @@ def assign_items(groups: Iterable[Group], writers: Iterable[int], config: Parall
     load = dict.fromkeys(writers, 0)
     items = []
     for group in sorted(groups, key=lambda group: -group.nbytes):
-        item = _make_item_of_own_rows(group, load, config) or _choose_one_writer(group, load, config)
+        item = _make_item_of_own_rows(group, load, config) or choose_one_writer(group, load, config)
         takers = item.holders[0] if item.writer is None else (item.writer,)
         for rank in takers:
             load[rank] += group.nbytes // len(takers)
         items.append(item)
     return items
-
-
-def assign_all_to(rank: int, groups: Iterable[Group], config: ParallelConfig) -> list[Item]:
-    """Assign everything to one rank."""
-    return [_choose_one_writer(group, {rank: 0}, config) for group in groups]
 
 
 def order_in_rounds(items: Iterable[Item]) -> Iterator[list[Item]]:
@@ -88,27 +83,27 @@ def _make_item_of_own_rows(group: Group, load: dict[int, int], config: ParallelC
         (rows,) = cut_part(entry.shape[:1], entry.order, cuts)
         if len(rows) * (entry.nbytes // max(1, entry.shape[0])) < LONG * len(find_runs(rows)):
             return None
-    able = [ranks for ranks in _list_copies(entry, config) if load.keys() >= set(ranks)]
+    able = [ranks for ranks in _list_copies(config, entry.stage, entry.cuts) if load.keys() >= set(ranks)]
     return Item(group, None, (min(able, key=lambda ranks: load[ranks[0]]),)) if able else None
 
 
-def _choose_one_writer(group: Group, load: dict[int, int], config: ParallelConfig) -> Item:
-    """Choose a rank that holds a part, if one may write, and for each tensor the copy it has, if it has one."""
-    holders = [rank for ranks in _list_copies(group.own[0], config) for rank in ranks if rank in load]
+def choose_one_writer(group: Group, load: dict[int, int], config: ParallelConfig) -> Item:
+    """Choose a rank that holds a part, if one may write, and for each tensor the copy it has, if it has one.
+
+    Args:
+        load: the bytes that each rank which may write has to write so far.
+    """
+    copies = [_list_copies(config, entry.stage, entry.cuts) for entry in group.own]
+    holders = [rank for ranks in copies[0] for rank in ranks if rank in load]
     writer = min(holders or load, key=lambda rank: load[rank])
-    copies = [_list_copies(entry, config) for entry in group.own]
     nearest = (next((ranks for ranks in own if writer in ranks), own[writer % len(own)]) for own in copies)
     return Item(group, writer, tuple(nearest))
 
 
-def _list_copies(entry: Entry, config: ParallelConfig) -> list[tuple[int, ...]]:
-    return _list_copies_along(config, entry.stage, tuple(axis for axis, _ in entry.cuts))
-
-
 @functools.lru_cache(maxsize=256)
-def _list_copies_along(config: ParallelConfig, stage: int, axes: tuple[str, ...]) -> list[tuple[int, ...]]:
+def _list_copies(config: ParallelConfig, stage: int, cuts: tuple[tuple[str, int], ...]) -> list[tuple[int, ...]]:
     """Return the ranks of a stage in groups that hold a tensor once; the last axis of its cuts is innermost."""
-    groups = list_axis_ranks(config, *axes)
+    groups = list_axis_ranks(config, *(axis for axis, _ in cuts))
     return [tuple(ranks) for ranks in groups if compute_coordinates(config, ranks[0])["pp"] == stage]
 
 
