@@ -178,7 +178,11 @@ def _report_and_leave(error: BaseException) -> NoReturn:
     if refusal is not None:
         _report_refusal(" ".join(str(refusal).split()), alone=getattr(refusal, "alone", False))
         _leave(2)
-    told, first = _find_own_error(error, "hf_parallel.ask.spec", "Told"), _find_innermost_error(error)
+    told, first, seen = _find_own_error(error, "hf_parallel.ask.spec", "Told"), error, set[int]()
+    cause: BaseException | None = error
+    while cause is not None and id(cause) not in seen:
+        seen.add(id(cause))
+        first, cause = cause, cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
     line = " ".join(f"{type(error).__name__}: {error}".split())[:300]
     if _has_process_group() and isinstance(first, RuntimeError) and any(text in str(first) for text in _LOST_PEER):
         time.sleep(GRACE)  # the first thing that went wrong here is that another rank was gone: that one is to read
@@ -208,15 +212,6 @@ def _find_own_error(error: BaseException, module: str, name: str, *others: type)
     while cause is not None and not isinstance(cause, kinds):
         cause = cause.__cause__
     return cause
-
-
-def _find_innermost_error(error: BaseException) -> BaseException:
-    first, seen = error, set[int]()
-    cause: BaseException | None = error
-    while cause is not None and id(cause) not in seen:
-        seen.add(id(cause))
-        first, cause = cause, cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
-    return first
 
 
 def _print_error(error: BaseException) -> None:
