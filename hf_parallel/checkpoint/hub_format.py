@@ -137,7 +137,6 @@ def gather_entries_of(model: nn.Module, mesh: ParallelMesh, tensors: Mapping[str
 
 # ---- Parameters by name, where stages hold parts of a model and one parameter may have two names --------------------
 
-
 Said = TypeVar("Said")
 
 

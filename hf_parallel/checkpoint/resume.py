@@ -47,7 +47,6 @@ if TYPE_CHECKING:
 
 # ---- The state of an optimizer, by parameter name: tensors of the parameter's shape, numbers, options ---------------
 
-
 #: A value that a JSON file can hold.
 Json: TypeAlias = "None | bool | int | float | str | list[Json] | dict[str, Json]"
 
@@ -379,7 +378,6 @@ def _set_optimizer_state(model: nn.Module, optimizer: Optimizer, saved: Optimize
 #
 # (Dettmers et al., arXiv 2110.02861, section 2). Blocks begin anew on each rank: they are made again when they are
 # read.
-
 
 Slots = dict[str, Any]  # of one parameter: tensors, numbers
 

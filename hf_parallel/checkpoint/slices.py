@@ -120,7 +120,6 @@ def find_runs(indices: torch.Tensor) -> list[slice]:
 # What rank 0 has then are the model's own values, of this rank. So it asks the others for theirs. So it does for a
 # save under `if is_main_process:` that ends a script.
 
-
 M = TypeVar("M", bound=nn.Module)
 
 _ADVICE = "call trainer.save_model(), or model.save_pretrained without state_dict, on all ranks (docs/idioms.md)"

@@ -43,7 +43,6 @@ def _make_size_rule(key: str) -> Rule:
 
 
 def _make_switch_rule(**spec: object) -> Rule:
-    """Return the rule for a switch."""
     return lambda value: Became(spec) if _is_true(value) else Became(why="off, as by default")
 
 

@@ -167,7 +167,6 @@ def _plan_model(args: argparse.Namespace) -> int:
 
 
 def _search(args: argparse.Namespace, model: PretrainedConfig | dict[str, object], cluster: Cluster) -> Found:
-    """The layouts for what the options say."""
     from hf_parallel.hooks.auto import make_acceptance_test
     from hf_parallel.planner.search import search, search_batches
 
@@ -212,7 +211,6 @@ _OF_ONE_KIND = (
 
 
 def _plan_groups(args: argparse.Namespace, model: PretrainedConfig | dict[str, object], mixed: MixedCluster) -> int:
-    """Print the plan of groups of unlike GPUs."""
     from hf_parallel.hooks.auto import make_acceptance_test
     from hf_parallel.planner.mixed import search_groups
     from hf_parallel.planner.mixed_report import explain_mixed_misfit, show_mixed, write_mixed_specs

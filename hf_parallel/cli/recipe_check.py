@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 # Both are for the recipe's own machines and need neither a GPU nor a network. What the planner does not know is put on
 # top here, and said in the note: the second model of DPO, the generation of GRPO.
 
-
 #: The share of a forward and backward that the forward of DPO's reference adds: one part in three.
 _REFERENCE_FORWARD = 1 / 3
 #: Calls of a step that a dry run makes: the third holds what the second does.

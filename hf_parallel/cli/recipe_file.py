@@ -283,7 +283,6 @@ def list_shapes() -> list[str]:
 
 # ---- Recipes in rows: for a terminal, for docs/reference/recipes.md, for the card of a repository -------------------
 
-
 _HEADINGS = ("recipe", "model", "method", "machines", "layout", "tokens per step", "GiB per GPU", "tokens/s")
 
 
@@ -323,7 +322,6 @@ def render_plain_table(recipes: list[Recipe]) -> str:
 # ---- A script's command line from a recipe: what its user gave stays, what it does not take is left out -------------
 # Which options a script takes is read from its text, which is not run: classes of arguments that it imports, its own
 # dataclasses, its `add_argument("--name")`.
-
 
 #: Options by which scripts name the model, the most usual first.
 _MODEL_OPTIONS = ("model_name_or_path", "model_name", "model_id", "model")

@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 
 # ---- The findings about a model and a spec, and how they read -------------------------------------------------------
 
-
 _ORIGINS = {"plan": "model's plan", "inferred": "structure", "known": "known kind"}
 _HEADINGS = ("module", "style", "from", "whole -> per rank", "stays whole")
 
@@ -255,7 +254,6 @@ def _describe_tensor_part(anatomy: Anatomy, part: TensorPart, config: ParallelCo
 
 
 def _describe_experts(plan: Plan) -> dict[str, str]:
-    """Describe which ranks hold which experts."""
     part = plan.part(EXPERTS)
     if part is None or not part.experts:
         return {}

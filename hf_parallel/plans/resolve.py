@@ -97,7 +97,6 @@ def _list_general_problems(anatomy: Anatomy) -> list[str]:
 # processes
 # style "rowwise", tp=2, dp_shard=2       [64, 128]  --tp cuts dim 1-->  [64, 64]  --FSDP2 cuts dim 0-->  [32, 64]
 
-
 Shape = tuple[int, ...]
 
 _COLUMNS = {"weight": 0, "bias": 0}
