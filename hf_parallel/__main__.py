@@ -16,9 +16,7 @@ import re
 import runpy
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
-from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn
 
 from hf_parallel.ask import launched
@@ -110,8 +108,8 @@ def prepare(command: Command) -> None:
         runner.silence_other_ranks()
     if chosen is not None:
         spec, source = chosen
-        if spec != AUTO:
-            ParallelConfig.parse(spec).resolve(_read_world_size())  # a wrong spec is refused before torch is imported
+        if spec != AUTO:  # a wrong spec is refused before torch is imported
+            ParallelConfig.parse(spec).resolve(_read_environment_number("WORLD_SIZE", 1))
         activation.activate(spec, source=source)
 
 
@@ -153,7 +151,8 @@ def main(argv: list[str] | None = None) -> None:
         command = parse_command(sys.argv[1:] if argv is None else argv)
         prepare(command)
         run(command)
-        _check_auto()
+        if (auto := sys.modules.get("hf_parallel.hooks.auto")) is not None:
+            auto.check_chosen()  # a script that showed no model ran in each process by itself: that is no success
         code = None
     except SystemExit as stop:
         if not _is_one_of_several():
@@ -175,58 +174,53 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _report_and_leave(error: BaseException) -> NoReturn:
-    refusal = _find_own_error(error, UsageError, *_find_loaded_error_types("hf_parallel.ask.config", "SpecError"))
+    refusal = _find_own_error(error, "hf_parallel.ask.config", "SpecError", UsageError)
     if refusal is not None:
-        _report_refusal(_format_error_line(refusal), alone=getattr(refusal, "alone", False))
+        _report_refusal(" ".join(str(refusal).split()), alone=getattr(refusal, "alone", False))
         _leave(2)
-    told = _find_own_error(error, *_find_loaded_error_types("hf_parallel.ask.spec", "Told"))
-    if _is_lost_peer(error):
-        time.sleep(GRACE)  # the rank that really failed is the one to read
-        _write_to_stderr(
-            f"hf_parallel: rank {_read_rank()} lost its peers ({_shorten_message(_find_innermost_error(error))})\n"
-        )
+    told, first, seen = _find_own_error(error, "hf_parallel.ask.spec", "Told"), error, set[int]()
+    cause: BaseException | None = error
+    while cause is not None and id(cause) not in seen:
+        seen.add(id(cause))
+        first, cause = cause, cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
+    line = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+    if _has_process_group() and isinstance(first, RuntimeError) and any(text in str(first) for text in _LOST_PEER):
+        time.sleep(GRACE)  # the first thing that went wrong here is that another rank was gone: that one is to read
+        # The first sentence, without the C++ file and line that it begins with
+        sentence = re.sub(r"^\[\S+:\d+\] ", "", " ".join(str(first).split())).split(". ")[0][:200]
+        _write_to_stderr(f"hf_parallel: rank {_read_rank()} lost its peers ({sentence})\n")
     elif told is not None:
-        _report_refusal(_format_error_line(told).removeprefix("hf_parallel: "), alone=False)
+        _report_refusal(" ".join(str(told).split()).removeprefix("hf_parallel: "), alone=False)
+    elif _read_rank() != 0 and _has_process_group() and _wait_for_note(_FAILED, _READ_S, gone=None) == line:
+        _write_to_stderr(f"hf_parallel: rank {_read_rank()} failed, too: {line}\n")
     else:
-        _report_failure(error)
+        _write_to_stderr(f"hf_parallel: rank {_read_rank()} failed\n")
+        _print_error(error)
+        if _read_rank() == 0:
+            _note(_FAILED, line)
     _leave(1)
 
 
-def _report_failure(error: BaseException) -> None:
-    """The traceback, once: a rank that failed as rank 0 did says so in a line."""
-    if _read_rank() != 0 and _rank_0_failed_with(_find_last_line(error)):
-        _write_to_stderr(f"hf_parallel: rank {_read_rank()} failed, too: {_find_last_line(error)}\n")
-        return
-    _write_to_stderr(f"hf_parallel: rank {_read_rank()} failed\n")
-    _print_error(error)
-    if _read_rank() == 0:
-        _note(_FAILED, _find_last_line(error))
+def _find_own_error(error: BaseException, module: str, name: str, *others: type) -> BaseException | None:
+    """Return the error made for people, in `error` or among what it was raised from.
 
-
-def _find_last_line(error: BaseException) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
-
-
-def _format_error_line(error: BaseException) -> str:
-    return " ".join(str(error).split())
-
-
-def _print_error(error: BaseException) -> None:
-    error = error.with_traceback(_cut_traceback_before_script(error.__traceback__))
-    sys.excepthook(type(error), error, error.__traceback__)
-
-
-def _find_own_error(error: BaseException, *kinds: type[BaseException]) -> BaseException | None:
-    """The error of these kinds, made for people, in `error` or among what it was raised from."""
+    Args:
+        module, name: a class of this package; nobody can have raised it if its module has not been imported.
+    """
+    kinds = (*others, getattr(sys.modules[module], name)) if module in sys.modules else others
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, kinds):
         cause = cause.__cause__
     return cause
 
 
-def _find_loaded_error_types(module: str, name: str) -> list[type[BaseException]]:
-    """A class of a module of this package, if it has been imported: else nobody can have raised it."""
-    return [getattr(sys.modules[module], name)] if module in sys.modules else []
+def _print_error(error: BaseException) -> None:
+    """Print the traceback, from the script on."""
+    own, trace = (__file__, runpy.__file__, "<frozen runpy>"), error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename in own:
+        trace = trace.tb_next
+    error = error.with_traceback(trace)
+    sys.excepthook(type(error), error, error.__traceback__)
 
 
 def _report_refusal(message: str, alone: bool) -> None:
@@ -234,7 +228,16 @@ def _report_refusal(message: str, alone: bool) -> None:
     if _read_rank() == 0:
         _write_to_stderr(f"hf_parallel: {message}\n")
         _note(_REFUSED, "1")
-    elif alone or not _rank_0_refuses_too():
+        return
+    if alone:
+        told = False
+    elif _has_process_group():  # a launcher kills all ranks as soon as the first one is gone: rank 0 writes first
+        told = _wait_for_note(_REFUSED, GRACE, gone="1") is not None
+    else:
+        time.sleep(GRACE)
+        # Before the first collective every rank refuses the same thing, but for files that only its machine lacks.
+        told = os.environ.get("LOCAL_RANK") != "0"
+    if not told:
         _write_to_stderr(f"hf_parallel: rank {_read_rank()}: {message}\n")
 
 
@@ -244,19 +247,6 @@ def _note(key: str, text: str) -> None:
         with contextlib.suppress(RuntimeError):
             _store().set(key, text)
             time.sleep(_READ_S)  # the store may end with this process
-
-
-def _rank_0_refuses_too() -> bool:
-    """Wait for rank 0 to have written its line: a launcher kills all ranks as soon as the first one is gone."""
-    if not _has_process_group():
-        time.sleep(GRACE)
-        # Before the first collective every rank refuses the same thing, but for files that only its machine lacks.
-        return os.environ.get("LOCAL_RANK") != "0"
-    return _wait_for_note(_REFUSED, GRACE, gone="1") is not None
-
-
-def _rank_0_failed_with(line: str) -> bool:
-    return _has_process_group() and _wait_for_note(_FAILED, _READ_S, gone=None) == line
 
 
 def _wait_for_note(key: str, seconds: float, gone: str | None) -> str | None:
@@ -272,59 +262,16 @@ def _wait_for_note(key: str, seconds: float, gone: str | None) -> str | None:
         return gone
 
 
-def _is_lost_peer(error: BaseException) -> bool:
-    """Return whether the first thing that went wrong here is that another rank was gone."""
-    first = _find_innermost_error(error)
-    return _has_process_group() and isinstance(first, RuntimeError) and any(text in str(first) for text in _LOST_PEER)
-
-
-def _shorten_message(error: BaseException) -> str:
-    """The first sentence, without the C++ file and line that it begins with."""
-    text = " ".join(str(error).split())
-    return re.sub(r"^\[\S+:\d+\] ", "", text).split(". ")[0][:200]
-
-
-def _find_innermost_error(error: BaseException) -> BaseException:
-    *_, first = _iterate_causes(error)
-    return first
-
-
-def _iterate_causes(error: BaseException | None) -> Iterator[BaseException]:
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        yield error
-        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-
-
-def _cut_traceback_before_script(trace: TracebackType | None) -> TracebackType | None:
-    own = (__file__, runpy.__file__, "<frozen runpy>")
-    while trace is not None and trace.tb_frame.f_code.co_filename in own:
-        trace = trace.tb_next
-    return trace
-
-
 def _leave(code: int) -> NoReturn:
     """End now. With other ranks around, without destructors: they may wait for a peer that is gone."""
-    if _read_world_size() == 1:
+    if _read_environment_number("WORLD_SIZE", 1) == 1:
         sys.exit(code)
-    _end_workers()
-    _leave_groups_open()
-    runner.leave_now(code)
-
-
-def _end_workers() -> None:
-    """Workers of a data loader hold copies of this process's connections: while they live, no peer sees them close."""
     if "multiprocessing" in sys.modules:
+        # Workers of a data loader hold copies of this process's connections: no peer sees them close while they live.
         for child in sys.modules["multiprocessing"].active_children():
             child.terminate()
-
-
-def _check_auto() -> None:
-    """A script under `auto` that showed no model ran in each process by itself: that must not pass for success."""
-    auto = sys.modules.get("hf_parallel.hooks.auto")
-    if auto is not None:
-        auto.check_chosen()
+    _leave_groups_open()
+    runner.leave_now(code)
 
 
 def _is_one_of_several() -> bool:
@@ -355,10 +302,6 @@ def _store() -> Store:
 
 def _read_rank() -> int:
     return _read_environment_number("RANK", 0)
-
-
-def _read_world_size() -> int:
-    return _read_environment_number("WORLD_SIZE", 1)
 
 
 def _read_environment_number(name: str, otherwise: int) -> int:

@@ -79,11 +79,8 @@ class ParallelConfig(
         if others and self.dp_shard_size == -1:  # the default -1 gives way when another axis asks for the rest
             object.__setattr__(self, "dp_shard_size", 1)
         if len(others) > 1:
-            refuse(
-                f"{' and '.join(others)} are both -1",
-                "only one axis can take the remaining processes",
-                f"{others[0]}=1",
-            )
+            both = f"{' and '.join(others)} are both -1"
+            refuse(both, "only one axis can take the remaining processes", f"{others[0]}=1")
         for key in dataclasses.fields(self):
             value, choices = getattr(self, key.name), key.metadata["choices"]
             if choices and value not in choices:
@@ -126,9 +123,8 @@ class ParallelConfig(
             chosen[name] = convert(name, known[name].type, value, spell(known[name].default).lower())
         free = [name for name, value in chosen.items() if name.endswith("_size") and value == -1]
         if len(free) > 1:
-            refuse(
-                f"{' and '.join(free)} are both -1", "only one axis can take the remaining processes", f"{free[0]}=1"
-            )
+            both = f"{' and '.join(free)} are both -1"
+            refuse(both, "only one axis can take the remaining processes", f"{free[0]}=1")
         return cls(**chosen)
 
     def resolve(self, world_size: int) -> ParallelConfig:
@@ -136,18 +132,22 @@ class ParallelConfig(
         sizes = self.sizes
         free = [axis for axis, size in sizes.items() if size == -1]
         used = math.prod(size for size in sizes.values() if size != -1)
-        if free:
-            if world_size % used:
-                refuse_with(_format_sizes_message(sizes, used, world_size))
-            rest: dict = {f"{free[0]}_size": world_size // used}
-            return dataclasses.replace(self, **rest)._with_resolved_sizes()
-        if used != world_size:
-            refuse_with(_format_sizes_message(sizes, used, world_size))
-        return self._with_resolved_sizes()
-
-    def _with_resolved_sizes(self) -> ParallelConfig:
-        changed: dict = dict(self.resolved_sizes())
-        return dataclasses.replace(self, **changed) if changed else self
+        fits = world_size % used == 0 if free else world_size == used
+        if not fits:
+            factors = [f"{axis}={size}" for axis, size in sizes.items() if size not in (1, -1)]
+            given = " x ".join(factors) + (f" = {used}" if len(factors) > 1 else "") or "one process"
+            others = math.prod(size for axis, size in sizes.items() if size != -1 and axis != "dp_shard")
+            if world_size == 1:
+                start = f"torchrun --nproc-per-node {used}, hf-parallel launch --num_processes {used}"
+                refuse_with(f"{given} does not fit 1 process; start {used} processes ({start})")
+            if world_size % others == 0:
+                refuse_with(f"{given}, but {world_size} processes run; dp_shard={world_size // others} works")
+            fitting = used * max(1, world_size // used)
+            refuse_with(f"{given} does not fit {world_size} processes; start {fitting} processes")
+        rest: dict = {f"{axis}_size": world_size // used for axis in free}
+        filled = dataclasses.replace(self, **rest) if free else self
+        changed: dict = dict(filled.resolved_sizes())
+        return dataclasses.replace(filled, **changed) if changed else filled
 
     def to_dict(self) -> dict[str, object]:
         """Return plain values under the long keys, ready for JSON or YAML."""
@@ -162,7 +162,8 @@ class ParallelConfig(
 
     def settings_alone(self) -> dict[str, str]:
         """Return the spelled keys that hold in one process too, and ask for something."""
-        names = _list_keys_of_one_process(type(self))
+        holding = [base for base in type(self).__mro__ if vars(base).get("holds_alone", False)]
+        names = {name for base in holding for name in vars(base)["__annotations__"]}
         return {name: value for name, value in self.spelled().items() if name in names and value != "off"}
 
     def to_spec(self) -> str:
@@ -178,34 +179,13 @@ def choose_spec(asked: str | None, asked_by: str = "the runner's --parallel") ->
         SpecError: both are given and mean different layouts.
     """
     environment = os.environ.get("HF_PARALLEL") or None
-    if asked and environment and _parse_or_choose(asked) != _parse_or_choose(environment):
-        refuse(f"{asked_by} {asked}", f"HF_PARALLEL is {environment}", do="drop one of them")
+    if asked and environment:
+        one, other = (spec if spec == AUTO else ParallelConfig.parse(spec) for spec in (asked, environment))
+        if one != other:
+            refuse(f"{asked_by} {asked}", f"HF_PARALLEL is {environment}", do="drop one of them")
     if asked:
         return asked, asked_by
     return (environment, "HF_PARALLEL") if environment else None
-
-
-def _parse_or_choose(spec: str) -> ParallelConfig | str:
-    return spec if spec == AUTO else ParallelConfig.parse(spec)
-
-
-@_cached
-def _list_keys_of_one_process(cls: type[ParallelConfig]) -> frozenset[str]:
-    """Return the keys of the classes that hold in one process too."""
-    holds = [base for base in cls.__mro__ if vars(base).get("holds_alone", False)]
-    return frozenset(name for base in holds for name in vars(base)["__annotations__"])
-
-
-def _format_sizes_message(sizes: dict[str, int], used: int, world_size: int) -> str:
-    factors = [f"{axis}={size}" for axis, size in sizes.items() if size not in (1, -1)]
-    given = " x ".join(factors) + (f" = {used}" if len(factors) > 1 else "") or "one process"
-    rest = math.prod(size for axis, size in sizes.items() if size != -1 and axis != "dp_shard")
-    if world_size == 1:
-        start = f"torchrun --nproc-per-node {used}, hf-parallel launch --num_processes {used}"
-        return f"{given} does not fit 1 process; start {used} processes ({start})"
-    if world_size % rest == 0:
-        return f"{given}, but {world_size} processes run; dp_shard={world_size // rest} works"
-    return f"{given} does not fit {world_size} processes; start {used * max(1, world_size // used)} processes"
 
 
 @_cached

@@ -32,18 +32,14 @@ def why_missing(repo: str, files: tuple[str, ...], offline: str | None = None, *
         offline: why the Hub is not to be asked.
         where: other arguments of `from_pretrained`, of which `cache_dir` and `revision` are read.
     """
-    if any(is_cached(repo, file, **where) for file in files):
-        return None
-    silence = offline or why_no_hub_answers()
-    return silence and f"not on this machine, and {silence}"
-
-
-def is_cached(repo: str, file: str, **where: object) -> bool:
-    """Return whether a repository's file is in the cache (`cache_dir`, `revision`), or known not to exist."""
     from huggingface_hub import try_to_load_from_cache
 
     given = {key: where[key] for key in ("cache_dir", "revision") if where.get(key) is not None}
-    return try_to_load_from_cache(repo, file, **given) is not None  # type: ignore[arg-type]
+    for file in files:  # in the cache, or known not to exist
+        if try_to_load_from_cache(repo, file, **given) is not None:  # type: ignore[arg-type]
+            return None
+    silence = offline or why_no_hub_answers()
+    return silence and f"not on this machine, and {silence}"
 
 
 def why_no_hub_answers() -> str | None:
@@ -60,27 +56,21 @@ def why_no_hub_answers() -> str | None:
         first = urllib.parse.urlsplit(proxy if "://" in proxy else f"http://{proxy}")
     port = first.port or (80 if first.scheme == "http" else 443)
     seconds = float(os.environ.get("HF_HUB_ETAG_TIMEOUT") or PATIENCE_S)
-    problem = _find_connection_problem(first.hostname or "", port, seconds)
-    return problem and f"{hub.hostname} cannot be reached ({problem})"
-
-
-def _find_connection_problem(host: str, port: int, seconds: float) -> str | None:
-    """Try a connection; a thread, because looking up a name has no time-out."""
     problems = [f"no answer in {seconds:g} s; HF_HUB_ETAG_TIMEOUT=30 waits longer"]
 
     def connect() -> None:
         try:
-            socket.create_connection((host, port), timeout=seconds).close()
+            socket.create_connection((first.hostname or "", port), timeout=seconds).close()
             problems.clear()
         except TimeoutError:
             pass
         except OSError as error:
             problems[0] = error.strerror or str(error)
 
-    thread = threading.Thread(target=connect, daemon=True)
+    thread = threading.Thread(target=connect, daemon=True)  # because looking up a name has no time-out
     thread.start()
     thread.join(seconds + 0.1)
-    return problems[0] if problems else None
+    return f"{hub.hostname} cannot be reached ({problems[0]})" if problems else None
 
 
 def suggest_model(name: str) -> str | None:

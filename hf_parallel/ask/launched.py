@@ -22,8 +22,19 @@ def settle_launcher() -> bool:
     Raises:
         SpecError: the variables do not say which rank this is, or where the ranks meet.
     """
-    if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ and not _translate_launcher_variables():
-        return False
+    if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
+        given = (names for names in _OTHERS if names[1] in os.environ and _read_launcher_number(names[0], 1, "2") > 1)
+        found = next(given, None)
+        if found is None:
+            return False
+        os.environ.update(WORLD_SIZE=os.environ[found[0]], RANK=os.environ[found[1]])
+        os.environ.setdefault("LOCAL_RANK", os.environ.get(found[2], "0"))
+        if "SLURM_PROCID" in os.environ:
+            os.environ.setdefault("MASTER_ADDR", _read_first_host())
+            os.environ.setdefault("MASTER_PORT", str(10000 + int(os.environ.get("SLURM_JOB_ID") or 0) % _PORTS))
+        elif os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") == os.environ["WORLD_SIZE"]:
+            os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+        os.environ.setdefault("MASTER_PORT", "29500")
     world_size = _read_launcher_number("WORLD_SIZE", 1, "2")
     os.environ.setdefault("WORLD_SIZE", "1")
     if world_size > 1 and "RANK" not in os.environ:
@@ -32,24 +43,6 @@ def settle_launcher() -> bool:
         refuse(f"RANK={rank}", f"of WORLD_SIZE={world_size} the last is {world_size - 1}", "RANK=0", alone=True)
     if world_size > 1 and not os.environ.get("MASTER_ADDR"):
         refuse("MASTER_ADDR", f"not set, where WORLD_SIZE={world_size}", do="give rank 0's machine")
-    return True
-
-
-def _translate_launcher_variables() -> bool:
-    """Set torch's variables from those of Slurm or MPI; return whether there are any."""
-    given = (names for names in _OTHERS if names[1] in os.environ and _read_launcher_number(names[0], 1, "2") > 1)
-    found = next(given, None)
-    if found is None:
-        return False
-    world_size, rank, local_rank = found
-    os.environ.update(WORLD_SIZE=os.environ[world_size], RANK=os.environ[rank])
-    os.environ.setdefault("LOCAL_RANK", os.environ.get(local_rank, "0"))
-    if "SLURM_PROCID" in os.environ:
-        os.environ.setdefault("MASTER_ADDR", _read_first_host())
-        os.environ.setdefault("MASTER_PORT", str(10000 + int(os.environ.get("SLURM_JOB_ID") or 0) % _PORTS))
-    elif os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") == os.environ["WORLD_SIZE"]:
-        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    os.environ.setdefault("MASTER_PORT", "29500")
     return True
 
 

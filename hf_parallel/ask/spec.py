@@ -117,10 +117,23 @@ def locate_spec_file(text: str) -> str | None:
         return text
     if text in list_shipped_recipes():
         return str(list_shipped_recipes()[text])
-    hub = None if text.endswith((".yaml", ".yml")) and ":" not in text else _HUB.fullmatch(text)
-    if hub is not None:
-        return download_spec_file(hub["repo"], hub["file"] or HUB_FILE, hub["revision"])
-    return text if text.endswith((".yaml", ".yml")) else None
+    is_yaml = text.endswith((".yaml", ".yml"))
+    named = None if is_yaml and ":" not in text else _HUB.fullmatch(text)
+    if named is None:
+        return text if is_yaml else None
+    repo, file, revision = named["repo"], named["file"] or HUB_FILE, named["revision"]
+    name = f"{repo}:{file}" + (f"@{revision}" if revision else "")
+    works = "`hf-parallel recipe list` names those that are here"
+    from huggingface_hub import constants, hf_hub_download
+
+    # Under HF_HUB_OFFLINE huggingface_hub itself answers at once, from its cache.
+    reason = None if constants.HF_HUB_OFFLINE else hub.why_missing(repo, (file,), revision=revision)
+    if reason is not None:
+        refuse(name, reason, do=works)
+    try:
+        return hf_hub_download(repo, file, revision=revision)
+    except (OSError, ValueError) as error:  # huggingface_hub's own errors are among these
+        refuse(name, f"not to be had from the Hub ({get_first_line(error)})", do=works)
 
 
 @functools.cache
@@ -167,26 +180,6 @@ def check_model_name(
     refuse(name, reason, sizes, do=hub.suggest_model(name) or otherwise)
 
 
-def download_spec_file(repo: str, file: str, revision: str | None = None) -> str:
-    """Return the cached copy of a repository's file; under HF_HUB_OFFLINE only a cached one.
-
-    Raises:
-        SpecError: the Hub does not give it.
-    """
-    name = f"{repo}:{file}" + (f"@{revision}" if revision else "")
-    works = "`hf-parallel recipe list` names those that are here"
-    from huggingface_hub import constants, hf_hub_download
-
-    # Under HF_HUB_OFFLINE huggingface_hub itself answers at once.
-    reason = None if constants.HF_HUB_OFFLINE else hub.why_missing(repo, (file,), revision=revision)
-    if reason is not None:
-        refuse(name, reason, do=works)
-    try:
-        return hf_hub_download(repo, file, revision=revision)
-    except (OSError, ValueError) as error:  # huggingface_hub's own errors are among these
-        refuse(name, f"not to be had from the Hub ({get_first_line(error)})", do=works)
-
-
 class _StrictLoader(yaml.SafeLoader):
     """A loader that refuses equal keys, of which YAML lets the last one win, and reads no numbers with colons."""
 
@@ -215,18 +208,13 @@ def read_yaml(path: str) -> dict:
     except OSError as error:
         refuse(path, f"cannot be read ({error.strerror})", cause=error)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        refuse(path, f"not a YAML file ({_describe_yaml_error(error)})", cause=error)
+        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+        said = (f"line {mark.line + 1}: " if mark else "") + (problem or str(error).splitlines()[0])
+        refuse(path, f"not a YAML file ({said})", cause=error)
     if not isinstance(values, dict):
         held = "nothing" if values is None else f"a {type(values).__name__}, not a mapping"
         refuse(path, f"holds {held}", "a line such as `tp_size: 2`")
     return values
-
-
-def _describe_yaml_error(error: Exception) -> str:
-    """Return what is wrong with a file, and in which line."""
-    mark = getattr(error, "problem_mark", None)
-    problem = getattr(error, "problem", None) or str(error).splitlines()[0]
-    return f"line {mark.line + 1}: {problem}" if mark else problem
 
 
 def _split_pairs(text: str) -> dict[str, str]:
@@ -297,9 +285,8 @@ def convert(name: str, annotation: object, value: object, works: str) -> object:
             items = value if isinstance(value, (list, tuple)) else text.strip("[]").split(",")
             return tuple(int(item) for item in items)
     except (KeyError, ValueError) as error:
-        why = (
-            "a comma separates keys" if "=" in text else _WANTED.get(kind, "not a list of whole numbers, as [2,2] is")
-        )
+        wanted = _WANTED.get(kind, "not a list of whole numbers, as [2,2] is")
+        why = "a comma separates keys" if "=" in text else wanted
         mended = re.sub(r"[;\s]+", ",", text) if "=" in text else works
         refuse(f"{name}={text}", why, f"{name}={works if mended == text else mended}", cause=error)
     return text

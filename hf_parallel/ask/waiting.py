@@ -35,10 +35,13 @@ def waiting(what: str) -> Iterator[Callable[[str], None]]:
         yield lambda what: None
         return
     line = _Line(what, sys.stderr)
+    thread = threading.Thread(target=line.show, name="hf_parallel/waiting", daemon=True)
+    thread.start()
     try:
         yield line.say
     finally:
-        line.end()
+        line.ended.set()
+        thread.join()
 
 
 class _Line:
@@ -46,27 +49,21 @@ class _Line:
 
     def __init__(self, what: str, stream: TextIO) -> None:
         self.what, self.stream, self.began = what, stream, time.monotonic()
-        self._ended, self._shown = threading.Event(), False
-        self._thread = threading.Thread(target=self._show, name="hf_parallel/waiting", daemon=True)
-        self._thread.start()
+        self.ended, self._shown = threading.Event(), False
 
     def say(self, what: str) -> None:
         self.what = what
         if not what and self._shown:
             self._write(_BACK)
 
-    def end(self) -> None:
-        self._ended.set()
-        self._thread.join()
-
-    def _show(self) -> None:
-        if self._ended.wait(PATIENCE_S):
+    def show(self) -> None:
+        if self.ended.wait(PATIENCE_S):
             return
         while True:
             if self.what:
                 self._shown = True
                 self._write(f"{_BACK}hf_parallel: {self.what} … {time.monotonic() - self.began:.0f} s")
-            if self._ended.wait(_EACH_S):
+            if self.ended.wait(_EACH_S):
                 self._write(_BACK)
                 return
 

@@ -16,7 +16,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -31,7 +31,6 @@ from hf_parallel.checkpoint.weights import convert_tensors, open_folder, split_i
 
 if TYPE_CHECKING:
     from torch import nn
-    from transformers import PreTrainedModel
 
     from hf_parallel.checkpoint.hub_format import Group
 
@@ -133,12 +132,8 @@ def push_folder(out: str, repository: str) -> str:
 
 
 def _make_plain_item(name: str, tensor: LazyTensor, dtype: torch.dtype | None) -> Item:
-    kind = _choose_dtype(tensor.dtype, dtype)
+    kind = dtype if dtype is not None and tensor.dtype.is_floating_point else tensor.dtype
     return Item((Entry(name, tuple(tensor.shape), kind),), lambda: [tensor.whole().to(kind)])
-
-
-def _choose_dtype(own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
-    return wanted if wanted is not None and own.is_floating_point else own
 
 
 def _write_items(items: list[Item], out: str, stem: str, max_shard_size: int | str) -> None:
@@ -204,45 +199,36 @@ def _merge_adapter_into(
     checkpoint: str, base: str, dtype: torch.dtype | None, stack: contextlib.ExitStack
 ) -> list[Item]:
     """Return the base's tensors with the adapter in them, as its conversion groups them for the Hub."""
-    model = _build_on_meta_from(base)
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(base)
+    architecture = getattr(transformers, (config.architectures or [""])[0], None)
+    if architecture is None:
+        raise ValueError(f"{base}/config.json names no architecture that transformers has ({config.architectures})")
+    with torch.device("meta"):
+        model = architecture(config)
     state = model.state_dict()
-    tensors = {name: _make_lazy(tensor) for name, tensor in convert_tensors(model, state, open_folder(base, stack))}
+    tensors = {
+        name: tensor if isinstance(tensor, LazyTensor) else make_lazy_tensor(tensor)
+        for name, tensor in convert_tensors(model, state, open_folder(base, stack))
+    }
     _merge(model, tensors, checkpoint, stack)
     tied = set(getattr(model, "all_tied_weights_keys", None) or ())
     entries = [Entry(n, tuple(t.shape), t.dtype) for n, t in tensors.items() if n not in tied]
     items = []
     for group in make_hub_groups(model, entries):
-        kinds = [_choose_dtype(entry.dtype, dtype) for entry in group.entries]
+        own = [entry.dtype for entry in group.entries]
+        kinds = own if dtype is None else [dtype if kind.is_floating_point else kind for kind in own]
         described = tuple(Entry(e.name, e.shape, kind) for e, kind in zip(group.entries, kinds, strict=True))
-        items.append(Item(described, _Values(group, tensors, kinds)))
+        items.append(Item(described, functools.partial(_read_values_of, group, tensors, kinds)))
     return items
 
 
-class _Values:
-    """Reads, merges and converts the tensors of one group when they are asked for."""
-
-    def __init__(self, group: Group, tensors: dict[str, LazyTensor], kinds: list[torch.dtype]):
-        self.group, self.tensors, self.kinds = group, tensors, kinds
-
-    def __call__(self) -> Iterator[torch.Tensor]:
-        own = {entry.name: self.tensors[entry.name].whole() for entry in self.group.own}
-        for value, kind in zip(self.group.convert(own), self.kinds, strict=True):
-            yield value.to(kind)
-
-
-def _make_lazy(tensor: torch.Tensor) -> LazyTensor:
-    return tensor if isinstance(tensor, LazyTensor) else make_lazy_tensor(tensor)
-
-
-def _build_on_meta_from(folder: str) -> PreTrainedModel:
-    import transformers
-
-    config = transformers.AutoConfig.from_pretrained(folder)
-    kind = getattr(transformers, (config.architectures or [""])[0], None)
-    if kind is None:
-        raise ValueError(f"{folder}/config.json names no architecture that transformers has ({config.architectures})")
-    with torch.device("meta"):
-        return kind(config)
+def _read_values_of(group: Group, tensors: dict[str, LazyTensor], kinds: list[torch.dtype]) -> Iterator[torch.Tensor]:
+    """Read, merge and convert the tensors of one group, now that they are asked for."""
+    own = {entry.name: tensors[entry.name].whole() for entry in group.own}
+    for value, kind in zip(group.convert(own), kinds, strict=True):
+        yield value.to(kind)
 
 
 def _merge(model: nn.Module, tensors: dict[str, LazyTensor], checkpoint: str, stack: contextlib.ExitStack) -> None:
@@ -260,62 +246,45 @@ def _merge(model: nn.Module, tensors: dict[str, LazyTensor], checkpoint: str, st
         if found:
             parts.setdefault((found[1], found[2].count("base_layer")), {})[found[3]] = tensor
         elif (own := name.replace(".base_layer.", ".")) in tensors:
-            tensors[own] = _make_lazy(tensor)  # a module that was trained whole
+            tensors[own] = tensor  # a module that was trained whole
         else:
             raise ValueError(f"--merge-adapter: {key} is no part of {type(model).__name__}")
     for (path, depth), pair in parts.items():
         targets = config.get("target_parameters") or ()
         names = [name for name, _ in model.get_submodule(path).named_parameters(recurse=False)]
         targeted = [name for name in names if any(f".{path}.{name}".endswith(f".{target}") for target in targets)]
-        module, named = model.get_submodule(path), targeted
-        weight = f"{path}.{named[-1 - depth] if named else 'weight'}"
+        module = model.get_submodule(path)
+        weight = f"{path}.{targeted[-1 - depth] if targeted else 'weight'}"
         if weight not in tensors:
             raise ValueError(f"--merge-adapter: {type(model).__name__} has no {weight}")
-        by_input = not named and type(module).__name__ in ("Conv1D", "Embedding")
-        factors = functools.partial(_arrange_factors, tensors[weight], pair["A"], pair["B"], module, by_input)
-        scaling = _compute_adapter_scaling(
-            config, weight if named else path, _find_adapter_rank(tensors[weight], pair["A"])
-        )
-        tensors[weight] = _add_adapter(tensors[weight], factors, scaling)
+        shape = tensors[weight].shape
+        by_input = not targeted and type(module).__name__ in ("Conv1D", "Embedding")
+        if len(shape) == 3:
+            by_input = getattr(module, "is_transposed", False)
+        patterns, place = config.get("alpha_pattern") or {}, weight if targeted else path
+        own_alpha = (alpha for pattern, alpha in patterns.items() if re.match(rf"(.*\.)?({pattern})$", place))
+        alpha = next(own_alpha, config["lora_alpha"])
+        rank = int(pair["A"].shape[0]) // (shape[0] if len(shape) == 3 else 1)  # A and B of all experts: side by side
+        scaling = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+        tensors[weight] = _add_adapter(tensors[weight], pair["A"], pair["B"], by_input, scaling)
 
 
-def _find_adapter_rank(weight: LazyTensor, a: torch.Tensor) -> int:
-    """Return the rank of an adapter. The A and B of all experts lie side by side."""
-    return int(a.shape[0]) // (weight.shape[0] if len(weight.shape) == 3 else 1)
-
-
-def _compute_adapter_scaling(config: dict[str, Any], path: str, rank: int) -> float:
-    patterns = config.get("alpha_pattern") or {}
-    own = (alpha for pattern, alpha in patterns.items() if re.match(rf"(.*\.)?({pattern})$", path))
-    alpha = next(own, config["lora_alpha"])
-    return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
-
-
-def _arrange_factors(
-    weight: LazyTensor, a: LazyTensor, b: LazyTensor, module: nn.Module, by_input: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return two matrices, or two stacks with one per expert, whose product has the weight's shape; fp32.
+def _add_adapter(weight: LazyTensor, a: LazyTensor, b: LazyTensor, by_input: bool, scaling: float) -> LazyTensor:
+    """Return W + scaling B A, computed in fp32: of matrices, or of stacks with a matrix per expert.
 
     Args:
         by_input: the weight is stored as (in, out), as in embeddings and Conv1D.
     """
-    first, second = b.whole().float(), a.whole().float()
-    if len(weight.shape) == 3:
-        experts = weight.shape[0]
-        first = first.reshape(len(first), -1, experts).permute(2, 0, 1)  # (experts, out, r)
-        second = second.reshape(experts, -1, second.shape[1])  # (experts, r, in)
-        by_input = getattr(module, "is_transposed", False)
-    return (second.mT, first.mT) if by_input else (first, second)
-
-
-def _add_adapter(
-    weight: LazyTensor, factors: Callable[[], tuple[torch.Tensor, torch.Tensor]], scaling: float
-) -> LazyTensor:
-    """Return W + scaling B A, computed in fp32."""
 
     def part(wanted: Part) -> torch.Tensor:
         whole = weight.whole().float()
+        first, second = b.whole().float(), a.whole().float()
+        if whole.dim() == 3:
+            experts = len(whole)
+            first = first.reshape(len(first), -1, experts).permute(2, 0, 1)  # (experts, out, r)
+            second = second.reshape(experts, -1, second.shape[1])  # (experts, r, in)
+        factors = (second.mT, first.mT) if by_input else (first, second)
         add = whole.baddbmm_ if whole.dim() == 3 else whole.addmm_
-        return read_part(add(*factors(), alpha=scaling).to(weight.dtype), wanted)
+        return read_part(add(*factors, alpha=scaling).to(weight.dtype), wanted)
 
     return LazyTensor(part, weight.shape, weight.dtype)

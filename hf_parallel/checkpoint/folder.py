@@ -169,20 +169,19 @@ class Lock:
     """
 
     def __init__(self, folder: str, patience: float = PATIENCE):
+        import fcntl
+
         os.makedirs(folder, exist_ok=True)
         self.path = os.path.join(folder, LOCK)
         self.former: dict[str, Any] = {}  # what the last owner has written
-        self.file: IO[str] | None = self._take(time.monotonic() + patience)
-
-    def _take(self, end: float) -> IO[str] | None:
-        import fcntl
-
+        self.file: IO[str] | None = None
+        end = time.monotonic() + patience
         file = open(self.path, "a+", encoding="utf-8")  # noqa: SIM115 - open for as long as it is held
         while True:
             try:
                 fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                self.former = self._read(file)
-                return file
+                self.former, self.file = self._read(file), file
+                return
             except (BlockingIOError, PermissionError):
                 if time.monotonic() > end:
                     owner = self._read(file)
@@ -194,7 +193,7 @@ class Lock:
                 time.sleep(0.1)
             except OSError:  # a file system without locks
                 file.close()
-                return None
+                return
 
     @staticmethod
     def _read(file: IO[str]) -> dict[str, Any]:

@@ -10,13 +10,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from hf_parallel.checkpoint.lazy_tensor import LazyTensor
-from hf_parallel.checkpoint.slices import Part, list_axes_and_dims, read_part
+from hf_parallel.checkpoint.slices import list_axes_and_dims, read_part
 from hf_parallel.model.anatomy import StoredOrder, get_stored_order
 from hf_parallel.ranks import messages
 from hf_parallel.ranks.mesh import ParallelMesh
@@ -74,9 +75,23 @@ def make_hub_groups(model: PreTrainedModel, entries: Iterable[Entry], convert: b
     """
     by_name = {entry.name: entry for entry in entries}
     gathered: dict[str, torch.Tensor] = {}
-    own = {name: _read_later(entry, gathered) for name, entry in by_name.items()}
-    saved = _revert(model, own) if convert else own
-    together = _find_joined_conversions({name: tensor.origins for name, tensor in saved.items()})
+    own = saved = {name: _read_later(entry, gathered) for name, entry in by_name.items()}
+    if convert:
+        from transformers.core_model_loading import revert_weight_conversion
+
+        try:
+            saved = revert_weight_conversion(model, own)
+        except Exception as error:  # each model's conversion has its own ways to fail
+            raise NotImplementedError(
+                f"hf_parallel: {type(model).__name__} cannot be converted to the format of its checkpoint on the Hub "
+                f"({type(error).__name__}: {error}); pass save_original_format=False to save it as it is"
+            ) from error
+    # By tensor of the model: all that are converted with it, and the names of what they become.
+    together: dict[str, tuple[frozenset[str], list[str]]] = {}
+    for name, tensor in saved.items():
+        parts = {id(together[key]): together[key] for key in sorted(tensor.origins) if key in together}.values()
+        merged = tensor.origins.union(*(part[0] for part in parts)), [n for part in parts for n in part[1]] + [name]
+        together.update(dict.fromkeys(merged[0], merged))
     groups: dict[str, Group] = {}
     for name in by_name:
         if name in together:  # else transformers leaves it out
@@ -101,47 +116,18 @@ def _convert(
 
 def _read_later(entry: Entry, gathered: dict[str, torch.Tensor]) -> LazyTensor:
     """Return a tensor of the model that is read once it is in `gathered`."""
-
-    def part(wanted: Part) -> torch.Tensor:
-        return read_part(gathered[entry.name], wanted)
-
-    return LazyTensor(part, entry.shape, entry.dtype, origins=frozenset([entry.name]))
-
-
-def _revert(model: nn.Module, own: dict[str, LazyTensor]) -> dict[str, LazyTensor]:
-    from transformers.core_model_loading import revert_weight_conversion
-
-    try:
-        return revert_weight_conversion(model, own)
-    except Exception as error:  # each model's conversion has its own ways to fail
-        raise NotImplementedError(
-            f"hf_parallel: {type(model).__name__} cannot be converted to the format of its checkpoint on the Hub "
-            f"({type(error).__name__}: {error}); pass save_original_format=False to save it as it is"
-        ) from error
-
-
-def _find_joined_conversions(origins: dict[str, frozenset[str]]) -> dict[str, tuple[set[str], list[str]]]:
-    """Return, by tensor of the model, all that are converted with it and the names of what they become."""
-    together: dict[str, tuple[set[str], list[str]]] = {}
-    for name, keys in origins.items():
-        parts = {id(together[key]): together[key] for key in sorted(keys) if key in together}.values()
-        merged = (set(keys).union(*(part[0] for part in parts)), [n for part in parts for n in part[1]] + [name])
-        together.update(dict.fromkeys(merged[0], merged))
-    return together
-
-
-def describe_tensor(model: nn.Module, name: str, tensor: Any, stage: int) -> Entry:
-    """Return where a tensor lies. A tensor of an optimizer, `parameter/slot`, lies as its parameter does."""
-    axes = list_axes_and_dims(tensor)
-    names = tensor.device_mesh.mesh_dim_names if axes else ()
-    cuts = tuple((names[axis], dim) for axis, dim in axes)
-    order = get_stored_order(model, name.partition("/")[0])
-    return Entry(name, tuple(tensor.shape), tensor.dtype, stage, cuts, order)
+    origins = frozenset([entry.name])
+    return LazyTensor(lambda part: read_part(gathered[entry.name], part), entry.shape, entry.dtype, origins=origins)
 
 
 def gather_entries_of(model: nn.Module, mesh: ParallelMesh, tensors: Mapping[str, torch.Tensor]) -> list[Entry]:
     """Return the tensors of all stages; if two stages hold one, the first stage's. Collective over stages."""
-    own = [describe_tensor(model, name, tensor, mesh.index("pp")) for name, tensor in tensors.items()]
+    own = []
+    for name, tensor in tensors.items():
+        names = (tensor.device_mesh.mesh_dim_names if isinstance(tensor, DTensor) else None) or ()
+        cuts = tuple((names[axis], dim) for axis, dim in list_axes_and_dims(tensor))
+        order = get_stored_order(model, name.partition("/")[0])  # a slot of an optimizer, `parameter/slot`, lies alike
+        own.append(Entry(name, tuple(tensor.shape), tensor.dtype, mesh.index("pp"), cuts, order))
     entries: dict[str, Entry] = {}
     for theirs in gather_from_stages(own, mesh):
         for entry in theirs:
@@ -150,7 +136,6 @@ def gather_entries_of(model: nn.Module, mesh: ParallelMesh, tensors: Mapping[str
 
 
 # ---- Parameters by name, where stages hold parts of a model and one parameter may have two names --------------------
-
 
 Said = TypeVar("Said")
 
@@ -169,10 +154,17 @@ def list_names_in_order(model: nn.Module, mesh: ParallelMesh) -> list[str]:
     tied = _find_tied_parameters(model)
     places: dict[str, tuple] = {}
     for name, _ in model.named_parameters(remove_duplicate=False):
-        places.setdefault(tied.get(name, name), _find_place_in_tree(model, name))
+        # A parameter's place in the tree: stages replace modules in place, so all agree on the order.
+        *path, last = name.split(".")
+        place: list[tuple[int, int]] = []
+        module = model
+        for child in path:
+            place.append((1, list(module._modules).index(child)))
+            module = module.get_submodule(child)
+        places.setdefault(tied.get(name, name), (*place, (0, list(module._parameters).index(last))))
     for other in gather_from_stages(places, mesh):
-        for name, place in other.items():
-            places[name] = min(place, places.get(name, place))
+        for name, theirs in other.items():
+            places[name] = min(theirs, places.get(name, theirs))
     return sorted(places, key=lambda name: places[name])
 
 
@@ -184,17 +176,6 @@ def list_tied_names(model: nn.Module) -> set[str]:
 def _find_tied_parameters(model: nn.Module) -> dict[str, str]:
     keys = getattr(model, "all_tied_weights_keys", None) or getattr(model, "_hf_parallel_tied_keys", None)
     return dict(keys) if isinstance(keys, dict) else {}
-
-
-def _find_place_in_tree(model: nn.Module, name: str) -> tuple[tuple[int, int], ...]:
-    """Return a parameter's place in the tree. Stages replace modules in place, so all agree on the order."""
-    *path, last = name.split(".")
-    place: list[tuple[int, int]] = []
-    module = model
-    for child in path:
-        place.append((1, list(module._modules).index(child)))
-        module = module.get_submodule(child)
-    return (*place, (0, list(module._parameters).index(last)))
 
 
 def gather_from_stages(own: Said, mesh: ParallelMesh) -> list[Said]:

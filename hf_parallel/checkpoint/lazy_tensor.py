@@ -10,6 +10,7 @@ when a part of its result is read: one target at a time.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from collections.abc import Callable
@@ -51,6 +52,9 @@ class LazyTensor(torch.Tensor):
     Attributes: `origins`, the names of what goes into it, for those who gave names.
     """
 
+    part: Reader
+    origins: frozenset[str]
+
     @staticmethod
     def __new__(
         cls,
@@ -60,17 +64,9 @@ class LazyTensor(torch.Tensor):
         device: torch.device | str = "cpu",
         origins: frozenset[str] = frozenset(),
     ) -> LazyTensor:
-        return torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=torch.device(device))
-
-    def __init__(
-        self,
-        part: Reader,
-        shape: Sequence[int],
-        dtype: torch.dtype,
-        device: torch.device | str = "cpu",
-        origins: frozenset[str] = frozenset(),
-    ) -> None:
+        self = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=torch.device(device))
         self.part, self.origins = part, origins
+        return self
 
     def whole(self) -> torch.Tensor:
         """Read all values."""
@@ -78,11 +74,9 @@ class LazyTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None) -> object:  # type: ignore[override]
-        return (
-            _FOLLOWED[func](*args, **(kwargs or {}))
-            if func in _FOLLOWED
-            else _defer_operation(func, args, kwargs or {})
-        )
+        if func in _FOLLOWED:
+            return _FOLLOWED[func](*args, **(kwargs or {}))
+        return _defer_operation(func, args, kwargs or {})
 
 
 def make_lazy_tensor(
@@ -95,7 +89,10 @@ def make_lazy_tensor(
     if isinstance(source, torch.Tensor):
         shape, dtype, device = source.shape, dtype or source.dtype, device or source.device
     else:
-        shape, dtype, device = torch.Size(source.get_shape()), dtype or _read_dtype_in_file(source), device or "cpu"
+        shape, device = torch.Size(source.get_shape()), device or "cpu"
+        if dtype is None:  # the header states it: reading an empty slice to learn it would read the whole tensor
+            empty = tuple(torch.arange(0) for _ in shape)
+            dtype = _OF_NAME.get(source.get_dtype()) or read_part(source, empty).dtype
     return LazyTensor(
         lambda part: read_part(source, part).to(device=device, dtype=dtype), shape, dtype, device, origins
     )
@@ -107,16 +104,6 @@ def read_values(tensor: torch.Tensor, part: Part) -> torch.Tensor:
     return found.clone() if found.untyped_storage().nbytes() > found.nbytes else found
 
 
-def _read_dtype_in_file(source: Readable) -> torch.dtype:
-    """Return the dtype the header states, because reading an empty slice would read all of it."""
-    name = source.get_dtype()
-    return (
-        _OF_NAME[name]
-        if name in _OF_NAME
-        else read_part(source, tuple(torch.arange(0) for _ in source.get_shape())).dtype
-    )
-
-
 # ---- operations --------------------------------------------------------------------------------------------------
 
 
@@ -125,13 +112,11 @@ def _compute_results_without_data(
 ) -> tuple[list[torch.Tensor], TreeSpec, frozenset[str]]:
     """Return the results of `func` without data, flat, their tree, and the names of its inputs. Checks arguments."""
     origins = [t.origins for t in tree_iter((args, kwargs)) if isinstance(t, LazyTensor)]
-    args, kwargs = tree_map_only(torch.Tensor, _without_data, (args, kwargs))
+    args, kwargs = tree_map_only(
+        torch.Tensor, lambda t: torch.empty(t.shape, dtype=t.dtype, device="meta"), (args, kwargs)
+    )
     flat, tree = tree_flatten(func(*args, **kwargs))
     return flat, tree, frozenset().union(*origins)
-
-
-def _without_data(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
 def _defer_operation(func: Callable, args: tuple, kwargs: dict) -> object:
@@ -139,14 +124,12 @@ def _defer_operation(func: Callable, args: tuple, kwargs: dict) -> object:
     flat, tree, origins = _compute_results_without_data(func, args, kwargs)
     device = next(t.device for t in tree_iter((args, kwargs)) if isinstance(t, LazyTensor))
 
-    def reader(place: int) -> Reader:
-        def part(wanted: Part) -> torch.Tensor:
-            whole_args, whole_kwargs = tree_map_only(LazyTensor, LazyTensor.whole, (args, kwargs))
-            return read_part(tree_flatten(func(*whole_args, **whole_kwargs))[0][place].contiguous(), wanted)
+    def part(place: int, wanted: Part) -> torch.Tensor:
+        whole_args, whole_kwargs = tree_map_only(LazyTensor, LazyTensor.whole, (args, kwargs))
+        return read_part(tree_flatten(func(*whole_args, **whole_kwargs))[0][place].contiguous(), wanted)
 
-        return part
-
-    made = [LazyTensor(reader(i), result.shape, result.dtype, device, origins) for i, result in enumerate(flat)]
+    readers = [functools.partial(part, place) for place in range(len(flat))]
+    made = [LazyTensor(read, t.shape, t.dtype, device, origins) for read, t in zip(readers, flat, strict=True)]
     return tree_unflatten(made, tree)
 
 
@@ -156,16 +139,8 @@ def _follow_operation(func: Callable, args: tuple, part: Reader, device: torch.d
     return LazyTensor(part, result.shape, result.dtype, device, origins)
 
 
-def _list_as_lazy(tensors: Iterable[torch.Tensor]) -> list[LazyTensor]:
-    return [tensor if isinstance(tensor, LazyTensor) else make_lazy_tensor(tensor) for tensor in tensors]
-
-
 def _replace_indices(part: Part, dim: int, indices: torch.Tensor) -> Part:
     return (*part[:dim], indices, *part[dim + 1 :])
-
-
-def _make_empty_part(part: Part, like: torch.Tensor) -> torch.Tensor:
-    return torch.empty([len(indices) for indices in part], dtype=like.dtype, device=like.device)
 
 
 def _alias_lazily(tensor: LazyTensor) -> LazyTensor:
@@ -173,25 +148,25 @@ def _alias_lazily(tensor: LazyTensor) -> LazyTensor:
 
 
 def _stack_lazily(tensors: Iterable[torch.Tensor], dim: int = 0) -> LazyTensor:
-    sources = _list_as_lazy(tensors)
-    dim %= sources[0].ndim + 1
+    sources = [t if isinstance(t, LazyTensor) else make_lazy_tensor(t) for t in tensors]
+    dim, dtype, device = dim % (sources[0].ndim + 1), sources[0].dtype, sources[0].device
 
     def part(wanted: Part) -> torch.Tensor:
-        result = _make_empty_part(wanted, sources[0])
+        result = torch.empty([len(indices) for indices in wanted], dtype=dtype, device=device)
         for place, index in enumerate(wanted[dim].tolist()):
             result.select(dim, place).copy_(sources[index].part(wanted[:dim] + wanted[dim + 1 :]))
         return result
 
-    return _follow_operation(torch.ops.aten.stack.default, (sources, dim), part, sources[0].device)
+    return _follow_operation(torch.ops.aten.stack.default, (sources, dim), part, device)
 
 
 def _cat_lazily(tensors: Iterable[torch.Tensor], dim: int = 0) -> LazyTensor:
-    sources = _list_as_lazy(tensors)
-    dim %= sources[0].ndim
+    sources = [t if isinstance(t, LazyTensor) else make_lazy_tensor(t) for t in tensors]
+    dim, dtype, device = dim % sources[0].ndim, sources[0].dtype, sources[0].device
     starts = [sum(source.shape[dim] for source in sources[:i]) for i in range(len(sources))]
 
     def part(wanted: Part) -> torch.Tensor:
-        result = _make_empty_part(wanted, sources[0])
+        result = torch.empty([len(indices) for indices in wanted], dtype=dtype, device=device)
         for source, start in zip(sources, starts, strict=True):
             places = ((wanted[dim] >= start) & (wanted[dim] < start + source.shape[dim])).nonzero().flatten()
             if len(places):
@@ -199,7 +174,7 @@ def _cat_lazily(tensors: Iterable[torch.Tensor], dim: int = 0) -> LazyTensor:
                 result.index_copy_(dim, places.to(result.device), piece)
         return result
 
-    return _follow_operation(torch.ops.aten.cat.default, (sources, dim), part, sources[0].device)
+    return _follow_operation(torch.ops.aten.cat.default, (sources, dim), part, device)
 
 
 def _slice_lazily(
@@ -207,11 +182,12 @@ def _slice_lazily(
 ) -> LazyTensor:
     dim %= tensor.ndim
     indices = torch.arange(tensor.shape[dim])[slice(start, end, step)]
-
-    def part(wanted: Part) -> torch.Tensor:
-        return tensor.part(_replace_indices(wanted, dim, indices[wanted[dim]]))
-
-    return _follow_operation(torch.ops.aten.slice.Tensor, (tensor, dim, start, end, step), part, tensor.device)
+    return _follow_operation(
+        torch.ops.aten.slice.Tensor,
+        (tensor, dim, start, end, step),
+        lambda wanted: tensor.part(_replace_indices(wanted, dim, indices[wanted[dim]])),
+        tensor.device,
+    )
 
 
 def _split_with_sizes(tensor: LazyTensor, sizes: list[int], dim: int = 0) -> list[LazyTensor]:

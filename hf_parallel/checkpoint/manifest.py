@@ -11,7 +11,7 @@ import functools
 import json
 import os
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TypedDict
 
 MANIFEST = "manifest.json"
@@ -106,9 +106,8 @@ def write_manifest(folder: str, known: Mapping[str, Checksums]) -> None:
     Args:
         known: checksums by path of files that need not be read again.
     """
-    files = {
-        os.path.relpath(path, folder): known.get(path) or _read_checksums(path) for path in _iterate_files(folder)
-    }
+    paths = [os.path.join(place, file) for place, _, found in os.walk(folder) for file in found if file != MANIFEST]
+    files = {os.path.relpath(path, folder): known.get(path) or _read_checksums(path) for path in paths}
     facts = {name: sums.facts() for name, sums in sorted(files.items())}
     manifest = {"format": _FORMAT, "chunk": CHUNK, "crc32": _format_crc_of(facts), "files": facts}
     with open(os.path.join(folder, MANIFEST), "w", encoding="utf-8") as out:
@@ -135,40 +134,31 @@ def find_damages(folder: str, share: int = 0, shares: int = 1) -> list[str]:
         facts = manifest["files"]
     except (OSError, ValueError, KeyError) as error:
         return [f"{MANIFEST} cannot be read ({error})"]
-    found = {name: _find_wrong_size(os.path.join(folder, name), expected) for name, expected in facts.items()}
-    wrong = [f"{name} {text}" for name, text in found.items() if text]
-    whole = [name for name, text in found.items() if not text]
-    numbered = enumerate((name, place) for name in whole for place in range(len(facts[name]["crc32"])))
-    for number, (name, place) in numbered:
-        if (
-            shares
-            and number % shares == share
-            and not _is_equal_to_file(os.path.join(folder, name), facts[name], place)
-        ):
-            start, end = place * CHUNK, min((place + 1) * CHUNK, facts[name]["bytes"])
+    wrong, chunks = [], []
+    for name, expected in facts.items():
+        try:
+            size = os.stat(os.path.join(folder, name)).st_size
+        except OSError:
+            wrong.append(f"{name} is missing")
+            continue
+        if size != expected["bytes"]:
+            wrong.append(f"{name} has {size} of {expected['bytes']} bytes")
+        else:
+            chunks += [(name, place) for place in range(len(expected["crc32"]))]
+    for name, place in chunks[share::shares] if shares else ():
+        start, crc = place * CHUNK, 0
+        with open(os.path.join(folder, name), "rb") as file:
+            file.seek(start)
+            while (rest := start + CHUNK - file.tell()) and (data := file.read(min(rest, _BLOCK))):
+                crc = zlib.crc32(data, crc)
+        if f"{crc:08x}" != facts[name]["crc32"][place]:
+            end = min(start + CHUNK, facts[name]["bytes"])
             wrong.append(f"{name} differs from its checksum in bytes {start} to {end}")
     return wrong
 
 
 def _format_crc_of(facts: dict[str, FileFacts]) -> str:
     return f"{zlib.crc32(json.dumps(facts, sort_keys=True).encode()):08x}"
-
-
-def _find_wrong_size(path: str, expected: FileFacts) -> str | None:
-    try:
-        size = os.stat(path).st_size
-    except OSError:
-        return "is missing"
-    return None if size == expected["bytes"] else f"has {size} of {expected['bytes']} bytes"
-
-
-def _is_equal_to_file(path: str, expected: FileFacts, place: int) -> bool:
-    crc, rest = 0, CHUNK
-    with open(path, "rb") as file:
-        file.seek(place * CHUNK)
-        while rest and (data := file.read(min(rest, _BLOCK))):
-            crc, rest = zlib.crc32(data, crc), rest - len(data)
-    return f"{crc:08x}" == expected["crc32"][place]
 
 
 def _read_checksums(path: str) -> Checksums:
@@ -178,8 +168,3 @@ def _read_checksums(path: str) -> Checksums:
             sums.update(data, start)
             start += len(data)
     return sums
-
-
-def _iterate_files(folder: str) -> Iterator[str]:
-    for place, _, files in os.walk(folder):
-        yield from (os.path.join(place, file) for file in files if file != MANIFEST)

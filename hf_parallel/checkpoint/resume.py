@@ -18,7 +18,7 @@ import functools
 import json
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -43,11 +43,9 @@ from hf_parallel.model.anatomy import get_stored_order
 from hf_parallel.ranks.mesh import ParallelMesh, get_stored, place_as
 
 if TYPE_CHECKING:
-    from bitsandbytes.optim.optimizer import Optimizer8bit
     from torch.optim import Optimizer
 
 # ---- The state of an optimizer, by parameter name: tensors of the parameter's shape, numbers, options ---------------
-
 
 #: A value that a JSON file can hold.
 Json: TypeAlias = "None | bool | int | float | str | list[Json] | dict[str, Json]"
@@ -86,7 +84,12 @@ def read_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> OptimizerS
             )
         for slot, value in decode_slots(slots, parameter).items():
             if torch.is_tensor(value) and value.ndim and slot != "step":
-                _check_slot(kind, name, slot, value, parameter)
+                if value.shape != parameter.shape or isinstance(value, DTensor) != isinstance(parameter, DTensor):
+                    raise NotImplementedError(
+                        f"hf_parallel: {kind} keeps {slot} of shape {tuple(value.shape)} for {name} of shape "
+                        f"{tuple(parameter.shape)}; checkpoints hold states of the parameter's shape and numbers "
+                        "(save_only_model=True leaves the optimizer out)"
+                    )
                 state.tensors[f"{name}/{slot}"] = value
             else:
                 state.numbers.setdefault(name, {})[slot] = encode_as_json(kind, slot, value)
@@ -97,15 +100,6 @@ def name_kind_of(optimizer: torch.optim.Optimizer) -> str:
     """Return the optimizer's class and library: an AdamW that is not torch's has other states."""
     library = type(optimizer).__module__.partition(".")[0]
     return type(optimizer).__name__ if library in ("torch", "__main__") else f"{library}.{type(optimizer).__name__}"
-
-
-def _check_slot(kind: str, name: str, slot: str, value: torch.Tensor, parameter: torch.Tensor) -> None:
-    if value.shape != parameter.shape or isinstance(value, DTensor) != isinstance(parameter, DTensor):
-        raise NotImplementedError(
-            f"hf_parallel: {kind} keeps {slot} of shape {tuple(value.shape)} for {name} of shape "
-            f"{tuple(parameter.shape)}; checkpoints hold states of the parameter's shape and numbers "
-            "(save_only_model=True leaves the optimizer out)"
-        )
 
 
 def encode_as_json(kind: str, key: str, value: object) -> Json:
@@ -177,7 +171,16 @@ def save_optimizer_state(
         if mesh.rank == 0:
             with saving.noting():
                 os.makedirs(where, exist_ok=True)
-                _write_index(state, order, sorted(plan.filename_to_tensors), where)
+                names = [[name for name in order if state.places.get(name) == n] for n in range(len(state.groups))]
+                index: dict[str, object] = {
+                    "format": _FORMAT,
+                    "optimizer": state.kind,
+                    "files": sorted(plan.filename_to_tensors),
+                    "groups": [{"options": o, "parameters": own} for o, own in zip(state.groups, names, strict=True)],
+                    "numbers": state.numbers,
+                }
+                with open(os.path.join(where, INDEX), "w", encoding="utf-8") as out:
+                    json.dump(index, out, indent=1)
         items = assign_items(groups.values(), saving.writers(where), mesh.config)
         files = {os.path.join(where, file): names for file, names in plan.filename_to_tensors.items()}
         write_all = functools.partial(_write_tensors, saving, files, groups, items)
@@ -223,16 +226,6 @@ def _write_tensors(
 def write_refusal(path: str) -> None:
     """Write a file in the place of a plain optimizer's state, which plain Trainer refuses to load."""
     torch.save(ResumeUnderHfParallel(), path)
-
-
-def _write_index(state: OptimizerState, order: list[str], files: list[str], folder: str) -> None:
-    groups = [
-        {"options": options, "parameters": [name for name in order if state.places.get(name) == number]}
-        for number, options in enumerate(state.groups)
-    ]
-    index = {"format": _FORMAT, "optimizer": state.kind, "files": files, "groups": groups, "numbers": state.numbers}
-    with open(os.path.join(folder, INDEX), "w", encoding="utf-8") as out:
-        json.dump(index, out, indent=1)
 
 
 # ---- reading -----------------------------------------------------------------------------------------------------
@@ -352,40 +345,30 @@ def _set_optimizer_state(model: nn.Module, optimizer: Optimizer, saved: Optimize
         found = {slot: decode_from_json(value) for slot, value in saved.numbers.get(name, {}).items()}
         former = optimizer.state.get(parameter, {})
         for slot in slots.get(name, ()):
-            found[slot] = _read_local_state(model, name, parameter, saved.tensors[f"{name}/{slot}"], former.get(slot))
+            # This rank's part, which lies as the parameter does; in the former state's memory, if there is one
+            source, target = saved.tensors[f"{name}/{slot}"], former.get(slot)
+            kind = DTensor if isinstance(parameter, DTensor) else torch.Tensor
+            if not isinstance(target, kind) or (target.shape, target.dtype) != (parameter.shape, source.dtype):
+                target = torch.zeros_like(parameter, dtype=source.dtype, requires_grad=False)
+            part = find_local_part(parameter, get_stored_order(model, name))
+            get_stored(target).copy_(read_values(source, part))
+            found[slot] = target
         if found:
             packed["state"][number] = found
     alike = len(packed["param_groups"]) == len(saved.groups)
     for place, group in enumerate(packed["param_groups"]):
-        unknown = saved.groups[place] if alike else next(iter(saved.options.values()), {})
-        group.update(_choose_group_options(group, [names[number] for number in group["params"]], saved, unknown))
+        own = [names[number] for number in group["params"]]
+        known = [saved.options[name] for name in own if name in saved.options]
+        if any(options != known[0] for options in known):
+            raise ValueError(f"{own[0]} and others of its group had different options when the checkpoint was written")
+        if known:
+            kept = ((key, value) for key, value in known[0].items() if key not in _KERNELS)
+            group.update({key: decode_from_json(value, group.get(key)) for key, value in kept})
+        else:  # no parameter of the group was saved: only learning rates are taken
+            unknown = saved.groups[place] if alike else next(iter(saved.options.values()), {})
+            group.update({key: decode_from_json(unknown[key]) for key in ("lr", "initial_lr") if key in unknown})
     optimizer.load_state_dict(packed)
     pack_states(optimizer)
-
-
-def _read_local_state(
-    model: nn.Module, name: str, parameter: torch.Tensor, source: torch.Tensor, former: object
-) -> torch.Tensor:
-    """Return this rank's part, which lies as the parameter does; in the former state's memory, if there is one."""
-    kind = DTensor if isinstance(parameter, DTensor) else torch.Tensor
-    if not isinstance(former, kind) or (former.shape, former.dtype) != (parameter.shape, source.dtype):
-        former = torch.zeros_like(parameter, dtype=source.dtype, requires_grad=False)
-    part = read_values(source, find_local_part(parameter, get_stored_order(model, name)))
-    get_stored(former).copy_(part)
-    return former
-
-
-def _choose_group_options(
-    group: dict[str, object], names: list[str], saved: OptimizerState, unknown: dict[str, Json]
-) -> dict[str, object]:
-    """Return the saved options of one group; the learning rates of `unknown` if no parameter of it was saved."""
-    known = (saved.options[name] for name in names if name in saved.options)
-    first = next(known, None)
-    if first is None:
-        return {key: decode_from_json(unknown[key]) for key in ("lr", "initial_lr") if key in unknown}
-    if any(options != first for options in known):
-        raise ValueError(f"{names[0]} and others of its group had different options when the checkpoint was written")
-    return {key: decode_from_json(value, group.get(key)) for key, value in first.items() if key not in _KERNELS}
 
 
 # ---- Optimizer states of 8 bits (bitsandbytes): in checkpoints the values themselves, which know no layout ----------
@@ -395,7 +378,6 @@ def _choose_group_options(
 #
 # (Dettmers et al., arXiv 2110.02861, section 2). Blocks begin anew on each rank: they are made again when they are
 # read.
-
 
 Slots = dict[str, Any]  # of one parameter: tensors, numbers
 
@@ -411,7 +393,10 @@ def decode_slots(slots: Slots, parameter: torch.Tensor | None = None) -> dict[st
     for name, number in (("state1", 1), ("state2", 2)):
         largest = slots.get(f"absmax{number}")
         if name in slots and (largest is None or largest.ndim == 1):  # AdEMAMix keeps two in one: no checkpoints
-            values = slots[name] if largest is None else _decode_values(slots[name], slots[f"qmap{number}"], largest)
+            values = slots[name]
+            if largest is not None:
+                factors = largest.repeat_interleave(_BLOCK)[: values.numel()]
+                values = (slots[f"qmap{number}"][values.flatten().long()] * factors).view(values.shape)
             if isinstance(parameter, DTensor) and not isinstance(values, DTensor):
                 values = place_as(parameter, values) if values.shape == get_stored(parameter).shape else values
             slots[name] = values
@@ -419,16 +404,15 @@ def decode_slots(slots: Slots, parameter: torch.Tensor | None = None) -> dict[st
     return slots
 
 
-def _decode_values(codes: torch.Tensor, table: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
-    factors = largest.repeat_interleave(_BLOCK)[: codes.numel()]
-    return (table[codes.flatten().long()] * factors).view(codes.shape)
-
-
 def pack_states(optimizer: Any) -> None:
     """Turn values into codes again after loading, where the optimizer keeps codes."""
     if not hasattr(optimizer, "name2qmap"):
         return
-    for number, index, parameter in _iterate_parameters(optimizer):
+    if not optimizer.initialized:
+        optimizer.check_overrides()  # of embeddings, whose states stay in 32 bits
+    lists = [group["params"] for group in optimizer.param_groups]
+    numbered = [(number, *found) for number, parameters in enumerate(lists) for found in enumerate(parameters)]
+    for number, index, parameter in numbered:
         slots = optimizer.state.get(parameter)
         if not slots:
             continue
@@ -446,14 +430,6 @@ def pack_states(optimizer: Any) -> None:
             else:
                 fresh[name].copy_(local)
         optimizer.state[parameter] = fresh
-
-
-def _iterate_parameters(optimizer: Optimizer8bit) -> Iterator[tuple[int, int, torch.Tensor]]:
-    if not optimizer.initialized:
-        optimizer.check_overrides()  # of embeddings, whose states stay in 32 bits
-    for number, group in enumerate(optimizer.param_groups):
-        for index, parameter in enumerate(group["params"]):
-            yield number, index, parameter
 
 
 def _encode_values(values: torch.Tensor, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

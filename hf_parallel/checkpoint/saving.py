@@ -91,7 +91,12 @@ class Saving:
         """Call `write_files` with this rank's tensors after all else is written; in the background, with copies."""
         parts = {name: get_stored(tensor).detach() for name, tensor in local.items()}
         if self.in_background:
-            parts = {name: _copy_to_host(part) for name, part in parts.items()}
+            parts = {
+                name: part.clone()
+                if part.device.type == "cpu"
+                else torch.empty(part.shape, dtype=part.dtype, pin_memory=True).copy_(part, non_blocking=True)
+                for name, part in parts.items()
+            }
             if self.mesh.device.type != "cpu":
                 torch.accelerator.synchronize()
         self._streams.append(lambda: write(parts))
@@ -163,14 +168,6 @@ def make_save_current(saving: Saving) -> Iterator[Saving]:
         now.saving = former
 
 
-def _copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Copy to host memory; from a device without waiting."""
-    if tensor.device.type == "cpu":
-        return tensor.clone()
-    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return copy.copy_(tensor, non_blocking=True)
-
-
 #: Bytes that a rank writes before it asks whether others could: a save that fails, fails soon.
 BATCH = 1 << 30
 
@@ -235,11 +232,6 @@ class TensorFile:
             os.replace(f"{self.path}.tmp", self.path)
             self.saving.checksums[self.path] = self.sums
 
-    def discard(self) -> None:
-        """Remove the file, because a rank has met an error."""
-        with contextlib.suppress(OSError):
-            os.remove(f"{self.path}.tmp")
-
     def _open(self, flags: int) -> None:
         if self.saving.error is None:
             with self.saving.noting(self.path):
@@ -263,7 +255,10 @@ def write_files(saving: Saving, files: list[TensorFile], items: list[Item], loca
         for file in files:
             file.create()
     places = {name: file for file in files for name in file.starts}
-    for some in _iterate_batches(items, BATCH * saving.mesh.config.world_size):
+    size = BATCH * saving.mesh.config.world_size
+    starts = itertools.accumulate((item.group.nbytes for item in items), initial=0)
+    batched = itertools.groupby(zip(starts, items, strict=False), lambda pair: pair[0] // size)
+    for some in [[item for _, item in pairs] for _, pairs in batched]:
         wrong = torch.tensor([saving.error is not None], dtype=torch.uint8)
         dist.all_reduce(wrong, dist.ReduceOp.MAX, group=saving.mesh.host_group)
         if wrong.item():  # nobody comes here before the files are there
@@ -276,16 +271,6 @@ def write_files(saving: Saving, files: list[TensorFile], items: list[Item], loca
     for file in files:
         file.close()
     return _publish(saving, files)
-
-
-def _iterate_batches(items: list[Item], size: int) -> Iterator[list[Item]]:
-    """Yield items of about `size` bytes together."""
-    total, of_item = 0, []
-    for item in items:
-        of_item.append(total // size)
-        total += item.group.nbytes
-    for _, some in itertools.groupby(zip(of_item, items, strict=True), key=lambda pair: pair[0]):
-        yield [item for _, item in some]
 
 
 def _put_rows(item: Item, places: dict[str, TensorFile], saving: Saving, local: Mapping[str, torch.Tensor]) -> None:
@@ -324,7 +309,8 @@ def _publish(saving: Saving, files: list[TensorFile]) -> bool:
     failed = any(error for error, _ in found)
     for file, sums in zip(files, zip(*(sums for _, sums in found), strict=True), strict=True):
         if failed or saving.error:
-            file.discard()
+            with contextlib.suppress(OSError):
+                os.remove(f"{file.path}.tmp")
         else:
             file.publish(sums)
     return not failed and saving.error is None

@@ -40,10 +40,10 @@ Part = tuple[torch.Tensor, ...]
 
 def find_local_part(tensor: torch.Tensor, order: StoredOrder | None = None) -> Part:
     """Return the part of a tensor that this rank stores: everything if it is not a DTensor."""
-    mesh = getattr(tensor, "device_mesh", None)
-    cuts = (
-        [(dim, mesh.size(axis), mesh.get_local_rank(axis)) for axis, dim in list_axes_and_dims(tensor)] if mesh else []
-    )
+    cuts = []
+    if isinstance(tensor, DTensor):
+        mesh = tensor.device_mesh
+        cuts = [(dim, mesh.size(axis), mesh.get_local_rank(axis)) for axis, dim in list_axes_and_dims(tensor)]
     return cut_part(tensor.shape, order, cuts)
 
 
@@ -53,7 +53,8 @@ def cut_part(shape: tuple[int, ...], order: StoredOrder | None, cuts: Iterable[t
     if order is not None:
         part[order.dim] = order.rows
     for dim, count, index in cuts:
-        part[dim] = _chunk_indices(part[dim], count, index)
+        size = -(-len(part[dim]) // count)  # as torch.chunk, with empty chunks at the end where it would give fewer
+        part[dim] = part[dim][index * size : (index + 1) * size]
     return tuple(part)
 
 
@@ -101,12 +102,6 @@ def list_axes_and_dims(tensor: torch.Tensor) -> list[tuple[int, int]]:
     return [(axis, placement.dim) for axis, placement in ordered]
 
 
-def _chunk_indices(indices: torch.Tensor, count: int, index: int) -> torch.Tensor:
-    """Chunk as torch.chunk does, with empty chunks at the end where it would give fewer."""
-    size = -(-len(indices) // count)
-    return indices[index * size : (index + 1) * size]
-
-
 def find_runs(indices: torch.Tensor) -> list[slice]:
     """Return the maximal ranges of consecutive indices; one empty range if there are none."""
     if not len(indices):
@@ -124,7 +119,6 @@ def find_runs(indices: torch.Tensor) -> list[slice]:
 #
 # What rank 0 has then are the model's own values, of this rank. So it asks the others for theirs. So it does for a
 # save under `if is_main_process:` that ends a script.
-
 
 M = TypeVar("M", bound=nn.Module)
 

@@ -33,14 +33,14 @@ from hf_parallel.checkpoint.saving import (
     write_files,
 )
 from hf_parallel.checkpoint.slices import find_local_part
-from hf_parallel.checkpoint.writers import Item, assign_all_to, assign_items, gather_item
+from hf_parallel.checkpoint.writers import Item, assign_items, choose_one_writer, gather_item
 from hf_parallel.model.anatomy import get_stored_order
 from hf_parallel.ranks.mesh import ParallelMesh, get_stored
 
 if TYPE_CHECKING:
     from huggingface_hub import StateDictSplit
     from transformers import PreTrainedModel
-    from transformers.core_model_loading import WeightConverter, WeightRenaming
+    from transformers.core_model_loading import WeightConverter
 
 
 def save_pretrained_model(
@@ -203,7 +203,15 @@ def stream_tensors(
         CheckpointError: a rank was lost.
     """
     wait_for_writer()
-    for item in assign_all_to(0, join_groups(groups, limit), mesh.config):
+    joined: list[Group] = []
+    for converted, alike in itertools.groupby(groups, lambda group: group.conversion is not None):
+        if converted:
+            joined += alike
+            continue
+        for bucket in make_buckets(alike, limit):  # tensors that need no conversion, up to `limit` bytes together
+            own = tuple(entry for group in bucket for entry in group.own)
+            joined.append(Group(own, tuple(entry for group in bucket for entry in group.entries)))
+    for item in [choose_one_writer(group, {0: 0}, mesh.config) for group in joined]:
         parts = {entry.name: get_stored(local[entry.name]) for entry in item.held_by(mesh.rank)}
         try:
             whole = gather_item(mesh, [item], parts)
@@ -212,17 +220,6 @@ def stream_tensors(
         if mesh.rank == 0:
             values = item.group.convert(whole)
             yield from ((entry.name, value) for entry, value in zip(item.group.entries, values, strict=True))
-
-
-def join_groups(groups: Iterable[Group], limit: int) -> Iterator[Group]:
-    """Join consecutive tensors that need no conversion into groups of up to `limit` bytes."""
-    for converted, alike in itertools.groupby(groups, lambda group: group.conversion is not None):
-        if converted:
-            yield from alike
-            continue
-        for bucket in make_buckets(alike, limit):
-            own = tuple(entry for group in bucket for entry in group.own)
-            yield Group(own, tuple(entry for group in bucket for entry in group.entries))
 
 
 def make_buckets(tensors: Iterable[Held], limit: int) -> Iterator[list[Held]]:
@@ -300,8 +297,13 @@ def convert_tensors(
         yield from ((key, tensor) for key, tensor in tensors.items() if key in own)
         return
     from transformers import core_model_loading as loading
+    from transformers.conversion_mapping import get_model_conversion_mapping
 
-    renamings, converters = _find_conversions(model)
+    # The renamings and conversions that the model was loaded with, or those of its class
+    steps = getattr(model, "_weight_conversions", None)
+    steps = get_model_conversion_mapping(model, add_legacy=False) if steps is None else steps
+    renamings = [step for step in steps if isinstance(step, loading.WeightRenaming)]
+    converters = [step for step in steps if isinstance(step, loading.WeightConverter)]
     of_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     together: dict[str, WeightConverter] = {}
     for key in sorted(tensors, key=loading.dot_natural_key):
@@ -316,18 +318,6 @@ def convert_tensors(
     for name, converter in together.items():
         for target, tensor in converter.convert(name, model=model, config=model.config).items():
             yield target, tensor[0] if isinstance(tensor, list) else tensor
-
-
-def _find_conversions(model: nn.Module) -> tuple[list[WeightRenaming], list[WeightConverter]]:
-    """Return the renamings and the conversions that the model was loaded with, or those of its class."""
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, WeightRenaming
-
-    steps = getattr(model, "_weight_conversions", None)
-    steps = get_model_conversion_mapping(model, add_legacy=False) if steps is None else steps
-    kinds = (WeightRenaming, WeightConverter)
-    renamings, converters = ([step for step in steps if isinstance(step, kind)] for kind in kinds)
-    return renamings, converters
 
 
 def copy_part(model: nn.Module, key: str, target: torch.Tensor, source: torch.Tensor) -> None:

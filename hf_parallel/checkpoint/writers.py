@@ -56,17 +56,12 @@ def assign_items(groups: Iterable[Group], writers: Iterable[int], config: Parall
     load = dict.fromkeys(writers, 0)
     items = []
     for group in sorted(groups, key=lambda group: -group.nbytes):
-        item = _make_item_of_own_rows(group, load, config) or _choose_one_writer(group, load, config)
+        item = _make_item_of_own_rows(group, load, config) or choose_one_writer(group, load, config)
         takers = item.holders[0] if item.writer is None else (item.writer,)
         for rank in takers:
             load[rank] += group.nbytes // len(takers)
         items.append(item)
     return items
-
-
-def assign_all_to(rank: int, groups: Iterable[Group], config: ParallelConfig) -> list[Item]:
-    """Assign everything to one rank."""
-    return [_choose_one_writer(group, {rank: 0}, config) for group in groups]
 
 
 def order_in_rounds(items: Iterable[Item]) -> Iterator[list[Item]]:
@@ -79,39 +74,36 @@ def order_in_rounds(items: Iterable[Item]) -> Iterator[list[Item]]:
 
 
 def _make_item_of_own_rows(group: Group, load: dict[int, int], config: ParallelConfig) -> Item | None:
-    if group.conversion is not None or not _has_long_rows(group.own[0], config):
+    """Let all who hold a tensor write their rows, if these are long and whoever holds them may write."""
+    entry = group.own[0]
+    if group.conversion is not None or any(dim for _, dim in entry.cuts) or (entry.order and entry.order.dim):
         return None
-    able = [ranks for ranks in _list_copies(group.own[0], config) if load.keys() >= set(ranks)]
+    if entry.cuts or entry.order is not None:
+        cuts = [(0, config.size_along(axis), 0) for axis, _ in entry.cuts]
+        (rows,) = cut_part(entry.shape[:1], entry.order, cuts)
+        if len(rows) * (entry.nbytes // max(1, entry.shape[0])) < LONG * len(find_runs(rows)):
+            return None
+    able = [ranks for ranks in _list_copies(config, entry.stage, entry.cuts) if load.keys() >= set(ranks)]
     return Item(group, None, (min(able, key=lambda ranks: load[ranks[0]]),)) if able else None
 
 
-def _has_long_rows(entry: Entry, config: ParallelConfig) -> bool:
-    if not entry.cuts and entry.order is None:
-        return True
-    if any(dim for _, dim in entry.cuts) or (entry.order is not None and entry.order.dim):
-        return False
-    cuts = [(0, config.size_along(axis), 0) for axis, _ in entry.cuts]
-    (rows,) = cut_part(entry.shape[:1], entry.order, cuts)
-    return len(rows) * (entry.nbytes // max(1, entry.shape[0])) >= LONG * len(find_runs(rows))
+def choose_one_writer(group: Group, load: dict[int, int], config: ParallelConfig) -> Item:
+    """Choose a rank that holds a part, if one may write, and for each tensor the copy it has, if it has one.
 
-
-def _choose_one_writer(group: Group, load: dict[int, int], config: ParallelConfig) -> Item:
-    """Choose a rank that holds a part, if one may write, and for each tensor the copy it has, if it has one."""
-    holders = [rank for ranks in _list_copies(group.own[0], config) for rank in ranks if rank in load]
+    Args:
+        load: the bytes that each rank which may write has to write so far.
+    """
+    copies = [_list_copies(config, entry.stage, entry.cuts) for entry in group.own]
+    holders = [rank for ranks in copies[0] for rank in ranks if rank in load]
     writer = min(holders or load, key=lambda rank: load[rank])
-    copies = [_list_copies(entry, config) for entry in group.own]
     nearest = (next((ranks for ranks in own if writer in ranks), own[writer % len(own)]) for own in copies)
     return Item(group, writer, tuple(nearest))
 
 
-def _list_copies(entry: Entry, config: ParallelConfig) -> list[tuple[int, ...]]:
-    return _list_copies_along(config, entry.stage, tuple(axis for axis, _ in entry.cuts))
-
-
 @functools.lru_cache(maxsize=256)
-def _list_copies_along(config: ParallelConfig, stage: int, axes: tuple[str, ...]) -> list[tuple[int, ...]]:
+def _list_copies(config: ParallelConfig, stage: int, cuts: tuple[tuple[str, int], ...]) -> list[tuple[int, ...]]:
     """Return the ranks of a stage in groups that hold a tensor once; the last axis of its cuts is innermost."""
-    groups = list_axis_ranks(config, *axes)
+    groups = list_axis_ranks(config, *(axis for axis, _ in cuts))
     return [tuple(ranks) for ranks in groups if compute_coordinates(config, ranks[0])["pp"] == stage]
 
 
@@ -173,9 +165,16 @@ def gather_item(mesh: ParallelMesh, items: list[Item], local: Mapping[str, torch
         local: this rank's parts of the tensors that it sends, by name; plain tensors.
     """
     group = mesh.host_group  # all ranks make it at its first use, also those that have nothing to send
-    under_way = [
-        sent for item in items if item.writer != mesh.rank for sent in _start_sends(item, mesh.rank, group, local)
-    ]
+    under_way: list[tuple[dist.Work, torch.Tensor]] = []  # with the memory that each is sent from
+    for item in items:
+        if item.writer == mesh.rank:
+            continue
+        for tag, (entry, ranks) in enumerate(zip(item.group.own, item.holders, strict=True)):
+            if mesh.rank in ranks and local[entry.name].numel():
+                data = view_as_bytes(local[entry.name].cpu())
+                work = dist.isend(data, group=group, group_dst=item.writer, tag=tag)
+                assert work is not None  # all ranks are in the group
+                under_way.append((work, data))
     whole: dict[str, torch.Tensor] = {}
     for item in items:
         if item.writer == mesh.rank:
@@ -184,18 +183,6 @@ def gather_item(mesh: ParallelMesh, items: list[Item], local: Mapping[str, torch
     for work, _ in under_way:
         work.wait()
     return whole
-
-
-def _start_sends(
-    item: Item, own: int, group: dist.ProcessGroup, local: Mapping[str, torch.Tensor]
-) -> Iterator[tuple[dist.Work, torch.Tensor]]:
-    """Start sending this rank's parts; yield each transfer with the memory that it is sent from."""
-    for tag, (entry, ranks) in enumerate(zip(item.group.own, item.holders, strict=True)):
-        if own in ranks and local[entry.name].numel():
-            data = view_as_bytes(local[entry.name].cpu())
-            work = dist.isend(data, group=group, group_dst=item.writer, tag=tag)
-            assert work is not None  # all ranks are in the group
-            yield work, data
 
 
 def _put_together(

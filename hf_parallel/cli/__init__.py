@@ -108,7 +108,12 @@ def _make_top_parser() -> argparse.ArgumentParser:
     cli_check.add_arguments(commands.add_parser("check", help="test the links, groups and numbers of this cluster"))
     cli_prove.add_arguments(commands.add_parser("prove", help="compare a script under a layout with one process"))
     cli_bisect.add_arguments(commands.add_parser("bisect", help="find the first number in which two runs differ"))
-    _add_doctor(commands.add_parser("doctor", help="show what a spec does to a model, and what stops it"))
+    doctor = commands.add_parser("doctor", help="show what a spec does to a model, and what stops it")
+    doctor.description = "Show how each module is split, and what stops the layout, without processes or weights."
+    doctor.add_argument("model", metavar="MODEL", help="folder with a config.json, that file, or a Hub id")
+    doctor.add_argument(_OPTION, metavar="SPEC", help="key=value,… such as tp=2,pp=2, a YAML file, or a recipe")
+    doctor.add_argument("--nproc", type=int, metavar="N", help="number of processes; needed for a size of -1")
+    doctor.add_argument("--json", action="store_true", help="print JSON")
     cli_plan.add_arguments(commands.add_parser("plan", help="rank layouts for a model and a cluster"))
     cli_export.add_arguments(commands.add_parser("export", help="write the model of a checkpoint as a Hub folder"))
     cli_migrate.add_arguments(commands.add_parser("migrate", help="turn a config of FSDP, DeepSpeed, … into a spec"))
@@ -127,11 +132,3 @@ def _make_top_parser() -> argparse.ArgumentParser:
 class _NeedsShtab(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         parser.exit(2, "hf_parallel: --print-completion: needs shtab; pip install 'hf-parallel[completion]'\n")
-
-
-def _add_doctor(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Show how each module is split, and what stops the layout, without processes or weights."
-    parser.add_argument("model", metavar="MODEL", help="folder with a config.json, that file, or a Hub id")
-    parser.add_argument(_OPTION, metavar="SPEC", help="key=value,… such as tp=2,pp=2, a YAML file, or a recipe")
-    parser.add_argument("--nproc", type=int, metavar="N", help="number of processes; needed for a size of -1")
-    parser.add_argument("--json", action="store_true", help="print JSON")

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from hf_parallel.ask import launched
 from hf_parallel.ask.config import ParallelConfig, SpecError
 from hf_parallel.ask.spec import refuse
+from hf_parallel.cli.launch import count_accelerators
 
 if TYPE_CHECKING:
     from hf_parallel.check.run import Wanted
@@ -48,7 +49,12 @@ def check_machines(args: argparse.Namespace) -> int:
 
     try:
         wanted = _read_wanted(args)
-        count = int(os.environ["WORLD_SIZE"]) if launched.settle_launcher() else _count_ranks_here(args)
+        if launched.settle_launcher():
+            count = int(os.environ["WORLD_SIZE"])
+        else:
+            sizes = ParallelConfig.parse(args.parallel).sizes.values() if args.parallel else (-1,)
+            fitting = None if -1 in sizes else math.prod(sizes)
+            count = links.count_ranks_to_start(args.nproc, fitting, count_accelerators())
         wanted.layout(count)
     except SpecError as error:
         if os.environ.get("RANK", "0") == "0":
@@ -61,7 +67,7 @@ def check_machines(args: argparse.Namespace) -> int:
             value = getattr(args, option)
             words += [] if value is None else [f"--{option}={value}"]
         again = [*words, *(["--no-parity"] if args.no_parity else [])]
-        return links.start_ranks(again, links.make_environments(count, _count_devices(), args.backend)) and 1
+        return links.start_ranks(again, links.make_environments(count, count_accelerators(), args.backend)) and 1
     from hf_parallel.check.run import check, publish
 
     report = check(wanted)
@@ -91,17 +97,3 @@ def _read_wanted(args: argparse.Namespace) -> Wanted:
     if args.calibrate is not None and args.parallel:
         refuse(f"--calibrate with --parallel {args.parallel}", "it measures the machine", do="drop --parallel")
     return Wanted(args.parallel, dtypes, **how, backend=args.backend, json=args.json, calibrate=args.calibrate)
-
-
-def _count_ranks_here(args: argparse.Namespace) -> int:
-    """Return how many ranks this machine gets."""
-    from hf_parallel.check import links
-
-    sizes = ParallelConfig.parse(args.parallel).sizes.values() if args.parallel else (-1,)
-    return links.count_ranks_to_start(args.nproc, None if -1 in sizes else math.prod(sizes), _count_devices())
-
-
-def _count_devices() -> int:
-    import torch
-
-    return torch.accelerator.device_count() if torch.accelerator.is_available() else 0

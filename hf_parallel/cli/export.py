@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable
 
 from hf_parallel.ask.spec import suggest_file
 from hf_parallel.ask.waiting import waiting
@@ -36,25 +35,22 @@ def run_export(args: argparse.Namespace) -> int:
             do = suggest_file(args.checkpoint) or "give a checkpoint-N of a training's output_dir"
             raise FileNotFoundError(f"{args.checkpoint}: no such folder; {do}")
         with waiting("importing torch") as say:
-            _write_export(args, say)
-        if args.push_to_hub is not None:
             from hf_parallel.checkpoint import export as exporting
 
+            if args.trainer and (args.dtype or args.merge_adapter):
+                kept = "--trainer: a run goes on with the weights it has; drop --dtype and --merge-adapter"
+                raise ValueError(kept)
+            say(f"writing {args.out}")
+            dtype = None if args.dtype is None else exporting.DTYPES[args.dtype]
+            exporting.export_checkpoint(
+                args.checkpoint, args.out, dtype, args.merge_adapter, args.base, args.max_shard_size
+            )
+            if args.trainer:
+                say("writing the optimizer's states")
+                exporting.export_run(args.checkpoint, args.out)
+        if args.push_to_hub is not None:
             print(exporting.push_folder(args.out, args.push_to_hub or os.path.basename(os.path.abspath(args.out))))
     except (OSError, RuntimeError, ValueError) as error:
         print(f"hf_parallel: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     return 0
-
-
-def _write_export(args: argparse.Namespace, say: Callable[[str], None]) -> None:
-    from hf_parallel.checkpoint import export as exporting
-
-    if args.trainer and (args.dtype or args.merge_adapter):
-        raise ValueError("--trainer: a run goes on with the weights it has; drop --dtype and --merge-adapter")
-    say(f"writing {args.out}")
-    dtype = None if args.dtype is None else exporting.DTYPES[args.dtype]
-    exporting.export_checkpoint(args.checkpoint, args.out, dtype, args.merge_adapter, args.base, args.max_shard_size)
-    if args.trainer:
-        say("writing the optimizer's states")
-        exporting.export_run(args.checkpoint, args.out)

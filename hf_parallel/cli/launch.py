@@ -56,7 +56,9 @@ def launch(argv: list[str]) -> int:
         parser = make_full_parser()
         args = parser.parse_args(argv)
         spec = choose_spec(args.parallel, f"the launcher's {_OPTION}")
-        _check_model_of_script(script)
+        if _MODEL in script[:-1] and "--cache_dir" not in script and os.environ.get("HF_HUB_OFFLINE", "0") == "0":
+            # of TRL's and of Transformers' own scripts; under HF_HUB_OFFLINE the ranks say it at once
+            check_model_name(script[script.index(_MODEL) + 1], "load it once, or give a folder with the model")
         if args.ray:
             return _launch_on_ray(args, parser.parse_args([args.training_script]), spec and spec[0])
         if args.min_processes is not None:
@@ -64,7 +66,15 @@ def launch(argv: list[str]) -> int:
         defaults = _read_accelerate_defaults(args)
         _settle_processes(args, defaults)
         if spec is not None:
-            _refuse_other_ways(args, defaults)
+            other_ways = _list_other_ways(args, defaults)
+            if other_ways and other_ways[0].startswith("--"):
+                refuse(other_ways[0], "not together with a spec", do="drop it, dp_shard=-1 shards like FSDP")
+            if other_ways:
+                from accelerate.commands.config import config_args
+
+                file = args.config_file or config_args.default_config_file
+                do = f"drop it; `hf-parallel migrate {file}` prints the spec for it"
+                refuse(other_ways[0], "not together with a spec", do=do)
             if spec[0] != AUTO:
                 ParallelConfig.parse(spec[0]).resolve(args.num_processes)
         else:
@@ -137,13 +147,6 @@ def _check_words(own: list[str], script: list[str]) -> None:
             config.resolve(given.num_processes)
     if script and script[0].endswith(".py") and not given.ray and not os.path.isfile(script[0]):
         refuse(script[0], "no such script", do=suggest_file(script[0]) or "give its path")
-
-
-def _check_model_of_script(script: list[str]) -> None:
-    """Refuse the model of TRL's and of Transformers' own scripts that is not here while no Hub answers."""
-    offline = os.environ.get("HF_HUB_OFFLINE", "0") != "0"  # the ranks then say it at once
-    if _MODEL in script[:-1] and "--cache_dir" not in script and not offline:
-        check_model_name(script[script.index(_MODEL) + 1], "load it once, or give a folder with the model")
 
 
 def _check_config_file(path: str) -> None:
@@ -238,19 +241,6 @@ def _list_other_ways(args: argparse.Namespace, defaults: ClusterConfig | None) -
     if getattr(defaults, "parallelism_config", None):
         found.append("parallelism_config in the config file")
     return found
-
-
-def _refuse_other_ways(args: argparse.Namespace, defaults: ClusterConfig | None) -> None:
-    found = _list_other_ways(args, defaults)
-    if found and found[0].startswith("--"):
-        refuse(found[0], "not together with a spec", do="drop it, dp_shard=-1 shards like FSDP")
-    if found:
-        from accelerate.commands.config import config_args
-
-        file = args.config_file or config_args.default_config_file
-        refuse(
-            found[0], "not together with a spec", do=f"drop it; `hf-parallel migrate {file}` prints the spec for it"
-        )
 
 
 def _settle_machine(args: argparse.Namespace, defaults: ClusterConfig | None) -> None:

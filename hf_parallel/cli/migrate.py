@@ -43,7 +43,6 @@ def _make_size_rule(key: str) -> Rule:
 
 
 def _make_switch_rule(**spec: object) -> Rule:
-    """Return the rule for a switch."""
     return lambda value: Became(spec) if _is_true(value) else Became(why="off, as by default")
 
 
@@ -425,16 +424,23 @@ def migrate_source(source: Source) -> tuple[str, list[tuple[str, str, str]]]:
     spec: dict[str, object] = {}
     rows = []
     for key, value, rule in source.keys:
-        became = _apply_rule(key, value, rule)
-        chosen = {name: _settle_replicas(name, asked, source) for name, asked in became.spec.items()}
-        chosen = {name: asked for name, asked in chosen.items() if asked is not None}
+        try:
+            why = "not known here: nothing stands for it"
+            became = rule(str(value)) if callable(rule) else Became(why=rule or why)
+        except (TypeError, ValueError) as error:
+            refuse(f"{key}: {value}", "is no value that is known", do="write a number", cause=error)
+        # Replicas of hybrid shards depend on the machines, and one machine has none.
+        replicas = source.machines if source.machines > 1 else None
+        settled = {name: replicas if asked == "MACHINES" else asked for name, asked in became.spec.items()}
+        chosen = {name: asked for name, asked in settled.items() if asked is not None}
         for name, asked in chosen.items():
             if spec.setdefault(name, asked) != asked:
-                refuse(
-                    f"{key}={value}", f"asks for {name}={asked}, another key for {name}={spec[name]}", do="keep one"
-                )
+                other = f"another key for {name}={spec[name]}"
+                refuse(f"{key}={value}", f"asks for {name}={asked}, {other}", do="keep one")
         shown = ",".join(f"{name}={spell(asked)}" for name, asked in chosen.items())
-        rows.append((f"{key}: {_shorten_value(value)}", shown, became.why if not shown else ""))
+        text = json.dumps(value) if isinstance(value, Mapping) else str(value)
+        text = text if len(text) <= 32 else f"{text[:31]}…"
+        rows.append((f"{key}: {text}", shown, became.why if not shown else ""))
     if spec.get("zero_stage") == 3:
         del spec["zero_stage"]  # the default
     spec = {"dp_shard": -1, **spec} if spec.get("dp_replicate") != -1 or "dp_shard" in spec else spec
@@ -463,27 +469,6 @@ def describe_batch_of(source: Source, spec: str) -> str:
     if total is not None and total != batch.sequences:
         return f"A step would have {batch.in_words()}, but train_batch_size is {total}: change one of them"
     return f"A step has {batch.in_words()}, as before: {batch.arguments}"
-
-
-def _apply_rule(key: str, value: object, rule: Rule | None) -> Became:
-    if not callable(rule):
-        return Became(why=rule or "not known here: nothing stands for it")
-    try:
-        return rule(str(value))
-    except (TypeError, ValueError) as error:
-        refuse(f"{key}: {value}", "is no value that is known", do="write a number", cause=error)
-
-
-def _settle_replicas(name: str, asked: object, source: Source) -> object | None:
-    """Settle the size that depends on the machines: replicas of hybrid shards; one machine has none."""
-    if asked == "MACHINES":
-        return source.machines if source.machines > 1 else None
-    return asked
-
-
-def _shorten_value(value: object) -> str:
-    text = json.dumps(value) if isinstance(value, Mapping) else str(value)
-    return text if len(text) <= 32 else f"{text[:31]}…"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

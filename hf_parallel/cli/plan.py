@@ -133,6 +133,7 @@ def _plan_model(args: argparse.Namespace) -> int:
         refuse(f"--precision {args.precision}", "all but a base in 4 bits is planned in bf16", "--precision bf16")
     with waiting("importing torch") as say:
         from hf_parallel.planner.groups import MixedCluster
+        from hf_parallel.planner.pictures import write_memory, write_timeline
         from hf_parallel.planner.report import show, write_specs
 
         say("reading the model's config")
@@ -151,7 +152,13 @@ def _plan_model(args: argparse.Namespace) -> int:
         return 1
     if args.specs:
         write_specs(args.specs, found)
-    _draw_pictures(args, found)
+    if args.picture:
+        write_memory(args.picture, found)
+    if args.timeline:
+        piped = [choice for choice in found.choices if choice.config.pp_size > 1]
+        if not piped:
+            refuse(f"--timeline {args.timeline}", "none of the layouts has a pipeline to draw")
+        print(write_timeline(args.timeline, piped[0]), file=sys.stderr if args.json else sys.stdout)
     if args.explain:
         print(found.best.prediction.explain())
     if args.verify:
@@ -160,7 +167,6 @@ def _plan_model(args: argparse.Namespace) -> int:
 
 
 def _search(args: argparse.Namespace, model: PretrainedConfig | dict[str, object], cluster: Cluster) -> Found:
-    """The layouts for what the options say."""
     from hf_parallel.hooks.auto import make_acceptance_test
     from hf_parallel.planner.search import search, search_batches
 
@@ -205,7 +211,6 @@ _OF_ONE_KIND = (
 
 
 def _plan_groups(args: argparse.Namespace, model: PretrainedConfig | dict[str, object], mixed: MixedCluster) -> int:
-    """Print the plan of groups of unlike GPUs."""
     from hf_parallel.hooks.auto import make_acceptance_test
     from hf_parallel.planner.mixed import search_groups
     from hf_parallel.planner.mixed_report import explain_mixed_misfit, show_mixed, write_mixed_specs
@@ -406,18 +411,6 @@ def _check_positive(option: str, number: int) -> int:
     return number
 
 
-def _draw_pictures(args: argparse.Namespace, found: Found) -> None:
-    from hf_parallel.planner.pictures import write_memory, write_timeline
-
-    if args.picture:
-        write_memory(args.picture, found)
-    if args.timeline:
-        piped = [choice for choice in found.choices if choice.config.pp_size > 1]
-        if not piped:
-            refuse(f"--timeline {args.timeline}", "none of the layouts has a pipeline to draw")
-        print(write_timeline(args.timeline, piped[0]), file=sys.stderr if args.json else sys.stdout)
-
-
 def _verify(args: argparse.Namespace, found: Found, model: PretrainedConfig | dict[str, object]) -> None:
     """Dry runs of the first layout, or of the one in `--parallel`: of the pipeline ranks with embedding and head."""
     from hf_parallel.planner.advice import choose_expected_layout
@@ -457,7 +450,6 @@ def _verify(args: argparse.Namespace, found: Found, model: PretrainedConfig | di
 
 def _draw_timeline_alone(args: argparse.Namespace) -> str:
     from hf_parallel.axes.pipeline import energy, timeline
-    from hf_parallel.axes.pipeline import timeline as picture
 
     if args.timeline is None or args.parallel is None:
         refuse("plan", "needs a MODEL", do="or --timeline FILE.svg and --parallel SPEC to draw a pipeline")
@@ -466,10 +458,8 @@ def _draw_timeline_alone(args: argparse.Namespace) -> str:
     if ranks < 2:
         refuse(f"pp_size={ranks}", "a timeline shows a pipeline of two ranks or more", "pp=4")
     asked = config.pipeline_microbatches if args.micro_batches is None else args.micro_batches
-    from hf_parallel.axes.pipeline.timeline import split_evenly
-
     stages = config.pipeline_stages
-    split = list(config.split_layers or split_evenly(stages if args.layers is None else args.layers, stages))
+    split = list(config.split_layers or timeline.split_evenly(stages if args.layers is None else args.layers, stages))
     if len(split) != stages or min(split) < 1:
         refuse(f"{sum(split)} layers in {len(split)} parts", f"do not fill {stages} stages", f"--layers {stages}")
     if args.layers not in (None, sum(split)):
@@ -485,6 +475,6 @@ def _draw_timeline_alone(args: argparse.Namespace) -> str:
             seconds = energy.compute_seconds_of(*costs)
             saved = energy.predict_saving(actions, seconds, energy.plan_clocks(actions, seconds))
             saving = f"; pipeline_energy={config.pipeline_energy} saves {saved:.1%} of the energy (by {energy.CURVE})"
-    picture.write_timeline_picture(args.timeline, drawn, name, predicted=drawn.bubble)
+    timeline.write_timeline_picture(args.timeline, drawn, name, predicted=drawn.bubble)
     held = f"activations held at most, per rank: {', '.join(map(str, peaks))} forwards"
     return f"{args.timeline}: {name}, bubble {drawn.bubble:.1%}; {held}{saving}"

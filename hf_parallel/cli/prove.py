@@ -6,7 +6,6 @@ Exit codes: 0 if every number is one process's; 1 if one differs; 2 if the scrip
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
 import os
 import re
@@ -14,7 +13,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -68,8 +67,10 @@ def prove(args: argparse.Namespace) -> int:
             refuse(args.script, "no such script", do="give the path of a training script")
         if args.steps < 3:
             refuse(f"--steps {args.steps}", "needs an epoch with a full and a ragged step, and one more", "--steps 4")
-        if args.script == _OF_A_MODEL:
-            _check_model_here(args.arguments[0])
+        if args.script == _OF_A_MODEL:  # before anything is imported
+            offline = None if os.environ.get("HF_HUB_OFFLINE", "1") == "0" else "a proof downloads nothing"
+            otherwise = "load it once, or give a folder with a config.json"
+            check_model_name(args.arguments[0], otherwise, offline=offline, needs_weights=False)
         if any(argument.partition("=")[0] == "--parallel" for argument in args.arguments):
             refuse("--parallel", "stands among the script's arguments", do="give it before the script")
     except SpecError as error:
@@ -84,13 +85,6 @@ def prove(args: argparse.Namespace) -> int:
         return _prove_in(Path(folder), config, saved_by, args)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _check_model_here(name: str) -> None:
-    """Refuse a model that is not here, before anything is imported."""
-    offline = None if os.environ.get("HF_HUB_OFFLINE", "1") == "0" else "a proof downloads nothing"
-    otherwise = "load it once, or give a folder with a config.json"
-    check_model_name(name, otherwise, offline=offline, needs_weights=False)
 
 
 def _read_layout(args: argparse.Namespace) -> ParallelConfig | None:
@@ -171,37 +165,26 @@ def _prepare_process(device: str) -> int:
         os.environ.update(CUDA_VISIBLE_DEVICES="", ACCELERATE_USE_CPU="true")
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # a process that has started CUDA cannot fork one with CUDA
     import torch
-
-    torch.set_num_threads(1)
-    with _hide_devices():
-        import hf_parallel.hooks.patches
-        import hf_parallel.hooks.proving  # noqa: F401
-
-    devices = torch.cuda.device_count() if device == "cuda" else 0
-    if device == "cuda" and not devices:
-        refuse("--device cuda", "finds no GPU on this machine", "--device cpu")
-    return devices
-
-
-@contextlib.contextmanager
-def _hide_devices() -> Iterator[None]:
-    """Hide GPUs from libraries that are imported inside.
-
-    transformers imports torchao, which asks for the GPU's properties where triton is installed. That starts CUDA, and
-    a forked process could not use it.
-    """
     from torch.utils import _triton
 
+    torch.set_num_threads(1)
+    # Libraries see no GPU while they are imported. transformers imports torchao, which asks for the GPU's properties
+    # where triton is installed: that would start CUDA, and a forked process could not use it.
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     try:
-        yield
+        import hf_parallel.hooks.patches
+        import hf_parallel.hooks.proving  # noqa: F401
     finally:
         _triton.has_triton.cache_clear()  # asked again by forked processes, which see GPUs
         if visible is None:
             del os.environ["CUDA_VISIBLE_DEVICES"]
         else:
             os.environ["CUDA_VISIBLE_DEVICES"] = visible
+    devices = torch.cuda.device_count() if device == "cuda" else 0
+    if device == "cuda" and not devices:
+        refuse("--device cuda", "finds no GPU on this machine", "--device cpu")
+    return devices
 
 
 class NotProvedError(Exception):

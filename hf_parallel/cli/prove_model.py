@@ -24,7 +24,6 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     PretrainedConfig,
-    PreTrainedModel,
     Trainer,
     TrainingArguments,
 )
@@ -90,13 +89,17 @@ def main() -> None:
     torch.manual_seed(SEED)
     model = cls.from_config(config) if cls is AutoModelForCausalLM else cls._from_config(config)
     if args.lora:
-        model = _with_adapters(model, args.lora)
+        from peft import LoraConfig, get_peft_model
+
+        alpha, layers = 2 * args.lora, "all-linear"
+        adapters = LoraConfig(r=args.lora, lora_alpha=alpha, target_modules=layers, init_lora_weights=False)
+        model = get_peft_model(model, adapters)
     if args.packed and kind != "tokens":
         refuse(f"--packed {cls.__name__}", "joins documents of a language model", do="leave --packed out")
     make = make_packed_row if args.packed else functools.partial(make_example, kind=kind)
     join: Collate = collate_packed_rows if args.packed else collate_examples
     if words is not config and "token_type_ids" in inspect.signature(cls.forward).parameters:
-        join = _with_types(join)
+        join = functools.partial(_join_with_types, join)
     examples = [make(number, words) for number in range(COUNT)]
     trainer = Trainer(model, settings, train_dataset=examples, eval_dataset=examples[:13], data_collator=join)
     trainer.train()
@@ -145,14 +148,10 @@ def collate_examples(examples: list[Example]) -> dict[str, torch.Tensor]:
     return {"input_ids": tokens, "attention_mask": padded("attention_mask", 0), "labels": labels}
 
 
-def _with_types(join: Collate) -> Collate:
-    """Models of pictures and text want to know which tokens are text: all."""
-
-    def join_with_types(examples: list) -> dict[str, torch.Tensor]:
-        batch = join(examples)
-        return {**batch, "token_type_ids": torch.zeros_like(batch["input_ids"])}
-
-    return join_with_types
+def _join_with_types(join: Collate, examples: list) -> dict[str, torch.Tensor]:
+    """Collate for models of pictures and text, which want to know which tokens are text: all."""
+    batch = join(examples)
+    return {**batch, "token_type_ids": torch.zeros_like(batch["input_ids"])}
 
 
 def make_packed_row(number: int, config: PretrainedConfig) -> dict[str, list[int]]:
@@ -171,13 +170,6 @@ def make_packed_row(number: int, config: PretrainedConfig) -> dict[str, list[int
 def collate_packed_rows(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
     """A batch of tensors [rows, PACKED]."""
     return {name: torch.tensor([row[name] for row in rows]) for name in rows[0]}
-
-
-def _with_adapters(model: PreTrainedModel, rank: int) -> torch.nn.Module:
-    from peft import LoraConfig, get_peft_model
-
-    config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", init_lora_weights=False)
-    return get_peft_model(model, config)
 
 
 if __name__ == "__main__":

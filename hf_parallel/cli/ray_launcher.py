@@ -174,7 +174,9 @@ def trainer(
     if run_config is not None and max_restarts:
         refuse(f"max_restarts={max_restarts}", "not together with run_config", do="say it in its FailureConfig")
     block, unit = compute_ranks_per_worker(parallel, num_processes, min_processes), compute_ranks_per_replica(parallel)
-    gpus = _has_cluster_gpus() if use_gpu is None else use_gpu
+    if use_gpu is None and not ray.is_initialized():
+        ray.init()
+    gpus = ray.cluster_resources().get("GPU", 0) > 0 if use_gpu is None else use_gpu
     config = run_config or RunConfig(failure_config=FailureConfig(max_failures=max_restarts))
     target = ["-m", script] if module else [script]
     argv = ("-m", "hf_parallel", "--parallel", parallel, *target, *arguments)
@@ -209,9 +211,3 @@ def compute_ranks_per_replica(parallel: str) -> int:
     """Return all sizes that are given; the rest multiplies them."""
     sizes = [] if parallel == AUTO else ParallelConfig.parse(parallel).sizes.values()
     return math.prod(size for size in sizes if size != -1)
-
-
-def _has_cluster_gpus() -> bool:
-    if not ray.is_initialized():
-        ray.init()
-    return ray.cluster_resources().get("GPU", 0) > 0

@@ -25,7 +25,7 @@ from hf_parallel.ask.spec import HUB_FILE, refuse
 from hf_parallel.ask.waiting import waiting
 
 if TYPE_CHECKING:
-    from hf_parallel.cli.recipe_file import Filled, Recipe
+    from hf_parallel.cli.recipe_file import Recipe
 
 _RUN = "usage: hf-parallel recipe run [options of launch] RECIPE [script.py | -m module] [arguments of the script]"
 #: Launch options that are easily written behind the recipe, where they would be the script's.
@@ -168,27 +168,30 @@ def launch_words(argv: list[str], args: argparse.Namespace, devices: int) -> lis
     if args.module:
         refuse("-m", "goes behind the recipe", "hf-parallel recipe run RECIPE -m module")
     found = load_recipe(args.training_script)
-    target, rest = _read_script_words(found, rest)
+    if rest[:1] == ["-m"] and len(rest) > 1:  # the user's script, or the recipe's own
+        target, rest = rest[:2], rest[2:]
+    elif rest and not rest[0].startswith("-"):
+        target, rest = rest[:1], rest[1:]
+    elif found.script is None:
+        refuse(found.name, "names no script", f"hf-parallel recipe run {found.name} train.py")
+    else:
+        target = ["-m", found.script]
     late = [name for name in _OF_THE_LAUNCHER if name in list_given_options(rest)]
     if late:
         refuse(f"--{late[0]}", "is an option of the launcher", f"hf-parallel recipe run --{late[0]} … {found.name}")
     filled = fill_options(found, rest, list_options_of(target[-1], target[0] == "-m"), target[-1])
     layout_given = args.parallel or os.environ.get("HF_PARALLEL") or "parallel" in list_given_options(rest)
     added = _launch_options(found, args, bool(layout_given), devices)
-    _print_filled(found, added, filled)
+    # Which words are the recipe's, which the user's, and which the script does not know
+    pairs = [" ".join(added[at : at + 2]) for at in range(0, len(added), 2)]
+    print(f"hf_parallel: {found.name} fills in {', '.join([*pairs, *filled.filled]) or 'nothing'}", file=sys.stderr)
+    if filled.given:
+        print(f"hf_parallel: yours: {', '.join(f'--{name}' for name in filled.given)}", file=sys.stderr)
+    if filled.unknown:
+        names = ", ".join(f"--{name}" for name in filled.unknown)
+        print(f"hf_parallel: left out, the script's text does not show them: {names}", file=sys.stderr)
     options = argv[: len(argv) - len(args.training_script_args) - 1]
     return [*added, *options, *target, *filled.words]
-
-
-def _read_script_words(found: Recipe, rest: list[str]) -> tuple[list[str], list[str]]:
-    """Return the script, the user's or the recipe's own, as `launch` takes it, and the words behind it."""
-    if rest[:1] == ["-m"] and len(rest) > 1:
-        return rest[:2], rest[2:]
-    if rest and not rest[0].startswith("-"):
-        return rest[:1], rest[1:]
-    if found.script is None:
-        refuse(found.name, "names no script", f"hf-parallel recipe run {found.name} train.py")
-    return ["-m", found.script], rest
 
 
 def _launch_options(found: Recipe, args: argparse.Namespace, layout_given: bool, devices: int) -> list[str]:
@@ -203,14 +206,3 @@ def _launch_options(found: Recipe, args: argparse.Namespace, layout_given: bool,
         if machines.nodes > 1 and args.num_machines is None:
             added += ["--num_machines", str(machines.nodes)]
     return added
-
-
-def _print_filled(found: Recipe, added: list[str], filled: Filled) -> None:
-    """Print which words are the recipe's, which the user's, and which the script does not know."""
-    pairs = [" ".join(added[at : at + 2]) for at in range(0, len(added), 2)]
-    print(f"hf_parallel: {found.name} fills in {', '.join([*pairs, *filled.filled]) or 'nothing'}", file=sys.stderr)
-    if filled.given:
-        print(f"hf_parallel: yours: {', '.join(f'--{name}' for name in filled.given)}", file=sys.stderr)
-    if filled.unknown:
-        names = ", ".join(f"--{name}" for name in filled.unknown)
-        print(f"hf_parallel: left out, the script's text does not show them: {names}", file=sys.stderr)

@@ -8,16 +8,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import yaml
-from torch import nn
 
 from hf_parallel.ask.config import ParallelConfig, SpecError
 from hf_parallel.ask.spec import HUB_FILE
-from hf_parallel.axes.axis import Packing
 from hf_parallel.cli.recipe_file import Recipe, load_recipe, read_shipped_config, render_markdown
 from hf_parallel.hooks.auto import ScriptBatch, read_script_batch
 from hf_parallel.planner.candidates import HEADROOM, Goal
@@ -34,7 +32,6 @@ if TYPE_CHECKING:
 # ---- Expectations of a recipe: memory and speed by the planner, memory by a dry run of the real code
 # Both are for the recipe's own machines and need neither a GPU nor a network. What the planner does not know is put on
 # top here, and said in the note: the second model of DPO, the generation of GRPO.
-
 
 #: The share of a forward and backward that the forward of DPO's reference adds: one part in three.
 _REFERENCE_FORWARD = 1 / 3
@@ -165,8 +162,11 @@ def run_dry_runs(recipe: Recipe) -> list[DryRun]:
     Raises:
         SpecError: the layout cannot hold for this model.
     """
+    from hf_parallel.hooks.peft import planned_adapters
+
     layout, batch = _with_logits(recipe), _read_batch(recipe)
-    config = recipe.config()
+    config, words = recipe.config(), recipe.script_arguments
+    targets, nested = words.get("lora_target_modules", "all-linear"), bool(words.get("use_bnb_nested_quant"))
     return [
         dry_run(
             config,
@@ -177,8 +177,8 @@ def run_dry_runs(recipe: Recipe) -> list[DryRun]:
             accumulation=min(recipe.accumulation, _CALLS),
             optimizer=batch.optimizer,
             precision=batch.precision,
-            adapt=_make_recipe_adapters(recipe),
-            pack=_make_packing(recipe),
+            adapt=planned_adapters.plan_lora(recipe.adapter_rank, targets) if recipe.adapter_rank else None,
+            pack=planned_adapters.plan_four_bit(nested) if recipe.four_bit else None,
         )
         for rank in end_ranks(layout)
     ]
@@ -191,33 +191,7 @@ def measure_dry_memory(recipe: Recipe) -> float:
     return found + (_compute_second_model(recipe, shape_of_recipe(recipe)) if second else 0.0)
 
 
-def _make_recipe_adapters(recipe: Recipe) -> Callable[[nn.Module], None] | None:
-    if not recipe.adapter_rank:
-        return None
-    from hf_parallel.hooks.peft.planned_adapters import plan_lora
-
-    targets = recipe.script_arguments.get("lora_target_modules", "all-linear")
-    return plan_lora(recipe.adapter_rank, targets)
-
-
-def _make_packing(recipe: Recipe) -> Packing | None:
-    if not recipe.four_bit:
-        return None
-    from hf_parallel.hooks.peft.planned_adapters import plan_four_bit
-
-    return plan_four_bit(bool(recipe.script_arguments.get("use_bnb_nested_quant")))
-
-
 # ---- as it is written --------------------------------------------------------------------------------------------
-
-
-def make_expected(recipe: Recipe) -> dict[str, dict[str, object]]:
-    """Make the section `expect` anew; measured values stay."""
-    found: dict[str, dict[str, object]] = {
-        "planner": plan_recipe(recipe).to_dict(),
-        "dry_run": {"memory_gib": _round_to_digits(measure_dry_memory(recipe))},
-    }
-    return {**found, **{key: value for key, value in recipe.expect.items() if key == "measured"}}
 
 
 def _round_to_digits(number: float) -> float | int:
@@ -249,21 +223,17 @@ def check_recipe(name: str, dry: bool = True) -> Verdict:
         dry: run its first and last pipeline rank on tensors without memory, too, for a few seconds.
     """
     try:
-        return _judge_recipe(load_recipe(name), dry)
+        recipe = load_recipe(name)
+        planned = plan_recipe(recipe)
+        memory = measure_dry_memory(recipe) if dry else (recipe.expect.get("dry_run") or {}).get("memory_gib", 0.0)
     except SpecError as error:
         return Verdict(name, wrong=(str(error),))
-
-
-def _judge_recipe(recipe: Recipe, dry: bool) -> Verdict:
-    planned = plan_recipe(recipe)
     room, written = f"{planned.room_gib:.1f} GiB of a GPU", recipe.expect
     found = [f"planner {planned.memory_gib:.1f} of {room}, {planned.tokens_per_s:,.0f} tokens/s"]
     wrong = _list_wrong_numbers("planner", written, planned.to_dict())
     if not planned.fits:
-        wrong.append(
-            f"needs {planned.memory_gib:.1f} GiB by the planner, of {room}, {HEADROOM:g} % of which stay free"
-        )
-    memory = measure_dry_memory(recipe) if dry else (written.get("dry_run") or {}).get("memory_gib", 0.0)
+        free = f"{HEADROOM:g} % of which stay free"
+        wrong.append(f"needs {planned.memory_gib:.1f} GiB by the planner, of {room}, {free}")
     if dry:
         found.append(f"dry run {memory:.1f} GiB of tensors")
         wrong += _list_wrong_numbers("dry_run", written, {"memory_gib": memory})
@@ -294,7 +264,12 @@ def write_expected(name: str) -> Recipe:
     path = Path(recipe.path)
     kept = path.read_text(encoding="utf-8").partition("\nexpect:")[0].rstrip("\n")
     lines = ["expect:  # by `hf-parallel recipe check --write`; nothing here was measured unless it says so"]
-    for source, values in make_expected(recipe).items():
+    expected: dict[str, dict[str, object]] = {
+        "planner": plan_recipe(recipe).to_dict(),
+        "dry_run": {"memory_gib": _round_to_digits(measure_dry_memory(recipe))},
+        **{key: value for key, value in recipe.expect.items() if key == "measured"},  # stays
+    }
+    for source, values in expected.items():
         text = yaml.safe_dump(values, sort_keys=False, default_flow_style=True, width=1000).strip()
         lines.append(f"  {source}: {text}")
     path.write_text("\n".join([kept, *lines]) + "\n", encoding="utf-8")

@@ -277,13 +277,11 @@ def _find_models_folder() -> Traversable:
 
 def list_shapes() -> list[str]:
     """Return the models whose sizes come with this package."""
-    return sorted(
-        file.name.removesuffix(".json") for file in _find_models_folder().iterdir() if file.name.endswith(".json")
-    )
+    names = [file.name for file in _find_models_folder().iterdir() if file.name.endswith(".json")]
+    return sorted(name.removesuffix(".json") for name in names)
 
 
 # ---- Recipes in rows: for a terminal, for docs/reference/recipes.md, for the card of a repository -------------------
-
 
 _HEADINGS = ("recipe", "model", "method", "machines", "layout", "tokens per step", "GiB per GPU", "tokens/s")
 
@@ -324,7 +322,6 @@ def render_plain_table(recipes: list[Recipe]) -> str:
 # ---- A script's command line from a recipe: what its user gave stays, what it does not take is left out -------------
 # Which options a script takes is read from its text, which is not run: classes of arguments that it imports, its own
 # dataclasses, its `add_argument("--name")`.
-
 
 #: Options by which scripts name the model, the most usual first.
 _MODEL_OPTIONS = ("model_name_or_path", "model_name", "model_id", "model")
@@ -408,7 +405,15 @@ def list_options_of(script: str, is_module: bool) -> set[str]:
     Raises:
         SpecError: there is no such script or module, or it is no Python.
     """
-    path = _find_module_file(script) if is_module else Path(script)
+    path = Path(script)
+    if is_module:
+        try:
+            found = importlib.util.find_spec(script)
+        except ImportError:
+            found = None
+        if found is None or found.origin is None:
+            refuse(f"-m {script}", "no such module", do=f"pip install {script.partition('.')[0]}")
+        path = Path(found.origin)
     if not path.is_file():
         refuse(script, "no such script")
     try:
@@ -416,16 +421,6 @@ def list_options_of(script: str, is_module: bool) -> set[str]:
     except SyntaxError as error:
         refuse(script, f"not Python ({error.msg}, line {error.lineno})", cause=error)
     return {name for node in ast.walk(tree) for name in _iterate_shown_options(node)}
-
-
-def _find_module_file(name: str) -> Path:
-    try:
-        found = importlib.util.find_spec(name)
-    except ImportError:
-        found = None
-    if found is None or found.origin is None:
-        refuse(f"-m {name}", "no such module", do=f"pip install {name.partition('.')[0]}")
-    return Path(found.origin)
 
 
 def _iterate_shown_options(node: ast.AST) -> Iterator[str]:

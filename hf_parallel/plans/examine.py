@@ -6,7 +6,6 @@ import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +37,6 @@ if TYPE_CHECKING:
 
 
 # ---- The findings about a model and a spec, and how they read -------------------------------------------------------
-
 
 _ORIGINS = {"plan": "model's plan", "inferred": "structure", "known": "known kind"}
 _HEADINGS = ("module", "style", "from", "whole -> per rank", "stays whole")
@@ -92,33 +90,25 @@ def render_examination(report: Report) -> str:
     sizes = " x ".join(f"{axis}={size}" for axis, size in report.axes.items())
     count = math.prod(report.axes.values())
     lines = [f"{report.model} ({report.dtype}) on {count} process{'es' * (count != 1)}: {sizes}", ""]
+    rows: list[tuple[str, ...]] = [_HEADINGS]
+    for split in report.splits:
+        pattern = split.pattern + (f" ×{len(split.modules)}" if len(split.modules) > 1 else "")
+        shape = str(list(split.whole)) + (f" -> {list(split.per_rank)}" if split.per_rank != split.whole else "")
+        origin = _ORIGINS.get(split.origin, split.origin)
+        rows.append((pattern, split.style, origin, shape, ", ".join(split.stays_whole)))
     if report.splits:
-        lines += [*_align_columns([_HEADINGS, *map(_make_split_row, report.splits)]), ""]
-    return "\n".join([*lines, *_align_columns(list(_list_facts(report)))])
-
-
-def _make_split_row(split: Split) -> tuple[str, ...]:
-    count = f" ×{len(split.modules)}" if len(split.modules) > 1 else ""
-    shape = str(list(split.whole))
-    if split.per_rank != split.whole:
-        shape += f" -> {list(split.per_rank)}"
-    whole = ", ".join(split.stays_whole)
-    return split.pattern + count, split.style, _ORIGINS.get(split.origin, split.origin), shape, whole
-
-
-def _list_facts(report: Report) -> Iterator[tuple[str, str]]:
-    yield from report.facts.items()
+        lines += [*_align_columns(rows), ""]
+    facts: list[tuple[str, ...]] = [*report.facts.items()]
     for place in report.pipeline:
         stored = f"{place.parameters:,} parameters, {format_bytes(place.bytes)}"
         if place.stages:
-            yield f"stage {' and '.join(map(str, place.stages))}", ", ".join([*place.layers, *place.others])
-            yield "", f"fullest rank: {stored}"
+            stages = f"stage {' and '.join(map(str, place.stages))}"
+            facts += [(stages, ", ".join([*place.layers, *place.others])), ("", f"fullest rank: {stored}")]
         else:
-            yield "fullest rank", stored
-    yield from (("note", note) for note in report.notes)
-    yield from (("stops it", problem) for problem in report.problems)
-    if not report.problems:
-        yield "works", "nothing stops it"
+            facts.append(("fullest rank", stored))
+    facts += [("note", note) for note in report.notes]
+    facts += [("stops it", problem) for problem in report.problems] or [("works", "nothing stops it")]
+    return "\n".join([*lines, *_align_columns(facts)])
 
 
 def _align_columns(rows: list[tuple[str, ...]]) -> list[str]:
@@ -158,11 +148,21 @@ def examine(model: nn.Module, config: ParallelConfig, processes: int | None = No
     """
     notes: list[str] = []
     problems: list[str] = []
+    free = [axis for axis, size in config.sizes.items() if size == -1]
+    alone: dict[str, Any] = {f"{axis}_size": 1 for axis in free}
     try:
-        config = _resolve_sizes(config, processes, notes)
+        if processes is not None and processes < 1:
+            refuse(f"--nproc {processes}", "there is at least one process", "--nproc 1")
+        if processes is not None:
+            config = config.resolve(processes)
+        elif free not in ([], ["dp_shard"]):
+            refuse(f"{free[0]}_size=-1", "takes the processes that are left", do="--nproc 8 says how many there are")
+        else:
+            notes += ["dp_shard_size=-1 counts as 1 here; --nproc says how many processes there are" for _ in free]
+            config = dataclasses.replace(config, **alone)
     except SpecError as error:
         problems.append(str(error))
-        config = _with_free_sizes(config, 1)
+        config = dataclasses.replace(config, **alone)
     report = report_of(draft_plan(config, read_model(model, config)))
     report.notes[:0], report.problems[:0] = notes, problems
     return report
@@ -179,32 +179,14 @@ def report_of(plan: Plan) -> Report:
         report.splits = _list_splits(anatomy, tensor, cuts, config)
         report.facts.update(_describe_tensor_part(anatomy, tensor, config))
     if (config.tp_size == 1 or tensor is not None) and (config.pp_size == 1 or pipeline is not None):
-        _count_held(report, anatomy, pipeline, cuts, config, _list_apart(plan))
+        experts = plan.part(EXPERTS)
+        over_ep = experts.experts.items() if experts is not None and experts.ranks > 1 else ()
+        apart = {f"{name}.{key}" for name, facts in over_ep for key in facts.widths}
+        _count_held(report, anatomy, pipeline, cuts, config, apart)
     report.facts.update(_describe_experts(plan))
     tied = [f"{name} = {p.names[0]}" for p in anatomy.parameters for name in p.names[1:]]
     report.facts.update({"tied weights": ", ".join(tied)} if tied else {})
     return report
-
-
-def _with_free_sizes(config: ParallelConfig, size: int) -> ParallelConfig:
-    sizes: dict[str, Any] = {f"{axis}_size": size for axis in _free(config)}
-    return dataclasses.replace(config, **sizes)
-
-
-def _free(config: ParallelConfig) -> list[str]:
-    return [axis for axis, size in config.sizes.items() if size == -1]
-
-
-def _resolve_sizes(config: ParallelConfig, processes: int | None, notes: list[str]) -> ParallelConfig:
-    if processes is not None and processes < 1:
-        refuse(f"--nproc {processes}", "there is at least one process", "--nproc 1")
-    if processes is not None:
-        return config.resolve(processes)
-    free = _free(config)
-    if free not in ([], ["dp_shard"]):
-        refuse(f"{free[0]}_size=-1", "takes the processes that are left", do="--nproc 8 says how many there are")
-    notes += ["dp_shard_size=-1 counts as 1 here; --nproc says how many processes there are" for _ in free]
-    return _with_free_sizes(config, 1)
 
 
 def _list_splits(anatomy: Anatomy, part: TensorPart, cuts: dict[str, Cut], config: ParallelConfig) -> list[Split]:
@@ -212,7 +194,9 @@ def _list_splits(anatomy: Anatomy, part: TensorPart, cuts: dict[str, Cut], confi
     groups: dict[tuple, list[str]] = {}
     shapes = {name: p.shape for p in anatomy.parameters for name in p.names}
     for module, parameters in _group_by_module(anatomy.names).items():
-        style, origin = part.styles.get(module) or part.styles.get(_find_experts_of(module, part)) or ("whole", "")
+        owner = module.rpartition(".")[0]  # of a parameter that stands for itself; it may hold experts
+        of_owner = part.styles.get(owner if owner in part.facts.experts else "")
+        style, origin = part.styles.get(module) or of_owner or ("whole", "")
         key = parameters[0]
         per_rank = compute_tp_shape(shapes[key], cuts.get(key, ()), config, 0)
         whole = tuple(name.rpartition(".")[2] for name in parameters if name not in cuts) if origin else ()
@@ -250,49 +234,26 @@ def _join_numbered(names: list[str]) -> str:
 
 
 def _describe_tensor_part(anatomy: Anatomy, part: TensorPart, config: ParallelConfig) -> dict[str, str]:
-    reason = part.whole_sequences
-    shape = "" if part.grid is None else f"{part.grid[0]} rows x {part.grid[1]} columns of ranks: weights of layers"
-    return {
-        **({"grid": f"{shape} are cut along both dims"} if shape else {}),
-        "sequence parallelism": "on" if reason is None else f"off: {reason}",
-        "vocabulary": _describe_vocabulary(anatomy, part, config.tp_size),
-        "attention heads": _describe_heads(part, config.tp_size),
-    }
-
-
-def _describe_vocabulary(anatomy: Anatomy, part: TensorPart, tp_size: int) -> str:
+    facts, tp_size, reason = {}, config.tp_size, part.whole_sequences
+    if part.grid is not None:
+        rows, columns = part.grid
+        facts["grid"] = f"{rows} rows x {columns} columns of ranks: weights of layers are cut along both dims"
+    facts["sequence parallelism"] = "on" if reason is None else f"off: {reason}"
     shapes = {name: p.shape for p in anatomy.parameters for name in p.names}
     said = []
     for count in sorted({shapes[f"{name}.weight"][0] for name, style in part.words.items() if style in _VOCABULARY}):
         parts = [slice_shape([count], 0, tp_size, index)[0] for index in range(tp_size)]
         shown = parts if len(set(parts)) > 1 else parts[:1]
         said.append(f"{count} rows, per rank {', '.join(map(str, shown))}")
-    return "; ".join(said) or "whole"
-
-
-def _describe_heads(part: TensorPart, tp_size: int) -> str:
+    facts["vocabulary"] = "; ".join(said) or "whole"
     heads, kv_heads = part.facts.heads or (0, 0)
     shared = tp_size > kv_heads
     keys = f"1 key/value shared by {tp_size // kv_heads} ranks" if shared else f"{kv_heads // tp_size} key/value"
-    return f"{heads} query, {kv_heads} key/value; per rank {heads // tp_size} query, {keys}"
-
-
-def _find_experts_of(parameter: str, part: TensorPart) -> str:
-    """Return the module that holds this parameter, if it holds experts."""
-    owner = parameter.rpartition(".")[0]
-    return owner if owner in part.facts.experts else ""
-
-
-def _list_apart(plan: Plan) -> set[str]:
-    """Return the parameters that are shared out over ep."""
-    part = plan.part(EXPERTS)
-    if part is None or part.ranks == 1:
-        return set()
-    return {f"{name}.{key}" for name, facts in part.experts.items() for key in facts.widths}
+    facts["attention heads"] = f"{heads} query, {kv_heads} key/value; per rank {heads // tp_size} query, {keys}"
+    return facts
 
 
 def _describe_experts(plan: Plan) -> dict[str, str]:
-    """Describe which ranks hold which experts."""
     part = plan.part(EXPERTS)
     if part is None or not part.experts:
         return {}
@@ -303,16 +264,13 @@ def _describe_experts(plan: Plan) -> dict[str, str]:
     for rank in range(plan.config.world_size):
         holders.setdefault(compute_expert_coordinates(plan.config, rank)["ep"], []).append(rank)
     shown = _format_few(
-        f"{place * part.per_rank}-{(place + 1) * part.per_rank - 1} on {_format_rank_ranges(ranks)}"
+        f"{place * part.per_rank}-{(place + 1) * part.per_rank - 1} "
+        f"on rank{'s' * (len(ranks) > 1)} {' '.join(_format_few(ranks))}"
         for place, ranks in holders.items()
     )
     shards = plan.config.ep_shard_size
     shared = f"; a rank stores 1/{shards} of each" if shards > 1 else ""
     return {"experts": f"{counts} in each of {len(part.experts)} layers: {', '.join(shown)}{shared}"}
-
-
-def _format_rank_ranges(ranks: list[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {' '.join(_format_few(ranks))}"
 
 
 def _format_few(items: Iterable[object]) -> list[str]:
@@ -336,7 +294,12 @@ def _count_held(
         held = [p for p in anatomy.parameters if part is None or _does_hold(part, stages, p.names)]
         tables.append(count_stored(held, cuts, config, apart))
         parameters, size = (max(column) for column in zip(*tables[-1].values(), strict=True))
-        layers, others = ([], []) if part is None else _list_modules(anatomy, part, stages)
+        layers, others = [], []
+        if part is not None:
+            prefix, ranges = part.facts.layers, list_layer_ranges(part)
+            layers = [_join_numbered([f"{prefix}.{i}" for i in range(*ranges[stage])]) for stage in stages]
+            modules = [name for name in _group_by_module(anatomy.names) if not name.startswith(f"{prefix}.")]
+            others = [name for name in modules if _does_hold(part, stages, (name,))]
         report.pipeline.append(PipelineRank(stages, layers, others, parameters, size))
     for rank in range(config.world_size):
         where = compute_coordinates(config, rank)
@@ -346,11 +309,3 @@ def _count_held(
 
 def _does_hold(part: PipelinePart, stages: list[int], names: tuple[str, ...]) -> bool:
     return any(not find_holding_stages(part, name).isdisjoint(stages) for name in names)
-
-
-def _list_modules(anatomy: Anatomy, part: PipelinePart, stages: list[int]) -> tuple[list[str], list[str]]:
-    """Return the layers of each stage as patterns, and the other modules that this rank holds."""
-    prefix, ranges = part.facts.layers, list_layer_ranges(part)
-    layers = [_join_numbered([f"{prefix}.{i}" for i in range(*ranges[stage])]) for stage in stages]
-    held = [name for name in _group_by_module(anatomy.names) if _does_hold(part, stages, (name,))]
-    return layers, [name for name in held if not name.startswith(f"{prefix}.")]

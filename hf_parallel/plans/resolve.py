@@ -45,25 +45,22 @@ def draft_plan(config: ParallelConfig, anatomy: Anatomy, axes: tuple[Axis, ...] 
     """Return the plan with everything that stops it; an axis that refuses has no part in it."""
     plan = Plan(config, anatomy, axes, problems=tuple(_list_general_problems(anatomy)))
     for axis in axes:
-        if axis.is_on(config):
-            plan = _add_axis(plan, axis)
+        if not axis.is_on(config):
+            continue
+        try:
+            if axis.inside:
+                _check_inside(plan, axis)
+            part = axis.resolve(plan.config, anatomy, anatomy.facts[axis.name])
+        except SpecError as error:
+            plan = replace(plan, problems=(*plan.problems, str(error)))
+            continue
+        plan = replace(
+            plan,
+            config=axis.settle(plan.config, part),
+            parts={**plan.parts, axis.name: part},
+            notes=(*plan.notes, *(() if part is None else axis.notes(part))),
+        )
     return plan
-
-
-def _add_axis(plan: Plan, axis: Axis) -> Plan:
-    try:
-        if axis.inside:
-            _check_inside(plan, axis)
-        part = axis.resolve(plan.config, plan.anatomy, plan.anatomy.facts[axis.name])
-    except SpecError as error:
-        return replace(plan, problems=(*plan.problems, str(error)))
-    notes = () if part is None else tuple(axis.notes(part))
-    return replace(
-        plan,
-        config=axis.settle(plan.config, part),
-        parts={**plan.parts, axis.name: part},
-        notes=(*plan.notes, *notes),
-    )
 
 
 def _check_inside(plan: Plan, axis: Axis) -> None:
@@ -99,7 +96,6 @@ def _list_general_problems(anatomy: Anatomy) -> list[str]:
 # ---- Which slice of each parameter a rank stores: the rules of the tensor and data axes as arithmetic, without
 # processes
 # style "rowwise", tp=2, dp_shard=2       [64, 128]  --tp cuts dim 1-->  [64, 64]  --FSDP2 cuts dim 0-->  [32, 64]
-
 
 Shape = tuple[int, ...]
 
@@ -168,6 +164,7 @@ def count_stored(
         apart: the names of the parameters that are shared out over ep.
     """
     parameters = list(parameters)
+    ranks, ep_size = config.ep_shard_size, config.ep_size
     placed = [(p.shape, cuts.get(p.names[0], ()), p.width) for p in parameters if p.names[0] not in apart]
     shared = [p for p in parameters if p.names[0] in apart]
     table, shards = {}, config.dp_shard_size * config.cp_size
@@ -175,13 +172,10 @@ def count_stored(
         local = [(compute_tp_shape(shape, cut, config, tp), width) for shape, cut, width in placed]
         for shard in range(shards):
             counts = [(math.prod(slice_shape(shape, 0, shards, shard)), width) for shape, width in local]
-            counts += [(_count_expert_elements(p.shape, shard * config.tp_size + tp, config), p.width) for p in shared]
+            # Experts are shared out over the ranks of dp_shard and tp.
+            group, place = divmod(shard * config.tp_size + tp, ep_size)
+            experts = [(slice_shape(p.shape, 0, ep_size, place), p.width) for p in shared]
+            stored = [(slice_shape(own, shard_dim(own, ranks), ranks, group), width) for own, width in experts]
+            counts += [(math.prod(shape), width) for shape, width in stored]
             table[shard, tp] = sum(n for n, _ in counts), sum(n * width for n, width in counts)
     return table
-
-
-def _count_expert_elements(shape: Shape, place: int, config: ParallelConfig) -> int:
-    """Count the elements of experts at a place among the ranks of dp_shard and tp."""
-    ranks = config.ep_shard_size
-    own = slice_shape(shape, 0, config.ep_size, place % config.ep_size)
-    return math.prod(slice_shape(own, shard_dim(own, ranks), ranks, place // config.ep_size))

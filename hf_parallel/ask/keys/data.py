@@ -100,8 +100,23 @@ class DataKeys(Sizes):
         if self.padding_free and self.pack_tokens:
             why = f"pack_tokens={self.pack_tokens} makes batches of its own, without padding"
             refuse("padding_free=true", why, "padding_free=false")
-        if self.shares_batches:
-            self._check_shares()
+        if self.shares_batches:  # a number for each data rank, of batches that are counted in examples
+            what, ranks = f"batch_shares={self.batch_shares}", self.data_parallel_size
+            known = -1 not in self.sizes.values()
+            works = "batch_shares=" + (":".join(["2"] * (ranks - 1) + ["1"]) if known else EVEN)
+            if known and ranks == 1:
+                refuse(what, "one data rank has nobody to share a batch with", "batch_shares=even")
+            try:
+                shares = self.shares or ()
+            except (ValueError, ZeroDivisionError) as error:
+                why = "not `even` or `auto`, and not numbers with colons between them, as 2:1 is"
+                refuse(what, why, works, cause=error)
+            if shares and min(shares) <= 0:
+                refuse(what, "each data rank has a share above 0", works)
+            if shares and known and len(shares) != ranks:
+                refuse(what, f"{len(shares)} shares for {ranks} data ranks", works)
+            if self.pack_tokens and self.batch_shares == MEASURED:
+                refuse(what, f"pack_tokens={self.pack_tokens} deals an epoch before it begins", works)
         if self.gradient_reduction != "micro_step":
             return
         what = "gradient_reduction=micro_step"
@@ -109,25 +124,6 @@ class DataKeys(Sizes):
             refuse(what, "a pipeline reduces once per run of its schedule at most", "gradient_reduction=step")
         if self.zero_stage < 2:
             refuse(what, f"zero_stage={self.zero_stage} holds whole gradients", "zero_stage=2")
-
-    def _check_shares(self) -> None:
-        """Require a number for each data rank, and batches that are counted in examples."""
-        what, ranks = f"batch_shares={self.batch_shares}", self.data_parallel_size
-        known = -1 not in self.sizes.values()
-        works = "batch_shares=" + (":".join(["2"] * (ranks - 1) + ["1"]) if known else EVEN)
-        if known and ranks == 1:
-            refuse(what, "one data rank has nobody to share a batch with", "batch_shares=even")
-        try:
-            shares = self.shares or ()
-        except (ValueError, ZeroDivisionError) as error:
-            why = "not `even` or `auto`, and not numbers with colons between them, as 2:1 is"
-            refuse(what, why, works, cause=error)
-        if shares and min(shares) <= 0:
-            refuse(what, "each data rank has a share above 0", works)
-        if shares and known and len(shares) != ranks:
-            refuse(what, f"{len(shares)} shares for {ranks} data ranks", works)
-        if self.pack_tokens and self.batch_shares == MEASURED:
-            refuse(what, f"pack_tokens={self.pack_tokens} deals an epoch before it begins", works)
 
     def resolved_sizes(self) -> Mapping[str, int]:
         """Make shards of ZeRO-0 replicas."""

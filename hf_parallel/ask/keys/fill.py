@@ -70,9 +70,16 @@ class FillKeys(PipelineKeys):
         return 1 if self.fills_bubbles else super().sharing_size
 
     def check_keys(self) -> None:
-        """Reject layouts in which a rank has no bubble or not the whole of a layer."""
-        self._check_energy()
-        asked = f"pipeline_fill={self.pipeline_fill}"
+        """Reject layouts in which a rank has no bubble or not the whole of a layer, or actions have no slack."""
+        asked, of_energy = f"pipeline_fill={self.pipeline_fill}", f"pipeline_energy={self.pipeline_energy}"
+        fills, schedule = " and ".join(SINGLE_SCHEDULES), f"pipeline_schedule={self.pipeline_schedule}"
+        if self.pipeline_energy != "none":
+            if self.pp_size == 1:
+                refuse(of_energy, "pp_size=1 has no bubbles", "pp_size=2")
+            if self.pipeline_schedule not in SINGLE_SCHEDULES:
+                refuse(schedule, f"{of_energy} knows the slack of {fills}", "pipeline_schedule=1f1b")
+            if self.fills_bubbles:
+                refuse(asked, f"{of_energy} takes the bubbles", "pipeline_fill=none")
         if not (math.isfinite(self.damping) and self.damping > 0):
             works = f"kfac_damping={_DAMPING if self.fills_bubbles else 'none'}"
             refuse(f"kfac_damping={self.damping}", "a damping is more than 0", works)
@@ -87,23 +94,8 @@ class FillKeys(PipelineKeys):
         if self.pp_size == 1:
             refuse(asked, "pp_size=1 has no bubbles", "pp_size=2")
         if self.pipeline_schedule not in SINGLE_SCHEDULES:
-            fills = " and ".join(SINGLE_SCHEDULES)
-            what = f"pipeline_schedule={self.pipeline_schedule}"
-            refuse(what, f"{asked} fills the bubbles of {fills} alone", "pipeline_schedule=1f1b")
+            refuse(schedule, f"{asked} fills the bubbles of {fills} alone", "pipeline_schedule=1f1b")
         if getattr(self, "nan_action", "report") == "skip":
             why = f"{asked} has the curvature of the step that is left out"
             refuse("nan_action=skip", why, "nan_action=stop")
         refuse_settings_beside(self, asked, _PLAIN_LAYERS, "needs whole gradients of a layer")
-
-    def _check_energy(self) -> None:
-        """Reject layouts whose actions have no slack, or whose bubbles are taken."""
-        asked = f"pipeline_energy={self.pipeline_energy}"
-        if self.pipeline_energy == "none":
-            return
-        if self.pp_size == 1:
-            refuse(asked, "pp_size=1 has no bubbles", "pp_size=2")
-        if self.pipeline_schedule not in SINGLE_SCHEDULES:
-            what = f"pipeline_schedule={self.pipeline_schedule}"
-            refuse(what, f"{asked} knows the slack of {' and '.join(SINGLE_SCHEDULES)}", "pipeline_schedule=1f1b")
-        if self.fills_bubbles:
-            refuse(f"pipeline_fill={self.pipeline_fill}", f"{asked} takes the bubbles", "pipeline_fill=none")

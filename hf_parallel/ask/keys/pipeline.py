@@ -153,8 +153,19 @@ class PipelineKeys(Sizes):
                     f"pipeline_virtual_stages={count or 2}",
                 )
         self._check_split()
-        self._check_pairs()
-        self._check_copies()
+        asked, ranks = f"pipeline_schedule={schedule}", self.pp_size
+        if self.mirrors_stages:  # in pairs of ranks, with micro-batches of which half can go each way
+            if ranks > 1 and ranks % 2:
+                refuse(f"pp_size={ranks}", f"{asked} mirrors stages in pairs of ranks", f"pp_size={ranks - 1}")
+            if micro is not None and micro % 2:
+                refuse(f"pipeline_microbatches={micro}", f"under {asked} half of them go each way", micro + 1)
+            if isinstance(self.pipeline_split, str):
+                why = f"under {asked} each rank runs the mirrored stage too"
+                refuse(f"pipeline_split={self.pipeline_split}", why, "pipeline_split=none")
+            refuse_settings_beside(self, asked, _TWO_COPIES, "holds copies of two stages, FSDP2 one")
+        if self.delays_updates:
+            one = "holds several versions of the weights, FSDP2 one"
+            refuse_settings_beside(self, asked, _ONE_VERSION, one)
 
     def _find_stages_for(self, name: str) -> str:
         """Return the number of stages that a setting fits, or else the setting's default."""
@@ -169,62 +180,30 @@ class PipelineKeys(Sizes):
             return f"pp_size={max(2, ranks)}"
         return f"{name}=none"
 
-    def _check_copies(self) -> None:
-        """Reject what holds, moves or compiles one copy of the weights, where there are several."""
-        if not self.delays_updates and not self.mirrors_stages:
-            return
-        asked = f"pipeline_schedule={self.pipeline_schedule}"
-        several = "several versions of the weights" if self.delays_updates else "copies of two stages"
-        taken = _ONE_VERSION if self.delays_updates else _TWO_COPIES
-        refuse_settings_beside(self, asked, taken, f"holds {several}, FSDP2 one")
-
-    def _check_pairs(self) -> None:
-        """Reject ranks without a mirrored one, and micro-batches of which not half can go each way."""
-        if not self.mirrors_stages:
-            return
-        asked, ranks, micro = f"pipeline_schedule={self.pipeline_schedule}", self.pp_size, self.pipeline_microbatches
-        if ranks > 1 and ranks % 2:
-            refuse(f"pp_size={ranks}", f"{asked} mirrors stages in pairs of ranks", f"pp_size={ranks - 1}")
-        if micro is not None and micro % 2:
-            refuse(f"pipeline_microbatches={micro}", f"under {asked} half of them go each way", micro + 1)
-        if isinstance(self.pipeline_split, str):
-            what, why = f"pipeline_split={self.pipeline_split}", f"under {asked} each rank runs the mirrored stage too"
-            refuse(what, why, "pipeline_split=none")
-
     def _check_split(self) -> None:
-        if isinstance(self.pipeline_split, str):
-            return self._check_speeds(self.pipeline_split)
-        if self.pipeline_split is None:
-            return
-        what, count, stages = (
-            f"pipeline_split={spell(self.pipeline_split)}",
-            len(self.pipeline_split),
-            self.pipeline_stages,
-        )
-        if self.pipeline_schedule == AUTO_SCHEDULE:
-            works = "pipeline_schedule=1f1b" if count == self.pp_size else "pipeline_split=none"
-            refuse(what, "pipeline_schedule=auto chooses how many stages there are", works)
-        if self.pp_size != -1 and count != stages:
-            why = f"{count} numbers for {stages} stages (pp_size={self.pp_size} x {self.stages_per_rank} per rank)"
-            layers = sum(self.pipeline_split)
-            even = tuple(layers // stages + (stage < layers % stages) for stage in range(stages))
-            refuse(what, why, f"pipeline_split={spell(even) if min(even) > 0 else 'none'}")
-
-    def _check_speeds(self, asked: str) -> None:
-        """Require `auto`, or a speed above 0 for each pipeline rank."""
-        what, ranks = f"pipeline_split={asked}", self.pp_size
-        takes_speeds = ranks != -1 and not self.mirrors_stages
-        works = f"pipeline_split={':'.join(['2', *['1'] * (ranks - 1)]) if takes_speeds else 'none'}"
-        try:
-            speeds = self.split_speeds
-        except (ValueError, ZeroDivisionError) as error:
-            refuse(
-                what, "not `auto`, not a list of layers, and not speeds with colons between them", works, cause=error
-            )
-        if speeds is not None and min(speeds) <= 0:
-            refuse(what, "each pipeline rank has a speed above 0", works)
-        if speeds is not None and ranks != -1 and len(speeds) != ranks:
-            refuse(what, f"{len(speeds)} speeds for pp_size={ranks}", works)
+        """Require `auto`, a speed above 0 for each pipeline rank, or a number of layers for each stage."""
+        split, ranks, stages = self.pipeline_split, self.pp_size, self.pipeline_stages
+        if isinstance(split, str):
+            what, takes_speeds = f"pipeline_split={split}", ranks != -1 and not self.mirrors_stages
+            works = f"pipeline_split={':'.join(['2', *['1'] * (ranks - 1)]) if takes_speeds else 'none'}"
+            try:
+                speeds = self.split_speeds
+            except (ValueError, ZeroDivisionError) as error:
+                why = "not `auto`, not a list of layers, and not speeds with colons between them"
+                refuse(what, why, works, cause=error)
+            if speeds is not None and min(speeds) <= 0:
+                refuse(what, "each pipeline rank has a speed above 0", works)
+            if speeds is not None and ranks != -1 and len(speeds) != ranks:
+                refuse(what, f"{len(speeds)} speeds for pp_size={ranks}", works)
+        elif split is not None:
+            what, count, layers = f"pipeline_split={spell(split)}", len(split), sum(split)
+            if self.pipeline_schedule == AUTO_SCHEDULE:
+                works = "pipeline_schedule=1f1b" if count == ranks else "pipeline_split=none"
+                refuse(what, "pipeline_schedule=auto chooses how many stages there are", works)
+            if ranks != -1 and count != stages:
+                why = f"{count} numbers for {stages} stages (pp_size={ranks} x {self.stages_per_rank} per rank)"
+                even = tuple(layers // stages + (stage < layers % stages) for stage in range(stages))
+                refuse(what, why, f"pipeline_split={spell(even) if min(even) > 0 else 'none'}")
 
 
 def refuse_settings_beside(keys: Sizes, asked: str, taken: Mapping[str, tuple[object, str]], one: str) -> None:

@@ -83,41 +83,34 @@ class MonitorKeys(CompileKeys, CompressionKeys):
 
     def check_keys(self) -> None:
         """Reject what is no way to monitor; require steps that exist."""
-        words = self.monitor.split("+")
+        words, what = self.monitor.split("+"), f"monitor={self.monitor}"
         known = [word for word in words if word in (*_MONITORS, _NOISE) or _TRACE.fullmatch(word)]
         levels = [word for word in words if word in _MONITORS]
         if known != words or len(levels) > 1 or (len(words) > 1 and "off" in words) or len(set(words)) < len(words):
             kinds = f"{', '.join(_MONITORS)}, trace:N, noise, nor one of them +noise"
-            refuse(f"monitor={self.monitor}", f"not one of {kinds}", "monitor=trace:4")
-        if self.measures_noise:
-            self._check_noise()
+            refuse(what, f"not one of {kinds}", "monitor=trace:4")
+        cp, schedule = self.cp_size, f"pipeline_schedule={self.pipeline_schedule}"
+        if self.measures_noise:  # needs a rank that sees the gradient of one data rank's small batch
+            if self.ep_size != 1:
+                why = "experts get tokens of several data ranks at once"
+                refuse(f"{what} with ep_size={self.ep_size}", why, "ep_size=1")
+            if self.delays_updates:
+                why = "its gradients are those of weights that are a step old"
+                refuse(f"{what} with {schedule}", why, "pipeline_schedule=1f1b")
+            if self.mirrors_stages:
+                why = "each rank has gradients of two stages until they meet their owner's"
+                refuse(f"{what} with {schedule}", why, "pipeline_schedule=1f1b")
+            for axis in ("tp", "pp") if cp != 1 else ():
+                if (size := getattr(self, f"{axis}_size")) != 1:
+                    why = f"ranks of cp meet in a reduction that does not know what {axis} holds alike"
+                    refuse(f"{what} with cp_size={cp},{axis}_size={size}", why, f"{axis}_size=1")
+            if cp != 1 and self.quantize_gradients != "none":
+                why = f"cp_size={cp} reduces gradients in two hops, to see each data rank's"
+                refuse(f"{what} with quantize_gradients={self.quantize_gradients}", why, "quantize_gradients=none")
         if self.traced_steps and self.compile != "none":
-            refuse(
-                f"compile={self.compile}", f"monitor={self.monitor} reads the output of each module", "compile=none"
-            )
+            refuse(f"compile={self.compile}", f"{what} reads the output of each module", "compile=none")
         if self.profile_steps is not None and min(self.profile_steps) < 1:
             refuse(f"profile_steps={spell(self.profile_steps)}", "steps count from 1", "profile_steps=[5,6]")
-
-    def _check_noise(self) -> None:
-        """Reject layouts in which no rank sees the gradient of one data rank's small batch."""
-        what, cp = f"monitor={self.monitor}", self.cp_size
-        if self.ep_size != 1:
-            refuse(
-                f"{what} with ep_size={self.ep_size}", "experts get tokens of several data ranks at once", "ep_size=1"
-            )
-        if self.delays_updates:
-            why = "its gradients are those of weights that are a step old"
-            refuse(f"{what} with pipeline_schedule={self.pipeline_schedule}", why, "pipeline_schedule=1f1b")
-        if self.mirrors_stages:
-            why = "each rank has gradients of two stages until they meet their owner's"
-            refuse(f"{what} with pipeline_schedule={self.pipeline_schedule}", why, "pipeline_schedule=1f1b")
-        for axis in ("tp", "pp") if cp != 1 else ():
-            if (size := getattr(self, f"{axis}_size")) != 1:
-                why = f"ranks of cp meet in a reduction that does not know what {axis} holds alike"
-                refuse(f"{what} with cp_size={cp},{axis}_size={size}", why, f"{axis}_size=1")
-        if cp != 1 and self.quantize_gradients != "none":
-            why = f"cp_size={cp} reduces gradients in two hops, to see each data rank's"
-            refuse(f"{what} with quantize_gradients={self.quantize_gradients}", why, "quantize_gradients=none")
 
 
 @dataclass(frozen=True)

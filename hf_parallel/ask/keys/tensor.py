@@ -32,13 +32,12 @@ class TensorKeys(Sizes):
             refuse("sequence_parallel=true", "tp_size=1 splits no sequence", "tp_size=2 or sequence_parallel=false")
         if self.tp_overlap and self.tp_size == 1:
             refuse("tp_overlap=true", "tp_size=1 communicates nothing", "tp_size=2 or tp_overlap=false")
-        if self.tp_mesh is not None:
-            self._check_mesh(f"tp_mesh={self.tp_mesh}")
-
-    def _check_mesh(self, asked: str) -> None:
-        if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)+", self.tp_mesh or ""):
+        if self.tp_mesh is None:
+            return
+        asked = f"tp_mesh={self.tp_mesh}"
+        if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)+", self.tp_mesh):
             refuse(asked, "is not ROWSxCOLS", "tp=4,tp_mesh=2x2")
-        rows, cols, *deeper = map(int, (self.tp_mesh or "").split("x"))
+        rows, cols, *deeper = map(int, self.tp_mesh.split("x"))
         if deeper:
             why = "a third dim cuts weights over ranks that read other rows of the batch, which is dp"
             refuse(asked, why, f"tp={rows * cols},tp_mesh={rows}x{cols},dp_shard={deeper[0]}")
