@@ -13,7 +13,9 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from hf_parallel.ask.spec import SpecError, refuse
-from hf_parallel.axes.axis import Axis
+from hf_parallel.axes.axis import Axis, SequenceParallelFlag
+from hf_parallel.axes.tensor.experts import split_experts
+from hf_parallel.axes.tensor.grid import Grid
 from hf_parallel.axes.tensor.infer import (
     LINEARS,
     find_latent_attention,
@@ -26,8 +28,9 @@ from hf_parallel.axes.tensor.infer import (
     iterate_named_layers,
 )
 from hf_parallel.axes.tensor.region import READ_BESIDES, READERS, does_read_features
-from hf_parallel.axes.tensor.sequence_parallel import find_sequence_obstacle
-from hf_parallel.axes.tensor.tensor_parallel import FOR_LINEARS, SAME_AS_LINEAR
+from hf_parallel.axes.tensor.sequence_parallel import apply_sequence_parallel, find_sequence_obstacle, pad_sequences
+from hf_parallel.axes.tensor.tensor_parallel import FOR_LINEARS, SAME_AS_LINEAR, apply_tensor_parallel, retie
+from hf_parallel.axes.tensor.vocab_parallel import apply_vocab_parallel, gather_when_read
 from hf_parallel.model.anatomy import (
     does_draw_random_numbers,
     find_text_part,
@@ -37,8 +40,10 @@ from hf_parallel.model.anatomy import (
     list_transformer_blocks,
     read_attention_heads,
 )
+from hf_parallel.model.calls import get_tokens_of
 from hf_parallel.model.experts import ExpertFacts, is_experts, iterate_experts, read_expert_facts
 from hf_parallel.model.families import UNSPLITTABLE
+from hf_parallel.ranks import join_sequence
 
 if TYPE_CHECKING:
     import torch
@@ -393,13 +398,6 @@ class Tensor(Axis["SplitFacts", TensorPart]):
 
     def apply(self, model: PreTrainedModel, part: TensorPart, building: Building) -> None:
         """Split layers, embedding and head; then what lies between them lives on parts of the sequence."""
-        from hf_parallel.axes.axis import SequenceParallelFlag
-        from hf_parallel.axes.tensor.experts import split_experts
-        from hf_parallel.axes.tensor.grid import Grid
-        from hf_parallel.axes.tensor.sequence_parallel import apply_sequence_parallel
-        from hf_parallel.axes.tensor.tensor_parallel import apply_tensor_parallel, retie
-        from hf_parallel.axes.tensor.vocab_parallel import apply_vocab_parallel
-
         mesh, device = building.mesh["tp"], building.mesh.device
         building.sequence_flag = flag = SequenceParallelFlag(part.whole_sequences is None)
         grid = None
@@ -416,9 +414,6 @@ class Tensor(Axis["SplitFacts", TensorPart]):
 
     def finish(self, model: PreTrainedModel, part: TensorPart, building: Building) -> None:
         """Whole logits for whoever reads them; padding for lengths that tp does not divide."""
-        from hf_parallel.axes.tensor.sequence_parallel import pad_sequences
-        from hf_parallel.axes.tensor.vocab_parallel import gather_when_read
-
         gather_when_read(model)
         if part.whole_sequences is None:
             assert building.sequence_flag is not None
@@ -427,9 +422,6 @@ class Tensor(Axis["SplitFacts", TensorPart]):
 
 def _gather_whole_tokens(building: Building, tensor: torch.Tensor, batch: Batch) -> torch.Tensor:
     """[rows, own tokens, …] -> [rows, tokens, …], those of this rank's part of the sequence."""
-    from hf_parallel.model.calls import get_tokens_of
-    from hf_parallel.ranks import join_sequence
-
     length = get_tokens_of(batch).shape[1]
     length = length if building.local_length is None else building.local_length(length)
     return join_sequence(tensor, building.mesh.group("tp"))[:, :length]

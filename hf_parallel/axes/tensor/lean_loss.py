@@ -216,7 +216,8 @@ class _HeadForward:
         head, dtype = self.head, get_autocast_dtype(input.device) or input.dtype
         lean, able = False, torch.is_grad_enabled() and not torch.compiler.is_compiling()
         able = able and not getattr(head, "adapted", False)
-        if able and _is_plain_product(head) and not _has_backward_hooks(head):
+        hooked = head._backward_hooks or head._backward_pre_hooks  # want a gradient that is never whole here
+        if able and not hooked and _is_plain_product(head):
             # From how many tokens on chunks need less memory than whole logits of this dtype.
             split = isinstance(head, VocabParallelHead)
             fewest = compute_fewest_tokens(head.in_features, head.weight.requires_grad, dtype.itemsize, split)
@@ -292,16 +293,11 @@ def find_reason_for_whole_logits(model: PreTrainedModel, held: bool) -> str | No
         return "a copy of the head is trained"
     if held and not isinstance(vars(head).get("forward"), _HeadForward):
         return "the head has been replaced"
-    if held and _has_backward_hooks(head):
+    if held and (head._backward_hooks or head._backward_pre_hooks):
         return "hooks of the head read their gradient"
     if held and not _is_plain_product(head):
         return "tp leaves a rank without a row of the head, or it does more than multiply"
     return None
-
-
-def _has_backward_hooks(head: nn.Module) -> bool:
-    """They are called with the gradient of logits, which a loss in chunks never has as a whole."""
-    return bool(head._backward_hooks or head._backward_pre_hooks)
 
 
 def _is_plain_product(head: nn.Module) -> bool:

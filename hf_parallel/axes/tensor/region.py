@@ -320,23 +320,21 @@ class Region:
         """Forward pre-hook of the owner: its first input enters, and what a cross-attention reads besides."""
         if not self.sequence_parallel:  # else the whole layer works on parts: `sequence_parallel.py`
             self.scope.begin()
-        named = zip_longest(self._names[: len(args)], args, fillvalue="")
-        entered = tuple(self._enter_named(name, value) for name, value in named)
-        return entered, {name: self._enter_named(name, value) for name, value in kwargs.items()}
-
-    def _enter_named(self, name: str, value: Any) -> object:
-        if name == self._first:
-            return self._open(value)
-        if name in READ_BESIDES:
-            return value if value is None else self._open_beside(name, value)
-        tensors = value if isinstance(value, tuple) else (value,)
-        if name not in _NOT_READ and any(torch.is_tensor(tensor) and tensor.requires_grad for tensor in tensors):
-            # Whether ranks' gradients are parts or copies is not known; a guess would be wrong without a word.
-            raise NotImplementedError(
-                f"hf_parallel: how {type(self.owner).__name__} uses {name}, which has a gradient, is not known; "
-                "tp_size=1 works"
-            )
-        return value
+        entered: list[object] = []
+        for name, value in (*zip_longest(self._names[: len(args)], args, fillvalue=""), *kwargs.items()):
+            tensors = value if isinstance(value, tuple) else (value,)
+            if name == self._first:
+                entered.append(self._open(value))
+            elif name in READ_BESIDES:
+                entered.append(value if value is None else self._open_beside(name, value))
+            elif name in _NOT_READ or not any(torch.is_tensor(t) and t.requires_grad for t in tensors):
+                entered.append(value)
+            else:  # whether ranks' gradients are parts or copies is not known; a guess would be wrong without a word
+                raise NotImplementedError(
+                    f"hf_parallel: how {type(self.owner).__name__} uses {name}, which has a gradient, is not known; "
+                    "tp_size=1 works"
+                )
+        return tuple(entered[: len(args)]), dict(zip(kwargs, entered[len(args) :], strict=True))
 
     def enter(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor for use by all ranks; one that has entered stays as it is."""

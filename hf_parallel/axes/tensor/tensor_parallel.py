@@ -84,18 +84,14 @@ def apply_tensor_parallel(
     for region in regions.values():
         if region.at_owner:
             region.owner.register_forward_pre_hook(region.enter_owner, with_kwargs=True)
-            _mark_whole_weights_inside(region, mesh, device)
+        # Weights that no style names but that work inside the region see some heads only: their gradients are parts.
+        for module in find_unsplit_modules(region.owner) if region.at_owner else ():
+            if is_norm(module) and torch.is_tensor(getattr(module, "weight", None)):
+                put_mixin_on(module, SplitNorm, region)
+            else:
+                mark_partial_gradient(module, mesh, device, region)
         region.owner.register_forward_hook(region.close, always_call=True)
     model.register_forward_pre_hook(functools.partial(_refuse_partial_outputs, switch), with_kwargs=True)
-
-
-def _mark_whole_weights_inside(region: Region, mesh: DeviceMesh, device: torch.device) -> None:
-    """Weights that no style names but that work inside the region see some heads only: their gradients are parts."""
-    for module in find_unsplit_modules(region.owner):
-        if is_norm(module) and torch.is_tensor(getattr(module, "weight", None)):
-            put_mixin_on(module, SplitNorm, region)
-        else:
-            mark_partial_gradient(module, mesh, device, region)
 
 
 def _refuse_partial_outputs(switch: SequenceParallelFlag, model: nn.Module, args: tuple, kwargs: dict) -> None:
