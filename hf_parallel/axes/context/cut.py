@@ -17,6 +17,7 @@ import functools
 import inspect
 import math
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -76,6 +77,7 @@ def keep_attention(layers: Iterable[nn.Module]) -> None:
 _BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
 
+@dataclass(eq=False)
 class SequenceCut:
     """Cuts the batches of one model.
 
@@ -88,22 +90,17 @@ class SequenceCut:
         caches: may the model keep a key/value cache? Calls with one (generation) are not cut.
     """
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        choice: Choice,
-        ways: dict[str, tuple[Shape, Exchanged]],
-        multiple: int,
-        packed: Callable[[], bool],
-        own_loss: bool,
-        caches: bool,
-    ) -> None:
-        self.group, self.choice, self.ways, self.multiple = group, choice, ways, multiple
-        self.packed, self.own_loss, self.caches = packed, own_loss, caches
-        self._parts = False  # does what leaves the backbone stay a rank's own?
-        self._batch: Batch = {}
-        self._last: tuple[tuple, Layout] | None = None
-        self._draws: Draws  # the backbone
+    group: dist.ProcessGroup
+    choice: Choice
+    ways: dict[str, tuple[Shape, Exchanged]]
+    multiple: int
+    packed: Callable[[], bool]
+    own_loss: bool
+    caches: bool
+    _parts: bool = False  # does what leaves the backbone stay a rank's own?
+    _batch: Batch = field(default_factory=dict)
+    _last: tuple[tuple, Layout] | None = None
+    _draws: Draws = field(init=False)  # the backbone
 
     # ---- around the model ----------------------------------------------------------------------------------------
 
