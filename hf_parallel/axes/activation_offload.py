@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import torch
@@ -59,7 +59,9 @@ class Host:
         """A layer starts."""
         if torch.is_grad_enabled():
             if place == 0 and self.coming:  # a graph that was dropped before its backward
-                self._wait_for_copies()
+                assert self.stream is not None
+                torch.accelerator.current_stream().wait_stream(self.stream)
+                self.coming.clear()
             self.last = Kept(self, None if place == 0 else self.last, parameters)
             hooks = contextlib.ExitStack()
             hooks.enter_context(saved_tensors_hooks(self.last.pack, self.last.unpack))
@@ -90,11 +92,6 @@ class Host:
         if self.on_copy is not None:
             self.on_copy(row)
 
-    def _wait_for_copies(self) -> None:
-        assert self.stream is not None
-        torch.accelerator.current_stream().wait_stream(self.stream)
-        self.coming.clear()
-
     def __deepcopy__(self, memo: object) -> Host:
         return Host(self.device)
 
@@ -107,25 +104,29 @@ def watch_copies(layers: Iterable[nn.Module], on_copy: Callable[[torch.Tensor], 
                 hook.host.on_copy = on_copy
 
 
+@dataclass(eq=False)
 class _Begin:
     """A forward pre-hook."""
 
-    def __init__(self, host: Host, place: int, parameters: list[dict[str, nn.Parameter | None]]) -> None:
-        self.host, self.place, self.parameters = host, place, parameters
+    host: Host
+    place: int
+    parameters: list[dict[str, nn.Parameter | None]]
 
     def __call__(self, layer: nn.Module, args: tuple) -> None:
         self.host.begin(self.place, self.parameters)
 
 
+@dataclass(eq=False)
 class Kept:
     """The tensors that a run of one layer has kept. `before`: those of the layer before it."""
 
-    def __init__(self, host: Host, before: Kept | None, parameters: list[dict[str, nn.Parameter | None]]) -> None:
-        self.host, self.before, self.parameters = host, before, parameters
-        self.copies: list[Copy] = []
-        #: Until the layer is done the originals live, or another tensor could come to lie in the same place.
-        self.copied: dict[tuple, tuple[Copy, torch.Tensor]] = {}
-        self.sent: torch.Event | None = None  # when all copies are on the host
+    host: Host
+    before: Kept | None
+    parameters: list[dict[str, nn.Parameter | None]]
+    copies: list[Copy] = field(default_factory=list)
+    #: Until the layer is done the originals live, or another tensor could come to lie in the same place.
+    copied: dict[tuple, tuple[Copy, torch.Tensor]] = field(default_factory=dict)
+    sent: torch.Event | None = None  # when all copies are on the host
 
     def pack(self, tensor: torch.Tensor) -> Packed:
         """Return the object that autograd keeps for the tensor."""
@@ -166,8 +167,8 @@ class Kept:
         if not tensor.is_floating_point() or tensor.nbytes < SMALL or not _is_dense(tensor):
             return False
         memory = tensor.untyped_storage()._cdata
-        held = (p for group in self.parameters for p in group.values() if p is not None)
-        return all(_identify_memory(parameter) != memory for parameter in held)
+        held = (getattr(p, "_local_tensor", p) for group in self.parameters for p in group.values() if p is not None)
+        return all(parameter.untyped_storage()._cdata != memory for parameter in held)
 
 
 @dataclass(frozen=True)
@@ -255,7 +256,3 @@ def _is_dense(tensor: torch.Tensor) -> bool:
             return False
         expected *= size
     return True
-
-
-def _identify_memory(parameter: nn.Parameter) -> int:
-    return getattr(parameter, "_local_tensor", parameter).untyped_storage()._cdata

@@ -77,9 +77,15 @@ def compile_layers(layers: Iterable[nn.Module], selective: bool, **settings: Any
         number_hooks_alike(layer)
         if hasattr(layer.forward, _COMPILED):
             continue
-        inside = _find_forward_beneath_checkpoint(layer)
-        compiled = torch.compile(inside or layer.forward, **settings)
-        layer.forward = compiled if inside is None else _wrap_in_checkpoint(layer, compiled)
+        # From transformers 5.23 on a layer's checkpoint is part of its forward: what is beneath it is compiled. In a
+        # graph torch 2.13 takes no DTensor for a checkpoint (a mesh is among what it saves), nor a module's change.
+        inside: Any = type(layer).forward
+        while inside.__code__.co_name == _CHECKPOINT:
+            inside = inside.__wrapped__
+        if inside is type(layer).forward:
+            layer.forward = torch.compile(layer.forward, **settings)
+        else:
+            layer.forward = _wrap_in_checkpoint(layer, torch.compile(inside.__get__(layer), **settings))
 
 
 @functools.cache
@@ -107,18 +113,6 @@ def make_mixin_outside_graphs(selective: bool) -> type[nn.Module]:
             )
 
     return OutsideOfGraphs
-
-
-def _find_forward_beneath_checkpoint(layer: Any) -> Callable | None:
-    """Return the forward that transformers' checkpoint of a layer runs; None where no checkpoint is around it.
-
-    From transformers 5.23 on the checkpoint is part of the layer's forward. In a graph it would be a part of that,
-    where torch 2.13 takes no DTensor (a mesh is among what it saves) and no change of a module.
-    """
-    forward, inside = type(layer).forward, None
-    while forward.__code__.co_name == _CHECKPOINT:
-        forward = inside = forward.__wrapped__
-    return None if inside is None else inside.__get__(layer)
 
 
 def _wrap_in_checkpoint(layer: Any, compiled: Callable) -> Callable:

@@ -28,7 +28,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from hf_parallel.ranks import all_reduce
-from hf_parallel.ranks.local import cast_as_autocast, put_in_front, switch_autocast_off
+from hf_parallel.ranks.local import cast_as_autocast, switch_autocast_off
 
 if TYPE_CHECKING:
     from torchao.float8.config import CastConfig
@@ -220,15 +220,13 @@ class Int8:
         """a bᵀ, of which the dim summed over is the last one."""
         from torchao.prototype.quantized_training.int8_mixed_precision import scaled_int8_mm
 
-        codes, scales = zip(*(_quantize_int8_rows(operand, over, split) for operand in (a, b)), strict=True)
+        codes, scales = [], []
+        for rows in (a, b):  # as torchao's `quantize_int8_rowwise` makes codes and scales, of rows that may be cut
+            scale = split.agree(find_largest_number(rows, -1), (over,)) / 127
+            rounded = (rows.float() * (1.0 / scale.float().clip(1e-12))).round().clip(-128, 127).to(torch.int8)
+            codes.append(rounded.contiguous())
+            scales.append(scale.flatten().contiguous())
         return scaled_int8_mm(codes[0], codes[1].t(), *scales)
-
-
-def _quantize_int8_rows(rows: torch.Tensor, over: str, split: Split) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and scales as torchao's `quantize_int8_rowwise` makes them, of rows that may be cut."""
-    scale = split.agree(find_largest_number(rows, -1), (over,)) / 127
-    codes = (rows.float() * (1.0 / scale.float().clip(1e-12))).round().clip(-128, 127).to(torch.int8)
-    return codes.contiguous(), scale.flatten().contiguous()
 
 
 Recipe: TypeAlias = Float8 | Int8
@@ -243,11 +241,6 @@ class EightBit(nn.Module):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return linear(input, self.weight, self.bias, self.recipe)
-
-
-def multiply_by_recipe(module: nn.Module, recipe: Recipe) -> None:
-    """Let a linear multiply as the recipe says; its class keeps its name and its parameters."""
-    put_in_front(EightBit, module).recipe = recipe
 
 
 def recipe_of(module: nn.Module) -> Recipe | None:
@@ -320,11 +313,8 @@ class _Linear(torch.autograd.Function):
                 of_x, rows = ctx.recipe.grad_input(rows, weight, ctx.split, ctx.scales)
                 of_x = of_x.view(*gradient.shape[:-1], of_x.shape[-1])
             if weight_wanted:
-                of_weight = ctx.recipe.grad_weight(rows, _Linear.whole(ctx, kept), ctx.split, ctx.scales)
+                x = kept.flatten(0, -2) if ctx.gathered_again is None else ctx.gathered_again.take(ctx)
+                if ctx.coded is not None:
+                    x = ctx.recipe.of_codes(x.view(ctx.coded), ctx.scales[0], X, ctx.dtype)
+                of_weight = ctx.recipe.grad_weight(rows, x, ctx.split, ctx.scales)
         return of_x, of_weight, None, None, None, None
-
-    @staticmethod
-    def whole(ctx: Context, kept: torch.Tensor) -> torch.Tensor:
-        """The input again, as [tokens, in]."""
-        rows = kept.flatten(0, -2) if ctx.gathered_again is None else ctx.gathered_again.take(ctx)
-        return rows if ctx.coded is None else ctx.recipe.of_codes(rows.view(ctx.coded), ctx.scales[0], X, ctx.dtype)

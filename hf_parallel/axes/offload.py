@@ -30,19 +30,33 @@ class Offload(Axis[None, list[str]]):
     def resolve(self, config: ParallelConfig, anatomy: Anatomy, facts: None) -> list[str]:
         """Parameters on the host are gathered from there, by FSDP2; files need a folder."""
         offload, path = config.offload, offload_folder(config.offload)
+        # Along these axes ranks hold the same parameters: replicas, norms under tp, ends of a pipeline.
+        ends = getattr(anatomy.facts.get("pp"), "tied_embedding", None)
+        copying = "dp_replicate", "tp", *(("pp",) if ends is not None else ())
         why = "step on copies of the same parameters, which must stay equal to the bit"
-        check_alike(f"offload={offload}", config.offload_ranks, config, _list_copying_axes(config, anatomy), why)
+        check_alike(f"offload={offload}", config.offload_ranks, config, copying, why)
         if parameters_rest(offload) and config.sharing_size == 1:
             works = f"offload={NVME}{path}" if path else "offload=optimizer"
             refuse(f"offload={offload}", "one data rank gathers no parameters, it needs them all", works)
         if offload.startswith(NVME_ALL) and config.sharing_size == config.dp_replicate_size:
             why = "replicas alone keep all parameters for every pass"
             refuse(f"offload={offload}", why, f"offload={NVME}{path}")
-        if path:
-            _check_folder(*offload.split(":", 1))
-            what = "parameters and optimizer states" if offload.startswith(NVME_ALL) else "optimizer states"
-            return [f"offload: {what} are in files below {path} that end with the process; checkpoints have them"]
-        return []
+        if not path:
+            return []
+        way, path = offload.split(":", 1)
+        if path == "PATH":  # as `plan` writes it
+            refuse(f"offload={way}:PATH", "PATH stands for a folder on a fast disk", f"offload={way}:/scratch")
+        above = os.path.abspath(path)
+        while not os.path.exists(above):
+            above = os.path.dirname(above)
+        if not os.path.isdir(above):
+            refuse(f"offload={offload}", f"{above} is no folder", f"offload={way}:{os.path.dirname(above)}")
+        try:
+            tempfile.TemporaryFile(dir=above).close()  # more than permissions: /proc takes no files from anybody
+        except OSError as error:
+            refuse(f"offload={offload}", f"{above} cannot be written to ({error.strerror})", "offload=optimizer")
+        what = "parameters and optimizer states" if offload.startswith(NVME_ALL) else "optimizer states"
+        return [f"offload: {what} are in files below {path} that end with the process; checkpoints have them"]
 
     def notes(self, part: list[str]) -> list[str]:
         return part
@@ -59,27 +73,6 @@ class Offload(Axis[None, list[str]]):
         if offload.startswith(NVME_ALL):
             for root, _ in building.roots:
                 keep_parameters_in_file(root, offload)
-
-
-def _list_copying_axes(config: ParallelConfig, anatomy: Anatomy) -> tuple[str, ...]:
-    """Return the axes along which ranks hold the same parameters: replicas, norms under tp, ends of a pipeline."""
-    ends = getattr(anatomy.facts.get("pp"), "tied_embedding", None)
-    return "dp_replicate", "tp", *(("pp",) if ends is not None else ())
-
-
-def _check_folder(way: str, path: str) -> None:
-    """Check that a folder can be written to; make it if it is not there."""
-    if path == "PATH":  # as `plan` writes it
-        refuse(f"offload={way}:PATH", "PATH stands for a folder on a fast disk", f"offload={way}:/scratch")
-    above = os.path.abspath(path)
-    while not os.path.exists(above):
-        above = os.path.dirname(above)
-    if not os.path.isdir(above):
-        refuse(f"offload={way}:{path}", f"{above} is no folder", f"offload={way}:{os.path.dirname(above)}")
-    try:
-        tempfile.TemporaryFile(dir=above).close()  # more than permissions: /proc takes no files from anybody
-    except OSError as error:
-        refuse(f"offload={way}:{path}", f"{above} cannot be written to ({error.strerror})", "offload=optimizer")
 
 
 OFFLOAD = Offload()

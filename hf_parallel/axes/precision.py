@@ -5,6 +5,7 @@ The linears of the repeated layers; embedding and head, where few bits cost most
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import importlib.util
 from dataclasses import dataclass
@@ -72,14 +73,35 @@ class Precision(Axis[PrecisionFacts, PrecisionPart]):
     def read(self, model: PreTrainedModel, config: ParallelConfig) -> PrecisionFacts:
         """The linears of its layers, and the machine."""
         import torch
+        from packaging.version import Version
+        from torch import nn
+        from transformers.pytorch_utils import Conv1D
+
+        from hf_parallel.axes.eight_bit import ALIGNED
+        from hf_parallel.axes.tensor.tensor_parallel import SAME_AS_LINEAR
+        from hf_parallel.model.anatomy import list_transformer_blocks
 
         found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         device = "cpu" if found is None else found.type
         capability = torch.cuda.get_device_capability() if device == "cuda" else (0, 0)
-        linears, left = _read_linear_widths(model)
-        return PrecisionFacts(
-            linears, left, _read_torchao_version(), device, capability, importlib.util.find_spec("triton") is not None
-        )
+        torchao: tuple[int, ...] | None = None
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            torchao = Version(importlib.metadata.version("torchao")).release[:2]
+        inside = {id(module) for block in list_transformer_blocks(model) for module in block.modules()}
+        linears, left = {}, {}
+        for name, module in model.named_modules():
+            if id(module) not in inside or not isinstance(module, nn.Linear | Conv1D):
+                continue
+            if isinstance(module, Conv1D):
+                left[name] = "is a Conv1D, which torchao does not convert"
+            elif type(module).forward is not nn.Linear.forward and type(module).__name__ not in SAME_AS_LINEAR:
+                left[name] = f"is a {type(module).__name__} with a forward of its own"
+            elif module.in_features % ALIGNED or module.out_features % ALIGNED:
+                left[name] = f"is {module.out_features} x {module.in_features}, not multiples of {ALIGNED}"
+            else:
+                linears[name] = (module.in_features, module.out_features)
+        triton = importlib.util.find_spec("triton") is not None
+        return PrecisionFacts(linears, left, torchao, device, capability, triton)
 
     def resolve(self, config: ParallelConfig, anatomy: Anatomy, facts: PrecisionFacts) -> PrecisionPart:
         """Decide what will multiply in 8 bits, or say what is missing for it."""
@@ -118,11 +140,12 @@ class Precision(Axis[PrecisionFacts, PrecisionPart]):
 
     def apply(self, model: nn.Module, part: PrecisionPart, building: Building) -> None:
         """Mark the linears, before they are cut."""
-        from hf_parallel.axes.eight_bit import Float8, Int8, multiply_by_recipe
+        from hf_parallel.axes.eight_bit import EightBit, Float8, Int8
+        from hf_parallel.ranks.local import put_in_front
 
         recipe = Float8(part.scaling, part.emulated) if part.precision == "fp8" else Int8(part.scaling)
         for name in part.linears:
-            multiply_by_recipe(model.get_submodule(name), recipe)
+            put_in_front(EightBit, model.get_submodule(name)).recipe = recipe
 
     def finish(self, model: nn.Module, part: PrecisionPart, building: Building) -> None:
         """Let FSDP2 gather codes."""
@@ -143,40 +166,6 @@ def can_gather_codes(config: ParallelConfig) -> bool:
     codes = config.precision == "fp8" and _format_scaling(config) == "tensorwise"
     compressed = config.hierarchical_shard is not None or config.quantize_weights != "none"
     return codes and config.offload != "cpu" and not compressed
-
-
-def _read_linear_widths(model: PreTrainedModel) -> tuple[dict[str, tuple[int, int]], dict[str, str]]:
-    """Widths of the layers' linears by full name; and why others stay as they are."""
-    from torch import nn
-    from transformers.pytorch_utils import Conv1D
-
-    from hf_parallel.axes.eight_bit import ALIGNED
-    from hf_parallel.axes.tensor.tensor_parallel import SAME_AS_LINEAR
-    from hf_parallel.model.anatomy import list_transformer_blocks
-
-    inside = {id(module) for block in list_transformer_blocks(model) for module in block.modules()}
-    linears, left = {}, {}
-    for name, module in model.named_modules():
-        if id(module) not in inside or not isinstance(module, nn.Linear | Conv1D):
-            continue
-        if isinstance(module, Conv1D):
-            left[name] = "is a Conv1D, which torchao does not convert"
-        elif type(module).forward is not nn.Linear.forward and type(module).__name__ not in SAME_AS_LINEAR:
-            left[name] = f"is a {type(module).__name__} with a forward of its own"
-        elif module.in_features % ALIGNED or module.out_features % ALIGNED:
-            left[name] = f"is {module.out_features} x {module.in_features}, not multiples of {ALIGNED}"
-        else:
-            linears[name] = (module.in_features, module.out_features)
-    return linears, left
-
-
-def _read_torchao_version() -> tuple[int, ...] | None:
-    from packaging.version import Version
-
-    try:
-        return Version(importlib.metadata.version("torchao")).release[:2]
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _check_machine(asked: str, precision: str, facts: PrecisionFacts) -> None:
@@ -217,11 +206,8 @@ def _check_scales_and_parts(asked: str, config: ParallelConfig, anatomy: Anatomy
         cut = widths[style == "colwise" or style.startswith(("packed", "falcon"))]
         if style != "colwise_shared_heads" and cut // size % ALIGNED and facts.device == "cuda":
             why = f"tp_size={size} leaves {cut // size} of {cut} features of {name}, no multiple of {ALIGNED}"
-            refuse(asked, why, f"tp_size={_find_largest_size(cut, size, ALIGNED)}")
-
-
-def _find_largest_size(features: int, size: int, aligned: int) -> int:
-    return max(n for n in range(1, size) if features % n == 0 and features // n % aligned == 0)
+            fits = max(n for n in range(1, size) if cut % n == 0 and cut // n % ALIGNED == 0)
+            refuse(asked, why, f"tp_size={fits}")
 
 
 PRECISION = Precision()

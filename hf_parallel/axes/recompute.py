@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hf_parallel.ask.keys.layers import read_recompute_interval
 from hf_parallel.ask.spec import refuse
 from hf_parallel.axes.axis import Axis
+from hf_parallel.model.anatomy import list_transformer_blocks
 from hf_parallel.ranks import start_all_gather
 from hf_parallel.ranks.mesh import check_alike
 from hf_parallel.ranks.observed import ATTENTION, COLLECTIVE, Store, Within, give_back, is_unchanged, note_result
@@ -57,7 +58,7 @@ class Recompute(Axis[RecomputeFacts, str]):
 
     def read(self, model: PreTrainedModel, config: ParallelConfig) -> RecomputeFacts:
         """Can the model's layers be recomputed?"""
-        layers = _list_layers_in_order(model)
+        layers = list_transformer_blocks(model)
         by_layer = bool(layers) and all(hasattr(type(layer), "gradient_checkpointing") for layer in layers)
         supported = bool(getattr(model, "supports_gradient_checkpointing", False))
         return RecomputeFacts(supported, by_layer, len(layers))
@@ -90,12 +91,12 @@ class Recompute(Axis[RecomputeFacts, str]):
         if part == "none":
             return
         if building.mesh.config.recompute_way_on(building.mesh.rank) == "none":
-            for layer in _list_layers_in_order(model):
+            for layer in list_transformer_blocks(model):
                 layer.register_forward_pre_hook(switch_checkpoint_off)
             return
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable()
-        for place, layer in enumerate(_list_layers_in_order(model)):
+        for place, layer in enumerate(list_transformer_blocks(model)):
             if part == "selective":
                 layer.register_forward_pre_hook(_keep_products)  # compiled layers: `compile.py`
             elif place % (read_recompute_interval(part) or 1):
@@ -105,20 +106,16 @@ class Recompute(Axis[RecomputeFacts, str]):
         """The layers of this rank, stage by stage."""
         flag = building.sequence_flag
         if building.mesh.config.partition_activations and (flag is None or not flag.on):
-            for _, layers in building.roots:
-                keep_parts_of_inputs(layers, building.mesh.group("tp"))
+            # From here on those of the layers that are checkpointed keep a part of their input.
+            for layer in (layer for _, layers in building.roots for layer in layers):
+                keeping = Keeping(building.mesh.group("tp"))
+                layer.register_forward_pre_hook(keeping.begin)
+                layer.register_forward_hook(lambda *_, keeping=keeping: keeping.end(), always_call=True)
         if building.mesh.config.activation_offload:
             from hf_parallel.axes.activation_offload import offload_activations
 
             for _, layers in building.roots:
                 offload_activations(layers, building.mesh.device)
-
-
-def _list_layers_in_order(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the layers of the whole model, in order: a pipeline has not cut it yet."""
-    from hf_parallel.model.anatomy import list_transformer_blocks
-
-    return list_transformer_blocks(model)
 
 
 def switch_checkpoint_off(layer: GradientCheckpointingLayer, args: object) -> None:
@@ -198,29 +195,19 @@ ATTENTIONS = ("scaled_dot_product", "flash_attn", "flash_attention", "efficient_
 def is_kept(operation: OpOverload, arguments: tuple, keywords: dict[str, object]) -> bool:
     """The policy: is the output of this operation kept?"""
     name = operation.name().partition("::")[2].partition(".")[0]
+    if name in ("mm", "addmm"):
+        # LoRA's B is thin: beside a frozen base it would double what is kept, in fp32 even threefold.
+        inner, outer = arguments[2 if name == "addmm" else 1].shape
+        return not (inner <= THIN and WIDER * inner <= outer)
     if name in PRODUCTS:
-        return not _is_thin(name, arguments)
-    return (
-        any(part in name for part in ATTENTIONS)
-        and "backward" not in name
-        and not _has_dropout(operation, arguments, keywords)
-    )
-
-
-def _is_thin(name: str, arguments: tuple) -> bool:
-    """LoRA's B: beside a frozen base it would double what is kept, in fp32 even threefold."""
-    if name not in ("mm", "addmm"):
+        return True
+    if "backward" in name or not any(part in name for part in ATTENTIONS):
         return False
-    inner, outer = arguments[2 if name == "addmm" else 1].shape
-    return inner <= THIN and WIDER * inner <= outer
-
-
-def _has_dropout(operation: OpOverload, arguments: tuple, keywords: dict[str, object]) -> bool:
-    """Attention with dropout draws random numbers: given back, it would shift those of what comes after it."""
+    # Attention with dropout draws random numbers: given back, it would shift those of what comes after it.
     for place, argument in enumerate(operation._schema.arguments):
         if argument.name in ("dropout_p", "dropout"):
-            return bool(arguments[place] if place < len(arguments) else keywords.get(argument.name, 0))
-    return False
+            return not (arguments[place] if place < len(arguments) else keywords.get(argument.name, 0))
+    return True
 
 
 class _Products(TorchDispatchMode):
@@ -274,20 +261,12 @@ def make_selective_contexts() -> tuple[_Products, _Products]:
 #     backward    part -> all-gather -> input -> the layer again, and its gradients        dropped after the layer
 
 
-def keep_parts_of_inputs(layers: Iterable[nn.Module], group: dist.ProcessGroup) -> None:
-    """From here on those of the layers that are checkpointed keep a part of their input."""
-    for layer in layers:
-        keeping = Keeping(group)
-        layer.register_forward_pre_hook(keeping.begin)
-        layer.register_forward_hook(lambda *_, keeping=keeping: keeping.end(), always_call=True)
-
-
+@dataclass(eq=False)
 class Keeping:
     """The tensors that one layer keeps. Checkpointing hides from these hooks all that is not an input."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
-        self._open: list[saved_tensors_hooks] = []
+    group: dist.ProcessGroup
+    _open: list[saved_tensors_hooks] = field(default_factory=list)
 
     def begin(self, layer: nn.Module, args: tuple) -> None:
         """The layer starts."""
@@ -295,7 +274,10 @@ class Keeping:
             return
         # The first alone: others may differ between ranks, as biases. Not itself, which the hooks would keep alive.
         given = (args[0].data_ptr(), args[0].shape) if args and torch.is_tensor(args[0]) else None
-        hooks = saved_tensors_hooks(lambda tensor: self._pack(tensor, given), _unpack)
+        hooks = saved_tensors_hooks(
+            lambda tensor: Part(tensor, self.group) if (tensor.data_ptr(), tensor.shape) == given else tensor,
+            lambda kept: kept.whole() if isinstance(kept, Part) else kept,
+        )
         hooks.__enter__()
         self._open.append(hooks)
 
@@ -303,9 +285,6 @@ class Keeping:
         """It is done."""
         if self._open:
             self._open.pop().__exit__()
-
-    def _pack(self, tensor: torch.Tensor, given: tuple[int, torch.Size] | None) -> Part | torch.Tensor:
-        return Part(tensor, self.group) if (tensor.data_ptr(), tensor.shape) == given else tensor
 
 
 class Part:
@@ -322,7 +301,3 @@ class Part:
     def whole(self) -> torch.Tensor:
         """The tensor. Collective."""
         return start_all_gather(self.numbers, self.group).wait().view(-1)[: self.shape.numel()].view(self.shape)
-
-
-def _unpack(kept: Part | torch.Tensor) -> torch.Tensor:
-    return kept.whole() if isinstance(kept, Part) else kept

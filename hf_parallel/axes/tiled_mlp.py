@@ -14,8 +14,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -132,36 +131,29 @@ def does_act_per_token(module: nn.Module, width: int) -> bool:
         return False
     random = torch.Generator().manual_seed(0)
     x = torch.randn(1, _TOKENS, width, generator=random)
-    with _rank_one_linears(module), torch.no_grad():
+    owned = [(owner, name, child) for owner in module.modules() for name, child in owner._modules.items() if child]
+    replaced = [(owner, name, child, widths) for owner, name, child in owned if (widths := _read_widths(child))]
+    for owner, name, _, widths in replaced:
+        owner._modules[name] = _RankOne(*widths)
+    training = module.training
+    try:
         left = {
             name: torch.randn(value.shape, generator=random)
             for name, value in (*module.named_parameters(), *module.named_buffers())
             if value.is_floating_point()
         }
-        training, run = module.training, functools.partial(torch.func.functional_call, module.eval(), left)
-        try:
+        run = functools.partial(torch.func.functional_call, module.eval(), left)
+        with torch.no_grad():
             whole, pieces = run((x,)), [run((piece,)) for piece in (x[:, :_CUT], x[:, _CUT:])]
-        except Exception:  # whatever its own code raises on a single input: it is no MLP
-            return False
-        finally:
-            module.train(training)
+    except Exception:  # whatever its own code raises on a single input: it is no MLP
+        return False
+    finally:
+        module.train(training)
+        for owner, name, child, _ in replaced:
+            owner._modules[name] = child
     if not torch.is_tensor(whole) or whole.shape != x.shape:
         return False
     return torch.allclose(whole, torch.cat(pieces, dim=1), rtol=1e-4, atol=1e-5)
-
-
-@contextmanager
-def _rank_one_linears(module: nn.Module) -> Iterator[None]:
-    """Replace linears by stand-ins of equal widths."""
-    owned = [(owner, name, child) for owner in module.modules() for name, child in owner._modules.items() if child]
-    replaced = [(owner, name, child, widths) for owner, name, child in owned if (widths := _read_widths(child))]
-    for owner, name, _, widths in replaced:
-        owner._modules[name] = _RankOne(*widths)
-    try:
-        yield
-    finally:
-        for owner, name, child, _ in replaced:
-            owner._modules[name] = child
 
 
 def _read_widths(module: nn.Module) -> tuple[int, int] | None:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from hf_parallel import parallelize
 from hf_parallel.ask.config import ParallelConfig
-from hf_parallel.axes.context.groups import build_ways
+from hf_parallel.axes.context.axis import build_ways
 from hf_parallel.planner.dryrun.world import pretend_world
 from hf_parallel.ranks import groups
 from hf_parallel.ranks.groups import Groups

@@ -159,11 +159,20 @@ def run_context_attention(
             )
         out = attend_in_one_process(query, key, value, attention_mask, dropout, scaling, softcap, s_aux, causal)
         return out.transpose(1, 2).contiguous(), None
-    layout = attention_mask.layout
+    layout, how = attention_mask.layout, attention_mask.exchanged
     width, scaling = value.shape[-1], query.shape[-1] ** -0.5 if scaling is None else scaling
     query, key, value = pad_to_one_width(query, key, value)
     low, high = compute_limits(causal, sliding_window, layout)
-    out = _attend_over_ranks(query, key, value, s_aux, scaling, softcap, dropout, low, high, attention_mask)
+    if how.heads is not None:
+        query, key, value = to_heads(query, key, value, how.heads)
+        s_aux = None if s_aux is None else s_aux.chunk(how.heads.size())[how.heads.rank()]
+    if dropout:
+        assert how.heads is not None  # dropout is refused of a ring in `choose.py`
+        hidden = ~_make_visibility_mask(layout, low, high, query.device)
+        out = to_tokens(_attend_densely(query, key, value, hidden, dropout, scaling, softcap, s_aux), how.heads)
+    else:
+        ring = Ring(layout, how.ring, low, high, how.gathered, how.heads, how.kernel)
+        out = RingAttention.apply(query, key, value, s_aux, Scores(scaling, softcap), ring)
     return out[..., :width].transpose(1, 2).contiguous(), None
 
 
@@ -187,30 +196,6 @@ def compute_limits(causal: bool, window: int | None, layout: Layout) -> tuple[fl
             "the sequence; padding at the ends of rows, or cp_size=1, works"
         )
     return (0 if causal else 1 - window), window - 1
-
-
-def _attend_over_ranks(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    sinks: torch.Tensor | None,
-    scale: float | None,
-    softcap: float | None,
-    dropout: float,
-    low: float,
-    high: float,
-    cut: Cut,
-) -> torch.Tensor:
-    layout, how = cut.layout, cut.exchanged
-    if how.heads is not None:
-        q, k, v = to_heads(q, k, v, how.heads)
-        sinks = None if sinks is None else sinks.chunk(how.heads.size())[how.heads.rank()]
-    if not dropout:
-        ring = Ring(layout, how.ring, low, high, how.gathered, how.heads, how.kernel)
-        return RingAttention.apply(q, k, v, sinks, Scores(scale, softcap), ring)
-    assert how.heads is not None  # dropout is refused of a ring in `choose.py`
-    hidden = ~_make_visibility_mask(layout, low, high, q.device)
-    return to_tokens(_attend_densely(q, k, v, hidden, dropout, scale, softcap, sinks), how.heads)
 
 
 def _make_visibility_mask(layout: Layout, low: float, high: float, device: torch.device) -> torch.Tensor:

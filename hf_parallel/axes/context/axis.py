@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from hf_parallel.ask.spec import get_first_line
 from hf_parallel.axes.axis import Axis
+from hf_parallel.axes.context.attention import NAME, Exchanged, register_context_attention
+from hf_parallel.axes.context.choose import Choice, ContextFacts, choose_variants, read_context
+from hf_parallel.axes.context.cut import SequenceCut
+from hf_parallel.axes.context.layout import Shape, compute_local_length
+from hf_parallel.model.anatomy import find_token_readers
+from hf_parallel.model.known_masks import refuse_masked_targets
+from hf_parallel.model.shrink import does_read_former_document, make_small_copy
+from hf_parallel.ranks.groups import connect_group
+from hf_parallel.ranks.mesh import ParallelMesh, list_axis_ranks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from hf_parallel.ask.config import ParallelConfig
     from hf_parallel.axes.axis import Building
-    from hf_parallel.axes.context.choose import Choice, ContextFacts
     from hf_parallel.model.anatomy import Anatomy
 
 
@@ -37,14 +46,10 @@ class Context(Axis["ContextFacts", ContextPart]):
 
     def read(self, model: PreTrainedModel, config: ParallelConfig) -> ContextFacts:
         """Heads, masks, and what stands against cutting its sequences."""
-        from hf_parallel.axes.context.choose import read_context
-
         return read_context(model)
 
     def resolve(self, config: ParallelConfig, anatomy: Anatomy, facts: ContextFacts) -> ContextPart:
         """The variant, or why there is none."""
-        from hf_parallel.axes.context.choose import choose_variants
-
         choice, why = choose_variants(config, facts)
         if len(choice.ways) == 1:
             config = replace(config, context_parallel=choice.ways[0])
@@ -58,10 +63,6 @@ class Context(Axis["ContextFacts", ContextPart]):
 
     def apply(self, model: PreTrainedModel, part: ContextPart, building: Building) -> None:
         """Let layers call the attention that runs over the ranks; batches will be cut where tokens come in."""
-        from hf_parallel.axes.context.attention import NAME, register_context_attention
-        from hf_parallel.axes.context.layout import compute_local_length
-        from hf_parallel.model.known_masks import refuse_masked_targets
-
         register_context_attention()
         setting = f"cp_size={part.config.cp_size}"
         refuse_masked_targets(model, part.facts.kernel, NAME, setting, "cp_size=1", part.own_loss)
@@ -71,9 +72,6 @@ class Context(Axis["ContextFacts", ContextPart]):
 
     def finish(self, model: PreTrainedModel, part: ContextPart, building: Building) -> None:
         """Cut batches, inside of a pipeline and around what pads for tp."""
-        from hf_parallel.axes.context.cut import SequenceCut, find_token_reader
-        from hf_parallel.axes.context.groups import build_ways
-
         mesh = building.mesh
         cut = SequenceCut(
             group=mesh.attention_group,
@@ -84,8 +82,32 @@ class Context(Axis["ContextFacts", ContextPart]):
             own_loss=part.own_loss,
             caches=building.pipeline is None,
         )
-        cut.attach(model, find_token_reader(model))
+        cut.attach(model, find_token_readers(model)[0])
         building.whole_tokens.append(cut.whole_tokens)
+
+
+def build_ways(
+    mesh: ParallelMesh, config: ParallelConfig, variants: Iterable[str]
+) -> dict[str, tuple[Shape, Exchanged]]:
+    """By variant: who holds which tokens, and how ranks attend. Collective over all ranks.
+
+    Neighbours share heads; ranks with the same place in their groups form a ring.
+    """
+    found = {}
+    for variant in variants:
+        one = replace(config, context_parallel=variant)
+        size, inner, all_ranks = one.cp_size, one.ulysses_size, list_axis_ranks(one, "cp")
+        ring = mesh.attention_group if inner == 1 else None
+        heads = mesh.attention_group if inner == size else None
+        if 1 < inner < size:
+            ring = mesh.groups.along([ranks[place::inner] for ranks in all_ranks for place in range(inner)])
+        if ring is not None:  # its ranks send what others see: under windows, and in packs, not each of them sends
+            connect_group(ring, mesh.device)
+        if 1 < inner < size:
+            heads = mesh.groups.along([ranks[at : at + inner] for ranks in all_ranks for at in range(0, size, inner)])
+        how = Exchanged(ring, heads, variant == "allgather", one.attention)
+        found[variant] = Shape(size // inner, inner), how
+    return found
 
 
 def _can_tell_packs_apart(model: PreTrainedModel, part: ContextPart) -> bool:
@@ -94,8 +116,6 @@ def _can_tell_packs_apart(model: PreTrainedModel, part: ContextPart) -> bool:
     Raises:
         ValueError: no small copy of the model can be tried.
     """
-    from hf_parallel.model.shrink import does_read_former_document, make_small_copy
-
     if not part.facts.causal:
         return False
     if "flash" in part.facts.kernel:  # it reads positions itself; all others read a mask

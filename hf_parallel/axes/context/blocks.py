@@ -83,7 +83,10 @@ class Gradients:
             gradient, q, out, lse = (tensor[mine] for tensor in self._queries)
             shares = self.kernel.backward(gradient, q, k[theirs], v[theirs], out, lse, part, self.scores)
             for total, place, share in zip((self._dq, of_k, of_v), (mine, theirs, theirs), shares, strict=True):
-                _add_share(total, place, share)
+                if isinstance(place, torch.Tensor):  # keys may be there several times
+                    total.index_add_(0, place, share.to(total.dtype))
+                else:
+                    total[place] += share
         return found
 
     def of_sinks(self, sinks: torch.Tensor) -> torch.Tensor:
@@ -110,10 +113,3 @@ def _find_places(part: Part) -> tuple[Place, Place]:
         return part.queries, part.keys
     rows = slice(None) if part.row is None else slice(part.row, part.row + 1)
     return (rows, slice(None), part.q), (rows, slice(None), part.k)
-
-
-def _add_share(total: torch.Tensor, place: Place, share: torch.Tensor) -> None:
-    if isinstance(place, torch.Tensor):  # keys may be there several times
-        total.index_add_(0, place, share.to(total.dtype))
-    else:
-        total[place] += share

@@ -16,9 +16,8 @@ about as many operations, which is what decides.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, NamedTuple
 
 from hf_parallel.ask.keys.context import ALLGATHER, AUTO, RING, ULYSSES, compute_inner_size
 from hf_parallel.ask.spec import refuse
@@ -55,10 +54,6 @@ class Link(NamedTuple):
 
     latency: float
     bandwidth: float
-
-    def seconds(self, size: float) -> float:
-        """Return the seconds of a message of `size` bytes."""
-        return self.latency + size / self.bandwidth
 
 
 INSIDE, BETWEEN = Link(5e-6, 3.4e11), Link(12e-6, 3.8e10)
@@ -105,20 +100,19 @@ class Choice:
         number = tokens * self.width * _WIDTH  # bytes of one head of this rank's tokens
         found = 0.0
         if inner > 1:
+            link = INSIDE if inner <= self.node else BETWEEN
             sent = (inner - 1) / inner * 2 * (heads + keys) * number
-            found += 2 * (2 * self._link(inner).latency + sent / self._link(inner).bandwidth)
+            found += 2 * (2 * link.latency + sent / link.bandwidth)
         if ring > 1:
+            link = INSIDE if self.ranks <= self.node else BETWEEN
             block = 2 * keys * number  # of as many tokens as heads are fewer
             attention = 2 * heads * self.width * tokens * seen / ring / _FLOPS  # causal: half of 4
             steps, blocks = (1, ring - 1) if at_once else (ring - 1, 1)
             for ways, work in ((1, 1.0), (2, 2.5)):  # forward; backward, which sends gradients too
-                sent = self._link(self.ranks).seconds(blocks * block) * ways
+                sent = (link.latency + blocks * block / link.bandwidth) * ways
                 hidden = 0.0 if at_once else min(sent, work * attention)
                 found += steps * (sent - hidden + _CONTENTION * hidden)
         return found
-
-    def _link(self, ranks: int) -> Link:
-        return INSIDE if ranks <= self.node else BETWEEN
 
 
 def choose_by_cost(ranks: int, heads: tuple[int, int], width: int, tp: int, node: int) -> Choice:
@@ -140,21 +134,35 @@ def choose_variants(config: ParallelConfig, facts: ContextFacts) -> tuple[Choice
     Raises:
         SpecError: nothing works, or not what the spec asks for.
     """
+    size, way = config.cp_size, config.context_parallel
     if facts.obstacle is not None:
-        refuse(f"cp_size={config.cp_size}", facts.obstacle, "cp_size=1")
+        refuse(f"cp_size={size}", facts.obstacle, "cp_size=1")
     _check_kernel(config, facts)
-    if config.context_parallel == AUTO:
-        return _choose_by_length(config, facts)
-    asked, inner, heads = (
-        f"context_parallel={config.context_parallel}",
-        config.ulysses_size,
-        _count_heads(config, facts),
-    )
-    if heads % inner:
+    heads, asked = max(1, facts.heads[0] // config.tp_size), f"context_parallel={way}"
+    inner = size if way == AUTO else config.ulysses_size
+    if way != AUTO and heads % inner:
         refuse(asked, f"{heads} heads are not divided by {inner} ranks", "context_parallel=ring")
-    if facts.dense is not None and inner < config.cp_size:
-        _refuse_dense(config, asked, facts.dense, heads)
-    return _choose_only_way(config, facts, config.context_parallel), None
+    needs = f"{facts.dense} needs all keys of a head on one rank"
+    if facts.dense is not None and (heads % inner or inner < size):
+        fits = max(ranks for ranks in range(1, size + 1) if heads % ranks == 0)
+        works = "context_parallel=ulysses" if fits == size else f"cp_size={fits}"
+        refuse(f"cp_size={size}" if way == AUTO else asked, needs, works)
+    why = None
+    if way == AUTO and facts.dense is not None:
+        way, why = ULYSSES, needs
+    elif way == AUTO and facts.windows:
+        way, why = RING, f"what is beyond a window of {facts.windows[0]} tokens is not sent"
+    if way != AUTO:
+        return Choice(size, facts.heads, facts.width, _NODE, (way,)), why
+    node = int(os.environ.get("LOCAL_WORLD_SIZE") or _NODE)
+    found = choose_by_cost(size, facts.heads, facts.width, config.tp_size, node)
+    # `ulysses, from documents of 8,192 tokens ring`, with the reason of the last.
+    by_length, (own, keys) = found.by_length(), found.heads
+    later = [f"from documents of {length:,} tokens {name}" for length, name in by_length[1:]]
+    hidden = f": blocks of {keys} heads of keys then travel behind attention" if by_length[-1][1] == RING else ""
+    crossing = f", {size} ranks over nodes of {found.node}" if size > found.node else ""
+    undivided = f"; {own} heads are not divided by {size} ranks" if own % size else ""
+    return found, ", ".join([by_length[0][1], *later]) + hidden + crossing + undivided
 
 
 def _check_kernel(config: ParallelConfig, facts: ContextFacts) -> None:
@@ -172,47 +180,6 @@ def _check_kernel(config: ParallelConfig, facts: ContextFacts) -> None:
         refuse(asked, old, works)
     if facts.width > WIDEST:
         refuse(asked, f"heads of {facts.width} numbers are wider than {WIDEST}", works)
-
-
-def _count_heads(config: ParallelConfig, facts: ContextFacts) -> int:
-    return max(1, facts.heads[0] // config.tp_size)
-
-
-def _choose_only_way(config: ParallelConfig, facts: ContextFacts, way: str) -> Choice:
-    return Choice(config.cp_size, facts.heads, facts.width, _NODE, (way,))
-
-
-def _refuse_dense(config: ParallelConfig, asked: str, what: str, heads: int) -> NoReturn:
-    fits = max(size for size in range(1, config.cp_size + 1) if heads % size == 0)
-    works = "context_parallel=ulysses" if fits == config.cp_size else f"cp_size={fits}"
-    refuse(asked, f"{what} needs all keys of a head on one rank", works)
-
-
-def _choose_by_length(config: ParallelConfig, facts: ContextFacts) -> tuple[Choice, str]:
-    size, node = config.cp_size, int(os.environ.get("LOCAL_WORLD_SIZE") or _NODE)
-    if facts.dense is not None:
-        heads = _count_heads(config, facts)
-        if heads % size:
-            _refuse_dense(config, f"cp_size={size}", facts.dense, heads)
-        return _choose_only_way(config, facts, ULYSSES), f"{facts.dense} needs all keys of a head on one rank"
-    if facts.windows:
-        return _choose_only_way(
-            config, facts, RING
-        ), f"what is beyond a window of {facts.windows[0]} tokens is not sent"
-    found = choose_by_cost(size, facts.heads, facts.width, config.tp_size, node)
-    return found, _format_reasons(found.by_length(), found)
-
-
-def _format_reasons(by_length: Sequence[tuple[int, str]], found: Choice) -> str:
-    """`ulysses, from documents of 8,192 tokens ring`, with the reason of the last."""
-    (_, first), *later = by_length
-    text = ", ".join([first, *(f"from documents of {length:,} tokens {way}" for length, way in later)])
-    heads, keys = found.heads
-    undivided = f"; {heads} heads are not divided by {found.ranks} ranks" if heads % found.ranks else ""
-    crossing = f", {found.ranks} ranks over nodes of {found.node}" if found.ranks > found.node else ""
-    behind = f": blocks of {keys} heads of keys then travel behind attention"
-    hidden = behind if by_length[-1][1] == RING else ""
-    return f"{text}{hidden}{crossing}{undivided}"
 
 
 # ---- What a model tells about cutting its sequences -----------------------------------------------------------------
@@ -257,11 +224,15 @@ def read_context(model: nn.Module) -> ContextFacts:
         return ContextFacts(f"{type(model).__name__} has no config", (1, 1), True)
     config = get_text_config(model)
     window = read_sliding_window(config)
+    heads = getattr(config, "num_attention_heads", None) or 1
+    hidden = getattr(config, "hidden_size", 128 * heads) if isinstance(heads, int) else None
+    # SegFormer has a list of hidden sizes, one per block.
+    width = read_head_width_of(config) or (hidden // heads if isinstance(hidden, int) else 128)
     return ContextFacts(
         _find_obstacle(model, config),
         read_attention_heads(model) or (1, 1),
         any(getattr(module, "is_causal", False) is True for module in model.modules()),
-        _read_head_width(config),
+        width,
         () if window is None else (window,),
         read_score_dropout(config),
         getattr(config, "_attn_implementation", None) or "eager",
@@ -284,13 +255,6 @@ def can_use_registries(model: nn.Module) -> bool:
     return bool(getattr(model, "_supports_attention_backend", False) and getattr(model, "_supports_flash_attn", False))
 
 
-def _read_head_width(config: PretrainedConfig) -> int:
-    heads = getattr(config, "num_attention_heads", None) or 1
-    hidden = getattr(config, "hidden_size", 128 * heads) if isinstance(heads, int) else None
-    # SegFormer has a list of hidden sizes, one per block.
-    return read_head_width_of(config) or (hidden // heads if isinstance(hidden, int) else 128)
-
-
 def _find_obstacle(model: nn.Module, config: PretrainedConfig) -> str | None:
     name, readers = type(model).__name__, find_token_readers(model)
     if getattr(config, "is_encoder_decoder", False) or len(readers) != 1 or len(find_stacks(model)) != 1:
@@ -306,11 +270,8 @@ def _find_obstacle(model: nn.Module, config: PretrainedConfig) -> str | None:
     kinds = [kind for kind in getattr(config, "layer_types", None) or () if any(x in kind for x in _OTHER_LAYERS)]
     if kinds:
         return f"{name} has layers of {kinds[0]}"
-    growing = [kind for kind in _list_unknown_rotations(config) if kind in _GROWING]
-    return f"its rotary embedding is {growing[0]}, which changes with the length" if growing else None
-
-
-def _list_unknown_rotations(config: PretrainedConfig) -> list[str]:
     parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     sets = [value for value in parameters.values() if isinstance(value, dict)] or [parameters]
-    return [str(found.get("rope_type") or found.get("type")) for found in sets]
+    rotations = [str(one.get("rope_type") or one.get("type")) for one in sets]
+    growing = [kind for kind in rotations if kind in _GROWING]
+    return f"its rotary embedding is {growing[0]}, which changes with the length" if growing else None

@@ -17,6 +17,7 @@ import functools
 import inspect
 import math
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,7 +28,7 @@ from hf_parallel.axes.context import packs
 from hf_parallel.axes.context.attention import Cut, Exchanged, TakePart, current, join, sum_over_ranks, take
 from hf_parallel.axes.context.choose import Choice
 from hf_parallel.axes.context.layout import Layout, Shape, compute_local_length
-from hf_parallel.model.anatomy import Draws, find_token_readers
+from hf_parallel.model.anatomy import Draws
 from hf_parallel.model.calls import (
     bind_arguments_of,
     compute_targets_of,
@@ -76,6 +77,7 @@ def keep_attention(layers: Iterable[nn.Module]) -> None:
 _BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
 
+@dataclass(eq=False)
 class SequenceCut:
     """Cuts the batches of one model.
 
@@ -88,22 +90,17 @@ class SequenceCut:
         caches: may the model keep a key/value cache? Calls with one (generation) are not cut.
     """
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        choice: Choice,
-        ways: dict[str, tuple[Shape, Exchanged]],
-        multiple: int,
-        packed: Callable[[], bool],
-        own_loss: bool,
-        caches: bool,
-    ) -> None:
-        self.group, self.choice, self.ways, self.multiple = group, choice, ways, multiple
-        self.packed, self.own_loss, self.caches = packed, own_loss, caches
-        self._parts = False  # does what leaves the backbone stay a rank's own?
-        self._batch: Batch = {}
-        self._last: tuple[tuple, Layout] | None = None
-        self._draws: Draws  # the backbone
+    group: dist.ProcessGroup
+    choice: Choice
+    ways: dict[str, tuple[Shape, Exchanged]]
+    multiple: int
+    packed: Callable[[], bool]
+    own_loss: bool
+    caches: bool
+    _parts: bool = False  # does what leaves the backbone stay a rank's own?
+    _batch: Batch = field(default_factory=dict)
+    _last: tuple[tuple, Layout] | None = None
+    _draws: Draws = field(init=False)  # the backbone
 
     # ---- around the model ----------------------------------------------------------------------------------------
 
@@ -184,18 +181,6 @@ class SequenceCut:
     def _run_backbone(self, module: PreTrainedModel, forward: Callable, names: list[str], batch: Batch) -> ModelOutput:
         if self._is_generation(batch):
             return forward(**batch)
-        self._check(batch)
-        layout = self._find_layout(batch)
-        keep_attention(module.modules())
-        with self._mark_running(layout), _draw_own_random_numbers(self._draws, self.group):
-            output = forward(**self._cut(batch, layout, names))
-        return output if self._parts else self._join_outputs(output, layout)
-
-    def _is_generation(self, batch: Batch) -> bool:
-        asked = bool(batch.get("use_cache")) and not torch.is_grad_enabled()
-        return self.caches and (asked or has_cache(batch))
-
-    def _check(self, batch: Batch) -> None:
         mask = batch.get("attention_mask")
         if isinstance(mask, dict) or (torch.is_tensor(mask) and mask.dim() > 2):
             raise ValueError(
@@ -204,16 +189,22 @@ class SequenceCut:
             )
         if batch.get("output_attentions"):
             raise ValueError("hf_parallel: output_attentions=True needs whole matrices of scores; cp_size=1 works")
-
-    @contextlib.contextmanager
-    def _mark_running(self, layout: Layout) -> Iterator[None]:
+        layout = self._find_layout(batch)
+        keep_attention(module.modules())
         former, current.cut = current.cut, Cut(layout, self._choose_way(layout.rows)[1])
-        part = functools.partial(take, layout=layout, rank=self.group.rank())
+        held = hold_tokens(
+            (len(layout.rows), layout.length), functools.partial(take, layout=layout, rank=self.group.rank())
+        )
         try:
-            with hold_tokens((len(layout.rows), layout.length), part):
-                yield
+            with held, _draw_own_random_numbers(self._draws, self.group):
+                output = forward(**self._cut(batch, layout, names))
         finally:
             current.cut = former
+        return output if self._parts else self._join_outputs(output, layout)
+
+    def _is_generation(self, batch: Batch) -> bool:
+        asked = bool(batch.get("use_cache")) and not torch.is_grad_enabled()
+        return self.caches and (asked or has_cache(batch))
 
     def _find_layout(self, batch: Batch) -> Layout:
         """Who holds which tokens of this batch; the last one is remembered."""
@@ -242,21 +233,17 @@ class SequenceCut:
                 trains = value.requires_grad
                 own[key] = TakePart.apply(value, layout, self.group) if trains else take(value, layout, rank)
         if "position_ids" in names:
-            own["position_ids"] = self._find_positions(batch, layout)
+            positions = batch.get("position_ids")
+            if positions is None:
+                positions = torch.arange(layout.length, device=get_tokens_of(batch).device)
+            sets = [positions] if positions.dim() <= 2 else positions  # several where rotations have sections
+            taken = [take(one.expand(whole), layout, rank) for one in sets]
+            own["position_ids"] = taken[0] if positions.dim() <= 2 else torch.stack(taken)
         if "attention_mask" in own:
             own["attention_mask"] = None
         if "use_cache" in names:
             own["use_cache"] = False
         return own
-
-    def _find_positions(self, batch: Batch, layout: Layout) -> torch.Tensor:
-        """Return the positions of this rank's tokens in their rows; several sets where rotations have sections."""
-        positions, rows = batch.get("position_ids"), len(layout.rows)
-        if positions is None:
-            positions = torch.arange(layout.length, device=get_tokens_of(batch).device)
-        if positions.dim() <= 2:
-            return take(positions.expand(rows, layout.length), layout, self.group.rank())
-        return torch.stack([take(one.expand(rows, layout.length), layout, self.group.rank()) for one in positions])
 
     def _join_outputs(self, output: ModelOutput, layout: Layout) -> ModelOutput:
         """Make the backbone's outputs per token whole."""
@@ -284,10 +271,13 @@ class SequenceCut:
         logits, batch = getattr(output, "router_logits", None), bind_arguments_of(names, args, kwargs, module)
         if logits and not self._is_generation(batch):
             layout = self._find_layout(batch)
-            by_row = [
-                _arrange_by_row(layer, (len(layout.rows), layout.local), type(module).__name__) for layer in logits
-            ]
-            whole = (self.whole_tokens(layer, batch).flatten(0, 1) for layer in by_row)
+            shape = len(layout.rows), layout.local
+            if not all(torch.is_tensor(t) and t.dim() == 2 and len(t) == math.prod(shape) for t in logits):
+                raise ValueError(
+                    f"hf_parallel: router logits of {type(module).__name__} are not a row for each token, and cannot "
+                    "be put together along the sequence; output_router_logits=False, or cp_size=1, works"
+                )
+            whole = (self.whole_tokens(layer.unflatten(0, shape), batch).flatten(0, 1) for layer in logits)
             output["router_logits"] = tuple(layer.clone() for layer in whole)  # FSDP2 warns of outputs that are views
 
     def whole_tokens(self, tensor: torch.Tensor, batch: Batch) -> torch.Tensor:
@@ -297,21 +287,6 @@ class SequenceCut:
     def _make_whole_for_pooler(self, module: nn.Module, args: tuple) -> tuple | None:
         cut = current.cut
         return None if cut is None else (join(args[0], cut.layout, self.group), *args[1:])
-
-
-def find_token_reader(model: PreTrainedModel) -> PreTrainedModel:
-    """Return the module that reads tokens and runs the layers; the model itself if it has no head."""
-    return find_token_readers(model)[0]
-
-
-def _arrange_by_row(logits: torch.Tensor, shape: tuple[int, int], name: str) -> torch.Tensor:
-    """Router logits [rows * tokens, experts] of a layer -> [rows, tokens, experts]."""
-    if not torch.is_tensor(logits) or logits.dim() != 2 or len(logits) != math.prod(shape):
-        raise ValueError(
-            f"hf_parallel: router logits of {name} are not a row for each token, and cannot be put together along the "
-            "sequence; output_router_logits=False, or cp_size=1, works"
-        )
-    return logits.unflatten(0, shape)
 
 
 def _is_same_batch(one: tuple, other: tuple) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from packaging.version import Version
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 
 _aten = torch.ops.aten
+_FLASH_ATTN = "flash_attn.flash_attn_interface"
 WIDEST = 256
 #: The gradient of the output, then q, k, v, the output and the log-sum-exp over all keys.
 Given = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -110,18 +111,14 @@ class FlashAttention2(Flash):
     """The kernels of the package flash-attn, since 2.7."""
 
     def _forward(self, given: Tensors, call: Call, scale: float, cap: float) -> tuple[torch.Tensor, torch.Tensor]:
-        told = {
-            "dropout_p": 0.0,
-            "softmax_scale": scale,
-            "causal": call.causal,
-            "softcap": cap,
-            **_make_side_arguments(call),
-        }
-        return _import_flash_attn()._flash_attn_varlen_forward(*given, *call.ends, *call.longest, **told)[:2]
+        forward = importlib.import_module(_FLASH_ATTN)._flash_attn_varlen_forward
+        told = {"dropout_p": 0.0, "softmax_scale": scale, "causal": call.causal, "softcap": cap}
+        return forward(*given, *call.ends, *call.longest, **told, **_make_side_arguments(call))[:2]
 
     def _backward(self, given: Given, call: Call, scale: float, cap: float) -> Tensors:
-        found = _make_gradient_room(given)
-        _import_flash_attn()._flash_attn_varlen_backward(
+        _, q, k, v, _, _ = given
+        found = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        importlib.import_module(_FLASH_ATTN)._flash_attn_varlen_backward(
             *(*given, *found, *call.ends, *call.longest),
             dropout_p=0.0,
             softmax_scale=scale,
@@ -138,27 +135,19 @@ class FlashAttention3(Flash):
     """The kernels of the package flash-attn-3: the operators that its module registers, as torch calls them."""
 
     def _forward(self, given: Tensors, call: Call, scale: float, cap: float) -> tuple[torch.Tensor, torch.Tensor]:
-        return _import_flash_attn_3().fwd(
-            *given, **_make_length_arguments(call), softmax_scale=scale, softcap=cap, **_make_mask_arguments(call)
-        )[:2]
+        return _import_flash_attn_3().fwd(*given, softmax_scale=scale, softcap=cap, **_describe_call(call))[:2]
 
     def _backward(self, given: Given, call: Call, scale: float, cap: float) -> Tensors:
-        found = _make_gradient_room(given)
+        _, q, k, v, _, _ = given
+        found = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         _import_flash_attn_3().bwd(
             *(*given, *found),
-            **_make_length_arguments(call),
             softmax_scale=scale,
             softcap=cap,
             deterministic=torch.are_deterministic_algorithms_enabled(),
-            **_make_mask_arguments(call),
+            **_describe_call(call),
         )
         return found
-
-
-def _make_gradient_room(given: Given) -> Tensors:
-    """Room for the gradients of q, k and v."""
-    _, q, k, v, _, _ = given
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
 def _scale(q: torch.Tensor, scores: Scores) -> float:
@@ -169,17 +158,11 @@ def _make_side_arguments(call: Call) -> dict[str, int]:
     return {"window_size_left": call.window[0], "window_size_right": call.window[1]}
 
 
-def _make_mask_arguments(call: Call) -> dict[str, int | bool]:
-    return {"is_causal": call.causal, **_make_side_arguments(call)}
-
-
-def _make_length_arguments(call: Call) -> dict[str, torch.Tensor | int]:
+def _describe_call(call: Call) -> dict[str, Any]:
+    """Return lengths and window as flash-attn 3 calls them."""
     (of_q, of_k), (longest_q, longest_k) = call.ends, call.longest
-    return {"cu_seqlens_q": of_q, "cu_seqlens_k": of_k, "max_seqlen_q": longest_q, "max_seqlen_k": longest_k}
-
-
-def _import_flash_attn() -> ModuleType:
-    return importlib.import_module("flash_attn.flash_attn_interface")
+    lengths = {"cu_seqlens_q": of_q, "cu_seqlens_k": of_k, "max_seqlen_q": longest_q, "max_seqlen_k": longest_k}
+    return {**lengths, "is_causal": call.causal, **_make_side_arguments(call)}
 
 
 def _import_flash_attn_3() -> ModuleType:

@@ -22,7 +22,6 @@ from typing import ClassVar, Protocol, TypeVar
 import torch
 
 from hf_parallel.axes.context.layout import Ring
-from hf_parallel.axes.context.tiles import Tile, cut_into_squares
 
 Part = TypeVar("Part")  # what a kernel computes in one call
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -34,10 +33,6 @@ class Scores:
 
     scale: float | None = None
     cap: float | None = None
-
-    def tiles(self, tiles: Iterable[Tile]) -> Iterable[Tile]:
-        """Cut tiles to the largest size that their kernel takes."""
-        return tiles if self.cap is None else (square for tile in tiles for square in cut_into_squares(tile))
 
 
 class Kernel(Protocol[Part]):

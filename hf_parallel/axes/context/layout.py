@@ -37,10 +37,6 @@ class Shape:
         """Number of ranks."""
         return self.ring * self.heads
 
-    def place(self, rank: int) -> tuple[int, int]:
-        """(ring rank, rank in its group); groups are neighbours, on the fastest links."""
-        return divmod(rank, self.heads)
-
 
 def compute_local_length(length: int, ranks: int, multiple: int = 1) -> int:
     """Return the number of tokens that each rank holds of a row, whatever its documents."""
@@ -66,15 +62,11 @@ def deal_documents(lengths: Sequence[int], ring: int) -> list[list[tuple[Span, .
                 if sizes[piece]:
                     spans.append(Span(offsets[r], sizes[piece], starts[piece]))
                     offsets[r] += sizes[piece]
-            held[r].append(_join_spans(spans))
+            if len(spans) == 2 and spans[0].start + spans[0].length == spans[1].start:
+                spans = [Span(spans[0].offset, spans[0].length + spans[1].length, spans[0].start)]
+            held[r].append(tuple(spans))
         start += length
     return held
-
-
-def _join_spans(spans: list[Span]) -> tuple[Span, ...]:
-    if len(spans) == 2 and spans[0].start + spans[0].length == spans[1].start:
-        return (Span(spans[0].offset, spans[0].length + spans[1].length, spans[0].start),)
-    return tuple(spans)
 
 
 @dataclass(eq=False)
@@ -122,8 +114,17 @@ class Layout:
             if number and self.alike and row.order is None and self.rows[0].order is None:
                 made[number] = made[0]
                 continue
-            held = self._held[0 if self.alike else number]
-            made[number] = _fill_order(row, held, self.shape.ring, capacity).view(self.shape.size, self.local)
+            # Tokens of documents as dealt, those of none where there is room, -1 at the end.
+            order, inside = row.tokens(), sum(row.lengths)
+            loose, parts = order[inside:], []
+            for pieces in self._held[0 if self.alike else number]:
+                own = [order[span.start : span.start + span.length] for spans in pieces for span in spans]
+                count = sum(map(len, own))
+                own.append(loose[: capacity - count])
+                loose = loose[capacity - count :]
+                count += len(own[-1])
+                parts += [*own, torch.full((capacity - count,), -1)]
+            made[number] = torch.cat(parts).view(self.shape.size, self.local)
         return torch.stack([made[number] for number in range(len(self.rows))])
 
     def on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -161,25 +162,6 @@ class Layout:
             for mine, theirs in zip(held[queries], held[keys], strict=True):
                 yield make_tiles_of(None if self.alike else number, mine, theirs, low, high, whole)
 
-    def work(self, ring_rank: int, low: float, high: float) -> int:
-        """Count the pairs of a query and a key that ring rank `ring_rank` looks at."""
-        rows = len(self.rows) if self.alike else 1
-        return rows * sum(t.pairs for keys in range(self.shape.ring) for t in self.tiles(ring_rank, keys, low, high))
-
-
-def _fill_order(row: Row, held: list[list[tuple[Span, ...]]], ring: int, capacity: int) -> torch.Tensor:
-    """[ring * capacity]: tokens of documents as dealt, those of none where there is room, -1 at the end."""
-    order, inside = row.tokens(), sum(row.lengths)
-    loose, parts = order[inside:], []
-    for pieces in held:
-        own = [order[span.start : span.start + span.length] for spans in pieces for span in spans]
-        count = sum(map(len, own))
-        own.append(loose[: capacity - count])
-        loose = loose[capacity - count :]
-        count += len(own[-1])
-        parts += [*own, torch.full((capacity - count,), -1)]
-    return torch.cat(parts)
-
 
 @dataclass(frozen=True)
 class Ring:
@@ -203,9 +185,9 @@ class Ring:
         """This one's place."""
         return 0 if self.group is None else self.group.rank()
 
-    def tiles(self, keys: int, queries: int | None = None) -> list[Tile]:
-        """Return the tiles that ring rank `queries` (default: this one) computes with the keys of ring rank `keys`."""
-        return self.layout.tiles(self.rank if queries is None else queries, keys, self.low, self.high)
+    def tiles(self, keys: int) -> list[Tile]:
+        """Return the tiles that this rank computes with the keys of ring rank `keys`."""
+        return self.layout.tiles(self.rank, keys, self.low, self.high)
 
     def sees(self, queries: int, keys: int) -> bool:
         """Does ring rank `queries` need the keys of ring rank `keys`?"""

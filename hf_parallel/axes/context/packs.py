@@ -89,19 +89,18 @@ def find(
 
 def read_numbered_rows(numbers: torch.Tensor) -> list[Row]:
     """The rows whose tokens belong to these documents [rows, length], less those of a negative number."""
-    return [_read_row(number) for number in numbers.cpu()]  # the one thing about a batch that the host has to know
-
-
-def _read_row(numbers: torch.Tensor) -> Row:
-    length = len(numbers)
-    inside = numbers >= 0
-    if bool(inside.all()) and bool((numbers.diff() >= 0).all()):
-        return Row(length, _count_documents(numbers))
-    order = torch.where(inside, numbers, numbers.max() + 1).argsort(stable=True)
-    kept = order[: int(inside.sum())]
-    steps = kept.diff() != 1
-    whole = not bool((steps & (numbers[kept].diff() == 0)).any())
-    return Row(length, _count_documents(numbers[kept]), order, whole)
+    rows = []
+    for number in numbers.cpu():  # the one thing about a batch that the host has to know
+        inside = number >= 0
+        if bool(inside.all()) and bool((number.diff() >= 0).all()):
+            rows.append(Row(len(number), _count_documents(number)))
+            continue
+        order = torch.where(inside, number, number.max() + 1).argsort(stable=True)
+        kept = order[: int(inside.sum())]
+        steps = kept.diff() != 1
+        whole = not bool((steps & (number[kept].diff() == 0)).any())
+        rows.append(Row(len(number), _count_documents(number[kept]), order, whole))
+    return rows
 
 
 def _count_documents(numbers: torch.Tensor) -> tuple[int, ...]:
@@ -148,11 +147,23 @@ def make_calls(documents: Iterable[list[Tile]], rows: int, length: int, device: 
     for tiles in documents:
         for number, tile in enumerate(tiles):
             window = compute_window_of(tile)
-            again = sum(
-                _can_share_call(tile, other) and compute_window_of(other) == window for other in tiles[:number]
-            )
-            grouped.setdefault((window, again), []).append(tile)  # a query is in a call once: outputs are not added
-    return [_make_call(tiles, window, rows, length, device) for (window, _), tiles in grouped.items()]
+            # A query is in a call once, because outputs are not added.
+            shared = [other for other in tiles[:number] if tile.q.start < other.q.stop and other.q.start < tile.q.stop]
+            again = sum(compute_window_of(other) == window for other in shared)
+            grouped.setdefault((window, again), []).append(tile)
+    calls = []
+    for (window, _), tiles in grouped.items():
+        lists = [range(rows) if tile.row is None else (tile.row,) for tile in tiles]
+        of_rows = [(tile, row * length) for tile, own in zip(tiles, lists, strict=True) for row in own]
+        queries = [(first + tile.q.start, tile.q.stop - tile.q.start) for tile, first in of_rows]
+        keys = [(first + tile.k.start, tile.k.stop - tile.k.start) for tile, first in of_rows]
+        longest = [max(count for _, count in parts) for parts in (queries, keys)]
+        if window not in (ALL, CAUSAL):  # kernels count a side that is open, or larger than this, by the longest keys
+            longest[1] = max(longest)
+        ends = _compute_ends(queries, device), _compute_ends(keys, device)
+        places = _make_place(queries, device), _make_place(keys, device)
+        calls.append(Call(*places, ends, (longest[0], longest[1]), window))
+    return calls
 
 
 def compute_window_of(tile: Tile) -> Window:
@@ -164,22 +175,6 @@ def compute_window_of(tile: Tile) -> Window:
     shift = keys - queries - behind
     left, right = high + shift, -(low + shift)
     return -1 if left >= keys - 1 else int(left), -1 if right >= queries - 1 else int(right)
-
-
-def _can_share_call(one: Tile, other: Tile) -> bool:
-    return one.q.start < other.q.stop and other.q.start < one.q.stop
-
-
-def _make_call(tiles: list[Tile], window: Window, rows: int, length: int, device: torch.device) -> Call:
-    lists = [range(rows) if tile.row is None else (tile.row,) for tile in tiles]
-    of_rows = [(tile, row * length) for tile, own in zip(tiles, lists, strict=True) for row in own]
-    queries = [(first + tile.q.start, tile.q.stop - tile.q.start) for tile, first in of_rows]
-    keys = [(first + tile.k.start, tile.k.stop - tile.k.start) for tile, first in of_rows]
-    longest = [max(count for _, count in parts) for parts in (queries, keys)]
-    if window not in (ALL, CAUSAL):  # kernels count a side that is open, or larger than this, by the longest keys
-        longest[1] = max(longest)
-    ends = _compute_ends(queries, device), _compute_ends(keys, device)
-    return Call(_make_place(queries, device), _make_place(keys, device), ends, (longest[0], longest[1]), window)
 
 
 def _compute_ends(parts: list[tuple[int, int]], device: torch.device) -> torch.Tensor:

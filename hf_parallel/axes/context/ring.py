@@ -168,7 +168,10 @@ def _collect_key_gradients(work: Gradients, own: torch.Tensor, ring: Ring) -> to
             total = found
         else:
             _collect(total, returning)
-            returning = _return(ring, found, total, step)
+            # Gradients go home the way the keys came.
+            to, source = (ring.rank - step) % ring.size, (ring.rank + step) % ring.size
+            like = total if ring.sees(source, ring.rank) else None
+            returning = Exchange(ring.group, found, to, like, source)
         arrived = None if following is None else following.wait()
     _collect(total, returning)
     return total
@@ -176,12 +179,6 @@ def _collect_key_gradients(work: Gradients, own: torch.Tensor, ring: Ring) -> to
 
 def _attend_to_parts(ring: Ring, keys: int, work: Sum | Gradients) -> Iterable[Part]:
     return work.kernel.parts(ring, keys, work.scores, work.lse.device)
-
-
-def _return(ring: Ring, found: torch.Tensor | None, like: torch.Tensor, step: int) -> Exchange:
-    """Gradients go home the way the keys came."""
-    to, source = (ring.rank - step) % ring.size, (ring.rank + step) % ring.size
-    return Exchange(ring.group, found, to, like if ring.sees(source, ring.rank) else None, source)
 
 
 def _collect(total: torch.Tensor, returning: Exchange | None) -> None:

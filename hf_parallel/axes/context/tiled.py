@@ -3,7 +3,7 @@
 device                  kernel
 CPU                     _scaled_dot_product_flash_attention_for_cpu      full, causal, band
 else                    _scaled_dot_product_efficient_attention          full, causal, band
-scores with a soft cap  plain products (`capped.py`), in squares         full, causal, band
+scores with a soft cap  plain products, in squares                       full, causal, band
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ from typing import ClassVar
 
 import torch
 
-from hf_parallel.axes.context import capped
 from hf_parallel.axes.context.kernels import Scores, Tensors, repeat_per_query_head
 from hf_parallel.axes.context.layout import Ring
-from hf_parallel.axes.context.tiles import Tile
+from hf_parallel.axes.context.tiles import Tile, cut_into_squares
 
 _aten = torch.ops.aten
 
@@ -27,8 +26,9 @@ class Tiles:
     flat: ClassVar[bool] = False
 
     def parts(self, ring: Ring, keys: int, scores: Scores, device: torch.device) -> Iterable[Tile]:
-        """The tiles."""
-        return scores.tiles(ring.tiles(keys))
+        """The tiles, under a soft cap in squares."""
+        tiles = ring.tiles(keys)
+        return tiles if scores.cap is None else (square for tile in tiles for square in cut_into_squares(tile))
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: Tile, scores: Scores
@@ -36,7 +36,8 @@ class Tiles:
         """Output [b, h, n, d], log-sum-exp [b, h, n] in fp32."""
         causal, mask, scale = part.kind == "causal", _make_band_mask(part, q), scores.scale
         if scores.cap is not None:
-            return capped.forward(q, repeat_per_query_head(k, q), repeat_per_query_head(v, q), mask, scale, scores.cap)
+            k, v = repeat_per_query_head(k, q), repeat_per_query_head(v, q)
+            return _run_capped_forward(q, k, v, mask, scale, scores.cap)
         if q.device.type == "cpu":
             return _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
         k, v = repeat_per_query_head(k, q), repeat_per_query_head(v, q)
@@ -63,7 +64,7 @@ class Tiles:
         groups = q.shape[1] // k.shape[1]
         k, v = repeat_per_query_head(k, q), repeat_per_query_head(v, q)
         if scores.cap is not None:
-            dq, dk, dv = capped.run_capped_backward(gradient, q, k, v, out, lse, mask, scale, scores.cap)
+            dq, dk, dv = _run_capped_backward(gradient, q, k, v, out, lse, mask, scale, scores.cap)
         else:
             lse = torch.nn.functional.pad(lse, (0, -q.shape[2] % 32), value=float("inf"))
             seed = torch.zeros(1, dtype=torch.uint64, device=q.device)  # of dropout, which there is none of
@@ -91,3 +92,53 @@ def _make_band_mask(tile: Tile, q: torch.Tensor) -> torch.Tensor | None:
     mask = torch.zeros(rows, columns + -columns % 8, dtype=q.dtype, device=q.device)[:, :columns]  # aligned rows
     mask.masked_fill_((distance < low) | (distance > high), hidden)
     return mask if q.device.type == "cpu" else mask.expand(q.shape[0], q.shape[1], rows, columns)
+
+
+# ---- A square whose scores have a soft cap, c tanh(s / c) as in Gemma 2, which no fused kernel here has -------------
+# Plain products with a matrix of the square's scores, of at most 1,024 by 1,024 tokens. torch's `flex_attention` has
+# such scores on a GPU, compiled; on a CPU it has no backward.
+
+
+def _run_capped_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float | None, cap: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """[b, h, n, d] queries, [b, h, m, d] keys and values -> output [b, h, n, d], log-sum-exp [b, h, n] in fp32."""
+    scores = _compute_capped_scores(q, k, scale, cap)[1]
+    if mask is not None:
+        scores += mask
+    lse = scores.logsumexp(-1)
+    return (scores - lse[..., None]).exp_().to(v.dtype) @ v, lse
+
+
+def _run_capped_backward(
+    gradient: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float | None,
+    cap: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Its share of the gradients of q, k and v; `out` and `lse` are over all keys."""
+    slope, scores = _compute_capped_scores(q, k, scale, cap)
+    if mask is not None:
+        scores += mask
+    shares = (scores - lse[..., None]).exp_()
+    of_values = shares.to(v.dtype).transpose(-1, -2) @ gradient
+    moved = (gradient @ v.transpose(-1, -2)).to(shares.dtype)
+    moved -= (gradient.to(shares.dtype) * out).sum(-1, keepdim=True)
+    moved *= shares * slope
+    of_scores = moved.to(q.dtype)
+    return of_scores @ k, of_scores.transpose(-1, -2) @ q, of_values
+
+
+def _compute_capped_scores(
+    q: torch.Tensor, k: torch.Tensor, scale: float | None, cap: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The slope of capped scores with the products of queries and keys, and the scores, in fp32."""
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    wide = torch.promote_types(q.dtype, torch.float32)
+    part = ((q * scale) @ k.transpose(-1, -2)).to(wide).div_(cap).tanh_()
+    return (1 - part.square()) * scale, part * cap

@@ -101,33 +101,23 @@ def _make_tiles_of_pair(row: int | None, q: Span, k: Span, low: float, high: flo
         yield Tile(row, _join_to_slice((q,)), _join_to_slice((k,)), "full")
     elif q.start == k.start and q.length == k.length and low == 0 and high >= q.length - 1:
         yield Tile(row, _join_to_slice((q,)), _join_to_slice((k,)), "causal")
-    elif whole:
-        yield from _trim_band(row, q, k, low, high)
-    else:
-        for first in range(0, q.length, SQUARE):
-            part = Span(q.offset + first, min(SQUARE, q.length - first), q.start + first)
-            yield from _strip(row, part, k, low, high)
-
-
-def _trim_band(row: int | None, q: Span, k: Span, low: float, high: float) -> Iterator[Tile]:
-    """The band of queries that see a key, and of keys that a query sees."""
-    begin, end = max(k.start, q.start - high), min(k.start + k.length, q.start + q.length - low)
-    first, after = max(q.start, begin + low), min(q.start + q.length, end + high)
-    seeing = Span(q.offset + int(first) - q.start, int(after - first), int(first))
-    yield from _make_band_tiles(row, seeing, k, begin, end, low, high)
-
-
-def _strip(row: int | None, q: Span, k: Span, low: float, high: float) -> Iterator[Tile]:
-    """A few queries: keys that all of them see in the middle, bands at the edges."""
-    last = q.start + q.length - 1
-    begin, end = max(k.start, q.start - high), min(k.start + k.length, last - low + 1)
-    full, after = max(begin, last - high), min(end, q.start - low + 1)
-    if full >= after:
-        yield from _make_band_tiles(row, q, k, begin, end, low, high)
-        return
-    yield from _make_band_tiles(row, q, k, begin, full, low, high)
-    yield Tile(row, _join_to_slice((q,)), _slice_keys(k, full, after), "full")
-    yield from _make_band_tiles(row, q, k, after, end, low, high)
+    elif whole:  # the band of queries that see a key, and of keys that a query sees
+        begin, end = max(k.start, q.start - high), min(k.start + k.length, q.start + q.length - low)
+        first, after = max(q.start, begin + low), min(q.start + q.length, end + high)
+        seeing = Span(q.offset + int(first) - q.start, int(after - first), int(first))
+        yield from _make_band_tiles(row, seeing, k, begin, end, low, high)
+    else:  # of a few queries at a time: keys that all of them see in the middle, bands at the edges
+        for done in range(0, q.length, SQUARE):
+            few = Span(q.offset + done, min(SQUARE, q.length - done), q.start + done)
+            last = few.start + few.length - 1
+            begin, end = max(k.start, few.start - high), min(k.start + k.length, last - low + 1)
+            full, after = max(begin, last - high), min(end, few.start - low + 1)
+            if full >= after:
+                yield from _make_band_tiles(row, few, k, begin, end, low, high)
+                continue
+            yield from _make_band_tiles(row, few, k, begin, full, low, high)
+            yield Tile(row, _join_to_slice((few,)), _slice_keys(k, full, after), "full")
+            yield from _make_band_tiles(row, few, k, after, end, low, high)
 
 
 def _make_band_tiles(

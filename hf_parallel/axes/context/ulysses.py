@@ -27,7 +27,7 @@ def to_heads(
         k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
     parts = [tensor.unflatten(1, (ranks, -1)) for tensor in (q, k, v)]
     arrived = exchange_equally(torch.cat(parts, 2).movedim(1, 0), group)  # [U, b, heads, n, d]
-    whole = _join_all_tokens(arrived)
+    whole = arrived.permute(1, 2, 0, 3, 4).flatten(2, 3)  # [b, heads, U n, d]
     return tuple(whole.split([part.shape[2] for part in parts], 1))
 
 
@@ -44,18 +44,14 @@ def to_heads_with_output(
     wide = torch.promote_types(out.dtype, torch.float32)
     products = (gradient.to(wide) * out).sum(-1, keepdim=True)
     both = torch.cat([gradient, products.view(gradient.dtype)], -1)  # two numbers of 16 bits for one of 32
-    whole = _join_all_tokens(exchange_equally(both.unflatten(1, (group.size(), -1)).movedim(1, 0), group))
+    arrived = exchange_equally(both.unflatten(1, (group.size(), -1)).movedim(1, 0), group)  # [U, b, heads, n, d]
+    whole = arrived.permute(1, 2, 0, 3, 4).flatten(2, 3)
     gradient, products = whole[..., : out.shape[-1]].contiguous(), whole[..., out.shape[-1] :].contiguous().view(wide)
     size = gradient.abs().amax(-1, keepdim=True).to(wide)
     size = size.masked_fill_(size == 0, 1)
     unit = gradient / size  # its square neither vanishes nor overflows
     squares = unit.square().sum(-1, keepdim=True)
     return gradient, (unit * (products / size / squares.masked_fill_(squares == 0, 1))).to(out.dtype)
-
-
-def _join_all_tokens(arrived: torch.Tensor) -> torch.Tensor:
-    """[U, b, heads, n, d] -> [b, heads, U n, d]."""
-    return arrived.permute(1, 2, 0, 3, 4).flatten(2, 3)
 
 
 def compute_key_repeats(heads: int, kv_heads: int, ranks: int) -> int:

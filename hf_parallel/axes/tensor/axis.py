@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -13,7 +13,9 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from hf_parallel.ask.spec import SpecError, refuse
-from hf_parallel.axes.axis import Axis
+from hf_parallel.axes.axis import Axis, SequenceParallelFlag
+from hf_parallel.axes.tensor.experts import split_experts
+from hf_parallel.axes.tensor.grid import Grid
 from hf_parallel.axes.tensor.infer import (
     LINEARS,
     find_latent_attention,
@@ -26,8 +28,9 @@ from hf_parallel.axes.tensor.infer import (
     iterate_named_layers,
 )
 from hf_parallel.axes.tensor.region import READ_BESIDES, READERS, does_read_features
-from hf_parallel.axes.tensor.sequence_parallel import find_sequence_obstacle
-from hf_parallel.axes.tensor.tensor_parallel import FOR_LINEARS, SAME_AS_LINEAR
+from hf_parallel.axes.tensor.sequence_parallel import apply_sequence_parallel, find_sequence_obstacle, pad_sequences
+from hf_parallel.axes.tensor.tensor_parallel import FOR_LINEARS, SAME_AS_LINEAR, apply_tensor_parallel, retie
+from hf_parallel.axes.tensor.vocab_parallel import apply_vocab_parallel, gather_when_read
 from hf_parallel.model.anatomy import (
     does_draw_random_numbers,
     find_text_part,
@@ -37,8 +40,10 @@ from hf_parallel.model.anatomy import (
     list_transformer_blocks,
     read_attention_heads,
 )
+from hf_parallel.model.calls import get_tokens_of
 from hf_parallel.model.experts import ExpertFacts, is_experts, iterate_experts, read_expert_facts
 from hf_parallel.model.families import UNSPLITTABLE
+from hf_parallel.ranks import join_sequence
 
 if TYPE_CHECKING:
     import torch
@@ -46,7 +51,6 @@ if TYPE_CHECKING:
 
     from hf_parallel.ask.config import ParallelConfig
     from hf_parallel.axes.axis import Building
-    from hf_parallel.axes.tensor.grid import Grid
     from hf_parallel.model.anatomy import Anatomy
     from hf_parallel.model.calls import Batch
 
@@ -66,8 +70,10 @@ SUPPORTED = {
 }
 #: transformers' own answer to packed weights is to compute them whole; where the packing is known we split them.
 _WHOLE = {"colwise_gather_output": "packed", "rowwise_split_input": "rowwise"}
-_WORKS = "tp_size=1"
-_APART = (".q_proj", ".k_proj", ".v_proj")
+_OF_KEYS = (".k_proj", ".v_proj")
+_APART = (".q_proj", *_OF_KEYS)
+#: The styles of layers that hold keys, where ranks share heads.
+_SHARED = {"packed_qkv": "shared_qkv", "falcon_qkv": "shared_groups"}
 #: Inputs of attentions that only models with an encoder give.
 _OF_DECODERS = ("key_value_states", "encoder_hidden_states")
 _OF_VOCABULARY = ("embedding_rowwise", "colwise_gather_output")
@@ -102,7 +108,8 @@ class SplitFacts:
 def read_split(model: nn.Module, on_grid: bool = False) -> SplitFacts:
     """Styles by module, whatever the number of ranks, and what limits it; `on_grid`: also of a grid of ranks."""
     heads, name = read_attention_heads(model), type(model).__name__
-    reason = next((f"{kind} {UNSPLITTABLE[kind]}" for kind in _iterate_kinds(model) if kind in UNSPLITTABLE), None)
+    kinds = (type(module).__name__ for module in model.modules())
+    reason = next((f"{kind} {UNSPLITTABLE[kind]}" for kind in kinds if kind in UNSPLITTABLE), None)
     if getattr(model.config, "use_guided_attention_loss", False) and name in GUIDED_BY_HEADS:
         reason = f"the loss of {name} reads the scores of some heads (use_guided_attention_loss=True)"
     if reason is not None or heads is None:
@@ -133,27 +140,33 @@ def read_split(model: nn.Module, on_grid: bool = False) -> SplitFacts:
     )
 
 
-def _iterate_kinds(model: nn.Module) -> Iterator[str]:
-    return (type(module).__name__ for module in model.modules())
-
-
-def _find_styles(model: nn.Module) -> Origins:
+def _find_styles(model: PreTrainedModel) -> Origins:
     plan = {key: word for key, word in (getattr(model, "tp_plan", None) or {}).items() if word != "local_params"}
     latent = find_latent_attention(model)
-    published = _read_plan_styles(model, plan, {name.rpartition(".")[0] for name in latent})
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    inside = {id(module) for module in find_text_part(model).modules()}
+    published = _read_plan_styles(model, plan, head, inside, {name.rpartition(".")[0] for name in latent})
     styles = {name: (style, "plan") for name, style in published.items()}
-    if not latent and _has_no_split_layer(styles):
+    if not latent and not any(style in ("colwise", "rowwise") for style, _ in styles.values()):
         styles.update({name: (style, "inferred") for name, style in infer_styles(model).items()})
     split = {name.rpartition(".")[0] for name in (*styles, *latent)}
+    # Embeddings and head, which several plans leave out.
+    vocabulary = dict.fromkeys(list_tied_to_embedding(model), "embedding_rowwise")
+    if type(head) is nn.Linear:
+        vocabulary[next(name for name, module in model.named_modules() if module is head)] = "colwise_gather_output"
     for known in (
         latent,
-        _find_vocabulary_styles(model),
+        vocabulary,
         find_tensors_by_heads(model, split),
-        _find_expert_styles(model),
+        # Experts side by side in one module, each of which is split inside.
+        {name: "experts" for name, module in iterate_experts(model) if id(module) in inside},
         find_shared_mlp_styles(model),
     ):
         styles.update({name: (style, "known") for name, style in known.items() if name not in styles})
-    if _does_read_embedding(model):
+    # Some forwards read the embedding's weight itself. Gemma 4's does for the layers' own inputs, heads too.
+    kinds = {type(module).__name__ for module in model.modules()}
+    by_layer = "Gemma4Model" in kinds and bool(getattr(get_text_config(model), "hidden_size_per_layer_input", 0))
+    if by_layer or not kinds.isdisjoint({"DebertaLMPredictionHead", "DebertaV2LMPredictionHead"}):
         styles = {name: found for name, found in styles.items() if found[0] not in _OF_VOCABULARY}
     return styles
 
@@ -167,53 +180,59 @@ def resolve_styles(facts: SplitFacts, tp_size: int, whole_experts: bool = False)
     Raises:
         SpecError: the model cannot be split, or a size does not divide.
     """
+    asked, works = f"tp_size={tp_size}", "tp_size=1"
     if facts.refusal is not None:
-        refuse(f"tp_size={tp_size}", facts.refusal, "tp_size=1")
+        refuse(asked, facts.refusal, works)
+    if facts.heads is None:
+        refuse(asked, f"{facts.model} publishes no tensor-parallel plan and has no attention heads to split", works)
+    heads, kv_heads = facts.heads
+    sizes = [n for n in range(2, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
+    if tp_size not in sizes:
+        choice = f"tp_size={' or '.join(map(str, sizes))}" if sizes else works
+        refuse(asked, f"does not divide {heads} attention heads and {kv_heads} key/value heads", choice)
     styles = facts.styles
-    if _has_shared_heads(facts, tp_size):
-        styles = {name: (_choose_shared_style(style, name), origin) for name, (style, origin) in styles.items()}
-        _check_shared(facts, styles, tp_size)
+    if tp_size > kv_heads:  # ranks share heads
+        keys = {name for name, (style, _) in styles.items() if style == "colwise" and name.endswith(_OF_KEYS)}
+        styles = {
+            name: ("colwise_shared_heads" if name in keys else _SHARED.get(style, style), origin)
+            for name, (style, origin) in styles.items()
+        }
+        if facts.norm_over_keys is not None and any(style == "colwise_shared_heads" for style, _ in styles.values()):
+            refuse(asked, f"{facts.norm_over_keys} has a norm over all key heads", f"tp_size={kv_heads}")
     for name, (style, _) in styles.items():
-        _check_width(facts, name, style, tp_size)
-        _check_kind(facts, name, style, tp_size)
+        _check_layer(facts, name, style, tp_size)
     if whole_experts:
         styles = {name: found for name, found in styles.items() if found[0] != "experts"}
     for name in styles.keys() & facts.experts.keys():
-        _check_split_experts(name, facts.experts[name], tp_size)
+        experts = facts.experts[name]
+        if experts.unknown:
+            refuse(asked, f"what {experts.kind} does with its {experts.unknown[0]} is not known", works)
+        if experts.width % tp_size:
+            refuse(asked, f"does not divide the {experts.width} columns of each expert of {name}", works)
     if facts.kept_per_head is not None:
-        refuse(f"tp_size={tp_size}", facts.kept_per_head, "tp_size=1")
+        refuse(asked, facts.kept_per_head, works)
     return styles
 
 
-def find_reason_for_whole_sequences(facts: SplitFacts, asked: bool | None) -> str | None:
-    """Why there is no sequence parallelism, or None if there is.
-
-    Raises:
-        SpecError: it is asked for, and the model does not allow it.
-    """
-    reason = "sequence_parallel=false" if asked is False else facts.sequence_obstacle
-    if asked and reason is not None:
-        refuse("sequence_parallel=true", reason, "sequence_parallel=false")
-    return reason
-
-
-def _read_plan_styles(model: PreTrainedModel, plan: dict[str, str], latent: set[str]) -> dict[str, str]:
+def _read_plan_styles(
+    model: nn.Module, plan: dict[str, str], head: nn.Module | None, inside: set[int], latent: set[str]
+) -> dict[str, str]:
     """The plan's words by module, without those of latent attentions, which we cut in our own way."""
     styles = {}
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    inside = {id(module) for module in find_text_part(model).modules()}
-    matches = list(_match_plan(model, plan))
+    named = [(name, module, re.sub(r"\.\d+(?=\.|$)", ".*", name)) for name, module in model.named_modules()]
+    matches = [(name, module, plan[key]) for name, module, key in named if plan.get(key) is not None]
     split = {name.rpartition(".")[0] for name, _, word in matches if word.startswith("rowwise")}
     for name, module, word in matches:
+        owner, _, child = name.rpartition(".")
         if id(module) not in inside and module is not head:
             continue  # the vision part of a composite model stays whole
-        if is_experts(module):
-            continue  # `_find_expert_styles`
-        if name.rpartition(".")[0] in latent:
+        if is_experts(module) or owner in latent:
             continue
-        if word == "colwise_gather_output" and module is not head and name.rpartition(".")[0] not in split:
+        if word == "colwise_gather_output" and module is not head and owner not in split:
             continue  # no layer follows that would split it: all of it stays whole
-        style = word if module is head else _find_packed_style(model, name, _WHOLE.get(word, word))
+        style = word if module is head else _WHOLE.get(word, word)
+        if module is not head and style in ("packed", "colwise"):
+            style = find_packed_weight_style(model.get_submodule(owner), child) or style
         if style == "packed" and name.endswith(_APART):
             style = "colwise"  # gathered for a norm over all heads, which `SplitNorm` does
         if style not in SUPPORTED and not style.startswith("packed_"):
@@ -222,83 +241,14 @@ def _read_plan_styles(model: PreTrainedModel, plan: dict[str, str], latent: set[
     return styles
 
 
-def _find_packed_style(model: nn.Module, name: str, style: str) -> str:
-    owner, _, child = name.rpartition(".")
-    known = find_packed_weight_style(model.get_submodule(owner), child) or style
-    return known if style in ("packed", "colwise") else style
-
-
-def _does_read_embedding(model: nn.Module) -> bool:
-    """Does a forward read the embedding's weight itself? Gemma 4's does for the layers' own inputs, heads too."""
-    kinds = {type(module).__name__ for module in model.modules()}
-    by_layer = "Gemma4Model" in kinds and bool(getattr(get_text_config(model), "hidden_size_per_layer_input", 0))
-    return by_layer or not kinds.isdisjoint({"DebertaLMPredictionHead", "DebertaV2LMPredictionHead"})
-
-
-def _has_no_split_layer(styles: dict[str, tuple[str, str]]) -> bool:
-    return not any(style in ("colwise", "rowwise") for style, _ in styles.values())
-
-
-def _find_vocabulary_styles(model: PreTrainedModel) -> dict[str, str]:
-    """Embeddings and head, which several plans leave out."""
-    styles = dict.fromkeys(list_tied_to_embedding(model), "embedding_rowwise")
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    if type(head) is nn.Linear:
-        styles[next(name for name, module in model.named_modules() if module is head)] = "colwise_gather_output"
-    return styles
-
-
-def _find_expert_styles(model: nn.Module) -> dict[str, str]:
-    """Modules that hold experts side by side, each of which is split inside."""
-    inside = {id(module) for module in find_text_part(model).modules()}
-    return {name: "experts" for name, module in iterate_experts(model) if id(module) in inside}
-
-
-def _choose_shared_style(style: str, name: str) -> str:
-    """The style of key and value projections when ranks share heads."""
-    if style == "colwise" and name.endswith((".k_proj", ".v_proj")):
-        return "colwise_shared_heads"
-    return {"packed_qkv": "shared_qkv", "falcon_qkv": "shared_groups"}.get(style, style)
-
-
-def _match_plan(model: nn.Module, plan: dict[str, str]) -> Iterator[tuple[str, nn.Module, str]]:
-    for name, module in model.named_modules():
-        style = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
-        if style is not None:
-            yield name, module, style
-
-
-def _has_shared_heads(facts: SplitFacts, tp_size: int) -> bool:
-    """Are there fewer key/value heads than ranks, so that ranks share them?
-
-    Raises:
-        SpecError: no attention; query heads, or key/value heads, do not fall into whole groups.
-    """
-    if facts.heads is None:
-        refuse(
-            f"tp_size={tp_size}",
-            f"{facts.model} publishes no tensor-parallel plan and has no attention heads to split",
-            "tp_size=1",
-        )
-    heads, kv_heads = facts.heads
-    works = [n for n in range(2, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
-    if tp_size not in works:
-        choice = f"tp_size={' or '.join(map(str, works))}" if works else "tp_size=1"
-        refuse(
-            f"tp_size={tp_size}",
-            f"does not divide {heads} attention heads and {kv_heads} key/value heads",
-            choice,
-        )
-    return tp_size > kv_heads
-
-
 def _find_kept_per_head(model: nn.Module, columns: Iterable[str], heads: tuple[int, int]) -> str | None:
     """Find an attention that keeps a module or a vector for each head, of which ranks would take the first ones.
 
     StableLM 2 has such norms; attentions with Transformer-XL's relative positions (Dai et al., 2019, section 3.3) add
     such vectors to their queries.
     """
-    for owner, attention in _iterate_owners(model, columns):
+    for owner in dict.fromkeys(name.rpartition(".")[0] for name in columns):
+        attention = model.get_submodule(owner)
         if not is_attention(attention):
             continue
         for module in attention.modules():
@@ -315,7 +265,7 @@ def _find_norm_over_keys(model: nn.Module, columns: Iterable[str]) -> str | None
     """The class of an attention that has a norm as wide as all its keys, of which a rank would have one head."""
     for name in columns:
         module, owner = model.get_submodule(name), model.get_submodule(name.rpartition(".")[0])
-        if not name.endswith((".k_proj", ".v_proj")) or not isinstance(module, LINEARS):
+        if not name.endswith(_OF_KEYS) or not isinstance(module, LINEARS):
             continue
         whole = get_linear_sizes(module)[1]
         widths = {p.numel() for norm in owner.modules() if is_norm(norm) for p in norm.parameters()}
@@ -371,48 +321,24 @@ def check_grid(facts: SplitFacts, styles: Origins, config: ParallelConfig) -> No
             refuse(asked, why, works)
 
 
-def _iterate_owners(model: nn.Module, names: Iterable[str]) -> Iterator[tuple[str, nn.Module]]:
-    for owner in dict.fromkeys(name.rpartition(".")[0] for name in names):
-        yield owner, model.get_submodule(owner)
-
-
-def _check_shared(facts: SplitFacts, styles: Origins, tp_size: int) -> None:
-    shared = any(style == "colwise_shared_heads" for style, _ in styles.values())
-    if shared and facts.norm_over_keys is not None:
-        assert facts.heads is not None
-        refuse(
-            f"tp_size={tp_size}", f"{facts.norm_over_keys} has a norm over all key heads", f"tp_size={facts.heads[1]}"
-        )
-
-
-def _check_width(facts: SplitFacts, name: str, style: str, tp_size: int) -> None:
-    if style not in ("colwise", "rowwise") or name not in facts.linears:
-        return
-    width = facts.linears[name][style == "colwise"]
-    if width % tp_size:
-        side = "output" if style == "colwise" else "input"
-        refuse(f"tp_size={tp_size}", f"does not divide the {width} {side} features of {name}", "tp_size=1")
-
-
-def _check_split_experts(name: str, experts: ExpertFacts, tp_size: int) -> None:
-    if experts.unknown:
-        refuse(f"tp_size={tp_size}", f"what {experts.kind} does with its {experts.unknown[0]} is not known", _WORKS)
-    if experts.width % tp_size:
-        refuse(f"tp_size={tp_size}", f"does not divide the {experts.width} columns of each expert of {name}", _WORKS)
-
-
-def _check_kind(facts: SplitFacts, name: str, style: str, tp_size: int) -> None:
-    """Refuse a subclass of what the style is for, which may compute something else."""
+def _check_layer(facts: SplitFacts, name: str, style: str, tp_size: int) -> None:
+    """Refuse a width that ranks do not divide, and a subclass, which may compute something else than the style."""
+    asked = f"tp_size={tp_size}"
+    if style in ("colwise", "rowwise") and name in facts.linears:
+        width = facts.linears[name][style == "colwise"]
+        if width % tp_size:
+            side = "output" if style == "colwise" else "input"
+            refuse(asked, f"does not divide the {width} {side} features of {name}", "tp_size=1")
     kind = facts.kinds.get(name)
     if kind is None:  # a parameter, not a module
         return
     allowed = (nn.Linear,) if style.startswith("shared_") else LINEARS
     if style in FOR_LINEARS and kind not in allowed and kind.__name__ not in SAME_AS_LINEAR:
-        refuse(f"tp_size={tp_size}", f"{name} is a {kind.__name__}, but style {style} is for Linear", "tp_size=1")
+        refuse(asked, f"{name} is a {kind.__name__}, but style {style} is for Linear", "tp_size=1")
     is_head = style == "colwise_gather_output"
     if is_head and kind is not nn.Linear or style == "embedding_rowwise" and not issubclass(kind, nn.Embedding):
         wanted = "a Linear" if is_head else "an Embedding"
-        refuse(f"tp_size={tp_size}", f"{name} is a {kind.__name__}, not {wanted}", "tp_size=1")
+        refuse(asked, f"{name} is a {kind.__name__}, not {wanted}", "tp_size=1")
     if style == "embedding_rowwise" and name in facts.sparse_lookups:
         refuse(name, "with max_norm, scale_grad_by_freq or sparse it cannot be split", "tp_size=1")
 
@@ -450,14 +376,14 @@ class Tensor(Axis["SplitFacts", TensorPart]):
 
     def read(self, model: PreTrainedModel, config: ParallelConfig) -> SplitFacts:
         """Read which module could be split how."""
-
         return read_split(model, config.tp_col_size > 1)
 
     def resolve(self, config: ParallelConfig, anatomy: Anatomy, facts: SplitFacts) -> TensorPart:
         """Styles that fit the number of ranks, and whether sequences are split between regions."""
-
         styles = resolve_styles(facts, config.tp_size, config.ep_size > 1)
-        reason = find_reason_for_whole_sequences(facts, config.sequence_parallel)
+        reason = "sequence_parallel=false" if config.sequence_parallel is False else facts.sequence_obstacle
+        if config.sequence_parallel and reason is not None:
+            refuse("sequence_parallel=true", reason, "sequence_parallel=false")
         grid = (config.tp_row_size, config.tp_col_size) if config.tp_col_size > 1 else None
         if grid is not None:
             check_grid(facts, styles, config)
@@ -472,15 +398,12 @@ class Tensor(Axis["SplitFacts", TensorPart]):
 
     def apply(self, model: PreTrainedModel, part: TensorPart, building: Building) -> None:
         """Split layers, embedding and head; then what lies between them lives on parts of the sequence."""
-        from hf_parallel.axes.axis import SequenceParallelFlag
-        from hf_parallel.axes.tensor.experts import split_experts
-        from hf_parallel.axes.tensor.sequence_parallel import apply_sequence_parallel
-        from hf_parallel.axes.tensor.tensor_parallel import apply_tensor_parallel, retie
-        from hf_parallel.axes.tensor.vocab_parallel import apply_vocab_parallel
-
         mesh, device = building.mesh["tp"], building.mesh.device
         building.sequence_flag = flag = SequenceParallelFlag(part.whole_sequences is None)
-        grid = None if part.grid is None else _make_grid(part, building)
+        grid = None
+        if part.grid is not None:
+            ranks = building.mesh.size("tp") // (part.facts.heads or (1, 1))[1]  # of a key/value head
+            grid = Grid(building.mesh.grid, building.mesh.tp_blocks(ranks) if ranks > 1 else None)
         apply_tensor_parallel(model, mesh, part.words, device, flag, part.overlap, grid)
         split_experts(model, part.words, mesh, device, flag)
         apply_vocab_parallel(model, mesh, part.words, device, part.sums_over_tokens, part.overlap)
@@ -491,28 +414,14 @@ class Tensor(Axis["SplitFacts", TensorPart]):
 
     def finish(self, model: PreTrainedModel, part: TensorPart, building: Building) -> None:
         """Whole logits for whoever reads them; padding for lengths that tp does not divide."""
-        from hf_parallel.axes.tensor.sequence_parallel import pad_sequences
-        from hf_parallel.axes.tensor.vocab_parallel import gather_when_read
-
         gather_when_read(model)
         if part.whole_sequences is None:
             assert building.sequence_flag is not None
             pad_sequences(model, building.mesh.size("tp"), building.sequence_flag, caches=building.pipeline is None)
 
 
-def _make_grid(part: TensorPart, building: Building) -> Grid:
-    from hf_parallel.axes.tensor.grid import Grid
-
-    mesh, (_, kv_heads) = building.mesh, part.facts.heads or (1, 1)
-    ranks = mesh.size("tp") // kv_heads  # of a key/value head
-    return Grid(mesh.grid, mesh.tp_blocks(ranks) if ranks > 1 else None)
-
-
 def _gather_whole_tokens(building: Building, tensor: torch.Tensor, batch: Batch) -> torch.Tensor:
     """[rows, own tokens, …] -> [rows, tokens, …], those of this rank's part of the sequence."""
-    from hf_parallel.model.calls import get_tokens_of
-    from hf_parallel.ranks import join_sequence
-
     length = get_tokens_of(batch).shape[1]
     length = length if building.local_length is None else building.local_length(length)
     return join_sequence(tensor, building.mesh.group("tp"))[:, :length]

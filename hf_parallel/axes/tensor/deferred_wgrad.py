@@ -20,6 +20,7 @@ second half has nothing to run behind.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -41,13 +42,13 @@ if TYPE_CHECKING:
     from hf_parallel.ranks.differentiable import Context
 
 
+@dataclass(eq=False)
 class LateGradient:
     """The gradient of one weight: first its two factors, then their product, then taken."""
 
-    def __init__(self) -> None:
-        self._factors: tuple[torch.Tensor | gather_recompute.GatheredAgain, torch.Tensor] | None = None
-        self._product: torch.Tensor | None = None
-        self.passes = 0  # over the graph, counted by `GatheredAgain`
+    _factors: tuple[torch.Tensor | gather_recompute.GatheredAgain, torch.Tensor] | None = None
+    _product: torch.Tensor | None = None
+    passes: int = 0  # over the graph, counted by `GatheredAgain`
 
     def put(self, x: torch.Tensor | gather_recompute.GatheredAgain, gradient: torch.Tensor) -> None:
         """Keep the factors of a weight gradient, in place of what a pass without weight gradients has left."""
@@ -123,7 +124,15 @@ class _ColumnLinear(torch.autograd.Function):
         kept, ctx.gathered_again = (x, None) if origin is None else origin.read_by(late, x.dtype)
         ctx.late = late
         ctx.save_for_backward(kept if weight_wanted else None, weight if x_wanted else None)
-        return _multiply_without_view(x, cast_as_autocast(weight), None if bias is None else cast_as_autocast(bias))
+        # Never a view: models may change the output in place, which autograd does not allow for views.
+        lowered = cast_as_autocast(weight)
+        output = x.new_empty(*x.shape[:-1], weight.shape[0])
+        rows, products = x.flatten(0, -2), output.flatten(0, -2)
+        if bias is None:
+            torch.mm(rows, lowered.t(), out=products)
+        else:
+            torch.addmm(cast_as_autocast(bias), rows, lowered.t(), out=products)
+        return output
 
     @staticmethod
     @once_differentiable
@@ -161,14 +170,3 @@ class _Enter(torch.autograd.Function):
         for late in ctx.late:
             late.compute()
         return started.wait(), None, None, None
-
-
-def _multiply_without_view(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """F.linear, but never a view: models may change the output in place, which autograd does not allow for views."""
-    output = x.new_empty(*x.shape[:-1], weight.shape[0])
-    rows, products = x.flatten(0, -2), output.flatten(0, -2)
-    if bias is None:
-        torch.mm(rows, weight.t(), out=products)
-    else:
-        torch.addmm(bias, rows, weight.t(), out=products)
-    return output

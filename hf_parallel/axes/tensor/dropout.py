@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -20,11 +21,11 @@ from hf_parallel.ask.session import of_session
 from hf_parallel.model.anatomy import Draws
 
 
+@dataclass
 class _Scopes:
     """The scopes of own random numbers that are open now, innermost last."""
 
-    def __init__(self) -> None:
-        self.open: list[OwnRandomNumbers] = []
+    open: list[OwnRandomNumbers] = field(default_factory=list)
 
 
 class OwnRandomNumbers:
@@ -54,27 +55,28 @@ class OwnRandomNumbers:
     def _start(self, device: torch.device) -> None:
         generator = _get_generator(device)
         state = generator.get_state()
-        generator.manual_seed(_compute_own_seed(_hash_to_seed(bytes(state.tolist())), self.group))
+        own_seed = (_hash_to_seed(bytes(state.tolist())) + self.group.rank() * _STRIDE) % _SEEDS
+        generator.manual_seed(own_seed)
         self._shared = device, state
         of_session(_Scopes).open.append(self)
 
-    @contextlib.contextmanager
-    def suspended(self) -> Iterator[None]:
-        """Draw from the shared state for a while, as all ranks do."""
-        assert self._shared is not None
-        device, state = self._shared
-        generator = _get_generator(device)
-        own = generator.get_state()
-        generator.set_state(state)
-        yield
-        self._shared = device, generator.get_state()
-        generator.set_state(own)
 
-
-def share_numbers() -> contextlib.AbstractContextManager:
+@contextlib.contextmanager
+def share_numbers() -> Iterator[None]:
     """Random numbers that are the same on all ranks, within a scope of own ones or not."""
     scopes = of_session(_Scopes).open
-    return scopes[-1].suspended() if scopes else contextlib.nullcontext()
+    if not scopes:
+        yield
+        return
+    scope = scopes[-1]
+    assert scope._shared is not None
+    device, state = scope._shared
+    generator = _get_generator(device)
+    own = generator.get_state()
+    generator.set_state(state)
+    yield
+    scope._shared = device, generator.get_state()
+    generator.set_state(own)
 
 
 @contextlib.contextmanager
@@ -84,7 +86,7 @@ def share_numbers_of_layer(device: torch.device, group: dist.ProcessGroup, numbe
     From that state's seed follows what all ranks know; `number` tells the users of one scope apart.
     """
     generator = _get_generator(device)
-    own, common = generator.get_state(), _compute_common_seed(generator.initial_seed(), group)
+    own, common = generator.get_state(), (generator.initial_seed() - group.rank() * _STRIDE) % _SEEDS
     generator.manual_seed(_hash_to_seed(common.to_bytes(7, "big") + number.to_bytes(8, "big")))
     try:
         yield
@@ -119,14 +121,6 @@ _STRIDE, _SEEDS = 0x9E3779B1, 2**56
 
 def _hash_to_seed(data: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(data, digest_size=7).digest(), "big")
-
-
-def _compute_own_seed(common: int, group: dist.ProcessGroup) -> int:
-    return (common + group.rank() * _STRIDE) % _SEEDS
-
-
-def _compute_common_seed(own: int, group: dist.ProcessGroup) -> int:
-    return (own - group.rank() * _STRIDE) % _SEEDS
 
 
 def _get_generator(device: torch.device) -> torch.Generator:

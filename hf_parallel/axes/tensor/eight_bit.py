@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 from transformers.pytorch_utils import Conv1D
 
 from hf_parallel.axes import eight_bit
-from hf_parallel.axes.eight_bit import Float8, G, Recipe, Split, X, recipe_of, tensorwise
+from hf_parallel.axes.eight_bit import Float8, G, Recipe, Split, X, tensorwise
 from hf_parallel.axes.tensor import gather_recompute
 from hf_parallel.ranks import all_reduce, cut_sequence, start_all_gather, start_reduce_scatter
 from hf_parallel.ranks.local import cast_as_autocast, switch_autocast_off
@@ -62,11 +62,6 @@ def without_padding(x: torch.Tensor, padding: tuple[int, int], cut: dist.Process
 
 
 # ---- columns: the entry of a region -------------------------------------------------------------------------------
-
-
-def has_recipe(owner: nn.Module) -> bool:
-    """Does anything in a region multiply in 8 bits?"""
-    return any(recipe_of(module) is not None for module in owner.modules())
 
 
 def find_recipe_of_all(owner: nn.Module) -> Float8 | None:

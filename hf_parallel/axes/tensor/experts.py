@@ -42,11 +42,20 @@ class SplitExperts(TensorParallelLayer):
     expert_facts: ExpertFacts
 
     def forward(self, hidden_states: torch.Tensor, *routing: torch.Tensor) -> torch.Tensor:
-        leave = reduce_scatter_sequence if self.region.sequence_parallel else reduce_from_group
-        entered = self._run_by_expert(self._enter(self._run_by_token(hidden_states)))
-        with hold_other_tensors(self, self._own_weights()):
-            output = super().forward(entered, *map(self._enter, routing))
-        return self._run_by_expert(leave(self._run_by_token(output), self.region.group))
+        group = self.region.group
+        cut = self.region.sequence_parallel
+        enter, leave = (gather_sequence, reduce_scatter_sequence) if cut else (copy_to_group, reduce_from_group)
+        entered = self._run_by_expert(enter(self._run_by_token(hidden_states), group))
+        own: dict[str, torch.Tensor] = {}
+        weights: dict[str, Any] = self._parameters
+        for name, dim in self.expert_facts.widths.items():
+            if dim is not None:  # this rank's part
+                own[name] = get_local(weights[name])
+            else:  # what runs along no width is added once, by the first rank
+                own[name] = copy_weight_to_group(weights[name], group) * float(group.rank() == 0)
+        with hold_other_tensors(self, {name: with_added(self, name, weight) for name, weight in own.items()}):
+            output = super().forward(entered, *(enter(tensor, group) for tensor in routing))
+        return self._run_by_expert(leave(self._run_by_token(output), group))
 
     def _run_by_token(self, rows: torch.Tensor) -> torch.Tensor:
         """Return one row for each token, as it travels. Dense experts have their tokens one expert after another."""
@@ -58,19 +67,6 @@ class SplitExperts(TensorParallelLayer):
         if not self.expert_facts.dense:
             return tokens
         return tokens.unflatten(1, (self.expert_facts.count, -1)).transpose(0, 1).flatten(0, 1)
-
-    def _enter(self, tensor: torch.Tensor) -> torch.Tensor:
-        return (gather_sequence if self.region.sequence_parallel else copy_to_group)(tensor, self.region.group)
-
-    def _own_weights(self) -> dict[str, object]:
-        widths = self.expert_facts.widths.items()
-        return {name: with_added(self, name, self._own_weight(self._parameters[name], dim)) for name, dim in widths}
-
-    def _own_weight(self, weight: Any, dim: int | None) -> torch.Tensor:
-        """This rank's part; what runs along no width is added once, by the first rank."""
-        if dim is not None:
-            return get_local(weight)
-        return copy_weight_to_group(weight, self.region.group) * float(self.region.group.rank() == 0)
 
 
 def gather_router_logits(reader: nn.Module, group: dist.ProcessGroup, switch: SequenceParallelFlag) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import torch
@@ -20,7 +21,7 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from hf_parallel.ranks import begin_gather_last_dim, begin_gather_sequence, gather_last_dim, gather_sequence
+from hf_parallel.ranks import begin_gather_sequence, gather_sequence
 from hf_parallel.ranks.local import switch_autocast_off
 
 if TYPE_CHECKING:
@@ -35,11 +36,6 @@ def gather_for_linear(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Ten
     if torch.compiler.is_compiling():  # the partitioner of the graph gathers again what a checkpoint would
         return checkpoint(gather_sequence, part, group, use_reentrant=False)
     return remember_origin(gather_sequence(part, group), part, group)
-
-
-def gather_features(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """[…, k] -> […, k * group size]: the same, of features."""
-    return remember_origin(gather_last_dim(part, group), part, group, begin_gather_last_dim)
 
 
 def remember_origin(
@@ -100,23 +96,27 @@ class Reader(Protocol):
     passes: int  # over the graph, counted by `GatheredAgain`
 
 
+@dataclass(eq=False)
 class Origin:
     """The tensor from which a gathered one was gathered; it dies with that one."""
 
-    def __init__(self, part: torch.Tensor, group: dist.ProcessGroup, version: int, begin: Begin) -> None:
-        self.part, self.group, self.version, self._begin = part, group, version, begin
-        self._kept: dict[torch.dtype, tuple[torch.Tensor, GatheredAgain]] = {}
+    part: torch.Tensor
+    group: dist.ProcessGroup
+    version: int
+    begin: Begin
+    _kept: dict[torch.dtype, tuple[torch.Tensor, GatheredAgain]] = field(default_factory=dict)
 
     def read_by(self, reader: Context | Reader, dtype: torch.dtype) -> tuple[torch.Tensor, GatheredAgain]:
         """The part in the dtype the reader computes in, one copy for all readers; autocast may lower it."""
         if dtype not in self._kept:
-            self._kept[dtype] = self.part.to(dtype), GatheredAgain(self.group, self._begin)
+            self._kept[dtype] = self.part.to(dtype), GatheredAgain(self.group, self.begin)
         part, gathered_again = self._kept[dtype]
         reader.passes = 0
         gathered_again.readers.add(reader)
         return part, gathered_again
 
 
+@dataclass(eq=False)
 class GatheredAgain:
     """An input in the backward: gathered when the first linear asks, dropped when the last one has read it.
 
@@ -124,17 +124,18 @@ class GatheredAgain:
     gather depends on the order of the backward only, which is the same on all ranks; when to drop, on who still lives.
     """
 
-    def __init__(self, group: dist.ProcessGroup, begin: Begin) -> None:
-        self.group, self.passes, self._begin = group, 0, begin
-        self.readers: weakref.WeakSet[Context | Reader] = weakref.WeakSet()
-        self._wait: Callable[[], torch.Tensor] | None = None
-        self._whole: torch.Tensor | None = None
+    group: dist.ProcessGroup
+    begin_gather: Begin
+    passes: int = 0
+    readers: weakref.WeakSet[Context | Reader] = field(default_factory=weakref.WeakSet)
+    _wait: Callable[[], torch.Tensor] | None = None
+    _whole: torch.Tensor | None = None
 
     def begin(self, reader: Reader, part: torch.Tensor) -> None:
         """Start to gather, unless another reader has in this pass over the graph."""
         if reader.passes == self.passes:
             self.passes += 1
-            self._wait = self._begin(part, self.group)
+            self._wait = self.begin_gather(part, self.group)
 
     def take(self, reader: Reader) -> torch.Tensor:
         """The whole input as [rows, h], after `begin`."""

@@ -30,6 +30,7 @@ from hf_parallel.axes.tensor import gather_recompute
 from hf_parallel.axes.tensor.layers import TensorParallelLayer, get_local_weight, get_rows_on
 from hf_parallel.axes.tensor.region import READ_BESIDES, Region, does_read_features
 from hf_parallel.ranks import (
+    begin_gather_last_dim,
     copy_to_group,
     copy_weight_to_group,
     exchange_tokens_for_columns,
@@ -81,7 +82,9 @@ class GridRegion(Region):
 
     def product(self, layer: nn.Module, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """x […, in / p] -> […, out / C], a part of a sum over rows."""
-        return gather_recompute.multiply_gathered(gather_recompute.gather_features(x, self.over_columns), weight, None)
+        gathered = gather_last_dim(x, self.over_columns)
+        entered = gather_recompute.remember_origin(gathered, x, self.over_columns, begin_gather_last_dim)
+        return gather_recompute.multiply_gathered(entered, weight, None)
 
     def row(self, layer: nn.Module, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """Compute a row layer and leave the region."""
@@ -102,9 +105,6 @@ class GridRegion(Region):
             return gather_recompute.gather_for_linear(
                 exchange_tokens_for_columns(tensor, self.over_columns), self.over_rows
             )
-        return self._open_whole(tensor)
-
-    def _open_whole(self, tensor: torch.Tensor) -> torch.Tensor:
         return copy_to_group(split_last_dim(tensor, self.over_columns), self.over_rows)
 
     def _open_beside(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -114,7 +114,7 @@ class GridRegion(Region):
                 f"hf_parallel: that {kind} does no more with {name} than to multiply it is not known, and tp_mesh "
                 f"gives it a part of its features; tp={self.group.size()} without tp_mesh works"
             )
-        return self._open_whole(tensor)
+        return copy_to_group(split_last_dim(tensor, self.over_columns), self.over_rows)
 
 
 class JoinedHeads(TensorParallelLayer):

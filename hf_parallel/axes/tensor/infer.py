@@ -44,8 +44,10 @@ def infer_styles(model: nn.Module) -> Styles:
         refuse(f"the config of {type(model).__name__}", "has no one hidden_size")
     for layer_name, layer in iterate_named_layers(model):
         own: Styles = {}
-        for name, part in _iterate_parts(layer):
-            own.update({f"{layer_name}.{name}{key}": style for key, style in _infer_part(part, hidden).items()})
+        for name, child in layer.named_children():
+            listed = child if isinstance(child, nn.ModuleList) else ()  # T5's layers are a list of their parts
+            for key, part in [(f"{name}.{i}", part) for i, part in enumerate(listed)] or [(name, child)]:
+                own.update({f"{layer_name}.{key}{end}": style for end, style in _infer_part(part, hidden).items()})
         entered = {name.rpartition(".")[0] for name, style in own.items() if style != "rowwise"}
         if len(entered) != list(own.values()).count("rowwise"):
             refuse(f"the linears of {type(layer).__name__}", "cannot be told apart")
@@ -123,30 +125,28 @@ def get_linear_sizes(module: nn.Linear | Conv1D) -> tuple[int, int]:
     return (module.nx, module.nf) if isinstance(module, Conv1D) else (module.in_features, module.out_features)
 
 
-def _iterate_parts(layer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    for name, child in layer.named_children():
-        if isinstance(child, nn.ModuleList):  # T5's layers are a list of their parts
-            yield from ((f"{name}.{i}", part) for i, part in enumerate(child))
-        else:
-            yield name, child
-
-
 def _infer_part(part: nn.Module, hidden: int) -> Styles:
     """Styles by name relative to the part (with its dot): empty if it is no MLP, an error if an attention is odd."""
     linears = {name: module for name, module in part.named_modules() if isinstance(module, LINEARS)}
     attention = any(is_attention(module) for module in part.modules())
     roles = _assign_roles({name: get_linear_sizes(module) for name, module in linears.items()}, hidden)
-    if not attention and (roles is None or not _is_mlp(part)):
-        return {}
+    if not attention:
+        # Of an MLP only linears and norms hold parameters, so nothing mixes tokens.
+        owners = [module for module in part.modules() if has_own_parameters(module)]
+        if roles is None or not all(isinstance(module, LINEARS) or is_norm(module) for module in owners):
+            return {}
     if roles is None:
         refuse(f"the linears of {type(part).__name__}", "cannot be told apart")
     readers = [name for name, role in roles.items() if role == "colwise"]
     if len({name.rpartition(".")[0] for name in readers}) > 1:  # an attention and an MLP of its own, say
         refuse(f"the linears of {type(part).__name__}", "cannot be told apart")
+    writer = next((name for name, role in roles.items() if role == "rowwise"), None)
+    halves = 0 if writer is None else 2 * get_linear_sizes(linears[writer])[0]
+    as_wide = any(get_linear_sizes(linears[name])[1] == halves for name in readers)
     for name in readers:
         owner = part.get_submodule(name.rpartition(".")[0])
         known = find_packed_weight_style(owner, name.rpartition(".")[2])
-        if known is None and _is_probably_packed(attention, readers, roles, linears):
+        if known is None and (len(readers) < 3 if attention else as_wide):  # several in one, probably
             refuse(f"{type(owner).__name__}.{name}", "how it holds several projections is not known")
         roles[name] = known or "colwise"
     return {f".{name}" if name else "": role for name, role in roles.items()}
@@ -166,18 +166,3 @@ def _assign_roles(sizes: dict[str, tuple[int, int]], hidden: int) -> Styles | No
     if len(writers) != 1 or any(wide_in != hidden for name, (wide_in, _) in sizes.items() if name not in writers):
         return None
     return {name: "rowwise" if name in writers else "colwise" for name in sizes}
-
-
-def _is_mlp(part: nn.Module) -> bool:
-    """Only linears and norms hold parameters, so nothing mixes tokens."""
-    owners = [module for module in part.modules() if has_own_parameters(module)]
-    return all(isinstance(module, LINEARS) or is_norm(module) for module in owners)
-
-
-def _is_probably_packed(attention: bool, readers: list[str], roles: Styles, linears: dict[str, object]) -> bool:
-    if attention:
-        return len(readers) < 3
-    writer = next((name for name, role in roles.items() if role == "rowwise"), None)
-    return writer is not None and any(
-        get_linear_sizes(linears[name])[1] == 2 * get_linear_sizes(linears[writer])[0] for name in readers
-    )

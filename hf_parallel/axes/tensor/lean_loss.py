@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import numbers
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -71,25 +72,18 @@ class Source:
     done: tuple[tuple[str, float], ...] = ()
     repeat: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = ()
 
-    def then(self, step: tuple[tuple[str, float], ...], function: Callable[[torch.Tensor], torch.Tensor]) -> Source:
-        """After one more step."""
-        return replace(self, done=self.done + step, repeat=(*self.repeat, function))
-
     @property
     def scaling(self) -> Scaling | None:
         """The steps as one formula: a factor, or a factor, tanh and a factor; None if they are neither."""
         caps = [place for place, (kind, _) in enumerate(self.done) if kind == "tanh"]
         if len(caps) > 1:
             return None
-        before = functools.reduce(_get_scaling_factor, self.done[: caps[0]] if caps else self.done, 1.0)
+        factors = [factor for _, factor in self.done]
+        before = math.prod(factors[: caps[0]] if caps else factors, start=1.0)
         if not caps:
             return Scaling(scale=before)
-        cap = functools.reduce(_get_scaling_factor, self.done[caps[0] + 1 :], 1.0)
+        cap = math.prod(factors[caps[0] + 1 :], start=1.0)
         return Scaling(softcap=cap, scale=before * cap)
-
-
-def _get_scaling_factor(product: float, step: tuple[str, float]) -> float:
-    return product * step[1]
 
 
 class LazyLogits(torch.Tensor):
@@ -196,7 +190,9 @@ def _apply_pending(func: Callable, args: tuple, kwargs: dict[str, object]) -> La
         step, dtype = (), torch.float32 if name == "float" else dtype
     if step is None:
         return None
-    return LazyLogits.of(lazy.get_source().then(step, lambda logits: func(logits, *rest)), lazy.shape, dtype)
+    source = lazy.get_source()
+    repeat = (*source.repeat, lambda logits: func(logits, *rest))
+    return LazyLogits.of(replace(source, done=source.done + step, repeat=repeat), lazy.shape, dtype)
 
 
 @dataclass
@@ -216,18 +212,33 @@ class _HeadForward:
     head: nn.Linear
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
-        return _run_lean_head(self.wanted, self.model, self.head, input)
+        """Run the head; what it is by then, tp and FSDP2 have decided."""
+        head, dtype = self.head, get_autocast_dtype(input.device) or input.dtype
+        lean, able = False, torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        able = able and not getattr(head, "adapted", False)
+        hooked = head._backward_hooks or head._backward_pre_hooks  # want a gradient that is never whole here
+        if able and not hooked and _is_plain_product(head):
+            # From how many tokens on chunks need less memory than whole logits of this dtype.
+            split = isinstance(head, VocabParallelHead)
+            fewest = compute_fewest_tokens(head.in_features, head.weight.requires_grad, dtype.itemsize, split)
+            pays = self.wanted.any_number or input.shape[:-1].numel() >= fewest
+            lean = self.wanted.loss or (are_logits_unread() and pays)
+        if not lean:
+            return type(head).forward(head, input)
+        plain = functools.partial(_multiply_later, self.model, head, input, of_session(_Steps).taken)
+        source = Source(head, input, head.weight, head.bias, plain)
+        return LazyLogits.of(source, torch.Size((*input.shape[:-1], head.out_features)), dtype)
 
     def __deepcopy__(self, memo: dict[int, object]) -> functools.partial[torch.Tensor] | None:
         head = memo.get(id(self.head))
         return functools.partial(type(head).forward, head) if isinstance(head, nn.Module) else None
 
 
+@dataclass
 class _Steps:
     """The number of steps of all optimizers, once one model is lean."""
 
-    def __init__(self) -> None:
-        self.taken = 0
+    taken: int = 0
 
 
 @functools.cache
@@ -244,19 +255,17 @@ def attach(model: PreTrainedModel, any_number: bool, in_loops: bool) -> None:
     _count_steps()
     head, wanted = model.get_output_embeddings(), _Wanted(any_number)
     head.forward = _HeadForward(wanted, model, head)
-    if in_loops:
-        _listen_for_labels(model, wanted)
-
-
-def _listen_for_labels(model: PreTrainedModel, wanted: _Wanted) -> None:
-    """Whoever trains with labels is about to compute the model's own loss."""
+    if not in_loops:
+        return
     forward = model.forward
     names = list(inspect.signature(forward).parameters)
 
     @functools.wraps(forward)
     def with_loss(*args: object, **kwargs: object) -> object:
+        # Whoever trains with labels is about to compute the model's own loss.
         batch = bind_arguments_of(names, args, kwargs, model)
-        former, wanted.loss = wanted.loss, _has_labels(batch)
+        former = wanted.loss
+        wanted.loss = batch.get("labels") is not None or batch.get("shift_labels") is not None
         try:
             return forward(**batch)
         finally:
@@ -284,46 +293,11 @@ def find_reason_for_whole_logits(model: PreTrainedModel, held: bool) -> str | No
         return "a copy of the head is trained"
     if held and not isinstance(vars(head).get("forward"), _HeadForward):
         return "the head has been replaced"
-    if held and _has_backward_hooks(head):
+    if held and (head._backward_hooks or head._backward_pre_hooks):
         return "hooks of the head read their gradient"
     if held and not _is_plain_product(head):
         return "tp leaves a rank without a row of the head, or it does more than multiply"
     return None
-
-
-def compute_fewest_tokens_of_head(head: nn.Linear, dtype: torch.dtype) -> int:
-    """From how many tokens on chunks need less memory than the head's whole logits of this dtype."""
-    split = isinstance(head, VocabParallelHead)
-    return compute_fewest_tokens(head.in_features, head.weight.requires_grad, dtype.itemsize, split)
-
-
-def _has_labels(batch: dict[str, object]) -> bool:
-    return batch.get("labels") is not None or batch.get("shift_labels") is not None
-
-
-def _run_lean_head(wanted: _Wanted, model: PreTrainedModel, head: nn.Linear, input: torch.Tensor) -> torch.Tensor:
-    """The head's forward; what it is by then, tp and FSDP2 have decided."""
-    dtype = get_autocast_dtype(input.device) or input.dtype
-    if not _is_lean(wanted, head, input, dtype):
-        return type(head).forward(head, input)
-    plain = functools.partial(_multiply_later, model, head, input, of_session(_Steps).taken)
-    source = Source(head, input, head.weight, head.bias, plain)
-    return LazyLogits.of(source, torch.Size((*input.shape[:-1], head.out_features)), dtype)
-
-
-def _is_lean(wanted: _Wanted, head: nn.Linear, input: torch.Tensor, dtype: torch.dtype) -> bool:
-    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
-        return False
-    if getattr(head, "adapted", False) or not _is_plain_product(head) or _has_backward_hooks(head):
-        return False
-    tokens = input.shape[:-1].numel()
-    pays = wanted.any_number or tokens >= compute_fewest_tokens_of_head(head, dtype)
-    return wanted.loss or (are_logits_unread() and pays)
-
-
-def _has_backward_hooks(head: nn.Module) -> bool:
-    """They are called with the gradient of logits, which a loss in chunks never has as a whole."""
-    return bool(head._backward_hooks or head._backward_pre_hooks)
 
 
 def _is_plain_product(head: nn.Module) -> bool:
@@ -435,20 +409,12 @@ class _Chunked(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Context, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         factor = gradient / ctx.divide
-        found = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-        return (
-            *(None if g is None else _scale_gradient(g, factor, dtype) for g, dtype in found),
-            None,
-            None,
-            None,
-            None,
-            None,
-        )
-
-
-def _scale_gradient(gradient: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """In its own dtype at once: another copy in fp32 would be as large as the head."""
-    return torch.mul(gradient, factor, out=torch.empty_like(gradient, dtype=dtype))
+        # Each in its own dtype at once: another copy in fp32 would be as large as the head.
+        scaled = [
+            None if g is None else torch.mul(g, factor, out=torch.empty_like(g, dtype=dtype))
+            for g, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        ]
+        return (*scaled, None, None, None, None, None)
 
 
 def _compute_loss_of_chunk(

@@ -140,21 +140,19 @@ def _gather_and_multiply(
         if weight is not None and products is not None:
             torch.bmm(gathered, weight.expand(size, -1, -1), out=products[:, half])
     # The weight's gradient is one product of the whole: its halves are joined, which copies them.
-    whole = (
-        _arrange_parts_of_all(torch.cat([gather.result for gather in started], dim=1), own) if whole_wanted else own
+    joined = torch.cat([gather.result for gather in started], dim=1) if whole_wanted else None
+    # Parts [n, tokens, h] of all ranks -> […, s, h], where a part has the shape of `own`.
+    whole, product = (
+        None if parts is None else join_parts_of_sequence(parts.unflatten(1, own.shape[:-1]))
+        for parts in (joined, products)
     )
-    return whole, None if products is None else _arrange_parts_of_all(products, own)
+    return own if whole is None else whole, product
 
 
 def _cut_into_halves(tokens: int) -> list[slice]:
     """Two of nearly the same length, or one if there are no two tokens."""
     middle = (tokens + 1) // 2
     return [slice(0, middle), slice(middle, tokens)] if tokens > 1 else [slice(0, tokens)]
-
-
-def _arrange_parts_of_all(parts: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
-    """Parts [n, tokens, h] of all ranks -> […, s, h], where a part has the shape of `own`."""
-    return join_parts_of_sequence(parts.unflatten(1, own.shape[:-1]))
 
 
 def is_wanted(ctx: Context, index: int) -> bool:

@@ -13,7 +13,7 @@ import copy
 import functools
 import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
@@ -91,8 +91,8 @@ class _Product(nn.Module):
         return _make_empty_tensor(*input.shape[:-1], self.width)
 
 
-class _Answers(dict[tuple, tuple[bool | None, object]]):
-    """Question, owner's class, config, linears and input -> answer and config, whose id is no other's meanwhile."""
+class _Answers(dict[tuple, tuple[list[bool | None], object]]):
+    """Question, owner's class, config, linears and input -> answers and config, whose id is no other's meanwhile."""
 
 
 #: Inputs beside the first, one set after the other, under which a pass over all features may get to its end.
@@ -108,10 +108,7 @@ _SETS: tuple[tuple[str, ...], ...] = (
 def is_only_multiplied(owner: nn.Module, name: str) -> bool:
     """Does the forward of this attention or MLP read its input `name` with linears of its own alone?"""
     sets = (), ("attention_mask", "key_value_states", "encoder_hidden_states")
-    return (
-        _ask_once("values", owner, name, lambda: any(_does_pass_read(owner, name, more) is not False for more in sets))
-        is False
-    )
+    return all(read is False for read in _ask_once(_Watched, owner, name, sets))
 
 
 def does_read_features(owner: nn.Module, name: str) -> bool | None:
@@ -119,44 +116,39 @@ def does_read_features(owner: nn.Module, name: str) -> bool | None:
 
     Inputs beside it may end a pass with an error; None: they end every pass that there is.
     """
-
-    def answer() -> bool | None:
-        found = [_does_pass_read(owner, name, more, _WatchedFeatures) for more in _SETS]
-        return True if True in found else False if False in found else None
-
-    return _ask_once("features", owner, name, answer)
+    found = _ask_once(_WatchedFeatures, owner, name, _SETS)
+    return True if True in found else False if False in found else None
 
 
-def _ask_once(what: str, owner: nn.Module, name: str, answer: Callable[[], bool | None]) -> bool | None:
+def _ask_once(
+    kind: type[_Watched], owner: nn.Module, name: str, sets: tuple[tuple[str, ...], ...]
+) -> list[bool | None]:
+    """Return whether a pass reads the input, for each set of others; asked once, as layers of a model are alike."""
     linears = {key: child for key, child in owner.named_children() if isinstance(child, nn.Linear | Conv1D)}
     config = vars(owner).get("config")
-    key = (what, type(owner), id(config), tuple(linears), name)
+    key = (kind, type(owner), id(config), tuple(linears), name)
     answers = of_session(_Answers)
-    if key not in answers:  # layers of one model are alike
-        with _replace_by_stand_ins(owner, linears):
-            answers[key] = not linears or answer(), config
-    return answers[key][0]
-
-
-@contextlib.contextmanager
-def _replace_by_stand_ins(owner: nn.Module, linears: dict[str, object]) -> Iterator[None]:
-    """Replace the owner's linears by stand-ins, and write out its attention."""
-    modules, config = dict(owner._modules), vars(owner).get("config")
-    owner._modules.update({key: _Product(child) for key, child in linears.items()})
-    if config is not None:
-        owner.config = written_out = copy.deepcopy(config)
-        written_out._attn_implementation = "eager"
-    try:
-        yield
-    finally:
-        owner._modules.update(modules)
+    if key in answers:
+        return answers[key][0]
+    found: list[bool | None] = [True]
+    if linears:
+        # The owner's linears are replaced by stand-ins for a while, and its attention is written out.
+        modules = dict(owner._modules)
+        owner._modules.update({key: _Product(child) for key, child in linears.items()})
         if config is not None:
-            owner.config = config
+            owner.config = written_out = copy.deepcopy(config)
+            written_out._attn_implementation = "eager"
+        try:
+            found = [_does_pass_read(owner, name, more, kind) for more in sets]
+        finally:
+            owner._modules.update(modules)
+            if config is not None:
+                owner.config = config
+    answers[key] = found, config
+    return found
 
 
-def _does_pass_read(
-    owner: nn.Module, name: str, more: tuple[str, ...], kind: type[_Watched] = _Watched
-) -> bool | None:
+def _does_pass_read(owner: nn.Module, name: str, more: tuple[str, ...], kind: type[_Watched]) -> bool | None:
     """Return whether a pass reads the input itself; None: it did not end. `more`: inputs that may be left out."""
     head = int(getattr(owner, "head_dim", None) or 8)
     for angles in (head, getattr(owner, "rotary_ndims", head), head // 2):
@@ -209,29 +201,32 @@ _WIDTHS_OF_SCRIPTS = ("embed_dim", "hidden_size", "d_model", "output_dim")
 PER_HEAD = ("alibi", "position_bias", "rel_pos", "rel_2d_pos")
 
 
-def use_local_heads(model: nn.Module, owner: nn.Module, mesh: DeviceMesh) -> None:
+def use_local_heads(model: nn.Module, owner: PreTrainedModel, mesh: DeviceMesh) -> None:
     """Divide the head counts that `owner` keeps, reads from its config, or receives as biases of all heads."""
-    counts = read_attention_heads(model)
-    if counts is None or not any(_is_head_count(key, value) for key, value in vars(owner).items()):
+    counts, numbers = read_attention_heads(model), {k: v for k, v in vars(owner).items() if isinstance(v, int)}
+    counted = {key for key in numbers if re.search(r"(^|_)(heads?|n_head)$", key) is not None}
+    if counts is None or not counted:
         return
     heads, kv_heads = counts
     size = mesh.size()
     local = {heads: heads // size, kv_heads: max(1, kv_heads // size)}
-    declared = _list_declared_widths(type(owner))
+    declared: tuple[str, ...] = _WIDTHS_OF_SCRIPTS
+    if type(owner).__module__.startswith("transformers."):
+        declared = tuple(HEAD_WIDTHS[kind.__name__] for kind in type(owner).__mro__ if kind.__name__ in HEAD_WIDTHS)
     split = {get_linear_sizes(module)[1] for module in owner.modules() if isinstance(module, nn.Linear | Conv1D)}
-    for key, value in list(vars(owner).items()):
-        if _is_head_count(key, value) and value in local:
+    for key, value in numbers.items():
+        if key in counted and value in local:
             setattr(owner, key, local[value])
-        elif isinstance(value, int) and (key in _WIDTHS or (key in declared and value in split)):
+        elif key in _WIDTHS or (key in declared and value in split):
             setattr(owner, key, value // size)
-    _use_local_config(owner, local)
+    # Whatever an attention reads its number of heads for, it means its own.
+    config = getattr(owner, "config", None)
+    own = {key: local[count] for key in _COUNTS_IN_CONFIG if (count := getattr(config, key, None)) in local}
+    if own:
+        owner.config = LocalConfig(config, **own)
     if set(PER_HEAD) & set(inspect.signature(type(owner).forward).parameters):
         hook = functools.partial(_slice_heads, heads, mesh.get_group())
         owner.register_forward_pre_hook(hook, with_kwargs=True)
-
-
-def _is_head_count(key: str, value: object) -> bool:
-    return isinstance(value, int) and re.search(r"(^|_)(heads?|n_head)$", key) is not None
 
 
 class LocalConfig:
@@ -244,20 +239,6 @@ class LocalConfig:
         if name == "_config":  # while being copied
             raise AttributeError(name)
         return getattr(self._config, name)
-
-
-def _list_declared_widths(kind: type) -> tuple[str, ...]:
-    if not kind.__module__.startswith("transformers."):
-        return _WIDTHS_OF_SCRIPTS
-    return tuple(HEAD_WIDTHS[base.__name__] for base in kind.__mro__ if base.__name__ in HEAD_WIDTHS)
-
-
-def _use_local_config(owner: PreTrainedModel, local: dict[int, int]) -> None:
-    """Whatever an attention reads its number of heads for, it means its own."""
-    config = getattr(owner, "config", None)
-    counts = {key: local[value] for key in _COUNTS_IN_CONFIG if (value := getattr(config, key, None)) in local}
-    if counts:
-        owner.config = LocalConfig(config, **counts)
 
 
 def _slice_heads(heads: int, group: dist.ProcessGroup, owner: nn.Module, args: tuple, kwargs: dict) -> object:
@@ -337,24 +318,23 @@ class Region:
 
     def enter_owner(self, owner: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """Forward pre-hook of the owner: its first input enters, and what a cross-attention reads besides."""
-        self._begin_scope()
-        named = zip_longest(self._names[: len(args)], args, fillvalue="")
-        entered = tuple(self._enter_named(name, value) for name, value in named)
-        return entered, {name: self._enter_named(name, value) for name, value in kwargs.items()}
-
-    def _enter_named(self, name: str, value: Any) -> object:
-        if name == self._first:
-            return self._open(value)
-        if name in READ_BESIDES:
-            return value if value is None else self._open_beside(name, value)
-        tensors = value if isinstance(value, tuple) else (value,)
-        if name not in _NOT_READ and any(torch.is_tensor(tensor) and tensor.requires_grad for tensor in tensors):
-            # Whether ranks' gradients are parts or copies is not known; a guess would be wrong without a word.
-            raise NotImplementedError(
-                f"hf_parallel: how {type(self.owner).__name__} uses {name}, which has a gradient, is not known; "
-                "tp_size=1 works"
-            )
-        return value
+        if not self.sequence_parallel:  # else the whole layer works on parts: `sequence_parallel.py`
+            self.scope.begin()
+        entered: list[object] = []
+        for name, value in (*zip_longest(self._names[: len(args)], args, fillvalue=""), *kwargs.items()):
+            tensors = value if isinstance(value, tuple) else (value,)
+            if name == self._first:
+                entered.append(self._open(value))
+            elif name in READ_BESIDES:
+                entered.append(value if value is None else self._open_beside(name, value))
+            elif name in _NOT_READ or not any(torch.is_tensor(t) and t.requires_grad for t in tensors):
+                entered.append(value)
+            else:  # whether ranks' gradients are parts or copies is not known; a guess would be wrong without a word
+                raise NotImplementedError(
+                    f"hf_parallel: how {type(self.owner).__name__} uses {name}, which has a gradient, is not known; "
+                    "tp_size=1 works"
+                )
+        return tuple(entered[: len(args)]), dict(zip(kwargs, entered[len(args) :], strict=True))
 
     def enter(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor for use by all ranks; one that has entered stays as it is."""
@@ -363,7 +343,8 @@ class Region:
         if torch.compiler.is_compiling():  # which finds equal operations itself
             return self._open(tensor)
         if tensor is not self._input:
-            self._begin_scope()
+            if not self.sequence_parallel:
+                self.scope.begin()
             self._input, self._entered = tensor, self._open(tensor)
         assert self._entered is not None
         return self._entered
@@ -438,8 +419,4 @@ class Region:
     @functools.cached_property
     def _in_eight_bits(self) -> bool:
         """Set up with the layout, so asked once: it looks at every module inside."""
-        return eight_bit.has_recipe(self.owner)
-
-    def _begin_scope(self) -> None:
-        if not self.sequence_parallel:  # else the whole layer works on parts: `sequence_parallel.py`
-            self.scope.begin()
+        return any(recipe_of(module) is not None for module in self.owner.modules())

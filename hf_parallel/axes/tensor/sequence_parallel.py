@@ -71,22 +71,14 @@ def find_sequence_obstacle(model: nn.Module, styles: dict[str, str]) -> str | No
         left = [key for key, style in inside.items() if style == "rowwise"]
         if not entered or len(entered) != len(left):
             return f"{name} is not made of parts that are entered and left as a whole"
-        reason = _find_unsplit_obstacle(name, layer, set(inside), entered)
-        if reason is not None:
-            return reason
-    return None
-
-
-def _find_unsplit_obstacle(name: str, layer: nn.Module, split: set[str], entered: set[str]) -> str | None:
-    """Weights that work on the residual stream must treat each token by itself, as norms and routers do."""
-    mixtures = {key.rpartition(".")[0] for key, _ in iterate_experts(layer)}
-    routers = tuple(f"{name}.{block}." if block else f"{name}." for block in mixtures)  # and all beside them
-    for key, module in layer.named_modules(prefix=name):
-        if key.startswith(routers):
-            continue
-        in_region = any(key.startswith(f"{owner}.") and owner != name for owner in entered) or key in entered
-        if has_own_parameters(module) and key not in split and not in_region and not is_norm(module):
-            return f"{key} is not split"
+        # Weights that work on the residual stream must treat each token by itself, as norms and routers do.
+        mixtures = {key.rpartition(".")[0] for key, _ in iterate_experts(layer)}
+        routers = tuple(f"{name}.{block}." if block else f"{name}." for block in mixtures)  # and all beside them
+        for key, module in layer.named_modules(prefix=name):
+            in_region = key in entered or any(owner != name and key.startswith(f"{owner}.") for owner in entered)
+            apart = key.startswith(routers) or key in inside or in_region
+            if not apart and has_own_parameters(module) and not is_norm(module):
+                return f"{key} is not split"
     return None
 
 
@@ -160,7 +152,11 @@ def _make_padded_forward(
         batch = bind_arguments_of(names, args, kwargs, reader)
         cached = batch.get("use_cache", getattr(reader.config, "use_cache", False)) and not torch.is_grad_enabled()
         if caches and (cached or has_cache(batch)):
-            return _run_whole_sequences(switch, forward, batch)
+            switch.on = False
+            try:
+                return forward(**batch)
+            finally:
+                switch.on = True
         tokens = next((batch[k] for k in ("input_ids", "inputs_embeds") if batch.get(k) is not None), None)
         switch.padding = (0, 0)
         if tokens is None:
@@ -174,14 +170,6 @@ def _make_padded_forward(
         return _cut_padding(outputs, shape[1], extra)
 
     return padded
-
-
-def _run_whole_sequences(switch: SequenceParallelFlag, forward: Callable, batch: dict[str, object]) -> object:
-    switch.on = False
-    try:
-        return forward(**batch)
-    finally:
-        switch.on = True
 
 
 def _pad_batch(batch: dict[str, object], shape: torch.Size, extra: int, bidirectional: bool) -> dict[str, object]:

@@ -64,32 +64,13 @@ def apply_tensor_parallel(
     Args:
         grid: the same ranks by rows and columns, over which weights are cut along both dims (`grid.py`).
     """
-    regions = _make_regions(model, mesh, styles, switch, overlap, grid)
-    for name, style in styles.items():
-        if style in _STYLES:  # the vocabulary's are elsewhere: vocab_parallel.py
-            _split_module(model, name, style, mesh, device, regions[name.rpartition(".")[0]])
-    for region in regions.values():
-        if region.at_owner:
-            region.owner.register_forward_pre_hook(region.enter_owner, with_kwargs=True)
-            _mark_whole_weights_inside(region, mesh, device)
-        region.owner.register_forward_hook(region.close, always_call=True)
-    model.register_forward_pre_hook(functools.partial(_refuse_partial_outputs, switch), with_kwargs=True)
-
-
-def _make_regions(
-    model: nn.Module,
-    mesh: DeviceMesh,
-    styles: dict[str, str],
-    switch: SequenceParallelFlag,
-    overlap: bool,
-    grid: Grid | None,
-) -> dict[str, Region]:
-    """A region for each module that holds split layers, by its name."""
     regions: dict[str, Region] = {}
     layers = {name for name, _ in iterate_named_layers(model)}
-    for name in {name.rpartition(".")[0]: None for name, style in styles.items() if style in _STYLES}:
-        owner = model.get_submodule(name)
-        at_owner = name not in layers and _does_read_stream(styles, name)
+    split = {name: style for name, style in styles.items() if style in _STYLES}  # the rest: vocab_parallel.py
+    # BERT's writers sit in modules of their own, which do not read the residual stream.
+    readers = {name.rpartition(".")[0] for name, style in split.items() if style in READERS}
+    for name in dict.fromkeys(name.rpartition(".")[0] for name in split):
+        owner, at_owner = model.get_submodule(name), name in readers and name not in layers
         if grid is None:
             regions[name] = Region(owner, mesh.get_group(), switch, at_owner, overlap)
         else:
@@ -97,28 +78,20 @@ def _make_regions(
         regions[name].heads = read_attention_heads(model) or (0, 0)
         if at_owner:
             use_local_heads(model, owner, mesh)
-    return regions
-
-
-def _split_module(
-    model: nn.Module, name: str, style: str, mesh: DeviceMesh, device: torch.device, region: Region
-) -> None:
-    module = region.owner if style == "heads" else model.get_submodule(name)
-    _STYLES[style](module, mesh, device, region)
-
-
-def _does_read_stream(styles: dict[str, str], owner: str) -> bool:
-    """Does the owner hold readers of the residual stream? BERT's writers sit in modules of their own."""
-    return any(name.rpartition(".")[0] == owner and style in READERS for name, style in styles.items())
-
-
-def _mark_whole_weights_inside(region: Region, mesh: DeviceMesh, device: torch.device) -> None:
-    """Weights that no style names but that work inside the region see some heads only: their gradients are parts."""
-    for module in find_unsplit_modules(region.owner):
-        if is_norm(module) and torch.is_tensor(getattr(module, "weight", None)):
-            put_mixin_on(module, SplitNorm, region)
-        else:
-            mark_partial_gradient(module, mesh, device, region)
+    for name, style in split.items():
+        region = regions[name.rpartition(".")[0]]
+        _STYLES[style](region.owner if style == "heads" else model.get_submodule(name), mesh, device, region)
+    for region in regions.values():
+        if region.at_owner:
+            region.owner.register_forward_pre_hook(region.enter_owner, with_kwargs=True)
+        # Weights that no style names but that work inside the region see some heads only: their gradients are parts.
+        for module in find_unsplit_modules(region.owner) if region.at_owner else ():
+            if is_norm(module) and torch.is_tensor(getattr(module, "weight", None)):
+                put_mixin_on(module, SplitNorm, region)
+            else:
+                mark_partial_gradient(module, mesh, device, region)
+        region.owner.register_forward_hook(region.close, always_call=True)
+    model.register_forward_pre_hook(functools.partial(_refuse_partial_outputs, switch), with_kwargs=True)
 
 
 def _refuse_partial_outputs(switch: SequenceParallelFlag, model: nn.Module, args: tuple, kwargs: dict) -> None:
@@ -173,20 +146,16 @@ def _split_column(
     module: nn.Module, mesh: DeviceMesh, device: torch.device, region: Region, segments: list[int] | None = None
 ) -> None:
     out = 1 if isinstance(module, Conv1D) else 0
-    shard_parameter(module, "weight", _get_mesh_of_matrices(region, mesh), out, device, segments)
+    of_matrices = region.grid.mesh if isinstance(region, GridRegion) else mesh
+    shard_parameter(module, "weight", of_matrices, out, device, segments)
     shard_parameter(module, "bias", mesh, 0, device, segments)
     put_mixin_on(module, ColumnParallel, region)
 
 
 def _split_row(module: nn.Module, mesh: DeviceMesh, device: torch.device, region: Region) -> None:
-    shard_parameter(
-        module, "weight", _get_mesh_of_matrices(region, mesh), 0 if isinstance(module, Conv1D) else 1, device
-    )
+    of_matrices = region.grid.mesh if isinstance(region, GridRegion) else mesh
+    shard_parameter(module, "weight", of_matrices, 0 if isinstance(module, Conv1D) else 1, device)
     put_mixin_on(module, RowParallel, region)
-
-
-def _get_mesh_of_matrices(region: Region, mesh: DeviceMesh) -> DeviceMesh:
-    return region.grid.mesh if isinstance(region, GridRegion) else mesh
 
 
 def _split_packed_halves(module: nn.Module, mesh: DeviceMesh, device: torch.device, region: Region) -> None:
@@ -203,7 +172,7 @@ def _split_packed_qkv(module: nn.Module, mesh: DeviceMesh, device: torch.device,
 
 def _split_shared_heads(module: nn.Module, mesh: DeviceMesh, device: torch.device, region: Region) -> None:
     width = region.owner.head_dim
-    first = _get_shared_head(region) * width
+    first = region.group.rank() * region.heads[1] // region.group.size() * width
     rows = torch.arange(first, first + width)
     if isinstance(region, GridRegion):
         shard_parameter(module, "weight", region.grid.mesh, 0, device)
@@ -212,35 +181,24 @@ def _split_shared_heads(module: nn.Module, mesh: DeviceMesh, device: torch.devic
         _become_shared(module, region, rows)
 
 
-def _split_shared_qkv(module: nn.Module, mesh: DeviceMesh, device: torch.device, region: Region) -> None:
-    """[q | k | v] with fewer keys than ranks: this rank's queries and the one key and value they share."""
-    heads, kv_heads = region.heads
-    keys = heads + _get_shared_head(region)
-    _become_shared(module, region, _get_rows_of(module, region, [*_list_own_queries(region), keys, keys + kv_heads]))
+def _split_shared_packed(
+    module: nn.Module, mesh: DeviceMesh, device: torch.device, region: Region, by_groups: bool = False
+) -> None:
+    """A packed weight with fewer keys than ranks: this rank's queries and the one key and value they share.
 
-
-def _split_shared_groups(module: nn.Module, mesh: DeviceMesh, device: torch.device, region: Region) -> None:
-    """Falcon's groups [q … q k v] with fewer groups than ranks, or its one group [q | k | v]."""
-    heads, kv_heads = region.heads
-    group, per_group = _get_shared_head(region), heads // kv_heads
-    queries = [query + 2 * group for query in _list_own_queries(region)]
-    key = group * (per_group + 2) + per_group
-    _become_shared(module, region, _get_rows_of(module, region, [*queries, key, key + 1]))
-
-
-def _list_own_queries(region: Region) -> range:
-    count = region.heads[0] // region.group.size()
-    return range(count * region.group.rank(), count * (region.group.rank() + 1))
-
-
-def _get_shared_head(region: Region) -> int:
-    return region.group.rank() * region.heads[1] // region.group.size()
-
-
-def _get_rows_of(module: nn.Module, region: Region, heads: list[int]) -> torch.Tensor:
-    """Rows of a packed weight that hold these heads, counted as the weight holds them."""
-    width = get_linear_sizes(module)[1] // (region.heads[0] + 2 * region.heads[1])
-    return (torch.tensor(heads).unsqueeze(1) * width + torch.arange(width)).flatten()
+    Args:
+        by_groups: the weight holds Falcon's groups [q … q k v], or its one group [q | k | v]; else [q | k | v].
+    """
+    (heads, kv_heads), (rank, size) = region.heads, (region.group.rank(), region.group.size())
+    shared, per_group, own = rank * kv_heads // size, heads // kv_heads, heads // size
+    queries, key, value = list(range(own * rank, own * (rank + 1))), heads + shared, heads + shared + kv_heads
+    if by_groups:
+        queries = [query + 2 * shared for query in queries]
+        key = shared * (per_group + 2) + per_group
+        value = key + 1
+    width = get_linear_sizes(module)[1] // (heads + 2 * kv_heads)
+    rows = torch.tensor([*queries, key, value]).unsqueeze(1) * width + torch.arange(width)
+    _become_shared(module, region, rows.flatten())
 
 
 def _become_shared(
@@ -271,8 +229,8 @@ _STYLES: dict[str, Callable[..., None]] = {
     "packed_qkv": _split_packed_qkv,
     "falcon_qkv": _split_column,
     "colwise_shared_heads": _split_shared_heads,
-    "shared_qkv": _split_shared_qkv,
-    "shared_groups": _split_shared_groups,
+    "shared_qkv": _split_shared_packed,
+    "shared_groups": functools.partial(_split_shared_packed, by_groups=True),
     "embedding_heads": _split_heads_embedding,
     "heads": _split_heads,
     "replicated_with_grad_allreduce": mark_partial_gradient,

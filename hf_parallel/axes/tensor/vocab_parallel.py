@@ -286,10 +286,17 @@ def apply_vocab_parallel(
         module = model.get_submodule(name)
         # Sequences are whole on both sides.
         region = Region(module, mesh.get_group(), SequenceParallelFlag(False), overlap=overlap)
-        if style == "embedding_rowwise":
-            _split_embedding(module, mesh, device, region)
-        else:
-            _split_head(module, mesh, device, region, own_loss)
+        shard_parameter(module, "weight", mesh, 0, device)
+        if style == "colwise_gather_output":
+            shard_parameter(module, "bias", mesh, 0, device)
+            head = put_mixin_on(module, VocabParallelHead, region)
+            head.mesh, head.whole = mesh, not own_loss
+        elif type(module) is nn.Embedding:
+            put_mixin_on(module, VocabParallel, region)
+        else:  # a subclass keeps what it adds (such as scaling) and finds the lookup in the parts behind it
+            split: Any = module
+            kind: type = type(module)
+            split.__class__, split.region = _make_lookup_class(kind), region
     if own_loss and "colwise_gather_output" in styles.values():
         model.loss_function = functools.partial(compute_causal_loss, model.loss_function)
 
@@ -398,23 +405,6 @@ def make_logits_whole(kind: type, model: nn.Module, args: tuple, output: object)
         whole_when_read(output, "logits", operator.methodcaller("full_tensor"))
 
 
-def _split_embedding(module: nn.Module, mesh: DeviceMesh, device: torch.device, region: Region) -> None:
-    shard_parameter(module, "weight", mesh, 0, device)
-    if type(module) is nn.Embedding:
-        put_mixin_on(module, VocabParallel, region)
-    else:  # a subclass keeps what it adds (such as scaling) and finds the lookup in the parts behind it
-        split: Any = module
-        kind: type = type(module)
-        split.__class__, split.region = _make_lookup_class(kind), region
-
-
 @functools.cache
 def _make_lookup_class(cls: type) -> type:
     return type(cls.__name__, (cls, VocabParallel, nn.Embedding), {"__module__": cls.__module__})
-
-
-def _split_head(module: nn.Module, mesh: DeviceMesh, device: torch.device, region: Region, own_loss: bool) -> None:
-    shard_parameter(module, "weight", mesh, 0, device)
-    shard_parameter(module, "bias", mesh, 0, device)
-    head = put_mixin_on(module, VocabParallelHead, region)
-    head.mesh, head.whole = mesh, not own_loss
