@@ -24,7 +24,13 @@ from hf_parallel.axes.pipeline.batches import (
 )
 from hf_parallel.axes.pipeline.part import PipelinePart
 from hf_parallel.axes.pipeline.schedules import predict_bubble
-from hf_parallel.axes.pipeline.stages import LeaveAtExit, RemoteModules, StageView, find_boundary_dtype
+from hf_parallel.axes.pipeline.stages import (
+    LeaveAtExit,
+    RemoteModules,
+    StageView,
+    find_boundary_dtype,
+    hold_modules,
+)
 from hf_parallel.axes.pipeline.torch_stage import Recorder
 from hf_parallel.model.anatomy import get_text_config
 from hf_parallel.model.calls import Batch
@@ -61,11 +67,6 @@ class Pipelines:
 
     engines: list[weakref.ref[StageRunner]] = field(default_factory=list)
     session: ScriptSession | None = None  # while a script runs on the last stage alone
-
-    def add(self, engine: StageRunner) -> int:
-        """Add an engine. Return its number."""
-        self.engines.append(weakref.ref(engine))
-        return len(self.engines) - 1
 
     def engine(self, number: int) -> StageRunner:
         """Return the engine of this number."""
@@ -145,7 +146,8 @@ class StageRunner:
         self.items: torch.Tensor | None = None  # targets of the whole batch, while a script's loss sees parts of it
         self.handed_over: torch.Tensor | None = None  # from a stage to the next on the same rank
         self.pipelines = pipelines_of(mesh)
-        self.number = self.pipelines.add(self)
+        self.number = len(self.pipelines.engines)
+        self.pipelines.engines.append(weakref.ref(self))
         self._width = get_text_config(model).hidden_size
         self.schedules: dict[
             int, tuple[_PipelineSchedule, list[TorchStage]]
@@ -211,10 +213,6 @@ class StageRunner:
         finally:
             self._view, self._on_call = former
 
-    def layers(self, view: StageView, hidden: torch.Tensor | None, kwargs: Batch) -> torch.Tensor:
-        """Run a micro-batch through the layers of a stage before the last."""
-        return self.enter(view, None, lambda: self.run_backbone(hidden, kwargs))
-
     def run_backbone(self, hidden: torch.Tensor | None, kwargs: Batch) -> ModelOutput:
         """The layers of the stage that is shown, from what arrived at it.
 
@@ -225,15 +223,20 @@ class StageRunner:
         entry, kwargs = self._view.entry, without_count(kwargs)
         if entry is not None and hidden is not None:
             # The model sees the shape to make masks and positions of; the values come in at the entry.
-            length = tokens_of(kwargs).shape[1]
-            kwargs = {**kwargs, "input_ids": None, "inputs_embeds": _make_placeholder(hidden, length)}
+            length, shown = tokens_of(kwargs).shape[1], hidden.detach()
+            if hidden.shape[1] != length:  # parts of the sequence travel: an expanded tensor takes no memory
+                shown = shown[:, :1].expand(-1, length, -1)
+            kwargs = {**kwargs, "input_ids": None, "inputs_embeds": shown}
             entry.hidden = hidden
         try:
-            with self._view.shown():  # here alone: a script that calls one of these modules itself gets an error
+            with hold_modules(
+                self._view.swaps
+            ):  # here alone: a script that calls one of these modules itself gets an error
                 return self._backbone_forward(**kwargs)
         except LeaveAtExit as leave:
-            expected = self._boundary_dtype()
-            if self.services.lowered_dtype() is not None:  # FSDP2 would cast it when it arrives
+            lowered = self.services.lowered_dtype()
+            expected = lowered or find_boundary_dtype(self._layers)
+            if lowered is not None:  # FSDP2 would cast it when it arrives
                 leave.carried = leave.carried.to(expected)
             if leave.carried.dtype != expected:  # it would arrive as garbage in the receiver's buffer
                 raise RuntimeError(
@@ -249,16 +252,8 @@ class StageRunner:
         rows, length = tokens.shape[:2]
         length = length if self.local_length is None else self.local_length(length)
         shape = rows, -(-length // self.sequence_parts), self._width
-        return torch.empty(shape, dtype=self._boundary_dtype(), device=device)
-
-    def _boundary_dtype(self) -> torch.dtype:
-        return self.services.lowered_dtype() or find_boundary_dtype(self._layers)
-
-    def take_over(self) -> torch.Tensor:
-        """Take what a stage of this rank has left for the next one here."""
-        assert self.handed_over is not None
-        tensor, self.handed_over = self.handed_over, None
-        return tensor
+        dtype = self.services.lowered_dtype() or find_boundary_dtype(self._layers)
+        return torch.empty(shape, dtype=dtype, device=device)
 
     # ---- gradients ---------------------------------------------------------------------------------------------
 
@@ -324,19 +319,12 @@ def average_over_data_ranks(
 Sending = tuple["dist.Work | None", torch.Tensor]
 
 
-def count_sending(ranks: int) -> int:
-    """Return how many messages of a rank can be on their way: 1F1B waits for each neighbour to take the one before."""
-    return 2 * (ranks + 1)
+def wait_for_sent(sending: list[Sending], ranks: int | None = None) -> None:
+    """Wait for all messages; in a run over so many ranks for the oldest, so that it does not hold all it has sent.
 
-
-def wait_for_sent(sending: list[Sending], most: int = 0) -> None:
-    """Wait for the oldest messages until `most` are left, so that a run does not hold all that it has sent."""
-    while len(sending) > most:
+    As 1F1B waits for each neighbour to take the message before, 2 (ranks + 1) can be on their way.
+    """
+    while len(sending) > (0 if ranks is None else 2 * (ranks + 1)):
         work, _ = sending.pop(0)
         if work is not None:
             work.wait()
-
-
-def _make_placeholder(hidden: torch.Tensor, length: int) -> torch.Tensor:
-    """A tensor of the whole sequence's shape; where parts of it travel an expanded one, which takes no memory."""
-    return hidden.detach() if hidden.shape[1] == length else hidden.detach()[:, :1].expand(-1, length, -1)

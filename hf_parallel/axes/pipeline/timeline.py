@@ -15,7 +15,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -156,6 +156,7 @@ def count_virtual_stages(name: str, asked: int = 2) -> int:
     return asked if name in LOOPED_SCHEDULES else 2 if name in V_SCHEDULES else 1
 
 
+@dataclass(eq=False)
 class _StandIn:
     """A stage as torch's schedules read it. It computes nothing and notes what they ask it to run."""
 
@@ -163,9 +164,11 @@ class _StandIn:
     has_backward = True
     submod = None
 
-    def __init__(self, rank: int, index: int, ranks: int, stages: int) -> None:
-        self.group_rank, self.stage_index, self.group_size, self.num_stages = rank, index, ranks, stages
-        self.actions: list[Action] = []
+    group_rank: int
+    stage_index: int
+    group_size: int
+    num_stages: int
+    actions: list[Action] = field(default_factory=list)
 
     def forward_one_chunk(self, micro_batch: int, *args: object, **kwargs: object) -> None:
         self.actions.append(Action(FORWARD, self.stage_index, micro_batch))
@@ -173,13 +176,11 @@ class _StandIn:
     def backward_one_chunk(self, micro_batch: int, *args: object, **kwargs: object) -> None:
         self.actions.append(Action(BACKWARD, self.stage_index, micro_batch))
 
-    def perform_reduce_grad(self, *args: object, **kwargs: object) -> None:
-        pass
+    def _do_nothing(self, *args: object, **kwargs: object) -> list:
+        return []  # no messages
 
-    def _no_messages(self, micro_batch: int) -> list:
-        return []
-
-    get_fwd_recv_ops = get_fwd_send_ops = get_bwd_recv_ops = get_bwd_send_ops = _no_messages
+    perform_reduce_grad = _do_nothing
+    get_fwd_recv_ops = get_fwd_send_ops = get_bwd_recv_ops = get_bwd_send_ops = _do_nothing
 
 
 def _read_torch_schedule(name: str, stages: int, virtual: int, micro_batches: int) -> Order:
