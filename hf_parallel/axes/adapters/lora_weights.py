@@ -140,18 +140,15 @@ class AdaptedWeight(nn.Module):
         total = weight = get_local(self.base_layer._parameters[self.parameter_name])
         for adapter in active:
             if adapter in self.lora_A:
-                product = _get_factor_of_rank(self.lora_B[adapter]) @ _get_factor_of_rank(self.lora_A[adapter])
-                total = total + (product * self.scaling[adapter]).to(weight.dtype)
+                # Of a whole factor beside a cut one each rank has a part of the gradient.
+                up, down = (
+                    copy_weight_to_group(half.weight, half.region.group)
+                    if isinstance(half, WholeAdapter)
+                    else get_local(half.weight)
+                    for half in (self.lora_B[adapter], self.lora_A[adapter])
+                )
+                total = total + (up @ down * self.scaling[adapter]).to(weight.dtype)
         return total
-
-
-def _get_factor_of_rank(half: nn.Linear | WholeAdapter) -> torch.Tensor:
-    """A or B for this rank's part: of a whole one beside a cut one each rank has a part of the gradient."""
-    return (
-        copy_weight_to_group(half.weight, half.region.group)
-        if isinstance(half, WholeAdapter)
-        else get_local(half.weight)
-    )
 
 
 def split_weight(wrapper: Any, mesh: DeviceMesh, device: torch.device) -> None:

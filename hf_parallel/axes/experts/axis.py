@@ -118,19 +118,22 @@ class Experts(Axis["MixtureFacts", ExpertPart]):
     def finish(self, model: PreTrainedModel, part: ExpertPart | None, building: Building) -> None:
         """Balance experts over all data ranks and stages, count how evenly tokens fall on them, limit their room."""
         from hf_parallel.axes.experts.balance import (
+            LOAD,
             Capacity,
+            ExpertLoad,
             StageBalance,
             balance_over_data_ranks,
-            watch_load,
         )
         from hf_parallel.model.anatomy import has_own_parameters
+        from hf_parallel.model.experts import iterate_experts
 
         if part is None:
             return
         mesh, count = building.mesh, max(facts.count for facts in part.experts.values())
         limit = part.capacity_factor
         capacity = None if limit is None else Capacity(limit, mesh, building.sequence_flag)
-        watch_load(model, count, mesh, capacity)
+        own = [module for _, module in iterate_experts(model) if has_own_parameters(module)]
+        vars(model)[LOAD] = ExpertLoad(own, count, mesh, capacity)  # counts from here on
         if capacity is not None:
             for name, facts in part.experts.items():
                 module = model.get_submodule(name)

@@ -22,13 +22,8 @@ import torch.distributed as dist
 from torch import nn
 
 from hf_parallel.axes.experts.layers import SharedOut
-from hf_parallel.model.anatomy import get_backbone_of, has_own_parameters
-from hf_parallel.model.experts import (
-    balance_coefficient,
-    count_experts_per_token,
-    iterate_experts,
-    iterate_routers,
-)
+from hf_parallel.model.anatomy import get_backbone_of
+from hf_parallel.model.experts import balance_coefficient, count_experts_per_token, iterate_routers
 from hf_parallel.ranks import copy_to_group, reduce_from_group, start_all_gather
 from hf_parallel.ranks.mesh import ParallelMesh
 
@@ -129,14 +124,6 @@ class Capacity:
         if not module.training:
             return None
         hidden, index, weights = args
-        kept = self.kept(index, experts)
-        self.sums = self.sums.to(index.device)
-        self.sums += torch.stack([(~kept).sum(), kept.new_ones((), dtype=torch.long) * kept.numel()])
-        shown = index if not isinstance(module, SharedOut) else index.masked_fill(~kept, experts)
-        return hidden, shown, weights * kept
-
-    def kept(self, index: torch.Tensor, experts: int) -> torch.Tensor:
-        """Return the pairs of `index` [tokens, k] for which there is room, over all ranks."""
         chosen = index.flatten()
         order = chosen.argsort(stable=True)
         own = chosen.new_zeros(experts).scatter_add_(0, chosen, torch.ones_like(chosen))
@@ -151,7 +138,11 @@ class Capacity:
                 theirs = start_all_gather(total, group).wait()
                 before, total = before + theirs[: group.rank()].sum(0), theirs.sum(0)
         room = torch.ceil(self.factor * total.sum().double() / experts)
-        return (place + before[chosen] < room).view(index.shape)
+        kept = (place + before[chosen] < room).view(index.shape)  # the pairs for which there is room, over all ranks
+        self.sums = self.sums.to(index.device)
+        self.sums += torch.stack([(~kept).sum(), kept.new_ones((), dtype=torch.long) * kept.numel()])
+        shown = index if not isinstance(module, SharedOut) else index.masked_fill(~kept, experts)
+        return hidden, shown, weights * kept
 
     def read(self) -> float:
         """The share of pairs that were dropped. Collective over all ranks."""
@@ -164,7 +155,8 @@ class Capacity:
 # ---- How evenly tokens fall on experts: counted on the device while a model trains, read when something is logged
 
 
-_PLACE = "_hf_parallel_expert_load"
+#: The attribute of a model that holds its `ExpertLoad`.
+LOAD = "_hf_parallel_expert_load"
 
 
 class ExpertLoad:
@@ -211,15 +203,9 @@ class ExpertLoad:
         }
 
 
-def watch_load(model: nn.Module, experts: int, mesh: ParallelMesh, capacity: Capacity | None) -> None:
-    """Count from here on."""
-    own = [module for _, module in iterate_experts(model) if has_own_parameters(module)]
-    vars(model)[_PLACE] = ExpertLoad(own, experts, mesh, capacity)
-
-
 def load_of(model: PreTrainedModel) -> ExpertLoad | None:
     """Return the counts of a model with experts."""
-    return getattr(model, _PLACE, None)
+    return getattr(model, LOAD, None)
 
 
 # ---- The auxiliary loss of a model whose layers are on several stages: that of all layers, rows and data ranks

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -128,15 +127,6 @@ class Early(nn.Module):
         self.done = None
         self.done = tokens, self(tokens)
 
-    @contextlib.contextmanager
-    def unless_stopped(self) -> Iterator[None]:
-        """A checkpoint stops its second run as soon as it has what it needs: nobody asks, and nothing may be kept."""
-        try:
-            yield
-        except BaseException:
-            self.done = None
-            raise
-
     @torch.compiler.disable  # ahead, too, they run outside of the graphs of a layer
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:  # around hooks, which have run then
         done, self.done = self.done, None
@@ -181,12 +171,17 @@ class SharedOut(nn.Module):
         shared, alike, meanwhile = self.beside[0], self.sharing.alike, None
         if shared is not None:
             meanwhile = functools.partial(shared.ahead, hidden_states)
-        with contextlib.nullcontext() if shared is None else shared.unless_stopped():
+        try:
             if alike is None:
                 return self._run_routed(hidden_states, index, weights, meanwhile)
             shares = Shares(len(hidden_states), alike)
             own = shares.own(hidden_states), shares.own(index), shares.own(weights)
             return shares.joined(self._run_routed(*own, meanwhile))
+        except BaseException:
+            # A checkpoint stops its second run as soon as it has what it needs: nobody asks, and nothing may be kept.
+            if shared is not None:
+                shared.done = None
+            raise
 
     def _run_routed(
         self,

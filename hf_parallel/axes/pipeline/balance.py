@@ -67,7 +67,7 @@ def block_costs(
     """
     config = get_text_config(model)
     length = sequence_length or min(getattr(config, "max_position_embeddings", None) or math.inf, _LONGEST_ASSUMED)
-    layers = [_count_layer(layer, config, length) for layer in backbone.get_submodule(plan.layers)]
+    layers = [_count_layer_cost(layer, config, length) for layer in backbone.get_submodule(plan.layers)]
     outside = [child for child in model.children() if backbone not in child.modules()]
     ends = [[getattr(backbone, name, None) for name in names] for names in (plan.before, plan.after)]
     before, after = (sum((_compute_weights_cost(x) for x in end if isinstance(x, nn.Module)), Cost()) for end in ends)
@@ -90,7 +90,7 @@ def list_checkpointed_layers(recompute: str, layers: int) -> list[bool]:
     return [each > 0 and place % each == 0 for place in range(layers)]
 
 
-def _count_layer(layer: nn.Module, config: PretrainedConfig, length: float) -> Cost:
+def _count_layer_cost(layer: nn.Module, config: PretrainedConfig, length: float) -> Cost:
     """Count a layer: its weights, of experts the share that works for one token, and its attentions' products."""
     found = {"top_k": getattr(config, "num_experts_per_tok", None), "num_experts": None}
     for part in layer.modules():  # the modules know best, layers may differ

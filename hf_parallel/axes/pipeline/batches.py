@@ -157,11 +157,6 @@ class PipelineLoss(ModelOutput):
         )
 
 
-def is_asked_for(config: PretrainedConfig, batch: Batch, key: str) -> bool:
-    """Does the call, or else the model's config, ask for these outputs?"""
-    return bool(getattr(config, key, False) if batch.get(key) is None else batch[key])
-
-
 def refuse_partial_outputs(config: PretrainedConfig, batch: Batch, balances: bool) -> None:
     """Refuse outputs of which each stage would have only a part.
 
@@ -173,7 +168,7 @@ def refuse_partial_outputs(config: PretrainedConfig, batch: Batch, balances: boo
     """
     routers = () if balances else ("output_router_logits",)
     for key in ("output_hidden_states", "output_attentions", *routers):
-        if is_asked_for(config, batch, key):
+        if getattr(config, key, False) if batch.get(key) is None else batch[key]:
             raise NotImplementedError(f"hf_parallel: {key}=True needs all layers on one rank; pp_size=1 works")
     if has_cache(batch):
         raise NotImplementedError("hf_parallel: a pipelined model keeps no key/value cache; pass use_cache=False")

@@ -77,7 +77,8 @@ def run_scheduled(engine: PipelineEngine, count: int, tokens: torch.Tensor, run:
         return torch.ones(())  # shows what the script multiplies a loss by
     held = None
     if engine.joint is None:
-        held = engine.held_run()
+        gradients = engine.services.held
+        held = None if gradients is None else gradients.run()
         ran = run_calls(engine, [call], held) if engine.delayed is None else engine.delayed.run_alone(call)
         loss, is_last = ran.losses[0], True
     else:

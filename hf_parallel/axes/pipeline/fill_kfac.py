@@ -180,12 +180,12 @@ class KfacFill:
             self._finish_sums(gathering)
             gathering.wait_for_reduction()
             self._prepare_inversion(gathering)
-            self._run_waiting(gathering)
+            self._run_units(gathering, list(gathering.waiting))
             self.inverses = gathering.inverses
         elif self.age == (self.interval - 1) // 2:
             self._finish_sums(gathering)
         if self.inverting is not None:
-            self._run_waiting(self.inverting)
+            self._run_units(self.inverting, list(self.inverting.waiting))
             self.inverses, self.inverting = self.inverting.inverses, None
         for index, layer in enumerate(self.layers):
             if layer.weight.grad is None:  # nothing that the loss depends on
@@ -287,7 +287,7 @@ class KfacFill:
         """Run the sums that are left, and begin to add up those of all data ranks."""
         if curvature.is_reduced:
             return
-        self._run_waiting(curvature)
+        self._run_units(curvature, list(curvature.waiting))
         curvature.is_reduced = True
         trained = [index for index, layer in enumerate(self.layers) if layer.weight.grad is not None]
         unseen = [self.layers[index].name for index in trained if index not in curvature.seen]
@@ -338,19 +338,16 @@ class KfacFill:
             return
         placed = self._place_units(count)
         for curvature, step in ((self.inverting, self.interval), (self.gathering, self.age)):
-            for unit in placed.get(Place(step, action), ()):
-                if curvature is not None:
-                    self._run_unit(curvature, unit)
+            if curvature is not None:
+                self._run_units(curvature, placed.get(Place(step, action), []))
 
-    def _run_waiting(self, curvature: Curvature) -> None:
-        for unit in list(curvature.waiting):
-            self._run_unit(curvature, unit)
-
-    def _run_unit(self, curvature: Curvature, unit: Unit) -> None:
-        for work in curvature.waiting.pop(unit, ()):
-            span = self.engine.recorder.span(FILL, self.engine.views[0].index, max(0, unit.micro_batch))
-            with self.timed((unit.kind, unit.layer)), span:
-                work()
+    def _run_units(self, curvature: Curvature, units: list[Unit]) -> None:
+        recorder, stage = self.engine.recorder, self.engine.views[0].index
+        for unit in units:
+            for work in curvature.waiting.pop(unit, ()):
+                span = recorder.span(FILL, stage, max(0, unit.micro_batch))
+                with self.timed((unit.kind, unit.layer)), span:
+                    work()
 
     @contextlib.contextmanager
     def timed(self, what: object) -> Iterator[None]:

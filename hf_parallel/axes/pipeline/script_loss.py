@@ -27,12 +27,12 @@ from hf_parallel.axes.pipeline.batches import (
 )
 from hf_parallel.axes.pipeline.engine import run_scheduled
 from hf_parallel.axes.pipeline.schedules import can_be_cut, count_micro_batches
+from hf_parallel.axes.pipeline.stage_runner import Session
 from hf_parallel.axes.pipeline.stages import LeaveAtExit
 from hf_parallel.axes.pipeline.unscheduled import (
     Call,
     Made,
     Serving,
-    Session,
     describe_call,
     free,
     restore_described_state,
@@ -82,14 +82,10 @@ class Plan:
     """The facts of a script's loss that are known after its first step."""
 
     calls: list[Call]
+    main: int  # number of the call that has a gradient
     cut: Cut
     logs: bool = False  # does it log, too?
     kinds: dict[frozenset, Cut] = field(default_factory=dict)  # by the operations of a loss that was tried
-
-    @property
-    def main(self) -> int:
-        """Number of the call that has a gradient."""
-        return next(i for i, call in enumerate(self.calls) if call.grad)
 
     @property
     def why_apart(self) -> str | None:
@@ -131,7 +127,7 @@ def find_plan(
     cut = next((cut for cut, holds in zip(CUTS, verdicts.tolist(), strict=True) if holds), None)
     calls = [[one.call for one in made]]
     dist.broadcast_object_list(calls, group=engine.control, group_src=engine.last_rank)
-    return None if cut is None else Plan(calls[0], cut)
+    return None if cut is None else Plan(calls[0], next(i for i, call in enumerate(calls[0]) if call.grad), cut)
 
 
 @dataclass(eq=False)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -18,7 +19,6 @@ from hf_parallel.axes.axis import Building, HeldRun, RouterBalance
 from hf_parallel.axes.pipeline.batches import (
     collect_fresh_gradients,
     cut_into_buckets,
-    is_asked_for,
     tokens_of,
     without_count,
 )
@@ -48,16 +48,6 @@ T = TypeVar("T")
 Handler = Callable[[Batch], Any]  # what the backbone returns, or a stage leaves with
 
 
-class ScriptSession(Protocol):
-    """Answers a script's calls of pipelined models while it runs on the last stage alone."""
-
-    def within(self, engine: StageRunner, call: Callable[[], T]) -> T:
-        """Make a call inside the last stage of `engine`."""
-
-    def answer(self, engine: StageRunner, kwargs: Batch) -> ModelOutput:
-        """Return the output of the backbone for one call."""
-
-
 @dataclass
 class Pipelines:
     """The pipelined models of one mesh. A script on the last stage may call several; other stages answer by number.
@@ -66,7 +56,7 @@ class Pipelines:
     """
 
     engines: list[weakref.ref[StageRunner]] = field(default_factory=list)
-    session: ScriptSession | None = None  # while a script runs on the last stage alone
+    session: Session | None = None  # while a script runs on the last stage alone
 
     def engine(self, number: int) -> StageRunner:
         """Return the engine of this number."""
@@ -82,6 +72,37 @@ class _OfMeshes(WeakKeyDictionary[ParallelMesh, Pipelines]):
 def pipelines_of(mesh: ParallelMesh) -> Pipelines:
     """Return the pipelined models of a mesh; the same object each time."""
     return of_session(_OfMeshes).setdefault(mesh, Pipelines())
+
+
+@dataclass(eq=False)
+class Session:
+    """Who answers when a script, on the last stage, calls the backbone of a pipelined model."""
+
+    engine: StageRunner
+
+    def run(self, script: Callable[[], T]) -> T:
+        """`script()`, on the last stage, inside its FSDP2 root: there embedding, norm and head are whole."""
+        with self.active():
+            return self.within(self.engine, script)
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Tell models that a script runs on this stage alone."""
+        pipelines = self.engine.pipelines
+        former, pipelines.session = pipelines.session, self
+        try:
+            yield
+        finally:
+            pipelines.session = former
+
+    def within(self, engine: StageRunner, call: Callable[[], T]) -> T:
+        """`call()` inside the last stage of `engine`, for the model that trains or another one beside it."""
+        view, handler = engine.views[-1], functools.partial(self.answer, engine)
+        return engine.through(engine.stages[-1], lambda hidden, i: engine.enter(view, handler, call))
+
+    def answer(self, engine: StageRunner, kwargs: Batch) -> ModelOutput:
+        """The output of the backbone for one call."""
+        raise NotImplementedError
 
 
 class Stage(nn.Module):
@@ -168,8 +189,10 @@ class StageRunner:
         return self.services.at_rest([self.model.get_input_embeddings().weight])
 
     def balance_of(self, kwargs: Batch) -> RouterBalance | None:
-        """Return what counts the routers' choices in all layers, if this call asks for it."""
-        return self.services.balance if is_asked_for(self.model.config, kwargs, "output_router_logits") else None
+        """Return what counts the routers' choices in all layers, if this call, or else the model's config, asks."""
+        asked = kwargs.get("output_router_logits")
+        asked = getattr(self.model.config, "output_router_logits", False) if asked is None else asked
+        return self.services.balance if asked else None
 
     @contextlib.contextmanager
     def recorded(self, path: str) -> Iterator[None]:
@@ -260,10 +283,6 @@ class StageRunner:
     def trainable(self) -> list[nn.Parameter]:
         """This rank's parameters that get gradients, also while a call whose backward is to come has gathered them."""
         return self.services.at_rest([p for p in self.model.parameters() if p.requires_grad])
-
-    def held_run(self) -> HeldRun | None:
-        """The run that begins, if data ranks reduce nothing in it: one of several of a step."""
-        return None if self.services.held is None else self.services.held.run()
 
     def accumulate(self, fresh: list, scale: torch.Tensor | None, held: HeldRun | None) -> None:
         """Add the fresh gradients, times the gradient of the loss, to the accumulated ones.

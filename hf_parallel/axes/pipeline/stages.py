@@ -48,13 +48,6 @@ class Described(torch.Tensor):
     origin: tuple[str, torch.device]  # what it is and where it is held, and the device of this rank's tensors
 
     @classmethod
-    def of(cls, tensor: torch.Tensor, where: str, device: torch.device) -> Described:
-        """The description of a tensor on the meta device."""
-        described: Any = tensor.detach().as_subclass(cls)
-        described.origin, described._is_param = (where, device), isinstance(tensor, nn.Parameter)
-        return described.requires_grad_(tensor.requires_grad)
-
-    @classmethod
     def __torch_function__(cls, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None) -> object:
         kwargs = kwargs or {}
         own = next(value for value in _flatten_values((*args, *kwargs.values())) if isinstance(value, Described))
@@ -126,7 +119,10 @@ class StandIn(nn.Module):
         known = vars(self).setdefault("described", {}).get(name)
         if known is None or known[0] is not value:
             module, _, rest = self.where.partition(" ")  # "lm_head is held …" -> "lm_head.weight is held …"
-            known = value, Described.of(value, f"{module}.{name} {rest}", self.device_here())
+            described: Any = value.detach().as_subclass(Described)
+            described.origin = f"{module}.{name} {rest}", self.device_here()
+            described._is_param = isinstance(value, nn.Parameter)
+            known = value, described.requires_grad_(value.requires_grad)
             self.described[name] = known
         return known[1]
 
@@ -209,23 +205,6 @@ def find_stand_ins(model: nn.Module, prefix: str = "") -> dict[str, StandIn]:
         full = f"{prefix}{name}"
         found.update({full: child} if isinstance(child, StandIn) else find_stand_ins(child, f"{full}."))
     return found
-
-
-def settle_stand_ins(model: nn.Module, stage_of: Callable[[str], int]) -> None:
-    """Let the stand-ins of a model that has been cut know what they are."""
-    found = find_stand_ins(model)
-    whole = {
-        f"{top}.{name}".rstrip("."): part for top, module in found.items() for name, part in module.named_modules()
-    }
-    for name, part in whole.items():
-        top = next(top for top in found if name == top or name.startswith(f"{top}."))
-        part.where = f"{name} is held by pipeline stage {stage_of(top)}, not by this rank"
-        part.device_here = lambda: next(model.parameters()).device
-    for pair in (getattr(model, "all_tied_weights_keys", None) or {}).items():
-        for gone, kept in (pair, pair[::-1]):
-            (owner, _, leaf), (home, _, theirs) = gone.rpartition("."), kept.rpartition(".")
-            if owner in whole and home not in whole:
-                whole[owner].same[leaf] = (model.get_submodule(home), theirs)
 
 
 # ---- What other stages hold of a model, for code that must see the whole of it --------------------------------------
@@ -345,9 +324,23 @@ def cut_into_stages(model: PreTrainedModel, part: PipelinePart, rank: int) -> tu
     stages = {f"{prefix}{name}": 0 for name in plan.before}
     for stage, (first, last) in enumerate(ranges):
         stages.update({f"{prefix}{plan.layers}.{i}": stage for i in range(first, last)})
-    settle_stand_ins(model, lambda name: stages.get(name, len(ranges) - 1))
+    stand_ins = find_stand_ins(model)
+    parts = {
+        f"{top}.{name}".rstrip("."): (part, top)
+        for top, module in stand_ins.items()
+        for name, part in module.named_modules()
+    }
+    for name, (part_of, top) in parts.items():  # stand-ins learn what they are
+        held_by = stages.get(top, len(ranges) - 1)
+        part_of.where = f"{name} is held by pipeline stage {held_by}, not by this rank"
+        part_of.device_here = lambda: next(model.parameters()).device
+    for pair in (getattr(model, "all_tied_weights_keys", None) or {}).items():
+        for absent, present in (pair, pair[::-1]):
+            (owner, _, leaf), (home, _, theirs) = absent.rpartition("."), present.rpartition(".")
+            if owner in parts and home not in parts:
+                parts[owner][0].same[leaf] = (model.get_submodule(home), theirs)
     views = [_view(model, backbone, plan, ranges, stage) for stage in own]
-    gone = {name: without_values(whole[name]) for name in find_stand_ins(model)}
+    gone = {name: without_values(whole[name]) for name in stand_ins}
     if kept is None:
         return views, RemoteModules(gone)
     views[-1].modules.append(kept)  # so that FSDP2 shards the one parameter under both its names

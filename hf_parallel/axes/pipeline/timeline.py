@@ -527,10 +527,16 @@ def render_timeline(
     lines += [
         *_render_boxes(timeline),
         *time_axis(timeline.duration, _LEFT, foot, _PLOT),
-        *_render_legend(timeline, foot + 52),
-        "</svg>",
     ]
-    return "\n".join(lines) + "\n"
+    shown = {span.kind for span in timeline.spans if span.end > span.start}
+    x, y = float(_LEFT), foot + 52  # of the legend
+    for colour, label in [pair for kind, pair in COLOURS.items() if kind in shown] + [(IDLE, "idle")]:
+        lines.append(f'<rect class="key" x="{x}" y="{y - 11}" width="14" height="14" rx="2" fill="{colour}"/>')
+        lines.append(render_text_at(x + 20, y, label))
+        x += 44 + 6.6 * len(label)
+    if max(len({s.stage for s in timeline.spans if s.rank == rank}) for rank in range(timeline.ranks)) > 1:
+        lines.append(render_text_at(x, y, "lighter: a later stage of the same rank", fill=QUIET))
+    return "\n".join([*lines, "</svg>"]) + "\n"
 
 
 def _render_boxes(timeline: Timeline) -> Iterator[str]:
@@ -581,18 +587,6 @@ def time_axis(duration: float, left: float, y: float, wide: float, unit: str = "
         x = left + tick / duration * wide
         yield f'<path d="M{x:.2f} {y}v5" stroke="{LINE}"/>'
         yield render_text_at(x, y + 19, f"{tick:.6g}{unit}", fill=QUIET, anchor="middle", size=11)
-
-
-def _render_legend(timeline: Timeline, y: float) -> Iterator[str]:
-    shown = {span.kind for span in timeline.spans if span.end > span.start}
-    entries = [pair for kind, pair in COLOURS.items() if kind in shown] + [(IDLE, "idle")]
-    x = float(_LEFT)
-    for colour, label in entries:
-        yield f'<rect class="key" x="{x}" y="{y - 11}" width="14" height="14" rx="2" fill="{colour}"/>'
-        yield render_text_at(x + 20, y, label)
-        x += 44 + 6.6 * len(label)
-    if max(len({s.stage for s in timeline.spans if s.rank == rank}) for rank in range(timeline.ranks)) > 1:
-        yield render_text_at(x, y, "lighter: a later stage of the same rank", fill=QUIET)
 
 
 def render_text_at(

@@ -54,11 +54,18 @@ class TorchStage(PipelineStage):
 
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
-    ) -> Any:
+    ) -> None:
         kind = BACKWARD if full_backward else BACKWARD_INPUT
         # A checkpointed layer computes its forward again.
         with self.recorder.span(kind, self.stage_index, bwd_chunk_id), self.around(bwd_chunk_id):
-            return super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+            super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        if self.has_backward and not self.is_first:
+            # Zeros where there is no gradient: the stage before waits for a message.
+            known, like = self.bwd_cache[bwd_chunk_id], self.boundaries[bwd_chunk_id]
+            self.bwd_cache[bwd_chunk_id] = tuple(
+                torch.zeros_like(like, device=self.device, requires_grad=False) if one is None else one
+                for one in known
+            )
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         with self.recorder.span(BACKWARD_WEIGHT, self.stage_index, bwd_chunk_id), self.around(bwd_chunk_id):
@@ -139,14 +146,6 @@ class TorchStage(PipelineStage):
         self._set_buffers(self.grad_recv_info[bwd_chunk_id], None)
         return received
 
-    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        self._fill_gradients(bwd_chunk_id)
-        return super().get_bwd_send_ops(bwd_chunk_id)
-
-    def get_local_bwd_output(self, mb_index: int) -> object:
-        self._fill_gradients(mb_index)
-        return super().get_local_bwd_output(mb_index)
-
     def _set_buffers(self, infos: Iterable[_RecvInfo], like: torch.Tensor | None) -> None:
         """Make a buffer like this one for what comes from another stage; None: forget what has come."""
         for info in infos:
@@ -154,15 +153,6 @@ class TorchStage(PipelineStage):
             if not getattr(info, "is_root_arg", not hasattr(info, "buffer")):
                 buffer = None if like is None else torch.empty_like(like, device=self.device, requires_grad=False)
                 info.buffer = buffer
-
-    def _fill_gradients(self, chunk: int) -> None:
-        """Put zeros where there is no gradient: the stage before waits for a message."""
-        if self.has_backward and not self.is_first and chunk in self.bwd_cache:
-            known, like = self.bwd_cache[chunk], self.boundaries[chunk]
-            self.bwd_cache[chunk] = tuple(
-                torch.zeros_like(like, device=self.device, requires_grad=False) if one is None else one
-                for one in known
-            )
 
 
 # ---- When did which stage really run? Spans of one step on every rank, put together into a timeline -----------------

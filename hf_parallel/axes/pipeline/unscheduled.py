@@ -29,6 +29,7 @@ from hf_parallel.axes.pipeline.batches import (
     split_rows,
     tokens_of,
 )
+from hf_parallel.axes.pipeline.stage_runner import Session
 from hf_parallel.model.calls import Batch
 from hf_parallel.model.known_masks import share_known_mask
 from hf_parallel.ranks import messages
@@ -111,37 +112,6 @@ class Made:
 
 
 @dataclass(eq=False)
-class Session:
-    """Who answers when a script, on the last stage, calls the backbone of a pipelined model."""
-
-    engine: StageRunner
-
-    def run(self, script: Callable[[], T]) -> T:
-        """`script()`, on the last stage, inside its FSDP2 root: there embedding, norm and head are whole."""
-        with self.active():
-            return self.within(self.engine, script)
-
-    @contextlib.contextmanager
-    def active(self) -> Iterator[None]:
-        """Tell models that a script runs on this stage alone."""
-        pipelines = self.engine.pipelines
-        former, pipelines.session = pipelines.session, self
-        try:
-            yield
-        finally:
-            pipelines.session = former
-
-    def within(self, engine: StageRunner, call: Callable[[], T]) -> T:
-        """`call()` inside the last stage of `engine`, for the model that trains or another one beside it."""
-        view, handler = engine.views[-1], functools.partial(self.answer, engine)
-        return engine.through(engine.stages[-1], lambda hidden, i: engine.enter(view, handler, call))
-
-    def answer(self, engine: StageRunner, kwargs: Batch) -> ModelOutput:
-        """The output of the backbone for one call."""
-        raise NotImplementedError
-
-
-@dataclass(eq=False)
 class Serving(Session):
     """Every call runs through all stages at once; see the module's docstring."""
 
@@ -217,7 +187,8 @@ class Serving(Session):
 
 def serve_script(engine: StageRunner, batch: Batch, script: Callable[[], object]) -> tuple[ModelOutput, list[Made]]:
     """Return on every rank what `script` returns on the last stage, and the calls it made. Collective."""
-    grad, held = torch.is_grad_enabled(), engine.held_run()
+    grad, gradients = torch.is_grad_enabled(), engine.services.held
+    held = None if gradients is None else gradients.run()
     free(engine)  # of a call whose backward has not come: weights may have changed since
     session, control, source = Serving(engine, batch), engine.control, engine.last_rank
     result: object = None
