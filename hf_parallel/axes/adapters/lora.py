@@ -55,14 +55,10 @@ class Adapted(nn.Module):
 
     def forward(self, x: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
         base = self.base_layer
-        base.only_added = _is_purely_additive(self)
+        variants = getattr(self, "lora_variant", {}) or any(getattr(self, "use_dora", {}).values())
+        # Adapters without magnitudes add to the base's product without reading it.
+        base.only_added = hasattr(self, "lora_A") and not variants
         return base.leave(super().forward(base.enter(x), *args, **kwargs))
-
-
-def _is_purely_additive(wrapper: nn.Module) -> bool:
-    """Do its adapters add to the base's product without reading it, as those without magnitudes do?"""
-    variants = getattr(wrapper, "lora_variant", {}) or any(getattr(wrapper, "use_dora", {}).values())
-    return hasattr(wrapper, "lora_A") and not variants
 
 
 class AdaptedEmbedding(nn.Module):

@@ -64,15 +64,16 @@ class AdaptedExperts(nn.Module):
         if not names:
             yield
             return
-        with add_to_tensor(self.get_base_layer(), self.parameter_name, lambda: self._take_own_part(names)):
+        with add_to_tensor(
+            self.get_base_layer(),
+            self.parameter_name,
+            lambda: functools.reduce(torch.add, map(self._multiply_factors, names)),
+        ):
             yield
 
-    def _take_own_part(self, names: list[str]) -> torch.Tensor:
-        halves = ((self.lora_A[name].weight, self.lora_B[name].weight, self.scaling[name]) for name in names)
-        return functools.reduce(torch.add, (self._multiply_factors(*each) for each in halves))
-
-    def _multiply_factors(self, down: torch.Tensor, up: torch.Tensor, scaling: float) -> torch.Tensor:
-        base = self.get_base_layer()
+    def _multiply_factors(self, adapter: str) -> torch.Tensor:
+        """Return what an adapter adds to this rank's part of the weight."""
+        base, down, up = self.get_base_layer(), self.lora_A[adapter].weight, self.lora_B[adapter].weight
         group = base.region.group if isinstance(base, SplitExperts) else base.sharing.tp_group
         if group is not None:
             down, up = copy_weight_to_group(down, group), copy_weight_to_group(up, group)
@@ -82,18 +83,14 @@ class AdaptedExperts(nn.Module):
             down = down.narrow(0, base.first, base.num_experts)
             up = up.narrow(2, base.first, base.num_experts)
         else:
-            rows = _get_own_rows(base, self.parameter_name).to(down.device)
+            # The columns or rows of the weight that this rank has, as the model counts them.
+            order: StoredOrder | None = getattr(base, "stored_orders", {}).get(self.parameter_name)
+            rows = torch.arange(base.expert_facts.width) if order is None else order.rows
+            rows = rows.chunk(base.region.group.size())[base.region.group.rank()].to(down.device)
             by_outputs = base.expert_facts.widths[self.parameter_name] == (2 if base.is_transposed else 1)
             down, up = (down, up[rows]) if by_outputs else (down[:, :, rows], up)
-        return torch.einsum("ore,eri->eio" if base.is_transposed else "ore,eri->eoi", up, down) * scaling
-
-
-def _get_own_rows(base: SplitExperts, name: str) -> torch.Tensor:
-    """Return the columns or rows of a weight that this rank has, as the model counts them."""
-    order: StoredOrder | None = getattr(base, "stored_orders", {}).get(name)
-    group, facts = base.region.group, base.expert_facts
-    rows = torch.arange(facts.width) if order is None else order.rows
-    return rows.chunk(group.size())[group.rank()]
+        equation = "ore,eri->eio" if base.is_transposed else "ore,eri->eoi"
+        return torch.einsum(equation, up, down) * self.scaling[adapter]
 
 
 def can_adapt(base: nn.Module, name: str) -> bool:
@@ -143,18 +140,15 @@ class AdaptedWeight(nn.Module):
         total = weight = get_local(self.base_layer._parameters[self.parameter_name])
         for adapter in active:
             if adapter in self.lora_A:
-                product = _get_factor_of_rank(self.lora_B[adapter]) @ _get_factor_of_rank(self.lora_A[adapter])
-                total = total + (product * self.scaling[adapter]).to(weight.dtype)
+                # Of a whole factor beside a cut one each rank has a part of the gradient.
+                up, down = (
+                    copy_weight_to_group(half.weight, half.region.group)
+                    if isinstance(half, WholeAdapter)
+                    else get_local(half.weight)
+                    for half in (self.lora_B[adapter], self.lora_A[adapter])
+                )
+                total = total + (up @ down * self.scaling[adapter]).to(weight.dtype)
         return total
-
-
-def _get_factor_of_rank(half: nn.Linear | WholeAdapter) -> torch.Tensor:
-    """A or B for this rank's part: of a whole one beside a cut one each rank has a part of the gradient."""
-    return (
-        copy_weight_to_group(half.weight, half.region.group)
-        if isinstance(half, WholeAdapter)
-        else get_local(half.weight)
-    )
 
 
 def split_weight(wrapper: Any, mesh: DeviceMesh, device: torch.device) -> None:
@@ -164,8 +158,11 @@ def split_weight(wrapper: Any, mesh: DeviceMesh, device: torch.device) -> None:
         put_in_front(AdaptedWeight, wrapper)
     if base in base.region.columns:
         base.region.columns[base] = wrapper.column
-    dim = _cut_dim(base)
-    if dim is None:
+    if isinstance(base, ColumnParallel | VocabParallel):
+        dim = int(isinstance(base, Conv1D))
+    elif isinstance(base, RowParallel):
+        dim = int(not isinstance(base, Conv1D))
+    else:
         return
     for adapter in wrapper.lora_A:
         halves = wrapper.lora_B[adapter], wrapper.lora_A[adapter]  # with the rows and the columns of the weight
@@ -180,9 +177,3 @@ def can_split_weight_adapter(base: nn.Module, name: str) -> bool:
         return False
     known = ColumnParallel | RowParallel | SharedHeads | VocabParallel | HeadsEmbedding | PartialGradient
     return isinstance(base, known) and name == "weight"
-
-
-def _cut_dim(base: nn.Module) -> int | None:
-    if isinstance(base, ColumnParallel | VocabParallel):
-        return int(isinstance(base, Conv1D))
-    return int(not isinstance(base, Conv1D)) if isinstance(base, RowParallel) else None

@@ -20,7 +20,7 @@ from hf_parallel.model.anatomy import get_text_config, read_head_width_of
 
 if TYPE_CHECKING:
     from torch import nn
-    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import PreTrainedModel
 
     from hf_parallel.ask.config import ParallelConfig
     from hf_parallel.axes.axis import Building
@@ -80,13 +80,10 @@ def choose_named_kernel(config: ParallelConfig, anatomy: Anatomy, facts: Attenti
         refuse(asked, f"{anatomy.name} is not a transformers model", f"attention={AUTO}")
     reason = find_what_torch_flash_lacks(facts) if name == TORCH_FLASH else _find_missing_feature(name, facts)
     if reason is not None:
-        refuse(asked, reason, f"attention={AUTO}" if config.cp_size > 1 else _suggest_other_kernel(name, facts))
+        plain = facts.softcap is None and not facts.sinks
+        other = AUTO if config.cp_size > 1 else "sdpa" if plain and name != "sdpa" else "eager"
+        refuse(asked, reason, f"attention={other}")
     return Kernel(name)
-
-
-def _suggest_other_kernel(name: str, facts: AttentionFacts) -> str:
-    plain = facts.softcap is None and not facts.sinks
-    return "attention=sdpa" if plain and name != "sdpa" else "attention=eager"
 
 
 def _find_missing_feature(name: str, facts: AttentionFacts) -> str | None:
@@ -140,10 +137,6 @@ def find_reason_against_torch_flash(facts: AttentionFacts) -> str | None:
         return "the model's own, because its loss predicts spans and so reads outputs at padding"
     if not facts.text:
         return "the model's own, because it reads more than tokens and may let some attend to later ones"
-    return _find_reason_against_cuda_kernels(facts)
-
-
-def _find_reason_against_cuda_kernels(facts: AttentionFacts) -> str | None:
     if facts.dtype not in (torch.float16, torch.bfloat16):
         dtype = str(facts.dtype).removeprefix("torch.")
         return f"weights are in {dtype}; under autocast to 16 bits attention=torch_flash works"
@@ -202,13 +195,16 @@ def read_attention(model: PreTrainedModel, config: ParallelConfig) -> AttentionF
     if not hasattr(model, "set_attn_implementation"):
         return None
     own = get_text_config(model)
-    device, capability = _read_device_capability()
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    device = "cpu" if found is None else found.type
+    wide, heads = getattr(own, "hidden_size", 0), getattr(own, "num_attention_heads", None)
+    width = getattr(own, "qk_head_dim", None) or read_head_width_of(own)  # the first of latent attention
     return AttentionFacts(
         own=model.config._attn_implementation or "eager",
         interface=can_use_registries(model),
         text=own is model.config and not getattr(own, "is_encoder_decoder", False),
         spans="start_positions" in inspect.signature(model.forward).parameters,
-        head_size=_read_head_size(own),
+        head_size=int(width or (wide // heads if isinstance(heads, int) and heads else 0)),
         softcap=getattr(own, "attn_logit_softcapping", None) or None,
         dropout=read_score_dropout(own),
         window=read_sliding_window(own),
@@ -217,23 +213,9 @@ def read_attention(model: PreTrainedModel, config: ParallelConfig) -> AttentionF
         if config.attention in (AUTO, TORCH_FLASH)
         else _find_reason_of_transformers(model, config.attention),
         device=device,
-        capability=capability,
+        capability=torch.cuda.get_device_capability() if device == "cuda" else (0, 0),
         dtype=getattr(model, "dtype", torch.float32),
     )
-
-
-def _read_head_size(config: PretrainedConfig) -> int:
-    wide, heads = getattr(config, "hidden_size", 0), getattr(config, "num_attention_heads", None)
-    if getattr(config, "qk_head_dim", None):  # latent attention
-        return int(config.qk_head_dim)
-    return int(read_head_width_of(config) or (wide // heads if isinstance(heads, int) and heads else 0))
-
-
-def _read_device_capability() -> tuple[str, tuple[int, int]]:
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if found is None:
-        return "cpu", (0, 0)
-    return found.type, torch.cuda.get_device_capability() if found.type == "cuda" else (0, 0)
 
 
 def _find_reason_of_transformers(model: nn.Module, name: str) -> str | None:
@@ -259,12 +241,10 @@ class Attention(Axis["AttentionFacts", "Kernel | None"]):
 
     def read(self, model: nn.Module, config: ParallelConfig) -> AttentionFacts | None:
         """Read how a model's attentions are built; None if it is not one of transformers."""
-
         return read_attention(model, config)
 
     def resolve(self, config: ParallelConfig, anatomy: Anatomy, facts: AttentionFacts | None) -> Kernel | None:
         """The kernel and why, or the SpecError that says what it lacks."""
-
         kernel = (
             choose_kernel_for_auto(config, facts)
             if config.attention == AUTO

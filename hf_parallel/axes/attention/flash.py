@@ -63,17 +63,6 @@ class Pack:
         return Call(slice(None), slice(None), (self.boundaries,) * 2, (self.longest,) * 2, window)
 
 
-def make_pack(layout: Layout, device: torch.device) -> Pack:
-    """Made once per batch."""
-    lengths = torch.tensor([length for row in layout.rows for length in row.lengths])
-    boundaries = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
-    tokens = None
-    if any(row.order is not None for row in layout.rows):
-        inside = [row.tokens()[: sum(row.lengths)] + i * row.length for i, row in enumerate(layout.rows)]
-        tokens = upload(torch.cat(inside), device)
-    return Pack(upload(boundaries, device), int(lengths.max()), tokens)
-
-
 def attend(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -188,9 +177,15 @@ class Documents:
         return any(row.order is not None for row in self.layout.rows)
 
     def pack(self, device: torch.device) -> Pack:
-        """Return the documents as the variable-length kernel wants them."""
+        """Return the documents as the variable-length kernel wants them; made once per batch."""
         if device not in self._packs:
-            self._packs[device] = make_pack(self.layout, device)
+            rows, tokens = self.layout.rows, None
+            lengths = torch.tensor([length for row in rows for length in row.lengths])
+            boundaries = F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
+            if self.moved:
+                inside = [row.tokens()[: sum(row.lengths)] + i * row.length for i, row in enumerate(rows)]
+                tokens = upload(torch.cat(inside), device)
+            self._packs[device] = Pack(upload(boundaries, device), int(lengths.max()), tokens)
         return self._packs[device]
 
     def within(self, boundaries: torch.Tensor | None) -> Documents:
@@ -234,26 +229,19 @@ def make_flash_mask(
         attention_mask = None
     causal = "allow_is_bidirectional_skip" not in kwargs
     if causal and mask_function is not None and not kwargs.get("allow_is_causal_skip", True):
-        numbers = _number_documents(mask_function, batch_size, q_length, kwargs["device"])
+        # The document of each token [rows, length], on the host: a new one where it does not see the token before.
+        row = torch.arange(batch_size, device=kwargs["device"])[:, None]
+        later, head = torch.arange(1, q_length, device=kwargs["device"])[None], torch.zeros_like(row)
+        pairs = mask_function(row, head, later, later - 1), mask_function(row, head, later - 1, later)
+        sees_before, sees_later = torch.stack([seen.expand(batch_size, q_length - 1) for seen in pairs]).cpu()
+        if bool(sees_later.any()):
+            _refuse_call("tokens that see later ones, such as those of an image,")
+        numbers = F.pad((~sees_before).cumsum(-1), (1, 0))
         if attention_mask is not None:
             numbers = numbers.masked_fill(~attention_mask.bool().cpu(), -1)
         return Documents.of(read_numbered_rows(numbers))
     shape = batch_size, q_length
     return Documents.of(make_unpacked_rows(*shape) if attention_mask is None else find(shape, attention_mask, None))
-
-
-def _number_documents(
-    function: Callable[..., torch.Tensor], rows: int, length: int, device: torch.device
-) -> torch.Tensor:
-    """The document of each token [rows, length], on the host: a new one where a token does not see the one before."""
-    row = torch.arange(rows, device=device)[:, None]
-    later = torch.arange(1, length, device=device)[None]
-    head = torch.zeros_like(row)
-    pairs = function(row, head, later, later - 1), function(row, head, later - 1, later)
-    sees_before, sees_later = torch.stack([seen.expand(rows, length - 1) for seen in pairs]).cpu()
-    if bool(sees_later.any()):
-        _refuse_call("tokens that see later ones, such as those of an image,")
-    return F.pad((~sees_before).cumsum(-1), (1, 0))
 
 
 def _refuse_call(what: str) -> None:
@@ -284,10 +272,12 @@ def run_flash_attention(
     """[b, h, n, d] queries, [b, h / g, n, d] keys and values -> [b, n, h, d]."""
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     query, key, value = cast_as_autocast(query), cast_as_autocast(key), cast_as_autocast(value)
-    documents = _find_documents(query, key, attention_mask)
-    if documents is None:
-        seen = None if isinstance(attention_mask, Documents) else attention_mask
-        out = attend_in_one_process(query, key, value, seen, dropout, scaling, softcap, s_aux, causal)
+    if isinstance(attention_mask, Documents):
+        documents = attention_mask
+    elif attention_mask is None and query.shape[2] == key.shape[2] > 1:  # no mask: rows of one document
+        documents = Documents.of(make_unpacked_rows(query.shape[0], query.shape[2]))
+    else:
+        out = attend_in_one_process(query, key, value, attention_mask, dropout, scaling, softcap, s_aux, causal)
         return out.transpose(1, 2).contiguous(), None
     documents = documents.within(cu_seq_lens_q)
     low, high = compute_limits(causal, sliding_window, documents.layout)
@@ -298,15 +288,6 @@ def run_flash_attention(
     else:
         out = _attend_by_documents(query, key, value, s_aux, scaling, low, high, documents)
     return out.transpose(1, 2).contiguous(), None
-
-
-def _find_documents(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | Documents | None) -> Documents | None:
-    """Return the documents of a call that has some; a model that makes no mask has rows of one document."""
-    if isinstance(mask, Documents):
-        return mask
-    if mask is None and q.shape[2] == k.shape[2] > 1:
-        return Documents.of(make_unpacked_rows(q.shape[0], q.shape[2]))
-    return None
 
 
 def _attend_by_documents(
@@ -322,15 +303,12 @@ def _attend_by_documents(
     width, scale = v.shape[-1], q.shape[-1] ** -0.5 if scale is None else scale
     q, k, v = pad_to_one_width(q, k, v)
     if can_take_queries(q):
-        out = attend(q, k, v, sinks, scale, _convert_window(low, high), documents.pack(q.device))
+        # Tokens before and after a query that it sees; -1 for all.
+        window = (-1 if high == float("inf") else int(high), -1 if low == -float("inf") else int(-low))
+        out = attend(q, k, v, sinks, scale, window, documents.pack(q.device))
     else:
         out = _attend_by_tiles(q, k, v, sinks, scale, Ring(documents.layout, None, low, high), documents.moved)
     return out[..., :width]
-
-
-def _convert_window(low: float, high: float) -> tuple[int, int]:
-    """Tokens before and after a query that it sees; -1 for all."""
-    return -1 if high == float("inf") else int(high), -1 if low == -float("inf") else int(-low)
 
 
 def _attend_by_tiles(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -62,15 +63,43 @@ class Experts(Axis["MixtureFacts", ExpertPart]):
         return MixtureFacts(found, balanced, balanced and bool(getattr(model.config, "output_router_logits", False)))
 
     def resolve(self, config: ParallelConfig, anatomy: Anatomy, facts: MixtureFacts) -> ExpertPart | None:
-        """Give each rank equally many experts."""
-        if config.ep_size > 1:
-            _check_expert_counts(config, anatomy, facts.experts)
+        """Give each rank equally many experts.
+
+        Raises:
+            SpecError: there are no experts, or ranks cannot hold or limit them.
+        """
         factor, waits = config.expert_capacity_factor, facts.asked and config.pp_size > 1
+        none = f"{anatomy.name} has no experts that transformers keeps side by side"
+        asked = f"ep_size={config.ep_size}"
+        if config.ep_size > 1 and not facts.experts:
+            refuse(asked, none, "ep_size=1")
+        if config.ep_size > 1 and anatomy.replaced_forward is not None:
+            why = f"{anatomy.replaced_forward} has a forward of its own, which would not communicate"
+            refuse(asked, why, "ep_size=1")
+        for name, of_layer in facts.experts.items() if config.ep_size > 1 else ():
+            if of_layer.dense:
+                refuse(asked, f"{of_layer.kind} computes every expert for every token, so none travels", "ep_size=1")
+            if of_layer.count % config.ep_size:
+                # The next smaller number of ranks that divides so many experts, and the ranks there are.
+                inner, ranks, count = config.cp_size * config.tp_size, config.expert_ranks, of_layer.count
+                smaller = range(inner, config.ep_size)
+                fewer = max((n for n in smaller if n % inner == count % n == ranks % n == 0), default=1)
+                refuse(asked, f"does not divide the {count} experts of {name}", f"ep_size={fewer}")
+            if of_layer.unknown:
+                refuse(asked, f"what {of_layer.kind} does with its {of_layer.unknown[0]} is not known", "ep_size=1")
         if factor is not None:
-            _check_capacity(factor, anatomy, facts.experts)
-        if factor is not None and config.shares_batches:
-            why = f"expert_capacity_factor={factor:g} gives each data rank as much room"
-            refuse(f"batch_shares={config.batch_shares}", why, "batch_shares=even")
+            asked, works = f"expert_capacity_factor={factor:g}", "leave it out"
+            dense = next((of_layer.kind for of_layer in facts.experts.values() if of_layer.dense), None)
+            if not facts.experts:
+                refuse(asked, none, do=works)
+            if dense is not None:
+                refuse(asked, f"{dense} computes every expert for every token, so none is dropped", do=works)
+            if config.shares_batches:
+                refuse(
+                    f"batch_shares={config.batch_shares}",
+                    f"{asked} gives each data rank as much room",
+                    "batch_shares=even",
+                )
         return ExpertPart(facts.experts, config.ep_size, facts.balanced, waits, factor) if facts.experts else None
 
     def notes(self, part: ExpertPart) -> list[str]:
@@ -89,58 +118,32 @@ class Experts(Axis["MixtureFacts", ExpertPart]):
     def finish(self, model: PreTrainedModel, part: ExpertPart | None, building: Building) -> None:
         """Balance experts over all data ranks and stages, count how evenly tokens fall on them, limit their room."""
         from hf_parallel.axes.experts.balance import (
+            LOAD,
             Capacity,
+            ExpertLoad,
             StageBalance,
             balance_over_data_ranks,
-            limit_experts,
-            watch_load,
         )
+        from hf_parallel.model.anatomy import has_own_parameters
+        from hf_parallel.model.experts import iterate_experts
 
         if part is None:
             return
         mesh, count = building.mesh, max(facts.count for facts in part.experts.values())
         limit = part.capacity_factor
         capacity = None if limit is None else Capacity(limit, mesh, building.sequence_flag)
-        watch_load(model, count, mesh, capacity)
+        own = [module for _, module in iterate_experts(model) if has_own_parameters(module)]
+        vars(model)[LOAD] = ExpertLoad(own, count, mesh, capacity)  # counts from here on
         if capacity is not None:
-            limit_experts(model, part.experts, capacity)
+            for name, facts in part.experts.items():
+                module = model.get_submodule(name)
+                if has_own_parameters(module):  # not where another stage holds it
+                    module.register_forward_pre_hook(functools.partial(capacity.limit, facts.count))
         if part.balanced and building.pipeline is not None:
             last_rank = building.pipeline.last_rank
             building.services.balance = StageBalance(model, count, mesh, last_rank, building.whole_tokens)
         elif part.balanced and mesh.data_size > 1:
             balance_over_data_ranks(model, mesh)
-
-
-def _check_capacity(factor: float, anatomy: Anatomy, experts: dict[str, ExpertFacts]) -> None:
-    asked, works = f"expert_capacity_factor={factor:g}", "leave it out"
-    if not experts:
-        refuse(asked, f"{anatomy.name} has no experts that transformers keeps side by side", do=works)
-    for facts in experts.values():
-        if facts.dense:
-            refuse(asked, f"{facts.kind} computes every expert for every token, so none is dropped", do=works)
-
-
-def _check_expert_counts(config: ParallelConfig, anatomy: Anatomy, experts: dict[str, ExpertFacts]) -> None:
-    asked = f"ep_size={config.ep_size}"
-    if not experts:
-        refuse(asked, f"{anatomy.name} has no experts that transformers keeps side by side", "ep_size=1")
-    if anatomy.replaced_forward is not None:
-        refuse(asked, f"{anatomy.replaced_forward} has a forward of its own, which would not communicate", "ep_size=1")
-    for name, facts in experts.items():
-        if facts.dense:
-            refuse(asked, f"{facts.kind} computes every expert for every token, so none travels", "ep_size=1")
-        if facts.count % config.ep_size:
-            works = _suggest_ep_size(facts.count, config)
-            refuse(asked, f"does not divide the {facts.count} experts of {name}", f"ep_size={works}")
-        if facts.unknown:
-            refuse(asked, f"what {facts.kind} does with its {facts.unknown[0]} is not known", "ep_size=1")
-
-
-def _suggest_ep_size(count: int, config: ParallelConfig) -> int:
-    """The next smaller number of ranks that divides so many experts, and the ranks there are."""
-    inner, ranks = config.cp_size * config.tp_size, config.expert_ranks
-    fits = (n for n in range(inner, config.ep_size) if n % inner == 0 and count % n == 0 and ranks % n == 0)
-    return max(fits, default=1)
 
 
 EXPERTS = Experts()

@@ -22,14 +22,8 @@ import torch.distributed as dist
 from torch import nn
 
 from hf_parallel.axes.experts.layers import SharedOut
-from hf_parallel.model.anatomy import get_backbone_of, has_own_parameters
-from hf_parallel.model.experts import (
-    ExpertFacts,
-    balance_coefficient,
-    count_experts_per_token,
-    iterate_experts,
-    iterate_routers,
-)
+from hf_parallel.model.anatomy import get_backbone_of
+from hf_parallel.model.experts import balance_coefficient, count_experts_per_token, iterate_routers
 from hf_parallel.ranks import copy_to_group, reduce_from_group, start_all_gather
 from hf_parallel.ranks.mesh import ParallelMesh
 
@@ -60,8 +54,10 @@ def balance_over_data_ranks(model: nn.Module, mesh: ParallelMesh) -> None:
         logits, last[0] = getattr(output, "router_logits", None) or last[0], None  # TRL's fused head gives none on
         if not torch.is_tensor(getattr(output, "aux_loss", None)) or logits is None:
             return output
-        exact = balance_loss(logits, top_k, given.get("attention_mask"), mesh.data_group)
-        return with_exact(module, output, exact)
+        sums, group = torch.cat(balance_sums(logits, top_k, given.get("attention_mask"))), mesh.data_group
+        # Forward and backward a sum: each rank's loss has all in it.
+        sums = copy_to_group(reduce_from_group(sums, group), group)
+        return with_exact(module, output, compute_loss_of_sums(sums))
 
     if (backbone := get_backbone_of(model)) is not None:
         backbone.register_forward_hook(keep)
@@ -77,20 +73,6 @@ def with_exact(model: PreTrainedModel, output: ModelOutput, exact: torch.Tensor)
     return output
 
 
-def balance_loss(
-    router_logits: tuple[torch.Tensor, ...], top_k: int, mask: torch.Tensor | None, group: dist.ProcessGroup | None
-) -> torch.Tensor:
-    """The auxiliary loss of layers' logits [tokens, experts] over the ranks of a group.
-
-    Args:
-        mask: which tokens count, [rows, length]; None: all.
-    """
-    sums = torch.cat(balance_sums(router_logits, top_k, mask))
-    if group is not None:
-        sums = copy_to_group(reduce_from_group(sums, group), group)  # forward and backward a sum: each has all in it
-    return compute_loss_of_sums(sums)
-
-
 def compute_loss_of_sums(sums: torch.Tensor) -> torch.Tensor:
     """The auxiliary loss of what `balance_sums` counts, of which probabilities alone have a gradient."""
     experts = len(sums) // 2
@@ -99,7 +81,12 @@ def compute_loss_of_sums(sums: torch.Tensor) -> torch.Tensor:
 
 
 def balance_sums(logits: Sequence[torch.Tensor], top_k: int, mask: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-    """Return each expert's choices, the sums of its probabilities, and the number of tokens, over all layers."""
+    """Return each expert's choices, the sums of its probabilities, and the number of tokens, over all layers.
+
+    Args:
+        logits: of each layer, [tokens, experts].
+        mask: which tokens count, [rows, length]; None: all.
+    """
     device = logits[0].device
     counted = logits[0].new_ones(len(logits[0]), dtype=torch.float32)
     if mask is not None:
@@ -137,32 +124,25 @@ class Capacity:
         if not module.training:
             return None
         hidden, index, weights = args
-        kept = self.kept(index, experts)
-        self.sums = self.sums.to(index.device)
-        self.sums += torch.stack([(~kept).sum(), kept.new_ones((), dtype=torch.long) * kept.numel()])
-        shown = index if not isinstance(module, SharedOut) else index.masked_fill(~kept, experts)
-        return hidden, shown, weights * kept
-
-    def kept(self, index: torch.Tensor, experts: int) -> torch.Tensor:
-        """Return the pairs of `index` [tokens, k] for which there is room, over all ranks."""
         chosen = index.flatten()
         order = chosen.argsort(stable=True)
         own = chosen.new_zeros(experts).scatter_add_(0, chosen, torch.ones_like(chosen))
         place = torch.empty_like(chosen)
         place[order] = torch.arange(len(chosen), device=index.device) - (own.cumsum(0) - own)[chosen[order]]
-        before, total = self._count_over_ranks(own * (not is_absent()))
-        room = torch.ceil(self.factor * total.sum().double() / experts)
-        return (place + before[chosen] < room).view(index.shape)
-
-    def _count_over_ranks(self, own: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return how many tokens of each expert the ranks before this one have, and all: from the nearest ranks on."""
+        # How many tokens of each expert the ranks before this one have, and all: from the nearest ranks on.
         parts = [self.mesh.group("tp")] if self._switch is not None and self._switch.on else []
-        groups = [*parts, self.mesh.group("cp"), self.mesh.data_group]
-        before, total = torch.zeros_like(own), own
-        for group in (group for group in groups if group.size() > 1):
-            theirs = start_all_gather(total, group).wait()
-            before, total = before + theirs[: group.rank()].sum(0), theirs.sum(0)
-        return before, total
+        total = own * (not is_absent())
+        before = torch.zeros_like(total)
+        for group in (*parts, self.mesh.group("cp"), self.mesh.data_group):
+            if group.size() > 1:
+                theirs = start_all_gather(total, group).wait()
+                before, total = before + theirs[: group.rank()].sum(0), theirs.sum(0)
+        room = torch.ceil(self.factor * total.sum().double() / experts)
+        kept = (place + before[chosen] < room).view(index.shape)  # the pairs for which there is room, over all ranks
+        self.sums = self.sums.to(index.device)
+        self.sums += torch.stack([(~kept).sum(), kept.new_ones((), dtype=torch.long) * kept.numel()])
+        shown = index if not isinstance(module, SharedOut) else index.masked_fill(~kept, experts)
+        return hidden, shown, weights * kept
 
     def read(self) -> float:
         """The share of pairs that were dropped. Collective over all ranks."""
@@ -172,18 +152,11 @@ class Capacity:
         return dropped / max(1, all_)
 
 
-def limit_experts(model: nn.Module, experts: dict[str, ExpertFacts], capacity: Capacity) -> None:
-    """From here on experts of `model` drop what they have no room for."""
-    for name, facts in experts.items():
-        module = model.get_submodule(name)
-        if has_own_parameters(module):  # not where another stage holds it
-            module.register_forward_pre_hook(functools.partial(capacity.limit, facts.count))
-
-
 # ---- How evenly tokens fall on experts: counted on the device while a model trains, read when something is logged
 
 
-_PLACE = "_hf_parallel_expert_load"
+#: The attribute of a model that holds its `ExpertLoad`.
+LOAD = "_hf_parallel_expert_load"
 
 
 class ExpertLoad:
@@ -230,15 +203,9 @@ class ExpertLoad:
         }
 
 
-def watch_load(model: nn.Module, experts: int, mesh: ParallelMesh, capacity: Capacity | None) -> None:
-    """Count from here on."""
-    own = [module for _, module in iterate_experts(model) if has_own_parameters(module)]
-    vars(model)[_PLACE] = ExpertLoad(own, experts, mesh, capacity)
-
-
 def load_of(model: PreTrainedModel) -> ExpertLoad | None:
     """Return the counts of a model with experts."""
-    return getattr(model, _PLACE, None)
+    return getattr(model, LOAD, None)
 
 
 # ---- The auxiliary loss of a model whose layers are on several stages: that of all layers, rows and data ranks
@@ -266,7 +233,23 @@ class StageBalance:
         self.logits: list[torch.Tensor] | None = None  # of the layers of the pass in progress
         for _, router, index in iterate_routers(model):
             router.register_forward_hook(functools.partial(self._collect, index))
-        _put_right(model, self)
+        # The loss is put right on the last stage, inside of what a pipeline makes of the model's forward.
+        forward = model.forward
+
+        @functools.wraps(forward)
+        def exact(*args: object, **kwargs: object) -> torch.Tensor:
+            output = forward(*args, **kwargs)
+            own = torch.is_tensor(getattr(output, "aux_loss", None))
+            return with_exact(model, output, self.exact) if own and self.exact is not None else output
+
+        def of_others(module: nn.Module, args: tuple, output: ModelOutput) -> ModelOutput:
+            """Put right a balance of stand-ins, made around the model later: TRL's fused head keeps no logits."""
+            foreign = not hasattr(output, "router_logits") and not getattr(output, "is_balanced", False)
+            own = torch.is_tensor(getattr(output, "aux_loss", None))
+            return with_exact(model, output, self.exact) if foreign and own and self.exact is not None else output
+
+        model.forward = exact
+        model.register_forward_hook(of_others)
 
     def call(self) -> CallBalance:
         """Nothing counted yet."""
@@ -343,23 +326,3 @@ class _Along(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Context, gradient: torch.Tensor) -> tuple:
         return gradient, ctx.factors, None
-
-
-def _put_right(model: PreTrainedModel, balance: StageBalance) -> None:
-    """On the last stage, inside of what a pipeline makes of `model`'s forward."""
-    forward = model.forward
-
-    @functools.wraps(forward)
-    def exact(*args: object, **kwargs: object) -> torch.Tensor:
-        output = forward(*args, **kwargs)
-        own = torch.is_tensor(getattr(output, "aux_loss", None))
-        return with_exact(model, output, balance.exact) if own and balance.exact is not None else output
-
-    def of_others(module: nn.Module, args: tuple, output: ModelOutput) -> ModelOutput:
-        """Put right a balance of stand-ins, made around the model later: TRL's fused head keeps no logits."""
-        foreign = not hasattr(output, "router_logits") and not getattr(output, "is_balanced", False)
-        own = torch.is_tensor(getattr(output, "aux_loss", None))
-        return with_exact(model, output, balance.exact) if foreign and own and balance.exact is not None else output
-
-    model.forward = exact
-    model.register_forward_hook(of_others)

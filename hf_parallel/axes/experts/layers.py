@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -66,7 +65,10 @@ def send(
     own = torch.zeros(count + 1, dtype=torch.long, device=tokens.device)
     own = own.scatter_add_(0, chosen, torch.ones_like(chosen))[:count].view(ranks, -1)
     theirs = exchange_counts(own, group)
-    sent, received = _count_sizes(own, theirs, len(chosen))
+    if isinstance(own, FakeTensor):  # of tensors without values equally many go to each rank, and come from it
+        sent = received = [len(chosen) // ranks + (rank < len(chosen) % ranks) for rank in range(ranks)]
+    else:
+        sent, received = torch.stack([own.sum(1), theirs.sum(1)]).tolist()
     leaving = tokens[order[: sum(sent)] // experts.shape[-1]]
     if meanwhile is None:
         rows = exchange(leaving, sent, received, group)
@@ -74,15 +76,6 @@ def send(
         rows = exchange_during(leaving, sent, received, group, meanwhile)
     local = torch.arange(count // ranks, device=tokens.device).repeat(ranks)
     return Arrived(rows, local.repeat_interleave(theirs.flatten(), output_size=len(rows)), order, sent, received)
-
-
-def _count_sizes(own: torch.Tensor, theirs: torch.Tensor, pairs: int) -> tuple[list[int], list[int]]:
-    """Count the pairs that go to each rank, and come from each; of tensors without values equally many."""
-    if isinstance(own, FakeTensor):
-        even = [pairs // len(own) + (rank < pairs % len(own)) for rank in range(len(own))]
-        return even, even
-    sent, received = torch.stack([own.sum(1), theirs.sum(1)]).tolist()
-    return sent, received
 
 
 def bring_back(
@@ -107,14 +100,12 @@ class Shares:
 
     def own(self, tensor: torch.Tensor) -> torch.Tensor:
         """[count, …] -> this rank's rows."""
-        return split_sequence(self._pad_rows(tensor, self.size * self.group.size()), self.group)[: self.real]
+        filled = F.pad(tensor, (0, 0, 0, self.size * self.group.size() - len(tensor)))
+        return split_sequence(filled, self.group)[: self.real]
 
     def joined(self, tensor: torch.Tensor) -> torch.Tensor:
         """This rank's rows -> [count, …] on all ranks, which must go on to compute the same thing."""
-        return join_sequence(self._pad_rows(tensor, self.size), self.group)[: self.count]
-
-    def _pad_rows(self, tensor: torch.Tensor, rows: int) -> torch.Tensor:
-        return F.pad(tensor, (0, 0, 0, rows - len(tensor)))
+        return join_sequence(F.pad(tensor, (0, 0, 0, self.size - len(tensor))), self.group)[: self.count]
 
 
 # ---- Shared experts, which every token meets, computed while tokens travel to the others ----------------------------
@@ -136,40 +127,17 @@ class Early(nn.Module):
         self.done = None
         self.done = tokens, self(tokens)
 
-    @contextlib.contextmanager
-    def unless_stopped(self) -> Iterator[None]:
-        """A checkpoint stops its second run as soon as it has what it needs: nobody asks, and nothing may be kept."""
-        try:
-            yield
-        except BaseException:
-            self.done = None
-            raise
-
     @torch.compiler.disable  # ahead, too, they run outside of the graphs of a layer
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:  # around hooks, which have run then
         done, self.done = self.done, None
-        if done is not None and _is_same_memory(done[0], hidden):
-            return done[1].view(hidden.shape)
+        if done is not None:
+            tokens, values = done
+            # Are both views of the same values?
+            same = tokens.untyped_storage()._cdata == hidden.untyped_storage()._cdata
+            same = same and tokens.storage_offset() == hidden.storage_offset() and tokens.numel() == hidden.numel()
+            if same and tokens.is_contiguous() and hidden.is_contiguous():
+                return values.view(hidden.shape)
         return super().__call__(hidden)
-
-
-def _is_same_memory(tokens: torch.Tensor, hidden: torch.Tensor) -> bool:
-    """Views of the same values?"""
-    same = tokens.untyped_storage()._cdata == hidden.untyped_storage()._cdata
-    return same and tokens.storage_offset() == hidden.storage_offset() and _is_view(tokens, hidden)
-
-
-def _is_view(tokens: torch.Tensor, hidden: torch.Tensor) -> bool:
-    return tokens.numel() == hidden.numel() and tokens.is_contiguous() and hidden.is_contiguous()
-
-
-def find_shared_experts(model: nn.Module, experts: str) -> Early | None:
-    """The shared experts beside those of this name, ready to be computed ahead; None if the model has them first."""
-    block = model.get_submodule(experts.rpartition(".")[0])
-    shared = getattr(block, "shared_experts", None)
-    if type(block).__name__ not in SHARED_AFTER or not isinstance(shared, nn.Module):
-        return None
-    return put_in_front(Early, shared)
 
 
 class Sharing:
@@ -200,24 +168,20 @@ class SharedOut(nn.Module):
     beside: tuple[Early | None]  # the shared experts to compute meanwhile, or None; no child of this module
 
     def forward(self, hidden_states: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        shared = self.beside[0]
-        if shared is None:
-            return self._share_out(hidden_states, index, weights, None)
-        with shared.unless_stopped():
-            return self._share_out(hidden_states, index, weights, functools.partial(shared.ahead, hidden_states))
-
-    def _share_out(
-        self,
-        hidden_states: torch.Tensor,
-        index: torch.Tensor,
-        weights: torch.Tensor,
-        meanwhile: Callable[[], None] | None,
-    ) -> torch.Tensor:
-        if self.sharing.alike is None:
-            return self._run_routed(hidden_states, index, weights, meanwhile)
-        shares = Shares(len(hidden_states), self.sharing.alike)
-        own = shares.own(hidden_states), shares.own(index), shares.own(weights)
-        return shares.joined(self._run_routed(*own, meanwhile))
+        shared, alike, meanwhile = self.beside[0], self.sharing.alike, None
+        if shared is not None:
+            meanwhile = functools.partial(shared.ahead, hidden_states)
+        try:
+            if alike is None:
+                return self._run_routed(hidden_states, index, weights, meanwhile)
+            shares = Shares(len(hidden_states), alike)
+            own = shares.own(hidden_states), shares.own(index), shares.own(weights)
+            return shares.joined(self._run_routed(*own, meanwhile))
+        except BaseException:
+            # A checkpoint stops its second run as soon as it has what it needs: nobody asks, and nothing may be kept.
+            if shared is not None:
+                shared.done = None
+            raise
 
     def _run_routed(
         self,
@@ -226,24 +190,18 @@ class SharedOut(nn.Module):
         weights: torch.Tensor,
         meanwhile: Callable[[], None] | None,
     ) -> torch.Tensor:
-        arrived = send(tokens, index, self.expert_facts.count, self.sharing.group, meanwhile)
-        with hold_other_tensors(self, self._own_weights()):
-            results = self._run_experts(arrived.rows, arrived.experts)
-        return bring_back(results, arrived, weights, self.sharing.group).to(tokens.dtype)
-
-    def _run_experts(self, rows: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
-        """Each row through its expert; a rank without rows computes one, so that its weights have gradients: zeros."""
-        count, filled = len(rows), max(1, len(rows))
-        rows = F.pad(rows, (0, 0, 0, filled - count))
-        experts = F.pad(experts, (0, filled - count)).unsqueeze(-1)
-        ones = rows.new_ones(filled, 1)
-        forward: Any = super().forward
-        return forward(rows, experts, ones)[:count]
-
-    def _own_weights(self) -> dict[str, torch.Tensor]:
-        factor = self.sharing.gradient_factor
+        group, factor = self.sharing.group, self.sharing.gradient_factor
+        arrived = send(tokens, index, self.expert_facts.count, group, meanwhile)
         own = {name: scale_gradient(get_local(self._parameters[name]), factor) for name in self.expert_facts.widths}
-        return {name: with_added(self, name, weight) for name, weight in own.items()}
+        with hold_other_tensors(self, {name: with_added(self, name, weight) for name, weight in own.items()}):
+            # A rank without rows computes one, so that its weights have gradients: zeros.
+            count, filled = len(arrived.rows), max(1, len(arrived.rows))
+            rows = F.pad(arrived.rows, (0, 0, 0, filled - count))
+            experts = F.pad(arrived.experts, (0, filled - count)).unsqueeze(-1)
+            forward: Any = super().forward
+            results = forward(rows, experts, rows.new_ones(filled, 1))[:count]
+            del rows  # nobody but autograd needs them while results travel
+        return bring_back(results, arrived, weights, group).to(tokens.dtype)
 
 
 def share_out(
@@ -264,4 +222,8 @@ def share_out(
         shared_out = put_in_front(SharedOut, module)
         shared_out.first = sharing.group.rank() * module.num_experts
         shared_out.sharing, shared_out.expert_facts = sharing, facts
-        shared_out.beside = (find_shared_experts(model, name),)
+        block = model.get_submodule(name.rpartition(".")[0])
+        beside = getattr(block, "shared_experts", None)
+        # Shared experts may be computed ahead, except where the model has them first.
+        can_wait = type(block).__name__ in SHARED_AFTER
+        shared_out.beside = (put_in_front(Early, beside) if can_wait and isinstance(beside, nn.Module) else None,)

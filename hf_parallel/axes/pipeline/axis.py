@@ -29,15 +29,10 @@ class Pipeline(Axis[StageFacts, PipelinePart]):
 
     def resolve(self, config: ParallelConfig, anatomy: Anatomy, facts: StageFacts) -> PipelinePart:
         """The schedule and how many layers each stage gets."""
-        from hf_parallel.axes.pipeline.read import check_clocks, check_fill, check_mirrors, resolve_stages
+        from hf_parallel.axes.pipeline.read import check_options, resolve_stages
 
         part = resolve_stages(config, facts, anatomy.sums_over_tokens)
-        if config.fills_bubbles:
-            check_fill(config, anatomy)
-        if config.mirrors_stages:
-            check_mirrors(config, anatomy)
-        if config.pipeline_energy != "none":
-            check_clocks(config)
+        check_options(config, anatomy)
         return part
 
     def settle(self, config: ParallelConfig, part: PipelinePart | None) -> ParallelConfig:

@@ -67,7 +67,7 @@ def block_costs(
     """
     config = get_text_config(model)
     length = sequence_length or min(getattr(config, "max_position_embeddings", None) or math.inf, _LONGEST_ASSUMED)
-    layers = [_compute_layer_cost(layer, config, length) for layer in backbone.get_submodule(plan.layers)]
+    layers = [_count_layer_cost(layer, config, length) for layer in backbone.get_submodule(plan.layers)]
     outside = [child for child in model.children() if backbone not in child.modules()]
     ends = [[getattr(backbone, name, None) for name in names] for names in (plan.before, plan.after)]
     before, after = (sum((_compute_weights_cost(x) for x in end if isinstance(x, nn.Module)), Cost()) for end in ends)
@@ -90,12 +90,24 @@ def list_checkpointed_layers(recompute: str, layers: int) -> list[bool]:
     return [each > 0 and place % each == 0 for place in range(layers)]
 
 
-def _compute_layer_cost(layer: nn.Module, config: PretrainedConfig, length: float) -> Cost:
-    attention = (
-        _count_attention_flops(part, config, length) for part in layer.modules() if hasattr(part, "is_causal")
-    )
-    weights = _compute_weights_cost(layer, _compute_active_share(layer, config))
-    return Cost(weights.flops + sum(attention), weights.memory)
+def _count_layer_cost(layer: nn.Module, config: PretrainedConfig, length: float) -> Cost:
+    """Count a layer: its weights, of experts the share that works for one token, and its attentions' products."""
+    found = {"top_k": getattr(config, "num_experts_per_tok", None), "num_experts": None}
+    for part in layer.modules():  # the modules know best, layers may differ
+        found |= {key: vars(part)[key] for key in found if isinstance(vars(part).get(key), int)}
+    chosen, experts = found["top_k"], found["num_experts"]
+    weights = _compute_weights_cost(layer, min(1, chosen / experts) if chosen and experts else 1)
+    attention: float = 0
+    for part in layer.modules():
+        if not hasattr(part, "is_causal"):
+            continue
+        # Scores and their product with the values, per token, over the keys that a causal mask shows on average.
+        heads = getattr(part, "num_heads", None) or config.num_attention_heads
+        width = getattr(part, "head_dim", None) or config.hidden_size // heads
+        widths = getattr(part, "qk_head_dim", width) + getattr(part, "v_head_dim", width)
+        window = min(getattr(part, "sliding_window", None) or length, length)
+        attention += 2 * heads * widths * window * (1 - window / (2 * length))
+    return Cost(weights.flops + attention, weights.memory)
 
 
 def _compute_weights_cost(module: nn.Module, active_share: float = 1) -> Cost:
@@ -106,24 +118,6 @@ def _compute_weights_cost(module: nn.Module, active_share: float = 1) -> Cost:
         if not isinstance(part, nn.Embedding):
             flops += sum(2 * share * p.numel() for p in part.parameters(recurse=False) if p.ndim > 1)
     return Cost(flops, sum(p.numel() * p.element_size() for p in module.parameters()))
-
-
-def _compute_active_share(layer: nn.Module, config: PretrainedConfig) -> float:
-    """Return the part of a layer's experts that works for one token; the modules know best, layers may differ."""
-    found = {"top_k": getattr(config, "num_experts_per_tok", None), "num_experts": None}
-    for part in layer.modules():
-        found |= {key: vars(part)[key] for key in found if isinstance(vars(part).get(key), int)}
-    chosen, experts = found["top_k"], found["num_experts"]
-    return min(1, chosen / experts) if chosen and experts else 1
-
-
-def _count_attention_flops(attention: nn.Module, config: PretrainedConfig, length: float) -> float:
-    """Scores and their product with the values, per token, over the keys that a causal mask shows on average."""
-    heads = getattr(attention, "num_heads", None) or config.num_attention_heads
-    width = getattr(attention, "head_dim", None) or config.hidden_size // heads
-    widths = getattr(attention, "qk_head_dim", width) + getattr(attention, "v_head_dim", width)
-    window = min(getattr(attention, "sliding_window", None) or length, length)
-    return 2 * heads * widths * window * (1 - window / (2 * length))
 
 
 def balance(
@@ -144,9 +138,6 @@ def balance(
         refuse(f"{stages} stages", f"the model has {layers} layers, a stage needs one", f"{layers} stages")
     of_stage = functools.cache(costs.of_stage)
 
-    def seconds(stage: int, first: int, last: int) -> float:
-        return of_stage(first, last).flops / (speeds[stage] if speeds else 1.0)
-
     if rooms is not None:
         held, leanest = find_best_split(layers, stages, lambda at, *span: of_stage(*span).memory / rooms[at], max)
         if held > 1:
@@ -154,7 +145,7 @@ def balance(
 
     def fitting(stage: int, first: int, last: int) -> float:
         fits = rooms is None or of_stage(first, last).memory <= rooms[stage]
-        return seconds(stage, first, last) if fits else math.inf
+        return of_stage(first, last).flops / (speeds[stage] if speeds else 1.0) if fits else math.inf
 
     slowest, _ = find_best_split(layers, stages, fitting, max)
     unit = sum(cost.memory for cost in costs.layers) / layers or 1

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 
 #: Key of a mask [rows, length] of packs in rows: which tokens count, where attention goes by positions alone. The same
-#: stands beside it as `attention_mask`, for scripts that count tokens; no layer sees either.
+#: stands beside it as `attention_mask`, for scripts that count tokens; no layer sees either. Without packs the
+#: batch's own `attention_mask` tells which tokens are no padding; without one all count.
 COUNTED = "hf_parallel_counted_tokens"
 
 
@@ -37,11 +38,6 @@ def drop_mask_of_packs(batch: Batch) -> Batch:
 def without_count(batch: Batch) -> Batch:
     """Return the entries that a model has a name for."""
     return {key: value for key, value in batch.items() if key != COUNTED}
-
-
-def find_counted_tokens(batch: Batch) -> torch.Tensor | None:
-    """Return which tokens [rows, length] are no padding; None: all."""
-    return batch.get(COUNTED, batch.get("attention_mask"))
 
 
 @contextlib.contextmanager
@@ -70,16 +66,6 @@ def cut_into_buckets(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
         found[-1].append(tensor)
         size += get_stored(tensor.detach()).nbytes
     return found
-
-
-def with_rows(batch: Batch, rows: int, wanted: int) -> Batch:
-    """A batch of `wanted` rows: the last of `rows` repeated without targets, which add nothing to a loss per token."""
-    filled = dict(batch)
-    for key, value in batch.items():
-        if torch.is_tensor(value) and value.dim() and value.shape[0] == rows:
-            more = value[-1:].expand(wanted - rows, *value.shape[1:])
-            filled[key] = torch.cat([value, torch.full_like(more, -100) if key in _TARGETS else more])
-    return filled
 
 
 def split_rows(batch: Batch, parts: int) -> list[Batch]:
@@ -122,8 +108,6 @@ def count_blocks(value: object, rows_each: int, rows: int) -> int:
     return rows_each if len(value) == rows else 1 if len(value) * rows_each == rows else 0
 
 
-#: What of a batch holds a target per token.
-_TARGETS = ("labels", "shift_labels")
 #: What holds a row per row of the batch; trainers that generate keep prompts and completions apart.
 _ROWS = ("input_ids", "inputs_embeds", "logits", "completion_ids")
 
@@ -163,10 +147,7 @@ class PipelineLoss(ModelOutput):
     loss: torch.Tensor | None = None
     aux_loss: torch.Tensor | None = None
 
-    @property
-    def is_balanced(self) -> bool:
-        """The auxiliary loss is that of all stages."""
-        return True
+    is_balanced = True  # the auxiliary loss is that of all stages
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -174,11 +155,6 @@ class PipelineLoss(ModelOutput):
         raise AttributeError(
             f"hf_parallel: a pipelined training step keeps no {name}; call the model without labels to get logits"
         )
-
-
-def is_asked_for(config: PretrainedConfig, batch: Batch, key: str) -> bool:
-    """Does the call, or else the model's config, ask for these outputs?"""
-    return bool(getattr(config, key, False) if batch.get(key) is None else batch[key])
 
 
 def refuse_partial_outputs(config: PretrainedConfig, batch: Batch, balances: bool) -> None:
@@ -192,7 +168,7 @@ def refuse_partial_outputs(config: PretrainedConfig, batch: Batch, balances: boo
     """
     routers = () if balances else ("output_router_logits",)
     for key in ("output_hidden_states", "output_attentions", *routers):
-        if is_asked_for(config, batch, key):
+        if getattr(config, key, False) if batch.get(key) is None else batch[key]:
             raise NotImplementedError(f"hf_parallel: {key}=True needs all layers on one rank; pp_size=1 works")
     if has_cache(batch):
         raise NotImplementedError("hf_parallel: a pipelined model keeps no key/value cache; pass use_cache=False")

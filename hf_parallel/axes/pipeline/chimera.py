@@ -36,10 +36,9 @@ from hf_parallel.axes.pipeline.stage_runner import (
     Stage,
     StageRunner,
     apply_autocast_per_stage,
-    count_sending,
     wait_for_sent,
 )
-from hf_parallel.axes.pipeline.stages import MirroredView, make_mirrored_view
+from hf_parallel.axes.pipeline.stages import hold_modules, make_mirrored_view
 from hf_parallel.axes.pipeline.timeline import (
     FORWARD,
     Action,
@@ -51,10 +50,8 @@ from hf_parallel.axes.pipeline.timeline import (
 from hf_parallel.ranks.mesh import get_stored, place_as
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
     from hf_parallel.axes.pipeline.part import PipelinePart
-    from hf_parallel.axes.pipeline.stages import StageView
+    from hf_parallel.axes.pipeline.stages import StageView, Swap
 
 RUN, SEND, RECEIVE = "run", "send", "receive"
 
@@ -136,9 +133,9 @@ class Mirror:
             collect_fresh_gradients(engine.trainable()) as fresh,
             self._with_values(),
         ):
-            ways: list[tuple[StageView, Stage, MirroredView | None]] = [
-                (engine.views[0], engine.stages[0], None),
-                (self.mirrored.view, self.stage, self.mirrored),
+            ways: list[tuple[StageView, Stage, list[Swap]]] = [
+                (engine.views[0], engine.stages[0], []),
+                (self.mirrored, self.stage, self.outside),
             ]
             for view, stage, _ in ways:
                 stage.work, stage.autocast = functools.partial(parts.run, view), autocast
@@ -155,7 +152,7 @@ class Mirror:
     def _run_events(
         self,
         parts: Parts,
-        ways: list[tuple[StageView, Stage, MirroredView | None]],
+        ways: list[tuple[StageView, Stage, list[Swap]]],
         scale: torch.Tensor | None,
     ) -> list[torch.Tensor]:
         """Return the loss of each micro-batch; zeros where another rank has it."""
@@ -169,7 +166,7 @@ class Mirror:
             kind, index, i, _ = action
             if what == SEND:
                 tensor = leaving.pop(action)
-                wait_for_sent(sent, count_sending(self.ranks))
+                wait_for_sent(sent, self.ranks)
                 sent.append((dist.isend(tensor, group=self.groups[peer < self.place], group_dst=peer), tensor))
                 continue
             if what == RECEIVE:
@@ -181,9 +178,8 @@ class Mirror:
             work, arrived = arriving.pop(Action(kind, index + (-1 if kind == FORWARD else 1), i), (None, None))
             if work is not None:
                 work.wait()
-            view, stage, mirrored = ways[i % 2]
-            shown = contextlib.nullcontext() if mirrored is None else mirrored.shown()
-            with parts.around(i), engine.recorder.span(kind, view.index, i), shown:
+            view, stage, outside = ways[i % 2]
+            with parts.around(i), engine.recorder.span(kind, view.index, i), hold_modules(outside):
                 if kind == FORWARD:
                     hidden = None if arrived is None else arrived.requires_grad_()
                     output = stage(hidden, i)
@@ -225,15 +221,29 @@ class Mirror:
         Returns:
             the tensors of this rank's stage, each once.
         """
-        own, state = self._own_tensors(), self._read_adapters()
-        changed = [(one, id(tensor), _locate_memory(get_stored(tensor)), tensor._version) for one, tensor in own]
+        own, adapters = self._own_tensors(), self.engine.services.adapters
+        state = None if adapters is None else adapters.read()
+        stored = [(one, tensor, get_stored(tensor)) for one, tensor in own]
+        # Where values lie, tensors without memory can tell, too.
+        places = [(local.untyped_storage()._cdata, int(local.storage_offset())) for *_, local in stored]
+        changed = [(one, id(t), place, t._version) for (one, t, _), place in zip(stored, places, strict=True)]
         frozen = [entry if not entry[0].trained else entry[:2] for entry in changed]
         modules = [id(module) for module in self.engine.remote_modules.modules.values()]
         stamps = self._exchange_numbers(torch.tensor([hash((*map(str, frozen), str(state), *modules))]))
         if stamps != self.stamps:
             self._build(([one for one, _ in own], state))
         self.stage.train(self.engine.model.training)
-        self._checkpoint_as_own()
+        # Mirrored layers are checkpointed as scripts have asked this rank's own layers to be.
+        own_layers, layers = (
+            [layer for layer in stage.modules() if hasattr(layer, "gradient_checkpointing")]
+            for stage in (self.engine.stages[0], self.stage)
+        )
+        is_on = any(layer.gradient_checkpointing for layer in own_layers)
+        functions = [vars(layer).get("_gradient_checkpointing_func") for layer in own_layers]
+        for layer in layers:
+            layer.gradient_checkpointing = is_on
+            if functions[0] is not None:
+                layer._gradient_checkpointing_func = functions[0]
         give = [get_stored(tensor.detach()) for one, tensor in own if one.trained or stamps != self.stamps]
         take = [get_stored(v.detach()) for _, v in self.copies if v.requires_grad or stamps != self.stamps]
         self._exchange(give, take)
@@ -242,11 +252,8 @@ class Mirror:
 
     def describe_stage(self) -> StageDescription:
         """Return what a partner must know to make a copy of this rank's stage."""
-        return [one for one, _ in self._own_tensors()], self._read_adapters()
-
-    def _read_adapters(self) -> object:
-        switch = self.engine.services.adapters
-        return None if switch is None else switch.read()
+        adapters = self.engine.services.adapters
+        return [one for one, _ in self._own_tensors()], None if adapters is None else adapters.read()
 
     def _own_tensors(self) -> list[tuple[Sent, torch.Tensor]]:
         """Return the parameters and buffers of this rank's stage, each once."""
@@ -273,7 +280,13 @@ class Mirror:
     def _build(self, own: StageDescription) -> None:
         """Make room for the partner's stage, and views that run it."""
         engine, remote = self.engine, self.engine.remote_modules
-        theirs, their_state = self.theirs or self._exchange_descriptions(own)
+        if self.theirs is None:
+            packed = torch.frombuffer(bytearray(pickle.dumps(own)), dtype=torch.uint8)
+            arrived = torch.empty(self._exchange_numbers(torch.tensor([packed.numel()]))[1], dtype=torch.uint8)
+            self._exchange([packed], [arrived], engine.control)
+            theirs, their_state = pickle.loads(arrived.numpy().tobytes())
+        else:
+            theirs, their_state = self.theirs
         tops = [module for module in remote.modules.values() if isinstance(module, nn.Module)]
         aside = {id(part) for top in tops for part in top.modules()}
         placed = [parameter for parameter in engine.model.parameters() if isinstance(parameter, DTensor)]
@@ -285,32 +298,16 @@ class Mirror:
             paths = [name.rpartition(".") for name in one.names]
             places = [(modules[path], leaf) for path, _, leaf in paths if id(modules.get(path)) in aside]
             assert places, f"no module of another stage has {one.names}"
-            self.copies.append((places, self._room_for(one, meshes)))
-        self.mirrored = make_mirrored_view(engine.model, self.part, self.partner, remote)
-        self.stage = Stage(self.mirrored.view)
+            value: torch.Tensor = torch.empty(one.shape, dtype=one.dtype, device=engine.mesh.device)
+            if one.mesh is not None and one.whole is not None:
+                (shape, stride), mesh = one.whole, meshes[one.mesh]
+                value = DTensor.from_local(value, mesh, one.placements, run_check=False, shape=shape, stride=stride)
+            value = nn.Parameter(value, requires_grad=one.trained) if one.is_parameter else value
+            self.copies.append((places, value))
+        self.mirrored, self.outside = make_mirrored_view(engine.model, self.part, self.partner, remote)
+        self.stage = Stage(self.mirrored)
         if engine.services.adapters is not None:
             engine.services.adapters.set_in(self.stage, their_state)
-
-    def _room_for(self, one: Sent, meshes: dict[Any, DeviceMesh]) -> torch.Tensor:
-        value: torch.Tensor = torch.empty(one.shape, dtype=one.dtype, device=self.engine.mesh.device)
-        if one.mesh is not None and one.whole is not None:
-            shape, stride = one.whole
-            mesh = meshes[one.mesh]
-            value = DTensor.from_local(value, mesh, one.placements, run_check=False, shape=shape, stride=stride)
-        return nn.Parameter(value, requires_grad=one.trained) if one.is_parameter else value
-
-    def _checkpoint_as_own(self) -> None:
-        """Switch checkpoints of mirrored layers on or off as scripts have switched those of this rank's own layers."""
-        of_stages = [
-            [layer for layer in stage.modules() if hasattr(layer, "gradient_checkpointing")]
-            for stage in (self.engine.stages[0], self.stage)
-        ]
-        is_on = any(layer.gradient_checkpointing for layer in of_stages[0])
-        functions = [vars(layer).get("_gradient_checkpointing_func") for layer in of_stages[0]]
-        for layer in of_stages[1]:
-            layer.gradient_checkpointing = is_on
-            if functions[0] is not None:
-                layer._gradient_checkpointing_func = functions[0]
 
     # ---- gradients -------------------------------------------------------------------------------------------------
 
@@ -362,15 +359,3 @@ class Mirror:
         theirs = torch.empty_like(number)
         self._exchange([number], [theirs], self.engine.control)
         return int(number), int(theirs)
-
-    def _exchange_descriptions(self, own: StageDescription) -> StageDescription:
-        """Return how the partner describes its stage."""
-        packed = torch.frombuffer(bytearray(pickle.dumps(own)), dtype=torch.uint8)
-        arrived = torch.empty(self._exchange_numbers(torch.tensor([packed.numel()]))[1], dtype=torch.uint8)
-        self._exchange([packed], [arrived], self.engine.control)
-        return pickle.loads(arrived.numpy().tobytes())
-
-
-def _locate_memory(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return where the values of a tensor lie, which one without memory can tell, too."""
-    return tensor.untyped_storage()._cdata, int(tensor.storage_offset())

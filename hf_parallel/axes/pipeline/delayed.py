@@ -36,7 +36,6 @@ from hf_parallel.axes.pipeline.stage_runner import (
     Sending,
     StageRunner,
     apply_autocast_per_stage,
-    count_sending,
     wait_for_sent,
 )
 from hf_parallel.axes.pipeline.timeline import BACKWARD, FORWARD, count_ahead_of_step
@@ -147,29 +146,36 @@ class DelayedPipeline:
         engine.latest_count = len(update)
         engine.services.before_run(True, calls[0].tokens)
         self._sent: list[Sending] = []
+        done, goal, known = self._done, self._count_goal(self.place), sum(map(len, self.updates))
         with apply_autocast_per_stage(engine) as autocast:
-            while (kind := self._choose_next_kind()) is not None:
-                self._compute(kind, autocast)
-        self._take_the_rest()
+            while (done[FORWARD], done[BACKWARD]) != goal:
+                ahead = done[FORWARD] - done[BACKWARD]  # no more forwards than 1F1B has
+                is_forward = done[FORWARD] < known and ahead < self.ranks - self.place
+                self._compute(FORWARD if is_forward else BACKWARD, autocast)
+        # Receive what neighbours have sent for the next steps: an evaluation may use the wire now.
+        for kind, source, part in ((FORWARD, self.place - 1, 0), (BACKWARD, self.place + 1, 1)):
+            while 0 <= source < self.ranks and self._received[kind] < self._count_goal(source)[part]:
+                self._arrived[kind].append(self._receive(kind))
         wait_for_sent(self._sent)
         losses = update.parts.losses(update.losses, engine.mesh.device)
         dist.broadcast(losses, group=engine.group, group_src=engine.last_rank)
         fresh = [(parameter, update.gradients.get(id(parameter))) for parameter in engine.trainable()]
-        self._end_step(update)
-        return Ran(list(losses.unbind()), fresh, None)
-
-    def _end_step(self, update: Update) -> None:
         self.updates.pop(0)
         self._newest = None
         if not self.updates:
             self.drop()
-            return
-        for counts in (self._done, self._received):
+        for counts in (self._done, self._received) if self.updates else ():
             counts[FORWARD] -= len(update)
             counts[BACKWARD] -= len(update)
         if any(coming.alive or coming.version is not None for coming in self.updates):
-            for parameter in self.engine.trainable():
-                _move(parameter)
+            # The optimizer writes to memory of its own, what is in flight keeps the former.
+            for parameter in engine.trainable():
+                local = getattr(parameter, "_local_tensor", None)
+                if local is None:
+                    parameter.data = parameter.data.clone()
+                else:  # the memory of a DTensor does not follow its `data`
+                    parameter._local_tensor = local.clone()  # type: ignore[attr-defined]
+        return Ran(list(losses.unbind()), fresh, None)
 
     def _count_goal(self, place: int) -> tuple[int, int]:
         """Return how many forwards and backwards a stage has run at the end of the step."""
@@ -177,82 +183,43 @@ class DelayedPipeline:
         forwards, backwards = count_ahead_of_step(place, self.ranks)
         return min(known, count + forwards), min(known, count + backwards)
 
-    def _choose_next_kind(self) -> str | None:
-        """Return what this stage runs now: no more forwards ahead than 1F1B has."""
-        forwards, backwards = self._done[FORWARD], self._done[BACKWARD]
-        goal = self._count_goal(self.place)
-        if (forwards, backwards) == goal:
-            return None
-        known = sum(map(len, self.updates))
-        return FORWARD if forwards < known and forwards - backwards < self.ranks - self.place else BACKWARD
-
     def _compute(self, kind: str, autocast: Callable[[], torch.autocast]) -> None:
-        number, has_source = self._done[kind], self.place > 0 if kind == FORWARD else self.place < self.ranks - 1
-        update, i = self._locate(number)
-        arrived = self._take(kind) if has_source else None
+        """Run the next forward or backward of this stage, and send what leaves it."""
+        number, way = self._done[kind], 1 if kind == FORWARD else -1
+        step, i = divmod(number, len(self.updates[0]))  # all have as many
+        update, arrived, leaving = self.updates[step], None, None
+        if 0 <= self.place - way < self.ranks:
+            arrived = self._arrived[kind].pop(0) if self._arrived[kind] else self._receive(kind)
         with update.parts.around(i), self.engine.recorder.span(kind, self.view.index, number):
             if kind == FORWARD:
-                self._forward(update, i, arrived, autocast)
+                hidden, version = None if arrived is None else arrived.requires_grad_(), update.version or self._newest
+                assert version is not None
+                with version.shown(), autocast(), torch.enable_grad():
+                    output = update.parts.run(self.view, hidden, i)
+                update.alive[i] = version, hidden, output
+                leaving = output.detach()
+                if self.place == self.ranks - 1:
+                    update.losses.append(leaving)
             else:
-                self._backward(update, i, arrived)
+                version, hidden, output = update.alive.pop(i)
+                if output.requires_grad:
+                    with version.shown(), version.adding_to(update.gradients):  # checkpointed layers run again
+                        torch.autograd.backward(output, arrived)
+                if hidden is not None:
+                    leaving = torch.zeros_like(hidden) if hidden.grad is None else hidden.grad
+            if leaving is not None and 0 <= self.place + way < self.ranks:
+                leaving = leaving.contiguous()
+                wait_for_sent(self._sent, self.ranks)
+                work = dist.isend(leaving, group=self.groups[kind], group_dst=self.place + way)
+                self._sent.append((work, leaving))
         self._done[kind] += 1
 
-    def _locate(self, number: int) -> tuple[Update, int]:
-        step, i = divmod(number, len(self.updates[0]))  # all have as many
-        return self.updates[step], i
-
-    def _forward(
-        self, update: Update, i: int, arrived: torch.Tensor | None, autocast: Callable[[], torch.autocast]
-    ) -> None:
-        hidden, version = None if arrived is None else arrived.requires_grad_(), update.version or self._newest
-        assert version is not None
-        with version.shown(), autocast(), torch.enable_grad():
-            output = update.parts.run(self.view, hidden, i)
-        update.alive[i] = version, hidden, output
-        if self.place == self.ranks - 1:
-            update.losses.append(output.detach())
-        else:
-            self._send(output.detach(), FORWARD)
-
-    def _backward(self, update: Update, i: int, gradient: torch.Tensor | None) -> None:
-        version, hidden, output = update.alive.pop(i)
-        if output.requires_grad:
-            with version.shown(), version.adding_to(update.gradients):  # checkpointed layers run again
-                torch.autograd.backward(output, gradient)
-        if hidden is not None:
-            self._send(torch.zeros_like(hidden) if hidden.grad is None else hidden.grad, BACKWARD)
-
-    # ---- messages between neighbours -------------------------------------------------------------------------------
-
-    def _take(self, kind: str) -> torch.Tensor:
-        return self._arrived[kind].pop(0) if self._arrived[kind] else self._receive(kind)
-
     def _receive(self, kind: str) -> torch.Tensor:
-        update, i = self._locate(self._received[kind])
+        """Receive what the next forward or backward that nobody has received yet begins with."""
+        step, i = divmod(self._received[kind], len(self.updates[0]))
         self._received[kind] += 1
-        like = update.parts.boundaries[i]
+        like = self.updates[step].parts.boundaries[i]
         tensor = torch.empty(like.shape, dtype=like.dtype, device=self.engine.mesh.device)
         source = self.place + (-1 if kind == FORWARD else 1)
         dist.recv(tensor, group=self.groups[kind], group_src=source)
         return tensor
-
-    def _send(self, tensor: torch.Tensor, kind: str) -> None:
-        tensor = tensor.contiguous()
-        target = self.place + (1 if kind == FORWARD else -1)
-        wait_for_sent(self._sent, count_sending(self.ranks))
-        self._sent.append((dist.isend(tensor, group=self.groups[kind], group_dst=target), tensor))
-
-    def _take_the_rest(self) -> None:
-        """Receive what neighbours have sent for the next steps: an evaluation may use the wire now."""
-        for kind, source, part in ((FORWARD, self.place - 1, 0), (BACKWARD, self.place + 1, 1)):
-            while 0 <= source < self.ranks and self._received[kind] < self._count_goal(source)[part]:
-                self._arrived[kind].append(self._receive(kind))
-
-
-def _move(parameter: nn.Parameter) -> None:
-    """Give a parameter memory of its own: the optimizer writes there, what is in flight keeps the former."""
-    local = getattr(parameter, "_local_tensor", None)
-    if local is None:
-        parameter.data = parameter.data.clone()
-    else:  # the memory of a DTensor does not follow its `data`
-        parameter._local_tensor = local.clone()  # type: ignore[attr-defined]

@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
@@ -143,16 +144,18 @@ class NvmlClocks:
             watcher.wait()
 
 
+@dataclass(eq=False)
 class StageClocks:
     """Runs the stages of one rank at the clocks that their slack allows.
 
     The first run of each number of micro-batches is measured at the highest clock.
     """
 
-    def __init__(self, engine: StageRunner, clocks: Clocks) -> None:
-        self.engine, self.clocks, self.share = engine, clocks, 1.0
-        self.planned: dict[int, dict[Action, float]] = {}
-        self.times: dict[str, list[tuple[Mark, Mark]]] = {FORWARD: [], BACKWARD: []}
+    engine: StageRunner
+    clocks: Clocks
+    share: float = 1.0
+    planned: dict[int, dict[Action, float]] = field(default_factory=dict)
+    times: dict[str, list[tuple[Mark, Mark]]] = field(default_factory=lambda: {FORWARD: [], BACKWARD: []})
 
     def watch(self, stage: TorchStage) -> None:
         """Choose the clock before each action of this stage."""

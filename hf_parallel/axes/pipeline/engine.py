@@ -36,7 +36,6 @@ from hf_parallel.axes.pipeline.batches import (
     refuse_partial_outputs,
     split_rows,
     tokens_of,
-    with_rows,
     without_count,
 )
 from hf_parallel.axes.pipeline.fill_run import FilledRun
@@ -78,7 +77,8 @@ def run_scheduled(engine: PipelineEngine, count: int, tokens: torch.Tensor, run:
         return torch.ones(())  # shows what the script multiplies a loss by
     held = None
     if engine.joint is None:
-        held = engine.held_run()
+        gradients = engine.services.held
+        held = None if gradients is None else gradients.run()
         ran = run_calls(engine, [call], held) if engine.delayed is None else engine.delayed.run_alone(call)
         loss, is_last = ran.losses[0], True
     else:
@@ -86,8 +86,10 @@ def run_scheduled(engine: PipelineEngine, count: int, tokens: torch.Tensor, run:
         engine.joint = None if is_last else engine.joint
 
     def hand_over(gradients: Gradients) -> None:
+        gradient = gradients[0]
         if is_last:
-            engine.accumulate(ran.fresh, ran.unscaled(gradients[0]), held)
+            unscaled = gradient if gradient is None or ran.scale is None else gradient / ran.scale
+            engine.accumulate(ran.fresh, unscaled, held)
 
     return make_detached_node([loss], hand_over)[0]
 
@@ -122,8 +124,9 @@ def run_calls(engine: PipelineEngine, calls: list[ScheduledCall], held: HeldRun 
             for view, stage in zip(engine.views, engine.stages, strict=True):
                 stage.work, stage.autocast = functools.partial(work, view), autocast
             schedule.step(index, target=index, losses=losses, return_outputs=False, micro_batch=index)
-        except RuntimeError as error:
-            raise _unwrap_error(error) from None
+        except RuntimeError as error:  # a stage's own error, as in one process: torch raises one of its own for it
+            is_wrapper = str(error).lstrip().startswith(("[Stage", "Failed to run stage"))
+            raise (error.__cause__ if is_wrapper and error.__cause__ is not None else error) from None
         finally:
             for stage in engine.stages:
                 stage.work, stage.autocast = None, contextlib.nullcontext
@@ -135,12 +138,6 @@ def run_calls(engine: PipelineEngine, calls: list[ScheduledCall], held: HeldRun 
     of_calls = of_calls if scale is None else of_calls / scale
     dist.broadcast(of_calls, group=engine.group, group_src=engine.last_rank)
     return Ran(list(of_calls.unbind()), fresh, scale)
-
-
-def _unwrap_error(error: RuntimeError) -> BaseException:
-    """Return a stage's own error, as it fails in one process: torch's schedule raises one of its own for it."""
-    is_wrapper = str(error).lstrip().startswith(("[Stage", "Failed to run stage"))
-    return error.__cause__ if is_wrapper and error.__cause__ is not None else error
 
 
 def _make_schedule_for(engine: PipelineEngine, parts: Parts) -> _PipelineSchedule:
@@ -190,7 +187,16 @@ class PipelineEngine(StageRunner):
         @functools.wraps(self._backbone_forward)
         def backbone_forward(*args: object, **kwargs: object) -> ModelOutput:
             args = args[1:] if args and args[0] is backbone else args
-            return self._cut_backbone(drop_mask_of_packs(bind_by_name(self._backbone_signature, args, kwargs)))
+            kwargs = drop_mask_of_packs(bind_by_name(self._backbone_signature, args, kwargs))
+            refuse_partial_outputs(self.model.config, kwargs, self.services.balance is not None)
+            if "use_cache" in self._backbone_signature.parameters:
+                kwargs["use_cache"] = False
+            if self._on_call is not None:
+                return self._on_call(kwargs)
+            session = self.pipelines.session
+            if session is not None:
+                return session.within(self, lambda: session.answer(self, kwargs))
+            return unscheduled.serve_script(self, kwargs, lambda: cast(Handler, self._on_call)(kwargs))[0]
 
         self.model.forward, backbone.forward = model_forward, backbone_forward
 
@@ -221,9 +227,10 @@ class PipelineEngine(StageRunner):
                 f"hf_parallel: pipeline_schedule={self.config.pipeline_schedule} needs the batches of the next step "
                 "ahead, which only Trainer tells; pipeline_schedule=1f1b works"
             )
+        is_schedulable = self._may_be_scheduled(batch) and can_be_cut(rows, self.config)
         if self.fill is not None and self._is_training(batch):
-            self.fill.check_call(self._is_schedulable(batch, rows))
-        if self._is_schedulable(batch, rows):
+            self.fill.check_call(is_schedulable)
+        if is_schedulable:
             batch = {"num_items_in_batch": count_causal_targets(batch), **batch}
             parts = split_rows(batch, count_micro_batches(rows, self.config))
             run: Run = functools.partial(self._has_own_loss, parts)
@@ -247,25 +254,33 @@ class PipelineEngine(StageRunner):
         """Would training calls with these arguments each run the schedule, and can they run it together?"""
         counts = []
         for batch in map(self._fill_batch, batches):
-            if not self._is_schedulable(batch, count_rows(batch)):
+            rows = count_rows(batch)
+            if not self._may_be_scheduled(batch) or not can_be_cut(rows, self.config):
                 return False
-            counts.append(count_micro_batches(count_rows(batch), self.config))
+            counts.append(count_micro_batches(rows, self.config))
         return can_run_micro_batches(self.config, sum(counts))
-
-    def _is_schedulable(self, batch: Batch, rows: int) -> bool:
-        return self._may_be_scheduled(batch) and can_be_cut(rows, self.config)
 
     def _may_be_scheduled(self, batch: Batch) -> bool:
         return self._is_training(batch) and self.sums_over_tokens and self.balance_of(batch) is None
 
     def _fill_batch(self, batch: Batch) -> Batch:
         """A batch with enough rows for the schedule where several data ranks train: one that went another way than the
-        others would gather weights in another order. Joined examples are one row on all of them."""
+        others would gather weights in another order. Joined examples are one row on all of them.
+
+        The last row is repeated without targets, which adds nothing to a loss per token.
+        """
         rows = tokens_of(batch).shape[0]
         fits = (self.config.sharing_size == 1 and self.fill is None) or can_be_cut(rows, self.config)
         if fits or "cu_seq_lens_q" in batch or not self._may_be_scheduled(batch):
             return batch
-        return with_rows(batch, rows, next(n for n in itertools.count(rows + 1) if can_be_cut(n, self.config)))
+        added = next(n for n in itertools.count(1) if can_be_cut(rows + n, self.config))
+        filled = dict(batch)
+        for key, value in batch.items():
+            if torch.is_tensor(value) and value.dim() and value.shape[0] == rows:
+                more = value[-1:].expand(added, *value.shape[1:])
+                more = torch.full_like(more, -100) if key in ("labels", "shift_labels") else more
+                filled[key] = torch.cat([value, more])
+        return filled
 
     def _is_training(self, batch: Batch) -> bool:
         """Will this call's own loss go backward?"""
@@ -284,14 +299,3 @@ class PipelineEngine(StageRunner):
             return type(outputs)(loss=outputs["loss"])
         # What is no tensor, such as a cache, is of this stage only.
         return type(outputs)(**{key: value for key, value in outputs.items() if torch.is_tensor(value)})
-
-    def _cut_backbone(self, kwargs: Batch) -> ModelOutput:
-        refuse_partial_outputs(self.model.config, kwargs, self.services.balance is not None)
-        if "use_cache" in self._backbone_signature.parameters:
-            kwargs["use_cache"] = False
-        if self._on_call is not None:
-            return self._on_call(kwargs)
-        if self.pipelines.session is not None:
-            session = self.pipelines.session
-            return session.within(self, lambda: session.answer(self, kwargs))
-        return unscheduled.serve_script(self, kwargs, lambda: cast(Handler, self._on_call)(kwargs))[0]

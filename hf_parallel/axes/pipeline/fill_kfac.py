@@ -33,7 +33,7 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_parallel.axes.pipeline.batches import count_causal_targets, tokens_of
 from hf_parallel.axes.pipeline.gaps import Place, Task, find_gaps, place_tasks
-from hf_parallel.axes.pipeline.timeline import BACKWARD, FILL, FORWARD, Order, order, simulate
+from hf_parallel.axes.pipeline.timeline import BACKWARD, FILL, FORWARD, order, simulate
 from hf_parallel.ranks import messages
 
 if TYPE_CHECKING:
@@ -145,59 +145,66 @@ class KfacFill:
 
     def begin_step(self) -> None:
         """Begin an optimizer step; every `interval` steps it is one whose curvature is taken."""
-        if not self.layers:
-            self._find_layers()
+        if not self.layers:  # the trained linear layers between embedding and head
+            layers = [layer for view in self.engine.views for layer in view.layers]
+            inside = {id(module) for layer in layers for module in layer.modules()}
+            for name, module in self.engine.model.named_modules():
+                if id(module) in inside and isinstance(module, nn.Linear | Conv1D) and module.weight.requires_grad:
+                    module.register_forward_hook(functools.partial(self._keep, len(self.layers)))
+                    self.layers.append(FilledLinear(name, module))
         self.in_step = True
         if self.gathering is not None:
             self.gathering.wait_for_reduction()
             self.age = (self.age + 1) % self.interval
         if self.age == 0:
-            self.inverting, self.gathering = self.gathering, self._make_curvature()
+            device = self.engine.mesh.device
+            sums = {
+                (kind, index): torch.zeros(size, size, dtype=linear.dtype, device=device)
+                for index, linear in enumerate(self.layers)
+                for kind, size in linear.sizes.items()
+            }
+            made = Curvature(sums, torch.zeros(2, dtype=torch.float64, device=device))
+            self.inverting, self.gathering = self.gathering, made
             if self.inverting is not None:
                 self._prepare_inversion(self.inverting)
         elif self.age == (self.interval - 1) // 2 + 1:
             self._prepare_inversion(cast(Curvature, self.gathering))
 
     def end_step(self) -> str | None:
-        """Precondition the gradients of the step. Return a line to say once, about how much fits into bubbles."""
+        """Precondition the gradients of the step. Return a line to say once, about how much fits into bubbles.
+
+        Collective over the pipeline, and over data ranks.
+        """
         gathering, line = cast(Curvature, self.gathering), None
         if not self.inverses and self.inverting is None:
             self._finish_sums(gathering)
             gathering.wait_for_reduction()
             self._prepare_inversion(gathering)
-            self._run_waiting(gathering)
+            self._run_units(gathering, list(gathering.waiting))
             self.inverses = gathering.inverses
         elif self.age == (self.interval - 1) // 2:
             self._finish_sums(gathering)
         if self.inverting is not None:
-            self._run_waiting(self.inverting)
+            self._run_units(self.inverting, list(self.inverting.waiting))
             self.inverses, self.inverting = self.inverting.inverses, None
         for index, layer in enumerate(self.layers):
             if layer.weight.grad is None:  # nothing that the loss depends on
                 continue
             layer.precondition(self.inverses[INPUTS, index], self.inverses[GRADIENTS, index])
-        if self.times is not None:
-            line = self._learn_times()
+        if self.times is not None:  # place all units by the times of the first step
+            times, self.times = self.times, None
+            recorder, control, count = self.engine.recorder, self.engine.control, self.engine.latest_count
+            self.seconds = {what: min(map(recorder.seconds_between, marks)) for what, marks in times.items()}
+            own = self.seconds[FORWARD], self.seconds[BACKWARD]
+            self._stage_seconds = messages.gather_objects(own, control)
+            placed = {unit for units in self._place_units(count).values() for unit in units}
+            tasks = self._list_tasks(count)
+            fits = sum(task.seconds for task in tasks if task.key in placed), sum(task.seconds for task in tasks)
+            share = min(fit / whole if whole else 1.0 for fit, whole in messages.gather_objects(fits, control))
+            more = max(whole - fit for fit, whole in messages.gather_objects(fits, control))
+            line = f"{share:.0%} of the curvature fits into bubbles; {more:.3g} s more every {self.interval} steps"
         self.in_step = False
         return line
-
-    def _find_layers(self) -> None:
-        """Hook the trained linear layers between embedding and head."""
-        layers = [layer for view in self.engine.views for layer in view.layers]
-        inside = {id(module) for layer in layers for module in layer.modules()}
-        for name, module in self.engine.model.named_modules():
-            if id(module) in inside and isinstance(module, nn.Linear | Conv1D) and module.weight.requires_grad:
-                module.register_forward_hook(functools.partial(self._keep, len(self.layers)))
-                self.layers.append(FilledLinear(name, module))
-
-    def _make_curvature(self) -> Curvature:
-        device = self.engine.mesh.device
-        sums = {
-            (kind, index): torch.zeros(size, size, dtype=layer.dtype, device=device)
-            for index, layer in enumerate(self.layers)
-            for kind, size in layer.sizes.items()
-        }
-        return Curvature(sums, torch.zeros(2, dtype=torch.float64, device=device))
 
     def check_call(self, is_schedulable: bool) -> None:
         """Reject a training call that no schedule runs, or that belongs to no step.
@@ -280,7 +287,7 @@ class KfacFill:
         """Run the sums that are left, and begin to add up those of all data ranks."""
         if curvature.is_reduced:
             return
-        self._run_waiting(curvature)
+        self._run_units(curvature, list(curvature.waiting))
         curvature.is_reduced = True
         trained = [index for index, layer in enumerate(self.layers) if layer.weight.grad is not None]
         unseen = [self.layers[index].name for index in trained if index not in curvature.seen]
@@ -331,19 +338,16 @@ class KfacFill:
             return
         placed = self._place_units(count)
         for curvature, step in ((self.inverting, self.interval), (self.gathering, self.age)):
-            for unit in placed.get(Place(step, action), ()):
-                if curvature is not None:
-                    self._run_unit(curvature, unit)
+            if curvature is not None:
+                self._run_units(curvature, placed.get(Place(step, action), []))
 
-    def _run_waiting(self, curvature: Curvature) -> None:
-        for unit in list(curvature.waiting):
-            self._run_unit(curvature, unit)
-
-    def _run_unit(self, curvature: Curvature, unit: Unit) -> None:
-        for work in curvature.waiting.pop(unit, ()):
-            span = self.engine.recorder.span(FILL, self.engine.views[0].index, max(0, unit.micro_batch))
-            with self.timed((unit.kind, unit.layer)), span:
-                work()
+    def _run_units(self, curvature: Curvature, units: list[Unit]) -> None:
+        recorder, stage = self.engine.recorder, self.engine.views[0].index
+        for unit in units:
+            for work in curvature.waiting.pop(unit, ()):
+                span = recorder.span(FILL, stage, max(0, unit.micro_batch))
+                with self.timed((unit.kind, unit.layer)), span:
+                    work()
 
     @contextlib.contextmanager
     def timed(self, what: object) -> Iterator[None]:
@@ -355,25 +359,12 @@ class KfacFill:
         yield
         self.times.setdefault(what, []).append((start, self.engine.recorder.mark()))
 
-    def _learn_times(self) -> str:
-        """Place all units by the times of the first step. Collective over the pipeline."""
-        times, self.times = cast(dict, self.times), None
-        self.seconds = {what: min(map(self.engine.recorder.seconds_between, marks)) for what, marks in times.items()}
-        own = self.seconds[FORWARD], self.seconds[BACKWARD]
-        self._stage_seconds = messages.gather_objects(own, self.engine.control)
-        placed = {unit for units in self._place_units(self.engine.latest_count).values() for unit in units}
-        tasks = self._list_tasks(self.engine.latest_count)
-        fits = sum(task.seconds for task in tasks if task.key in placed), sum(task.seconds for task in tasks)
-        share = min(fit / whole if whole else 1.0 for fit, whole in messages.gather_objects(fits, self.engine.control))
-        more = max(whole - fit for fit, whole in messages.gather_objects(fits, self.engine.control))
-        return f"{share:.0%} of the curvature fits into bubbles; {more:.3g} s more every {self.interval} steps"
-
     def _place_units(self, count: int) -> dict[Place, list[Unit]]:
         """Return the units of each gap, for this number of micro-batches."""
         if count not in self._placements:
             forward, backward = zip(*self._stage_seconds, strict=True)
             half = [seconds / 2 for seconds in backward]
-            timeline = simulate(self._order(count), forward, half, half)
+            timeline = simulate(order(self.engine.config.pipeline_schedule, self.ranks, 1, count), forward, half, half)
             gaps = [find_gaps(timeline, self.place)] * self.interval
             found: dict[Place, list[Unit]] = {}
             for unit, place in place_tasks(gaps, self._list_tasks(count)).items():
@@ -381,14 +372,12 @@ class KfacFill:
             self._placements[count] = found
         return self._placements[count]
 
-    def _order(self, count: int) -> Order:
-        return order(self.engine.config.pipeline_schedule, self.ranks, 1, count)
-
     def _list_tasks(self, count: int) -> list[Task]:
         """All units of an interval, in the order in which their inputs are there."""
         tasks, last_sum = [], (self.interval - 1) // 2
         kinds = {FORWARD: INPUTS, BACKWARD: GRADIENTS}
-        for position, action in enumerate(self._order(count)[self.place]):
+        actions = order(self.engine.config.pipeline_schedule, self.ranks, 1, count)[self.place]
+        for position, action in enumerate(actions):
             for layer in range(len(self.layers)):
                 kind = kinds[action.kind]
                 unit, ready = Unit(kind, layer, action.micro_batch), Place(0, position + 1)

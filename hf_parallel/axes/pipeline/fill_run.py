@@ -62,6 +62,7 @@ class FilledRun:
 
     def _compute(self, action: Action, arrived: torch.Tensor | None) -> None:
         kind, _, i, _ = action
+        way = 1 if kind == FORWARD else -1
         span = self.engine.recorder.span(kind, self.view.index, i)
         with self.parts.around(i), self.fill.timed(kind), span:
             if kind == FORWARD:
@@ -75,10 +76,15 @@ class FilledRun:
                 hidden, output = self.alive.pop(i)
                 if output.requires_grad:
                     torch.autograd.backward(output, arrived)
-        if kind == FORWARD and self.place < self.ranks - 1:
-            self._send(output.detach(), kind)
-        if kind == BACKWARD and hidden is not None:
-            self._send(torch.zeros_like(hidden) if hidden.grad is None else hidden.grad, kind)
+        if not 0 <= self.place + way < self.ranks:
+            return
+        leaving = output.detach()
+        if kind == BACKWARD:
+            hidden = cast(torch.Tensor, hidden)
+            leaving = torch.zeros_like(hidden) if hidden.grad is None else hidden.grad
+        leaving = leaving.contiguous()
+        work = dist.isend(leaving, group=self.groups[kind], group_dst=self.place + way)
+        self.sent.append((cast(dist.Work, work), leaving))
 
     def _receive(self, action: Action) -> tuple[dist.Work, torch.Tensor] | None:
         """Ask for the message that an action needs."""
@@ -89,8 +95,3 @@ class FilledRun:
         tensor = torch.empty(like.shape, dtype=like.dtype, device=self.engine.mesh.device)
         work = dist.irecv(tensor, group=self.groups[action.kind], group_src=source)
         return cast(dist.Work, work), tensor
-
-    def _send(self, tensor: torch.Tensor, kind: str) -> None:
-        tensor = tensor.contiguous()
-        target = self.place + (1 if kind == FORWARD else -1)
-        self.sent.append((cast(dist.Work, dist.isend(tensor, group=self.groups[kind], group_dst=target)), tensor))

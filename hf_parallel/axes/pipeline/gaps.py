@@ -88,21 +88,18 @@ class Slack:
         """Take the seconds of each action by kind and stage; the order has whole backward passes."""
         self.seconds = {action: seconds[action[:2]] for actions in order.values() for action in actions}
         self.before: dict[Action, list[Action]] = {}
-        stages = 1 + max(action.stage for action in self.seconds)
+        stages, kinds = 1 + max(action.stage for action in self.seconds), {FORWARD: FORWARD, BACKWARD_INPUT: BACKWARD}
         left = {rank: list(actions) for rank, actions in order.items()}
         latest: dict[int, Action] = {}
         while any(left.values()):
             for rank, actions in left.items():
-                while actions and (inputs := self._find_inputs(actions[0], stages)) is not None:
+                while actions:
+                    inputs = [Action(kinds[kind], stage, i) for kind, stage, i in needs(actions[0], stages)]
+                    if any(one not in self.before for one in inputs):
+                        break
                     self.before[actions[0]] = inputs + ([latest[rank]] if rank in latest else [])
                     latest[rank] = actions.pop(0)
         self.duration = self.find()[1]
-
-    def _find_inputs(self, action: Action, stages: int) -> list[Action] | None:
-        """Return what makes the inputs of an action; None if one of them has no place yet."""
-        kinds = {FORWARD: FORWARD, BACKWARD_INPUT: BACKWARD}
-        inputs = [Action(kinds[kind], stage, i) for kind, stage, i in needs(action, stages)]
-        return inputs if all(one in self.before for one in inputs) else None
 
     def find(self) -> tuple[dict[Action, float], float]:
         """Return the slack of each action in seconds, and the duration of all of them."""

@@ -56,14 +56,10 @@ class Parts:
     def __init__(self, calls: list[ScheduledCall]) -> None:
         self.calls = calls
         self.places = [(call, i) for call in calls for i in range(call.count)]
+        self.boundaries = [call.boundary for call, _ in self.places]  # what travels between stages
 
     def __len__(self) -> int:
         return len(self.places)
-
-    @property
-    def boundaries(self) -> list[torch.Tensor]:
-        """The tensors that travel between stages, for each micro-batch."""
-        return [call.boundary for call, _ in self.places]
 
     def around(self, micro_batch: int) -> contextlib.AbstractContextManager[None]:
         """The context in which a micro-batch is computed."""
@@ -96,17 +92,14 @@ class Ran:
     fresh: Fresh
     scale: torch.Tensor | None
 
-    def unscaled(self, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        """By what to multiply the gradients, from the gradient of a loss."""
-        return gradient if gradient is None or self.scale is None else gradient / self.scale
 
-
+@dataclass(eq=False)
 class JointStep:
     """The calls of the optimizer step in progress, where all of them run at once."""
 
-    def __init__(self, calls: list[ScheduledCall], run: Callable[[list[ScheduledCall]], Ran]) -> None:
-        self.calls, self.run = calls, run
-        self.ran: Ran | None = None
+    calls: list[ScheduledCall]
+    run: Callable[[list[ScheduledCall]], Ran]
+    ran: Ran | None = None
 
     def next_loss(self, call: ScheduledCall) -> tuple[torch.Tensor, Ran, bool]:
         """The loss of a call, what has run with it, and whether it is the last one of the step.

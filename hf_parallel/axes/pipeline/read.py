@@ -13,6 +13,7 @@ from hf_parallel.ask.keys.pipeline import AUTO_SCHEDULE, SPLIT_BACKWARD, V_SCHED
 from hf_parallel.ask.spec import refuse
 from hf_parallel.axes.pipeline.balance import Costs, balance, block_costs, explain, with_recomputation
 from hf_parallel.axes.pipeline.part import PipelinePart, StageFacts
+from hf_parallel.axes.pipeline.timeline import split_evenly
 from hf_parallel.model.anatomy import (
     Backbone,
     find_backbone_plan,
@@ -26,7 +27,7 @@ from hf_parallel.model.experts import has_known_balance
 
 if TYPE_CHECKING:
     from torch import nn
-    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import PreTrainedModel
 
     from hf_parallel.ask.config import ParallelConfig
     from hf_parallel.model.anatomy import Anatomy
@@ -63,11 +64,8 @@ def _why_whole(model: PreTrainedModel, backbone: nn.Module, plan: Backbone | Non
             return f"the pipeline plan says nothing about {parameter}; {_ONE_STAGE}"
     if getattr(model.config, "output_router_logits", False) and not has_known_balance(model):
         return f"output_router_logits=True: what {name} makes of all layers' is not known; False works"
-    return _why_not_by_config(name, model.config, get_text_config(model))
-
-
-def _why_not_by_config(name: str, config: PretrainedConfig, text: PretrainedConfig) -> str | None:
-    """Settings under which layers need more than the one before them."""
+    # Settings under which layers need more than the one before them.
+    config, text = model.config, get_text_config(model)
     if getattr(text, "num_kv_shared_layers", 0):
         return f"{name}'s last layers use keys and values of earlier ones; {_ONE_STAGE}"
     if "shared" in (getattr(text, "indexer_types", None) or ()):
@@ -85,11 +83,25 @@ def resolve_stages(config: ParallelConfig, facts: StageFacts, sums_over_tokens: 
     """
     if facts.refusal is not None or facts.costs is None:
         refuse(f"pp_size={config.pp_size}", facts.refusal)
-    tied = facts.tied_embedding is not None
-    config = _with_schedule(config, len(facts.costs.layers), tied)
-    _check_tied_in_a_v(config, tied)
+    tied, layers = facts.tied_embedding is not None, len(facts.costs.layers)
+    if config.pipeline_schedule == AUTO_SCHEDULE:
+        from hf_parallel.axes.pipeline.schedules import choose_schedule
+
+        config = dataclasses.replace(config, pipeline_schedule=choose_schedule(config, layers, tied))
+    if tied and config.pipeline_schedule in V_SCHEDULES and config.sharing_size > 1:
+        # A V puts embedding and head on one rank but in two FSDP2 roots, which cannot share a parameter.
+        asked, works = f"pipeline_schedule={config.pipeline_schedule}", "interleaved_zero_bubble"
+        refuse(asked, "tied embeddings cannot be sharded over data ranks", works)
     check_own_functions(config)
-    _check_layers_of_stages(len(facts.costs.layers), config)
+    stages, split = config.pipeline_stages, config.split_layers
+    if stages > layers:
+        most = layers // config.stages_per_rank
+        works = f"pp_size={most}" if most > 1 else "pipeline_schedule=1f1b" if layers > 1 else "pp_size=1"
+        refuse(f"pp_size={config.pp_size}", f"the model has {layers} layers, {stages} stages need one each", works)
+    if split is not None and (sum(split) != layers or min(split) < 1):
+        asked = f"pipeline_split=[{','.join(map(str, split))}]"
+        works = ",".join(map(str, split_evenly(layers, stages)))
+        refuse(asked, f"needs {stages} positive numbers that add to {layers}", f"[{works}]")
     everywhere = config.recompute_ranks is None
     costs = with_recomputation(facts.costs, config.recompute_way if everywhere else "none")
     counts, line = _share_layers(config, facts, costs)
@@ -133,63 +145,32 @@ def _share_layers(config: ParallelConfig, facts: StageFacts, costs: Costs) -> tu
     return counts, line
 
 
-def check_fill(config: ParallelConfig, anatomy: Anatomy) -> None:
-    """Reject models of which bubbles cannot take the curvature.
+def check_options(config: ParallelConfig, anatomy: Anatomy) -> None:
+    """Reject models and machines that what is done beside a schedule does not suit.
 
     Raises:
-        SpecError: a model with experts, or a loss that is no mean over tokens.
+        SpecError: bubbles that would take the curvature of experts, or of a loss that is no mean over tokens; mirrors
+            of experts, or of a loss that is no sum over micro-batches, all of which would go down; clocks that cannot
+            be locked, without an NVIDIA GPU, NVML or the right to.
     """
+    has_experts = any(".experts." in name for name in anatomy.names)
     asked, works = f"pipeline_fill={config.pipeline_fill}", "pipeline_fill=none"
-    if any(".experts." in name for name in anatomy.names):
+    if config.fills_bubbles and has_experts:
         refuse(asked, f"the experts of {anatomy.name} have too few tokens each for a curvature", works)
-    if not anatomy.sums_over_tokens:
+    if config.fills_bubbles and not anatomy.sums_over_tokens:
         refuse(asked, f"the loss of {anatomy.name} is not known to be a mean over tokens", works)
-
-
-def check_mirrors(config: ParallelConfig, anatomy: Anatomy) -> None:
-    """Reject models whose batches do not run as one schedule, all of whose micro-batches would go down.
-
-    Raises:
-        SpecError: a model with experts, or a loss that is no sum over micro-batches.
-    """
     asked, works = f"pipeline_schedule={config.pipeline_schedule}", "pipeline_schedule=1f1b"
-    if any(".experts." in name for name in anatomy.names):
+    if config.mirrors_stages and has_experts:
         refuse(asked, f"{anatomy.name} has experts, which have not been compared with one process", works)
-    if not anatomy.sums_over_tokens:
+    if config.mirrors_stages and not anatomy.sums_over_tokens:
         refuse(asked, f"the loss of {anatomy.name} needs whole batches", works)
+    if config.pipeline_energy != "none":
+        from hf_parallel.axes.pipeline.energy import open_clocks_of
 
-
-def check_clocks(config: ParallelConfig) -> None:
-    """Reject machines whose clocks cannot be locked.
-
-    Raises:
-        SpecError: there is no NVIDIA GPU, no NVML, or no right to lock clocks.
-    """
-    from hf_parallel.axes.pipeline.energy import open_clocks_of
-
-    try:
-        open_clocks_of(torch.device("cuda" if torch.cuda.is_available() else "cpu")).restore()
-    except RuntimeError as error:
-        refuse(f"pipeline_energy={config.pipeline_energy}", str(error), "pipeline_energy=none", cause=error)
-
-
-def _with_schedule(config: ParallelConfig, layers: int, tied: bool) -> ParallelConfig:
-    """The config with pipeline_schedule=auto decided."""
-    if config.pipeline_schedule != AUTO_SCHEDULE:
-        return config
-    from hf_parallel.axes.pipeline.schedules import choose_schedule
-
-    return dataclasses.replace(config, pipeline_schedule=choose_schedule(config, layers, tied))
-
-
-def _check_tied_in_a_v(config: ParallelConfig, tied: bool) -> None:
-    """A V puts embedding and head on one rank but in two FSDP2 roots, which cannot share a parameter."""
-    if tied and config.pipeline_schedule in V_SCHEDULES and config.sharing_size > 1:
-        refuse(
-            f"pipeline_schedule={config.pipeline_schedule}",
-            "tied embeddings cannot be sharded over data ranks",
-            "interleaved_zero_bubble",
-        )
+        try:
+            open_clocks_of(torch.device("cuda" if torch.cuda.is_available() else "cpu")).restore()
+        except RuntimeError as error:
+            refuse(f"pipeline_energy={config.pipeline_energy}", str(error), "pipeline_energy=none", cause=error)
 
 
 def check_own_functions(config: ParallelConfig, trainer: str | None = None) -> None:
@@ -211,19 +192,3 @@ def check_own_functions(config: ParallelConfig, trainer: str | None = None) -> N
         refuse("lean_loss=true", needs, "lean_loss=auto")
     if trainer is not None:
         refuse(trainer, needs, "pipeline_schedule=1f1b")
-
-
-def _check_layers_of_stages(layers: int, config: ParallelConfig) -> None:
-    stages, asked = config.pipeline_stages, config.split_layers
-    if stages > layers:
-        most = layers // config.stages_per_rank
-        works = f"pp_size={most}" if most > 1 else "pipeline_schedule=1f1b" if layers > 1 else "pp_size=1"
-        refuse(f"pp_size={config.pp_size}", f"the model has {layers} layers, {stages} stages need one each", works)
-    if asked is not None and (sum(asked) != layers or min(asked) < 1):
-        quotient, remainder = divmod(layers, stages)
-        works = ",".join(str(quotient + (stage < remainder)) for stage in range(stages))
-        refuse(
-            f"pipeline_split=[{','.join(map(str, asked))}]",
-            f"needs {stages} positive numbers that add to {layers}",
-            f"[{works}]",
-        )

@@ -140,8 +140,7 @@ def build_schedule(
         for index, module in modules.items()
     ]
     for stage in stages:
-        stage.connected = connected
-        recorder.watch(stage)
+        stage.connected, stage.recorder = connected, recorder
     name = config.pipeline_schedule
     single = name in SINGLE_SCHEDULES
     schedule = get_schedule_class(name.replace("_", ""))

@@ -27,12 +27,12 @@ from hf_parallel.axes.pipeline.batches import (
 )
 from hf_parallel.axes.pipeline.engine import run_scheduled
 from hf_parallel.axes.pipeline.schedules import can_be_cut, count_micro_batches
+from hf_parallel.axes.pipeline.stage_runner import Session
 from hf_parallel.axes.pipeline.stages import LeaveAtExit
 from hf_parallel.axes.pipeline.unscheduled import (
     Call,
     Made,
     Serving,
-    Session,
     describe_call,
     free,
     restore_described_state,
@@ -82,14 +82,10 @@ class Plan:
     """The facts of a script's loss that are known after its first step."""
 
     calls: list[Call]
+    main: int  # number of the call that has a gradient
     cut: Cut
     logs: bool = False  # does it log, too?
     kinds: dict[frozenset, Cut] = field(default_factory=dict)  # by the operations of a loss that was tried
-
-    @property
-    def main(self) -> int:
-        """Number of the call that has a gradient."""
-        return next(i for i, call in enumerate(self.calls) if call.grad)
 
     @property
     def why_apart(self) -> str | None:
@@ -131,16 +127,15 @@ def find_plan(
     cut = next((cut for cut, holds in zip(CUTS, verdicts.tolist(), strict=True) if holds), None)
     calls = [[one.call for one in made]]
     dist.broadcast_object_list(calls, group=engine.control, group_src=engine.last_rank)
-    return None if cut is None else Plan(calls[0], cut)
+    return None if cut is None else Plan(calls[0], next(i for i, call in enumerate(calls[0]) if call.grad), cut)
 
 
+@dataclass(eq=False)
 class Prepared(Session):
     """Every call has its answer ready: an output, or a function of who is called with what."""
 
-    def __init__(self, engine: StageRunner, answers: list[Answer]) -> None:
-        super().__init__(engine)
-        self.answers = list(answers)
-        self.seen: list[ModelOutput] = []
+    answers: list[Answer]  # taken out one by one
+    seen: list[ModelOutput] = field(default_factory=list)
 
     def answer(self, engine: StageRunner, kwargs: Batch) -> ModelOutput:
         if not self.answers:
@@ -148,11 +143,6 @@ class Prepared(Session):
         ready = self.answers.pop(0)
         self.seen.append(ready(engine, kwargs) if callable(ready) else ready)
         return self.seen[-1]
-
-    def check_end(self) -> None:
-        """Raise if the script made fewer calls than before."""
-        if self.answers:
-            raise RuntimeError(_OTHERWISE)
 
 
 def _test_cuts(engine: StageRunner, batch: Batch, made: list[Made], loss_of: Loss) -> torch.Tensor:
@@ -165,20 +155,12 @@ def _test_cuts(engine: StageRunner, batch: Batch, made: list[Made], loss_of: Los
         def compute(answers: list[Answer], part: Batch) -> torch.Tensor:
             return Prepared(engine, answers).run(functools.partial(loss_of, part))
 
-        whole = compute(list(outputs), dict(disturbed)).float()
-        counts = [_count_parts(cut, count_rows(batch), engine.config) for cut in CUTS]
-        held = [
-            bool(count) and _does_cut_hold(cut, count, whole, disturbed, outputs, compute)
-            for cut, count in zip(CUTS, counts, strict=True)
-        ]
+        whole, rows, held = compute(list(outputs), dict(disturbed)).float(), count_rows(batch), []
+        for cut in CUTS:
+            can_cut = rows % cut.rows == 0 and can_be_cut(rows // cut.rows, engine.config)
+            count = count_micro_batches(rows // cut.rows, engine.config) if can_cut else 0
+            held.append(can_cut and _does_cut_hold(cut, count, whole, disturbed, outputs, compute))
         return torch.tensor(held).float()
-
-
-def _count_parts(cut: Cut, rows: int, config: ParallelConfig) -> int:
-    """Return the number of micro-batches of so many rows; 0 where they cannot be cut so."""
-    if rows % cut.rows or not can_be_cut(rows // cut.rows, config):
-        return 0
-    return count_micro_batches(rows // cut.rows, config)
 
 
 def _does_cut_hold(
@@ -218,8 +200,14 @@ def _disturb_batch(engine: StageRunner, batch: Batch, generator: torch.Generator
     for key, value in batch.items():
         if not torch.is_tensor(value) or value.dim() != 2 or value.is_floating_point():
             continue
-        fill = _choose_empty_value(key, value, padding)
-        if fill is not None:
+        fill: int | None
+        if key.endswith("labels"):
+            fill = -100
+        elif value.dtype == torch.bool or ("mask" in key and value.max() <= 1 and value.min() >= 0):
+            fill = 0
+        else:
+            fill = padding if key.endswith("input_ids") else None
+        if fill is not None:  # the value that stands where there is no token
             keep = torch.randint((value.shape[1] + 1) // 2, value.shape[1] + 1, value.shape[:1], generator=generator)
             beyond = torch.arange(value.shape[1]) >= keep[:, None]
             changed[key] = value.masked_fill(beyond.to(value.device), fill)
@@ -227,15 +215,6 @@ def _disturb_batch(engine: StageRunner, batch: Batch, generator: torch.Generator
     if torch.is_tensor(mask) and torch.is_tensor(labels) and labels.shape == mask.shape:
         changed["labels"] = labels.masked_fill(mask == 0, -100)  # as collators do, and as some kernels need it
     return changed
-
-
-def _choose_empty_value(key: str, value: torch.Tensor, padding: int | None) -> int | None:
-    """Return the value that stands where there is no token: in labels, masks, tokens."""
-    if key.endswith("labels"):
-        return -100
-    if value.dtype == torch.bool or ("mask" in key and value.max() <= 1 and value.min() >= 0):
-        return 0
-    return padding if key.endswith("input_ids") else None
 
 
 @contextlib.contextmanager
@@ -314,13 +293,15 @@ def run_plan(
         def run(view: StageView, hidden: torch.Tensor | None, i: int) -> torch.Tensor:
             if view.index != engine.last_index:
                 with restore_described_state(engine, calls[i]), use_known_mask(known):
-                    return engine.layers(view, hidden, calls[i].arguments(parts[i], device))
+                    kwargs = calls[i].arguments(parts[i], device)
+                    return engine.enter(view, None, lambda: engine.run_backbone(hidden, kwargs))
 
             def compute(answers: list[Answer], part: Batch, loss_of: Loss) -> tuple[torch.Tensor, Prepared]:
                 session = Prepared(engine, answers)
                 with session.active(), use_given_count(engine, items):  # the batch may run with others
                     loss = engine.enter(view, functools.partial(session.answer, engine), lambda: loss_of(part))
-                session.check_end()
+                if session.answers:  # fewer calls than before
+                    raise RuntimeError(_OTHERWISE)
                 return loss, session
 
             answers = _make_answers(engine, plan, parts[i], [outputs[i] for outputs in beside], hidden, known)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -18,13 +19,18 @@ from hf_parallel.axes.axis import Building, HeldRun, RouterBalance
 from hf_parallel.axes.pipeline.batches import (
     collect_fresh_gradients,
     cut_into_buckets,
-    is_asked_for,
     tokens_of,
     without_count,
 )
 from hf_parallel.axes.pipeline.part import PipelinePart
 from hf_parallel.axes.pipeline.schedules import predict_bubble
-from hf_parallel.axes.pipeline.stages import LeaveAtExit, RemoteModules, StageView, find_boundary_dtype
+from hf_parallel.axes.pipeline.stages import (
+    LeaveAtExit,
+    RemoteModules,
+    StageView,
+    find_boundary_dtype,
+    hold_modules,
+)
 from hf_parallel.axes.pipeline.torch_stage import Recorder
 from hf_parallel.model.anatomy import get_text_config
 from hf_parallel.model.calls import Batch
@@ -42,16 +48,6 @@ T = TypeVar("T")
 Handler = Callable[[Batch], Any]  # what the backbone returns, or a stage leaves with
 
 
-class ScriptSession(Protocol):
-    """Answers a script's calls of pipelined models while it runs on the last stage alone."""
-
-    def within(self, engine: StageRunner, call: Callable[[], T]) -> T:
-        """Make a call inside the last stage of `engine`."""
-
-    def answer(self, engine: StageRunner, kwargs: Batch) -> ModelOutput:
-        """Return the output of the backbone for one call."""
-
-
 @dataclass
 class Pipelines:
     """The pipelined models of one mesh. A script on the last stage may call several; other stages answer by number.
@@ -60,12 +56,7 @@ class Pipelines:
     """
 
     engines: list[weakref.ref[StageRunner]] = field(default_factory=list)
-    session: ScriptSession | None = None  # while a script runs on the last stage alone
-
-    def add(self, engine: StageRunner) -> int:
-        """Add an engine. Return its number."""
-        self.engines.append(weakref.ref(engine))
-        return len(self.engines) - 1
+    session: Session | None = None  # while a script runs on the last stage alone
 
     def engine(self, number: int) -> StageRunner:
         """Return the engine of this number."""
@@ -81,6 +72,37 @@ class _OfMeshes(WeakKeyDictionary[ParallelMesh, Pipelines]):
 def pipelines_of(mesh: ParallelMesh) -> Pipelines:
     """Return the pipelined models of a mesh; the same object each time."""
     return of_session(_OfMeshes).setdefault(mesh, Pipelines())
+
+
+@dataclass(eq=False)
+class Session:
+    """Who answers when a script, on the last stage, calls the backbone of a pipelined model."""
+
+    engine: StageRunner
+
+    def run(self, script: Callable[[], T]) -> T:
+        """`script()`, on the last stage, inside its FSDP2 root: there embedding, norm and head are whole."""
+        with self.active():
+            return self.within(self.engine, script)
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Tell models that a script runs on this stage alone."""
+        pipelines = self.engine.pipelines
+        former, pipelines.session = pipelines.session, self
+        try:
+            yield
+        finally:
+            pipelines.session = former
+
+    def within(self, engine: StageRunner, call: Callable[[], T]) -> T:
+        """`call()` inside the last stage of `engine`, for the model that trains or another one beside it."""
+        view, handler = engine.views[-1], functools.partial(self.answer, engine)
+        return engine.through(engine.stages[-1], lambda hidden, i: engine.enter(view, handler, call))
+
+    def answer(self, engine: StageRunner, kwargs: Batch) -> ModelOutput:
+        """The output of the backbone for one call."""
+        raise NotImplementedError
 
 
 class Stage(nn.Module):
@@ -145,7 +167,8 @@ class StageRunner:
         self.items: torch.Tensor | None = None  # targets of the whole batch, while a script's loss sees parts of it
         self.handed_over: torch.Tensor | None = None  # from a stage to the next on the same rank
         self.pipelines = pipelines_of(mesh)
-        self.number = self.pipelines.add(self)
+        self.number = len(self.pipelines.engines)
+        self.pipelines.engines.append(weakref.ref(self))
         self._width = get_text_config(model).hidden_size
         self.schedules: dict[
             int, tuple[_PipelineSchedule, list[TorchStage]]
@@ -166,8 +189,10 @@ class StageRunner:
         return self.services.at_rest([self.model.get_input_embeddings().weight])
 
     def balance_of(self, kwargs: Batch) -> RouterBalance | None:
-        """Return what counts the routers' choices in all layers, if this call asks for it."""
-        return self.services.balance if is_asked_for(self.model.config, kwargs, "output_router_logits") else None
+        """Return what counts the routers' choices in all layers, if this call, or else the model's config, asks."""
+        asked = kwargs.get("output_router_logits")
+        asked = getattr(self.model.config, "output_router_logits", False) if asked is None else asked
+        return self.services.balance if asked else None
 
     @contextlib.contextmanager
     def recorded(self, path: str) -> Iterator[None]:
@@ -211,10 +236,6 @@ class StageRunner:
         finally:
             self._view, self._on_call = former
 
-    def layers(self, view: StageView, hidden: torch.Tensor | None, kwargs: Batch) -> torch.Tensor:
-        """Run a micro-batch through the layers of a stage before the last."""
-        return self.enter(view, None, lambda: self.run_backbone(hidden, kwargs))
-
     def run_backbone(self, hidden: torch.Tensor | None, kwargs: Batch) -> ModelOutput:
         """The layers of the stage that is shown, from what arrived at it.
 
@@ -225,15 +246,20 @@ class StageRunner:
         entry, kwargs = self._view.entry, without_count(kwargs)
         if entry is not None and hidden is not None:
             # The model sees the shape to make masks and positions of; the values come in at the entry.
-            length = tokens_of(kwargs).shape[1]
-            kwargs = {**kwargs, "input_ids": None, "inputs_embeds": _make_placeholder(hidden, length)}
+            length, shown = tokens_of(kwargs).shape[1], hidden.detach()
+            if hidden.shape[1] != length:  # parts of the sequence travel: an expanded tensor takes no memory
+                shown = shown[:, :1].expand(-1, length, -1)
+            kwargs = {**kwargs, "input_ids": None, "inputs_embeds": shown}
             entry.hidden = hidden
         try:
-            with self._view.shown():  # here alone: a script that calls one of these modules itself gets an error
+            with hold_modules(
+                self._view.swaps
+            ):  # here alone: a script that calls one of these modules itself gets an error
                 return self._backbone_forward(**kwargs)
         except LeaveAtExit as leave:
-            expected = self._boundary_dtype()
-            if self.services.lowered_dtype() is not None:  # FSDP2 would cast it when it arrives
+            lowered = self.services.lowered_dtype()
+            expected = lowered or find_boundary_dtype(self._layers)
+            if lowered is not None:  # FSDP2 would cast it when it arrives
                 leave.carried = leave.carried.to(expected)
             if leave.carried.dtype != expected:  # it would arrive as garbage in the receiver's buffer
                 raise RuntimeError(
@@ -249,26 +275,14 @@ class StageRunner:
         rows, length = tokens.shape[:2]
         length = length if self.local_length is None else self.local_length(length)
         shape = rows, -(-length // self.sequence_parts), self._width
-        return torch.empty(shape, dtype=self._boundary_dtype(), device=device)
-
-    def _boundary_dtype(self) -> torch.dtype:
-        return self.services.lowered_dtype() or find_boundary_dtype(self._layers)
-
-    def take_over(self) -> torch.Tensor:
-        """Take what a stage of this rank has left for the next one here."""
-        assert self.handed_over is not None
-        tensor, self.handed_over = self.handed_over, None
-        return tensor
+        dtype = self.services.lowered_dtype() or find_boundary_dtype(self._layers)
+        return torch.empty(shape, dtype=dtype, device=device)
 
     # ---- gradients ---------------------------------------------------------------------------------------------
 
     def trainable(self) -> list[nn.Parameter]:
         """This rank's parameters that get gradients, also while a call whose backward is to come has gathered them."""
         return self.services.at_rest([p for p in self.model.parameters() if p.requires_grad])
-
-    def held_run(self) -> HeldRun | None:
-        """The run that begins, if data ranks reduce nothing in it: one of several of a step."""
-        return None if self.services.held is None else self.services.held.run()
 
     def accumulate(self, fresh: list, scale: torch.Tensor | None, held: HeldRun | None) -> None:
         """Add the fresh gradients, times the gradient of the loss, to the accumulated ones.
@@ -324,19 +338,12 @@ def average_over_data_ranks(
 Sending = tuple["dist.Work | None", torch.Tensor]
 
 
-def count_sending(ranks: int) -> int:
-    """Return how many messages of a rank can be on their way: 1F1B waits for each neighbour to take the one before."""
-    return 2 * (ranks + 1)
+def wait_for_sent(sending: list[Sending], ranks: int | None = None) -> None:
+    """Wait for all messages; in a run over so many ranks for the oldest, so that it does not hold all it has sent.
 
-
-def wait_for_sent(sending: list[Sending], most: int = 0) -> None:
-    """Wait for the oldest messages until `most` are left, so that a run does not hold all that it has sent."""
-    while len(sending) > most:
+    As 1F1B waits for each neighbour to take the message before, 2 (ranks + 1) can be on their way.
+    """
+    while len(sending) > (0 if ranks is None else 2 * (ranks + 1)):
         work, _ = sending.pop(0)
         if work is not None:
             work.wait()
-
-
-def _make_placeholder(hidden: torch.Tensor, length: int) -> torch.Tensor:
-    """A tensor of the whole sequence's shape; where parts of it travel an expanded one, which takes no memory."""
-    return hidden.detach() if hidden.shape[1] == length else hidden.detach()[:, :1].expand(-1, length, -1)

@@ -48,13 +48,6 @@ class Described(torch.Tensor):
     origin: tuple[str, torch.device]  # what it is and where it is held, and the device of this rank's tensors
 
     @classmethod
-    def of(cls, tensor: torch.Tensor, where: str, device: torch.device) -> Described:
-        """The description of a tensor on the meta device."""
-        described: Any = tensor.detach().as_subclass(cls)
-        described.origin, described._is_param = (where, device), isinstance(tensor, nn.Parameter)
-        return described.requires_grad_(tensor.requires_grad)
-
-    @classmethod
     def __torch_function__(cls, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None) -> object:
         kwargs = kwargs or {}
         own = next(value for value in _flatten_values((*args, *kwargs.values())) if isinstance(value, Described))
@@ -121,12 +114,15 @@ class StandIn(nn.Module):
             owner, leaf = self.same[name]
             return getattr(owner, leaf)
         value = getattr(self.real, name)
-        return self._described(name, value) if isinstance(value, torch.Tensor) and value.is_meta else value
-
-    def _described(self, name: str, value: torch.Tensor) -> torch.Tensor:
+        if not isinstance(value, torch.Tensor) or not value.is_meta:
+            return value
         known = vars(self).setdefault("described", {}).get(name)
         if known is None or known[0] is not value:
-            known = value, Described.of(value, _format_held_by(name, self.where), self.device_here())
+            module, _, rest = self.where.partition(" ")  # "lm_head is held …" -> "lm_head.weight is held …"
+            described: Any = value.detach().as_subclass(Described)
+            described.origin = f"{module}.{name} {rest}", self.device_here()
+            described._is_param = isinstance(value, nn.Parameter)
+            known = value, described.requires_grad_(value.requires_grad)
             self.described[name] = known
         return known[1]
 
@@ -142,9 +138,7 @@ class PassThrough(StandIn):
     tuples = False  # do the layers it stands among return tuples?
 
     def forward(self, *args: object, **kwargs: object) -> object:
-        return self._as_layer(args[0] if args else next(iter(kwargs.values())))
-
-    def _as_layer(self, hidden: object) -> object:
+        hidden = args[0] if args else next(iter(kwargs.values()))
         return (hidden, None) if self.tuples else hidden
 
 
@@ -154,7 +148,7 @@ class Entry(PassThrough):
     hidden: torch.Tensor | None = None
 
     def forward(self, *args: object, **kwargs: object) -> object:
-        return self._as_layer(self.hidden)
+        return PassThrough.forward(self, self.hidden)
 
 
 class LeaveAtExit(BaseException):  # not an Exception: model code that catches errors must let it pass
@@ -213,39 +207,16 @@ def find_stand_ins(model: nn.Module, prefix: str = "") -> dict[str, StandIn]:
     return found
 
 
-def settle_stand_ins(model: nn.Module, stage_of: Callable[[str], int]) -> None:
-    """Let the stand-ins of a model that has been cut know what they are."""
-    found = find_stand_ins(model)
-    whole = {
-        f"{top}.{name}".rstrip("."): part for top, module in found.items() for name, part in module.named_modules()
-    }
-    for name, part in whole.items():
-        top = next(top for top in found if name == top or name.startswith(f"{top}."))
-        part.where = f"{name} is held by pipeline stage {stage_of(top)}, not by this rank"
-        part.device_here = lambda: next(model.parameters()).device
-    for pair in (getattr(model, "all_tied_weights_keys", None) or {}).items():
-        for gone, kept in (pair, pair[::-1]):
-            (owner, _, leaf), (home, _, theirs) = gone.rpartition("."), kept.rpartition(".")
-            if owner in whole and home not in whole:
-                whole[owner].same[leaf] = (model.get_submodule(home), theirs)
-
-
-def _format_held_by(name: str, where: str) -> str:
-    """`lm_head is held …` -> `lm_head.weight is held …`."""
-    module, _, rest = where.partition(" ")
-    return f"{module}.{name} {rest}"
-
-
 # ---- What other stages hold of a model, for code that must see the whole of it --------------------------------------
 # Whoever matches names of modules and draws random numbers for them, as adapters do, must find on every stage what it
 # would find in one process. The modules of other stages are kept aside on the meta device, without values.
 
 
+@dataclass(eq=False)
 class RemoteModules:
     """The modules of other stages, by name."""
 
-    def __init__(self, modules: dict[str, nn.Module]) -> None:
-        self.modules = modules
+    modules: dict[str, nn.Module]
 
     @contextlib.contextmanager
     def shown(self, model: PreTrainedModel) -> Iterator[None]:
@@ -313,39 +284,18 @@ class StageView:
     modules: list[nn.Module]  # all that hold its parameters
     swaps: list[Swap]
 
-    @contextlib.contextmanager
-    def shown(self) -> Iterator[None]:
-        """Let the model be this stage while its backbone runs."""
-        former = _put_modules(self.swaps)
-        try:
-            yield
-        finally:
-            _put_modules(former)
 
-
-@dataclass
-class MirroredView:
-    """A stage that another rank owns: `view`, and what stands outside the backbone while its head runs."""
-
-    view: StageView
-    outside: list[Swap]
-
-    @contextlib.contextmanager
-    def shown(self) -> Iterator[None]:
-        """Let the model have the stage's head in here, too."""
-        former = _put_modules(self.outside)
-        try:
-            yield
-        finally:
-            _put_modules(former)
-
-
-def _put_modules(swaps: list[Swap]) -> list[Swap]:
-    """Put modules in their places; returns what was there."""
+@contextlib.contextmanager
+def hold_modules(swaps: list[Swap]) -> Iterator[None]:
+    """Let modules stand in their places while the context is open: the model is one stage then."""
     former = [(owner, name, owner._modules[name]) for owner, name, _ in swaps]
     for owner, name, module in swaps:
         owner._modules[name] = module
-    return former
+    try:
+        yield
+    finally:
+        for owner, name, module in former:
+            owner._modules[name] = module
 
 
 def cut_into_stages(model: PreTrainedModel, part: PipelinePart, rank: int) -> tuple[list[StageView], RemoteModules]:
@@ -358,38 +308,44 @@ def cut_into_stages(model: PreTrainedModel, part: PipelinePart, rank: int) -> tu
     for i, layer in enumerate(layers):
         if not any(ranges[stage][0] <= i < ranges[stage][1] for stage in own):
             layers[i] = get_stand_in_for(layer, StandIn)
+    elsewhere: list[tuple[nn.Module, str, nn.Module]] = []
     if 0 not in own:
         # A tied head keeps the embedding beside it: the shared parameter's home.
         kept = model.get_input_embeddings() if is_last and part.tied else None
-        _replace_children(
-            backbone, [name for name in plan.before if kept is None or getattr(backbone, name) is not kept]
-        )
+        children = _find_children(backbone, plan.before).items()
+        elsewhere += [(backbone, name, child) for name, child in children if child is not kept]
     if not is_last:
-        _replace_children(backbone, plan.after)
-        _replace_children(model, [name for name, child in model.named_children() if backbone not in child.modules()])
-    settle_stand_ins(model, _make_stage_lookup(model, backbone, plan, ranges))
-    views = [_view(model, backbone, plan, ranges, stage) for stage in own]
-    if kept is not None:
-        views[-1].modules.append(kept)  # so that FSDP2 shards the one parameter under both its names
-    return views, _find_remote_modules(model, whole, kept)
-
-
-def _make_stage_lookup(
-    model: nn.Module, backbone: nn.Module, plan: Backbone, ranges: list[tuple[int, int]]
-) -> Callable[[str], int]:
-    """Return a function from a module's name in `model` to the stage that holds it."""
+        elsewhere += [(backbone, name, child) for name, child in _find_children(backbone, plan.after).items()]
+        outside = [(name, child) for name, child in model.named_children() if backbone not in child.modules()]
+        elsewhere += [(model, name, child) for name, child in outside]
+    for parent, name, child in elsewhere:
+        setattr(parent, name, get_stand_in_for(child, StandIn))
     prefix = "".join(f"{name}." for name, module in model.named_modules() if module is backbone and name)
     stages = {f"{prefix}{name}": 0 for name in plan.before}
     for stage, (first, last) in enumerate(ranges):
         stages.update({f"{prefix}{plan.layers}.{i}": stage for i in range(first, last)})
-    return lambda name: stages.get(name, len(ranges) - 1)
-
-
-def _find_remote_modules(model: nn.Module, whole: dict[str, nn.Module], kept: nn.Module | None) -> RemoteModules:
-    """Return what `model` had before it was cut and has no more; and the embedding of a tied head that nobody runs."""
-    gone = find_stand_ins(model)
-    embedding = {name: module for name, module in whole.items() if kept is not None and module is kept}
-    return RemoteModules({**{name: without_values(whole[name]) for name in gone}, **embedding})
+    stand_ins = find_stand_ins(model)
+    parts = {
+        f"{top}.{name}".rstrip("."): (part, top)
+        for top, module in stand_ins.items()
+        for name, part in module.named_modules()
+    }
+    for name, (part_of, top) in parts.items():  # stand-ins learn what they are
+        held_by = stages.get(top, len(ranges) - 1)
+        part_of.where = f"{name} is held by pipeline stage {held_by}, not by this rank"
+        part_of.device_here = lambda: next(model.parameters()).device
+    for pair in (getattr(model, "all_tied_weights_keys", None) or {}).items():
+        for absent, present in (pair, pair[::-1]):
+            (owner, _, leaf), (home, _, theirs) = absent.rpartition("."), present.rpartition(".")
+            if owner in parts and home not in parts:
+                parts[owner][0].same[leaf] = (model.get_submodule(home), theirs)
+    views = [_view(model, backbone, plan, ranges, stage) for stage in own]
+    gone = {name: without_values(whole[name]) for name in stand_ins}
+    if kept is None:
+        return views, RemoteModules(gone)
+    views[-1].modules.append(kept)  # so that FSDP2 shards the one parameter under both its names
+    # Nobody runs the embedding of a tied head here.
+    return views, RemoteModules({**gone, **{name: module for name, module in whole.items() if module is kept}})
 
 
 def _view(
@@ -403,53 +359,43 @@ def _view(
     if last < len(layers):
         shown[last] = get_stand_in_for(layers[last], Exit)
     if entry is None:
-        modules = [*_list_present_modules(backbone, plan.before), *modules]
+        modules = [*_find_children(backbone, plan.before).values(), *modules]
     else:
         shown[first - 1] = entry
     if stage == len(ranges) - 1:
         outside = [child for child in model.children() if backbone not in child.modules()]
-        modules = [*modules, *_list_present_modules(backbone, plan.after), *outside]
+        modules = [*modules, *_find_children(backbone, plan.after).values(), *outside]
     for module in shown:
         if isinstance(module, PassThrough):
             module.tuples = plan.tuples
     swaps: list[Swap] = [(backbone, plan.layers, nn.ModuleList(shown))]
-    if stage > 0:
-        swaps += [(backbone, name, _pass_by(getattr(backbone, name))) for name in plan.before if _is(backbone, name)]
+    for name, child in _find_children(backbone, plan.before).items() if stage > 0 else ():
+        kind = AddsNothing if isinstance(child, nn.Embedding) else PassThrough
+        swaps.append((backbone, name, get_stand_in_for(child, kind)))
     return StageView(stage, own, entry, modules, swaps)
 
 
-def make_mirrored_view(model: PreTrainedModel, part: PipelinePart, stage: int, remote: RemoteModules) -> MirroredView:
-    """Return the view of a stage of another rank, whose modules are kept aside. They have no values yet."""
+def make_mirrored_view(
+    model: PreTrainedModel, part: PipelinePart, stage: int, remote: RemoteModules
+) -> tuple[StageView, list[Swap]]:
+    """Return the view of a stage of another rank, whose modules are kept aside. They have no values yet.
+
+    Returns:
+        the view, and what stands outside the backbone while the stage's head runs.
+    """
     plan, backbone, ranges = part.facts.plan, model.get_submodule(part.facts.backbone), list_layer_ranges(part)
     with remote.shown(model):
         view = _view(model, backbone, plan, ranges, stage)
-        inside = _list_present_names(backbone, plan.before) if stage == 0 else []
-        inside += _list_present_names(backbone, plan.after) if stage == len(ranges) - 1 else []
-        view.swaps += [(backbone, name, getattr(backbone, name)) for name in inside]
+        inside = [*(plan.before if stage == 0 else ()), *(plan.after if stage == len(ranges) - 1 else ())]
+        view.swaps += [(backbone, name, child) for name, child in _find_children(backbone, inside).items()]
         outside = [(name, child) for name, child in model.named_children() if backbone not in child.modules()]
-    return MirroredView(view, [(model, name, child) for name, child in outside if stage == len(ranges) - 1])
+    return view, [(model, name, child) for name, child in outside if stage == len(ranges) - 1]
 
 
-def _replace_children(parent: nn.Module, names: Iterable[str]) -> None:
-    for name in names:
-        if _is(parent, name):
-            setattr(parent, name, get_stand_in_for(getattr(parent, name), StandIn))
-
-
-def _pass_by(module: nn.Module) -> nn.Module:
-    return get_stand_in_for(module, AddsNothing if isinstance(module, nn.Embedding) else PassThrough)
-
-
-def _is(parent: nn.Module, name: str) -> bool:
-    return isinstance(getattr(parent, name, None), nn.Module)  # some models of a family have none
-
-
-def _list_present_modules(parent: nn.Module, names: Iterable[str]) -> list[nn.Module]:
-    return [getattr(parent, name) for name in _list_present_names(parent, names)]
-
-
-def _list_present_names(parent: nn.Module, names: Iterable[str]) -> list[str]:
-    return [name for name in names if _is(parent, name)]
+def _find_children(parent: nn.Module, names: Iterable[str]) -> dict[str, nn.Module]:
+    """Return the modules of these names that `parent` has: some models of a family lack one."""
+    found = {name: getattr(parent, name, None) for name in names}
+    return {name: child for name, child in found.items() if isinstance(child, nn.Module)}
 
 
 def find_boundary_dtype(layers: list[nn.Module]) -> torch.dtype:

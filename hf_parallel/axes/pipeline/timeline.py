@@ -15,7 +15,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -75,15 +75,28 @@ def order(name: str, stages: int, virtual: int, micro_batches: int) -> Order:
     """
     if name in MIRRORED_SCHEDULES:
         return make_mirrored_order(stages, micro_batches)
-    _check_numbers(name, stages, virtual, micro_batches)
-    read = _run_single if name in SINGLE_SCHEDULES else _read_looped
+    if name not in SIMPLEST_FIRST:
+        refuse(f"pipeline_schedule={name}", f"not one of {', '.join(SIMPLEST_FIRST)}")
+    works = count_virtual_stages(name, max(virtual, 1))
+    if virtual != works:
+        refuse(f"pipeline_schedule={name}", f"cannot run {virtual} stages per rank", works)
+    if stages < 1 or micro_batches < 1:
+        refuse(f"pipeline_microbatches={micro_batches}", f"pp_size={stages} needs at least {max(1, stages)}")
     try:
-        actions = read(name, stages, virtual, micro_batches)
+        actions = _read_torch_schedule(name, stages, virtual, micro_batches)
     except ValueError as error:  # torch's way to say that the numbers do not fit
         refuse(f"pipeline_schedule={name}", f"{' '.join(str(error).split())}", cause=error)
     except (AttributeError, TypeError, KeyError, IndexError, AssertionError) as error:
         raise RuntimeError(f"hf_parallel: cannot read the {name} schedule of torch {torch.__version__}") from error
-    _check_complete(name, actions, stages * virtual, micro_batches)
+    parts = [part for rank in actions for part in flatten_overlaps(actions[rank])]
+    seen = Counter((part.kind, part.stage, part.micro_batch) for part in parts)
+    # Every stage runs every micro-batch forward once and backward once, on one rank.
+    for stage, i in itertools.product(range(stages * virtual), range(micro_batches)):
+        forward, whole, *halves = (seen.pop((kind, stage, i), 0) for kind in COMPUTE)
+        if forward != 1 or (whole, *halves) not in ((1, 0, 0), (0, 1, 1)):
+            raise RuntimeError(f"hf_parallel: torch {torch.__version__} runs {name} not once over stage {stage}")
+    if seen:
+        raise RuntimeError(f"hf_parallel: torch {torch.__version__} adds {next(iter(seen))} to {name}")
     return actions
 
 
@@ -143,16 +156,7 @@ def count_virtual_stages(name: str, asked: int = 2) -> int:
     return asked if name in LOOPED_SCHEDULES else 2 if name in V_SCHEDULES else 1
 
 
-def _check_numbers(name: str, stages: int, virtual: int, micro_batches: int) -> None:
-    if name not in SIMPLEST_FIRST:
-        refuse(f"pipeline_schedule={name}", f"not one of {', '.join(SIMPLEST_FIRST)}")
-    works = count_virtual_stages(name, max(virtual, 1))
-    if virtual != works:
-        refuse(f"pipeline_schedule={name}", f"cannot run {virtual} stages per rank", works)
-    if stages < 1 or micro_batches < 1:
-        refuse(f"pipeline_microbatches={micro_batches}", f"pp_size={stages} needs at least {max(1, stages)}")
-
-
+@dataclass(eq=False)
 class _StandIn:
     """A stage as torch's schedules read it. It computes nothing and notes what they ask it to run."""
 
@@ -160,9 +164,11 @@ class _StandIn:
     has_backward = True
     submod = None
 
-    def __init__(self, rank: int, index: int, ranks: int, stages: int) -> None:
-        self.group_rank, self.stage_index, self.group_size, self.num_stages = rank, index, ranks, stages
-        self.actions: list[Action] = []
+    group_rank: int
+    stage_index: int
+    group_size: int
+    num_stages: int
+    actions: list[Action] = field(default_factory=list)
 
     def forward_one_chunk(self, micro_batch: int, *args: object, **kwargs: object) -> None:
         self.actions.append(Action(FORWARD, self.stage_index, micro_batch))
@@ -170,60 +176,40 @@ class _StandIn:
     def backward_one_chunk(self, micro_batch: int, *args: object, **kwargs: object) -> None:
         self.actions.append(Action(BACKWARD, self.stage_index, micro_batch))
 
-    def perform_reduce_grad(self, *args: object, **kwargs: object) -> None:
-        pass
+    def _do_nothing(self, *args: object, **kwargs: object) -> list:
+        return []  # no messages
 
-    def _no_messages(self, micro_batch: int) -> list:
-        return []
-
-    scale_grads = perform_reduce_grad  # its name up to 2.9
-    get_fwd_recv_ops = get_fwd_send_ops = get_bwd_recv_ops = get_bwd_send_ops = _no_messages
+    perform_reduce_grad = _do_nothing
+    get_fwd_recv_ops = get_fwd_send_ops = get_bwd_recv_ops = get_bwd_send_ops = _do_nothing
 
 
-def _make_torch_schedule(name: str, stage: _StandIn | list[_StandIn], micro_batches: int) -> Any:
+def _read_torch_schedule(name: str, stages: int, virtual: int, micro_batches: int) -> Order:
+    """Read what torch's schedule computes on every rank.
+
+    Schedules of several stages per rank run what they publish, with None where a rank is expected to wait. Others are
+    run: what 1F1B publishes as the order of its last rank leaves out the first forward.
+    """
     from torch.distributed.pipelining.schedules import get_schedule_class  # slow to import: for pipelines only
 
-    make = get_schedule_class(name.replace("_", ""))
-    return make(stage, micro_batches, loss_fn=lambda output, target: output)
-
-
-def _run_single(name: str, stages: int, virtual: int, micro_batches: int) -> Order:
-    """Run the schedule: what 1F1B publishes as the order of its last rank leaves out the first forward."""
+    kind: Any = get_schedule_class(name.replace("_", ""))
+    make = functools.partial(kind, n_microbatches=micro_batches, loss_fn=lambda output, target: output)
+    if name not in SINGLE_SCHEDULES:
+        published = make([_StandIn(0, index, stages, stages * virtual) for index in range(virtual)]).pipeline_order
+        return {rank: [_translate_action(action) for action in published[rank] if action] for rank in range(stages)}
     actions = {}
     for rank in range(stages):
         stage = _StandIn(rank, rank, stages, stages)
-        schedule = _make_torch_schedule(name, stage, micro_batches)
+        schedule = make(stage)
         schedule._initialize_stage = lambda *args, **kwargs: None  # would look for a process group
         schedule._step_microbatches([()] * micro_batches, [{}] * micro_batches, [None] * micro_batches)
         actions[rank] = stage.actions
     return actions
 
 
-def _read_looped(name: str, stages: int, virtual: int, micro_batches: int) -> Order:
-    """These schedules run what they publish: the order of all ranks, with None where one is expected to wait."""
-    local = [_StandIn(0, index, stages, stages * virtual) for index in range(virtual)]
-    published = _make_torch_schedule(name, local, micro_batches).pipeline_order
-    return {rank: [_translate_action(action) for action in published[rank] if action] for rank in range(stages)}
-
-
 def _translate_action(action: _Action) -> Action:
     parts = tuple(_translate_action(part) for part in action.sub_actions or ())
     micro_batch = -1 if action.microbatch_index is None else action.microbatch_index
     return Action(_KINDS[action.computation_type.value], action.stage_index, micro_batch, parts)
-
-
-def _check_complete(name: str, actions: Order, stages: int, micro_batches: int) -> None:
-    """Every stage runs every micro-batch forward once and backward once, on one rank."""
-    seen = Counter(
-        (part.kind, part.stage, part.micro_batch) for rank in actions for part in flatten_overlaps(actions[rank])
-    )
-    for stage in range(stages):
-        for i in range(micro_batches):
-            forward, whole, *halves = (seen.pop((kind, stage, i), 0) for kind in COMPUTE)
-            if forward != 1 or (whole, *halves) not in ((1, 0, 0), (0, 1, 1)):
-                raise RuntimeError(f"hf_parallel: torch {torch.__version__} runs {name} not once over stage {stage}")
-    if seen:
-        raise RuntimeError(f"hf_parallel: torch {torch.__version__} adds {next(iter(seen))} to {name}")
 
 
 def flatten_overlaps(actions: Iterable[Action]) -> list[Action]:
@@ -525,67 +511,59 @@ def render_timeline(
     """
     foot = _TOP + timeline.ranks * _STEP
     width, height = _LEFT + _PLOT + _MARGIN, foot + 76
-    lines = [
-        *render_picture_head(width, height, _LEFT, name, _format_caption(timeline, predicted, measured)),
-        *_render_rows(timeline),
-        *_render_boxes(timeline),
-        *time_axis(timeline.duration, _LEFT, foot, _PLOT),
-        *_render_legend(timeline, foot + 52),
-        "</svg>",
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def _format_caption(timeline: Timeline, predicted: float | None, measured: float | None) -> str:
     stages, micro_batches = ({span[field] for span in timeline.spans if span.kind != FILL} for field in (2, 3))
     values = (("predicted", predicted), ("measured", measured))
     bubble = ", ".join(f"{value:.1%} {word}" for word, value in values if value is not None)
-    text = f"{timeline.ranks} ranks · {len(stages)} stages · {len(micro_batches)} micro-batches"
-    return f"{text} · bubble {bubble}" if bubble else text
-
-
-def _render_rows(timeline: Timeline) -> Iterator[str]:
-    """Yield the rows of a picture; what stays visible of a row is idle time."""
-    for rank in range(timeline.ranks):
+    caption = f"{timeline.ranks} ranks · {len(stages)} stages · {len(micro_batches)} micro-batches"
+    lines = list(
+        render_picture_head(width, height, _LEFT, name, f"{caption} · bubble {bubble}" if bubble else caption)
+    )
+    for rank in range(timeline.ranks):  # what stays visible of a row is idle time
         y = _TOP + rank * _STEP
-        yield render_text_at(_LEFT - 12, y + _ROW / 2 + 4, f"rank {rank}", fill=QUIET, anchor="end")
-        yield f'<rect class="idle" x="{_LEFT}" y="{y}" width="{_PLOT}" height="{_ROW}" rx="3" fill="{IDLE}"/>'
+        lines += [
+            render_text_at(_LEFT - 12, y + _ROW / 2 + 4, f"rank {rank}", fill=QUIET, anchor="end"),
+            f'<rect class="idle" x="{_LEFT}" y="{y}" width="{_PLOT}" height="{_ROW}" rx="3" fill="{IDLE}"/>',
+        ]
+    lines += [
+        *_render_boxes(timeline),
+        *time_axis(timeline.duration, _LEFT, foot, _PLOT),
+    ]
+    shown = {span.kind for span in timeline.spans if span.end > span.start}
+    x, y = float(_LEFT), foot + 52  # of the legend
+    for colour, label in [pair for kind, pair in COLOURS.items() if kind in shown] + [(IDLE, "idle")]:
+        lines.append(f'<rect class="key" x="{x}" y="{y - 11}" width="14" height="14" rx="2" fill="{colour}"/>')
+        lines.append(render_text_at(x + 20, y, label))
+        x += 44 + 6.6 * len(label)
+    if max(len({s.stage for s in timeline.spans if s.rank == rank}) for rank in range(timeline.ranks)) > 1:
+        lines.append(render_text_at(x, y, "lighter: a later stage of the same rank", fill=QUIET))
+    return "\n".join([*lines, "</svg>"]) + "\n"
 
 
 def _render_boxes(timeline: Timeline) -> Iterator[str]:
+    """Yield a box per action: the later a stage among those of its rank, the lighter."""
     scale = _PLOT / timeline.duration
-    shades = _compute_shades(timeline)
+    stages_of = [sorted({span.stage for span in timeline.spans if span.rank == n}) for n in range(timeline.ranks)]
     # Communication first: it may run beside a computation, which stays in front of it.
     for span in sorted(timeline.spans, key=lambda span: span.kind != COMMUNICATION):
-        x, wide = _LEFT + (span.start - timeline.start) * scale, (span.end - span.start) * scale
-        if wide > 0:  # the first stage's input gradient takes no time
-            yield _render_box(
-                span, x, _TOP + span.rank * _STEP, wide, _mix(COLOURS[span.kind][0], shades[span.rank, span.stage])
-            )
-
-
-def _render_box(span: Span, x: float, y: float, wide: float, colour: str) -> str:
-    label, thin = str(span.micro_batch), span.kind == COMMUNICATION
-    high = _ROW / 4 if thin else _ROW
-    about = f"{COLOURS[span.kind][1]}, stage {span.stage}, micro-batch {label}: {span.start:.4g} to {span.end:.4g}"
-    text = ""
-    if not thin and wide >= 7 * len(label) + 4:
-        ink = "#ffffff" if _compute_luminance(colour) < 0.45 else INK
-        text = render_text_at(x + wide / 2, y + _ROW / 2 + 4, label, fill=ink, anchor="middle")
-    return (
-        f'<g><title>{escape(about)}</title><rect class="box {span.kind}" x="{x:.2f}" y="{y + _ROW - high:.2f}" '
-        f'width="{wide:.2f}" height="{high:.2f}" rx="2" fill="{colour}" stroke="#ffffff"/>{text}</g>'
-    )
-
-
-def _compute_shades(timeline: Timeline) -> dict[tuple[int, int], float]:
-    """Return how much white to mix in: the later a stage among those of its rank, the lighter."""
-    shades = {}
-    for rank in range(timeline.ranks):
-        stages = sorted({span.stage for span in timeline.spans if span.rank == rank})
-        for place, stage in enumerate(stages):
-            shades[rank, stage] = 0.55 * place / max(1, len(stages) - 1)
-    return shades
+        x, y, wide = _LEFT + (span.start - timeline.start) * scale, _TOP + span.rank * _STEP, span.end - span.start
+        wide *= scale
+        if wide <= 0:  # the first stage's input gradient takes no time
+            continue
+        (colour, word), stages = COLOURS[span.kind], stages_of[span.rank]
+        white = 0.55 * stages.index(span.stage) / max(1, len(stages) - 1)
+        mixed = [round(value + (255 - value) * white) for value in bytes.fromhex(colour[1:])]
+        label, thin = str(span.micro_batch), span.kind == COMMUNICATION
+        high = _ROW / 4 if thin else _ROW
+        about = f"{word}, stage {span.stage}, micro-batch {label}: {span.start:.4g} to {span.end:.4g}"
+        text = ""
+        if not thin and wide >= 7 * len(label) + 4:
+            luminance = (0.299 * mixed[0] + 0.587 * mixed[1] + 0.114 * mixed[2]) / 255
+            ink = "#ffffff" if luminance < 0.45 else INK
+            text = render_text_at(x + wide / 2, y + _ROW / 2 + 4, label, fill=ink, anchor="middle")
+        yield (
+            f'<g><title>{escape(about)}</title><rect class="box {span.kind}" x="{x:.2f}" y="{y + _ROW - high:.2f}" '
+            f'width="{wide:.2f}" height="{high:.2f}" rx="2" fill="#{bytes(mixed).hex()}" stroke="#ffffff"/>{text}</g>'
+        )
 
 
 def render_picture_head(width: float, height: float, x: float, name: str, caption: str) -> Iterator[str]:
@@ -600,31 +578,15 @@ def render_picture_head(width: float, height: float, x: float, name: str, captio
 
 
 def time_axis(duration: float, left: float, y: float, wide: float, unit: str = "") -> Iterator[str]:
-    """The axis of time below the rows."""
+    """The axis of time below the rows, with about ten ticks, at 1, 2 or 5 times a power of ten."""
     yield f'<path d="M{left} {y}h{wide}" stroke="{LINE}"/>'
-    for tick in _choose_ticks(duration):
+    power = 10.0 ** math.floor(math.log10(duration / 10))
+    step = next(power * n for n in (1, 2, 5, 10) if power * n * 12 >= duration)
+    for number in range(int(duration / step * (1 + 1e-9)) + 1):
+        tick = number * step
         x = left + tick / duration * wide
         yield f'<path d="M{x:.2f} {y}v5" stroke="{LINE}"/>'
         yield render_text_at(x, y + 19, f"{tick:.6g}{unit}", fill=QUIET, anchor="middle", size=11)
-
-
-def _choose_ticks(duration: float) -> list[float]:
-    """From 0 on, at 1, 2 or 5 times a power of ten, about ten of them."""
-    power = 10.0 ** math.floor(math.log10(duration / 10))
-    step = next(power * n for n in (1, 2, 5, 10) if power * n * 12 >= duration)
-    return [tick * step for tick in range(int(duration / step * (1 + 1e-9)) + 1)]
-
-
-def _render_legend(timeline: Timeline, y: float) -> Iterator[str]:
-    shown = {span.kind for span in timeline.spans if span.end > span.start}
-    entries = [pair for kind, pair in COLOURS.items() if kind in shown] + [(IDLE, "idle")]
-    x = float(_LEFT)
-    for colour, label in entries:
-        yield f'<rect class="key" x="{x}" y="{y - 11}" width="14" height="14" rx="2" fill="{colour}"/>'
-        yield render_text_at(x + 20, y, label)
-        x += 44 + 6.6 * len(label)
-    if max(len({s.stage for s in timeline.spans if s.rank == rank}) for rank in range(timeline.ranks)) > 1:
-        yield render_text_at(x, y, "lighter: a later stage of the same rank", fill=QUIET)
 
 
 def render_text_at(
@@ -633,12 +595,3 @@ def render_text_at(
     """A line of text."""
     style = f'fill="{fill}" text-anchor="{anchor}" font-size="{size}" font-weight="{weight}"'
     return f'<text x="{x:.2f}" y="{y:.2f}" {style}>{escape(text)}</text>'
-
-
-def _mix(colour: str, white: float) -> str:
-    return "#" + "".join(f"{round(value + (255 - value) * white):02x}" for value in bytes.fromhex(colour[1:]))
-
-
-def _compute_luminance(colour: str) -> float:
-    red, green, blue = bytes.fromhex(colour[1:])
-    return (0.299 * red + 0.587 * green + 0.114 * blue) / 255

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -43,19 +44,31 @@ class TorchStage(PipelineStage):
     connected: bool  # have these ranks exchanged messages before?
     reduces = True  # gradients over data ranks, at the end of a schedule
     around: Callable[[int], contextlib.AbstractContextManager]  # in which a micro-batch is computed
+    recorder: Recorder  # of the spans of all that a schedule asks the stage to compute
 
     # ---- computing -------------------------------------------------------------------------------------------------
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        with self.around(fwd_chunk_id):
+        with self.recorder.span(FORWARD, self.stage_index, fwd_chunk_id), self.around(fwd_chunk_id):
             return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
-    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        with self.around(bwd_chunk_id):  # a checkpointed layer computes its forward again
-            return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        kind = BACKWARD if full_backward else BACKWARD_INPUT
+        # A checkpointed layer computes its forward again.
+        with self.recorder.span(kind, self.stage_index, bwd_chunk_id), self.around(bwd_chunk_id):
+            super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        if self.has_backward and not self.is_first:
+            # Zeros where there is no gradient: the stage before waits for a message.
+            known, like = self.bwd_cache[bwd_chunk_id], self.boundaries[bwd_chunk_id]
+            self.bwd_cache[bwd_chunk_id] = tuple(
+                torch.zeros_like(like, device=self.device, requires_grad=False) if one is None else one
+                for one in known
+            )
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        with self.around(bwd_chunk_id):
+        with self.recorder.span(BACKWARD_WEIGHT, self.stage_index, bwd_chunk_id), self.around(bwd_chunk_id):
             return super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
 
     # ---- set-up ----------------------------------------------------------------------------------------------------
@@ -111,12 +124,12 @@ class TorchStage(PipelineStage):
     # ---- messages --------------------------------------------------------------------------------------------------
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        self._make_buffers(self.args_recv_info[fwd_chunk_id], fwd_chunk_id)
+        self._set_buffers(self.args_recv_info[fwd_chunk_id], self.boundaries[fwd_chunk_id])
         return super().get_fwd_recv_ops(fwd_chunk_id)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         if self.has_backward and not self.is_last:
-            self._make_buffers(self.grad_recv_info[bwd_chunk_id], bwd_chunk_id)
+            self._set_buffers(self.grad_recv_info[bwd_chunk_id], self.boundaries[bwd_chunk_id])
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
     def _retrieve_recv_activations(self, fwd_chunk_id: int) -> object:
@@ -125,50 +138,24 @@ class TorchStage(PipelineStage):
             assert info.buffer is not None
             info.buffer.requires_grad_(self.has_backward and torch.is_grad_enabled())
         received = super()._retrieve_recv_activations(fwd_chunk_id)
-        _forget_received(infos)
+        self._set_buffers(infos, None)
         return received
 
     def _retrieve_recv_grads(self, bwd_chunk_id: int) -> object:
         received = super()._retrieve_recv_grads(bwd_chunk_id)
-        _forget_received(self.grad_recv_info[bwd_chunk_id])
+        self._set_buffers(self.grad_recv_info[bwd_chunk_id], None)
         return received
 
-    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        self._fill_gradients(bwd_chunk_id)
-        return super().get_bwd_send_ops(bwd_chunk_id)
-
-    def get_local_bwd_output(self, mb_index: int) -> object:
-        self._fill_gradients(mb_index)
-        return super().get_local_bwd_output(mb_index)
-
-    def _make_buffers(self, infos: Iterable[_RecvInfo], chunk: int) -> None:
+    def _set_buffers(self, infos: Iterable[_RecvInfo], like: torch.Tensor | None) -> None:
+        """Make a buffer like this one for what comes from another stage; None: forget what has come."""
         for info in infos:
-            if not _is_root(info):
-                info.buffer = torch.empty_like(self.boundaries[chunk], device=self.device, requires_grad=False)
-
-    def _fill_gradients(self, chunk: int) -> None:
-        """Put zeros where there is no gradient: the stage before waits for a message."""
-        if self.has_backward and not self.is_first and chunk in self.bwd_cache:
-            known, like = self.bwd_cache[chunk], self.boundaries[chunk]
-            self.bwd_cache[chunk] = tuple(
-                torch.zeros_like(like, device=self.device, requires_grad=False) if one is None else one
-                for one in known
-            )
-
-
-def _is_root(info: _RecvInfo) -> bool:
-    """Does it come from the script rather than from another stage? torch 2.11 has a class of its own for that."""
-    return getattr(info, "is_root_arg", not hasattr(info, "buffer"))
-
-
-def _forget_received(infos: Iterable[_RecvInfo]) -> None:
-    for info in infos:
-        if not _is_root(info):
-            info.buffer = None
+            # What comes from the script rather than from another stage has a class of its own in torch 2.11.
+            if not getattr(info, "is_root_arg", not hasattr(info, "buffer")):
+                buffer = None if like is None else torch.empty_like(like, device=self.device, requires_grad=False)
+                info.buffer = buffer
 
 
 # ---- When did which stage really run? Spans of one step on every rank, put together into a timeline -----------------
-#     recorder.watch(stage)                       # once for each of this rank's torch stages
 #     recorder.start(group)                       # a barrier: all ranks begin to count here
 #     schedule.step(...)
 #     with recorder.span("communication", stage=0, micro_batch=3):
@@ -189,38 +176,18 @@ class Recorder:
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.active = device, False
-        self._marks: list[tuple[str, int, int, Mark, Mark]] = []
+        self.marks: list[tuple[str, int, int, Mark, Mark]] = []
         self._zero: Any = None
 
     def start(self, group: dist.ProcessGroup) -> None:
         """Begin to record, at the same time on all ranks of the pipeline (as near as a barrier brings them)."""
         self._synchronize()
         dist.barrier(group)
-        self._marks, self._zero, self.active = [], self.mark(), True
+        self.marks, self._zero, self.active = [], self.mark(), True
 
     def span(self, kind: str, stage: int, micro_batch: int) -> contextlib.AbstractContextManager:
         """A context: what runs inside is one span."""
         return _Open(self, kind, stage, micro_batch) if self.active else _NOTHING
-
-    def watch(self, stage: Any) -> None:
-        """Make a span of everything that torch's schedules ask this stage to compute."""
-        whole, half = stage.backward_one_chunk, stage.backward_weight_one_chunk
-        forward, index = stage.forward_one_chunk, stage.stage_index
-
-        def forward_one_chunk(micro_batch: int, *args: object, **kwargs: object) -> object:
-            with self.span(FORWARD, index, micro_batch):
-                return forward(micro_batch, *args, **kwargs)
-
-        def backward_one_chunk(micro_batch: int, *args: object, full_backward: bool = True, **kwargs: object) -> None:
-            with self.span(BACKWARD if full_backward else BACKWARD_INPUT, index, micro_batch):
-                whole(micro_batch, *args, full_backward=full_backward, **kwargs)
-
-        def backward_weight_one_chunk(micro_batch: int, *args: object, **kwargs: object) -> None:
-            with self.span(BACKWARD_WEIGHT, index, micro_batch):
-                half(micro_batch, *args, **kwargs)
-
-        stage.forward_one_chunk, stage.backward_one_chunk = forward_one_chunk, backward_one_chunk
-        stage.backward_weight_one_chunk = backward_weight_one_chunk
 
     def mark(self) -> Mark:
         """Now."""
@@ -234,13 +201,13 @@ class Recorder:
         """End the recording and put the spans of all ranks together, in seconds after the start."""
         self.active = False
         self._synchronize()
-        rank = dist.get_rank(group)
-        own = [
-            Span(rank, kind, stage, i, self._seconds(start), self._seconds(end))
-            for kind, stage, i, start, end in self._marks
-        ]
+        rank, zero, on_host = dist.get_rank(group), self._zero, self.device.type == "cpu"
+        own = []
+        for kind, stage, i, *ends in cast(list[tuple[Any, ...]], self.marks):
+            start, end = (mark - zero if on_host else zero.elapsed_time(mark) / 1000 for mark in ends)
+            own.append(Span(rank, kind, stage, i, start, end))
         parts = messages.gather_objects(own, group)
-        self._marks = []
+        self.marks = []
         return with_communication(Timeline([span for part in parts for span in part], len(parts)))
 
     def draw(self, group: dist.ProcessGroup, path: str | Path, name: str, predicted: float | None = None) -> Timeline:
@@ -250,10 +217,6 @@ class Recorder:
             picture.write_timeline_picture(path, timeline, name, predicted, measured=timeline.bubble)
         return timeline
 
-    def add(self, kind: str, stage: int, micro_batch: int, start: Mark, end: Mark) -> None:
-        """Note a span between two marks."""
-        self._marks.append((kind, stage, micro_batch, start, end))
-
     def seconds_between(self, marks: tuple[Mark, Mark]) -> float:
         """Return the seconds from one mark to another; waits for the device."""
         start, end = marks
@@ -262,22 +225,23 @@ class Recorder:
         self._synchronize()
         return start.elapsed_time(end) / 1000
 
-    def _seconds(self, mark: Any) -> float:
-        return mark - self._zero if self.device.type == "cpu" else self._zero.elapsed_time(mark) / 1000
-
     def _synchronize(self) -> None:
         if self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)
 
 
+@dataclass(eq=False)
 class _Open:
     """A span that has begun; a class, because a generator would cost more than small stages take."""
 
-    def __init__(self, recorder: Recorder, kind: str, stage: int, micro_batch: int) -> None:
-        self.recorder, self.what = recorder, (kind, stage, micro_batch)
+    recorder: Recorder
+    kind: str
+    stage: int
+    micro_batch: int
 
     def __enter__(self) -> None:
         self.begin = self.recorder.mark()
 
     def __exit__(self, *error: object) -> None:
-        self.recorder.add(*self.what, self.begin, self.recorder.mark())
+        end = self.recorder.mark()
+        self.recorder.marks.append((self.kind, self.stage, self.micro_batch, self.begin, end))

@@ -22,13 +22,14 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves, tree_map
 
 from hf_parallel.axes.pipeline.batches import (
+    COUNTED,
     collect_fresh_gradients,
-    find_counted_tokens,
     make_detached_node,
     share_result,
     split_rows,
     tokens_of,
 )
+from hf_parallel.axes.pipeline.stage_runner import Session
 from hf_parallel.model.calls import Batch
 from hf_parallel.model.known_masks import share_known_mask
 from hf_parallel.ranks import messages
@@ -68,7 +69,11 @@ class Call:
     def alike(self, other: Call) -> bool:
         """Return whether the calls are equal but for the values of tensors that are not in the batch."""
         own, theirs = (self.model, self.grad, self.adapters), (other.model, other.grad, other.adapters)
-        return own == theirs and _without_tensors(self.kwargs) == _without_tensors(other.kwargs)
+        kinds = [
+            tree_map(lambda value: torch.Tensor if torch.is_tensor(value) else value, call.kwargs)
+            for call in (self, other)
+        ]
+        return own == theirs and kinds[0] == kinds[1]
 
     @property
     def has_tensors(self) -> bool:
@@ -84,10 +89,6 @@ class Call:
             return value.to(device) if torch.is_tensor(value) else value
 
         return tree_map(resolve, self.kwargs)
-
-
-def _without_tensors(kwargs: Batch) -> Batch:
-    return tree_map(lambda value: torch.Tensor if torch.is_tensor(value) else value, kwargs)
 
 
 @dataclass
@@ -110,72 +111,20 @@ class Made:
     output: ModelOutput | None = None  # on the last stage
 
 
-class Session:
-    """Who answers when a script, on the last stage, calls the backbone of a pipelined model."""
-
-    def __init__(self, engine: StageRunner) -> None:
-        self.engine = engine
-
-    def run(self, script: Callable[[], T]) -> T:
-        """`script()`, on the last stage, inside its FSDP2 root: there embedding, norm and head are whole."""
-        with self.active():
-            return self.within(self.engine, script)
-
-    @contextlib.contextmanager
-    def active(self) -> Iterator[None]:
-        """Tell models that a script runs on this stage alone."""
-        pipelines = self.engine.pipelines
-        former, pipelines.session = pipelines.session, self
-        try:
-            yield
-        finally:
-            pipelines.session = former
-
-    def within(self, engine: StageRunner, call: Callable[[], T]) -> T:
-        """`call()` inside the last stage of `engine`, for the model that trains or another one beside it."""
-        view, handler = engine.views[-1], functools.partial(self.answer, engine)
-        return engine.through(engine.stages[-1], lambda hidden, i: engine.enter(view, handler, call))
-
-    def answer(self, engine: StageRunner, kwargs: Batch) -> ModelOutput:
-        """The output of the backbone for one call."""
-        raise NotImplementedError
-
-
+@dataclass(eq=False)
 class Serving(Session):
     """Every call runs through all stages at once; see the module's docstring."""
 
-    def __init__(self, engine: StageRunner, batch: Batch) -> None:
-        super().__init__(engine)
-        self.batch, self.made = batch, list[Made]()
-        self.passing = False  # are micro-batches under way? Then no stage waits to be told of anything
-
-    def drive(self, script: Callable[[], T]) -> T:
-        """On the last stage: run the script, then let the others go."""
-        with messages.tell_error(self.engine.control, self.engine.last_rank, lambda: not self.passing):
-            result = self.run(script)
-        self._tell(None)
-        return result
-
-    def serve(self) -> object:
-        """On the other stages: run layers until the script has ended."""
-        told: list[Call | messages.Failed | None] = [None]
-        while True:
-            dist.broadcast_object_list(told, group=self.engine.control, group_src=self.engine.last_rank)
-            if told[0] is None:
-                return None
-            if isinstance(told[0], messages.Failed):
-                told[0].stop()
-            self.forward(told[0], self.batch)
+    batch: Batch
+    made: list[Made] = field(default_factory=list)
+    passing: bool = False  # are micro-batches under way? Then no stage waits to be told of anything
 
     def answer(self, engine: StageRunner, kwargs: Batch) -> ModelOutput:
         call = describe_call(engine, kwargs, self.batch)
         if call.grad and engine is not self.engine:
             raise NotImplementedError("hf_parallel: a loss in a pipeline trains one model; freeze the other")
-        self._tell(call)
-        return self.forward(call, self.batch)
-
-    def _tell(self, call: Call | None) -> None:
         dist.broadcast_object_list([call], group=self.engine.control, group_src=self.engine.last_rank)
+        return self.forward(call, self.batch)
 
     def forward(self, call: Call, batch: Batch) -> ModelOutput | None:
         """All micro-batches of a call through this rank's stages; the output on the last stage."""
@@ -184,7 +133,13 @@ class Serving(Session):
         made = Made(engine, call, None if balance is None else balance.call())
         self.made.append(made)
         kwargs = call.arguments(batch, engine.mesh.device)
-        parts = split_rows(kwargs, _pass_count(engine, tokens_of(kwargs).shape[0]))
+        config, count = engine.config, min(tokens_of(kwargs).shape[0], 2 * engine.config.pp_size)
+        if config.ep_size > config.cp_size * config.tp_size or config.expert_capacity_factor is not None:
+            # Data ranks whose tokens meet at experts all make as many passes.
+            fewest = torch.tensor(count, device=engine.mesh.device)
+            dist.all_reduce(fewest, dist.ReduceOp.MIN, group=engine.mesh.data_group)
+            count = int(fewest)
+        parts = split_rows(kwargs, count)
         known = share_known_mask(kwargs, tokens_of(kwargs))
         with torch.set_grad_enabled(call.grad), restore_described_state(engine, call), known:
             engine.services.before_run(engine.model.training, tokens_of(kwargs).shape)
@@ -232,11 +187,24 @@ class Serving(Session):
 
 def serve_script(engine: StageRunner, batch: Batch, script: Callable[[], object]) -> tuple[ModelOutput, list[Made]]:
     """Return on every rank what `script` returns on the last stage, and the calls it made. Collective."""
-    grad, held = torch.is_grad_enabled(), engine.held_run()
+    grad, gradients = torch.is_grad_enabled(), engine.services.held
+    held = None if gradients is None else gradients.run()
     free(engine)  # of a call whose backward has not come: weights may have changed since
-    session = Serving(engine, batch)
-    result = session.drive(script) if engine.last else session.serve()
-    rebuilt, tensors = share_result(result, engine.group, engine.control, engine.last_rank, engine.mesh.device)
+    session, control, source = Serving(engine, batch), engine.control, engine.last_rank
+    result: object = None
+    told: list[Call | messages.Failed | None] = [None]
+    if engine.last:
+        with messages.tell_error(control, source, lambda: not session.passing):
+            result = session.run(script)
+        dist.broadcast_object_list(told, group=control, group_src=source)  # lets the others go
+    while not engine.last:  # run layers until the script has ended
+        dist.broadcast_object_list(told, group=control, group_src=source)
+        if told[0] is None:
+            break
+        if isinstance(told[0], messages.Failed):
+            told[0].stop()
+        session.forward(told[0], batch)
+    rebuilt, tensors = share_result(result, engine.group, control, source, engine.mesh.device)
     values = [tensor.detach() for tensor in tensors]
     for other in {id(made.engine): made.engine for made in session.made}.values():
         if other is not engine:
@@ -285,66 +253,52 @@ def restore_described_state(engine: StageRunner, call: Call) -> Iterator[None]:
         yield
 
 
-def _pass_count(engine: StageRunner, rows: int) -> int:
-    """Into how many micro-batches so many rows are cut: as many on all data ranks whose tokens meet at experts."""
-    config, count = engine.config, min(rows, 2 * engine.config.pp_size)
-    if config.ep_size <= config.cp_size * config.tp_size and config.expert_capacity_factor is None:
-        return count
-    fewest = torch.tensor(count, device=engine.mesh.device)
-    dist.all_reduce(fewest, dist.ReduceOp.MIN, group=engine.mesh.data_group)
-    return int(fewest)
-
-
 # ---- one micro-batch ------------------------------------------------------------------------------------------------
 
 
 def _forward_pass(made: Made, part: Batch) -> ModelOutput | None:
     """Run a micro-batch through this rank's stages; return what leaves the model's last layer, if here."""
-    engine, passes = made.engine, dict[int, Pass]()
+    engine, balance, passes, left = made.engine, made.balance, dict[int, Pass](), list["ModelOutput"]()
     made.passes.append(passes)
-    output = None
+
+    def run_layers(view: StageView, hidden: torch.Tensor | None, micro_batch: int = 0) -> torch.Tensor:
+        with contextlib.nullcontext([]) if balance is None else balance.listening() as logits:
+            if view.index == engine.last_index:
+                left.append(engine.run_backbone(hidden, part))
+                output = cast(torch.Tensor, left[0]["last_hidden_state"])
+            else:
+                output = engine.enter(view, None, lambda: engine.run_backbone(hidden, part))
+        if balance is None:
+            return output
+        # The output takes the gradient of what the routers of these layers chose along.
+        return balance.attach(output, logits, part, part.get(COUNTED, part.get("attention_mask")))
+
     for view, stage in zip(engine.views, engine.stages, strict=True):
-        passes[view.index] = done = Pass(None if view.index == 0 else _receive(engine, view.index, part))
+        hidden = None
+        if view.index > 0:
+            hidden = _receive_from_stage(engine, view.index - 1, engine.boundary(tokens_of(part), "meta"))
+            hidden.requires_grad_(torch.is_grad_enabled())
+        passes[view.index] = done = Pass(hidden)
         if view.index == engine.last_index:
-            with _listen_for_requests(made) as logits:
-                output = engine.run_backbone(done.hidden, part)
-            done.output = _attach_router_gradients(made, cast(torch.Tensor, output["last_hidden_state"]), logits, part)
+            done.output = run_layers(view, hidden)
             # Cut here, so that the backward of the layers too goes micro-batch by micro-batch.
             done.handed_on = done.output.detach().requires_grad_(done.output.requires_grad)
         else:
-            done.output = engine.through(stage, functools.partial(_run_layers_of_call, made, view, part), done.hidden)
+            done.output = engine.through(stage, functools.partial(run_layers, view), hidden)
             _send_to_stage(engine, done.output.detach(), view.index + 1)
-    return output
+    return left[0] if left else None
 
 
-def _run_layers_of_call(
-    made: Made, view: StageView, part: Batch, hidden: torch.Tensor | None, micro_batch: int
-) -> torch.Tensor:
-    with _listen_for_requests(made) as logits:
-        output = made.engine.layers(view, hidden, part)
-    return _attach_router_gradients(made, output, logits, part)
-
-
-def _listen_for_requests(made: Made) -> contextlib.AbstractContextManager[list[torch.Tensor]]:
-    return contextlib.nullcontext([]) if made.balance is None else made.balance.listening()
-
-
-def _attach_router_gradients(
-    made: Made, output: torch.Tensor, logits: list[torch.Tensor], part: Batch
-) -> torch.Tensor:
-    """Return the output of the layers, which takes the gradient of what their routers chose along."""
-    return output if made.balance is None else made.balance.attach(output, logits, part, find_counted_tokens(part))
-
-
-def _receive(engine: StageRunner, index: int, batch: Batch) -> torch.Tensor:
-    """Receive what stage `index` works on, from the stage before it."""
-    source = engine.config.rank_of_stage(index - 1)
+def _receive_from_stage(engine: StageRunner, index: int, like: torch.Tensor) -> torch.Tensor:
+    """Receive what stage `index` hands over: a tensor like this one."""
+    source = engine.config.rank_of_stage(index)
     if source == engine.group.rank():
-        hidden = engine.take_over()
-    else:
-        hidden = engine.boundary(tokens_of(batch), engine.mesh.device)
-        dist.recv(hidden, group=engine.group, group_src=source)
-    return hidden.requires_grad_(torch.is_grad_enabled())
+        assert engine.handed_over is not None
+        tensor, engine.handed_over = engine.handed_over, None
+        return tensor
+    tensor = torch.empty(like.shape, dtype=like.dtype, device=engine.mesh.device)
+    dist.recv(tensor, group=engine.group, group_src=source)
+    return tensor
 
 
 def _send_to_stage(engine: StageRunner, tensor: torch.Tensor, index: int) -> None:
@@ -358,24 +312,13 @@ def _send_to_stage(engine: StageRunner, tensor: torch.Tensor, index: int) -> Non
 
 def _backward_pass(engine: StageRunner, index: int, done: Pass) -> None:
     assert done.output is not None
-    if done.handed_on is not None:
-        gradient = done.handed_on.grad
-    else:
-        gradient = _receive_gradient(engine, index, done.output)
+    handed_on = done.handed_on
+    gradient = _receive_from_stage(engine, index + 1, done.output) if handed_on is None else handed_on.grad
     if done.output.requires_grad and gradient is not None:
         torch.autograd.backward(done.output, gradient)
     if done.hidden is not None:
         hidden = done.hidden
         _send_to_stage(engine, torch.zeros_like(hidden) if hidden.grad is None else hidden.grad, index - 1)
-
-
-def _receive_gradient(engine: StageRunner, index: int, output: torch.Tensor) -> torch.Tensor:
-    source = engine.config.rank_of_stage(index + 1)
-    if source == engine.group.rank():
-        return engine.take_over()
-    gradient = torch.empty_like(output, memory_format=torch.contiguous_format)
-    dist.recv(gradient, group=engine.group, group_src=source)
-    return gradient
 
 
 def _reduce_in(stage: nn.Module, last: bool) -> None:

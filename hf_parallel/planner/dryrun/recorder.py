@@ -373,7 +373,7 @@ def _list_gradients(state: ParallelState) -> list[torch.Tensor]:
 def _list_mirrored_layers(state: ParallelState) -> list[tuple[nn.Module, ...]]:
     """Return the layers of the stage that a rank has a copy of, if it has one."""
     mirror = None if state.pipeline is None else state.pipeline.mirror
-    return [] if mirror is None else [tuple(mirror.mirrored.view.layers)]
+    return [] if mirror is None else [tuple(mirror.mirrored.layers)]
 
 
 def _announce_steps(pipeline: PipelineEngine, model: nn.Module, batches: list[Inputs]) -> None:
