@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import functools
 import gc
+import hashlib
 import json
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -155,14 +157,24 @@ class _Seen:
 
 
 class _Beside:
-    """The optimizers of parameters that are in no parallel model: a number for each, and how often it has stepped.
+    """The optimizers of parameters that are in no parallel model: a name for each, and how often it has stepped.
 
     They outlast a layout, as what ranks leave in their store does.
     """
 
     def __init__(self) -> None:
-        self.count = 0
-        self.steps: weakref.WeakKeyDictionary[Optimizer, list[int]] = weakref.WeakKeyDictionary()
+        self.counts = Counter[str]()
+        self.steps: weakref.WeakKeyDictionary[Optimizer, tuple[str, int]] = weakref.WeakKeyDictionary()
+
+    def begin_to_follow(self, optimizer: Optimizer) -> None:
+        """Name an optimizer by what it holds, so that ranks which train others before compare the same one."""
+        groups = [
+            (group.get("param_names"), [(str(p.dtype), tuple(p.shape)) for p in group["params"]])
+            for group in optimizer.param_groups
+        ]
+        held = hashlib.sha256(repr((type(optimizer).__qualname__, groups)).encode()).hexdigest()[:16]
+        self.steps[optimizer] = f"{held}-{self.counts[held]}", 0
+        self.counts[held] += 1
 
     def refuse_training_apart(self, optimizer: Optimizer) -> None:
         """Refuse a step by gradients that other data ranks do not have; looks at them ever more rarely.
@@ -170,12 +182,12 @@ class _Beside:
         Each rank leaves the norms of its gradients in the store of the ranks, and looks at those that are there: the
         last one sees all. A rank that trains something by itself waits for nobody.
         """
-        number, step = self.steps[optimizer]
-        self.steps[optimizer][1] += 1
+        name, step = self.steps[optimizer]
+        self.steps[optimizer] = name, step + 1
         if step & (step - 1):
             return
         mesh, default = runtime.mesh(), dist.distributed_c10d._get_default_store()
-        store = dist.PrefixStore(f"hf_parallel/beside/{number}/{step}", default)
+        store = dist.PrefixStore(f"hf_parallel/beside/{name}/{step}", default)
         given = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         own = torch.tensor([float(gradient.float().norm()) for gradient in given])
         store.set(str(mesh.rank), json.dumps(own.tolist()))
@@ -215,8 +227,7 @@ def _refuse_optimizer_of_plain_model(optimizer: Optimizer, args: tuple, kwargs: 
         known = {id(parameter) for model in list_parallel_models() for parameter in model.parameters()}
         plain = not any(isinstance(p, DTensor) for p in trained.values()) and known.isdisjoint(trained)
         if trained and plain and runtime.mesh().data_size > 1:
-            beside.steps[optimizer] = [beside.count, 0]
-            beside.count += 1
+            beside.begin_to_follow(optimizer)
     if optimizer in beside.steps:
         beside.refuse_training_apart(optimizer)
 
