@@ -257,18 +257,25 @@ def normalise_over_data_ranks(model: nn.Module) -> None:
     def enter(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         given = bind_by_name(module.forward, args, kwargs) if args else kwargs
         passed_on = given.get("num_items_in_batch") is not None
-        last = loop_losses.find_last_batch(given) if _has_gradients(module) else None
+        # A walk over all parameters in `model.eval()`, so that it is made once for a call.
+        trains = torch.is_grad_enabled() and (module.training or any(p.requires_grad for p in module.parameters()))
+        last = loop_losses.find_last_batch(given) if trains else None
         if pairs.begin(given):
             forward = means.enter(None, passed_on, given)
             forward.whole = forward.counted = True
-            forward.last = last
+            forward.last, forward.trains = last, trains
             return None
         labels, masked = given.get("labels") if state.sums_over_tokens and not passed_on else None, False
         if last is not None and torch.is_tensor(labels) and len(labels) == last.rows:
             given = {**given, **without_targets({"labels": labels}, last.real, last.rows)}
             args, kwargs, masked = (), given, True
-        forward = means.enter(_compute_loss_share(module, passed_on), passed_on, given)
-        forward.last, forward.leaves_repeats = last, masked
+        scope = means.get_scope()
+        if scope is None:
+            share = 1.0 if trains else None
+        else:  # None: the means stay those of this rank's rows
+            share = None if scope.weighs_itself and not passed_on else scope.share
+        forward = means.enter(share, passed_on, given)
+        forward.last, forward.leaves_repeats, forward.trains = last, masked, trains
         if passed_on:
             forward.counted = state.sums_over_tokens  # of others it is seen when they take a sum
         elif forward.share is not None and state.sums_over_tokens and given.get("labels") is not None:
@@ -287,7 +294,7 @@ def normalise_over_data_ranks(model: nn.Module) -> None:
         if isinstance(output, dict) and loss is not None and forward.share is not None and torch.is_tensor(hidden):
             means.note(forward)
             output["loss"] = loss = means.correct_over_data_ranks(loss, hidden.sum().float(), forward.share)
-        if _has_gradients(module):
+        if forward.trains:
             loop_losses.note_forward(loss, forward.counted, forward.given)
         if state.pipeline is not None and not state.pipeline.last:
             return None
@@ -327,18 +334,6 @@ _IN_LOOPS = (
 def _say_once(state: ParallelState, message: str) -> None:
     if state.is_first(message):
         report.say_here(state.mesh, message)
-
-
-def _compute_loss_share(module: nn.Module, passed_on: bool) -> float | None:
-    """Return the factor of this call's loss; None if its means stay those of this rank's rows."""
-    scope = means.get_scope()
-    if scope is None:
-        return 1.0 if _has_gradients(module) else None
-    return None if scope.weighs_itself and not passed_on else scope.share
-
-
-def _has_gradients(module: nn.Module) -> bool:
-    return torch.is_grad_enabled() and (module.training or any(p.requires_grad for p in module.parameters()))
 
 
 @patch("accelerate.accelerator:Accelerator.prepare_model", "would wrap in DDP")
