@@ -34,6 +34,7 @@ from transformers import (
     LlamaConfig,
     LlavaConfig,
     MambaConfig,
+    MBartConfig,
     MistralConfig,
     MixtralConfig,
     MptConfig,
@@ -367,6 +368,11 @@ def bart(**changes: Any) -> BartConfig:
     return BartConfig(**{**shape, **stacks, **still, **changes})
 
 
+def mbart(**changes: Any) -> MBartConfig:
+    """mBART: BART with norms first, whose decoder starts with the last label of a row."""
+    return MBartConfig(**bart(**changes).to_diff_dict() | {"model_type": "mbart"})
+
+
 def clip(**changes: Any) -> CLIPConfig:
     """CLIP's image part with a head: a model that names no input embedding."""
     shape = {key: ENCODER[key] for key in ("hidden_size", "intermediate_size", "num_hidden_layers")}
@@ -453,6 +459,7 @@ CONFIGS = {
     "deberta_v3": deberta_v3,
     "deberta_xlarge": deberta_xlarge,
     "bart": bart,
+    "mbart": mbart,
     "clip": clip,
     "t5": t5,
     "t5_gated": t5_gated,
@@ -466,6 +473,7 @@ AUTO_CLASSES = {
     "deberta": AutoModelForSequenceClassification,
     "deberta-v2": AutoModelForSequenceClassification,
     "bart": AutoModelForSeq2SeqLM,
+    "mbart": AutoModelForSeq2SeqLM,
     "clip": AutoModelForImageClassification,
     "t5": AutoModelForSeq2SeqLM,
     "vit": AutoModelForImageClassification,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from dataclasses import dataclass, field
 
 from hf_parallel.ask import launched
 from hf_parallel.ask.config import AUTO, ParallelConfig, SpecError
@@ -18,12 +19,12 @@ from hf_parallel.hooks.patching import Patch, Undo, apply_patches, check_torch, 
 # torch and transformers are imported inside the functions: `import hf_parallel` must stay cheap.
 
 
+@dataclass
 class _InPlace:
     """The patches of the layout, none where there is none; how to undo these, and those of a process without one."""
 
-    def __init__(self) -> None:
-        self.of_layout: list[Patch] = []
-        self.undo_list: list[Undo] = []
+    of_layout: list[Patch] = field(default_factory=list)
+    undo_list: list[Undo] = field(default_factory=list)
 
 
 def activate(spec: str | ParallelConfig, source: str = "activate()") -> None:
@@ -37,10 +38,13 @@ def activate(spec: str | ParallelConfig, source: str = "activate()") -> None:
     Raises:
         SpecError: the spec is not understood, does not fit the processes, or conflicts with the active one.
     """
+    import torch.distributed as dist
+
     from hf_parallel.hooks import auto, report, runtime
 
     current = runtime.current()
-    _settle_rank()
+    if not (dist.is_available() and dist.is_initialized()):
+        launched.settle_launcher()
     if spec == AUTO:
         if current is not None and not current.source.endswith("(auto)"):
             refuse(f"{source} asks for auto", f"{current.source} set {current.config.to_spec()}", do="drop one")
@@ -54,9 +58,18 @@ def activate(spec: str | ParallelConfig, source: str = "activate()") -> None:
         _check_same(source, config, current.source, current.config)
         return
     if config.world_size == 1:
-        _tell_left_out(config)
-        if not config.settings_alone():
-            _stay_plain(config)
+        # One process has nobody to share a model with: the keys that need several ranks are named.
+        done = {"pack_tokens", "padding_free", *config.settings_alone(), *(f"{axis}_size" for axis in config.sizes)}
+        left = [f"{name}={value}" for name, value in config.spelled().items() if name not in done and value != "off"]
+        if left:
+            needs = "which need several processes (--num_processes 2)"
+            report.say(f"one process trains without {', '.join(left)}, {needs}")
+        if not config.settings_alone():  # it trains as plain Trainer does, and reads the checkpoints of layouts
+            read_checkpoints()
+            if config.pack_tokens or config.padding_free:
+                from hf_parallel.hooks.trainer.token_budget import list_patches_alone
+
+                of_session(_InPlace).undo_list.extend(apply_patches(list_patches_alone(config)))
             return
     notes = [*check_torch(), *list_newer_libraries()]
     runtime.start(config, source)
@@ -77,25 +90,6 @@ def activate(spec: str | ParallelConfig, source: str = "activate()") -> None:
     device_order.warn_of_device_order(config)
 
 
-def _stay_plain(config: ParallelConfig) -> None:
-    """Let one process without a setting train as plain Trainer does, and read the checkpoints of layouts."""
-    read_checkpoints()
-    if config.pack_tokens or config.padding_free:
-        from hf_parallel.hooks.trainer.token_budget import list_patches_alone
-
-        of_session(_InPlace).undo_list.extend(apply_patches(list_patches_alone(config)))
-
-
-def _tell_left_out(config: ParallelConfig) -> None:
-    """Name the keys that need several ranks, where one process has nobody to share a model with."""
-    from hf_parallel.hooks import report
-
-    done = {"pack_tokens", "padding_free", *config.settings_alone(), *(f"{axis}_size" for axis in config.sizes)}
-    left = [f"{name}={value}" for name, value in config.spelled().items() if name not in done and value != "off"]
-    if left:
-        report.say(f"one process trains without {', '.join(left)}, which need several processes (--num_processes 2)")
-
-
 def check_agreement(source: str, spec: str | ParallelConfig, other_source: str, other_spec: str) -> None:
     """Before processes connect: two places that both ask for a layout must ask for the same.
 
@@ -106,21 +100,14 @@ def check_agreement(source: str, spec: str | ParallelConfig, other_source: str, 
         return
     ours, theirs = ParallelConfig.parse(spec), ParallelConfig.parse(other_spec)
     if ours != theirs:  # they may still come to the same for this number of processes
-        _check_same(
-            source,
-            ours.resolve(_read_expected_world_size()),
-            other_source,
-            theirs.resolve(_read_expected_world_size()),
-        )
+        processes = _read_expected_world_size()
+        _check_same(source, ours.resolve(processes), other_source, theirs.resolve(processes))
 
 
 def _check_same(source: str, config: ParallelConfig, other_source: str, other: ParallelConfig) -> None:
     if other != config:
-        refuse(
-            f"{source} asks for {config.to_spec()}",
-            f"{other_source} set {other.to_spec()}",
-            do="give one of them, or the same in both",
-        )
+        do = "give one of them, or the same in both"
+        refuse(f"{source} asks for {config.to_spec()}", f"{other_source} set {other.to_spec()}", do=do)
 
 
 def read_checkpoints(opened: str | None = None) -> None:
@@ -164,13 +151,6 @@ def deactivate() -> None:
     undo(of_session(_InPlace).undo_list)
     runtime.stop()
     end_session()
-
-
-def _settle_rank() -> None:
-    import torch.distributed as dist
-
-    if not (dist.is_available() and dist.is_initialized()):
-        launched.settle_launcher()
 
 
 def _read_expected_world_size() -> int:

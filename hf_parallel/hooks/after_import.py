@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.abc
 import importlib.util
 import os
@@ -65,7 +66,11 @@ _COUNTS = re.compile(r"\b(WORLD_SIZE|get_world_size)\b")
 
 def list_process_warnings(processes: int, data_ranks: int) -> list[str]:
     """Return what to tell of a script that may divide its batch by the number of processes."""
-    words = sorted(set(_COUNTS.findall(_read_script_text()))) if data_ranks != processes else []
+    text = ""
+    if data_ranks != processes and sys.argv[0].endswith(".py"):  # no notebook
+        with contextlib.suppress(OSError), open(sys.argv[0], encoding="utf-8", errors="replace") as file:
+            text = file.read()
+    words = sorted(set(_COUNTS.findall(text)))
     if not words:
         return []
     name = os.path.basename(sys.argv[0])
@@ -73,12 +78,3 @@ def list_process_warnings(processes: int, data_ranks: int) -> list[str]:
         f"{name} reads {' and '.join(words)}, which is {processes} here, but the number of different batches is "
         f"{data_ranks}: divide gradient_accumulation_steps and the like by {data_ranks} at most (docs/idioms.md)"
     ]
-
-
-def _read_script_text() -> str:
-    """Return the text of the script or module that runs; of a notebook nothing."""
-    try:
-        with open(sys.argv[0], encoding="utf-8", errors="replace") as file:
-            return file.read() if sys.argv[0].endswith(".py") else ""
-    except OSError:
-        return ""

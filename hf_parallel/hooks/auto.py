@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from hf_parallel.ask.config import ParallelConfig, SpecError
@@ -48,6 +49,7 @@ class Waiting(NamedTuple):
     cluster: Cluster | MixedCluster | None
 
 
+@dataclass
 class _Shown:
     """The request for a choice, and what the script has shown before its model.
 
@@ -56,11 +58,10 @@ class _Shown:
         rank: of the LoraConfig that was made last.
     """
 
-    def __init__(self) -> None:
-        self.waiting: Waiting | None = None
-        self.arguments: TrainingArguments | None = None
-        self.rank = 0
-        self.undo_list: list[Undo] = []
+    waiting: Waiting | None = None
+    arguments: TrainingArguments | None = None
+    rank: int = 0
+    undo_list: list[Undo] = field(default_factory=list)
 
 
 #: Arguments of TRL's trainers whose losses are means over examples.
@@ -90,10 +91,16 @@ def wait(
 
     runtime.connect_process_group()
     shown.waiting = Waiting(source, activate, cluster)
-    shown.undo_list.extend(apply_patches(_make_auto_patches()))
-    made = Patch(
-        "peft.tuners.lora.config:LoraConfig.__post_init__", around(_remember_lora_config), "shows adapters to come"
-    )
+    model, lora = "transformers.modeling_utils:PreTrainedModel.from_pretrained", "peft.tuners.lora.config:LoraConfig"
+    patches = [
+        Patch("transformers.utils.hub:cached_files", around(cached_files), "waits for the Hub"),
+        Patch("huggingface_hub.utils._http:http_backoff", around(ask_hub), "waits for the Hub", copies=True),
+        Patch(model, around(_choose_at_from_pretrained), "shows the model that a layout is chosen for"),
+        Patch("transformers.trainer:Trainer.__init__", around(_choose_at_trainer), "shows a model built in code"),
+        Patch("accelerate.accelerator:Accelerator.prepare", around(_choose_at_prepare), "shows a model of a loop"),
+    ]
+    shown.undo_list.extend(apply_patches(patches))
+    made = Patch(f"{lora}.__post_init__", around(_remember_lora_config), "shows adapters to come")
     shown.undo_list.append(apply_when_imported("peft", [made]))
 
 
@@ -124,17 +131,6 @@ def check_chosen() -> None:
             "the script showed no Transformers model to from_pretrained, Trainer or Accelerator.prepare",
             "tp=2,dp_shard=-1",
         )
-
-
-def _make_auto_patches() -> list[Patch]:
-    model = "transformers.modeling_utils:PreTrainedModel.from_pretrained"
-    return [
-        Patch("transformers.utils.hub:cached_files", around(cached_files), "waits for the Hub"),
-        Patch("huggingface_hub.utils._http:http_backoff", around(ask_hub), "waits for the Hub", copies=True),
-        Patch(model, around(_choose_at_from_pretrained), "shows the model that a layout is chosen for"),
-        Patch("transformers.trainer:Trainer.__init__", around(_choose_at_trainer), "shows a model built in code"),
-        Patch("accelerate.accelerator:Accelerator.prepare", around(_choose_at_prepare), "shows a model of a loop"),
-    ]
 
 
 def _choose_at_from_pretrained(
@@ -178,9 +174,7 @@ def _choose_at_trainer(
     reader = logits_read.find_trainer_reader(
         type(self), bind_by_name(original, (self, model, args, *rest), kwargs), shown.arguments
     )
-    choose_layout_here(
-        Shown(getattr(model, "config", model), _find_dtype_of(model), adapters=_rank_of(model), reader=reader)
-    )
+    choose_layout_here(_describe_model(model, None, reader))
     from transformers import Trainer
 
     Trainer.__init__(self, model, args, *rest, **kwargs)
@@ -190,21 +184,19 @@ def _choose_at_prepare(original: Callable, self: Accelerator, *args: Any, **kwar
     model = next((arg for arg in args if hasattr(getattr(arg, "config", None), "model_type")), None)
     if model is None:
         return original(self, *args, **kwargs)
-    lowered, reader = self.mixed_precision, logits_read.find_loop_reader()
-    choose_layout_here(Shown(model.config, _find_dtype_of(model), lowered, _rank_of(model), reader=reader))
+    lowered, reader = self.mixed_precision, logits_read.LOOP_READER
+    choose_layout_here(_describe_model(model, lowered, reader))
     return type(self).prepare(self, *args, **kwargs)
 
 
 # ---- the choice --------------------------------------------------------------------------------------------------
 
 
-def _find_dtype_of(model: object) -> torch.dtype | None:
-    return next((p.dtype for p in getattr(model, "parameters", list)() if p.is_floating_point()), None)
-
-
-def _rank_of(model: object) -> int:
-    """Return the rank of the adapters that a model has; 0: none."""
-    return max((int(getattr(one, "r", 0)) for one in (getattr(model, "peft_config", None) or {}).values()), default=0)
+def _describe_model(model: object, lowered: str | None, reader: str | None) -> Shown:
+    dtype = next((p.dtype for p in getattr(model, "parameters", list)() if p.is_floating_point()), None)
+    adapters = (getattr(model, "peft_config", None) or {}).values()
+    rank = max((int(getattr(one, "r", 0)) for one in adapters), default=0)
+    return Shown(getattr(model, "config", model), dtype, lowered, rank, reader=reader)
 
 
 class Shown(NamedTuple):
@@ -424,15 +416,6 @@ def make_acceptance_test(config: PretrainedConfig, pack: Packing | None = None) 
     model = build_on_meta(config)
     known: dict[ParallelConfig, bool] = {}
 
-    def shrunk(layout: ParallelConfig) -> ParallelConfig:
-        """Return a layout of few data ranks: more make no difference to a model, nor do shares."""
-        inner = layout.cp_size * layout.tp_size
-        data, few = min(max(2, layout.ep_size // inner), layout.data_parallel_size), f"@0-{inner - 1}"
-        recompute = layout.recompute_way + few * (layout.recompute_ranks is not None)
-        offload = layout.offload if layout.offload_ranks is None else layout.offload_way + few
-        sizes: dict[str, Any] = {"dp_replicate_size": 1, "dp_shard_size": data, "batch_shares": "even"}
-        return dataclasses.replace(layout, **sizes, activation_checkpointing=recompute, offload=offload)
-
     def can_start(layout: ParallelConfig) -> bool:
         """Ask the plan first, then what packs, as a start does."""
         if examine(model, layout, layout.world_size).problems:
@@ -450,7 +433,13 @@ def make_acceptance_test(config: PretrainedConfig, pack: Packing | None = None) 
         alone = ParallelConfig(dp_shard_size=1, tp_size=layout.tp_size)
         if layout.tp_size > 1 and layout.pp_size > 1 and not accept(alone):
             return False  # cutting many stages takes seconds
-        small = shrunk(layout)
+        # Of few data ranks: more make no difference to a model, nor do shares.
+        inner = layout.cp_size * layout.tp_size
+        data, few = min(max(2, layout.ep_size // inner), layout.data_parallel_size), f"@0-{inner - 1}"
+        recompute = layout.recompute_way + few * (layout.recompute_ranks is not None)
+        offload = layout.offload if layout.offload_ranks is None else layout.offload_way + few
+        sizes: dict[str, Any] = {"dp_replicate_size": 1, "dp_shard_size": data, "batch_shares": "even"}
+        small = dataclasses.replace(layout, **sizes, activation_checkpointing=recompute, offload=offload)
         if small not in known:
             known[small] = can_start(small)
         return known[small]
@@ -486,6 +475,11 @@ def read_script_batch(
         value = getattr(arguments, name, None)
         return _read_option(argv, name, default) if value is None else value
 
+    # The rank of adapters, by the names that TRL and most scripts have for it; 0: all weights are trained.
+    asked = {str(_read_option(argv, name, None)).lower() for name in ("use_peft", "use_lora")}
+    sizes = (_read_option(argv, name, None) for name in ("lora_r", "lora_rank"))
+    found = next((int(size) for size in sizes if size is not None and size.isdigit()), 0)
+    rank = 0 if "false" in asked else found or _DEFAULT_RANK * ("true" in asked)
     longest = getattr(config, "max_position_embeddings", None) or _LONGEST_ASSUMED
     lengths = [int(value) for value in (said(name, None) for name in _LENGTHS) if value]
     if lowered is None:
@@ -496,18 +490,9 @@ def read_script_batch(
         seq=min(lengths[0] if lengths else _LONGEST_ASSUMED, longest),
         precision=name_precision_of(dtype or getattr(config, "dtype", None), lowered),
         optimizer=name_optimizer_of(str(said("optim", "adamw"))),
-        lora=of_session(_Shown).rank or _read_adapter_rank(argv),
+        lora=of_session(_Shown).rank or rank,
         documents=any(str(said(name, False)).lower() == "true" for name in ("packing", "padding_free")),
     )
-
-
-def _read_adapter_rank(argv: list[str]) -> int:
-    """Return the rank of adapters, by the names that TRL and most scripts have for it; 0: all weights are trained."""
-
-    asked = {str(_read_option(argv, name, None)).lower() for name in ("use_peft", "use_lora")}
-    sizes = (_read_option(argv, name, None) for name in ("lora_r", "lora_rank"))
-    found = next((int(size) for size in sizes if size is not None and size.isdigit()), 0)
-    return 0 if "false" in asked else found or _DEFAULT_RANK * ("true" in asked)
 
 
 def _read_option(argv: list[str], name: str, default: T) -> str | T:

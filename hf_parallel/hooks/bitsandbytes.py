@@ -7,6 +7,7 @@ arXiv 2110.02861). Where cuts do not fall between blocks, rounding differs from 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
@@ -18,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from transformers.pytorch_utils import Conv1D
 
 from hf_parallel.ask.spec import refuse
-from hf_parallel.axes.adapters.four_bit import BLOCK, FourBit, Packing, pack_linear
+from hf_parallel.axes.adapters.four_bit import BLOCK, Packing, pack_linear
 from hf_parallel.axes.axis import Plan
 from hf_parallel.axes.data.local_step import on_local_parts
 from hf_parallel.axes.pipeline.stages import StandIn
@@ -47,7 +48,14 @@ def step(original: Callable, self: Optimizer8bit, closure: Callable | None = Non
         check_eight_bit(self)
         self.check_overrides()  # looks for the parameters themselves
     with torch.no_grad(), on_local_parts(self) as held:
-        _step_without_values(self, held.former)
+        # A rank without a row of a tensor has a state for it all the same: of no values, which kernels do not take.
+        for number, group in enumerate(self.param_groups):
+            for index, (parameter, part) in enumerate(zip(held.former[number], group["params"], strict=True)):
+                if part is not parameter and part.grad is not None and not part.numel():
+                    part.grad = None
+                    if not self.state[part]:
+                        self.init_state(group, part, number, index)
+                    self.state[part]["step"] += 1
         original(self)
     return loss
 
@@ -61,17 +69,6 @@ def check_eight_bit(optimizer: torch.optim.Optimizer) -> None:
             "compares norms of whole tensors, of which ranks hold parts",
             "adamw_8bit",
         )
-
-
-def _step_without_values(optimizer: Optimizer8bit, former: list[list[torch.Tensor]]) -> None:
-    """A rank without a row of a tensor has a state for it all the same: of no values, which kernels do not take."""
-    for number, group in enumerate(optimizer.param_groups):
-        for index, (parameter, part) in enumerate(zip(former[number], group["params"], strict=True)):
-            if part is not parameter and part.grad is not None and not part.numel():
-                part.grad = None
-                if not optimizer.state[part]:
-                    optimizer.init_state(group, part, number, index)
-                optimizer.state[part]["step"] += 1
 
 
 # ---- QLoRA: `from_pretrained(quantization_config=BitsAndBytesConfig(load_in_4bit=True))` under a layout -------------
@@ -92,11 +89,11 @@ def check_four_bit(config: BitsAndBytesConfig) -> None:
         refuse("load_in_4bit", "needs bitsandbytes 0.50 or later", do="pip install -U bitsandbytes")
 
 
+@dataclass(eq=False)
 class Pack:
     """Between splitting and sharding: let the linears that bitsandbytes would replace expect packed weights."""
 
-    def __init__(self, config: BitsAndBytesConfig) -> None:
-        self.config = config
+    config: BitsAndBytesConfig
 
     def check(self, model: PreTrainedModel, plan: Plan) -> None:
         """Refuse weights whose rows, or a tp rank's parts of rows, are not whole blocks."""
@@ -138,13 +135,13 @@ class Pack:
 
         named = (self.config.llm_int8_skip_modules, model._keep_in_fp32_modules)
         skipped = HfQuantizer.get_modules_to_not_convert(model, *named)
-        own = [(name, m) for name, m in model.named_modules() if _get_own_class(m) in (nn.Linear, Conv1D)]
-        return [(name, m) for name, m in own if not isinstance(m, StandIn) and should_convert_module(name, skipped)]
-
-
-def _get_own_class(module: nn.Module) -> type:
-    """Its class before it was split. bitsandbytes replaces no subclass of a linear, such as a router."""
-    return next(cls for cls in type(module).__mro__ if not issubclass(cls, TensorParallelLayer))
+        found = []
+        for name, module in model.named_modules():
+            # Its class before it was split. bitsandbytes replaces no subclass of a linear, such as a router.
+            own = next(cls for cls in type(module).__mro__ if not issubclass(cls, TensorParallelLayer))
+            if own in (nn.Linear, Conv1D) and not isinstance(module, StandIn) and should_convert_module(name, skipped):
+                found.append((name, module))
+        return found
 
 
 def read_packed(
@@ -153,8 +150,12 @@ def read_packed(
     """Return what this rank stores of a weight `value` [out, in] from the file."""
     weight = read_values(value, find_local_part(packing.source, order)).to(runtime.mesh().device, packing.source.dtype)
     codes, largest = _quantize_weight(weight, packing.quant_type)
-    if packing.double:
-        largest = _round_value(value, packing, order).to(codes.device)
+    if packing.double:  # double quantisation runs over the whole weight: of all largest values this rank takes its own
+        whole = value.whole() if isinstance(value, LazyTensor) else value
+        whole = whole.to(runtime.mesh().device, packing.source.dtype)
+        rounded = _quantize_weight(whole, packing.quant_type, double=True)[1].view(whole.shape[0], -1)
+        rows, columns = find_local_part(packing.source, order)
+        largest = rounded[rows.to(rounded.device)][:, columns[::BLOCK].to(rounded.device) // BLOCK].to(codes.device)
     packed = torch.cat([codes.flatten(), largest.contiguous().flatten().view(torch.uint8)])
     return read_part(packed, find_local_part(own)).clone()
 
@@ -168,14 +169,6 @@ def _quantize_weight(weight: torch.Tensor, quant_type: str, double: bool = False
     if not state.nested:
         return codes, state.absmax.float()
     return codes, functional.dequantize_blockwise(state.absmax, state.state2).float() + state.offset
-
-
-def _round_value(value: torch.Tensor | LazyTensor, packing: Packing, order: StoredOrder | None) -> torch.Tensor:
-    """Double quantisation runs over the whole weight: round all largest values, and take this rank's."""
-    whole = (value.whole() if isinstance(value, LazyTensor) else value).to(runtime.mesh().device, packing.source.dtype)
-    _, largest = _quantize_weight(whole, packing.quant_type, double=True)
-    rows, columns = find_local_part(packing.source, order)
-    return largest.view(whole.shape[0], -1)[rows.to(largest.device)][:, columns[::BLOCK].to(largest.device) // BLOCK]
 
 
 def mark_as_quantized(model: PreTrainedModel, config: BitsAndBytesConfig) -> None:
@@ -192,12 +185,9 @@ def mark_as_quantized(model: PreTrainedModel, config: BitsAndBytesConfig) -> Non
 def prepare_for_training(original: Callable, model: nn.Module, *args: object, **kwargs: object) -> object:
     """`prepare_model_for_kbit_training` casts what is not packed to fp32, in a way that shards do not bear."""
     if runtime.find_parallel_state(model) is not None:
-        _cast_to_fp32(model)
+        halves = (torch.float16, torch.bfloat16)
+        _replace_linears(model, lambda p: p.detach().float() if p.dtype in halves else None)
     return original(model, *args, **kwargs)
-
-
-def _cast_to_fp32(model: nn.Module) -> None:
-    _replace_linears(model, lambda p: p.detach().float() if p.dtype in (torch.float16, torch.bfloat16) else None)
 
 
 def finish_casts(model: nn.Module) -> None:
@@ -224,8 +214,3 @@ def _replace_linears(model: nn.Module, change: Callable[[nn.Parameter], torch.Te
 
 def _refuse_saving(*args: object, **kwargs: object) -> None:
     raise NotImplementedError("hf_parallel: a base in 4 bits is not saved; save the adapters")
-
-
-def is_packed(module: nn.Module, name: str) -> bool:
-    """Is this parameter packed?"""
-    return isinstance(module, FourBit) and name == "weight"

@@ -18,21 +18,15 @@ def warn_of_device_order(config: ParallelConfig) -> None:
 
     A warning only: a fast GPU may get less because it has less memory. Collective where parts are unlike.
     """
-    if config.shares is None and config.split_layers is None and config.split_speeds is None:
+    shares, split, speeds = config.shares, config.split_layers, config.split_speeds
+    if shares is None and split is None and speeds is None:
         return
     found = messages.gather_objects(read_device_here())
     kinds = number_kinds_of(found)
     if len(set(kinds)) == 1:
         return
     rates = messages.gather_objects(devices.measure_product_rate(runtime.mesh().device))
-    line = describe_order(found, rates, compute_parts_of_ranks(config))
-    if line is not None:
-        report.say(line)
-
-
-def compute_parts_of_ranks(config: ParallelConfig) -> list[Fraction]:
-    """Return the share of each rank in a batch times the number of its layers."""
-    shares, split, speeds, parts = config.shares, config.split_layers, config.split_speeds, []
+    parts = []  # the share of each rank in a batch times the number of its layers
     for rank in range(config.world_size):
         part, place = Fraction(1), compute_coordinates(config, rank)["pp"]
         if shares is not None:
@@ -42,7 +36,9 @@ def compute_parts_of_ranks(config: ParallelConfig) -> list[Fraction]:
         if speeds is not None:
             part *= Fraction(speeds[place])
         parts.append(part)
-    return parts
+    line = describe_order(found, rates, parts)
+    if line is not None:
+        report.say(line)
 
 
 def describe_order(found: Sequence[Device], rates: Sequence[float], parts: Sequence[Fraction]) -> str | None:

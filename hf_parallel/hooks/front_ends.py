@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from hf_parallel.ask.spec import refuse
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.patching import patch, replace
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 _DEALS = "deals to all processes, and so other sequences to ranks of one model"
 
@@ -30,11 +27,7 @@ def deal_to_data_ranks(original: property) -> property:
 @replace("swift.dataloader.dispatcher:DataLoaderDispatcher.group", _DEALS)
 def send_to_data_ranks(original: property) -> property:
     """Return a property with the group of the data ranks; the first of each group reads a streamed data set."""
-
-    def find_group(loader: object) -> ProcessGroup:
-        return runtime.mesh().data_group
-
-    return property(find_group)
+    return property(lambda loader: runtime.mesh().data_group)
 
 
 @patch(

@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -36,6 +37,7 @@ OUTPUTS = "outputs"
 _numbers = itertools.count()
 
 
+@dataclass(eq=False)
 class Watched:
     """A training that is watched. Its watchdog starts with the first step, on all ranks.
 
@@ -45,11 +47,12 @@ class Watched:
         is_loop: a script's own, with an Accelerator.
     """
 
-    def __init__(self, model: Callable[[], PreTrainedModel], folder: str, is_loop: bool = False) -> None:
-        self.model, self.folder, self.is_loop = model, folder, is_loop
-        self.stack = contextlib.ExitStack()
-        self.watchdog: Watchdog | None = None
-        self.begun = False
+    model: Callable[[], PreTrainedModel]
+    folder: str
+    is_loop: bool = False
+    stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    watchdog: Watchdog | None = None
+    begun: bool = False
 
     def begin(self) -> None:
         """At the first step, when there is a model."""
@@ -64,9 +67,14 @@ class Watched:
         listen(record)
         self.stack.callback(unlisten, record)
         store = dist.PrefixStore(f"hangs/{next(_numbers)}", store)
-        self.watchdog = Watchdog(
-            store, dist.get_rank(), dist.get_world_size(), _make_watch_settings(self.folder), record.facts
-        )
+        config, limit = runtime.mesh().config, time_out()
+        seconds = TORCH_TIME_OUT_S if limit is None else limit.total_seconds()
+        asked = SHARE * seconds if config.hang_timeout_s == HANG_AUTO else float(config.hang_timeout_s)
+        if asked >= seconds:
+            what = f"hang_timeout_s={asked:.0f} is not below the process groups' time-out of {seconds:.0f} s"
+            report.say(f"{what}, which ends")
+        settings = Settings(asked, config.hang_action == "stop", self.folder)
+        self.watchdog = Watchdog(store, dist.get_rank(), dist.get_world_size(), settings, record.facts)
         self.stack.callback(self.watchdog.close)
         self.stack.enter_context(call_before_abort(self.watchdog.tell_abort))
         answering = of_process(desync.Answering)
@@ -74,11 +82,11 @@ class Watched:
         self.stack.callback(setattr, answering, "explained_by", None)
 
 
+@dataclass
 class _Now:
     """The training that is watched now, if any."""
 
-    def __init__(self) -> None:
-        self.watched: Watched | None = None
+    watched: Watched | None = None
 
 
 @contextlib.contextmanager
@@ -92,18 +100,14 @@ def watch_training(trainer: Trainer) -> Iterator[None]:
     former, now.watched = now.watched, Watched(lambda: trainer.model, trainer.args.output_dir)
     try:
         with now.watched.stack:
-            yield from _tell_errors(now.watched)
+            try:
+                yield
+            except Exception as error:
+                if now.watched.watchdog is not None:
+                    now.watched.watchdog.tell_error(error)
+                raise
     finally:
         now.watched = former
-
-
-def _tell_errors(watched: Watched) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        if watched.watchdog is not None:
-            watched.watchdog.tell_error(error)
-        raise
 
 
 def get_watchdog() -> Watchdog | None:
@@ -139,18 +143,6 @@ def allow_long_phase(phase: str) -> Iterator[None]:
         mark_phase(*former)
 
 
-def _make_watch_settings(folder: str) -> Settings:
-    config = runtime.mesh().config
-    limit = time_out()
-    seconds = TORCH_TIME_OUT_S if limit is None else limit.total_seconds()
-    asked = SHARE * seconds if config.hang_timeout_s == HANG_AUTO else float(config.hang_timeout_s)
-    if asked >= seconds:
-        report.say(
-            f"hang_timeout_s={asked:.0f} is not below the process groups' time-out of {seconds:.0f} s, which ends"
-        )
-    return Settings(asked, config.hang_action == "stop", folder)
-
-
 # ---- loops: between steps, and after the last batch, a script evaluates and saves as long as it likes ---------------
 
 
@@ -177,12 +169,12 @@ def backward_begins(accelerator: Accelerator) -> None:
 
 def mark_forward_passes(model: PreTrainedModel) -> None:
     """Its forward passes in training are marked."""
-    model.register_forward_pre_hook(_forward_begins)
 
+    def enter(module: nn.Module, args: tuple) -> None:
+        if module.training and torch.is_grad_enabled():
+            mark_loop("a forward pass")
 
-def _forward_begins(module: nn.Module, args: tuple) -> None:
-    if module.training and torch.is_grad_enabled():
-        mark_loop("a forward pass")
+    model.register_forward_pre_hook(enter)
 
 
 def mark_batches(batches: Iterator) -> Iterator:

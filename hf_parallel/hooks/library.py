@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from hf_parallel.apply.parallelize import parallelize as make_parallel
@@ -29,11 +30,11 @@ if TYPE_CHECKING:
     from torch import nn
 
 
+@dataclass
 class _InPlace:
     """The patches in place, and how to undo them."""
 
-    def __init__(self) -> None:
-        self.undo_list: list[Undo] = []
+    undo_list: list[Undo] = field(default_factory=list)
 
 
 @functools.wraps(make_parallel)
@@ -43,10 +44,23 @@ def parallelize(
     mesh: ParallelMesh | None = None,
     pack: Packing | None = None,
 ) -> nn.Module:
+    undo_list = of_session(_InPlace).undo_list
     if runtime.current() is None:
-        _check_library_config(ParallelConfig.parse(config or ParallelConfig()) if mesh is None else mesh.config)
-    if runtime.current() is None and not of_session(_InPlace).undo_list:
-        _install()
+        asked = ParallelConfig.parse(config or ParallelConfig()) if mesh is None else mesh.config
+        if read_key_asked_by(asked)[1]:
+            refuse_joining("a loop written by hand makes its own batches", config=asked)
+        if asked.shares_batches:
+            why = "a loop written by hand makes its own batches"
+            refuse(f"batch_shares={asked.batch_shares}", why, "the runner")
+    if runtime.current() is None and not undo_list:
+        rooms = {model_parts.__name__, own_loops.__name__}
+        undo_list.extend(apply_patches([patch for patch in list_declared() if patch.room in rooms]))
+        # For peft now or after its import, in the midst of which the list of all patches could not be imported.
+        packages = ["peft", "bitsandbytes"]
+        if "bitsandbytes" in sys.modules:
+            undo_list.append(apply_when_imported(packages.pop(), _iterate_library_patches("bitsandbytes")))
+        # PEFT imports bitsandbytes itself.
+        undo_list.append(apply_when_imported("peft", _iterate_library_patches(*packages)))
     make = functools.partial(make_parallel, config=config, mesh=mesh, pack=pack)
     if hasattr(model, "peft_config") and state_of(model) is None:
         make_parallel_below(model, make)
@@ -58,29 +72,9 @@ def parallelize(
     return model
 
 
-def _check_library_config(config: ParallelConfig) -> None:
-    """Before the model is changed."""
-    if read_key_asked_by(config)[1]:
-        refuse_joining("a loop written by hand makes its own batches", config=config)
-    if config.shares_batches:
-        refuse(f"batch_shares={config.batch_shares}", "a loop written by hand makes its own batches", "the runner")
-
-
 def withdraw_library_patches() -> None:
     """Before a layout for the whole process, whose patches are the same and more."""
     undo(of_session(_InPlace).undo_list)
-
-
-def _install() -> None:
-    """For peft now or after its import, in the midst of which the list of all patches could not be imported."""
-    rooms = {model_parts.__name__, own_loops.__name__}
-    undo_list = of_session(_InPlace).undo_list
-    undo_list.extend(apply_patches([patch for patch in list_declared() if patch.room in rooms]))
-    packages = ["peft", "bitsandbytes"]
-    if "bitsandbytes" in sys.modules:
-        undo_list.append(apply_when_imported(packages.pop(), _iterate_library_patches("bitsandbytes")))
-    # PEFT imports bitsandbytes itself.
-    undo_list.append(apply_when_imported("peft", _iterate_library_patches(*packages)))
 
 
 def _iterate_library_patches(*packages: str) -> Iterator[Patch]:

@@ -6,10 +6,10 @@ read yet (see `checkpoint.lazy_tensor`), and read this rank's part when the resu
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -19,12 +19,13 @@ from torch.distributed.tensor import DTensor
 from hf_parallel.apply.parallelize import parallelize
 from hf_parallel.ask.session import of_session
 from hf_parallel.ask.spec import refuse
+from hf_parallel.axes.adapters.four_bit import FourBit
 from hf_parallel.axes.pipeline.stages import find_stand_ins
 from hf_parallel.checkpoint.hub_format import gather_from_stages
 from hf_parallel.checkpoint.lazy_tensor import LazyTensor, RangeFile, make_lazy_tensor, read_values
 from hf_parallel.checkpoint.slices import find_local_part, read_part
 from hf_parallel.hooks import bitsandbytes, runtime
-from hf_parallel.hooks.bitsandbytes import is_packed, read_packed
+from hf_parallel.hooks.bitsandbytes import read_packed
 from hf_parallel.hooks.patching import patch
 from hf_parallel.model.anatomy import get_stored_order, move_to_meta
 from hf_parallel.ranks.local import get_local
@@ -33,9 +34,7 @@ if TYPE_CHECKING:
     from transformers import BitsAndBytesConfig, PreTrainedModel
     from transformers.core_model_loading import LoadStateDictInfo
 
-    from hf_parallel.apply.parallelize import ParallelState
     from hf_parallel.checkpoint.slices import Readable
-    from hf_parallel.ranks.mesh import ParallelMesh
 
 
 @patch("transformers.modeling_utils:safe_open", "a file mapping keeps whole tensors in memory")
@@ -83,7 +82,7 @@ def set_parameter(
     owner, _, leaf = name.rpartition(".")
     module = model.get_submodule(owner)
     own = getattr(module, leaf, None)
-    packing = getattr(module, "packing", None) if is_packed(module, leaf) else None
+    packing = getattr(module, "packing", None) if isinstance(module, FourBit) and leaf == "weight" else None
     if not isinstance(own, torch.Tensor):
         value = value.whole() if isinstance(value, LazyTensor) else value
     elif (own if packing is None else packing.source).shape != value.shape:
@@ -116,16 +115,8 @@ def initialize_missing(original: Callable, self: PreTrainedModel) -> None:
     own = runtime.read_random_states(mesh)
     for axis in ("dp_replicate", "dp_shard"):
         runtime.equalise_random_state(axis, 0)
-    seeded_alike = runtime.is_same_random_state(own, runtime.read_random_states(mesh))
-    _initialize_stages(original, self, mesh, state)
-    if not seeded_alike:
-        runtime.set_random_state(own)
-
-
-def _initialize_stages(original: Callable, self: PreTrainedModel, mesh: ParallelMesh, state: ParallelState) -> None:
-    if mesh.size("pp") == 1:
-        original(self)
-        return
+    pairs = zip(own, runtime.read_random_states(mesh), strict=True)
+    seeded_alike = all(a is b or (a is not None and b is not None and torch.equal(a, b)) for a, b in pairs)
     if state.pipeline is not None and state.pipeline.last and not state.pipeline.first:
         # Its copy of a tied embedding: the first thing that the first stage draws, from the same random state.
         self._initialize_weights(self.get_input_embeddings())
@@ -133,6 +124,8 @@ def _initialize_stages(original: Callable, self: PreTrainedModel, mesh: Parallel
         if stage == mesh.index("pp"):
             original(self)
         runtime.equalise_random_state("pp", stage)
+    if not seeded_alike:
+        runtime.set_random_state(own)
 
 
 @patch("transformers.modeling_utils:PreTrainedModel._initialize_weights", "each rank draws for its part alone")
@@ -146,83 +139,63 @@ def initialize_module(
     """
     if getattr(module, "_is_hf_initialized", False):
         return original(self, module, *args, **kwargs)
-    with _draw_whole(module):
-        return original(self, module, *args, **kwargs)
+    device = of_session(_Drawing).device  # where one process would draw them
 
+    def is_new_part(owner: nn.Module, parameter: nn.Parameter) -> bool:
+        """Not loaded, and not stored as its values are drawn, or not on the device where they are."""
+        if getattr(parameter, "_is_hf_initialized", False):
+            return False
+        if isinstance(parameter, DTensor) or hasattr(owner, "stored_orders"):
+            return True
+        kinds = () if device is None else (device.type, "meta")
+        return device is not None and parameter.is_floating_point() and parameter.device.type not in kinds
 
-@contextlib.contextmanager
-def _draw_whole(module: nn.Module) -> Iterator[None]:
-    """Let a module draw the new parts of its weights whole, on the device where one process would draw them."""
-    device = of_session(_Drawing).device
-    new = [(owner, name, part) for owner, name, part in _find_drawn_by(module) if _is_new_part(owner, part, device)]
+    new = [
+        (owner, name, part)
+        for owner in module.modules()
+        for name, part in owner._parameters.items()
+        if part is not None and (owner is module or not isinstance(part, DTensor)) and is_new_part(owner, part)
+    ]
     for owner, name, p in new:
         order, where = get_stored_order(owner, name), device or get_local(p).device
         former = torch.zeros(p.shape, dtype=p.dtype, device=where) if owner is module else p.detach().to(where)
         owner._parameters[name] = nn.Parameter(former if owner is module or order is None else order.to_own(former))
-    yield
+    result = original(self, module, *args, **kwargs)
     for owner, name, part in new:
         with torch.no_grad():
             whole = cast(nn.Parameter, owner._parameters[name]).detach()
             get_local(part).copy_(read_part(whole, find_local_part(part, get_stored_order(owner, name))))
         owner._parameters[name] = part
-
-
-def _find_drawn_by(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
-    for owner in module.modules():
-        for name, parameter in owner._parameters.items():
-            if parameter is not None and (owner is module or not isinstance(parameter, DTensor)):
-                yield owner, name, parameter
-
-
-def _is_new_part(module: nn.Module, parameter: nn.Parameter, device: torch.device | None) -> bool:
-    """Not loaded, and not stored as its values are drawn, or not on the device where they are."""
-    if getattr(parameter, "_is_hf_initialized", False):
-        return False
-    if isinstance(parameter, DTensor) or hasattr(module, "stored_orders"):
-        return True
-    return device is not None and parameter.is_floating_point() and parameter.device.type not in (device.type, "meta")
+    return result
 
 
 @patch("transformers.modeling_utils:log_state_dict_report", "knows the keys of one stage")
 def report(original: Callable, *args: object, **kwargs: object) -> None:
-    """Report once, and raise one error if sizes do not match, for all stages of a pipeline."""
-    model, info = kwargs["model"], kwargs["loading_info"]
-    own = {**vars(info), "untied": _find_untied_pairs(model)}
-    stages = gather_from_stages(own, runtime.mesh())
+    """Report once, and raise one error if sizes do not match, for all stages of a pipeline.
+
+    Raises:
+        SpecError: the checkpoint has two values for one parameter, or one under the name that only the last stage
+            reads.
+    """
+    model, info = cast(nn.Module, kwargs["model"]), kwargs["loading_info"]
+    # Pairs that are one parameter by the config, and not so after loading: the checkpoint has different values.
+    tied, held = getattr(model, "_hf_parallel_tied_keys", {}), dict(model.named_parameters(remove_duplicate=False))
+    pairs = [pair for pair in tied.items() if set(pair) <= set(held)]
+    untied = [(target, source) for target, source in pairs if held[target] is not held[source]]
+    stages = gather_from_stages({**vars(info), "untied": untied}, runtime.mesh())
     for field in ("missing_keys", "unexpected_keys", "mismatched_keys", "conversion_errors"):
         for stage in stages:
             getattr(info, field).update(stage[field])
-    _check_tied(model, stages)
-    original(*args, **kwargs)
-
-
-def _find_untied_pairs(model: PreTrainedModel) -> list[tuple[str, str]]:
-    """Pairs that are one parameter by the config, and not so after loading: the checkpoint has different values."""
-    held = dict(model.named_parameters(remove_duplicate=False))
-    pairs = [pair for pair in getattr(model, "_hf_parallel_tied_keys", {}).items() if set(pair) <= set(held)]
-    return [(target, source) for target, source in pairs if held[target] is not held[source]]
-
-
-def _check_tied(model: PreTrainedModel, stages: list[dict]) -> None:
-    """Refuse checkpoints that would untie what is sharded or cut as one parameter.
-
-    Raises:
-        SpecError: two values for it, or one under the name that only the last stage reads.
-    """
+    # What is sharded or cut as one parameter stays one.
     for target, source in (pair for stage in stages for pair in stage["untied"]):
-        refuse(
-            f"{target} of the checkpoint",
-            f"is not its {source}, though the config ties them",
-            "tie_word_embeddings=False",
-        )
+        why = f"is not its {source}, though the config ties them"
+        refuse(f"{target} of the checkpoint", why, "tie_word_embeddings=False")
     lost = stages[0]["missing_keys"] - stages[-1]["missing_keys"]
-    for target, source in getattr(model, "_hf_parallel_tied_keys", {}).items():
+    for target, source in tied.items():
         if source in lost:
-            refuse(
-                f"pp_size={len(stages)}",
-                f"the checkpoint has the tied {target} but not {source}, which the first stage reads",
-                "pp_size=1",
-            )
+            why = f"the checkpoint has the tied {target} but not {source}, which the first stage reads"
+            refuse(f"pp_size={len(stages)}", why, "pp_size=1")
+    original(*args, **kwargs)
 
 
 # ---- Loading: an unchanged `from_pretrained` call gives each rank only its slices -----------------------------------
@@ -230,11 +203,11 @@ def _check_tied(model: PreTrainedModel, stages: list[dict]) -> None:
 # then fills it tensor by tensor (`loading.py`). We stand in for that one function. Each patch takes the original.
 
 
+@dataclass(eq=False)
 class Requested:
     """Stands for the layout in `from_pretrained(distributed_config=…)`; the mesh itself must not be copied around."""
 
-    def __init__(self, quantization: BitsAndBytesConfig | None = None) -> None:
-        self.quantization = quantization
+    quantization: BitsAndBytesConfig | None = None
 
     def __deepcopy__(self, memo: dict) -> Requested:
         return self
@@ -245,7 +218,10 @@ def from_pretrained(original: Callable, cls: type, *args: object, **kwargs: obje
     """Ask for the layout, and make random numbers equal again afterwards."""
     if any(kwargs.get(key) is not None for key in ("distributed_config", "tp_plan", "tp_size")):
         refuse("from_pretrained", "is given a layout of its own and --parallel too", do="give one of them")
-    device = _find_device_of_one_process(kwargs.get("device_map"))
+    device_map, device = kwargs.get("device_map"), torch.get_default_device()
+    if device_map is not None:  # where `from_pretrained` leaves a model without a layout
+        places = device_map.values() if isinstance(device_map, dict) else [device_map]
+        device = torch.device("cpu") if set(map(str, places)) <= {"cpu"} else runtime.mesh().device
     placed = kwargs.get("device_map") == "auto" and kwargs.pop("device_map")
     quantization = kwargs.pop("quantization_config", None)
     if quantization is not None:
@@ -264,14 +240,6 @@ def from_pretrained(original: Callable, cls: type, *args: object, **kwargs: obje
         state.notes.append("device_map=auto has no effect: the layout places the model")
     runtime.equalise_within_model()
     return result
-
-
-def _find_device_of_one_process(device_map: object) -> torch.device:
-    """Return where `from_pretrained` leaves a model without a layout."""
-    if device_map is None:
-        return torch.get_default_device()
-    places = device_map.values() if isinstance(device_map, dict) else [device_map]
-    return torch.device("cpu") if set(map(str, places)) <= {"cpu"} else runtime.mesh().device
 
 
 @patch("transformers.modeling_utils:PreTrainedModel.prepare_distribute_model", "knows only its own meshes")
@@ -293,6 +261,8 @@ def distribute(
     original: Callable, cls: type, model: PreTrainedModel, distributed_config: object, *mesh: object, **meshes: object
 ) -> object:
     """Make the meta model parallel, and tell the loader which of the checkpoint's names belong to other stages."""
+    from transformers.core_model_loading import build_glob_alternation
+
     if not isinstance(distributed_config, Requested):
         return original(cls, model, distributed_config, *mesh, **meshes)
     del model.config.distributed_config
@@ -301,36 +271,23 @@ def distribute(
     for parameter in move_to_meta(model).parameters():
         # What __init__ froze, such as Whisper's positions, trains once plain transformers has given it its values.
         parameter.requires_grad_(parameter.is_floating_point())
-    _widen_kept_in_fp32(model)
+    if kept := list(model._get_dtype_plan(model.dtype)):
+        # What the loader will keep in fp32 is widened before it is sharded: a unit of FSDP2 has one dtype.
+        pattern = build_glob_alternation(kept)[0]
+        for name, parameter in model.named_parameters():
+            if pattern.search(name):
+                parameter.data = parameter.data.float()
     before = set(model.state_dict())
     quantization = distributed_config.quantization
     pack = bitsandbytes.Pack(quantization) if quantization is not None else None
     parallelize(model, mesh=runtime.mesh(), pack=pack)
     local = set(model.state_dict())
-    _ignore_foreign(model, before - local, local)
+    if before - local:
+        # Names that other stages load are no surprise in the checkpoint, whatever prefix it uses.
+        prefix = re.escape(model.base_model_prefix) + r"\."
+        gone = [re.sub(f"^{prefix}", "", name) for name in find_stand_ins(model)]
+        patterns = {rf"^({prefix})?" + re.escape(name) + r"(\.|$)" for name in gone}
+        model._keys_to_ignore_on_load_unexpected = set(model._keys_to_ignore_on_load_unexpected or ()) | patterns
+        tied = model.all_tied_weights_keys
+        model.all_tied_weights_keys = {name: source for name, source in tied.items() if {name, source} <= local}
     return model
-
-
-def _widen_kept_in_fp32(model: PreTrainedModel) -> None:
-    """Widen to fp32, before it is sharded, what the loader will keep in fp32: a unit of FSDP2 has one dtype."""
-    from transformers.core_model_loading import build_glob_alternation
-
-    kept = list(model._get_dtype_plan(model.dtype))
-    if not kept:
-        return
-    pattern = build_glob_alternation(kept)[0]
-    for name, parameter in model.named_parameters():
-        if pattern.search(name):
-            parameter.data = parameter.data.float()
-
-
-def _ignore_foreign(model: PreTrainedModel, foreign: set[str], local: set[str]) -> None:
-    """Names that other stages load are no surprise in the checkpoint, whatever prefix it uses."""
-    if not foreign:
-        return
-    prefix = re.escape(model.base_model_prefix) + r"\."
-    gone = [re.sub(f"^{prefix}", "", name) for name in find_stand_ins(model)]
-    patterns = {rf"^({prefix})?" + re.escape(name) + r"(\.|$)" for name in gone}
-    model._keys_to_ignore_on_load_unexpected = set(model._keys_to_ignore_on_load_unexpected or ()) | patterns
-    tied = model.all_tied_weights_keys
-    model.all_tied_weights_keys = {target: source for target, source in tied.items() if {target, source} <= local}

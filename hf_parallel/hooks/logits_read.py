@@ -12,6 +12,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from transformers import Trainer
 
+#: Who may read them in a loop of the script's own.
+LOOP_READER = "a loop of the script's own may read them"
+
 
 def find_trainer_reader(kind: type, given: dict[str, Any], arguments: Any) -> str | None:
     """Who reads them in training with a Trainer of this class, given these arguments; None: nobody is known to."""
@@ -32,12 +35,7 @@ def find_script_reader(arguments: Any) -> str | None:
     if own:
         return found[0] if all(found) else None
     loops = any(inspect.isclass(kind) and kind.__name__ == "Accelerator" for kind in names)
-    return find_loop_reader() if loops else find_trainer_reader(Trainer, {}, arguments)
-
-
-def find_loop_reader() -> str:
-    """Who may read them in a loop of the script's own."""
-    return "a loop of the script's own may read them"
+    return LOOP_READER if loops else find_trainer_reader(Trainer, {}, arguments)
 
 
 def find_reader_before_trainer(kind: type, own_function: bool, smooths: bool) -> str | None:

@@ -55,17 +55,21 @@ class Rows(torch.Tensor):
             return out
         if not args or not isinstance(args[0], Rows):
             return result
-        if _does_write(func.__name__):
+        name = func.__name__
+        in_place = name.startswith("__i") and name not in ("__index__", "__int__", "__invert__", "__iter__")
+        if name == "__setitem__" or in_place or (name.endswith("_") and not name.endswith("__")):
             _write_elements(*args[0].place)
             return args[0]
-        is_view = torch.is_tensor(result) and _identify_storage(result) == _identify_storage(plain[0])
-        return _find_rows(result, args[0].place) if is_view else result
+        storage = plain[0].untyped_storage().data_ptr()
+        is_view = torch.is_tensor(result) and result.untyped_storage().data_ptr() == storage
+        return cls.at(args[0].place, result) if is_view else result
 
-
-def _find_rows(tensor: torch.Tensor, place: Place) -> Rows:
-    rows = tensor.as_subclass(Rows)
-    rows.place = place
-    return rows
+    @classmethod
+    def at(cls, place: Place, tensor: torch.Tensor) -> Rows:
+        """Return a tensor as the rows at this place."""
+        rows = tensor.as_subclass(cls)
+        rows.place = place
+        return rows
 
 
 def _make_plain_value(value: T) -> T | torch.Tensor:
@@ -74,31 +78,22 @@ def _make_plain_value(value: T) -> T | torch.Tensor:
     return full_tensor(value) if isinstance(value, DTensor) else value
 
 
-def _identify_storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
-
-
-def _does_write(name: str) -> bool:
-    in_place = name.startswith("__i") and name not in ("__index__", "__int__", "__invert__", "__iter__")
-    return name == "__setitem__" or in_place or (name.endswith("_") and not name.endswith("__"))
-
-
 @patch("torch.distributed.tensor:DTensor.__getitem__", "what is written to rows of a cut weight is lost")
 def get_rows(original: Callable, self: DTensor, index: Index) -> object:
     """`weight.data[-1].zero_()` reaches the weight. What autograd follows stays torch's."""
-    if not _is_cut(self) or (self.requires_grad and torch.is_grad_enabled()):
+    if not list_axes_and_dims(self) or not _is_of_layout(self) or (self.requires_grad and torch.is_grad_enabled()):
         return original(self, index)
     rows = full_tensor(self)[index]
-    return _find_rows(rows, (self, index, rows))
+    return Rows.at((self, index, rows), rows)
 
 
 @patch("torch.distributed.tensor:DTensor.__setitem__", "what is written to rows of a cut weight is lost")
 def set_rows(original: Callable, self: DTensor, index: Index, value: torch.Tensor | float) -> None:
     """`weight.data[-1] = mean` reaches the weight."""
-    if not _is_cut(self):
-        original(self, index, value)
-    else:
+    if list_axes_and_dims(self) and _is_of_layout(self):
         _write_elements(self, index, value)
+    else:
+        original(self, index, value)
 
 
 @patch(
@@ -131,10 +126,6 @@ def draw_like(original: Callable, input: torch.Tensor, *args: object, **kwargs: 
     return drawn
 
 
-def _is_cut(tensor: DTensor) -> bool:
-    return bool(list_axes_and_dims(tensor)) and _is_of_layout(tensor)
-
-
 def _is_of_layout(tensor: DTensor) -> bool:
     known = {axis.name for axis in ParallelConfig.mesh_axes}.union(EXPERT_AXES, TP_AXES, (SHARDS,))
     return set(tensor.device_mesh.mesh_dim_names or ("",)) <= known
@@ -158,12 +149,12 @@ def _keep(tensor: DTensor, whole: torch.Tensor) -> None:
 def save(original: Callable, obj: object, *args: object, **kwargs: object) -> object:
     """Tell, in one line, that a script pickles parts: `torch.save(model.state_dict())` on rank 0."""
     if any(getattr(found, "is_part_of_model", False) or isinstance(found, DTensor) for found in _iterate_inside(obj)):
-        _tell()
+        _tell_of_parts()
     return original(obj, *args, **kwargs)
 
 
 @functools.cache
-def _tell() -> None:
+def _tell_of_parts() -> None:
     say(
         "torch.save is given what this rank stores, a part of the weights; write hf_parallel.full_state_dict(model), "
         "called on all ranks, or model.save_pretrained (docs/idioms.md)"
@@ -192,8 +183,18 @@ def call(original: Callable, self: GradientCheckpointingLayer, *args: object, **
     """With the hooks outside, unless the layer is compiled, whose graph is recomputed as a whole."""
     if getattr(self, "_compiled_call_impl", None) is not None or not self.training:
         return original(self, *args, **kwargs)
-    own = vars(self).get("forward")
-    vars(self)["forward"] = functools.partial(_run_forward_of_layer, self, self.forward)
+    own, forward = vars(self).get("forward"), self.forward
+
+    def run_again(*args: object, **kwargs: object) -> object:
+        if not self.gradient_checkpointing:
+            return forward(*args, **kwargs)
+        if "use_cache" in kwargs:
+            kwargs["use_cache"] = False
+        if not self._can_checkpoint_with_cache:
+            kwargs.update(dict.fromkeys(kwargs.keys() & set(CACHES)))
+        return self._gradient_checkpointing_func(functools.partial(forward, **kwargs), *args)
+
+    vars(self)["forward"] = run_again
     try:
         return nn.Module.__call__(self, *args, **kwargs)
     finally:
@@ -201,18 +202,6 @@ def call(original: Callable, self: GradientCheckpointingLayer, *args: object, **
             del vars(self)["forward"]
         else:
             vars(self)["forward"] = own
-
-
-def _run_forward_of_layer(
-    layer: GradientCheckpointingLayer, forward: Callable, *args: object, **kwargs: object
-) -> object:
-    if not layer.gradient_checkpointing:
-        return forward(*args, **kwargs)
-    if "use_cache" in kwargs:
-        kwargs["use_cache"] = False
-    if not layer._can_checkpoint_with_cache:
-        kwargs.update(dict.fromkeys(kwargs.keys() & set(CACHES)))
-    return layer._gradient_checkpointing_func(functools.partial(forward, **kwargs), *args)
 
 
 # ---- Trainer's `use_liger_kernel` on a parallel model, which Liger changes when training begins ---------------------
@@ -242,11 +231,8 @@ def check_recomputation(args: TrainingArguments, config: ParallelConfig) -> None
         refuse(_spell_assignment("cross_entropy", True), "the layout's own loss reads split logits", "False")
     if config.recompute_way == "selective" and any(told.get(name, True) for name in _WRITES):
         off = ", ".join(f'"{name}": False' for name in _WRITES)
-        refuse(
-            "use_liger_kernel=True",
-            "writes into products that activation_checkpointing=selective keeps",
-            f"activation_checkpointing=full, or liger_kernel_config={{{off}}},",
-        )
+        why = "writes into products that activation_checkpointing=selective keeps"
+        refuse("use_liger_kernel=True", why, f"activation_checkpointing=full, or liger_kernel_config={{{off}}},")
 
 
 def check_losses(kind: type, args: TrainingArguments) -> None:

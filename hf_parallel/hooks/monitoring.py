@@ -24,7 +24,7 @@ from hf_parallel.hooks.patching import patch
 from hf_parallel.hooks.tracing import Trace
 from hf_parallel.hooks.trainer import auto_shares
 from hf_parallel.monitor.meter import COMPUTE, DATA, PREFIX, round_to_significant
-from hf_parallel.monitor.noise import Estimate, GradientNoise
+from hf_parallel.monitor.noise import GradientNoise
 from hf_parallel.monitor.session import Reading, Record, Session
 from hf_parallel.ranks.shares import cut_examples
 
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     )
 
     from hf_parallel.apply.parallelize import ParallelState
-    from hf_parallel.monitor.expected import Batch, GroupPlan
+    from hf_parallel.monitor.expected import GroupPlan
 
 _LEFT_OUT = (
     "monitor=noise: steps whose batches no schedule of the pipeline can cut, or that are not finished, are left out"
@@ -100,11 +100,6 @@ class Watched:
             what = f"monitor={self.state.config.monitor} with mixed_precision=fp16"
             refuse(what, "gradients have a scale that changes during a training", "bf16")
 
-    def end_noise(self) -> None:
-        """End a step."""
-        if self.noise is not None:
-            self.noise.end_step()
-
     def parts_of(self, inputs: Any, real_rows: int | None = None) -> list[tuple[torch.Tensor, float]]:
         """Return targets and sequences of each backward pass of a batch; of a pipeline's there are several."""
         device, engine = self.session.mesh.device, self.state.pipeline
@@ -138,13 +133,8 @@ class Watched:
             report.say(_LEFT_OUT)
         if noise is not None and noise.in_sequences is not None:
             reading.figures["noise_scale"] = round_to_significant(noise.in_sequences)
-        if dist.get_rank() == 0:
-            self._tell(reading, noise, arguments, step)
-        return reading.figures
-
-    def _tell(
-        self, reading: Reading, noise: Estimate | None, arguments: TrainingArguments | None, step: int | None
-    ) -> None:
+        if dist.get_rank() > 0:
+            return reading.figures
         from hf_parallel.monitor import expected  # the planner: not needed to start
 
         if self.record is None and arguments is not None:
@@ -159,15 +149,26 @@ class Watched:
         for about, line in lines:
             report.say(line)
             self._write("note", step=step, about=about, text=line)
+        return reading.figures
 
     def _run(self, reading: Reading, arguments: TrainingArguments) -> dict[str, object]:
         """The first line of a run's record."""
         from hf_parallel.monitor import expected
         from hf_parallel.planner.detect import detect
         from hf_parallel.planner.groups import find_machines_of_ranks
+        from hf_parallel.planner.layout import name_optimizer_of, name_precision_of
 
         config, plan, why = self.state.config, None, ""
-        batch = self._batch(reading, arguments)
+        dtype = next((p.dtype for p in self.model.parameters() if p.is_floating_point()), None)
+        lowered = next((name for name in ("bf16", "fp16") if getattr(arguments, name)), "no")
+        batch = expected.Batch(
+            rows=arguments.per_device_train_batch_size,
+            calls=arguments.gradient_accumulation_steps,
+            seq=reading.seq,
+            precision=name_precision_of(dtype, lowered),
+            optimizer=name_optimizer_of(str(getattr(arguments.optim, "value", arguments.optim))),
+            lora=max((c.r for c in getattr(self.model, "peft_config", {}).values() if hasattr(c, "r")), default=0),
+        )
         self.batch = dataclasses.asdict(batch)
         try:
             if self.session.shape is None or not batch.seq:
@@ -175,7 +176,14 @@ class Watched:
             else:
                 here = detect(config.world_size, read_local_world_size())
                 machines, _ = find_machines_of_ranks(here, self.session.devices)
-                examples = self._count_examples_of_ranks(batch.rows)
+                # Of a micro-step on each data rank; under even shares all have as many.
+                current = runtime.current()
+                measured = None if current is None else current.measured
+                shares = config.shares if measured is None else measured.of_pass.latest
+                examples: tuple[int, ...] = (batch.rows,) * config.data_parallel_size
+                if shares is not None:
+                    total = batch.rows * config.data_parallel_size
+                    examples = cut_examples(total, shares, int(measured is not None))
                 self.plans = expected.expect_of_groups(self.session.shape, config, machines, batch, examples)
                 slowest = self.plans[0]
                 plan = expected.describe_prediction(slowest.prediction, config, slowest.batch)
@@ -192,66 +200,19 @@ class Watched:
             "why_no_plan": why,
         }
 
-    def _count_examples_of_ranks(self, each: int) -> tuple[int, ...]:
-        """Return the examples of a micro-step on each data rank, of which all have `each` under even shares."""
-        current, config = runtime.current(), self.state.config
-        measured = None if current is None else current.measured
-        shares = config.shares if measured is None else measured.of_pass.latest
-        if shares is None:
-            return (each,) * config.data_parallel_size
-        return cut_examples(each * config.data_parallel_size, shares, int(measured is not None))
-
-    def keep_measured_step(self) -> None:
-        """Write the median step since the first log into the calibration of this machine."""
-        from hf_parallel.planner.calibration import (
-            choose_calibration_path,
-            name_device,
-            read_calibration,
-            remember_step,
-        )
-
-        try:
-            found, shape = read_calibration(), self.session.shape
-            if found is None or shape is None or len(self.plans) != 1:  # steps of unlike GPUs are of no one machine
-                return
-            if found.device != name_device(self.plans[0].prediction.cluster):
-                return
-            batch = {key: self.batch[key] for key in ("rows", "calls", "seq", "precision")}
-            today = datetime.date.today().isoformat()
-            seconds = round_to_significant(statistics.median(self.steps[1:] or self.steps))
-            remember_step(found, shape, self.state.config, batch, seconds, today)
-            found.write(choose_calibration_path())
-        except (SpecError, OSError) as error:
-            report.say(f"the measured step is not kept: {error}")
-
-    def _batch(self, reading: Reading, arguments: TrainingArguments) -> Batch:
-        from hf_parallel.monitor.expected import Batch
-        from hf_parallel.planner.layout import name_optimizer_of, name_precision_of
-
-        dtype = next((p.dtype for p in self.model.parameters() if p.is_floating_point()), None)
-        lowered = next((name for name in ("bf16", "fp16") if getattr(arguments, name)), "no")
-        return Batch(
-            rows=arguments.per_device_train_batch_size,
-            calls=arguments.gradient_accumulation_steps,
-            seq=reading.seq,
-            precision=name_precision_of(dtype, lowered),
-            optimizer=name_optimizer_of(str(getattr(arguments.optim, "value", arguments.optim))),
-            lora=max((c.r for c in getattr(self.model, "peft_config", {}).values() if hasattr(c, "r")), default=0),
-        )
-
     def _write(self, kind: str, **values: object) -> None:
         failure = None if self.record is None else self.record.write(kind, **values)
         if failure is not None:
             report.say(failure)
 
 
+@dataclasses.dataclass
 class _Now:
     """The model that is watched now, if any."""
 
-    def __init__(self) -> None:
-        self.watched: Watched | None = None
-        self.in_trainer = False  # is the open step one of a Trainer?
-        self.told_of_profiles = False
+    watched: Watched | None = None
+    in_trainer: bool = False  # is the open step one of a Trainer?
+    told_of_profiles: bool = False
 
 
 def watch_model(model: PreTrainedModel) -> Watched | None:
@@ -321,7 +282,10 @@ def count_samples(samples: list) -> None:
     now = of_session(_Now)
     if now.watched is not None:
         for batch in samples:
-            now.watched.meter.count(*count_tokens_and_rows(batch, _count_examples_in(batch)))
+            # How many examples of a batch count, where its rows do not tell.
+            real = getattr(batch, "real_rows", None)
+            real = getattr(batch, "examples", None) if real is None else real
+            now.watched.meter.count(*count_tokens_and_rows(batch, real))
 
 
 def end_monitored_step() -> None:
@@ -330,7 +294,8 @@ def end_monitored_step() -> None:
     now.in_trainer = False
     if now.watched is not None:
         now.watched.meter.end(TRAINER)
-        now.watched.end_noise()
+        if now.watched.noise is not None:
+            now.watched.noise.end_step()
 
 
 @contextlib.contextmanager
@@ -359,10 +324,25 @@ def get_critical_batch() -> float | None:
 
 
 def keep_measured_step() -> None:
-    """Note the step of a run that ends in this machine's calibration, if it has one."""
-    now = of_session(_Now)
-    if now.watched is not None and now.watched.steps and dist.get_rank() == 0:
-        now.watched.keep_measured_step()
+    """Note the median step of a run that ends in this machine's calibration, if it has one."""
+    from hf_parallel.planner.calibration import choose_calibration_path, name_device, read_calibration, remember_step
+
+    by = of_session(_Now).watched
+    if by is None or not by.steps or dist.get_rank() > 0:
+        return
+    try:
+        found, shape = read_calibration(), by.session.shape
+        if found is None or shape is None or len(by.plans) != 1:  # steps of unlike GPUs are of no one machine
+            return
+        if found.device != name_device(by.plans[0].prediction.cluster):
+            return
+        batch = {key: by.batch[key] for key in ("rows", "calls", "seq", "precision")}
+        today = datetime.date.today().isoformat()
+        seconds = round_to_significant(statistics.median(by.steps[1:] or by.steps))
+        remember_step(found, shape, by.state.config, batch, seconds, today)
+        found.write(choose_calibration_path())
+    except (SpecError, OSError) as error:
+        report.say(f"the measured step is not kept: {error}")
 
 
 #: What the console shows of all that is measured; trackers and trainer_state.json have every key.
@@ -380,13 +360,11 @@ def print_log(
     **kwargs: object,
 ) -> None:
     """Print Trainer's own keys, tokens per second and memory."""
-    original(self, args, state, control, logs=None if logs is None else on_console(logs), **kwargs)
-
-
-def on_console(logs: dict[str, Any]) -> dict[str, Any]:
-    """Return the logs of a step without what only trackers are for."""
-    own = {key: value for key, value in logs.items() if not key.startswith(PREFIX)}
-    return own | {short: logs[key] for key, short in _ON_CONSOLE.items() if key in logs}
+    shown = logs
+    if logs is not None:  # without what only trackers are for
+        shown = {key: value for key, value in logs.items() if not key.startswith(PREFIX)}
+        shown |= {short: logs[key] for key, short in _ON_CONSOLE.items() if key in logs}
+    original(self, args, state, control, logs=shown, **kwargs)
 
 
 # ---- loops --------------------------------------------------------------------------------------------------------
@@ -425,7 +403,12 @@ def batches(original: Callable, self: DataLoaderShard) -> Iterator:
 
 def _time_iterator(by: Watched, iterator: Iterator) -> Iterator:
     while True:
-        _begin_in_loop(by)
+        # A step that has read batches without a backward pass was none: an evaluation, or the end of an epoch.
+        if by.meter.owner is None or (by.meter.owner == LOOP and not by.computes):
+            by.meter.begin(LOOP)
+            by.computes = False
+            by.read_in_loop.clear()
+            by.begin_noise()
         with by.meter.phase(DATA):
             batch = next(iterator, iterator)
         if batch is iterator:
@@ -434,15 +417,6 @@ def _time_iterator(by: Watched, iterator: Iterator) -> Iterator:
             by.meter.count(*count_tokens_and_rows(batch))
             by.read_in_loop += [] if by.noise is None else by.parts_of(batch)
         yield batch
-
-
-def _begin_in_loop(by: Watched) -> None:
-    """A step that has read batches without a backward pass was none: an evaluation, or the end of an epoch."""
-    if by.meter.owner is None or (by.meter.owner == LOOP and not by.computes):
-        by.meter.begin(LOOP)
-        by.computes = False
-        by.read_in_loop.clear()
-        by.begin_noise()
 
 
 @patch("accelerate.accelerator:Accelerator.backward", "does not say that a loop trains, nor weigh its loss")
@@ -470,11 +444,11 @@ def follow_steps(optimizer: torch.optim.Optimizer) -> None:
     """A loop has prepared this optimizer: its step, which no other micro-step has, ends that of the loop."""
     if optimizer not in _followed:
         _followed.add(optimizer)
-        optimizer.register_step_pre_hook(_hook_loop_steps)
+        optimizer.register_step_pre_hook(_begin_loop_step)
         optimizer.register_step_post_hook(_end_loop_step)
 
 
-def _hook_loop_steps(optimizer: torch.optim.Optimizer, *args: object) -> None:
+def _begin_loop_step(optimizer: torch.optim.Optimizer, *args: object) -> None:
     now = of_session(_Now)
     loop_losses.check_step()
     note_gradients()
@@ -486,28 +460,16 @@ def _hook_loop_steps(optimizer: torch.optim.Optimizer, *args: object) -> None:
 def _end_loop_step(*args: object) -> None:
     now = of_session(_Now)
     hangs.mark_loop("what follows a step", may_take_long=True)
-    _say_what_loops_lack()
+    if runtime.mesh().config.profile_steps and not (now.in_trainer or now.told_of_profiles):
+        now.told_of_profiles = True  # also where nobody is watched (monitor=off)
+        report.say("profile_steps: steps of a Trainer are profiled, those of a loop are not")
     if now.watched is not None and now.watched.trace is not None:
         now.watched.trace.end_step()
     if now.watched is not None and now.watched.computes:
-        if now.watched.meter.owner == LOOP:
-            now.watched.end_noise()
+        if now.watched.meter.owner == LOOP and now.watched.noise is not None:
+            now.watched.noise.end_step()
         now.watched.meter.end(LOOP)
         now.watched.computes = False
-
-
-def _say_what_loops_lack() -> None:
-    """Say what loops lack, also where nobody is watched (monitor=off)."""
-    now = of_session(_Now)
-    if runtime.mesh().config.profile_steps and not (now.in_trainer or now.told_of_profiles):
-        now.told_of_profiles = True
-        report.say("profile_steps: steps of a Trainer are profiled, those of a loop are not")
-
-
-def _count_examples_in(batch: Any) -> int | None:
-    """Return how many examples of a batch count, where its rows do not tell."""
-    real = getattr(batch, "real_rows", None)
-    return getattr(batch, "examples", None) if real is None else real
 
 
 def count_tokens_and_rows(batch: Any, rows: int | None = None) -> tuple[int, int]:

@@ -43,6 +43,7 @@ def notebook_launcher(
     Raises:
         SpecError: the spec is not understood, or does not fit the processes; nothing was started.
     """
+    import torch
     from accelerate import notebook_launcher as launch
 
     asked = parallel.to_spec() if isinstance(parallel, ParallelConfig) else parallel
@@ -51,7 +52,11 @@ def notebook_launcher(
         return launch(function, args, num_processes, *accelerate_args, **accelerate_options)
     spec = chosen[0]
     nodes = cast(int, accelerate_options.get("num_nodes", 1))
-    number = num_processes or _count_gpus() or _multiply_sizes(spec)
+    number = num_processes or (torch.accelerator.device_count() if torch.accelerator.is_available() else 0)
+    if not number and spec == AUTO:
+        refuse("notebook_launcher", "there is no GPU to count", "num_processes=4")
+    if not number:  # the axis that takes what is left counts as one
+        number = math.prod(size for size in ParallelConfig.parse(spec).sizes.values() if size > 0)
     if spec != AUTO:
         ParallelConfig.parse(spec).resolve(number * nodes)
     if nodes == 1 and len(accelerate_args) < 2:
@@ -78,16 +83,3 @@ class _Rank:
 
         activation.deactivate()
         end_all_groups()
-
-
-def _count_gpus() -> int:
-    import torch
-
-    return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
-
-
-def _multiply_sizes(spec: str) -> int:
-    """Return the product of the sizes that are given; the axis that takes what is left counts as one."""
-    if spec == AUTO:
-        refuse("notebook_launcher", "there is no GPU to count", "num_processes=4")
-    return math.prod(size for size in ParallelConfig.parse(spec).sizes.values() if size > 0)

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import functools
 import gc
+import hashlib
 import json
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,17 +34,10 @@ from hf_parallel.hooks.patching import patch, replace
 from hf_parallel.ranks.mesh import get_stored
 
 
-def _list_parameters(parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    return [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-
-
-def _list_states() -> list[tuple[nn.Module, ParallelState]]:
-    return [(model, state) for model in list_parallel_models() if (state := state_of(model)) is not None]
-
-
 def _find_states_of(parameters: Sequence[torch.Tensor]) -> list[ParallelState]:
     """Return the states of the models that own these. All stages of a pipeline take part, also without any."""
-    wanted, states = set(map(id, parameters)), _list_states()
+    wanted = set(map(id, parameters))
+    states = [(model, state) for model in list_parallel_models() if (state := state_of(model)) is not None]
     found = [state for model, state in states if any(id(p) in wanted for p in model.parameters())]
     return found or [state for _, state in states if not wanted and state.pipeline is not None]
 
@@ -56,7 +52,7 @@ def clip_grad_norm_(
     foreach: bool | None = None,
 ) -> torch.Tensor:
     """Clip the gradients of a parallel model as `Accelerator.clip_grad_norm_` does. Collective over its ranks."""
-    parameters = _list_parameters(parameters)
+    parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     states = _find_states_of(parameters)
     if not states:
         return original(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
@@ -74,7 +70,8 @@ def clip_grad_value_(
     foreach: bool | None = None,
 ) -> None:
     """Clamp every number, on the parts that this rank stores."""
-    gradients = [parameter.grad for parameter in _list_parameters(parameters) if parameter.grad is not None]
+    parameters = [parameters] if isinstance(parameters, torch.Tensor) else parameters
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     original([SimpleNamespace(grad=get_stored(gradient)) for gradient in gradients], clip_value, foreach)
 
 
@@ -114,7 +111,6 @@ def average(original: Callable, *args: object, **kwargs: object) -> Callable:
 @replace("torch.distributed.tensor:DTensor.data", "`p.data = x` is lost")
 def data(original: Any) -> property:
     """Reading it stays torch's; what is assigned is stored."""
-
     return property(original.__get__, store)
 
 
@@ -125,11 +121,8 @@ def data(original: Any) -> property:
 def reduce_to_number(original: Callable, self: DTensor, *args: Any, **kwargs: Any) -> Any:
     """Reduce a tensor to one number as if it were whole; rows, columns and autograd's reductions stay torch's."""
     found = original(self, *args, **kwargs)
-    return (
-        reduce_to_whole_number(found)
-        if isinstance(found, DTensor) and not found.ndim and not found.requires_grad
-        else found
-    )
+    is_number = isinstance(found, DTensor) and not found.ndim and not found.requires_grad
+    return reduce_to_whole_number(found) if is_number else found
 
 
 @patch(
@@ -146,23 +139,23 @@ def read_number(original: Callable, self: DTensor, *args: Any, **kwargs: Any) ->
 # ---- Loops that train a model which the layout does not know, because its class made it
 
 
+@dataclass
 class _Seen:
     """The optimizers that have taken a step under this layout, and how many backward passes there were."""
 
-    def __init__(self) -> None:
-        self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self.backwards = 0
+    optimizers: weakref.WeakSet[Optimizer] = field(default_factory=weakref.WeakSet)
+    backwards: int = 0
 
 
+@dataclass
 class _Beside:
-    """The optimizers of parameters that are in no parallel model: a number for each, and how often it has stepped.
+    """The optimizers of parameters that are in no parallel model: a name for each, and how often it has stepped.
 
     They outlast a layout, as what ranks leave in their store does.
     """
 
-    def __init__(self) -> None:
-        self.count = 0
-        self.steps: weakref.WeakKeyDictionary[Optimizer, list[int]] = weakref.WeakKeyDictionary()
+    counts: Counter[str] = field(default_factory=Counter)
+    steps: weakref.WeakKeyDictionary[Optimizer, tuple[str, int]] = field(default_factory=weakref.WeakKeyDictionary)
 
     def refuse_training_apart(self, optimizer: Optimizer) -> None:
         """Refuse a step by gradients that other data ranks do not have; looks at them ever more rarely.
@@ -170,12 +163,12 @@ class _Beside:
         Each rank leaves the norms of its gradients in the store of the ranks, and looks at those that are there: the
         last one sees all. A rank that trains something by itself waits for nobody.
         """
-        number, step = self.steps[optimizer]
-        self.steps[optimizer][1] += 1
+        name, step = self.steps[optimizer]
+        self.steps[optimizer] = name, step + 1
         if step & (step - 1):
             return
         mesh, default = runtime.mesh(), dist.distributed_c10d._get_default_store()
-        store = dist.PrefixStore(f"hf_parallel/beside/{number}/{step}", default)
+        store = dist.PrefixStore(f"hf_parallel/beside/{name}/{step}", default)
         given = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         own = torch.tensor([float(gradient.float().norm()) for gradient in given])
         store.set(str(mesh.rank), json.dumps(own.tolist()))
@@ -215,8 +208,14 @@ def _refuse_optimizer_of_plain_model(optimizer: Optimizer, args: tuple, kwargs: 
         known = {id(parameter) for model in list_parallel_models() for parameter in model.parameters()}
         plain = not any(isinstance(p, DTensor) for p in trained.values()) and known.isdisjoint(trained)
         if trained and plain and runtime.mesh().data_size > 1:
-            beside.steps[optimizer] = [beside.count, 0]
-            beside.count += 1
+            # Named by what it holds, so that ranks which train others before compare the same one.
+            groups = [
+                (group.get("param_names"), [(str(p.dtype), tuple(p.shape)) for p in group["params"]])
+                for group in optimizer.param_groups
+            ]
+            held = hashlib.sha256(repr((type(optimizer).__qualname__, groups)).encode()).hexdigest()[:16]
+            beside.steps[optimizer] = f"{held}-{beside.counts[held]}", 0
+            beside.counts[held] += 1
     if optimizer in beside.steps:
         beside.refuse_training_apart(optimizer)
 
@@ -225,7 +224,7 @@ def _refuse_optimizer_of_plain_model(optimizer: Optimizer, args: tuple, kwargs: 
 def backward(original: Callable, *args: object, **kwargs: object) -> None:
     """Look at what has gradients while no model is parallel: after the first backward passes, and later ever less."""
     original(*args, **kwargs)
-    if _trains_apart():
+    if _trains_together() and not list_parallel_models():
         seen = of_session(_Seen)
         seen.backwards += 1
         if seen.backwards & (seen.backwards - 1) == 0:
@@ -250,7 +249,7 @@ def gradients(original: Callable, outputs: object, inputs: Any, *args: object, *
                 "loss.backward() and p.grad give gradients of the whole batch and model"
             )
     found = original(outputs, asked, *args, **kwargs)
-    if _trains_apart():
+    if _trains_together() and not list_parallel_models():
         _refuse_plain_model(set(map(id, parameters)), "a loop")
     return found
 
@@ -260,7 +259,7 @@ def make_optimizer(original: Callable, self: Optimizer, params: Any, *args: Any,
     """Make the optimizer of a stage whose layers a script has frozen: it has nothing to do in its steps."""
     if isinstance(params, Iterable) and not isinstance(params, torch.Tensor) and _trains_together():
         params = list(params)
-        if not params and any(state.pipeline is not None for _, state in _list_states()):
+        if not params and any(state.pipeline is not None for state in map(state_of, list_parallel_models()) if state):
             params = [{"params": []}]
     original(self, params, *args, **kwargs)
 
@@ -269,11 +268,6 @@ def _trains_together() -> bool:
     """Return whether a layout of several processes is active."""
     active = runtime.current()
     return active is not None and not active.pretended and active.config.world_size > 1
-
-
-def _trains_apart() -> bool:
-    """Return whether no model is parallel, though a layout of several processes is active."""
-    return _trains_together() and not list_parallel_models()
 
 
 def _refuse_plain_model(trained: set[int] | None, who: str) -> None:

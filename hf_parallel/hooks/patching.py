@@ -10,7 +10,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, NoReturn, TypeAlias
 
@@ -92,11 +92,11 @@ class Patch:
         return functools.reduce(getattr, parents, importlib.import_module(module)), name
 
 
+@dataclass
 class _Declared:
     """The replacements that the rooms have declared, in the order of their import."""
 
-    def __init__(self) -> None:
-        self.patches: list[Patch] = []
+    patches: list[Patch] = field(default_factory=list)
 
 
 def list_declared() -> list[Patch]:
@@ -125,16 +125,13 @@ def replace(target: str, why: str, **options: Any) -> Callable[[Callable], Calla
 
     def declare(make: Callable) -> Callable:
         options.setdefault("room", make.__module__)
-        list_declared().extend(Patch(one, make, why, **options) for one in _expand_target(target))
+        before, brace, rest = target.partition("{")
+        choices, _, after = rest.partition("}")
+        targets = [f"{before}{choice}{after}" for choice in choices.split(",")] if brace else [target]
+        list_declared().extend(Patch(one, make, why, **options) for one in targets)
         return make
 
     return declare
-
-
-def _expand_target(target: str) -> list[str]:
-    before, brace, rest = target.partition("{")
-    choices, _, after = rest.partition("}")
-    return [f"{before}{choice}{after}" for choice in choices.split(",")] if brace else [target]
 
 
 def around(function: Callable) -> Callable[[Callable], Callable]:
@@ -210,10 +207,30 @@ def _put_patches_in_place(patches: Iterable[Patch], done: list[Undo]) -> None:
     places = find_names_of(raw for patch in wanted if patch.copies and (raw := _find_target(patch)) is not _MISSING)
     for patch in wanted:
         raw = _find_target(patch)
-        if raw is not _MISSING:
-            _put_replacement(patch, raw, places, done)
-        elif patch.since is None or read_library_version(patch.library) >= Version(patch.since):
-            _refuse_patch(patch, "does not exist", done)
+        if raw is _MISSING:
+            if patch.since is None or read_library_version(patch.library) >= Version(patch.since):
+                _refuse_patch(patch, "does not exist", done)
+            continue
+        owner, name = patch.owner_and_name()
+        original = raw.__func__ if isinstance(raw, classmethod) else raw
+        replacement = patch.make(original)
+        if inspect.isfunction(original) and inspect.isfunction(replacement):
+            changed = find_mismatch(original, replacement)
+            if changed is not None:
+                _refuse_patch(patch, changed, done)
+                continue
+            if getattr(original, "_hf_parallel_maker", None) is patch.make:
+                continue  # imported from a module that is patched
+            vars(replacement).pop("__signature__", None)  # scripts are shown the original's
+            replacement = functools.wraps(original)(replacement)
+            replacement._hf_parallel_maker = patch.make  # type: ignore[attr-defined]
+        replacement = classmethod(replacement) if isinstance(raw, classmethod) else replacement
+        _set_attribute(owner, name, replacement, done)
+        if patch.copies:  # what another patch has put there is not among the places that were looked for
+            copies = places[id(original)] if id(original) in places else find_names_of([original])[id(original)]
+            for module, known_as in copies:
+                if vars(module).get(known_as) is original:
+                    _set_attribute(module, known_as, replacement, done)
 
 
 def _find_target(patch: Patch) -> Any:
@@ -223,31 +240,6 @@ def _find_target(patch: Patch) -> Any:
     except (AttributeError, ModuleNotFoundError):
         return _MISSING
     return inspect.getattr_static(owner, name, None if patch.adds else _MISSING)
-
-
-def _put_replacement(
-    patch: Patch, raw: Any, places: dict[int, list[tuple[ModuleType, str]]], done: list[Undo]
-) -> None:
-    owner, name = patch.owner_and_name()
-    original = raw.__func__ if isinstance(raw, classmethod) else raw
-    replacement = patch.make(original)
-    if inspect.isfunction(original) and inspect.isfunction(replacement):
-        changed = find_mismatch(original, replacement)
-        if changed is not None:
-            _refuse_patch(patch, changed, done)
-            return
-        if getattr(original, "_hf_parallel_maker", None) is patch.make:
-            return  # imported from a module that is patched
-        vars(replacement).pop("__signature__", None)  # scripts are shown the original's
-        replacement = functools.wraps(original)(replacement)
-        replacement._hf_parallel_maker = patch.make  # type: ignore[attr-defined]
-    replacement = classmethod(replacement) if isinstance(raw, classmethod) else replacement
-    _set_attribute(owner, name, replacement, done)
-    if patch.copies:  # what another patch has put there is not among the places that were looked for
-        copies = places[id(original)] if id(original) in places else find_names_of([original])[id(original)]
-        for module, known_as in copies:
-            if vars(module).get(known_as) is original:
-                _set_attribute(module, known_as, replacement, done)
 
 
 def find_names_of(functions: Iterable[Callable]) -> dict[int, list[tuple[ModuleType, str]]]:
@@ -264,7 +256,13 @@ def find_names_of(functions: Iterable[Callable]) -> dict[int, list[tuple[ModuleT
 
 def find_mismatch(original: Callable, replacement: Callable) -> str | None:
     """Return what a replacement relies on that the original has not, or what it does not take."""
-    theirs, ours = _list_signature_parameters(original, True), _list_signature_parameters(replacement, False)
+    theirs, ours = (
+        [
+            (p.name, p.kind, p.default is not inspect.Parameter.empty)
+            for p in inspect.signature(function, follow_wrapped=follow).parameters.values()
+        ]
+        for function, follow in ((original, True), (replacement, False))
+    )
     if {kind for _, kind, _ in theirs} == set(_VARIABLE):
         return None  # somebody else's wrapper
     names = [name for name, kind, _ in theirs if kind not in _VARIABLE]
@@ -282,17 +280,11 @@ def find_mismatch(original: Callable, replacement: Callable) -> str | None:
 _VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
-def _list_signature_parameters(
-    function: Callable, follow_wrapped: bool
-) -> list[tuple[str, inspect._ParameterKind, bool]]:
-    found = inspect.signature(function, follow_wrapped=follow_wrapped).parameters.values()
-    return [(p.name, p.kind, p.default is not inspect.Parameter.empty) for p in found]
-
-
 def _refuse_patch(patch: Patch, why: str, done: list[Undo]) -> None:
     """Refuse a patch of a core library. Of others, what would run unpatched refuses when it is used."""
-    library = patch.library
-    text = f"{library} {read_library_version(library)}: {patch.target} {why}; {_format_version_ranges(library)} works"
+    library, (first, last) = patch.library, {**CHECKED, "torch": TORCH}[patch.library]
+    known = f"{library} {first}" + (f" to {last}" if last != first else "")
+    text = f"{library} {read_library_version(library)}: {patch.target} {why}; {known} works"
     if patch.library not in OPTIONAL:
         undo(done)
         refuse_with(text)
@@ -371,11 +363,6 @@ def check_torch() -> list[str]:
 def read_library_version(library: str) -> Version:
     """The installed one."""
     return Version(importlib.metadata.version({"swift": "ms-swift"}.get(library, library)))
-
-
-def _format_version_ranges(library: str) -> str:
-    first, last = {**CHECKED, "torch": TORCH}[library]
-    return f"{library} {first}" + (f" to {last}" if last != first else "")
 
 
 @contextlib.contextmanager

@@ -29,27 +29,19 @@ SMALL_ENOUGH = 10_000_000
 
 def list_model_patches(proving: Proving) -> list[Patch]:
     """Return the changes for models and examples."""
-    of = functools.partial(with_first, proving)
+    of, made = functools.partial(with_first, proving), "transformers.modeling_utils:PreTrainedModel"
+    fetched = "torch.utils.data._utils.fetch:_MapDatasetFetcher"
+    collated = "transformers.data.data_collator:DataCollatorForLanguageModeling"
     return [
-        of(
-            "transformers.modeling_utils:PreTrainedModel.from_pretrained",
-            _note_model(_load_small_model),
-            "small models",
-        ),
-        of("transformers.modeling_utils:PreTrainedModel._from_config", _note_model(_make_small_model), "small models"),
+        of(f"{made}.from_pretrained", _note_model(_load_small_model), "small models"),
+        of(f"{made}._from_config", _note_model(_make_small_model), "small models"),
         of(
             "hf_parallel.hooks.library:parallelize",
             _note_model(_train_model_itself),
             "one process is the model itself",
         ),
-        of(
-            "torch.utils.data._utils.fetch:_MapDatasetFetcher.fetch", _fetch_batch, "draws by example; notes the order"
-        ),
-        of(
-            "transformers.data.data_collator:DataCollatorForLanguageModeling.torch_mask_tokens",
-            _mask_by_example,
-            "by example",
-        ),
+        of(f"{fetched}.fetch", _fetch_batch, "draws by example; notes the order"),
+        of(f"{collated}.torch_mask_tokens", _mask_by_example, "by example"),
     ]
 
 
@@ -118,7 +110,11 @@ def _make_small_config(proving: Proving, cls: type[PreTrainedModel], config: Any
     """The config of a small model of this kind; None where the model itself is small enough."""
     with torch.device("meta"):
         whole = cls(config)
-    in_vocabulary = 2 * _count_embedded_numbers(whole)
+    embeddings = None
+    with contextlib.suppress(NotImplementedError):  # as of models of sounds
+        embeddings = whole.get_input_embeddings()
+    weight = getattr(embeddings, "weight", None)
+    in_vocabulary = 0 if weight is None else 2 * weight.numel()
     if sum(p.numel() for p in whole.parameters()) - in_vocabulary <= SMALL_ENOUGH:
         _drop_nothing(config)
         return None
@@ -129,16 +125,6 @@ def _make_small_config(proving: Proving, cls: type[PreTrainedModel], config: Any
     layers = getattr(small, "num_hidden_layers", "few")
     proving.record.note(f"{cls.__name__} has {layers} layers of width {getattr(small, 'hidden_size', '?')}")
     return small
-
-
-def _count_embedded_numbers(model: PreTrainedModel) -> int:
-    """Numbers in the embedding of tokens; models of sounds have none."""
-    try:
-        embeddings = model.get_input_embeddings()
-    except NotImplementedError:
-        return 0
-    weight = getattr(embeddings, "weight", None)
-    return 0 if weight is None else weight.numel()
 
 
 def _drop_nothing(config: Any) -> None:

@@ -51,10 +51,14 @@ def agree_on_name(store: dist.Store, rank: int, world_size: int) -> str:
     number, end = uuid.uuid4().hex, time.monotonic() + _LIMIT_S
     name = uuid.uuid4().hex
     store.set(f"hello/{rank}", number)
+    greetings = [f"hello/{rank}" for rank in range(world_size)]
+    answers = [f"{name}/{rank}" for rank in range(1, world_size)]
     while time.monotonic() < end:
         if rank == 0:
-            if _welcome_ranks(store, name, world_size):
-                return name
+            if store.check(greetings):  # write down whom rank 0 has seen
+                store.set("welcome", " ".join([name, *(store.get(key).decode() for key in greetings)]))
+                if store.check(answers):
+                    return name
         elif store.check(["welcome"]):
             found, *numbers = store.get("welcome").decode().split()
             if len(numbers) == world_size and numbers[rank] == number:
@@ -62,15 +66,6 @@ def agree_on_name(store: dist.Store, rank: int, world_size: int) -> str:
                 return found
         time.sleep(_PAUSE_S)
     raise TimeoutError(f"hf_parallel: rank {rank} waited {_LIMIT_S:.0f} s for the other ranks")
-
-
-def _welcome_ranks(store: dist.Store, name: str, world_size: int) -> bool:
-    """Write down whom rank 0 has seen; have all of them answered?"""
-    greetings = [f"hello/{rank}" for rank in range(world_size)]
-    if not store.check(greetings):
-        return False
-    store.set("welcome", " ".join([name, *(store.get(key).decode() for key in greetings)]))
-    return store.check([f"{name}/{rank}" for rank in range(1, world_size)])
 
 
 def name_platform() -> str:

@@ -30,7 +30,6 @@ from hf_parallel.version import VERSION
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from torch import nn
     from transformers import Trainer
 
     from hf_parallel.ask.config import ParallelConfig
@@ -147,6 +146,11 @@ def describe_run(trainer: Trainer, batches: list, loss: str) -> Facts:
     rows, calls = trainer.args.train_batch_size, trainer.args.gradient_accumulation_steps
     micro_batches = calls * count_micro_batches(rows, config) if config.delays_updates else 1
     tokens = sum(b["input_ids"].numel() for b in read if torch.is_tensor(b.get("input_ids")))
+    made = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # by the first batch there is one
+    optimizer = str(trainer.args.optim) if made is None else type(made).__name__
+    kernel = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    # Not of this package, which may be a checkout that is not installed.
+    versions = {library: importlib.metadata.version(library) for library in ("torch", "transformers", "accelerate")}
     return {
         "spec": config.to_spec(),
         "config": config.to_dict(),
@@ -159,10 +163,10 @@ def describe_run(trainer: Trainer, batches: list, loss: str) -> Facts:
         "parameters_per_rank": per_rank,
         "global_batch": trainer.get_total_train_batch_size(trainer.args),
         "batch": batch.product,
-        "batch_of_one_process": batch.advice(_name_optimizer(trainer)),
+        "batch_of_one_process": batch.advice(optimizer),
         "examples_per_data_rank": None if cut is None else list(cut),
         "tokens_per_step": tokens * mesh.data_size if cut is None else tokens * sum(cut) // cut[mesh.data_rank],
-        "attention": _name_attention(model),
+        "attention": TORCH_FLASH if kernel == REGISTERED_FLASH else kernel,
         "loss": loss,
         "estimated_state_bytes_per_rank": _list_state_bytes(trainer, config, per_rank, micro_batches),
         "notes": [
@@ -172,25 +176,8 @@ def describe_run(trainer: Trainer, batches: list, loss: str) -> Facts:
         ],
         "auto": list(current.chosen_because) if (current := runtime.current()) is not None else [],
         "proof": format_line_about(sys.argv[0], config.to_spec()),
-        "versions": {"hf-parallel": VERSION, **_list_versions()},
+        "versions": {"hf-parallel": VERSION, **versions},
     }
-
-
-def _name_optimizer(trainer: Trainer) -> str:
-    """Return the name of its class; by the first batch there is one."""
-    made = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
-    return str(trainer.args.optim) if made is None else type(made).__name__
-
-
-def _name_attention(model: nn.Module) -> str | None:
-    """The kernel as a spec spells it."""
-    name = getattr(getattr(model, "config", None), "_attn_implementation", None)
-    return TORCH_FLASH if name == REGISTERED_FLASH else name
-
-
-def _list_versions() -> dict[str, str]:
-    """Not of this package, which may be a checkout that is not installed."""
-    return {library: importlib.metadata.version(library) for library in ("torch", "transformers", "accelerate")}
 
 
 def format_short_lines(facts: Facts, path: str) -> list[str]:
@@ -199,7 +186,7 @@ def format_short_lines(facts: Facts, path: str) -> list[str]:
     Args:
         path: of the file that has all facts.
     """
-    notes = facts["notes"]
+    notes, (parameters, memory, batch) = facts["notes"], _format_sizes(facts)
     alone = facts["batch_of_one_process"]
     shown = max(0, _NOTES_SHOWN - bool(facts["auto"]) - bool(facts["proof"]) - bool(alone))
     hidden = len(notes) - shown
@@ -209,8 +196,8 @@ def format_short_lines(facts: Facts, path: str) -> list[str]:
     more = f" ({hidden} more note{'s' * (hidden > 1)})" if hidden > 0 else ""
     return [
         f"hf_parallel: {facts['model']} under {facts['spec']}",
-        f"  each rank     {_format_parameters(facts)} parameters; {_format_memory(facts)}",
-        f"  global batch  {_format_batch(facts)}",
+        f"  each rank     {parameters} parameters; {memory}",
+        f"  global batch  {batch}",
         *([f"  learning rate {alone}"] if alone else []),
         *kernels,
         *([f"  prove         {facts['proof']}"] if facts["proof"] else []),
@@ -221,15 +208,15 @@ def format_short_lines(facts: Facts, path: str) -> list[str]:
 
 def format_all_lines(facts: Facts) -> list[str]:
     """Return all facts for people: axes with their ranks, the plan, every note."""
-    lines = [f"hf_parallel: {facts['model']} under {facts['spec']}"]
+    lines, (parameters, memory, batch) = [f"hf_parallel: {facts['model']} under {facts['spec']}"], _format_sizes(facts)
     for axis, where in facts["axes"].items():
         if where["size"] > 1:
             groups = where["ranks"]
             shown = " ".join(str(tuple(ranks)) for ranks in groups[:4]) + (" …" if len(groups) > 4 else "")
             lines.append(f"  {axis:<12} {where['size']:>3}   ranks {shown}")
-    lines.append(f"  parameters per rank  {_format_parameters(facts)}")
+    lines.append(f"  parameters per rank  {parameters}")
     lines += [f"  {name:<20} {value}" for name, value in facts["plan"].get("facts", {}).items()]
-    lines.append(f"  global batch         {_format_batch(facts)}")
+    lines.append(f"  global batch         {batch}")
     lines += [f"  learning rate        {alone}"] if (alone := facts["batch_of_one_process"]) else []
     if facts["examples_per_data_rank"] is not None:
         lines.append(
@@ -237,23 +224,19 @@ def format_all_lines(facts: Facts) -> list[str]:
         )
     lines.append(f"  attention            {facts['attention']}")
     lines.append(f"  head and loss        {facts['loss']}")
-    lines.append(f"  memory per rank      {_format_memory(facts)}")
+    lines.append(f"  memory per rank      {memory}")
     lines += [f"  hf-parallel prove    {facts['proof']}"] if facts["proof"] else []
     return lines + [f"  note                 {note}" for note in facts["notes"]]
 
 
-def _format_parameters(facts: Facts) -> str:
+def _format_sizes(facts: Facts) -> tuple[str, str, str]:
+    """Return the parameters and the memory of each rank, and the batch."""
     least, most = min(facts["parameters_per_rank"]), max(facts["parameters_per_rank"])
-    return f"{least:,}" if least == most else f"{least:,} to {most:,}"
-
-
-def _format_memory(facts: Facts) -> str:
-    return f"{format_bytes(max(facts['estimated_state_bytes_per_rank']))} of weights, gradients and optimizer state"
-
-
-def _format_batch(facts: Facts) -> str:
+    parameters = f"{least:,}" if least == most else f"{least:,} to {most:,}"
+    memory = format_bytes(max(facts["estimated_state_bytes_per_rank"]))
     tokens = f", {facts['tokens_per_step']:,} tokens in the first step" if facts["tokens_per_step"] else ""
-    return f"{facts['global_batch']} sequences ({facts['batch']}){tokens}"
+    batch = f"{facts['global_batch']} sequences ({facts['batch']}){tokens}"
+    return parameters, f"{memory} of weights, gradients and optimizer state", batch
 
 
 def _list_inexact_numbers(trainer: Trainer, data_ranks: int) -> list[str]:

@@ -46,45 +46,38 @@ def hold_own_folder(trainer: Trainer) -> Iterator[Run]:
     Raises:
         CheckpointError: another run does.
     """
-    lock, run = None, Run(uuid.uuid4().hex, False)
+    folder, run = trainer.args.output_dir, Run(uuid.uuid4().hex, False)
+    held: list[folders.Lock] = []
+
+    def claim() -> Run:
+        known = sorted({agent for agent in agents if agent is not None})
+        count = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+        lock = folders.Lock(folder, **({"patience": LEASE_S} if count else {}))
+        restarted = is_restart(lock.former, count, known)
+        run = Run(lock.former["run"] if restarted else uuid.uuid4().hex, restarted)
+        lock.write({"run": run.identity, "launch": os.environ.get("TORCHELASTIC_RUN_ID"), "agents": known})
+        folders.put_back_former(folder)
+        if lock.file is None:
+            report.say(f"{folder} is on a file system without locks: let no other run write to it")
+        held.append(lock)  # of rank 0
+        return run
+
     if str(getattr(trainer.args.save_strategy, "value", trainer.args.save_strategy)) != "no":
-        lock, run = _claim_folder(trainer.args.output_dir)
+        several = dist.is_initialized()
+        agents = messages.gather_objects(_find_agent()) if several else [_find_agent()]
+        try:
+            run = messages.send_from_one(claim) if several else claim()
+        except OSError as error:
+            why = error.strerror or str(error)
+            raise folders.CheckpointError(
+                f"output_dir={folder}: cannot be written to ({why}); give another"
+            ) from error
     record_of(trainer).run = run.identity
     try:
         yield run
     finally:
-        if lock is not None:
+        for lock in held:
             lock.release()
-
-
-def _claim_folder(folder: str) -> tuple[folders.Lock | None, Run]:
-    """The lock, which rank 0 holds, and the run that it is of."""
-    several, held = dist.is_initialized(), []
-    agents = messages.gather_objects(_find_agent()) if several else [_find_agent()]
-
-    def claim() -> Run:
-        lock, run = _claim_lock(folder, sorted({agent for agent in agents if agent is not None}))
-        held.append(lock)
-        return run
-
-    try:
-        run = messages.send_from_one(claim) if several else claim()
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise folders.CheckpointError(f"output_dir={folder}: cannot be written to ({reason}); give another") from error
-    return held[0] if held else None, run
-
-
-def _claim_lock(folder: str, agents: list[str]) -> tuple[folders.Lock, Run]:
-    count = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
-    lock = folders.Lock(folder, **({"patience": LEASE_S} if count else {}))
-    restarted = is_restart(lock.former, count, agents)
-    run = Run(lock.former["run"] if restarted else uuid.uuid4().hex, restarted)
-    lock.write({"run": run.identity, "launch": os.environ.get("TORCHELASTIC_RUN_ID"), "agents": agents})
-    folders.put_back_former(folder)
-    if lock.file is None:
-        report.say(f"{folder} is on a file system without locks: let no other run write to it")
-    return lock, run
 
 
 def is_restart(former: dict, count: int, agents: list[str]) -> bool:

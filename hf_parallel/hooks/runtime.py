@@ -117,11 +117,11 @@ class Runtime:
     chosen_because: tuple[str, ...] = ()  # lines about a layout that `auto` has chosen
 
 
+@dataclass
 class _Active:
     """The layout that is active, if any."""
 
-    def __init__(self) -> None:
-        self.runtime: Runtime | None = None
+    runtime: Runtime | None = None
 
 
 class _Connection:
@@ -174,22 +174,21 @@ def connect_process_group() -> None:
     # accelerate's own state creates the group, so that it agrees with what Trainer and Accelerator find later.
     from accelerate import PartialState
 
-    limit = timedelta(seconds=_time_out_asked_for())
+    # A collective may take what the script's flag says, else the environment, else what Trainer would take.
+    flags = argparse.ArgumentParser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    flags.add_argument("--ddp_timeout", "--ddp-timeout", type=float)
+    seconds = None
+    with contextlib.suppress(SystemExit), contextlib.redirect_stderr(io.StringIO()):  # the script itself will say
+        seconds = getattr(flags.parse_known_args(sys.argv[1:])[0], "ddp_timeout", None)
+    limit = timedelta(seconds=float(os.environ.get(TIME_OUT) or 1800) if seconds is None else seconds)
     PartialState(cpu=not torch.accelerator.is_available(), timeout=limit, **rendezvous.make_own_store())
     if connection.made:
         rendezvous.refuse_unlike_platforms(dist.distributed_c10d._get_default_store(), dist.get_rank())
-    _seed_shuffles_alike()
-
-
-def _time_out_asked_for() -> float:
-    """Seconds that a collective may take: the script's flag, the environment, or what Trainer would take."""
-    flags = argparse.ArgumentParser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
-    flags.add_argument("--ddp_timeout", "--ddp-timeout", type=float)
-    with contextlib.suppress(SystemExit), contextlib.redirect_stderr(io.StringIO()):  # the script itself will say
-        found, _ = flags.parse_known_args(sys.argv[1:])
-        if "ddp_timeout" in found:
-            return found.ddp_timeout
-    return float(os.environ.get(TIME_OUT) or 1800)
+    # Python and NumPy seed every process anew: a script without a seed would order its rows anew on each rank. Those
+    # of one model would then train on different rows, and those of data ranks would not share them out.
+    of_python, of_numpy = messages.send_from_one(lambda: (random.getstate(), numpy.random.get_state()))
+    random.setstate(of_python)
+    numpy.random.set_state(of_numpy)
 
 
 def follow_time_out(args: TrainingArguments) -> None:
@@ -205,16 +204,6 @@ def change_time_out(limit: timedelta) -> None:
         set_time_out(limit)
 
 
-def _seed_shuffles_alike() -> None:
-    """Python and NumPy seed every process anew: a script without a seed would order its rows anew on each rank.
-
-    Those of one model would then train on different rows, and those of data ranks would not share them out.
-    """
-    of_python, of_numpy = messages.send_from_one(lambda: (random.getstate(), numpy.random.get_state()))
-    random.setstate(of_python)
-    numpy.random.set_state(of_numpy)
-
-
 def start(config: ParallelConfig, source: str) -> Runtime:
     """Create the process group (unless there is one) and the mesh."""
     environment = _set_environment()
@@ -223,7 +212,12 @@ def start(config: ParallelConfig, source: str) -> Runtime:
     started = Runtime(config, source, ParallelMesh.create(config, choose_default_device()), environment)
     of_session(_Active).runtime = started
     atexit.register(stop)  # before the groups end, which nothing may refer to then
-    _quiet_other_ranks()
+    if dist.get_rank() > 0:  # the others report errors only, where the user does not ask for more
+        from transformers.utils import logging
+
+        if "TRANSFORMERS_VERBOSITY" not in os.environ:
+            logging.set_verbosity_error()
+        logging.disable_progress_bar()
     return started
 
 
@@ -283,12 +277,6 @@ def read_random_states(of: ParallelMesh | None = None) -> RandomState:
     return torch.get_rng_state(), torch.get_device_module(kind).get_rng_state() if kind.type != "cpu" else None
 
 
-def is_same_random_state(one: RandomState, other: RandomState) -> bool:
-    """Would the same numbers be drawn?"""
-    pairs = zip(one, other, strict=True)
-    return all(a is b or (a is not None and b is not None and torch.equal(a, b)) for a, b in pairs)
-
-
 def set_random_state(state: RandomState, of: ParallelMesh | None = None) -> None:
     """Go on from there."""
     torch.set_rng_state(state[0])
@@ -342,14 +330,3 @@ def choose_allocation() -> dict[str, str]:
     # Pinned memory is rounded up to powers of two unless torch is told where to stop: up to twice what is offloaded.
     pinned = ",pinned_max_round_threshold_mb:1" if torch.__version__ >= "2.13" else ""
     return {names[0]: f"expandable_segments:True{pinned}"}
-
-
-def _quiet_other_ranks() -> None:
-    """Let rank 0 speak; the others report errors only, where the user does not ask for more."""
-    if dist.get_rank() == 0:
-        return
-    from transformers.utils import logging
-
-    if "TRANSFORMERS_VERBOSITY" not in os.environ:
-        logging.set_verbosity_error()
-    logging.disable_progress_bar()

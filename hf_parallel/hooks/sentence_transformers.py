@@ -54,8 +54,19 @@ def prepare_loss(original: Callable, self: Trainer, loss: nn.Module, model: nn.M
     Raises:
         SpecError: it has such weights.
     """
-    prepared, mesh = original(self, loss, model), runtime.mesh()
-    _make_plain(type(model))
+    prepared, mesh, kind = original(self, loss, model), runtime.mesh(), type(model)
+    if issubclass(kind, FSDPModule):
+        # An object that is made of FSDP2's class of a model, as to load a checkpoint, is one of the script's class.
+        # FSDP2 itself makes it too, but calls its `__init__` without what it is given later.
+        plain: Any = next(base for base in kind.__mro__ if not issubclass(base, FSDPModule))
+
+        def new(cls: type, *args: object, **kwargs: object) -> object:
+            made = plain.__new__(plain)
+            if args or kwargs:
+                made.__init__(*args, **kwargs)
+            return made
+
+        kind.__new__ = new  # type: ignore[method-assign,assignment]
     alone = [name for name, p in prepared.named_parameters() if p.requires_grad and not isinstance(p, DTensor)]
     if alone and mesh.data_size > 1:
         refuse(
@@ -110,24 +121,6 @@ def _compare_over_data_ranks(loss: nn.Module) -> None:
             return compute(gathered, OfAllRanks.apply(labels, examples))
 
         loss.compute_loss_from_embeddings = over_all  # type: ignore[assignment]
-
-
-def _make_plain(kind: type) -> None:
-    """An object that is made of FSDP2's class of a model, as to load a checkpoint, is one of the script's class.
-
-    FSDP2 itself makes it too, but calls its `__init__` without what it is given later.
-    """
-    if not issubclass(kind, FSDPModule):
-        return
-    own: Any = next(base for base in kind.__mro__ if not issubclass(base, FSDPModule))
-
-    def new(cls: type, *args: object, **kwargs: object) -> object:
-        made = own.__new__(own)
-        if args or kwargs:
-            made.__init__(*args, **kwargs)
-        return made
-
-    kind.__new__ = new  # type: ignore[method-assign]
 
 
 def does_save_on_one_rank(trainer: Trainer) -> bool:

@@ -62,15 +62,7 @@ class Trace:
         self._done += 1
         lowered = self._tokens.dtypes & {torch.bfloat16, torch.float16}
         self.record.facts["computes_in"] = "bfloat16" if lowered else "float32"
-        written = self._write()
-        if self._done < self.steps:
-            return
-        self._tokens.remove()
-        if written:
-            report.say(f"{self.folder} has {self.steps} steps; `hf-parallel bisect` compares them with another run's")
-
-    def _write(self) -> bool:
-        path = self.folder / f"rank-{self.record.rank}.pt"
+        path, written = self.folder / f"rank-{self.record.rank}.pt", True
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self.record.write(path.with_suffix(".new"))
@@ -78,5 +70,9 @@ class Trace:
         except (OSError, RuntimeError) as error:  # torch's writer says RuntimeError of a full disk
             why = str(error).splitlines()[0]
             print(f"hf_parallel: {path} is not written: {why}; training goes on", file=sys.stderr, flush=True)
-            return False
-        return True
+            written = False
+        if self._done < self.steps:
+            return
+        self._tokens.remove()
+        if written:
+            report.say(f"{self.folder} has {self.steps} steps; `hf-parallel bisect` compares them with another run's")

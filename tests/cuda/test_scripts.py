@@ -33,6 +33,7 @@ SCRIPTS = {
     "unlike shares": ("test_batch_shares.py", "test_products and llama-pp2_dp_shard2_batch_shares3", 1),
     "unlike shares of data ranks": ("test_batch_shares.py", "as_one_process and dp_shard4_batch_shares1", 1),
     "measured shares": ("test_batch_shares_auto.py", "in_the_middle", 1),
+    "losses that gather on the host": ("test_unseen_gradients.py", "unlike_steps and dp_replicate2", None),
     "async save": ("test_async_save.py", "test_the_same_checkpoints", 0),
 }
 

@@ -42,6 +42,7 @@ class Labelled(Rows):
 KINDS = {
     "causal": (AutoModelForCausalLM, "llama", {}),
     "seq2seq": (AutoModelForSeq2SeqLM, "t5", {}),
+    "labels' last": (AutoModelForSeq2SeqLM, "mbart", {}),
     "classes": (AutoModelForSequenceClassification, "bert", {}),
     "numbers": (AutoModelForSequenceClassification, "bert", {"num_labels": 1}),
     "tokens": (AutoModelForTokenClassification, "bert", {}),
@@ -80,6 +81,7 @@ def loop(spec, folder, kind, rows, own=False):
         ("causal", 14, "dp_replicate=2,tp=2"),
         ("causal", 11, "pp=2,dp_shard=2"),
         ("seq2seq", 11, "dp_shard=2"),
+        ("labels' last", 9, "dp_shard=2"),
         ("classes", 11, "dp_shard=2"),
         ("classes", 14, "dp_replicate=2,dp_shard=2"),
         ("numbers", 14, "dp_shard=2"),

@@ -282,7 +282,13 @@ def run_plan(
     count = count_micro_batches(rows // cut.rows, engine.config)
     parts = split_examples(batch, count, cut.rows, rows)
     beside = [_run_calls_beside(engine, plan, call, batch, count) for call in plan.calls]
-    count_meetings = cast(Any, engine.mesh.data_group)._get_sequence_number_for_group  # collectives over data ranks
+    group: Any = engine.mesh.data_group
+
+    def count_meetings() -> int:
+        # Collectives over data ranks: the host's and the devices' backends of a mixed group each count their own.
+        backends = (group._get_backend(device) for device in group._device_types)
+        return sum(backend._get_sequence_number_for_group() for backend in backends)
+
     with count_over_whole_batch(engine, batch, counts, share):
         calls, items = _make_main_calls(engine, plan, parts, beside, loss_of, quietly), engine.items
         main, known = plan.calls[plan.main], None

@@ -109,29 +109,22 @@ def init(original: Callable, self: Accelerator, *args: object, **kwargs: object)
     if runtime.current() is None:
         original(self, *args, **kwargs)
         return
-    _check_engines(bind_by_name(original, (self, *args), kwargs))
-    original(self, *args, **kwargs)
-    if self.mixed_precision == "fp8":
-        refuse("mixed_precision=fp8", "Accelerate converts whole models", "precision=fp8 in the spec")
-    hook = "no" if self.ddp_handler is None else self.ddp_handler.comm_hook.value
-    if hook != "no" and _have_data_ranks():
-        refuse(f"comm_hook={hook}", "there is no DDP to call it", "quantize_gradients=int8 in the spec")
-    asked = self.init_handler.to_kwargs() if self.init_handler is not None else {}
-    if "timeout" in asked:
-        runtime.change_time_out(asked["timeout"])
-
-
-def _have_data_ranks() -> bool:
-    return runtime.mesh().config.data_parallel_size > 1
-
-
-def _check_engines(given: dict[str, object]) -> None:
+    given = bind_by_name(original, (self, *args), kwargs)
     for names, variable, works in _ENGINES:
         named = [name for name in names if given.get(name) is not None]
         named += [variable] if os.environ.get(variable, "false").lower() == "true" else []
         if named:
             shown = f"{works} works; `hf-parallel migrate FILE` prints the spec for the launcher's configuration"
             refuse(f"{named[0]} of Accelerate", "a second layout beside --parallel", do=shown)
+    original(self, *args, **kwargs)
+    if self.mixed_precision == "fp8":
+        refuse("mixed_precision=fp8", "Accelerate converts whole models", "precision=fp8 in the spec")
+    hook = "no" if self.ddp_handler is None else self.ddp_handler.comm_hook.value
+    if hook != "no" and runtime.mesh().config.data_parallel_size > 1:
+        refuse(f"comm_hook={hook}", "there is no DDP to call it", "quantize_gradients=int8 in the spec")
+    asked = self.init_handler.to_kwargs() if self.init_handler is not None else {}
+    if "timeout" in asked:
+        runtime.change_time_out(asked["timeout"])
 
 
 @patch("accelerate.local_sgd:LocalSGD.__init__", "keeps weights of its own on each data rank")
@@ -139,16 +132,25 @@ def local_sgd(original: Callable, self: LocalSGD, *args: object, **kwargs: objec
     """With one data rank it does nothing, as in one process; several hold the same weights, or parts of them."""
     given = bind_by_name(original, (self, *args), kwargs)
     if runtime.current() is not None:
-        if given.get("enabled", True) and _have_data_ranks():
+        if given.get("enabled", True) and runtime.mesh().config.data_parallel_size > 1:
             refuse("LocalSGD", "data ranks share one set of weights", "LocalSGD(…, enabled=False)")
         given["enabled"] = False
     original(**given)
 
 
+#: Libraries whose optimizers treat each parameter by itself. Others may look at all parameters together, which a stage
+#: has not.
+_BY_PARAMETER = {"torch", "torchao", "transformers", "bitsandbytes", "accelerate"}
+
+
 @patch("accelerate.accelerator:Accelerator.prepare", "models and optimizers made before become parallel")
 def prepare(original: Callable, self: Accelerator, *args: object, **kwargs: object) -> object:
     """Make models parallel and point optimizers that were made before at their new parameters."""
-    _check_fp16(self.mixed_precision)
+    from hf_parallel.hooks.trainer.token_budget import is_loop
+
+    mesh = runtime.mesh()
+    if self.mixed_precision == "fp16" and mesh.device.type == "cpu":
+        refuse("fp16", "accelerate scales losses on accelerators only, not on CPUs", "bf16")
     scale_together(self)
     for model in (arg for arg in args if isinstance(arg, nn.Module)):
         if runtime.find_parallel_state(model) is None:
@@ -156,17 +158,30 @@ def prepare(original: Callable, self: Accelerator, *args: object, **kwargs: obje
         else:
             take_late_modules(model)
         normalise_over_data_ranks(model)
-        _answer_as_ddp(model)
-        _scale_in_pipeline(model, self.scaler)
+        if (state := runtime.find_parallel_state(model)) is not None:
+            # Scripts ask DDP for `no_sync`, and in loops for `module`, where there are several processes.
+            if not hasattr(model, "no_sync"):
+                vars(model)["no_sync"] = types.MethodType(defer_reduction, model)
+            if mesh.data_size > 1 and is_loop() and not hasattr(model, "module"):
+                vars(model)["module"] = ModuleOfDDP(model)
+            if self.scaler is not None and state.pipeline is not None:
+                # A schedule runs its backward passes before the script scales the loss.
+                state.pipeline.services.scale_loss = self.scaler.scale
         monitoring.watch_loop_model(model, str(self.project_dir or hangs.OUTPUTS))
         hangs.mark_forward_passes(model)
     for optimizer in (arg for arg in args if isinstance(arg, torch.optim.Optimizer)):
         check_adapter_optimizer(optimizer)
         bitsandbytes.check_eight_bit(optimizer)
-        _tell_of_stages(getattr(optimizer, "optimizer", optimizer))
+        inner = getattr(optimizer, "optimizer", optimizer)
+        size, kind = mesh.size("pp"), type(inner)
+        if size > 1 and kind.__module__.partition(".")[0] not in _BY_PARAMETER:
+            report.say(
+                f"{kind.__name__} has the parameters of one stage of pp_size={size}: a norm that it takes over all "
+                'of them is not the model\'s; hf_parallel.clip_grad_norm(model, float("inf")) is (docs/idioms.md)'
+            )
         follow_parameters(optimizer)
-        host_step.check_host_optimizer(getattr(optimizer, "optimizer", optimizer))
-        monitoring.follow_steps(getattr(optimizer, "optimizer", optimizer))
+        host_step.check_host_optimizer(inner)
+        monitoring.follow_steps(inner)
     return original(self, *args, **kwargs)
 
 
@@ -213,32 +228,6 @@ def follow_parameters(optimizer: torch.optim.Optimizer) -> None:
         refuse("prepare()", "the optimizer took steps before", do="prepare model and optimizer first")
 
 
-#: Libraries whose optimizers treat each parameter by itself.
-_BY_PARAMETER = {"torch", "torchao", "transformers", "bitsandbytes", "accelerate"}
-
-
-def _tell_of_stages(optimizer: torch.optim.Optimizer) -> None:
-    """An optimizer of the script's own may look at all parameters together, which a stage has not."""
-    size, kind = runtime.mesh().size("pp"), type(optimizer)
-    if size > 1 and kind.__module__.partition(".")[0] not in _BY_PARAMETER:
-        report.say(
-            f"{kind.__name__} has the parameters of one stage of pp_size={size}: a norm that it takes over all "
-            'of them is not the model\'s; hf_parallel.clip_grad_norm(model, float("inf")) is (docs/idioms.md)'
-        )
-
-
-def _check_fp16(mixed_precision: str | None) -> None:
-    if mixed_precision == "fp16" and runtime.mesh().device.type == "cpu":
-        refuse("fp16", "accelerate scales losses on accelerators only, not on CPUs", "bf16")
-
-
-def _scale_in_pipeline(model: nn.Module, scaler: torch.amp.GradScaler | None) -> None:
-    """A schedule runs its backward passes before the script scales the loss."""
-    state = runtime.find_parallel_state(model)
-    if scaler is not None and state is not None and state.pipeline is not None:
-        state.pipeline.services.scale_loss = scaler.scale
-
-
 def normalise_over_data_ranks(model: nn.Module) -> None:
     """A model's mean over targets is that over all data ranks', not the mean of means, which differ when counts do.
 
@@ -257,18 +246,25 @@ def normalise_over_data_ranks(model: nn.Module) -> None:
     def enter(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         given = bind_by_name(module.forward, args, kwargs) if args else kwargs
         passed_on = given.get("num_items_in_batch") is not None
-        last = loop_losses.find_last_batch(given) if _has_gradients(module) else None
+        # A walk over all parameters in `model.eval()`, so that it is made once for a call.
+        trains = torch.is_grad_enabled() and (module.training or any(p.requires_grad for p in module.parameters()))
+        last = loop_losses.find_last_batch(given) if trains else None
         if pairs.begin(given):
             forward = means.enter(None, passed_on, given)
             forward.whole = forward.counted = True
-            forward.last = last
+            forward.last, forward.trains = last, trains
             return None
         labels, masked = given.get("labels") if state.sums_over_tokens and not passed_on else None, False
         if last is not None and torch.is_tensor(labels) and len(labels) == last.rows:
             given = {**given, **without_targets({"labels": labels}, last.real, last.rows)}
             args, kwargs, masked = (), given, True
-        forward = means.enter(_compute_loss_share(module, passed_on), passed_on, given)
-        forward.last, forward.leaves_repeats = last, masked
+        scope = means.get_scope()
+        if scope is None:
+            share = 1.0 if trains else None
+        else:  # None: the means stay those of this rank's rows
+            share = None if scope.weighs_itself and not passed_on else scope.share
+        forward = means.enter(share, passed_on, given)
+        forward.last, forward.leaves_repeats, forward.trains = last, masked, trains
         if passed_on:
             forward.counted = state.sums_over_tokens  # of others it is seen when they take a sum
         elif forward.share is not None and state.sums_over_tokens and given.get("labels") is not None:
@@ -287,7 +283,7 @@ def normalise_over_data_ranks(model: nn.Module) -> None:
         if isinstance(output, dict) and loss is not None and forward.share is not None and torch.is_tensor(hidden):
             means.note(forward)
             output["loss"] = loss = means.correct_over_data_ranks(loss, hidden.sum().float(), forward.share)
-        if _has_gradients(module):
+        if forward.trains:
             loop_losses.note_forward(loss, forward.counted, forward.given)
         if state.pipeline is not None and not state.pipeline.last:
             return None
@@ -329,18 +325,6 @@ def _say_once(state: ParallelState, message: str) -> None:
         report.say_here(state.mesh, message)
 
 
-def _compute_loss_share(module: nn.Module, passed_on: bool) -> float | None:
-    """Return the factor of this call's loss; None if its means stay those of this rank's rows."""
-    scope = means.get_scope()
-    if scope is None:
-        return 1.0 if _has_gradients(module) else None
-    return None if scope.weighs_itself and not passed_on else scope.share
-
-
-def _has_gradients(module: nn.Module) -> bool:
-    return torch.is_grad_enabled() and (module.training or any(p.requires_grad for p in module.parameters()))
-
-
 @patch("accelerate.accelerator:Accelerator.prepare_model", "would wrap in DDP")
 def prepare_model(
     original: Callable,
@@ -366,14 +350,22 @@ def prepare_model(
         compile_layers(layers, selective, **plugin.to_kwargs())
     with replacing(plugin, backend=type(plugin.backend)("NO")):
         prepared = original(self, model, device_placement=False, evaluation_mode=True)
-    _compute_in(model, {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision or ""))
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision or "")
+    if dtype is not None:
+        # Data ranks gather fp32 weights in 16 bits; accelerate's autocast, inside the forward, would come too late.
+        for each in [part._hf_parallel for part in state.parts] or [state]:
+            compute_in(each.root, dtype)
     return prepared
 
 
 @patch("accelerate.utils.operations:convert_to_fp32", "copies split logits that nobody reads", copies=True)
 def convert_to_fp32(original: Callable, tensor: object) -> object:
     """Outputs of which ranks hold parts are cast when somebody reads them: their loss is known, nobody else need."""
-    if not isinstance(tensor, ModelOutput) or not (parts := _list_parts_of(tensor)):
+    if not isinstance(tensor, ModelOutput):
+        return original(tensor)
+    parts = {key for key in dict.keys(tensor) if isinstance(tensor, WholeWhenRead) and not tensor.is_whole(key)}
+    parts |= {key for key, value in dict.items(tensor) if isinstance(value, DTensor)}
+    if not parts:
         return original(tensor)
     for key in list(dict.keys(tensor)):
         if key in parts:
@@ -381,20 +373,6 @@ def convert_to_fp32(original: Callable, tensor: object) -> object:
         else:
             tensor[key] = original(dict.__getitem__(tensor, key))
     return tensor
-
-
-def _list_parts_of(output: ModelOutput) -> set[str]:
-    """The keys whose tensors are parts, or not made yet."""
-    waiting = {key for key in dict.keys(output) if isinstance(output, WholeWhenRead) and not output.is_whole(key)}
-    return waiting | {key for key, value in dict.items(output) if isinstance(value, DTensor)}
-
-
-def _compute_in(model: nn.Module, dtype: torch.dtype | None) -> None:
-    """Data ranks gather fp32 weights in 16 bits; accelerate's autocast, inside the forward, would come too late."""
-    state = runtime.find_parallel_state(model)
-    if state is not None and dtype is not None:
-        for part in [part._hf_parallel for part in state.parts] or [state]:
-            compute_in(part.root, dtype)
 
 
 @patch("accelerate.accelerator:Accelerator.no_sync", "knows DDP's and its own FSDP2")
@@ -414,18 +392,6 @@ def defer_reduction(model: nn.Module) -> Iterator[None]:
         for each in states:
             stack.enter_context(run_before_the_last(each.root, each.config))
         yield
-
-
-def _answer_as_ddp(model: nn.Module) -> None:
-    """Give the model `no_sync`, and `module` in loops: scripts ask DDP for them where there are several processes."""
-    from hf_parallel.hooks.trainer.token_budget import is_loop
-
-    if runtime.find_parallel_state(model) is None:
-        return
-    if not hasattr(model, "no_sync"):
-        vars(model)["no_sync"] = types.MethodType(defer_reduction, model)
-    if runtime.mesh().data_size > 1 and is_loop() and not hasattr(model, "module"):
-        vars(model)["module"] = ModuleOfDDP(model)
 
 
 class ModuleOfDDP:

@@ -19,7 +19,7 @@ from hf_parallel.ask.spec import refuse
 from hf_parallel.hooks import report, runtime
 from hf_parallel.hooks.accelerate.processes import Place, read_loader_from
 from hf_parallel.hooks.accelerate.random_stream import RandomStream
-from hf_parallel.hooks.accelerate.shares import check_loader, does_drop_last, has_unlike_sizes, part_of_stream
+from hf_parallel.hooks.accelerate.shares import check_loader, does_drop_last, is_ragged, part_of_stream
 from hf_parallel.hooks.patching import patch
 from hf_parallel.hooks.trainer.rows import (
     PerExample,
@@ -33,7 +33,7 @@ from hf_parallel.ranks import messages
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
-    from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard, IterableDatasetShard, SkipBatchSampler
+    from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard, IterableDatasetShard
     from torch.utils.data import DataLoader
     from transformers.utils import ModelOutput
 
@@ -45,39 +45,6 @@ if TYPE_CHECKING:
 
 #: On samplers that group rows of like length: for batches of all data ranks already.
 _GROUPED = "_hf_parallel_grouped"
-
-
-def prepare_as_in_one_process(
-    prepare: Callable, dataloader: DataLoader, *args: object, **kwargs: object
-) -> DataLoaderShard:
-    """`prepare` the loader and leave the drawing of its order to its sampler."""
-    sampler = _find_innermost_sampler(dataloader)
-    if is_seeded(bind_by_name(prepare, (dataloader, *args), kwargs)) or getattr(sampler, "generator", 0) is not None:
-        return prepare(dataloader, *args, **kwargs)
-    sampler.generator = torch.Generator()  # so that no number is drawn for one
-    try:
-        prepared = prepare(dataloader, *args, **kwargs)
-    finally:
-        sampler.generator = None
-    if getattr(prepared, "synchronized_generator", None) is not None:
-        prepared.synchronized_generator = None
-        prepared.rng_types = [kind for kind in prepared.rng_types or () if kind != "generator"]
-    return prepared
-
-
-def is_seeded(given: dict[str, object]) -> bool:
-    """Does accelerate order rows by a seed and the epoch, as for Trainer? Then loaders draw nothing for it."""
-    return bool(given.get("use_seedable_sampler", False))
-
-
-def group_for_all(dataloader: DataLoader, data_ranks: int) -> None:
-    """Rows of like length for each batch of all data ranks together, not of one."""
-    from transformers.trainer_pt_utils import LengthGroupedSampler
-
-    sampler = _find_innermost_sampler(dataloader)
-    if isinstance(sampler, LengthGroupedSampler) and not hasattr(sampler, _GROUPED):
-        sampler.batch_size *= data_ranks
-        setattr(sampler, _GROUPED, True)
 
 
 def _find_innermost_sampler(dataloader: DataLoader) -> Any:
@@ -94,34 +61,60 @@ def _find_innermost_sampler(dataloader: DataLoader) -> Any:
 @patch("accelerate.data_loader:prepare_data_loader", "draws orders on each rank", copies=True)
 def prepare_data_loader(original: Callable, dataloader: DataLoader, *args: object, **kwargs: object) -> object:
     """Shard by data rank; let every rank of one model draw the same random numbers while it reads data."""
+    from transformers.trainer_pt_utils import LengthGroupedSampler
+
     from hf_parallel.hooks.trainer.token_budget import check_loop, is_loop
 
     check_loop()
-    mesh = runtime.mesh()
-    group_for_all(dataloader, mesh.data_size)
+    mesh, sampler = runtime.mesh(), _find_innermost_sampler(dataloader)
+    if isinstance(sampler, LengthGroupedSampler) and not hasattr(sampler, _GROUPED):
+        sampler.batch_size *= mesh.data_size
+        setattr(sampler, _GROUPED, True)
     given = bind_by_name(original, (dataloader, *args), kwargs)
     if given.get("even_batches") is False and not does_drop_last(dataloader) and mesh.data_size > 1:
         refuse(f"even_batches=False with {mesh.data_size} data ranks", "they would run out apart", "True")
-    prepared = prepare_as_in_one_process(original, dataloader, *args, **kwargs)
+    # Where accelerate orders rows by a seed and the epoch, as for Trainer, loaders draw nothing for it.
+    is_seeded = bool(given.get("use_seedable_sampler", False))
+    if is_seeded or getattr(sampler, "generator", 0) is not None:
+        prepared = original(dataloader, *args, **kwargs)
+    else:  # its sampler goes on drawing the order
+        sampler.generator = torch.Generator()  # so that no number is drawn for one
+        try:
+            prepared = original(dataloader, *args, **kwargs)
+        finally:
+            sampler.generator = None
+        if getattr(prepared, "synchronized_generator", None) is not None:
+            prepared.synchronized_generator = None
+            prepared.rng_types = [kind for kind in prepared.rng_types or () if kind != "generator"]
     check_loader(prepared, is_loop())
     # A loader that draws its order advances the numbers of the next one, and even one in order draws a seed.
-    return _shard_by_data_rank(prepared, mesh.config.world_size > mesh.data_size or not is_seeded(given))
+    return _shard_by_data_rank(prepared, mesh.config.world_size > mesh.data_size or not is_seeded)
 
 
 def _shard_by_data_rank(prepared: DataLoaderShard, shared: bool) -> object:
-    from accelerate.data_loader import DataLoaderDispatcher
+    from accelerate.data_loader import DataLoaderDispatcher, IterableDatasetShard
 
     if isinstance(prepared, DataLoaderDispatcher):
         _dispatch_by_data_rank(prepared)
-    else:
-        _count_stream(prepared)
-        read_loader_from(prepared, Place(prepared, RandomStream.here() if shared else None))
+        return prepared
+    shard = prepared.dataset
+    if isinstance(shard, IterableDatasetShard) and not isinstance(shard.dataset, CountedStream):
+        if prepared.num_workers == 0:
+            shard.dataset = CountedStream(shard)
+        elif not shard.drop_last:  # worker processes cannot tell what they have read
+            report.say(
+                f"dispatch_batches=False with dataloader_num_workers={prepared.num_workers}: rows that only fill the "
+                "last batch of a stream count twice; dispatch_batches=True, or dataloader_drop_last=True, leaves them "
+                "out"
+            )
+    read_loader_from(prepared, Place(prepared, RandomStream.here() if shared else None))
     return prepared
 
 
 @patch("accelerate.data_loader:skip_first_batches", "forgets shares, the remainder, the order", copies=True)
 def skip_first_batches(original: Callable, dataloader: DataLoader, num_batches: int = 0) -> object:
     """Skip batches of an epoch. The rest keeps its data ranks, and the repeats of its last batch are known."""
+    from accelerate.data_loader import SkipBatchSampler
     from transformers.trainer_utils import has_length
 
     rest, place = original(dataloader, num_batches), getattr(dataloader, "_place", None)
@@ -130,36 +123,27 @@ def skip_first_batches(original: Callable, dataloader: DataLoader, num_batches: 
             setattr(rest, name, getattr(dataloader, name))
     if place is None:
         return _shard_by_data_rank(rest, False) if hasattr(dataloader, "slice_fn") else rest
-    _describe_to_accelerate(_find_skipping_sampler(rest))
+    samplers = (getattr(rest, "batch_sampler", None), getattr(rest, "sampler", None))
+    sampler = next((one for one in samplers if isinstance(one, SkipBatchSampler)), None)
+    if sampler is not None:
+        # accelerate looks on it for what the one inside has: batch sizes and the epoch's seed.
+        inner = sampler.batch_sampler
+        for name in ("batch_size", "drop_last", "num_processes", "split_batches"):
+            if hasattr(inner, name):
+                setattr(sampler, name, getattr(inner, name))
+
+        def set_epoch(epoch: int) -> None:
+            part = inner
+            while part is not None:
+                if hasattr(part, "set_epoch"):
+                    part.set_epoch(epoch)
+                inside = (getattr(part, name, None) for name in ("batch_sampler", "sampler"))
+                # Some have no length to be true by.
+                part = next((found for found in inside if found is not None), None)
+
+        sampler.set_epoch = set_epoch
     read_loader_from(rest, place, empty=has_length(dataloader) and num_batches >= len(dataloader))
     return rest
-
-
-def _find_skipping_sampler(dataloader: DataLoader) -> object:
-    from accelerate.data_loader import SkipBatchSampler
-
-    samplers = (getattr(dataloader, "batch_sampler", None), getattr(dataloader, "sampler", None))
-    return next((sampler for sampler in samplers if isinstance(sampler, SkipBatchSampler)), None)
-
-
-def _describe_to_accelerate(sampler: SkipBatchSampler | None) -> None:
-    """Give the sampler that skips what accelerate looks for on the one inside: batch sizes and the epoch's seed."""
-    if sampler is None:
-        return
-    inner = sampler.batch_sampler
-    for name in ("batch_size", "drop_last", "num_processes", "split_batches"):
-        if hasattr(inner, name):
-            setattr(sampler, name, getattr(inner, name))
-
-    def set_epoch(epoch: int) -> None:
-        part = inner
-        while part is not None:
-            if hasattr(part, "set_epoch"):
-                part.set_epoch(epoch)
-            inside = (getattr(part, name, None) for name in ("batch_sampler", "sampler"))
-            part = next((found for found in inside if found is not None), None)  # some have no length to be true by
-
-    sampler.set_epoch = set_epoch
 
 
 @patch("accelerate.data_loader:DataLoaderStateMixin.begin", "takes the length of the data set for its sampler's")
@@ -198,22 +182,6 @@ class CountedStream(IterableDataset):
         full = shard.batch_size * (1 if shard.split_batches else shard.num_processes)
         if not shard.drop_last and getattr(loader, "dataset", None) is shard:
             loader.remainder = count % full
-
-
-def _count_stream(prepared: DataLoaderShard) -> None:
-    """Let a stream be counted; worker processes cannot tell what they have read."""
-    from accelerate.data_loader import IterableDatasetShard
-
-    shard = prepared.dataset
-    if not isinstance(shard, IterableDatasetShard) or isinstance(shard.dataset, CountedStream):
-        return
-    if prepared.num_workers == 0:
-        shard.dataset = CountedStream(shard)
-    elif not shard.drop_last:
-        report.say(
-            f"dispatch_batches=False with dataloader_num_workers={prepared.num_workers}: rows that only fill the last "
-            "batch of a stream count twice; dispatch_batches=True, or dataloader_drop_last=True, leaves them out"
-        )
 
 
 class _DataRanks(int):
@@ -333,21 +301,18 @@ def _gather_unlike_tensors(tensor: torch.Tensor) -> torch.Tensor:
     tensor = (tensor.clone()[None] if tensor.ndim == 0 else tensor).contiguous()
     if runtime.is_absent():
         tensor = tensor[:0]
-    sizes = _gather_sizes(tensor) if has_unlike_sizes(GradientState()) else [tensor.shape[0]] * mesh.data_size
+    sizes = [tensor.shape[0]] * mesh.data_size
+    if mesh.config.shares_batches or is_ragged(GradientState()):
+        own = torch.tensor([tensor.shape[0]], device=tensor.device)
+        found = [torch.empty_like(own) for _ in range(mesh.data_size)]
+        dist.all_gather(found, own, group=mesh.data_group)
+        sizes = [int(size) for size in found]
     padded = tensor
     if tensor.shape[0] < max(sizes):
         padded = torch.cat([tensor, tensor.new_zeros(max(sizes) - tensor.shape[0], *tensor.shape[1:])])
     gathered = [torch.empty_like(padded) for _ in range(mesh.data_size)]
     dist.all_gather(gathered, padded, group=mesh.data_group)
     return torch.cat([part[:size] for part, size in zip(gathered, sizes, strict=True)])
-
-
-def _gather_sizes(tensor: torch.Tensor) -> list[int]:
-    mesh = runtime.mesh()
-    own = torch.tensor([tensor.shape[0]], device=tensor.device)
-    sizes = [torch.empty_like(own) for _ in range(mesh.data_size)]
-    dist.all_gather(sizes, own, group=mesh.data_group)
-    return [int(size) for size in sizes]
 
 
 @patch("accelerate.accelerator:Accelerator.gather_for_metrics", "takes numbers per rank for rows")

@@ -92,30 +92,6 @@ def find_last_batch(given: Mapping[str, object]) -> runtime.LastBatch | None:
 _KEEPS_VALUE = ("Clone", "View", "UnsafeView", "Squeeze", "Unsqueeze", "ToCopy", "Alias", "ReshapeAlias")
 
 
-def _tell_of_own_loss(loss: torch.Tensor) -> None:
-    """Say once what data ranks make of a loss that the loop computes itself."""
-    current = runtime.current()
-    if current is None or current.in_trainer or current.loop.told or runtime.mesh().data_size == 1:
-        return
-    of_models, current.loop.of_models = current.loop.of_models, []
-    if not _find_sources(loss, of_models)[1]:
-        return
-    current.loop.told = True
-    ranks = runtime.mesh().data_size
-    ends = {one.grad_fn for one in of_models}
-    if is_undivided_sum(loss.grad_fn, ends):
-        report.say(
-            f"the loop's loss is a sum over the examples of its data rank, and {ranks} data ranks average their "
-            f"gradients: they are 1/{ranks} of one process's; accelerator.backward(loss * accelerator.num_processes) "
-            "gives the whole gradients"
-        )
-    else:
-        report.say(
-            "the loop's own loss is taken for a mean over examples: if data ranks have different numbers of targets, "
-            "it is the mean of their means, not one process's loss; the model's own loss (labels=…) is exact"
-        )
-
-
 def is_undivided_sum(node: Any, ends: set) -> bool:
     """Return whether a loss ends in a sum that nothing divides, none of a model's own losses."""
     if node is None or node in ends:
@@ -127,8 +103,23 @@ def is_undivided_sum(node: Any, ends: set) -> bool:
 
 
 def weigh(loss: torch.Tensor, state: GradientState) -> torch.Tensor:
-    """Return the loss as its backward pass is to begin from."""
-    _tell_of_own_loss(loss)
+    """Return the loss as its backward pass is to begin from, and say once what data ranks make of the loop's own."""
+    current, ranks = runtime.current(), runtime.mesh().data_size
+    if current is not None and not current.in_trainer and not current.loop.told and ranks > 1:
+        of_models, current.loop.of_models = current.loop.of_models, []
+        current.loop.told = _find_sources(loss, of_models)[1]
+        if current.loop.told and is_undivided_sum(loss.grad_fn, {one.grad_fn for one in of_models}):
+            report.say(
+                f"the loop's loss is a sum over the examples of its data rank, and {ranks} data ranks average their "
+                f"gradients: they are 1/{ranks} of one process's; accelerator.backward(loss * "
+                "accelerator.num_processes) gives the whole gradients"
+            )
+        elif current.loop.told:
+            report.say(
+                "the loop's own loss is taken for a mean over examples: if data ranks have different numbers of "
+                "targets, it is the mean of their means, not one process's loss; the model's own loss (labels=…) is "
+                "exact"
+            )
     loop = _get_watched_loop()
     if loop is None:
         return loss
@@ -141,9 +132,8 @@ def weigh(loss: torch.Tensor, state: GradientState) -> torch.Tensor:
     if of_model:
         return loss
     if cut_of(state) is None:
-        refuse(
-            what, "the loop reads batches that accelerate has not shared out", do="accelerator.prepare(loader) works"
-        )
+        why = "the loop reads batches that accelerate has not shared out"
+        refuse(what, why, do="accelerator.prepare(loader) works")
     return loss * compute_full_share(state)
 
 

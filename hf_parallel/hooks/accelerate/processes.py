@@ -59,17 +59,14 @@ class Place:
         """Return the place as numbers and tensors."""
         now = self._read_now()
         epoch = self.loader.iteration if self.ended is None else self.ended
-        seeds = [
-            sampler.initial_seed for sampler in _list_loader_parts(self.loader) if hasattr(sampler, "initial_seed")
-        ]
+        parts = _list_loader_parts(self.loader)
+        seeds = [sampler.initial_seed for sampler in parts if hasattr(sampler, "initial_seed")]
         return {"epoch": epoch, "seeds": seeds, "now": now, "started": self.started}
 
     def _read_now(self) -> dict[str, object]:
         generators = [generator.get_state() for generator in _list_generators(self.loader)]
-        return {
-            "generators": generators,
-            "stream": None if self.stream is None else make_plain_state(self.stream.state),
-        }
+        stream = None if self.stream is None else make_plain_state(self.stream.state)
+        return {"generators": generators, "stream": stream}
 
     def load(self, saved: State) -> None:
         """Go on from there at the next epoch."""
@@ -94,9 +91,16 @@ class Place:
         before, epoch = self._read_now(), loader.iteration
         again, self.again = self.again, None
         self.started, self.ended = again or before, None
-        aside = before if empty else again
+        aside: State | None = before if empty else again
+        # An epoch is started once more aside: what goes on has drawn for it already.
+        if aside is None:
+            drawing: contextlib.AbstractContextManager = contextlib.nullcontext()
+        elif self.stream is None:
+            drawing = torch.random.fork_rng([])
+        else:
+            drawing = self.stream.aside(self.stream.state if aside["stream"] is None else aside["stream"])
         try:
-            with self._draw_aside(aside):
+            with drawing:
                 with self._note_draws():
                     batches = iterate()
                 batch = self._next(batches)  # it draws the order
@@ -119,14 +123,6 @@ class Place:
     def _note_draws(self) -> contextlib.AbstractContextManager:
         return contextlib.nullcontext() if self.stream is None else self.stream.active()
 
-    def _draw_aside(self, state: State | None) -> contextlib.AbstractContextManager:
-        """Start an epoch once more: what goes on has drawn for it already."""
-        if state is None:
-            return contextlib.nullcontext()
-        if self.stream is None:
-            return torch.random.fork_rng([])
-        return self.stream.aside(self.stream.state if state["stream"] is None else state["stream"])
-
 
 def read_loader_from(loader: DataLoaderShard, place: Place, empty: bool = False) -> None:
     """Read `loader` from `place` on."""
@@ -144,17 +140,14 @@ def _list_loader_parts(loader: DataLoaderShard) -> list[object]:
         part = waiting.pop(0)
         if part is not None and not any(part is known for known in found):
             found.append(part)
-            waiting += [_find_held(part, name) for name in ("batch_sampler", "sampler", "dataset")]
+            waiting += [getattr(part, "__dict__", {}).get(name) for name in ("batch_sampler", "sampler", "dataset")]
     return found
-
-
-def _find_held(part: object, name: str) -> object:
-    return getattr(part, "__dict__", {}).get(name)
 
 
 def _list_generators(loader: DataLoaderShard) -> list[torch.Generator]:
     """Return the generators that orders are drawn from; a sampler that seeds its own in each epoch needs none."""
-    held = [_find_held(part, "generator") for part in _list_loader_parts(loader) if not hasattr(part, "initial_seed")]
+    parts = [part for part in _list_loader_parts(loader) if not hasattr(part, "initial_seed")]
+    held = [getattr(part, "__dict__", {}).get("generator") for part in parts]
     return list({id(one): one for one in held if isinstance(one, torch.Generator)}.values())
 
 

@@ -33,9 +33,7 @@ from hf_parallel.ranks import assert_all_ranks, messages
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
-    from accelerate.scheduler import AcceleratedScheduler
     from torch import nn
-    from transformers import PreTrainedModel
 
 # ---- saving ------------------------------------------------------------------------------------------------------
 
@@ -45,10 +43,26 @@ def save_state(
     original: Callable, self: Accelerator, output_dir: str | None = None, *args: object, **kwargs: object
 ) -> str:
     """All ranks write one folder, which gets its name when it is whole."""
-    _refuse_accelerator(self)
+    refusals = [
+        (runtime.mesh().config.async_save, "async_save=true", "async_save=false works (it is for Trainer)"),
+        (bool(self._save_model_state_pre_hook), "register_save_state_pre_hook", "save in the script itself"),
+        (
+            any(getattr(loader, "use_stateful_dataloader", False) for loader in self._dataloaders),
+            "use_stateful_dataloader=True",
+            "skip_first_batches works",
+        ),
+    ]
+    for asked, spelled, works in refusals:
+        if asked:
+            raise NotImplementedError(f"hf_parallel: save_state with {spelled} is not part of this version; {works}")
     assert_all_ranks("accelerator.save_state")
     mesh, naming = runtime.mesh(), self.project_configuration
-    final = _choose_next_folder(self) if naming.automatic_checkpoint_naming else os.fspath(output_dir)  # type: ignore
+    if naming.automatic_checkpoint_naming:
+        final = os.path.join(self.project_dir, "checkpoints", f"checkpoint_{self.save_iteration}")
+        if os.path.exists(final):
+            raise ValueError(f"{final} exists; set project_configuration.iteration to the number to go on with")
+    else:
+        final = os.fspath(output_dir)  # type: ignore[arg-type]
     saving = folders.Checkpoint(mesh, final)
     saving.begin()
     with hangs.allow_long_phase("a save"):
@@ -62,34 +76,22 @@ def save_state(
     return final
 
 
-def _refuse_accelerator(accelerator: Accelerator) -> None:
-    refusals = [
-        (runtime.mesh().config.async_save, "async_save=true", "async_save=false works (it is for Trainer)"),
-        (bool(accelerator._save_model_state_pre_hook), "register_save_state_pre_hook", "save in the script itself"),
-        (
-            any(getattr(loader, "use_stateful_dataloader", False) for loader in accelerator._dataloaders),
-            "use_stateful_dataloader=True",
-            "skip_first_batches works",
-        ),
-    ]
-    for asked, spelled, works in refusals:
-        if asked:
-            raise NotImplementedError(f"hf_parallel: save_state with {spelled} is not part of this version; {works}")
-
-
-def _choose_next_folder(accelerator: Accelerator) -> str:
-    folder = os.path.join(accelerator.project_dir, "checkpoints", f"checkpoint_{accelerator.save_iteration}")
-    if os.path.exists(folder):
-        raise ValueError(f"{folder} exists; set project_configuration.iteration to the number to go on with")
-    return folder
-
-
 def _write_accelerator_state(accelerator: Accelerator, saving: folders.Checkpoint) -> None:
     from accelerate.checkpointing import save_accelerator_state, save_custom_state
 
     mesh, folder = saving.mesh, saving.folder
     for number, model in enumerate(accelerator._models):
-        _save_model(saving, model, _number_file_name(folder, "model", number) if number else folder)
+        where = _number_file_name(folder, "model", number) if number else folder
+        if hasattr(model, "save_pretrained"):
+            model.save_pretrained(where)
+            continue
+        tensors = folders.full_state_dict(model, mesh)
+        if mesh.rank == 0:
+            from safetensors.torch import save_file
+
+            with saving.noting():
+                os.makedirs(where, exist_ok=True)
+                save_file(tensors, os.path.join(where, "model.safetensors"))
     for number, optimizer in enumerate(accelerator._optimizers):
         model = _find_model_of(accelerator, optimizer)
         name = _number_file_name("", "optimizer", number)
@@ -107,19 +109,6 @@ def _write_accelerator_state(accelerator: Accelerator, saving: folders.Checkpoin
             facts: Layout = {"spec": mesh.config.to_spec(), "axes": read_axis_sizes(), "data_ranks": list_data_ranks()}
             write_layout(facts, folder)
             processes.save_loader_places(loaders, folder)
-
-
-def _save_model(saving: folders.Checkpoint, model: PreTrainedModel, folder: str) -> None:
-    if hasattr(model, "save_pretrained"):
-        model.save_pretrained(folder)
-        return
-    tensors = folders.full_state_dict(model, saving.mesh)
-    if saving.mesh.rank == 0:
-        from safetensors.torch import save_file
-
-        with saving.noting():
-            os.makedirs(folder, exist_ok=True)
-            save_file(tensors, os.path.join(folder, "model.safetensors"))
 
 
 def _number_file_name(folder: str, stem: str, number: int) -> str:
@@ -147,7 +136,7 @@ def load_state(
 ) -> None:
     """Each rank reads its slices, from a folder that is checked first."""
     assert_all_ranks("accelerator.load_state")
-    folder = _choose_folder_to_load(self, input_dir)
+    folder = messages.send_from_one(lambda: _find_asked_or_newest(self, input_dir))  # alike on all ranks
     refuse_damages(folder, find_all_damages(folder))
     _load_state_from(self, folder, load_kwargs, choose_rng_rank(read_layout_of(folder)))
     processes.load_loader_places(self._dataloaders, folder)
@@ -170,11 +159,6 @@ def load_state_without_layout(
     ranks = layout["data_ranks"]
     _load_state_from(self, folder, load_kwargs, ranks.index(self.process_index % (max(ranks) + 1)))
     processes.load_alone(folder)
-
-
-def _choose_folder_to_load(accelerator: Accelerator, asked: str | None) -> str:
-    """Return the folder to load, alike on all ranks. Collective."""
-    return messages.send_from_one(lambda: _find_asked_or_newest(accelerator, asked))
 
 
 def _find_asked_or_newest(accelerator: Accelerator, asked: str | None) -> str:
@@ -217,40 +201,31 @@ def _load_state_from(accelerator: Accelerator, folder: str, load_kwargs: object,
             _number_file_name("", "optimizer", number),
         )
         inner = get_inner_optimizer(optimizer)
-        groups = [] if os.path.isdir(os.path.join(folder, name)) else [_group_names(model, inner)]
+        groups = []
+        if not os.path.isdir(os.path.join(folder, name)):
+            # The names in each group of a script's optimizer, those of all stages, in the model's order.
+            mesh = runtime.mesh()
+            of_parameter = {id(p): name for name, p in model.named_parameters(remove_duplicate=False)}
+            own = [{of_parameter[id(p)] for p in group["params"]} for group in inner.param_groups]
+            merged = [set().union(*group) for group in zip(*gather_from_stages(own, mesh), strict=True)]
+            order = folders.list_names_in_order(model, mesh)
+            groups = [[[one for one in order if one in group] for group in merged]]
         folders.load_optimizer_state(model, inner, folder, groups, folder=name, plain=f"{name}.bin")
     totals = [getattr(scheduler.scheduler, "total_steps", None) for scheduler in accelerator._schedulers]
     rest = (accelerator._schedulers, accelerator._dataloaders, rng, accelerator.scaler, "cpu", load_kwargs)
     accelerator.step = load_accelerator_state(folder, [], [], *rest).get("step", accelerator.step)
+    if layout := read_layout_of(folder):
+        then = max(layout["data_ranks"]) + 1
+    else:  # plain accelerate's: a file of each process
+        then = max(1, sum(name.startswith("random_states_") for name in os.listdir(folder)))
+    now = accelerator.num_processes
     for scheduler, total in zip(accelerator._schedulers, totals, strict=True):
-        _recount_schedule(scheduler, total, _count_data_ranks_of(folder), accelerator.num_processes)
+        if scheduler.split_batches or then == now:
+            continue
+        # accelerate steps a schedule once per data rank: as many of this run as there were of the other.
+        for count in ("last_epoch", "_step_count"):
+            setattr(scheduler.scheduler, count, round(getattr(scheduler.scheduler, count) * now / then))
+        if total is not None:
+            scheduler.scheduler.total_steps = total
     for number, thing in enumerate(accelerator._custom_objects):
         load_custom_state(thing, folder, number)
-
-
-def _recount_schedule(scheduler: AcceleratedScheduler, total: int | None, then: int, now: int) -> None:
-    """accelerate steps a schedule once per data rank: as many of this run as there were of the other."""
-    if scheduler.split_batches or then == now:
-        return
-    inner = scheduler.scheduler
-    for count in ("last_epoch", "_step_count"):
-        setattr(inner, count, round(getattr(inner, count) * now / then))
-    if total is not None:
-        inner.total_steps = total
-
-
-def _count_data_ranks_of(folder: str) -> int:
-    """Return how many data ranks have written a folder; of plain accelerate's, how many processes."""
-    layout = read_layout_of(folder)
-    if layout:
-        return max(layout["data_ranks"]) + 1
-    return max(1, sum(name.startswith("random_states_") for name in os.listdir(folder)))
-
-
-def _group_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:
-    """The names in each group of a script's optimizer, those of all stages, in the model's order. Collective."""
-    mesh = runtime.mesh()
-    of_parameter = {id(p): name for name, p in model.named_parameters(remove_duplicate=False)}
-    own = [{of_parameter[id(p)] for p in group["params"]} for group in optimizer.param_groups]
-    merged = [set().union(*group) for group in zip(*gather_from_stages(own, mesh), strict=True)]
-    return [[name for name in folders.list_names_in_order(model, mesh) if name in group] for group in merged]

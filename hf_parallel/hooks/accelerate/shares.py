@@ -53,17 +53,12 @@ def _get_measured_shares() -> runtime.MeasuredShares | None:
 
 def _find_shares_of(sampler: object) -> Shares | None:
     """Return the shares of what the loader of this sampler hands out; None: they are even, or it deals by tokens."""
-    if _is_dealt_by_tokens(sampler):
+    if isinstance(getattr(sampler, "batch_sampler", None), TokenBatches):  # for one data rank after another
         return None
     measured = _get_measured_shares()
     if measured is None:
         return runtime.mesh().config.shares
     return measured.of_pass.in_hand if measured.sampler is sampler else measured.first
-
-
-def _is_dealt_by_tokens(sampler: object) -> bool:
-    """Do batches come by tokens, for one data rank after another?"""
-    return isinstance(getattr(sampler, "batch_sampler", None), TokenBatches)
 
 
 def _cut_by_shares(examples: int, shares: Shares) -> tuple[int, ...]:
@@ -76,7 +71,9 @@ def _read_parts(sampler: BatchSamplerShard, shares: Iterator[Shares]) -> Iterato
     size, rank = count_examples_of(sampler), sampler.process_index
     first: list = []
     filled = False
-    for examples in _read_global_batches(sampler):
+    each, batches = 1 if sampler.split_batches else sampler.num_processes, iter(sampler.batch_sampler)
+    while together := list(itertools.islice(batches, each)):
+        examples = [example for batch in together for example in batch]  # of all data ranks; the last may have fewer
         if filled:
             what = f"batch_shares={runtime.mesh().config.batch_shares}"
             refuse(what, f"{type(sampler.batch_sampler).__name__} makes batches of unlike sizes", "batch_shares=even")
@@ -87,13 +84,6 @@ def _read_parts(sampler: BatchSamplerShard, shares: Iterator[Shares]) -> Iterato
             examples = [*examples, *itertools.islice(itertools.cycle(first), size - len(examples))]
         cut = _cut_by_shares(size, next(shares))
         yield examples[sum(cut[:rank]) : sum(cut[: rank + 1])]
-
-
-def _read_global_batches(sampler: BatchSamplerShard) -> Iterator[list]:
-    """Yield the examples of all data ranks, of one batch after another; the last may have fewer."""
-    each, batches = 1 if sampler.split_batches else sampler.num_processes, iter(sampler.batch_sampler)
-    while together := list(itertools.islice(batches, each)):
-        yield [example for batch in together for example in batch]
 
 
 def count_examples_of(sampler: BatchSamplerShard) -> int:
@@ -147,7 +137,7 @@ def check_loader(prepared: DataLoader, of_loop: bool) -> None:
     sampler = _find_sampler_of(prepared)
     if sampler is None:
         refuse(what, "a stream that each process reads by itself is shared out evenly", "dispatch_batches=True")
-    if _is_dealt_by_tokens(sampler):
+    if isinstance(sampler.batch_sampler, TokenBatches):
         return None
     if sampler.batch_size is None:
         refuse(what, f"{type(sampler.batch_sampler).__name__} makes batches of no fixed size", "batch_shares=even")
@@ -241,11 +231,6 @@ def follow_trainer(loader: object) -> None:
 
 
 # ---- What is real of a batch, and how much it weighs ----------------------------------------------------------------
-
-
-def has_unlike_sizes(gradient_state: GradientState) -> bool:
-    """May data ranks have unlike numbers of rows in this batch? All of them say the same."""
-    return runtime.mesh().config.shares_batches or is_ragged(gradient_state)
 
 
 def is_ragged(gradient_state: GradientState) -> bool:

@@ -16,6 +16,7 @@ import heapq
 import math
 import random
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 
 from hf_parallel.ask.spec import refuse
@@ -25,11 +26,11 @@ _MORE = 1.02  # times as many steps, where examples do not fit: packing finer is
 _WIDTHS = (8, 64, math.inf)  # classes of length per factor e within which the order is drawn; the last always fits
 
 
+@dataclass
 class Epoch:
     """The epoch that begins, as accelerate tells it."""
 
-    def __init__(self) -> None:
-        self.epoch = 0
+    epoch: int = 0
 
     def set_epoch(self, epoch: int) -> None:
         """It is this one."""
@@ -57,12 +58,6 @@ class TokenBatches:
         self._alike = [
             [rank for rank in range(ranks) if self.shares[rank] == one] for one in dict.fromkeys(self.shares)
         ]
-        self._check()
-        self.sampler = Epoch()
-        self.rest: tuple[int, list[list[list[int]]]] | None = None
-        self.steps = self._count_fewest_steps()
-
-    def _check(self) -> None:
         if not self.lengths:
             refuse(f"pack_tokens={self.budget}", "the data set has no rows", "a data set with rows")
         longest = max(range(len(self.lengths)), key=self.lengths.__getitem__)
@@ -70,6 +65,14 @@ class TokenBatches:
             why = f"example {longest} of the data set has {self.lengths[longest]} tokens"
             works = math.ceil(self.lengths[longest] * sum(self.shares) / (self.ranks * max(self.shares)))
             refuse(f"pack_tokens={self.budget}", why, f"pack_tokens={works}")
+        self.sampler = Epoch()
+        self.rest: tuple[int, list[list[list[int]]]] | None = None
+        order = list(range(len(self.lengths)))
+        # The fewest steps, which are those of any epoch: a Trainer asks once.
+        self.steps = math.ceil(sum(self.lengths) / (self.budget * self.ranks))
+        while not self._fits(self._deal_batches(order, math.inf)):
+            most = len(order) if len(self._alike) > 1 else math.ceil(len(order) / self.ranks)
+            self.steps = min(max(self.steps + 1, int(_MORE * self.steps)), most)
 
     def __len__(self) -> int:
         return self.steps * self.ranks
@@ -124,15 +127,6 @@ class TokenBatches:
         self.rest = (epoch, steps) if steps else None
         return bool(steps)
 
-    def _count_fewest_steps(self) -> int:
-        """Return the steps of any epoch: a Trainer asks once."""
-        order = list(range(len(self.lengths)))
-        self.steps = math.ceil(sum(self.lengths) / (self.budget * self.ranks))
-        while not self._fits(self._deal_batches(order, math.inf)):
-            most = len(order) if len(self._alike) > 1 else math.ceil(len(order) / self.ranks)
-            self.steps = min(max(self.steps + 1, int(_MORE * self.steps)), most)
-        return self.steps
-
     def _fits(self, dealt: list[list[list[int]]]) -> bool:
         return all(
             self.tokens(batch) <= self.budgets[ranks[0]]
@@ -146,7 +140,10 @@ class TokenBatches:
         least = [[(0, place) for place in range(len(batches))] for batches in dealt]
         speeds = [float(self.shares[ranks[0]]) for ranks in self._alike]
         budgets = [self.budgets[ranks[0]] for ranks in self._alike]
-        for index in sorted(order, key=lambda index: -self._class(index, width)):
+        classes: list[float] = list(self.lengths)
+        if width != math.inf:
+            classes = [round(width * math.log(max(1, length))) for length in self.lengths]
+        for index in sorted(order, key=lambda index: -classes[index]):
             ends = [heap[0][0] + self.lengths[index] for heap in least]
             # What fits nowhere is found by `_fits`.
             at = min(range(len(ends)), key=lambda one: (ends[one] > budgets[one], ends[one] / speeds[one]))
@@ -154,7 +151,3 @@ class TokenBatches:
             dealt[at][place].append(index)
             heapq.heapreplace(least[at], (ends[at], place))
         return dealt
-
-    def _class(self, index: int, width: float) -> float:
-        length = self.lengths[index]
-        return length if width == math.inf else round(width * math.log(max(1, length)))

@@ -67,6 +67,7 @@ class Forward:
         whole: is its loss that of the whole batch on each data rank, as of `paired_losses`?
         last: the loop's last batch, if it is called with it, and rows of it are repeated.
         leaves_repeats: has its loss no part of them?
+        trains: may its outputs have gradients of its parameters?
     """
 
     share: float | None
@@ -77,6 +78,7 @@ class Forward:
     whole: bool = False
     last: runtime.LastBatch | None = None
     leaves_repeats: bool = False
+    trains: bool = False
 
 
 class _Now:
