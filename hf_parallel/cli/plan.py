@@ -14,6 +14,7 @@ import functools
 import json
 import os
 import sys
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from hf_parallel.ask.config import ParallelConfig, SpecError
@@ -21,12 +22,8 @@ from hf_parallel.ask.spec import check_model_name, refuse, suggest_file
 from hf_parallel.ask.waiting import waiting
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import nn
     from transformers import PretrainedConfig
 
-    from hf_parallel.axes.axis import Packing
     from hf_parallel.planner.choices import Found
     from hf_parallel.planner.groups import MixedCluster
     from hf_parallel.planner.hardware import Cluster
@@ -131,6 +128,8 @@ def _plan_model(args: argparse.Namespace) -> int:
         refuse("--load-in-4bit", "packs the frozen weights under adapters", "--lora 16 --load-in-4bit")
     if args.load_in_4bit and args.precision != "bf16":
         refuse(f"--precision {args.precision}", "all but a base in 4 bits is planned in bf16", "--precision bf16")
+    if args.lora and args.verify and find_spec("peft") is None:
+        refuse("--lora --verify", "runs PEFT's own code", do="pip install 'hf-parallel[lora]'")
     with waiting("importing torch") as say:
         from hf_parallel.planner.groups import MixedCluster
         from hf_parallel.planner.pictures import write_memory, write_timeline
@@ -167,7 +166,7 @@ def _plan_model(args: argparse.Namespace) -> int:
 
 
 def _search(args: argparse.Namespace, model: PretrainedConfig | dict[str, object], cluster: Cluster) -> Found:
-    from hf_parallel.hooks.auto import make_acceptance_test
+    from hf_parallel.hooks.auto import make_engine_options
     from hf_parallel.planner.search import search, search_batches
 
     batch = _check_positive("--global-batch", args.global_batch or 4 * cluster.gpus)
@@ -184,9 +183,8 @@ def _search(args: argparse.Namespace, model: PretrainedConfig | dict[str, object
         rows=args.rows,
         memory_gib=args.memory,
         top=_check_positive("--top", args.top),
-        accept=None if isinstance(model, dict) else make_acceptance_test(model, _make_packing_of(args)),
         expected=args.parallel,
-        adapt=_make_adapters(args),
+        **make_engine_options(model, args.lora, args.load_in_4bit),
         attention=args.attn,
         documents=args.packed,
         quantized=args.quantized,
@@ -211,7 +209,7 @@ _OF_ONE_KIND = (
 
 
 def _plan_groups(args: argparse.Namespace, model: PretrainedConfig | dict[str, object], mixed: MixedCluster) -> int:
-    from hf_parallel.hooks.auto import make_acceptance_test
+    from hf_parallel.hooks.auto import make_engine_options
     from hf_parallel.planner.mixed import search_groups
     from hf_parallel.planner.mixed_report import explain_mixed_misfit, show_mixed, write_mixed_specs
 
@@ -232,8 +230,7 @@ def _plan_groups(args: argparse.Namespace, model: PretrainedConfig | dict[str, o
             lora=args.lora,
             rows=args.rows,
             top=_check_positive("--top", args.top),
-            accept=None if isinstance(model, dict) else make_acceptance_test(model, _make_packing_of(args)),
-            adapt=_make_adapters(args),
+            **make_engine_options(model, args.lora, args.load_in_4bit),
             attention=args.attn,
             documents=args.packed,
             headroom=args.headroom,
@@ -298,30 +295,6 @@ def read_planned_model(source: str) -> PretrainedConfig | dict[str, object]:
     from hf_parallel.model.anatomy import read_config
 
     return read_config(source, others=_NUMBERS)
-
-
-def _make_adapters(args: argparse.Namespace) -> Callable[[nn.Module], None] | None:
-    """Return what puts adapters into a model that is dry-run; the plan of mere numbers needs none."""
-    if not args.lora:
-        return None
-    from importlib.util import find_spec
-
-    if find_spec("peft") is None:
-        if args.verify:
-            refuse("--lora --verify", "runs PEFT's own code", do="pip install 'hf-parallel[lora]'")
-        return None
-    from hf_parallel.hooks.peft.planned_adapters import plan_lora
-
-    return plan_lora(args.lora)
-
-
-def _make_packing_of(args: argparse.Namespace) -> Packing | None:
-    """Return what packs the base of a model in 4 bits, and knows which layouts it can take."""
-    if not args.load_in_4bit:
-        return None
-    from hf_parallel.hooks.peft.planned_adapters import plan_four_bit
-
-    return plan_four_bit()
 
 
 def _read_cluster(args: argparse.Namespace) -> Cluster | MixedCluster:
@@ -413,6 +386,7 @@ def _check_positive(option: str, number: int) -> int:
 
 def _verify(args: argparse.Namespace, found: Found, model: PretrainedConfig | dict[str, object]) -> None:
     """Dry runs of the first layout, or of the one in `--parallel`: of the pipeline ranks with embedding and head."""
+    from hf_parallel.hooks.peft.planned_adapters import plan_four_bit, plan_lora
     from hf_parallel.planner.advice import choose_expected_layout
     from hf_parallel.planner.dryrun.run import DryRun, dry_run, end_ranks, find_device
     from hf_parallel.planner.report import show_verified
@@ -437,8 +411,8 @@ def _verify(args: argparse.Namespace, found: Found, model: PretrainedConfig | di
                 accumulation=calls,
                 optimizer=args.optimizer,
                 precision=choice.prediction.job.precision,
-                adapt=_make_adapters(args),
-                pack=_make_packing_of(args),
+                adapt=plan_lora(args.lora) if args.lora else None,
+                pack=plan_four_bit() if args.load_in_4bit else None,
                 device=device,
             )
             runs.append(run)

@@ -266,7 +266,6 @@ def _find_best(shown: Shown, devices: list[Device]) -> Chosen:
     """
     import torch.distributed as dist
 
-    from hf_parallel.hooks.bitsandbytes import Pack
     from hf_parallel.hooks.trainer import joining
     from hf_parallel.planner.detect import detect
     from hf_parallel.planner.groups import MixedCluster, find_machines_of_ranks
@@ -279,6 +278,7 @@ def _find_best(shown: Shown, devices: list[Device]) -> Chosen:
     turns = [f"auto plans for the slowest GPU and the least memory of all: {why}"] if why else []
     batch = read_script_batch(shown.config, None, shown.dtype, shown.lowered)
     four_bit = shown.is_planned_in_four_bits(batch.precision)
+    rank = shown.adapters or batch.lora or _DEFAULT_RANK * four_bit
     options: dict[str, Any] = {
         "model": shown.config,
         "seq": batch.seq,
@@ -287,10 +287,10 @@ def _find_best(shown: Shown, devices: list[Device]) -> Chosen:
         "accumulation": batch.accumulation,
         "precision": batch.precision,
         "optimizer": batch.optimizer,
-        "lora": shown.adapters or batch.lora or _DEFAULT_RANK * four_bit,
+        "lora": rank,
         "four_bit": four_bit,
         "top": 3,
-        "accept": make_acceptance_test(shown.config, *([Pack(shown.quantization)] if shown.quantization else [])),
+        **make_engine_options(shown.config, rank, shown.quantization),
         "attention": shown.kernel,
         "documents": batch.documents,
         "whole_logits": shown.reader is not None,
@@ -401,6 +401,28 @@ def _list_choice_reasons(found: Found, batch: ScriptBatch, reader: str | None) -
 def _describe_choice(choice: Choice) -> str:
     rows, p = choice.rows * choice.accumulation * choice.config.data_parallel_size, choice.prediction
     return f"{choice.config.to_spec()}: {p.step_time_s:.3g} s per step of {rows} rows, {choice.needed_gib:.1f} GiB"
+
+
+def make_engine_options(model: object, lora: int, four_bit: bool | BitsAndBytesConfig | None) -> dict[str, Any]:
+    """Return what `search` asks of this engine: the layouts that it accepts for a model, and what its adapters keep.
+
+    Of a model's plain numbers it knows neither; of adapters without PEFT it has formulas alone.
+
+    Args:
+        lora: rank of adapters; 0: none.
+        four_bit: is the base packed, or how.
+    """
+    from importlib.util import find_spec
+
+    from hf_parallel.hooks.bitsandbytes import Pack
+    from hf_parallel.hooks.peft.planned_adapters import plan_four_bit, plan_lora
+
+    adapt = plan_lora(16 if lora is True else lora) if lora and find_spec("peft") is not None else None
+    config = getattr(model, "config", model)
+    if not hasattr(config, "model_type"):
+        return {"accept": None, "adapt": None}
+    pack = None if not four_bit else plan_four_bit() if four_bit is True else Pack(four_bit)
+    return {"accept": make_acceptance_test(config, pack), "adapt": adapt}
 
 
 def make_acceptance_test(config: PretrainedConfig, pack: Packing | None = None) -> Callable[[ParallelConfig], bool]:

@@ -17,7 +17,7 @@ from hf_parallel.planner.activations import FLASH, Planned
 from hf_parallel.planner.candidates import Goal, choose_context_of, list_micro_batches, make_config, to_job, to_layout
 from hf_parallel.planner.hardware import Cluster
 from hf_parallel.planner.layout import Job, Layout
-from hf_parallel.planner.memory import GIB, count_host_gib, count_states, find_fullest, predict_memory_of_ranks
+from hf_parallel.planner.memory import GIB, count_host_gib, count_states, find_fullest, predict_fullest_rank
 from hf_parallel.planner.pipeline import Stage, group_stages_by_rank, make_stages
 from hf_parallel.planner.predict import compute_stage_times, predict_step
 from hf_parallel.planner.prediction import Prediction
@@ -206,8 +206,11 @@ def iterate_variants(
     share = goal.share(config)
     sizes = list_micro_batches(goal, share, config) if share else []
     states: dict[str, float] = {}
-    for way in ways if sizes else ():
+    slow = set[int]()  # a way to save memory makes nothing faster
+    for way in ways:
         offload = way["offload"]
+        if slow.issuperset(sizes):
+            return
         if parameters_rest(offload) and config.data_parallel_size == 1:
             continue  # FSDP2 gathers parameters from the host, and one data rank has none of it
         if offload not in states:
@@ -215,40 +218,60 @@ def iterate_variants(
             states[offload] = count_states(make_stages(goal.shape, layout, job), layout, job) / GIB
         if states[offload] > hopeless:
             continue
-        tried = list(_iterate_growing(goal, make_config(config, **way), sizes, limit))
+        tried = list(_iterate_growing(goal, make_config(config, **way), sizes, limit, slow))
         yield from tried
         if any(isinstance(choice, Choice) for choice in tried):
             return
 
 
 def _iterate_growing(
-    goal: Goal, config: ParallelConfig, sizes: list[int], limit: float
+    goal: Goal, config: ParallelConfig, sizes: list[int], limit: float, slow: set[int]
 ) -> Iterator[Choice | TooLarge]:
     """Each of `sizes` until one is too large; then the last alone."""
     for at, size in enumerate(sizes):
-        choice = try_layout(goal, config, size, limit)
+        choice = try_layout(goal, config, size, limit, slow)
         if choice is not None:
             yield choice
         if isinstance(choice, TooLarge):
-            last = try_layout(goal, config, sizes[-1], limit) if at < len(sizes) - 1 else None
+            last = try_layout(goal, config, sizes[-1], limit, slow) if at < len(sizes) - 1 else None
             if last is not None:
                 yield last
             return
 
 
-def try_layout(goal: Goal, config: ParallelConfig, size: int, limit: float = math.inf) -> Choice | TooLarge | None:
-    """Try a layout with micro-batches of `size` rows; None if it cannot be as fast as `limit` seconds per row."""
+def try_layout(
+    goal: Goal, config: ParallelConfig, size: int, limit: float = math.inf, slow: set[int] | None = None
+) -> Choice | TooLarge | None:
+    """Try a layout with micro-batches of `size` rows; None if it cannot be as fast as `limit` seconds per row.
+
+    Args:
+        slow: sizes known to be too slow; `size` joins them if it stays so when more is recomputed or offloaded.
+    """
+    if slow is not None and size in slow:
+        return None
     config, layout, job = _read_asked_layout(goal, config, size)
     stages = make_stages(goal.shape, layout, job)
-    rows = job.micro_batch * job.micro_batches * layout.dp
-    if limit < math.inf and _compute_least_seconds(goal.cluster, stages, layout, job) > limit * rows:
-        return None
-    ranks = predict_memory_of_ranks(stages, layout, job)
-    peak = find_fullest(ranks)
+    # Memory takes less time to count. That a layout is slow in all ways shows in the first, which saves no memory.
+    saves = job.recompute != "none" or job.offload != "none"
+    needed = _count_too_much(goal, stages, layout, job) if saves else None
+    if needed is None and limit < math.inf:
+        most = limit * job.micro_batch * job.micro_batches * layout.dp
+        least, even = _compute_least_seconds(goal.cluster, stages, layout, job)
+        if least > most:
+            if slow is not None and even > most:
+                slow.add(size)
+            return None
+    needed = needed if saves else _count_too_much(goal, stages, layout, job)
+    if needed is not None:
+        return TooLarge(config, size, needed)
+    return _make_choice_of(config, predict_step(goal.shape, goal.cluster, layout, job))
+
+
+def _count_too_much(goal: Goal, stages: tuple[Stage, ...], layout: Layout, job: Job) -> float | None:
+    """Return the GiB that a layout's fullest rank needs if that, or what the host is given, does not fit."""
+    needed = predict_fullest_rank(stages, layout, job).needed / GIB
     on_host, room = count_host_gib(stages, layout, job, goal.cluster), goal.cluster.gpu.host.memory_gib
-    if peak.needed > goal.room_gib * GIB or on_host > room:
-        return TooLarge(config, size, peak.needed / GIB)
-    return _make_choice_of(config, predict_step(goal.shape, goal.cluster, layout, job, ranks))
+    return needed if needed > goal.room_gib or on_host > room else None
 
 
 def predict_choice(goal: Goal, config: ParallelConfig, size: int) -> Choice:
@@ -272,14 +295,19 @@ def _make_choice_of(config: ParallelConfig, prediction: Prediction) -> Choice:
     return Choice(config, prediction, job.micro_batch * job.micro_batches_per_call, job.calls)
 
 
-def _compute_least_seconds(cluster: Cluster, stages: tuple[Stage, ...], layout: Layout, job: Job) -> float:
-    """No schedule of one stage per rank is faster: the slowest computes, the others fill and drain its pipeline."""
+def _compute_least_seconds(
+    cluster: Cluster, stages: tuple[Stage, ...], layout: Layout, job: Job
+) -> tuple[float, float]:
+    """Return seconds that no schedule undercuts, and those that no other cut into stages undercuts either.
+
+    The slowest stage computes, the others fill and drain its pipeline; or all ranks compute evenly, without a bubble.
+    """
     seconds = {
         stage: sum(compute_stage_times(stage, layout, job, cluster).totals) for stage in set(stages)
     }  # few differ
     ranks = [sum(seconds[stage] for stage in mine) for mine in group_stages_by_rank(stages, layout)]
     filling = (sum(ranks) - max(ranks)) / layout.virtual_stages if layout.schedule == "1f1b" else 0.0
-    return job.micro_batches * max(ranks) + filling
+    return job.micro_batches * max(ranks) + filling, job.micro_batches * sum(ranks) / len(ranks)
 
 
 # ---- padding --------------------------------------------------------------------------------------------------------

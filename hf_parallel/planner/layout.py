@@ -58,6 +58,7 @@ class Habits:
     lowers_inputs: bool = False  # under autocast they travel as products read them
     regathers: bool = False  # sequence parallelism gathers the inputs again for the weights' gradients
     fp32_sums: bool = False  # gradients of 16 bits are summed over ranks and micro-batches in fp32
+    fp32_keys: bool = False  # the gradients of keys and values that cp ranks send each other are in fp32
     counts_ends: bool = False  # embedding, loss and norms are counted, too; the efficiencies were fitted without
 
 
@@ -73,6 +74,7 @@ HABITS = {
     "hf_parallel": Habits(
         master_weights=False,
         fp32_sums=True,
+        fp32_keys=True,
         fsdp2=True,
         gathered_layers=1.0,
         balanced=True,

@@ -99,10 +99,22 @@ def predict_memory_of_ranks(stages: tuple[Stage, ...], layout: Layout, job: Job)
     return [rank_memory(mine, layout, job, rank) for rank, mine in enumerate(group_stages_by_rank(stages, layout))]
 
 
+def predict_fullest_rank(stages: tuple[Stage, ...], layout: Layout, job: Job) -> RankMemory:
+    """The peak of the rank that needs most. Under 1F1B it is the first of those whose stages are alike.
+
+    That rank holds as many forwards as they, or more; a search has thousands of layouts to reject.
+    """
+    grouped = group_stages_by_rank(stages, layout)
+    if layout.schedule != "1f1b":
+        return find_fullest(predict_memory_of_ranks(stages, layout, job))
+    first_alike = {tuple(mine): rank for rank, mine in reversed(list(enumerate(grouped)))}
+    return find_fullest([rank_memory(grouped[rank], layout, job, rank) for rank in first_alike.values()])
+
+
 def count_states(stages: tuple[Stage, ...], layout: Layout, job: Job) -> float:
     """Return the bytes of weights, gradients and optimizer states of the rank that has most."""
-    ranks = (_Rank(mine, layout, job, rank) for rank, mine in enumerate(group_stages_by_rank(stages, layout)))
-    return max(sum(rank._states().values()) for rank in ranks)
+    kinds = dict.fromkeys(map(tuple, group_stages_by_rank(stages, layout)))  # few differ
+    return max(sum(_Rank(list(mine), layout, job, 0)._states().values()) for mine in kinds)
 
 
 def find_fullest(memories: list[RankMemory]) -> RankMemory:

@@ -37,7 +37,7 @@ from hf_parallel.planner.ledger import (
     find_busiest,
     step_transfers,
 )
-from hf_parallel.planner.memory import GIB, RankMemory, does_fit, find_fullest, predict_memory_of_ranks
+from hf_parallel.planner.memory import GIB, does_fit, find_fullest, predict_memory_of_ranks
 from hf_parallel.planner.pipeline import (
     Stage,
     compute_pipeline_seconds,
@@ -588,17 +588,11 @@ def check_four_bit_job(job: Job) -> None:
         refuse(f"precision={asked}", "a base in 4 bits is planned with all else in bf16", "precision=bf16")
 
 
-def predict_step(
-    shape: ModelShape, cluster: Cluster, layout: Layout, job: Job, ranks: list[RankMemory] | None = None
-) -> Prediction:
-    """`predict` with everything read and checked: what a search calls many times.
-
-    Args:
-        ranks: their memory, if it is known already.
-    """
+def predict_step(shape: ModelShape, cluster: Cluster, layout: Layout, job: Job) -> Prediction:
+    """`predict` with everything read and checked: what a search calls many times."""
     stages = make_stages(shape, layout, job)
     time = step_time(stages, layout, job, cluster)
-    ranks = ranks or predict_memory_of_ranks(stages, layout, job)
+    ranks = predict_memory_of_ranks(stages, layout, job)
     peak = find_fullest(ranks)
     held = peak.held(cluster.gpu.memory_gib * GIB)
     kinds = {**peak.kinds, "held by the allocator": held - peak.needed}

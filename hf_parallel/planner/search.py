@@ -46,7 +46,7 @@ from hf_parallel.planner.candidates import (
     to_job,
 )
 from hf_parallel.planner.choices import TELLS, Choice, Found, find_leanest, iterate_variants, rank_seconds, try_layout
-from hf_parallel.planner.dryrun.run import PRECISIONS, dry_run
+from hf_parallel.planner.dryrun.run import PRECISIONS, count_alone, dry_run
 from hf_parallel.planner.hardware import Cluster, make_cluster
 from hf_parallel.planner.layout import Job, Layout, normalise_precision
 from hf_parallel.planner.predict import check_four_bit_job
@@ -110,27 +110,25 @@ def search(
     """
     if memory_gib is not None:
         cluster = dataclasses.replace(cluster, gpu=dataclasses.replace(cluster.gpu, memory_gib=memory_gib))
-    precision = normalise_precision(precision)
-    kernel = assume_planned(model, cluster.gpu, precision, seq, attention, documents)
-    eight_bit, precision = ("fp8", "bf16") if precision == "fp8" else ("auto", precision)
-    goal = Goal(
-        shape=measure_shape(model, precision, adapt, kernel.counted),
+    goal = make_goal(
+        model=model,
         cluster=cluster,
         seq=seq,
         global_batch=global_batch,
         precision=precision,
+        adapt=adapt,
+        kernel=attention,
+        documents=documents,
         optimizer=optimizer,
         lora=16 if lora is True else int(lora),
         rows=rows,
         accumulation=accumulation,
-        attention=kernel,
-        eight_bit=eight_bit,
         quantized=quantized,
         whole_logits=whole_logits,
         headroom=_check_headroom(headroom),
         four_bit=four_bit,
     )
-    check_four_bit_job(to_job(goal, make_config(precision=eight_bit), 1, 1))
+    check_four_bit_job(to_job(goal, make_config(precision=goal.eight_bit), 1, 1))
     looking = _Search(goal, accept)
     ranked = looking.run()
     if not looking.looked_at:
@@ -150,6 +148,38 @@ def search(
         advice="" if best else explain_nothing_fits(goal, looking.leanest, looking.what_would_fit()),
         notes=list(list_notes_about(goal, getattr(model, "max_position_embeddings", None))),
         suggestions=[] if best is None or quantized else list(suggest_rounding(best, looking.rounding(best, ranked))),
+    )
+
+
+def make_goal(
+    *,
+    model: PreTrainedModel,
+    cluster: Cluster,
+    seq: int,
+    precision: str,
+    adapt: Callable[[PreTrainedModel], None] | None = None,
+    kernel: str | None = None,
+    documents: bool = False,
+    **wishes: Any,
+) -> Goal:
+    """Return the goal for a model on these machines, with what its layers keep and the attention that they will run.
+
+    Args:
+        kernel: `attention` of `search`, as are the others.
+        wishes: other fields of `Goal`.
+    """
+    precision = normalise_precision(precision)
+    planned = assume_planned(model, cluster.gpu, precision, seq, kernel, documents)
+    eight_bit, precision = ("fp8", "bf16") if precision == "fp8" else ("auto", precision)
+    shape = measure_shape(model, precision, adapt, planned.counted)
+    return Goal(
+        shape=shape,
+        cluster=cluster,
+        seq=seq,
+        precision=precision,
+        attention=planned,
+        eight_bit=eight_bit,
+        **wishes,
     )
 
 
@@ -297,10 +327,8 @@ def measure_shape(
     model: PreTrainedModel, precision: str, adapt: Callable[[PreTrainedModel], None] | None = None, kernel: str = SDPA
 ) -> ModelShape:
     """The shape of a model; of one of Transformers also what its layers keep, if this process can run it."""
-    import torch.distributed as dist
-
     shape = shape_of(model)
-    if isinstance(model, (ModelShape, Mapping)) or dist.is_initialized():
+    if isinstance(model, (ModelShape, Mapping)):
         return shape
     try:
         return count_activations(shape, model, precision, adapt, kernel)
@@ -315,7 +343,7 @@ def count_activations(
     adapt: Callable[[PreTrainedModel], None] | None = None,
     kernel: str = SDPA,
 ) -> ModelShape:
-    """The shape with what its blocks really keep for their backward, from two dry runs of one process.
+    """The shape with what its blocks really keep for their backward, counted with two layers and with three.
 
     Models whose layers differ stay as they are: for them the formula holds.
 
@@ -323,13 +351,19 @@ def count_activations(
         adapt: see `dry_run`; what is counted then holds for jobs with adapters.
         kernel: of the model's attention: what it keeps beyond flash attention is not counted.
     """
+    import torch.distributed as dist
+
     if len(set(shape.blocks)) != 1 or shape.layers < 2 or precision not in PRECISIONS:
         return shape
     seq = 256 if shape.blocks[0].attentions else 8  # a recurrence may go token by token
-    run = functools.partial(dry_run, rows=_TOKENS // seq, seq=seq, precision=precision, optimizer="sgd")
-    whole = "dp_shard=1,lean_loss=false"  # the fullest moment is the loss, and not run in a hundred chunks
-    runs = [run(model, whole, layers=layers, adapt=adapt) for layers in (2, 3)]
-    kept = (runs[1].peak["activations"] - runs[0].peak["activations"]) / _TOKENS
+    given: dict[str, Any] = {"rows": _TOKENS // seq, "seq": seq, "precision": precision, "adapt": adapt}
+    if dist.is_initialized():  # as `auto` asks
+        two, three = (count_alone(model, layers=layers, **given) for layers in (2, 3))
+    else:
+        whole = "dp_shard=1,lean_loss=false"  # the fullest moment is the loss, and not run in a hundred chunks
+        runs = (dry_run(model, whole, layers=layers, optimizer="sgd", **given) for layers in (2, 3))
+        two, three = (ran.peak["activations"] for ran in runs)
+    kept = (three - two) / _TOKENS
     if PRECISIONS[precision][1] is not None:  # the copies of weights do not grow with the tokens
         kept -= 2 * count_lowered_parameters(shape.blocks[0], Layout()) / _TOKENS
     job = Job(seq, 1, 1, precision=precision, attention=kernel, engine="hf_parallel")

@@ -81,6 +81,22 @@ def test_llama_8b_on_desktop_gpus_fits_by_a_dry_run(gpus, rows):
     assert ran.peak_bytes < cluster.gpu.memory_gib * 2**30
 
 
+def kept_by_layers(rank: int) -> tuple:
+    """What the planner counts of a layer that it builds and runs on tensors without memory."""
+    from hf_parallel.hooks.peft.planned_adapters import plan_lora
+    from hf_parallel.planner.search import measure_shape
+
+    return measure_shape(models.llama(), "bf16", plan_lora(rank) if rank else None).blocks[0].kept
+
+
+def test_auto_counts_what_plan_counts():
+    """Among processes that are connected already, with adapters and without."""
+    for rank in (0, 4):
+        alone = run_alone(kept_by_layers, rank)
+        assert alone
+        assert run(kept_by_layers, 1, rank) == [alone]
+
+
 def chosen_for(folder: str, out: str) -> list[str]:
     """The lines for a script with a LoraConfig made before its model is shown, which trains two steps."""
     from peft import LoraConfig, get_peft_model

@@ -7,11 +7,14 @@ import time
 import pytest
 
 from hf_parallel.ask.config import ParallelConfig, SpecError
-from hf_parallel.planner import make_cluster, shape_of
+from hf_parallel.planner import choices, make_cluster, shape_of
 from hf_parallel.planner.activations import Planned
-from hf_parallel.planner.candidates import Goal
+from hf_parallel.planner.candidates import Goal, list_ways_of
 from hf_parallel.planner.choices import TELLS, compare_padding_of, rank_seconds
 from hf_parallel.planner.hardware import find_gpu
+from hf_parallel.planner.layout import Job, Layout
+from hf_parallel.planner.memory import find_fullest, predict_fullest_rank, predict_memory_of_ranks
+from hf_parallel.planner.pipeline import make_stages
 from hf_parallel.planner.search import plan, search
 from tests import models
 from tests.models import LLAMA_8B
@@ -357,3 +360,23 @@ def test_of_unlike_gpus_the_slowest_says_whether_joining_pays():
     assert (on_fast.fits, on_slow.fits) == (True, False)
     for goals in ([fast, slow], [slow, fast]):
         assert compare_padding_of(goals, spec, lengths, 4) == on_slow
+
+
+@pytest.mark.parametrize(("pp", "batches", "recompute"), [(1, 1, "none"), (4, 2, "none"), (8, 32, "full")])
+def test_the_fullest_rank_is_found_without_the_others(pp, batches, recompute):
+    layout = Layout(pp=pp, dp=2, zero_stage=2)
+    job = Job(4096, 1, batches, recompute=recompute, engine="hf_parallel")
+    stages = make_stages(shape_of(LLAMA_70B), layout, job)
+    every = find_fullest(predict_memory_of_ranks(stages, layout, job))
+    assert predict_fullest_rank(stages, layout, job).needed == every.needed
+
+
+def test_what_is_too_slow_is_not_tried_in_each_way(monkeypatch):
+    """Recomputing and offloading make nothing faster: of a slow layout each size is timed once."""
+    found, timed = searched(gpus=8), []
+    seconds = choices._compute_least_seconds
+    monkeypatch.setattr(choices, "_compute_least_seconds", lambda *given: (timed.append(given[3]), seconds(*given))[1])
+    config, limit = found.choices[-1].config, found.choices[0].seconds_per_row / 2
+    assert list(choices.iterate_variants(found.goal, config, limit, list_ways_of(found.goal))) == []
+    sizes = [job.micro_batch for job in timed]
+    assert len(sizes) == len(set(sizes)) > 1

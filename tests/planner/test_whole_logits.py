@@ -83,7 +83,7 @@ def said(out: str) -> list[str]:
     """The first reason of a choice, with a reader and without."""
     detection.detect = lambda *args: make_cluster("l40s-48gb", 2)
     of_session(auto._Shown).arguments = arguments_of(out)
-    auto.make_acceptance_test = lambda config: lambda layout: layout.data_parallel_size == 2
+    auto.make_acceptance_test = lambda config, pack: lambda layout: layout.data_parallel_size == 2
     return [
         auto._find_best(auto.Shown(models.llama(), reader=reader), devices=[]).reasons[0]
         for reader in ("OwnTrainer computes the loss", None)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 def plan_lora(
     rank: int, targets: str | Sequence[str] = "all-linear", **settings: object
 ) -> Callable[[nn.Module], None]:
-    """Return a function that adds adapters of `rank` to a parallel meta model, as get_peft_model does to any.
+    """Return a function that adds adapters of `rank` to a meta model, parallel or not, as get_peft_model does.
 
     Args:
         targets: LoraConfig's target_modules.
@@ -41,12 +41,15 @@ def plan_lora(
 
         from hf_parallel.hooks.patches import list_patches
 
-        state = state_of(model)
-        assert state is not None
+        state, config = state_of(model), LoraConfig(r=rank, target_modules=targets, **settings)
+        if state is None:
+            with torch.device("meta"):
+                get_peft_model(model, config)
+            return
         done = apply_patches([patch for patch in list_patches() if patch.library == "peft"])
         try:
             with runtime.pretend_mesh(state.mesh), torch.device("meta"):
-                get_peft_model(model, LoraConfig(r=rank, target_modules=targets, **settings))
+                get_peft_model(model, config)
         finally:
             undo(done)
 

@@ -341,6 +341,24 @@ def observe(
         return Observed(recorder.peaks(kinds), kept, traffic)
 
 
+def observe_alone(
+    model: nn.Module, batch: Inputs, autocast: torch.dtype | None, layers: tuple[nn.Module, ...], scalars: int
+) -> Counter[str]:
+    """Run forward and backward of a model that is not parallel; return bytes by kind at the fullest moment.
+
+    No process group is needed, so a process that is part of a world may ask. Arguments are those of `observe`.
+    """
+    with Recorder({}, scalars=scalars) as recorder, _record_parts(recorder, (layers,)):
+        kinds = {recorder.note(tensor): "parameters" for tensor in (*model.parameters(), *model.buffers())}
+        recorder.remember()
+        with torch.autocast(next(model.parameters()).device.type, autocast, enabled=autocast is not None):
+            loss = model(**batch)["loss"]
+        loss.backward()
+        kinds |= {recorder.note(p.grad): "gradients" for p in model.parameters() if p.grad is not None}
+        recorder.remember()
+        return max(recorder.peaks(kinds), key=lambda peak: peak.total())
+
+
 def _list_steps(state: ParallelState, batches: list[Inputs]) -> list[list[Inputs]]:
     """Return the batches of each step: the first only fills the optimizer's state, the last is like any later one.
 

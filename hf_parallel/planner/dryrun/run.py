@@ -38,7 +38,7 @@ from hf_parallel.axes.axis import Packing
 from hf_parallel.axes.pipeline.axis import PIPELINE
 from hf_parallel.axes.pipeline.schedules import count_micro_batches
 from hf_parallel.model.anatomy import build_on_meta, find_backbone_plan, get_backbone_of, list_transformer_blocks
-from hf_parallel.planner.dryrun.recorder import Communication, Observed, Traffic, observe
+from hf_parallel.planner.dryrun.recorder import Communication, Observed, Traffic, observe, observe_alone
 from hf_parallel.planner.dryrun.world import Shapes, fake_tensors_pass_as_real, materialise_weights, pretend_world
 from hf_parallel.plans.resolve import read_model, resolve
 from hf_parallel.ranks.mesh import ParallelMesh, compute_coordinates, list_axis_ranks
@@ -169,6 +169,35 @@ def dry_run(
         fewest,
         time.monotonic() - began,
     )
+
+
+def count_alone(
+    model: PretrainedConfig | nn.Module,
+    *,
+    rows: int,
+    seq: int,
+    precision: str,
+    layers: int,
+    adapt: Callable[[nn.Module], None] | None = None,
+) -> int:
+    """Return the bytes of activations of one process at the fullest moment of a model call and its backward.
+
+    Logits are whole. A process group of this process is left alone. Arguments are those of `dry_run`.
+    """
+    dtype, lowered = PRECISIONS[precision]
+    model = on_meta(model).to(dtype)
+    stack = _find_only_stack(model)
+    if stack is not None:
+        get_backbone_of(model).set_submodule(stack.name, nn.ModuleList(stack.layers[:layers]))
+    model.train()
+    model.config.use_cache = False
+    if adapt is not None:
+        adapt(model)
+    with fake_tensors_pass_as_real(), Shapes(allow_non_fake_inputs=True):
+        materialise_weights(model)
+        ids = torch.zeros((rows, seq), dtype=torch.long)
+        parts = tuple(list_transformer_blocks(model))
+        return observe_alone(model, {"input_ids": ids, "labels": ids}, lowered, parts, _ANY_VALUE)["activations"]
 
 
 def find_device(asked: str) -> tuple[str, str]:
