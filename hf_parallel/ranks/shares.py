@@ -46,7 +46,6 @@ def compute_enough_examples(shares: Shares) -> int:
 
 # ---- `batch_shares=auto`: shares that follow from measured speeds ---------------------------------------------------
 
-
 #: A new cut must be so many times as fast, in so many looks in a row, by the median of so many readings.
 WORTH, LOOKS, READINGS = 1.1, 2, 3
 
