@@ -123,12 +123,12 @@ class StatePart:
     @staticmethod
     def room_for(sizes: Iterable[int]) -> int:
         """Return the bytes that a part for tensors of so many bytes takes."""
-        return sum(map(_pad_to_block, sizes))
+        return sum(math.ceil(size / _ALIGNED) * _ALIGNED for size in sizes)
 
     def keep(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor of the same values whose memory is here."""
         kept = torch.frombuffer(self._memory, dtype=tensor.dtype, count=tensor.numel(), offset=self._used)
-        self._used += _pad_to_block(tensor.nbytes)
+        self._used += self.room_for([tensor.nbytes])
         return kept.view(tensor.shape).copy_(tensor)
 
     def write_back(self, fd: int) -> None:
@@ -139,10 +139,6 @@ class StatePart:
             raise OSError(code, os.strerror(code))
         _libc.madvise(address, size, _FORGET)
         os.posix_fadvise(fd, self.start, self.size, os.POSIX_FADV_DONTNEED)
-
-
-def _pad_to_block(size: int) -> int:
-    return math.ceil(size / _ALIGNED) * _ALIGNED
 
 
 def _format_gib(size: int) -> str:
