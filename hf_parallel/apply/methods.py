@@ -270,12 +270,6 @@ def share_own(model: nn.Module, parts: Mapping[str, PreTrainedModel], mesh: Para
     shard_data_parallel(model, model, [], mesh)
 
 
-def find_tied_names_inside(parts: Mapping[str, PreTrainedModel]) -> dict[str, str]:
-    """Return, by name of a tied weight, the name under which it is saved."""
-    inner = {name: getattr(part, "_hf_parallel_tied_keys", {}) for name, part in parts.items()}
-    return {f"{name}.{tied}": f"{name}.{kept}" for name, keys in inner.items() for tied, kept in keys.items()}
-
-
 def replace_methods_around(model: nn.Module, parts: Mapping[str, PreTrainedModel], mesh: ParallelMesh) -> None:
     """Let the module's own ways to save find whole weights (rank 0 writes, all take part), and take whole ones."""
     for name in ("save", "save_pretrained"):

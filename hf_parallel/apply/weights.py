@@ -27,7 +27,6 @@ from hf_parallel.axes.data.parameters import (
     assign_memory,
     find_holder,
     find_holder_at,
-    iterate_gathered,
     iterate_late_parameters,
     remove_late_parameters,
 )
@@ -471,7 +470,10 @@ def _check_optimizer(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
             if id(parameter) in given and any(parameter is one for one in late):
                 why = "it came into the model after its weights were shared out, and each data rank trains its own"
                 refuse(name, why, do="put it there before, or give the model to Accelerator.prepare or Trainer then")
-    if any(id(parameter) in given for model in list_parallel_models() for parameter in iterate_gathered(model)):
+    roots = [cast(Any, model)._hf_parallel.root for model in list_parallel_models()]
+    held = (one for root in roots for group in iterate_parameter_groups(root) for one in group.fsdp_params)
+    # Between a forward and a backward pass FSDP2 registers gathered parameters.
+    if any(hasattr(one, "_unsharded_param") and id(one._unsharded_param) in given for one in held):
         why = "it was made after a forward pass with gradients, and has copies of weights that ranks hold parts of"
         refuse(type(optimizer).__name__, why, do="make it before the model runs, or after loss.backward()")
 

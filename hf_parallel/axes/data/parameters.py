@@ -225,13 +225,6 @@ def find_holder_at(module: nn.Module, name: str, models: Iterable[nn.Module]) ->
     return None
 
 
-def iterate_gathered(model: nn.Module) -> Iterator[nn.Parameter]:
-    """Yield the parameters that FSDP2 registers between a forward and a backward pass."""
-    state = getattr(model, "_hf_parallel", None)
-    for group in iterate_parameter_groups(state.root) if state is not None else ():
-        yield from (held._unsharded_param for held in group.fsdp_params if hasattr(held, "_unsharded_param"))
-
-
 def _recall_holder(parameter: torch.Tensor) -> Held | None:
     group, held, offload = _known.get(parameter, (None, None, ""))
     group, held = group and group(), held and held()
