@@ -49,7 +49,6 @@ from tests.warm import KnownCopies, warm_up
 for module in (
     "axes.attention.axis",
     "axes.context.choose",
-    "axes.data.chosen_modules",
     "axes.data.gradients",
     "axes.data.shared_towers",
     "axes.experts.balance",

@@ -63,14 +63,26 @@ def place_kernels(model: PreTrainedModel, put: Callable[[], object], asked: str)
         with _restore_own_classes(before):
             put()
     for former in before:
-        forward = vars(former.module).get("forward")
+        module, forward = former.module, vars(former.module).get("forward")
         if forward is None or forward is former.forward:
             continue
-        if former.module is model:
-            _place_inside_hooks(model, forward, former.forward)
-        elif not _place_behind_mixins(former, getattr(forward, "__func__", forward)):
+        if module is model:  # with its own loss: inside the model's hooks, or the pipeline
+            assert former.forward is not None  # the engine's, or what calls the model's hooks
+            model.forward = former.forward
+            set_inner_forward(model, forward) if state.pipeline is None else state.pipeline.set_forward(forward)
+            continue
+        kernel = getattr(forward, "__func__", forward)
+        is_split = any(has_mixin(type(inner)) for inner in module.modules())
+        fits = isinstance(module, PartialGradient) or _name(kernel) in CALL_LINEARS  # else it reads split weights
+        if not is_split or (fits and not has_mixin(former.kind)):
+            continue
+        vars(module).pop("forward")
+        if former.forward is not None:
+            module.forward = former.forward
+        if fits:
+            module.__class__ = make_class_computing(kernel, former.kind)
+        else:
             left_out.add(_name(forward))
-            _restore(former)
     if left_out and state.is_first(asked):
         state.notes.append(f"{asked}: split layers keep their own code in place of {', '.join(sorted(left_out))}")
 
@@ -87,37 +99,6 @@ def _restore_own_classes(modules: list[_Before]) -> Iterator[None]:
         for former in modules:
             if has_mixin(former.kind):
                 former.module.__class__ = former.kind
-
-
-def _place_behind_mixins(former: _Before, forward: Callable) -> bool:
-    """Put the kernel behind the module's mixins; False if they would not be called or it reads split weights."""
-    module = former.module
-    if not _is_split(module):
-        return True
-    if not (isinstance(module, PartialGradient) or _name(forward) in CALL_LINEARS):
-        return False
-    if has_mixin(former.kind):
-        _restore(former)
-        module.__class__ = make_class_computing(forward, former.kind)
-    return True
-
-
-def _is_split(module: nn.Module) -> bool:
-    return any(has_mixin(type(inner)) for inner in module.modules())
-
-
-def _place_inside_hooks(model: PreTrainedModel, forward: Callable, former: Callable | None) -> None:
-    """Take a forward of the whole model, with its own loss, inside the model's hooks or the pipeline."""
-    assert former is not None  # the engine's, or what calls the model's hooks
-    model.forward = former
-    pipeline = model._hf_parallel.pipeline
-    set_inner_forward(model, forward) if pipeline is None else pipeline.set_forward(forward)
-
-
-def _restore(former: _Before) -> None:
-    vars(former.module).pop("forward")
-    if former.forward is not None:
-        former.module.forward = former.forward
 
 
 def _name(forward: Callable) -> str:

@@ -21,8 +21,8 @@ from hf_parallel.apply.kernels import get_inner_forward, place_kernels, set_inne
 from hf_parallel.apply.weights import remember_model, resize_token_embeddings
 from hf_parallel.ask.config import ParallelConfig
 from hf_parallel.ask.spec import refuse
-from hf_parallel.axes.data.parameters import have_gathered, make_identical
-from hf_parallel.axes.data.units import iterate_sharded_modules
+from hf_parallel.axes.data.parameters import make_identical
+from hf_parallel.axes.data.units import iterate_parameter_groups, iterate_sharded_modules
 from hf_parallel.axes.data.zero import forget_root, shard_data_parallel
 from hf_parallel.checkpoint import full_state_dict, join_current_save, save_pretrained_model, slices
 from hf_parallel.checkpoint.hub_format import list_tied_names
@@ -158,7 +158,8 @@ def _iterate_parameters_of_stage(
 def _apply_to_model(model: PreTrainedModel, fn: Callable, *args: object, **kwargs: object) -> object:
     """Cast or move, as `to` and `half` do. FSDP2 keeps memory of the dtype in which it has once gathered weights."""
     wanted = fn(torch.empty((), dtype=model.dtype)).dtype
-    if wanted != model.dtype and any(have_gathered(unit) for unit in iterate_sharded_modules(model)):
+    held = (one for group in iterate_parameter_groups(model) for one in group.fsdp_params)
+    if wanted != model.dtype and any(one.all_gather_outputs for one in held):
         raise NotImplementedError(
             f"hf_parallel: a sharded model is cast to {wanted} after it has run; cast it before its first forward"
         )
@@ -183,21 +184,17 @@ def _copy_model(
         for unit in iterate_sharded_modules(root):
             unit.reshard()
     new.to_empty(device=mesh.device).tie_weights()  # memory of their own unties plain parameters
-    _take_values(new, model)
+    with torch.no_grad():
+        for own, theirs in zip(new.parameters(), model.parameters(), strict=True):
+            get_stored(own).copy_(get_stored(theirs))
+            own.requires_grad_(theirs.requires_grad)
+        for buffer, former in zip(new.buffers(), model.buffers(), strict=True):
+            buffer.copy_(former)
+    for module, other in zip(new.modules(), model.modules(), strict=True):
+        module.training = other.training
     new.generation_config = copy.deepcopy(getattr(model, "generation_config", None))
     memo[id(model)] = new
     return new
-
-
-@torch.no_grad()
-def _take_values(new: nn.Module, model: nn.Module) -> None:
-    for own, theirs in zip(new.parameters(), model.parameters(), strict=True):
-        get_stored(own).copy_(get_stored(theirs))
-        own.requires_grad_(theirs.requires_grad)
-    for buffer, former in zip(new.buffers(), model.buffers(), strict=True):
-        buffer.copy_(former)
-    for module, other in zip(new.modules(), model.modules(), strict=True):
-        module.training = other.training
 
 
 def _set_use_kernels(model: PreTrainedModel, use_kernels: bool, *args: object, **kwargs: object) -> None:
@@ -273,12 +270,6 @@ def share_own(model: nn.Module, parts: Mapping[str, PreTrainedModel], mesh: Para
     shard_data_parallel(model, model, [], mesh)
 
 
-def find_tied_names_inside(parts: Mapping[str, PreTrainedModel]) -> dict[str, str]:
-    """Return, by name of a tied weight, the name under which it is saved."""
-    inner = {name: getattr(part, "_hf_parallel_tied_keys", {}) for name, part in parts.items()}
-    return {f"{name}.{tied}": f"{name}.{kept}" for name, keys in inner.items() for tied, kept in keys.items()}
-
-
 def replace_methods_around(model: nn.Module, parts: Mapping[str, PreTrainedModel], mesh: ParallelMesh) -> None:
     """Let the module's own ways to save find whole weights (rank 0 writes, all take part), and take whole ones."""
     for name in ("save", "save_pretrained"):
@@ -312,13 +303,21 @@ def _show_whole_module(
 ) -> Iterator[None]:
     """Give this rank a module of whole weights that runs by itself inside the `with`, as model cards need."""
     places = {name: (model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in parts}
+    inside = {id(module) for part in parts.values() for module in part.modules()}
     with contextlib.ExitStack() as stack:
         _set_for_now(stack, model.__dict__, "_holds_whole", True)
-        for module in _find_modules_outside(model, parts).values():
+        for place, module in [item for item in model.named_modules() if id(item[1]) not in inside]:
             _set_for_now(stack, module.__dict__, "_forward_pre_hooks", OrderedDict())
             _set_for_now(stack, module.__dict__, "_forward_hooks", OrderedDict())
-        for table, key, tensor in list(_iterate_own_tensors(model, parts, tensors)):
-            _set_for_now(stack, table, key, tensor)
+            for key, tensor in (*module._parameters.items(), *module._buffers.items()):
+                if tensor is None:
+                    continue
+                whole = tensors.get(f"{place}.{key}" if place else key)
+                whole = tensor.detach().cpu() if whole is None else whole  # a buffer that is not saved
+                if isinstance(tensor, nn.Parameter):
+                    _set_for_now(stack, module._parameters, key, nn.Parameter(whole, requires_grad=False))
+                else:
+                    _set_for_now(stack, module._buffers, key, whole)
         for name, (parent, child) in places.items():
             own = {key.removeprefix(f"{name}."): t for key, t in tensors.items() if key.startswith(f"{name}.")}
             _set_for_now(stack, parent._modules, child, _build_plain_part(parts[name], own))
@@ -332,26 +331,6 @@ def _set_for_now(stack: contextlib.ExitStack, table: dict, key: str, value: obje
     else:
         stack.callback(table.__delitem__, key)
     table[key] = value
-
-
-def _find_modules_outside(model: nn.Module, parts: Mapping[str, PreTrainedModel]) -> dict[str, Any]:
-    """Return by name the modules that belong to none of the parts, the model itself among them."""
-    inside = {id(module) for part in parts.values() for module in part.modules()}
-    return {name: module for name, module in model.named_modules() if id(module) not in inside}
-
-
-def _iterate_own_tensors(
-    model: nn.Module, parts: Mapping[str, PreTrainedModel], tensors: dict[str, torch.Tensor]
-) -> Iterator[tuple[dict[str, object], str, torch.Tensor]]:
-    """Yield each parameter and buffer outside of the parts: its table, its key, and its whole value."""
-    for place, module in _find_modules_outside(model, parts).items():
-        for key, tensor in (*module._parameters.items(), *module._buffers.items()):
-            if tensor is not None:
-                whole = tensors.get(f"{place}.{key}" if place else key)
-                whole = tensor.detach().cpu() if whole is None else whole  # a buffer that is not saved
-                is_parameter = isinstance(tensor, nn.Parameter)
-                table = module._parameters if is_parameter else module._buffers
-                yield table, key, nn.Parameter(whole, requires_grad=False) if is_parameter else whole
 
 
 def _build_plain_part(part: PreTrainedModel, tensors: dict[str, torch.Tensor]) -> PreTrainedModel:

@@ -16,7 +16,6 @@ from torch import nn
 from hf_parallel.apply.late_modules import find_counted_before, watch_for_late_modules
 from hf_parallel.apply.methods import (
     find_models_inside,
-    find_tied_names_inside,
     replace_methods,
     replace_methods_around,
     share_own,
@@ -200,7 +199,9 @@ def _parallelize_around(model: PreTrainedModel, parts: Mapping[str, PreTrainedMo
     watch()
     for part in parts.values():
         part._hf_parallel.around = weakref.ref(model)
-    model._hf_parallel, model._hf_parallel_tied_keys = state, find_tied_names_inside(parts)
+    inner = {name: getattr(part, "_hf_parallel_tied_keys", {}) for name, part in parts.items()}
+    tied = {f"{name}.{key}": f"{name}.{kept}" for name, keys in inner.items() for key, kept in keys.items()}
+    model._hf_parallel, model._hf_parallel_tied_keys = state, tied  # a tied weight -> the name it is saved under
     replace_methods_around(model, parts, mesh)
     return model
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.utils.parametrize import is_parametrized
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -27,7 +27,6 @@ from hf_parallel.axes.data.parameters import (
     assign_memory,
     find_holder,
     find_holder_at,
-    iterate_gathered,
     iterate_late_parameters,
     remove_late_parameters,
 )
@@ -39,7 +38,7 @@ from hf_parallel.checkpoint import full_state_dict as gather_state
 from hf_parallel.checkpoint.slices import find_local_part, list_axes_and_dims, read_part
 from hf_parallel.model.anatomy import StoredOrder, get_text_config
 from hf_parallel.ranks import assert_all_ranks
-from hf_parallel.ranks.mesh import ParallelMesh, get_stored, place_as
+from hf_parallel.ranks.mesh import get_stored, place_as
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
@@ -109,26 +108,16 @@ def reduce_to_whole_number(tensor: Any) -> torch.Tensor:
             group = groups.for_numbers(dist.get_process_group_ranks(tensor.device_mesh.get_group(axis)))
             numbers = [torch.empty_like(number) for _ in range(group.size())]
             dist.all_gather(numbers, number, group=group)
-            number = _combine_numbers(torch.stack(numbers), placement)
+            together, norm_type = torch.stack(numbers), getattr(placement, "norm_type", None)
+            if norm_type is not None:  # of sums of powers that are norms already
+                number = torch.linalg.vector_norm(together, norm_type)
+            else:
+                number = _COMBINED[getattr(placement, "reduce_op", "sum")](together)
     return number.to(own.device, own.dtype).reshape(tensor.shape)
 
 
 _EXACT = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-_COMBINED: dict[str, Any] = {
-    "sum": torch.sum,
-    "avg": torch.mean,
-    "product": torch.prod,
-    "max": torch.amax,
-    "min": torch.amin,
-}
-
-
-def _combine_numbers(numbers: torch.Tensor, placement: Placement) -> torch.Tensor:
-    """Combine the numbers of the ranks along one axis of a mesh."""
-    norm_type = getattr(placement, "norm_type", None)  # of sums of powers that are norms already
-    if norm_type is not None:
-        return torch.linalg.vector_norm(numbers, norm_type)
-    return _COMBINED[getattr(placement, "reduce_op", "sum")](numbers)
+_COMBINED: Any = {"sum": torch.sum, "avg": torch.mean, "product": torch.prod, "max": torch.amax, "min": torch.amin}
 
 
 def order_of(tensor: DTensor) -> StoredOrder | None:
@@ -145,8 +134,11 @@ def order_of(tensor: DTensor) -> StoredOrder | None:
         for name, parameter in module._parameters.items():
             if parameter is None or parameter.shape != tensor.shape:
                 continue
-            if any(tensor is known or _has_shared_memory(tensor, known) for known in (parameter, parameter.grad)):
-                return orders.get(name)
+            address = get_stored(tensor).data_ptr()
+            for known in (parameter, parameter.grad):
+                shares = isinstance(known, DTensor) and address != 0 and get_stored(known).data_ptr() == address
+                if tensor is known or shares:
+                    return orders.get(name)
             alike = alike or name in orders
     if alike:
         raise ValueError(
@@ -154,13 +146,6 @@ def order_of(tensor: DTensor) -> StoredOrder | None:
             "give full_tensor the parameter or its gradient"
         )
     return None
-
-
-def _has_shared_memory(tensor: torch.Tensor, other: object) -> bool:
-    if not isinstance(other, DTensor):
-        return False
-    address = get_stored(tensor).data_ptr()
-    return address != 0 and address == get_stored(other).data_ptr()
 
 
 # ---- `resize_token_embeddings`: embedding and head become whole, grow and are cut again
@@ -216,8 +201,15 @@ def _make_resized_weights(
     model: PreTrainedModel, names: dict[str, str], rows: int, mean: bool
 ) -> dict[str, torch.Tensor]:
     """Return rank 0's new weights, whole, by name. They are drawn on the host, as after `from_pretrained`."""
-    device = model._hf_parallel.mesh.device
-    whole = {name: tensor.cpu() for name, tensor in _gather_on_all_ranks(model, set(names.values())).items()}
+    mesh, wanted, whole = model._hf_parallel.mesh, set(names.values()), {}
+    gathered = gather_state(model, mesh, wanted=wanted.__contains__)
+    for name in sorted(wanted):
+        described = model.get_parameter(name)
+        empty = torch.empty(described.shape, dtype=described.dtype, device=mesh.device)
+        sent = gathered[name].to(mesh.device) if mesh.rank == 0 else empty
+        dist.broadcast(sent, src=0)
+        whole[name] = sent.cpu()
+    del gathered, sent
     first, *others = names
     embedding = nn.Embedding(1, 1, device="meta")
     embedding.num_embeddings, embedding.embedding_dim = whole[first].shape
@@ -233,23 +225,12 @@ def _make_resized_weights(
         resized = model._get_resized_lm_head(head, rows, mean_resizing=mean)
         found.update({name: getattr(resized, name.rpartition(".")[2]) for name in others if names[name] == name})
     old = whole[first].shape[0]
-    made = {name: tensor.detach().to(device) for name, tensor in found.items()}
+    made = {name: tensor.detach().to(mesh.device) for name, tensor in found.items()}
     for tensor in made.values() if rows > old else ():  # the new rows of rank 0, should ranks have drawn others
         drawn = tensor[old:].contiguous()
         dist.broadcast(drawn, src=0)
         tensor[old:] = drawn
     return made
-
-
-def _gather_on_all_ranks(model: PreTrainedModel, names: set[str]) -> dict[str, torch.Tensor]:
-    mesh, found = model._hf_parallel.mesh, {}
-    whole = gather_state(model, mesh, wanted=names.__contains__)
-    for name in sorted(names):
-        described = model.get_parameter(name)
-        empty = torch.empty(described.shape, dtype=described.dtype, device=mesh.device)
-        found[name] = whole[name].to(mesh.device) if mesh.rank == 0 else empty
-        dist.broadcast(found[name], src=0)
-    return found
 
 
 def _place_resized_weights(
@@ -262,48 +243,34 @@ def _place_resized_weights(
     for module in iterate_sharded_modules(state.root):
         module.reshard()
     remove_late_parameters(state.root, local)
-    for name, tensor in whole.items():
-        _set_size(model, name, nn.Parameter(tensor, requires_grad=trained[name]), state.mesh)
-    for name, source in names.items():
-        owner, leaf = _find_owner(model, name)
-        if name != source and not isinstance(owner, StandIn):
-            owner._parameters[leaf] = model.get_parameter(source)
-        elif name != source:
-            owner.register_parameter(leaf, model.get_parameter(source))
-    for end in ends:
-        _set_declared_rows(getattr(end, "real", end), rows)
+    tied = [name for name, source in names.items() if name != source]
+    for name in (*whole, *tied):
+        path, _, leaf = name.rpartition(".")
+        owner = model.get_submodule(path)
+        if name in whole:
+            parameter = nn.Parameter(whole[name], requires_grad=trained[name])
+        else:
+            parameter = model.get_parameter(names[name])
+        if isinstance(owner, StandIn):
+            owner.register_parameter(leaf, parameter)
+        else:
+            owner._parameters[leaf] = parameter
+        if name in whole and isinstance(owner, TensorParallelLayer):
+            shard_parameter(owner, leaf, state.mesh["tp"], 0, state.mesh.device)
+    for end in (getattr(end, "real", end) for end in ends):
+        if isinstance(end, nn.Embedding):
+            end.num_embeddings = rows
+            end.padding_idx = None if end.padding_idx is not None and end.padding_idx >= rows else end.padding_idx
+        elif end is not None:
+            end.out_features = rows
     if state.mesh.config.sharing_size > 1:
         add_late_parameters(state.root)
-
-
-def _set_size(model: PreTrainedModel, name: str, parameter: nn.Parameter, mesh: ParallelMesh) -> None:
-    owner, leaf = _find_owner(model, name)
-    if isinstance(owner, StandIn):
-        owner.register_parameter(leaf, parameter)
-        return
-    owner._parameters[leaf] = parameter
-    if isinstance(owner, TensorParallelLayer):
-        shard_parameter(owner, leaf, mesh["tp"], 0, mesh.device)
-
-
-def _find_owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
-    owner, _, leaf = name.rpartition(".")
-    return model.get_submodule(owner), leaf
-
-
-def _set_declared_rows(end: nn.Embedding | nn.Linear | None, rows: int) -> None:
-    if isinstance(end, nn.Embedding):
-        end.num_embeddings = rows
-        end.padding_idx = None if end.padding_idx is not None and end.padding_idx >= rows else end.padding_idx
-    elif end is not None:
-        end.out_features = rows
 
 
 # ---- New values in the place of a weight that ranks hold parts of: `p.data = x`, `module.weight = nn.Parameter(x)`
 # Each rank stores its part of x. Of torch alone it is lost in silence: FSDP2 puts the parameter that it knows back
 # into its module at the next gather. So a parallel model keeps its parameter, which an optimizer may know, and takes
 # values.
-
 
 #: Parameters whose values were taken, and the lines that gave them.
 _taken: Any = WeakIdKeyDictionary()
@@ -320,8 +287,20 @@ def store(parameter: DTensor, value: torch.Tensor, what: str = "p.data = x") -> 
         what: the script's line, for a refusal.
     """
     found = find_holder(parameter, list_parallel_models())
-    own = _make_contiguous(_place_as_stored(parameter, value, what))
-    _check_value_to_store(found, parameter, own, what)
+    own = _place_as_stored(parameter, value, what)
+    local: Any = own._local_tensor
+    local = local.wait() if isinstance(local, AsyncCollectiveTensor) else local
+    if local is not own._local_tensor or not local.is_contiguous():
+        own = place_as(own, local.contiguous())
+    if found is not None:  # refuse what cannot be stored before anything is changed
+        advice, kind = "p.data.copy_(x)", type(parameter._local_tensor)
+        if offload_folder(found.offload) and parameters_rest(found.offload):
+            refuse(what, f"with offload={found.offload} parameters lie in a file", advice)
+        if kind is not torch.Tensor:
+            refuse(what, f"of a {kind.__name__}, whose memory is its own", advice)
+        if found.group._reset_sharded_params and parameter._local_tensor.dtype != own.dtype:
+            why = f"from {parameter._local_tensor.dtype} to {own.dtype} after a forward pass of a sharded model"
+            refuse(what, why, do="give the model another dtype before it runs")
     assign_memory(parameter, own, found)
 
 
@@ -340,28 +319,6 @@ def _place_as_stored(parameter: DTensor, value: torch.Tensor, what: str) -> DTen
     if value.placements == parameter.placements:
         return value
     return value.redistribute(placements=parameter.placements)
-
-
-def _check_value_to_store(found: Held | None, parameter: DTensor, value: DTensor, what: str) -> None:
-    """Refuse a value that cannot be stored, before anything is changed."""
-    if found is None:
-        return
-    advice = "p.data.copy_(x)"
-    if offload_folder(found.offload) and parameters_rest(found.offload):
-        refuse(what, f"with offload={found.offload} parameters lie in a file", advice)
-    if type(parameter._local_tensor) is not torch.Tensor:
-        refuse(what, f"of a {type(parameter._local_tensor).__name__}, whose memory is its own", advice)
-    if found.group._reset_sharded_params and parameter._local_tensor.dtype != value.dtype:
-        why = f"from {parameter._local_tensor.dtype} to {value.dtype} after a forward pass of a sharded model"
-        refuse(what, why, do="give the model another dtype before it runs")
-
-
-def _make_contiguous(value: DTensor) -> DTensor:
-    local: Any = value._local_tensor
-    local = local.wait() if isinstance(local, AsyncCollectiveTensor) else local
-    if local is value._local_tensor and local.is_contiguous():
-        return value
-    return place_as(value, local.contiguous())
 
 
 @functools.cache
@@ -384,8 +341,11 @@ def _set_module_parameter(module: nn.Module, name: str, new: nn.Parameter) -> nn
     parameter = found.held.sharded_param if found is not None and gathers else former
     if not models or not isinstance(parameter, DTensor):
         return None
-    path = _name_parameter(module, name, models)
-    if _are_tied(path, new, models[0]):
+    path = _name_parameter(models[0], module, name)
+    # What the config ties to this weight transformers ties again when it has loaded both.
+    pairs = getattr(models[0], "_hf_parallel_tied_keys", {}).items()
+    others = {one if path == other else other for one, other in pairs if path in (one, other)}
+    if any(key in others and held is new for key, held in models[0].named_parameters(remove_duplicate=False)):
         return None
     what = f"{path} = nn.Parameter(x)"
     if find_holder(new, models) or any(new is parameter for model in models for parameter in model.parameters()):
@@ -397,17 +357,6 @@ def _set_module_parameter(module: nn.Module, name: str, new: nn.Parameter) -> nn
     _taken[new] = what
     parameter.requires_grad_(new.requires_grad)
     return cast(nn.Parameter, parameter)
-
-
-def _name_parameter(module: nn.Module, name: str, models: list[nn.Module]) -> str:
-    return next(f"{path}.{name}".lstrip(".") for path, inner in models[0].named_modules() if inner is module)
-
-
-def _are_tied(path: str, new: nn.Parameter, model: nn.Module) -> bool:
-    """Return whether the config ties `new` to this weight: transformers ties them again when it has loaded both."""
-    pairs = getattr(model, "_hf_parallel_tied_keys", {}).items()
-    others = {one if path == other else other for one, other in pairs if path in (one, other)}
-    return any(name in others and held is new for name, held in model.named_parameters(remove_duplicate=False))
 
 
 @contextlib.contextmanager
@@ -424,7 +373,7 @@ def note_former_parameters(model: nn.Module) -> Iterator[None]:
         parameter = reference()
         if parameter is not None and id(parameter) not in current:
             if _is_hooked(parameter):
-                _refuse_hook(*name.rpartition(".")[::2])
+                _refuse_hook(name)
             former_parameters[parameter] = (model_reference, name)
 
 
@@ -439,18 +388,19 @@ def refuse_changed_parameters(root: nn.Module, gathers: bool, model: nn.Module, 
     for module in root.modules():
         for leaf, parameter in module._parameters.items():
             if parameter is not None and _is_hooked(parameter):
-                _refuse_hook(_name_module(model, module), leaf)
+                _refuse_hook(_name_parameter(model, module, leaf))
         for group in get_groups_of(module) if isinstance(module, FSDPModule) else ():
             for held in group.fsdp_params:
                 where = held._module_info
                 if _is_hooked(held.sharded_param):  # of which the module may have a gathered copy
-                    _refuse_hook(_name_module(model, where.module), where.param_name)
+                    _refuse_hook(_name_parameter(model, where.module, where.param_name))
                 if gathers and where.module._parameters.get(where.param_name) is not held.sharded_param:
                     _refuse_exchanged(model, group, held)
 
 
-def _name_module(model: nn.Module, module: nn.Module) -> str:
-    return next((path for path, inner in model.named_modules() if inner is module), "")
+def _name_parameter(model: nn.Module, module: nn.Module, leaf: str) -> str:
+    path = next((path for path, inner in model.named_modules() if inner is module), "")
+    return f"{path}.{leaf}".lstrip(".")
 
 
 def _refuse_exchanged(model: nn.Module, group: FSDPParamGroup, held: FSDPParam) -> None:
@@ -458,11 +408,11 @@ def _refuse_exchanged(model: nn.Module, group: FSDPParamGroup, held: FSDPParam) 
     module, name = held._module_info.module, held._module_info.param_name
     there = module._parameters.get(name)
     if there is None and is_parametrized(module, name):
-        what = f"a parametrization of {_name_parameter(module, name, [model])}"
+        what = f"a parametrization of {_name_parameter(model, module, name)}"
         refuse(what, "its weight is shared out already", do="register it before the model is made parallel")
     if group._reset_sharded_params and (there is None or not Held(group, held, "").knows(there)):
         why = "it was put there past the module, and the next gather would undo it"
-        what = f"another parameter for {_name_parameter(module, name, [model])}"
+        what = f"another parameter for {_name_parameter(model, module, name)}"
         refuse(what, why, do="module.weight.data = x, or copy_ into it")
 
 
@@ -475,10 +425,10 @@ def _is_hooked(parameter: nn.Parameter) -> bool:
     return any(not getattr(hook, "__module__", "").startswith("hf_parallel.") for hook in hooks)
 
 
-def _refuse_hook(module: str, leaf: str) -> NoReturn:
+def _refuse_hook(name: str) -> NoReturn:
     why = "sharded weights call no hooks, and pipelines call them once per micro-batch"
     how = "change p.grad before the optimizer's step: in a callback's on_pre_optimizer_step, or after the backward"
-    refuse(f"a hook on the gradient of {module}.{leaf}", why, do=how)
+    refuse(f"a hook on the gradient of {name}", why, do=how)
 
 
 def refuse_gradients_of_gradients(model: nn.Module, args: tuple, output: object) -> None:
@@ -520,7 +470,10 @@ def _check_optimizer(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
             if id(parameter) in given and any(parameter is one for one in late):
                 why = "it came into the model after its weights were shared out, and each data rank trains its own"
                 refuse(name, why, do="put it there before, or give the model to Accelerator.prepare or Trainer then")
-    if any(id(parameter) in given for model in list_parallel_models() for parameter in iterate_gathered(model)):
+    roots = [cast(Any, model)._hf_parallel.root for model in list_parallel_models()]
+    held = (one for root in roots for group in iterate_parameter_groups(root) for one in group.fsdp_params)
+    # Between a forward and a backward pass FSDP2 registers gathered parameters.
+    if any(hasattr(one, "_unsharded_param") and id(one._unsharded_param) in given for one in held):
         why = "it was made after a forward pass with gradients, and has copies of weights that ranks hold parts of"
         refuse(type(optimizer).__name__, why, do="make it before the model runs, or after loss.backward()")
 

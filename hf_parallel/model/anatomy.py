@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -61,6 +61,12 @@ def read_anatomy(model: nn.Module) -> Anatomy:
     """Read what every axis needs to know of a model, which is not changed."""
     named, known = list(model.named_parameters(remove_duplicate=False)), hasattr(model, "base_model_prefix")
     places = {parameter.device.type for _, parameter in named}
+    unique: dict[int, tuple[nn.Parameter, list[str]]] = {}
+    for name, parameter in named:
+        unique.setdefault(id(parameter), (parameter, []))[1].append(name)
+    # Trainer counts six FLOPs per parameter but embeddings and tied copies, which on the meta device are tied by name.
+    left_out = set(getattr(model, "all_tied_weights_keys", None) or ())
+    left_out |= {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
     first = next((parameter.dtype for _, parameter in named), torch.float32)
     replaced_forward = next((name for name, part in model.named_modules() if name and "forward" in vars(part)), None)
     if type(model).forward.__module__.startswith("liger_kernel."):
@@ -76,18 +82,13 @@ def read_anatomy(model: nn.Module) -> Anatomy:
         on_meta="meta" in places,
         partly_on_meta=len({place == "meta" for place in places}) > 1,
         names=tuple(name for name, _ in named),
-        parameters=_read_parameters(named),
+        parameters=tuple(
+            ParameterFacts(tuple(names), tuple(p.shape), p.element_size()) for p, names in unique.values()
+        ),
         heads=read_attention_heads(model) if hasattr(model, "config") else None,
         sums_over_tokens=is_loss_summed_over_tokens(model),
-        flops_per_token=count_flops_per_token(model),
+        flops_per_token=6.0 * sum(p.numel() for name, p in model.named_parameters() if name not in left_out),
     )
-
-
-def _read_parameters(named: list[tuple[str, nn.Parameter]]) -> tuple[ParameterFacts, ...]:
-    found: dict[int, tuple[nn.Parameter, list[str]]] = {}
-    for name, parameter in named:
-        found.setdefault(id(parameter), (parameter, []))[1].append(name)
-    return tuple(ParameterFacts(tuple(names), tuple(p.shape), p.element_size()) for p, names in found.values())
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,8 @@ def find_stacks(model: nn.Module) -> list[Stack]:
         layers, owner = module, part.get_submodule(name.rpartition(".")[0])
         plan = published if owner is part else None if published else find_backbone_plan(owner)
         if plan is not None and getattr(owner, plan.layers, None) is module:
-            found.append(Stack(name, layers, _find_norm_after(owner, plan)))
+            after = getattr(owner, plan.after[0], None) if plan.after else None  # some of a family have none
+            found.append(Stack(name, layers, after if isinstance(after, nn.Module) and is_norm(after) else None))
         elif published is None and plan is None and all(isinstance(x, GradientCheckpointingLayer) for x in module):
             found.append(Stack(name, layers, None))
     return found
@@ -147,21 +149,13 @@ def find_token_readers(model: nn.Module) -> list[nn.Module]:
 
 def find_reader_of_stack(part: nn.Module, stack: Stack) -> Any:
     """Return the innermost module around a stack of `part` that takes tokens, or None."""
-    name = stack.name
-    while name and not _does_take_tokens(part.get_submodule(name)):
+    name = f"{stack.name}."
+    while name:
         name = name.rpartition(".")[0]
-    reader = part.get_submodule(name)
-    return reader if _does_take_tokens(reader) else None
-
-
-def _does_take_tokens(module: nn.Module) -> bool:
-    return "inputs_embeds" in inspect.signature(module.forward).parameters
-
-
-def _find_norm_after(owner: nn.Module, plan: Backbone) -> nn.Module | None:
-    """Return the norm right after the layers; some checkpoints of a family have none."""
-    module = getattr(owner, plan.after[0], None) if plan.after else None
-    return module if isinstance(module, nn.Module) and is_norm(module) else None
+        reader = part.get_submodule(name)
+        if "inputs_embeds" in inspect.signature(reader.forward).parameters:
+            return reader
+    return None
 
 
 def is_norm(module: nn.Module) -> bool:
@@ -249,11 +243,7 @@ def list_transformer_blocks(model: nn.Module) -> list[nn.Module]:
     blocks = [block for blocks in reversed(lists) for block in blocks if type(block).__name__ in names]
     if blocks or not lists:
         return blocks
-    return list(max(lists, key=_count_parameters))
-
-
-def _count_parameters(modules: Iterable[nn.Module]) -> int:
-    return sum(parameter.numel() for module in modules for parameter in module.parameters())
+    return list(max(lists, key=lambda blocks: sum(p.numel() for block in blocks for p in block.parameters())))
 
 
 def is_loss_summed_over_tokens(model: nn.Module) -> bool:
@@ -274,13 +264,6 @@ def does_read_item_count(model: nn.Module) -> bool:
     Where its forward cannot be rehearsed it counts as one that does not: the way that is exact for any loss.
     """
     return "num_items_in_batch" in find_keywords_of_loss(model, num_items_in_batch=1)
-
-
-def count_flops_per_token(model: nn.Module) -> float:
-    """Return training FLOPs per token as Trainer counts them: six per parameter but embeddings and tied copies."""
-    left_out = set(getattr(model, "all_tied_weights_keys", None) or ())  # on the meta device tied by name only
-    left_out |= {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
-    return 6.0 * sum(parameter.numel() for name, parameter in model.named_parameters() if name not in left_out)
 
 
 # ---- Packed projections: one weight that holds several, such as [q | k | v] or [gate | up] --------------------------
@@ -331,7 +314,6 @@ def get_stored_order(model: nn.Module, key: str) -> StoredOrder | None:
 
 
 # ---- Models without memory for weights ------------------------------------------------------------------------------
-
 
 _WORKS = "a folder with a config.json works, or that file"
 

@@ -20,7 +20,6 @@ from hf_parallel.ask.session import of_session
 if TYPE_CHECKING:
     from torch import nn
 
-
 #: The arguments of a model call, by name.
 Batch = dict[str, Any]
 
@@ -132,7 +131,6 @@ def are_logits_unread() -> bool:
 # A stand-in takes any operation, attribute or call and answers with a stand-in, so that a model's forward runs from
 # its first line to the call that is looked for. Where it cannot, nothing is known of it.
 
-
 #: Operations after which a function that is still running is given up.
 _LIMIT = 2_000
 _OPERATIONS = (
@@ -217,13 +215,11 @@ def bind_by_name(
     function: Callable | inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the arguments of a call by the names in the function's signature; without defaults."""
-    return {**dict(zip(_get_signature(function).parameters, args, strict=False)), **kwargs}
-
-
-def _get_signature(function: Callable | inspect.Signature) -> inspect.Signature:
     if isinstance(function, inspect.Signature):
-        return function
-    return _known(function) if isinstance(function, types.FunctionType) else inspect.signature(function)
+        signature = function
+    else:
+        signature = _known(function) if isinstance(function, types.FunctionType) else inspect.signature(function)
+    return {**dict(zip(signature.parameters, args, strict=False)), **kwargs}
 
 
 #: For functions alone: a method that is remembered would keep its model.

@@ -60,7 +60,6 @@ BACKBONES = {
     ),
 }
 
-
 #: Weights that hold several, and in which way, as read in the forward of these classes.
 PACKED = {
     "Phi3Attention.qkv_proj": "packed_qkv",

@@ -93,7 +93,6 @@ def get_known_mask() -> KnownMask | None:
 # Only these tokens differ, as no other sees them: without a label nothing depends on them. A loss of spans (question
 # answering) predicts one of all tokens of a row, those too.
 
-
 _IGNORED = -100
 _BY_MATRIX = ("eager", "sdpa")
 
@@ -134,11 +133,7 @@ def _check_mask_of_call(
 ) -> None:
     batch = bind_arguments_of(names, args, kwargs, model)
     if find(batch):
-        raise ValueError(span if _does_predict_spans(batch) else label)
-
-
-def _does_predict_spans(batch: Mapping) -> bool:
-    return torch.is_tensor(batch.get("start_positions"))
+        raise ValueError(span if torch.is_tensor(batch.get("start_positions")) else label)
 
 
 def _has_targets(batch: Mapping, seeing: bool, blind: bool, causal: bool, shifts: bool) -> bool:
@@ -147,7 +142,7 @@ def _has_targets(batch: Mapping, seeing: bool, blind: bool, causal: bool, shifts
     given = labels if shifted is None else shifted
     if not torch.is_tensor(mask) or mask.dim() != 2:
         return False
-    if _does_predict_spans(batch):
+    if torch.is_tensor(batch.get("start_positions")):
         targets = torch.zeros_like(mask)  # each token may be one
     elif not torch.is_tensor(given) or given.shape != mask.shape:
         return False

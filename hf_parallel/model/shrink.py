@@ -276,7 +276,6 @@ def make_small_copy(model: PreTrainedModel, keep: Sequence[str] = ()) -> PreTrai
 # A forward that takes position_ids says nothing: models let states, convolutions or an attention of their own run on
 # from one document into the next, count positions from the beginning of the sequence, or look both ways.
 
-
 #: Longer than the windows, chunks and convolutions of a small copy, in fewer tokens than its positions.
 LENGTHS = (19, 11, 13)
 #: Relative to the largest output: sums in another order are off by 1e-6, another position or document by 1e-1.

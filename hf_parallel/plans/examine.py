@@ -27,7 +27,7 @@ from hf_parallel.plans.resolve import (
     read_model,
     slice_shape,
 )
-from hf_parallel.ranks.mesh import compute_coordinates, compute_expert_coordinates
+from hf_parallel.ranks.mesh import compute_coordinates
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -262,7 +262,8 @@ def _describe_experts(plan: Plan) -> dict[str, str]:
         return {"experts": f"{counts} in each of {len(part.experts)} layers, on every rank"}
     holders: dict[int, list[int]] = {}
     for rank in range(plan.config.world_size):
-        holders.setdefault(compute_expert_coordinates(plan.config, rank)["ep"], []).append(rank)
+        index = compute_coordinates(plan.config, rank, plan.config.expert_sizes)["ep"]
+        holders.setdefault(index, []).append(rank)
     shown = _format_few(
         f"{place * part.per_rank}-{(place + 1) * part.per_rank - 1} "
         f"on rank{'s' * (len(ranks) > 1)} {' '.join(_format_few(ranks))}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -71,12 +72,14 @@ def exchange_during(
     return _arrive(departed, journey)
 
 
+@dataclass(eq=False)
 class _Journey:
     """Rows on their way, or their gradients on the way back."""
 
-    def __init__(self, sent: list[int], received: list[int], group: dist.ProcessGroup) -> None:
-        self.sent, self.received, self.group = sent, received, group
-        self._travels: tuple[dist.Work, torch.Tensor, torch.Tensor] | None = None
+    sent: list[int]
+    received: list[int]
+    group: dist.ProcessGroup
+    _travels: tuple[dist.Work, torch.Tensor, torch.Tensor] | None = None
 
     def start(self, rows: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
         """Start to send the rows; return the memory that will hold the rows that arrive."""
@@ -130,7 +133,6 @@ def scale_gradient(tensor: torch.Tensor, factor: float) -> torch.Tensor:
 #
 # A block with an infinity or a NaN comes back without a finite number, so that whoever looks for them still finds one.
 
-
 BLOCK = 64
 _BITS = {"int8": 8, "fp8": 8, "int4": 4}
 _LARGEST = {"int8": 127.0, "fp8": 448.0, "int4": 7.0}
@@ -147,9 +149,18 @@ def pack_rows(rows: torch.Tensor, kind: str) -> torch.Tensor:
     """Pack each row in fewer bits: (rows, n) floats -> (rows, packed_bytes(n)) bytes."""
     count = rows.shape[1]
     blocks = pad(rows.float(), (0, -count % BLOCK)).view(len(rows), -1, BLOCK)
-    scales = (blocks.abs().amax(2) / _LARGEST[kind]).to(_SCALE)
-    divisors = scales.float().masked_fill(scales == 0, 1.0).unsqueeze(2)
-    codes = _encode_blocks(blocks / divisors, kind)
+    largest = _LARGEST[kind]
+    scales = (blocks.abs().amax(2) / largest).to(_SCALE)
+    blocks = blocks / scales.float().masked_fill(scales == 0, 1.0).unsqueeze(2)
+    if kind == "fp8":  # the cast itself makes NaN of what is larger
+        codes = blocks.clamp_(-largest, largest).to(torch.float8_e4m3fn).view(torch.uint8)
+    else:
+        codes = blocks.round_().clamp_(-largest, largest)
+        if kind == "int8":
+            codes = codes.to(torch.int8).view(torch.uint8)
+        else:
+            high, low = (codes + 8).to(torch.uint8).chunk(2, dim=2)
+            codes = (high << 4) | low
     return torch.cat([codes.reshape(len(rows), -1), scales.view(torch.uint8)], 1)
 
 
@@ -162,28 +173,13 @@ def unpack(packed: torch.Tensor, count: int, kind: str, dtype: torch.dtype = tor
     codes, scales = packed.split([packed.shape[1] - blocks * _SCALE.itemsize, blocks * _SCALE.itemsize], 1)
     if dtype == torch.float16:  # whose exponents are too few for a scale
         return unpack(packed, count, kind).to(dtype)
-    values = _decode_blocks(codes.reshape(len(packed), blocks, -1), kind, dtype)
+    codes = codes.reshape(len(packed), blocks, -1)
+    if kind == "int4":
+        values = torch.cat([codes >> 4, codes & 15], 2).to(dtype).sub_(8)
+    else:
+        values = codes.view(torch.float8_e4m3fn if kind == "fp8" else torch.int8).to(dtype)
     values *= scales.contiguous().view(_SCALE).to(dtype).unsqueeze(2)
     return values.view(len(packed), -1)[:, :count]
-
-
-def _encode_blocks(blocks: torch.Tensor, kind: str) -> torch.Tensor:
-    if kind == "fp8":
-        largest = _LARGEST[kind]  # the cast itself makes NaN of what is larger
-        return blocks.clamp_(-largest, largest).to(torch.float8_e4m3fn).view(torch.uint8)
-    codes = blocks.round_().clamp_(-_LARGEST[kind], _LARGEST[kind])
-    if kind == "int8":
-        return codes.to(torch.int8).view(torch.uint8)
-    high, low = (codes + 8).to(torch.uint8).chunk(2, dim=2)
-    return (high << 4) | low
-
-
-def _decode_blocks(codes: torch.Tensor, kind: str, dtype: torch.dtype) -> torch.Tensor:
-    if kind == "fp8":
-        return codes.view(torch.float8_e4m3fn).to(dtype)
-    if kind == "int8":
-        return codes.view(torch.int8).to(dtype)
-    return torch.cat([codes >> 4, codes & 15], 2).to(dtype).sub_(8)
 
 
 def reduce_scatter(

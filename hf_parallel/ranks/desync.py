@@ -113,7 +113,7 @@ class DesyncDetector:
         if not self.left:
             self.left = True
             self.store.set(f"still/{self.rank}", _LEFT)
-            self._reply([self._calls(), 0], _LEFT)
+            self.store.set(f"answer/{self.rank}", json.dumps([[self.number + self.requests.count, 0], _LEFT]))
             self.store.add("left", 1)
 
     # ---- a rank that is here ---------------------------------------------------------------------------------------
@@ -131,7 +131,8 @@ class DesyncDetector:
             room.set("other", call)
             raise AloneError(_describe_different_calls(call, first))
         if self._sign_in(room, call, advice):
-            self._forget(self.number - 1)
+            for key in ("call", "count", "all"):  # of a call that all ranks have left
+                self.store.delete_key(f"{self.number - 1}/{key}")
 
     def _sign_in(self, room: dist.Store, call: str, advice: str | None) -> bool:
         """Wait for the others; return whether this was the last rank."""
@@ -151,35 +152,30 @@ class DesyncDetector:
         room.delete_key(str(self.rank))
         return is_last
 
-    def _calls(self) -> int:
-        """Count the calls until now; all ranks that are in one call have the same number."""
-        return self.number + self.requests.count
-
-    def _forget(self, number: int) -> None:
-        """Delete the keys of a call that all ranks have left."""
-        for key in ("call", "count", "all"):
-            self.store.delete_key(f"{number}/{key}")
-
     def _wait_for_missing(self, call: str, room: dist.Store, advice: str | None) -> None:
         question, said, end = 0, False, time.monotonic() + SPEAK_S
         while not room.check(["all"]):
             self.requests.serve()
             missing = [rank for rank in range(self.world_size) if not room.check([str(rank)])]
-            answers = {rank: self._ask(rank, [self._calls(), question]) for rank in missing}
+            calls = self.number + self.requests.count  # the same number on all ranks that are in one call
+            answers = {rank: self._ask(rank, [calls, question]) for rank in missing}
             if missing and all(answers.values()):
                 if question == 1 and not room.check(["all"]):
-                    error = AloneError(_describe_lone_call(call, self.rank, answers, advice))
+                    other, where = next(iter(answers.items()))
+                    others = f" and {len(answers) - 1} more are elsewhere too" if len(answers) > 1 else ""
+                    error = AloneError(
+                        f"hf_parallel: {call} was called on rank {self.rank}, but rank {other} {where}{others}. Every "
+                        "rank holds a part of the model and takes part: "
+                        + (advice or f"call {call} on all ranks, without `if is_main_process`")
+                    )
                     error.at_end = set(answers.values()) == {_LEFT} and len(missing) == self.world_size - 1
                     raise error
                 question = 1  # once more, for they were not asked at one time
             if room.check(["other"]):
                 raise AloneError(_describe_different_calls(call, room.get("other").decode()))
             if missing and not said and time.monotonic() > end:
-                said, waits = (
-                    True,
-                    f"hf_parallel: {call} on rank {self.rank} waits for {_format_ranks_in_words(missing)}",
-                )
-                print(waits, file=sys.stderr, flush=True)
+                said, ranks = True, _format_ranks_in_words(missing)
+                print(f"hf_parallel: {call} on rank {self.rank} waits for {ranks}", file=sys.stderr, flush=True)
             time.sleep(0.2)
 
     def _ask(self, rank: int, question: list[int]) -> str | None:
@@ -200,12 +196,10 @@ class DesyncDetector:
                 if self.store.check([f"asked/{self.rank}"]):
                     question = json.loads(self.store.get(f"asked/{self.rank}"))
                     self.store.delete_key(f"asked/{self.rank}")
-                    self._reply(question, self._find_stuck_place())
+                    answer = json.dumps([question, self._find_stuck_place()])
+                    self.store.set(f"answer/{self.rank}", answer)
                 self._look_for_deadlock()
                 self._look_for_idle_ranks()
-
-    def _reply(self, question: list[int], found: str | None) -> None:
-        self.store.set(f"answer/{self.rank}", json.dumps([question, found]))
 
     def _find_stuck_place(self) -> str | None:
         """Return where the watched thread waits for other ranks without moving; None if it does anything else."""
@@ -233,21 +227,43 @@ class DesyncDetector:
         if not self.rest.told:
             self.store.set(own, place)
             self.rest.told = True
-        if (
-            self._are_all_still()
-            and not self.closed.wait(STILL_S)
-            and self._place() == place
-            and self._are_all_still()
-        ):
-            places = [self.store.get(f"still/{rank}").decode() for rank in range(self.world_size)]
-            if len(set(places)) > 1:  # at one place a long transfer may go on
-                self._end(places)
+        everywhere = [f"still/{rank}" for rank in range(self.world_size)]
+        if not self.store.check(everywhere) or self.closed.wait(STILL_S):
+            return
+        if self._place() != place or not self.store.check(everywhere):
+            return
+        places = [self.store.get(key).decode() for key in everywhere]
+        if len(set(places)) == 1:  # where a long transfer may go on
+            return
+        # The main thread cannot be woken out of a collective, so the process ends from this one.
+        explained_by = of_process(Answering).explained_by
+        speaker = next(rank for rank, place in enumerate(places) if place != _LEFT)
+        if explained_by is not None and explained_by(STANDSTILL):
+            time.sleep(LOOK_S)
+        elif self.rank != speaker:
+            time.sleep(LOOK_S)  # a launcher ends all ranks as soon as the first one has gone
+        else:
+            where = _group_by_place(places)
+            print(
+                f"hf_parallel: all ranks wait for each other: {where}. Every rank holds a part of the model and takes "
+                "part in each of these calls: make them on all ranks, in the same order",
+                file=sys.stderr,
+                flush=True,
+            )
+        exit_process()
 
     def _look_for_idle_ranks(self) -> None:
         """Say once where all ranks are when none has used its processor for long; the run goes on."""
         own, is_idle = f"idle/{self.rank}", self.idle.seconds() > QUIET_S
         if is_idle and not self.idle.told:
-            self.store.set(own, self._describe_where())
+            frame = None if self.requests.at_end else sys._current_frames().get(self.watched)
+            where = _LEFT
+            if frame is not None:  # which may wait for the workers of a data loader, or for its dataset
+                outer: FrameType | None = frame
+                while outer is not None and not outer.f_code.co_filename.startswith(_LOADER):
+                    outer = outer.f_back
+                where = f"is {'' if outer is None else 'in the data loader, '}at {_find_script_line(frame)}"
+            self.store.set(own, where)
         elif self.idle.told and not is_idle:
             self.store.delete_key(own)
             self.idle.said = False
@@ -263,30 +279,8 @@ class DesyncDetector:
                 flush=True,
             )
 
-    def _describe_where(self) -> str:
-        frame = None if self.requests.at_end else sys._current_frames().get(self.watched)
-        if frame is None:
-            return _LEFT
-        return f"is {'in the data loader, ' if _is_in_loader(frame) else ''}at {_find_script_line(frame)}"
-
     def _place(self) -> str | None:
         return _LEFT if self.requests.at_end else self.rest.place()
-
-    def _are_all_still(self) -> bool:
-        return self.store.check([f"still/{rank}" for rank in range(self.world_size)])
-
-    def _end(self, places: list[str]) -> None:
-        """End the process from this thread: the main thread cannot be woken out of a collective."""
-        explained_by = of_process(Answering).explained_by
-        if explained_by is not None and explained_by(STANDSTILL):
-            time.sleep(LOOK_S)
-            exit_process()
-        speaker = next(rank for rank, place in enumerate(places) if place != _LEFT)
-        if self.rank == speaker:
-            print(_describe_deadlock(places), file=sys.stderr, flush=True)
-        else:
-            time.sleep(LOOK_S)  # a launcher ends all ranks as soon as the first one has gone
-        exit_process()
 
 
 def exit_process() -> NoReturn:
@@ -337,14 +331,6 @@ def _read_idle_share() -> float:
     return IDLE + IDLE_PER_GROUP * len(dist.distributed_c10d._world.pg_map)
 
 
-def _is_in_loader(frame: FrameType) -> bool:
-    """Return whether a thread waits for the workers of a data loader, or for its dataset."""
-    outer: FrameType | None = frame
-    while outer is not None and not outer.f_code.co_filename.startswith(_LOADER):
-        outer = outer.f_back
-    return outer is not None
-
-
 def is_waiting_for_others(frame: FrameType) -> bool:
     """Return whether this is code in which a process that does not move waits for others."""
     if frame.f_code.co_filename == _OPERATORS and frame.f_back is not None:
@@ -383,22 +369,6 @@ def _group_by_place(places: list[str]) -> str:
         verb = verb if len(there) == 1 else {"is": "are", "has": "have"}[verb]
         said.append(f"{_format_ranks_in_words(there)} {verb} {rest}")
     return "; ".join(said)
-
-
-def _describe_deadlock(places: list[str]) -> str:
-    return (
-        f"hf_parallel: all ranks wait for each other: {_group_by_place(places)}. Every rank holds a part of the model "
-        "and takes part in each of these calls: make them on all ranks, in the same order"
-    )
-
-
-def _describe_lone_call(call: str, rank: int, answers: dict[int, str | None], advice: str | None) -> str:
-    rank_, where = next(iter(answers.items()))
-    others = f" and {len(answers) - 1} more are elsewhere too" if len(answers) > 1 else ""
-    return (
-        f"hf_parallel: {call} was called on rank {rank}, but rank {rank_} {where}{others}. Every rank holds a part of "
-        f"the model and takes part: " + (advice or f"call {call} on all ranks, without `if is_main_process`")
-    )
 
 
 def _describe_different_calls(call: str, other: str) -> str:
@@ -470,7 +440,11 @@ def part() -> None:
     if detector is None or detector.closed.is_set() or sys.exc_info()[0] is not None:
         return
     if dist.is_initialized() and dist.get_backend() != "fake":  # those of a dry run are not
-        detector.requests.part()
+        if detector.rank == 0:
+            detector.requests.end()
+        else:
+            detector.requests.attend()
+            detector.requests.at_end = False
 
 
 def expect_nothing() -> None:

@@ -28,7 +28,6 @@ Pass = TypeVar("Pass", bound=Callable[..., torch.Tensor])
 # On CUDA a wait holds back what is computed after it, not the process. These call c10d directly: torch's functional
 # collectives do the same with three to five times the overhead.
 
-
 # torch 2.13 renamed gathers and this one; the former names warn.
 _reduce_scatter_op = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -79,19 +78,9 @@ def _run_all_reduce(tensor: torch.Tensor, group: str) -> torch.Tensor:
     return start_all_reduce(own, _resolve_process_group(group)).wait()  # type: ignore[arg-type]
 
 
-@_run_all_reduce.register_fake
-def _(tensor: torch.Tensor, group: str) -> torch.Tensor:
-    return torch.empty_like(tensor, memory_format=torch.contiguous_format)
-
-
 @torch.library.custom_op("hf_parallel::all_gather", mutates_args=())
 def _run_all_gather(tensor: torch.Tensor, group: str, size: int) -> torch.Tensor:
     return start_all_gather(tensor, _resolve_process_group(group)).wait()  # type: ignore[arg-type]
-
-
-@_run_all_gather.register_fake
-def _(tensor: torch.Tensor, group: str, size: int) -> torch.Tensor:
-    return tensor.new_empty(size, *tensor.shape)
 
 
 @torch.library.custom_op("hf_parallel::reduce_scatter", mutates_args=())
@@ -99,10 +88,10 @@ def _run_reduce_scatter(tensor: torch.Tensor, group: str) -> torch.Tensor:
     return start_reduce_scatter(tensor, _resolve_process_group(group)).wait()  # type: ignore[arg-type]
 
 
-@_run_reduce_scatter.register_fake
-def _(tensor: torch.Tensor, group: str) -> torch.Tensor:
-    return tensor.new_empty(tensor.shape[1:])
-
+# The shapes of their results.
+_run_all_reduce.register_fake(lambda own, group: torch.empty_like(own, memory_format=torch.contiguous_format))
+_run_all_gather.register_fake(lambda own, group, size: own.new_empty(size, *own.shape))
+_run_reduce_scatter.register_fake(lambda own, group: own.new_empty(own.shape[1:]))
 
 # ---- Collectives that have a result, in a graph or outside. Not differentiable --------------------------------------
 
@@ -292,19 +281,10 @@ class Context(Protocol):
     """The context of one call: what the forward pass leaves in it the backward pass finds."""
 
     needs_input_grad: tuple[bool, ...]
-
-    @property
-    def saved_tensors(self) -> tuple[torch.Tensor, ...]:
-        """Return the tensors `save_for_backward` was given."""
-
-    def save_for_backward(self, *tensors: torch.Tensor | None) -> None:
-        """Keep inputs and outputs, in a way that sees whether they are changed."""
-
-    def mark_non_differentiable(self, *tensors: torch.Tensor) -> None:
-        """Outputs without a gradient."""
-
-    def set_materialize_grads(self, value: bool) -> None:
-        """Are gradients that nobody has zeros, or None?"""
+    saved_tensors: tuple[torch.Tensor, ...]  # what `save_for_backward` was given
+    save_for_backward: Callable[..., None]  # inputs and outputs, or None; it is seen whether they are changed
+    mark_non_differentiable: Callable[..., None]  # outputs
+    set_materialize_grads: Callable[[bool], None]  # whether gradients that nobody has are zeros, or None
 
     def __getattr__(self, name: str) -> Any: ...
 

@@ -11,11 +11,9 @@ call by call, which costs ranks outside of it nothing: a communicator comes into
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import os
 import socket
-from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -95,9 +93,19 @@ class Groups:
 
 
 def make_host_group() -> dist.ProcessGroup:
-    """Make a new group of all ranks over host memory. Collective."""
-    with _connect_when_needed():
+    """Make a new group of all ranks over host memory. Collective.
+
+    gloo connects every rank with every other one, unless it is told to wait until they have something to say.
+    """
+    former = os.environ.get(_LAZY)
+    os.environ[_LAZY] = "1"
+    try:
         return dist.new_group(backend="gloo", timeout=time_out())
+    finally:
+        if former is None:
+            os.environ.pop(_LAZY)
+        else:
+            os.environ[_LAZY] = former
 
 
 def can_send_host_memory(group: dist.ProcessGroup) -> bool:
@@ -150,20 +158,6 @@ def make_urgent_options(device: torch.device) -> object:
     if limit is not None:
         options._timeout = limit
     return options
-
-
-@contextlib.contextmanager
-def _connect_when_needed() -> Iterator[None]:
-    """gloo connects every rank with every other one, unless it is told to wait until they have something to say."""
-    former = os.environ.get(_LAZY)
-    os.environ[_LAZY] = "1"
-    try:
-        yield
-    finally:
-        if former is None:
-            os.environ.pop(_LAZY)
-        else:
-            os.environ[_LAZY] = former
 
 
 def read_machine_id() -> str:

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
     from hf_parallel.ranks.differentiable import Context
 
-
 Mixin = TypeVar("Mixin", bound="nn.Module")
 
 
@@ -137,7 +136,6 @@ def switch_autocast_off(device: str) -> contextlib.AbstractContextManager:
 
 
 # ---- Outputs of which ranks hold parts: whole when a script reads them, and never if it does not --------------------
-
 
 Whole = Callable[[torch.Tensor], torch.Tensor]
 

@@ -56,23 +56,17 @@ from hf_parallel.ranks.groups import Groups, make_host_group, make_urgent_option
 #: For threads of groups that something still refers to: to let go of the tensors of their last work.
 _LAST_WORK_S = 0.1
 
-
 #: The second view of the ranks of dp_shard, cp and tp.
 EXPERT_AXES = ("ep_shard", "ep")
 
 
-def compute_coordinates(config: ParallelConfig, rank: int) -> dict[str, int]:
-    """Return where `rank` sits: {axis: index}. Pure arithmetic, no process group."""
-    return _find_place_of_rank(config.sizes, rank)
+def compute_coordinates(config: ParallelConfig, rank: int, sizes: dict[str, int] | None = None) -> dict[str, int]:
+    """Return where `rank` sits: {axis: index}. Pure arithmetic, no process group.
 
-
-def compute_expert_coordinates(config: ParallelConfig, rank: int) -> dict[str, int]:
-    """Return where `rank` sits in the second view: {axis: index}."""
-    return _find_place_of_rank(config.expert_sizes, rank)
-
-
-def _find_place_of_rank(sizes: dict[str, int], rank: int) -> dict[str, int]:
-    place = {}
+    Args:
+        sizes: of the axes of a view, such as `config.expert_sizes`; by default of the first one.
+    """
+    sizes, place = config.sizes if sizes is None else sizes, {}
     for axis, size in reversed(sizes.items()):
         rank, place[axis] = divmod(rank, size)
     return {axis: place[axis] for axis in sizes}
@@ -230,7 +224,7 @@ class ParallelMesh:
 
         Collective over all ranks at the first use.
         """
-        return self.new_host_group()
+        return make_host_group()
 
     @functools.cached_property
     def host_group_of_training(self) -> dist.ProcessGroup:
@@ -238,11 +232,7 @@ class ParallelMesh:
 
         Two threads on one group would meet in another order on each rank. Collective over all ranks at the first use.
         """
-        return self.new_host_group() if self.config.async_save else self.host_group
-
-    def new_host_group(self) -> dist.ProcessGroup:
-        """Make another group of all ranks over host memory. Collective over all ranks."""
-        return make_host_group()
+        return make_host_group() if self.config.async_save else self.host_group
 
     def group_on_host(self, axis: str) -> dist.ProcessGroup:
         """Return the ranks of `group(axis)`, for small messages that no GPU need see. Collective over all ranks."""

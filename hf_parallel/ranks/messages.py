@@ -94,7 +94,6 @@ def tell_error(
 # they train a wrong model without a word; of unequal ones they end in a collective. What is compared is the data:
 # whole numbers, and floats that nothing was computed of.
 
-
 #: Steps that are compared from the first on; later ones if their number is a power of two.
 FIRST = 3
 #: Arguments that models compute of others, each stage or rank for itself.
@@ -129,8 +128,14 @@ class OneBatch:
         step = self.steps[kind]
         if not self.axes or not isinstance(batch, Mapping) or (step > FIRST and step & (step - 1)):
             return
-        own = self._compute_checksums({name: value for name, value in batch.items() if _is_data(name, value)})
-        if self._are_all_alike(own):
+        own = self._compute_checksums(batch)
+        # One number says whether all ranks have equal names and checksums: a GPU waits for it once.
+        digest = int.from_bytes(hashlib.sha256(repr(sorted(own.items())).encode()).digest()[:7], "big")
+        ends = torch.tensor([digest, -digest]).to(self.mesh.device, non_blocking=True)
+        for axis in self.axes:
+            dist.all_reduce(ends, dist.ReduceOp.MAX, group=self.mesh.group(axis))
+        highest, lowest = ends.tolist()
+        if highest == -lowest:
             return
         found = [(self.mesh.rank, own)]
         for axis in self.axes:
@@ -149,43 +154,29 @@ class OneBatch:
                         ),
                     )
 
-    def _compute_checksums(self, batch: Mapping[str, torch.Tensor]) -> dict[str, Checksum]:
-        """Return a checksum by name; a tensor of the last batch is not copied from the device again."""
+    def _compute_checksums(self, batch: Mapping[str, object]) -> dict[str, Checksum]:
+        """Return a checksum by name of data; a tensor of the last batch is not copied from the device again."""
         former, self.known = self.known, {}
         found: dict[str, Checksum] = {}
         for name, tensor in batch.items():
+            if not isinstance(tensor, torch.Tensor) or type(tensor) is not torch.Tensor or name in _COMPUTED:
+                continue
+            if tensor.layout != torch.strided or tensor.is_meta or tensor.requires_grad:
+                continue
             version = -1 if tensor.is_inference() else tensor._version
             seen = former.get(id(tensor))
-            is_known = seen is not None and seen[0]() is tensor and seen[1] == version >= 0
-            found[name] = seen[2] if seen is not None and is_known else _compute_message_checksum(tensor)
+            if seen is not None and seen[0]() is tensor and seen[1] == version >= 0:
+                found[name] = seen[2]
+            else:
+                values = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+                found[name] = tuple(tensor.shape), str(tensor.dtype), zlib.crc32(values.numpy().tobytes())
             self.known[id(tensor)] = weakref.ref(tensor), version, found[name]
         return found
-
-    def _are_all_alike(self, own: Mapping[str, Checksum]) -> bool:
-        """Have all ranks equal names and checksums? One number says so, for which a GPU waits once. Collective."""
-        digest = int.from_bytes(hashlib.sha256(repr(sorted(own.items())).encode()).digest()[:7], "big")
-        ends = torch.tensor([digest, -digest]).to(self.mesh.device, non_blocking=True)
-        for axis in self.axes:
-            dist.all_reduce(ends, dist.ReduceOp.MAX, group=self.mesh.group(axis))
-        highest, lowest = ends.tolist()
-        return highest == -lowest
-
-
-def _is_data(name: str, value: object) -> bool:
-    if not isinstance(value, torch.Tensor) or type(value) is not torch.Tensor or name in _COMPUTED:
-        return False
-    return value.layout == torch.strided and not value.is_meta and not value.requires_grad
-
-
-def _compute_message_checksum(tensor: torch.Tensor) -> Checksum:
-    values = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return tuple(tensor.shape), str(tensor.dtype), zlib.crc32(values.numpy().tobytes())
 
 
 # ---- Requests of rank 0 alone: the others do them where they next wait for it, or at the end of their script
 # rank 0   saves under `if is_main_process:` what is in parts on all ranks: asks, then takes part itself
 # rank 1   goes past it, and comes to trainer.evaluate, or to its end: sees what is asked, does it, goes on
-
 
 #: Requests by a number that is the same on all ranks: a function that finds the object, if it is still there, and one
 #: that is called with it.
@@ -234,14 +225,6 @@ class Requests:
                 self.serve()
                 time.sleep(pause)
                 pause = min(2 * pause, _PAUSE_S)
-
-    def part(self) -> None:
-        """Ask, or serve, for the last time before all ranks end their groups."""
-        if self.rank == 0:
-            self.end()
-        else:
-            self.attend()
-            self.at_end = False
 
     def end(self) -> None:
         """Tell the others that rank 0 asks no more."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -108,12 +108,12 @@ class Listener:
         """Hear that `work` is done, or on CUDA in the order of the stream."""
 
 
+@dataclass
 class Listening:
     """The listeners of this process, and what ProcessGroup has without them."""
 
-    def __init__(self) -> None:
-        self.listeners: tuple[Listener, ...] = ()
-        self.originals: dict[str, Callable] = {}
+    listeners: tuple[Listener, ...] = ()
+    originals: dict[str, Callable] = field(default_factory=dict)
 
 
 def listen(listener: Listener) -> None:
@@ -170,28 +170,28 @@ def _observe_wait(original: Callable) -> Callable:
 # ---- Results that a checkpoint keeps of its first run, so that its second one need not compute or send them again
 # Who computes something expensive asks `keep_or_compute` for it; a checkpoint around it says which kinds it keeps.
 
-
 Result = TypeVar("Result")
 #: Kinds of results: what attention over ranks gives, and what ranks have sent each other.
 ATTENTION, COLLECTIVE = "attention", "collective"
 
 
+@dataclass(eq=False)
 class Store:
     """The results that one checkpoint has kept, in order. A layer may be recomputed several times."""
 
-    def __init__(self, kinds: frozenset[str]) -> None:
-        self.kinds = kinds
-        self.results: list[object] = []
-        self.used: int | None = None  # how many of them a second run has taken; None in the first
-        self.computing = 0  # how many results are being computed, one for another
-        self.summed: int | None = None  # which result is made of what is computed now, and kept in its place
+    kinds: frozenset[str]
+    results: list[object] = field(default_factory=list)
+    used: int | None = None  # how many of them a second run has taken; None in the first
+    computing: int = 0  # how many results are being computed, one for another
+    summed: int | None = None  # which result is made of what is computed now, and kept in its place
 
 
+@dataclass(eq=False)
 class Within:
     """A context in which results go to a store, or come from it."""
 
-    def __init__(self, store: Store, recomputing: bool) -> None:
-        self.store, self.recomputing = store, recomputing
+    store: Store
+    recomputing: bool
 
     def __enter__(self) -> None:
         self.store.used = 0 if self.recomputing else None

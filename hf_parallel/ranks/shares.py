@@ -46,7 +46,6 @@ def compute_enough_examples(shares: Shares) -> int:
 
 # ---- `batch_shares=auto`: shares that follow from measured speeds ---------------------------------------------------
 
-
 #: A new cut must be so many times as fast, in so many looks in a row, by the median of so many readings.
 WORTH, LOOKS, READINGS = 1.1, 2, 3
 
@@ -122,21 +121,13 @@ class SharesOfPass:
         """Return the shares of what is drawn later than all changes."""
         return self._changes[-1][1]
 
-    def begin(self) -> None:
-        """A pass over the data begins."""
+    def draw_all(self) -> Iterator[Shares]:
+        """Begin a pass over the data, and yield the shares of each micro-step that is drawn."""
         self._changes = [(0, self.latest)]
         self.drawn = self.taken = 0
-
-    def draw(self) -> Shares:
-        """Return the shares of the next micro-step to be drawn."""
-        self.drawn += 1
-        return self._find_at(self.drawn - 1)
-
-    def draw_all(self) -> Iterator[Shares]:
-        """Begin a pass, and yield the shares of each micro-step that is drawn."""
-        self.begin()
         while True:
-            yield self.draw()
+            self.drawn += 1
+            yield self._find_at(self.drawn - 1)
 
     def take(self, skipped: int) -> None:
         """The next micro-step is trained on.

@@ -41,7 +41,7 @@ class Breaks(TrainerCallback):
         os.ftruncate(vars(optimizer)[host_step._HELD].file._file.fileno(), 4096)
 
     def killed(self, optimizer):
-        state_file.StatePart.write_back = lambda self: os.kill(os.getpid(), signal.SIGKILL)
+        state_file.StatePart.write_back = lambda self, fd: os.kill(os.getpid(), signal.SIGKILL)
 
 
 def broken(spec: str, job: dict, fault: str, after: int) -> None:

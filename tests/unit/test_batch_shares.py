@@ -136,15 +136,14 @@ def test_a_rank_keeps_an_example_however_slow_it_is():
 def test_a_change_holds_from_a_micro_step_that_was_not_drawn():
     old, new = (Fraction(1), Fraction(1)), (Fraction(2), Fraction(1))
     of_pass = SharesOfPass(old)
-    of_pass.begin()
-    drawn = [of_pass.draw() for _ in range(3)]  # one of them skipped, one trained on, one ahead
+    draws = of_pass.draw_all()
+    drawn = [next(draws) for _ in range(3)]  # one of them skipped, one trained on, one ahead
     of_pass.take(skipped=1)
     of_pass.change(4, new)
-    drawn += [of_pass.draw() for _ in range(3)]
+    drawn += [next(draws) for _ in range(3)]
     taken = []
     for _ in range(4):
         of_pass.take(skipped=1)
         taken.append(of_pass.in_hand)
     assert (drawn, taken) == ([old] * 4 + [new] * 2, [old] * 2 + [new] * 2)
-    of_pass.begin()
-    assert of_pass.draw() == new
+    assert next(of_pass.draw_all()) == new

@@ -38,7 +38,24 @@ class Data(Axis[None, DataPart]):
         if scalar is not None and config.sharing_size > 1 and config.pp_size > 1:
             why = f"a pipeline on several data ranks cannot reduce the gradient of the scalar {scalar}"
             refuse(f"pp_size={config.pp_size}", why, "pp_size=1")
-        return DataPart(_describe_reduction(config) if config.dp_shard_size > 1 else None)
+        shards = config.dp_shard_size
+        if shards == 1:
+            return DataPart(None)
+        if config.reduces_each_micro_batch:
+            return DataPart(
+                f"gradients are reduced in every accumulation step, and each rank holds 1/{shards} of them; "
+                "gradient_reduction=step sends less and holds all"
+            )
+        if config.gradient_reduction == "step":
+            why = "gradient_reduction=step"
+        elif config.zero_stage < 2:
+            why = f"zero_stage={config.zero_stage}"
+        elif config.pp_size > 1:
+            why = "micro-batches of a pipeline overlap"
+        else:
+            why = "replicas would reduce each time, too"
+        when = "run of the schedule" if config.reduces_each_run else "step"
+        return DataPart(f"gradients are reduced once per {when}; until then each rank holds all of them ({why})")
 
     def notes(self, part: DataPart) -> list[str]:
         return [] if part.line is None else [part.line]
@@ -46,10 +63,9 @@ class Data(Axis[None, DataPart]):
     def apply(self, model: PreTrainedModel, part: DataPart, building: Building) -> None:
         """Shard each root, layer by layer: what is sharded goes to the device alone. Of no shards all goes at once."""
         from hf_parallel.axes.data.batch_norm import share_batch_norms
-        from hf_parallel.axes.data.chosen_modules import share_choices
         from hf_parallel.axes.data.gradients import HELD, HeldGradients, find_resting_parameters
         from hf_parallel.axes.data.lowered import begin_at_call, find_lowered_dtype, lower_once_per_call
-        from hf_parallel.axes.data.shared_towers import share_towers
+        from hf_parallel.axes.data.shared_towers import share_choices, share_towers
         from hf_parallel.axes.data.zero import move_rest, shard_data_parallel
 
         mesh = building.mesh
@@ -81,23 +97,6 @@ class Data(Axis[None, DataPart]):
                 building.services.held = HeldGradients(roots)
                 building.services.reduce_stages = building.services.held.reduce
                 setattr(building.pipeline.stages, HELD, building.services.held)
-
-
-def _describe_reduction(config: ParallelConfig) -> str:
-    shards = config.dp_shard_size
-    if config.reduces_each_micro_batch:
-        return (
-            f"gradients are reduced in every accumulation step, and each rank holds 1/{shards} of them; "
-            "gradient_reduction=step sends less and holds all"
-        )
-    if config.gradient_reduction == "step":
-        why = "gradient_reduction=step"
-    elif config.zero_stage < 2:
-        why = f"zero_stage={config.zero_stage}"
-    else:
-        why = "micro-batches of a pipeline overlap" if config.pp_size > 1 else "replicas would reduce each time, too"
-    when = "run of the schedule" if config.reduces_each_run else "step"
-    return f"gradients are reduced once per {when}; until then each rank holds all of them ({why})"
 
 
 DATA = Data()

@@ -41,29 +41,23 @@ class SharedBatchNorm(_BatchNorm):
         x, dims = input.float(), [0, *range(2, input.ndim)]
         shape, counts = (1, -1, *(1,) * (input.ndim - 2)), float(not is_absent())
         rows = x.new_full((1,), input.numel() / input.shape[1])
-        *sums, count = self._normalize_over_data_ranks(torch.cat([x.sum(dims), rows]) * counts).split(
-            [input.shape[1], 1]
-        )
-        mean = sums[0] / count
+        own = torch.cat([x.sum(dims), rows]) * counts
+        total, count = reduce_from_group(copy_to_group(own, self.group), self.group).split([input.shape[1], 1])
+        mean = total / count
         centred = x - mean.view(shape)
-        variance = self._normalize_over_data_ranks(centred.square().sum(dims) * counts) / count
-        if self.training and self.track_running_stats:
-            self._collect(mean.detach(), (variance * count / (count - 1).clamp(min=1)).detach())
+        squares = centred.square().sum(dims) * counts
+        variance = reduce_from_group(copy_to_group(squares, self.group), self.group) / count
+        if self.training and self.track_running_stats:  # as torch collects them, the variance unbiased
+            assert self.num_batches_tracked is not None
+            assert self.running_mean is not None
+            assert self.running_var is not None
+            with torch.no_grad():
+                self.num_batches_tracked.add_(1)
+                share = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+                unbiased = variance * count / (count - 1).clamp(min=1)
+                self.running_mean.lerp_(mean.to(self.running_mean.dtype), share)
+                self.running_var.lerp_(unbiased.to(self.running_var.dtype), share)
         y = centred * torch.rsqrt(variance + self.eps).view(shape)
         if self.weight is not None:
             y = y * self.weight.float().view(shape) + self.bias.float().view(shape)
         return y.to(input.dtype)
-
-    def _normalize_over_data_ranks(self, part: torch.Tensor) -> torch.Tensor:
-        return reduce_from_group(copy_to_group(part, self.group), self.group)
-
-    @torch.no_grad()
-    def _collect(self, mean: torch.Tensor, variance: torch.Tensor) -> None:
-        """Move the running mean and variance (unbiased) as torch does."""
-        assert self.num_batches_tracked is not None
-        assert self.running_mean is not None
-        assert self.running_var is not None
-        self.num_batches_tracked.add_(1)
-        share = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
-        self.running_mean.lerp_(mean.to(self.running_mean.dtype), share)
-        self.running_var.lerp_(variance.to(self.running_var.dtype), share)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import _get_device_handle
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllocMixin
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -57,7 +58,12 @@ _nodes: weakref.WeakKeyDictionary[ParallelMesh, Nodes] = weakref.WeakKeyDictiona
 def compress(root: nn.Module, mesh: ParallelMesh) -> None:
     """Give the units below `root` the collectives that the mesh's config asks for. Collective at a mesh's first."""
     config = mesh.config
-    nodes = None if config.hierarchical_shard is None else _find_nodes_of(mesh, config.hierarchical_shard)
+    if (size := config.hierarchical_shard) is not None and mesh not in _nodes:
+        shards = list_axis_ranks(config, "dp_shard")
+        within = [ranks[start : start + size] for ranks in shards for start in range(0, len(ranks), size)]
+        across = [ranks[place::size] for ranks in shards for place in range(size)]
+        _nodes[mesh] = Nodes(mesh.groups.along(within), mesh.groups.along(across))
+    nodes = None if size is None else _nodes[mesh]
     for unit in units.iterate_sharded_modules(root):
         if nodes is not None or config.quantize_weights != "none":
             for group in units.get_groups_of(unit):
@@ -71,24 +77,6 @@ def compress(root: nn.Module, mesh: ParallelMesh) -> None:
 def list_compression_groups(mesh: ParallelMesh) -> list[dist.ProcessGroup]:
     """The groups beside the mesh's own that weights and gradients travel in."""
     return [_nodes[mesh].within, _nodes[mesh].across] if mesh in _nodes else []
-
-
-def _find_nodes_of(mesh: ParallelMesh, size: int) -> Nodes:
-    if mesh not in _nodes:
-        shards = list_axis_ranks(mesh.config, "dp_shard")
-        within = [ranks[start : start + size] for ranks in shards for start in range(0, len(ranks), size)]
-        across = [ranks[place::size] for ranks in shards for place in range(size)]
-        _nodes[mesh] = Nodes(mesh.groups.along(within), mesh.groups.along(across))
-    return _nodes[mesh]
-
-
-class _Allocates:
-    """Memory from the allocator, as torch's own collectives of `fully_shard` have it."""
-
-    def allocate(
-        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
 
 
 class _Then(dist.Work):
@@ -118,7 +106,7 @@ class Span:
     dtype: torch.dtype | None  # None: exact
 
 
-class GatherWeights(_Allocates, AllGather):
+class GatherWeights(DefaultAllocMixin, AllGather):
     """The all-gather of one unit.
 
     Quantised are matrices in floats. Exact are vectors, which are few and sensitive; what trains beside a frozen base,
@@ -127,9 +115,8 @@ class GatherWeights(_Allocates, AllGather):
 
     def __init__(self, group: FSDPParamGroup, kind: str, nodes: Nodes | None) -> None:
         self.group, self.kind, self.nodes = group, kind, nodes
-        self.kept: torch.Tensor | None = (
-            None  # this rank's part of the unit within its node, as it came over the links
-        )
+        #: This rank's part of the unit within its node, as it came over the links.
+        self.kept: torch.Tensor | None = None
         self._written: torch.Event | None = None  # on which stream's queue that is done
 
     def __call__(
@@ -138,14 +125,12 @@ class GatherWeights(_Allocates, AllGather):
         """Fill `output_tensor` with the shards of all ranks."""
         spans = [] if self.kind == "none" else _make_spans(self.group.fsdp_params)
         quantized = any(span.dtype for span in spans)
-        own = _pack_shard(input_tensor, spans, self.kind) if quantized else input_tensor.view(torch.uint8)
+        own = input_tensor.view(torch.uint8)
+        if quantized:
+            own = _pack_shard(own, spans, self.kind)
         plain = output_tensor.view(torch.uint8).view(group.size(), -1)
         shards = own.new_empty(group.size(), own.numel()) if quantized else plain
-
-        def finish() -> None:
-            if quantized:
-                _unpack_shards(shards, spans, self.kind, plain)
-
+        finish = functools.partial(_unpack_shards, shards, spans if quantized else [], self.kind, plain)
         if self.nodes is not None:
             return self._gather_in_two_hops(shards, own, finish, async_op)
         work = call_all_gather(shards.view(-1), own, group=group, async_op=async_op)
@@ -205,21 +190,23 @@ def _make_spans(parameters: list[FSDPParam]) -> list[Span]:
     return found
 
 
-def _pack_shard(shard: torch.Tensor, spans: list[Span], kind: str) -> torch.Tensor:
+def _pack_shard(raw: torch.Tensor, spans: list[Span], kind: str) -> torch.Tensor:
     """Pack one rank's bytes to send: all that is quantised as one row, then what is exact."""
-    raw = shard.view(torch.uint8)
-    floats = [_view_as_floats(raw[span.start : span.stop], span.dtype) for span in spans if span.dtype]
-    exact = [raw[span.start : span.stop] for span in spans if not span.dtype]
-    return torch.cat([pack_rows(torch.cat([part.float() for part in floats]).unsqueeze(0), kind)[0], *exact])
-
-
-def _view_as_floats(part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Bytes as floats; copied where they do not start at a multiple of a float's size."""
-    return (part.clone() if part.storage_offset() % dtype.itemsize else part).view(dtype)
+    floats, exact = [], []
+    for span in spans:
+        part = raw[span.start : span.stop]
+        if span.dtype is None:
+            exact.append(part)
+        else:  # copied where it does not start at a multiple of a float's size
+            aligned = part.clone() if part.storage_offset() % span.dtype.itemsize else part
+            floats.append(aligned.view(span.dtype).float())
+    return torch.cat([pack_rows(torch.cat(floats).unsqueeze(0), kind)[0], *exact])
 
 
 def _unpack_shards(shards: torch.Tensor, spans: list[Span], kind: str, whole: torch.Tensor) -> None:
-    """Fill `whole`, one row of bytes for each rank, from the rows that were sent."""
+    """Fill `whole`, one row of bytes for each rank, from the rows that were sent. Without spans it is filled."""
+    if not spans:
+        return
     counts = [(span.stop - span.start) // span.dtype.itemsize for span in spans if span.dtype]
     dtypes = {span.dtype for span in spans if span.dtype}
     bytes_of_codes = count_packed_bytes(sum(counts), kind)
@@ -238,7 +225,7 @@ def _unpack_shards(shards: torch.Tensor, spans: list[Span], kind: str, whole: to
 # ---- gradients ------------------------------------------------------------------------------------------------------
 
 
-class ScatterGradients(_Allocates, ReduceScatter):
+class ScatterGradients(DefaultAllocMixin, ReduceScatter):
     """The reduce-scatter of one unit: every number is packed once for each hop, never summed in few bits."""
 
     def __init__(self, kind: str, nodes: Nodes | None, feedback: bool) -> None:
@@ -290,21 +277,16 @@ class ScatterGradients(_Allocates, ReduceScatter):
 # on that plain tensor itself, so that parameters stay what optimizers, checkpoints and adapters know. Which tensor
 # that is torch settles when a root first runs (`lazy_init`, looked at in torch 2.13).
 
-
 _scales: weakref.WeakSet[Scales] = weakref.WeakSet()
+_call_after_steps = functools.cache(register_optimizer_step_post_hook)  # a hook once, however often it is asked for
 
 
 def gather_codes(root: nn.Module, mesh: ParallelMesh) -> None:
     """From here on the units below `root` gather codes of what multiplies in fp8."""
-    _forget_codes_after_steps()
+    _call_after_steps(_forget_codes)
     groups = [mesh.sharing_mesh.get_group(mesh.sharing_mesh.ndim - 1)]
     groups += [mesh["tp"].get_group()] if mesh.size("tp") > 1 else []
     root.register_forward_pre_hook(Scales(groups).before, prepend=True)  # before FSDP2's own, which gathers
-
-
-@functools.cache
-def _forget_codes_after_steps() -> None:
-    register_optimizer_step_post_hook(_forget_codes)
 
 
 def _forget_codes(*_: object) -> None:
@@ -324,9 +306,12 @@ class Scales:
         """Weights may have been loaded, or replaced, since the root's last forward pass."""
         self.forget()
         get_state_of(root)._lazy_init()
-        held_by_root = (held for group in iterate_parameter_groups(root) for held in group.fsdp_params)
-        found = [(held, _find_recipe_of_weight(held)) for held in held_by_root]
-        self.weights = [_find_coded_weight(held, recipe, self) for held, recipe in found if recipe is not None]
+        self.weights = []
+        for held in (held for group in iterate_parameter_groups(root) for held in group.fsdp_params):
+            info = held._module_info
+            recipe = tensorwise(info.module) if info.param_name == "weight" else None
+            if recipe is not None:
+                self.weights.append(_find_coded_weight(held, recipe, self))
 
     def forget(self) -> None:
         """The weights may change."""
@@ -349,12 +334,14 @@ class Scales:
             weight.scale = scale
 
 
+@dataclass(eq=False)
 class CodedWeight:
     """The way a parameter of FSDP2 is gathered. `held`: torch's record of it."""
 
-    def __init__(self, held: FSDPParam, recipe: Float8, scales: Scales) -> None:
-        self.held, self.recipe, self.scales = held, recipe, scales
-        self.scale: torch.Tensor | None = None
+    held: FSDPParam
+    recipe: Float8
+    scales: Scales
+    scale: torch.Tensor | None = None
 
     def pre(self, mesh: object, size: object, stride: object, module: object, policy: object) -> tuple[tuple, tuple]:
         """The codes of this rank's shard, filled up to the length of all shards."""
@@ -376,11 +363,6 @@ class CodedWeight:
             getattr(out, "_local_tensor", out)._scale = scale
             return None
         return self.recipe.of_codes(codes, scale, W, dtype), (codes,)
-
-
-def _find_recipe_of_weight(held: FSDPParam) -> Float8 | None:
-    info = held._module_info
-    return tensorwise(info.module) if info.param_name == "weight" else None
 
 
 def _find_coded_weight(held: Any, recipe: Float8, scales: Scales) -> CodedWeight:

@@ -15,6 +15,7 @@ import mmap
 import os
 import shutil
 import tempfile
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,7 +28,6 @@ from hf_parallel.axes.data.units import iterate_parameter_groups
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
-
 
 _SYNC = 4  # MS_SYNC
 _FORGET = 4  # MADV_DONTNEED
@@ -59,7 +59,8 @@ class StateFile:
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise
-            why = f"{self.what} of this rank need {_format_gib(size)}, {self._free()}"
+            free = _format_gib(shutil.disk_usage(self.folder).free)
+            why = f"{self.what} of this rank need {_format_gib(size)}, {free} are free"
             refuse(f"offload={self.offload}", why, "a folder with more room, or offload=optimizer,")
         self._reserved += size
 
@@ -78,18 +79,12 @@ class StateFile:
 
     def fetch(self, part: StatePart) -> None:
         """Begin to read a part, on another thread."""
-        fd = self._file.fileno()
-        self._submit_transfer(lambda: os.posix_fadvise(fd, part.start, part.size, os.POSIX_FADV_WILLNEED))
+        given = self._file.fileno(), part.start, part.size, os.POSIX_FADV_WILLNEED
+        self._unfinished.append(self._thread.submit(os.posix_fadvise, *given))
 
     def release(self, part: StatePart) -> None:
         """Begin to write a part back, and to let go of its memory, on another thread."""
-        fd = self._file.fileno()
-
-        def write() -> None:
-            part.write_back()
-            os.posix_fadvise(fd, part.start, part.size, os.POSIX_FADV_DONTNEED)
-
-        self._submit_transfer(write)
+        self._unfinished.append(self._thread.submit(part.write_back, self._file.fileno()))
 
     def free(self) -> None:
         """Give the system back what the allocator keeps of states that were made in memory."""
@@ -102,27 +97,19 @@ class StateFile:
         Raises:
             OSError: it could not be written, or the file was cut: what is read would not be what was kept.
         """
+        lost, advice = f"offload={self.offload}: {self.what}", "training can go on from the last checkpoint"
         unfinished, self._unfinished = self._unfinished, []
         for future in unfinished:
             try:
                 future.result()
             except OSError as error:
-                why = f"could not be written ({os.strerror(error.errno or 0)}, {self._free()})"
-                raise OSError(error.errno, self._raise_lost(why)) from error
+                free = _format_gib(shutil.disk_usage(self.folder).free)
+                why = f"could not be written ({os.strerror(error.errno or 0)}, {free} are free)"
+                raise OSError(error.errno, f"{lost} {why}; {advice}") from error
         size = os.fstat(self._file.fileno()).st_size
         if size < self._reserved:
-            raise OSError(
-                errno.EIO, self._raise_lost(f"were cut from {_format_gib(self._reserved)} to {_format_gib(size)}")
-            )
-
-    def _raise_lost(self, why: str) -> str:
-        return f"offload={self.offload}: {self.what} {why}; training can go on from the last checkpoint"
-
-    def _free(self) -> str:
-        return f"{_format_gib(shutil.disk_usage(self.folder).free)} are free"
-
-    def _submit_transfer(self, work: object) -> None:
-        self._unfinished.append(self._thread.submit(work))  # type: ignore[arg-type]
+            why = f"were cut from {_format_gib(self._reserved)} to {_format_gib(size)}"
+            raise OSError(errno.EIO, f"{lost} {why}; {advice}")
 
 
 class StatePart:
@@ -134,32 +121,24 @@ class StatePart:
         self._used = 0
 
     @staticmethod
-    def size_of(tensors: list[torch.Tensor]) -> int:
-        """Return the bytes that a part for these tensors takes."""
-        return StatePart.room_for([tensor.nbytes for tensor in tensors])
-
-    @staticmethod
-    def room_for(sizes: list[int]) -> int:
+    def room_for(sizes: Iterable[int]) -> int:
         """Return the bytes that a part for tensors of so many bytes takes."""
-        return sum(map(_pad_to_block, sizes))
+        return sum(math.ceil(size / _ALIGNED) * _ALIGNED for size in sizes)
 
     def keep(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor of the same values whose memory is here."""
         kept = torch.frombuffer(self._memory, dtype=tensor.dtype, count=tensor.numel(), offset=self._used)
-        self._used += _pad_to_block(tensor.nbytes)
+        self._used += self.room_for([tensor.nbytes])
         return kept.view(tensor.shape).copy_(tensor)
 
-    def write_back(self) -> None:
-        """To the disk, and out of this process's memory; whoever reads it gets it from the file again."""
+    def write_back(self, fd: int) -> None:
+        """To the disk, and out of memory, the page cache's too; whoever reads it gets it from the file again."""
         address, size = ctypes.c_void_p(self._address), ctypes.c_size_t(self.size)
         if _libc.msync(address, size, _SYNC):
             code = ctypes.get_errno()
             raise OSError(code, os.strerror(code))
         _libc.madvise(address, size, _FORGET)
-
-
-def _pad_to_block(size: int) -> int:
-    return math.ceil(size / _ALIGNED) * _ALIGNED
+        os.posix_fadvise(fd, self.start, self.size, os.POSIX_FADV_DONTNEED)
 
 
 def _format_gib(size: int) -> str:
@@ -184,8 +163,8 @@ def keep_parameters_in_file(root: nn.Module, offload: str) -> None:
     """
     groups = list(iterate_parameter_groups(root))
     file = StateFile(offload, "parameters")
-    stored = ([held._sharded_param_data for held in group.fsdp_params] for group in groups)
-    file.reserve(sum(file.room_of(StatePart.size_of(tensors)) for tensors in stored))
+    stored = ([held._sharded_param_data.nbytes for held in group.fsdp_params] for group in groups)
+    file.reserve(sum(file.room_of(StatePart.room_for(sizes)) for sizes in stored))
     units = [Unit(group, file) for group in groups]
     for unit, before, after in zip(units, [None, *units], [*units[1:], None], strict=False):
         unit.before, unit.after = before, after
@@ -223,29 +202,22 @@ class Unit:
 
     def move(self) -> None:
         """Into the file goes what does not lie there: at first all, then what was added, or loaded by assignment."""
-        new = [
-            held for held in self.group.fsdp_params if self._kept.get(held) != _get_address(held._sharded_param_data)
-        ]
+        new = []
+        for held in self.group.fsdp_params:
+            if self._kept.get(held) != held._sharded_param_data.untyped_storage().data_ptr():
+                new.append(held)
         if not new or self.group.is_unsharded:
             return
         for held in new:
             held.reset_sharded_param()  # as the group will do: it may know only the meta tensor from before loading
-        part = self.file.part(StatePart.size_of([held._sharded_param_data for held in new]))
-        for held in new:
-            _lay(held, part.keep(held._sharded_param_data))
-            self._kept[held] = _get_address(held._sharded_param_data)
+        part = self.file.part(StatePart.room_for(held._sharded_param_data.nbytes for held in new))
+        for held in new:  # a parameter may be a part of what is stored for it
+            stored, local = held._sharded_param_data, held.sharded_param._local_tensor
+            memory = part.keep(stored)
+            place = memory.storage_offset() + local.storage_offset() - stored.storage_offset()
+            held._sharded_param_data = memory  # other objects: a view would keep the memory that it was made of
+            held.sharded_param._local_tensor = memory.detach().as_strided(local.size(), local.stride(), place)
+            self._kept[held] = memory.untyped_storage().data_ptr()
         self.parts.append(part)
         self.file.release(part)
         self.file.free()
-
-
-def _get_address(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
-
-
-def _lay(held: Any, memory: torch.Tensor) -> None:
-    """Let a parameter, which may be a part of what is stored for it, lie in this memory."""
-    stored, local = held._sharded_param_data, held.sharded_param._local_tensor
-    place = memory.storage_offset() + local.storage_offset() - stored.storage_offset()
-    held._sharded_param_data = memory  # other objects: a view would keep the memory that it was made of
-    held.sharded_param._local_tensor = memory.detach().as_strided(local.size(), local.stride(), place)

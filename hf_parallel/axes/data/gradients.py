@@ -11,7 +11,8 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
@@ -27,10 +28,8 @@ from hf_parallel.ranks.mesh import EXPERT_AXES, ParallelMesh, get_stored
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
-    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
     from hf_parallel.ask.config import ParallelConfig
-
 
 # ---- When data ranks reduce gradients, and how long they keep gathered weights: ZeRO's stages over micro-batches
 # of m micro-batches      reduces       gathers             whole on each rank between them
@@ -45,7 +44,6 @@ if TYPE_CHECKING:
 #
 # Gradients of 16-bit weights are summed over micro-batches in fp32 and rounded once, after the last backward pass.
 
-
 HELD = "_hf_parallel_held_gradients"
 _MORE = "_hf_parallel_more_micro_batches"
 _WIDENED = "_hf_parallel_widened"
@@ -54,35 +52,14 @@ _WIDENED = "_hf_parallel_widened"
 @contextlib.contextmanager
 def run_before_the_last(root: nn.Module, config: ParallelConfig) -> Iterator[None]:
     """Run the micro-batches of a step but the last; of a pipeline runs of its schedule."""
-    try:
-        with _reduce_later(root, config):
-            yield
-    finally:
-        keep_copies()
-
-
-@contextlib.contextmanager
-def _reduce_later(root: nn.Module, config: ParallelConfig) -> Iterator[None]:
-    unit = next(iterate_sharded_modules(root), None)
-    if unit is None or config.pp_size > 1:
-        with _hold_gradients(root, config):
-            yield
-        return
-    unit.set_requires_gradient_sync(config.reduces_each_micro_batch)
-    unit.set_reshard_after_backward(config.zero_stage == 3)
-    setattr(unit, _MORE, True)
-    try:
-        yield
-    finally:
-        setattr(unit, _MORE, False)
-        unit.set_requires_gradient_sync(True)
-        unit.set_reshard_after_backward(True)
-
-
-@contextlib.contextmanager
-def _hold_gradients(root: nn.Module, config: ParallelConfig) -> Iterator[None]:
-    """Gradients of a pipeline's runs in here are held, unless it reduces in each."""
-    held: HeldGradients | None = None if config.reduces_each_run else getattr(root, HELD, None)
+    unit = None if config.pp_size > 1 else next(iterate_sharded_modules(root), None)
+    held: HeldGradients | None = None
+    if unit is not None:
+        unit.set_requires_gradient_sync(config.reduces_each_micro_batch)
+        unit.set_reshard_after_backward(config.zero_stage == 3)
+        setattr(unit, _MORE, True)
+    elif not config.reduces_each_run:  # else a pipeline reduces the gradients of each run
+        held = getattr(root, HELD, None)
     if held is not None:
         held.more = True
     try:
@@ -90,6 +67,11 @@ def _hold_gradients(root: nn.Module, config: ParallelConfig) -> Iterator[None]:
     finally:
         if held is not None:
             held.more = False
+        if unit is not None:
+            setattr(unit, _MORE, False)
+            unit.set_requires_gradient_sync(True)
+            unit.set_reshard_after_backward(True)
+        keep_copies()
 
 
 def round_after_backward(root: nn.Module) -> None:
@@ -113,12 +95,8 @@ def round_after_backward(root: nn.Module) -> None:
 def find_resting_parameters(roots: list[nn.Module], parameters: list[nn.Parameter]) -> list[nn.Parameter]:
     """The parameters that gradients end in: FSDP2 registers gathered ones in their place until a backward pass."""
     groups = (group for root in roots for group in iterate_parameter_groups(root))
-    kept = {
-        id(p._unsharded_param): p.sharded_param
-        for g in groups
-        for p in g.fsdp_params
-        if hasattr(p, "_unsharded_param")
-    }
+    gathered = (p for group in groups for p in group.fsdp_params if hasattr(p, "_unsharded_param"))
+    kept = {id(p._unsharded_param): p.sharded_param for p in gathered}
     return [kept.get(id(parameter), parameter) for parameter in parameters]
 
 
@@ -155,21 +133,31 @@ def _narrow_gradients(root: nn.Module) -> None:
 # What a run gives is known before the gradient of its loss, by which it is to be weighed; so the last run does not
 # reduce either where something is held. A step of a single run holds nothing, and reduces in its schedule.
 
-
 Whole = list[tuple["FSDPParam", torch.Tensor]]
 
 
+@dataclass(eq=False)
 class Run:
     """A run of a step that reduces nothing; `more` runs follow."""
 
-    def __init__(self, held: HeldGradients, more: bool) -> None:
-        self.held, self.more = held, more
-        self.whole: Whole = []
+    held: HeldGradients
+    more: bool
+    whole: Whole = field(default_factory=list)
 
     def take(self) -> None:
         """Take the gradients that the run has left unreduced; free its weights."""
-        groups = [group for stage in self.held.stages for group in iterate_parameter_groups(stage)]
-        self.whole = [found for group in groups for found in _take_whole_gradient(group)]
+        self.whole = []
+        for group in (group for stage in self.held.stages for group in iterate_parameter_groups(stage)):
+            for parameter in group.fsdp_params:
+                if not hasattr(parameter, "_unsharded_param"):
+                    continue
+                parameter.accumulate_unsharded_grad_if_needed()
+                parameter.to_accumulated_grad_if_needed()  # sums of 16 bits are kept in fp32
+                whole, given = parameter.unsharded_accumulated_grad, parameter._unsharded_param.grad
+                parameter.unsharded_accumulated_grad = parameter._unsharded_param.grad = None
+                if (gradient := given if whole is None else whole) is not None:
+                    self.whole.append((parameter, gradient))
+            group._to_sharded()
 
     def hand_over(self, scale: torch.Tensor | None) -> None:
         """Hold that too, times the gradient of its loss; after the last run reduce it all."""
@@ -202,36 +190,17 @@ class HeldGradients:
                 self._held[parameter] = gradient
 
     def reduce(self) -> None:
-        """Reduce what is held, into the gradients of the stored parameters."""
+        """Reduce what is held, into the gradients of the stored parameters, as torch's schedules do at their end."""
         for parameter, gradient in self._held.items():
             parameter.unsharded_accumulated_grad = gradient
         self._held = {}
         for stage in self.stages:
-            _reduce(stage)
-
-
-def _take_whole_gradient(group: FSDPParamGroup) -> Whole:
-    found: Whole = []
-    for parameter in group.fsdp_params:
-        if not hasattr(parameter, "_unsharded_param"):
-            continue
-        parameter.accumulate_unsharded_grad_if_needed()
-        parameter.to_accumulated_grad_if_needed()  # sums of 16 bits are kept in fp32
-        whole, given = parameter.unsharded_accumulated_grad, parameter._unsharded_param.grad
-        parameter.unsharded_accumulated_grad = parameter._unsharded_param.grad = None
-        if (gradient := given if whole is None else whole) is not None:
-            found.append((parameter, gradient))
-    group._to_sharded()
-    return found
-
-
-def _reduce(stage: Any) -> None:
-    """Reduce a stage's gradients, as torch's schedules do at their end."""
-    for setting in (stage.set_is_last_backward, stage.set_reshard_after_backward, stage.set_requires_gradient_sync):
-        setting(True)
-    for group in iterate_parameter_groups(stage):
-        group.post_backward()
-    get_state_of(stage)._root_post_backward_final_callback()
+            stage.set_is_last_backward(True)
+            stage.set_reshard_after_backward(True)
+            stage.set_requires_gradient_sync(True)
+            for group in iterate_parameter_groups(cast(nn.Module, stage)):
+                group.post_backward()
+            get_state_of(stage)._root_post_backward_final_callback()
 
 
 def clip_grad_norm(
@@ -296,14 +265,12 @@ def _sum_of_powers(gradients: list[torch.Tensor], norm_type: float, device: torc
     gradients = [gradient for gradient in gradients if gradient.numel()]  # an uneven shard can be empty
     if not gradients:
         return torch.zeros((), device=device)
-    parts = [torch.stack(_compute_norms(part, norm_type)).float() for part in _group_by_device_and_dtype(gradients)]
+    parts = []
+    for alike in _group_by_device_and_dtype(gradients):
+        wide = torch.promote_types(alike[0].dtype, torch.float32)  # torch would round norms to the gradients' dtype
+        parts.append(torch.stack(torch._foreach_norm(alike, norm_type, dtype=wide)).float())
     stacked = torch.cat([part.to(device) for part in parts])  # of gradients on the host one copy, not one for each
     return stacked.max() if math.isinf(norm_type) else (stacked**norm_type).sum()
-
-
-def _compute_norms(gradients: list[torch.Tensor], norm_type: float) -> tuple[torch.Tensor, ...]:
-    """Return norms, those of 16-bit gradients in fp32: torch would round each to the gradients' own dtype."""
-    return torch._foreach_norm(gradients, norm_type, dtype=torch.promote_types(gradients[0].dtype, torch.float32))
 
 
 def cut_axes(gradient: torch.Tensor, mesh: ParallelMesh) -> frozenset[str]:

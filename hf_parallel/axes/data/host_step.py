@@ -32,7 +32,6 @@ from hf_parallel.ranks.mesh import get_stored
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-
 #: Bytes of parameters that are stepped together: what the host needs beside the states themselves.
 CHUNK = 64 * 2**20
 _HELD = "_hf_parallel_host_step"
@@ -54,7 +53,8 @@ def _hook_host_steps() -> None:
 
 def check_host_optimizer(optimizer: Optimizer) -> None:
     """Refuse an optimizer whose step cannot be made on the host, or in parts, or whose states a disk cannot hold."""
-    way = _find_offload_of(optimizer)
+    mine = set(map(id, itertools.chain(*list_parameters_of(optimizer))))
+    way = next((way for model, way in _models.items() if any(id(p) in mine for p in model.parameters())), None)
     if way is None or _HELD in vars(optimizer):
         return
     elementwise = is_elementwise(optimizer)
@@ -62,12 +62,6 @@ def check_host_optimizer(optimizer: Optimizer) -> None:
         why = f"{type(optimizer).__name__} is none of torch's optimizers that step number by number"
         refuse(f"offload={way}", why, "AdamW (adamw_torch) or SGD, or offload=cpu,")
     vars(optimizer)[_HELD] = HostStep(optimizer, way) if elementwise else None
-
-
-def _find_offload_of(optimizer: Optimizer) -> str | None:
-    """Return the offload setting of the model that owns the optimizer's parameters."""
-    mine = set(map(id, itertools.chain(*list_parameters_of(optimizer))))
-    return next((way for model, way in _models.items() if any(id(p) in mine for p in model.parameters())), None)
 
 
 def _begin_host_step(optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
@@ -87,9 +81,12 @@ def _begin_host_step(optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple[t
 
 
 def _end_host_step(optimizer: Optimizer, *_: object) -> None:
-    held = optimizer.__dict__.get(_HELD)
+    """Show the gradients again, as the optimizer's own step would have left them."""
+    held = vars(optimizer).get(_HELD)
     if held is not None:
-        held.show_gradients()
+        for parameter, gradient in held.hidden:
+            parameter.grad = gradient
+        held.hidden = []
 
 
 class HostStep:
@@ -97,13 +94,13 @@ class HostStep:
 
     def __init__(self, optimizer: Optimizer, offload: str) -> None:
         self._optimizer, self.offload = weakref.ref(optimizer), offload
-        self.file = StateFile(offload, "optimizer states") if offload_folder(offload) else None
-        if self.file is not None:
-            self.file.reserve(_count_state_bytes(optimizer, self.file))
-            optimizer.register_state_dict_pre_hook(lambda _: self._settle())
+        self.file = file = StateFile(offload, "optimizer states") if offload_folder(offload) else None
+        if file is not None:
+            file.reserve(_count_state_bytes(optimizer, file))
+            optimizer.register_state_dict_pre_hook(lambda _: file.settle())
         self._parts: dict[int, StatePart] = {}  # by chunk
         self._kept: dict[tuple[int, str], torch.Tensor] = {}  # states in files, by place of the parameter
-        self._hidden: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.hidden: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def step(self) -> None:
         """Step as the optimizer's own step would."""
@@ -112,26 +109,22 @@ class HostStep:
         former = [group["params"] for group in optimizer.param_groups]
         places = {parameter: place for place, parameter in enumerate(p for group in former for p in group)}
         chunks = list(_cut_into_chunks(parameter for parameter in places if parameter.grad is not None))
-        self._settle()
-        copies = _HostCopies(chunks)
+        if self.file is not None:
+            self.file.settle()  # what was written is there to be read
+        copies = _iterate_host_copies(chunks)
         try:
             for number, chunk in enumerate(chunks):
-                self._fetch(number + 1)
-                self._step_chunk(optimizer, former, copies.of(number), chunk)
+                if self.file is not None and number + 1 in self._parts:
+                    self.file.fetch(self._parts[number + 1])
+                self._step_chunk(optimizer, former, next(copies), chunk)
                 self._keep(number, chunk, places, optimizer.state)
         finally:
             for group, parameters in zip(optimizer.param_groups, former, strict=True):
                 group["params"] = parameters
         for parameter in places:
             if parameter.grad is not None:
-                self._hidden.append((parameter, parameter.grad))
+                self.hidden.append((parameter, parameter.grad))
                 parameter.grad = None
-
-    def show_gradients(self) -> None:
-        """After the step, as it would have left them."""
-        for parameter, gradient in self._hidden:
-            parameter.grad = gradient
-        self._hidden = []
 
     def _step_chunk(
         self,
@@ -145,7 +138,8 @@ class HostStep:
             group["params"] = [on_host.get(p, p) for p in parameters if p in chosen]
         for parameter, copy in on_host.items():
             if parameter in state:
-                state[copy] = {slot: _move_state_to_host(value) for slot, value in state.pop(parameter).items()}
+                slots = state.pop(parameter).items()  # which may have been loaded onto the device
+                state[copy] = {slot: value.cpu() if torch.is_tensor(value) else value for slot, value in slots}
         try:
             with _use_fused_kernel(optimizer):
                 plain_step: Any = type(optimizer).step
@@ -158,70 +152,51 @@ class HostStep:
             for parameter, copy in on_host.items():
                 parameter.copy_(copy, non_blocking=True)
 
-    # ---- files ---------------------------------------------------------------------------------------------------
-
-    def _settle(self) -> None:
-        """Before states are read: what was written is there."""
-        if self.file is not None:
-            self.file.settle()
-
-    def _fetch(self, number: int) -> None:
-        if self.file is not None and number in self._parts:
-            self.file.fetch(self._parts[number])
-
     def _keep(self, number: int, chunk: list[torch.Tensor], places: dict[torch.Tensor, int], state: dict) -> None:
         """Put states that are new, or were loaded, into the file; and begin to write the chunk's part of it."""
         if self.file is None:
             return
-        new = [
-            (places[parameter], slots, slot)
-            for parameter in chunk
-            for slots in [state.get(parameter, {})]
-            for slot, value in slots.items()
-            if torch.is_tensor(value) and value.ndim and value.numel()
-            if value is not self._kept.get((places[parameter], slot))
-        ]
-        known = [entry for entry in new if _is_same_kind(self._kept.get((entry[0], entry[2])), entry[1][entry[2]])]
-        for place, slots, slot in known:  # loaded
-            slots[slot] = self._kept[place, slot].copy_(slots[slot])
-        fresh = [entry for entry in new if entry not in known]
+        fresh = []
+        for parameter in chunk:
+            slots = state.get(parameter, {})
+            for slot, value in slots.items():
+                key = places[parameter], slot
+                kept = self._kept.get(key)
+                if not torch.is_tensor(value) or not value.ndim or not value.numel() or value is kept:
+                    continue
+                if kept is not None and (kept.shape, kept.dtype) == (value.shape, value.dtype):
+                    slots[slot] = kept.copy_(value)  # loaded
+                else:
+                    fresh.append((key, slots, value))
         if fresh:
-            size = StatePart.size_of([slots[slot] for _, slots, slot in fresh])
-            part = self._parts[number] = self.file.part(size)
-            for place, slots, slot in fresh:
-                slots[slot] = self._kept[place, slot] = part.keep(slots[slot])
+            part = self._parts[number] = self.file.part(StatePart.room_for(value.nbytes for *_, value in fresh))
+            for key, slots, value in fresh:
+                slots[key[1]] = self._kept[key] = part.keep(value)
             self.file.free()
         if number in self._parts:
             self.file.release(self._parts[number])
 
 
-class _HostCopies:
-    """Parameters of chunks on the host, with their gradients; those of the next chunk are under way meanwhile."""
+def _iterate_host_copies(chunks: list[list[torch.Tensor]]) -> Iterator[dict[torch.Tensor, torch.Tensor]]:
+    """Yield a chunk's parameters with their copies, gradients too, while those of the next chunk are under way.
 
-    def __init__(self, chunks: list[list[torch.Tensor]]) -> None:
-        self._chunks = chunks
-        self._next: tuple[dict, torch.Event | None] = self._begin(0)
-
-    def of(self, number: int) -> dict[torch.Tensor, torch.Tensor]:
-        """The copies of a chunk's parameters; empty for those that are on the host already."""
-        found, arrived = self._next
-        self._next = self._begin(number + 1)
-        if arrived is not None:
-            arrived.synchronize()
-        return found
-
-    def _begin(self, number: int) -> tuple[dict, torch.Event | None]:
-        chunk = self._chunks[number] if number < len(self._chunks) else []
-        away = [parameter for parameter in chunk if parameter.device.type != "cpu"]
-        copies = {parameter: _begin_copy(parameter) for parameter in away}
+    There are no copies of parameters that are on the host already.
+    """
+    ahead: tuple[dict[torch.Tensor, torch.Tensor], torch.Event | None] | None = None
+    for chunk in (*chunks, []):
+        copies = {parameter: _begin_copy(parameter) for parameter in chunk if parameter.device.type != "cpu"}
+        arrived = None
         for parameter, copy in copies.items():
             assert parameter.grad is not None  # else it is in no chunk
             copy.grad = _begin_copy(parameter.grad)
-        if not away:
-            return copies, None
-        arrived = torch.Event(away[0].device)
-        arrived.record()
-        return copies, arrived
+        if copies:
+            arrived = torch.Event(next(iter(copies)).device)
+            arrived.record()
+        if ahead is not None:
+            if ahead[1] is not None:
+                ahead[1].synchronize()
+            yield ahead[0]
+        ahead = copies, arrived
 
 
 def _begin_copy(tensor: torch.Tensor) -> torch.Tensor:
@@ -236,24 +211,15 @@ def _count_state_bytes(optimizer: Optimizer, file: StateFile) -> int:
     for group in optimizer.param_groups:
         widths: dict[torch.dtype, list[int]] = {}
         for part in (get_stored(parameter) for parameter in group["params"] if parameter.requires_grad):
-            if part.dtype not in widths:
-                widths[part.dtype] = _measure_bytes_of_one(kind, group, part.dtype)
+            if part.dtype not in widths:  # the bytes that a step keeps for one number, in each of its states
+                one = torch.zeros(1, dtype=part.dtype, requires_grad=True)
+                one.grad = torch.zeros_like(one)
+                alike = kind([{**group, "params": [one]}])
+                alike.step()
+                states = [value for value in alike.state[one].values() if torch.is_tensor(value)]
+                widths[part.dtype] = [value.nbytes for value in states if value.ndim]
             sizes[part] = StatePart.room_for([part.numel() * width for width in widths[part.dtype]])
     return sum(file.room_of(sum(sizes[part] for part in chunk)) for chunk in _cut_into_chunks(sizes))
-
-
-def _measure_bytes_of_one(kind: type, group: dict, dtype: torch.dtype) -> list[int]:
-    """Return the bytes that a step keeps for one number of this dtype, in each of its states."""
-    one = torch.zeros(1, dtype=dtype, requires_grad=True)
-    one.grad = torch.zeros_like(one)
-    alike = kind([{**group, "params": [one]}])
-    alike.step()
-    return [value.nbytes for value in alike.state[one].values() if torch.is_tensor(value) and value.ndim]
-
-
-def _move_state_to_host(value: object) -> object:
-    """A state that was loaded onto the device."""
-    return value.cpu() if torch.is_tensor(value) else value
 
 
 def _cut_into_chunks(parameters: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
@@ -267,10 +233,6 @@ def _cut_into_chunks(parameters: Iterable[torch.Tensor]) -> Iterator[list[torch.
             chunk, size = [], 0
     if chunk:
         yield chunk
-
-
-def _is_same_kind(kept: torch.Tensor | None, value: torch.Tensor) -> bool:
-    return kept is not None and (kept.shape, kept.dtype) == (value.shape, value.dtype)
 
 
 @contextlib.contextmanager

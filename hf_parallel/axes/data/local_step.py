@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,7 +27,6 @@ from hf_parallel.ranks.mesh import place_as
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
-
 
 #: Where torch defines the steps that treat every number by itself; the others read whole matrices or norms.
 _KINDS = ("adadelta", "adagrad", "adam", "adamax", "adamw", "asgd", "nadam", "radam", "rmsprop", "rprop", "sgd")
@@ -51,20 +50,22 @@ def _begin_local_step(optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple[
         isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"]
     ):
         refuse(kind, "it needs whole tensors, of which ranks hold parts", "AdamW")
-    if not is_elementwise(optimizer):
-        _hold(optimizer, OneByOne(optimizer))
-        return None
-    held = OnLocalParts(optimizer, states_too=True)
-    _hold(optimizer, held)
-    closure = args[1] if len(args) > 1 else kwargs.get("closure")
-    if closure is None:
-        return None
-    return (args[0], held.around(closure), *args[2:]), {key: v for key, v in kwargs.items() if key != "closure"}
-
-
-def _hold(optimizer: Optimizer, held: OnLocalParts | OneByOne) -> None:
-    setattr(optimizer, _HELD, held)
+    held = OnLocalParts(optimizer, states_too=True) if is_elementwise(optimizer) else OneByOne(optimizer)
+    vars(optimizer)[_HELD] = held
     held.begin()
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if closure is None or isinstance(held, OneByOne):
+        return None
+
+    def call_outside() -> object:
+        """Show the closure the parameters themselves."""
+        held.end()
+        try:
+            return closure()
+        finally:
+            held.begin()
+
+    return (args[0], call_outside, *args[2:]), {key: v for key, v in kwargs.items() if key != "closure"}
 
 
 def _end_local_step(optimizer: Optimizer, *_: object) -> None:
@@ -97,20 +98,30 @@ class OnLocalParts:
         self.optimizer, self.states_too = optimizer, states_too
         self.former: list[list[torch.Tensor]] = []
         self._parts: dict[DTensor, torch.Tensor] = {}
-        self._states: dict[
-            int, DTensor
-        ] = {}  # local part of a state -> the state, so that most need not be made again
+        self._states: dict[int, DTensor] = {}  # by the id of its local part: most need not be made again
 
     def begin(self) -> None:
         """Exchange them."""
         self.former = [group["params"] for group in self.optimizer.param_groups]
-        self._parts = {p: _get_local_part(p) for p in itertools.chain(*self.former) if isinstance(p, DTensor)}
+        for parameter in (p for p in itertools.chain(*self.former) if isinstance(p, DTensor)):
+            part, gradient = parameter._local_tensor.detach(), parameter.grad
+            if gradient is not None:
+                assert isinstance(gradient, DTensor)
+                if gradient._local_tensor.shape != part.shape:  # of a model that transformers has split
+                    gradient = gradient.redistribute(placements=parameter.placements)
+                part.grad = gradient._local_tensor
+            self._parts[parameter] = part
         for group, parameters in zip(self.optimizer.param_groups, self.former, strict=True):
             group["params"] = [self._parts[p] if isinstance(p, DTensor) else p for p in parameters]
         state = self.optimizer.state
         for parameter, part in self._parts.items():
-            if parameter in state:
-                state[part] = self._opened(state.pop(parameter))
+            if parameter not in state:
+                continue
+            slots = state[part] = state.pop(parameter)
+            for name, value in slots.items() if self.states_too else ():
+                if isinstance(value, DTensor):
+                    slots[name] = value._local_tensor
+                    self._states[id(value._local_tensor)] = value
 
     def end(self) -> None:
         """Back again."""
@@ -118,37 +129,14 @@ class OnLocalParts:
             group["params"] = parameters
         state = self.optimizer.state
         for parameter, part in self._parts.items():
-            if part in state:
-                state[parameter] = self._closed(state.pop(part), parameter, part)
-        self._parts, self._states = {}, {}
-
-    def around(self, closure: Callable) -> Callable:
-        """A closure that sees the parameters themselves."""
-
-        def outside() -> object:
-            self.end()
-            try:
-                return closure()
-            finally:
-                self.begin()
-
-        return outside
-
-    def _opened(self, slots: dict) -> dict:
-        if self.states_too:
-            for name, value in slots.items():
-                if isinstance(value, DTensor):
-                    slots[name] = value._local_tensor
-                    self._states[id(value._local_tensor)] = value
-        return slots
-
-    def _closed(self, slots: dict, parameter: DTensor, part: torch.Tensor) -> dict:
-        if self.states_too:
-            for name, value in slots.items():
+            if part not in state:
+                continue
+            slots = state[parameter] = state.pop(part)
+            for name, value in slots.items() if self.states_too else ():
                 if torch.is_tensor(value) and value.ndim and value.shape == part.shape:
                     known = self._states.get(id(value))
                     slots[name] = place_as(parameter, value) if known is None else known
-        return slots
+        self._parts, self._states = {}, {}
 
 
 class OneByOne:
@@ -156,8 +144,11 @@ class OneByOne:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.former = [group["params"] for group in optimizer.param_groups]
-        groups = [group for group in optimizer.param_groups if group.get("foreach")]
-        self._changed = [group for group in groups if _on_several_meshes(group["params"])]
+        self._changed = []
+        for group in optimizer.param_groups:
+            meshes = {p.device_mesh if isinstance(p, DTensor) else None for p in group["params"]}
+            if group.get("foreach") and len(meshes) > 1:
+                self._changed.append(group)
 
     def begin(self) -> None:
         """Nothing else is changed: what it reads of whole tensors, DTensors answer."""
@@ -170,10 +161,6 @@ class OneByOne:
             group["foreach"] = True
 
 
-def _on_several_meshes(parameters: list[torch.Tensor]) -> bool:
-    return len({p.device_mesh if isinstance(p, DTensor) else None for p in parameters}) > 1
-
-
 @contextlib.contextmanager
 def on_local_parts(optimizer: Optimizer) -> Iterator[OnLocalParts]:
     """Give plain tensors for DTensors to an optimizer whose states are local anyway."""
@@ -183,14 +170,3 @@ def on_local_parts(optimizer: Optimizer) -> Iterator[OnLocalParts]:
         yield held
     finally:
         held.end()
-
-
-def _get_local_part(parameter: DTensor) -> torch.Tensor:
-    part = parameter._local_tensor.detach()
-    gradient = parameter.grad
-    if gradient is not None:
-        assert isinstance(gradient, DTensor)
-        if gradient._local_tensor.shape != part.shape:  # of a model that transformers has split
-            gradient = gradient.redistribute(placements=parameter.placements)
-        part.grad = gradient._local_tensor
-    return part

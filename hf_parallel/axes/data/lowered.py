@@ -17,7 +17,6 @@ modules hold the copies in the place of their weights, to which autograd leads b
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Iterator
@@ -30,12 +29,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdKeyDictionary
 from transformers.pytorch_utils import Conv1D
 
-from hf_parallel.axes.data.units import get_groups_of, get_state_of, iterate_parameter_groups, iterate_sharded_modules
+from hf_parallel.axes.data.units import get_state_of, iterate_parameter_groups, iterate_sharded_modules
 from hf_parallel.axes.eight_bit import recipe_of
 from hf_parallel.ranks.local import get_autocast_dtype
 
 _users: weakref.WeakSet[Lowered] = weakref.WeakSet()
 _HANDLES = "_hf_parallel_lowered"
+_call_after_steps = functools.cache(register_optimizer_step_post_hook)  # a hook once, however often it is asked for
 
 
 def lower_once_per_call(
@@ -46,7 +46,7 @@ def lower_once_per_call(
     Returns:
         What is to be called before each call of the model, with its mode and the shape of its tokens.
     """
-    _forget_copies_after_steps()
+    _call_after_steps(_forget_copies)
     made = [Lowered(root, device) for root, _ in roots]
     for lowered, (root, layers) in zip(made, roots, strict=True):
         inside = {id(module) for layer in layers for module in layer.modules()}
@@ -88,11 +88,6 @@ def leave_layer(layer: nn.Module) -> None:
             handle.remove()
 
 
-@functools.cache
-def _forget_copies_after_steps() -> None:
-    register_optimizer_step_post_hook(_forget_copies)
-
-
 def _forget_copies(*_: object) -> None:
     for lowered in _users:
         lowered.forget()
@@ -111,9 +106,8 @@ class Lowered:
         self.root, self.device = weakref.ref(root), device
         self._copies = WeakIdKeyDictionary()  # of a parameter: what it was, and its copy
         self._matrices: dict[int, list[Any]] = {}  # of a unit
-        self._held: dict[
-            int, list[tuple[nn.Module, nn.Parameter]]
-        ] = {}  # of units that run: modules and their own weights
+        #: Of units that run: modules and their own weights.
+        self._held: dict[int, list[tuple[nn.Module, nn.Parameter]]] = {}
         self.keeps = False  # for the next call?
         self._used = False  # has a backward pass been through the copies?
         self._mode: tuple[bool, bool] | None = None  # of the last call: training, with gradients
@@ -141,9 +135,19 @@ class Lowered:
         held = self._held[id(unit)] = []
         for module in self._matrices[id(unit)]:
             weight = module._parameters.get("weight")
-            if isinstance(weight, nn.Parameter) and weight.dtype == torch.float32:
-                held.append((module, weight))
-                module._parameters["weight"] = self._copy(weight, dtype)
+            if not isinstance(weight, nn.Parameter) or weight.dtype != torch.float32:
+                continue
+            held.append((module, weight))
+            own = getattr(weight, "_local_tensor", weight)
+            now = own.untyped_storage()._cdata, own._version, weight.requires_grad, dtype
+            former, copy = self._copies.get(weight, (None, None))
+            if former != now:
+                with torch.inference_mode(False), torch.enable_grad():  # evaluation's copy is a training step's, too
+                    copy = weight.to(dtype)
+                if copy.requires_grad:
+                    copy.register_hook(self._use)
+                self._copies[weight] = now, copy
+            module._parameters["weight"] = copy
 
     def take_out(self, unit: nn.Module, args: tuple, output: object) -> None:
         """Give them back their own weights."""
@@ -154,37 +158,14 @@ class Lowered:
         """Trained weights may have changed; adapters may have come."""
         self._used = False
         self._matrices.clear()
-        if self._copies and not self._is_training():
-            self._copies.clear()
+        root = self.root()
+        if self._copies and root is not None and not any(weight.requires_grad for weight in root.parameters()):
+            self._copies.clear()  # it may be an average of what trains
         for weight in [weight for weight, (_, copy) in self._copies.items() if copy.requires_grad]:
             del self._copies[weight]
 
-    def _is_training(self) -> bool:
-        """Else it may be an average of what does."""
-        root = self.root()
-        return root is None or any(parameter.requires_grad for parameter in root.parameters())
-
-    def _copy(self, weight: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
-        own = getattr(weight, "_local_tensor", weight)
-        now = own.untyped_storage()._cdata, own._version, weight.requires_grad, dtype
-        former, copy = self._copies.get(weight, (None, None))
-        if former != now:
-            with _record_copies():
-                copy = weight.to(dtype)
-            if copy.requires_grad:
-                copy.register_hook(self._use)
-            self._copies[weight] = now, copy
-        return copy
-
     def _use(self, gradient: torch.Tensor) -> None:
         self._used = True
-
-
-@contextlib.contextmanager
-def _record_copies() -> Iterator[None]:
-    """A copy that an evaluation makes is that of a training step, too."""
-    with torch.inference_mode(False), torch.enable_grad():
-        yield
 
 
 # ---- Mixed precision of weights that data ranks share: kept and summed in fp32, gathered and multiplied in 16 bits
@@ -197,7 +178,6 @@ def _record_copies() -> Iterator[None]:
 # Weights of 16 bits are gathered as they are; their gradients are summed in fp32 too. A policy belongs to
 # `fully_shard`, but which one holds is known later, when a script has prepared the model or runs it under autocast.
 # torch has no call to change it: a unit's state and its parameter groups are its internals, looked at in torch 2.13.
-
 
 _HALF = (torch.bfloat16, torch.float16)
 _SETTLED = "_hf_parallel_computes_in"
@@ -215,10 +195,10 @@ def follow_autocast(root: nn.Module, device: torch.device) -> None:
     What has been settled by `compute_in` holds instead: accelerate enters autocast inside the model's forward.
     """
 
-    def follow(module: nn.Module, args: tuple) -> None:
-        change(module, getattr(module, _SETTLED, None) or get_autocast_dtype(device))
-
-    root.register_forward_pre_hook(follow, prepend=True)  # before FSDP2's own, which gathers
+    root.register_forward_pre_hook(
+        lambda module, args: change(module, getattr(module, _SETTLED, None) or get_autocast_dtype(device)),
+        prepend=True,  # before FSDP2's own, which gathers
+    )
 
 
 def compute_in(root: nn.Module, dtype: torch.dtype) -> None:
@@ -255,23 +235,19 @@ def change(root: nn.Module, dtype: torch.dtype | None) -> None:
         return
     policy = make_policy_for(root, dtype)
     for unit in iterate_sharded_modules(root):
-        _set_policy(unit, policy)
+        get_state_of(unit)._mp_policy = policy
+    for group in iterate_parameter_groups(root):
+        group.mp_policy = policy
+        for parameter in group.fsdp_params:
+            parameter.mp_policy = policy
+            parameter.all_gather_outputs = []  # of the former dtype
+            if hasattr(parameter, "_unsharded_param"):
+                del parameter._unsharded_param
+        if group._reset_sharded_params:  # it has run already; else it finds out about dtypes when it first does
+            group._init_mp_dtypes()
 
 
 def _iterate_weights(root: nn.Module) -> Iterator[torch.Tensor]:
     """Yield the weights that units of `root` store, but for packed ones, which are integers."""
     for group in iterate_parameter_groups(root):
         yield from (p.sharded_param for p in group.fsdp_params if p.sharded_param.is_floating_point())
-
-
-def _set_policy(unit: FSDPModule, policy: MixedPrecisionPolicy) -> None:
-    get_state_of(unit)._mp_policy = policy
-    for group in get_groups_of(unit):
-        group.mp_policy = policy
-        for held in group.fsdp_params:
-            held.mp_policy = policy
-            held.all_gather_outputs = []  # of the former dtype
-            if hasattr(held, "_unsharded_param"):
-                del held._unsharded_param
-        if group._reset_sharded_params:  # it has run already; else it finds out about dtypes when it first does
-            group._init_mp_dtypes()

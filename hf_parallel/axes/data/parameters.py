@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
     from hf_parallel.ranks.mesh import ParallelMesh
 
-
 _FACTOR = 6364136223846793005  # odd
 
 
@@ -66,21 +65,16 @@ def compute_checksum(tensor: torch.Tensor, device: torch.device) -> torch.Tensor
     """A number of 64 bits that a change of any element changes, and an exchange of two is all but sure to."""
     total = torch.zeros((), dtype=torch.int64, device=device)
     weights, products = _make_checksum_buffers(device)
-    for words in _iterate_words(tensor.contiguous(), weights.numel()):
+    values = tensor.contiguous().view(-1).view(torch.uint8)
+    if values.storage_offset() % 8:
+        values = values.clone()
+    even = values.numel() // 8 * 8
+    # The bits of a tensor as words, and what fills none byte by byte.
+    for words in (*values[:even].view(torch.int64).split(weights.numel()), values[even:].to(torch.int64)):
         count = words.numel()
         # All modulo 2^64, where a product with an odd number forgets nothing.
         total = total * _FACTOR + torch.mul(words.to(device), weights[:count], out=products[:count]).sum()
     return total
-
-
-def _iterate_words(tensor: torch.Tensor, part: int) -> Iterator[torch.Tensor]:
-    """The bits of a tensor as words, `part` at a time, and what fills none byte by byte."""
-    values = tensor.view(-1).view(torch.uint8)
-    if values.storage_offset() % 8:
-        values = values.clone()
-    even = values.numel() // 8 * 8
-    yield from values[:even].view(torch.int64).split(part)
-    yield values[even:].to(torch.int64)
 
 
 @functools.cache
@@ -109,7 +103,13 @@ def add_late_parameters(root: nn.Module, mesh: ParallelMesh | None = None) -> No
                 parameter.data = parameter.data.to(mesh.device).contiguous()
             groups = [mesh.sharing_mesh.get_group(axis) for axis in range(mesh.sharing_mesh.ndim)]
             send_from_first(new, [*groups, *([mesh.group("tp")] if mesh.size("tp") > 1 else [])], mesh.device)
-        _add_late_group(group, new, modules)
+        for parameter, where in zip(new, _get_param_module_infos(new, modules), strict=True):
+            meshes, policies = (group.mesh_info, group.post_forward_mesh_info), (group.mp_policy, group.offload_policy)
+            held = FSDPParam(parameter, where, *meshes, group.device, None, *policies)
+            lend(held)
+            group.fsdp_params.append(held)
+        if group._reset_sharded_params:  # it has run already; else it finds out about dtypes when it first does
+            group._init_mp_dtypes()
 
 
 def iterate_late_parameters(
@@ -122,21 +122,21 @@ def iterate_late_parameters(
     """
     for unit in iterate_sharded_modules(root):
         groups = get_groups_of(unit)
-        known = {
-            place for group in groups for held in group.fsdp_params for place in find_registrations(held._module_info)
-        }
+        infos = (held._module_info for group in groups for held in group.fsdp_params)
+        known = {place for info in infos for place in find_registrations(info)}
         modules = tuple(_iterate_own_modules(cast(nn.Module, unit)))
-        named = [(module, name, p) for module in modules for name, p in module._parameters.items() if p is not None]
-        new = {id(p): p for module, name, p in named if (id(module), name) not in known and not _is_shared_out(p)}
-        if trained:
-            new = {key: p for key, p in new.items() if p.requires_grad and p.dim() and not isinstance(p, DTensor)}
+        new: dict[int, nn.Parameter] = {}
+        registered = ((id(module), name, p) for module in modules for name, p in module._parameters.items())
+        for owner, name, p in registered:
+            if p is None or (owner, name) in known:
+                continue
+            # Parameters of experts that no other rank holds are left out of all groups.
+            is_shared_out = "ep" in (getattr(getattr(p, "device_mesh", None), "mesh_dim_names", None) or ())
+            takes = not trained or (p.requires_grad and p.dim() and not isinstance(p, DTensor))
+            if takes and not is_shared_out:
+                new[id(p)] = p
         if new:
             yield groups[0], modules, list(new.values())
-
-
-def _is_shared_out(parameter: nn.Parameter) -> bool:
-    """Return whether a parameter is of experts that no other rank holds, and so left out of all groups."""
-    return "ep" in (getattr(getattr(parameter, "device_mesh", None), "mesh_dim_names", None) or ())
 
 
 def remove_late_parameters(root: nn.Module, changed: Iterable[nn.Module] = ()) -> None:
@@ -146,11 +146,6 @@ def remove_late_parameters(root: nn.Module, changed: Iterable[nn.Module] = ()) -
         here = {id(module) for module in _iterate_own_modules(cast(nn.Module, unit))} - gone
         for group in get_groups_of(unit):
             group.fsdp_params[:] = [held for held in group.fsdp_params if id(held._module_info.module) in here]
-
-
-def have_gathered(unit: FSDPModule) -> bool:
-    """Has this unit run, so that it has memory for whole weights?"""
-    return any(held.all_gather_outputs for group in get_groups_of(unit) for held in group.fsdp_params)
 
 
 def find_registrations(info: ParamModuleInfo) -> Iterator[tuple[int, str]]:
@@ -167,28 +162,9 @@ def _iterate_own_modules(unit: nn.Module) -> Iterator[nn.Module]:
             yield from _iterate_own_modules(child)
 
 
-def _add_late_group(group: FSDPParamGroup, parameters: list[nn.Parameter], modules: tuple[nn.Module, ...]) -> None:
-    for parameter, where in zip(parameters, _get_param_module_infos(parameters, modules), strict=True):
-        held = FSDPParam(
-            parameter,
-            where,
-            group.mesh_info,
-            group.post_forward_mesh_info,
-            group.device,
-            None,
-            group.mp_policy,
-            group.offload_policy,
-        )
-        lend(held)
-        group.fsdp_params.append(held)
-    if group._reset_sharded_params:  # it has run already; else it finds out about dtypes when it first does
-        group._init_mp_dtypes()
-
-
 # ---- `p.data = x` of a parameter that ranks hold parts of: it shares x's memory afterwards, as an ordinary one would
 # FSDP2 gathers from memory that it remembers beside the parameter, padded where ranks hold unequal parts. torch has no
 # call for the exchange: a unit's parameter group is its internal, looked at in torch 2.13.
-
 
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 #: Of a parameter: the group that gathers it, and what FSDP2 knows of it.
@@ -215,18 +191,13 @@ def assign_memory(parameter: DTensor, value: DTensor, found: Held | None) -> Non
         value: of the same shape and placements.
         found: who gathers it, if anybody does.
     """
-    if found is None:
-        _exchange(parameter, value)
-        return
-    found.group.reshard()  # what was gathered is no longer what it was
-    _exchange(parameter, value)
-    found.held.reset_sharded_param()
-    value._local_tensor = parameter._local_tensor  # also where FSDP2 has padded it
-
-
-def _exchange(parameter: DTensor, value: DTensor) -> None:
+    if found is not None:
+        found.group.reshard()  # what was gathered is no longer what it was
     _SET_DATA(parameter, value)  # what the tensor around the stored part says of itself
     parameter._spec, parameter._local_tensor = copy.copy(value._spec), value._local_tensor
+    if found is not None:
+        found.held.reset_sharded_param()
+        value._local_tensor = parameter._local_tensor  # also where FSDP2 has padded it
 
 
 def find_holder(parameter: torch.Tensor, models: Iterable[nn.Module]) -> Held | None:
@@ -235,9 +206,11 @@ def find_holder(parameter: torch.Tensor, models: Iterable[nn.Module]) -> Held | 
     if found is not None or not isinstance(parameter, nn.Parameter):
         return found
     for model in models:
-        state = getattr(model, "_hf_parallel", None)
-        if state is not None and state.config.sharing_size > 1:
-            _remember_late(state.root, state.config.offload)
+        state: Any = getattr(model, "_hf_parallel", None)
+        groups = iterate_parameter_groups(state.root) if state is not None and state.config.sharing_size > 1 else ()
+        for group in groups:
+            for held in group.fsdp_params:
+                _known[held.sharded_param] = weakref.ref(group), weakref.ref(held), state.config.offload
     return _recall_holder(parameter)
 
 
@@ -252,20 +225,7 @@ def find_holder_at(module: nn.Module, name: str, models: Iterable[nn.Module]) ->
     return None
 
 
-def iterate_gathered(model: nn.Module) -> Iterator[nn.Parameter]:
-    """Yield the parameters that FSDP2 registers between a forward and a backward pass."""
-    state = getattr(model, "_hf_parallel", None)
-    for group in iterate_parameter_groups(state.root) if state is not None else ():
-        yield from (held._unsharded_param for held in group.fsdp_params if hasattr(held, "_unsharded_param"))
-
-
 def _recall_holder(parameter: torch.Tensor) -> Held | None:
     group, held, offload = _known.get(parameter, (None, None, ""))
     group, held = group and group(), held and held()
     return Held(group, held, offload) if held is not None and held.sharded_param is parameter else None
-
-
-def _remember_late(root: nn.Module, offload: str) -> None:
-    for group in iterate_parameter_groups(root):
-        for held in group.fsdp_params:
-            _known[held.sharded_param] = weakref.ref(group), weakref.ref(held), offload

@@ -24,6 +24,8 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from hf_parallel.model.calls import CACHES, bind_by_name
+from hf_parallel.ranks import all_reduce
+from hf_parallel.ranks.local import put_in_front
 from hf_parallel.ranks.mesh import ParallelMesh
 
 #: Methods of models that make features of media, and modules that read these among the embeddings of words.
@@ -47,7 +49,11 @@ def share_towers(model: nn.Module, mesh: ParallelMesh) -> None:
     if owners:
         for owner in owners:
             SharedTowers(owner, mesh)
-    elif _is_reading_words_and_media(model):
+        return
+    modalities = getattr(model, "input_modalities", "text")
+    reads_media = not isinstance(modalities, str) and {"text"} < set(modalities)
+    always = getattr(model, "main_input_name", None) in _MEDIA
+    if reads_media and "labels" in inspect.signature(model.forward).parameters and not always:
         SharedTowers(model, mesh)
 
 
@@ -67,13 +73,6 @@ def _find_media_methods(module: nn.Module) -> dict[str, str]:
     methods = [name for name in _METHODS if hasattr(module, name) and "inputs_embeds" in taken]
     found = {name: next(iter(inspect.signature(getattr(module, name)).parameters), "") for name in methods}
     return {name: first for name, first in found.items() if first in taken}
-
-
-def _is_reading_words_and_media(model: nn.Module) -> bool:
-    modalities = getattr(model, "input_modalities", "text")
-    taken = inspect.signature(model.forward).parameters
-    always = getattr(model, "main_input_name", None) in _MEDIA
-    return not isinstance(modalities, str) and {"text"} < set(modalities) and "labels" in taken and not always
 
 
 class SharedTowers:
@@ -96,8 +95,11 @@ class SharedTowers:
         """Find out which media only some data ranks have, and borrow those that this one lacks."""
         given = bind_by_name(owner.forward, args, kwargs)
         self.lent = []
-        if not self._should_go_together(given):
-            return
+        past: Any = next((given[name] for name in CACHES if given.get(name) is not None), None)
+        if hasattr(past, "get_seq_length") and past.get_seq_length() > 0:
+            return  # a model that generates reads media in its first step alone
+        if not torch.is_grad_enabled() and self.mesh.config.dp_shard_size == 1:
+            return  # in evaluation only ranks that share weights make this forward together
         own = torch.tensor([given.get(name) is not None for name in self.media]).int()
         everywhere = [torch.empty_like(own) for _ in range(self.mesh.data_size)]
         dist.all_gather(everywhere, own, group=self.group)
@@ -106,16 +108,6 @@ class SharedTowers:
             ranks = [rank for rank, kinds in enumerate(held) if kinds[place]]
             if 0 < len(ranks) < self.mesh.data_size:
                 self._lend(place, name, ranks[0], given)
-
-    def _should_go_together(self, given: Mapping[str, Any]) -> bool:
-        """Return whether ranks make this forward together: in evaluation only those that share weights do.
-
-        A model that generates reads media in its first step alone.
-        """
-        past: Any = next((given[name] for name in CACHES if given.get(name) is not None), None)
-        if hasattr(past, "get_seq_length") and past.get_seq_length() > 0:
-            return False
-        return torch.is_grad_enabled() or self.mesh.config.dp_shard_size > 1
 
     def _lend(self, place: int, name: str, source: int, given: Mapping[str, Any]) -> None:
         if not self.methods:
@@ -140,18 +132,64 @@ class SharedTowers:
         embeddings = cast(torch.Tensor, kwargs["inputs_embeds"])
         for method, media in self.lent:
             features = getattr(self.owner, method)(**media)
-            for tensor in tree_leaves(_touch_features(features)):
+            if isinstance(features, Mapping):
+                features = [features[key] for key in _USED if features.get(key) is not None]
+            for tensor in tree_leaves(features):
                 if torch.is_tensor(tensor) and tensor.is_floating_point():
                     embeddings = embeddings + (tensor * 0).sum().to(embeddings.dtype)
         self.lent = []
         return args, {**kwargs, "inputs_embeds": embeddings}
 
 
-def _touch_features(features: Any) -> Any:
-    if not isinstance(features, Mapping):
-        return features
-    return [features[key] for key in _USED if features.get(key) is not None]
-
-
 def _move_value(value: Any, device: torch.device | str) -> Any:
     return tree_map(lambda part: part.detach().to(device) if torch.is_tensor(part) else part, value)
+
+
+# ---- Experts in lists of modules, of which each data rank calls those that its own tokens have chosen
+# What no token of a rank has chosen has no gradient there, and FSDP2 reduces only the gradients that a rank has: ranks
+# with other ones would wait for each other, or add up what does not belong together. In the forward pass ranks tell
+# each other which modules they have called, one number per module in one all-reduce; what another rank has called is
+# called here with no tokens, for a gradient of zeros. What no rank has called has no gradient, as in one process.
+
+
+def share_choices(model: nn.Module, mesh: ParallelMesh) -> None:
+    """From here on lists of modules with a forward of their own call what any rank with other tokens has called."""
+    groups = [mesh.data_group] if mesh.data_size > 1 else []
+    if mesh.size("cp") > 1:
+        groups.append(mesh["cp"].get_group())
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList | nn.ModuleDict):
+            own = (base for base in type(module).__mro__ if not base.__module__.startswith("torch."))
+            if any("forward" in vars(base) for base in own):
+                put_in_front(SharedChoices, module).follow(groups)
+
+
+class SharedChoices(nn.Module):
+    """[…, features], this rank's tokens, and what says where they go -> […, features]."""
+
+    groups: list[dist.ProcessGroup]
+    called: set[nn.Module]
+
+    def follow(self, groups: list[dist.ProcessGroup]) -> None:
+        """Note which modules of the list are called."""
+        self.groups, self.called = groups, set()
+        for module in self.modules_of_list():
+            module.register_forward_pre_hook(lambda module, args: self.called.add(module))
+
+    def modules_of_list(self) -> list[nn.Module]:
+        """Return the modules that have weights, in one order on all ranks."""
+        return [module for module in self.children() if any(True for _ in module.parameters())]
+
+    def forward(self, tokens: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        self.called.clear()
+        output = super().forward(tokens, *args, **kwargs)
+        if not torch.is_grad_enabled():
+            return output
+        modules = self.modules_of_list()
+        called = torch.tensor([module in self.called for module in modules], dtype=torch.int32, device=output.device)
+        elsewhere = called
+        for group in self.groups:
+            elsewhere = all_reduce(elsewhere, group, dist.ReduceOp.MAX)
+        for index in (elsewhere > called).nonzero().flatten().tolist():
+            output = output + modules[index](tokens.new_zeros(0, tokens.shape[-1])).sum().to(output.dtype)
+        return output

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
     from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
-
 REPLACES = (
     Replaced(
         "torch.distributed.fsdp._fully_shard._fsdp_param:nn",

@@ -55,7 +55,6 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
     from transformers import PreTrainedModel
 
-
 # ---- Embedding and head in parameter groups of their own, so that they are gathered only while they are needed
 # In the group of the root they would be whole from the first gather to the end of the backward, 2.1 GB of an 8B in
 # bf16, and the head's gradient would be reduced after everything else:
@@ -83,13 +82,16 @@ def shard_ends(model: PreTrainedModel, blocks: list[nn.Module], keeps: bool, set
         keeps: weights stay gathered from the forward to the backward.
     """
     inside = {id(module) for block in blocks for module in block.modules()}
-    embedding, head, backbone = find_input_embedding(model), _find_head(model), get_backbone_of(model)
+    embedding, backbone = find_input_embedding(model), get_backbone_of(model)
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     if isinstance(embedding, nn.Embedding) and id(embedding) not in inside and _is_alone(model, embedding):
         unit = fully_shard(embedding, reshard_after_forward=not keeps, **settings)
         is_lookup = len(list(embedding.parameters())) == 1  # no norm in it, whose backward reads a weight
         if is_lookup:
             unit.set_unshard_in_backward(False)
-    if head is not None and backbone is not None and _is_alone(model, head) and head not in set(backbone.modules()):
+    if not isinstance(head, nn.Module) or any(head.children()) or backbone is None:
+        return
+    if _is_alone(model, head) and head not in set(backbone.modules()):
         unit = fully_shard(head, reshard_after_forward=False, **settings)
         _gather_early(model, unit, backbone, blocks)
 
@@ -102,11 +104,6 @@ def gather_unit(unit: FSDPModule) -> None:
     for group in get_groups_of(unit) if get_state_of(unit)._is_root is False else ():  # else it runs by itself
         group.unshard()
         group.wait_for_unshard()
-
-
-def _find_head(model: PreTrainedModel) -> nn.Module | None:
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    return head if isinstance(head, nn.Module) and not any(head.children()) else None
 
 
 def _is_alone(model: nn.Module, end: nn.Module) -> bool:
@@ -170,16 +167,11 @@ class _Lent(FSDPParam):
 
     lent: torch.Tensor | None = None  # what is computed with now, where that is what is stored
 
-    @property
-    def _lends(self) -> bool:
-        """Is it computed with as it is stored, in memory of its own? torch would resize what is larger."""
-        stored = self._sharded_param_data
-        own = stored.untyped_storage().nbytes() == stored.nbytes
-        packed = hasattr(self._sharded_local_tensor, "fsdp_pre_all_gather")
-        return own and not packed and self.param_dtype is None and not self.offload_to_cpu
-
     def init_all_gather_outputs(self, *args: Any, **kwargs: Any) -> None:
-        stored = self._sharded_param_data if self._lends else None
+        memory, packed = self._sharded_param_data, hasattr(self._sharded_local_tensor, "fsdp_pre_all_gather")
+        alone = memory.untyped_storage().nbytes() == memory.nbytes  # torch would resize what is larger
+        as_stored = alone and not packed and self.param_dtype is None and not self.offload_to_cpu
+        stored = memory if as_stored else None
         if self.lent is not stored:  # also after `to`, after loading, and where autocast begins or ends
             self.all_gather_outputs = []
             if hasattr(self, "_unsharded_param"):
@@ -230,7 +222,11 @@ def shard_data_parallel(model: nn.Module, root: nn.Module, blocks: list[nn.Modul
         keeps = True  # gathering again for every micro-batch would cost more than the memory it frees
     settings: Settings = {"mesh": axes, "mp_policy": make_policy_for(root), **make_offload_settings(mesh)}
     settings["ignored_params"] = {*_shard_experts(root, mesh, keeps, settings), *_keep_scalars_whole(root, mesh)}
-    apart = [] if _should_reduce_at_once(root, mesh) else blocks
+    apart = blocks
+    if mesh.config.sharing_size <= mesh.size("dp_replicate") and not make_offload_settings(mesh):
+        # Replicas have nothing to gather; with few gradients one reduction after the backward is the fastest.
+        trained = (get_stored(parameter) for parameter in root.parameters() if parameter.requires_grad)
+        apart = [] if sum(tensor.numel() * tensor.element_size() for tensor in trained) <= BUCKET else blocks
     _let_forward_run_hooks(root, apart)
     for block in apart:
         if any(True for _ in block.parameters()):
@@ -287,30 +283,20 @@ def _name_as_before(kind: type) -> None:
     kind.__name__, kind.__qualname__, kind.__module__ = own.__name__, own.__qualname__, own.__module__
 
 
-def _should_reduce_at_once(root: nn.Module, mesh: ParallelMesh) -> bool:
-    """Is one reduction after the backward the fastest? Of replicas with few gradients; they have nothing to gather."""
-    if mesh.config.sharing_size > mesh.size("dp_replicate") or make_offload_settings(mesh):
-        return False
-    trained = (get_stored(parameter) for parameter in root.parameters() if parameter.requires_grad)
-    return sum(parameter.numel() * parameter.element_size() for parameter in trained) <= BUCKET
-
-
 def _shard_other_dtypes(unit: nn.Module, again: bool, settings: Settings) -> None:
     """Give modules of another dtype than the rest of `unit` groups of their own, such as those kept in fp32.
 
     torch reduces the gradients of a group in one dtype.
     """
     sharded = {module for inner in iterate_sharded_modules(unit) for module in cast(nn.Module, inner).modules()}
-    own = {module: _list_trained_dtypes(module) for module in unit.modules() if module not in sharded}
+    own: dict[nn.Module, set[torch.dtype]] = {}
+    for module in (module for module in unit.modules() if module not in sharded):
+        own[module] = {parameter.dtype for parameter in module.parameters(recurse=False) if parameter.requires_grad}
     sizes = Counter(dtype for dtypes in own.values() for dtype in dtypes)
     prevailing = max(sizes, key=lambda dtype: sizes[dtype], default=None)
     for module, dtypes in own.items():
         if module is not unit and dtypes and prevailing not in dtypes:
             fully_shard(module, reshard_after_forward=again, **settings)
-
-
-def _list_trained_dtypes(module: nn.Module) -> set[torch.dtype]:
-    return {parameter.dtype for parameter in module.parameters(recurse=False) if parameter.requires_grad}
 
 
 def move_rest(model: nn.Module, mesh: ParallelMesh) -> None:
@@ -344,13 +330,14 @@ def _shard_experts(root: nn.Module, mesh: ParallelMesh, keeps: bool, settings: S
         return {parameter for module in found for parameter in module.parameters()}
     axes = mesh["dp_replicate", "ep_shard"] if mesh.size("dp_replicate") > 1 else mesh["ep_shard"]
     again = not keeps and mesh.size("ep_shard") > 1
-
-    def place(parameter: nn.Parameter) -> Shard:
-        return Shard(shard_dim(get_stored(parameter).shape, mesh.size("ep_shard")))
-
     own: Settings = {**settings, "mesh": axes}
     for module in found:
-        fully_shard(module, reshard_after_forward=again, shard_placement_fn=place, **own)
+        fully_shard(
+            module,
+            reshard_after_forward=again,
+            shard_placement_fn=lambda p: Shard(shard_dim(get_stored(p).shape, mesh.size("ep_shard"))),
+            **own,
+        )
     return set()
 
 
@@ -359,7 +346,8 @@ def _keep_scalars_whole(root: nn.Module, mesh: ParallelMesh) -> set[nn.Parameter
 
     Each backward pass averages their gradients, as FSDP2 does those of others; a mean of sums is the sum of means.
     """
-    places = [(module, name) for module in root.modules() for name, p in module._parameters.items() if _is_scalar(p)]
+    named = ((module, *item) for module in root.modules() for item in module._parameters.items())
+    places = [(module, name) for module, name, p in named if p is not None and p.dim() == 0]
     axes, device = mesh.sharing_mesh, mesh.device
     reduce = functools.partial(
         _average_over_ranks, [axes.get_group(dim) for dim in range(axes.ndim) if axes.size(dim) > 1]
@@ -375,10 +363,6 @@ def _keep_scalars_whole(root: nn.Module, mesh: ParallelMesh) -> set[nn.Parameter
     if places:
         root.register_forward_pre_hook(follow, prepend=True)
     return {cast(nn.Parameter, owner._parameters[name]) for owner, name in places}
-
-
-def _is_scalar(parameter: nn.Parameter | None) -> bool:
-    return parameter is not None and parameter.dim() == 0
 
 
 def _average_over_ranks(groups: list[dist.ProcessGroup], gradient: torch.Tensor) -> torch.Tensor:
