@@ -156,14 +156,14 @@ class Stragglers:
                 usual, alone = self._find_usual(rows, rank, kind)
                 own = getattr(row, kind)
                 least = max(SHARE * row.looked, LEAST_S) + (usual if alone else 0.0)
-                if own - usual > least and not (kind == "compute" and self._has_more(rows, rank)):
+                is_slow = own - usual > least
+                if is_slow and kind == "compute":
+                    # With `batch_shares` it may compute more examples than the others, each in about their time
+                    each = [replace(row, compute=row.compute / row.rows if row.rows else 0.0) for row in rows]
+                    is_slow = each[rank].compute >= (1 + SHARE) * self._find_usual(each, rank, kind)[0]
+                if is_slow:
                     found.append(Slow(rank, kind, own, usual, row.step))
         return found
-
-    def _has_more(self, rows: list[RankRow], rank: int) -> bool:
-        """Does the rank compute more examples than the others, each in about their time (`batch_shares`)?"""
-        each = [replace(row, compute=row.compute / row.rows if row.rows else 0.0) for row in rows]
-        return each[rank].compute < (1 + SHARE) * self._find_usual(each, rank, "compute")[0]
 
     def _find_usual(self, rows: list[RankRow], rank: int, kind: str) -> tuple[float, bool]:
         """The median of those it is compared with, and is there nobody who does the same?"""

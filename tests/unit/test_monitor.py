@@ -311,7 +311,7 @@ def as_planned(prediction, tensors=1.0, **factors):
     seconds = {name: value * factors.get(name, 1.0) for name, value in seconds.items()}
     parts = {"compute": "compute", "communication": "tp", "bubble": "pp", "other": "rest"}
     zero = dict.fromkeys(("data", "dp", "all"), 0.0)
-    peak = expected._sum_tensor_memory(prediction) * GIB * tensors
+    peak = prediction.allocated_gib * GIB * tensors
     own = {part: seconds[name] for name, part in parts.items()}
     return [dataclasses.replace(ROW, step=sum(seconds.values()), memory_peak=peak, **zero, **own)] * 8
 
@@ -345,14 +345,8 @@ def test_workspaces_of_a_tiny_model_are_no_deviation():
     """Three times a tiny plan is 0.2 GiB of cuBLAS, which no plan counts."""
     plan = planned()
     for uncounted, said in ((0.4, 0), (0.6, 1)):
-        assert (
-            len(
-                expected.list_deviations(
-                    plan, as_planned(plan, tensors=1 + uncounted / expected._sum_tensor_memory(plan))
-                )
-            )
-            == said
-        )
+        rows = as_planned(plan, tensors=1 + uncounted / plan.allocated_gib)
+        assert len(expected.list_deviations(plan, rows)) == said
 
 
 MIXED = MixedCluster(
