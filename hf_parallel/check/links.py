@@ -132,7 +132,7 @@ _UNAVAILABLE = ("not support", "unsupported", "not implemented", "does not have"
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "p2p")
 
 
-def _make_call(
+def _prepare_operation(
     group: dist.ProcessGroup, name: str, like: torch.Tensor
 ) -> tuple[Callable[[], torch.Tensor], torch.Tensor]:
     """Return a call of an operation on a tensor of this size, and what it must give. Each rank sends its number."""
@@ -176,7 +176,7 @@ def measure_collective(
 ) -> tuple[float, bool]:
     """Seconds of one call on a tensor of `size` bytes, and whether it gave what it must. Collective over the group."""
     count = max(1, size // 4 // group.size()) * group.size()
-    call, expected = _make_call(group, name, torch.zeros(count, device=device))
+    call, expected = _prepare_operation(group, name, torch.zeros(count, device=device))
     got = call()
     right = torch.equal(got, expected)
     got.zero_()  # what is summed in place again and again must not grow

@@ -94,7 +94,7 @@ class Search:
             if is_stage and torch._C._current_graph_task_id() == -1:  # else it is run again, in a backward
                 self._calls[module] += 1
                 self._part = self._calls[module]  # of modules inside, too, which run in pieces of a sequence
-            if is_stage and _has_bad_number((args, kwargs)):
+            if is_stage and any(map(is_bad, tree_leaves((args, kwargs)))):
                 self._found(FORWARD, name, self._part, received=True)
             for trace in self._make_traces((args, kwargs), self._part):
                 if not is_stage:  # the innermost module that a tensor is given to names it
@@ -103,8 +103,8 @@ class Search:
 
         def after(_: nn.Module, args: tuple, kwargs: dict, output: object) -> None:
             self._order += 1
-            if self.finding is None and not is_stage and _has_bad_number(output):
-                self._found(FORWARD, name, self._part, before=_has_bad_number((args, kwargs)))
+            if self.finding is None and not is_stage and any(map(is_bad, tree_leaves(output))):
+                self._found(FORWARD, name, self._part, before=any(map(is_bad, tree_leaves((args, kwargs)))))
             for trace in self._make_traces(output, self._part):
                 trace.producer = trace.producer or name
                 trace.received = trace.received or not self.stages.get(module, True)
@@ -146,10 +146,6 @@ def is_bad(value: object) -> bool:
     if not torch.is_tensor(value) or not value.is_floating_point() or value.is_meta:
         return False
     return not bool(torch.isfinite(get_stored(value.detach())).all())  # a checkpointed layer counts what it saves
-
-
-def _has_bad_number(values: object) -> bool:
-    return any(is_bad(value) for value in tree_leaves(values))
 
 
 # ---- of all ranks --------------------------------------------------------------------------------------------------
