@@ -18,6 +18,17 @@ def refused(spec: str, world_size: int | None = None) -> str:
     return str(caught.value)
 
 
+def pattern_of_refusal(what: str, *numbers: object, works: str) -> str:
+    """Return what finds a refusal by its key and value, its numbers and its way out, whatever its sentence.
+
+    Args:
+        what: what the line begins with, such as `pack_tokens=8`.
+        numbers: of the line, or names, in any order.
+    """
+    seen = "".join(rf"(?=.*(?<!\w){re.escape(str(number))}(?!\w))" for number in numbers)
+    return rf"{re.escape(what)}:? {seen}.*{re.escape(works)}"
+
+
 def start(spec: str | dict[str, object], world_size: int | None = None) -> ParallelConfig:
     """Read a spec, or its values, as a run does; `world_size` resolves the axis of -1."""
     config = ParallelConfig.parse(spec) if isinstance(spec, str) else ParallelConfig.from_mapping(spec)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import functools
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -49,7 +50,7 @@ def calibrate_machine(device: torch.device, room: Room, path: str | None) -> Ite
             reduced = [
                 max(same, key=lambda pair: pair[1]) for same in zip(*(one.all_reduce for one in each), strict=True)
             ]
-            found[count] = dataclasses.replace(
+            measured = found[count] = dataclasses.replace(
                 max(each, key=lambda one: one.probe[-1]),
                 products=products,
                 all_reduce=reduced,
@@ -59,7 +60,13 @@ def calibrate_machine(device: torch.device, room: Room, path: str | None) -> Ite
                 update_bytes=min(one.update_bytes for one in each),
                 copy=min(one.copy for one in each),
             )
-            yield Row("calibrate", f"{count} process{'es' * (count > 1)}", _describe_found(found[count]))
+            _, m, n, k, seconds = max(products, key=lambda product: product[3] * (product[0] == "fp32"))
+            link = f", all-reduce {reduced[-1][0] / reduced[-1][1] / 1e9:.3g} GB/s" if reduced else ""
+            text = (
+                f"{2 * m * n * k / seconds / 1e12:.3g} TFLOP/s fp32, {measured.bandwidth / 1e9:.3g} GB/s of memory, "
+                f"{measured.kernel_us:.3g} us per kernel{link}, probe {measured.probe[-1] * 1e3:.3g} ms"
+            )
+            yield Row("calibrate", f"{count} process{'es' * (count > 1)}", text)
     if room.rank == 0:
         yield Row("calibrate", "file", _write_calibration(device, found, choose_calibration_path(path)))
 
@@ -129,10 +136,7 @@ def _make_attention_probe(device: torch.device, best: Callable) -> tuple[int, in
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     parts = [torch.rand(rows, heads, tokens, width, device=device, dtype=dtype).requires_grad_() for _ in range(3)]
     query, key, value = parts
-
-    def forward() -> torch.Tensor:
-        return torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-
+    forward = functools.partial(torch.nn.functional.scaled_dot_product_attention, query, key, value, is_causal=True)
     out = forward()
     gradient = torch.ones_like(out)
     backward = best(lambda: torch.autograd.grad(out, parts, gradient, retain_graph=True))
@@ -186,17 +190,6 @@ def _probe(device: torch.device) -> Callable[[], object]:
         optimizer.zero_grad()
 
     return step
-
-
-def _describe_found(found: Measured) -> str:
-    _, m, n, k, seconds = max(found.products, key=lambda product: product[3] * (product[0] == "fp32"))
-    link = (
-        f", all-reduce {found.all_reduce[-1][0] / found.all_reduce[-1][1] / 1e9:.3g} GB/s" if found.all_reduce else ""
-    )
-    return (
-        f"{2 * m * n * k / seconds / 1e12:.3g} TFLOP/s fp32, {found.bandwidth / 1e9:.3g} GB/s of memory, "
-        f"{found.kernel_us:.3g} us per kernel{link}, probe {found.probe[-1] * 1e3:.3g} ms"
-    )
 
 
 def _write_calibration(device: torch.device, found: dict[int, Measured], path: str) -> str:

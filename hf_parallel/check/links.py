@@ -23,7 +23,6 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from hf_parallel.ask.config import ParallelConfig
 from hf_parallel.ask.keys.tensor import TP_AXES
 from hf_parallel.ask.spec import refuse
 from hf_parallel.check.report import FAILED, NOTE, OK, SLOW, Row, format_ranks
@@ -62,14 +61,20 @@ def make_environments(count: int, devices: int, backend: str | None = None) -> l
     shared |= {"LOCAL_WORLD_SIZE": str(count)}
     if not devices:
         shared["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")  # ranks with all cores slow one another
-    if _has_loopback():
+    has_loopback = any(name == "lo" for _, name in socket.if_nameindex())
+    if has_loopback:
         shared["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")  # else the host's name is looked up
-    own = (
-        choose_nccl_sharing(count, devices)
-        if backend != "gloo"
-        else [{"LOCAL_RANK": _choose_local_device(r, devices)} for r in range(count)]
-    )
-    return [{**shared, "RANK": str(rank), **own[rank]} for rank in range(count)]
+    shares_devices = backend != "gloo" and 0 < devices < count
+    if shares_devices:
+        shared |= {"NCCL_NET": "Socket", "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
+        shared |= {"NCCL_SOCKET_IFNAME": os.environ.get("NCCL_SOCKET_IFNAME", "lo")} if has_loopback else {}
+    found = []
+    for rank in range(count):
+        # Libraries choose a device by LOCAL_RANK: of ranks that share a GPU, the GPU's number
+        own = {"RANK": str(rank), "LOCAL_RANK": str(rank % devices if devices else rank)}
+        own |= {"NCCL_HOSTID": f"hf-parallel-{os.getpid()}-{rank}"} if shares_devices else {}
+        found.append({**shared, **own})
+    return found
 
 
 def free_port() -> int:
@@ -79,35 +84,20 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def choose_nccl_sharing(count: int, devices: int) -> list[dict[str, str]]:
-    """Return what NCCL is told where `count` ranks have fewer GPUs; else each has the GPU of its number."""
-    if not 0 < devices < count:
-        return [{"LOCAL_RANK": str(rank)} for rank in range(count)]
-    plain = {"NCCL_NET": "Socket", "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
-    plain |= {"NCCL_SOCKET_IFNAME": os.environ.get("NCCL_SOCKET_IFNAME", "lo")} if _has_loopback() else {}
-    hosts = [{"NCCL_HOSTID": f"hf-parallel-{os.getpid()}-{rank}"} for rank in range(count)]
-    return [{**plain, **hosts[rank], "LOCAL_RANK": _choose_local_device(rank, devices)} for rank in range(count)]
-
-
-def _choose_local_device(rank: int, devices: int) -> str:
-    """Return the number that libraries choose a device by: of ranks that share a GPU, the GPU's."""
-    return str(rank % devices if devices else rank)
-
-
-def _has_loopback() -> bool:
-    return any(name == "lo" for _, name in socket.if_nameindex())
-
-
 def start_ranks(argv: list[str], ranks: list[dict[str, str]], limit_s: float | None = None) -> int:
     """Run `python argv` once per rank's variables and wait: 0, or the exit code of the rank that failed first.
 
     Ranks that have not ended by themselves some seconds later are killed, and so are all when this thread is gone.
     """
-    command = [sys.executable, *argv]
-    processes = [subprocess.Popen(command, env={**os.environ, **own}, preexec_fn=_end_with_parent()) for own in ranks]
+    command, end_with_parent = [sys.executable, *argv], None
+    if sys.platform == "linux":
+        # A launcher that is killed cannot end its ranks: they are told (PR_SET_PDEATHSIG). The function is found
+        # before the fork, because a child of a process with threads may take no locks.
+        end_with_parent = functools.partial(ctypes.CDLL(None).prctl, 1, signal.SIGKILL)
+    processes = [subprocess.Popen(command, env={**os.environ, **own}, preexec_fn=end_with_parent) for own in ranks]
     end = None if limit_s is None else time.monotonic() + limit_s
     try:
-        return _wait(processes, end)
+        return _wait_for_processes(processes, end)
     finally:
         for process in processes:
             if process.poll() is None:
@@ -116,20 +106,14 @@ def start_ranks(argv: list[str], ranks: list[dict[str, str]], limit_s: float | N
                 process.wait(GRACE_S)
 
 
-def _end_with_parent() -> Callable[[], object] | None:
-    """A launcher that is killed cannot end its ranks: on Linux they are told (PR_SET_PDEATHSIG)."""
-    if sys.platform != "linux":
-        return None
-    prctl = ctypes.CDLL(None).prctl  # found before the fork: a child of a process with threads may take no locks
-    return functools.partial(prctl, 1, signal.SIGKILL)
-
-
-def _wait(processes: list[subprocess.Popen], end: float | None) -> int:
+def _wait_for_processes(processes: list[subprocess.Popen], end: float | None) -> int:
     while True:
         codes = [process.poll() for process in processes]
         failed = next((code for code in codes if code), None)
         if failed is not None:
-            _let_end(processes)
+            grace = time.monotonic() + GRACE_S
+            while time.monotonic() < grace and any(process.poll() is None for process in processes):
+                time.sleep(0.05)
             return failed if failed > 0 else 128 - failed
         if all(code == 0 for code in codes):
             return 0
@@ -139,95 +123,52 @@ def _wait(processes: list[subprocess.Popen], end: float | None) -> int:
         time.sleep(0.05)
 
 
-def _let_end(processes: list[subprocess.Popen]) -> None:
-    end = time.monotonic() + GRACE_S
-    while time.monotonic() < end and any(process.poll() is None for process in processes):
-        time.sleep(0.05)
-
-
 #: What the planner calls the groups of the mesh's axes.
 _PLANNED = {"dp_shard": "zero", "dp_replicate": "replicate"}
 _SMALL = 8  # bytes per rank
 _MANY, _FEW = 20, 5  # calls whose time is taken: of small tensors, of large ones
 _UNAVAILABLE = ("not support", "unsupported", "not implemented", "does not have")
 
-#: A call that gives a tensor, and what that must be.
-Expected = tuple[Callable[[], torch.Tensor], torch.Tensor]
-#: Of a group and a tensor of the wanted size.
-Operation = Callable[[dist.ProcessGroup, torch.Tensor], Expected]
+OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "p2p")
 
 
-def _make_own_tensor(group: dist.ProcessGroup, like: torch.Tensor) -> torch.Tensor:
-    return torch.full_like(like, dist.get_rank(group) + 1)
+def _prepare_operation(
+    group: dist.ProcessGroup, name: str, like: torch.Tensor
+) -> tuple[Callable[[], torch.Tensor], torch.Tensor]:
+    """Return a call of an operation on a tensor of this size, and what it must give. Each rank sends its number."""
+    place, count = dist.get_rank(group), group.size()
+    own, total = torch.full_like(like, place + 1), _sum_of_ranks(group)
+    # 1, 2, … for the parts of a tensor that come from each rank
+    numbered = torch.arange(1, count + 1, device=like.device, dtype=like.dtype).repeat_interleave(len(like) // count)
+    if name == "all_reduce":
+        return lambda: start_all_reduce(own, group).wait(), torch.full_like(like, total)
+    if name == "all_gather":
+        part = own[: len(like) // count]
+        return lambda: start_all_gather(part, group).wait().flatten(), numbered
+    if name == "reduce_scatter":
+        whole = own.view(count, -1)
+        return lambda: start_reduce_scatter(whole, group).wait(), torch.full_like(whole[0], total)
+    # Of messages between two ranks each sends to the next of the group, and receives from the one before
+    first, to, source = (dist.get_global_rank(group, of % count) for of in (0, place + 1, place - 1))
+    got = own if name == "broadcast" else torch.zeros_like(like)
 
+    def call() -> torch.Tensor:
+        if name == "broadcast":
+            dist.broadcast(got, first, group=group)
+        elif name == "all_to_all":
+            dist.all_to_all_single(got, own, group=group)
+        else:
+            pair = [dist.P2POp(dist.isend, own, to, group), dist.P2POp(dist.irecv, got, source, group)]
+            for work in dist.batch_isend_irecv(pair):
+                work.wait()
+        return got
 
-def _make_numbered_tensor(group: dist.ProcessGroup, like: torch.Tensor) -> torch.Tensor:
-    """1, 2, … for the parts of a tensor that come from each rank."""
-    count = group.size()
-    return torch.arange(1, count + 1, device=like.device, dtype=like.dtype).repeat_interleave(len(like) // count)
+    sent = {"broadcast": torch.ones_like(like), "all_to_all": numbered}
+    return call, sent[name] if name in sent else torch.full_like(like, (place - 1) % count + 1)
 
 
 def _sum_of_ranks(group: dist.ProcessGroup) -> float:
     return group.size() * (group.size() + 1) / 2
-
-
-def _test_all_reduce(group: dist.ProcessGroup, like: torch.Tensor) -> Expected:
-    buffer = _make_own_tensor(group, like)
-    return lambda: start_all_reduce(buffer, group).wait(), torch.full_like(like, _sum_of_ranks(group))
-
-
-def _test_all_gather(group: dist.ProcessGroup, like: torch.Tensor) -> Expected:
-    part = _make_own_tensor(group, like[: len(like) // group.size()])
-    return lambda: start_all_gather(part, group).wait().flatten(), _make_numbered_tensor(group, like)
-
-
-def _test_reduce_scatter(group: dist.ProcessGroup, like: torch.Tensor) -> Expected:
-    whole = _make_own_tensor(group, like).view(group.size(), -1)
-    return lambda: start_reduce_scatter(whole, group).wait(), torch.full_like(whole[0], _sum_of_ranks(group))
-
-
-def _test_all_to_all(group: dist.ProcessGroup, like: torch.Tensor) -> Expected:
-    sent, got = _make_own_tensor(group, like), torch.zeros_like(like)
-
-    def call() -> torch.Tensor:
-        dist.all_to_all_single(got, sent, group=group)
-        return got
-
-    return call, _make_numbered_tensor(group, like)
-
-
-def _broadcast(group: dist.ProcessGroup, like: torch.Tensor) -> Expected:
-    buffer, first = _make_own_tensor(group, like), dist.get_global_rank(group, 0)
-
-    def call() -> torch.Tensor:
-        dist.broadcast(buffer, first, group=group)
-        return buffer
-
-    return call, torch.ones_like(like)
-
-
-def _test_p2p(group: dist.ProcessGroup, like: torch.Tensor) -> Expected:
-    """Round the group: each rank sends to the next one and receives from the one before."""
-    own, got, place, count = _make_own_tensor(group, like), torch.zeros_like(like), dist.get_rank(group), group.size()
-    to, source = (dist.get_global_rank(group, (place + step) % count) for step in (1, -1))
-
-    def call() -> torch.Tensor:
-        pair = [dist.P2POp(dist.isend, own, to, group), dist.P2POp(dist.irecv, got, source, group)]
-        for work in dist.batch_isend_irecv(pair):
-            work.wait()
-        return got
-
-    return call, torch.full_like(like, (place - 1) % count + 1)
-
-
-OPERATIONS: dict[str, Operation] = {
-    "all_reduce": _test_all_reduce,
-    "all_gather": _test_all_gather,
-    "reduce_scatter": _test_reduce_scatter,
-    "all_to_all": _test_all_to_all,
-    "broadcast": _broadcast,
-    "p2p": _test_p2p,
-}
 
 
 def measure_collective(
@@ -235,7 +176,7 @@ def measure_collective(
 ) -> tuple[float, bool]:
     """Seconds of one call on a tensor of `size` bytes, and whether it gave what it must. Collective over the group."""
     count = max(1, size // 4 // group.size()) * group.size()
-    call, expected = OPERATIONS[name](group, torch.zeros(count, device=device))
+    call, expected = _prepare_operation(group, name, torch.zeros(count, device=device))
     got = call()
     right = torch.equal(got, expected)
     got.zero_()  # what is summed in place again and again must not grow
@@ -288,23 +229,19 @@ def check_groups(mesh: ParallelMesh, room: Room) -> Iterator[Row]:
         device = torch.device("cpu") if name == "host memory" else mesh.device
         number = torch.full((), float(dist.get_rank()), device=device)
         dist.all_reduce(number, group=group)
-        members = dist.get_process_group_ranks(group)
-        found = room.gather((tuple(members), number.item() == sum(members)))
-        if found:
-            yield _group_row(name, found, list_axis_ranks(mesh.config, name) if name in used else None)
-
-
-def _group_row(name: str, found: list[tuple[tuple[int, ...], bool]], planned: list[list[int]] | None) -> Row:
-    members = sorted({ranks for ranks, _ in found})
-    wrong = [rank for rank, (ranks, right) in enumerate(found) if rank not in ranks or not right]
-    if planned is not None and sorted(map(tuple, planned)) != members:
-        wrong = wrong or list(range(len(found)))
-    shown = " ".join(f"({format_ranks(list(ranks))})" for ranks in members[:4]) + (" …" if len(members) > 4 else "")
-    text = f"{len(members)} of {len(members[0])}: {shown}"
-    values = {"ranks": [list(ranks) for ranks in members]}
-    if wrong:
-        return Row("groups", name, f"{text}; wrong sum on {format_ranks(wrong)}", "", FAILED, values)
-    return Row("groups", name, text, values=values)
+        own_members = dist.get_process_group_ranks(group)
+        found = room.gather((tuple(own_members), number.item() == sum(own_members)))
+        if not found:
+            continue
+        members = sorted({ranks for ranks, _ in found})
+        wrong = [rank for rank, (ranks, right) in enumerate(found) if rank not in ranks or not right]
+        if name in used and sorted(map(tuple, list_axis_ranks(mesh.config, name))) != members:
+            wrong = wrong or list(range(len(found)))
+        shown = " ".join(f"({format_ranks(list(ranks))})" for ranks in members[:4])
+        text = f"{len(members)} of {len(members[0])}: {shown}" + (" …" if len(members) > 4 else "")
+        text += f"; wrong sum on {format_ranks(wrong)}" if wrong else ""
+        values = {"ranks": [list(ranks) for ranks in members]}
+        yield Row("groups", name, text, status=FAILED if wrong else OK, values=values)
 
 
 # ---- speed ---------------------------------------------------------------------------------------------------------
@@ -313,7 +250,9 @@ def _group_row(name: str, found: list[tuple[tuple[int, ...], bool]], planned: li
 def check_links(mesh: ParallelMesh, cluster: Cluster | None, room: Room, payload: int, crowded: bool) -> Iterator[Row]:
     """Every operation on every axis of more than one rank. Collective over all ranks."""
     for axis in reversed(_list_measured_axes(mesh)):  # fast links first
-        expected = None if cluster is None else _find_planned_group(axis, mesh.config, cluster)
+        # The links that the planner reckons with
+        groups = {} if cluster is None else make_groups(to_layout(mesh.config), cluster)
+        expected = groups.get(_PLANNED.get(axis, axis))
         for name in OPERATIONS:
             room.step(f"{name} on {axis}")
             found = room.gather(_try_collective(mesh.group(axis), name, mesh.device, payload))
@@ -327,11 +266,6 @@ def _list_measured_axes(mesh: ParallelMesh) -> list[str]:
     return [axis for axis in (*mesh.config.sizes, *grid) if mesh.size(axis) > 1]
 
 
-def _find_planned_group(axis: str, config: ParallelConfig, cluster: Cluster) -> Group | None:
-    """Return the links that the planner reckons with."""
-    return make_groups(to_layout(config), cluster).get(_PLANNED.get(axis, axis))
-
-
 def _make_link_row(
     axis: str, name: str, found: list[Tried], planned: Group | None, payload: int, crowded: bool
 ) -> Row:
@@ -341,7 +275,8 @@ def _make_link_row(
         return Row("links", what, f"not with this backend: {missing[:80]}", status=NOTE)
     slowest = max(found, key=lambda rank: rank.seconds)
     size, latency = len(slowest.ranks), max(rank.latency for rank in found)
-    speed = payload * _get_bus_factor(name, size) / slowest.seconds
+    is_planned = name == "p2p" or name in FACTORS
+    speed = payload * (ring_factor(name, size) if is_planned else (size - 1) / size) / slowest.seconds
     values = {"latency_s": latency, "bytes_per_s": speed, "payload": payload, "slowest_group": slowest.ranks}
     values["seconds_by_rank"] = [rank.seconds for rank in found]
     shown = f"{latency * 1e6:.0f} us, {speed / 1e9:.3g} GB/s"
@@ -350,20 +285,12 @@ def _make_link_row(
         return Row("links", what, f"{shown}; wrong values on {format_ranks(wrong)}", "", FAILED, values)
     if planned is None or planned.size != size:
         return Row("links", what, shown, values=values)
-    expected, text = _compute_expected_rate(name, size, planned, payload)
+    # The planner's own formula: of a gather for what it does not reckon with
+    kind = name if is_planned else "all_gather"
+    few, all_of_it = (compute_transfer_seconds(kind, part, planned) for part in (_SMALL * size, payload))
+    expected = payload * ring_factor(kind, size) / all_of_it
+    text = f"{few * 1e6:.0f} us, {expected / 1e9:.3g} GB/s ({planned.link.name})"
     values |= {"planned_bytes_per_s": expected, "link": planned.link.name}
     slow = speed < SLOW_SHARE * expected and not crowded and planned.link.name != "shared memory"
     shown += f"; slowest {format_ranks(slowest.ranks)}" if slow else ""
     return Row("links", what, shown, text, SLOW if slow else OK, values)
-
-
-def _get_bus_factor(name: str, size: int) -> float:
-    return ring_factor(name, size) if name == "p2p" or name in FACTORS else (size - 1) / size
-
-
-def _compute_expected_rate(name: str, size: int, planned: Group, payload: int) -> tuple[float, str]:
-    """Bytes per second by the planner's own formula, and how that is shown."""
-    kind = name if name == "p2p" or name in FACTORS else "all_gather"
-    few, all_of_it = (compute_transfer_seconds(kind, part, planned) for part in (_SMALL * size, payload))
-    speed = payload * ring_factor(kind, size) / all_of_it
-    return speed, f"{few * 1e6:.0f} us, {speed / 1e9:.3g} GB/s ({planned.link.name})"

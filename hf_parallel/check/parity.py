@@ -46,7 +46,7 @@ class Trained:
 
 
 def list_default_layouts(world: int) -> list[str]:
-    """Every axis that is built, alone as far as it goes, and one product of two axes and the data."""
+    """Every axis, alone as far as it goes, and one product of two axes and the data."""
     alone = []
     for axis in ParallelConfig.mesh_axes:
         # All ranks for shards of the data; else as many as sit in a node at most
@@ -57,18 +57,10 @@ def list_default_layouts(world: int) -> list[str]:
         else:
             size = max(size for size in range(1, min(8, world) + 1) if world % size == 0)
         spec = f"{axis.name}={size}"
-        if size > 1 and _is_built(spec):
+        if size > 1:
             alone.append(spec if size == world else f"{spec},dp_shard=-1")
     product = choose_default_product(world)
     return [*alone, *([product] if product not in alone else [])]
-
-
-def _is_built(spec: str) -> bool:
-    try:
-        ParallelConfig.parse(spec)
-    except SpecError:
-        return False
-    return True
 
 
 def choose_default_product(world: int) -> str:
@@ -144,13 +136,6 @@ def train_tiny_model(
     return losses, norms
 
 
-def train_alone(config: ParallelConfig, device: torch.device, dtype: torch.dtype) -> Trained:
-    """Train in one process."""
-    model = make_tiny_model(config, dtype).to(device)
-    losses, norms = train_tiny_model(model, config, None, device)
-    return Trained([x.item() for x in losses], [x.item() for x in norms], full_state_dict(model))
-
-
 def train_together(mesh: ParallelMesh, dtype: torch.dtype) -> Trained:
     """Train on all ranks."""
     model = parallelize(make_tiny_model(mesh.config, dtype), mesh=mesh)
@@ -183,7 +168,10 @@ def check_layout(spec: str, device: torch.device, dtype: torch.dtype, room: Room
     everyone = room.gather((ours.losses, ours.norms))
     if everyone:
         with use_full_precision():
-            theirs = train_alone(mesh.config, device, dtype)
+            model = make_tiny_model(mesh.config, dtype).to(device)
+            losses, norms = train_tiny_model(model, mesh.config, None, device)
+            theirs = Trained([x.item() for x in losses], [x.item() for x in norms], full_state_dict(model))
+        del model
         gaps = {
             "loss": max(_compute_relative_difference(losses, theirs.losses) for losses, _ in everyone),
             "gradient norm": max(_compute_relative_difference(norms, theirs.norms) for _, norms in everyone),

@@ -72,18 +72,18 @@ class Room:
         if self.rank:
             self.store.set(f"{self._count}/{self.rank}", pickle.dumps(value))
             return []
-        return [value, *(self._take(f"{self._count}/{rank}") for rank in range(1, self.world))]
+        found = [value]
+        for rank in range(1, self.world):
+            key = f"{self._count}/{rank}"
+            while not self.store.check([key]):  # `get` would end at the store's own time-out
+                time.sleep(0.005)
+            found.append(pickle.loads(self.store.get(key)))
+            self.store.delete_key(key)
+        return found
 
     def _advance(self) -> None:
         self._progress += 1
         self.store.set(f"progress/{self.rank}", str(self._progress))
-
-    def _take(self, key: str) -> Any:
-        while not self.store.check([key]):  # `get` would end at the store's own time-out
-            time.sleep(0.005)
-        value = pickle.loads(self.store.get(key))
-        self.store.delete_key(key)
-        return value
 
     def close(self) -> None:
         """All ranks have come to the end; none leaves before rank 0 knows."""
@@ -104,16 +104,21 @@ class Room:
     def fail(self, error: BaseException) -> None:
         """End all ranks; this one prints its traceback unless another was first. Does not return."""
         text = "".join(traceback.format_exception(error)).rstrip()
-        self._end(f"{self._step}: {_shorten_error(error)}", text)
+        short = " ".join([f"{type(error).__name__}:", *str(error).split()])[:200]
+        self._end(f"{self._step}: {short}", text)
 
     # ---- the thread ----------------------------------------------------------------------------------------------
 
     def _look(self) -> None:
+        others = [f"progress/{rank}" for rank in range(self.world) if rank != self.rank]
         while not self._done.wait(_LOOK_S):
             late = time.monotonic() - self._until
             try:
                 found = self._own.check(["failed"])
-                stands = late > 0 and late > _BEHIND_S * self._is_ahead()
+                # A rank that has not come as far as this one speaks first
+                stands = late > 0 and late > _BEHIND_S * any(
+                    not self._own.check([key]) or int(self._own.get(key)) < self._progress for key in others
+                )
             except Exception:  # each version of torch raises another one when the store is gone
                 found = None
             if self._done.is_set():
@@ -126,11 +131,6 @@ class Room:
                 frame = sys._current_frames().get(self._watched)
                 where = "".join(traceback.format_stack(frame)[-12:]).rstrip() if frame else ""
                 self._end(f"stands in {self._step} for more than {self.limit_s:.0f} s", where)
-
-    def _is_ahead(self) -> bool:
-        """Is there a rank that has not come as far as this one?"""
-        others = (f"progress/{rank}" for rank in range(self.world) if rank != self.rank)
-        return any(not self._own.check([key]) or int(self._own.get(key)) < self._progress for key in others)
 
     def _end(self, reason: str, text: str) -> None:
         line = f"rank {self.rank}: {reason}"
@@ -152,7 +152,3 @@ class Room:
             if self.rank == 0 or text is not None:
                 time.sleep(_LINGER_S)
             os._exit(1)
-
-
-def _shorten_error(error: BaseException) -> str:
-    return " ".join([f"{type(error).__name__}:", *str(error).split()])[:200]

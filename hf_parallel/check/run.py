@@ -59,15 +59,18 @@ class Wanted:
         """
         return ParallelConfig.parse(self.parallel or parity.choose_default_product(world)).resolve(world)
 
-    def layouts(self, world: int) -> list[str]:
-        """Return the layouts that are compared with one process."""
-        return [self.parallel] if self.parallel else parity.list_default_layouts(world)
-
 
 def check(wanted: Wanted) -> Report:
     """Check what `wanted` says; every rank calls it. A rank that fails ends all processes with exit code 1."""
     device = choose_default_device()
-    mine = connect_ranks(device, wanted)
+    mine = not dist.is_initialized()
+    if mine:
+        limit = timedelta(seconds=4 * wanted.limit_s)  # the room's own limit comes first, and says where
+        backend = wanted.backend or dist.get_default_backend_for_device(device)
+        if "RANK" in os.environ:
+            dist.init_process_group(backend, timeout=limit)
+        else:
+            dist.init_process_group(backend, timeout=limit, store=dist.HashStore(), rank=0, world_size=1)
     report, rank, world = Report(dist.get_world_size()), dist.get_rank(), dist.get_world_size()
 
     def ended(reason: str) -> None:
@@ -97,19 +100,6 @@ def publish(report: Report, wanted: Wanted) -> None:
         report.write(wanted.json)
 
 
-def connect_ranks(device: torch.device, wanted: Wanted) -> bool:
-    """Make the process group, unless there is one; was it made here?"""
-    if dist.is_initialized():
-        return False
-    limit = timedelta(seconds=4 * wanted.limit_s)  # the room's own limit comes first, and says where
-    backend = wanted.backend or dist.get_default_backend_for_device(device)
-    if "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=limit)
-    else:
-        dist.init_process_group(backend, timeout=limit, store=dist.HashStore(), rank=0, world_size=1)
-    return True
-
-
 def _run_parts(wanted: Wanted, device: torch.device, room: Room) -> Iterator[Row]:
     """All rows on rank 0; the others take part."""
     began = time.monotonic()
@@ -118,7 +108,8 @@ def _run_parts(wanted: Wanted, device: torch.device, room: Room) -> Iterator[Row
         return
     if wanted.links:
         yield from _examine_machine(wanted, device, room)
-    for spec in wanted.layouts(room.world) if wanted.parity and room.world > 1 else ():
+    layouts = [wanted.parallel] if wanted.parallel else parity.list_default_layouts(room.world)
+    for spec in layouts if wanted.parity and room.world > 1 else ():
         for name in wanted.dtypes:
             yield from parity.check_layout(spec, device, DTYPES[name], room, wanted.parallel is not None)
     if room.rank == 0:

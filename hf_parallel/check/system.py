@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import os
 import platform
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from hf_parallel.ask.config import SpecError
 from hf_parallel.check.report import FAILED, NOTE, OK, SLOW, Row, format_ranks
 from hf_parallel.planner.detect import detect
-from hf_parallel.planner.hardware import Cluster, Link
+from hf_parallel.planner.hardware import Cluster
 
 Facts = dict[str, object]  # of one rank
 _LIBRARIES = ("torch", "transformers", "accelerate", "safetensors", "peft", "trl")
@@ -28,7 +29,9 @@ SLOW_SHARE = 0.5
 def read_machine_facts(device: torch.device) -> Facts:
     """Return the facts of this rank."""
     found: dict[str, object] = {"host": socket.gethostname(), "python": platform.python_version()}
-    found |= {name: version for name in _LIBRARIES if (version := _read_version(name))}
+    for name in _LIBRARIES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
     found |= {"pid": os.getpid(), "backend": dist.get_backend(), "device": "cpu", "place": "", "cuda": None}
     found["nccl"] = None
     if device.type == "cpu":
@@ -41,28 +44,23 @@ def read_machine_facts(device: torch.device) -> Facts:
     return found
 
 
-def _read_version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def make_system_rows(ranks: list[Facts]) -> Iterator[Row]:
     """Yield the rows that rank 0 prints about all ranks."""
-    yield _make_version_row(ranks[0])
+    first = ranks[0]
+    shown = [f"{name} {first[name]}" for name in ("python", *_LIBRARIES, "cuda", "nccl") if first.get(name)]
+    yield Row("system", "versions", ", ".join(shown), values=dict(first))
     for name in _MUST_AGREE:
         yield from _find_unlike_ranks(ranks, name, "the same on all ranks", FAILED)
     yield from _find_unlike_ranks(
         ranks, "device", "a layout waits for the slowest kind: compare with the fast ones alone", NOTE
     )
     yield from _make_device_rows(ranks)
-    yield _make_settings_row()
-
-
-def _make_version_row(first: Facts) -> Row:
-    shown = [f"{name} {first[name]}" for name in ("python", *_LIBRARIES, "cuda", "nccl") if first.get(name)]
-    return Row("system", "versions", ", ".join(shown), values=dict(first))
+    names = [name for name in sorted(os.environ) if name.startswith(("NCCL_", "TORCH_NCCL_", "GLOO_", "UCX_", "FI_"))]
+    names += [name for name in ("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_VISIBLE_DEVICES") if name in os.environ]
+    settings = {name: os.environ[name] for name in names}
+    text = " ".join(f"{name}={value}" for name, value in settings.items())
+    text = text or "none of NCCL_*, GLOO_*, CUDA_* is set"
+    yield Row("system", "environment", text, status=NOTE, values=settings)
 
 
 def _find_unlike_ranks(ranks: list[Facts], name: str, expected: str, status: str) -> Iterator[Row]:
@@ -77,7 +75,10 @@ def _find_unlike_ranks(ranks: list[Facts], name: str, expected: str, status: str
 
 def _make_device_rows(ranks: list[Facts]) -> Iterator[Row]:
     hosts = len({rank["host"] for rank in ranks})
-    kinds = Counter(map(_format_device, ranks))
+    kinds = Counter[str]()
+    for rank in ranks:  # cards of one kind read alike, though drivers report some MiB more or less
+        memory = rank.get("memory")
+        kinds[str(rank["device"]) + (f", {memory / 2**30:.1f} GiB" if isinstance(memory, int) else "")] += 1
     shown = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
     shown += f", {hosts} host{'s' * (hosts > 1)}, {ranks[0]['backend']}"
     yield Row("system", "devices", shown, values={"hosts": hosts})
@@ -92,23 +93,10 @@ def _make_device_rows(ranks: list[Facts]) -> Iterator[Row]:
         yield Row("system", "devices shared", shown, "one for each rank", NOTE if meant else FAILED)
 
 
-def _format_device(rank: Facts) -> str:
-    """`H100, 79.1 GiB`: cards of one kind read alike, though drivers report some MiB more or less."""
-    memory = rank.get("memory")
-    return f"{rank['device']}, {memory / 2**30:.1f} GiB" if isinstance(memory, int) else str(rank["device"])
-
-
 def is_device_shared(ranks: list[Facts]) -> bool:
     """Do several ranks compute on one accelerator?"""
     places = [(rank["host"], rank["place"]) for rank in ranks if rank["place"]]
     return len(set(places)) < len(places)
-
-
-def _make_settings_row() -> Row:
-    names = [name for name in sorted(os.environ) if name.startswith(("NCCL_", "TORCH_NCCL_", "GLOO_", "UCX_", "FI_"))]
-    names += [name for name in ("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_VISIBLE_DEVICES") if name in os.environ]
-    shown = " ".join(f"{name}={os.environ[name]}" for name in names) or "none of NCCL_*, GLOO_*, CUDA_* is set"
-    return Row("system", "environment", shown, status=NOTE, values={name: os.environ[name] for name in names})
 
 
 def find_in_catalogue(ranks: list[Facts]) -> tuple[Cluster | None, list[Row]]:
@@ -119,12 +107,11 @@ def find_in_catalogue(ranks: list[Facts]) -> tuple[Cluster | None, list[Row]]:
     except SpecError as error:
         return None, [Row("links", "catalogue", str(error), status=NOTE)]
     where = {"inside a host": cluster.inside, **({"between hosts": cluster.between} if len(hosts) > 1 else {})}
-    return cluster, [_link_row(what, link) for what, link in where.items()]
-
-
-def _link_row(what: str, link: Link) -> Row:
-    shown = f"{link.name}, {link.bandwidth / 1e9:.3g} GB/s, {link.latency * 1e6:.3g} us"
-    return Row("links", what, shown, status=NOTE, values={"source": link.source})
+    rows = []
+    for what, link in where.items():
+        shown = f"{link.name}, {link.bandwidth / 1e9:.3g} GB/s, {link.latency * 1e6:.3g} us"
+        rows.append(Row("links", what, shown, status=NOTE, values={"source": link.source}))
+    return cluster, rows
 
 
 # ---- speed of a device ---------------------------------------------------------------------------------------------

@@ -231,7 +231,7 @@ def stop_watching() -> None:
     """Nobody is watched any more."""
     now = of_session(_Now)
     if now.watched is not None:
-        now.watched.session.stop()
+        now.watched.session.meter.stop()
     now.watched, now.in_trainer, now.told_of_profiles = None, False, False
 
 

@@ -84,8 +84,3 @@ class DeviceClock:
 
 
 Clock = HostClock | DeviceClock
-
-
-def make_clock_of(device: torch.device) -> Clock:
-    """The clock of what computes on this device."""
-    return HostClock() if device.type == "cpu" else DeviceClock(device)

@@ -23,7 +23,7 @@ import threading
 import traceback
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -176,44 +176,37 @@ class CollectiveRecord(Listener):
         unfinished = list_unfinished_on_device()
         groups, pending = {}, []
         for name, entries in list(self.entries.items()):
-            told = [self._told(name, entry, names) for entry in list(entries)]
-            groups[name] = {"axis": self._axis(name), "ranks": self.ranks[name], "last": told[-TOLD:]}
-            for entry, facts in zip(list(entries), told, strict=False):
-                if self._is_waited_for(entry):
-                    is_open = True  # or it has failed
+            ranks = self.ranks[name]
+            told: list[Facts] = []
+            axis = self.axes.get(name) or ("all ranks" if len(ranks) == dist.get_world_size() else "some ranks")
+            for entry in list(entries):
+                module = entry.module
+                if isinstance(module, nn.Module):
+                    module = names.get(id(module)) or type(module).__name__
+                facts = {
+                    "number": entry.number,
+                    "operation": entry.kind,
+                    "axis": axis,
+                    "shape": None if entry.shape is None else list(entry.shape),
+                    "dtype": None if entry.dtype is None else str(entry.dtype).removeprefix("torch."),
+                    "module": module,
+                    "place": None if entry.place is None else f"{os.path.basename(entry.place[0])}:{entry.place[1]}",
+                    "backward": entry.backward,
+                    "peer": None if entry.peer is None else ranks[entry.peer],
+                }
+                told.append(facts)
+                waits = entry.work is not None and any(work is entry.work for work in list(self._waited_for.values()))
+                starting = any(entry is other for other in list(self._starting.values()))
+                if entry.on_host:
+                    is_open = waits or starting or not entry.done()  # one that is waited for may have failed
                 else:
-                    starting = any(entry is other for other in list(self._starting.values()))
-                    if entry.on_host:
-                        is_open = not entry.done() or starting
-                    else:
-                        is_open = starting or (entry.kind not in MESSAGES and entry.number in unfinished.get(name, ()))
+                    sent = entry.kind not in MESSAGES and entry.number in unfinished.get(name, ())
+                    is_open = waits or starting or sent
                 if is_open:
                     facts |= {"group": name, "on_device": not entry.on_host}
-                    pending.append((not self._is_waited_for(entry), entry.order, facts))
+                    pending.append((not waits, entry.order, facts))
+            groups[name] = {"axis": axis, "ranks": ranks, "last": told[-TOLD:]}
         return {"pending": [facts for *_, facts in sorted(pending, key=lambda found: found[:2])], "groups": groups}
-
-    def _is_waited_for(self, entry: Entry) -> bool:
-        return entry.work is not None and any(work is entry.work for work in list(self._waited_for.values()))
-
-    def _axis(self, name: str) -> str:
-        return self.axes.get(name) or ("all ranks" if len(self.ranks[name]) == dist.get_world_size() else "some ranks")
-
-    def _told(self, name: str, entry: Entry, names: Mapping[int, str]) -> Facts:
-        module = entry.module
-        if isinstance(module, nn.Module):
-            module = names.get(id(module)) or type(module).__name__
-        peer = None if entry.peer is None else self.ranks[name][entry.peer]
-        return {
-            "number": entry.number,
-            "operation": entry.kind,
-            "axis": self._axis(name),
-            "shape": None if entry.shape is None else list(entry.shape),
-            "dtype": None if entry.dtype is None else str(entry.dtype).removeprefix("torch."),
-            "module": module,
-            "place": None if entry.place is None else f"{os.path.basename(entry.place[0])}:{entry.place[1]}",
-            "backward": entry.backward,
-            "peer": peer,
-        }
 
 
 def list_unfinished_on_device() -> dict[str, set[int]]:
@@ -258,15 +251,11 @@ def _find_call_in_progress() -> tuple[str | None, tuple[str, int] | None, bool]:
             return None, place, True
         whose = _classify_file(code.co_filename)
         if whose is _OF_FSDP and hasattr(frame.f_locals.get("self"), "_module_fqn"):
-            return frame.f_locals["self"]._module_fqn or "root", None, _is_in_backward()
+            return frame.f_locals["self"]._module_fqn or "root", None, torch._C._current_graph_task_id() != -1
         if whose is _OWN and place is None:
             place = code.co_filename, frame.f_lineno
         frame = frame.f_back  # type: ignore[assignment]
-    return None, place, _is_in_backward()
-
-
-def _is_in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
+    return None, place, torch._C._current_graph_task_id() != -1
 
 
 # ---- Where a rank stands: in which code its thread is, whether it waits for others, and whether its process lives
@@ -299,18 +288,13 @@ def place_of_thread(thread: int, phase: str) -> str:
         phase: what the training was at when it last said so, where its code does not tell.
     """
     frame = sys._current_frames().get(thread)
-    return f"in {phase}" if frame is None else _format_place(_walk_outwards(frame), phase)
+    return f"in {phase}" if frame is None else _format_place(list(traceback.walk_stack(frame)), phase)
 
 
-def place_of_error(error: BaseException) -> str:
-    """Where it was raised, in the same words."""
-    return _format_place(_walk_raised(error.__traceback__), "")
-
-
-def is_of_collective(error: BaseException) -> bool:
-    """Was it raised by one, or by the wait for it?"""
-    frames = _walk_raised(error.__traceback__)
-    return bool(frames) and (frames[0][0].f_code.co_filename.startswith((_DISTRIBUTED, _OBSERVED)))
+def place_of_error(error: BaseException) -> tuple[str, bool]:
+    """Where it was raised, in the same words; was it by a collective, or by the wait for one?"""
+    frames = list(traceback.walk_tb(error.__traceback__))[::-1]
+    return _format_place(frames, ""), frames[0][0].f_code.co_filename.startswith((_DISTRIBUTED, _OBSERVED))
 
 
 def _format_place(frames: list[tuple[FrameType, int]], phase: str) -> str:
@@ -324,22 +308,6 @@ def _format_place(frames: list[tuple[FrameType, int]], phase: str) -> str:
     if outer:
         return f"in a callback ({line}, {frames[outer - 1][0].f_code.co_name})"
     return f"in {phase} ({line})" if phase else f"at {line}"
-
-
-def _walk_outwards(frame: FrameType) -> list[tuple[FrameType, int]]:
-    found, outer = [], frame
-    while outer is not None:
-        found.append((outer, outer.f_lineno))
-        outer = outer.f_back  # type: ignore[assignment]
-    return found
-
-
-def _walk_raised(step: TracebackType | None) -> list[tuple[FrameType, int]]:
-    found = []
-    while step is not None:
-        found.append((step.tb_frame, step.tb_lineno))
-        step = step.tb_next
-    return found[::-1]
 
 
 def state_of_process(pid: int) -> str:

@@ -17,7 +17,7 @@ from hf_parallel.planner.candidates import Goal, make_config
 from hf_parallel.planner.choices import predict_choice
 from hf_parallel.planner.groups import MixedCluster
 from hf_parallel.planner.hardware import Cluster, Efficiency, Gpu, Host, Link
-from hf_parallel.planner.memory import GIB, find_fullest
+from hf_parallel.planner.memory import GIB
 from hf_parallel.planner.prediction import Prediction
 from hf_parallel.planner.shape import ModelShape, shape_of
 from hf_parallel.ranks.mesh import compute_data_rank
@@ -92,22 +92,18 @@ def expect_of_groups(
     for own, whole in zip(clusters, seen, strict=True):
         ranks = range(first, first + own.gpus)
         rows = dataclasses.replace(batch, rows=max(examples[compute_data_rank(config, rank)] for rank in ranks))
-        one = expect(shape, _read_levers_of(config, ranks), whole, rows)
+        # Ranks that alone save memory are planned as `to_job` takes them
+        recompute = {config.recompute_way_on(rank) for rank in ranks}
+        saving = {config.offload_ranks is None or rank in config.offload_ranks for rank in ranks}
+        changes = {"activation_checkpointing": recompute.pop()} if len(recompute) == 1 else {}
+        if config.offload_ranks is not None and len(saving) == 1:
+            changes["offload"] = config.offload_way if saving.pop() else "none"
+        one = expect(shape, make_config(config, **changes), whole, rows)
         rate = tokens / one.step_time_s
         mfu = one.mfu * rate / one.tokens_per_s_per_gpu * own.gpu.peak("bf16") / peak
         found.append(GroupPlan(ranks, rows, dataclasses.replace(one, tokens_per_s_per_gpu=rate, mfu=mfu)))
         first = ranks.stop
     return sorted(found, key=lambda plan: -plan.prediction.step_time_s)
-
-
-def _read_levers_of(config: ParallelConfig, ranks: range) -> ParallelConfig:
-    """Return the config as it is on these ranks; where some of them save memory, as `to_job` takes it."""
-    recompute = {config.recompute_way_on(rank) for rank in ranks}
-    saving = {config.offload_ranks is None or rank in config.offload_ranks for rank in ranks}
-    changes = {"activation_checkpointing": recompute.pop()} if len(recompute) == 1 else {}
-    if config.offload_ranks is not None and len(saving) == 1:
-        changes["offload"] = config.offload_way if saving.pop() else "none"
-    return make_config(config, **changes)
 
 
 def sum_by_term(kinds: Mapping[str, float]) -> dict[str, float]:
@@ -141,17 +137,13 @@ def describe_prediction(prediction: Prediction, config: ParallelConfig, batch: B
         "spec": config.to_spec(),
         "batch": dataclasses.asdict(batch),
         **{name: round_to_significant(getattr(prediction, name)) for name in rates},
-        "tensors_gib": round_to_significant(_sum_tensor_memory(prediction)),
+        "tensors_gib": round_to_significant(prediction.allocated_gib),
         "terms": {name: round_to_significant(seconds) for name, seconds in sum_by_term(parts.time).items()},
         "time": {name: round_to_significant(seconds) for name, seconds in parts.time.items()},
         "memory": {name: round_to_significant(size) for name, size in parts.memory.items()},
         "bytes_by_axis": parts.bytes_by_axis,
         "cluster": dataclasses.asdict(prediction.cluster),
     }
-
-
-def _sum_tensor_memory(prediction: Prediction) -> float:
-    return find_fullest(list(prediction.breakdown.ranks)).tensors / GIB
 
 
 def list_deviations_of_groups(plans: Sequence[GroupPlan], rows: list[RankRow]) -> list[str]:
@@ -169,30 +161,23 @@ def list_deviations(prediction: Prediction, rows: list[RankRow]) -> list[str]:
     """Lines about step time and memory that are further from the plan than tolerated, with the term that is off."""
     lines = []
     step, planned = max(row.step for row in rows), prediction.step_time_s
-    if _is_off(step, planned):
-        term, own, expected = _find_furthest(sum_by_term(prediction.breakdown.time), measure_terms(rows))
+    if planned > 0 and abs(step / planned - 1) > TOLERATED:
+        terms, own = sum_by_term(prediction.breakdown.time), measure_terms(rows)
+        term = max(own, key=lambda name: abs(own[name] - terms.get(name, 0.0)))
         lines.append(
             f"a step takes {step:.3g} s, planned {planned:.3g} s ({step / planned - 1:+.0%}); most of the "
-            f"difference is {term}: {own:.3g} s, planned {expected:.3g} s"
+            f"difference is {term}: {own[term]:.3g} s, planned {terms.get(term, 0.0):.3g} s"
         )
     return lines + list_memory_deviations(prediction, rows)
 
 
 def list_memory_deviations(prediction: Prediction, rows: list[RankRow]) -> list[str]:
     """A line about tensors of the fullest rank that are further from the plan than tolerated, if they are."""
-    peak, tensors = max(row.memory_peak for row in rows) / GIB, _sum_tensor_memory(prediction)
-    if not _is_off(peak, tensors) or abs(peak - tensors) <= UNCOUNTED_GIB:
+    peak, tensors = max(row.memory_peak for row in rows) / GIB, prediction.allocated_gib
+    is_off = tensors > 0 and abs(peak / tensors - 1) > TOLERATED
+    if not is_off or abs(peak - tensors) <= UNCOUNTED_GIB:
         return []
     return [f"tensors take {peak:.3g} GiB, planned {tensors:.3g} GiB ({peak / tensors - 1:+.0%})"]
-
-
-def _is_off(measured: float, planned: float) -> bool:
-    return planned > 0 and abs(measured / planned - 1) > TOLERATED
-
-
-def _find_furthest(planned: Mapping[str, float], measured: Mapping[str, float]) -> tuple[str, float, float]:
-    term = max(measured, key=lambda name: abs(measured[name] - planned.get(name, 0.0)))
-    return term, measured[term], planned.get(term, 0.0)
 
 
 # ---- A cluster as a training has found it: the planner's efficiencies and links scaled to what its record says
@@ -275,43 +260,31 @@ def read_cluster(saved: dict) -> Cluster:
 
 def _fit_to_measured(shape: ModelShape, found: Measured) -> tuple[Cluster, dict[str, float]]:
     """Scale what each term depends on until it is as measured; a bubble follows from the compute."""
-    cluster, total = found.cluster, dict.fromkeys(_SCALE, 1.0)
+    cluster, total = found.cluster, {COMPUTE: 1.0, COMMUNICATION: 1.0}
     for _ in range(_ROUNDS):
         now = sum_by_term(expect(shape, found.config, cluster, found.batch).breakdown.time)
-        for name, slower in _SCALE.items():
-            factor = _compute_slowdown(found.terms[name], now[name], total[name]) ** _OF_THE_WAY
-            total[name] *= factor
-            cluster = slower(cluster, factor)
-        e = cluster.gpu.efficiency
+        factors = dict.fromkeys(total, 1.0)  # of 1 where nothing is planned or seen, which no factor would mend
+        for name, so_far in total.items():
+            if found.terms[name] > 0 and now[name] > 0:
+                wanted = so_far * found.terms[name] / now[name]
+                factors[name] = (min(_MOST, max(1 / _MOST, wanted)) / so_far) ** _OF_THE_WAY
+        total = {name: so_far * factors[name] for name, so_far in total.items()}
+        e, compute, links = cluster.gpu.efficiency, factors[COMPUTE], factors[COMMUNICATION]
         efficiency = dataclasses.replace(
-            e, eager_step_ms=max(0.0, e.eager_step_ms + 1e3 * (found.terms["other"] - now["other"]))
+            e,
+            **{name: getattr(e, name) / compute for name in _RATES},
+            kernel_us=e.kernel_us * compute,
+            eager_us=e.eager_us * compute,
+            wait_us=e.wait_us * links,
+            eager_step_ms=max(0.0, e.eager_step_ms + 1e3 * (found.terms[OTHER] - now[OTHER])),
         )
-        cluster = dataclasses.replace(cluster, gpu=dataclasses.replace(cluster.gpu, efficiency=efficiency))
+        cluster = dataclasses.replace(
+            cluster,
+            gpu=dataclasses.replace(cluster.gpu, efficiency=efficiency),
+            inside=_slow_link(cluster.inside, links),
+            between=_slow_link(cluster.between, links),
+        )
     return cluster, total
-
-
-def _compute_slowdown(measured: float, predicted: float, so_far: float) -> float:
-    """Return how much slower than now; 1 where nothing is planned or seen, which no factor would mend."""
-    if measured <= 0 or predicted <= 0:
-        return 1.0
-    wanted = so_far * measured / predicted
-    return min(_MOST, max(1 / _MOST, wanted)) / so_far
-
-
-def _slow_compute(cluster: Cluster, factor: float) -> Cluster:
-    e = cluster.gpu.efficiency
-    scaled = {name: getattr(e, name) / factor for name in _RATES}
-    host = {"kernel_us": e.kernel_us * factor, "eager_us": e.eager_us * factor}
-    gpu = dataclasses.replace(cluster.gpu, efficiency=dataclasses.replace(e, **scaled, **host))
-    return dataclasses.replace(cluster, gpu=gpu)
-
-
-def _slow_links(cluster: Cluster, factor: float) -> Cluster:
-    e = cluster.gpu.efficiency
-    gpu = dataclasses.replace(cluster.gpu, efficiency=dataclasses.replace(e, wait_us=e.wait_us * factor))
-    return dataclasses.replace(
-        cluster, gpu=gpu, inside=_slow_link(cluster.inside, factor), between=_slow_link(cluster.between, factor)
-    )
 
 
 def _slow_link(link: Link, factor: float) -> Link:
@@ -321,6 +294,3 @@ def _slow_link(link: Link, factor: float) -> Link:
         latency=link.latency * factor,
         source=f"{link.source}, calibrated" if not link.source.endswith("calibrated") else link.source,
     )
-
-
-_SCALE = {"compute": _slow_compute, "communication": _slow_links}

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -30,15 +31,14 @@ WEIGHTS, FORWARD, BACKWARD, GRADIENT = range(4)
 Finding = dict
 
 
+@dataclass(slots=True)
 class _Trace:
     """The trace of a tensor that has a gradient: whose output it is, and whose input."""
 
-    __slots__ = ("producer", "consumers", "received", "part")
-
-    def __init__(self, part: int) -> None:
-        self.producer = ""
-        self.consumers: list[str] = []
-        self.received, self.part = False, part
+    part: int
+    producer: str = ""
+    consumers: list[str] = field(default_factory=list)
+    received: bool = False
 
 
 class Search:
@@ -74,7 +74,7 @@ class Search:
         self._calls.clear()
         handles: list[RemovableHandle] = []
         for name, module in [*self.model.named_modules(), *(("", stage) for stage in self.stages)]:
-            handles += self._hooks(name, module)
+            handles += self._hook_module(name, module)
         try:
             with torch.compiler.set_stance("force_eager"):
                 yield
@@ -87,38 +87,32 @@ class Search:
         if is_bad(loss):
             self._found(FORWARD, "the loss")
 
-    def _hooks(self, name: str, module: nn.Module) -> list[RemovableHandle]:
+    def _hook_module(self, name: str, module: nn.Module) -> list[RemovableHandle]:
+        is_stage = module in self.stages
+
         def before(_: nn.Module, args: tuple, kwargs: dict) -> None:
-            self._before(name, module, (args, kwargs))
+            if is_stage and torch._C._current_graph_task_id() == -1:  # else it is run again, in a backward
+                self._calls[module] += 1
+                self._part = self._calls[module]  # of modules inside, too, which run in pieces of a sequence
+            if is_stage and any(map(is_bad, tree_leaves((args, kwargs)))):
+                self._found(FORWARD, name, self._part, received=True)
+            for trace in self._make_traces((args, kwargs), self._part):
+                if not is_stage:  # the innermost module that a tensor is given to names it
+                    outer = [other for other in trace.consumers if other and not name.startswith(f"{other}.")]
+                    trace.consumers = [*outer, name]
 
         def after(_: nn.Module, args: tuple, kwargs: dict, output: object) -> None:
-            self._after(name, module, (args, kwargs), output)
+            self._order += 1
+            if self.finding is None and not is_stage and any(map(is_bad, tree_leaves(output))):
+                self._found(FORWARD, name, self._part, before=any(map(is_bad, tree_leaves((args, kwargs)))))
+            for trace in self._make_traces(output, self._part):
+                trace.producer = trace.producer or name
+                trace.received = trace.received or not self.stages.get(module, True)
 
         return [
             module.register_forward_pre_hook(before, with_kwargs=True),
             module.register_forward_hook(after, with_kwargs=True),
         ]
-
-    def _before(self, name: str, module: nn.Module, inputs: object) -> None:
-        if module in self.stages and torch._C._current_graph_task_id() == -1:  # else it is run again, in a backward
-            self._calls[module] += 1
-            self._part = self._calls[module]  # of modules inside, too, which a stage may call in pieces of a sequence
-        part = self._part
-        if module in self.stages and _has_bad_number(inputs):
-            self._found(FORWARD, name, part, received=True)
-        for trace in self._make_traces(inputs, part):
-            if module in self.stages:
-                continue
-            trace.consumers = [other for other in trace.consumers if not _is_inside(name, other)] + [name]
-
-    def _after(self, name: str, module: nn.Module, inputs: object, output: object) -> None:
-        self._order += 1
-        part = self._part
-        if self.finding is None and module not in self.stages and _has_bad_number(output):
-            self._found(FORWARD, name, part, before=_has_bad_number(inputs))
-        for trace in self._make_traces(output, part):
-            trace.producer = trace.producer or name
-            trace.received = trace.received or not self.stages.get(module, True)
 
     def _make_traces(self, values: object, part: int) -> Iterator[_Trace]:
         for tensor in tree_leaves(values):
@@ -154,14 +148,6 @@ def is_bad(value: object) -> bool:
     return not bool(torch.isfinite(get_stored(value.detach())).all())  # a checkpointed layer counts what it saves
 
 
-def _has_bad_number(values: object) -> bool:
-    return any(is_bad(value) for value in tree_leaves(values))
-
-
-def _is_inside(name: str, outer: str) -> bool:
-    return not outer or name.startswith(f"{outer}.")
-
-
 # ---- of all ranks --------------------------------------------------------------------------------------------------
 
 
@@ -170,32 +156,30 @@ def format_findings(findings: dict[int, Finding | None], micro_batches: int, ste
     own = {rank: found for rank, found in findings.items() if found is not None}
     if not own:
         return "no module gave it when the step was computed once more"
-    least = min(map(_find_first_place, own.values()))
-    first = {rank: found for rank, found in own.items() if _find_first_place(found) == least}
-    found = next(iter(first.values()))
-    where = f"{_describe_operation(found, step)} on {format_rank_numbers(first)}"
-    return f"it first appears in {where}{_describe_batch(found, micro_batches)}"
-
-
-def _find_first_place(found: Finding) -> tuple:
-    time = (found["phase"] != WEIGHTS, found["received"], found["micro_batch"])
     # A later stage runs the same part later; ranks that split a layer run it in the same order.
-    return (*time, found["phase"], found["part"] or 0, found["order"])
-
-
-def _describe_operation(found: Finding, step: int) -> str:
-    name = found["name"]
-    if found["phase"] == WEIGHTS:
-        return f"weight {name}, after " + (f"the optimizer's step {step - 1}" if step > 1 else "it was loaded")
-    if found["phase"] == GRADIENT:
-        return f"the gradient of {name}"
-    if found["phase"] == BACKWARD:
-        return f"the backward of {name}"
-    return f"what {name} was given" if found["before"] else f"the forward of {name}"
-
-
-def _describe_batch(found: Finding, micro_batches: int) -> str:
-    if found["phase"] in (WEIGHTS, GRADIENT):
-        return ""
+    places = {
+        rank: (
+            found["phase"] != WEIGHTS,
+            found["received"],
+            found["micro_batch"],
+            found["phase"],
+            found["part"] or 0,
+            found["order"],
+        )
+        for rank, found in own.items()
+    }
+    least = min(places.values())
+    first = [rank for rank, place in places.items() if place == least]
+    found, ranks = own[first[0]], format_rank_numbers(first)
+    name, phase = found["name"], found["phase"]
+    if phase == WEIGHTS:
+        after = f"the optimizer's step {step - 1}" if step > 1 else "it was loaded"
+        return f"it first appears in weight {name}, after {after} on {ranks}"
+    if phase == GRADIENT:
+        return f"it first appears in the gradient of {name} on {ranks}"
     part = "" if found["part"] is None else f" (micro-batch {found['part']} of the pipeline)"
-    return f", micro-batch {found['micro_batch']} of {micro_batches}{part}"
+    batch = f"micro-batch {found['micro_batch']} of {micro_batches}{part}"
+    if phase == BACKWARD:
+        return f"it first appears in the backward of {name} on {ranks}, {batch}"
+    where = f"what {name} was given" if found["before"] else f"the forward of {name}"
+    return f"it first appears in {where} on {ranks}, {batch}"

@@ -10,7 +10,7 @@ calls another, or with another shape. Ranks that wait for each other in differen
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 #: Collectives to which ranks may give tensors of different shapes.
 _UNEVEN = {"all_to_all", "gather", "scatter", "broadcast", "barrier"}
@@ -22,10 +22,14 @@ def format_hang(facts: dict[int, Facts]) -> str:
     """Return what holds the ranks up, by rank."""
     found = describe_mismatch(facts)
     around = [] if found else find_circle(facts)
+    steps = [
+        f"rank {one} for rank {two} in {_format_collective(find_waited_for(facts[one]))}"
+        for one, two in zip(around, [*around[1:], *around[:1]], strict=True)
+    ]
     rest = {rank: own for rank, own in facts.items() if rank not in around}
     told = [
         found,
-        _describe_circle(around, facts) if around else None,
+        "ranks wait for each other in a circle: " + ", ".join(steps) if around else None,
         format_states_of_ranks(rest, facts) if rest else None,
     ]
     return "; ".join(filter(None, told))
@@ -82,18 +86,13 @@ def list_missing_ranks(rank: int, facts: dict[int, Facts]) -> list[int]:
         return []
     if entry["operation"] in _MESSAGES:
         return [] if entry["peer"] is None else [entry["peer"]]
-    members = facts[rank]["groups"][entry["group"]]["ranks"]
-    return [
-        other
-        for other in members
-        if other != rank and _find_last_number(facts.get(other, {}), entry) < entry["number"]
-    ]
-
-
-def _find_last_number(other: Facts, entry: Facts) -> int:
-    last = other.get("groups", {}).get(entry["group"], {"last": []})["last"]
-    numbers = [found["number"] for found in last if found["operation"] not in _MESSAGES]
-    return max(numbers, default=0)
+    missing = []
+    for other in facts[rank]["groups"][entry["group"]]["ranks"]:
+        last = facts.get(other, {}).get("groups", {}).get(entry["group"], {"last": []})["last"]
+        numbers = [found["number"] for found in last if found["operation"] not in _MESSAGES]
+        if other != rank and max(numbers, default=0) < entry["number"]:
+            missing.append(other)
+    return missing
 
 
 # ---- who differs -------------------------------------------------------------------------------------------------
@@ -169,12 +168,6 @@ def find_circle(facts: dict[int, Facts]) -> list[int]:
                 return path[path.index(following) :]
             path.append(following)
     return []
-
-
-def _describe_circle(path: Sequence[int], facts: dict[int, Facts]) -> str:
-    steps = zip(path, [*path[1:], path[0]], strict=True)
-    told = (f"rank {one} for rank {two} in {_format_collective(find_waited_for(facts[one]))}" for one, two in steps)
-    return "ranks wait for each other in a circle: " + ", ".join(told)
 
 
 def format_rank_numbers(numbers: Iterable[int]) -> str:

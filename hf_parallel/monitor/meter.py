@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from hf_parallel.ask.keys.tensor import TP_AXES
-from hf_parallel.monitor.clock import Mark, make_clock_of
+from hf_parallel.monitor.clock import Clock, DeviceClock, HostClock, Mark
 from hf_parallel.monitor.waits import Waits
 
 #: Of the keys under which a Trainer logs what is measured.
@@ -124,7 +124,7 @@ class Meter:
     """The meter of this process. One step is open at a time, by whoever has begun it."""
 
     def __init__(self, axes: Mapping[str, str], device: torch.device, full: bool) -> None:
-        self.clock = make_clock_of(device)
+        self.clock: Clock = HostClock() if device.type == "cpu" else DeviceClock(device)
         self.waits = Waits(axes, self.clock, self._note)
         self.owner: str | None = None
         self._every = 1 if full else EVERY

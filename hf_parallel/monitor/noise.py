@@ -139,15 +139,13 @@ class GradientNoise:
         self._scales: list[torch.Tensor | None] = []  # of a pipeline's runs that were handed over
         self.left_out = 0  # steps that show nothing
         self._broken = False
-        self._sums = self._say_nothing()
+        self._sums = torch.zeros(6, dtype=torch.float64, device=self._mesh.device)
         self._noted = False
         self._steps: list[torch.Tensor] = []
         self.scale = NoiseScale()
         if state.pipeline is not None:
-            state.pipeline.services.gradients_scaled = self._note_scale
-
-    def _say_nothing(self) -> torch.Tensor:
-        return torch.zeros(6, dtype=torch.float64, device=self._mesh.device)
+            # By what a pipeline multiplies the gradients that its schedule has computed
+            state.pipeline.services.gradients_scaled = self._scales.append
 
     @property
     def is_new(self) -> bool:
@@ -160,11 +158,7 @@ class GradientNoise:
         self._squares.take()
         self._waiting.clear()
         self._scales.clear()
-        self._sums, self._noted, self._broken = self._say_nothing(), False, False
-
-    def _note_scale(self, scale: torch.Tensor | None) -> None:
-        """Remember by what a pipeline multiplies the gradients that its schedule has computed."""
-        self._scales.append(scale)
+        self._sums, self._noted, self._broken = torch.zeros_like(self._sums), False, False
 
     def end_small_batch(self, parts: list[tuple[torch.Tensor, float]]) -> None:
         """Take in what backward passes have given.

@@ -50,30 +50,22 @@ _LEFT, _TOP, _PLOT, _SHARES, _ROW, _STEP = 210, 78, 860, 330, 32, 40  # pixels
 _MOST_RANKS = 64
 
 
-def write_profile(path: str | Path, parts: list[Part], name: str) -> None:
-    """Write the picture of all ranks, of the first 64 where there are more."""
-    Path(path).write_text(render_profile(parts, name), encoding="utf-8")
-
-
 def render_profile(parts: list[Part], name: str) -> str:
-    """The picture as text."""
+    """The picture of all ranks as text, of the first 64 where there are more."""
     shown = parts[:_MOST_RANKS]
+    more = f" · ranks 0 to {_MOST_RANKS - 1} of {len(parts)}" if len(parts) > _MOST_RANKS else ""
     duration = max(1.0, *(part.duration for part in shown))
     foot = _TOP + len(shown) * _STEP
     width, height = _LEFT + _PLOT + _SHARES, foot + 76
+    caption = f"{duration / 1000:.4g} ms under torch.profiler, which makes it longer · shares of each rank{more}"
     lines = [
-        *render_picture_head(width, height, 24, name, _format_profile_caption(parts, duration)),
+        *render_picture_head(width, height, 24, name, caption),
         *(line for rank, part in enumerate(shown) for line in _render_rank_row(rank, part, duration)),
         *time_axis(duration / 1000, _LEFT, foot, _PLOT, " ms"),
         *_render_profile_legend(shown, foot + 52),
         "</svg>",
     ]
     return "\n".join(lines) + "\n"
-
-
-def _format_profile_caption(parts: list[Part], duration: float) -> str:
-    more = f" · ranks 0 to {_MOST_RANKS - 1} of {len(parts)}" if len(parts) > _MOST_RANKS else ""
-    return f"{duration / 1000:.4g} ms under torch.profiler, which makes it longer · shares of each rank{more}"
 
 
 def _render_rank_row(rank: int, part: Part, duration: float) -> Iterator[str]:
@@ -108,7 +100,7 @@ def _render_profile_legend(parts: list[Part], y: float) -> Iterator[str]:
     hidden = False
     for part in parts:
         used |= dict.fromkeys([*part.exposed, *part.hidden])
-        hidden = hidden or any(_list_seen_axes(part.hidden))
+        hidden = hidden or any(part.hidden.values())
     entries = [(COLOURS.get(axis, QUIET), 1.0, NAMES.get(axis, axis)) for axis in used]
     entries += [(QUIET, 0.4, "pale: behind compute")] if hidden else []
     x = float(_LEFT)
@@ -117,10 +109,6 @@ def _render_profile_legend(parts: list[Part], y: float) -> Iterator[str]:
         yield f'<rect class="key" x="{x}" y="{y - 11}" width="14" height="14" rx="2" {style}/>'
         yield render_text_at(x + 20, y, label)
         x += 44 + 6.8 * len(label)
-
-
-def _list_seen_axes(by_axis: Mapping[str, list[Interval]]) -> Iterator[bool]:
-    return (bool(spans) for spans in by_axis.values())
 
 
 NAME = "profile_step_{}"
@@ -146,22 +134,17 @@ class Profile:
         clock = _WallClock()
         clock.begin()
         self._waits = Waits(axes, clock, lambda *note: self._notes.append(trace.Wait(*note)))
-        self._profiler = self._start_profiler()
+        kinds = {ProfilerActivity.CPU} if mesh.device.type == "cpu" else supported_activities()
+        self._profiler: profile | None = profile(activities=kinds)
+        try:
+            self._profiler.start()
+        except RuntimeError:  # the script runs torch's profiler itself
+            self._profiler = None
         if mesh.device.type == "cpu":  # on a GPU its kernels tell
             self._waits.start(mesh.device)
         self._synchronize()
         dist.barrier(mesh.host_group_of_training)
         self._begin, self._waits.open = time.time_ns(), True
-
-    def _start_profiler(self) -> profile | None:
-        """torch's profiler; None where the script runs it itself."""
-        kinds = {ProfilerActivity.CPU} if self.mesh.device.type == "cpu" else supported_activities()
-        profiler = profile(activities=kinds)
-        try:
-            profiler.start()
-        except RuntimeError:
-            return None
-        return profiler
 
     def finish(self, folder: str) -> list[str]:
         """The step is over. What is to be said of it, on rank 0. Collective over all ranks."""
@@ -171,31 +154,22 @@ class Profile:
         begins = messages.gather_objects((read_machine_id(), self._begin), self.mesh.host_group_of_training)
         window = min(begin for machine, begin in begins if machine == read_machine_id()), end
         most = max(_LEAST_EVENTS, trace.MOST_EVENTS // dist.get_world_size())
-        part = trace.make_part_of(self._export_events(), window, self._notes, self.axes, most)
-        part.name = f"rank {dist.get_rank()}{self._place()}"
+        events: dict[str, object] = {"traceEvents": []}
+        if self._profiler is not None:
+            self._profiler.stop()
+            with tempfile.TemporaryDirectory() as scratch:
+                path = os.path.join(scratch, "trace.json")
+                self._profiler.export_chrome_trace(path)
+                with open(path, encoding="utf-8", errors="replace") as file:
+                    events = json.load(file, strict=False)
+        part = trace.make_part_of(events, window, self._notes, self.axes, most)
+        del events  # of a step they may be gigabytes
+        sizes, coordinates = self.mesh.config.sizes, compute_coordinates(self.mesh.config, self.mesh.rank)
+        on = [f"{axis}={at}" for axis, at in coordinates.items() if sizes[axis] > 1]
+        part.name = f"rank {dist.get_rank()}" + (f" ({', '.join(on)})" if on else "")
         parts: list[trace.Part] | None = [part] * dist.get_world_size() if dist.get_rank() == 0 else None
         dist.gather_object(part, parts, group=self.mesh.host_group_of_training)
         return [] if parts is None else self._write_files(folder, parts)
-
-    def _export_events(self) -> dict[str, object]:
-        if self._profiler is None:
-            return {"traceEvents": []}
-        self._profiler.stop()
-        with tempfile.TemporaryDirectory() as folder:
-            path = os.path.join(folder, "trace.json")
-            self._profiler.export_chrome_trace(path)
-            with open(path, encoding="utf-8", errors="replace") as file:
-                return json.load(file, strict=False)
-
-    def _place(self) -> str:
-        """Its coordinates along the axes that are on."""
-        config = self.mesh.config
-        on = [
-            f"{axis}={at}"
-            for axis, at in compute_coordinates(config, self.mesh.rank).items()
-            if config.sizes[axis] > 1
-        ]
-        return f" ({', '.join(on)})" if on else ""
 
     def _write_files(self, folder: str, parts: list[trace.Part]) -> list[str]:
         base = os.path.join(folder, NAME.format(self.step))
@@ -204,7 +178,7 @@ class Profile:
         try:
             os.makedirs(folder, exist_ok=True)
             trace.write_trace(f"{base}.json.gz", parts, {"spec": config.to_spec(), "step": self.step})
-            write_profile(f"{base}.svg", parts, f"step {self.step} of {on}")
+            Path(f"{base}.svg").write_text(render_profile(parts, f"step {self.step} of {on}"), encoding="utf-8")
         except OSError as error:
             return [f"{base} is not written: {error}; training goes on"]
         lines = [f"step {self.step}: {base}.svg, and {base}.json.gz for ui.perfetto.dev"]

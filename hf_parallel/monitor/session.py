@@ -139,7 +139,19 @@ class Stragglers:
 
     def look(self, rows: list[RankRow]) -> Slow | None:
         """The rank to name now; the same on all ranks."""
-        found = max(self._clear(rows), key=lambda slow: slow.own - slow.usual, default=None)
+        clear = []
+        for rank, row in enumerate(rows if len(rows) > 1 else ()):
+            for kind in _KINDS:
+                usual, alone = self._find_usual(rows, rank, kind)
+                own = getattr(row, kind)
+                is_slow = own - usual > max(SHARE * row.looked, LEAST_S) + (usual if alone else 0.0)
+                if is_slow and kind == "compute":
+                    # With `batch_shares` it may compute more examples than the others, each in about their time
+                    each = [replace(row, compute=row.compute / row.rows if row.rows else 0.0) for row in rows]
+                    is_slow = each[rank].compute >= (1 + SHARE) * self._find_usual(each, rank, kind)[0]
+                if is_slow:
+                    clear.append(Slow(rank, kind, own, usual, row.step))
+        found = max(clear, key=lambda slow: slow.own - slow.usual, default=None)
         now = None if found is None else (found.rank, found.kind)
         again, self._before = now is not None and now == self._before, now
         if now is None:
@@ -148,22 +160,6 @@ class Stragglers:
             return None
         self._said = now
         return found
-
-    def _clear(self, rows: list[RankRow]) -> list[Slow]:
-        found = []
-        for rank, row in enumerate(rows if len(rows) > 1 else ()):
-            for kind in _KINDS:
-                usual, alone = self._find_usual(rows, rank, kind)
-                own = getattr(row, kind)
-                least = max(SHARE * row.looked, LEAST_S) + (usual if alone else 0.0)
-                if own - usual > least and not (kind == "compute" and self._has_more(rows, rank)):
-                    found.append(Slow(rank, kind, own, usual, row.step))
-        return found
-
-    def _has_more(self, rows: list[RankRow], rank: int) -> bool:
-        """Does the rank compute more examples than the others, each in about their time (`batch_shares`)?"""
-        each = [replace(row, compute=row.compute / row.rows if row.rows else 0.0) for row in rows]
-        return each[rank].compute < (1 + SHARE) * self._find_usual(each, rank, "compute")[0]
 
     def _find_usual(self, rows: list[RankRow], rank: int, kind: str) -> tuple[float, bool]:
         """The median of those it is compared with, and is there nobody who does the same?"""
@@ -249,10 +245,6 @@ class Session:
             dist.broadcast_object_list(name, src=slow.rank, device=self.mesh.device)
             reading.said.append(("straggler", slow.sentence(name[0], evenly)))
         return reading
-
-    def stop(self) -> None:
-        """Measure no more."""
-        self.meter.stop()
 
 
 def list_known_groups(state: ParallelState) -> dict[str, str]:

@@ -85,7 +85,15 @@ def make_part_of(
     part = Part((window[1] - window[0]) / 1000)
     own = [(wait.axis, (wait.begin - window[0]) / 1000, (wait.end - window[0]) / 1000) for wait in waits]
     if any(event["cat"] == "kernel" for event in events):
-        _read_device_events(part, events, axes)
+        computed, sent = list[Interval](), list[tuple[str, float, float]]()
+        for event in events:
+            if "ccl" in event["name"].lower() and event["cat"] in _KERNELS:  # NCCL, RCCL, oneCCL and HCCL
+                sent.append((_find_axis_of(event, axes), *_make_span(event)))
+            elif event["cat"] in _KERNELS:
+                computed.append(_make_span(event))
+        part.busy = _clip_spans(part, unite_intervals(computed))
+        flights = _group_by_axis(part, sent)
+        part.exposed = {axis: without(spans, part.busy) for axis, spans in flights.items()}
     else:
         operators = [_make_span(e) for e in events if e["cat"] == "cpu_op" and not e["name"].startswith(_SENT)]
         part.exposed = _group_by_axis(part, own)
@@ -97,11 +105,16 @@ def make_part_of(
             if e["name"].startswith("gloo:") and (axis := _find_axis_at(own, e["ts"]))
         ]
         flights = _group_by_axis(part, sent)
-        part.hidden = {axis: intersect_intervals(spans, part.busy) for axis, spans in flights.items()}
+    part.hidden = {axis: intersect_intervals(spans, part.busy) for axis, spans in flights.items()}
     kept = sorted((e for e in events if e["cat"] != "Trace"), key=lambda e: -e["dur"])
     part.left_out = max(0, len(kept) - most)
     threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in trace["traceEvents"] if e.get("name") == "thread_name"}
-    part.events = [_make_event(e, threads, axes) for e in kept[:most]]
+    for event in kept[:most]:
+        told = {name: value for name, value in event.get("args", {}).items() if name in _KEPT}
+        if "Process Group Name" in event.get("args", {}):
+            told["axis"] = _find_axis_of(event, axes)
+        track = threads.get((event["pid"], event["tid"]), f"{event['pid']} {event['tid']}")
+        part.events.append(Event(track, event["name"], round(event["ts"], 3), round(event["dur"], 3), told))
     return part
 
 
@@ -109,20 +122,6 @@ def _find_axis_at(waits: list[tuple[str, float, float]], moment: float) -> str |
     """Return the axis of the call that began what began here: notes begin in order."""
     place = bisect.bisect(waits, moment + _SKEW_US, key=lambda wait: wait[1]) - 1
     return waits[place][0] if place >= 0 and waits[place][2] >= moment - _SKEW_US else None
-
-
-def _read_device_events(part: Part, events: list[dict], axes: Mapping[str, str]) -> None:
-    kernels = [event for event in events if event["cat"] in _KERNELS]
-    sent = [(_find_axis_of(e, axes), *_make_span(e)) for e in kernels if _is_sent(e)]
-    part.busy = _clip_spans(part, unite_intervals(_make_span(e) for e in kernels if not _is_sent(e)))
-    flights = _group_by_axis(part, sent)
-    part.exposed = {axis: without(spans, part.busy) for axis, spans in flights.items()}
-    part.hidden = {axis: intersect_intervals(spans, part.busy) for axis, spans in flights.items()}
-
-
-def _is_sent(event: dict) -> bool:
-    """NCCL, RCCL, oneCCL and HCCL."""
-    return "ccl" in event["name"].lower()
 
 
 def _find_axis_of(event: dict, axes: Mapping[str, str]) -> str:
@@ -144,14 +143,6 @@ def _group_by_axis(part: Part, spans: Iterable[tuple[str, float, float]]) -> dic
     for axis, begin, end in spans:
         found[shown.get(axis, axis)].append((begin, end))
     return {axis: _clip_spans(part, unite_intervals(intervals)) for axis, intervals in sorted(found.items())}
-
-
-def _make_event(event: dict, threads: Mapping[tuple, str], axes: Mapping[str, str]) -> Event:
-    told = {name: value for name, value in event.get("args", {}).items() if name in _KEPT}
-    if "Process Group Name" in event.get("args", {}):
-        told["axis"] = _find_axis_of(event, axes)
-    track = threads.get((event["pid"], event["tid"]), f"{event['pid']} {event['tid']}")
-    return Event(track, event["name"], round(event["ts"], 3), round(event["dur"], 3), told)
 
 
 # ---- all ranks ------------------------------------------------------------------------------------------------------
@@ -177,10 +168,19 @@ def write_trace(path: str, parts: list[Part], about: Mapping[str, object]) -> No
 
 
 def _make_chrome_events(rank: int, part: Part) -> Iterator[dict[str, object]]:
+    # The lanes above those of torch
+    lanes = [("compute", "compute", part.busy)]
+    lanes += [(f"{axis}, exposed", axis, spans) for axis, spans in part.exposed.items()]
+    lanes += [(f"{axis}, behind compute", axis, spans) for axis, spans in part.hidden.items()]
+    events = [
+        Event(track, name, round(begin, 3), round(end - begin, 3), {})
+        for track, name, spans in lanes
+        for begin, end in spans
+    ]
     tracks: dict[str, int] = {}
     yield {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": part.name or f"rank {rank}"}}
     yield {"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}}
-    for track, name, begin, duration, args in (*_make_summary_events(part), *part.events):
+    for track, name, begin, duration, args in (*events, *part.events):
         if track not in tracks:
             tracks[track] = len(tracks)
             yield {"ph": "M", "name": "thread_name", "pid": rank, "tid": tracks[track], "args": {"name": track}}
@@ -188,13 +188,3 @@ def _make_chrome_events(rank: int, part: Part) -> Iterator[dict[str, object]]:
             yield {"ph": "M", "name": "thread_sort_index", "pid": rank, "tid": tracks[track], "args": index}
         box = {"ph": "X", "name": name, "pid": rank, "tid": tracks[track], "ts": begin, "dur": duration}
         yield {**box, "args": args} if args else box
-
-
-def _make_summary_events(part: Part) -> Iterator[Event]:
-    """The lanes above those of torch."""
-    lanes = [("compute", "compute", part.busy)]
-    lanes += [(f"{axis}, exposed", axis, spans) for axis, spans in part.exposed.items()]
-    lanes += [(f"{axis}, behind compute", axis, spans) for axis, spans in part.hidden.items()]
-    for track, name, spans in lanes:
-        for begin, end in spans:
-            yield Event(track, name, round(begin, 3), round(end - begin, 3), {})

@@ -87,7 +87,8 @@ class Waits(Listener):
         if not self.open:
             return
         if self._now is call:
-            self._stop()
+            self._now = None
+            self.note(self._axis, self._begin, self.clock.mark())
         if work is not None:  # also of no axis: the id of another one may come again
             self._pending[id(work)] = self.axes.get(call.group_name)
 
@@ -100,11 +101,8 @@ class Waits(Listener):
     def waited(self, work: dist.Work) -> None:
         """It is done."""
         if self._now is work:
-            self._stop()
-
-    def _stop(self) -> None:
-        self._now = None
-        self.note(self._axis, self._begin, self.clock.mark())
+            self._now = None
+            self.note(self._axis, self._begin, self.clock.mark())
 
     # ---- of streams ------------------------------------------------------------------------------------------------
 

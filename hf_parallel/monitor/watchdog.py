@@ -98,10 +98,8 @@ class Watchdog:
         """Others would wait for this rank, which will not come: unless they have the same error."""
         if isinstance(error, AloneError):
             return  # it says where the others are
-        self.failed = collective_record.is_of_collective(error)
-        self.error = (
-            f"{type(error).__name__}: {' '.join(str(error).split())[:200]} ({collective_record.place_of_error(error)})"
-        )
+        place, self.failed = collective_record.place_of_error(error)
+        self.error = f"{type(error).__name__}: {' '.join(str(error).split())[:200]} ({place})"
         with contextlib.suppress(RuntimeError):
             self.store.set(f"left/{self.rank}", "")
             everyone, end = [f"left/{rank}" for rank in range(self.world_size)], time.monotonic() + ERROR_S
@@ -174,14 +172,12 @@ class Watchdog:
             "phase": self.phase,
             "seconds": round(time.monotonic() - self.since, 1),
             "may_take_long": self.may_take_long,
-            "waits": collective_record.is_waiting(self.thread) or self._on_device(collectives),
+            "waits": collective_record.is_waiting(self.thread)
+            or any(entry.get("on_device") for entry in collectives["pending"]),
             "error": self.error,
             "failed": self.failed,
             **collectives,
         }
-
-    def _on_device(self, collectives: Facts) -> bool:
-        return any(entry.get("on_device") for entry in collectives["pending"])
 
     def _write(self, name: str, facts: Facts) -> None:
         """A full disk must not keep the line from being said."""
@@ -199,28 +195,24 @@ class Watchdog:
         """Decide for the rank that tells: end, fail (for one has left), goes on, or nothing to say."""
         told, end = f"told/{number}", time.monotonic() + ANSWER_S + (2 * LOOK_S if self.rank else 0.0)
         while time.monotonic() < end and not self.store.check([told]):
-            if self.rank == 0 and all(self._can_be_told(number, rank) for rank in range(self.world_size)):
+            # Rank 0 tells once each rank has answered, or its process is known to be gone
+            if self.rank == 0 and all(
+                self.store.check([f"answer/{number}/{rank}"])
+                or (self.store.check([f"beat/{rank}"]) and self._find_answer_of(number, rank).get("state") == "gone")
+                for rank in range(self.world_size)
+            ):
                 break
             time.sleep(LOOK_S / 20)
         if self.store.check([told]) or self.store.compare_set(f"speaker/{number}", "", str(self.rank)) != (
             str(self.rank).encode()
         ):
-            return self._get(told)
+            end = time.monotonic() + ANSWER_S
+            while not self.store.check([told]) and time.monotonic() < end:
+                time.sleep(LOOK_S / 20)
+            return self.store.get(told).decode() if self.store.check([told]) else ""
         verdict = self._tell(number, why)
         self.store.set(told, verdict)
         return verdict
-
-    def _can_be_told(self, number: int, rank: int) -> bool:
-        """Has a rank answered, or is its process known to be gone?"""
-        if self.store.check([f"answer/{number}/{rank}"]):
-            return True
-        return self.store.check([f"beat/{rank}"]) and self._find_answer_of(number, rank).get("state") == "gone"
-
-    def _get(self, key: str) -> str:
-        end = time.monotonic() + ANSWER_S
-        while not self.store.check([key]) and time.monotonic() < end:
-            time.sleep(LOOK_S / 20)
-        return self.store.get(key).decode() if self.store.check([key]) else ""
 
     def _tell(self, number: int, why: str) -> str:
         facts = {rank: self._find_answer_of(number, rank) for rank in range(self.world_size)}
@@ -240,9 +232,9 @@ class Watchdog:
             goes_on = f"{hang_report.format_rank_numbers(slow).capitalize()} may take long: the run goes on"
         line = f"{why}: {hang_report.format_hang(facts)}"
         self._say(f"{line}. {goes_on}. Stacks and last collectives: {os.path.join(self.settings.folder, FOLDER)}")
-        self._write(
-            "report.json", {"sentence": line, "ranks": {rank: _shorten_facts(own) for rank, own in facts.items()}}
-        )
+        kept = ("absent", "error", "place", "phase", "seconds", "pending")
+        short = {rank: {key: own[key] for key in kept if own.get(key)} for rank, own in facts.items()}
+        self._write("report.json", {"sentence": line, "ranks": short})
         if ends:
             # A stopped process would let a launcher wait: it takes no other signal
             for own in facts.values():
@@ -301,7 +293,3 @@ class Watchdog:
 def _identify_machine() -> list[str]:
     """Where process ids mean the same: machines may share a name, and containers a machine."""
     return [socket.gethostname(), read_machine_id()]
-
-
-def _shorten_facts(own: Facts) -> Facts:
-    return {key: own[key] for key in ("absent", "error", "place", "phase", "seconds", "pending") if own.get(key)}

@@ -7,7 +7,7 @@ smoothly from module to module: what is off more than ten times as far as all th
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -138,19 +138,13 @@ class Bisection:
         self.one, self.other = one, other
         self.worst = max(one.floor, other.floor)
         self.compared = 0
-
-    @property
-    def steps(self) -> int:
-        """Steps that both have."""
-        return min(self.one.steps, self.other.steps)
+        self.steps = min(one.steps, other.steps)  # that both have
 
     def find_first(self) -> Parted | None:
         """Find the first difference."""
         found = self._compare_samples("weight", self.one.weights(), self.other.weights(), 0)
         for step in range(self.steps):
-            found = (
-                found or self._compare_forward(step) or self._compare_backward(step) or self._compare_optimizer(step)
-            )
+            found = found or self._compare_forward(step) or self._compare_update(step)
             if found is not None:
                 return found
             self.worst *= TIMES  # an optimizer moves a weight by the sign of a gradient that may be rounding
@@ -184,31 +178,35 @@ class Bisection:
                     continue
                 words = f"the outputs of {module}: {max(strange):.0%} of the tokens of a rank of "
                 words += f"{other} are not in {one}"
-            return Parted(
-                step + 1, "forward", module, words, self.worst, self._explain_tokens(step, module == modules[0])
-            )
+            cause = ""
+            if module == modules[0] and step == 0:
+                cause = (
+                    "other batches: examples per device x accumulation x data ranks must be the same in both runs, "
+                    "and so must data set, sampler and collator"
+                )
+            elif module == modules[0]:
+                cause = "gradients agreed and weights do not: the optimizer, its clipping, groups or schedule"
+            return Parted(step + 1, "forward", module, words, self.worst, cause)
         return None
 
-    def _explain_tokens(self, step: int, first: bool) -> str:
-        if first and step == 0:
-            return (
-                "other batches: examples per device x accumulation x data ranks must be the same in both runs, and so "
-                "must data set, sampler and collator"
-            )
-        if first:
-            return "gradients agreed and weights do not: the optimizer, its clipping, groups or schedule"
-        return ""
-
-    def _compare_backward(self, step: int) -> Parted | None:
+    def _compare_update(self, step: int) -> Parted | None:
         for run in (self.one, self.other):
-            apart = {name: entry for *entry, name in _find_disagreeing(run, step, TIMES * self.worst)}
+            # Ranks of one run that have other gradients of one parameter
+            known: dict[str, tuple[int, Sample]] = {}
+            apart: dict[str, tuple[int, int, float]] = {}
+            for rank in run.ranks:
+                for name, sample in rank.steps[step].gradients.items():
+                    first, former = known.setdefault(name, (rank.rank, sample))
+                    off = compute_sample_difference(sample, former)
+                    if not off <= TIMES * self.worst:
+                        apart[name] = first, rank.rank, off
             for name in self._order_latest_first(apart, step)[:1]:
                 first, second, off = apart[name]
                 words = f"ranks {first} and {second} of {run} have other gradients of {name}, off by {off:.1e}"
                 return Parted(step + 1, "backward", name, words, self.worst, "data ranks that are not averaged")
-        return self._compare_samples("gradient", self.one.gradients(step), self.other.gradients(step), step + 1)
-
-    def _compare_optimizer(self, step: int) -> Parted | None:
+        differs = self._compare_samples("gradient", self.one.gradients(step), self.other.gradients(step), step + 1)
+        if differs is not None:
+            return differs
         ours, theirs = (run.ranks[0].steps[step].settings for run in (self.one, self.other))
         for name in ours if ours.keys() == theirs.keys() else ():  # a stage's groups have numbers of their own
             if not math.isclose(ours[name], theirs[name], rel_tol=1e-6, abs_tol=1e-12):
@@ -263,14 +261,3 @@ def _find_farthest(
     nearest = torch.cat([torch.cdist(part, others, p=torch.inf).amin(1) for part in some.split(256)])
     off = float(torch.quantile(nearest, 1 - few, interpolation="lower"))
     return off, float((nearest > allowed).float().mean())
-
-
-def _find_disagreeing(run: Recorded, step: int, allowed: float) -> Iterator[tuple[int, int, float, str]]:
-    """Ranks of one run that have other gradients of one parameter."""
-    known: dict[str, tuple[int, Sample]] = {}
-    for rank in run.ranks:
-        for name, sample in rank.steps[step].gradients.items():
-            first, former = known.setdefault(name, (rank.rank, sample))
-            off = compute_sample_difference(sample, former)
-            if not off <= allowed:
-                yield first, rank.rank, off, name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.metadata
 import json
@@ -36,13 +37,18 @@ def hash_of_script(script: str) -> str:
 
 def write_proof(file: Path, script: str, spec: str, facts: Mapping[str, Any]) -> None:
     """Add a proof to the file, in the place of a former one of this script and layout."""
+    folder, commit = Path(script).resolve().parent if Path(script).exists() else Path.cwd(), None
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        asked = ["git", "rev-parse", "HEAD"]
+        done = subprocess.run(asked, cwd=folder, capture_output=True, text=True, timeout=5, check=False)
+        commit = done.stdout.strip() or None
     proof = {
         "script": script,
         "script_hash": hash_of_script(script),
         "spec": spec,
         "date": date.today().isoformat(),
         "versions": read_library_versions(),
-        "commit": _read_commit(script),
+        "commit": commit,
         **facts,
     }
     kept = [one for one in _read_certificates(file) if (one["script"], one["spec"]) != (script, spec)]
@@ -70,14 +76,3 @@ def _read_certificates(file: Path) -> list[dict[str, Any]]:
         return json.loads(file.read_text())["proofs"]
     except (OSError, ValueError, KeyError, TypeError):
         return []
-
-
-def _read_commit(script: str) -> str | None:
-    folder = Path(script).resolve().parent if Path(script).exists() else Path.cwd()
-    try:
-        done = subprocess.run(
-            ["git", "rev-parse", "HEAD"], cwd=folder, capture_output=True, text=True, timeout=5, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() or None

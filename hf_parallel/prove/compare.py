@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -95,43 +95,59 @@ class Comparison:
         """Compare all numbers; `folders` hold what the three runs saved, in the order of the records."""
         self._compare_logs()
         self._compare_losses()
-        self._compare_gradients()
-        self._compare_samples(
-            "weight", [rank.weights for rank in self.ranks], self.alone.weights, self.disturbed.weights
-        )
-        self._compare_examples()
+        for index, (theirs, noisy) in enumerate(zip(self.alone.steps, self.disturbed.steps, strict=False)):
+            ours = [rank.steps[index].gradients if index < len(rank.steps) else {} for rank in self.ranks]
+            self._compare_samples("gradient", ours, theirs.gradients, noisy.gradients, index + 1)
+        weights = [rank.weights for rank in self.ranks]
+        self._compare_samples("weight", weights, self.alone.weights, self.disturbed.weights)
+        # The set that all data ranks train on is one process's; their order shows in losses and tokens
+        expected, seen = set(self.alone.examples), set().union(*(rank.examples for rank in self.ranks))
+        self.counts["example"] += len(expected)
+        if expected and seen and seen != expected:
+            what = f"examples ({len(expected - seen)} not seen, {len(seen - expected)} not one process's)"
+            self._add_missing("example", what, len(seen), len(expected))
         self._compare_predictions()
         if folders is not None:
-            self._compare_saved(*folders)
+            # Keys, shapes and values of all safetensors files that the one process wrote
+            root = folders[1]
+            for folder in sorted({path.parent.relative_to(root) for path in root.rglob("*.safetensors")}):
+                own, one, other = (
+                    {
+                        name: sample_of(tensor)
+                        for file in sorted((place / folder).glob("*.safetensors"))
+                        for name, tensor in load_file(file).items()
+                    }
+                    for place in folders
+                )
+                self._compare_samples("saved weight", [own, *({} for _ in self.ranks[1:])], one, other)
         return Compared(self.differences, self.worst, dict(self.counts))
 
     # ---- kinds of numbers ------------------------------------------------------------------------------------
 
     def _compare_logs(self) -> None:
         logs = {record.rank: record.logs for record in self.ranks}
-        if self.alone.losses:  # a loop logs on each data rank what that one knows
-            logs = {0: _average_logs(self.ranks)}
-        for rank, own in logs.items():
-            self._compare_logs_of(rank, own)
-
-    def _compare_logs_of(self, rank: int, logs: list[dict[str, float]]) -> None:
-        if len(logs) != len(self.alone.logs) and rank == 0:
-            self._add_missing("log", "number of logs", len(logs), len(self.alone.logs))
-        spread, step = self._compute_spread_of_logs(), self.before
-        for index, (ours, theirs) in enumerate(zip(logs, self.alone.logs, strict=False)):
-            step += "loss" in theirs
-            for key in sorted(ours.keys() ^ theirs.keys()):
-                self._add_missing("log", f"{key} in log {index}", key in ours, key in theirs, step, rank)
-            for key in ours.keys() & theirs.keys():
-                kind = "gradient norm" if "grad_norm" in key else "loss" if key == "loss" else "metric"
-                self._judge_number(kind, key, step, ours[key], theirs[key], spread.get(key, 0.0), rank)
-
-    def _compute_spread_of_logs(self) -> dict[str, float]:
+        if self.alone.losses:  # a loop logs on each data rank what that one knows: their means are one process's
+            each = {record.data_rank: record.logs for record in self.ranks}.values()
+            means: list[dict[str, float]] = []
+            for same in zip(*each, strict=False):
+                shared = [key for key in same[0] if all(key in log for log in same)]
+                means.append({key: sum(log[key] for log in same) / len(same) for key in shared})
+            logs = {0: means}
         spread: dict[str, float] = {}
         for one, other in zip(self.alone.logs, self.disturbed.logs, strict=False):
             for key in one.keys() & other.keys():
                 spread[key] = max(spread.get(key, 0.0), _compute_relative(one[key], other[key]))
-        return spread
+        for rank, own in logs.items():
+            if len(own) != len(self.alone.logs) and rank == 0:
+                self._add_missing("log", "number of logs", len(own), len(self.alone.logs))
+            step = self.before
+            for index, (ours, theirs) in enumerate(zip(own, self.alone.logs, strict=False)):
+                step += "loss" in theirs
+                for key in sorted(ours.keys() ^ theirs.keys()):
+                    self._add_missing("log", f"{key} in log {index}", key in ours, key in theirs, step, rank)
+                for key in ours.keys() & theirs.keys():
+                    kind = "gradient norm" if "grad_norm" in key else "loss" if key == "loss" else "metric"
+                    self._judge_number(kind, key, step, ours[key], theirs[key], spread.get(key, 0.0), rank)
 
     def _compare_losses(self) -> None:
         """A data rank's loss is a mean over its own examples, or its part of a sum: either makes one process's."""
@@ -143,11 +159,6 @@ class Comparison:
         for index, (total, theirs) in enumerate(zip(sums, self.alone.losses, strict=False)):
             ours = min((total / len(by_data_rank), total), key=lambda value: _compute_relative(theirs, value))
             self._judge_number("loss", f"loss {index + 1}", 0, ours, theirs, spread, 0)
-
-    def _compare_gradients(self) -> None:
-        for index, (theirs, noisy) in enumerate(zip(self.alone.steps, self.disturbed.steps, strict=False)):
-            ours = [rank.steps[index].gradients if index < len(rank.steps) else {} for rank in self.ranks]
-            self._compare_samples("gradient", ours, theirs.gradients, noisy.gradients, index + 1)
 
     def _compare_samples(
         self, kind: str, ours: list[dict[str, Sample]], theirs: dict[str, Sample], noisy: dict, step: int = 0
@@ -174,15 +185,6 @@ class Comparison:
                     off = compute_sample_difference(a, b)
                     self._judge(kind, f"{kind} of {name}", step, a.norm, b.norm, off, allowed, rank.rank)
 
-    def _compare_examples(self) -> None:
-        """The set that all data ranks train on is one process's; their order shows in losses and tokens."""
-        theirs = set(self.alone.examples)
-        ours = set().union(*(rank.examples for rank in self.ranks))
-        self.counts["example"] += len(theirs)
-        if theirs and ours and ours != theirs:
-            what = f"examples ({len(theirs - ours)} not seen, {len(ours - theirs)} not one process's)"
-            self._add_missing("example", what, len(ours), len(theirs))
-
     def _compare_predictions(self) -> None:
         for index, theirs in enumerate(self.alone.predictions):
             noisy = self.disturbed.predictions[index : index + 1]
@@ -193,15 +195,13 @@ class Comparison:
                 if ours is None and record.rank == 0:
                     self._add_missing("prediction", f"prediction {index}", 0, 1)
                 elif ours is not None:
-                    off = _compute_off_tensors(*_without_filling(ours, theirs))
-                    what, mine, its = f"prediction {index} of shape {tuple(ours.shape)}", ours.norm(), theirs.norm()
-                    self._judge("prediction", what, 0, float(mine), float(its), off, allowed, record.rank)
-
-    def _compare_saved(self, ours: Path, theirs: Path, noisy: Path) -> None:
-        """Keys, shapes and values of all safetensors files that the one process wrote."""
-        for folder in sorted({path.parent.relative_to(theirs) for path in theirs.rglob("*.safetensors")}):
-            own, one, other = (_read_saved_tensors(root / folder) for root in (ours, theirs, noisy))
-            self._compare_samples("saved weight", [own, *({} for _ in self.ranks[1:])], one, other)
+                    mine, its = ours, theirs
+                    if ours.shape == theirs.shape:  # Trainer fills with -100 up to the longest of all data ranks
+                        filled = (ours == -100) | (theirs == -100)
+                        mine, its = ours.masked_fill(filled, 0.0), theirs.masked_fill(filled, 0.0)
+                    off = _compute_off_tensors(mine, its)
+                    what, norm = f"prediction {index} of shape {tuple(ours.shape)}", float(ours.norm())
+                    self._judge("prediction", what, 0, norm, float(theirs.norm()), off, allowed, record.rank)
 
     # ---- judging ---------------------------------------------------------------------------------------------
 
@@ -263,14 +263,6 @@ def compare_resumed(
     return before, after
 
 
-def _average_logs(ranks: Sequence[Record]) -> list[dict[str, float]]:
-    of_data_ranks = {record.data_rank: record.logs for record in ranks}
-    return [
-        {key: sum(log[key] for log in logs) / len(logs) for key in logs[0] if all(key in log for log in logs)}
-        for logs in zip(*of_data_ranks.values(), strict=False)
-    ]
-
-
 def _compute_relative(one: float, other: float) -> float:
     if one == other or (math.isnan(one) and math.isnan(other)):
         return 0.0
@@ -295,16 +287,3 @@ def _compute_off_tensors(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     off = float(torch.where(same, 0.0, ours.double() - theirs.double()).norm())
     size = float(theirs.double().nan_to_num().norm())
     return 0.0 if off == 0 else off / size if size and math.isfinite(off) else math.inf
-
-
-def _without_filling(ours: torch.Tensor, theirs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Leave out where Trainer has filled predictions with -100 up to the longest example of all data ranks."""
-    if ours.shape != theirs.shape:
-        return ours, theirs
-    filled = (ours == -100) | (theirs == -100)
-    return ours.masked_fill(filled, 0.0), theirs.masked_fill(filled, 0.0)
-
-
-def _read_saved_tensors(folder: Path) -> dict[str, Sample]:
-    files: Iterable[Path] = sorted(folder.glob("*.safetensors"))
-    return {name: sample_of(tensor) for file in files for name, tensor in load_file(file).items()}

@@ -59,18 +59,11 @@ def refuse_writes_outside(folder: Path) -> None:
             for place in _WRITTEN[event]:
                 check(arguments[place])
 
-    sys.addaudithook(audit)
-    _check_safetensors(check)
-
-
-def _check_safetensors(check: Any) -> None:
-    """Its writer opens files without Python."""
-    import safetensors.torch as module
-
-    original = module.serialize_file
-
     def serialize_file(tensors: Any, filename: Any, *args: Any, **kwargs: Any) -> Any:
         check(filename)
         return original(tensors, filename, *args, **kwargs)
 
-    module.serialize_file = serialize_file
+    sys.addaudithook(audit)
+    import safetensors.torch as module  # whose writer opens files without Python
+
+    original, module.serialize_file = module.serialize_file, serialize_file

@@ -33,7 +33,9 @@ class SumsInAnotherOrder(TorchDispatchMode):
         if func in _SOFTMAX and not kwargs and args[2] is False and _is_plain(args[0]) and args[0].shape[args[1]] > 1:
             return _SOFTMAX[func](args[0], args[1])
         if func is _aten.relu.default and _is_plain(*args) and args[0].numel():
-            return func(_replace_zero(args[0]))
+            size = args[0].abs()
+            is_zero = size <= _SUMS_ARE_OFF * torch.finfo(size.dtype).eps * size.amax()
+            return func(torch.where(is_zero, -args[0], args[0]))
         if func is _aten.linalg_vector_norm.default and _is_norm_2(args, kwargs) and _is_plain(args[0]):
             return _compute_norm_of_parts(args[0])
         if func is _aten._foreach_norm.Scalar and _is_norm_2(args, kwargs) and _is_plain(*args[0]):
@@ -54,11 +56,6 @@ def _multiply_in_halves(product: Any, left: torch.Tensor, right: torch.Tensor) -
     if half == 0:
         return product(left, right)
     return product(left[..., :half], right[..., :half, :]) + product(left[..., half:], right[..., half:, :])
-
-
-def _replace_zero(tensor: torch.Tensor) -> torch.Tensor:
-    size = tensor.abs()
-    return torch.where(size <= _SUMS_ARE_OFF * torch.finfo(tensor.dtype).eps * size.amax(), -tensor, tensor)
 
 
 def _compute_log_softmax(tensor: torch.Tensor, dim: int) -> torch.Tensor:

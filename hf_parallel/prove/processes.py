@@ -11,13 +11,15 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
 #: Seconds that the other processes get to name their own reason after one has failed.
 GRACE_S = 3.0
+#: Messages of a process whose peer has failed: the peer's own reason counts more.
+_LOST_A_PEER = ("closed by peer", "reset by peer", "Broken pipe", "Socket Timeout")
 _LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "HF_PARALLEL")
 
 
@@ -45,17 +47,26 @@ class ForkedRun:
     ) -> None:
         self.name, self.folder = name, folder
         self.seconds, self._begin = 0.0, time.monotonic()
-        self._pids = [_fork(folder, work, number, own) for number, own in enumerate(environments)]
+        self._pids: list[int] = []
+        for number, own in enumerate(environments):
+            sys.stdout.flush()
+            sys.stderr.flush()
+            pid = os.fork()
+            if pid == 0:
+                _become_process(folder, work, number, own)
+            self._pids.append(pid)
 
     def wait(self, limit_s: float) -> Failure | None:
         """Wait for all processes; end the rest soon after the first has failed. Returns the first failure."""
         deadline, bad = self._begin + limit_s, False
         while self._pids and time.monotonic() < deadline:
-            pid, status = self._reap()
-            if pid == 0:
+            ended = [(pid, status) for pid, status in (os.waitpid(one, os.WNOHANG) for one in self._pids) if pid]
+            for pid, status in ended:
+                self._pids.remove(pid)
+                if status != 0 and not bad:
+                    bad, deadline = True, min(deadline, time.monotonic() + GRACE_S)
+            if not ended:
                 time.sleep(0.02)
-            elif status != 0 and not bad:
-                bad, deadline = True, min(deadline, time.monotonic() + GRACE_S)
         stands = bool(self._pids) and not bad
         for pid in self._pids:
             with contextlib.suppress(ProcessLookupError):
@@ -63,20 +74,11 @@ class ForkedRun:
             os.waitpid(pid, 0)
         self._pids = []
         self.seconds = time.monotonic() - self._begin
-        return self._find_first_failure(bad, stands, limit_s)
-
-    def _reap(self) -> tuple[int, int]:
-        for pid in list(self._pids):
-            done, status = os.waitpid(pid, os.WNOHANG)
-            if done:
-                self._pids.remove(pid)
-                return pid, status
-        return 0, 0
-
-    def _find_first_failure(self, bad: bool, stands: bool, limit_s: float) -> Failure | None:
         found = [Failure(**json.loads(path.read_text())) for path in self.folder.glob("failure-*.json")]
         if found:
-            return min(found, key=lambda failure: (not failure.refused, _has_lost_a_peer(failure), failure.when))
+            lost = [any(words in failure.message for words in _LOST_A_PEER) for failure in found]
+            order = [(not own.refused, has_lost, own.when) for own, has_lost in zip(found, lost, strict=True)]
+            return found[order.index(min(order))]
         if stands:
             return Failure(self.name, f"was not done after {limit_s:.0f} s; --limit allows more")
         return Failure(self.name, "a process was killed, or left with an exit code of its own") if bad else None
@@ -87,21 +89,6 @@ class ForkedRun:
         return "\n".join(said.read_text(errors="replace").splitlines()[-lines:]) if said.exists() else ""
 
 
-def _has_lost_a_peer(failure: Failure) -> bool:
-    return any(
-        words in failure.message for words in ("closed by peer", "reset by peer", "Broken pipe", "Socket Timeout")
-    )
-
-
-def _fork(folder: Path, work: Callable[[int], None], number: int, environment: dict[str, str]) -> int:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    pid = os.fork()
-    if pid == 0:
-        _become_process(folder, work, number, environment)
-    return pid
-
-
 def _become_process(folder: Path, work: Callable[[int], None], number: int, environment: dict[str, str]) -> NoReturn:
     code = 1
     gc.freeze()  # a collection would copy the memory of everything imported, page by page
@@ -109,26 +96,19 @@ def _become_process(folder: Path, work: Callable[[int], None], number: int, envi
         for name in _LAUNCHER:
             os.environ.pop(name, None)
         os.environ.update(environment)
-        with _redirect_output(folder / f"said-{number}.txt"):
-            try:
-                work(number)
-                atexit._run_exitfuncs()  # process groups end here, as at the end of a script
-                code = 0
-            except BaseException as error:
-                _write_failure(folder, number, error)
+        said = os.open(folder / f"said-{number}.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(said, 1)  # everything that this process prints
+        os.dup2(said, 2)
+        try:
+            work(number)
+            atexit._run_exitfuncs()  # process groups end here, as at the end of a script
+            code = 0
+        except BaseException as error:
+            _write_failure(folder, number, error)
+        sys.stdout.flush()
+        sys.stderr.flush()
     finally:
         os._exit(code)
-
-
-@contextlib.contextmanager
-def _redirect_output(path: Path) -> Iterator[None]:
-    """Everything that this process prints goes to a file."""
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
-    yield
-    sys.stdout.flush()
-    sys.stderr.flush()
 
 
 def _write_failure(folder: Path, number: int, error: BaseException) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import functools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -174,7 +175,7 @@ class TokenWatch:
         self._kept: torch.Tensor | None = None
         self._directions: dict[int, torch.Tensor] = {}
         self._handles = [
-            module.register_forward_hook(self._hook_module(strip_wrapper_names(name)))
+            module.register_forward_hook(functools.partial(self._note_output, strip_wrapper_names(name)))
             for name, module in model.named_modules()
             if name and not isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Dropout))
         ]
@@ -193,18 +194,16 @@ class TokenWatch:
         for handle in self._handles:
             handle.remove()
 
-    def _hook_module(self, name: str) -> Callable[..., None]:
-        def note(module: nn.Module, args: Any, output: Any) -> None:
-            tensor = output if isinstance(output, torch.Tensor) else _find_first_tensor(output)
-            if isinstance(tensor, LazyLogits):  # to read them would make another run than the one that is looked at
-                return
-            if torch.is_grad_enabled() and tensor is not None and tensor.ndim >= 2 and tensor.is_floating_point():
-                self._add(name, tensor)
-
-        return note
+    def _note_output(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        values = output.values() if isinstance(output, dict) else output if isinstance(output, tuple) else (output,)
+        tensor = next((value for value in values if isinstance(value, torch.Tensor)), None)
+        if isinstance(tensor, LazyLogits):  # to read them would make another run than the one that is looked at
+            return
+        if torch.is_grad_enabled() and tensor is not None and tensor.ndim >= 2 and tensor.is_floating_point():
+            self._add_output(name, tensor)
 
     @torch.no_grad()
-    def _add(self, name: str, tensor: torch.Tensor) -> None:
+    def _add_output(self, name: str, tensor: torch.Tensor) -> None:
         self.dtypes.add(tensor.dtype)
         numbers = self._compute_numbers(full_tensor(tensor.detach()))
         kept = self._kept
@@ -229,18 +228,8 @@ class TokenWatch:
         own.calls.append(len(numbers))
 
     def _compute_numbers(self, tensor: torch.Tensor) -> torch.Tensor:
-        values = tensor.float().cpu()
-        return torch.stack([values.square().sum(-1), values @ self._draw_direction(values.shape[-1])], -1)
-
-    def _draw_direction(self, width: int) -> torch.Tensor:
+        values, width = tensor.float().cpu(), tensor.shape[-1]
         if width not in self._directions:
             generator = torch.Generator().manual_seed(width)
             self._directions[width] = torch.randn(width, generator=generator)
-        return self._directions[width]
-
-
-def _find_first_tensor(output: Any) -> torch.Tensor | None:
-    values: Iterable[Any] = (
-        output.values() if isinstance(output, dict) else output if isinstance(output, tuple) else ()
-    )
-    return next((value for value in values if isinstance(value, torch.Tensor)), None)
+        return torch.stack([values.square().sum(-1), values @ self._directions[width]], -1)

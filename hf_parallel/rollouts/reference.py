@@ -53,12 +53,16 @@ class Channel:
         self.store: dist.Store | None = dist.TCPStore(host, port, size, is_master=rank == 0, timeout=_LIMIT)
         prefixed = dist.PrefixStore("hf_parallel/rollouts", self.store)
         self.group: Any = dist.ProcessGroupGloo(prefixed, rank, size, _LIMIT)
+        self._from_trainer = dist.BroadcastOptions()
+        self._from_trainer.rootRank = 0
 
     def send(self, tensors: Iterable[torch.Tensor]) -> None:
         """In the order in which they were announced; no more than a bucket is held."""
         try:
             for bucket in make_buckets(tensors, BUCKET):
-                self._broadcast(torch.cat([view_as_bytes(tensor.cpu()) for tensor in bucket]))
+                data = torch.cat([view_as_bytes(tensor.cpu()) for tensor in bucket])
+                self.group.broadcast([data], self._from_trainer).wait()
+                del data  # before the next bucket is gathered
         except BaseException:  # as when a rank that has a part is lost: the server must not wait for the rest
             self.group = self.store = None  # closes the connection
             raise
@@ -67,14 +71,9 @@ class Channel:
         """Receive tensors one by one."""
         for bucket in make_buckets(announced, BUCKET):
             data = torch.empty(sum(one.nbytes for one in bucket), dtype=torch.uint8)
-            self._broadcast(data)
+            self.group.broadcast([data], self._from_trainer).wait()
             for one, part in zip(bucket, data.split([one.nbytes for one in bucket]), strict=True):
                 yield one.name, part.clone().view(one.dtype).view(one.shape)  # a view need not start at its size
-
-    def _broadcast(self, data: torch.Tensor) -> None:
-        options = dist.BroadcastOptions()
-        options.rootRank = 0
-        self.group.broadcast([data], options).wait()
 
 
 def find_address_towards(host: str | None) -> str:
@@ -141,21 +140,20 @@ class Reference:
             autocast: contextlib.AbstractContextManager = contextlib.nullcontext()
             if dtype is not None:
                 autocast = torch.autocast(self.model.device.type, getattr(torch, dtype))
+            wanted: dict[str, object] = {"use_cache": False}
+            if "logits_to_keep" in inspect.signature(self.model.forward).parameters:
+                wanted["logits_to_keep"] = ids.shape[1] - first
+            found = []
             with torch.no_grad(), autocast:
-                found = [self._make_rows(i, m, t, first, asked["temperature"]) for i, m, t in zip(*parts, strict=True)]
+                for part, seen, targets in zip(*parts, strict=True):
+                    logits = self.model(input_ids=part, attention_mask=seen, **wanted).logits
+                    logits, targets = logits[:, -(part.shape[1] - first) : -1], targets[:, first:]
+                    chosen = (logits.float() / asked["temperature"]).log_softmax(-1)
+                    chosen = chosen.gather(-1, targets.clamp(min=0)[..., None])[..., 0]
+                    found.append(chosen.masked_fill(targets == IGNORED, 0))
+                    del logits  # before those of the next rows are made
             scores[:, first:] = torch.cat(found)
         return base64.b64encode(scores.float().cpu().contiguous().numpy().tobytes()).decode()
-
-    def _make_rows(
-        self, ids: torch.Tensor, mask: torch.Tensor, labels: torch.Tensor, first: int, temperature: float
-    ) -> torch.Tensor:
-        wanted: dict[str, object] = {"use_cache": False}
-        if "logits_to_keep" in inspect.signature(self.model.forward).parameters:
-            wanted["logits_to_keep"] = ids.shape[1] - first
-        logits = self.model(input_ids=ids, attention_mask=mask, **wanted).logits[:, -(ids.shape[1] - first) : -1]
-        labels = labels[:, first:]
-        chosen = (logits.float() / temperature).log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
-        return chosen.masked_fill(labels == IGNORED, 0)
 
 
 def decode_scores(text: str, shape: tuple[int, int]) -> torch.Tensor:

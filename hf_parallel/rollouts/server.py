@@ -43,10 +43,14 @@ class Engine:
         self.parameters = dict(model.named_parameters())
         self.lock = threading.Lock()  # requests of one client come at the same time
         self.channel: Channel | None = None
+        config = {  # as far as TRL reads it
+            "model_config": {"model": name, "logprobs_mode": "processed_logprobs"},
+            "weight_transfer_config": {"backend": BACKEND},
+        }
         self.answers: dict[str, Callable[[dict], dict]] = {
             "/health": lambda asked: {},
             "/v1/models": lambda asked: {"data": [{"id": name}]},
-            "/server_info": lambda asked: {"vllm_config": self.config()},
+            "/server_info": lambda asked: {"vllm_config": config},
             "/get_world_size": lambda asked: {"world_size": 1},
             "/v1/completions": self.complete,
             "/v1/chat/completions": self.chat,
@@ -55,13 +59,6 @@ class Engine:
             "/update_weights": self.update,
             "/finish_weight_update": lambda asked: {},
             "/reset_prefix_cache": lambda asked: {"success": True},  # nothing is kept between requests
-        }
-
-    def config(self) -> dict[str, object]:
-        """Return the configuration, as far as TRL reads it."""
-        return {
-            "model_config": {"model": self.name, "logprobs_mode": "processed_logprobs"},
-            "weight_transfer_config": {"backend": BACKEND},
         }
 
     # ---- completions ------------------------------------------------------------------------------------------------
@@ -110,31 +107,13 @@ class Engine:
             return found
 
     def _draw_tokens(self, prompts: list[list[int]], asked: dict) -> list[tuple]:
-        config = self._read_settings(asked)
-        rows = [prompt for prompt in prompts for _ in range(asked.get("n") or 1)]
-        longest = max(map(len, rows))
-        device = self.model.device
-        ids = torch.tensor([[config.pad_token_id] * (longest - len(row)) + row for row in rows], device=device)
-        mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows], device=device)
-        drawn = self.model.generate(input_ids=ids, attention_mask=mask, generation_config=config)
-        tokens = drawn.sequences[:, longest:]
-        scores = [step.float().log_softmax(-1) for step in drawn.scores]
-        chosen = torch.stack([s.gather(1, t[:, None])[:, 0] for s, t in zip(scores, tokens.T, strict=True)], 1)
-        wanted = asked.get("logprobs") is not None
-        ends = [_count_length(row, config.eos_token_id) for row in tokens.tolist()]
-        return [
-            (row, tokens[i, :end].tolist(), chosen[i, :end].tolist() if wanted else None)
-            for i, (row, end) in enumerate(zip(rows, ends, strict=True))
-        ]
-
-    def _read_settings(self, asked: dict) -> GenerationConfig:
         own, temperature = self.model.generation_config, asked.get("temperature", 1.0)
         end = own.eos_token_id if own.eos_token_id is not None else self.tokenizer.eos_token_id
         padding = own.pad_token_id if own.pad_token_id is not None else self.tokenizer.pad_token_id
         warped = {"temperature": temperature, "top_p": asked.get("top_p", 1.0), "top_k": asked.get("top_k") or 0}
         if asked.get("min_p"):
             warped["min_p"] = asked["min_p"]
-        return GenerationConfig(
+        config = GenerationConfig(
             max_new_tokens=asked.get("max_tokens", 16),
             do_sample=temperature > 0,
             repetition_penalty=asked.get("repetition_penalty", 1.0),
@@ -145,6 +124,23 @@ class Engine:
             disable_compile=True,
             **(warped if temperature > 0 else {}),
         )
+        rows = [prompt for prompt in prompts for _ in range(asked.get("n") or 1)]
+        longest = max(map(len, rows))
+        device = self.model.device
+        ids = torch.tensor([[config.pad_token_id] * (longest - len(row)) + row for row in rows], device=device)
+        mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows], device=device)
+        drawn = self.model.generate(input_ids=ids, attention_mask=mask, generation_config=config)
+        tokens = drawn.sequences[:, longest:]
+        scores = [step.float().log_softmax(-1) for step in drawn.scores]
+        chosen = torch.stack([s.gather(1, t[:, None])[:, 0] for s, t in zip(scores, tokens.T, strict=True)], 1)
+        wanted = asked.get("logprobs") is not None
+        stops, found = set(end) if isinstance(end, list) else {end}, []
+        for i, row in enumerate(rows):
+            own_tokens = tokens[i].tolist()
+            # Up to and with the first token that ends it
+            length = next((place + 1 for place, token in enumerate(own_tokens) if token in stops), len(own_tokens))
+            found.append((row, own_tokens[:length], chosen[i, :length].tolist() if wanted else None))
+        return found
 
     # ---- weights ----------------------------------------------------------------------------------------------------
 
@@ -161,7 +157,8 @@ class Engine:
         info = asked["update_info"]
         columns = zip(info["names"], info["dtype_names"], info["shapes"], strict=True)
         announced = [Entry(name, tuple(shape), getattr(torch, dtype)) for name, dtype, shape in columns]
-        wrong = [one.name for one in announced if not self._fits(one)]
+        shapes = {name: tuple(own.shape) for name, own in self.parameters.items()}
+        wrong = [one.name for one in announced if shapes.get(one.name) != one.shape]
         with self.lock, torch.no_grad():
             for name, tensor in self.channel.receive(announced):  # also what does not fit: the trainer sends it all
                 if name not in wrong:
@@ -169,16 +166,6 @@ class Engine:
         if wrong:
             raise Refused(f"{wrong[0]}: no weight of {self.name} has this name and shape")
         return {}
-
-    def _fits(self, one: Entry) -> bool:
-        own = self.parameters.get(one.name)
-        return own is not None and tuple(own.shape) == one.shape
-
-
-def _count_length(row: list[int], ends: int | list[int]) -> int:
-    """Return the length up to and with the first token that ends it."""
-    stops = set(ends) if isinstance(ends, list) else {ends}
-    return next((place + 1 for place, token in enumerate(row) if token in stops), len(row))
 
 
 def _make_choice_entry(index: int, prompt: list[int], tokens: list[int], logprobs: list[float] | None) -> dict:
@@ -205,15 +192,13 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self, asked: dict) -> None:
         answer = self.server.engine.answers.get(urlparse(self.path).path)  # type: ignore[attr-defined]
         if answer is None:
-            self._write(404, {"error": f"{self.path}: not part of the stand-in for vLLM"})
-            return
-        try:
-            self._write(200, answer(asked))
-        except Exception as error:  # whatever it is, the client shows it; of 500 it would ask again
-            self._write(400, {"error": f"{type(error).__name__}: {error}"})
-
-    def _write(self, code: int, value: dict) -> None:
-        data = json.dumps(value).encode()
+            code, text = 404, json.dumps({"error": f"{self.path}: not part of the stand-in for vLLM"})
+        else:
+            try:
+                code, text = 200, json.dumps(answer(asked))
+            except Exception as error:  # whatever it is, the client shows it; of 500 it would ask again
+                code, text = 400, json.dumps({"error": f"{type(error).__name__}: {error}"})
+        data = text.encode()
         self.send_response(code)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(data)))

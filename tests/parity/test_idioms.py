@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, Trainer
 from transformers.pytorch_utils import Conv1D
 
 import hf_parallel
-from tests.distributed import run, run_alone
+from tests.distributed import run, run_alone, run_alone_once
 from tests.rows import Rows
 from tests.training import activate, axes, close, fit, none, tensor_differences, trainer_of
 
@@ -32,19 +32,6 @@ ROWS = 515
 def initial(runs):
     """Folders of untrained models, by name."""
     return {name: runs.initial(name, vocab_size=ROWS, **ODD[name]) for name in ODD}
-
-
-@pytest.fixture(scope="module")
-def alone(initial):
-    """`alone(what, name)`: what one process gives, computed once."""
-    known = {}
-
-    def ask_once(what, name):
-        if (what, name) not in known:
-            known[what, name] = run_alone(what, initial[name])
-        return known[what, name]
-
-    return ask_once
 
 
 def load(folder, spec):
@@ -126,9 +113,9 @@ def ask(folder, spec=None):
 
 @pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.parametrize("name", ODD)
-def test_answers_of_every_rank(initial, alone, name, spec):
+def test_answers_of_every_rank(initial, name, spec):
     """A model answers on every rank as in one process."""
-    expected = alone(ask, name)
+    expected = run_alone_once(ask, initial[name])
     for found in run(partial(ask, initial[name], spec), axes(spec)["world"], init=False):
         for key in expected:
             assert found[key] == expected[key], key
@@ -143,9 +130,7 @@ def test_what_needs_values_of_another_stage_is_refused_by_name(initial):
         foreign = model.lm_head if first else model.model.layers[0].mlp.up_proj
         name, stage = ("lm_head", 1) if first else ("model.layers.0.mlp.up_proj", 0)
         for read in (lambda w: w.sum().item(), torch.Tensor.tolist, lambda w: w + torch.ones(1), lambda w: w.cpu()):
-            with pytest.raises(
-                RuntimeError, match=f"{name}.weight is held by pipeline stage {stage}.*full_state_dict"
-            ):
+            with pytest.raises(RuntimeError, match=f"{name}.weight .*stage {stage}.*full_state_dict"):
                 read(foreign.weight)
         with pytest.raises(RuntimeError, match=f"{name} is held by pipeline stage {stage}"):
             foreign(torch.zeros(1, 64))
@@ -163,7 +148,7 @@ def test_an_embedding_with_more_ties_than_a_head_is_not_resized(runs):
         activate("dp_shard=2")
         model = AutoModelForSeq2SeqLM.from_pretrained(folder)
         rows = model.config.vocab_size
-        with pytest.raises(NotImplementedError, match=f"from {rows} to {rows + 1} rows of a T5.* resize and save"):
+        with pytest.raises(NotImplementedError, match=f"{rows} .*{rows + 1} .*T5.*; .*save"):
             model.resize_token_embeddings(rows + 1)
 
     run(resize, 2, init=False)
@@ -276,9 +261,9 @@ def of_rank(ours, theirs):
 
 @pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.parametrize("name", ODD)
-def test_changes_are_those_of_one_process(initial, alone, name, spec):
+def test_changes_are_those_of_one_process(initial, name, spec):
     """New rows, rows set by hand and draws are those of one process; so is what training makes of them."""
-    expected = alone(both, name)
+    expected = run_alone_once(both, initial[name])
     ranks = run(partial(both, initial[name], spec), axes(spec)["world"], init=False)
     first = ranks[0]
     found = [f"rank {i}: {text}" for i, rank in enumerate(ranks) for text in of_rank(rank, expected)]

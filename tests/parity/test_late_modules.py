@@ -70,7 +70,7 @@ def test_in_a_layer(runs, what):
     runs.compare(script, "pp=2", initial, what)
 
     def refused():
-        with pytest.raises(SpecError, match="put into a parallel model: tp_size=2 .* PEFT works"):
+        with pytest.raises(SpecError, match="tp_size=2 .* PEFT works"):
             script("tp=2", None, initial, what)
 
     run(refused, 2, init=False)

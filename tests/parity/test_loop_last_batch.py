@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from accelerate import Accelerator
 from torch.utils.data import DataLoader
 from transformers import (
     AutoModelForCausalLM,
@@ -14,8 +13,9 @@ from transformers import (
 from hf_parallel.hooks import report
 from tests import models
 from tests.distributed import run, run_alone
+from tests.loops import prepare_loop, take_step
 from tests.rows import Rows
-from tests.training import activate, axes, none, number_differences
+from tests.training import axes, none, number_differences
 
 BATCH, LENGTH = 8, 33
 
@@ -51,23 +51,16 @@ KINDS = {
 
 def loop(spec, folder, kind, rows, own=False):
     """Losses and norms of two epochs, and what is said of repeated sequences."""
-    ranks, lines = activate(spec), []
+    accelerator, model, optimizer = prepare_loop(spec, folder, kind=KINDS[kind][0])
+    losses, norms, lines = [], [], []
     report.say = report.say_here = lambda *said: lines.append(said[-1])
-    accelerator = Accelerator(cpu=True)
-    model = KINDS[kind][0].from_pretrained(folder).train()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    loader = DataLoader(Labelled(rows, kind), BATCH // ranks)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    losses, norms = [], []
+    loader = accelerator.prepare(DataLoader(Labelled(rows, kind), BATCH // accelerator.num_processes))
     for _ in range(2):
         for batch in loader:
             labels = batch.pop("labels") if own else None
             outputs = model(**batch)
             loss = outputs.logits.float().pow(2).mean() if own else outputs.loss
-            accelerator.backward(loss)
-            norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 1.0)))
-            optimizer.step()
-            optimizer.zero_grad()
+            norms.append(take_step(accelerator, model, optimizer, loss)[1])
             losses.append(accelerator.gather(loss.detach()).mean().item())
             assert labels is None or len(labels) == len(batch["input_ids"])
     return losses, norms, [line for line in lines if "repeated sequences" in line]

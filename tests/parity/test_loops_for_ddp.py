@@ -16,7 +16,7 @@ from hf_parallel.ask.config import SpecError
 from hf_parallel.hooks import report, runtime
 from tests import models
 from tests.distributed import run, run_alone
-from tests.loops import rows
+from tests.loops import prepare_loop, rows, take_step
 from tests.rows import Rows
 from tests.training import activate, check_alone
 
@@ -60,13 +60,10 @@ def paired_over_ranks(accelerator, model, batch):
 
 def step(spec, folder, loss_of):
     """The gradient norm of a batch, and the lines about losses of a script's own."""
-    ranks, lines = activate(spec), []
+    accelerator, model, _ = prepare_loop(spec, folder)
+    lines = []
     report.say = lines.append
-    accelerator = Accelerator(cpu=True)
-    model = AutoModelForCausalLM.from_pretrained(folder).train()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(Rows(ROWS, 11), ROWS // ranks))
-    for batch in loader:
+    for batch in accelerator.prepare(DataLoader(Rows(ROWS, 11), ROWS // accelerator.num_processes)):
         accelerator.backward(loss_of(accelerator, model, batch))
     norm = float(accelerator.clip_grad_norm_(model.parameters(), 1e9))
     told = [line for line in lines if "own loss" in line or "is a sum" in line or "compares" in line]
@@ -157,10 +154,8 @@ def head_alone(spec, folder):
         if step == 1:
             late = [p for name, p in model.named_parameters() if "layers.0" in name]
             optimizer.add_param_group({"params": [p.requires_grad_(True) for p in late]})
-        accelerator.backward(model(input_ids=(tokens := rows(4, 33)), labels=tokens).loss)
-        norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 1.0)))
-        optimizer.step()
-        optimizer.zero_grad()
+        loss = model(input_ids=(tokens := rows(4, 33)), labels=tokens).loss
+        norms.append(take_step(accelerator, model, optimizer, loss)[1])
     return norms
 
 
@@ -170,9 +165,8 @@ def test_a_stage_without_a_parameter_that_trains(runs):
 
 def halfway_back(spec, folder):
     """The losses of a loop that goes half the way back to its first weights, as one vector."""
-    activate(spec)
-    model, losses = AutoModelForCausalLM.from_pretrained(folder), []
-    model, optimizer = Accelerator(cpu=True).prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
+    _, model, optimizer = prepare_loop(spec, folder, rate=0.5)
+    losses = []
     with torch.no_grad():
         first = nn.utils.parameters_to_vector(model.parameters())
     for _ in range(2):

@@ -2,11 +2,10 @@
 
 import pytest
 import torch
-from accelerate import Accelerator
-from transformers import AutoModelForCausalLM
 
 from tests.distributed import run, run_alone_once
-from tests.training import activate, axes, check_numbers
+from tests.loops import prepare_loop, take_step
+from tests.training import axes, check_numbers
 
 
 def loss_of(model: torch.nn.Module, ids: torch.Tensor, how: str) -> torch.Tensor:
@@ -28,17 +27,10 @@ def loss_of(model: torch.nn.Module, ids: torch.Tensor, how: str) -> torch.Tensor
 
 def train(spec: str | None, folder: str, how: str) -> list[float]:
     """Losses and gradient norms of three steps; all data ranks have the same rows."""
-    activate(spec)
-    accelerator = Accelerator(cpu=True)
-    model = AutoModelForCausalLM.from_pretrained(folder).train()
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    accelerator, model, optimizer = prepare_loop(spec, folder)
     ids, found = torch.arange(66).view(2, 33), []
     for _ in range(3):
-        loss = loss_of(model, ids, how)
-        accelerator.backward(loss)
-        found += [loss.item(), accelerator.clip_grad_norm_(model.parameters(), 1.0).item()]
-        optimizer.step()
-        optimizer.zero_grad()
+        found += take_step(accelerator, model, optimizer, loss_of(model, ids, how))
     return found
 
 

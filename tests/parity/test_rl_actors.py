@@ -98,7 +98,7 @@ def test_a_reference_of_another_kind(trl_runs):
     with rollout_servers.running(model, reference=True) as server:
         spec = f"tp=2,reference={server.url}"
         call = partial(trl_scripts.generating, "GRPO", model, trl_runs.out(), spec)
-        with pytest.raises(RankFailure, match="in float32, the policy is in bfloat16; --dtype bfloat16 there works"):
+        with pytest.raises(RankFailure, match="float32, .*bfloat16; --dtype bfloat16 there works"):
             run(call, 2, {**settings, "model_init_kwargs": {"dtype": "bfloat16"}}, init=False)
-        with pytest.raises(RankFailure, match="adapters have their reference in the policy itself"):
+        with pytest.raises(RankFailure, match="reference=.*: adapters .* works"):
             run(partial(call, settings, peft_config=LoraConfig(r=2)), 2, init=False)

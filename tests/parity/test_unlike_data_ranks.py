@@ -9,13 +9,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from accelerate import Accelerator
 from torch.utils.data import SequentialSampler
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, Trainer
 
 from hf_parallel.hooks.setfit import fit_alike
 from hf_parallel.hooks.torchmetrics import sync_over_data_ranks
 from tests.distributed import RankFailure, run, run_alone_once
+from tests.loops import prepare_loop, take_step
 from tests.training import (
     GLOBAL_BATCH,
     Tolerance,
@@ -171,21 +171,15 @@ ROWS = [(8, 5), (3, 7), (1, 6), (4, 1)]
 
 def loop(spec: str | None, folder: str) -> list[float]:
     """A loop whose data ranks have unlike numbers of rows; in one process the rows of both. Losses and norms."""
-    activate(spec)
-    accelerator = Accelerator(cpu=True)
-    model = AutoModelForCausalLM.from_pretrained(folder).train()
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    accelerator, model, optimizer = prepare_loop(spec, folder)
     drawn, found = torch.Generator().manual_seed(1), []
     for first, second in ROWS:
         ids = torch.randint(0, 500, (first + second, 17), generator=drawn)
         if spec is not None:
             ids = ids[:first] if accelerator.process_index == 0 else ids[first:]
         loss = model(input_ids=ids, labels=ids).loss
-        accelerator.backward(loss)
-        norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
-        found += [(loss if spec is None else accelerator.reduce(loss.detach(), "mean")).item(), norm.item()]
-        optimizer.step()
-        optimizer.zero_grad()
+        _, norm = take_step(accelerator, model, optimizer, loss)
+        found += [(loss if spec is None else accelerator.reduce(loss.detach(), "mean")).item(), norm]
     return found
 
 

@@ -138,10 +138,7 @@ def looped(spec: str, folder: str) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer = accelerator.prepare(model, optimizer)
     for batch in loops.rows(2, 3, 17):
-        accelerator.backward(model(input_ids=batch, labels=batch).loss)
-        accelerator.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
+        loops.take_step(accelerator, model, optimizer, model(input_ids=batch, labels=batch).loss)
 
 
 def test_loops(tmp_path):

@@ -21,7 +21,7 @@ def test_arguments_keep_the_batch_of_one_process(rows, accumulation, ranks):
     kept = batch.kept_by
     if batch.alone % ranks:
         assert kept is None
-        assert f"{batch.alone} sequences do not divide among {ranks} data ranks" in batch.advice("adamw_torch")
+        assert re.search(rf"\b{batch.alone} .*\b{ranks} data ranks", batch.advice("adamw_torch"))
         return
     assert kept.sequences == batch.alone
     assert kept.rows <= rows

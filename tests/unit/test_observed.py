@@ -16,7 +16,7 @@ from hf_parallel.monitor.clock import HostClock
 from hf_parallel.monitor.collective_record import CollectiveRecord
 from hf_parallel.monitor.hang_report import format_hang
 from hf_parallel.monitor.waits import Waits
-from hf_parallel.monitor.watchdog import Watchdog
+from hf_parallel.monitor.watchdog import Settings, Watchdog
 from hf_parallel.ranks import observed
 from hf_parallel.ranks.observed import Call, listen, unlisten
 
@@ -110,7 +110,9 @@ def test_a_collective_of_the_device_is_a_wait_wherever_the_host_stands(recorded,
         recorded.end(call, object())
     facts = recorded.facts()
     assert [found["on_device"] for found in facts["pending"]] == [waits]
-    assert Watchdog._on_device(None, facts) == waits
+    own = Watchdog(dist.HashStore(), 0, 1, Settings(600, ends=False, folder=str(tmp_path)), recorded.facts)
+    own.close()
+    assert own._gather_facts()["waits"] == waits
     json.dumps(facts)
     if waits:
         other = {"waits": False, "pending": [], "groups": {}, "place": "in a callback (`cb.py:1`, on_log)"}

@@ -24,6 +24,7 @@ from hf_parallel.hooks.patching import (
     undo,
 )
 from hf_parallel.hooks.trl import trainers as trl_trainers
+from tests.refusals import pattern_of_refusal
 
 
 @pytest.fixture
@@ -121,7 +122,9 @@ def test_a_core_target_that_is_gone_undoes_the_rest(versions):
     versions(transformers="9.9")
     patches = [Patch("json:dumps", lambda original: lambda obj, **kw: "?", "")]
     patches.append(Patch("transformers.trainer:Trainer.no_such_thing", doubled, ""))
-    with pytest.raises(SpecError, match="transformers 9.9: .*no_such_thing does not exist; transformers 5.16 to 5.24"):
+    with pytest.raises(
+        SpecError, match=pattern_of_refusal("transformers 9.9", "no_such_thing", works="transformers 5.16 to 5.24")
+    ):
         apply_patches(patches)
     assert json.dumps(1) == "1"
     assert list_newer_libraries() == [
@@ -136,9 +139,9 @@ def test_what_older_trainers_do_otherwise():
     packed = type("SFTTrainer", (), {"__module__": "trl.old_trainer"})
     with pytest.MonkeyPatch.context() as patches:
         patches.setitem(sys.modules, "trl.old_trainer", module)
-        with pytest.raises(SpecError, match="DPOTrainer: in TRL before 0.29 .* trl 0.29 or newer works"):
+        with pytest.raises(SpecError, match=pattern_of_refusal("DPOTrainer", works="trl 0.29 or newer works")):
             trl_trainers.check_trl_trainer(pairs(), None, None)
-        with pytest.raises(SpecError, match="SFTTrainer: on a base in 4 bits .* trl 0.26 or newer works"):
+        with pytest.raises(SpecError, match=pattern_of_refusal("SFTTrainer", 4, works="trl 0.26 or newer works")):
             trl_trainers.check_trl_trainer(packed(), None, None, types.SimpleNamespace(is_loaded_in_4bit=True))
 
 
@@ -149,7 +152,7 @@ def test_torch(versions, monkeypatch):
     versions(torch="2.15.0")
     assert check_torch() == ["torch 2.15.0 is newer than those this version was checked on (2.11 to 2.13)"]
     versions(torch="2.10.1")
-    with pytest.raises(SpecError, match="torch 2.10.1: too old; torch 2.11 to 2.13 work"):
+    with pytest.raises(SpecError, match=pattern_of_refusal("torch 2.10.1", works="torch 2.11 to 2.13 work")):
         check_torch()
 
 
@@ -159,7 +162,7 @@ def test_own_functions_before_torch_2_13(monkeypatch, key):
     monkeypatch.setattr(torch, "__version__", "2.13.0")
     check_own_functions(ParallelConfig.parse(f"{split},{key}=true"))
     monkeypatch.setattr(torch, "__version__", "2.12.0")
-    with pytest.raises(SpecError, match=f"{key}=true: with pipeline_schedule=zbv_zero_bubble needs torch 2.13"):
+    with pytest.raises(SpecError, match=f"{key}=true: .*pipeline_schedule=zbv_zero_bubble .*torch 2.13"):
         check_own_functions(ParallelConfig.parse(f"{split},{key}=true"))
     check_own_functions(ParallelConfig.parse(f"tp=2,pp=2,{key}=true,pipeline_schedule=1f1b"))
     check_own_functions(ParallelConfig.parse(split))

@@ -5,6 +5,7 @@ Every file may lack, be cut off or of another version: what cannot be read is le
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import json
 import math
@@ -95,16 +96,15 @@ class Facts:
         return bool(self.plan) and self.run.get("device") != "cpu"
 
     @property
-    def warm(self) -> list[Line]:
-        """The metrics without the first, which holds what happens once."""
-        return self.metrics[1:] or self.metrics
-
-    @property
     def ranks(self) -> list[dict[str, float]]:
-        """The measurements of each rank, a mean over all logs but the first."""
-        logs = [rows for line in self.warm if (rows := _list_rank_rows(line))]
+        """The measurements of each rank, a mean over all logs but the first, which holds what happens once."""
+        listed = [line.get("ranks") for line in self.metrics[1:] or self.metrics]
+        logs = [[list_finite_numbers(row) for row in rows] for rows in listed if isinstance(rows, list) and rows]
         logs = [rows for rows in logs if len(rows) == len(logs[-1])]  # of the newest number of processes
-        return [_average_rows([rows[rank] for rows in logs]) for rank in range(len(logs[-1]))] if logs else []
+        return [
+            {name: sum(row.get(name, 0.0) for row in own) / len(own) for name in own[0]}
+            for own in zip(*logs, strict=True)
+        ]
 
     def series(self, key: str) -> tuple[list[float], list[float]]:
         """Steps and values of a logged number, in order."""
@@ -142,8 +142,13 @@ def read_facts(folder: str) -> Facts:
     newest = max(states, key=lambda state: number(state.get("global_step"), 0), default={})
     log = newest.get("log_history")
     history = [line for line in log if isinstance(line, dict) and "step" in line] if isinstance(log, list) else []
-    facts.log = history or _make_history_of(facts.metrics)
-    facts.hangs = _read_hangs(os.path.join(folder, HANGS), _find_beginning(facts))
+    # Where nothing was saved: without the loss
+    facts.log = history or [{"step": line.get("step"), **as_mapping(line.get("perf"))} for line in facts.metrics]
+    # The newest run writes its layout at its first batch, and its first line when it logs
+    layout = os.path.join(folder, LAYOUT)
+    times = [number(facts.run.get("time"), 0.0)] if facts.run else []
+    times += [os.stat(layout).st_mtime] if os.path.isfile(layout) else []
+    facts.hangs = _read_hangs(os.path.join(folder, HANGS), min(times, default=0.0))
     facts.checkpoints = _list_checkpoints(folder)
     pictures = [
         *glob.glob(_find_within(folder, "profile_step_*.svg")),
@@ -164,44 +169,25 @@ def _read_json_file(path: str) -> object:
         return None
 
 
-def _make_history_of(metrics: list[Line]) -> list[Line]:
-    """Where nothing was saved: without the loss."""
-    return [{"step": line.get("step"), **as_mapping(line.get("perf"))} for line in metrics]
-
-
-def _find_beginning(facts: Facts) -> float:
-    """When the newest run did: it writes its layout at its first batch, and its first line when it logs."""
-    path = os.path.join(facts.folder, LAYOUT)
-    times = [number(facts.run.get("time"), 0.0)] if facts.run else []
-    return min([*times, *([os.stat(path).st_mtime] if os.path.isfile(path) else [])], default=0.0)
-
-
 def _read_hangs(folder: str, since: float) -> list[tuple[str, str]]:
     """Return what was found since, then where each rank was: by its own words, or by those of the rank that told."""
-
-    def _json_of_run(path: str) -> object:
-        return _read_json_file(path) if os.path.isfile(path) and os.stat(path).st_mtime >= since else None
-
-    report = as_mapping(_json_of_run(os.path.join(folder, "report.json")))
+    paths = [os.path.join(folder, "report.json"), *glob.glob(_find_within(folder, "rank_*.json"))]
+    newer = [path for path in paths if os.path.isfile(path) and os.stat(path).st_mtime >= since]
+    told = {path: as_mapping(_read_json_file(path)) for path in newer}
+    report = told.pop(paths[0], {})
     found = [("", report["sentence"])] if isinstance(report.get("sentence"), str) else []
     ranks = {f"rank {rank}": as_mapping(own) for rank, own in as_mapping(report.get("ranks")).items()}
-    for path in glob.glob(_find_within(folder, "rank_*.json")):
-        if own := as_mapping(_json_of_run(path)):
-            ranks[f"rank {_number_in(path)}"] = own
-    return found + [
-        (name, _describe_place(ranks[name])) for name in sorted(ranks, key=lambda name: (_number_in(name), name))
-    ]
-
-
-def _describe_place(own: Line) -> str:
-    """In words: the error or the place, and the collective that it waits in."""
-    words = [str(own[key]) for key in ("absent", "error", "place") if own.get(key)]
-    pending = own.get("pending")
-    first = as_mapping(pending[0]) if isinstance(pending, list) and pending else {}
-    inside = ", ".join(str(first[key]) for key in ("axis", "module") if first.get(key))
-    if first.get("operation"):
-        words.append(f"{first['operation']} number {first.get('number')} ({inside})")
-    return "; ".join(words)
+    ranks |= {f"rank {_number_in(path)}": own for path, own in told.items() if own}
+    for name in sorted(ranks, key=lambda name: (_number_in(name), name)):
+        own = ranks[name]
+        words = [str(own[key]) for key in ("absent", "error", "place") if own.get(key)]
+        pending = own.get("pending")  # in which collectives it waits
+        first = as_mapping(pending[0]) if isinstance(pending, list) and pending else {}
+        inside = ", ".join(str(first[key]) for key in ("axis", "module") if first.get(key))
+        if first.get("operation"):
+            words.append(f"{first['operation']} number {first.get('number')} ({inside})")
+        found.append((name, "; ".join(words)))
+    return found
 
 
 def _list_checkpoints(folder: str) -> list[Checkpoint]:
@@ -247,15 +233,6 @@ def list_finite_numbers(value: object) -> dict[str, float]:
     return {str(k): found for k, v in as_mapping(value).items() if math.isfinite(found := number(v))}
 
 
-def _list_rank_rows(line: Line) -> list[dict[str, float]]:
-    rows = line.get("ranks")
-    return [list_finite_numbers(row) for row in rows] if isinstance(rows, list) else []
-
-
-def _average_rows(rows: list[dict[str, float]]) -> dict[str, float]:
-    return {name: sum(row.get(name, 0.0) for row in rows) / len(rows) for name in rows[0]}
-
-
 # ---- What to change, with numbers: what the step waits for as measured, and what the planner predicts of other
 # layouts
 # Layouts are only predicted where the planner knows the hardware, with the speeds that this run has measured.
@@ -292,22 +269,22 @@ def list_advice(facts: Facts) -> list[str]:
     batch = list(_advise_on_batch(facts))
     if config is None or not any(part.values()):
         return batch
-    cluster = _find_cluster(facts)
-    lines, faster = (
-        [*_advise_on_waiting(part, config, cluster), *_advise_on_idle(facts, config, part)],
-        list(_advise_on_layout(facts, config)),
-    )
+    cluster = None
+    with contextlib.suppress(KeyError, TypeError, AttributeError):
+        cluster = expected.read_cluster(facts.plan["cluster"]) if facts.is_predicted else None
+    lines = [*_advise_on_waiting(part, config, cluster), *_advise_on_idle(facts, config, part)]
+    faster = list(_advise_on_layout(facts, config, cluster))
     first = [f"{lines.pop(0).rstrip('.')}; {faster.pop()}"] if lines and faster else []
-    return [*first, *faster, *lines, *_advise_on_reading(part), *_advise_on_memory(facts), *batch]
+    if part["data"] >= DATA:
+        lines.append(f"{part['data']:.0%} of the step reads data: more --dataloader_num_workers read it meanwhile.")
+    return [*first, *faster, *lines, *_advise_on_memory(facts), *batch]
 
 
 def _advise_on_batch(facts: Facts) -> Iterator[str]:
     """Yield what `monitor=noise` has measured of it, at the newest log that can tell."""
     measured = [number(as_mapping(line.get("noise")).get("sequences"), 0.0) for line in facts.metrics]
-    critical, batch = (
-        next((one for one in reversed(measured) if one), 0.0),
-        number(facts.layout.get("global_batch"), 0),
-    )
+    critical = next((one for one in reversed(measured) if one), 0.0)
+    batch = number(facts.layout.get("global_batch"), 0)
     if critical > 0 and batch > 0:
         sentence = describe_critical_batch(critical, batch)
         yield f"{sentence[0].upper()}{sentence[1:]}."
@@ -315,18 +292,15 @@ def _advise_on_batch(facts: Facts) -> Iterator[str]:
 
 def _advise_on_waiting(part: dict[str, float], config: ParallelConfig, cluster: Cluster | None) -> Iterator[str]:
     for axis in sorted(AXES, key=lambda axis: -part[axis]):
-        if part[axis] >= WAITS:
-            yield f"{part[axis]:.0%} of the step waits in {axis}{_describe_link(axis, config, cluster)}."
-
-
-def _describe_link(axis: str, config: ParallelConfig, cluster: Cluster | None) -> str:
-    """Over which link, where that is known."""
-    if cluster is None:
-        return ""
-    names = [name for name in AXES[axis] if config.sizes.get(name, 1) > 1]
-    groups = [group for name in names for group in list_axis_ranks(config, name)]
-    inside = all(len({rank // cluster.per_node for rank in group}) == 1 for group in groups)
-    return f" over {(cluster.inside if inside else cluster.between).name}"
+        if part[axis] < WAITS:
+            continue
+        link = ""
+        if cluster is not None:
+            names = [name for name in AXES[axis] if config.sizes.get(name, 1) > 1]
+            groups = [group for name in names for group in list_axis_ranks(config, name)]
+            inside = all(len({rank // cluster.per_node for rank in group}) == 1 for group in groups)
+            link = f" over {(cluster.inside if inside else cluster.between).name}"
+        yield f"{part[axis]:.0%} of the step waits in {axis}{link}."
 
 
 def _advise_on_idle(facts: Facts, config: ParallelConfig, part: dict[str, float]) -> Iterator[str]:
@@ -348,11 +322,6 @@ def _advise_on_idle(facts: Facts, config: ParallelConfig, part: dict[str, float]
     )
 
 
-def _advise_on_reading(part: dict[str, float]) -> Iterator[str]:
-    if part["data"] >= DATA:
-        yield f"{part['data']:.0%} of the step reads data: more --dataloader_num_workers read it meanwhile."
-
-
 def _advise_on_memory(facts: Facts) -> Iterator[str]:
     """Yield lines about a GPU's memory; on a CPU the measured number is that of the whole process."""
     there = number(facts.plan.get("cluster", {}).get("gpu", {}).get("memory_gib"), 0.0)
@@ -368,17 +337,9 @@ def _advise_on_memory(facts: Facts) -> Iterator[str]:
 # ---- other layouts --------------------------------------------------------------------------------------------------
 
 
-def _find_cluster(facts: Facts) -> Cluster | None:
-    """The hardware, where the planner knows it."""
-    try:
-        return expected.read_cluster(facts.plan["cluster"]) if facts.is_predicted else None
-    except (KeyError, TypeError, AttributeError):
-        return None
-
-
-def _advise_on_layout(facts: Facts, config: ParallelConfig) -> Iterator[str]:
+def _advise_on_layout(facts: Facts, config: ParallelConfig, cluster: Cluster | None) -> Iterator[str]:
     """The planner's best layout for the same batch, if it is faster than this one."""
-    cluster, shape = _find_cluster(facts), _shape(facts.folder)
+    shape = _read_shape(facts.folder)
     if cluster is None or shape is None:
         return
     try:
@@ -403,20 +364,17 @@ def _advise_on_layout(facts: Facts, config: ParallelConfig) -> Iterator[str]:
     except (SpecError, KeyError, TypeError, ValueError):
         return
     if best is not None and here > FASTER * best.step_time_s:
+        # Its spec, without sizes of 1 but for those that are larger now
+        changed = [f"{axis}=1" for axis, size in best.config.sizes.items() if size == 1 < config.sizes[axis]]
+        spec = ",".join([*changed, *(part for part in best.config.to_spec().split(",") if not part.endswith("=1"))])
         yield (
-            f"{_format_spec(best.config, config)} is predicted {here / best.step_time_s:.1f} x faster: "
+            f"{spec} is predicted {here / best.step_time_s:.1f} x faster: "
             f"{best.step_time_s:.3g} s per step instead of {here:.3g} s for the same {rows} rows "
             f"(per_device_train_batch_size={best.rows}, gradient_accumulation_steps={best.accumulation}){measured}."
         )
 
 
-def _format_spec(config: ParallelConfig, instead_of: ParallelConfig) -> str:
-    """Its spec, without sizes of 1 but for those that are larger now."""
-    changed = [f"{axis}=1" for axis, size in config.sizes.items() if size == 1 < instead_of.sizes[axis]]
-    return ",".join([*changed, *(part for part in config.to_spec().split(",") if not part.endswith("=1"))])
-
-
-def _shape(folder: str) -> ModelShape | None:
+def _read_shape(folder: str) -> ModelShape | None:
     """The model's, from the config that was saved with it."""
     import transformers
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from hf_parallel.ask.config import ParallelConfig
 from hf_parallel.ask.spec import refuse
 from hf_parallel.monitor.expected import BUBBLE, COMMUNICATION, COMPUTE, OTHER, find_term_of
 from hf_parallel.monitor.report.facts import (
@@ -80,7 +79,12 @@ def draw_curves(name: str, lines: Sequence[Curve], unit: str) -> str:
         for line in lines:
             values = [value if math.isfinite(value) else math.nan for value in line.values]
             few = "o" if len(values) < 40 else None
-            style: dict = {"color": _choose_colour(line.colour), "linewidth": 1.6, "marker": few, "markersize": 3}
+            style: dict = {
+                "color": f"#0201{line.colour % COLOURS:02x}",
+                "linewidth": 1.6,
+                "marker": few,
+                "markersize": 3,
+            }
             axes.plot(line.steps, values, label=_shorten_text(line.label), **style)
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.set_xlabel("step")
@@ -111,7 +115,7 @@ def _draw_stack(axes: Axes, group: Sequence[Bar]) -> dict[str, BarContainer]:
     for row, bar in enumerate(group):
         left = 0.0
         for part, value, colour in bar.parts:
-            drawn = axes.barh(row, value, left=left, height=0.72, color=_choose_colour(colour))
+            drawn = axes.barh(row, value, left=left, height=0.72, color=f"#0201{colour % COLOURS:02x}")
             seen.setdefault(part, drawn)
             left += value
     axes.set_yticks(range(len(group)), [_shorten_text(bar.label) for bar in group])
@@ -177,10 +181,6 @@ def _shorten_text(text: str) -> str:
     return text if len(text) <= 32 else text[:31] + "…"
 
 
-def _choose_colour(number: int) -> str:
-    return f"#0201{number % COLOURS:02x}"
-
-
 # ---- The figures of a page: which numbers of a training are drawn, and what is said below them ----------------------
 
 
@@ -211,21 +211,19 @@ def render_layout(facts: Facts) -> str:
     for rank in range(config.world_size):
         stage = compute_coordinates(config, rank)["pp"]
         copies.setdefault(compute_data_rank(config, rank), {}).setdefault(stage, []).append(rank)
-    shown = "".join(_render_copy(config, number, copies[number]) for number in sorted(copies)[:_COPIES])
+    shown = ""
+    for number_of_copy in sorted(copies)[:_COPIES]:
+        stages = ""
+        for stage, members in sorted(copies[number_of_copy].items()):
+            name = f"stage {stage}" if config.pp_size > 1 else "ranks"
+            ranks = "".join(f"<i>{rank}</i>" for rank in members)
+            stages += f'<div class="stage"><span>{name}</span>{ranks}</div>'
+        shown += f'<div class="copy"><b>data rank {number_of_copy}</b>{stages}</div>'
     more = f'<p class="quiet">and {len(copies) - _COPIES} more like these</p>' if len(copies) > _COPIES else ""
     told = as_mapping(as_mapping(facts.layout.get("plan")).get("facts"))
     caption = " · ".join(f"{name} {value}" for name, value in told.items())
     title = ", ".join(f"{axis}={size}" for axis, size in config.sizes.items() if size > 1) or "one process"
     return _render_figure("layout", title, f'<div class="copies">{shown}</div>{more}', caption)
-
-
-def _render_copy(config: ParallelConfig, number: int, stages: dict[int, list[int]]) -> str:
-    rows = []
-    for stage in sorted(stages):
-        name = f"stage {stage}" if config.pp_size > 1 else "ranks"
-        ranks = "".join(f"<i>{rank}</i>" for rank in stages[stage])
-        rows.append(f'<div class="stage"><span>{name}</span>{ranks}</div>')
-    return f'<div class="copy"><b>data rank {number}</b>{"".join(rows)}</div>'
 
 
 # ---- curves ---------------------------------------------------------------------------------------------------------
@@ -295,9 +293,12 @@ def render_memory(facts: Facts) -> Iterator[str]:
     left_out = _DEVICE_ONLY if on_cpu else _OUTSIDE
     kept = [(kind, size) for kind, size in kinds.items() if size > 0 and kind not in left_out]
     planned = [Bar("planned", [(kind, size, place) for place, (kind, size) in enumerate(kept)])] if kept else []
-    measured = [
-        _make_held_bar(rank, own, on_cpu) for rank, own in enumerate(facts.ranks[:_RANKS]) if own.get("memory_peak")
-    ]
+    measured = []
+    for rank, own in enumerate(facts.ranks[:_RANKS]):
+        peak, reserved = own.get("memory_peak", 0.0) / _GIB, own.get("memory_reserved", 0.0) / _GIB
+        parts = [("tensors, measured", peak, 6), ("reserved", max(0.0, reserved - peak), 8)]
+        if peak:
+            measured.append(Bar(f"rank {rank}", [("process, measured", peak, 6)] if on_cpu else parts))
     groups = [rows for rows in ([planned, measured] if on_cpu else [[*planned, *measured]]) if rows]
     if not groups:
         return
@@ -309,13 +310,6 @@ def render_memory(facts: Facts) -> Iterator[str]:
     yield _render_figure(
         "memory", "Memory", draw_bars("memory", groups, "GiB"), caption + _describe_more_ranks(len(facts.ranks))
     )
-
-
-def _make_held_bar(rank: int, own: dict[str, float], on_cpu: bool) -> Bar:
-    peak, reserved = own.get("memory_peak", 0.0) / _GIB, own.get("memory_reserved", 0.0) / _GIB
-    if on_cpu:
-        return Bar(f"rank {rank}", [("process, measured", peak, 6)])
-    return Bar(f"rank {rank}", [("tensors, measured", peak, 6), ("reserved", max(0.0, reserved - peak), 8)])
 
 
 def _describe_more_ranks(ranks: int) -> str:
@@ -379,18 +373,30 @@ def render_page(facts: Facts) -> str:
         if rows
         else ""
     )
+    advice = "".join(f"<li>{escape(line)}</li>" for line in list_advice(facts))
+    notes = []
+    for note in facts.notes[-_LINES:]:
+        step = number(note.get("step"))
+        notes.append(
+            (f"{step:.0f}" if math.isfinite(step) else "", str(note.get("about", "")), str(note.get("text", "")))
+        )
+    said = _render_table(("step", "about", "what"), notes) if notes else '<p class="quiet">Nothing was said.</p>'
+    places = [(name, line) for name, line in facts.hangs if name]
+    hangs = "".join(f'<p class="card bad">{escape(line)}</p>' for name, line in facts.hangs if not name)
+    hangs += _render_table(("rank", "where"), places[:_LINES]) if places else ""
+    versions = [f"{name} {value}" for name, value in as_mapping(facts.layout.get("versions")).items()]
     body = [
         f"<header><h1>{escape(title)}</h1>{_render_about(facts)}</header>",
         _render_numbers(facts),
-        _render_advice(facts),
+        f'<section id="advice" class="card advice"><ul>{advice}</ul></section>' if advice else "",
         *_render_section("Layout", render_layout(facts)),
         *_render_section("Training", f'<div class="figures">{"".join(figures)}</div>' if figures else ""),
         *_render_section("Steps in detail", profiles),
-        *_render_section("Slow ranks, and what else was said", _render_notes(facts)),
-        *_render_section("Hangs", _render_hangs(facts)),
+        *_render_section("Slow ranks, and what else was said", said),
+        *_render_section("Hangs", hangs),
         *_render_section("Checkpoints", _render_checkpoints(facts)),
         *_render_section("Last logged", logged),
-        *_render_section("Versions", _render_versions(facts)),
+        *_render_section("Versions", f'<p class="quiet">{escape(", ".join(versions))}</p>' if versions else ""),
     ]
     rule = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
     return (
@@ -450,11 +456,6 @@ def _render_numbers(facts: Facts) -> str:
     return f"<dl>{''.join(cells)}</dl>" if cells else ""
 
 
-def _render_advice(facts: Facts) -> str:
-    lines = "".join(f"<li>{escape(line)}</li>" for line in list_advice(facts))
-    return f'<section id="advice" class="card advice"><ul>{lines}</ul></section>' if lines else ""
-
-
 def _render_profile_image(path: str) -> str:
     try:
         with open(path, "rb") as file:
@@ -466,26 +467,6 @@ def _render_profile_image(path: str) -> str:
         return f"<p>{name} is too large for this page.</p>"
     source = f"data:image/svg+xml;base64,{base64.b64encode(content).decode()}"
     return f'<figure><h3>{name}</h3><div class="wide"><img alt="{name}" src="{source}"></div></figure>'
-
-
-def _render_notes(facts: Facts) -> str:
-    rows = [(_format_step(note), str(note.get("about", "")), str(note.get("text", ""))) for note in facts.notes]
-    return (
-        _render_table(("step", "about", "what"), rows[-_LINES:]) if rows else '<p class="quiet">Nothing was said.</p>'
-    )
-
-
-def _format_step(note: Line) -> str:
-    step = number(note.get("step"))
-    return f"{step:.0f}" if math.isfinite(step) else ""
-
-
-def _render_hangs(facts: Facts) -> str:
-    if not facts.hangs:
-        return ""
-    sentences = [f'<p class="card bad">{escape(line)}</p>' for name, line in facts.hangs if not name]
-    places = [(name, line) for name, line in facts.hangs if name]
-    return "".join(sentences) + (_render_table(("rank", "where"), places[:_LINES]) if places else "")
 
 
 def _render_checkpoints(facts: Facts) -> str:
@@ -502,15 +483,6 @@ def _format_size(count: float) -> str:
             return f"{count:.3g} {unit}"
         count /= 1000
     return f"{count:.4g} TB"
-
-
-def _render_versions(facts: Facts) -> str:
-    versions = as_mapping(facts.layout.get("versions"))
-    return (
-        f'<p class="quiet">{escape(", ".join(f"{name} {value}" for name, value in versions.items()))}</p>'
-        if versions
-        else ""
-    )
 
 
 def _render_table(heads: Iterable[str], rows: Iterable[tuple[str, ...]]) -> str:
