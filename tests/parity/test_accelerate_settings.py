@@ -55,12 +55,14 @@ def on_data_ranks():
 
 
 def on_one():
-    """One data rank: as in one process neither of the two does anything."""
+    """One data rank: as in one process neither of the two does anything, and objects are what they were."""
     activate("tp=2")
     accelerator = Accelerator(cpu=True, kwargs_handlers=powers())
     with average(accelerator) as averaging:
         averaging.step()
-    return averaging.enabled
+    batch = {"rows": torch.arange(5), "texts": ["a", "b"]}
+    gathered = accelerator.gather_for_metrics(batch, use_gather_object=True), utils.gather_object(batch)
+    return averaging.enabled, all(found is batch for found in gathered)
 
 
 def test_settings_on_data_ranks():
@@ -73,4 +75,4 @@ def test_settings_on_data_ranks():
 
 
 def test_settings_on_one_data_rank():
-    assert not any(run(on_one, 2, init=False))
+    assert run(on_one, 2, init=False) == [(False, True)] * 2

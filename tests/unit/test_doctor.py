@@ -13,6 +13,7 @@ from hf_parallel.axes.tensor import tensor_parallel
 from hf_parallel.plans import build_source_on_meta, examine
 from hf_parallel.plans.resolve import CUTS
 from tests import models
+from tests.refusals import pattern_of_refusal
 
 
 def on_meta(name, **changes):
@@ -33,6 +34,18 @@ def test_a_scalar_is_kept_whole_but_in_a_pipeline_of_several_data_ranks():
     assert problem.endswith("the scalar scale; pp_size=1 works")
     for works in ("tp=2", "pp=2", "dp_shard=2", "dp_replicate=2,cp=2"):
         assert examine(model, ParallelConfig.parse(works)).problems == []
+
+
+def test_layers_with_unlike_numbers_of_key_heads_share_none():
+    """As of MiMo V2, whose sliding layers have twice as many: four ranks would share some heads of the others."""
+    model = on_meta("llama")
+    attention = model.model.layers[1].self_attn
+    attention.k_proj, attention.v_proj = (torch.nn.Linear(64, 64, bias=False, device="meta") for _ in range(2))
+    attention.num_key_value_groups = 1
+    (problem,) = examine(model, ParallelConfig.parse("tp=4")).problems
+    assert re.match(pattern_of_refusal("tp_size=4", 4, "2 or 4", works="tp_size=2 works"), problem)
+    assert examine(model, ParallelConfig.parse("tp=2")).problems == []
+    assert examine(on_meta("llama"), ParallelConfig.parse("tp=4")).problems == []
 
 
 def test_every_style_is_known():

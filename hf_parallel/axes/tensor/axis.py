@@ -92,6 +92,7 @@ class SplitFacts:
     model: str
     heads: tuple[int, int] | None  # query, key/value
     refusal: str | None = None
+    key_heads: frozenset[int] = frozenset()  # of the layers, where they have unlike numbers (MiMo V2)
     styles: Origins = field(default_factory=dict)
     kinds: dict[str, type] = field(default_factory=dict)
     linears: dict[str, tuple[int, int]] = field(default_factory=dict)  # input and output width
@@ -122,10 +123,14 @@ def read_split(model: nn.Module, on_grid: bool = False) -> SplitFacts:
     lookups = {key: module for key, module in modules.items() if isinstance(module, nn.Embedding)}
     columns = [key for key, (style, _) in styles.items() if style == "colwise"]
     words = {key: style for key, (style, _) in styles.items()}
+    attentions = map(model.get_submodule, {key.rpartition(".")[0] for key in columns})
+    groups = {getattr(module, "num_key_value_groups", None) for module in attentions}
+    key_heads = frozenset(heads[0] // size for size in groups if isinstance(size, int) and size > 0)
     return SplitFacts(
         name,
         heads,
         None,
+        key_heads if len(key_heads) > 1 else frozenset(),
         styles,
         {key: type(module) for key, module in modules.items()},
         {key: get_linear_sizes(module) for key, module in modules.items() if isinstance(module, LINEARS)},
@@ -187,9 +192,13 @@ def resolve_styles(facts: SplitFacts, tp_size: int, whole_experts: bool = False)
         refuse(asked, f"{facts.model} publishes no tensor-parallel plan and has no attention heads to split", works)
     heads, kv_heads = facts.heads
     sizes = [n for n in range(2, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
+    counts = str(kv_heads)
+    if facts.key_heads:  # ranks that share a head in one layer would have several in another
+        sizes = [n for n in sizes if all(number % n == 0 for number in facts.key_heads)]
+        counts = " or ".join(map(str, sorted(facts.key_heads)))
     if tp_size not in sizes:
         choice = f"tp_size={' or '.join(map(str, sizes))}" if sizes else works
-        refuse(asked, f"does not divide {heads} attention heads and {kv_heads} key/value heads", choice)
+        refuse(asked, f"does not divide {heads} attention heads and {counts} key/value heads", choice)
     styles = facts.styles
     if tp_size > kv_heads:  # ranks share heads
         keys = {name for name, (style, _) in styles.items() if style == "colwise" and name.endswith(_OF_KEYS)}

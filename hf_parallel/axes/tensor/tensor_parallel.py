@@ -171,7 +171,7 @@ def _split_packed_qkv(module: nn.Module, mesh: DeviceMesh, device: torch.device,
 
 
 def _split_shared_heads(module: nn.Module, mesh: DeviceMesh, device: torch.device, region: Region) -> None:
-    width = region.owner.head_dim
+    width = get_linear_sizes(module)[1] // region.heads[1]  # of values it may be another than of keys
     first = region.group.rank() * region.heads[1] // region.group.size() * width
     rows = torch.arange(first, first + width)
     if isinstance(region, GridRegion):

@@ -338,10 +338,12 @@ def gather_for_metrics(
 
 
 @patch("accelerate.utils.operations:gather_object", "gathers over all processes", copies=True)
-def gather_object(original: Callable, object: list) -> list:
-    """The lists of all data ranks, joined in their order."""
+def gather_object(original: Callable, object: Any) -> Any:
+    """Join the lists of all data ranks in their order; one data rank has what came, as accelerate in one process."""
     if isinstance(object, PerExample):
         return gather_examples(object)
+    if runtime.mesh().data_size == 1:
+        return object
     return [item for part in messages.gather_objects(object, runtime.mesh().data_group) for item in part]
 
 
