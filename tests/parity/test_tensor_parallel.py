@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+import transformers
 
 from hf_parallel import parallelize
-from tests import models
+from tests import models, sweep
 from tests.counting import CountCollectives
 from tests.distributed import run, run_alone
 from tests.training import Script, over
@@ -27,6 +28,17 @@ def test_fewer_kv_heads_than_ranks(runs, spec):
 def test_fewer_kv_heads_than_ranks_with_norms(runs, spec):
     """The norms of queries and keys act on other heads on each rank."""
     runs.check(Script(model="qwen3").with_accumulation(2), spec)
+
+
+def test_shared_heads_whose_values_have_another_width_than_their_keys():
+    """As of MiMo V2: at tp=4 two ranks share a key head of 16 numbers and a value head of 8."""
+    kind = pytest.importorskip("transformers.models.mimo_v2_flash").MiMoV2FlashConfig
+    config = sweep.small_config(kind(), "causal")
+    config.layer_types, config.v_head_dim = ["full_attention"] * len(config.layer_types), config.head_dim // 2
+    model = transformers.MiMoV2FlashForCausalLM
+    batch = sweep.batch_for("causal", model, config, 15)
+    found = sweep.case(model, config, batch, "tp=4", run_alone(sweep.step, model, config, batch, None))
+    assert (found["class"], found["text"]) == ("ok", "")
 
 
 @over("Qwen2", "tp=2", "tp=4", "tp=2,pp=2", "tp=2,dp_shard=2")
