@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -104,6 +104,10 @@ def find_backbone_plan(backbone: nn.Module) -> Backbone | None:
     """Return the published pipeline plan of a backbone, else the known one, else None."""
     plan = list(getattr(getattr(backbone, "config", None), "base_model_pp_plan", None) or {})
     known = BACKBONES.get(type(backbone).__name__)
+    if known is not None and known.tuples and known.layers in dict(backbone.named_children()):
+        # GPT-J and CodeGen say so since Transformers 5.24; annotations of tuples are not always true.
+        (first, *_), plain = getattr(backbone, known.layers), (torch.Tensor, "torch.Tensor")
+        known = replace(known, tuples=inspect.signature(type(first).forward).return_annotation not in plain)
     lists = [name for name in plan if isinstance(getattr(backbone, name, None), nn.ModuleList)]
     if len(lists) == 1:
         place = plan.index(lists[0])
