@@ -48,7 +48,7 @@ class ByHand:
         self.model, self.engine = model, Engine("by hand", own, processing_class)
         self.asked = {"max_tokens": max_completion_length, "temperature": temperature, "logprobs": 0}
         self.vllm_client = SimpleNamespace(
-            get_server_info=lambda: {"model_config": self.engine.config()["model_config"]}
+            get_server_info=lambda: self.engine.answers["/server_info"]({})["vllm_config"]
         )
         self.calls, self.newest, self.former = 0, None, None
 
