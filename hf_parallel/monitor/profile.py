@@ -21,10 +21,9 @@ from torch.profiler import ProfilerActivity, profile, supported_activities
 
 from hf_parallel.axes.pipeline.timeline import IDLE, QUIET, render_picture_head, render_text_at, time_axis
 from hf_parallel.monitor import trace
-from hf_parallel.monitor.clock import ALL, HostClock
 from hf_parallel.monitor.meter import Interval, sum_lengths, unite_intervals
 from hf_parallel.monitor.trace import Part
-from hf_parallel.monitor.waits import Waits
+from hf_parallel.monitor.waits import ALL, HostClock, Waits
 from hf_parallel.ranks import messages
 from hf_parallel.ranks.groups import read_machine_id
 from hf_parallel.ranks.mesh import ParallelMesh, compute_coordinates
