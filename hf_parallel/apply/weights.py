@@ -460,7 +460,18 @@ def _check_optimizer(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
         if parameter in _taken:
             why = "the model has taken its values, and trains the parameter it has"
             refuse(f"an optimizer of the x in {_taken[parameter]}", why, do="give it model.parameters()")
-    _refuse_strays(optimizer, given)
+    # Beside a model's parameters, those in no model: data ranks would each train their own
+    models = [model for model in list_parallel_models() if cast(Any, model)._hf_parallel.mesh.data_size > 1]
+    states = [cast(Any, model)._hf_parallel for model in models]
+    around = [module for state in states if state.around is not None and (module := state.around()) is not None]
+    known = {id(parameter) for module in (*models, *around) for parameter in module.parameters()}
+    groups = [group for state in states for group in iterate_parameter_groups(state.root)]
+    known |= {id(held.sharded_param) for group in groups for held in group.fsdp_params}
+    stray = next((parameter for key, parameter in given.items() if key not in known), None)
+    if stray is not None and known & given.keys():
+        why = "it is in no parallel model: each data rank would train its own by its own examples"
+        how = "make it a parameter of the model before that is made parallel"
+        refuse(f"a parameter of {tuple(stray.shape)} in {type(optimizer).__name__}", why, do=how)
     for model in list_parallel_models():
         state: Any = model._hf_parallel
         if state.mesh.config.sharing_size == 1:
@@ -476,18 +487,3 @@ def _check_optimizer(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
     if any(hasattr(one, "_unsharded_param") and id(one._unsharded_param) in given for one in held):
         why = "it was made after a forward pass with gradients, and has copies of weights that ranks hold parts of"
         refuse(type(optimizer).__name__, why, do="make it before the model runs, or after loss.backward()")
-
-
-def _refuse_strays(optimizer: Optimizer, given: dict[int, torch.Tensor]) -> None:
-    """Refuse parameters beside a model's that are in no model, where data ranks would each train their own."""
-    models = [model for model in list_parallel_models() if cast(Any, model)._hf_parallel.mesh.data_size > 1]
-    states = [cast(Any, model)._hf_parallel for model in models]
-    around = [module for state in states if state.around is not None and (module := state.around()) is not None]
-    known = {id(parameter) for module in (*models, *around) for parameter in module.parameters()}
-    groups = [group for state in states for group in iterate_parameter_groups(state.root)]
-    known |= {id(held.sharded_param) for group in groups for held in group.fsdp_params}
-    stray = next((parameter for key, parameter in given.items() if key not in known), None)
-    if stray is not None and known & given.keys():
-        why = "it is in no parallel model: each data rank would train its own by its own examples"
-        how = "make it a parameter of the model before that is made parallel"
-        refuse(f"a parameter of {tuple(stray.shape)} in {type(optimizer).__name__}", why, do=how)

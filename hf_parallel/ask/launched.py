@@ -30,7 +30,8 @@ def settle_launcher() -> bool:
         os.environ.update(WORLD_SIZE=os.environ[found[0]], RANK=os.environ[found[1]])
         os.environ.setdefault("LOCAL_RANK", os.environ.get(found[2], "0"))
         if "SLURM_PROCID" in os.environ:
-            os.environ.setdefault("MASTER_ADDR", _read_first_host())
+            if not os.environ.get("MASTER_ADDR"):  # a job's script may set it where scontrol does not answer
+                os.environ["MASTER_ADDR"] = _read_first_host()
             os.environ.setdefault("MASTER_PORT", str(10000 + int(os.environ.get("SLURM_JOB_ID") or 0) % _PORTS))
         elif os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") == os.environ["WORLD_SIZE"]:
             os.environ.setdefault("MASTER_ADDR", "127.0.0.1")

@@ -11,6 +11,7 @@ when a part of its result is read: one target at a time.
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import os
 from collections.abc import Callable
@@ -74,9 +75,20 @@ class LazyTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None) -> object:  # type: ignore[override]
+        kwargs = kwargs or {}
         if func in _FOLLOWED:
-            return _FOLLOWED[func](*args, **(kwargs or {}))
-        return _defer_operation(func, args, kwargs or {})
+            return _FOLLOWED[func](*args, **kwargs)
+        # Any other operation is put off: it runs on whole tensors when its result is read
+        flat, tree, origins = _compute_results_without_data(func, args, kwargs)
+        device = next(t.device for t in tree_iter((args, kwargs)) if isinstance(t, LazyTensor))
+
+        def part(place: int, wanted: Part) -> torch.Tensor:
+            whole_args, whole_kwargs = tree_map_only(LazyTensor, LazyTensor.whole, (args, kwargs))
+            return read_part(tree_flatten(func(*whole_args, **whole_kwargs))[0][place].contiguous(), wanted)
+
+        readers = [functools.partial(part, place) for place in range(len(flat))]
+        made = [LazyTensor(read, t.shape, t.dtype, device, origins) for read, t in zip(readers, flat, strict=True)]
+        return tree_unflatten(made, tree)
 
 
 def make_lazy_tensor(
@@ -117,20 +129,6 @@ def _compute_results_without_data(
     )
     flat, tree = tree_flatten(func(*args, **kwargs))
     return flat, tree, frozenset().union(*origins)
-
-
-def _defer_operation(func: Callable, args: tuple, kwargs: dict) -> object:
-    """Put off any operation: it runs on whole tensors when its result is read."""
-    flat, tree, origins = _compute_results_without_data(func, args, kwargs)
-    device = next(t.device for t in tree_iter((args, kwargs)) if isinstance(t, LazyTensor))
-
-    def part(place: int, wanted: Part) -> torch.Tensor:
-        whole_args, whole_kwargs = tree_map_only(LazyTensor, LazyTensor.whole, (args, kwargs))
-        return read_part(tree_flatten(func(*whole_args, **whole_kwargs))[0][place].contiguous(), wanted)
-
-    readers = [functools.partial(part, place) for place in range(len(flat))]
-    made = [LazyTensor(read, t.shape, t.dtype, device, origins) for read, t in zip(readers, flat, strict=True)]
-    return tree_unflatten(made, tree)
 
 
 def _follow_operation(func: Callable, args: tuple, part: Reader, device: torch.device) -> LazyTensor:
@@ -190,16 +188,14 @@ def _slice_lazily(
     )
 
 
-def _split_with_sizes(tensor: LazyTensor, sizes: list[int], dim: int = 0) -> list[LazyTensor]:
-    if sum(sizes) != tensor.shape[dim]:
-        raise RuntimeError(f"split sizes {sizes} do not add up to dimension {dim} of {tuple(tensor.shape)}")
-    starts = [sum(sizes[:i]) for i in range(len(sizes))]
-    return [_slice_lazily(tensor, dim, start, start + size) for start, size in zip(starts, sizes, strict=True)]
-
-
-def _split_lazily(tensor: LazyTensor, size: int, dim: int = 0) -> list[LazyTensor]:
+def _split_lazily(tensor: LazyTensor, size: int | list[int], dim: int = 0) -> list[LazyTensor]:
     length = tensor.shape[dim]
-    return [_slice_lazily(tensor, dim, start, min(start + size, length)) for start in range(0, max(length, 1), size)]
+    if isinstance(size, int):
+        size = [min(size, length - start) for start in range(0, max(length, 1), size)]
+    if sum(size) != length:
+        raise RuntimeError(f"split sizes {size} do not add up to dimension {dim} of {tuple(tensor.shape)}")
+    stops = itertools.accumulate(size)
+    return [_slice_lazily(tensor, dim, stop - own, stop) for own, stop in zip(size, stops, strict=True)]
 
 
 def _transpose_lazily(tensor: LazyTensor, dim0: int, dim1: int) -> LazyTensor:
@@ -219,7 +215,7 @@ _FOLLOWED: dict[Callable, Callable[..., object]] = {
     torch.ops.aten.cat.default: _cat_lazily,
     torch.ops.aten.slice.Tensor: _slice_lazily,
     torch.ops.aten.split.Tensor: _split_lazily,
-    torch.ops.aten.split_with_sizes.default: _split_with_sizes,
+    torch.ops.aten.split_with_sizes.default: _split_lazily,
     torch.ops.aten.transpose.int: _transpose_lazily,
 }
 

@@ -309,17 +309,35 @@ def _read_cluster(args: argparse.Namespace) -> Cluster | MixedCluster:
 
 
 def _make_named_cluster(args: argparse.Namespace) -> Cluster | MixedCluster:
-    from hf_parallel.planner.groups import read_machines
+    from hf_parallel.planner.groups import MixedCluster, gather_devices_of_all, group_devices, read_machines
     from hf_parallel.planner.hardware import find_link, make_cluster
 
     given = [f"--{name}" for name in ("gpu", "cluster", "detect") if getattr(args, name)]
     if len(given) != 1:
         said = " and ".join(given) or "none of --gpu, --cluster, --detect"
         refuse("plan", f"needs one description of the machines, not {said}", "--gpus 8 --gpu h100-80gb")
-    if args.detect:
-        return _detect_devices(args)
-    if args.gpu == MEASURED:
-        return _calibrate_here(args)
+    if args.detect:  # the GPUs of all processes of a launcher, or of this machine
+        from hf_parallel.planner.detect import detect
+
+        devices = gather_devices_of_all()
+        on_first = [host for host, _, _ in devices].count(devices[0][0]) if devices else None
+        here = detect(args.gpus or len(devices) or None, args.gpus_per_node or on_first, args.network)
+        found = group_devices(here, devices)
+        if isinstance(found, MixedCluster) and args.gpus:
+            kinds = " and ".join(f"{group.cluster.gpus} x {group.name}" for group in found.groups)
+            refuse(f"--gpus {args.gpus}", f"the GPUs here are unlike: {kinds}", do="drop it, or --cluster FILE.yaml")
+        return found
+    if args.gpu == MEASURED:  # this machine with the rates of its calibration
+        from hf_parallel.planner.calibration import choose_calibration_path, read_calibration
+        from hf_parallel.planner.detect import detect
+
+        path, do = choose_calibration_path(), "run hf-parallel check --calibrate"
+        if read_calibration() is None:
+            refuse("--gpu measured", f"{path} is not there", do=do)
+        here = detect(args.gpus, args.gpus_per_node, args.network)
+        if "calibrated" not in here.gpu.source:
+            refuse("--gpu measured", f"{path} is of another device", do=do)
+        return here
     if args.cluster:
         if args.gpus_per_node:
             asked = f"--gpus-per-node {args.gpus_per_node}"
@@ -331,35 +349,6 @@ def _make_named_cluster(args: argparse.Namespace) -> Cluster | MixedCluster:
     if args.gpus is None:
         refuse("--gpu needs --gpus as well", "how many in all", "--gpus 8")
     return make_cluster(args.gpu, args.gpus, args.gpus_per_node or 8, args.network)
-
-
-def _calibrate_here(args: argparse.Namespace) -> Cluster:
-    """Return this machine with the rates of its calibration."""
-    from hf_parallel.planner.calibration import choose_calibration_path, read_calibration
-    from hf_parallel.planner.detect import detect
-
-    if read_calibration() is None:
-        refuse("--gpu measured", f"{choose_calibration_path()} is not there", do="run hf-parallel check --calibrate")
-    cluster = detect(args.gpus, args.gpus_per_node, args.network)
-    if "calibrated" not in cluster.gpu.source:
-        why = f"{choose_calibration_path()} is of another device"
-        refuse("--gpu measured", why, do="run hf-parallel check --calibrate")
-    return cluster
-
-
-def _detect_devices(args: argparse.Namespace) -> Cluster | MixedCluster:
-    """The GPUs of all processes of a launcher, or of this machine."""
-    from hf_parallel.planner.detect import detect
-    from hf_parallel.planner.groups import MixedCluster, gather_devices_of_all, group_devices
-
-    devices = gather_devices_of_all()
-    on_first = [host for host, _, _ in devices].count(devices[0][0]) if devices else None
-    here = detect(args.gpus or len(devices) or None, args.gpus_per_node or on_first, args.network)
-    cluster = group_devices(here, devices)
-    if isinstance(cluster, MixedCluster) and args.gpus:
-        kinds = " and ".join(f"{group.cluster.gpus} x {group.name}" for group in cluster.groups)
-        refuse(f"--gpus {args.gpus}", f"the GPUs here are unlike: {kinds}", do="drop it, or --cluster FILE.yaml")
-    return cluster
 
 
 def _read_calibrated_run(args: argparse.Namespace, model: PretrainedConfig | dict[str, object]) -> Cluster:

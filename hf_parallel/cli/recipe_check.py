@@ -19,8 +19,8 @@ from hf_parallel.ask.spec import HUB_FILE
 from hf_parallel.cli.recipe_file import Recipe, load_recipe, read_shipped_config, render_markdown
 from hf_parallel.hooks.auto import ScriptBatch, read_script_batch
 from hf_parallel.planner.candidates import HEADROOM, Goal
-from hf_parallel.planner.choices import Choice, predict_choice
-from hf_parallel.planner.dryrun import DryRun, dry_run
+from hf_parallel.planner.choices import predict_choice
+from hf_parallel.planner.dryrun import dry_run
 from hf_parallel.planner.dryrun.run import end_ranks
 from hf_parallel.planner.memory import GIB
 from hf_parallel.planner.shape import ModelShape, shape_of
@@ -67,8 +67,21 @@ def plan_recipe(recipe: Recipe) -> Plan:
     Raises:
         SpecError: the batch cannot be cut as the layout asks, or a name is not known.
     """
-    shape = shape_of_recipe(recipe)
-    choice, notes = _make_choice(recipe, shape), []
+    shape, batch, notes = shape_of_recipe(recipe), _read_batch(recipe), []
+    goal = Goal(
+        shape,
+        recipe.hardware.cluster,
+        recipe.seq,
+        None,
+        batch.precision,
+        batch.optimizer,
+        recipe.adapter_rank,
+        recipe.rows,
+        recipe.accumulation,
+        four_bit=recipe.four_bit,
+    )
+    parts = (recipe.layout.pipeline_microbatches or recipe.rows) if recipe.layout.pp_size > 1 else 1
+    choice = predict_choice(goal, _with_logits(recipe), recipe.rows // parts)
     memory, seconds = choice.needed_gib, choice.step_time_s
     if recipe.method == "dpo":
         seconds *= 1 + _REFERENCE_FORWARD
@@ -112,25 +125,6 @@ def _find_shipped_shape(name: str) -> ModelShape:
     return shape_of(read_shipped_config(name))
 
 
-def _make_choice(recipe: Recipe, shape: ModelShape) -> Choice:
-    """Return the recipe's layout and batch as the planner has them."""
-    batch = _read_batch(recipe)
-    goal = Goal(
-        shape,
-        recipe.hardware.cluster,
-        recipe.seq,
-        None,
-        batch.precision,
-        batch.optimizer,
-        recipe.adapter_rank,
-        recipe.rows,
-        recipe.accumulation,
-        four_bit=recipe.four_bit,
-    )
-    parts = (recipe.layout.pipeline_microbatches or recipe.rows) if recipe.layout.pp_size > 1 else 1
-    return predict_choice(goal, _with_logits(recipe), recipe.rows // parts)
-
-
 def _with_logits(recipe: Recipe) -> ParallelConfig:
     """Return the layout with its logits counted, unless it says otherwise: a script may compute its loss by itself."""
     if recipe.layout.lean_loss == "true":
@@ -156,8 +150,10 @@ def _compute_second_model(recipe: Recipe, shape: ModelShape) -> float:
 # ---- the dry run -------------------------------------------------------------------------------------------------
 
 
-def run_dry_runs(recipe: Recipe) -> list[DryRun]:
-    """Dry-run the first and the last pipeline rank of the whole world, which hold embedding and head.
+def measure_dry_memory(recipe: Recipe) -> float:
+    """Return the GiB of tensors on the fuller one of the first and the last pipeline rank.
+
+    Both are run dry in the whole world, because they hold embedding and head.
 
     Raises:
         SpecError: the layout cannot hold for this model.
@@ -167,7 +163,7 @@ def run_dry_runs(recipe: Recipe) -> list[DryRun]:
     layout, batch = _with_logits(recipe), _read_batch(recipe)
     config, words = recipe.config(), recipe.script_arguments
     targets, nested = words.get("lora_target_modules", "all-linear"), bool(words.get("use_bnb_nested_quant"))
-    return [
+    runs = [
         dry_run(
             config,
             layout,
@@ -182,13 +178,9 @@ def run_dry_runs(recipe: Recipe) -> list[DryRun]:
         )
         for rank in end_ranks(layout)
     ]
-
-
-def measure_dry_memory(recipe: Recipe) -> float:
-    """Return the GiB of tensors on the fuller of these ranks."""
-    found = max(ran.peak_bytes for ran in run_dry_runs(recipe)) / GIB
     second = recipe.method == "dpo" and not recipe.adapter_rank
-    return found + (_compute_second_model(recipe, shape_of_recipe(recipe)) if second else 0.0)
+    beside = _compute_second_model(recipe, shape_of_recipe(recipe)) if second else 0.0
+    return max(run.peak_bytes for run in runs) / GIB + beside
 
 
 # ---- as it is written --------------------------------------------------------------------------------------------

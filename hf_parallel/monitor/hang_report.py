@@ -104,26 +104,18 @@ def describe_mismatch(facts: dict[int, Facts]) -> str | None:
     if any(own.get("error") for own in facts.values()):  # it may have been raised by such a one
         waiting |= {group for own in facts.values() for group in own.get("groups", {})}
     for group in sorted(waiting):
-        by_number = _group_by_number(facts, group)
-        for number in sorted(by_number):
-            kinds = _sort_by_kind(by_number[number])
-            if len(kinds) > 1:
-                return _describe_kinds(group, number, by_number)
-    return None
-
-
-def _group_by_number(facts: dict[int, Facts], group: str) -> dict[int, dict[int, Facts]]:
-    """Number -> rank -> what it is there; only of ranks of one and the same group of this name."""
-    members = [tuple(own["groups"][group]["ranks"]) for own in facts.values() if group in own.get("groups", {})]
-    same = Counter(members).most_common(1)[0][0]
-    found: dict[int, dict[int, Facts]] = {}
-    for rank, own in sorted(facts.items()):
-        mine = own.get("groups", {}).get(group)
-        if mine is not None and tuple(mine["ranks"]) == same:
-            for entry in mine["last"]:
+        own_of = {rank: own["groups"][group] for rank, own in sorted(facts.items()) if group in own.get("groups", {})}
+        # Only ranks of one and the same group of this name are compared
+        same = Counter(tuple(own["ranks"]) for own in own_of.values()).most_common(1)[0][0]
+        by_number: dict[int, dict[int, Facts]] = {}  # number -> rank -> its collective
+        for rank, own in own_of.items():
+            for entry in own["last"] if tuple(own["ranks"]) == same else ():
                 if entry["operation"] not in _MESSAGES:
-                    found.setdefault(entry["number"], {})[rank] = entry
-    return found
+                    by_number.setdefault(entry["number"], {})[rank] = entry
+        for number in sorted(by_number):
+            if len(_sort_by_kind(by_number[number])) > 1:
+                return _describe_kinds(number, by_number)
+    return None
 
 
 def _sort_by_kind(entries: dict[int, Facts]) -> dict[tuple, list[int]]:
@@ -139,7 +131,7 @@ def _sort(entry: Facts) -> tuple:
     return entry["operation"], shape, entry["module"], entry["backward"], entry["place"]
 
 
-def _describe_kinds(group: str, number: int, by_number: dict[int, dict[int, Facts]]) -> str:
+def _describe_kinds(number: int, by_number: dict[int, dict[int, Facts]]) -> str:
     entries = by_number[number]
     (usual, most), (other, few), *_ = _sort_by_kind(entries).items()
     for one, those, theirs in ((other, few, most), (usual, most, few)):  # the fewer ranks are blamed where both may be

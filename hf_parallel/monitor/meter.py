@@ -25,8 +25,7 @@ import torch
 import torch.distributed as dist
 
 from hf_parallel.ask.keys.tensor import TP_AXES
-from hf_parallel.monitor.clock import Clock, DeviceClock, HostClock, Mark
-from hf_parallel.monitor.waits import Waits
+from hf_parallel.monitor.waits import Clock, DeviceClock, HostClock, Mark, Waits
 
 #: Of the keys under which a Trainer logs what is measured.
 PREFIX = "perf/"

@@ -21,10 +21,9 @@ from torch.profiler import ProfilerActivity, profile, supported_activities
 
 from hf_parallel.axes.pipeline.timeline import IDLE, QUIET, render_picture_head, render_text_at, time_axis
 from hf_parallel.monitor import trace
-from hf_parallel.monitor.clock import ALL, HostClock
 from hf_parallel.monitor.meter import Interval, sum_lengths, unite_intervals
 from hf_parallel.monitor.trace import Part
-from hf_parallel.monitor.waits import Waits
+from hf_parallel.monitor.waits import ALL, HostClock, Waits
 from hf_parallel.ranks import messages
 from hf_parallel.ranks.groups import read_machine_id
 from hf_parallel.ranks.mesh import ParallelMesh, compute_coordinates
@@ -169,16 +168,14 @@ class Profile:
         part.name = f"rank {dist.get_rank()}" + (f" ({', '.join(on)})" if on else "")
         parts: list[trace.Part] | None = [part] * dist.get_world_size() if dist.get_rank() == 0 else None
         dist.gather_object(part, parts, group=self.mesh.host_group_of_training)
-        return [] if parts is None else self._write_files(folder, parts)
-
-    def _write_files(self, folder: str, parts: list[trace.Part]) -> list[str]:
-        base = os.path.join(folder, NAME.format(self.step))
-        config = self.mesh.config
-        on = ",".join(f"{axis}={size}" for axis, size in config.sizes.items() if size > 1)
+        if parts is None:
+            return []
+        base, spec = os.path.join(folder, NAME.format(self.step)), self.mesh.config.to_spec()
+        title = ",".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1)
         try:
             os.makedirs(folder, exist_ok=True)
-            trace.write_trace(f"{base}.json.gz", parts, {"spec": config.to_spec(), "step": self.step})
-            Path(f"{base}.svg").write_text(render_profile(parts, f"step {self.step} of {on}"), encoding="utf-8")
+            trace.write_trace(f"{base}.json.gz", parts, {"spec": spec, "step": self.step})
+            Path(f"{base}.svg").write_text(render_profile(parts, f"step {self.step} of {title}"), encoding="utf-8")
         except OSError as error:
             return [f"{base} is not written: {error}; training goes on"]
         lines = [f"step {self.step}: {base}.svg, and {base}.json.gz for ui.perfetto.dev"]

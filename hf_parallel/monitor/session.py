@@ -18,7 +18,6 @@ import torch.distributed as dist
 from hf_parallel.apply.parallelize import ParallelState
 from hf_parallel.ask.config import SpecError
 from hf_parallel.ask.spec import refuse
-from hf_parallel.monitor.clock import ALL
 from hf_parallel.monitor.meter import (
     Meter,
     RankRow,
@@ -28,6 +27,7 @@ from hf_parallel.monitor.meter import (
     make_own_row,
     round_to_significant,
 )
+from hf_parallel.monitor.waits import ALL
 from hf_parallel.planner.dryrun.recorder import name_groups
 from hf_parallel.ranks import messages
 from hf_parallel.ranks.mesh import compute_coordinates

@@ -17,8 +17,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from hf_parallel.monitor.clock import ALL
 from hf_parallel.monitor.meter import AXES, Interval, intersect_intervals, sum_lengths, unite_intervals, without
+from hf_parallel.monitor.waits import ALL
 
 #: Events of a merged trace, of all ranks together: about 20 MB, which viewers still open.
 MOST_EVENTS = 400_000

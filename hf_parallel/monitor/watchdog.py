@@ -156,8 +156,11 @@ class Watchdog:
         self.round += 1
         if verdict:
             self.told.set()
-        if verdict in ("end", "fail"):
-            self._end(failing=verdict == "fail")
+        # A main thread cannot be woken out of a collective; one with an error goes on to its end. Where a rank is
+        # leaving (fail), connections to it break: others may have an error soon
+        if verdict in ("end", "fail") and self.error is None and not (verdict == "fail" and self.closed.wait(ERROR_S)):
+            time.sleep(LOOK_S)  # a launcher ends all ranks once one has gone: who has an error prints it first
+            exit_process()
 
     def _gather_facts(self) -> Facts:
         try:
@@ -273,17 +276,6 @@ class Watchdog:
             self._say(f"the process that keeps the store (rank 0's, or the launcher) is gone; {states}")
             if self.settings.ends:
                 exit_process()
-
-    def _end(self, failing: bool) -> None:
-        """A main thread cannot be woken out of a collective; one with an error goes on to its end.
-
-        Args:
-            failing: a rank is leaving, so that connections to it break: others may have an error soon.
-        """
-        if self.error is not None or (failing and self.closed.wait(ERROR_S)):
-            return
-        time.sleep(LOOK_S)  # a launcher ends all ranks once one has gone: who has an error prints it first
-        exit_process()
 
     def _say(self, line: str) -> None:
         with contextlib.suppress(OSError, ValueError):

@@ -35,6 +35,15 @@ def test_slurm(started):
     assert started() == found
 
 
+def test_a_given_address_is_taken_without_slurms_commands(started, monkeypatch):
+    """Containers have no scontrol, and a list of hosts such as node[1-8] names none without it."""
+    asked = []
+    monkeypatch.setattr(launched.subprocess, "run", lambda command, **_: asked.append(command))
+    found = started(**SLURM, SLURM_STEP_NODELIST="node[1-8]", MASTER_ADDR="head")
+    assert found == (True, ("3", "8", "1", "head", "10007"))
+    assert asked == []
+
+
 @pytest.mark.parametrize(("local", "address"), [("2", "127.0.0.1"), ("1", "node1")])
 def test_mpi(started, local, address):
     given = {} if local == "2" else {"MASTER_ADDR": "node1"}

@@ -11,7 +11,6 @@ from torch._C._distributed_c10d import ProcessGroup, Work
 from hf_parallel.ask.config import ParallelConfig, SpecError
 from hf_parallel.monitor import expected, meter, session
 from hf_parallel.monitor import expected as calibrate
-from hf_parallel.monitor.clock import DeviceClock, HostClock
 from hf_parallel.monitor.meter import (
     COMPUTE,
     DATA,
@@ -25,6 +24,7 @@ from hf_parallel.monitor.meter import (
     round_to_significant,
 )
 from hf_parallel.monitor.session import Stragglers
+from hf_parallel.monitor.waits import DeviceClock, HostClock
 from hf_parallel.planner.groups import Group, MixedCluster
 from hf_parallel.planner.hardware import find_link, make_cluster
 from hf_parallel.planner.shape import shape_of

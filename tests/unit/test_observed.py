@@ -12,10 +12,9 @@ from torch._C._distributed_c10d import ProcessGroup, Work
 from hf_parallel.ask.session import of_process
 from hf_parallel.axes import activation_offload
 from hf_parallel.monitor import collective_record
-from hf_parallel.monitor.clock import HostClock
 from hf_parallel.monitor.collective_record import CollectiveRecord
 from hf_parallel.monitor.hang_report import format_hang
-from hf_parallel.monitor.waits import Waits
+from hf_parallel.monitor.waits import HostClock, Waits
 from hf_parallel.monitor.watchdog import Settings, Watchdog
 from hf_parallel.ranks import observed
 from hf_parallel.ranks.observed import Call, listen, unlisten
