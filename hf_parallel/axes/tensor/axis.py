@@ -5,11 +5,13 @@ from __future__ import annotations
 import functools
 import inspect
 import re
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers.pytorch_utils import Conv1D
 
 from hf_parallel.ask.spec import SpecError, refuse
@@ -30,7 +32,7 @@ from hf_parallel.axes.tensor.infer import (
 from hf_parallel.axes.tensor.region import READ_BESIDES, READERS, does_read_features
 from hf_parallel.axes.tensor.sequence_parallel import apply_sequence_parallel, find_sequence_obstacle, pad_sequences
 from hf_parallel.axes.tensor.tensor_parallel import FOR_LINEARS, SAME_AS_LINEAR, apply_tensor_parallel, retie
-from hf_parallel.axes.tensor.vocab_parallel import apply_vocab_parallel, gather_when_read
+from hf_parallel.axes.tensor.vocab_parallel import apply_vocab_parallel, make_logits_whole
 from hf_parallel.model.anatomy import (
     does_draw_random_numbers,
     find_text_part,
@@ -423,7 +425,10 @@ class Tensor(Axis["SplitFacts", TensorPart]):
 
     def finish(self, model: PreTrainedModel, part: TensorPart, building: Building) -> None:
         """Whole logits for whoever reads them; padding for lengths that tp does not divide."""
-        gather_when_read(model)
+        # FSDP2's own hook reads all of an output in every step: it must run first, or it has the logits gathered.
+        model.register_forward_hook(functools.partial(make_logits_whole, DTensor))
+        # FSDP2 fears in-place changes of outputs that are views; what a script reads here is a new tensor.
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
         if part.whole_sequences is None:
             assert building.sequence_flag is not None
             pad_sequences(model, building.mesh.size("tp"), building.sequence_flag, caches=building.pipeline is None)

@@ -408,8 +408,10 @@ class Region:
         compiling = torch.compiler.is_compiling()  # 8 bits in a graph are refused with tp
         if self.sequence_parallel and not compiling and self._in_eight_bits:
             tensor = eight_bit.without_padding(tensor, self.switch.padding, self.group)
-            recipe = eight_bit.find_recipe_of_all(self.owner) if self.lowers else None
-            if recipe is not None:
+            linears = [module for module in self.owner.modules() if isinstance(module, nn.Linear | Conv1D)]
+            recipes = [tensorwise(linear) for linear in linears] if self.lowers else []
+            # All of them multiply codes; others, such as adapters, read values.
+            if recipes and (recipe := recipes[0]) is not None and None not in recipes:
                 return eight_bit.gather_as_codes(tensor, recipe, self.group)
         return (gather_recompute.gather_for_linear if self.sequence_parallel else copy_to_group)(tensor, self.group)
 

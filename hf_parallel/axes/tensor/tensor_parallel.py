@@ -209,10 +209,6 @@ def _become_shared(
     region.owner.num_key_value_groups = region.heads[0] // region.group.size()
 
 
-def _split_heads_embedding(module: nn.Module, mesh: DeviceMesh, device: torch.device, region: Region) -> None:
-    put_mixin_on(module, HeadsEmbedding, region)
-
-
 def _split_heads(owner: nn.Module, mesh: DeviceMesh, device: torch.device, region: Region) -> None:
     if not isinstance(owner, LocalHeads):
         for name in OF_HEADS:
@@ -222,7 +218,7 @@ def _split_heads(owner: nn.Module, mesh: DeviceMesh, device: torch.device, regio
 
 #: Subclasses of Linear, and its kin, that compute what it does.
 SAME_AS_LINEAR = {"FalconLinear"}
-_STYLES: dict[str, Callable[..., None]] = {
+_STYLES: dict[str, Callable[..., object]] = {
     "colwise": _split_column,
     "rowwise": _split_row,
     "packed_halves": _split_packed_halves,
@@ -231,7 +227,7 @@ _STYLES: dict[str, Callable[..., None]] = {
     "colwise_shared_heads": _split_shared_heads,
     "shared_qkv": _split_shared_packed,
     "shared_groups": functools.partial(_split_shared_packed, by_groups=True),
-    "embedding_heads": _split_heads_embedding,
+    "embedding_heads": lambda module, mesh, device, region: put_mixin_on(module, HeadsEmbedding, region),
     "heads": _split_heads,
     "replicated_with_grad_allreduce": mark_partial_gradient,
 }
