@@ -16,7 +16,6 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_parallel.ask.spec import SpecError, refuse
 from hf_parallel.axes.axis import Axis, SequenceParallelFlag
-from hf_parallel.axes.tensor.experts import split_experts
 from hf_parallel.axes.tensor.grid import Grid
 from hf_parallel.axes.tensor.infer import (
     LINEARS,
@@ -31,7 +30,13 @@ from hf_parallel.axes.tensor.infer import (
 )
 from hf_parallel.axes.tensor.region import READ_BESIDES, READERS, does_read_features
 from hf_parallel.axes.tensor.sequence_parallel import apply_sequence_parallel, find_sequence_obstacle, pad_sequences
-from hf_parallel.axes.tensor.tensor_parallel import FOR_LINEARS, SAME_AS_LINEAR, apply_tensor_parallel, retie
+from hf_parallel.axes.tensor.tensor_parallel import (
+    FOR_LINEARS,
+    SAME_AS_LINEAR,
+    apply_tensor_parallel,
+    retie,
+    split_experts,
+)
 from hf_parallel.axes.tensor.vocab_parallel import apply_vocab_parallel, make_logits_whole
 from hf_parallel.model.anatomy import (
     does_draw_random_numbers,
@@ -46,6 +51,7 @@ from hf_parallel.model.calls import get_tokens_of
 from hf_parallel.model.experts import ExpertFacts, is_experts, iterate_experts, read_expert_facts
 from hf_parallel.model.families import UNSPLITTABLE
 from hf_parallel.ranks import join_sequence
+from hf_parallel.ranks.mesh import list_axis_ranks
 
 if TYPE_CHECKING:
     import torch
@@ -413,8 +419,13 @@ class Tensor(Axis["SplitFacts", TensorPart]):
         building.sequence_flag = flag = SequenceParallelFlag(part.whole_sequences is None)
         grid = None
         if part.grid is not None:
+            of_matrices, sharing = building.mesh.grid, None
             ranks = building.mesh.size("tp") // (part.facts.heads or (1, 1))[1]  # of a key/value head
-            grid = Grid(building.mesh.grid, building.mesh.tp_blocks(ranks) if ranks > 1 else None)
+            if ranks > 1:  # consecutive ones
+                groups = list_axis_ranks(building.mesh.config, "tp")
+                blocks = [own[at : at + ranks] for own in groups for at in range(0, len(own), ranks)]
+                sharing = building.mesh.groups.along(blocks, urgent=True)
+            grid = Grid(of_matrices, sharing)
         apply_tensor_parallel(model, mesh, part.words, device, flag, part.overlap, grid)
         split_experts(model, part.words, mesh, device, flag)
         apply_vocab_parallel(model, mesh, part.words, device, part.sums_over_tokens, part.overlap)
