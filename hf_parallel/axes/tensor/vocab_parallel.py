@@ -42,7 +42,6 @@ if TYPE_CHECKING:
 # small all-reduces make them those of the whole vocabulary. The backward multiplies again. As memory goes this is the
 # cross-entropy of `vocab_parallel.py` without the logits (chunked over tokens as by Wijmans et al., 2024).
 
-
 CHUNK = 1024  # tokens whose logits over this rank's rows exist at a time
 
 
