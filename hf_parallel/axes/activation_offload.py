@@ -87,11 +87,6 @@ class Host:
         for copy in kept.copies:
             copy.let_go()
 
-    def show(self, row: torch.Tensor) -> None:
-        """Show a new copy to whoever counts memory."""
-        if self.on_copy is not None:
-            self.on_copy(row)
-
     def __deepcopy__(self, memo: object) -> Host:
         return Host(self.device)
 
@@ -198,16 +193,14 @@ class Copy:
         self.arrived: torch.Event | None = None
         self.leaving: torch.Tensor | None = None  # kept until the copy is done
         self.version, self.is_torn = tensor._version, False
-        if stream is None:
-            self.row = row.clone()
-            host.show(self.row)
-            return
-        self.row = torch.empty(row.shape, dtype=row.dtype, pin_memory=True)
-        host.show(self.row)
-        stream.wait_stream(torch.accelerator.current_stream())
-        with stream:
-            self.row.copy_(row, non_blocking=True)
-        self.leaving = row
+        self.row = row.clone() if stream is None else torch.empty(row.shape, dtype=row.dtype, pin_memory=True)
+        if host.on_copy is not None:
+            host.on_copy(self.row)
+        if stream is not None:
+            stream.wait_stream(torch.accelerator.current_stream())
+            with stream:
+                self.row.copy_(row, non_blocking=True)
+            self.leaving = row
 
     @property
     def is_whole(self) -> bool:

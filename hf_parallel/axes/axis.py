@@ -136,10 +136,12 @@ class Axis(Generic[Facts, Part]):
 
     name: ClassVar[str]
     inside: ClassVar[bool] = False  # does it cut a model inside, so that it must be one of transformers?
+    key: ClassVar[str | None] = None  # of the config, where it is not the number of the axis' ranks
+    off: ClassVar[object] = 1  # the value of the key with which the axis does nothing
 
     def is_on(self, config: ParallelConfig) -> bool:
         """Does this config make the axis do anything?"""
-        return getattr(config, f"{self.name}_size", 1) != 1
+        return getattr(config, self.key or f"{self.name}_size", self.off) != self.off
 
     def read(self, model: PreTrainedModel, config: ParallelConfig) -> Facts | None:
         """Read from a model, without changing it, what the axis needs to know."""

@@ -21,7 +21,6 @@ from hf_parallel.model.calls import CACHES
 if TYPE_CHECKING:
     from torch import nn
 
-    from hf_parallel.ask.config import ParallelConfig
     from hf_parallel.axes.axis import Building
 
 BACKEND = "inductor"
@@ -39,10 +38,8 @@ _HOOKS = (
 class Compile(Axis[None, None]):
     """Compiles layers once every other axis has been applied."""
 
-    name = "compile"
-
-    def is_on(self, config: ParallelConfig) -> bool:
-        return config.compile != "none"
+    name = key = "compile"
+    off = "none"
 
     def finish(self, model: nn.Module, part: None, building: Building) -> None:
         """Compile the layers of this rank."""

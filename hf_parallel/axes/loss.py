@@ -28,10 +28,7 @@ class LossPart:
 class Loss(Axis[str, LossPart]):
     """Changes nothing that a script sees."""
 
-    name = "loss"
-
-    def is_on(self, config: ParallelConfig) -> bool:
-        return config.lean_loss != "false"
+    name, key, off = "loss", "lean_loss", "false"
 
     def read(self, model: PreTrainedModel, config: ParallelConfig) -> str | None:
         """Why its head and its loss cannot be one; None if they can."""

@@ -22,10 +22,8 @@ if TYPE_CHECKING:
 class Offload(Axis[None, list[str]]):
     """An optimizer that steps on the host; parameters on the host are the data axes' doing."""
 
-    name = "offload"
-
-    def is_on(self, config: ParallelConfig) -> bool:
-        return config.offload != "none"
+    name = key = "offload"
+    off = "none"
 
     def resolve(self, config: ParallelConfig, anatomy: Anatomy, facts: None) -> list[str]:
         """Parameters on the host are gathered from there, by FSDP2; files need a folder."""

@@ -65,10 +65,8 @@ class PrecisionPart:
 class Precision(Axis[PrecisionFacts, PrecisionPart]):
     """torchao's float8 and int8 training, for linears that other axes split, gather and wrap."""
 
-    name = "precision"
-
-    def is_on(self, config: ParallelConfig) -> bool:
-        return config.precision != "auto"
+    name = key = "precision"
+    off = "auto"
 
     def read(self, model: PreTrainedModel, config: ParallelConfig) -> PrecisionFacts:
         """The linears of its layers, and the machine."""

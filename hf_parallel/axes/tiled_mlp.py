@@ -45,10 +45,8 @@ class TiledFacts:
 class TiledMlp(Axis[TiledFacts, TiledFacts]):
     """Calls MLPs piece by piece."""
 
-    name = "tiled_mlp"
-
-    def is_on(self, config: ParallelConfig) -> bool:
-        return config.tiled_mlp
+    name = key = "tiled_mlp"
+    off = False
 
     def read(self, model: PreTrainedModel, config: ParallelConfig) -> TiledFacts:
         """Find the children of layers that act on each token by itself."""

@@ -241,8 +241,7 @@ def leave_grid(tensor: torch.Tensor, over_rows: dist.ProcessGroup, over_columns:
 
     Reduce-scatter of tokens and all-to-all forward, all-to-all and all-gather backward.
     """
-
-    def left() -> torch.Tensor:
-        return _send_to_tokens(start_reduce_scatter(cut_sequence(tensor, over_rows), over_rows).wait(), over_columns)
-
-    return keep_or_compute(left, COLLECTIVE)
+    parts = cut_sequence(tensor, over_rows)
+    return keep_or_compute(
+        lambda: _send_to_tokens(start_reduce_scatter(parts, over_rows).wait(), over_columns), COLLECTIVE
+    )

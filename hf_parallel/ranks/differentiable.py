@@ -188,12 +188,7 @@ def copy_to_group(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tenso
     return tensor.view_as(tensor)
 
 
-def _reduce_in_fp32(gradient: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
-    return all_reduce(wide, group).to(gradient.dtype)
-
-
-@with_gradient(_reduce_in_fp32)
+@with_gradient(lambda g, group: all_reduce(g.to(torch.promote_types(g.dtype, torch.float32)), group).to(g.dtype))
 def copy_weight_to_group(weight: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Enter such a region with a weight that all ranks hold and use for a part of the work.
 

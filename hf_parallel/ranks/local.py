@@ -178,11 +178,6 @@ class WholeWhenRead:
         return [self[key] for key in self.keys()]
 
 
-@functools.cache
-def _make_class(cls: type) -> type:
-    return type(cls.__name__, (WholeWhenRead, cls), {"__module__": cls.__module__})
-
-
 def whole_when_read(output: ModelOutput | dict[str, Any], key: str, function: Whole) -> None:
     """Let whoever reads `output[key]` get what `function` makes of it; of several, in the order given.
 
@@ -192,5 +187,5 @@ def whole_when_read(output: ModelOutput | dict[str, Any], key: str, function: Wh
         output[key] = function(output[key])
         return
     if not isinstance(output, WholeWhenRead):
-        output.__class__ = _make_class(output.__class__)
+        output.__class__ = make_class_in_front(WholeWhenRead, output.__class__)
     vars(output).setdefault("_parts", {}).setdefault(key, []).append(function)

@@ -190,13 +190,6 @@ class ParallelMesh:
         options: Any = make_urgent_options(self.device)
         return self["tp"]._unflatten(0, sizes, TP_AXES, dict.fromkeys(TP_AXES, options) if options else None)
 
-    def tp_blocks(self, size: int) -> dist.ProcessGroup:
-        """Return this rank's group of so many consecutive ranks of tp. Collective over all ranks at first."""
-        blocks = [
-            ranks[i : i + size] for ranks in list_axis_ranks(self.config, "tp") for i in range(0, len(ranks), size)
-        ]
-        return self.groups.along(blocks, urgent=True)
-
     def __getitem__(self, axes: str | tuple[str, ...]) -> DeviceMesh:
         return self._view(axes)[axes]
 

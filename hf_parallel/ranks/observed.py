@@ -126,7 +126,19 @@ def listen(listener: Listener) -> None:
                 now.originals[name] = vars(dist.ProcessGroup)[name]  # itself: getattr would give an unbound function
                 setattr(dist.ProcessGroup, name, _observe_method(name, getattr(dist.ProcessGroup, name)))
         now.originals[_WAIT] = vars(dist.Work)[_WAIT]
-        dist.Work.wait = _observe_wait(dist.Work.wait)  # type: ignore[method-assign]
+        wait_of_torch = dist.Work.wait
+
+        @functools.wraps(wait_of_torch)
+        def wait(work: dist.Work, *args: Any, **kwargs: Any) -> Any:
+            listeners = of_process(Listening).listeners
+            for listener in listeners:
+                listener.waiting(work)
+            result = wait_of_torch(work, *args, **kwargs)
+            for listener in listeners:
+                listener.waited(work)
+            return result
+
+        dist.Work.wait = wait  # type: ignore[method-assign,assignment]
 
 
 def unlisten(listener: Listener) -> None:
@@ -151,20 +163,6 @@ def _observe_method(name: str, original: Callable) -> Callable:
         return work
 
     return method
-
-
-def _observe_wait(original: Callable) -> Callable:
-    @functools.wraps(original)
-    def wait(work: dist.Work, *args: object, **kwargs: object) -> object:
-        listeners = of_process(Listening).listeners
-        for listener in listeners:
-            listener.waiting(work)
-        result = original(work, *args, **kwargs)
-        for listener in listeners:
-            listener.waited(work)
-        return result
-
-    return wait
 
 
 # ---- Results that a checkpoint keeps of its first run, so that its second one need not compute or send them again

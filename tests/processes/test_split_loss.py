@@ -36,7 +36,7 @@ def split(dtype: torch.dtype) -> tuple[Any, ...]:
     with Recorder({}) as recorder:
         known = {recorder.note(part): "logits"}
         recorder.remember()
-        loss = module.compute_cross_entropy(part, target, first, dist.group.WORLD, -100)
+        loss = module.SplitCrossEntropy.apply(part, target, first, dist.group.WORLD, -100)
         (loss / 7).backward()
         recorder.remember()
     return loss.detach(), part.grad, max(peak[REST] for peak in recorder.peaks(known)) / part.numel()

@@ -25,7 +25,6 @@ from hf_parallel.axes.adapters.lora import CutAdapter, WholeAdapter, cut
 from hf_parallel.axes.adapters.lora_grid import is_on_grid
 from hf_parallel.axes.data.zero import gather_unit
 from hf_parallel.axes.experts.layers import SharedOut
-from hf_parallel.axes.tensor.experts import SplitExperts
 from hf_parallel.axes.tensor.layers import (
     ColumnParallel,
     HeadsEmbedding,
@@ -35,6 +34,7 @@ from hf_parallel.axes.tensor.layers import (
     TensorParallelLayer,
     put_mixin_on,
 )
+from hf_parallel.axes.tensor.tensor_parallel import SplitExperts
 from hf_parallel.axes.tensor.vocab_parallel import VocabParallel
 from hf_parallel.model.anatomy import StoredOrder
 from hf_parallel.ranks import copy_weight_to_group

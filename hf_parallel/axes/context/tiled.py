@@ -37,7 +37,10 @@ class Tiles:
         causal, mask, scale = part.kind == "causal", _make_band_mask(part, q), scores.scale
         if scores.cap is not None:
             k, v = repeat_per_query_head(k, q), repeat_per_query_head(v, q)
-            return _run_capped_forward(q, k, v, mask, scale, scores.cap)
+            _, capped = _compute_capped_scores(q, k, scale, scores.cap)
+            capped = capped if mask is None else capped.add_(mask)
+            lse = capped.logsumexp(-1)
+            return (capped - lse[..., None]).exp_().to(v.dtype) @ v, lse
         if q.device.type == "cpu":
             return _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
         k, v = repeat_per_query_head(k, q), repeat_per_query_head(v, q)
@@ -97,17 +100,6 @@ def _make_band_mask(tile: Tile, q: torch.Tensor) -> torch.Tensor | None:
 # ---- A square whose scores have a soft cap, c tanh(s / c) as in Gemma 2, which no fused kernel here has -------------
 # Plain products with a matrix of the square's scores, of at most 1,024 by 1,024 tokens. torch's `flex_attention` has
 # such scores on a GPU, compiled; on a CPU it has no backward.
-
-
-def _run_capped_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float | None, cap: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """[b, h, n, d] queries, [b, h, m, d] keys and values -> output [b, h, n, d], log-sum-exp [b, h, n] in fp32."""
-    scores = _compute_capped_scores(q, k, scale, cap)[1]
-    if mask is not None:
-        scores += mask
-    lse = scores.logsumexp(-1)
-    return (scores - lse[..., None]).exp_().to(v.dtype) @ v, lse
 
 
 def _run_capped_backward(

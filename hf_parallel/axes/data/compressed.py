@@ -310,8 +310,20 @@ class Scales:
         for held in (held for group in iterate_parameter_groups(root) for held in group.fsdp_params):
             info = held._module_info
             recipe = tensorwise(info.module) if info.param_name == "weight" else None
-            if recipe is not None:
-                self.weights.append(_find_coded_weight(held, recipe, self))
+            if recipe is None:
+                continue
+            part: Any = held._sharded_local_tensor
+            known = getattr(part, "fsdp_pre_all_gather", None)
+            if known is not None and known.__self__.held is held:
+                self.weights.append(known.__self__)
+                continue
+            coded = CodedWeight(held, recipe, self)  # for which torch makes room
+            part.fsdp_pre_all_gather, part.fsdp_post_all_gather = coded.pre, coded.post
+            held._init_extensions()
+            held.all_gather_outputs = []
+            if hasattr(held, "_unsharded_param"):
+                del held._unsharded_param
+            self.weights.append(coded)
 
     def forget(self) -> None:
         """The weights may change."""
@@ -363,18 +375,3 @@ class CodedWeight:
             getattr(out, "_local_tensor", out)._scale = scale
             return None
         return self.recipe.of_codes(codes, scale, W, dtype), (codes,)
-
-
-def _find_coded_weight(held: Any, recipe: Float8, scales: Scales) -> CodedWeight:
-    """Return the record that the parameter has, or a new one, for which torch makes room."""
-    part = held._sharded_local_tensor
-    known = getattr(part, "fsdp_pre_all_gather", None)
-    if known is not None and known.__self__.held is held:
-        return known.__self__
-    coded = CodedWeight(held, recipe, scales)
-    part.fsdp_pre_all_gather, part.fsdp_post_all_gather = coded.pre, coded.post
-    held._init_extensions()
-    held.all_gather_outputs = []
-    if hasattr(held, "_unsharded_param"):
-        del held._unsharded_param
-    return coded

@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 #: Bytes of parameters that are stepped together: what the host needs beside the states themselves.
 CHUNK = 64 * 2**20
 _HELD = "_hf_parallel_host_step"
+# Each registers a hook once, however often it is asked for.
+_call_before_steps = functools.cache(register_optimizer_step_pre_hook)
+_call_after_steps = functools.cache(register_optimizer_step_post_hook)
 _models: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()  # -> its `offload`
 
 
@@ -42,13 +45,8 @@ def step_on_host(model: nn.Module, offload: str) -> None:
     """From here on the optimizers that have parameters of `model` step on the host."""
     _models[model] = offload
     step_on_local_parts()  # first: what is stepped here are the parts that a rank stores
-    _hook_host_steps()
-
-
-@functools.cache
-def _hook_host_steps() -> None:
-    register_optimizer_step_pre_hook(_begin_host_step)
-    register_optimizer_step_post_hook(_end_host_step)
+    _call_before_steps(_begin_host_step)
+    _call_after_steps(_end_host_step)
 
 
 def check_host_optimizer(optimizer: Optimizer) -> None:

@@ -5,16 +5,17 @@ from __future__ import annotations
 import functools
 import inspect
 import re
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers.pytorch_utils import Conv1D
 
 from hf_parallel.ask.spec import SpecError, refuse
 from hf_parallel.axes.axis import Axis, SequenceParallelFlag
-from hf_parallel.axes.tensor.experts import split_experts
 from hf_parallel.axes.tensor.grid import Grid
 from hf_parallel.axes.tensor.infer import (
     LINEARS,
@@ -29,8 +30,14 @@ from hf_parallel.axes.tensor.infer import (
 )
 from hf_parallel.axes.tensor.region import READ_BESIDES, READERS, does_read_features
 from hf_parallel.axes.tensor.sequence_parallel import apply_sequence_parallel, find_sequence_obstacle, pad_sequences
-from hf_parallel.axes.tensor.tensor_parallel import FOR_LINEARS, SAME_AS_LINEAR, apply_tensor_parallel, retie
-from hf_parallel.axes.tensor.vocab_parallel import apply_vocab_parallel, gather_when_read
+from hf_parallel.axes.tensor.tensor_parallel import (
+    FOR_LINEARS,
+    SAME_AS_LINEAR,
+    apply_tensor_parallel,
+    retie,
+    split_experts,
+)
+from hf_parallel.axes.tensor.vocab_parallel import apply_vocab_parallel, make_logits_whole
 from hf_parallel.model.anatomy import (
     does_draw_random_numbers,
     find_text_part,
@@ -44,6 +51,7 @@ from hf_parallel.model.calls import get_tokens_of
 from hf_parallel.model.experts import ExpertFacts, is_experts, iterate_experts, read_expert_facts
 from hf_parallel.model.families import UNSPLITTABLE
 from hf_parallel.ranks import join_sequence
+from hf_parallel.ranks.mesh import list_axis_ranks
 
 if TYPE_CHECKING:
     import torch
@@ -411,8 +419,13 @@ class Tensor(Axis["SplitFacts", TensorPart]):
         building.sequence_flag = flag = SequenceParallelFlag(part.whole_sequences is None)
         grid = None
         if part.grid is not None:
+            of_matrices, sharing = building.mesh.grid, None
             ranks = building.mesh.size("tp") // (part.facts.heads or (1, 1))[1]  # of a key/value head
-            grid = Grid(building.mesh.grid, building.mesh.tp_blocks(ranks) if ranks > 1 else None)
+            if ranks > 1:  # consecutive ones
+                groups = list_axis_ranks(building.mesh.config, "tp")
+                blocks = [own[at : at + ranks] for own in groups for at in range(0, len(own), ranks)]
+                sharing = building.mesh.groups.along(blocks, urgent=True)
+            grid = Grid(of_matrices, sharing)
         apply_tensor_parallel(model, mesh, part.words, device, flag, part.overlap, grid)
         split_experts(model, part.words, mesh, device, flag)
         apply_vocab_parallel(model, mesh, part.words, device, part.sums_over_tokens, part.overlap)
@@ -423,7 +436,10 @@ class Tensor(Axis["SplitFacts", TensorPart]):
 
     def finish(self, model: PreTrainedModel, part: TensorPart, building: Building) -> None:
         """Whole logits for whoever reads them; padding for lengths that tp does not divide."""
-        gather_when_read(model)
+        # FSDP2's own hook reads all of an output in every step: it must run first, or it has the logits gathered.
+        model.register_forward_hook(functools.partial(make_logits_whole, DTensor))
+        # FSDP2 fears in-place changes of outputs that are views; what a script reads here is a new tensor.
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
         if part.whole_sequences is None:
             assert building.sequence_flag is not None
             pad_sequences(model, building.mesh.size("tp"), building.sequence_flag, caches=building.pipeline is None)

@@ -18,12 +18,10 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.autograd.function import once_differentiable
-from transformers.pytorch_utils import Conv1D
 
 from hf_parallel.axes import eight_bit
-from hf_parallel.axes.eight_bit import Float8, G, Recipe, Split, X, tensorwise
+from hf_parallel.axes.eight_bit import Float8, G, Recipe, Split, X
 from hf_parallel.axes.tensor import gather_recompute
 from hf_parallel.ranks import all_reduce, cut_sequence, start_all_gather, start_reduce_scatter
 from hf_parallel.ranks.local import cast_as_autocast, switch_autocast_off
@@ -62,12 +60,6 @@ def without_padding(x: torch.Tensor, padding: tuple[int, int], cut: dist.Process
 
 
 # ---- columns: the entry of a region -------------------------------------------------------------------------------
-
-
-def find_recipe_of_all(owner: nn.Module) -> Float8 | None:
-    """The recipe by which all linears of a region multiply codes, or None: others, such as adapters, read values."""
-    found = [tensorwise(module) for module in owner.modules() if isinstance(module, nn.Linear | Conv1D)]
-    return found[0] if found and None not in found else None
 
 
 def gather_as_codes(part: torch.Tensor, recipe: Float8, group: dist.ProcessGroup) -> torch.Tensor:

@@ -123,10 +123,8 @@ class JoinedHeads(TensorParallelLayer):
     Consecutive ranks share a key/value head, as in `SharedHeads`; here each has a part of the weight, and of the head.
     """
 
+    enters = True
     rows: torch.Tensor  # of the whole layer's outputs
-
-    def enter(self, input: torch.Tensor) -> torch.Tensor:
-        return self.region.enter(input)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         region = self.region

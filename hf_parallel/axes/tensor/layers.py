@@ -30,12 +30,13 @@ class TensorParallelLayer(nn.Module):
     region: Region
     weight: torch.Tensor
     bias: torch.Tensor | None
+    enters = False  # does it enter the region with what it multiplies?
     adapted = False  # then a wrapper around this layer enters and leaves in its place: `lora.py`
     only_added = False  # such a wrapper does no more with the layer's product than add to it, before it leaves
 
     def enter(self, input: torch.Tensor) -> torch.Tensor:
         """Return the tensor that the layer multiplies; entering twice is as once."""
-        return input
+        return self.region.enter(input) if self.enters else input
 
     def leave(self, output: torch.Tensor) -> torch.Tensor:
         """The layer's result, from what this rank has computed."""
@@ -45,8 +46,7 @@ class TensorParallelLayer(nn.Module):
 class ColumnParallel(TensorParallelLayer):
     """Linear x […, in] -> […, out / tp]."""
 
-    def enter(self, input: torch.Tensor) -> torch.Tensor:
-        return self.region.enter(input)
+    enters = True
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return self.region.column(self, input, get_local(self.bias))
@@ -83,10 +83,8 @@ class SharedHeads(TensorParallelLayer):
     Consecutive ranks share a key/value head, as their query heads do. Each rank keeps the weight whole.
     """
 
+    enters = True
     rows: torch.Tensor
-
-    def enter(self, input: torch.Tensor) -> torch.Tensor:
-        return self.region.enter(input)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         group, rows = self.region.group, get_rows_on(self, input.device)

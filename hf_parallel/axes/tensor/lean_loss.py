@@ -234,16 +234,14 @@ class _HeadForward:
         return functools.partial(type(head).forward, head) if isinstance(head, nn.Module) else None
 
 
+_call_after_steps = functools.cache(register_optimizer_step_post_hook)  # a hook once, however often it is asked for
+
+
 @dataclass
 class _Steps:
     """The number of steps of all optimizers, once one model is lean."""
 
     taken: int = 0
-
-
-@functools.cache
-def _count_steps() -> None:
-    register_optimizer_step_post_hook(_count_lean_step)
 
 
 def _count_lean_step(*_: object) -> None:
@@ -252,7 +250,7 @@ def _count_lean_step(*_: object) -> None:
 
 def attach(model: PreTrainedModel, any_number: bool, in_loops: bool) -> None:
     """Stand behind the forward of the head, before it is cut; in loops also behind that of the model."""
-    _count_steps()
+    _call_after_steps(_count_lean_step)
     head, wanted = model.get_output_embeddings(), _Wanted(any_number)
     head.forward = _HeadForward(wanted, model, head)
     if not in_loops:

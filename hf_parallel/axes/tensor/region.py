@@ -48,7 +48,6 @@ if TYPE_CHECKING:
 # it has half the bytes and the forward pass the same numbers. Whether that is so is seen by running the region's
 # owner on the meta device; where it is not certain, the input travels as it is.
 
-
 _TOKENS, _WIDTH = 4, 8  # of the row that is run; its width does not matter to products
 #: What may be asked of an input without reading a value of it or its dtype.
 _SHAPE = {torch.Tensor.size, torch.Tensor.dim}
@@ -190,7 +189,6 @@ def _make_empty_tensor(*shape: int) -> torch.Tensor:
 
 
 # ---- An attention on some of its heads: what it counts, and what it is given per head, becomes this rank's part
-
 
 _COUNTS_IN_CONFIG = ("num_attention_heads", "num_key_value_heads", "num_heads", "num_kv_heads", "n_head", "n_heads")
 #: Widths of all heads: `output.reshape(batch, length, self.inner_dim)`, `qkv.split((self.split_size, …))`.
@@ -408,8 +406,10 @@ class Region:
         compiling = torch.compiler.is_compiling()  # 8 bits in a graph are refused with tp
         if self.sequence_parallel and not compiling and self._in_eight_bits:
             tensor = eight_bit.without_padding(tensor, self.switch.padding, self.group)
-            recipe = eight_bit.find_recipe_of_all(self.owner) if self.lowers else None
-            if recipe is not None:
+            linears = [module for module in self.owner.modules() if isinstance(module, nn.Linear | Conv1D)]
+            recipes = [tensorwise(linear) for linear in linears] if self.lowers else []
+            # All of them multiply codes; others, such as adapters, read values.
+            if recipes and (recipe := recipes[0]) is not None and None not in recipes:
                 return eight_bit.gather_as_codes(tensor, recipe, self.group)
         return (gather_recompute.gather_for_linear if self.sequence_parallel else copy_to_group)(tensor, self.group)
 

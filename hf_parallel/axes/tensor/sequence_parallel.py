@@ -22,7 +22,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hf_parallel.axes.axis import SequenceParallelFlag
 from hf_parallel.axes.tensor.dropout import OwnRandomNumbers
-from hf_parallel.axes.tensor.experts import gather_router_logits
 from hf_parallel.axes.tensor.infer import iterate_named_layers
 from hf_parallel.axes.tensor.layers import find_unsplit_modules, mark_partial_gradient
 from hf_parallel.axes.tensor.region import READERS, Region
@@ -100,6 +99,21 @@ def apply_sequence_parallel(
         if any(True for layer in stack.layers for _ in iterate_experts(layer)):
             gather_router_logits(find_reader_of_stack(find_text_part(model), stack), group, switch)
         (stack.norm or stack.layers[-1]).register_forward_hook(functools.partial(_join_output, group, switch))
+
+
+def gather_router_logits(reader: nn.Module, group: dist.ProcessGroup, switch: SequenceParallelFlag) -> None:
+    """Let a backbone return the router logits [rows * length, experts] of all tokens, not of this rank's."""
+
+    def gathered(module: nn.Module, args: tuple, output: ModelOutput) -> ModelOutput:
+        logits = getattr(output, "router_logits", None)
+        if not switch.on or not logits or output[0].dim() != 3:
+            return output
+        rows, length = output[0].shape[:2]
+        whole = (join_sequence(layer.unflatten(0, (rows, -1)), group)[:, :length].flatten(0, 1) for layer in logits)
+        output["router_logits"] = tuple(whole)
+        return output
+
+    reader.register_forward_hook(gathered)
 
 
 def _split_input(

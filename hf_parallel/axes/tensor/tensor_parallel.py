@@ -39,12 +39,22 @@ from hf_parallel.axes.tensor.layers import (
     RowParallel,
     SharedHeads,
     SplitNorm,
+    TensorParallelLayer,
     find_unsplit_modules,
     mark_partial_gradient,
     put_mixin_on,
 )
 from hf_parallel.axes.tensor.region import READERS, Region, use_local_heads
 from hf_parallel.model.anatomy import is_norm, make_packed_order, read_attention_heads
+from hf_parallel.model.experts import ExpertFacts, read_expert_facts
+from hf_parallel.ranks import (
+    copy_to_group,
+    copy_weight_to_group,
+    gather_sequence,
+    reduce_from_group,
+    reduce_scatter_sequence,
+)
+from hf_parallel.ranks.local import get_local, hold_other_tensors, with_added
 
 
 def apply_tensor_parallel(
@@ -209,10 +219,6 @@ def _become_shared(
     region.owner.num_key_value_groups = region.heads[0] // region.group.size()
 
 
-def _split_heads_embedding(module: nn.Module, mesh: DeviceMesh, device: torch.device, region: Region) -> None:
-    put_mixin_on(module, HeadsEmbedding, region)
-
-
 def _split_heads(owner: nn.Module, mesh: DeviceMesh, device: torch.device, region: Region) -> None:
     if not isinstance(owner, LocalHeads):
         for name in OF_HEADS:
@@ -222,7 +228,7 @@ def _split_heads(owner: nn.Module, mesh: DeviceMesh, device: torch.device, regio
 
 #: Subclasses of Linear, and its kin, that compute what it does.
 SAME_AS_LINEAR = {"FalconLinear"}
-_STYLES: dict[str, Callable[..., None]] = {
+_STYLES: dict[str, Callable[..., object]] = {
     "colwise": _split_column,
     "rowwise": _split_row,
     "packed_halves": _split_packed_halves,
@@ -231,9 +237,68 @@ _STYLES: dict[str, Callable[..., None]] = {
     "colwise_shared_heads": _split_shared_heads,
     "shared_qkv": _split_shared_packed,
     "shared_groups": functools.partial(_split_shared_packed, by_groups=True),
-    "embedding_heads": _split_heads_embedding,
+    "embedding_heads": lambda module, mesh, device, region: put_mixin_on(module, HeadsEmbedding, region),
     "heads": _split_heads,
     "replicated_with_grad_allreduce": mark_partial_gradient,
 }
 #: Styles of linears alone.
 FOR_LINEARS = set(_STYLES) - {"embedding_heads", "heads", "replicated_with_grad_allreduce"}
+
+
+# ---- Experts that are split inside: each rank has a part of the width of every one, and sees every token
+#     style     weight placement                                forward of a layer's experts, x and its routing entered
+#     experts   Shard along the width, [gate | up] as packed    y = leave(Σ over a token's experts of w_e f_local(x))
+#
+# Routers stay whole: without sequence parallelism each rank routes all tokens, with it its own, and what they chose is
+# gathered with the tokens.
+
+
+class SplitExperts(TensorParallelLayer):
+    """Mixin of a module that holds experts: tokens and their routing enter, the sum of what ranks compute leaves."""
+
+    expert_facts: ExpertFacts
+
+    def forward(self, hidden_states: torch.Tensor, *routing: torch.Tensor) -> torch.Tensor:
+        group = self.region.group
+        cut = self.region.sequence_parallel
+        enter, leave = (gather_sequence, reduce_scatter_sequence) if cut else (copy_to_group, reduce_from_group)
+        entered = self._run_by_expert(enter(self._run_by_token(hidden_states), group))
+        own: dict[str, torch.Tensor] = {}
+        weights: dict[str, Any] = self._parameters
+        for name, dim in self.expert_facts.widths.items():
+            if dim is not None:  # this rank's part
+                own[name] = get_local(weights[name])
+            else:  # what runs along no width is added once, by the first rank
+                own[name] = copy_weight_to_group(weights[name], group) * float(group.rank() == 0)
+        with hold_other_tensors(self, {name: with_added(self, name, weight) for name, weight in own.items()}):
+            output = super().forward(entered, *(enter(tensor, group) for tensor in routing))
+        return self._run_by_expert(leave(self._run_by_token(output), group))
+
+    def _run_by_token(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return one row for each token, as it travels. Dense experts have their tokens one expert after another."""
+        if not self.expert_facts.dense:
+            return rows
+        return rows.unflatten(0, (self.expert_facts.count, -1)).transpose(0, 1).flatten(1)
+
+    def _run_by_expert(self, tokens: torch.Tensor) -> torch.Tensor:
+        if not self.expert_facts.dense:
+            return tokens
+        return tokens.unflatten(1, (self.expert_facts.count, -1)).transpose(0, 1).flatten(0, 1)
+
+
+def split_experts(
+    model: nn.Module,
+    styles: dict[str, str],
+    mesh: DeviceMesh,
+    device: torch.device,
+    switch: SequenceParallelFlag,
+) -> None:
+    """Split the experts that `styles` names over the one-axis `mesh`, in place; as `tensor_parallel` does linears."""
+    for name in (name for name, style in styles.items() if style == "experts"):
+        module = model.get_submodule(name)
+        facts = read_expert_facts(module)
+        for key, dim in facts.widths.items():
+            if dim is not None:
+                segments = [facts.width, facts.width] if key in facts.packed else None
+                shard_parameter(module, key, mesh, dim, device, segments)
+        put_mixin_on(module, SplitExperts, Region(module, mesh.get_group(), switch)).expert_facts = facts

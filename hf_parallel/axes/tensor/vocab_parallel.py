@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import operator
-import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -42,7 +41,6 @@ if TYPE_CHECKING:
 # Each rank multiplies by its rows of the head, a chunk of tokens at a time, and keeps a few numbers per token; two
 # small all-reduces make them those of the whole vocabulary. The backward multiplies again. As memory goes this is the
 # cross-entropy of `vocab_parallel.py` without the logits (chunked over tokens as by Wijmans et al., 2024).
-
 
 CHUNK = 1024  # tokens whose logits over this rank's rows exist at a time
 
@@ -224,14 +222,9 @@ def _summarise_logits(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torc
 # makes the gradient, in their dtype. What is computed in fp32 exists for a chunk only.
 
 
-def compute_cross_entropy(
-    logits: torch.Tensor, target: torch.Tensor, first: int, group: dist.ProcessGroup, ignore_index: int
-) -> torch.Tensor:
+class SplitCrossEntropy(torch.autograd.Function):
     """Sum of -log softmax(logits)[target] over the targets; the logits […, columns] are those from `first` on."""
-    return _CrossEntropy.apply(logits, target, first, group, ignore_index)
 
-
-class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Context,
@@ -301,16 +294,6 @@ def apply_vocab_parallel(
         model.loss_function = functools.partial(compute_causal_loss, model.loss_function)
 
 
-def gather_when_read(model: nn.Module) -> None:
-    """Let whoever reads the split logits of an output get whole ones. Call it after `fully_shard`.
-
-    FSDP2's own hook reads all of an output in every step: it must run before this one, or it has the logits gathered.
-    """
-    model.register_forward_hook(functools.partial(make_logits_whole, DTensor))
-    # FSDP2 fears in-place changes of outputs that are views; what a script reads here is a new tensor.
-    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-
-
 class VocabParallel(TensorParallelLayer):
     """ids […] -> […, hidden]: each rank looks up the rows it holds, the others count as zero."""
 
@@ -376,7 +359,7 @@ def compute_causal_loss(
     target = compute_targets_of(labels, shift_labels, ignore_index).to(logits.device)
     first = compute_first_row(logits.shape[-1], group)
     check_range(target, logits.shape[-1], "target out of bounds", ignore_index)
-    loss = compute_cross_entropy(logits.to_local(), target, first, group, ignore_index)
+    loss = SplitCrossEntropy.apply(logits.to_local(), target, first, group, ignore_index)
     return loss / count_items(target, num_items_in_batch, ignore_index)
 
 

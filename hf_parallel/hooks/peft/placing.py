@@ -20,9 +20,8 @@ from hf_parallel.axes.data.parameters import add_late_parameters, remove_late_pa
 from hf_parallel.axes.data.units import iterate_sharded_modules
 from hf_parallel.axes.experts.layers import SharedOut
 from hf_parallel.axes.pipeline.stages import follow_wrappers
-from hf_parallel.axes.tensor.experts import SplitExperts
 from hf_parallel.axes.tensor.layers import TensorParallelLayer, get_local, hold_other_tensors
-from hf_parallel.axes.tensor.tensor_parallel import shard_parameter
+from hf_parallel.axes.tensor.tensor_parallel import SplitExperts, shard_parameter
 from hf_parallel.checkpoint.slices import find_local_part, read_part
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.patching import patch
