@@ -146,10 +146,12 @@ def main() -> None:
 
 
 def _connect(backend: str | None) -> None:
-    from hf_parallel.apply.parallelize import choose_default_device
-    from hf_parallel.check.run import Wanted, connect_ranks
+    from torch import distributed as dist
 
-    connect_ranks(choose_default_device(), Wanted(backend=backend))
+    from hf_parallel.apply.parallelize import choose_default_device
+
+    alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group(backend or dist.get_default_backend_for_device(choose_default_device()), **alone)
 
 
 if __name__ == "__main__":
