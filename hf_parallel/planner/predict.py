@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from hf_parallel.ask.spec import refuse
 from hf_parallel.axes.pipeline.timeline import Timeline
-from hf_parallel.planner.activations import EAGER, FLASH, SDPA, count_offloaded_bytes, does_score_hidden_keys
+from hf_parallel.planner.activations import EAGER, FLASH, SDPA, count_offloaded_bytes, has_mask
 from hf_parallel.planner.hardware import Cluster, Gpu, Link, make_cluster
 from hf_parallel.planner.layout import Job, Layout, make_computed_job, make_job, make_layout
 from hf_parallel.planner.ledger import (
@@ -221,7 +221,7 @@ def _compute_attention_seconds(
     # The part of the peak that a forward of the job's kernel reaches, where it was measured.
     own = {SDPA: e.cudnn, FLASH: e.flash}.get(job.attention, 0.0) * job.habits.eager
     own = (e.cudnn if job.habits.transformer_engine else own) or e.attention
-    every = does_score_hidden_keys(attention, job.seq, job.attention)
+    every = eager or has_mask(attention, job.seq, job.attention)  # scores of keys, too, that a mask then hides
     scores = attention.heads * (job.seq if every else attention.keys(job.seq)) * tokens / heads
     flops = attention.flops(job.seq, full=every) * tokens / heads
     rate = gpu.peak(job.products_beside) * own
