@@ -31,7 +31,6 @@ from hf_parallel.planner.states import ADAPTER_WIDTH, count_adapter_width
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from hf_parallel.axes.attention.axis import AttentionFacts
     from hf_parallel.planner.hardware import Gpu
 
 
@@ -81,11 +80,6 @@ class Planned:
         return EAGER if name == EAGER else FLASH
 
 
-def does_score_hidden_keys(attention: Attention, seq: int, kind: str) -> bool:
-    """Does it compute scores of keys, too, that a mask then hides?"""
-    return kind in (MASKED, EAGER) or has_mask(attention, seq, kind)
-
-
 def has_mask(attention: Attention, seq: int, kind: str) -> bool:
     """Does sdpa get a mask of queries by keys? Without one it takes a flash kernel."""
     return kind == MASKED or (kind == SDPA and attention.window is not None and attention.window < seq)
@@ -103,13 +97,27 @@ def assume_planned(
     """
     import torch
 
-    from hf_parallel.axes.attention.axis import choose_kernel_for_auto, find_reason_against_torch_flash
+    from hf_parallel.axes.attention.axis import (
+        choose_kernel_for_auto,
+        find_reason_against_torch_flash,
+        read_attention,
+    )
+    from hf_parallel.model.anatomy import build_on_meta
 
-    known = None if isinstance(model, (Mapping, ModelShape)) else _read_attention_facts(model)
+    known = None
+    if not isinstance(model, (Mapping, ModelShape)):  # a config, or a model that is there
+        known = read_attention(build_on_meta(model) if hasattr(model, "model_type") else model, ParallelConfig())
     if known is None or not known.head_size:
         asked = {} if own is None else {"auto": own, "why": "the script's own choice"}
         return Planned(documents=documents, **asked)
-    facts = _move_to_planned_gpus(known, gpu, precision, own)
+    facts = dataclasses.replace(  # on the GPUs of the plan, in its precision
+        known,
+        own=own or known.own,
+        device="cpu" if gpu.capability == (0, 0) else "cuda",
+        capability=gpu.capability,
+        dtype=getattr(torch, _DTYPES.get(precision, "float32")),
+        here=known.device == "cuda" and known.capability == gpu.capability,
+    )
     kernel = choose_kernel_for_auto(ParallelConfig(), facts)
     assert kernel is not None
     counted = EAGER if known.own == EAGER else SDPA
@@ -120,25 +128,6 @@ def assume_planned(
         why = "products are in 16 bits under autocast, and sdpa would get a mask of queries by keys"
         return dataclasses.replace(found, asked=TORCH_FLASH, why=why)
     return found
-
-
-def _read_attention_facts(model: PreTrainedModel) -> AttentionFacts | None:
-    """Read the facts of a config, or of a model that is there."""
-    from hf_parallel.axes.attention.axis import read_attention
-    from hf_parallel.model.anatomy import build_on_meta
-
-    return read_attention(build_on_meta(model) if hasattr(model, "model_type") else model, ParallelConfig())
-
-
-def _move_to_planned_gpus(facts: AttentionFacts, gpu: Gpu, precision: str, own: str | None) -> AttentionFacts:
-    """Return the facts on the GPUs of the plan, in its precision."""
-    import torch
-
-    here = facts.device == "cuda" and facts.capability == gpu.capability
-    device = "cpu" if gpu.capability == (0, 0) else "cuda"
-    dtype = getattr(torch, _DTYPES.get(precision, "float32"))
-    own = own or facts.own
-    return dataclasses.replace(facts, own=own, device=device, capability=gpu.capability, dtype=dtype, here=here)
 
 
 #: Bytes per score of an eager backward, and what `_list_terms_beside_flash` adds.
@@ -174,6 +163,7 @@ def list_terms_of(block: Block, hidden: int, job: Job) -> list[Term]:
     keys = sum(part.key_numbers for part in block.attentions)
     output = sum(part.heads * part.v_width for part in block.attentions)
     inner = c * block.inner
+    in_product = job.habits.transformer_engine or job.compiled  # the gate's activation, computed again in the backward
     terms = [
         Term("input of the attention's norm", norm, "sp"),
         Term("input of q, k, v", c * hidden, "entered"),
@@ -184,7 +174,7 @@ def list_terms_of(block: Block, hidden: int, job: Job) -> list[Term]:
         Term("input of the MLP's norm", norm, "sp"),
         Term("input of the MLP", c * hidden, "entered"),
         Term("MLP, first half", (2 if block.gated else 1) * inner, product=True),
-        Term("activation of the gate", inner if block.gated and not _does_fuse_gates(job) else 0),
+        Term("activation of the gate", inner if block.gated and not in_product else 0),
         Term("input of the MLP's second half", inner),
         Term("tokens sent to experts and back", 2 * c * block.top_k * hidden, "sp"),
     ]
@@ -200,11 +190,6 @@ def count_wide_bytes(block: Block, hidden: int, layout: Layout, job: Job) -> flo
     wide = _sum_kept_bytes((term for term in list_terms_of(block, hidden, job) if term.name in _WIDE), layout, job)
     copied = job.lora and job.stored < count_adapter_width(job)
     return wide + (count_adapter_width(job) - job.width) * block.inner / layout.tp if copied else wide
-
-
-def _does_fuse_gates(job: Job) -> bool:
-    """Say whether a gate's activation is part of the product with it, which computes it again in the backward."""
-    return job.habits.transformer_engine or job.compiled
 
 
 def count_parts(term: Term, layout: Layout) -> int:
@@ -343,37 +328,28 @@ def count_adapted_again(block: Block, hidden: int, layout: Layout, job: Job, of_
 
 def _count_by_formula(block: Block, hidden: int, layout: Layout, job: Job) -> float:
     terms = list_terms_of(block, hidden, job)
-    half = job.recompute == "selective"
-    total = _count_every_second_product(terms, layout, job) if half else _sum_kept_bytes(terms, layout, job)
-    total += _count_copies_of_shared_heads(block, layout, job)
+    if job.recompute == "selective":  # as torchtitan has it: every second product, the input, what attention gives
+        stream = _sum_kept_bytes(terms[:1], layout, job)
+        attention = _sum_kept_bytes((term for term in terms if term.name in _OF_ATTENTION), layout, job)
+        products = _sum_kept_bytes((term for term in terms if term.product), layout, job) + 2 * stream
+        total = stream + attention + products / 2
+    else:
+        total = _sum_kept_bytes(terms, layout, job)
+    # Where several ranks share a key and value head, each holds all of it, before and after it is picked out.
+    more = (max(0, layout.tp / part.kv_heads - 1) * part.kv_heads * part.qk_width for part in block.attentions)
+    total += 4 * job.width * sum(more) / layout.tp
     lowered_once = layout.tp > 1 and (layout.sequence_parallel or job.habits.lowers_inputs)
     if job.autocast and not lowered_once:  # each product lowers its input for itself
         readers = sum(m.count for m in block.matrices if m.split == "column" and m.inputs == hidden)
         total += max(0, readers - 2) * job.width * hidden
+    # Each adapter keeps its input in fp32, gathered; what it stands beside is frozen and keeps none.
     if job.lora and job.stored < count_adapter_width(job):
-        total += _count_inputs_of_adapters(block, hidden, layout, job)
+        of_base = 2 * hidden / layout.stream_parts + block.inner / layout.tp
+        cut = [
+            m.inputs * m.count / (layout.tp if m.split == "row" else layout.tp_columns) for m in list_adapted(block)
+        ]
+        total += ADAPTER_WIDTH * sum(cut) - job.width * of_base
     return total
-
-
-def _count_every_second_product(terms: list[Term], layout: Layout, job: Job) -> float:
-    """Selective checkpointing as torchtitan has it: besides these the block's input and what attention gives."""
-    stream = _sum_kept_bytes(terms[:1], layout, job)
-    attention = _sum_kept_bytes((term for term in terms if term.name in _OF_ATTENTION), layout, job)
-    products = _sum_kept_bytes((term for term in terms if term.product), layout, job) + 2 * stream
-    return stream + attention + products / 2
-
-
-def _count_inputs_of_adapters(block: Block, hidden: int, layout: Layout, job: Job) -> float:
-    """Each adapter keeps its input in fp32, gathered; what it stands beside is frozen and keeps none."""
-    of_base = 2 * hidden / layout.stream_parts + block.inner / layout.tp
-    cut = [m.inputs * m.count / (layout.tp if m.split == "row" else layout.tp_columns) for m in list_adapted(block)]
-    return ADAPTER_WIDTH * sum(cut) - job.width * of_base
-
-
-def _count_copies_of_shared_heads(block: Block, layout: Layout, job: Job) -> float:
-    """Where several ranks share a key and value head, each holds all of it, before and after it is picked out."""
-    more = (max(0, layout.tp / part.kv_heads - 1) * part.kv_heads * part.qk_width for part in block.attentions)
-    return 4 * job.width * sum(more) / layout.tp
 
 
 def name_counted_as(precision: str, lora: int | bool) -> str:

@@ -11,7 +11,6 @@ from hf_parallel.ask.keys.layers import AUTO, TORCH_FLASH
 from hf_parallel.ask.spec import refuse
 from hf_parallel.planner.candidates import HEADROOM, Goal, do_heads_divide, list_sizes_of, list_ways_of, make_config
 from hf_parallel.planner.choices import Choice, TooLarge, find_leanest, iterate_variants, predict_choice
-from hf_parallel.planner.hardware import Cluster
 from hf_parallel.planner.prediction import EXPERTS, MEASURED, TRANSFERRED
 
 #: Tokens per step from which more data ranks mostly buy noise: GPT-3 trained with 3.2 M (Brown et al., 2020, table
@@ -28,9 +27,25 @@ _KINDS = {
 
 
 def list_warnings_about(choice: Choice, goal: Goal) -> Iterator[str]:
-    """Yield what an experienced user would say about a layout."""
-    yield from _warn_about_links(choice, goal.cluster)
-    config, prediction = choice.config, choice.prediction
+    """Yield what an experienced user would say about a layout: of links, of the batch, of memory."""
+    config, prediction, cluster = choice.config, choice.prediction, goal.cluster
+    if config.tp_size > cluster.per_node:
+        yield f"tp={config.tp_size} crosses nodes of {cluster.per_node}: every layer waits for {cluster.between.name}"
+    if config.tp_size > 1 and "pcie" in cluster.inside.name:
+        yield f"tp={config.tp_size} without NVLink: its collectives run over {cluster.inside.name}; prefer pp or dp"
+    # ZeRO-3 over a network where shards of a node would fit.
+    exposed = prediction.breakdown.time.get("ZeRO-3 communication", 0.0) / prediction.step_time_s
+    slow = cluster.nodes > 1 and cluster.between.bandwidth < 0.2 * cluster.inside.bandwidth
+    inside = max(1, cluster.per_node // config.tp_size)
+    replicas = config.dp_shard_size // inside
+    shareable = config.dp_replicate_size == 1 and min(replicas, inside) > 1 and config.dp_shard_size % inside == 0
+    states = sum(prediction.breakdown.memory.get(kind, 0.0) for kind in ("weights", "gradients", "optimizer"))
+    fits = prediction.memory_gib + states * (replicas - 1) < cluster.gpu.memory_gib
+    if exposed > 0.1 and slow and shareable and fits:
+        yield (
+            f"{exposed:.0%} of the step waits for weights over {cluster.between.name}: hybrid sharding "
+            f"(dp_replicate={replicas},dp_shard={inside}) keeps them in the node"
+        )
     whole = config.pp_size == 1 and config.data_parallel_size > 1 and not config.reduces_each_micro_batch
     if choice.accumulation > 1 and whole:
         yield (
@@ -38,7 +53,12 @@ def list_warnings_about(choice: Choice, goal: Goal) -> Iterator[str]:
             "a larger batch per call, or fewer rows per step, does not"
         )
     if prediction.bubble > 0.2:
-        yield f"{prediction.bubble:.0%} of the pipeline is idle: {_explain_idle(choice, goal.cluster)}"
+        link = cluster.between if cluster.nodes > 1 else cluster.inside
+        travels = f"stages wait for what travels over {link.name}, or the slowest of them"
+        why = f"{travels}; larger micro-batches wait less often"
+        few = prediction.job.micro_batches < 4 * config.pp_size
+        why = "more micro-batches, or fewer stages" if few else why
+        yield f"{prediction.bubble:.0%} of the pipeline is idle: {why}"
     tokens = goal.seq * choice.rows * choice.accumulation * config.data_parallel_size
     if tokens > LARGE_BATCH:
         yield f"{tokens / 1e6:.0f} M tokens per step: beyond {LARGE_BATCH / 1e6:.0f} M models hardly learn faster"
@@ -49,36 +69,6 @@ def list_warnings_about(choice: Choice, goal: Goal) -> Iterator[str]:
     needed, there = choice.needed_gib, goal.cluster.gpu.memory_gib
     if needed > (1 - HEADROOM / 100) * there:
         yield f"needs {needed:.1f} of {there:.1f} GiB: --verify before a long run"
-
-
-def _warn_about_links(choice: Choice, cluster: Cluster) -> Iterator[str]:
-    """tp over slow links, and ZeRO-3 over a network where shards of a node would fit."""
-    config, p = choice.config, choice.prediction
-    if config.tp_size > cluster.per_node:
-        yield f"tp={config.tp_size} crosses nodes of {cluster.per_node}: every layer waits for {cluster.between.name}"
-    if config.tp_size > 1 and "pcie" in cluster.inside.name:
-        yield f"tp={config.tp_size} without NVLink: its collectives run over {cluster.inside.name}; prefer pp or dp"
-    exposed = p.breakdown.time.get("ZeRO-3 communication", 0.0) / p.step_time_s
-    slow = cluster.nodes > 1 and cluster.between.bandwidth < 0.2 * cluster.inside.bandwidth
-    inside = max(1, cluster.per_node // config.tp_size)
-    replicas = config.dp_shard_size // inside
-    shareable = config.dp_replicate_size == 1 and min(replicas, inside) > 1 and config.dp_shard_size % inside == 0
-    states = sum(p.breakdown.memory.get(kind, 0.0) for kind in ("weights", "gradients", "optimizer"))
-    fits = p.memory_gib + states * (replicas - 1) < cluster.gpu.memory_gib
-    if exposed > 0.1 and slow and shareable and fits:
-        yield (
-            f"{exposed:.0%} of the step waits for weights over {cluster.between.name}: hybrid sharding "
-            f"(dp_replicate={replicas},dp_shard={inside}) keeps them in the node"
-        )
-
-
-def _explain_idle(choice: Choice, cluster: Cluster) -> str:
-    if choice.prediction.job.micro_batches < 4 * choice.config.pp_size:
-        return "more micro-batches, or fewer stages"
-    link = cluster.between if cluster.nodes > 1 else cluster.inside
-    return (
-        f"stages wait for what travels over {link.name}, or the slowest of them; larger micro-batches wait less often"
-    )
 
 
 def explain_why_not(goal: Goal, choice: Choice, best: Choice | None) -> str:
@@ -104,15 +94,10 @@ def explain_why_not(goal: Goal, choice: Choice, best: Choice | None) -> str:
     theirs = {kind: seconds * scale for kind, seconds in best.prediction.breakdown.time.items()}
     kind = max(ours, key=lambda name: ours[name] - theirs.get(name, 0.0))
     more = (ours[kind] - theirs.get(kind, 0.0)) / prediction.step_time_s
-    link = f" over {prediction.cluster.between.name}" if _does_cross(choice, kind) else ""
+    crosses = prediction.cluster.nodes > 1 and any(word in kind for word in ("ZeRO", "gradients", "gather"))
+    link = f" over {prediction.cluster.between.name}" if crosses else ""
     times = f"{ratio:.1f}" if ratio < 10 else f"{ratio:.0f}"
     return f"{times} x the time of the best: {more:.0%} of its step is additional {kind}{link}"
-
-
-def _does_cross(choice: Choice, kind: str) -> bool:
-    prediction = choice.prediction
-    many = prediction.cluster.nodes > 1
-    return many and ("ZeRO" in kind or "gradients" in kind or "gather" in kind)
 
 
 def suggest_rounding(best: Choice, other: Choice | None) -> Iterator[str]:
@@ -180,9 +165,30 @@ def list_reasons(goal: Goal, choice: Choice) -> Iterator[str]:
     if goal.lora:
         base = " in 4 bits" if goal.four_bit else ""
         yield f"adapters of rank {goal.lora}: the frozen weights{base} have neither gradients nor optimizer states"
-    yield from _explain_sharding(goal, choice)
-    yield _explain_recomputing(goal, choice)
-    yield from _explain_chunks(goal, choice)
+    config = choice.config
+    if config.dp_shard_size > 1:  # against whole copies on each data rank, which only reduce gradients
+        ranks = config.dp_replicate_size * config.dp_shard_size
+        copied = {"dp_replicate_size": ranks, "dp_shard_size": 1, "zero_stage": 3, "hierarchical_shard": None}
+        whole = _describe_other(goal, choice, **copied)
+        less = "" if config.zero_stage == 3 else f", zero_stage=3 {_describe_other(goal, choice, zero_stage=3)}"
+        asked = f"dp_shard={config.dp_shard_size},zero_stage={config.zero_stage}"
+        yield f"{asked}: whole weights on each rank {whole}{less}"
+    elif config.data_parallel_size > 1:
+        yield f"dp_replicate={config.dp_replicate_size}: whole weights fit, and nothing is gathered"
+    way = config.activation_checkpointing
+    if way == "none":  # the cheapest one, against what it saves; others against the ways that compute less again
+        needed = f"{choice.needed_gib:.1f} of {goal.cluster.gpu.memory_gib:.0f} GiB"
+        full = _describe_other(goal, choice, activation_checkpointing="full")
+        yield f"activation_checkpointing={way}: all activations fit ({needed}); full {full}"
+    else:
+        ways = ("none", "selective")[: 1 if way == "selective" else 2]
+        lines = [f"{other} {_describe_other(goal, choice, activation_checkpointing=other)}" for other in ways]
+        yield f"activation_checkpointing={way}: {', '.join(lines)}"
+    # Loops, and scripts that compute the loss themselves, do not have it in chunks.
+    size = choice.prediction.job.micro_batch
+    if predict_choice(goal, make_config(config, lean_loss="false"), size).needed_gib > goal.room_gib:
+        said = _describe_other(goal, choice, lean_loss="false")
+        yield f"lean_loss={config.lean_loss}: a Trainer's step with the model's own loss; whole logits {said}"
     yield from explain_attention(goal, choice)
 
 
@@ -197,49 +203,9 @@ def explain_attention(goal: Goal, choice: Choice) -> Iterator[str]:
     yield f"attention={auto}: {goal.attention.why}; {', '.join(lines)}"
 
 
-def _explain_sharding(goal: Goal, choice: Choice) -> Iterator[str]:
-    """Against whole copies on each data rank, which only reduce gradients."""
-    config = choice.config
-    if config.dp_shard_size == 1:
-        if config.data_parallel_size > 1:
-            yield f"dp_replicate={config.dp_replicate_size}: whole weights fit, and nothing is gathered"
-        return
-    ranks = config.dp_replicate_size * config.dp_shard_size
-    whole = _describe_other(
-        goal, choice, dp_replicate_size=ranks, dp_shard_size=1, zero_stage=3, hierarchical_shard=None
-    )
-    less = "" if config.zero_stage == 3 else f", zero_stage=3 {_describe_other(goal, choice, zero_stage=3)}"
-    yield f"dp_shard={config.dp_shard_size},zero_stage={config.zero_stage}: whole weights on each rank {whole}{less}"
-
-
-def _explain_recomputing(goal: Goal, choice: Choice) -> str:
-    """Against the ways that compute less again; of the cheapest one, against what it saves."""
-    way = choice.config.activation_checkpointing
-    asked = f"activation_checkpointing={way}"
-    if way == "none":
-        needed = f"{choice.needed_gib:.1f} of {goal.cluster.gpu.memory_gib:.0f} GiB"
-        full = _describe_other(goal, choice, activation_checkpointing="full")
-        return f"{asked}: all activations fit ({needed}); full {full}"
-    ways = ("none", "selective")[: 1 if way == "selective" else 2]
-    lines = [f"{other} {_describe_other(goal, choice, activation_checkpointing=other)}" for other in ways]
-    return f"{asked}: {', '.join(lines)}"
-
-
-def _explain_chunks(goal: Goal, choice: Choice) -> Iterator[str]:
-    """Where it rests on a loss in chunks, which loops and scripts that compute the loss themselves do not have."""
-    if _predict_beside(goal, choice, lean_loss="false").needed_gib > goal.room_gib:
-        said = _describe_other(goal, choice, lean_loss="false")
-        yield f"lean_loss={choice.config.lean_loss}: a Trainer's step with the model's own loss; whole logits {said}"
-
-
-def _predict_beside(goal: Goal, choice: Choice, **settings: Any) -> Choice:
-    """Return the choice of the layout with other settings."""
-    return predict_choice(goal, make_config(choice.config, **settings), choice.prediction.job.micro_batch)
-
-
 def _describe_other(goal: Goal, choice: Choice, **settings: Any) -> str:
     """Say what the layout with other settings would need and take."""
-    other = _predict_beside(goal, choice, **settings)
+    other = predict_choice(goal, make_config(choice.config, **settings), choice.prediction.job.micro_batch)
     there, ratio = goal.cluster.gpu.memory_gib, other.seconds_per_row / choice.seconds_per_row
     if other.needed_gib > goal.room_gib:
         return f"would need {other.needed_gib:.1f} of {there:.0f} GiB"

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from hf_parallel.ask.config import ParallelConfig
 from hf_parallel.ask.spec import refuse
 from hf_parallel.planner.candidates import list_sizes_of
-from hf_parallel.planner.hardware import Cluster, Efficiency, Gpu, Link
+from hf_parallel.planner.hardware import Cluster, Efficiency, Gpu
 from hf_parallel.planner.layout import Layout, make_job
 from hf_parallel.planner.ledger import FACTORS, ring_factor
 from hf_parallel.planner.predict import predict_step
@@ -131,7 +131,13 @@ def calibrate_cluster_here(cluster: Cluster, found: Calibration | None) -> Clust
     several = "" if count == here else f" with {count} processes"
     source = f"calibrated on {found.date}{several}"
     gpu = _fit_gpu(cluster.gpu, measured, source)
-    inside = _fit_link(cluster.inside, measured.all_reduce, count, source)
+    inside, points = cluster.inside, measured.all_reduce
+    if count >= 2 and len(points) >= 2:
+        # Latency and bandwidth of the planner's ring, fitted to an all-reduce of a small and of a large tensor.
+        (_, small), (size, large) = points[0], points[-1]
+        bandwidth = size * ring_factor("all_reduce", count) / max(large - small, large / 10)
+        steps = FACTORS["all_reduce"] * (count - 1)
+        inside = dataclasses.replace(inside, bandwidth=bandwidth, latency=small / steps, source=source)
     fitted = dataclasses.replace(cluster, gpu=gpu, inside=inside)
     return _fit_passes(fitted, measured)
 
@@ -188,16 +194,6 @@ def _fit_rate_and_depth(products: Sequence[tuple[str, int, int, int, float]]) ->
     if slope <= 0 or offset < 0:
         slope, offset = p / a, 0.0
     return 1 / slope, offset / slope
-
-
-def _fit_link(link: Link, points: Sequence[tuple[int, float]], count: int, source: str) -> Link:
-    """Fit latency and bandwidth of the planner's ring to an all-reduce of a small and of a large tensor."""
-    if count < 2 or len(points) < 2:
-        return link
-    (_, small), (size, large) = points[0], points[-1]
-    bandwidth = size * ring_factor("all_reduce", count) / max(large - small, large / 10)
-    steps = FACTORS["all_reduce"] * (count - 1)
-    return dataclasses.replace(link, bandwidth=bandwidth, latency=small / steps, source=source)
 
 
 def _fit_passes(cluster: Cluster, measured: Measured) -> Cluster:

@@ -112,8 +112,12 @@ def iterate_layouts(goal: Goal) -> Iterator[ParallelConfig]:
     """Sizes of all axes that fill the GPUs, tp inside a node; ZeRO-0 is what replicas alone are."""
     gpus, shape = goal.cluster.gpus, goal.shape
     inside = min(goal.cluster.per_node, gpus)
+    linears = [matrix for block in set(shape.blocks) for matrix in list_adapted(block)]
     for tp in list_divisors(inside):
-        if not do_heads_divide(shape, tp) or gpus % tp or (goal.four_bit and not do_blocks_divide(shape, tp)):
+        if not do_heads_divide(shape, tp) or gpus % tp:
+            continue
+        # Rows of linears, and parts of rows that tp cuts, are whole blocks of 4-bit weights.
+        if goal.four_bit and any(m.inputs % (BLOCK * (tp if m.split == "row" else 1)) for m in linears):
             continue
         grids = [{"tp_mesh": mesh} for mesh in _iterate_grids(goal, tp)]
         for (cp, kind), grid in itertools.product(_iterate_context_sizes(goal, tp), grids):
@@ -135,14 +139,21 @@ def iterate_layouts(goal: Goal) -> Iterator[ParallelConfig]:
 
 def _iterate_data_layouts(goal: Goal, sizes: dict, data: int) -> Iterator[ParallelConfig]:
     """Replicas and shards, ZeRO's stage, experts."""
-    for replicate in _list_replicas(data, sizes["tp_size"] * sizes["cp_size"], goal.cluster):
+    inner = sizes["tp_size"] * sizes["cp_size"]
+    # Everything sharded; shards of a node, or of a few; everything replicated.
+    inside = max(1, goal.cluster.per_node // inner)
+    parts = {data, 1} | {n for n in (inside, 4 * inside) if data % n == 0 and n < data}
+    # Over how many ranks of one replica experts are spread: all on each, or whole groups of `inner`.
+    numbers = {matrix.count for block in goal.shape.blocks for matrix in block.matrices if matrix.split == "expert"}
+    counts = [n for n in list_divisors(min(numbers, default=1)) if all(m % n == 0 for m in numbers)]
+    for replicate in sorted({data // part for part in parts}):
         shards = data // replicate
-        for experts in _list_expert_sizes(goal.shape, shards, sizes["cp_size"] * sizes["tp_size"]):
-            for stage in _zero_stages(shards, sizes["pp_size"]):
+        for experts in (n for n in counts if n == 1 or (n % inner == 0 and shards * inner % n == 0)):
+            # In a pipeline weights stay gathered between micro-batches, whatever the stage.
+            for stage in (3,) if shards == 1 or sizes["pp_size"] > 1 else (3, 2, 1):
                 chosen = {"dp_replicate_size": replicate, "dp_shard_size": shards, "zero_stage": stage}
                 config = make_config(**sizes, **chosen, ep_size=experts)
                 yield from iterate_compressed(goal, config)
-                inside = max(1, goal.cluster.per_node // sizes["tp_size"] // sizes["cp_size"])
                 if stage == 3 and sizes["pp_size"] == sizes["cp_size"] == 1 < inside < shards and shards % inside == 0:
                     yield from iterate_compressed(goal, make_config(config, hierarchical_shard=inside))
 
@@ -159,11 +170,6 @@ def iterate_compressed(goal: Goal, config: ParallelConfig) -> Iterator[ParallelC
         yield make_config(config, quantize_weights=weights, quantize_gradients=gradients)
 
 
-def does_round(config: ParallelConfig) -> bool:
-    """Do its transfers round?"""
-    return (config.quantize_weights, config.quantize_gradients) != ("none", "none")
-
-
 def do_heads_divide(shape: ModelShape, tp: int) -> bool:
     """Do the heads divide? Keys and values are shared by ranks where there are fewer."""
     return all(
@@ -171,12 +177,6 @@ def do_heads_divide(shape: ModelShape, tp: int) -> bool:
         for block in set(shape.blocks)
         for attention in block.attentions
     )
-
-
-def do_blocks_divide(shape: ModelShape, tp: int) -> bool:
-    """Are rows of linears, and parts of rows that tp cuts, whole blocks of 4-bit weights?"""
-    matrices = (matrix for block in set(shape.blocks) for matrix in list_adapted(block))
-    return all(m.inputs % (BLOCK * (tp if m.split == "row" else 1)) == 0 for m in matrices)
 
 
 def _iterate_grids(goal: Goal, tp: int) -> Iterator[str | None]:
@@ -200,25 +200,6 @@ def _iterate_context_sizes(goal: Goal, tp: int) -> Iterator[tuple[int, str]]:
             yield cp, "ring"
             if do_heads_divide(goal.shape, tp * cp):
                 yield cp, "ulysses"
-
-
-def _list_replicas(data: int, block: int, cluster: Cluster) -> list[int]:
-    """Everything sharded; shards of a node, or of a few; everything replicated."""
-    inside = max(1, cluster.per_node // block)
-    shards = {data, 1} | {n for n in (inside, 4 * inside) if data % n == 0 and n < data}
-    return sorted({data // shard for shard in shards})
-
-
-def _list_expert_sizes(shape: ModelShape, shards: int, inner: int) -> list[int]:
-    """Over how many ranks of one replica experts are spread: all on each, or whole groups of `inner`, cp and tp."""
-    numbers = {matrix.count for block in shape.blocks for matrix in block.matrices if matrix.split == "expert"}
-    counts = [n for n in list_divisors(min(numbers, default=1)) if all(m % n == 0 for m in numbers)]
-    return [n for n in counts if n == 1 or (n % inner == 0 and shards * inner % n == 0)]
-
-
-def _zero_stages(shards: int, pp: int) -> tuple[int, ...]:
-    """In a pipeline weights stay gathered between micro-batches, whatever the stage."""
-    return (3,) if shards == 1 or pp > 1 else (3, 2, 1)
 
 
 def list_micro_batches(goal: Goal, share: int, config: ParallelConfig) -> list[int]:

@@ -149,7 +149,15 @@ class Found:
 
     def to_dict(self) -> dict[str, object]:
         """JSON-ready."""
-        goal = self.goal
+        goal, critical, layouts = self.goal, self.goal.critical_batch, list[dict[str, object]]()
+        for choice in self.choices:
+            said, took = choice.to_dict(), self.measured.get(choice.config.to_spec())
+            if took is not None:
+                said["measured_here_s"] = took
+            if critical is not None:
+                said["steps_factor"] = choice.steps_factor(critical)
+                said["seconds_to_loss"] = choice.seconds_to_loss(critical)
+            layouts.append(said)
         return {
             "model": goal.shape.name,
             "parameters": goal.shape.parameters,
@@ -161,24 +169,13 @@ class Found:
             "headroom": goal.headroom,
             "critical_batch": goal.critical_batch,
             "layouts_looked_at": self.looked_at,
-            "layouts": [{**choice.to_dict(), **self._beside(choice)} for choice in self.choices],
+            "layouts": layouts,
             "why_not": dict(self.why_not),
             "advice": self.advice,
             "notes": self.notes,
             "attention": {"kernel": goal.attention.name, "why": goal.attention.why},
             "suggestions": self.suggestions,
         }
-
-    def _beside(self, choice: Choice) -> dict[str, float]:
-        """Return what this machine or the critical batch says of a choice."""
-        critical, took = self.goal.critical_batch, self.measured.get(choice.config.to_spec())
-        said = {} if took is None else {"measured_here_s": took}
-        if critical is not None:
-            said |= {
-                "steps_factor": choice.steps_factor(critical),
-                "seconds_to_loss": choice.seconds_to_loss(critical),
-            }
-        return said
 
 
 # ---- trying ---------------------------------------------------------------------------------------------------------
@@ -218,24 +215,14 @@ def iterate_variants(
             states[offload] = count_states(make_stages(goal.shape, layout, job), layout, job) / GIB
         if states[offload] > hopeless:
             continue
-        tried = list(_iterate_growing(goal, make_config(config, **way), sizes, limit, slow))
-        yield from tried
+        saving, tried = make_config(config, **way), list[Choice | TooLarge | None]()
+        for at, size in enumerate(sizes):  # until one is too large; then the last alone
+            tried.append(try_layout(goal, saving, size, limit, slow))
+            if isinstance(tried[-1], TooLarge):
+                tried += [try_layout(goal, saving, sizes[-1], limit, slow)] if at < len(sizes) - 1 else []
+                break
+        yield from (choice for choice in tried if choice is not None)
         if any(isinstance(choice, Choice) for choice in tried):
-            return
-
-
-def _iterate_growing(
-    goal: Goal, config: ParallelConfig, sizes: list[int], limit: float, slow: set[int]
-) -> Iterator[Choice | TooLarge]:
-    """Each of `sizes` until one is too large; then the last alone."""
-    for at, size in enumerate(sizes):
-        choice = try_layout(goal, config, size, limit, slow)
-        if choice is not None:
-            yield choice
-        if isinstance(choice, TooLarge):
-            last = try_layout(goal, config, sizes[-1], limit, slow) if at < len(sizes) - 1 else None
-            if last is not None:
-                yield last
             return
 
 

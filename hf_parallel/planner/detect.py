@@ -127,10 +127,26 @@ def _find_inside_link(gpu: Gpu, here: int) -> Link:
     matrix = read_topology(_run_nvidia_smi("topo", "-m"), here)
     if here == 1 or not matrix:
         return usual
-    links = min(sum(row) for row in count_nvlinks(matrix))
-    if links and _is_joined_by_nvlink(count_nvlinks(matrix)):
-        return _make_nvlink(usual, gpu, links)
-    return _make_pcie(usual)
+    counts = [[int(word[2:]) if re.fullmatch(r"NV\d+", word) else 0 for word in row] for row in matrix]
+    links = min(sum(row) for row in counts)
+    if links and _is_joined_by_nvlink(counts):
+        # A switch shows all of a GPU's links to each of the others: more than it has do not count.
+        name = usual.name if "nvlink" in usual.name else "nvlink3-bridge" if gpu.name.startswith("rtx") else "nvlink3"
+        each = read_catalogue()["links"][name]["each_gb_s"] * 1e9
+        if name == usual.name and links >= round(usual.bandwidth / each):
+            return usual
+        source = f"nvidia-smi topo -m: {links} links per GPU"
+        return Link(f"{links} x {name}", links * each, find_link(name).latency, source)
+    # PCIe, by the generation and the lanes that the slowest GPU has.
+    said = _run_nvidia_smi("--query-gpu=pcie.link.gen.max,pcie.link.width.max", "--format=csv,noheader")
+    found = re.findall(r"(\d+), *(\d+)", said)
+    if not found:
+        return usual if "pcie" in usual.name else find_link("pcie4")
+    generation, lanes = (min(int(pair[i]) for pair in found) for i in (0, 1))
+    link = usual if "through-host" in usual.name else find_link(f"pcie{min(5, max(3, generation))}")
+    if lanes >= 16:
+        return link
+    return dataclasses.replace(link, name=f"{link.name} x{lanes}", bandwidth=link.bandwidth * lanes / 16)
 
 
 def read_topology(text: str, here: int) -> list[list[str]]:
@@ -152,11 +168,6 @@ def read_topology(text: str, here: int) -> list[list[str]]:
     return [[rows[row][column] for column in chosen] for row in chosen]
 
 
-def count_nvlinks(matrix: list[list[str]]) -> list[list[int]]:
-    """Count the NVLinks that join each two GPUs."""
-    return [[int(word[2:]) if re.fullmatch(r"NV\d+", word) else 0 for word in row] for row in matrix]
-
-
 def _is_joined_by_nvlink(counts: list[list[int]]) -> bool:
     """Return whether a ring by NVLink reaches all: two neighbours each, or there are only two GPUs."""
     reached, queue = {0}, [0]
@@ -166,30 +177,6 @@ def _is_joined_by_nvlink(counts: list[list[int]]) -> bool:
                 reached.add(other)
                 queue.append(other)
     return len(reached) == len(counts) and (len(counts) == 2 or all(sum(n > 0 for n in row) >= 2 for row in counts))
-
-
-def _make_nvlink(usual: Link, gpu: Gpu, links: int) -> Link:
-    """A switch shows all of a GPU's links to each of the others: more than it has do not count."""
-    name = usual.name if "nvlink" in usual.name else "nvlink3-bridge" if gpu.name.startswith("rtx") else "nvlink3"
-    each = read_catalogue()["links"][name]["each_gb_s"] * 1e9
-    if name == usual.name and links >= round(usual.bandwidth / each):
-        return usual
-    source = f"nvidia-smi topo -m: {links} links per GPU"
-    return Link(f"{links} x {name}", links * each, find_link(name).latency, source)
-
-
-def _make_pcie(usual: Link) -> Link:
-    """By the generation and the lanes that the slowest GPU has."""
-    found = re.findall(
-        r"(\d+), *(\d+)", _run_nvidia_smi("--query-gpu=pcie.link.gen.max,pcie.link.width.max", "--format=csv,noheader")
-    )
-    if not found:
-        return usual if "pcie" in usual.name else find_link("pcie4")
-    generation, lanes = (min(int(pair[i]) for pair in found) for i in (0, 1))
-    link = usual if "through-host" in usual.name else find_link(f"pcie{min(5, max(3, generation))}")
-    if lanes >= 16:
-        return link
-    return dataclasses.replace(link, name=f"{link.name} x{lanes}", bandwidth=link.bandwidth * lanes / 16)
 
 
 # ---- links between nodes -------------------------------------------------------------------------------------------

@@ -168,7 +168,10 @@ def _make_gpu_from_entry(name: str, entry: Mapping, like: Gpu | None) -> Gpu:
     if "capability" in entry:
         given["capability"] = tuple(entry["capability"])
     if "host" in entry or like is None:
-        given["host"] = _make_host_from_entry(entry["host"])
+        host, hosts = entry["host"], read_catalogue()["hosts"]  # a host's name in it, or an entry of the same form
+        values = hosts[host] | {"name": host} if isinstance(host, str) else {"name": "own", **host}
+        rates = {key.removesuffix("_gb_s"): value * 1e9 for key, value in values.items() if key.endswith("_gb_s")}
+        given["host"] = Host(**rates, **{key: value for key, value in values.items() if not key.endswith("_gb_s")})
     own = entry.get("efficiency", {})
     kernels = {"flash": 0.0, "cudnn": 0.0} if "attention" in own else {}  # what is said of attention holds for all
     given["efficiency"] = dataclasses.replace(known.get("efficiency", Efficiency()), **kernels | own)
@@ -176,13 +179,6 @@ def _make_gpu_from_entry(name: str, entry: Mapping, like: Gpu | None) -> Gpu:
     if like:
         about["like"] = like.like or (like.name if entry.get("unmeasured") else "")
     return Gpu(**{**known, **given, **about, "name": name})
-
-
-def _make_host_from_entry(entry: str | Mapping) -> Host:
-    """A host from its name in the catalogue, or an entry of the same form."""
-    values = read_catalogue()["hosts"][entry] | {"name": entry} if isinstance(entry, str) else {"name": "own", **entry}
-    own = {key.removesuffix("_gb_s"): value * 1e9 for key, value in values.items() if key.endswith("_gb_s")}
-    return Host(**own, **{key: value for key, value in values.items() if not key.endswith("_gb_s")})
 
 
 def find_link(name: str | Link) -> Link:

@@ -271,20 +271,18 @@ def make_layout(given: Mapping | Layout | None, gpus: int | None) -> Layout:
         SpecError: an unknown key, or sizes that do not multiply to `gpus`.
     """
     if isinstance(given, Layout):
-        return _check_layout(given, gpus)
-    values = {key: value for key, value in (given or {}).items() if value is not None}
-    names = {field.name for field in dataclasses.fields(Layout)}
-    for key in values.keys() - names:
-        close = difflib.get_close_matches(key, sorted(names), n=1)
-        refuse("layout", f"{key} is no key", do=f"{f'did you mean {close[0]}?' if close else sorted(names)}")
-    others = math.prod(values.get(axis, 1) for axis in ("tp", "pp", "cp"))
-    if "dp" not in values and gpus is not None:
-        values["dp"] = max(1, gpus // others)
-    values.setdefault("schedule", "interleaved_1f1b" if values.get("virtual_stages", 1) > 1 else "1f1b")
-    return _check_layout(Layout(**values), gpus)
-
-
-def _check_layout(layout: Layout, gpus: int | None) -> Layout:
+        layout = given
+    else:
+        values = {key: value for key, value in (given or {}).items() if value is not None}
+        names = {field.name for field in dataclasses.fields(Layout)}
+        for key in values.keys() - names:
+            close = difflib.get_close_matches(key, sorted(names), n=1)
+            refuse("layout", f"{key} is no key", do=f"{f'did you mean {close[0]}?' if close else sorted(names)}")
+        others = math.prod(values.get(axis, 1) for axis in ("tp", "pp", "cp"))
+        if "dp" not in values and gpus is not None:
+            values["dp"] = max(1, gpus // others)
+        values.setdefault("schedule", "interleaved_1f1b" if values.get("virtual_stages", 1) > 1 else "1f1b")
+        layout = Layout(**values)
     if gpus is not None and gpus < 1:
         refuse(f"gpus={gpus}", "there must be one at least", "gpus=8")
     if gpus is not None and layout.gpus != gpus:
@@ -310,7 +308,12 @@ def make_job(layout: Layout, seq: int, micro_batch: int | None, global_batch: in
     micro_batch = micro_batch or (max(1, global_batch // layout.dp) if global_batch else 1)
     count = max(1, math.ceil((global_batch or micro_batch * layout.dp) / (micro_batch * layout.dp)))
     how["precision"] = normalise_precision(how.get("precision"))
-    how["recompute"] = check_recompute(how.get("recompute"))
+    text = (how.get("recompute") or "none").lower()  # none, selective, full or every:N
+    ways = [text] if re.fullmatch(r"every:[1-9]\d*", text) else ["none", "selective", "full"]
+    way = next((way for way in ways if text.startswith(way)), None)
+    if way is None:
+        refuse(f"recompute={how['recompute']}", "not one of none, selective, full, every:N")
+    how["recompute"] = way
     if how.get("gradients", "auto") not in ("auto", *GRADIENT_BYTES):
         refuse(f"gradients={how['gradients']}", f"not one of auto, {', '.join(GRADIENT_BYTES)}", "gradients=auto")
     if how.get("engine", "standard") not in HABITS:
@@ -328,17 +331,6 @@ def normalise_precision(name: str | None) -> str:
     if named:
         return named[min(named)]  # the first one: "fp16/bf16" keeps gradients as fp16 does
     refuse(f"precision={name}", f"not one of {', '.join(WIDTHS)}")
-
-
-def check_recompute(name: str | None) -> str:
-    """Check a name: none, selective, full or every:N."""
-    text = (name or "none").lower()
-    if re.fullmatch(r"every:[1-9]\d*", text):
-        return text
-    for choice in ("none", "selective", "full"):
-        if text.startswith(choice):
-            return choice
-    refuse(f"recompute={name}", "not one of none, selective, full, every:N")
 
 
 def name_precision_of(dtype: torch.dtype | str | None, lowered: str) -> str:

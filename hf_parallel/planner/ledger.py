@@ -214,7 +214,11 @@ def end_transfers(stage: Stage, layout: Layout, job: Job, cluster: Cluster) -> l
     gradients = 0.0 if job.lora else ends * count_summed_width(sends.job)
     found = list(sends.zero(ends * sends.job.stored, gradients, "zero", kept=True))
     if job.habits.counts_ends:
-        found += [*sends.vocabulary(stage), *sends.whole_on_all_ranks(stage), *sends.second_halves(stage)]
+        found += [*sends.vocabulary(stage), *sends.whole_on_all_ranks(stage)]
+        if layout.sequence_parallel and not job.lora:  # a backward in two halves gathers its regions' inputs for each
+            count = 2 * stage.layers * split_backwards(stage.index, layout, sends.job) / job.micro_batches
+            what = "inputs of attention and MLP"
+            found.append(sends.tp("all_gather", sends.product, count, what, BACKWARD, PRODUCTS))
     return _drop_empty_transfers(found)
 
 
@@ -268,24 +272,21 @@ class _Sends:
         """
         experts = any(matrix.split == "expert" for matrix in block.matrices)
         on_grid = 0 if self.layout.tp_columns == 1 else 2 - experts
-        if on_grid < 2:
-            yield from self.whole_regions(2 - on_grid)
+        count = 2 - on_grid  # over all ranks of tp
+        if count:
+            inputs, outputs, again_in, again_out = self.around_regions(count)
+            behind = PRODUCTS if self.habits.transformer_engine and self.layout.sequence_parallel else EXPOSED
+            yield self.tp(self.reduce, self.product, count, outputs, FORWARD, behind)
+            yield self.tp(self.reduce, self.product, again_out, outputs, BACKWARD, behind)
+            yield self.tp(self.reduce, self.entering, count, "gradients of inputs", BACKWARD, behind)
+            if self.layout.sequence_parallel:
+                yield self.tp("all_gather", self.entering, count, inputs, FORWARD, behind)
+                yield self.tp("all_gather", self.entering, again_in, inputs, BACKWARD, behind)
+                yield self.tp("all_gather", self.product, count, "gradients of outputs", BACKWARD, behind)
+                yield self.tp("all_gather", self.product, count * self.regathers, inputs, BACKWARD, PRODUCTS)
         if on_grid:
             yield from self.grid_regions(on_grid)
             yield from self.grid_products(block)
-
-    def whole_regions(self, count: int) -> Iterator[Transfer]:
-        """Yield the transfers of `count` regions over all ranks of tp."""
-        inputs, outputs, again_in, again_out = self.around_regions(count)
-        behind = PRODUCTS if self.habits.transformer_engine and self.layout.sequence_parallel else EXPOSED
-        yield self.tp(self.reduce, self.product, count, outputs, FORWARD, behind)
-        yield self.tp(self.reduce, self.product, again_out, outputs, BACKWARD, behind)
-        yield self.tp(self.reduce, self.entering, count, "gradients of inputs", BACKWARD, behind)
-        if self.layout.sequence_parallel:
-            yield self.tp("all_gather", self.entering, count, inputs, FORWARD, behind)
-            yield self.tp("all_gather", self.entering, again_in, inputs, BACKWARD, behind)
-            yield self.tp("all_gather", self.product, count, "gradients of outputs", BACKWARD, behind)
-            yield self.tp("all_gather", self.product, count * self.regathers, inputs, BACKWARD, PRODUCTS)
 
     def around_regions(self, count: int) -> tuple[str, str, float, float]:
         """Return what goes in and out of regions, in words, and how often a recomputed layer sends each again."""
@@ -351,7 +352,8 @@ class _Sends:
     def grid_heads(self, block: Block, forward: float, again: float, backward: float) -> Iterator[Transfer]:
         """Parts of keys and values to the ranks of one head, and of their gradients, so many times each."""
         for part in block.attentions:
-            group = self.sharing(part.kv_heads)
+            # The ranks of tp that share a head: this one alone where each has some.
+            group = _group("tp", max(1, self.layout.tp // part.kv_heads), 1, self.cluster)
             payload, what = self.tokens * self.job.width * part.key_numbers / part.kv_heads, "shared keys and values"
             for kind, count, when in (
                 ("all_gather", forward, FORWARD),
@@ -360,34 +362,29 @@ class _Sends:
             ):
                 yield Transfer("tp", kind, payload, count, group, what, when)
 
-    def sharing(self, kv_heads: int) -> Group:
-        """The ranks of tp that share a key/value head: this one alone where each has some."""
-        return _group("tp", max(1, self.layout.tp // kv_heads), 1, self.cluster)
-
     def adapters(self, block: Block) -> Iterator[Transfer]:
-        """The half of each adapter that is whole on every rank; both halves of those beside shared heads."""
+        """The half of each adapter that is whole on every rank; both halves of those beside shared heads.
+
+        On a grid, the half that its rows hold alike; and of each the inner product, which columns sum.
+        """
         if not (self.job.lora and self.habits.counts_ends):
             return
         what, rank = "gradients of adapters", ADAPTER_WIDTH * self.job.lora
         if self.layout.tp_columns > 1:
-            yield from self.grid_adapters(block, rank, what)
+            width = self.job.width if self.job.autocast else count_adapter_width(self.job)
+            columns, inner = self.layout.tp_columns, self.tokens * width * self.job.lora
+            for matrix in list_adapted(block):
+                halved = rank * (matrix.outputs if matrix.split == "row" else matrix.inputs) / columns
+                yield self.tp("all_reduce", halved, matrix.count, what, BACKWARD, PRODUCTS, "tp_row")
+                for when in (FORWARD, BACKWARD):
+                    yield self.tp("all_reduce", inner, matrix.count, "inner products of adapters", when, axis="tp_col")
+                if is_shared(matrix, block, self.layout.tp):
+                    yield self.tp("all_reduce", rank * matrix.outputs, matrix.count, what, BACKWARD, PRODUCTS)
             return
         summed = sum(m.count * (m.outputs if m.split == "row" else m.inputs) for m in list_adapted(block))
         shared = [a for a in block.attentions if a.kv_heads < self.layout.tp]
         summed += sum(a.key_numbers for a in shared)
         yield self.tp("all_reduce", rank * summed, 1, what, BACKWARD, PRODUCTS)
-
-    def grid_adapters(self, block: Block, rank: float, what: str) -> Iterator[Transfer]:
-        """On a grid, the half that its rows hold alike; and of each the inner product, which columns sum."""
-        width = self.job.width if self.job.autocast else count_adapter_width(self.job)
-        columns, inner = self.layout.tp_columns, self.tokens * width * self.job.lora
-        for matrix in list_adapted(block):
-            halved = rank * (matrix.outputs if matrix.split == "row" else matrix.inputs) / columns
-            yield self.tp("all_reduce", halved, matrix.count, what, BACKWARD, PRODUCTS, "tp_row")
-            for when in (FORWARD, BACKWARD):
-                yield self.tp("all_reduce", inner, matrix.count, "inner products of adapters", when, axis="tp_col")
-            if is_shared(matrix, block, self.layout.tp):
-                yield self.tp("all_reduce", rank * matrix.outputs, matrix.count, what, BACKWARD, PRODUCTS)
 
     def vocabulary(self, stage: Stage) -> Iterator[Transfer]:
         """The embedding's sum, the head's gradient; of the loss a maximum and two sums per token."""
@@ -427,16 +424,9 @@ class _Sends:
             count * count_shared_projections(block, *self.layout.tp_and_columns) for block, count in stage.counts
         )
         if not self.job.lora:
-            gathers = self.layout.sequence_parallel
-            width = count_summed_width(self.job)
+            gathers, width = self.layout.sequence_parallel, count_summed_width(self.job)
             yield self.tp("all_reduce", norms * width, gathers, "gradients of norms", BACKWARD)
             yield self.tp("all_reduce", shared * width, 1, "gradients of k and v", BACKWARD)
-
-    def second_halves(self, stage: Stage) -> Iterator[Transfer]:
-        """A backward in two halves gathers the inputs of its regions for each half."""
-        if self.layout.sequence_parallel and not self.job.lora:
-            count = 2 * stage.layers * split_backwards(stage.index, self.layout, self.job) / self.job.micro_batches
-            yield self.tp("all_gather", self.product, count, "inputs of attention and MLP", BACKWARD, PRODUCTS)
 
     # ---- context, experts ----------------------------------------------------------------------------------------
 

@@ -122,11 +122,6 @@ def find_fullest(memories: list[RankMemory]) -> RankMemory:
     return max(memories, key=lambda memory: memory.needed)
 
 
-def does_fit(memory: RankMemory, cluster: Cluster) -> bool:
-    """Return whether a rank's peak is within what the driver reports of the GPU's memory."""
-    return memory.needed <= cluster.gpu.memory_gib * GIB
-
-
 def rank_memory(stages: list[Stage], layout: Layout, job: Job, rank: int) -> RankMemory:
     """Memory of the pipeline rank that holds `stages`."""
     mine, habits = _Rank(stages, layout, job, rank), job.habits
@@ -222,16 +217,6 @@ class _Rank:
         several = self.layout.pp > 1 or (self.job.micro_batches > 1 and not self.layout.reduces_each)
         return self.habits.fsdp2 and several
 
-    @property
-    def _holds(self) -> bool:
-        """Do whole gradients stay from one run of a pipeline's schedule to the next?"""
-        return self.gathers and self.layout.pp > 1 and self.job.calls > 1 and not self.layout.reduces_each_run
-
-    @property
-    def _widens(self) -> bool:
-        """Are gradients added up in more bits than the backward gives them?"""
-        return self._accumulates and self.gathers and self.summed > self.width and not self.job.lora
-
     def _count_gathered(self) -> float:
         """Whole weights: those of the layers at work and of the ends, or all."""
         if not self.gathers or self.in_place:
@@ -283,7 +268,8 @@ class _Rank:
             joins &= self.layout.schedule in JOINING_SCHEDULES
             more = (self.job.calls > 1 and not joins) or (self.layout.reduces_each and self.job.micro_batches > 1)
             states["gradients"] = wide * states["gradients"] if more else 0.0
-            if self._holds:
+            several = self.gathers and self.layout.pp > 1 and self.job.calls > 1
+            if several and not self.layout.reduces_each_run:  # whole gradients stay from one run to the next
                 states["gradients"] = sum(map(self._count_gradients, self.stages))
         whole = "gathered" if self.gathers else "gradients"
         kinds = {**states, "gathered": self._count_gathered() + self._count_lowered()}
@@ -398,13 +384,23 @@ class _Rank:
         # A layer's backward begins when the loss has handed over its gradient of the hidden states.
         freed = 4 * self.shape.hidden * self.tokens if self.job.tiled_mlp and self._lean and stage.is_last else 0.0
         again = max(self._count_layer_again(stage), self._count_scores(stage)) - freed + self._count_unpacked(stage)
+        between = 0.0
+        if not stage.is_first:  # whose input needs no gradient: all its backward is in the second half
+            # Gradients of all outputs of products, and of norms; what checkpointing computed for the first half.
+            hidden, layout = self.shape.hidden, self.layout
+            outputs = sum(count * count_output_numbers(block, hidden, layout) for block, count in stage.counts)
+            head = self.shape.head_outputs / layout.tp * stage.is_last
+            more = self._count_kept(stage, "none") - self._count_kept(stage, self.job.recompute)
+            between = self.tokens * (self.job.width * (outputs + head) + more)
+        # Are gradients added up in more bits than the backward gives them?
+        widens = self._accumulates and self.gathers and self.summed > self.width and not self.job.lora
         return StageBytes(
             kept,
-            self._count_between_halves(stage),
+            between,
             max(self._count_loss(stage) - kept_logits, again),
             self.tokens * 5 * 4 * self.shape.hidden / self.parts,  # a norm's backward in fp32
             self._count_gradients(stage) if self._accumulates else 0.0,
-            self._count_gradients(stage) * self.width / self.summed if self._widens else 0.0,
+            self._count_gradients(stage) * self.width / self.summed if widens else 0.0,
         )
 
     def _count_blocks(self, stage: Stage) -> float:
@@ -433,20 +429,6 @@ class _Rank:
             count * count_kept_bytes(block, self.shape.hidden, self.layout, job) for block, count in stage.counts
         )
 
-    def _count_between_halves(self, stage: Stage) -> float:
-        """Gradients of all outputs of products, and of norms; and what checkpointing computed for the first half.
-
-        The first stage's input needs no gradient: all its backward is in the second half.
-        """
-        if stage.is_first:
-            return 0.0
-        layers = sum(
-            count * count_output_numbers(block, self.shape.hidden, self.layout) for block, count in stage.counts
-        )
-        head = self.shape.head_outputs / self.layout.tp * stage.is_last
-        again = self._count_kept(stage, "none") - self._count_kept(stage, self.job.recompute)
-        return self.tokens * (self.job.width * (layers + head) + again)
-
     def _count_lowered(self) -> float:
         """Without data ranks: one 16-bit copy of each matrix, for all micro-batches of a step."""
         if not self.job.autocast:
@@ -465,8 +447,9 @@ class _Rank:
         each, hidden = self.habits.logit_bytes, self.shape.hidden
         norm = (4 + 2 * self.width) * hidden / self.parts if not self.habits.fused else 0.0
         beside = self.tokens * (norm + self.width * hidden * (self.layout.tp > 1))
-        if self._lean:
-            return self._count_gradients_of_loss() + self._count_chunk() + beside
+        if self._lean:  # a chunk's fullest moment, beside the gradients of the loss
+            chunk = compute_chunk_bytes(hidden, not self.job.lora, self.job.width)
+            return self._count_gradients_of_loss() + self.shape.head_outputs / self.layout.tp * chunk + beside
         if self._chunks:
             each = 2 * self.job.width + 4 * min(1.0, self.habits.loss_chunk / self.tokens)
         return self.tokens * self.shape.head_outputs / self.layout.tp * each + beside
@@ -486,11 +469,6 @@ class _Rank:
         """The gradients of hidden states and of the head, in fp32."""
         head = 0 if self.job.lora else self.shape.head_outputs / self.layout.tp
         return 4 * self.shape.hidden * (self.tokens + head)
-
-    def _count_chunk(self) -> float:
-        """A chunk's fullest moment, beside the gradients of the loss."""
-        words = self.shape.head_outputs / self.layout.tp
-        return words * compute_chunk_bytes(self.shape.hidden, not self.job.lora, self.job.width)
 
     @property
     def _chunks(self) -> bool:

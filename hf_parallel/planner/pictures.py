@@ -33,7 +33,15 @@ def write_memory(path: str | Path, found: Found) -> None:
     if not found.choices:
         refuse(path, "no layout fits, so there is nothing to draw")
     if str(path).endswith(".png"):
-        _write_png_memory(path, found)
+        names, left = [choice.config.to_spec() for choice in found.choices], [0.0] * len(found.choices)
+        with _open_png(path, (12, 1.5 + 0.4 * len(names))) as axes:
+            for i, kind in enumerate(list_kinds_of(found.choices)):
+                sizes = [choice.prediction.breakdown.memory.get(kind, 0.0) for choice in found.choices]
+                axes.barh(names, sizes, left=left, label=kind, color=COLOURS[i % len(COLOURS)])
+                left = [a + b for a, b in zip(left, sizes, strict=True)]
+            axes.axvline(found.goal.cluster.gpu.memory_gib, color=_INK, linestyle="--")
+            axes.set_xlabel("GiB on the fullest rank")
+            axes.legend(fontsize=8, ncols=4, loc="upper center", bbox_to_anchor=(0.3, -0.15))
     elif str(path).endswith(".svg"):
         Path(path).write_text(render_memory_picture(found), encoding="utf-8")
     else:
@@ -141,18 +149,6 @@ def _open_png(path: str | Path, size: tuple[float, float]) -> Iterator[Axes]:
     axes.invert_yaxis()
     figure.savefig(path, bbox_inches="tight", dpi=110)
     pyplot.close(figure)
-
-
-def _write_png_memory(path: str | Path, found: Found) -> None:
-    names, left = [choice.config.to_spec() for choice in found.choices], [0.0] * len(found.choices)
-    with _open_png(path, (12, 1.5 + 0.4 * len(names))) as axes:
-        for i, kind in enumerate(list_kinds_of(found.choices)):
-            sizes = [choice.prediction.breakdown.memory.get(kind, 0.0) for choice in found.choices]
-            axes.barh(names, sizes, left=left, label=kind, color=COLOURS[i % len(COLOURS)])
-            left = [a + b for a, b in zip(left, sizes, strict=True)]
-        axes.axvline(found.goal.cluster.gpu.memory_gib, color=_INK, linestyle="--")
-        axes.set_xlabel("GiB on the fullest rank")
-        axes.legend(fontsize=8, ncols=4, loc="upper center", bbox_to_anchor=(0.3, -0.15))
 
 
 def _write_png_timeline(path: str | Path, timeline: Timeline, name: str) -> None:

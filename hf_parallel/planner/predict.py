@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from hf_parallel.ask.spec import refuse
 from hf_parallel.axes.pipeline.timeline import Timeline
-from hf_parallel.planner.activations import EAGER, FLASH, SDPA, count_offloaded_bytes, does_score_hidden_keys
+from hf_parallel.planner.activations import EAGER, FLASH, SDPA, count_offloaded_bytes, has_mask
 from hf_parallel.planner.hardware import Cluster, Gpu, Link, make_cluster
 from hf_parallel.planner.layout import Job, Layout, make_computed_job, make_job, make_layout
 from hf_parallel.planner.ledger import (
@@ -37,7 +37,7 @@ from hf_parallel.planner.ledger import (
     find_busiest,
     step_transfers,
 )
-from hf_parallel.planner.memory import GIB, does_fit, find_fullest, predict_memory_of_ranks
+from hf_parallel.planner.memory import GIB, find_fullest, predict_memory_of_ranks
 from hf_parallel.planner.pipeline import (
     Stage,
     compute_pipeline_seconds,
@@ -149,9 +149,19 @@ def block_times(block: Block, hidden: int, layout: Layout, job: Job, cluster: Cl
         unpacking = compute_memory_seconds(gpu, packed * (count_packed_width(job) + job.width))
         forward["unpacking 4 bits"] = backward["unpacking 4 bits"] = unpacking
     if not job.habits.eager:  # else of a whole stage: see `_compute_host_waits`
-        _launch(gpu, forward, _KERNELS[0])
-        _launch(gpu, backward, _KERNELS[1])
-    computed = Times(forward, add_by_kind(backward, _select_recomputed(forward, job)))
+        for side, kernels in ((forward, _KERNELS[0]), (backward, _KERNELS[1])):
+            # A host that cannot launch kernels as fast as they run makes the GPU wait.
+            wait = kernels * gpu.efficiency.kernel_us * 1e-6 - sum(side.values())
+            if wait > 0:
+                side["host"] = wait
+    again: float | None = None
+    if job.each_recomputed == "full":
+        again = sum(forward.values()) * job.recomputed_share
+    elif job.recompute == "selective" and job.habits.keeps_products:
+        again = forward["element-wise"] + (forward[ATTENTION] if job.attention == EAGER else 0.0)
+    elif job.recompute == "selective":
+        again = forward[PRODUCTS] / 2 * 0.8 + forward["element-wise"]
+    computed = Times(forward, add_by_kind(backward, {} if again is None else {"recomputation": again}))
     if job.activation_offload:
         copied = tokens * count_offloaded_bytes(block, hidden, layout, job) / gpu.host.pcie
         waits = (max(0.0, copied - sum(side.values())) for side in (computed.forward, computed.backward))
@@ -163,45 +173,25 @@ def block_times(block: Block, hidden: int, layout: Layout, job: Job, cluster: Cl
     return computed.with_waits(block_transfers(block, hidden, layout, job, cluster), gpu)
 
 
-def _launch(gpu: Gpu, times: dict[str, float], kernels: int) -> None:
-    """A host that cannot launch kernels as fast as they run makes the GPU wait."""
-    wait = kernels * gpu.efficiency.kernel_us * 1e-6 - sum(times.values())
-    if wait > 0:
-        times["host"] = wait
-
-
-def count_host_kernels(block: Block, layout: Layout, job: Job) -> tuple[float, float]:
-    """Return how many kernels Python launches for a block's forward and backward, what is computed again included."""
-    adapters = sum(matrix.count for matrix in list_adapted(block)) if job.lora else 0
-    shards = job.habits.fsdp2 and layout.has_several_data_ranks
-    kinds = [(_EAGER, 1), (_EAGER_TP, layout.tp > 1), (_EAGER_SHARDS, shards), (_EAGER_ADAPTER, adapters)]
-    kinds += [(_EAGER_PACKED, adapters)] if job.four_bit != "none" else []
-    forward, backward = (sum(kernels[side] * times for kernels, times in kinds) for side in (0, 1))
-    return forward, backward + forward * job.recomputed_share
-
-
 def _compute_host_waits(stage: Stage, times: Times, layout: Layout, job: Job, gpu: Gpu) -> Times:
     """Return for how long a stage's GPU waits for kernels that Python has not launched yet.
 
     The host runs ahead of the GPU, so that a forward and its backward are compared as one: the larger of host and GPU
     counts. Communication occupies the GPU's queue as kernels do. A CPU runs its kernels itself: both times add up.
     """
-    each = [(count_host_kernels(block, layout, job), count) for block, count in stage.counts]
-    forward, backward = (sum(kernels[side] * count for kernels, count in each) for side in (0, 1))
+    forward = backward = 0.0
+    shards = job.habits.fsdp2 and layout.has_several_data_ranks
+    for block, count in stage.counts:
+        adapters = sum(matrix.count for matrix in list_adapted(block)) if job.lora else 0
+        kinds = [(_EAGER, 1), (_EAGER_TP, layout.tp > 1), (_EAGER_SHARDS, shards), (_EAGER_ADAPTER, adapters)]
+        kinds += [(_EAGER_PACKED, adapters)] if job.four_bit != "none" else []
+        ahead, back = (sum(kernels[side] * times for kernels, times in kinds) for side in (0, 1))
+        forward += ahead * count
+        backward += (back + ahead * job.recomputed_share) * count
     host = (forward + backward) * gpu.efficiency.eager_us * 1e-6
-    ahead = sum(times.totals) if gpu.name != "cpu" else 0.0
-    waits = max(0.0, host - ahead) / max(1, forward + backward)
+    hidden = sum(times.totals) if gpu.name != "cpu" else 0.0
+    waits = max(0.0, host - hidden) / max(1, forward + backward)
     return Times({"host": waits * forward}, {"host": waits * backward}) if waits else Times()
-
-
-def _select_recomputed(forward: dict[str, float], job: Job) -> dict[str, float]:
-    if job.each_recomputed == "full":
-        return {"recomputation": sum(forward.values()) * job.recomputed_share}
-    if job.recompute != "selective":
-        return {}
-    if job.habits.keeps_products:
-        return {"recomputation": forward["element-wise"] + (forward[ATTENTION] if job.attention == EAGER else 0.0)}
-    return {"recomputation": forward[PRODUCTS] / 2 * 0.8 + forward["element-wise"]}
 
 
 def _compute_matrix_seconds(
@@ -227,74 +217,47 @@ def _compute_attention_seconds(
     gpu: Gpu, job: Job, layout: Layout, attention: Attention, tokens: float, backward: bool
 ) -> float:
     """Products, and an exponential per score, of which a unit makes 16 per clock; a backward computes scores again."""
-    e, heads = gpu.efficiency, layout.tp
-    own = _find_attention_rate(gpu, job) or e.attention
-    every = does_score_hidden_keys(attention, job.seq, job.attention)
+    e, heads, eager = gpu.efficiency, layout.tp, job.attention == EAGER
+    # The part of the peak that a forward of the job's kernel reaches, where it was measured.
+    own = {SDPA: e.cudnn, FLASH: e.flash}.get(job.attention, 0.0) * job.habits.eager
+    own = (e.cudnn if job.habits.transformer_engine else own) or e.attention
+    every = eager or has_mask(attention, job.seq, job.attention)  # scores of keys, too, that a mask then hides
     scores = attention.heads * (job.seq if every else attention.keys(job.seq)) * tokens / heads
     flops = attention.flops(job.seq, full=every) * tokens / heads
     rate = gpu.peak(job.products_beside) * own
     seconds = scores / (16 * gpu.units * _CLOCK)
     seconds += 2.5 * flops / (rate * e.attention_backward) if backward else flops / rate
-    moved = scores * _count_score_bytes(job.width, backward) if job.attention == EAGER else 0.0
-    return seconds + compute_memory_seconds(gpu, moved)
-
-
-def _find_attention_rate(gpu: Gpu, job: Job) -> float:
-    """Return the part of the peak that a forward of the job's kernel reaches; 0 where none was measured."""
-    if job.habits.transformer_engine:
-        return gpu.efficiency.cudnn
-    return {SDPA: gpu.efficiency.cudnn, FLASH: gpu.efficiency.flash}.get(job.attention, 0.0) * job.habits.eager
-
-
-def _count_score_bytes(width: int, backward: bool) -> int:
-    """Bytes read and written per score by eager attention: product, scale, mask, softmax in fp32, product."""
-    casts = 0 if width == 4 else 8 if not backward else 12
-    return (8 if not backward else 9 if width == 4 else 7) * width + casts
-
-
-def _count_elementwise_bytes(block: Block, hidden: int, layout: Layout, job: Job) -> float:
-    """Bytes that a forward reads and writes per token between the matrix products, if each step is one kernel."""
-    c = job.width
-    stream = job.stored * hidden * (2 * 2 + 2 * 3)  # two norms: read, write; two residual additions: read twice, write
-    heads = sum(a.heads * a.qk_width + a.kv_heads * a.qk_width for a in block.attentions)
-    inner = c * block.inner * (3 if block.gated else 2)
-    routed = 4 * c * block.top_k * hidden
-    return stream / layout.stream_parts + (2 * c * heads + inner) / layout.tp + routed / layout.stream_parts
+    # Bytes that eager attention reads and writes per score: product, scale, mask, softmax in fp32, product.
+    casts = 0 if job.width == 4 else 8 if not backward else 12
+    per_score = (8 if not backward else 9 if job.width == 4 else 7) * job.width + casts
+    return seconds + compute_memory_seconds(gpu, scores * per_score if eager else 0.0)
 
 
 def _count_bytes_between(block: Block, hidden: int, layout: Layout, job: Job, gpu: Gpu, backward: bool) -> float:
-    """Return the bytes per token that move between the matrix products."""
-    if not job.habits.eager:
-        e = gpu.efficiency
-        passes = e.eager_passes if job.habits.transformer_engine or job.compiled else e.passes
-        own = 0.0 if job.fused_norms else 2 * (_count_norm_bytes(job) - 2 * job.stored) * hidden / layout.stream_parts
-        return (1 + backward) * (_count_elementwise_bytes(block, hidden, layout, job) * passes + own * e.eager_passes)
-    return _count_eager_bytes(block, hidden, layout, job, backward) * gpu.efficiency.eager_passes
+    """Return the bytes per token that move between the matrix products.
 
-
-def _count_eager_bytes(block: Block, hidden: int, layout: Layout, job: Job, backward: bool) -> float:
-    """Return the bytes per token that each kernel of Transformers' own layers reads and writes.
-
-    A norm goes to fp32, squares, takes the mean, scales, goes back and multiplies by its weight; a backward of it
-    moves twice that. Rotary embeddings are nine passes over queries and keys, a gated activation five.
+    In a fused implementation each step is one kernel. Of Transformers' own layers each kernel reads and writes: a norm
+    goes to fp32, squares, takes the mean, scales, goes back and multiplies by its weight; a backward of it moves twice
+    that. Rotary embeddings are nine passes over queries and keys, a gated activation five.
     """
-    c, s = job.width, job.stored
-    norm = _count_norm_bytes(job)
-    stream = 2 * norm + 2 * 3 * s
+    e, c, s = gpu.efficiency, job.width, job.stored
+    norm = (2 * (s + 4) if s < 4 else 0) + 20 + 2 * s  # of torch's own operations, per number in a forward
     rotated = sum(a.heads * a.qk_width + a.kv_heads * a.qk_width for a in block.attentions)
+    if not job.habits.eager:
+        passes = e.eager_passes if job.habits.transformer_engine or job.compiled else e.passes
+        own = 0.0 if job.fused_norms else 2 * (norm - 2 * s) * hidden / layout.stream_parts
+        stream = s * hidden * (2 * 2 + 2 * 3)  # two norms: read, write; two residual additions: read twice, write
+        inner, routed = c * block.inner * (3 if block.gated else 2), 4 * c * block.top_k * hidden
+        once = stream / layout.stream_parts + (2 * c * rotated + inner) / layout.tp + routed / layout.stream_parts
+        return (1 + backward) * (once * passes + own * e.eager_passes)
+    stream = 2 * norm + 2 * 3 * s
     output = sum(a.heads * a.v_width for a in block.attentions)
     inside = 9 * rotated + 2 * output + (5 if block.gated else 2) * block.inner
     if backward:  # and the gradients of an input that several products read are added
         stream += 2 * norm + 9 * s
         inside = 12 * rotated + 2 * output + (9 if block.gated else 3) * block.inner
     routed = 4 * c * block.top_k * hidden * (1 + backward)
-    return (stream * hidden + routed) / layout.stream_parts + c * inside / layout.tp
-
-
-def _count_norm_bytes(job: Job) -> int:
-    """Return the bytes that a norm of torch's own operations reads and writes per number in a forward."""
-    s = job.stored
-    return (2 * (s + 4) if s < 4 else 0) + 20 + 2 * s
+    return ((stream * hidden + routed) / layout.stream_parts + c * inside / layout.tp) * e.eager_passes
 
 
 def _count_cast_bytes(block: Block, layout: Layout, backward: bool) -> float:
@@ -319,7 +282,9 @@ def compute_exposed(transfers: Iterable[Transfer], compute: dict[str, float], gp
     sent: dict[tuple[str, str], float] = {}
     for t in transfers:
         wait = e.wait_us * 1e-6 * _WAITS.get(t.axis, 0.0) * FACTORS.get(t.kind, 0.0) if t.behind == EXPOSED else 0.0
-        key = (name_kind_of_transfer(t), t.behind)
+        axis = t.axis.partition("_")[0]
+        kind = "gathering updated weights" if t.what == "updated weights" else "ZeRO-3 communication"
+        key = (f"{axis} communication" if axis in ("tp", "cp", "ep") else kind, t.behind)
         sent[key] = sent.get(key, 0.0) + t.seconds + wait * t.count
     found: dict[str, float] = {}
     for (kind, behind), seconds in sent.items():
@@ -329,51 +294,33 @@ def compute_exposed(transfers: Iterable[Transfer], compute: dict[str, float], gp
     return {kind: seconds for kind, seconds in found.items() if seconds}
 
 
-def name_kind_of_transfer(transfer: Transfer) -> str:
-    """Under which name a collective's seconds are counted."""
-    axis = transfer.axis.partition("_")[0]
-    if axis in ("tp", "cp", "ep"):
-        return f"{axis} communication"
-    return "gathering updated weights" if transfer.what == "updated weights" else "ZeRO-3 communication"
-
-
 # ---- a stage --------------------------------------------------------------------------------------------------------
-
-
-@functools.lru_cache(maxsize=4096)
-def compute_stage_times(stage: Stage, layout: Layout, job: Job, cluster: Cluster) -> Times:
-    """Return the times of a micro-batch on one stage."""
-    job = make_computed_job(layout, job)
-    head = _compute_head_times(stage.shape, layout, job, cluster.gpu) if stage.is_last else Times()
-    total = head.with_waits(end_transfers(stage, layout, job, cluster), cluster.gpu)
-    for block, count in stage.counts:
-        total += block_times(block, stage.shape.hidden, layout, job, cluster).times(count)
-    total += Times(backward={"accumulating gradients": _compute_accumulating_seconds(stage, layout, job, cluster)})
-    total += _compute_lowering_times(stage, layout, job, cluster) if job.autocast else Times()
-    return total + _compute_host_waits(stage, total, layout, job, cluster.gpu) if job.habits.eager else total
-
 
 #: Read and written per logit in a forward and in a backward: 16 bit read, fp32 written and read, 16 bit written; by
 #: Transformers' loss, which keeps fp32 logits and their logarithms.
 _LOGIT_BYTES, _EAGER_LOGIT_BYTES = (10, 10), (18, 22)
 
 
-def _compute_head_times(shape: ModelShape, layout: Layout, job: Job, gpu: Gpu) -> Times:
-    """Head and loss."""
-    if not shape.head_outputs:
-        return Times()
-    tokens, columns = job.tokens(layout), shape.head_outputs / layout.tp
-    product = compute_gemm_seconds(gpu, job.products_beside, tokens, columns, shape.hidden)
-    moved = _EAGER_LOGIT_BYTES if job.habits.eager else _LOGIT_BYTES
-    forward, backward = (compute_memory_seconds(gpu, tokens * columns * size) for size in moved)
-    return Times({"head": product + forward}, {"head": 2 * product + backward})
-
-
-def _compute_lowering_times(stage: Stage, layout: Layout, job: Job, cluster: Cluster) -> Times:
-    """Fp32 weights are read and 16-bit copies written, once for all micro-batches; gradients go back from each."""
-    weights = stage.dense(*layout.tp_and_columns)  # experts compute in fp32
-    once = compute_memory_seconds(cluster.gpu, weights * (job.stored + job.width))
-    return Times({"autocast": once / job.micro_batches}, {"autocast": 0.0 if job.lora else once})
+@functools.lru_cache(maxsize=4096)
+def compute_stage_times(stage: Stage, layout: Layout, job: Job, cluster: Cluster) -> Times:
+    """Return the times of a micro-batch on one stage."""
+    job, gpu, shape = make_computed_job(layout, job), cluster.gpu, stage.shape
+    total = Times()
+    if stage.is_last and shape.head_outputs:  # head and loss
+        tokens, columns = job.tokens(layout), shape.head_outputs / layout.tp
+        product = compute_gemm_seconds(gpu, job.products_beside, tokens, columns, shape.hidden)
+        moved = _EAGER_LOGIT_BYTES if job.habits.eager else _LOGIT_BYTES
+        forward, backward = (compute_memory_seconds(gpu, tokens * columns * size) for size in moved)
+        total = Times({"head": product + forward}, {"head": 2 * product + backward})
+    total = total.with_waits(end_transfers(stage, layout, job, cluster), gpu)
+    for block, count in stage.counts:
+        total += block_times(block, shape.hidden, layout, job, cluster).times(count)
+    total += Times(backward={"accumulating gradients": _compute_accumulating_seconds(stage, layout, job, cluster)})
+    if job.autocast:  # fp32 weights are read and 16-bit copies written once for all micro-batches, gradients from each
+        weights = stage.dense(*layout.tp_and_columns)  # experts compute in fp32
+        once = compute_memory_seconds(gpu, weights * (job.stored + job.width))
+        total += Times({"autocast": once / job.micro_batches}, {"autocast": 0.0 if job.lora else once})
+    return total + _compute_host_waits(stage, total, layout, job, gpu) if job.habits.eager else total
 
 
 def _compute_accumulating_seconds(stage: Stage, layout: Layout, job: Job, cluster: Cluster) -> float:
@@ -450,8 +397,20 @@ def compute_seconds_after_schedule(
         backward: seconds of the last backward, behind which gradients are reduced.
     """
     kinds = _compute_reduction_seconds(by_rank, layout, job, cluster, backward)
-    kinds = add_by_kind(kinds, _compute_update_seconds(by_rank, layout, job, cluster, backward))
-    efficiency = cluster.gpu.efficiency
+    efficiency, updated = cluster.gpu.efficiency, 0.0
+    shards, experts = (layout.shards, count_expert_shards(layout)) if layout.zero_stage else (1, 1)
+    for mine in by_rank:  # the rank decides that updates most parameters: those whose state it keeps, after ZeRO
+        if job.lora:
+            kept = sum(stage.adapters(job.lora, *layout.tp_and_columns) for stage in mine) / shards
+        else:
+            dense, split = layout.tp_and_columns, layout.expert_split
+            kept = sum(stage.dense(*dense) / shards + stage.experts(split) / experts for stage in mine)
+        updated = max(updated, kept)
+    if job.offload != "none":
+        kinds = add_by_kind(kinds, offload_seconds(updated, job, cluster, backward))
+    else:
+        seconds = compute_memory_seconds(cluster.gpu, updated * _UPDATE_BYTES * efficiency.update_passes)
+        kinds = add_by_kind(kinds, {"optimizer": seconds})
     kinds["host, per step"] = (efficiency.eager_step_ms if job.habits.eager else efficiency.step_ms) * 1e-3
     return kinds
 
@@ -461,50 +420,26 @@ def _compute_reduction_seconds(
 ) -> dict[str, float]:
     """Seconds of the once-per-step collectives of the rank that waits longest for them.
 
-    Megatron-LM sends a stage's gradients while the last micro-batches of the rank's other stages run (Narayanan et
-    al., 2021, arXiv:2104.04473, figure 4: `pp` micro-batches of one stage, then of the next).
+    Gradients travel behind a part of the last backward, weights behind half of that, the first forward. Megatron-LM
+    sends a stage's gradients while the last micro-batches of the rank's other stages run (Narayanan et al., 2021,
+    arXiv:2104.04473, figure 4: `pp` micro-batches of one stage, then of the next).
     """
     efficiency, others = cluster.gpu.efficiency, 1 - 1 / layout.virtual_stages
     hidden = efficiency.hidden_gradients * backward
     if job.habits.transformer_engine:
         hidden += efficiency.hidden * others * min(layout.pp, job.micro_batches) * backward
-    each = [_compute_exposed_by_kind(step_transfers(mine, layout, job, cluster), hidden) for mine in by_rank]
+    each = []
+    for mine in by_rank:
+        transfers = step_transfers(mine, layout, job, cluster)
+        reduced = sum(t.seconds for t in transfers if t.behind == LAST_BACKWARD)
+        gathered = sum(t.seconds for t in transfers if t.behind == FIRST_FORWARD)
+        kinds = {"gradients' reduction": max(0.0, reduced - hidden)}
+        kinds["gathering updated weights"] = max(0.0, gathered - hidden / 2)
+        for t in transfers:
+            if t.behind not in (LAST_BACKWARD, FIRST_FORWARD, SCHEDULE):
+                kinds["gathering updated weights" if t.kind == "all_gather" else "gradients' reduction"] += t.seconds
+        each.append(kinds)
     return max(each, key=lambda kinds: sum(kinds.values()))
-
-
-def _compute_exposed_by_kind(transfers: list[Transfer], hidden: float) -> dict[str, float]:
-    """Gradients travel behind a part of the last backward, weights behind half of that, the first forward."""
-    reduced, gathered = (sum(t.seconds for t in transfers if t.behind == at) for at in (LAST_BACKWARD, FIRST_FORWARD))
-    kinds = {"gradients' reduction": max(0.0, reduced - hidden)}
-    kinds["gathering updated weights"] = max(0.0, gathered - hidden / 2)
-    for t in transfers:
-        if t.behind not in (LAST_BACKWARD, FIRST_FORWARD, SCHEDULE):
-            kinds["gathering updated weights" if t.kind == "all_gather" else "gradients' reduction"] += t.seconds
-    return kinds
-
-
-def _compute_update_seconds(
-    by_rank: list[list[Stage]], layout: Layout, job: Job, cluster: Cluster, backward: float
-) -> dict[str, float]:
-    """Seconds of the optimizer on the rank that updates most parameters."""
-    updated = max(count_updated_parameters(mine, layout, job) for mine in by_rank)
-    if job.offload != "none":
-        return offload_seconds(updated, job, cluster, backward)
-    return {
-        "optimizer": compute_memory_seconds(
-            cluster.gpu, updated * _UPDATE_BYTES * cluster.gpu.efficiency.update_passes
-        )
-    }
-
-
-def count_updated_parameters(stages: list[Stage], layout: Layout, job: Job) -> float:
-    """Trained parameters whose optimizer state the rank that holds `stages` keeps, after ZeRO."""
-    shards, experts = (layout.shards, count_expert_shards(layout)) if layout.zero_stage else (1, 1)
-    if job.lora:
-        return sum(stage.adapters(job.lora, *layout.tp_and_columns) for stage in stages) / shards
-    return sum(
-        stage.dense(*layout.tp_and_columns) / shards + stage.experts(layout.expert_split) / experts for stage in stages
-    )
 
 
 def predict(
@@ -603,7 +538,7 @@ def predict_step(shape: ModelShape, cluster: Cluster, layout: Layout, job: Job) 
         tokens_per_s_per_gpu=per_gpu,
         mfu=per_gpu * flops / cluster.gpu.peak("bf16"),
         memory_gib=held / GIB,
-        fits=does_fit(peak, cluster),
+        fits=peak.needed <= cluster.gpu.memory_gib * GIB,
         bubble=time.bubble,
         breakdown=Breakdown(
             {kind: size / GIB for kind, size in kinds.items()},

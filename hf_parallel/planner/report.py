@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,26 +26,22 @@ def show(found: Found, dollars: float | None = None) -> None:
         dollars: per GPU and hour, for a column with the cost of 1e9 tokens.
     """
     console = make_wide_console()
-    source = found.goal.cluster.gpu.source
+    cluster, shape = found.goal.cluster, found.goal.shape
+    where, source = f"{cluster.gpus} x {cluster.gpu.name}", cluster.gpu.source
+    if cluster.gpus > 1:
+        between = f", {cluster.between.name} between" if cluster.nodes > 1 else ""
+        where += f" ({cluster.inside.name} in nodes of {cluster.per_node}{between})"
+    batch = f"{found.goal.global_batch or 'rows'} x {found.goal.seq} tokens per step"
+    what = f"{shape.name}, {shape.parameters / 1e9:.2f} B parameters"
+    heading = f"{what}, on {where}: {batch}; {found.looked_at} layouts looked at"
     measured = [f"  rates of this machine, {source} (hf-parallel check --calibrate)"] if "calibrated" in source else []
-    for line in (_format_heading(found), *measured, *(f"  {note}" for note in found.notes)):
+    for line in (heading, *measured, *(f"  {note}" for note in found.notes)):
         console.print(line, markup=False)
     console.print(make_table(found, dollars))
     for line in _list_plan_remarks(found, dollars):
         console.print(line, markup=False)
     if found.best:
         console.print(f"Run the first:  {format_command(found.best)}", markup=False, soft_wrap=True)
-
-
-def _format_heading(found: Found) -> str:
-    cluster, shape = found.goal.cluster, found.goal.shape
-    where = f"{cluster.gpus} x {cluster.gpu.name}"
-    if cluster.gpus > 1:
-        between = f", {cluster.between.name} between" if cluster.nodes > 1 else ""
-        where += f" ({cluster.inside.name} in nodes of {cluster.per_node}{between})"
-    batch = f"{found.goal.global_batch or 'rows'} x {found.goal.seq} tokens per step"
-    what = f"{shape.name}, {shape.parameters / 1e9:.2f} B parameters"
-    return f"{what}, on {where}: {batch}; {found.looked_at} layouts looked at"
 
 
 def _list_plan_remarks(found: Found, dollars: float | None) -> Iterator[str]:
@@ -60,7 +56,13 @@ def _list_plan_remarks(found: Found, dollars: float | None) -> Iterator[str]:
         if (on_host := found.best.host_gib) > 0:
             of_node = found.goal.cluster.gpu.host.memory_gib
             yield f"  offloaded to the host: {on_host:.0f} GiB of a node's memory, of {of_node:.0f}"
-        yield from _explain_order(found)
+        first, critical = found.best, found.goal.critical_batch
+        if critical is not None:
+            yield (
+                f"  ranked by time to a loss: steps are in proportion to 1 + {critical:g} / batch (arXiv:1812.06162); "
+                f"the first, with {first.batch}, takes {first.steps_factor(critical):.3g} times the fewest steps, "
+                f"each {first.step_time_s:.3g} s"
+            )
         yield from (f"  {line}" for line in format_batch_lines(found))
         yield from (f"  {reason}" for reason in explain_attention(found.goal, found.best))
     shared: dict[str, list[str]] = {}
@@ -72,18 +74,6 @@ def _list_plan_remarks(found: Found, dollars: float | None) -> Iterator[str]:
         yield "Why not"
     yield from (f"  {name}: {reason}" for name, reason in found.why_not)
     yield from found.suggestions
-
-
-def _explain_order(found: Found) -> Iterator[str]:
-    """Say what the order goes by where the critical batch is known."""
-    critical = found.goal.critical_batch
-    if critical is not None:
-        first = found.choices[0]
-        yield (
-            f"  ranked by time to a loss: steps are in proportion to 1 + {critical:g} / batch (arXiv:1812.06162); the "
-            f"first, with {first.batch}, takes {first.steps_factor(critical):.3g} times the fewest steps, each "
-            f"{first.step_time_s:.3g} s"
-        )
 
 
 def format_batch_lines(found: Found) -> Iterator[str]:
@@ -136,30 +126,20 @@ def make_table(found: Found, dollars: float | None = None) -> Table:
     for heading in [*headings, *(["$ / 1e9 tokens"] if dollars else [])]:
         shown.add_column(heading, justify="right")
     for i, choice in enumerate(found.choices, 1):
-        to_loss = [] if critical is None else _format_to_loss(choice, found.choices[0], critical)
-        shown.add_row(str(i), choice.config.to_spec(), *to_loss, *_make_row_cells(choice, dollars, found.measured))
+        p, spec = choice.prediction, choice.config.to_spec()
+        cells = [str(i), spec]
+        if critical is not None:  # steps in multiples of the fewest, time in multiples of the first layout's
+            times = choice.seconds_to_loss(critical) / found.choices[0].seconds_to_loss(critical)
+            cells += [str(choice.batch), f"{choice.steps_factor(critical):.3g}", f"{times:.2f}"]
+        cells += [f"{choice.rows} x {choice.accumulation}", f"{p.step_time_s:.3g}"]
+        if found.measured:
+            took = found.measured.get(spec)
+            cells.append("" if took is None else f"{took:.3g}")
+        cells += [f"{p.tokens_per_s_per_gpu:,.0f}", f"{p.mfu:.1%}"]
+        cells += [f"{size:.1f}" for size in (choice.allocated_gib, choice.reserved_gib, choice.free_gib)]
+        cells += [f"{p.bubble:.1%}", *([f"{p.cost_per_billion_tokens(dollars):,.0f}"] if dollars else [])]
+        shown.add_row(*cells)
     return shown
-
-
-def _format_to_loss(choice: Choice, first: Choice, critical: float) -> list[str]:
-    """Batch, steps in multiples of the fewest, time in multiples of the first layout's."""
-    times = choice.seconds_to_loss(critical) / first.seconds_to_loss(critical)
-    return [str(choice.batch), f"{choice.steps_factor(critical):.3g}", f"{times:.2f}"]
-
-
-def _make_row_cells(choice: Choice, dollars: float | None, measured: Mapping[str, float]) -> Iterable[str]:
-    p = choice.prediction
-    yield f"{choice.rows} x {choice.accumulation}"
-    yield f"{p.step_time_s:.3g}"
-    if measured:
-        took = measured.get(choice.config.to_spec())
-        yield "" if took is None else f"{took:.3g}"
-    yield f"{p.tokens_per_s_per_gpu:,.0f}"
-    yield f"{p.mfu:.1%}"
-    yield from (f"{size:.1f}" for size in (choice.allocated_gib, choice.reserved_gib, choice.free_gib))
-    yield f"{p.bubble:.1%}"
-    if dollars:
-        yield f"{p.cost_per_billion_tokens(dollars):,.0f}"
 
 
 def format_command(choice: Choice) -> str:
@@ -177,24 +157,19 @@ def write_specs(folder: str | Path, found: Found) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     written = []
     for i, choice in enumerate(found.choices, 1):
-        path = folder / f"{i:02}.yaml"
-        path.write_text(format_spec_file(found, choice), encoding="utf-8")
+        path, p = folder / f"{i:02}.yaml", choice.prediction
+        lines = [
+            f"# {found.goal.shape.name} on {found.goal.where}",
+            f"# predicted: {p.step_time_s:.3g} s per step, {choice.needed_gib:.1f} GiB, MFU {p.mfu:.1%}",
+            f"# with per_device_train_batch_size={choice.rows}, gradient_accumulation_steps={choice.accumulation}",
+            *(f"# note: {warning}" for warning in choice.warnings),
+        ]
+        default = type(choice.config)().to_dict()
+        values = {key: value for key, value in choice.config.to_dict().items() if value != default[key]}
+        text = "\n".join(lines) + "\n" + yaml.safe_dump(values or {"dp_shard_size": -1}, sort_keys=False)
+        path.write_text(text, encoding="utf-8")
         written.append(path)
     return written
-
-
-def format_spec_file(found: Found, choice: Choice) -> str:
-    """The text of one such file."""
-    p = choice.prediction
-    lines = [
-        f"# {found.goal.shape.name} on {found.goal.where}",
-        f"# predicted: {p.step_time_s:.3g} s per step, {choice.needed_gib:.1f} GiB, MFU {p.mfu:.1%}",
-        f"# with per_device_train_batch_size={choice.rows}, gradient_accumulation_steps={choice.accumulation}",
-        *(f"# note: {warning}" for warning in choice.warnings),
-    ]
-    default = type(choice.config)().to_dict()
-    values = {key: value for key, value in choice.config.to_dict().items() if value != default[key]}
-    return "\n".join(lines) + "\n" + yaml.safe_dump(values or {"dp_shard_size": -1}, sort_keys=False)
 
 
 def show_verified(choice: Choice, runs: list[DryRun], device: str) -> None:

@@ -36,7 +36,6 @@ from hf_parallel.planner.advice import (
 from hf_parallel.planner.candidates import (
     HEADROOM,
     Goal,
-    does_round,
     iterate_compressed,
     iterate_layouts,
     iterate_other_schedules,
@@ -196,9 +195,11 @@ def search_batches(critical_batch: float, *, global_batch: int | None, top: int 
     """
     if critical_batch <= 0:
         refuse(f"critical_batch={critical_batch:g}", "is more than 0 sequences", "critical_batch=256")
-    tried = (
-        [global_batch] if global_batch is not None else list_batches_around(critical_batch, options["cluster"].gpus)
-    )
+    gpus, tried = options["cluster"].gpus, [global_batch] if global_batch is not None else list[int]()
+    for times in () if tried else (0.25, 0.5, 1, 2, 4):  # batches that many data ranks can share
+        wanted = max(1.0, critical_batch * times)
+        tried.append(gpus * round(wanted / gpus) if wanted >= gpus else math.gcd(gpus, 2 ** round(math.log2(wanted))))
+    tried = sorted(set(tried))
     each = [search(global_batch=batch, top=top, **options) for batch in tried]
     best: dict[tuple, Choice] = {}
     for choice in itertools.chain.from_iterable(found.choices for found in each):
@@ -214,25 +215,10 @@ def search_batches(critical_batch: float, *, global_batch: int | None, top: int 
     return dataclasses.replace(first, goal=goal, choices=ranked, looked_at=sum(found.looked_at for found in each))
 
 
-def list_batches_around(critical_batch: float, gpus: int) -> list[int]:
-    """Return batches from a quarter of the critical one to four times as many, which many data ranks can share."""
-    found = []
-    for times in (0.25, 0.5, 1, 2, 4):
-        wanted = max(1.0, critical_batch * times)
-        found.append(gpus * round(wanted / gpus) if wanted >= gpus else math.gcd(gpus, 2 ** round(math.log2(wanted))))
-    return sorted(set(found))
-
-
 def _check_headroom(percent: float) -> float:
     if not (percent == 0 or 1 <= percent < 100):
         refuse(f"headroom={percent:g}", "is a percentage of each GPU's memory, 0 or 1 to below 100", f"{HEADROOM:g}")
     return percent
-
-
-def _compute_waiting_share(choice: Choice) -> float:
-    """Share of the step that waits for other data ranks."""
-    times = choice.prediction.breakdown.time.items()
-    return sum(seconds for kind, seconds in times if any(word in kind for word in _WAITS)) / choice.step_time_s
 
 
 class _Search:
@@ -249,7 +235,12 @@ class _Search:
         found: dict[tuple, list[Choice]] = {}
         limit = math.inf
         for config in iterate_layouts(self.goal):
-            for choice in self._iterate_fitting(config, limit):
+            hopeless = max(self.goal.room_gib, self.leanest)  # can be neither chosen nor the leanest
+            for choice in iterate_variants(self.goal, config, limit, self.ways, hopeless):
+                self.looked_at += 1
+                if not isinstance(choice, Choice):
+                    self.leanest = min(self.leanest, choice.gib)
+                    continue
                 pace = choice.seconds_per_row * _WORTH
                 if pace < limit and not self.accept(choice.config):
                     break  # one that the model forbids must not set the pace
@@ -263,25 +254,12 @@ class _Search:
                 self.looked_at += 1
                 if isinstance(other, Choice) and self.accept(other.config):
                     found[list_sizes_of(config)].append(other)
-        return self._rank_choices(list(found.values()))
-
-    def _rank_choices(self, found: list[list[Choice]]) -> list[Choice]:
-        """Return one choice of each sizes: by memory what the planner cannot tell from the fastest, then the rest."""
-        by_time = sorted(itertools.chain.from_iterable(found), key=rank_seconds)
+        # By memory what the planner cannot tell from the fastest, then the rest.
+        by_time = sorted(itertools.chain.from_iterable(found.values()), key=rank_seconds)
         fastest = next((rank_seconds(choice) for choice in self.accepted(by_time)), math.inf)
-        each = sorted((find_leanest(choices, fastest) for choices in found), key=rank_seconds)
+        each = sorted((find_leanest(choices, fastest) for choices in found.values()), key=rank_seconds)
         near = [choice for choice in each if rank_seconds(choice) <= TELLS * fastest]
         return [*sorted(near, key=lambda choice: choice.needed_gib), *each[len(near) :]]
-
-    def _iterate_fitting(self, config: ParallelConfig, limit: float) -> Iterator[Choice]:
-        """Yield what fits; what does not counts for the leanest."""
-        hopeless = max(self.goal.room_gib, self.leanest)  # can be neither chosen nor the leanest
-        for choice in iterate_variants(self.goal, config, limit, self.ways, hopeless):
-            self.looked_at += 1
-            if isinstance(choice, Choice):
-                yield choice
-            else:
-                self.leanest = min(self.leanest, choice.gib)
 
     def accepted(self, ranked: Iterable[Choice]) -> Iterator[Choice]:
         """Yield candidates that the engine takes, checked lazily in order of predicted speed."""
@@ -292,11 +270,14 @@ class _Search:
         enough, allowed = best.seconds_per_row / WORTH_ROUNDING, dataclasses.replace(self.goal, quantized=True)
         found = []
         for choice in ranked:
-            if _compute_waiting_share(choice) < 1 - enough / choice.seconds_per_row:
-                continue  # it would be too slow if nothing were sent
+            times = choice.prediction.breakdown.time.items()
+            waiting = sum(seconds for kind, seconds in times if any(word in kind for word in _WAITS))
+            if waiting / choice.step_time_s < 1 - enough / choice.seconds_per_row:
+                continue  # it would be too slow if nothing were sent to other data ranks
             for config in iterate_compressed(allowed, choice.config):
                 other = try_layout(self.goal, config, choice.prediction.job.micro_batch)
-                if does_round(config) and isinstance(other, Choice) and other.seconds_per_row < enough:
+                rounds = (config.quantize_weights, config.quantize_gradients) != ("none", "none")
+                if rounds and isinstance(other, Choice) and other.seconds_per_row < enough:
                     found.append(other)
         return next(self.accepted(sorted(found, key=rank_seconds)), None)
 

@@ -9,6 +9,7 @@ parameters are the sum of sizes, forward FLOPs per token 2 x size x share.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import re
@@ -174,35 +175,30 @@ def shape_from_numbers(given: Mapping) -> ModelShape:
     if "hidden" not in known or not ("layers" in known or "params" in known):
         missing = "hidden" if "hidden" not in known else "layers"
         refuse("model", f"{missing} is missing", "layers=32, hidden=4096, heads=32")
+    has_groups = known.get("kv_heads", known.get("heads")) != known.get("heads")
+    usual = has_groups or bool(known.get("experts")) or known.get("ffn_hidden", 0) not in (0, 4 * known["hidden"])
+    usual = known.get("gated_mlp", usual)
     if "layers" not in known:
-        known["layers"] = _compute_layers_from_parameters(known)
+        one = _build({**known, "layers": 1}, usual, known.get("tied", not usual))
+        known["layers"] = max(1, round((known["params"] - one.parameters) / one.blocks[0].parameters) + 1)
     choices = [(gated, tied) for gated in _open(known, "gated_mlp") for tied in _open(known, "tied")]
     if "params" in known and len(choices) > 1:
         shapes = [_build(known, gated, tied) for gated, tied in choices]
         return min(shapes, key=lambda shape: abs(shape.parameters - known["params"]))
-    gated = known.get("gated_mlp", _is_usually_gated(known))
-    return _build(known, gated, known.get("tied", not gated))
+    return _build(known, usual, known.get("tied", not usual))
 
 
 def _open(known: Mapping, key: str) -> tuple[bool, ...]:
     return (bool(known[key]),) if key in known else (True, False)
 
 
-def _is_usually_gated(known: Mapping) -> bool:
-    has_groups = known.get("kv_heads", known.get("heads")) != known.get("heads")
-    return has_groups or bool(known.get("experts")) or known.get("ffn_hidden", 0) not in (0, 4 * known["hidden"])
-
-
-def _compute_layers_from_parameters(known: Mapping) -> int:
-    gated = known.get("gated_mlp", _is_usually_gated(known))
-    one = _build({**known, "layers": 1}, gated, known.get("tied", not gated))
-    return max(1, round((known["params"] - one.parameters) / one.blocks[0].parameters) + 1)
-
-
 def _build(known: Mapping, gated: bool, tied: bool) -> ModelShape:
     """A shape of equal layers; what is not known gets the usual value."""
     hidden, name = known["hidden"], str(known.get("model") or known.get("name") or "model")
-    heads, inner = known.get("heads") or choose_usual_heads(hidden), known.get("ffn_hidden") or 4 * hidden
+    heads, inner = known.get("heads"), known.get("ffn_hidden") or 4 * hidden
+    if not heads:  # those whose width is the multiple of 8 nearest to 128
+        divisors = [count for count in range(1, hidden // 8 + 1) if hidden % count == 0]
+        heads = min(divisors, key=lambda count: abs(hidden / count - 128))
     experts, top_k = known.get("experts") or 0, known.get("top_k") or 2
     layer = (hidden, heads, known.get("kv_heads"), inner, gated, experts, top_k, known.get("head_dim"))
     return _build_shape(name, known.get("vocab", 50257), known["layers"], tied, layer)
@@ -213,12 +209,6 @@ def _build_shape(name: str, vocab: int, layers: int, tied: bool, layer: tuple) -
     block, hidden = make_dense_block(*layer), layer[0]
     head = 0 if tied else vocab * hidden
     return ModelShape(name, hidden, vocab, (block,) * layers, tied, vocab * hidden, head, hidden, head_outputs=vocab)
-
-
-def choose_usual_heads(hidden: int) -> int:
-    """Return the heads whose width is the multiple of 8 nearest to 128."""
-    divisors = [count for count in range(1, hidden // 8 + 1) if hidden % count == 0]
-    return min(divisors, key=lambda count: abs(hidden / count - 128))
 
 
 def make_dense_block(
@@ -282,12 +272,10 @@ def count_model(model: PreTrainedModel) -> ModelShape:
             blocks.append(seen.setdefault(parts, Block(*parts)))
     if not blocks:
         refuse(type(model).__name__, "no stack of layers was found", "a causal language model")
-    return _with_ends(model, config, tuple(blocks))
-
-
-def _with_ends(model: PreTrainedModel, config: PretrainedConfig, blocks: tuple[Block, ...]) -> ModelShape:
     distinct = {id(p): p.numel() for p in model.parameters()}
-    embedding, head = find_input_embedding(model), _find_output_head(model)
+    embedding, head = find_input_embedding(model), None
+    with contextlib.suppress(NotImplementedError, AttributeError):
+        head = model.get_output_embeddings()
     embedded = embedding.weight.numel() if isinstance(embedding, nn.Embedding) else 0
     weight: nn.Parameter | None = getattr(head, "weight", None)
     held = weight.numel() if weight is not None else 0
@@ -299,20 +287,13 @@ def _with_ends(model: PreTrainedModel, config: PretrainedConfig, blocks: tuple[B
         name=type(model).__name__,
         hidden=read_hidden_size(config),
         vocab=getattr(embedding, "num_embeddings", 0),
-        blocks=blocks,
+        blocks=tuple(blocks),
         tied=tied,
         embedding_parameters=embedded,
         head_parameters=separate,
         other_parameters=others,
         head_outputs=weight.shape[0] if weight is not None else 0,
     )
-
-
-def _find_output_head(model: PreTrainedModel) -> nn.Module | None:
-    try:
-        return model.get_output_embeddings()
-    except (NotImplementedError, AttributeError):
-        return None
 
 
 def _is_tied(model: PreTrainedModel, embedding: nn.Embedding, weight: nn.Parameter) -> bool:
@@ -416,33 +397,19 @@ def _read_matrix(
         if (into and outputs == hidden) or (not into and inputs == hidden and outputs != hidden):
             outputs, inputs = inputs, outputs
         return Matrix(name, inputs, outputs, "expert", experts, share)
-    if parameter.ndim != 2 or not (
-        isinstance(module, (nn.Linear, Conv1D)) or name.endswith("weight") or is_router(name)
-    ):
+    last = name.rpartition(".")[2]
+    is_router = last in ("gate", "router")  # often a bare parameter of a module that is no Linear
+    if parameter.ndim != 2 or not (isinstance(module, (nn.Linear, Conv1D)) or name.endswith("weight") or is_router):
         return None
     outputs, inputs = parameter.shape if not isinstance(module, Conv1D) else reversed(parameter.shape)
     if experts and outputs == experts and inputs == hidden:
         return Matrix(name, inputs, outputs, "whole")
     if is_expert:
         return Matrix(re.sub(r"\.\d+\.", ".*.", name), inputs, outputs, "expert", 1, share)
-    return Matrix(name, inputs, outputs, _split_of(name, inputs, outputs, hidden, in_attention))
-
-
-def is_router(name: str) -> bool:
-    """Routers are often bare parameters of a module that is no Linear."""
-    return name.rpartition(".")[2] in ("gate", "router")
-
-
-def _split_of(name: str, inputs: int, outputs: int, hidden: int, in_attention: bool) -> str:
-    """Row-parallel is what leads back into the residual stream: of two square matrices the one named after output."""
-    if outputs != hidden:
-        return "column"
-    if not in_attention:
-        return "row"
-    is_output = (
-        re.search(r"(^|[._])(o|out|output|dense|c|wo)(_?proj|_lin)?($|[._])", name.rpartition(".")[2]) is not None
-    )
-    return "row" if is_output or inputs != hidden else "column"
+    # Row-parallel is what leads back into the residual stream: of two square matrices the one named after output.
+    is_output = re.search(r"(^|[._])(o|out|output|dense|c|wo)(_?proj|_lin)?($|[._])", last) is not None
+    leads_back = outputs == hidden and (not in_attention or is_output or inputs != hidden)
+    return Matrix(name, inputs, outputs, "row" if leads_back else "column")
 
 
 def _read_attention(name: str, module: nn.Module, config: PretrainedConfig) -> Attention:
@@ -457,14 +424,12 @@ def _read_attention(name: str, module: nn.Module, config: PretrainedConfig) -> A
     groups = heads if _read_first_window(module, None, "qk_head_dim") else min(groups, heads)
     crossing = re.search(r"cross|enc_?dec|encoder_attn", name, re.IGNORECASE) is not None
     causal = bool(getattr(module, "is_causal", getattr(module, "is_decoder", True))) and not crossing
-    return Attention(heads, groups, query, value, _read_window(module, config), causal)
-
-
-def _read_window(module: nn.Module, config: PretrainedConfig) -> int | None:
-    """Return this layer's window; where all have one, some models (Mistral, Phi-3) say so in their config alone."""
+    window = None
     if hasattr(module, "sliding_window") or getattr(config, "layer_types", None):
-        return _read_first_window(module, None, "sliding_window")
-    return _read_first_window(None, config, "sliding_window") if getattr(config, "use_sliding_window", True) else None
+        window = _read_first_window(module, None, "sliding_window")
+    elif getattr(config, "use_sliding_window", True):  # where all have one, Mistral and Phi-3 say so in their config
+        window = _read_first_window(None, config, "sliding_window")
+    return Attention(heads, groups, query, value, window, causal)
 
 
 def _read_first_window(module: nn.Module | None, config: PretrainedConfig | None, *names: str) -> int | None:
