@@ -6,7 +6,7 @@ import os
 import tempfile
 from typing import TYPE_CHECKING
 
-from hf_parallel.ask.keys.data import NVME, NVME_ALL, offload_folder, parameters_rest
+from hf_parallel.ask.keys.data import FOLDER_TO_NAME, NVME, NVME_ALL, offload_folder, parameters_rest
 from hf_parallel.ask.spec import refuse
 from hf_parallel.axes.axis import Axis
 from hf_parallel.ranks.mesh import check_alike
@@ -42,8 +42,8 @@ class Offload(Axis[None, list[str]]):
         if not path:
             return []
         way, path = offload.split(":", 1)
-        if path == "PATH":  # as `plan` writes it
-            refuse(f"offload={way}:PATH", "PATH stands for a folder on a fast disk", f"offload={way}:/scratch")
+        if path == FOLDER_TO_NAME:
+            refuse(f"offload={way}:{path}", f"{path} stands for a folder on a fast disk", f"offload={way}:/scratch")
         above = os.path.abspath(path)
         while not os.path.exists(above):
             above = os.path.dirname(above)

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from hf_parallel.ask.config import ParallelConfig, SpecError
+from hf_parallel.ask.keys.data import FOLDER_TO_NAME, offload_folder
 from hf_parallel.ask.launched import read_local_world_size
 from hf_parallel.ask.session import of_session
 from hf_parallel.ask.spec import refuse
@@ -297,12 +299,21 @@ def _find_best(shown: Shown, devices: list[Device]) -> Chosen:
     }
     if isinstance(cluster, MixedCluster):
         return _find_best_of_groups(cluster, batch, options)
-    found = search(cluster=cluster, **options)
+    takes = options["accept"]
+    found = search(cluster=cluster, **options | {"accept": lambda layout: names_its_folder(layout) and takes(layout)})
     if found.best is None:
-        refuse(f"no layout of {dist.get_world_size()} processes fits", found.advice)
+        on_disk = search(cluster=cluster, **options | {"top": 1}).best
+        works = "" if on_disk is None else on_disk.config.to_spec().replace(FOLDER_TO_NAME, "/scratch")
+        advice = f"in memory; auto knows no folder on a fast disk. Works: {works}" if works else found.advice
+        refuse(f"no layout of {dist.get_world_size()} processes fits", advice)
     joining.remember_plan([found.goal], found.best.config)
     reasons = [*_list_choice_reasons(found, batch, shown.reader), *turns]
     return Chosen(found.best.config.to_spec(), (format_choice(found), *turns), tuple(reasons))
+
+
+def names_its_folder(layout: ParallelConfig) -> bool:
+    """Could a start write what this layout offloads? A planned one may leave the folder to its user."""
+    return offload_folder(layout.offload) != FOLDER_TO_NAME
 
 
 # ---- unlike GPUs -------------------------------------------------------------------------------------------------
@@ -324,7 +335,7 @@ def _find_best_of_groups(mixed: MixedCluster, batch: ScriptBatch, options: dict[
             cut = (1,) if rows is None else cut_examples(rows * config.data_parallel_size, config.shares)
             if why is not None or min(cut) == 0:
                 return False
-        return takes(config)
+        return names_its_folder(config) and takes(config)
 
     found = search_groups(mixed=mixed, in_order=True, **options | {"accept": accept})
     if not found.started:
@@ -460,6 +471,8 @@ def make_acceptance_test(config: PretrainedConfig, pack: Packing | None = None) 
         data, few = min(max(2, layout.ep_size // inner), layout.data_parallel_size), f"@0-{inner - 1}"
         recompute = layout.recompute_way + few * (layout.recompute_ranks is not None)
         offload = layout.offload if layout.offload_ranks is None else layout.offload_way + few
+        if offload_folder(offload) == FOLDER_TO_NAME:  # a start wants a folder that can be written to
+            offload = offload.replace(FOLDER_TO_NAME, tempfile.gettempdir())
         sizes: dict[str, Any] = {"dp_replicate_size": 1, "dp_shard_size": data, "batch_shares": "even"}
         small = dataclasses.replace(layout, **sizes, activation_checkpointing=recompute, offload=offload)
         if small not in known:

@@ -91,6 +91,22 @@ def test_accelerate_loop(folder):
     assert results[0] == results[1]
 
 
+def chosen_for_narrow_pair():
+    from hf_parallel.hooks import auto
+    from tests.planner.test_plan_cli import make_narrow_pair
+
+    auto.wait("the test", lambda config, source: None, cluster=make_narrow_pair(1))
+    wide = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 6, "num_attention_heads": 16}
+    auto.choose_layout_here(auto.Shown(models.llama(**wide, dtype="bfloat16", max_position_embeddings=33)))
+
+
+def test_a_folder_is_for_the_user_to_name():
+    """`auto` starts at once and knows no folder: it refuses, with the layout that would fit."""
+    with pytest.raises(RankFailure) as caught:
+        run(chosen_for_narrow_pair, 2)
+    assert "offload=nvme:/scratch" in str(caught.value)
+
+
 def no_model_shown():
     from hf_parallel.hooks import activation, auto
 

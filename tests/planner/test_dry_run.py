@@ -9,6 +9,7 @@ from transformers import LlamaConfig
 from hf_parallel.ask.config import SpecError
 from hf_parallel.hooks.peft.planned_adapters import plan_four_bit, plan_lora
 from hf_parallel.planner.dryrun import dry_run
+from hf_parallel.planner.dryrun.world import Shapes, fake_tensors_pass_as_real
 from tests import models
 from tests.distributed import run, run_alone
 from tests.planner.measuring import allocated, measured, measured_in_a_script, measured_with_adapters, numbers
@@ -291,3 +292,28 @@ def test_layers_of_which_each_nth_is_recomputed_stand_for_the_rest(every):
         return planned("llama", spec, 0, sizes={"num_hidden_layers": 11}, whole=whole)
 
     assert run_alone(extrapolate, False) == run_alone(extrapolate, True)
+
+
+def test_unlike_widths_keep_no_scores():
+    """Latent attention (keys of 192, values of 128 numbers) keeps what a GPU's kernel keeps, and no scores."""
+    kept: list[torch.Tensor] = []
+    with (
+        fake_tensors_pass_as_real(),
+        Shapes(allow_non_fake_inputs=True),
+        torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor),
+    ):
+        query, key, value = (torch.zeros(2, 4, 512, width, requires_grad=True) for width in (192, 192, 128))
+        out = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        known = {query.shape, value.shape}
+        log_sums = [tensor.numel() for tensor in kept if tensor.numel() > 1 and tensor.shape not in known]
+        out.sum().backward()
+    assert out.shape == value.grad.shape == (2, 4, 512, 128)
+    assert log_sums == [2 * 4 * 512]
+    assert known <= {tensor.shape for tensor in kept}
+
+
+def test_memory_of_latent_attention_grows_with_its_tokens():
+    """Four times the tokens of a row keep at most four times as much; scores are 16 times as many."""
+    config = models.deepseek_v3(qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=32, num_hidden_layers=3)
+    short, long = (dry_run(config, "dp_shard=2", rows=1, seq=seq).peak["activations"] for seq in (512, 2048))
+    assert long / short < 4

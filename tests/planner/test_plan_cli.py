@@ -1,5 +1,6 @@
 """`hf-parallel plan`: table, JSON, specs, pictures, own clusters, and what it refuses in one line."""
 
+import dataclasses
 import json
 import re
 import xml.etree.ElementTree as ET
@@ -9,9 +10,11 @@ import pytest
 from benchmarks import six_plans
 from hf_parallel import cli
 from hf_parallel.ask.config import ParallelConfig
-from hf_parallel.hooks.auto import make_acceptance_test
+from hf_parallel.hooks.auto import make_acceptance_test, make_engine_options
+from hf_parallel.planner import make_cluster
 from hf_parallel.planner.detect import detect
 from hf_parallel.planner.groups import read_machines
+from hf_parallel.planner.search import search
 from tests import models
 from tests.commands import ROOT
 from tests.distributed import run_alone
@@ -232,6 +235,22 @@ def test_experts_over_more_than_two_data_ranks_are_asked_about():
     accept = make_acceptance_test(models.deepseek_moe())
     assert accept(ParallelConfig(dp_shard_size=8, ep_size=4))
     assert accept(ParallelConfig(dp_shard_size=4, tp_size=2, ep_size=8))
+
+
+def make_narrow_pair(host_gib):
+    """Two GPUs of 3 GiB, whose host has little memory too."""
+    cluster = make_cluster("a100-80gb", 2)
+    host = dataclasses.replace(cluster.gpu.host, memory_gib=host_gib)
+    return dataclasses.replace(cluster, gpu=dataclasses.replace(cluster.gpu, memory_gib=3, host=host))
+
+
+@pytest.mark.parametrize(("host_gib", "offload"), [(1000, "optimizer"), (1, "nvme:PATH")])
+def test_files_are_proposed_where_the_host_has_no_room(host_gib, offload):
+    """The folder is for the user to name; the engine is asked with one that exists, and refuses PATH at a start."""
+    model = models.llama(hidden_size=2048, intermediate_size=8192, num_hidden_layers=6, num_attention_heads=16)
+    known = make_engine_options(model, 0, False)
+    found = search(model=model, cluster=make_narrow_pair(host_gib), seq=256, global_batch=2, top=1, **known)
+    assert found.best.config.offload == offload, found.advice
 
 
 def cheapest_plan():

@@ -13,6 +13,8 @@ from hf_parallel.ask.spec import refuse
 EVEN, MEASURED = "even", "auto"
 #: Ways of `offload` that have a folder: only states in files, and all that rests.
 NVME, NVME_ALL = "nvme:", "nvme_all:"
+#: The folder of planned layouts, which the user puts a real one for.
+FOLDER_TO_NAME = "PATH"
 
 
 def parse_shares(text: str) -> tuple[Fraction, ...]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+from torch.nn import functional
 
 from hf_parallel.ask.spec import refuse
 
@@ -56,12 +58,38 @@ def fake_tensors_pass_as_real() -> Iterator[None]:
     from transformers.utils import import_utils
 
     is_fake, can_group = import_utils.is_fake_tensor, moe._can_use_grouped_mm
+    attend = functional.scaled_dot_product_attention
     import_utils.is_fake_tensor = lambda tensor: False
+    functional.scaled_dot_product_attention = functools.partial(_attend_as_a_gpu, attend)
     moe._can_use_grouped_mm = lambda tokens, weight, ends: weight.dtype == torch.bfloat16
     try:
         yield
     finally:
         import_utils.is_fake_tensor, moe._can_use_grouped_mm = is_fake, can_group
+        functional.scaled_dot_product_attention = attend
+
+
+def _attend_as_a_gpu(
+    attend: Callable[..., torch.Tensor],
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """Attend by the kernel that a GPU has for keys and values of unlike widths; else as torch chooses.
+
+    The CPU's flash kernel takes equal widths only, so that torch would compute all scores there. The memory-efficient
+    kernel keeps queries, keys, values, outputs and a sum per query.
+    """
+    grouped, boolean = query.shape[1] != key.shape[1], attn_mask is not None and attn_mask.dtype == torch.bool
+    if query.is_cuda or query.dim() != 4 or key.shape[-1] == value.shape[-1] or grouped or boolean:
+        return attend(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    kernel = aten._scaled_dot_product_efficient_attention
+    return kernel(query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale)[0]
 
 
 # ---- torch's fake tensors, with what it costs to ask them for shapes a third: a dry run asks some ten thousand times
