@@ -158,11 +158,6 @@ def cut(adapter: Any, base: TensorParallelLayer, dim: int, mesh: DeviceMesh, dev
     put_mixin_on(adapter, CutAdapter, base.region)
 
 
-def split_embedding(down: nn.Module, name: str, mesh: DeviceMesh, device: torch.device) -> None:
-    """Split one adapter of an embedding: the entry `name` of `down` is A [r, V]; B stays whole."""
-    shard_parameter(down, name, mesh, 1, device)
-
-
 def can_split_adapter(base: nn.Module) -> TypeGuard[TensorParallelLayer]:
     """Is it known how adapters of this split layer are split?"""
     known = ColumnParallel | RowParallel | SharedHeads | JoinedHeads | PartialGradient | VocabParallel

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from hf_parallel.axes.chunked_loss import find_reason_against_chunks
-from hf_parallel.axes.experts.balance import load_of
+from hf_parallel.axes.experts.balance import LOAD, ExpertLoad
 from hf_parallel.axes.loss import LOSS
 from hf_parallel.axes.pipeline.script_loss import Plan, can_cut_alike, can_cut_batch, find_plan, run_plan
 from hf_parallel.axes.pipeline.unscheduled import Made, serve_script
@@ -138,9 +138,19 @@ def compute_loss(
     for logs in result["logged"]:
         self.log(logs)
     if trains and tuple(inputs) not in record.loss_plans:
-        plan = record.loss_plans[tuple(inputs)] = _find_loss_plan(
-            self, engine, inputs, made, call, counts=not record.weighs
-        )
+        # Find how the script's loss may be scheduled, which rank 0 tells; it may need whole batches.
+        quietly, plan = functools.partial(_undo_counts, self), None
+        if not trl.needs_whole_batches(self):
+            counts = not record.weighs
+            plan = find_plan(engine, dict(inputs), made, lambda part: call(part)["loss"], quietly, counts=counts)
+        verdict = "the script's loss needs whole batches, so the pipeline keeps all activations of a batch"
+        if plan is not None:
+            how, schedule = "is a mean" if plan.cut.mean else "adds up", engine.config.pipeline_schedule
+            verdict = f"the script's loss {how} over micro-batches: {schedule} from now on"
+        if self.args.gradient_accumulation_steps > 1 and plan is not None and plan.why_apart is not None:
+            verdict += f"; the batches of a step run one by one, and the pipeline drains after each: {plan.why_apart}"
+        report.say(verdict)
+        record.loss_plans[tuple(inputs)] = plan
         if plan is not None:
             plan.logs = bool(result["logged"])
     return _weigh_result(self, result, targets)
@@ -185,24 +195,6 @@ def _compute_scheduled_loss(
         engine.tell(merged)
         trainer.log(merged)
     return loss
-
-
-def _find_loss_plan(
-    trainer: Trainer, engine: PipelineEngine, inputs: dict, made: list[Made], call: Callable, *, counts: bool
-) -> Plan | None:
-    """Find how the script's loss may be scheduled, which rank 0 tells; None if it needs whole batches."""
-    quietly = functools.partial(_undo_counts, trainer)
-    plan = None
-    if not trl.needs_whole_batches(trainer):
-        plan = find_plan(engine, dict(inputs), made, lambda part: call(part)["loss"], quietly, counts=counts)
-    verdict = "the script's loss needs whole batches, so the pipeline keeps all activations of a batch"
-    if plan is not None:
-        how, schedule = "is a mean" if plan.cut.mean else "adds up", engine.config.pipeline_schedule
-        verdict = f"the script's loss {how} over micro-batches: {schedule} from now on"
-    if trainer.args.gradient_accumulation_steps > 1 and plan is not None and plan.why_apart is not None:
-        verdict += f"; the batches of a step run one by one, and the pipeline drains after each: {plan.why_apart}"
-    report.say(verdict)
-    return plan
 
 
 def _compute_settled_loss(
@@ -331,11 +323,12 @@ def log(original: Callable, self: Trainer, logs: dict, *args: object, **kwargs: 
         return
     if state is not None and state.pipeline is not None and is_own(self):
         state.pipeline.tell(logs)
-    load = None if state is None else load_of(self.model)
+    load: ExpertLoad | None = None if state is None else getattr(self.model, LOAD, None)
     if load is not None and logs.keys() >= _OF_TRAINING:
         logs.update({key: round(value, 4) for key, value in load.read().items()})
     if logs.keys() >= _OF_TRAINING:
-        logs.update(monitoring.log_of_trainer(self))
+        watched = monitoring.watch_model(self.model)
+        logs.update({} if watched is None else watched.read(self.args, self.state.global_step))
     ends = logs.keys() >= _OF_THE_END
     if ends:
         # The best model is loaded, and checkpoints are counted, when all of them are there.
