@@ -11,6 +11,8 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, cast
 
+from transformers import Trainer
+
 from hf_parallel.ask.keys.pipeline import DELAYED_SCHEDULES, JOINING_SCHEDULES
 from hf_parallel.ask.spec import refuse
 from hf_parallel.axes.pipeline import script_loss
@@ -28,7 +30,7 @@ from hf_parallel.ranks import messages
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedModel, Trainer
+    from transformers import PreTrainedModel
 
     from hf_parallel.axes.pipeline.engine import PipelineEngine
     from hf_parallel.axes.pipeline.joint import ScheduledCall
@@ -139,8 +141,6 @@ def _can_join_own_losses(record: TrainerRecord, engine: PipelineEngine, batches:
 
 def find_reason_not_announced(trainer: Trainer, takes_own_losses: bool = False) -> str | None:
     """Return why the calls of the model that a step will make are not known from its batches."""
-    from transformers import Trainer
-
     # Has its class, or the script, put another method in the place of Trainer's?
     names = {name for name in _METHODS if getattr(type(trainer), name) is not getattr(Trainer, name)}
     if trl.does_only_offload_in_steps(trainer):

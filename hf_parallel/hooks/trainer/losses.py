@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, TypedDict
 
 import torch
 import torch.distributed as dist
+from transformers import Trainer
 
 from hf_parallel.axes.chunked_loss import find_reason_against_chunks
 from hf_parallel.axes.experts.balance import LOAD, ExpertLoad
@@ -28,7 +29,7 @@ from hf_parallel.hooks.trl import trainers as trl
 from hf_parallel.model.calls import bind_by_name, note_unread_logits
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, Trainer
+    from transformers import PreTrainedModel
 
     from hf_parallel.apply.parallelize import ParallelState
     from hf_parallel.axes.pipeline.engine import PipelineEngine
@@ -77,13 +78,6 @@ def find_reader_of_logits(trainer: Trainer, state: ParallelState | None) -> str 
     return why or ("the model is around others" if state is None or state.plan is None else None)
 
 
-def _bind_loss_arguments(trainer: Trainer, model: PreTrainedModel, inputs: dict, args: tuple, kwargs: dict) -> dict:
-    """To `compute_loss(model, inputs, return_outputs, num_items_in_batch)`."""
-    from transformers import Trainer
-
-    return bind_by_name(Trainer.compute_loss, (trainer, model, inputs, *args), kwargs)
-
-
 def describe_loss(trainer: Trainer) -> str:
     """Head and loss in the steps to come, for the start-up report."""
     state = runtime.find_parallel_state(trainer.model)
@@ -112,7 +106,7 @@ def compute_loss(
     engine = state.pipeline if state is not None and is_own(self) else None
     call = functools.partial(_call_compute_loss, self, state, own, model, args=args, kwargs=kwargs)
     # Taken now: scripts take out of a batch what they have read.
-    items = _bind_loss_arguments(self, model, inputs, args, kwargs).get("num_items_in_batch")
+    items = bind_by_name(Trainer.compute_loss, (self, model, inputs, *args), kwargs).get("num_items_in_batch")
     targets = trl.count_targets_of_mean(self, inputs) if items is None else None
     record = record_of(self)
     record.step.weighted = True
@@ -231,7 +225,7 @@ def _call_compute_loss(
 ) -> Computed:
     """Call the script's `compute_loss`."""
     record, former = record_of(self), self.args.average_tokens_across_devices
-    given = _bind_loss_arguments(self, model, inputs, args, kwargs)
+    given = bind_by_name(Trainer.compute_loss, (self, model, inputs, *args), kwargs)
     step, items = record.step, given.get("num_items_in_batch")
     scope = means.Scope(step.share, items is not None and bool(record.weighs))
     step.logged = []
