@@ -125,8 +125,14 @@ def _of(library: str, patches: list[Patch]) -> list[Patch]:
     return [patch for patch in patches if patch.library == library]
 
 
+def _is_private(patch: Patch) -> bool:
+    """Is the target none of the library's promises?"""
+    names = patch.target.partition(":")[2].split(".")
+    return any(name.startswith("_") and not name.endswith("__") for name in names)
+
+
 def _numbers(patches: list[Patch]) -> dict[str, int]:
-    private = sum(patch.is_private for patch in patches)
+    private = sum(map(_is_private, patches))
     return {"targets": len(patches), "replacements": len({patch.make for patch in patches}), "private": private}
 
 
@@ -134,7 +140,7 @@ def _counts(patches: list[Patch]) -> str:
     heads = ("library", "classes and functions", "replacements", "targets", "public", "private")
     rows = [f"| {' | '.join(heads)} |", "|" + " --- |" * len(heads)]
     for name, found in [*((name, _of(name, patches)) for name in _libraries(patches)), ("all", patches)]:
-        private = sum(patch.is_private for patch in found)
+        private = sum(map(_is_private, found))
         owners, made = len({patch.owner for patch in found}), len({patch.make for patch in found})
         rows.append(f"| {name} | {owners} | {made} | {len(found)} | {len(found) - private} | {private} |")
     return "\n".join(rows)
@@ -154,7 +160,7 @@ def _rows(patches: list[Patch]) -> list[str]:
 
 
 def _row(patch: Patch) -> str:
-    notes = ["private"] * patch.is_private + ["copies"] * patch.copies
+    notes = ["private"] * _is_private(patch) + ["copies"] * patch.copies
     notes += [f"since {patch.since}"] if patch.since else []
     notes += [f"before {patch.before}"] if patch.before else []
     by = patch.room.removeprefix("hf_parallel.hooks.").replace(".", "/")

@@ -142,12 +142,10 @@ def is_expected() -> bool:
 def deactivate() -> None:
     """Undo every patch and forget the layout; the process group stays."""
     from hf_parallel.hooks import auto, hangs, monitoring, runtime
-    from hf_parallel.hooks.trainer import token_budget
 
     auto.stop_waiting()
     hangs.end_loop()
     monitoring.stop_watching()
-    token_budget.forget_budget()
     undo(of_session(_InPlace).undo_list)
     runtime.stop()
     end_session()

@@ -1,13 +1,19 @@
-"""Front ends with loaders or forward passes of their own: ms-swift deals to data ranks, Unsloth is refused."""
+"""Front ends with loaders or forward passes of their own, and torchmetrics.
+
+ms-swift deals to data ranks, metrics are gathered over them, and Unsloth is refused.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from hf_parallel.ask.spec import refuse
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.patching import patch, replace
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 _DEALS = "deals to all processes, and so other sequences to ranks of one model"
 
@@ -39,3 +45,18 @@ def refuse_unsloth(original: Callable, *args: object, **kwargs: object) -> NoRet
     why = "Unsloth replaces forward passes and steps of Trainer that a layout has to split"
     do = "AutoModelForCausalLM.from_pretrained and PEFT's get_peft_model work, in a script without `import unsloth`"
     refuse("FastLanguageModel", why, do=do)
+
+
+@patch("torchmetrics.metric:Metric.sync", "gathers over all processes, and so twice what ranks of one model share")
+def sync_over_data_ranks(
+    original: Callable,
+    self: Any,
+    dist_sync_fn: Callable | None = None,
+    process_group: ProcessGroup | None = None,
+    should_sync: bool = True,
+    distributed_available: Callable | None = None,
+) -> None:
+    """Gather over the data ranks, unless the metric has a group of its own."""
+    if process_group is None and self.process_group is None:
+        process_group, should_sync = runtime.mesh().data_group, should_sync and runtime.mesh().data_size > 1
+    original(self, dist_sync_fn, process_group, should_sync, distributed_available)

@@ -167,14 +167,10 @@ def backward_begins(accelerator: Accelerator) -> None:
     mark_loop("a backward pass")
 
 
-def mark_forward_passes(model: PreTrainedModel) -> None:
-    """Its forward passes in training are marked."""
-
-    def enter(module: nn.Module, args: tuple) -> None:
-        if module.training and torch.is_grad_enabled():
-            mark_loop("a forward pass")
-
-    model.register_forward_pre_hook(enter)
+def mark_forward_pass(module: nn.Module, args: tuple) -> None:
+    """Mark a forward pass of a loop's model in training: a hook."""
+    if module.training and torch.is_grad_enabled():
+        mark_loop("a forward pass")
 
 
 def mark_batches(batches: Iterator) -> Iterator:

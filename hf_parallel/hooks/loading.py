@@ -140,22 +140,15 @@ def initialize_module(
     if getattr(module, "_is_hf_initialized", False):
         return original(self, module, *args, **kwargs)
     device = of_session(_Drawing).device  # where one process would draw them
-
-    def is_new_part(owner: nn.Module, parameter: nn.Parameter) -> bool:
-        """Not loaded, and not stored as its values are drawn, or not on the device where they are."""
-        if getattr(parameter, "_is_hf_initialized", False):
-            return False
-        if isinstance(parameter, DTensor) or hasattr(owner, "stored_orders"):
-            return True
-        kinds = () if device is None else (device.type, "meta")
-        return device is not None and parameter.is_floating_point() and parameter.device.type not in kinds
-
-    new = [
-        (owner, name, part)
-        for owner in module.modules()
-        for name, part in owner._parameters.items()
-        if part is not None and (owner is module or not isinstance(part, DTensor)) and is_new_part(owner, part)
-    ]
+    # New are parts not loaded, and not stored as their values are drawn, or not on the device where they are.
+    kinds, new = () if device is None else (device.type, "meta"), []
+    for owner in module.modules():
+        for name, part in owner._parameters.items():
+            if part is None or getattr(part, "_is_hf_initialized", False):
+                continue
+            elsewhere = device is not None and part.is_floating_point() and part.device.type not in kinds
+            if owner is module if isinstance(part, DTensor) else hasattr(owner, "stored_orders") or elsewhere:
+                new.append((owner, name, part))
     for owner, name, p in new:
         order, where = get_stored_order(owner, name), device or get_local(p).device
         former = torch.zeros(p.shape, dtype=p.dtype, device=where) if owner is module else p.detach().to(where)

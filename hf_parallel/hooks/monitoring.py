@@ -310,12 +310,6 @@ def measure_small_batch(inputs: Any, real_rows: int | None) -> Iterator[None]:
     now.watched.noise.end_small_batch(parts)
 
 
-def log_of_trainer(trainer: Trainer) -> dict[str, float]:
-    """Return what a Trainer logs of its last steps. Collective over all ranks."""
-    by = watch_model(trainer.model)
-    return {} if by is None else by.read(trainer.args, trainer.state.global_step)
-
-
 def get_critical_batch() -> float | None:
     """Return the gradient noise scale in sequences, if it was measured and can be told yet."""
     now = of_session(_Now)

@@ -17,8 +17,6 @@ from hf_parallel.hooks import (  # noqa: F401
     monitoring,
     own_loops,
     sentence_transformers,
-    setfit,
-    torchmetrics,
     transformers,
 )
 from hf_parallel.hooks.accelerate import accelerator, data, processes, save_state, shares  # noqa: F401

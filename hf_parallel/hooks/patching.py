@@ -79,12 +79,6 @@ class Patch:
         """Is it put in place when the script imports the module?"""
         return self.library in OPTIONAL or self.module.startswith("transformers.models.")
 
-    @property
-    def is_private(self) -> bool:
-        """Is the target none of the library's promises?"""
-        names = self.target.partition(":")[2].split(".")
-        return any(name.startswith("_") and not name.endswith("__") for name in names)
-
     def owner_and_name(self) -> tuple[object, str]:
         """The object that holds the attribute, and its name there."""
         module, _, path = self.target.partition(":")

@@ -9,7 +9,6 @@ import inspect
 import os
 import random
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy
@@ -94,7 +93,19 @@ def _load_small_model(
         kwargs["config"] = small
     kwargs.pop("variant", None)
     kwargs.pop("subfolder", None)
-    return original(cls, str(_write_small_model(proving, cls, small)), *args, **kwargs)
+    # The first process that asks for the folder of the small model writes it.
+    name = hashlib.sha256(f"{cls.__name__}{small.to_json_string()}".encode()).hexdigest()[:16]
+    folder = proving.models / name
+    if not folder.exists():
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(7)
+            model = cls(small)
+        mine = folder.with_name(f"{name}-{os.getpid()}")
+        model.save_pretrained(mine)
+        with contextlib.suppress(OSError):  # another process was first
+            mine.rename(folder)
+        del model
+    return original(cls, str(folder), *args, **kwargs)
 
 
 def _make_small_model(proving: Proving, original: Callable, cls: Any, config: Any, **kwargs: Any) -> Any:
@@ -136,21 +147,6 @@ def _drop_nothing(config: Any) -> None:
             setattr(config, name, False)
         elif hasattr(value, "to_diff_dict"):
             _drop_nothing(value)
-
-
-def _write_small_model(proving: Proving, cls: Any, config: Any) -> Path:
-    """The folder of the small model, which the first process that asks for it writes."""
-    name = hashlib.sha256(f"{cls.__name__}{config.to_json_string()}".encode()).hexdigest()[:16]
-    folder = proving.models / name
-    if not folder.exists():
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(7)
-            model = cls(config)
-        mine = folder.with_name(f"{name}-{os.getpid()}")
-        model.save_pretrained(mine)
-        with contextlib.suppress(OSError):  # another process was first
-            mine.rename(folder)
-    return folder
 
 
 def turn_dropout_off(proving: Proving) -> None:

@@ -64,7 +64,7 @@ def hold_own_folder(trainer: Trainer) -> Iterator[Run]:
 
     if str(getattr(trainer.args.save_strategy, "value", trainer.args.save_strategy)) != "no":
         several = dist.is_initialized()
-        agents = messages.gather_objects(_find_agent()) if several else [_find_agent()]
+        agents = messages.gather_objects(find_agent()) if several else [find_agent()]
         try:
             run = messages.send_from_one(claim) if several else claim()
         except OSError as error:
@@ -137,11 +137,6 @@ def divide_rows(rows: int | None, data_ranks: int, batch: int) -> tuple[int, int
     return size, share // size
 
 
-def is_under_torchrun() -> bool:
-    """Has a launcher that starts ranks again started this process?"""
-    return _find_agent() is not None
-
-
-def _find_agent() -> str | None:
-    """The process of torchrun on this node; None under another launcher."""
+def find_agent() -> str | None:
+    """Return the process of torchrun on this node, which starts ranks again; None under another launcher."""
     return f"{socket.gethostname()}:{os.getppid()}" if "TORCHELASTIC_RUN_ID" in os.environ else None

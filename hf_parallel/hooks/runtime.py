@@ -25,7 +25,6 @@ from hf_parallel.ask.session import of_process, of_session
 from hf_parallel.axes.data import batch_norm
 from hf_parallel.axes.experts import balance
 from hf_parallel.hooks import rendezvous
-from hf_parallel.hooks.patching import replacing
 from hf_parallel.ranks import messages
 from hf_parallel.ranks.groups import time_out
 from hf_parallel.ranks.mesh import ParallelMesh, set_time_out
@@ -146,24 +145,6 @@ def is_absent() -> bool:
     """Does this rank compute without a row of its own, only to take part?"""
     active = current()
     return active is not None and active.absent
-
-
-@contextlib.contextmanager
-def count_as_absent(wanted: bool) -> Iterator[None]:
-    """Count this rank as absent, if `wanted`."""
-    active = current()
-    assert active is not None
-    with replacing(active, absent=wanted):
-        yield
-
-
-@contextlib.contextmanager
-def mark_weighed_by_trainer() -> Iterator[None]:
-    """Mark that a Trainer takes a step."""
-    active = current()
-    assert active is not None
-    with replacing(active, in_trainer=True):
-        yield
 
 
 def connect_process_group() -> None:

@@ -36,7 +36,7 @@ def dropping(count: int, found: list[tuple[int, int]], module: Any, args: tuple)
 def trained(name: str, spec: str | None) -> dict[str, Any]:
     """Losses, norms and weights of two steps, and the share that was dropped."""
     import hf_parallel
-    from hf_parallel.axes.experts.balance import load_of
+    from hf_parallel.axes.experts.balance import LOAD
     from hf_parallel.model.experts import iterate_experts, read_expert_facts
 
     model, ranks, place, found = models.build(name), 1, 0, list[tuple[int, int]]()
@@ -57,7 +57,9 @@ def trained(name: str, spec: str | None) -> dict[str, Any]:
         optimizer.step()
         optimizer.zero_grad()
     whole = hf_parallel.full_state_dict(model) if spec else model.state_dict()
-    share = sum(n for n, _ in found) / sum(n for _, n in found) if found else load_of(model).read()["expert_dropped"]
+    share = (
+        sum(n for n, _ in found) / sum(n for _, n in found) if found else getattr(model, LOAD).read()["expert_dropped"]
+    )
     return {"logs": logs, "weights": {k: v.clone() for k, v in whole.items()}, "dropped": share}
 
 

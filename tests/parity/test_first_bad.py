@@ -80,6 +80,7 @@ def test_a_loss_scaler_has_bad_steps_by_plan(monkeypatch):
     assert not looking.wanted
     assert not said
     trainer.accelerator.scaler = None
+    looking = bad_numbers.Looking(trainer)
     looking.logged({"loss": math.nan})
     assert looking.wanted
 

@@ -12,8 +12,8 @@ import torch
 from torch.utils.data import SequentialSampler
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, Trainer
 
-from hf_parallel.hooks.setfit import fit_alike
-from hf_parallel.hooks.torchmetrics import sync_over_data_ranks
+from hf_parallel.hooks.front_ends import sync_over_data_ranks
+from hf_parallel.hooks.sentence_transformers import fit_alike
 from tests.distributed import RankFailure, run, run_alone_once
 from tests.loops import prepare_loop, take_step
 from tests.training import (

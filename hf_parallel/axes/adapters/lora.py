@@ -40,7 +40,7 @@ from hf_parallel.axes.tensor.layers import (
 )
 from hf_parallel.axes.tensor.region import Region
 from hf_parallel.axes.tensor.tensor_parallel import shard_parameter
-from hf_parallel.axes.tensor.vocab_parallel import VocabParallel, VocabParallelHead
+from hf_parallel.axes.tensor.vocab_parallel import VocabParallel
 from hf_parallel.model.anatomy import StoredOrder, look_again
 from hf_parallel.ranks import all_reduce, copy_weight_to_group, reduce_from_group
 from hf_parallel.ranks.local import get_local, hold_other_tensors, put_in_front
@@ -158,11 +158,6 @@ def cut(adapter: Any, base: TensorParallelLayer, dim: int, mesh: DeviceMesh, dev
     put_mixin_on(adapter, CutAdapter, base.region)
 
 
-def split_embedding(down: nn.Module, name: str, mesh: DeviceMesh, device: torch.device) -> None:
-    """Split one adapter of an embedding: the entry `name` of `down` is A [r, V]; B stays whole."""
-    shard_parameter(down, name, mesh, 1, device)
-
-
 def can_split_adapter(base: nn.Module) -> TypeGuard[TensorParallelLayer]:
     """Is it known how adapters of this split layer are split?"""
     known = ColumnParallel | RowParallel | SharedHeads | JoinedHeads | PartialGradient | VocabParallel
@@ -222,11 +217,6 @@ def split_magnitude(base: TensorParallelLayer, magnitude: Any, mesh: DeviceMesh,
 
 
 # ---- copies that are trained whole -------------------------------------------------------------------------------
-
-
-def can_copy(module: nn.Module) -> bool:
-    """Is this split module independent of its neighbours, so that a copy can stand in its place?"""
-    return isinstance(module, VocabParallel | VocabParallelHead)
 
 
 def copy_in_group(module: nn.Module) -> nn.Module:

@@ -93,18 +93,16 @@ class AdaptedExperts(nn.Module):
         return torch.einsum(equation, up, down) * self.scaling[adapter]
 
 
-def can_adapt(base: nn.Module, name: str) -> bool:
-    """Is this a weight of experts of which ranks hold parts?"""
+def adapt_expert_weight(wrapper: Any, base: nn.Module) -> bool:
+    """Let a wrapper of a weight of experts, of which ranks hold parts, add this rank's part; False: it is none."""
     if not isinstance(base, SplitExperts | SharedOut) or base.expert_facts.dense:
         return False
-    held = base._parameters[name]
-    return held is not None and held.dim() == 3
-
-
-def adapt_expert_weight(wrapper: Any) -> None:
-    """Let a wrapper of a weight of experts add this rank's part."""
+    held = base._parameters[wrapper.parameter_name]
+    if held is None or held.dim() != 3:
+        return False
     if not isinstance(wrapper, AdaptedExperts):
         put_in_front(AdaptedExperts, wrapper)
+    return True
 
 
 class AdaptedWeight(nn.Module):
@@ -151,8 +149,15 @@ class AdaptedWeight(nn.Module):
         return total
 
 
-def split_weight(wrapper: Any, mesh: DeviceMesh, device: torch.device) -> None:
-    """Split what is new of a wrapper's adapters, whole and equal on all ranks, as its layer's weight is split."""
+def split_weight(wrapper: Any, layer: nn.Module, mesh: DeviceMesh, device: torch.device) -> bool:
+    """Split what is new of a wrapper's adapters, whole and equal on all ranks, as its layer's weight is split.
+
+    Returns:
+        whether it is known how an adapter of this parameter of the innermost `layer` is split.
+    """
+    known = ColumnParallel | RowParallel | SharedHeads | VocabParallel | HeadsEmbedding | PartialGradient
+    if is_on_grid(layer) or not isinstance(layer, known) or wrapper.parameter_name != "weight":
+        return False
     base = wrapper.base_layer
     if not isinstance(wrapper, AdaptedWeight):
         put_in_front(AdaptedWeight, wrapper)
@@ -163,17 +168,10 @@ def split_weight(wrapper: Any, mesh: DeviceMesh, device: torch.device) -> None:
     elif isinstance(base, RowParallel):
         dim = int(not isinstance(base, Conv1D))
     else:
-        return
+        return True
     for adapter in wrapper.lora_A:
         halves = wrapper.lora_B[adapter], wrapper.lora_A[adapter]  # with the rows and the columns of the weight
         if not isinstance(halves[dim], CutAdapter):
             cut(halves[dim], base, dim, mesh, device)
             put_mixin_on(halves[1 - dim], WholeAdapter, base.region)
-
-
-def can_split_weight_adapter(base: nn.Module, name: str) -> bool:
-    """Is it known how an adapter of this layer's parameter `name` is split?"""
-    if is_on_grid(base):
-        return False
-    known = ColumnParallel | RowParallel | SharedHeads | VocabParallel | HeadsEmbedding | PartialGradient
-    return isinstance(base, known) and name == "weight"
+    return True

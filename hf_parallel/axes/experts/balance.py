@@ -203,11 +203,6 @@ class ExpertLoad:
         }
 
 
-def load_of(model: PreTrainedModel) -> ExpertLoad | None:
-    """Return the counts of a model with experts."""
-    return getattr(model, LOAD, None)
-
-
 # ---- The auxiliary loss of a model whose layers are on several stages: that of all layers, rows and data ranks
 #     every pass      a stage counts what its routers chose, and adds up their probabilities     2 E + 1 numbers
 #     after the last  one sum over stages and data ranks: the loss, which the last stage adds to the model's

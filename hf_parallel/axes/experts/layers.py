@@ -78,18 +78,6 @@ def send(
     return Arrived(rows, local.repeat_interleave(theirs.flatten(), output_size=len(rows)), order, sent, received)
 
 
-def bring_back(
-    results: torch.Tensor, arrived: Arrived, weights: torch.Tensor, group: dist.ProcessGroup
-) -> torch.Tensor:
-    """The weighted sums [t, hidden] of what the experts made of each token."""
-    returned = exchange(results, arrived.received, arrived.sent, group)
-    returned = F.pad(returned, (0, 0, 0, len(arrived.order) - len(returned)))  # nothing came of what was dropped
-    places = torch.empty_like(arrived.order)
-    places[arrived.order] = torch.arange(len(places), device=places.device)
-    by_token = returned[places].view(*weights.shape, -1)
-    return (by_token * weights.unsqueeze(-1)).sum(1)
-
-
 class Shares:
     """The rows of tensors that ranks of a group hold alike, shared out: the last rank may have fewer, or none."""
 
@@ -201,7 +189,13 @@ class SharedOut(nn.Module):
             forward: Any = super().forward
             results = forward(rows, experts, rows.new_ones(filled, 1))[:count]
             del rows  # nobody but autograd needs them while results travel
-        return bring_back(results, arrived, weights, group).to(tokens.dtype)
+        # Bring back what the experts made of each token, and weigh it: sums [t, hidden].
+        returned = exchange(results, arrived.received, arrived.sent, group)
+        returned = F.pad(returned, (0, 0, 0, len(arrived.order) - len(returned)))  # nothing came of what was dropped
+        places = torch.empty_like(arrived.order)
+        places[arrived.order] = torch.arange(len(places), device=places.device)
+        by_token = returned[places].view(*weights.shape, -1)
+        return (by_token * weights.unsqueeze(-1)).sum(1).to(tokens.dtype)
 
 
 def share_out(

@@ -153,10 +153,7 @@ def prepare(original: Callable, self: Accelerator, *args: object, **kwargs: obje
         refuse("fp16", "accelerate scales losses on accelerators only, not on CPUs", "bf16")
     scale_together(self)
     for model in (arg for arg in args if isinstance(arg, nn.Module)):
-        if runtime.find_parallel_state(model) is None:
-            make_parallel(model)
-        else:
-            take_late_modules(model)
+        make_parallel(model)
         normalise_over_data_ranks(model)
         if (state := runtime.find_parallel_state(model)) is not None:
             # Scripts ask DDP for `no_sync`, and in loops for `module`, where there are several processes.
@@ -168,7 +165,7 @@ def prepare(original: Callable, self: Accelerator, *args: object, **kwargs: obje
                 # A schedule runs its backward passes before the script scales the loss.
                 state.pipeline.services.scale_loss = self.scaler.scale
         monitoring.watch_loop_model(model, str(self.project_dir or hangs.OUTPUTS))
-        hangs.mark_forward_passes(model)
+        model.register_forward_pre_hook(hangs.mark_forward_pass)
     for optimizer in (arg for arg in args if isinstance(arg, torch.optim.Optimizer)):
         check_adapter_optimizer(optimizer)
         bitsandbytes.check_eight_bit(optimizer)
@@ -186,7 +183,16 @@ def prepare(original: Callable, self: Accelerator, *args: object, **kwargs: obje
 
 
 def make_parallel(model: nn.Module) -> None:
-    """`parallelize` on the active mesh, noting by the model's own names which parameters the new ones replace."""
+    """`parallelize` on the active mesh, noting by the model's own names which parameters the new ones replace.
+
+    In a model that is parallel, shard what a script has put into it to train it, as LLaVA its projector, with rank 0's
+    values: each data rank would train it on its own examples alone.
+    """
+    if (state := runtime.find_parallel_state(model)) is not None:
+        if state.mesh.config.sharing_size > 1:
+            with note_former_parameters(model):
+                add_late_parameters(state.root, state.mesh)
+        return
     make = functools.partial(parallelize, mesh=runtime.mesh())
     with note_former_parameters(model):
         if hasattr(model, "peft_config"):
@@ -194,17 +200,6 @@ def make_parallel(model: nn.Module) -> None:
         else:
             make(model)
     runtime.equalise_within_model()
-
-
-def take_late_modules(model: nn.Module) -> None:
-    """Shard what a script has put into a parallel model to train it, as LLaVA its projector, with rank 0's values.
-
-    Each data rank would train it on its own examples alone.
-    """
-    state = runtime.find_parallel_state(model)
-    if state is not None and state.mesh.config.sharing_size > 1:
-        with note_former_parameters(model):
-            add_late_parameters(state.root, state.mesh)
 
 
 def follow_parameters(optimizer: torch.optim.Optimizer) -> None:
@@ -447,7 +442,8 @@ def clip_grad_norm_(
     self.unscale_gradients()
     monitoring.note_gradients()
     norm = clip_together(parameters, states, max_norm, norm_type)
-    bad_numbers.note_norm(norm)
+    if (looking := bad_numbers.find_looking()) is not None:
+        looking.norm = norm
     return norm
 
 

@@ -17,8 +17,7 @@ from torch.utils.data import BatchSampler, IterableDataset
 
 from hf_parallel.ask.spec import refuse
 from hf_parallel.hooks import report, runtime
-from hf_parallel.hooks.accelerate.processes import Place, read_loader_from
-from hf_parallel.hooks.accelerate.random_stream import RandomStream
+from hf_parallel.hooks.accelerate.processes import Place, RandomStream, read_loader_from
 from hf_parallel.hooks.accelerate.shares import check_loader, does_drop_last, is_ragged, part_of_stream
 from hf_parallel.hooks.patching import patch
 from hf_parallel.hooks.trainer.rows import (
@@ -47,17 +46,6 @@ if TYPE_CHECKING:
 _GROUPED = "_hf_parallel_grouped"
 
 
-def _find_innermost_sampler(dataloader: DataLoader) -> Any:
-    """The sampler that says which rows come next, below those that make and share out batches."""
-    part: object = dataloader
-    while True:
-        inner = [getattr(part, name, None) for name in ("batch_sampler", "sampler")]
-        inner = [sampler for sampler in inner if sampler is not None]  # not all of them have a length to be true by
-        if not inner:
-            return part
-        part = inner[0]
-
-
 @patch("accelerate.data_loader:prepare_data_loader", "draws orders on each rank", copies=True)
 def prepare_data_loader(original: Callable, dataloader: DataLoader, *args: object, **kwargs: object) -> object:
     """Shard by data rank; let every rank of one model draw the same random numbers while it reads data."""
@@ -66,7 +54,10 @@ def prepare_data_loader(original: Callable, dataloader: DataLoader, *args: objec
     from hf_parallel.hooks.trainer.token_budget import check_loop, is_loop
 
     check_loop()
-    mesh, sampler = runtime.mesh(), _find_innermost_sampler(dataloader)
+    mesh, inner = runtime.mesh(), cast(Any, dataloader)
+    while inner is not None:  # the innermost sampler says which rows come next
+        sampler, parts = inner, [getattr(inner, name, None) for name in ("batch_sampler", "sampler")]
+        inner = next((part for part in parts if part is not None), None)  # not all have a length to be true by
     if isinstance(sampler, LengthGroupedSampler) and not hasattr(sampler, _GROUPED):
         sampler.batch_size *= mesh.data_size
         setattr(sampler, _GROUPED, True)

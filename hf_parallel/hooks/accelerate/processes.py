@@ -15,15 +15,17 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import random
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, TypeAlias
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from hf_parallel.hooks import runtime
-from hf_parallel.hooks.accelerate.random_stream import RandomStream, continue_stream, make_plain_state
 from hf_parallel.hooks.patching import patch, replace
+from hf_parallel.ranks import messages
 
 if TYPE_CHECKING:
     from accelerate import PartialState
@@ -31,13 +33,97 @@ if TYPE_CHECKING:
     from transformers import Trainer, TrainingArguments
 
 
+# ---- The random numbers of reading data, on layouts whose ranks share a model
+# In one process the loaders and the model draw from the same generators in turn. Here ranks of one model must read the
+# same batches, and do not all draw what the model draws: so data has a stream of its own, which goes on from loader to
+# loader. Where the model draws nothing, orders and masks are those of one process. As long as a rank has drawn nothing
+# else, its generators go on with the stream, so that the model then draws what it would in one process.
+
+
+class RandomStream:
+    """A random stream that all ranks share."""
+
+    latest: RandomStream | None = None
+
+    def __init__(self, state: tuple) -> None:
+        self.state = state
+        self.left: tuple | None = self._get()  # None where this rank has drawn something else since
+        self.is_aside = False
+
+    @classmethod
+    def here(cls) -> RandomStream:
+        """Return the latest one as long as rank 0's generators are as it has left them; else a new one from there."""
+        left = None if cls.latest is None else cls.latest.left
+        known = left is not None and _is_equal_state(left, cls._get())
+        told = messages.send_from_one(lambda: None if known else cls._get())
+        if told is not None:
+            cls.latest = cls(told)
+        assert cls.latest is not None
+        return cls.latest
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Draw from this stream inside the block."""
+        outside = self._get()
+        together = not self.is_aside and _is_equal_state(outside, self.state)
+        self._set(self.state)
+        try:
+            yield
+        finally:
+            self.state = self._get()
+            if not together:
+                self._set(outside)
+            if not self.is_aside:
+                self.left = self.state if together else None
+
+    @contextlib.contextmanager
+    def aside(self, state: tuple) -> Iterator[None]:
+        """Draw from another state inside the block; afterwards the stream is where it was."""
+        here, self.state, self.is_aside = self.state, state, True
+        try:
+            yield
+        finally:
+            self.state, self.is_aside = here, False
+
+    @staticmethod
+    def _get() -> tuple:
+        return torch.get_rng_state(), np.random.get_state(), random.getstate()
+
+    @staticmethod
+    def _set(state: tuple) -> None:
+        torch.set_rng_state(state[0])
+        np.random.set_state(state[1])
+        random.setstate(state[2])
+
+
+def make_plain_state(state: tuple) -> tuple:
+    """A state as numbers and tensors, which can be read without running pickled code."""
+    kind, keys, *rest = state[1]
+    return state[0], (kind, np.asarray(keys).tolist(), *rest), state[2]
+
+
+def continue_stream(state: tuple | None) -> None:
+    """Let the latest stream go on from `state`, which is the same on all ranks, or from rank 0's generators.
+
+    As of a run in one process, where data and model draw from the same ones. Collective.
+    """
+    if RandomStream.latest is None:
+        return
+    RandomStream.latest.state = messages.send_from_one(RandomStream._get) if state is None else state
+
+
+def _is_equal_state(one: tuple, other: tuple) -> bool:
+    (torch_one, numpy_one, python_one), (torch_other, numpy_other, python_other) = one, other
+    same = torch.equal(torch_one, torch_other) and python_one == python_other
+    return same and all(np.array_equal(a, b) for a, b in zip(numpy_one, numpy_other, strict=True))
+
+
 # ---- Where prepared loaders are: what a state must hold so that the next process reads the rows that this one would
 # accelerate saves neither a loader's epoch nor the generator of its sampler. A loader in the middle of an epoch starts
 # that one again, in the same order, for `skip_first_batches` to leave out what was read:
 #
-#     saved in epoch 2, after 3 batches     generators and stream as they were when epoch 2 started; and as they are
-# now
-#     loaded                                the epoch starts from the former, and all else goes on from the latter
+#     saved in epoch 2, after 3 batches   generators and stream as they were when epoch 2 started; and as they are now
+#     loaded                              the epoch starts from the former, and all else goes on from the latter
 
 
 #: Of a loader, as numbers and tensors.
@@ -89,6 +175,7 @@ class Place:
     def batches(self, loader: DataLoaderShard, iterate: Callable[[], Iterator], empty: bool) -> Iterator:
         """An epoch of `loader`, which is this place's own or skips batches of it; all of them if `empty`."""
         before, epoch = self._read_now(), loader.iteration
+        draw = contextlib.nullcontext if self.stream is None else self.stream.active
         again, self.again = self.again, None
         self.started, self.ended = again or before, None
         aside: State | None = before if empty else again
@@ -100,13 +187,13 @@ class Place:
         else:
             drawing = self.stream.aside(self.stream.state if aside["stream"] is None else aside["stream"])
         try:
-            with drawing:
-                with self._note_draws():
-                    batches = iterate()
-                batch = self._next(batches)  # it draws the order
-            while batch is not None:
-                yield batch[0]
-                batch = self._next(batches)
+            with drawing, draw():
+                batches = iterate()
+                batch = next(batches, batches)  # it draws the order
+            while batch is not batches:
+                yield batch
+                with draw():
+                    batch = next(batches, batches)
             self.ended = epoch if empty else epoch + 1
             if loader is not self.loader and not empty:
                 self.loader.iteration = self.ended
@@ -114,14 +201,6 @@ class Place:
             self.started = None
             if empty:
                 self._set_generators(before)
-
-    def _next(self, batches: Iterator[object]) -> tuple[object] | None:
-        with self._note_draws(), contextlib.suppress(StopIteration):
-            return (next(batches),)
-        return None
-
-    def _note_draws(self) -> contextlib.AbstractContextManager:
-        return contextlib.nullcontext() if self.stream is None else self.stream.active()
 
 
 def read_loader_from(loader: DataLoaderShard, place: Place, empty: bool = False) -> None:
@@ -189,20 +268,17 @@ def load_alone(folder: str) -> None:
 @replace("accelerate.state:{PartialState,AcceleratorState}.num_processes", "counts all processes", adds=True)
 def num_processes(original: object) -> property:
     """The number of data ranks."""
-    return _replace_property("num_processes", lambda: runtime.mesh().data_size)
+    return property(
+        lambda state: runtime.mesh().data_size, lambda state, value: vars(state).update(num_processes=value)
+    )
 
 
 @replace("accelerate.state:{PartialState,AcceleratorState}.process_index", "counts all processes", adds=True)
 def process_index(original: object) -> property:
     """The data rank."""
-    return _replace_property("process_index", lambda: runtime.mesh().data_rank)
-
-
-def _replace_property(name: str, answer: Callable[[], int]) -> property:
-    def keep(state: PartialState, value: int) -> None:
-        vars(state)[name] = value
-
-    return property(lambda state: answer(), keep)
+    return property(
+        lambda state: runtime.mesh().data_rank, lambda state, value: vars(state).update(process_index=value)
+    )
 
 
 @replace("accelerate.state:PartialState.is_main_process", "is one of all, not one of each data rank 0")

@@ -25,7 +25,6 @@ from hf_parallel.hooks.trainer.checkpoints import (
     Layout,
     get_inner_optimizer,
     list_data_ranks,
-    read_axis_sizes,
     write_layout,
 )
 from hf_parallel.hooks.trainer.resuming import choose_rng_rank, find_all_damages, read_layout_of, refuse_damages
@@ -106,7 +105,7 @@ def _write_accelerator_state(accelerator: Accelerator, saving: folders.Checkpoin
         with saving.noting():
             for number in range(len(accelerator._optimizers)):
                 folders.write_refusal(_number_file_name(folder, "optimizer", number) + ".bin")
-            facts: Layout = {"spec": mesh.config.to_spec(), "axes": read_axis_sizes(), "data_ranks": list_data_ranks()}
+            facts: Layout = {"spec": mesh.config.to_spec(), "axes": mesh.config.sizes, "data_ranks": list_data_ranks()}
             write_layout(facts, folder)
             processes.save_loader_places(loaders, folder)
 

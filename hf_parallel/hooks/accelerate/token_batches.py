@@ -110,10 +110,6 @@ class TokenBatches:
         filled += [[~shortest]] * (-len(filled) % ranks)
         return [filled[start : start + ranks] for start in range(0, len(filled), ranks)]
 
-    def real_batches(self, epoch: int) -> list[list[int]]:
-        """The batches of an epoch, step by step, without those of no example."""
-        return [batch for step in self.of_epoch(epoch) for batch in step if batch[0] >= 0]
-
     def finish(self, epoch: int, batches: list[list[int]]) -> None:
         """Let that epoch consist of these batches, which another budget or number of data ranks has left."""
         self.rest = epoch, self._arrange_in_steps(batches, self.ranks)

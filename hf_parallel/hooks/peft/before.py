@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from hf_parallel.ask.spec import refuse
-from hf_parallel.axes.adapters import lora
 from hf_parallel.axes.adapters.four_bit import FourBit
 from hf_parallel.axes.tensor.layers import TensorParallelLayer
+from hf_parallel.axes.tensor.vocab_parallel import VocabParallel, VocabParallelHead
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.patching import patch, refuse_unpatched
 from hf_parallel.hooks.peft.placing import place_in_base
@@ -105,9 +105,10 @@ def check_copies(model: nn.Module, names: Collection[str], mesh: ParallelMesh) -
         if not any(name.endswith(target) for target in names):
             continue
         inside = list(module.modules())
+        copied = (VocabParallel, VocabParallelHead)  # independent of their neighbours: a copy can stand in their place
         if any(isinstance(part, FSDPModule) for part in inside if any(part.children())):
             refuse("modules_to_save", f"{name} is a whole layer", "naming single modules such as lm_head")
-        if any(isinstance(part, TensorParallelLayer) and not lora.can_copy(part) for part in inside):
+        if any(isinstance(part, TensorParallelLayer) and not isinstance(part, copied) for part in inside):
             refuse("modules_to_save", f"{name} is split inside its layer", "naming it in target_modules")
     if names and mesh.size("pp") > 1 and has_tied_embedding(model):
         refuse("modules_to_save", "two stages hold the tied embedding", "pp_size=1")

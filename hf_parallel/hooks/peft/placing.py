@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor, Shard
 from hf_parallel.apply.parallelize import ParallelState
 from hf_parallel.ask.spec import refuse
 from hf_parallel.axes.adapters import lora, lora_grid, lora_weights
-from hf_parallel.axes.adapters import lora_weights as expert_weights
 from hf_parallel.axes.adapters.four_bit import FourBit
 from hf_parallel.axes.data.parameters import add_late_parameters, remove_late_parameters
 from hf_parallel.axes.data.units import iterate_sharded_modules
@@ -120,14 +119,12 @@ def _split_adapter(name: str, wrapper: BaseTunerLayer, base: nn.Module, state: P
     from peft.tuners.lora.layer import Embedding, Linear, ParamWrapper
 
     mesh, device = state.mesh["tp"], state.mesh.device
-    if isinstance(wrapper, ParamWrapper) and expert_weights.can_adapt(base, wrapper.parameter_name):
-        expert_weights.adapt_expert_weight(wrapper)
+    if isinstance(wrapper, ParamWrapper) and lora_weights.adapt_expert_weight(wrapper, base):
         return
     if isinstance(wrapper, ParamWrapper):
-        if not lora_weights.can_split_weight_adapter(base, wrapper.parameter_name):
+        if not lora_weights.split_weight(wrapper, base, mesh, device):
             named = f"{name}.{wrapper.parameter_name}"
             refuse("target_parameters", f"how adapters of {named} are split is not known", "tp_size=1")
-        lora_weights.split_weight(wrapper, mesh, device)
         return
     if not isinstance(wrapper, Linear | Embedding) or not lora.can_split_adapter(base):
         refuse("target_modules", f"how adapters of {name} are split is not known", "tp_size=1")
@@ -147,7 +144,7 @@ def _split_adapter(name: str, wrapper: BaseTunerLayer, base: nn.Module, state: P
         if adapter in wrapper.lora_magnitude_vector:
             refuse("use_dora", f"magnitudes of a split embedding ({name}) are not known", do="other targets work")
         if not hasattr(wrapper.lora_embedding_A[adapter], "placements"):
-            lora.split_embedding(wrapper.lora_embedding_A, adapter, mesh, device)
+            shard_parameter(wrapper.lora_embedding_A, adapter, mesh, 1, device)  # A [r, V]; B stays whole
 
 
 # ---- Adapters merged into the weights of a parallel base, each rank into the part it stores

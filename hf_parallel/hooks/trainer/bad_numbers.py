@@ -132,7 +132,8 @@ class Looking(TrainerCallback):
         self.search: Search | None = None  # in the step in progress
         self.wanted = False  # in the next step
         self.searches, self.bad_steps = 0, 0
-        if self.action != "report" and self._is_scaled():
+        self.is_scaled = trainer.accelerator.scaler is not None  # fp16's scaler tries what is too large, by plan
+        if self.action != "report" and self.is_scaled:
             report.say(f"nan_action={self.action}: not looked at under fp16, whose loss scaler leaves such steps out")
 
     def note(self, model: PreTrainedModel, inputs: dict, args: tuple, kwargs: dict) -> None:
@@ -178,17 +179,13 @@ class Looking(TrainerCallback):
 
     def _is_read_now(self) -> bool:
         free = runtime.mesh().device.type == "cpu" or self.trainer.args.logging_nan_inf_filter
-        return not self._is_scaled() and (free or self.action != "report" or self.search is not None)
-
-    def _is_scaled(self) -> bool:
-        """fp16's scaler tries what is too large, by plan."""
-        return self.trainer.accelerator.scaler is not None
+        return not self.is_scaled and (free or self.action != "report" or self.search is not None)
 
     def logged(self, logs: dict[str, float]) -> None:
         """Look at what Trainer has read anyway."""
         known = (logs.get(name) for name in ("loss", "grad_norm"))
         bad = any(isinstance(value, int | float) and not math.isfinite(value) for value in known)
-        if bad and not self.bad_steps and not self._is_scaled() and not self._is_read_now():
+        if bad and not self.bad_steps and not self.is_scaled and not self._is_read_now():
             self.wanted = True
 
     def _skip_optimizer(self) -> None:
@@ -288,10 +285,3 @@ def watch_micro_batch(model: PreTrainedModel, inputs: dict, args: tuple, kwargs:
 def find_looking() -> Looking | None:
     """Return the training that is looked at, if any."""
     return of_session(_Now).looking
-
-
-def note_norm(norm: torch.Tensor) -> None:
-    """Note the norm of all gradients, before they were clipped."""
-    looking = find_looking()
-    if looking is not None:
-        looking.norm = norm

@@ -28,7 +28,7 @@ from hf_parallel import checkpoint as folders
 from hf_parallel.ask.spec import refuse
 from hf_parallel.checkpoint import slices
 from hf_parallel.hooks import hangs, runtime, sentence_transformers
-from hf_parallel.hooks.accelerate.random_stream import RandomStream, make_plain_state
+from hf_parallel.hooks.accelerate.processes import RandomStream, make_plain_state
 from hf_parallel.hooks.patching import patch
 from hf_parallel.ranks.mesh import compute_data_rank
 
@@ -185,23 +185,19 @@ def save_model(original: Callable, self: Trainer, output_dir: str | None = None,
     else:
         wait_for_save(self)
         with hangs.allow_long_phase("a save"):
-            _save_weights(self, folder)
+            # A transformers model saves itself, streamed; another module's weights are gathered first.
+            alone, mesh = sentence_transformers.does_save_on_one_rank(self), runtime.mesh()
+            state_dict = None
+            if not alone and not hasattr(self.model, "base_model_prefix"):
+                state_dict = folders.full_state_dict(self.model, mesh)
+            with folders.join_current_save(mesh) as saving, saving.noting():
+                # One rank writes what is gathered: transformers before 5.23 would let all, others with nothing.
+                if self.args.should_save or not (alone or state_dict is not None):
+                    self._save(folder, state_dict=state_dict)
+                elif alone:
+                    self.model.save_pretrained(folder)
     if self.args.push_to_hub and not _internal_call:
         self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
-
-
-def _save_weights(trainer: Trainer, folder: str) -> None:
-    """A transformers model saves itself, streamed; another module's weights are gathered first."""
-    alone, mesh = sentence_transformers.does_save_on_one_rank(trainer), runtime.mesh()
-    state_dict = None
-    if not alone and not hasattr(trainer.model, "base_model_prefix"):
-        state_dict = folders.full_state_dict(trainer.model, mesh)
-    with folders.join_current_save(mesh) as saving, saving.noting():
-        # What is gathered one rank writes: transformers before 5.23 would let all of them, others with nothing.
-        if trainer.args.should_save or not (alone or state_dict is not None):
-            trainer._save(folder, state_dict=state_dict)
-        elif alone:
-            trainer.model.save_pretrained(folder)
 
 
 @patch("transformers.trainer:Trainer._save_checkpoint", "writes where a crash leaves half of it")
@@ -311,7 +307,7 @@ def _write_checkpoint(trainer: Trainer, saving: folders.Checkpoint, run: str) ->
         with saving.noting():
             facts: Layout = {
                 "spec": runtime.mesh().config.to_spec(),
-                "axes": read_axis_sizes(),
+                "axes": runtime.mesh().config.sizes,
                 "data_ranks": list_data_ranks(),
                 "global_batch": trainer.get_total_train_batch_size(trainer.args),
                 "accumulation": trainer.args.gradient_accumulation_steps,
@@ -357,11 +353,6 @@ def list_data_ranks() -> list[int]:
     """Return which share of the data each rank reads."""
     config = runtime.mesh().config
     return [compute_data_rank(config, rank) for rank in range(config.world_size)]
-
-
-def read_axis_sizes() -> dict[str, int]:
-    """The layout that is in force, as it is compared."""
-    return runtime.mesh().config.sizes
 
 
 def save_optimizer_and_schedule(trainer: Trainer, output_dir: str) -> None:

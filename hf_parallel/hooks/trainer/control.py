@@ -72,15 +72,12 @@ class Control:
         if exchanges and event == "on_log":
             logs = kwargs["logs"] if "logs" in kwargs else args[3]
             exchanges = logs.keys() >= _OF_TRAINING
-        if exchanges:
-            self.agree_on_flags(control, event)
-        return control
-
-    def agree_on_flags(self, control: TrainerControl, event: str) -> None:
-        """Take rank 0's flags; rank 0 names the first rank that has others. Collective."""
-        own = torch.tensor([bool(getattr(control, flag)) for flag in FLAGS], dtype=torch.int32)
+        if not exchanges:
+            return control
+        # Take rank 0's flags; rank 0 names the first rank that has others. Collective.
+        flags = torch.tensor([bool(getattr(control, flag)) for flag in FLAGS], dtype=torch.int32)
         first = self.world_size - self.rank  # the largest of these is the first rank's
-        words = torch.stack([own * (self.rank == 0), own * first, (1 - own) * first])
+        words = torch.stack([flags * (self.rank == 0), flags * first, (1 - flags) * first])
         dist.all_reduce(words, dist.ReduceOp.MAX, group=self.group)
         word, *others = words.tolist()
         for i, flag in enumerate(FLAGS):
@@ -92,6 +89,7 @@ class Control:
                     f"{event} at step {self.trainer.state.global_step}: control.{flag} is {bool(word[i])} on rank 0 "
                     f"and {not word[i]} on rank {self.world_size - other}: rank 0 decides for all"
                 )
+        return control
 
 
 @contextlib.contextmanager

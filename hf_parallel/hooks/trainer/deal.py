@@ -99,7 +99,8 @@ class Dealing:
             return
         if {**deal, "batches": 0} != made:
             former = TokenBatches(self.batches.lengths, deal["pack_tokens"], deal["data_ranks"], deal["seed"])
-        left = former.real_batches(deal["epoch"])[deal["batches"] :]
+        real = [batch for step in former.of_epoch(deal["epoch"]) for batch in step if batch[0] >= 0]
+        left = real[deal["batches"] :]
         if not left:
             self.deal = {**made, "epoch": deal["epoch"] + 1}
             return
@@ -115,13 +116,6 @@ class Dealing:
     def rest(self) -> int:
         """Micro-steps to finish the epoch that a former run has begun; 0: there is none."""
         return 0 if self.batches.rest is None else len(self.batches.rest[1])
-
-    def begin_epoch(self, epoch: int, step: int) -> None:
-        """An epoch begins, or goes on, after this step."""
-        self.first_step = step
-        if epoch != self.deal["epoch"]:
-            self.deal = _make_new_deal(self.batches, epoch)
-        self.total = self.deal["batches"] + self._seen(math.inf)
 
     def now(self, step: int, accumulation: int) -> Deal:
         """The deal after this step."""
@@ -269,7 +263,10 @@ def run_epoch(original: Callable, self: Trainer, *args: object, **kwargs: object
         return original(self, *args, **kwargs)
     given = bind_by_name(original, (self, *args), kwargs)
     del given["self"]
-    dealing.begin_epoch(given["epoch"], self.state.global_step)
+    dealing.first_step = self.state.global_step
+    if given["epoch"] != dealing.deal["epoch"]:
+        dealing.deal = _make_new_deal(dealing.batches, given["epoch"])
+    dealing.total = dealing.deal["batches"] + dealing._seen(math.inf)
     if dealing.batches.rest is not None and dealing.batches.rest[0] == given["epoch"]:
         given["steps_in_epoch"] = dealing.rest
         given["num_update_steps_per_epoch"] = math.ceil(dealing.rest / self.args.gradient_accumulation_steps)

@@ -206,14 +206,21 @@ def evaluate_real_rows(
     engine = None if state is None else state.pipeline
     # A pipeline need not send logits that nobody wants, and a rank without a row of its own is absent.
     wants = contextlib.nullcontext() if engine is None else replacing(engine, loss_only=prediction_loss_only)
-    scope, absent = means.compute_in_scope(means.Scope(step.share)), runtime.count_as_absent(step.real_rows == 0)
+    scope, absent = (
+        means.compute_in_scope(means.Scope(step.share)),
+        replacing(runtime.current(), absent=step.real_rows == 0),
+    )
     with record_of(self).during(step), wants, scope, absent:
         loss, logits, labels = original(model, kept, prediction_loss_only, *args, **kwargs)
     logits, labels = rows.mark_per_example((logits, labels), rows.count_examples(kept, blocks) or 0)
     # The same on all ranks, whatever their batches hold: does the model read images or sounds beside words?
     modalities, several = getattr(self.model, "input_modalities", "text"), runtime.mesh().data_size > 1
     if not prediction_loss_only and several and not isinstance(modalities, str) and len(set(modalities)) > 1:
-        logits = _with_parts_of_all(logits)
+        # Outputs of encoders are empty where a data rank has no images and others have: all gather as many parts.
+        parts = logits if isinstance(logits, tuple) else (logits,)
+        own = sum(rows.is_outputs(part) for part in parts)
+        most = max(messages.gather_objects(own, runtime.mesh().data_group))
+        logits = logits if own == most else (*parts, *(BaseModelOutput() for _ in range(most - own)))
     if loss is not None and several:
         # evaluation_loop repeats the loss for each row and cuts at the remainder: right if all ranks carry the mean.
         loss = (loss if step.weighted else means.weigh_loss(loss, step.share)).detach().float().clone()
@@ -228,14 +235,6 @@ def evaluate_real_rows(
     _refill_inputs_to_gather(self, inputs, kept, step.real_rows)
     hangs.mark_phase("evaluation", may_take_long=True)  # its metrics
     return loss, logits, labels
-
-
-def _with_parts_of_all(logits: object) -> object:
-    """Add empty outputs of encoders where a data rank has no images and others have: all gather as many parts."""
-    parts = logits if isinstance(logits, tuple) else (logits,)
-    own = sum(rows.is_outputs(part) for part in parts)
-    most = max(messages.gather_objects(own, runtime.mesh().data_group))
-    return logits if own == most else (*parts, *(BaseModelOutput() for _ in range(most - own)))
 
 
 def _select_real_examples(trainer: Trainer, batch: rows.Batch, real: int, count: int, blocks: int) -> rows.Batch:

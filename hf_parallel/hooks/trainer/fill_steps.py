@@ -11,14 +11,6 @@ from hf_parallel.hooks.trainer import joint_steps
 if TYPE_CHECKING:
     from transformers import Trainer
 
-    from hf_parallel.axes.pipeline.fill_kfac import KfacFill
-
-
-def fill_of(trainer: Trainer) -> KfacFill | None:
-    """Return what fills the bubbles of the trainer's pipeline, if anything does."""
-    engine = joint_steps.find_engine_of(trainer)
-    return None if engine is None else engine.fill
-
 
 def check_trainer_for_fill(trainer: Trainer) -> None:
     """Refuse training of which the bubbles cannot take the curvature.
@@ -26,8 +18,8 @@ def check_trainer_for_fill(trainer: Trainer) -> None:
     Raises:
         SpecError: the trainer has a loss, a step, a precision or an optimizer of such a kind.
     """
-    fill, engine = fill_of(trainer), joint_steps.find_engine_of(trainer)
-    if fill is None or engine is None:
+    engine = joint_steps.find_engine_of(trainer)
+    if engine is None or engine.fill is None:
         return
     args, asked, works = trainer.args, f"pipeline_fill={engine.config.pipeline_fill}", "pipeline_fill=none"
     optimizer = str(getattr(args.optim, "value", args.optim))
@@ -40,18 +32,19 @@ def check_trainer_for_fill(trainer: Trainer) -> None:
         refuse(asked, "would see each forward pass twice; gradient_checkpointing=True", "gradient_checkpointing=False")
     if optimizer in joint_steps.FUSED or optimizer.endswith(joint_steps.LAYERWISE):
         refuse(asked, f"optim={optimizer} updates weights in the backward pass", "optim=adamw_torch")
+    oldest = 2 * engine.fill.interval - 1
     report.say(
         f"{asked} is another algorithm than training in one process: gradients are preconditioned by curvature that "
-        f"is up to {2 * fill.interval - 1} steps old (K-FAC in pipeline bubbles, arXiv 2211.14133); {works} has "
-        "the numbers of one process"
+        f"is up to {oldest} steps old (K-FAC in pipeline bubbles, arXiv 2211.14133); {works} has the numbers of one "
+        "process"
     )
 
 
 def end_step(trainer: Trainer) -> None:
     """Precondition the gradients of a step after its last batch, before Trainer clips them."""
-    fill = fill_of(trainer)
-    if fill is None or not trainer.accelerator.sync_gradients:
+    engine = joint_steps.find_engine_of(trainer)
+    if engine is None or engine.fill is None or not trainer.accelerator.sync_gradients:
         return
-    line = fill.end_step()
+    line = engine.fill.end_step()
     if line is not None:
         report.say(f"pipeline_fill=kfac: {line}")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
@@ -20,6 +22,7 @@ from hf_parallel.hooks.trainer import losses
 from hf_parallel.hooks.trainer.bad_numbers import remember_counts
 from hf_parallel.hooks.trainer.rows import LABELS_COUNTED, PADDED_LENGTHS, make_refused_batch
 from hf_parallel.hooks.trl import trainers as trl
+from hf_parallel.model.calls import get_held_tokens
 from hf_parallel.model.shrink import find_reason_not_told_apart, make_small_copy
 from hf_parallel.ranks import messages
 
@@ -328,12 +331,6 @@ def remember_plan(goals: list[Goal], config: ParallelConfig) -> None:
     known.planned = goals, config
 
 
-def forget_plan() -> None:
-    """Forget what was planned."""
-    known = of_session(_Asked)
-    known.planned = None
-
-
 class Joined:
     """The script's collator, called with each row alone; its rows are joined."""
 
@@ -447,3 +444,38 @@ def _sample_lengths(trainer: Trainer) -> list[int]:
     if isinstance(rows, torch.utils.data.IterableDataset) or not hasattr(rows, "__len__") or not len(rows):
         return []
     return read_lengths_of(rows, trainer.args, _PADDING_SAMPLE) or []
+
+
+# ---- NEFTune in joined batches: the size of its noise follows from the length of an example with its padding
+# The hook of Transformers takes the joined row for one example: n examples of a length L get 1 / sqrt(n) of the noise
+# alpha / sqrt(L * width) that they have in n rows.
+
+
+def draw_noise_of_examples(trainer: Trainer, inputs: dict) -> contextlib.AbstractContextManager:
+    """Give each token of a joined batch the noise of its example; the noise's length is taken out of the batch."""
+    lengths = inputs.pop(PADDED_LENGTHS, None) if isinstance(inputs, dict) else None
+    handle = getattr(trainer, "neftune_hook_handle", None)
+    if lengths is None or handle is None:
+        return contextlib.nullcontext()
+    return _scale_noise(handle, (lengths.shape[1] / lengths).sqrt()[..., None])
+
+
+@contextlib.contextmanager
+def _scale_noise(handle: torch.utils.hooks.RemovableHandle, scale: torch.Tensor) -> Iterator[None]:
+    hooks = handle.hooks_dict_ref()
+    if hooks is None:  # the module is gone
+        yield
+        return
+    hook = hooks[handle.id]
+    hooks[handle.id] = functools.partial(_add_scaled, hook, scale)
+    try:
+        yield
+    finally:
+        hooks[handle.id] = hook
+
+
+def _add_scaled(
+    hook: Callable, scale: torch.Tensor, module: torch.nn.Module, input: tuple[torch.Tensor], output: torch.Tensor
+) -> torch.Tensor:
+    noise, held = hook(module, input, torch.zeros_like(output)), get_held_tokens()
+    return output + noise * (scale if held is None else held.part(scale)).to(output)

@@ -11,6 +11,8 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, cast
 
+from transformers import Trainer
+
 from hf_parallel.ask.keys.pipeline import DELAYED_SCHEDULES, JOINING_SCHEDULES
 from hf_parallel.ask.spec import refuse
 from hf_parallel.axes.pipeline import script_loss
@@ -19,6 +21,7 @@ from hf_parallel.axes.pipeline.engine import run_calls
 from hf_parallel.axes.pipeline.joint import JointStep
 from hf_parallel.axes.pipeline.schedules import can_run_micro_batches, count_micro_batches
 from hf_parallel.hooks import runtime
+from hf_parallel.hooks.patching import replacing
 from hf_parallel.hooks.trainer import bad_numbers, losses
 from hf_parallel.hooks.trainer.checkpoints import StepRecord, TrainerRecord, record_of
 from hf_parallel.hooks.trainer.evaluation import WeighedBatch
@@ -27,7 +30,7 @@ from hf_parallel.ranks import messages
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedModel, Trainer
+    from transformers import PreTrainedModel
 
     from hf_parallel.axes.pipeline.engine import PipelineEngine
     from hf_parallel.axes.pipeline.joint import ScheduledCall
@@ -90,7 +93,8 @@ def list_announced_calls(
     """The calls of the model that a step will make with these batches."""
     record = record_of(trainer)
     record.joint_logs.clear()
-    with engine.announcing() as calls, runtime.mark_weighed_by_trainer(), trainer.compute_loss_context_manager():
+    weighed = replacing(runtime.current(), in_trainer=True)
+    with engine.announcing() as calls, weighed, trainer.compute_loss_context_manager():
         for batch in batches:
             with record.during(StepRecord(syncs=batch is batches[-1])):
                 factor = trainer.compute_loss(model, batch, num_items_in_batch=items)
@@ -137,7 +141,11 @@ def _can_join_own_losses(record: TrainerRecord, engine: PipelineEngine, batches:
 
 def find_reason_not_announced(trainer: Trainer, takes_own_losses: bool = False) -> str | None:
     """Return why the calls of the model that a step will make are not known from its batches."""
-    own = next((name for name in _METHODS if _is_replaced(trainer, name)), None)
+    # Has its class, or the script, put another method in the place of Trainer's?
+    names = {name for name in _METHODS if getattr(type(trainer), name) is not getattr(Trainer, name)}
+    if trl.does_only_offload_in_steps(trainer):
+        names.discard("training_step")
+    own = next((name for name in _METHODS if name in vars(trainer) or name in names), None)
     computes = getattr(trainer.compute_loss, "func", None) is losses.compute_loss
     if not computes or (losses.is_own(trainer) and not takes_own_losses):
         return "the loss is the script's"
@@ -162,12 +170,3 @@ def find_reason_to_run_apart(trainer: Trainer, engine: PipelineEngine) -> str | 
         return f"{watching[0].__name__} looks at gradients between them (on_substep_end)"
     known = losses.is_own(trainer) or engine.sums_over_tokens
     return None if known else "the loss of the model is not a sum over tokens"
-
-
-def _is_replaced(trainer: Trainer, name: str) -> bool:
-    """Has its class, or the script, put another method in the place of Trainer's?"""
-    from transformers import Trainer
-
-    if name == "training_step" and trl.does_only_offload_in_steps(trainer):
-        return name in vars(trainer)
-    return name in vars(trainer) or getattr(type(trainer), name) is not getattr(Trainer, name)

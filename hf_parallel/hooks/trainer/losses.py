@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, TypedDict
 
 import torch
 import torch.distributed as dist
+from transformers import Trainer
 
 from hf_parallel.axes.chunked_loss import find_reason_against_chunks
-from hf_parallel.axes.experts.balance import load_of
+from hf_parallel.axes.experts.balance import LOAD, ExpertLoad
 from hf_parallel.axes.loss import LOSS
 from hf_parallel.axes.pipeline.script_loss import Plan, can_cut_alike, can_cut_batch, find_plan, run_plan
 from hf_parallel.axes.pipeline.unscheduled import Made, serve_script
@@ -28,7 +29,7 @@ from hf_parallel.hooks.trl import trainers as trl
 from hf_parallel.model.calls import bind_by_name, note_unread_logits
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, Trainer
+    from transformers import PreTrainedModel
 
     from hf_parallel.apply.parallelize import ParallelState
     from hf_parallel.axes.pipeline.engine import PipelineEngine
@@ -77,13 +78,6 @@ def find_reader_of_logits(trainer: Trainer, state: ParallelState | None) -> str 
     return why or ("the model is around others" if state is None or state.plan is None else None)
 
 
-def _bind_loss_arguments(trainer: Trainer, model: PreTrainedModel, inputs: dict, args: tuple, kwargs: dict) -> dict:
-    """To `compute_loss(model, inputs, return_outputs, num_items_in_batch)`."""
-    from transformers import Trainer
-
-    return bind_by_name(Trainer.compute_loss, (trainer, model, inputs, *args), kwargs)
-
-
 def describe_loss(trainer: Trainer) -> str:
     """Head and loss in the steps to come, for the start-up report."""
     state = runtime.find_parallel_state(trainer.model)
@@ -112,7 +106,7 @@ def compute_loss(
     engine = state.pipeline if state is not None and is_own(self) else None
     call = functools.partial(_call_compute_loss, self, state, own, model, args=args, kwargs=kwargs)
     # Taken now: scripts take out of a batch what they have read.
-    items = _bind_loss_arguments(self, model, inputs, args, kwargs).get("num_items_in_batch")
+    items = bind_by_name(Trainer.compute_loss, (self, model, inputs, *args), kwargs).get("num_items_in_batch")
     targets = trl.count_targets_of_mean(self, inputs) if items is None else None
     record = record_of(self)
     record.step.weighted = True
@@ -138,9 +132,19 @@ def compute_loss(
     for logs in result["logged"]:
         self.log(logs)
     if trains and tuple(inputs) not in record.loss_plans:
-        plan = record.loss_plans[tuple(inputs)] = _find_loss_plan(
-            self, engine, inputs, made, call, counts=not record.weighs
-        )
+        # Find how the script's loss may be scheduled, which rank 0 tells; it may need whole batches.
+        quietly, plan = functools.partial(_undo_counts, self), None
+        if not trl.needs_whole_batches(self):
+            counts = not record.weighs
+            plan = find_plan(engine, dict(inputs), made, lambda part: call(part)["loss"], quietly, counts=counts)
+        verdict = "the script's loss needs whole batches, so the pipeline keeps all activations of a batch"
+        if plan is not None:
+            how, schedule = "is a mean" if plan.cut.mean else "adds up", engine.config.pipeline_schedule
+            verdict = f"the script's loss {how} over micro-batches: {schedule} from now on"
+        if self.args.gradient_accumulation_steps > 1 and plan is not None and plan.why_apart is not None:
+            verdict += f"; the batches of a step run one by one, and the pipeline drains after each: {plan.why_apart}"
+        report.say(verdict)
+        record.loss_plans[tuple(inputs)] = plan
         if plan is not None:
             plan.logs = bool(result["logged"])
     return _weigh_result(self, result, targets)
@@ -187,24 +191,6 @@ def _compute_scheduled_loss(
     return loss
 
 
-def _find_loss_plan(
-    trainer: Trainer, engine: PipelineEngine, inputs: dict, made: list[Made], call: Callable, *, counts: bool
-) -> Plan | None:
-    """Find how the script's loss may be scheduled, which rank 0 tells; None if it needs whole batches."""
-    quietly = functools.partial(_undo_counts, trainer)
-    plan = None
-    if not trl.needs_whole_batches(trainer):
-        plan = find_plan(engine, dict(inputs), made, lambda part: call(part)["loss"], quietly, counts=counts)
-    verdict = "the script's loss needs whole batches, so the pipeline keeps all activations of a batch"
-    if plan is not None:
-        how, schedule = "is a mean" if plan.cut.mean else "adds up", engine.config.pipeline_schedule
-        verdict = f"the script's loss {how} over micro-batches: {schedule} from now on"
-    if trainer.args.gradient_accumulation_steps > 1 and plan is not None and plan.why_apart is not None:
-        verdict += f"; the batches of a step run one by one, and the pipeline drains after each: {plan.why_apart}"
-    report.say(verdict)
-    return plan
-
-
 def _compute_settled_loss(
     trainer: Trainer, inputs: dict, computed: Callable[[dict], Computed], items: object
 ) -> Computed:
@@ -239,7 +225,7 @@ def _call_compute_loss(
 ) -> Computed:
     """Call the script's `compute_loss`."""
     record, former = record_of(self), self.args.average_tokens_across_devices
-    given = _bind_loss_arguments(self, model, inputs, args, kwargs)
+    given = bind_by_name(Trainer.compute_loss, (self, model, inputs, *args), kwargs)
     step, items = record.step, given.get("num_items_in_batch")
     scope = means.Scope(step.share, items is not None and bool(record.weighs))
     step.logged = []
@@ -331,11 +317,12 @@ def log(original: Callable, self: Trainer, logs: dict, *args: object, **kwargs: 
         return
     if state is not None and state.pipeline is not None and is_own(self):
         state.pipeline.tell(logs)
-    load = None if state is None else load_of(self.model)
+    load: ExpertLoad | None = None if state is None else getattr(self.model, LOAD, None)
     if load is not None and logs.keys() >= _OF_TRAINING:
         logs.update({key: round(value, 4) for key, value in load.read().items()})
     if logs.keys() >= _OF_TRAINING:
-        logs.update(monitoring.log_of_trainer(self))
+        watched = monitoring.watch_model(self.model)
+        logs.update({} if watched is None else watched.read(self.args, self.state.global_step))
     ends = logs.keys() >= _OF_THE_END
     if ends:
         # The best model is loaded, and checkpoints are counted, when all of them are there.

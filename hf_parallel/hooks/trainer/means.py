@@ -14,7 +14,6 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from types import CodeType
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
@@ -303,13 +302,12 @@ def does_know_processes(trainer: Trainer) -> bool:
 
     classes = type(trainer).__mro__
     overrides = (vars(cls).get("compute_loss") for cls in classes[: classes.index(Trainer)])
-    return any(_PROCESSES & set(code.co_names) for code in map(code_of, filter(None, overrides)))
-
-
-def code_of(function: Callable) -> CodeType:
-    """Return the code that a function, method, partial or callable object runs."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    function = inspect.unwrap(function)
-    code = getattr(getattr(function, "__func__", function), "__code__", None)
-    return type(function).__call__.__code__ if code is None else code
+    for function in filter(None, overrides):  # a function, method, partial or callable object
+        while isinstance(function, functools.partial):
+            function = function.func
+        function = inspect.unwrap(function)
+        code = getattr(getattr(function, "__func__", function), "__code__", None)
+        code = type(function).__call__.__code__ if code is None else code
+        if _PROCESSES & set(code.co_names):
+            return True
+    return False

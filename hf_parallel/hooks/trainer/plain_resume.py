@@ -40,7 +40,7 @@ def train(
     chosen = resume_from_checkpoint
     if chosen is True:
         chosen = next(iter(folders.list_whole_checkpoints(self.args.output_dir)), True)
-    if restarts.is_under_torchrun() and os.environ.get("WORLD_SIZE") == "1":  # the last of several, it may be
+    if restarts.find_agent() is not None and os.environ.get("WORLD_SIZE") == "1":  # the last of several, it may be
         with restarts.hold_own_folder(self) as run, _resume_last_one(self, run, chosen) as chosen:
             return original(self, chosen, *args, **kwargs)
     if chosen and chosen is not True and folders.has_manifest(chosen):

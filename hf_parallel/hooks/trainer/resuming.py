@@ -19,14 +19,13 @@ from hf_parallel import checkpoint as folders
 from hf_parallel.ask.spec import SpecError, refuse
 from hf_parallel.checkpoint.hub_format import gather_from_stages
 from hf_parallel.hooks import entries, hangs, report, restarts, runtime
-from hf_parallel.hooks.accelerate.random_stream import continue_stream
+from hf_parallel.hooks.accelerate.processes import continue_stream
 from hf_parallel.hooks.patching import patch
 from hf_parallel.hooks.peft.adapters import load_adapter_weights
 from hf_parallel.hooks.trainer import bad_numbers, control, deal, joining, training
 from hf_parallel.hooks.trainer.checkpoints import (
     Layout,
     get_inner_optimizer,
-    read_axis_sizes,
     record_of,
     wait_for_save,
 )
@@ -332,6 +331,6 @@ def choose_rng_rank(layout: Layout) -> int:
     mesh = runtime.mesh()
     if not layout:
         return mesh.data_rank
-    if layout["axes"] == read_axis_sizes():
+    if layout["axes"] == mesh.config.sizes:
         return mesh.rank
     return layout["data_ranks"].index(mesh.data_rank % (max(layout["data_ranks"]) + 1))

@@ -82,7 +82,14 @@ def trim(batch: Batch, real: int, rows: int, blocks: int = 1) -> dict:
                 trimmed[key] = trimmed[key][trimmed[key] <= tokens]
                 trimmed["max_length_" + key[-1]] = int(trimmed[key].diff().max())
     else:
-        trimmed = {key: _take_first_rows(value, kept, rows, blocks) for key, value in batch.items()}
+        trimmed = {**batch}
+        for key, value in batch.items():
+            if isinstance(value, list):  # one thing per example, such as the boxes of an image
+                trimmed[key] = value[:kept] if len(value) == rows else value
+            elif torch.is_tensor(value) and value.ndim and value.shape[0] == rows:
+                trimmed[key] = value[:kept]
+            elif torch.is_tensor(value) and value.ndim and value.shape[0] == rows * blocks:
+                trimmed[key] = value.unflatten(0, (blocks, rows))[:, :kept].flatten(0, 1)
     return trimmed if real else without_targets(trimmed, 0, kept)
 
 
@@ -186,15 +193,3 @@ def without_stand_in(value: Value, real: int) -> Value:
         return item[:0] if torch.is_tensor(item) and item.ndim else item
 
     return tree_map(emptied, value, is_leaf=is_outputs)
-
-
-def _take_first_rows(value: object, kept: int, rows: int, blocks: int) -> object:
-    if isinstance(value, list):  # one thing per example, such as the boxes of an image
-        return value[:kept] if len(value) == rows else value
-    if not torch.is_tensor(value) or value.ndim == 0:
-        return value
-    if value.shape[0] == rows:
-        return value[:kept]
-    if value.shape[0] == rows * blocks:
-        return value.unflatten(0, (blocks, rows))[:, :kept].flatten(0, 1)
-    return value

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hf_parallel.ask.config import ParallelConfig, SpecError
+from hf_parallel.ask.config import SpecError
 from hf_parallel.ask.keys.layers import check_compiled
 from hf_parallel.ask.spec import refuse
 from hf_parallel.axes.pipeline.schedules import count_micro_batches
@@ -60,7 +60,13 @@ def check_arguments(args: TrainingArguments) -> None:
         check_selective(_read_checkpointing_settings(args))
     if args.use_liger_kernel:
         model_parts.check_recomputation(args, config)
-    _check_shares(args, config)
+    # Every data rank gets an example of a batch.
+    ranks = 1 if args.accelerator_config.split_batches else config.data_parallel_size
+    names = ["per_device_train_batch_size"] * (not config.pack_tokens)
+    names += ["per_device_eval_batch_size"] * is_evaluating(args)
+    for name in names:
+        check_batch_size(getattr(args, name) * ranks, name, getattr(args, name))
+    check_micro_batches(args.per_device_train_batch_size * ranks)
     if config.pp_size > 1 and not config.shares_batches:  # unlike batches are filled up to what the schedule takes
         rows = args.per_device_train_batch_size
         try:
@@ -75,16 +81,6 @@ def _read_checkpointing_settings(args: TrainingArguments) -> dict[str, object]:
         if getattr(args, name, False):
             return dict(getattr(args, f"{name}_kwargs", None) or {})
     return {}
-
-
-def _check_shares(args: TrainingArguments, config: ParallelConfig) -> None:
-    """Require batches of which every data rank gets an example."""
-    ranks = 1 if args.accelerator_config.split_batches else config.data_parallel_size
-    names = ["per_device_train_batch_size"] * (not config.pack_tokens)
-    names += ["per_device_eval_batch_size"] * is_evaluating(args)
-    for name in names:
-        check_batch_size(getattr(args, name) * ranks, name, getattr(args, name))
-    check_micro_batches(args.per_device_train_batch_size * ranks)
 
 
 def is_evaluating(args: TrainingArguments) -> bool:

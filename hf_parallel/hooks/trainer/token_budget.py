@@ -23,6 +23,7 @@ from hf_parallel.hooks.trainer import deal, joining
 from hf_parallel.hooks.trainer.joining import (
     Beside,
     Collate,
+    draw_noise_of_examples,
     find_length_column,
     get_rows_and_collator,
     join_rows,
@@ -31,7 +32,6 @@ from hf_parallel.hooks.trainer.joining import (
     refuse_joining,
     set_alone,
 )
-from hf_parallel.hooks.trainer.noise import draw_noise_of_examples
 from hf_parallel.hooks.trainer.refused_batches import check_batch, count_targets_of_step
 from hf_parallel.hooks.trl import servers
 
@@ -70,14 +70,6 @@ def list_patches_alone(config: ParallelConfig) -> list[Patch]:
         **deal.ALONE,
     }
     return [Patch(f"transformers.trainer:Trainer.{name}", around(function), why) for name, function in own.items()]
-
-
-def forget_budget() -> None:
-    """Forget what one process was asked for."""
-    trainers = of_session(_Trainers)
-    trainers.seen = False
-    set_alone(None)
-    joining.forget_plan()
 
 
 def _check_before_init(

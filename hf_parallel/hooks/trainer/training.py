@@ -21,7 +21,6 @@ from hf_parallel.hooks.accelerate.accelerator import (
     follow_parameters,
     make_parallel,
     normalise_over_data_ranks,
-    take_late_modules,
 )
 from hf_parallel.hooks.bitsandbytes import finish_casts
 from hf_parallel.hooks.patching import patch, replacing
@@ -37,7 +36,7 @@ from hf_parallel.hooks.trainer import (
     token_budget,
 )
 from hf_parallel.hooks.trainer.checkpoints import record_of, wait_for_save
-from hf_parallel.hooks.trainer.noise import draw_noise_of_examples
+from hf_parallel.hooks.trainer.joining import draw_noise_of_examples
 from hf_parallel.hooks.trainer.refused_batches import check_batch, count_targets_of_step
 from hf_parallel.hooks.trainer.settings import check_arguments, check_shared_examples
 from hf_parallel.hooks.trl import trainers as trl
@@ -181,23 +180,6 @@ def end_together(trainer: Trainer) -> Iterator[None]:
         raise SystemExit(EXIT_CODE)
 
 
-# ---- Trainer's steps of `profile_steps`: begun before their batches are read, ended after their last callback
-
-
-def begin_profiled_step(trainer: Trainer) -> None:
-    """A step begins; is it one to profile? Collective over all ranks, if it is."""
-    state, step = runtime.find_parallel_state(trainer.model), trainer.state.global_step + 1
-    record, asked = record_of(trainer), () if state is None else state.config.profile_steps or ()
-    last = trainer.state.max_steps
-    late = [asked_step for asked_step in asked if asked_step > last]
-    if late and not record.told_unreached:
-        record.told_unreached = True
-        report.say(f"profile_steps: the training ends after step {last}, before {late}")
-    if state is not None and step in asked:
-        monitoring.watch_model(trainer.model)  # its own notes begin before those of a profile, and end after them
-        record.profile = Profile(state.mesh, list_known_groups(state), step)
-
-
 # ---- set-up ------------------------------------------------------------------------------------------------------
 
 
@@ -270,10 +252,7 @@ def call_model_init(original: Callable, self: Trainer, trial: object = None) -> 
 
 
 def _make_ready(model: PreTrainedModel, optimizers: tuple | None) -> None:
-    if runtime.find_parallel_state(model) is None:
-        make_parallel(model)
-    else:
-        take_late_modules(model)
+    make_parallel(model)
     finish_casts(model)  # on a base in 4 bits TRL casts adapters
     if optimizers and optimizers[0] is not None:
         follow_parameters(optimizers[0])
@@ -292,7 +271,17 @@ def get_batch_samples(
     original: Callable, self: Trainer, epoch_iterator: Iterator, num_batches: int, device: torch.device
 ) -> object:
     """Drop the rows that accelerate repeats to fill the last batch: one process does not train on them twice."""
-    begin_profiled_step(self)
+    # A step of `profile_steps` begins before its batches are read, and ends after its last callback. Collective.
+    state, step = runtime.find_parallel_state(self.model), self.state.global_step + 1
+    record, asked = record_of(self), () if state is None else state.config.profile_steps or ()
+    last = self.state.max_steps
+    late = [asked_step for asked_step in asked if asked_step > last]
+    if late and not record.told_unreached:
+        record.told_unreached = True
+        report.say(f"profile_steps: the training ends after step {last}, before {late}")
+    if state is not None and step in asked:
+        monitoring.watch_model(self.model)  # its own notes begin before those of a profile, and end after them
+        record.profile = Profile(state.mesh, list_known_groups(state), step)
     hangs.mark_phase("the data loader")
     with monitoring.measure_reading(self):
         batches = evaluation.without_repeats(self, epoch_iterator)
@@ -318,10 +307,9 @@ def training_step(
     """Remember how many rows of this batch are real while its loss is computed."""
     hangs.mark_step(self.state.global_step + 1)
     given = bind_by_name(original, (self, model, inputs, *args), kwargs)
-    fill = fill_steps.fill_of(self)
-    if fill is not None and not fill.in_step:
-        fill.begin_step()
     engine = joint_steps.find_engine_of(self)
+    if engine is not None and engine.fill is not None and not engine.fill.in_step:
+        engine.fill.begin_step()
     if engine is None or engine.delayed is None:
         joint_steps.announce_step(self, model, inputs, given.get("num_items_in_batch"))
     else:
@@ -335,11 +323,10 @@ def training_step(
     noise = draw_noise_of_examples(self, inputs)
     runtime.compare_batches(model, inputs, "training")
     # It holds on each stage, and where layers run again for their backward.
-    absent = runtime.count_as_absent(step.real_rows == 0)
-    weighed = runtime.mark_weighed_by_trainer()
+    now = replacing(runtime.current(), absent=step.real_rows == 0, in_trainer=True)
     small = monitoring.measure_small_batch(inputs, step.real_rows)
     timed = monitoring.measure_phase(COMPUTE)
-    with looked_at, noise, record_of(self).during(step), absent, _record_timeline(self), weighed, timed, small:
+    with looked_at, noise, record_of(self).during(step), now, _record_timeline(self), timed, small:
         loss = original(self, model, inputs, *args, **kwargs)
         fill_steps.end_step(self)
     return loss
