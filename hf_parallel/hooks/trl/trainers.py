@@ -168,7 +168,6 @@ def check_trl_trainer(
     """Refuse TRL's other trainers: what they do per process is not known to be that of one process."""
     # TRL's among its classes, the innermost one; none of another library's trainer.
     kind = next((cls for cls in type(trainer).__mro__ if cls.__module__.startswith("trl.")), None)
-    config = runtime.mesh().config
     if kind is None:
         servers.check_servers(trainer, args)
         return
@@ -179,6 +178,7 @@ def check_trl_trainer(
     if getattr(model, "is_loaded_in_4bit", False) and not makes_adapters:  # older ones cast adapters on 4 bits
         refuse(kind.__name__, "on a base in 4 bits casts shards in TRL before 0.26", "trl 0.26 or newer")
     model_parts.check_losses(kind, args)
+    config = runtime.mesh().config
     # TRL computes some numbers of all examples of a batch together, where ranks or stages have a part of it.
     losses, data_ranks = getattr(args, "loss_type", None) or [], config.data_parallel_size
     for loss in [losses] if isinstance(losses, str) else losses:
