@@ -19,7 +19,6 @@ from transformers import DeepseekV3Config, PretrainedConfig
 from hf_parallel import plan
 from hf_parallel.ask.config import SpecError
 from hf_parallel.cli.recipe_file import read_shipped_config
-from hf_parallel.hooks.auto import make_acceptance_test
 from hf_parallel.hooks.peft.planned_adapters import plan_lora
 from hf_parallel.planner.choices import Choice
 from hf_parallel.planner.dryrun.run import dry_run, end_ranks
@@ -54,7 +53,7 @@ def write_answer(question: str, dry: bool) -> Iterator[str]:
     name, options = QUESTIONS[question]
     model = DeepseekV3Config() if name is None else read_shipped_config(name)
     adapt = plan_lora(options["lora"]) if "lora" in options else None
-    found = plan(model, **options, accept=make_acceptance_test(model), adapt=adapt)
+    found = plan(model, **options)
     yield f"\n## {question}\n"
     asked = ", ".join(f"{key}={value}" for key, value in options.items())
     yield f"{asked}; {found.looked_at:,} layouts.\n"

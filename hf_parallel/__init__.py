@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from hf_parallel.apply.weights import full_state_dict, full_tensor
     from hf_parallel.ask.config import ParallelConfig, SpecError
     from hf_parallel.hooks.activation import activate
+    from hf_parallel.hooks.auto import plan
     from hf_parallel.hooks.library import parallelize
     from hf_parallel.hooks.monitoring import metrics
     from hf_parallel.hooks.notebook import notebook_launcher
-    from hf_parallel.planner.search import plan
 
 _HOME = {
     "ParallelConfig": "hf_parallel.ask.config",
@@ -42,7 +42,7 @@ _HOME = {
     "metrics": "hf_parallel.hooks.monitoring",
     "notebook_launcher": "hf_parallel.hooks.notebook",
     "parallelize": "hf_parallel.hooks.library",
-    "plan": "hf_parallel.planner.search",
+    "plan": "hf_parallel.hooks.auto",
 }
 
 # Under `python -m hf_parallel` the runner decides what is touched; argv[0] is "-m" while it is being found.

@@ -414,6 +414,26 @@ def _describe_choice(choice: Choice) -> str:
     return f"{choice.config.to_spec()}: {p.step_time_s:.3g} s per step of {rows} rows, {choice.needed_gib:.1f} GiB"
 
 
+def plan(
+    model: PreTrainedModel,
+    *,
+    gpu: str = "h100-80gb",
+    gpus: int = 8,
+    gpus_per_node: int = 8,
+    network: str | None = None,
+    seq: int = 4096,
+    global_batch: int = 256,
+    **options: Any,
+) -> Found:
+    """`search` on GPUs of the catalogue, among the layouts that a run accepts; `options` are its own."""
+    from hf_parallel.planner.hardware import make_cluster
+    from hf_parallel.planner.search import search
+
+    cluster = make_cluster(gpu, gpus, gpus_per_node, network)
+    known = make_engine_options(model, options.get("lora", 0), options.get("four_bit", False))
+    return search(model=model, cluster=cluster, seq=seq, global_batch=global_batch, **known | options)
+
+
 def make_engine_options(model: object, lora: int, four_bit: bool | BitsAndBytesConfig | None) -> dict[str, Any]:
     """Return what `search` asks of this engine: the layouts that it accepts for a model, and what its adapters keep.
 

@@ -46,7 +46,7 @@ from hf_parallel.planner.candidates import (
 )
 from hf_parallel.planner.choices import TELLS, Choice, Found, find_leanest, iterate_variants, rank_seconds, try_layout
 from hf_parallel.planner.dryrun.run import PRECISIONS, count_alone, dry_run
-from hf_parallel.planner.hardware import Cluster, make_cluster
+from hf_parallel.planner.hardware import Cluster
 from hf_parallel.planner.layout import Job, Layout, normalise_precision
 from hf_parallel.planner.predict import check_four_bit_job
 from hf_parallel.planner.shape import ModelShape, shape_of
@@ -360,19 +360,3 @@ def count_activations(
 def _lower_shape(adapt: Callable[[PreTrainedModel], None], parallel: PreTrainedModel) -> None:
     adapt(parallel)
     parallel.bfloat16()
-
-
-def plan(
-    model: PreTrainedModel,
-    *,
-    gpu: str = "h100-80gb",
-    gpus: int = 8,
-    gpus_per_node: int = 8,
-    network: str | None = None,
-    seq: int = 4096,
-    global_batch: int = 256,
-    **options: Any,
-) -> Found:
-    """`search` on GPUs of the catalogue; `options` are its own."""
-    cluster = make_cluster(gpu, gpus, gpus_per_node, network)
-    return search(model=model, cluster=cluster, seq=seq, global_batch=global_batch, **options)

@@ -7,6 +7,7 @@ import time
 import pytest
 
 from hf_parallel.ask.config import ParallelConfig, SpecError
+from hf_parallel.hooks.auto import plan
 from hf_parallel.planner import choices, make_cluster, shape_of
 from hf_parallel.planner.activations import Planned
 from hf_parallel.planner.candidates import Goal, list_ways_of
@@ -15,7 +16,7 @@ from hf_parallel.planner.hardware import find_gpu
 from hf_parallel.planner.layout import Job, Layout
 from hf_parallel.planner.memory import find_fullest, predict_fullest_rank, predict_memory_of_ranks
 from hf_parallel.planner.pipeline import make_stages
-from hf_parallel.planner.search import plan, search
+from hf_parallel.planner.search import search
 from tests import models
 from tests.models import LLAMA_8B
 
