@@ -150,7 +150,8 @@ def _ask_once(
 def _does_pass_read(owner: nn.Module, name: str, more: tuple[str, ...], kind: type[_Watched]) -> bool | None:
     """Return whether a pass reads the input itself; None: it did not end. `more`: inputs that may be left out."""
     head = int(getattr(owner, "head_dim", None) or 8)
-    for angles in (head, getattr(owner, "rotary_ndims", head), head // 2):
+    rotary = int(getattr(owner, "rotary_dim", None) or head)  # GPT-J has an angle for each pair of these
+    for angles in (head, getattr(owner, "rotary_ndims", head), head // 2, rotary // 2):
         watched = _make_empty_tensor(1, _TOKENS, _WIDTH).as_subclass(kind)
         watched.read = False
         values = {key: value.to("meta") for key, value in (*owner.named_parameters(), *owner.named_buffers())}
