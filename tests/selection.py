@@ -6,8 +6,8 @@
 Cases come in the order of a hash of their names, and a choice looks at nothing outside its file: which cases run does
 not change when a case is added elsewhere, or when only some files are run.
 
-CI runs half of the files at each commit, and all files that take seconds (`--half commit`): the commit's own name says
-which half, so that a commit is always tested by the same files and a few commits are tested by all.
+At each commit CI runs half of the long files, and all files that take at most three seconds (`--half commit`). The
+commit's own name says which half, so a commit is always tested by the same files, and a few commits by all files.
 """
 
 from __future__ import annotations

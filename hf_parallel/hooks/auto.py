@@ -425,7 +425,7 @@ def plan(
     global_batch: int = 256,
     **options: Any,
 ) -> Found:
-    """`search` on GPUs of the catalogue, among the layouts that a run accepts; `options` are its own."""
+    """Search the layouts that a run accepts, on GPUs of the catalogue; `options` are those of `search`."""
     from hf_parallel.planner.hardware import make_cluster
     from hf_parallel.planner.search import search
 

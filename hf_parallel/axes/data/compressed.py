@@ -27,7 +27,6 @@ from torch.distributed.device_mesh import _get_device_handle
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllocMixin
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hf_parallel.axes.data import units
 from hf_parallel.axes.data.units import get_state_of, iterate_parameter_groups
@@ -35,6 +34,7 @@ from hf_parallel.axes.eight_bit import WHOLE, W, find_largest_number, tensorwise
 from hf_parallel.ranks import all_reduce
 from hf_parallel.ranks.all_to_all import count_packed_bytes, pack_rows, reduce_scatter, unpack
 from hf_parallel.ranks.differentiable import call_all_gather
+from hf_parallel.ranks.local import call_after_steps
 from hf_parallel.ranks.mesh import ParallelMesh, list_axis_ranks
 
 if TYPE_CHECKING:
@@ -278,12 +278,11 @@ class ScatterGradients(DefaultAllocMixin, ReduceScatter):
 # that is torch settles when a root first runs (`lazy_init`, looked at in torch 2.13).
 
 _scales: weakref.WeakSet[Scales] = weakref.WeakSet()
-_call_after_steps = functools.cache(register_optimizer_step_post_hook)  # a hook once, however often it is asked for
 
 
 def gather_codes(root: nn.Module, mesh: ParallelMesh) -> None:
     """From here on the units below `root` gather codes of what multiplies in fp8."""
-    _call_after_steps(_forget_codes)
+    call_after_steps(_forget_codes)
     groups = [mesh.sharing_mesh.get_group(mesh.sharing_mesh.ndim - 1)]
     groups += [mesh["tp"].get_group()] if mesh.size("tp") > 1 else []
     root.register_forward_pre_hook(Scales(groups).before, prepend=True)  # before FSDP2's own, which gathers

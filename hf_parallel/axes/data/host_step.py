@@ -13,7 +13,6 @@ Then the step that the script has called finds no gradient to do anything with.
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import weakref
 from collections.abc import Iterable, Iterator
@@ -21,12 +20,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from hf_parallel.ask.keys.data import offload_folder
 from hf_parallel.ask.spec import refuse
 from hf_parallel.axes.data.files import StateFile, StatePart
 from hf_parallel.axes.data.local_step import is_elementwise, list_parameters_of, step_on_local_parts
+from hf_parallel.ranks.local import call_after_steps, call_before_steps
 from hf_parallel.ranks.mesh import get_stored
 
 if TYPE_CHECKING:
@@ -35,9 +34,6 @@ if TYPE_CHECKING:
 #: Bytes of parameters that are stepped together: what the host needs beside the states themselves.
 CHUNK = 64 * 2**20
 _HELD = "_hf_parallel_host_step"
-# Each registers a hook once, however often it is asked for.
-_call_before_steps = functools.cache(register_optimizer_step_pre_hook)
-_call_after_steps = functools.cache(register_optimizer_step_post_hook)
 _models: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()  # -> its `offload`
 
 
@@ -45,8 +41,8 @@ def step_on_host(model: nn.Module, offload: str) -> None:
     """From here on the optimizers that have parameters of `model` step on the host."""
     _models[model] = offload
     step_on_local_parts()  # first: what is stepped here are the parts that a rank stores
-    _call_before_steps(_begin_host_step)
-    _call_after_steps(_end_host_step)
+    call_before_steps(_begin_host_step)
+    call_after_steps(_end_host_step)
 
 
 def check_host_optimizer(optimizer: Optimizer) -> None:

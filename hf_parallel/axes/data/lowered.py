@@ -17,7 +17,6 @@ modules hold the copies in the place of their weights, to which autograd leads b
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, cast
@@ -25,17 +24,15 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
-from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdKeyDictionary
 from transformers.pytorch_utils import Conv1D
 
 from hf_parallel.axes.data.units import get_state_of, iterate_parameter_groups, iterate_sharded_modules
 from hf_parallel.axes.eight_bit import recipe_of
-from hf_parallel.ranks.local import get_autocast_dtype
+from hf_parallel.ranks.local import call_after_steps, get_autocast_dtype
 
 _users: weakref.WeakSet[Lowered] = weakref.WeakSet()
 _HANDLES = "_hf_parallel_lowered"
-_call_after_steps = functools.cache(register_optimizer_step_post_hook)  # a hook once, however often it is asked for
 
 
 def lower_once_per_call(
@@ -46,7 +43,7 @@ def lower_once_per_call(
     Returns:
         What is to be called before each call of the model, with its mode and the shape of its tokens.
     """
-    _call_after_steps(_forget_copies)
+    call_after_steps(_forget_copies)
     made = [Lowered(root, device) for root, _ in roots]
     for lowered, (root, layers) in zip(made, roots, strict=True):
         inside = {id(module) for layer in layers for module in layer.modules()}

@@ -28,7 +28,6 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_map_only
 
 from hf_parallel.ask.session import of_session
@@ -47,7 +46,7 @@ from hf_parallel.axes.tensor.vocab_parallel import (
 )
 from hf_parallel.model.calls import are_logits_unread, bind_arguments_of, compute_targets_of, count_items
 from hf_parallel.ranks import all_reduce, copy_to_group
-from hf_parallel.ranks.local import cast_as_autocast, get_autocast_dtype, get_local
+from hf_parallel.ranks.local import call_after_steps, cast_as_autocast, get_autocast_dtype, get_local
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -234,9 +233,6 @@ class _HeadForward:
         return functools.partial(type(head).forward, head) if isinstance(head, nn.Module) else None
 
 
-_call_after_steps = functools.cache(register_optimizer_step_post_hook)  # a hook once, however often it is asked for
-
-
 @dataclass
 class _Steps:
     """The number of steps of all optimizers, once one model is lean."""
@@ -250,7 +246,7 @@ def _count_lean_step(*_: object) -> None:
 
 def attach(model: PreTrainedModel, any_number: bool, in_loops: bool) -> None:
     """Stand behind the forward of the head, before it is cut; in loops also behind that of the model."""
-    _call_after_steps(_count_lean_step)
+    call_after_steps(_count_lean_step)
     head, wanted = model.get_output_embeddings(), _Wanted(any_number)
     head.forward = _HeadForward(wanted, model, head)
     if not in_loops:
