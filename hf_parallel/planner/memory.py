@@ -12,7 +12,7 @@ import dataclasses
 import math
 from dataclasses import dataclass, field
 
-from hf_parallel.ask.keys.data import parameters_rest
+from hf_parallel.ask.keys.data import PIECE, parameters_rest
 from hf_parallel.ask.keys.pipeline import BUCKET, DELAYED_SCHEDULES, JOINING_SCHEDULES
 from hf_parallel.axes.activation_offload import AHEAD
 from hf_parallel.axes.chunked_loss import compute_chunk_bytes, compute_fewest_tokens
@@ -62,6 +62,8 @@ from hf_parallel.planner.states import (
 GIB = 2**30
 CONTEXT_GIB = 1.0  # CUDA, kernels
 LAYERS_ON_DEVICE = AHEAD  # whose activations the device holds while those of others rest on the host
+#: Bytes beside a number while a piece of a gradient is packed: divided by its scale, rounded, as codes.
+_BYTES_OF_PACKING = {"int8": 6.0, "fp8": 6.0, "int4": 7.5}
 FRAGMENTATION = 0.35  # of activations, temporaries and gathered weights: held by the allocator beyond need
 
 
@@ -127,7 +129,7 @@ def rank_memory(stages: list[Stage], layout: Layout, job: Job, rank: int) -> Ran
     mine, habits = _Rank(stages, layout, job, rank), job.habits
     mine.copied = list_mirrored_stages(stages, layout, job)
     flushed = layout.schedule not in DELAYED_SCHEDULES
-    in_step = (mine.in_schedule(), mine.in_first_layers(), mine.end_of_backward())
+    in_step = (mine.in_schedule(), mine.in_first_layers(), mine.at_head_reduction(), mine.end_of_backward())
     moments = in_step if flushed else mine.without_flush()
     kinds = max(moments, key=lambda kinds: sum(kinds.values()))
     if mine.copied:
@@ -201,9 +203,13 @@ class _Rank:
         found = {kind: sum(states[kind] for states in each) for kind in each[0]}
         if per.weights:
             found["weights"] -= self.narrower * self.packed / (self.layout.shards if stage >= 3 else 1)
-        if self.layout.gradient_error_feedback:  # what quantised gradients have lost, for all numbers of a step
-            found["gradients"] += 4.0 * (self.numbers + self.experts)
+        found["gradients"] += self._count_lost()
         return found
+
+    def _count_lost(self) -> float:
+        """What quantised gradients have lost, for all numbers of a step: sent in two hops, each has its own."""
+        hops = 1 + (1 / self.layout.hierarchical_shard if self.layout.hierarchical_shard > 1 else 0.0)
+        return 4.0 * hops * (self.numbers + self.experts) * self.layout.gradient_error_feedback
 
     def _count_gradients(self, stage: Stage) -> float:
         """Whole gradients of a stage."""
@@ -300,6 +306,22 @@ class _Rank:
         again = max(self._count_layer_again(stage), self._count_scores(stage)) + self._count_unpacked(stage)
         kept, whole = self._count_blocks(stage) + self._mask, gathered + self._count_lowered()
         return {**states, "gathered": whole, "activations": kept, "temporaries": again}
+
+    def at_head_reduction(self) -> dict[str, float]:
+        """The head's gradient is packed and sent in fewer bits, and all layers still keep their activations."""
+        kind, (stage, *more) = self.layout.quantize_gradients, self.stages
+        if kind == "none" or more or self._accumulates or not self.reshards or self.job.lora or self.shape.tied:
+            return {}
+        states, numbers = self._states(), self.shape.head_outputs * self.shape.hidden / self.layout.tp
+        gathered = self._count_gathered() + self.summed * numbers  # whose last part is the gradient that is sent
+        feedback = self.layout.gradient_error_feedback  # sums with what was lost, then the codes' own numbers
+        copies = (self.layout.hierarchical_shard > 1) + feedback
+        beside = max(_BYTES_OF_PACKING[kind] * min(numbers, PIECE), 5 * numbers * feedback)
+        packed = (4 * copies + CODE_BYTES[kind]) * numbers + beside
+        if self.job.micro_batches == 1:  # other gradients come later; what earlier steps have lost is there
+            states["gradients"] = self._count_lost()
+        kept = self._count_blocks(stage) + self._mask + self.tokens * 4 * self.shape.hidden
+        return {**states, "gathered": gathered + self._count_lowered(), "activations": kept, "temporaries": packed}
 
     def end_of_backward(self) -> dict[str, float]:
         """All gradients, the last ones still whole under FSDP2: the embedding's, or of a tied one all of the ends'."""
@@ -456,12 +478,7 @@ class _Rank:
 
     @property
     def _lean(self) -> bool:
-        """Are head and loss computed a chunk of tokens at a time, without logits beyond it?
-
-        What quantising the head's gradient needs then is not counted: with that the room of whole logits is left.
-        """
-        if self.layout.quantize_gradients != "none":
-            return False
+        """Are head and loss computed a chunk of tokens at a time, without logits beyond it?"""
         fewest = compute_fewest_tokens(self.shape.hidden, not self.job.lora, self.job.width, self.layout.tp > 1)
         return self.job.lean_loss and (self.layout.dp > 1 or self.tokens >= fewest)
 

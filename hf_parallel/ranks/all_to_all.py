@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import pad
 
+from hf_parallel.ask.keys.data import PIECE
 from hf_parallel.ranks.differentiable import (
     cut_sequence,
     join_parts_of_sequence,
@@ -146,40 +147,63 @@ def count_packed_bytes(count: int, kind: str) -> int:
 
 
 def pack_rows(rows: torch.Tensor, kind: str) -> torch.Tensor:
-    """Pack each row in fewer bits: (rows, n) floats -> (rows, packed_bytes(n)) bytes."""
-    count = rows.shape[1]
-    blocks = pad(rows.float(), (0, -count % BLOCK)).view(len(rows), -1, BLOCK)
-    largest = _LARGEST[kind]
-    scales = (blocks.abs().amax(2) / largest).to(_SCALE)
-    blocks = blocks / scales.float().masked_fill(scales == 0, 1.0).unsqueeze(2)
-    if kind == "fp8":  # the cast itself makes NaN of what is larger
-        codes = blocks.clamp_(-largest, largest).to(torch.float8_e4m3fn).view(torch.uint8)
-    else:
-        codes = blocks.round_().clamp_(-largest, largest)
-        if kind == "int8":
-            codes = codes.to(torch.int8).view(torch.uint8)
+    """Pack each row in fewer bits: (rows, n) floats -> (rows, packed_bytes(n)) bytes.
+
+    Numbers are packed a piece at a time, so what lies beside the codes meanwhile does not grow with the rows.
+    """
+    packed = rows.new_empty(len(rows), count_packed_bytes(rows.shape[1], kind), dtype=torch.uint8)
+    for start, end, codes, scales in _list_pieces(packed, rows.shape[1], kind):
+        piece = rows[:, start:end].float()
+        if (end - start) % BLOCK:
+            piece = pad(piece, (0, -(end - start) % BLOCK))
+        blocks, largest = piece.reshape(len(rows), -1, BLOCK), _LARGEST[kind]
+        rounded = (torch.maximum(blocks.amax(2), -blocks.amin(2)).abs() / largest).to(_SCALE)  # no -0.0
+        blocks = blocks / rounded.float().masked_fill(rounded == 0, 1.0).unsqueeze(2)
+        if kind == "fp8":  # the cast itself makes NaN of what is larger
+            found = blocks.clamp_(-largest, largest).to(torch.float8_e4m3fn).view(torch.uint8)
+        elif kind == "int8":
+            found = blocks.round_().clamp_(-largest, largest).to(torch.int8).view(torch.uint8)
         else:
-            high, low = (codes + 8).to(torch.uint8).chunk(2, dim=2)
-            codes = (high << 4) | low
-    return torch.cat([codes.reshape(len(rows), -1), scales.view(torch.uint8)], 1)
+            high, low = blocks.round_().clamp_(-largest, largest).add_(8).to(torch.uint8).chunk(2, dim=2)
+            found = (high << 4).bitwise_or_(low)
+        codes.copy_(found.view(len(rows), -1))
+        scales.copy_(rounded.view(torch.uint8))
+    return packed
+
+
+def _list_pieces(packed: torch.Tensor, count: int, kind: str) -> list[tuple[int, int, torch.Tensor, torch.Tensor]]:
+    """Return (first number of a row, end, codes, scales) of each piece of packed rows of `count` numbers."""
+    blocks, bytes_of_codes = math.ceil(count / BLOCK), BLOCK * _BITS[kind] // 8
+    codes, scales = packed.split([blocks * bytes_of_codes, blocks * _SCALE.itemsize], 1)
+    step = max(1, PIECE // max(1, len(packed)) // BLOCK)  # blocks
+    return [
+        (first * BLOCK, min(count, end * BLOCK), codes[:, first * bytes_of_codes : end * bytes_of_codes], mine)
+        for first, mine in zip(range(0, blocks, step), scales.split(step * _SCALE.itemsize, 1), strict=True)
+        for end in [min(blocks, first + step)]
+    ]
 
 
 def unpack(packed: torch.Tensor, count: int, kind: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Return the numbers of each row: (rows, packed_bytes(count)) bytes -> (rows, count) in `dtype`.
+    """Return the numbers of each row: (rows, packed_bytes(count)) bytes -> (rows, count) in `dtype`."""
+    blocks = math.ceil(count / BLOCK)
+    codes, scales = packed.split([packed.shape[1] - blocks * _SCALE.itemsize, blocks * _SCALE.itemsize], 1)
+    return _unpack_codes(codes, scales, kind, dtype)[:, :count]
+
+
+def _unpack_codes(codes: torch.Tensor, scales: torch.Tensor, kind: str, dtype: torch.dtype) -> torch.Tensor:
+    """Return the numbers of whole blocks: (rows, bytes of codes), (rows, bytes of scales) -> (rows, numbers).
 
     A code and a scale have 8 bits each, so 16-bit floats hold them exactly and their product is rounded once.
     """
-    blocks = math.ceil(count / BLOCK)
-    codes, scales = packed.split([packed.shape[1] - blocks * _SCALE.itemsize, blocks * _SCALE.itemsize], 1)
     if dtype == torch.float16:  # whose exponents are too few for a scale
-        return unpack(packed, count, kind).to(dtype)
-    codes = codes.reshape(len(packed), blocks, -1)
+        return _unpack_codes(codes, scales, kind, torch.float32).to(dtype)
+    codes = codes.reshape(len(codes), scales.shape[1] // _SCALE.itemsize, -1)
     if kind == "int4":
         values = torch.cat([codes >> 4, codes & 15], 2).to(dtype).sub_(8)
     else:
         values = codes.view(torch.float8_e4m3fn if kind == "fp8" else torch.int8).to(dtype)
     values *= scales.contiguous().view(_SCALE).to(dtype).unsqueeze(2)
-    return values.view(len(packed), -1)[:, :count]
+    return values.view(len(codes), -1)
 
 
 def reduce_scatter(
@@ -201,7 +225,10 @@ def reduce_scatter(
         torch.nan_to_num_(lost, 0.0, 0.0, 0.0)  # a step that has overflowed is not made up for
     received = torch.empty_like(packed)
     dist.all_to_all_single(received, packed, group=group)
-    return unpack(received, count, kind).sum(0)
+    total = parts.new_empty(count, dtype=torch.float32)
+    for start, end, codes, scales in _list_pieces(received, count, kind):
+        torch.sum(_unpack_codes(codes, scales, kind, torch.float32)[:, : end - start], 0, out=total[start:end])
+    return total
 
 
 # ---- Tokens and features on a grid of ranks: the pairs of `axes/tensor/grid.py` that go along both

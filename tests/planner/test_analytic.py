@@ -116,6 +116,8 @@ MORE = [
     ("llama", f"pp=2,dp_shard=4,{FOUR}=zbv_zero_bubble", {"rows": 4, "rank": 4}),
     ("llama", f"pp=2,tp=2,dp_shard=2,{FOUR}=dualpipe_v", {"rows": 4}),
     ("llama", "dp_shard=8,hierarchical_shard=2,quantize_weights=int8,quantize_gradients=int4", {"rows": 2}),
+    ("llama", "dp_shard=8,quantize_gradients=int4,gradient_error_feedback=true", {"rows": 2}),
+    ("llama", "dp_shard=8,hierarchical_shard=4,quantize_gradients=int8,gradient_error_feedback=true", {"rows": 2}),
     ("llama", "dp_shard=8,offload=cpu", {"rows": 2}),
     ("llama", "dp_shard=8,offload=nvme_all:/scratch", {"rows": 2}),
     ("llama", "dp_shard=8,zero_stage=2,offload=cpu", {"rows": 2, "accumulation": 3}),

@@ -258,10 +258,11 @@ def test_what_rounds_is_what_a_dry_run_shows():
     config = models.llama(hidden_size=512, intermediate_size=1408, **sizes)
     found = searched(config, gpus=4, per_node=2, network="ethernet-10g", seq=512, global_batch=16, quantized=True)
     choice = next(c for c in found.choices if c.config.quantize_gradients != "none" and c.config.tp_size == 1)
-    plain_head = dataclasses.replace(choice.config, lean_loss="false")  # as planned where its gradient is rounded
-    ran = run_alone(lambda: dry_run(config, plain_head, rows=choice.rows, seq=512, accumulation=choice.accumulation))
+    ran = run_alone(
+        lambda: dry_run(config, choice.config, rows=choice.rows, seq=512, accumulation=choice.accumulation)
+    )
     planned, sent = choice.prediction.breakdown, sum(t.sent for t in ran.communication["dp_shard"].values())
-    assert ran.peak_bytes == pytest.approx(planned.ranks[0].tensors, rel=0.1)
+    assert ran.peak_bytes == pytest.approx(planned.ranks[0].tensors, rel=0.05)
     assert sent == pytest.approx(planned.bytes_by_axis["dp_shard"], rel=0.05)
 
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from hf_parallel.ask.config import ParallelConfig, SpecError
+from hf_parallel.ranks import all_to_all
 from hf_parallel.ranks.all_to_all import BLOCK, count_packed_bytes, pack_rows, unpack
 
 #: Half a step of the codes, relative to the largest number of a block; 2^-9 more for the scale, which has 8 bits.
@@ -35,6 +36,14 @@ def test_every_number_is_within_half_a_step_of_its_block(kind, dtype):
         largest = block.abs().amax(1, keepdim=True)
         # the last term: fp16's smallest steps
         assert ((found - block).abs() <= largest * (ROUNDING[kind] + own) + 6e-8).all(), (kind, dtype, start)
+
+
+@pytest.mark.parametrize("kind", list(ROUNDING))
+def test_pieces_are_packed_as_the_whole(kind, monkeypatch):
+    whole = pack_rows(numbers(), kind)
+    for piece in (1, 3 * BLOCK * 2, 3 * 500):
+        monkeypatch.setattr(all_to_all, "PIECE", piece)
+        assert torch.equal(pack_rows(numbers(), kind), whole)
 
 
 @pytest.mark.parametrize("kind", list(ROUNDING))

@@ -15,6 +15,8 @@ EVEN, MEASURED = "even", "auto"
 NVME, NVME_ALL = "nvme:", "nvme_all:"
 #: The folder of planned layouts, which the user puts a real one for.
 FOLDER_TO_NAME = "PATH"
+#: Numbers of `quantize_gradients` and `quantize_weights` that are packed, or unpacked, at a time.
+PIECE = 2**24
 
 
 def parse_shares(text: str) -> tuple[Fraction, ...]:

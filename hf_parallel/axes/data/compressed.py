@@ -158,7 +158,7 @@ class GatherWeights(DefaultAllocMixin, AllGather):
         work = call_all_gather(part, own, group=across, async_op=async_op)
 
         def keep() -> None:
-            if self.group._reshard_after_forward:
+            if self.group._reshard_after_forward and self.group.unshard_in_backward:
                 self.kept, self._written = part, streams.current_stream().record_event()
             inside()
 
