@@ -233,12 +233,13 @@ class SecondsRecorder:
         self.cases[test] += report.when == "call"
 
     def pytest_sessionfinish(self):
-        """Tests that did not run keep what was measured before."""
+        """Tests that did not run keep what was measured before, while their files have them."""
         if not self.writes:
             return
         means = {test: round(self.seconds[test] / cases, 2) for test, cases in self.cases.items() if cases}
         every = {**selection.recorded(), **means}
-        selection.SECONDS.write_text(json.dumps({test: every[test] for test in sorted(every)}, indent=0) + "\n")
+        there = {test: every[test] for test in sorted(every) if selection.is_there(test)}
+        selection.SECONDS.write_text(json.dumps(there, indent=0) + "\n")
 
 
 def core_seconds() -> float:

@@ -24,6 +24,8 @@ VAGUE = {"check", "read", "begin", "place", "leave", "part", "of", "plain", "ste
 RIDDLES = re.compile(r"(Of|Those|That|The same|What|Which|How|Whether|One|None|Also|And|As|In here)\b")
 #: Functions that every command has.
 SHARED = {"main", "add_arguments"}
+#: Lines of a function that may say no more than its body would in the place of its single use.
+SHORT = 4
 MUTABLE = (ast.Dict, ast.List, ast.Set, ast.DictComp, ast.ListComp, ast.SetComp)
 CONTAINERS = {"dict", "list", "set", "defaultdict", "Counter", "deque", "WeakKeyDictionary", "WeakValueDictionary"}
 #: What each figure was when it was first measured.
@@ -44,6 +46,7 @@ BEFORE = {
 }
 GOAL = {
     "functions per 1,000 lines": "30-55",
+    "longest function": "<= 60",
     "lines per file": "200-500",
     "share of blank and import lines": "<= 18 %",
     "files at the package's root": "<= 3",
@@ -137,8 +140,26 @@ def circles(graph: dict[str, set[str]]) -> list[list[str]]:
     return sorted((sorted(group) for group in found if len(group) > 1), key=len, reverse=True)
 
 
-def single_uses(known: dict[str, Module]) -> list[str]:
-    """Return top-level functions whose name occurs once beside their definition, in their own module."""
+def count_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Return the number of lines of a function, from its `def` on, without its docstring."""
+    first = function.body[0]
+    has_docstring = ast.get_docstring(function, clean=False) is not None
+    written = (first.end_lineno or first.lineno) - first.lineno + 1 if has_docstring else 0
+    return (function.end_lineno or function.lineno) - function.lineno + 1 - written
+
+
+def find_longest_function(known: dict[str, Module]) -> str:
+    """Return the number of lines of the longest function, and its name."""
+    found = [(count_lines(node), f"{name}.{node.name}") for name, one in known.items() for node in one.functions]
+    return "{} ({})".format(*max(found))
+
+
+def single_uses(known: dict[str, Module], most: int | None = None) -> list[str]:
+    """Return top-level functions whose name occurs once beside their definition, in their own module.
+
+    Args:
+        most: leaves out those of more lines.
+    """
     words = {name: Counter(re.findall(r"\w+", module.text)) for name, module in known.items()}
     everywhere: Counter[str] = Counter()
     for counted in words.values():
@@ -146,7 +167,8 @@ def single_uses(known: dict[str, Module]) -> list[str]:
     found = []
     for name, module in known.items():
         for node in module.tree.body:
-            if isinstance(node, ast.FunctionDef) and not node.decorator_list and words[name][node.name] == 2:
+            is_short = isinstance(node, ast.FunctionDef) and (most is None or count_lines(node) <= most)
+            if is_short and not node.decorator_list and words[name][node.name] == 2:
                 found += [f"{name}.{node.name}"] if everywhere[node.name] == 2 else []
     return found
 
@@ -221,6 +243,8 @@ def figures() -> dict[str, str]:
         "AST statements": f"{sum(isinstance(n, ast.stmt) for m in known.values() for n in ast.walk(m.tree)):,}",
         "functions per 1,000 lines": f"{1000 * functions / lines:.0f} ({functions:,})",
         "top-level functions with a single use": str(len(single_uses(known))),
+        f"single use, at most {SHORT} lines": str(len(single_uses(known, SHORT))),
+        "longest function": find_longest_function(known),
         "lines per file": f"{lines / len(known):.0f}",
         "share of blank and import lines": f"{100 * (blank + importing) / lines:.0f} %",
         "files at the package's root": str(len(list((ROOT / PACKAGE).glob("*.py")))),
@@ -240,6 +264,7 @@ def main() -> None:
     lists = {
         "circles": lambda: [" ".join(group) for group in circles({n: imports_of(m, known) for n, m in known.items()})],
         "single": lambda: single_uses(known),
+        "short": lambda: single_uses(known, SHORT),
         "mutable": lambda: [name for module in known.values() for name in mutable_names(module)],
         "names": lambda: [f"{name}: {' '.join(places)}" for name, places in find_shared_names(known).items()],
         "riddles": lambda: riddles(known),

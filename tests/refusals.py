@@ -1,4 +1,4 @@
-"""Check a refusal of a spec by what it promises: its key, its number, and a value that works."""
+"""Check a refusal of a spec, or a line, by what it promises: its key, its number, and a value that works."""
 
 import re
 
@@ -25,8 +25,18 @@ def pattern_of_refusal(what: str, *numbers: object, works: str) -> str:
         what: what the line begins with, such as `pack_tokens=8`.
         numbers: of the line, or names, in any order.
     """
-    seen = "".join(rf"(?=.*(?<!\w){re.escape(str(number))}(?!\w))" for number in numbers)
+    seen = "".join(rf"(?=.*{_find_word(number)})" for number in numbers)
     return rf"{re.escape(what)}:? {seen}.*{re.escape(works)}"
+
+
+def find_line(text: str, *words: object) -> str:
+    """Return the first line of a text that has all these words and numbers, in any order; "" if no line has."""
+    patterns = [_find_word(word) for word in words]
+    return next((line for line in text.splitlines() if all(re.search(one, line) for one in patterns)), "")
+
+
+def _find_word(word: object) -> str:
+    return rf"(?<!\w){re.escape(str(word))}(?!\w)"
 
 
 def start(spec: str | dict[str, object], world_size: int | None = None) -> ParallelConfig:

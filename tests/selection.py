@@ -154,6 +154,13 @@ def recorded() -> dict[str, float]:
     return json.loads(SECONDS.read_text()) if SECONDS.exists() else {}
 
 
+def is_there(test: str) -> bool:
+    """Does its file still define a test?"""
+    file, _, name = test.partition("::")
+    path = SECONDS.parents[2] / file
+    return path.is_file() and f"def {name.rpartition('::')[2]}(" in path.read_text()
+
+
 def cost(test: str, seconds: dict[str, float]) -> float:
     """Seconds of one case of a test."""
     folder = test.split("/")[1] if test.count("/") > 1 else ""

@@ -250,6 +250,9 @@ def architectures(wanted: list[str], types: list[str]) -> list[tuple[str, str, A
 
 # ---- docs/reference/models.md ---------------------------------------------------------------------------------------
 
+PAGE = ROOT / "docs" / "reference" / "models.md"
+#: Where the part that `tests.sweep_experts` writes begins, and what follows it.
+MIXTURES, REFUSED = "## Mixtures of experts\n", "## Tensor parallelism is refused\n"
 WORDS = {
     "causal": "causal LM",
     "masked": "masked LM",
@@ -292,10 +295,17 @@ A dash is a refusal at start; the reasons are below. An empty cell was not tried
 """
 
 
-def table(results: dict[str, Any]) -> str:
-    """docs/reference/models.md."""
+def read_mixtures(page: str) -> str:
+    """Return the part of docs/reference/models.md about mixtures, which have rows there alone; "" without one."""
+    before = page.partition(REFUSED)[0]
+    return MIXTURES + before.partition(MIXTURES)[2] if MIXTURES in before else ""
+
+
+def table(results: dict[str, Any], mixtures: str = "") -> str:
+    """docs/reference/models.md around the part about mixtures."""
     from importlib.metadata import version
 
+    elsewhere = set(re.findall(r"^\| (\S+) \|", mixtures, re.MULTILINE))
     rows: dict[tuple[str, tuple[str, ...]], list[str]] = {}
     refused: dict[str, dict[str, list[str]]] = {"tp": {}, "pp": {}}
     skipped, wrong = set(), set()
@@ -306,7 +316,7 @@ def table(results: dict[str, Any]) -> str:
             continue
         cases = found["cases"]
         cells = _cells(cases)
-        if "✓" in cells:
+        if "✓" in cells and model_type not in elsewhere:
             heads = rows.setdefault((model_type, cells), [])
             heads += [WORDS[head]] * (WORDS[head] not in heads)
         wrong |= {f"{model_type} ({name})" for name, case in cases.items() if case["class"] in ("wrong", "crash")}
@@ -319,6 +329,7 @@ def table(results: dict[str, Any]) -> str:
         for (model_type, cells), heads in sorted(rows.items())
     ]
     text = HEADER.format(version=version("transformers")) + "\n".join(lines) + "\n"
+    text += f"\n{mixtures.rstrip()}\n" if mixtures else ""
     for axis, name in (("tp", "Tensor"), ("pp", "Pipeline")):
         text += f"\n## {name} parallelism is refused\n\n"
         text += "\n".join(f"- {reason}: {', '.join(sorted(types))}" for reason, types in sorted(refused[axis].items()))
@@ -357,7 +368,7 @@ def main() -> None:
     logging.set_verbosity_error()
     results = json.loads(options.results.read_text()) if options.results.exists() else {}
     if options.table:
-        (ROOT / "docs" / "reference" / "models.md").write_text(table(results))
+        PAGE.write_text(table(results, read_mixtures(PAGE.read_text())))
         return
     wanted = [word for word in options.heads.split(",") if word]
     types = [word for word in options.types.split(",") if word]

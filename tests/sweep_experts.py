@@ -27,7 +27,6 @@ from tests import sweep
 from tests.distributed import RankFailure, run_alone
 
 RESULTS = sweep.ROOT / "tests" / "results" / "sweep_experts.json"
-PAGE = sweep.ROOT / "docs" / "reference" / "models.md"
 HEADS = ("causal", "seq2seq", "caption", "sequence", "masked")
 #: Layouts, with the length of the rows: padding ends some of 15, so no two ranks hold as many tokens.
 CASES = (
@@ -109,7 +108,6 @@ _SINGLE = (("tp", "tp=2", 16), ("pp", "pp=2", 15), ("ep", "dp_shard=2,ep=2", 15)
 
 # ---- docs/reference/models.md ---------------------------------------------------------------------------------------
 
-BEGIN, END = "## Mixtures of experts\n", "## Tensor parallelism is refused\n"
 TEXT = """
 `python -m tests.sweep_experts`, last with transformers {version} on {date:%Y-%m-%d}: one head of every model type with
 experts, experts in most layers. **tp**: `tp=2` on
@@ -148,7 +146,7 @@ def section(results: dict[str, Any], when: date) -> str:
                 types += [model_type] * (model_type not in types)
         wrong += [f"{model_type} ({name})" for name, case in cases.items() if case["class"] in ("wrong", "crash")]
     text = (
-        BEGIN
+        sweep.MIXTURES
         + TEXT.format(version=version("transformers"), date=when)
         + "\n".join(lines)
         + "\n\nA dash is refused, as are the products of what is refused:\n\n"
@@ -174,12 +172,12 @@ def _reason(text: str) -> str:
 
 def write_page(results: dict[str, Any], when: date) -> None:
     """Put the section into the page, and take mixtures out of its other tables."""
-    page = PAGE.read_text()
-    before, _, after = page.partition(END)
-    before = before.partition(BEGIN)[0]
+    before, _, after = sweep.PAGE.read_text().partition(sweep.REFUSED)
+    before = before.partition(sweep.MIXTURES)[0]
     types = {name for name, found in results.items() if "cases" in found}
     kept = [line for line in before.splitlines() if line.partition("| ")[2].partition(" |")[0] not in types]
-    PAGE.write_text("\n".join(kept).rstrip() + "\n\n" + section(results, when) + END + after)
+    page = "\n".join(kept).rstrip() + "\n\n" + section(results, when) + sweep.REFUSED + after
+    sweep.PAGE.write_text(page)
 
 
 def main() -> None:

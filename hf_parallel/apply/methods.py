@@ -358,6 +358,6 @@ def _load_state_dict(
     missing, unexpected = sorted(own.keys() - state_dict.keys()), sorted(state_dict.keys() - own.keys())
     if strict and (missing or unexpected):
         raise RuntimeError(f"{type(model).__name__}.load_state_dict: missing {missing}, unexpected {unexpected}")
-    for name in own.keys() & state_dict.keys():
+    for name in (name for name in own if name in state_dict):
         copy_part(model, name, own[name], state_dict[name])
     return _IncompatibleKeys(missing, unexpected)

@@ -275,7 +275,7 @@ def make_layout(given: Mapping | Layout | None, gpus: int | None) -> Layout:
     else:
         values = {key: value for key, value in (given or {}).items() if value is not None}
         names = {field.name for field in dataclasses.fields(Layout)}
-        for key in values.keys() - names:
+        for key in (key for key in values if key not in names):
             close = difflib.get_close_matches(key, sorted(names), n=1)
             refuse("layout", f"{key} is no key", do=f"{f'did you mean {close[0]}?' if close else sorted(names)}")
         others = math.prod(values.get(axis, 1) for axis in ("tp", "pp", "cp"))

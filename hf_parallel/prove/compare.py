@@ -145,7 +145,7 @@ class Comparison:
                 step += "loss" in theirs
                 for key in sorted(ours.keys() ^ theirs.keys()):
                     self._add_missing("log", f"{key} in log {index}", key in ours, key in theirs, step, rank)
-                for key in ours.keys() & theirs.keys():
+                for key in (key for key in ours if key in theirs):
                     kind = "gradient norm" if "grad_norm" in key else "loss" if key == "loss" else "metric"
                     self._judge_number(kind, key, step, ours[key], theirs[key], spread.get(key, 0.0), rank)
 

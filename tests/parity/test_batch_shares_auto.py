@@ -17,6 +17,7 @@ from hf_parallel.hooks.trainer import auto_shares
 from hf_parallel.monitor import meter, session
 from tests.distributed import RankFailure, run
 from tests.parity.test_batch_shares import MeanOfExamples
+from tests.refusals import find_line
 from tests.rows import Rows, Stream, pad
 from tests.training import Outcome, Tolerance, activate, axes, fit, trainer_of
 
@@ -133,7 +134,7 @@ def test_a_slow_rank_gets_fewer_examples(runs, slow_from, settings, cuts):
     given = script, "dp_shard=4,batch_shares=auto", runs.initial("llama"), slow_from, tuple(settings.items())
     ranks = runs.compare(*given, tolerance=LOGGED)
     assert [rank.more[0] for rank in ranks] == [cuts] * 4
-    assert any("so they get 10 9 9 4 examples of each micro-step" in line for line in ranks[0].more[1])
+    assert any("10 9 9 4" in line for line in ranks[0].more[1])
 
 
 def test_without_auto_a_line_names_the_rank_and_what_helps(runs):
@@ -142,7 +143,7 @@ def test_without_auto_a_line_names_the_rank_and_what_helps(runs):
     ranks = runs.compare(script, "dp_shard=4", folder, 5, (("num_train_epochs", 2),), tolerance=LOGGED)
     (line,) = [line for line in ranks[0].more[1] if "is slow at" in line]
     assert line.startswith("rank 3 (")
-    assert "is slow at computing (forward and backward): 0.32 s of each step, where the others take 0.16 s" in line
+    assert find_line(line, "computing", "0.32 s", "0.16 s")
     assert line.endswith("; batch_shares=auto, or a smaller share, gives it fewer examples")
 
 

@@ -6,6 +6,7 @@ import pytest
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 from tests.distributed import run
+from tests.refusals import find_line
 from tests.rows import data
 from tests.training import activate, arguments_of, trainer_of
 
@@ -68,4 +69,4 @@ def test_another_rank_does_not_decide(runs, tmp_path, capfd):
     folder = runs.initial("llama")
     out = run(train, 2, "tp=2", folder, str(tmp_path), "on_step_end", "should_training_stop", 1, True, init=False)
     assert [rank[0] for rank in out] == [4, 4]
-    assert "control.should_training_stop is False on rank 0 and True on rank 1" in capfd.readouterr().err
+    assert find_line(capfd.readouterr().err, "control.should_training_stop", "False on rank 0", "True on rank 1")

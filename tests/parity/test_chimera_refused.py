@@ -12,6 +12,7 @@ from hf_parallel.hooks.trainer import joint_steps
 from hf_parallel.plans.examine import examine
 from tests import models
 from tests.distributed import RankFailure, run
+from tests.refusals import check_way_out
 from tests.training import OwnTrainer, follow_trainer_refusal, make_trainer, own_loss
 
 CHIMERA = "pipeline_schedule=chimera"
@@ -57,29 +58,24 @@ def test_settings(setting):
         ParallelConfig.parse(f"{pp}{CHIMERA},{works}")
 
 
-def test_experts_on_ranks_of_their_own():
-    with pytest.raises(SpecError, match="ep_size=2: pipeline_schedule=chimera .*,ep_size=1 works"):
-        ParallelConfig.parse(f"pp=2,tp=2,ep=2,{CHIMERA}")
-
-
-@pytest.mark.parametrize("setting", ["tp_mesh=2x2", "batch_shares=3:1"])
-def test_settings_of_other_axes(setting):
-    key, _, value = setting.partition("=")
-    sizes = {"tp_mesh": "pp=2,tp=4", "batch_shares": "pp=2,dp_replicate=2,dp_shard=1"}[key]
-    with pytest.raises(SpecError, match=f"{key}={value}: {CHIMERA} .* works"):
-        ParallelConfig.parse(f"{sizes},{CHIMERA},{setting}")
-
-
-@pytest.mark.parametrize("split", ["3:1", "auto"])
-def test_speeds_of_ranks(split):
-    with pytest.raises(SpecError, match=f"pipeline_split={split}: .*; pipeline_split=none works"):
-        ParallelConfig.parse(f"pp=2,{CHIMERA},pipeline_split={split}")
+@pytest.mark.parametrize(
+    ("sizes", "setting"),
+    [
+        ("pp=2,tp=2", "ep=2"),
+        ("pp=2,tp=4", "tp_mesh=2x2"),
+        ("pp=2,dp_replicate=2,dp_shard=1", "batch_shares=3:1"),
+        ("pp=2", "pipeline_split=3:1"),
+        ("pp=2", "pipeline_split=auto"),
+    ],
+)
+def test_settings_of_other_axes(sizes, setting):
+    check_way_out(f"{sizes},{CHIMERA},{setting}")
 
 
 @pytest.mark.parametrize(("rows", "works"), [(5, 4), (2, 4)])
 def test_batches_that_do_not_halve(rows, works):
     config = ParallelConfig.parse(f"pp=4,dp_shard=1,{CHIMERA}")
-    with pytest.raises(SpecError, match=f"a batch of {rows} rows .* {works} works"):
+    with pytest.raises(SpecError, match=rf"\b{rows} rows .*\b{works} works"):
         count_micro_batches(rows, config)
     assert count_micro_batches(works, config) == works
 

@@ -54,17 +54,21 @@ def before_a_layout():
     """Methods that are no layers of their own, on a model that becomes parallel later."""
     from peft import get_peft_model
 
-    chosen = configs()
-    adapted = [get_peft_model(build(), chosen[name]) for name in ("ADAPTION_PROMPT", "IA3")]
-    return [said_of(lambda model=model: hf_parallel.parallelize(model, "dp_shard=2")) for model in adapted]
+    adapted = {name: get_peft_model(build(), configs()[name]) for name in ("ADAPTION_PROMPT", "IA3")}
+    return {
+        name: said_of(lambda model=model: hf_parallel.parallelize(model, "dp_shard=2"))
+        for name, model in adapted.items()
+    }
 
 
 def test_every_other_method_is_refused():
     found, mixed = run(on_a_layout, 2, init=False)[0]
     assert len(found) > 20
-    assert {name: f"peft_type={name}: " in text for name, text in found.items()} == dict.fromkeys(found, True)
+    assert [name for name, text in found.items() if f"peft_type={name}: " not in text] == []
     assert "MixedModel" in mixed
 
 
 def test_methods_from_before_the_layout_are_refused():
-    assert ["peft_type=" in text for text in run(before_a_layout, 2)[0]] == [True, True]
+    found = run(before_a_layout, 2)[0]
+    assert len(found) == 2
+    assert [name for name, text in found.items() if f"peft_type={name}: " not in text] == []

@@ -55,7 +55,7 @@ def stopped(tmp_path_factory, runs):
     return Stopped(tmp_path_factory.mktemp("stopped"), runs)
 
 
-def check(stopped, runs, out, model: str, sources: list[str], spec: str) -> None:
+def check_resumed(stopped, runs, out, model: str, sources: list[str], spec: str) -> None:
     """Resume under `spec` what each of the sources has saved, and compare with one process that never stopped."""
     jobs = [
         {
@@ -78,7 +78,7 @@ def check(stopped, runs, out, model: str, sources: list[str], spec: str) -> None
 @pytest.mark.parametrize("spec", LAYOUTS, ids=layout_id)
 def test_from_every_layout_to_every_layout(stopped, runs, tmp_path, spec):
     """Qwen3, whose tied embedding is on two stages; to the same layout bit for bit."""
-    check(stopped, runs, tmp_path, "qwen3", LAYOUTS, spec)
+    check_resumed(stopped, runs, tmp_path, "qwen3", LAYOUTS, spec)
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_from_every_layout_to_every_layout(stopped, runs, tmp_path, spec):
 )
 def test_packed_weights_and_looped_stages(stopped, runs, tmp_path, model, source, spec):
     """Weights that are stored in another order of rows; stages that are not in the order of ranks."""
-    check(stopped, runs, tmp_path, model, [source], spec)
+    check_resumed(stopped, runs, tmp_path, model, [source], spec)
 
 
 def by_depth(trainer) -> None:

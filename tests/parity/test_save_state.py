@@ -1,5 +1,7 @@
 """`accelerator.save_state` and `load_state` in a loop without a word of hf_parallel: any layout to any other."""
 
+import math
+
 import pytest
 import torch
 from accelerate import Accelerator
@@ -8,6 +10,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, get_scheduler
 
 from tests.distributed import run, run_alone
+from tests.loops import take_step
 from tests.resuming import ONE
 from tests.rows import Rows
 from tests.training import axes, spec_id
@@ -50,11 +53,8 @@ def loop(spec: str, folder: str, project: str, resume: bool = False) -> dict:
     losses = {}
     for batch in loader:
         loss = model(**batch).loss
-        accelerator.backward(loss)
-        accelerator.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
+        take_step(accelerator, model, optimizer, loss)
         scheduler.step()
-        optimizer.zero_grad()
         counter.steps += 1
         losses[counter.steps] = [accelerator.gather(loss.detach()).mean().item(), scheduler.get_last_lr()[0]]
         if counter.steps == STOP and not resume:
@@ -120,9 +120,7 @@ def in_any_order(spec: str, folder: str, project: str, seedable: bool, start: in
         done = step - epoch * len(loader)
         for batch in accelerator.skip_first_batches(loader, done) if done else loader:
             loss = model(**batch).loss
-            accelerator.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(accelerator, model, optimizer, loss, math.inf)
             losses[step := step + 1] = accelerator.gather(loss.detach()).mean().item()
             if step in (MIDDLE, LAST) and not start:
                 accelerator.save_state(f"{project}/{step}")

@@ -96,7 +96,7 @@ def test_trainers_that_cannot(tmp_path, kind, changes, options, said):
 
 
 def test_fp16_cannot(tmp_path):
-    with pytest.raises(RankFailure, match="pipeline_schedule=pipedream_2bw: .*fp16=True; bf16=True works"):
+    with pytest.raises(RankFailure, match=pattern_of_refusal(SCHEDULE, "fp16=True", works="bf16=True works")):
         run(
             make_trainer,
             2,

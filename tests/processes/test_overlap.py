@@ -460,7 +460,7 @@ def test_outputs_may_be_changed_in_place():
 def uncuttable() -> str:
     block = Block()
     x = torch.ones(1, 3, INNER // 2)
-    with pytest.raises(ValueError, match="3 tokens cannot be cut into 2 equal parts"):
+    with pytest.raises(ValueError, match="3 tokens .* 2 "):
         multiply_row_overlapped(x, local(block.down), block.group, True)
     y = multiply_row_overlapped(x.requires_grad_(), local(block.down), block.group, False)
     (grad,) = torch.autograd.grad(y.sum(), x, create_graph=True)

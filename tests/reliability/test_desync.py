@@ -10,6 +10,7 @@ from transformers import TrainerCallback
 
 from tests import models
 from tests.distributed import RankFailure, run
+from tests.refusals import find_line
 from tests.reliability.faults import LIMIT_S, SHORT
 from tests.resuming import train
 from tests.training import activate, axes, none, weight_differences
@@ -62,8 +63,7 @@ def test_one_rank_that_saves_while_the_others_train(runs, tmp_path, spec, name):
         run(alone, 2, spec, runs.initial("llama"), str(tmp_path), name, init=False, timeout=LIMIT_S)
     assert time.monotonic() - start < SOON_S
     assert caught.value.kinds[0] == "AloneError"
-    assert f"{name} was called on rank 0, but rank 1 is at resuming.py:" in caught.value.message
-    assert f"call {name} on all ranks, without `if is_main_process`" in caught.value.message
+    assert find_line(caught.value.message, name, "rank 0", "rank 1", "resuming.py", f"call {name} on all ranks")
 
 
 def stop_alone(trainer) -> None:
@@ -87,9 +87,7 @@ def stops(folder: str, out: str) -> None:
 def test_one_rank_that_stops(runs, tmp_path, capfd):
     """Rank 0's word holds, so that nobody is left waiting."""
     run(stops, 2, runs.initial("llama"), str(tmp_path), init=False, timeout=LIMIT_S)
-    assert (
-        "control.should_training_stop is True on rank 0 and False on rank 1: rank 0 decides" in capfd.readouterr().err
-    )
+    assert find_line(capfd.readouterr().err, "control.should_training_stop", "True on rank 0", "False on rank 1")
 
 
 def gathers_alone() -> None:
@@ -108,8 +106,7 @@ def test_calls_of_every_step_that_wait_for_each_other(capfd):
     assert time.monotonic() - start < SOON_S
     assert set(caught.value.kinds.values()) <= {"Killed", "RuntimeError", "DistBackendError"}
     told = capfd.readouterr().err
-    assert "all ranks wait for each other: rank 0 is at test_desync.py:" in told
-    assert "; rank 1 is at test_desync.py:" in told
+    assert find_line(told, "all ranks wait", "rank 0 is at test_desync.py", "rank 1 is at test_desync.py")
 
 
 def made(spec: str):
@@ -144,7 +141,7 @@ def goes_home(out: str) -> None:
 
 
 def test_a_rank_that_has_ended(tmp_path):
-    with pytest.raises(RankFailure, match="save_pretrained was called on rank 0, but rank 1 has ended"):
+    with pytest.raises(RankFailure, match="save_pretrained .*rank 0.*rank 1 .*ended"):
         run(goes_home, 2, str(tmp_path))
 
 

@@ -60,7 +60,7 @@ def test_a_loss_that_embeds_by_itself_is_refused(runs, tmp_path):
         activate("pp=2")
         model = AutoModelForCausalLM.from_pretrained(folder)
         trainer = Embedding(model, arguments_of(str(tmp_path), 1), train_dataset=Rows(16, 11, length=33))
-        with pytest.raises(RuntimeError, match="model.embed_tokens is held by .* stage 0, .* pp_size=1 works"):
+        with pytest.raises(RuntimeError, match=r"model\.embed_tokens .*\b0\b.*pp_size=1 works"):
             trainer.train()
 
     run(train, 2, init=False, timeout=60)

@@ -218,3 +218,17 @@ def test_the_skill_names_itself():
     assert re.search("^name: train-on-n-gpus$", front, re.MULTILINE)
     assert 100 < len(re.search("^description: (.+)$", front, re.MULTILINE)[1]) < 1024
     assert len(commands(text)) > 8
+
+
+def test_the_page_of_models_keeps_its_mixtures():
+    """What `tests.sweep` writes has the part of `tests.sweep_experts` as it was, whose models have no other row."""
+    from tests import sweep
+
+    cases = {name: {"class": "ok", "text": ""} for name in ("tp=2 16", "pp=2 16")}
+    swept = {f"causal {name} Class": {"cases": cases} for name in ("llama", "mixtral")}
+    mixtures = sweep.read_mixtures(sweep.PAGE.read_text())
+    assert "| mixtral | causal LM |" in mixtures
+    page = sweep.table(swept, mixtures)
+    assert sweep.read_mixtures(page) == mixtures
+    assert page.count("| llama | causal LM |") == page.count("| mixtral |") == 1
+    assert sweep.table(swept).count("| mixtral |") == 1

@@ -16,6 +16,7 @@ from hf_parallel.ask import hub
 from hf_parallel.ask.spec import SpecError, check_model_name, locate_spec_file
 from hf_parallel.hooks.transformers import ask_hub, cached_files
 from tests.commands import ROOT
+from tests.refusals import pattern_of_refusal
 
 MODEL = "meta-llama/Llama-3.1-8B"
 
@@ -90,7 +91,7 @@ def test_what_is_cached_or_no_name_passes(no_hub, tmp_path):
     (tmp_path / "models--acme--model" / "refs" / "main").write_text("0" * 40)
     for source in ("acme/model", str(tmp_path), None, "https://example.org/a/b", "a/b/c"):
         check_model_name(source, "-")
-    with pytest.raises(SpecError, match=r"acme/modell: .*did you mean acme/model\?"):
+    with pytest.raises(SpecError, match=pattern_of_refusal("acme/modell", works="acme/model?")):
         check_model_name("acme/modell", "-")
     with pytest.raises(SpecError, match=r"acme/model: "):
         check_model_name("acme/model", "-", revision="other")
@@ -122,7 +123,7 @@ def test_a_proxy_is_asked_instead(no_hub, monkeypatch):
 
 
 def test_a_recipe_of_the_hub(no_hub):
-    with pytest.raises(SpecError, match=r"acme/recipe:recipe\.yaml@v1: not on this machine"):
+    with pytest.raises(SpecError, match=r"acme/recipe:recipe\.yaml@v1: "):
         locate_spec_file("acme/recipe@v1")
 
 

@@ -122,3 +122,11 @@ def test_unit_tests_start_no_process():
         tests = {name: value for name, value in vars(module).items() if name.startswith("test_") and callable(value)}
         found += [f"{path.name}::{name}" for name, test in tests.items() if selection.starts_processes(test)]
     assert found == []
+
+
+def test_tests_that_are_gone_are_forgotten():
+    """By file and by name; one whose name is the beginning of another's is gone, too."""
+    here = "tests/unit/test_selection.py"
+    assert selection.is_there(f"{here}::test_tests_that_are_gone_are_forgotten")
+    assert not selection.is_there(f"{here}::test_tests_that_are_gone")
+    assert not selection.is_there("tests/unit/test_none.py::test_tests_that_are_gone_are_forgotten")

@@ -9,6 +9,7 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from hf_parallel.hooks import after_import, monitoring, report
 from hf_parallel.planner.batch import StepBatch
+from tests.refusals import find_line
 
 FACTS = {
     "spec": "dp_shard=1,tp=2",
@@ -106,10 +107,7 @@ def test_a_script_that_counts_processes(tmp_path, monkeypatch):
     path.write_text("world_size = int(os.environ.get('WORLD_SIZE', 1))\nsteps = steps // world_size")
     monkeypatch.setattr(sys, "argv", [str(path)])
     (line,) = after_import.list_process_warnings(4, 2)
-    assert (
-        "finetune.py reads WORLD_SIZE, which is 4 here, but the number of different batches is 2: divide gradient"
-        in line
-    )
+    assert find_line(line, "finetune.py", "WORLD_SIZE", 4, 2)
     assert after_import.list_process_warnings(2, 2) == []
     path.write_text("args = TrainingArguments()")
     assert after_import.list_process_warnings(4, 2) == []

@@ -72,7 +72,7 @@ def test_masks_that_it_does_not_know():
     config._attn_implementation = flash.NAME
     given = {"config": config, "inputs_embeds": torch.zeros(1, 6, 64), "attention_mask": None, "past_key_values": None}
     blocks = torch.tensor([[-1, 0, 0, 0, -1, -1]])
-    with pytest.raises(NotImplementedError, match="see later ones.*attention=sdpa works"):
+    with pytest.raises(NotImplementedError, match="of an image.*attention=sdpa works"):
         create_causal_mask(**given, block_sequence_ids=blocks)
     with pytest.raises(NotImplementedError, match="made itself.*attention=sdpa works"):
         create_causal_mask(**given, and_mask_function=lambda b, h, q, k: q - k < 3)

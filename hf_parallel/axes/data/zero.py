@@ -292,7 +292,8 @@ def _shard_other_dtypes(unit: nn.Module, again: bool, settings: Settings) -> Non
     own: dict[nn.Module, set[torch.dtype]] = {}
     for module in (module for module in unit.modules() if module not in sharded):
         own[module] = {parameter.dtype for parameter in module.parameters(recurse=False) if parameter.requires_grad}
-    sizes = Counter(dtype for dtypes in own.values() for dtype in dtypes)
+    # Sorted, so that all ranks take the same dtype where two have as many modules
+    sizes = Counter(dtype for dtypes in own.values() for dtype in sorted(dtypes, key=str))
     prevailing = max(sizes, key=lambda dtype: sizes[dtype], default=None)
     for module, dtypes in own.items():
         if module is not unit and dtypes and prevailing not in dtypes:

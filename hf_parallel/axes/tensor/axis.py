@@ -220,7 +220,7 @@ def resolve_styles(facts: SplitFacts, tp_size: int, whole_experts: bool = False)
         _check_layer(facts, name, style, tp_size)
     if whole_experts:
         styles = {name: found for name, found in styles.items() if found[0] != "experts"}
-    for name in styles.keys() & facts.experts.keys():
+    for name in (name for name in styles if name in facts.experts):
         experts = facts.experts[name]
         if experts.unknown:
             refuse(asked, f"what {experts.kind} does with its {experts.unknown[0]} is not known", works)

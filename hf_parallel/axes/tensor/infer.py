@@ -69,9 +69,9 @@ def find_latent_attention(model: nn.Module) -> Styles:
     styles: Styles = {}
     for layer_name, layer in iterate_named_layers(model):
         for name, module in layer.named_modules():
-            names = {key for key, child in module.named_children() if isinstance(child, nn.Linear)}
-            if "kv_b_proj" in names and names <= set(_LATENT) | _LATENT_WHOLE:
-                styles.update({f"{layer_name}.{name}.{key}": _LATENT[key] for key in names & set(_LATENT)})
+            names = [key for key, child in module.named_children() if isinstance(child, nn.Linear)]
+            if "kv_b_proj" in names and set(names) <= set(_LATENT) | _LATENT_WHOLE:
+                styles.update({f"{layer_name}.{name}.{key}": _LATENT[key] for key in names if key in _LATENT})
     return styles
 
 
