@@ -10,7 +10,7 @@ import sys
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,12 @@ from hf_parallel.apply.weights import remember_model, resize_token_embeddings
 from hf_parallel.ask.config import ParallelConfig
 from hf_parallel.ask.spec import refuse
 from hf_parallel.axes.data.parameters import make_identical
-from hf_parallel.axes.data.units import iterate_parameter_groups, iterate_sharded_modules
+from hf_parallel.axes.data.units import (
+    forget_gathered_memory,
+    holds_whole_gradient,
+    iterate_parameter_groups,
+    iterate_sharded_modules,
+)
 from hf_parallel.axes.data.zero import forget_root, shard_data_parallel
 from hf_parallel.checkpoint import full_state_dict, join_current_save, save_pretrained_model, slices
 from hf_parallel.checkpoint.hub_format import list_tied_names
@@ -36,6 +41,7 @@ from hf_parallel.ranks.mesh import ParallelMesh, get_stored
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from hf_parallel.apply.parallelize import ParallelState
     from hf_parallel.axes.pipeline.engine import PipelineEngine
 
 
@@ -155,15 +161,30 @@ def _iterate_parameters_of_stage(
         )
 
 
+@torch.no_grad()
 def _apply_to_model(model: PreTrainedModel, fn: Callable, *args: object, **kwargs: object) -> object:
-    """Cast or move, as `to` and `half` do. FSDP2 keeps memory of the dtype in which it has once gathered weights."""
-    wanted = fn(torch.empty((), dtype=model.dtype)).dtype
-    held = (one for group in iterate_parameter_groups(model) for one in group.fsdp_params)
-    if wanted != model.dtype and any(one.all_gather_outputs for one in held):
+    """Cast or move, as `to` and `half` do. FSDP2 keeps memory of the dtype in which it has once gathered weights.
+
+    Raises:
+        NotImplementedError: gradients are being summed, which go with the weights as they are.
+    """
+    wanted, state = fn(torch.empty((), dtype=model.dtype)).dtype, getattr(model, "_hf_parallel", None)
+    # Stages of a pipeline are units that are no modules of the model: its own `_apply` does not find them.
+    root = model if state is None else cast("ParallelState", state).root
+    held = [one for group in iterate_parameter_groups(root) for one in group.fsdp_params]
+    if wanted == model.dtype or not any(one.all_gather_outputs for one in held):
+        return type(model)._apply(model, fn, *args, **kwargs)
+    if any(holds_whole_gradient(one) for one in held):
         raise NotImplementedError(
-            f"hf_parallel: a sharded model is cast to {wanted} after it has run; cast it before its first forward"
+            f"hf_parallel: a sharded model is cast to {wanted} while it sums gradients; cast it after the step"
         )
-    return type(model)._apply(model, fn, *args, **kwargs)
+    for unit in iterate_sharded_modules(root):
+        unit.reshard()
+    type(model)._apply(model, fn, *args, **kwargs)
+    for one in held:
+        one.reset_sharded_param()
+    forget_gathered_memory(root)
+    return model
 
 
 def _mark_as_part(model: nn.Module, state_dict: Any, prefix: str, metadata: dict) -> None:

@@ -155,7 +155,22 @@ class _Beside:
     """
 
     counts: Counter[str] = field(default_factory=Counter)
+    names: weakref.WeakKeyDictionary[Optimizer, str] = field(default_factory=weakref.WeakKeyDictionary)
     steps: weakref.WeakKeyDictionary[Optimizer, tuple[str, int]] = field(default_factory=weakref.WeakKeyDictionary)
+
+    def name_next(self, optimizer: Optimizer) -> str:
+        """Name an optimizer by what it holds, and number it among its like: ranks that train others compare the same.
+
+        Ranks make optimizers in one order, as a script does; which of two steps first may follow from a rank's batch.
+        """
+        groups = [
+            (group.get("param_names"), [(str(p.dtype), tuple(p.shape)) for p in group["params"]])
+            for group in optimizer.param_groups
+        ]
+        held = hashlib.sha256(repr((type(optimizer).__qualname__, groups)).encode()).hexdigest()[:16]
+        self.counts[held] += 1
+        self.names[optimizer] = f"{held}-{self.counts[held] - 1}"
+        return self.names[optimizer]
 
     def refuse_training_apart(self, optimizer: Optimizer) -> None:
         """Refuse a step by gradients that other data ranks do not have; looks at them ever more rarely.
@@ -208,14 +223,7 @@ def _refuse_optimizer_of_plain_model(optimizer: Optimizer, args: tuple, kwargs: 
         known = {id(parameter) for model in list_parallel_models() for parameter in model.parameters()}
         plain = not any(isinstance(p, DTensor) for p in trained.values()) and known.isdisjoint(trained)
         if trained and plain and runtime.mesh().data_size > 1:
-            # Named by what it holds, so that ranks which train others before compare the same one.
-            groups = [
-                (group.get("param_names"), [(str(p.dtype), tuple(p.shape)) for p in group["params"]])
-                for group in optimizer.param_groups
-            ]
-            held = hashlib.sha256(repr((type(optimizer).__qualname__, groups)).encode()).hexdigest()[:16]
-            beside.steps[optimizer] = f"{held}-{beside.counts[held]}", 0
-            beside.counts[held] += 1
+            beside.steps[optimizer] = beside.names.get(optimizer) or beside.name_next(optimizer), 0
     if optimizer in beside.steps:
         beside.refuse_training_apart(optimizer)
 
@@ -256,12 +264,17 @@ def gradients(original: Callable, outputs: object, inputs: Any, *args: object, *
 
 @patch("torch.optim.optimizer:Optimizer.__init__", "fails on a stage without a parameter that trains")
 def make_optimizer(original: Callable, self: Optimizer, params: Any, *args: Any, **kwargs: Any) -> None:
-    """Make the optimizer of a stage whose layers a script has frozen: it has nothing to do in its steps."""
+    """Make the optimizer of a stage whose layers a script has frozen: it has nothing to do in its steps.
+
+    Each optimizer is named where it is made, for the comparison of those beside the model.
+    """
     if isinstance(params, Iterable) and not isinstance(params, torch.Tensor) and _trains_together():
         params = list(params)
         if not params and any(state.pipeline is not None for state in map(state_of, list_parallel_models()) if state):
             params = [{"params": []}]
     original(self, params, *args, **kwargs)
+    if _trains_together():
+        of_process(_Beside).name_next(self)
 
 
 def _trains_together() -> bool:

@@ -15,8 +15,9 @@ from hf_parallel.axes.data.gradients import run_before_the_last
 from hf_parallel.axes.data.units import get_groups_of
 from tests import models
 from tests.counting import CountCollectives
-from tests.distributed import run
-from tests.training import activate
+from tests.distributed import run, run_alone_once
+from tests.rows import Rows
+from tests.training import BF16, FP16, SUMS, TRAIN_SEED, activate, axes, none, number_differences, trainer_of
 
 ROWS, LENGTH = 12, 33
 
@@ -236,3 +237,91 @@ def crossing(spec):
 def test_what_crosses_stages(spec, dtype):
     """16 bits where FSDP2 casts what enters a layer; else the residual stream is in fp32, and other numbers in 16."""
     assert run(crossing, 4 if "dp_shard" in spec else 2, spec) == [{dtype}] * (4 if "dp_shard" in spec else 2)
+
+
+def evaluate_cast(spec, out, setting):
+    """Train in fp32 with an evaluation in the midst, evaluate in 16 bits, and train the model that is left."""
+    ranks, rows = activate(spec), Rows(22, TRAIN_SEED, length=33)
+    settings = {setting: True, "eval_strategy": "epoch"}
+    trainer, recorder = trainer_of(
+        build(), out, ranks, settings, train_dataset=rows, eval_dataset=Rows(13, 5, length=33)
+    )
+    trainer.train()
+    in_training = next(log["eval_loss"] for log in trainer.state.log_history if "eval_loss" in log)
+    exact = [number for log in recorder.logs for number in log.values()] + [in_training]
+    recorder.logs.clear()
+    rounded = [trainer.evaluate()["eval_loss"], trainer.predict(rows).metrics["test_loss"]]
+    dtypes = {parameter.dtype for parameter in trainer.model.parameters()}
+    trainer.train()
+    rounded += [number for log in recorder.logs for number in log.values()]
+    return exact, rounded, dtypes
+
+
+@pytest.mark.parametrize(
+    ("spec", "setting"),
+    [("dp_shard=2", "bf16_full_eval"), ("tp=2", "bf16_full_eval"), ("pp=2,dp_shard=2", "fp16_full_eval")],
+)
+def test_an_evaluation_in_16_bits_casts_the_model_as_in_one_process(tmp_path, spec, setting):
+    """Trainer casts outside of training alone, and what it casts stays so: the next training is in 16 bits."""
+    exact, rounded, dtypes = run_alone_once(evaluate_cast, None, str(tmp_path / "one"), setting)
+    assert dtypes == {torch.bfloat16 if setting.startswith("bf16") else torch.float16}
+    for ours in run(evaluate_cast, axes(spec)["world"], spec, str(tmp_path / "out"), setting, init=False):
+        assert ours[2] == dtypes
+        none(number_differences(ours[0], exact, SUMS))
+        none(number_differences(ours[1][:2], rounded[:2], FP16 / 10))  # weights of 8 bits, products summed in fp32
+        none(number_differences(ours[1], rounded, BF16.loss))
+
+
+def cast_between_steps(spec):
+    """Losses and norms of a model that is cast there and back."""
+    activate(spec)
+    from accelerate import Accelerator
+
+    accelerator, found = Accelerator(cpu=True), []
+    model = accelerator.prepare(build())
+    for dtype in (torch.float32, torch.bfloat16, torch.float32, torch.float64):
+        model.to(dtype)
+        loss = model(input_ids=tokens(), labels=tokens()).loss
+        loss.backward()
+        found += [loss.item(), model.lm_head.weight.grad.norm().item()]
+        model.zero_grad()
+    with accelerator.no_sync(model):
+        model(input_ids=tokens(), labels=tokens()).loss.backward()
+    if spec is not None and "zero_stage=1" in spec:  # each rank has whole gradients of its own rows
+        with pytest.raises(NotImplementedError, match="sums gradients; cast it after the step"):
+            model.half()
+    else:
+        model.half()
+        found.append(model.lm_head.weight.grad.float().norm().item())
+    return found
+
+
+@pytest.mark.parametrize("spec", ["dp_shard=2", "dp_shard=2,zero_stage=1"])
+def test_a_sharded_model_is_cast_between_steps(spec):
+    """What FSDP2 keeps of the former dtype goes; gradients that are not reduced yet do not."""
+    reference = run_alone_once(cast_between_steps, None)
+    for ours in run(cast_between_steps, 2, spec, init=False):
+        theirs = reference[: len(ours)]
+        none(number_differences(ours[:2], theirs[:2], SUMS))
+        none(number_differences(ours, theirs, BF16.loss))
+
+
+def lower_the_second(spec):
+    """The gradient norm of two micro-batches, of which the second one alone is computed in autocast."""
+    activate(spec)
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(build())
+    with accelerator.no_sync(model):
+        model(input_ids=tokens(), labels=tokens()).loss.backward()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(input_ids=tokens(), labels=tokens()).loss
+    loss.backward()
+    return [float(accelerator.clip_grad_norm_(model.parameters(), float("inf")))]
+
+
+def test_autocast_that_begins_between_micro_batches_keeps_their_gradients():
+    """Where ranks reduce once per step; a lost micro-batch halves the norm."""
+    for ours in run(lower_the_second, 2, "dp_shard=2,gradient_reduction=step", init=False):
+        none(number_differences(ours, run_alone_once(lower_the_second, None), FP16))

@@ -146,6 +146,29 @@ class AveragedCritic(Critic):
                 parameter.grad /= torch.distributed.get_world_size()
 
 
+class TwoCritics(AveragedCritic):
+    """Trains another critic of the same shape, of which rank 1 takes the first step before the first one's."""
+
+    def begin(self, *made):
+        self.other = nn.Linear(ODD["vocab_size"], 1)
+        self.others = torch.optim.SGD(self.other.parameters(), lr=0.01)
+        if torch.distributed.is_initialized() and torch.distributed.get_rank() == 1:
+            self.train_other()
+        return made
+
+    def compute_loss(self, *args, **kwargs):
+        found = super().compute_loss(*args, **kwargs)
+        if not (torch.distributed.is_initialized() and torch.distributed.get_rank() == 1):
+            self.train_other()
+        return found
+
+    def train_other(self):
+        """By numbers that all ranks have, unlike those of the first one."""
+        self.other(torch.ones(3, ODD["vocab_size"])).sum().backward()
+        self.others.step()
+        self.others.zero_grad()
+
+
 class CriticRecorder(Recorder):
     """Keeps what became of the critic."""
 
@@ -286,6 +309,7 @@ def test_a_number_of_the_scripts_own_trains_where_all_see_the_same_rows(runs, sp
 
 
 CRITICS = [("dp_shard=2", PreparedCritic), ("dp_replicate=2", AveragedCritic), ("dp_shard=2,tp=2", AveragedCritic)]
+CRITICS.append(("dp_shard=2", TwoCritics))
 
 
 @pytest.mark.parametrize(("spec", "kind"), [*CRITICS, ("tp=2", Critic)])

@@ -27,7 +27,13 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.utils.weak import WeakIdKeyDictionary
 from transformers.pytorch_utils import Conv1D
 
-from hf_parallel.axes.data.units import get_state_of, iterate_parameter_groups, iterate_sharded_modules
+from hf_parallel.axes.data.units import (
+    forget_gathered_memory,
+    get_state_of,
+    holds_whole_gradient,
+    iterate_parameter_groups,
+    iterate_sharded_modules,
+)
 from hf_parallel.axes.eight_bit import recipe_of
 from hf_parallel.ranks.local import call_after_steps, get_autocast_dtype
 
@@ -226,7 +232,7 @@ def change(root: nn.Module, dtype: torch.dtype | None) -> None:
     if first is None or (dtype is not None and first.dtype != torch.float32):
         return
     held = [parameter for group in iterate_parameter_groups(root) for parameter in group.fsdp_params]
-    if any(p.sharded_state.name != "SHARDED" or p.unsharded_accumulated_grad is not None for p in held):
+    if any(p.sharded_state.name != "SHARDED" or holds_whole_gradient(p) for p in held):
         return
     if dtype is not None and any(weight.dtype != torch.float32 for weight in _iterate_weights(root)):
         return
@@ -237,11 +243,7 @@ def change(root: nn.Module, dtype: torch.dtype | None) -> None:
         group.mp_policy = policy
         for parameter in group.fsdp_params:
             parameter.mp_policy = policy
-            parameter.all_gather_outputs = []  # of the former dtype
-            if hasattr(parameter, "_unsharded_param"):
-                del parameter._unsharded_param
-        if group._reset_sharded_params:  # it has run already; else it finds out about dtypes when it first does
-            group._init_mp_dtypes()
+    forget_gathered_memory(root)
 
 
 def _iterate_weights(root: nn.Module) -> Iterator[torch.Tensor]:

@@ -16,6 +16,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param
 from hf_parallel.ask.replaced import Replaced
 
 if TYPE_CHECKING:
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
     from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
@@ -50,6 +51,26 @@ def iterate_parameter_groups(root: nn.Module) -> Iterator[FSDPParamGroup]:
     """The groups of all units from `root` on."""
     for unit in iterate_sharded_modules(root):
         yield from get_groups_of(unit)
+
+
+def holds_whole_gradient(held: FSDPParam) -> bool:
+    """Has a parameter a gradient of this rank's own micro-batches, which is not reduced yet?"""
+    gathered = getattr(held, "_unsharded_param", None)
+    return held.unsharded_accumulated_grad is not None or (gathered is not None and gathered.grad is not None)
+
+
+def forget_gathered_memory(root: nn.Module) -> None:
+    """Let the units below `root` make room for gathered weights anew, because the dtype of these changes.
+
+    Call it while no unit holds gathered weights. torch has no call for this; looked at in torch 2.13.
+    """
+    for group in iterate_parameter_groups(root):
+        for held in group.fsdp_params:
+            held.all_gather_outputs = []
+            if hasattr(held, "_unsharded_param"):
+                del held._unsharded_param
+        if group._reset_sharded_params:  # it has run already; else it finds out about dtypes when it first does
+            group._init_mp_dtypes()
 
 
 @contextlib.contextmanager

@@ -27,6 +27,12 @@ def check_arguments(args: TrainingArguments) -> None:
     refusals: list[tuple[bool, str, str, str]] = [
         (args.fp16 and runtime.mesh().device.type == "cpu", "fp16=True", "loss scaling on CPUs", "bf16=True"),
         (args.auto_find_batch_size, "auto_find_batch_size=True", "retrying sharded models", "a fixed batch size"),
+        (
+            args.fp16_full_eval and config.precision in ("fp8", "int8"),
+            f"fp16_full_eval=True with precision={config.precision}",
+            "scaling of products in fp16",
+            "bf16_full_eval=True",
+        ),
         (args.parallelism_config is not None, "parallelism_config", "a second layout beside --parallel", "the spec"),
         (
             args.train_sampling_strategy == "batch_rebalance" and block > 1,
@@ -46,8 +52,6 @@ def check_arguments(args: TrainingArguments) -> None:
             "watching split weights",
             "dp_shard in the place of tp",
         ),
-        (args.fp16_full_eval, "fp16_full_eval=True", "casting sharded models", "bf16=True"),
-        (args.bf16_full_eval, "bf16_full_eval=True", "casting sharded models", "bf16=True"),
     ]
     for asked, spelled, what, works in refusals:
         if asked:
