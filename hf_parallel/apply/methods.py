@@ -314,15 +314,20 @@ def _save(
     tensors = full_state_dict(model, mesh)
     with join_current_save(mesh) as saving:
         if mesh.rank == 0:
-            with saving.noting(), _show_whole_module(model, parts, tensors):
+            with saving.noting(), show_whole_module(model, parts, tensors):
                 method(*args, **kwargs)
 
 
 @contextlib.contextmanager
-def _show_whole_module(
+def show_whole_module(
     model: nn.Module, parts: Mapping[str, PreTrainedModel], tensors: dict[str, torch.Tensor]
 ) -> Iterator[None]:
-    """Give this rank a module of whole weights that runs by itself inside the `with`, as model cards need."""
+    """Give this rank a module of whole weights that runs by itself inside the `with`, as model cards need.
+
+    Args:
+        parts: what `find_models_inside` finds in it.
+        tensors: all weights, by name.
+    """
     places = {name: (model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in parts}
     inside = {id(module) for part in parts.values() for module in part.modules()}
     with contextlib.ExitStack() as stack:

@@ -19,15 +19,24 @@ SPECIAL = ["<pad>", "<unk>", "<cls>", "</s>", "<mask>", "<|im_start|>", "<|im_en
 FRAMES = {
     "pairs": {"single": "<cls> $A </s>", "pair": "<cls> $A </s> $B:1 </s>:1"},
     "ended": {"single": "$A </s>", "pair": "$A </s> $B:1 </s>:1"},
+    "started": {"single": "<cls> $A", "pair": "<cls> $A <cls> $B:1"},
     "plain": None,
 }
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "vocab_size": VOCABULARY}
 TOKENS = {"bos_token_id": 2, "eos_token_id": 3, "pad_token_id": 0}
-#: Folder -> the model in it and its tokenizer. `wide` has room for a tokenizer that is padded to a multiple of 8.
+#: Folder -> the model in it and its tokenizer. `wide` has room for a tokenizer that is padded to a multiple of 8;
+#: rows of `blocks` hold whole blocks of 64 quantised weights.
 MODELS = {
     "gpt2": ("gpt2", "plain", {"vocab_size": VOCABULARY, "n_embd": 32, "n_inner": 48, "n_layer": 5}),
     "llama": ("llama", "ended", {**SMALL, "num_hidden_layers": 5, "tie_word_embeddings": False}),
     "wide": ("llama", "ended", {**SMALL, "num_hidden_layers": 3, "vocab_size": 520}),
+    "blocks": (
+        "llama",
+        "ended",
+        {**SMALL, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3, "vocab_size": 520},
+    ),
+    "started": ("llama", "started", {**SMALL, "num_hidden_layers": 5, "tie_word_embeddings": False}),
+    "qwen2": ("qwen2", "plain", {**SMALL, "num_hidden_layers": 5, "tie_word_embeddings": False}),
     "bert": ("bert", "pairs", {**SMALL, "num_hidden_layers": 3}),
     "t5": (
         "t5",
@@ -49,11 +58,16 @@ def write_all(root: str) -> None:
     AutoModelForSequenceClassification.from_pretrained(f"{root}/llama").save_pretrained(f"{root}/scores")
     tokenizers["ended"].save_pretrained(f"{root}/scores")
     draw = random.Random(5)
-    for kind in ("texts", "pairs", "questions", "summaries", "chats"):
+    for kind in ("texts", "pairs", "questions", "summaries", "chats", "retrieval"):
         for split, count in ROWS.items():
             rows = [ROW[kind](words, draw, index) for index in range(count)]
             write(Path(root, kind, f"{split}.jsonl"), rows)
         write(Path(root, kind, "test.jsonl"), rows)
+    for kind, draw_row in LISTS.items():
+        for split in ("train", "validation"):
+            path = Path(root, kind, f"{split}.json")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps([draw_row(words, draw) for _ in range(ROWS[split])]))
 
 
 def tokenizer(frame: str) -> PreTrainedTokenizerFast:
@@ -109,7 +123,20 @@ def question(words: list[str], draw: random.Random, index: int) -> dict:
     }
 
 
+def retrieval(words: list[str], draw: random.Random, index: int) -> dict:
+    """A question with one passage that answers it and two that do not, under the names of two projects."""
+    right, *wrong = [some(words, draw, 3, 8) for _ in range(3)]
+    return {
+        "query": some(words, draw, 2, 4),
+        "positive_passages": [{"text": right}],
+        "negative_passages": [{"text": text} for text in wrong],
+        "pos": [right],
+        "neg": wrong,
+    }
+
+
 ROW = {
+    "retrieval": retrieval,
     "texts": lambda words, draw, index: {"text": some(words, draw, 12, 30)},
     "pairs": lambda words, draw, index: {
         "sentence1": some(words, draw, 2, 6),
@@ -129,6 +156,22 @@ ROW = {
         ]
     },
 }
+#: Files that are one list, as scripts of instructions and conversations read them.
+LISTS = {
+    "instructions": lambda words, draw: {
+        "instruction": some(words, draw, 2, 4),
+        "input": draw.choice(["", some(words, draw, 1, 3)]),
+        "output": some(words, draw, 2, 6),
+    },
+    "talks": lambda words, draw: talk(words, draw, "human", "gpt"),
+    "dialogues": lambda words, draw: talk(words, draw, "user", "assistant"),
+}
+
+
+def talk(words: list[str], draw: random.Random, *sides: str) -> dict:
+    """One or two turns of each side."""
+    turns = [{"from": side, "value": some(words, draw, 1, 5)} for _ in range(draw.randint(1, 2)) for side in sides]
+    return {"id": str(draw.randrange(1000)), "conversations": turns}
 
 
 def write(path: Path, rows: list[dict]) -> None:

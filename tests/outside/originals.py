@@ -362,7 +362,7 @@ OTHERS = {
     "torch's own DDP (as nanoVLM)": Case(str(OURS / "own_replicas.py"), "--model ROOT/llama --output_dir OUT"),
     "qlora.py": Case(
         "qlora/qlora.py",
-        f"--model_name_or_path ROOT/wide --dataset ROOT/instructions.jsonl --dataset_format input-output {TRAINER} "
+        f"--model_name_or_path ROOT/blocks --dataset ROOT/instructions.jsonl --dataset_format input-output {TRAINER} "
         "--do_train --do_eval --max_steps 3 --bits 4 --source_max_len 17 --target_max_len 17 --eval_dataset_size 11 "
         "--lora_dropout 0 --optim adamw_torch --gradient_checkpointing false --eval_strategy steps --eval_steps 3",
         edits=(
@@ -397,4 +397,111 @@ for trained, more in {"projector": "--tune_mm_mlp_adapter True --version plain",
         f"{TRAINER} "
         f"--max_steps 3 --mm_projector_type mlp2x_gelu {more}",
     )
-ORIGINALS = {**TRANSFORMERS, **ACCELERATE, **ALIGNING, **SENTENCES, **OTHERS}
+
+#: What Transformers 5 has under another name, and deepspeed's names, which no run here uses.
+RENAMED = (
+    ("from deepspeed import zero\n", ""),
+    ("from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus\n", ""),
+    ("from transformers import Trainer, GPTQConfig, deepspeed", "from transformers import Trainer, GPTQConfig"),
+    (
+        "from transformers import Trainer, BitsAndBytesConfig, deepspeed",
+        "from transformers import Trainer, BitsAndBytesConfig",
+    ),
+    ("deepspeed.is_deepspeed_zero3_enabled()", "False"),
+    ("args.local_rank == 0", "args.process_index == 0"),  # which is -1 in one process now
+    ("model=model, tokenizer=tokenizer,", "model=model, processing_class=tokenizer,"),
+)
+ADAPTERS = "--lora_dropout 0 --lora_target_modules q_proj v_proj down_proj"
+TALKS = (
+    "--model_name_or_path ROOT/started --data_path ROOT/talks/train.json --eval_data_path ROOT/talks/validation.json "
+    f"--model_max_length 63 {TRAINER} --max_steps 3"
+)
+QWEN = (
+    *RENAMED,
+    ("tokenizer.im_start_id", 'tokenizer.convert_tokens_to_ids("<|im_start|>")'),
+    ("tokenizer.im_end_id", 'tokenizer.convert_tokens_to_ids("<|im_end|>")'),
+    ("tokenizer.pad_token_id = tokenizer.eod_id", "pass"),
+    ('["wte", "lm_head"]', "None"),
+    ("dtype=torch.int)", "dtype=torch.long)"),
+)
+DIALOGUES = (
+    "--model_name_or_path ROOT/qwen2 --data_path ROOT/dialogues/train.json --model_max_length 65 "
+    f"--eval_data_path ROOT/dialogues/validation.json {TRAINER} --max_steps 3"
+)
+FASTCHAT = (
+    ("import pathlib\n", "import pathlib, sys; sys.path.insert(0, 'SOURCES/FastChat')\n"),
+    (
+        "from fastchat.model.model_adapter import get_conversation_template",
+        "from fastchat.conversation import get_conv_template as get_conversation_template",
+    ),
+    (
+        'get_conversation_template("vicuna")',
+        'get_conversation_template("vicuna_v1.1"); conv.system_message = "A chat."',
+    ),
+    ("tokenizer.legacy", "True"),
+    ("trainer_save_model_safe(trainer)\n\n", "trainer.save_model()\n\n"),  # by torch's FSDP, which no process has here
+    ("tokenizer.unk_token", "tokenizer.pad_token"),
+    ("from fastchat.train.train import", "from train_edited import"),
+    ("from fastchat.train.llama_flash_attn_monkey_patch import (\n    replace_llama_attn_with_flash_attn,\n)\n", ""),
+    *RENAMED,
+)
+INSTRUCTIONS = {
+    "stanford_alpaca train.py": Case(
+        "stanford_alpaca/train.py",
+        "--model_name_or_path ROOT/llama --data_path ROOT/instructions/train.json --model_max_length 97 "
+        f"{TRAINER} --max_steps 3",
+        edits=(
+            (
+                "import utils\n",
+                "import json, types\n\nutils = types.SimpleNamespace(jload=lambda path: json.load(open(path)))\n",
+            ),
+            *RENAMED,
+        ),
+    ),
+    "FastChat train.py": Case("FastChat/fastchat/train/train.py", f"{TALKS} --eval_strategy epoch", edits=FASTCHAT),
+    "FastChat train_lora.py": Case("FastChat/fastchat/train/train_lora.py", f"{TALKS} {ADAPTERS}", edits=FASTCHAT),
+    "Qwen finetune.py": Case("Qwen/finetune.py", f"{DIALOGUES} --eval_strategy steps --eval_steps 2", edits=QWEN),
+    "Qwen finetune.py, LoRA": Case("Qwen/finetune.py", f"{DIALOGUES} --use_lora {ADAPTERS}", edits=QWEN),
+}
+RETRIEVAL = f"--model_name_or_path ROOT/bert --train_group_size 3 --temperature 0.5 {TRAINER} --max_steps 3 --do_train"
+#: Where the script's package lies; the one of FlagEmbedding would import rerankers of Transformers 4.
+PACKAGES = {
+    "tevatron": ("import logging\n", "import logging, sys\n\nsys.path.insert(0, 'SOURCES/tevatron/src')\n"),
+    "FlagEmbedding": (
+        "from transformers import HfArgumentParser\n",
+        "import sys, types\nfrom transformers import HfArgumentParser, Trainer\n\n"
+        "Trainer.tokenizer = property(lambda trainer: trainer.processing_class)\n"
+        "package = sys.modules['FlagEmbedding'] = types.ModuleType('FlagEmbedding')\n"
+        "package.__path__ = ['SOURCES/FlagEmbedding/FlagEmbedding']\n",
+    ),
+}
+FLAG = (
+    "FlagEmbedding/FlagEmbedding/finetune/embedder/encoder_only/base/__main__.py",
+    f"{RETRIEVAL} --train_data ROOT/retrieval/train.jsonl --query_max_len 17 --passage_max_len 33",
+)
+EMBEDDING = {
+    "tevatron train.py": Case(
+        "tevatron/src/tevatron/retriever/driver/train.py",
+        f"{RETRIEVAL} --dataset_path ROOT/retrieval/train.jsonl --attn_implementation sdpa",
+        edits=(PACKAGES["tevatron"],),
+    ),
+    "tevatron train.py, full batches": Case(
+        "tevatron/src/tevatron/retriever/driver/train.py",
+        f"{RETRIEVAL} --dataset_path ROOT/retrieval/full.jsonl --attn_implementation sdpa",
+        edits=(PACKAGES["tevatron"],),
+    ),
+    "FlagEmbedding encoder_only": Case(*FLAG, edits=(PACKAGES["FlagEmbedding"],)),
+    "FlagEmbedding encoder_only, negatives_cross_device": Case(
+        FLAG[0],
+        FLAG[1].replace("train.jsonl", "full.jsonl"),
+        edits=(
+            PACKAGES["FlagEmbedding"],
+            (  # which one process cannot have, and need not
+                "    runner = Enc",
+                "    connected = sys.modules['torch'].distributed.is_initialized()\n"
+                "    training_args.negatives_cross_device = connected\n    runner = Enc",
+            ),
+        ),
+    ),
+}
+ORIGINALS = {**INSTRUCTIONS, **EMBEDDING, **TRANSFORMERS, **ACCELERATE, **ALIGNING, **SENTENCES, **OTHERS}

@@ -97,6 +97,33 @@ def test_a_line_says_what_data_ranks_make_of_a_loss(runs, loss_of, words, equal)
             assert norm * 2 == pytest.approx(expected, rel=1e-5)
 
 
+def gather_by_hand(part):
+    """As in SimCSE, Tevatron and FlagEmbedding: this rank's part has gradients, the others' not."""
+    parts = [torch.zeros_like(part) for _ in range(dist.get_world_size())]
+    dist.all_gather(tensor_list=parts, tensor=part.contiguous())
+    parts[dist.get_rank()] = part
+    return torch.cat(parts)
+
+
+def gather_all_processes(spec, folder):
+    """Compare examples of all processes, which have the same ones here."""
+    accelerator, model, _ = prepare_loop(spec, folder)
+    for batch in accelerator.prepare(DataLoader(Rows(ROWS, 11), ROWS // accelerator.num_processes)):
+        states = model(input_ids=batch["input_ids"]).logits.mean(1)
+        for gather in (gather_by_hand, dist.nn.all_gather):
+            with pytest.raises(SpecError, match=rf"{spec[:2]}_size=2 .*dp_shard_size={dist.get_world_size()}"):
+                gather(states)
+        with torch.no_grad():  # for a metric
+            assert len(gather_by_hand(states)) == len(states) * dist.get_world_size()
+        break
+
+
+@pytest.mark.parametrize("spec", ["tp=2", "cp=2"])
+def test_a_loss_does_not_compare_examples_with_themselves(runs, spec):
+    """Each negative would be there twice: the loss of one process and log(2)."""
+    run(gather_all_processes, 2, spec, runs.initial("llama"), init=False)
+
+
 class OwnSum(LlamaForCausalLM):
     """A model whose own loss is a sum, as that of Wav2Vec2ForPreTraining."""
 

@@ -1,16 +1,18 @@
 """A module around a model that `from_pretrained` has made parallel: a pooled encoder with a layer of its own."""
 
+from abc import ABC
+
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModel
+from transformers import AutoModel, Trainer
 
 from hf_parallel.apply.methods import find_models_inside
 from hf_parallel.ask.config import ParallelConfig, SpecError
 from tests import training
 from tests.refusals import pattern_of_refusal
-from tests.rows import CLASSES
-from tests.training import Outcome, Script, activate
+from tests.rows import CLASSES, data
+from tests.training import Outcome, Script, activate, fit, trainer_of
 
 
 class Pooled(nn.Module):
@@ -40,6 +42,33 @@ def train(spec: str | None, out: str, folder: str) -> Outcome:
 def test_as_in_one_process(spec, runs):
     """Loss, norm, gradients of all weights, evaluation, and the saved weights of both."""
     runs.compare(train, spec, runs.initial("bert"))
+
+
+class Embedder(ABC, Pooled):
+    """The same with a base before nn.Module, whose objects torch's FSDP cannot give another class by itself."""
+
+    def save(self, folder: str) -> None:
+        own = self.encoder.state_dict()
+        self.encoder.save_pretrained(folder, state_dict={name: x.clone().cpu() for name, x in own.items()})
+
+
+class SavesItsEncoder(Trainer):
+    """As FlagEmbedding's: what is saved is a part of the model, asked for where only rank 0 is."""
+
+    def _save(self, output_dir=None, state_dict=None):
+        self.model.save(output_dir)
+
+
+def train_embedder(spec: str | None, out: str, folder: str) -> Outcome:
+    data_ranks = activate(spec)
+    rows = {"train_dataset": data("bert", 22, 11), "eval_dataset": data("bert", 5, 12)}
+    made = trainer_of(Embedder(folder), out, data_ranks, kind=SavesItsEncoder, **rows)
+    return fit(*made, f"{out}/saved")
+
+
+@pytest.mark.parametrize("spec", ["dp_shard=2", "tp=2"])
+def test_a_trainer_saves_a_part_of_a_model_with_two_bases(spec, runs):
+    runs.compare(train_embedder, spec, runs.initial("bert"))
 
 
 def test_a_pipeline_is_refused():

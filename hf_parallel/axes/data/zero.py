@@ -30,6 +30,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard, re
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.fsdp._fully_shard._fully_shard import get_cls_to_fsdp_cls
 from torch.distributed.tensor import Shard
 from torch.utils._pytree import tree_leaves
 
@@ -228,6 +229,18 @@ def shard_data_parallel(model: nn.Module, root: nn.Module, blocks: list[nn.Modul
         trained = (get_stored(parameter) for parameter in root.parameters() if parameter.requires_grad)
         apart = [] if sum(tensor.numel() * tensor.element_size() for tensor in trained) <= BUCKET else blocks
     _let_forward_run_hooks(root, apart)
+    # Python gives an object another class only if both got their `__dict__` above the same base. FSDP2's have theirs
+    # above `object`, a `class Model(ABC, nn.Module)` above `ABC`.
+    made = get_cls_to_fsdp_cls()
+    for kind in {type(module) for module in root.modules()} - made.keys():
+        base: Any = kind
+        while base.__base__.__dictoffset__:
+            base = base.__base__
+        if base.__base__ is not object:
+            metaclass: Any = type(kind)
+            # typing.Generic asks a class that has it among its bases what it stands for
+            front = metaclass("FSDPFront", (base.__base__, FSDPModule), {"__orig_bases__": ()})
+            made[kind] = metaclass(f"FSDP{kind.__name__}", (front, kind), {})
     for block in apart:
         if any(True for _ in block.parameters()):
             _shard_other_dtypes(block, not keeps, settings)

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from hf_parallel import checkpoint as folders
+from hf_parallel.apply.methods import find_models_inside, show_whole_module
 from hf_parallel.ask.spec import refuse
 from hf_parallel.checkpoint import slices
 from hf_parallel.hooks import hangs, runtime, sentence_transformers
@@ -192,7 +193,12 @@ def save_model(original: Callable, self: Trainer, output_dir: str | None = None,
                 state_dict = folders.full_state_dict(self.model, mesh)
             with folders.join_current_save(mesh) as saving, saving.noting():
                 # One rank writes what is gathered: transformers before 5.23 would let all, others with nothing.
-                if self.args.should_save or not (alone or state_dict is not None):
+                owner = next(cls for cls in type(self).__mro__ if "_save" in vars(cls))
+                if self.args.should_save and state_dict is not None and owner.__module__ != "transformers.trainer":
+                    # A `_save` of the script may save a part of the model, and not what it is given.
+                    with show_whole_module(self.model, find_models_inside(self.model, mesh.config), state_dict):
+                        self._save(folder, state_dict=state_dict)
+                elif self.args.should_save or not (alone or state_dict is not None):
                     self._save(folder, state_dict=state_dict)
                 elif alone:
                     self.model.save_pretrained(folder)
