@@ -50,7 +50,8 @@ _FRAMEWORKS: dict[str, dict[str, str]] = {
     "nemo_2412": {"engine": "transformer_engine"},
     "nemo_2502": {"engine": "transformer_engine"},
     "megatron_bridge_pretrain": {"engine": "transformer_engine"},
-    "aleph_alpha_layouts": {"gradients": "bf16"},
+    "aleph_alpha_layouts": {"engine": "scaling"},
+    "llm_foundry_fsdp": {"engine": "composer"},
 }
 #: Links between nodes that a row's note tells, where they are not those of its GPU in the catalogue.
 _NETWORKS = {"DGX, InfiniBand": "infiniband-hdr", "4x Omni-Path": "4x100g"}

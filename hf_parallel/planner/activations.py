@@ -164,15 +164,19 @@ def list_terms_of(block: Block, hidden: int, job: Job) -> list[Term]:
     output = sum(part.heads * part.v_width for part in block.attentions)
     inner = c * block.inner
     in_product = job.habits.transformer_engine or job.compiled  # the gate's activation, computed again in the backward
+    rotated = query + sum(part.kv_heads * part.qk_width for part in block.attentions)
+    entered = "none" if job.habits.keeps_gathered else "entered"
     terms = [
         Term("input of the attention's norm", norm, "sp"),
-        Term("input of q, k, v", c * hidden, "entered"),
+        Term("input of q, k, v", c * hidden, entered),
         Term("q", c * query, product=True),
         Term("k and v", c * keys, product=True),
         Term("log-sum-exp of the scores", 4 * heads),
+        Term("q and k before they are rotated", c * rotated * job.habits.packed_attention),
         Term("output of attention", c * output),
+        Term("output of attention in order", c * output * (job.habits.packed_attention and job.micro_batch > 1)),
         Term("input of the MLP's norm", norm, "sp"),
-        Term("input of the MLP", c * hidden, "entered"),
+        Term("input of the MLP", c * hidden, entered),
         Term("MLP, first half", (2 if block.gated else 1) * inner, product=True),
         Term("activation of the gate", inner if block.gated and not in_product else 0),
         Term("input of the MLP's second half", inner),

@@ -38,12 +38,18 @@ class Habits:
     fsdp2: bool = False
     gathered_layers: float = 2.0  # alive at a time under ZeRO-3
     balanced: bool = False  # stages are cut by cost also where an even cut is possible
+    ends_as_layers: tuple[int, int] = (0, 0)  # what counts as a layer of an even cut, before and after the layers
     # activations
     fused: bool = True  # norms and gated activations keep their inputs alone, not as Transformers writes them
     logit_bytes: float = 8.0  # per logit at the fullest moment: 16-bit, fp32, and what of the gradient is alive
     keeps_products: bool = False  # selective checkpointing keeps outputs of all products, not of every second one
     kept_logit_bytes: float = 0.0  # of these, from the forward to the backward
     loss_chunk: int = 0  # tokens whose split logits are in fp32 at a time, beside the logits and their gradient
+    whole_logits: bool = False  # each tp rank gathers the logits of the whole vocabulary
+    #: Values are a view of the one product of queries, keys and values, which stays beside the rotated queries and
+    #: keys; of several sequences attention's output is put in order, and both are kept.
+    packed_attention: bool = False
+    keeps_gathered: bool = False  # sequence parallelism keeps what it gathered for the gradients of weights
     # seconds
     #: Python launches each kernel, norms, rotary embeddings and activations are several; attention is torch's own.
     eager: bool = False
@@ -59,17 +65,35 @@ class Habits:
     regathers: bool = False  # sequence parallelism gathers the inputs again for the weights' gradients
     fp32_sums: bool = False  # gradients of 16 bits are summed over ranks and micro-batches in fp32
     fp32_keys: bool = False  # the gradients of keys and values that cp ranks send each other are in fp32
+    reduces_in_step: bool = False  # gradients are all-reduced in fp32 after the last backward, behind nothing
     counts_ends: bool = False  # embedding, loss and norms are counted, too; the efficiencies were fitted without
 
 
 #: "megatron": selective recomputation of norms and activations, as Megatron-LM's --recompute-modules.
 #: "transformer_engine": Megatron-LM on Transformer Engine, as NeMo and Megatron-Bridge train dense models.
+#: "scaling": Aleph Alpha's framework of that name (core/nn, transformer/model). Of logits there are at once: of this
+#: and of the previous micro-batch in 16 bits, their logarithms of probabilities and two gradients in fp32. Buckets of
+#: gradients are there in the optimizer's step alone, when there are no activations. Embedding, last norm and head are
+#: layers of a pipeline's even cut (`pipe_partition_uniform`).
+#: "composer": llm-foundry under FSDP; flash attention's loss has logits and gradients in 16 bits.
 #: "transformers": models of Transformers as they are, under Trainer, Accelerate or TRL.
 #: "hf_parallel": this package's engine, compared with dry runs in tests/planner/test_analytic.py.
 HABITS = {
     "standard": Habits(),
     "megatron": Habits(keeps_products=True),
     "transformer_engine": Habits(keeps_products=True, gradients="fp32", transformer_engine=True),
+    "scaling": Habits(
+        gradients="bf16",
+        ends_as_layers=(1, 2),
+        logit_bytes=16.0,
+        kept_logit_bytes=4.0,
+        whole_logits=True,
+        packed_attention=True,
+        keeps_gathered=True,
+        bucket_gib=0.0,
+        reduces_in_step=True,
+    ),
+    "composer": Habits(logit_bytes=4.0),
     "transformers": Habits(eager=True),
     "hf_parallel": Habits(
         master_weights=False,

@@ -213,6 +213,8 @@ def end_transfers(stage: Stage, layout: Layout, job: Job, cluster: Cluster) -> l
     ends = stage.ends(layout.tp)
     gradients = 0.0 if job.lora else ends * count_summed_width(sends.job)
     found = list(sends.zero(ends * sends.job.stored, gradients, "zero", kept=True))
+    if job.habits.whole_logits and stage.is_last:
+        found.append(sends.tp("all_gather", sends.tokens * stage.shape.head_outputs * job.width, 1, "logits"))
     if job.habits.counts_ends:
         found += [*sends.vocabulary(stage), *sends.whole_on_all_ranks(stage)]
         if layout.sequence_parallel and not job.lora:  # a backward in two halves gathers its regions' inputs for each
@@ -544,7 +546,10 @@ class _Sends:
             axis = "dp_replicate" if fsdp2 else axis
             yield Transfer(axis, "all_reduce", gradients, rounds, link, "gradients", STEP, LAST_BACKWARD)
         elif stage < 3:
-            if not self.layout.reduces_each:
+            if self.habits.reduces_in_step:
+                widened = gradients * 4 / self.job.stored
+                yield Transfer(axis, "all_reduce", widened, rounds, link, "gradients", STEP)
+            elif not self.layout.reduces_each:
                 yield from self.scatter(gradients, rounds, group, STEP, LAST_BACKWARD)
             if self.layout.pp > 1 or not fsdp2:
                 updated = self.coded_weights(weights) if fsdp2 else gradients

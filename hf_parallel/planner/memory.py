@@ -396,7 +396,7 @@ class _Rank:
     # ---- activations ---------------------------------------------------------------------------------------------
 
     def _count_stage_bytes(self, stage: Stage) -> StageBytes:
-        logits = self.tokens * self.shape.head_outputs / self.layout.tp * stage.is_last
+        logits = self.tokens * self.shape.head_outputs / self._vocabulary_parts * stage.is_last
         # The logarithms of probabilities; of a split vocabulary the logits themselves.
         kept_logits = logits * (self.job.width if self._chunks else self.habits.kept_logit_bytes)
         if self._lean:  # no logits, but the gradients that the loss has computed on its way
@@ -474,7 +474,12 @@ class _Rank:
             return self._count_gradients_of_loss() + self.shape.head_outputs / self.layout.tp * chunk + beside
         if self._chunks:
             each = 2 * self.job.width + 4 * min(1.0, self.habits.loss_chunk / self.tokens)
-        return self.tokens * self.shape.head_outputs / self.layout.tp * each + beside
+        return self.tokens * self.shape.head_outputs / self._vocabulary_parts * each + beside
+
+    @property
+    def _vocabulary_parts(self) -> int:
+        """In how many parts tp ranks have the logits."""
+        return 1 if self.habits.whole_logits else self.layout.tp
 
     @property
     def _lean(self) -> bool:

@@ -134,7 +134,8 @@ def make_stages(shape: ModelShape, layout: Layout, job: Job) -> tuple[Stage, ...
         SpecError: more stages than layers, or a split that is not one of this model.
     """
     number = layout.pp * layout.virtual_stages
-    split = layout.split or _split_layers(shape, number, job.habits.balanced, job.recompute, job.seq)
+    ends, balanced = job.habits.ends_as_layers, job.habits.balanced
+    split = layout.split or _split_layers(shape, number, balanced, ends, job.recompute, job.seq)
     if len(split) != number or sum(split) != shape.layers:
         refuse(f"split={list(split)}", f"not {shape.layers} layers in {number} stages")
     return _cut_into_stages(shape, split)
@@ -152,11 +153,16 @@ def _cut_into_stages(shape: ModelShape, split: tuple[int, ...]) -> tuple[Stage, 
 
 
 @functools.lru_cache(maxsize=4096)
-def _split_layers(shape: ModelShape, number: int, balanced: bool, recompute: str, length: int) -> tuple[int, ...]:
+def _split_layers(
+    shape: ModelShape, number: int, balanced: bool, ends: tuple[int, int], recompute: str, length: int
+) -> tuple[int, ...]:
     if not balanced and number in (shape.layers + 1, shape.layers + 2):
         return (*[0] * (number - shape.layers - 1), *[1] * shape.layers, 0)  # Megatron-LM: the ends count as layers
     if shape.layers < number:
         refuse(f"pp x virtual_stages = {number}", f"{shape.layers} layers do not fill them", shape.layers)
+    if sum(ends) and 1 < number <= shape.layers // max(ends):
+        first, *inner, last = split_evenly(shape.layers + sum(ends), number)
+        return (first - ends[0], *inner, last - ends[1])
     if number == 1 or (not balanced and shape.layers % number == 0):
         return tuple(split_evenly(shape.layers, number))
     return split_by_cost(shape, number, recompute, length)

@@ -309,8 +309,9 @@ def compute_stage_times(stage: Stage, layout: Layout, job: Job, cluster: Cluster
     if stage.is_last and shape.head_outputs:  # head and loss
         tokens, columns = job.tokens(layout), shape.head_outputs / layout.tp
         product = compute_gemm_seconds(gpu, job.products_beside, tokens, columns, shape.hidden)
-        moved = _EAGER_LOGIT_BYTES if job.habits.eager else _LOGIT_BYTES
-        forward, backward = (compute_memory_seconds(gpu, tokens * columns * size) for size in moved)
+        moved = _EAGER_LOGIT_BYTES if job.habits.eager or job.habits.whole_logits else _LOGIT_BYTES
+        logits = tokens * (shape.head_outputs if job.habits.whole_logits else columns)
+        forward, backward = (compute_memory_seconds(gpu, logits * size) for size in moved)
         total = Times({"head": product + forward}, {"head": 2 * product + backward})
     total = total.with_waits(end_transfers(stage, layout, job, cluster), gpu)
     for block, count in stage.counts:
@@ -484,7 +485,8 @@ def predict(
         lora: train adapters only; a number is their rank, True means 16.
         network: link between nodes; default: the catalogue's for this GPU.
         engine: "standard": the habits of Megatron-LM, DeepSpeed and FSDP in fused implementations;
-            "transformer_engine": Megatron-LM on NVIDIA's kernels; "transformers": models of Transformers as they are;
+            "transformer_engine": Megatron-LM on NVIDIA's kernels; "scaling": Aleph Alpha's framework; "composer":
+            llm-foundry's; "transformers": models of Transformers as they are;
             "hf_parallel": this package's own, which runs them, too.
         lean_loss: are head and loss computed a chunk of tokens at a time, where that needs less memory?
         tiled_mlp: do MLPs run over pieces of the sequence, each again in the backward?
