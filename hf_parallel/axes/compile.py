@@ -5,7 +5,8 @@ ever. A region of tensor parallelism communicates inside the layer: its collecti
 (`ranks/differentiable.py`). What no graph holds of them is refused with the plan: `TensorPart.why_not_compiled`.
 Experts, whose tokens travel as a router says, run between two graphs: attention and router, and the rest.
 
-`activation_checkpointing=selective` is how the graph of forward and backward is cut in two: `kept_in_graphs.py`.
+`activation_checkpointing=selective` is how the graph of forward and backward is cut in two: `kept_in_graphs.py`;
+`tp_overlap=true` is how its products communicate: `fused_in_graphs.py`.
 """
 
 from __future__ import annotations
@@ -43,8 +44,14 @@ class Compile(Axis[None, None]):
 
     def finish(self, model: nn.Module, part: None, building: Building) -> None:
         """Compile the layers of this rank."""
-        layers = [layer for _, layers in building.roots for layer in layers]
-        compile_layers(layers, building.mesh.config.recompute_way_on(building.mesh.rank) == "selective")
+        layers, mesh = [layer for _, layers in building.roots for layer in layers], building.mesh
+        settings = {}
+        if mesh.config.tp_overlap:
+            from hf_parallel.axes.fused_in_graphs import FuseProducts, share_memory
+
+            share_memory(mesh.group("tp"), mesh.host_group_of_training)
+            settings["options"] = {"post_grad_custom_post_pass": FuseProducts()}
+        compile_layers(layers, mesh.config.recompute_way_on(mesh.rank) == "selective", **settings)
 
 
 def compile_layers(layers: Iterable[nn.Module], selective: bool, **settings: Any) -> None:

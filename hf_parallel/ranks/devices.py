@@ -46,3 +46,18 @@ def measure_device_memory(device: torch.device) -> float:
         return float(torch.get_device_module(device.type).get_device_properties(device).total_memory)
     whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return whole / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def find_memory_obstacle(size: int) -> str | None:
+    """Return why blocks of `size` neighbouring ranks of this machine cannot reach each other's memory, or None."""
+    if not torch.cuda.is_available() or torch.version.hip or not torch.distributed.is_nccl_available():
+        return "symmetric memory needs NVIDIA GPUs"
+    ranks, seen = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
+    if ranks % size or seen < ranks:
+        return f"symmetric memory needs {size} ranks of a machine that see all its GPUs: {ranks} ranks, {seen} GPUs"
+    for first in range(0, ranks, size):
+        block = range(first, first + size)
+        for one, other in ((a, b) for a in block for b in block if a != b):
+            if not torch.cuda.can_device_access_peer(one, other):
+                return f"GPU {one} cannot reach the memory of GPU {other}"
+    return None

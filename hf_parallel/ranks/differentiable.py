@@ -110,7 +110,8 @@ def cut_sequence(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor
     length, size = tensor.shape[-2], group.size()
     if length % size:
         raise ValueError(f"hf_parallel: {length} tokens cannot be cut into {size} equal parts")
-    return tensor.reshape(size, *tensor.shape[:-2], length // size, tensor.shape[-1])
+    # Flat in between: a graph of any number of sequences would else hold for even or odd ones alone.
+    return tensor.flatten(0, -2).unflatten(0, (size, *tensor.shape[:-2], length // size))
 
 
 def join_parts_of_sequence(parts: torch.Tensor) -> torch.Tensor:
@@ -119,7 +120,7 @@ def join_parts_of_sequence(parts: torch.Tensor) -> torch.Tensor:
     Never a view: models may change in place what leaves a Function, which autograd does not allow for views.
     """
     size, *before, length, features = parts.shape
-    return torch.ops.aten._unsafe_view(parts, (*before, size * length, features))
+    return torch.ops.aten._unsafe_view(parts.flatten(0, -2), (*before, size * length, features))
 
 
 def _gather_from_all(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

@@ -112,6 +112,30 @@ def test_equal_layers_share_a_graph_that_sends_what_they_send_outside(spec, rank
     assert sum(more.values()) <= again
 
 
+def graphs_of_batches(spec: str, rows: tuple[int, ...]) -> tuple[list[float], int]:
+    """The losses of batches of these numbers of sequences, and how many graphs they make."""
+    compiling.BACKEND = "aot_eager"
+    model, losses = models.build("llama").train(), []
+    if spec:
+        parallelize(model, spec)
+    for number in rows:
+        ids = torch.arange(number * LENGTH).view(number, LENGTH).mul(7) % models.VOCABULARY
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        losses.append(loss.item())
+    return losses, counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.parametrize("spec", ["tp=2", "tp=2,activation_checkpointing=selective"])
+def test_batches_of_any_size_share_a_graph(spec):
+    """One of the first size, one of all others: those of odd and of even sizes were two."""
+    rows = (4, 3, 6, 5, 2)
+    expected, _ = run_alone_once(graphs_of_batches, "", rows)
+    for losses, graphs in run(graphs_of_batches, 2, f"{spec},compile=regional", rows):
+        assert losses == pytest.approx(expected, rel=1e-5)
+        assert graphs == 2
+
+
 def kept_in_graphs(way: str, backend: str = "aot_eager") -> float:
     """Bytes that a compiled layer of `tests.activations` keeps for the backward pass."""
     compiling.BACKEND = backend
@@ -215,7 +239,10 @@ def test_layers_that_no_graph_holds_are_refused(spec, kind, changes, words):
 @pytest.mark.parametrize(
     ("spec", "words"),
     [
-        ("tp=2,tp_overlap=true,compile=regional", ("tp_overlap=true", "tp_overlap=false works")),
+        (
+            "tp=2,tp_overlap=true,sequence_parallel=false,compile=regional",
+            ("tp_overlap=true", "tp_overlap=false works"),
+        ),
         ("tp=4,tp_mesh=2x2,compile=regional", ("tp_mesh=2x2", "tp=4 without tp_mesh works")),
         ("tp=2,precision=fp8,compile=regional", ("precision=fp8", "precision=auto works")),
         (

@@ -63,8 +63,9 @@ def check_compiled(keys: Any, asked: str) -> None:
     if getattr(keys, "tiled_mlp", False):  # `CompileKeys` alone lack it
         refuse(asked, "tiled_mlp=true runs MLPs in pieces, which one graph of a layer does not", "tiled_mlp=false")
     if keys.tp_size > 1:
-        if keys.tp_overlap:
-            refuse(asked, "tp_overlap=true sends halves of a layer by itself", "tp_overlap=false")
+        if keys.tp_overlap and (keys.compile == "none" or keys.sequence_parallel is False):
+            why = "needs compile=regional and parts of the sequence, whose sums it fuses with products"
+            refuse(asked, f"tp_overlap=true {why}", "tp_overlap=false")
         if keys.tp_mesh is not None:
             refuse(
                 asked, f"tp_mesh={keys.tp_mesh} is not part of compiled layers", f"tp={keys.tp_size} without tp_mesh"

@@ -7,7 +7,7 @@ import inspect
 import re
 import warnings
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -51,6 +51,7 @@ from hf_parallel.model.calls import get_tokens_of
 from hf_parallel.model.experts import ExpertFacts, is_experts, iterate_experts, read_expert_facts
 from hf_parallel.model.families import UNSPLITTABLE
 from hf_parallel.ranks import join_sequence
+from hf_parallel.ranks.devices import find_memory_obstacle
 from hf_parallel.ranks.mesh import list_axis_ranks
 
 if TYPE_CHECKING:
@@ -112,6 +113,7 @@ class SplitFacts:
     experts: dict[str, ExpertFacts] = field(default_factory=dict)
     draws: bool = False  # do layers draw random numbers in training?
     grid_obstacle: str | None = None  # why products of it cannot be cut along both dims; looked at if that is asked
+    memory_obstacle: str | None = None  # why ranks cannot reach each other's memory; looked at if that is asked
 
 
 def read_split(model: nn.Module, on_grid: bool = False) -> SplitFacts:
@@ -370,6 +372,7 @@ class TensorPart:
     sums_over_tokens: bool
     facts: SplitFacts
     grid: tuple[int, int] | None = None  # rows and columns of its ranks
+    fused: bool = False  # are products and collectives one operation over symmetric memory?
 
     @property
     def words(self) -> dict[str, str]:
@@ -393,7 +396,10 @@ class Tensor(Axis["SplitFacts", TensorPart]):
 
     def read(self, model: PreTrainedModel, config: ParallelConfig) -> SplitFacts:
         """Read which module could be split how."""
-        return read_split(model, config.tp_col_size > 1)
+        facts = read_split(model, config.tp_col_size > 1)
+        if config.tp_overlap and config.compile != "none":
+            return replace(facts, memory_obstacle=find_memory_obstacle(config.tp_size))
+        return facts
 
     def resolve(self, config: ParallelConfig, anatomy: Anatomy, facts: SplitFacts) -> TensorPart:
         """Styles that fit the number of ranks, and whether sequences are split between regions."""
@@ -404,14 +410,23 @@ class Tensor(Axis["SplitFacts", TensorPart]):
         grid = (config.tp_row_size, config.tp_col_size) if config.tp_col_size > 1 else None
         if grid is not None:
             check_grid(facts, styles, config)
-        part = TensorPart(styles, reason, config.tp_overlap, anatomy.sums_over_tokens, facts, grid)
+        fused = config.tp_overlap and config.compile != "none"
+        obstacle = facts.memory_obstacle or (reason and f"sequence parallelism is off: {reason}")
+        if fused and obstacle:
+            refuse(f"tp_overlap=true with compile={config.compile}", obstacle, "tp_overlap=false")
+        part = TensorPart(styles, reason, config.tp_overlap, anatomy.sums_over_tokens, facts, grid, fused)
         if config.compile != "none" and part.why_not_compiled is not None:
             refuse(f"compile={config.compile}", *part.why_not_compiled)
         return part
 
     def notes(self, part: TensorPart) -> list[str]:
-        asked = part.whole_sequences in (None, "sequence_parallel=false")
-        return [] if asked else [f"sequence parallelism is off, so norms need more memory: {part.whole_sequences}"]
+        notes = []
+        if part.whole_sequences not in (None, "sequence_parallel=false"):
+            notes.append(f"sequence parallelism is off, so norms need more memory: {part.whole_sequences}")
+        if part.overlap:
+            way = "inductor's fused products over symmetric memory" if part.fused else "halves of products in turn"
+            notes.append(f"tp_overlap: {way}")
+        return notes
 
     def apply(self, model: PreTrainedModel, part: TensorPart, building: Building) -> None:
         """Split layers, embedding and head; then what lies between them lives on parts of the sequence."""

@@ -399,12 +399,12 @@ class Region:
 
     def _open(self, tensor: torch.Tensor) -> torch.Tensor:
         tensor = cast_as_autocast(tensor) if self.lowers else tensor
-        if self.overlap:
+        compiling = torch.compiler.is_compiling()  # 8 bits in a graph are refused with tp
+        if self.overlap and not compiling:
             weights = [weight() for weight in self.columns.values()]
             entered, late = enter_columns(tensor, weights, self.group, self.sequence_parallel)
             self._late = dict(zip(self.columns, late, strict=True))
             return entered
-        compiling = torch.compiler.is_compiling()  # 8 bits in a graph are refused with tp
         if self.sequence_parallel and not compiling and self._in_eight_bits:
             tensor = eight_bit.without_padding(tensor, self.switch.padding, self.group)
             linears = [module for module in self.owner.modules() if isinstance(module, nn.Linear | Conv1D)]
