@@ -16,7 +16,7 @@ import torch.distributed as dist
 from transformers import TrainerCallback
 
 from hf_parallel.ask.spec import refuse
-from hf_parallel.hooks import hangs, monitoring, report, runtime
+from hf_parallel.hooks import hangs, monitoring, own_loops, report, runtime
 from hf_parallel.hooks.accelerate.accelerator import (
     follow_parameters,
     make_parallel,
@@ -282,6 +282,7 @@ def get_batch_samples(
     if state is not None and step in asked:
         monitoring.watch_model(self.model)  # its own notes begin before those of a profile, and end after them
         record.profile = Profile(state.mesh, list_known_groups(state), step)
+    own_loops.note_first_weight(self.model)
     hangs.mark_phase("the data loader")
     with monitoring.measure_reading(self):
         batches = evaluation.without_repeats(self, epoch_iterator)
@@ -334,6 +335,7 @@ def training_step(
 
 def on_step_end(trainer: Trainer, original: Callable, *args: object, **kwargs: object) -> object:
     """A step ends when all callbacks have seen its end; logging, evaluation and saving are not part of it."""
+    own_loops.refuse_steps_without_backward(type(trainer).__name__)
     control, record = original(*args, **kwargs), record_of(trainer)
     monitoring.end_monitored_step()
     if record.profile is not None:
