@@ -288,6 +288,8 @@ def get_batch_samples(
         batches = evaluation.without_repeats(self, epoch_iterator)
         read = functools.partial(original, self, batches, num_batches, device)
         samples = delayed_steps.read_step(self, epoch_iterator, read)
+    if (active := runtime.current()) is not None:
+        active.loop.last = None  # what is repeated is cut off already, for steps of a script's own, too
     monitoring.count_samples(samples[0])
     joint_steps.note_batches(self, samples[0])
     report.report_at_first_batch(self, samples[0], losses.describe_loss)
