@@ -9,6 +9,7 @@ import weakref
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from hf_parallel.ask.spec import refuse
@@ -27,7 +28,8 @@ def watch_for_late_modules(model: nn.Module, mesh: ParallelMesh, pipeline: Pipel
     Ranks may have drawn other numbers for them: the first rank of pp and tp sends its own to the others.
 
     Raises:
-        SpecError: in that forward pass; a module lies where a tp rank sees a part of the tokens or of the columns.
+        SpecError: in that forward pass; a module lies where a tp rank sees a part of the tokens or of the columns. And
+            when it comes, if it is another model's, which data ranks share out.
     """
     known, changed = weakref.WeakSet(model.modules()), [False]
     layers, cuts = {id(layer) for layer in list_transformer_blocks(model)}, mesh.size("tp") > 1
@@ -36,6 +38,10 @@ def watch_for_late_modules(model: nn.Module, mesh: ParallelMesh, pipeline: Pipel
 
     def note(parent: nn.Module, name: str, child: nn.Module | None) -> None:
         changed[0] = True
+        inner = child.modules() if child is not None and parent in known and mesh.config.sharing_size > 1 else ()
+        if any(isinstance(one, FSDPModule) and one not in known for one in inner):
+            why = f"another model's weights, which {mesh.config.sharing_size} ranks share out for it alone"
+            refuse(f"{name}, put into a parallel model", why, do="a module of its own, loaded again, works")
 
     def look(module: nn.Module, args: tuple) -> None:
         if not changed[0] or pipelines_of(mesh).session is not None:  # the last stage alone

@@ -169,7 +169,7 @@ def apply(model: nn.Module, plan: Plan, mesh: ParallelMesh, pack: Packing | None
     if pipeline is None and state.config.world_size > 1:
         model.register_forward_hook(refuse_gradients_of_gradients)
     _compare_batches(model, state)
-    if mesh.size("tp") > 1 or mesh.size("pp") > 1:
+    if mesh.size("tp") > 1 or mesh.size("pp") > 1 or state.config.sharing_size > 1:
         watch_for_late_modules(model, mesh, pipeline)
     return state
 

@@ -116,6 +116,21 @@ def reduce_to_whole_number(tensor: Any) -> torch.Tensor:
     return number.to(own.device, own.dtype).reshape(tensor.shape)
 
 
+@torch.no_grad()
+def is_same_on_ranks(whole: torch.Tensor, tensor: Any) -> bool:
+    """Return whether all ranks that hold a part of `tensor` have the same `whole` tensor. Collective over them."""
+    states: list[Any] = [vars(model)["_hf_parallel"] for model in _models if "_hf_parallel" in vars(model)]
+    if not states or states[0].mesh.groups is None:
+        return True
+    number, same = whole.detach().sum(dtype=torch.float64).nan_to_num().cpu(), True
+    for axis in range(tensor.device_mesh.ndim):
+        group = states[0].mesh.groups.for_numbers(dist.get_process_group_ranks(tensor.device_mesh.get_group(axis)))
+        numbers = [torch.empty_like(number) for _ in range(group.size())]
+        dist.all_gather(numbers, number, group=group)
+        same &= all(torch.equal(one, number) for one in numbers)
+    return same
+
+
 _EXACT = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _COMBINED: Any = {"sum": torch.sum, "avg": torch.mean, "product": torch.prod, "max": torch.amax, "min": torch.amin}
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
 from hf_parallel.apply.kernels import place_kernels
-from hf_parallel.apply.weights import full_tensor, order_of
+from hf_parallel.apply.weights import full_tensor, is_same_on_ranks, order_of
 from hf_parallel.ask.config import ParallelConfig
 from hf_parallel.ask.keys.sizes import SHARDS
 from hf_parallel.ask.keys.tensor import TP_AXES
@@ -29,7 +29,7 @@ from hf_parallel.hooks.report import say
 from hf_parallel.model.calls import CACHES
 from hf_parallel.model.experts import iterate_experts
 from hf_parallel.model.known_masks import get_known_mask
-from hf_parallel.ranks.mesh import EXPERT_AXES, get_stored
+from hf_parallel.ranks.mesh import EXPERT_AXES, get_stored, place_as
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, TrainingArguments
@@ -124,6 +124,33 @@ def draw_like(original: Callable, input: torch.Tensor, *args: object, **kwargs: 
     with torch.no_grad():
         get_stored(drawn).copy_(part)
     return drawn
+
+
+@patch(
+    "torch.distributed.tensor:DTensor.{__add__,__radd__,__sub__,__iadd__,add_}",
+    "does not mix with whole tensors",
+)
+def add_whole_tensor(original: Callable, self: DTensor, other: object, *args: object, **kwargs: object) -> object:
+    """Let a script add a whole tensor to a weight, such as noise that it drew by the weight's size.
+
+    Each rank takes its part of it. Collective over the ranks of the weight.
+
+    Raises:
+        NotImplementedError: they have drawn other numbers.
+    """
+    if not isinstance(other, torch.Tensor) or isinstance(other, DTensor) or not self.ndim or other.shape != self.shape:
+        return original(self, other, *args, **kwargs)
+    followed = torch.is_grad_enabled() and other.requires_grad
+    if followed or not _is_of_layout(self) or any(placement.is_partial() for placement in self.placements):
+        return original(self, other, *args, **kwargs)
+    if not is_same_on_ranks(other, self):
+        raise NotImplementedError(
+            f"hf_parallel: {original.__name__} of a weight of {tuple(self.shape)} and a tensor of which its "
+            f"{self.device_mesh.size()} ranks have other numbers: noise drawn after torch.manual_seed with one number "
+            "on all ranks, times numbers that all ranks have, works"
+        )
+    part = read_part(other.detach(), find_local_part(self, order_of(self)))
+    return original(self, place_as(self, part.to(get_stored(self).device)), *args, **kwargs)
 
 
 def _is_of_layout(tensor: DTensor) -> bool:

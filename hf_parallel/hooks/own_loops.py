@@ -141,10 +141,14 @@ def read_number(original: Callable, self: DTensor, *args: Any, **kwargs: Any) ->
 
 @dataclass
 class _Seen:
-    """The optimizers that have taken a step under this layout, and how many backward passes there were."""
+    """The optimizers that have taken a step under this layout, how many backward passes there were, and a weight.
+
+    The weight is one of this rank, with its numbers before the first step of a Trainer.
+    """
 
     optimizers: weakref.WeakSet[Optimizer] = field(default_factory=weakref.WeakSet)
     backwards: int = 0
+    weight: tuple[nn.Parameter, torch.Tensor] | None = None
 
 
 @dataclass
@@ -232,10 +236,10 @@ def _refuse_optimizer_of_plain_model(optimizer: Optimizer, args: tuple, kwargs: 
 def backward(original: Callable, *args: object, **kwargs: object) -> None:
     """Look at what has gradients while no model is parallel: after the first backward passes, and later ever less."""
     original(*args, **kwargs)
-    if _trains_together() and not list_parallel_models():
+    if _trains_together():
         seen = of_session(_Seen)
         seen.backwards += 1
-        if seen.backwards & (seen.backwards - 1) == 0:
+        if not list_parallel_models() and seen.backwards & (seen.backwards - 1) == 0:
             _refuse_plain_model(None, "a loop")
 
 
@@ -257,9 +261,43 @@ def gradients(original: Callable, outputs: object, inputs: Any, *args: object, *
                 "loss.backward() and p.grad give gradients of the whole batch and model"
             )
     found = original(outputs, asked, *args, **kwargs)
+    if _trains_together():
+        of_session(_Seen).backwards += 1
     if _trains_together() and not list_parallel_models():
         _refuse_plain_model(set(map(id, parameters)), "a loop")
     return found
+
+
+def note_first_weight(model: nn.Module) -> None:
+    """Keep the numbers of one small weight of this rank, before a Trainer's first step under a layout."""
+    seen = of_session(_Seen)
+    if seen.weight is None and not seen.backwards and _trains_together():
+        trained = [p for p in model.parameters() if p.requires_grad and get_stored(p).numel()]
+        if trained:
+            smallest = min(trained, key=lambda p: get_stored(p).numel())
+            seen.weight = smallest, get_stored(smallest).detach().clone()
+
+
+def refuse_steps_without_backward(who: str) -> None:
+    """Refuse a trainer whose first step has changed weights and had no backward pass, as MeZO's (arXiv:2305.17333).
+
+    It steps by numbers that it draws per parameter and by the loss of its process. Stages would draw numbers of their
+    own, and data ranks would go different ways.
+
+    Raises:
+        NotImplementedError: there are several of them.
+    """
+    seen = of_session(_Seen)
+    if seen.weight is None or seen.backwards:
+        return
+    (weight, before), mesh = seen.weight, runtime.mesh()
+    sizes = {"pp_size": mesh.size("pp"), "data ranks": mesh.data_size}
+    shown = next((f"{name}={size}" for name, size in sizes.items() if size > 1), None)
+    if shown is not None and not torch.equal(get_stored(weight), before):
+        raise NotImplementedError(
+            f"hf_parallel: a step of {who} changes weights without a backward pass, and with {shown} each rank would "
+            "draw numbers for its own parameters, or go by the loss of its own examples; tp_size and cp_size work"
+        )
 
 
 @patch("torch.optim.optimizer:Optimizer.__init__", "fails on a stage without a parameter that trains")

@@ -49,12 +49,14 @@ class LastBatch(NamedTuple):
         rows: of this rank's part.
         real: those that are not repeated, the first ones.
         repeated: on all data ranks.
+        tokens: those of its tensors that have many integers, by which copies are known.
     """
 
     tensors: list[weakref.ref[torch.Tensor]]
     rows: int
     real: int
     repeated: int
+    tokens: list[torch.Tensor]
 
 
 @dataclass

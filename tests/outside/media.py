@@ -299,6 +299,8 @@ def write_speech_models(root: str) -> None:
         decoder_start_token_id=2, pad_token_id=0, bos_token_id=2, eos_token_id=3, max_length=12
     )
     saved(model, f"{root}/whisper", frames, tokenizer)
+    config.decoder_layers = 5  # a teacher of the same encoder
+    saved(seeded(transformers.WhisperForConditionalGeneration, config), f"{root}/whisper-teacher", frames, tokenizer)
 
 
 def write_vision_models(root: str) -> None:

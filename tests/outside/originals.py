@@ -397,6 +397,148 @@ for trained, more in {"projector": "--tune_mm_mlp_adapter True --version plain",
         f"{TRAINER} "
         f"--max_steps 3 --mm_projector_type mlp2x_gelu {more}",
     )
+#: A chat template, which the handbook's scripts take from a helper that TRL has no more.
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }} {{ message['content'] }}<|im_end|>{% endfor %}"
+)
+HANDBOOK = (
+    ("import logging\n", "import logging\nimport sys\nsys.path.insert(0, 'SOURCES/alignment-handbook/src')\n"),
+    (", setup_chat_format", ""),
+    (
+        'model, tokenizer = setup_chat_format(model, tokenizer, format="chatml")',
+        f'tokenizer.chat_template = "{CHATML}"',
+    ),
+)
+TUNE = f"{TRAINER} --max_steps 3 --bf16 false --dtype float32 --eval_strategy epoch"
+OTHERS["alignment-handbook sft"] = Case(
+    "alignment-handbook/scripts/sft.py",
+    f"--model_name_or_path ROOT/wide --dataset_name ROOT/chats --max_length 33 --do_eval {TUNE}",
+    edits=HANDBOOK,
+)
+OTHERS["alignment-handbook dpo"] = Case(
+    "alignment-handbook/scripts/dpo.py",
+    f"--model_name_or_path ROOT/wide --dataset_name ROOT/preferences --max_length 33 {TUNE}",
+    edits=HANDBOOK,
+)
+#: SimPO's trainer stands on TRL 0.9: names that moved, a method that Trainer uses itself now, two new arguments.
+SIMPO = (
+    ("from trl.trainer import CPOTrainer\n", ""),
+    (
+        "from trl.import_utils import is_peft_available, is_wandb_available",
+        "is_peft_available = lambda: True\n"
+        "is_wandb_available = lambda: False\nfrom trl.trainer.utils import disable_dropout_in_model",
+    ),
+    (
+        "from trl.trainer.utils import (\n    DPODataCollatorWithPadding,\n    disable_dropout_in_model,\n"
+        "    pad_to_length,\n    peft_module_casting_to_bf16,\n    trl_sanitze_kwargs_for_tagging,\n)",
+        "from trl.experimental.utils import DPODataCollatorWithPadding, pad_to_length",
+    ),
+    ("from transformers.utils import is_torch_fx_proxy\n", ""),
+    ("                label_pad_token_id=args.label_pad_token_id,\n                is_enc", "                is_enc"),
+    (
+        "            tokenizer=tokenizer,\n            model_init",
+        "            processing_class=tokenizer,\n            model_init",
+    ),
+    (
+        "        return_outputs=False,\n    ) ->",
+        "        return_outputs=False,\n        num_items_in_batch=None,\n    ) ->",
+    ),
+    ("get_batch_samples", "get_policy_samples"),
+    ('self.store_metrics(metrics, train_eval="train")', "pass"),  # means of a process, which it logs as they are
+    ('self.store_metrics(metrics, train_eval="eval")', "pass"),
+    ("def log(self, logs: Dict[str, float])", "def log(self, logs: Dict[str, float], *more)"),
+    ("return super().log(logs)", "return super().log(logs, *more)"),
+    (
+        "        return super().push_to_hub(commit_message=commit_message, blocking=blocking, **kwargs)",
+        "        return super().push_to_hub(commit_message=commit_message, blocking=blocking, **kwargs)\n\n\n"
+        "from datasets import load_dataset\nfrom transformers import AutoTokenizer, HfArgumentParser, set_seed\n"
+        "(args,) = HfArgumentParser(SimPOConfig).parse_args_into_dataclasses()\nset_seed(args.seed)\n"
+        "rows = load_dataset('ROOT/preferences')\ntokenizer = AutoTokenizer.from_pretrained('ROOT/wide')\n"
+        "tokenizer.bos_token = '<cls>'\n"
+        "trainer = SimPOTrainer(AutoModelForCausalLM.from_pretrained('ROOT/wide'), args=args, "
+        "train_dataset=rows['train'], eval_dataset=rows['test'], tokenizer=tokenizer)\n"
+        "trainer.train()\ntrainer.evaluate()\ntrainer.save_model(args.output_dir)\n",
+    ),
+)
+for weight in (0.0, 0.3):
+    OTHERS[f"SimPO's trainer{', sft_weight' if weight else ''}"] = Case(
+        "SimPO/scripts/simpo_trainer.py",
+        f"--max_length 48 --max_prompt_length 17 --sft_weight {weight} --eval_strategy epoch --max_steps 3 {TRAINER}",
+        edits=SIMPO,
+    )
+OTHERS["MeZO's methods"] = Case(
+    str(OURS / "zeroth_order.py"),
+    "--model_name_or_path ROOT/llama --train_file ROOT/texts/full.json --methods "
+    f"SOURCES/MeZO/large_models/trainer.py --max_steps 3 --lr_scheduler_type constant {TRAINER}",
+)
+REWARDS = f"{TRAINER} --max_steps 3 --max_length 33 --bf16 false --dtype float32 --eval_strategy epoch"
+ALIGNING["trl reward_modeling"] = Case(
+    "trl/examples/scripts/reward_modeling.py",
+    f"--model_name_or_path ROOT/wide --dataset_name ROOT/preferences {REWARDS}",
+)
+#: Whisper's own tokenizer and its time stamps, names that are gone, a tracker of predictions that is not here.
+DISTIL = (
+    ("WhisperTokenizerFast.from_pretrained", "transformers.AutoTokenizer.from_pretrained"),
+    ("    tokenizer.add_tokens(timestamps)\n", ""),
+    ("tokenizer.timestamp_ids()", "[]"),
+    ("EnglishTextNormalizer(tokenizer.english_spelling_normalizer)", "BasicTextNormalizer()"),
+    (", decode_with_timestamps=return_timestamps", ""),
+    (
+        "processor = WhisperProcessor.from_pretrained(training_args.output_dir)",
+        "processor = __import__('types').SimpleNamespace(feature_extractor=feature_extractor, tokenizer=tokenizer)",
+    ),
+    ("        log_with=training_args.report_to,\n", ""),
+    ('wandb_tracker = accelerator.get_tracker("wandb")', "return"),
+    ("low_cpu_mem_usage=True,\n        torch_dtype=teacher_dtype", "dtype=teacher_dtype"),
+    ("        low_cpu_mem_usage=True,\n", ""),
+    ("training_args.warmup_steps * accelerator", "0 * accelerator"),
+    ("training_args.fp16", "False"),
+    ("training_args.hub_token", "None"),
+    ("    accelerator.end_training()\n", ""),  # it has saved
+)
+for shared in ("", ", shared encoder"):
+    OTHERS[f"distil-whisper run_distillation{shared}"] = Case(
+        "distil-whisper/training/run_distillation.py",
+        "--model_name_or_path ROOT/whisper --teacher_model_name_or_path ROOT/whisper-teacher "
+        "--train_dataset_name ROOT/media/sounds-full --train_dataset_config_name clean --train_split_name train "
+        "--eval_split_name validation --text_column_name text --eval_text_column_name text --use_pseudo_labels false "
+        "--streaming false --preprocessing_num_workers 1 --max_duration_in_seconds 30 --max_label_length 12 "
+        "--timestamp_probability 0 --condition_on_prev_probability 0 --dtype float32 --do_train --do_eval "
+        "--predict_with_generate --generation_num_beams 1 --output_dir OUT --use_cpu "
+        "--per_device_train_batch_size ROWS --per_device_eval_batch_size ROWS --learning_rate 1e-2 "
+        "--adam_epsilon 1e-3 --lr_scheduler_type constant --max_steps 3 --eval_steps 3 --save_steps 3 "
+        "--logging_steps 1" + (" --freeze_encoder" if shared else ""),
+        edits=DISTIL,
+    )
+#: Libraries of open-instruct that are not here and that its loop does not need, and numbers written into it.
+ABSENT = "'deepspeed', 'beaker', 'ray', 'wandb', 'olmo_core', 'vllm', 'tiktoken', 'open_instruct.ground_truth_utils'"
+INSTRUCT = (
+    (
+        "import contextlib\nimport os\n",
+        "import contextlib\nimport os\nimport sys\nsys.path.insert(0, 'SOURCES/open-instruct')\n"
+        f"__import__('tests.outside.stand_ins').outside.stand_ins.stand_for({ABSENT})\n",
+    ),
+    ("        snapshot_download(model_path, revision=args.model_revision)\n", "        pass\n"),
+    ("dtype=torch.bfloat16,\n                attn", "dtype=torch.float32,\n                attn"),
+    ("attn_implementation=model_utils.detect_hf_attn_implementation()", "attn_implementation='sdpa'"),
+    ("                low_cpu_mem_usage=args.low_cpu_mem_usage,\n", ""),
+    ('from_tf=bool(".ckpt" in args.model_name_or_path),', ""),
+    ("torch.cuda.max_memory_reserved(device=torch.cuda.current_device())", "0"),
+    ("torch.cuda.max_memory_allocated(device=torch.cuda.current_device())", "0"),
+    ("            safe_serialization=False,\n", ""),
+)
+for packed in ("", ", packing"):
+    OTHERS[f"open-instruct finetune{packed}"] = Case(
+        "open-instruct/open_instruct/finetune.py",
+        "--model_name_or_path ROOT/wide --tokenizer_name_or_path ROOT/wide --dataset_mixer_list ROOT/chats/full.jsonl "
+        "1.0 --max_seq_length 33 --per_device_train_batch_size ROWS --gradient_accumulation_steps 2 "
+        "--learning_rate 1e-2 --lr_scheduler_type linear --warmup_ratio 0.03 --weight_decay 0.1 --num_train_epochs 2 "
+        "--output_dir OUT --clip_grad_norm 0.5 --logging_steps 1 --push_to_hub false "
+        "--try_launch_beaker_eval_jobs false --dataset_local_cache_dir OUT/cache --checkpointing_steps 1 "
+        "--keep_last_n_checkpoints 1 --fused_optimizer false --with_tracking false --seed 1 --add_bos false "
+        "--do_not_randomize_output_dir --chat_template_name tulu" + (" --packing" if packed else ""),
+        edits=INSTRUCT,
+    )
 
 #: What Transformers 5 has under another name, and deepspeed's names, which no run here uses.
 RENAMED = (

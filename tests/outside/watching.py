@@ -34,6 +34,7 @@ class Tolerance:
     norms: float = 1e-4  # relative; a norm adds up what the weights of several steps differ by
     logits: float = 1e-4  # absolute, on logits of size ~10
     weights: float = 2e-5  # absolute; Adam divides the rounding of a gradient by its size
+    rewards: float = 2e-6  # absolute; a difference of sums of log-probabilities, which are of size ~100
 
 
 @dataclass
@@ -196,7 +197,10 @@ def _values(where: str, ours: dict, theirs: dict, tolerance: Tolerance) -> list[
         return [f"{sorted(_compared(ours) ^ names)} {where} of one run only"]
     bounds = {name: tolerance.norms if "norm" in name else tolerance.losses for name in names}
     return [
-        text for name in sorted(names) for text in _close(f"{name} {where}", ours[name], theirs[name], bounds[name])
+        text
+        for name in sorted(names)
+        if "rewards/" not in name or abs(ours[name] - theirs[name]) > tolerance.rewards
+        for text in _close(f"{name} {where}", ours[name], theirs[name], bounds[name])
     ]
 
 

@@ -49,7 +49,7 @@ KINDS = {
 }
 
 
-def loop(spec, folder, kind, rows, own=False):
+def loop(spec, folder, kind, rows, own=False, copied=False):
     """Losses and norms of two epochs, and what is said of repeated sequences."""
     accelerator, model, optimizer = prepare_loop(spec, folder, kind=KINDS[kind][0])
     losses, norms, lines = [], [], []
@@ -57,6 +57,7 @@ def loop(spec, folder, kind, rows, own=False):
     loader = accelerator.prepare(DataLoader(Labelled(rows, kind), BATCH // accelerator.num_processes))
     for _ in range(2):
         for batch in loader:
+            batch = {key: value.clone() for key, value in batch.items()} if copied else batch
             labels = batch.pop("labels") if own else None
             outputs = model(**batch)
             loss = outputs.logits.float().pow(2).mean() if own else outputs.loss
@@ -86,6 +87,15 @@ def test_repeated_rows_have_no_part(runs, kind, rows, spec):
     folder = runs.initial(name, **changes)
     losses, norms, _ = run_alone(loop, None, folder, kind, rows)
     for ours, normed, told in run(loop, axes(spec)["world"], spec, folder, kind, rows, init=False):
+        none(number_differences(ours, losses) + number_differences(normed, norms))
+        assert not told
+
+
+def test_copies_of_the_last_batch_are_known(runs):
+    """`{key: value.to(device)}` makes copies where a batch lay elsewhere: its repeated rows have no part either."""
+    folder = runs.initial("llama")
+    losses, norms, _ = run_alone(loop, None, folder, "causal", 11)
+    for ours, normed, told in run(loop, 2, "dp_shard=2", folder, "causal", 11, False, True, init=False):
         none(number_differences(ours, losses) + number_differences(normed, norms))
         assert not told
 

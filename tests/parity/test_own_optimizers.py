@@ -9,7 +9,7 @@ import hf_parallel
 from hf_parallel.apply.weights import note_former_parameters
 from hf_parallel.hooks import activation
 from hf_parallel.hooks.accelerate.accelerator import follow_parameters
-from tests.distributed import run, run_alone
+from tests.distributed import RankFailure, run, run_alone, run_alone_once
 from tests.refusals import find_line, pattern_of_refusal
 from tests.rows import Rows
 from tests.training import GLOBAL_BATCH, TRAIN_SEED, axes, close, layouts, none, trainer_of
@@ -274,6 +274,86 @@ def test_copies_of_another_dtype_follow(spec, initial):
         assert rebound == rebound_too == scaled == scaled_too == moved != before
         for step, (ours, theirs) in enumerate(zip(steps, expected, strict=True)):
             none(close(f"loss after {step} steps", ours, theirs, 5e-3))  # bf16; the steps move it by 5e-2 and more
+
+
+class ForwardOnly(Trainer):
+    """Steps by two losses and noise that is drawn again from its seed, as the code of MeZO (Malladi et al., 2023)."""
+
+    def move(self, scale, decay=0.0):
+        torch.manual_seed(self.noise)
+        for _, p in self.moved:
+            z = torch.normal(mean=0, std=1, size=p.data.size(), device=p.data.device, dtype=p.data.dtype)
+            if decay:
+                p.data = p.data.add_(z, alpha=-scale) - decay * p.data
+            else:
+                p.data = scale * z + p.data
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        model.eval()
+        self.moved = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        self.noise, losses = 11 + self.state.global_step, []
+        for scale in (1e-2, -2e-2):
+            self.move(scale)
+            with torch.inference_mode():
+                losses.append(self.compute_loss(model, self._prepare_inputs(inputs)))
+        self.move(1e-2)
+        self.move(0.02 * ((losses[0] - losses[1]) / 2e-2).item(), decay=1e-3)
+        return losses[0].detach().clone()
+
+
+def step_without_backward(folder, spec=None):
+    """Three such steps: their losses, and the weights."""
+    model = start(spec, folder)
+    rows = Rows(ROWS, TRAIN_SEED, even=True, length=33)
+    ours, recorder = trainer_of(
+        model,
+        f"{folder}/out",
+        axes(spec)["data_ranks"] if spec else 1,
+        {"max_steps": 3},
+        ForwardOnly,
+        train_dataset=rows,
+    )
+    ours.train()
+    return [log["loss"] for log in recorder.logs if "loss" in log], hf_parallel.full_state_dict(model)
+
+
+@pytest.mark.parametrize("spec", layouts("library", "tp=2", "cp=2"))
+def test_steps_without_a_backward_pass(spec, initial):
+    """Noise that a script draws by a weight's size is the whole weight's: each rank adds its part."""
+    losses, weights = run_alone_once(step_without_backward, initial)
+    ranks = run(step_without_backward, 2, initial, spec, init=False)
+    assert len(losses) == 3
+    for seen, _ in ranks:
+        for step, (ours, theirs) in enumerate(zip(seen, losses, strict=True)):
+            none(close(f"loss {step}", ours, theirs, NEAR))
+    for name, ours in ranks[0][1].items():
+        # absolute; a difference of two losses over 2e-2 is off by 1e-4, a step moves weights by up to 1
+        assert (ours - weights[name]).abs().max() <= 1e-4, name
+
+
+@pytest.mark.parametrize("spec", ["pp=2", "dp_shard=2", "dp_replicate=2,zero_stage=0"])
+def test_ranks_that_would_step_apart_without_gradients_are_refused(spec, initial):
+    """Stages would draw noise of their own, and data ranks go by their own losses: the first step says so."""
+    words = "changes weights without a backward pass, and with (pp_size|data ranks)=2 .*tp_size and cp_size work"
+    with pytest.raises(RankFailure, match=f"NotImplementedError: .*ForwardOnly {words}"):
+        run(step_without_backward, 2, initial, spec, init=False)
+
+
+def test_noise_that_ranks_have_drawn_apart_is_refused(initial):
+    """Each rank would add its part of another tensor, and copies of a weight would differ from then on."""
+
+    def add(spec):
+        head = start(spec, initial).lm_head.weight
+        torch.manual_seed(torch.distributed.get_rank())
+        with pytest.raises(NotImplementedError, match="2 ranks have other numbers: .*torch.manual_seed"):
+            head.data.add_(torch.randn(head.shape), alpha=0.5)
+        before = hf_parallel.full_tensor(head)
+        torch.manual_seed(7)
+        head.data.add_(noise := torch.randn(head.shape), alpha=0.5)
+        assert torch.equal(hf_parallel.full_tensor(head), before + 0.5 * noise)
+
+    for spec in ("tp=2", "dp_shard=2"):
+        run(add, 2, spec, init=False)
 
 
 def test_whole_tensors_and_what_is_refused(initial):

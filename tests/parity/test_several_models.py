@@ -6,6 +6,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import Dataset
 from transformers import AutoModelForCausalLM, Trainer
 
+from hf_parallel.ask.spec import SpecError
+from tests.distributed import RankFailure, run
 from tests.rows import VOCABULARY
 from tests.training import Outcome, Tolerance, activate, fit, over, trainer_of
 
@@ -97,3 +99,32 @@ def test_preferences(runs, kind, spec, capfd):
     assert all(len(rank.logs) == 3 for rank in ranks)
     if "pp=" in spec:
         assert "1f1b from now on" in capfd.readouterr().err
+
+
+def save_apart(spec: str, folder: str, out: str) -> None:
+    """Save a student on rank 0 alone, then its teacher, of the same sizes, on all ranks: rank 1 is at the teacher."""
+    activate(spec)
+    student, teacher = (AutoModelForCausalLM.from_pretrained(folder) for _ in range(2))
+    if torch.distributed.get_rank() == 0:
+        student.save_pretrained(f"{out}/student")
+    teacher.save_pretrained(f"{out}/teacher")
+
+
+@pytest.mark.parametrize("spec", ["tp=2", "dp_shard=2"])
+def test_saves_of_unlike_models_do_not_meet(runs, spec, tmp_path):
+    """One rank's part of a student and another's of a teacher are no model: the saves say so."""
+    with pytest.raises(RankFailure, match="calls save_pretrained( of model 2)?, another one save_pretrained"):
+        run(save_apart, 2, spec, runs.initial("llama"), str(tmp_path), init=False)
+    assert not list(tmp_path.rglob("*.safetensors"))
+
+
+def share_layers(spec: str, folder: str) -> None:
+    """Give a frozen teacher the student's layers, as scripts of distillation do where both have one encoder."""
+    activate(spec)
+    student, teacher = (AutoModelForCausalLM.from_pretrained(folder) for _ in range(2))
+    with pytest.raises(SpecError, match="layers, put into a parallel model: another model's weights, which 2 .*works"):
+        teacher.model.layers = student.model.layers
+
+
+def test_layers_of_another_model_are_refused(runs):
+    run(share_layers, 2, "dp_shard=2", runs.initial("llama"), init=False)

@@ -110,12 +110,15 @@ def count_blocks(value: object, rows_each: int, rows: int) -> int:
 
 #: What holds a row per row of the batch; trainers that generate keep prompts and completions apart.
 _ROWS = ("input_ids", "inputs_embeds", "logits", "completion_ids")
+_NO_TOKENS = (
+    "hf_parallel: a pipelined model needs input_ids or inputs_embeds in the batch, which has {}: pp_size=1 works"
+)
 
 
 def count_rows(batch: Batch) -> int:
     named = next((batch[key] for key in _ROWS if batch.get(key) is not None), None)
     if named is None:
-        raise ValueError("hf_parallel: a pipelined model needs input_ids or inputs_embeds in the batch")
+        raise ValueError(_NO_TOKENS.format(list(batch)))
     return named.shape[0]
 
 
@@ -123,7 +126,7 @@ def tokens_of(batch: Batch) -> torch.Tensor:
     for key in ("input_ids", "inputs_embeds"):
         if torch.is_tensor(batch.get(key)):
             return batch[key]
-    raise ValueError("hf_parallel: a pipelined model needs input_ids or inputs_embeds in the batch")
+    raise ValueError(_NO_TOKENS.format(list(batch)))
 
 
 def count_causal_targets(batch: Batch) -> torch.Tensor:

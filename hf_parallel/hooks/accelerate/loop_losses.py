@@ -74,18 +74,33 @@ def note_last_batch(loader: object, batches: Iterator) -> Iterator:
             repeated = (runtime.mesh().data_size * rows if cut is None else sum(cut)) - state.remainder
             if repeated > 0 and rows:
                 real = count_real_rows(state, rows)
-                current.loop.last = runtime.LastBatch([weakref.ref(one) for one in tensors], rows, real, repeated)
+                whole = [one for one in tensors if not (one.is_floating_point() or one.is_complex())]
+                tokens = [one for one in whole if len(one.unique()) > 2]  # no masks, which many batches share
+                references = [weakref.ref(one) for one in tensors]
+                current.loop.last = runtime.LastBatch(references, rows, real, repeated, tokens)
         yield batch
 
 
 def find_last_batch(given: Mapping[str, object]) -> runtime.LastBatch | None:
-    """Return the last batch if a model is given a tensor of it, and it has repeated rows."""
+    """Return the last batch if a model is given a tensor of it, or a copy, and it has repeated rows.
+
+    A copy has the same tokens, repeated ones included: `{k: v.to(device)}` makes copies of what lay elsewhere.
+    """
+    from accelerate.state import GradientState
+
     current = runtime.current()
     last = None if current is None else current.loop.last
     if last is None:
         return None
     held = [tensor for reference in last.tensors if (tensor := reference()) is not None]
-    return last if any(value is tensor for value in given.values() for tensor in held) else None
+    values = [value for value in given.values() if torch.is_tensor(value)]
+    if any(value is tensor for value in values for tensor in held):
+        return last
+    if current is None or current.in_trainer:  # Trainer leaves repeated rows out itself
+        return None
+    pairs = ((value, one) for value in values for one in last.tokens if value.shape == one.shape)
+    is_copy = GradientState().end_of_dataloader and any(torch.equal(a, b.to(a.device, a.dtype)) for a, b in pairs)
+    return last if is_copy else None
 
 
 #: What changes no value on the way from a sum to a loss.

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from transformers import TrainerCallback
 
 from hf_parallel.ask.spec import refuse
-from hf_parallel.hooks import hangs, monitoring, report, runtime
+from hf_parallel.hooks import hangs, monitoring, own_loops, report, runtime
 from hf_parallel.hooks.accelerate.accelerator import (
     follow_parameters,
     make_parallel,
@@ -282,11 +282,14 @@ def get_batch_samples(
     if state is not None and step in asked:
         monitoring.watch_model(self.model)  # its own notes begin before those of a profile, and end after them
         record.profile = Profile(state.mesh, list_known_groups(state), step)
+    own_loops.note_first_weight(self.model)
     hangs.mark_phase("the data loader")
     with monitoring.measure_reading(self):
         batches = evaluation.without_repeats(self, epoch_iterator)
         read = functools.partial(original, self, batches, num_batches, device)
         samples = delayed_steps.read_step(self, epoch_iterator, read)
+    if (active := runtime.current()) is not None:
+        active.loop.last = None  # what is repeated is cut off already, for steps of a script's own, too
     monitoring.count_samples(samples[0])
     joint_steps.note_batches(self, samples[0])
     report.report_at_first_batch(self, samples[0], losses.describe_loss)
@@ -334,6 +337,7 @@ def training_step(
 
 def on_step_end(trainer: Trainer, original: Callable, *args: object, **kwargs: object) -> object:
     """A step ends when all callbacks have seen its end; logging, evaluation and saving are not part of it."""
+    own_loops.refuse_steps_without_backward(type(trainer).__name__)
     control, record = original(*args, **kwargs), record_of(trainer)
     monitoring.end_monitored_step()
     if record.profile is not None:
