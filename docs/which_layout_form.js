@@ -9,7 +9,15 @@ function line(tag, text) {
 }
 
 function show() {
-  const found = ANSWERS[selects.map((select) => select.selectedIndex).join("-")];
+  const places = selects.map((select) => select.selectedIndex);
+  const found = ANSWERS[places.join("-")];
+  if (!found) {
+    const words = places.map((place, question) => WORDS[question][place]).filter(Boolean);
+    const asked = document.createElement("pre");
+    asked.append(line("code", `hf-parallel plan ${words.join(" ")}`));
+    answer.replaceChildren(line("p", "No answer is stored for this combination. In a minute you have it by:"), asked);
+    return;
+  }
   if (!found.spec) {
     answer.replaceChildren(line("p", "Nothing fits: " + found.advice));
     return;
@@ -27,5 +35,7 @@ OPTIONS.forEach((options, index) => {
   selects[index].append(...options.map((option) => line("option", option)));
   selects[index].addEventListener("change", show);
 });
+selects[0].selectedIndex = 1;
 selects[2].selectedIndex = 2;
+selects[3].selectedIndex = 1;
 show();

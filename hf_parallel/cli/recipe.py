@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     checked = commands.add_parser("check", help="check by planner and dry run that a recipe fits its machines")
     checked.add_argument("recipes", metavar="RECIPE", nargs="*", help="default: all recipes of this package")
     how = checked.add_mutually_exclusive_group()  # what is written has a dry run's memory, too
-    how.add_argument("--no-dry-run", action="store_true", help="use the planner only, in a fraction of a second")
+    how.add_argument("--no-dry-run", action="store_true", help="use the planner only, in a second")
     how.add_argument("--write", action="store_true", help="write the expected figures into the file")
     checked.add_argument("--prove", action="store_true", help="also compare the layout with one process")
     commands.add_parser("run", add_help=False, help="train with a recipe (`recipe run --help`)")

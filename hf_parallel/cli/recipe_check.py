@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,15 +18,17 @@ from hf_parallel.ask.config import ParallelConfig, SpecError
 from hf_parallel.ask.spec import HUB_FILE
 from hf_parallel.cli.recipe_file import Recipe, load_recipe, read_shipped_config, render_markdown
 from hf_parallel.hooks.auto import ScriptBatch, read_script_batch
-from hf_parallel.planner.candidates import HEADROOM, Goal
+from hf_parallel.planner.candidates import HEADROOM
 from hf_parallel.planner.choices import predict_choice
 from hf_parallel.planner.dryrun import dry_run
 from hf_parallel.planner.dryrun.run import end_ranks
 from hf_parallel.planner.memory import GIB
+from hf_parallel.planner.search import make_goal
 from hf_parallel.planner.shape import ModelShape, shape_of
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
+    from torch import nn
 
 
 # ---- Expectations of a recipe: memory and speed by the planner, memory by a dry run of the real code
@@ -62,22 +64,25 @@ class Plan:
 
 
 def plan_recipe(recipe: Recipe) -> Plan:
-    """Return the planner's numbers, from formulas alone: a fraction of a second.
+    """Return the planner's numbers: those of `hf-parallel plan` for this layout and batch.
 
     Raises:
         SpecError: the batch cannot be cut as the layout asks, or a name is not known.
     """
-    shape, batch, notes = shape_of_recipe(recipe), _read_batch(recipe), []
-    goal = Goal(
-        shape,
-        recipe.hardware.cluster,
-        recipe.seq,
-        None,
-        batch.precision,
-        batch.optimizer,
-        recipe.adapter_rank,
-        recipe.rows,
-        recipe.accumulation,
+    batch, notes = _read_batch(recipe), []
+    goal = make_goal(
+        model=recipe.config(),
+        cluster=recipe.hardware.cluster,
+        seq=recipe.seq,
+        precision=batch.precision,
+        adapt=_plan_adapters(recipe),
+        kernel=recipe.script_arguments.get("attn_implementation"),
+        documents=batch.documents,
+        global_batch=None,
+        optimizer=batch.optimizer,
+        lora=recipe.adapter_rank,
+        rows=recipe.rows,
+        accumulation=recipe.accumulation,
         four_bit=recipe.four_bit,
     )
     parts = (recipe.layout.pipeline_microbatches or recipe.rows) if recipe.layout.pp_size > 1 else 1
@@ -85,7 +90,7 @@ def plan_recipe(recipe: Recipe) -> Plan:
     memory, seconds = choice.needed_gib, choice.step_time_s
     if recipe.method == "dpo":
         seconds *= 1 + _REFERENCE_FORWARD
-        memory += 0.0 if recipe.adapter_rank else _compute_second_model(recipe, shape)
+        memory += 0.0 if recipe.adapter_rank else _compute_second_model(recipe, goal.shape)
         notes.append("rows are pairs, a reference beside them")
     if recipe.method == "grpo":
         notes.append("of the update; generation comes on top")
@@ -139,6 +144,14 @@ def _read_batch(recipe: Recipe) -> ScriptBatch:
     return read_script_batch(None, words, "bfloat16" if recipe.four_bit else dtype)
 
 
+def _plan_adapters(recipe: Recipe) -> Callable[[nn.Module], None] | None:
+    """Return what puts the script's adapters into a model without memory, or None."""
+    from hf_parallel.hooks.peft.planned_adapters import plan_lora
+
+    targets = recipe.script_arguments.get("lora_target_modules", "all-linear")
+    return plan_lora(recipe.adapter_rank, targets) if recipe.adapter_rank else None
+
+
 def _compute_second_model(recipe: Recipe, shape: ModelShape) -> float:
     """Return the GiB of the reference's weights on a rank."""
     width = 2 if _read_batch(recipe).precision == "bf16" else 4
@@ -158,11 +171,10 @@ def measure_dry_memory(recipe: Recipe) -> float:
     Raises:
         SpecError: the layout cannot hold for this model.
     """
-    from hf_parallel.hooks.peft import planned_adapters
+    from hf_parallel.hooks.peft.planned_adapters import plan_four_bit
 
-    layout, batch = _with_logits(recipe), _read_batch(recipe)
-    config, words = recipe.config(), recipe.script_arguments
-    targets, nested = words.get("lora_target_modules", "all-linear"), bool(words.get("use_bnb_nested_quant"))
+    layout, batch, config = _with_logits(recipe), _read_batch(recipe), recipe.config()
+    nested = bool(recipe.script_arguments.get("use_bnb_nested_quant"))
     runs = [
         dry_run(
             config,
@@ -173,8 +185,8 @@ def measure_dry_memory(recipe: Recipe) -> float:
             accumulation=min(recipe.accumulation, _CALLS),
             optimizer=batch.optimizer,
             precision=batch.precision,
-            adapt=planned_adapters.plan_lora(recipe.adapter_rank, targets) if recipe.adapter_rank else None,
-            pack=planned_adapters.plan_four_bit(nested) if recipe.four_bit else None,
+            adapt=_plan_adapters(recipe),
+            pack=plan_four_bit(nested) if recipe.four_bit else None,
         )
         for rank in end_ranks(layout)
     ]

@@ -530,6 +530,9 @@ def read_script_batch(
         value = getattr(arguments, name, None)
         return _read_option(argv, name, default) if value is None else value
 
+    def is_on(name: str) -> bool:
+        return str(said(name, False)).lower() == "true"
+
     # The rank of adapters, by the names that TRL and most scripts have for it; 0: all weights are trained.
     asked = {str(_read_option(argv, name, None)).lower() for name in ("use_peft", "use_lora")}
     sizes = (_read_option(argv, name, None) for name in ("lora_r", "lora_rank"))
@@ -538,7 +541,7 @@ def read_script_batch(
     longest = getattr(config, "max_position_embeddings", None) or _LONGEST_ASSUMED
     lengths = [int(value) for value in (said(name, None) for name in _LENGTHS) if value]
     if lowered is None:
-        lowered = next((name for name in ("bf16", "fp16") if str(said(name, False)).lower() == "true"), "no")
+        lowered = next((name for name in ("bf16", "fp16") if is_on(name)), "no")
     return ScriptBatch(
         rows=int(said("per_device_train_batch_size", 8)),
         accumulation=int(said("gradient_accumulation_steps", 1)),
@@ -546,7 +549,7 @@ def read_script_batch(
         precision=name_precision_of(dtype or getattr(config, "dtype", None), lowered),
         optimizer=name_optimizer_of(str(said("optim", "adamw"))),
         lora=of_session(_Shown).rank or rank,
-        documents=any(str(said(name, False)).lower() == "true" for name in ("packing", "padding_free")),
+        documents=is_on("padding_free") or (is_on("packing") and said("packing_strategy", "bfd") != "wrapped"),
     )
 
 

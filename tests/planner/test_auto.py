@@ -164,6 +164,8 @@ def test_one_process_stays_as_it_is(folder):
         (["--bf16", "--gradient_accumulation_steps=4"], {"precision": "mixed", "accumulation": 4}),
         (["--fp16", "--optim", "paged_adamw_8bit"], {"precision": "fp16", "optimizer": "adamw_8bit"}),
         (["--bf16", "false", "--max_length", "4096"], {"precision": "fp32", "seq": 64}),
+        (["--packing", "true"], {"documents": True}),
+        (["--packing", "--packing_strategy", "wrapped"], {"documents": False}),
     ],
 )
 def test_batch_from_the_command_line(argv, expected):

@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 
+import hf_parallel
 from hf_parallel.ask.config import SpecError
 from hf_parallel.cli.recipe_check import check_recipe, plan_recipe, shape_of_recipe
 from hf_parallel.cli.recipe_file import METHODS, list_recipe_names, list_shapes, load_recipe, read_recipe
@@ -44,8 +45,28 @@ def verdicts(recipes, dry):
     return [str(verdict) for verdict in (check_recipe(name, dry) for name in recipes) if verdict.wrong]
 
 
-def test_all_fit_by_the_planner_and_say_so():
-    assert verdicts(list_recipe_names(), False) == []
+@pytest.mark.parametrize("name", list_recipe_names())
+def test_all_fit_by_the_planner_and_say_so(name):
+    assert verdicts([name], False) == []
+
+
+def test_numbers_are_those_of_plan():
+    """To the digit, whole logits counted."""
+    recipe = load_recipe("qwen3-0.6b-full-1x24gb")
+    found = hf_parallel.plan(
+        recipe.config(),
+        gpu=recipe.hardware.gpu,
+        gpus=recipe.hardware.gpus,
+        seq=recipe.seq,
+        global_batch=None,
+        rows=recipe.rows,
+        accumulation=recipe.accumulation,
+        precision="mixed",
+        whole_logits=True,
+    )
+    (same,) = [choice for choice in found.choices if choice.config.to_spec() == recipe.layout.to_spec()]
+    planned = plan_recipe(recipe)
+    assert (planned.memory_gib, planned.step_s) == (same.needed_gib, same.step_time_s)
 
 
 @pytest.mark.parametrize("name", list_recipe_names())

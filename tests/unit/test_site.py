@@ -1,7 +1,7 @@
 """The pages of docs/ as a site: no link leads nowhere, nothing is fetched from elsewhere."""
 
+import argparse
 import json
-import math
 import re
 import runpy
 from pathlib import Path
@@ -10,6 +10,7 @@ import pytest
 
 import hf_parallel.planner
 from hf_parallel.ask.config import ParallelConfig
+from hf_parallel.cli.plan import add_arguments
 from hf_parallel.planner import find_gpu
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -75,13 +76,31 @@ ANSWERS = PAGE["read"]()
 
 def test_every_question_has_an_answer():
     """A layout that can be asked for, with 8 % of a GPU free; or what would do."""
-    head = (ROOT / "docs/which_layout.js").read_text().partition("const ANSWERS=")[0]
-    assert json.loads(head.partition("const OPTIONS=")[2].rstrip().rstrip(";")) == [list(q) for q in PAGE["QUESTIONS"]]
-    assert len(ANSWERS) == math.prod(len(options) for options in PAGE["QUESTIONS"])
+    head = (ROOT / "docs/which_layout.js").read_text().partition("const ANSWERS=")[0].splitlines()
+    assert json.loads(head[1].removeprefix("const OPTIONS=")[:-1]) == [list(options) for options in PAGE["QUESTIONS"]]
+    assert list(ANSWERS) == PAGE["list_places"]()
     for places, found in ANSWERS.items():
         machine = PAGE["MACHINES"][PAGE["asked"](places)[2]]
         assert "advice" in found or ParallelConfig.parse(found["spec"]).resolve(machine["gpus"])
         assert "advice" in found or found["gib"] <= 0.92 * find_gpu(machine["gpu"]).memory_gib + 0.05, places
+
+
+def test_other_questions_have_a_command():
+    """It asks `plan` what the page would have stored."""
+    words = json.loads((ROOT / "docs/which_layout.js").read_text().splitlines()[2].removeprefix("const WORDS=")[:-1])
+    assert words == PAGE["list_words"]()
+    assert [len(options) for options in words] == [len(options) for options in PAGE["QUESTIONS"]]
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    for number in range(max(map(len, words))):
+        chosen = [options[min(number, len(options) - 1)] for options in words]
+        args = parser.parse_args(" ".join(chosen).split())
+        _, method, machine, length = (
+            list(options.values())[min(number, len(options) - 1)] for options in PAGE["QUESTIONS"]
+        )
+        assert (args.lora, args.load_in_4bit) == (method.get("lora", 0), method.get("four_bit", False))
+        assert {key: getattr(args, key) for key in machine} == machine
+        assert (args.seq, args.seq * args.global_batch) == (length, PAGE["TOKENS"])
 
 
 @pytest.mark.parametrize("places", ANSWERS)

@@ -3,8 +3,9 @@
 With U ranks of Ulysses inside rings of R = P / U (a ring: U = 1, Ulysses: U = P), per layer, forward and backward:
 
     Ulysses    4 exchanges of latency l, of (U - 1) / U of q, k, v and outputs, back and forth           waited for
-    ring       R - 1 steps of l + bytes of a block of keys, backward of both ways     less attention to one block
-    allgather  l + all keys, backward of both ways                                                  waited for
+    ring       R - 1 steps of l + bytes of a block of keys, backward twice l + 3 times the bytes,
+               as gradients are summed in fp32                                       less attention to one block
+    allgather  l + all keys, backward twice l + 3 times the bytes                                   waited for
 
 and 0.384 of what hides behind attention, which it slows down. A block's attention grows with the square of the length
 and what is sent in proportion, so short rows and packs of short documents want few messages, and from some length on a
@@ -43,8 +44,9 @@ if TYPE_CHECKING:
 _OWN_KERNELS = ("auto", "sdpa", "torch_flash")
 #: Ranks of a node where no launcher tells.
 _NODE = 8
-#: Attention's operations per second, bytes per number, and how much slower a second of sending makes what hides it.
-_FLOPS, _WIDTH, _CONTENTION = 2.2e14, 2, 0.384
+#: Attention's operations per second, bytes per number and per number of a gradient that ranks sum, and how much slower
+#: a second of sending makes what hides it.
+_FLOPS, _WIDTH, _SUMMED, _CONTENTION = 2.2e14, 2, 4, 0.384
 #: Lengths of rows that are looked at, in tokens.
 _LENGTHS = tuple(2**power for power in range(6, 25))
 
@@ -108,8 +110,9 @@ class Choice:
             block = 2 * keys * number  # of as many tokens as heads are fewer
             attention = 2 * heads * self.width * tokens * seen / ring / _FLOPS  # causal: half of 4
             steps, blocks = (1, ring - 1) if at_once else (ring - 1, 1)
-            for ways, work in ((1, 1.0), (2, 2.5)):  # forward; backward, which sends gradients too
-                sent = (link.latency + blocks * block / link.bandwidth) * ways
+            # Forward; backward, which sends gradients, too, in fp32: twice the bytes of keys.
+            for messages, sizes, work in ((1, 1, 1.0), (2, 1 + _SUMMED / _WIDTH, 2.5)):
+                sent = messages * link.latency + sizes * blocks * block / link.bandwidth
                 hidden = 0.0 if at_once else min(sent, work * attention)
                 found += steps * (sent - hidden + _CONTENTION * hidden)
         return found
