@@ -10,7 +10,7 @@ import sys
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -41,7 +41,6 @@ from hf_parallel.ranks.mesh import ParallelMesh, get_stored
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from hf_parallel.apply.parallelize import ParallelState
     from hf_parallel.axes.pipeline.engine import PipelineEngine
 
 
@@ -170,7 +169,7 @@ def _apply_to_model(model: PreTrainedModel, fn: Callable, *args: object, **kwarg
     """
     wanted, state = fn(torch.empty((), dtype=model.dtype)).dtype, getattr(model, "_hf_parallel", None)
     # Stages of a pipeline are units that are no modules of the model: its own `_apply` does not find them.
-    root = model if state is None else cast("ParallelState", state).root
+    root: nn.Module = getattr(state, "root", model)
     held = [one for group in iterate_parameter_groups(root) for one in group.fsdp_params]
     if wanted == model.dtype or not any(one.all_gather_outputs for one in held):
         return type(model)._apply(model, fn, *args, **kwargs)
