@@ -74,7 +74,7 @@ def gather_by_process(original: Callable, *args: object, **kwargs: object) -> ob
 
 @patch("torch.distributed.nn.functional:all_gather", _REPEATS, copies=True)
 def gather_with_gradients(original: Callable, tensor: torch.Tensor, *args: object, **kwargs: object) -> object:
-    """The same of the function whose backward pass sums over processes."""
+    """Gather by the function whose backward pass sums over processes; refuse as `gather_by_process` does."""
     if torch.is_grad_enabled():
         _refuse_repeats(tensor, next(iter([*args, *kwargs.values()]), None))
     return original(tensor, *args, **kwargs)

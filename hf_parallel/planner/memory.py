@@ -207,7 +207,7 @@ class _Rank:
         return found
 
     def _count_lost(self) -> float:
-        """What quantised gradients have lost, for all numbers of a step: sent in two hops, each has its own."""
+        """Return the bytes of the errors that quantised gradients leave; of two hops, each keeps its own."""
         hops = 1 + (1 / self.layout.hierarchical_shard if self.layout.hierarchical_shard > 1 else 0.0)
         return 4.0 * hops * (self.numbers + self.experts) * self.layout.gradient_error_feedback
 
