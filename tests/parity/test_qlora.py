@@ -101,3 +101,9 @@ def test_rows_of_half_blocks_are_refused(runs, tmp_path):
     """`down_proj` has rows of 128 weights: over four ranks 32 each, half a block."""
     with pytest.raises(RankFailure, match=pattern_of_refusal("load_in_4bit", 64, works=" works")):
         run(partial(train, "tp=2", str(tmp_path), runs.initial("llama"), "single"), 2, init=False)
+
+
+def test_linears_looked_for_by_their_class_are_refused(folder, tmp_path):
+    """As qlora.py does: `isinstance(module, bnb.nn.Linear4bit)`. "all-linear" works: the first test here."""
+    with pytest.raises(RankFailure, match=pattern_of_refusal("LoraConfig(target_modules=[])", "Linear4bit", works='"all-linear"')):
+        run(partial(train, "dp_shard=2", str(tmp_path), folder, "single", targets=[]), 2, init=False)

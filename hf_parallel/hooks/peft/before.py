@@ -70,6 +70,9 @@ def check_tuner(tuner: BaseTuner, model: PreTrainedModel, config: LoraConfig, lo
             refuse("LoraConfig(use_dora=True) on a base of 4 bits", "not part of this version", "False")
         if isinstance(start, str) and start != "gaussian":
             refuse(f"init_lora_weights={start!r}", "the base has 4 bits", "'gaussian'")
+        if config.target_modules is not None and not config.target_modules and not targets:
+            why = "none of the base's linears: bnb.nn.Linear4bit finds none, because ranks pack their own parts"
+            refuse("LoraConfig(target_modules=[])", why, '"all-linear"')
         for name, module in model.named_modules():
             if isinstance(module, FourBit) and f"{name}.weight".endswith(tuple(targets or ())):
                 refuse("target_parameters", f"{name}.weight of 4 bits has another shape", "target_modules")
