@@ -105,5 +105,6 @@ def test_rows_of_half_blocks_are_refused(runs, tmp_path):
 
 def test_linears_looked_for_by_their_class_are_refused(folder, tmp_path):
     """As qlora.py does: `isinstance(module, bnb.nn.Linear4bit)`. "all-linear" works: the first test here."""
-    with pytest.raises(RankFailure, match=pattern_of_refusal("LoraConfig(target_modules=[])", "Linear4bit", works='"all-linear"')):
+    refusal = pattern_of_refusal("LoraConfig(target_modules=[])", "Linear4bit", works='"all-linear"')
+    with pytest.raises(RankFailure, match=refusal):
         run(partial(train, "dp_shard=2", str(tmp_path), folder, "single", targets=[]), 2, init=False)
