@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class HeldRun(Protocol):
-    """One of several runs of a step, whose gradients are not reduced yet."""
+    """A run of a step with several runs. Its gradients are not reduced yet."""
 
     def take(self) -> None:
         """Take the gradients that the run has left unreduced, and free its weights."""
@@ -191,7 +191,7 @@ class Plan:
 
 @dataclass(eq=False)
 class SequenceParallelFlag:
-    """Whether sequence parallelism is on. All modules of a model share the flag; it is off while the model generates.
+    """A flag for sequence parallelism that all modules of a model share. It is off while the model generates.
 
     `padding`: the tokens of each sequence in the latest forward pass, and the number of tokens that pad it.
     """
