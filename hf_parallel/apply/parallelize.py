@@ -1,4 +1,12 @@
-"""parallelize(model, config): ask, read, plan, apply."""
+"""Make a model parallel.
+
+    config = ParallelConfig.parse(spec)      ask      sizes and settings
+    anatomy = read_model(model, config)      read     what the model is
+    plan = resolve(config, anatomy)          plan     what will be done to it, or the error that names what works
+    apply(model, plan, mesh)                 apply    each axis does its part, from inside a layer outwards
+
+The model then carries a `ParallelState` as `model._hf_parallel`.
+"""
 
 from __future__ import annotations
 
@@ -49,11 +57,84 @@ if TYPE_CHECKING:
     from hf_parallel.axes.pipeline.part import StageFacts
 
 
+def parallelize(
+    model: nn.Module,
+    config: ParallelConfig | str | None = None,
+    mesh: ParallelMesh | None = None,
+    pack: Packing | None = None,
+) -> Any:
+    """Make `model` parallel in place over all processes and return the same object.
+
+    Afterwards `model(**batch)` and `loss.backward()` work as before, on this rank's share of the data; gradients are
+    averaged over the data ranks. Create the optimizer afterwards. Collective: every process calls it.
+
+    Args:
+        model: on the meta device, or with weights. Where the weights of ranks differ, rank 0's are used.
+        config: a `ParallelConfig` or a spec such as "tp=2,pp=2"; default: all processes shard the data.
+        mesh: an existing mesh to use, whose config is then the one in force.
+        pack: replaces the weights of the split model, by packed ones for example, before they are sharded.
+
+    Raises:
+        SpecError: the layout cannot hold for this model or number of processes.
+    """
+    if mesh is None:
+        if not dist.is_initialized():
+            refuse("parallelize", "needs a process group", do="start with torchrun and call init_process_group first")
+        mesh = ParallelMesh.create(ParallelConfig.parse(config or ParallelConfig()), choose_default_device())
+    if state_of(model) is None:
+        if inside := find_models_inside(model, mesh.config):
+            return _parallelize_around(model, inside, mesh)
+        if any(parameter.is_meta for parameter in model.parameters()):
+            retie(model)  # a model that is still being loaded ties its weights by name only
+    anatomy = read_model(model, mesh.config)
+    facts = anatomy.facts.get(PIPELINE.name)
+    if facts is not None and mesh.config.pipeline_split == MEASURED:
+        measured = replace(cast("StageFacts", facts), devices=mesh.pipeline_devices)
+        anatomy = replace(anatomy, facts={**anatomy.facts, PIPELINE.name: measured})
+    plan = resolve(mesh.config, anatomy)
+    if pack is not None:
+        pack.check(model, plan)
+    with note_former_parameters(model):
+        apply(model, plan, mesh, pack)
+    return model
+
+
+def apply(model: nn.Module, plan: Plan, mesh: ParallelMesh, pack: Packing | None = None) -> ParallelState:
+    """Do what the plan says, from inside a layer outwards: kernels, recomputation, matrices, layers, storage."""
+    building = Building(mesh, plan.anatomy.on_meta, [(model, list_transformer_blocks(model))], pack)
+    if not building.on_meta:
+        make_identical(model, mesh.device)
+    for axis in plan.axes:
+        if axis.name in plan.parts:
+            axis.apply(model, plan.parts[axis.name], building)
+    for axis in plan.axes:
+        if axis.name in plan.parts:
+            axis.finish(model, plan.parts[axis.name], building)
+    root = model if building.pipeline is None else building.pipeline.stages
+    pipeline = cast("PipelineEngine | None", building.pipeline)
+    state = ParallelState(plan, mesh, root, OneBatch(mesh), pipeline, list(plan.notes))
+    watch()
+    take_exchanged()  # before `step_on_local_parts`: an optimizer is checked with the parameters that it was given
+    step_on_local_parts()
+    tied = dict(getattr(model, "all_tied_weights_keys", None) or {})
+    vars(model).update(_hf_parallel=state, _hf_parallel_tied_keys=tied)
+    replace_methods(model, mesh, pipeline, functools.partial(parallelize, mesh=mesh))
+    if state.config.sharing_size > 1 or pipeline is not None:
+        gathers = root is model and state.config.sharing_size > 1
+        model.register_forward_pre_hook(functools.partial(refuse_changed_parameters, root, gathers), prepend=True)
+    if pipeline is None and state.config.world_size > 1:
+        model.register_forward_hook(refuse_gradients_of_gradients)
+    _compare_batches(model, state)
+    if mesh.size("tp") > 1 or mesh.size("pp") > 1 or state.config.sharing_size > 1:
+        watch_for_late_modules(model, mesh, pipeline)
+    return state
+
+
 @dataclass
 class ParallelState:
     """The state of a parallel model, found at `model._hf_parallel`.
 
-    `plan`: None of a module around parallel models, which are its `parts`.
+    A module around transformers models (its `parts`) has no plan: each part has its own state and plan.
     """
 
     plan: Plan | None
@@ -66,10 +147,10 @@ class ParallelState:
     around: weakref.ref[nn.Module] | None = None  # the module that this model is a part of
     reported: bool = False
     counts_tokens: bool = False
-    said: set[str] = field(default_factory=set)  # lines that are said once
+    said: set[str] = field(default_factory=set)  # lines that are printed once, and have been
 
     def is_first(self, line: str) -> bool:
-        """Return whether this is the first call with a line that is said once."""
+        """Return whether `line` was never asked about before. Each line is first once."""
         first = line not in self.said
         self.said.add(line)
         return first
@@ -93,89 +174,17 @@ class ParallelState:
 
     @property
     def flops_per_token(self) -> float:
-        """Training FLOPs per token that are this rank's."""
+        """Return the training FLOPs per token that this rank computes."""
         if self.plan is None:
             return sum(inner._hf_parallel.flops_per_token for inner in self.parts)
         return self.plan.anatomy.flops_per_token * self.config.data_parallel_size / self.config.world_size
 
 
-def parallelize(
-    model: nn.Module,
-    config: ParallelConfig | str | None = None,
-    mesh: ParallelMesh | None = None,
-    pack: Packing | None = None,
-) -> Any:
-    """Make `model` parallel in place over all processes and return the same object.
-
-    Afterwards `model(**batch)` and `loss.backward()` work as before, on this rank's share of the data; gradients are
-    averaged over the data ranks. Create the optimizer afterwards. Collective: every process calls it.
-
-    Args:
-        model: with weights, which need not be equal on all ranks (rank 0's win), or on the meta device.
-        config: a `ParallelConfig` or a spec such as "tp=2,pp=2"; default: all processes shard the data.
-        mesh: reuse an existing mesh.
-        pack: gives the split model weights of another kind before it is sharded.
-
-    Raises:
-        SpecError: the layout cannot hold for this model or number of processes.
-    """
-    if mesh is None:
-        if not dist.is_initialized():
-            refuse("parallelize", "needs a process group", do="start with torchrun and call init_process_group first")
-        mesh = ParallelMesh.create(ParallelConfig.parse(config or ParallelConfig()), choose_default_device())
-    inside = {} if state_of(model) is not None else find_models_inside(model, mesh.config)
-    if inside:
-        return _parallelize_around(model, inside, mesh)
-    if state_of(model) is None and any(parameter.is_meta for parameter in model.parameters()):
-        retie(model)  # while it is loaded it is tied by name only
-    anatomy = read_model(model, mesh.config)
-    facts = anatomy.facts.get(PIPELINE.name)
-    if mesh.config.pipeline_split != MEASURED or facts is None:
-        with_devices = anatomy
-    else:
-        known = replace(cast("StageFacts", facts), devices=mesh.pipeline_devices)
-        with_devices = replace(anatomy, facts={**anatomy.facts, PIPELINE.name: known})
-    plan = resolve(mesh.config, with_devices)
-    if pack is not None:
-        pack.check(model, plan)
-    with note_former_parameters(model):
-        apply(model, plan, mesh, pack)
-    return model
-
-
-def apply(model: nn.Module, plan: Plan, mesh: ParallelMesh, pack: Packing | None = None) -> ParallelState:
-    """Do what the plan says. From inside a layer outwards: kernels, recomputation, matrices, layers, storage."""
-    building = Building(mesh, plan.anatomy.on_meta, [(model, list_transformer_blocks(model))], pack)
-    if not building.on_meta:
-        make_identical(model, mesh.device)
-    for axis in plan.axes:
-        if axis.name in plan.parts:
-            axis.apply(model, plan.parts[axis.name], building)
-    for axis in plan.axes:
-        if axis.name in plan.parts:
-            axis.finish(model, plan.parts[axis.name], building)
-    root = model if building.pipeline is None else building.pipeline.stages
-    pipeline = cast("PipelineEngine | None", building.pipeline)
-    state = ParallelState(plan, mesh, root, OneBatch(mesh), pipeline, list(plan.notes))
-    watch()
-    take_exchanged()  # first: an optimizer is looked at with the parameters that it was given
-    step_on_local_parts()
-    tied = dict(getattr(model, "all_tied_weights_keys", None) or {})
-    vars(model).update(_hf_parallel=state, _hf_parallel_tied_keys=tied)
-    replace_methods(model, mesh, pipeline, functools.partial(parallelize, mesh=mesh))
-    if state.config.sharing_size > 1 or pipeline is not None:
-        gathers = root is model and state.config.sharing_size > 1
-        model.register_forward_pre_hook(functools.partial(refuse_changed_parameters, root, gathers), prepend=True)
-    if pipeline is None and state.config.world_size > 1:
-        model.register_forward_hook(refuse_gradients_of_gradients)
-    _compare_batches(model, state)
-    if mesh.size("tp") > 1 or mesh.size("pp") > 1 or state.config.sharing_size > 1:
-        watch_for_late_modules(model, mesh, pipeline)
-    return state
-
-
 def _compare_batches(model: nn.Module, state: ParallelState) -> None:
-    """Compare batches in the model's first steps; not where a script's loss calls it on the last stage alone."""
+    """Compare the batches of ranks that must see the same one, in the model's first steps.
+
+    A script's loss calls the model on the last stage alone, so such calls are not compared.
+    """
     pipelines = pipelines_of(state.mesh)
 
     def compare(module: nn.Module, args: tuple, kwargs: dict) -> None:
@@ -187,7 +196,7 @@ def _compare_batches(model: nn.Module, state: ParallelState) -> None:
 
 
 def _parallelize_around(model: PreTrainedModel, parts: Mapping[str, PreTrainedModel], mesh: ParallelMesh) -> nn.Module:
-    """Make a module around transformers models parallel, which may be so already; return the same object."""
+    """Make the transformers models inside `model` parallel, if they are not yet; return `model` itself."""
     for part in parts.values():
         if state_of(part) is None:
             parallelize(part, mesh=mesh)
@@ -212,7 +221,7 @@ def state_of(model: nn.Module) -> ParallelState | None:
 
 
 def clip_grad_norm(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-    """Clip the gradients of a parallel model by their norm over all ranks; returns the norm before clipping."""
+    """Clip the gradients of a model by their norm over all ranks; return the norm before clipping."""
     state = state_of(model)
     if state is None:
         return torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm, norm_type)
@@ -222,25 +231,26 @@ def clip_grad_norm(model: nn.Module, max_norm: float, norm_type: float = 2.0) ->
 def clip_together(
     parameters: Iterable[torch.Tensor], states: list[ParallelState], max_norm: float, norm_type: float = 2.0
 ) -> torch.Tensor:
-    """Clip gradients of one or several parallel models of one mesh by their joint norm, which is returned."""
-    pipelines = [state.pipeline for state in states if state.pipeline]
-    copies = {i for one in pipelines for i in (*one.copies, *find_counted_before(one.late, one.mesh))}
+    """Clip the gradients of parallel models of one mesh by their joint norm; return the norm before clipping."""
+    copies: set[int] = set()
+    for engine in (state.pipeline for state in states if state.pipeline):
+        copies.update(engine.copies, find_counted_before(engine.late, engine.mesh))
     return clip_over_mesh(parameters, float(max_norm), states[0].mesh, float(norm_type), copies)
 
 
 def choose_default_device() -> torch.device:
     """Return the device of this process: its accelerator if the machine has one, else the CPU.
 
-    A process that has not chosen an accelerator (torch's default is the first) takes the one of its LOCAL_RANK.
+    torch's default is the first accelerator. A process that still has it takes the accelerator of its LOCAL_RANK.
     """
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if accelerator is None:
         return torch.device("cpu")
-    number, place = torch.accelerator.current_device_index(), int(os.environ.get("LOCAL_RANK") or 0)
-    if number == 0 and place < torch.accelerator.device_count() and place > 0:
-        torch.accelerator.set_device_index(place)
-        number = place
-    return torch.device(accelerator.type, number)
+    index, local_rank = torch.accelerator.current_device_index(), int(os.environ.get("LOCAL_RANK") or 0)
+    if index == 0 < local_rank < torch.accelerator.device_count():
+        torch.accelerator.set_device_index(local_rank)
+        index = local_rank
+    return torch.device(accelerator.type, index)
 
 
 def gather_parameters_per_rank(model: nn.Module) -> list[int]:

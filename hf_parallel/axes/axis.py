@@ -1,7 +1,7 @@
-"""The parts of an axis, so that nobody else has to name it.
+"""The interface of an axis, and the data that axes hand to each other: `Axis`, `Plan`, `Building`, `PipelineServices`.
 
-An axis is one module with the same parts: its spec keys, what it refuses, what it reads of a model, what it will do
-to it (its part of the plan), and the doing. A setting of every layer, such as the attention kernel, is an axis
+An axis is one kind of parallelism. It has keys in the spec, reads facts of a model, resolves them to its part of the
+plan or refuses, and applies that part. A setting of every layer, such as the attention kernel, is an axis, too: one
 without ranks.
 """
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class HeldRun(Protocol):
-    """A run of a step that has several, whose gradients are not reduced yet."""
+    """A run of a step with several runs. Its gradients are not reduced yet."""
 
     def take(self) -> None:
         """Take the gradients that the run has left unreduced, and free its weights."""
@@ -40,7 +40,7 @@ class HeldGradients(Protocol):
     """Gradients of a step's runs, where data ranks reduce them once per step."""
 
     def run(self) -> HeldRun | None:
-        """Start a run. Return None where it is the only one of its step."""
+        """Start a run. Return None if the step has no other."""
 
 
 class CallBalance(Protocol):
@@ -78,7 +78,7 @@ class AdapterSwitch(Protocol):
         """Return which adapters are on."""
 
     def as_in(self, state: Any) -> AbstractContextManager[None]:
-        """Switch adapters as they were when `state` was read."""
+        """Switch adapters, inside the `with`, as they were when `state` was read."""
 
     def set_in(self, root: nn.Module, state: Any) -> None:
         """Switch the adapters of modules that the model does not show."""
@@ -90,15 +90,15 @@ class PipelineServices:
 
     Attributes:
         loss_in_chunks: may a micro-batch's loss be computed in chunks of tokens?
-        balance: counts what routers choose, where a loss asks for it.
+        balance: counts what routers choose, if a loss asks for it.
         adapters: the switch of the model's adapters, if it has any.
         scale_loss: multiplies a loss by the factor that fp16 needs.
         lowered_dtype: returns the dtype of weights that data ranks gather, or None.
-        before_run: is told of each run: does it train, and the shape of its tokens.
+        before_run: called before each run with whether it trains and the shape of its tokens.
         at_rest: replaces gathered parameters by the stored ones.
         held: gradients that wait for the step's last run.
-        reduce_stages: reduces the gradients of this rank's stages over data ranks, as far as no backward pass has.
-        gradients_scaled: is told by what the gradients of a run are multiplied when its loss goes backward.
+        reduce_stages: reduces gradients of this rank's stages that no backward pass has reduced over data ranks.
+        gradients_scaled: called in the backward pass of a run's loss with the factor of its gradients.
     """
 
     loss_in_chunks: bool = False
@@ -140,7 +140,7 @@ class Axis(Generic[Facts, Part]):
     off: ClassVar[object] = 1  # the value of the key with which the axis does nothing
 
     def is_on(self, config: ParallelConfig) -> bool:
-        """Does this config make the axis do anything?"""
+        """Return whether the axis does anything under this config."""
         return getattr(config, self.key or f"{self.name}_size", self.off) != self.off
 
     def read(self, model: PreTrainedModel, config: ParallelConfig) -> Facts | None:
@@ -152,26 +152,29 @@ class Axis(Generic[Facts, Part]):
         return None
 
     def settle(self, config: ParallelConfig, part: Part | None) -> ParallelConfig:
-        """The config with what was left open decided."""
+        """Return the config with the values that it left to the axis."""
         return config
 
     def notes(self, part: Part) -> list[str]:
-        """Lines for the start-up report."""
+        """Return lines for the start-up report."""
         return []
 
     def apply(self, model: nn.Module, part: Part, building: Building) -> None:
-        """Do it."""
+        """Change the model as `part` says."""
 
     def finish(self, model: nn.Module, part: Part, building: Building) -> None:
-        """Do what has to come after every axis has been applied."""
+        """Change what has to come after every axis has been applied."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that will be done to a model. `config`: sizes without -1, the schedule chosen.
+    """Everything that will be done to a model.
 
-    `axes`: all axes, in the order in which they are applied. `parts`: what each axis that is on will do, by its name.
-    `problems`: what stops it; a plan that `resolve` returned has none.
+    Attributes:
+        config: all sizes are numbers, and the schedule is chosen.
+        axes: all axes, in the order in which they are applied.
+        parts: what each axis that is on will do, by its name.
+        problems: the reasons why it cannot be done; a plan that `resolve` returned has none.
     """
 
     config: ParallelConfig
@@ -188,9 +191,9 @@ class Plan:
 
 @dataclass(eq=False)
 class SequenceParallelFlag:
-    """Is sequence parallelism on? All of a model shares it, and turns it off while it generates.
+    """A flag for sequence parallelism that all modules of a model share. It is off while the model generates.
 
-    `padding`: in the latest forward pass, the tokens of each sequence, and how many more only fill it up.
+    `padding`: the tokens of each sequence in the latest forward pass, and the number of tokens that pad it.
     """
 
     on: bool
@@ -201,15 +204,15 @@ class Packing(Protocol):
     """Gives a model weights of another kind, between splitting and sharding."""
 
     def check(self, model: PreTrainedModel, plan: Plan) -> None:
-        """Refuse, with a SpecError, what cannot be packed; the model is not changed."""
+        """Raise a SpecError for what cannot be packed. Do not change the model."""
 
     def __call__(self, model: PreTrainedModel) -> None:
-        """Pack what is split."""
+        """Pack the weights of the split model."""
 
 
 @dataclass
 class Building:
-    """A model while axes are applied to it: what one leaves for the next."""
+    """A model under construction: what each axis leaves for the next."""
 
     mesh: ParallelMesh
     on_meta: bool  # the weights come later

@@ -2,7 +2,7 @@
 
     full         each layer keeps its input
     every:N      so does every N-th layer, the others keep everything
-    selective    each layer keeps its input and what is dear to compute or to send: the policy is in `selective.py`
+    selective    each layer keeps its input and what is dear to compute or to send: see `is_kept` below
 
 A script's own `gradient_checkpointing=True` switches layers on too; what the spec says of them still holds.
 """

@@ -3,7 +3,7 @@
 report = check()                       # on every rank, in a process group or under a launcher's variables
 report.verdict, report.failed          # on rank 0; the others get an empty report
 
-ranks.py   which rank this is; starting ranks of our own
+run.py     which parts are wanted, and their order
 room.py    all ranks through the store; the first that fails or stands still ends all
 system.py  versions, devices, what the catalogue says of them
 links.py   every group of a layout, every collective and point-to-point on it, with its time

@@ -1,4 +1,4 @@
-"""State of this process while it is part of a layout. Held here, so that no patch needs a global of its own."""
+"""The state of this process while a layout is active, so that no patch needs a global of its own."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ if TYPE_CHECKING:
     from accelerate.data_loader import BatchSamplerShard
     from transformers import PreTrainedModel, TrainingArguments
 
-#: Seconds that a collective may take, where the script's arguments do not say.
+#: Seconds that a collective may take, unless the script's arguments say.
 TIME_OUT = "HF_PARALLEL_TIMEOUT"
 
-#: Of torch's generators on the host and on the device, which a CPU does not have.
+#: The states of torch's generators of the host and of the device (None for a CPU).
 RandomState: TypeAlias = tuple[torch.Tensor, torch.Tensor | None]
 
 
@@ -104,13 +104,13 @@ class MeasuredShares:
 
 @dataclass
 class Runtime:
-    """The active layout and who asked for it."""
+    """The active layout, and who asked for it."""
 
     config: ParallelConfig
     source: str
     mesh: ParallelMesh
     environment: dict[str, str | None] = field(default_factory=dict)
-    absent: bool = False  # takes part in a ragged batch without a row of its own: nothing of it is gathered
+    absent: bool = False  # takes part in a ragged batch without a row of its own, so nothing of it is gathered
     in_trainer: bool = False  # does a Trainer compute and weigh the loss?
     loop: LoopLosses = field(default_factory=LoopLosses)
     measured: MeasuredShares | None = None
@@ -132,19 +132,19 @@ class _Connection:
 
 
 def current() -> Runtime | None:
-    """The active runtime, or None."""
+    """Return the active runtime, or None."""
     return of_session(_Active).runtime
 
 
 def mesh() -> ParallelMesh:
-    """The active mesh; only called from patches, which are in place only while a runtime is active."""
+    """Return the active mesh. Only patches call this function, and only while a runtime is active."""
     active = current()
     assert active is not None
     return active.mesh
 
 
 def is_absent() -> bool:
-    """Does this rank compute without a row of its own, only to take part?"""
+    """Return whether this rank computes without a row of its own, only to take part in collectives."""
     active = current()
     return active is not None and active.absent
 
@@ -175,7 +175,7 @@ def connect_process_group() -> None:
 
 
 def follow_time_out(args: TrainingArguments) -> None:
-    """`ddp_timeout` of TrainingArguments, made after the groups are; its default leaves the environment's."""
+    """Apply `ddp_timeout` of TrainingArguments to existing groups. Its default leaves the environment's value."""
     default = type(args).__dataclass_fields__["ddp_timeout"].default
     if args.ddp_timeout != default or not os.environ.get(TIME_OUT):
         change_time_out(timedelta(seconds=args.ddp_timeout))
@@ -229,19 +229,19 @@ def pretend_mesh(mesh: ParallelMesh) -> Iterator[None]:
 
 
 def find_parallel_state(model: PreTrainedModel) -> ParallelState | None:
-    """The state of a model as Trainer or Accelerator hold it, wrapped by torch.compile or not."""
+    """Return the state of a model as Trainer or Accelerator hold it, wrapped by torch.compile or not."""
     return state_of(getattr(model, "_orig_mod", model))
 
 
 def compare_batches(model: PreTrainedModel, inputs: object, kind: str) -> None:
-    """Do the ranks of this model read the same rows? A script's own loss may call less than the model."""
+    """Check that the ranks of this model read the same rows, also if a script's loss calls a part of the model."""
     state = find_parallel_state(model)
     if state is not None:
         state.batches.check(inputs, kind)
 
 
 def equalise_random_state(axis: str, source: int = -1, of: ParallelMesh | None = None) -> None:
-    """Let all ranks along `axis` go on from the random state of the one at `source`. Collective along it.
+    """Set the random state of all ranks along `axis` to that of rank `source` of it. Collective along `axis`.
 
     Args:
         of: the mesh; default: the active one.
@@ -255,26 +255,26 @@ def equalise_random_state(axis: str, source: int = -1, of: ParallelMesh | None =
 
 
 def read_random_states(of: ParallelMesh | None = None) -> RandomState:
-    """Return the random state of torch's generators, that of the host and that of the device."""
+    """Return the random states of torch's generators of the host and of the device."""
     kind = (of or mesh()).device
     return torch.get_rng_state(), torch.get_device_module(kind).get_rng_state() if kind.type != "cpu" else None
 
 
 def set_random_state(state: RandomState, of: ParallelMesh | None = None) -> None:
-    """Go on from there."""
+    """Set the random states of torch's generators."""
     torch.set_rng_state(state[0])
     if state[1] is not None:
         torch.get_device_module((of or mesh()).device).set_rng_state(state[1])
 
 
 def equalise_within_model(source: int = -1, of: ParallelMesh | None = None) -> None:
-    """Make random states equal on the ranks that run the same layers of one model, which drop alike."""
+    """Make random states equal on the ranks that run the same layers, so that their dropout is the same."""
     for axis in ("tp", "cp"):
         equalise_random_state(axis, source, of)
 
 
 def _set_environment() -> dict[str, str | None]:
-    """Variables that accelerate and transformers read; returns their former values."""
+    """Set variables that accelerate and transformers read; return their former values."""
     wanted = {"HF_DEACTIVATE_ASYNC_LOAD": "1"}  # load one tensor at a time: all at once would need the whole model
     if not torch.accelerator.is_available():
         wanted["ACCELERATE_USE_CPU"] = "true"  # else accelerate takes several CPU processes for single ones
@@ -301,7 +301,7 @@ def choose_nccl_diagnostics() -> dict[str, str]:
 
 
 def choose_allocation() -> dict[str, str]:
-    """A GPU's memory in segments that grow in place: between blocks of fixed sizes would be gaps (ZeRO-R, 6.3).
+    """Let a GPU's memory grow in place: blocks of fixed sizes would leave gaps between them (ZeRO-R, 6.3).
 
     What is gathered and what batches take differ in size from layer to layer and step to step. Read when memory is
     first taken. What the script's environment says stays. The former name is set, which torch reads too: vLLM looks

@@ -1,8 +1,10 @@
-"""Resolving a config for a model to a plan. The only place that refuses.
+"""Turn a config and a model into a plan, or refuse them. Nothing else refuses a model.
 
-anatomy = read(model, config)        what the model is
-plan = resolve(config, anatomy)      what will be done to it: data that prints
-apply(model, plan, mesh)             does it (`parallelize.py`)
+    anatomy = read_model(model, config)      what the model is
+    plan = resolve(config, anatomy)          what will be done to it: data that prints
+    apply(model, plan, mesh)                 does it (`apply/parallelize.py`)
+
+The second half of the file computes which slice of each parameter a rank stores.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from hf_parallel.model.anatomy import Anatomy, ParameterFacts, read_anatomy
 
 
 def read_model(model: nn.Module, config: ParallelConfig, axes: tuple[Axis, ...] = AXES) -> Anatomy:
-    """Read a model as far as this config asks for it; the model is not changed."""
+    """Read what the axes of this config need to know of a model, without changing the model."""
     anatomy = read_anatomy(model)
     asking = [axis for axis in axes if axis.is_on(config) and (anatomy.is_transformers or not axis.inside)]
     return replace(anatomy, facts={axis.name: axis.read(model, config) for axis in asking})
@@ -33,7 +35,7 @@ def resolve(config: ParallelConfig, anatomy: Anatomy, axes: tuple[Axis, ...] = A
     """Return the plan for a model.
 
     Raises:
-        SpecError: the first thing that stops it.
+        SpecError: the first problem of the plan.
     """
     plan = draft_plan(config, anatomy, axes)
     if plan.problems:
@@ -42,7 +44,7 @@ def resolve(config: ParallelConfig, anatomy: Anatomy, axes: tuple[Axis, ...] = A
 
 
 def draft_plan(config: ParallelConfig, anatomy: Anatomy, axes: tuple[Axis, ...] = AXES) -> Plan:
-    """Return the plan with everything that stops it; an axis that refuses has no part in it."""
+    """Return the plan with all its problems. An axis that refuses adds a problem and no part."""
     plan = Plan(config, anatomy, axes, problems=tuple(_list_general_problems(anatomy)))
     for axis in axes:
         if not axis.is_on(config):
@@ -64,7 +66,7 @@ def draft_plan(config: ParallelConfig, anatomy: Anatomy, axes: tuple[Axis, ...] 
 
 
 def _check_inside(plan: Plan, axis: Axis) -> None:
-    """Refuse a model that an axis cannot cut inside."""
+    """Refuse a model whose layers this axis cannot cut."""
     key, anatomy = f"{axis.name}_size", plan.anatomy
     asked, works = f"{key}={getattr(plan.config, key)}", f"{key}=1 with dp_shard works"
     if not anatomy.is_transformers:
@@ -77,6 +79,7 @@ def _check_inside(plan: Plan, axis: Axis) -> None:
 
 
 def _list_general_problems(anatomy: Anatomy) -> list[str]:
+    """List the problems of a model that no config solves."""
     found = [
         (anatomy.is_parallel, f"{anatomy.name} is parallel already; parallelize it once"),
         (
@@ -93,15 +96,15 @@ def _list_general_problems(anatomy: Anatomy) -> list[str]:
     return [line for stops, line in found if stops]
 
 
-# ---- Which slice of each parameter a rank stores: the rules of the tensor and data axes as arithmetic, without
-# processes
+# ---- Which slice of each parameter a rank stores: the rules of tp and FSDP2 as arithmetic, without processes -------
 # style "rowwise", tp=2, dp_shard=2       [64, 128]  --tp cuts dim 1-->  [64, 64]  --FSDP2 cuts dim 0-->  [32, 64]
 
 Shape = tuple[int, ...]
+Cut = tuple[int, ...]  # the dims along which tp cuts a parameter: none, one, or two on a grid of ranks
 
 _COLUMNS = {"weight": 0, "bias": 0}
 _SHARED = ("colwise_shared_heads", "shared_qkv", "shared_groups", "embedding_heads", "replicated_with_grad_allreduce")
-#: The dimension along which each style cuts a parameter over tp; what is not named stays whole.
+#: The dimension along which each style cuts a parameter over tp. Parameters that are not listed stay whole.
 CUTS: dict[str, dict[str, int]] = {
     **dict.fromkeys(("colwise", "packed_qkv", "packed_halves", "falcon_qkv", "colwise_gather_output"), _COLUMNS),
     "rowwise": {"weight": 1},
@@ -113,12 +116,8 @@ CUTS: dict[str, dict[str, int]] = {
 ON_GRID = ("colwise", "packed_qkv", "packed_halves", "falcon_qkv", "rowwise", "colwise_shared_heads")
 
 
-#: Along which dims tp cuts a parameter: one over all ranks, or two over rows and columns of their grid.
-Cut = tuple[int, ...]
-
-
 def find_tp_cuts(anatomy: Anatomy, part: TensorPart) -> dict[str, Cut]:
-    """Return the dims along which tp cuts each parameter, under all its full names; whole ones are not in it."""
+    """Return the dims along which tp cuts each parameter, by each of its full names. Whole parameters are left out."""
     own: dict[str, Cut] = {}
     for name, style in part.words.items():
         if style == "experts":
@@ -138,7 +137,10 @@ def find_tp_cuts(anatomy: Anatomy, part: TensorPart) -> dict[str, Cut]:
 
 
 def slice_shape(shape: Iterable[int], dim: int | None, parts: int, index: int) -> Shape:
-    """Return the shape of part `index` as DTensor and FSDP2 cut: ceil(size / parts) each, until nothing is left."""
+    """Return the shape of part `index` of `parts`.
+
+    Like DTensor and FSDP2, each part takes ceil(size / parts) until nothing is left, so the last ones may be empty.
+    """
     sizes = list(shape)
     if dim is not None and sizes:
         size, part = sizes[dim], -(-sizes[dim] // parts)
@@ -147,7 +149,7 @@ def slice_shape(shape: Iterable[int], dim: int | None, parts: int, index: int) -
 
 
 def compute_tp_shape(shape: Iterable[int], cut: Cut, config: ParallelConfig, index: int) -> Shape:
-    """Return the shape of the part of a parameter that tp leaves rank `index`."""
+    """Return the shape of the part of a parameter that tp rank `index` holds."""
     if len(cut) < 2:
         return slice_shape(shape, cut[0] if cut else None, config.tp_size, index)
     row, column = divmod(index, config.tp_col_size)
@@ -158,10 +160,10 @@ def compute_tp_shape(shape: Iterable[int], cut: Cut, config: ParallelConfig, ind
 def count_stored(
     parameters: Iterable[ParameterFacts], cuts: dict[str, Cut], config: ParallelConfig, apart: Collection[str] = ()
 ) -> dict[tuple[int, int], tuple[int, int]]:
-    """Count elements and bytes of these parameters that a rank keeps, at each (dp_shard x cp, tp) place.
+    """Count the elements and bytes of these parameters that a rank stores, by its place (dp_shard x cp, tp).
 
     Args:
-        apart: the names of the parameters that are shared out over ep.
+        apart: the names of the parameters that ep distributes: whole experts on each rank.
     """
     parameters = list(parameters)
     ranks, ep_size = config.ep_shard_size, config.ep_size

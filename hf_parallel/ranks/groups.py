@@ -1,12 +1,12 @@
 """Process groups of a mesh: one for each set of ranks, whoever asks for it.
 
-    axis of one rank       all of them share one group                   made once instead of once an axis
+    axes of one rank       all of them share one group                   made once, not once per axis
     data ranks, ends       the group of an axis where that is the same   no second communicator
     axis of all ranks      the default group
     host memory            gloo, connected as messages need it           1,023 sockets per rank would be the rule
 
-A group is made in one call per axis where the default group has a communicator to split (`device_id` was given), else
-call by call, which costs ranks outside of it nothing: a communicator comes into being when it is first used.
+If the default group has a communicator to split (`device_id` was given), one call makes all groups of an axis. If not,
+each group is a call of its own. It costs ranks outside nothing, because NCCL connects a group when it is first used.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Groups:
         return group
 
     def among(self, partition: Partition, urgent: bool = False, apart: str = "") -> dist.ProcessGroup | None:
-        """Return this rank's group of a `partition` that leaves ranks out; None on these ranks."""
+        """Return this rank's group of `partition`. Return None on ranks that are in no group of it."""
         options = make_urgent_options(self.device) if urgent else None
         key = (options is not None, apart, *map(tuple, partition))
         if key not in self._known:
@@ -95,7 +95,7 @@ class Groups:
 def make_host_group() -> dist.ProcessGroup:
     """Make a new group of all ranks over host memory. Collective.
 
-    gloo connects every rank with every other one, unless it is told to wait until they have something to say.
+    gloo connects each pair of ranks at once, unless it is told to connect them at their first message.
     """
     former = os.environ.get(_LAZY)
     os.environ[_LAZY] = "1"
@@ -109,14 +109,14 @@ def make_host_group() -> dist.ProcessGroup:
 
 
 def can_send_host_memory(group: dist.ProcessGroup) -> bool:
-    """Return whether a group sends tensors of the CPU. NCCL's pickles go through the GPU, and the process waits."""
+    """Return whether a group sends tensors of the CPU. NCCL sends objects through the GPU, and the process waits."""
     return torch.device("cpu") in group._device_types
 
 
 def connect_group(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Make a group's communicator before messages that not all of its ranks take part in. Collective over them.
+    """Make a group's communicator before point-to-point messages of some of its ranks. Collective over the group.
 
-    NCCL makes it at the first call; a batch of messages there waits for every rank, and forever for those without one.
+    NCCL makes it at the first call, and waits there for all ranks: forever, if some of them have no message.
     """
     if group.size() > 1 and _does_connect_late(group):
         dist.all_reduce(torch.zeros(1, device=device), group=group)
@@ -127,16 +127,16 @@ def _does_connect_late(group: dist.ProcessGroup) -> bool:
 
 
 def time_out() -> timedelta | None:
-    """Return the time-out of the default group. New groups must be given it, else they have torch's default."""
+    """Return the time-out of the default group, for new groups: without it they have torch's default."""
     group = dist.distributed_c10d._get_default_group()
     options = getattr(group._get_backend(group._device_types[0]), "options", None)
     return getattr(options, "_timeout", None)
 
 
 def _make_groups_keep_own(partition: Partition, rank: int, **settings: Any) -> dist.ProcessGroup | None:
-    """Create every group, in which each rank takes part, and keep the one that holds `rank`."""
+    """Make all groups of a partition, and return the group that holds `rank`."""
     own = None
-    # Where communicators are split, ranks outside of a group would take part in a split that nobody inside makes.
+    # Otherwise ranks outside of a group would take part in a split of communicators that ranks inside never make.
     alone = _is_split_from_default(dist.distributed_c10d._get_default_group())
     for ranks in partition:
         group = dist.new_group(ranks, timeout=time_out(), use_local_synchronization=alone, **settings)
@@ -150,7 +150,7 @@ def _is_split_from_default(default: object) -> bool:
 
 
 def make_urgent_options(device: torch.device) -> object:
-    """Return options of a group whose kernels run on a stream of high priority; None where there is no such thing."""
+    """Return options of a group whose kernels run on a stream of high priority; None without NCCL."""
     if device.type != "cuda" or not dist.is_nccl_available() or "nccl" not in dist.get_backend_config():
         return None
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from hf_parallel.ranks.differentiable import Context
 
 Mixin = TypeVar("Mixin", bound="nn.Module")
-# Each calls a function around the steps of all optimizers, and once, however often it is asked to.
+# Each registers a function around the steps of all optimizers, once, however often it is called with it.
 call_before_steps = functools.cache(register_optimizer_step_pre_hook)
 call_after_steps = functools.cache(register_optimizer_step_post_hook)
 
@@ -34,13 +34,13 @@ def hold_other_tensors(module: nn.Module, changed: dict[str, Any]) -> Iterator[N
     try:
         yield
     finally:
-        # What somebody has put there since stays: FSDP2 frees a weight in the module's own hook.
+        # A tensor that was put there since stays: FSDP2 frees a weight in the module's own hook.
         module._parameters.update({n: p for n, p in before.items() if module._parameters.get(n) is changed[n]})
 
 
 @contextlib.contextmanager
 def add_to_tensor(module: nn.Module, name: str, make: Callable[[], torch.Tensor]) -> Iterator[None]:
-    """Let `module` compute inside the `with` with the sum of its tensor of this name and of `make()`."""
+    """Let `module` compute, inside the `with`, with its tensor `name` plus `make()`."""
     added = vars(module).setdefault("_hf_parallel_added", {})
     added[name] = make
     try:
@@ -50,7 +50,7 @@ def add_to_tensor(module: nn.Module, name: str, make: Callable[[], torch.Tensor]
 
 
 def with_added(module: nn.Module, name: str, value: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a parameter plus the tensor to be added to it, if any."""
+    """Return `value` plus the tensor that `add_to_tensor` has announced for this name, if any."""
     make = vars(module).get("_hf_parallel_added", {}).get(name)
     return value if make is None else value + make().to(value.dtype)
 
@@ -87,7 +87,7 @@ def make_class_in_front(mixin: type, cls: type) -> type:
 
 
 def put_in_front(mixin: type[Mixin], module: nn.Module) -> Mixin:
-    """Let a module compute as a mixin says; its class keeps its name, and its parameters stay."""
+    """Put a mixin before the class of a module. The class keeps its name and the module its parameters."""
     front: type = mixin
     behind: type = type(module)
     module.__class__ = make_class_in_front(front, behind)
@@ -105,7 +105,7 @@ def has_mixin(cls: type) -> bool:
 
 
 def without_mixins(cls: type) -> type:
-    """Return the class that it was before any mixin, and any other forward."""
+    """Return the class as it was before any mixin and any replaced forward."""
     while has_mixin(cls):
         cls = vars(cls)[_BEHIND]
     return vars(cls).get(_OWN, cls)
@@ -113,7 +113,7 @@ def without_mixins(cls: type) -> type:
 
 @functools.cache
 def make_class_computing(forward: Callable, cls: type) -> type:
-    """Return the class `cls` with another forward, behind the mixins before it."""
+    """Return the class `cls` with another forward. Mixins before it stay before it."""
     if has_mixin(cls):
         return make_class_in_front(cls.__bases__[0], make_class_computing(forward, vars(cls)[_BEHIND]))
     own = vars(cls).get(_OWN, cls)
@@ -124,7 +124,7 @@ def make_class_computing(forward: Callable, cls: type) -> type:
 
 
 def get_autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """Return the dtype autocast lowers products to, here and now; None where it is off."""
+    """Return the dtype in which autocast now computes products; None if it is off."""
     return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
 
 
@@ -135,7 +135,7 @@ def cast_as_autocast(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def switch_autocast_off(device: str) -> contextlib.AbstractContextManager:
-    """Switch autocast off; no context where it is off already, as in most backwards: torch's context takes a while."""
+    """Return a context without autocast, or none if it is off already, as in most backward passes: it is slow."""
     return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else contextlib.nullcontext()
 
 

@@ -11,20 +11,20 @@ sit on the slowest links. Eight processes under `pp=2,dp_shard=2,tp=2`, rank num
 
 The data rank comes from coordinates, never from `rank // n`: here the ranks of one model are not contiguous.
 
-Experts are shared out over a second view of the ranks of dp_shard, cp and tp, in which ep is innermost and ep_shard
-what is left; dp_replicate and pp are the same in both:
+Experts are distributed over a second view of the ranks of dp_shard, cp and tp. In it, ep is innermost, and ep_shard
+takes the rest; dp_replicate and pp are the same in both views:
 
     dp_shard x cp x tp = ep_shard x ep
 
-Sixteen processes under `pp=2,dp_shard=4,tp=2,ep=4`, of which this is the first stage (the second has 8 … 15):
+Sixteen processes under `pp=2,dp_shard=4,tp=2,ep=4`; this is the first stage (the second has ranks 8 … 15):
 
                     tp=0  tp=1                        ep=0  ep=1  ep=2  ep=3
-    dp_shard=0        0     1          ep_shard=0       0     1     2     3      each of these holds a quarter of the
-    dp_shard=1        2     3          ep_shard=1       4     5     6     7      experts, and of it a half (0 and 4)
+    dp_shard=0        0     1          ep_shard=0       0     1     2     3      ranks 0 and 4 have one quarter of the
+    dp_shard=1        2     3          ep_shard=1       4     5     6     7      experts, and store a half of it each
     dp_shard=2        4     5
     dp_shard=3        6     7          everything else is cut over tp and dp_shard, as on the left
 
-`tp_mesh=ROWSxCOLS` is a third view: the ranks of tp as a grid, of which tp_col is innermost.
+`tp_mesh=ROWSxCOLS` is a third view: the ranks of tp as a grid, in which tp_col is innermost.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from hf_parallel.ask.spec import refuse
 from hf_parallel.ranks.devices import Device, measure_device_memory, measure_product_rate
 from hf_parallel.ranks.groups import Groups, make_host_group, make_urgent_options
 
-#: For threads of groups that something still refers to: to let go of the tensors of their last work.
+#: Time for threads of groups that are still referred to: they let go of the tensors of their last work.
 _LAST_WORK_S = 0.1
 
 #: The second view of the ranks of dp_shard, cp and tp.
@@ -61,10 +61,10 @@ EXPERT_AXES = ("ep_shard", "ep")
 
 
 def compute_coordinates(config: ParallelConfig, rank: int, sizes: dict[str, int] | None = None) -> dict[str, int]:
-    """Return where `rank` sits: {axis: index}. Pure arithmetic, no process group.
+    """Return the coordinates of `rank`: {axis: index}. Pure arithmetic, no process group.
 
     Args:
-        sizes: of the axes of a view, such as `config.expert_sizes`; by default of the first one.
+        sizes: the sizes of the axes of a view, such as `config.expert_sizes`; default: the first view.
     """
     sizes, place = config.sizes if sizes is None else sizes, {}
     for axis, size in reversed(sizes.items()):
@@ -78,7 +78,7 @@ def get_stored(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def place_as(parameter: Any, part: torch.Tensor) -> DTensor:
-    """Make a DTensor that is placed as `parameter` is, with `part` as this rank's part. Not differentiable."""
+    """Make a DTensor with the placement of `parameter` and `part` as this rank's part. Not differentiable."""
     spec = copy.copy(parameter._spec)
     spec.tensor_meta = spec.tensor_meta._replace(dtype=part.dtype)
     return DTensor(part, spec, requires_grad=False)
@@ -110,11 +110,11 @@ def check_alike(
 
     Args:
         asked: the setting as it stands in a spec.
-        ranks: those that are listed; None: all.
-        why: what such ranks do alike.
+        ranks: the ranks that the setting lists; None: all.
+        why: what these ranks must do alike, for the error.
 
     Raises:
-        SpecError: a rank that is not there, or alone among those that it must be like.
+        SpecError: a listed rank does not exist, or a rank beside it is not listed.
     """
     if ranks is None:
         return
@@ -165,7 +165,7 @@ class ParallelMesh:
 
     @functools.cached_property
     def sharing_mesh(self) -> DeviceMesh:
-        """Return the ranks over which FSDP2 shares weights: replicas, if any, by all that shard. Collective once."""
+        """Return the mesh of FSDP2: replicas, if any, x all ranks that shard weights. Collective at the first use."""
         replicas = self.size("dp_replicate") > 1
         if self.size("cp") == 1:
             return self["dp_replicate", "dp_shard"] if replicas else self["dp_shard"]
@@ -174,19 +174,19 @@ class ParallelMesh:
 
     @functools.cached_property
     def second_stage_group(self) -> dist.ProcessGroup:
-        """Return a second group along pp: gradients travel back while activations travel on. Collective at first."""
+        """Return a second group along pp: gradients travel while activations do. Collective at the first use."""
         return self.groups.along(list_axis_ranks(self.config, "pp"), apart="backward")
 
     @functools.cached_property
     def attention_group(self) -> dist.ProcessGroup:
-        """Return a second group along cp: keys travel while the other groups gather weights. Collective at first."""
+        """Return a second group along cp: keys travel while weights are gathered. Collective at the first use."""
         return self.groups.along(list_axis_ranks(self.config, "cp"), apart="attention")
 
     @functools.cached_property
     def grid(self) -> DeviceMesh:
         """Return the ranks of tp by rows and columns, with the root of `tp`: FSDP2 joins meshes of one root only."""
         sizes = self.config.tp_row_size, self.config.tp_col_size
-        # Torch makes these groups, not `Groups`, of which it can take none.
+        # torch makes these groups: `_unflatten` takes none that exist.
         options: Any = make_urgent_options(self.device)
         return self["tp"]._unflatten(0, sizes, TP_AXES, dict.fromkeys(TP_AXES, options) if options else None)
 
@@ -228,11 +228,11 @@ class ParallelMesh:
         return make_host_group() if self.config.async_save else self.host_group
 
     def group_on_host(self, axis: str) -> dist.ProcessGroup:
-        """Return the ranks of `group(axis)`, for small messages that no GPU need see. Collective over all ranks."""
+        """Return a group of the ranks of `group(axis)` over host memory. Collective over all ranks."""
         return self.groups.on_host(list_axis_ranks(self.config, axis), self.group(axis))
 
     def data_group_on_host(self) -> dist.ProcessGroup:
-        """The ranks of `data_group`, likewise. Collective over all ranks."""
+        """Return a group of the ranks of `data_group` over host memory. Collective over all ranks."""
         return self.groups.on_host(list_axis_ranks(self.config, *_list_data_axes(self.config)), self.data_group)
 
     @property
@@ -247,7 +247,7 @@ class ParallelMesh:
 
     @functools.cached_property
     def pipeline_devices(self) -> tuple[Device, ...]:
-        """The slowest speed and the least memory among the processes of each pipeline rank. Collective at first."""
+        """Return the least speed and memory of the processes of each pipeline rank. Collective at the first use."""
         with self.fork_random_state():
             own = Device(measure_product_rate(self.device), measure_device_memory(self.device))
         found: dict[int, list[Device]] = {}
@@ -259,13 +259,13 @@ class ParallelMesh:
         return tuple(Device(min(one.speed for one in own), min(one.memory for one in own)) for own in each)
 
     def fork_random_state(self) -> contextlib.AbstractContextManager:
-        """Allow random numbers inside the `with`: afterwards this process's generators go on as before."""
+        """Restore the states of this process's random generators after the `with`."""
         if self.device.type == "cpu":
             return torch.random.fork_rng([])
         return torch.random.fork_rng([self.device.index or 0], device_type=self.device.type)
 
     def first_and_last_stage_group(self) -> dist.ProcessGroup | None:
-        """Return the group that keeps two copies of a tied embedding equal; None between them. Collective over all."""
+        """Return the group of the first and last stage, for a tied embedding; None elsewhere. Collective over all."""
         return self.groups.among([[ranks[0], ranks[-1]] for ranks in list_axis_ranks(self.config, "pp")])
 
 
@@ -277,9 +277,9 @@ def _build_device_mesh(groups: Groups, config: ParallelConfig, sizes: dict[str, 
 
 
 def end_all_groups() -> None:
-    """Wait for the work of all process groups at the end of Python, and end them while their threads may still run.
+    """Wait for the work of all process groups at the end of Python, and end them before their threads do.
 
-    Nothing is waited for after an error that nobody caught: peers may never do their part.
+    After an uncaught error, do nothing: the other ranks may never do their part of the work.
     """
     if not hasattr(sys, "last_type"):
         if dist.is_initialized():

@@ -5,7 +5,7 @@ who sees whom: a document begins where a token does not see the one before it. W
 the rest: causal or not, its window, its sinks.
 
     rows of one document each, no window, no sinks    scaled-dot-product attention, which is flash attention there
-    CUDA, 16 bits                                     one call of the variable-length kernel (`varlen.py`)
+    CUDA, 16 bits                                     one call of the variable-length kernel (`_Varlen`)
     else                                              document by document, by the kernels of context parallelism
 
 Calls with a key/value cache, attention to another sequence and masks of queries by keys are computed as by `sdpa`.

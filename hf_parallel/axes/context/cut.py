@@ -1,4 +1,4 @@
-"""Batches are cut where tokens enter the backbone, and made whole where hidden states leave it.
+"""Cut batches along the sequence where tokens enter the backbone; join hidden states where they leave it.
 
     model(input_ids, labels)                     the script's own loss, heads that read one token, …
       backbone: cut -> layers on s / cp            backbone: cut -> layers on s / cp -> join
@@ -6,8 +6,8 @@
       loss: labels shifted, then cut;              loss: the script's, on every cp rank alike
             summed over cp ranks
 
-The left way needs the model's own loss, a sum over tokens; then logits are a rank's own, and whole only for a script
-that reads them. The right way is exact for whatever is done with the outputs.
+The left way needs the model's own loss, a sum over tokens. Logits then stay in parts, and are joined only if a script
+reads them. The right way is exact whatever a script does with the outputs.
 """
 
 from __future__ import annotations
@@ -51,29 +51,29 @@ if TYPE_CHECKING:
 
 
 # ---- Activation checkpointing that does not attend twice: output and log-sum-exp of each attention are kept ---------
-# A recomputed layer needs its queries, keys and values again, which it computes; what came of them, with all its
-# communication, it is given: h + 1 numbers per token and head for the price of a whole ring.
+# A recomputed layer computes its queries, keys and values again, but not the attention with its communication: d + 1
+# numbers are kept per token and head, and a whole ring is saved.
 
 
 def make_checkpoint_contexts() -> tuple[AbstractContextManager, AbstractContextManager]:
-    """For `context_fn` of torch's checkpoint: around the first run, and around the second."""
+    """Return the contexts of the first and the second run of a checkpointed layer (torch's `context_fn`)."""
     store = Store(frozenset({ATTENTION}))
     return Within(store, False), Within(store, True)
 
 
 def keep_attention(layers: Iterable[nn.Module]) -> None:
-    """Let layers that are checkpointed keep what their attention gives. Called before each forward: cheap."""
+    """Let checkpointed layers keep the output of their attention. Cheap, because it is called before each forward."""
     for layer in layers:
         function = getattr(layer, "_gradient_checkpointing_func", None)
         if function is None or not getattr(layer, "gradient_checkpointing", False):
             continue
         keywords = getattr(function, "keywords", {})
         if keywords.get("use_reentrant", False) or "context_fn" in keywords:
-            continue  # a script's own way, which runs attention again
+            continue  # a script's own checkpointing runs attention again
         vars(layer)["_gradient_checkpointing_func"] = functools.partial(function, context_fn=make_checkpoint_contexts)
 
 
-#: What tells flash attention where documents begin: the layout knows.
+#: Arguments that tell flash attention where documents begin. They are left out: our kernels ask the layout.
 _BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
 
@@ -85,7 +85,7 @@ class SequenceCut:
         choice: the variant for each batch.
         ways: how each variant shares tokens, and attends.
         multiple: what a rank's number of tokens must be a multiple of: tp, under sequence parallelism.
-        packed: do positions that start again begin another document, as in most causal models? Asked for such rows.
+        packed: do positions that start again at 0 begin another document, as in most causal models?
         own_loss: is the model's loss a sum over tokens?
         caches: may the model keep a key/value cache? Calls with one (generation) are not cut.
     """
@@ -97,7 +97,7 @@ class SequenceCut:
     packed: Callable[[], bool]
     own_loss: bool
     caches: bool
-    _parts: bool = False  # does what leaves the backbone stay a rank's own?
+    _parts: bool = False  # do outputs of the backbone stay in parts?
     _batch: Batch = field(default_factory=dict)
     _last: tuple[tuple, Layout] | None = None
     _draws: Draws = field(init=False)  # the backbone
@@ -105,7 +105,7 @@ class SequenceCut:
     # ---- around the model ----------------------------------------------------------------------------------------
 
     def attach(self, model: PreTrainedModel, backbone: PreTrainedModel) -> None:
-        """Stand behind the forward of model and backbone. Before a pipeline does, whose stages each call both."""
+        """Replace the forward of model and backbone. Do so before a pipeline does: its stages each call both."""
         self._draws = Draws(backbone)
         names = list(inspect.signature(backbone.forward).parameters)
         hook = functools.partial(self._make_router_logits_whole, names)
@@ -158,7 +158,7 @@ class SequenceCut:
         shift_labels: torch.Tensor | None = None,
         **kwargs: object,
     ) -> torch.Tensor:
-        """The model's own loss, over this rank's tokens and then over all."""
+        """Compute the model's own loss over this rank's tokens, and sum it over the ranks."""
         if not self._parts:
             return loss(logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs)
         targets = compute_targets_of(labels, shift_labels, ignore_index)
@@ -170,7 +170,7 @@ class SequenceCut:
     def _make_logits_whole(
         self, names: list[str], model: PreTrainedModel, args: tuple, kwargs: Batch, output: ModelOutput
     ) -> None:
-        """A hook of the model, after FSDP2's own, which reads outputs."""
+        """Let logits be joined when they are read. A hook that must run after FSDP2's, which reads all outputs."""
         batch = bind_arguments_of(names, args, kwargs, model)
         if isinstance(output, dict) and dict.get(output, "logits") is not None and self._loss_is_own(model, batch):
             layout = self._find_layout(batch)
@@ -207,11 +207,12 @@ class SequenceCut:
         return self.caches and (asked or has_cache(batch))
 
     def _find_layout(self, batch: Batch) -> Layout:
-        """Who holds which tokens of this batch; the last one is remembered."""
+        """Return which rank holds which tokens of this batch. The layout of the latest batch is kept."""
         tokens = get_tokens_of(batch)
         mask, positions, boundaries = (batch.get(key) for key in ("attention_mask", "position_ids", "cu_seq_lens_q"))
         given = (mask, positions, boundaries)
-        known = not any(tensor is not None and tensor.is_inference() for tensor in given)  # these count no versions
+        # Tensors of inference mode have no version, so a change of them cannot be seen.
+        known = not any(tensor is not None and tensor.is_inference() for tensor in given)
         key = tokens.shape[:2], given, [tensor._version if known and tensor is not None else None for tensor in given]
         if self._last is None or not known or not _is_same_batch(self._last[0], key):
             rows = packs.find((tokens.shape[0], tokens.shape[1]), mask, positions, boundaries)
@@ -281,7 +282,7 @@ class SequenceCut:
             output["router_logits"] = tuple(layer.clone() for layer in whole)  # FSDP2 warns of outputs that are views
 
     def whole_tokens(self, tensor: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """[rows, own tokens, …] -> [rows, tokens, …] on all ranks, which must go on to compute the same."""
+        """Join [rows, own tokens, …] to [rows, tokens, …] on all ranks, which must then compute the same with it."""
         return join(tensor, self._find_layout(batch), self.group)
 
     def _make_whole_for_pooler(self, module: nn.Module, args: tuple) -> tuple | None:
@@ -290,14 +291,14 @@ class SequenceCut:
 
 
 def _is_same_batch(one: tuple, other: tuple) -> bool:
-    """Rows of the same shape with the very same tensors beside them, unchanged?"""
+    """Return whether two batches have the same shape and the same unchanged mask, positions and boundaries."""
     alike = all(a is b for a, b in zip(one[1], other[1], strict=True))
     return alike and one[0] == other[0] and one[2] == other[2]
 
 
 @contextlib.contextmanager
 def _draw_own_random_numbers(draws: Draws, group: dist.ProcessGroup) -> Iterator[None]:
-    """Ranks that share a state drop different things of different tokens and heads; afterwards all go on alike."""
+    """Draw from a seed of this rank's own inside the `with`: cp ranks share a random state, but not their tokens."""
     if not draws:
         yield
         return

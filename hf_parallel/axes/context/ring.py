@@ -1,11 +1,11 @@
-"""Ring attention (Li et al., 2021; Liu et al., 2023): queries stay, keys and values travel, and are never all here.
+"""Ring attention (Li et al., 2021; Liu et al., 2023): queries stay on their rank, blocks of keys and values travel.
 
     step i of ring rank r       computes with the keys of r - i
                                 receives those of r - i - 1 meanwhile      (two buffers)
     and backward                returns the gradients of those keys to r - i, while the next step runs
 
-A step's keys come from their holder: the same bytes as passing them on from neighbour to neighbour, and what nobody
-sees, such as what is beyond a sliding window, is not sent. `gathered` collects all keys at once instead (Llama 3's
+Each rank receives keys from the rank that holds them. That is as many bytes as from neighbour to neighbour, and keys
+that no query sees, for example beyond a sliding window, are not sent. `gathered` collects all keys at once (Llama 3's
 variant, arXiv 2407.21783, section 3.3.2): one collective, and memory for all keys of one layer.
 """
 
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
 # ---- Attention over keys that come block by block, with nothing kept but the output and one number per query --------
 #     output = sum over blocks of exp(lse_block - lse) output_block,   lse = log sum exp(lse_block)        in fp32
 #
-# What a query sees of a block follows from who holds what (`layout.py`), so masks cost nothing. Kernels that take many
-# sequences in one call have rows as tokens [b n, h, …] behind each other, others as they come, [b, h, n, …]: `flat`.
+# `layout.py` knows which rank holds which tokens, and so what a query sees of a block: no mask is needed. A kernel is
+# `flat` if it takes many sequences in one call, as [b n, h, …]; the others take [b, h, n, …].
 
 Part = Tile | Call
-Place = slice | torch.Tensor | tuple[slice, slice, slice]  # of a part, among tokens or rows
+Place = slice | torch.Tensor | tuple[slice, slice, slice]  # the tokens, or rows, of a part
 
 
 class Sum:
@@ -53,7 +53,7 @@ class Sum:
         self._q, self._out, self._lse = (_arrange_for_kernel(tensor, kernel) for tensor in (q, self.out, self.lse))
 
     def add(self, k: torch.Tensor, v: torch.Tensor, parts: Iterable[Part]) -> None:
-        """Another block of keys and values [b, h / g, m, d]."""
+        """Attend to another block of keys and values [b, h / g, m, d]."""
         k, v = _arrange_for_kernel(k, self.kernel), _arrange_for_kernel(v, self.kernel)
         for part in parts:
             mine, theirs = _find_places(part)
@@ -67,14 +67,14 @@ class Sum:
             del out, lse, former, total  # before the next part's are there
 
     def with_sinks(self, sinks: torch.Tensor) -> None:
-        """A further score per head [h] whose value is nothing, as in gpt-oss."""
+        """Add a score per head [h] whose value is zero, as gpt-oss does."""
         total = torch.logaddexp(self.lse, sinks.to(self.lse.dtype)[None, :, None])
         self.out *= (self.lse - total).exp_()[..., None]
         self.lse = total
 
 
 class Gradients:
-    """The gradient of those queries over the blocks so far."""
+    """The gradient of the queries [b, h, n, d] over the blocks so far."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class Gradients:
         self._dq = _arrange_for_kernel(self.dq, kernel)
 
     def add(self, k: torch.Tensor, v: torch.Tensor, parts: Iterable[Part]) -> torch.Tensor:
-        """The share of a block of keys and values; returns their gradients [2, b, h / g, m, d] in fp32."""
+        """Add the share of a block of keys and values; return their gradients [2, b, h / g, m, d] in fp32."""
         found = _make_room((2 * k.shape[0], *k.shape[1:]), 0, self.dq, self.kernel).unflatten(0, (2, -1))
         of_k, of_v = (_arrange_for_kernel(tensor, self.kernel) for tensor in found)
         k, v = _arrange_for_kernel(k, self.kernel), _arrange_for_kernel(v, self.kernel)
@@ -108,13 +108,13 @@ class Gradients:
         return found
 
     def of_sinks(self, sinks: torch.Tensor) -> torch.Tensor:
-        """The gradient of the further score."""
+        """Return the gradient of the sinks [h]."""
         share = (sinks.to(self.lse.dtype)[None, :, None] - self.lse).exp()
         return -(share * (self.gradient * self.out).to(share.dtype).sum(-1)).sum((0, 2)).to(sinks.dtype)
 
 
 def _make_room(shape: Sequence[int], value: float, like: torch.Tensor, kernel: Kernel) -> torch.Tensor:
-    """[b, h, n, …], in memory as the kernel has it."""
+    """Make a tensor [b, h, n, …] in the memory order of the kernel."""
     b, h, n, *rest = shape
     return (
         like.new_full((b, n, h, *rest), value).transpose(1, 2) if kernel.flat else like.new_full(tuple(shape), value)
@@ -122,7 +122,7 @@ def _make_room(shape: Sequence[int], value: float, like: torch.Tensor, kernel: K
 
 
 def _arrange_for_kernel(rows: torch.Tensor, kernel: Kernel) -> torch.Tensor:
-    """[b, h, n, …] as it is, or as [b n, h, …]: the same memory where that is [b, n, h, …]."""
+    """Return [b, h, n, …] as the kernel takes it. [b n, h, …] is a view where the memory order is [b, n, h, …]."""
     return rows.transpose(1, 2).flatten(0, 1) if kernel.flat else rows
 
 
@@ -137,10 +137,10 @@ def _find_places(part: Part) -> tuple[Place, Place]:
 
 
 def pick(q: torch.Tensor, scores: Scores, asked: str) -> Kernel:
-    """The kernel for queries of this kind; `asked`: what the spec says of attention.
+    """Choose the kernel for queries [b, h, n, d]. `asked`: the spec's `attention`.
 
     Raises:
-        NotImplementedError: a package was named that does not compute them.
+        NotImplementedError: the spec names a package that does not compute such queries.
     """
     if asked in flash.PACKAGES:
         kernel = flash.PACKAGES[asked]
@@ -154,11 +154,11 @@ def pick(q: torch.Tensor, scores: Scores, asked: str) -> Kernel:
 
 
 class Exchange:
-    """Tensors that travel between two ranks at once, in both directions.
+    """Send a tensor to one rank while another arrives from a second rank.
 
-    On CUDA they do so on NCCL's stream, which first waits for what has been computed so far, as of the former use of
-    the memory; `wait` lets what is computed next wait for them, not the process. What is sent is held until then: its
-    memory goes back to the stream that waits, so nothing has to be recorded on NCCL's.
+    On CUDA, NCCL's stream first waits for the kernels so far, also those that used the memory before. `wait` lets
+    later kernels wait for the messages, not the process. The sent tensor is held until then: its memory cannot be
+    reused too early, so nothing has to be recorded on NCCL's stream.
     """
 
     def __init__(
@@ -187,7 +187,10 @@ class Exchange:
 
 
 def _receive_blocks(ring: Ring, own: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-    """(ring rank, its keys and values [2, b, h, n, d]), own ones first; the next travel while these are used."""
+    """Yield (ring rank, its keys and values [2, b, h, n, d]), this rank's own first.
+
+    The next block travels while the caller uses the present one.
+    """
     if ring.gathered and ring.size > 1:
         assert ring.group is not None
         started = start_all_gather(own, ring.group)
@@ -210,9 +213,9 @@ def _start_next_exchange(ring: Ring, own: torch.Tensor, step: int) -> Exchange:
 
 
 class RingAttention(torch.autograd.Function):
-    """q [b, h, n, d], k and v [b, h / g, n, d] of this ring rank's tokens -> [b, h, n, d].
+    """Attend with q [b, h, n, d], k and v [b, h / g, n, d] of this ring rank's tokens; return [b, h, n, d].
 
-    Behind Ulysses the result is that of this rank's tokens, of all heads.
+    With Ulysses, the result has all heads of this rank's own tokens.
     """
 
     @staticmethod
@@ -248,7 +251,7 @@ def _run_ring_forward(
     total = Sum(q, scores, pick(q, scores, ring.kernel))
     for keys, pair in _receive_blocks(ring, torch.stack([k, v])):
         total.add(pair[0], pair[1], _attend_to_parts(ring, keys, total))
-        del pair  # or there would be three blocks while the one after the next is asked for
+        del pair  # otherwise three blocks would be held while the next but one is received
     if sinks is not None:
         total.with_sinks(sinks)
     out = total.out.to(q.dtype)
@@ -256,7 +259,7 @@ def _run_ring_forward(
 
 
 def _collect_key_gradients(work: Gradients, own: torch.Tensor, ring: Ring) -> torch.Tensor:
-    """The gradients of this rank's keys and values, from all ranks that have seen them."""
+    """Return the gradients of this rank's keys and values, summed over all ranks that attended to them."""
     if ring.gathered and ring.size > 1:
         assert ring.group is not None
         everything = torch.empty(ring.size, *own.shape, dtype=work.dq.dtype, device=own.device)

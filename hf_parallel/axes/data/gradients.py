@@ -1,7 +1,7 @@
-"""The gradient norm of parameters that live on different meshes, as plain tensors or as DTensors.
+"""Gradients over data ranks: when they are reduced, in which dtype, and their norm over all ranks.
 
-A shard counts once; a tensor that several ranks hold alike counts once too. So the sum of powers is taken per set of
-axes over which a parameter is cut, summed over exactly those axes, and then over the stages.
+The norm counts each shard once, and a tensor that several ranks hold alike once. So the sum of powers is taken per set
+of axes over which a parameter is cut, summed over exactly those axes, and then over the stages.
 """
 
 from __future__ import annotations
@@ -39,8 +39,7 @@ if TYPE_CHECKING:
 #     zero_stage=3        m times       2 m times           nothing
 #
 # `gradient_reduction=step` reduces once at stages 2 and 3 too, and holds whole gradients in between. A pipeline
-# gathers once per run of its schedule; at stages 2 and 3 it reduces per run, too, else once per step:
-# held_gradients.py.
+# gathers once per run of its schedule; at stages 2 and 3 it reduces per run, too, else once per step: `HeldGradients`.
 #
 # Gradients of 16-bit weights are summed over micro-batches in fp32 and rounded once, after the last backward pass.
 
@@ -51,14 +50,17 @@ _WIDENED = "_hf_parallel_widened"
 
 @contextlib.contextmanager
 def run_before_the_last(root: nn.Module, config: ParallelConfig) -> Iterator[None]:
-    """Run the micro-batches of a step but the last; of a pipeline runs of its schedule."""
+    """Run all micro-batches of a step but the last one (in a pipeline: all runs of its schedule but the last).
+
+    Inside, gradients are reduced, and weights freed, only as `zero_stage` asks for.
+    """
     unit = None if config.pp_size > 1 else next(iterate_sharded_modules(root), None)
     held: HeldGradients | None = None
     if unit is not None:
         unit.set_requires_gradient_sync(config.reduces_each_micro_batch)
         unit.set_reshard_after_backward(config.zero_stage == 3)
         setattr(unit, _MORE, True)
-    elif not config.reduces_each_run:  # else a pipeline reduces the gradients of each run
+    elif not config.reduces_each_run:
         held = getattr(root, HELD, None)
     if held is not None:
         held.more = True
@@ -93,7 +95,10 @@ def round_after_backward(root: nn.Module) -> None:
 
 
 def find_resting_parameters(roots: list[nn.Module], parameters: list[nn.Parameter]) -> list[nn.Parameter]:
-    """The parameters that gradients end in: FSDP2 registers gathered ones in their place until a backward pass."""
+    """Return the stored parameters, which keep the gradients, in the place of gathered ones.
+
+    FSDP2 registers gathered parameters from a forward pass to its backward pass.
+    """
     groups = (group for root in roots for group in iterate_parameter_groups(root))
     gathered = (p for group in groups for p in group.fsdp_params if hasattr(p, "_unsharded_param"))
     kept = {id(p._unsharded_param): p.sharded_param for p in gathered}
@@ -101,7 +106,7 @@ def find_resting_parameters(roots: list[nn.Module], parameters: list[nn.Paramete
 
 
 def _widen_gradients(root: nn.Module) -> None:
-    """Gradients stay in the dtype in which they were reduced; torch would round what each micro-batch adds."""
+    """Keep gradients in fp32, in which they are reduced: torch would round the sum after each micro-batch."""
     if getattr(root, _WIDENED, None):
         return
     widened = []
@@ -116,7 +121,8 @@ def _widen_gradients(root: nn.Module) -> None:
 
 
 def _narrow_gradients(root: nn.Module) -> None:
-    for group, dtype, parameters in getattr(root, _WIDENED) or ():  # each output of the model may ask for it
+    """Round gradients to their parameters' dtype. The hooks of several outputs may call it; the first call does it."""
+    for group, dtype, parameters in getattr(root, _WIDENED) or ():
         group._orig_dtype = dtype
         for parameter in parameters:
             gradient, parameter.grad = parameter.grad, None
@@ -130,22 +136,22 @@ def _narrow_gradients(root: nn.Module) -> None:
 #     micro-step 2         the same                                            added
 #     micro-step 3         the same                                            added, then reduced
 #
-# What a run gives is known before the gradient of its loss, by which it is to be weighed; so the last run does not
-# reduce either where something is held. A step of a single run holds nothing, and reduces in its schedule.
+# A run computes its gradients before the backward pass of the script, which tells the factor of its loss. Hence
+# the last run does not reduce in its schedule either if gradients are held. A step of one run does, and holds nothing.
 
 Whole = list[tuple["FSDPParam", torch.Tensor]]
 
 
 @dataclass(eq=False)
 class Run:
-    """A run of a step that reduces nothing; `more` runs follow."""
+    """A run whose schedule reduces nothing. `more`: another run of the step follows."""
 
     held: HeldGradients
     more: bool
     whole: Whole = field(default_factory=list)
 
     def take(self) -> None:
-        """Take the gradients that the run has left unreduced; free its weights."""
+        """Take the unreduced gradients of the run from FSDP2, and free its weights."""
         self.whole = []
         for group in (group for stage in self.held.stages for group in iterate_parameter_groups(stage)):
             for parameter in group.fsdp_params:
@@ -160,7 +166,7 @@ class Run:
             group._to_sharded()
 
     def hand_over(self, scale: torch.Tensor | None) -> None:
-        """Hold that too, times the gradient of its loss; after the last run reduce it all."""
+        """Add the gradients of the run, times `scale`, to the held ones. After the last run, reduce all of them."""
         self.held.add(self.whole, scale)
         self.whole = []
         if not self.more:
@@ -168,7 +174,7 @@ class Run:
 
 
 class HeldGradients:
-    """The gradients of one rank's stages; `more`: another run of the step follows."""
+    """The unreduced gradients of one rank's stages. `more`: another run of the step follows."""
 
     def __init__(self, stages: list[nn.Module]) -> None:
         self.stages = [stage for stage in stages if isinstance(stage, FSDPModule)]
@@ -176,11 +182,11 @@ class HeldGradients:
         self._held: dict[FSDPParam, torch.Tensor] = {}
 
     def run(self) -> Run | None:
-        """The run that begins, if it is one of several."""
+        """Start a run. Return None if the step has no other."""
         return Run(self, self.more) if self.more or self._held else None
 
     def add(self, whole: Whole, scale: torch.Tensor | None) -> None:
-        """Hold these too, times the gradient of their loss."""
+        """Add whole gradients, times the gradient of their loss, to the held ones."""
         for parameter, gradient in whole:
             if scale is not None:
                 get_stored(gradient).mul_(scale)
@@ -190,7 +196,7 @@ class HeldGradients:
                 self._held[parameter] = gradient
 
     def reduce(self) -> None:
-        """Reduce what is held, into the gradients of the stored parameters, as torch's schedules do at their end."""
+        """Reduce the held gradients into those of the stored parameters, as torch's schedules do at their end."""
         for parameter, gradient in self._held.items():
             parameter.unsharded_accumulated_grad = gradient
         self._held = {}
@@ -230,7 +236,7 @@ def clip_grad_norm(
 def compute_gradient_norm(
     parameters: Iterable[torch.Tensor], mesh: ParallelMesh, norm_type: float = 2.0, copies: Collection[int] = ()
 ) -> torch.Tensor:
-    """The norm of all gradients of the model, over its stages and shards."""
+    """Return the norm of all gradients of the model, over its stages and shards. Collective."""
     infinite = math.isinf(norm_type)
     combine = dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM
     gathered: dict[frozenset[str], list[torch.Tensor]] = defaultdict(list)
@@ -261,7 +267,7 @@ def compute_gradient_norm(
 
 
 def _sum_of_powers(gradients: list[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:
-    """Sum of |g|^p over all elements, or the largest |g|; zero without gradients."""
+    """Return the sum of |g|^p over all elements, for the infinity norm the largest |g|; zero without gradients."""
     gradients = [gradient for gradient in gradients if gradient.numel()]  # an uneven shard can be empty
     if not gradients:
         return torch.zeros((), device=device)
@@ -269,12 +275,12 @@ def _sum_of_powers(gradients: list[torch.Tensor], norm_type: float, device: torc
     for alike in _group_by_device_and_dtype(gradients):
         wide = torch.promote_types(alike[0].dtype, torch.float32)  # torch would round norms to the gradients' dtype
         parts.append(torch.stack(torch._foreach_norm(alike, norm_type, dtype=wide)).float())
-    stacked = torch.cat([part.to(device) for part in parts])  # of gradients on the host one copy, not one for each
+    stacked = torch.cat([part.to(device) for part in parts])  # one copy for all gradients on the host
     return stacked.max() if math.isinf(norm_type) else (stacked**norm_type).sum()
 
 
 def cut_axes(gradient: torch.Tensor, mesh: ParallelMesh) -> frozenset[str]:
-    """The axes of more than one rank over which this gradient is cut."""
+    """Return the axes of more than one rank over which this gradient is cut."""
     if not isinstance(gradient, DTensor):
         return frozenset()
     names = gradient.device_mesh.mesh_dim_names or ()

@@ -7,7 +7,7 @@
                                                                  a small model is one unit, reduced at once
     cp=c                          dp_shard x cp in the place of dp_shard: cp ranks hold other tokens of one batch
 
-What happens between the micro-batches of a step is in `reduction.py`. With a single data rank nothing is wrapped: on a
+`gradients.py` says what happens between the micro-batches of a step. With a single data rank nothing is wrapped: on a
 mesh of size one `fully_shard` would copy every weight at each gather.
 """
 
@@ -77,7 +77,7 @@ class Settings(TypedDict, total=False):
 
 
 def shard_ends(model: PreTrainedModel, blocks: list[nn.Module], keeps: bool, settings: Settings) -> None:
-    """Give embedding and head groups of their own where each has its weight for itself.
+    """Give embedding and head parameter groups of their own, unless they share their weight with another module.
 
     Args:
         keeps: weights stay gathered from the forward to the backward.
@@ -98,9 +98,9 @@ def shard_ends(model: PreTrainedModel, blocks: list[nn.Module], keeps: bool, set
 
 
 def gather_unit(unit: FSDPModule) -> None:
-    """Make the weights of a unit whole before its own hook does, while the model around it runs.
+    """Gather the weights of a unit before its own hook does, while the model around it runs.
 
-    `unit.unshard` would forget that gradients are being summed in fp32: see reduction.py.
+    `unit.unshard` would forget that gradients are being summed in fp32: see `round_after_backward`.
     """
     for group in get_groups_of(unit) if get_state_of(unit)._is_root is False else ():  # else it runs by itself
         group.unshard()
@@ -108,16 +108,17 @@ def gather_unit(unit: FSDPModule) -> None:
 
 
 def _is_alone(model: nn.Module, end: nn.Module) -> bool:
-    """Has the model this module, and its parameters nowhere else?"""
+    """Return whether `end` has parameters, and no other module of the model has one of them."""
     own = {id(parameter) for parameter in end.parameters()}
     every = itertools.chain.from_iterable(module._parameters.values() for module in model.modules())
     return bool(own) and sum(id(parameter) in own for parameter in every) == len(own)
 
 
 def _gather_early(model: nn.Module, head: FSDPModule, backbone: nn.Module, blocks: list[nn.Module]) -> None:
-    """Whole when the backbone is done, and in the backward, though a forward pass in between has freed it.
+    """Gather the head's weight when the backbone is done, and again when the backward pass begins.
 
-    A loss in pieces reads the head's weight and does not call the head.
+    The head's own hook may never run: a loss in chunks reads the weight and does not call the head. A forward pass in
+    between, as in evaluation, may have freed the weight.
     """
     units = [block for block in blocks if isinstance(block, FSDPModule)]
     if units:
@@ -125,7 +126,7 @@ def _gather_early(model: nn.Module, head: FSDPModule, backbone: nn.Module, block
 
     def gather_unless_done(*_: object) -> None:
         if all(group._training_state != TrainingState.POST_BACKWARD for group in get_groups_of(head)):
-            # Gradients of outputs that come after the head's, as of router logits, must leave it freed.
+            # Once the head's gradients are reduced, later gradients (of router logits) must not gather it again.
             gather_unit(head)
 
     def gather_in_backward(module: nn.Module, args: tuple, output: object) -> None:
@@ -149,7 +150,7 @@ def _gather_early(model: nn.Module, head: FSDPModule, backbone: nn.Module, block
 
 
 def let_units_work_in_place(root: nn.Module) -> None:
-    """Let the units below `root` whose weights no other rank has a part of compute with the stored ones."""
+    """Let the units below `root` whose weights are whole on each rank compute with the stored weights."""
     for group in iterate_parameter_groups(root):
         if isinstance(group.mesh_info, FSDPMeshInfo) and group.mesh_info.shard_mesh_size == 1:
             group._reduce_scatter_comm = _OneBuffer()
@@ -158,7 +159,7 @@ def let_units_work_in_place(root: nn.Module) -> None:
 
 
 def lend(held: FSDPParam) -> None:
-    """Let a parameter that is whole on each rank be computed with where it is stored."""
+    """Let a parameter that is whole on each rank be used in place, without a copy at each gather."""
     if held.mesh_info.shard_mesh_size == 1:
         held.__class__ = _Lent
 
@@ -189,7 +190,10 @@ class _Lent(FSDPParam):
 
 
 class _OneBuffer(DefaultReduceScatter):
-    """torch asks for what it scatters, then for what arrives, and copies: of one rank both are the same numbers."""
+    """A reduce-scatter over one rank. Input and output are the same numbers, so both share one buffer.
+
+    torch first allocates the input, then the output.
+    """
 
     _given: torch.Tensor | None = None
 
@@ -267,7 +271,7 @@ def shard_data_parallel(model: nn.Module, root: nn.Module, blocks: list[nn.Modul
 
 
 def _let_forward_run_hooks(root: nn.Module, blocks: list[nn.Module]) -> None:
-    """Let those of `blocks` gather their weights that a module runs by `block.forward(…)`, as SqueezeBERT's does."""
+    """Let `blocks` gather their weights also where a module calls `block.forward(…)`, as SqueezeBERT's does."""
     for module in root.modules():
         code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
         if code is None or "forward" not in code.co_names:
@@ -278,7 +282,7 @@ def _let_forward_run_hooks(root: nn.Module, blocks: list[nn.Module]) -> None:
 
 
 class _ForwardWithHooks(nn.Module):
-    """A unit of FSDP2 whose `forward`, called past `__call__`, runs what belongs to a call."""
+    """A unit of FSDP2 whose `forward` runs the hooks of a call, too, when it is called without `__call__`."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if isinstance(self, FSDPModule) and get_state_of(self)._training_state is TrainingState.IDLE:
@@ -287,19 +291,19 @@ class _ForwardWithHooks(nn.Module):
 
 
 def _name_as_before(kind: type) -> None:
-    """Name a class that FSDP2 has made as the model's own, by which libraries look it up.
+    """Give a class that FSDP2 has made the name and the module of the model's own class.
 
-    Trainer shifts labels for causal models by their names, Transformers records hidden states by them, and takes a
-    class of another module for a script's own, whose new weights it draws in another way.
+    Libraries look classes up by name: Trainer to shift labels, Transformers to record hidden states. And Transformers
+    takes a class of another module for the script's own, whose new weights it draws in another way.
     """
     own = next(base for base in kind.__mro__ if not issubclass(base, FSDPModule))
     kind.__name__, kind.__qualname__, kind.__module__ = own.__name__, own.__qualname__, own.__module__
 
 
 def _shard_other_dtypes(unit: nn.Module, again: bool, settings: Settings) -> None:
-    """Give modules of another dtype than the rest of `unit` groups of their own, such as those kept in fp32.
+    """Give modules whose dtype is not that of most of `unit`, such as norms kept in fp32, groups of their own.
 
-    torch reduces the gradients of a group in one dtype.
+    torch reduces all gradients of a group in one dtype.
     """
     sharded = {module for inner in iterate_sharded_modules(unit) for module in cast(nn.Module, inner).modules()}
     own: dict[nn.Module, set[torch.dtype]] = {}
@@ -314,7 +318,10 @@ def _shard_other_dtypes(unit: nn.Module, again: bool, settings: Settings) -> Non
 
 
 def move_rest(model: nn.Module, mesh: ParallelMesh) -> None:
-    """`fully_shard` moves what is in its units; a stage has buffers beside them. What rests on the host stays."""
+    """Move the parameters and buffers that are in no unit of FSDP2 to the device.
+
+    A stage has buffers beside its units. Parameters that `offload` keeps on the host stay there.
+    """
     device, rests = mesh.device, bool(make_offload_settings(mesh))
     for module in model.modules():
         for tensors in (module._buffers,) if rests else (module._parameters, module._buffers):
@@ -324,7 +331,7 @@ def move_rest(model: nn.Module, mesh: ParallelMesh) -> None:
 
 
 def make_offload_settings(mesh: ParallelMesh) -> Settings:
-    """Parameters and gradients that rest on the host; if not in files, in memory that a GPU copies from by itself."""
+    """Return the policy that keeps parameters and gradients on the host: pinned, unless they are in files."""
     offload = mesh.config.offload
     if not parameters_rest(offload):
         return {}
@@ -332,10 +339,10 @@ def make_offload_settings(mesh: ParallelMesh) -> Settings:
 
 
 def _shard_experts(root: nn.Module, mesh: ParallelMesh, keeps: bool, settings: Settings) -> set[nn.Parameter]:
-    """Shard experts that are shared out over ranks among those that hold the same ones; where none does, leave them.
+    """Shard each rank's experts over the ranks that hold the same experts, if there are several.
 
     Returns:
-        What `fully_shard` of the modules around them must leave alone.
+        The parameters that `fully_shard` of the modules around them must leave alone.
     """
     if mesh.config.ep_size == 1:
         return set()
@@ -356,9 +363,12 @@ def _shard_experts(root: nn.Module, mesh: ParallelMesh, keeps: bool, settings: S
 
 
 def _keep_scalars_whole(root: nn.Module, mesh: ParallelMesh) -> set[nn.Parameter]:
-    """Parameters of no dim, such as a temperature: FSDP2 cannot cut them, so every rank keeps them.
+    """Keep parameters without a dim, such as a temperature, whole on every rank: FSDP2 cannot cut them.
 
-    Each backward pass averages their gradients, as FSDP2 does those of others; a mean of sums is the sum of means.
+    Each backward pass averages their gradients, as FSDP2 averages those of the others.
+
+    Returns:
+        These parameters, which `fully_shard` must leave alone.
     """
     named = ((module, *item) for module in root.modules() for item in module._parameters.items())
     places = [(module, name) for module, name, p in named if p is not None and p.dim() == 0]
@@ -387,10 +397,10 @@ def _average_over_ranks(groups: list[dist.ProcessGroup], gradient: torch.Tensor)
 
 
 def _let_parts_run(model: nn.Module, blocks: list[nn.Module]) -> None:
-    """Let scripts call parts of a sharded model by themselves, such as its backbone or embedding, also first of all.
+    """Let scripts call parts of a sharded model, such as its backbone or embedding, before or without the model.
 
-    FSDP2 takes the unit that runs first for the outermost one; and what is in no unit but the outermost, such as the
-    last norm, it gathers where that one is called. So what is around `blocks`, or beside them, runs as the model does.
+    FSDP2 takes the unit that runs first for the root, and gathers the root's own weights (the last norm's) only in a
+    call of the root. So the modules around `blocks` and beside them run the root's hooks, too.
     """
     state = get_state_of(model)
     units = [module for module in model.modules() if isinstance(module, FSDPModule) and module is not model]
@@ -428,11 +438,12 @@ def _let_parts_run(model: nn.Module, blocks: list[nn.Module]) -> None:
 
 
 def _keep_what_runs_again(model: nn.Module) -> None:
-    """Keep units gathered from their second call in a forward pass to its end, if their backward reduces nothing.
+    """Keep units that a forward pass calls several times gathered from the second call to the end of the pass.
 
-    LLaVA looks up each example's tokens by itself, and others run a frozen tower picture by picture. Data ranks with
-    unlike numbers of examples, as in a ragged last batch, would gather these weights unlike numbers of times. In the
-    full batches before it all ranks see a second call. A lookup's gradient is reduced once, at the end.
+    LLaVA looks up the tokens of each example in a call of its own; other models run a frozen tower picture by picture.
+    In a ragged last batch, data ranks have unlike numbers of examples, and would gather these weights unlike numbers
+    of times. All ranks see a second call in the full batches before. Only units whose backward pass reduces nothing
+    are kept, and the embedding, whose gradient is reduced once at the end.
     """
     state, lookup, calls, kept = (
         get_state_of(model),
@@ -461,9 +472,10 @@ def _keep_what_runs_again(model: nn.Module) -> None:
 
 
 def _gather_anew(model: nn.Module, args: tuple) -> None:
-    """Weights that a forward pass without its backward has left gathered may have changed since.
+    """Free the weights that a forward pass without a backward pass has left gathered, so that they are gathered anew.
 
-    Always, and not where they have: writing through `p.data` leaves no trace, and all ranks gather together.
+    They may have changed since. We free them always, because a write through `p.data` leaves no trace, and all ranks
+    must gather together.
     """
     if any(group._post_forward_indices for group in iterate_parameter_groups(model)):
         for module in iterate_sharded_modules(model):
@@ -471,14 +483,20 @@ def _gather_anew(model: nn.Module, args: tuple) -> None:
 
 
 def _reshard_after_evaluation(model: nn.Module, args: tuple, output: object) -> None:
-    """Without a backward pass nothing frees the gathered weights, and `parameters()` would show plain tensors."""
+    """Free the gathered weights after a forward pass without gradients, because no backward pass will.
+
+    While they are gathered, `parameters()` shows plain tensors.
+    """
     if not torch.is_grad_enabled():
         for module in iterate_sharded_modules(model):
             module.reshard()
 
 
 def _leave_inference_mode(root: nn.Module) -> None:
-    """FSDP2 keeps the memory of its first gather: what inference mode has made, a backward pass could not use."""
+    """Leave inference mode while the model runs: a backward pass cannot use tensors that were made in it.
+
+    FSDP2 keeps the memory of its first gather for all later ones.
+    """
     left: list[contextlib.ExitStack] = []
 
     def leave(module: nn.Module, args: tuple) -> None:
@@ -505,7 +523,7 @@ def forget_root(model: nn.Module) -> None:
 
 
 def without_sharding(module: nn.Module) -> nn.Module:
-    """Return the module with its parameters, unknown to FSDP2; the module itself if it is no unit.
+    """Return a copy of a unit that shares its parameters and is unknown to FSDP2; other modules as they are.
 
     torch has no call for this: a unit's state and its handles are internals, looked at in torch 2.13.
     """

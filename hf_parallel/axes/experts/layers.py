@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from hf_parallel.model.experts import ExpertFacts
 
 
-# ---- Tokens on their way to experts and back, none dropped but those that `capacity.py` has marked ------------------
+# ---- Tokens on their way to experts and back; only tokens that `Capacity` (balance.py) has marked are dropped ----
 # Each rank sorts its (token, expert) pairs by expert, which is by rank, as each holds a range of experts. Counts
 # travel first; reading them is the one time that the process waits for the device.
 #

@@ -64,12 +64,14 @@ if TYPE_CHECKING:
 
 
 def run_scheduled(engine: PipelineEngine, count: int, tokens: torch.Tensor, run: Run) -> torch.Tensor:
-    """The loss of a batch; the gradients are known by then, its backward hands them over.
+    """Run a training call under the schedule; return its loss.
+
+    The schedule has run the backward passes, too. The backward pass of the returned loss only adds their gradients.
 
     Args:
-        count: of micro-batches.
-        tokens: of one of them.
-        run: one micro-batch on one stage, from what arrived there: what leaves it, on the last stage the loss.
+        count: the number of micro-batches.
+        tokens: the tokens [rows, length] of one micro-batch.
+        run: computes one micro-batch on one stage from its input: the stage's output, on the last stage the loss.
     """
     call = ScheduledCall(count, tokens.shape, engine.boundary(tokens, "meta").requires_grad_(), run)
     if engine.announced is not None:
@@ -98,7 +100,7 @@ def run_calls(engine: PipelineEngine, calls: list[ScheduledCall], held: HeldRun 
     """Run the micro-batches of all calls in one schedule.
 
     Args:
-        held: the run, if data ranks do not reduce its gradients yet.
+        held: takes the gradients of this run, if data ranks do not reduce them yet.
     """
     if engine.fill is not None:
         with apply_autocast_per_stage(engine) as autocast:
@@ -141,7 +143,7 @@ def run_calls(engine: PipelineEngine, calls: list[ScheduledCall], held: HeldRun 
 
 
 def _make_schedule_for(engine: PipelineEngine, parts: Parts) -> _PipelineSchedule:
-    """The schedule for this number of micro-batches, told the shapes of what travels in this step."""
+    """Return the schedule for this number of micro-batches, with the shapes that travel in this step."""
     micro_batches, boundaries = len(parts), parts.boundaries
     if micro_batches not in engine.schedules:
         modules: dict[int, nn.Module] = {v.index: s for v, s in zip(engine.views, engine.stages, strict=True)}
@@ -159,7 +161,7 @@ def _make_schedule_for(engine: PipelineEngine, parts: Parts) -> _PipelineSchedul
 
 
 class PipelineEngine(StageRunner):
-    """Runs one pipelined model behind its `forward`."""
+    """Runs a pipelined model behind its `forward`, under a schedule or served."""
 
     announced: list[ScheduledCall] | None = None  # while calls are announced
     joint: JointStep | None = None  # the step in progress, if its calls run together
@@ -173,7 +175,7 @@ class PipelineEngine(StageRunner):
     def attach(self) -> None:
         """Put the engine behind `model.forward` and cut the backbone's forward.
 
-        Plain functions, called with the model as first argument or without: accelerate rebinds what it wraps.
+        Both are plain functions, called with or without the model as first argument: accelerate rebinds them.
         """
         backbone = get_backbone_of(self.model)
         self._model_forward, self._backbone_forward = self.model.forward, backbone.forward
@@ -201,15 +203,15 @@ class PipelineEngine(StageRunner):
         self.model.forward, backbone.forward = model_forward, backbone_forward
 
     def set_forward(self, forward: Callable) -> None:
-        """Set what computes the model's outputs around its backbone: the last stage's loss among them."""
+        """Replace the function that computes the model's outputs around its backbone, the loss among them."""
         self._model_forward, self._signature = forward, inspect.signature(forward)
 
     # ---- one call ------------------------------------------------------------------------------------------------
 
     def run(self, *args: object, **kwargs: object) -> ModelOutput:
-        """`model(**batch)` on every rank of the pipeline; returns the same values on all of them."""
+        """Compute `model(**batch)` on every rank of the pipeline; return the same values on all of them."""
         batch = bind_by_name(self._signature, args, kwargs)
-        if self.services.balance is None:  # nobody asks
+        if self.services.balance is None:  # nothing reads the count
             batch = without_count(drop_mask_of_packs(batch))
         refuse_partial_outputs(self.model.config, batch, self.services.balance is not None)
         if "use_cache" in self._signature.parameters:
@@ -235,7 +237,7 @@ class PipelineEngine(StageRunner):
             parts = split_rows(batch, count_micro_batches(rows, self.config))
             run: Run = functools.partial(self._has_own_loss, parts)
             run = run if self.fill is None else self.fill.watched(run, parts)
-            # A call that has been announced runs as it was then: to ask for its mask again would wait for the device.
+            # An announced call has its mask already: to read it again would wait for the device.
             with contextlib.nullcontext() if self.joint is not None else share_known_mask(batch, tokens_of(batch)):
                 return PipelineLoss(loss=run_scheduled(self, len(parts), tokens_of(parts[0]), run))
         assert self.announced is None
@@ -243,7 +245,7 @@ class PipelineEngine(StageRunner):
 
     @contextlib.contextmanager
     def announcing(self) -> Iterator[list[ScheduledCall]]:
-        """Collect training calls of the model, which compute nothing: they are made later. Yield the list."""
+        """Collect the training calls that are made inside the `with`, and compute none of them. Yield their list."""
         self.announced = []
         try:
             yield self.announced
@@ -251,7 +253,7 @@ class PipelineEngine(StageRunner):
             self.announced = None
 
     def can_schedule_together(self, batches: list[Batch]) -> bool:
-        """Would training calls with these arguments each run the schedule, and can they run it together?"""
+        """Return whether training calls with these batches can run as one schedule."""
         counts = []
         for batch in map(self._fill_batch, batches):
             rows = count_rows(batch)
@@ -264,10 +266,10 @@ class PipelineEngine(StageRunner):
         return self._is_training(batch) and self.sums_over_tokens and self.balance_of(batch) is None
 
     def _fill_batch(self, batch: Batch) -> Batch:
-        """A batch with enough rows for the schedule where several data ranks train: one that went another way than the
-        others would gather weights in another order. Joined examples are one row on all of them.
+        """Repeat the last row of a batch, without targets, until the schedule can cut it.
 
-        The last row is repeated without targets, which adds nothing to a loss per token.
+        All data ranks must go the same way through the stages, or they would gather weights in different orders. A row
+        without targets adds nothing to a loss per token. Joined examples, one row on all ranks, stay as they are.
         """
         rows = tokens_of(batch).shape[0]
         fits = (self.config.sharing_size == 1 and self.fill is None) or can_be_cut(rows, self.config)
@@ -283,7 +285,7 @@ class PipelineEngine(StageRunner):
         return filled
 
     def _is_training(self, batch: Batch) -> bool:
-        """Will this call's own loss go backward?"""
+        """Return whether the loss of this call will have a backward pass."""
         return torch.is_grad_enabled() and self.model.training and batch.get("labels") is not None
 
     def _has_own_loss(self, parts: list[Batch], view: StageView, hidden: torch.Tensor | None, i: int) -> torch.Tensor:
@@ -297,5 +299,5 @@ class PipelineEngine(StageRunner):
             return PipelineLoss(loss=outputs["loss"], aux_loss=outputs["aux_loss"])
         if (self.loss_only or are_logits_unread()) and outputs.get("loss") is not None:
             return type(outputs)(loss=outputs["loss"])
-        # What is no tensor, such as a cache, is of this stage only.
+        # Values that are no tensors, such as a cache, are those of this stage alone: leave them out.
         return type(outputs)(**{key: value for key, value in outputs.items() if torch.is_tensor(value)})

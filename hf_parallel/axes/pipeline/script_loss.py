@@ -1,8 +1,9 @@
 """A script's own loss in a schedule: what it calls, how its batch may be cut, and one micro-batch of it at a time.
 
-In its first step the loss runs on whole batches (`unscheduled.py`), which shows the calls it makes. Then its outputs
-are disturbed at random and the loss is computed of them once whole and once from parts: if a way of cutting gives the
-same number, the schedule may cut so. Cut are examples, not rows: a batch of [chosen; rejected] has two rows for each.
+In its first step the loss runs on whole batches (`unscheduled.py`), which shows the calls it makes. Then random noise
+is added to the models' outputs, and their loss is computed once from the whole batch and once from parts. If a way of
+cutting gives the same number, the schedule may cut so. Examples are cut, not rows: in a batch of [chosen; rejected] an
+example has two rows.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ _OTHER_LOSS = (
 
 Loss = Callable[[Batch], torch.Tensor]
 Quietly = Callable[[], contextlib.AbstractContextManager]
-Answer: TypeAlias = Any  # the output of a call, or a function of who is called with what
+Answer: TypeAlias = Any  # the output of a call, or a function of the engine and the arguments that returns it
 
 
 @dataclass(frozen=True)
@@ -84,19 +85,19 @@ class Plan:
     calls: list[Call]
     main: int  # number of the call that has a gradient
     cut: Cut
-    logs: bool = False  # does it log, too?
-    kinds: dict[frozenset, Cut] = field(default_factory=dict)  # by the operations of a loss that was tried
+    logs: bool = False  # does the script log while it computes the loss?
+    kinds: dict[frozenset, Cut] = field(default_factory=dict)  # the cuts that were found, by the loss's operations
 
     @property
     def why_apart(self) -> str | None:
-        """Why the losses of several batches cannot run as one schedule: other calls would come between them."""
+        """Return why the batches of a step cannot run as one schedule: because other calls come between them."""
         if self.calls[self.main].has_tensors:
             return "it gives the model tensors that it makes itself"
         others = [call for i, call in enumerate(self.calls) if i != self.main]
         return None if all(map(self.is_repeated, others)) else "it calls models without gradients, too"
 
     def is_repeated(self, call: Call) -> bool:
-        """Is this the call with gradient once more, without? Then its activations arrive anyway."""
+        """Return whether this call repeats the main one without gradient. Then its activations arrive anyway."""
         main = self.calls[self.main]
         return not main.has_tensors and call.alike(dataclasses.replace(main, grad=call.grad))
 
@@ -107,12 +108,12 @@ class Plan:
 def find_plan(
     engine: StageRunner, batch: Batch, made: list[Made], loss_of: Loss, quietly: Quietly, counts: bool = True
 ) -> Plan | None:
-    """Find how the loss may be scheduled; None: it needs whole batches. Collective over all ranks.
+    """Find how the loss may be scheduled; return None if it needs whole batches. Collective over all ranks.
 
     Args:
-        made: the calls of `loss_of(batch)`, as `served` returns them.
-        quietly: a context in which what the script does besides is undone.
-        counts: give the model the count of the whole batch where the script gives it none.
+        made: the calls of `loss_of(batch)`, as `serve_script` returns them.
+        quietly: a context that undoes what the script counts and collects inside.
+        counts: give the model the number of targets of the whole batch if the script gives it none.
     """
     suits = sum(call.grad for call in (one.call for one in made)) == 1 and not any(
         one.balance is not None or (one.call.has_tensors and not one.call.grad) for one in made
@@ -132,7 +133,7 @@ def find_plan(
 
 @dataclass(eq=False)
 class Prepared(Session):
-    """Every call has its answer ready: an output, or a function of who is called with what."""
+    """A session whose answers are known before the calls, in their order."""
 
     answers: list[Answer]  # taken out one by one
     seen: list[ModelOutput] = field(default_factory=list)
@@ -146,7 +147,7 @@ class Prepared(Session):
 
 
 def _test_cuts(engine: StageRunner, batch: Batch, made: list[Made], loss_of: Loss) -> torch.Tensor:
-    """For each of `CUTS`: is the loss of disturbed outputs what it makes of parts of them?"""
+    """Return for each of `CUTS` whether the losses of parts make up that of the batch, on disturbed outputs."""
     generator = torch.Generator().manual_seed(0)  # ranks that share a sequence or a vocabulary disturb alike
     disturbed = _disturb_batch(engine, batch, generator)
     outputs = [_disturb_output(one.output, generator) for one in made]
@@ -171,7 +172,7 @@ def _does_cut_hold(
     outputs: list[ModelOutput],
     compute: Callable[[list[Answer], Batch], torch.Tensor],
 ) -> bool:
-    """Is `whole` what the losses of `count` parts make? `compute`: the loss of a batch by answers."""
+    """Return whether the losses of `count` parts make up `whole`. `compute`: returns a part's loss, by answers."""
     rows = count_rows(batch)
     picked = [_pick_micro_batches(output, count, cut.rows, rows) for output in outputs]
     total = torch.zeros_like(whole)
@@ -187,14 +188,14 @@ def _does_cut_hold(
 
 
 def _disturb_output(output: ModelOutput, generator: torch.Generator) -> ModelOutput:
-    """So that a policy differs from its reference, and one example from the next, as they will later."""
+    """Add noise, so that a policy differs from its reference and examples from each other, as they will later."""
     hidden = output["last_hidden_state"].detach()
     noise = torch.randn(hidden.shape, generator=generator).to(hidden)
     return _with_hidden(output, hidden + noise * hidden.float().std().to(hidden.dtype))
 
 
 def _disturb_batch(engine: StageRunner, batch: Batch, generator: torch.Generator) -> Batch:
-    """The second half of each row loses tokens, another number in each: a mean over tokens is none over examples."""
+    """Remove tokens at the end of each row, more in some: then a mean over tokens is no mean over examples."""
     padding = getattr(engine.model.config, "pad_token_id", None)
     changed = dict(batch)
     for key, value in batch.items():
@@ -219,10 +220,12 @@ def _disturb_batch(engine: StageRunner, batch: Batch, generator: torch.Generator
 
 @contextlib.contextmanager
 def count_over_whole_batch(engine: StageRunner, batch: Batch, wanted: bool, share: float = 1.0) -> Iterator[None]:
-    """The model's own mean, where the script gives it no count, runs over the whole batch of all data ranks.
+    """Let a model to which the script gives no count take its mean over the targets of the whole batch.
+
+    The batch is that of all data ranks.
 
     Args:
-        share: what the loss will be multiplied by.
+        share: the factor by which the loss will be multiplied.
     """
     items = None
     if wanted and torch.is_tensor(batch.get("labels")) and engine.sums_over_tokens:
@@ -248,16 +251,19 @@ def use_given_count(engine: StageRunner, items: torch.Tensor | None) -> Iterator
 
 
 def can_cut_alike(examples: Iterable[int], config: ParallelConfig) -> bool:
-    """Are batches of so many examples, one of each data rank, cut into as many micro-batches?
+    """Return whether the batches of all data ranks are cut into equally many micro-batches.
 
     Means over targets inside a model are weighed over data ranks micro-batch by micro-batch.
+
+    Args:
+        examples: the number of examples of each data rank.
     """
     sizes = list(examples)
     return all(can_be_cut(n, config) for n in sizes) and len({count_micro_batches(n, config) for n in sizes}) == 1
 
 
 def can_cut_batch(plan: Plan, batch: Batch, config: ParallelConfig) -> bool:
-    """Can the schedule cut this batch?"""
+    """Return whether the schedule can cut this batch."""
     rows = count_rows(batch)
     return rows % plan.cut.rows == 0 and can_be_cut(rows // plan.cut.rows, config)
 
@@ -272,11 +278,11 @@ def run_plan(
     counts: bool = True,
     share: float = 1.0,
 ) -> torch.Tensor:
-    """The loss of a batch, scheduled; its backward hands over the gradients, which are known by then.
+    """Run a script's loss under the schedule and return it. Its backward pass only adds the gradients, known by then.
 
     Args:
-        try_loss_of: `loss_of`, of which nothing remains in the script.
-        share: how much the loss of this data rank weighs in the average of all.
+        try_loss_of: as `loss_of`, but undoes what the script counts and collects.
+        share: the weight of this data rank's loss in the average over data ranks.
     """
     rows, cut, device = count_rows(batch), plan.cut, engine.mesh.device
     count = count_micro_batches(rows // cut.rows, engine.config)
@@ -285,7 +291,7 @@ def run_plan(
     group: Any = engine.mesh.data_group
 
     def count_meetings() -> int:
-        # Collectives over data ranks: the host's and the devices' backends of a mixed group each count their own.
+        # Collectives over data ranks. In a mixed group the backends of host and device each count their own.
         backends = (group._get_backend(device) for device in group._device_types)
         return sum(backend._get_sequence_number_for_group() for backend in backends)
 
@@ -333,18 +339,18 @@ def _find_cut_of_part(
     compute: Callable[[list[Answer], Batch], torch.Tensor],
     together: bool,
 ) -> Cut:
-    """Return how the losses of micro-batches make that of the batch, which a script may change from step to step.
+    """Return whether the batch's loss is the sum or the mean of its micro-batches' losses.
 
-    The operations of a loss tell one way of computing it from another. A new one is tried on the micro-batch and a
-    copy of it, both disturbed.
+    A script may change that from step to step. We tell ways of computing a loss apart by their operations. A new way
+    is tried on a disturbed batch of this micro-batch and a copy of it.
 
     Args:
-        compute: the loss of a batch by these answers, in the last stage, of which nothing else remains.
-        together: the loss has called collectives over data ranks, so all of them are here: what is new to one of
-            them all try, as each would wait for the others in its collectives.
+        compute: returns the loss of a batch by these answers, on the last stage, and undoes everything else.
+        together: the loss has called collectives over data ranks. Then all ranks try a way that is new to one of
+            them, because each of the loss's collectives waits for all ranks.
 
     Raises:
-        RuntimeError: it is neither their sum nor their mean.
+        RuntimeError: it is neither the sum nor the mean.
     """
     kind = _list_operations(loss, {output["last_hidden_state"].grad_fn for output in outputs})
     is_new = torch.tensor(kind not in plan.kinds, dtype=torch.int32, device=engine.mesh.device if together else "cpu")
@@ -363,7 +369,7 @@ def _find_cut_of_part(
         whole = compute(list(answers), dict(double)).detach().float()
         cuts = (plan.cut, dataclasses.replace(plan.cut, mean=not plan.cut.mean))
         found = [cut for cut in cuts if _does_cut_hold(cut, 2, whole, double, answers, compute)]
-    if kind in plan.kinds:  # it was new to another data rank
+    if kind in plan.kinds:  # it was new to another data rank only
         return plan.kinds[kind]
     if not bool(whole) or not bool(whole.isfinite()):  # a loss of no targets, or of an overflow, tells nothing
         return plan.cut
@@ -373,7 +379,7 @@ def _find_cut_of_part(
 
 
 def _double_examples(batch: Batch, rows_each: int, rows: int) -> Batch:
-    """Return a batch with each example once more, as `split_examples` would cut it in two."""
+    """Return a batch with each example twice, so that `split_examples` cuts it into two equal halves."""
     doubled = dict(batch)
     for key, value in batch.items():
         blocks = count_blocks(value, rows_each, rows)
@@ -387,7 +393,7 @@ def _double_examples(batch: Batch, rows_each: int, rows: int) -> Batch:
 
 
 def _list_operations(loss: torch.Tensor, ends: set) -> frozenset:
-    """Return the kinds of operations between the outputs of a model and the loss of them."""
+    """Return the kinds of operations between the models' outputs (`ends`) and the loss."""
     found, known, waiting = set(), set(ends), [loss.grad_fn]
     while waiting:
         node = waiting.pop()
@@ -401,7 +407,7 @@ def _list_operations(loss: torch.Tensor, ends: set) -> frozenset:
 def _run_calls_beside(
     engine: StageRunner, plan: Plan, call: Call, batch: Batch, count: int
 ) -> list[ModelOutput | None]:
-    """The outputs of a call without gradient, by micro-batch: the whole batch runs before the schedule starts."""
+    """Run a call without gradient on the whole batch, before the schedule starts; return its output by micro-batch."""
     if call.grad or plan.is_repeated(call):
         return [None] * count
     session, other = Serving(engine, batch), engine.pipelines.engine(call.model)
@@ -418,7 +424,7 @@ def _run_calls_beside(
 def _make_main_calls(
     engine: StageRunner, plan: Plan, parts: list[Batch], beside: list[list], loss_of: Loss, quietly: Quietly
 ) -> list[Call]:
-    """The call with gradient, for each micro-batch. Tensors that the script makes for it the last stage tells."""
+    """Return the main call for each micro-batch. The last stage sends the tensors that the script makes for it."""
     main = plan.calls[plan.main]
     if not main.has_tensors:
         return [main] * len(parts)
@@ -447,7 +453,7 @@ def _make_answers(
     """Return what each call of the loss of one micro-batch gets, on the last stage.
 
     Args:
-        known: of the batch's mask; only the model's own layers are told, as a script may call other models too.
+        known: facts of the batch's mask. Only this model's layers are told, because a script may call other models.
     """
 
     def answer(expected: Call, output: ModelOutput | None, caller: StageRunner, kwargs: Batch) -> ModelOutput:
@@ -462,7 +468,7 @@ def _make_answers(
 
 
 def _pick_micro_batches(output: ModelOutput, count: int, rows_each: int, rows: int) -> list[ModelOutput]:
-    """The output of a call for each micro-batch."""
+    """Split the output of a call into micro-batches."""
     parts = split_examples({"hidden": output["last_hidden_state"]}, count, rows_each, rows)
     return [_with_hidden(output, part["hidden"]) for part in parts]
 

@@ -45,23 +45,24 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T")
-Handler = Callable[[Batch], Any]  # what the backbone returns, or a stage leaves with
+Handler = Callable[[Batch], Any]  # answers a call of the backbone with its output, or with what leaves the stage
 
 
 @dataclass
 class Pipelines:
-    """The pipelined models of one mesh. A script on the last stage may call several; other stages answer by number.
+    """The pipelined models of one mesh.
 
-    `engines`: weak references, in the same order on all ranks.
+    A script on the last stage may call several of them. It tells the other stages which by its number in `engines`,
+    whose order is the same on all ranks.
     """
 
     engines: list[weakref.ref[StageRunner]] = field(default_factory=list)
     session: Session | None = None  # while a script runs on the last stage alone
 
     def engine(self, number: int) -> StageRunner:
-        """Return the engine of this number."""
+        """Return the engine with this number."""
         engine = self.engines[number]()
-        assert engine is not None  # it lives as long as its model
+        assert engine is not None  # an engine lives as long as its model
         return engine
 
 
@@ -76,12 +77,12 @@ def pipelines_of(mesh: ParallelMesh) -> Pipelines:
 
 @dataclass(eq=False)
 class Session:
-    """Who answers when a script, on the last stage, calls the backbone of a pipelined model."""
+    """A script's run on the last stage. It answers the calls of backbones of pipelined models."""
 
     engine: StageRunner
 
     def run(self, script: Callable[[], T]) -> T:
-        """`script()`, on the last stage, inside its FSDP2 root: there embedding, norm and head are whole."""
+        """Run `script()` inside the FSDP2 root of the last stage, where embedding, norm and head are whole."""
         with self.active():
             return self.within(self.engine, script)
 
@@ -96,17 +97,17 @@ class Session:
             pipelines.session = former
 
     def within(self, engine: StageRunner, call: Callable[[], T]) -> T:
-        """`call()` inside the last stage of `engine`, for the model that trains or another one beside it."""
+        """Run `call()` inside the last stage of `engine`: of the model that trains, or of one beside it."""
         view, handler = engine.views[-1], functools.partial(self.answer, engine)
         return engine.through(engine.stages[-1], lambda hidden, i: engine.enter(view, handler, call))
 
     def answer(self, engine: StageRunner, kwargs: Batch) -> ModelOutput:
-        """The output of the backbone for one call."""
+        """Return the output of the backbone for one call."""
         raise NotImplementedError
 
 
 class Stage(nn.Module):
-    """A module for FSDP2 and torch's schedule: it holds one stage's parts and runs what it is given."""
+    """A module for FSDP2 and torch's schedule. It holds the modules of one stage and runs `work`."""
 
     def __init__(self, view: StageView) -> None:
         super().__init__()
@@ -116,7 +117,7 @@ class Stage(nn.Module):
         self.has_run = False
 
     def __call__(self, hidden: torch.Tensor | None = None, micro_batch: torch.Tensor | int = 0) -> Any:
-        """FSDP2's hooks would move indices to the GPU; to read one there waits for all that is queued."""
+        """Hide the micro-batch's index from FSDP2's hooks, which move tensors to the GPU: reading it there waits."""
         arrived = None if hidden is not None and not hidden.is_floating_point() else hidden
         with self.autocast():  # around FSDP2's hooks too: it gathers weights in autocast's dtype
             return super().__call__(arrived, micro_batch=int(micro_batch))
@@ -128,9 +129,10 @@ class Stage(nn.Module):
 
 
 class StageRunner:
-    """The stages that one rank holds of a pipelined model. `copies` and `services` are for callers outside.
+    """The stages of a pipelined model that one rank holds.
 
-    Who attaches it sets the two forward methods: the model's, which may pad sequences by then, and its backbone's.
+    `PipelineEngine.attach` sets the two forward methods: the model's, which may already pad sequences, and its
+    backbone's.
     """
 
     _model_forward: Callable[..., Any]
@@ -152,7 +154,7 @@ class StageRunner:
         self.last_index = self.config.pipeline_stages - 1
         self.last_rank = self.config.rank_of_stage(self.last_index)
         self.group, place = mesh.group("pp"), mesh.index("pp")
-        self.control = mesh.group_on_host("pp")  # for what stages tell each other, beside tensors
+        self.control = mesh.group_on_host("pp")  # for objects that stages send each other
         self.first, self.last = place == 0, place == self.last_rank
         # In a V one rank holds both ends, and with them the one tied parameter.
         self.tied_group = mesh.first_and_last_stage_group() if part.tied and self.last_rank != 0 else None
@@ -164,23 +166,22 @@ class StageRunner:
         self.services = building.services
         self.loss_only = False  # evaluation that wants no logits need not send them
         self.recorder = Recorder(mesh.device)
-        self.items: torch.Tensor | None = None  # targets of the whole batch, while a script's loss sees parts of it
+        self.items: torch.Tensor | None = None  # the whole batch's number of targets, while a script's loss sees parts
         self.handed_over: torch.Tensor | None = None  # from a stage to the next on the same rank
         self.pipelines = pipelines_of(mesh)
         self.number = len(self.pipelines.engines)
         self.pipelines.engines.append(weakref.ref(self))
         self._width = get_text_config(model).hidden_size
-        self.schedules: dict[
-            int, tuple[_PipelineSchedule, list[TorchStage]]
-        ] = {}  # torch's, by number of micro-batches
+        #: torch's schedules by number of micro-batches.
+        self.schedules: dict[int, tuple[_PipelineSchedule, list[TorchStage]]] = {}
         self.latest_count = 0  # micro-batches of the latest run of a schedule
-        self.late: list[nn.Parameter] = []  # what a script put into the model later, in all stages
+        self.late: list[nn.Parameter] = []  # parameters that a script put into the model later, on all stages
         self._view: StageView | None = None
         self._on_call: Handler | None = None
 
     @property
     def copies(self) -> set[int]:
-        """ids of parameters that an earlier stage counts too: the last stage's copy of a tied embedding."""
+        """Return the ids of the last stage's copy of a tied embedding, which the first stage counts already."""
         return {id(p) for p in self._find_tied_parameters()} if self.last and not self.first else set()
 
     def _find_tied_parameters(self) -> list[nn.Parameter]:
@@ -189,14 +190,14 @@ class StageRunner:
         return self.services.at_rest([self.model.get_input_embeddings().weight])
 
     def balance_of(self, kwargs: Batch) -> RouterBalance | None:
-        """Return what counts the routers' choices in all layers, if this call, or else the model's config, asks."""
+        """Return the counter of routers' choices if the call, or by default the model's config, asks for them."""
         asked = kwargs.get("output_router_logits")
         asked = getattr(self.model.config, "output_router_logits", False) if asked is None else asked
         return self.services.balance if asked else None
 
     @contextlib.contextmanager
     def recorded(self, path: str) -> Iterator[None]:
-        """Draw the timeline of what runs in here, by the pipeline's first rank."""
+        """Record what runs inside the `with`; the pipeline's first rank draws its timeline."""
         self.recorder.start(self.group)
         yield
         layers, count = tuple(self.layers_per_stage), self.latest_count
@@ -204,7 +205,7 @@ class StageRunner:
         self.recorder.draw(self.group, path, self.config.pipeline_schedule, predicted)
 
     def tell(self, values: dict[str, object]) -> None:
-        """Update `values` on every stage with those of the last. Collective, so not while a schedule runs."""
+        """Update `values` on every stage with the last stage's. Collective: never call it while a schedule runs."""
         told = [values]
         dist.broadcast_object_list(told, group=self.control, group_src=self.last_rank)
         values.update(told[0])
@@ -214,7 +215,7 @@ class StageRunner:
     def through(
         self, stage: Stage, work: Callable[[torch.Tensor | None, int], T], hidden: torch.Tensor | None = None
     ) -> T:
-        """`work(hidden, 0)` inside a stage, so that FSDP2 gathers its weights."""
+        """Return `work(hidden, 0)`, run inside a stage so that FSDP2 gathers its weights."""
         stage.work = work
         try:
             return stage(hidden)
@@ -222,9 +223,10 @@ class StageRunner:
             stage.work = None  # it holds the batch
 
     def enter(self, view: StageView, on_call: Handler | None, call: Callable[[], T]) -> T:
-        """Return what `call` returns, or leaves the stage with, while the model's backbone runs as one stage.
+        """Run `call` while the model's backbone runs as one stage. Return its result, or what leaves the stage.
 
         Args:
+            view: the stage.
             on_call: answers each call of the backbone.
         """
         former = self._view, self._on_call
@@ -237,24 +239,22 @@ class StageRunner:
             self._view, self._on_call = former
 
     def run_backbone(self, hidden: torch.Tensor | None, kwargs: Batch) -> ModelOutput:
-        """The layers of the stage that is shown, from what arrived at it.
+        """Run the layers of the entered stage on `hidden`, its input.
 
         Raises:
-            LeaveAtExit: with what leaves, on every stage but the last.
+            LeaveAtExit: on every stage but the last, with the stage's output.
         """
         assert self._view is not None
         entry, kwargs = self._view.entry, without_count(kwargs)
         if entry is not None and hidden is not None:
-            # The model sees the shape to make masks and positions of; the values come in at the entry.
+            # The model makes masks and positions from the shape; the values are put in at the entry.
             length, shown = tokens_of(kwargs).shape[1], hidden.detach()
             if hidden.shape[1] != length:  # parts of the sequence travel: an expanded tensor takes no memory
                 shown = shown[:, :1].expand(-1, length, -1)
             kwargs = {**kwargs, "input_ids": None, "inputs_embeds": shown}
             entry.hidden = hidden
         try:
-            with hold_modules(
-                self._view.swaps
-            ):  # here alone: a script that calls one of these modules itself gets an error
+            with hold_modules(self._view.swaps):  # only here: a script that calls one of these modules gets an error
                 return self._backbone_forward(**kwargs)
         except LeaveAtExit as leave:
             lowered = self.services.lowered_dtype()
@@ -271,7 +271,7 @@ class StageRunner:
                 entry.hidden = None
 
     def boundary(self, tokens: torch.Tensor, device: torch.device | str) -> torch.Tensor:
-        """An empty tensor of the shape that travels between stages for a batch of these tokens."""
+        """Return an empty tensor of the shape that travels between stages for these tokens [rows, length]."""
         rows, length = tokens.shape[:2]
         length = length if self.local_length is None else self.local_length(length)
         shape = rows, -(-length // self.sequence_parts), self._width
@@ -281,14 +281,16 @@ class StageRunner:
     # ---- gradients ---------------------------------------------------------------------------------------------
 
     def trainable(self) -> list[nn.Parameter]:
-        """This rank's parameters that get gradients, also while a call whose backward is to come has gathered them."""
+        """Return this rank's stored parameters that get gradients, also while gathered ones are in their place."""
         return self.services.at_rest([p for p in self.model.parameters() if p.requires_grad])
 
     def accumulate(self, fresh: list, scale: torch.Tensor | None, held: HeldRun | None) -> None:
         """Add the fresh gradients, times the gradient of the loss, to the accumulated ones.
 
         Args:
-            held: the run whose gradients are not reduced yet.
+            fresh: (parameter, gradient) of one run of the schedule.
+            scale: the gradient of the loss.
+            held: has the gradients of the run that data ranks have not reduced yet.
         """
         if self.config.sharing_size == 1 and self.mesh.data_size > 1:  # FSDP2 is not there to do it
             average_over_data_ranks(fresh, self.mesh.data_group, self.mesh.data_size)
@@ -314,7 +316,7 @@ class StageRunner:
 
 @contextlib.contextmanager
 def apply_autocast_per_stage(engine: StageRunner) -> Iterator[Callable[[], torch.autocast]]:
-    """Leave autocast for a schedule, whose backward passes must not have it; yield what enters it for one forward."""
+    """Switch autocast off for a schedule, whose backward passes must not have it. Yield it for forward passes."""
     kind = engine.mesh.device.type
     enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
     with torch.autocast(kind, enabled=False):
@@ -325,7 +327,7 @@ def apply_autocast_per_stage(engine: StageRunner) -> Iterator[Callable[[], torch
 def average_over_data_ranks(
     fresh: list[tuple[nn.Parameter, torch.Tensor | None]], group: dist.ProcessGroup, size: int
 ) -> None:
-    """Average gradients over data ranks, a bucket at a time; those of 16 bits are summed in fp32."""
+    """Average gradients over data ranks, a bucket at a time, in fp32."""
     for bucket in cut_into_buckets([get_stored(gradient) for _, gradient in fresh if gradient is not None]):
         sums = [gradient.float().div_(size) for gradient in bucket]
         for work in [dist.all_reduce(total, group=group, async_op=True) for total in sums]:
@@ -334,14 +336,14 @@ def average_over_data_ranks(
             gradient.copy_(total)
 
 
-#: A tensor on its way to another rank, and what tells when it has left.
+#: A message to another rank, and its tensor.
 Sending = tuple["dist.Work | None", torch.Tensor]
 
 
 def wait_for_sent(sending: list[Sending], ranks: int | None = None) -> None:
-    """Wait for all messages; in a run over so many ranks for the oldest, so that it does not hold all it has sent.
+    """Wait for all messages. With `ranks`, wait only for the oldest, so that at most 2 (ranks + 1) are on their way.
 
-    As 1F1B waits for each neighbour to take the message before, 2 (ranks + 1) can be on their way.
+    That many are under way in 1F1B over so many ranks, which waits until each neighbour has taken the message before.
     """
     while len(sending) > (0 if ranks is None else 2 * (ranks + 1)):
         work, _ = sending.pop(0)

@@ -270,12 +270,12 @@ READERS = {
 }
 #: Inputs beside the first that the heads of all ranks read: whole on every rank.
 READ_BESIDES = ("key_value_states", "encoder_hidden_states", "cross_attention_states", "rel_embeddings")
-#: Inputs whose gradient is whole, being added after the sum, or of this rank's heads (`heads.py`).
+#: Inputs whose gradient needs no sum over ranks: it is whole already, or belongs to this rank's heads.
 _NOT_READ = ("residual", *PER_HEAD)
 
 
 def get_local_weight(module: nn.Module) -> torch.Tensor:
-    """This rank's weight as [out, in]; a Conv1D keeps it the other way round."""
+    """Return this rank's part of a weight as [out, in]. A Conv1D stores [in, out]."""
     weight = get_local(module.weight)
     return weight.t() if isinstance(module, Conv1D) else weight
 

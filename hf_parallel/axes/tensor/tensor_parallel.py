@@ -6,7 +6,7 @@ the number of layers that read it, so there is one collective forward and one ba
 
     style                            weight placement   forward of the layer, x having entered the region
     colwise, falcon_qkv              Shard(0)           y_local = x W_localᵀ
-    packed_qkv, packed_halves        Shard(0), in the order of packed.py: as colwise
+    packed_qkv, packed_halves        Shard(0), in the order of `make_packed_order`: as colwise
     rowwise                          Shard(1)           y = leave(x_local W_localᵀ) + b
     colwise_shared_heads, shared_*   plain              y_local = x f(w)[rows of this rank's heads]ᵀ
     replicated_with_grad_allreduce   plain              y = layer(x) with weight f(w), whose gradient is a part
@@ -137,7 +137,7 @@ def shard_parameter(
 
     Args:
         mesh: of one axis; a matrix over a grid is cut along `dim` by its rows, along the other dim by its columns.
-        segments: sizes along `dim` of what a packed weight holds; it is then kept in another order (`packed.py`).
+        segments: sizes along `dim` of what a packed weight holds; it is then kept in the order of `make_packed_order`.
     """
     parameter = module._parameters.get(name)
     if parameter is None:

@@ -1,4 +1,4 @@
-"""Accelerate: unchanged loops with `prepare`, `accumulate`, `backward`, `clip_grad_norm_`, `gather_for_metrics`."""
+"""Accelerate: unchanged loops train parallel models by `prepare`, `accumulate`, `backward`, `clip_grad_norm_`."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ if TYPE_CHECKING:
 
 
 class MeshGradScaler(ShardedGradScaler):
-    """torch's scaler for sharded gradients: a step is skipped by all ranks if one of them finds an overflow.
+    """torch's scaler for sharded gradients: all ranks skip a step if one of them finds an overflow.
 
-    Gradients may be split over several meshes, which torch's kernel does not take: it gets this rank's parts.
+    torch's kernel does not take gradients of several meshes, so it is given this rank's parts.
     """
 
     def _unscale_grads_(
@@ -66,7 +66,7 @@ class MeshGradScaler(ShardedGradScaler):
         return super()._unscale_grads_(SimpleNamespace(param_groups=[{"params": parts}]), *args, **kwargs)  # type: ignore[arg-type]
 
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict:
-        """For fused optimizers, which scale back by themselves: torch's looks at this rank's gradients only."""
+        """Find overflows on all ranks, for fused optimizers, which unscale by themselves; torch asks one rank."""
         found = super()._check_inf_per_device(optimizer)
         for here in found.values():
             carrier = here.to(self._device)
@@ -76,7 +76,7 @@ class MeshGradScaler(ShardedGradScaler):
 
 
 def scale_together(accelerator: Accelerator) -> None:
-    """Before a model or an optimizer is prepared: a scaler of the whole mesh, with the settings the script gave."""
+    """Replace the script's gradient scaler by one for all ranks with the same settings. Call it before `prepare`."""
     given = accelerator.scaler
     if given is None or isinstance(given, MeshGradScaler) or not given.is_enabled():
         return
@@ -105,7 +105,7 @@ _ENGINES = (
     "accelerate.accelerator:Accelerator.__init__", "an engine of its own; hooks of DDP and time-outs have no effect"
 )
 def init(original: Callable, self: Accelerator, *args: object, **kwargs: object) -> None:
-    """Refuse what would do the layout's work a second time; its time-out holds on all groups."""
+    """Refuse engines that would do the layout's work a second time, and apply the script's time-out to all groups."""
     if runtime.current() is None:
         original(self, *args, **kwargs)
         return
@@ -129,7 +129,7 @@ def init(original: Callable, self: Accelerator, *args: object, **kwargs: object)
 
 @patch("accelerate.local_sgd:LocalSGD.__init__", "keeps weights of its own on each data rank")
 def local_sgd(original: Callable, self: LocalSGD, *args: object, **kwargs: object) -> None:
-    """With one data rank it does nothing, as in one process; several hold the same weights, or parts of them."""
+    """Switch LocalSGD off for one data rank, as in one process. Refuse it for several: they share their weights."""
     given = bind_by_name(original, (self, *args), kwargs)
     if runtime.current() is not None:
         if given.get("enabled", True) and runtime.mesh().config.data_parallel_size > 1:
@@ -138,8 +138,7 @@ def local_sgd(original: Callable, self: LocalSGD, *args: object, **kwargs: objec
     original(**given)
 
 
-#: Libraries whose optimizers treat each parameter by itself. Others may look at all parameters together, which a stage
-#: has not.
+#: Libraries whose optimizers treat each parameter by itself. Others may need all parameters, and a stage has a part.
 _BY_PARAMETER = {"torch", "torchao", "transformers", "bitsandbytes", "accelerate"}
 
 
@@ -183,10 +182,10 @@ def prepare(original: Callable, self: Accelerator, *args: object, **kwargs: obje
 
 
 def make_parallel(model: nn.Module) -> None:
-    """`parallelize` on the active mesh, noting by the model's own names which parameters the new ones replace.
+    """Make a model parallel on the active mesh, and note by name which parameters the new ones replace.
 
-    In a model that is parallel, shard what a script has put into it to train it, as LLaVA its projector, with rank 0's
-    values: each data rank would train it on its own examples alone.
+    If the model is parallel already, shard the parameters that a script has put into it since, such as LLaVA's
+    projector, with rank 0's values. Otherwise each data rank would train them on its own examples alone.
     """
     if (state := runtime.find_parallel_state(model)) is not None:
         if state.mesh.config.sharing_size > 1:
@@ -203,9 +202,9 @@ def make_parallel(model: nn.Module) -> None:
 
 
 def follow_parameters(optimizer: torch.optim.Optimizer) -> None:
-    """Replace parameters of a model that has become parallel by its new ones; those of other stages are left out."""
+    """Replace an optimizer's parameters by those of the parallel model; leave out those of other stages."""
     inner, replaced = getattr(optimizer, "optimizer", optimizer), False
-    held: dict[nn.Module, dict[str, nn.Parameter]] = {}  # by name; of each model once, as there are many parameters
+    held: dict[nn.Module, dict[str, nn.Parameter]] = {}  # each model's parameters by name, listed once
     for group in inner.param_groups:
         kept = []
         for parameter in group["params"]:
@@ -224,11 +223,11 @@ def follow_parameters(optimizer: torch.optim.Optimizer) -> None:
 
 
 def normalise_over_data_ranks(model: nn.Module) -> None:
-    """A model's mean over targets is that over all data ranks', not the mean of means, which differ when counts do.
+    """Let a model's loss be the mean over the targets of all data ranks, not the mean of their means.
 
-    Causal models are given the count of all ranks, as Trainer would; of other heads each mean is weighted (`means`).
-    In loops only where the loss has gradients, which a script may also take in `model.eval()`, as `from_pretrained`
-    leaves a model; in Trainer always, except where the script weights by the count itself.
+    Causal models are given the number of targets of all ranks, as Trainer gives it; the means of other heads are
+    weighted (`means`). In loops we do so only for losses with gradients, also in `model.eval()`, the mode in which
+    `from_pretrained` leaves a model. In Trainer we always do, unless the script weights by the count itself.
     """
     state = runtime.find_parallel_state(model)
     for part in state.parts if state is not None else ():
@@ -328,7 +327,7 @@ def prepare_model(
     device_placement: bool | None = None,
     evaluation_mode: bool = False,
 ) -> object:
-    """Autocast only: placement and reduction belong to the parallel model, of which layers are compiled, not all."""
+    """Apply autocast, and compile layers, not the whole model. The parallel model places and reduces by itself."""
     state = runtime.find_parallel_state(model)
     if state is None:
         return original(self, model, device_placement=device_placement, evaluation_mode=evaluation_mode)
@@ -355,7 +354,7 @@ def prepare_model(
 
 @patch("accelerate.utils.operations:convert_to_fp32", "copies split logits that nobody reads", copies=True)
 def convert_to_fp32(original: Callable, tensor: object) -> object:
-    """Outputs of which ranks hold parts are cast when somebody reads them: their loss is known, nobody else need."""
+    """Cast outputs to fp32. Outputs in parts are cast when they are read, because the loss does not read them."""
     if not isinstance(tensor, ModelOutput):
         return original(tensor)
     parts = {key for key in dict.keys(tensor) if isinstance(tensor, WholeWhenRead) and not tensor.is_whole(key)}
@@ -373,14 +372,14 @@ def convert_to_fp32(original: Callable, tensor: object) -> object:
 @patch("accelerate.accelerator:Accelerator.no_sync", "knows DDP's and its own FSDP2")
 @contextlib.contextmanager
 def no_sync(original: Callable, self: Accelerator, model: nn.Module) -> Iterator[None]:
-    """Know that this is not the last micro-step."""
+    """Run a micro-step that is not the last of its step."""
     with defer_reduction(model):
         yield
 
 
 @contextlib.contextmanager
 def defer_reduction(model: nn.Module) -> Iterator[None]:
-    """Run the micro-batches of a step but the last."""
+    """Run all micro-batches of a step but the last one, and reduce gradients later where `zero_stage` allows it."""
     state = runtime.find_parallel_state(model)
     states = [] if state is None else [part._hf_parallel for part in state.parts] or [state]
     with contextlib.ExitStack() as stack:
@@ -419,7 +418,7 @@ class ModuleOfDDP:
 
 @patch("accelerate.accelerator:Accelerator.check_trigger", "asks data ranks, not those of one model")
 def check_trigger(original: Callable, self: Accelerator) -> bool:
-    """Any rank may have set it, those that share a model with another one too: all of them stop, or none."""
+    """Return whether any rank has set the trigger, so that all ranks stop or none. Collective."""
     if self.flag_tensor is None:
         self.flag_tensor = torch.tensor(0, device=self.device)
     dist.all_reduce(self.flag_tensor, dist.ReduceOp.MAX)
@@ -434,7 +433,7 @@ def clip_grad_norm_(
     max_norm: float,
     norm_type: float = 2,
 ) -> torch.Tensor:
-    """The norm over all stages and shards of the model."""
+    """Clip gradients by their norm over all stages and shards of the model; return the norm."""
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     states = [state for state in map(runtime.find_parallel_state, self._models) if state is not None]
     if not states:
@@ -451,7 +450,7 @@ def clip_grad_norm_(
 def get_state_dict(
     original: Callable, self: Accelerator, model: nn.Module, unwrap: bool = True
 ) -> dict[str, torch.Tensor]:
-    """Whole tensors on rank 0, nothing elsewhere."""
+    """Return whole tensors on rank 0 and nothing on other ranks. Collective."""
     if runtime.find_parallel_state(model) is None:
         return original(self, model, unwrap)
     assert_all_ranks("accelerator.get_state_dict")

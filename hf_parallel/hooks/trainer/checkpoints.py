@@ -129,8 +129,7 @@ def record_of(trainer: Trainer) -> TrainerRecord:
 
 
 # ---- What follows a save in the background: callbacks and uploads, when the folder has its name ---------------------
-# They come at the end of the first step for which all ranks know (`stopping.py`), and are told the step that was
-# saved.
+# They come at the end of the first step at which all ranks know that it has, and are told the step that was saved.
 
 
 def on_save(

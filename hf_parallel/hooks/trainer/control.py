@@ -7,7 +7,7 @@ alone, and all would wait for each other.
     rank 1    control.should_save = False    ┘ 15 small numbers    └ saves; rank 0 prints a line
 
 Ranks agree after the events that a callback of the script's own handles, on any rank. Other runs exchange nothing:
-Transformers' own callbacks go by what all ranks know. After evaluations `stopping.py` always agrees.
+Transformers' own callbacks go by what all ranks know.
 """
 
 from __future__ import annotations

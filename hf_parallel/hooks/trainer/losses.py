@@ -36,10 +36,13 @@ if TYPE_CHECKING:
 
 
 class Computed(TypedDict):
-    """The results of a script's loss for a batch; in a pipeline they go from the last stage to the others.
+    """The results of a script's loss for a batch. In a pipeline they go from the last stage to the others.
 
-    `targets`: of how many its loss is the mean, where that was seen. `known`: is it known what the loss is a mean of?
-    `weighs`: does the script weigh means by the count of targets? `again`: the batch has to be computed once more.
+    Attributes:
+        targets: the number of targets that the loss is a mean over, if that was seen.
+        known: is it known what the loss is a mean over?
+        weighs: does the script weigh means by the number of targets?
+        again: must the batch be computed once more, without our factor?
     """
 
     loss: torch.Tensor
@@ -52,7 +55,7 @@ class Computed(TypedDict):
 
 
 def prepare_own_loss(trainer: Trainer) -> None:
-    """Find out whose loss the trainer computes; in a pipeline the script's own is looked at in the first step."""
+    """Note whether the trainer computes the model's loss or the script's own."""
     record = record_of(trainer)
     record.loss_plans.clear()
     seen = has_own_compute_loss(type(trainer)) or trainer.compute_loss_func is not None
@@ -65,13 +68,13 @@ def prepare_own_loss(trainer: Trainer) -> None:
 
 
 def is_own(trainer: Trainer) -> bool:
-    """Does the script compute the loss, rather than the model?"""
+    """Return whether the script computes the loss, not the model."""
     given = trainer.compute_loss_func is not None or trainer.label_smoother is not None
     return given or has_own_compute_loss(type(trainer))
 
 
 def find_reader_of_logits(trainer: Trainer, state: ParallelState | None) -> str | None:
-    """Who may read logits in training; None if nobody does but the loss of the one model there is."""
+    """Return what else than the loss of the one model may read logits in training, or None."""
     why = find_reader_before_trainer(
         type(trainer), trainer.compute_loss_func is not None, trainer.label_smoother is not None
     )
@@ -79,7 +82,7 @@ def find_reader_of_logits(trainer: Trainer, state: ParallelState | None) -> str 
 
 
 def describe_loss(trainer: Trainer) -> str:
-    """Head and loss in the steps to come, for the start-up report."""
+    """Describe how head and loss are computed, for the start-up report."""
     state = runtime.find_parallel_state(trainer.model)
     part = None if state is None or state.plan is None else state.plan.part(LOSS)
     if state is None or part is None:
@@ -101,18 +104,18 @@ _UNLIKE = (
 def compute_loss(
     self: Trainer, own: Callable, model: PreTrainedModel, inputs: dict, *args: object, **kwargs: object
 ) -> object:
-    """The loss as the model or the script computes it, without Trainer's factor for the number of processes."""
+    """Return the loss as the model or the script computes it, without Trainer's factor for the number of processes."""
     state = runtime.find_parallel_state(model)
     engine = state.pipeline if state is not None and is_own(self) else None
     call = functools.partial(_call_compute_loss, self, state, own, model, args=args, kwargs=kwargs)
-    # Taken now: scripts take out of a batch what they have read.
+    # Read the count now: scripts remove from a batch what they have read.
     items = bind_by_name(Trainer.compute_loss, (self, model, inputs, *args), kwargs).get("num_items_in_batch")
     targets = trl.count_targets_of_mean(self, inputs) if items is None else None
     record = record_of(self)
     record.step.weighted = True
     if state is None or engine is None:
         return _weigh_result(self, _compute_settled_loss(self, inputs, call, items), targets)
-    # Data ranks may differ in rows of the last batch: there, all go the same way.
+    # Data ranks may have unlike numbers of rows in the last batch, and must all go the same way.
     trains = torch.is_grad_enabled() and record.step.real_rows is None
     cut = cut_of(self.accelerator.gradient_state)
     if trains and cut is not None and not can_cut_alike(cut, state.config):
@@ -153,9 +156,9 @@ def compute_loss(
 def _compute_scheduled_loss(
     trainer: Trainer, engine: PipelineEngine, plan: Plan, inputs: dict, call: Callable, *, counts: bool
 ) -> torch.Tensor:
-    """The loss by micro-batches, of which what the script logs is one entry.
+    """Compute the loss by micro-batches. What the script logs for them becomes one entry.
 
-    Where a step runs as one schedule, what a batch logs is known to the call that was announced for it.
+    If a step runs as one schedule, the announced call of a batch collects what the batch logs.
     """
     record = record_of(trainer)
     announces, syncs, state = engine.announced is not None, record.step.syncs, trainer.accelerator.gradient_state
@@ -196,9 +199,8 @@ def _compute_settled_loss(
 ) -> Computed:
     """Compute a batch's loss. If the script then turns out to weigh means by the count of targets, compute it anew.
 
-    It is seen while the loss is computed. A model that the script calls without the count gives it the mean over the
-    targets of all data ranks then; where the script goes on to weigh that, the batch is computed once more, with plain
-    means.
+    We see that only while the loss is computed. A model that is called without the count returns the mean over the
+    targets of all data ranks. If the script then weighs this mean, the batch is computed once more with plain means.
     """
     record = record_of(trainer)
     if record.weighs is not None or items is None:
@@ -229,7 +231,7 @@ def _call_compute_loss(
     step, items = record.step, given.get("num_items_in_batch")
     scope = means.Scope(step.share, items is not None and bool(record.weighs))
     step.logged = []
-    # Our share of tokens holds the factor for processes already, except for scripts that multiply by it themselves.
+    # Our share of the tokens already contains the factor for processes. Some scripts multiply by it themselves.
     whole = former and means.does_know_processes(self)
     self.args.average_tokens_across_devices = whole
     if items is not None and former:
@@ -239,7 +241,7 @@ def _call_compute_loss(
         if is_own(self):
             count = torch.as_tensor(items).as_subclass(means.Count)
             count.scope = scope
-        if len(args) > 1:  # where it is: a script may have another name for it
+        if len(args) > 1:  # pass it by position, because a script may name it otherwise
             args = (args[0], count, *args[2:])
         else:
             kwargs = {**kwargs, "num_items_in_batch": count}
@@ -267,13 +269,13 @@ def _call_compute_loss(
 
 
 def _weigh_result(self: Trainer, result: Computed, targets: torch.Tensor | None) -> object:
-    """The loss of this data rank's rows such that the average over data ranks is that of all rows."""
+    """Weigh the loss of this data rank so that the average over data ranks is the loss of all rows."""
     loss, outputs, mesh, record = result["loss"], result["outputs"], runtime.mesh(), record_of(self)
     if mesh.data_size > 1:
         share: torch.Tensor | float = record.step.share
         if is_own(self):
-            # The share of the rank's rows, or of its targets where the script returned the mean of these. Counted
-            # always, so that a script which takes another way on one rank does not let the others wait.
+            # Weigh by this rank's share of the rows, or of the targets if the script returned their mean. Always run
+            # the all-reduce: a script that goes another way on one rank must not make the others wait.
             targets = result["targets"] if targets is None else targets
             count = torch.zeros(2, device=mesh.device)
             count = count if targets is None else torch.stack([targets, torch.ones_like(targets)])
@@ -293,7 +295,7 @@ def _weigh_result(self: Trainer, result: Computed, targets: torch.Tensor | None)
 
 @contextlib.contextmanager
 def _undo_counts(trainer: Trainer) -> Iterator[None]:
-    """Forget what a loss counts and collects in its trainer meanwhile: the batch is computed once more."""
+    """Undo what a loss counts and collects in its trainer inside the `with`."""
     restore = remember_counts(trainer)
     try:
         yield

@@ -56,20 +56,20 @@ if TYPE_CHECKING:
 # - A save in the background is whole: what follows it (`on_save` callbacks, uploads) follows on all ranks. Where it
 #   has failed on one of them, all of them end.
 #
-# Agreed on beside the optimizer's step, in three numbers.
+# One all-reduce of three numbers, beside the optimizer's step, agrees on this.
 #
-# After an evaluation rank 0's word holds: for metrics, by which callbacks stop a training and Trainer names the best
-# checkpoint, and for what callbacks then ask of Trainer.
+# After an evaluation, rank 0's metrics and the requests of its callbacks hold on all ranks. Callbacks stop a training
+# by metrics, and Trainer chooses the best checkpoint by them.
 
 
-#: As a shell reports the end of a process by SIGTERM.
+#: The exit code by which a shell reports that SIGTERM ended a process.
 EXIT_CODE = 128 + signal.SIGTERM
-#: How the names of metrics end in which ranks differ anyway.
+#: The ends of the names of metrics that always differ between ranks.
 _SPEEDS = ("_runtime", "_per_second", "_time")
 
 
 class StepsTogether(TrainerCallback):
-    """Turns a signal on any rank into a save and an end of the training on all ranks; notices saves that are whole."""
+    """Turns SIGTERM on any rank into a save and the end of the training on all ranks; notices finished saves."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
@@ -80,7 +80,7 @@ class StepsTogether(TrainerCallback):
         self.stops = False
 
     def ask(self, number: int, frame: object) -> None:
-        """The signal's handler; a second signal ends the process as if there were none."""
+        """Handle SIGTERM. A second signal ends the process at once."""
         print(f"hf_parallel: rank {dist.get_rank()}: SIGTERM, saving after this step", file=sys.stderr, flush=True)
         self.asked[0] = 1
         signal.signal(number, signal.SIG_DFL)
@@ -118,9 +118,9 @@ def on_evaluate(
     metrics: dict[str, float],
     **kwargs: object,
 ) -> TrainerControl:
-    """Call the callbacks of an evaluation with rank 0's metrics, and go on as those of rank 0 ask.
+    """Call the callbacks of an evaluation with rank 0's metrics, and do what rank 0's callbacks ask for.
 
-    Ranks that went different ways would wait for each other forever. Collective, as an evaluation is.
+    Ranks that went different ways would wait for each other forever. Collective.
     """
     if not dist.is_initialized():
         return original(args, state, control, metrics, **kwargs)
@@ -137,7 +137,7 @@ def on_evaluate(
 
 
 def _compare_with_rank_0(own: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return rank 0's values, and the keys under which some rank has another one. Collective."""
+    """Return rank 0's values, and the keys whose value differs on some rank. Collective."""
     everywhere = messages.gather_objects(own)
     first = everywhere[0]
     return first, [key for key in first if any(repr(one.get(key)) != repr(first[key]) for one in everywhere)]
@@ -153,9 +153,9 @@ def _say_different(trainer: Trainer, what: str, keys: list[str]) -> None:
 
 @contextlib.contextmanager
 def end_together(trainer: Trainer) -> Iterator[None]:
-    """Inside, SIGTERM leads to a checkpoint and then to the end of the process, with exit code 143.
+    """Let SIGTERM, inside the `with`, save a checkpoint and then end the process with exit code 143.
 
-    Not where the script never saves (save_strategy="no") or has a handler of its own. Collective.
+    Do nothing if the script never saves (save_strategy="no") or has a handler of its own. Collective.
     """
     if str(getattr(trainer.args.save_strategy, "value", trainer.args.save_strategy)) == "no":
         yield
@@ -239,11 +239,11 @@ def _count_all_targets(args: TrainingArguments) -> None:
 
 @patch("transformers.trainer:Trainer.call_model_init", "models from model_init become parallel")
 def call_model_init(original: Callable, self: Trainer, trial: object = None) -> object:
-    """A model from `model_init` becomes parallel before it is used."""
+    """Make a model from `model_init` parallel before it is used."""
     model = original(self, trial)
     _make_ready(model, None)
     self.model = model
-    if hasattr(self, "compute_loss_func"):  # else Trainer is being made, and prepared when it is
+    if hasattr(self, "compute_loss_func"):  # otherwise Trainer.__init__ is still running, and `init` does this
         losses.prepare_own_loss(self)
         delayed_steps.check_trainer_for_delay(self)
         fill_steps.check_trainer_for_fill(self)
@@ -298,7 +298,7 @@ def get_batch_samples(
 
 @patch("transformers.trainer:Trainer._get_num_items_in_batch", "share of the tokens per data rank")
 def num_items_in_batch(original: Callable, self: Trainer, batch_samples: list, device: torch.device) -> object:
-    """This data rank's share of the tokens: FSDP2 averages over data ranks, so sum / share averages to sum / total."""
+    """Return the mean number of tokens per data rank: FSDP2 averages the losses sum / mean to sum / total."""
     items: Any = count_targets_of_step(original, self, batch_samples, device)
     return None if items is None else items / runtime.mesh().data_size
 
@@ -307,7 +307,7 @@ def num_items_in_batch(original: Callable, self: Trainer, batch_samples: list, d
 def training_step(
     original: Callable, self: Trainer, model: PreTrainedModel, inputs: dict, *args: object, **kwargs: object
 ) -> object:
-    """Remember how many rows of this batch are real while its loss is computed."""
+    """Run a micro-step, and know how many rows of its batch are real while its loss is computed."""
     hangs.mark_step(self.state.global_step + 1)
     given = bind_by_name(original, (self, model, inputs, *args), kwargs)
     engine = joint_steps.find_engine_of(self)
@@ -336,7 +336,7 @@ def training_step(
 
 
 def on_step_end(trainer: Trainer, original: Callable, *args: object, **kwargs: object) -> object:
-    """A step ends when all callbacks have seen its end; logging, evaluation and saving are not part of it."""
+    """End a step after its last callback: logging, evaluation and saving are not part of its time."""
     own_loops.refuse_steps_without_backward(type(trainer).__name__)
     control, record = original(*args, **kwargs), record_of(trainer)
     monitoring.end_monitored_step()
@@ -348,7 +348,7 @@ def on_step_end(trainer: Trainer, original: Callable, *args: object, **kwargs: o
 
 
 def _record_timeline(trainer: Trainer) -> contextlib.AbstractContextManager:
-    """Draw the first batch of each step of `profile_steps`, for the pipeline of rank 0."""
+    """Record the first batch of each step of `profile_steps`, in the pipeline of rank 0."""
     state, step = runtime.find_parallel_state(trainer.model), trainer.state.global_step + 1
     if state is None or state.pipeline is None or step not in (state.config.profile_steps or ()):
         return contextlib.nullcontext()
@@ -362,7 +362,7 @@ def _record_timeline(trainer: Trainer) -> contextlib.AbstractContextManager:
 
 @patch("transformers.trainer:Trainer.floating_point_ops", "counts the local part of the model")
 def floating_point_ops(original: Callable, self: Trainer, inputs: dict) -> float:
-    """Trainer adds up what all ranks count: each gives its share, whatever part of the model it holds."""
+    """Return this rank's share of the floating-point operations: Trainer sums over all ranks."""
     state, name = runtime.find_parallel_state(self.model), getattr(self.model, "main_input_name", "input_ids")
     if state is None or name not in inputs:
         return original(self, inputs)
@@ -371,10 +371,10 @@ def floating_point_ops(original: Callable, self: Trainer, inputs: dict) -> float
 
 @patch("transformers.trainer:is_fsdp_managed_module", "then asks its own config what waits", since="5.23")
 def is_managed(original: Callable, module: nn.Module) -> bool:
-    """A parallel model goes by `Accelerator.no_sync`, as all others do."""
+    """Return False for a parallel model, so that Trainer calls `Accelerator.no_sync` for it, as for others."""
     return runtime.find_parallel_state(module) is None and original(module)
 
 
 @patch("transformers.trainer:Trainer._sync_replicated_trainable_parameters", "would average over stages", since="5.19")
 def nothing(original: Callable, self: Trainer, *args: object, **kwargs: object) -> None:
-    """Leave out: all parameters are equal where they must be."""
+    """Do nothing, because parameters are equal on all ranks that must agree."""
