@@ -7,7 +7,7 @@
 `parallelize` itself runs, then two training steps, on fake tensors that know their shape only, with a process group
 that communicates nothing. Calling Python once per operation is what takes time, so a model of equal layers is run with
 three and with four of them on each of this rank's stages, and extrapolated linearly: every part of a step (see
-`observe.py`) grows by the same amount with each further layer (with N further ones under `every:N`).
+`recorder.py`) grows by the same amount with each further layer (with N further ones under `every:N`).
 """
 
 from __future__ import annotations
