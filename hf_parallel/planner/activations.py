@@ -165,12 +165,18 @@ def list_terms_of(block: Block, hidden: int, job: Job) -> list[Term]:
     inner = c * block.inner
     in_product = job.habits.transformer_engine or job.compiled  # the gate's activation, computed again in the backward
     rotated = query + sum(part.kv_heads * part.qk_width for part in block.attentions)
-    entered = "none" if job.habits.keeps_gathered else "entered"
+    # Latent attention (DeepSeek-AI, 2024, arXiv:2405.04434, section 2.1), whose models route in fp32.
+    known = block.attentions and not fused
+    latents = [m for m in block.matrices if known and m.split == "column" and m.inputs != hidden]
+    expanded = sum(m.outputs * m.count for m in latents) - output - query * any(m.outputs == query for m in latents)
+    entered = "none" if job.habits.keeps_gathered or latents else "entered"
     terms = [
         Term("input of the attention's norm", norm, "sp"),
         Term("input of q, k, v", c * hidden, entered),
         Term("q", c * query, product=True),
         Term("k and v", c * keys, product=True),
+        Term("latents, and norms of them", (4 + 2 * c) * sum(m.inputs * m.count for m in latents), "none"),
+        Term("keys before those with positions join them", c * max(0, expanded) if latents else 0),
         Term("log-sum-exp of the scores", 4 * heads),
         Term("q and k before they are rotated", c * rotated * job.habits.packed_attention),
         Term("output of attention", c * output),
@@ -180,6 +186,7 @@ def list_terms_of(block: Block, hidden: int, job: Job) -> list[Term]:
         Term("MLP, first half", (2 if block.gated else 1) * inner, product=True),
         Term("activation of the gate", inner if block.gated and not in_product else 0),
         Term("input of the MLP's second half", inner),
+        Term("input of the router in fp32", 4 * hidden if latents and block.top_k else 0, "sp"),
         Term("tokens sent to experts and back", 2 * c * block.top_k * hidden, "sp"),
     ]
     return terms if job.attention == FLASH else [*terms, *_list_terms_beside_flash(block, job)]
@@ -287,7 +294,44 @@ def _count_all_products(block: Block, hidden: int, layout: Layout, job: Job) -> 
     heads = sum(part.heads * part.qk_width + part.key_numbers for part in block.attentions)
     sent = job.width * heads / layout.tp if layout.heads_over > 1 else 0.0
     kept = _sum_kept_bytes(terms, layout, job) + _count_products_of_adapters(block, layout, job)
-    return (job.stored + 2 * job.width) * stream + sent + kept
+    rows = 2 if job.habits.fused else sum(m.split == "row" for m in block.matrices)  # whose outputs are the stream's
+    # Of each expert the product that leads back; of those on other ranks what has arrived, there and back, too.
+    routed = _count_routed_bytes(block, hidden, layout, job) * (3 if layout.ep > 1 else 1)
+    return (job.stored + rows * job.width) * stream + sent + kept + routed
+
+
+def _count_routed_bytes(block: Block, hidden: int, layout: Layout, job: Job) -> float:
+    """Bytes per token of one copy of it for each of its experts, as Transformers makes them; else not known, 0."""
+    if job.habits.fused:
+        return 0.0
+    return job.width * block.top_k * hidden / (layout.tp if layout.ep > 1 else layout.stream_parts)
+
+
+def count_routed_again(block: Block, hidden: int, layout: Layout, job: Job) -> float:
+    """Return the bytes per token beyond those of a layer without checkpointing, as one with experts runs again.
+
+    It is fullest as products are back in order (`grouped_mm_experts_forward`): of each pair of a token and an expert
+    there are six copies, what arrived, filled up, sorted, its product, weighted, unsorted, where a layer keeps two.
+    Without ep the first two are missing, but the gradient that came is spread over them. What `selective` kept of the
+    way back is a seventh. Beside them are what the checkpoint kept, the residual, the gradient in fp32, and what
+    shared experts made of each token.
+    """
+    if not block.top_k or job.habits.fused:
+        return 0.0
+    selective, stream = job.each_recomputed == "selective", hidden / layout.stream_parts
+    rows = sum(m.split == "row" for m in block.matrices)
+    copies = 4 + (selective and layout.ep > 1)
+    beside = job.stored + job.width * (1 + (rows > 1)) + 4 + rows * job.width * selective
+    return copies * _count_routed_bytes(block, hidden, layout, job) + beside * stream
+
+
+def count_after_experts(block: Block, hidden: int, layout: Layout, job: Job) -> float:
+    """Return the bytes per token beyond those of a layer without checkpointing, as all of its experts have gradients.
+
+    What was between their halves is gone, but for the gradient of the first half.
+    """
+    first = (2 if block.gated else 1) * job.width * block.inner / layout.tp
+    return first - count_wide_bytes(block, hidden, layout, job)
 
 
 def _count_products_of_adapters(block: Block, layout: Layout, job: Job) -> float:

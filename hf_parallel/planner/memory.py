@@ -22,10 +22,12 @@ from hf_parallel.planner.activations import (
     Moment,
     StageBytes,
     count_adapted_again,
+    count_after_experts,
     count_kept_bytes,
     count_lowered_parameters,
     count_offloaded_bytes,
     count_output_numbers,
+    count_routed_again,
     count_score_gradients,
     count_wide_bytes,
     find_fullest_moment,
@@ -129,8 +131,7 @@ def rank_memory(stages: list[Stage], layout: Layout, job: Job, rank: int) -> Ran
     mine, habits = _Rank(stages, layout, job, rank), job.habits
     mine.copied = list_mirrored_stages(stages, layout, job)
     flushed = layout.schedule not in DELAYED_SCHEDULES
-    in_step = (mine.in_schedule(), mine.in_first_layers(), mine.at_head_reduction(), mine.end_of_backward())
-    moments = in_step if flushed else mine.without_flush()
+    moments = mine.list_moments_of_step() if flushed else mine.without_flush()
     kinds = max(moments, key=lambda kinds: sum(kinds.values()))
     if mine.copied:
         kinds["weights"] += _Rank(mine.copied, layout, job, rank)._states()["weights"]
@@ -170,6 +171,8 @@ class _Rank:
         self.ends = sum(stage.ends(layout.tp) for stage in stages)
         self.numbers = sum(stage.dense(*layout.tp_and_columns) for stage in stages)  # of parameters before ZeRO
         self.experts = sum(stage.experts(layout.expert_split) for stage in stages)
+        # No other rank has these experts: FSDP2 neither gathers them nor reduces their gradients.
+        self.alone = self.habits.fsdp2 and layout.ep > 1 and layout.dp_replicate * count_expert_shards(layout) == 1
         self.adapters = sum(stage.adapters(job.lora, *layout.tp_and_columns) for stage in stages)
         self.packed = sum(map(self._count_packed, stages))  # of `numbers`, those in 4 bits
         self.narrower = self.width - count_packed_width(job) if self.packed else 0.0  # bytes that each of them saves
@@ -215,7 +218,22 @@ class _Rank:
         """Whole gradients of a stage."""
         if self.job.lora:
             return ADAPTER_WIDTH * stage.adapters(self.job.lora, *self.layout.tp_and_columns)
-        return self.summed * (stage.dense(*self.layout.tp_and_columns) + stage.experts(self.layout.expert_split))
+        experts = stage.experts(self.layout.expert_split)
+        of_experts = (self.width if self.alone else self.summed) * experts
+        return self.summed * stage.dense(*self.layout.tp_and_columns) + of_experts
+
+    def _count_sums(self, gradients: float) -> float:
+        """Bytes of gradients while micro-batches add to them: those that are reduced each time are summed in fp32."""
+        if self.job.lora or not self.layout.reduces_each:
+            return gradients
+        own = min(gradients, self.kept.stored * self.experts) if self.alone else 0.0
+        return own + self.summed / self.kept.stored * (gradients - own)
+
+    @property
+    def _reduces_each_layer(self) -> bool:
+        """Does FSDP2 reduce a layer's gradients as soon as they are there, those of all its numbers?"""
+        known = self.habits.fsdp2 and self.reshards and self.layout.pp == 1 and not self._accumulates
+        return known and not self.job.lora and not self.job.activation_offload
 
     @property
     def _accumulates(self) -> bool:
@@ -228,7 +246,7 @@ class _Rank:
         if not self.gathers or self.in_place:
             return 0.0
         if not self.reshards:
-            whole = self.width * (self.numbers + self.experts) - self.narrower * self.packed
+            whole = self.width * (self.numbers + self.experts * (not self.alone)) - self.narrower * self.packed
             return whole + self.adapter_width * self.adapters
         alone = [self._count_alone(block) for stage in self.stages for block, _ in stage.counts]
         layer = max(map(self._count_layer_bytes, alone), default=0.0)
@@ -244,7 +262,8 @@ class _Rank:
 
     def _count_layer_bytes(self, alone: Stage) -> float:
         """Bytes of a layer's whole weights."""
-        numbers = alone.dense(*self.layout.tp_and_columns) + alone.experts(self.layout.expert_split)
+        numbers = alone.dense(*self.layout.tp_and_columns)
+        numbers += alone.experts(self.layout.expert_split) * (not self.alone)
         return self.width * numbers - self.narrower * self._count_packed(alone)
 
     def _count_freed_embedding(self, stage: Stage) -> float:
@@ -265,15 +284,55 @@ class _Rank:
 
     # ---- moments of a step ---------------------------------------------------------------------------------------
 
+    def list_moments_of_step(self) -> list[dict[str, float]]:
+        """Bytes by kind at each moment that can be the fullest of a step with an end."""
+        moments = [self.in_schedule(), self.in_first_layers(), self.at_head_reduction(), self.end_of_backward()]
+        kinds = self.stages[0].counts if self._reduces_each_layer else ()  # each of which can be the last one
+        return moments + [self.in_last_layers(block, late) for block, _ in kinds for late in (False, True)]
+
+    def in_last_layers(self, block: Block, late: bool) -> dict[str, float]:
+        """The backward of the last layer, or (`late`) of the one before it, while what follows it is being reduced.
+
+        FSDP2 holds what a reduce-scatter sends, in the sums' dtype, until the next one: of the head, or of the last
+        layer. It has gathered this layer's weights, and those of the layer before it. A tied head waits for the end.
+        """
+        (stage,), one, states = self.stages, self._count_alone(block), self._states()
+        head = self.shape.head_outputs * self.shape.hidden / self.layout.tp
+        dense = one.dense(*self.layout.tp_and_columns)
+        unit = dense + (one.experts(self.layout.expert_split) if self.layout.ep == 1 else 0.0)  # else alone
+        reduced = unit if late else 0.0 if self.shape.tied else head
+        following = self.width * dense if self.layout.ep > 1 else self._count_layer_bytes(one)
+        gathered = self.summed * reduced + self._count_layer_bytes(one) + following + self._count_kept_nearby()
+        gathered += 2 * self.width * self.ends * self.shape.tied  # with its gradient
+        if self.job.micro_batches == 1:  # other gradients come later
+            given = self.kept.stored * (head * (not self.shape.tied) + unit * late) / self.layout.shards
+            states["gradients"] = min(states["gradients"], self._count_lost() + given)
+        else:
+            states["gradients"] = self._count_sums(states["gradients"])
+        kept = self._count_blocks(stage) + self._mask + self.stream  # the gradient that comes
+        kept -= late * self.tokens * self._count_kept(one, self.job.each_recomputed)
+        again = max(self._count_layer_again(block, stage), self._count_scores(stage)) + self._count_unpacked(stage)
+        again = max(again, self._count_after_experts(block))
+        whole = gathered + self._count_lowered()
+        return {**states, "gathered": whole, "activations": kept, "temporaries": again}
+
+    def _count_after_experts(self, block: Block) -> float:
+        """Whole gradients of a layer's experts, and what else there is of a layer that has run again."""
+        if not block.top_k or self.job.recompute == "none":
+            return 0.0
+        one = self._count_alone(block)
+        kept = self._count_kept(one, "none") - self._count_kept(one, self.job.each_recomputed)
+        beside = count_after_experts(block, self.shape.hidden, self.layout, self.job)
+        return self.width * one.experts(self.layout.expert_split) + self.tokens * (kept + beside)
+
     def in_schedule(self) -> dict[str, float]:
         """At the beginning of a backward pass, or the end of its first half; with what is gathered."""
         states, moment = self._states(), self._find_fullest_moment()
         if self.habits.fsdp2:  # a pipeline reduces in each call, and adds to what it put aside
-            wide = self.summed / self.kept.stored if self.layout.reduces_each and not self.job.lora else 1.0
             joins = self.job.engine == "hf_parallel" and self.layout.pp > 1  # a step is one run
             joins &= self.layout.schedule in JOINING_SCHEDULES
             more = (self.job.calls > 1 and not joins) or (self.layout.reduces_each and self.job.micro_batches > 1)
-            states["gradients"] = wide * states["gradients"] if more else 0.0
+            states["gradients"] = self._count_sums(states["gradients"]) if more else 0.0
             several = self.gathers and self.layout.pp > 1 and self.job.calls > 1
             if several and not self.layout.reduces_each_run:  # whole gradients stay from one run to the next
                 states["gradients"] = sum(map(self._count_gradients, self.stages))
@@ -297,13 +356,13 @@ class _Rank:
         late = 2 * layer + self._count_freed_embedding(stage)
         if self.job.micro_batches == 1 and not self.job.lora:
             states["gradients"] *= max(0.0, 1 - late / (self.numbers + self.experts))
-        elif self.layout.reduces_each and not self.job.lora:
-            states["gradients"] *= self.summed / self.kept.stored
+        else:
+            states["gradients"] = self._count_sums(states["gradients"])
         if self.reshards:
             gathered = 2 * max(map(self._count_layer_bytes, alone)) + self._count_kept_nearby()
         if self.gathers and not self.job.lora:  # of this layer as they are made, of the last one as they are reduced
             gathered += (self.width + self.summed) * layer
-        again = max(self._count_layer_again(stage), self._count_scores(stage)) + self._count_unpacked(stage)
+        again = max(self._count_layers_again(stage), self._count_scores(stage)) + self._count_unpacked(stage)
         kept, whole = self._count_blocks(stage) + self._mask, gathered + self._count_lowered()
         return {**states, "gathered": whole, "activations": kept, "temporaries": again}
 
@@ -405,7 +464,9 @@ class _Rank:
         kept = self._count_blocks(stage) + sent + kept_logits + self._mask
         # A layer's backward begins when the loss has handed over its gradient of the hidden states.
         freed = 4 * self.shape.hidden * self.tokens if self.job.tiled_mlp and self._lean and stage.is_last else 0.0
-        again = max(self._count_layer_again(stage), self._count_scores(stage)) - freed + self._count_unpacked(stage)
+        again = max(self._count_layers_again(stage), self._count_scores(stage)) - freed + self._count_unpacked(stage)
+        if self._reduces_each_layer and self.layout.quantize_gradients == "none":  # what the loss kept is gone by then
+            again = 0.0
         between = 0.0
         if not stage.is_first:  # whose input needs no gradient: all its backward is in the second half
             # Gradients of all outputs of products, and of norms; what checkpointing computed for the first half.
@@ -497,11 +558,14 @@ class _Rank:
         """Is the loss of a split vocabulary computed some tokens at a time?"""
         return self.layout.tp > 1 and self.habits.loss_chunk > 0
 
-    def _count_layer_again(self, stage: Stage) -> float:
+    def _count_layers_again(self, stage: Stage) -> float:
+        """What the layer needs beyond what it keeps that needs most."""
+        return max((self._count_layer_again(block, stage) for block, _ in stage.counts), default=0.0)
+
+    def _count_layer_again(self, block: Block, stage: Stage) -> float:
         """A checkpointed layer's activations, computed again, and gradients of its widest part and of the stream."""
-        if not stage.counts or (self.job.recompute == "none" and not self.job.tiled_mlp):
+        if self.job.recompute == "none" and not self.job.tiled_mlp:
             return 0.0
-        block = max((block for block, _ in stage.counts), key=lambda block: block.inner)
         one, recompute = self._count_alone(block), self.job.each_recomputed
         again = self._count_kept(one, "none") - self._count_kept(one, recompute)
         stream, inner = self.shape.hidden / self.parts, block.inner / self.layout.tp
@@ -509,7 +573,8 @@ class _Rank:
             of_loss = 4 * self.shape.hidden if self._lean and stage.is_last else 0.0
             return self.tokens * count_adapted_again(block, self.shape.hidden, self.layout, self.job, of_loss)
         if not self.job.tiled_mlp:
-            return self.tokens * (again + 2 * self.width * (inner + stream))
+            routed = count_routed_again(block, self.shape.hidden, self.layout, self.job)
+            return self.tokens * (again + max(2 * self.width * (inner + stream), routed))
         piece = min(self.tokens, self.shape.hidden * self.parts)  # and outputs of all pieces, alone and joined
         wide = count_wide_bytes(block, self.shape.hidden, self.layout, self.job) + 2 * self.width * inner
         in_mlp = self.tokens * (again + 4 * self.width * stream) + piece * wide
