@@ -6,6 +6,7 @@ import pkgutil
 from types import SimpleNamespace
 
 import pytest
+from accelerate.state import AcceleratorState, PartialState
 from transformers import Trainer, TrainingArguments
 
 from hf_parallel.ask.config import ParallelConfig
@@ -33,9 +34,11 @@ def classes() -> list[tuple[str, type[Trainer]]]:
 
 def test_each_is_refused_by_name(monkeypatch, tmp_path):
     monkeypatch.setattr(runtime, "mesh", lambda: SimpleNamespace(config=ParallelConfig.parse("tp=2"), data_size=1))
-    known = classes()
+    known, arguments = classes(), TrainingArguments(str(tmp_path))
+    AcceleratorState._reset_state(reset_partial_state=True)  # which the arguments have made
     assert len(known) > 5
     for name, kind in known:
         trainer = kind.__new__(kind)
         with pytest.raises(SpecError, match=rf"{name}: not known.*trl sft.*work"):
-            trainers.check_trl_trainer(trainer, TrainingArguments(str(tmp_path)), None)
+            trainers.check_trl_trainer(trainer, arguments, None)
+    assert not PartialState._shared_state
