@@ -539,7 +539,7 @@ class _Rank:
 
     @property
     def _vocabulary_parts(self) -> int:
-        """In how many parts tp ranks have the logits."""
+        """Return the number of parts in which tp ranks hold the logits."""
         return 1 if self.habits.whole_logits else self.layout.tp
 
     @property
@@ -559,7 +559,7 @@ class _Rank:
         return self.layout.tp > 1 and self.habits.loss_chunk > 0
 
     def _count_layers_again(self, stage: Stage) -> float:
-        """What the layer needs beyond what it keeps that needs most."""
+        """Return the bytes that a layer needs beyond what it keeps, of the layer that needs most."""
         return max((self._count_layer_again(block, stage) for block, _ in stage.counts), default=0.0)
 
     def _count_layer_again(self, block: Block, stage: Stage) -> float:

@@ -233,18 +233,7 @@ def shard_data_parallel(model: nn.Module, root: nn.Module, blocks: list[nn.Modul
         trained = (get_stored(parameter) for parameter in root.parameters() if parameter.requires_grad)
         apart = [] if sum(tensor.numel() * tensor.element_size() for tensor in trained) <= BUCKET else blocks
     _let_forward_run_hooks(root, apart)
-    # Python gives an object another class only if both got their `__dict__` above the same base. FSDP2's have theirs
-    # above `object`, a `class Model(ABC, nn.Module)` above `ABC`.
-    made = get_cls_to_fsdp_cls()
-    for kind in {type(module) for module in root.modules()} - made.keys():
-        base: Any = kind
-        while base.__base__.__dictoffset__:
-            base = base.__base__
-        if base.__base__ is not object:
-            metaclass: Any = type(kind)
-            # typing.Generic asks a class that has it among its bases what it stands for
-            front = metaclass("FSDPFront", (base.__base__, FSDPModule), {"__orig_bases__": ()})
-            made[kind] = metaclass(f"FSDP{kind.__name__}", (front, kind), {})
+    _prepare_classes_of_other_bases(root)
     for block in apart:
         if any(True for _ in block.parameters()):
             _shard_other_dtypes(block, not keeps, settings)
@@ -268,6 +257,24 @@ def shard_data_parallel(model: nn.Module, root: nn.Module, blocks: list[nn.Modul
         if not keeps:
             _keep_what_runs_again(model)
     _leave_inference_mode(root)
+
+
+def _prepare_classes_of_other_bases(root: nn.Module) -> None:
+    """Make the classes that `fully_shard` gives to modules such as a `class Model(ABC, nn.Module)`; torch cannot.
+
+    Python gives an object another class only if both got their `__dict__` above the same base. FSDP2's have theirs
+    above `object`, such a model above `ABC`.
+    """
+    made = get_cls_to_fsdp_cls()
+    for kind in {type(module) for module in root.modules()} - made.keys():
+        base: Any = kind
+        while base.__base__.__dictoffset__:
+            base = base.__base__
+        if base.__base__ is not object:
+            metaclass: Any = type(kind)
+            # typing.Generic asks a class that has it among its bases what it stands for
+            front = metaclass("FSDPFront", (base.__base__, FSDPModule), {"__orig_bases__": ()})
+            made[kind] = metaclass(f"FSDP{kind.__name__}", (front, kind), {})
 
 
 def _let_forward_run_hooks(root: nn.Module, blocks: list[nn.Module]) -> None:
