@@ -1,7 +1,8 @@
 """(h) Every layout of `tests/cuda/layouts.py` on GPUs: losses and norms of one process, waits of the host in a step.
 
-Layouts of one world size run one after the other in the same processes. One that fails ends them: it is reported, and
-the rest go on in new ones. Where several ranks share a GPU the numbers are as good, and the seconds say nothing.
+Two more go over symmetric memory, which ranks that share a GPU may share, too. Layouts of one world size run one after
+the other in the same processes. One that fails ends them: it is reported, and the rest go on in new ones. Where
+several ranks share a GPU the numbers are as good, and the seconds say nothing.
 """
 
 from __future__ import annotations
@@ -20,10 +21,14 @@ from benchmarks.gpu.setting import Setting
 from benchmarks.gpu.syncs import Watch
 from hf_parallel.check.report import FAILED, NOTE, OK, SKIPPED, Row
 from tests.cuda import steps
-from tests.cuda.layouts import ALL, GROUPS, Layout
+from tests.cuda.layouts import GROUPS, Layout
 from tests.cuda.steps import Counted, Run
 
 NEEDS_GPU = ("kernels of CUDA and their rounding", "NCCL's own order of collectives", "copies between host and GPU")
+#: Layouts that pretended devices cannot run: tp_overlap in compiled layers goes over symmetric memory.
+_FUSED = [Layout("tp=2,tp_overlap=true,compile=regional", dtype=dtype) for dtype in ("float32", "bfloat16")]
+ALL_GROUPS = {**GROUPS, "symmetric": _FUSED}
+ALL = {layout.name: layout for group in ALL_GROUPS.values() for layout in group}
 #: Groups of layouts that run at a time, each in processes of its own.
 LANES = 3
 #: Seconds that a layout may take, beside the start of its processes.
@@ -43,7 +48,7 @@ def _groups(setting: Setting) -> list[list[Layout]]:
     if setting.small and not setting.devices:
         return [[ALL[name] for name in _IN_SMALL]]
     found, chosen = [], os.environ.get("LAYOUTS", "").split()
-    for name, group in GROUPS.items():
+    for name, group in ALL_GROUPS.items():
         group = [one for one in group if not chosen or {name, one.name, str(one.ranks)} & set(chosen)]
         worlds = sorted({layout.ranks for layout in group})
         found += [[layout for layout in group if layout.ranks == world] for world in worlds]

@@ -67,6 +67,7 @@ def make_environments(count: int, devices: int, backend: str | None = None) -> l
     shares_devices = backend != "gloo" and 0 < devices < count
     if shares_devices:
         shared |= {"NCCL_NET": "Socket", "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
+        shared |= {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
         shared |= {"NCCL_SOCKET_IFNAME": os.environ.get("NCCL_SOCKET_IFNAME", "lo")} if has_loopback else {}
     found = []
     for rank in range(count):

@@ -70,6 +70,8 @@ _CLOCK = 1.5e9  # Hz, within a fifth for every GPU of the catalogue
 #: a profiler (docs/reference/gpu.md), with what tp, shards of FSDP2 and each adapter add.
 _KERNELS = (16, 30)
 _EAGER, _EAGER_TP, _EAGER_SHARDS, _EAGER_ADAPTER = (50, 100), (14, 26), (6, 11), (4, 7)
+#: More where tokens are routed (sorted, counted, copied to their experts and back), and where experts lie on ep ranks.
+_EAGER_EXPERTS, _EAGER_EP = (48, 97), (4, 6)
 #: More for each linear in 4 bits: its codes to 16 bits, and the table of codes (copy, magnitude, maximum, division).
 _EAGER_PACKED = (5, 5)
 #: Ranks that are not in step: once per all-reduce of tp, or per gather and scatter; per all-to-all of ep.
@@ -185,6 +187,7 @@ def _compute_host_waits(stage: Stage, times: Times, layout: Layout, job: Job, gp
         adapters = sum(matrix.count for matrix in list_adapted(block)) if job.lora else 0
         kinds = [(_EAGER, 1), (_EAGER_TP, layout.tp > 1), (_EAGER_SHARDS, shards), (_EAGER_ADAPTER, adapters)]
         kinds += [(_EAGER_PACKED, adapters)] if job.four_bit != "none" else []
+        kinds += [(_EAGER_EXPERTS, 1), (_EAGER_EP, layout.ep > 1)] if block.expert_parameters else []
         ahead, back = (sum(kernels[side] * times for kernels, times in kinds) for side in (0, 1))
         forward += ahead * count
         backward += (back + ahead * job.recomputed_share) * count

@@ -49,9 +49,14 @@ def measure_device_memory(device: torch.device) -> float:
 
 
 def find_memory_obstacle(size: int) -> str | None:
-    """Return why blocks of `size` neighbouring ranks of this machine cannot reach each other's memory, or None."""
+    """Return why blocks of `size` neighbouring ranks of this machine cannot reach each other's memory, or None.
+
+    Ranks may share a GPU where torch is told so: TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1.
+    """
     if not torch.cuda.is_available() or torch.version.hip or not torch.distributed.is_nccl_available():
         return "symmetric memory needs NVIDIA GPUs"
+    if os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES") == "1":
+        return None
     ranks, seen = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
     if ranks % size or seen < ranks:
         return f"symmetric memory needs {size} ranks of a machine that see all its GPUs: {ranks} ranks, {seen} GPUs"
