@@ -91,20 +91,15 @@ def read_numbered_rows(numbers: torch.Tensor) -> list[Row]:
     """The rows whose tokens belong to these documents [rows, length], less those of a negative number."""
     rows = []
     for number in numbers.cpu():  # the one thing about a batch that the host has to know
-        inside = number >= 0
-        if bool(inside.all()) and bool((number.diff() >= 0).all()):
-            rows.append(Row(len(number), _count_documents(number)))
-            continue
-        order = torch.where(inside, number, number.max() + 1).argsort(stable=True)
-        kept = order[: int(inside.sum())]
-        steps = kept.diff() != 1
-        whole = not bool((steps & (number[kept].diff() == 0)).any())
-        rows.append(Row(len(number), _count_documents(number[kept]), order, whole))
+        inside, dealt, order, whole = number >= 0, number, None, True
+        if not bool(inside.all()) or not bool((number.diff() >= 0).all()):
+            order = torch.where(inside, number, number.max() + 1).argsort(stable=True)
+            kept = order[: int(inside.sum())]
+            dealt = number[kept]
+            whole = not bool(((kept.diff() != 1) & (dealt.diff() == 0)).any())
+        lengths = torch.unique_consecutive(dealt, return_counts=True)[1].tolist()
+        rows.append(Row(len(number), tuple(lengths), order, whole))
     return rows
-
-
-def _count_documents(numbers: torch.Tensor) -> tuple[int, ...]:
-    return tuple(torch.unique_consecutive(numbers, return_counts=True)[1].tolist())
 
 
 Window = tuple[int, int]
