@@ -173,7 +173,7 @@ class AttentionFacts:
 
 
 def read_attention(model: PreTrainedModel, config: ParallelConfig) -> AttentionFacts | None:
-    """The facts; the model is not changed. None of a module that is not one of transformers."""
+    """Read the facts of a model, which is not changed; None of a module that is not one of transformers."""
     if not hasattr(model, "set_attn_implementation"):
         return None
     own = get_text_config(model)

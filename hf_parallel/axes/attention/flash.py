@@ -121,7 +121,10 @@ class _Varlen(torch.autograd.Function):
 
 
 def measure_gap(device: str, dtype: torch.dtype, width: int) -> float | str:
-    """The largest relative difference to a matrix of scores, in output and gradients, or the error; milliseconds."""
+    """Return the largest relative difference to a matrix of scores, in output and gradients, or the error.
+
+    Takes milliseconds.
+    """
     try:
         generator, lengths = torch.Generator().manual_seed(0), (5, 20, 8)
         shapes = [(1, 4, 33, width), (1, 2, 33, width), (1, 2, 33, width), (4,)]

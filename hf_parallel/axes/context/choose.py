@@ -132,7 +132,7 @@ def choose_by_cost(ranks: int, heads: tuple[int, int], width: int, tp: int, node
 
 
 def choose_variants(config: ParallelConfig, facts: ContextFacts) -> tuple[Choice, str | None]:
-    """The variants, and why these, where the spec leaves it open.
+    """Choose the variants; say why these, where the spec leaves it open.
 
     Raises:
         SpecError: nothing works, or not what the spec asks for.

@@ -88,7 +88,7 @@ def find(
 
 
 def read_numbered_rows(numbers: torch.Tensor) -> list[Row]:
-    """The rows whose tokens belong to these documents [rows, length], less those of a negative number."""
+    """Return the rows whose tokens belong to these documents [rows, length], less those of a negative number."""
     rows = []
     for number in numbers.cpu():  # the one thing about a batch that the host has to know
         inside, dealt, order, whole = number >= 0, number, None, True
@@ -132,7 +132,7 @@ class Call:
 
 
 def make_calls(documents: Iterable[list[Tile]], rows: int, length: int, device: torch.device) -> list[Call]:
-    """The tiles of each document as calls.
+    """Return the tiles of each document as calls.
 
     Args:
         rows: of the batch.
@@ -155,9 +155,8 @@ def make_calls(documents: Iterable[list[Tile]], rows: int, length: int, device: 
         longest = [max(count for _, count in parts) for parts in (queries, keys)]
         if window not in (ALL, CAUSAL):  # kernels count a side that is open, or larger than this, by the longest keys
             longest[1] = max(longest)
-        ends = _compute_ends(queries, device), _compute_ends(keys, device)
-        places = _make_place(queries, device), _make_place(keys, device)
-        calls.append(Call(*places, ends, (longest[0], longest[1]), window))
+        (own, own_ends), (theirs, their_ends) = _place_parts(queries, device), _place_parts(keys, device)
+        calls.append(Call(own, theirs, (own_ends, their_ends), (longest[0], longest[1]), window))
     return calls
 
 
@@ -172,18 +171,18 @@ def compute_window_of(tile: Tile) -> Window:
     return -1 if left >= keys - 1 else int(left), -1 if right >= queries - 1 else int(right)
 
 
-def _compute_ends(parts: list[tuple[int, int]], device: torch.device) -> torch.Tensor:
-    ends = [0, *itertools.accumulate(count for _, count in parts)]
-    return upload(torch.tensor(ends, dtype=torch.int32), device)
+def _place_parts(parts: list[tuple[int, int]], device: torch.device) -> tuple[Place, torch.Tensor]:
+    """Return where the tokens of parts (start, count) lie, and the parts' ends.
 
-
-def _make_place(parts: list[tuple[int, int]], device: torch.device) -> Place:
-    """A slice where that is enough: nothing is copied then."""
+    The place is a slice where that is enough: nothing is copied then.
+    """
+    counted = [0, *itertools.accumulate(count for _, count in parts)]
+    ends = upload(torch.tensor(counted, dtype=torch.int32), device)
     if all(start + count == after for (start, count), (after, _) in itertools.pairwise(parts)):
-        return slice(parts[0][0], sum(parts[-1]))
+        return slice(parts[0][0], sum(parts[-1])), ends
     starts, counts = torch.tensor(parts).T
     inside = torch.arange(int(counts.sum())) - (counts.cumsum(0) - counts).repeat_interleave(counts)
-    return upload(starts.repeat_interleave(counts) + inside, device)
+    return upload(starts.repeat_interleave(counts) + inside, device), ends
 
 
 def upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

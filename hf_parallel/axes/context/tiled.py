@@ -33,7 +33,7 @@ class Tiles:
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: Tile, scores: Scores
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Output [b, h, n, d], log-sum-exp [b, h, n] in fp32."""
+        """Return the output [b, h, n, d] and the log-sum-exp [b, h, n] in fp32."""
         causal, mask, scale = part.kind == "causal", _make_band_mask(part, q), scores.scale
         if scores.cap is not None:
             k, v = repeat_per_query_head(k, q), repeat_per_query_head(v, q)
@@ -58,7 +58,7 @@ class Tiles:
         part: Tile,
         scores: Scores,
     ) -> Tensors:
-        """The tile's share of the gradients of q, k and v."""
+        """Return the tile's share of the gradients of q, k and v."""
         causal, mask, scale, lse = part.kind == "causal", _make_band_mask(part, q), scores.scale, lse.contiguous()
         if scores.cap is None and q.device.type == "cpu":
             return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
