@@ -225,7 +225,16 @@ def layout(lengths, ring):
 
 def count_pairs(layout, rank, low, high):
     """The pairs of a query and a key that a ring rank looks at, in a batch of one row."""
-    return sum(tile.pairs for keys in range(layout.shape.ring) for tile in layout.tiles(rank, keys, low, high))
+    total = 0
+    for tile in (tile for keys in range(layout.shape.ring) for tile in layout.tiles(rank, keys, low, high)):
+        rows, columns = tile.q.stop - tile.q.start, tile.k.stop - tile.k.start
+        behind, least, most = tile.band
+        if tile.kind != "band":
+            total += rows * columns if tile.kind == "full" else rows * (rows + 1) // 2
+        for i in range(rows) if tile.kind == "band" else ():
+            first, last = max(0, behind + i - most), min(columns - 1, behind + i - least)
+            total += max(0, int(last - first) + 1)
+    return total
 
 
 @pytest.mark.parametrize("ring", [2, 4, 8])

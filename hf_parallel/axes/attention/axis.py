@@ -68,24 +68,6 @@ _PACKAGES = {
 }
 
 
-def choose_named_kernel(config: ParallelConfig, anatomy: Anatomy, facts: AttentionFacts | None) -> Kernel:
-    """The kernel that the spec names.
-
-    Raises:
-        SpecError: what it lacks: a package, a GPU, or a kind of attention.
-    """
-    name = config.attention
-    asked = f"attention={name}"
-    if facts is None:
-        refuse(asked, f"{anatomy.name} is not a transformers model", f"attention={AUTO}")
-    reason = find_what_torch_flash_lacks(facts) if name == TORCH_FLASH else _find_missing_feature(name, facts)
-    if reason is not None:
-        plain = facts.softcap is None and not facts.sinks
-        other = AUTO if config.cp_size > 1 else "sdpa" if plain and name != "sdpa" else "eager"
-        refuse(asked, reason, f"attention={other}")
-    return Kernel(name)
-
-
 def _find_missing_feature(name: str, facts: AttentionFacts) -> str | None:
     package = _PACKAGES.get(name)
     if package is not None:
@@ -191,7 +173,7 @@ class AttentionFacts:
 
 
 def read_attention(model: PreTrainedModel, config: ParallelConfig) -> AttentionFacts | None:
-    """The facts; the model is not changed. None of a module that is not one of transformers."""
+    """Read the facts of a model, which is not changed; None of a module that is not one of transformers."""
     if not hasattr(model, "set_attn_implementation"):
         return None
     own = get_text_config(model)
@@ -199,6 +181,17 @@ def read_attention(model: PreTrainedModel, config: ParallelConfig) -> AttentionF
     device = "cpu" if found is None else found.type
     wide, heads = getattr(own, "hidden_size", 0), getattr(own, "num_attention_heads", None)
     width = getattr(own, "qk_head_dim", None) or read_head_width_of(own)  # the first of latent attention
+    lacks = None
+    if config.attention not in (AUTO, TORCH_FLASH):
+        # The first line of what transformers says of the kernel, tried on a model without layers.
+        kind: Any = type(model)
+        shell = kind.__new__(kind)
+        torch.nn.Module.__init__(shell)
+        shell.config = copy.deepcopy(model.config)
+        try:
+            shell.set_attn_implementation(config.attention)
+        except (ImportError, ValueError) as error:
+            lacks = str(error).strip().splitlines()[0]
     return AttentionFacts(
         own=model.config._attn_implementation or "eager",
         interface=can_use_registries(model),
@@ -209,26 +202,11 @@ def read_attention(model: PreTrainedModel, config: ParallelConfig) -> AttentionF
         dropout=read_score_dropout(own),
         window=read_sliding_window(own),
         sinks=any(name.rpartition(".")[2] == "sinks" for name, _ in model.named_parameters()),
-        lacks=None
-        if config.attention in (AUTO, TORCH_FLASH)
-        else _find_reason_of_transformers(model, config.attention),
+        lacks=lacks,
         device=device,
         capability=torch.cuda.get_device_capability() if device == "cuda" else (0, 0),
         dtype=getattr(model, "dtype", torch.float32),
     )
-
-
-def _find_reason_of_transformers(model: nn.Module, name: str) -> str | None:
-    """Tried on a model without layers; the first line of what transformers says."""
-    kind: Any = type(model)
-    shell = kind.__new__(kind)
-    torch.nn.Module.__init__(shell)
-    shell.config = copy.deepcopy(model.config)
-    try:
-        shell.set_attn_implementation(name)
-    except (ImportError, ValueError) as error:
-        return str(error).strip().splitlines()[0]
-    return None
 
 
 class Attention(Axis["AttentionFacts", "Kernel | None"]):
@@ -244,13 +222,23 @@ class Attention(Axis["AttentionFacts", "Kernel | None"]):
         return read_attention(model, config)
 
     def resolve(self, config: ParallelConfig, anatomy: Anatomy, facts: AttentionFacts | None) -> Kernel | None:
-        """The kernel and why, or the SpecError that says what it lacks."""
-        kernel = (
-            choose_kernel_for_auto(config, facts)
-            if config.attention == AUTO
-            else choose_named_kernel(config, anatomy, facts)
-        )
-        return None if kernel is None else replace(kernel, shifts=anatomy.sums_over_tokens)
+        """Return the kernel and why.
+
+        Raises:
+            SpecError: what the named kernel lacks: a package, a GPU, or a kind of attention.
+        """
+        name, asked = config.attention, f"attention={config.attention}"
+        if name == AUTO:
+            kernel = choose_kernel_for_auto(config, facts)
+            return None if kernel is None else replace(kernel, shifts=anatomy.sums_over_tokens)
+        if facts is None:
+            refuse(asked, f"{anatomy.name} is not a transformers model", f"attention={AUTO}")
+        reason = find_what_torch_flash_lacks(facts) if name == TORCH_FLASH else _find_missing_feature(name, facts)
+        if reason is not None:
+            plain = facts.softcap is None and not facts.sinks
+            other = AUTO if config.cp_size > 1 else "sdpa" if plain and name != "sdpa" else "eager"
+            refuse(asked, reason, f"attention={other}")
+        return Kernel(name, shifts=anatomy.sums_over_tokens)
 
     def notes(self, part: Kernel | None) -> list[str]:
         return [] if part is None or part.why is None else [f"attention={part.name}: {part.why}"]

@@ -121,33 +121,30 @@ class _Varlen(torch.autograd.Function):
 
 
 def measure_gap(device: str, dtype: torch.dtype, width: int) -> float | str:
-    """The largest relative difference to a matrix of scores, in output and gradients, or the error; milliseconds."""
+    """Return the largest relative difference to a matrix of scores, in output and gradients, or the error.
+
+    Takes milliseconds.
+    """
     try:
-        return _measure_one_gap(torch.device(device), dtype, width)
+        generator, lengths = torch.Generator().manual_seed(0), (5, 20, 8)
+        shapes = [(1, 4, 33, width), (1, 2, 33, width), (1, 2, 33, width), (4,)]
+        drawn = [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
+        number = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)).to(device)
+        distance = torch.arange(33, device=device)[:, None] - torch.arange(33, device=device)
+        seen = (number[:, None] == number) & (distance >= 0) & (distance < 7)
+        ends = torch.tensor([0, 5, 25, 33], dtype=torch.int32, device=device)
+        inputs = [t.clone().requires_grad_() for t in drawn]
+        ours = attend(inputs[0], inputs[1], inputs[2], inputs[3], None, (6, 0), Pack(ends, 20, None))
+        expected_inputs = [t.float().requires_grad_() for t in drawn]
+        q, k, v, sinks = expected_inputs
+        expected = attend_in_one_process(q, k, v, seen[None, None], 0.0, None, None, sinks, True)
+        ours.backward(torch.ones_like(ours))
+        expected.backward(torch.ones_like(expected))
+        pairs = [(ours, expected), *((a.grad, b.grad) for a, b in zip(inputs, expected_inputs, strict=True))]
+        found = [(a.detach().float(), b.detach()) for a, b in pairs if a is not None and b is not None]
+        return max(float((a - b).abs().max() / b.abs().max()) for a, b in found)
     except (RuntimeError, NotImplementedError, TypeError, AttributeError) as error:
         return str(error).strip().splitlines()[0]
-
-
-def _measure_one_gap(
-    device: torch.device, dtype: torch.dtype, width: int, lengths: tuple[int, ...] = (5, 20, 8)
-) -> float:
-    generator = torch.Generator().manual_seed(0)
-    shapes = [(1, 4, 33, width), (1, 2, 33, width), (1, 2, 33, width), (4,)]
-    drawn = [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
-    number = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)).to(device)
-    distance = torch.arange(33, device=device)[:, None] - torch.arange(33, device=device)
-    seen = (number[:, None] == number) & (distance >= 0) & (distance < 7)
-    ends = torch.tensor([0, 5, 25, 33], dtype=torch.int32, device=device)
-    inputs = [t.clone().requires_grad_() for t in drawn]
-    ours = attend(inputs[0], inputs[1], inputs[2], inputs[3], None, (6, 0), Pack(ends, 20, None))
-    expected_inputs = [t.float().requires_grad_() for t in drawn]
-    q, k, v, sinks = expected_inputs
-    expected = attend_in_one_process(q, k, v, seen[None, None], 0.0, None, None, sinks, True)
-    ours.backward(torch.ones_like(ours))
-    expected.backward(torch.ones_like(expected))
-    pairs = [(ours, expected), *((a.grad, b.grad) for a, b in zip(inputs, expected_inputs, strict=True))]
-    found = [(a.detach().float(), b.detach()) for a, b in pairs if a is not None and b is not None]
-    return max(float((a - b).abs().max() / b.abs().max()) for a, b in found)
 
 
 _ONE = Shape(1, 1)
@@ -306,24 +303,12 @@ def _attend_by_documents(
         # Tokens before and after a query that it sees; -1 for all.
         window = (-1 if high == float("inf") else int(high), -1 if low == -float("inf") else int(-low))
         out = attend(q, k, v, sinks, scale, window, documents.pack(q.device))
-    else:
-        out = _attend_by_tiles(q, k, v, sinks, scale, Ring(documents.layout, None, low, high), documents.moved)
-    return out[..., :width]
-
-
-def _attend_by_tiles(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    sinks: torch.Tensor | None,
-    scale: float | None,
-    ring: Ring,
-    moved: bool,
-) -> torch.Tensor:
-    if not moved:
-        return RingAttention.apply(q, k, v, sinks, Scores(scale), ring)
+        return out[..., :width]
+    ring = Ring(documents.layout, None, low, high)
+    if not documents.moved:
+        return RingAttention.apply(q, k, v, sinks, Scores(scale), ring)[..., :width]
     table, inverse = ring.layout.on(q.device)
     row = torch.arange(len(table), device=q.device)[:, None]
     q, k, v = (t.transpose(1, 2)[row, table.flatten(1)].transpose(1, 2) for t in (q, k, v))
     out = RingAttention.apply(q, k, v, sinks, Scores(scale), ring)
-    return out.transpose(1, 2)[row, inverse].transpose(1, 2)
+    return out.transpose(1, 2)[row, inverse].transpose(1, 2)[..., :width]

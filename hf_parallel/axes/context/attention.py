@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionMaskInterface
 
 from hf_parallel.axes.context.kernels import Scores, read_alignment, repeat_per_query_head
 from hf_parallel.axes.context.layout import Layout, Ring
@@ -119,12 +119,6 @@ class Current:
 
 
 current = Current()
-
-
-def register_context_attention() -> None:
-    """Put both into the registries; a second time changes nothing."""
-    AttentionInterface.register(NAME, run_context_attention)
-    AttentionMaskInterface.register(NAME, make_context_mask)
 
 
 def make_context_mask(*args: object, **kwargs: object) -> object:

@@ -7,9 +7,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from transformers import AttentionInterface, AttentionMaskInterface
+
 from hf_parallel.ask.spec import get_first_line
 from hf_parallel.axes.axis import Axis
-from hf_parallel.axes.context.attention import NAME, Exchanged, register_context_attention
+from hf_parallel.axes.context.attention import NAME, Exchanged, make_context_mask, run_context_attention
 from hf_parallel.axes.context.choose import Choice, ContextFacts, choose_variants, read_context
 from hf_parallel.axes.context.cut import SequenceCut
 from hf_parallel.axes.context.layout import Shape, compute_local_length
@@ -63,7 +65,8 @@ class Context(Axis["ContextFacts", ContextPart]):
 
     def apply(self, model: PreTrainedModel, part: ContextPart, building: Building) -> None:
         """Let layers call the attention that runs over the ranks; batches will be cut where tokens come in."""
-        register_context_attention()
+        AttentionInterface.register(NAME, run_context_attention)
+        AttentionMaskInterface.register(NAME, make_context_mask)
         setting = f"cp_size={part.config.cp_size}"
         refuse_masked_targets(model, part.facts.kernel, NAME, setting, "cp_size=1", part.own_loss)
         model.set_attn_implementation(NAME)

@@ -132,7 +132,7 @@ def choose_by_cost(ranks: int, heads: tuple[int, int], width: int, tp: int, node
 
 
 def choose_variants(config: ParallelConfig, facts: ContextFacts) -> tuple[Choice, str | None]:
-    """The variants, and why these, where the spec leaves it open.
+    """Choose the variants; say why these, where the spec leaves it open.
 
     Raises:
         SpecError: nothing works, or not what the spec asks for.
@@ -140,7 +140,19 @@ def choose_variants(config: ParallelConfig, facts: ContextFacts) -> tuple[Choice
     size, way = config.cp_size, config.context_parallel
     if facts.obstacle is not None:
         refuse(f"cp_size={size}", facts.obstacle, "cp_size=1")
-    _check_kernel(config, facts)
+    # A package is there, as for one process (`axes/attention`). Here it computes blocks, or is not asked at all.
+    asked, works = f"attention={config.attention}", "attention=auto"
+    if config.attention not in (*_OWN_KERNELS, *PACKAGES):
+        known = ", ".join((*_OWN_KERNELS[1:], *PACKAGES))
+        refuse(asked, f"cp_size={size} merges blocks of {known}", works)
+    if config.attention in PACKAGES:
+        if facts.dense is not None:
+            refuse(asked, f"{facts.dense} needs a matrix of scores with cp_size={size}", works)
+        old = find_reason_of_age(config.attention)
+        if old is not None:
+            refuse(asked, old, works)
+        if facts.width > WIDEST:
+            refuse(asked, f"heads of {facts.width} numbers are wider than {WIDEST}", works)
     heads, asked = max(1, facts.heads[0] // config.tp_size), f"context_parallel={way}"
     inner = size if way == AUTO else config.ulysses_size
     if way != AUTO and heads % inner:
@@ -166,23 +178,6 @@ def choose_variants(config: ParallelConfig, facts: ContextFacts) -> tuple[Choice
     crossing = f", {size} ranks over nodes of {found.node}" if size > found.node else ""
     undivided = f"; {own} heads are not divided by {size} ranks" if own % size else ""
     return found, ", ".join([by_length[0][1], *later]) + hidden + crossing + undivided
-
-
-def _check_kernel(config: ParallelConfig, facts: ContextFacts) -> None:
-    """A package is there, as for one process (`axes/attention`); here it computes blocks, or is not asked at all."""
-    asked, works = f"attention={config.attention}", "attention=auto"
-    if config.attention not in (*_OWN_KERNELS, *PACKAGES):
-        known = ", ".join((*_OWN_KERNELS[1:], *PACKAGES))
-        refuse(asked, f"cp_size={config.cp_size} merges blocks of {known}", works)
-    if config.attention not in PACKAGES:
-        return
-    if facts.dense is not None:
-        refuse(asked, f"{facts.dense} needs a matrix of scores with cp_size={config.cp_size}", works)
-    old = find_reason_of_age(config.attention)
-    if old is not None:
-        refuse(asked, old, works)
-    if facts.width > WIDEST:
-        refuse(asked, f"heads of {facts.width} numbers are wider than {WIDEST}", works)
 
 
 # ---- What a model tells about cutting its sequences -----------------------------------------------------------------

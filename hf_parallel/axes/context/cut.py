@@ -16,7 +16,7 @@ import contextlib
 import functools
 import inspect
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -61,18 +61,6 @@ def make_checkpoint_contexts() -> tuple[AbstractContextManager, AbstractContextM
     return Within(store, False), Within(store, True)
 
 
-def keep_attention(layers: Iterable[nn.Module]) -> None:
-    """Let checkpointed layers keep the output of their attention. Cheap, because it is called before each forward."""
-    for layer in layers:
-        function = getattr(layer, "_gradient_checkpointing_func", None)
-        if function is None or not getattr(layer, "gradient_checkpointing", False):
-            continue
-        keywords = getattr(function, "keywords", {})
-        if keywords.get("use_reentrant", False) or "context_fn" in keywords:
-            continue  # a script's own checkpointing runs attention again
-        vars(layer)["_gradient_checkpointing_func"] = functools.partial(function, context_fn=make_checkpoint_contexts)
-
-
 #: Arguments that tell flash attention where documents begin. They are left out: our kernels ask the layout.
 _BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
@@ -99,7 +87,7 @@ class SequenceCut:
     caches: bool
     _parts: bool = False  # do outputs of the backbone stay in parts?
     _batch: Batch = field(default_factory=dict)
-    _last: tuple[tuple, Layout] | None = None
+    _last: tuple[tuple, tuple, Layout] | None = None  # sizes and versions, mask, positions and boundaries
     _draws: Draws = field(init=False)  # the backbone
 
     # ---- around the model ----------------------------------------------------------------------------------------
@@ -190,7 +178,15 @@ class SequenceCut:
         if batch.get("output_attentions"):
             raise ValueError("hf_parallel: output_attentions=True needs whole matrices of scores; cp_size=1 works")
         layout = self._find_layout(batch)
-        keep_attention(module.modules())
+        for layer in module.modules():  # checkpointed ones keep the output of their attention
+            function = getattr(layer, "_gradient_checkpointing_func", None)
+            if function is None or not getattr(layer, "gradient_checkpointing", False):
+                continue
+            keywords = getattr(function, "keywords", {})
+            # A script's own checkpointing runs attention again.
+            if not keywords.get("use_reentrant", False) and "context_fn" not in keywords:
+                keeping = functools.partial(function, context_fn=make_checkpoint_contexts)
+                vars(layer)["_gradient_checkpointing_func"] = keeping
         former, current.cut = current.cut, Cut(layout, self._choose_way(layout.rows)[1])
         held = hold_tokens(
             (len(layout.rows), layout.length), functools.partial(take, layout=layout, rank=self.group.rank())
@@ -213,14 +209,19 @@ class SequenceCut:
         given = (mask, positions, boundaries)
         # Tensors of inference mode have no version, so a change of them cannot be seen.
         known = not any(tensor is not None and tensor.is_inference() for tensor in given)
-        key = tokens.shape[:2], given, [tensor._version if known and tensor is not None else None for tensor in given]
-        if self._last is None or not known or not _is_same_batch(self._last[0], key):
-            rows = packs.find((tokens.shape[0], tokens.shape[1]), mask, positions, boundaries)
-            if mask is None and any(len(row.lengths) > 1 for row in rows) and not self.packed():
-                rows = packs.make_unpacked_rows(tokens.shape[0], tokens.shape[1])
-            local = compute_local_length(tokens.shape[1], self.group.size(), self.multiple)
-            self._last = key, Layout(rows, self._choose_way(rows)[0], local)
-        return self._last[1]
+        versions = [tensor._version if known and tensor is not None else None for tensor in given]
+        key = tokens.shape[:2], versions
+        if self._last is not None and known:
+            former_key, former_given, layout = self._last
+            if former_key == key and all(a is b for a, b in zip(former_given, given, strict=True)):
+                return layout
+        rows = packs.find((tokens.shape[0], tokens.shape[1]), mask, positions, boundaries)
+        if mask is None and any(len(row.lengths) > 1 for row in rows) and not self.packed():
+            rows = packs.make_unpacked_rows(tokens.shape[0], tokens.shape[1])
+        local = compute_local_length(tokens.shape[1], self.group.size(), self.multiple)
+        layout = Layout(rows, self._choose_way(rows)[0], local)
+        self._last = key, given, layout
+        return layout
 
     def _choose_way(self, rows: list[packs.Row]) -> tuple[Shape, Exchanged]:
         """Choose how the ranks share these rows. All cp ranks choose alike, because they see whole rows."""
@@ -288,12 +289,6 @@ class SequenceCut:
     def _make_whole_for_pooler(self, module: nn.Module, args: tuple) -> tuple | None:
         cut = current.cut
         return None if cut is None else (join(args[0], cut.layout, self.group), *args[1:])
-
-
-def _is_same_batch(one: tuple, other: tuple) -> bool:
-    """Return whether two batches have the same shape and the same unchanged mask, positions and boundaries."""
-    alike = all(a is b for a, b in zip(one[1], other[1], strict=True))
-    return alike and one[0] == other[0] and one[2] == other[2]
 
 
 @contextlib.contextmanager

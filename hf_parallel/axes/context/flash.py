@@ -8,7 +8,7 @@ All are the same algorithm with arguments of other names. They take grouped keys
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -57,6 +57,9 @@ class Flash:
     """The base of the flash kernels."""
 
     flat: ClassVar[bool] = True
+    #: What each package calls its kernels: of q, k and v, the call, the scale of scores and their cap, 0 without.
+    _forward: Callable[[Tensors, Call, float, float], tuple[torch.Tensor, torch.Tensor]]
+    _backward: Callable[[Given, Call, float, float], Tensors]
 
     def parts(self, ring: Ring, keys: int, scores: Scores, device: torch.device) -> Iterable[Call]:
         """A call for each window."""
@@ -65,7 +68,7 @@ class Flash:
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: Call, scores: Scores
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Output [t, h, d], log-sum-exp [t, h] in fp32."""
+        """Return the output [t, h, d] and the log-sum-exp [t, h] in fp32."""
         out, lse = self._forward((q, k, v), part, _scale(q, scores), scores.cap or 0.0)
         return out, lse.T
 
@@ -80,15 +83,9 @@ class Flash:
         part: Call,
         scores: Scores,
     ) -> Tensors:
-        """The call's share of the gradients of q, k and v."""
+        """Return the call's share of the gradients of q, k and v."""
         given = gradient.contiguous(), q, k, v, out.contiguous(), lse.T.contiguous()
         return self._backward(given, part, _scale(q, scores), scores.cap or 0.0)
-
-    def _forward(self, given: Tensors, call: Call, scale: float, cap: float) -> tuple[torch.Tensor, torch.Tensor]:
-        raise NotImplementedError
-
-    def _backward(self, given: Given, call: Call, scale: float, cap: float) -> Tensors:
-        raise NotImplementedError
 
 
 class TorchFlash(Flash):

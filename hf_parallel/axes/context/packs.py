@@ -88,23 +88,18 @@ def find(
 
 
 def read_numbered_rows(numbers: torch.Tensor) -> list[Row]:
-    """The rows whose tokens belong to these documents [rows, length], less those of a negative number."""
+    """Return the rows whose tokens belong to these documents [rows, length], less those of a negative number."""
     rows = []
     for number in numbers.cpu():  # the one thing about a batch that the host has to know
-        inside = number >= 0
-        if bool(inside.all()) and bool((number.diff() >= 0).all()):
-            rows.append(Row(len(number), _count_documents(number)))
-            continue
-        order = torch.where(inside, number, number.max() + 1).argsort(stable=True)
-        kept = order[: int(inside.sum())]
-        steps = kept.diff() != 1
-        whole = not bool((steps & (number[kept].diff() == 0)).any())
-        rows.append(Row(len(number), _count_documents(number[kept]), order, whole))
+        inside, dealt, order, whole = number >= 0, number, None, True
+        if not bool(inside.all()) or not bool((number.diff() >= 0).all()):
+            order = torch.where(inside, number, number.max() + 1).argsort(stable=True)
+            kept = order[: int(inside.sum())]
+            dealt = number[kept]
+            whole = not bool(((kept.diff() != 1) & (dealt.diff() == 0)).any())
+        lengths = torch.unique_consecutive(dealt, return_counts=True)[1].tolist()
+        rows.append(Row(len(number), tuple(lengths), order, whole))
     return rows
-
-
-def _count_documents(numbers: torch.Tensor) -> tuple[int, ...]:
-    return tuple(torch.unique_consecutive(numbers, return_counts=True)[1].tolist())
 
 
 Window = tuple[int, int]
@@ -137,7 +132,7 @@ class Call:
 
 
 def make_calls(documents: Iterable[list[Tile]], rows: int, length: int, device: torch.device) -> list[Call]:
-    """The tiles of each document as calls.
+    """Return the tiles of each document as calls.
 
     Args:
         rows: of the batch.
@@ -160,9 +155,8 @@ def make_calls(documents: Iterable[list[Tile]], rows: int, length: int, device: 
         longest = [max(count for _, count in parts) for parts in (queries, keys)]
         if window not in (ALL, CAUSAL):  # kernels count a side that is open, or larger than this, by the longest keys
             longest[1] = max(longest)
-        ends = _compute_ends(queries, device), _compute_ends(keys, device)
-        places = _make_place(queries, device), _make_place(keys, device)
-        calls.append(Call(*places, ends, (longest[0], longest[1]), window))
+        (own, own_ends), (theirs, their_ends) = _place_parts(queries, device), _place_parts(keys, device)
+        calls.append(Call(own, theirs, (own_ends, their_ends), (longest[0], longest[1]), window))
     return calls
 
 
@@ -177,18 +171,18 @@ def compute_window_of(tile: Tile) -> Window:
     return -1 if left >= keys - 1 else int(left), -1 if right >= queries - 1 else int(right)
 
 
-def _compute_ends(parts: list[tuple[int, int]], device: torch.device) -> torch.Tensor:
-    ends = [0, *itertools.accumulate(count for _, count in parts)]
-    return upload(torch.tensor(ends, dtype=torch.int32), device)
+def _place_parts(parts: list[tuple[int, int]], device: torch.device) -> tuple[Place, torch.Tensor]:
+    """Return where the tokens of parts (start, count) lie, and the parts' ends.
 
-
-def _make_place(parts: list[tuple[int, int]], device: torch.device) -> Place:
-    """A slice where that is enough: nothing is copied then."""
+    The place is a slice where that is enough: nothing is copied then.
+    """
+    counted = [0, *itertools.accumulate(count for _, count in parts)]
+    ends = upload(torch.tensor(counted, dtype=torch.int32), device)
     if all(start + count == after for (start, count), (after, _) in itertools.pairwise(parts)):
-        return slice(parts[0][0], sum(parts[-1]))
+        return slice(parts[0][0], sum(parts[-1])), ends
     starts, counts = torch.tensor(parts).T
     inside = torch.arange(int(counts.sum())) - (counts.cumsum(0) - counts).repeat_interleave(counts)
-    return upload(starts.repeat_interleave(counts) + inside, device)
+    return upload(starts.repeat_interleave(counts) + inside, device), ends
 
 
 def upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -11,7 +11,7 @@ variant, arXiv 2407.21783, section 3.3.2): one collective, and memory for all ke
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -52,10 +52,10 @@ class Sum:
         self.lse = _make_room((b, h, n), -torch.inf, self.out, kernel)
         self._q, self._out, self._lse = (_arrange_for_kernel(tensor, kernel) for tensor in (q, self.out, self.lse))
 
-    def add(self, k: torch.Tensor, v: torch.Tensor, parts: Iterable[Part]) -> None:
-        """Attend to another block of keys and values [b, h / g, m, d]."""
-        k, v = _arrange_for_kernel(k, self.kernel), _arrange_for_kernel(v, self.kernel)
-        for part in parts:
+    def add(self, pair: torch.Tensor, ring: Ring, keys: int) -> None:
+        """Attend to the keys and values [2, b, h / g, m, d] of ring rank `keys`."""
+        k, v = _arrange_for_kernel(pair[0], self.kernel), _arrange_for_kernel(pair[1], self.kernel)
+        for part in self.kernel.parts(ring, keys, self.scores, self.lse.device):
             mine, theirs = _find_places(part)
             out, lse = self.kernel.forward(self._q[mine], k[theirs], v[theirs], part, self.scores)
             former = self._lse[mine]
@@ -65,12 +65,6 @@ class Sum:
             )
             self._lse[mine] = total
             del out, lse, former, total  # before the next part's are there
-
-    def with_sinks(self, sinks: torch.Tensor) -> None:
-        """Add a score per head [h] whose value is zero, as gpt-oss does."""
-        total = torch.logaddexp(self.lse, sinks.to(self.lse.dtype)[None, :, None])
-        self.out *= (self.lse - total).exp_()[..., None]
-        self.lse = total
 
 
 class Gradients:
@@ -85,18 +79,18 @@ class Gradients:
         scores: Scores,
         kernel: Kernel,
     ) -> None:
-        self.gradient, self.out, self.lse, self.scores, self.kernel = gradient, out, lse, scores, kernel
+        self.lse, self.scores, self.kernel = lse, scores, kernel
         self.dq = _make_room(q.shape, 0, lse, kernel)
         gradient = gradient if kernel.flat else gradient.contiguous()
         self._queries = [_arrange_for_kernel(tensor, kernel) for tensor in (gradient, q, out, lse)]
         self._dq = _arrange_for_kernel(self.dq, kernel)
 
-    def add(self, k: torch.Tensor, v: torch.Tensor, parts: Iterable[Part]) -> torch.Tensor:
-        """Add the share of a block of keys and values; return their gradients [2, b, h / g, m, d] in fp32."""
-        found = _make_room((2 * k.shape[0], *k.shape[1:]), 0, self.dq, self.kernel).unflatten(0, (2, -1))
+    def add(self, pair: torch.Tensor, ring: Ring, keys: int) -> torch.Tensor:
+        """Add the share of ring rank `keys`; return its keys' and values' gradients [2, b, h / g, m, d] in fp32."""
+        found = _make_room((2 * pair.shape[1], *pair.shape[2:]), 0, self.dq, self.kernel).unflatten(0, (2, -1))
         of_k, of_v = (_arrange_for_kernel(tensor, self.kernel) for tensor in found)
-        k, v = _arrange_for_kernel(k, self.kernel), _arrange_for_kernel(v, self.kernel)
-        for part in parts:
+        k, v = _arrange_for_kernel(pair[0], self.kernel), _arrange_for_kernel(pair[1], self.kernel)
+        for part in self.kernel.parts(ring, keys, self.scores, self.lse.device):
             mine, theirs = _find_places(part)
             gradient, q, out, lse = (tensor[mine] for tensor in self._queries)
             shares = self.kernel.backward(gradient, q, k[theirs], v[theirs], out, lse, part, self.scores)
@@ -106,11 +100,6 @@ class Gradients:
                 else:
                     total[place] += share
         return found
-
-    def of_sinks(self, sinks: torch.Tensor) -> torch.Tensor:
-        """Return the gradient of the sinks [h]."""
-        share = (sinks.to(self.lse.dtype)[None, :, None] - self.lse).exp()
-        return -(share * (self.gradient * self.out).to(share.dtype).sum(-1)).sum((0, 2)).to(sinks.dtype)
 
 
 def _make_room(shape: Sequence[int], value: float, like: torch.Tensor, kernel: Kernel) -> torch.Tensor:
@@ -241,7 +230,10 @@ class RingAttention(torch.autograd.Function):
             gradient, out = to_heads_with_output(gradient, out, ctx.ring.heads)
         work = Gradients(gradient, q, out, lse, ctx.scores, pick(q, ctx.scores, ctx.ring.kernel))
         pair = _collect_key_gradients(work, torch.stack([k, v]), ctx.ring)
-        of_sinks = None if sinks is None else work.of_sinks(sinks)
+        of_sinks = None
+        if sinks is not None:
+            share = (sinks.to(lse.dtype)[None, :, None] - lse).exp()
+            of_sinks = -(share * (gradient * out).to(share.dtype).sum(-1)).sum((0, 2)).to(sinks.dtype)
         return work.dq.to(q.dtype), pair[0].to(k.dtype), pair[1].to(v.dtype), of_sinks, None, None
 
 
@@ -250,10 +242,12 @@ def _run_ring_forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     total = Sum(q, scores, pick(q, scores, ring.kernel))
     for keys, pair in _receive_blocks(ring, torch.stack([k, v])):
-        total.add(pair[0], pair[1], _attend_to_parts(ring, keys, total))
+        total.add(pair, ring, keys)
         del pair  # otherwise three blocks would be held while the next but one is received
-    if sinks is not None:
-        total.with_sinks(sinks)
+    if sinks is not None:  # a further score per head [h] whose value is zero, as gpt-oss has
+        lse = torch.logaddexp(total.lse, sinks.to(total.lse.dtype)[None, :, None])
+        total.out *= (total.lse - lse).exp_()[..., None]
+        total.lse = lse
     out = total.out.to(q.dtype)
     return (out if ring.heads is None else to_tokens(out, ring.heads)), total.lse
 
@@ -264,14 +258,14 @@ def _collect_key_gradients(work: Gradients, own: torch.Tensor, ring: Ring) -> to
         assert ring.group is not None
         everything = torch.empty(ring.size, *own.shape, dtype=work.dq.dtype, device=own.device)
         for keys, pair in _receive_blocks(ring, own):
-            everything[keys] = work.add(pair[0], pair[1], _attend_to_parts(ring, keys, work))
+            everything[keys] = work.add(pair, ring, keys)
         return start_reduce_scatter(everything, ring.group).wait()
     total, returning = torch.zeros(0), None
     arrived: torch.Tensor | None = own
     for step in range(ring.size):
         following = None if step + 1 == ring.size else _start_next_exchange(ring, own, step + 1)
         keys = (ring.rank - step) % ring.size
-        found = None if arrived is None else work.add(arrived[0], arrived[1], _attend_to_parts(ring, keys, work))
+        found = None if arrived is None else work.add(arrived, ring, keys)
         if step == 0:
             assert found is not None
             total = found
@@ -284,10 +278,6 @@ def _collect_key_gradients(work: Gradients, own: torch.Tensor, ring: Ring) -> to
         arrived = None if following is None else following.wait()
     _collect(total, returning)
     return total
-
-
-def _attend_to_parts(ring: Ring, keys: int, work: Sum | Gradients) -> Iterable[Part]:
-    return work.kernel.parts(ring, keys, work.scores, work.lse.device)
 
 
 def _collect(total: torch.Tensor, returning: Exchange | None) -> None:

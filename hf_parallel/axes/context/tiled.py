@@ -33,7 +33,7 @@ class Tiles:
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: Tile, scores: Scores
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Output [b, h, n, d], log-sum-exp [b, h, n] in fp32."""
+        """Return the output [b, h, n, d] and the log-sum-exp [b, h, n] in fp32."""
         causal, mask, scale = part.kind == "causal", _make_band_mask(part, q), scores.scale
         if scores.cap is not None:
             k, v = repeat_per_query_head(k, q), repeat_per_query_head(v, q)
@@ -58,7 +58,7 @@ class Tiles:
         part: Tile,
         scores: Scores,
     ) -> Tensors:
-        """The tile's share of the gradients of q, k and v."""
+        """Return the tile's share of the gradients of q, k and v."""
         causal, mask, scale, lse = part.kind == "causal", _make_band_mask(part, q), scores.scale, lse.contiguous()
         if scores.cap is None and q.device.type == "cpu":
             return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -67,21 +67,27 @@ class Tiles:
         groups = q.shape[1] // k.shape[1]
         k, v = repeat_per_query_head(k, q), repeat_per_query_head(v, q)
         if scores.cap is not None:
-            dq, dk, dv = _run_capped_backward(gradient, q, k, v, out, lse, mask, scale, scores.cap)
+            slope, capped = _compute_capped_scores(q, k, scale, scores.cap)
+            capped = capped if mask is None else capped.add_(mask)
+            shares = (capped - lse[..., None]).exp_()
+            dv = shares.to(v.dtype).transpose(-1, -2) @ gradient
+            moved = (gradient @ v.transpose(-1, -2)).to(shares.dtype)
+            moved -= (gradient.to(shares.dtype) * out).sum(-1, keepdim=True)
+            moved *= shares * slope
+            of_scores = moved.to(q.dtype)
+            dq, dk = of_scores @ k, of_scores.transpose(-1, -2) @ q
         else:
             lse = torch.nn.functional.pad(lse, (0, -q.shape[2] % 32), value=float("inf"))
             seed = torch.zeros(1, dtype=torch.uint64, device=q.device)  # of dropout, which there is none of
             dq, dk, dv, _ = _aten._scaled_dot_product_efficient_attention_backward(
                 *(gradient, q, k, v, mask, out, lse, seed, seed, 0.0, [True, True, True, False], causal), scale=scale
             )
-        return dq, _sum_per_key_head(dk, groups), _sum_per_key_head(dv, groups)
+        if groups > 1:
+            dk, dv = (each.unflatten(1, (-1, groups)).sum(2) for each in (dk, dv))
+        return dq, dk, dv
 
 
 TILES = Tiles()
-
-
-def _sum_per_key_head(gradient: torch.Tensor, groups: int) -> torch.Tensor:
-    return gradient if groups == 1 else gradient.unflatten(1, (-1, groups)).sum(2)
 
 
 def _make_band_mask(tile: Tile, q: torch.Tensor) -> torch.Tensor | None:
@@ -100,30 +106,6 @@ def _make_band_mask(tile: Tile, q: torch.Tensor) -> torch.Tensor | None:
 # ---- A square whose scores have a soft cap, c tanh(s / c) as in Gemma 2, which no fused kernel here has -------------
 # Plain products with a matrix of the square's scores, of at most 1,024 by 1,024 tokens. torch's `flex_attention` has
 # such scores on a GPU, compiled; on a CPU it has no backward.
-
-
-def _run_capped_backward(
-    gradient: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    mask: torch.Tensor | None,
-    scale: float | None,
-    cap: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Its share of the gradients of q, k and v; `out` and `lse` are over all keys."""
-    slope, scores = _compute_capped_scores(q, k, scale, cap)
-    if mask is not None:
-        scores += mask
-    shares = (scores - lse[..., None]).exp_()
-    of_values = shares.to(v.dtype).transpose(-1, -2) @ gradient
-    moved = (gradient @ v.transpose(-1, -2)).to(shares.dtype)
-    moved -= (gradient.to(shares.dtype) * out).sum(-1, keepdim=True)
-    moved *= shares * slope
-    of_scores = moved.to(q.dtype)
-    return of_scores @ k, of_scores.transpose(-1, -2) @ q, of_values
 
 
 def _compute_capped_scores(

@@ -39,21 +39,6 @@ class Tile:
     kind: str
     band: tuple[int, float, float] = (0, 0, 0)
 
-    @property
-    def pairs(self) -> int:
-        """Number of pairs of a query and a key that count."""
-        rows, columns = self.q.stop - self.q.start, self.k.stop - self.k.start
-        if self.kind == "full":
-            return rows * columns
-        if self.kind == "causal":
-            return rows * (rows + 1) // 2
-        behind, low, high = self.band
-        total = 0
-        for i in range(rows):
-            first, last = max(0, behind + i - high), min(columns - 1, behind + i - low)
-            total += max(0, int(last - first) + 1)
-        return total
-
 
 def make_tiles_of(
     row: int | None, queries: tuple[Span, ...], keys: tuple[Span, ...], low: float, high: float, whole: bool = False

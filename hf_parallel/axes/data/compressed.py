@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -106,18 +106,22 @@ class Span:
     dtype: torch.dtype | None  # None: exact
 
 
+@dataclass(eq=False)
 class GatherWeights(DefaultAllocMixin, AllGather):
     """The all-gather of one unit.
 
     Quantised are matrices in floats. Exact are vectors, which are few and sensitive; what trains beside a frozen base,
     as adapters do; and what is in integers already, as a 4-bit base.
+
+    Attributes:
+        kept: this rank's part of the unit within its node, as it came over the links.
     """
 
-    def __init__(self, group: FSDPParamGroup, kind: str, nodes: Nodes | None) -> None:
-        self.group, self.kind, self.nodes = group, kind, nodes
-        #: This rank's part of the unit within its node, as it came over the links.
-        self.kept: torch.Tensor | None = None
-        self._written: torch.Event | None = None  # on which stream's queue that is done
+    group: FSDPParamGroup
+    kind: str
+    nodes: Nodes | None
+    kept: torch.Tensor | None = None
+    _written: torch.Event | None = None  # on which stream's queue that is done
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
@@ -225,12 +229,14 @@ def _unpack_shards(shards: torch.Tensor, spans: list[Span], kind: str, whole: to
 # ---- gradients ------------------------------------------------------------------------------------------------------
 
 
+@dataclass(eq=False)
 class ScatterGradients(DefaultAllocMixin, ReduceScatter):
     """The reduce-scatter of one unit: every number is packed once for each hop, never summed in few bits."""
 
-    def __init__(self, kind: str, nodes: Nodes | None, feedback: bool) -> None:
-        self.kind, self.nodes, self.feedback = kind, nodes, feedback
-        self._errors: dict[str, torch.Tensor] = {}  # by hop
+    kind: str
+    nodes: Nodes | None
+    feedback: bool
+    _errors: dict[str, torch.Tensor] = field(default_factory=dict)  # by hop
 
     def __call__(
         self,

@@ -224,26 +224,12 @@ def clip_grad_norm(
     Returns:
         The norm before clipping, a scalar equal on all ranks.
     """
-    parameters = list(parameters)
-    total = compute_gradient_norm(parameters, mesh, norm_type, copies)
-    if max_norm != math.inf:
-        scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)  # the formula of torch.nn.utils.clip_grad_norm_
-        for gradients in _group_by_device_and_dtype(get_stored(p.grad) for p in parameters if p.grad is not None):
-            torch._foreach_mul_(gradients, scale.to(gradients[0].device))
-    return total
-
-
-def compute_gradient_norm(
-    parameters: Iterable[torch.Tensor], mesh: ParallelMesh, norm_type: float = 2.0, copies: Collection[int] = ()
-) -> torch.Tensor:
-    """Return the norm of all gradients of the model, over its stages and shards. Collective."""
-    infinite = math.isinf(norm_type)
+    parameters, infinite = list(parameters), math.isinf(norm_type)
     combine = dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM
     gathered: dict[frozenset[str], list[torch.Tensor]] = defaultdict(list)
     for parameter in parameters:
         if parameter.grad is not None and id(parameter) not in copies:
             gathered[cut_axes(parameter.grad, mesh)].append(get_stored(parameter.grad))
-
     # One slot per combination of axes, so that ranks with different parameters run the same collectives.
     known = [axis.name for axis in mesh.config.mesh_axes if axis.cuts] + [*EXPERT_AXES] * (mesh.config.ep_size > 1)
     known += [*TP_AXES] * (mesh.config.tp_col_size > 1)
@@ -263,7 +249,12 @@ def compute_gradient_norm(
     for mesh_axis in mesh.config.mesh_axes:
         if mesh_axis.layers and mesh.size(mesh_axis.name) > 1:
             dist.all_reduce(total, op=combine, group=mesh.group(mesh_axis.name))
-    return total if infinite else total ** (1.0 / norm_type)
+    total = total if infinite else total ** (1.0 / norm_type)
+    if max_norm != math.inf:
+        scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)  # the formula of torch.nn.utils.clip_grad_norm_
+        for gradients in _group_by_device_and_dtype(get_stored(p.grad) for p in parameters if p.grad is not None):
+            torch._foreach_mul_(gradients, scale.to(gradients[0].device))
+    return total
 
 
 def _sum_of_powers(gradients: list[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:

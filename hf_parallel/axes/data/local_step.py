@@ -16,6 +16,7 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -87,6 +88,7 @@ def list_parameters_of(optimizer: Optimizer) -> list[list[torch.Tensor]]:
     return [group["params"] for group in optimizer.param_groups] if held is None else held.former
 
 
+@dataclass(eq=False)
 class OnLocalParts:
     """Between `begin` and `end` an optimizer has plain tensors for DTensors, with their gradients and states.
 
@@ -94,11 +96,11 @@ class OnLocalParts:
         states_too: its states have the parameters' shapes, and are DTensors where those are.
     """
 
-    def __init__(self, optimizer: Optimizer, states_too: bool) -> None:
-        self.optimizer, self.states_too = optimizer, states_too
-        self.former: list[list[torch.Tensor]] = []
-        self._parts: dict[DTensor, torch.Tensor] = {}
-        self._states: dict[int, DTensor] = {}  # by the id of its local part: most need not be made again
+    optimizer: Optimizer
+    states_too: bool
+    former: list[list[torch.Tensor]] = field(default_factory=list)
+    _parts: dict[DTensor, torch.Tensor] = field(default_factory=dict)
+    _states: dict[int, DTensor] = field(default_factory=dict)  # by the id of its local part: most are kept
 
     def begin(self) -> None:
         """Exchange them."""

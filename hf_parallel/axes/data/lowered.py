@@ -212,21 +212,18 @@ def compute_in(root: nn.Module, dtype: torch.dtype) -> None:
 
 
 def find_lowered_dtype(root: nn.Module, device: torch.device) -> torch.dtype | None:
-    """The dtype that a forward pass of `root` would gather its fp32 weights in, here and now."""
+    """Return the dtype that a forward pass of `root` would gather its fp32 weights in, here and now."""
+    if not isinstance(root, FSDPModule):
+        return None
     dtype = get_autocast_dtype(device)
-    if not isinstance(root, FSDPModule) or dtype in (None, get_computed_dtype(root)):
-        return dtype if isinstance(root, FSDPModule) else None
+    if dtype in (None, get_state_of(root)._mp_policy.param_dtype):
+        return dtype
     return None if any(weight.dtype != torch.float32 for weight in _iterate_weights(root)) else dtype
-
-
-def get_computed_dtype(root: nn.Module) -> torch.dtype | None:
-    """The dtype that `root` gathers its weights in; None: in their own."""
-    return get_state_of(root)._mp_policy.param_dtype if isinstance(root, FSDPModule) else None
 
 
 def change(root: nn.Module, dtype: torch.dtype | None) -> None:
     """Let the units below `root` gather in `dtype`, if their weights are fp32; not while they hold gathered ones."""
-    if not isinstance(root, FSDPModule) or dtype == get_computed_dtype(root):
+    if not isinstance(root, FSDPModule) or dtype == get_state_of(root)._mp_policy.param_dtype:
         return
     first = next(_iterate_weights(root), None)  # this is asked before each forward pass
     if first is None or (dtype is not None and first.dtype != torch.float32):

@@ -43,9 +43,7 @@ def share_towers(model: nn.Module, mesh: ParallelMesh) -> None:
     """From here on data ranks call the same towers in each forward of the model. Its units are sharded already."""
     if dist.get_backend() == "fake":  # a dry run, whose other ranks are not there
         return
-    owners = [
-        module for module in model.modules() if _find_reader_of(module) is not None and _find_media_methods(module)
-    ]
+    owners = [module for module in model.modules() if _find_reader_and_methods(module)[1]]
     if owners:
         for owner in owners:
             SharedTowers(owner, mesh)
@@ -57,22 +55,21 @@ def share_towers(model: nn.Module, mesh: ParallelMesh) -> None:
         SharedTowers(model, mesh)
 
 
-def _find_reader_of(module: nn.Module) -> nn.Module | None:
-    """Return the language model that is a child of this module."""
-    if type(module).__name__ in _FEATURES_FIRST:
-        return None
-    return next((child for name, child in module.named_children() if name in _READERS), None)
+def _find_reader_and_methods(module: nn.Module) -> tuple[nn.Module | None, dict[str, str]]:
+    """Return the language model that is a child of this module, and which methods make features of media.
 
-
-def _find_media_methods(module: nn.Module) -> dict[str, str]:
-    """Return the argument that holds the media, by the method that makes features of them.
-
-    There is none in models that always read both, such as CLIP.
+    Returns:
+        The language model, if there is one, and beside it, by method, the argument that holds the media. There is
+        none in models that always read both, such as CLIP.
     """
+    children = () if type(module).__name__ in _FEATURES_FIRST else module.named_children()
+    reader = next((child for name, child in children if name in _READERS), None)
+    if reader is None:
+        return None, {}
     taken = inspect.signature(module.forward).parameters
     methods = [name for name in _METHODS if hasattr(module, name) and "inputs_embeds" in taken]
     found = {name: next(iter(inspect.signature(getattr(module, name)).parameters), "") for name in methods}
-    return {name: first for name, first in found.items() if first in taken}
+    return reader, {name: first for name, first in found.items() if first in taken}
 
 
 class SharedTowers:
@@ -80,9 +77,7 @@ class SharedTowers:
 
     def __init__(self, owner: nn.Module, mesh: ParallelMesh) -> None:
         self.owner, self.mesh, self.group = owner, mesh, mesh.data_group_on_host()
-        self.methods, self.reader = _find_media_methods(owner), _find_reader_of(owner)
-        if self.reader is None:
-            self.methods = {}
+        self.reader, self.methods = _find_reader_and_methods(owner)
         self.media = list(self.methods.values()) or [
             name for name in _MEDIA if name in inspect.signature(owner.forward).parameters
         ]

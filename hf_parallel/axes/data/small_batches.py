@@ -15,6 +15,7 @@ import functools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 _ALIKE = ("dp_replicate", "dp_shard", "cp", "tp")
 
 
+@dataclass(eq=False)
 class GradientSquares:
     """Squared norms on this rank, each number of the model counted once among the ranks that hold it alike.
 
@@ -41,27 +43,29 @@ class GradientSquares:
         root: what FSDP2 shards: the model, or the stages of a pipeline.
     """
 
-    def __init__(self, model: nn.Module, root: nn.Module, mesh: ParallelMesh) -> None:
-        self._model, self._root, self._mesh = model, root, mesh
-        self._followed: dict[int, FSDPParam] = {}  # by id, which stays theirs
-        self._leaves: dict[int, nn.Parameter] = {}  # what autograd reaches, by the id of what is trained
-        self._passes: Counter[int] = Counter()
-        self._norms: list[defaultdict[int, list[torch.Tensor]]] = []  # of each pass, by the ranks that hold it alike
-        self._in_hops: list[torch.Tensor] = []
+    model: nn.Module
+    root: nn.Module
+    mesh: ParallelMesh
+    _followed: dict[int, FSDPParam] = field(default_factory=dict)  # by id, which stays theirs
+    _leaves: dict[int, nn.Parameter] = field(default_factory=dict)  # what autograd reaches, by the trained one's id
+    _passes: Counter[int] = field(default_factory=Counter)
+    #: Of each pass, by the number of ranks that hold a gradient alike.
+    _norms: list[defaultdict[int, list[torch.Tensor]]] = field(default_factory=list)
+    _in_hops: list[torch.Tensor] = field(default_factory=list)
 
     def follow(self) -> None:
         """See the gradients of all parameters that train, those that came since the last call too."""
-        units = list(iterate_sharded_modules(self._root))
-        if self._mesh.size("cp") > 1:
+        units = list(iterate_sharded_modules(self.root))
+        if self.mesh.size("cp") > 1:
             for unit in units:
                 if any(not isinstance(group._reduce_scatter_comm, _InTwoHops) for group in get_groups_of(unit)):
-                    unit.set_custom_reduce_scatter(_InTwoHops(self._mesh, self._in_hops))
+                    unit.set_custom_reduce_scatter(_InTwoHops(self.mesh, self._in_hops))
             return
-        for held in (held for group in iterate_parameter_groups(self._root) for held in group.fsdp_params):
+        for held in (held for group in iterate_parameter_groups(self.root) for held in group.fsdp_params):
             if id(held) not in self._followed:
                 self._followed[id(held)] = held
                 self._follow_gathered(held)
-        for parameter in () if units else self._model.parameters():
+        for parameter in () if units else self.model.parameters():
             self._follow_leaf(id(parameter), parameter)
 
     def _follow_gathered(self, held: FSDPParam) -> None:
@@ -84,7 +88,7 @@ class GradientSquares:
         self._passes[key] += 1
         if number == len(self._norms):
             self._norms.append(defaultdict(list))
-        alike = self._mesh.size("tp") // math.prod(map(self._mesh.size, cut_axes(gradient, self._mesh)))
+        alike = self.mesh.size("tp") // math.prod(map(self.mesh.size, cut_axes(gradient, self.mesh)))
         self._norms[number][alike].append(torch.linalg.vector_norm(get_stored(gradient), dtype=torch.float32))
 
     def take(self) -> list[torch.Tensor]:
@@ -92,31 +96,31 @@ class GradientSquares:
 
         What a data rank adds to the step's gradient is squared: the mean over data ranks divides it.
         """
-        found = [_sum_of_squares(norms, self._mesh.device) for norms in self._norms]
+        found = [_sum_of_squares(norms, self.mesh.device) for norms in self._norms]
         if self._in_hops:
             found = [torch.stack(self._in_hops).sum()]
             self._in_hops.clear()
         self._norms.clear()
         self._passes.clear()
-        share = self._mesh.config.sharing_size
+        share = self.mesh.config.sharing_size
         return [square / share**2 for square in found]
 
     def of_step(self) -> torch.Tensor:
         """Return this rank's part of the squared norm of the step's gradient, as data ranks have reduced it."""
-        if next(iterate_sharded_modules(self._root), None) is None:
-            parameters = list(self._model.parameters())
+        if next(iterate_sharded_modules(self.root), None) is None:
+            parameters = list(self.model.parameters())
         else:
             parameters = [
-                held.sharded_param for group in iterate_parameter_groups(self._root) for held in group.fsdp_params
+                held.sharded_param for group in iterate_parameter_groups(self.root) for held in group.fsdp_params
             ]
         norms: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
-        whole = math.prod(map(self._mesh.size, _ALIKE))
+        whole = math.prod(map(self.mesh.size, _ALIKE))
         for gradient in (parameter.grad for parameter in parameters if parameter.grad is not None):
-            alike = whole // math.prod(map(self._mesh.size, cut_axes(gradient, self._mesh)))
+            alike = whole // math.prod(map(self.mesh.size, cut_axes(gradient, self.mesh)))
             norms[alike].append(
-                torch.linalg.vector_norm(get_stored(gradient), dtype=torch.float32).to(self._mesh.device)
+                torch.linalg.vector_norm(get_stored(gradient), dtype=torch.float32).to(self.mesh.device)
             )
-        return _sum_of_squares(norms, self._mesh.device)
+        return _sum_of_squares(norms, self.mesh.device)
 
 
 def _sum_of_squares(norms: dict[int, list[torch.Tensor]], device: torch.device) -> torch.Tensor:
@@ -124,6 +128,7 @@ def _sum_of_squares(norms: dict[int, list[torch.Tensor]], device: torch.device) 
     return torch.stack(parts).sum() if parts else torch.zeros((), device=device)
 
 
+@dataclass(eq=False)
 class _InTwoHops(DefaultReduceScatter):
     """The reduce-scatter of one FSDP2 unit, first over cp, then over dp_shard.
 
@@ -131,8 +136,8 @@ class _InTwoHops(DefaultReduceScatter):
         squares: gets the square of what each reduction holds between the hops.
     """
 
-    def __init__(self, mesh: ParallelMesh, squares: list[torch.Tensor]) -> None:
-        self._mesh, self._squares = mesh, squares
+    mesh: ParallelMesh
+    squares: list[torch.Tensor]
 
     def __call__(
         self,
@@ -143,15 +148,15 @@ class _InTwoHops(DefaultReduceScatter):
         async_op: bool = False,
     ) -> Any:
         """Fill `output_tensor` with this rank's shard of the sum, or mean, of all ranks' `input_tensor`."""
-        shards, cp = self._mesh.size("dp_shard"), self._mesh.size("cp")
+        shards, cp = self.mesh.size("dp_shard"), self.mesh.size("cp")
         size: Sequence[int] = (shards * output_tensor.numel(),)
         summed = self.allocate(size, dtype=input_tensor.dtype, device=input_tensor.device)
         by_part = input_tensor.view(shards, cp, -1).transpose(0, 1).contiguous().view(-1)
-        super().__call__(summed, by_part, self._mesh.group("cp"), op)
+        super().__call__(summed, by_part, self.mesh.group("cp"), op)
         # A mean over cp has divided by cp already, by which `take` divides among all that share weights.
         factor = cp if op == dist.ReduceOp.AVG else 1
-        self._squares.append((torch.linalg.vector_norm(summed, dtype=torch.float32) * factor).square())
+        self.squares.append((torch.linalg.vector_norm(summed, dtype=torch.float32) * factor).square())
         if shards > 1:
-            return super().__call__(output_tensor, summed, self._mesh.group("dp_shard"), op, async_op)
+            return super().__call__(output_tensor, summed, self.mesh.group("dp_shard"), op, async_op)
         output_tensor.copy_(summed.view(output_tensor.shape))
         return None

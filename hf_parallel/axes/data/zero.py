@@ -92,9 +92,29 @@ def shard_ends(model: PreTrainedModel, blocks: list[nn.Module], keeps: bool, set
             unit.set_unshard_in_backward(False)
     if not isinstance(head, nn.Module) or any(head.children()) or backbone is None:
         return
-    if _is_alone(model, head) and head not in set(backbone.modules()):
-        unit = fully_shard(head, reshard_after_forward=False, **settings)
-        _gather_early(model, unit, backbone, blocks)
+    if not _is_alone(model, head) or head in set(backbone.modules()):
+        return
+    # The head's own hook may never run: a loss in chunks reads the weight and does not call the head. So we gather it
+    # when the backbone is done, and again when the backward pass begins, because a forward pass in between, as in
+    # evaluation, may have freed it.
+    last = fully_shard(head, reshard_after_forward=False, **settings)
+    units = [block for block in blocks if isinstance(block, FSDPModule)]
+    if units:
+        units[-1].set_modules_to_forward_prefetch([last])
+
+    def gather_unless_done(*_: object) -> None:
+        if all(group._training_state != TrainingState.POST_BACKWARD for group in get_groups_of(last)):
+            # Once the head's gradients are reduced, later gradients (of router logits) must not gather it again.
+            gather_unit(last)
+
+    def gather_in_backward(module: nn.Module, args: tuple, output: object) -> None:
+        held = vars(output) if dataclasses.is_dataclass(output) and not isinstance(output, dict) else output
+        for tensor in tree_leaves(held) if torch.is_grad_enabled() else ():
+            if torch.is_tensor(tensor) and tensor.requires_grad:
+                tensor.register_hook(gather_unless_done)
+
+    backbone.register_forward_hook(lambda *_: gather_unit(last))
+    model.register_forward_hook(gather_in_backward)
 
 
 def gather_unit(unit: FSDPModule) -> None:
@@ -112,31 +132,6 @@ def _is_alone(model: nn.Module, end: nn.Module) -> bool:
     own = {id(parameter) for parameter in end.parameters()}
     every = itertools.chain.from_iterable(module._parameters.values() for module in model.modules())
     return bool(own) and sum(id(parameter) in own for parameter in every) == len(own)
-
-
-def _gather_early(model: nn.Module, head: FSDPModule, backbone: nn.Module, blocks: list[nn.Module]) -> None:
-    """Gather the head's weight when the backbone is done, and again when the backward pass begins.
-
-    The head's own hook may never run: a loss in chunks reads the weight and does not call the head. A forward pass in
-    between, as in evaluation, may have freed the weight.
-    """
-    units = [block for block in blocks if isinstance(block, FSDPModule)]
-    if units:
-        units[-1].set_modules_to_forward_prefetch([head])
-
-    def gather_unless_done(*_: object) -> None:
-        if all(group._training_state != TrainingState.POST_BACKWARD for group in get_groups_of(head)):
-            # Once the head's gradients are reduced, later gradients (of router logits) must not gather it again.
-            gather_unit(head)
-
-    def gather_in_backward(module: nn.Module, args: tuple, output: object) -> None:
-        held = vars(output) if dataclasses.is_dataclass(output) and not isinstance(output, dict) else output
-        for tensor in tree_leaves(held) if torch.is_grad_enabled() else ():
-            if torch.is_tensor(tensor) and tensor.requires_grad:
-                tensor.register_hook(gather_unless_done)
-
-    backbone.register_forward_hook(lambda *_: gather_unit(head))
-    model.register_forward_hook(gather_in_backward)
 
 
 # ---- Replicas that share nothing out: FSDP2 without the copies that it makes where each rank owns the whole weight

@@ -29,11 +29,9 @@ class Pipeline(Axis[StageFacts, PipelinePart]):
 
     def resolve(self, config: ParallelConfig, anatomy: Anatomy, facts: StageFacts) -> PipelinePart:
         """The schedule and how many layers each stage gets."""
-        from hf_parallel.axes.pipeline.read import check_options, resolve_stages
+        from hf_parallel.axes.pipeline.read import resolve_stages
 
-        part = resolve_stages(config, facts, anatomy.sums_over_tokens)
-        check_options(config, anatomy)
-        return part
+        return resolve_stages(config, facts, anatomy)
 
     def settle(self, config: ParallelConfig, part: PipelinePart | None) -> ParallelConfig:
         return config if part is None else part.config

@@ -23,7 +23,7 @@ from hf_parallel.ask.spec import refuse
 from hf_parallel.model.anatomy import Backbone, get_text_config
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import PreTrainedModel
 
 #: Configs give the longest sequence a model can read, up to millions: rows of training data are rarely longer than
 #: this, and attention over more would make the head look cheap.
@@ -67,7 +67,23 @@ def block_costs(
     """
     config = get_text_config(model)
     length = sequence_length or min(getattr(config, "max_position_embeddings", None) or math.inf, _LONGEST_ASSUMED)
-    layers = [_count_layer_cost(layer, config, length) for layer in backbone.get_submodule(plan.layers)]
+    layers = []
+    for layer in backbone.get_submodule(plan.layers):
+        # The weights, of experts the share that works for one token, and the products of the attentions.
+        experts = {"top_k": getattr(config, "num_experts_per_tok", None), "num_experts": None}
+        for part in layer.modules():  # the modules know best, layers may differ
+            experts |= {key: vars(part)[key] for key in experts if isinstance(vars(part).get(key), int)}
+        chosen, count = experts["top_k"], experts["num_experts"]
+        weights = _compute_weights_cost(layer, min(1, chosen / count) if chosen and count else 1)
+        attention: float = 0
+        for part in (part for part in layer.modules() if hasattr(part, "is_causal")):
+            # Scores and their product with the values, per token, over the keys that a causal mask shows on average.
+            heads = getattr(part, "num_heads", None) or config.num_attention_heads
+            width = getattr(part, "head_dim", None) or config.hidden_size // heads
+            widths = getattr(part, "qk_head_dim", width) + getattr(part, "v_head_dim", width)
+            window = min(getattr(part, "sliding_window", None) or length, length)
+            attention += 2 * heads * widths * window * (1 - window / (2 * length))
+        layers.append(Cost(weights.flops + attention, weights.memory))
     outside = [child for child in model.children() if backbone not in child.modules()]
     ends = [[getattr(backbone, name, None) for name in names] for names in (plan.before, plan.after)]
     before, after = (sum((_compute_weights_cost(x) for x in end if isinstance(x, nn.Module)), Cost()) for end in ends)
@@ -88,26 +104,6 @@ def list_checkpointed_layers(recompute: str, layers: int) -> list[bool]:
     """Return which layers run a second time as a whole; of `selective` next to nothing does."""
     each = read_recompute_interval(recompute) or int(recompute == "full")
     return [each > 0 and place % each == 0 for place in range(layers)]
-
-
-def _count_layer_cost(layer: nn.Module, config: PretrainedConfig, length: float) -> Cost:
-    """Count a layer: its weights, of experts the share that works for one token, and its attentions' products."""
-    found = {"top_k": getattr(config, "num_experts_per_tok", None), "num_experts": None}
-    for part in layer.modules():  # the modules know best, layers may differ
-        found |= {key: vars(part)[key] for key in found if isinstance(vars(part).get(key), int)}
-    chosen, experts = found["top_k"], found["num_experts"]
-    weights = _compute_weights_cost(layer, min(1, chosen / experts) if chosen and experts else 1)
-    attention: float = 0
-    for part in layer.modules():
-        if not hasattr(part, "is_causal"):
-            continue
-        # Scores and their product with the values, per token, over the keys that a causal mask shows on average.
-        heads = getattr(part, "num_heads", None) or config.num_attention_heads
-        width = getattr(part, "head_dim", None) or config.hidden_size // heads
-        widths = getattr(part, "qk_head_dim", width) + getattr(part, "v_head_dim", width)
-        window = min(getattr(part, "sliding_window", None) or length, length)
-        attention += 2 * heads * widths * window * (1 - window / (2 * length))
-    return Cost(weights.flops + attention, weights.memory)
 
 
 def _compute_weights_cost(module: nn.Module, active_share: float = 1) -> Cost:

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -76,22 +77,26 @@ class Version:
                 gradients[key], leaf.grad = leaf.grad, None
 
 
+@dataclass(eq=False)
 class Update:
     """The calls of one optimizer step.
 
     Attributes:
         source: the batches that they were read from.
+        parts: their micro-batches.
         version: the weights of all its micro-batches; None if each takes the newest.
         gradients: id of a parameter -> the sum over the backward passes that have run.
         losses: of micro-batches, on the last stage.
         alive: micro-batch -> its weights, what arrived and what left, until its backward pass.
     """
 
-    def __init__(self, source: object, calls: list[ScheduledCall], version: Version | None) -> None:
-        self.source, self.calls, self.parts, self.version = source, calls, Parts(calls), version
-        self.gradients: dict[int, torch.Tensor | None] = {}
-        self.losses: list[torch.Tensor] = []
-        self.alive: dict[int, tuple[Version, torch.Tensor | None, torch.Tensor]] = {}
+    source: object
+    calls: list[ScheduledCall]
+    parts: Parts
+    version: Version | None
+    gradients: dict[int, torch.Tensor | None] = field(default_factory=dict)
+    losses: list[torch.Tensor] = field(default_factory=list)
+    alive: dict[int, tuple[Version, torch.Tensor | None, torch.Tensor]] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.parts)
@@ -129,7 +134,8 @@ class DelayedPipeline:
 
     def add(self, source: object, calls: list[ScheduledCall]) -> None:
         """Announce a step."""
-        self.updates.append(Update(source, calls, None if self.stashes else Version(self.engine)))
+        version = None if self.stashes else Version(self.engine)
+        self.updates.append(Update(source, calls, Parts(calls), version))
 
     def run_alone(self, call: ScheduledCall) -> Ran:
         """Run a step that was not announced, whatever is in flight: on the newest weights, and to its end."""

@@ -46,11 +46,16 @@ class FilledRun:
             self.stage.work, self.stage.autocast = functools.partial(self.parts.run, self.view), autocast
             try:
                 for position, action in enumerate(actions):
-                    arriving = self._receive(action)
+                    arrived, work = None, None
+                    source = self.place + (-1 if action.kind == FORWARD else 1)
+                    if 0 <= source < self.ranks:  # ask for the message that the action needs
+                        like = self.parts.boundaries[action.micro_batch]
+                        arrived = torch.empty(like.shape, dtype=like.dtype, device=engine.mesh.device)
+                        work = dist.irecv(arrived, group=self.groups[action.kind], group_src=source)
                     self.fill.fill(count, position)
-                    if arriving is not None:
-                        arriving[0].wait()
-                    self._compute(action, None if arriving is None else arriving[1])
+                    if work is not None:
+                        work.wait()
+                    self._compute(action, arrived)
             finally:
                 self.stage.work = None
             self.fill.fill(count, len(actions))
@@ -85,13 +90,3 @@ class FilledRun:
         leaving = leaving.contiguous()
         work = dist.isend(leaving, group=self.groups[kind], group_dst=self.place + way)
         self.sent.append((cast(dist.Work, work), leaving))
-
-    def _receive(self, action: Action) -> tuple[dist.Work, torch.Tensor] | None:
-        """Ask for the message that an action needs."""
-        source = self.place + (-1 if action.kind == FORWARD else 1)
-        if not 0 <= source < self.ranks:
-            return None
-        like = self.parts.boundaries[action.micro_batch]
-        tensor = torch.empty(like.shape, dtype=like.dtype, device=self.engine.mesh.device)
-        work = dist.irecv(tensor, group=self.groups[action.kind], group_src=source)
-        return cast(dist.Work, work), tensor

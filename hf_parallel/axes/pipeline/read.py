@@ -15,7 +15,6 @@ from hf_parallel.axes.pipeline.balance import Costs, balance, block_costs, expla
 from hf_parallel.axes.pipeline.part import PipelinePart, StageFacts
 from hf_parallel.axes.pipeline.timeline import split_evenly
 from hf_parallel.model.anatomy import (
-    Backbone,
     find_backbone_plan,
     find_input_embedding,
     find_text_part,
@@ -26,7 +25,6 @@ from hf_parallel.model.anatomy import (
 from hf_parallel.model.experts import has_known_balance
 
 if TYPE_CHECKING:
-    from torch import nn
     from transformers import PreTrainedModel
 
     from hf_parallel.ask.config import ParallelConfig
@@ -37,49 +35,48 @@ _SHARDS = "pp_size=1 with dp_shard works"
 
 
 def read_stages(model: PreTrainedModel) -> StageFacts:
-    """The order in which the model runs its modules, what each costs, and whether its ends share a weight."""
+    """Read the order in which the model runs its modules, what each costs, and whether its ends share a weight.
+
+    Returns:
+        These facts; of a model that cannot be cut into stages the reason, with what works.
+    """
     backbone = get_backbone_of(model)
     plan = find_backbone_plan(backbone) if backbone is not None else None
-    refusal = _why_whole(model, backbone, plan)
-    if refusal is not None or plan is None:
-        return StageFacts(refusal)
+    name, base = type(model).__name__, getattr(model, "base_model", model)
+    beside = backbone is not None and {id(p) for p in base.parameters()} - {id(p) for p in backbone.parameters()}
+    if find_text_part(model) is not base or (beside and base is not model):
+        return StageFacts(f"{name} has parts beside its language model; {_ONE_STAGE}")
+    if backbone is None:
+        return StageFacts(f"{name} is not one stack of layers with a head behind it; {_SHARDS}")
+    if plan is None:
+        return StageFacts(f"{name} publishes no pipeline plan; {_SHARDS}")
+    placed = tuple(f"{part}." for part in (*plan.before, plan.layers, *plan.after))
+    for parameter, _ in backbone.named_parameters():
+        if not parameter.startswith(placed):
+            return StageFacts(f"the pipeline plan says nothing about {parameter}; {_ONE_STAGE}")
+    if getattr(model.config, "output_router_logits", False) and not has_known_balance(model):
+        return StageFacts(f"output_router_logits=True: what {name} makes of all layers' is not known; False works")
+    # Settings under which layers need more than the one before them.
+    config, text = model.config, get_text_config(model)
+    if getattr(text, "num_kv_shared_layers", 0):
+        return StageFacts(f"{name}'s last layers use keys and values of earlier ones; {_ONE_STAGE}")
+    if "shared" in (getattr(text, "indexer_types", None) or ()):
+        return StageFacts(f"{name}'s layers use what earlier ones selected; {_ONE_STAGE}")
+    if getattr(config, "layerdrop", 0):
+        return StageFacts(f"layerdrop={config.layerdrop} skips layers at random; 0 works")
     names = {id(module): name for name, module in model.named_modules()}
     tied = names[id(find_input_embedding(model))] if has_tied_embedding(model) else None
     return StageFacts(None, names[id(backbone)], plan, block_costs(model, backbone, plan), tied)
 
 
-def _why_whole(model: PreTrainedModel, backbone: nn.Module, plan: Backbone | None) -> str | None:
-    """Why the model cannot be cut into stages, with what works."""
-    name, base = type(model).__name__, getattr(model, "base_model", model)
-    beside = backbone is not None and {id(p) for p in base.parameters()} - {id(p) for p in backbone.parameters()}
-    if find_text_part(model) is not base or (beside and base is not model):
-        return f"{name} has parts beside its language model; {_ONE_STAGE}"
-    if backbone is None:
-        return f"{name} is not one stack of layers with a head behind it; {_SHARDS}"
-    if plan is None:
-        return f"{name} publishes no pipeline plan; {_SHARDS}"
-    placed = tuple(f"{part}." for part in (*plan.before, plan.layers, *plan.after))
-    for parameter, _ in backbone.named_parameters():
-        if not parameter.startswith(placed):
-            return f"the pipeline plan says nothing about {parameter}; {_ONE_STAGE}"
-    if getattr(model.config, "output_router_logits", False) and not has_known_balance(model):
-        return f"output_router_logits=True: what {name} makes of all layers' is not known; False works"
-    # Settings under which layers need more than the one before them.
-    config, text = model.config, get_text_config(model)
-    if getattr(text, "num_kv_shared_layers", 0):
-        return f"{name}'s last layers use keys and values of earlier ones; {_ONE_STAGE}"
-    if "shared" in (getattr(text, "indexer_types", None) or ()):
-        return f"{name}'s layers use what earlier ones selected; {_ONE_STAGE}"
-    if getattr(config, "layerdrop", 0):
-        return f"layerdrop={config.layerdrop} skips layers at random; 0 works"
-    return None
-
-
-def resolve_stages(config: ParallelConfig, facts: StageFacts, sums_over_tokens: bool) -> PipelinePart:
-    """The schedule, and layers per stage: `pipeline_split`, else balanced by cost.
+def resolve_stages(config: ParallelConfig, facts: StageFacts, anatomy: Anatomy) -> PipelinePart:
+    """Choose the schedule, and layers per stage: `pipeline_split`, else balanced by cost.
 
     Raises:
-        SpecError: the model cannot be cut, has too few layers, or the schedule does not take it.
+        SpecError: the model cannot be cut, has too few layers, or the schedule does not take it. Further: bubbles that
+            would take the curvature of experts, or of a loss that is no mean over tokens; mirrors of experts, or of a
+            loss that is no sum over micro-batches, all of which would go down; clocks that cannot be locked, without
+            an NVIDIA GPU, NVML or the right to.
     """
     if facts.refusal is not None or facts.costs is None:
         refuse(f"pp_size={config.pp_size}", facts.refusal)
@@ -107,7 +104,25 @@ def resolve_stages(config: ParallelConfig, facts: StageFacts, sums_over_tokens: 
     counts, line = _share_layers(config, facts, costs)
     if config.pipeline_split is not None:
         config = dataclasses.replace(config, pipeline_split=counts)
-    return PipelinePart(config, counts, tied, sums_over_tokens, facts, line)
+    has_experts = any(".experts." in name for name in anatomy.names)
+    asked, works = f"pipeline_fill={config.pipeline_fill}", "pipeline_fill=none"
+    if config.fills_bubbles and has_experts:
+        refuse(asked, f"the experts of {anatomy.name} have too few tokens each for a curvature", works)
+    if config.fills_bubbles and not anatomy.sums_over_tokens:
+        refuse(asked, f"the loss of {anatomy.name} is not known to be a mean over tokens", works)
+    asked, works = f"pipeline_schedule={config.pipeline_schedule}", "pipeline_schedule=1f1b"
+    if config.mirrors_stages and has_experts:
+        refuse(asked, f"{anatomy.name} has experts, which have not been compared with one process", works)
+    if config.mirrors_stages and not anatomy.sums_over_tokens:
+        refuse(asked, f"the loss of {anatomy.name} needs whole batches", works)
+    if config.pipeline_energy != "none":
+        from hf_parallel.axes.pipeline.energy import open_clocks_of
+
+        try:
+            open_clocks_of(torch.device("cuda" if torch.cuda.is_available() else "cpu")).restore()
+        except RuntimeError as error:
+            refuse(f"pipeline_energy={config.pipeline_energy}", str(error), "pipeline_energy=none", cause=error)
+    return PipelinePart(config, counts, tied, anatomy.sums_over_tokens, facts, line)
 
 
 #: Bytes of a parameter's gradient and of Adam's moments, in bytes of the parameter.
@@ -143,34 +158,6 @@ def _share_layers(config: ParallelConfig, facts: StageFacts, costs: Costs) -> tu
     elif asked == MEASURED:
         line += "; pipeline_split=auto measures the devices at start"
     return counts, line
-
-
-def check_options(config: ParallelConfig, anatomy: Anatomy) -> None:
-    """Reject models and machines that what is done beside a schedule does not suit.
-
-    Raises:
-        SpecError: bubbles that would take the curvature of experts, or of a loss that is no mean over tokens; mirrors
-            of experts, or of a loss that is no sum over micro-batches, all of which would go down; clocks that cannot
-            be locked, without an NVIDIA GPU, NVML or the right to.
-    """
-    has_experts = any(".experts." in name for name in anatomy.names)
-    asked, works = f"pipeline_fill={config.pipeline_fill}", "pipeline_fill=none"
-    if config.fills_bubbles and has_experts:
-        refuse(asked, f"the experts of {anatomy.name} have too few tokens each for a curvature", works)
-    if config.fills_bubbles and not anatomy.sums_over_tokens:
-        refuse(asked, f"the loss of {anatomy.name} is not known to be a mean over tokens", works)
-    asked, works = f"pipeline_schedule={config.pipeline_schedule}", "pipeline_schedule=1f1b"
-    if config.mirrors_stages and has_experts:
-        refuse(asked, f"{anatomy.name} has experts, which have not been compared with one process", works)
-    if config.mirrors_stages and not anatomy.sums_over_tokens:
-        refuse(asked, f"the loss of {anatomy.name} needs whole batches", works)
-    if config.pipeline_energy != "none":
-        from hf_parallel.axes.pipeline.energy import open_clocks_of
-
-        try:
-            open_clocks_of(torch.device("cuda" if torch.cuda.is_available() else "cpu")).restore()
-        except RuntimeError as error:
-            refuse(f"pipeline_energy={config.pipeline_energy}", str(error), "pipeline_energy=none", cause=error)
 
 
 def check_own_functions(config: ParallelConfig, trainer: str | None = None) -> None:

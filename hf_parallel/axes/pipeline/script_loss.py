@@ -352,7 +352,15 @@ def _find_cut_of_part(
     Raises:
         RuntimeError: it is neither the sum nor the mean.
     """
-    kind = _list_operations(loss, {output["last_hidden_state"].grad_fn for output in outputs})
+    # The kinds of operations between the models' outputs and the loss.
+    operations, known, waiting = set(), {output["last_hidden_state"].grad_fn for output in outputs}, [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in known:
+            known.add(node)
+            operations.add((node.name(), getattr(node, "_saved_reduction", None)))
+            waiting += [after for after, _ in node.next_functions]
+    kind = frozenset(operations)
     is_new = torch.tensor(kind not in plan.kinds, dtype=torch.int32, device=engine.mesh.device if together else "cpu")
     if together:
         dist.all_reduce(is_new, dist.ReduceOp.MAX, group=engine.mesh.data_group)
@@ -390,18 +398,6 @@ def _double_examples(batch: Batch, rows_each: int, rows: int) -> Batch:
                 torch.cat(pieces) if torch.is_tensor(value) else [item for piece in pieces for item in piece]
             )
     return doubled
-
-
-def _list_operations(loss: torch.Tensor, ends: set) -> frozenset:
-    """Return the kinds of operations between the models' outputs (`ends`) and the loss."""
-    found, known, waiting = set(), set(ends), [loss.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if node is not None and node not in known:
-            known.add(node)
-            found.add((node.name(), getattr(node, "_saved_reduction", None)))
-            waiting += [after for after, _ in node.next_functions]
-    return frozenset(found)
 
 
 def _run_calls_beside(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -171,13 +171,14 @@ Mark = float | torch.Event
 _NOTHING = contextlib.nullcontext()
 
 
+@dataclass(eq=False)
 class Recorder:
     """Times on the CPU's clock, or on an accelerator between events in the current stream: no span waits for one."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device, self.active = device, False
-        self.marks: list[tuple[str, int, int, Mark, Mark]] = []
-        self._zero: Any = None
+    device: torch.device
+    active: bool = False
+    marks: list[tuple[str, int, int, Mark, Mark]] = field(default_factory=list)
+    _zero: Any = None
 
     def start(self, group: dist.ProcessGroup) -> None:
         """Begin to record, at the same time on all ranks of the pipeline (as near as a barrier brings them)."""
