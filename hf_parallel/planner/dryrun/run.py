@@ -135,9 +135,9 @@ def dry_run(
     config = config.resolve(world_size if world_size is not None else abs(config.world_size))
     if find_device(device)[1]:
         refuse(f"device={device}", find_device(device)[1], "device=cpu")
-    away = _list_off_device_kinds(
-        config.offload if config.offload_ranks is None or rank in config.offload_ranks else "none"
-    )
+    offload = config.offload if config.offload_ranks is None or rank in config.offload_ranks else "none"
+    away = frozenset({"optimizer"} if offload != "none" else ())  # kinds of memory that are the host's, or a file's
+    away |= {"parameters", "gradients"} if parameters_rest(offload) else set()
     config = dataclasses.replace(config, offload="none")
     model = on_meta(model).to(PRECISIONS[precision][0])
     if config.pp_size > 1 and getattr(model.config, "output_router_logits", False):
@@ -151,24 +151,18 @@ def dry_run(
         get_backbone_of(model).set_submodule(stack.name, nn.ModuleList(stack.layers[:layers]))
         stack = _find_only_stack(model)
     config, counts = settle_layout(model, config, rank)
-    shorten = not whole and stack is not None and _are_alike(stack.layers)
+    blocks = [] if stack is None else stack.layers
+    shapes = [[(name, tuple(p.shape)) for name, p in block.named_parameters()] for block in blocks]
     fewest = counts
-    if shorten:
+    if not whole and stack is not None and all(shape == shapes[0] for shape in shapes):  # they stand for each other
         every = read_recompute_interval(config.recompute_way) or 1  # so many layers further on one is like this one
         fewest = tuple(count if count < _FEWEST else _FEWEST + (count - _FEWEST) % every for count in counts)
     of_step = (rank, rows, seq, accumulation, optimizer, precision, adapt, pack, away, torch.device(device))
     run = _Run(model, stack, config, *of_step)
     total = run.continued(fewest, counts) if whole else _extrapolate_micro_batches(run, fewest, counts)
-    return DryRun(
-        rank,
-        compute_coordinates(config, rank),
-        total.peak,
-        total.kept,
-        total.communication,
-        counts,
-        fewest,
-        time.monotonic() - began,
-    )
+    seen = (total.peak, total.kept, total.communication)
+    place, seconds = compute_coordinates(config, rank), time.monotonic() - began
+    return DryRun(rank, place, *seen, counts, fewest, seconds)
 
 
 def count_alone(
@@ -211,13 +205,6 @@ def find_device(asked: str) -> tuple[str, str]:
     return "cpu", "this torch is built without CUDA" if torch.version.cuda is None else "there is no GPU here"
 
 
-def _list_off_device_kinds(offload: str) -> frozenset[str]:
-    """Return the kinds of memory that are the host's, or a file's."""
-    if offload == "none":
-        return frozenset()
-    return frozenset({"parameters", "gradients", "optimizer"} if parameters_rest(offload) else {"optimizer"})
-
-
 def on_meta(model: PretrainedConfig | nn.Module) -> PreTrainedModel:
     """Return the model of a config on the meta device, or a copy of a model that is there already."""
     if isinstance(model, nn.Module):
@@ -257,12 +244,6 @@ def _find_only_stack(model: PreTrainedModel) -> LayerList | None:
     if plan is None:
         return None
     return LayerList(list(backbone.get_submodule(plan.layers)), plan.layers)
-
-
-def _are_alike(layers: list[nn.Module]) -> bool:
-    """Do all layers have the same parameters? Else they cannot stand for each other."""
-    shapes = [[(name, tuple(p.shape)) for name, p in layer.named_parameters()] for layer in layers]
-    return all(shape == shapes[0] for shape in shapes)
 
 
 def end_ranks(config: ParallelConfig) -> list[int]:
