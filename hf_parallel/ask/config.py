@@ -31,7 +31,7 @@ from hf_parallel.ask.keys.layers import (
 from hf_parallel.ask.keys.pipeline import PipelineKeys
 from hf_parallel.ask.keys.run import MonitorKeys, RolloutKeys, SavingKeys, WatchKeys
 from hf_parallel.ask.keys.tensor import TensorKeys
-from hf_parallel.ask.spec import SpecError, convert, format_unknown_key, read_spec, refuse, refuse_with, spell
+from hf_parallel.ask.spec import SpecError, convert, read_spec, refuse, refuse_with, spell, suggest_key
 
 __all__ = ["ParallelConfig", "SpecError"]
 
@@ -117,7 +117,9 @@ class ParallelConfig(
         for key, value in values.items():
             name = f"{key}_size" if f"{key}_size" in known else key
             if name not in known:
-                refuse_with(format_unknown_key(str(key), _list_keys(cls)))
+                keys = _list_keys(cls)
+                short = tuple(one.removesuffix("_size") for one in keys if one.endswith("_size"))
+                refuse(key, "unknown key", do=suggest_key(str(key), keys, short))
             if name in chosen:
                 refuse(key, f"given twice (as {name} and its short form)", do="give it once")
             chosen[name] = convert(name, known[name].type, value, spell(known[name].default).lower())

@@ -218,7 +218,7 @@ def read_yaml(path: str) -> dict:
 
 
 def _split_pairs(text: str) -> dict[str, str]:
-    """`a=1,b=[2,3]` -> {"a": "1", "b": "[2,3]"}; commas inside brackets do not separate."""
+    """Split `a=1,b=[2,3]` into {"a": "1", "b": "[2,3]"}; commas inside brackets do not separate."""
     pairs: dict[str, str] = {}
     parts, depth = [""], 0
     for char in text:
@@ -325,9 +325,3 @@ def suggest_key(key: str, known: list[str], short: tuple[str, ...] = ()) -> str:
     begins = [name for name in (*short, *known) if lower and (name.startswith(lower) or name.endswith(f"_{lower}"))]
     close = elsewhere or difflib.get_close_matches(lower, names, n=1) or begins
     return f"did you mean {close[0]}?" if close else f"known keys: {', '.join(known)}"
-
-
-def format_unknown_key(key: str, known: list[str]) -> str:
-    """Return the message for an unknown key."""
-    short = tuple(name.removesuffix("_size") for name in known if name.endswith("_size"))
-    return f"{key}: unknown key; {suggest_key(key, known, short)}"

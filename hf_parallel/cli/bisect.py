@@ -13,7 +13,7 @@ from hf_parallel.ask.spec import SpecError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `hf-parallel bisect`."""
+    """Add the options of `hf-parallel bisect`."""
     parser.description = "Find the first number in which two runs with monitor=trace:N differ."
     parser.add_argument("runs", metavar="OUTPUT_DIR", nargs=2, help="the folders of the runs, in any order")
 

@@ -25,7 +25,7 @@ _MIB = 2**20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `check`."""
+    """Add the options of `check`."""
     parser.description = (
         "Versions, devices, every process group, every collective with its speed beside what the planner expects, and "
         "tiny models against one process: one table, one line of verdict. Under torchrun or srun on their ranks; else "

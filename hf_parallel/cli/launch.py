@@ -63,8 +63,7 @@ def launch(argv: list[str]) -> int:
             return _launch_on_ray(args, parser.parse_args([args.training_script]), spec and spec[0])
         if args.min_processes is not None:
             refuse(f"--min_processes {args.min_processes}", "elastic runs are --ray's", do="torchrun --nnodes=1:2")
-        defaults = _read_accelerate_defaults(args)
-        _settle_processes(args, defaults)
+        defaults = _settle_processes(args)
         if spec is not None:
             other_ways = _list_other_ways(args, defaults)
             if other_ways and other_ways[0].startswith("--"):
@@ -196,23 +195,23 @@ def make_full_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _read_accelerate_defaults(args: argparse.Namespace) -> ClusterConfig | None:
-    """Return the accelerate config file that `accelerate launch` would read, or None."""
+def _settle_processes(args: argparse.Namespace) -> ClusterConfig | None:
+    """Fix the number of machines and, over all of them, of processes: the option, the config file, the GPUs here.
+
+    Returns:
+        the accelerate config file that `accelerate launch` would read, or None.
+    """
     from accelerate.commands.config import config_args
 
-    if args.config_file is None and not os.path.isfile(config_args.default_config_file):
-        return None
+    defaults = None
     if args.config_file is not None:
         _check_config_file(args.config_file)
-    try:
-        return config_args.load_config_from_file(args.config_file)
-    except Exception as error:  # YAML errors, unknown keys, a missing file: accelerate has no common type for them
-        name = args.config_file or config_args.default_config_file
-        refuse(f"--config_file {name}", " ".join(str(error).split()) or type(error).__name__, cause=error)
-
-
-def _settle_processes(args: argparse.Namespace, defaults: ClusterConfig | None) -> None:
-    """Fix the number of machines and, over all of them, of processes: the option, the config file, the GPUs here."""
+    if args.config_file is not None or os.path.isfile(config_args.default_config_file):
+        try:
+            defaults = config_args.load_config_from_file(args.config_file)
+        except Exception as error:  # YAML errors, unknown keys, a missing file: accelerate has no common type for them
+            name = args.config_file or config_args.default_config_file
+            refuse(f"--config_file {name}", " ".join(str(error).split()) or type(error).__name__, cause=error)
     args.num_machines = args.num_machines or getattr(defaults, "num_machines", None) or 1
     configured = getattr(defaults, "num_processes", None) or -1
     if args.num_processes is None:
@@ -224,6 +223,7 @@ def _settle_processes(args: argparse.Namespace, defaults: ClusterConfig | None) 
             f"counts all machines and does not divide into --num_machines {args.num_machines}",
             f"--num_processes {works}",
         )
+    return defaults
 
 
 def count_accelerators() -> int:

@@ -38,7 +38,7 @@ _NUMBERS = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `plan`."""
+    """Add the options of `plan`."""
     parser.description = (
         "Rank the layouts of a model on a cluster by predicted step time, with memory and reasons. Without MODEL, "
         "draw when each rank of a pipeline computes, if layers are equal and a backward pass takes two forward passes."
@@ -100,10 +100,8 @@ def plan(args: argparse.Namespace) -> int:
         if args.model is None and not args.save_cluster:
             print(_draw_timeline_alone(args))
             return 0
-        if args.detect and os.environ.get("RANK", "0") != "0":  # of a launcher: rank 0 prints for all
-            _read_cluster(args)
-            return 0
-        if args.model is None:
+        prints_elsewhere = args.detect and os.environ.get("RANK", "0") != "0"  # of a launcher: rank 0 prints for all
+        if prints_elsewhere or args.model is None:
             _read_cluster(args)
             return 0
         return _plan_model(args)
@@ -141,7 +139,7 @@ def _plan_model(args: argparse.Namespace) -> int:
     if isinstance(cluster, MixedCluster):
         return _plan_groups(args, model, cluster)
     with waiting("ranking layouts"):
-        found = _with_measured(_search(args, model, cluster))
+        found = _search(args, model, cluster)
     if args.json:
         print(json.dumps(found.to_dict(), indent=2))
     elif found.choices:
@@ -166,14 +164,16 @@ def _plan_model(args: argparse.Namespace) -> int:
 
 
 def _search(args: argparse.Namespace, model: PretrainedConfig | dict[str, object], cluster: Cluster) -> Found:
+    """Return the ranked layouts, with what their steps took on this machine, where it is the one that is planned."""
     from hf_parallel.hooks.auto import make_engine_options
+    from hf_parallel.planner.calibration import find_measured_step, name_device, read_calibration
     from hf_parallel.planner.search import search, search_batches
 
     batch = _check_positive("--global-batch", args.global_batch or 4 * cluster.gpus)
     ranked = functools.partial(search, global_batch=batch)
     if args.critical_batch is not None:
         ranked = functools.partial(search_batches, args.critical_batch, global_batch=args.global_batch and batch)
-    return ranked(
+    found = ranked(
         model=model,
         cluster=cluster,
         seq=_check_positive("--seq", args.seq),
@@ -191,6 +191,16 @@ def _search(args: argparse.Namespace, model: PretrainedConfig | dict[str, object
         headroom=args.headroom,
         four_bit=args.load_in_4bit,
     )
+    known = read_calibration() if "calibrated" in found.goal.cluster.gpu.source else None
+    if known is None or known.device != name_device(found.goal.cluster):
+        return found
+    measured, goal = {}, found.goal
+    for choice in found.choices:
+        ran = {"rows": choice.rows, "calls": choice.accumulation, "seq": goal.seq, "precision": goal.precision}
+        took = find_measured_step(known, goal.shape, choice.config, ran)
+        if took is not None:
+            measured[choice.config.to_spec()] = took
+    return dataclasses.replace(found, measured=measured)
 
 
 #: What holds for GPUs of one kind alone.
@@ -248,22 +258,6 @@ def _plan_groups(args: argparse.Namespace, model: PretrainedConfig | dict[str, o
     return 0
 
 
-def _with_measured(found: Found) -> Found:
-    """Add what steps of these layouts took on this machine, where they ran and it is the one that is planned."""
-    from hf_parallel.planner.calibration import find_measured_step, name_device, read_calibration
-
-    known, goal = read_calibration() if "calibrated" in found.goal.cluster.gpu.source else None, found.goal
-    if known is None or known.device != name_device(goal.cluster):
-        return found
-    seconds = {}
-    for choice in found.choices:
-        batch = {"rows": choice.rows, "calls": choice.accumulation, "seq": goal.seq, "precision": goal.precision}
-        took = find_measured_step(known, goal.shape, choice.config, batch)
-        if took is not None:
-            seconds[choice.config.to_spec()] = took
-    return dataclasses.replace(found, measured=seconds)
-
-
 def check_path(source: str, others: str = "a Hub id") -> None:
     """Refuse a model that is spelled like a path, and is not there; or a name of the Hub while no Hub answers.
 
@@ -279,7 +273,7 @@ def check_path(source: str, others: str = "a Hub id") -> None:
 
 
 def read_planned_model(source: str) -> PretrainedConfig | dict[str, object]:
-    """An HF config from a folder, a config.json or a Hub id; or the numbers of a JSON file without model_type.
+    """Read an HF config from a folder, a config.json or a Hub id; or the numbers of a JSON file without model_type.
 
     Raises:
         SpecError: there is no such model.
@@ -352,7 +346,7 @@ def _make_named_cluster(args: argparse.Namespace) -> Cluster | MixedCluster:
 
 
 def _read_calibrated_run(args: argparse.Namespace, model: PretrainedConfig | dict[str, object]) -> Cluster:
-    """The cluster of a training's record; its number of GPUs may be another."""
+    """Return the cluster of a training's record; its number of GPUs may be another."""
     from hf_parallel.monitor.expected import calibrated
 
     names = ("gpu", "cluster", "detect", "network", "save_cluster")
@@ -374,7 +368,7 @@ def _check_positive(option: str, number: int) -> int:
 
 
 def _verify(args: argparse.Namespace, found: Found, model: PretrainedConfig | dict[str, object]) -> None:
-    """Dry runs of the first layout, or of the one in `--parallel`: of the pipeline ranks with embedding and head."""
+    """Run the first layout, or the one in `--parallel`, dry: the pipeline ranks with embedding and head."""
     from hf_parallel.hooks.peft.planned_adapters import plan_four_bit, plan_lora
     from hf_parallel.planner.advice import choose_expected_layout
     from hf_parallel.planner.dryrun.run import DryRun, dry_run, end_ranks, find_device

@@ -38,7 +38,7 @@ _OF_A_MODEL = "hf_parallel.cli.prove_model"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `hf-parallel prove`."""
+    """Add the options of `hf-parallel prove`."""
     parser.description = "Run a script with a small model, in one process and under a layout, and compare the numbers."
     parser.add_argument("--parallel", metavar="SPEC", help="key=value,… such as tp=2,pp=2; a YAML file; or auto")
     parser.add_argument("--num_processes", "--nproc", type=int, metavar="N", help="for auto and a size of -1")
@@ -58,8 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def prove(args: argparse.Namespace) -> int:
     """Prove a script under a layout, print the verdict, and write the certificate."""
     try:
-        config = _read_layout(args)
-        saved_by = _read_layout_that_saves(args, config)
+        config, saved_by = _read_layouts(args)
         if not args.module and not args.script.endswith(".py"):  # a model: a folder, its config.json, or a Hub id
             args.module, args.arguments = True, [args.script, *args.arguments]
             args.script = _OF_A_MODEL
@@ -87,28 +86,23 @@ def prove(args: argparse.Namespace) -> int:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _read_layout(args: argparse.Namespace) -> ParallelConfig | None:
-    """The layout; None if it is to be chosen."""
-    chosen = choose_spec(args.parallel, "prove's --parallel")
+def _read_layouts(args: argparse.Namespace) -> tuple[ParallelConfig | None, ParallelConfig | None]:
+    """Return the layout, None if it is to be chosen, and the one that begins the run, None if that is the same."""
+    chosen, config = choose_spec(args.parallel, "prove's --parallel"), None
     if chosen is None:
         refuse("prove", "needs a layout", "--parallel tp=2")
-    if chosen[0] == AUTO:
-        if args.num_processes is None:
-            refuse("--parallel auto", "chooses for a number of processes", "--num_processes 4")
-        return None
-    if args.gpu:
-        refuse(f"--gpu {args.gpu}", "is what auto chooses for", "--parallel auto")
-    config = ParallelConfig.parse(chosen[0])
-    if config.pack_tokens:
-        why = "fills batches by tokens: their examples are not those of one process's batches"
-        refuse(f"pack_tokens={config.pack_tokens}", why, "padding_free=true")
-    return config.resolve(args.num_processes or abs(config.world_size))
-
-
-def _read_layout_that_saves(args: argparse.Namespace, config: ParallelConfig | None) -> ParallelConfig | None:
-    """The layout that begins the run; None if the layout to prove does."""
+    if chosen[0] != AUTO:
+        if args.gpu:
+            refuse(f"--gpu {args.gpu}", "is what auto chooses for", "--parallel auto")
+        config = ParallelConfig.parse(chosen[0])
+        if config.pack_tokens:
+            why = "fills batches by tokens: their examples are not those of one process's batches"
+            refuse(f"pack_tokens={config.pack_tokens}", why, "padding_free=true")
+        config = config.resolve(args.num_processes or abs(config.world_size))
+    elif args.num_processes is None:
+        refuse("--parallel auto", "chooses for a number of processes", "--num_processes 4")
     if args.saved_by is None:
-        return None
+        return config, None
     asked = f"--saved_by {args.saved_by}"
     if config is None:
         refuse(asked, "is resumed by a layout that is known", "--parallel tp=2")
@@ -119,7 +113,7 @@ def _read_layout_that_saves(args: argparse.Namespace, config: ParallelConfig | N
     few, many = sorted((saved_by.data_parallel_size, config.data_parallel_size))
     if many % few:
         refuse(asked, f"batches of {few} and of {many} data ranks cannot be equal", f"--saved_by dp_shard={many}")
-    return saved_by
+    return config, saved_by
 
 
 def _prove_in(
@@ -210,7 +204,7 @@ class Script:
     def chosen_layout(
         self, folder: Path, processes: int, gpu: str | None, limit_s: float, devices: int = 0
     ) -> ParallelConfig:
-        """The layout that auto chooses for so many of these GPUs, or for this machine.
+        """Return the layout that auto chooses for so many of these GPUs, or for this machine.
 
         Raises:
             NotProvedError: it chooses none.
@@ -290,7 +284,7 @@ class Proof:
         self._launched = False  # the one process too: the script asks for a launcher's variables
 
     def references(self) -> tuple[Record, Record]:
-        """The records of one process, and of one whose rounding differs; both run at the same time, once.
+        """Return the records of one process, and of one whose rounding differs; both run at the same time, once.
 
         Raises:
             NotProvedError: one of them failed.
@@ -313,7 +307,7 @@ class Proof:
         self._references = references
 
     def run_layout(self, plant: Callable[[int], None] | None = None) -> list[Record]:
-        """The records of all ranks of the layout.
+        """Return the records of all ranks of the layout.
 
         Args:
             plant: called on each rank before the script starts; tests put an error in place there.
@@ -414,13 +408,13 @@ class Verdict:
     facts: dict[str, str]
 
     def to_dict(self) -> dict[str, object]:
-        """JSON-ready."""
+        """Return the verdict as values that JSON knows."""
         own = {"proved": not self.compared.differences, "model": self.facts, "notes": self.notes}
         where = {"where": self.place.words} if self.place else {}
         return {**own, **where, **({"looks_like": self.cause} if self.cause else {}), **self.compared.to_dict()}
 
     def told(self, spec: str, seconds: float) -> str:
-        """The verdict in words."""
+        """Return the verdict in words."""
         compared = self.compared
         counted = ", ".join(f"{count} {_make_plural(kind)}" for kind, count in compared.counts.items() if count)
         lines = [f"note: {note}" for note in self.notes]

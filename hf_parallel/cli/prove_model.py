@@ -129,7 +129,7 @@ def make_example(number: int, config: PretrainedConfig, kind: str) -> Example:
 
 
 def collate_examples(examples: list[Example]) -> dict[str, torch.Tensor]:
-    """A batch of tensors [examples, longest]; labels may be [examples]."""
+    """Make a batch of tensors [examples, longest]; labels may be [examples]."""
     longest = max(len(one["input_ids"]) for one in examples)
     if any(one["left"] for one in examples):  # some models count positions from the padding: as much in any batch
         longest = LONGEST
@@ -168,7 +168,7 @@ def make_packed_row(number: int, config: PretrainedConfig) -> dict[str, list[int
 
 
 def collate_packed_rows(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
-    """A batch of tensors [rows, PACKED]."""
+    """Make a batch of tensors [rows, PACKED]."""
     return {name: torch.tensor([row[name] for row in rows]) for name in rows[0]}
 
 

@@ -48,7 +48,7 @@ class Job:
     unit: int = 1  # ranks of one replica: an elastic run may have workers that do not make up another
 
     def run(self) -> int:
-        """On a worker: start its ranks and wait for them. Returns 0, or 2 where the script was refused.
+        """Start the ranks of a worker and wait for them. Return 0, or 2 where the script was refused.
 
         Raises:
             RuntimeError: a rank ended otherwise. Ray starts all workers again, as often as it was told.
@@ -110,7 +110,7 @@ class _MeetingPoint(Backend):
     share_cuda_visible_devices = True  # ranks of a node see one another's GPUs, and take the one of their LOCAL_RANK
 
     def on_start(self, worker_group: WorkerGroup, backend_config: Meeting) -> None:
-        """Runs in Ray's controller, which lives through restarts."""
+        """Tell the workers where to meet, from Ray's controller, which lives through restarts."""
         address, port = worker_group.execute_single(0, _free_address)
         facts = {"MASTER_ADDR": address, "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": backend_config.run}
         worker_group.execute(_set_variables, {**facts, "TORCHELASTIC_RESTART_COUNT": str(backend_config.starts)})

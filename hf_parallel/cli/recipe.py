@@ -58,31 +58,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run_recipe_command(args: argparse.Namespace) -> int:
     """Run a command of `recipe`; return 1 if a check finds something wrong, 2 if the command cannot work."""
     try:
-        return {"list": _list, "show": _show_recipe, "check": _check_recipes, "push": _push}[args.what](args)
+        from hf_parallel.cli.recipe_file import list_recipe_names, load_recipe, render_markdown
+
+        if args.what == "check":
+            return _check_recipes(args)
+        if args.what == "list":
+            shipped = [load_recipe(name) for name in list_recipe_names()]
+            of_gpus = [one for one in shipped if args.gpus in (None, one.hardware.gpus)]
+            listed = [one for one in of_gpus if args.method in (None, one.method)]
+            if not listed:
+                given = {"gpus": args.gpus, "method": args.method}
+                asked = " ".join(f"--{key} {value}" for key, value in given.items() if value is not None)
+                refuse(asked, "no recipe of this package", do="`hf-parallel recipe list` names all of them")
+            width = max(len(recipe.name) for recipe in listed)
+            plain = "\n".join(f"{recipe.name:{width}}  {recipe.about}" for recipe in listed)
+            print(render_markdown(listed).rstrip() if args.markdown else plain)
+            return 0
+        found = load_recipe(args.recipe)
+        if args.what == "show":
+            print(Path(found.path).read_text(encoding="utf-8").rstrip())
+            print(f"\n# {found.command()}")
+        else:
+            from hf_parallel.cli.recipe_check import push_recipe
+
+            repo, _, file = args.repo.partition(":")
+            print(push_recipe(found, repo, file or HUB_FILE, args.private))
+        return 0
     except (SpecError, OSError) as error:
         print(f"hf_parallel: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
-
-
-def _list(args: argparse.Namespace) -> int:
-    from hf_parallel.cli.recipe_file import list_recipe_names, load_recipe, render_markdown, render_plain_table
-
-    found = [load_recipe(name) for name in list_recipe_names()]
-    found = [one for one in found if args.gpus in (None, one.hardware.gpus) and args.method in (None, one.method)]
-    if not found:
-        asked = " ".join(f"--{key} {value}" for key in ("gpus", "method") if (value := getattr(args, key)) is not None)
-        refuse(asked, "no recipe of this package", do="`hf-parallel recipe list` names all of them")
-    print(render_markdown(found).rstrip() if args.markdown else render_plain_table(found))
-    return 0
-
-
-def _show_recipe(args: argparse.Namespace) -> int:
-    from hf_parallel.cli.recipe_file import load_recipe
-
-    found = load_recipe(args.recipe)
-    print(Path(found.path).read_text(encoding="utf-8").rstrip())
-    print(f"\n# {found.command()}")
-    return 0
 
 
 def _check_recipes(args: argparse.Namespace) -> int:
@@ -119,15 +123,6 @@ def _prove(recipe: Recipe) -> int:
         words = ["--parallel", layout.to_spec(), "--out", f"{folder}/prove.json", folder]
         words += ["--lora", "4"] if recipe.adapter_rank else []
         return subprocess.run([sys.executable, "-m", "hf_parallel.cli", "prove", *words], check=False).returncode
-
-
-def _push(args: argparse.Namespace) -> int:
-    from hf_parallel.cli.recipe_check import push_recipe
-    from hf_parallel.cli.recipe_file import load_recipe
-
-    repo, _, file = args.repo.partition(":")
-    print(push_recipe(load_recipe(args.recipe), repo, file or HUB_FILE, args.private))
-    return 0
 
 
 # ---- run ---------------------------------------------------------------------------------------------------------
@@ -181,7 +176,16 @@ def launch_words(argv: list[str], args: argparse.Namespace, devices: int) -> lis
         refuse(f"--{late[0]}", "is an option of the launcher", f"hf-parallel recipe run --{late[0]} … {found.name}")
     filled = fill_options(found, rest, list_options_of(target[-1], target[0] == "-m"), target[-1])
     layout_given = args.parallel or os.environ.get("HF_PARALLEL") or "parallel" in list_given_options(rest)
-    added = _launch_options(found, args, bool(layout_given), devices)
+    added = [] if layout_given else ["--parallel", found.layout.to_spec()]
+    machines = found.hardware
+    if args.num_processes is None and args.config_file is None:  # options that the user left open
+        here = min(machines.gpus, machines.gpus_per_node)
+        if here > max(1, devices):
+            why = f"needs {here} GPUs on each machine, {devices} are here"
+            refuse(found.name, why, "--num_processes 2 --parallel dp_shard=2 before the recipe")
+        added += ["--num_processes", str(machines.gpus)]
+        if machines.nodes > 1 and args.num_machines is None:
+            added += ["--num_machines", str(machines.nodes)]
     # Which words are the recipe's, which the user's, and which the script does not know
     pairs = [" ".join(added[at : at + 2]) for at in range(0, len(added), 2)]
     print(f"hf_parallel: {found.name} fills in {', '.join([*pairs, *filled.filled]) or 'nothing'}", file=sys.stderr)
@@ -192,17 +196,3 @@ def launch_words(argv: list[str], args: argparse.Namespace, devices: int) -> lis
         print(f"hf_parallel: left out, the script's text does not show them: {names}", file=sys.stderr)
     options = argv[: len(argv) - len(args.training_script_args) - 1]
     return [*added, *options, *target, *filled.words]
-
-
-def _launch_options(found: Recipe, args: argparse.Namespace, layout_given: bool, devices: int) -> list[str]:
-    """Return the options for processes, machines and layout that the user left open."""
-    machines, added = found.hardware, [] if layout_given else ["--parallel", found.layout.to_spec()]
-    if args.num_processes is None and args.config_file is None:
-        here = min(machines.gpus, machines.gpus_per_node)
-        if here > max(1, devices):
-            why = f"needs {here} GPUs on each machine, {devices} are here"
-            refuse(found.name, why, "--num_processes 2 --parallel dp_shard=2 before the recipe")
-        added += ["--num_processes", str(machines.gpus)]
-        if machines.nodes > 1 and args.num_machines is None:
-            added += ["--num_machines", str(machines.nodes)]
-    return added

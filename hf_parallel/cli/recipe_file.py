@@ -286,37 +286,26 @@ def list_shapes() -> list[str]:
 _HEADINGS = ("recipe", "model", "method", "machines", "layout", "tokens per step", "GiB per GPU", "tokens/s")
 
 
-def make_cells(recipe: Recipe) -> tuple[str, ...]:
-    """Return a recipe's row: memory by the planner and the dry run, speed by the planner, or both as measured."""
-    planner, dry = recipe.expect.get("planner", {}), recipe.expect.get("dry_run", {})
-    measured = recipe.expect.get("measured", {})
-    memory = f"{planner.get('memory_gib', '?')}, {dry.get('memory_gib', '?')}"
-    speed = f"{planner.get('tokens_per_s', 0):,.0f}"
-    return (
-        recipe.name,
-        recipe.model,
-        recipe.method,
-        str(recipe.hardware),
-        recipe.layout.to_spec(),
-        f"{recipe.tokens_per_step:,}",
-        f"{measured['memory_gib']} measured" if "memory_gib" in measured else memory,
-        f"{measured['tokens_per_s']:,} measured" if "tokens_per_s" in measured else speed,
-    )
-
-
 def render_markdown(recipes: list[Recipe]) -> str:
-    """Return the table of docs/reference/recipes.md."""
+    """Return the table of docs/reference/recipes.md, with a row for each recipe."""
     lines = [_HEADINGS, ("---",) * len(_HEADINGS)]
-    for recipe in recipes:
-        name, model, method, machines, layout, *rest = make_cells(recipe)
-        lines.append((f"`{name}`", model, method, machines, f"`{layout}`", *rest))
+    for recipe in recipes:  # memory by the planner and the dry run, speed by the planner, or both as measured
+        planner, dry = recipe.expect.get("planner", {}), recipe.expect.get("dry_run", {})
+        measured = recipe.expect.get("measured", {})
+        memory = f"{planner.get('memory_gib', '?')}, {dry.get('memory_gib', '?')}"
+        speed = f"{planner.get('tokens_per_s', 0):,.0f}"
+        line = (
+            f"`{recipe.name}`",
+            recipe.model,
+            recipe.method,
+            str(recipe.hardware),
+            f"`{recipe.layout.to_spec()}`",
+            f"{recipe.tokens_per_step:,}",
+            f"{measured['memory_gib']} measured" if "memory_gib" in measured else memory,
+            f"{measured['tokens_per_s']:,} measured" if "tokens_per_s" in measured else speed,
+        )
+        lines.append(line)
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
-
-
-def render_plain_table(recipes: list[Recipe]) -> str:
-    """Return name and one line of each recipe, for a terminal."""
-    width = max((len(recipe.name) for recipe in recipes), default=0)
-    return "\n".join(f"{recipe.name:{width}}  {recipe.about}" for recipe in recipes)
 
 
 # ---- A script's command line from a recipe: what its user gave stays, what it does not take is left out -------------
@@ -356,10 +345,18 @@ def fill_options(recipe: Recipe, words: list[str], known: set[str], script: str)
     if known.isdisjoint(wanted):
         why = "its text shows no option that the recipe has"
         refuse(script, why, do=f"--parallel {recipe.name} takes the layout alone")
-    spelled = {key: [f"--{key}", *_spell_option(value)] for key, value in filled.items()}
-    added = [word for option in spelled.values() for word in option]
+    spelled = list[list[str]]()
+    for key, value in filled.items():
+        if isinstance(value, list):
+            written = [str(item) for item in value]
+        elif isinstance(value, dict):
+            written = [json.dumps(value)]
+        else:
+            written = [str(value).lower() if isinstance(value, bool) else str(value)]
+        spelled.append([f"--{key}", *written])
+    added = [word for option in spelled for word in option]
     yours = tuple(key for key in wanted if key in have)
-    return Filled([*added, *words], tuple(map(" ".join, spelled.values())), yours, unknown)
+    return Filled([*added, *words], tuple(map(" ".join, spelled)), yours, unknown)
 
 
 def list_options(recipe: Recipe, known: set[str]) -> dict[str, object]:
@@ -386,14 +383,6 @@ def list_given_options(words: list[str]) -> set[str]:
     if "datasets" in found:  # TRL's mixture of several
         found |= set(_DATA_OPTIONS)
     return found
-
-
-def _spell_option(value: object) -> list[str]:
-    if isinstance(value, list):
-        return [str(item) for item in value]
-    if isinstance(value, dict):
-        return [json.dumps(value)]
-    return [str(value).lower() if isinstance(value, bool) else str(value)]
 
 
 # ---- what a script takes -----------------------------------------------------------------------------------------

@@ -161,7 +161,7 @@ def list_notes_about(goal: Goal, positions: int | None) -> Iterator[str]:
 
 
 def list_reasons(goal: Goal, choice: Choice) -> Iterator[str]:
-    """A line for what is trained, what is sharded, what is computed again, and what computes attention."""
+    """Yield a line for what is trained, what is sharded, what is computed again, and what computes attention."""
     if goal.lora:
         base = " in 4 bits" if goal.four_bit else ""
         yield f"adapters of rank {goal.lora}: the frozen weights{base} have neither gradients nor optimizer states"
@@ -193,7 +193,7 @@ def list_reasons(goal: Goal, choice: Choice) -> Iterator[str]:
 
 
 def explain_attention(goal: Goal, choice: Choice) -> Iterator[str]:
-    """The kernel, and what others would need and take: the same layers, so by the goal alone."""
+    """Yield the kernel, and what others would need and take: the same layers, so by the goal alone."""
     config = choice.config
     if config.cp_size > 1 or not any(block.attentions for block in goal.shape.blocks):
         return
@@ -216,7 +216,7 @@ def _describe_other(goal: Goal, choice: Choice, **settings: Any) -> str:
 
 
 def explain_usual_layouts(goal: Goal, best: Choice | None) -> Iterator[tuple[str, str]]:
-    """The layouts that people ask about first, and what keeps them from being the best."""
+    """Yield the layouts that people ask about first, and what keeps them from being the best."""
     gpus, inside = goal.cluster.gpus, min(goal.cluster.per_node, goal.cluster.gpus)
     stages = math.gcd(goal.cluster.nodes, 8)
     asked = {
@@ -235,12 +235,6 @@ def explain_usual_layouts(goal: Goal, best: Choice | None) -> Iterator[tuple[str
         if list_sizes_of(config) not in seen and (config.tp_size <= inside or goal.cluster.nodes > 1):
             seen.add(list_sizes_of(config))
             yield f"{name} ({config.to_spec()})", explain_absence(goal, config, best)
-
-
-def explain_expected_layout(goal: Goal, expected: ParallelConfig | str, best: Choice | None) -> tuple[str, str]:
-    """Return what is to be said of the layout that the user expects."""
-    config = ParallelConfig.parse(expected).resolve(goal.cluster.gpus)
-    return f"yours ({config.to_spec()})", explain_absence(goal, config, best)
 
 
 def choose_expected_layout(goal: Goal, expected: ParallelConfig | str) -> Choice:
@@ -266,7 +260,7 @@ def list_variants_of(goal: Goal, config: ParallelConfig) -> list[Choice | TooLar
 
 
 def explain_absence(goal: Goal, config: ParallelConfig, best: Choice | None) -> str:
-    """In one line what keeps a layout from being first."""
+    """Say in one line what keeps a layout from being first."""
     if not do_heads_divide(goal.shape, config.tp_size):
         return f"tp={config.tp_size} does not divide the attention heads"
     if config.pp_size > goal.shape.layers:

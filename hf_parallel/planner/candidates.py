@@ -88,7 +88,7 @@ class Goal:
         return {"precision": self.eight_bit, "attention": self.attention.asked}
 
     def share(self, config: ParallelConfig) -> int | None:
-        """Rows per step of one data rank; None: the batch does not divide."""
+        """Return the rows per step of one data rank; None: the batch does not divide."""
         ranks = config.data_parallel_size
         if self.global_batch is None:
             return (self.rows or 1) * self.accumulation
@@ -96,12 +96,12 @@ class Goal:
 
 
 def make_config(base: ParallelConfig | None = None, /, **settings: Any) -> ParallelConfig:
-    """A config with these settings changed."""
+    """Return a config with these settings changed."""
     return dataclasses.replace(base or ParallelConfig(), **settings)
 
 
 def list_sizes_of(config: ParallelConfig) -> tuple:
-    """The sizes of all axes, how cp shares attention, and ZeRO's stage."""
+    """Return the sizes of all axes, how cp shares attention, and ZeRO's stage."""
     names = ("dp_replicate_size", "dp_shard_size", "pp_size", "cp_size", "tp_size", "ep_size")
     sizes = (getattr(config, name) for name in names)
     rounded = config.quantize_weights, config.quantize_gradients
@@ -109,18 +109,28 @@ def list_sizes_of(config: ParallelConfig) -> tuple:
 
 
 def iterate_layouts(goal: Goal) -> Iterator[ParallelConfig]:
-    """Sizes of all axes that fill the GPUs, tp inside a node; ZeRO-0 is what replicas alone are."""
+    """Yield sizes of all axes that fill the GPUs, tp inside a node; ZeRO-0 is what replicas alone are."""
     gpus, shape = goal.cluster.gpus, goal.shape
     inside = min(goal.cluster.per_node, gpus)
     linears = [matrix for block in set(shape.blocks) for matrix in list_adapted(block)]
+    widths = {m.outputs if m.split == "row" else m.inputs for m in linears}
     for tp in list_divisors(inside):
         if not do_heads_divide(shape, tp) or gpus % tp:
             continue
         # Rows of linears, and parts of rows that tp cuts, are whole blocks of 4-bit weights.
         if goal.four_bit and any(m.inputs % (BLOCK * (tp if m.split == "row" else 1)) for m in linears):
             continue
-        grids = [{"tp_mesh": mesh} for mesh in _iterate_grids(goal, tp)]
-        for (cp, kind), grid in itertools.product(_iterate_context_sizes(goal, tp), grids):
+        # No grid; from 16 ranks on, few columns: fewer ranks send more over one (docs/tensor_meshes.md).
+        meshes: list[str | None] = [None]
+        for columns in _COLUMNS if tp >= _LEAST_GRID and goal.eight_bit == AUTO and not goal.four_bit else ():
+            if tp % columns == 0 and all(width % columns == 0 for width in widths):
+                meshes.append(f"{tp // columns}x{columns}")
+        # A ring cuts a row in twice as many parts as it has ranks, Ulysses needs a head for each of them.
+        contexts = [(1, "auto")]
+        for cp in list_divisors(gpus // tp)[1:]:
+            if goal.seq % (2 * cp) == 0 and goal.seq // cp >= _LEAST_TOKENS:
+                contexts += [(cp, "ring"), *([(cp, "ulysses")] if do_heads_divide(shape, tp * cp) else [])]
+        for (cp, kind), mesh in itertools.product(contexts, meshes):
             for pp in list_divisors(gpus // tp // cp):
                 if pp > min(shape.layers, _MOST_STAGES):
                     break
@@ -131,14 +141,14 @@ def iterate_layouts(goal: Goal) -> Iterator[ParallelConfig]:
                         "cp_size": cp,
                         "pp_size": pp,
                         "context_parallel": kind,
-                        **grid,
+                        "tp_mesh": mesh,
                     }
                     sizes |= goal.settings | ({"attention": AUTO} if cp > 1 else {})  # cp has kernels of its own
                     yield from _iterate_data_layouts(goal, sizes, data)
 
 
 def _iterate_data_layouts(goal: Goal, sizes: dict, data: int) -> Iterator[ParallelConfig]:
-    """Replicas and shards, ZeRO's stage, experts."""
+    """Yield replicas and shards, ZeRO's stage, experts."""
     inner = sizes["tp_size"] * sizes["cp_size"]
     # Everything sharded; shards of a node, or of a few; everything replicated.
     inside = max(1, goal.cluster.per_node // inner)
@@ -179,31 +189,12 @@ def do_heads_divide(shape: ModelShape, tp: int) -> bool:
     )
 
 
-def _iterate_grids(goal: Goal, tp: int) -> Iterator[str | None]:
-    """No grid; from 16 ranks on, few columns: fewer ranks send more over one (docs/tensor_meshes.md)."""
-    yield None
-    widths = {m.outputs if m.split == "row" else m.inputs for block in goal.shape.blocks for m in list_adapted(block)}
-    for columns in _COLUMNS if tp >= _LEAST_GRID and goal.eight_bit == AUTO and not goal.four_bit else ():
-        if tp % columns == 0 and all(width % columns == 0 for width in widths):
-            yield f"{tp // columns}x{columns}"
-
-
 def list_divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
-def _iterate_context_sizes(goal: Goal, tp: int) -> Iterator[tuple[int, str]]:
-    """Parts of a row: a ring cuts it in twice as many as it has ranks, Ulysses needs a head for each of them."""
-    yield 1, "auto"
-    for cp in list_divisors(goal.cluster.gpus // tp)[1:]:
-        if goal.seq % (2 * cp) == 0 and goal.seq // cp >= _LEAST_TOKENS:
-            yield cp, "ring"
-            if do_heads_divide(goal.shape, tp * cp):
-                yield cp, "ulysses"
-
-
 def list_micro_batches(goal: Goal, share: int, config: ParallelConfig) -> list[int]:
-    """Rows of a micro-batch: what the script gives, or powers of two up to 64 k tokens; a pipeline cuts a call."""
+    """Return sizes of a micro-batch: the script's, or powers of two up to 64 k tokens; a pipeline cuts a call."""
     if goal.rows is not None and share % goal.rows:
         return []
     if goal.rows is not None and config.pp_size == 1:

@@ -13,7 +13,7 @@ from typing import Any
 
 from hf_parallel.ask.config import ParallelConfig
 from hf_parallel.ask.keys.data import parameters_rest
-from hf_parallel.planner.activations import FLASH, Planned
+from hf_parallel.planner.activations import FLASH
 from hf_parallel.planner.candidates import Goal, choose_context_of, list_micro_batches, make_config, to_job, to_layout
 from hf_parallel.planner.hardware import Cluster
 from hf_parallel.planner.layout import Job, Layout
@@ -75,11 +75,11 @@ class Choice:
         return self.prediction.step_time_s / self.batch
 
     def steps_factor(self, critical_batch: float) -> float:
-        """Steps to a loss, in multiples of the fewest: 1 + critical / batch (arXiv:1812.06162, equation 2.11)."""
+        """Return steps to a loss in multiples of the fewest: 1 + critical / batch (arXiv:1812.06162, eq. 2.11)."""
         return 1 + critical_batch / self.batch
 
     def seconds_to_loss(self, critical_batch: float) -> float:
-        """Predicted seconds to a loss, for each of the fewest steps to it."""
+        """Return predicted seconds to a loss, for each of the fewest steps to it."""
         return self.step_time_s * self.steps_factor(critical_batch)
 
     def to_dict(self) -> dict[str, object]:
@@ -193,7 +193,7 @@ class TooLarge:
 def iterate_variants(
     goal: Goal, config: ParallelConfig, limit: float, ways: Iterable[dict[str, Any]], hopeless: float = math.inf
 ) -> Iterator[Choice | TooLarge]:
-    """Growing micro-batches in each of `ways`, up to the first in which any fits.
+    """Yield growing micro-batches in each of `ways`, up to the first in which any fits.
 
     A larger one may fit where a smaller does not: the last needs no accumulation, which holds whole gradients.
 
@@ -331,13 +331,8 @@ def compare_padding_of(goals: Sequence[Goal], config: ParallelConfig, lengths: S
     for goal in goals:
         alone = dataclasses.replace(goal.attention, documents=True)
         joined = (size, mean) if goal.attention.kind(config) == FLASH else (1, size * mean)
-        before.append(_predict_joined_step(goal, config, size, padded, alone))
-        after.append(_predict_joined_step(goal, config, *joined, alone))
+        for steps, (rows, tokens) in ((before, (size, padded)), (after, joined)):
+            batch = dataclasses.replace(goal, rows=rows, seq=max(1, round(tokens)), global_batch=None, attention=alone)
+            steps.append(predict_choice(batch, config, rows))
     padded_s, joined_s = (max(choice.step_time_s for choice in each) for each in (before, after))
     return Padding(share, joined_s / padded_s, all(choice.prediction.fits for choice in after))
-
-
-def _predict_joined_step(goal: Goal, config: ParallelConfig, rows: int, tokens: float, attention: Planned) -> Choice:
-    seq = max(1, round(tokens))
-    batch = dataclasses.replace(goal, rows=rows, seq=seq, global_batch=None, attention=attention)
-    return predict_choice(batch, config, rows)

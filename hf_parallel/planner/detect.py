@@ -24,7 +24,7 @@ _SHARED_MEMORY = Link("shared memory", 2e9, 50e-6, "order of magnitude of gloo o
 def detect(
     gpus: int | None = None, per_node: int | None = None, network: str | None = None, *, calibrated: bool = True
 ) -> Cluster:
-    """The machine this process runs on, `gpus` of its kind.
+    """Return the machine this process runs on, `gpus` of its kind.
 
     An accelerator is looked up by its name; its memory is what the driver reports. NVIDIA's driver says how they are
     linked (`nvidia-smi topo -m`), the kernel which InfiniBand or RoCE adapters there are. What neither says comes from
@@ -122,14 +122,22 @@ def _run_nvidia_smi(*argv: str) -> str:
 
 
 def _find_inside_link(gpu: Gpu, here: int) -> Link:
-    """The link of a ring through all GPUs: NVLink if it can go by NVLink all the way, else PCIe."""
+    """Return the link of a ring through all GPUs: NVLink if it can go by NVLink all the way, else PCIe."""
     usual = find_link(gpu.scale_up)
     matrix = read_topology(_run_nvidia_smi("topo", "-m"), here)
     if here == 1 or not matrix:
         return usual
     counts = [[int(word[2:]) if re.fullmatch(r"NV\d+", word) else 0 for word in row] for row in matrix]
     links = min(sum(row) for row in counts)
-    if links and _is_joined_by_nvlink(counts):
+    reached, queue = {0}, [0]  # by NVLink
+    while queue:
+        for other, number in enumerate(counts[queue.pop()]):
+            if number and other not in reached:
+                reached.add(other)
+                queue.append(other)
+    # A ring has two neighbours each, unless there are only two GPUs.
+    can_close = len(counts) == 2 or all(sum(n > 0 for n in row) >= 2 for row in counts)
+    if links and len(reached) == len(counts) and can_close:
         # A switch shows all of a GPU's links to each of the others: more than it has do not count.
         name = usual.name if "nvlink" in usual.name else "nvlink3-bridge" if gpu.name.startswith("rtx") else "nvlink3"
         each = read_catalogue()["links"][name]["each_gb_s"] * 1e9
@@ -150,7 +158,7 @@ def _find_inside_link(gpu: Gpu, here: int) -> Link:
 
 
 def read_topology(text: str, here: int) -> list[list[str]]:
-    """The matrix of `nvidia-smi topo -m` for the GPUs that this process sees: NV12, PIX, PXB, PHB, NODE, SYS or X."""
+    """Read `nvidia-smi topo -m` for the GPUs that this process sees: NV12, PIX, PXB, PHB, NODE, SYS or X."""
     plain = re.sub(r"\x1b\[[0-9;]*m", "", text)  # the driver underlines its heading
     lines = [line.split() for line in plain.splitlines()]
     heading = next((line for line in lines if line and line[0] == "GPU0"), None)
@@ -168,22 +176,11 @@ def read_topology(text: str, here: int) -> list[list[str]]:
     return [[rows[row][column] for column in chosen] for row in chosen]
 
 
-def _is_joined_by_nvlink(counts: list[list[int]]) -> bool:
-    """Return whether a ring by NVLink reaches all: two neighbours each, or there are only two GPUs."""
-    reached, queue = {0}, [0]
-    while queue:
-        for other, links in enumerate(counts[queue.pop()]):
-            if links and other not in reached:
-                reached.add(other)
-                queue.append(other)
-    return len(reached) == len(counts) and (len(counts) == 2 or all(sum(n > 0 for n in row) >= 2 for row in counts))
-
-
 # ---- links between nodes -------------------------------------------------------------------------------------------
 
 
 def _find_network_adapters(gpus: int, folder: str = "/sys/class/infiniband") -> Link | None:
-    """The fastest active InfiniBand or RoCE ports of this machine, shared by its GPUs."""
+    """Return the fastest active InfiniBand or RoCE ports of this machine, shared by its GPUs."""
     rates: list[tuple[float, str]] = []
     for port in glob.glob(f"{folder}/*/ports/*"):
         if "ACTIVE" in _read_text_file(f"{port}/state"):
@@ -209,11 +206,23 @@ def _read_text_file(path: str) -> str:
 
 
 def _make_processor_cluster(count: int, per_node: int) -> Cluster:
-    """Each process with its share of this machine's memory and cores."""
+    """Give each process its share of this machine's memory and cores, at the speed of a matrix product by a thread."""
+    import torch
+
+    threads, a = torch.get_num_threads(), torch.ones(_SIZE, _SIZE)
+    torch.set_num_threads(1)  # as ranks without accelerators compute
+    try:
+        a @ a
+        began = time.perf_counter()
+        for _ in range(5):
+            a @ a
+        flops = 5 * 2 * _SIZE**3 / (time.perf_counter() - began)
+    finally:
+        torch.set_num_threads(threads)
     base, processes = find_gpu("a100-80gb"), min(count, per_node)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / processes / 2**30
     share = min(1.0, (os.cpu_count() or 1) / processes)
-    rate = _measure_flops() * share
+    rate = flops * share
     launches = {"kernel_us": 20.0, "eager_us": 6.0, "eager_step_ms": 10.0}  # nothing waits for a kernel's launch
     efficiency = dataclasses.replace(Efficiency(), gemm=1.0, attention=1.0, waves=0.0, **launches)
     gpu = dataclasses.replace(
@@ -228,19 +237,3 @@ def _make_processor_cluster(count: int, per_node: int) -> Cluster:
         source="measured on this machine",
     )
     return Cluster(gpu, count, per_node, _SHARED_MEMORY, find_link("ethernet-25g"))
-
-
-def _measure_flops() -> float:
-    """FLOP/s of one thread in a matrix product, as ranks without accelerators compute."""
-    import torch
-
-    threads, a = torch.get_num_threads(), torch.ones(_SIZE, _SIZE)
-    torch.set_num_threads(1)
-    try:
-        a @ a
-        began = time.perf_counter()
-        for _ in range(5):
-            a @ a
-        return 5 * 2 * _SIZE**3 / (time.perf_counter() - began)
-    finally:
-        torch.set_num_threads(threads)

@@ -81,10 +81,6 @@ class MixedCluster:
         """Return all GPUs as if they were of this group's kind, with the slowest link between nodes."""
         return dataclasses.replace(group.cluster, gpus=self.gpus, between=self.slowest_link)
 
-    def part(self, groups: Sequence[Group]) -> MixedCluster:
-        """Return the cluster of some of the groups, in their order."""
-        return dataclasses.replace(self, groups=tuple(groups))
-
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready."""
         named = {
@@ -114,7 +110,22 @@ def read_machines(path: str, gpus: int | None = None) -> Cluster | MixedCluster:
     check_file_keys(path, values, _KEYS)
     if gpus is not None:
         refuse(f"--gpus {gpus}", f"the groups of {path} say how many GPUs there are", do="drop it, or change the file")
-    groups = [_read_group(f"{path}: group {at}", entry) for at, entry in enumerate(values["groups"])]
+    groups = []
+    for at, entry in enumerate(values["groups"]):
+        where = f"{path}: group {at}"
+        if not isinstance(entry, Mapping) or "gpu" not in entry:
+            refuse(where, "needs the key gpu", "{gpu: h100-80gb, nodes: 1, gpus_per_node: 8}")
+        check_file_keys(where, entry, _GROUP)
+        nodes, per_node = entry.get("nodes"), entry.get("gpus_per_node", 8)
+        count = entry.get("gpus", None if nodes is None else nodes * per_node)
+        if count is not None and nodes is not None and nodes != -(-count // per_node):
+            fill = -(-count // per_node)
+            refuse(f"{where}: nodes={nodes}", f"gpus={count} fill {fill} nodes of {per_node}", f"nodes: {fill}")
+        if count is None:
+            refuse(where, "how many GPUs?", "a key such as nodes: 1")
+        own = {key: value for key, value in entry.items() if key not in ("name", "nodes")} | {"gpus": count}
+        cluster = make_cluster_from_entry(where, own, None)
+        groups.append(Group(entry.get("name", cluster.gpu.name), cluster))
     names = [group.name for group in groups]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
@@ -137,22 +148,6 @@ def _check_vendors(groups: Sequence[Group]) -> None:
         if gpu.is_of_amd != first.is_of_amd:
             what, works = f"{gpu.name} beside {first.name}", f"{first.name} alone"
             refuse(what, "NCCL and RCCL have no process group in common", works)
-
-
-def _read_group(where: str, entry: object) -> Group:
-    if not isinstance(entry, Mapping) or "gpu" not in entry:
-        refuse(where, "needs the key gpu", "{gpu: h100-80gb, nodes: 1, gpus_per_node: 8}")
-    check_file_keys(where, entry, _GROUP)
-    nodes, per_node = entry.get("nodes"), entry.get("gpus_per_node", 8)
-    gpus = entry.get("gpus", None if nodes is None else nodes * per_node)
-    if gpus is not None and nodes is not None and nodes != -(-gpus // per_node):
-        fill = -(-gpus // per_node)
-        refuse(f"{where}: nodes={nodes}", f"gpus={gpus} fill {fill} nodes of {per_node}", f"nodes: {fill}")
-    own = {key: value for key, value in entry.items() if key not in ("name", "nodes")} | {"gpus": gpus}
-    if gpus is None:
-        refuse(where, "how many GPUs?", "a key such as nodes: 1")
-    cluster = make_cluster_from_entry(where, own, None)
-    return Group(entry.get("name", cluster.gpu.name), cluster)
 
 
 # ---- the devices of all processes -----------------------------------------------------------------------------------

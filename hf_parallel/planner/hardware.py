@@ -103,7 +103,7 @@ class Gpu:
         return "infinity-fabric" in self.scale_up
 
     def peak(self, precision: str) -> float:
-        """FLOP/s of dense matrix products; a precision that the GPU lacks computes in the widest it has."""
+        """Return FLOP/s of dense matrix products; a precision that the GPU lacks computes in the widest it has."""
         return self.peaks.get(precision) or self.peaks["bf16"]
 
 
@@ -125,7 +125,7 @@ class Cluster:
 
 @functools.cache
 def read_catalogue() -> dict[str, dict[str, Any]]:
-    """Entries of `catalogue.yaml` by name: its gpus, links and hosts."""
+    """Return the entries of `catalogue.yaml` by name: its gpus, links and hosts."""
     text = (importlib.resources.files(__package__) / "catalogue.yaml").read_text(encoding="utf-8")
     return yaml.safe_load(text)
 
@@ -142,7 +142,7 @@ def _refuse_unknown(key: str, name: str, known: dict[str, str]) -> NoReturn:
 
 @functools.cache
 def find_gpu(name: str) -> Gpu:
-    """A GPU of the catalogue by any of its names: `h100-80gb`, `H100-80GB`, `NVIDIA H100 SXM5 80GB`.
+    """Return a GPU of the catalogue by any of its names: `h100-80gb`, `H100-80GB`, `NVIDIA H100 SXM5 80GB`.
 
     Raises:
         SpecError: no such GPU; the message names the nearest ones.
@@ -157,7 +157,7 @@ def find_gpu(name: str) -> Gpu:
 
 
 def _make_gpu_from_entry(name: str, entry: Mapping, like: Gpu | None) -> Gpu:
-    """A GPU from an entry in the form of the catalogue; what the entry lacks comes from `like`."""
+    """Make a GPU from an entry in the form of the catalogue; what the entry lacks comes from `like`."""
     known = vars(like) if like else {}
     plain = ("memory_gib", "units", "scale_up", "scale_out")
     given: dict = {key: entry[key] for key in plain if key in entry}
@@ -182,7 +182,7 @@ def _make_gpu_from_entry(name: str, entry: Mapping, like: Gpu | None) -> Gpu:
 
 
 def find_link(name: str | Link) -> Link:
-    """A link of the catalogue.
+    """Return a link of the catalogue.
 
     Raises:
         SpecError: no such link; the message names the nearest ones.
@@ -202,7 +202,7 @@ def _link_from_entry(name: str, entry: Mapping) -> Link:
 
 
 def make_cluster(gpu: str | Gpu | Cluster, gpus: int, per_node: int = 8, network: str | Link | None = None) -> Cluster:
-    """A cluster of one kind of GPU.
+    """Make a cluster of one kind of GPU.
 
     Args:
         network: the link between nodes; default: the catalogue's for this GPU.
@@ -284,7 +284,20 @@ def make_cluster_from_entry(path: str, values: Mapping[str, Any], gpus: int | No
     gpus = gpus or values.get("gpus")
     if gpus is None or gpus < 1:
         refuse(path, "how many GPUs? A line `gpus: 8`, or --gpus 8, works")
-    gpu = _read_own_gpu(path, values["gpu"])
+    entry: str | Mapping = values["gpu"]
+    if isinstance(entry, str):
+        gpu = find_gpu(entry)
+    else:  # a GPU like one of the catalogue; precisions whose peak the entry does not name keep theirs
+        check_file_keys(f"{path}: gpu", entry, _GPU)
+        check_file_keys(f"{path}: efficiency", entry.get("efficiency", {}), _EFFICIENCY)
+        host, hosts = entry.get("host", {}), read_catalogue()["hosts"]
+        if isinstance(host, str) and host not in hosts:
+            refuse(f"{path}: host={host}", "not in the catalogue", do=f"{', '.join(hosts)} are")
+        check_file_keys(f"{path}: host", {} if isinstance(host, str) else host, _HOST)
+        base = find_gpu(entry.get("like", "a100-80gb"))
+        gpu = _make_gpu_from_entry(entry.get("name", base.name), entry, base)
+        about = {"source": entry.get("source", base.source), "like": base.like, "note": base.note}
+        gpu = dataclasses.replace(gpu, peaks={**base.peaks, **gpu.peaks}, **about)
     inside = read_own_link(f"{path}: inside", values.get("inside", gpu.scale_up))
     between = read_own_link(f"{path}: network", values.get("network", gpu.scale_out))
     return Cluster(gpu, gpus, values.get("gpus_per_node", 8), inside, between)
@@ -298,22 +311,6 @@ def check_file_keys(where: str, values: Mapping, known: Mapping[str, _Kind]) -> 
         good, kind = known[key]
         if not good(value):
             refuse(f"{where}: {key}={value}", f"is not {kind}")
-
-
-def _read_own_gpu(path: str, entry: str | Mapping) -> Gpu:
-    """A GPU of the catalogue, or one like it; precisions whose peak the entry does not name keep theirs."""
-    if isinstance(entry, str):
-        return find_gpu(entry)
-    check_file_keys(f"{path}: gpu", entry, _GPU)
-    check_file_keys(f"{path}: efficiency", entry.get("efficiency", {}), _EFFICIENCY)
-    host, hosts = entry.get("host", {}), read_catalogue()["hosts"]
-    if isinstance(host, str) and host not in hosts:
-        refuse(f"{path}: host={host}", "not in the catalogue", do=f"{', '.join(hosts)} are")
-    check_file_keys(f"{path}: host", {} if isinstance(host, str) else host, _HOST)
-    base = find_gpu(entry.get("like", "a100-80gb"))
-    gpu = _make_gpu_from_entry(entry.get("name", base.name), entry, base)
-    about = {"source": entry.get("source", base.source), "like": base.like, "note": base.note}
-    return dataclasses.replace(gpu, peaks={**base.peaks, **gpu.peaks}, **about)
 
 
 def read_own_link(path: str, entry: str | Mapping) -> Link:

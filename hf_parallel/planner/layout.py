@@ -283,7 +283,7 @@ class Job:
 
 
 def make_computed_job(layout: Layout, job: Job) -> Job:
-    """The job as its layers see it: fp32 weights that FSDP2 gathers in 16 bits are 16-bit weights to them."""
+    """Return the job as its layers see it: fp32 weights that FSDP2 gathers in 16 bits are 16-bit weights to them."""
     gathered = job.habits.fsdp2 and layout.has_several_data_ranks
     return dataclasses.replace(job, precision="bf16", lowered=True) if job.autocast and gathered else job
 
@@ -346,7 +346,7 @@ def make_job(layout: Layout, seq: int, micro_batch: int | None, global_batch: in
 
 
 def normalise_precision(name: str | None) -> str:
-    """A precision under any of its usual names: amp_bf16, BF16, fp8_tensorwise; mixed, bf16-mixed."""
+    """Return a precision by any of its usual names: amp_bf16, BF16, fp8_tensorwise; mixed, bf16-mixed."""
     text = (name or "bf16").lower()
     if text.removeprefix("bf16-") == "mixed":
         return "mixed"
@@ -358,13 +358,13 @@ def normalise_precision(name: str | None) -> str:
 
 
 def name_precision_of(dtype: torch.dtype | str | None, lowered: str) -> str:
-    """The planner's name: weights in 16 bits leave autocast nothing to lower."""
+    """Return the planner's name: weights in 16 bits leave autocast nothing to lower."""
     if "16" in str(dtype):
         return "bf16"
     return {"bf16": "mixed", "fp16": "fp16"}.get(lowered, "fp32")
 
 
 def name_optimizer_of(name: str) -> str:
-    """The planner's name of one of Trainer's."""
+    """Return the planner's name of one of Trainer's."""
     name = name.lower()
     return "sgd" if "sgd" in name else "adamw_8bit" if "8bit" in name else "adamw"

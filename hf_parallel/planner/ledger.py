@@ -101,17 +101,17 @@ class Transfer:
         return self.count * compute_transfer_seconds(self.kind, self.payload, self.group)
 
     def times(self, count: float) -> Transfer:
-        """`count` times as many."""
+        """Return `count` times as many."""
         return dataclasses.replace(self, count=self.count * count)
 
 
 def ring_factor(kind: str, size: int) -> float:
-    """Bytes that a rank sends per byte of payload."""
+    """Return the bytes that a rank sends per byte of payload."""
     return 1.0 if kind == "p2p" else FACTORS[kind] * (size - 1) / size
 
 
 def compute_transfer_seconds(kind: str, payload: float, group: Group) -> float:
-    """Latency of each step of a ring, or of a tree if that is faster, plus bytes over bandwidth."""
+    """Return the latency of each step of a ring, or of a tree if that is faster, plus bytes over bandwidth."""
     if group.size == 1:
         return 0.0
     steps = 1.0 if kind == "p2p" else FACTORS[kind] * min(group.size - 1, 4 * math.log2(group.size) + 8)
@@ -120,7 +120,7 @@ def compute_transfer_seconds(kind: str, payload: float, group: Group) -> float:
 
 @functools.lru_cache(maxsize=4096)
 def make_groups(layout: Layout, cluster: Cluster) -> dict[str, Group]:
-    """The group of each axis on a cluster whose ranks are numbered with tp innermost, then cp, dp, pp.
+    """Return the group of each axis on a cluster whose ranks are numbered with tp innermost, then cp, dp, pp.
 
     `cp`: of rings; `heads`: of Ulysses. `zero`: the ranks over which ZeRO spreads what is not an expert's; `experts`:
     those that hold the same experts.
@@ -146,7 +146,7 @@ def make_groups(layout: Layout, cluster: Cluster) -> dict[str, Group]:
 
 
 def count_expert_shards(layout: Layout) -> int:
-    """Over how many ranks ZeRO spreads an expert's states: those of a replica that hold the same experts."""
+    """Count the ranks over which ZeRO spreads an expert's states: those of a replica that hold the same experts."""
     return max(1, layout.shards * layout.tp // layout.expert_split)
 
 
@@ -174,13 +174,13 @@ _LOSS_WIDTH = 4  # bytes: fp32
 
 
 def find_busiest(stages: tuple[Stage, ...], layout: Layout, job: Job, cluster: Cluster) -> list[Transfer]:
-    """The transfers per step of the pipeline rank that sends most bytes."""
+    """Return the transfers per step of the pipeline rank that sends most bytes."""
     ledgers = (list_transfers(mine, layout, job, cluster) for mine in group_stages_by_rank(stages, layout))
     return max(ledgers, key=lambda transfers: sum(transfer.bytes for transfer in transfers))
 
 
 def list_transfers(stages: list[Stage], layout: Layout, job: Job, cluster: Cluster) -> list[Transfer]:
-    """Every transfer in one step of the rank that holds `stages`; equal ones are one entry."""
+    """Return every transfer in one step of the rank that holds `stages`; equal ones are one entry."""
     found: list[Transfer] = []
     copied = list_mirrored_stages(stages, layout, job)
     runs = job.micro_batches / (2 if copied else 1)  # half of the micro-batches run on the copies
@@ -216,7 +216,7 @@ def end_transfers(stage: Stage, layout: Layout, job: Job, cluster: Cluster) -> l
     if job.habits.whole_logits and stage.is_last:
         found.append(sends.tp("all_gather", sends.tokens * stage.shape.head_outputs * job.width, 1, "logits"))
     if job.habits.counts_ends:
-        found += [*sends.vocabulary(stage), *sends.whole_on_all_ranks(stage)]
+        found += sends.ends(stage)
         if layout.sequence_parallel and not job.lora:  # a backward in two halves gathers its regions' inputs for each
             count = 2 * stage.layers * split_backwards(stage.index, layout, sends.job) / job.micro_batches
             what = "inputs of attention and MLP"
@@ -227,11 +227,11 @@ def end_transfers(stage: Stage, layout: Layout, job: Job, cluster: Cluster) -> l
 def step_transfers(stages: list[Stage], layout: Layout, job: Job, cluster: Cluster) -> list[Transfer]:
     """Return what the rank that holds `stages` sends once per step, or once per call of a pipeline's schedule."""
     sends = _Sends(stages[0].shape.hidden, layout, job, cluster)
-    return _drop_empty_transfers([*sends.gradients(stages), *sends.pipeline(stages)])
+    return _drop_empty_transfers(sends.whole_step(stages))
 
 
 def _drop_empty_transfers(transfers: Iterable[Transfer]) -> list[Transfer]:
-    """Axes of one rank, and what has no bytes, send nothing."""
+    """Leave out axes of one rank, and what has no bytes: they send nothing."""
     return [t for t in transfers if t.payload and t.count and t.group.size > 1]
 
 
@@ -252,6 +252,15 @@ class _Sends:
         self.entering = self.product if job.habits.lowers_inputs else self.stream
         self.data_axis = "dp_shard" if job.habits.fsdp2 else "dp"
         self.reduce = "reduce_scatter" if layout.sequence_parallel else "all_reduce"
+        self.boundary = self.stream / layout.stream_parts  # bytes that a stage sends the next for a micro-batch
+        # Inputs are gathered again for the weights' gradients, but adapters keep what they would gather.
+        self.regathers = job.habits.regathers and not (job.lora and job.stored < count_adapter_width(job))
+        # Runs of a pipeline's schedule in a step: one, where this package joins the batches of a step.
+        joining = layout.schedule in (*JOINING_SCHEDULES, *DELAYED_SCHEDULES) and layout.pp > 1
+        self.runs = 1 if joining and job.engine == "hf_parallel" else job.calls
+        # A step reduces what micro-batches have added up: in every run of a schedule, or once.
+        held = job.habits.fsdp2 and layout.has_several_data_ranks and not layout.reduces_each_run
+        self.reductions = 1 if held else self.runs
 
     def tp(
         self,
@@ -299,14 +308,8 @@ class _Sends:
         again_out = {"none": 0, "selective": 0 if keeps else 1, "full": full}[self.job.each_recomputed]
         return "inputs of attention and MLP", "outputs of attention and MLP", again_in, again_out
 
-    @property
-    def regathers(self) -> bool:
-        """Are inputs gathered again for the weights' gradients? Adapters keep what they would gather."""
-        keeps_whole = self.job.lora and self.job.stored < count_adapter_width(self.job)
-        return self.habits.regathers and not keeps_whole
-
     def grid_regions(self, count: int) -> Iterator[Transfer]:
-        """Inputs and outputs of `count` regions on a grid of R x C ranks: all tokens with 1/C of their features.
+        """Yield inputs and outputs of `count` regions on a grid of R x C ranks: all tokens with 1/C of their features.
 
         Tokens go to their row's ranks by features, and these gather them over rows; and the way back.
         """
@@ -352,7 +355,7 @@ class _Sends:
         yield from self.grid_heads(block, 1, again, 1)
 
     def grid_heads(self, block: Block, forward: float, again: float, backward: float) -> Iterator[Transfer]:
-        """Parts of keys and values to the ranks of one head, and of their gradients, so many times each."""
+        """Yield parts of keys and values to the ranks of one head, and of their gradients, so many times each."""
         for part in block.attentions:
             # The ranks of tp that share a head: this one alone where each has some.
             group = _group("tp", max(1, self.layout.tp // part.kv_heads), 1, self.cluster)
@@ -365,7 +368,7 @@ class _Sends:
                 yield Transfer("tp", kind, payload, count, group, what, when)
 
     def adapters(self, block: Block) -> Iterator[Transfer]:
-        """The half of each adapter that is whole on every rank; both halves of those beside shared heads.
+        """Yield the half of each adapter that is whole on every rank; both halves of those beside shared heads.
 
         On a grid, the half that its rows hold alike; and of each the inner product, which columns sum.
         """
@@ -388,14 +391,26 @@ class _Sends:
         summed += sum(a.key_numbers for a in shared)
         yield self.tp("all_reduce", rank * summed, 1, what, BACKWARD, PRODUCTS)
 
-    def vocabulary(self, stage: Stage) -> Iterator[Transfer]:
-        """The embedding's sum, the head's gradient; of the loss a maximum and two sums per token."""
+    def ends(self, stage: Stage) -> Iterator[Transfer]:
+        """Yield the embedding's sum and the head's gradient, of the loss a maximum and two sums per token.
+
+        And gradients of what tp does not split: norms under sequence parallelism, projections of shared heads.
+        """
         gathers, losses = self.layout.sequence_parallel, self.tokens * _LOSS_WIDTH
         if stage.is_first:
             yield self.tp("all_reduce", self.stream, 1, "embedding")
             frozen = self.job.lora and self.job.recompute == "none"  # PEFT gives checkpoints inputs with gradients
             if frozen and self.layout.tp_columns > 1:
-                yield from self.frozen_on_grid(stage.counts[0][0])
+                # Less what the first layer's frozen input does not need: its gradient, and those of its products.
+                first, what = stage.counts[0][0], "gradients of inputs"
+                own = self.entering / (self.layout.tp if gathers else 1)
+                yield self.tp(self.reduce, self.entering / self.layout.tp_columns, -1, what, BACKWARD, axis="tp_row")
+                yield self.tp("all_to_all" if gathers else "all_gather", own, -1, what, BACKWARD, axis="tp_col")
+                rows = self.tokens * self.job.width / self.layout.tp_rows
+                for part in first.attentions:
+                    numbers = part.heads * part.qk_width + part.key_numbers
+                    yield self.tp("all_gather", rows * numbers, -1, "sums over columns", BACKWARD, axis="tp_col")
+                yield from self.grid_heads(first, 0, 0, -1)
             elif frozen:  # the first layer's input has no gradient
                 yield self.tp(self.reduce, self.entering, -1, "gradients of inputs", BACKWARD)
             else:
@@ -405,21 +420,6 @@ class _Sends:
             yield self.tp("all_reduce", self.entering, 1, "gradient of the head's input", BACKWARD)
             yield self.tp("all_reduce", losses, 1, "largest logits")
             yield self.tp("all_reduce", 2 * losses, 1, "sums of the loss")
-
-    def frozen_on_grid(self, block: Block) -> Iterator[Transfer]:
-        """Less what the first layer's frozen input does not need: its gradient, and those of its products."""
-        sequences, what = self.layout.sequence_parallel, "gradients of inputs"
-        own = self.entering / (self.layout.tp if sequences else 1)
-        yield self.tp(self.reduce, self.entering / self.layout.tp_columns, -1, what, BACKWARD, axis="tp_row")
-        yield self.tp("all_to_all" if sequences else "all_gather", own, -1, what, BACKWARD, axis="tp_col")
-        rows = self.tokens * self.job.width / self.layout.tp_rows
-        for part in block.attentions:
-            numbers = part.heads * part.qk_width + part.key_numbers
-            yield self.tp("all_gather", rows * numbers, -1, "sums over columns", BACKWARD, axis="tp_col")
-        yield from self.grid_heads(block, 0, 0, -1)
-
-    def whole_on_all_ranks(self, stage: Stage) -> Iterator[Transfer]:
-        """Gradients of what tp does not split: norms under sequence parallelism, projections of shared heads."""
         norms = sum(count * block.others for block, count in stage.counts)
         norms += stage.shape.other_parameters if stage.is_last else 0
         shared = sum(
@@ -457,7 +457,7 @@ class _Sends:
         yield Transfer("cp", back, summed, 1, ring, "gradients of keys, values", BACKWARD, behind)
 
     def experts(self, block: Block) -> Iterator[Transfer]:
-        """Tokens to their experts and back."""
+        """Yield tokens to their experts and back."""
         payload, what = self.product / self.layout.tp * block.top_k, "tokens to experts and back"
         again_of = {"none": 0, "selective": 0 if self.habits.keeps_products else 1, "full": 2}
         again = again_of[self.job.each_recomputed] * self.job.recomputed_share
@@ -467,7 +467,7 @@ class _Sends:
     # ---- data parallelism ----------------------------------------------------------------------------------------
 
     def weights(self, block: Block) -> Iterator[Transfer]:
-        """ZeRO's transfers of one block."""
+        """Yield ZeRO's transfers of one block."""
         dense, packed = self.stored_bytes(count_dense_parameters(block, *self.layout.tp_and_columns), [(block, 1)])
         numbers = count_adapter_parameters(block, self.job.lora, *self.layout.tp_and_columns)
         adapters = count_adapter_width(self.job) * numbers
@@ -498,7 +498,7 @@ class _Sends:
     def gather(
         self, size: float, count: float, group: str, what: str, when: str, behind: str = EXPOSED
     ) -> Iterator[Transfer]:
-        """In two hops where shards are hierarchical, of which ZeRO-3's backward makes the one inside."""
+        """Gather in two hops where shards are hierarchical, of which ZeRO-3's backward makes the one inside."""
         axis, inside = self.data_axis, self.layout.hierarchical_shard
         if inside == 1 or group != "zero":
             yield Transfer(axis, "all_gather", size, count, self.links[group], what, when, behind)
@@ -519,24 +519,14 @@ class _Sends:
             yield Transfer(axis, "all_to_all", size / parts, count, self.links[hop], "gradients", when, behind)
 
     def stored_bytes(self, dense: float, counts: Iterable[tuple[Block, int]]) -> tuple[float, float]:
-        """Bytes of `dense` parameters, those of these blocks among them, as they travel; and of what has 4 bits."""
+        """Return bytes of `dense` parameters, those of these blocks among them, as they travel; and of 4-bit ones."""
         numbers = sum(count * count_packed_parameters(block, self.layout, self.job) for block, count in counts)
         packed = numbers * count_packed_width(self.job) if numbers else 0.0
         return (dense - numbers) * self.job.stored + packed, packed
 
     def coded_weights(self, size: float) -> float:
-        """Bytes of weights as they are gathered."""
+        """Return the bytes of weights as they are gathered."""
         return size * CODE_BYTES.get(self.layout.quantize_weights, self.job.stored) / self.job.stored
-
-    def gradients(self, stages: list[Stage]) -> Iterator[Transfer]:
-        """Gradients and updated weights of all parameters, as far as `zero` does not send them."""
-        counts = [block_count for stage in stages for block_count in stage.counts]
-        dense, _ = self.stored_bytes(sum(stage.dense(*self.layout.tp_and_columns) for stage in stages), counts)
-        experts = sum(stage.experts(self.layout.expert_split) for stage in stages) * self.job.stored
-        adapters = sum(stage.adapters(self.job.lora, *self.layout.tp_and_columns) for stage in stages)
-        summed = ADAPTER_WIDTH * adapters if self.job.lora else dense * self.widened
-        yield from self.once(dense + count_adapter_width(self.job) * adapters, summed, "zero")
-        yield from self.once(experts, 0.0 if self.job.lora else experts * self.widened, "experts")
 
     def once(self, weights: float, gradients: float, group: str) -> Iterator[Transfer]:
         """Yield a step's all-reduce, or reduce-scatter and gather, and what replicas reduce."""
@@ -559,23 +549,21 @@ class _Sends:
         rounds = self.job.micro_batches if self.layout.reduces_each else rounds
         yield Transfer("dp_replicate", "all_reduce", part, rounds, replicas, "gradients of replicas", STEP)
 
-    @property
-    def reductions(self) -> int:
-        """The times that a step reduces what micro-batches have added up: in every run of a schedule, or once."""
-        held = self.habits.fsdp2 and self.layout.has_several_data_ranks and not self.layout.reduces_each_run
-        return 1 if held else self.runs
+    # ---- a step --------------------------------------------------------------------------------------------------
 
-    @property
-    def runs(self) -> int:
-        """The runs of a pipeline's schedule in a step: one, where this package joins the batches of a step."""
-        joining = self.layout.schedule in (*JOINING_SCHEDULES, *DELAYED_SCHEDULES)
-        joins = joining and self.layout.pp > 1 and self.job.engine == "hf_parallel"
-        return 1 if joins else self.job.calls
+    def whole_step(self, stages: list[Stage]) -> Iterator[Transfer]:
+        """Yield gradients and updated weights of all parameters, as far as `zero` does not send them.
 
-    # ---- pipeline ------------------------------------------------------------------------------------------------
-
-    def pipeline(self, stages: list[Stage]) -> Iterator[Transfer]:
-        """Activations and gradients to neighbours; the loss to all ranks, a tied embedding's gradient at both ends."""
+        And what stages send: activations and gradients to neighbours, the loss to all ranks, a tied embedding's
+        gradient to both ends.
+        """
+        counts = [block_count for stage in stages for block_count in stage.counts]
+        dense, _ = self.stored_bytes(sum(stage.dense(*self.layout.tp_and_columns) for stage in stages), counts)
+        experts = sum(stage.experts(self.layout.expert_split) for stage in stages) * self.job.stored
+        adapters = sum(stage.adapters(self.job.lora, *self.layout.tp_and_columns) for stage in stages)
+        summed = ADAPTER_WIDTH * adapters if self.job.lora else dense * self.widened
+        yield from self.once(dense + count_adapter_width(self.job) * adapters, summed, "zero")
+        yield from self.once(experts, 0.0 if self.job.lora else experts * self.widened, "experts")
         shape, layout, link, runs = stages[0].shape, self.layout, self.links["pp"], self.runs
         count = count_remote_neighbours(stages) * self.job.micro_batches
         yield Transfer("pp", "p2p", self.boundary, count, link, "between stages", STEP, SCHEDULE)
@@ -593,20 +581,15 @@ class _Sends:
                 yield Transfer("pp", "all_reduce", payload, count, both, "gradients of the tied embedding", STEP)
 
     def trained_bytes(self, stages: list[Stage]) -> float:
-        """Bytes of the weights of stages that train, as they rest."""
+        """Return the bytes of the weights of stages that train, as they rest."""
         if self.job.lora:
             return count_adapter_width(self.job) * sum(
                 stage.adapters(self.job.lora, *self.layout.tp_and_columns) for stage in stages
             )
         return self.kept_width * sum(stage.dense(*self.layout.tp_and_columns) for stage in stages)
 
-    @property
-    def boundary(self) -> float:
-        """Bytes of what one stage sends the next for one micro-batch."""
-        return self.stream / self.layout.stream_parts
-
 
 def compute_sending_seconds(hidden: int, layout: Layout, job: Job, cluster: Cluster) -> float:
-    """From one pipeline rank to the next, per micro-batch."""
+    """Return the seconds from one pipeline rank to the next, per micro-batch."""
     sends = _Sends(hidden, layout, job, cluster)
     return compute_transfer_seconds("p2p", sends.boundary, sends.links["pp"])

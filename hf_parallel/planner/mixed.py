@@ -242,7 +242,9 @@ def search_groups(
     looked_at = sum(one.looked_at for one in founds.values())
     for size in range(2, len(mixed.groups) + 1):
         for groups in itertools.combinations(mixed.groups, size):
-            looking = _Search(mixed.part(groups), {group.name: founds[group.name].goal for group in groups})
+            looking = _Search(
+                dataclasses.replace(mixed, groups=groups), {group.name: founds[group.name].goal for group in groups}
+            )
             found += looking.run()
             looked_at += looking.looked_at
     if looked_at == sum(one.looked_at for one in founds.values()):
@@ -523,12 +525,12 @@ class _Stages:
         return Stage(self.shape, counts, first == 0, last == len(self.shape.blocks), at)
 
     def _compute_seconds(self, name: str, first: int, last: int) -> tuple[float, float]:
-        """Seconds of a forward and of a backward of these layers on a group's GPU."""
+        """Return the seconds of a forward and of a backward of these layers on a group's GPU."""
         stage = self.make_stage(0, first, last)
         return compute_stage_times(stage, self.layout, self.jobs[name], self.clusters[name]).totals
 
     def _compute_needed(self, at: int, first: int, last: int) -> float:
-        """GiB of a GPU that has these layers at a place."""
+        """Return the GiB of a GPU that has these layers at a place."""
         return rank_memory([self.make_stage(at, first, last)], self.layout, self.jobs[self.names[at]], at).needed / GIB
 
     def cost(self, at: int, first: int, last: int) -> float:

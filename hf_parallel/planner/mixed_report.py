@@ -34,22 +34,16 @@ def show_mixed(found: MixedFound) -> None:
         spec = choice.config.to_spec()
         shown.add_row(str(at), spec, choice.where(), rows, f"{choice.step_time_s:.3g}", needed)
     console.print(shown)
-    for line in list_remarks(found):
-        console.print(line, markup=False, soft_wrap=True)
-
-
-def list_remarks(found: MixedFound) -> Iterator[str]:
-    """Yield the reasons, what is uncertain, and the command lines of the first layout."""
-    yield (
+    remarks = [
         f"nobody published runs of unlike GPUs together: seconds may be off by {TRANSFERRED:.0%} (one in ten), the "
         f"order is surer; {found.goal.headroom:g} % of each GPU stay free (--headroom)"
-    )
+    ]
     if len(set(found.kernels.values())) > 1:
         named = ", ".join(f"{kernel} on {name}" for name, kernel in found.kernels.items())
-        yield f"attention: {named}"
-    yield from found.reasons()
-    if found.best:
-        yield from list_commands(found, found.best)
+        remarks.append(f"attention: {named}")
+    remarks += [*found.reasons(), *(list_commands(found, found.best) if found.best else [])]
+    for line in remarks:
+        console.print(line, markup=False, soft_wrap=True)
 
 
 def describe_layout(choice: MixedChoice) -> str:
@@ -77,7 +71,13 @@ def list_commands(found: MixedFound, choice: MixedChoice, run: str = "Run the fi
     clusters = [load.group.cluster for load in choice.loads]
     gpus, nodes = sum(cluster.gpus for cluster in clusters), sum(cluster.nodes for cluster in clusters)
     if mixed.one_node or nodes == 1:
-        visible = _format_visible_devices(found, choice) if mixed.one_node else ""
+        first, devices = 0, dict[str, list[int]]()
+        for group in mixed.groups:
+            devices[group.name] = list(range(first, first + group.cluster.gpus))
+            first += group.cluster.gpus
+        chosen = [device for name in choice.groups for device in devices[name]]
+        in_order = not mixed.one_node or chosen == list(range(first))  # of the machine, whose devices are all in use
+        visible = "" if in_order else f"CUDA_VISIBLE_DEVICES={','.join(map(str, chosen))} "
         yield f"{run}:  {visible}hf-parallel launch --num_processes {gpus} {spec} {script}"
         return
     ends = list(itertools.accumulate(cluster.nodes for cluster in clusters))
@@ -95,16 +95,6 @@ def list_commands(found: MixedFound, choice: MixedChoice, run: str = "Run the fi
     yield f"{run} on each node, R = {', '.join(ranks)}, K = its number of GPUs:"
     where = f"--nnodes {nodes} --node-rank R --nproc-per-node K --master-addr HOST --master-port 29500"
     yield f"  torchrun {where} -m hf_parallel {spec} {script}"
-
-
-def _format_visible_devices(found: MixedFound, choice: MixedChoice) -> str:
-    """Return a setting of the devices of a machine in the order of the layout, if they are not all in theirs."""
-    first, devices = 0, dict[str, list[int]]()
-    for group in found.mixed.groups:
-        devices[group.name] = list(range(first, first + group.cluster.gpus))
-        first += group.cluster.gpus
-    chosen = [device for name in choice.groups for device in devices[name]]
-    return "" if chosen == list(range(first)) else f"CUDA_VISIBLE_DEVICES={','.join(map(str, chosen))} "
 
 
 def write_mixed_specs(folder: str | Path, found: MixedFound) -> None:

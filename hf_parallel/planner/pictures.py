@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from hf_parallel.ask.spec import refuse
 from hf_parallel.axes.pipeline import timeline as picture
-from hf_parallel.axes.pipeline.timeline import Timeline
 from hf_parallel.planner.choices import Choice, Found
 from hf_parallel.planner.pipeline import make_stages
 from hf_parallel.planner.predict import predict_timeline
@@ -49,7 +48,7 @@ def write_memory(path: str | Path, found: Found) -> None:
 
 
 def list_kinds_of(choices: list[Choice]) -> list[str]:
-    """All kinds of memory that some layout has more than a thousandth of, in one order."""
+    """Return all kinds of memory that some layout has more than a thousandth of, in one order."""
     names: dict[str, None] = {}
     for choice in choices:
         for kind, size in choice.prediction.breakdown.memory.items():
@@ -59,50 +58,44 @@ def list_kinds_of(choices: list[Choice]) -> list[str]:
 
 
 def render_memory_picture(found: Found) -> str:
-    """The picture as text."""
+    """Return the picture as text."""
     choices, kinds = found.choices, list_kinds_of(found.choices)
     limit = found.goal.cluster.gpu.memory_gib
     scale = _PLOT / max(limit, *(choice.prediction.memory_gib for choice in choices))
     foot = _TOP + len(choices) * _STEP
     width, height = _LEFT + _PLOT + _MARGIN, foot + 74
-    x = _LEFT + limit * scale
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
         'font-family="system-ui, -apple-system, Segoe UI, Helvetica, Arial, DejaVu Sans, sans-serif" font-size="12">',
         f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
         _render_text(24, 34, f"{found.goal.shape.name}: memory of the fullest rank", size=19),
         _render_text(24, 56, found.goal.where, fill=_QUIET),
-        *(line for row, choice in enumerate(choices) for line in _render_memory_bar(row, choice, kinds, scale)),
-        f'<path d="M{x:.1f} {_TOP - 8}V{foot}" stroke="{_INK}" stroke-dasharray="4 3"/>',
-        _render_text(x, _TOP - 12, f"{limit:.0f} GiB", anchor="middle"),
-        *_render_memory_legend(kinds, foot + 34),
-        "</svg>",
     ]
-    return "\n".join(lines) + "\n"
-
-
-def _render_memory_bar(row: int, choice: Choice, kinds: list[str], scale: float) -> Iterator[str]:
-    y, x = _TOP + row * _STEP, float(_LEFT)
-    spec = choice.config.to_spec()
-    yield _render_text(_LEFT - 12, y + 17, spec if len(spec) < 56 else spec[:53] + "…", anchor="end", title=spec)
-    for i, kind in enumerate(kinds):
-        size = choice.prediction.breakdown.memory.get(kind, 0.0)
-        wide = size * scale
-        if wide > 0:
-            yield (
-                f'<g><title>{escape(kind)}: {size:.2f} GiB</title><rect class="part" x="{x:.2f}" y="{y}" '
-                f'width="{wide:.2f}" height="{_ROW}" fill="{COLOURS[i % len(COLOURS)]}"/></g>'
-            )
-        x += wide
-    yield _render_text(x + 8, y + 17, f"{choice.prediction.memory_gib:.1f}", fill=_QUIET)
-
-
-def _render_memory_legend(kinds: list[str], y: float) -> Iterator[str]:
-    x = 24.0
-    for i, kind in enumerate(kinds):
-        yield f'<rect x="{x}" y="{y - 11}" width="14" height="14" rx="2" fill="{COLOURS[i % len(COLOURS)]}"/>'
-        yield _render_text(x + 20, y, kind)
+    for row, choice in enumerate(choices):  # a bar of each layout
+        y, x = _TOP + row * _STEP, float(_LEFT)
+        spec = choice.config.to_spec()
+        shown = spec if len(spec) < 56 else spec[:53] + "…"
+        lines.append(_render_text(_LEFT - 12, y + 17, shown, anchor="end", title=spec))
+        for i, kind in enumerate(kinds):
+            size = choice.prediction.breakdown.memory.get(kind, 0.0)
+            wide = size * scale
+            if wide > 0:
+                lines.append(
+                    f'<g><title>{escape(kind)}: {size:.2f} GiB</title><rect class="part" x="{x:.2f}" y="{y}" '
+                    f'width="{wide:.2f}" height="{_ROW}" fill="{COLOURS[i % len(COLOURS)]}"/></g>'
+                )
+            x += wide
+        lines.append(_render_text(x + 8, y + 17, f"{choice.prediction.memory_gib:.1f}", fill=_QUIET))
+    x = _LEFT + limit * scale
+    lines.append(f'<path d="M{x:.1f} {_TOP - 8}V{foot}" stroke="{_INK}" stroke-dasharray="4 3"/>')
+    lines.append(_render_text(x, _TOP - 12, f"{limit:.0f} GiB", anchor="middle"))
+    x, y = 24.0, foot + 34
+    for i, kind in enumerate(kinds):  # the legend
+        colour = COLOURS[i % len(COLOURS)]
+        lines.append(f'<rect x="{x}" y="{y - 11}" width="14" height="14" rx="2" fill="{colour}"/>')
+        lines.append(_render_text(x + 20, y, kind))
         x += 44 + 6.6 * len(kind)
+    return "\n".join([*lines, "</svg>"]) + "\n"
 
 
 def _render_text(
@@ -114,7 +107,7 @@ def _render_text(
 
 
 def write_timeline(path: str | Path, choice: Choice) -> str:
-    """The simulated step of a pipeline, with its stages' predicted times; returns a line about it.
+    """Draw the simulated step of a pipeline, with its stages' predicted times; return a line about it.
 
     Raises:
         SpecError: the layout has no pipeline, or a PNG is asked for without matplotlib.
@@ -125,18 +118,24 @@ def write_timeline(path: str | Path, choice: Choice) -> str:
     timeline, shown = predict_timeline(make_stages(p.shape, p.layout, p.job), p.layout, p.job, p.cluster)
     name = choice.config.pipeline_schedule
     if str(path).endswith(".png"):
-        _write_png_timeline(path, timeline, name)
+        with _open_png(path, (14, 1.2 + 0.45 * timeline.ranks)) as axes:
+            for kind, (colour, label) in picture.COLOURS.items():
+                for i, span in enumerate(span for span in timeline.spans if span.kind == kind):
+                    place = [(span.start - timeline.start, span.end - span.start)]
+                    label_once = None if i else label
+                    axes.broken_barh(place, (span.rank - 0.4, 0.8), color=colour, edgecolor="white", label=label_once)
+            axes.set_yticks(range(timeline.ranks), [f"rank {rank}" for rank in range(timeline.ranks)])
+            axes.set_xlabel("seconds")
+            axes.set_title(f"{name}, bubble {timeline.bubble:.1%}")
+            axes.legend(fontsize=8, ncols=5, loc="upper center", bbox_to_anchor=(0.5, -0.12))
     else:
         picture.write_timeline_picture(path, timeline, name, predicted=timeline.bubble)
     return f"{path}: {name}, {shown} micro-batches, bubble {timeline.bubble:.1%}"
 
 
-# ---- PNG ---------------------------------------------------------------------------------------------------------
-
-
 @contextlib.contextmanager
 def _open_png(path: str | Path, size: tuple[float, float]) -> Iterator[Axes]:
-    """Axes of a picture that is written at the end."""
+    """Yield the axes of a picture that is written at the end."""
     try:
         import matplotlib
 
@@ -149,16 +148,3 @@ def _open_png(path: str | Path, size: tuple[float, float]) -> Iterator[Axes]:
     axes.invert_yaxis()
     figure.savefig(path, bbox_inches="tight", dpi=110)
     pyplot.close(figure)
-
-
-def _write_png_timeline(path: str | Path, timeline: Timeline, name: str) -> None:
-    with _open_png(path, (14, 1.2 + 0.45 * timeline.ranks)) as axes:
-        for kind, (colour, label) in picture.COLOURS.items():
-            for i, span in enumerate(span for span in timeline.spans if span.kind == kind):
-                place = [(span.start - timeline.start, span.end - span.start)]
-                label_once = None if i else label
-                axes.broken_barh(place, (span.rank - 0.4, 0.8), color=colour, edgecolor="white", label=label_once)
-        axes.set_yticks(range(timeline.ranks), [f"rank {rank}" for rank in range(timeline.ranks)])
-        axes.set_xlabel("seconds")
-        axes.set_title(f"{name}, bubble {timeline.bubble:.1%}")
-        axes.legend(fontsize=8, ncols=5, loc="upper center", bbox_to_anchor=(0.5, -0.12))

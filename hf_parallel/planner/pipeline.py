@@ -45,7 +45,7 @@ class Stage:
         return sum(count for _, count in self.counts)
 
     def ends(self, tp: int) -> float:
-        """Parameters of embedding, head and last norm on one rank; tp does not split the norm."""
+        """Count the parameters of embedding, head and last norm on one rank; tp does not split the norm."""
         shape = self.shape
         embedding = shape.embedding_parameters if self.is_first else 0
         copied = shape.embedding_parameters if shape.tied and not self.is_first else 0
@@ -53,21 +53,21 @@ class Stage:
         return (embedding + head) / tp + (shape.other_parameters if self.is_last else 0)
 
     def dense(self, tp: int, columns: int = 1) -> float:
-        """All parameters on one rank but those of experts."""
+        """Count all parameters on one rank but those of experts."""
         return self.ends(tp) + sum(count * count_dense_parameters(block, tp, columns) for block, count in self.counts)
 
     def experts(self, ep: int) -> float:
-        """Parameters of experts on one rank."""
+        """Count the parameters of experts on one rank."""
         return sum(count * block.expert_parameters for block, count in self.counts) / ep
 
     def adapters(self, rank: int, tp: int, columns: int = 1) -> float:
-        """Parameters of adapters of `rank` on one rank."""
+        """Count the parameters of adapters of `rank` on one rank."""
         return sum(count * count_adapter_parameters(block, rank, tp, columns) for block, count in self.counts)
 
 
 @functools.lru_cache(maxsize=4096)
 def count_dense_parameters(block: Block, tp: int, columns: int = 1) -> float:
-    """Parameters of a block on one tp rank, without experts.
+    """Count the parameters of a block on one tp rank, without experts.
 
     tp splits matrices, not norms and routers. Ranks that share a key and value head hold the projections of all heads,
     but on a grid, which cuts them.
@@ -78,7 +78,7 @@ def count_dense_parameters(block: Block, tp: int, columns: int = 1) -> float:
 
 
 def count_shared_projections(block: Block, tp: int, columns: int = 1) -> float:
-    """Parameters of key and value projections that tp ranks hold whole, their heads being fewer."""
+    """Count the parameters of key and value projections that tp ranks hold whole, their heads being fewer."""
     if columns > 1:
         return 0.0
     shared = [part for part in block.attentions if part.kv_heads < tp]
@@ -87,12 +87,12 @@ def count_shared_projections(block: Block, tp: int, columns: int = 1) -> float:
 
 
 def list_adapted(block: Block) -> list[Matrix]:
-    """The matrices that adapters stand beside: all linears; experts and routers are none."""
+    """Return the matrices that adapters stand beside: all linears; experts and routers are none."""
     return [matrix for matrix in block.matrices if matrix.split in ("column", "row")]
 
 
 def count_packed_parameters(block: Block, layout: Layout, job: Job) -> float:
-    """Parameters of a block that one rank holds in 4 bits: linears, but neither experts nor routers; 0: none."""
+    """Count the parameters of a block that one rank holds in 4 bits: of linears, not of experts or routers."""
     if job.four_bit == "none":
         return 0.0
     split = sum(matrix.parameters for matrix in list_adapted(block)) / layout.tp
@@ -107,7 +107,7 @@ def is_shared(matrix: Matrix, block: Block, tp: int) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def count_adapter_parameters(block: Block, rank: int, tp: int, columns: int = 1) -> float:
-    """Parameters of a block's adapters of `rank` on one tp rank; 0: none.
+    """Count the parameters of a block's adapters of `rank` on one tp rank; 0: none.
 
     A is whole beside columns and split beside rows, B the other way; heads that ranks share have both whole. On a grid
     its columns split what is whole otherwise, but B of those heads.
@@ -125,7 +125,7 @@ def count_adapter_parameters(block: Block, rank: int, tp: int, columns: int = 1)
 
 
 def make_stages(shape: ModelShape, layout: Layout, job: Job) -> tuple[Stage, ...]:
-    """All stages of the pipeline in order.
+    """Return all stages of the pipeline in order.
 
     Layers are spread evenly where the stages divide them, otherwise by cost, which takes layers from the last stage
     for the head's sake; `Habits.balanced` always goes by cost.
@@ -182,14 +182,14 @@ def split_by_cost(shape: ModelShape, number: int, recompute: str, length: int) -
 
 
 def list_stages_of_rank(layout: Layout, rank: int) -> list[int]:
-    """Indices of a pipeline rank's stages: round and round, or down and up again in a V."""
+    """Return indices of a pipeline rank's stages: round and round, or down and up again in a V."""
     if layout.schedule in V_SCHEDULES:
         return [rank, 2 * layout.pp - 1 - rank]
     return [rank + turn * layout.pp for turn in range(layout.virtual_stages)]
 
 
 def group_stages_by_rank(stages: tuple[Stage, ...], layout: Layout) -> list[list[Stage]]:
-    """For each pipeline rank the stages that it holds."""
+    """Return for each pipeline rank the stages that it holds."""
     return [[stages[index] for index in list_stages_of_rank(layout, rank)] for rank in range(layout.pp)]
 
 
@@ -212,7 +212,7 @@ def count_remote_neighbours(stages: list[Stage]) -> int:
 
 
 def make_schedule_order(layout: Layout, micro_batches: int) -> Order:
-    """The actions of every rank of a pipeline, in order."""
+    """Return the actions of every rank of a pipeline, in order."""
     return _order(layout.schedule, layout.pp, layout.virtual_stages, micro_batches)
 
 
@@ -224,7 +224,7 @@ def _order(name: str, ranks: int, virtual: int, micro_batches: int) -> Order:
 
 
 def make_1f1b_order(ranks: int, micro_batches: int) -> Order:
-    """The order of 1F1B as torch runs it, without asking torch, which takes half a second for 48 ranks."""
+    """Return the order of 1F1B as torch runs it, without asking torch, which takes half a second for 48 ranks."""
     found: Order = {}
     for rank in range(ranks):
         ahead = min(ranks - rank, micro_batches)
@@ -237,13 +237,13 @@ def make_1f1b_order(ranks: int, micro_batches: int) -> Order:
 
 
 def count_simulated_batches(layout: Layout, job: Job) -> int:
-    """Micro-batches of a run long enough to be like any longer one."""
+    """Count the micro-batches of a run long enough to be like any longer one."""
     return min(job.micro_batches_per_call, 2 * layout.pp)
 
 
 @functools.lru_cache(maxsize=4096)
 def count_live_forwards(layout: Layout, job: Job) -> tuple[int, ...]:
-    """Per pipeline rank, how many forwards of a stage are held at a time at most."""
+    """Count, for each pipeline rank, the forwards of a stage that are held at a time at most."""
     return (
         (1,)
         if layout.pp == 1
@@ -273,7 +273,7 @@ def split_backwards(stage: int, layout: Layout, job: Job) -> int:
 def compute_pipeline_seconds(
     layout: Layout, job: Job, stages: list[tuple[float, float]], sending: float
 ) -> tuple[float, float]:
-    """Duration of all micro-batches, and which part of it is bubble.
+    """Return the duration of all micro-batches, and which part of it is bubble.
 
     The schedule is simulated with the times of its stages and of what they send. Long runs are continued at the pace
     that they come to: under 1F1B a round trip to the next stage is part of every micro-batch's time. This package's
@@ -303,7 +303,7 @@ def compute_pipeline_seconds(
 
 
 def compute_pace_of_1f1b(busy: list[float], sending: float) -> float:
-    """Seconds per micro-batch in the long run: ranks r to q hold q - r + 1 of them, each on its way through them."""
+    """Return seconds per micro-batch in the long run: ranks r to q hold q - r + 1, each on its way through them."""
     sums, ranks = [0.0, *itertools.accumulate(busy)], range(len(busy))
     return max((sums[q + 1] - sums[r] + 2 * (q - r) * sending) / (q - r + 1) for r in ranks for q in ranks[r:])
 
@@ -311,7 +311,7 @@ def compute_pace_of_1f1b(busy: list[float], sending: float) -> float:
 def simulate_timeline(
     layout: Layout, stages: list[tuple[float, float]], sending: float, micro_batches: int
 ) -> Timeline:
-    """The simulated schedule; halves of a backward take equal times, but the first stage derives no input."""
+    """Return the simulated schedule; halves of a backward take equal times, but the first stage derives no input."""
     forward, half = [forward for forward, _ in stages], [backward / 2 for _, backward in stages]
     costs = forward, [0.0, *half[1:]], [2 * half[0], *half[1:]], sending
     if layout.schedule in DELAYED_SCHEDULES:

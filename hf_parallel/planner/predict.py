@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -90,7 +90,7 @@ def compute_gemm_seconds(gpu: Gpu, precision: str, m: float, n: float, k: float)
 
 
 def compute_memory_seconds(gpu: Gpu, size: float) -> float:
-    """Seconds to read and write `size` bytes."""
+    """Return the seconds to read and write `size` bytes."""
     return size / (gpu.bandwidth * gpu.efficiency.memory)
 
 
@@ -110,20 +110,35 @@ class Times:
         return Times(add_by_kind(self.forward, other.forward), add_by_kind(self.backward, other.backward))
 
     def times(self, count: float) -> Times:
-        """`count` of them."""
+        """Return `count` times the seconds."""
         return Times(*({k: v * count for k, v in side.items()} for side in (self.forward, self.backward)))
 
     def with_waits(self, transfers: list[Transfer], gpu: Gpu) -> Times:
-        """With what each pass waits for its collectives."""
-        waits = (
-            compute_exposed((t for t in transfers if t.when == when), computed, gpu)
-            for when, computed in ((FORWARD, self.forward), (BACKWARD, self.backward))
-        )
+        """Add the seconds by kind that each pass waits for its collectives, beyond those behind its compute.
+
+        What is behind all of the compute slows it down: the two share the device.
+        """
+        e, waits = gpu.efficiency, []
+        for when, compute in ((FORWARD, self.forward), (BACKWARD, self.backward)):
+            sent: dict[tuple[str, str], float] = {}
+            for t in (t for t in transfers if t.when == when):
+                wait = e.wait_us * 1e-6 * _WAITS.get(t.axis, 0.0) * FACTORS.get(t.kind, 0.0)
+                wait = wait if t.behind == EXPOSED else 0.0
+                axis = t.axis.partition("_")[0]
+                kind = "gathering updated weights" if t.what == "updated weights" else "ZeRO-3 communication"
+                key = (f"{axis} communication" if axis in ("tp", "cp", "ep") else kind, t.behind)
+                sent[key] = sent.get(key, 0.0) + t.seconds + wait * t.count
+            found: dict[str, float] = {}
+            for (kind, behind), seconds in sent.items():
+                window = e.hidden * (sum(compute.values()) if behind == COMPUTE else compute.get(behind, 0.0))
+                slowed = e.contention * min(seconds, window) if behind == COMPUTE else 0.0
+                found[kind] = found.get(kind, 0.0) + max(0.0, seconds - window) + slowed
+            waits.append({kind: seconds for kind, seconds in found.items() if seconds})
         return self + Times(*waits)
 
 
 def add_by_kind(one: dict[str, float], other: dict[str, float]) -> dict[str, float]:
-    """Sums by kind."""
+    """Return sums by kind."""
     return {key: one.get(key, 0.0) + other.get(key, 0.0) for key in one | other}
 
 
@@ -276,27 +291,6 @@ def _count_cast_bytes(block: Block, layout: Layout, backward: bool) -> float:
     return read_and_written * numbers
 
 
-def compute_exposed(transfers: Iterable[Transfer], compute: dict[str, float], gpu: Gpu) -> dict[str, float]:
-    """Seconds by kind that a pass waits for its collectives, beyond what runs behind its `compute`.
-
-    What is behind all of the compute slows it down: the two share the device.
-    """
-    e = gpu.efficiency
-    sent: dict[tuple[str, str], float] = {}
-    for t in transfers:
-        wait = e.wait_us * 1e-6 * _WAITS.get(t.axis, 0.0) * FACTORS.get(t.kind, 0.0) if t.behind == EXPOSED else 0.0
-        axis = t.axis.partition("_")[0]
-        kind = "gathering updated weights" if t.what == "updated weights" else "ZeRO-3 communication"
-        key = (f"{axis} communication" if axis in ("tp", "cp", "ep") else kind, t.behind)
-        sent[key] = sent.get(key, 0.0) + t.seconds + wait * t.count
-    found: dict[str, float] = {}
-    for (kind, behind), seconds in sent.items():
-        window = e.hidden * (sum(compute.values()) if behind == COMPUTE else compute.get(behind, 0.0))
-        slowed = e.contention * min(seconds, window) if behind == COMPUTE else 0.0
-        found[kind] = found.get(kind, 0.0) + max(0.0, seconds - window) + slowed
-    return {kind: seconds for kind, seconds in found.items() if seconds}
-
-
 # ---- a stage --------------------------------------------------------------------------------------------------------
 
 #: Read and written per logit in a forward and in a backward: 16 bit read, fp32 written and read, 16 bit written; by
@@ -319,27 +313,22 @@ def compute_stage_times(stage: Stage, layout: Layout, job: Job, cluster: Cluster
     total = total.with_waits(end_transfers(stage, layout, job, cluster), gpu)
     for block, count in stage.counts:
         total += block_times(block, shape.hidden, layout, job, cluster).times(count)
-    total += Times(backward={"accumulating gradients": _compute_accumulating_seconds(stage, layout, job, cluster)})
+    accumulating = 0.0
+    if not job.lora and job.micro_batches != 1:
+        # Each micro-batch's gradients are added to their sum, under ZeRO-3 to a shard of it. A sum in the gradients'
+        # own 16 bits is read and written in 16 bits. Products that add to the sum by themselves (Megatron-LM's
+        # gradient_accumulation_fusion) read and write it too, at the end of each tile.
+        sharded = layout.reduces_each or (layout.zero_stage == 3 and not job.habits.fsdp2)
+        shards = layout.shards if sharded else 1
+        numbers = stage.dense(*layout.tp_and_columns) / shards + stage.experts(layout.expert_split)
+        own = 0 if job.habits.transformer_engine else job.stored
+        accumulating = compute_memory_seconds(gpu, numbers * (own + 2 * sum_width(job)))
+    total += Times(backward={"accumulating gradients": accumulating})
     if job.autocast:  # fp32 weights are read and 16-bit copies written once for all micro-batches, gradients from each
         weights = stage.dense(*layout.tp_and_columns)  # experts compute in fp32
         once = compute_memory_seconds(gpu, weights * (job.stored + job.width))
         total += Times({"autocast": once / job.micro_batches}, {"autocast": 0.0 if job.lora else once})
     return total + _compute_host_waits(stage, total, layout, job, gpu) if job.habits.eager else total
-
-
-def _compute_accumulating_seconds(stage: Stage, layout: Layout, job: Job, cluster: Cluster) -> float:
-    """Read each micro-batch's gradients and add them to their sum, under ZeRO-3 to a shard of it.
-
-    A sum in the gradients' own 16 bits is read and written in 16 bits. Products that add to the sum by themselves
-    (Megatron-LM's gradient_accumulation_fusion) read and write it too, at the end of each tile.
-    """
-    if job.lora or job.micro_batches == 1:
-        return 0.0
-    sharded = layout.reduces_each or (layout.zero_stage == 3 and not job.habits.fsdp2)
-    shards = layout.shards if sharded else 1
-    numbers = stage.dense(*layout.tp_and_columns) / shards + stage.experts(layout.expert_split)
-    own = 0 if job.habits.transformer_engine else job.stored
-    return compute_memory_seconds(cluster.gpu, numbers * (own + 2 * sum_width(job)))
 
 
 # ---- Seconds of a step: the pipeline by simulation, what is communicated after it, the optimizer, the host ----------
@@ -359,7 +348,7 @@ class StepTime:
 
 
 def step_time(stages: tuple[Stage, ...], layout: Layout, job: Job, cluster: Cluster) -> StepTime:
-    """The pipeline of all micro-batches, what data parallelism adds after it, the optimizer, the host."""
+    """Return the seconds of all micro-batches, of what data parallelism adds after them, of optimizer and host."""
     times_of = {stage: compute_stage_times(stage, layout, job, cluster) for stage in set(stages)}  # few differ
     each = [times_of[stage] for stage in stages]
     totals = [times.totals for times in each]
@@ -380,7 +369,7 @@ def step_time(stages: tuple[Stage, ...], layout: Layout, job: Job, cluster: Clus
 
 
 def predict_timeline(stages: tuple[Stage, ...], layout: Layout, job: Job, cluster: Cluster) -> tuple[Timeline, int]:
-    """The simulated schedule in seconds and how many micro-batches it shows: all, or as many as can be seen."""
+    """Return the simulated schedule in seconds and how many micro-batches it shows: all, or as many as can be seen."""
     shown = min(job.micro_batches, max(_MOST_SHOWN, 2 * layout.pp))
     shown -= shown % layout.pp if shown > layout.pp else 0
     totals = [compute_stage_times(stage, layout, job, cluster).totals for stage in stages]
@@ -397,11 +386,30 @@ def compute_seconds_after_schedule(
 ) -> dict[str, float]:
     """Return seconds by kind after the last micro-batch: what data ranks reduce, the optimizer, the host.
 
+    Gradients travel behind a part of the last backward, weights behind half of that, the first forward. Megatron-LM
+    sends a stage's gradients while the last micro-batches of the rank's other stages run (Narayanan et al., 2021,
+    arXiv:2104.04473, figure 4: `pp` micro-batches of one stage, then of the next).
+
     Args:
         backward: seconds of the last backward, behind which gradients are reduced.
     """
-    kinds = _compute_reduction_seconds(by_rank, layout, job, cluster, backward)
     efficiency, updated = cluster.gpu.efficiency, 0.0
+    hidden = efficiency.hidden_gradients * backward
+    if job.habits.transformer_engine:
+        others = 1 - 1 / layout.virtual_stages
+        hidden += efficiency.hidden * others * min(layout.pp, job.micro_batches) * backward
+    each = []
+    for mine in by_rank:  # the rank decides that waits longest for the collectives of a step
+        transfers = step_transfers(mine, layout, job, cluster)
+        reduced = sum(t.seconds for t in transfers if t.behind == LAST_BACKWARD)
+        gathered = sum(t.seconds for t in transfers if t.behind == FIRST_FORWARD)
+        waits = {"gradients' reduction": max(0.0, reduced - hidden)}
+        waits["gathering updated weights"] = max(0.0, gathered - hidden / 2)
+        for t in transfers:
+            if t.behind not in (LAST_BACKWARD, FIRST_FORWARD, SCHEDULE):
+                waits["gathering updated weights" if t.kind == "all_gather" else "gradients' reduction"] += t.seconds
+        each.append(waits)
+    kinds = max(each, key=lambda waits: sum(waits.values()))
     shards, experts = (layout.shards, count_expert_shards(layout)) if layout.zero_stage else (1, 1)
     for mine in by_rank:  # the rank decides that updates most parameters: those whose state it keeps, after ZeRO
         if job.lora:
@@ -417,33 +425,6 @@ def compute_seconds_after_schedule(
         kinds = add_by_kind(kinds, {"optimizer": seconds})
     kinds["host, per step"] = (efficiency.eager_step_ms if job.habits.eager else efficiency.step_ms) * 1e-3
     return kinds
-
-
-def _compute_reduction_seconds(
-    by_rank: list[list[Stage]], layout: Layout, job: Job, cluster: Cluster, backward: float
-) -> dict[str, float]:
-    """Seconds of the once-per-step collectives of the rank that waits longest for them.
-
-    Gradients travel behind a part of the last backward, weights behind half of that, the first forward. Megatron-LM
-    sends a stage's gradients while the last micro-batches of the rank's other stages run (Narayanan et al., 2021,
-    arXiv:2104.04473, figure 4: `pp` micro-batches of one stage, then of the next).
-    """
-    efficiency, others = cluster.gpu.efficiency, 1 - 1 / layout.virtual_stages
-    hidden = efficiency.hidden_gradients * backward
-    if job.habits.transformer_engine:
-        hidden += efficiency.hidden * others * min(layout.pp, job.micro_batches) * backward
-    each = []
-    for mine in by_rank:
-        transfers = step_transfers(mine, layout, job, cluster)
-        reduced = sum(t.seconds for t in transfers if t.behind == LAST_BACKWARD)
-        gathered = sum(t.seconds for t in transfers if t.behind == FIRST_FORWARD)
-        kinds = {"gradients' reduction": max(0.0, reduced - hidden)}
-        kinds["gathering updated weights"] = max(0.0, gathered - hidden / 2)
-        for t in transfers:
-            if t.behind not in (LAST_BACKWARD, FIRST_FORWARD, SCHEDULE):
-                kinds["gathering updated weights" if t.kind == "all_gather" else "gradients' reduction"] += t.seconds
-        each.append(kinds)
-    return max(each, key=lambda kinds: sum(kinds.values()))
 
 
 def predict(
@@ -529,7 +510,7 @@ def check_four_bit_job(job: Job) -> None:
 
 
 def predict_step(shape: ModelShape, cluster: Cluster, layout: Layout, job: Job) -> Prediction:
-    """`predict` with everything read and checked: what a search calls many times."""
+    """Predict with everything read and checked: a search calls this many times."""
     stages = make_stages(shape, layout, job)
     time = step_time(stages, layout, job, cluster)
     ranks = predict_memory_of_ranks(stages, layout, job)

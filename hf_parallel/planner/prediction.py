@@ -80,19 +80,16 @@ class Prediction:
         return max(experts, TRANSFERRED if self.cluster.gpu.like else MEASURED)
 
     def cost_per_billion_tokens(self, dollars_per_gpu_hour: float) -> float:
-        """Dollars for 1e9 tokens."""
+        """Return the dollars for 1e9 tokens."""
         return 1e9 / self.tokens_per_s_per_gpu / 3600 * dollars_per_gpu_hour
 
     def explain(self) -> str:
-        """Each formula with its numbers and source."""
+        """Return each formula with its numbers and source."""
         return "\n".join(
             [
-                *_render_model(self),
-                *_render_hardware(self),
-                *_render_states(self),
-                *_render_activations(self),
-                *_render_communication(self),
-                *_time(self),
+                *_render_model_and_hardware(self),
+                *_render_memory_formulas(self),
+                *_render_step_formulas(self),
             ]
         )
 
@@ -104,8 +101,9 @@ def _render_title(text: str) -> str:
     return f"\n{text}\n{'-' * len(text)}"
 
 
-def _render_model(p: Prediction) -> Iterable[str]:
+def _render_model_and_hardware(p: Prediction) -> Iterable[str]:
     shape, length = p.shape, p.job.seq
+    gpu, cluster = p.cluster.gpu, p.cluster
     yield _render_title(f"Model: {shape.name}")
     yield f"parameters {shape.parameters / 1e9:.3f}e9 in {shape.layers} layers, embedding and head"
     for block, count in count_distinct(shape.blocks).items():
@@ -116,10 +114,6 @@ def _render_model(p: Prediction) -> Iterable[str]:
             f"{block.flops(length) / 1e6:.1f} MFLOP per token (2 per weight, 2 h (d_qk + d_v) per visible key)"
         )
     yield f"  head and loss: forward {shape.head_flops / 1e6:.1f} MFLOP per token; a backward costs twice a forward"
-
-
-def _render_hardware(p: Prediction) -> Iterable[str]:
-    gpu, cluster = p.cluster.gpu, p.cluster
     yield _render_title(f"Hardware: {cluster.gpus} x {gpu.name}, {cluster.per_node} in a node")
     peak, memory = gpu.peak(p.job.precision) / 1e12, gpu.bandwidth / 1e9
     yield f"peak {peak:.0f} TFLOP/s {p.job.precision}, memory {gpu.memory_gib} GiB at {memory:.0f} GB/s [{gpu.source}]"
@@ -139,32 +133,29 @@ def _render_hardware(p: Prediction) -> Iterable[str]:
         yield f"{place}: {link.name}, {speed} [{link.source}]"
 
 
-def _render_states(p: Prediction) -> Iterable[str]:
-    stage = p.layout.zero_stage
-    rank = find_fullest(list(p.breakdown.ranks)).rank
-    yield _render_title(f"Memory of pipeline rank {rank}, the fullest: {p.memory_gib:.1f} GiB")
-    per = count_adapter_bytes(p.job) if p.job.lora else state_bytes(p.job, stage)
-    yield (
-        f"bytes per trained parameter: weights {per.weights:g}, gradients {per.gradients:g}, optimizer "
-        f"{per.optimizer:g}; ZeRO-{stage} over {p.layout.shards} ranks divides {_DIVIDED[stage]} "
-        "[arXiv:1910.02054, table 1]"
-    )
-    if p.job.four_bit != "none":
-        yield (
-            f"linears of the layers: {count_packed_width(p.job):.4f} bytes per weight, a code of 4 bits and its part "
-            "of the largest value of a block of 64 [arXiv:2305.14314, section 3]"
-        )
-    if p.job.habits.fsdp2:
-        yield "gathered: weights that FSDP2 holds whole, and gradients between micro-batches [docs/dry_run.md]"
-    yield from (f"  {kind:<24}{size:8.2f} GiB" for kind, size in p.breakdown.memory.items() if size >= 0.005)
-
-
 _DIVIDED = ("nothing", "the optimizer", "optimizer and gradients", "optimizer, gradients and weights")
 
 
-def _render_activations(p: Prediction) -> Iterable[str]:
+def _render_memory_formulas(p: Prediction) -> Iterable[str]:
     layout, job, block, hidden = p.layout, p.job, p.shape.blocks[0], p.shape.hidden
-    tokens = job.tokens(layout)
+    stage, tokens = layout.zero_stage, job.tokens(layout)
+    rank = find_fullest(list(p.breakdown.ranks)).rank
+    yield _render_title(f"Memory of pipeline rank {rank}, the fullest: {p.memory_gib:.1f} GiB")
+    per = count_adapter_bytes(job) if job.lora else state_bytes(job, stage)
+    yield (
+        f"bytes per trained parameter: weights {per.weights:g}, gradients {per.gradients:g}, optimizer "
+        f"{per.optimizer:g}; ZeRO-{stage} over {layout.shards} ranks divides {_DIVIDED[stage]} "
+        "[arXiv:1910.02054, table 1]"
+    )
+    if job.four_bit != "none":
+        yield (
+            f"linears of the layers: {count_packed_width(job):.4f} bytes per weight, a code of 4 bits and its part "
+            "of the largest value of a block of 64 [arXiv:2305.14314, section 3]"
+        )
+    if job.habits.fsdp2:
+        yield "gathered: weights that FSDP2 holds whole, and gradients between micro-batches [docs/dry_run.md]"
+    yield from (f"  {kind:<24}{size:8.2f} GiB" for kind, size in p.breakdown.memory.items() if size >= 0.005)
+
     yield _render_title(f"Activations of a layer, {tokens:.0f} tokens, recompute={job.recompute}")
     for term in list_terms_of(block, hidden, job):
         size = (term.bytes + term.squared * job.seq) / hidden
@@ -177,7 +168,7 @@ def _render_activations(p: Prediction) -> Iterable[str]:
     yield f"kept: {kept / hidden:.2f} bytes x s b h = {tokens * kept / 2**20:.0f} MiB [method: arXiv:2205.05198]"
 
 
-def _render_communication(p: Prediction) -> Iterable[str]:
+def _render_step_formulas(p: Prediction) -> Iterable[str]:
     yield _render_title("Communication of a rank per step (ring formulas: all-reduce 2 (N-1)/N S, others (N-1)/N S)")
     for t in p.breakdown.communication:
         factor = ring_factor(t.kind, t.group.size)
@@ -185,9 +176,6 @@ def _render_communication(p: Prediction) -> Iterable[str]:
             f"  {t.axis:<12}{t.kind:<15}{t.count:8.0f} x {t.payload / 2**20:10.2f} MiB x {factor:.3f} = "
             f"{t.bytes / 2**30:8.2f} GiB over {t.group.size} ranks, {t.group.link.name}: {t.what}"
         )
-
-
-def _time(p: Prediction) -> Iterable[str]:
     e = p.cluster.gpu.efficiency
     yield _render_title(f"Step: {p.step_time_s:.4g} s, {p.tokens_per_s_per_gpu:.0f} tokens/s/GPU, MFU {p.mfu:.1%}")
     yield (

@@ -41,7 +41,12 @@ def show(found: Found, dollars: float | None = None) -> None:
     for line in _list_plan_remarks(found, dollars):
         console.print(line, markup=False)
     if found.best:
-        console.print(f"Run the first:  {format_command(found.best)}", markup=False, soft_wrap=True)
+        gpus, spec = found.best.prediction.layout.gpus, found.best.config.to_spec()
+        arguments = f"--per_device_train_batch_size {found.best.rows}"
+        if found.best.accumulation > 1:
+            arguments += f" --gradient_accumulation_steps {found.best.accumulation}"
+        command = f"hf-parallel launch --num_processes {gpus} --parallel {spec} train.py {arguments}"
+        console.print(f"Run the first:  {command}", markup=False, soft_wrap=True)
 
 
 def _list_plan_remarks(found: Found, dollars: float | None) -> Iterator[str]:
@@ -52,11 +57,17 @@ def _list_plan_remarks(found: Found, dollars: float | None) -> Iterator[str]:
         f"free of {room}, {found.goal.headroom:g} % at least (--headroom), beside tensors, CUDA and communicators"
     )
     if found.best:
-        yield f"The first: {_format_choice_line(found.best, dollars)}"
-        if (on_host := found.best.host_gib) > 0:
+        first, critical, p = found.best, found.goal.critical_batch, found.best.prediction
+        rate = p.tokens_per_s_per_gpu * p.layout.gpus
+        price = f" and ${p.cost_per_billion_tokens(dollars):,.0f}" if dollars else ""
+        kinds = sorted(p.breakdown.memory.items(), key=lambda item: -item[1])
+        kinds = [(kind, size) for kind, size in kinds if size > 0.02 * first.needed_gib and "held" not in kind]
+        parts = ", ".join(f"{kind} {size:.1f}" for kind, size in kinds)
+        hours = f"{1e9 / rate / 3600:.1f} h{price} for 1e9 tokens"
+        yield f"The first: {rate:,.0f} tokens/s in all, {hours}; GiB: {parts}"
+        if (on_host := first.host_gib) > 0:
             of_node = found.goal.cluster.gpu.host.memory_gib
             yield f"  offloaded to the host: {on_host:.0f} GiB of a node's memory, of {of_node:.0f}"
-        first, critical = found.best, found.goal.critical_batch
         if critical is not None:
             yield (
                 f"  ranked by time to a loss: steps are in proportion to 1 + {critical:g} / batch (arXiv:1812.06162); "
@@ -88,19 +99,8 @@ def format_batch_lines(found: Found) -> Iterator[str]:
         yield f"the same batch in one process: {alone.arguments}; the learning rate stays"
 
 
-def _format_choice_line(choice: Choice, dollars: float | None) -> str:
-    p = choice.prediction
-    rate = p.tokens_per_s_per_gpu * p.layout.gpus
-    price = f" and ${p.cost_per_billion_tokens(dollars):,.0f}" if dollars else ""
-    kinds = sorted(p.breakdown.memory.items(), key=lambda item: -item[1])
-    parts = ", ".join(
-        f"{kind} {size:.1f}" for kind, size in kinds if size > 0.02 * choice.needed_gib and "held" not in kind
-    )
-    return f"{rate:,.0f} tokens/s in all, {1e9 / rate / 3600:.1f} h{price} for 1e9 tokens; GiB: {parts}"
-
-
 def make_wide_console() -> Console:
-    """The terminal; in a file or a pipe lines are as long as they need to be."""
+    """Return the terminal; in a file or a pipe lines are as long as they need to be."""
     from rich.console import Console
 
     console = Console(highlight=False)
@@ -112,7 +112,7 @@ _MEMORY = ("allocated", "reserved", "free")
 
 
 def make_table(found: Found, dollars: float | None = None) -> Table:
-    """A rich table, the best layout first."""
+    """Make a rich table, the best layout first."""
     from rich.table import Table
 
     shown = Table(header_style="bold")
@@ -142,15 +142,6 @@ def make_table(found: Found, dollars: float | None = None) -> Table:
     return shown
 
 
-def format_command(choice: Choice) -> str:
-    """The line that runs a choice."""
-    gpus = choice.prediction.layout.gpus
-    batch = f"--per_device_train_batch_size {choice.rows}"
-    if choice.accumulation > 1:
-        batch += f" --gradient_accumulation_steps {choice.accumulation}"
-    return f"hf-parallel launch --num_processes {gpus} --parallel {choice.config.to_spec()} train.py {batch}"
-
-
 def write_specs(folder: str | Path, found: Found) -> list[Path]:
     """Write a YAML file per layout, as --parallel takes it; predictions stand in comments."""
     folder = Path(folder)
@@ -173,7 +164,7 @@ def write_specs(folder: str | Path, found: Found) -> list[Path]:
 
 
 def show_verified(choice: Choice, runs: list[DryRun], device: str) -> None:
-    """Analytic memory beside that of dry runs, in GiB, and the bytes that each axis sends."""
+    """Print analytic memory beside that of dry runs, in GiB, and the bytes that each axis sends."""
     from rich.table import Table
 
     console = make_wide_console()

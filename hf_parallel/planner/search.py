@@ -26,7 +26,7 @@ from hf_parallel.planner.activations import (
 )
 from hf_parallel.planner.advice import (
     WORTH_ROUNDING,
-    explain_expected_layout,
+    explain_absence,
     explain_nothing_fits,
     explain_usual_layouts,
     list_notes_about,
@@ -109,24 +109,13 @@ def search(
     """
     if memory_gib is not None:
         cluster = dataclasses.replace(cluster, gpu=dataclasses.replace(cluster.gpu, memory_gib=memory_gib))
-    goal = make_goal(
-        model=model,
-        cluster=cluster,
-        seq=seq,
-        global_batch=global_batch,
-        precision=precision,
-        adapt=adapt,
-        kernel=attention,
-        documents=documents,
-        optimizer=optimizer,
-        lora=16 if lora is True else int(lora),
-        rows=rows,
-        accumulation=accumulation,
-        quantized=quantized,
-        whole_logits=whole_logits,
-        headroom=_check_headroom(headroom),
-        four_bit=four_bit,
-    )
+    if not (headroom == 0 or 1 <= headroom < 100):
+        refuse(f"headroom={headroom:g}", "is a percentage of each GPU's memory, 0 or 1 to below 100", f"{HEADROOM:g}")
+    script = {"adapt": adapt, "kernel": attention, "documents": documents, "whole_logits": whole_logits}
+    batch = {"seq": seq, "global_batch": global_batch, "rows": rows, "accumulation": accumulation}
+    trained = {"optimizer": optimizer, "lora": 16 if lora is True else int(lora), "four_bit": four_bit}
+    wishes: dict[str, Any] = {**script, **batch, **trained, "quantized": quantized, "headroom": headroom}
+    goal = make_goal(model=model, cluster=cluster, precision=precision, **wishes)
     check_four_bit_job(to_job(goal, make_config(precision=goal.eight_bit), 1, 1))
     looking = _Search(goal, accept)
     ranked = looking.run()
@@ -138,7 +127,10 @@ def search(
         )
     chosen = list(itertools.islice(looking.accepted(ranked), max(1, top)))
     best = chosen[0] if chosen else None
-    yours = [] if expected is None else [explain_expected_layout(goal, expected, best)]
+    yours = []
+    if expected is not None:
+        config = ParallelConfig.parse(expected).resolve(cluster.gpus)
+        yours = [(f"yours ({config.to_spec()})", explain_absence(goal, config, best))]
     return Found(
         goal,
         [dataclasses.replace(choice, warnings=tuple(list_warnings_about(choice, goal))) for choice in chosen],
@@ -215,12 +207,6 @@ def search_batches(critical_batch: float, *, global_batch: int | None, top: int 
     return dataclasses.replace(first, goal=goal, choices=ranked, looked_at=sum(found.looked_at for found in each))
 
 
-def _check_headroom(percent: float) -> float:
-    if not (percent == 0 or 1 <= percent < 100):
-        refuse(f"headroom={percent:g}", "is a percentage of each GPU's memory, 0 or 1 to below 100", f"{HEADROOM:g}")
-    return percent
-
-
 class _Search:
     """A sweep over the layouts, and what it saw. `accept`: does the engine take a layout for this model?"""
 
@@ -266,7 +252,7 @@ class _Search:
         return (choice for choice in ranked if self.accept(choice.config))
 
     def rounding(self, best: Choice, ranked: list[Choice]) -> Choice | None:
-        """The fastest of the same layouts with transfers that round, if that is worth a line."""
+        """Return the fastest of the same layouts with transfers that round, if that is worth a line."""
         enough, allowed = best.seconds_per_row / WORTH_ROUNDING, dataclasses.replace(self.goal, quantized=True)
         found = []
         for choice in ranked:
@@ -282,7 +268,7 @@ class _Search:
         return next(self.accepted(sorted(found, key=rank_seconds)), None)
 
     def what_would_fit(self) -> Iterator[tuple[str, Choice | None]]:
-        """The usual ways out, each searched: adapters, an 8-bit optimizer, more GPUs."""
+        """Yield the usual ways out, each searched: adapters, an 8-bit optimizer, more GPUs."""
         goal = self.goal
 
         def best(**changes: Any) -> Choice | None:
@@ -307,7 +293,7 @@ class _Search:
 def measure_shape(
     model: PreTrainedModel, precision: str, adapt: Callable[[PreTrainedModel], None] | None = None, kernel: str = SDPA
 ) -> ModelShape:
-    """The shape of a model; of one of Transformers also what its layers keep, if this process can run it."""
+    """Return the shape of a model; of one of Transformers also what its layers keep, if this process can run it."""
     shape = shape_of(model)
     if isinstance(model, (ModelShape, Mapping)):
         return shape
@@ -324,7 +310,7 @@ def count_activations(
     adapt: Callable[[PreTrainedModel], None] | None = None,
     kernel: str = SDPA,
 ) -> ModelShape:
-    """The shape with what its blocks really keep for their backward, counted with two layers and with three.
+    """Return the shape with what its blocks really keep for their backward, counted with two layers and three.
 
     Models whose layers differ stay as they are: for them the formula holds.
 

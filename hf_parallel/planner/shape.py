@@ -76,7 +76,7 @@ class Attention:
         return self.kv_heads * (self.qk_width + self.v_width)
 
     def flops(self, length: int, full: bool = False) -> float:
-        """Scores and their product with the values, forward, per token; `full`: as if nothing was masked."""
+        """Return FLOPs of scores and their product with values, forward, per token; `full`: nothing is masked."""
         return 2.0 * self.heads * (self.qk_width + self.v_width) * (length if full else self.keys(length))
 
     def keys(self, length: int) -> float:
@@ -144,18 +144,8 @@ class ModelShape:
         return 2.0 * self.hidden * self.head_outputs
 
     def forward_flops(self, length: int, full_attention: bool = False) -> float:
-        """Per token of a sequence of `length`. A backward costs twice that."""
+        """Return FLOPs per token of a sequence of `length`. A backward costs twice that."""
         return self.head_flops + sum(block.flops(length, full_attention) for block in self.blocks)
-
-
-def shape_of(model: PreTrainedModel) -> ModelShape:
-    """The shape of an HF config, an HF model (on any device, also `meta`), or a mapping of published numbers."""
-    if isinstance(model, ModelShape):
-        return model
-    if isinstance(model, Mapping):
-        return shape_from_numbers(model)
-
-    return count_model(model)
 
 
 # ---- from published numbers ---------------------------------------------------------------------------------------
@@ -181,19 +171,16 @@ def shape_from_numbers(given: Mapping) -> ModelShape:
     if "layers" not in known:
         one = _build({**known, "layers": 1}, usual, known.get("tied", not usual))
         known["layers"] = max(1, round((known["params"] - one.parameters) / one.blocks[0].parameters) + 1)
-    choices = [(gated, tied) for gated in _open(known, "gated_mlp") for tied in _open(known, "tied")]
+    gates, ties = ((bool(known[key]),) if key in known else (True, False) for key in ("gated_mlp", "tied"))
+    choices = [(gated, tied) for gated in gates for tied in ties]
     if "params" in known and len(choices) > 1:
         shapes = [_build(known, gated, tied) for gated, tied in choices]
         return min(shapes, key=lambda shape: abs(shape.parameters - known["params"]))
     return _build(known, usual, known.get("tied", not usual))
 
 
-def _open(known: Mapping, key: str) -> tuple[bool, ...]:
-    return (bool(known[key]),) if key in known else (True, False)
-
-
 def _build(known: Mapping, gated: bool, tied: bool) -> ModelShape:
-    """A shape of equal layers; what is not known gets the usual value."""
+    """Build a shape of equal layers; what is not known gets the usual value."""
     hidden, name = known["hidden"], str(known.get("model") or known.get("name") or "model")
     heads, inner = known.get("heads"), known.get("ffn_hidden") or 4 * hidden
     if not heads:  # those whose width is the multiple of 8 nearest to 128
@@ -221,7 +208,7 @@ def make_dense_block(
     top_k: int = 2,
     head_width: int | None = None,
 ) -> Block:
-    """A decoder layer: grouped-query attention, and an MLP or `experts` of them with `top_k` at work."""
+    """Make a decoder layer: grouped-query attention, and an MLP or `experts` of them with `top_k` at work."""
     width = head_width or hidden // heads
     kv_heads = kv_heads or heads
     copies: dict[str, Any] = {"count": experts, "share": top_k / experts} if experts else {}
@@ -256,12 +243,16 @@ def count_distinct(blocks: Iterable[Block]) -> dict[Block, int]:
 # experts, what is below a module whose class is called attention belongs to attention, everything else to the MLP.
 
 
-def count_model(model: PreTrainedModel) -> ModelShape:
-    """The shape of an HF model, or of the one that an HF config describes.
+def shape_of(model: PreTrainedModel) -> ModelShape:
+    """Return the shape of an HF config, an HF model (on any device, also `meta`), or a mapping of published numbers.
 
     Raises:
-        SpecError: nothing that has layers.
+        SpecError: nothing that has layers, or numbers that do not say enough.
     """
+    if isinstance(model, ModelShape):
+        return model
+    if isinstance(model, Mapping):
+        return shape_from_numbers(model)
     model = model if isinstance(model, nn.Module) else build_on_meta(model)
     config, found = get_text_config(model), find_stacks(model)
     blocks: list[Block] = []
@@ -306,7 +297,7 @@ def _is_tied(model: PreTrainedModel, embedding: nn.Embedding, weight: nn.Paramet
 
 
 def read_hidden_size(config: PretrainedConfig) -> int:
-    """Width of the residual stream under the names that configs use."""
+    """Return the width of the residual stream under the names that configs use."""
     for key in ("hidden_size", "n_embd", "d_model"):
         if isinstance(getattr(config, key, None), int):
             return getattr(config, key)
@@ -317,14 +308,35 @@ def read_hidden_size(config: PretrainedConfig) -> int:
 
 
 def _count_layer(layer: nn.Module, config: PretrainedConfig) -> tuple:
-    """The fields of its Block."""
+    """Return the fields of its Block."""
     hidden, attentions = read_hidden_size(config), {n: m for n, m in layer.named_modules() if _is_attention(m)}
     innermost = [n for n in attentions if not any(other.startswith(f"{n}.") for other in attentions)]
-    inside, (top_k, experts) = tuple(f"{name}." for name in attentions), _count_experts(layer, config)
-    matrices = _read_matrices(layer, hidden, inside, top_k, experts)
+    inside = tuple(f"{name}." for name in attentions)
+    # Experts that work for a token, and how many there are: modules know best, layers may differ.
+    numbers: dict[str, int | None] = {"top_k": getattr(config, "num_experts_per_tok", None), "num_experts": None}
+    lists = []
+    for name, part in layer.named_modules():
+        numbers |= {key: vars(part)[key] for key in numbers if isinstance(vars(part).get(key), int)}
+        if isinstance(vars(part).get("n_routed_experts"), int):
+            numbers["num_experts"] = vars(part)["n_routed_experts"]
+        if name.endswith("experts") and isinstance(part, nn.ModuleList):
+            lists.append(len(part))
+    top_k, experts = numbers["top_k"] or 1, numbers["num_experts"] or (lists[0] if lists else 0)
+    found: dict[tuple, Matrix] = {}
+    for name, module in layer.named_modules():
+        for key, parameter in () if isinstance(module, nn.Embedding) else module.named_parameters(recurse=False):
+            full = f"{name}.{key}".lstrip(".").removesuffix(".weight")
+            m = _read_matrix(full, module, parameter, hidden, full.startswith(inside), top_k, experts)
+            if m:  # experts kept as separate modules become one entry with their number
+                same = (m.name, m.inputs, m.outputs, m.split, m.share)
+                count = m.count + (found[same].count if same in found else 0)
+                found[same] = dataclasses.replace(m, count=count)
+    matrices = list(found.values())
     mlp = [m for m in matrices if not m.name.startswith(inside) and m.split != "whole"]
-    inner = sum(m.inputs * m.count * m.share for m in mlp if _is_leading_back(m, hidden))
-    into = sum(m.outputs * m.count * m.share for m in mlp if m.inputs == hidden and not _is_leading_back(m, hidden))
+    # The second half of an MLP leads back; where it is square, its name tells.
+    back = [m for m in mlp if m.outputs == hidden and not (m.inputs == hidden and _is_leading_in(m.name))]
+    inner = sum(m.inputs * m.count * m.share for m in back)
+    into = sum(m.outputs * m.count * m.share for m in mlp if m.inputs == hidden and m not in back)
     return (
         tuple(matrices),
         tuple(_read_attention(name, attentions[name], config) for name in innermost),
@@ -335,33 +347,12 @@ def _count_layer(layer: nn.Module, config: PretrainedConfig) -> tuple:
     )
 
 
-def _read_matrices(
-    layer: nn.Module, hidden: int, attentions: tuple[str, ...], top_k: int, experts: int
-) -> list[Matrix]:
-    """All matrices of a layer; experts kept as separate modules become one entry with their number."""
-    found: dict[tuple, Matrix] = {}
-    for name, module in layer.named_modules():
-        for key, parameter in () if isinstance(module, nn.Embedding) else module.named_parameters(recurse=False):
-            full = f"{name}.{key}".lstrip(".").removesuffix(".weight")
-            m = _read_matrix(full, module, parameter, hidden, full.startswith(attentions), top_k, experts)
-            if m:
-                same = (m.name, m.inputs, m.outputs, m.split, m.share)
-                count = m.count + (found[same].count if same in found else 0)
-                found[same] = dataclasses.replace(m, count=count)
-    return list(found.values())
-
-
-def _is_leading_back(matrix: Matrix, hidden: int) -> bool:
-    """The second half of an MLP; where it is square, its name tells."""
-    return matrix.outputs == hidden and not (matrix.inputs == hidden and _is_leading_in(matrix.name))
-
-
 def _is_leading_in(name: str) -> bool:
     return re.search(r"gate|up|w1|w3|fc1|in_proj|wi", name.rpartition(".")[2]) is not None
 
 
 def _is_attention(module: nn.Module) -> bool:
-    """The innermost module that is called attention and has matrices of its own."""
+    """Is it the innermost module that is called attention and has matrices of its own?"""
     called = "attention" in type(module).__name__.lower()
     below = [
         child for child in module.modules() if child is not module and "attention" in type(child).__name__.lower()
@@ -369,21 +360,6 @@ def _is_attention(module: nn.Module) -> bool:
     with_matrices = [child for child in below if any(p.ndim > 1 for p in child.parameters())]
     own = any(p.ndim > 1 for child in module.children() if child not in below for p in child.parameters())
     return called and (own or (not with_matrices and any(p.ndim > 1 for p in module.parameters())))
-
-
-def _count_experts(layer: nn.Module, config: PretrainedConfig) -> tuple[int, int]:
-    """Return how many experts work for a token, and how many there are; modules know best, layers may differ."""
-    found = {"top_k": getattr(config, "num_experts_per_tok", None), "num_experts": None}
-    for part in layer.modules():
-        found |= {key: vars(part)[key] for key in found if isinstance(vars(part).get(key), int)}
-        if isinstance(vars(part).get("n_routed_experts"), int):
-            found["num_experts"] = vars(part)["n_routed_experts"]
-    lists = [
-        len(part)
-        for name, part in layer.named_modules()
-        if name.endswith("experts") and isinstance(part, nn.ModuleList)
-    ]
-    return found["top_k"] or 1, found["num_experts"] or (lists[0] if lists else 0)
 
 
 def _read_matrix(

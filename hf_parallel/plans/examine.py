@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 # ---- The findings about a model and a spec, and how they read -------------------------------------------------------
 
 _ORIGINS = {"plan": "model's plan", "inferred": "structure", "known": "known kind"}
+_VOCABULARY = ("embedding_rowwise", "colwise_gather_output")
 _HEADINGS = ("module", "style", "from", "whole -> per rank", "stays whole")
 
 
@@ -121,9 +122,6 @@ def format_bytes(count: float) -> str:
     return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.2f} MiB"
 
 
-_VOCABULARY = ("embedding_rowwise", "colwise_gather_output")
-
-
 def build_source_on_meta(source: str) -> PreTrainedModel:
     """Build the model that a folder, a Hub id or a config.json describes, without memory for weights.
 
@@ -177,7 +175,27 @@ def report_of(plan: Plan) -> Report:
     cuts = find_tp_cuts(anatomy, tensor) if tensor is not None else {}
     if tensor is not None:
         report.splits = _list_splits(anatomy, tensor, cuts, config)
-        report.facts.update(_describe_tensor_part(anatomy, tensor, config))
+        if tensor.grid is not None:
+            rows, columns = tensor.grid
+            report.facts["grid"] = (
+                f"{rows} rows x {columns} columns of ranks: weights of layers are cut along both dims"
+            )
+        reason, tp_size = tensor.whole_sequences, config.tp_size
+        report.facts["sequence parallelism"] = "on" if reason is None else f"off: {reason}"
+        shapes = {name: p.shape for p in anatomy.parameters for name in p.names}
+        words = [name for name, style in tensor.words.items() if style in _VOCABULARY]
+        said = []
+        for count in sorted({shapes[f"{name}.weight"][0] for name in words}):
+            parts = [slice_shape([count], 0, tp_size, index)[0] for index in range(tp_size)]
+            shown = parts if len(set(parts)) > 1 else parts[:1]
+            said.append(f"{count} rows, per rank {', '.join(map(str, shown))}")
+        report.facts["vocabulary"] = "; ".join(said) or "whole"
+        heads, kv_heads = tensor.facts.heads or (0, 0)
+        keys = f"{kv_heads // tp_size} key/value"
+        if tp_size > kv_heads:
+            keys = f"1 key/value shared by {tp_size // kv_heads} ranks"
+        per_rank = f"per rank {heads // tp_size} query, {keys}"
+        report.facts["attention heads"] = f"{heads} query, {kv_heads} key/value; {per_rank}"
     if (config.tp_size == 1 or tensor is not None) and (config.pp_size == 1 or pipeline is not None):
         experts = plan.part(EXPERTS)
         over_ep = experts.experts.items() if experts is not None and experts.ranks > 1 else ()
@@ -223,7 +241,7 @@ def _fold_numbers(name: str) -> str:
 
 
 def _join_numbered(names: list[str]) -> str:
-    """layers.0.x, layers.1.x, layers.3.x -> layers.0-1,3.x; numbers behind the first become *."""
+    """Join layers.0.x, layers.1.x, layers.3.x to layers.0-1,3.x; numbers behind the first become *."""
     parts = [re.split(r"\.(\d+)(?=\.|$)", name, maxsplit=1) for name in names]
     if len(names) == 1 or len(parts[0]) == 1:
         return names[0]
@@ -231,26 +249,6 @@ def _join_numbered(names: list[str]) -> str:
     runs = [[n for _, n in run] for _, run in itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
     shown = ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
     return f"{parts[0][0]}.{shown}{_fold_numbers(parts[0][2])}"
-
-
-def _describe_tensor_part(anatomy: Anatomy, part: TensorPart, config: ParallelConfig) -> dict[str, str]:
-    facts, tp_size, reason = {}, config.tp_size, part.whole_sequences
-    if part.grid is not None:
-        rows, columns = part.grid
-        facts["grid"] = f"{rows} rows x {columns} columns of ranks: weights of layers are cut along both dims"
-    facts["sequence parallelism"] = "on" if reason is None else f"off: {reason}"
-    shapes = {name: p.shape for p in anatomy.parameters for name in p.names}
-    said = []
-    for count in sorted({shapes[f"{name}.weight"][0] for name, style in part.words.items() if style in _VOCABULARY}):
-        parts = [slice_shape([count], 0, tp_size, index)[0] for index in range(tp_size)]
-        shown = parts if len(set(parts)) > 1 else parts[:1]
-        said.append(f"{count} rows, per rank {', '.join(map(str, shown))}")
-    facts["vocabulary"] = "; ".join(said) or "whole"
-    heads, kv_heads = part.facts.heads or (0, 0)
-    shared = tp_size > kv_heads
-    keys = f"1 key/value shared by {tp_size // kv_heads} ranks" if shared else f"{kv_heads // tp_size} key/value"
-    facts["attention heads"] = f"{heads} query, {kv_heads} key/value; per rank {heads // tp_size} query, {keys}"
-    return facts
 
 
 def _describe_experts(plan: Plan) -> dict[str, str]:

@@ -45,7 +45,20 @@ def resolve(config: ParallelConfig, anatomy: Anatomy, axes: tuple[Axis, ...] = A
 
 def draft_plan(config: ParallelConfig, anatomy: Anatomy, axes: tuple[Axis, ...] = AXES) -> Plan:
     """Return the plan with all its problems. An axis that refuses adds a problem and no part."""
-    plan = Plan(config, anatomy, axes, problems=tuple(_list_general_problems(anatomy)))
+    unsolved = [  # by any config
+        (anatomy.is_parallel, f"{anatomy.name} is parallel already; parallelize it once"),
+        (
+            anatomy.is_quantised,
+            f"{anatomy.name} is quantised already, in layers that cannot be cut; under "
+            "`python -m hf_parallel --parallel SPEC` from_pretrained packs each rank's part in 4 bits, which works",
+        ),
+        (
+            anatomy.of_quantised and not anatomy.is_quantised,
+            "quantised checkpoints: not part of this version; load in bf16, or pack that in 4 bits",
+        ),
+        (anatomy.partly_on_meta, f"{anatomy.name} is partly on the meta device; load it fully or not at all"),
+    ]
+    plan = Plan(config, anatomy, axes, problems=tuple(line for stops, line in unsolved if stops))
     for axis in axes:
         if not axis.is_on(config):
             continue
@@ -76,24 +89,6 @@ def _check_inside(plan: Plan, axis: Axis) -> None:
             f"{asked}: {anatomy.replaced_forward} has a forward of its own, as Liger puts on modules, which a split "
             f"would not change; TrainingArguments(use_liger_kernel=True) puts it on after the split, or {works}"
         )
-
-
-def _list_general_problems(anatomy: Anatomy) -> list[str]:
-    """List the problems of a model that no config solves."""
-    found = [
-        (anatomy.is_parallel, f"{anatomy.name} is parallel already; parallelize it once"),
-        (
-            anatomy.is_quantised,
-            f"{anatomy.name} is quantised already, in layers that cannot be cut; under "
-            "`python -m hf_parallel --parallel SPEC` from_pretrained packs each rank's part in 4 bits, which works",
-        ),
-        (
-            anatomy.of_quantised and not anatomy.is_quantised,
-            "quantised checkpoints: not part of this version; load in bf16, or pack that in 4 bits",
-        ),
-        (anatomy.partly_on_meta, f"{anatomy.name} is partly on the meta device; load it fully or not at all"),
-    ]
-    return [line for stops, line in found if stops]
 
 
 # ---- Which slice of each parameter a rank stores: the rules of tp and FSDP2 as arithmetic, without processes -------

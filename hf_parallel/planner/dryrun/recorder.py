@@ -58,6 +58,8 @@ _KINDS = {
     "send": "send",
     "recv": "receive",
 }
+#: Times that a rank of a ring sends what the whole tensor is (Thakur et al., 2005), less its own part.
+_ROUNDS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1, "receive": 0}
 _PROPAGATE = "_propagate_tensor_meta_non_cached"
 _NOTHING_MADE = ("prim", "profiler")  # questions to a tensor, as where it is, and marks on a time line
 _NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
@@ -78,7 +80,7 @@ class Traffic:
         return Traffic(self.count + other.count, self.payload + other.payload, self.sent + other.sent)
 
     def grown(self, one: Traffic, two: Traffic, times: int) -> Traffic:
-        """This, and `times` times the step from `one` to `two`."""
+        """Return this, and `times` times the step from `one` to `two`."""
         return Traffic(
             self.count + times * (two.count - one.count),
             self.payload + times * (two.payload - one.payload),
@@ -114,8 +116,25 @@ class Recorder(TorchDispatchMode):
 
     def __enter__(self) -> Recorder:
         self._resize, self._propagate = torch.UntypedStorage.resize_, getattr(ShardingPropagator, _PROPAGATE)
-        torch.UntypedStorage.resize_ = self._note_resizing()  # type: ignore[method-assign, assignment]
-        setattr(ShardingPropagator, _PROPAGATE, self._pause_for_propagation())
+
+        def resize_and_note(storage: torch.UntypedStorage, size: int) -> object:
+            result = self._resize(storage, size)
+            number = self._numbers.get(storage._cdata)
+            if number is not None:
+                self._grow(number, size)
+            return result
+
+        def propagate_unseen(propagator: ShardingPropagator, schema: OpSchema) -> object:
+            # DTensor's way to shapes: it runs an operation that is new to this process on whole fake tensors. No rank
+            # holds those, and a dry run, which is all fake, would take them for its own.
+            before, self._shapes_alone = self._shapes_alone, True
+            try:
+                return self._propagate(propagator, schema)
+            finally:
+                self._shapes_alone = before
+
+        torch.UntypedStorage.resize_ = resize_and_note  # type: ignore[method-assign, assignment]
+        setattr(ShardingPropagator, _PROPAGATE, propagate_unseen)
         super().__enter__()
         return self
 
@@ -146,7 +165,7 @@ class Recorder(TorchDispatchMode):
     # ---- memory --------------------------------------------------------------------------------------------------
 
     def note(self, tensor: torch.Tensor) -> int:
-        """The number of a tensor's storage, which exists from now on if it was not known."""
+        """Return the number of a tensor's storage, which exists from now on if it was not known."""
         storage = get_local_tensor(tensor).untyped_storage()
         address = storage._cdata
         if address not in self._numbers:
@@ -166,105 +185,65 @@ class Recorder(TorchDispatchMode):
         del self._watchers[address]
         self._grow(number, 0)
 
-    def _note_resizing(self) -> object:
-        def resize_(storage: torch.UntypedStorage, size: int) -> object:
-            result = self._resize(storage, size)
-            number = self._numbers.get(storage._cdata)
-            if number is not None:
-                self._grow(number, size)
-            return result
-
-        return resize_
-
-    def _pause_for_propagation(self) -> object:
-        """DTensor's way to shapes: it runs an operation that is new to this process on whole fake tensors.
-
-        No rank holds those, and a dry run, which is all fake, would take them for its own.
-        """
-
-        def propagate(propagator: ShardingPropagator, schema: OpSchema) -> object:
-            before, self._shapes_alone = self._shapes_alone, True
-            try:
-                return self._propagate(propagator, schema)
-            finally:
-                self._shapes_alone = before
-
-        return propagate
-
     def remember(self) -> None:
         """Let one part of the log end here and the next begin."""
         self.moments.append(len(self._events))
 
     def peaks(self, kinds: Mapping[int, str]) -> list[Counter[str]]:
-        """Bytes by kind at the fullest moment between each two remembered ones.
+        """Return the bytes by kind at the fullest moment between each two remembered ones.
 
         Storages that `kinds` leaves out are FSDP2's, or activations and temporary results.
         """
-        return [
-            self._sum_by_kind(self._events[: self._note_fullest(first, last, kinds)], kinds)
-            for first, last in zip(self.moments, self.moments[1:], strict=False)
-        ]
+        found = []
+        for first, last in zip(self.moments, self.moments[1:], strict=False):
+            total = most = sum(size for number, size in self._events[:first] if kinds.get(number) != HOST)
+            fullest = first
+            for i, (number, size) in enumerate(self._events[first:last], first + 1):
+                total += 0 if kinds.get(number) == HOST else size
+                if total > most:
+                    most, fullest = total, i
+            found.append(self.held(kinds, fullest))
+        return found
 
-    def _note_fullest(self, first: int, last: int, kinds: Mapping[int, str]) -> int:
-        total = most = sum(size for number, size in self._events[:first] if kinds.get(number) != HOST)
-        moment = first
-        for i, (number, size) in enumerate(self._events[first:last], first + 1):
-            total += 0 if kinds.get(number) == HOST else size
-            if total > most:
-                most, moment = total, i
-        return moment
-
-    def now(self, kinds: Mapping[int, str]) -> Counter[str]:
-        """Bytes by kind that are held now."""
-        return self._sum_by_kind(self._events, kinds)
-
-    def _sum_by_kind(self, events: list[tuple[int, int]], kinds: Mapping[int, str]) -> Counter[str]:
-        held: Counter[str] = Counter()
-        for number, size in events:
-            held[kinds.get(number, WHOLE if number in self._whole else REST)] += size
-        del held[HOST]
-        return +held
+    def held(self, kinds: Mapping[int, str], moment: int | None = None) -> Counter[str]:
+        """Return the bytes by kind that are held at a place in the log; default: now."""
+        found: Counter[str] = Counter()
+        for number, size in self._events[:moment]:
+            found[kinds.get(number, WHOLE if number in self._whole else REST)] += size
+        del found[HOST]
+        return +found
 
     # ---- communication -------------------------------------------------------------------------------------------
 
     def _note_collective(self, name: str, args: tuple, result: object) -> None:
-        name = name.lstrip("_")
+        from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
+
+        name, given = name.lstrip("_"), tree_leaves(args)
         kind = next((kind for start, kind in _KINDS.items() if name.startswith(start)), None)
-        group = _group_of(args)
-        if kind is None or group is None or group.size() == 1:
+        # The process group is an object among the arguments, or the name that functional collectives take.
+        objects = [x for x in given if isinstance(x, torch.ScriptObject) and "ProcessGroup" in str(x._type())]
+        names = [x for x in given if isinstance(x, str)]
+        if kind is None or not (objects or names):
+            return
+        group = ProcessGroup.unbox(objects[0]) if objects else _resolve_process_group(GroupName(names[-1]))
+        ranks = group.size()
+        if ranks == 1:
             return
         axis = self.axes.get(group.group_name, "other")
         tensors = [leaf for leaf in tree_leaves((args, result)) if isinstance(leaf, torch.Tensor)]
         sizes = [leaf.nbytes for leaf in tensors]
-        payload = min(sizes) * group.size() if kind in ("all_gather", "reduce_scatter") else max(sizes)
-        self.traffic[axis][kind] += Traffic(1, payload, payload * compute_sent_share(kind, group.size()))
+        payload = min(sizes) * ranks if kind in ("all_gather", "reduce_scatter") else max(sizes)
+        # A broadcast passes all of it on, except at the end of the chain.
+        share = 1.0 if kind in ("send", "broadcast") else _ROUNDS[kind] * (ranks - 1) / ranks
+        self.traffic[axis][kind] += Traffic(1, payload, payload * share)
         if axis in self.data_axes:
             self._whole |= {self.note(tensor) for tensor in tensors}
 
 
-def compute_sent_share(kind: str, ranks: int) -> float:
-    """Bytes that one of `ranks` sends in a ring, per byte of the whole tensor (Thakur et al., 2005)."""
-    if kind in ("send", "broadcast"):  # a broadcast passes all of it on, except at the end of the chain
-        return 1.0
-    share = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1, "receive": 0}[kind]
-    return share * (ranks - 1) / ranks
-
-
 def get_local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor that holds this rank's memory: a DTensor's part, an asynchronous result's own."""
+    """Return the tensor that holds this rank's memory: a DTensor's part, an asynchronous result's own."""
     tensor = getattr(tensor, "_local_tensor", tensor)
     return getattr(tensor, "elem", tensor)
-
-
-def _group_of(args: tuple) -> dist.ProcessGroup | None:
-    """The process group among the arguments of a collective: an object, or the name that functional ones take."""
-    from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
-
-    for leaf in tree_leaves(args):
-        if isinstance(leaf, torch.ScriptObject) and "ProcessGroup" in str(leaf._type()):
-            return ProcessGroup.unbox(leaf)
-    names = [leaf for leaf in tree_leaves(args) if isinstance(leaf, str)]
-    return _resolve_process_group(GroupName(names[-1])) if names else None
 
 
 # ---- Two training steps of a parallel model, with a `Recorder` beside them: in a real process or in a dry run
@@ -312,21 +291,30 @@ def observe(
     """
     state = state_of(model)
     assert state is not None
+    mirror = None if state.pipeline is None else state.pipeline.mirror
+    steps = [batches[-1:], batches]  # the first only fills the optimizer's state, the last is like any later one
+    if state.pipeline is not None and state.pipeline.delayed is not None:
+        # Without a flush a step begins with what former ones have computed of it, on weights as old as it finds later.
+        micro_batches = len(batches) * count_micro_batches(count_rows(batches[0]), state.config)
+        steps = [list(batches) for _ in range(2 + -(-state.config.pp_size // micro_batches))]
     with Recorder(name_groups(state), scalars=scalars) as recorder, contextlib.ExitStack() as measured:
         kinds = {recorder.note(tensor): "parameters" for tensor in (*model.parameters(), *model.buffers())}
         watch_copies(itertools.chain(*layers), lambda copy: kinds.update({recorder.note(copy): HOST}))
         update = build_optimizer(optimizer, model)
-        *earlier, last = _list_steps(state, batches)
-        for accumulated in (*earlier, last):
-            if accumulated is last:
-                measured.enter_context(_record_parts(recorder, (*layers, *_list_mirrored_layers(state))))
+        for accumulated in steps:
+            if accumulated is steps[-1]:  # the rank's copy of a stage is there by now, if it mirrors one
+                mirrored = [] if mirror is None else [tuple(mirror.mirrored.layers)]
+                measured.enter_context(_record_parts(recorder, (*layers, *mirrored)))
             recorder.traffic.clear()
             recorder.moments.clear()
             recorder.remember()
             for _ in _run_batches(model, accumulated, autocast):  # sums rest with weights: on the host under offload
                 resting = find_resting_parameters([state.root], list(model.parameters()))
                 kinds |= {recorder.note(p.grad): "gradients" for p in resting if p.grad is not None}
-            kinds |= {recorder.note(tensor): "parameters" for tensor in _list_weights(state)}
+            # Without a flush weights have moved, and former ones are kept.
+            copies = [] if mirror is None else [value for _, value in mirror.copies]
+            weights = [*state.root.parameters(), *state.root.buffers(), *copies]
+            kinds |= {recorder.note(tensor): "parameters" for tensor in weights}
             gradients = _list_gradients(state)
             kinds |= {recorder.note(gradient): "gradients" for gradient in gradients}
             recorder.remember()
@@ -334,7 +322,7 @@ def observe(
             states = [x for values in update.state.values() for x in values.values() if torch.is_tensor(x)]
             kinds |= {recorder.note(tensor): "optimizer" for tensor in states}
             recorder.remember()
-            kept = recorder.now(kinds)
+            kept = recorder.held(kinds)
             del gradients, states
             update.zero_grad()
         traffic = {axis: dict(by_kind) for axis, by_kind in recorder.traffic.items()}
@@ -359,26 +347,6 @@ def observe_alone(
         return max(recorder.peaks(kinds), key=lambda peak: peak.total())
 
 
-def _list_steps(state: ParallelState, batches: list[Inputs]) -> list[list[Inputs]]:
-    """Return the batches of each step: the first only fills the optimizer's state, the last is like any later one.
-
-    Without a flush a step begins with what former ones have computed of it, on weights as old as it finds them later.
-    """
-    if state.pipeline is None or state.pipeline.delayed is None:
-        return [batches[-1:], batches]
-    config = state.config
-    micro_batches = len(batches) * count_micro_batches(count_rows(batches[0]), config)
-    return [list(batches) for _ in range(2 + -(-config.pp_size // micro_batches))]
-
-
-def _list_weights(state: ParallelState) -> list[torch.Tensor]:
-    """Return the weights of all of a rank's stages; without a flush they have moved, and former ones are kept."""
-    pipeline, model = state.pipeline, state.root
-    mirror = None if pipeline is None else pipeline.mirror
-    copies = [] if mirror is None else [value for _, value in mirror.copies]
-    return [*model.parameters(), *model.buffers(), *copies]
-
-
 def _list_gradients(state: ParallelState) -> list[torch.Tensor]:
     """Return the gradients of the step that has run, and the sums of those that have begun."""
     found = [p.grad for p in state.root.parameters()]
@@ -386,12 +354,6 @@ def _list_gradients(state: ParallelState) -> list[torch.Tensor]:
         for coming in state.pipeline.delayed.updates:
             found += coming.gradients.values()
     return [gradient for gradient in found if gradient is not None]
-
-
-def _list_mirrored_layers(state: ParallelState) -> list[tuple[nn.Module, ...]]:
-    """Return the layers of the stage that a rank has a copy of, if it has one."""
-    mirror = None if state.pipeline is None else state.pipeline.mirror
-    return [] if mirror is None else [tuple(mirror.mirrored.layers)]
 
 
 def _announce_steps(pipeline: PipelineEngine, model: nn.Module, batches: list[Inputs]) -> None:

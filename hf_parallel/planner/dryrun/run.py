@@ -135,9 +135,9 @@ def dry_run(
     config = config.resolve(world_size if world_size is not None else abs(config.world_size))
     if find_device(device)[1]:
         refuse(f"device={device}", find_device(device)[1], "device=cpu")
-    away = _list_off_device_kinds(
-        config.offload if config.offload_ranks is None or rank in config.offload_ranks else "none"
-    )
+    offload = config.offload if config.offload_ranks is None or rank in config.offload_ranks else "none"
+    away = frozenset({"optimizer"} if offload != "none" else ())  # kinds of memory that are the host's, or a file's
+    away |= {"parameters", "gradients"} if parameters_rest(offload) else set()
     config = dataclasses.replace(config, offload="none")
     model = on_meta(model).to(PRECISIONS[precision][0])
     if config.pp_size > 1 and getattr(model.config, "output_router_logits", False):
@@ -151,24 +151,18 @@ def dry_run(
         get_backbone_of(model).set_submodule(stack.name, nn.ModuleList(stack.layers[:layers]))
         stack = _find_only_stack(model)
     config, counts = settle_layout(model, config, rank)
-    shorten = not whole and stack is not None and _are_alike(stack.layers)
+    blocks = [] if stack is None else stack.layers
+    shapes = [[(name, tuple(p.shape)) for name, p in block.named_parameters()] for block in blocks]
     fewest = counts
-    if shorten:
+    if not whole and stack is not None and all(shape == shapes[0] for shape in shapes):  # they stand for each other
         every = read_recompute_interval(config.recompute_way) or 1  # so many layers further on one is like this one
         fewest = tuple(count if count < _FEWEST else _FEWEST + (count - _FEWEST) % every for count in counts)
     of_step = (rank, rows, seq, accumulation, optimizer, precision, adapt, pack, away, torch.device(device))
     run = _Run(model, stack, config, *of_step)
     total = run.continued(fewest, counts) if whole else _extrapolate_micro_batches(run, fewest, counts)
-    return DryRun(
-        rank,
-        compute_coordinates(config, rank),
-        total.peak,
-        total.kept,
-        total.communication,
-        counts,
-        fewest,
-        time.monotonic() - began,
-    )
+    seen = (total.peak, total.kept, total.communication)
+    place, seconds = compute_coordinates(config, rank), time.monotonic() - began
+    return DryRun(rank, place, *seen, counts, fewest, seconds)
 
 
 def count_alone(
@@ -211,22 +205,15 @@ def find_device(asked: str) -> tuple[str, str]:
     return "cpu", "this torch is built without CUDA" if torch.version.cuda is None else "there is no GPU here"
 
 
-def _list_off_device_kinds(offload: str) -> frozenset[str]:
-    """Kinds of memory that are the host's, or a file's."""
-    if offload == "none":
-        return frozenset()
-    return frozenset({"parameters", "gradients", "optimizer"} if parameters_rest(offload) else {"optimizer"})
-
-
 def on_meta(model: PretrainedConfig | nn.Module) -> PreTrainedModel:
-    """The model of a config on the meta device, or a copy of a model that is there already."""
+    """Return the model of a config on the meta device, or a copy of a model that is there already."""
     if isinstance(model, nn.Module):
         return copy.deepcopy(model)
     return build_on_meta(model)
 
 
 def settle_layout(model: PreTrainedModel, config: ParallelConfig, rank: int) -> tuple[ParallelConfig, tuple[int, ...]]:
-    """The config with all decided that depends on the whole model, and the layers of each stage that the rank runs."""
+    """Return the config with all decided that depends on the whole model, and the layers of the rank's stages."""
     if config.pp_size == 1:
         stack = _find_only_stack(model)
         return config, (len(stack.layers) if stack else 0,)
@@ -238,7 +225,7 @@ def settle_layout(model: PreTrainedModel, config: ParallelConfig, rank: int) -> 
 
 
 def _list_stages_run(config: ParallelConfig, rank: int) -> list[int]:
-    """Indices of the stages that a rank runs: its own, and the one that it mirrors."""
+    """Return indices of the stages that a rank runs: its own, and the one that it mirrors."""
     place = compute_coordinates(config, rank)["pp"]
     return config.stages_of_rank(place) + [config.pp_size - 1 - place] * config.mirrors_stages
 
@@ -251,7 +238,7 @@ class LayerList(NamedTuple):
 
 
 def _find_only_stack(model: PreTrainedModel) -> LayerList | None:
-    """The one list of layers of a model; None if there are several, or none is known."""
+    """Return the one list of layers of a model; None if there are several, or none is known."""
     backbone = get_backbone_of(model)
     plan = find_backbone_plan(backbone) if backbone is not None else None
     if plan is None:
@@ -259,14 +246,8 @@ def _find_only_stack(model: PreTrainedModel) -> LayerList | None:
     return LayerList(list(backbone.get_submodule(plan.layers)), plan.layers)
 
 
-def _are_alike(layers: list[nn.Module]) -> bool:
-    """Do all layers have the same parameters? Else they cannot stand for each other."""
-    shapes = [[(name, tuple(p.shape)) for name, p in layer.named_parameters()] for layer in layers]
-    return all(shape == shapes[0] for shape in shapes)
-
-
 def end_ranks(config: ParallelConfig) -> list[int]:
-    """The first and the last pipeline rank, which hold embedding and head."""
+    """Return the first and the last pipeline rank, which hold embedding and head."""
     of_one_pipeline = list_axis_ranks(config, "pp")[0]
     return sorted({of_one_pipeline[0], of_one_pipeline[-1]})
 
@@ -290,7 +271,7 @@ class _Run:
     device: torch.device
 
     def continued(self, fewest: tuple[int, ...], counts: tuple[int, ...]) -> Observed:
-        """With `counts` layers on this rank's stages, from runs with `fewest` and with one more on each.
+        """Observe `counts` layers on this rank's stages, from runs with `fewest` and with one more on each.
 
         Of `activation_checkpointing=every:N` it is N more, of which one is recomputed.
         """
@@ -304,7 +285,7 @@ class _Run:
         return total
 
     def observe(self, counts: tuple[int, ...]) -> Observed:
-        """With so many layers on each of this rank's stages; other ranks' stages get one each."""
+        """Observe so many layers on each of this rank's stages; other ranks' stages get one each."""
         model, config = self._shorten_model(counts)
         try:
             partner = self._describe_partner(counts) if config.mirrors_stages else None
@@ -373,14 +354,18 @@ class _Run:
 
 
 def _extrapolate_micro_batches(run: _Run, fewest: tuple[int, ...], counts: tuple[int, ...]) -> Observed:
-    """A long schedule from two short ones: once it is full, every further round of micro-batches adds the same.
+    """Extrapolate a long schedule from two short ones: once it is full, each round of micro-batches adds the same.
 
     But where all forwards come first: what is held then grows with each, and may pass what was fullest in short ones.
     """
-    ranks = run.config.pp_size
+    ranks, schedule = run.config.pp_size, run.config.pipeline_schedule
     asked = count_micro_batches(run.rows, run.config) if ranks > 1 else 1
-    few, step = _find_full_schedule(run.config, asked)
-    if ranks == 1 or asked <= few + step or run.config.pipeline_schedule in _FORWARDS_FIRST:
+    # With `few` micro-batches, of those that lead to `asked`, a schedule is full, and `step` make a round. With
+    # several stages on a rank, which take turns, it takes longer until it is full.
+    few, step = (4 if schedule in LOOPED_SCHEDULES else 2) * ranks + asked % ranks, ranks
+    if schedule in V_SCHEDULES:
+        few, step = 2 * ranks + 1, 1
+    if ranks == 1 or asked <= few + step or schedule in _FORWARDS_FIRST:
         return run.continued(fewest, counts)
     one, two = (
         dataclasses.replace(
@@ -392,15 +377,6 @@ def _extrapolate_micro_batches(run: _Run, fewest: tuple[int, ...], counts: tuple
     total = copy.deepcopy(one)
     _extend(total, one, two, (asked - few) // step)
     return total
-
-
-def _find_full_schedule(config: ParallelConfig, asked: int) -> tuple[int, int]:
-    """With how many micro-batches a schedule is full, of those that lead to `asked`, and how many make a round."""
-    ranks, schedule = config.pp_size, config.pipeline_schedule
-    if schedule in V_SCHEDULES:
-        return 2 * ranks + 1, 1
-    # With several stages on a rank, which take turns, it takes longer until a schedule is full.
-    return (4 if schedule in LOOPED_SCHEDULES else 2) * ranks + asked % ranks, ranks
 
 
 def _extend(total: Observed, base: Observed, more: Observed, times: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from hf_parallel.ask.spec import refuse
 
 
 def materialise_weights(model: nn.Module, device: torch.device | str = "cpu") -> None:
-    """Memory for meta weights, fake in a dry run; modules that shared a parameter share one again."""
+    """Make memory for meta weights, fake in a dry run; modules that shared a parameter share one again."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -31,7 +31,7 @@ def materialise_weights(model: nn.Module, device: torch.device | str = "cpu") ->
 
 @contextlib.contextmanager
 def pretend_world(rank: int, size: int) -> Iterator[None]:
-    """This process as one of `size`, with collectives that leave tensors as they are.
+    """Let this process be one of `size`, with collectives that leave tensors as they are.
 
     Raises:
         SpecError: it is part of a real world.
@@ -135,8 +135,10 @@ class Shapes(FakeTensorMode):
         try:
             if func in _VIEWS:
                 self._plain(args[0])
-                return self._view(func, args, kwargs)
-            key = (func, self._all_described(args), self._all_described(kwargs.items()))
+                with in_kernel_invocation_manager(self):
+                    seen = func(*args, **kwargs)
+                return FakeTensor(self, seen, args[0].fake_device)
+            key = (func, self._described(tuple(args)), self._described(tuple(kwargs.items())))
         except _NotPlain:
             return super().dispatch(func, types, args, kwargs)
         made = self._known.get(key, self)
@@ -149,11 +151,6 @@ class Shapes(FakeTensorMode):
             return args[0]
         return self._fresh(made) if type(made) is tuple else [self._fresh(one) for one in made]
 
-    def _view(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> FakeTensor:
-        with in_kernel_invocation_manager(self):
-            seen = func(*args, **kwargs)
-        return FakeTensor(self, seen, args[0].fake_device)
-
     def _fresh(self, made: _Made) -> FakeTensor:
         shape, stride, dtype, device = made
         with in_kernel_invocation_manager(self):
@@ -164,16 +161,13 @@ class Shapes(FakeTensorMode):
         if type(value) is not FakeTensor or value.constant is not None or value.fake_mode is not self:
             raise _NotPlain
 
-    def _all_described(self, values: Iterable[Any]) -> tuple[Any, ...]:
-        return tuple([self._described(value) for value in values])
-
     def _described(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             self._plain(value)
             assert isinstance(value, FakeTensor)
             return (value.shape, value.stride(), value.storage_offset(), value.dtype, value.fake_device)
         if isinstance(value, (list, tuple)):
-            return self._all_described(value)
+            return tuple([self._described(one) for one in value])
         if not isinstance(
             value, (int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format, type(None))
         ):
@@ -187,17 +181,16 @@ def _choose_what_to_remember(result: Any, args: Sequence[Any], kwargs: Mapping[s
         return None
     tensors = result if isinstance(result, (list, tuple)) else [result]
     given = {x.untyped_storage()._cdata for x in torch.utils._pytree.tree_leaves((args, kwargs)) if torch.is_tensor(x)}
-    if not all(type(x) is FakeTensor and x.constant is None and _is_whole_storage(x) for x in tensors):
-        return False
+    for x in tensors:
+        if type(x) is not FakeTensor or x.constant is not None:
+            return False
+        # A new tensor of this shape would have another storage.
+        last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+        elements = last + 1 if x.numel() else 0
+        if x.storage_offset() != 0 or x.untyped_storage().nbytes() != elements * x.element_size():
+            return False
     storages = {x.untyped_storage()._cdata for x in tensors}
     if len(storages) < len(tensors) or not storages.isdisjoint(given):
         return False
     made = [(x.shape, x.stride(), x.dtype, x.fake_device) for x in tensors]
     return made if isinstance(result, (list, tuple)) else made[0]
-
-
-def _is_whole_storage(tensor: FakeTensor) -> bool:
-    """Is its storage what a new tensor of this shape would have?"""
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    elements = last + 1 if tensor.numel() else 0
-    return tensor.storage_offset() == 0 and tensor.untyped_storage().nbytes() == elements * tensor.element_size()
