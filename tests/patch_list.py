@@ -141,8 +141,11 @@ def _counts(patches: list[Patch]) -> str:
     rows = [f"| {' | '.join(heads)} |", "|" + " --- |" * len(heads)]
     for name, found in [*((name, _of(name, patches)) for name in _libraries(patches)), ("all", patches)]:
         private = sum(map(_is_private, found))
-        owners, made = len({patch.owner for patch in found}), len({patch.make for patch in found})
-        rows.append(f"| {name} | {owners} | {made} | {len(found)} | {len(found) - private} | {private} |")
+        # The class of a method, else the name itself.
+        targets = {patch.target for patch in found}
+        owners = {target.rpartition(".")[0] if "." in target.partition(":")[2] else target for target in targets}
+        made = len({patch.make for patch in found})
+        rows.append(f"| {name} | {len(owners)} | {made} | {len(found)} | {len(found) - private} | {private} |")
     return "\n".join(rows)
 
 

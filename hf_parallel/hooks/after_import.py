@@ -9,6 +9,7 @@ import os
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -17,11 +18,12 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 
+@dataclass(eq=False)
 class AfterImport(importlib.abc.MetaPathFinder):
     """Waits among the finders for `module`, lets the others find it, and calls `then` once it has run."""
 
-    def __init__(self, module: str, then: Callable[[], None]) -> None:
-        self.module, self.then = module, then
+    module: str
+    then: Callable[[], None]
 
     def wait(self) -> None:
         """Ask before all other finders."""

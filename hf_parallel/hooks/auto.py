@@ -297,23 +297,20 @@ def _find_best(shown: Shown, devices: list[Device]) -> Chosen:
         "documents": batch.documents,
         "whole_logits": shown.reader is not None,
     }
+    takes = options["accept"]
+    # A start has to write what its layout offloads; a planned layout may leave the folder to its user.
+    options["accept"] = lambda layout: offload_folder(layout.offload) != FOLDER_TO_NAME and takes(layout)
     if isinstance(cluster, MixedCluster):
         return _find_best_of_groups(cluster, batch, options)
-    takes = options["accept"]
-    found = search(cluster=cluster, **options | {"accept": lambda layout: names_its_folder(layout) and takes(layout)})
+    found = search(cluster=cluster, **options)
     if found.best is None:
-        on_disk = search(cluster=cluster, **options | {"top": 1}).best
+        on_disk = search(cluster=cluster, **options | {"accept": takes, "top": 1}).best
         works = "" if on_disk is None else on_disk.config.to_spec().replace(FOLDER_TO_NAME, "/scratch")
         advice = f"in memory; auto knows no folder on a fast disk. Works: {works}" if works else found.advice
         refuse(f"no layout of {dist.get_world_size()} processes fits", advice)
-    joining.remember_plan([found.goal], found.best.config)
+    of_session(joining.Asked).planned = [found.goal], found.best.config
     reasons = [*_list_choice_reasons(found, batch, shown.reader), *turns]
     return Chosen(found.best.config.to_spec(), (format_choice(found), *turns), tuple(reasons))
-
-
-def names_its_folder(layout: ParallelConfig) -> bool:
-    """Could a start write what this layout offloads? A planned one may leave the folder to its user."""
-    return offload_folder(layout.offload) != FOLDER_TO_NAME
 
 
 # ---- unlike GPUs -------------------------------------------------------------------------------------------------
@@ -335,7 +332,7 @@ def _find_best_of_groups(mixed: MixedCluster, batch: ScriptBatch, options: dict[
             cut = (1,) if rows is None else cut_examples(rows * config.data_parallel_size, config.shares)
             if why is not None or min(cut) == 0:
                 return False
-        return names_its_folder(config) and takes(config)
+        return takes(config)
 
     found = search_groups(mixed=mixed, in_order=True, **options | {"accept": accept})
     if not found.started:
@@ -343,7 +340,7 @@ def _find_best_of_groups(mixed: MixedCluster, batch: ScriptBatch, options: dict[
         refuse(f"no layout of all {mixed.gpus} processes fits", "; ".join([explain_mixed_misfit(found), *works]))
     first, *others = found.started
     goals = [dataclasses.replace(found.goal, cluster=mixed.seen_from(group)) for group in mixed.groups]
-    joining.remember_plan(goals, first.config)
+    of_session(joining.Asked).planned = goals, first.config
     gpus = " + ".join(f"{group.cluster.gpus} x {group.cluster.gpu.name}" for group in mixed.groups)
     said = [f"auto chooses {describe_layout(first)}, by prediction, on {gpus}"]
     fastest = min(found.choices, key=lambda choice: choice.seconds_per_row)

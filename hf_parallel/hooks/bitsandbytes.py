@@ -171,16 +171,6 @@ def _quantize_weight(weight: torch.Tensor, quant_type: str, double: bool = False
     return codes, functional.dequantize_blockwise(state.absmax, state.state2).float() + state.offset
 
 
-def mark_as_quantized(model: PreTrainedModel, config: BitsAndBytesConfig) -> None:
-    """Leave on a model the marks of bitsandbytes' own loading, by which Trainer, PEFT and TRL know it."""
-    from transformers.quantizers import AutoHfQuantizer
-
-    model.is_loaded_in_4bit = model.is_quantized = True
-    model.quantization_method = config.quant_method
-    model.hf_quantizer = AutoHfQuantizer.from_config(config)
-    model.save_pretrained = _refuse_saving
-
-
 @patch("peft.utils.other:prepare_model_for_kbit_training", "casts shards", copies=True)
 def prepare_for_training(original: Callable, model: nn.Module, *args: object, **kwargs: object) -> object:
     """`prepare_model_for_kbit_training` casts what is not packed to fp32, in a way that shards do not bear."""
@@ -212,5 +202,6 @@ def _replace_linears(model: nn.Module, change: Callable[[nn.Parameter], torch.Te
             module._parameters[name] = None if p is None else changed[id(p)]
 
 
-def _refuse_saving(*args: object, **kwargs: object) -> None:
+def refuse_saving(*args: object, **kwargs: object) -> None:
+    """Refuse `save_pretrained` of a base in 4 bits."""
     raise NotImplementedError("hf_parallel: a base in 4 bits is not saved; save the adapters")

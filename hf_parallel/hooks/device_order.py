@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from fractions import Fraction
 
 from hf_parallel.ask.config import ParallelConfig
 from hf_parallel.hooks import report, runtime
-from hf_parallel.planner.detect import Device, number_kinds_of, read_device_here
+from hf_parallel.planner.detect import number_kinds_of, read_device_here
 from hf_parallel.ranks import devices, messages
 from hf_parallel.ranks.mesh import compute_coordinates, compute_data_rank
 from hf_parallel.ranks.shares import WORTH
@@ -25,6 +24,7 @@ def warn_of_device_order(config: ParallelConfig) -> None:
     kinds = number_kinds_of(found)
     if len(set(kinds)) == 1:
         return
+    # FLOP/s of a matrix product on each rank.
     rates = messages.gather_objects(devices.measure_product_rate(runtime.mesh().device))
     parts = []  # the share of each rank in a batch times the number of its layers
     for rank in range(config.world_size):
@@ -36,25 +36,13 @@ def warn_of_device_order(config: ParallelConfig) -> None:
         if speeds is not None:
             part *= Fraction(speeds[place])
         parts.append(part)
-    line = describe_order(found, rates, parts)
-    if line is not None:
-        report.say(line)
-
-
-def describe_order(found: Sequence[Device], rates: Sequence[float], parts: Sequence[Fraction]) -> str | None:
-    """Return the line about an order of GPUs in which slow ones have the large parts; None: fast ones have them.
-
-    Args:
-        found, rates, parts: device, FLOP/s of a matrix product, and part of the work of each rank.
-    """
-    kinds = number_kinds_of(found)
     ranks = {kind: [rank for rank, own in enumerate(kinds) if own == kind] for kind in dict.fromkeys(kinds)}
     rate = {kind: sum(rates[rank] for rank in own) / len(own) for kind, own in ranks.items()}
     mean = {kind: sum(parts[rank] for rank in own) / len(own) for kind, own in ranks.items()}
     pairs = ((slow, fast) for slow in ranks for fast in ranks if rate[fast] > WORTH * rate[slow])
     slow, fast = next(((slow, fast) for slow, fast in pairs if mean[slow] > mean[fast]), (None, None))
     if slow is None or fast is None:
-        return None
+        return
     by_part = sorted(range(len(parts)), key=lambda rank: (-parts[rank], rank))
     by_rate = sorted(range(len(parts)), key=lambda rank: (-rate[kinds[rank]], rank))
     taken = dict(zip(by_part, by_rate, strict=True))  # place: who should be there
@@ -63,7 +51,7 @@ def describe_order(found: Sequence[Device], rates: Sequence[float], parts: Seque
     works = f"start nodes in this order: {', '.join(hosts)}"
     if len(hosts) == 1:
         works = f"CUDA_VISIBLE_DEVICES={','.join(map(str, order))} gives the fast ones more"
-    return (
+    report.say(
         f"the order of GPUs: {found[slow].name} (rank {ranks[slow][0]}, …) has {float(mean[slow] / mean[fast]):.3g} x "
         f"the work of {found[fast].name} (rank {ranks[fast][0]}, …), which is {rate[fast] / rate[slow]:.2g} x as "
         f"fast; {works}"

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,7 +19,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from transformers import Trainer
 
-_ENDED = "decide alike on all ranks when to stop: control.should_training_stop of one rank stops that one alone"
+#: What to do where ranks end a training after different steps.
+ENDED = "decide alike on all ranks when to stop: control.should_training_stop of one rank stops that one alone"
 
 
 @patch("transformers.trainer:Trainer.{evaluate,predict}", "waits for ranks that will not come")
@@ -94,14 +94,6 @@ def _refuse_repeats(tensor: torch.Tensor, group: object) -> None:
     why = f"a loss gathers {processes} batches, of which only {mesh.data_size} differ: examples count twice"
     works = f"dp_shard_size={processes}, or a loss that does not gather,"
     refuse(f"{keys} with torch.distributed.all_gather", why, works)
-
-
-@contextlib.contextmanager
-def train_on_all_ranks(trainer: Trainer) -> Iterator[None]:
-    """All ranks begin, and all end after the same step."""
-    begin(trainer.model, "trainer.train")
-    yield
-    assert_all_ranks("the end of trainer.train", _ENDED)
 
 
 def begin(model: nn.Module, call: str) -> None:

@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -207,7 +207,7 @@ class Requested:
 
 
 @patch("transformers.modeling_utils:PreTrainedModel.from_pretrained", "asks for the layout")
-def from_pretrained(original: Callable, cls: type, *args: object, **kwargs: object) -> object:
+def from_pretrained(original: Callable, cls: type, *args: object, **kwargs: Any) -> object:
     """Ask for the layout, and make random numbers equal again afterwards."""
     if any(kwargs.get(key) is not None for key in ("distributed_config", "tp_plan", "tp_size")):
         refuse("from_pretrained", "is given a layout of its own and --parallel too", do="give one of them")
@@ -225,10 +225,17 @@ def from_pretrained(original: Callable, cls: type, *args: object, **kwargs: obje
         result = original(cls, *args, distributed_config=Requested(quantization), **kwargs)
     finally:
         drawing.device = former
+    model = result[0] if isinstance(result, tuple) else result
     if quantization is not None:
-        bitsandbytes.mark_as_quantized(result[0] if isinstance(result, tuple) else result, quantization)
+        from transformers.quantizers import AutoHfQuantizer
+
+        # The marks of bitsandbytes' own loading, by which Trainer, PEFT and TRL know a model.
+        model.is_loaded_in_4bit = model.is_quantized = True
+        model.quantization_method = quantization.quant_method
+        model.hf_quantizer = AutoHfQuantizer.from_config(quantization)
+        model.save_pretrained = bitsandbytes.refuse_saving
     if placed:
-        state = runtime.find_parallel_state(result[0] if isinstance(result, tuple) else result)
+        state = runtime.find_parallel_state(model)
         assert state is not None
         state.notes.append("device_map=auto has no effect: the layout places the model")
     runtime.equalise_within_model()

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NoReturn, TypeAlias, cast
 
 from packaging.version import Version
 
@@ -41,7 +41,7 @@ OPTIONAL = {"peft", "trl", "bitsandbytes", "sentence_transformers", "setfit", "s
 ALLOW_UNKNOWN = "HF_PARALLEL_ALLOW_UNKNOWN_VERSIONS"
 
 _MISSING = object()
-#: What was changed: the owner, the attribute, what it held itself.
+#: What was changed: the owner, the attribute, what it held itself; or what waits for an import, with what it has done.
 Undo: TypeAlias = tuple[object, str, object]
 
 
@@ -63,11 +63,6 @@ class Patch:
     def module(self) -> str:
         """The module of the target."""
         return self.target.partition(":")[0]
-
-    @property
-    def owner(self) -> str:
-        """The owner that is changed: the class of a method, else the name itself."""
-        return self.target.rpartition(".")[0] if "." in self.target.partition(":")[2] else self.target
 
     @property
     def library(self) -> str:
@@ -176,12 +171,13 @@ def apply_patches(patches: list[Patch]) -> list[Undo]:
 
 def apply_when_imported(module: str, patches: Iterable[Patch]) -> Undo:
     """Put patches in place now if `module` is imported, else right after its import; returns what `undo` needs."""
-    finder = _WhenImported(module, patches)
+    done: list[Undo] = []
+    finder = AfterImport(module, functools.partial(_put_patches_in_place, patches, done))
     if module in sys.modules:
-        finder.apply()
+        finder.then()
     else:
         finder.wait()
-    return finder, "cancel", _MISSING
+    return finder, "leave", done
 
 
 def refuse_unpatched(*modules: str) -> None:
@@ -299,29 +295,12 @@ def _set_attribute(owner: object, name: str, value: object, done: list[Undo]) ->
     setattr(owner, name, value)
 
 
-class _WhenImported(AfterImport):
-    """Puts patches in place as soon as the script has imported their module."""
-
-    def __init__(self, module: str, patches: Iterable[Patch]) -> None:
-        super().__init__(module, self.apply)
-        self.patches = patches
-        self.done: list[Undo] = []
-
-    def apply(self) -> None:
-        """The module is there."""
-        _put_patches_in_place(self.patches, self.done)
-
-    def cancel(self) -> None:
-        """Undo, or wait no more."""
-        self.leave()
-        undo(self.done)
-
-
 def undo(done: list[Undo]) -> None:
     """Put the originals back, newest first."""
     for owner, name, own in reversed(done):
-        if isinstance(owner, _WhenImported):
-            owner.cancel()
+        if isinstance(owner, AfterImport):  # wait no more, or undo what followed the import
+            owner.leave()
+            undo(cast("list[Undo]", own))
         elif own is _MISSING:
             delattr(owner, name)  # it was inherited
         else:

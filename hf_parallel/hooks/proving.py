@@ -18,6 +18,7 @@ import os
 import runpy
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy
@@ -126,11 +127,11 @@ def _list_patches_of_settings(proving: Proving) -> list[Patch]:
     ]
 
 
+@dataclass(eq=False)
 class Watcher(TrainerCallback):
     """Tells `Proving` what a Trainer does."""
 
-    def __init__(self, proving: Proving) -> None:
-        self.proving = proving
+    proving: Proving
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Watch the model as it is trained."""

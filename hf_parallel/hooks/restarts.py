@@ -94,18 +94,20 @@ def is_restart(former: dict, count: int, agents: list[str]) -> bool:
     )
 
 
+#: Where Trainer keeps what callbacks remember, in one process: the signature of a run.
+SIGNED = "hf_parallel"
+
+
+@dataclass(eq=False)
 class Signature(TrainerCallback):
-    """The signature of a run. In one process it goes where Trainer keeps what callbacks remember."""
+    """The signature of a run: its name, and its rows per step."""
 
-    PLACE = "hf_parallel"
-
-    def __init__(self, run: Run, trainer: Trainer):
-        self.facts = {"run": run.identity, "global_batch": trainer.get_total_train_batch_size(trainer.args)}
+    facts: dict[str, object]
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        state.stateful_callbacks[self.PLACE] = self.facts
+        state.stateful_callbacks[SIGNED] = self.facts
 
 
 def keep_rows_per_step(trainer: Trainer, rows: int | None, data_ranks: int) -> None:

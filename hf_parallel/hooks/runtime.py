@@ -32,7 +32,7 @@ from hf_parallel.ranks.shares import Shares, SharesOfPass, Speeds
 
 if TYPE_CHECKING:
     from accelerate.data_loader import BatchSamplerShard
-    from transformers import PreTrainedModel, TrainingArguments
+    from transformers import PreTrainedModel
 
 #: Seconds that a collective may take, unless the script's arguments say.
 TIME_OUT = "HF_PARALLEL_TIMEOUT"
@@ -172,13 +172,6 @@ def connect_process_group() -> None:
     of_python, of_numpy = messages.send_from_one(lambda: (random.getstate(), numpy.random.get_state()))
     random.setstate(of_python)
     numpy.random.set_state(of_numpy)
-
-
-def follow_time_out(args: TrainingArguments) -> None:
-    """Apply `ddp_timeout` of TrainingArguments to existing groups. Its default leaves the environment's value."""
-    default = type(args).__dataclass_fields__["ddp_timeout"].default
-    if args.ddp_timeout != default or not os.environ.get(TIME_OUT):
-        change_time_out(timedelta(seconds=args.ddp_timeout))
 
 
 def change_time_out(limit: timedelta) -> None:

@@ -124,11 +124,6 @@ def _compare_over_data_ranks(loss: nn.Module) -> None:
         loss.compute_loss_from_embeddings = over_all  # type: ignore[assignment]
 
 
-def does_save_on_one_rank(trainer: Trainer) -> bool:
-    """Does its `_save` expect to be called on one rank? The others give their weights."""
-    return any(cls.__module__ == "sentence_transformers.base.trainer" for cls in type(trainer).__mro__)
-
-
 @patch("sentence_transformers.util.distributed:get_rank", "finds its rows by process", copies=True)
 def data_rank(original: Callable) -> int:
     """Whose rows these are among those of all data ranks."""

@@ -27,7 +27,7 @@ def test_every_target_is_as_it_is_known():
                 for module in {patch.module for patch in list_patches() if patch.library == package}:
                     importlib.import_module(module)
         done = apply_patches(list_patches())
-        placed = sum(not isinstance(owner, patching._WhenImported) for owner, _, _ in done)
+        placed = sum(not isinstance(owner, patching.AfterImport) for owner, _, _ in done)
         refusing = [name for owner, name, _ in done if getattr(getattr(owner, name), "__name__", "") == "refuse"]
         return placed, dict(of_session(patching.Unusable)), refusing
 

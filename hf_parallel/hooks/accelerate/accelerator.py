@@ -34,7 +34,7 @@ from hf_parallel.hooks import bitsandbytes, hangs, monitoring, report, runtime
 from hf_parallel.hooks.accelerate import loop_losses
 from hf_parallel.hooks.accelerate.paired_losses import PairedLoss
 from hf_parallel.hooks.patching import patch, replacing
-from hf_parallel.hooks.peft.before import check_adapter_optimizer, make_parallel_below
+from hf_parallel.hooks.peft.before import make_parallel_below
 from hf_parallel.hooks.trainer import bad_numbers, means
 from hf_parallel.hooks.trainer.rows import without_targets
 from hf_parallel.model.anatomy import list_transformer_blocks
@@ -166,10 +166,11 @@ def prepare(original: Callable, self: Accelerator, *args: object, **kwargs: obje
         monitoring.watch_loop_model(model, str(self.project_dir or hangs.OUTPUTS))
         model.register_forward_pre_hook(hangs.mark_forward_pass)
     for optimizer in (arg for arg in args if isinstance(arg, torch.optim.Optimizer)):
-        check_adapter_optimizer(optimizer)
-        bitsandbytes.check_eight_bit(optimizer)
         inner = getattr(optimizer, "optimizer", optimizer)
         size, kind = mesh.size("pp"), type(inner)
+        if kind.__name__ == "LoraFAOptimizer":  # it multiplies the A of each adapter with itself
+            refuse(kind.__name__, "needs whole adapters, of which ranks hold parts", "AdamW")
+        bitsandbytes.check_eight_bit(optimizer)
         if size > 1 and kind.__module__.partition(".")[0] not in _BY_PARAMETER:
             report.say(
                 f"{kind.__name__} has the parameters of one stage of pp_size={size}: a norm that it takes over all "
@@ -270,30 +271,32 @@ def normalise_over_data_ranks(model: nn.Module) -> None:
                 return args, {**kwargs, "num_items_in_batch": items}
         return (args, kwargs) if masked else None
 
-    def leave(module: nn.Module, args: tuple, output: object) -> object:
-        forward = means.leave_forward()
-        loss = output.get("loss") if isinstance(output, dict) else None
-        hidden = forward.given.get(MASKED_MEANS.get(type(model).__name__, ""))
-        if isinstance(output, dict) and loss is not None and forward.share is not None and torch.is_tensor(hidden):
-            means.note(forward)
-            output["loss"] = loss = means.correct_over_data_ranks(loss, hidden.sum().float(), forward.share)
-        if forward.trains:
-            loop_losses.note_forward(loss, forward.counted, forward.given)
-        if state.pipeline is not None and not state.pipeline.last:
-            return None
-        if forward.last is not None and not forward.leaves_repeats:
-            _say_once(state, _REPEATED.format(forward.last.repeated))
-        if loss is None or forward.share is None:
-            return None
-        if not forward.counted:
-            sums = loop_losses.is_undivided_sum(loss.grad_fn, set())
-            _say_once(state, (_SUM if sums else _UNKNOWN).format(type(model).__name__, state.mesh.data_size))
-        elif forward.filled and means.get_scope() is None:
-            _say_once(state, _IN_LOOPS)
-        return None
-
     model.register_forward_pre_hook(enter, with_kwargs=True)
-    model.register_forward_hook(leave, always_call=True)
+    # A closure, not a partial: a deep copy of the model shares its state.
+    model.register_forward_hook(lambda module, _, output: _leave_forward(state, module, output), always_call=True)
+
+
+def _leave_forward(state: ParallelState, module: nn.Module, output: object) -> None:
+    """Correct a masked mean when a forward pass ends, and say what its loss is a mean over where that is not known."""
+    forward = means.leave_forward()
+    loss = output.get("loss") if isinstance(output, dict) else None
+    hidden = forward.given.get(MASKED_MEANS.get(type(module).__name__, ""))
+    if isinstance(output, dict) and loss is not None and forward.share is not None and torch.is_tensor(hidden):
+        means.note(forward)
+        output["loss"] = loss = means.correct_over_data_ranks(loss, hidden.sum().float(), forward.share)
+    if forward.trains:
+        loop_losses.note_forward(loss, forward.counted, forward.given)
+    if state.pipeline is not None and not state.pipeline.last:
+        return
+    if forward.last is not None and not forward.leaves_repeats:
+        _say_once(state, _REPEATED.format(forward.last.repeated))
+    if loss is None or forward.share is None:
+        return
+    if not forward.counted:
+        sums = loop_losses.is_undivided_sum(loss.grad_fn, set())
+        _say_once(state, (_SUM if sums else _UNKNOWN).format(type(module).__name__, state.mesh.data_size))
+    elif forward.filled and means.get_scope() is None:
+        _say_once(state, _IN_LOOPS)
 
 
 _REPEATED = (

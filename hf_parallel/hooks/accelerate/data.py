@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Iterator, Sized
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -32,7 +33,7 @@ from hf_parallel.ranks import messages
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
-    from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard, IterableDatasetShard
+    from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
     from torch.utils.data import DataLoader
     from transformers.utils import ModelOutput
 
@@ -91,7 +92,7 @@ def _shard_by_data_rank(prepared: DataLoaderShard, shared: bool) -> object:
     shard = prepared.dataset
     if isinstance(shard, IterableDatasetShard) and not isinstance(shard.dataset, CountedStream):
         if prepared.num_workers == 0:
-            shard.dataset = CountedStream(shard)
+            shard.dataset = CountedStream(shard.dataset, shard)
         elif not shard.drop_last:  # worker processes cannot tell what they have read
             report.say(
                 f"dispatch_batches=False with dataloader_num_workers={prepared.num_workers}: rows that only fill the "
@@ -148,19 +149,18 @@ def begin_pass(original: Callable, self: Any) -> None:
         self.remainder = len(sampler.sampler) % self.total_batch_size
 
 
+@dataclass(eq=False)
 class CountedStream(IterableDataset):
     """A stream that each data rank reads as a whole: tells the loader how many rows are new in its last batch."""
 
-    shard: Any
-
-    def __init__(self, shard: IterableDatasetShard) -> None:
-        self.dataset, self.shard = shard.dataset, shard
+    dataset: Any
+    shard: Any  # accelerate's, which held the data set
 
     def __getattr__(self, name: str) -> Any:
         return getattr(vars(self)["dataset"], name)
 
     def __len__(self) -> int:
-        return len(self.dataset)  # type: ignore[arg-type]
+        return len(self.dataset)
 
     def __iter__(self) -> Iterator:
         from accelerate.state import GradientState

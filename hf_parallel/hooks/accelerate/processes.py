@@ -17,6 +17,7 @@ import functools
 import os
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
@@ -132,14 +133,15 @@ State: TypeAlias = dict
 FILE = "data_order.pt"
 
 
+@dataclass(eq=False)
 class Place:
     """The place of one loader in its data, and of what `skip_first_batches` makes of it."""
 
-    def __init__(self, loader: DataLoaderShard, stream: RandomStream | None) -> None:
-        self.loader, self.stream = loader, stream
-        self.started: dict[str, object] | None = None  # what the epoch that is going on has started from
-        self.ended: int | None = None  # the epoch after the one that was read to its end
-        self.again: dict[str, object] | None = None  # what the next epoch starts from: a former process has begun it
+    loader: DataLoaderShard
+    stream: RandomStream | None
+    started: State | None = None  # what the epoch that is going on has started from
+    ended: int | None = None  # the epoch after the one that was read to its end
+    again: State | None = None  # what the next epoch starts from: a former process has begun it
 
     def state(self) -> State:
         """Return the place as numbers and tensors."""

@@ -21,12 +21,7 @@ from hf_parallel.hooks import hangs, runtime
 from hf_parallel.hooks.accelerate import processes
 from hf_parallel.hooks.patching import patch
 from hf_parallel.hooks.peft.adapters import load_adapter_weights
-from hf_parallel.hooks.trainer.checkpoints import (
-    Layout,
-    get_inner_optimizer,
-    list_data_ranks,
-    write_layout,
-)
+from hf_parallel.hooks.trainer.checkpoints import get_inner_optimizer, write_layout
 from hf_parallel.hooks.trainer.resuming import choose_rng_rank, find_all_damages, read_layout_of, refuse_damages
 from hf_parallel.ranks import assert_all_ranks, messages
 
@@ -105,8 +100,7 @@ def _write_accelerator_state(accelerator: Accelerator, saving: folders.Checkpoin
         with saving.noting():
             for number in range(len(accelerator._optimizers)):
                 folders.write_refusal(_number_file_name(folder, "optimizer", number) + ".bin")
-            facts: Layout = {"spec": mesh.config.to_spec(), "axes": mesh.config.sizes, "data_ranks": list_data_ranks()}
-            write_layout(facts, folder)
+            write_layout(folder, {})
             processes.save_loader_places(loaders, folder)
 
 

@@ -14,6 +14,7 @@ import contextlib
 import functools
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -274,11 +275,11 @@ def set_state_dict(
     return original(shown, peft_model_state_dict, *args, **kwargs)
 
 
+@dataclass(eq=False)
 class _Uncut:
     """A stand-in for a model whose parameters are whole, so that peft cuts none; it takes whole values."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
+    _model: nn.Module
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._model, name)

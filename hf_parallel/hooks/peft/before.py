@@ -95,13 +95,6 @@ def check_kind(config: PeftConfig) -> None:
         refuse(f"peft_type={config.peft_type.value}", "not part of this version", "LoRA")
 
 
-def check_adapter_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse LoRA-FA, which multiplies the A of each adapter with itself and names moments by pairs."""
-    kind = type(getattr(optimizer, "optimizer", optimizer)).__name__
-    if kind == "LoraFAOptimizer":
-        refuse(kind, "needs whole adapters, of which ranks hold parts", "AdamW")
-
-
 def check_copies(model: nn.Module, names: Collection[str], mesh: ParallelMesh) -> None:
     """Refuse copies (`modules_to_save`) of whole layers, and of modules whose split is not known."""
     for name, module in model.named_modules():

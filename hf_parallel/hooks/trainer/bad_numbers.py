@@ -14,6 +14,7 @@ import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -35,14 +36,14 @@ if TYPE_CHECKING:
 # all parts so far, so that the last one counts the whole batch; what the ones before have counted is forgotten.
 
 
+@dataclass(eq=False)
 class Joined:
     """The parts of one batch."""
 
-    def __init__(self, trainer: Trainer) -> None:
-        self.trainer = trainer
-        self.gathered: list[torch.Tensor] = []  # by the order of the calls in a part
-        self.reduced: list[torch.Tensor] = []
-        self.restore: Callable[[], None] | None = None
+    trainer: Trainer
+    gathered: list[torch.Tensor] = field(default_factory=list)  # by the order of the calls in a part
+    reduced: list[torch.Tensor] = field(default_factory=list)
+    restore: Callable[[], None] | None = None
 
     @contextlib.contextmanager
     def part(self) -> Iterator[None]:
@@ -110,11 +111,11 @@ SEARCHES = 3
 _METHODS = ("training_step", "_prepare_inputs")
 
 
+@dataclass
 class _Now:
     """The training whose numbers are looked at now, if any."""
 
-    def __init__(self) -> None:
-        self.looking: Looking | None = None
+    looking: Looking | None = None
 
 
 class BadNumberError(RuntimeError, Told):

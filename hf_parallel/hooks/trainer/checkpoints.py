@@ -28,7 +28,7 @@ from hf_parallel import checkpoint as folders
 from hf_parallel.apply.methods import find_models_inside, show_whole_module
 from hf_parallel.ask.spec import refuse
 from hf_parallel.checkpoint import slices
-from hf_parallel.hooks import hangs, runtime, sentence_transformers
+from hf_parallel.hooks import hangs, runtime
 from hf_parallel.hooks.accelerate.processes import RandomStream, make_plain_state
 from hf_parallel.hooks.patching import patch
 from hf_parallel.ranks.mesh import compute_data_rank
@@ -186,13 +186,14 @@ def save_model(original: Callable, self: Trainer, output_dir: str | None = None,
         wait_for_save(self)
         with hangs.allow_long_phase("a save"):
             # A transformers model saves itself, streamed; another module's weights are gathered first.
-            alone, mesh = sentence_transformers.does_save_on_one_rank(self), runtime.mesh()
-            state_dict = None
+            # sentence-transformers calls its `_save` on one rank; the others give their weights.
+            kinds, mesh, state_dict = type(self).__mro__, runtime.mesh(), None
+            alone = any(cls.__module__ == "sentence_transformers.base.trainer" for cls in kinds)
             if not alone and not hasattr(self.model, "base_model_prefix"):
                 state_dict = folders.full_state_dict(self.model, mesh)
             with folders.join_current_save(mesh) as saving, saving.noting():
                 # One rank writes what is gathered: transformers before 5.23 would let all, others with nothing.
-                owner = next(cls for cls in type(self).__mro__ if "_save" in vars(cls))
+                owner = next(cls for cls in kinds if "_save" in vars(cls))
                 if self.args.should_save and state_dict is not None and owner.__module__ != "transformers.trainer":
                     # A `_save` of the script may save a part of the model, and not what it is given.
                     with show_whole_module(self.model, find_models_inside(self.model, mesh.config), state_dict):
@@ -249,10 +250,18 @@ class UnfinishedSave:
             folders.start_writer(self.thread)
 
     def _work(self) -> None:
+        from transformers.trainer_utils import sort_checkpoints
+
         try:
             self.saving.commit()
-            if self.saving.mesh.rank == 0:
-                _rotate(self.run, self.limit, self.best)
+            if self.saving.mesh.rank > 0 or not self.limit or self.limit < 0:
+                return
+            # Delete old checkpoints as Trainer does: the newest and the best stay. Deleted ones lose their name first.
+            found = sort_checkpoints(self.run, use_mtime=True)
+            protected = set(found[-1:]) | ({str(Path(self.best))} if self.best else set())
+            others = [path for path in found if path not in protected]
+            for path in others[: max(0, len(found) - max(self.limit, len(protected)))]:
+                folders.remove(path)
         except BaseException as error:  # raised in the main thread by `wait`
             self.error = error
 
@@ -284,20 +293,9 @@ def wait_for_save(trainer: Trainer) -> None:
             trainer.control = call("on_save", trainer.args, trainer.state, trainer.control)
 
 
-def _rotate(run: str, limit: int | None, best: str | None) -> None:
-    """Delete old checkpoints as Trainer does: the newest and the best stay. Deleted ones lose their name first."""
-    from transformers.trainer_utils import sort_checkpoints
-
-    found = sort_checkpoints(run, use_mtime=True)
-    if not limit or limit < 0 or len(found) <= limit:
-        return
-    protected = {found[-1]} | ({str(Path(best))} if best else set())
-    others = [path for path in found if path not in protected]
-    for path in others[: max(0, len(found) - max(limit, len(protected)))]:
-        folders.remove(path)
-
-
 def _write_checkpoint(trainer: Trainer, saving: folders.Checkpoint, run: str) -> None:
+    from transformers.trainer_callback import ExportableState
+
     trainer.save_model(saving.folder, _internal_call=True)
     best = trainer.state.best_global_step
     if best and str(getattr(trainer.args.save_strategy, "value", trainer.args.save_strategy)) != "no":
@@ -305,36 +303,31 @@ def _write_checkpoint(trainer: Trainer, saving: folders.Checkpoint, run: str) ->
         if best == trainer.state.global_step or os.path.exists(path):
             trainer.state.best_model_checkpoint = path
     if not trainer.args.save_only_model:
-        save_optimizer_and_schedule(trainer, saving.folder)
+        # All ranks write the optimizer's state, by name.
+        optimizer = get_inner_optimizer(trainer.optimizer)
+        folders.save_optimizer_state(trainer.model, optimizer, runtime.mesh(), saving.folder)
+        if trainer.args.should_save:
+            with saving.noting(), warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)
+                folders.write_refusal(os.path.join(saving.folder, "optimizer.pt"))
+                torch.save(trainer.lr_scheduler.state_dict(), os.path.join(saving.folder, "scheduler.pt"))
         with saving.noting():
             save_rng_state(saving.folder)
     if trainer.args.should_save:
         with saving.noting():
-            facts: Layout = {
-                "spec": runtime.mesh().config.to_spec(),
-                "axes": runtime.mesh().config.sizes,
-                "data_ranks": list_data_ranks(),
+            of_trainer: Layout = {
                 "global_batch": trainer.get_total_train_batch_size(trainer.args),
                 "accumulation": trainer.args.gradient_accumulation_steps,
                 "run": record_of(trainer).run,
             }
-            write_layout(facts, saving.folder)
-            _export_callbacks(trainer)
+            write_layout(saving.folder, of_trainer)
+            kept = trainer.state.stateful_callbacks  # exported as Trainer does just before it writes its state
+            for callback in [*trainer.callback_handler.callbacks, trainer.control]:
+                if not isinstance(callback, ExportableState):
+                    continue
+                name, now = type(callback).__name__, callback.state()
+                kept[name] = [*kept[name], now] if isinstance(kept[name], list) else now
             trainer.state.save_to_json(os.path.join(saving.folder, "trainer_state.json"))
-
-
-def _export_callbacks(trainer: Trainer) -> None:
-    """Export callbacks as Trainer does just before it writes its state."""
-    from transformers.trainer_callback import ExportableState
-
-    kept = trainer.state.stateful_callbacks
-    for callback in [*trainer.callback_handler.callbacks, trainer.control]:
-        if isinstance(callback, ExportableState):
-            name = type(callback).__name__
-            if isinstance(kept[name], list):
-                kept[name].append(callback.state())
-            else:
-                kept[name] = callback.state()
 
 
 class Layout(TypedDict, total=False):
@@ -348,40 +341,18 @@ class Layout(TypedDict, total=False):
     run: str | None
 
 
-def write_layout(facts: Layout, folder: str) -> None:
-    """The facts of who wrote a checkpoint."""
+def write_layout(folder: str, of_trainer: Layout) -> None:
+    """Write who wrote a checkpoint: the layout, which share of the data each rank reads, and a Trainer's facts."""
+    config = runtime.mesh().config
+    ranks = [compute_data_rank(config, rank) for rank in range(config.world_size)]
+    facts: Layout = {"spec": config.to_spec(), "axes": config.sizes, "data_ranks": ranks, **of_trainer}
     with open(os.path.join(folder, folders.LAYOUT), "w", encoding="utf-8") as file:
         json.dump(facts, file, indent=2)
-
-
-def list_data_ranks() -> list[int]:
-    """Return which share of the data each rank reads."""
-    config = runtime.mesh().config
-    return [compute_data_rank(config, rank) for rank in range(config.world_size)]
-
-
-def save_optimizer_and_schedule(trainer: Trainer, output_dir: str) -> None:
-    """The optimizer's state by name, written by all ranks, and the learning-rate schedule."""
-    mesh = runtime.mesh()
-    with folders.join_current_save(mesh) as saving:
-        folders.save_optimizer_state(trainer.model, get_inner_optimizer(trainer.optimizer), mesh, output_dir)
-        if trainer.args.should_save:
-            with saving.noting(), warnings.catch_warnings():
-                warnings.simplefilter("ignore", UserWarning)
-                folders.write_refusal(os.path.join(output_dir, "optimizer.pt"))
-                torch.save(trainer.lr_scheduler.state_dict(), os.path.join(output_dir, "scheduler.pt"))
 
 
 def get_inner_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """The optimizer itself, without accelerate's wrapper."""
     return getattr(optimizer, "optimizer", optimizer)
-
-
-def _write_state(state: dict[str, object], path: str) -> None:
-    with open(path, "wb") as file:
-        torch.save(state, file)
-        file.flush()
-        os.fsync(file.fileno())  # rank 0 can do so only for files that this machine's system has written
 
 
 def save_rng_state(output_dir: str) -> None:
@@ -397,8 +368,13 @@ def save_rng_state(output_dir: str) -> None:
     stream = RandomStream.latest
     if stream is not None:
         state["data"] = make_plain_state(stream.state)
-    _write_state(state, os.path.join(output_dir, f"rng_state_{dist.get_rank()}.pth"))
+    written = {f"rng_state_{dist.get_rank()}.pth": state}
     if dist.get_rank() == 0:
+        written["rng_state.pth"] = alone = dict(state)
         if stream is not None:  # in one process data draws from the generators that all draw from
-            state["cpu"], state["numpy"], state["python"] = stream.state
-        _write_state(state, os.path.join(output_dir, "rng_state.pth"))
+            alone["cpu"], alone["numpy"], alone["python"] = stream.state
+    for name, values in written.items():
+        with open(os.path.join(output_dir, name), "wb") as file:
+            torch.save(values, file)
+            file.flush()
+            os.fsync(file.fileno())  # rank 0 can do so only for files that this machine's system has written

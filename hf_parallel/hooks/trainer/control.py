@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,16 +45,16 @@ _LIBRARIES = ("transformers", "trl", "hf_parallel")
 _OF_TRAINING = {"loss", "learning_rate"}
 
 
+@dataclass(eq=False)
 class Control:
     """Exchanges what ranks decide, in one training."""
 
-    def __init__(self, trainer: Trainer) -> None:
-        self.trainer = trainer
-        mesh = runtime.mesh()
-        self.rank, self.world_size = mesh.rank, mesh.config.world_size
-        self.group: dist.ProcessGroup = mesh.host_group_of_training
-        self.decides: set[str] = set()
-        self.said: set[str] = set()
+    trainer: Trainer
+    rank: int
+    world_size: int
+    group: dist.ProcessGroup
+    decides: set[str] = field(default_factory=set)
+    said: set[str] = field(default_factory=set)
 
     def on_event(self, event: str, original: Callable, *args: Any, **kwargs: Any) -> TrainerControl:
         """Call the callbacks, then take rank 0's word if a callback of the script's own handles such an event."""
@@ -95,10 +96,11 @@ class Control:
 @contextlib.contextmanager
 def agree_on_control(trainer: Trainer) -> Iterator[None]:
     """Inside, rank 0 decides what all ranks do next."""
-    if runtime.mesh().config.world_size == 1:
+    mesh, handler = runtime.mesh(), trainer.callback_handler
+    if mesh.config.world_size == 1:
         yield
         return
-    control, handler = Control(trainer), trainer.callback_handler
+    control = Control(trainer, mesh.rank, mesh.config.world_size, mesh.host_group_of_training)
     methods = {event: functools.partial(control.on_event, event, getattr(handler, event)) for event in EVENTS}
     with replacing(handler, **methods):
         yield

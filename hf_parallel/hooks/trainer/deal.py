@@ -117,13 +117,8 @@ class Dealing:
         """Micro-steps to finish the epoch that a former run has begun; 0: there is none."""
         return 0 if self.batches.rest is None else len(self.batches.rest[1])
 
-    def now(self, step: int, accumulation: int) -> Deal:
-        """The deal after this step."""
-        seen = self._seen((step - self.first_step) * accumulation)
-        return {**self.deal, "batches": self.deal["batches"] + seen}
-
-    def _seen(self, micro_steps: float) -> int:
-        """Batches of examples in the first micro-steps of what is run here of the epoch under way."""
+    def count_seen(self, micro_steps: float) -> int:
+        """Count the batches of examples in the first micro-steps of what is run here of the epoch under way."""
         epoch, made = self.deal["epoch"], self.batches
         resumed = made.rest is not None and made.rest[0] == epoch
         if not resumed and len(made.lengths) >= len(made) and len(set(made.shares)) == 1:  # each batch has an example
@@ -146,18 +141,19 @@ def _make_new_deal(batches: TokenBatches, epoch: int) -> Deal:
     }
 
 
+@dataclass(eq=False)
 class DealtExamples(TrainerCallback):
     """Keeps the deal where checkpoints find it."""
 
-    def __init__(self, dealing: Dealing) -> None:
-        self.dealing = dealing
+    dealing: Dealing
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        now = self.dealing.now(state.global_step, args.gradient_accumulation_steps)
-        state.stateful_callbacks[PLACE] = now
-        state.epoch = now["epoch"] + now["batches"] / self.dealing.total
+        steps, deal = state.global_step - self.dealing.first_step, self.dealing.deal
+        batches = deal["batches"] + self.dealing.count_seen(steps * args.gradient_accumulation_steps)
+        state.stateful_callbacks[PLACE] = {**deal, "batches": batches}
+        state.epoch = deal["epoch"] + batches / self.dealing.total
 
 
 def record_deal(trainer: Trainer, batches: TokenBatches) -> None:
@@ -241,18 +237,13 @@ def _resume(dealing: Dealing, state: dict, args: TrainingArguments) -> None:
         )
 
 
-def find_place_to_go_on(trainer: Trainer, found: tuple[int, int]) -> tuple[int, int]:
-    """The epoch, and the batches to skip in it: none where `finish` has left them out."""
-    dealing = record_of(trainer).dealing
+def find_place_to_go_on(original: Callable, self: Trainer, *args: object, **kwargs: object) -> tuple[int, int]:
+    """Return the epoch, and the batches to skip in it: none where `finish` has left them out."""
+    found, dealing = original(self, *args, **kwargs), record_of(self).dealing
     if dealing is None:
-        trainer.state.stateful_callbacks.pop(PLACE, None)
+        self.state.stateful_callbacks.pop(PLACE, None)
         return found
     return found if dealing.resumed is None else (dealing.deal["epoch"], 0)
-
-
-def find_place_in_one_process(original: Callable, self: Trainer, *args: object, **kwargs: object) -> tuple[int, int]:
-    """In one process."""
-    return find_place_to_go_on(self, original(self, *args, **kwargs))
 
 
 @patch("transformers.trainer:Trainer._run_epoch", "takes all epochs for equally long")
@@ -266,7 +257,7 @@ def run_epoch(original: Callable, self: Trainer, *args: object, **kwargs: object
     dealing.first_step = self.state.global_step
     if given["epoch"] != dealing.deal["epoch"]:
         dealing.deal = _make_new_deal(dealing.batches, given["epoch"])
-    dealing.total = dealing.deal["batches"] + dealing._seen(math.inf)
+    dealing.total = dealing.deal["batches"] + dealing.count_seen(math.inf)
     if dealing.batches.rest is not None and dealing.batches.rest[0] == given["epoch"]:
         given["steps_in_epoch"] = dealing.rest
         given["num_update_steps_per_epoch"] = math.ceil(dealing.rest / self.args.gradient_accumulation_steps)
@@ -277,6 +268,6 @@ def run_epoch(original: Callable, self: Trainer, *args: object, **kwargs: object
 ALONE = {
     "_inner_training_loop": inner_training_loop,
     "set_initial_training_values": set_initial_training_values,
-    "_init_training_state": find_place_in_one_process,
+    "_init_training_state": find_place_to_go_on,
     "_run_epoch": run_epoch,
 }

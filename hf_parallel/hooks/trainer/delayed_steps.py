@@ -29,8 +29,6 @@ from hf_parallel.ranks import messages
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, Trainer
 
-    from hf_parallel.axes.pipeline.engine import PipelineEngine
-
 _WORKS = "pipeline_schedule=1f1b"
 
 
@@ -101,7 +99,11 @@ def read_step(trainer: Trainer, iterator: Iterator, read: Callable[[], tuple[lis
 
 
 def announce_steps(trainer: Trainer, model: PreTrainedModel, inputs: dict) -> None:
-    """Before the first batch of a step: announce its calls, if that was not done a step ago, and those of the next."""
+    """Announce the calls of a step before its first batch, if that was not done a step ago, and those of the next.
+
+    Raises:
+        SpecError: a batch that is not the last of an epoch cannot be cut into micro-batches.
+    """
     ahead, engine = record_of(trainer).read_ahead, joint_steps.find_engine_of(trainer)
     if engine is None or engine.delayed is None or ahead is None:
         return
@@ -117,9 +119,15 @@ def announce_steps(trainer: Trainer, model: PreTrainedModel, inputs: dict) -> No
             continue
         if delayed.knows_enough():
             break
-        prepared = _prepare_batches(trainer, engine, step)
-        if prepared is None:
-            break
+        if not step.batches or any(isinstance(batch, WeighedBatch) for batch in step.batches):
+            break  # the pipeline drains before such a step
+        prepared = [trainer._prepare_inputs(dict(batch)) for batch in step.batches]
+        if not engine.can_schedule_together(prepared):
+            for batch in prepared:
+                count_micro_batches(count_rows(batch), engine.config)
+            refuse(
+                f"pipeline_schedule={engine.config.pipeline_schedule}", "the model's loss needs whole batches", _WORKS
+            )
         follows = delayed.takes(sum(count_micro_batches(count_rows(batch), engine.config) for batch in prepared))
         if engine.mesh.data_size > 1:  # data ranks may have unlike numbers of rows: their gradients are of one version
             follows = all(messages.gather_objects(follows, engine.mesh.host_group_of_training))
@@ -128,19 +136,3 @@ def announce_steps(trainer: Trainer, model: PreTrainedModel, inputs: dict) -> No
         delayed.add(step.batches, joint_steps.list_announced_calls(trainer, engine, model, prepared, step.items))
     if delayed.updates:
         engine.joint = JointStep(list(delayed.updates[0].calls), delayed.run)
-
-
-def _prepare_batches(trainer: Trainer, engine: PipelineEngine, step: Step) -> list[dict] | None:
-    """The batches of a step as the model gets them; None where the pipeline is to drain before it.
-
-    Raises:
-        SpecError: a batch that is not the last of an epoch cannot be cut into micro-batches.
-    """
-    if not step.batches or any(isinstance(batch, WeighedBatch) for batch in step.batches):
-        return None
-    prepared = [trainer._prepare_inputs(dict(batch)) for batch in step.batches]
-    if not engine.can_schedule_together(prepared):
-        for batch in prepared:
-            count_micro_batches(count_rows(batch), engine.config)
-        refuse(f"pipeline_schedule={engine.config.pipeline_schedule}", "the model's loss needs whole batches", _WORKS)
-    return prepared

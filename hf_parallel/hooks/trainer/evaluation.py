@@ -50,16 +50,27 @@ class WeighedBatch(dict):
 
 
 def without_repeats(trainer: Trainer, batches: Iterator) -> Iterator:
-    """The batches to train on, the last one without the rows that fill it."""
+    """Yield the batches to train on, the last one without the rows that fill it."""
+    config = runtime.mesh().config
     for batch in batches:
-        take_batch(trainer.accelerator.gradient_state)
+        state = trainer.accelerator.gradient_state
+        take_batch(state)
         full = _count_own_examples(trainer, trainer._train_batch_size)
         batch = tell_examples_apart(trainer, batch, full)
         blocks = count_rows_per_example(trainer, batch, full)
         count = rows.count_examples(batch, blocks)
-        if count is not None and trainer.accelerator.gradient_state.end_of_dataloader:
-            yield _make_last_batch(trainer, batch, count, blocks)
-        elif runtime.mesh().config.shares_batches and not runtime.mesh().config.pack_tokens:
+        ends = count is not None and state.end_of_dataloader
+        if count is not None and ends and (is_ragged(state) or cut_of(state) is None):
+            real, whole = count_real_rows(state, count), must_be_whole(trainer, batch, count * blocks)
+            # Data ranks with fewer rows would take another way through a pipeline than the rest: keep the shape there.
+            # Its schedule reduces gradients before the loss is multiplied by anything, so that none may be needed.
+            keep = whole or (_should_run_scheduled(trainer, batch) and rows.JOINED not in batch)
+            kept = rows.without_targets(batch, real, count) if keep else rows.trim(batch, real, count, blocks)
+            opened = dict(rows.open_batch(kept))
+            last = WeighedBatch(opened if real else rows.with_tokens_for_decoder(opened, trainer.model))
+            last.real_rows, last.share = real, 1.0 if keep else share_of_rows(state, count)
+            yield last
+        elif ends or (config.shares_batches and not config.pack_tokens):
             yield _make_weighed_batch(trainer, batch)
         else:
             yield rows.open_batch(batch)
@@ -85,21 +96,6 @@ def _make_weighed_batch(trainer: Trainer, batch: rows.Batch) -> WeighedBatch:
     weighed.share = 1.0 if _should_run_scheduled(trainer, batch) else compute_full_share(state)
     weighed.examples = _count_own_examples(trainer, 1) if rows.count_examples(batch) == 1 else None
     return weighed
-
-
-def _make_last_batch(trainer: Trainer, batch: rows.Batch, count: int, blocks: int) -> WeighedBatch:
-    state = trainer.accelerator.gradient_state
-    if not is_ragged(state) and cut_of(state) is not None:
-        return _make_weighed_batch(trainer, batch)
-    real, whole = count_real_rows(state, count), must_be_whole(trainer, batch, count * blocks)
-    # Data ranks with fewer rows would take another way through a pipeline than the rest: keep the shape there.
-    # Its schedule reduces gradients before the loss is multiplied by anything, so that none may be needed.
-    keep = whole or (_should_run_scheduled(trainer, batch) and rows.JOINED not in batch)
-    kept = rows.without_targets(batch, real, count) if keep else rows.trim(batch, real, count, blocks)
-    opened = dict(rows.open_batch(kept))
-    last = WeighedBatch(opened if real else rows.with_tokens_for_decoder(opened, trainer.model))
-    last.real_rows, last.share = real, 1.0 if keep else share_of_rows(state, count)
-    return last
 
 
 def must_be_whole(trainer: Trainer, batch: rows.Batch, held: int) -> bool:

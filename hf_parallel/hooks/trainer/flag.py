@@ -13,6 +13,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from hf_parallel.ask.replaced import Replaced
@@ -37,11 +38,11 @@ REPLACES = tuple(
 )
 
 
+@dataclasses.dataclass
 class _Installed:
     """The changes that `install` has made; this process keeps them between layouts."""
 
-    def __init__(self) -> None:
-        self.undo: list[Callable[[], None]] = []
+    undo: list[Callable[[], None]] = dataclasses.field(default_factory=list)
 
 
 _FLAG = dataclasses.field(default=None, kw_only=True, metadata={"help": _HELP})
@@ -164,7 +165,10 @@ def _activate_before(post_init: Callable[[TrainingArguments], None]) -> Callable
         if activation.is_active():
             from hf_parallel.hooks import runtime
 
-            runtime.follow_time_out(self)
+            # Apply `ddp_timeout` to existing groups. Its default leaves the environment's value.
+            default = type(self).__dataclass_fields__["ddp_timeout"].default
+            if self.ddp_timeout != default or not os.environ.get(runtime.TIME_OUT):
+                runtime.change_time_out(timedelta(seconds=self.ddp_timeout))
         auto.remember_arguments(self)
 
     return __post_init__

@@ -20,7 +20,7 @@ from hf_parallel.hooks import report, runtime
 from hf_parallel.hooks.patching import replacing
 from hf_parallel.hooks.trainer import losses
 from hf_parallel.hooks.trainer.bad_numbers import remember_counts
-from hf_parallel.hooks.trainer.rows import LABELS_COUNTED, PADDED_LENGTHS, make_refused_batch
+from hf_parallel.hooks.trainer.rows import LABELS_COUNTED, PADDED_LENGTHS, REFUSED
 from hf_parallel.hooks.trl import trainers as trl
 from hf_parallel.model.calls import get_held_tokens
 from hf_parallel.model.shrink import find_reason_not_told_apart, make_small_copy
@@ -38,25 +38,22 @@ if TYPE_CHECKING:
 Collate: TypeAlias = Callable[[list], Mapping]
 
 
-class _Asked:
-    """The config of one process, which has no layout to ask; and what `--parallel auto` has planned, on rank 0."""
+@dataclass
+class Asked:
+    """The config of one process, which has no layout to ask; and what `--parallel auto` has planned, on rank 0.
 
-    def __init__(self) -> None:
-        self.alone: ParallelConfig | None = None
-        self.planned: tuple[list[Goal], ParallelConfig] | None = None
+    Attributes:
+        planned: a goal for each kind of GPU, and the layout; for the choice that is made when there are rows.
+    """
 
-
-def set_alone(config: ParallelConfig | None) -> None:
-    """Remember what one process was asked for."""
-    known = of_session(_Asked)
-    known.alone = config
+    alone: ParallelConfig | None = None
+    planned: tuple[list[Goal], ParallelConfig] | None = None
 
 
 def read_asked_key() -> tuple[str, int | bool]:
-    """The key that asks for joined batches, and its value; a value of nothing: none does."""
-    known = of_session(_Asked)
+    """Return the key that asks for joined batches, and its value; a value of nothing: none does."""
     current = runtime.current()
-    config = known.alone if current is None else current.config
+    config = of_session(Asked).alone if current is None else current.config
     return ("pack_tokens", 0) if config is None else read_key_asked_by(config)
 
 
@@ -105,7 +102,9 @@ def join_rows(rows: Sequence[Mapping[str, object]], beside: Beside | None = None
     """Return one row of all tokens that are no padding, or a batch that says why there is none."""
     why = next(filter(None, map(find_reason_not_joined, rows)), None)
     if why is not None:
-        return make_refused_batch(why)
+        # A joined batch without targets, in the place of one that cannot be trained on.
+        tokens = torch.zeros(1, 2, dtype=torch.long)
+        return {"input_ids": tokens, "labels": tokens - 100, "position_ids": torch.arange(2)[None], REFUSED: why}
     beside, parts = beside or Beside(), []
     for row in rows:
         held = {key: value for key, value in row.items() if isinstance(value, torch.Tensor)}
@@ -321,21 +320,12 @@ def is_joining_wanted() -> bool:
     return read_asked_key()[0] == "padding_free"
 
 
-def remember_plan(goals: list[Goal], config: ParallelConfig) -> None:
-    """Remember what `--parallel auto` has planned, for the choice that is made when there are rows.
-
-    Args:
-        goals: one for each kind of GPU.
-    """
-    known = of_session(_Asked)
-    known.planned = goals, config
-
-
+@dataclass(eq=False)
 class Joined:
     """The script's collator, called with each row alone; its rows are joined."""
 
-    def __init__(self, collate: Collate, beside: Beside | None = None) -> None:
-        self.collate, self.beside = collate, beside
+    collate: Collate
+    beside: Beside | None = None
 
     def __call__(self, rows: list) -> dict[str, Any]:
         return join_rows([dict(self.collate([row])) for row in rows], self.beside)
@@ -390,7 +380,7 @@ def _decide_joining(
     Args:
         why: joined examples would give other numbers.
     """
-    known = of_session(_Asked)
+    known = of_session(Asked)
     from hf_parallel.planner.choices import compare_padding_of, share_of
 
     size, lengths = trainer.args.per_device_train_batch_size, _sample_lengths(trainer)

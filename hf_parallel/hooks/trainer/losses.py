@@ -25,6 +25,7 @@ from hf_parallel.hooks.patching import patch, replacing
 from hf_parallel.hooks.trainer import bad_numbers, checkpoints, means
 from hf_parallel.hooks.trainer.bad_numbers import Joined, remember_counts
 from hf_parallel.hooks.trainer.checkpoints import record_of
+from hf_parallel.hooks.trl import online
 from hf_parallel.hooks.trl import trainers as trl
 from hf_parallel.model.calls import bind_by_name, note_unread_logits
 
@@ -252,7 +253,7 @@ def _call_compute_loss(
     finally:
         self.args.average_tokens_across_devices = former
     loss, *outputs = result if isinstance(result, tuple) else (result,)
-    loss = trl.weigh_trl_loss(self, loss, inputs)
+    loss = online.weigh_online_loss(self, loss, inputs)
     if outputs and state is not None and state.pipeline is not None and state.pipeline.loss_only:
         outputs = [{}]
     targets = scope.taken[1] if scope.taken is not None and loss is scope.taken[0] else None

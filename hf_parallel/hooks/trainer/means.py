@@ -80,18 +80,17 @@ class Forward:
     trains: bool = False
 
 
+@dataclass
 class _Now:
     """The Trainer's loss that is being computed, if any, and the forward passes in progress, innermost last."""
 
-    def __init__(self) -> None:
-        self.scope: Scope | None = None
-        self.forwards: list[Forward] = []
+    scope: Scope | None = None
+    forwards: list[Forward] = field(default_factory=list)
 
 
 def get_scope() -> Scope | None:
-    """The Trainer's loss that is being computed, if any."""
-    now = of_session(_Now)
-    return now.scope
+    """Return the Trainer's loss that is being computed, if any."""
+    return of_session(_Now).scope
 
 
 @contextlib.contextmanager
@@ -114,8 +113,7 @@ def enter(share: float | None, passed_on: bool, given: Mapping[str, object]) -> 
 
 def leave_forward() -> Forward:
     """The innermost forward has ended."""
-    now = of_session(_Now)
-    return now.forwards.pop()
+    return of_session(_Now).forwards.pop()
 
 
 def note(forward: Forward) -> None:
@@ -151,10 +149,6 @@ def _make_number(number: float, value: torch.Tensor) -> torch.Tensor:
     return torch.full((), number, dtype=torch.float32, device=value.device)
 
 
-def _count_elements(given: Given, value: torch.Tensor) -> torch.Tensor:
-    return _make_number(given["input"].numel(), value)
-
-
 def _count_mean_targets(given: Given, value: torch.Tensor) -> torch.Tensor:
     """Return what torch divides by: targets that are not ignored, each with the weight of its class."""
     target, weight = given["target"], given.get("weight")
@@ -165,17 +159,17 @@ def _count_mean_targets(given: Given, value: torch.Tensor) -> torch.Tensor:
     return kept.sum().float() if weight is None else (weight[target.where(kept, 0)] * kept).sum().float()
 
 
-def _count_sequences(given: Given, value: torch.Tensor) -> torch.Tensor:
-    return _make_number(len(torch.as_tensor(given["target_lengths"])), value)
-
-
-#: Function of torch.nn.functional -> over how many numbers its mean runs.
+#: Those whose mean runs over the elements of their input.
+_BY_ELEMENT = (
+    *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"),
+    *("binary_cross_entropy", "binary_cross_entropy_with_logits"),
+)
+#: Function of torch.nn.functional -> over how many numbers its mean runs: targets, elements, sequences.
 COUNTS: dict[str, Callable[[Given, torch.Tensor], torch.Tensor]] = {
     "cross_entropy": _count_mean_targets,
     "nll_loss": _count_mean_targets,
-    **dict.fromkeys(("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"), _count_elements),
-    **dict.fromkeys(("binary_cross_entropy", "binary_cross_entropy_with_logits"), _count_elements),
-    "ctc_loss": _count_sequences,
+    **dict.fromkeys(_BY_ELEMENT, lambda given, value: _make_number(given["input"].numel(), value)),
+    "ctc_loss": lambda given, value: _make_number(len(torch.as_tensor(given["target_lengths"])), value),
 }
 _PAIRS = (
     "the script's loss compares each example with the others of its data rank, as under DDP; to compare whole batches "

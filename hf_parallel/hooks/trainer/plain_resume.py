@@ -5,9 +5,8 @@ The one process that a launcher has left of several goes on with their run.
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from hf_parallel import checkpoint as folders
@@ -40,30 +39,27 @@ def train(
     chosen = resume_from_checkpoint
     if chosen is True:
         chosen = next(iter(folders.list_whole_checkpoints(self.args.output_dir)), True)
-    if restarts.find_agent() is not None and os.environ.get("WORLD_SIZE") == "1":  # the last of several, it may be
-        with restarts.hold_own_folder(self) as run, _resume_last_one(self, run, chosen) as chosen:
-            return original(self, chosen, *args, **kwargs)
-    if chosen and chosen is not True and folders.has_manifest(chosen):
-        refuse_damages(chosen, find_checkpoint_damages(chosen, 0, 1))
-    return original(self, chosen, *args, **kwargs)
-
-
-@contextlib.contextmanager
-def _resume_last_one(trainer: Trainer, run: restarts.Run, chosen: str | bool | None) -> Iterator[str | bool | None]:
-    """Resume the one process that is left from the newest checkpoint, if the launcher has started it again."""
-    own = (path for path in folders.list_whole_checkpoints(trainer.args.output_dir) if run_of(path) == run.identity)
-    newest = next((path for path in own if not find_checkpoint_damages(path, 0, 1)), None) if run.restarted else None
-    if newest is not None:
-        report.say(f"started again by the launcher: going on from {newest}")
-        restarts.keep_rows_per_step(trainer, read_facts_of(newest).get("global_batch"), 1)
-    elif chosen and chosen is not True:
-        refuse_damages(chosen, find_checkpoint_damages(chosen, 0, 1))
-    signature = restarts.Signature(run, trainer)
-    trainer.add_callback(signature)
-    try:
-        yield newest or chosen
-    finally:
-        trainer.remove_callback(signature)
+    if restarts.find_agent() is None or os.environ.get("WORLD_SIZE") != "1":
+        if chosen and chosen is not True and folders.has_manifest(chosen):
+            refuse_damages(chosen, find_checkpoint_damages(chosen, 0, 1))
+        return original(self, chosen, *args, **kwargs)
+    # The last process of several, it may be: if the launcher has started it again, it goes on with their run.
+    with restarts.hold_own_folder(self) as run:
+        own = (path for path in folders.list_whole_checkpoints(self.args.output_dir) if run_of(path) == run.identity)
+        whole = (path for path in own if not find_checkpoint_damages(path, 0, 1))
+        newest = next(whole, None) if run.restarted else None
+        if newest is not None:
+            report.say(f"started again by the launcher: going on from {newest}")
+            restarts.keep_rows_per_step(self, read_facts_of(newest).get("global_batch"), 1)
+        elif chosen and chosen is not True:
+            refuse_damages(chosen, find_checkpoint_damages(chosen, 0, 1))
+        batch = self.get_total_train_batch_size(self.args)
+        signature = restarts.Signature({"run": run.identity, "global_batch": batch})
+        self.add_callback(signature)
+        try:
+            return original(self, newest or chosen, *args, **kwargs)
+        finally:
+            self.remove_callback(signature)
 
 
 @patch("transformers.trainer:Trainer._load_from_checkpoint", "converts no names of the Hub", without_layout=True)

@@ -46,30 +46,31 @@ class UncountableLabels:
 
 
 def count_targets_of_step(
-    original: Callable, trainer: Trainer, batches: list, *args: object
+    original: Callable, self: Trainer, batch_samples: list, *args: object
 ) -> torch.Tensor | int | None:
     """Count the targets of a step as Trainer does. Collective over data ranks, as Trainer's count is.
 
     Raises:
         SpecError: on all data ranks, a batch of some rank cannot be joined.
     """
+    batches = batch_samples
     if not read_asked_key()[1] or not batches:
-        return original(trainer, with_counted_labels(batches), *args)
+        return original(self, with_counted_labels(batches), *args)
     why = next((batch[REFUSED] for batch in batches if REFUSED in batch), None)
     current = runtime.current()
     if current is None or current.mesh.data_size == 1:
         if why is not None:
-            refuse_joining(f"{why} (in a batch for step {trainer.state.global_step + 1})")
-        return original(trainer, with_counted_labels(batches), *args)
+            refuse_joining(f"{why} (in a batch for step {self.state.global_step + 1})")
+        return original(self, with_counted_labels(batches), *args)
     counted = with_counted_labels(batches)
     if why is not None:
         counted = [{**batch, "labels": UncountableLabels()} if REFUSED in batch else batch for batch in counted]
-    items = original(trainer, counted, *args)
+    items = original(self, counted, *args)
     total = _sum_without_trainer(why) if items is None else items
     if int(total) < 0:  # joined batches make the model read a number of the device at once, too
         reasons = messages.gather_objects(why, current.mesh.data_group)
         rank, why = next((rank, reason) for rank, reason in enumerate(reasons) if reason is not None)
-        refuse_joining(f"{why} (in a batch of data rank {rank} for step {trainer.state.global_step + 1})")
+        refuse_joining(f"{why} (in a batch of data rank {rank} for step {self.state.global_step + 1})")
     return items
 
 

@@ -30,7 +30,7 @@ from hf_parallel.hooks.trainer.checkpoints import (
     wait_for_save,
 )
 from hf_parallel.model.calls import bind_by_name
-from hf_parallel.ranks import messages
+from hf_parallel.ranks import assert_all_ranks, messages
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, Trainer
@@ -53,7 +53,8 @@ def train(
     trial, mesh = bind_by_name(original, (self, resume_from_checkpoint, *args), kwargs).get("trial"), runtime.mesh()
     if trial is not None and mesh.config.world_size > mesh.data_size:  # process 0 draws for all: several ranks are it
         refuse("hyperparameter_search", "ranks of one model would draw other trials", "a launch each")
-    with entries.train_on_all_ranks(self), restarts.hold_own_folder(self) as run:
+    entries.begin(self.model, "trainer.train")
+    with restarts.hold_own_folder(self) as run:
         chosen = _choose_checkpoint(self, resume_from_checkpoint, run)
         if chosen is not None and run.restarted:
             restarts.keep_rows_per_step(self, read_facts_of(chosen).get("global_batch"), mesh.data_size)
@@ -77,7 +78,9 @@ def train(
                 await_unfinished_save,
             ):
                 beside.enter_context(one(self))
-            return original(self, chosen, *args, **kwargs)
+            result = original(self, chosen, *args, **kwargs)
+    assert_all_ranks("the end of trainer.train", entries.ENDED)  # all end after the same step
+    return result
 
 
 def _choose_checkpoint(trainer: Trainer, asked: str | bool | None, run: restarts.Run) -> str | None:
@@ -143,7 +146,7 @@ def read_facts_of(folder: str) -> Layout:
     if layout or not os.path.isfile(path):
         return layout
     with open(path, encoding="utf-8") as file:
-        found: Layout | None = json.load(file).get("stateful_callbacks", {}).get(restarts.Signature.PLACE)
+        found: Layout | None = json.load(file).get("stateful_callbacks", {}).get(restarts.SIGNED)
     return found if isinstance(found, dict) else {}
 
 
@@ -213,7 +216,7 @@ def init_training_state(
     from transformers.trainer_utils import has_length
 
     counts = (max_steps, num_update_steps_per_epoch, num_train_epochs)
-    found = deal.find_place_to_go_on(self, original(self, *counts, resume_from_checkpoint, trial))
+    found = deal.find_place_to_go_on(original, self, *counts, resume_from_checkpoint, trial)
     if self.state.global_step >= max_steps:  # of a run that had ended Trainer takes one more step
         return num_train_epochs, 0
     if resume_from_checkpoint is None or self.args.ignore_data_skip or has_length(self.train_dataset):

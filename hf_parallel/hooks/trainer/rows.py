@@ -63,13 +63,6 @@ def tell_rows_apart(batch: Batch, full: int) -> Batch:
     return {**batch, JOINED: starts.cumsum(1) - starts[:, :1].long()}
 
 
-def make_refused_batch(why: str) -> dict[str, Any]:
-    """Return a joined batch without targets in the place of one that cannot be trained on."""
-    tokens = torch.zeros(1, 2, dtype=torch.long)
-    positions = torch.arange(2)[None]
-    return {"input_ids": tokens, "labels": tokens - 100, "position_ids": positions, REFUSED: why}
-
-
 def trim(batch: Batch, real: int, rows: int, blocks: int = 1) -> dict:
     """Only the real examples; one without a target where there are none, so that the rank still takes part."""
     kept = max(1, real)

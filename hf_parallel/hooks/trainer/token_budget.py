@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,6 +22,7 @@ from hf_parallel.hooks.accelerate.token_batches import TokenBatches
 from hf_parallel.hooks.patching import Patch, around, patch, replacing
 from hf_parallel.hooks.trainer import deal, joining
 from hf_parallel.hooks.trainer.joining import (
+    Asked,
     Beside,
     Collate,
     draw_noise_of_examples,
@@ -30,7 +32,6 @@ from hf_parallel.hooks.trainer.joining import (
     read_asked_key,
     read_lengths_of,
     refuse_joining,
-    set_alone,
 )
 from hf_parallel.hooks.trainer.refused_batches import check_batch, count_targets_of_step
 from hf_parallel.hooks.trl import servers
@@ -45,11 +46,11 @@ _MUCH = 0.1  # of the tokens: lengths that are so much off are told
 _SAMPLE = 256  # rows whose lengths are compared with their tokens
 
 
+@dataclass
 class _Trainers:
     """Is there a Trainer, whose loaders are the ones that are meant?"""
 
-    def __init__(self) -> None:
-        self.seen = False
+    seen: bool = False
 
 
 def read_budget() -> int:
@@ -60,12 +61,12 @@ def read_budget() -> int:
 
 def list_patches_alone(config: ParallelConfig) -> list[Patch]:
     """In one process: what joins its batches, and nothing else."""
-    set_alone(config)
+    of_session(Asked).alone = config
     why = "packs by tokens"
     own: dict[str, Callable] = {
         "__init__": _check_before_init,
         "get_train_dataloader": get_train_dataloader,
-        "_get_num_items_in_batch": _count_items_in_batch,
+        "_get_num_items_in_batch": count_targets_of_step,
         "training_step": _run_joined_step,
         **deal.ALONE,
     }
@@ -84,10 +85,6 @@ def _check_before_init(
     check_trainer_for_joining(self)
 
 
-def _count_items_in_batch(original: Callable, self: Trainer, batch_samples: list, *args: object) -> object:
-    return count_targets_of_step(original, self, batch_samples, *args)
-
-
 def _run_joined_step(
     original: Callable, self: Trainer, model: PreTrainedModel, inputs: dict, *args: object, **kwargs: object
 ) -> object:
@@ -101,8 +98,7 @@ def _run_joined_step(
 
 def check_trainer_for_joining(trainer: Trainer) -> None:
     """Refuse a Trainer whose batches would not be those that were asked for."""
-    trainers = of_session(_Trainers)
-    trainers.seen = True
+    of_session(_Trainers).seen = True
     if not read_asked_key()[1]:
         return
     why = find_reason_against_joining(trainer)
@@ -136,8 +132,7 @@ def find_reason_against_joining(trainer: Trainer) -> str | None:
 
 def is_loop() -> bool:
     """Has the script made no Trainer so far?"""
-    trainers = of_session(_Trainers)
-    return not trainers.seen
+    return not of_session(_Trainers).seen
 
 
 def check_loop() -> None:
@@ -203,11 +198,12 @@ def get_train_dataloader(original: Callable, self: Trainer) -> object:
     return self.accelerator.prepare(loader)
 
 
+@dataclass(eq=False)
 class Examples(torch.utils.data.Dataset):
     """Each example as the script's collator makes it alone; `~index` is example `index` without targets."""
 
-    def __init__(self, rows: Dataset, collate: Collate) -> None:
-        self.rows, self.collate = rows, collate
+    rows: Dataset
+    collate: Collate
 
     def __len__(self) -> int:
         return len(self.rows)

@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -68,16 +69,21 @@ EXIT_CODE = 128 + signal.SIGTERM
 _SPEEDS = ("_runtime", "_per_second", "_time")
 
 
+@dataclass(eq=False)
 class StepsTogether(TrainerCallback):
-    """Turns SIGTERM on any rank into a save and the end of the training on all ranks; notices finished saves."""
+    """Turns SIGTERM on any rank into a save and the end of the training on all ranks; notices finished saves.
 
-    def __init__(self, trainer: Trainer) -> None:
-        self.trainer = trainer
-        self.asked = torch.zeros(3, dtype=torch.int32)  # to stop; to leave a save to its thread; to end by its error
-        self.agreed = self.asked.clone()
-        self.group: dist.ProcessGroup | None = runtime.mesh().host_group_of_training
-        self.pending: dist.Work | None = None
-        self.stops = False
+    Attributes:
+        asked: to stop; to leave a save to its thread; to end by its error. Three integers.
+        agreed: those of all ranks.
+    """
+
+    trainer: Trainer
+    group: dist.ProcessGroup
+    asked: torch.Tensor
+    agreed: torch.Tensor
+    pending: dist.Work | None = None
+    stops: bool = False
 
     def ask(self, number: int, frame: object) -> None:
         """Handle SIGTERM. A second signal ends the process at once."""
@@ -124,31 +130,24 @@ def on_evaluate(
     """
     if not dist.is_initialized():
         return original(args, state, control, metrics, **kwargs)
-    first, differ = _compare_with_rank_0({k: v for k, v in metrics.items() if not k.endswith(_SPEEDS)})
-    metrics.update(first)
-    _say_different(trainer, "the value of", differ)
+    own = {key: value for key, value in metrics.items() if not key.endswith(_SPEEDS)}
+    metrics.update(_take_from_rank_0(trainer, "the value of", own))
     control = original(args, state, control, metrics, **kwargs)
-    asked, differ = _compare_with_rank_0(
-        {key: value for key, value in vars(control).items() if key.startswith("should_")}
-    )
-    vars(control).update(asked)
-    _say_different(trainer, "a callback's", differ)
+    asked = {key: value for key, value in vars(control).items() if key.startswith("should_")}
+    vars(control).update(_take_from_rank_0(trainer, "a callback's", asked))
     return control
 
 
-def _compare_with_rank_0(own: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return rank 0's values, and the keys whose value differs on some rank. Collective."""
-    everywhere = messages.gather_objects(own)
+def _take_from_rank_0(trainer: Trainer, what: str, own: dict[str, Any]) -> dict[str, Any]:
+    """Return rank 0's values, and say once which of them differ on some rank. Collective."""
+    everywhere, told = messages.gather_objects(own), record_of(trainer).told_to_differ
     first = everywhere[0]
-    return first, [key for key in first if any(repr(one.get(key)) != repr(first[key]) for one in everywhere)]
-
-
-def _say_different(trainer: Trainer, what: str, keys: list[str]) -> None:
-    told = record_of(trainer).told_to_differ
-    new = [key for key in keys if key not in told]
+    differ = [key for key in first if any(repr(one.get(key)) != repr(first[key]) for one in everywhere)]
+    new = [key for key in differ if key not in told]
     told.update(new)
     if new:
         report.say(f"{what} {', '.join(new)} differs between ranks; rank 0's holds for all")
+    return first
 
 
 @contextlib.contextmanager
@@ -165,7 +164,8 @@ def end_together(trainer: Trainer) -> Iterator[None]:
     if not takes_signals and not runtime.mesh().config.async_save:
         yield
         return
-    together = StepsTogether(trainer)
+    asked = torch.zeros(3, dtype=torch.int32)
+    together = StepsTogether(trainer, runtime.mesh().host_group_of_training, asked, asked.clone())
     trainer.add_callback(together)
     if takes_signals:
         signal.signal(signal.SIGTERM, together.ask)

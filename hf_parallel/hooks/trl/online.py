@@ -26,6 +26,7 @@ from hf_parallel.hooks.trl import servers
 if TYPE_CHECKING:
     from accelerate import Accelerator
     from torch import nn
+    from transformers import Trainer
     from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 TRAINERS = ("trl.trainer.grpo_trainer.GRPOTrainer", "trl.trainer.rloo_trainer.RLOOTrainer")
@@ -45,25 +46,18 @@ def check_online_trainer(
     data_ranks = runtime.mesh().data_size
     eval_datasets = eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset]
     several = f"with {data_ranks} data ranks, "
+    old = args.use_vllm and read_library_version("trl") < Version("1.16")
+    packed = args.use_vllm and getattr(model, "is_quantized", False)
+    tools = getattr(trainer, "tools", None) or getattr(trainer, "environment_factories", None)
     refusals = [
-        (
-            args.use_vllm and read_library_version("trl") < Version("1.16"),
-            "use_vllm=True",
-            "TRL before 1.16 speaks another protocol to its server",
-            "trl 1.16",
-        ),
+        (old, "use_vllm=True", "TRL before 1.16 speaks another protocol to its server", "trl 1.16"),
         (
             args.use_vllm and args.vllm_mode != "server",
             f"vllm_mode={getattr(args, 'vllm_mode', None)}",
             "a vLLM in each process would hold the whole model",
             "vllm_mode=server",
         ),
-        (
-            args.use_vllm and getattr(model, "is_quantized", False),
-            "use_vllm=True",
-            "a server cannot be sent the weights of a packed base",
-            "a base in 16 bits",
-        ),
+        (packed, "use_vllm=True", "a server cannot be sent the weights of a packed base", "a base in 16 bits"),
         (
             args.use_transformers_continuous_batching,
             "use_transformers_continuous_batching=True",
@@ -71,12 +65,7 @@ def check_online_trainer(
             "False",
         ),
         (getattr(args, "cast_lm_head_to_fp32", False), "cast_lm_head_to_fp32=True", "it replaces the head", "False"),
-        (
-            getattr(trainer, "tools", None) or getattr(trainer, "environment_factories", None),
-            "tools or environments",
-            "ranks would call them different numbers of times",
-            "reward functions alone",
-        ),
+        (tools, "tools or environments", "ranks would call them different numbers of times", "reward functions alone"),
         (getattr(trainer, "rollout_func", None), "rollout_func", "ranks would roll out apart", "TRL's own generation"),
         (
             data_ranks > 1 and any(one is not None and not has_length(one) for one in eval_datasets),
@@ -259,16 +248,20 @@ def _without_repeats(trainer: GRPOTrainer | RLOOTrainer, real: list[int], output
 # ---- the loss -------------------------------------------------------------------------------------------------------
 
 
-def weigh_online_loss(trainer: GRPOTrainer | RLOOTrainer, loss: torch.Tensor, inputs: dict) -> torch.Tensor:
+def is_trainer_among(trainer: Trainer, names: tuple[str, ...]) -> bool:
+    """Is its class, or one that it derives from, one of these of TRL's?"""
+    return any(f"{cls.__module__}.{cls.__qualname__}" in names for cls in type(trainer).__mro__)
+
+
+def weigh_online_loss(trainer: Trainer, loss: torch.Tensor, inputs: dict) -> torch.Tensor:
     """Weigh what `compute_loss` returned so that the average over data ranks is the loss of the global batch.
 
-    Means over rows are that already, and sums over tokens, which TRL divides by the tokens of all processes.
+    Means over rows are that already, and sums over tokens, which TRL divides by the tokens of all processes. So is
+    the loss of a trainer that generates nothing.
     """
-    kind = getattr(trainer, "loss_type", "")
-    mesh = runtime.mesh()
-    if mesh.data_size == 1:
-        return loss
-    if trainer.model.training and kind != "bnpo":
+    kind, mesh = getattr(trainer, "loss_type", ""), runtime.mesh()
+    generates = is_trainer_among(trainer, TRAINERS)
+    if not generates or mesh.data_size == 1 or (trainer.model.training and kind != "bnpo"):
         return loss
     tokens = int(inputs["completion_mask"].sum())
     if trainer.model.training:

@@ -10,6 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -283,13 +284,13 @@ def get_train_dataloader(original: Callable, self: GRPOTrainer) -> DataLoader:
 # ---- asking ahead --------------------------------------------------------------------------------------------------
 
 
+@dataclass(eq=False)
 class Questions:
-    """Rank 0's, at TRL's client: one that is not answered yet, or whose answer is not taken yet."""
+    """The question of rank 0 at TRL's client that is not answered yet, or whose answer is not taken yet."""
 
-    def __init__(self) -> None:
-        self.asked: object = None
-        self.answer: Future | None = None
-        self.ahead = False  # what is asked now is for later
+    asked: object = None
+    answer: Future | None = None
+    ahead: bool = False  # what is asked now is for later
 
     def begin(self, asked: object, call: Callable[[], dict]) -> None:
         """Ask in a thread of its own."""

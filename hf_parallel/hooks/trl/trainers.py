@@ -151,10 +151,6 @@ _EXAMPLES = (*_PAIRS, "trl.trainer.kto_trainer.KTOTrainer")
 _OFFLOADING_STEPS = (*_EXAMPLES, *_TOKENS)
 
 
-def _is_one_of(trainer: Trainer, names: tuple[str, ...]) -> bool:
-    return any(f"{cls.__module__}.{cls.__qualname__}" in names for cls in type(trainer).__mro__)
-
-
 #: DPO's losses that are no sum over pairs -> what they do with those of a data rank.
 _COUPLED = {
     "sft": "a mean over the chosen tokens",
@@ -206,14 +202,14 @@ def check_trl_trainer(
 
 def count_trl_rows_per_example(trainer: Trainer) -> int | None:
     """2 where batches hold pairs; None if it is no trainer of TRL's."""
-    if _is_one_of(trainer, _PAIRS):
+    if online.is_trainer_among(trainer, _PAIRS):
         return 2
-    return 1 if _is_one_of(trainer, (*_TOKENS, *_EXAMPLES)) else None
+    return 1 if online.is_trainer_among(trainer, (*_TOKENS, *_EXAMPLES)) else None
 
 
 def is_sft(trainer: Trainer) -> bool:
     """Is it TRL's SFT: the model's own loss, and figures of it?"""
-    return _is_one_of(trainer, _TOKENS)
+    return online.is_trainer_among(trainer, _TOKENS)
 
 
 def count_targets_of_mean(trainer: Trainer, batch: dict) -> torch.Tensor | None:
@@ -225,7 +221,7 @@ def count_targets_of_mean(trainer: Trainer, batch: dict) -> torch.Tensor | None:
 
 def is_known(trainer: Trainer) -> bool:
     """Is it one of TRL's trainers? What their losses are means over is known."""
-    return count_trl_rows_per_example(trainer) is not None or _is_one_of(trainer, tuple(online.TRAINERS))
+    return count_trl_rows_per_example(trainer) is not None or online.is_trainer_among(trainer, online.TRAINERS)
 
 
 def does_only_offload_in_steps(trainer: Trainer) -> bool:
@@ -235,16 +231,11 @@ def does_only_offload_in_steps(trainer: Trainer) -> bool:
     return name in _OFFLOADING_STEPS and not trainer.args.activation_offloading
 
 
-def weigh_trl_loss(trainer: Trainer, loss: torch.Tensor, inputs: dict) -> torch.Tensor:
-    """Weigh what `compute_loss` returned; where a trainer generates, so that data ranks average to the whole."""
-    return online.weigh_online_loss(trainer, loss, inputs) if _is_one_of(trainer, tuple(online.TRAINERS)) else loss
-
-
 def needs_whole_batches(trainer: Trainer) -> bool:
     """Is the loss known not to be one of micro-batches? A few rows may look as if it were."""
     # GRPO's losses that are none of single rows: a quantile over the batch, a mean over its tokens.
     couples = getattr(trainer, "top_entropy_quantile", 1.0) < 1 or getattr(trainer, "loss_type", "") == "bnpo"
-    return couples and _is_one_of(trainer, tuple(online.TRAINERS))
+    return couples and online.is_trainer_among(trainer, online.TRAINERS)
 
 
 @patch("trl.trainer.{dpo_trainer:DPOTrainer,kto_trainer:KTOTrainer}.compute_ref_log_probs", "asks one stage")
@@ -394,7 +385,7 @@ def _count_own_trl_examples(trainer: Trainer) -> int | None:
 def count_metrics_by_rows(trainer: Trainer) -> contextlib.AbstractContextManager:
     """Count each real example once in accuracy and margin, averaged over data ranks."""
     rows, gather = _count_own_trl_examples(trainer), trainer.accelerator.gather_for_metrics
-    if not rows or not _is_one_of(trainer, _PAIRS[1:]):
+    if not rows or not online.is_trainer_among(trainer, _PAIRS[1:]):
         return contextlib.nullcontext()
 
     def by_rows(value: torch.Tensor) -> torch.Tensor:
