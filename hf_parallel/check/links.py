@@ -97,30 +97,26 @@ def start_ranks(argv: list[str], ranks: list[dict[str, str]], limit_s: float | N
     processes = [subprocess.Popen(command, env={**os.environ, **own}, preexec_fn=end_with_parent) for own in ranks]
     end = None if limit_s is None else time.monotonic() + limit_s
     try:
-        return _wait_for_processes(processes, end)
+        while True:
+            codes = [process.poll() for process in processes]
+            failed = next((code for code in codes if code), None)
+            if failed is not None:
+                grace = time.monotonic() + GRACE_S
+                while time.monotonic() < grace and any(process.poll() is None for process in processes):
+                    time.sleep(0.05)
+                return failed if failed > 0 else 128 - failed
+            if all(code == 0 for code in codes):
+                return 0
+            if end is not None and time.monotonic() > end:
+                print("hf_parallel: the ranks did not end in time; all were killed", file=sys.stderr)
+                return 1
+            time.sleep(0.05)
     finally:
         for process in processes:
             if process.poll() is None:
                 process.kill()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(GRACE_S)
-
-
-def _wait_for_processes(processes: list[subprocess.Popen], end: float | None) -> int:
-    while True:
-        codes = [process.poll() for process in processes]
-        failed = next((code for code in codes if code), None)
-        if failed is not None:
-            grace = time.monotonic() + GRACE_S
-            while time.monotonic() < grace and any(process.poll() is None for process in processes):
-                time.sleep(0.05)
-            return failed if failed > 0 else 128 - failed
-        if all(code == 0 for code in codes):
-            return 0
-        if end is not None and time.monotonic() > end:
-            print("hf_parallel: the ranks did not end in time; all were killed", file=sys.stderr)
-            return 1
-        time.sleep(0.05)
 
 
 #: What the planner calls the groups of the mesh's axes.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 OK, SLOW, NOTE, SKIPPED, FAILED = "ok", "SLOW", "note", "skipped", "FAILED"
@@ -34,10 +34,6 @@ class Report:
     name: str = "hf-parallel check"
     counts: str = "rank"
     not_run: tuple[str, ...] = ()
-
-    def add(self, rows: Iterable[Row]) -> None:
-        """Further rows."""
-        self.rows.extend(rows)
 
     @property
     def failed(self) -> bool:
