@@ -264,43 +264,43 @@ def compute_shares(facts: Facts) -> dict[str, float]:
 
 
 def list_advice(facts: Facts) -> list[str]:
-    """Lines, the most important first; none where nothing is known to be better."""
+    """Return lines of advice, the most important first; none where nothing is known to be better."""
     config, part = facts.config, compute_shares(facts)
-    batch = list(_advise_on_batch(facts))
+    batch = []
+    # What `monitor=noise` has measured, at the newest log that can tell
+    measured = [number(as_mapping(line.get("noise")).get("sequences"), 0.0) for line in facts.metrics]
+    critical = next((one for one in reversed(measured) if one), 0.0)
+    size = number(facts.layout.get("global_batch"), 0)
+    if critical > 0 and size > 0:
+        sentence = describe_critical_batch(critical, size)
+        batch.append(f"{sentence[0].upper()}{sentence[1:]}.")
     if config is None or not any(part.values()):
         return batch
     cluster = None
     with contextlib.suppress(KeyError, TypeError, AttributeError):
         cluster = expected.read_cluster(facts.plan["cluster"]) if facts.is_predicted else None
-    lines = [*_advise_on_waiting(part, config, cluster), *_advise_on_idle(facts, config, part)]
-    faster = list(_advise_on_layout(facts, config, cluster))
-    first = [f"{lines.pop(0).rstrip('.')}; {faster.pop()}"] if lines and faster else []
-    if part["data"] >= DATA:
-        lines.append(f"{part['data']:.0%} of the step reads data: more --dataloader_num_workers read it meanwhile.")
-    return [*first, *faster, *lines, *_advise_on_memory(facts), *batch]
-
-
-def _advise_on_batch(facts: Facts) -> Iterator[str]:
-    """Yield what `monitor=noise` has measured of it, at the newest log that can tell."""
-    measured = [number(as_mapping(line.get("noise")).get("sequences"), 0.0) for line in facts.metrics]
-    critical = next((one for one in reversed(measured) if one), 0.0)
-    batch = number(facts.layout.get("global_batch"), 0)
-    if critical > 0 and batch > 0:
-        sentence = describe_critical_batch(critical, batch)
-        yield f"{sentence[0].upper()}{sentence[1:]}."
-
-
-def _advise_on_waiting(part: dict[str, float], config: ParallelConfig, cluster: Cluster | None) -> Iterator[str]:
-    for axis in sorted(AXES, key=lambda axis: -part[axis]):
-        if part[axis] < WAITS:
-            continue
+    lines = []
+    for axis in sorted((axis for axis in AXES if part[axis] >= WAITS), key=lambda axis: -part[axis]):
         link = ""
         if cluster is not None:
             names = [name for name in AXES[axis] if config.sizes.get(name, 1) > 1]
             groups = [group for name in names for group in list_axis_ranks(config, name)]
             inside = all(len({rank // cluster.per_node for rank in group}) == 1 for group in groups)
             link = f" over {(cluster.inside if inside else cluster.between).name}"
-        yield f"{part[axis]:.0%} of the step waits in {axis}{link}."
+        lines.append(f"{part[axis]:.0%} of the step waits in {axis}{link}.")
+    lines += _advise_on_idle(facts, config, part)
+    faster = list(_advise_on_layout(facts, config, cluster))
+    first = [f"{lines.pop(0).rstrip('.')}; {faster.pop()}"] if lines and faster else []
+    if part["data"] >= DATA:
+        lines.append(f"{part['data']:.0%} of the step reads data: more --dataloader_num_workers read it meanwhile.")
+    # Of a GPU's memory: on a CPU the measured number is that of the whole process
+    there = number(facts.plan.get("cluster", {}).get("gpu", {}).get("memory_gib"), 0.0) if facts.is_predicted else 0.0
+    peak = max((rank.get("memory_peak", 0.0) for rank in facts.ranks), default=0.0) / 2**30
+    if there and peak > FULL * there:
+        lines.append(f"Tensors take {peak:.1f} of {there:.0f} GiB: activation_checkpointing=selective makes room.")
+    elif there and 0 < peak < EMPTY * there:
+        lines.append(f"Tensors take {peak:.1f} of {there:.0f} GiB: there is room for a larger batch on each rank.")
+    return [*first, *faster, *lines, *batch]
 
 
 def _advise_on_idle(facts: Facts, config: ParallelConfig, part: dict[str, float]) -> Iterator[str]:
@@ -320,18 +320,6 @@ def _advise_on_idle(facts: Facts, config: ParallelConfig, part: dict[str, float]
         f"{line} Of equal stages {config.pipeline_schedule} leaves {now:.0%} idle with {count} micro-batches and "
         f"{then:.0%} with {2 * count}: a larger batch, or fewer stages, waits less."
     )
-
-
-def _advise_on_memory(facts: Facts) -> Iterator[str]:
-    """Yield lines about a GPU's memory; on a CPU the measured number is that of the whole process."""
-    there = number(facts.plan.get("cluster", {}).get("gpu", {}).get("memory_gib"), 0.0)
-    peak = max((rank.get("memory_peak", 0.0) for rank in facts.ranks), default=0.0) / 2**30
-    if not facts.is_predicted or not there or not peak:
-        return
-    if peak > FULL * there:
-        yield f"Tensors take {peak:.1f} of {there:.0f} GiB: activation_checkpointing=selective makes room."
-    elif peak < EMPTY * there:
-        yield f"Tensors take {peak:.1f} of {there:.0f} GiB: there is room for a larger batch on each rank."
 
 
 # ---- other layouts --------------------------------------------------------------------------------------------------

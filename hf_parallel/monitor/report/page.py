@@ -102,26 +102,19 @@ def draw_bars(name: str, groups: Sequence[Sequence[Bar]], unit: str) -> str:
         drawn = drawing.figure.subplots(len(groups), squeeze=False, height_ratios=[count + 0.5 for count in rows])
         seen: dict[str, BarContainer] = {}
         for axes, group in zip(drawn[:, 0], groups, strict=True):
-            seen |= _draw_stack(axes, group)
+            for row, bar in enumerate(group):
+                left = 0.0
+                for part, value, colour in bar.parts:
+                    shown = axes.barh(row, value, left=left, height=0.72, color=f"#0201{colour % COLOURS:02x}")
+                    seen.setdefault(part, shown)
+                    left += value
+            axes.set_yticks(range(len(group)), [_shorten_text(bar.label) for bar in group])
+            axes.tick_params(axis="y", length=0)
+            axes.invert_yaxis()
             axes.locator_params(axis="x", nbins=6)
             axes.set_xlabel(_shorten_text(unit))
         drawing.legend(drawn[0, 0], seen)
     return drawing.text
-
-
-def _draw_stack(axes: Axes, group: Sequence[Bar]) -> dict[str, BarContainer]:
-    """Draw a group; a handle for each kind of part."""
-    seen: dict[str, BarContainer] = {}
-    for row, bar in enumerate(group):
-        left = 0.0
-        for part, value, colour in bar.parts:
-            drawn = axes.barh(row, value, left=left, height=0.72, color=f"#0201{colour % COLOURS:02x}")
-            seen.setdefault(part, drawn)
-            left += value
-    axes.set_yticks(range(len(group)), [_shorten_text(bar.label) for bar in group])
-    axes.tick_params(axis="y", length=0)
-    axes.invert_yaxis()
-    return seen
 
 
 class _plot:
@@ -386,8 +379,7 @@ def render_page(facts: Facts) -> str:
     hangs += _render_table(("rank", "where"), places[:_LINES]) if places else ""
     versions = [f"{name} {value}" for name, value in as_mapping(facts.layout.get("versions")).items()]
     body = [
-        f"<header><h1>{escape(title)}</h1>{_render_about(facts)}</header>",
-        _render_numbers(facts),
+        _render_head(facts, title),
         f'<section id="advice" class="card advice"><ul>{advice}</ul></section>' if advice else "",
         *_render_section("Layout", render_layout(facts)),
         *_render_section("Training", f'<div class="figures">{"".join(figures)}</div>' if figures else ""),
@@ -414,7 +406,8 @@ def _render_section(title: str, content: str) -> list[str]:
     return [f'<section id="{name}"><h2>{title}</h2>\n{content}</section>'] if content else []
 
 
-def _render_about(facts: Facts) -> str:
+def _render_head(facts: Facts, title: str) -> str:
+    """Show the title, what was trained and when, the last numbers, and the planner's beside them."""
     run, layout = facts.run, facts.layout
     told = [run.get("model") or layout.get("model"), run.get("spec") or layout.get("spec")]
     device = run.get("device")
@@ -425,18 +418,7 @@ def _render_about(facts: Facts) -> str:
     told += [f"{facts.runs} runs, the newest is shown"] if facts.runs > 1 else []
     when = [_format_time(number(line.get("time"))) for line in (run, *facts.metrics[-1:])]
     told += [f"{when[0]} to {when[-1]} UTC"] if all(when) else []
-    return f'<p class="quiet">{escape(" · ".join(str(word) for word in told if word))}</p>'
-
-
-def _format_time(seconds: float) -> str:
-    try:
-        return datetime.datetime.fromtimestamp(seconds, datetime.timezone.utc).strftime("%Y-%m-%d %H:%M")
-    except (ValueError, OverflowError, OSError):
-        return ""
-
-
-def _render_numbers(facts: Facts) -> str:
-    """The last ones, and the planner's beside them."""
+    about = escape(" · ".join(str(word) for word in told if word))
     shown = [
         ("steps", "step", "{:.0f}", None),
         ("loss", "loss", "{:.4g}", None),
@@ -453,7 +435,15 @@ def _render_numbers(facts: Facts) -> str:
             plan = number(facts.plan.get(planned)) if planned and facts.is_predicted else math.nan
             beside = f'<div class="quiet">planned {form.format(plan)}</div>' if math.isfinite(plan) else ""
             cells.append(f"<div><dt>{name}</dt><dd>{form.format(value)}</dd>{beside}</div>")
-    return f"<dl>{''.join(cells)}</dl>" if cells else ""
+    numbers = f"<dl>{''.join(cells)}</dl>" if cells else ""
+    return f'<header><h1>{escape(title)}</h1><p class="quiet">{about}</p></header>\n{numbers}'
+
+
+def _format_time(seconds: float) -> str:
+    try:
+        return datetime.datetime.fromtimestamp(seconds, datetime.timezone.utc).strftime("%Y-%m-%d %H:%M")
+    except (ValueError, OverflowError, OSError):
+        return ""
 
 
 def _render_profile_image(path: str) -> str:
