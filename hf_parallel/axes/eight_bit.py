@@ -174,12 +174,6 @@ class Float8:
         products = self._products[dims != W and codes.shape[0] % ALIGNED != 0]
         return Float8TrainingTensor(codes, scale, dtype, products, self._roles[dims])
 
-    def part_of_whole(self, part: torch.Tensor, dims: tuple[str, str], split: Split) -> Float8TrainingTensor:
-        """Cast a part of an operand as the whole would be, with one scale."""
-        c = self.config
-        how = {X: c.cast_config_input, G: c.cast_config_grad_output}[dims]
-        return self.cast(part, dims, "in", how, split)
-
 
 class Int8:
     """Products of int8 numbers, scaled by row: torchao's Int8MixedPrecisionTrainingConfig.
