@@ -46,7 +46,7 @@ class Trained:
 
 
 def list_default_layouts(world: int) -> list[str]:
-    """Every axis, alone as far as it goes, and one product of two axes and the data."""
+    """Return every axis, alone as far as it goes, and one product of two axes and the data."""
     alone = []
     for axis in ParallelConfig.mesh_axes:
         # All ranks for shards of the data; else as many as sit in a node at most
@@ -64,7 +64,7 @@ def list_default_layouts(world: int) -> list[str]:
 
 
 def choose_default_product(world: int) -> str:
-    """tp, pp and shards, of two ranks each where there are eight."""
+    """Return tp, pp and shards, of two ranks each where there are eight."""
     tp = _find_smallest_factor(world)
     pp = _find_smallest_factor(world // tp)
     rest = world // tp // pp
@@ -80,7 +80,7 @@ def _find_smallest_factor(number: int) -> int:
 
 
 def make_tiny_config(config: ParallelConfig) -> LlamaConfig:
-    """Sizes that the layout can cut: three query heads for each key/value head, of which every tp rank has one."""
+    """Choose sizes that the layout can cut: every tp rank has a key/value head, and three query heads for it."""
     from transformers import LlamaConfig
 
     heads = config.tp_size * config.cp_size

@@ -37,12 +37,12 @@ class Report:
 
     @property
     def failed(self) -> bool:
-        """Is there anything that training would fail at?"""
+        """Return whether there is anything that training would fail at."""
         return self.stopped is not None or any(row.status == FAILED for row in self.rows)
 
     @property
     def verdict(self) -> str:
-        """The verdict in one line."""
+        """Return the verdict in one line."""
         wrong = [f"{row.part} {row.what}" for row in self.rows if row.status == FAILED]
         slow = [f"{row.part} {row.what}" for row in self.rows if row.status == SLOW]
         ranks = f"{self.ranks} {self.counts}{'s' * (self.ranks != 1)}"
@@ -70,7 +70,7 @@ class Report:
             file.write("\n")
 
     def render(self) -> str:
-        """The table and the verdict."""
+        """Return the table and the verdict as text."""
         cells = [_HEADINGS, *((row.part, row.what, row.found, row.expected, row.status) for row in self.rows)]
         rows = [(status, *rest) for *rest, status in cells]
         columns = list(zip(*rows, strict=True))

@@ -52,7 +52,7 @@ class Wanted:
     calibrate: str | None = None
 
     def layout(self, world: int) -> ParallelConfig:
-        """Whose groups and links are looked at.
+        """Return the layout whose groups and links are looked at.
 
         Raises:
             SpecError: it cannot be, with so many ranks.
@@ -94,14 +94,14 @@ def check(wanted: Wanted) -> Report:
 
 
 def publish(report: Report, wanted: Wanted) -> None:
-    """The table, and the file that was asked for."""
+    """Print the table, and write the file that was asked for."""
     print(report.render(), flush=True)
     if wanted.json:
         report.write(wanted.json)
 
 
 def _run_parts(wanted: Wanted, device: torch.device, room: Room) -> Iterator[Row]:
-    """All rows on rank 0; the others take part."""
+    """Yield all rows on rank 0; the others take part."""
     began = time.monotonic()
     if wanted.calibrate is not None:
         yield from calibrate.calibrate_machine(device, room, wanted.calibrate or None)

@@ -80,7 +80,7 @@ def make_system_rows(ranks: list[Facts]) -> Iterator[Row]:
 
 
 def _find_unlike_ranks(ranks: list[Facts], name: str, expected: str, status: str) -> Iterator[Row]:
-    """A row if ranks differ in a fact."""
+    """Yield a row if ranks differ in a fact."""
     holders: dict[object, list[int]] = {}
     for number, rank in enumerate(ranks):
         holders.setdefault(rank.get(name), []).append(number)
@@ -90,7 +90,7 @@ def _find_unlike_ranks(ranks: list[Facts], name: str, expected: str, status: str
 
 
 def is_device_shared(ranks: list[Facts]) -> bool:
-    """Do several ranks compute on one accelerator?"""
+    """Return whether several ranks compute on one accelerator."""
     places = [(rank["host"], rank["place"]) for rank in ranks if rank["place"]]
     return len(set(places)) < len(places)
 
@@ -114,7 +114,7 @@ def find_in_catalogue(ranks: list[Facts]) -> tuple[Cluster | None, list[Row]]:
 
 
 def make_product_row(rates: list[float], kinds: list[object], cluster: Cluster | None, crowded: bool) -> Row:
-    """The slowest rank's rate beside the planner's and the other ranks'; of unlike devices, the slowest of each kind.
+    """Show the slowest rank's rate beside the planner's and the others'; of unlike devices, the slowest of each kind.
 
     Args:
         rates: FLOP/s of each rank.

@@ -50,7 +50,7 @@ _MOST_RANKS = 64
 
 
 def render_profile(parts: list[Part], name: str) -> str:
-    """The picture of all ranks as text, of the first 64 where there are more."""
+    """Return the picture of all ranks as text, of the first 64 where there are more."""
     shown = parts[:_MOST_RANKS]
     more = f" · ranks 0 to {_MOST_RANKS - 1} of {len(parts)}" if len(parts) > _MOST_RANKS else ""
     duration = max(1.0, *(part.duration for part in shown))
@@ -140,7 +140,7 @@ class Profile:
         self._begin, self._waits.open = time.time_ns(), True
 
     def finish(self, folder: str) -> list[str]:
-        """The step is over. What is to be said of it, on rank 0. Collective over all ranks."""
+        """End the step. On rank 0, return what is to be said of it. Collective over all ranks."""
         self._synchronize()
         end = time.time_ns()
         self._waits.stop()

@@ -65,7 +65,7 @@ class Compared:
     counts: dict[str, int]
 
     def joined(self, other: Compared) -> Compared:
-        """Both comparisons as one."""
+        """Return both comparisons as one."""
         worst = {
             key: max(self.worst.get(key, 0.0), other.worst.get(key, 0.0)) for key in {**self.worst, **other.worst}
         }
@@ -268,7 +268,7 @@ def _compute_relative(one: float, other: float) -> float:
 
 
 def compute_sample_difference(ours: Sample, theirs: Sample) -> float:
-    """The norm of the difference relative to the norm, of the sampled elements and of all of them."""
+    """Return the norm of the difference relative to the norm, of the sampled elements and of all of them."""
     if ours.shape != theirs.shape:
         return math.inf
     return max(

@@ -75,7 +75,7 @@ class Facts:
 
     @property
     def config(self) -> ParallelConfig | None:
-        """The layout; None if this version does not know its spec."""
+        """Return the layout; None if this version does not know its spec."""
         spec, world = self.run.get("spec") or self.layout.get("spec"), self.run.get("world_size")
         try:
             config = ParallelConfig.parse(spec) if isinstance(spec, str) else None
@@ -87,17 +87,17 @@ class Facts:
 
     @property
     def plan(self) -> Line:
-        """The planner's prediction, if there is one."""
+        """Return the planner's prediction, if there is one."""
         return as_mapping(self.run.get("plan"))
 
     @property
     def is_predicted(self) -> bool:
-        """Does the planner know this hardware? Of CPUs it only counts what tensors take."""
+        """Return whether the planner knows this hardware. Of CPUs it only counts what tensors take."""
         return bool(self.plan) and self.run.get("device") != "cpu"
 
     @property
     def ranks(self) -> list[dict[str, float]]:
-        """The measurements of each rank, a mean over all logs but the first, which holds what happens once."""
+        """Return the measurements of each rank, a mean over all logs but the first, which holds what happens once."""
         listed = [line.get("ranks") for line in self.metrics[1:] or self.metrics]
         logs = [[list_finite_numbers(row) for row in rows] for rows in listed if isinstance(rows, list) and rows]
         logs = [rows for rows in logs if len(rows) == len(logs[-1])]  # of the newest number of processes
@@ -107,13 +107,13 @@ class Facts:
         ]
 
     def series(self, key: str) -> tuple[list[float], list[float]]:
-        """Steps and values of a logged number, in order."""
+        """Return steps and values of a logged number, in order."""
         found = {number(line.get("step")): number(line[key]) for line in self.log if key in line}
         return list(found), list(found.values())
 
 
 def read_facts(folder: str) -> Facts:
-    """All that can be read.
+    """Read all that a training has left in its folder.
 
     Raises:
         SpecError: nothing of this package is there.
@@ -208,7 +208,7 @@ def _find_within(folder: str, pattern: str) -> str:
 
 
 def _number_in(path: str) -> int:
-    """The last one of its name."""
+    """Return the last number in the name of a file."""
     numbers = re.findall(r"\d+", os.path.basename(path))
     return int(numbers[-1]) if numbers else 0
 
@@ -217,19 +217,19 @@ def _number_in(path: str) -> int:
 
 
 def as_mapping(value: object) -> Line:
-    """Itself, if it is one."""
+    """Return a mapping itself, and an empty one for anything else."""
     return value if isinstance(value, dict) else {}
 
 
 def number(value: object, otherwise: float = math.nan) -> float:
-    """A float; `otherwise` of what is none."""
+    """Return a float, or `otherwise` for what is no number."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return otherwise
     return float(value)
 
 
 def list_finite_numbers(value: object) -> dict[str, float]:
-    """The entries of a mapping that are finite numbers."""
+    """Return the entries of a mapping that are finite numbers."""
     return {str(k): found for k, v in as_mapping(value).items() if math.isfinite(found := number(v))}
 
 
@@ -304,7 +304,7 @@ def list_advice(facts: Facts) -> list[str]:
 
 
 def _advise_on_idle(facts: Facts, config: ParallelConfig, part: dict[str, float]) -> Iterator[str]:
-    """Arithmetic of the schedule, which holds on any hardware."""
+    """Yield what follows from the arithmetic of the schedule, on any hardware."""
     if part["pp"] < BUBBLE or config.pp_size == 1:
         return
     line = f"{part['pp']:.0%} of the step waits for other stages."
@@ -326,7 +326,7 @@ def _advise_on_idle(facts: Facts, config: ParallelConfig, part: dict[str, float]
 
 
 def _advise_on_layout(facts: Facts, config: ParallelConfig, cluster: Cluster | None) -> Iterator[str]:
-    """The planner's best layout for the same batch, if it is faster than this one."""
+    """Yield the planner's best layout for the same batch, if it is faster than this one."""
     shape = _read_shape(facts.folder)
     if cluster is None or shape is None:
         return
@@ -363,7 +363,7 @@ def _advise_on_layout(facts: Facts, config: ParallelConfig, cluster: Cluster | N
 
 
 def _read_shape(folder: str) -> ModelShape | None:
-    """The model's, from the config that was saved with it."""
+    """Read the model's shape from the config that was saved with it."""
     import transformers
 
     places = [folder, *(os.path.join(folder, name) for name in sorted(os.listdir(folder)) if "checkpoint-" in name)]

@@ -73,7 +73,7 @@ class Bar:
 
 
 def draw_curves(name: str, lines: Sequence[Curve], unit: str) -> str:
-    """Values over steps; what is not finite leaves a gap."""
+    """Draw values over steps; a value that is not finite leaves a gap."""
     with _plot(name, 2.6) as drawing:
         axes = drawing.figure.subplots()
         for line in lines:
@@ -96,7 +96,7 @@ def draw_curves(name: str, lines: Sequence[Curve], unit: str) -> str:
 
 
 def draw_bars(name: str, groups: Sequence[Sequence[Bar]], unit: str) -> str:
-    """Rows of stacked parts; each group has a scale of its own."""
+    """Draw rows of stacked parts; each group has a scale of its own."""
     rows = [len(group) for group in groups]
     with _plot(name, 1.1 + 0.24 * sum(rows) + 0.45 * len(groups)) as drawing:
         drawn = drawing.figure.subplots(len(groups), squeeze=False, height_ratios=[count + 0.5 for count in rows])
@@ -223,7 +223,7 @@ def render_layout(facts: Facts) -> str:
 
 
 def render_curve_figures(facts: Facts) -> Iterator[str]:
-    """Loss, gradient norm, throughput, step time, shares: each where it was logged."""
+    """Show loss, gradient norm, throughput and step time, each where it was logged."""
     wanted = [
         ("loss", "Loss", "", [("training", "loss", 0), ("evaluation", "eval_loss", 1)]),
         ("grad-norm", "Gradient norm", "", [("gradient norm", "grad_norm", 5)]),
@@ -249,7 +249,7 @@ def render_curve_figures(facts: Facts) -> Iterator[str]:
 
 
 def time(facts: Facts) -> Iterator[str]:
-    """Seconds of a step by kind: each rank, and the plan where there is one for this hardware."""
+    """Show seconds of a step by kind: each rank, and the plan where there is one for this hardware."""
     ranks = facts.ranks
     if not any(sum(rank.get(part, 0.0) for part in PARTS) for rank in ranks):
         return
@@ -350,7 +350,7 @@ td, th { text-align: left; padding: 4px 10px 4px 0; border-bottom: 1px solid var
 
 
 def render_page(facts: Facts) -> str:
-    """The whole page."""
+    """Return the whole page."""
     title = os.path.basename(os.path.abspath(facts.folder))
     figures = [*render_curve_figures(facts), *time(facts), *render_memory(facts)]
     shown = "".join(_render_profile_image(path) for path in facts.profiles[-_PROFILES:])
