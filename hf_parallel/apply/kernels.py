@@ -14,7 +14,7 @@ layout does there: sums of gradients, regions, stages. Here it goes behind them:
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -60,8 +60,14 @@ def place_kernels(model: PreTrainedModel, put: Callable[[], object], asked: str)
     shown = contextlib.nullcontext() if state.pipeline is None else state.pipeline.remote_modules.shown(model)
     with shown:
         before = [_Before(name, m, type(m), vars(m).get("forward")) for name, m in model.named_modules()]
-        with _restore_own_classes(before):
+        split = [former for former in before if has_mixin(former.kind)]
+        for former in split:  # for now: a library compares a kernel's arguments with those of a module's own class
+            former.module.__class__ = without_mixins(former.kind)
+        try:
             put()
+        finally:
+            for former in split:
+                former.module.__class__ = former.kind
     for former in before:
         module, forward = former.module, vars(former.module).get("forward")
         if forward is None or forward is former.forward:
@@ -85,20 +91,6 @@ def place_kernels(model: PreTrainedModel, put: Callable[[], object], asked: str)
             left_out.add(_name(forward))
     if left_out and state.is_first(asked):
         state.notes.append(f"{asked}: split layers keep their own code in place of {', '.join(sorted(left_out))}")
-
-
-@contextlib.contextmanager
-def _restore_own_classes(modules: list[_Before]) -> Iterator[None]:
-    """Give modules their own classes inside the `with`: a library compares a kernel's arguments with theirs."""
-    for former in modules:
-        if has_mixin(former.kind):
-            former.module.__class__ = without_mixins(former.kind)
-    try:
-        yield
-    finally:
-        for former in modules:
-            if has_mixin(former.kind):
-                former.module.__class__ = former.kind
 
 
 def _name(forward: Callable) -> str:

@@ -55,33 +55,23 @@ def watch_for_late_modules(model: nn.Module, mesh: ParallelMesh, pipeline: Pipel
             if f"{name}.".startswith(guarded):
                 why = f"tp_size={mesh.size('tp')} has split the layer before, and a rank sees a part of its tokens"
                 refuse(f"{name}, put into a parallel model", why, do="an adapter of PEFT works, and so does tp_size=1")
-        if late and pipeline is not None:
-            pipeline.late += _equalise_stages(late, mesh)
+        tensors: dict[str, torch.Tensor] = {}
+        for name, one in late.items():
+            own = (*one.named_parameters(recurse=False), *one.named_buffers(recurse=False))
+            tensors |= {f"{name}.{key}": tensor for key, tensor in own}
+        if late and pipeline is not None:  # all stages take the first one's values, whichever computes with them
+            shapes = {name: tensor.shape for name, tensor in tensors.items()}
+            held = messages.gather_objects(shapes, mesh.group_on_host("pp"))
+            common = [t for name, t in tensors.items() if all(there.get(name) == t.shape for there in held)]
+            if mesh.config.sharing_size == 1:
+                send_from_first(common, [mesh.group("pp")], mesh.device)
+            pipeline.late += [tensor for tensor in common if isinstance(tensor, nn.Parameter)]
         if late and cuts and mesh.config.sharing_size == 1:
-            send_from_first(_name_tensors(late).values(), [mesh.group("tp")], mesh.device)
+            send_from_first(tensors.values(), [mesh.group("tp")], mesh.device)
 
     handle = register_module_module_registration_hook(note)
     weakref.finalize(model, handle.remove)
     model.register_forward_pre_hook(look, prepend=True)
-
-
-def _name_tensors(late: dict[str, nn.Module]) -> dict[str, torch.Tensor]:
-    """Return the parameters and buffers of these modules, by name."""
-    tensors: dict[str, torch.Tensor] = {}
-    for name, inner in late.items():
-        own = (*inner.named_parameters(recurse=False), *inner.named_buffers(recurse=False))
-        tensors |= {f"{name}.{key}": tensor for key, tensor in own}
-    return tensors
-
-
-def _equalise_stages(late: dict[str, nn.Module], mesh: ParallelMesh) -> list[nn.Parameter]:
-    """Send what all stages have from the first one, whichever of them computes with it; return its parameters."""
-    tensors = _name_tensors(late)
-    held = messages.gather_objects({name: tensor.shape for name, tensor in tensors.items()}, mesh.group_on_host("pp"))
-    common = [t for name, t in tensors.items() if all(one.get(name) == t.shape for one in held)]
-    if mesh.config.sharing_size == 1:
-        send_from_first(common, [mesh.group("pp")], mesh.device)
-    return [tensor for tensor in common if isinstance(tensor, nn.Parameter)]
 
 
 def find_counted_before(late: list[nn.Parameter], mesh: ParallelMesh) -> set[int]:

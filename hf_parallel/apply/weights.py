@@ -184,32 +184,26 @@ def resize_token_embeddings(
     if new_rows == rows:
         return embedding
     assert_all_ranks("resize_token_embeddings")
-    names = _check_resized(model, rows, new_rows)
-    whole = _make_resized_weights(model, names, new_rows, mean_resizing)
-    _place_resized_weights(model, names, whole, new_rows)
-    get_text_config(model).vocab_size = model.vocab_size = new_rows
-    return model.get_input_embeddings()
-
-
-def _check_resized(model: PreTrainedModel, rows: int, new_rows: int) -> dict[str, str]:
-    """Return the parameters that change, each with the one it is tied to, or itself; the embedding's is the first."""
+    # The parameters that change, each with the one it is tied to, or itself; the embedding's is the first
     modules = {id(module): name for name, module in model.named_modules()}
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    head = model.get_output_embeddings()
     ends = {modules[id(end)]: end for end in (embedding, head) if end is not None}
     tied = dict(getattr(model, "_hf_parallel_tied_keys", None) or {})
     leaves = ((name, leaf) for name, end in ends.items() for leaf in ("weight", "bias"))
     present = [f"{name}.{leaf}" for name, leaf in leaves if getattr(ends[name], leaf, None) is not None]
-    names = dict(zip(present, present, strict=True))
-    others = (set(tied) | set(tied.values())) - set(names)
-    first = next(iter(names))
-    plain = isinstance(embedding, nn.Embedding) and isinstance(head, nn.Linear | None) and first not in tied
+    others = (set(tied) | set(tied.values())) - set(present)
+    plain = isinstance(embedding, nn.Embedding) and isinstance(head, nn.Linear | None) and present[0] not in tied
     adapted = any(getattr(end, "adapted", False) or hasattr(end, "base_layer") for end in ends.values())
     if not plain or adapted or others or getattr(model, "is_loaded_in_4bit", False):
         raise NotImplementedError(
             f"hf_parallel: resize_token_embeddings from {rows} to {new_rows} rows of a {type(model).__name__} is not "
             "part of this version; resize and save the model in one process first"
         )
-    return {name: tied.get(name, name) for name in names}
+    names = {name: tied.get(name, name) for name in present}
+    whole = _make_resized_weights(model, names, new_rows, mean_resizing)
+    _place_resized_weights(model, names, whole, new_rows)
+    get_text_config(model).vocab_size = model.vocab_size = new_rows
+    return model.get_input_embeddings()
 
 
 def _make_resized_weights(

@@ -59,7 +59,7 @@ class Split(NamedTuple):
     group: dist.ProcessGroup | None = None
 
     def agree(self, largest: torch.Tensor, over: tuple[str, ...]) -> torch.Tensor:
-        """The largest numbers over these dims, if a rank sees a part of one only."""
+        """Return the largest numbers over these dims, if a rank sees a part of one only."""
         if self.group is None or self.dim not in over:
             return largest
         return all_reduce(largest.float(), self.group, dist.ReduceOp.MAX).to(largest.dtype)
@@ -77,7 +77,7 @@ def find_largest_number(tensor: torch.Tensor, dim: int | None = None) -> torch.T
 
 @functools.cache
 def _import_torchao() -> None:
-    """Without what it says of files for GPUs and Pythons that are not here: none of these recipes calls them."""
+    """Import torchao without its warnings of files for other GPUs and Pythons, which no recipe here calls."""
     log = logging.getLogger("torchao")
     former = log.level
     log.setLevel(logging.ERROR)
@@ -150,7 +150,7 @@ class Float8:
         split: Split,
         scale: torch.Tensor | None = None,
     ) -> Float8TrainingTensor:
-        """An operand with these dims in fp8, scaled as `how` says; `over`: the dim that its product sums over."""
+        """Return an operand with these dims in fp8, scaled as `how` says; its product sums over the dim `over`."""
         from torchao.float8.config import ScalingGranularity, ScalingType
         from torchao.float8.float8_training_tensor import Float8TrainingTensor, hp_tensor_and_scale_to_float8
         from torchao.float8.float8_utils import amax_to_scale
@@ -168,17 +168,11 @@ class Float8:
     def of_codes(
         self, codes: torch.Tensor, scale: torch.Tensor, dims: tuple[str, str], dtype: torch.dtype
     ) -> Float8TrainingTensor:
-        """The operand that `cast` would make of numbers in `dtype`."""
+        """Return the operand that `cast` would make of numbers in `dtype`."""
         from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
         products = self._products[dims != W and codes.shape[0] % ALIGNED != 0]
         return Float8TrainingTensor(codes, scale, dtype, products, self._roles[dims])
-
-    def part_of_whole(self, part: torch.Tensor, dims: tuple[str, str], split: Split) -> Float8TrainingTensor:
-        """Cast a part of an operand as the whole would be, with one scale."""
-        c = self.config
-        how = {X: c.cast_config_input, G: c.cast_config_grad_output}[dims]
-        return self.cast(part, dims, "in", how, split)
 
 
 class Int8:

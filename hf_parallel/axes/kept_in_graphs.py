@@ -46,36 +46,27 @@ class KeepProducts(CustomPartitionerFn):
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Return the graphs of the forward and the backward pass."""
-        mark_kept(gm.graph, kwargs["num_fwd_outputs"])
+        results: Any
+        (results,) = gm.graph.output_node().args
+        forward: set[fx.Node] = set()
+        waiting = [node for node in results[: kwargs["num_fwd_outputs"]] if isinstance(node, fx.Node)]
+        while waiting:
+            node = waiting.pop()
+            if node not in forward:
+                forward.add(node)
+                waiting += node.all_input_nodes
+        for node in forward:  # mark its output as kept, or as computed again
+            operation = node.target
+            if node.op != "call_function" or not isinstance(operation, torch._ops.OpOverload):
+                continue
+            given: Any
+            named: Any
+            given, named = map_arg((node.args, node.kwargs), lambda one: one.meta.get("val"))
+            kept = operation.name() in _SENT or torch.Tag.nondeterministic_seeded in operation.tags
+            kept = kept or recompute.is_kept(operation, given, named)
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
         return min_cut_rematerialization_partition(gm, joint_inputs, **{"compiler": "inductor", **kwargs})
 
     def uuid(self) -> bytes:
         """Return what inductor's cache of graphs knows this partitioner by: its code."""
         return get_hash_for_files((__file__, str(Path(recompute.__file__))))
-
-
-def mark_kept(graph: fx.Graph, outputs: int) -> None:
-    """Mark each operation of the forward pass: its output is kept, or it runs again.
-
-    Args:
-        graph: of forward and backward.
-        outputs: how many of its outputs are the forward's.
-    """
-    (results,) = graph.output_node().args
-    forward: set[fx.Node] = set()
-    waiting = [node for node in results[:outputs] if isinstance(node, fx.Node)]  # type: ignore[union-attr,index]
-    while waiting:
-        node = waiting.pop()
-        if node not in forward:
-            forward.add(node)
-            waiting += node.all_input_nodes
-    for node in forward:
-        operation = node.target
-        if node.op != "call_function" or not isinstance(operation, torch._ops.OpOverload):
-            continue
-        given: Any
-        named: Any
-        given, named = map_arg((node.args, node.kwargs), lambda one: one.meta.get("val"))
-        kept = operation.name() in _SENT or torch.Tag.nondeterministic_seeded in operation.tags
-        kept = kept or recompute.is_kept(operation, given, named)
-        node.meta["recompute"] = CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE

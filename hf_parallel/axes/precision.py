@@ -69,7 +69,7 @@ class Precision(Axis[PrecisionFacts, PrecisionPart]):
     off = "auto"
 
     def read(self, model: PreTrainedModel, config: ParallelConfig) -> PrecisionFacts:
-        """The linears of its layers, and the machine."""
+        """Read the linears of the model's layers, and the machine."""
         import torch
         from packaging.version import Version
         from torch import nn
@@ -160,7 +160,7 @@ def _format_scaling(config: ParallelConfig) -> str:
 
 
 def can_gather_codes(config: ParallelConfig) -> bool:
-    """Are weights that multiply in fp8 gathered so, where they are sharded?"""
+    """Return whether weights that multiply in fp8 are gathered so, where they are sharded."""
     codes = config.precision == "fp8" and _format_scaling(config) == "tensorwise"
     compressed = config.hierarchical_shard is not None or config.quantize_weights != "none"
     return codes and config.offload != "cpu" and not compressed
@@ -184,7 +184,7 @@ def _check_machine(asked: str, precision: str, facts: PrecisionFacts) -> None:
 
 
 def _check_scales_and_parts(asked: str, config: ParallelConfig, anatomy: Anatomy, facts: PrecisionFacts) -> None:
-    """Scales of one process, and parts that the hardware takes."""
+    """Refuse scales that differ from one process's, and parts that the hardware does not take."""
     from hf_parallel.ask.spec import SpecError
     from hf_parallel.axes.eight_bit import ALIGNED
     from hf_parallel.axes.tensor.axis import SplitFacts, resolve_styles

@@ -60,7 +60,14 @@ class TiledMlp(Axis[TiledFacts, TiledFacts]):
         known: dict[tuple, bool] = {}
         names: set[str] = set()
         for block in blocks:
-            mlps = [name for name, child in block.named_children() if _is_tileable(child, width, known)]
+            mlps = []
+            for name, child in block.named_children():
+                widths = tuple(filter(None, map(_read_widths, child.modules())))
+                kind = type(child), widths  # asked about once, as layers of a model are alike
+                if kind not in known:
+                    known[kind] = len(widths) > 1 and does_act_per_token(child, width)
+                if known[kind]:
+                    mlps.append(name)
             if not mlps:
                 return TiledFacts(reason=f"has no MLP in {type(block).__name__} that acts on each token by itself")
             names.update(mlps)
@@ -113,14 +120,6 @@ class _RankOne(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return (x * self.columns).sum(-1, keepdim=True) / math.sqrt(len(self.columns)) * self.rows
-
-
-def _is_tileable(child: nn.Module, width: int, known: dict[tuple, bool]) -> bool:
-    """Return True for a child with several linears that acts on each token by itself."""
-    widths = tuple(filter(None, map(_read_widths, child.modules())))
-    if (key := (type(child), widths)) not in known:
-        known[key] = len(widths) > 1 and does_act_per_token(child, width)
-    return known[key]
 
 
 def does_act_per_token(module: nn.Module, width: int) -> bool:

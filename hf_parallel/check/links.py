@@ -56,7 +56,7 @@ def count_ranks_to_start(asked: int | None, fixed: int | None, devices: int) -> 
 
 
 def make_environments(count: int, devices: int, backend: str | None = None) -> list[dict[str, str]]:
-    """The variables of each of `count` ranks on this machine."""
+    """Return the variables of each of `count` ranks on this machine."""
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(count)}
     shared |= {"LOCAL_WORLD_SIZE": str(count)}
     if not devices:
@@ -98,30 +98,26 @@ def start_ranks(argv: list[str], ranks: list[dict[str, str]], limit_s: float | N
     processes = [subprocess.Popen(command, env={**os.environ, **own}, preexec_fn=end_with_parent) for own in ranks]
     end = None if limit_s is None else time.monotonic() + limit_s
     try:
-        return _wait_for_processes(processes, end)
+        while True:
+            codes = [process.poll() for process in processes]
+            failed = next((code for code in codes if code), None)
+            if failed is not None:
+                grace = time.monotonic() + GRACE_S
+                while time.monotonic() < grace and any(process.poll() is None for process in processes):
+                    time.sleep(0.05)
+                return failed if failed > 0 else 128 - failed
+            if all(code == 0 for code in codes):
+                return 0
+            if end is not None and time.monotonic() > end:
+                print("hf_parallel: the ranks did not end in time; all were killed", file=sys.stderr)
+                return 1
+            time.sleep(0.05)
     finally:
         for process in processes:
             if process.poll() is None:
                 process.kill()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(GRACE_S)
-
-
-def _wait_for_processes(processes: list[subprocess.Popen], end: float | None) -> int:
-    while True:
-        codes = [process.poll() for process in processes]
-        failed = next((code for code in codes if code), None)
-        if failed is not None:
-            grace = time.monotonic() + GRACE_S
-            while time.monotonic() < grace and any(process.poll() is None for process in processes):
-                time.sleep(0.05)
-            return failed if failed > 0 else 128 - failed
-        if all(code == 0 for code in codes):
-            return 0
-        if end is not None and time.monotonic() > end:
-            print("hf_parallel: the ranks did not end in time; all were killed", file=sys.stderr)
-            return 1
-        time.sleep(0.05)
 
 
 #: What the planner calls the groups of the mesh's axes.
@@ -175,7 +171,7 @@ def _sum_of_ranks(group: dist.ProcessGroup) -> float:
 def measure_collective(
     group: dist.ProcessGroup, name: str, device: torch.device, size: int, repeats: int
 ) -> tuple[float, bool]:
-    """Seconds of one call on a tensor of `size` bytes, and whether it gave what it must. Collective over the group."""
+    """Return seconds of one call on a tensor of `size` bytes, and whether its result is right. Collective."""
     count = max(1, size // 4 // group.size()) * group.size()
     call, expected = _prepare_operation(group, name, torch.zeros(count, device=device))
     got = call()
@@ -219,7 +215,7 @@ def _try_collective(group: dist.ProcessGroup, name: str, device: torch.device, p
 
 
 def check_groups(mesh: ParallelMesh, room: Room) -> Iterator[Row]:
-    """Does every group join the ranks that it is meant for? Collective over all ranks."""
+    """Check that every group joins the ranks that it is meant for. Collective over all ranks."""
     used = _list_measured_axes(mesh)
     own: dict[str, dist.ProcessGroup] = {axis: mesh.group(axis) for axis in used}
     if mesh.data_size > 1:
@@ -249,7 +245,7 @@ def check_groups(mesh: ParallelMesh, room: Room) -> Iterator[Row]:
 
 
 def check_links(mesh: ParallelMesh, cluster: Cluster | None, room: Room, payload: int, crowded: bool) -> Iterator[Row]:
-    """Every operation on every axis of more than one rank. Collective over all ranks."""
+    """Measure every operation on every axis of more than one rank. Collective over all ranks."""
     for axis in reversed(_list_measured_axes(mesh)):  # fast links first
         # The links that the planner reckons with
         groups = {} if cluster is None else make_groups(to_layout(mesh.config), cluster)
@@ -262,7 +258,7 @@ def check_links(mesh: ParallelMesh, cluster: Cluster | None, room: Room, payload
 
 
 def _list_measured_axes(mesh: ParallelMesh) -> list[str]:
-    """All axes of several ranks, with rows and columns of a grid of tp, slow links first."""
+    """Return all axes of several ranks, with rows and columns of a grid of tp, slow links first."""
     grid = TP_AXES if mesh.config.tp_col_size > 1 else ()
     return [axis for axis in (*mesh.config.sizes, *grid) if mesh.size(axis) > 1]
 

@@ -46,7 +46,7 @@ class Trained:
 
 
 def list_default_layouts(world: int) -> list[str]:
-    """Every axis, alone as far as it goes, and one product of two axes and the data."""
+    """Return every axis, alone as far as it goes, and one product of two axes and the data."""
     alone = []
     for axis in ParallelConfig.mesh_axes:
         # All ranks for shards of the data; else as many as sit in a node at most
@@ -64,7 +64,7 @@ def list_default_layouts(world: int) -> list[str]:
 
 
 def choose_default_product(world: int) -> str:
-    """tp, pp and shards, of two ranks each where there are eight."""
+    """Return tp, pp and shards, of two ranks each where there are eight."""
     tp = _find_smallest_factor(world)
     pp = _find_smallest_factor(world // tp)
     rest = world // tp // pp
@@ -80,7 +80,7 @@ def _find_smallest_factor(number: int) -> int:
 
 
 def make_tiny_config(config: ParallelConfig) -> LlamaConfig:
-    """Sizes that the layout can cut: three query heads for each key/value head, of which every tp rank has one."""
+    """Choose sizes that the layout can cut: every tp rank has a key/value head, and three query heads for it."""
     from transformers import LlamaConfig
 
     heads = config.tp_size * config.cp_size
@@ -109,25 +109,18 @@ def make_tiny_model(config: ParallelConfig, dtype: torch.dtype) -> LlamaForCausa
         return LlamaForCausalLM(make_tiny_config(config)).to(dtype).train()
 
 
-def make_parity_batch(
-    config: ParallelConfig, share: int | None, device: torch.device, step: int
-) -> dict[str, torch.Tensor]:
-    """The rows of one data rank, or of all of them: as many for each, whose mean is then the mean of all."""
-    rows = 2 * max(2, config.pp_size)
-    generator = torch.Generator().manual_seed(SEED + step)
-    tokens = torch.randint(0, VOCABULARY, (rows * config.data_parallel_size, LENGTH), generator=generator)
-    tokens = tokens if share is None else tokens[share :: config.data_parallel_size]
-    return {"input_ids": tokens.to(device), "labels": tokens.to(device)}
-
-
 def train_tiny_model(
     model: nn.Module, config: ParallelConfig, share: int | None, device: torch.device
 ) -> tuple[list, list]:
-    """Losses, as tensors, and gradient norms of the steps."""
+    """Train on the rows of data rank `share`, or of all; return each step's loss, a tensor, and gradient norm."""
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9, foreach=True)  # foreach: CUDA's default
     losses, norms = [], []
+    rows = 2 * max(2, config.pp_size)  # as many for each data rank: the mean of their means is then the mean of all
     for step in range(STEPS):
-        loss = model(**make_parity_batch(config, share, device, step)).loss
+        generator = torch.Generator().manual_seed(SEED + step)
+        tokens = torch.randint(0, VOCABULARY, (rows * config.data_parallel_size, LENGTH), generator=generator)
+        tokens = tokens if share is None else tokens[share :: config.data_parallel_size]
+        loss = model(input_ids=tokens.to(device), labels=tokens.to(device)).loss
         loss.backward()
         norms.append(clip_grad_norm(model, math.inf))
         optimizer.step()

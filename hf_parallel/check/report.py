@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 OK, SLOW, NOTE, SKIPPED, FAILED = "ok", "SLOW", "note", "skipped", "FAILED"
@@ -35,18 +35,14 @@ class Report:
     counts: str = "rank"
     not_run: tuple[str, ...] = ()
 
-    def add(self, rows: Iterable[Row]) -> None:
-        """Further rows."""
-        self.rows.extend(rows)
-
     @property
     def failed(self) -> bool:
-        """Is there anything that training would fail at?"""
+        """Return whether there is anything that training would fail at."""
         return self.stopped is not None or any(row.status == FAILED for row in self.rows)
 
     @property
     def verdict(self) -> str:
-        """The verdict in one line."""
+        """Return the verdict in one line."""
         wrong = [f"{row.part} {row.what}" for row in self.rows if row.status == FAILED]
         slow = [f"{row.part} {row.what}" for row in self.rows if row.status == SLOW]
         ranks = f"{self.ranks} {self.counts}{'s' * (self.ranks != 1)}"
@@ -74,7 +70,7 @@ class Report:
             file.write("\n")
 
     def render(self) -> str:
-        """The table and the verdict."""
+        """Return the table and the verdict as text."""
         cells = [_HEADINGS, *((row.part, row.what, row.found, row.expected, row.status) for row in self.rows)]
         rows = [(status, *rest) for *rest, status in cells]
         columns = list(zip(*rows, strict=True))

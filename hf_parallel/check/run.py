@@ -52,7 +52,7 @@ class Wanted:
     calibrate: str | None = None
 
     def layout(self, world: int) -> ParallelConfig:
-        """Whose groups and links are looked at.
+        """Return the layout whose groups and links are looked at.
 
         Raises:
             SpecError: it cannot be, with so many ranks.
@@ -84,7 +84,7 @@ def check(wanted: Wanted) -> Report:
         room = Room(store, rank, world, wanted.limit_s, ended, say)
         try:
             for row in _run_parts(wanted, device, room):
-                report.add([row])
+                report.rows.append(row)
             room.close()
         except Exception as error:
             room.fail(error)
@@ -94,42 +94,38 @@ def check(wanted: Wanted) -> Report:
 
 
 def publish(report: Report, wanted: Wanted) -> None:
-    """The table, and the file that was asked for."""
+    """Print the table, and write the file that was asked for."""
     print(report.render(), flush=True)
     if wanted.json:
         report.write(wanted.json)
 
 
 def _run_parts(wanted: Wanted, device: torch.device, room: Room) -> Iterator[Row]:
-    """All rows on rank 0; the others take part."""
+    """Yield all rows on rank 0; the others take part."""
     began = time.monotonic()
     if wanted.calibrate is not None:
         yield from calibrate.calibrate_machine(device, room, wanted.calibrate or None)
         return
     if wanted.links:
-        yield from _examine_machine(wanted, device, room)
+        room.step("facts of each rank")
+        ranks = room.gather(system.read_machine_facts(device))
+        cluster, known = system.find_in_catalogue(ranks) if ranks else (None, [])
+        if ranks:
+            yield from [*system.make_system_rows(ranks), *known]
+        room.step("matrix product")
+        rates, crowded = room.gather(devices.measure_product_rate(device)), system.is_device_shared(ranks)
+        if rates:
+            yield system.make_product_row(rates, [rank["device"] for rank in ranks], cluster, crowded)
+        if room.world > 1:
+            config = wanted.layout(room.world)
+            room.step(f"process groups of {config.to_spec()}")
+            mesh = ParallelMesh.create(config, device)
+            yield from links.check_groups(mesh, room)
+            payload = wanted.payload or _PAYLOADS.get(device.type, _PAYLOAD)
+            yield from links.check_links(mesh, cluster, room, payload, crowded)
     layouts = [wanted.parallel] if wanted.parallel else parity.list_default_layouts(room.world)
     for spec in layouts if wanted.parity and room.world > 1 else ():
         for name in wanted.dtypes:
             yield from parity.check_layout(spec, device, DTYPES[name], room, wanted.parallel is not None)
     if room.rank == 0:
         yield Row("check", "time", f"{time.monotonic() - began:.1f} s", status="")
-
-
-def _examine_machine(wanted: Wanted, device: torch.device, room: Room) -> Iterator[Row]:
-    room.step("facts of each rank")
-    ranks = room.gather(system.read_machine_facts(device))
-    cluster, known = system.find_in_catalogue(ranks) if ranks else (None, [])
-    if ranks:
-        yield from [*system.make_system_rows(ranks), *known]
-    room.step("matrix product")
-    rates, crowded = room.gather(devices.measure_product_rate(device)), system.is_device_shared(ranks)
-    if rates:
-        yield system.make_product_row(rates, [rank["device"] for rank in ranks], cluster, crowded)
-    if room.world > 1:
-        config = wanted.layout(room.world)
-        room.step(f"process groups of {config.to_spec()}")
-        mesh = ParallelMesh.create(config, device)
-        yield from links.check_groups(mesh, room)
-        payload = wanted.payload or _PAYLOADS.get(device.type, _PAYLOAD)
-        yield from links.check_links(mesh, cluster, room, payload, crowded)

@@ -54,7 +54,23 @@ def make_system_rows(ranks: list[Facts]) -> Iterator[Row]:
     yield from _find_unlike_ranks(
         ranks, "device", "a layout waits for the slowest kind: compare with the fast ones alone", NOTE
     )
-    yield from _make_device_rows(ranks)
+    hosts = len({rank["host"] for rank in ranks})
+    kinds = Counter[str]()
+    for rank in ranks:  # cards of one kind read alike, though drivers report some MiB more or less
+        memory = rank.get("memory")
+        kinds[str(rank["device"]) + (f", {memory / 2**30:.1f} GiB" if isinstance(memory, int) else "")] += 1
+    text = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
+    text += f", {hosts} host{'s' * (hosts > 1)}, {first['backend']}"
+    yield Row("system", "devices", text, values={"hosts": hosts})
+    places: dict[tuple[object, object], list[int]] = {}
+    for number, rank in enumerate(ranks):
+        if rank["place"]:
+            places.setdefault((rank["host"], rank["place"]), []).append(number)
+    crowded = [numbers for numbers in places.values() if len(numbers) > 1]
+    if crowded:
+        meant = "NCCL_HOSTID" in os.environ or first["backend"] == "gloo"
+        text = f"ranks {format_ranks(crowded[0])} share one; no time here is that of a link"
+        yield Row("system", "devices shared", text, "one for each rank", NOTE if meant else FAILED)
     names = [name for name in sorted(os.environ) if name.startswith(("NCCL_", "TORCH_NCCL_", "GLOO_", "UCX_", "FI_"))]
     names += [name for name in ("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_VISIBLE_DEVICES") if name in os.environ]
     settings = {name: os.environ[name] for name in names}
@@ -64,7 +80,7 @@ def make_system_rows(ranks: list[Facts]) -> Iterator[Row]:
 
 
 def _find_unlike_ranks(ranks: list[Facts], name: str, expected: str, status: str) -> Iterator[Row]:
-    """A row if ranks differ in a fact."""
+    """Yield a row if ranks differ in a fact."""
     holders: dict[object, list[int]] = {}
     for number, rank in enumerate(ranks):
         holders.setdefault(rank.get(name), []).append(number)
@@ -73,28 +89,8 @@ def _find_unlike_ranks(ranks: list[Facts], name: str, expected: str, status: str
         yield Row("system", name, shown, expected, status)
 
 
-def _make_device_rows(ranks: list[Facts]) -> Iterator[Row]:
-    hosts = len({rank["host"] for rank in ranks})
-    kinds = Counter[str]()
-    for rank in ranks:  # cards of one kind read alike, though drivers report some MiB more or less
-        memory = rank.get("memory")
-        kinds[str(rank["device"]) + (f", {memory / 2**30:.1f} GiB" if isinstance(memory, int) else "")] += 1
-    shown = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
-    shown += f", {hosts} host{'s' * (hosts > 1)}, {ranks[0]['backend']}"
-    yield Row("system", "devices", shown, values={"hosts": hosts})
-    places: dict[tuple[object, object], list[int]] = {}
-    for number, rank in enumerate(ranks):
-        if rank["place"]:
-            places.setdefault((rank["host"], rank["place"]), []).append(number)
-    crowded = [numbers for numbers in places.values() if len(numbers) > 1]
-    if crowded:
-        meant = "NCCL_HOSTID" in os.environ or ranks[0]["backend"] == "gloo"
-        shown = f"ranks {format_ranks(crowded[0])} share one; no time here is that of a link"
-        yield Row("system", "devices shared", shown, "one for each rank", NOTE if meant else FAILED)
-
-
 def is_device_shared(ranks: list[Facts]) -> bool:
-    """Do several ranks compute on one accelerator?"""
+    """Return whether several ranks compute on one accelerator."""
     places = [(rank["host"], rank["place"]) for rank in ranks if rank["place"]]
     return len(set(places)) < len(places)
 
@@ -118,7 +114,7 @@ def find_in_catalogue(ranks: list[Facts]) -> tuple[Cluster | None, list[Row]]:
 
 
 def make_product_row(rates: list[float], kinds: list[object], cluster: Cluster | None, crowded: bool) -> Row:
-    """The slowest rank's rate beside the planner's and the other ranks'; of unlike devices, the slowest of each kind.
+    """Show the slowest rank's rate beside the planner's and the others'; of unlike devices, the slowest of each kind.
 
     Args:
         rates: FLOP/s of each rank.

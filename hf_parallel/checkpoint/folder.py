@@ -70,7 +70,12 @@ class Checkpoint(Saving):
                     for file in files:
                         _flush_entry(os.path.join(place, file))
                     _flush_entry(place)
-                self._rename()
+                former = os.path.join(self.run, _FORMER + self.name)
+                if os.path.isdir(self.final):
+                    os.rename(self.final, former)
+                os.rename(self.folder, self.final)
+                _flush_entry(self.run)
+                shutil.rmtree(former, ignore_errors=True)
         self._agree(complete=True)
 
     def _agree(self, complete: bool = False) -> None:
@@ -94,14 +99,6 @@ class Checkpoint(Saving):
         last = next(iter(list_whole_checkpoints(self.run)), None)
         return "there is no earlier one" if last is None else f"{os.path.basename(last)} is the newest whole one"
 
-    def _rename(self) -> None:
-        former = os.path.join(self.run, _FORMER + self.name)
-        if os.path.isdir(self.final):
-            os.rename(self.final, former)
-        os.rename(self.folder, self.final)
-        _flush_entry(self.run)
-        shutil.rmtree(former, ignore_errors=True)
-
 
 def remove(path: str) -> None:
     """Delete a checkpoint: first its name, so that a crash leaves no half of it behind."""
@@ -112,7 +109,7 @@ def remove(path: str) -> None:
 
 
 def put_back_former(run: str) -> None:
-    """Rename former folders back after a crash between the two renames of `_rename`."""
+    """Rename former folders back after a crash between the two renames of `Checkpoint.commit`."""
     for found in os.listdir(run):
         name = os.path.join(run, found.removeprefix(_FORMER))
         if found.startswith(_FORMER) and not os.path.exists(name):

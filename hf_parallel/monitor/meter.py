@@ -48,7 +48,7 @@ def unite_intervals(intervals: Iterable[Interval], gap: float = 0.0) -> list[Int
 
 
 def intersect_intervals(one: list[Interval], other: list[Interval]) -> list[Interval]:
-    """The time that both hold; each of them a union."""
+    """Return the time that both hold; each of them a union."""
     found, i, j = [], 0, 0
     while i < len(one) and j < len(other):
         begin, end = max(one[i][0], other[j][0]), min(one[i][1], other[j][1])
@@ -62,7 +62,7 @@ def intersect_intervals(one: list[Interval], other: list[Interval]) -> list[Inte
 
 
 def without(one: list[Interval], other: list[Interval]) -> list[Interval]:
-    """The time that the first holds and the second does not; each of them a union."""
+    """Return the time that the first holds and the second does not; each of them a union."""
     bounds = [-float("inf"), *(moment for interval in other for moment in interval), float("inf")]
     return intersect_intervals(one, list(zip(bounds[::2], bounds[1::2], strict=True)))
 
@@ -94,7 +94,7 @@ class Window:
     seconds: defaultdict[tuple[str, str], float] = field(default_factory=lambda: defaultdict(float))
 
     def waits(self) -> dict[str, float]:
-        """Seconds of waiting by axis."""
+        """Return seconds of waiting by axis."""
         found: defaultdict[str, float] = defaultdict(float)
         for (_, axis), seconds in self.seconds.items():
             if axis:
@@ -102,7 +102,7 @@ class Window:
         return dict(found)
 
     def own(self, phase: str) -> float:
-        """Seconds of a phase without its waits."""
+        """Return seconds of a phase without its waits."""
         waits = sum(s for (where, axis), s in self.seconds.items() if where == phase and axis)
         if phase == REST:
             return self.looked_seconds - waits - self.seconds[DATA, ""] - self.seconds[COMPUTE, ""]
@@ -135,7 +135,7 @@ class Meter:
         self.waits.start(device)
 
     def begin(self, owner: str) -> None:
-        """A step begins; one that nobody has ended never was."""
+        """Start a step. A step that was never ended is discarded."""
         self.clock.begin()
         looks = self._count % self._every == 0
         self.owner, self._phase = owner, REST
@@ -143,7 +143,7 @@ class Meter:
         self.waits.open = looks
 
     def end(self, owner: str) -> None:
-        """The step is done, if it is this one's."""
+        """End the step, if this owner has begun it."""
         step = self._step
         if step is None or self.owner != owner:
             return
@@ -167,7 +167,7 @@ class Meter:
             step.spans.append(((name, ""), begin, self.clock.mark()))
 
     def count(self, tokens: int, rows: int) -> None:
-        """The open step trains on these too, in one more call of the model."""
+        """Count tokens and sequences of one more call of the model in the open step."""
         if self._step is not None:
             self._step.tokens += tokens
             self._step.rows += rows
@@ -179,7 +179,7 @@ class Meter:
             step.spans.append(((self._phase, axis), begin, end))
 
     def _read(self) -> None:
-        """The ended steps that the device is past."""
+        """Read the ended steps that the device is past."""
         while self._ended and self.clock.is_past(self._ended[0][1]):
             step, end = self._ended.popleft()
             window, seconds = self._window, self.clock.seconds(step.begin, end)
@@ -196,7 +196,7 @@ class Meter:
             self.clock.release(step.begin, end)
 
     def take(self) -> Window:
-        """The steps since the last call."""
+        """Return the steps since the last call."""
         self._read()
         taken, self._window = self._window, Window()
         self._count = 0
@@ -254,12 +254,12 @@ class RankRow:
 
     @property
     def communication(self) -> float:
-        """Seconds that the step waits for other ranks, but for those of other stages."""
+        """Return seconds that the step waits for other ranks, but for those of other stages."""
         return self.tp + self.dp + self.cp + self.ep + self.all
 
     @property
     def looked(self) -> float:
-        """Seconds of the steps that were looked into: what the parts are parts of."""
+        """Return seconds of the steps that were looked into, of which the parts are parts."""
         return self.data + self.compute + self.rest + self.communication + self.pp
 
     def to_dict(self) -> dict[str, float]:
@@ -268,7 +268,7 @@ class RankRow:
 
 
 def make_own_row(window: Window, device: torch.device) -> RankRow:
-    """This rank's."""
+    """Return the measurements of this rank."""
     steps, looked = max(1, window.steps), max(1, window.looked)
     waits = window.waits()
     by_axis = {axis: sum(waits.pop(name, 0.0) for name in names) for axis, names in AXES.items()}
@@ -292,7 +292,7 @@ def make_own_row(window: Window, device: torch.device) -> RankRow:
 
 
 def gather_rows(own: RankRow, device: torch.device) -> list[RankRow]:
-    """The rows of all ranks, in their order. Collective: one small gather."""
+    """Return the rows of all ranks, in their order. Collective: one small gather."""
     values = torch.tensor(astuple(own), dtype=torch.float64, device=device)
     found = [torch.empty_like(values) for _ in range(dist.get_world_size())]
     dist.all_gather(found, values)
@@ -300,7 +300,7 @@ def gather_rows(own: RankRow, device: torch.device) -> list[RankRow]:
 
 
 def measure_memory(device: torch.device) -> tuple[float, float]:
-    """Bytes of tensors at the fullest moment so far, and those that torch's allocator holds now.
+    """Return bytes of tensors at the fullest moment so far, and those that torch's allocator holds now.
 
     On a CPU, where nobody counts tensors: of the whole process.
     """
@@ -354,7 +354,7 @@ def compute_mfu(tokens_per_second_per_device: float, flops_per_token: float, pea
 
 
 def round_to_significant(value: float) -> float:
-    """Rounded to four digits; whole numbers stay."""
+    """Round to four digits; whole numbers stay."""
     if value == 0 or not math.isfinite(value) or value == int(value):
         return value
     return round(value, 3 - math.floor(math.log10(abs(value))))

@@ -50,7 +50,7 @@ _MOST_RANKS = 64
 
 
 def render_profile(parts: list[Part], name: str) -> str:
-    """The picture of all ranks as text, of the first 64 where there are more."""
+    """Return the picture of all ranks as text, of the first 64 where there are more."""
     shown = parts[:_MOST_RANKS]
     more = f" · ranks 0 to {_MOST_RANKS - 1} of {len(parts)}" if len(parts) > _MOST_RANKS else ""
     duration = max(1.0, *(part.duration for part in shown))
@@ -61,10 +61,20 @@ def render_profile(parts: list[Part], name: str) -> str:
         *render_picture_head(width, height, 24, name, caption),
         *(line for rank, part in enumerate(shown) for line in _render_rank_row(rank, part, duration)),
         *time_axis(duration / 1000, _LEFT, foot, _PLOT, " ms"),
-        *_render_profile_legend(shown, foot + 52),
-        "</svg>",
     ]
-    return "\n".join(lines) + "\n"
+    used: dict[str, None] = {"compute": None}
+    for part in shown:
+        used |= dict.fromkeys([*part.exposed, *part.hidden])
+    legend = [(COLOURS.get(axis, QUIET), 1.0, NAMES.get(axis, axis)) for axis in used]
+    if any(any(part.hidden.values()) for part in shown):
+        legend.append((QUIET, 0.4, "pale: behind compute"))
+    x, y = float(_LEFT), foot + 52
+    for colour, opacity, label in [*legend, (IDLE, 1.0, "idle")]:
+        style = f'fill="{colour}" fill-opacity="{opacity}"'
+        lines.append(f'<rect class="key" x="{x}" y="{y - 11}" width="14" height="14" rx="2" {style}/>')
+        lines.append(render_text_at(x + 20, y, label))
+        x += 44 + 6.8 * len(label)
+    return "\n".join([*lines, "</svg>"]) + "\n"
 
 
 def _render_rank_row(rank: int, part: Part, duration: float) -> Iterator[str]:
@@ -92,22 +102,6 @@ def _render_axis_boxes(
     wide = unite_intervals(((begin * scale, end * scale) for begin, end in spans), gap=0.5)
     path = "".join(f"M{_LEFT + x:.1f} {y:g}h{max(0.3, end - x):.1f}v{high:g}H{_LEFT + x:.1f}z" for x, end in wide)
     return f'<path class="{escape(name)}" d="{path}" fill="{COLOURS.get(axis, QUIET)}" fill-opacity="{opacity}"/>'
-
-
-def _render_profile_legend(parts: list[Part], y: float) -> Iterator[str]:
-    used: dict[str, None] = {"compute": None}
-    hidden = False
-    for part in parts:
-        used |= dict.fromkeys([*part.exposed, *part.hidden])
-        hidden = hidden or any(part.hidden.values())
-    entries = [(COLOURS.get(axis, QUIET), 1.0, NAMES.get(axis, axis)) for axis in used]
-    entries += [(QUIET, 0.4, "pale: behind compute")] if hidden else []
-    x = float(_LEFT)
-    for colour, opacity, label in [*entries, (IDLE, 1.0, "idle")]:
-        style = f'fill="{colour}" fill-opacity="{opacity}"'
-        yield f'<rect class="key" x="{x}" y="{y - 11}" width="14" height="14" rx="2" {style}/>'
-        yield render_text_at(x + 20, y, label)
-        x += 44 + 6.8 * len(label)
 
 
 NAME = "profile_step_{}"
@@ -146,7 +140,7 @@ class Profile:
         self._begin, self._waits.open = time.time_ns(), True
 
     def finish(self, folder: str) -> list[str]:
-        """The step is over. What is to be said of it, on rank 0. Collective over all ranks."""
+        """End the step. On rank 0, return what is to be said of it. Collective over all ranks."""
         self._synchronize()
         end = time.time_ns()
         self._waits.stop()

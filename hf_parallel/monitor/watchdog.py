@@ -70,11 +70,11 @@ class Watchdog:
     # ---- the training's thread -------------------------------------------------------------------------------------
 
     def mark(self, phase: str, may_take_long: bool = False) -> None:
-        """Something has ended, and this begins; no hang is made of what may take long by itself."""
+        """Note that something has ended, and this begins; no hang is made of what may take long by itself."""
         self.phase, self.may_take_long, self.since = phase, may_take_long, time.monotonic()
 
     def close(self) -> None:
-        """The training is over on this rank."""
+        """End the training on this rank."""
         self.closed.set()
         self._watcher.join(2 * LOOK_S)
         if not self._watcher.is_alive():
@@ -90,12 +90,12 @@ class Watchdog:
         return self.told.wait(ANSWER_S + 4 * LOOK_S)
 
     def tell_abort(self) -> None:
-        """C++ ends this process, in whatever thread."""
+        """Tell the others that C++ ends this process, in whatever thread."""
         self.error = "SIGABRT: C++ ended its process, as gloo does where messages differ in size"
         self.explain(f"the process of rank {self.rank} is ended")
 
     def tell_error(self, error: Exception) -> None:
-        """Others would wait for this rank, which will not come: unless they have the same error."""
+        """Tell the others of an error: they would wait for this rank, unless they have the same error."""
         if isinstance(error, AloneError):
             return  # it says where the others are
         place, self.failed = collective_record.place_of_error(error)
@@ -118,14 +118,21 @@ class Watchdog:
             try:
                 self._look()
                 gone_since = None
-            except RuntimeError as error:  # the store: its process has ended, or will end before this
+            except RuntimeError:  # the store: its process has ended, or will end before this
                 gone_since = gone_since or time.monotonic()
                 if time.monotonic() - gone_since > ANSWER_S:
-                    return self._store_is_gone(error)
+                    break
             except Exception as error:  # a thread that ends without a word watches nothing
                 if not failed:
                     self._say(f"rank {self.rank} could not look for hangs, and tries again: {error!r}")
                 failed = True
+        if not self.closed.is_set() and collective_record.is_waiting(self.thread):  # the store is gone
+            facts = {self.rank: self._gather_facts()}
+            self._write(f"rank_{self.rank}.json", {**facts[self.rank], "stacks": collective_record.read_stacks()})
+            states = hang_report.format_states_of_ranks(facts, facts)
+            self._say(f"the process that keeps the store (rank 0's, or the launcher) is gone; {states}")
+            if self.settings.ends:
+                exit_process()
 
     def _look(self) -> None:
         now = time.monotonic()
@@ -138,7 +145,7 @@ class Watchdog:
             self._ask(f"nothing has ended for {now - self.since:.0f} s")
 
     def _beat(self, place: str) -> None:
-        """A sign of life, and where to look for this process."""
+        """Give a sign of life, and say where to look for this process."""
         self._beaten, self.place = time.monotonic(), place
         self.store.set(f"beat/{self.rank}", json.dumps([os.getpid(), *_identify_machine(), place]))
 
@@ -183,7 +190,7 @@ class Watchdog:
         }
 
     def _write(self, name: str, facts: Facts) -> None:
-        """A full disk must not keep the line from being said."""
+        """Write a file of the report. A full disk must not keep the line from being said."""
         folder = os.path.join(self.settings.folder, FOLDER)
         try:
             os.makedirs(folder, exist_ok=True)
@@ -266,22 +273,11 @@ class Watchdog:
         }[state]
         return {"absent": f"{said} (pid {pid} on {there[0]}, last seen {place})", "pid": pid, "state": state}
 
-    # ---- the end ---------------------------------------------------------------------------------------------------
-
-    def _store_is_gone(self, error: Exception) -> None:
-        if not self.closed.is_set() and collective_record.is_waiting(self.thread):
-            facts = {self.rank: self._gather_facts()}
-            self._write(f"rank_{self.rank}.json", {**facts[self.rank], "stacks": collective_record.read_stacks()})
-            states = hang_report.format_states_of_ranks(facts, facts)
-            self._say(f"the process that keeps the store (rank 0's, or the launcher) is gone; {states}")
-            if self.settings.ends:
-                exit_process()
-
     def _say(self, line: str) -> None:
         with contextlib.suppress(OSError, ValueError):
             print(f"hf_parallel: {line}", file=sys.stderr, flush=True)
 
 
 def _identify_machine() -> list[str]:
-    """Where process ids mean the same: machines may share a name, and containers a machine."""
+    """Return where process ids mean the same: machines may share a name, and containers a machine."""
     return [socket.gethostname(), read_machine_id()]

@@ -65,7 +65,7 @@ class Compared:
     counts: dict[str, int]
 
     def joined(self, other: Compared) -> Compared:
-        """Both comparisons as one."""
+        """Return both comparisons as one."""
         worst = {
             key: max(self.worst.get(key, 0.0), other.worst.get(key, 0.0)) for key in {**self.worst, **other.worst}
         }
@@ -94,7 +94,15 @@ class Comparison:
     def compare(self, folders: tuple[Path, Path, Path] | None = None) -> Compared:
         """Compare all numbers; `folders` hold what the three runs saved, in the order of the records."""
         self._compare_logs()
-        self._compare_losses()
+        # A data rank's loss is a mean over its own examples, or its part of a sum: either makes one process's
+        by_data_rank = {record.data_rank: record.losses for record in self.ranks}
+        spread = max(map(_compute_relative, self.alone.losses, self.disturbed.losses), default=0.0)
+        sums = [sum(losses) for losses in zip(*by_data_rank.values(), strict=False)]
+        if len(sums) != len(self.alone.losses):
+            self._add_missing("loss", "number of losses", len(sums), len(self.alone.losses))
+        for index, (total, loss) in enumerate(zip(sums, self.alone.losses, strict=False)):
+            own_loss = min((total / len(by_data_rank), total), key=lambda value: _compute_relative(loss, value))
+            self._judge_number("loss", f"loss {index + 1}", 0, own_loss, loss, spread, 0)
         for index, (theirs, noisy) in enumerate(zip(self.alone.steps, self.disturbed.steps, strict=False)):
             ours = [rank.steps[index].gradients if index < len(rank.steps) else {} for rank in self.ranks]
             self._compare_samples("gradient", ours, theirs.gradients, noisy.gradients, index + 1)
@@ -148,17 +156,6 @@ class Comparison:
                 for key in (key for key in ours if key in theirs):
                     kind = "gradient norm" if "grad_norm" in key else "loss" if key == "loss" else "metric"
                     self._judge_number(kind, key, step, ours[key], theirs[key], spread.get(key, 0.0), rank)
-
-    def _compare_losses(self) -> None:
-        """A data rank's loss is a mean over its own examples, or its part of a sum: either makes one process's."""
-        by_data_rank = {record.data_rank: record.losses for record in self.ranks}
-        spread = max(map(_compute_relative, self.alone.losses, self.disturbed.losses), default=0.0)
-        sums = [sum(losses) for losses in zip(*by_data_rank.values(), strict=False)]
-        if len(sums) != len(self.alone.losses):
-            self._add_missing("loss", "number of losses", len(sums), len(self.alone.losses))
-        for index, (total, theirs) in enumerate(zip(sums, self.alone.losses, strict=False)):
-            ours = min((total / len(by_data_rank), total), key=lambda value: _compute_relative(theirs, value))
-            self._judge_number("loss", f"loss {index + 1}", 0, ours, theirs, spread, 0)
 
     def _compare_samples(
         self, kind: str, ours: list[dict[str, Sample]], theirs: dict[str, Sample], noisy: dict, step: int = 0
@@ -271,7 +268,7 @@ def _compute_relative(one: float, other: float) -> float:
 
 
 def compute_sample_difference(ours: Sample, theirs: Sample) -> float:
-    """The norm of the difference relative to the norm, of the sampled elements and of all of them."""
+    """Return the norm of the difference relative to the norm, of the sampled elements and of all of them."""
     if ours.shape != theirs.shape:
         return math.inf
     return max(

@@ -104,24 +104,20 @@ def _become_process(folder: Path, work: Callable[[int], None], number: int, envi
             atexit._run_exitfuncs()  # process groups end here, as at the end of a script
             code = 0
         except BaseException as error:
-            _write_failure(folder, number, error)
+            from hf_parallel.ask.spec import SpecError
+
+            text = "".join(traceback.format_exception(error))
+            cause: BaseException | None = error
+            while cause is not None and not isinstance(cause, SpecError):
+                cause = cause.__cause__
+            refused = cause is not None or str(error).startswith("hf_parallel: ")
+            message = str(cause or error) if refused else f"{type(error).__name__}: {error}"
+            told = {"who": f"rank {number}", "message": message, "traceback": text, "refused": refused}
+            written = folder / f"failing-{number}.json"  # a process ended while it writes must leave no half of a file
+            written.write_text(json.dumps({**told, "when": time.monotonic()}))
+            written.replace(folder / f"failure-{number}.json")
+            print(text, file=sys.stderr)
         sys.stdout.flush()
         sys.stderr.flush()
     finally:
         os._exit(code)
-
-
-def _write_failure(folder: Path, number: int, error: BaseException) -> None:
-    from hf_parallel.ask.spec import SpecError
-
-    text = "".join(traceback.format_exception(error))
-    cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, SpecError):
-        cause = cause.__cause__
-    refused = cause is not None or str(error).startswith("hf_parallel: ")
-    message = str(cause or error) if refused else f"{type(error).__name__}: {error}"
-    values = {"who": f"rank {number}", "message": message, "traceback": text, "refused": refused}
-    written = folder / f"failing-{number}.json"  # a process that is ended while it writes must leave no half of a file
-    written.write_text(json.dumps({**values, "when": time.monotonic()}))
-    written.replace(folder / f"failure-{number}.json")
-    print(text, file=sys.stderr)

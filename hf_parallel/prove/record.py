@@ -199,13 +199,11 @@ class TokenWatch:
         tensor = next((value for value in values if isinstance(value, torch.Tensor)), None)
         if isinstance(tensor, LazyLogits):  # to read them would make another run than the one that is looked at
             return
-        if torch.is_grad_enabled() and tensor is not None and tensor.ndim >= 2 and tensor.is_floating_point():
-            self._add_output(name, tensor)
-
-    @torch.no_grad()
-    def _add_output(self, name: str, tensor: torch.Tensor) -> None:
+        if not torch.is_grad_enabled() or tensor is None or tensor.ndim < 2 or not tensor.is_floating_point():
+            return
         self.dtypes.add(tensor.dtype)
-        numbers = self._compute_numbers(full_tensor(tensor.detach()))
+        with torch.no_grad():
+            numbers = self._compute_numbers(full_tensor(tensor.detach()))
         kept = self._kept
         known = kept is not None and numbers.shape[:-1] == kept.shape
         marks = kept.flatten() if kept is not None and known else torch.ones(numbers[..., 0].numel(), dtype=torch.bool)

@@ -117,7 +117,11 @@ class SplitFacts:
 
 
 def read_split(model: nn.Module, on_grid: bool = False) -> SplitFacts:
-    """Styles by module, whatever the number of ranks, and what limits it; `on_grid`: also of a grid of ranks."""
+    """Read which module can have which style, whatever the number of ranks, and what limits that number.
+
+    Args:
+        on_grid: look also for what a grid of ranks cannot cut.
+    """
     heads, name = read_attention_heads(model), type(model).__name__
     kinds = (type(module).__name__ for module in model.modules())
     reason = next((f"{kind} {UNSPLITTABLE[kind]}" for kind in kinds if kind in UNSPLITTABLE), None)
@@ -136,22 +140,23 @@ def read_split(model: nn.Module, on_grid: bool = False) -> SplitFacts:
     attentions = map(model.get_submodule, {key.rpartition(".")[0] for key in columns})
     groups = {getattr(module, "num_key_value_groups", None) for module in attentions}
     key_heads = frozenset(heads[0] // size for size in groups if isinstance(size, int) and size > 0)
+    linears = {key: get_linear_sizes(module) for key, module in modules.items() if isinstance(module, LINEARS)}
+    sparse = (key for key, e in lookups.items() if e.max_norm is not None or e.scale_grad_by_freq or e.sparse)
     return SplitFacts(
         name,
         heads,
-        None,
-        key_heads if len(key_heads) > 1 else frozenset(),
-        styles,
-        {key: type(module) for key, module in modules.items()},
-        {key: get_linear_sizes(module) for key, module in modules.items() if isinstance(module, LINEARS)},
-        frozenset(key for key, module in modules.items() if isinstance(module, Conv1D)),
-        frozenset(key for key, e in lookups.items() if e.max_norm is not None or e.scale_grad_by_freq or e.sparse),
-        _find_kept_per_head(model, columns, heads),
-        _find_norm_over_keys(model, columns),
-        find_sequence_obstacle(model, words),
-        {key: read_expert_facts(module) for key, module in modules.items() if is_experts(module)},
-        any(does_draw_random_numbers(block) for block in list_transformer_blocks(model)),
-        _find_grid_obstacle(model, words) if on_grid else None,
+        key_heads=key_heads if len(key_heads) > 1 else frozenset(),
+        styles=styles,
+        kinds={key: type(module) for key, module in modules.items()},
+        linears=linears,
+        transposed=frozenset(key for key, module in modules.items() if isinstance(module, Conv1D)),
+        sparse_lookups=frozenset(sparse),
+        kept_per_head=_find_kept_per_head(model, columns, heads),
+        norm_over_keys=_find_norm_over_keys(model, columns),
+        sequence_obstacle=find_sequence_obstacle(model, words),
+        experts={key: read_expert_facts(module) for key, module in modules.items() if is_experts(module)},
+        draws=any(does_draw_random_numbers(block) for block in list_transformer_blocks(model)),
+        grid_obstacle=_find_grid_obstacle(model, words) if on_grid else None,
     )
 
 
@@ -187,7 +192,7 @@ def _find_styles(model: PreTrainedModel) -> Origins:
 
 
 def resolve_styles(facts: SplitFacts, tp_size: int, whole_experts: bool = False) -> Origins:
-    """Style and origin of each module that is split over `tp_size` ranks, by full name.
+    """Return style and origin of each module that is split over `tp_size` ranks, by full name.
 
     Args:
         whole_experts: another axis shares experts out, each of them whole.
@@ -236,7 +241,7 @@ def resolve_styles(facts: SplitFacts, tp_size: int, whole_experts: bool = False)
 def _read_plan_styles(
     model: nn.Module, plan: dict[str, str], head: nn.Module | None, inside: set[int], latent: set[str]
 ) -> dict[str, str]:
-    """The plan's words by module, without those of latent attentions, which we cut in our own way."""
+    """Return the plan's style of each module; latent attentions are left out, which we cut in our own way."""
     styles = {}
     named = [(name, module, re.sub(r"\.\d+(?=\.|$)", ".*", name)) for name, module in model.named_modules()]
     matches = [(name, module, plan[key]) for name, module, key in named if plan.get(key) is not None]
@@ -281,7 +286,7 @@ def _find_kept_per_head(model: nn.Module, columns: Iterable[str], heads: tuple[i
 
 
 def _find_norm_over_keys(model: nn.Module, columns: Iterable[str]) -> str | None:
-    """The class of an attention that has a norm as wide as all its keys, of which a rank would have one head."""
+    """Find an attention with a norm over all its keys, of which a rank would have one head; return its class."""
     for name in columns:
         module, owner = model.get_submodule(name), model.get_submodule(name.rpartition(".")[0])
         if not name.endswith(_OF_KEYS) or not isinstance(module, LINEARS):
@@ -294,9 +299,9 @@ def _find_norm_over_keys(model: nn.Module, columns: Iterable[str]) -> str | None
 
 
 def _find_grid_obstacle(model: nn.Module, styles: dict[str, str]) -> str | None:
-    """The first attention or MLP that may do more with its input than to multiply it by weights that are cut.
+    """Find an attention or MLP that may do more with its input than to multiply it by weights that are cut.
 
-    On a grid it is given a part of the input's features.
+    On a grid a module is given a part of the input's features.
     """
     layers = {name for name, _ in iterate_named_layers(model)}
     for name in dict.fromkeys(key.rpartition(".")[0] for key, style in styles.items() if style in READERS):
@@ -376,12 +381,12 @@ class TensorPart:
 
     @property
     def words(self) -> dict[str, str]:
-        """The style of each module that is split."""
+        """Return the style of each module that is split."""
         return {name: style for name, (style, _) in self.styles.items()}
 
     @property
     def why_not_compiled(self) -> tuple[str, str] | None:
-        """Why its layers cannot be graphs with their collectives inside, and what works instead."""
+        """Return why layers cannot be graphs with their collectives inside, and what works instead."""
         if self.facts.draws and self.whole_sequences is not None:
             why = "with tp and whole sequences, ranks draw dropout from random states of their own inside layers"
             return why, "a dropout of 0"
@@ -402,7 +407,7 @@ class Tensor(Axis["SplitFacts", TensorPart]):
         return facts
 
     def resolve(self, config: ParallelConfig, anatomy: Anatomy, facts: SplitFacts) -> TensorPart:
-        """Styles that fit the number of ranks, and whether sequences are split between regions."""
+        """Choose styles that fit the number of ranks, and whether sequences are split between regions."""
         styles = resolve_styles(facts, config.tp_size, config.ep_size > 1)
         reason = "sequence_parallel=false" if config.sequence_parallel is False else facts.sequence_obstacle
         if config.sequence_parallel and reason is not None:
@@ -450,7 +455,7 @@ class Tensor(Axis["SplitFacts", TensorPart]):
             building.whole_tokens.append(functools.partial(_gather_whole_tokens, building))
 
     def finish(self, model: PreTrainedModel, part: TensorPart, building: Building) -> None:
-        """Whole logits for whoever reads them; padding for lengths that tp does not divide."""
+        """Give whole logits to whoever reads them, and padding to sequences whose length tp does not divide."""
         # FSDP2's own hook reads all of an output in every step: it must run first, or it has the logits gathered.
         model.register_forward_hook(functools.partial(make_logits_whole, DTensor))
         # FSDP2 fears in-place changes of outputs that are views; what a script reads here is a new tensor.
@@ -461,7 +466,7 @@ class Tensor(Axis["SplitFacts", TensorPart]):
 
 
 def _gather_whole_tokens(building: Building, tensor: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """[rows, own tokens, …] -> [rows, tokens, …], those of this rank's part of the sequence."""
+    """Gather [sequences, own tokens, …] -> [sequences, tokens, …], without what only pads to a multiple of tp."""
     length = get_tokens_of(batch).shape[1]
     length = length if building.local_length is None else building.local_length(length)
     return join_sequence(tensor, building.mesh.group("tp"))[:, :length]

@@ -44,7 +44,7 @@ class OwnRandomNumbers:
             self._start(next(self.owner.parameters()).device)
 
     def end(self, *args: object) -> None:
-        """Back to the shared state, one number on: the next use must not repeat the masks. Also a forward hook."""
+        """Return to the shared state, one number on: the next use must not repeat the masks. Also a forward hook."""
         if self._shared is None:
             return
         (device, state), self._shared = self._shared, None
@@ -63,7 +63,7 @@ class OwnRandomNumbers:
 
 @contextlib.contextmanager
 def share_numbers() -> Iterator[None]:
-    """Random numbers that are the same on all ranks, within a scope of own ones or not."""
+    """Draw random numbers that are the same on all ranks, within a scope of own ones or not."""
     scopes = of_session(_Scopes).open
     if not scopes:
         yield
@@ -96,7 +96,7 @@ def share_numbers_of_layer(device: torch.device, group: dist.ProcessGroup, numbe
 
 @contextlib.contextmanager
 def draw_own_numbers(device: torch.device, group: dist.ProcessGroup) -> Iterator[None]:
-    """Random numbers of this rank's own, within a scope of them or not."""
+    """Draw random numbers of this rank's own, within a scope of them or not."""
     if of_session(_Scopes).open:
         yield
         return
@@ -106,7 +106,7 @@ def draw_own_numbers(device: torch.device, group: dist.ProcessGroup) -> Iterator
 
 @contextlib.contextmanager
 def draw_numbers_of_each(device: torch.device, group: dist.ProcessGroup) -> Iterator[None]:
-    """Random numbers that differ over the group, and agree on ranks outside of it whose state agrees."""
+    """Draw random numbers that differ over the group, and agree on ranks outside of it whose state agrees."""
     scope = OwnRandomNumbers(nn.Identity(), group)
     scope._start(device)
     try:

@@ -24,7 +24,7 @@ from hf_parallel.axes import eight_bit
 from hf_parallel.axes.eight_bit import Float8, G, Recipe, Split, X
 from hf_parallel.axes.tensor import gather_recompute
 from hf_parallel.ranks import all_reduce, cut_sequence, start_all_gather, start_reduce_scatter
-from hf_parallel.ranks.local import cast_as_autocast, switch_autocast_off
+from hf_parallel.ranks.local import switch_autocast_off
 from hf_parallel.ranks.observed import COLLECTIVE, keep_or_compute
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def multiply_entered(
 
 
 def without_padding(x: torch.Tensor, padding: tuple[int, int], cut: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """x […, tokens, features] with zeros where a token only fills a row: it must not make a scale.
+    """Return x […, tokens, features] with zeros where a token only fills a row: it must not make a scale.
 
     Args:
         padding: tokens of a row, and how many more fill it.
@@ -95,8 +95,9 @@ class _GatherCodes(torch.autograd.Function):
 def _gather_operand(
     part: torch.Tensor, recipe: Float8, dims: tuple[str, str], group: dist.ProcessGroup
 ) -> tuple[torch.Tensor, Float8TrainingTensor]:
-    """This rank's part in codes, as bytes; and the whole operand [tokens, features]."""
-    operand = recipe.part_of_whole(part.flatten(0, -2), dims, Split("tokens", group))
+    """Return this rank's part in codes, as bytes, and the whole operand [tokens, features]."""
+    how = {X: recipe.config.cast_config_input, G: recipe.config.cast_config_grad_output}[dims]
+    operand = recipe.cast(part.flatten(0, -2), dims, "in", how, Split("tokens", group))  # with the whole one's scale
     sent = operand._data.view(torch.uint8)
     codes = start_all_gather(sent, group).wait().flatten(0, -2).view(operand._data.dtype)
     return sent.view(part.shape), recipe.of_codes(codes, operand._scale, dims, part.dtype)
@@ -105,13 +106,8 @@ def _gather_operand(
 # ---- rows: the way out ---------------------------------------------------------------------------------------------
 
 
-def multiply_row(x: torch.Tensor, weight: torch.Tensor, recipe: Float8, group: dist.ProcessGroup) -> torch.Tensor:
+class RowOfCodes(torch.autograd.Function):
     """x […, s, in / n] Wᵀ summed over ranks, this rank's part of the sequence; its gradient is gathered in codes."""
-    return _Row.apply(cast_as_autocast(x), weight, recipe, group)
-
-
-class _Row(torch.autograd.Function):
-    """The product and the reduce-scatter after it."""
 
     @staticmethod
     def forward(
@@ -144,15 +140,12 @@ class _Row(torch.autograd.Function):
 # ---- heads that ranks share -----------------------------------------------------------------------------------------
 
 
-def share_gradient(output: torch.Tensor, rows: torch.Tensor, total: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """Identity for this rank's rows of a layer, whose whole gradient its ranks then have, each an equal share.
+class ShareOfGradient(torch.autograd.Function):
+    """The identity for this rank's rows of a layer, whose whole gradient its ranks then have, each an equal share.
 
     A rank's query heads give a part of the gradient of a key that others use too, and parts round otherwise than sums.
     """
-    return _Share.apply(output, rows, total, group)
 
-
-class _Share(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Context, output: torch.Tensor, rows: torch.Tensor, total: int, group: dist.ProcessGroup

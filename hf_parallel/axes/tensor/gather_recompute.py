@@ -107,7 +107,7 @@ class Origin:
     _kept: dict[torch.dtype, tuple[torch.Tensor, GatheredAgain]] = field(default_factory=dict)
 
     def read_by(self, reader: Context | Reader, dtype: torch.dtype) -> tuple[torch.Tensor, GatheredAgain]:
-        """The part in the dtype the reader computes in, one copy for all readers; autocast may lower it."""
+        """Return the part in the dtype the reader computes in, one copy for all readers; autocast may lower it."""
         if dtype not in self._kept:
             self._kept[dtype] = self.part.to(dtype), GatheredAgain(self.group, self.begin)
         part, gathered_again = self._kept[dtype]
@@ -138,7 +138,7 @@ class GatheredAgain:
             self._wait = self.begin_gather(part, self.group)
 
     def take(self, reader: Reader) -> torch.Tensor:
-        """The whole input as [rows, h], after `begin`."""
+        """Return the whole input as [rows, h], after `begin`."""
         if self._wait is not None:
             self._whole, self._wait = self._wait().flatten(0, -2), None
         whole, reader.passes = self._whole, self.passes

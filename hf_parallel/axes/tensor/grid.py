@@ -93,7 +93,7 @@ class GridRegion(Region):
         return self.leave(part)
 
     def leave(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum over rows, of all columns: whole or this rank's part of the sequence."""
+        """Sum over rows and join all columns; return the whole sequence or this rank's part of it."""
         self.scope.end()
         if self.sequence_parallel:
             return leave_grid(tensor, self.over_rows, self.over_columns)

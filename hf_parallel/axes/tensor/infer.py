@@ -33,7 +33,7 @@ _LATENT_WHOLE = {"q_a_proj", "kv_a_proj_with_mqa"}
 
 
 def infer_styles(model: nn.Module) -> Styles:
-    """Styles of all layers of the text part, by full module name.
+    """Return the styles of all layers of the text part, by full module name.
 
     Raises:
         SpecError: an attention whose linears cannot be told apart; no attention at all.
@@ -58,14 +58,14 @@ def infer_styles(model: nn.Module) -> Styles:
 
 
 def find_packed_weight_style(owner: nn.Module, name: str) -> str | None:
-    """The style of a weight that holds several, None if it is not known to."""
+    """Return the style of a weight that holds several projections, or None if it is not known to."""
     known = PACKED.get(f"{type(owner).__name__}.{name}")
     # StarCoder's kin: with a key for every query the weight goes head by head.
     return "colwise" if known and getattr(owner, "multi_query", None) is False else known
 
 
 def find_latent_attention(model: nn.Module) -> Styles:
-    """Multi-latent attention (DeepSeek-V2, section 2.1): what expands the latents is cut by heads."""
+    """Find multi-latent attention (DeepSeek-V2, section 2.1): layers that expand the latents are cut by heads."""
     styles: Styles = {}
     for layer_name, layer in iterate_named_layers(model):
         for name, module in layer.named_modules():
@@ -76,7 +76,7 @@ def find_latent_attention(model: nn.Module) -> Styles:
 
 
 def find_tensors_by_heads(model: nn.Module, split: set[str]) -> Styles:
-    """Small tensors with one entry per head: T5's relative bias, attention sinks, DeBERTa's biases.
+    """Find small tensors with one entry per head: T5's relative bias, attention sinks, DeBERTa's biases.
 
     Args:
         split: modules whose linears are; an attention that a plan leaves out stays whole with all that it has.
@@ -93,7 +93,7 @@ def find_tensors_by_heads(model: nn.Module, split: set[str]) -> Styles:
 
 
 def find_shared_mlp_styles(model: nn.Module) -> Styles:
-    """The MLPs beside a layer's experts, which every token meets; some plans leave them out."""
+    """Find the MLPs beside a layer's experts, which every token meets; some plans leave them out."""
     styles: Styles = {}
     hidden = getattr(get_text_config(model), "hidden_size", None)
     for name, _ in iterate_experts(model):
@@ -108,7 +108,7 @@ def find_shared_mlp_styles(model: nn.Module) -> Styles:
 
 
 def iterate_named_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Every layer of every stack of the text part, by full name."""
+    """Yield every layer of every stack of the text part, by full name."""
     names = {id(module): name for name, module in model.named_modules()}
     for stack in find_stacks(model):
         for layer in stack.layers:
@@ -116,17 +116,17 @@ def iterate_named_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def is_attention(module: nn.Module) -> bool:
-    """Does the module count heads? Attentions of all libraries do."""
+    """Return whether the module counts heads, as attentions of all libraries do."""
     return any("head" in key and isinstance(value, int) for key, value in vars(module).items())
 
 
 def get_linear_sizes(module: nn.Linear | Conv1D) -> tuple[int, int]:
-    """Input and output width; a Conv1D keeps its weight the other way round."""
+    """Return input and output width; a Conv1D keeps its weight the other way round."""
     return (module.nx, module.nf) if isinstance(module, Conv1D) else (module.in_features, module.out_features)
 
 
 def _infer_part(part: nn.Module, hidden: int) -> Styles:
-    """Styles by name relative to the part (with its dot): empty if it is no MLP, an error if an attention is odd."""
+    """Return styles by name inside the part (with its dot): none if it is no MLP, an error if an attention is odd."""
     linears = {name: module for name, module in part.named_modules() if isinstance(module, LINEARS)}
     attention = any(is_attention(module) for module in part.modules())
     roles = _assign_roles({name: get_linear_sizes(module) for name, module in linears.items()}, hidden)
@@ -153,7 +153,7 @@ def _infer_part(part: nn.Module, hidden: int) -> Styles:
 
 
 def _assign_roles(sizes: dict[str, tuple[int, int]], hidden: int) -> Styles | None:
-    """colwise for readers, rowwise for the writer; None if that leaves something unexplained."""
+    """Return colwise for readers and rowwise for the writer; None if that leaves a layer unexplained."""
     if len(sizes) == 1:  # BERT and OPT: the two halves of the MLP are parts of their own
         ((name, (wide_in, wide_out)),) = sizes.items()
         if wide_in == wide_out:

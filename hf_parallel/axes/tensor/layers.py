@@ -39,7 +39,7 @@ class TensorParallelLayer(nn.Module):
         return self.region.enter(input) if self.enters else input
 
     def leave(self, output: torch.Tensor) -> torch.Tensor:
-        """The layer's result, from what this rank has computed."""
+        """Return the layer's result, from what this rank has computed."""
         return output
 
 
@@ -73,7 +73,7 @@ class RowParallel(TensorParallelLayer):
 
 
 def sum_with_adapters(layer: TensorParallelLayer) -> contextlib.AbstractContextManager:
-    """Around the product of a row-parallel layer with adapters: is their sum over ranks all that reads it?"""
+    """Return a context for the product of a row-parallel layer, which may be read by its sum over ranks alone."""
     return sum_next() if layer.adapted and layer.only_added else contextlib.nullcontext()
 
 
@@ -94,7 +94,7 @@ class SharedHeads(TensorParallelLayer):
         if recipe is None:
             return gather_recompute.multiply_gathered(entered, weight, bias)
         output = eight_bit.multiply_entered(entered, weight, bias, recipe, Split("out", group))
-        return eight_bit.share_gradient(output, rows, len(self.weight), group)
+        return eight_bit.ShareOfGradient.apply(output, rows, len(self.weight), group)
 
 
 class HasRows(Protocol):
@@ -102,7 +102,7 @@ class HasRows(Protocol):
 
 
 def get_rows_on(layer: HasRows, device: torch.device) -> torch.Tensor:
-    """The rows of a layer's weight that this rank uses, moved once: a copy in each pass would hold the process up."""
+    """Return the rows of a weight that this rank uses, moved once: a copy in each pass would hold the process up."""
     if layer.rows.device != device:
         layer.rows = layer.rows.to(device)
     return layer.rows
@@ -171,7 +171,7 @@ def put_mixin_on(module: nn.Module, mixin: type[SplitLayer], region: Region) -> 
 
 
 def find_unsplit_modules(root: nn.Module) -> list[nn.Module]:
-    """The modules in `root` that hold whole weights; experts that are not split are on other ranks each."""
+    """Return the modules in `root` that hold whole weights; experts that are not split are on other ranks each."""
     return [
         m
         for m in root.modules()

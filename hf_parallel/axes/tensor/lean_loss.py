@@ -73,7 +73,7 @@ class Source:
 
     @property
     def scaling(self) -> Scaling | None:
-        """The steps as one formula: a factor, or a factor, tanh and a factor; None if they are neither."""
+        """Return the steps as one formula: a factor, or a factor, tanh and a factor; None if they are neither."""
         caps = [place for place, (kind, _) in enumerate(self.done) if kind == "tanh"]
         if len(caps) > 1:
             return None
@@ -93,7 +93,7 @@ class LazyLogits(torch.Tensor):
 
     @staticmethod
     def of(source: Source, shape: torch.Size, dtype: torch.dtype) -> LazyLogits:
-        """Logits of this shape, from this source."""
+        """Make logits of this shape, from this source."""
         lazy = torch.Tensor._make_wrapper_subclass(
             LazyLogits, shape, dtype=dtype, device=source.hidden.device, requires_grad=source.hidden.requires_grad
         )
@@ -126,7 +126,7 @@ class LazyLogits(torch.Tensor):
         return self.made
 
     def full_tensor(self) -> torch.Tensor:
-        """Whole logits. Where ranks hold parts of the vocabulary, all of them ask alike."""
+        """Return whole logits. Where ranks hold parts of the vocabulary, all of them ask alike."""
         logits = self.plain()
         return logits.full_tensor() if isinstance(logits, DTensor) else logits
 
@@ -172,7 +172,7 @@ _OF_SHAPE = {
 
 
 def _apply_pending(func: Callable, args: tuple, kwargs: dict[str, object]) -> LazyLogits | None:
-    """The result, still not made, of a step that the loss can do by itself."""
+    """Return the result, still not made, of a step that the loss can do by itself; None for any other step."""
     name, lazy = getattr(func, "__name__", ""), args[0] if args else None
     if not isinstance(lazy, LazyLogits) or lazy.made is not None or kwargs:
         return None
@@ -269,13 +269,13 @@ def attach(model: PreTrainedModel, any_number: bool, in_loops: bool) -> None:
 
 
 def finish(model: PreTrainedModel) -> None:
-    """Before the model's loss, and after FSDP2's hooks, which read what a model returns."""
+    """Stand before the model's loss, and after FSDP2's hooks, which read what a model returns."""
     model.loss_function = functools.partial(compute_lean_loss, model.loss_function)
     model.register_forward_hook(functools.partial(make_logits_whole, LazyLogits))
 
 
 def find_reason_for_whole_logits(model: PreTrainedModel, held: bool) -> str | None:
-    """Why the head that the model has by now gives whole logits; None if it need not.
+    """Return why the head that the model has by now gives whole logits; None if it need not.
 
     Args:
         held: is it on this rank, or does something stand for it?
@@ -295,7 +295,7 @@ def find_reason_for_whole_logits(model: PreTrainedModel, held: bool) -> str | No
 
 
 def _is_plain_product(head: nn.Module) -> bool:
-    """Is it a linear layer that does nothing beside, split or not? Ranks without a row would have no largest logit."""
+    """Return whether a head is a linear layer and no more, split or not. A rank without a row has no largest logit."""
     if type(head).forward is nn.Linear.forward:
         return True
     if not isinstance(head, VocabParallelHead):
@@ -308,7 +308,7 @@ def _is_plain_product(head: nn.Module) -> bool:
 
 
 def _multiply_later(model: nn.Module, head: nn.Module, input: torch.Tensor, step: int) -> torch.Tensor:
-    """The head's own product, of weights that data ranks may have to gather again."""
+    """Multiply by the head's own weights, which data ranks may have to gather again."""
     if of_session(_Steps).taken != step:
         raise RuntimeError(
             "hf_parallel: logits are made when they are read, and an optimizer has changed the head since; read them "
@@ -337,7 +337,7 @@ def compute_lean_loss(
     shift_labels: torch.Tensor | None = None,
     **kwargs: object,
 ) -> torch.Tensor:
-    """transformers' causal loss, without logits where they are lazy."""
+    """Compute transformers' causal loss, without logits where they are lazy."""
     if not isinstance(logits, LazyLogits):
         return own(logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs)
     scaling = logits.get_source().scaling if logits.made is None and logits.shape[-1] == vocab_size else None
@@ -421,7 +421,7 @@ def _compute_loss_of_chunk(
     divisor: torch.Tensor | int,
     group: dist.ProcessGroup | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The loss of a chunk of tokens, and over the divisor its gradient with respect to what the head gives."""
+    """Return the loss of a chunk of tokens, and its gradient with respect to the head's product, over the divisor."""
     product = F.linear(x, weight, bias)
     if scaling == Scaling():
         product = product.float()  # the 16 bits are free from here on
@@ -435,7 +435,7 @@ def _compute_loss_of_chunk(
 def _compute_loss_of_logits(
     z: torch.Tensor, target: torch.Tensor, counts: torch.Tensor, group: dist.ProcessGroup | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The loss of some tokens' logits; in their place its gradient times the third result, one number per token.
+    """Return the loss of tokens' logits; in their place its gradient times the third result, one number per token.
 
     Who writes the gradient in 16 bits divides by it on the way: each pass over logits costs.
     """

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 def multiply_row_overlapped(
     x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup, sequence_parallel: bool
 ) -> torch.Tensor:
-    """x […, s, in / n] Wᵀ summed over ranks: […, s, out], or this rank's part of the sequence […, s / n, out]."""
+    """Sum x […, s, in / n] Wᵀ over ranks: […, s, out], or this rank's part of the sequence […, s / n, out]."""
     # Weights are cast again in the backward: a copy would be kept beside one that lives anyway.
     x = cast_as_autocast(x)
     kept: list[Context] = []
@@ -150,13 +150,13 @@ def _gather_and_multiply(
 
 
 def _cut_into_halves(tokens: int) -> list[slice]:
-    """Two of nearly the same length, or one if there are no two tokens."""
+    """Return two slices of nearly the same length, or one if there are no two tokens."""
     middle = (tokens + 1) // 2
     return [slice(0, middle), slice(middle, tokens)] if tokens > 1 else [slice(0, tokens)]
 
 
 def is_wanted(ctx: Context, index: int) -> bool:
-    """Does this pass over the graph ask for the gradient of a Function's tensor number `index`?
+    """Return whether this pass over the graph asks for the gradient of a Function's tensor number `index`.
 
     Zero-bubble schedules ask for gradients of inputs and of weights in two passes; `needs_input_grad` is true in both.
     """

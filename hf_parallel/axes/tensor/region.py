@@ -105,7 +105,7 @@ _SETS: tuple[tuple[str, ...], ...] = (
 
 
 def is_only_multiplied(owner: nn.Module, name: str) -> bool:
-    """Does the forward of this attention or MLP read its input `name` with linears of its own alone?"""
+    """Return whether this attention or MLP reads its input `name` with linears of its own alone."""
     sets = (), ("attention_mask", "key_value_states", "encoder_hidden_states")
     return all(read is False for read in _ask_once(_Watched, owner, name, sets))
 
@@ -164,7 +164,7 @@ def _does_pass_read(owner: nn.Module, name: str, more: tuple[str, ...], kind: ty
 
 
 def _make_other_inputs(owner: nn.Module, angles: int, more: tuple[str, ...]) -> dict[str, object]:
-    """The other inputs of the owner that it needs, and those that may decide what it does."""
+    """Make the other inputs that the owner needs, and those that may decide what it does."""
     width = getattr(getattr(owner, "config", None), "hidden_size", None) or _WIDTH
     mask, heads = _make_empty_tensor(1, 1, _TOKENS, _TOKENS), int(getattr(owner, "num_heads", None) or 1)
     optional: dict[str, dict[str, object]] = {
@@ -241,7 +241,7 @@ class LocalConfig:
 
 
 def _slice_heads(heads: int, group: dist.ProcessGroup, owner: nn.Module, args: tuple, kwargs: dict) -> object:
-    """Pre-hook: masks and biases of all heads, [b, heads, q, k] or BLOOM's [b * heads, q, k], to this rank's heads."""
+    """Cut masks and biases [b, heads, q, k], or BLOOM's [b * heads, q, k], to this rank's heads. A pre-hook."""
 
     def sliced(value: object, name: str = "") -> object:
         if not torch.is_tensor(value):
@@ -312,11 +312,11 @@ class Region:
 
     @property
     def sequence_parallel(self) -> bool:
-        """Do inputs come, and outputs go, as parts of the sequence?"""
+        """Return whether inputs come, and outputs go, as parts of the sequence."""
         return self.switch.on
 
     def enter_owner(self, owner: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        """Forward pre-hook of the owner: its first input enters, and what a cross-attention reads besides."""
+        """Enter with the owner's first input, and with what a cross-attention reads besides. A forward pre-hook."""
         if not self.sequence_parallel:  # else the whole layer works on parts: `sequence_parallel.py`
             self.scope.begin()
         entered: list[object] = []
@@ -336,7 +336,7 @@ class Region:
         return tuple(entered[: len(args)]), dict(zip(kwargs, entered[len(args) :], strict=True))
 
     def enter(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor for use by all ranks; one that has entered stays as it is."""
+        """Return the tensor for use by all ranks; one that has entered stays as it is."""
         if self.at_owner or tensor is self._entered:
             return tensor
         if torch.compiler.is_compiling():  # which finds equal operations itself
@@ -362,7 +362,7 @@ class Region:
         return multiply_columns(entered, late, bias)
 
     def product(self, layer: nn.Module, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """x […, in / tp] times the weight of a row-parallel layer: this rank's part of a sum."""
+        """Multiply x […, in / tp] by the weight of a row-parallel layer: this rank's part of a sum."""
         recipe = recipe_of(layer)
         if recipe is None:
             return F.linear(x, weight)
@@ -377,7 +377,7 @@ class Region:
             x = eight_bit.without_padding(x, self.switch.padding)
         if (one_scale := tensorwise(layer)) is not None and self.sequence_parallel:
             self.scope.end()
-            return eight_bit.multiply_row(x, weight, one_scale, self.group)
+            return eight_bit.RowOfCodes.apply(cast_as_autocast(x), weight, one_scale, self.group)
         # A checkpoint keeps the sum, and not the product before it.
         if recipe is not None or not (self.overlap or does_keep(COLLECTIVE)):
             return self.leave(self.product(layer, x, weight))
@@ -385,7 +385,7 @@ class Region:
         return multiply_row_overlapped(x, weight, self.group, self.sequence_parallel)
 
     def leave(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum over ranks, whole or this rank's part of the sequence."""
+        """Sum over ranks; return the whole sequence or this rank's part of it."""
         self.scope.end()
         return (reduce_scatter_sequence if self.sequence_parallel else reduce_from_group)(tensor, self.group)
 

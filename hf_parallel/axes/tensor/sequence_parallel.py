@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 
 def find_sequence_obstacle(model: nn.Module, styles: dict[str, str]) -> str | None:
-    """Why this model cannot hold parts of the sequence between its regions, or None if it can."""
+    """Return why this model cannot hold parts of the sequence between its regions, or None if it can."""
     part = find_text_part(model)
     for key in ("layerdrop", "encoder_layerdrop", "decoder_layerdrop"):
         if getattr(part.config, key, 0):
@@ -208,7 +208,7 @@ def _pad_batch(batch: dict[str, object], shape: torch.Size, extra: int, bidirect
 
 
 def _pad_mask(mask: object, length: int, extra: int) -> torch.Tensor | None:
-    """[…, queries, keys], true or zero where a query looks: no token looks at the padding, which looks everywhere."""
+    """Pad a mask […, queries, keys] so that no token looks at the padding, which looks everywhere."""
     if mask is None:
         return None
     if not torch.is_tensor(mask) or mask.shape[-2:] != (length, length):

@@ -59,7 +59,7 @@ class Scaling:
         return (z if self.softcap is None else self.softcap * torch.tanh(z / self.softcap)) / self.temperature
 
     def backward(self, gradient: torch.Tensor, product: torch.Tensor) -> torch.Tensor:
-        """The gradient of the products from that of the logits."""
+        """Return the gradient of the products from the gradient of the logits."""
         if self.softcap is not None:
             capped = torch.tanh(product.float() * self.scale / self.softcap)
             gradient = gradient * (1 - capped.square())
@@ -87,7 +87,7 @@ def compute_log_probs(
     vocabulary: int,
     scaling: Scaling,
 ) -> TokenScores:
-    """Scores of `targets` [tokens] under softmax(head(hidden)).
+    """Return scores of `targets` [tokens] under softmax(head(hidden)).
 
     Args:
         hidden: [tokens, hidden], equal on all ranks of `group`.
@@ -257,7 +257,7 @@ class SplitCrossEntropy(torch.autograd.Function):
 
 
 def _compute_sums(logits: torch.Tensor, columns: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
-    """[sum of exponentials, logit of the target], both beside the largest logit, of each token."""
+    """Return [sum of exponentials, logit of the target], both beside the largest logit, of each token."""
     x = torch.sub(logits, largest[:, None])  # in fp32, as the second is
     inside, column = find_inside_columns(columns, logits)
     at_target = torch.where(inside, x.gather(1, column)[:, 0], 0.0)
@@ -308,7 +308,7 @@ class VocabParallel(TensorParallelLayer):
         return reduce_from_group(output * inside.unsqueeze(-1), self.region.group)
 
     def locate(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int | None]:
-        """The rows here of these ids, which of the ids are here, and the row here that gets no gradient."""
+        """Return the rows here of these ids, which of the ids are here, and the row here that gets no gradient."""
         check_range(ids, self.num_embeddings, "index out of range in self")
         # Not of the weight's shape: a wrapper asks before data ranks have gathered it.
         group = self.region.group
@@ -352,7 +352,7 @@ def compute_causal_loss(
     shift_labels: torch.Tensor | None = None,
     **kwargs: object,
 ) -> torch.Tensor:
-    """transformers' causal loss: labels are shifted by one; sum / `num_items_in_batch`, or the mean without it."""
+    """Compute transformers' causal loss of shifted labels: sum / `num_items_in_batch`, or the mean without it."""
     if not isinstance(logits, DTensor):
         return whole_loss(logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs)
     group = logits.device_mesh.get_group()
@@ -364,7 +364,7 @@ def compute_causal_loss(
 
 
 def compute_first_row(vocabulary: int, group: dist.ProcessGroup) -> int:
-    """The first row of this rank: all ranks before it hold ceil(V / n)."""
+    """Return the first row of this rank: all ranks before it hold ceil(V / n)."""
     return min(vocabulary, group.rank() * -(-vocabulary // group.size()))
 
 
@@ -383,7 +383,7 @@ def check_range(ids: torch.Tensor, size: int, problem: str, ignored: int = 0) ->
 
 
 def make_logits_whole(kind: type, model: nn.Module, args: tuple, output: object) -> None:
-    """A forward hook: logits of this kind, which knows its `full_tensor`, are whole once they are read."""
+    """Let logits of this kind, which knows its `full_tensor`, be whole once they are read. A forward hook."""
     if isinstance(output, dict) and isinstance(dict.get(output, "logits"), kind):
         whole_when_read(output, "logits", operator.methodcaller("full_tensor"))
 

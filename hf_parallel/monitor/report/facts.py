@@ -75,7 +75,7 @@ class Facts:
 
     @property
     def config(self) -> ParallelConfig | None:
-        """The layout; None if this version does not know its spec."""
+        """Return the layout; None if this version does not know its spec."""
         spec, world = self.run.get("spec") or self.layout.get("spec"), self.run.get("world_size")
         try:
             config = ParallelConfig.parse(spec) if isinstance(spec, str) else None
@@ -87,17 +87,17 @@ class Facts:
 
     @property
     def plan(self) -> Line:
-        """The planner's prediction, if there is one."""
+        """Return the planner's prediction, if there is one."""
         return as_mapping(self.run.get("plan"))
 
     @property
     def is_predicted(self) -> bool:
-        """Does the planner know this hardware? Of CPUs it only counts what tensors take."""
+        """Return whether the planner knows this hardware. Of CPUs it only counts what tensors take."""
         return bool(self.plan) and self.run.get("device") != "cpu"
 
     @property
     def ranks(self) -> list[dict[str, float]]:
-        """The measurements of each rank, a mean over all logs but the first, which holds what happens once."""
+        """Return the measurements of each rank, a mean over all logs but the first, which holds what happens once."""
         listed = [line.get("ranks") for line in self.metrics[1:] or self.metrics]
         logs = [[list_finite_numbers(row) for row in rows] for rows in listed if isinstance(rows, list) and rows]
         logs = [rows for rows in logs if len(rows) == len(logs[-1])]  # of the newest number of processes
@@ -107,13 +107,13 @@ class Facts:
         ]
 
     def series(self, key: str) -> tuple[list[float], list[float]]:
-        """Steps and values of a logged number, in order."""
+        """Return steps and values of a logged number, in order."""
         found = {number(line.get("step")): number(line[key]) for line in self.log if key in line}
         return list(found), list(found.values())
 
 
 def read_facts(folder: str) -> Facts:
-    """All that can be read.
+    """Read all that a training has left in its folder.
 
     Raises:
         SpecError: nothing of this package is there.
@@ -208,7 +208,7 @@ def _find_within(folder: str, pattern: str) -> str:
 
 
 def _number_in(path: str) -> int:
-    """The last one of its name."""
+    """Return the last number in the name of a file."""
     numbers = re.findall(r"\d+", os.path.basename(path))
     return int(numbers[-1]) if numbers else 0
 
@@ -217,19 +217,19 @@ def _number_in(path: str) -> int:
 
 
 def as_mapping(value: object) -> Line:
-    """Itself, if it is one."""
+    """Return a mapping itself, and an empty one for anything else."""
     return value if isinstance(value, dict) else {}
 
 
 def number(value: object, otherwise: float = math.nan) -> float:
-    """A float; `otherwise` of what is none."""
+    """Return a float, or `otherwise` for what is no number."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return otherwise
     return float(value)
 
 
 def list_finite_numbers(value: object) -> dict[str, float]:
-    """The entries of a mapping that are finite numbers."""
+    """Return the entries of a mapping that are finite numbers."""
     return {str(k): found for k, v in as_mapping(value).items() if math.isfinite(found := number(v))}
 
 
@@ -264,47 +264,47 @@ def compute_shares(facts: Facts) -> dict[str, float]:
 
 
 def list_advice(facts: Facts) -> list[str]:
-    """Lines, the most important first; none where nothing is known to be better."""
+    """Return lines of advice, the most important first; none where nothing is known to be better."""
     config, part = facts.config, compute_shares(facts)
-    batch = list(_advise_on_batch(facts))
+    batch = []
+    # What `monitor=noise` has measured, at the newest log that can tell
+    measured = [number(as_mapping(line.get("noise")).get("sequences"), 0.0) for line in facts.metrics]
+    critical = next((one for one in reversed(measured) if one), 0.0)
+    size = number(facts.layout.get("global_batch"), 0)
+    if critical > 0 and size > 0:
+        sentence = describe_critical_batch(critical, size)
+        batch.append(f"{sentence[0].upper()}{sentence[1:]}.")
     if config is None or not any(part.values()):
         return batch
     cluster = None
     with contextlib.suppress(KeyError, TypeError, AttributeError):
         cluster = expected.read_cluster(facts.plan["cluster"]) if facts.is_predicted else None
-    lines = [*_advise_on_waiting(part, config, cluster), *_advise_on_idle(facts, config, part)]
-    faster = list(_advise_on_layout(facts, config, cluster))
-    first = [f"{lines.pop(0).rstrip('.')}; {faster.pop()}"] if lines and faster else []
-    if part["data"] >= DATA:
-        lines.append(f"{part['data']:.0%} of the step reads data: more --dataloader_num_workers read it meanwhile.")
-    return [*first, *faster, *lines, *_advise_on_memory(facts), *batch]
-
-
-def _advise_on_batch(facts: Facts) -> Iterator[str]:
-    """Yield what `monitor=noise` has measured of it, at the newest log that can tell."""
-    measured = [number(as_mapping(line.get("noise")).get("sequences"), 0.0) for line in facts.metrics]
-    critical = next((one for one in reversed(measured) if one), 0.0)
-    batch = number(facts.layout.get("global_batch"), 0)
-    if critical > 0 and batch > 0:
-        sentence = describe_critical_batch(critical, batch)
-        yield f"{sentence[0].upper()}{sentence[1:]}."
-
-
-def _advise_on_waiting(part: dict[str, float], config: ParallelConfig, cluster: Cluster | None) -> Iterator[str]:
-    for axis in sorted(AXES, key=lambda axis: -part[axis]):
-        if part[axis] < WAITS:
-            continue
+    lines = []
+    for axis in sorted((axis for axis in AXES if part[axis] >= WAITS), key=lambda axis: -part[axis]):
         link = ""
         if cluster is not None:
             names = [name for name in AXES[axis] if config.sizes.get(name, 1) > 1]
             groups = [group for name in names for group in list_axis_ranks(config, name)]
             inside = all(len({rank // cluster.per_node for rank in group}) == 1 for group in groups)
             link = f" over {(cluster.inside if inside else cluster.between).name}"
-        yield f"{part[axis]:.0%} of the step waits in {axis}{link}."
+        lines.append(f"{part[axis]:.0%} of the step waits in {axis}{link}.")
+    lines += _advise_on_idle(facts, config, part)
+    faster = list(_advise_on_layout(facts, config, cluster))
+    first = [f"{lines.pop(0).rstrip('.')}; {faster.pop()}"] if lines and faster else []
+    if part["data"] >= DATA:
+        lines.append(f"{part['data']:.0%} of the step reads data: more --dataloader_num_workers read it meanwhile.")
+    # Of a GPU's memory: on a CPU the measured number is that of the whole process
+    there = number(facts.plan.get("cluster", {}).get("gpu", {}).get("memory_gib"), 0.0) if facts.is_predicted else 0.0
+    peak = max((rank.get("memory_peak", 0.0) for rank in facts.ranks), default=0.0) / 2**30
+    if there and peak > FULL * there:
+        lines.append(f"Tensors take {peak:.1f} of {there:.0f} GiB: activation_checkpointing=selective makes room.")
+    elif there and 0 < peak < EMPTY * there:
+        lines.append(f"Tensors take {peak:.1f} of {there:.0f} GiB: there is room for a larger batch on each rank.")
+    return [*first, *faster, *lines, *batch]
 
 
 def _advise_on_idle(facts: Facts, config: ParallelConfig, part: dict[str, float]) -> Iterator[str]:
-    """Arithmetic of the schedule, which holds on any hardware."""
+    """Yield what follows from the arithmetic of the schedule, on any hardware."""
     if part["pp"] < BUBBLE or config.pp_size == 1:
         return
     line = f"{part['pp']:.0%} of the step waits for other stages."
@@ -322,23 +322,11 @@ def _advise_on_idle(facts: Facts, config: ParallelConfig, part: dict[str, float]
     )
 
 
-def _advise_on_memory(facts: Facts) -> Iterator[str]:
-    """Yield lines about a GPU's memory; on a CPU the measured number is that of the whole process."""
-    there = number(facts.plan.get("cluster", {}).get("gpu", {}).get("memory_gib"), 0.0)
-    peak = max((rank.get("memory_peak", 0.0) for rank in facts.ranks), default=0.0) / 2**30
-    if not facts.is_predicted or not there or not peak:
-        return
-    if peak > FULL * there:
-        yield f"Tensors take {peak:.1f} of {there:.0f} GiB: activation_checkpointing=selective makes room."
-    elif peak < EMPTY * there:
-        yield f"Tensors take {peak:.1f} of {there:.0f} GiB: there is room for a larger batch on each rank."
-
-
 # ---- other layouts --------------------------------------------------------------------------------------------------
 
 
 def _advise_on_layout(facts: Facts, config: ParallelConfig, cluster: Cluster | None) -> Iterator[str]:
-    """The planner's best layout for the same batch, if it is faster than this one."""
+    """Yield the planner's best layout for the same batch, if it is faster than this one."""
     shape = _read_shape(facts.folder)
     if cluster is None or shape is None:
         return
@@ -375,7 +363,7 @@ def _advise_on_layout(facts: Facts, config: ParallelConfig, cluster: Cluster | N
 
 
 def _read_shape(folder: str) -> ModelShape | None:
-    """The model's, from the config that was saved with it."""
+    """Read the model's shape from the config that was saved with it."""
     import transformers
 
     places = [folder, *(os.path.join(folder, name) for name in sorted(os.listdir(folder)) if "checkpoint-" in name)]

@@ -73,7 +73,7 @@ class Bar:
 
 
 def draw_curves(name: str, lines: Sequence[Curve], unit: str) -> str:
-    """Values over steps; what is not finite leaves a gap."""
+    """Draw values over steps; a value that is not finite leaves a gap."""
     with _plot(name, 2.6) as drawing:
         axes = drawing.figure.subplots()
         for line in lines:
@@ -96,32 +96,25 @@ def draw_curves(name: str, lines: Sequence[Curve], unit: str) -> str:
 
 
 def draw_bars(name: str, groups: Sequence[Sequence[Bar]], unit: str) -> str:
-    """Rows of stacked parts; each group has a scale of its own."""
+    """Draw rows of stacked parts; each group has a scale of its own."""
     rows = [len(group) for group in groups]
     with _plot(name, 1.1 + 0.24 * sum(rows) + 0.45 * len(groups)) as drawing:
         drawn = drawing.figure.subplots(len(groups), squeeze=False, height_ratios=[count + 0.5 for count in rows])
         seen: dict[str, BarContainer] = {}
         for axes, group in zip(drawn[:, 0], groups, strict=True):
-            seen |= _draw_stack(axes, group)
+            for row, bar in enumerate(group):
+                left = 0.0
+                for part, value, colour in bar.parts:
+                    shown = axes.barh(row, value, left=left, height=0.72, color=f"#0201{colour % COLOURS:02x}")
+                    seen.setdefault(part, shown)
+                    left += value
+            axes.set_yticks(range(len(group)), [_shorten_text(bar.label) for bar in group])
+            axes.tick_params(axis="y", length=0)
+            axes.invert_yaxis()
             axes.locator_params(axis="x", nbins=6)
             axes.set_xlabel(_shorten_text(unit))
         drawing.legend(drawn[0, 0], seen)
     return drawing.text
-
-
-def _draw_stack(axes: Axes, group: Sequence[Bar]) -> dict[str, BarContainer]:
-    """Draw a group; a handle for each kind of part."""
-    seen: dict[str, BarContainer] = {}
-    for row, bar in enumerate(group):
-        left = 0.0
-        for part, value, colour in bar.parts:
-            drawn = axes.barh(row, value, left=left, height=0.72, color=f"#0201{colour % COLOURS:02x}")
-            seen.setdefault(part, drawn)
-            left += value
-    axes.set_yticks(range(len(group)), [_shorten_text(bar.label) for bar in group])
-    axes.tick_params(axis="y", length=0)
-    axes.invert_yaxis()
-    return seen
 
 
 class _plot:
@@ -230,7 +223,7 @@ def render_layout(facts: Facts) -> str:
 
 
 def render_curve_figures(facts: Facts) -> Iterator[str]:
-    """Loss, gradient norm, throughput, step time, shares: each where it was logged."""
+    """Show loss, gradient norm, throughput and step time, each where it was logged."""
     wanted = [
         ("loss", "Loss", "", [("training", "loss", 0), ("evaluation", "eval_loss", 1)]),
         ("grad-norm", "Gradient norm", "", [("gradient norm", "grad_norm", 5)]),
@@ -256,7 +249,7 @@ def render_curve_figures(facts: Facts) -> Iterator[str]:
 
 
 def time(facts: Facts) -> Iterator[str]:
-    """Seconds of a step by kind: each rank, and the plan where there is one for this hardware."""
+    """Show seconds of a step by kind: each rank, and the plan where there is one for this hardware."""
     ranks = facts.ranks
     if not any(sum(rank.get(part, 0.0) for part in PARTS) for rank in ranks):
         return
@@ -357,7 +350,7 @@ td, th { text-align: left; padding: 4px 10px 4px 0; border-bottom: 1px solid var
 
 
 def render_page(facts: Facts) -> str:
-    """The whole page."""
+    """Return the whole page."""
     title = os.path.basename(os.path.abspath(facts.folder))
     figures = [*render_curve_figures(facts), *time(facts), *render_memory(facts)]
     shown = "".join(_render_profile_image(path) for path in facts.profiles[-_PROFILES:])
@@ -386,8 +379,7 @@ def render_page(facts: Facts) -> str:
     hangs += _render_table(("rank", "where"), places[:_LINES]) if places else ""
     versions = [f"{name} {value}" for name, value in as_mapping(facts.layout.get("versions")).items()]
     body = [
-        f"<header><h1>{escape(title)}</h1>{_render_about(facts)}</header>",
-        _render_numbers(facts),
+        _render_head(facts, title),
         f'<section id="advice" class="card advice"><ul>{advice}</ul></section>' if advice else "",
         *_render_section("Layout", render_layout(facts)),
         *_render_section("Training", f'<div class="figures">{"".join(figures)}</div>' if figures else ""),
@@ -414,7 +406,8 @@ def _render_section(title: str, content: str) -> list[str]:
     return [f'<section id="{name}"><h2>{title}</h2>\n{content}</section>'] if content else []
 
 
-def _render_about(facts: Facts) -> str:
+def _render_head(facts: Facts, title: str) -> str:
+    """Show the title, what was trained and when, the last numbers, and the planner's beside them."""
     run, layout = facts.run, facts.layout
     told = [run.get("model") or layout.get("model"), run.get("spec") or layout.get("spec")]
     device = run.get("device")
@@ -425,18 +418,7 @@ def _render_about(facts: Facts) -> str:
     told += [f"{facts.runs} runs, the newest is shown"] if facts.runs > 1 else []
     when = [_format_time(number(line.get("time"))) for line in (run, *facts.metrics[-1:])]
     told += [f"{when[0]} to {when[-1]} UTC"] if all(when) else []
-    return f'<p class="quiet">{escape(" · ".join(str(word) for word in told if word))}</p>'
-
-
-def _format_time(seconds: float) -> str:
-    try:
-        return datetime.datetime.fromtimestamp(seconds, datetime.timezone.utc).strftime("%Y-%m-%d %H:%M")
-    except (ValueError, OverflowError, OSError):
-        return ""
-
-
-def _render_numbers(facts: Facts) -> str:
-    """The last ones, and the planner's beside them."""
+    about = escape(" · ".join(str(word) for word in told if word))
     shown = [
         ("steps", "step", "{:.0f}", None),
         ("loss", "loss", "{:.4g}", None),
@@ -453,7 +435,15 @@ def _render_numbers(facts: Facts) -> str:
             plan = number(facts.plan.get(planned)) if planned and facts.is_predicted else math.nan
             beside = f'<div class="quiet">planned {form.format(plan)}</div>' if math.isfinite(plan) else ""
             cells.append(f"<div><dt>{name}</dt><dd>{form.format(value)}</dd>{beside}</div>")
-    return f"<dl>{''.join(cells)}</dl>" if cells else ""
+    numbers = f"<dl>{''.join(cells)}</dl>" if cells else ""
+    return f'<header><h1>{escape(title)}</h1><p class="quiet">{about}</p></header>\n{numbers}'
+
+
+def _format_time(seconds: float) -> str:
+    try:
+        return datetime.datetime.fromtimestamp(seconds, datetime.timezone.utc).strftime("%Y-%m-%d %H:%M")
+    except (ValueError, OverflowError, OSError):
+        return ""
 
 
 def _render_profile_image(path: str) -> str:
