@@ -11,6 +11,7 @@ from hf_parallel.ask.keys.layers import AUTO, TORCH_FLASH
 from hf_parallel.ask.spec import refuse
 from hf_parallel.planner.candidates import HEADROOM, Goal, do_heads_divide, list_sizes_of, list_ways_of, make_config
 from hf_parallel.planner.choices import Choice, TooLarge, find_leanest, iterate_variants, predict_choice
+from hf_parallel.planner.hardware import Cluster
 from hf_parallel.planner.prediction import EXPERTS, MEASURED, TRANSFERRED
 
 #: Tokens per step from which more data ranks mostly buy noise: GPT-3 trained with 3.2 M (Brown et al., 2020, table
@@ -245,7 +246,7 @@ def choose_expected_layout(goal: Goal, expected: ParallelConfig | str) -> Choice
     """
     config = ParallelConfig.parse(expected).resolve(goal.cluster.gpus)
     fitting = [choice for choice in list_variants_of(goal, config) if isinstance(choice, Choice)]
-    if not fitting:
+    if not fitting or find_obstacle_of_overlap(goal.cluster, config):
         refuse(
             f"--parallel {config.to_spec()}", explain_absence(goal, config, None), do="drop --parallel, or --verify"
         )
@@ -259,8 +260,22 @@ def list_variants_of(goal: Goal, config: ParallelConfig) -> list[Choice | TooLar
     return list(iterate_variants(goal, config, math.inf, [mine] if given else list_ways_of(goal)))
 
 
+def find_obstacle_of_overlap(cluster: Cluster, config: ParallelConfig) -> str:
+    """Return why products of compiled layers cannot be fused with their collectives on these GPUs; "" if they can."""
+    if not config.tp_overlap or config.compile == "none":
+        return ""
+    asked, gpu = f"tp_overlap=true with compile={config.compile}: symmetric memory needs", cluster.gpu
+    if gpu.is_of_amd or gpu.capability == (0, 0):
+        return f"{asked} NVIDIA GPUs, not {gpu.name}; tp_overlap=false works"
+    if min(cluster.per_node, cluster.gpus) % config.tp_size:
+        return f"{asked} blocks of tp={config.tp_size} inside nodes of {cluster.per_node} GPUs; tp_overlap=false works"
+    return ""
+
+
 def explain_absence(goal: Goal, config: ParallelConfig, best: Choice | None) -> str:
     """Say in one line what keeps a layout from being first."""
+    if obstacle := find_obstacle_of_overlap(goal.cluster, config):
+        return obstacle
     if not do_heads_divide(goal.shape, config.tp_size):
         return f"tp={config.tp_size} does not divide the attention heads"
     if config.pp_size > goal.shape.layers:

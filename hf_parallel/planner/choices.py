@@ -17,7 +17,7 @@ from hf_parallel.planner.activations import FLASH
 from hf_parallel.planner.candidates import Goal, choose_context_of, list_micro_batches, make_config, to_job, to_layout
 from hf_parallel.planner.hardware import Cluster
 from hf_parallel.planner.layout import Job, Layout
-from hf_parallel.planner.memory import GIB, count_host_gib, count_states, find_fullest, predict_fullest_rank
+from hf_parallel.planner.memory import GIB, count_fewest_bytes, count_host_gib, find_fullest, predict_fullest_rank
 from hf_parallel.planner.pipeline import Stage, group_stages_by_rank, make_stages
 from hf_parallel.planner.predict import compute_stage_times, predict_step
 from hf_parallel.planner.prediction import Prediction
@@ -198,11 +198,11 @@ def iterate_variants(
     A larger one may fit where a smaller does not: the last needs no accumulation, which holds whole gradients.
 
     Args:
-        hopeless: GiB; a way whose weights, gradients and optimizer states alone take more is left out.
+        hopeless: GiB; a way that takes more, whatever its micro-batch is, is left out.
     """
     share = goal.share(config)
     sizes = list_micro_batches(goal, share, config) if share else []
-    states: dict[str, float] = {}
+    fewest, too_large = dict[tuple[bool, bool], float](), set[tuple[object, ...]]()
     slow = set[int]()  # a way to save memory makes nothing faster
     for way in ways:
         offload = way["offload"]
@@ -210,29 +210,41 @@ def iterate_variants(
             return
         if parameters_rest(offload) and config.data_parallel_size == 1:
             continue  # FSDP2 gathers parameters from the host, and one data rank has none of it
-        if offload not in states:
-            _, layout, job = _read_asked_layout(goal, make_config(config, **way), sizes[0])
-            states[offload] = count_states(make_stages(goal.shape, layout, job), layout, job) / GIB
-        if states[offload] > hopeless:
+        rests = offload != "none", parameters_rest(offload)  # a GPU holds as much, be it the host or its NVMe
+        alike = (*rests, *(value for key, value in way.items() if key != "offload"))
+        if alike in too_large or fewest.get(rests, 0.0) > hopeless:
             continue
         saving, tried = make_config(config, **way), list[Choice | TooLarge | None]()
+        if rests not in fewest:
+            _, layout, job = _read_asked_layout(goal, saving, sizes[0])
+            fewest[rests] = count_fewest_bytes(make_stages(goal.shape, layout, job), layout, job) / GIB
+            if fewest[rests] > hopeless:
+                continue
         for at, size in enumerate(sizes):  # until one is too large; then the last alone
-            tried.append(try_layout(goal, saving, size, limit, slow))
+            tried.append(try_layout(goal, saving, size, limit, slow, hopeless))
             if isinstance(tried[-1], TooLarge):
-                tried += [try_layout(goal, saving, sizes[-1], limit, slow)] if at < len(sizes) - 1 else []
+                tried += [try_layout(goal, saving, sizes[-1], limit, slow, hopeless)] if at < len(sizes) - 1 else []
                 break
         yield from (choice for choice in tried if choice is not None)
         if any(isinstance(choice, Choice) for choice in tried):
             return
+        if all(isinstance(choice, TooLarge) and choice.gib > hopeless for choice in tried):
+            too_large.add(alike)
 
 
 def try_layout(
-    goal: Goal, config: ParallelConfig, size: int, limit: float = math.inf, slow: set[int] | None = None
+    goal: Goal,
+    config: ParallelConfig,
+    size: int,
+    limit: float = math.inf,
+    slow: set[int] | None = None,
+    hopeless: float = math.inf,
 ) -> Choice | TooLarge | None:
     """Try a layout with micro-batches of `size` rows; None if it cannot be as fast as `limit` seconds per row.
 
     Args:
         slow: sizes known to be too slow; `size` joins them if it stays so when more is recomputed or offloaded.
+        hopeless: GiB; of a layout that needs more it does not matter how much more.
     """
     if slow is not None and size in slow:
         return None
@@ -240,7 +252,7 @@ def try_layout(
     stages = make_stages(goal.shape, layout, job)
     # Memory takes less time to count. That a layout is slow in all ways shows in the first, which saves no memory.
     saves = job.recompute != "none" or job.offload != "none"
-    needed = _count_too_much(goal, stages, layout, job) if saves else None
+    needed = _count_too_much(goal, stages, layout, job, hopeless) if saves else None
     if needed is None and limit < math.inf:
         most = limit * job.micro_batch * job.micro_batches * layout.dp
         least, even = _compute_least_seconds(goal.cluster, stages, layout, job)
@@ -248,15 +260,20 @@ def try_layout(
             if slow is not None and even > most:
                 slow.add(size)
             return None
-    needed = needed if saves else _count_too_much(goal, stages, layout, job)
+    needed = needed if saves else _count_too_much(goal, stages, layout, job, hopeless)
     if needed is not None:
         return TooLarge(config, size, needed)
     return _make_choice_of(config, predict_step(goal.shape, goal.cluster, layout, job))
 
 
-def _count_too_much(goal: Goal, stages: tuple[Stage, ...], layout: Layout, job: Job) -> float | None:
-    """Return the GiB that a layout's fullest rank needs if that, or what the host is given, does not fit."""
-    needed = predict_fullest_rank(stages, layout, job).needed / GIB
+def _count_too_much(goal: Goal, stages: tuple[Stage, ...], layout: Layout, job: Job, hopeless: float) -> float | None:
+    """Return the GiB that a layout's fullest rank needs if that, or what the host is given, does not fit.
+
+    If they are more than `hopeless` they are at least what is returned.
+    """
+    needed = predict_fullest_rank(stages, layout, job, hopeless * GIB).needed / GIB
+    if needed > hopeless:
+        return needed
     on_host, room = count_host_gib(stages, layout, job, goal.cluster), goal.cluster.gpu.host.memory_gib
     return needed if needed > goal.room_gib or on_host > room else None
 

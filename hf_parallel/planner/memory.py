@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from hf_parallel.ask.keys.data import PIECE, parameters_rest
@@ -103,22 +104,27 @@ def predict_memory_of_ranks(stages: tuple[Stage, ...], layout: Layout, job: Job)
     return [rank_memory(mine, layout, job, rank) for rank, mine in enumerate(group_stages_by_rank(stages, layout))]
 
 
-def predict_fullest_rank(stages: tuple[Stage, ...], layout: Layout, job: Job) -> RankMemory:
+def predict_fullest_rank(stages: tuple[Stage, ...], layout: Layout, job: Job, enough: float = math.inf) -> RankMemory:
     """The peak of the rank that needs most. Under 1F1B it is the first of those whose stages are alike.
 
     That rank holds as many forwards as they, or more; a search has thousands of layouts to reject.
+
+    Args:
+        enough: bytes; the first moment of any rank that needs more is returned as it is.
     """
-    grouped = group_stages_by_rank(stages, layout)
-    if layout.schedule != "1f1b":
-        return find_fullest(predict_memory_of_ranks(stages, layout, job))
+    grouped, found = group_stages_by_rank(stages, layout), list[RankMemory]()
     first_alike = {tuple(mine): rank for rank, mine in reversed(list(enumerate(grouped)))}
-    return find_fullest([rank_memory(grouped[rank], layout, job, rank) for rank in first_alike.values()])
+    for rank in first_alike.values() if layout.schedule == "1f1b" else range(len(grouped)):
+        found.append(rank_memory(grouped[rank], layout, job, rank, enough))
+        if found[-1].needed > enough:
+            break
+    return find_fullest(found)
 
 
-def count_states(stages: tuple[Stage, ...], layout: Layout, job: Job) -> float:
-    """Return the bytes of weights, gradients and optimizer states of the rank that has most."""
+def count_fewest_bytes(stages: tuple[Stage, ...], layout: Layout, job: Job) -> float:
+    """Return the bytes that the fullest rank needs whatever its micro-batches are, and however much it recomputes."""
     kinds = dict.fromkeys(map(tuple, group_stages_by_rank(stages, layout)))  # few differ
-    return max(sum(_Rank(list(mine), layout, job, 0)._states().values()) for mine in kinds)
+    return max(_Rank(list(mine), layout, job, 0).count_fewest() for mine in kinds)
 
 
 def find_fullest(memories: list[RankMemory]) -> RankMemory:
@@ -126,23 +132,18 @@ def find_fullest(memories: list[RankMemory]) -> RankMemory:
     return max(memories, key=lambda memory: memory.needed)
 
 
-def rank_memory(stages: list[Stage], layout: Layout, job: Job, rank: int) -> RankMemory:
-    """Memory of the pipeline rank that holds `stages`."""
-    mine, habits = _Rank(stages, layout, job, rank), job.habits
+def rank_memory(stages: list[Stage], layout: Layout, job: Job, rank: int, enough: float = math.inf) -> RankMemory:
+    """Memory of the pipeline rank that holds `stages`; `enough` as in `predict_fullest_rank`."""
+    mine = _Rank(stages, layout, job, rank)
     mine.copied = list_mirrored_stages(stages, layout, job)
-    flushed = layout.schedule not in DELAYED_SCHEDULES
-    moments = mine.list_moments_of_step() if flushed else mine.without_flush()
-    kinds = max(moments, key=lambda kinds: sum(kinds.values()))
+    outside, flushed = mine.count_outside(), layout.schedule not in DELAYED_SCHEDULES
+    kinds: dict[str, float] = {}
+    for moment in mine.iterate_moments_of_step() if flushed else mine.without_flush():
+        kinds = max(kinds, moment, key=lambda kinds: sum(kinds.values()))
+        if sum((kinds | outside).values()) > enough:
+            break
     if mine.copied:
         kinds["weights"] += _Rank(mine.copied, layout, job, rank)._states()["weights"]
-    axes = sum(size > 1 for size in (layout.tp, layout.pp, layout.dp, layout.cp, layout.ep))
-    buckets = habits.bucket_gib if layout.zero_stage in (1, 2) and layout.dp > 1 else 0.0
-    outside = {
-        "context": CONTEXT_GIB * GIB,
-        "communication buffers": (axes * habits.communicator_gib + buckets) * GIB,
-    }
-    if layout.fills_bubbles:
-        outside["curvature"] = mine.curvature()
     passing = kinds["activations"] + kinds["temporaries"] + kinds["gathered"]
     return RankMemory(rank, kinds | outside, FRAGMENTATION * passing)
 
@@ -193,6 +194,23 @@ class _Rank:
         return self.kept.stored * (self.numbers + self.experts)
 
     # ---- states --------------------------------------------------------------------------------------------------
+
+    def count_outside(self) -> dict[str, float]:
+        """Bytes by kind beside those of a step's own tensors."""
+        layout, habits = self.layout, self.habits
+        axes = sum(size > 1 for size in (layout.tp, layout.pp, layout.dp, layout.cp, layout.ep))
+        buckets = habits.bucket_gib if layout.zero_stage in (1, 2) and layout.dp > 1 else 0.0
+        communication = (axes * habits.communicator_gib + buckets) * GIB
+        outside = {"context": CONTEXT_GIB * GIB, "communication buffers": communication}
+        return {**outside, "curvature": self.curvature()} if layout.fills_bubbles else outside
+
+    def count_fewest(self) -> float:
+        """Bytes without any activation: in a schedule what is gathered, at its end a pipeline's whole gradients."""
+        states, several = self._states(), self.gathers and self.habits.fsdp2 and self.layout.pp > 1
+        at_end = sum(states.values()) + (sum(map(self._count_gradients, self.stages)) if several else 0.0)
+        beside = self._count_gathered() + self._count_lowered()
+        in_schedule = states["weights"] + states["optimizer"] + beside
+        return max(at_end, in_schedule) + sum(self.count_outside().values())
 
     def _states(self) -> dict[str, float]:
         """Weights, gradients after they are reduced, and what the optimizer keeps."""
@@ -284,11 +302,14 @@ class _Rank:
 
     # ---- moments of a step ---------------------------------------------------------------------------------------
 
-    def list_moments_of_step(self) -> list[dict[str, float]]:
-        """Bytes by kind at each moment that can be the fullest of a step with an end."""
-        moments = [self.in_schedule(), self.in_first_layers(), self.at_head_reduction(), self.end_of_backward()]
+    def iterate_moments_of_step(self) -> Iterator[dict[str, float]]:
+        """Yield bytes by kind at each moment that can be the fullest of a step with an end."""
+        yield self.in_schedule()
+        yield self.in_first_layers()
+        yield self.at_head_reduction()
+        yield self.end_of_backward()
         kinds = self.stages[0].counts if self._reduces_each_layer else ()  # each of which can be the last one
-        return moments + [self.in_last_layers(block, late) for block, _ in kinds for late in (False, True)]
+        yield from (self.in_last_layers(block, late) for block, _ in kinds for late in (False, True))
 
     def in_last_layers(self, block: Block, late: bool) -> dict[str, float]:
         """The backward of the last layer, or (`late`) of the one before it, while what follows it is being reduced.

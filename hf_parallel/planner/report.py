@@ -184,3 +184,5 @@ def show_verified(choice: Choice, runs: list[DryRun], device: str) -> None:
         )
     console.print(shown)
     console.print("Both count tensors: CUDA's context, communicators and the allocator's slack come on top.")
+    for note in dict.fromkeys(note for run in runs for note in run.notes):
+        console.print(note)

@@ -119,6 +119,7 @@ def verified(folder, *training):
     [
         ("--device", "cuda"),
         ("--precision", "mixed", "--lora", "4"),
+        ("--parallel", "tp=2,dp_replicate=4,tp_overlap=true,compile=regional"),  # products are fused on GPUs alone
         *(("--parallel", f"pp=2,dp_replicate=4,pipeline_schedule={name}") for name in ("pipedream_2bw", "chimera")),
     ],
 )

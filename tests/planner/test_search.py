@@ -1,6 +1,7 @@
 """The search returns what the engine takes, fits, is ranked, and says why not what else one might expect."""
 
 import dataclasses
+import importlib
 import re
 import time
 
@@ -10,15 +11,19 @@ from hf_parallel.ask.config import ParallelConfig, SpecError
 from hf_parallel.hooks.auto import plan
 from hf_parallel.planner import choices, make_cluster, shape_of
 from hf_parallel.planner.activations import Planned
+from hf_parallel.planner.advice import choose_expected_layout
 from hf_parallel.planner.candidates import Goal, list_ways_of
 from hf_parallel.planner.choices import TELLS, compare_padding_of, rank_seconds
 from hf_parallel.planner.hardware import find_gpu
 from hf_parallel.planner.layout import Job, Layout
-from hf_parallel.planner.memory import find_fullest, predict_fullest_rank, predict_memory_of_ranks
+from hf_parallel.planner.memory import count_fewest_bytes, find_fullest, predict_fullest_rank, predict_memory_of_ranks
 from hf_parallel.planner.pipeline import make_stages
 from hf_parallel.planner.search import search
 from tests import models
 from tests.models import LLAMA_8B
+
+#: The module: its package has a function of that name.
+search_module = importlib.import_module("hf_parallel.planner.search")
 
 #: The numbers of Llama 3 70B (Dubey et al., 2024, table 3).
 LLAMA_70B = {"layers": 80, "hidden": 8192, "heads": 64, "kv_heads": 8, "ffn_hidden": 28672, "vocab": 128256}
@@ -166,6 +171,23 @@ def test_why_not_what_you_expected(spec, words):
     gpus = config.resolve(48).world_size if "pp" in spec else 6
     found = searched(gpus=gpus, expected=spec, global_batch=100, gpu="h200")
     assert words in dict(found.why_not)[f"yours ({config.resolve(gpus).to_spec()})"]
+
+
+@pytest.mark.parametrize(
+    ("gpu", "per_node", "words"),
+    [("h100-80gb", 8, ""), ("h100-80gb", 4, "tp=8 inside nodes of 4"), ("mi300x", 8, "NVIDIA")],
+)
+def test_the_planned_gpus_decide_over_fused_products(gpu, per_node, words):
+    """What this machine has does not matter to a plan for others."""
+    goal = Goal(shape_of(EIGHT_B), make_cluster(gpu, 8, per_node), 4096, 64)
+    spec = "tp=8,tp_overlap=true,compile=regional"
+    if not words:
+        assert choose_expected_layout(goal, spec).config == ParallelConfig.parse(spec).resolve(8)
+    else:
+        with pytest.raises(SpecError, match=f"{words}.*; tp_overlap=false works"):
+            choose_expected_layout(goal, spec)
+    works = choose_expected_layout(goal, spec.replace("tp_overlap=true", "tp_overlap=false"))
+    assert works.config.compile == "regional"
 
 
 def test_script_with_a_fixed_batch():
@@ -371,6 +393,9 @@ def test_the_fullest_rank_is_found_without_the_others(pp, batches, recompute):
     stages = make_stages(shape_of(LLAMA_70B), layout, job)
     every = find_fullest(predict_memory_of_ranks(stages, layout, job))
     assert predict_fullest_rank(stages, layout, job).needed == every.needed
+    assert predict_fullest_rank(stages, layout, job, every.needed).needed == every.needed
+    assert 1 < predict_fullest_rank(stages, layout, job, 1.0).needed <= every.needed
+    assert count_fewest_bytes(stages, layout, job) < every.needed
 
 
 def test_what_is_too_slow_is_not_tried_in_each_way(monkeypatch):
@@ -382,3 +407,22 @@ def test_what_is_too_slow_is_not_tried_in_each_way(monkeypatch):
     assert list(choices.iterate_variants(found.goal, config, limit, list_ways_of(found.goal))) == []
     sizes = [job.micro_batch for job in timed]
     assert len(sizes) == len(set(sizes)) > 1
+
+
+def test_what_cannot_fit_in_any_way_is_not_counted_in_each(monkeypatch):
+    """Bounds of memory change no answer, and leave most of the layouts uncounted that need too much."""
+    variants, fullest = search_module.iterate_variants, choices.predict_fullest_rank
+
+    def ask():
+        counted = []
+        monkeypatch.setattr(
+            choices, "predict_fullest_rank", lambda *given: (counted.append(given), fullest(*given))[1]
+        )
+        found = searched(LLAMA_70B, gpus=8, gpu="l40s-48gb", global_batch=8, top=100)
+        return [choice.to_dict() for choice in found.choices], len(counted)
+
+    bounded, few = ask()
+    monkeypatch.setattr(search_module, "iterate_variants", lambda *given: variants(*given[:-1]))  # without `hopeless`
+    every, many = ask()
+    assert bounded == every != []
+    assert few < many / 3

@@ -37,6 +37,7 @@ from hf_parallel.ask.spec import refuse
 from hf_parallel.axes.axis import Packing
 from hf_parallel.axes.pipeline.axis import PIPELINE
 from hf_parallel.axes.pipeline.schedules import count_micro_batches
+from hf_parallel.axes.tensor.axis import SplitFacts
 from hf_parallel.model.anatomy import build_on_meta, find_backbone_plan, get_backbone_of, list_transformer_blocks
 from hf_parallel.planner.dryrun.recorder import Communication, Observed, Traffic, observe, observe_alone
 from hf_parallel.planner.dryrun.world import Shapes, fake_tensors_pass_as_real, materialise_weights, pretend_world
@@ -138,8 +139,12 @@ def dry_run(
     offload = config.offload if config.offload_ranks is None or rank in config.offload_ranks else "none"
     away = frozenset({"optimizer"} if offload != "none" else ())  # kinds of memory that are the host's, or a file's
     away |= {"parameters", "gradients"} if parameters_rest(offload) else set()
-    config = dataclasses.replace(config, offload="none")
+    config, notes = dataclasses.replace(config, offload="none"), list[str]()
     model = on_meta(model).to(PRECISIONS[precision][0])
+    if config.tp_overlap and config.compile != "none":
+        _check_fused_products(model, config)
+        notes.append("tp_overlap=true: products and their collectives run one after another here, of the same bytes")
+        config = dataclasses.replace(config, tp_overlap=False)
     if config.pp_size > 1 and getattr(model.config, "output_router_logits", False):
         why = "balances experts in steps whose stages wait for what the last one tells, which no dry run has"
         refuse("output_router_logits=True under pp", why, "output_router_logits=False")
@@ -162,7 +167,7 @@ def dry_run(
     total = run.continued(fewest, counts) if whole else _extrapolate_micro_batches(run, fewest, counts)
     seen = (total.peak, total.kept, total.communication)
     place, seconds = compute_coordinates(config, rank), time.monotonic() - began
-    return DryRun(rank, place, *seen, counts, fewest, seconds)
+    return DryRun(rank, place, *seen, counts, fewest, seconds, notes)
 
 
 def count_alone(
@@ -192,6 +197,19 @@ def count_alone(
         ids = torch.zeros((rows, seq), dtype=torch.long)
         parts = tuple(list_transformer_blocks(model))
         return observe_alone(model, {"input_ids": ids, "labels": ids}, lowered, parts, _ANY_VALUE)["activations"]
+
+
+def _check_fused_products(model: PreTrainedModel, config: ParallelConfig) -> None:
+    """Refuse what fused products run against, but for GPUs that are not here: a plan may be for others.
+
+    Raises:
+        SpecError: the first problem.
+    """
+    anatomy = read_model(model, config)
+    facts = anatomy.facts["tp"]
+    assert isinstance(facts, SplitFacts)
+    without = dataclasses.replace(facts, memory_obstacle=None)
+    resolve(config, dataclasses.replace(anatomy, facts={**anatomy.facts, "tp": without}))
 
 
 def find_device(asked: str) -> tuple[str, str]:
