@@ -276,7 +276,8 @@ def _count_cast_bytes(block: Block, layout: Layout, backward: bool) -> float:
 def compute_exposed(transfers: Iterable[Transfer], compute: dict[str, float], gpu: Gpu) -> dict[str, float]:
     """Seconds by kind that a pass waits for its collectives, beyond what runs behind its `compute`.
 
-    What is behind all of the compute slows it down: the two share the device.
+    What is behind all of the compute slows it down: the two share the device. On a CPU what is behind a part of it
+    does, too.
     """
     e = gpu.efficiency
     sent: dict[tuple[str, str], float] = {}
@@ -289,7 +290,7 @@ def compute_exposed(transfers: Iterable[Transfer], compute: dict[str, float], gp
     found: dict[str, float] = {}
     for (kind, behind), seconds in sent.items():
         window = e.hidden * (sum(compute.values()) if behind == COMPUTE else compute.get(behind, 0.0))
-        slowed = e.contention * min(seconds, window) if behind == COMPUTE else 0.0
+        slowed = e.contention * min(seconds, window) if behind == COMPUTE or gpu.name == "cpu" else 0.0
         found[kind] = found.get(kind, 0.0) + max(0.0, seconds - window) + slowed
     return {kind: seconds for kind, seconds in found.items() if seconds}
 
@@ -358,11 +359,11 @@ class StepTime:
 def step_time(stages: tuple[Stage, ...], layout: Layout, job: Job, cluster: Cluster) -> StepTime:
     """The pipeline of all micro-batches, what data parallelism adds after it, the optimizer, the host."""
     times_of = {stage: compute_stage_times(stage, layout, job, cluster) for stage in set(stages)}  # few differ
-    each = [times_of[stage] for stage in stages]
+    sending = compute_sending_seconds(stages[0].shape.hidden, layout, job, cluster)
+    shared = _compute_share_of_crowded(layout, job, [times_of[stage].totals for stage in stages], sending, cluster)
+    each = [times_of[stage].times(shared) for stage in stages]
     totals = [times.totals for times in each]
-    duration, bubble = compute_pipeline_seconds(
-        layout, job, totals, compute_sending_seconds(stages[0].shape.hidden, layout, job, cluster)
-    )
+    duration, bubble = compute_pipeline_seconds(layout, job, totals, sending)
     by_rank = group_stages_by_rank(stages, layout)
     slowest = max(by_rank, key=lambda mine: sum(sum(totals[stage.index]) for stage in mine))
     busy = sum((each[stage.index] for stage in slowest), Times())
@@ -374,6 +375,20 @@ def step_time(stages: tuple[Stage, ...], layout: Layout, job: Job, cluster: Clus
     kinds["stragglers"] = noise * math.log2(max(1, cluster.nodes)) * sum(kinds.values())
     kinds = {kind: seconds for kind, seconds in kinds.items() if seconds > 0}
     return StepTime(sum(kinds.values()), kinds, bubble)
+
+
+def _compute_share_of_crowded(
+    layout: Layout, job: Job, stages: list[tuple[float, float]], sending: float, cluster: Cluster
+) -> float:
+    """Return which part of their seconds stages take as the ranks in a bubble leave caches and memory to others.
+
+    Between `cluster.alone`, where all others rest, and 1, where none does, in proportion to those at work.
+    """
+    if layout.pp == 1 or cluster.alone == 1.0 or cluster.nodes > 1:
+        return 1.0
+    timeline = simulate_timeline(layout, stages, sending, min(job.micro_batches_per_call, 4 * layout.pp))
+    others = timeline.ranks_at_work * layout.gpus / layout.pp - 1
+    return cluster.alone + (1 - cluster.alone) * others / (layout.gpus - 1)
 
 
 def predict_timeline(stages: tuple[Stage, ...], layout: Layout, job: Job, cluster: Cluster) -> tuple[Timeline, int]:
@@ -426,6 +441,7 @@ def _compute_reduction_seconds(
     arXiv:2104.04473, figure 4: `pp` micro-batches of one stage, then of the next).
     """
     efficiency, others = cluster.gpu.efficiency, 1 - 1 / layout.virtual_stages
+    slowed = efficiency.contention if cluster.gpu.name == "cpu" else 0.0
     hidden = efficiency.hidden_gradients * backward
     if job.habits.transformer_engine:
         hidden += efficiency.hidden * others * min(layout.pp, job.micro_batches) * backward
@@ -434,8 +450,8 @@ def _compute_reduction_seconds(
         transfers = step_transfers(mine, layout, job, cluster)
         reduced = sum(t.seconds for t in transfers if t.behind == LAST_BACKWARD)
         gathered = sum(t.seconds for t in transfers if t.behind == FIRST_FORWARD)
-        kinds = {"gradients' reduction": max(0.0, reduced - hidden)}
-        kinds["gathering updated weights"] = max(0.0, gathered - hidden / 2)
+        kinds = {"gradients' reduction": max(0.0, reduced - hidden) + slowed * min(reduced, hidden)}
+        kinds["gathering updated weights"] = max(0.0, gathered - hidden / 2) + slowed * min(gathered, hidden / 2)
         for t in transfers:
             if t.behind not in (LAST_BACKWARD, FIRST_FORWARD, SCHEDULE):
                 kinds["gathering updated weights" if t.kind == "all_gather" else "gradients' reduction"] += t.seconds
