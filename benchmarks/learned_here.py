@@ -11,6 +11,8 @@ Ranks share the machine's cores; the processor's seconds beside the clock's show
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import itertools
 import os
 import statistics
 import tempfile
@@ -39,6 +41,7 @@ SIZES = {
 }
 ROWS, SEQ, FIRST, STEPS = 8, 256, 2, 5  # sequences of a step, their tokens; steps before those that count
 GOAL = 0.15
+MOST_WAITED = 1.2  # the clock's seconds in parts of the busier process's
 
 
 def calibrate(path: str) -> None:
@@ -85,32 +88,75 @@ def predict_steps() -> dict[str, tuple[float, dict[str, float]]]:
     return found
 
 
+@dataclasses.dataclass(frozen=True)
+class Compared:
+    """Seconds of a layout's step: planned, of what kinds, measured by the clock and by the busier process."""
+
+    planned: float
+    kinds: dict[str, float]
+    clock: float
+    own: float
+
+    @property
+    def error(self) -> float:
+        """How much longer the step was planned than it took, in parts of what it took."""
+        return self.planned / self.clock - 1
+
+
+def compare_layouts(turns: int, path: str | None = None) -> dict[str, Compared]:
+    """Return each layout's planned and measured step; a calibration at `path` is used, or one made that is dropped."""
+    with tempfile.TemporaryDirectory() as folder:
+        own = path or os.path.join(folder, "calibration.json")
+        if path is None:
+            distributed.run(calibrate, 2, own, timeout=600)
+        took: dict[str, list[tuple[float, float]]] = {spec: [] for spec in SIX}
+        for _ in range(turns):  # in turns: what slows the machine for a while slows all
+            for spec in SIX:
+                ranks = distributed.run(measure_steps, 2, spec, timeout=600)
+                took[spec] += [tuple(map(max, zip(*step, strict=True))) for step in zip(*ranks, strict=True)]
+        former = os.environ.get(VARIABLE)
+        os.environ[VARIABLE] = own
+        try:
+            planned = predict_steps()
+        finally:
+            os.environ.pop(VARIABLE)
+            os.environ.update({} if former is None else {VARIABLE: former})
+    medians = {spec: [statistics.median(times) for times in zip(*took[spec], strict=True)] for spec in SIX}
+    return {spec: Compared(*planned[spec], *medians[spec]) for spec in SIX}
+
+
+def is_disturbed(found: dict[str, Compared]) -> bool:
+    """Did ranks wait for cores? Those of data parallelism wait for hardly anything else."""
+    return any(own.clock > MOST_WAITED * own.own for spec, own in found.items() if spec.startswith("dp"))
+
+
+def list_misplaced(found: dict[str, Compared]) -> list[tuple[str, str]]:
+    """Return pairs of layouts whose steps differ by more than the goal and are planned the other way round."""
+    pairs = itertools.permutations(found, 2)
+    return [
+        (fast, slow)
+        for fast, slow in pairs
+        if found[fast].clock * (1 + GOAL) < found[slow].clock and found[fast].planned > found[slow].planned
+    ]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--turns", type=int, default=2, help="times that each layout is measured (2)")
     parser.add_argument("--calibration", help="a file that is there already")
     args = parser.parse_args()
-    path = args.calibration or os.path.join(tempfile.mkdtemp(), "calibration.json")
-    if not args.calibration:
-        distributed.run(calibrate, 2, path, timeout=600)
-    os.environ[VARIABLE] = path
-    took: dict[str, list[tuple[float, float]]] = {spec: [] for spec in SIX}
-    for _ in range(args.turns):  # in turns: what slows the machine for a while slows all
-        for spec in SIX:
-            ranks = distributed.run(measure_steps, 2, spec, timeout=600)
-            took[spec] += [tuple(map(max, zip(*step, strict=True))) for step in zip(*ranks, strict=True)]
-    planned, measured = predict_steps(), {}
+    found = compare_layouts(args.turns, args.calibration)
     print("| layout | planned ms | measured ms | processor's ms | off | of it |\n" + "| --- " * 6 + "|")
-    for spec in SIX:
-        clock, own = (statistics.median(times) for times in zip(*took[spec], strict=True))
-        measured[spec], (seconds, kinds) = clock, planned[spec]
-        parts = ", ".join(f"{kind} {part * 1e3:.0f}" for kind, part in kinds.items() if part > seconds / 50)
-        figures = f"{seconds * 1e3:.0f} | {clock * 1e3:.0f} | {own * 1e3:.0f} | {seconds / clock - 1:+.1%}"
+    for spec, own in found.items():
+        parts = ", ".join(f"{kind} {part * 1e3:.0f}" for kind, part in own.kinds.items() if part > own.planned / 50)
+        figures = f"{own.planned * 1e3:.0f} | {own.clock * 1e3:.0f} | {own.own * 1e3:.0f} | {own.error:+.1%}"
         print(f"| {spec} | {figures} | {parts} |")
-    errors = [planned[spec][0] / measured[spec] - 1 for spec in SIX]
-    order = spearman([planned[spec][0] for spec in SIX], [measured[spec] for spec in SIX])
-    within = sum(abs(error) <= GOAL for error in errors)
-    print(f"\n{within} of {len(SIX)} within {GOAL:.0%}; rank correlation {order:.2f}")
+    order = spearman([own.planned for own in found.values()], [own.clock for own in found.values()])
+    within = sum(abs(own.error) <= GOAL for own in found.values())
+    print(f"\n{within} of {len(SIX)} within {GOAL:.0%}; rank correlation {order:.2f}", end="; ")
+    print(f"in the wrong order: {list_misplaced(found) or 'none'}")
+    if is_disturbed(found):
+        print("Something else ran: ranks waited for cores.")
 
 
 if __name__ == "__main__":

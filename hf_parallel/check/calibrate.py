@@ -9,27 +9,39 @@ import dataclasses
 import datetime
 import functools
 import os
+import statistics
 import time
 from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 
+from hf_parallel.axes.context.ring import Exchange
 from hf_parallel.check.report import Row
 from hf_parallel.check.room import Room
 from hf_parallel.planner.calibration import Calibration, Measured, choose_calibration_path, read_calibration
-from hf_parallel.ranks import start_all_reduce
+from hf_parallel.ranks import (
+    exchange_equally,
+    gather_sequence,
+    reduce_scatter_sequence,
+    start_all_gather,
+    start_all_reduce,
+    start_reduce_scatter,
+)
 from hf_parallel.ranks.devices import synchronize
 from hf_parallel.version import VERSION
 
-_BUDGET_S, _FEWEST, _COLLECTIVES = 0.3, 5, 30
+_BUDGET_S, _FEWEST, _COLLECTIVES, _STEPS = 0.3, 5, 30, 12
+_WIDTH = 64  # of a token that collectives send
 _CHAIN = 100  # kernels with next to nothing to do
 #: m, n and each k of matrix products, bytes of a buffer, parameters of an optimizer, bytes of all-reduces.
 _ON_CPU: tuple = (256, 512, (64, 128, 256, 512, 1024)), 8 << 20, 1 << 20, (1 << 10, 4 << 20)
 _ON_GPU: tuple = (4096, 4096, (256, 1024, 4096, 8192)), 1 << 30, 1 << 27, (1 << 10, 256 << 20)
-#: A small Llama, its rows and tokens.
+#: A small Llama; layers, rows and tokens of its steps, the first of which all devices run.
 _PROBE = {"layers": 2, "hidden": 256, "heads": 4, "kv_heads": 4, "ffn_hidden": 704, "vocab": 512, "gated_mlp": 1}
-_PROBE_ROWS, _PROBE_TOKENS = 2, 64
+_PROBED = ((2, 2, 64), (6, 2, 64), (2, 2, 256), (6, 2, 256), (2, 8, 256))
 
 
 def calibrate_machine(device: torch.device, room: Room, path: str | None) -> Iterator[Row]:
@@ -50,10 +62,17 @@ def calibrate_machine(device: torch.device, room: Room, path: str | None) -> Ite
             reduced = [
                 max(same, key=lambda pair: pair[1]) for same in zip(*(one.all_reduce for one in each), strict=True)
             ]
+            collectives, probes = (
+                [max(same, key=lambda own: own[-1]) for same in zip(*columns, strict=True)]
+                for columns in ([one.collectives for one in each], [one.probes for one in each])
+            )
             measured = found[count] = dataclasses.replace(
                 max(each, key=lambda one: one.probe[-1]),
                 products=products,
                 all_reduce=reduced,
+                collectives=collectives,
+                probes=probes,
+                contention=max(one.contention for one in each),
                 attention=max((one.attention for one in each), key=lambda own: own[-2] + own[-1]),
                 bandwidth=min(one.bandwidth for one in each),
                 kernel_us=max(one.kernel_us for one in each),
@@ -73,12 +92,26 @@ def calibrate_machine(device: torch.device, room: Room, path: str | None) -> Ite
 
 def _measure(device: torch.device, group: dist.ProcessGroup, count: int) -> Measured:
     """Measure what this process reaches beside the others of its group."""
-    sizes, buffer, parameters, payloads = _ON_CPU if device.type == "cpu" else _ON_GPU
+    on_cpu = device.type == "cpu"
+    sizes, buffer, parameters, payloads = _ON_CPU if on_cpu else _ON_GPU
 
     def best(call: Callable[[], object], calls: int | None = None) -> float:
         dist.barrier(group)
         return measure_best_seconds(call, device, calls)
 
+    def typical(call: Callable[[], object], calls: int = _COLLECTIVES) -> float:
+        """Return the median of calls that begin at once on all ranks: of collectives and steps none is undisturbed."""
+        call()
+        seconds = []
+        for _ in range(calls):
+            dist.barrier(group)
+            began = time.perf_counter()
+            call()
+            synchronize(device)
+            seconds.append(time.perf_counter() - began)
+        return statistics.median(seconds)
+
+    step = functools.partial(typical, calls=_STEPS) if on_cpu else best
     products = [
         (name, *own, best(_make_product_probe(device, dtype, *own)))
         for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16))
@@ -94,6 +127,10 @@ def _measure(device: torch.device, group: dist.ProcessGroup, count: int) -> Meas
     if device.type != "cpu":
         host = torch.empty(buffer // 4, pin_memory=True)
         copy = buffer / best(lambda: a.copy_(host, non_blocking=True))
+    probes = [
+        ({**_PROBE, "layers": layers}, rows, tokens, step(_make_step_probe(device, layers, rows, tokens)))
+        for layers, rows, tokens in (_PROBED if on_cpu else _PROBED[:1])
+    ]
     return Measured(
         products=products,
         odd=max(1.0, odd),
@@ -105,7 +142,12 @@ def _measure(device: torch.device, group: dist.ProcessGroup, count: int) -> Meas
         if count > 1
         else [],
         copy=copy,
-        probe=(_PROBE, _PROBE_ROWS, _PROBE_TOKENS, best(_probe(device))),
+        probe=probes[0],
+        probes=probes if on_cpu else [],
+        collectives=[found for size in payloads for found in _measure_collectives(device, group, size, typical)]
+        if count > 1 and on_cpu
+        else [],
+        contention=_measure_contention(device, group, payloads[-1], typical) if count > 1 and on_cpu else 1.0,
     )
 
 
@@ -168,12 +210,114 @@ def _make_all_reduce_probe(device: torch.device, group: dist.ProcessGroup, size:
     return lambda: start_all_reduce(buffer, group).wait()
 
 
-def _probe(device: torch.device) -> Callable[[], object]:
+def _measure_collectives(
+    device: torch.device, group: dist.ProcessGroup, size: int, typical: Callable
+) -> list[tuple[str, int, float]]:
+    """Measure each kind of collective bare, and as tensor, context and data parallelism make it; whole tensors.
+
+    Returns:
+        Names of kinds, with the axis in front where only its collectives are so; bytes; seconds.
+    """
+    ranks, rank = group.size(), group.rank()
+    partner = rank ^ 1 if rank ^ 1 < ranks else None  # the last of an odd number has no neighbour
+    tokens = -(-size // 4 // ranks // (2 * _WIDTH))
+    own = torch.zeros(2, tokens, _WIDTH, device=device)  # two sequences: to join those of all ranks takes a copy
+    message = own.new_zeros(ranks * own.numel())
+
+    def send_and_receive() -> None:
+        for sender in (0, 1):
+            if partner is not None:
+                (dist.send if rank % 2 == sender else dist.recv)(message, partner, group=group)
+
+    calls: dict[str, Callable[[], object]] = {
+        "all_reduce": lambda: start_all_reduce(message, group).wait(),
+        "all_gather": lambda: start_all_gather(own, group).wait(),
+        "reduce_scatter": lambda: start_reduce_scatter(message.view(ranks, -1), group).wait(),
+        "all_to_all": lambda: exchange_equally(message.view(ranks, -1), group),
+        "p2p": send_and_receive,
+        "cp all_gather": lambda: Exchange(group, own, (rank + 1) % ranks, own, (rank - 1) % ranks).wait(),
+    }
+    seconds = {kind: typical(call) for kind, call in calls.items()}
+    seconds |= {"p2p": seconds["p2p"] / 2, "cp all_gather": seconds["cp all_gather"] * (ranks - 1)}
+    gather, reduce = seconds["all_gather"], seconds["reduce_scatter"]
+    for axis, made, bare in (
+        ("zero", _measure_sharded_layer(device, group, message.numel(), typical), 2 * gather + reduce),
+        ("tp", _measure_region(group, own, typical), 2 * gather + 2 * reduce),
+    ):
+        slower = max(1.0, made / bare)
+        seconds |= {f"{axis} all_gather": gather * slower, f"{axis} reduce_scatter": reduce * slower}
+    return [(kind, 4 * message.numel(), each) for kind, each in seconds.items()]
+
+
+class _Weights(torch.nn.Module):
+    """A layer with as many parameters as a Llama's, which computes almost nothing."""
+
+    def __init__(self, numbers: int, device: torch.device) -> None:
+        super().__init__()
+        each = [torch.zeros(max(1, numbers // 9 // 8), 8, device=device) for _ in range(9)]
+        self.weights = torch.nn.ParameterList(map(torch.nn.Parameter, each))
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        for weight in self.weights:
+            value = value + weight.sum()
+        return value
+
+
+def _measure_sharded_layer(device: torch.device, group: dist.ProcessGroup, numbers: int, typical: Callable) -> float:
+    """Return what FSDP2 adds to a layer: two gathers and a reduction, with its copies and its host's time."""
+    mesh, start = DeviceMesh.from_group(group, device.type), torch.zeros((), device=device, requires_grad=True)
+    plain, sharded = (torch.nn.Sequential(*(_Weights(numbers, device) for _ in range(2))) for _ in range(2))
+    for part in (*sharded, sharded):
+        fully_shard(part, mesh=mesh)
+
+    def step(model: torch.nn.Module) -> None:
+        model(start).backward()
+        model.zero_grad()
+
+    return (typical(lambda: step(sharded)) - typical(lambda: step(plain))) / 2
+
+
+def _measure_region(group: dist.ProcessGroup, own: torch.Tensor, typical: Callable) -> float:
+    """Return what a region of tp adds to its products: two gathers and two reductions, with what they copy.
+
+    In a stack, where what is kept for the backward takes fresh memory, and ranks come from other work.
+    """
+    weights = [own.new_full((_WIDTH, _WIDTH), 0.1).requires_grad_() for _ in range(8)]
+    whole = own.repeat(1, group.size(), 1)
+
+    def step(is_parallel: bool) -> None:
+        value = (own if is_parallel else whole).detach().requires_grad_()
+        for weight in weights:
+            entered = gather_sequence(value, group) if is_parallel else value
+            left = torch.nn.functional.silu(entered @ weight) @ weight
+            value = value + (reduce_scatter_sequence(left, group) if is_parallel else left)
+        value.sum().backward()
+
+    calls = _COLLECTIVES // 2
+    return (typical(lambda: step(True), calls) - typical(lambda: step(False), calls)) / len(weights)
+
+
+def _measure_contention(device: torch.device, group: dist.ProcessGroup, size: int, typical: Callable) -> float:
+    """Return which part of an all-reduce's seconds products lose that run beside it: 1 where it needs their core."""
+    buffer, a = torch.zeros(size // 4, device=device), torch.rand(384, 384, device=device)
+    alone, each = typical(_make_all_reduce_probe(device, group, size)), typical(lambda: a @ a)
+    count = max(1, round(4 * alone / each))
+
+    def multiply_meanwhile() -> None:
+        started = start_all_reduce(buffer, group)
+        for _ in range(count):
+            a @ a
+        started.wait()
+
+    return min(1.0, max(0.0, (typical(multiply_meanwhile) - count * each) / alone))
+
+
+def _make_step_probe(device: torch.device, layers: int, rows: int, tokens: int) -> Callable[[], object]:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
         hidden_size=_PROBE["hidden"],
-        num_hidden_layers=_PROBE["layers"],
+        num_hidden_layers=layers,
         num_attention_heads=_PROBE["heads"],
         num_key_value_heads=_PROBE["kv_heads"],
         intermediate_size=_PROBE["ffn_hidden"],
@@ -181,11 +325,11 @@ def _probe(device: torch.device) -> Callable[[], object]:
         attn_implementation="sdpa",
     )
     model = LlamaForCausalLM(config).to(device)
-    tokens = torch.randint(0, _PROBE["vocab"], (_PROBE_ROWS, _PROBE_TOKENS), device=device)
+    ids = torch.randint(0, _PROBE["vocab"], (rows, tokens), device=device)
     optimizer = torch.optim.AdamW(model.parameters())
 
     def step() -> None:
-        model(input_ids=tokens, labels=tokens).loss.backward()
+        model(input_ids=ids, labels=ids).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
 

@@ -255,7 +255,9 @@ def read_cluster(saved: dict) -> Cluster:
     gpu = saved["gpu"]
     parts = {"efficiency": Efficiency(**gpu["efficiency"]), "host": Host(**gpu["host"])}
     gpu = Gpu(**{**gpu, **parts, "capability": tuple(gpu["capability"])})
-    return Cluster(**{**saved, "gpu": gpu, "inside": Link(**saved["inside"]), "between": Link(**saved["between"])})
+    links = {name: {"measured": (), **saved[name]} for name in ("inside", "between")}
+    inside, between = (Link(**{**link, "measured": tuple(map(tuple, link["measured"]))}) for link in links.values())
+    return Cluster(**{**saved, "gpu": gpu, "inside": inside, "between": between})
 
 
 def _fit_to_measured(shape: ModelShape, found: Measured) -> tuple[Cluster, dict[str, float]]:
@@ -292,5 +294,6 @@ def _slow_link(link: Link, factor: float) -> Link:
         link,
         bandwidth=link.bandwidth / factor,
         latency=link.latency * factor,
+        measured=tuple((name, seconds * factor, bandwidth / factor) for name, seconds, bandwidth in link.measured),
         source=f"{link.source}, calibrated" if not link.source.endswith("calibrated") else link.source,
     )

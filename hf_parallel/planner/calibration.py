@@ -29,7 +29,9 @@ from hf_parallel.planner.shape import ModelShape, shape_of
 #: Names another place of the file.
 VARIABLE = "HF_PARALLEL_CALIBRATION"
 _PLACE = os.path.join("~", ".cache", "hf_parallel", "calibration.json")
-VERSION = 1
+VERSION = 2
+#: Versions whose files are read: the first has one probe and all-reduces alone.
+_READ = (1, VERSION)
 _MOST_STEPS = 200  # that are remembered
 
 
@@ -47,6 +49,10 @@ class Measured:
         all_reduce: bytes and seconds, small and large; empty for one process.
         copy: bytes per second from host to device; 0 on a CPU.
         probe: a training step of a small model without communication: numbers of the model, rows, tokens, seconds.
+        probes: the same of more layers and more tokens, which tell what each layer costs from what each token costs.
+        collectives: kinds with bytes and seconds, small and large, named as in `Link.measured`: bare, and as an axis
+            makes them with its copies and its host's time.
+        contention: which part of a collective's seconds the compute beside it loses; 1 where it needs the core.
     """
 
     products: Sequence[tuple[str, int, int, int, float]]
@@ -58,6 +64,9 @@ class Measured:
     all_reduce: Sequence[tuple[int, float]]
     copy: float
     probe: tuple[dict[str, int], int, int, float]
+    probes: Sequence[tuple[dict[str, int], int, int, float]] = ()
+    collectives: Sequence[tuple[str, int, float]] = ()
+    contention: float = 1.0
 
 
 @dataclass
@@ -101,7 +110,7 @@ def read_calibration(path: str | None = None) -> Calibration | None:
     try:
         with open(path, encoding="utf-8") as file:
             values = json.load(file)
-        if values.pop("version") != VERSION:
+        if values.pop("version") not in _READ:
             raise ValueError("another version")
         measured = {int(count): Measured(**own) for count, own in values.pop("processes").items()}
         return Calibration(**values, processes=measured)
@@ -137,9 +146,26 @@ def calibrate_cluster_here(cluster: Cluster, found: Calibration | None) -> Clust
         (_, small), (size, large) = points[0], points[-1]
         bandwidth = size * ring_factor("all_reduce", count) / max(large - small, large / 10)
         steps = FACTORS["all_reduce"] * (count - 1)
-        inside = dataclasses.replace(inside, bandwidth=bandwidth, latency=small / steps, source=source)
-    fitted = dataclasses.replace(cluster, gpu=gpu, inside=inside)
-    return _fit_passes(fitted, measured)
+        kinds = _fit_collectives(measured, count)
+        inside = dataclasses.replace(inside, bandwidth=bandwidth, latency=small / steps, source=source, measured=kinds)
+    alone = min(1.0, _sum_probes(found.processes[1]) / _sum_probes(measured)) if 1 in found.processes else 1.0
+    fitted = dataclasses.replace(cluster, gpu=gpu, inside=inside, alone=alone)
+    return _fit_layers(fitted, measured) if measured.probes and gpu.name == "cpu" else _fit_passes(fitted, measured)
+
+
+def _sum_probes(measured: Measured) -> float:
+    return sum(probe[-1] for probe in measured.probes or [measured.probe])
+
+
+def _fit_collectives(measured: Measured, count: int) -> tuple[tuple[str, float, float], ...]:
+    """Return each kind's seconds per step of a ring and bytes per second, from a small and a large tensor."""
+    found = []
+    for name in dict.fromkeys(name for name, _, _ in measured.collectives):
+        (few, small), *_, (size, large) = ((size, s) for own, size, s in measured.collectives if own == name)
+        kind = name.split()[-1]
+        bandwidth = (size - few) * ring_factor(kind, count) / max(large - small, large / 10)
+        found.append((name, small / (1 if kind == "p2p" else count - 1), bandwidth))
+    return tuple(found)
 
 
 def _fit_gpu(gpu: Gpu, measured: Measured, source: str) -> Gpu:
@@ -173,7 +199,7 @@ def _fit_gpu(gpu: Gpu, measured: Measured, source: str) -> Gpu:
         "eager_step_ms": 1.0 if on_cpu else gpu.efficiency.eager_step_ms,
         "update_passes": measured.bandwidth / measured.update_bytes,
         "link": 1.0,
-        **({"waves": 0.0, "contention": 1.0, "wait_us": 0.0} if on_cpu else {}),
+        **({"waves": 0.0, "contention": measured.contention, "wait_us": 0.0} if on_cpu else {}),
     }
     efficiency: Efficiency = dataclasses.replace(gpu.efficiency, **changes)
     host = dataclasses.replace(gpu.host, pcie=measured.copy) if measured.copy else gpu.host
@@ -201,31 +227,69 @@ def _fit_passes(cluster: Cluster, measured: Measured) -> Cluster:
 
     Where products by themselves would take longer than the step did, they ran faster in it, and are predicted so.
     """
-    numbers, rows, tokens, seconds = measured.probe
-    shape, e = shape_of(numbers), cluster.gpu.efficiency
-    job = make_job(Layout(), tokens, rows, rows, precision="fp32", optimizer="adamw", engine="hf_parallel")
-
-    def changed(cluster: Cluster, **changes: float) -> Cluster:
-        efficiency = dataclasses.replace(cluster.gpu.efficiency, **changes)
-        return dataclasses.replace(cluster, gpu=dataclasses.replace(cluster.gpu, efficiency=efficiency))
-
-    def step_seconds(fitted: Cluster) -> float:
-        return predict_step(shape, dataclasses.replace(fitted, gpus=1, per_node=1), Layout(), job).step_time_s
-
+    seconds, e = measured.probe[-1], cluster.gpu.efficiency
     low, high = 0.05, 1e4
     for _ in range(40):
-        least = step_seconds(changed(cluster, eager_passes=low))
+        least = _predict_probe(cluster, measured.probe, eager_passes=low)
         if least <= seconds:
             break
         faster = cluster.gpu.efficiency.gemm / e.gemm * least / seconds
-        cluster = changed(cluster, gemm=e.gemm * faster, attention=e.attention * faster)
+        cluster = _change_efficiency(cluster, gemm=e.gemm * faster, attention=e.attention * faster)
     for _ in range(50):
         middle = (low * high) ** 0.5
-        if step_seconds(changed(cluster, eager_passes=middle)) < seconds:
+        if _predict_probe(cluster, measured.probe, eager_passes=middle) < seconds:
             low = middle
         else:
             high = middle
-    return changed(cluster, eager_passes=(low * high) ** 0.5)
+    return _change_efficiency(cluster, eager_passes=(low * high) ** 0.5)
+
+
+def _fit_layers(cluster: Cluster, measured: Measured) -> Cluster:
+    """Find what predicts all probes best: passes of element-wise kernels, the host per kernel and per step.
+
+    Predicted seconds are linear in these three on a CPU, so that they are solved for, by least squares of relative
+    errors. None is below 0. Where products by themselves take longer than steps do, their rate is solved for in place
+    of the passes.
+    """
+    import torch
+
+    e, none = cluster.gpu.efficiency, {"eager_passes": 0.0, "eager_us": 0.0, "eager_step_ms": 0.0}
+    seconds = torch.tensor([probe[-1] for probe in measured.probes], dtype=torch.float64)
+
+    def predict_all(**changes: float) -> torch.Tensor:
+        each = [_predict_probe(cluster, probe, **none | changes) for probe in measured.probes]
+        return torch.tensor(each, dtype=torch.float64)
+
+    least = predict_all()
+    columns = {name: predict_all(**{name: 1.0}) - least for name in none}
+    products = predict_all(gemm=e.gemm / 2, attention=e.attention / 2) - least  # half the rate takes twice as long
+    best, chosen = float("inf"), dict(none)
+    for names in (("eager_us", "eager_step_ms"), ("eager_us",), ("eager_step_ms",), ()):
+        for name in ("eager_passes", "gemm", ""):
+            known = least - products * (name == "gemm")
+            free = {own: columns.get(own, products) for own in (*names, name) if own}
+            if not free:
+                continue
+            slopes = torch.stack(list(free.values()), 1) / seconds[:, None]
+            found = torch.linalg.lstsq(slopes, (1 - known / seconds)[:, None], driver="gelsd").solution[:, 0]
+            error = float((slopes @ found - 1 + known / seconds).square().sum())
+            if bool((found > 0).all()) and error < best * (1 - 1e-9):
+                best, chosen = error, none | dict(zip(free, found.tolist(), strict=True))
+    scale = chosen.pop("gemm", 1.0)
+    return _change_efficiency(cluster, gemm=e.gemm / scale, attention=e.attention / scale, **chosen)
+
+
+def _change_efficiency(cluster: Cluster, **changes: float) -> Cluster:
+    efficiency = dataclasses.replace(cluster.gpu.efficiency, **changes)
+    return dataclasses.replace(cluster, gpu=dataclasses.replace(cluster.gpu, efficiency=efficiency))
+
+
+def _predict_probe(cluster: Cluster, probe: tuple[dict[str, int], int, int, float], **changes: float) -> float:
+    """Return the seconds of a probe's step on a cluster with other efficiencies."""
+    numbers, rows, tokens, _ = probe
+    job = make_job(Layout(), tokens, rows, rows, precision="fp32", optimizer="adamw", engine="hf_parallel")
+    alone = dataclasses.replace(_change_efficiency(cluster, **changes), gpus=1, per_node=1)
+    return predict_step(shape_of(numbers), alone, Layout(), job).step_time_s
 
 
 # ---- steps of finished runs -----------------------------------------------------------------------------------------

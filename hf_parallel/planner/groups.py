@@ -268,6 +268,7 @@ def _make_entry_of(cluster: Cluster) -> dict[str, Any]:
         "gpus_per_node": cluster.per_node,
         "inside": _link_entry(cluster.inside),
         "network": _link_entry(cluster.between),
+        **({"alone": cluster.alone} if cluster.alone != 1.0 else {}),
     }
 
 
@@ -276,4 +277,5 @@ def _link_entry(link: Link) -> str | dict[str, Any]:
     if link.name in read_catalogue()["links"] and find_link(link.name) == link:
         return link.name
     numbers = {"gb_s": link.bandwidth / 1e9, "latency_us": link.latency * 1e6}
-    return {"name": link.name, **numbers, "source": link.source}
+    measured = [[name, latency * 1e6, bandwidth / 1e9] for name, latency, bandwidth in link.measured]
+    return {"name": link.name, **numbers, "source": link.source, **({"measured": measured} if measured else {})}

@@ -27,12 +27,22 @@ from hf_parallel.ask.spec import refuse
 
 @dataclass(frozen=True)
 class Link:
-    """`bandwidth`: bytes/s per GPU and direction. `latency`: seconds per step of a ring."""
+    """`bandwidth`: bytes/s per GPU and direction. `latency`: seconds per step of a ring.
+
+    `measured`: kinds of collectives that were measured each for itself, with seconds per step of a ring and bytes/s;
+    an axis before a kind ("tp all_gather") says whose they are.
+    """
 
     name: str
     bandwidth: float
     latency: float
     source: str = ""
+    measured: tuple[tuple[str, float, float], ...] = ()
+
+    def find_measured(self, axis: str, kind: str) -> tuple[float, float] | None:
+        """Return seconds per step and bytes/s of an axis' own collectives, else of their kind, if measured."""
+        found = {name: (latency, bandwidth) for name, latency, bandwidth in self.measured}
+        return found.get(f"{axis} {kind}") or found.get(kind)
 
 
 @dataclass(frozen=True)
@@ -109,13 +119,18 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Cluster:
-    """`gpus` GPUs, `per_node` in each node, the links within a node and between nodes."""
+    """`gpus` GPUs, `per_node` in each node, the links within a node and between nodes.
+
+    `alone`: seconds of compute while all others rest, in parts of those while all work, as they may share caches,
+    memory's bandwidth or power.
+    """
 
     gpu: Gpu
     gpus: int
     per_node: int
     inside: Link
     between: Link
+    alone: float = 1.0
 
     @property
     def nodes(self) -> int:
@@ -198,7 +213,8 @@ def find_link(name: str | Link) -> Link:
 
 
 def _link_from_entry(name: str, entry: Mapping) -> Link:
-    return Link(name, entry["gb_s"] * 1e9, entry["latency_us"] * 1e-6, str(entry.get("source", "")))
+    measured = tuple((kind, us * 1e-6, gb_s * 1e9) for kind, us, gb_s in entry.get("measured", ()))
+    return Link(name, entry["gb_s"] * 1e9, entry["latency_us"] * 1e-6, str(entry.get("source", "")), measured)
 
 
 def make_cluster(gpu: str | Gpu | Cluster, gpus: int, per_node: int = 8, network: str | Link | None = None) -> Cluster:
@@ -228,6 +244,13 @@ def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < float("inf")
 
 
+def _is_measured(value: object) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(one, list) and len(one) == 3 and isinstance(one[0], str) and all(map(_is_number, one[1:]))
+        for one in value
+    )
+
+
 def _is_two_counts(value: object) -> bool:
     return isinstance(value, list) and len(value) == 2 and all(isinstance(n, int) and n >= 0 for n in value)
 
@@ -241,8 +264,9 @@ _PART: _Kind = (lambda value: _is_number(value) or (value == 0 and value is not 
 COUNT: _Kind = (lambda value: _is_number(value) and isinstance(value, int), "a whole number above 0")
 TEXT: _Kind = (lambda value: isinstance(value, str), "a text")
 ENTRY: _Kind = (lambda value: isinstance(value, (str, dict)), "a name of the catalogue, or a mapping in its form")
-FILE = {"gpu": ENTRY, "gpus": COUNT, "gpus_per_node": COUNT, "inside": ENTRY, "network": ENTRY}
-_LINK = {"name": TEXT, "gb_s": _NUMBER, "latency_us": _PART, "source": TEXT}
+FILE = {"gpu": ENTRY, "gpus": COUNT, "gpus_per_node": COUNT, "inside": ENTRY, "network": ENTRY, "alone": _NUMBER}
+_KINDS: _Kind = (_is_measured, "a list of kinds with microseconds and GB/s; [[all_gather, 300, 1.2]] works")
+_LINK = {"name": TEXT, "gb_s": _NUMBER, "latency_us": _PART, "source": TEXT, "measured": _KINDS}
 _HOST = {"name": TEXT, **dict.fromkeys(("pcie_gb_s", "bandwidth_gb_s", "nvme_gb_s", "memory_gib"), _NUMBER)}
 _HOST |= {"source": TEXT}
 _EFFICIENCY = {field.name: _PART for field in dataclasses.fields(Efficiency)}
@@ -300,7 +324,7 @@ def make_cluster_from_entry(path: str, values: Mapping[str, Any], gpus: int | No
         gpu = dataclasses.replace(gpu, peaks={**base.peaks, **gpu.peaks}, **about)
     inside = read_own_link(f"{path}: inside", values.get("inside", gpu.scale_up))
     between = read_own_link(f"{path}: network", values.get("network", gpu.scale_out))
-    return Cluster(gpu, gpus, values.get("gpus_per_node", 8), inside, between)
+    return Cluster(gpu, gpus, values.get("gpus_per_node", 8), inside, between, values.get("alone", 1.0))
 
 
 def check_file_keys(where: str, values: Mapping, known: Mapping[str, _Kind]) -> None:

@@ -114,6 +114,11 @@ def compute_transfer_seconds(kind: str, payload: float, group: Group) -> float:
     """Return the latency of each step of a ring, or of a tree if that is faster, plus bytes over bandwidth."""
     if group.size == 1:
         return 0.0
+    measured = group.link.find_measured(group.axis, kind)
+    if measured is not None:
+        latency, bandwidth = measured
+        rounds = 1 if kind == "p2p" else group.size - 1
+        return rounds * latency + payload * ring_factor(kind, group.size) / bandwidth
     steps = 1.0 if kind == "p2p" else FACTORS[kind] * min(group.size - 1, 4 * math.log2(group.size) + 8)
     return steps * group.link.latency + payload * ring_factor(kind, group.size) / group.bandwidth
 

@@ -116,7 +116,8 @@ class Times:
     def with_waits(self, transfers: list[Transfer], gpu: Gpu) -> Times:
         """Add the seconds by kind that each pass waits for its collectives, beyond those behind its compute.
 
-        What is behind all of the compute slows it down: the two share the device.
+        What is behind all of the compute slows it down: the two share the device. On a CPU what is behind a part of
+        it does, too.
         """
         e, waits = gpu.efficiency, []
         for when, compute in ((FORWARD, self.forward), (BACKWARD, self.backward)):
@@ -131,7 +132,7 @@ class Times:
             found: dict[str, float] = {}
             for (kind, behind), seconds in sent.items():
                 window = e.hidden * (sum(compute.values()) if behind == COMPUTE else compute.get(behind, 0.0))
-                slowed = e.contention * min(seconds, window) if behind == COMPUTE else 0.0
+                slowed = e.contention * min(seconds, window) if behind == COMPUTE or gpu.name == "cpu" else 0.0
                 found[kind] = found.get(kind, 0.0) + max(0.0, seconds - window) + slowed
             waits.append({kind: seconds for kind, seconds in found.items() if seconds})
         return self + Times(*waits)
@@ -350,11 +351,11 @@ class StepTime:
 def step_time(stages: tuple[Stage, ...], layout: Layout, job: Job, cluster: Cluster) -> StepTime:
     """Return the seconds of all micro-batches, of what data parallelism adds after them, of optimizer and host."""
     times_of = {stage: compute_stage_times(stage, layout, job, cluster) for stage in set(stages)}  # few differ
-    each = [times_of[stage] for stage in stages]
+    sending = compute_sending_seconds(stages[0].shape.hidden, layout, job, cluster)
+    shared = _compute_share_of_crowded(layout, job, [times_of[stage].totals for stage in stages], sending, cluster)
+    each = [times_of[stage].times(shared) for stage in stages]
     totals = [times.totals for times in each]
-    duration, bubble = compute_pipeline_seconds(
-        layout, job, totals, compute_sending_seconds(stages[0].shape.hidden, layout, job, cluster)
-    )
+    duration, bubble = compute_pipeline_seconds(layout, job, totals, sending)
     by_rank = group_stages_by_rank(stages, layout)
     slowest = max(by_rank, key=lambda mine: sum(sum(totals[stage.index]) for stage in mine))
     busy = sum((each[stage.index] for stage in slowest), Times())
@@ -366,6 +367,20 @@ def step_time(stages: tuple[Stage, ...], layout: Layout, job: Job, cluster: Clus
     kinds["stragglers"] = noise * math.log2(max(1, cluster.nodes)) * sum(kinds.values())
     kinds = {kind: seconds for kind, seconds in kinds.items() if seconds > 0}
     return StepTime(sum(kinds.values()), kinds, bubble)
+
+
+def _compute_share_of_crowded(
+    layout: Layout, job: Job, stages: list[tuple[float, float]], sending: float, cluster: Cluster
+) -> float:
+    """Return which part of their seconds stages take as the ranks in a bubble leave caches and memory to others.
+
+    Between `cluster.alone`, where all others rest, and 1, where none does, in proportion to those at work.
+    """
+    if layout.pp == 1 or cluster.alone == 1.0 or cluster.nodes > 1:
+        return 1.0
+    timeline = simulate_timeline(layout, stages, sending, min(job.micro_batches_per_call, 4 * layout.pp))
+    others = timeline.ranks_at_work * layout.gpus / layout.pp - 1
+    return cluster.alone + (1 - cluster.alone) * others / (layout.gpus - 1)
 
 
 def predict_timeline(stages: tuple[Stage, ...], layout: Layout, job: Job, cluster: Cluster) -> tuple[Timeline, int]:
@@ -394,7 +409,10 @@ def compute_seconds_after_schedule(
         backward: seconds of the last backward, behind which gradients are reduced.
     """
     efficiency, updated = cluster.gpu.efficiency, 0.0
-    hidden = efficiency.hidden_gradients * backward
+    hidden, slowed = (
+        efficiency.hidden_gradients * backward,
+        efficiency.contention if cluster.gpu.name == "cpu" else 0.0,
+    )
     if job.habits.transformer_engine:
         others = 1 - 1 / layout.virtual_stages
         hidden += efficiency.hidden * others * min(layout.pp, job.micro_batches) * backward
@@ -403,8 +421,8 @@ def compute_seconds_after_schedule(
         transfers = step_transfers(mine, layout, job, cluster)
         reduced = sum(t.seconds for t in transfers if t.behind == LAST_BACKWARD)
         gathered = sum(t.seconds for t in transfers if t.behind == FIRST_FORWARD)
-        waits = {"gradients' reduction": max(0.0, reduced - hidden)}
-        waits["gathering updated weights"] = max(0.0, gathered - hidden / 2)
+        waits = {"gradients' reduction": max(0.0, reduced - hidden) + slowed * min(reduced, hidden)}
+        waits["gathering updated weights"] = max(0.0, gathered - hidden / 2) + slowed * min(gathered, hidden / 2)
         for t in transfers:
             if t.behind not in (LAST_BACKWARD, FIRST_FORWARD, SCHEDULE):
                 waits["gathering updated weights" if t.kind == "all_gather" else "gradients' reduction"] += t.seconds

@@ -265,6 +265,18 @@ class Timeline:
         busy = sum(span.end - span.start for span in self.spans if span.kind in (*COMPUTE, FILL))
         return 1 - busy / (self.ranks * self.duration)
 
+    @property
+    def ranks_at_work(self) -> float:
+        """Return how many ranks compute at a time on average over the time of those that compute."""
+        changes = [(when, step) for span in self.spans for when, step in ((span.start, 1), (span.end, -1))]
+        busy = seen = 0.0
+        working, before = 0, self.start
+        for when, step in sorted(changes):
+            busy += working * (when - before)
+            seen += working**2 * (when - before)
+            working, before = working + step, when
+        return seen / busy if busy else 1.0
+
 
 def compute_layer_costs(layers: Sequence[int], backward: float = 2.0) -> tuple[list[float], list[float], list[float]]:
     """Forward, input-gradient and weight-gradient time of stages of so many layers, in forwards of one layer.
