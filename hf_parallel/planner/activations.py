@@ -311,16 +311,16 @@ def count_routed_again(block: Block, hidden: int, layout: Layout, job: Job) -> f
     """Return the bytes per token beyond those of a layer without checkpointing, as one with experts runs again.
 
     It is fullest as products are back in order (`grouped_mm_experts_forward`): of each pair of a token and an expert
-    there are six copies, what arrived, filled up, sorted, its product, weighted, unsorted, where a layer keeps two.
-    Without ep the first two are missing, but the gradient that came is spread over them. What `selective` kept of the
-    way back is a seventh. Beside them are what the checkpoint kept, the residual, the gradient in fp32, and what
+    there are five copies, what arrived, sorted, its product, weighted, unsorted, where a layer keeps two. Without ep
+    nothing arrives, but in the backward pass the gradient that came is spread over pairs. What `selective` kept of
+    the way back is a sixth. Beside them are what the checkpoint kept, the residual, the gradient in fp32, and what
     shared experts made of each token.
     """
     if not block.top_k or job.habits.fused:
         return 0.0
     selective, stream = job.each_recomputed == "selective", hidden / layout.stream_parts
     rows = sum(m.split == "row" for m in block.matrices)
-    copies = 4 + (selective and layout.ep > 1)
+    copies = 3 + (selective or layout.ep == 1)
     beside = job.stored + job.width * (1 + (rows > 1)) + 4 + rows * job.width * selective
     return copies * _count_routed_bytes(block, hidden, layout, job) + beside * stream
 

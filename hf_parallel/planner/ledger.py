@@ -223,7 +223,8 @@ def end_transfers(stage: Stage, layout: Layout, job: Job, cluster: Cluster) -> l
     if job.habits.counts_ends:
         found += sends.ends(stage)
         if layout.sequence_parallel and not job.lora:  # a backward in two halves gathers its regions' inputs for each
-            count = 2 * stage.layers * split_backwards(stage.index, layout, sends.job) / job.micro_batches
+            regions = sum(count * count_regions(block, layout) for block, count in stage.counts)
+            count = regions * split_backwards(stage.index, layout, sends.job) / job.micro_batches
             what = "inputs of attention and MLP"
             found.append(sends.tp("all_gather", sends.product, count, what, BACKWARD, PRODUCTS))
     return _drop_empty_transfers(found)
@@ -233,6 +234,15 @@ def step_transfers(stages: list[Stage], layout: Layout, job: Job, cluster: Clust
     """Return what the rank that holds `stages` sends once per step, or once per call of a pipeline's schedule."""
     sends = _Sends(stages[0].shape.hidden, layout, job, cluster)
     return _drop_empty_transfers(sends.whole_step(stages))
+
+
+def count_regions(block: Block, layout: Layout) -> int:
+    """Return how many regions of tensor parallelism a layer has: attention and MLP.
+
+    Under ep experts alone are none: their tokens travel from the tp ranks that hold them.
+    """
+    travel = layout.ep > 1 and layout.sequence_parallel and block.top_k > 0
+    return 1 if travel and sum(matrix.split == "row" for matrix in block.matrices) == 1 else 2
 
 
 def _drop_empty_transfers(transfers: Iterable[Transfer]) -> list[Transfer]:
@@ -287,10 +297,11 @@ class _Sends:
         Experts are not on a grid.
         """
         experts = any(matrix.split == "expert" for matrix in block.matrices)
+        of_layer = count_regions(block, self.layout)
         on_grid = 0 if self.layout.tp_columns == 1 else 2 - experts
-        count = 2 - on_grid  # over all ranks of tp
+        count = of_layer - on_grid  # over all ranks of tp
         if count:
-            inputs, outputs, again_in, again_out = self.around_regions(count)
+            inputs, outputs, again_in, again_out = self.around_regions(count, of_layer)
             behind = PRODUCTS if self.habits.transformer_engine and self.layout.sequence_parallel else EXPOSED
             yield self.tp(self.reduce, self.product, count, outputs, FORWARD, behind)
             yield self.tp(self.reduce, self.product, again_out, outputs, BACKWARD, behind)
@@ -301,24 +312,28 @@ class _Sends:
                 yield self.tp("all_gather", self.product, count, "gradients of outputs", BACKWARD, behind)
                 yield self.tp("all_gather", self.product, count * self.regathers, inputs, BACKWARD, PRODUCTS)
         if on_grid:
-            yield from self.grid_regions(on_grid)
+            yield from self.grid_regions(on_grid, of_layer)
             yield from self.grid_products(block)
 
-    def around_regions(self, count: int) -> tuple[str, str, float, float]:
-        """Return what goes in and out of regions, in words, and how often a recomputed layer sends each again."""
+    def around_regions(self, count: int, of_layer: int) -> tuple[str, str, float, float]:
+        """Return what goes in and out of regions, in words, and how often a recomputed layer sends each again.
+
+        Args:
+            of_layer: regions of a layer, of which `count` communicate alike.
+        """
         keeps, share = self.habits.keeps_products, self.job.recomputed_share
         again_in = {"none": 0, "selective": count if keeps else 1, "full": count * share}[self.job.each_recomputed]
         # The last output of a layer is not needed again.
-        full = max(0, self.habits.recomputed_outputs - (2 - count)) * share
+        full = max(0, self.habits.recomputed_outputs - (of_layer - count)) * share
         again_out = {"none": 0, "selective": 0 if keeps else 1, "full": full}[self.job.each_recomputed]
         return "inputs of attention and MLP", "outputs of attention and MLP", again_in, again_out
 
-    def grid_regions(self, count: int) -> Iterator[Transfer]:
+    def grid_regions(self, count: int, of_layer: int) -> Iterator[Transfer]:
         """Yield inputs and outputs of `count` regions on a grid of R x C ranks: all tokens with 1/C of their features.
 
         Tokens go to their row's ranks by features, and these gather them over rows; and the way back.
         """
-        inputs, outputs, again_in, again_out = self.around_regions(count)
+        inputs, outputs, again_in, again_out = self.around_regions(count, of_layer)
         columns, own = self.layout.tp_columns, self.layout.tp
         if not self.layout.sequence_parallel:
             again_in = 0  # a rank takes its features of what it has
@@ -427,6 +442,9 @@ class _Sends:
             yield self.tp("all_reduce", 2 * losses, 1, "sums of the loss")
         norms = sum(count * block.others for block, count in stage.counts)
         norms += stage.shape.other_parameters if stage.is_last else 0
+        if self.layout.ep > 1:  # routers, of which each rank has met its own tokens
+            routers = ((m, count) for block, count in stage.counts if block.top_k for m in block.matrices)
+            norms += sum(count * m.parameters for m, count in routers if m.split == "whole")
         shared = sum(
             count * count_shared_projections(block, *self.layout.tp_and_columns) for block, count in stage.counts
         )

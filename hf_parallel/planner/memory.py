@@ -309,29 +309,35 @@ class _Rank:
         yield self.at_head_reduction()
         yield self.end_of_backward()
         kinds = self.stages[0].counts if self._reduces_each_layer else ()  # each of which can be the last one
-        yield from (self.in_last_layers(block, late) for block, _ in kinds for late in (False, True))
+        places = sorted({done for done in (0, 1, self.stages[0].layers - 1) if done < self.stages[0].layers})
+        yield from (self.in_layer(block, done) for block, _ in kinds for done in places)
 
-    def in_last_layers(self, block: Block, late: bool) -> dict[str, float]:
-        """The backward of the last layer, or (`late`) of the one before it, while what follows it is being reduced.
+    def in_layer(self, block: Block, done: int) -> dict[str, float]:
+        """The backward of a layer after that of `done` layers, while what follows it is being reduced.
 
-        FSDP2 holds what a reduce-scatter sends, in the sums' dtype, until the next one: of the head, or of the last
-        layer. It has gathered this layer's weights, and those of the layer before it. A tied head waits for the end.
+        FSDP2 holds what a reduce-scatter sends, in the sums' dtype, until the next one: of the head, or of a layer. It
+        has gathered this layer's weights, and those of the layer before it. A tied head waits for the end. What
+        replicas add up is held in the sums' dtype until the backward ends, beside the gradients in their own.
         """
         (stage,), one, states = self.stages, self._count_alone(block), self._states()
         head = self.shape.head_outputs * self.shape.hidden / self.layout.tp
         dense = one.dense(*self.layout.tp_and_columns)
         unit = dense + (one.experts(self.layout.expert_split) if self.layout.ep == 1 else 0.0)  # else alone
-        reduced = unit if late else 0.0 if self.shape.tied else head
+        reduced = unit if done else 0.0 if self.shape.tied else head
         following = self.width * dense if self.layout.ep > 1 else self._count_layer_bytes(one)
+        following *= done + 1 < stage.layers
         gathered = self.summed * reduced + self._count_layer_bytes(one) + following + self._count_kept_nearby()
         gathered += 2 * self.width * self.ends * self.shape.tied  # with its gradient
+        given = self.kept.stored * (head * (not self.shape.tied) + dense * done) / self.layout.shards
+        given += self.kept.stored * one.experts(self.layout.expert_split) * done / count_expert_shards(self.layout)
+        if self.layout.dp_replicate > 1 and self.summed > self.kept.stored:
+            gathered += self.summed / self.kept.stored * given
         if self.job.micro_batches == 1:  # other gradients come later
-            given = self.kept.stored * (head * (not self.shape.tied) + unit * late) / self.layout.shards
             states["gradients"] = min(states["gradients"], self._count_lost() + given)
         else:
             states["gradients"] = self._count_sums(states["gradients"])
-        kept = self._count_blocks(stage) + self._mask + self.stream  # the gradient that comes
-        kept -= late * self.tokens * self._count_kept(one, self.job.each_recomputed)
+        kept = self._count_blocks(stage) * (1 - done / stage.layers) + self._mask
+        kept += self.stream  # the gradient that comes
         again = max(self._count_layer_again(block, stage), self._count_scores(stage)) + self._count_unpacked(stage)
         again = max(again, self._count_after_experts(block))
         whole = gathered + self._count_lowered()
@@ -534,9 +540,13 @@ class _Rank:
         )
 
     def _count_lowered(self) -> float:
-        """Without data ranks: one 16-bit copy of each matrix, for all micro-batches of a step."""
+        """Without data ranks: one 16-bit copy of each matrix, for all micro-batches of a step.
+
+        With them: copies of the experts that FSDP2 does not gather, from a layer's forward to its backward.
+        """
         if not self.job.autocast:
-            return 0.0
+            copied = self.alone and self.job.lowered
+            return self.width * self.experts * (1 - self.job.recomputed_share) * copied
         blocks = (block_count for stage in self.stages for block_count in stage.counts)
         layers = sum(count * count_lowered_parameters(block, self.layout) for block, count in blocks)
         head = (

@@ -88,6 +88,49 @@ def test_data_ranks_gather_16_bits_with_the_numbers_of_fsdp2():
         assert moved["scatter"] == pytest.approx(4, rel=0.02)
 
 
+class ProductsOfExperts(TorchDispatchMode):
+    """The dtypes of all grouped products."""
+
+    def __init__(self):
+        super().__init__()
+        self.dtypes = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if DTensor in types:
+            return NotImplemented
+        result = func(*args, **(kwargs or {}))
+        if "grouped_mm" in func._opname:
+            self.dtypes.add(result.dtype)
+        return result
+
+
+def with_experts(spec):
+    """Losses of a mixture in an unchanged loop, and the dtypes in which its experts compute."""
+    activate(spec)
+    from accelerate import Accelerator
+
+    model, losses = models.build("qwen3_moe", vocab_size=515), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = Accelerator(mixed_precision="bf16", cpu=True).prepare(model, optimizer)
+    share = tokens().chunk(2)[torch.distributed.get_rank()]
+    for _ in range(3):
+        with ProductsOfExperts() as seen:
+            loss = model(input_ids=share, labels=share).loss
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    return losses, seen.dtypes
+
+
+def test_experts_compute_in_16_bits_whoever_holds_them():
+    """FSDP2 does not gather the experts that one rank alone holds."""
+    ours, theirs = (run(with_experts, 2, spec, init=False)[0] for spec in ("dp_shard=2,ep=2", "dp_shard=2"))
+    assert ours[1] == theirs[1] == {torch.bfloat16}
+    assert ours[0] == pytest.approx(theirs[0], rel=1e-3)  # steps in 16 bits
+
+
 class Casts(TorchDispatchMode):
     """How many weights of `sizes` numbers are cast to bf16."""
 

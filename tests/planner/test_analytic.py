@@ -103,6 +103,7 @@ LAYOUTS = [
     ("llama", "tp=2,dp_shard=4", {"rows": 4, "adapters": 8, "four_bit": True}),
     ("llama", "dp_shard=8,activation_checkpointing=selective", {"rows": 16, "adapters": 8}),
     ("deepseek", f"dp_shard=8,ep=8,{FULL}", {"rows": 8, "accumulation": 2}),
+    ("qwen3_moe", f"dp_shard=8,ep=8,{FULL}", {"rows": 2, "accumulation": 2, "precision": "mixed"}),
     ("mixtral", f"dp_shard=8,{FULL}", {"rows": 2}),
 ]
 MORE = [
@@ -114,6 +115,11 @@ MORE = [
     ("deepseek", "dp_shard=8", {"rows": 2}),
     ("deepseek", "tp=2,dp_shard=4,ep=4", {"rows": 4}),
     ("mixtral", "dp_shard=8,ep=8", {"rows": 2, "accumulation": 2}),
+    ("mixtral", "dp_shard=8,ep=8", {"rows": 2, "accumulation": 2, "precision": "mixed"}),
+    ("qwen3_moe", f"dp_replicate=2,dp_shard=4,ep=4,{FULL}", {"rows": 2}),
+    ("qwen3_moe", f"dp_replicate=2,dp_shard=4,ep=2,{FULL}", {"rows": 2}),
+    ("mixtral", f"tp=2,dp_shard=4,ep=4,{SELECTIVE}", {"rows": 4}),
+    ("qwen3_moe", f"dp_shard=8,ep=8,{SELECTIVE}", {"rows": 2, "accumulation": 2, "precision": "mixed"}),
     ("llama", "dp_shard=8,activation_checkpointing=selective", {"rows": 16, "adapters": 128}),
     ("llama", "dp_shard=8,activation_checkpointing=selective", {"rows": 16, "adapters": 8, "precision": "mixed"}),
     ("llama", "dp_shard=8,activation_checkpointing=selective", {"rows": 8, "adapters": 8, "four_bit": True}),
@@ -194,8 +200,8 @@ def test_planned_is_what_a_dry_run_shows(group, place):
     (name, spec, _), (planned, ran, sent, counted_) = GROUPS[group][place], found[place]
     assert planned == pytest.approx(ran, rel=0.05)
     if "ep=" in spec:  # ranks with the same experts have an axis of their own, or its ranks are those of another
-        if "tp=" not in spec:  # what goes over tp around experts is planned too high
-            assert sum(sent.values()) == pytest.approx(sum(counted_.values()), rel=1e-4)
+        latent = name == "deepseek" and "tp=" in spec  # whose latents tp ranks hold alike
+        assert sum(sent.values()) == pytest.approx(sum(counted_.values()), rel=0.03 if latent else 1e-4)
     elif name == "gpt2" and "tp=" in spec:  # whether a bias is split is not in its shape
         assert sent == pytest.approx(counted_, rel=0.03)
     elif "quantize" in spec:  # norms are not, and blocks are filled up

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from hf_parallel.model.families import SHARED_AFTER
@@ -36,8 +36,7 @@ if TYPE_CHECKING:
 # The weights of a token's experts stay with the token: what comes back is weighted and summed where it was sent from.
 
 
-@dataclass(frozen=True)
-class Arrived:
+class Arrived(NamedTuple):
     """The rows that this rank's experts compute, the expert of each, and what leads them back."""
 
     rows: torch.Tensor
@@ -78,6 +77,11 @@ def send(
     return Arrived(rows, local.repeat_interleave(theirs.flatten(), output_size=len(rows)), order, sent, received)
 
 
+def fill_rows(rows: torch.Tensor, count: int) -> torch.Tensor:
+    """[n, width] -> [count, width]: zeros follow the rows. Rows that are `count` already are not copied."""
+    return rows if len(rows) == count else F.pad(rows, (0, 0, 0, count - len(rows)))
+
+
 class Shares:
     """The rows of tensors that ranks of a group hold alike, shared out: the last rank may have fewer, or none."""
 
@@ -88,12 +92,12 @@ class Shares:
 
     def own(self, tensor: torch.Tensor) -> torch.Tensor:
         """[count, …] -> this rank's rows."""
-        filled = F.pad(tensor, (0, 0, 0, self.size * self.group.size() - len(tensor)))
+        filled = fill_rows(tensor, self.size * self.group.size())
         return split_sequence(filled, self.group)[: self.real]
 
     def joined(self, tensor: torch.Tensor) -> torch.Tensor:
         """This rank's rows -> [count, …] on all ranks, which must go on to compute the same thing."""
-        return join_sequence(F.pad(tensor, (0, 0, 0, self.size - len(tensor))), self.group)[: self.count]
+        return join_sequence(fill_rows(tensor, self.size), self.group)[: self.count]
 
 
 # ---- Shared experts, which every token meets, computed while tokens travel to the others ----------------------------
@@ -146,6 +150,44 @@ class Sharing:
         return None if self._switch is not None and self._switch.on else self.tp_group
 
 
+_PIECES, _SMALLEST = 8, 2**17  # in how many parts products of rows and weights are made, and numbers of a part
+
+
+class _Weigh(torch.autograd.Function):
+    """Rows of all pairs [t k, hidden], the place of each [t, k], weights [t, k] -> sums of each token [t, hidden].
+
+    Some tokens at a time: where weights are in fp32, all products at once are twice as large as all rows.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: torch.autograd.function.FunctionCtx, rows: torch.Tensor, places: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.save_for_backward(rows, places, weights)
+        sums = rows.new_empty(len(weights), rows.shape[1])
+        for part in _list_parts(rows, weights):
+            sums[part] = (rows[places[part]] * weights[part].unsqueeze(-1)).sum(1)
+        return sums
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, torch.Tensor]:
+        rows, places, weights = ctx.saved_tensors
+        of_rows, of_weights = torch.empty_like(rows), torch.empty_like(weights)
+        for part in _list_parts(rows, weights):
+            given = gradient[part].unsqueeze(1).to(torch.promote_types(rows.dtype, weights.dtype))
+            of_weights[part] = (given * rows[places[part]]).sum(-1)
+            of_rows[places[part]] = (given * weights[part].unsqueeze(-1)).to(rows.dtype)
+        return of_rows, None, of_weights
+
+
+def _list_parts(rows: torch.Tensor, weights: torch.Tensor) -> list[slice]:
+    """Return the tokens of each part."""
+    width = max(1, weights.shape[1] * rows.shape[1])
+    size = max(1, -(-len(weights) // _PIECES), _SMALLEST // width)
+    return [slice(start, start + size) for start in range(0, len(weights), size)]
+
+
 class SharedOut(nn.Module):
     """Mixin of a module that holds this rank's experts alone: tokens [t, hidden] of all ranks travel to their own."""
 
@@ -179,23 +221,24 @@ class SharedOut(nn.Module):
         meanwhile: Callable[[], None] | None,
     ) -> torch.Tensor:
         group, factor = self.sharing.group, self.sharing.gradient_factor
-        arrived = send(tokens, index, self.expert_facts.count, group, meanwhile)
-        own = {name: scale_gradient(get_local(self._parameters[name]), factor) for name in self.expert_facts.widths}
+        rows, experts, order, sent, received = send(tokens, index, self.expert_facts.count, group, meanwhile)
+        own = {}
+        for name in self.expert_facts.widths:
+            weight = scale_gradient(get_local(self._parameters[name]), factor)
+            # FSDP2 lowers fp32 weights, but not those of experts that no other rank holds.
+            own[name] = weight.to(tokens.dtype) if tokens.dtype.itemsize < weight.dtype.itemsize else weight
         with hold_other_tensors(self, {name: with_added(self, name, weight) for name, weight in own.items()}):
             # A rank without rows computes one, so that its weights have gradients: zeros.
-            count, filled = len(arrived.rows), max(1, len(arrived.rows))
-            rows = F.pad(arrived.rows, (0, 0, 0, filled - count))
-            experts = F.pad(arrived.experts, (0, filled - count)).unsqueeze(-1)
+            count, filled = len(rows), max(1, len(rows))
+            rows, experts = fill_rows(rows, filled), fill_rows(experts.unsqueeze(-1), filled)
             forward: Any = super().forward
             results = forward(rows, experts, rows.new_ones(filled, 1))[:count]
             del rows  # nobody but autograd needs them while results travel
         # Bring back what the experts made of each token, and weigh it: sums [t, hidden].
-        returned = exchange(results, arrived.received, arrived.sent, group)
-        returned = F.pad(returned, (0, 0, 0, len(arrived.order) - len(returned)))  # nothing came of what was dropped
-        places = torch.empty_like(arrived.order)
-        places[arrived.order] = torch.arange(len(places), device=places.device)
-        by_token = returned[places].view(*weights.shape, -1)
-        return (by_token * weights.unsqueeze(-1)).sum(1).to(tokens.dtype)
+        returned = fill_rows(exchange(results, received, sent, group), len(order))  # nothing came of what was dropped
+        places = torch.empty_like(order)
+        places[order] = torch.arange(len(places), device=places.device)
+        return cast(torch.Tensor, _Weigh.apply(returned, places.view_as(weights), weights))
 
 
 def share_out(
