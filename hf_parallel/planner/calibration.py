@@ -148,9 +148,11 @@ def calibrate_cluster_here(cluster: Cluster, found: Calibration | None) -> Clust
         steps = FACTORS["all_reduce"] * (count - 1)
         kinds = _fit_collectives(measured, count)
         inside = dataclasses.replace(inside, bandwidth=bandwidth, latency=small / steps, source=source, measured=kinds)
+    if gpu.name != "cpu":
+        return _fit_host(dataclasses.replace(cluster, gpu=gpu, inside=inside), measured)
     alone = min(1.0, _sum_probes(found.processes[1]) / _sum_probes(measured)) if 1 in found.processes else 1.0
     fitted = dataclasses.replace(cluster, gpu=gpu, inside=inside, alone=alone)
-    return _fit_layers(fitted, measured) if measured.probes and gpu.name == "cpu" else _fit_passes(fitted, measured)
+    return _fit_layers(fitted, measured) if measured.probes else _fit_passes(fitted, measured)
 
 
 def _sum_probes(measured: Measured) -> float:
@@ -195,12 +197,12 @@ def _fit_gpu(gpu: Gpu, measured: Measured, source: str) -> Gpu:
         "flash": 0.0,
         "cudnn": 0.0,
         "memory": measured.bandwidth / bandwidth,
-        "eager_us": measured.kernel_us,
-        "eager_step_ms": 1.0 if on_cpu else gpu.efficiency.eager_step_ms,
         "update_passes": measured.bandwidth / measured.update_bytes,
         "link": 1.0,
-        **({"waves": 0.0, "contention": measured.contention, "wait_us": 0.0} if on_cpu else {}),
     }
+    if on_cpu:  # a GPU's host is fitted to steps (`_fit_host`): autograd, modules and hooks take more than a launch
+        changes |= {"eager_us": measured.kernel_us, "eager_step_ms": 1.0}
+        changes |= {"waves": 0.0, "contention": measured.contention, "wait_us": 0.0}
     efficiency: Efficiency = dataclasses.replace(gpu.efficiency, **changes)
     host = dataclasses.replace(gpu.host, pcie=measured.copy) if measured.copy else gpu.host
     return dataclasses.replace(
@@ -277,6 +279,23 @@ def _fit_layers(cluster: Cluster, measured: Measured) -> Cluster:
                 best, chosen = error, none | dict(zip(free, found.tolist(), strict=True))
     scale = chosen.pop("gemm", 1.0)
     return _change_efficiency(cluster, gemm=e.gemm / scale, attention=e.attention / scale, **chosen)
+
+
+def _fit_host(cluster: Cluster, measured: Measured) -> Cluster:
+    """Find the host's time per kernel and per step beside a GPU, which waits for it in steps as small as the probes.
+
+    Two depths tell them apart; of one probe alone the catalogue's numbers stay. Probes say nothing of the GPU's kernels.
+    """
+    if len(measured.probes) < 2:
+        return cluster
+    shallow, deep = measured.probes[:2]
+    launched = [_predict_probe(cluster, probe, eager_us=1e9, eager_step_ms=0.0) / 1e3 for probe in (shallow, deep)]
+    each = (deep[-1] - shallow[-1]) / (launched[1] - launched[0])  # by a host that takes 1,000 seconds for a kernel
+    if each <= 0:
+        return cluster
+    return _change_efficiency(
+        cluster, eager_us=each * 1e6, eager_step_ms=max(0.0, shallow[-1] - launched[0] * each) * 1e3
+    )
 
 
 def _change_efficiency(cluster: Cluster, **changes: float) -> Cluster:

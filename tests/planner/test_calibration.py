@@ -25,10 +25,10 @@ from hf_parallel.planner.calibration import (
 )
 from hf_parallel.planner.detect import detect
 from hf_parallel.planner.groups import read_machines, write_machines
-from hf_parallel.planner.hardware import Efficiency, make_cluster
+from hf_parallel.planner.hardware import Efficiency, Link, make_cluster
 from hf_parallel.planner.layout import Layout, make_job, make_layout
 from hf_parallel.planner.ledger import Transfer, compute_transfer_seconds, make_groups
-from hf_parallel.planner.predict import compute_exposed, compute_gemm_seconds, predict_step
+from hf_parallel.planner.predict import Times, compute_gemm_seconds, predict_step
 from hf_parallel.planner.shape import shape_of
 from tests import distributed
 from tests.rows import Rows
@@ -172,9 +172,10 @@ def test_what_runs_beside_compute_costs_a_cpu_its_part(file):
     cpu = dataclasses.replace(detect(2, calibrated=False).gpu, efficiency=Efficiency(contention=0.5, wait_us=0.0))
     groups = make_groups(make_layout({"tp": 2}, 2), make_cluster(cpu, 2, network="ethernet-25g"))
     sent = Transfer("tp", "all_gather", 1 << 20, 1, groups["tp"], "inputs", "backward", "matrix products")
-    computed = {"matrix products": 1.0}
-    assert compute_exposed([sent], computed, cpu) == {"tp communication": pytest.approx(0.5 * sent.seconds)}
-    assert compute_exposed([sent], computed, dataclasses.replace(cpu, name="h100-80gb")) == {}
+    computed = Times(backward={"matrix products": 1.0})
+    waits = {"tp communication": pytest.approx(0.5 * sent.seconds)}
+    assert computed.with_waits([sent], cpu).backward == computed.backward | waits
+    assert computed.with_waits([sent], dataclasses.replace(cpu, name="h100-80gb")).backward == computed.backward
 
 
 def test_a_rank_is_faster_while_others_rest(file):
@@ -215,6 +216,66 @@ def test_a_cluster_file_keeps_what_was_measured(file, tmp_path):
     assert [kind for kind, _, _ in found.inside.measured] == ["tp all_gather", "p2p"]
     for _, *written in link.measured:
         assert any(own == pytest.approx(written) for _, *own in found.inside.measured)
+
+
+#: `check --calibrate` on one H200 (torch 2.11), a file of the first version; its optimizer was not the fused one.
+H200 = Measured(
+    products=[
+        ("fp32", 4096, 4096, 256, 2.0096e-4),
+        ("fp32", 4096, 4096, 1024, 7.0149e-4),
+        ("fp32", 4096, 4096, 4096, 2.70183e-3),
+        ("fp32", 4096, 4096, 8192, 5.3625e-3),
+        ("bf16", 4096, 4096, 256, 3.3158e-5),
+        ("bf16", 4096, 4096, 1024, 6.1707e-5),
+        ("bf16", 4096, 4096, 4096, 1.78256e-4),
+        ("bf16", 4096, 4096, 8192, 3.57666e-4),
+    ],
+    odd=1.0153,
+    attention=(2, 32, 128, 4096, 4.96919e-4, 1.463814e-3),
+    bandwidth=4.3238e12,
+    kernel_us=12.634,
+    update_bytes=1.6788e12,
+    all_reduce=[],
+    copy=5.5455e10,
+    probe=(NUMBERS, 2, 64, 9.119462e-3),
+)
+
+
+@pytest.mark.parametrize(
+    ("layers", "hidden", "ffn_hidden", "zero_stage", "rows", "seq", "milliseconds"),
+    [(16, 2048, 8192, 0, 4, 2048, 170), (32, 4096, 14336, 3, 1, 4096, 463)],
+)
+def test_steps_of_a_measured_gpu(layers, hidden, ffn_hidden, zero_stage, rows, seq, milliseconds):
+    """A probe that waits for its host (9 ms, of which a step's fixed part is more) tells nothing of the GPU.
+
+    Its products were taken to run ten times as fast, and steps of 170 and 463 ms to take 72 and 75.
+    """
+    made = Calibration("h200-141gb", "2026-11-28", {}, {1: H200})
+    gpus = 8 if zero_stage else 1
+    link = Link("nothing", 1e18, 0.0)
+    plain = dataclasses.replace(make_cluster("h200-141gb", gpus), inside=link, between=link)
+    cluster = calibrate_cluster_here(plain, made)
+    assert "calibrated" in cluster.gpu.source
+    numbers = {"layers": layers, "hidden": hidden, "ffn_hidden": ffn_hidden, "heads": 32, "kv_heads": 8}
+    shape = shape_of({**numbers, "vocab": 128256, "tied": layers == 16})
+    layout = Layout(zero_stage=zero_stage, dp=gpus)
+    job = make_job(layout, seq, rows, rows * gpus, precision="bf16", optimizer="adamw", engine="hf_parallel")
+    found = predict_step(shape, cluster, layout, job).step_time_s
+    assert found == pytest.approx(milliseconds * 1e-3, rel=0.2)
+
+
+def test_two_depths_tell_what_a_gpus_host_costs():
+    """Per kernel and per step; what the GPU does stays as it was measured."""
+    plain = make_cluster("h200-141gb", 1)
+    known = plain.gpu.efficiency
+    changed = dataclasses.replace(known, eager_us=25.0, eager_step_ms=3.0)
+    slow = dataclasses.replace(plain, gpu=dataclasses.replace(plain.gpu, efficiency=changed))
+    probes = [({**NUMBERS, "layers": layers}, 2, 64, predict_probe(slow, layers, 2, 64)) for layers in (2, 6)]
+    made = Calibration("h200-141gb", "2026-11-28", {}, {1: dataclasses.replace(H200, probes=probes)})
+    found = calibrate_cluster_here(plain, made).gpu.efficiency
+    assert found.eager_us == pytest.approx(25.0, rel=1e-3)
+    assert found.eager_step_ms == pytest.approx(3.0, rel=0.05)
+    assert found.eager_passes == known.eager_passes
 
 
 def test_another_device_is_left_alone(file):
