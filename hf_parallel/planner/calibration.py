@@ -284,7 +284,7 @@ def _fit_layers(cluster: Cluster, measured: Measured) -> Cluster:
 def _fit_host(cluster: Cluster, measured: Measured) -> Cluster:
     """Find the host's time per kernel and per step beside a GPU, which waits for it in steps as small as the probes.
 
-    Two depths tell them apart; of one probe alone the catalogue's numbers stay. Probes say nothing of the GPU's kernels.
+    Two depths tell them apart; of one probe alone the catalogue's numbers stay. Probes tell nothing of GPU kernels.
     """
     if len(measured.probes) < 2:
         return cluster

@@ -72,6 +72,8 @@ _KERNELS = (16, 30)
 _EAGER, _EAGER_TP, _EAGER_SHARDS, _EAGER_ADAPTER = (50, 100), (14, 26), (6, 11), (4, 7)
 #: More where tokens are routed (sorted, counted, copied to their experts and back), and where experts lie on ep ranks.
 _EAGER_EXPERTS, _EAGER_EP = (48, 97), (4, 6)
+#: More for attention over cp: blocks exchanged, and heads exchanged; for each further block of a ring, which is merged.
+_EAGER_RING, _EAGER_HEADS, _EAGER_BLOCK = (8, 14), (13, 22), (8, 13)
 #: More for each linear in 4 bits: its codes to 16 bits, and the table of codes (copy, magnitude, maximum, division).
 _EAGER_PACKED = (5, 5)
 #: Ranks that are not in step: once per all-reduce of tp, or per gather and scatter; per all-to-all of ep.
@@ -203,6 +205,8 @@ def _compute_host_waits(stage: Stage, times: Times, layout: Layout, job: Job, gp
         adapters = sum(matrix.count for matrix in list_adapted(block)) if job.lora else 0
         kinds = [(_EAGER, 1), (_EAGER_TP, layout.tp > 1), (_EAGER_SHARDS, shards), (_EAGER_ADAPTER, adapters)]
         kinds += [(_EAGER_PACKED, adapters)] if job.four_bit != "none" else []
+        kinds += [(_EAGER_HEADS if layout.heads_over > 1 else _EAGER_RING, layout.cp > 1)]
+        kinds += [(_EAGER_BLOCK, layout.cp // layout.heads_over - 1)]
         kinds += [(_EAGER_EXPERTS, 1), (_EAGER_EP, layout.ep > 1)] if block.expert_parameters else []
         ahead, back = (sum(kernels[side] * times for kernels, times in kinds) for side in (0, 1))
         forward += ahead * count

@@ -39,7 +39,7 @@ def without_links(gpus, kind="h100-80gb", **changes):
 
 def step(model, layout, gpus, rows, seq, micro_batches=1, kind="h100-80gb", **changes):
     """A step of a data rank with `rows` sequences in all of its micro-batches."""
-    data = gpus // layout.get("tp", 1) // layout.get("pp", 1)
+    data = gpus // layout.get("tp", 1) // layout.get("pp", 1) // layout.get("cp", 1)
     batch = {"micro_batch": rows // micro_batches, "global_batch": rows * data}
     given = {"engine": "hf_parallel", "attention": "sdpa", **batch, **changes}
     return predict(model=model, gpu=without_links(gpus, kind), gpus=gpus, layout=layout, seq=seq, **given)
@@ -106,6 +106,9 @@ def test_what_launches_more_kernels():
     plain = seconds({})
     assert seconds({"tp": 2}, 2) / plain == pytest.approx(190 / 150, rel=1e-3)
     assert seconds({"zero_stage": 3}, 2) / plain == pytest.approx(167 / 150, rel=1e-3)
+    ring, heads = {"cp": 4, "zero_stage": 3}, {"cp": 4, "context": "ulysses", "zero_stage": 3}
+    assert seconds(ring, 4) / plain == pytest.approx((167 + 22 + 3 * 21) / 150, rel=1e-3)
+    assert seconds(heads, 4) / plain == pytest.approx((167 + 35) / 150, rel=1e-3)
     assert seconds({}, lora=16) / plain == pytest.approx((150 + 7 * 11) / 150, rel=1e-3)
     assert seconds({}, recompute="full") / plain == pytest.approx(200 / 150, rel=1e-3)
     mixture = step(MIXTURE_30B, {}, 1, 1, 64).breakdown.time
