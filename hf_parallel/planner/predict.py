@@ -72,7 +72,7 @@ _KERNELS = (16, 30)
 _EAGER, _EAGER_TP, _EAGER_SHARDS, _EAGER_ADAPTER = (50, 100), (14, 26), (6, 11), (4, 7)
 #: More where tokens are routed (sorted, counted, copied to their experts and back), and where experts lie on ep ranks.
 _EAGER_EXPERTS, _EAGER_EP = (48, 97), (4, 6)
-#: More for attention over cp: blocks exchanged, and heads exchanged; for each further block of a ring, which is merged.
+#: More for attention over cp: blocks exchanged, heads exchanged; for each further block of a ring, which is merged.
 _EAGER_RING, _EAGER_HEADS, _EAGER_BLOCK = (8, 14), (13, 22), (8, 13)
 #: More for each linear in 4 bits: its codes to 16 bits, and the table of codes (copy, magnitude, maximum, division).
 _EAGER_PACKED = (5, 5)
