@@ -36,16 +36,15 @@ from hf_parallel.ranks import (
 from hf_parallel.ranks.devices import synchronize
 from hf_parallel.version import VERSION
 
-_BUDGET_S, _FEWEST, _COLLECTIVES, _STEPS = 0.3, 5, 30, 12
+_BUDGET_S, _FEWEST, _COLLECTIVES = 0.3, 5, 30
 _WIDTH = 64  # of a token that collectives send
 _CHAIN = 100  # kernels with next to nothing to do
 #: m, n and each k of matrix products, bytes of a buffer, parameters of an optimizer, bytes of all-reduces.
 _ON_CPU: tuple = (256, 512, (64, 128, 256, 512, 1024)), 8 << 20, 1 << 20, (1 << 10, 4 << 20)
 _ON_GPU: tuple = (4096, 4096, (256, 1024, 4096, 8192)), 1 << 30, 1 << 27, (1 << 10, 256 << 20)
-#: A small Llama; layers, rows and tokens of its steps, the first two of which all devices run.
+#: A small Llama; layers, rows, tokens and number of its steps, the first two kinds of which all devices run.
 _PROBE = {"layers": 2, "hidden": 256, "heads": 4, "kv_heads": 4, "ffn_hidden": 704, "vocab": 512, "gated_mlp": 1}
-_PROBED = ((2, 2, 64), (6, 2, 64), (2, 2, 256), (6, 2, 256), (4, 8, 256))
-_LONG = 1024  # tokens of a step from which `_FEWEST` steps are enough: they vary least and take longest
+_PROBED = ((2, 2, 64, 12), (6, 2, 64, 12), (2, 2, 256, 12), (6, 2, 256, 12), (4, 8, 256, 5))
 
 
 def calibrate_machine(device: torch.device, room: Room, path: str | None) -> Iterator[Row]:
@@ -115,9 +114,9 @@ def _measure(device: torch.device, group: dist.ProcessGroup, count: int) -> Meas
             seconds.append(time.perf_counter() - began)
         return statistics.median(seconds)
 
-    def measure_steps(layers: int, rows: int, tokens: int) -> tuple[dict[str, int], int, int, float]:
-        call, calls = _make_step_probe(device, layers, rows, tokens), _STEPS if rows * tokens < _LONG else _FEWEST
-        return {**_PROBE, "layers": layers}, rows, tokens, typical(call, calls) if on_cpu else best(call)
+    def measure_steps(layers: int, rows: int, tokens: int, steps: int) -> tuple[dict[str, int], int, int, float]:
+        call = _make_step_probe(device, group, layers, rows, tokens)
+        return {**_PROBE, "layers": layers}, rows, tokens, typical(call, steps) if on_cpu else best(call)
 
     products = [
         (name, *own, best(_make_product_probe(device, dtype, *own)))
@@ -348,7 +347,9 @@ def _measure_contention(device: torch.device, group: dist.ProcessGroup, size: in
     return min(1.0, max(0.0, (typical(multiply_meanwhile) - count * each) / alone))
 
 
-def _make_step_probe(device: torch.device, layers: int, rows: int, tokens: int) -> Callable[[], object]:
+def _make_step_probe(
+    device: torch.device, group: dist.ProcessGroup, layers: int, rows: int, tokens: int
+) -> Callable[[], object]:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -368,6 +369,8 @@ def _make_step_probe(device: torch.device, layers: int, rows: int, tokens: int) 
         model(input_ids=ids, labels=ids).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+        if device.type == "cpu":
+            dist.barrier(group)  # in training ranks wait for the slowest of each step
 
     return step
 
