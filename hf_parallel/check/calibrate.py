@@ -18,7 +18,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from hf_parallel.axes.context.ring import Exchange
+from hf_parallel.axes.context.kernels import Scores
+from hf_parallel.axes.context.layout import Layout, Ring, Shape
+from hf_parallel.axes.context.packs import make_unpacked_rows
+from hf_parallel.axes.context.ring import RingAttention
 from hf_parallel.check.report import Row
 from hf_parallel.check.room import Room
 from hf_parallel.planner.calibration import Calibration, Measured, choose_calibration_path, read_calibration
@@ -33,15 +36,15 @@ from hf_parallel.ranks import (
 from hf_parallel.ranks.devices import synchronize
 from hf_parallel.version import VERSION
 
-_BUDGET_S, _FEWEST, _COLLECTIVES, _STEPS = 0.3, 5, 30, 12
+_BUDGET_S, _FEWEST, _COLLECTIVES = 0.3, 5, 30
 _WIDTH = 64  # of a token that collectives send
 _CHAIN = 100  # kernels with next to nothing to do
 #: m, n and each k of matrix products, bytes of a buffer, parameters of an optimizer, bytes of all-reduces.
 _ON_CPU: tuple = (256, 512, (64, 128, 256, 512, 1024)), 8 << 20, 1 << 20, (1 << 10, 4 << 20)
 _ON_GPU: tuple = (4096, 4096, (256, 1024, 4096, 8192)), 1 << 30, 1 << 27, (1 << 10, 256 << 20)
-#: A small Llama; layers, rows and tokens of its steps, the first of which all devices run.
+#: A small Llama; layers, rows, tokens and number of its steps, the first two kinds of which all devices run.
 _PROBE = {"layers": 2, "hidden": 256, "heads": 4, "kv_heads": 4, "ffn_hidden": 704, "vocab": 512, "gated_mlp": 1}
-_PROBED = ((2, 2, 64), (6, 2, 64), (2, 2, 256), (6, 2, 256), (2, 8, 256))
+_PROBED = ((2, 2, 64, 12), (6, 2, 64, 12), (2, 2, 256, 12), (6, 2, 256, 12), (4, 8, 256, 5))
 
 
 def calibrate_machine(device: torch.device, room: Room, path: str | None) -> Iterator[Row]:
@@ -111,7 +114,10 @@ def _measure(device: torch.device, group: dist.ProcessGroup, count: int) -> Meas
             seconds.append(time.perf_counter() - began)
         return statistics.median(seconds)
 
-    step = functools.partial(typical, calls=_STEPS) if on_cpu else best
+    def measure_steps(layers: int, rows: int, tokens: int, steps: int) -> tuple[dict[str, int], int, int, float]:
+        call = _make_step_probe(device, group, layers, rows, tokens)
+        return {**_PROBE, "layers": layers}, rows, tokens, typical(call, steps) if on_cpu else best(call)
+
     products = [
         (name, *own, best(_make_product_probe(device, dtype, *own)))
         for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16))
@@ -127,10 +133,7 @@ def _measure(device: torch.device, group: dist.ProcessGroup, count: int) -> Meas
     if device.type != "cpu":
         host = torch.empty(buffer // 4, pin_memory=True)
         copy = buffer / best(lambda: a.copy_(host, non_blocking=True))
-    probes = [
-        ({**_PROBE, "layers": layers}, rows, tokens, step(_make_step_probe(device, layers, rows, tokens)))
-        for layers, rows, tokens in (_PROBED if on_cpu else _PROBED[:2])  # on a GPU only the host's time shows in them
-    ]
+    probes = [measure_steps(*own) for own in (_PROBED if on_cpu else _PROBED[:2])]  # of a GPU only its host shows
     return Measured(
         products=products,
         odd=max(1.0, odd),
@@ -235,10 +238,9 @@ def _measure_collectives(
         "reduce_scatter": lambda: start_reduce_scatter(message.view(ranks, -1), group).wait(),
         "all_to_all": lambda: exchange_equally(message.view(ranks, -1), group),
         "p2p": send_and_receive,
-        "cp all_gather": lambda: Exchange(group, own, (rank + 1) % ranks, own, (rank - 1) % ranks).wait(),
     }
     seconds = {kind: typical(call) for kind, call in calls.items()}
-    seconds |= {"p2p": seconds["p2p"] / 2, "cp all_gather": seconds["cp all_gather"] * (ranks - 1)}
+    seconds["p2p"] /= 2
     gather, reduce = seconds["all_gather"], seconds["reduce_scatter"]
     for axis, made, bare in (
         ("zero", _measure_sharded_layer(device, group, message.numel(), typical), 2 * gather + reduce),
@@ -246,7 +248,8 @@ def _measure_collectives(
     ):
         slower = max(1.0, made / bare)
         seconds |= {f"{axis} all_gather": gather * slower, f"{axis} reduce_scatter": reduce * slower}
-    return [(kind, 4 * message.numel(), each) for kind, each in seconds.items()]
+    found = [(kind, 4 * message.numel(), each) for kind, each in seconds.items()]
+    return [*found, ("cp all_gather", *_measure_ring(device, group, size, typical))]
 
 
 class _Weights(torch.nn.Module):
@@ -297,6 +300,38 @@ def _measure_region(group: dist.ProcessGroup, own: torch.Tensor, typical: Callab
     return (typical(lambda: step(True), calls) - typical(lambda: step(False), calls)) / len(weights)
 
 
+def _measure_ring(device: torch.device, group: dist.ProcessGroup, size: int, typical: Callable) -> tuple[int, float]:
+    """Measure what a ring adds to attention: its exchanges where they are waited for, and joining partial results.
+
+    Ranks attend to their parts of as many sequences as there are ranks, or each to a whole one, which is as much work.
+    In a stack, whose products' gradients ranks come from.
+
+    Returns:
+        Bytes of all keys and values; seconds of each of three exchanges, of keys and values in the forward and in the
+        backward, and of their gradients.
+    """
+    ranks, heads, layers = group.size(), 16, 4
+    tokens = max(2, size // (8 * heads * _WIDTH * ranks**2)) * ranks
+    ring = Ring(Layout(make_unpacked_rows(ranks, tokens), Shape(ranks, 1), tokens // ranks), group, 0, float("inf"))
+    part = torch.zeros(ranks, heads, tokens // ranks, _WIDTH, device=device)
+    whole = part.new_zeros(1, heads, tokens, _WIDTH)
+    weights = [torch.full((_WIDTH, _WIDTH), 0.01, device=device).requires_grad_() for _ in range(layers)]
+
+    def step(is_parallel: bool) -> None:
+        value = (part if is_parallel else whole).detach().requires_grad_()
+        for weight in weights:
+            made = value @ weight
+            if is_parallel:
+                value = value + RingAttention.apply(made, made, made, None, Scores(), ring)
+            else:
+                value = value + torch.nn.functional.scaled_dot_product_attention(made, made, made, is_causal=True)
+        value.sum().backward()
+
+    calls = _COLLECTIVES // 2
+    made, plain = (typical(functools.partial(step, is_parallel), calls) for is_parallel in (True, False))
+    return 8 * whole.numel() * ranks, max(made - plain, made / 100) / layers / 3
+
+
 def _measure_contention(device: torch.device, group: dist.ProcessGroup, size: int, typical: Callable) -> float:
     """Return which part of an all-reduce's seconds products lose that run beside it: 1 where it needs their core."""
     buffer, a = torch.zeros(size // 4, device=device), torch.rand(384, 384, device=device)
@@ -312,7 +347,9 @@ def _measure_contention(device: torch.device, group: dist.ProcessGroup, size: in
     return min(1.0, max(0.0, (typical(multiply_meanwhile) - count * each) / alone))
 
 
-def _make_step_probe(device: torch.device, layers: int, rows: int, tokens: int) -> Callable[[], object]:
+def _make_step_probe(
+    device: torch.device, group: dist.ProcessGroup, layers: int, rows: int, tokens: int
+) -> Callable[[], object]:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -332,6 +369,8 @@ def _make_step_probe(device: torch.device, layers: int, rows: int, tokens: int) 
         model(input_ids=ids, labels=ids).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+        if device.type == "cpu":
+            dist.barrier(group)  # in training ranks wait for the slowest of each step
 
     return step
 

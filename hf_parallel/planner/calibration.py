@@ -249,14 +249,16 @@ def _fit_passes(cluster: Cluster, measured: Measured) -> Cluster:
 def _fit_layers(cluster: Cluster, measured: Measured) -> Cluster:
     """Find what predicts all probes best: passes of element-wise kernels, the host per kernel and per step.
 
-    Predicted seconds are linear in these three on a CPU, so that they are solved for, by least squares of relative
-    errors. None is below 0. Where products by themselves take longer than steps do, their rate is solved for in place
-    of the passes.
+    Predicted seconds are linear in these three on a CPU, so that they are solved for, by least squares. The square of
+    an error counts in parts of the step's seconds: a disturbed short step must not decide what tokens cost. None of
+    the three is below 0. Where products by themselves take longer than steps do, their rate is solved for in place of
+    the passes.
     """
     import torch
 
     e, none = cluster.gpu.efficiency, {"eager_passes": 0.0, "eager_us": 0.0, "eager_step_ms": 0.0}
     seconds = torch.tensor([probe[-1] for probe in measured.probes], dtype=torch.float64)
+    unit = seconds.sqrt()
 
     def predict_all(**changes: float) -> torch.Tensor:
         each = [_predict_probe(cluster, probe, **none | changes) for probe in measured.probes]
@@ -272,9 +274,9 @@ def _fit_layers(cluster: Cluster, measured: Measured) -> Cluster:
             free = {own: columns.get(own, products) for own in (*names, name) if own}
             if not free:
                 continue
-            slopes = torch.stack(list(free.values()), 1) / seconds[:, None]
-            found = torch.linalg.lstsq(slopes, (1 - known / seconds)[:, None], driver="gelsd").solution[:, 0]
-            error = float((slopes @ found - 1 + known / seconds).square().sum())
+            slopes, rest = torch.stack(list(free.values()), 1) / unit[:, None], (seconds - known) / unit
+            found = torch.linalg.lstsq(slopes, rest[:, None], driver="gelsd").solution[:, 0]
+            error = float((slopes @ found - rest).square().sum())
             if bool((found > 0).all()) and error < best * (1 - 1e-9):
                 best, chosen = error, none | dict(zip(free, found.tolist(), strict=True))
     scale = chosen.pop("gemm", 1.0)

@@ -44,6 +44,10 @@ class Link:
         found = {name: (latency, bandwidth) for name, latency, bandwidth in self.measured}
         return found.get(f"{axis} {kind}") or found.get(kind)
 
+    def has_measured(self, axis: str, kind: str) -> bool:
+        """Were an axis' own collectives of this kind measured, as it makes them?"""
+        return any(name == f"{axis} {kind}" for name, _, _ in self.measured)
+
 
 @dataclass(frozen=True)
 class Efficiency:

@@ -460,7 +460,8 @@ class _Sends:
 
         Ulysses exchanges 4 N h / P numbers where all heads are alike, and all but the outputs again where a layer is
         recomputed, which is given what attention gave. In a hybrid a ring has the keys of a part of the heads. What
-        is gathered at once is waited for. This package sends gradients of keys in fp32, as they are summed.
+        is gathered at once is waited for, and so is what a ring was measured to add to attention. This package sends
+        gradients of keys in fp32, as they are summed.
         """
         ring, heads = self.links["cp"], self.links["heads"]
         rows = self.job.micro_batch * self.job.seq * self.job.width / self.layout.tp
@@ -473,7 +474,8 @@ class _Sends:
             again = self.job.recomputed_share
             yield Transfer("cp", "all_to_all", inputs, again, heads, "queries, keys, values", BACKWARD)
         part, what, at_once = rows * keys / heads.size, "keys, values", self.layout.context == "allgather"
-        behind, back = (EXPOSED, "reduce_scatter") if at_once else (ATTENTION, "all_gather")
+        behind = EXPOSED if at_once or ring.link.has_measured("cp", "all_gather") else ATTENTION
+        back = "reduce_scatter" if at_once else "all_gather"
         summed = part * max(4, self.job.width) / self.job.width if self.habits.fp32_keys else part
         yield Transfer("cp", "all_gather", part, 1, ring, what, FORWARD, behind)
         yield Transfer("cp", "all_gather", part, 1, ring, what, BACKWARD, behind)
