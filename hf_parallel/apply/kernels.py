@@ -89,7 +89,7 @@ def place_kernels(model: PreTrainedModel, put: Callable[[], object], asked: str)
             module.__class__ = make_class_computing(kernel, former.kind)
         else:
             left_out.add(_name(forward))
-    if left_out and state.is_first(asked):
+    if left_out and state.note_line(asked):
         state.notes.append(f"{asked}: split layers keep their own code in place of {', '.join(sorted(left_out))}")
 
 

@@ -149,7 +149,7 @@ def _iterate_parameters_of_stage(
             'a sum or norm over them is of that stage; hf_parallel.clip_grad_norm(model, float("inf")) and '
             "hf_parallel.full_state_dict(model) are of the model (docs/idioms.md)"
         )
-        if model._hf_parallel.is_first(line) and pipeline.mesh.rank == 0:
+        if model._hf_parallel.note_line(line) and pipeline.mesh.rank == 0:
             place = f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
             print(f"hf_parallel: {place}: {line}", file=sys.stderr, flush=True)
     yield from original(module, *args, **kwargs)

@@ -149,8 +149,8 @@ class ParallelState:
     counts_tokens: bool = False
     said: set[str] = field(default_factory=set)  # lines that are printed once, and have been
 
-    def is_first(self, line: str) -> bool:
-        """Return whether `line` was never asked about before. Each line is first once."""
+    def note_line(self, line: str) -> bool:
+        """Remember a line that is about to be said; return whether it is the first time."""
         first = line not in self.said
         self.said.add(line)
         return first

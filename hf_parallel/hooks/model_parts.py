@@ -302,7 +302,7 @@ def apply_liger_kernel(original: Callable, model: PreTrainedModel, kernel_config
         reason = "its loss of experts' balance is of one process"
     if reason is not None and told.get(FUSED, True):
         told[FUSED] = False
-        if state.is_first(FUSED):
+        if state.note_line(FUSED):
             state.notes.append(f"use_liger_kernel: the layout computes the loss in place of Liger's kernel: {reason}")
     place_kernels(base, functools.partial(original, model, told), "use_liger_kernel")
 

@@ -129,7 +129,7 @@ class Watched:
         if line is not None:
             reading.said.append(("shares", line))
         noise = None if self.noise is None else self.noise.read()
-        if self.noise is not None and self.noise.left_out and self.state.is_first(_LEFT_OUT):
+        if self.noise is not None and self.noise.left_out and self.state.note_line(_LEFT_OUT):
             report.say(_LEFT_OUT)
         if noise is not None and noise.in_sequences is not None:
             reading.figures["noise_scale"] = round_to_significant(noise.in_sequences)

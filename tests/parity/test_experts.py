@@ -8,7 +8,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from hf_parallel.ask.config import ParallelConfig
-from hf_parallel.axes.experts.layers import _Weigh, fill_rows
+from hf_parallel.axes.experts.layers import _Weigh, fill_with_zeros
 from hf_parallel.plans import examine
 from tests import models
 from tests.adapters import lora
@@ -23,8 +23,9 @@ MODELS = ("mixtral", "qwen3_moe", "deepseek_moe")
 @pytest.mark.parametrize(("tokens", "experts", "hidden"), [(1025, 8, 515), (33, 4, 64)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("weights_dtype", [torch.bfloat16, torch.float32])
-def test_results_are_weighed_in_parts_as_at_once(tokens, experts, hidden, dtype, weights_dtype):
+def test_results_are_weighed_in_parts_as_at_once(monkeypatch, tokens, experts, hidden, dtype, weights_dtype):
     """Sums and gradients are equal to the bit, whatever is in 16 bits."""
+    monkeypatch.setattr("hf_parallel.axes.experts.layers.PART", 5 * experts * hidden + 1)
     torch.manual_seed(3)
     rows = torch.randn(tokens * experts, hidden).to(dtype).requires_grad_()
     weights = torch.rand(tokens, experts).to(weights_dtype).requires_grad_()
@@ -38,8 +39,8 @@ def test_results_are_weighed_in_parts_as_at_once(tokens, experts, hidden, dtype,
 
 def test_full_rows_are_not_copied():
     rows = torch.ones(3, 2)
-    assert fill_rows(rows, 3) is rows
-    assert torch.equal(fill_rows(rows, 4), torch.tensor([[1.0, 1], [1, 1], [1, 1], [0, 0]]))
+    assert fill_with_zeros(rows, 3) is rows
+    assert torch.equal(fill_with_zeros(rows, 4), torch.tensor([[1.0, 1], [1, 1], [1, 1], [0, 0]]))
 
 
 @over("{model}", "tp=2", "tp=2,dp_shard=2", "tp=2,pp=2", model=MODELS)

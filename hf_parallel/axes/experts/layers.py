@@ -77,7 +77,7 @@ def send(
     return Arrived(rows, local.repeat_interleave(theirs.flatten(), output_size=len(rows)), order, sent, received)
 
 
-def fill_rows(rows: torch.Tensor, count: int) -> torch.Tensor:
+def fill_with_zeros(rows: torch.Tensor, count: int) -> torch.Tensor:
     """[n, width] -> [count, width]: zeros follow the rows. Rows that are `count` already are not copied."""
     return rows if len(rows) == count else F.pad(rows, (0, 0, 0, count - len(rows)))
 
@@ -92,12 +92,12 @@ class Shares:
 
     def own(self, tensor: torch.Tensor) -> torch.Tensor:
         """[count, …] -> this rank's rows."""
-        filled = fill_rows(tensor, self.size * self.group.size())
+        filled = fill_with_zeros(tensor, self.size * self.group.size())
         return split_sequence(filled, self.group)[: self.real]
 
     def joined(self, tensor: torch.Tensor) -> torch.Tensor:
         """This rank's rows -> [count, …] on all ranks, which must go on to compute the same thing."""
-        return join_sequence(fill_rows(tensor, self.size), self.group)[: self.count]
+        return join_sequence(fill_with_zeros(tensor, self.size), self.group)[: self.count]
 
 
 # ---- Shared experts, which every token meets, computed while tokens travel to the others ----------------------------
@@ -150,7 +150,8 @@ class Sharing:
         return None if self._switch is not None and self._switch.on else self.tp_group
 
 
-_PIECES, _SMALLEST = 8, 2**17  # in how many parts products of rows and weights are made, and numbers of a part
+#: Numbers of a part of the products of rows and weights: smaller parts would take Python longer than the GPU.
+PART = 2**25
 
 
 class _Weigh(torch.autograd.Function):
@@ -183,8 +184,7 @@ class _Weigh(torch.autograd.Function):
 
 def _list_parts(rows: torch.Tensor, weights: torch.Tensor) -> list[slice]:
     """Return the tokens of each part."""
-    width = max(1, weights.shape[1] * rows.shape[1])
-    size = max(1, -(-len(weights) // _PIECES), _SMALLEST // width)
+    size = max(1, PART // max(1, weights.shape[1] * rows.shape[1]))
     return [slice(start, start + size) for start in range(0, len(weights), size)]
 
 
@@ -230,15 +230,15 @@ class SharedOut(nn.Module):
         with hold_other_tensors(self, {name: with_added(self, name, weight) for name, weight in own.items()}):
             # A rank without rows computes one, so that its weights have gradients: zeros.
             count, filled = len(rows), max(1, len(rows))
-            rows, experts = fill_rows(rows, filled), fill_rows(experts.unsqueeze(-1), filled)
+            rows, experts = fill_with_zeros(rows, filled), fill_with_zeros(experts.unsqueeze(-1), filled)
             forward: Any = super().forward
             results = forward(rows, experts, rows.new_ones(filled, 1))[:count]
             del rows  # nobody but autograd needs them while results travel
-        # Bring back what the experts made of each token, and weigh it: sums [t, hidden].
-        returned = fill_rows(exchange(results, received, sent, group), len(order))  # nothing came of what was dropped
+        # Bring back what the experts made of each token, zeros for what was dropped, and weigh it: sums [t, hidden].
+        returned = fill_with_zeros(exchange(results, received, sent, group), len(order))
         places = torch.empty_like(order)
         places[order] = torch.arange(len(places), device=places.device)
-        return cast(torch.Tensor, _Weigh.apply(returned, places.view_as(weights), weights))
+        return cast(torch.Tensor, _Weigh.apply(returned, places.view_as(weights), weights)).to(tokens.dtype)
 
 
 def share_out(

@@ -318,7 +318,7 @@ _IN_LOOPS = (
 
 
 def _say_once(state: ParallelState, message: str) -> None:
-    if state.is_first(message):
+    if state.note_line(message):
         report.say_here(state.mesh, message)
 
 

@@ -121,7 +121,7 @@ def compute_loss(
     cut = cut_of(self.accelerator.gradient_state)
     if trains and cut is not None and not can_cut_alike(cut, state.config):
         trains = False
-        if state.is_first(_UNLIKE):
+        if state.note_line(_UNLIKE):
             report.say(_UNLIKE)
     plan = record.loss_plans.get(tuple(inputs)) if trains else None
     if plan is not None and can_cut_batch(plan, inputs, engine.config):
