@@ -73,18 +73,18 @@ def run_part(part: str, out: str, small: bool, limit_s: float = 480) -> int:
         time.monotonic(),
     )
     report = Report(setting.devices or 1, name=f"gpu {part}", counts="GPU" if setting.devices else "CPU part")
-    report.add(setting.rows())
+    report.rows.extend(setting.rows())
     os.makedirs(out, exist_ok=True)
     try:
         for row in module.rows(setting):
-            report.add([row])
+            report.rows.append(row)
             report.write(os.path.join(out, f"{part}.json"))  # what is known stays if the part is killed
     except Exception as error:
         traceback.print_exc()
         said = " ".join([f"{type(error).__name__}:", *str(error).split()])[-200:]
-        report.add([Row(part, "its end", said, status=FAILED)])
+        report.rows.append(Row(part, "its end", said, status=FAILED))
     report.not_run = () if setting.devices else module.NEEDS_GPU
-    report.add([Row(part, "time", f"{time.monotonic() - began:.0f} s", status="")])
+    report.rows.append(Row(part, "time", f"{time.monotonic() - began:.0f} s", status=""))
     report.write(os.path.join(out, f"{part}.json"))
     print(report.render() + "\n", flush=True)
     return int(report.failed)
