@@ -357,7 +357,9 @@ def step_time(stages: tuple[Stage, ...], layout: Layout, job: Job, cluster: Clus
     times_of = {stage: compute_stage_times(stage, layout, job, cluster) for stage in set(stages)}  # few differ
     sending = compute_sending_seconds(stages[0].shape.hidden, layout, job, cluster)
     shared = _compute_share_of_crowded(layout, job, [times_of[stage].totals for stage in stages], sending, cluster)
-    each = [times_of[stage].times(shared) for stage in stages]
+    if shared != 1.0:
+        times_of = {stage: times.times(shared) for stage, times in times_of.items()}
+    each = [times_of[stage] for stage in stages]
     totals = [times.totals for times in each]
     duration, bubble = compute_pipeline_seconds(layout, job, totals, sending)
     by_rank = group_stages_by_rank(stages, layout)
@@ -413,10 +415,8 @@ def compute_seconds_after_schedule(
         backward: seconds of the last backward, behind which gradients are reduced.
     """
     efficiency, updated = cluster.gpu.efficiency, 0.0
-    hidden, slowed = (
-        efficiency.hidden_gradients * backward,
-        efficiency.contention if cluster.gpu.name == "cpu" else 0.0,
-    )
+    hidden = efficiency.hidden_gradients * backward
+    slowed = efficiency.contention if cluster.gpu.name == "cpu" else 0.0
     if job.habits.transformer_engine:
         others = 1 - 1 / layout.virtual_stages
         hidden += efficiency.hidden * others * min(layout.pp, job.micro_batches) * backward
