@@ -23,10 +23,10 @@ Row = dict[str, Any]
 
 _MODEL = ("model", "params", "layers", "hidden", "heads", "kv_heads", "ffn_hidden", "vocab", "experts", "top_k")
 _LAYOUT = {"tp": "tp", "pp": "pp", "dp": "dp", "cp": "cp", "ep": "ep", "zero_stage": "zero_stage"}
-_LAYOUT |= {"vpp": "virtual_stages", "sp": "sequence_parallel"}
+_LAYOUT |= {"vpp": "virtual_stages", "sp": "sequence_parallel", "async_tp": "tp_overlap"}
 _MEGATRON = ("megatron_bridge_pretrain", "moe_model_zoo")
 _JOB = ("seq", "micro_batch", "global_batch", "recompute", "precision", "engine", "attention")
-_JOB += ("compiled", "fused_norms", "gradients")
+_JOB += ("compiled", "fused_norms", "gradients", "eight_bit_scaling")
 
 #: What a publication's configuration files say where its table has a dash or no column. Automodel: the files beside
 #: docs/performance-summary (examples/llm_benchmark, October 2025; of GPT-OSS-120B the first with the table's batch).
@@ -46,6 +46,7 @@ _COMPLETED: dict[tuple[str, str], dict[str, Any]] = {
 _FRAMEWORKS: dict[str, dict[str, str]] = {
     "trl_1m": {"engine": "transformers", "attention": "sdpa"},
     "ms_swift": {"engine": "transformers"},
+    "torchtitan": {"engine": "torchtitan"},
     "torchtune": {"engine": "transformers", "recompute": "full"},
     "nemo_2412": {"engine": "transformer_engine"},
     "nemo_2502": {"engine": "transformer_engine"},
@@ -102,6 +103,10 @@ def completed(row: Row) -> Row:
         row["fused_norms"] = False
     if row.get("compile"):
         row["compiled"] = True
+    elif row["series"] == "torchtitan":  # torch's own operations
+        row["fused_norms"] = False
+    if "rowwise" in str(row.get("precision")):
+        row["eight_bit_scaling"] = "rowwise"
     if row.get("engine") == "transformer_engine":
         if row.get("experts"):  # permutations, routers and grouped products are not in its formulas
             row["engine"] = "standard"

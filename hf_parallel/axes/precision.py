@@ -117,7 +117,7 @@ class Precision(Axis[PrecisionFacts, PrecisionPart]):
         sharded = config.dp_shard_size * config.cp_size > 1
         return PrecisionPart(
             config.precision,
-            _format_scaling(config),
+            name_scaling(config),
             emulated,
             tuple(facts.linears),
             facts.left,
@@ -154,14 +154,15 @@ class Precision(Axis[PrecisionFacts, PrecisionPart]):
                 gather_codes(root, building.mesh)
 
 
-def _format_scaling(config: ParallelConfig) -> str:
+def name_scaling(config: ParallelConfig) -> str:
+    """Return what has one scale, as torchao names it."""
     default = "tensorwise" if config.precision == "fp8" else "rowwise"
     return default if config.precision_scaling == "auto" else config.precision_scaling
 
 
 def can_gather_codes(config: ParallelConfig) -> bool:
     """Return whether weights that multiply in fp8 are gathered so, where they are sharded."""
-    codes = config.precision == "fp8" and _format_scaling(config) == "tensorwise"
+    codes = config.precision == "fp8" and name_scaling(config) == "tensorwise"
     compressed = config.hierarchical_shard is not None or config.quantize_weights != "none"
     return codes and config.offload != "cpu" and not compressed
 

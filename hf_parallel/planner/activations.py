@@ -156,14 +156,16 @@ def list_terms_of(block: Block, hidden: int, job: Job) -> list[Term]:
     """Return what a block keeps of each token under a job's kernels and precision, in the order of its forward."""
     c, fused = job.width, job.habits.fused
     norm = job.stored * hidden if fused else (4 + job.stored + 4 / hidden) * hidden
-    if not job.fused_norms and fused:  # its input, the input in fp32, and the normalised before the weight
+    # The input, the input in fp32, and the normalised before the weight; selective checkpointing makes them again.
+    if not job.fused_norms and fused and job.each_recomputed != "selective":
         norm = (4 + 2 * job.stored) * hidden
     heads = sum(part.heads for part in block.attentions)
     query = sum(part.heads * part.qk_width for part in block.attentions)
     keys = sum(part.key_numbers for part in block.attentions)
     output = sum(part.heads * part.v_width for part in block.attentions)
     inner = c * block.inner
-    in_product = job.habits.transformer_engine or job.compiled  # the gate's activation, computed again in the backward
+    # The gate's activation is computed again in the backward.
+    in_product = job.habits.transformer_engine or (job.compiled and fused)
     rotated = query + sum(part.kv_heads * part.qk_width for part in block.attentions)
     # Latent attention (DeepSeek-AI, 2024, arXiv:2405.04434, section 2.1), whose models route in fp32.
     known = block.attentions and not fused

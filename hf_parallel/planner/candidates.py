@@ -14,7 +14,7 @@ from hf_parallel.axes.adapters.four_bit import BLOCK
 from hf_parallel.axes.chunked_loss import find_reason_against_chunks
 from hf_parallel.axes.context.choose import choose_by_cost
 from hf_parallel.axes.pipeline.part import does_recompute_in_parts
-from hf_parallel.axes.precision import can_gather_codes
+from hf_parallel.axes.precision import can_gather_codes, name_scaling
 from hf_parallel.planner.activations import Planned
 from hf_parallel.planner.hardware import Cluster
 from hf_parallel.planner.layout import Job, Layout
@@ -249,6 +249,7 @@ def to_layout(config: ParallelConfig, context: str | None = None) -> Layout:
         zero_stage=stage,
         virtual_stages=config.stages_per_rank,
         sequence_parallel=config.tp_size > 1 and config.sequence_parallel is not False,
+        tp_overlap=config.tp_overlap,
         dp_replicate=config.dp_replicate_size if sharded else 1,
         schedule=config.pipeline_schedule,
         context=context or own,
@@ -283,9 +284,11 @@ def to_job(goal: Goal, config: ParallelConfig, micro_batch: int, count: int) -> 
         offload=offload,
         attention=goal.attention.kind(config),
         eight_bit=config.precision,
+        eight_bit_scaling=name_scaling(config),
         engine="hf_parallel",
         calls=count // (in_a_call or count),
         activation_offload=config.activation_offload,
         tiled_mlp=config.tiled_mlp,
+        compiled=config.compile != "none",
         lean_loss=config.lean_loss != "false" and not goal.whole_logits and find_reason_against_chunks(config) is None,
     )

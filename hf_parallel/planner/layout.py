@@ -16,6 +16,8 @@ from hf_parallel.ask.spec import refuse
 if TYPE_CHECKING:
     import torch
 
+#: What has one scale in products in fp8: a whole operand; each row, whose product with gradients may stay in 16 bits.
+SCALINGS = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 #: Bytes per element of what matrix products read and write. "bf16", "fp16", "fp8" are mixed precision as Megatron-LM,
 #: DeepSpeed and FSDP's policy have it; to this package's engine, and as a Transformers checkpoint is loaded, "bf16" is
 #: everything in bf16. "mixed": fp32 weights under torch.autocast to bf16, which is what bf16=True of Trainer does.
@@ -63,6 +65,7 @@ class Habits:
     recomputed_outputs: int = 2  # of a checkpointed layer's two reductions, how many are repeated
     lowers_inputs: bool = False  # under autocast they travel as products read them
     regathers: bool = False  # sequence parallelism gathers the inputs again for the weights' gradients
+    gathers_codes: bool = False  # sequence parallelism gathers what products in fp8 with one scale read, in 8 bits
     fp32_sums: bool = False  # gradients of 16 bits are summed over ranks and micro-batches in fp32
     fp32_keys: bool = False  # the gradients of keys and values that cp ranks send each other are in fp32
     reduces_in_step: bool = False  # gradients are all-reduced in fp32 after the last backward, behind nothing
@@ -76,6 +79,7 @@ class Habits:
 #: gradients are there in the optimizer's step alone, when there are no activations. Embedding, last norm and head are
 #: layers of a pipeline's even cut (`pipe_partition_uniform`).
 #: "composer": llm-foundry under FSDP; flash attention's loss has logits and gradients in 16 bits.
+#: "torchtitan": FSDP2, and torchao's layers, which gather the parts of a sequence in 8 bits (float8_tensor_parallel).
 #: "transformers": models of Transformers as they are, under Trainer, Accelerate or TRL.
 #: "hf_parallel": this package's engine, compared with dry runs in tests/planner/test_analytic.py.
 HABITS = {
@@ -94,6 +98,7 @@ HABITS = {
         reduces_in_step=True,
     ),
     "composer": Habits(logit_bytes=4.0),
+    "torchtitan": Habits(fsdp2=True, gathers_codes=True),
     "transformers": Habits(eager=True),
     "hf_parallel": Habits(
         master_weights=False,
@@ -140,6 +145,7 @@ class Layout:
     zero_stage: int = 0
     virtual_stages: int = 1
     sequence_parallel: bool = False
+    tp_overlap: bool = False  # a part of tp's collectives runs behind their products
     dp_replicate: int = 1
     schedule: str = "1f1b"
     context: str = "ring"  # how cp shares attention: "ring", "ulysses", "allgather" or "hybrid:U"
@@ -211,6 +217,7 @@ class Job:
     offload: str = "none"
     attention: str = "flash"  # a kind of `attention.py`
     eight_bit: str = "auto"  # precision in which the blocks' linears multiply: fp8, int8; auto: as all else
+    eight_bit_scaling: str = "tensorwise"  # one of `SCALINGS`
     engine: str = "standard"
     calls: int = 1  # of a pipeline's schedule per step, each with its share of the micro-batches
     lean_loss: bool = False  # head and loss a chunk of tokens at a time, where that pays
@@ -219,7 +226,7 @@ class Job:
     )
     activation_offload: bool = False  # what layers keep for the backward rests on the host
     tiled_mlp: bool = False  # MLPs over pieces of the sequence, each computed again in its backward
-    compiled: bool = False  # torch.compile fuses what lies between the products of a fused implementation
+    compiled: bool = False  # torch.compile fuses what lies between the products
     fused_norms: bool = True  # a fused implementation's norms are one kernel each, not torch's own operations
     gradients: str = "auto"  # a key of `GRADIENT_BYTES`: how 16-bit training with master weights sums gradients
 
@@ -275,6 +282,11 @@ class Job:
         """The precision of matrix products in the blocks."""
         plain = "bf16" if self.precision == "mixed" else self.precision
         return plain if self.eight_bit == "auto" else self.eight_bit
+
+    @property
+    def gathers_codes(self) -> bool:
+        """Are tokens gathered over tp in the 8 bits that products read?"""
+        return self.habits.gathers_codes and self.products == "fp8" and self.eight_bit_scaling == "tensorwise"
 
     @property
     def products_beside(self) -> str:
@@ -342,6 +354,8 @@ def make_job(layout: Layout, seq: int, micro_batch: int | None, global_batch: in
         refuse(f"gradients={how['gradients']}", f"not one of auto, {', '.join(GRADIENT_BYTES)}", "gradients=auto")
     if how.get("engine", "standard") not in HABITS:
         refuse(f"engine={how['engine']}", f"not one of {', '.join(HABITS)}")
+    if how.get("eight_bit_scaling", "tensorwise") not in SCALINGS:
+        refuse(f"eight_bit_scaling={how['eight_bit_scaling']}", f"not one of {', '.join(SCALINGS)}", SCALINGS[0])
     return Job(seq, micro_batch, count, **how)
 
 

@@ -49,7 +49,13 @@ from hf_parallel.planner.pipeline import (
 )
 from hf_parallel.planner.prediction import Breakdown, Prediction
 from hf_parallel.planner.shape import Attention, Block, Matrix, ModelShape, shape_of
-from hf_parallel.planner.states import PACKED_BYTES, count_packed_width, offload_seconds, sum_width
+from hf_parallel.planner.states import (
+    PACKED_BYTES,
+    count_packed_width,
+    count_summed_width,
+    offload_seconds,
+    sum_width,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -72,6 +78,9 @@ _KERNELS = (16, 30)
 _EAGER, _EAGER_TP, _EAGER_SHARDS, _EAGER_ADAPTER = (50, 100), (14, 26), (6, 11), (4, 7)
 #: More where tokens are routed (sorted, counted, copied to their experts and back), and where experts lie on ep ranks.
 _EAGER_EXPERTS, _EAGER_EP = (48, 97), (4, 6)
+#: Of a layer that torch.compile fused: its kernels, and 42 for the time in which its graphs are entered (H200: 74 to
+#: 90 kernels fewer of 167 to 190, and a quarter off the host's time).
+_COMPILED, _COMPILED_TP = (44, 74), (8, 16)
 #: More for attention over cp: blocks, or heads, are exchanged; for each further block of a ring, which is merged.
 _EAGER_RING, _EAGER_HEADS, _EAGER_BLOCK = (8, 14), (13, 22), (8, 13)
 #: More for each linear in 4 bits: its codes to 16 bits, and the table of codes (copy, magnitude, maximum, division).
@@ -140,6 +149,27 @@ class Times:
         return self + Times(*waits)
 
 
+def compute_copied_bytes(transfer: Transfer, job: Job) -> float:
+    """Return the bytes that FSDP2 reads and writes on the GPU around all of a transfer's collectives.
+
+    What a gather results in is copied out, parameter by parameter; all gradients are copied in, in the dtype of their
+    sum. A rank's own part is copied, too (torch/distributed/fsdp/_fully_shard: foreach_all_gather, foreach_reduce).
+    """
+    if not job.habits.fsdp2 or transfer.axis != "dp_shard" or transfer.kind not in ("all_gather", "reduce_scatter"):
+        return 0.0
+    lowered = 1.0 if transfer.kind == "all_gather" or job.lora else job.stored / count_summed_width(job)
+    return transfer.count * transfer.payload * (1 + lowered + 2 / transfer.group.size)
+
+
+def _compute_copies(transfers: list[Transfer], job: Job, gpu: Gpu) -> Times:
+    """Return the seconds of FSDP2's copies in each pass, which are part of its compute."""
+    sides = (
+        compute_memory_seconds(gpu, sum(compute_copied_bytes(t, job) for t in transfers if t.when == when))
+        for when in (FORWARD, BACKWARD)
+    )
+    return Times(*({"ZeRO-3 copies": seconds} if seconds else {} for seconds in sides))
+
+
 def add_by_kind(one: dict[str, float], other: dict[str, float]) -> dict[str, float]:
     """Return sums by kind."""
     return {key: one.get(key, 0.0) + other.get(key, 0.0) for key in one | other}
@@ -163,7 +193,8 @@ def block_times(block: Block, hidden: int, layout: Layout, job: Job, cluster: Cl
     )
     if job.products == "fp8":
         for side, is_backward in ((forward, False), (backward, True)):
-            side["casts to fp8"] = compute_memory_seconds(gpu, tokens * _count_cast_bytes(block, layout, is_backward))
+            casts = _count_cast_bytes(block, layout, job, is_backward)
+            side["casts to fp8"] = compute_memory_seconds(gpu, tokens * casts)
     packed = count_packed_parameters(block, layout, job)
     if packed:  # each pass reads the codes and writes 16 bits, which the product reads
         unpacking = compute_memory_seconds(gpu, packed * (count_packed_width(job) + job.width))
@@ -190,7 +221,8 @@ def block_times(block: Block, hidden: int, layout: Layout, job: Job, cluster: Cl
         mlp = [m for m in block.matrices if block.inner in (m.inputs, m.outputs, m.outputs / 2)]
         again = sum(_compute_matrix_seconds(gpu, job, layout, m, tokens, False) for m in mlp)
         computed += Times(backward={"recomputation": again})
-    return computed.with_waits(block_transfers(block, hidden, layout, job, cluster), gpu)
+    transfers = block_transfers(block, hidden, layout, job, cluster)
+    return (computed + _compute_copies(transfers, job, gpu)).with_waits(transfers, gpu)
 
 
 def _compute_host_waits(stage: Stage, times: Times, layout: Layout, job: Job, gpu: Gpu) -> Times:
@@ -203,7 +235,8 @@ def _compute_host_waits(stage: Stage, times: Times, layout: Layout, job: Job, gp
     shards = job.habits.fsdp2 and layout.has_several_data_ranks
     for block, count in stage.counts:
         adapters = sum(matrix.count for matrix in list_adapted(block)) if job.lora else 0
-        kinds = [(_EAGER, 1), (_EAGER_TP, layout.tp > 1), (_EAGER_SHARDS, shards), (_EAGER_ADAPTER, adapters)]
+        own, of_tp = (_COMPILED, _COMPILED_TP) if job.compiled else (_EAGER, _EAGER_TP)
+        kinds = [(own, 1), (of_tp, layout.tp > 1), (_EAGER_SHARDS, shards), (_EAGER_ADAPTER, adapters)]
         kinds += [(_EAGER_PACKED, adapters)] if job.four_bit != "none" else []
         kinds += [(_EAGER_HEADS if layout.heads_over > 1 else _EAGER_RING, layout.cp > 1)]
         kinds += [(_EAGER_BLOCK, layout.cp // layout.heads_over - 1)]
@@ -233,7 +266,8 @@ def _compute_matrix_seconds(
     if not backward:
         return count * compute_gemm_seconds(gpu, precision, m, n, k)
     data = compute_gemm_seconds(gpu, precision, m, k, n)
-    return count * (data + (0 if job.lora else compute_gemm_seconds(gpu, precision, n, k, m)))
+    kept = job.products_beside if precision == "fp8" and job.eight_bit_scaling == "rowwise_with_gw_hp" else precision
+    return count * (data + (0 if job.lora else compute_gemm_seconds(gpu, kept, n, k, m)))
 
 
 def _compute_attention_seconds(
@@ -266,7 +300,7 @@ def _count_bytes_between(block: Block, hidden: int, layout: Layout, job: Job, gp
     e, c, s = gpu.efficiency, job.width, job.stored
     norm = (2 * (s + 4) if s < 4 else 0) + 20 + 2 * s  # of torch's own operations, per number in a forward
     rotated = sum(a.heads * a.qk_width + a.kv_heads * a.qk_width for a in block.attentions)
-    if not job.habits.eager:
+    if job.compiled or not job.habits.eager:
         passes = e.eager_passes if job.habits.transformer_engine or job.compiled else e.passes
         own = 0.0 if job.fused_norms else 2 * (norm - 2 * s) * hidden / layout.stream_parts
         stream = s * hidden * (2 * 2 + 2 * 3)  # two norms: read, write; two residual additions: read twice, write
@@ -283,15 +317,17 @@ def _count_bytes_between(block: Block, hidden: int, layout: Layout, job: Job, gp
     return ((stream * hidden + routed) / layout.stream_parts + c * inside / layout.tp) * e.eager_passes
 
 
-def _count_cast_bytes(block: Block, layout: Layout, backward: bool) -> float:
+def _count_cast_bytes(block: Block, layout: Layout, job: Job, backward: bool) -> float:
     """Return the bytes per token that casts of a block's fp8 products move: inputs, in the backward their gradients.
 
     Transformer Engine reads 16 bits and writes 8, and once more transposed for the gradient of the weight
-    (`cast_transpose`; Micikevicius et al., 2022, arXiv:2209.05433).
+    (`cast_transpose`; Micikevicius et al., 2022, arXiv:2209.05433). Scales of rows are not those of columns: torchao
+    reads 16 bits for the largest number and once more to round, for a product and for the gradient of the weight.
     """
-    read_and_written, numbers = 2 + 1 + 1, 0.0
+    roundings = {"tensorwise": 0, "rowwise": 2, "rowwise_with_gw_hp": 1}[job.eight_bit_scaling]
+    read_and_written, numbers = roundings * (2 + 2 + 1) or 2 + 1 + 1, 0.0
     for matrix in list_adapted(block):
-        split = layout.tp if (matrix.split == "column") == backward else 1
+        split = layout.tp if job.gathers_codes or (matrix.split == "column") == backward else 1
         numbers += matrix.count * (matrix.outputs if backward else matrix.inputs) / split
     return read_and_written * numbers
 
@@ -315,7 +351,8 @@ def compute_stage_times(stage: Stage, layout: Layout, job: Job, cluster: Cluster
         logits = tokens * (shape.head_outputs if job.habits.whole_logits else columns)
         forward, backward = (compute_memory_seconds(gpu, logits * size) for size in moved)
         total = Times({"head": product + forward}, {"head": 2 * product + backward})
-    total = total.with_waits(end_transfers(stage, layout, job, cluster), gpu)
+    transfers = end_transfers(stage, layout, job, cluster)
+    total = (total + _compute_copies(transfers, job, gpu)).with_waits(transfers, gpu)
     for block, count in stage.counts:
         total += block_times(block, shape.hidden, layout, job, cluster).times(count)
     accumulating = 0.0
@@ -427,6 +464,8 @@ def compute_seconds_after_schedule(
         gathered = sum(t.seconds for t in transfers if t.behind == FIRST_FORWARD)
         waits = {"gradients' reduction": max(0.0, reduced - hidden) + slowed * min(reduced, hidden)}
         waits["gathering updated weights"] = max(0.0, gathered - hidden / 2) + slowed * min(gathered, hidden / 2)
+        copied = sum(compute_copied_bytes(t, job) for t in transfers)
+        waits["ZeRO-3 copies"] = compute_memory_seconds(cluster.gpu, copied)
         for t in transfers:
             if t.behind not in (LAST_BACKWARD, FIRST_FORWARD, SCHEDULE):
                 waits["gathering updated weights" if t.kind == "all_gather" else "gradients' reduction"] += t.seconds
@@ -474,6 +513,7 @@ def predict(
     fused_norms: bool = True,
     gradients: str = "auto",
     four_bit: str = "none",
+    eight_bit_scaling: str = "tensorwise",
 ) -> Prediction:
     """Predict one training step.
 
@@ -492,8 +532,8 @@ def predict(
         network: link between nodes; default: the catalogue's for this GPU.
         engine: "standard": the habits of Megatron-LM, DeepSpeed and FSDP in fused implementations;
             "transformer_engine": Megatron-LM on NVIDIA's kernels; "scaling": Aleph Alpha's framework; "composer":
-            llm-foundry's; "transformers": models of Transformers as they are;
-            "hf_parallel": this package's own, which runs them, too.
+            llm-foundry's; "torchtitan": FSDP2 on fused implementations; "transformers": models of Transformers as they
+            are; "hf_parallel": this package's own, which runs them, too.
         lean_loss: are head and loss computed a chunk of tokens at a time, where that needs less memory?
         tiled_mlp: do MLPs run over pieces of the sequence, each again in the backward?
         activation_offload: does what layers keep for the backward rest on the host?
@@ -503,6 +543,7 @@ def predict(
             the fp32 sum); "auto": as the engine does.
         four_bit: "nf4" or "nf4_double": the base under the adapters is packed by bitsandbytes, its largest values
             once more in the second case; "none".
+        eight_bit_scaling: what has one scale in products in fp8: "tensorwise", "rowwise" or "rowwise_with_gw_hp".
 
     Raises:
         SpecError: a name that is not known or numbers that cannot hold; the message says what works.
@@ -512,7 +553,7 @@ def predict(
     cluster = make_cluster(gpu, gpus or sizes.gpus, gpus_per_node or 8, network)
     rank = 16 if lora is True else int(lora or 0)
     how = {"recompute": recompute, "precision": precision, "optimizer": optimizer, "offload": offload}
-    how |= {"attention": attention, "engine": engine, "gradients": gradients}
+    how |= {"attention": attention, "engine": engine, "gradients": gradients, "eight_bit_scaling": eight_bit_scaling}
     kernels = {"compiled": compiled, "fused_norms": fused_norms, "lean_loss": lean_loss, "tiled_mlp": tiled_mlp}
     kernels["activation_offload"] = activation_offload
     job = make_job(sizes, seq, micro_batch, global_batch, lora=rank, four_bit=four_bit, **how, **kernels)
