@@ -46,7 +46,6 @@ _COMPLETED: dict[tuple[str, str], dict[str, Any]] = {
 _FRAMEWORKS: dict[str, dict[str, str]] = {
     "trl_1m": {"engine": "transformers", "attention": "sdpa"},
     "ms_swift": {"engine": "transformers"},
-    "torchtitan": {"engine": "torchtitan"},
     "torchtune": {"engine": "transformers", "recompute": "full"},
     "nemo_2412": {"engine": "transformer_engine"},
     "nemo_2502": {"engine": "transformer_engine"},
@@ -54,6 +53,8 @@ _FRAMEWORKS: dict[str, dict[str, str]] = {
     "aleph_alpha_layouts": {"engine": "scaling"},
     "llm_foundry_fsdp": {"engine": "composer"},
 }
+#: The engines of repositories that publish what they run, in which several series may be.
+_REPOSITORIES = {"torchtitan": "torchtitan", "nanotron": "nanotron"}
 #: Links between nodes that a row's note tells, where they are not those of its GPU in the catalogue.
 _NETWORKS = {"DGX, InfiniBand": "infiniband-hdr", "4x Omni-Path": "4x100g"}
 
@@ -98,12 +99,14 @@ def completed(row: Row) -> Row:
     pipeline (moe/parallelizer.py), as ZeRO-2 does. Megatron-LM refuses tp with experts without sequence
     parallelism.
     """
-    row = {**_FRAMEWORKS.get(row["series"], {}), **row, **_COMPLETED.get((row["series"], row["model"]), {})}
+    engine = next((engine for name, engine in _REPOSITORIES.items() if name in str(row.get("source"))), "standard")
+    framework = _FRAMEWORKS.get(row["series"], {"engine": engine})
+    row = {**framework, **row, **_COMPLETED.get((row["series"], row["model"]), {})}
     if "kernel flash_attention2" in str(row.get("note")) and "RMS kernel" not in row["note"]:
         row["fused_norms"] = False
     if row.get("compile"):
         row["compiled"] = True
-    elif row["series"] == "torchtitan":  # torch's own operations
+    elif row["engine"] == "torchtitan":  # torch's own operations
         row["fused_norms"] = False
     if "rowwise" in str(row.get("precision")):
         row["eight_bit_scaling"] = "rowwise"

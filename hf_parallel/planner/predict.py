@@ -532,8 +532,8 @@ def predict(
         network: link between nodes; default: the catalogue's for this GPU.
         engine: "standard": the habits of Megatron-LM, DeepSpeed and FSDP in fused implementations;
             "transformer_engine": Megatron-LM on NVIDIA's kernels; "scaling": Aleph Alpha's framework; "composer":
-            llm-foundry's; "torchtitan": FSDP2 on fused implementations; "transformers": models of Transformers as they
-            are; "hf_parallel": this package's own, which runs them, too.
+            llm-foundry's; "nanotron": Hugging Face's; "torchtitan": FSDP2 on fused implementations; "transformers":
+            models of Transformers as they are; "hf_parallel": this package's own, which runs them, too.
         lean_loss: are head and loss computed a chunk of tokens at a time, where that needs less memory?
         tiled_mlp: do MLPs run over pieces of the sequence, each again in the backward?
         activation_offload: does what layers keep for the backward rest on the host?
