@@ -155,10 +155,12 @@ def compute_copied_bytes(transfer: Transfer, job: Job) -> float:
     What a gather results in is copied out, parameter by parameter; all gradients are copied in, in the dtype of their
     sum. A rank's own part is copied, too (torch/distributed/fsdp/_fully_shard: foreach_all_gather, foreach_reduce).
     """
-    if not job.habits.fsdp2 or transfer.axis != "dp_shard" or transfer.kind not in ("all_gather", "reduce_scatter"):
+    group, kind = transfer.group, transfer.kind
+    by_fsdp2 = job.habits.fsdp2 and transfer.axis == "dp_shard" and kind in ("all_gather", "reduce_scatter")
+    if not by_fsdp2 or group.link.find_measured(group.axis, kind):  # a calibration measures both together
         return 0.0
-    lowered = 1.0 if transfer.kind == "all_gather" or job.lora else job.stored / count_summed_width(job)
-    return transfer.count * transfer.payload * (1 + lowered + 2 / transfer.group.size)
+    lowered = 1.0 if kind == "all_gather" or job.lora else job.stored / count_summed_width(job)
+    return transfer.count * transfer.payload * (1 + lowered + 2 / group.size)
 
 
 def _compute_copies(transfers: list[Transfer], job: Job, gpu: Gpu) -> Times:

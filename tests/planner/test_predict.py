@@ -9,7 +9,7 @@ from hf_parallel.ask.config import SpecError
 from hf_parallel.planner import find_gpu, predict
 from hf_parallel.planner.hardware import find_link, make_cluster, read_catalogue
 from hf_parallel.planner.layout import Job, Layout
-from hf_parallel.planner.ledger import make_groups, step_transfers
+from hf_parallel.planner.ledger import EXPOSED, block_transfers, make_groups, step_transfers
 from hf_parallel.planner.pipeline import compute_pipeline_seconds, make_stages
 from tests.models import LLAMA_8B, LLAMA_8B_CONFIG
 from tests.refusals import pattern_of_refusal
@@ -272,12 +272,49 @@ def test_explanation_says_what_tp_leaves_whole():
         ({"layout": {"zero_stage": 4}}, "zero_stage=4: not one of"),
         ({"recompute": "some"}, "recompute=some: not one of none, selective, full, every:N"),
         ({"precision": "int4"}, "precision=int4: not one of"),
+        ({"eight_bit_scaling": "rows"}, "eight_bit_scaling=rows: not one of tensorwise"),
         ({"gpus": 0}, "must be one at least"),
     ],
 )
 def test_refusals(changes, message):
     with pytest.raises(SpecError, match=message.replace("(", r"\(")):
         changed(**changes)
+
+
+@pytest.mark.parametrize(("compiled", "waited"), [(False, 7), (True, 4)])
+def test_overlapped_collectives(compiled, waited):
+    """Of a layer's eight: half of the two outputs of the forward; in compiled layers half of all. The same bytes."""
+    call = {"micro_batch": 4, "global_batch": 4, "gpus": 8, "engine": "hf_parallel", "compiled": compiled}
+    layout = {"tp": 8, "sequence_parallel": True}
+    plain, over = (changed(layout={**layout, "tp_overlap": over}, **call) for over in (False, True))
+    assert plain.breakdown.bytes_by_axis == pytest.approx(over.breakdown.bytes_by_axis)
+    counts = []
+    for found in (plain, over):
+        transfers = block_transfers(found.shape.blocks[0], 4096, found.layout, found.job, found.cluster)
+        counts.append(sum(t.count for t in transfers if t.behind == EXPOSED))
+    assert counts == [8, waited]
+    assert over.breakdown.time["tp communication"] < plain.breakdown.time["tp communication"]
+
+
+def test_torchtitan_gathers_sequences_in_8_bits():
+    """Inputs and gradients of outputs in one byte where one scale is for all; rows are rounded after the gather."""
+    call = {
+        "layout": {"tp": 8, "sequence_parallel": True, "zero_stage": 3},
+        "precision": "fp8",
+        "engine": "torchtitan",
+    }
+
+    def count(scaling):
+        transfers = changed(**call, eight_bit_scaling=scaling).breakdown.communication
+        return sum(t.bytes for t in transfers if t.axis == "tp" and t.kind == "all_gather")
+
+    assert count("rowwise") == pytest.approx(2 * count("tensorwise"))
+    casts = [
+        changed(**call, eight_bit_scaling=scaling).breakdown.time["casts to fp8"]
+        for scaling in ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+    ]
+    assert casts[1] == pytest.approx(2 * casts[2])
+    assert casts[1] > 2.5 * casts[0]  # and of what is gathered an eighth
 
 
 def test_a_sum_of_16_bits_is_read_and_written_in_16_bits():
