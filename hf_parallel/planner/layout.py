@@ -79,7 +79,8 @@ class Habits:
 #: gradients are there in the optimizer's step alone, when there are no activations. Embedding, last norm and head are
 #: layers of a pipeline's even cut (`pipe_partition_uniform`).
 #: "composer": llm-foundry under FSDP; flash attention's loss has logits and gradients in 16 bits.
-#: "nanotron": cuts a pipeline by the products of layers and head (`get_block_compute_costs`).
+#: "nanotron": cuts a pipeline by the products of layers and head (`get_block_compute_costs`); 16-bit gradients are
+#: added to fp32 ones and freed (`FP32GradientAccumulator`), which are reduced where they lie.
 #: "torchtitan": FSDP2, and torchao's layers, which gather the parts of a sequence in 8 bits (float8_tensor_parallel);
 #: a pipeline's first and last stages have a layer less (`generate_llm_fqn_per_model_part`).
 #: "transformers": models of Transformers as they are, under Trainer, Accelerate or TRL.
@@ -100,7 +101,7 @@ HABITS = {
         reduces_in_step=True,
     ),
     "composer": Habits(logit_bytes=4.0),
-    "nanotron": Habits(balanced=True),
+    "nanotron": Habits(balanced=True, gradients="fp32", bucket_gib=0.0),
     "torchtitan": Habits(fsdp2=True, gathers_codes=True, ends_as_layers=(1, 1)),
     "transformers": Habits(eager=True),
     "hf_parallel": Habits(
