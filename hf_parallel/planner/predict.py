@@ -78,9 +78,9 @@ _KERNELS = (16, 30)
 _EAGER, _EAGER_TP, _EAGER_SHARDS, _EAGER_ADAPTER = (50, 100), (14, 26), (6, 11), (4, 7)
 #: More where tokens are routed (sorted, counted, copied to their experts and back), and where experts lie on ep ranks.
 _EAGER_EXPERTS, _EAGER_EP = (48, 97), (4, 6)
-#: Of a layer that torch.compile fused: its kernels, and 42 for the time in which its graphs are entered (H200: 74 to
-#: 90 kernels fewer of 167 to 190, and a quarter off the host's time).
-_COMPILED, _COMPILED_TP = (44, 74), (8, 16)
+#: Of a layer that torch.compile fused: 76 kernels, and 60 for the time in which its graphs are entered (H200: 74 to 90
+#: kernels fewer of 167 to 190, and 8 to 25 % off the host's time).
+_COMPILED, _COMPILED_TP = (53, 83), (8, 16)
 #: More for attention over cp: blocks, or heads, are exchanged; for each further block of a ring, which is merged.
 _EAGER_RING, _EAGER_HEADS, _EAGER_BLOCK = (8, 14), (13, 22), (8, 13)
 #: More for each linear in 4 bits: its codes to 16 bits, and the table of codes (copy, magnitude, maximum, division).
