@@ -173,6 +173,7 @@ def _choose_layer_count(layers: int, stages: int) -> int:
 _LAYERS = r"num_hidden_layers|n_layers?|num_layers|num_blocks"
 _QUERY_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
 _KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
+_NO_WIDTHS = r".*(position|length|ctx|seq_len|expert).*"
 
 
 def _fit_to_layout(as_dict: dict[str, Any], changes: dict[str, Any], layout: Layout, layers: int) -> dict[str, Any]:
@@ -192,19 +193,14 @@ def _fit_to_layout(as_dict: dict[str, Any], changes: dict[str, Any], layout: Lay
         share = as_dict[query] // large
         heads = kept * next(factor for factor in range(2, share + 1) if share % factor == 0)
     for key, value in fitted.items():
+        grows = _choose_small_value(RULES, key, 0) in (64, 128) and not re.fullmatch(_NO_WIDTHS, key)
         if key == key_heads:
             fitted[key] = kept
         elif isinstance(value, int) and key == query:
             fitted[key] = heads
-        elif isinstance(value, int) and value in (64, 128) and _is_width(key):
+        elif isinstance(value, int) and value in (64, 128) and grows:
             fitted[key] = value * heads // 4
     return fitted
-
-
-def _is_width(key: str) -> bool:
-    """Return whether this size grows with the number of heads."""
-    rules = [small for pattern, small in RULES if re.fullmatch(pattern, key)]
-    return bool(rules) and rules[0] in (64, 128) and not re.fullmatch(r".*(position|length|ctx|seq_len|expert).*", key)
 
 
 def list_small_values(config: PretrainedConfig, keep: Sequence[str] = (), layout: Layout = ONE_RANK) -> dict[str, Any]:
