@@ -7,7 +7,7 @@ the same kinds of layers, positions, masks and losses.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -291,9 +291,8 @@ def find_reason_not_told_apart(copy: PreTrainedModel) -> str | None:
         documents = _make_documents(copy)
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             apart = [_compute_outputs(copy, document) for document in documents]
-            together = _compute_outputs(
-                copy, torch.cat(documents, 1), torch.cat(list(_iterate_positions(documents)), 1)
-            )
+            positions = torch.cat([torch.arange(one.shape[1], device=one.device) for one in documents])[None]
+            together = _compute_outputs(copy, torch.cat(documents, 1), positions)
     except Exception as error:
         return f"{name} cannot be tried on joined examples ({type(error).__name__}: {get_first_line(error)})"
     alone = torch.cat([logits for logits, _ in apart], 1)
@@ -314,7 +313,7 @@ def does_read_former_document(copy: PreTrainedModel) -> bool:
     """
     backbone = find_token_readers(copy.eval())[0]
     first, second, _ = _make_documents(copy)
-    positions = torch.cat(list(_iterate_positions((first, second))), 1)
+    positions = torch.cat([torch.arange(one.shape[1], device=one.device) for one in (first, second)])[None]
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         rows = (torch.cat((before, second), 1) for before in (first, first.flip(1)))
         hidden = (backbone(input_ids=row, position_ids=positions).last_hidden_state for row in rows)
@@ -330,10 +329,6 @@ def _make_documents(copy: PreTrainedModel) -> list[torch.Tensor]:
 
 def _is_close(one: torch.Tensor, other: torch.Tensor, tolerance: float) -> bool:
     return bool((one - other).abs().max() <= tolerance * other.abs().max())
-
-
-def _iterate_positions(documents: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-    return (torch.arange(document.shape[1], device=document.device)[None] for document in documents)
 
 
 def _compute_outputs(
