@@ -41,17 +41,8 @@ class _Before:
     forward: Callable | None
 
 
-_INNER = "_hf_parallel_inner_forward"
-
-
-def set_inner_forward(model: nn.Module, forward: Callable) -> None:
-    """Set the forward that runs inside the hooks of a model that no pipeline runs."""
-    vars(model)[_INNER] = forward
-
-
-def get_inner_forward(model: nn.Module) -> Callable:
-    """Return the forward that runs inside the model's hooks."""
-    return vars(model)[_INNER]
+#: The attribute of a model that no pipeline runs: the forward inside its hooks.
+INNER_FORWARD = "_hf_parallel_inner_forward"
 
 
 def place_kernels(model: PreTrainedModel, put: Callable[[], object], asked: str) -> None:
@@ -75,7 +66,10 @@ def place_kernels(model: PreTrainedModel, put: Callable[[], object], asked: str)
         if module is model:  # with its own loss: inside the model's hooks, or the pipeline
             assert former.forward is not None  # the engine's, or what calls the model's hooks
             model.forward = former.forward
-            set_inner_forward(model, forward) if state.pipeline is None else state.pipeline.set_forward(forward)
+            if state.pipeline is None:
+                vars(model)[INNER_FORWARD] = forward
+            else:
+                state.pipeline.set_forward(forward)
             continue
         kernel = getattr(forward, "__func__", forward)
         is_split = any(has_mixin(type(inner)) for inner in module.modules())

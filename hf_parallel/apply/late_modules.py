@@ -72,12 +72,3 @@ def watch_for_late_modules(model: nn.Module, mesh: ParallelMesh, pipeline: Pipel
     handle = register_module_module_registration_hook(note)
     weakref.finalize(model, handle.remove)
     model.register_forward_pre_hook(look, prepend=True)
-
-
-def find_counted_before(late: list[nn.Parameter], mesh: ParallelMesh) -> set[int]:
-    """Return the ids of late parameters of which an earlier stage counts the gradient, too. Collective over stages."""
-    if not late:
-        return set()
-    held = messages.gather_objects([parameter.grad is not None for parameter in late], mesh.group_on_host("pp"))
-    before = held[: mesh.index("pp")]
-    return {id(parameter) for place, parameter in enumerate(late) if any(stage[place] for stage in before)}

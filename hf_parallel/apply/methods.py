@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
-from hf_parallel.apply.kernels import get_inner_forward, place_kernels, set_inner_forward
+from hf_parallel.apply.kernels import INNER_FORWARD, place_kernels
 from hf_parallel.apply.weights import remember_model, resize_token_embeddings
 from hf_parallel.ask.config import ParallelConfig
 from hf_parallel.ask.spec import refuse
@@ -63,8 +63,16 @@ def replace_methods(
         bind(model, "_apply", _apply_to_model)
         if hasattr(model, "prepare_inputs_for_generation"):
             bind(model, "prepare_inputs_for_generation", functools.partial(_prepare_together, type(model)))
-    if pipeline is None:
-        _call_hooks_of_forward(model)
+    if pipeline is None:  # modules around a model may call `model.forward`: it runs the hooks that gather weights
+        called = "_hf_parallel_called"
+        vars(model)[INNER_FORWARD] = model.forward
+
+        def forward_with_hooks(model: nn.Module, *args: object, **kwargs: object) -> object:
+            inside = vars(model).pop(called, False)
+            return vars(model)[INNER_FORWARD](*args, **kwargs) if inside else model(*args, **kwargs)
+
+        model.register_forward_pre_hook(lambda module, args: module.__dict__.update({called: True}))
+        bind(model, "forward", forward_with_hooks)
     if hasattr(model, "set_use_kernels"):
         bind(model, "set_use_kernels", _set_use_kernels)
     if "generate" in vars(model):
@@ -92,18 +100,6 @@ def bind(model: nn.Module, name: str, replacement: Callable) -> None:
 
     functools.update_wrapper(method, getattr(type(model), name, replacement))
     vars(model)[name] = types.MethodType(method, model)
-
-
-def _call_hooks_of_forward(model: nn.Module) -> None:
-    """Let `model.forward`, which modules around a model may call, run the hooks that gather its weights."""
-    called = "_hf_parallel_called"
-    set_inner_forward(model, model.forward)
-
-    def with_hooks(model: nn.Module, *args: object, **kwargs: object) -> object:
-        return get_inner_forward(model)(*args, **kwargs) if vars(model).pop(called, False) else model(*args, **kwargs)
-
-    model.register_forward_pre_hook(lambda module, args: module.__dict__.update({called: True}))
-    bind(model, "forward", with_hooks)
 
 
 def _save_pretrained(

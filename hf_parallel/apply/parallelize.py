@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hf_parallel.apply.late_modules import find_counted_before, watch_for_late_modules
+from hf_parallel.apply.late_modules import watch_for_late_modules
 from hf_parallel.apply.methods import (
     find_models_inside,
     replace_methods,
@@ -43,7 +43,7 @@ from hf_parallel.axes.data.local_step import step_on_local_parts
 from hf_parallel.axes.data.parameters import make_identical
 from hf_parallel.axes.pipeline.axis import PIPELINE
 from hf_parallel.axes.pipeline.engine import PipelineEngine
-from hf_parallel.axes.pipeline.stage_runner import pipelines_of
+from hf_parallel.axes.pipeline.stage_runner import Pipelines, pipelines_of
 from hf_parallel.axes.tensor.axis import TENSOR
 from hf_parallel.axes.tensor.tensor_parallel import retie
 from hf_parallel.model.anatomy import list_transformer_blocks
@@ -124,7 +124,8 @@ def apply(model: nn.Module, plan: Plan, mesh: ParallelMesh, pack: Packing | None
         model.register_forward_pre_hook(functools.partial(refuse_changed_parameters, root, gathers), prepend=True)
     if pipeline is None and state.config.world_size > 1:
         model.register_forward_hook(refuse_gradients_of_gradients)
-    _compare_batches(model, state)
+    compare = functools.partial(_compare_batches, state.batches, pipelines_of(mesh))
+    model.register_forward_pre_hook(compare, with_kwargs=True)
     if mesh.size("tp") > 1 or mesh.size("pp") > 1 or state.config.sharing_size > 1:
         watch_for_late_modules(model, mesh, pipeline)
     return state
@@ -180,19 +181,14 @@ class ParallelState:
         return self.plan.anatomy.flops_per_token * self.config.data_parallel_size / self.config.world_size
 
 
-def _compare_batches(model: nn.Module, state: ParallelState) -> None:
-    """Compare the batches of ranks that must see the same one, in the model's first steps.
+def _compare_batches(batches: OneBatch, pipelines: Pipelines, model: nn.Module, args: tuple, kwargs: dict) -> None:
+    """Compare the batches of ranks that must see the same one, in the model's first steps. A forward pre-hook.
 
     A script's loss calls the model on the last stage alone, so such calls are not compared.
     """
-    pipelines = pipelines_of(state.mesh)
-
-    def compare(module: nn.Module, args: tuple, kwargs: dict) -> None:
-        if pipelines.session is None:
-            batch = {**{str(place): value for place, value in enumerate(args)}, **kwargs}
-            state.batches.check(batch, f"forward {module.training}")
-
-    model.register_forward_pre_hook(compare, with_kwargs=True)
+    if pipelines.session is None:
+        batch = {**{str(place): value for place, value in enumerate(args)}, **kwargs}
+        batches.check(batch, f"forward {model.training}")
 
 
 def _parallelize_around(model: PreTrainedModel, parts: Mapping[str, PreTrainedModel], mesh: ParallelMesh) -> nn.Module:
@@ -234,7 +230,11 @@ def clip_together(
     """Clip the gradients of parallel models of one mesh by their joint norm; return the norm before clipping."""
     copies: set[int] = set()
     for engine in (state.pipeline for state in states if state.pipeline):
-        copies.update(engine.copies, find_counted_before(engine.late, engine.mesh))
+        copies |= engine.copies
+        if engine.late:  # an earlier stage may count their gradients, too
+            own = [parameter.grad is not None for parameter in engine.late]
+            held = messages.gather_objects(own, engine.mesh.group_on_host("pp"))[: engine.mesh.index("pp")]
+            copies |= {id(parameter) for parameter, *before in zip(engine.late, *held, strict=True) if any(before)}
     return clip_over_mesh(parameters, float(max_norm), states[0].mesh, float(norm_type), copies)
 
 

@@ -296,7 +296,19 @@ def store(parameter: DTensor, value: torch.Tensor, what: str = "p.data = x") -> 
         what: the script's line, for a refusal.
     """
     found = find_holder(parameter, list_parallel_models())
-    own = _place_as_stored(parameter, value, what)
+    if value.shape != parameter.shape:
+        why = f"a tensor of {tuple(value.shape)} for one of {tuple(parameter.shape)}, of which ranks hold parts"
+        refuse(what, why, do="give it one of the same shape, or let one process change the model")
+    if not isinstance(value, DTensor):
+        part = read_part(value, find_local_part(parameter, order_of(parameter)))
+        part = part.to(get_stored(parameter).device, copy=True)  # a view would keep the whole
+        own = place_as(parameter, part)
+    elif value.device_mesh != parameter.device_mesh:
+        why = "it lies on another mesh"
+        refuse(what, why, do="give it what was made of the same parameter, or a whole tensor")
+    else:
+        alike = value.placements == parameter.placements
+        own = value if alike else value.redistribute(placements=parameter.placements)
     local: Any = own._local_tensor
     local = local.wait() if isinstance(local, AsyncCollectiveTensor) else local
     if local is not own._local_tensor or not local.is_contiguous():
@@ -311,23 +323,6 @@ def store(parameter: DTensor, value: torch.Tensor, what: str = "p.data = x") -> 
             why = f"from {parameter._local_tensor.dtype} to {own.dtype} after a forward pass of a sharded model"
             refuse(what, why, do="give the model another dtype before it runs")
     assign_memory(parameter, own, found)
-
-
-def _place_as_stored(parameter: DTensor, value: torch.Tensor, what: str) -> DTensor:
-    """Return this rank's part of a value, placed as the parameter is."""
-    if value.shape != parameter.shape:
-        why = f"a tensor of {tuple(value.shape)} for one of {tuple(parameter.shape)}, of which ranks hold parts"
-        refuse(what, why, do="give it one of the same shape, or let one process change the model")
-    if not isinstance(value, DTensor):
-        own = get_stored(parameter)
-        part = read_part(value, find_local_part(parameter, order_of(parameter)))
-        return place_as(parameter, part.to(own.device, copy=True))  # a view would keep the whole
-    if value.device_mesh != parameter.device_mesh:
-        why = "it lies on another mesh"
-        refuse(what, why, do="give it what was made of the same parameter, or a whole tensor")
-    if value.placements == parameter.placements:
-        return value
-    return value.redistribute(placements=parameter.placements)
 
 
 @functools.cache

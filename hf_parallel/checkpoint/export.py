@@ -8,20 +8,19 @@ adapter + base  ──W + (alpha / r) B A, weight by weight (Hu et al., 2021, se
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from hf_parallel.checkpoint.folder import LAYOUT
-from hf_parallel.checkpoint.hub_format import Entry, make_hub_groups
+from hf_parallel.checkpoint.hub_format import Entry, Group, make_hub_groups
 from hf_parallel.checkpoint.lazy_tensor import LazyTensor, make_lazy_tensor
 from hf_parallel.checkpoint.manifest import find_damages, has_manifest
 from hf_parallel.checkpoint.resume import has_optimizer, write_plain
@@ -31,8 +30,6 @@ from hf_parallel.checkpoint.weights import convert_tensors, open_folder, split_i
 
 if TYPE_CHECKING:
     from torch import nn
-
-    from hf_parallel.checkpoint.hub_format import Group
 
 ADAPTER = "adapter_config.json"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -44,14 +41,6 @@ _OF_THE_RUN = re.compile(
 )
 #: Files of these that plain Trainer reads as they are.
 _FOR_TRAINER = ("scheduler.pt", "scaler.pt", "rng_state.pth", "trainer_state.json", "training_args.bin")
-
-
-@dataclass(frozen=True)
-class Item:
-    """Tensors of the new folder that come together, and how to get their values."""
-
-    entries: tuple[Entry, ...]
-    values: Callable[[], Iterable[torch.Tensor]]
 
 
 def export_checkpoint(
@@ -82,13 +71,19 @@ def export_checkpoint(
     os.makedirs(out, exist_ok=True)
     with contextlib.ExitStack() as stack:
         if merge_adapter:
-            source = base or _find_base_of(checkpoint)
-            items, stem = _merge_adapter_into(checkpoint, source, dtype, stack), "model"
+            source, stem = base or _find_base_of(checkpoint), "model"
+            tensors, groups = _merge_adapter_into(checkpoint, source, stack)
             _copy_files(source, out)
         else:
-            source, stem = checkpoint, "adapter_model" if adapter else "model"
-            items = [_make_plain_item(*pair, dtype) for pair in open_folder(checkpoint, stack, stem).items()]
-        _write_items(items, out, stem, max_shard_size)
+            stem = "adapter_model" if adapter else "model"
+            tensors = open_folder(checkpoint, stack, stem)
+            entries = [Entry(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()]
+            groups = [Group((entry,), (entry,)) for entry in entries]
+        if dtype is not None:
+            for place, group in enumerate(groups):
+                cast = (replace(e, dtype=dtype) if e.dtype.is_floating_point else e for e in group.entries)
+                groups[place] = replace(group, entries=tuple(cast))
+        _write_groups(groups, tensors, out, stem, max_shard_size)
     _copy_files(checkpoint, out, leave=(ADAPTER,) if merge_adapter else ())
     if dtype is not None and stem == "model" and os.path.isfile(os.path.join(out, "config.json")):
         path = os.path.join(out, "config.json")
@@ -131,35 +126,30 @@ def push_folder(out: str, repository: str) -> str:
     return str(api.upload_folder(repo_id=name, folder_path=out, commit_message="hf-parallel export"))
 
 
-def _make_plain_item(name: str, tensor: LazyTensor, dtype: torch.dtype | None) -> Item:
-    kind = dtype if dtype is not None and tensor.dtype.is_floating_point else tensor.dtype
-    return Item((Entry(name, tuple(tensor.shape), kind),), lambda: [tensor.whole().to(kind)])
-
-
-def _write_items(items: list[Item], out: str, stem: str, max_shard_size: int | str) -> None:
-    by_name = {item.entries[0].name: item for item in items}
-    sizes = {name: sum(entry.nbytes for entry in item.entries) for name, item in by_name.items()}
-    plan = split_into_files(sizes, stem, max_shard_size)
+def _write_groups(
+    groups: list[Group], tensors: dict[str, LazyTensor], out: str, stem: str, max_shard_size: int | str
+) -> None:
+    by_name = {group.entries[0].name: group for group in groups}
+    plan = split_into_files({name: group.nbytes for name, group in by_name.items()}, stem, max_shard_size)
     weight_map: dict[str, str] = {}
     for file, names in plan.filename_to_tensors.items():
-        chosen = [by_name[name] for name in names]
-        entries = [entry for item in chosen for entry in item.entries]
+        entries = [entry for name in names for entry in by_name[name].entries]
         weight_map.update({entry.name: file for entry in entries})
         target = TensorFile(os.path.join(out, file), entries, _Alone())
         target.create()
-        for item in chosen:
-            _write_item(item, target)
+        for name in names:
+            _write_group(by_name[name], tensors, target)
         target.close()
         target.publish([target.sums])
     if plan.is_sharded:
-        index = {"metadata": plan.metadata, "weight_map": weight_map}
-        write_index(out, stem, index)
+        write_index(out, stem, {"metadata": plan.metadata, "weight_map": weight_map})
 
 
-def _write_item(item: Item, target: TensorFile) -> None:
-    """Write one item; a function of its own keeps no tensor while the next one is read."""
-    for entry, value in zip(item.entries, item.values(), strict=True):
-        target.put(entry.name, value)
+def _write_group(group: Group, tensors: dict[str, LazyTensor], target: TensorFile) -> None:
+    """Read, merge, convert and write one group; a function of its own keeps no tensor while the next one is read."""
+    own = {entry.name: tensors[entry.name].whole() for entry in group.own}
+    for entry, value in zip(group.entries, group.convert(own), strict=True):
+        target.put(entry.name, value.to(entry.dtype))
 
 
 class _Alone(Saving):
@@ -196,9 +186,9 @@ def _find_base_of(checkpoint: str) -> str:
 
 
 def _merge_adapter_into(
-    checkpoint: str, base: str, dtype: torch.dtype | None, stack: contextlib.ExitStack
-) -> list[Item]:
-    """Return the base's tensors with the adapter in them, as its conversion groups them for the Hub."""
+    checkpoint: str, base: str, stack: contextlib.ExitStack
+) -> tuple[dict[str, LazyTensor], list[Group]]:
+    """Return the base's tensors with the adapter in them, and how its conversion groups them for the Hub."""
     import transformers
 
     config = transformers.AutoConfig.from_pretrained(base)
@@ -215,20 +205,7 @@ def _merge_adapter_into(
     _merge(model, tensors, checkpoint, stack)
     tied = set(getattr(model, "all_tied_weights_keys", None) or ())
     entries = [Entry(n, tuple(t.shape), t.dtype) for n, t in tensors.items() if n not in tied]
-    items = []
-    for group in make_hub_groups(model, entries):
-        own = [entry.dtype for entry in group.entries]
-        kinds = own if dtype is None else [dtype if kind.is_floating_point else kind for kind in own]
-        described = tuple(Entry(e.name, e.shape, kind) for e, kind in zip(group.entries, kinds, strict=True))
-        items.append(Item(described, functools.partial(_read_values_of, group, tensors, kinds)))
-    return items
-
-
-def _read_values_of(group: Group, tensors: dict[str, LazyTensor], kinds: list[torch.dtype]) -> Iterator[torch.Tensor]:
-    """Read, merge and convert the tensors of one group, now that they are asked for."""
-    own = {entry.name: tensors[entry.name].whole() for entry in group.own}
-    for value, kind in zip(group.convert(own), kinds, strict=True):
-        yield value.to(kind)
+    return tensors, make_hub_groups(model, entries)
 
 
 def _merge(model: nn.Module, tensors: dict[str, LazyTensor], checkpoint: str, stack: contextlib.ExitStack) -> None:

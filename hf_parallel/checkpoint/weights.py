@@ -15,7 +15,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
@@ -160,12 +160,7 @@ def split_into_files(sizes: dict[str, int], stem: str, max_shard_size: int | str
 # Names and conversions are those of the Hub, which an inference engine reads.
 
 
-class HasBytes(Protocol):
-    @property
-    def nbytes(self) -> int: ...
-
-
-Held = TypeVar("Held", bound=HasBytes)
+Held = TypeVar("Held", Group, Entry, torch.Tensor)
 
 
 def make_parameter_groups(

@@ -7,7 +7,7 @@ the same kinds of layers, positions, masks and losses.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -173,6 +173,7 @@ def _choose_layer_count(layers: int, stages: int) -> int:
 _LAYERS = r"num_hidden_layers|n_layers?|num_layers|num_blocks"
 _QUERY_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
 _KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
+_NO_WIDTHS = r".*(position|length|ctx|seq_len|expert).*"
 
 
 def _fit_to_layout(as_dict: dict[str, Any], changes: dict[str, Any], layout: Layout, layers: int) -> dict[str, Any]:
@@ -192,19 +193,14 @@ def _fit_to_layout(as_dict: dict[str, Any], changes: dict[str, Any], layout: Lay
         share = as_dict[query] // large
         heads = kept * next(factor for factor in range(2, share + 1) if share % factor == 0)
     for key, value in fitted.items():
+        grows = _choose_small_value(RULES, key, 0) in (64, 128) and not re.fullmatch(_NO_WIDTHS, key)
         if key == key_heads:
             fitted[key] = kept
         elif isinstance(value, int) and key == query:
             fitted[key] = heads
-        elif isinstance(value, int) and value in (64, 128) and _is_width(key):
+        elif isinstance(value, int) and value in (64, 128) and grows:
             fitted[key] = value * heads // 4
     return fitted
-
-
-def _is_width(key: str) -> bool:
-    """Return whether this size grows with the number of heads."""
-    rules = [small for pattern, small in RULES if re.fullmatch(pattern, key)]
-    return bool(rules) and rules[0] in (64, 128) and not re.fullmatch(r".*(position|length|ctx|seq_len|expert).*", key)
 
 
 def list_small_values(config: PretrainedConfig, keep: Sequence[str] = (), layout: Layout = ONE_RANK) -> dict[str, Any]:
@@ -295,9 +291,8 @@ def find_reason_not_told_apart(copy: PreTrainedModel) -> str | None:
         documents = _make_documents(copy)
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             apart = [_compute_outputs(copy, document) for document in documents]
-            together = _compute_outputs(
-                copy, torch.cat(documents, 1), torch.cat(list(_iterate_positions(documents)), 1)
-            )
+            positions = torch.cat([torch.arange(one.shape[1], device=one.device) for one in documents])[None]
+            together = _compute_outputs(copy, torch.cat(documents, 1), positions)
     except Exception as error:
         return f"{name} cannot be tried on joined examples ({type(error).__name__}: {get_first_line(error)})"
     alone = torch.cat([logits for logits, _ in apart], 1)
@@ -318,7 +313,7 @@ def does_read_former_document(copy: PreTrainedModel) -> bool:
     """
     backbone = find_token_readers(copy.eval())[0]
     first, second, _ = _make_documents(copy)
-    positions = torch.cat(list(_iterate_positions((first, second))), 1)
+    positions = torch.cat([torch.arange(one.shape[1], device=one.device) for one in (first, second)])[None]
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         rows = (torch.cat((before, second), 1) for before in (first, first.flip(1)))
         hidden = (backbone(input_ids=row, position_ids=positions).last_hidden_state for row in rows)
@@ -334,10 +329,6 @@ def _make_documents(copy: PreTrainedModel) -> list[torch.Tensor]:
 
 def _is_close(one: torch.Tensor, other: torch.Tensor, tolerance: float) -> bool:
     return bool((one - other).abs().max() <= tolerance * other.abs().max())
-
-
-def _iterate_positions(documents: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-    return (torch.arange(document.shape[1], device=document.device)[None] for document in documents)
 
 
 def _compute_outputs(

@@ -13,8 +13,6 @@ from hf_parallel.ranks.desync import AloneError, ask_other_ranks, assert_all_ran
 from hf_parallel.ranks.differentiable import (
     Started,
     all_reduce,
-    begin_gather_last_dim,
-    begin_gather_sequence,
     copy_to_group,
     copy_weight_to_group,
     cut_sequence,
@@ -41,8 +39,6 @@ __all__ = [
     "Started",
     "all_reduce",
     "ask_other_ranks",
-    "begin_gather_last_dim",
-    "begin_gather_sequence",
     "exchange_tokens_for_columns",
     "copy_to_group",
     "copy_weight_to_group",

@@ -21,20 +21,15 @@ from hf_parallel.ranks.differentiable import (
 from hf_parallel.ranks.observed import COLLECTIVE, does_keep, keep_or_compute
 
 
-def _exchange_rows(
-    rows: torch.Tensor, sent: list[int] | None, received: list[int] | None, group: dist.ProcessGroup
+def all_to_all(
+    rows: torch.Tensor, group: dist.ProcessGroup, sent: list[int] | None = None, received: list[int] | None = None
 ) -> torch.Tensor:
-    """Send rows by counts; without counts as many to each rank."""
+    """Send rows by counts; without counts as many to each rank. Not differentiable."""
     arrived = rows.new_empty(len(rows) if received is None else sum(received), *rows.shape[1:])
     dist.all_to_all_single(
         arrived, rows.contiguous(), output_split_sizes=received, input_split_sizes=sent, group=group
     )
     return arrived
-
-
-def all_to_all(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """`exchange_equally` without a way back. Not differentiable."""
-    return _exchange_rows(parts, None, None, group)
 
 
 def exchange_counts(counts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -48,7 +43,7 @@ def exchange_equally(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Ten
     return keep_or_compute(lambda: all_to_all(parts, group), COLLECTIVE)
 
 
-@with_gradient(lambda gradient, sent, received, group: _exchange_rows(gradient, received, sent, group))
+@with_gradient(lambda gradient, sent, received, group: all_to_all(gradient, group, received, sent))
 def exchange(rows: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> torch.Tensor:
     """Rows in the order of the ranks they go to -> rows in the order of the ranks they come from.
 
@@ -56,7 +51,7 @@ def exchange(rows: torch.Tensor, sent: list[int], received: list[int], group: di
         sent: how many of `rows` go to each rank.
         received: how many come from each.
     """
-    return keep_or_compute(lambda: _exchange_rows(rows, sent, received, group), COLLECTIVE)
+    return keep_or_compute(lambda: all_to_all(rows, group, sent, received), COLLECTIVE)
 
 
 def exchange_during(
@@ -258,11 +253,11 @@ def exchange_tokens_for_columns(tensor: torch.Tensor, over_columns: dist.Process
     return _send_to_columns(tensor, over_columns)
 
 
-def _enter_grid(gradient: torch.Tensor, over_rows: dist.ProcessGroup, over_columns: dist.ProcessGroup) -> torch.Tensor:
-    return join_parts_of_sequence(start_all_gather(_send_to_columns(gradient, over_columns), over_rows).wait())
-
-
-@with_gradient(_enter_grid)
+@with_gradient(
+    lambda gradient, over_rows, over_columns: join_parts_of_sequence(
+        start_all_gather(_send_to_columns(gradient, over_columns), over_rows).wait()
+    )
+)
 def leave_grid(tensor: torch.Tensor, over_rows: dist.ProcessGroup, over_columns: dist.ProcessGroup) -> torch.Tensor:
     """[…, s, h / C], a part of a sum over rows -> […, s / p, h] of the sum: this rank's tokens, all features.
 

@@ -210,12 +210,6 @@ def gather_sequence(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Ten
     return _gather_sequence(tensor, group)
 
 
-def begin_gather_sequence(tensor: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], torch.Tensor]:
-    """Start to gather as `gather_sequence` does; what it returns waits for the result. Not differentiable."""
-    parts = start_all_gather(tensor, group)
-    return lambda: join_parts_of_sequence(parts.wait())
-
-
 @with_gradient(_gather_sequence)
 def reduce_scatter_sequence(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """[b, s, h] partial sums -> [b, s / n, h]: leave it with parts of the sequence; all-gather backward."""
@@ -244,12 +238,6 @@ def join_last_dim(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tenso
 def gather_last_dim(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """[…, n] on each rank -> […, n * group size] on all, each of which uses it for a part of the work."""
     return _with_last_dims_of_all(tensor, group)
-
-
-def begin_gather_last_dim(tensor: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], torch.Tensor]:
-    """Start to gather as `gather_last_dim` does; what it returns waits for the result. Not differentiable."""
-    parts = start_all_gather(tensor, group)
-    return lambda: parts.wait().movedim(0, -2).flatten(-2)
 
 
 @with_gradient(_with_last_dims_of_all)

@@ -144,18 +144,25 @@ def split_linear_adapter(
         put_mixin_on(up, WholeAdapter, base.region)
 
 
-def cut(adapter: Any, base: TensorParallelLayer, dim: int, mesh: DeviceMesh, device: torch.device) -> None:
+def cut(
+    adapter: Any,
+    base: TensorParallelLayer,
+    dim: int,
+    mesh: DeviceMesh,
+    device: torch.device,
+    mixin: type[TensorParallelLayer] = CutAdapter,
+) -> None:
     """Cut A (dim 1) or B (dim 0), whole and equal on all ranks, in the order in which the base's weight is stored."""
     order = getattr(base, "stored_orders", {}).get("weight")
     names = ("weight", "bias") if dim == 0 else ("weight",)
     for name in names:
-        if order is not None and adapter._parameters[name] is not None:
+        if order is not None and adapter._parameters.get(name) is not None:
             stored = StoredOrder(dim, order.rows)  # of a Conv1D the base's dim is another
             adapter.stored_orders = {**getattr(adapter, "stored_orders", {}), name: stored}
             adapter._parameters[name].data = stored.to_stored(adapter._parameters[name].data)
     for name in names:
         shard_parameter(adapter, name, mesh, dim, device)
-    put_mixin_on(adapter, CutAdapter, base.region)
+    put_mixin_on(adapter, mixin, base.region)
 
 
 def can_split_adapter(base: nn.Module) -> TypeGuard[TensorParallelLayer]:
@@ -207,13 +214,9 @@ class SplitMagnitude(TensorParallelLayer):
 def split_magnitude(base: TensorParallelLayer, magnitude: Any, mesh: DeviceMesh, device: torch.device) -> None:
     """Split the magnitudes [out] of one adapter, whole and equal on all ranks."""
     if isinstance(base, ColumnParallel):
-        order = getattr(base, "stored_orders", {}).get("weight")
-        if order is not None:
-            stored = StoredOrder(0, order.rows)
-            magnitude.stored_orders = {"weight": stored}
-            magnitude._parameters["weight"].data = stored.to_stored(magnitude._parameters["weight"].data)
-        shard_parameter(magnitude, "weight", mesh, 0, device)
-    put_mixin_on(magnitude, SplitMagnitude, base.region)
+        cut(magnitude, base, 0, mesh, device, SplitMagnitude)
+    else:
+        put_mixin_on(magnitude, SplitMagnitude, base.region)
 
 
 # ---- copies that are trained whole -------------------------------------------------------------------------------

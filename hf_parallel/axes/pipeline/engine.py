@@ -197,7 +197,7 @@ class PipelineEngine(StageRunner):
                 return self._on_call(kwargs)
             session = self.pipelines.session
             if session is not None:
-                return session.within(self, lambda: session.answer(self, kwargs))
+                return session.run_in_last_stage(self, lambda: session.answer(self, kwargs))
             return unscheduled.serve_script(self, kwargs, lambda: cast(Handler, self._on_call)(kwargs))[0]
 
         self.model.forward, backbone.forward = model_forward, backbone_forward
@@ -221,7 +221,7 @@ class PipelineEngine(StageRunner):
         if self._view is not None:  # a script's loss, on the last stage, calls its model
             return self._model_forward(**batch)
         if self.pipelines.session is not None:  # or another one
-            return self.pipelines.session.within(self, lambda: self._model_forward(**batch))
+            return self.pipelines.session.run_in_last_stage(self, lambda: self._model_forward(**batch))
         batch = self._fill_batch(batch)
         rows = tokens_of(batch).shape[0]
         if self.delayed is not None and not self.delayed.reads_ahead and self._is_training(batch):

@@ -409,7 +409,7 @@ def _run_calls_beside(
     session, other = Serving(engine, batch), engine.pipelines.engine(call.model)
     if engine.last:
         with session.active():
-            output = session.within(other, lambda: session.forward(call, batch))
+            output = session.run_in_last_stage(other, lambda: session.forward(call, batch))
     else:
         output = session.forward(call, batch)
     if other is not engine:

@@ -84,7 +84,7 @@ class Session:
     def run(self, script: Callable[[], T]) -> T:
         """Run `script()` inside the FSDP2 root of the last stage, where embedding, norm and head are whole."""
         with self.active():
-            return self.within(self.engine, script)
+            return self.run_in_last_stage(self.engine, script)
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
@@ -96,7 +96,7 @@ class Session:
         finally:
             pipelines.session = former
 
-    def within(self, engine: StageRunner, call: Callable[[], T]) -> T:
+    def run_in_last_stage(self, engine: StageRunner, call: Callable[[], T]) -> T:
         """Run `call()` inside the last stage of `engine`: of the model that trains, or of one beside it."""
         view, handler = engine.views[-1], functools.partial(self.answer, engine)
         return engine.through(engine.stages[-1], lambda hidden, i: engine.enter(view, handler, call))

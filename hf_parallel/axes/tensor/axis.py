@@ -29,7 +29,11 @@ from hf_parallel.axes.tensor.infer import (
     iterate_named_layers,
 )
 from hf_parallel.axes.tensor.region import READ_BESIDES, READERS, does_read_features
-from hf_parallel.axes.tensor.sequence_parallel import apply_sequence_parallel, find_sequence_obstacle, pad_sequences
+from hf_parallel.axes.tensor.sequence_parallel import (
+    apply_sequence_parallel,
+    find_sequence_obstacle,
+    pad_sequences_of_reader,
+)
 from hf_parallel.axes.tensor.tensor_parallel import (
     FOR_LINEARS,
     SAME_AS_LINEAR,
@@ -41,6 +45,7 @@ from hf_parallel.axes.tensor.vocab_parallel import apply_vocab_parallel, make_lo
 from hf_parallel.model.anatomy import (
     does_draw_random_numbers,
     find_text_part,
+    find_token_readers,
     get_text_config,
     is_norm,
     list_tied_to_embedding,
@@ -451,7 +456,7 @@ class Tensor(Axis["SplitFacts", TensorPart]):
         apply_vocab_parallel(model, mesh, part.words, device, part.sums_over_tokens, part.overlap)
         retie(model)
         if flag.on:
-            apply_sequence_parallel(model, mesh, device, flag)
+            apply_sequence_parallel(model, mesh.get_group(), flag)
             building.whole_tokens.append(functools.partial(_gather_whole_tokens, building))
 
     def finish(self, model: PreTrainedModel, part: TensorPart, building: Building) -> None:
@@ -462,7 +467,9 @@ class Tensor(Axis["SplitFacts", TensorPart]):
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
         if part.whole_sequences is None:
             assert building.sequence_flag is not None
-            pad_sequences(model, building.mesh.size("tp"), building.sequence_flag, caches=building.pipeline is None)
+            for reader in find_token_readers(model):
+                size, caches = building.mesh.size("tp"), building.pipeline is None
+                pad_sequences_of_reader(reader, size, building.sequence_flag, caches)
 
 
 def _gather_whole_tokens(building: Building, tensor: torch.Tensor, batch: Batch) -> torch.Tensor:

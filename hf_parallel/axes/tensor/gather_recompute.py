@@ -21,14 +21,14 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from hf_parallel.ranks import begin_gather_sequence, gather_sequence
+from hf_parallel.ranks import Started, gather_sequence, join_parts_of_sequence, start_all_gather
 from hf_parallel.ranks.local import switch_autocast_off
 
 if TYPE_CHECKING:
     from hf_parallel.ranks.differentiable import Context
 
-#: Starts to gather a part over a group; what it returns waits for the whole.
-Begin: TypeAlias = Callable[[torch.Tensor, dist.ProcessGroup], Callable[[], torch.Tensor]]
+#: Makes the whole of the parts [n, …] of all ranks.
+Join: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 
 
 def gather_for_linear(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -39,12 +39,12 @@ def gather_for_linear(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Ten
 
 
 def remember_origin(
-    whole: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup, begin: Begin = begin_gather_sequence
+    whole: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup, join: Join = join_parts_of_sequence
 ) -> torch.Tensor:
-    """Note on `whole` that it was gathered from `part`, as `begin` does."""
+    """Note on `whole` that it was gathered from `part`, and joined as `join` does."""
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         # On the tensor itself: it lives as long, and a checkpoint inside the region passes the same object again.
-        vars(whole)["_gathered_from"] = Origin(part.detach(), group, whole._version, begin)
+        vars(whole)["_gathered_from"] = Origin(part.detach(), group, whole._version, join)
     return whole
 
 
@@ -103,13 +103,13 @@ class Origin:
     part: torch.Tensor
     group: dist.ProcessGroup
     version: int
-    begin: Begin
+    join: Join
     _kept: dict[torch.dtype, tuple[torch.Tensor, GatheredAgain]] = field(default_factory=dict)
 
     def read_by(self, reader: Context | Reader, dtype: torch.dtype) -> tuple[torch.Tensor, GatheredAgain]:
         """Return the part in the dtype the reader computes in, one copy for all readers; autocast may lower it."""
         if dtype not in self._kept:
-            self._kept[dtype] = self.part.to(dtype), GatheredAgain(self.group, self.begin)
+            self._kept[dtype] = self.part.to(dtype), GatheredAgain(self.group, self.join)
         part, gathered_again = self._kept[dtype]
         reader.passes = 0
         gathered_again.readers.add(reader)
@@ -125,22 +125,22 @@ class GatheredAgain:
     """
 
     group: dist.ProcessGroup
-    begin_gather: Begin
+    join: Join
     passes: int = 0
     readers: weakref.WeakSet[Context | Reader] = field(default_factory=weakref.WeakSet)
-    _wait: Callable[[], torch.Tensor] | None = None
+    _started: Started | None = None
     _whole: torch.Tensor | None = None
 
     def begin(self, reader: Reader, part: torch.Tensor) -> None:
         """Start to gather, unless another reader has in this pass over the graph."""
         if reader.passes == self.passes:
             self.passes += 1
-            self._wait = self.begin_gather(part, self.group)
+            self._started = start_all_gather(part, self.group)
 
     def take(self, reader: Reader) -> torch.Tensor:
         """Return the whole input as [rows, h], after `begin`."""
-        if self._wait is not None:
-            self._whole, self._wait = self._wait().flatten(0, -2), None
+        if self._started is not None:
+            self._whole, self._started = self.join(self._started.wait()).flatten(0, -2), None
         whole, reader.passes = self._whole, self.passes
         assert whole is not None
         if all(other.passes == self.passes for other in self.readers):

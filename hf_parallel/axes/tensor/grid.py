@@ -30,7 +30,6 @@ from hf_parallel.axes.tensor import gather_recompute
 from hf_parallel.axes.tensor.layers import TensorParallelLayer, get_local_weight, get_rows_on
 from hf_parallel.axes.tensor.region import READ_BESIDES, Region, does_read_features
 from hf_parallel.ranks import (
-    begin_gather_last_dim,
     copy_to_group,
     copy_weight_to_group,
     exchange_tokens_for_columns,
@@ -83,7 +82,9 @@ class GridRegion(Region):
     def product(self, layer: nn.Module, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """x […, in / p] -> […, out / C], a part of a sum over rows."""
         gathered = gather_last_dim(x, self.over_columns)
-        entered = gather_recompute.remember_origin(gathered, x, self.over_columns, begin_gather_last_dim)
+        entered = gather_recompute.remember_origin(
+            gathered, x, self.over_columns, lambda parts: parts.movedim(0, -2).flatten(-2)
+        )
         return gather_recompute.multiply_gathered(entered, weight, None)
 
     def row(self, layer: nn.Module, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,6 @@ from typing import Protocol, TypeVar
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from hf_parallel.axes.eight_bit import Split, recipe_of
 from hf_parallel.axes.tensor import eight_bit, gather_recompute
@@ -177,8 +176,3 @@ def find_unsplit_modules(root: nn.Module) -> list[nn.Module]:
         for m in root.modules()
         if has_own_parameters(m) and not isinstance(m, TensorParallelLayer) and not is_experts(m)
     ]
-
-
-def mark_partial_gradient(module: nn.Module, mesh: DeviceMesh, device: torch.device, region: Region) -> None:
-    """Mark a layer whose whole weights act on a part of its input."""
-    put_mixin_on(module, PartialGradient, region)

@@ -156,33 +156,28 @@ def _does_pass_read(owner: nn.Module, name: str, more: tuple[str, ...], kind: ty
         watched.read = False
         values = {key: value.to("meta") for key, value in (*owner.named_parameters(), *owner.named_buffers())}
         with contextlib.suppress(Exception):  # whatever its code does with what it is not given
-            given = {**_make_other_inputs(owner, angles, more), name: watched}
-            result = torch.func.functional_call(owner, values, (), given)
+            # The other inputs that the owner needs, and those that may decide what it does.
+            width = getattr(getattr(owner, "config", None), "hidden_size", None) or _WIDTH
+            mask, heads = _make_empty_tensor(1, 1, _TOKENS, _TOKENS), int(getattr(owner, "num_heads", None) or 1)
+            optional: dict[str, tuple[str, torch.Tensor]] = {
+                "attention_mask": ("attention_mask", mask),
+                "bool_mask": ("attention_mask", mask.bool()),
+                "position_ids": ("position_ids", _make_empty_tensor(1, _TOKENS).long()),
+                "alibi": ("alibi", _make_empty_tensor(heads, 1, _TOKENS)),
+                "key_value_states": ("key_value_states", _make_empty_tensor(1, _TOKENS, width)),
+                "encoder_hidden_states": ("encoder_hidden_states", _make_empty_tensor(1, _TOKENS, width)),
+            }
+            known: dict[str, object] = dict(optional[key] for key in more)
+            known["position_embeddings"] = (_make_empty_tensor(1, _TOKENS, angles),) * 2
+            known["residual"] = _make_empty_tensor(1, 1, 1)  # fits what it is added to
+            parameters = list(inspect.signature(owner.forward).parameters.values())
+            known[parameters[0].name] = _make_empty_tensor(1, _TOKENS, _WIDTH)
+            required = {p.name for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD}
+            given = {p.name: known.get(p.name) for p in parameters if p.name in required | set(known)}
+            result = torch.func.functional_call(owner, values, (), {**given, name: watched})
             given_back = any(part is watched for part in (result if isinstance(result, tuple) else (result,)))
             return watched.read or given_back
     return None
-
-
-def _make_other_inputs(owner: nn.Module, angles: int, more: tuple[str, ...]) -> dict[str, object]:
-    """Make the other inputs that the owner needs, and those that may decide what it does."""
-    width = getattr(getattr(owner, "config", None), "hidden_size", None) or _WIDTH
-    mask, heads = _make_empty_tensor(1, 1, _TOKENS, _TOKENS), int(getattr(owner, "num_heads", None) or 1)
-    optional: dict[str, dict[str, object]] = {
-        "attention_mask": {"attention_mask": mask},
-        "bool_mask": {"attention_mask": mask.bool()},
-        "position_ids": {"position_ids": _make_empty_tensor(1, _TOKENS).long()},
-        "alibi": {"alibi": _make_empty_tensor(heads, 1, _TOKENS)},
-        "key_value_states": {"key_value_states": _make_empty_tensor(1, _TOKENS, width)},
-        "encoder_hidden_states": {"encoder_hidden_states": _make_empty_tensor(1, _TOKENS, width)},
-    }
-    known: dict[str, object] = {"position_embeddings": (_make_empty_tensor(1, _TOKENS, angles),) * 2}
-    known["residual"] = _make_empty_tensor(1, 1, 1)  # fits what it is added to
-    for key in more:
-        known.update(optional[key])
-    parameters = list(inspect.signature(owner.forward).parameters.values())
-    known[parameters[0].name] = _make_empty_tensor(1, _TOKENS, _WIDTH)
-    needed = [p for p in parameters if p.name in known or (p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD)]
-    return {p.name: known.get(p.name) for p in needed}
 
 
 def _make_empty_tensor(*shape: int) -> torch.Tensor:

@@ -18,18 +18,16 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from hf_parallel.axes.axis import SequenceParallelFlag
 from hf_parallel.axes.tensor.dropout import OwnRandomNumbers
 from hf_parallel.axes.tensor.infer import iterate_named_layers
-from hf_parallel.axes.tensor.layers import find_unsplit_modules, mark_partial_gradient
+from hf_parallel.axes.tensor.layers import PartialGradient, find_unsplit_modules, put_mixin_on
 from hf_parallel.axes.tensor.region import READERS, Region
 from hf_parallel.model.anatomy import (
     find_reader_of_stack,
     find_stacks,
     find_text_part,
-    find_token_readers,
     has_own_parameters,
     is_norm,
 )
@@ -38,8 +36,6 @@ from hf_parallel.model.experts import iterate_experts
 from hf_parallel.ranks import join_sequence, split_sequence
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from transformers.utils import ModelOutput
 
 
@@ -81,39 +77,35 @@ def find_sequence_obstacle(model: nn.Module, styles: dict[str, str]) -> str | No
     return None
 
 
-def apply_sequence_parallel(
-    model: nn.Module, mesh: DeviceMesh, device: torch.device, switch: SequenceParallelFlag
-) -> None:
+def apply_sequence_parallel(model: nn.Module, group: dist.ProcessGroup, switch: SequenceParallelFlag) -> None:
     """Let norms work on parts, split before the first layer and join after the last. Before stages are cut."""
-    group = mesh.get_group()
     for stack in find_stacks(model):
         for part in (*stack.layers, *([] if stack.norm is None else [stack.norm])):
             region = Region(part, group, switch)
             for module in find_unsplit_modules(part):
-                mark_partial_gradient(module, mesh, device, region)
+                put_mixin_on(module, PartialGradient, region)
         for layer in stack.layers:
             scope = OwnRandomNumbers(layer, group)
             layer.register_forward_pre_hook(scope.begin)
             layer.register_forward_hook(scope.end, always_call=True)
         stack.layers[0].register_forward_pre_hook(functools.partial(_split_input, group, switch), with_kwargs=True)
         if any(True for layer in stack.layers for _ in iterate_experts(layer)):
-            gather_router_logits(find_reader_of_stack(find_text_part(model), stack), group, switch)
+            reader = find_reader_of_stack(find_text_part(model), stack)
+            reader.register_forward_hook(functools.partial(_gather_router_logits, group, switch))
         (stack.norm or stack.layers[-1]).register_forward_hook(functools.partial(_join_output, group, switch))
 
 
-def gather_router_logits(reader: nn.Module, group: dist.ProcessGroup, switch: SequenceParallelFlag) -> None:
+def _gather_router_logits(
+    group: dist.ProcessGroup, switch: SequenceParallelFlag, reader: nn.Module, args: tuple, output: ModelOutput
+) -> ModelOutput:
     """Let a backbone return the router logits [rows * length, experts] of all tokens, not of this rank's."""
-
-    def gathered(module: nn.Module, args: tuple, output: ModelOutput) -> ModelOutput:
-        logits = getattr(output, "router_logits", None)
-        if not switch.on or not logits or output[0].dim() != 3:
-            return output
-        rows, length = output[0].shape[:2]
-        whole = (join_sequence(layer.unflatten(0, (rows, -1)), group)[:, :length].flatten(0, 1) for layer in logits)
-        output["router_logits"] = tuple(whole)
+    logits = getattr(output, "router_logits", None)
+    if not switch.on or not logits or output[0].dim() != 3:
         return output
-
-    reader.register_forward_hook(gathered)
+    rows, length = output[0].shape[:2]
+    whole = (join_sequence(layer.unflatten(0, (rows, -1)), group)[:, :length].flatten(0, 1) for layer in logits)
+    output["router_logits"] = tuple(whole)
+    return output
 
 
 def _split_input(
@@ -143,23 +135,16 @@ def _join_output(
 # ---- lengths that tp does not divide ----------------------------------------------------------------------------
 
 
-def pad_sequences(model: nn.Module, multiple: int, switch: SequenceParallelFlag, caches: bool) -> None:
-    """Pad to a multiple of tp around the forward of whatever reads tokens: before the pipeline is attached.
+def pad_sequences_of_reader(reader: nn.Module, multiple: int, switch: SequenceParallelFlag, caches: bool) -> None:
+    """Pad to a multiple of tp around the forward of a module that reads tokens: before the pipeline is attached.
 
     Args:
         caches: whether the model may keep a key/value cache. Calls with one (generation) run with whole sequences:
             their steps are one token long. Under a pipeline there is none.
     """
-    for reader in find_token_readers(model):
-        bidirectional = any(getattr(module, "is_causal", True) is False for module in reader.modules())
-        reader.forward = _make_padded_forward(reader, multiple, switch, caches, bidirectional)
-
-
-def _make_padded_forward(
-    reader: nn.Module, multiple: int, switch: SequenceParallelFlag, caches: bool, bidirectional: bool
-) -> Callable[..., object]:
     forward = reader.forward
     names = list(inspect.signature(forward).parameters)
+    bidirectional = any(getattr(module, "is_causal", True) is False for module in reader.modules())
 
     @functools.wraps(forward)
     def padded(*args: object, **kwargs: object) -> object:
@@ -183,7 +168,7 @@ def _make_padded_forward(
             outputs = forward(**_pad_batch(batch, shape, extra, bidirectional))
         return _cut_padding(outputs, shape[1], extra)
 
-    return padded
+    reader.forward = padded
 
 
 def _pad_batch(batch: dict[str, object], shape: torch.Size, extra: int, bidirectional: bool) -> dict[str, object]:

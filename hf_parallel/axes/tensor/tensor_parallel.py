@@ -36,12 +36,12 @@ from hf_parallel.axes.tensor.layers import (
     ColumnParallel,
     HeadsEmbedding,
     LocalHeads,
+    PartialGradient,
     RowParallel,
     SharedHeads,
     SplitNorm,
     TensorParallelLayer,
     find_unsplit_modules,
-    mark_partial_gradient,
     put_mixin_on,
 )
 from hf_parallel.axes.tensor.region import READERS, Region, use_local_heads
@@ -99,7 +99,7 @@ def apply_tensor_parallel(
             if is_norm(module) and torch.is_tensor(getattr(module, "weight", None)):
                 put_mixin_on(module, SplitNorm, region)
             else:
-                mark_partial_gradient(module, mesh, device, region)
+                put_mixin_on(module, PartialGradient, region)
         region.owner.register_forward_hook(region.close, always_call=True)
     model.register_forward_pre_hook(functools.partial(_refuse_partial_outputs, switch), with_kwargs=True)
 
@@ -153,8 +153,20 @@ def shard_parameter(
 
 
 def _split_column(
-    module: nn.Module, mesh: DeviceMesh, device: torch.device, region: Region, segments: list[int] | None = None
+    module: nn.Module, mesh: DeviceMesh, device: torch.device, region: Region, packed: str | None = None
 ) -> None:
+    """Split a linear by its outputs.
+
+    Args:
+        packed: what these hold: "halves" of one width, or "qkv", all query heads, then all keys', then all values'.
+    """
+    segments = None
+    if packed == "halves":
+        segments = [get_linear_sizes(module)[1] // 2] * 2
+    elif packed == "qkv":
+        heads, kv_heads = region.heads
+        width = get_linear_sizes(module)[1] // (heads + 2 * kv_heads)
+        segments = [heads * width, kv_heads * width, kv_heads * width]
     out = 1 if isinstance(module, Conv1D) else 0
     of_matrices = region.grid.mesh if isinstance(region, GridRegion) else mesh
     shard_parameter(module, "weight", of_matrices, out, device, segments)
@@ -166,18 +178,6 @@ def _split_row(module: nn.Module, mesh: DeviceMesh, device: torch.device, region
     of_matrices = region.grid.mesh if isinstance(region, GridRegion) else mesh
     shard_parameter(module, "weight", of_matrices, 0 if isinstance(module, Conv1D) else 1, device)
     put_mixin_on(module, RowParallel, region)
-
-
-def _split_packed_halves(module: nn.Module, mesh: DeviceMesh, device: torch.device, region: Region) -> None:
-    half = get_linear_sizes(module)[1] // 2
-    _split_column(module, mesh, device, region, [half, half])
-
-
-def _split_packed_qkv(module: nn.Module, mesh: DeviceMesh, device: torch.device, region: Region) -> None:
-    """[q | k | v]: all query heads, then all keys', then all values'."""
-    heads, kv_heads = region.heads
-    width = get_linear_sizes(module)[1] // (heads + 2 * kv_heads)
-    _split_column(module, mesh, device, region, [heads * width, kv_heads * width, kv_heads * width])
 
 
 def _split_shared_heads(module: nn.Module, mesh: DeviceMesh, device: torch.device, region: Region) -> None:
@@ -231,15 +231,17 @@ SAME_AS_LINEAR = {"FalconLinear"}
 _STYLES: dict[str, Callable[..., object]] = {
     "colwise": _split_column,
     "rowwise": _split_row,
-    "packed_halves": _split_packed_halves,
-    "packed_qkv": _split_packed_qkv,
+    "packed_halves": functools.partial(_split_column, packed="halves"),
+    "packed_qkv": functools.partial(_split_column, packed="qkv"),
     "falcon_qkv": _split_column,
     "colwise_shared_heads": _split_shared_heads,
     "shared_qkv": _split_shared_packed,
     "shared_groups": functools.partial(_split_shared_packed, by_groups=True),
     "embedding_heads": lambda module, mesh, device, region: put_mixin_on(module, HeadsEmbedding, region),
     "heads": _split_heads,
-    "replicated_with_grad_allreduce": mark_partial_gradient,
+    "replicated_with_grad_allreduce": lambda module, mesh, device, region: put_mixin_on(
+        module, PartialGradient, region
+    ),
 }
 #: Styles of linears alone.
 FOR_LINEARS = set(_STYLES) - {"embedding_heads", "heads", "replicated_with_grad_allreduce"}
