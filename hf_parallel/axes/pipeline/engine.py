@@ -291,7 +291,7 @@ class PipelineEngine(StageRunner):
     def _has_own_loss(self, parts: list[Batch], view: StageView, hidden: torch.Tensor | None, i: int) -> torch.Tensor:
         handler = functools.partial(self.run_backbone, hidden)
         with note_unread_logits(self.services.loss_in_chunks):
-            return self.enter(view, handler, lambda: self._model_forward(**parts[i])["loss"])
+            return self.run_as_stage(view, handler, lambda: self._model_forward(**parts[i])["loss"])
 
     def _outputs(self, batch: Batch) -> ModelOutput:
         outputs = self._model_forward(**batch)

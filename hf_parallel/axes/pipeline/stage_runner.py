@@ -99,7 +99,8 @@ class Session:
     def within(self, engine: StageRunner, call: Callable[[], T]) -> T:
         """Run `call()` inside the last stage of `engine`: of the model that trains, or of one beside it."""
         view, handler = engine.views[-1], functools.partial(self.answer, engine)
-        return engine.through(engine.stages[-1], lambda hidden, i: engine.enter(view, handler, call))
+        stage = engine.stages[-1]
+        return engine.call_through_stage(stage, lambda hidden, i: engine.run_as_stage(view, handler, call))
 
     def answer(self, engine: StageRunner, kwargs: Batch) -> ModelOutput:
         """Return the output of the backbone for one call."""
@@ -212,7 +213,7 @@ class StageRunner:
 
     # ---- one stage -----------------------------------------------------------------------------------------------
 
-    def through(
+    def call_through_stage(
         self, stage: Stage, work: Callable[[torch.Tensor | None, int], T], hidden: torch.Tensor | None = None
     ) -> T:
         """Return `work(hidden, 0)`, run inside a stage so that FSDP2 gathers its weights."""
@@ -222,7 +223,7 @@ class StageRunner:
         finally:
             stage.work = None  # it holds the batch
 
-    def enter(self, view: StageView, on_call: Handler | None, call: Callable[[], T]) -> T:
+    def run_as_stage(self, view: StageView, on_call: Handler | None, call: Callable[[], T]) -> T:
         """Run `call` while the model's backbone runs as one stage. Return its result, or what leaves the stage.
 
         Args:

@@ -267,7 +267,7 @@ def _forward_pass(made: Made, part: Batch) -> ModelOutput | None:
                 left.append(engine.run_backbone(hidden, part))
                 output = cast(torch.Tensor, left[0]["last_hidden_state"])
             else:
-                output = engine.enter(view, None, lambda: engine.run_backbone(hidden, part))
+                output = engine.run_as_stage(view, None, lambda: engine.run_backbone(hidden, part))
         if balance is None:
             return output
         # The output takes the gradient of what the routers of these layers chose along.
@@ -284,7 +284,7 @@ def _forward_pass(made: Made, part: Batch) -> ModelOutput | None:
             # Cut here, so that the backward of the layers too goes micro-batch by micro-batch.
             done.handed_on = done.output.detach().requires_grad_(done.output.requires_grad)
         else:
-            done.output = engine.through(stage, functools.partial(run_layers, view), hidden)
+            done.output = engine.call_through_stage(stage, functools.partial(run_layers, view), hidden)
             _send_to_stage(engine, done.output.detach(), view.index + 1)
     return left[0] if left else None
 
