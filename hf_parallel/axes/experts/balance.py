@@ -246,10 +246,6 @@ class StageBalance:
         model.forward = exact
         model.register_forward_hook(of_others)
 
-    def call(self) -> CallBalance:
-        """Nothing counted yet."""
-        return CallBalance(self)
-
     def _collect(
         self, index: int, router: nn.Module, args: tuple, output: torch.Tensor | tuple[torch.Tensor, ...]
     ) -> None:

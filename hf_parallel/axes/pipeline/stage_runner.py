@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hf_parallel.ask.session import of_session
-from hf_parallel.axes.axis import Building, HeldRun, RouterBalance
+from hf_parallel.axes.axis import Building, CallBalance, HeldRun
 from hf_parallel.axes.pipeline.batches import (
     collect_fresh_gradients,
     cut_into_buckets,
@@ -190,8 +190,8 @@ class StageRunner:
             return []
         return self.services.at_rest([self.model.get_input_embeddings().weight])
 
-    def balance_of(self, kwargs: Batch) -> RouterBalance | None:
-        """Return the counter of routers' choices if the call, or by default the model's config, asks for them."""
+    def balance_of(self, kwargs: Batch) -> Callable[[], CallBalance] | None:
+        """Return what counts routers' choices in a call if it, or by default the model's config, asks for them."""
         asked = kwargs.get("output_router_logits")
         asked = getattr(self.model.config, "output_router_logits", False) if asked is None else asked
         return self.services.balance if asked else None

@@ -130,7 +130,7 @@ class Serving(Session):
         """All micro-batches of a call through this rank's stages; the output on the last stage."""
         engine = self.engine.pipelines.engine(call.model)
         balance = engine.balance_of(call.kwargs)
-        made = Made(engine, call, None if balance is None else balance.call())
+        made = Made(engine, call, None if balance is None else balance())
         self.made.append(made)
         kwargs = call.arguments(batch, engine.mesh.device)
         config, count = engine.config, min(tokens_of(kwargs).shape[0], 2 * engine.config.pp_size)
@@ -187,8 +187,7 @@ class Serving(Session):
 
 def serve_script(engine: StageRunner, batch: Batch, script: Callable[[], object]) -> tuple[ModelOutput, list[Made]]:
     """Return on every rank what `script` returns on the last stage, and the calls it made. Collective."""
-    grad, gradients = torch.is_grad_enabled(), engine.services.held
-    held = None if gradients is None else gradients.run()
+    grad, held = torch.is_grad_enabled(), engine.services.begin_held_run()
     free(engine)  # of a call whose backward has not come: weights may have changed since
     session, control, source = Serving(engine, batch), engine.control, engine.last_rank
     result: object = None
