@@ -70,17 +70,20 @@ class Context(Axis["ContextFacts", ContextPart]):
         setting = f"cp_size={part.config.cp_size}"
         refuse_masked_targets(model, part.facts.kernel, NAME, setting, "cp_size=1", part.own_loss)
         model.set_attn_implementation(NAME)
-        size, multiple = building.mesh.size("cp"), _compute_length_multiple(building)
+        size, flag = building.mesh.size("cp"), building.sequence_flag
+        # Under sequence parallelism tp ranks share what a cp rank holds.
+        multiple = building.mesh.size("tp") if flag is not None and flag.on else 1
         building.local_length = lambda length: compute_local_length(length, size, multiple)
 
     def finish(self, model: PreTrainedModel, part: ContextPart, building: Building) -> None:
         """Cut batches, inside of a pipeline and around what pads for tp."""
         mesh = building.mesh
+        assert building.local_length is not None
         cut = SequenceCut(
             group=mesh.attention_group,
             choice=part.choice,
             ways=build_ways(mesh, part.config, part.choice.ways),
-            multiple=_compute_length_multiple(building),
+            local_length=building.local_length,
             packed=functools.cache(functools.partial(_can_tell_packs_apart, model, part)),
             own_loss=part.own_loss,
             caches=building.pipeline is None,
@@ -130,12 +133,6 @@ def _can_tell_packs_apart(model: PreTrainedModel, part: ContextPart) -> bool:
             f"hf_parallel: whether {type(model).__name__} tells the documents of a row apart cannot be tried "
             f"({get_first_line(error)}); cp_size=1 works"
         ) from error
-
-
-def _compute_length_multiple(building: Building) -> int:
-    """Under sequence parallelism tp ranks share what a cp rank holds."""
-    flag = building.sequence_flag
-    return building.mesh.size("tp") if flag is not None and flag.on else 1
 
 
 CONTEXT = Context()
