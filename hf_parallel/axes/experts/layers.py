@@ -133,21 +133,13 @@ class Early(nn.Module):
 
 
 class Sharing:
-    """The way in which the experts of a model are shared out, alike for all its layers.
-
-    `alike`: the ranks whose tokens are the same, of which each sends a part; None where each has its own.
-    """
+    """The way in which the experts of a model are shared out, alike for all its layers."""
 
     def __init__(self, mesh: ParallelMesh, switch: SequenceParallelFlag | None) -> None:
-        self.group, self._switch = mesh.group("ep"), switch
+        self.group, self.sequence_flag = mesh.group("ep"), switch
         self.tp_group = mesh.group("tp") if mesh.size("tp") > 1 else None
         # Gradients are averaged over data and cp ranks, and FSDP2 averages over the ranks with the same experts alone.
         self.gradient_factor = mesh.size("ep_shard") * mesh.size("dp_replicate") / mesh.config.sharing_size
-
-    @property
-    def alike(self) -> dist.ProcessGroup | None:
-        """Under sequence parallelism tp ranks have tokens of their own."""
-        return None if self._switch is not None and self._switch.on else self.tp_group
 
 
 #: Numbers of a part of the products of rows and weights: smaller parts would take Python longer than the GPU.
@@ -198,7 +190,10 @@ class SharedOut(nn.Module):
     beside: tuple[Early | None]  # the shared experts to compute meanwhile, or None; no child of this module
 
     def forward(self, hidden_states: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        shared, alike, meanwhile = self.beside[0], self.sharing.alike, None
+        # Ranks of tp have the same tokens, of which each sends a part; under sequence parallelism each has its own.
+        flag, alike = self.sharing.sequence_flag, self.sharing.tp_group
+        alike = None if flag is not None and flag.on else alike
+        shared, meanwhile = self.beside[0], None
         if shared is not None:
             meanwhile = functools.partial(shared.ahead, hidden_states)
         try:
