@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
@@ -132,14 +133,14 @@ class Early(nn.Module):
         return super().__call__(hidden)
 
 
+@dataclass(eq=False)
 class Sharing:
     """The way in which the experts of a model are shared out, alike for all its layers."""
 
-    def __init__(self, mesh: ParallelMesh, switch: SequenceParallelFlag | None) -> None:
-        self.group, self.sequence_flag = mesh.group("ep"), switch
-        self.tp_group = mesh.group("tp") if mesh.size("tp") > 1 else None
-        # Gradients are averaged over data and cp ranks, and FSDP2 averages over the ranks with the same experts alone.
-        self.gradient_factor = mesh.size("ep_shard") * mesh.size("dp_replicate") / mesh.config.sharing_size
+    group: dist.ProcessGroup
+    tp_group: dist.ProcessGroup | None
+    gradient_factor: float
+    sequence_flag: SequenceParallelFlag | None
 
 
 #: Numbers of a part of the products of rows and weights: smaller parts would take Python longer than the GPU.
@@ -243,7 +244,10 @@ def share_out(
 
     Works on meta tensors and on values, which must be the same on all ranks. No communication.
     """
-    sharing = Sharing(mesh, switch)
+    tp_group = mesh.group("tp") if mesh.size("tp") > 1 else None
+    # Gradients are averaged over data and cp ranks, and FSDP2 averages over the ranks with the same experts alone.
+    factor = mesh.size("ep_shard") * mesh.size("dp_replicate") / mesh.config.sharing_size
+    sharing = Sharing(mesh.group("ep"), tp_group, factor, switch)
     for name, facts in experts.items():
         module = model.get_submodule(name)
         for key, parameter in list(module._parameters.items()):
