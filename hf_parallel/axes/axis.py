@@ -47,14 +47,15 @@ class CallBalance(Protocol):
     ) -> torch.Tensor:
         """Count a pass. Return `hidden`, which takes the gradient of the balance along."""
 
-    def close(self) -> None:
-        """Compute the loss over all passes. Collective over stages and data ranks."""
+    def close(self, tokens: int) -> tuple[torch.Tensor]:
+        """Compute the loss over all passes. Collective over stages and data ranks.
+
+        Returns:
+            Empty router logits of so many tokens of this rank, for the model's own loss.
+        """
 
     def weigh(self) -> None:
         """Take the gradient of that loss from the last stage. Collective."""
-
-    def stand_in(self, tokens: int) -> tuple[torch.Tensor]:
-        """Return empty router logits of this rank's tokens for the model's own loss."""
 
 
 class AdapterSwitch(Protocol):

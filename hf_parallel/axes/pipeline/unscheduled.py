@@ -145,16 +145,16 @@ class Serving(Session):
             engine.services.before_run(engine.model.training, tokens_of(kwargs).shape)
             self.passing = True
             outputs = [_forward_pass(made, part) for part in parts]
+            router_logits = None
             if made.balance is not None:
-                made.balance.close()
+                router_logits = made.balance.close(engine.boundary(tokens_of(kwargs), "meta").shape[:2].numel())
             self.passing = False
         made.output = output = outputs[0]
         if output is not None:  # on the last stage
             handed_on = [passes[engine.last_index].handed_on for passes in made.passes]
             output["last_hidden_state"] = torch.cat(cast(list[torch.Tensor], handed_on))
-            if made.balance is not None:
-                local = engine.boundary(tokens_of(kwargs), "meta").shape[:2]
-                output["router_logits"] = made.balance.stand_in(local.numel())
+            if router_logits is not None:
+                output["router_logits"] = router_logits
         return made.output
 
     def backward(self, tensors: list[torch.Tensor], gradients: list, held: HeldRun | None) -> None:
