@@ -83,24 +83,6 @@ def fill_with_zeros(rows: torch.Tensor, count: int) -> torch.Tensor:
     return rows if len(rows) == count else F.pad(rows, (0, 0, 0, count - len(rows)))
 
 
-class Shares:
-    """The rows of tensors that ranks of a group hold alike, shared out: the last rank may have fewer, or none."""
-
-    def __init__(self, count: int, group: dist.ProcessGroup) -> None:
-        self.group, self.count = group, count
-        self.size = -(-count // group.size())
-        self.real = max(0, min(self.size, count - group.rank() * self.size))
-
-    def own(self, tensor: torch.Tensor) -> torch.Tensor:
-        """[count, …] -> this rank's rows."""
-        filled = fill_with_zeros(tensor, self.size * self.group.size())
-        return split_sequence(filled, self.group)[: self.real]
-
-    def joined(self, tensor: torch.Tensor) -> torch.Tensor:
-        """This rank's rows -> [count, …] on all ranks, which must go on to compute the same thing."""
-        return join_sequence(fill_with_zeros(tensor, self.size), self.group)[: self.count]
-
-
 # ---- Shared experts, which every token meets, computed while tokens travel to the others ----------------------------
 #     model's order    experts( send … compute … bring back )   shared(x)   sum
 #     here             experts( send, shared(x) meanwhile, wait, compute … bring back )   shared(x): there already
@@ -200,9 +182,15 @@ class SharedOut(nn.Module):
         try:
             if alike is None:
                 return self._run_routed(hidden_states, index, weights, meanwhile)
-            shares = Shares(len(hidden_states), alike)
-            own = shares.own(hidden_states), shares.own(index), shares.own(weights)
-            return shares.joined(self._run_routed(*own, meanwhile))
+            count, ranks = len(hidden_states), alike.size()
+            size = -(-count // ranks)
+            real = max(0, min(size, count - alike.rank() * size))  # the last rank may have fewer, or none
+            own = [
+                split_sequence(fill_with_zeros(rows, size * ranks), alike)[:real]
+                for rows in (hidden_states, index, weights)
+            ]
+            results = fill_with_zeros(self._run_routed(own[0], own[1], own[2], meanwhile), size)
+            return join_sequence(results, alike)[:count]  # on all ranks, which must go on to compute the same thing
         except BaseException:
             # A checkpoint stops its second run as soon as it has what it needs: nobody asks, and nothing may be kept.
             if shared is not None:
