@@ -124,10 +124,15 @@ class Kept:
     sent: torch.Event | None = None  # when all copies are on the host
 
     def pack(self, tensor: torch.Tensor) -> Packed:
-        """Return the object that autograd keeps for the tensor."""
-        if not self._should_go(tensor):
+        """Return the object that autograd keeps for the tensor: a copy of what is large, dense and no parameter."""
+        if type(tensor) not in (torch.Tensor, FakeTensor) or tensor.device.type != self.host.device.type:
+            return tensor
+        if not tensor.is_floating_point() or tensor.nbytes < SMALL or not _is_dense(tensor):
             return tensor
         memory = tensor.untyped_storage()._cdata
+        held = (getattr(p, "_local_tensor", p) for group in self.parameters for p in group.values() if p is not None)
+        if any(parameter.untyped_storage()._cdata == memory for parameter in held):
+            return tensor
         key = memory, tensor.storage_offset(), tensor.numel(), tensor.dtype, tensor._version
         if key not in self.copied:
             copy = Copy(self.host, tensor)
@@ -155,15 +160,6 @@ class Kept:
         """Return what a checkpoint keeps of a tensor that attention gave."""
         packed = self.pack(tensor)
         return observed.Kept.of(tensor) if isinstance(packed, torch.Tensor) else Away(self, packed)
-
-    def _should_go(self, tensor: torch.Tensor) -> bool:
-        if type(tensor) not in (torch.Tensor, FakeTensor) or tensor.device.type != self.host.device.type:
-            return False
-        if not tensor.is_floating_point() or tensor.nbytes < SMALL or not _is_dense(tensor):
-            return False
-        memory = tensor.untyped_storage()._cdata
-        held = (getattr(p, "_local_tensor", p) for group in self.parameters for p in group.values() if p is not None)
-        return all(parameter.untyped_storage()._cdata != memory for parameter in held)
 
 
 @dataclass(frozen=True)

@@ -36,13 +36,6 @@ class HeldRun(Protocol):
         """Hold these gradients, times `scale`; reduce all held ones after the step's last run."""
 
 
-class HeldGradients(Protocol):
-    """Gradients of a step's runs, where data ranks reduce them once per step."""
-
-    def run(self) -> HeldRun | None:
-        """Start a run. Return None if the step has no other."""
-
-
 class CallBalance(Protocol):
     """Counts what routers choose during one call of the model, on each stage."""
 
@@ -54,21 +47,15 @@ class CallBalance(Protocol):
     ) -> torch.Tensor:
         """Count a pass. Return `hidden`, which takes the gradient of the balance along."""
 
-    def close(self) -> None:
-        """Compute the loss over all passes. Collective over stages and data ranks."""
+    def close(self, tokens: int) -> tuple[torch.Tensor]:
+        """Compute the loss over all passes. Collective over stages and data ranks.
+
+        Returns:
+            Empty router logits of so many tokens of this rank, for the model's own loss.
+        """
 
     def weigh(self) -> None:
         """Take the gradient of that loss from the last stage. Collective."""
-
-    def stand_in(self, tokens: int) -> tuple[torch.Tensor]:
-        """Return empty router logits of this rank's tokens for the model's own loss."""
-
-
-class RouterBalance(Protocol):
-    """The loss that balances experts over all stages."""
-
-    def call(self) -> CallBalance:
-        """Start counting one call of the model."""
 
 
 class AdapterSwitch(Protocol):
@@ -90,25 +77,25 @@ class PipelineServices:
 
     Attributes:
         loss_in_chunks: may a micro-batch's loss be computed in chunks of tokens?
-        balance: counts what routers choose, if a loss asks for it.
+        balance: starts to count what routers choose in one call of the model, if a loss can balance experts.
         adapters: the switch of the model's adapters, if it has any.
         scale_loss: multiplies a loss by the factor that fp16 needs.
         lowered_dtype: returns the dtype of weights that data ranks gather, or None.
         before_run: called before each run with whether it trains and the shape of its tokens.
         at_rest: replaces gathered parameters by the stored ones.
-        held: gradients that wait for the step's last run.
+        begin_held_run: starts a run whose gradients wait for the step's last one; None if the step has no other.
         reduce_stages: reduces gradients of this rank's stages that no backward pass has reduced over data ranks.
         gradients_scaled: called in the backward pass of a run's loss with the factor of its gradients.
     """
 
     loss_in_chunks: bool = False
-    balance: RouterBalance | None = None
+    balance: Callable[[], CallBalance] | None = None
     adapters: AdapterSwitch | None = None
     scale_loss: Callable[[torch.Tensor], torch.Tensor] | None = None
     lowered_dtype: Callable[[], torch.dtype | None] = lambda: None
     before_run: Callable[[bool, torch.Size], None] = lambda training, tokens: None
     at_rest: Callable[[list[nn.Parameter]], list[nn.Parameter]] = list
-    held: HeldGradients | None = None
+    begin_held_run: Callable[[], HeldRun | None] = lambda: None
     reduce_stages: Callable[[], None] = lambda: None
     gradients_scaled: Callable[[torch.Tensor | None], None] = lambda scale: None
 

@@ -26,7 +26,7 @@ PLANNING = {
         "tensor/infer.py",
     ),
     *("compression.py", "loss.py", "offload.py", "precision.py", "recompute.py", "tiled_mlp.py"),
-    *("pipeline/balance.py", "pipeline/read.py", "pipeline/schedules.py", "pipeline/timeline.py"),
+    *("pipeline/axis.py", "pipeline/balance.py", "pipeline/schedules.py", "pipeline/timeline.py"),
     *("data/files.py", "data/host_step.py", "data/local_step.py"),
 }
 

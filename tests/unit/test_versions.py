@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hf_parallel import ParallelConfig, SpecError
-from hf_parallel.axes.pipeline.read import check_own_functions
+from hf_parallel.axes.pipeline.axis import check_own_functions
 from hf_parallel.hooks import front_ends
 from hf_parallel.hooks.patching import (
     Patch,

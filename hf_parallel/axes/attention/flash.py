@@ -280,35 +280,22 @@ def run_flash_attention(
     low, high = compute_limits(causal, sliding_window, documents.layout)
     if documents.separate and s_aux is None and softcap is None and high == float("inf"):
         out = attend_in_one_process(query, key, value, None, dropout, scaling, None, None, causal)
-    elif dropout or softcap is not None:
+        return out.transpose(1, 2).contiguous(), None
+    if dropout or softcap is not None:
         _refuse_call("dropout or a soft cap of scores")
-    else:
-        out = _attend_by_documents(query, key, value, s_aux, scaling, low, high, documents)
-    return out.transpose(1, 2).contiguous(), None
-
-
-def _attend_by_documents(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    sinks: torch.Tensor | None,
-    scale: float | None,
-    low: float,
-    high: float,
-    documents: Documents,
-) -> torch.Tensor:
-    width, scale = v.shape[-1], q.shape[-1] ** -0.5 if scale is None else scale
-    q, k, v = pad_to_one_width(q, k, v)
+    width, scale = value.shape[-1], query.shape[-1] ** -0.5 if scaling is None else scaling
+    q, k, v = pad_to_one_width(query, key, value)
     if can_take_queries(q):
         # Tokens before and after a query that it sees; -1 for all.
         window = (-1 if high == float("inf") else int(high), -1 if low == -float("inf") else int(-low))
-        out = attend(q, k, v, sinks, scale, window, documents.pack(q.device))
-        return out[..., :width]
+        out = attend(q, k, v, s_aux, scale, window, documents.pack(q.device))
+        return out[..., :width].transpose(1, 2).contiguous(), None
     ring = Ring(documents.layout, None, low, high)
     if not documents.moved:
-        return RingAttention.apply(q, k, v, sinks, Scores(scale), ring)[..., :width]
+        out = RingAttention.apply(q, k, v, s_aux, Scores(scale), ring)
+        return out[..., :width].transpose(1, 2).contiguous(), None
     table, inverse = ring.layout.on(q.device)
     row = torch.arange(len(table), device=q.device)[:, None]
     q, k, v = (t.transpose(1, 2)[row, table.flatten(1)].transpose(1, 2) for t in (q, k, v))
-    out = RingAttention.apply(q, k, v, sinks, Scores(scale), ring)
-    return out.transpose(1, 2)[row, inverse].transpose(1, 2)[..., :width]
+    out = RingAttention.apply(q, k, v, s_aux, Scores(scale), ring).transpose(1, 2)[row, inverse]
+    return out[..., :width].contiguous(), None

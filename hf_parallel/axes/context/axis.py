@@ -12,21 +12,44 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from hf_parallel.ask.spec import get_first_line
 from hf_parallel.axes.axis import Axis
 from hf_parallel.axes.context.attention import NAME, Exchanged, make_context_mask, run_context_attention
-from hf_parallel.axes.context.choose import Choice, ContextFacts, choose_variants, read_context
+from hf_parallel.axes.context.choose import (
+    Choice,
+    ContextFacts,
+    can_use_registries,
+    choose_variants,
+    read_score_dropout,
+    read_sliding_window,
+)
 from hf_parallel.axes.context.cut import SequenceCut
 from hf_parallel.axes.context.layout import Shape, compute_local_length
-from hf_parallel.model.anatomy import find_token_readers
+from hf_parallel.model.anatomy import (
+    find_stacks,
+    find_text_part,
+    find_token_readers,
+    get_text_config,
+    read_attention_heads,
+    read_head_width_of,
+)
 from hf_parallel.model.known_masks import refuse_masked_targets
 from hf_parallel.model.shrink import does_read_former_document, make_small_copy
 from hf_parallel.ranks.groups import connect_group
 from hf_parallel.ranks.mesh import ParallelMesh, list_axis_ranks
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from torch import nn
+    from transformers import PretrainedConfig, PreTrainedModel
 
     from hf_parallel.ask.config import ParallelConfig
     from hf_parallel.axes.axis import Building
     from hf_parallel.model.anatomy import Anatomy
+
+
+#: Backbones that look positions up in a table, and take those they are given.
+_LEARNED_POSITIONS = {"GPT2Model", "GPTBigCodeModel", "BertModel"}
+#: Layers that see whole sequences in ways of their own.
+_OTHER_LAYERS = ("linear", "conv", "mamba", "recurrent", "chunked", "sparse", "ssm")
+#: Rotations that change with the largest position a rank sees.
+_GROWING = ("dynamic", "longrope")
 
 
 @dataclass(frozen=True)
@@ -47,8 +70,24 @@ class Context(Axis["ContextFacts", ContextPart]):
     inside = True
 
     def read(self, model: PreTrainedModel, config: ParallelConfig) -> ContextFacts:
-        """Heads, masks, and what stands against cutting its sequences."""
-        return read_context(model)
+        """Read heads, masks, and what stands against cutting its sequences."""
+        if getattr(model, "config", None) is None:
+            return ContextFacts(f"{type(model).__name__} has no config", (1, 1), True)
+        text = get_text_config(model)
+        window = read_sliding_window(text)
+        heads = getattr(text, "num_attention_heads", None) or 1
+        hidden = getattr(text, "hidden_size", 128 * heads) if isinstance(heads, int) else None
+        # SegFormer has a list of hidden sizes, one per block.
+        width = read_head_width_of(text) or (hidden // heads if isinstance(hidden, int) else 128)
+        return ContextFacts(
+            _find_obstacle(model, text),
+            read_attention_heads(model) or (1, 1),
+            any(getattr(module, "is_causal", False) is True for module in model.modules()),
+            width,
+            () if window is None else (window,),
+            read_score_dropout(text),
+            getattr(text, "_attn_implementation", None) or "eager",
+        )
 
     def resolve(self, config: ParallelConfig, anatomy: Anatomy, facts: ContextFacts) -> ContextPart:
         """The variant, or why there is none."""
@@ -70,23 +109,48 @@ class Context(Axis["ContextFacts", ContextPart]):
         setting = f"cp_size={part.config.cp_size}"
         refuse_masked_targets(model, part.facts.kernel, NAME, setting, "cp_size=1", part.own_loss)
         model.set_attn_implementation(NAME)
-        size, multiple = building.mesh.size("cp"), _compute_length_multiple(building)
+        size, flag = building.mesh.size("cp"), building.sequence_flag
+        # Under sequence parallelism tp ranks share what a cp rank holds.
+        multiple = building.mesh.size("tp") if flag is not None and flag.on else 1
         building.local_length = lambda length: compute_local_length(length, size, multiple)
 
     def finish(self, model: PreTrainedModel, part: ContextPart, building: Building) -> None:
         """Cut batches, inside of a pipeline and around what pads for tp."""
         mesh = building.mesh
+        assert building.local_length is not None
         cut = SequenceCut(
             group=mesh.attention_group,
             choice=part.choice,
             ways=build_ways(mesh, part.config, part.choice.ways),
-            multiple=_compute_length_multiple(building),
+            local_length=building.local_length,
             packed=functools.cache(functools.partial(_can_tell_packs_apart, model, part)),
             own_loss=part.own_loss,
             caches=building.pipeline is None,
         )
         cut.attach(model, find_token_readers(model)[0])
         building.whole_tokens.append(cut.whole_tokens)
+
+
+def _find_obstacle(model: nn.Module, config: PretrainedConfig) -> str | None:
+    name, readers = type(model).__name__, find_token_readers(model)
+    if getattr(config, "is_encoder_decoder", False) or len(readers) != 1 or len(find_stacks(model)) != 1:
+        return f"{name} is not one stack of layers that reads tokens"
+    if find_text_part(model) is not getattr(model, "base_model", model):
+        return f"{name} reads more than tokens"
+    if not can_use_registries(model):
+        return f"{name} has an attention of its own"
+    reader = readers[0]
+    rotary = any("rotary" in child for child, _ in reader.named_children())
+    if not rotary and type(reader).__name__ not in _LEARNED_POSITIONS:
+        return f"where {type(reader).__name__} has its positions from is not known"
+    kinds = [kind for kind in getattr(config, "layer_types", None) or () if any(x in kind for x in _OTHER_LAYERS)]
+    if kinds:
+        return f"{name} has layers of {kinds[0]}"
+    parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    sets = [value for value in parameters.values() if isinstance(value, dict)] or [parameters]
+    rotations = [str(one.get("rope_type") or one.get("type")) for one in sets]
+    growing = [kind for kind in rotations if kind in _GROWING]
+    return f"its rotary embedding is {growing[0]}, which changes with the length" if growing else None
 
 
 def build_ways(
@@ -130,12 +194,6 @@ def _can_tell_packs_apart(model: PreTrainedModel, part: ContextPart) -> bool:
             f"hf_parallel: whether {type(model).__name__} tells the documents of a row apart cannot be tried "
             f"({get_first_line(error)}); cp_size=1 works"
         ) from error
-
-
-def _compute_length_multiple(building: Building) -> int:
-    """Under sequence parallelism tp ranks share what a cp rank holds."""
-    flag = building.sequence_flag
-    return building.mesh.size("tp") if flag is not None and flag.on else 1
 
 
 CONTEXT = Context()

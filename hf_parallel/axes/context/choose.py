@@ -24,14 +24,6 @@ from hf_parallel.ask.keys.context import ALLGATHER, AUTO, RING, ULYSSES, compute
 from hf_parallel.ask.spec import refuse
 from hf_parallel.axes.context.flash import PACKAGES, WIDEST, find_reason_of_age
 from hf_parallel.axes.context.ulysses import compute_key_repeats
-from hf_parallel.model.anatomy import (
-    find_stacks,
-    find_text_part,
-    find_token_readers,
-    get_text_config,
-    read_attention_heads,
-    read_head_width_of,
-)
 
 if TYPE_CHECKING:
     from torch import nn
@@ -183,14 +175,8 @@ def choose_variants(config: ParallelConfig, facts: ContextFacts) -> tuple[Choice
 # ---- What a model tells about cutting its sequences -----------------------------------------------------------------
 
 
-#: Backbones that look positions up in a table, and take those they are given.
-_LEARNED_POSITIONS = {"GPT2Model", "GPTBigCodeModel", "BertModel"}
-#: Layers that see whole sequences in ways of their own.
-_OTHER_LAYERS = ("linear", "conv", "mamba", "recurrent", "chunked", "sparse", "ssm")
 #: Where models write how much of their scores they drop.
 _DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
-#: Rotations that change with the largest position a rank sees.
-_GROWING = ("dynamic", "longrope")
 
 
 @dataclass(frozen=True)
@@ -216,27 +202,6 @@ class ContextFacts:
     kernel: str = "sdpa"
 
 
-def read_context(model: nn.Module) -> ContextFacts:
-    """Heads, masks and obstacles of a model, which is not changed."""
-    if getattr(model, "config", None) is None:
-        return ContextFacts(f"{type(model).__name__} has no config", (1, 1), True)
-    config = get_text_config(model)
-    window = read_sliding_window(config)
-    heads = getattr(config, "num_attention_heads", None) or 1
-    hidden = getattr(config, "hidden_size", 128 * heads) if isinstance(heads, int) else None
-    # SegFormer has a list of hidden sizes, one per block.
-    width = read_head_width_of(config) or (hidden // heads if isinstance(hidden, int) else 128)
-    return ContextFacts(
-        _find_obstacle(model, config),
-        read_attention_heads(model) or (1, 1),
-        any(getattr(module, "is_causal", False) is True for module in model.modules()),
-        width,
-        () if window is None else (window,),
-        read_score_dropout(config),
-        getattr(config, "_attn_implementation", None) or "eager",
-    )
-
-
 def read_sliding_window(config: PretrainedConfig) -> int | None:
     """Return the window of the sliding layers in tokens, or None."""
     window = getattr(config, "sliding_window", None)
@@ -251,25 +216,3 @@ def read_score_dropout(config: PretrainedConfig) -> str | None:
 def can_use_registries(model: nn.Module) -> bool:
     """Does it call its attention, and make its masks, through transformers' registries?"""
     return bool(getattr(model, "_supports_attention_backend", False) and getattr(model, "_supports_flash_attn", False))
-
-
-def _find_obstacle(model: nn.Module, config: PretrainedConfig) -> str | None:
-    name, readers = type(model).__name__, find_token_readers(model)
-    if getattr(config, "is_encoder_decoder", False) or len(readers) != 1 or len(find_stacks(model)) != 1:
-        return f"{name} is not one stack of layers that reads tokens"
-    if find_text_part(model) is not getattr(model, "base_model", model):
-        return f"{name} reads more than tokens"
-    if not can_use_registries(model):
-        return f"{name} has an attention of its own"
-    reader = readers[0]
-    rotary = any("rotary" in child for child, _ in reader.named_children())
-    if not rotary and type(reader).__name__ not in _LEARNED_POSITIONS:
-        return f"where {type(reader).__name__} has its positions from is not known"
-    kinds = [kind for kind in getattr(config, "layer_types", None) or () if any(x in kind for x in _OTHER_LAYERS)]
-    if kinds:
-        return f"{name} has layers of {kinds[0]}"
-    parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    sets = [value for value in parameters.values() if isinstance(value, dict)] or [parameters]
-    rotations = [str(one.get("rope_type") or one.get("type")) for one in sets]
-    growing = [kind for kind in rotations if kind in _GROWING]
-    return f"its rotary embedding is {growing[0]}, which changes with the length" if growing else None

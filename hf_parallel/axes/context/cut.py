@@ -27,7 +27,7 @@ from torch import nn
 from hf_parallel.axes.context import packs
 from hf_parallel.axes.context.attention import Cut, Exchanged, TakePart, current, join, sum_over_ranks, take
 from hf_parallel.axes.context.choose import Choice
-from hf_parallel.axes.context.layout import Layout, Shape, compute_local_length
+from hf_parallel.axes.context.layout import Layout, Shape
 from hf_parallel.model.anatomy import Draws
 from hf_parallel.model.calls import (
     bind_arguments_of,
@@ -72,7 +72,7 @@ class SequenceCut:
     Args:
         choice: the variant for each batch.
         ways: how each variant shares tokens, and attends.
-        multiple: what a rank's number of tokens must be a multiple of: tp, under sequence parallelism.
+        local_length: the number of tokens that each rank holds of a row of so many.
         packed: do positions that start again at 0 begin another document, as in most causal models?
         own_loss: is the model's loss a sum over tokens?
         caches: may the model keep a key/value cache? Calls with one (generation) are not cut.
@@ -81,7 +81,7 @@ class SequenceCut:
     group: dist.ProcessGroup
     choice: Choice
     ways: dict[str, tuple[Shape, Exchanged]]
-    multiple: int
+    local_length: Callable[[int], int]
     packed: Callable[[], bool]
     own_loss: bool
     caches: bool
@@ -218,8 +218,7 @@ class SequenceCut:
         rows = packs.find((tokens.shape[0], tokens.shape[1]), mask, positions, boundaries)
         if mask is None and any(len(row.lengths) > 1 for row in rows) and not self.packed():
             rows = packs.make_unpacked_rows(tokens.shape[0], tokens.shape[1])
-        local = compute_local_length(tokens.shape[1], self.group.size(), self.multiple)
-        layout = Layout(rows, self._choose_way(rows)[0], local)
+        layout = Layout(rows, self._choose_way(rows)[0], self.local_length(tokens.shape[1]))
         self._last = key, given, layout
         return layout
 

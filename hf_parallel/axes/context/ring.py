@@ -41,32 +41,6 @@ Part = Tile | Call
 Place = slice | torch.Tensor | tuple[slice, slice, slice]  # the tokens, or rows, of a part
 
 
-class Sum:
-    """The output of queries [b, h, n, d] over the blocks so far."""
-
-    def __init__(self, q: torch.Tensor, scores: Scores, kernel: Kernel) -> None:
-        self.scores, self.kernel = scores, kernel
-        wide = torch.promote_types(q.dtype, torch.float32)
-        b, h, n, d = q.shape  # in memory [b, n, h, d], as layers want it: nothing is copied, or kept twice
-        self.out = torch.zeros(b, n, h, d, dtype=wide, device=q.device).transpose(1, 2)
-        self.lse = _make_room((b, h, n), -torch.inf, self.out, kernel)
-        self._q, self._out, self._lse = (_arrange_for_kernel(tensor, kernel) for tensor in (q, self.out, self.lse))
-
-    def add(self, pair: torch.Tensor, ring: Ring, keys: int) -> None:
-        """Attend to the keys and values [2, b, h / g, m, d] of ring rank `keys`."""
-        k, v = _arrange_for_kernel(pair[0], self.kernel), _arrange_for_kernel(pair[1], self.kernel)
-        for part in self.kernel.parts(ring, keys, self.scores, self.lse.device):
-            mine, theirs = _find_places(part)
-            out, lse = self.kernel.forward(self._q[mine], k[theirs], v[theirs], part, self.scores)
-            former = self._lse[mine]
-            total = torch.logaddexp(former, lse)
-            self._out[mine] = (
-                self._out[mine] * (former - total).exp_()[..., None] + out * (lse - total).exp_()[..., None]
-            )
-            self._lse[mine] = total
-            del out, lse, former, total  # before the next part's are there
-
-
 class Gradients:
     """The gradient of the queries [b, h, n, d] over the blocks so far."""
 
@@ -175,8 +149,8 @@ class Exchange:
         return self.received
 
 
-def _receive_blocks(ring: Ring, own: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield (ring rank, its keys and values [2, b, h, n, d]), this rank's own first.
+def _receive_blocks(ring: Ring, own: torch.Tensor) -> Iterator[tuple[int, torch.Tensor | None]]:
+    """Yield (ring rank, its keys and values [2, b, h, n, d], or None if no query here sees them), the own ones first.
 
     The next block travels while the caller uses the present one.
     """
@@ -189,16 +163,13 @@ def _receive_blocks(ring: Ring, own: torch.Tensor) -> Iterator[tuple[int, torch.
         return
     arrived: torch.Tensor | None = own
     for step in range(ring.size):
-        following = None if step + 1 == ring.size else _start_next_exchange(ring, own, step + 1)
-        if arrived is not None:
-            yield (ring.rank - step) % ring.size, arrived
+        following = None
+        if step + 1 < ring.size:
+            to, source = (ring.rank + step + 1) % ring.size, (ring.rank - step - 1) % ring.size
+            wanted, needed = ring.sees(to, ring.rank), ring.sees(ring.rank, source)
+            following = Exchange(ring.group, own if wanted else None, to, own if needed else None, source)
+        yield (ring.rank - step) % ring.size, arrived
         arrived = None if following is None else following.wait()
-
-
-def _start_next_exchange(ring: Ring, own: torch.Tensor, step: int) -> Exchange:
-    to, source = (ring.rank + step) % ring.size, (ring.rank - step) % ring.size
-    wanted, needed = ring.sees(to, ring.rank), ring.sees(ring.rank, source)
-    return Exchange(ring.group, own if wanted else None, to, own if needed else None, source)
 
 
 class RingAttention(torch.autograd.Function):
@@ -240,16 +211,31 @@ class RingAttention(torch.autograd.Function):
 def _run_ring_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, scores: Scores, ring: Ring
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    total = Sum(q, scores, pick(q, scores, ring.kernel))
+    """Return the output of the queries over the blocks of all ring ranks, and the log-sum-exp of their scores."""
+    kernel, wide = pick(q, scores, ring.kernel), torch.promote_types(q.dtype, torch.float32)
+    b, h, n, d = q.shape  # in memory [b, n, h, d], as layers want it: nothing is copied, or kept twice
+    whole_out = torch.zeros(b, n, h, d, dtype=wide, device=q.device).transpose(1, 2)
+    whole_lse = _make_room((b, h, n), -torch.inf, whole_out, kernel)
+    queries, outs, lses = (_arrange_for_kernel(tensor, kernel) for tensor in (q, whole_out, whole_lse))
     for keys, pair in _receive_blocks(ring, torch.stack([k, v])):
-        total.add(pair, ring, keys)
-        del pair  # otherwise three blocks would be held while the next but one is received
+        if pair is None:
+            continue
+        block_k, block_v = _arrange_for_kernel(pair[0], kernel), _arrange_for_kernel(pair[1], kernel)
+        for part in kernel.parts(ring, keys, scores, whole_lse.device):
+            mine, theirs = _find_places(part)
+            out, lse = kernel.forward(queries[mine], block_k[theirs], block_v[theirs], part, scores)
+            former = lses[mine]
+            total = torch.logaddexp(former, lse)
+            outs[mine] = outs[mine] * (former - total).exp_()[..., None] + out * (lse - total).exp_()[..., None]
+            lses[mine] = total
+            del out, lse, former, total  # before the next part's are there
+        del pair, block_k, block_v  # otherwise three blocks would be held while the next but one is received
     if sinks is not None:  # a further score per head [h] whose value is zero, as gpt-oss has
-        lse = torch.logaddexp(total.lse, sinks.to(total.lse.dtype)[None, :, None])
-        total.out *= (total.lse - lse).exp_()[..., None]
-        total.lse = lse
-    out = total.out.to(q.dtype)
-    return (out if ring.heads is None else to_tokens(out, ring.heads)), total.lse
+        with_sinks = torch.logaddexp(whole_lse, sinks.to(whole_lse.dtype)[None, :, None])
+        whole_out *= (whole_lse - with_sinks).exp_()[..., None]
+        whole_lse = with_sinks
+    result = whole_out.to(q.dtype)
+    return (result if ring.heads is None else to_tokens(result, ring.heads)), whole_lse
 
 
 def _collect_key_gradients(work: Gradients, own: torch.Tensor, ring: Ring) -> torch.Tensor:
@@ -258,14 +244,13 @@ def _collect_key_gradients(work: Gradients, own: torch.Tensor, ring: Ring) -> to
         assert ring.group is not None
         everything = torch.empty(ring.size, *own.shape, dtype=work.dq.dtype, device=own.device)
         for keys, pair in _receive_blocks(ring, own):
+            assert pair is not None  # whoever gathers has all
             everything[keys] = work.add(pair, ring, keys)
         return start_reduce_scatter(everything, ring.group).wait()
     total, returning = torch.zeros(0), None
-    arrived: torch.Tensor | None = own
-    for step in range(ring.size):
-        following = None if step + 1 == ring.size else _start_next_exchange(ring, own, step + 1)
-        keys = (ring.rank - step) % ring.size
-        found = None if arrived is None else work.add(arrived, ring, keys)
+    for keys, pair in _receive_blocks(ring, own):
+        step, found = (ring.rank - keys) % ring.size, None if pair is None else work.add(pair, ring, keys)
+        del pair  # as in the forward pass
         if step == 0:
             assert found is not None
             total = found
@@ -275,7 +260,6 @@ def _collect_key_gradients(work: Gradients, own: torch.Tensor, ring: Ring) -> to
             to, source = (ring.rank - step) % ring.size, (ring.rank + step) % ring.size
             like = total if ring.sees(source, ring.rank) else None
             returning = Exchange(ring.group, found, to, like, source)
-        arrived = None if following is None else following.wait()
     _collect(total, returning)
     return total
 

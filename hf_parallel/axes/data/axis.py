@@ -94,9 +94,9 @@ class Data(Axis[None, DataPart]):
             if mesh.config.sharing_size > 1:
                 roots = [root for root, _ in building.roots]
                 building.services.at_rest = functools.partial(find_resting_parameters, roots)
-                building.services.held = HeldGradients(roots)
-                building.services.reduce_stages = building.services.held.reduce
-                setattr(building.pipeline.stages, HELD, building.services.held)
+                held = HeldGradients(roots)
+                building.services.begin_held_run, building.services.reduce_stages = held.begin_run, held.reduce
+                setattr(building.pipeline.stages, HELD, held)
 
 
 DATA = Data()

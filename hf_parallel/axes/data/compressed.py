@@ -135,16 +135,10 @@ class GatherWeights(DefaultAllocMixin, AllGather):
         plain = output_tensor.view(torch.uint8).view(group.size(), -1)
         shards = own.new_empty(group.size(), own.numel()) if quantized else plain
         finish = functools.partial(_unpack_shards, shards, spans if quantized else [], self.kind, plain)
-        if self.nodes is not None:
-            return self._gather_in_two_hops(shards, own, finish, async_op)
-        work = call_all_gather(shards.view(-1), own, group=group, async_op=async_op)
-        return _finish_work(work, finish)
-
-    def _gather_in_two_hops(
-        self, shards: torch.Tensor, own: torch.Tensor, finish: Callable[[], None], async_op: bool
-    ) -> dist.Work | None:
-        assert self.nodes is not None
-        across, within = self.nodes.across, self.nodes.within
+        if self.nodes is None:
+            work = call_all_gather(shards.view(-1), own, group=group, async_op=async_op)
+            return _finish_work(work, finish)
+        across, within = self.nodes.across, self.nodes.within  # in two hops
         streams = _get_device_handle(own.device.type)
 
         def inside() -> None:

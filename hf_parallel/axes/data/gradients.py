@@ -181,7 +181,7 @@ class HeldGradients:
         self.more = False
         self._held: dict[FSDPParam, torch.Tensor] = {}
 
-    def run(self) -> Run | None:
+    def begin_run(self) -> Run | None:
         """Start a run. Return None if the step has no other."""
         return Run(self, self.more) if self.more or self._held else None
 

@@ -12,7 +12,6 @@ Then the step that the script has called finds no gradient to do anything with.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import weakref
 from collections.abc import Iterable, Iterator
@@ -134,11 +133,18 @@ class HostStep:
             if parameter in state:
                 slots = state.pop(parameter).items()  # which may have been loaded onto the device
                 state[copy] = {slot: value.cpu() if torch.is_tensor(value) else value for slot, value in slots}
+        changed = []  # by torch's fused kernel, unless the script has chosen one
+        if type(optimizer) in (torch.optim.Adam, torch.optim.AdamW):
+            changed = [group for group in optimizer.param_groups if not group["foreach"] and group["fused"] is None]
+        foreach = [group["foreach"] for group in changed]
+        for group in changed:
+            group.update(fused=True, foreach=None)
         try:
-            with _use_fused_kernel(optimizer):
-                plain_step: Any = type(optimizer).step
-                plain_step.__wrapped__(optimizer)
+            plain_step: Any = type(optimizer).step
+            plain_step.__wrapped__(optimizer)
         finally:
+            for group, own in zip(changed, foreach, strict=True):
+                group.update(fused=None, foreach=own)
             for parameter, copy in on_host.items():
                 if copy in state:
                     state[parameter] = state.pop(copy)
@@ -227,19 +233,3 @@ def _cut_into_chunks(parameters: Iterable[torch.Tensor]) -> Iterator[list[torch.
             chunk, size = [], 0
     if chunk:
         yield chunk
-
-
-@contextlib.contextmanager
-def _use_fused_kernel(optimizer: Optimizer) -> Iterator[None]:
-    """Torch's fused kernel for the Adams, unless the script has chosen one."""
-    changed = []
-    if type(optimizer) in (torch.optim.Adam, torch.optim.AdamW):
-        changed = [group for group in optimizer.param_groups if not group["foreach"] and group["fused"] is None]
-    former = [group["foreach"] for group in changed]
-    for group in changed:
-        group.update(fused=True, foreach=None)
-    try:
-        yield
-    finally:
-        for group, foreach in zip(changed, former, strict=True):
-            group.update(fused=None, foreach=foreach)

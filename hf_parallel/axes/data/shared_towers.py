@@ -101,24 +101,26 @@ class SharedTowers:
         held = torch.stack(everywhere).bool().tolist()
         for place, name in enumerate(self.media):
             ranks = [rank for rank, kinds in enumerate(held) if kinds[place]]
-            if 0 < len(ranks) < self.mesh.data_size:
-                self._lend(place, name, ranks[0], given)
-
-    def _lend(self, place: int, name: str, source: int, given: Mapping[str, Any]) -> None:
-        if not self.methods:
-            config = self.mesh.config
-            key = "dp_shard_size" if config.dp_shard_size > 1 else "dp_replicate_size"
-            why = f"the batch of data rank {source} has {name}, and that of another one has none and gathers no tower"
-            asked = f"{key}={getattr(config, key)}"
-            raise NotImplementedError(f"hf_parallel: {asked}: {type(self.owner).__name__}: {why}; {key}=1 works")
-        method = list(self.methods)[place]
-        told: list[Any] = [None]
-        if self.mesh.data_rank == source:
-            taken = inspect.signature(getattr(self.owner, method)).parameters
-            told = [{key: _move_value(given[key], "cpu") for key in taken if given.get(key) is not None}]
-        dist.broadcast_object_list(told, group=self.mesh.data_group, group_src=source)
-        if given.get(name) is None:
-            self.lent.append((method, {key: _move_value(value, self.mesh.device) for key, value in told[0].items()}))
+            if len(ranks) in (0, self.mesh.data_size):
+                continue
+            source = ranks[0]
+            if not self.methods:
+                config = self.mesh.config
+                key = "dp_shard_size" if config.dp_shard_size > 1 else "dp_replicate_size"
+                asked, kind = f"{key}={getattr(config, key)}", type(owner).__name__
+                raise NotImplementedError(
+                    f"hf_parallel: {asked}: {kind}: the batch of data rank {source} has {name}, and that of another "
+                    f"one has none and gathers no tower; {key}=1 works"
+                )
+            method = list(self.methods)[place]
+            told: list[Any] = [None]
+            if self.mesh.data_rank == source:
+                taken = inspect.signature(getattr(owner, method)).parameters
+                told = [{key: _move_value(given[key], "cpu") for key in taken if given.get(key) is not None}]
+            dist.broadcast_object_list(told, group=self.mesh.data_group, group_src=source)
+            if given.get(name) is None:
+                media = {key: _move_value(value, self.mesh.device) for key, value in told[0].items()}
+                self.lent.append((method, media))
 
     def _call_lent(self, reader: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
         """Call the towers with what other ranks have lent, where the owner would call them."""

@@ -79,12 +79,10 @@ def allow_packed_weights() -> Iterator[None]:
     if Version(torch.__version__).release[:2] > (2, 11):
         yield
         return
-    with mock.patch.object(_fsdp_param, "nn", mock.Mock(wraps=nn, Parameter=_make_parameter)):
+    patched = mock.Mock(wraps=nn)
+    patched.Parameter = lambda data, requires_grad=True: nn.Parameter(data, requires_grad and data.is_floating_point())
+    with mock.patch.object(_fsdp_param, "nn", patched):
         yield
-
-
-def _make_parameter(data: torch.Tensor, requires_grad: bool = True) -> nn.Parameter:
-    return nn.Parameter(data, requires_grad=requires_grad and data.is_floating_point())
 
 
 def shard_dim(shape: Sequence[int], ranks: int) -> int:

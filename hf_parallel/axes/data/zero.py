@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import inspect
 import itertools
 from collections import Counter
@@ -23,7 +22,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypedDict, cast
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard, register_fsdp_forward_method
@@ -375,27 +373,24 @@ def _keep_scalars_whole(root: nn.Module, mesh: ParallelMesh) -> set[nn.Parameter
     named = ((module, *item) for module in root.modules() for item in module._parameters.items())
     places = [(module, name) for module, name, p in named if p is not None and p.dim() == 0]
     axes, device = mesh.sharing_mesh, mesh.device
-    reduce = functools.partial(
-        _average_over_ranks, [axes.get_group(dim) for dim in range(axes.ndim) if axes.size(dim) > 1]
-    )
+    groups = [axes.get_group(dim) for dim in range(axes.ndim) if axes.size(dim) > 1]
+
+    def average(gradient: torch.Tensor) -> torch.Tensor:
+        mean = gradient.float()
+        for group in groups:
+            mean = all_reduce(mean, group) / group.size()
+        return mean.to(gradient.dtype)
 
     def follow(module: nn.Module, args: tuple) -> None:
         for owner, name in places:  # weights that are loaded later are other tensors
             scalar = cast(nn.Parameter, owner._parameters[name])
             scalar.data = scalar.data.to(device)
-            if scalar.requires_grad and reduce not in (scalar._backward_hooks or {}).values():
-                scalar.register_hook(reduce)
+            if scalar.requires_grad and average not in (scalar._backward_hooks or {}).values():
+                scalar.register_hook(average)
 
     if places:
         root.register_forward_pre_hook(follow, prepend=True)
     return {cast(nn.Parameter, owner._parameters[name]) for owner, name in places}
-
-
-def _average_over_ranks(groups: list[dist.ProcessGroup], gradient: torch.Tensor) -> torch.Tensor:
-    mean = gradient.float()
-    for group in groups:
-        mean = all_reduce(mean, group) / group.size()
-    return mean.to(gradient.dtype)
 
 
 def _let_parts_run(model: nn.Module, blocks: list[nn.Module]) -> None:

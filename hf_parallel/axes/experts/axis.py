@@ -119,6 +119,7 @@ class Experts(Axis["MixtureFacts", ExpertPart]):
         """Balance experts over all data ranks and stages, count how evenly tokens fall on them, limit their room."""
         from hf_parallel.axes.experts.balance import (
             LOAD,
+            CallBalance,
             Capacity,
             ExpertLoad,
             StageBalance,
@@ -141,7 +142,8 @@ class Experts(Axis["MixtureFacts", ExpertPart]):
                     module.register_forward_pre_hook(functools.partial(capacity.limit, facts.count))
         if part.balanced and building.pipeline is not None:
             last_rank = building.pipeline.last_rank
-            building.services.balance = StageBalance(model, count, mesh, last_rank, building.whole_tokens)
+            balance = StageBalance(model, count, mesh, last_rank, building.whole_tokens)
+            building.services.balance = functools.partial(CallBalance, balance)
         elif part.balanced and mesh.data_size > 1:
             balance_over_data_ranks(model, mesh)
 

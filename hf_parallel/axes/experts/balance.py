@@ -246,10 +246,6 @@ class StageBalance:
         model.forward = exact
         model.register_forward_hook(of_others)
 
-    def call(self) -> CallBalance:
-        """Nothing counted yet."""
-        return CallBalance(self)
-
     def _collect(
         self, index: int, router: nn.Module, args: tuple, output: torch.Tensor | tuple[torch.Tensor, ...]
     ) -> None:
@@ -288,13 +284,18 @@ class CallBalance:
         self._sums += torch.cat([chosen, probable, tokens]).detach()
         return _Along.apply(hidden, probable, self._factors)
 
-    def close(self) -> None:
-        """All passes are made: the loss over all of them. Collective over stages and data ranks."""
+    def close(self, tokens: int) -> tuple[torch.Tensor]:
+        """Compute the loss over all passes, which are made. Collective over stages and data ranks.
+
+        Returns:
+            What stands for router logits of so many tokens of this rank in the model's own loss, which is put right.
+        """
         mesh = self.of.mesh
         for group in (mesh.group("pp"), mesh.data_group):
             dist.all_reduce(self._sums, group=group)
         self._exact = compute_loss_of_sums(self._sums).requires_grad_(torch.is_grad_enabled())
         self.of.exact = self._exact
+        return (self._sums.new_zeros(()).expand(tokens, self.of.experts),)
 
     def weigh(self) -> None:
         """Let passes go backward, because what the last stage's loss makes of the counts is known. Collective."""
@@ -304,10 +305,6 @@ class CallBalance:
         dist.all_reduce(gradient, group=mesh.data_group)  # it is a part of each rank's loss
         chosen, tokens = self._sums[: self.of.experts], self._sums[-1]
         self._factors.copy_(gradient * self.of.experts * chosen / tokens**2)
-
-    def stand_in(self, tokens: int) -> tuple[torch.Tensor]:
-        """Return a stand-in for so many tokens of this rank, for the model's own loss, which is put right."""
-        return (self._sums.new_zeros(()).expand(tokens, self.of.experts),)
 
 
 class _Along(torch.autograd.Function):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
@@ -82,24 +83,6 @@ def fill_with_zeros(rows: torch.Tensor, count: int) -> torch.Tensor:
     return rows if len(rows) == count else F.pad(rows, (0, 0, 0, count - len(rows)))
 
 
-class Shares:
-    """The rows of tensors that ranks of a group hold alike, shared out: the last rank may have fewer, or none."""
-
-    def __init__(self, count: int, group: dist.ProcessGroup) -> None:
-        self.group, self.count = group, count
-        self.size = -(-count // group.size())
-        self.real = max(0, min(self.size, count - group.rank() * self.size))
-
-    def own(self, tensor: torch.Tensor) -> torch.Tensor:
-        """[count, …] -> this rank's rows."""
-        filled = fill_with_zeros(tensor, self.size * self.group.size())
-        return split_sequence(filled, self.group)[: self.real]
-
-    def joined(self, tensor: torch.Tensor) -> torch.Tensor:
-        """This rank's rows -> [count, …] on all ranks, which must go on to compute the same thing."""
-        return join_sequence(fill_with_zeros(tensor, self.size), self.group)[: self.count]
-
-
 # ---- Shared experts, which every token meets, computed while tokens travel to the others ----------------------------
 #     model's order    experts( send … compute … bring back )   shared(x)   sum
 #     here             experts( send, shared(x) meanwhile, wait, compute … bring back )   shared(x): there already
@@ -132,22 +115,14 @@ class Early(nn.Module):
         return super().__call__(hidden)
 
 
+@dataclass(eq=False)
 class Sharing:
-    """The way in which the experts of a model are shared out, alike for all its layers.
+    """The way in which the experts of a model are shared out, alike for all its layers."""
 
-    `alike`: the ranks whose tokens are the same, of which each sends a part; None where each has its own.
-    """
-
-    def __init__(self, mesh: ParallelMesh, switch: SequenceParallelFlag | None) -> None:
-        self.group, self._switch = mesh.group("ep"), switch
-        self.tp_group = mesh.group("tp") if mesh.size("tp") > 1 else None
-        # Gradients are averaged over data and cp ranks, and FSDP2 averages over the ranks with the same experts alone.
-        self.gradient_factor = mesh.size("ep_shard") * mesh.size("dp_replicate") / mesh.config.sharing_size
-
-    @property
-    def alike(self) -> dist.ProcessGroup | None:
-        """Under sequence parallelism tp ranks have tokens of their own."""
-        return None if self._switch is not None and self._switch.on else self.tp_group
+    group: dist.ProcessGroup
+    tp_group: dist.ProcessGroup | None
+    gradient_factor: float
+    sequence_flag: SequenceParallelFlag | None
 
 
 #: Numbers of a part of the products of rows and weights: smaller parts would take Python longer than the GPU.
@@ -198,15 +173,24 @@ class SharedOut(nn.Module):
     beside: tuple[Early | None]  # the shared experts to compute meanwhile, or None; no child of this module
 
     def forward(self, hidden_states: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        shared, alike, meanwhile = self.beside[0], self.sharing.alike, None
+        # Ranks of tp have the same tokens, of which each sends a part; under sequence parallelism each has its own.
+        flag, alike = self.sharing.sequence_flag, self.sharing.tp_group
+        alike = None if flag is not None and flag.on else alike
+        shared, meanwhile = self.beside[0], None
         if shared is not None:
             meanwhile = functools.partial(shared.ahead, hidden_states)
         try:
             if alike is None:
                 return self._run_routed(hidden_states, index, weights, meanwhile)
-            shares = Shares(len(hidden_states), alike)
-            own = shares.own(hidden_states), shares.own(index), shares.own(weights)
-            return shares.joined(self._run_routed(*own, meanwhile))
+            count, ranks = len(hidden_states), alike.size()
+            size = -(-count // ranks)
+            real = max(0, min(size, count - alike.rank() * size))  # the last rank may have fewer, or none
+            own = [
+                split_sequence(fill_with_zeros(rows, size * ranks), alike)[:real]
+                for rows in (hidden_states, index, weights)
+            ]
+            results = fill_with_zeros(self._run_routed(own[0], own[1], own[2], meanwhile), size)
+            return join_sequence(results, alike)[:count]  # on all ranks, which must go on to compute the same thing
         except BaseException:
             # A checkpoint stops its second run as soon as it has what it needs: nobody asks, and nothing may be kept.
             if shared is not None:
@@ -248,7 +232,10 @@ def share_out(
 
     Works on meta tensors and on values, which must be the same on all ranks. No communication.
     """
-    sharing = Sharing(mesh, switch)
+    tp_group = mesh.group("tp") if mesh.size("tp") > 1 else None
+    # Gradients are averaged over data and cp ranks, and FSDP2 averages over the ranks with the same experts alone.
+    factor = mesh.size("ep_shard") * mesh.size("dp_replicate") / mesh.config.sharing_size
+    sharing = Sharing(mesh.group("ep"), tp_group, factor, switch)
     for name, facts in experts.items():
         module = model.get_submodule(name)
         for key, parameter in list(module._parameters.items()):

@@ -145,12 +145,15 @@ def balance(
 
     slowest, _ = find_best_split(layers, stages, fitting, max)
     unit = sum(cost.memory for cost in costs.layers) / layers or 1
-
-    def unevenness(stage: int, first: int, last: int) -> float:  # the sum is fixed, so squares measure the spread
-        memory = round(of_stage(first, last).memory / unit)
-        return memory**2 if fitting(stage, first, last) <= slowest * (1 + 1e-9) else math.inf
-
-    return find_best_split(layers, stages, unevenness, lambda one, others: one + others)[1]
+    return find_best_split(
+        layers,
+        stages,
+        # The sum is fixed, so squares measure the spread.
+        lambda at, *span: (
+            round(of_stage(*span).memory / unit) ** 2 if fitting(at, *span) <= slowest * (1 + 1e-9) else math.inf
+        ),
+        lambda one, others: one + others,
+    )[1]
 
 
 def find_best_split(

@@ -20,7 +20,6 @@ import contextlib
 import functools
 import itertools
 import pickle
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -128,11 +127,12 @@ class Mirror:
         engine.latest_count = len(parts)
         scale_loss = engine.services.scale_loss
         scale = None if scale_loss is None else scale_loss(torch.ones((), device=engine.mesh.device))
-        with (
-            apply_autocast_per_stage(engine) as autocast,
-            collect_fresh_gradients(engine.trainable()) as fresh,
-            self._with_values(),
-        ):
+        with apply_autocast_per_stage(engine) as autocast, collect_fresh_gradients(engine.trainable()) as fresh:
+            empty = []  # outside a run the mirrored modules have no values, as all modules of other stages
+            for module, leaf, value in [(*place, value) for places, value in self.copies for place in places]:
+                held: dict[str, Any] = module._parameters if leaf in module._parameters else module._buffers
+                empty.append((held, leaf, held[leaf]))
+                held[leaf] = value
             ways: list[tuple[StageView, Stage, list[Swap]]] = [
                 (engine.views[0], engine.stages[0], []),
                 (self.mirrored, self.stage, self.outside),
@@ -144,6 +144,8 @@ class Mirror:
             finally:
                 for _, stage, _ in ways:
                     stage.work, stage.autocast = None, contextlib.nullcontext
+                for held, leaf, former in empty:
+                    held[leaf] = former
         self._hand_over(fresh, [tensor for one, tensor in own if one.trained])
         of_calls = parts.losses(losses, engine.mesh.device)
         dist.all_reduce(of_calls, group=engine.group)  # both ends of the pipeline have computed some
@@ -199,21 +201,6 @@ class Mirror:
         return losses
 
     # ---- the copy --------------------------------------------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def _with_values(self) -> Iterator[None]:
-        """Give the mirrored modules their values; outside a run they have none, as all modules of other stages."""
-        former = []
-        for places, value in self.copies:
-            for module, leaf in places:
-                held: dict[str, Any] = module._parameters if leaf in module._parameters else module._buffers
-                former.append((held, leaf, held[leaf]))
-                held[leaf] = value
-        try:
-            yield
-        finally:
-            for held, leaf, empty in former:
-                held[leaf] = empty
 
     def _refresh(self) -> list[tuple[Sent, torch.Tensor]]:
         """Send the weights that train to their mirror; all of the stage where anything else has changed.

@@ -55,26 +55,24 @@ class Version:
         ]
 
     @contextlib.contextmanager
-    def shown(self) -> Iterator[None]:
-        """Let the modules hold the leaves of this version: graphs made in here lead to these."""
+    def shown(self, gradients: dict[int, torch.Tensor | None] | None = None) -> Iterator[None]:
+        """Let the modules hold the leaves of this version: graphs made in here lead to these.
+
+        Args:
+            gradients: backward passes in here add to these, by id of the parameter: a step may have several versions.
+        """
+        sums, leaves = ({}, {}) if gradients is None else (gradients, self._leaves)
         for module, name, parameter in self._held:
             module._parameters[name] = self._leaves[id(parameter)]
+        for key, leaf in leaves.items():
+            leaf.grad = sums.get(key)
         try:
             yield
         finally:
+            for key, leaf in leaves.items():
+                sums[key], leaf.grad = leaf.grad, None
             for module, name, parameter in self._held:
                 module._parameters[name] = parameter
-
-    @contextlib.contextmanager
-    def adding_to(self, gradients: dict[int, torch.Tensor | None]) -> Iterator[None]:
-        """Let backward passes in here add to `gradients`, by id of the parameter: a step may have several versions."""
-        for key, leaf in self._leaves.items():
-            leaf.grad = gradients.get(key)
-        try:
-            yield
-        finally:
-            for key, leaf in self._leaves.items():
-                gradients[key], leaf.grad = leaf.grad, None
 
 
 @dataclass(eq=False)
@@ -209,7 +207,7 @@ class DelayedPipeline:
             else:
                 version, hidden, output = update.alive.pop(i)
                 if output.requires_grad:
-                    with version.shown(), version.adding_to(update.gradients):  # checkpointed layers run again
+                    with version.shown(update.gradients):  # checkpointed layers run again
                         torch.autograd.backward(output, arrived)
                 if hidden is not None:
                     leaving = torch.zeros_like(hidden) if hidden.grad is None else hidden.grad

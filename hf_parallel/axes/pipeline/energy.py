@@ -19,7 +19,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -90,15 +90,6 @@ def compute_seconds_of(
     return {**found, **{(BACKWARD, stage): first + second for stage, (first, second) in enumerate(halves)}}
 
 
-class Clocks(Protocol):
-    """Sets the clock of this rank's GPU."""
-
-    switch: float  # seconds that a change takes
-
-    def lock(self, share: float) -> None:
-        """Set the clock to this share of the highest."""
-
-
 class NvmlClocks:
     """NVML's locked clocks of one GPU.
 
@@ -121,7 +112,7 @@ class NvmlClocks:
             self.watcher = subprocess.Popen(arguments, stdin=subprocess.PIPE, start_new_session=True)
             begin = time.perf_counter()
             self.lock(1.0)
-            self.switch = time.perf_counter() - begin
+            self.switch = time.perf_counter() - begin  # seconds that a change takes
         except (ImportError, OSError) as error:
             raise RuntimeError(f"NVML cannot be used here ({error})") from error
         except Exception as error:  # NVML's errors are of its own module
@@ -152,7 +143,7 @@ class StageClocks:
     """
 
     engine: StageRunner
-    clocks: Clocks
+    clocks: NvmlClocks
     share: float = 1.0
     planned: dict[int, dict[Action, float]] = field(default_factory=dict)
     times: dict[str, list[tuple[Mark, Mark]]] = field(default_factory=lambda: {FORWARD: [], BACKWARD: []})

@@ -72,20 +72,31 @@ def run_scheduled(engine: PipelineEngine, count: int, tokens: torch.Tensor, run:
         count: the number of micro-batches.
         tokens: the tokens [rows, length] of one micro-batch.
         run: computes one micro-batch on one stage from its input: the stage's output, on the last stage the loss.
+
+    Raises:
+        RuntimeError: it is another call than the one that was announced.
     """
     call = ScheduledCall(count, tokens.shape, engine.boundary(tokens, "meta").requires_grad_(), run)
     if engine.announced is not None:
         engine.announced.append(call)
         return torch.ones(())  # shows what the script multiplies a loss by
-    held = None
-    if engine.joint is None:
-        gradients = engine.services.held
-        held = None if gradients is None else gradients.run()
+    held, step = None, engine.joint
+    if step is None:
+        held = engine.services.begin_held_run()
         ran = run_calls(engine, [call], held) if engine.delayed is None else engine.delayed.run_alone(call)
         loss, is_last = ran.losses[0], True
     else:
-        loss, ran, is_last = engine.joint.next_loss(call)
-        engine.joint = None if is_last else engine.joint
+        if not step.calls or step.calls[0].tokens != call.tokens:
+            raise RuntimeError(
+                f"hf_parallel: micro-batches of {tuple(call.tokens)} tokens are not those that were read for this "
+                "step: the script changed a batch after it was read; pipeline_schedule=gpipe reads none ahead"
+            )
+        if step.ran is None:
+            step.ran = step.run(list(step.calls))
+        step.calls.pop(0)
+        ran, is_last = step.ran, not step.calls
+        loss = ran.losses.pop(0)
+        engine.joint = None if is_last else step
 
     def hand_over(gradients: Gradients) -> None:
         gradient = gradients[0]
@@ -291,7 +302,7 @@ class PipelineEngine(StageRunner):
     def _has_own_loss(self, parts: list[Batch], view: StageView, hidden: torch.Tensor | None, i: int) -> torch.Tensor:
         handler = functools.partial(self.run_backbone, hidden)
         with note_unread_logits(self.services.loss_in_chunks):
-            return self.enter(view, handler, lambda: self._model_forward(**parts[i])["loss"])
+            return self.run_as_stage(view, handler, lambda: self._model_forward(**parts[i])["loss"])
 
     def _outputs(self, batch: Batch) -> ModelOutput:
         outputs = self._model_forward(**batch)

@@ -263,13 +263,11 @@ class KfacFill:
         curvature.waiting.setdefault(Unit(INPUTS, index, number), []).append(
             functools.partial(self._add_inputs, curvature, index, rows, weights)
         )
-
-        def keep_gradient(gradient: torch.Tensor) -> None:
-            curvature.waiting.setdefault(Unit(GRADIENTS, index, number), []).append(
+        output.register_hook(
+            lambda gradient: curvature.waiting.setdefault(Unit(GRADIENTS, index, number), []).append(
                 functools.partial(self._add_gradients, curvature, index, gradient, items)
             )
-
-        output.register_hook(keep_gradient)
+        )
 
     def _add_inputs(self, curvature: Curvature, index: int, rows: torch.Tensor, weights: torch.Tensor) -> None:
         layer = self.layers[index]

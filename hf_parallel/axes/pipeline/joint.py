@@ -95,24 +95,8 @@ class Ran:
 
 @dataclass(eq=False)
 class JointStep:
-    """The calls of the optimizer step in progress, where all of them run at once."""
+    """The calls of the optimizer step in progress that have not come yet; the first one runs all of them."""
 
     calls: list[ScheduledCall]
     run: Callable[[list[ScheduledCall]], Ran]
     ran: Ran | None = None
-
-    def next_loss(self, call: ScheduledCall) -> tuple[torch.Tensor, Ran, bool]:
-        """The loss of a call, what has run with it, and whether it is the last one of the step.
-
-        Raises:
-            RuntimeError: it is another call than the one that was announced.
-        """
-        if not self.calls or self.calls[0].tokens != call.tokens:
-            raise RuntimeError(
-                f"hf_parallel: micro-batches of {tuple(call.tokens)} tokens are not those that were read for this "
-                "step: the script changed a batch after it was read; pipeline_schedule=gpipe reads none ahead"
-            )
-        if self.ran is None:
-            self.ran = self.run(list(self.calls))
-        self.calls.pop(0)
-        return self.ran.losses.pop(0), self.ran, not self.calls

@@ -306,12 +306,13 @@ def run_plan(
             if view.index != engine.last_index:
                 with restore_described_state(engine, calls[i]), use_known_mask(known):
                     kwargs = calls[i].arguments(parts[i], device)
-                    return engine.enter(view, None, lambda: engine.run_backbone(hidden, kwargs))
+                    return engine.run_as_stage(view, None, lambda: engine.run_backbone(hidden, kwargs))
 
             def compute(answers: list[Answer], part: Batch, loss_of: Loss) -> tuple[torch.Tensor, Prepared]:
                 session = Prepared(engine, answers)
                 with session.active(), use_given_count(engine, items):  # the batch may run with others
-                    loss = engine.enter(view, functools.partial(session.answer, engine), lambda: loss_of(part))
+                    answer = functools.partial(session.answer, engine)
+                    loss = engine.run_as_stage(view, answer, lambda: loss_of(part))
                 if session.answers:  # fewer calls than before
                     raise RuntimeError(_OTHERWISE)
                 return loss, session

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hf_parallel.ask.session import of_session
-from hf_parallel.axes.axis import Building, HeldRun, RouterBalance
+from hf_parallel.axes.axis import Building, CallBalance, HeldRun
 from hf_parallel.axes.pipeline.batches import (
     collect_fresh_gradients,
     cut_into_buckets,
@@ -99,7 +99,8 @@ class Session:
     def run_in_last_stage(self, engine: StageRunner, call: Callable[[], T]) -> T:
         """Run `call()` inside the last stage of `engine`: of the model that trains, or of one beside it."""
         view, handler = engine.views[-1], functools.partial(self.answer, engine)
-        return engine.through(engine.stages[-1], lambda hidden, i: engine.enter(view, handler, call))
+        stage = engine.stages[-1]
+        return engine.call_through_stage(stage, lambda hidden, i: engine.run_as_stage(view, handler, call))
 
     def answer(self, engine: StageRunner, kwargs: Batch) -> ModelOutput:
         """Return the output of the backbone for one call."""
@@ -189,8 +190,8 @@ class StageRunner:
             return []
         return self.services.at_rest([self.model.get_input_embeddings().weight])
 
-    def balance_of(self, kwargs: Batch) -> RouterBalance | None:
-        """Return the counter of routers' choices if the call, or by default the model's config, asks for them."""
+    def balance_of(self, kwargs: Batch) -> Callable[[], CallBalance] | None:
+        """Return what counts routers' choices in a call if it, or by default the model's config, asks for them."""
         asked = kwargs.get("output_router_logits")
         asked = getattr(self.model.config, "output_router_logits", False) if asked is None else asked
         return self.services.balance if asked else None
@@ -212,7 +213,7 @@ class StageRunner:
 
     # ---- one stage -----------------------------------------------------------------------------------------------
 
-    def through(
+    def call_through_stage(
         self, stage: Stage, work: Callable[[torch.Tensor | None, int], T], hidden: torch.Tensor | None = None
     ) -> T:
         """Return `work(hidden, 0)`, run inside a stage so that FSDP2 gathers its weights."""
@@ -222,7 +223,7 @@ class StageRunner:
         finally:
             stage.work = None  # it holds the batch
 
-    def enter(self, view: StageView, on_call: Handler | None, call: Callable[[], T]) -> T:
+    def run_as_stage(self, view: StageView, on_call: Handler | None, call: Callable[[], T]) -> T:
         """Run `call` while the model's backbone runs as one stage. Return its result, or what leaves the stage.
 
         Args:

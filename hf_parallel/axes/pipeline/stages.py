@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from hf_parallel.axes.pipeline.part import PipelinePart, list_layer_ranges
 from hf_parallel.model.anatomy import Backbone
@@ -50,7 +51,7 @@ class Described(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None) -> object:
         kwargs = kwargs or {}
-        own = next(value for value in _flatten_values((*args, *kwargs.values())) if isinstance(value, Described))
+        own = next(value for value in tree_leaves((args, kwargs)) if isinstance(value, Described))
         if func == _DEVICE:
             return own.origin[1]
         if func == _SET_DATA:
@@ -66,7 +67,7 @@ class Described(torch.Tensor):
                 f"hf_parallel: {own.origin[0]}, so {func.__name__} cannot have its values; "
                 "hf_parallel.full_state_dict(model), called on all ranks, gathers them"
             ) from error
-        for tensor in _flatten_values((result,)):
+        for tensor in tree_leaves(result):
             if isinstance(tensor, Described):
                 tensor.__dict__.setdefault("origin", own.origin)
         return result
@@ -78,14 +79,6 @@ _DRAWS = {
     *("rand_like", "randn_like"),
 }
 _DEVICE, _SET_DATA = torch.Tensor.device.__get__, torch.Tensor.data.__set__  # type: ignore[attr-defined]
-
-
-def _flatten_values(values: Iterable[object]) -> Iterator[object]:
-    for value in values:
-        if isinstance(value, list | tuple):
-            yield from _flatten_values(value)
-        else:
-            yield value
 
 
 class StandIn(nn.Module):

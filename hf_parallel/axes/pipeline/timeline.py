@@ -170,11 +170,11 @@ class _StandIn:
     num_stages: int
     actions: list[Action] = field(default_factory=list)
 
-    def forward_one_chunk(self, micro_batch: int, *args: object, **kwargs: object) -> None:
-        self.actions.append(Action(FORWARD, self.stage_index, micro_batch))
+    def _note_action(self, kind: str, micro_batch: int, *args: object, **kwargs: object) -> None:
+        self.actions.append(Action(kind, self.stage_index, micro_batch))
 
-    def backward_one_chunk(self, micro_batch: int, *args: object, **kwargs: object) -> None:
-        self.actions.append(Action(BACKWARD, self.stage_index, micro_batch))
+    forward_one_chunk = functools.partialmethod(_note_action, FORWARD)
+    backward_one_chunk = functools.partialmethod(_note_action, BACKWARD)
 
     def _do_nothing(self, *args: object, **kwargs: object) -> list:
         return []  # no messages

@@ -130,7 +130,7 @@ class Serving(Session):
         """All micro-batches of a call through this rank's stages; the output on the last stage."""
         engine = self.engine.pipelines.engine(call.model)
         balance = engine.balance_of(call.kwargs)
-        made = Made(engine, call, None if balance is None else balance.call())
+        made = Made(engine, call, None if balance is None else balance())
         self.made.append(made)
         kwargs = call.arguments(batch, engine.mesh.device)
         config, count = engine.config, min(tokens_of(kwargs).shape[0], 2 * engine.config.pp_size)
@@ -145,16 +145,16 @@ class Serving(Session):
             engine.services.before_run(engine.model.training, tokens_of(kwargs).shape)
             self.passing = True
             outputs = [_forward_pass(made, part) for part in parts]
+            router_logits = None
             if made.balance is not None:
-                made.balance.close()
+                router_logits = made.balance.close(engine.boundary(tokens_of(kwargs), "meta").shape[:2].numel())
             self.passing = False
         made.output = output = outputs[0]
         if output is not None:  # on the last stage
             handed_on = [passes[engine.last_index].handed_on for passes in made.passes]
             output["last_hidden_state"] = torch.cat(cast(list[torch.Tensor], handed_on))
-            if made.balance is not None:
-                local = engine.boundary(tokens_of(kwargs), "meta").shape[:2]
-                output["router_logits"] = made.balance.stand_in(local.numel())
+            if router_logits is not None:
+                output["router_logits"] = router_logits
         return made.output
 
     def backward(self, tensors: list[torch.Tensor], gradients: list, held: HeldRun | None) -> None:
@@ -187,8 +187,7 @@ class Serving(Session):
 
 def serve_script(engine: StageRunner, batch: Batch, script: Callable[[], object]) -> tuple[ModelOutput, list[Made]]:
     """Return on every rank what `script` returns on the last stage, and the calls it made. Collective."""
-    grad, gradients = torch.is_grad_enabled(), engine.services.held
-    held = None if gradients is None else gradients.run()
+    grad, held = torch.is_grad_enabled(), engine.services.begin_held_run()
     free(engine)  # of a call whose backward has not come: weights may have changed since
     session, control, source = Serving(engine, batch), engine.control, engine.last_rank
     result: object = None
@@ -267,7 +266,7 @@ def _forward_pass(made: Made, part: Batch) -> ModelOutput | None:
                 left.append(engine.run_backbone(hidden, part))
                 output = cast(torch.Tensor, left[0]["last_hidden_state"])
             else:
-                output = engine.enter(view, None, lambda: engine.run_backbone(hidden, part))
+                output = engine.run_as_stage(view, None, lambda: engine.run_backbone(hidden, part))
         if balance is None:
             return output
         # The output takes the gradient of what the routers of these layers chose along.
@@ -284,7 +283,7 @@ def _forward_pass(made: Made, part: Batch) -> ModelOutput | None:
             # Cut here, so that the backward of the layers too goes micro-batch by micro-batch.
             done.handed_on = done.output.detach().requires_grad_(done.output.requires_grad)
         else:
-            done.output = engine.through(stage, functools.partial(run_layers, view), hidden)
+            done.output = engine.call_through_stage(stage, functools.partial(run_layers, view), hidden)
             _send_to_stage(engine, done.output.detach(), view.index + 1)
     return left[0] if left else None
 

@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils.rnn import pad_sequence
 
 from hf_parallel.ask.spec import refuse
+from hf_parallel.axes.pipeline.axis import check_own_functions
 from hf_parallel.axes.pipeline.batches import COUNTED
-from hf_parallel.axes.pipeline.read import check_own_functions
 from hf_parallel.axes.pipeline.unscheduled import serve_script
 from hf_parallel.axes.tensor.vocab_parallel import Scaling, compute_first_row, compute_log_probs
 from hf_parallel.hooks import model_parts, runtime
