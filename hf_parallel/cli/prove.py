@@ -247,9 +247,11 @@ def _fork_run(name: str, folder: Path, world: int, work: Callable[[int], None], 
 
 def _raise_failure(run: ForkedRun, failure: Failure | None) -> None:
     if failure is not None:
-        traced = "\n".join((failure.traceback or run.tail()).splitlines()[-12:])
-        said = failure.message if failure.refused else f"{failure.message}\n{traced}"
-        raise NotProvedError(f"in {run.name}, {failure.who}: {said}", failure.refused)
+        said = run.folder / "said-0.txt"  # by the first process
+        text = failure.traceback or (said.read_text(errors="replace") if said.exists() else "")
+        traced = "\n".join(text.splitlines()[-12:])
+        told = failure.message if failure.refused else f"{failure.message}\n{traced}"
+        raise NotProvedError(f"in {run.name}, {failure.who}: {told}", failure.refused)
 
 
 class Proof:
@@ -274,11 +276,12 @@ class Proof:
         devices: int = 0,
         saved_by: ParallelConfig | None = None,
     ) -> None:
-        from hf_parallel.prove.small_run import Sizes
+        from hf_parallel.prove.small_run import SAVED_AFTER, Sizes
 
         self.folder, self.config, self.script, self.limit_s, self.devices = folder, config, script, limit_s, devices
         self.saved_by, self.sizes = saved_by, Sizes.of_layout(config, steps, keep_dtype, saved_by)
         self._begun: list[Record] = []  # by the ranks of `saved_by`
+        self._checkpoint = folder / "saved" / "output" / f"checkpoint-{SAVED_AFTER}"
         (folder / "models").mkdir(parents=True, exist_ok=True)
         self._references: tuple[Record, Record] | None = None
         self._launched = False  # the one process too: the script asks for a launcher's variables
@@ -323,12 +326,6 @@ class Proof:
             kept = self._checkpoint.relative_to(self.folder / "saved")
             shutil.copytree(self._checkpoint, self.folder / "layout" / kept, dirs_exist_ok=True)
         return ranks
-
-    @property
-    def _checkpoint(self) -> Path:
-        from hf_parallel.prove.small_run import SAVED_AFTER
-
-        return self.folder / "saved" / "output" / f"checkpoint-{SAVED_AFTER}"
 
     def judge(self, ranks: list[Record]) -> Verdict:
         """Compare the ranks of the layout with the references."""

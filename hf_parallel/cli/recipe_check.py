@@ -6,7 +6,6 @@ Nothing is downloaded for a recipe that names the `shape` of its model, and no G
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -16,7 +15,7 @@ import yaml
 
 from hf_parallel.ask.config import ParallelConfig, SpecError
 from hf_parallel.ask.spec import HUB_FILE
-from hf_parallel.cli.recipe_file import Recipe, load_recipe, read_shipped_config, render_markdown
+from hf_parallel.cli.recipe_file import Recipe, load_recipe, render_markdown
 from hf_parallel.hooks.auto import ScriptBatch, read_script_batch
 from hf_parallel.planner.candidates import HEADROOM
 from hf_parallel.planner.choices import predict_choice
@@ -51,11 +50,6 @@ class Plan:
     within: float
     room_gib: float
     note: str = ""
-
-    @property
-    def fits(self) -> bool:
-        """Return whether memory is no more than a plan takes of the GPU, some of which stays free."""
-        return self.memory_gib <= self.room_gib * (1 - HEADROOM / 100)
 
     def to_dict(self) -> dict[str, object]:
         """Return the values for `expect`, in three digits."""
@@ -120,16 +114,6 @@ def shrink_layout(recipe: Recipe) -> ParallelConfig:
     return dataclasses.replace(layout, **small, **more)  # type: ignore[arg-type]
 
 
-def shape_of_recipe(recipe: Recipe) -> ModelShape:
-    """Return the shape of the recipe's model, as the planner knows it."""
-    return shape_of(recipe.config()) if recipe.shape is None else _find_shipped_shape(recipe.shape)
-
-
-@functools.cache
-def _find_shipped_shape(name: str) -> ModelShape:
-    return shape_of(read_shipped_config(name))
-
-
 def _with_logits(recipe: Recipe) -> ParallelConfig:
     """Return the layout with its logits counted, unless it says otherwise: a script may compute its loss by itself."""
     if recipe.layout.lean_loss == "true":
@@ -191,7 +175,7 @@ def measure_dry_memory(recipe: Recipe) -> float:
         for rank in end_ranks(layout)
     ]
     second = recipe.method == "dpo" and not recipe.adapter_rank
-    beside = _compute_second_model(recipe, shape_of_recipe(recipe)) if second else 0.0
+    beside = _compute_second_model(recipe, shape_of(recipe.config())) if second else 0.0
     return max(run.peak_bytes for run in runs) / GIB + beside
 
 
@@ -235,7 +219,7 @@ def check_recipe(name: str, dry: bool = True) -> Verdict:
     room, written = f"{planned.room_gib:.1f} GiB of a GPU", recipe.expect
     found = [f"planner {planned.memory_gib:.1f} of {room}, {planned.tokens_per_s:,.0f} tokens/s"]
     wrong = _list_wrong_numbers("planner", written, planned.to_dict())
-    if not planned.fits:
+    if planned.memory_gib > planned.room_gib * (1 - HEADROOM / 100):
         free = f"{HEADROOM:g} % of which stay free"
         wrong.append(f"needs {planned.memory_gib:.1f} GiB by the planner, of {room}, {free}")
     if dry:

@@ -231,8 +231,11 @@ def render_curve_figures(facts: Facts) -> Iterator[str]:
         ("step-time", "Time of a step", "seconds", [("step time", "perf/step_time_s", 0)]),
     ]
     for name, title, unit, lines in wanted:
-        drawn = [Curve(label, *facts.series(key), colour) for label, key, colour in lines]
-        drawn = [line for line in drawn if any(map(math.isfinite, line.values))]
+        drawn = []
+        for label, key, colour in lines:
+            found = {number(line.get("step")): number(line[key]) for line in facts.log if key in line}
+            if any(map(math.isfinite, found.values())):
+                drawn.append(Curve(label, list(found), list(found.values()), colour))
         if drawn:
             # Steps at which a number is none
             bad = [
