@@ -82,15 +82,14 @@ def _render_rank_row(rank: int, part: Part, duration: float) -> Iterator[str]:
     yield f'<g class="rank"><title>{escape(part.name)}</title>'
     yield render_text_at(_LEFT - 12, y + _ROW / 2 + 4, part.name, fill=QUIET, anchor="end")
     yield f'<rect class="idle" x="{_LEFT}" y="{y}" width="{_PLOT}" height="{_ROW}" rx="2" fill="{IDLE}"/>'
-    lanes = [("compute", "compute", y, 1.0, part.busy)]
-    lanes += [(axis, f"hidden {axis}", y + half, 0.4, spans) for axis, spans in part.hidden.items()]
-    lanes += [(axis, f"exposed {axis}", y + half, 1.0, spans) for axis, spans in part.exposed.items()]
+    lanes = [("compute", "compute", part.busy, float(y), 1.0)]
+    lanes += [(f"hidden {axis}", axis, spans, y + half, 0.4) for axis, spans in part.hidden.items()]
+    lanes += [(f"exposed {axis}", axis, spans, y + half, 1.0) for axis, spans in part.exposed.items()]
     scale = _PLOT / duration
-    for axis, name, top, opacity, spans in lanes:  # a path each: what is closer than half a pixel is one box
-        wide = unite_intervals(((begin * scale, end * scale) for begin, end in spans), gap=0.5)
-        path = "".join(
-            f"M{_LEFT + x:.1f} {top:g}h{max(0.3, end - x):.1f}v{half:g}H{_LEFT + x:.1f}z" for x, end in wide
-        )
+    for name, axis, spans, top, opacity in lanes:  # a path each: what is closer than half a pixel is one box
+        boxes = unite_intervals(((begin * scale, end * scale) for begin, end in spans), gap=0.5)
+        ends = [(_LEFT + begin, max(0.3, end - begin)) for begin, end in boxes]
+        path = "".join(f"M{x:.1f} {top:g}h{wide:.1f}v{half:g}H{x:.1f}z" for x, wide in ends)
         colour = COLOURS.get(axis, QUIET)
         yield f'<path class="{escape(name)}" d="{path}" fill="{colour}" fill-opacity="{opacity}"/>'
     whole = max(part.duration, 1e-9)
