@@ -336,11 +336,10 @@ class Proof:
         alone, disturbed = self.references()
         folders = self.folder / "layout", self.folder / "alone", self.folder / "disturbed"
         if self._begun:
-            before, after = compare_resumed(self._begun, ranks, alone, disturbed, SAVED_AFTER, folders)
-            parted = self._begun if before.differences else ranks
-            compared = before.joined(after)
+            compared, began_wrong = compare_resumed(self._begun, ranks, alone, disturbed, SAVED_AFTER, folders)
+            parted = self._begun if began_wrong else ranks
             place = find_first_place_of(parted, alone, disturbed, compared) if compared.differences else None
-            cause = AFTER_RESUMPTION if after.differences and not before.differences else ""
+            cause = AFTER_RESUMPTION if compared.differences and not began_wrong else ""
             return Verdict(compared, place, cause, alone.notes, alone.facts)
         compared = Comparison(ranks, alone, disturbed).compare(folders)
         place = find_first_place_of(ranks, alone, disturbed, compared) if compared.differences else None

@@ -16,13 +16,13 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hf_parallel.ask.config import SpecError
 from hf_parallel.ask.spec import HUB_FILE, list_shipped_recipes, refuse
 from hf_parallel.ask.waiting import waiting
+from hf_parallel.cli import launch as cli_launch
 
 if TYPE_CHECKING:
     from hf_parallel.cli.recipe_file import Recipe
@@ -130,27 +130,18 @@ def _prove(recipe: Recipe) -> int:
 # ---- run ---------------------------------------------------------------------------------------------------------
 
 
-def run_recipe(
-    argv: list[str],
-    parser: Callable[[], argparse.ArgumentParser],
-    launch: Callable[[list[str]], int],
-    devices: Callable[[], int],
-) -> int:
-    """Print what the recipe adds, and `launch` with it.
-
-    Args:
-        parser: makes the parser of `launch`; the recipe stands in the place of its script.
-        devices: counts the GPUs of this machine.
-    """
+def run_recipe(argv: list[str]) -> int:
+    """Print what the recipe adds, and launch with it: in the words of `launch` the recipe stands for the script."""
     if not argv or argv[0] in ("-h", "--help"):
         print(f"{_RUN}\n\n{__doc__}")
         return 0 if argv else 2
     try:
-        words = launch_words(argv, parser().parse_args(argv), devices())
+        args = cli_launch.make_full_parser().parse_args(argv)
+        words = launch_words(argv, args, cli_launch.count_accelerators())
     except (SpecError, OSError) as error:
         print(f"hf_parallel: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
-    return launch(words)
+    return cli_launch.launch(words)
 
 
 def launch_words(argv: list[str], args: argparse.Namespace, devices: int) -> list[str]:

@@ -185,7 +185,7 @@ def read_recipe(name: str, path: str) -> Recipe:
     machines = Hardware(**hardware)
     layout = ParallelConfig.from_mapping(layout_of(values, name)).resolve(machines.gpus)
     kept: dict = {key: values.get(key) for key in _TEXTS}
-    words = {key: _check_mapping(name, values, key) for key in ("arguments", "script_arguments")}
+    words = {key: _read_section(name, values, key) for key in ("arguments", "script_arguments")}
     for key, options in words.items():
         where = f"{name}: {key}"
         for key, value in options.items():
@@ -200,16 +200,16 @@ def read_recipe(name: str, path: str) -> Recipe:
     return recipe
 
 
-def _read_section(where: str, values: dict, key: str, known: Collection[str], needed: Collection[str] = ()) -> dict:
-    found = _check_mapping(where, values, key, next(iter(known)))
-    _check_keys(f"{where}: {key}", found, known, needed)
-    return found
-
-
-def _check_mapping(where: str, values: dict, key: str, example: str = "name") -> dict:
+def _read_section(
+    where: str, values: dict, key: str, known: Collection[str] = (), needed: Collection[str] = ()
+) -> dict:
+    """Return a mapping in a recipe; without `known` it may have any keys."""
     found = values.get(key) or {}
     if not isinstance(found, dict):
-        refuse(f"{where}: {key}", f"is a {type(found).__name__}, not a mapping", f"{key}: {{{example}: …}}")
+        works = f"{key}: {{{next(iter(known), 'name')}: …}}"
+        refuse(f"{where}: {key}", f"is a {type(found).__name__}, not a mapping", works)
+    if known:
+        _check_keys(f"{where}: {key}", found, known, needed)
     return found
 
 

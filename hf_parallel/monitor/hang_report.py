@@ -114,9 +114,20 @@ def describe_mismatch(facts: dict[int, Facts]) -> str | None:
             for entry in own["last"] if tuple(own["ranks"]) == same else ():
                 if entry["operation"] not in _MESSAGES:
                     by_number.setdefault(entry["number"], {})[rank] = entry
-        for number in sorted(by_number):
-            if len(_sort_by_kind(by_number[number])) > 1:
-                return _describe_kinds(number, by_number)
+        differing = [number for number, entries in by_number.items() if len(_sort_by_kind(entries)) > 1]
+        if not differing:
+            continue
+        number = min(differing)
+        entries, following = by_number[number], by_number.get(number + 1, {})
+        kinds = _sort_by_kind(entries)
+        (usual, most), (other, few), *_ = kinds.items()
+        for one, those, theirs in ((other, few, most), (usual, most, few)):  # fewer ranks are blamed where both may be
+            if one in _sort_by_kind({rank: following[rank] for rank in theirs if rank in following}):
+                left_out = _with_shape(entries[theirs[0]])
+                which = f"which is number {number:,} on {format_rank_numbers(theirs)}"
+                return f"{format_rank_numbers(those)} left out {left_out}, {which}"
+        told = [f"{_with_shape(entries[of[0]])} on {format_rank_numbers(of)}" for of in kinds.values()]
+        return f"number {number:,} of {entries[most[0]]['axis']} differs: " + " and ".join(told)
     return None
 
 
@@ -128,19 +139,6 @@ def _sort_by_kind(entries: dict[int, Facts]) -> dict[tuple, list[int]]:
         kind = entry["operation"], shape, entry["module"], entry["backward"], entry["place"]
         found.setdefault(kind, []).append(rank)
     return dict(sorted(found.items(), key=lambda kind: -len(kind[1])))
-
-
-def _describe_kinds(number: int, by_number: dict[int, dict[int, Facts]]) -> str:
-    entries = by_number[number]
-    (usual, most), (other, few), *_ = _sort_by_kind(entries).items()
-    for one, those, theirs in ((other, few, most), (usual, most, few)):  # the fewer ranks are blamed where both may be
-        following = by_number.get(number + 1, {})
-        if one in _sort_by_kind({rank: following[rank] for rank in theirs if rank in following}):
-            left_out = _with_shape(entries[theirs[0]])
-            which = f"which is number {number:,} on {format_rank_numbers(theirs)}"
-            return f"{format_rank_numbers(those)} left out {left_out}, {which}"
-    told = [f"{_with_shape(entries[of[0]])} on {format_rank_numbers(of)}" for of in _sort_by_kind(entries).values()]
-    return f"number {number:,} of {entries[most[0]]['axis']} differs: " + " and ".join(told)
 
 
 def _with_shape(entry: Facts) -> str:

@@ -64,14 +64,6 @@ class Compared:
     worst: dict[str, float]
     counts: dict[str, int]
 
-    def joined(self, other: Compared) -> Compared:
-        """Return both comparisons as one."""
-        worst = {
-            key: max(self.worst.get(key, 0.0), other.worst.get(key, 0.0)) for key in {**self.worst, **other.worst}
-        }
-        counts = dict(Counter(self.counts) + Counter(other.counts))
-        return Compared([*self.differences, *other.differences], worst, counts)
-
     def to_dict(self) -> dict[str, object]:
         """JSON-ready."""
         return {"worst": self.worst, "counts": self.counts, "differences": [asdict(one) for one in self.differences]}
@@ -229,7 +221,7 @@ def compare_resumed(
     disturbed: Record,
     steps: int,
     folders: tuple[Path, Path, Path],
-) -> tuple[Compared, Compared]:
+) -> tuple[Compared, bool]:
     """Compare a run that one layout has begun and another one resumed, with whole runs of one process.
 
     Args:
@@ -237,7 +229,7 @@ def compare_resumed(
         folders: of what was saved, as `Comparison.compare` has them.
 
     Returns:
-        The comparison before the save, and that after it.
+        The comparison before the save and after it as one, and whether numbers before it differ.
     """
     logs, predictions = len(first[0].logs), len(first[0].predictions)
 
@@ -257,7 +249,9 @@ def compare_resumed(
     resumed = [rest(replace(record, examples=[*record.examples, *seen]), True) for record in ranks]
     before = Comparison([head(record) for record in first], head(alone), head(disturbed)).compare()
     after = Comparison(resumed, rest(alone, False), rest(disturbed, False), steps).compare(folders)
-    return before, after
+    worst = {key: max(before.worst.get(key, 0.0), after.worst.get(key, 0.0)) for key in before.worst | after.worst}
+    counts = dict(Counter(before.counts) + Counter(after.counts))
+    return Compared([*before.differences, *after.differences], worst, counts), bool(before.differences)
 
 
 def _compute_relative(one: float, other: float) -> float:
