@@ -34,16 +34,9 @@ class Session:
 _session, _process = Session(), Session()
 
 
-def of_session(kind: type[State]) -> State:
-    """Return the current session's object of a class that is made without arguments."""
-    return _session.get(kind)
-
-
-def of_process(kind: type[State]) -> State:
-    """Return the process's object of a class that is made without arguments; it stays when a layout ends."""
-    return _process.get(kind)
-
-
-def end_session() -> None:
-    """Forget what the layout has remembered: the next call of `of_session` makes new objects."""
-    _session.clear()
+#: Return the current session's object of a class that is made without arguments.
+of_session = _session.get
+#: Return the process's object of such a class; it stays when a layout ends.
+of_process = _process.get
+#: Forget what the layout has remembered: the next call of `of_session` makes new objects.
+end_session = _session.clear

@@ -7,6 +7,8 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from hf_parallel.ranks.groups import format_spans
+
 OK, SLOW, NOTE, SKIPPED, FAILED = "ok", "SLOW", "note", "skipped", "FAILED"
 _HEADINGS = ("part", "what", "found", "expected", "")
 _WIDEST = 64  # of a column that others follow
@@ -83,13 +85,7 @@ class Report:
 
 def format_ranks(ranks: list[int]) -> str:
     """`0-3 8`, shortened where there are many."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    shown = [f"{first}" if first == last else f"{first}-{last}" for first, last in runs]
+    shown = format_spans(ranks)
     return " ".join(shown[:8]) + (" …" if len(shown) > 8 else "")
 
 

@@ -49,9 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments[:1] == ["launch"]:  # before argparse: accelerate's parser owns everything that follows
         return cli_launch.launch(arguments[1:])
     if arguments[:2] == ["recipe", "run"]:
-        return cli_recipe.run_recipe(
-            arguments[2:], cli_launch.make_full_parser, cli_launch.launch, cli_launch.count_accelerators
-        )
+        return cli_recipe.run_recipe(arguments[2:])
     commands = {
         "doctor": run_doctor,
         "plan": cli_plan.plan,

@@ -287,16 +287,13 @@ def _start(args: argparse.Namespace) -> int:
         logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     try:
         accelerate_launch.launch_command(args)
+        return 0
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        return _report_end(rank, failure.exitcode)
+        code = failure.exitcode
     except subprocess.CalledProcessError as error:
-        return _report_end(0, error.returncode)
-    return 0
-
-
-def _report_end(rank: int, code: int) -> int:
-    """Name the rank that ended first; it has written its own report unless a signal killed it."""
+        rank, code = 0, error.returncode
+    # The rank that ended first has written its own report unless a signal killed it
     if code < 0:
         print(f"hf_parallel: rank {rank} was killed by {signal.Signals(-code).name}; all ranks ended", file=sys.stderr)
         return 128 - code

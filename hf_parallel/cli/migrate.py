@@ -46,11 +46,6 @@ def _make_switch_rule(**spec: object) -> Rule:
     return lambda value: Became(spec) if _is_true(value) else Became(why="off, as by default")
 
 
-def _make_argument_rule(name: str) -> Rule:
-    """Return the rule for a key that Trainer's arguments, or the script, say."""
-    return lambda value: Became(why=f"{_ARGUMENT}: {name}")
-
-
 def _is_true(value: object) -> bool:
     return str(value).lower() in ("true", "1", "yes", "on")
 
@@ -125,12 +120,12 @@ _BATCH = {
 #: Sequences of a device and micro-step, as files spell it.
 _ROWS = ("train_micro_batch_size_per_gpu", "micro_batch_size", "batch_size", "per_device_train_batch_size")
 _DEEPSPEED: dict[str, Rule] = {
-    **{key: _make_argument_rule(name) for key, name in _BATCH.items()},
-    "optimizer": _make_argument_rule("optim, learning_rate, weight_decay, adam_beta1, …"),
-    "scheduler": _make_argument_rule("lr_scheduler_type, warmup_steps"),
-    "bf16": _make_argument_rule("bf16=True"),
-    "fp16": _make_argument_rule("fp16=True"),
-    "amp": _make_argument_rule("fp16=True"),
+    **{key: f"{_ARGUMENT}: {name}" for key, name in _BATCH.items()},
+    "optimizer": f"{_ARGUMENT}: optim, learning_rate, weight_decay, adam_beta1, …",
+    "scheduler": f"{_ARGUMENT}: lr_scheduler_type, warmup_steps",
+    "bf16": f"{_ARGUMENT}: bf16=True",
+    "fp16": f"{_ARGUMENT}: fp16=True",
+    "amp": f"{_ARGUMENT}: fp16=True",
     "sequence_parallel_size": lambda value: Became(
         {"cp": int(value), "context_parallel": "ulysses"} if int(value) > 1 else {}, "one rank"
     ),
@@ -150,7 +145,7 @@ _DEEPSPEED: dict[str, Rule] = {
     "comms_config": "monitor=full of a spec says where time goes",
     "comms_logger": "monitor=full of a spec says where time goes",
     "monitor_config": "report_to of the script",
-    "compile": _make_argument_rule("torch_compile=True, or compile=regional of a spec"),
+    "compile": f"{_ARGUMENT}: torch_compile=True, or compile=regional of a spec",
     "_comment": "a note",
     "flops_profiler": "hf-parallel report shows the step's parts",
     "tensorboard": "report_to of the script",
@@ -158,8 +153,8 @@ _DEEPSPEED: dict[str, Rule] = {
 }
 _ACCELERATE_DEEPSPEED: dict[str, Rule] = {
     "zero_stage": _ZERO["stage"],
-    "gradient_accumulation_steps": _make_argument_rule("gradient_accumulation_steps"),
-    "gradient_clipping": _make_argument_rule("max_grad_norm"),
+    "gradient_accumulation_steps": f"{_ARGUMENT}: gradient_accumulation_steps",
+    "gradient_clipping": f"{_ARGUMENT}: max_grad_norm",
     "zero3_init_flag": "each rank reads its own slices",
     "zero3_save_16bit_model": "saved models are always whole",
     "deepspeed_multinode_launcher": "hf-parallel launch, torchrun, Slurm or Ray start the machines",
@@ -190,7 +185,7 @@ _MEGATRON: dict[str, Rule] = {
     ),
     "recompute_activations": _make_switch_rule(activation_checkpointing="selective"),
     "use_distributed_optimizer": _make_switch_rule(zero_stage=1),
-    "gradient_clipping": _make_argument_rule("max_grad_norm"),
+    "gradient_clipping": f"{_ARGUMENT}: max_grad_norm",
 }
 _TORCHTUNE: dict[str, Rule] = {
     "tensor_parallel_dim": _make_size_rule("tp"),
@@ -287,14 +282,15 @@ def _read_accelerate(values: Mapping, folder: str) -> Keys:
     )
     yield from _read_keys_of(values.get("megatron_lm_config") or {}, _MEGATRON, "megatron_lm_config.", "megatron_lm_")
     if values.get("mixed_precision", "no") != "no":
-        yield "mixed_precision", values["mixed_precision"], _make_argument_rule("--mixed_precision, or bf16=True")
+        yield "mixed_precision", values["mixed_precision"], f"{_ARGUMENT}: --mixed_precision, or bf16=True"
 
 
 def _read_axolotl(values: Mapping, folder: str) -> Keys:
     yield from _read_keys_of({key: value for key, value in values.items() if key in _AXOLOTL}, _AXOLOTL)
     for key in ("micro_batch_size", "gradient_accumulation_steps"):
         if key in values:
-            yield key, values[key], _make_argument_rule("per_device_train_batch_size" if key[0] == "m" else key)
+            name = "per_device_train_batch_size" if key == "micro_batch_size" else key
+            yield key, values[key], f"{_ARGUMENT}: {name}"
     if isinstance(values.get("fsdp"), list):
         yield from _read_fsdp_words(values["fsdp"])
     yield from _read_keys_of(values.get("fsdp_config") or {}, _FSDP, "fsdp_config.", "fsdp_")
@@ -306,7 +302,8 @@ def _read_torchtune(values: Mapping, folder: str) -> Keys:
     yield from _read_keys_of({key: value for key, value in values.items() if key in _TORCHTUNE}, _TORCHTUNE)
     for key in ("batch_size", "gradient_accumulation_steps"):
         if key in values:
-            yield key, values[key], _make_argument_rule("per_device_train_batch_size" if key[0] == "b" else key)
+            name = "per_device_train_batch_size" if key == "batch_size" else key
+            yield key, values[key], f"{_ARGUMENT}: {name}"
 
 
 def _read_fsdp_words(asked: str | list[str]) -> Keys:
@@ -336,25 +333,23 @@ def _read_argument(name: str, value: object, folder: str) -> Keys:
     """Yield the keys in one of Trainer's arguments, from a script or a command line."""
     if name == "fsdp" and value is True:
         yield name, value, "dp_shard is all that is left; fsdp_config may say more"
-    elif name == "fsdp":
+        return
+    if name == "fsdp":
         yield from _read_fsdp_words(value)  # type: ignore[arg-type]
-    elif name == "fsdp_config":
-        yield from _read_keys_of(_read_mapping(value, folder), _FSDP, "fsdp_config.", "fsdp_")
-    else:
-        yield from _read_deepspeed(_read_mapping(value, folder), folder)
-
-
-def _read_mapping(value: object, folder: str = "") -> Mapping:
-    """Return a mapping, given as such, as JSON, or as the path of a JSON file."""
+        return
     if isinstance(value, Mapping):
-        return value
-    text = str(value)
-    if not text.lstrip().startswith("{"):
-        return _read_json(os.path.join(folder, text))
-    try:
-        return json.loads(text)
-    except ValueError as error:
-        refuse(text, f"is no JSON ({error})", cause=error)
+        values = value
+    elif str(value).lstrip().startswith("{"):
+        try:
+            values = json.loads(str(value))
+        except ValueError as error:
+            refuse(value, f"is no JSON ({error})", cause=error)
+    else:
+        values = _read_json(os.path.join(folder, str(value)))
+    if name == "fsdp_config":
+        yield from _read_keys_of(values, _FSDP, "fsdp_config.", "fsdp_")
+    else:
+        yield from _read_deepspeed(values, folder)
 
 
 def _read_json(path: str) -> Mapping:

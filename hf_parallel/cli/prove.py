@@ -247,9 +247,11 @@ def _fork_run(name: str, folder: Path, world: int, work: Callable[[int], None], 
 
 def _raise_failure(run: ForkedRun, failure: Failure | None) -> None:
     if failure is not None:
-        traced = "\n".join((failure.traceback or run.tail()).splitlines()[-12:])
-        said = failure.message if failure.refused else f"{failure.message}\n{traced}"
-        raise NotProvedError(f"in {run.name}, {failure.who}: {said}", failure.refused)
+        said = run.folder / "said-0.txt"  # by the first process
+        text = failure.traceback or (said.read_text(errors="replace") if said.exists() else "")
+        traced = "\n".join(text.splitlines()[-12:])
+        told = failure.message if failure.refused else f"{failure.message}\n{traced}"
+        raise NotProvedError(f"in {run.name}, {failure.who}: {told}", failure.refused)
 
 
 class Proof:
@@ -274,11 +276,12 @@ class Proof:
         devices: int = 0,
         saved_by: ParallelConfig | None = None,
     ) -> None:
-        from hf_parallel.prove.small_run import Sizes
+        from hf_parallel.prove.small_run import SAVED_AFTER, Sizes
 
         self.folder, self.config, self.script, self.limit_s, self.devices = folder, config, script, limit_s, devices
         self.saved_by, self.sizes = saved_by, Sizes.of_layout(config, steps, keep_dtype, saved_by)
         self._begun: list[Record] = []  # by the ranks of `saved_by`
+        self._checkpoint = folder / "saved" / "output" / f"checkpoint-{SAVED_AFTER}"
         (folder / "models").mkdir(parents=True, exist_ok=True)
         self._references: tuple[Record, Record] | None = None
         self._launched = False  # the one process too: the script asks for a launcher's variables
@@ -324,12 +327,6 @@ class Proof:
             shutil.copytree(self._checkpoint, self.folder / "layout" / kept, dirs_exist_ok=True)
         return ranks
 
-    @property
-    def _checkpoint(self) -> Path:
-        from hf_parallel.prove.small_run import SAVED_AFTER
-
-        return self.folder / "saved" / "output" / f"checkpoint-{SAVED_AFTER}"
-
     def judge(self, ranks: list[Record]) -> Verdict:
         """Compare the ranks of the layout with the references."""
         from hf_parallel.prove.compare import Comparison, compare_resumed
@@ -339,11 +336,10 @@ class Proof:
         alone, disturbed = self.references()
         folders = self.folder / "layout", self.folder / "alone", self.folder / "disturbed"
         if self._begun:
-            before, after = compare_resumed(self._begun, ranks, alone, disturbed, SAVED_AFTER, folders)
-            parted = self._begun if before.differences else ranks
-            compared = before.joined(after)
+            compared, began_wrong = compare_resumed(self._begun, ranks, alone, disturbed, SAVED_AFTER, folders)
+            parted = self._begun if began_wrong else ranks
             place = find_first_place_of(parted, alone, disturbed, compared) if compared.differences else None
-            cause = AFTER_RESUMPTION if after.differences and not before.differences else ""
+            cause = AFTER_RESUMPTION if compared.differences and not began_wrong else ""
             return Verdict(compared, place, cause, alone.notes, alone.facts)
         compared = Comparison(ranks, alone, disturbed).compare(folders)
         place = find_first_place_of(ranks, alone, disturbed, compared) if compared.differences else None

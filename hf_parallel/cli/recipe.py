@@ -16,13 +16,13 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hf_parallel.ask.config import SpecError
-from hf_parallel.ask.spec import HUB_FILE, refuse
+from hf_parallel.ask.spec import HUB_FILE, list_shipped_recipes, refuse
 from hf_parallel.ask.waiting import waiting
+from hf_parallel.cli import launch as cli_launch
 
 if TYPE_CHECKING:
     from hf_parallel.cli.recipe_file import Recipe
@@ -58,12 +58,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run_recipe_command(args: argparse.Namespace) -> int:
     """Run a command of `recipe`; return 1 if a check finds something wrong, 2 if the command cannot work."""
     try:
-        from hf_parallel.cli.recipe_file import list_recipe_names, load_recipe, render_markdown
+        from hf_parallel.cli.recipe_file import load_recipe, render_markdown
 
         if args.what == "check":
             return _check_recipes(args)
         if args.what == "list":
-            shipped = [load_recipe(name) for name in list_recipe_names()]
+            shipped = [load_recipe(name) for name in list_shipped_recipes()]
             of_gpus = [one for one in shipped if args.gpus in (None, one.hardware.gpus)]
             listed = [one for one in of_gpus if args.method in (None, one.method)]
             if not listed:
@@ -77,7 +77,9 @@ def run_recipe_command(args: argparse.Namespace) -> int:
         found = load_recipe(args.recipe)
         if args.what == "show":
             print(Path(found.path).read_text(encoding="utf-8").rstrip())
-            print(f"\n# {found.command()}")
+            words = [found.name] if found.script else [found.name, "train.py"]
+            words += ["--dataset_name DATASET"] if found.script and not found.data.get("dataset_name") else []
+            print(f"\n# hf-parallel recipe run {' '.join(words)} --output_dir out")
         else:
             from hf_parallel.cli.recipe_check import push_recipe
 
@@ -91,10 +93,10 @@ def run_recipe_command(args: argparse.Namespace) -> int:
 
 def _check_recipes(args: argparse.Namespace) -> int:
     from hf_parallel.cli.recipe_check import check_recipe, write_expected
-    from hf_parallel.cli.recipe_file import list_recipe_names, load_recipe
+    from hf_parallel.cli.recipe_file import load_recipe
 
     wrong = False
-    for name in args.recipes or list_recipe_names():
+    for name in args.recipes or list_shipped_recipes():
         if args.write:
             write_expected(name)
         with waiting(f"checking {name}"):
@@ -128,27 +130,18 @@ def _prove(recipe: Recipe) -> int:
 # ---- run ---------------------------------------------------------------------------------------------------------
 
 
-def run_recipe(
-    argv: list[str],
-    parser: Callable[[], argparse.ArgumentParser],
-    launch: Callable[[list[str]], int],
-    devices: Callable[[], int],
-) -> int:
-    """Print what the recipe adds, and `launch` with it.
-
-    Args:
-        parser: makes the parser of `launch`; the recipe stands in the place of its script.
-        devices: counts the GPUs of this machine.
-    """
+def run_recipe(argv: list[str]) -> int:
+    """Print what the recipe adds, and launch with it: in the words of `launch` the recipe stands for the script."""
     if not argv or argv[0] in ("-h", "--help"):
         print(f"{_RUN}\n\n{__doc__}")
         return 0 if argv else 2
     try:
-        words = launch_words(argv, parser().parse_args(argv), devices())
+        args = cli_launch.make_full_parser().parse_args(argv)
+        words = launch_words(argv, args, cli_launch.count_accelerators())
     except (SpecError, OSError) as error:
         print(f"hf_parallel: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
-    return launch(words)
+    return cli_launch.launch(words)
 
 
 def launch_words(argv: list[str], args: argparse.Namespace, devices: int) -> list[str]:

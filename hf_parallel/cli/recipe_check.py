@@ -6,7 +6,6 @@ Nothing is downloaded for a recipe that names the `shape` of its model, and no G
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -16,7 +15,7 @@ import yaml
 
 from hf_parallel.ask.config import ParallelConfig, SpecError
 from hf_parallel.ask.spec import HUB_FILE
-from hf_parallel.cli.recipe_file import Recipe, load_recipe, read_shipped_config, render_markdown
+from hf_parallel.cli.recipe_file import Recipe, load_recipe, render_markdown
 from hf_parallel.hooks.auto import ScriptBatch, read_script_batch
 from hf_parallel.planner.candidates import HEADROOM
 from hf_parallel.planner.choices import predict_choice
@@ -52,11 +51,6 @@ class Plan:
     room_gib: float
     note: str = ""
 
-    @property
-    def fits(self) -> bool:
-        """Return whether memory is no more than a plan takes of the GPU, some of which stays free."""
-        return self.memory_gib <= self.room_gib * (1 - HEADROOM / 100)
-
     def to_dict(self) -> dict[str, object]:
         """Return the values for `expect`, in three digits."""
         values = {key: _round_to_digits(getattr(self, key)) for key in ("memory_gib", "step_s", "tokens_per_s")}
@@ -69,13 +63,13 @@ def plan_recipe(recipe: Recipe) -> Plan:
     Raises:
         SpecError: the batch cannot be cut as the layout asks, or a name is not known.
     """
-    batch, notes = _read_batch(recipe), []
+    (layout, batch, adapt), notes = _read_training(recipe), []
     goal = make_goal(
         model=recipe.config(),
         cluster=recipe.hardware.cluster,
         seq=recipe.seq,
         precision=batch.precision,
-        adapt=_plan_adapters(recipe),
+        adapt=adapt,
         kernel=recipe.script_arguments.get("attn_implementation"),
         documents=batch.documents,
         global_batch=None,
@@ -86,11 +80,11 @@ def plan_recipe(recipe: Recipe) -> Plan:
         four_bit=recipe.four_bit,
     )
     parts = (recipe.layout.pipeline_microbatches or recipe.rows) if recipe.layout.pp_size > 1 else 1
-    choice = predict_choice(goal, _with_logits(recipe), recipe.rows // parts)
+    choice = predict_choice(goal, layout, recipe.rows // parts)
     memory, seconds = choice.needed_gib, choice.step_time_s
     if recipe.method == "dpo":
         seconds *= 1 + _REFERENCE_FORWARD
-        memory += 0.0 if recipe.adapter_rank else _compute_second_model(recipe, goal.shape)
+        memory += 0.0 if recipe.adapter_rank else _compute_second_model(layout, batch, goal.shape)
         notes.append("rows are pairs, a reference beside them")
     if recipe.method == "grpo":
         notes.append("of the update; generation comes on top")
@@ -120,42 +114,23 @@ def shrink_layout(recipe: Recipe) -> ParallelConfig:
     return dataclasses.replace(layout, **small, **more)  # type: ignore[arg-type]
 
 
-def shape_of_recipe(recipe: Recipe) -> ModelShape:
-    """Return the shape of the recipe's model, as the planner knows it."""
-    return shape_of(recipe.config()) if recipe.shape is None else _find_shipped_shape(recipe.shape)
-
-
-@functools.cache
-def _find_shipped_shape(name: str) -> ModelShape:
-    return shape_of(read_shipped_config(name))
-
-
-def _with_logits(recipe: Recipe) -> ParallelConfig:
-    """Return the layout with its logits counted, unless it says otherwise: a script may compute its loss by itself."""
-    if recipe.layout.lean_loss == "true":
-        return recipe.layout
-    return dataclasses.replace(recipe.layout, lean_loss="false")
-
-
-def _read_batch(recipe: Recipe) -> ScriptBatch:
-    """Return precision and optimizer as `--parallel auto` reads them from a command line."""
-    words = [f"--{key}={value}" for key, value in recipe.arguments.items()]
-    dtype = recipe.script_arguments.get("dtype", "bfloat16" if recipe.script is None else "float32")
-    return read_script_batch(None, words, "bfloat16" if recipe.four_bit else dtype)
-
-
-def _plan_adapters(recipe: Recipe) -> Callable[[nn.Module], None] | None:
-    """Return what puts the script's adapters into a model without memory, or None."""
+def _read_training(recipe: Recipe) -> tuple[ParallelConfig, ScriptBatch, Callable[[nn.Module], None] | None]:
+    """Return the layout, the script's precision and optimizer, and what puts adapters into a model without memory."""
     from hf_parallel.hooks.peft.planned_adapters import plan_lora
 
-    targets = recipe.script_arguments.get("lora_target_modules", "all-linear")
-    return plan_lora(recipe.adapter_rank, targets) if recipe.adapter_rank else None
-
-
-def _compute_second_model(recipe: Recipe, shape: ModelShape) -> float:
-    """Return the GiB of the reference's weights on a rank."""
-    width = 2 if _read_batch(recipe).precision == "bf16" else 4
+    # Logits count unless the layout says otherwise, because a script may compute its loss by itself
     layout = recipe.layout
+    layout = layout if layout.lean_loss == "true" else dataclasses.replace(layout, lean_loss="false")
+    words = [f"--{key}={value}" for key, value in recipe.arguments.items()]  # as `--parallel auto` reads them
+    dtype = recipe.script_arguments.get("dtype", "bfloat16" if recipe.script is None else "float32")
+    batch = read_script_batch(None, words, "bfloat16" if recipe.four_bit else dtype)
+    targets = recipe.script_arguments.get("lora_target_modules", "all-linear")
+    return layout, batch, plan_lora(recipe.adapter_rank, targets) if recipe.adapter_rank else None
+
+
+def _compute_second_model(layout: ParallelConfig, batch: ScriptBatch, shape: ModelShape) -> float:
+    """Return the GiB of the reference's weights on a rank."""
+    width = 2 if batch.precision == "bf16" else 4
     parts = layout.tp_size * layout.pp_size * layout.cp_size * (layout.dp_shard_size if layout.zero_stage else 1)
     return width * shape.parameters / parts / GIB
 
@@ -173,7 +148,7 @@ def measure_dry_memory(recipe: Recipe) -> float:
     """
     from hf_parallel.hooks.peft.planned_adapters import plan_four_bit
 
-    layout, batch, config = _with_logits(recipe), _read_batch(recipe), recipe.config()
+    (layout, batch, adapt), config = _read_training(recipe), recipe.config()
     nested = bool(recipe.script_arguments.get("use_bnb_nested_quant"))
     runs = [
         dry_run(
@@ -185,13 +160,13 @@ def measure_dry_memory(recipe: Recipe) -> float:
             accumulation=min(recipe.accumulation, _CALLS),
             optimizer=batch.optimizer,
             precision=batch.precision,
-            adapt=_plan_adapters(recipe),
+            adapt=adapt,
             pack=plan_four_bit(nested) if recipe.four_bit else None,
         )
         for rank in end_ranks(layout)
     ]
     second = recipe.method == "dpo" and not recipe.adapter_rank
-    beside = _compute_second_model(recipe, shape_of_recipe(recipe)) if second else 0.0
+    beside = _compute_second_model(layout, batch, shape_of(recipe.config())) if second else 0.0
     return max(run.peak_bytes for run in runs) / GIB + beside
 
 
@@ -235,7 +210,7 @@ def check_recipe(name: str, dry: bool = True) -> Verdict:
     room, written = f"{planned.room_gib:.1f} GiB of a GPU", recipe.expect
     found = [f"planner {planned.memory_gib:.1f} of {room}, {planned.tokens_per_s:,.0f} tokens/s"]
     wrong = _list_wrong_numbers("planner", written, planned.to_dict())
-    if not planned.fits:
+    if planned.memory_gib > planned.room_gib * (1 - HEADROOM / 100):
         free = f"{HEADROOM:g} % of which stay free"
         wrong.append(f"needs {planned.memory_gib:.1f} GiB by the planner, of {room}, {free}")
     if dry:

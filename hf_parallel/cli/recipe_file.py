@@ -142,17 +142,6 @@ class Recipe:
 
         return AutoConfig.from_pretrained(self.model, trust_remote_code=False)
 
-    def command(self) -> str:
-        """Return the command line that runs it."""
-        script = "" if self.script else " train.py"
-        data = "" if self.data.get("dataset_name") or not self.script else " --dataset_name DATASET"
-        return f"hf-parallel recipe run {self.name}{script}{data} --output_dir out"
-
-
-def list_recipe_names() -> list[str]:
-    """Return the names of the recipes that come with this package."""
-    return list(list_shipped_recipes())
-
 
 def load_recipe(text: str) -> Recipe:
     """Load a recipe by the name of a shipped one, from a file, or from the Hub.
@@ -196,7 +185,7 @@ def read_recipe(name: str, path: str) -> Recipe:
     machines = Hardware(**hardware)
     layout = ParallelConfig.from_mapping(layout_of(values, name)).resolve(machines.gpus)
     kept: dict = {key: values.get(key) for key in _TEXTS}
-    words = {key: _check_mapping(name, values, key) for key in ("arguments", "script_arguments")}
+    words = {key: _read_section(name, values, key) for key in ("arguments", "script_arguments")}
     for key, options in words.items():
         where = f"{name}: {key}"
         for key, value in options.items():
@@ -211,16 +200,16 @@ def read_recipe(name: str, path: str) -> Recipe:
     return recipe
 
 
-def _read_section(where: str, values: dict, key: str, known: Collection[str], needed: Collection[str] = ()) -> dict:
-    found = _check_mapping(where, values, key, next(iter(known)))
-    _check_keys(f"{where}: {key}", found, known, needed)
-    return found
-
-
-def _check_mapping(where: str, values: dict, key: str, example: str = "name") -> dict:
+def _read_section(
+    where: str, values: dict, key: str, known: Collection[str] = (), needed: Collection[str] = ()
+) -> dict:
+    """Return a mapping in a recipe; without `known` it may have any keys."""
     found = values.get(key) or {}
     if not isinstance(found, dict):
-        refuse(f"{where}: {key}", f"is a {type(found).__name__}, not a mapping", f"{key}: {{{example}: …}}")
+        works = f"{key}: {{{next(iter(known), 'name')}: …}}"
+        refuse(f"{where}: {key}", f"is a {type(found).__name__}, not a mapping", works)
+    if known:
+        _check_keys(f"{where}: {key}", found, known, needed)
     return found
 
 
@@ -409,22 +398,20 @@ def list_options_of(script: str, is_module: bool) -> set[str]:
         tree = ast.parse(path.read_text(encoding="utf-8"))
     except SyntaxError as error:
         refuse(script, f"not Python ({error.msg}, line {error.lineno})", cause=error)
-    return {name for node in ast.walk(tree) for name in _iterate_shown_options(node)}
-
-
-def _iterate_shown_options(node: ast.AST) -> Iterator[str]:
-    """Yield the options that one piece of a script shows."""
-    if isinstance(node, ast.ImportFrom):
-        for alias in node.names:
-            yield from _iterate_fields(node.module or "", alias.name)
-    elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-        yield from _iterate_fields(node.value.id, node.attr)
-    elif isinstance(node, ast.ClassDef):
-        places = [part.target for part in node.body if isinstance(part, ast.AnnAssign)]
-        yield from (place.id for place in places if isinstance(place, ast.Name))
-    elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "add_argument":
-        names = [part.value for part in node.args if isinstance(part, ast.Constant) and isinstance(part.value, str)]
-        yield from (name[2:].replace("-", "_") for name in names if name.startswith("--"))
+    shown = set[str]()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            shown.update(*(_iterate_fields(node.module or "", alias.name) for alias in node.names))
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            shown.update(_iterate_fields(node.value.id, node.attr))
+        elif isinstance(node, ast.ClassDef):
+            places = [part.target for part in node.body if isinstance(part, ast.AnnAssign)]
+            shown.update(place.id for place in places if isinstance(place, ast.Name))
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "add_argument":
+            words = [part.value for part in node.args if isinstance(part, ast.Constant)]
+            options = [word for word in words if isinstance(word, str) and word.startswith("--")]
+            shown.update(option[2:].replace("-", "_") for option in options)
+    return shown
 
 
 def _iterate_fields(module: str, name: str) -> Iterator[str]:

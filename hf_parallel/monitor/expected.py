@@ -280,20 +280,16 @@ def _fit_to_measured(shape: ModelShape, found: Measured) -> tuple[Cluster, dict[
             wait_us=e.wait_us * links,
             eager_step_ms=max(0.0, e.eager_step_ms + 1e3 * (found.terms[OTHER] - now[OTHER])),
         )
-        cluster = dataclasses.replace(
-            cluster,
-            gpu=dataclasses.replace(cluster.gpu, efficiency=efficiency),
-            inside=_slow_link(cluster.inside, links),
-            between=_slow_link(cluster.between, links),
+        gpu = dataclasses.replace(cluster.gpu, efficiency=efficiency)
+        inside, between = (
+            dataclasses.replace(
+                link,
+                bandwidth=link.bandwidth / links,
+                latency=link.latency * links,
+                measured=tuple((name, seconds * links, width / links) for name, seconds, width in link.measured),
+                source=f"{link.source}, calibrated" if not link.source.endswith("calibrated") else link.source,
+            )
+            for link in (cluster.inside, cluster.between)
         )
+        cluster = dataclasses.replace(cluster, gpu=gpu, inside=inside, between=between)
     return cluster, total
-
-
-def _slow_link(link: Link, factor: float) -> Link:
-    return dataclasses.replace(
-        link,
-        bandwidth=link.bandwidth / factor,
-        latency=link.latency * factor,
-        measured=tuple((name, seconds * factor, bandwidth / factor) for name, seconds, bandwidth in link.measured),
-        source=f"{link.source}, calibrated" if not link.source.endswith("calibrated") else link.source,
-    )

@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
+from hf_parallel.ranks.groups import format_spans
+
 #: Collectives to which ranks may give tensors of different shapes.
 _UNEVEN = {"all_to_all", "gather", "scatter", "broadcast", "barrier"}
 _MESSAGES = {"send": "to", "receive": "from"}
@@ -112,9 +114,20 @@ def describe_mismatch(facts: dict[int, Facts]) -> str | None:
             for entry in own["last"] if tuple(own["ranks"]) == same else ():
                 if entry["operation"] not in _MESSAGES:
                     by_number.setdefault(entry["number"], {})[rank] = entry
-        for number in sorted(by_number):
-            if len(_sort_by_kind(by_number[number])) > 1:
-                return _describe_kinds(number, by_number)
+        differing = [number for number, entries in by_number.items() if len(_sort_by_kind(entries)) > 1]
+        if not differing:
+            continue
+        number = min(differing)
+        entries, following = by_number[number], by_number.get(number + 1, {})
+        kinds = _sort_by_kind(entries)
+        (usual, most), (other, few), *_ = kinds.items()
+        for one, those, theirs in ((other, few, most), (usual, most, few)):  # fewer ranks are blamed where both may be
+            if one in _sort_by_kind({rank: following[rank] for rank in theirs if rank in following}):
+                left_out = _with_shape(entries[theirs[0]])
+                which = f"which is number {number:,} on {format_rank_numbers(theirs)}"
+                return f"{format_rank_numbers(those)} left out {left_out}, {which}"
+        told = [f"{_with_shape(entries[of[0]])} on {format_rank_numbers(of)}" for of in kinds.values()]
+        return f"number {number:,} of {entries[most[0]]['axis']} differs: " + " and ".join(told)
     return None
 
 
@@ -122,26 +135,10 @@ def _sort_by_kind(entries: dict[int, Facts]) -> dict[tuple, list[int]]:
     """The different things that ranks do under one number, those of most ranks first."""
     found: dict[tuple, list[int]] = {}
     for rank, entry in entries.items():
-        found.setdefault(_sort(entry), []).append(rank)
-    return dict(sorted(found.items(), key=lambda sort: -len(sort[1])))
-
-
-def _sort(entry: Facts) -> tuple:
-    shape = None if entry["operation"] in _UNEVEN else (tuple(entry["shape"] or ()), entry["dtype"])
-    return entry["operation"], shape, entry["module"], entry["backward"], entry["place"]
-
-
-def _describe_kinds(number: int, by_number: dict[int, dict[int, Facts]]) -> str:
-    entries = by_number[number]
-    (usual, most), (other, few), *_ = _sort_by_kind(entries).items()
-    for one, those, theirs in ((other, few, most), (usual, most, few)):  # the fewer ranks are blamed where both may be
-        following = by_number.get(number + 1, {})
-        if any(rank in following and _sort(following[rank]) == one for rank in theirs):
-            left_out = _with_shape(entries[theirs[0]])
-            which = f"which is number {number:,} on {format_rank_numbers(theirs)}"
-            return f"{format_rank_numbers(those)} left out {left_out}, {which}"
-    told = [f"{_with_shape(entries[of[0]])} on {format_rank_numbers(of)}" for of in _sort_by_kind(entries).values()]
-    return f"number {number:,} of {entries[most[0]]['axis']} differs: " + " and ".join(told)
+        shape = None if entry["operation"] in _UNEVEN else (tuple(entry["shape"] or ()), entry["dtype"])
+        kind = entry["operation"], shape, entry["module"], entry["backward"], entry["place"]
+        found.setdefault(kind, []).append(rank)
+    return dict(sorted(found.items(), key=lambda kind: -len(kind[1])))
 
 
 def _with_shape(entry: Facts) -> str:
@@ -164,12 +161,5 @@ def find_circle(facts: dict[int, Facts]) -> list[int]:
 
 def format_rank_numbers(numbers: Iterable[int]) -> str:
     """`rank 3`, `ranks 0-2, 5`."""
-    spans: list[list[int]] = []
-    for number in sorted(numbers):
-        if spans and number == spans[-1][1] + 1:
-            spans[-1][1] = number
-        else:
-            spans.append([number, number])
-    texts = [str(first) if first == last else f"{first}-{last}" for first, last in spans]
-    one = len(spans) == 1 and spans[0][0] == spans[0][1]
-    return ("rank " if one else "ranks ") + ", ".join(texts)
+    spans = ", ".join(format_spans(numbers))
+    return f"rank {spans}" if spans.isdecimal() else f"ranks {spans}"

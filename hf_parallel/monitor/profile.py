@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile, supported_activities
 
 from hf_parallel.axes.pipeline.timeline import IDLE, QUIET, render_picture_head, render_text_at, time_axis
 from hf_parallel.monitor import trace
-from hf_parallel.monitor.meter import Interval, sum_lengths, unite_intervals
+from hf_parallel.monitor.meter import sum_lengths, unite_intervals
 from hf_parallel.monitor.trace import Part
 from hf_parallel.monitor.waits import ALL, HostClock, Waits
 from hf_parallel.ranks import messages
@@ -82,26 +82,22 @@ def _render_rank_row(rank: int, part: Part, duration: float) -> Iterator[str]:
     yield f'<g class="rank"><title>{escape(part.name)}</title>'
     yield render_text_at(_LEFT - 12, y + _ROW / 2 + 4, part.name, fill=QUIET, anchor="end")
     yield f'<rect class="idle" x="{_LEFT}" y="{y}" width="{_PLOT}" height="{_ROW}" rx="2" fill="{IDLE}"/>'
-    yield _render_axis_boxes("compute", "compute", part.busy, y, half, duration)
-    for kind, opacity, by_axis in (("hidden", 0.4, part.hidden), ("exposed", 1.0, part.exposed)):
-        for axis, spans in by_axis.items():
-            yield _render_axis_boxes(axis, f"{kind} {axis}", spans, y + half, half, duration, opacity)
+    lanes = [("compute", "compute", part.busy, float(y), 1.0)]
+    lanes += [(f"hidden {axis}", axis, spans, y + half, 0.4) for axis, spans in part.hidden.items()]
+    lanes += [(f"exposed {axis}", axis, spans, y + half, 1.0) for axis, spans in part.exposed.items()]
+    scale = _PLOT / duration
+    for name, axis, spans, top, opacity in lanes:  # a path each: what is closer than half a pixel is one box
+        boxes = unite_intervals(((begin * scale, end * scale) for begin, end in spans), gap=0.5)
+        ends = [(_LEFT + begin, max(0.3, end - begin)) for begin, end in boxes]
+        path = "".join(f"M{x:.1f} {top:g}h{wide:.1f}v{half:g}H{x:.1f}z" for x, wide in ends)
+        colour = COLOURS.get(axis, QUIET)
+        yield f'<path class="{escape(name)}" d="{path}" fill="{colour}" fill-opacity="{opacity}"/>'
     whole = max(part.duration, 1e-9)
     waits = {axis: sum_lengths(spans) / whole for axis, spans in part.exposed.items()}
     named = [f"{axis} {share:.0%}" for axis, share in waits.items() if share >= 0.005]
     shares = ", ".join([f"compute {sum_lengths(part.busy) / whole:.0%}", *named, f"idle {part.idle / whole:.0%}"])
     yield render_text_at(_LEFT + _PLOT + 12, y + _ROW / 2 + 4, shares, fill=QUIET, size=11)
     yield "</g>"
-
-
-def _render_axis_boxes(
-    axis: str, name: str, spans: list[Interval], y: float, high: float, duration: float, opacity: float = 1.0
-) -> str:
-    """Draw one path; what is closer than half a pixel is one box."""
-    scale = _PLOT / duration
-    wide = unite_intervals(((begin * scale, end * scale) for begin, end in spans), gap=0.5)
-    path = "".join(f"M{_LEFT + x:.1f} {y:g}h{max(0.3, end - x):.1f}v{high:g}H{_LEFT + x:.1f}z" for x, end in wide)
-    return f'<path class="{escape(name)}" d="{path}" fill="{COLOURS.get(axis, QUIET)}" fill-opacity="{opacity}"/>'
 
 
 NAME = "profile_step_{}"

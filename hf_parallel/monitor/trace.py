@@ -83,6 +83,7 @@ def make_part_of(
     offset = (trace.get("baseTimeNanoseconds", 0) - window[0]) / 1000
     events = [{**e, "ts": e["ts"] + offset} for e in trace["traceEvents"] if e.get("ph") == "X" and "cat" in e]
     part = Part((window[1] - window[0]) / 1000)
+    step = [(0.0, part.duration)]
     own = [(wait.axis, (wait.begin - window[0]) / 1000, (wait.end - window[0]) / 1000) for wait in waits]
     if any(event["cat"] == "kernel" for event in events):
         computed, sent = list[Interval](), list[tuple[str, float, float]]()
@@ -91,20 +92,20 @@ def make_part_of(
                 sent.append((_find_axis_of(event, axes), *_make_span(event)))
             elif event["cat"] in _KERNELS:
                 computed.append(_make_span(event))
-        part.busy = _clip_spans(part, unite_intervals(computed))
-        flights = _group_by_axis(part, sent)
+        part.busy = intersect_intervals(unite_intervals(computed), step)
+        flights = _group_by_axis(step, sent)
         part.exposed = {axis: without(spans, part.busy) for axis, spans in flights.items()}
     else:
         operators = [_make_span(e) for e in events if e["cat"] == "cpu_op" and not e["name"].startswith(_SENT)]
-        part.exposed = _group_by_axis(part, own)
+        part.exposed = _group_by_axis(step, own)
         waiting = unite_intervals(interval for spans in part.exposed.values() for interval in spans)
-        part.busy = without(_clip_spans(part, unite_intervals(operators, _GAP_US)), waiting)
+        part.busy = without(intersect_intervals(unite_intervals(operators, _GAP_US), step), waiting)
         sent = [
             (axis, *_make_span(e))
             for e in events
             if e["name"].startswith("gloo:") and (axis := _find_axis_at(own, e["ts"]))
         ]
-        flights = _group_by_axis(part, sent)
+        flights = _group_by_axis(step, sent)
     part.hidden = {axis: intersect_intervals(spans, part.busy) for axis, spans in flights.items()}
     kept = sorted((e for e in events if e["cat"] != "Trace"), key=lambda e: -e["dur"])
     part.left_out = max(0, len(kept) - most)
@@ -132,17 +133,13 @@ def _make_span(event: dict) -> Interval:
     return event["ts"], event["ts"] + event["dur"]
 
 
-def _clip_spans(part: Part, spans: list[Interval]) -> list[Interval]:
-    return intersect_intervals(spans, [(0.0, part.duration)])
-
-
-def _group_by_axis(part: Part, spans: Iterable[tuple[str, float, float]]) -> dict[str, list[Interval]]:
+def _group_by_axis(step: list[Interval], spans: Iterable[tuple[str, float, float]]) -> dict[str, list[Interval]]:
     """By the axes of the logs: shards and replicas are both dp."""
     shown = {name: axis for axis, names in AXES.items() for name in names}
     found: defaultdict[str, list[Interval]] = defaultdict(list)
     for axis, begin, end in spans:
         found[shown.get(axis, axis)].append((begin, end))
-    return {axis: _clip_spans(part, unite_intervals(intervals)) for axis, intervals in sorted(found.items())}
+    return {axis: intersect_intervals(unite_intervals(own), step) for axis, own in sorted(found.items())}
 
 
 # ---- all ranks ------------------------------------------------------------------------------------------------------

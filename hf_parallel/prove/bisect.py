@@ -7,7 +7,7 @@ smoothly from module to module: what is off more than ten times as far as all th
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +16,7 @@ import torch
 from hf_parallel.ask.config import ParallelConfig
 from hf_parallel.ask.spec import refuse
 from hf_parallel.prove.compare import TIMES, compute_rounding_floor, compute_sample_difference
-from hf_parallel.prove.locate import FEW, MANY, MOST, describe_factor, find_common_factor
+from hf_parallel.prove.locate import FEW, MANY, MOST, describe_common_factor
 from hf_parallel.prove.record import TRACE, Record, Sample
 
 #: Tokens of a module that are looked for in the other run, at most.
@@ -70,13 +70,10 @@ class Recorded:
     def __str__(self) -> str:
         return f"{self.folder} ({self.spec})"
 
-    def weights(self) -> dict[str, Sample]:
-        """The trained weights at the start, of all stages."""
-        return {name: sample for rank in reversed(self.ranks) for name, sample in rank.weights.items()}
-
-    def gradients(self, step: int) -> dict[str, Sample]:
-        """The gradients of a step, of all stages."""
-        return {name: value for rank in reversed(self.ranks) for name, value in rank.steps[step].gradients.items()}
+    def samples(self, step: int) -> dict[str, Sample]:
+        """Return the gradients of a step, from 1, of all stages; for 0 the trained weights at the start."""
+        own = [rank.steps[step - 1].gradients if step else rank.weights for rank in reversed(self.ranks)]
+        return {name: sample for samples in own for name, sample in samples.items()}
 
     def modules(self, step: int) -> list[str]:
         """Modules in the order of the stages, and of the calls in each."""
@@ -94,10 +91,6 @@ class Recorded:
     def is_marked(self, step: int, module: str) -> bool:
         """Is padding known among the outputs of a module, on all ranks?"""
         return not any(module in rank.steps[step].unmarked for rank in self.ranks)
-
-    def width(self, step: int, module: str) -> int:
-        """The largest width of a module's output: one rank may have a part of it."""
-        return max((rank.steps[step].width.get(module, 0) for rank in self.ranks), default=0)
 
 
 @dataclass
@@ -142,7 +135,7 @@ class Bisection:
 
     def find_first(self) -> Parted | None:
         """Find the first difference."""
-        found = self._compare_samples("weight", self.one.weights(), self.other.weights(), 0)
+        found = self._compare_samples(0)
         for step in range(self.steps):
             found = found or self._compare_forward(step) or self._compare_update(step)
             if found is not None:
@@ -157,7 +150,8 @@ class Bisection:
             one, other = self.one, self.other
             if other.is_marked(step, module) and not one.is_marked(step, module):  # whose tokens must all be there
                 one, other = other, one
-            width = one.width(step, module)
+            # One rank may have a part of the output's width
+            width = max((rank.steps[step].width.get(module, 0) for rank in one.ranks), default=0)
             kept = one.tokens(step, module, width, kept=True)
             parts = other.tokens(step, module, width)
             if not parts or not sum(map(len, kept)):
@@ -204,7 +198,7 @@ class Bisection:
                 first, second, off = apart[name]
                 words = f"ranks {first} and {second} of {run} have other gradients of {name}, off by {off:.1e}"
                 return Parted(step + 1, "backward", name, words, self.worst, "data ranks that are not averaged")
-        differs = self._compare_samples("gradient", self.one.gradients(step), self.other.gradients(step), step + 1)
+        differs = self._compare_samples(step + 1)
         if differs is not None:
             return differs
         ours, theirs = (run.ranks[0].steps[step].settings for run in (self.one, self.other))
@@ -214,10 +208,9 @@ class Bisection:
                 return Parted(step + 1, "optimizer", name, f"{name} is {both}", self.worst)
         return None
 
-    def _compare_samples(
-        self, kind: str, ours: Mapping[str, Sample], theirs: Mapping[str, Sample], step: int
-    ) -> Parted | None:
-        direction = "backward" if step else "start"
+    def _compare_samples(self, step: int) -> Parted | None:
+        ours, theirs = self.one.samples(step), self.other.samples(step)
+        kind, direction = ("gradient", "backward") if step else ("weight", "start")
         latest = self._order_latest_first(set(ours) | set(theirs), max(0, step - 1))
         norms = sorted(sample.norm for sample in ours.values())
         tiny, allowed = _TINY * norms[len(norms) // 2] if norms else 0.0, TIMES * self.worst
@@ -236,14 +229,12 @@ class Bisection:
         a, b = ours[name], theirs[name]
         both = f"norm {a.norm:.7g} in {self.one}, {b.norm:.7g} in {self.other}, off by {off:.1e}"
         words = f"the {kind} of {name}: {both}; {len(bad)} of {len(offs)} {kind}s differ"
-        cause = ""
-        if kind == "gradient":
+        if step:
             pairs = [(theirs[name].norm, ours[name].norm) for _, name in bad]
-            factor = find_common_factor(pairs, len(ours))
-            cause = "" if factor is None else describe_factor(factor, self.other.data_ranks)
-            if factor is None and len(bad) == len(offs) and self.one.data_ranks != self.other.data_ranks:
+            cause = describe_common_factor(pairs, len(ours), self.other.data_ranks)
+            if not cause and len(bad) == len(offs) and self.one.data_ranks != self.other.data_ranks:
                 cause = "a loss of the script's own that is a mean per data rank, of unlike numbers of targets"
-        elif kind == "weight":
+        else:
             cause = "other weights at the start: another seed, checkpoint, or order of making them"
         return Parted(step, direction, name, words, self.worst, cause)
 

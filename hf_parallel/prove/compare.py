@@ -64,14 +64,6 @@ class Compared:
     worst: dict[str, float]
     counts: dict[str, int]
 
-    def joined(self, other: Compared) -> Compared:
-        """Return both comparisons as one."""
-        worst = {
-            key: max(self.worst.get(key, 0.0), other.worst.get(key, 0.0)) for key in {**self.worst, **other.worst}
-        }
-        counts = dict(Counter(self.counts) + Counter(other.counts))
-        return Compared([*self.differences, *other.differences], worst, counts)
-
     def to_dict(self) -> dict[str, object]:
         """JSON-ready."""
         return {"worst": self.worst, "counts": self.counts, "differences": [asdict(one) for one in self.differences]}
@@ -102,7 +94,8 @@ class Comparison:
             self._add_missing("loss", "number of losses", len(sums), len(self.alone.losses))
         for index, (total, loss) in enumerate(zip(sums, self.alone.losses, strict=False)):
             own_loss = min((total / len(by_data_rank), total), key=lambda value: _compute_relative(loss, value))
-            self._judge_number("loss", f"loss {index + 1}", 0, own_loss, loss, spread, 0)
+            off = _compute_relative(loss, own_loss)
+            self._judge("loss", f"loss {index + 1}", 0, own_loss, loss, off, spread, 0)
         for index, (theirs, noisy) in enumerate(zip(self.alone.steps, self.disturbed.steps, strict=False)):
             ours = [rank.steps[index].gradients if index < len(rank.steps) else {} for rank in self.ranks]
             self._compare_samples("gradient", ours, theirs.gradients, noisy.gradients, index + 1)
@@ -155,7 +148,8 @@ class Comparison:
                     self._add_missing("log", f"{key} in log {index}", key in ours, key in theirs, step, rank)
                 for key in (key for key in ours if key in theirs):
                     kind = "gradient norm" if "grad_norm" in key else "loss" if key == "loss" else "metric"
-                    self._judge_number(kind, key, step, ours[key], theirs[key], spread.get(key, 0.0), rank)
+                    off = _compute_relative(theirs[key], ours[key])
+                    self._judge(kind, key, step, ours[key], theirs[key], off, spread.get(key, 0.0), rank)
 
     def _compare_samples(
         self, kind: str, ours: list[dict[str, Sample]], theirs: dict[str, Sample], noisy: dict, step: int = 0
@@ -178,15 +172,13 @@ class Comparison:
                     if max(a.norm, b.norm) < tiny:  # zero but for rounding, such as of a bias before a softmax
                         self.counts[kind] += 1
                         continue
-                    allowed = max(self.floor, TIMES * max(spreads.get(name, 0.0), usual))
-                    off = compute_sample_difference(a, b)
-                    self._judge(kind, f"{kind} of {name}", step, a.norm, b.norm, off, allowed, rank.rank)
+                    off, spread = compute_sample_difference(a, b), max(spreads.get(name, 0.0), usual)
+                    self._judge(kind, f"{kind} of {name}", step, a.norm, b.norm, off, spread, rank.rank)
 
     def _compare_predictions(self) -> None:
         for index, theirs in enumerate(self.alone.predictions):
             noisy = self.disturbed.predictions[index : index + 1]
             spread = max((_compute_off_tensors(one, theirs) for one in noisy), default=0.0)
-            allowed = max(self.floor, TIMES * spread)
             for record in self.ranks:
                 ours = record.predictions[index] if index < len(record.predictions) else None
                 if ours is None and record.rank == 0:
@@ -198,19 +190,15 @@ class Comparison:
                         mine, its = ours.masked_fill(filled, 0.0), theirs.masked_fill(filled, 0.0)
                     off = _compute_off_tensors(mine, its)
                     what, norm = f"prediction {index} of shape {tuple(ours.shape)}", float(ours.norm())
-                    self._judge("prediction", what, 0, norm, float(theirs.norm()), off, allowed, record.rank)
+                    self._judge("prediction", what, 0, norm, float(theirs.norm()), off, spread, record.rank)
 
     # ---- judging ---------------------------------------------------------------------------------------------
 
-    def _judge_number(
-        self, kind: str, what: str, step: int, ours: float, theirs: float, spread: float, rank: int
-    ) -> None:
-        allowed = max(self.floor, TIMES * spread)
-        self._judge(kind, what, step, ours, theirs, _compute_relative(theirs, ours), allowed, rank)
-
     def _judge(
-        self, kind: str, what: str, step: int, ours: float, theirs: float, off: float, allowed: float, rank: int
+        self, kind: str, what: str, step: int, ours: float, theirs: float, off: float, spread: float, rank: int
     ) -> None:
+        """Count a number that is `off`, where another rounding in one process makes the difference `spread`."""
+        allowed = max(self.floor, TIMES * spread)
         self.counts[kind] += 1
         self.worst[kind] = max(self.worst.get(kind, 0.0), off / allowed)
         if not off <= allowed:
@@ -229,7 +217,7 @@ def compare_resumed(
     disturbed: Record,
     steps: int,
     folders: tuple[Path, Path, Path],
-) -> tuple[Compared, Compared]:
+) -> tuple[Compared, bool]:
     """Compare a run that one layout has begun and another one resumed, with whole runs of one process.
 
     Args:
@@ -237,7 +225,7 @@ def compare_resumed(
         folders: of what was saved, as `Comparison.compare` has them.
 
     Returns:
-        The comparison before the save, and that after it.
+        The comparison before the save and after it as one, and whether numbers before it differ.
     """
     logs, predictions = len(first[0].logs), len(first[0].predictions)
 
@@ -257,7 +245,9 @@ def compare_resumed(
     resumed = [rest(replace(record, examples=[*record.examples, *seen]), True) for record in ranks]
     before = Comparison([head(record) for record in first], head(alone), head(disturbed)).compare()
     after = Comparison(resumed, rest(alone, False), rest(disturbed, False), steps).compare(folders)
-    return before, after
+    worst = {key: max(before.worst.get(key, 0.0), after.worst.get(key, 0.0)) for key in before.worst | after.worst}
+    counts = dict(Counter(before.counts) + Counter(after.counts))
+    return Compared([*before.differences, *after.differences], worst, counts), bool(before.differences)
 
 
 def _compute_relative(one: float, other: float) -> float:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hf_parallel.prove.compare import TIMES, Compared, Difference, compute_rounding_floor
+from hf_parallel.prove.compare import TIMES, Compared, compute_rounding_floor
 from hf_parallel.prove.record import Record, Step
 
 #: What a run looks like that was right until another layout resumed it.
@@ -53,11 +53,18 @@ def find_first_place_of(ranks: Sequence[Record], alone: Record, disturbed: Recor
         ours = [rank.steps[index] for rank in ranks if index < len(rank.steps)]
         theirs, noisy, floor = alone.steps[index], disturbed.steps[index], compute_rounding_floor(alone)
         found = _find_forward_place(ours, theirs, noisy, index + 1, strange_from, floor)
-        found = found or _find_backward_place(theirs, compared.differences, index + 1)
-        if found is not None and found.direction == "backward":
-            found.words += describe_returned_gradients(ours, theirs, noisy, strange_from, floor)
         if found is not None:
             return found
+        wrong = [one for one in compared.differences if one.kind == "gradient" and one.step == index + 1]
+        rank_of = {one.what.removeprefix("gradient of "): one.rank for one in wrong}
+        if rank_of:
+            # A backward pass computes the gradients of the last module first
+            order = {name: number for number, name in enumerate(theirs.tokens)}
+            _, name = max((order.get(name.rpartition(".")[0], -1), name) for name in rank_of)
+            share = f"{len(rank_of)} of {len(theirs.gradients)} gradients differ"
+            words = f"the backward pass in step {index + 1}: {share}, the first to be computed is that of {name}"
+            words += describe_returned_gradients(ours, theirs, noisy, strange_from, floor)
+            return Place(name.rpartition(".")[0], "backward", index + 1, sorted(set(rank_of.values())), words)
     return None
 
 
@@ -130,25 +137,6 @@ def _mark_unlike(tokens: torch.Tensor, others: torch.Tensor, allowed: float) -> 
         near = others[order[begin:end], 1]
         found[index] = bool(((near - tokens[index, 1]).abs() <= allowed).any())
     return ~found
-
-
-def _find_backward_place(theirs: Step, differences: list[Difference], step: int) -> Place | None:
-    """Return the parameter whose gradient is computed first among those that differ."""
-    names = {
-        one.what.removeprefix("gradient of "): one
-        for one in differences
-        if one.kind == "gradient" and one.step == step
-    }
-    called = list(theirs.tokens)
-    order = {name: number for number, name in enumerate(called)}
-    known = [(order.get(name.rpartition(".")[0], -1), name) for name in names]
-    if not known:
-        return None
-    _, name = max(known)
-    module, ranks = name.rpartition(".")[0], sorted({one.rank for one in names.values()})
-    share = f"{len(names)} of {len(theirs.gradients)} gradients differ"
-    words = f"the backward pass in step {step}: {share}, the first to be computed is that of {name}"
-    return Place(module, "backward", step, ranks, words)
 
 
 def describe_returned_gradients(
@@ -243,12 +231,10 @@ def describe_suspect(
         return "training is right and the evaluation is not: a metric that a rank computes from its own examples"
     if kinds <= {"weight", "saved weight"}:
         return "gradients are right and weights are not: the optimizer, its clipping or its parameter groups"
-    of_first_step = [one for one in gradients if one.step == 1 and math.isfinite(one.off)]
-    factor = find_common_factor(
-        [(one.ours, one.theirs) for one in of_first_step], len(alone.steps[0].gradients) if alone.steps else 0
-    )
-    if factor is not None:
-        return describe_factor(factor, data_ranks)
+    norms = [(one.ours, one.theirs) for one in gradients if one.step == 1 and math.isfinite(one.off)]
+    factor = describe_common_factor(norms, len(alone.steps[0].gradients) if alone.steps else 0, data_ranks)
+    if factor:
+        return factor
     if place is None:
         return ""
     if place.step > 1 and not any(one.step < place.step for one in gradients):
@@ -281,8 +267,8 @@ def _does_only_padding_differ(ranks: Sequence[Record], alone: Record, step: int)
     return False
 
 
-def find_common_factor(norms: Sequence[tuple[float, float]], count: int) -> float | None:
-    """The factor between all gradients, if it is one.
+def describe_common_factor(norms: Sequence[tuple[float, float]], count: int, data_ranks: int) -> str:
+    """Say what the factor between all gradients comes from; empty where they do not differ by one factor.
 
     Args:
         norms: of the gradients that differ, in both runs.
@@ -290,14 +276,11 @@ def find_common_factor(norms: Sequence[tuple[float, float]], count: int) -> floa
     """
     factors = [ours / theirs for ours, theirs in norms if theirs > 0]
     if not factors or len(factors) < 0.8 * count:
-        return None
-    middle = sorted(factors)[len(factors) // 2]
-    close = sum(abs(factor / middle - 1) < 1e-3 for factor in factors)
-    return middle if close > 0.9 * len(factors) and abs(middle - 1) > 1e-3 else None
-
-
-def describe_factor(factor: float, data_ranks: int) -> str:
-    """Say what a factor between all gradients comes from."""
+        return ""
+    factor = sorted(factors)[len(factors) // 2]
+    close = sum(abs(one / factor - 1) < 1e-3 for one in factors)
+    if close <= 0.9 * len(factors) or abs(factor - 1) <= 1e-3:
+        return ""
     if data_ranks > 1 and abs(factor * data_ranks - 1) < 1e-2:
         return f"all gradients are 1/{data_ranks} of one process's: the loss is a sum, which data ranks average"
     if data_ranks > 1 and abs(factor / data_ranks - 1) < 1e-2:

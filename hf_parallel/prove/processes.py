@@ -83,11 +83,6 @@ class ForkedRun:
             return Failure(self.name, f"was not done after {limit_s:.0f} s; --limit allows more")
         return Failure(self.name, "a process was killed, or left with an exit code of its own") if bad else None
 
-    def tail(self, lines: int = 15) -> str:
-        """The end of what the first process said."""
-        said = self.folder / "said-0.txt"
-        return "\n".join(said.read_text(errors="replace").splitlines()[-lines:]) if said.exists() else ""
-
 
 def _become_process(folder: Path, work: Callable[[int], None], number: int, environment: dict[str, str]) -> NoReturn:
     code = 1

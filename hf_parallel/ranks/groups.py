@@ -14,6 +14,7 @@ from __future__ import annotations
 import inspect
 import os
 import socket
+from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
 
@@ -167,3 +168,14 @@ def read_machine_id() -> str:
             return file.read().strip()
     except OSError:
         return socket.gethostname()
+
+
+def format_spans(numbers: Iterable[int]) -> list[str]:
+    """Return numbers in order, such as those of ranks, as spans: `0-3`, `7`."""
+    spans: list[list[int]] = []
+    for number in sorted(numbers):
+        if spans and number == spans[-1][1] + 1:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    return [f"{first}" if first == last else f"{first}-{last}" for first, last in spans]

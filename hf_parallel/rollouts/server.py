@@ -69,8 +69,7 @@ class Engine:
         if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
             prompts = [prompts]
         ids = [self.tokenizer(one)["input_ids"] if isinstance(one, str) else one for one in prompts]
-        found = self._generate(ids, asked)
-        return {"choices": [_make_choice_entry(i, *one) for i, one in enumerate(found)]}
+        return {"choices": self._generate(ids, asked)}
 
     def chat(self, asked: dict) -> dict:
         """Return `n` completions of one conversation, which is rendered here."""
@@ -83,10 +82,9 @@ class Engine:
             **(asked.get("chat_template_kwargs") or {}),
         )["input_ids"]
         wanted = asked.get("top_logprobs") if asked.get("logprobs") else None
-        found = self._generate([ids], {**asked, "logprobs": wanted})
-        return {"prompt_token_ids": ids, "choices": [_make_choice_entry(i, *one) for i, one in enumerate(found)]}
+        return {"prompt_token_ids": ids, "choices": self._generate([ids], {**asked, "logprobs": wanted})}
 
-    def _generate(self, prompts: list[list[int]], asked: dict) -> list[tuple]:
+    def _generate(self, prompts: list[list[int]], asked: dict) -> list[dict]:
         unknown = sorted(asked.keys() - _SAMPLING - _OTHERS)
         if unknown:
             raise Refused(f"{unknown[0]}: not part of the stand-in for vLLM; leave it out, or use `vllm serve`")
@@ -97,14 +95,22 @@ class Engine:
         if asked.get("logprobs"):
             raise Refused(f"logprobs={asked['logprobs']}: only those of the drawn tokens; logprobs=0 works")
         seed = asked.get("seed")
+        found = []
         with self.lock, torch.no_grad():
-            if seed is None:
-                return self._draw_tokens(prompts, asked)
-            found = []
-            for prompt in prompts:  # a seed belongs to a prompt, whatever else is asked for beside it
-                torch.manual_seed(seed)
-                found += self._draw_tokens([prompt], asked)
-            return found
+            # A seed belongs to a prompt, whatever else is asked for beside it
+            for drawn_at_once in [prompts] if seed is None else [[prompt] for prompt in prompts]:
+                if seed is not None:
+                    torch.manual_seed(seed)
+                found += self._draw_tokens(drawn_at_once, asked)
+        choices = []
+        for index, (prompt, tokens, logprobs) in enumerate(found):
+            told = None
+            if logprobs is not None:
+                names = [f"token_id:{token}" for token in tokens]
+                tops = [{name: value} for name, value in zip(names, logprobs, strict=True)]
+                told = {"tokens": names, "token_logprobs": logprobs, "top_logprobs": tops}
+            choices.append({"index": index, "prompt_token_ids": prompt, "token_ids": tokens, "logprobs": told})
+        return choices
 
     def _draw_tokens(self, prompts: list[list[int]], asked: dict) -> list[tuple]:
         own, temperature = self.model.generation_config, asked.get("temperature", 1.0)
@@ -168,28 +174,14 @@ class Engine:
         return {}
 
 
-def _make_choice_entry(index: int, prompt: list[int], tokens: list[int], logprobs: list[float] | None) -> dict:
-    told = None
-    if logprobs is not None:
-        names = [f"token_id:{token}" for token in tokens]
-        tops = [{name: value} for name, value in zip(names, logprobs, strict=True)]
-        told = {"tokens": names, "token_logprobs": logprobs, "top_logprobs": tops}
-    return {"index": index, "prompt_token_ids": prompt, "token_ids": tokens, "logprobs": told}
-
-
 class _Handler(BaseHTTPRequestHandler):
     """JSON in, JSON out; the engine is the server's."""
 
     protocol_version = "HTTP/1.1"
 
-    def do_GET(self) -> None:
-        self._answer({})
-
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        self._answer(json.loads(body or b"{}"))
-
-    def _answer(self, asked: dict) -> None:
+        asked = json.loads(body or b"{}")
         answer = self.server.engine.answers.get(urlparse(self.path).path)  # type: ignore[attr-defined]
         if answer is None:
             code, text = 404, json.dumps({"error": f"{self.path}: not part of the stand-in for vLLM"})
@@ -204,6 +196,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)
+
+    do_GET = do_POST
 
     def log_message(self, format: str, *args: object) -> None:
         """Requests are not shown."""

@@ -6,8 +6,10 @@ import pytest
 
 import hf_parallel
 from hf_parallel.ask.config import SpecError
-from hf_parallel.cli.recipe_check import check_recipe, plan_recipe, shape_of_recipe
-from hf_parallel.cli.recipe_file import METHODS, list_recipe_names, list_shapes, load_recipe, read_recipe
+from hf_parallel.ask.spec import list_shipped_recipes
+from hf_parallel.cli.recipe_check import check_recipe, plan_recipe
+from hf_parallel.cli.recipe_file import METHODS, list_shapes, load_recipe, read_recipe, read_shipped_config
+from hf_parallel.planner.shape import shape_of
 from hf_parallel.planner.states import PACKED_BYTES
 from tests.distributed import run_alone
 
@@ -35,8 +37,7 @@ data: {tokens_per_row: 512}
 
 
 def test_models_have_as_many_parameters_as_the_hub_says():
-    base = load_recipe("qwen3-0.6b-full-1x24gb")
-    found = {name: shape_of_recipe(dataclasses.replace(base, shape=name)).parameters for name in list_shapes()}
+    found = {name: shape_of(read_shipped_config(name)).parameters for name in list_shapes()}
     assert found == pytest.approx(PARAMETERS, rel=0.02)
 
 
@@ -45,7 +46,7 @@ def verdicts(recipes, dry):
     return [str(verdict) for verdict in (check_recipe(name, dry) for name in recipes) if verdict.wrong]
 
 
-@pytest.mark.parametrize("name", list_recipe_names())
+@pytest.mark.parametrize("name", list_shipped_recipes())
 def test_all_fit_by_the_planner_and_say_so(name):
     assert verdicts([name], False) == []
 
@@ -69,7 +70,7 @@ def test_numbers_are_those_of_plan():
     assert (planned.memory_gib, planned.step_s) == (same.needed_gib, same.step_time_s)
 
 
-@pytest.mark.parametrize("name", list_recipe_names())
+@pytest.mark.parametrize("name", list_shipped_recipes())
 def test_runs_dry(name):
     """A plain run tries one of them: a dry run takes up to a minute."""
     assert run_alone(verdicts, [name], True, timeout=280) == []
@@ -77,7 +78,7 @@ def test_runs_dry(name):
 
 def test_what_is_there():
     """Models, numbers of GPUs, their memory and methods that people have."""
-    found = [load_recipe(name) for name in list_recipe_names()]
+    found = [load_recipe(name) for name in list_shipped_recipes()]
     assert len(found) >= 24
     assert {recipe.method for recipe in found} == set(METHODS)
     assert {recipe.hardware.gpus for recipe in found} == {1, 2, 4, 8, 64}

@@ -9,7 +9,8 @@ import pytest
 
 from hf_parallel import __main__ as runner
 from hf_parallel import cli
-from hf_parallel.cli.recipe_file import CONFIG_CLASSES, fill_options, list_options_of, list_recipe_names, load_recipe
+from hf_parallel.ask.spec import list_shipped_recipes
+from hf_parallel.cli.recipe_file import CONFIG_CLASSES, fill_options, list_options_of, load_recipe
 from tests.commands import ROOT, commands
 from tests.distributed import run, run_alone
 from tests.unit.test_cli import launched  # noqa: F401 - a fixture
@@ -20,7 +21,7 @@ def parsed_arguments(script: str) -> None:
     module, _, kind = CONFIG_CLASSES[script].rpartition(".")
     known = {field.name for field in fields(getattr(importlib.import_module(module), kind))}
     parser, options = importlib.import_module(script).make_parser(), list_options_of(script, True)
-    for recipe in (one for one in map(load_recipe, list_recipe_names()) if one.script == script):
+    for recipe in (one for one in map(load_recipe, list_shipped_recipes()) if one.script == script):
         assert set(recipe.arguments) - known == set(), recipe.name
         words = fill_options(recipe, ["--output_dir", "out", "--use_cpu"], options, script).words
         parsed = parser.parse_args_and_config(words, fail_with_unknown_args=True)

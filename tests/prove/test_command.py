@@ -17,10 +17,11 @@ from transformers import LlamaForCausalLM
 
 from hf_parallel import cli
 from hf_parallel.ask.config import ParallelConfig
+from hf_parallel.ask.spec import list_shipped_recipes
 from hf_parallel.axes.tensor.lean_loss import LazyLogits, Source
 from hf_parallel.cli import prove
 from hf_parallel.cli.recipe_check import shrink_layout
-from hf_parallel.cli.recipe_file import list_recipe_names, load_recipe
+from hf_parallel.cli.recipe_file import load_recipe
 from hf_parallel.prove import certificate
 from hf_parallel.prove.certificate import format_line_about
 from hf_parallel.prove.compare import Compared, Comparison, Difference
@@ -511,7 +512,7 @@ def test_recipes(capfd):
 
 def test_layouts_of_recipes():
     """Each can be proved with 8 processes or fewer, and keeps its kinds of parallelism."""
-    for name in list_recipe_names():
+    for name in list_shipped_recipes():
         recipe = load_recipe(name)
         layout = shrink_layout(recipe)
         assert layout.world_size <= 8, name

@@ -12,7 +12,7 @@ from hf_parallel import cli
 from hf_parallel.ask.config import ParallelConfig, SpecError
 from hf_parallel.ask.spec import list_shipped_recipes, locate_spec_file
 from hf_parallel.cli.recipe_check import push_recipe
-from hf_parallel.cli.recipe_file import fill_options, list_options_of, list_recipe_names, load_recipe, render_markdown
+from hf_parallel.cli.recipe_file import fill_options, list_options_of, load_recipe, render_markdown
 from tests.commands import ROOT
 from tests.refusals import find_line, pattern_of_refusal
 from tests.unit.test_cli import launched  # noqa: F401 - a fixture
@@ -119,7 +119,7 @@ def test_arguments_of_scripts_of_ones_own():
     from transformers import TrainingArguments
 
     known = {field.name for field in fields(TrainingArguments)}
-    found = [load_recipe(name) for name in list_recipe_names() if load_recipe(name).script is None]
+    found = [load_recipe(name) for name in list_shipped_recipes() if load_recipe(name).script is None]
     assert found
     assert [recipe.name for recipe in found if set(recipe.arguments) - known or recipe.script_arguments] == []
 
@@ -220,7 +220,7 @@ def test_list_and_show(capsys):
     code, out, _ = say(capsys, "list", "--gpus", "64", "--method", "full")
     assert code == 0
     assert [line.split()[0] for line in out.splitlines()] == [
-        name for name in list_recipe_names() if "full-64x" in name
+        name for name in list_shipped_recipes() if "full-64x" in name
     ]
     code, out, _ = say(capsys, "show", NAME)
     assert out.startswith(list_shipped_recipes()[NAME].read_text().rstrip())
@@ -280,6 +280,6 @@ def test_push_leaves_the_rest_of_a_card_alone(tmp_path):
 def test_the_page_has_the_table():
     """docs/reference/recipes.md; `hf-parallel recipe list --markdown` prints it."""
     assert (
-        render_markdown([load_recipe(name) for name in list_recipe_names()])
+        render_markdown([load_recipe(name) for name in list_shipped_recipes()])
         in (ROOT / "docs" / "reference" / "recipes.md").read_text()
     )

@@ -130,7 +130,7 @@ class DataKeys(Sizes):
             refuse(what, f"zero_stage={self.zero_stage} holds whole gradients", "zero_stage=2")
 
     def resolved_sizes(self) -> Mapping[str, int]:
-        """Make shards of ZeRO-0 replicas."""
+        """Return the sizes that follow from settings, once all are known: shards of ZeRO-0 are replicas."""
         if self.zero_stage or self.dp_shard_size == 1:
             return {}
         return {"dp_replicate_size": self.dp_replicate_size * self.dp_shard_size, "dp_shard_size": 1}

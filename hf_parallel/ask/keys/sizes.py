@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, TypeVar
 
@@ -66,10 +65,6 @@ class Keys:
 
     def check_keys(self) -> None:
         """Reject values that hold for no model, with a SpecError."""
-
-    def resolved_sizes(self) -> Mapping[str, int]:
-        """Return the sizes that follow from settings, by key, once all other sizes are known."""
-        return {}
 
 
 @dataclass(frozen=True)

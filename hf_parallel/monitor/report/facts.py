@@ -106,11 +106,6 @@ class Facts:
             for own in zip(*logs, strict=True)
         ]
 
-    def series(self, key: str) -> tuple[list[float], list[float]]:
-        """Return steps and values of a logged number, in order."""
-        found = {number(line.get("step")): number(line[key]) for line in self.log if key in line}
-        return list(found), list(found.values())
-
 
 def read_facts(folder: str) -> Facts:
     """Read all that a training has left in its folder.

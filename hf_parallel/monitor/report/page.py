@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import datetime
 import io
 import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from html import escape
 from typing import TYPE_CHECKING, Any
 
@@ -27,9 +28,6 @@ from hf_parallel.monitor.report.facts import (
 from hf_parallel.ranks.mesh import compute_coordinates, compute_data_rank
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.container import BarContainer
-
     from hf_parallel.monitor.report.facts import Line
 
 
@@ -85,13 +83,13 @@ def draw_curves(name: str, lines: Sequence[Curve], unit: str) -> str:
                 "marker": few,
                 "markersize": 3,
             }
-            axes.plot(line.steps, values, label=_shorten_text(line.label), **style)
+            [shown] = axes.plot(line.steps, values, label=_shorten_text(line.label), **style)
+            if len(lines) > 1:
+                drawing.legend[line.label] = shown
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.set_xlabel("step")
         axes.set_ylabel(_shorten_text(unit))
         axes.grid(True, axis="y", linewidth=0.4, alpha=0.4)
-        if len(lines) > 1:
-            drawing.legend(axes)
     return drawing.text
 
 
@@ -100,73 +98,65 @@ def draw_bars(name: str, groups: Sequence[Sequence[Bar]], unit: str) -> str:
     rows = [len(group) for group in groups]
     with _plot(name, 1.1 + 0.24 * sum(rows) + 0.45 * len(groups)) as drawing:
         drawn = drawing.figure.subplots(len(groups), squeeze=False, height_ratios=[count + 0.5 for count in rows])
-        seen: dict[str, BarContainer] = {}
         for axes, group in zip(drawn[:, 0], groups, strict=True):
             for row, bar in enumerate(group):
                 left = 0.0
                 for part, value, colour in bar.parts:
                     shown = axes.barh(row, value, left=left, height=0.72, color=f"#0201{colour % COLOURS:02x}")
-                    seen.setdefault(part, shown)
+                    drawing.legend.setdefault(part, shown)
                     left += value
             axes.set_yticks(range(len(group)), [_shorten_text(bar.label) for bar in group])
             axes.tick_params(axis="y", length=0)
             axes.invert_yaxis()
             axes.locator_params(axis="x", nbins=6)
             axes.set_xlabel(_shorten_text(unit))
-        drawing.legend(drawn[0, 0], seen)
     return drawing.text
 
 
-class _plot:
-    """A figure, and afterwards its SVG as `text`."""
+@dataclass
+class _Drawing:
+    """A figure of matplotlib, what its legend names, and its SVG once it is drawn."""
 
-    def __init__(self, name: str, high: float) -> None:
-        try:
-            import matplotlib
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            refuse("report", "draws with matplotlib", do="pip install 'hf-parallel[plots]'", cause=error)
-        self.name, self.text = name, ""
-        self._settings = matplotlib.rc_context({**_SETTINGS, "svg.hashsalt": name})
-        self._settings.__enter__()
-        self.figure: Any = Figure(figsize=(_WIDE, high), layout="constrained", facecolor="none")
-        engine: Any = self.figure.get_layout_engine()
-        engine.set(w_pad=0.1, h_pad=0.06)  # fonts of browsers differ in width
+    figure: Any
+    legend: dict[str, Any] = field(default_factory=dict)
+    text: str = ""
 
-    def __enter__(self) -> _plot:
-        return self
 
-    def __exit__(self, *error: Any) -> None:
-        try:
-            if error[0] is None:
-                for axes in self.figure.axes:
-                    axes.set_facecolor("none")
-                file = io.StringIO()
-                self.figure.savefig(file, format="svg", transparent=True)
-                # A part of a page: without a head and addresses, ids and colours those of the page
-                text = file.getvalue()
-                text = text[text.index("<svg") :]
-                text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
-                head, tag, rest = text.partition(">")
-                view = re.search(r'viewBox="[^"]*"', head)
-                rest = rest.replace("xlink:href=", "href=")
-                rest = re.sub(r'\bid="', f'id="{self.name}-', rest)
-                rest = re.sub(r"url\(#", f"url(#{self.name}-", rest)
-                rest = re.sub(r'href="#', f'href="#{self.name}-', rest)
-                rest = rest.replace(_INK, "currentColor")
-                rest = re.sub(r"#0201([0-9a-f]{2})", lambda found: f"var(--c{int(found[1], 16)})", rest)
-                rest = re.sub(r"font: ([\d.]+)px [^;\"]*", r"font: \1px system-ui, sans-serif", rest)
-                self.text = f'<svg class="plot" role="img" {view[0] if view else ""}>{rest}'
-        finally:
-            self._settings.__exit__(*error)
-
-    def legend(self, axes: Axes, entries: dict[str, Any] | None = None) -> None:
-        """Below the diagram."""
-        handles, labels = axes.get_legend_handles_labels()
-        if entries is not None:
-            handles, labels = list(entries.values()), [_shorten_text(label) for label in entries]
-        narrow = {"handlelength": 1.0, "columnspacing": 1.2, "handletextpad": 0.4}
-        self.figure.legend(handles, labels, loc="outside lower left", ncols=3, fontsize=8, **narrow)
+@contextlib.contextmanager
+def _plot(name: str, high: float) -> Iterator[_Drawing]:
+    """Make a figure to draw into; at the end its legend is added, and its SVG is there."""
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        refuse("report", "draws with matplotlib", do="pip install 'hf-parallel[plots]'", cause=error)
+    with matplotlib.rc_context({**_SETTINGS, "svg.hashsalt": name}):
+        drawing = _Drawing(Figure(figsize=(_WIDE, high), layout="constrained", facecolor="none"))
+        figure = drawing.figure
+        figure.get_layout_engine().set(w_pad=0.1, h_pad=0.06)  # fonts of browsers differ in width
+        yield drawing
+        if drawing.legend:
+            handles, labels = list(drawing.legend.values()), [_shorten_text(label) for label in drawing.legend]
+            narrow = {"handlelength": 1.0, "columnspacing": 1.2, "handletextpad": 0.4}
+            figure.legend(handles, labels, loc="outside lower left", ncols=3, fontsize=8, **narrow)
+        for axes in figure.axes:
+            axes.set_facecolor("none")
+        file = io.StringIO()
+        figure.savefig(file, format="svg", transparent=True)
+    # A part of a page: without a head and addresses, ids and colours those of the page
+    text = file.getvalue()
+    text = text[text.index("<svg") :]
+    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    head, tag, rest = text.partition(">")
+    view = re.search(r'viewBox="[^"]*"', head)
+    rest = rest.replace("xlink:href=", "href=")
+    rest = re.sub(r'\bid="', f'id="{name}-', rest)
+    rest = re.sub(r"url\(#", f"url(#{name}-", rest)
+    rest = re.sub(r'href="#', f'href="#{name}-', rest)
+    rest = rest.replace(_INK, "currentColor")
+    rest = re.sub(r"#0201([0-9a-f]{2})", lambda found: f"var(--c{int(found[1], 16)})", rest)
+    rest = re.sub(r"font: ([\d.]+)px [^;\"]*", r"font: \1px system-ui, sans-serif", rest)
+    drawing.text = f'<svg class="plot" role="img" {view[0] if view else ""}>{rest}'
 
 
 def _shorten_text(text: str) -> str:
@@ -231,8 +221,11 @@ def render_curve_figures(facts: Facts) -> Iterator[str]:
         ("step-time", "Time of a step", "seconds", [("step time", "perf/step_time_s", 0)]),
     ]
     for name, title, unit, lines in wanted:
-        drawn = [Curve(label, *facts.series(key), colour) for label, key, colour in lines]
-        drawn = [line for line in drawn if any(map(math.isfinite, line.values))]
+        drawn = []
+        for label, key, colour in lines:
+            found = {number(line.get("step")): number(line[key]) for line in facts.log if key in line}
+            if any(map(math.isfinite, found.values())):
+                drawn.append(Curve(label, list(found), list(found.values()), colour))
         if drawn:
             # Steps at which a number is none
             bad = [
