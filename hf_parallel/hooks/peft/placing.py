@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
@@ -222,38 +221,18 @@ def merge(original: Callable, self: BaseTuner, *args: object, **kwargs: object) 
     original(self, *args, **kwargs)
 
 
-@patch("peft.tuners.tuners_utils:BaseTuner.merge_and_unload", "leaves split layers without a way out")
-def merge_and_unload(
-    original: Callable,
-    self: BaseTuner,
-    progressbar: bool = False,
-    safe_merge: bool = False,
-    adapter_names: list[str] | None = None,
-) -> object:
-    """Add adapters to this rank's part of the weights, and take them out."""
-    if runtime.find_parallel_state(self.model) is None:
-        return original(self, progressbar, safe_merge, adapter_names)
-    _check_merge(self.model, True, safe_merge)
-    return _take_adapters_out(self, functools.partial(original, self, progressbar, safe_merge, adapter_names))
-
-
-@patch("peft.tuners.tuners_utils:BaseTuner.unload", "leaves split layers without a way out")
-def unload(original: Callable, self: BaseTuner) -> object:
-    """Take adapters out."""
-    if runtime.find_parallel_state(self.model) is None:
-        return original(self)
-    _check_merge(self.model, False, False)
-    return _take_adapters_out(self, functools.partial(original, self))
-
-
-def _take_adapters_out(self: BaseTuner, take_out: Callable[[], object]) -> object:
-    """Let layers communicate by themselves again, and FSDP2 forget the adapters."""
+@patch("peft.tuners.tuners_utils:BaseTuner.{merge_and_unload,unload}", "leaves split layers without a way out")
+def take_adapters_out(original: Callable, self: BaseTuner, *args: object, **kwargs: object) -> object:
+    """Let layers communicate by themselves again, and FSDP2 forget the adapters, added to a rank's part or not."""
     state = runtime.find_parallel_state(self.model)
-    assert state is not None
+    if state is None:
+        return original(self, *args, **kwargs)
+    safe_merge = bool(bind_by_name(original, (self, *args), kwargs).get("safe_merge"))
+    _check_merge(self.model, original.__name__ == "merge_and_unload", safe_merge)
     _reshard(state)
     wrappers = [module for module in self.model.modules() if _get_wrapped(module) is not None]
     names = {id(module): name for name, module in self.model.named_modules()}
-    result = take_out()
+    result = original(self, *args, **kwargs)
     for wrapper in wrappers:
         inner = _get_wrapped(wrapper)
         if isinstance(inner, TensorParallelLayer):

@@ -6,6 +6,7 @@ Its losses run where a script's own loss runs (`losses.py`). Nothing here import
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import sys
 from collections.abc import Callable
@@ -86,12 +87,10 @@ class ServedReference(nn.Module):
             "autocast": None if dtype == "none" else dtype.removeprefix("torch."),
         }
 
-        def answer() -> str:
-            return ask_server(self.address, "log_probs", self.timeout, told)["log_probs"]
-
         # Asked once for all ranks of the group, which get the answer or the error.
-        text = answer() if self.group is None else messages.send_from_one(answer, self.group)
-        scores = decode_scores(text, (labels.shape[0], labels.shape[1] - 1))
+        ask = functools.partial(ask_server, self.address, "log_probs", self.timeout, told)
+        answer = ask() if self.group is None else messages.send_from_one(ask, self.group)
+        scores = decode_scores(answer["log_probs"], (labels.shape[0], labels.shape[1] - 1))
         return SimpleNamespace(log_probs=scores.to(input_ids.device))
 
     def check(self, policy: PreTrainedModel) -> None:
