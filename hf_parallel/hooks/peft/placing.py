@@ -217,7 +217,8 @@ def merge(original: Callable, self: BaseTuner, *args: object, **kwargs: object) 
     state = runtime.find_parallel_state(self.model)
     if state is not None:
         _check_merge(self.model, True, bool(bind_by_name(original, (self, *args), kwargs).get("safe_merge")))
-        _reshard(state)
+        for module in iterate_sharded_modules(state.root):
+            module.reshard()  # weights gathered for a pass would hide the change
     original(self, *args, **kwargs)
 
 
@@ -229,7 +230,8 @@ def take_adapters_out(original: Callable, self: BaseTuner, *args: object, **kwar
         return original(self, *args, **kwargs)
     safe_merge = bool(bind_by_name(original, (self, *args), kwargs).get("safe_merge"))
     _check_merge(self.model, original.__name__ == "merge_and_unload", safe_merge)
-    _reshard(state)
+    for sharded in iterate_sharded_modules(state.root):
+        sharded.reshard()
     wrappers = [module for module in self.model.modules() if _get_wrapped(module) is not None]
     names = {id(module): name for name, module in self.model.named_modules()}
     result = original(self, *args, **kwargs)
@@ -254,12 +256,6 @@ def _get_wrapped(module: nn.Module) -> nn.Module | None:
     """Return the module inside a wrapper of PEFT; None for any other module."""
     children = getattr(module, "_modules", {})
     return children.get("base_layer", children.get("original_module"))
-
-
-def _reshard(state: ParallelState) -> None:
-    """Let go of weights gathered for a pass: they would hide the change."""
-    for module in iterate_sharded_modules(state.root):
-        module.reshard()
 
 
 def _check_merge(model: nn.Module, merge: bool, safe_merge: bool) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 from transformers.modeling_outputs import BaseModelOutput
+from transformers.utils import ModelOutput
 
 from hf_parallel.ask.spec import refuse
 from hf_parallel.hooks import hangs, report, runtime
@@ -202,7 +203,7 @@ def evaluate_real_rows(
     if not prediction_loss_only and several and not isinstance(modalities, str) and len(set(modalities)) > 1:
         # Outputs of encoders are empty where a data rank has no images and others have: all gather as many parts.
         parts = logits if isinstance(logits, tuple) else (logits,)
-        own = sum(rows.is_outputs(part) for part in parts)
+        own = sum(isinstance(part, ModelOutput) for part in parts)
         most = max(messages.gather_objects(own, runtime.mesh().data_group))
         logits = logits if own == most else (*parts, *(BaseModelOutput() for _ in range(most - own)))
     if loss is not None and several:
