@@ -197,11 +197,8 @@ def set_initial_training_values(
         return found
     with open(path, encoding="utf-8") as file:
         state = json.load(file)
-    deal, step, epoch = (
-        state.get("stateful_callbacks", {}).get(PLACE),
-        int(state["global_step"]),
-        state["epoch"] or 0.0,
-    )
+    deal, step = state.get("stateful_callbacks", {}).get(PLACE), int(state["global_step"])
+    epoch = state["epoch"] or 0.0
     is_between = abs(epoch - round(epoch)) < _WHOLE
     if dealing is None:
         if deal is not None and not args.ignore_data_skip and not is_between:

@@ -349,12 +349,8 @@ def prepare_dataset(
     dataset_name: str,
 ) -> object:
     """KTO pairs prompts with completions of the same batch: of the global batch, as in one process."""
-    former = args.per_device_train_batch_size
-    args.per_device_train_batch_size = former * runtime.mesh().data_size
-    try:
+    with replacing(args, per_device_train_batch_size=args.per_device_train_batch_size * runtime.mesh().data_size):
         return original(self, dataset, processing_class, args, dataset_name)
-    finally:
-        args.per_device_train_batch_size = former
 
 
 @patch("trl.trainer.kto_trainer:KTOTrainer._compute_kl_logps", "mean of means")
