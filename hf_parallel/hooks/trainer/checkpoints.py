@@ -8,13 +8,12 @@ With async_save=true training goes on once weights and optimizer state are copie
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import random
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -109,15 +108,6 @@ class TrainerRecord:
     told_joint: bool = False
     joint_logs: list[list[dict[str, object]]] = field(default_factory=list)
     read_ahead: Any = None  # a `delayed_steps.ReadAhead`
-
-    @contextlib.contextmanager
-    def during(self, step: StepRecord) -> Iterator[StepRecord]:
-        """Make this the step in progress."""
-        former, self.step = self.step, step
-        try:
-            yield step
-        finally:
-            self.step = former
 
 
 def record_of(trainer: Trainer) -> TrainerRecord:

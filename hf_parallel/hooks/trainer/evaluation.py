@@ -195,7 +195,7 @@ def evaluate_real_rows(
         means.compute_in_scope(means.Scope(step.share)),
         replacing(runtime.current(), absent=step.real_rows == 0),
     )
-    with record_of(self).during(step), wants, scope, absent:
+    with replacing(record_of(self), step=step), wants, scope, absent:
         loss, logits, labels = original(model, kept, prediction_loss_only, *args, **kwargs)
     logits, labels = rows.mark_per_example((logits, labels), rows.count_examples(kept, blocks) or 0)
     # The same on all ranks, whatever their batches hold: does the model read images or sounds beside words?

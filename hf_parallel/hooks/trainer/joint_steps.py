@@ -102,7 +102,7 @@ def list_announced_calls(
     weighed = replacing(runtime.current(), in_trainer=True)
     with engine.announcing() as calls, weighed, trainer.compute_loss_context_manager():
         for batch in batches:
-            with record.during(StepRecord(syncs=batch is batches[-1])):
+            with replacing(record, step=StepRecord(syncs=batch is batches[-1])):
                 factor = trainer.compute_loss(model, batch, num_items_in_batch=items)
             if float(factor) != 1.0:
                 raise RuntimeError("hf_parallel: the losses of a gradient accumulation have unlike weights")

@@ -330,7 +330,7 @@ def training_step(
     now = replacing(runtime.current(), absent=step.real_rows == 0, in_trainer=True)
     small = monitoring.measure_small_batch(inputs, step.real_rows)
     timed = monitoring.measure_phase(COMPUTE)
-    with looked_at, noise, record_of(self).during(step), now, _record_timeline(self), timed, small:
+    with looked_at, noise, replacing(record_of(self), step=step), now, _record_timeline(self), timed, small:
         loss = original(self, model, inputs, *args, **kwargs)
         # Gradients are preconditioned after the last batch of their step, before Trainer clips them.
         if fill is not None and self.accelerator.sync_gradients and (line := fill.end_step()) is not None:
