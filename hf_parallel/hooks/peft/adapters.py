@@ -159,14 +159,9 @@ def add_adapter(original: Callable, self: PeftModel, *args: object, **kwargs: ob
     place_adapters(self)
 
 
-@contextlib.contextmanager
-def show_all_stages(model: nn.Module, state: ParallelState) -> Iterator[None]:
+def show_all_stages(model: nn.Module, state: ParallelState) -> contextlib.AbstractContextManager[None]:
     """Let the base model show the modules of all stages inside the `with`."""
-    if state.pipeline is None:
-        yield
-        return
-    with state.pipeline.remote_modules.shown(model):
-        yield
+    return contextlib.nullcontext() if state.pipeline is None else state.pipeline.remote_modules.shown(model)
 
 
 @patch("peft.peft_model:PeftModel.get_nb_trainable_parameters", "counts those of one stage")
