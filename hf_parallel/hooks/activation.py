@@ -78,7 +78,7 @@ def activate(spec: str | ParallelConfig, source: str = "activate()") -> None:
     from hf_parallel.hooks import device_order, library, own_loops
     from hf_parallel.hooks.patches import list_patches  # imports transformers, after the process group exists
 
-    library.withdraw_library_patches()
+    undo(of_session(library.InPlace).undo_list)
     in_place = of_session(_InPlace)
     try:
         in_place.undo_list.extend(apply_patches(list_patches()))

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from transformers import BitsAndBytesConfig, PretrainedConfig, PreTrainedModel, Trainer, TrainingArguments
 
     from hf_parallel.axes.axis import Packing
-    from hf_parallel.planner.choices import Choice, Found
+    from hf_parallel.planner.choices import Found
     from hf_parallel.planner.detect import Device
     from hf_parallel.planner.groups import MixedCluster
     from hf_parallel.planner.hardware import Cluster
@@ -396,19 +396,18 @@ def _list_choice_reasons(found: Found, batch: ScriptBatch, reader: str | None) -
     from hf_parallel.planner.advice import list_reasons
     from hf_parallel.planner.report import format_batch_lines
 
-    first, *others = found.choices
     logits = "" if reader is None else f", whole logits ({reader})"
     yield f"{batch.rows} x {batch.accumulation} rows of {batch.seq} tokens per data rank, {batch.precision}{logits}"
-    yield _describe_choice(first)
-    yield from list_reasons(found.goal, first)
+    lines = []
+    for choice in found.choices:
+        spec, rows = choice.config.to_spec(), choice.rows * choice.accumulation * choice.config.data_parallel_size
+        seconds = choice.prediction.step_time_s
+        lines.append(f"{spec}: {seconds:.3g} s per step of {rows} rows, {choice.needed_gib:.1f} GiB")
+    yield lines[0]
+    yield from list_reasons(found.goal, found.choices[0])
     yield from format_batch_lines(found)
     yield from found.suggestions
-    yield from (f"then {_describe_choice(choice)}" for choice in others)
-
-
-def _describe_choice(choice: Choice) -> str:
-    rows, p = choice.rows * choice.accumulation * choice.config.data_parallel_size, choice.prediction
-    return f"{choice.config.to_spec()}: {p.step_time_s:.3g} s per step of {rows} rows, {choice.needed_gib:.1f} GiB"
+    yield from (f"then {line}" for line in lines[1:])
 
 
 def plan(
@@ -466,19 +465,6 @@ def make_acceptance_test(config: PretrainedConfig, pack: Packing | None = None) 
     model = build_on_meta(config)
     known: dict[ParallelConfig, bool] = {}
 
-    def can_start(layout: ParallelConfig) -> bool:
-        """Ask the plan first, then what packs, as a start does."""
-        if examine(model, layout, layout.world_size).problems:
-            return False
-        if pack is None:
-            return True
-        layout = layout.resolve(layout.world_size)
-        try:
-            pack.check(model, draft_plan(layout, read_model(model, layout)))
-        except SpecError:
-            return False
-        return True
-
     def accept(layout: ParallelConfig) -> bool:
         alone = ParallelConfig(dp_shard_size=1, tp_size=layout.tp_size)
         if layout.tp_size > 1 and layout.pp_size > 1 and not accept(alone):
@@ -492,8 +478,15 @@ def make_acceptance_test(config: PretrainedConfig, pack: Packing | None = None) 
             offload = offload.replace(FOLDER_TO_NAME, tempfile.gettempdir())
         sizes: dict[str, Any] = {"dp_replicate_size": 1, "dp_shard_size": data, "batch_shares": "even"}
         small = dataclasses.replace(layout, **sizes, activation_checkpointing=recompute, offload=offload)
-        if small not in known:
-            known[small] = can_start(small)
+        if small not in known:  # the plan is asked first, then what packs, as by a start
+            starts = not examine(model, small, small.world_size).problems
+            if starts and pack is not None:
+                resolved = small.resolve(small.world_size)
+                try:
+                    pack.check(model, draft_plan(resolved, read_model(model, resolved)))
+                except SpecError:
+                    starts = False
+            known[small] = starts
         return known[small]
 
     return accept

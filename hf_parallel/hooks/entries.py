@@ -60,40 +60,27 @@ def refuse_replicas(original: Callable, self: nn.Module, *args: object, **kwargs
     refuse("DistributedDataParallel", "a second layout beside --parallel", do=do)
 
 
-_REPEATS = "each example would count once per rank of its model"
-
-
-@patch("torch.distributed.distributed_c10d:all_gather", _REPEATS, copies=True)
+@patch(
+    "torch.distributed.{distributed_c10d,nn.functional}:all_gather",
+    "each example would count once per rank of its model",
+    copies=True,
+)
 def gather_by_process(original: Callable, *args: object, **kwargs: object) -> object:
-    """Gather as torch does, unless a script's loss would compare examples with themselves."""
-    if torch.is_grad_enabled():
-        given = bind_by_name(original, args, kwargs)
-        _refuse_repeats(given["tensor"], given.get("group"))
-    return original(*args, **kwargs)
-
-
-@patch("torch.distributed.nn.functional:all_gather", _REPEATS, copies=True)
-def gather_with_gradients(original: Callable, tensor: torch.Tensor, *args: object, **kwargs: object) -> object:
-    """Gather by the function whose backward pass sums over processes; refuse as `gather_by_process` does."""
-    if torch.is_grad_enabled():
-        _refuse_repeats(tensor, next(iter([*args, *kwargs.values()]), None))
-    return original(tensor, *args, **kwargs)
-
-
-def _refuse_repeats(tensor: torch.Tensor, group: object) -> None:
-    """Refuse a gather with gradients over all processes where several of them have the same examples.
+    """Gather as torch does, but refuse to do so with gradients where several processes have the same examples.
 
     Contrastive losses (SimCSE, DPR, Tevatron, FlagEmbedding) take `dist.get_world_size()` batches for different ones:
     with every negative there twice, the loss is larger by log(2).
     """
-    mesh, processes = runtime.mesh(), dist.get_world_size()
-    if group not in (None, dist.group.WORLD) or not tensor.requires_grad or mesh.data_size == processes:
-        return
-    sizes = {f"{axis}_size": mesh.config.sizes[axis] for axis in ("tp", "pp", "cp")}
-    keys = ", ".join(f"{key}={size}" for key, size in sizes.items() if size > 1)
-    why = f"a loss gathers {processes} batches, of which only {mesh.data_size} differ: examples count twice"
-    works = f"dp_shard_size={processes}, or a loss that does not gather,"
-    refuse(f"{keys} with torch.distributed.all_gather", why, works)
+    if torch.is_grad_enabled():
+        given, mesh, processes = bind_by_name(original, args, kwargs), runtime.mesh(), dist.get_world_size()
+        follows = given.get("group") in (None, dist.group.WORLD) and given["tensor"].requires_grad
+        if follows and mesh.data_size != processes:
+            sizes = {f"{axis}_size": mesh.config.sizes[axis] for axis in ("tp", "pp", "cp")}
+            keys = ", ".join(f"{key}={size}" for key, size in sizes.items() if size > 1)
+            why = f"a loss gathers {processes} batches, of which only {mesh.data_size} differ: examples count twice"
+            works = f"dp_shard_size={processes}, or a loss that does not gather,"
+            refuse(f"{keys} with torch.distributed.all_gather", why, works)
+    return original(*args, **kwargs)
 
 
 def begin(model: nn.Module, call: str) -> None:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from hf_parallel.ask.keys.run import HANG_AUTO, HANG_OFF
 from hf_parallel.ask.session import of_process, of_session
 from hf_parallel.hooks import report, runtime
-from hf_parallel.hooks.patching import patch
+from hf_parallel.hooks.patching import patch, replacing
 from hf_parallel.monitor.collective_record import CollectiveRecord, call_before_abort
 from hf_parallel.monitor.watchdog import Settings, Watchdog
 from hf_parallel.planner.dryrun.recorder import name_groups
@@ -96,18 +96,14 @@ def watch_training(trainer: Trainer) -> Iterator[None]:
     if runtime.mesh().config.hang_timeout_s == HANG_OFF:
         yield
         return
-    now = of_session(_Now)
-    former, now.watched = now.watched, Watched(lambda: trainer.model, trainer.args.output_dir)
-    try:
-        with now.watched.stack:
-            try:
-                yield
-            except Exception as error:
-                if now.watched.watchdog is not None:
-                    now.watched.watchdog.tell_error(error)
-                raise
-    finally:
-        now.watched = former
+    watched = Watched(lambda: trainer.model, trainer.args.output_dir)
+    with replacing(of_session(_Now), watched=watched), watched.stack:
+        try:
+            yield
+        except Exception as error:
+            if watched.watchdog is not None:
+                watched.watchdog.tell_error(error)
+            raise
 
 
 def get_watchdog() -> Watchdog | None:

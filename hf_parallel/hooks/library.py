@@ -21,9 +21,9 @@ from hf_parallel.ask.session import of_session
 from hf_parallel.ask.spec import refuse
 from hf_parallel.axes.axis import Packing
 from hf_parallel.hooks import model_parts, own_loops, runtime
-from hf_parallel.hooks.patching import Patch, Undo, apply_patches, apply_when_imported, list_declared, undo
+from hf_parallel.hooks.patching import Patch, Undo, apply_patches, apply_when_imported, list_declared
 from hf_parallel.hooks.peft.before import make_parallel_below
-from hf_parallel.hooks.trainer.joining import read_key_asked_by, refuse_joining
+from hf_parallel.hooks.trainer.joining import read_asked_key, refuse_joining
 from hf_parallel.ranks.mesh import ParallelMesh
 
 if TYPE_CHECKING:
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class _InPlace:
-    """The patches in place, and how to undo them."""
+class InPlace:
+    """How to undo the patches in place. A layout for the whole process does so: its own are the same and more."""
 
     undo_list: list[Undo] = field(default_factory=list)
 
@@ -44,10 +44,10 @@ def parallelize(
     mesh: ParallelMesh | None = None,
     pack: Packing | None = None,
 ) -> nn.Module:
-    undo_list = of_session(_InPlace).undo_list
+    undo_list = of_session(InPlace).undo_list
     if runtime.current() is None:
         asked = ParallelConfig.parse(config or ParallelConfig()) if mesh is None else mesh.config
-        if read_key_asked_by(asked)[1]:
+        if read_asked_key(asked)[1]:
             refuse_joining("a loop written by hand makes its own batches", config=asked)
         if asked.shares_batches:
             why = "a loop written by hand makes its own batches"
@@ -70,11 +70,6 @@ def parallelize(
     assert state is not None
     runtime.equalise_within_model(of=state.mesh)  # dropout: ranks that hold the same drop the same
     return model
-
-
-def withdraw_library_patches() -> None:
-    """Before a layout for the whole process, whose patches are the same and more."""
-    undo(of_session(_InPlace).undo_list)
 
 
 def _iterate_library_patches(*packages: str) -> Iterator[Patch]:

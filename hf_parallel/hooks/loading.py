@@ -26,7 +26,7 @@ from hf_parallel.checkpoint.lazy_tensor import LazyTensor, RangeFile, make_lazy_
 from hf_parallel.checkpoint.slices import find_local_part, read_part
 from hf_parallel.hooks import bitsandbytes, runtime
 from hf_parallel.hooks.bitsandbytes import read_packed
-from hf_parallel.hooks.patching import patch
+from hf_parallel.hooks.patching import patch, replacing
 from hf_parallel.model.anatomy import get_stored_order, move_to_meta
 from hf_parallel.ranks.local import get_local
 
@@ -219,12 +219,8 @@ def from_pretrained(original: Callable, cls: type, *args: object, **kwargs: Any)
     quantization = kwargs.pop("quantization_config", None)
     if quantization is not None:
         bitsandbytes.check_four_bit(quantization)
-    drawing = of_session(_Drawing)
-    former, drawing.device = drawing.device, device
-    try:
+    with replacing(of_session(_Drawing), device=device):
         result = original(cls, *args, distributed_config=Requested(quantization), **kwargs)
-    finally:
-        drawing.device = former
     model = result[0] if isinstance(result, tuple) else result
     if quantization is not None:
         from transformers.quantizers import AutoHfQuantizer

@@ -10,6 +10,7 @@ notebook_launcher(train, num_processes=4, parallel="tp=2,pp=2")
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 from collections.abc import Callable, Sequence
@@ -61,25 +62,18 @@ def notebook_launcher(
         ParallelConfig.parse(spec).resolve(number * nodes)
     if nodes == 1 and len(accelerate_args) < 2:
         accelerate_options.setdefault("use_port", str(free_port()))  # two notebooks of one machine must not meet
-    return launch(_Rank(function, spec), args, number, *accelerate_args, **accelerate_options)
 
-
-class _Rank:
-    """The function of each process: part of the layout from before the user's function to its end."""
-
-    def __init__(self, function: Callable[..., object], spec: str) -> None:
-        self.function, self.spec = function, spec
-        self.__name__ = self.__qualname__ = getattr(function, "__name__", "train")  # elastic's records say it
-
-    def __call__(self, *args: object) -> None:
-        import torch
-
+    @functools.wraps(function)  # elastic's records name it
+    def be_rank(*args: object) -> None:
+        """Be part of the layout from before the user's function to its end."""
         several = int(os.environ.get("WORLD_SIZE", 1)) > 1
         if several and not torch.accelerator.is_available() and "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(1)  # a pool of threads does not survive a fork, and N pools slow one another down
-        activation.activate(self.spec, source=_SOURCE)
-        self.function(*args)  # after an error groups stay open: to end them is to wait for the other ranks
+        activation.activate(spec, source=_SOURCE)
+        function(*args)  # after an error groups stay open: to end them is to wait for the other ranks
         from hf_parallel.ranks.mesh import end_all_groups
 
         activation.deactivate()
         end_all_groups()
+
+    return launch(be_rank, args, number, *accelerate_args, **accelerate_options)

@@ -10,7 +10,6 @@ import os
 import random
 import sys
 import weakref
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
@@ -25,6 +24,7 @@ from hf_parallel.ask.session import of_process, of_session
 from hf_parallel.axes.data import batch_norm
 from hf_parallel.axes.experts import balance
 from hf_parallel.hooks import rendezvous
+from hf_parallel.hooks.patching import replacing
 from hf_parallel.ranks import messages
 from hf_parallel.ranks.groups import time_out
 from hf_parallel.ranks.mesh import ParallelMesh, set_time_out
@@ -210,15 +210,9 @@ def stop() -> None:
     of_session(_Active).runtime = None
 
 
-@contextlib.contextmanager
-def pretend_mesh(mesh: ParallelMesh) -> Iterator[None]:
-    """Let patches see the mesh of a dry run."""
-    active = of_session(_Active)
-    former, active.runtime = active.runtime, Runtime(mesh.config, "a dry run", mesh, pretended=True)
-    try:
-        yield
-    finally:
-        active.runtime = former
+def pretend_mesh(mesh: ParallelMesh) -> contextlib.AbstractContextManager[None]:
+    """Let patches see the mesh of a dry run inside the `with`."""
+    return replacing(of_session(_Active), runtime=Runtime(mesh.config, "a dry run", mesh, pretended=True))
 
 
 def find_parallel_state(model: PreTrainedModel) -> ParallelState | None:

@@ -373,11 +373,9 @@ def convert_to_fp32(original: Callable, tensor: object) -> object:
 
 
 @patch("accelerate.accelerator:Accelerator.no_sync", "knows DDP's and its own FSDP2")
-@contextlib.contextmanager
-def no_sync(original: Callable, self: Accelerator, model: nn.Module) -> Iterator[None]:
+def no_sync(original: Callable, self: Accelerator, model: nn.Module) -> contextlib.AbstractContextManager[None]:
     """Run a micro-step that is not the last of its step."""
-    with defer_reduction(model):
-        yield
+    return defer_reduction(model)
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_map_only
 from torch.utils.data import BatchSampler, IterableDataset
+from transformers.utils import ModelOutput
 
 from hf_parallel.ask.spec import refuse
 from hf_parallel.hooks import report, runtime
@@ -26,7 +27,6 @@ from hf_parallel.hooks.trainer.rows import (
     count_examples,
     find_lists_per_example,
     has_encoder_outputs,
-    is_outputs,
 )
 from hf_parallel.model.calls import bind_by_name
 from hf_parallel.ranks import messages
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
     from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
     from torch.utils.data import DataLoader
-    from transformers.utils import ModelOutput
 
 
 # ---- The order in which a loader reads its rows: with several data ranks that of one process ------------------------
@@ -240,7 +239,9 @@ def gather(original: Callable, tensor: object) -> object:
     if isinstance(tensor, PerExample):
         return gather_examples(tensor)
     if has_encoder_outputs(tensor):
-        return tuple(gather_outputs(part) if is_outputs(part) else gather(original, part) for part in tensor)
+        return tuple(
+            gather_outputs(part) if isinstance(part, ModelOutput) else gather(original, part) for part in tensor
+        )
     if (lists := find_lists_per_example(tensor)) and runtime.mesh().data_size > 1:
         batch = cast(dict, tensor)
         return type(batch)({key: gather(original, lists.get(key, value)) for key, value in batch.items()})
@@ -281,7 +282,7 @@ def _join_parts(key: str, parts: list) -> object:
 def pad_across_processes(original: Callable, tensor: object, *args: object, **kwargs: object) -> object:
     """Pad rows. Lists of one thing per example and outputs of encoders stay, as they are gathered whole."""
     if has_encoder_outputs(tensor):
-        return tuple(part if is_outputs(part) else original(part, *args, **kwargs) for part in tensor)
+        return tuple(part if isinstance(part, ModelOutput) else original(part, *args, **kwargs) for part in tensor)
     return tensor if isinstance(tensor, PerExample) else original(tensor, *args, **kwargs)
 
 
@@ -318,7 +319,7 @@ def gather_for_metrics(
         return self.gather(input_data)
     if has_encoder_outputs(input_data):
         return tuple(
-            gather_outputs(part) if is_outputs(part) else gather_for_metrics(original, self, part)
+            gather_outputs(part) if isinstance(part, ModelOutput) else gather_for_metrics(original, self, part)
             for part in input_data
         )
     if (lists := find_lists_per_example(input_data)) and runtime.mesh().data_size > 1 and not use_gather_object:

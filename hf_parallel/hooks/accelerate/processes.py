@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from hf_parallel.hooks import runtime
-from hf_parallel.hooks.patching import patch, replace
+from hf_parallel.hooks.patching import patch, replace, replacing
 from hf_parallel.ranks import messages
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class RandomStream:
     def __init__(self, state: tuple) -> None:
         self.state = state
         self.left: tuple | None = self._get()  # None where this rank has drawn something else since
-        self.is_aside = False
+        self.is_aside = False  # an epoch is started once more, from another state
 
     @classmethod
     def here(cls) -> RandomStream:
@@ -76,15 +76,6 @@ class RandomStream:
                 self._set(outside)
             if not self.is_aside:
                 self.left = self.state if together else None
-
-    @contextlib.contextmanager
-    def aside(self, state: tuple) -> Iterator[None]:
-        """Draw from another state inside the block; afterwards the stream is where it was."""
-        here, self.state, self.is_aside = self.state, state, True
-        try:
-            yield
-        finally:
-            self.state, self.is_aside = here, False
 
     @staticmethod
     def _get() -> tuple:
@@ -187,7 +178,8 @@ class Place:
         elif self.stream is None:
             drawing = torch.random.fork_rng([])
         else:
-            drawing = self.stream.aside(self.stream.state if aside["stream"] is None else aside["stream"])
+            state = self.stream.state if aside["stream"] is None else aside["stream"]
+            drawing = replacing(self.stream, state=state, is_aside=True)
         try:
             with drawing, draw():
                 batches = iterate()

@@ -159,14 +159,9 @@ def add_adapter(original: Callable, self: PeftModel, *args: object, **kwargs: ob
     place_adapters(self)
 
 
-@contextlib.contextmanager
-def show_all_stages(model: nn.Module, state: ParallelState) -> Iterator[None]:
+def show_all_stages(model: nn.Module, state: ParallelState) -> contextlib.AbstractContextManager[None]:
     """Let the base model show the modules of all stages inside the `with`."""
-    if state.pipeline is None:
-        yield
-        return
-    with state.pipeline.remote_modules.shown(model):
-        yield
+    return contextlib.nullcontext() if state.pipeline is None else state.pipeline.remote_modules.shown(model)
 
 
 @patch("peft.peft_model:PeftModel.get_nb_trainable_parameters", "counts those of one stage")
@@ -219,9 +214,16 @@ def save_pretrained(original: Callable, self: PeftModel, save_directory: str, *a
                 with saving.noting(), show_all_stages(base, state):
                     original(self, save_directory, *args, **kwargs)
     elif state.mesh.rank == 0:  # of the script: whole on rank 0, else empty; or this rank's part
-        kwargs["state_dict"] = (
-            slices.gather_asked(self, gather) if given is None else _load_in_whole(self, state, given)
-        )
+        if given is None:
+            kwargs["state_dict"] = slices.gather_asked(self, gather)
+        elif isinstance(given, dict):
+            names, own = _list_saved_names(self, state, "auto"), self.state_dict()
+            # A script may take adapters alone.
+            embeddings = all(name in given for name in names if name in own) and "auto"
+            names = names if embeddings else _list_saved_names(self, state, embeddings)
+            if slices.are_own_parts(self, given, names):
+                gather = functools.partial(_gather_saved_tensors, embeddings=embeddings)
+                kwargs["state_dict"] = slices.make_whole_tensors(self, given, names, gather)
         with show_all_stages(base, state):
             original(self, save_directory, *args, **kwargs)
 
@@ -232,19 +234,6 @@ def _gather_saved_tensors(model: PeftModel, embeddings: object = "auto") -> dict
     assert state is not None
     names = messages.send_from_one(lambda: _list_saved_names(model, state, embeddings))
     return full_state_dict(model, state.mesh, names.__contains__)
-
-
-def _load_in_whole(model: PeftModel, state: ParallelState, given: object) -> object:
-    if not isinstance(given, dict):
-        return given
-    names, own = _list_saved_names(model, state, "auto"), model.state_dict()
-    embeddings = all(name in given for name in names if name in own) and "auto"  # a script may take adapters alone
-    names = names if embeddings else _list_saved_names(model, state, embeddings)
-    if not slices.are_own_parts(model, given, names):
-        return given
-    return slices.make_whole_tensors(
-        model, given, names, functools.partial(_gather_saved_tensors, embeddings=embeddings)
-    )
 
 
 def _list_saved_names(model: PeftModel, state: ParallelState, embeddings: object) -> set[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
@@ -218,42 +217,24 @@ def merge(original: Callable, self: BaseTuner, *args: object, **kwargs: object) 
     state = runtime.find_parallel_state(self.model)
     if state is not None:
         _check_merge(self.model, True, bool(bind_by_name(original, (self, *args), kwargs).get("safe_merge")))
-        _reshard(state)
+        for module in iterate_sharded_modules(state.root):
+            module.reshard()  # weights gathered for a pass would hide the change
     original(self, *args, **kwargs)
 
 
-@patch("peft.tuners.tuners_utils:BaseTuner.merge_and_unload", "leaves split layers without a way out")
-def merge_and_unload(
-    original: Callable,
-    self: BaseTuner,
-    progressbar: bool = False,
-    safe_merge: bool = False,
-    adapter_names: list[str] | None = None,
-) -> object:
-    """Add adapters to this rank's part of the weights, and take them out."""
-    if runtime.find_parallel_state(self.model) is None:
-        return original(self, progressbar, safe_merge, adapter_names)
-    _check_merge(self.model, True, safe_merge)
-    return _take_adapters_out(self, functools.partial(original, self, progressbar, safe_merge, adapter_names))
-
-
-@patch("peft.tuners.tuners_utils:BaseTuner.unload", "leaves split layers without a way out")
-def unload(original: Callable, self: BaseTuner) -> object:
-    """Take adapters out."""
-    if runtime.find_parallel_state(self.model) is None:
-        return original(self)
-    _check_merge(self.model, False, False)
-    return _take_adapters_out(self, functools.partial(original, self))
-
-
-def _take_adapters_out(self: BaseTuner, take_out: Callable[[], object]) -> object:
-    """Let layers communicate by themselves again, and FSDP2 forget the adapters."""
+@patch("peft.tuners.tuners_utils:BaseTuner.{merge_and_unload,unload}", "leaves split layers without a way out")
+def take_adapters_out(original: Callable, self: BaseTuner, *args: object, **kwargs: object) -> object:
+    """Let layers communicate by themselves again, and FSDP2 forget the adapters, added to a rank's part or not."""
     state = runtime.find_parallel_state(self.model)
-    assert state is not None
-    _reshard(state)
+    if state is None:
+        return original(self, *args, **kwargs)
+    safe_merge = bool(bind_by_name(original, (self, *args), kwargs).get("safe_merge"))
+    _check_merge(self.model, original.__name__ == "merge_and_unload", safe_merge)
+    for sharded in iterate_sharded_modules(state.root):
+        sharded.reshard()
     wrappers = [module for module in self.model.modules() if _get_wrapped(module) is not None]
     names = {id(module): name for name, module in self.model.named_modules()}
-    result = take_out()
+    result = original(self, *args, **kwargs)
     for wrapper in wrappers:
         inner = _get_wrapped(wrapper)
         if isinstance(inner, TensorParallelLayer):
@@ -275,12 +256,6 @@ def _get_wrapped(module: nn.Module) -> nn.Module | None:
     """Return the module inside a wrapper of PEFT; None for any other module."""
     children = getattr(module, "_modules", {})
     return children.get("base_layer", children.get("original_module"))
-
-
-def _reshard(state: ParallelState) -> None:
-    """Let go of weights gathered for a pass: they would hide the change."""
-    for module in iterate_sharded_modules(state.root):
-        module.reshard()
 
 
 def _check_merge(model: nn.Module, merge: bool, safe_merge: bool) -> None:

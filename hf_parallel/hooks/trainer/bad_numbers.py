@@ -210,18 +210,15 @@ class Looking(TrainerCallback):
         search, parameters = self._made(), list(self.trainer.model.parameters())
         gradients = [parameter.grad for parameter in parameters] if self.action == "report" else []
         self._leave_out()
-        restore, stream, now = remember_counts(self.trainer), runtime.read_random_states(), of_session(_Now)
+        restore, stream = remember_counts(self.trainer), runtime.read_random_states()
         assert self.random_state is not None  # taken with the first batch
         runtime.set_random_state(self.random_state)
         search.look_at_weights()
-        former, now.looking = now.looking, None  # these batches are known, and are not noted once more
-        try:
+        with replacing(of_session(_Now), looking=None):  # these batches are known, and are not noted once more
             for number, (model, inputs, args, kwargs) in enumerate(self.batches, 1):
                 with search.looking(number):
                     loss = self.trainer.training_step(model, inputs, *args, **kwargs)
                 search.look_at_loss(loss)
-        finally:
-            now.looking = former
         search.look_at_gradients()
         restore()
         runtime.set_random_state(stream)

@@ -8,14 +8,12 @@ With async_save=true training goes on once weights and optimizer state are copie
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import json
 import os
 import random
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -30,7 +28,7 @@ from hf_parallel.ask.spec import refuse
 from hf_parallel.checkpoint import slices
 from hf_parallel.hooks import hangs, runtime
 from hf_parallel.hooks.accelerate.processes import RandomStream, make_plain_state
-from hf_parallel.hooks.patching import patch
+from hf_parallel.hooks.patching import patch, replacing
 from hf_parallel.ranks.mesh import compute_data_rank
 
 if TYPE_CHECKING:
@@ -111,15 +109,6 @@ class TrainerRecord:
     joint_logs: list[list[dict[str, object]]] = field(default_factory=list)
     read_ahead: Any = None  # a `delayed_steps.ReadAhead`
 
-    @contextlib.contextmanager
-    def during(self, step: StepRecord) -> Iterator[StepRecord]:
-        """Make this the step in progress."""
-        former, self.step = self.step, step
-        try:
-            yield step
-        finally:
-            self.step = former
-
 
 def record_of(trainer: Trainer) -> TrainerRecord:
     """The trainer's record, made when it is first asked for."""
@@ -146,34 +135,6 @@ def on_save(
         return original(args, state, control, **kwargs)
     unfinished.announce, control.should_save = True, False
     return control
-
-
-@contextlib.contextmanager
-def show_saved_step(trainer: Trainer, unfinished: UnfinishedSave) -> Iterator[None]:
-    """Whoever asks is told the step that was saved; the model has gone on, and must not be taken for that step's."""
-    state, model = trainer.state, trainer.model
-    now = {"global_step": state.global_step, "epoch": state.epoch}
-    state.global_step, state.epoch = unfinished.step, unfinished.epoch
-    late, own = now["global_step"] != unfinished.step, vars(model).get("save_pretrained")
-    if late:
-        model.save_pretrained = functools.partial(_refuse_late_weights, unfinished.saving.name, now["global_step"])
-    try:
-        yield
-    finally:
-        vars(state).update(now)
-        if late:
-            del model.save_pretrained
-        if late and own is not None:
-            model.save_pretrained = own
-
-
-def _refuse_late_weights(name: str, step: int, *args: object, **kwargs: object) -> None:
-    refuse(
-        "async_save=true",
-        f"on_save callbacks are called when {name} is whole, and the model is at step {step} by now: "
-        "save_pretrained would give it the wrong name",
-        do="copy that folder instead, or async_save=false works",
-    )
 
 
 @patch("transformers.trainer:Trainer.save_model", "a plain module's shards are not a checkpoint")
@@ -285,7 +246,17 @@ def wait_for_save(trainer: Trainer) -> None:
     if unfinished is None:
         return
     unfinished.wait()
-    with show_saved_step(trainer, unfinished):
+    # Uploads and callbacks are told the step that was saved; the model has gone on, and must not be taken for its.
+    late: dict[str, Callable] = {}
+    if (step := trainer.state.global_step) != unfinished.step:
+        why = (
+            f"on_save callbacks are called when {unfinished.saving.name} is whole, and the model is at step {step} by "
+            "now: save_pretrained would give it the wrong name"
+        )
+        do = "copy that folder instead, or async_save=false works"
+        late["save_pretrained"] = lambda *args, **kwargs: refuse("async_save=true", why, do=do)
+    saved = replacing(trainer.state, global_step=unfinished.step, epoch=unfinished.epoch)
+    with saved, replacing(trainer.model, **late):
         if trainer.args.push_to_hub:
             trainer._push_from_checkpoint(unfinished.saving.final)
         if unfinished.announce:  # by the event, not by `on_save`, which would take back a save that is due now

@@ -185,7 +185,11 @@ def inner_training_loop(
 def set_initial_training_values(
     original: Callable, self: Trainer, args: TrainingArguments, dataloader: DataLoader
 ) -> tuple:
-    """Count the steps of an epoch that a former run has begun as they are."""
+    """Count the steps of an epoch that a former run has begun as they are.
+
+    Raises:
+        SpecError: it was dealt by tokens and this run deals by rows, or nothing says which examples were seen.
+    """
     found = original(self, args, dataloader)
     dealing, folder = record_of(self).dealing, record_of(self).resumed_from
     path = None if folder is None else os.path.join(folder, "trainer_state.json")
@@ -193,41 +197,23 @@ def set_initial_training_values(
         return found
     with open(path, encoding="utf-8") as file:
         state = json.load(file)
+    deal, step = state.get("stateful_callbacks", {}).get(PLACE), int(state["global_step"])
+    epoch = state["epoch"] or 0.0
+    is_between = abs(epoch - round(epoch)) < _WHOLE
     if dealing is None:
-        deal, epoch = state.get("stateful_callbacks", {}).get(PLACE), state["epoch"]
-        if deal is not None and not args.ignore_data_skip and abs(epoch - round(epoch)) >= _WHOLE:
+        if deal is not None and not args.ignore_data_skip and not is_between:
             refuse(
                 "pack_tokens=0",
                 f"the checkpoint is from the middle of an epoch ({epoch:.2f}) dealt by tokens",
                 f"pack_tokens={deal['pack_tokens']}",
             )
         return found
-    _resume(dealing, state, args)
-    if args.ignore_data_skip:
-        return found
-    epochs, per_epoch, examples, samples, batch, steps, most = found
-    rest, step = math.ceil(dealing.rest / args.gradient_accumulation_steps), int(state["global_step"])
-    begun = dealing.deal["epoch"] + (rest > 0)  # epochs of which nothing is left then
-    if args.max_steps > 0:
-        epochs = begun + math.ceil(max(0, most - step - rest) / per_epoch)
-    else:
-        most = step + rest + math.ceil(max(0.0, args.num_train_epochs - begun) * per_epoch)
-    return epochs, per_epoch, examples, samples, batch, steps, most
-
-
-def _resume(dealing: Dealing, state: dict, args: TrainingArguments) -> None:
-    """Raises SpecError: nothing says which examples of an epoch the former run has seen."""
-    deal, step, epoch = (
-        state.get("stateful_callbacks", {}).get(PLACE),
-        int(state["global_step"]),
-        state["epoch"] or 0.0,
-    )
-    deal = None if deal is None else cast("Deal", {"shares": EVEN, **deal})  # older checkpoints know no shares
     if args.ignore_data_skip:
         dealing.deal, dealing.resumed = _make_new_deal(dealing.batches, int(epoch + _WHOLE)), step
-    elif deal is not None:
-        dealing.resume(deal, step)
-    elif abs(epoch - round(epoch)) < _WHOLE:
+        return found
+    if deal is not None:
+        dealing.resume(cast("Deal", {"shares": EVEN, **deal}), step)  # older checkpoints know no shares
+    elif is_between:
         dealing.deal, dealing.resumed = _make_new_deal(dealing.batches, round(epoch)), step
     else:
         refuse(
@@ -235,6 +221,14 @@ def _resume(dealing: Dealing, state: dict, args: TrainingArguments) -> None:
             f"the checkpoint is from the middle of an epoch ({epoch:.2f}) and does not say which examples were seen",
             do="go on from the end of an epoch, or with ignore_data_skip=True, which begins the epoch anew",
         )
+    epochs, per_epoch, examples, samples, batch, steps, most = found
+    rest = math.ceil(dealing.rest / args.gradient_accumulation_steps)
+    begun = dealing.deal["epoch"] + (rest > 0)  # epochs of which nothing is left then
+    if args.max_steps > 0:
+        epochs = begun + math.ceil(max(0, most - step - rest) / per_epoch)
+    else:
+        most = step + rest + math.ceil(max(0.0, args.num_train_epochs - begun) * per_epoch)
+    return epochs, per_epoch, examples, samples, batch, steps, most
 
 
 def find_place_to_go_on(original: Callable, self: Trainer, *args: object, **kwargs: object) -> tuple[int, int]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 from transformers.modeling_outputs import BaseModelOutput
+from transformers.utils import ModelOutput
 
 from hf_parallel.ask.spec import refuse
 from hf_parallel.hooks import hangs, report, runtime
@@ -52,12 +53,10 @@ class WeighedBatch(dict):
 def without_repeats(trainer: Trainer, batches: Iterator) -> Iterator:
     """Yield the batches to train on, the last one without the rows that fill it."""
     config = runtime.mesh().config
-    for batch in batches:
+    for given in batches:
         state = trainer.accelerator.gradient_state
         take_batch(state)
-        full = _count_own_examples(trainer, trainer._train_batch_size)
-        batch = tell_examples_apart(trainer, batch, full)
-        blocks = count_rows_per_example(trainer, batch, full)
+        batch, blocks = tell_examples_apart(trainer, given, trainer._train_batch_size)
         count = rows.count_examples(batch, blocks)
         ends = count is not None and state.end_of_dataloader
         if count is not None and ends and (is_ragged(state) or cut_of(state) is None):
@@ -71,31 +70,21 @@ def without_repeats(trainer: Trainer, batches: Iterator) -> Iterator:
             last.real_rows, last.share = real, 1.0 if keep else share_of_rows(state, count)
             yield last
         elif ends or (config.shares_batches and not config.pack_tokens):
-            yield _make_weighed_batch(trainer, batch)
+            # A full batch, of which data ranks have unlike parts. A schedule reduces gradients before the loss is
+            # multiplied by anything; its losses are sums, which need no weight.
+            what, cut = f"batch_shares={config.batch_shares}", cut_of(state)
+            if cut is None:
+                why = "the script's training loader is not one that accelerate shares out"
+                refuse(what, why, "batch_shares=even")
+            if not isinstance(batch, Mapping):
+                why = f"the rows of a batch that is a {type(batch).__name__} cannot be weighed"
+                refuse(what, why, "batch_shares=even")
+            weighed = WeighedBatch(rows.open_batch(batch))
+            weighed.share = 1.0 if _should_run_scheduled(trainer, batch) else compute_full_share(state)
+            weighed.examples = cut[runtime.mesh().data_rank] if rows.count_examples(batch) == 1 else None
+            yield weighed
         else:
             yield rows.open_batch(batch)
-
-
-def _count_own_examples(trainer: Trainer, each: int) -> int:
-    """Count this data rank's examples of a full batch, of which all have `each` without `batch_shares`."""
-    cut = cut_of(trainer.accelerator.gradient_state)
-    return each if cut is None else cut[runtime.mesh().data_rank]
-
-
-def _make_weighed_batch(trainer: Trainer, batch: rows.Batch) -> WeighedBatch:
-    """A full batch, of which data ranks have unlike parts.
-
-    A schedule reduces gradients before the loss is multiplied by anything. Its losses are sums, which need no weight.
-    """
-    state, what = trainer.accelerator.gradient_state, f"batch_shares={runtime.mesh().config.batch_shares}"
-    if cut_of(state) is None:
-        refuse(what, "the script's training loader is not one that accelerate shares out", "batch_shares=even")
-    if not isinstance(batch, Mapping):
-        refuse(what, f"the rows of a batch that is a {type(batch).__name__} cannot be weighed", "batch_shares=even")
-    weighed = WeighedBatch(rows.open_batch(batch))
-    weighed.share = 1.0 if _should_run_scheduled(trainer, batch) else compute_full_share(state)
-    weighed.examples = _count_own_examples(trainer, 1) if rows.count_examples(batch) == 1 else None
-    return weighed
 
 
 def must_be_whole(trainer: Trainer, batch: rows.Batch, held: int) -> bool:
@@ -137,32 +126,34 @@ def _should_run_scheduled(trainer: Trainer, batch: rows.Batch) -> bool:
     return state.sums_over_tokens and not losses.is_own(trainer)
 
 
-def tell_examples_apart(trainer: Trainer, batch: rows.Batch, full: int) -> rows.Batch:
-    """Whose a token is, in a ragged last batch whose examples a collator has joined to one row."""
-    if not is_ragged(trainer.accelerator.gradient_state):
-        return batch
-    told = rows.tell_rows_apart(batch, full)
-    if rows.JOINED not in told and rows.count_examples(told) == 1 < full:
-        report.say(
-            "the last batch joins examples to one row without saying where they begin, so that those repeated to fill "
-            "it count twice; position_ids that begin anew, or dataloader_drop_last=True, work"
-        )
-    return told
+def tell_examples_apart(trainer: Trainer, batch: rows.Batch, each: int) -> tuple[rows.Batch, int]:
+    """Return the batch, and how many rows an example has, such as two of [chosen; rejected].
 
+    A ragged last batch whose examples a collator has joined to one row then says whose a token is. Full batches tell
+    how many rows an example has, also those of a data set that is less than one batch: it is repeated until the batch
+    is full, where rows are shared out.
 
-def count_rows_per_example(trainer: Trainer, batch: rows.Batch, full: int) -> int:
-    """Return how many rows an example has, such as two of [chosen; rejected]; batches of `full` examples tell.
-
-    Also of a data set that is less than one batch: it is repeated until the batch is full, where rows are shared out.
+    Args:
+        each: examples of a full batch on each data rank, without `batch_shares`.
     """
+    state = trainer.accelerator.gradient_state
+    cut = cut_of(state)
+    full = each if cut is None else cut[runtime.mesh().data_rank]
+    if is_ragged(state):
+        batch = rows.tell_rows_apart(batch, full)
+        if rows.JOINED not in batch and rows.count_examples(batch) == 1 < full:
+            report.say(
+                "the last batch joins examples to one row without saying where they begin, so that those repeated to "
+                "fill it count twice; position_ids that begin anew, or dataloader_drop_last=True, work"
+            )
     record, known = record_of(trainer), trl.count_trl_rows_per_example(trainer)
     held = rows.count_examples(batch) or full
     if known is None and held % full == 0:
         record.rows_per_example = held // full
     blocks = record.rows_per_example if known is None else known
     if blocks > 1 or held > full:
-        refuse_cut_examples(trainer.accelerator.gradient_state.active_dataloader)
-    return blocks if held % blocks == 0 else 1
+        refuse_cut_examples(state.active_dataloader)
+    return batch, blocks if held % blocks == 0 else 1
 
 
 @patch("transformers.trainer:Trainer.evaluation_loop", "weighs batches that are split over ranks by whole ones")
@@ -187,9 +178,7 @@ def evaluate_real_rows(
     """Evaluate only real rows of a ragged last batch, whatever it is that the script does with them."""
     hangs.mark_phase("evaluation")
     runtime.compare_batches(model, inputs, "evaluation")
-    full = _count_own_examples(self, self.args.eval_batch_size)
-    batch = tell_examples_apart(self, inputs, full)
-    blocks = count_rows_per_example(self, batch, full)
+    batch, blocks = tell_examples_apart(self, inputs, self.args.eval_batch_size)
     count = rows.count_examples(batch, blocks) or 0
     dealt, step = self.accelerator.gradient_state, StepRecord()
     if not is_ragged(dealt):
@@ -206,7 +195,7 @@ def evaluate_real_rows(
         means.compute_in_scope(means.Scope(step.share)),
         replacing(runtime.current(), absent=step.real_rows == 0),
     )
-    with record_of(self).during(step), wants, scope, absent:
+    with replacing(record_of(self), step=step), wants, scope, absent:
         loss, logits, labels = original(model, kept, prediction_loss_only, *args, **kwargs)
     logits, labels = rows.mark_per_example((logits, labels), rows.count_examples(kept, blocks) or 0)
     # The same on all ranks, whatever their batches hold: does the model read images or sounds beside words?
@@ -214,7 +203,7 @@ def evaluate_real_rows(
     if not prediction_loss_only and several and not isinstance(modalities, str) and len(set(modalities)) > 1:
         # Outputs of encoders are empty where a data rank has no images and others have: all gather as many parts.
         parts = logits if isinstance(logits, tuple) else (logits,)
-        own = sum(rows.is_outputs(part) for part in parts)
+        own = sum(isinstance(part, ModelOutput) for part in parts)
         most = max(messages.gather_objects(own, runtime.mesh().data_group))
         logits = logits if own == most else (*parts, *(BaseModelOutput() for _ in range(most - own)))
     if loss is not None and several:

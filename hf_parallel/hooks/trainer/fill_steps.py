@@ -1,4 +1,4 @@
-"""`pipeline_fill=kfac` under Trainer: where an optimizer step begins and ends, and what it cannot train."""
+"""`pipeline_fill=kfac` under Trainer: what it cannot train."""
 
 from __future__ import annotations
 
@@ -38,13 +38,3 @@ def check_trainer_for_fill(trainer: Trainer) -> None:
         f"is up to {oldest} steps old (K-FAC in pipeline bubbles, arXiv 2211.14133); {works} has the numbers of one "
         "process"
     )
-
-
-def end_step(trainer: Trainer) -> None:
-    """Precondition the gradients of a step after its last batch, before Trainer clips them."""
-    engine = joint_steps.find_engine_of(trainer)
-    if engine is None or engine.fill is None or not trainer.accelerator.sync_gradients:
-        return
-    line = engine.fill.end_step()
-    if line is not None:
-        report.say(f"pipeline_fill=kfac: {line}")

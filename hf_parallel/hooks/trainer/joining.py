@@ -50,15 +50,17 @@ class Asked:
     planned: tuple[list[Goal], ParallelConfig] | None = None
 
 
-def read_asked_key() -> tuple[str, int | bool]:
-    """Return the key that asks for joined batches, and its value; a value of nothing: none does."""
-    current = runtime.current()
-    config = of_session(Asked).alone if current is None else current.config
-    return ("pack_tokens", 0) if config is None else read_key_asked_by(config)
+def read_asked_key(config: ParallelConfig | None = None) -> tuple[str, int | bool]:
+    """Return the key that asks for joined batches, and its value; a value of nothing: none does.
 
-
-def read_key_asked_by(config: ParallelConfig) -> tuple[str, int | bool]:
-    """Return the key of this config that asks for joined batches, and its value."""
+    Args:
+        config: where it may be asked for; default: the layout in force, or what one process is given.
+    """
+    if config is None:
+        current = runtime.current()
+        config = of_session(Asked).alone if current is None else current.config
+    if config is None:
+        return "pack_tokens", 0
     return ("padding_free", True) if config.padding_free else ("pack_tokens", config.pack_tokens)
 
 
@@ -71,7 +73,7 @@ def refuse_joining(
         config: who asks for it, if not the layout in force.
         alone: is it a batch of this rank's own?
     """
-    key, value = read_asked_key() if config is None else read_key_asked_by(config)
+    key, value = read_asked_key(config)
     off = "false" if key == "padding_free" else "0"
     refuse(f"{key}={str(value).lower()}", why, works or f"{key}={off}", alone=alone)
 
@@ -346,7 +348,7 @@ def choose_joining(trainer: Trainer, cannot: Callable[[Trainer], str | None]) ->
     current = runtime.current()
     if current is None or not current.source.endswith("(auto)") or trainer.train_dataset is None:
         return
-    if not messages.send_from_one(lambda: _describe_padding(trainer)):
+    if not messages.send_from_one(lambda: _measure_padding(trainer) is not None):
         return
     why = find_reason_for_other_numbers(trainer)
     pays, line = messages.send_from_one(lambda: _decide_joining(trainer, current.config, why, cannot))
@@ -359,17 +361,24 @@ def choose_joining(trainer: Trainer, cannot: Callable[[Trainer], str | None]) ->
             state.plan = dataclasses.replace(state.plan, config=dataclasses.replace(state.config, padding_free=True))
 
 
-def _describe_padding(trainer: Trainer) -> str | None:
-    """Return how much of batches is padding, in words; None if that is too little to do anything about."""
+def _measure_padding(trainer: Trainer) -> tuple[str, list[int], float] | None:
+    """Return how much of batches is padding, in words, the lengths of the first rows, and their mean.
+
+    None if that is too little to do anything about, and for rows that cannot be looked at twice.
+    """
     from hf_parallel.planner.choices import share_of
 
-    size, lengths = trainer.args.per_device_train_batch_size, _sample_lengths(trainer)
+    rows, size = trainer.train_dataset, trainer.args.per_device_train_batch_size
+    if isinstance(rows, torch.utils.data.IterableDataset) or not hasattr(rows, "__len__") or not len(rows):
+        return None
+    lengths = read_lengths_of(rows, trainer.args, _PADDING_SAMPLE) or []
     if size == 1 or len(lengths) < 2 * size or getattr(trainer.data_collator, "return_position_ids", False):
         return None
-    share, _, _ = share_of(lengths, size)
+    share, mean, _ = share_of(lengths, size)
     if share <= _MUCH:
         return None
-    return f"padding is {share:.0%} of the tokens of batches of {size} rows ({len(lengths)} rows looked at)"
+    words = f"padding is {share:.0%} of the tokens of batches of {size} rows ({len(lengths)} rows looked at)"
+    return words, lengths, mean
 
 
 def _decide_joining(
@@ -380,12 +389,11 @@ def _decide_joining(
     Args:
         why: joined examples would give other numbers.
     """
-    known = of_session(Asked)
-    from hf_parallel.planner.choices import compare_padding_of, share_of
+    from hf_parallel.planner.choices import compare_padding_of
 
-    size, lengths = trainer.args.per_device_train_batch_size, _sample_lengths(trainer)
-    found = _describe_padding(trainer)
-    _, mean, _ = share_of(lengths, size)
+    known, size, measured = of_session(Asked), trainer.args.per_device_train_batch_size, _measure_padding(trainer)
+    assert measured is not None
+    found, lengths, mean = measured
     tokens = max(max(lengths), round(size * mean))
     packs = f"pack_tokens={tokens} leaves it out, with batches of about as many tokens in the place of as many rows"
     packs = "" if why is not None or config.pp_size > 1 else f"; {packs}: other numbers, so it is for you to ask for"
@@ -426,14 +434,6 @@ def does_collator_differ(collate: Collate, rows: list) -> str | None:
     same = torch.equal(together["input_ids"][mask], apart["input_ids"][0])
     same = same and torch.equal(targets[mask], apart["labels"][0]) and bool((targets[~mask] == -100).all())
     return None if same else "the script's collator makes other rows of several than of each alone"
-
-
-def _sample_lengths(trainer: Trainer) -> list[int]:
-    """Lengths of the first rows; none of what cannot be looked at twice."""
-    rows = trainer.train_dataset
-    if isinstance(rows, torch.utils.data.IterableDataset) or not hasattr(rows, "__len__") or not len(rows):
-        return []
-    return read_lengths_of(rows, trainer.args, _PADDING_SAMPLE) or []
 
 
 # ---- NEFTune in joined batches: the size of its noise follows from the length of an example with its padding

@@ -23,7 +23,7 @@ from hf_parallel.axes.pipeline.schedules import can_run_micro_batches, count_mic
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.patching import replacing
 from hf_parallel.hooks.trainer import bad_numbers, losses
-from hf_parallel.hooks.trainer.checkpoints import StepRecord, TrainerRecord, record_of
+from hf_parallel.hooks.trainer.checkpoints import StepRecord, record_of
 from hf_parallel.hooks.trainer.evaluation import WeighedBatch
 from hf_parallel.hooks.trl import trainers as trl
 from hf_parallel.ranks import messages
@@ -77,8 +77,14 @@ def announce_step(
     engine = cast("PipelineEngine", find_engine_of(trainer))
     model.train()
     prepared = [trainer._prepare_inputs(dict(batch)) for batch in batches]
-    own = losses.is_own(trainer)
-    together = _can_join_own_losses(record, engine, prepared) if own else engine.can_schedule_together(prepared)
+    if losses.is_own(trainer):  # the first step has shown how the script's losses of such batches may be cut
+        plans, counts = [record.loss_plans.get(tuple(batch)) for batch in prepared], []
+        for batch, plan in zip(prepared, plans, strict=True):
+            if plan is not None and plan.why_apart is None and script_loss.can_cut_batch(plan, batch, engine.config):
+                counts.append(count_micro_batches(count_rows(batch) // plan.cut.rows, engine.config))
+        together = len(counts) == len(plans) and can_run_micro_batches(engine.config, sum(counts))
+    else:
+        together = engine.can_schedule_together(prepared)
     if engine.mesh.data_size > 1:
         # Reductions follow the schedule, and data ranks may have unlike numbers of rows: all go the same way.
         together = all(messages.gather_objects(together, engine.mesh.host_group_of_training))
@@ -96,7 +102,7 @@ def list_announced_calls(
     weighed = replacing(runtime.current(), in_trainer=True)
     with engine.announcing() as calls, weighed, trainer.compute_loss_context_manager():
         for batch in batches:
-            with record.during(StepRecord(syncs=batch is batches[-1])):
+            with replacing(record, step=StepRecord(syncs=batch is batches[-1])):
                 factor = trainer.compute_loss(model, batch, num_items_in_batch=items)
             if float(factor) != 1.0:
                 raise RuntimeError("hf_parallel: the losses of a gradient accumulation have unlike weights")
@@ -126,17 +132,6 @@ def find_engine_of(trainer: Trainer) -> PipelineEngine | None:
     """The pipeline of the trainer's model, if it has one."""
     state = runtime.find_parallel_state(trainer.model)
     return None if state is None else state.pipeline
-
-
-def _can_join_own_losses(record: TrainerRecord, engine: PipelineEngine, batches: list[dict]) -> bool:
-    """Can the script's losses of these batches run as one schedule? The first step shows it."""
-    counts = []
-    for batch in batches:
-        plan = record.loss_plans.get(tuple(batch))
-        if plan is None or plan.why_apart is not None or not script_loss.can_cut_batch(plan, batch, engine.config):
-            return False
-        counts.append(count_micro_batches(count_rows(batch) // plan.cut.rows, engine.config))
-    return can_run_micro_batches(engine.config, sum(counts))
 
 
 def find_reason_not_announced(trainer: Trainer, takes_own_losses: bool = False) -> str | None:

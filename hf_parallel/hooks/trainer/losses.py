@@ -234,7 +234,6 @@ def _call_compute_loss(
     step.logged = []
     # Our share of the tokens already contains the factor for processes. Some scripts multiply by it themselves.
     whole = former and means.does_know_processes(self)
-    self.args.average_tokens_across_devices = whole
     if items is not None and former:
         items = items * (scope.share or 1.0) * (runtime.mesh().data_size if whole else 1)
     if items is not None:
@@ -246,12 +245,10 @@ def _call_compute_loss(
             args = (args[0], count, *args[2:])
         else:
             kwargs = {**kwargs, "num_items_in_batch": count}
-    try:
-        unread = note_unread_logits(find_reader_of_logits(self, state) is None and not given.get("return_outputs"))
-        with means.compute_in_scope(scope), unread, trl.count_metrics_by_rows(self):
-            result = own(model, inputs, *args, **kwargs)
-    finally:
-        self.args.average_tokens_across_devices = former
+    unread = note_unread_logits(find_reader_of_logits(self, state) is None and not given.get("return_outputs"))
+    counted_by = replacing(self.args, average_tokens_across_devices=whole)
+    with counted_by, means.compute_in_scope(scope), unread, trl.count_metrics_by_rows(self):
+        result = own(model, inputs, *args, **kwargs)
     loss, *outputs = result if isinstance(result, tuple) else (result,)
     loss = online.weigh_online_loss(self, loss, inputs)
     if outputs and state is not None and state.pipeline is not None and state.pipeline.loss_only:

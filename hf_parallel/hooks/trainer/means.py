@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map
 from hf_parallel.ask.session import of_session
 from hf_parallel.hooks import report, runtime
 from hf_parallel.hooks.accelerate.paired_losses import refuse_pairs
-from hf_parallel.hooks.patching import patch
+from hf_parallel.hooks.patching import patch, replacing
 from hf_parallel.model.calls import bind_by_name
 
 if TYPE_CHECKING:
@@ -93,15 +93,9 @@ def get_scope() -> Scope | None:
     return of_session(_Now).scope
 
 
-@contextlib.contextmanager
-def compute_in_scope(new: Scope) -> Iterator[Scope]:
-    """Compute a loss for a Trainer."""
-    now = of_session(_Now)
-    former, now.scope = now.scope, new
-    try:
-        yield new
-    finally:
-        now.scope = former
+def compute_in_scope(new: Scope) -> contextlib.AbstractContextManager[None]:
+    """Compute a loss for a Trainer inside the `with`."""
+    return replacing(of_session(_Now), scope=new)
 
 
 def enter(share: float | None, passed_on: bool, given: Mapping[str, object]) -> Forward:

@@ -138,16 +138,11 @@ def mark_per_example(value: Value, rows: int) -> Value:
 
 def find_lists_per_example(batch: object) -> dict[str, PerExample]:
     """Return a loop's lists of one tensor per example, such as the masks of each image, by their key in its batch."""
-    if not isinstance(batch, MutableMapping) or is_outputs(batch):
+    if not isinstance(batch, MutableMapping) or isinstance(batch, ModelOutput):
         return {}
     rows = count_examples(batch)
     lists = {key: value for key, value in batch.items() if isinstance(value, list) and value and len(value) == rows}
     return {key: PerExample(value) for key, value in lists.items() if all(map(torch.is_tensor, value))}
-
-
-def is_outputs(value: object) -> TypeGuard[ModelOutput]:
-    """Return whether the value is what a model, or an encoder inside one, has returned."""
-    return isinstance(value, ModelOutput)
 
 
 def has_encoder_outputs(predictions: object) -> TypeGuard[tuple]:
@@ -155,14 +150,14 @@ def has_encoder_outputs(predictions: object) -> TypeGuard[tuple]:
 
     transformers 5.24 and later return them as `image_outputs`, `video_outputs` and `audio_outputs`.
     """
-    return isinstance(predictions, tuple) and any(is_outputs(part) for part in predictions)
+    return isinstance(predictions, tuple) and any(isinstance(part, ModelOutput) for part in predictions)
 
 
 def fill_rows(value: Value, real: int, rows: int) -> Value:
     """Repeat the last row of each tensor, and the last of a list's examples, for those that `trim` took away."""
 
     def fill_one(item: Any) -> Any:
-        if is_outputs(item):
+        if isinstance(item, ModelOutput):
             return without_stand_in(item, real)
         if isinstance(item, PerExample):
             return PerExample(item + item[-1:] * (rows - len(item)))
@@ -170,7 +165,7 @@ def fill_rows(value: Value, real: int, rows: int) -> Value:
             return item
         return torch.cat([item, item[-1:].expand(max(0, rows - item.shape[0]), *item.shape[1:])])
 
-    return tree_map(fill_one, value, is_leaf=is_outputs)
+    return tree_map(fill_one, value, is_leaf=lambda item: isinstance(item, ModelOutput))
 
 
 def without_stand_in(value: Value, real: int) -> Value:
@@ -181,8 +176,8 @@ def without_stand_in(value: Value, real: int) -> Value:
     def emptied(item: Any) -> Any:
         if isinstance(item, PerExample):
             return PerExample()
-        if is_outputs(item):
+        if isinstance(item, ModelOutput):
             return type(item)()
         return item[:0] if torch.is_tensor(item) and item.ndim else item
 
-    return tree_map(emptied, value, is_leaf=is_outputs)
+    return tree_map(emptied, value, is_leaf=lambda item: isinstance(item, ModelOutput))

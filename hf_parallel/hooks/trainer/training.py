@@ -311,8 +311,9 @@ def training_step(
     hangs.mark_step(self.state.global_step + 1)
     given = bind_by_name(original, (self, model, inputs, *args), kwargs)
     engine = joint_steps.find_engine_of(self)
-    if engine is not None and engine.fill is not None and not engine.fill.in_step:
-        engine.fill.begin_step()
+    fill = None if engine is None else engine.fill
+    if fill is not None and not fill.in_step:
+        fill.begin_step()
     if engine is None or engine.delayed is None:
         joint_steps.announce_step(self, model, inputs, given.get("num_items_in_batch"))
     else:
@@ -329,9 +330,11 @@ def training_step(
     now = replacing(runtime.current(), absent=step.real_rows == 0, in_trainer=True)
     small = monitoring.measure_small_batch(inputs, step.real_rows)
     timed = monitoring.measure_phase(COMPUTE)
-    with looked_at, noise, record_of(self).during(step), now, _record_timeline(self), timed, small:
+    with looked_at, noise, replacing(record_of(self), step=step), now, _record_timeline(self), timed, small:
         loss = original(self, model, inputs, *args, **kwargs)
-        fill_steps.end_step(self)
+        # Gradients are preconditioned after the last batch of their step, before Trainer clips them.
+        if fill is not None and self.accelerator.sync_gradients and (line := fill.end_step()) is not None:
+            report.say(f"pipeline_fill=kfac: {line}")
     return loss
 
 

@@ -148,7 +148,15 @@ def generate_and_score(original: Callable, self: GRPOTrainer | RLOOTrainer, inpu
     runtime.equalise_within_model(0)
     record = record_of(self)
     record.upcoming = inputs[0].pop(servers.NEXT_ROWS, None)  # no reward function sees the rows after these
-    real = record.step.generated = _count_real_rows_of_each(self, len(inputs))
+    # The rows of each data rank's batch that are not repeats; None if all are real, as in training.
+    real, mesh, state, rows = None, runtime.mesh(), self.accelerator.gradient_state, len(inputs)
+    if not self.model.training and mesh.data_size > 1 and state.end_of_dataloader:
+        batches = state.active_dataloader.batch_sampler
+        while hasattr(batches, "batch_sampler"):
+            batches = batches.batch_sampler
+        left = len(batches.sampler) % (rows * mesh.data_size)  # the sampler repeats what the data set has once
+        real = [max(0, min(rows, left - rank * rows)) for rank in range(mesh.data_size)] if left else None
+    record.step.generated = real
     token = _scored.set(real)
     try:
         if real is None:
@@ -196,18 +204,6 @@ def per_token_scores(
 
 
 # ---- ragged last batches of an evaluation --------------------------------------------------------------------------
-
-
-def _count_real_rows_of_each(trainer: GRPOTrainer | RLOOTrainer, rows: int) -> list[int] | None:
-    """Count the rows of each data rank's batch that are not repeats; None if all are real, as in training."""
-    mesh, state = runtime.mesh(), trainer.accelerator.gradient_state
-    if trainer.model.training or mesh.data_size == 1 or not state.end_of_dataloader:
-        return None
-    batches = state.active_dataloader.batch_sampler
-    while hasattr(batches, "batch_sampler"):
-        batches = batches.batch_sampler
-    left = len(batches.sampler) % (rows * mesh.data_size)  # the sampler repeats what the data set has once
-    return [max(0, min(rows, left - rank * rows)) for rank in range(mesh.data_size)] if left else None
 
 
 def _generate_with_real_lengths(accelerator: Accelerator, real: int, original: Callable, prompts: list) -> object:

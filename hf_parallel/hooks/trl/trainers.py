@@ -6,6 +6,7 @@ Its losses run where a script's own loss runs (`losses.py`). Nothing here import
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import sys
 from collections.abc import Callable
@@ -86,28 +87,11 @@ class ServedReference(nn.Module):
             "autocast": None if dtype == "none" else dtype.removeprefix("torch."),
         }
 
-        def answer() -> str:
-            return ask_server(self.address, "log_probs", self.timeout, told)["log_probs"]
-
         # Asked once for all ranks of the group, which get the answer or the error.
-        text = answer() if self.group is None else messages.send_from_one(answer, self.group)
-        scores = decode_scores(text, (labels.shape[0], labels.shape[1] - 1))
+        ask = functools.partial(ask_server, self.address, "log_probs", self.timeout, told)
+        answer = ask() if self.group is None else messages.send_from_one(ask, self.group)
+        scores = decode_scores(answer["log_probs"], (labels.shape[0], labels.shape[1] - 1))
         return SimpleNamespace(log_probs=scores.to(input_ids.device))
-
-    def check(self, policy: PreTrainedModel) -> None:
-        """Refuse a model of another kind than the policy's."""
-        facts, what = ask_server(self.address, "reference", min(_PATIENCE, self.timeout)), f"reference={self.address}"
-        dtype = str(policy.dtype).removeprefix("torch.")
-        if facts["dtype"] != dtype:
-            refuse(
-                what,
-                f"serves {facts['model']} in {facts['dtype']}, the policy is in {dtype}",
-                f"--dtype {dtype} there",
-            )
-        vocabulary = policy.config.get_text_config().vocab_size
-        if facts["vocabulary"] != vocabulary:
-            why = f"{facts['model']} has a vocabulary of {facts['vocabulary']}, the policy of {vocabulary}"
-            refuse(what, why, do="serve the model that training starts from")
 
 
 @patch(
@@ -115,7 +99,11 @@ class ServedReference(nn.Module):
     "loads the reference on every rank",
 )
 def init(original: Callable, self: Trainer, model: object, *args: object, **kwargs: object) -> None:
-    """Where a reference is served, it is not loaded: of two models that the trainer would load it is the second."""
+    """Where a reference is served, it is not loaded: of two models that the trainer would load it is the second.
+
+    Raises:
+        SpecError: nobody would ask it, or it is a model of another kind than the policy.
+    """
     address = runtime.mesh().config.reference
     if address is None:
         original(self, model, *args, **kwargs)
@@ -131,16 +119,23 @@ def init(original: Callable, self: Trainer, model: object, *args: object, **kwar
             *args, **kwargs
         )
 
-    def headed(model: object, *args: object, **kwargs: object) -> None:
+    def add_head_to_loaded(model: object, *args: object, **kwargs: object) -> None:
         if not isinstance(model, ServedReference):
             add_head(model, *args, **kwargs)
 
-    with replacing(module, create_model_from_path=served, add_fused_lm_head=headed):
+    with replacing(module, create_model_from_path=served, add_fused_lm_head=add_head_to_loaded):
         original(self, model, *args, **kwargs)
     if not isinstance(self.ref_model, ServedReference):
         why = "adapters have their reference in the policy itself" if self.ref_model is None else "ref_model is given"
         refuse(f"reference={address}", why, "reference=none")
-    self.ref_model.check(self.model)
+    facts = ask_server(address, "reference", min(_PATIENCE, self.ref_model.timeout))
+    dtype, vocabulary = str(self.model.dtype).removeprefix("torch."), self.model.config.get_text_config().vocab_size
+    if facts["dtype"] != dtype:
+        why = f"serves {facts['model']} in {facts['dtype']}, the policy is in {dtype}"
+        refuse(f"reference={address}", why, f"--dtype {dtype} there")
+    if facts["vocabulary"] != vocabulary:
+        why = f"{facts['model']} has a vocabulary of {facts['vocabulary']}, the policy of {vocabulary}"
+        refuse(f"reference={address}", why, do="serve the model that training starts from")
 
 
 #: Trainers whose batches are [all chosen; all rejected].
@@ -354,12 +349,8 @@ def prepare_dataset(
     dataset_name: str,
 ) -> object:
     """KTO pairs prompts with completions of the same batch: of the global batch, as in one process."""
-    former = args.per_device_train_batch_size
-    args.per_device_train_batch_size = former * runtime.mesh().data_size
-    try:
+    with replacing(args, per_device_train_batch_size=args.per_device_train_batch_size * runtime.mesh().data_size):
         return original(self, dataset, processing_class, args, dataset_name)
-    finally:
-        args.per_device_train_batch_size = former
 
 
 @patch("trl.trainer.kto_trainer:KTOTrainer._compute_kl_logps", "mean of means")
