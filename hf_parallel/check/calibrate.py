@@ -97,27 +97,7 @@ def _measure(device: torch.device, group: dist.ProcessGroup, count: int) -> Meas
     """Measure what this process reaches beside the others of its group."""
     on_cpu = device.type == "cpu"
     sizes, buffer, parameters, payloads = _ON_CPU if on_cpu else _ON_GPU
-
-    def best(call: Callable[[], object], calls: int | None = None) -> float:
-        dist.barrier(group)
-        return measure_best_seconds(call, device, calls)
-
-    def typical(call: Callable[[], object], calls: int = _COLLECTIVES) -> float:
-        """Return the median of calls that begin at once on all ranks: of collectives and steps none is undisturbed."""
-        call()
-        seconds = []
-        for _ in range(calls):
-            dist.barrier(group)
-            began = time.perf_counter()
-            call()
-            synchronize(device)
-            seconds.append(time.perf_counter() - began)
-        return statistics.median(seconds)
-
-    def measure_steps(layers: int, rows: int, tokens: int, steps: int) -> tuple[dict[str, int], int, int, float]:
-        call = _make_step_probe(device, group, layers, rows, tokens)
-        return {**_PROBE, "layers": layers}, rows, tokens, typical(call, steps) if on_cpu else best(call)
-
+    best, typical = (functools.partial(of, device, group) for of in (_measure_best_seconds, _measure_typical_seconds))
     products = [
         (name, *own, best(_make_product_probe(device, dtype, *own)))
         for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16))
@@ -133,7 +113,11 @@ def _measure(device: torch.device, group: dist.ProcessGroup, count: int) -> Meas
     if device.type != "cpu":
         host = torch.empty(buffer // 4, pin_memory=True)
         copy = buffer / best(lambda: a.copy_(host, non_blocking=True))
-    probes = [measure_steps(*own) for own in (_PROBED if on_cpu else _PROBED[:2])]  # of a GPU only its host shows
+    probes = []
+    for layers, rows, tokens, steps in _PROBED if on_cpu else _PROBED[:2]:  # of a GPU only its host shows
+        measure = functools.partial(typical, calls=steps) if on_cpu else best
+        took = measure(_make_step_probe(device, group, layers, rows, tokens))
+        probes.append(({**_PROBE, "layers": layers}, rows, tokens, took))
     return Measured(
         products=products,
         odd=max(1.0, odd),
@@ -154,12 +138,15 @@ def _measure(device: torch.device, group: dist.ProcessGroup, count: int) -> Meas
     )
 
 
-def measure_best_seconds(call: Callable[[], object], device: torch.device, wanted: int | None = None) -> float:
+def _measure_best_seconds(
+    device: torch.device, group: dist.ProcessGroup, call: Callable[[], object], wanted: int | None = None
+) -> float:
     """Return the shortest of several calls: what else the machine does only makes them longer.
 
     Args:
         wanted: how many calls, for collectives, which all ranks call as often; default: as many as there is time for.
     """
+    dist.barrier(group)
     call()
     synchronize(device)
     shortest, calls, end = float("inf"), 0, time.perf_counter() + _BUDGET_S
@@ -169,6 +156,21 @@ def measure_best_seconds(call: Callable[[], object], device: torch.device, wante
         synchronize(device)
         shortest, calls = min(shortest, time.perf_counter() - began), calls + 1
     return shortest
+
+
+def _measure_typical_seconds(
+    device: torch.device, group: dist.ProcessGroup, call: Callable[[], object], calls: int = _COLLECTIVES
+) -> float:
+    """Return the median of calls that begin at once on all ranks: of collectives and steps none is undisturbed."""
+    call()
+    seconds = []
+    for _ in range(calls):
+        dist.barrier(group)
+        began = time.perf_counter()
+        call()
+        synchronize(device)
+        seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds)
 
 
 def _make_product_probe(device: torch.device, dtype: torch.dtype, m: int, n: int, k: int) -> Callable[[], object]:
