@@ -113,6 +113,7 @@ def _measure(device: torch.device, group: dist.ProcessGroup, count: int) -> Meas
     if device.type != "cpu":
         host = torch.empty(buffer // 4, pin_memory=True)
         copy = buffer / best(lambda: a.copy_(host, non_blocking=True))
+    start = torch.ones(8, device=device, requires_grad=True)
     probes = []
     for layers, rows, tokens, steps in _PROBED if on_cpu else _PROBED[:2]:  # of a GPU only its host shows
         measure = functools.partial(typical, calls=steps) if on_cpu else best
@@ -123,7 +124,7 @@ def _measure(device: torch.device, group: dist.ProcessGroup, count: int) -> Meas
         odd=max(1.0, odd),
         attention=_make_attention_probe(device, best),
         bandwidth=3 * buffer / moved,
-        kernel_us=best(_make_launch_probe(device)) / (2 * _CHAIN) * 1e6,
+        kernel_us=best(functools.partial(_launch_chain, start)) / (2 * _CHAIN) * 1e6,
         update_bytes=40 * parameters / best(_make_update_probe(device, parameters)),
         all_reduce=[(size, best(_make_all_reduce_probe(device, group, size), _COLLECTIVES)) for size in payloads]
         if count > 1
@@ -190,17 +191,12 @@ def _make_attention_probe(device: torch.device, best: Callable) -> tuple[int, in
     return rows, heads, width, tokens, best(forward), backward
 
 
-def _make_launch_probe(device: torch.device) -> Callable[[], object]:
-    """A chain of kernels forward, and as many backward."""
-    start = torch.ones(8, device=device, requires_grad=True)
-
-    def run() -> None:
-        value = start
-        for _ in range(_CHAIN):
-            value = value * 1.0
-        value.sum().backward()
-
-    return run
+def _launch_chain(start: torch.Tensor) -> None:
+    """Launch a chain of kernels forward, and as many backward."""
+    value = start
+    for _ in range(_CHAIN):
+        value = value * 1.0
+    value.sum().backward()
 
 
 def _make_update_probe(device: torch.device, parameters: int) -> Callable[[], object]:

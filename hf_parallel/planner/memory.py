@@ -336,22 +336,16 @@ class _Rank:
         kept = self._count_blocks(stage) * (1 - done / stage.layers) + self._mask
         kept += self.stream  # the gradient that comes
         again = self._count_again(stage, block) + self._count_unpacked(stage)
-        again = max(again, self._count_after_experts(block))
+        if block.top_k and self.job.recompute != "none":
+            # Whole gradients of the layer's experts, and what else there is of a layer that has run again: what was
+            # between their halves is gone, but for the gradient of the first half.
+            rerun = self._count_kept(one, "none") - self._count_kept(one, self.job.each_recomputed)
+            beside = (2 if block.gated else 1) * self.job.width * block.inner / self.layout.tp
+            beside -= count_wide_bytes(block, self.shape.hidden, self.layout, self.job)
+            experts = self.width * one.experts(self.layout.expert_split)
+            again = max(again, experts + self.tokens * (rerun + beside))
         whole = gathered + self.count_lowered()
         return {**states, "gathered": whole, "activations": kept, "temporaries": again}
-
-    def _count_after_experts(self, block: Block) -> float:
-        """Whole gradients of a layer's experts, and what else there is of a layer that has run again.
-
-        What was between their halves is gone, but for the gradient of the first half.
-        """
-        if not block.top_k or self.job.recompute == "none":
-            return 0.0
-        one = self._count_alone(block)
-        kept = self._count_kept(one, "none") - self._count_kept(one, self.job.each_recomputed)
-        beside = (2 if block.gated else 1) * self.job.width * block.inner / self.layout.tp
-        beside -= count_wide_bytes(block, self.shape.hidden, self.layout, self.job)
-        return self.width * one.experts(self.layout.expert_split) + self.tokens * (kept + beside)
 
     def in_schedule(self) -> dict[str, float]:
         """At the beginning of a backward pass, or the end of its first half; with what is gathered."""

@@ -16,6 +16,7 @@ import functools
 import heapq
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -46,7 +47,6 @@ from hf_parallel.planner.memory import GIB, count_host_gib, rank_memory
 from hf_parallel.planner.pipeline import Stage, compute_pipeline_seconds
 from hf_parallel.planner.predict import compute_seconds_after_schedule, compute_stage_times
 from hf_parallel.planner.search import search
-from hf_parallel.planner.shape import count_distinct
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -512,7 +512,7 @@ class _Stages:
 
     def make_stage(self, at: int, first: int, last: int) -> Stage:
         """Return the stage at a place with the layers from `first` to before `last`."""
-        counts = tuple(count_distinct(self.shape.blocks[first:last]).items())
+        counts = tuple(Counter(self.shape.blocks[first:last]).items())
         return Stage(self.shape, counts, first == 0, last == len(self.shape.blocks), at)
 
     def _compute_seconds(self, name: str, first: int, last: int) -> tuple[float, float]:

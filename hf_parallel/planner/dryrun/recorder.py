@@ -304,7 +304,7 @@ def observe(
         for accumulated in steps:
             if accumulated is steps[-1]:  # the rank's copy of a stage is there by now, if it mirrors one
                 mirrored = [] if mirror is None else [tuple(mirror.mirrored.layers)]
-                measured.enter_context(_record_parts(recorder, (*layers, *mirrored)))
+                measured.enter_context(record_parts(recorder, (*layers, *mirrored)))
             recorder.traffic.clear()
             recorder.moments.clear()
             recorder.remember()
@@ -327,24 +327,6 @@ def observe(
             update.zero_grad()
         traffic = {axis: dict(by_kind) for axis, by_kind in recorder.traffic.items()}
         return Observed(recorder.peaks(kinds), kept, traffic)
-
-
-def observe_alone(
-    model: nn.Module, batch: Inputs, autocast: torch.dtype | None, layers: tuple[nn.Module, ...], scalars: int
-) -> Counter[str]:
-    """Run forward and backward of a model that is not parallel; return bytes by kind at the fullest moment.
-
-    No process group is needed, so a process that is part of a world may ask. Arguments are those of `observe`.
-    """
-    with Recorder({}, scalars=scalars) as recorder, _record_parts(recorder, (layers,)):
-        kinds = {recorder.note(tensor): "parameters" for tensor in (*model.parameters(), *model.buffers())}
-        recorder.remember()
-        with torch.autocast(next(model.parameters()).device.type, autocast, enabled=autocast is not None):
-            loss = model(**batch)["loss"]
-        loss.backward()
-        kinds |= {recorder.note(p.grad): "gradients" for p in model.parameters() if p.grad is not None}
-        recorder.remember()
-        return max(recorder.peaks(kinds), key=lambda peak: peak.total())
 
 
 def _list_gradients(state: ParallelState) -> list[torch.Tensor]:
@@ -429,7 +411,7 @@ def name_groups(state: ParallelState) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def _record_parts(recorder: Recorder, stages: tuple[tuple[nn.Module, ...], ...]) -> Iterator[None]:
+def record_parts(recorder: Recorder, stages: tuple[tuple[nn.Module, ...], ...]) -> Iterator[None]:
     """Remember when a stage's last layer has run forward and backward, and when its first one begins backward.
 
     Memory grows or shrinks evenly in between, so that no part's fullest moment jumps when there are more layers.
