@@ -40,7 +40,7 @@ from hf_parallel.axes.data.compressed import list_compression_groups
 from hf_parallel.axes.data.gradients import find_resting_parameters, run_before_the_last
 from hf_parallel.axes.pipeline.batches import count_rows
 from hf_parallel.axes.pipeline.engine import PipelineEngine, run_calls
-from hf_parallel.axes.pipeline.joint import JointStep
+from hf_parallel.axes.pipeline.joint import JointStep, ScheduledCall
 from hf_parallel.axes.pipeline.schedules import count_micro_batches
 from hf_parallel.model.calls import note_unread_logits
 from hf_parallel.ranks.mesh import EXPERT_AXES
@@ -338,17 +338,11 @@ def _list_gradients(state: ParallelState) -> list[torch.Tensor]:
     return [gradient for gradient in found if gradient is not None]
 
 
-def _announce_steps(pipeline: PipelineEngine, model: nn.Module, batches: list[Inputs]) -> None:
-    """Announce a step, and those after it until they fill its drain, as a Trainer that reads ahead does."""
-    delayed = pipeline.delayed
-    assert delayed is not None
-    delayed.reads_ahead = True
-    while not delayed.knows_enough():
-        with pipeline.announcing() as calls, note_unread_logits():
-            for batch in batches:
-                model(**batch)
-        delayed.add(None, calls)
-    pipeline.joint = JointStep(list(delayed.updates[0].calls), delayed.run)
+def _announce_step(pipeline: PipelineEngine, model: nn.Module, batches: list[Inputs]) -> list[ScheduledCall]:
+    with pipeline.announcing() as calls, note_unread_logits():
+        for batch in batches:
+            model(**batch)
+    return calls
 
 
 def _run_batches(model: nn.Module, batches: list[Inputs], autocast: torch.dtype | None) -> Iterator[None]:
@@ -357,11 +351,14 @@ def _run_batches(model: nn.Module, batches: list[Inputs], autocast: torch.dtype 
     assert state is not None
     pipeline, joins = state.pipeline, state.config.pipeline_schedule in JOINING_SCHEDULES and len(batches) > 1
     if pipeline is not None and pipeline.delayed is not None:
-        _announce_steps(pipeline, model, batches)
+        # Announce this step, and those after it until they fill its drain, as a Trainer that reads ahead does.
+        delayed = pipeline.delayed
+        delayed.reads_ahead = True
+        while not delayed.knows_enough():
+            delayed.add(None, _announce_step(pipeline, model, batches))
+        pipeline.joint = JointStep(list(delayed.updates[0].calls), delayed.run)
     elif pipeline is not None and joins and pipeline.can_schedule_together(batches):
-        with pipeline.announcing() as calls, note_unread_logits():
-            for batch in batches:
-                model(**batch)
+        calls = _announce_step(pipeline, model, batches)
         pipeline.joint = JointStep(list(calls), functools.partial(run_calls, pipeline, held=None))
     for i, batch in enumerate(batches):
         more = i < len(batches) - 1
