@@ -342,8 +342,7 @@ class _Sends:
                 yield self.tp("all_gather", self.product, count, "gradients of outputs", BACKWARD, behind)
                 yield self.tp("all_gather", self.product, count * self.regathers, inputs, BACKWARD, PRODUCTS)
         if on_grid:
-            yield from self.grid_regions(on_grid, of_layer)
-            yield from self.grid_products(block)
+            yield from self.grid_regions(block, on_grid, of_layer)
 
     def around_regions(self, count: int, of_layer: int) -> tuple[str, str, float, float]:
         """Return what goes in and out of regions, in words, and how often a recomputed layer sends each again.
@@ -358,10 +357,11 @@ class _Sends:
         again_out = {"none": 0, "selective": 0 if keeps else 1, "full": full}[self.job.each_recomputed]
         return "inputs of attention and MLP", "outputs of attention and MLP", again_in, again_out
 
-    def grid_regions(self, count: int, of_layer: int) -> Iterator[Transfer]:
+    def grid_regions(self, block: Block, count: int, of_layer: int) -> Iterator[Transfer]:
         """Yield inputs and outputs of `count` regions on a grid of R x C ranks: all tokens with 1/C of their features.
 
-        Tokens go to their row's ranks by features, and these gather them over rows; and the way back.
+        Tokens go to their row's ranks by features, and these gather them over rows; and the way back. Inside a region
+        the grid's columns sum outputs of column layers, and gather inputs of row layers.
         """
         inputs, outputs, again_in, again_out = self.around_regions(count, of_layer)
         columns, own = self.layout.tp_columns, self.layout.tp
@@ -383,12 +383,9 @@ class _Sends:
         if self.layout.sequence_parallel:
             again = count * self.regathers
             yield self.tp("all_gather", self.product / columns, again, inputs, BACKWARD, PRODUCTS, "tp_row")
-
-    def grid_products(self, block: Block) -> Iterator[Transfer]:
-        """Yield what a grid's columns sum of column layers, and gather for row layers."""
         rows, share = self.tokens * self.job.width / self.layout.tp_rows, self.job.recomputed_share
         again_full = share * (self.job.each_recomputed == "full")
-        again = self.job.each_recomputed == "selective" or again_full
+        again_rows = self.job.each_recomputed == "selective" or again_full
         for matrix in block.matrices:
             if matrix.split == "column":
                 payload, what = rows * matrix.outputs, "sums over columns"
@@ -398,11 +395,11 @@ class _Sends:
             elif matrix.split == "row":
                 payload, what = rows * matrix.inputs, "inputs of row layers"
                 yield self.tp("all_gather", payload, matrix.count, what, axis="tp_col")
-                yield self.tp("all_gather", payload, matrix.count * again, what, BACKWARD, axis="tp_col")
+                yield self.tp("all_gather", payload, matrix.count * again_rows, what, BACKWARD, axis="tp_col")
                 yield self.tp("reduce_scatter", payload, matrix.count, what, BACKWARD, axis="tp_col")
                 regathers = matrix.count * (self.habits.regathers and not self.job.lora)
                 yield self.tp("all_gather", payload, regathers, what, BACKWARD, PRODUCTS, "tp_col")
-        yield from self.grid_heads(block, 1, again, 1)
+        yield from self.grid_heads(block, 1, again_rows, 1)
 
     def grid_heads(self, block: Block, forward: float, again: float, backward: float) -> Iterator[Transfer]:
         """Yield parts of keys and values to the ranks of one head, and of their gradients, so many times each."""
